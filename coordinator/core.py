@@ -28,6 +28,7 @@ from meshlm.protocol.admit_edge import (
     Routed,
     SchedulerIncarnation,
 )
+from meshlm.protocol.counts import Counted
 from meshlm.protocol.ids import HEAD, Epoch, ErrorKind, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.lockstep import JointReport
 from meshlm.protocol.operations import Operation, OperationDone, OperationId, Pause, Resume, Stop
@@ -113,6 +114,8 @@ class Coordinator:
                 return self.frontends.blocked(event.sender, blocked.reason)
             case control.AskStats():
                 return self.frontends.ask(event.sender)
+            case Counted(counts=counts):
+                self.frontends.counted(event.sender, counts)
             case JointReport() as report if self.lockstep is not None:
                 rank = self.ranks.get(event.sender)
                 here = rank is not None and rank.incarnation == event.incarnation
@@ -294,6 +297,7 @@ class Coordinator:
             self.frontends.paused = True
         self.router.load(rank, load)
         rank.graphs = rank.graphs if load.graphs is None else load.graphs
+        rank.counts = rank.counts if load.counts is None else load.counts
         self.moving.loaded(rank, could, now)
         if rank.retiring:
             lost = could and not rank.serving  # what ran there can be given back now

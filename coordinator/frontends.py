@@ -10,6 +10,7 @@ from meshlm.coordinator.queue_gate import QueueGate
 from meshlm.coordinator.routing import Router
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.admit_edge import ReportLoad
+from meshlm.protocol.counts import CountsOf, ProcessCounts
 from meshlm.protocol.ids import Identity, RequestId, Role
 from meshlm.runtime.events import Send
 
@@ -30,6 +31,7 @@ class Frontends:
         self.serving = False
         self.paused = False  # the mesh, as an operator wants it
         self._blocked: dict[Identity, str] = {}  # whose link does not move
+        self._counts: dict[Identity, ProcessCounts] = {}  # of processes that are no schedulers, as they said last
 
     def tick(self) -> list[Send]:
         """Everything anew, for a frontend that a message did not reach."""
@@ -44,6 +46,7 @@ class Frontends:
 
     def lost(self, identity: Identity) -> list[Send]:
         """A rank or a frontend is gone, so that nobody waits for it."""
+        self._counts.pop(identity, None)
         return self._answer(self._questions.lost(identity))
 
     def blocked(self, process: Identity, reason: str) -> list[Send]:
@@ -56,6 +59,11 @@ class Frontends:
         return self._stats()
 
     # --- figures ---
+
+    def counted(self, process: Identity, counts: ProcessCounts) -> None:
+        """A process told its counts."""
+        if process in self._members:
+            self._counts[process] = counts
 
     def serving_change(self) -> list[Send]:
         """The figures, where the mesh begins or ceases to serve."""
@@ -93,7 +101,8 @@ class Frontends:
         ranks = tuple(rank.stats(self._first_rank) for rank in self._router.ranks.values() if rank.load is not None)
         reason = self._reason()
         blocked = next(iter(self._blocked.values()), "")
-        return control.MeshStats(reason == "", reason, ranks, len(self._held), asked, blocked, self.paused)
+        counts = tuple(CountsOf(process, one) for process, one in self._counts.items())
+        return control.MeshStats(reason == "", reason, ranks, len(self._held), asked, blocked, self.paused, counts)
 
     # --- the queue ---
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from meshlm.protocol.admit_edge import Load, SchedulerIncarnation
 from meshlm.protocol.control_edge import GraphCounts, RankStats
+from meshlm.protocol.counts import ProcessCounts
 from meshlm.protocol.ids import Identity, Incarnation, RequestId
 
 KV_WEIGHT = 4000.0  # a full KV cache, in decode tokens; little until it is nearly full
@@ -35,6 +36,7 @@ class Rank:
     incarnation: Incarnation
     load: Load | None = None
     graphs: GraphCounts = GraphCounts()  # as its worker said last
+    counts: ProcessCounts = ProcessCounts()  # as it said last
     retiring: bool = False
     requests: dict[RequestId, Entry] = field(default_factory=dict)  # in the order of dispatch
     prefill_tokens: int = 0
@@ -100,6 +102,7 @@ class Rank:
             busy_ns=load.busy_ns,
             idle_ns=load.idle_ns,
             incarnation=self.incarnation,
+            counts=self.counts,
         )
 
     @property

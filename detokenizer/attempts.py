@@ -15,8 +15,10 @@ from meshlm.detokenizer.journal import Journal
 from meshlm.detokenizer.request_state import REPETITION_DETECTED, RequestState, RequestStatus
 from meshlm.protocol.admit_edge import AbortRequests, Admit, Readmit, Routed, SchedulerIncarnation
 from meshlm.protocol.columns import pack_i32
+from meshlm.protocol.counts import DETOKENIZER
 from meshlm.protocol.ids import COORDINATOR, FinishReason, Identity, RequestId, Role
 from meshlm.protocol.token_edge import Disown, StillThere
+from meshlm.runtime.counts import Counts
 from meshlm.runtime.deaths import MAX_DEATHS, one_more, too_many
 from meshlm.runtime.events import PeerLost, PeerUp, Send
 
@@ -30,6 +32,7 @@ class Attempts(Journal):
         super().__init__(table, retry_window_s)
         self._incarnations = Incarnations()
         self._aborts = Aborts()
+        self.counts = Counts(DETOKENIZER)
 
     # --- one attempt ---
 
@@ -52,7 +55,7 @@ class Attempts(Journal):
 
     def _ask(self, request: RequestState) -> list[Effect]:
         """Ask the coordinator for a rank. While it is away this waits for `_up`."""
-        request.asked = self._incarnations.coordinator
+        request.asked, request.asked_at = self._incarnations.coordinator, self.now
         if not request.asked:
             return []
         return [Send(COORDINATOR, Admit(request.work(), request.submit.dp_rank, self._incarnations.ended))]
@@ -62,6 +65,8 @@ class Attempts(Journal):
         if request is None:
             return []
         request.scheduler = SchedulerIncarnation(routed.scheduler, routed.incarnation)
+        request.route_s = self.now - request.asked_at
+        self.counts.histograms["request_route_time_seconds"].observe(request.route_s)
         return self._leave(routed.scheduler) if self._incarnations.over(routed.scheduler, routed.incarnation) else []
 
     def _heard(self, handle: int, scheduler: SchedulerIncarnation) -> None:
@@ -97,7 +102,7 @@ class Attempts(Journal):
     def _ask_for_waiting(self) -> list[Effect]:
         """A rank was only out of reach: what waits, and was to avoid it, may go there again; its last attempt may be on its way."""
         waiting = [request for request in self.by_handle.values() if request.scheduler is None]
-        return [effect for request in waiting for effect in self._next_attempt(request)]
+        return [effect for request in waiting for effect in self._next_attempt(request, "rank_back")]
 
     def _rank_lost(self, lost: SchedulerIncarnation) -> list[Effect]:
         """The coordinator cannot reach it, even if we can: what it has not answered may never have come to it."""
@@ -152,7 +157,7 @@ class Attempts(Journal):
             request = self.by_handle.get(handle)
             if request is not None:
                 request.num_crashes, request.crashed_at = num_crashes, len(request.output_token_ids)
-                effects += self._next_attempt(request)
+                effects += self._next_attempt(request, "given_back")
         return effects
 
     def _admit_again(self, request: RequestState) -> list[Effect]:
@@ -164,10 +169,11 @@ class Attempts(Journal):
         if text := too_many(request.deaths, self.max_deaths):
             self._finish_row(request, self._row(request, [], ""), FinishReason.ERROR, None, text)
             return []
-        return self._next_attempt(request)
+        return self._next_attempt(request, f"{role.value}_lost")
 
-    def _next_attempt(self, request: RequestState) -> list[Effect]:
+    def _next_attempt(self, request: RequestState, reason: str) -> list[Effect]:
         """Under a new handle, so that late tokens find nobody."""
+        self.counts.add("request_retries", reason)
         del self.by_handle[request.handle]
         request.attempt += 1
         request.handle = self._new_handle()

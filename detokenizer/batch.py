@@ -88,7 +88,8 @@ class FrontendBatch:
         if deltas.timings_ns:
             self.timings = deltas.timings_ns
         if row in deltas.first:
-            self.first[place] = deltas.first[row]
+            first, times = deltas.first[row], (request.encode_s, request.route_s)
+            self.first[place] = replace(first, encode_us=int(times[0] * 1e6), route_us=int(times[1] * 1e6))
         if row in deltas.logprobs:
             sizes = request.num_chars(table, len(taken))
             self.logprobs[place] = positions(deltas.logprobs[row], request.output_token_ids, sizes, table, skip)
@@ -142,7 +143,7 @@ class FrontendBatch:
         self.tokens = flat
         return counts
 
-    def message(self) -> TextDeltas:
+    def message(self, now_ns: int = 0) -> TextDeltas:
         counts = self._spread() if self.counts or self.more else []
         return TextDeltas(
             handles=pack_i32(self.handles),
@@ -154,7 +155,7 @@ class FrontendBatch:
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
             first=self.first,
-            timings_ns=self.timings,
+            timings_ns=(*self.timings, now_ns) if self.timings else (),
             pooled=self.pooled,
         )
 

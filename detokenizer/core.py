@@ -127,6 +127,10 @@ class Detokenizer(Attempts):
             requests.append(request)
         if not requests:
             return effects
+        for request in requests:
+            request.submitted_at = self.now
+            if submit.attempt:
+                self.counts.add("request_retries", "detokenizer_lost")
         self._next_job += 1
         self.jobs[self._next_job] = requests
         keep, truncation = submit.text.truncate_prompt_tokens, None
@@ -166,7 +170,10 @@ class Detokenizer(Attempts):
         effects: list[Effect] = [
             Send(frontend, replies.accepted(mine, prompt, self.table)) for frontend, mine in _by_frontend(now).items()
         ]
+        encode_s = self.now - requests[0].submitted_at
+        self.counts.histograms["request_encode_time_seconds"].observe(encode_s)
         for request, params in zip(now, sampling, strict=True):
+            request.encode_s = encode_s
             request.begin(
                 self.table, prompt, replace(params, bad_words_token_ids=event.bad_words, grammar=event.grammar)
             )

@@ -21,18 +21,21 @@ from meshlm.detokenizer.questions import Question, Questions
 from meshlm.detokenizer.spelling import Spelling
 from meshlm.protocol.admit_edge import Admit, Refused
 from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.counts import Counted, ProcessCounts
 from meshlm.protocol.grammar import Grammar
-from meshlm.protocol.ids import ErrorKind, Identity, Incarnation
+from meshlm.protocol.ids import COORDINATOR, ErrorKind, Identity, Incarnation
 from meshlm.protocol.text_edge import (
     Cancel,
     Detokenize,
     DetokenizeReply,
     EmbedsPrompt,
+    TextDeltas,
     Tokenize,
     TokenizeReply,
     TokenPrompt,
     num_bytes_of,
 )
+from meshlm.protocol.token_edge import HANDLED
 from meshlm.runtime import tokenizer_files
 from meshlm.runtime.deaths import allowed
 from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong, ProcessFatal, RequestError
@@ -83,6 +86,7 @@ class DetokenizerApp:
         self._to_encode: deque[Encode] = deque()
         self._to_admit: deque[Encoded] = deque()
         self._flushes_again = False
+        self._told = ProcessCounts()  # to the coordinator
         self._num_new = 0  # of those, since the threads were called last
         self._early: list[Event] = []  # what peers said before start() ran
 
@@ -121,6 +125,12 @@ class DetokenizerApp:
         assert self._mesh is not None
         self._mesh.call_later(TICK_S, self._tick)  # first: one that fails is not the last
         self._do(Tick(time.time()))
+        self._tell_counts()
+
+    def _tell_counts(self) -> None:
+        if self._core is not None and (told := self._core.counts.told()) != self._told:
+            self._told = told
+            self._send(COORDINATOR, Counted(told))
 
     def _do(self, event: Event) -> None:
         if self._core is None:
@@ -299,6 +309,8 @@ class DetokenizerApp:
         self._do(Received(peer, incarnation, message))
 
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
+        if peer == COORDINATOR:
+            self._told = ProcessCounts()
         self._do(PeerUp(peer, incarnation))
 
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
@@ -309,8 +321,10 @@ class DetokenizerApp:
         if self._num_new:
             self._call_threads()
         if self._core is not None:
-            for send in self._core.batches():
+            for send in self._core.batches(now_ns := time.monotonic_ns()):
                 self._send(send.to, send.message)
+                if isinstance(send.message, TextDeltas) and (timings := send.message.timings_ns):
+                    self._core.counts.histograms["step_decode_time_seconds"].between(timings[HANDLED], now_ns)
             if self._core.tells_again and self._mesh is not None and not self._flushes_again:
                 self._flushes_again = True
                 self._mesh.call_soon_threadsafe(self._flush_again)

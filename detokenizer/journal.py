@@ -30,13 +30,13 @@ class Journal:
         self._full: list[tuple[Identity, FrontendBatch]] = []  # go before those
         self._replays: dict[tuple[Identity, Handle], Replay] = {}  # by connection; the next piece is of the first
 
-    def batches(self) -> list[Send]:
+    def batches(self, now_ns: int = 0) -> list[Send]:
         """One message for each frontend that has news; more where one would be too long. Called again in the next turn of the loop
         while `tells_again`."""
         self._tell_again()
         full, self._full = self._full, []
         batches, self._batches = self._batches, {}
-        return [Send(to, batch.message()) for to, batch in (*full, *batches.items()) if to != NOBODY]
+        return [Send(to, batch.message(now_ns)) for to, batch in (*full, *batches.items()) if to != NOBODY]
 
     @property
     def tells_again(self) -> bool:

@@ -34,6 +34,7 @@ class RequestState:
     __slots__ = (
         "arrival_s",
         "asked",
+        "asked_at",
         "attempt",
         "batch",
         "begun_with",
@@ -41,6 +42,7 @@ class RequestState:
         "cut",
         "deaths",
         "decoder",
+        "encode_s",
         "finished",
         "first",
         "frontend",
@@ -60,6 +62,7 @@ class RequestState:
         "prompt",
         "prompt_logprobs",
         "request_id",
+        "route_s",
         "sampling",
         "scheduler",
         "second_from",
@@ -67,6 +70,7 @@ class RequestState:
         "status",
         "stop",
         "submit",
+        "submitted_at",
         "tail",
         "told_again",
         "work_id",
@@ -94,6 +98,8 @@ class RequestState:
         self.output_token_ids: array[int] = array("i")
         self.sampling: SamplingParams = submit.sampling
         self.asked = Incarnation(0)  # the incarnation of the coordinator that this attempt's Admit went to; 0: none yet
+        self.submitted_at = self.asked_at = 0.0  # when its prompt came, and when that Admit left
+        self.encode_s = self.route_s = 0.0  # from the one to its tokens, and from the other to a rank
         self.scheduler: SchedulerIncarnation | None = None  # which has this attempt
         self.heard = False  # tokens of this attempt came
         self.deaths: tuple[Death, ...] = ()  # of schedulers and the coordinator, that it met since the last token

@@ -28,6 +28,7 @@ OPEN_ROUTES = {op.path for op in (*OPERATIONS, *DASHBOARD) if op.is_open}
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Sender = Callable[[dict[str, Any]], Awaitable[None]]
+Refused = Callable[[HttpError], None]  # hears of each request for an answer that got an error instead
 
 
 def plain_error(request: Request, error: Exception) -> Response:
@@ -48,8 +49,8 @@ def plain_error(request: Request, error: Exception) -> Response:
 class Endpoint:
     """An ASGI endpoint around a method: errors become OpenAI's form, `send` is within reach of the writer."""
 
-    def __init__(self, method: Callable[[Request], Awaitable[Response | None]]) -> None:
-        self._method = method
+    def __init__(self, method: Callable[[Request], Awaitable[Response | None]], refused: Refused) -> None:
+        self._method, self._refused = method, refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Sender) -> None:
         scope["meshlm.send"] = send
@@ -57,6 +58,8 @@ class Endpoint:
         try:
             response = await self._method(request)
         except HttpError as error:
+            if scope["path"] in SUBMITS:
+                self._refused(error)
             response = Response(error.body(scope["path"]), error.status, error.headers(), "application/json")
         except ClientDisconnect:
             return
@@ -87,14 +90,16 @@ class KeyCheck:
     """Asks for one of the API keys on every route but the probes, for one with the route's scope, and whether it may ask that often.
     Anthropic's clients send it as X-Api-Key. The key that fits is `scope["meshlm.key"]` from then on."""
 
-    def __init__(self, app: Any, keys: ApiKeys, rates: RateLimits) -> None:
-        self._app, self._keys, self._rates = app, keys, rates
+    def __init__(self, app: Any, keys: ApiKeys, rates: RateLimits, refused: Refused) -> None:
+        self._app, self._keys, self._rates, self._refused = app, keys, rates, refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Sender) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_ROUTES and scope["method"] != "OPTIONS":
             try:
                 self._check(scope)
             except HttpError as error:
+                if scope["path"] in SUBMITS:
+                    self._refused(error)
                 response = Response(error.body(scope["path"]), error.status, error.headers(), "application/json")
                 await response(scope, receive, send)  # type: ignore[arg-type]
                 return

@@ -14,6 +14,26 @@ STATUS = {
 }
 RETRY_AFTER_S = 1
 MAX_MESSAGE = 2000
+LIMITS = (
+    "max-waiting",
+    "max-concurrent-requests",
+    "max-concurrent-bytes",
+    "max-incoming-bytes",
+    "max-body-bytes",
+    "max-num-seqs",
+    "drain-timeout",
+)
+REASONS = {
+    401: "unauthorized",
+    403: "forbidden",
+    404: "not_found",
+    408: "slow_body",
+    409: "conflict",
+    413: "too_large",
+    422: "conflict",
+    429: "rate_limit",
+    503: "not_ready",
+}
 
 
 class HttpError(Exception):
@@ -36,6 +56,14 @@ class HttpError(Exception):
     @classmethod
     def of(cls, kind: ErrorKind, message: str, param: str = "") -> "HttpError":
         return cls(STATUS[kind], message, param, kind.value)
+
+    def reason(self) -> str:
+        """Why the request was refused, for /metrics: the flag that limits it, or what its status means; "" where it is no refusal."""
+        if self.status in (413, 429, 503):
+            for flag in LIMITS:
+                if f"--{flag}" in self.message:
+                    return flag.replace("-", "_")
+        return REASONS.get(self.status, "" if self.status >= 500 else "invalid")
 
     def body(self, path: str = "") -> bytes:
         """The body of the answer, in the form of the API that `path` belongs to."""

@@ -213,9 +213,11 @@ class FrontendApp:
             return "more prompts wait to be tokenized than can run or wait (--max-waiting, --max-num-seqs)"
         return ""
 
-    def refused(self, seconds: float) -> None:
-        """A request got 503 so long after its head began to come."""
-        self._metrics.refusal.observe(seconds)
+    def refused(self, error: HttpError, seconds: float = 0.0) -> None:
+        """A request for an answer got this error; by its head alone so long after that began to come."""
+        self._metrics.refused(error.reason())
+        if seconds:
+            self._metrics.refusal.observe(seconds)
 
     async def wait_serving(self) -> str:
         """Wait until requests can be served, HOLD_S at most; what is missing then, "" when nothing is."""
@@ -340,9 +342,10 @@ class FrontendApp:
         return await self._figures.fresh(partial(self._mesh.send, COORDINATOR))
 
     async def metrics(self) -> bytes:
-        await self.fresh_stats()
+        stats = await self.fresh_stats()
         self._flush()
-        return await asyncio.to_thread(self._exposition)  # it reads the files of all frontends: streams go on meanwhile
+        # it reads the files of all frontends: streams go on meanwhile
+        return await asyncio.to_thread(self._exposition, stats, self.resolved.served_names[0])
 
     def _flush(self) -> None:
         request_metrics.observe_tokens(self._metrics, self._tracker, self.feed)
@@ -362,6 +365,8 @@ class FrontendApp:
                 self._send(self._tracker.deltas(message, peer, time.monotonic()))
                 if message.first or message.finished:
                     self._moved.set()
+                if message.timings_ns and self._mesh is not None:
+                    self._metrics.written(message.timings_ns[-1], time.monotonic_ns())
             case Accepted():
                 self._tracker.accepted(message, time.monotonic())
             case Rejected():

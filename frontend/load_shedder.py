@@ -27,9 +27,10 @@ class Refusal(Protocol):
 
 
 class LoadShedder:
-    """ASGI middleware around the routes. `refused` hears how long each refusal took, in seconds since its head began to come."""
+    """ASGI middleware around the routes. `refused` hears how long each refusal took, in seconds since its head began to come; 0: nobody
+    knows."""
 
-    def __init__(self, app: Any, refusal: Refusal, refused: Callable[[float], None]) -> None:
+    def __init__(self, app: Any, refusal: Refusal, refused: Callable[[HttpError, float], None]) -> None:
         self._app, self._refusal, self._refused = app, refusal, refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: AsgiSend) -> None:
@@ -43,7 +44,7 @@ class LoadShedder:
                     error.body(scope["path"]), 503, {**error.headers(), **close}, "application/json"
                 )
                 await response(scope, receive, send)
-                if begun := scope.get("extensions", {}).get(EXTENSION, {}).get("begun"):
-                    self._refused(time.monotonic() - begun)
+                begun = scope.get("extensions", {}).get(EXTENSION, {}).get("begun")
+                self._refused(error, time.monotonic() - begun if begun else 0.0)
                 return
         await self._app(scope, receive, send)

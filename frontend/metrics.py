@@ -5,17 +5,17 @@ answers for itself. Observations are counted in plain lists and handed over in b
 observation of the library costs more than sending a token, and an answer may have thousands of sequences.
 """
 
-import os
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest, multiprocess
-from prometheus_client.registry import REGISTRY, Collector
-from prometheus_client.samples import Sample
+from prometheus_client import Counter, Gauge, Histogram
 
+from meshlm.frontend.exposition import INCARNATION, exposition
 from meshlm.protocol.control_edge import MeshStats
+from meshlm.protocol.counts import HOP
 from meshlm.protocol.ids import FinishReason
 from meshlm.protocol.token_edge import First
+from meshlm.runtime.counts import LONGEST_HOP_S
 
 # vLLM's buckets; those of time between tokens and of whole requests begin lower, where small models are.
 _TTFT: tuple[float, ...] = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0)
@@ -26,10 +26,10 @@ _LONG: tuple[float, ...] = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 1
 _LONG += (50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
 _REFUSALS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _CHOICES = (1, 2, 5, 10, 20)
+_HERE, _CACHED = "local_compute", "local_cache_hit"
 
 _ENGINE = ("model_name", "engine")
-# Of a count that another process keeps: its sum over that process' incarnations is the counter. `exposition` adds them up.
-_INCARNATION = "incarnation"
+__all__ = ["Metrics", "exposition"]
 _RANK_GAUGES = (
     ("num_requests_running", "Requests in the running batch."),
     ("num_requests_waiting", "Requests that wait for a place in the batch."),
@@ -74,7 +74,10 @@ class EngineMetrics:
             of, (families.prompt, families.generation, families.max_tokens)
         )
         self.n, self.longest = of(families.n), of(families.longest)
+        self.computed = of(families.computed)
         self.prompt_tokens = families.prompt_tokens.labels(model, engine)
+        self._sources = {name: families.sources.labels(model, engine, name) for name in (_HERE, _CACHED)}
+        self._cached_tokens = families.cached_tokens.labels(model, engine)
         self.generation_tokens = families.generation_tokens.labels(model, engine)
         self._phases = tuple(of(family) for family in families.phases)
         self._success = {reason: families.success.labels(model, engine, reason.value) for reason in FinishReason}
@@ -82,6 +85,13 @@ class EngineMetrics:
 
     def finished(self, reason: FinishReason) -> None:
         self._finished[reason] = self._finished.get(reason, 0) + 1
+
+    def prefilled(self, num_tokens: int, num_cached: int) -> None:
+        """So many prompt tokens were prefilled, of which some were found in the prefix cache."""
+        self.prompt_tokens.inc(num_tokens)
+        self._cached_tokens.inc(num_cached)
+        self._sources[_CACHED].inc(num_cached)
+        self._sources[_HERE].inc(num_tokens - num_cached)
 
     def phases(self, first: First, decode_s: float) -> None:
         """Observes where the time of a sequence that got tokens went, in seconds."""
@@ -135,6 +145,11 @@ class Families:
         self.success = counter("request_success", "Finished requests.", "finished_reason")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that were prefilled.")
         self.generation_tokens = counter("generation_tokens", "Output tokens.")
+        self.cached_tokens = counter("prompt_tokens_cached", "Prompt tokens that were found in the prefix cache.")
+        self.sources = counter("prompt_tokens_by_source", "Prompt tokens, by where their KV came from.", "source")
+        self.computed = histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens of a request that were computed.", tokens
+        )
 
 
 class Metrics:
@@ -155,10 +170,17 @@ class Metrics:
             ("model_name",),
             buckets=_REFUSALS,
         ).labels(model)
+        self._refusals = Counter(
+            "meshlm:request_refusals", "Requests that got an error at once, by reason.", ("model_name", "reason")
+        )
+        write = "From a step's text leaving the detokenizer to the last of it on the clients' sockets."
+        self._write = _Bulk(
+            Histogram("meshlm:step_write_time_seconds", write, ("model_name",), buckets=HOP).labels(model)
+        )
         self._gauges = [_shared(name, text, *_ENGINE) for name, text in _RANK_GAUGES]
-        self._counters = [_shared(f"{name}_total", text, *_ENGINE, _INCARNATION) for name, text in _RANK_COUNTERS]
+        self._counters = [_shared(f"{name}_total", text, *_ENGINE, INCARNATION) for name, text in _RANK_COUNTERS]
         self._graphs = [
-            _shared(f"{name}_total", text, *_ENGINE, _INCARNATION, key) for name, text, key in _GRAPH_COUNTERS
+            _shared(f"{name}_total", text, *_ENGINE, INCARNATION, key) for name, text, key in _GRAPH_COUNTERS
         ]
         held = "Requests that wait for a scheduler that serves."
         self._held = _shared("num_requests_held", held, "model_name").labels(model)
@@ -170,8 +192,19 @@ class Metrics:
             found = self._by_engine[engine] = EngineMetrics(self._families, self._model, engine)
         return found
 
+    def refused(self, reason: str) -> None:
+        """A request got an error; "" where that is none of its own, but this server's."""
+        if reason:
+            self._refusals.labels(self._model, reason).inc()
+
+    def written(self, left_ns: int, now_ns: int) -> None:
+        """The text of a step, which left its detokenizer then, is on the clients' sockets."""
+        if left_ns and 0 <= now_ns - left_ns < LONGEST_HOP_S * 1e9:
+            self._write.observe((now_ns - left_ns) / 1e9)
+
     def flush(self) -> None:
         """Hand over what was counted."""
+        self._write.flush()
         for engine in self._by_engine.values():
             engine.flush()
 
@@ -230,35 +263,3 @@ class _Bulk:
             self._histogram._buckets[bucket].inc(count)
         self._counts = {}
         self._sum = 0.0
-
-
-class _Summed(Collector):
-    """Another collector's counters, with the counts of a process's incarnations added up, so that they never fall."""
-
-    def __init__(self, registry: Collector) -> None:
-        self._registry = registry
-
-    def collect(self) -> Iterable[Metric]:
-        names = {f"meshlm:{name}_total" for name, *_ in (*_RANK_COUNTERS, *_GRAPH_COUNTERS)}
-        for metric in self._registry.collect():
-            yield _counter(metric) if metric.name in names else metric
-
-
-def _counter(metric: Metric) -> Metric:
-    sums: dict[tuple[tuple[str, str], ...], float] = {}
-    for sample in metric.samples:
-        labels = tuple(sorted((key, value) for key, value in sample.labels.items() if key != _INCARNATION))
-        sums[labels] = sums.get(labels, 0.0) + sample.value
-    found = Metric(metric.name.removesuffix("_total"), metric.documentation, "counter")
-    found.samples = [Sample(metric.name, dict(labels), value) for labels, value in sums.items()]
-    return found
-
-
-def exposition() -> bytes:
-    """All frontends' metrics in Prometheus' text format, or this one's."""
-    collected: Collector = REGISTRY
-    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
-        collected = multiprocess.MultiProcessCollector(None)  # type: ignore[no-untyped-call]
-    registry = CollectorRegistry()
-    registry.register(_Summed(collected))
-    return generate_latest(registry)

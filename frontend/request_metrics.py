@@ -24,13 +24,14 @@ _FAILURES = (ErrorKind.INTERNAL, ErrorKind.TIMEOUT)  # of a request that was let
 def observe_tokens(metrics: "Metrics", tracker: RequestTracker, feed: Feed) -> None:
     """Observes what came since the last call: first tokens, the times between tokens, their number. The dashboard has them too."""
     begun, counts = tracker.take_counts()
-    prompt_tokens: dict[str, int] = {}
+    prompt_tokens: dict[str, tuple[int, int]] = {}  # and those of them that were cached
     for choice in begun:
         metrics.engine(choice.engine).ttft.observe(choice.first_at - choice.opened_at)
         feed.first_token(choice.first_at - choice.opened_at)
-        prompt_tokens[choice.engine] = prompt_tokens.get(choice.engine, 0) + choice.num_prompt_tokens
-    for name, count in prompt_tokens.items():
-        metrics.engine(name).prompt_tokens.inc(count)
+        before, cached = prompt_tokens.get(choice.engine, (0, 0))
+        prompt_tokens[choice.engine] = before + choice.num_prompt_tokens, cached + _num_cached(choice)
+    for name, (count, cached) in prompt_tokens.items():
+        metrics.engine(name).prefilled(count, cached)
     for name, came in counts.items():
         engine = metrics.engine(name)
         for interval, times in came.intervals.items():
@@ -71,6 +72,7 @@ def _observe_sequence(metrics: "Metrics", answer: Response, choice: Choice, max_
     engine.e2e.observe(before_s + choice.last_at - choice.opened_at)
     engine.prompt.observe(choice.num_prompt_tokens)
     engine.generation.observe(num_tokens)
+    engine.computed.observe(choice.num_prompt_tokens - _num_cached(choice))
     if not answer.ask.prompt_only:
         engine.max_tokens.observe(answer.ask.max_tokens or max_model_len - choice.num_prompt_tokens)
     if choice.num_told:
@@ -79,6 +81,11 @@ def _observe_sequence(metrics: "Metrics", answer: Response, choice: Choice, max_
         engine.tpot.observe(decode_s / (num_tokens - 1))
     if choice.first is not None:
         engine.phases(choice.first, decode_s)
+
+
+def _num_cached(choice: Choice) -> int:
+    """Its prompt tokens that its rank had computed before."""
+    return max(0, choice.first.num_cached_tokens) if choice.first is not None else 0
 
 
 def _was_told(choice: Choice) -> bool:

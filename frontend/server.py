@@ -76,7 +76,7 @@ class Routes:
         """The ASGI application: CORS, then the key check, then the gate, then the routes."""
         paths: dict[str, dict[str, Endpoint]] = {}
         for op in self._operations():
-            endpoint = Endpoint(attrgetter(op.handler)(self))
+            endpoint = Endpoint(attrgetter(op.handler)(self), self._backend.refused)
             paths.setdefault(op.path, {}).update(dict.fromkeys(op.methods, endpoint))
         routes = [
             Route(path.replace("{model}", "{model:path}"), ByMethod(endpoints), methods=list(endpoints))
@@ -94,7 +94,7 @@ class Routes:
             routes=routes,
             middleware=[
                 cors,
-                Middleware(KeyCheck, keys=self.keys, rates=self._backend.rates),
+                Middleware(KeyCheck, keys=self.keys, rates=self._backend.rates, refused=self._backend.refused),
                 Middleware(LoadShedder, refusal=self._backend.refusal, refused=self._backend.refused),
             ],
             exception_handlers={HTTPException: plain_error},

@@ -7,6 +7,7 @@ it can never overtake it.
 from msgspec import Struct
 
 from meshlm.protocol.control_edge import GraphCounts
+from meshlm.protocol.counts import Counted, ProcessCounts
 from meshlm.protocol.ids import ErrorKind, Handle, Identity, Incarnation, RequestId
 from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.sampling import SamplingParams
@@ -63,7 +64,7 @@ class AbortRequests(Struct, frozen=True, tag="abort"):
     request_ids: tuple[RequestId, ...]
 
 
-DetokenizerToCoordinator = Admit | AbortRequests
+DetokenizerToCoordinator = Admit | AbortRequests | Counted
 
 
 class Routed(Struct, frozen=True, tag="routed"):
@@ -169,6 +170,7 @@ class Load(Struct, frozen=True, tag="load"):
     idle_ns: int = 0  # that it stood still although requests were running, since start
     answers: int = 0  # the newest ReportLoad of this incarnation of the coordinator; 0: none yet
     paused: bool = False  # it plans no step, as an operator wants it
+    counts: ProcessCounts | None = None  # for /metrics; None: as it said last
 
 
 SchedulerToCoordinator = Load

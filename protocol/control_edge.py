@@ -5,6 +5,7 @@ The supervisor knows processes (pids, restarts); the coordinator knows members (
 
 from msgspec import Struct
 
+from meshlm.protocol.counts import CountsOf, ProcessCounts
 from meshlm.protocol.ids import Epoch, Identity, Incarnation, Role
 
 
@@ -226,6 +227,7 @@ class RankStats(Struct, frozen=True, omit_defaults=True):
     busy_ns: int = 0  # as in Load
     idle_ns: int = 0
     incarnation: int = 0  # of the scheduler, whose counts begin at 0 with it
+    counts: ProcessCounts = ProcessCounts()
 
 
 class QueueFull(Struct, frozen=True, tag="queue_full"):
@@ -258,3 +260,4 @@ class MeshStats(Struct, frozen=True, tag="stats"):
     asked: bool = False  # it answers AskStats
     blocked: str = ""  # a link of any process on which nothing moves
     paused: bool = False  # as an operator wants it
+    counts: tuple[CountsOf, ...] = ()  # of processes that are no schedulers

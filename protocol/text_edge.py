@@ -273,7 +273,7 @@ class TextDeltas(Struct, frozen=True, tag="deltas", omit_defaults=True):
     logprobs: dict[int, list[PositionLogprobs]] = {}  # row -> one per token
     prompt_logprobs: dict[int, PromptLogprobs] = {}  # row
     first: dict[int, First] = {}  # row -> what came with its first token
-    timings_ns: tuple[int, ...] = ()  # of the newest step in it, as in token_edge.py
+    timings_ns: tuple[int, ...] = ()  # of the newest step in it, as in token_edge.py, and then when this message left
     pooled: dict[int, bytes] = {}  # row -> float32: the vector of a Pool, with its end
 
 

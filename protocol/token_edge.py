@@ -5,6 +5,8 @@ from msgspec import Struct
 from meshlm.protocol.admit_edge import Readmit
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle
 
+HANDLED = 5  # the place in timings_ns of the moment at which a step's result was handled
+
 
 class Ended(Struct, frozen=True, omit_defaults=True):
     """The end of the request in `row` of the batch that carries this."""
@@ -37,6 +39,10 @@ class First(Struct, frozen=True, omit_defaults=True):
     queued_us: int = 0  # that it waited at its scheduler for a place in the batch
     prefill_us: int = 0  # from then to its first token
     dp_rank: int = 0  # that computed it, by the number that clients know
+    encode_us: int = (
+        0  # from its prompt's arrival at the detokenizer to its tokens; the detokenizer adds this and the next
+    )
+    route_us: int = 0  # from then to the coordinator's word which rank has it
 
 
 class TokenDeltas(Struct, frozen=True, tag="tokens", omit_defaults=True):

@@ -15,10 +15,12 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 from meshlm.protocol.columns import ints, pack_i32
+from meshlm.protocol.counts import SCHEDULER
 from meshlm.protocol.ids import Row, StepId
 from meshlm.protocol.kv import KVSpec, step_tokens
 from meshlm.protocol.step_edge import HASH_BYTES, NewRow, StepPlan, WorkerReady
 from meshlm.protocol.tasks import PoolKind
+from meshlm.runtime.counts import Counts
 from meshlm.scheduler_proc import sizes
 from meshlm.scheduler_proc.budget import StepBudget
 from meshlm.scheduler_proc.kv.cache import KVCache
@@ -43,8 +45,10 @@ class Batching:
         kv_specs: Sequence[KVSpec] = (),
         pool_kinds: frozenset[PoolKind] = frozenset(),
         pooled_bytes: int = 0,
+        counts: Counts | None = None,
     ) -> None:
         self.limits, self.block_size = limits, block_size
+        self.counts = counts or Counts(SCHEDULER)
         # The first stage of a pipeline would have to know the drafts of the last one.
         # A state cannot go back to before drafts that were refused.
         states = any(spec.carried for spec in kv_specs)
@@ -90,12 +94,13 @@ class Batching:
         self._free_rows.append(request.row)
         request.row = Row(-1)
 
-    def preempt(self, request: Request) -> None:
-        """Free all it holds; it waits again and is recomputed."""
+    def preempt(self, request: Request, reason: str) -> None:
+        """Free all it holds; it waits again and is recomputed. `reason`: what needs its place, for /metrics."""
         self.running.remove(request)
         request.move(RequestState.PREEMPTED)
         self._give_back(request)
         self.num_preemptions += 1
+        self.counts.add("num_preemptions_by_reason", reason)
         self.enqueue(request)
 
     def reset_prefix_cache(self, *, preempt: bool) -> bool:
@@ -103,7 +108,7 @@ class Batching:
         if self.running and not preempt:
             return False
         for request in list(self.running):
-            self.preempt(request)
+            self.preempt(request, "reset_prefix_cache")
         self.kv.reset_prefix_cache(self.running)
         return True
 
@@ -215,7 +220,7 @@ class Batching:
         from the front. False when the request itself had to go."""
         while (blocks := self.kv.grow(request, needed)) is None:
             victim = self.running[-1]
-            self.preempt(victim)
+            self.preempt(victim, "decode")
             if victim is request:
                 return False
         builder.grow(request.row, blocks)
@@ -227,7 +232,7 @@ class Batching:
         while (blocks := self.kv.grow(request, needed)) is None:
             if not victims:
                 return False
-            self.preempt(victims.pop())
+            self.preempt(victims.pop(), "prefill")
         builder.grow(request.row, blocks)
         return True
 
@@ -298,6 +303,7 @@ class Batching:
             request.num_cached = request.num_reused = min(request.num_computed, request.num_prompt)
             self.cache_queries += len(request.tokens)
             self.cache_hits += request.num_computed
+            self._count_misses(request)
         request.move(RequestState.RUNNING)
         self._token_bytes += self._bytes_of_step(request)
         builder.new_row_bytes += sizes.of_new_row(request)
@@ -312,6 +318,30 @@ class Batching:
                 embeds=request.work.embeds,
             )
         )
+
+    def _count_misses(self, request: Request) -> None:
+        """Counts why tokens of a request that starts were not in the prefix cache, and which KV groups had fewer than others."""
+        missing = len(request.tokens) - request.num_computed
+        for reason, count in self.kv.missed(request).items():
+            missing -= count
+            self.counts.add("prefix_cache_miss_tokens", reason, count)
+        if missing:
+            self.counts.add("prefix_cache_miss_tokens", "unknown", missing)
+        for group, count in self.kv.limited.items():
+            self.counts.add("prefix_cache_limited_tokens", group, count)
+
+    def planned(self, duration_ns: int) -> None:
+        """A step was planned, which took so long."""
+        self.counts.histograms["step_schedule_time_seconds"].observe(duration_ns / 1e9)
+
+    def count(self) -> None:
+        """Brings the gauges of /metrics up to date."""
+        gauges = self.counts.gauges
+        deferred = sum(1 for r in self.waiting if r.grammar is not None and r.grammar.missing)
+        gauges["num_requests_waiting_by_reason"] = {"capacity": len(self.waiting) - deferred, "deferred": deferred}
+        gauges["kv_cache_blocks"] = self.kv.pool.states()
+        gauges["kv_cache_group_blocks"], fragmentation = self.kv.usage(self.running)
+        gauges["kv_cache_fragmentation_perc"] = {"": fragmentation}
 
     def restore(self, facts: list[WorkerReady]) -> None:
         """The prefix cache of an earlier session, where all workers still have the same."""

@@ -182,7 +182,7 @@ class Scheduler:
         self.inflight.clear()
         self.results.begin()
         for request in list(self.batching.running):
-            self.batching.preempt(request)
+            self.batching.preempt(request, "worker_lost")
         for request in self.requests.values():
             request.num_output_placeholders = 0
         self.table.grammars.begin()
@@ -204,6 +204,7 @@ class Scheduler:
             facts[0].kv_specs,
             frozenset(facts[0].pool_kinds),
             facts[0].pooled_bytes,
+            before.counts,
         )
         self.batching.num_preemptions = before.num_preemptions
         self.batching.cache_queries, self.batching.cache_hits = before.cache_queries, before.cache_hits
@@ -286,6 +287,7 @@ class Scheduler:
             return ()  # of an earlier session, or another worker's copy
         record = self._finished()
         self.results.take(record, result, output)
+        self.results.time(record, result, output.now_ns)
         at = (record.planned_ns, result.received_ns, result.launched_ns, result.done_ns, output.now_ns)
         return (result.step, *at, result.gpu_ns, result.gap_ns)
 

@@ -107,7 +107,8 @@ class SchedulerApp:
         """All messages of this turn are handled: sends as many steps as may be in flight, then what the coordinator should know."""
         if self._core is None:
             return
-        while effects := self._core.plan(time.monotonic_ns()):
+        while effects := self._core.plan(now_ns := time.monotonic_ns()):
+            self._core.batching.planned(time.monotonic_ns() - now_ns)
             self._send(effects)
         self._send(self._core.report())
         if self._core.serving is not self._said_serving:  # at once: in a mesh that is ready nobody is shown waiting

@@ -26,6 +26,7 @@ class LoadReporter:
         self.paused = False
         self._graphs: GraphCounts | None = None  # the last ones
         self._last: Load | None = None
+        self._tells_counts = True
 
     def give_back(self, work: EngineRequest, detokenizer: Identity, incarnation: Incarnation, num_crashes: int) -> None:
         """It has not ended: it goes on elsewhere."""
@@ -34,7 +35,7 @@ class LoadReporter:
 
     def tell_all(self) -> None:
         """The next Load is due even without change."""
-        self._last = None
+        self._last, self._tells_counts = None, True
 
     def begin(self) -> None:
         """The coordinator is another one, or the same again: it may know nothing."""
@@ -57,6 +58,8 @@ class LoadReporter:
         news = self.ended or self.returned or self.started
         if last is not None and not news and counts == (last.num_running, last.num_waiting, last.serving):
             return None
+        if self._tells_counts:
+            batching.count()
         self._last = load = Load(
             num_running=counts[0],
             num_waiting=counts[1],
@@ -80,6 +83,8 @@ class LoadReporter:
             idle_ns=self.idle_ns,
             answers=self.answers,
             paused=self.paused,
+            counts=batching.counts.told() if self._tells_counts else None,
         )
+        self._tells_counts = False
         self.ended, self.returned, self.started, self.graphs = [], [], [], None
         return load

@@ -125,6 +125,14 @@ class Results:
         if request.state is RequestState.RUNNING:
             request.num_computed -= count
 
+    def time(self, record: Inflight, result: StepResult, now_ns: int) -> None:
+        """Observes how long each hop of the step took, up to this scheduler."""
+        hops = self._table.batching.counts.histograms
+        hops["step_send_time_seconds"].between(record.planned_ns, result.received_ns)
+        hops["step_launch_time_seconds"].between(result.received_ns, result.launched_ns)
+        hops["step_return_time_seconds"].between(result.done_ns, now_ns)
+        hops["iteration_tokens_total"].observe(record.num_tokens)
+
     def _learn(self, record: Inflight, result: StepResult) -> None:
         """The device's time for this step: its own word, or from launch or the end of the step before, whichever was later."""
         begun = max(result.launched_ns, self._last_done_ns)
@@ -136,4 +144,5 @@ class Results:
             record.num_tokens, record.num_decode_tokens, duration_ns / 1e9, record.num_pairs
         )
         load.busy_ns += duration_ns
+        self._table.batching.counts.histograms["step_device_time_seconds"].observe(duration_ns / 1e9)
         load.idle_ns += gap_ns if record.goes_on else 0

@@ -39,13 +39,14 @@ class KVCache:
         self._kinds = kinds_of(self._specs, block_size)
         self.num_groups = len(self._specs)
         self._matched: Request | None = None  # the last one
+        self._best = 0  # blocks of it that one kind at least had cached
+        self.limited: dict[str, int] = {}  # tokens of it that other kinds had, by the name of the kind that had not
         self._freeing = [kind for kind in self._kinds if not kind.spec.keeps_all]
         self._freed_at_once = min(FREED_AT_ONCE * block_size, max(block_size, MOST_AT_ONCE))
         self._carried = [kind for kind in self._kinds if kind.spec.carried]
         self._sending: list[
             tuple[Request, bytes, Sequence[BlockId]]
         ] = []  # checkpoints of the step that is being planned
-        self.limited = [0] * len(self._kinds)  # tokens of hits that other kinds had and this one cut, by kind
         self._keeps_none = all(isinstance(spec, EncoderOnly) for spec in self._specs)
 
     @property
@@ -68,6 +69,7 @@ class KVCache:
     def match(self, request: Request) -> int:
         """Give a request without blocks those of its longest cached prefix, less the last token: one at least is computed, to
         have logits. Returns how many tokens these hold."""
+        self.limited = {}
         if not (self.prefix_caching and request.work.reads_prefix_cache):
             return 0
         usable = len(request.tokens) - 1
@@ -82,15 +84,15 @@ class KVCache:
 
     def _longest_hit(self, found: list[bytes]) -> list[bytes]:
         """The leading blocks of these that all kinds can serve."""
-        at_most, first = -1, True
+        hits = [kind.longest_hit(found, self.pool.find) for kind in self._kinds]
+        self._best, found, at_most = max(hits), found[: min(hits)], -1
+        if len(found) < self._best:
+            short = [(kind.name, self._best - hit) for kind, hit in zip(self._kinds, hits, strict=True)]
+            self.limited = {name: count * self.block_size for name, count in short if count}
         while len(found) != at_most:  # until all kinds agree
             at_most = len(found)
             for kind in self._kinds:
-                count = kind.longest_hit(found, self.pool.find)
-                if not first or kind.number:  # beyond what the first kind has there would be no hit anyway
-                    self.limited[kind.number] += (len(found) - count) * self.block_size
-                found = found[:count]
-            first = False
+                found = found[: kind.longest_hit(found, self.pool.find)]
         return found
 
     def step_end(self, start: int, count: int) -> int:
@@ -102,6 +104,40 @@ class KVCache:
                 end = (start + count) // size * size
                 return end - start if end > start else count
         return count
+
+    def missed(self, request: Request) -> dict[str, int]:
+        """Tokens of this request, the last one that was matched, that were not found, by reason; without those that nobody has seen."""
+        if not (self.prefix_caching and request.work.reads_prefix_cache):
+            return {"disabled": len(request.tokens)}
+        full = (len(request.tokens) - 1) // self.block_size
+        beyond = request.hashes[self._best : full]
+        blocks = {
+            "kv_group": self._best - request.num_cached_blocks,
+            "evicted": self.pool.num_evicted(beyond) if beyond else 0,
+        }
+        tokens = {reason: count * self.block_size for reason, count in blocks.items() if count}
+        return {**tokens, "last_block": len(request.tokens) - full * self.block_size}
+
+    def usage(self, running: Sequence[Request]) -> tuple[dict[str, float], float]:
+        """Pages that these requests hold, by group (a shared one counts for each), and the share of places without a token."""
+        held = {kind.name: 0.0 for kind in self._kinds}
+        places = tokens = 0
+        for request in running:
+            rows, num_freed = len(request.blocks) // self.num_groups, request.num_freed or [0] * len(self._kinds)
+            for kind, freed in zip(self._kinds, num_freed, strict=True):
+                if kind.spec.carried:  # a page may have several places
+                    columns = range(kind.begin, kind.end)
+                    pages = {
+                        page
+                        for at in columns
+                        for page in request.blocks[freed * self.num_groups + at :: self.num_groups]
+                    }
+                    held[kind.name] += len(pages)
+                else:
+                    held[kind.name] += (rows - freed) * kind.width
+            places += request.capacity
+            tokens += min(len(request.tokens), request.capacity)
+        return held, 1 - tokens / places if places else 0.0
 
     def _hashes_of_twin(self, request: Request) -> list[bytes]:
         """The hashes of its prompt, where the request before had the same: a prompt with many choices is hashed once."""

@@ -10,11 +10,12 @@ from meshlm.protocol.kv import KVSpec, RecurrentState
 class Kind:
     """Columns `begin` to `end` of the block tables, and what their spec keeps."""
 
-    __slots__ = ("_first_bytes", "begin", "block_size", "end", "number", "spec", "width")
+    __slots__ = ("_first_bytes", "begin", "block_size", "end", "name", "number", "spec", "width")
 
     def __init__(self, spec: KVSpec, number: int, begin: int, end: int, block_size: int) -> None:
         self.spec, self.number, self.block_size = spec, number, block_size
         self.begin, self.end, self.width = begin, end, end - begin
+        self.name = str(spec.__struct_config__.tag) + (f"-{number}" if number else "")  # for /metrics
         self._first_bytes = [bytes((first ^ number,)) for first in range(256)]  # of a key, by that of the hash
 
     def key(self, block_hash: bytes) -> bytes:

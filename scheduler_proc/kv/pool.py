@@ -19,6 +19,9 @@ class NoFreeBlocks(Exception):
     """Fewer blocks are free than were asked for; nothing was allocated."""
 
 
+MAX_GHOSTS = 1 << 16  # keys of evicted pages that are kept, to know why a prefix is not found
+
+
 class BlockPool:
     """All operations are O(1) per block."""
 
@@ -28,6 +31,7 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._key: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, Sequence[BlockId]] = {}
+        self._ghosts: dict[bytes, None] = {}  # keys that were evicted, the newest last
         # The pages that are cached under a key, or None; a hundred times for each request that starts.
         self.find = self._cached.get
         # Changes of _key since they were taken: pages that have one, those of one key side by side, and pages that have none any more.
@@ -80,12 +84,25 @@ class BlockPool:
         """These full pages hold this prefix. Others with the same content stay unknown."""
         if key not in self._cached and self._key[blocks[0]] is None:
             self._cached[key] = blocks
+            if self._ghosts:
+                self._ghosts.pop(key, None)
             for block in blocks:
                 self._key[block] = self._remembered[block] = key
                 if self._forgotten:
                     self._forgotten.pop(block, None)
 
+    def num_evicted(self, keys: Iterable[bytes]) -> int:
+        """The number of these keys that were known, and whose pages were needed for others."""
+        return sum(map(self._ghosts.__contains__, keys))
+
+    def states(self) -> dict[str, float]:
+        """Pages by state, for /metrics."""
+        return {"used": self.num_blocks - self.num_free, "cached": len(self._reusable), "empty": len(self._fresh)}
+
     def _evict(self, key: bytes) -> None:
+        self._ghosts[key] = None
+        if len(self._ghosts) > MAX_GHOSTS:
+            del self._ghosts[next(iter(self._ghosts))]
         for block in self._cached.pop(key):
             self._key[block] = self._forgotten[block] = None
             self._remembered.pop(block, None)
@@ -114,6 +131,7 @@ class BlockPool:
         """No page's content can be trusted any more."""
         for key in list(self._cached):
             self._evict(key)
+        self._ghosts.clear()
 
     def check(self, tables: Iterable[Sequence[BlockId]]) -> None:
         """AssertionError unless `tables` hold exactly the references there are, and free + used = all."""

@@ -18,7 +18,7 @@ class Door:
         self.reason = reason
         self.asked: list[bool] = []
         self.times: list[float] = []
-        self.gate = LoadShedder(self._app, self._refusal, self.times.append)
+        self.gate = LoadShedder(self._app, self._refusal, lambda _, seconds: self.times.append(seconds))
 
     def _refusal(self, *, attaches: bool) -> str:
         self.asked.append(attaches)

@@ -111,7 +111,7 @@ def test_the_first_token_is_observed_when_it_comes(tracker: RequestTracker) -> N
     client.accepted(7)
     assert client.seen() == {}
     client.row(0, [1], 10.5)
-    assert client.seen() == {"ttft/2": [0.5], "prompt_tokens/2": [7], "generation_tokens/2": [1]}
+    assert client.seen() == {"ttft/2": [0.5], "prefilled/2": [(7, 0)], "generation_tokens/2": [1]}
     client.row(0, [2], 10.75)
     assert client.seen() == {"itl/2": [(0.25, 1)], "generation_tokens/2": [1]}
 
@@ -164,7 +164,7 @@ def test_a_keyed_request_is_counted_once(tracker: RequestTracker) -> None:
     left = Client(tracker, again)
     left.accepted(7, arrival_s=left.choices[0].submit.arrival_s)
     left.row(0, [1, 2], 10.5)
-    assert left.seen()["prompt_tokens/2"] == [7]
+    assert left.seen()["prefilled/2"] == [(7, 0)]
     tracker.close(left.choices)
     assert left.end() == {}
     back = Client(tracker, again)
@@ -174,7 +174,7 @@ def test_a_keyed_request_is_counted_once(tracker: RequestTracker) -> None:
     back.row(0, [3], 11.0, FinishReason.STOP)
     seen = back.end()
     assert (seen["finished/2"], seen["generation_tokens/2"], seen["e2e/2"]) == ([FinishReason.STOP], [1], [6.0])
-    assert not {"ttft/2", "tpot/2", "phases/2", "prompt_tokens/2"} & seen.keys()
+    assert not {"ttft/2", "tpot/2", "phases/2", "prefilled/2"} & seen.keys()
     reader = Client(tracker, again)
     reader.accepted(7, num_told=(3,), arrival_s=1.0)
     reader.row(0, [1, 2, 3], 10.5, FinishReason.STOP)

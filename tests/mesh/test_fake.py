@@ -76,6 +76,9 @@ def test_64_streams_with_little_memory() -> None:
         spent = {phase: seconds(metrics, phase) for phase in ("queue", "prefill", "decode", "inference")}
         assert spent["queue"] > 0.0 < spent["decode"]
         assert spent["prefill"] + spent["decode"] == pytest.approx(spent["inference"])
+        for hop in ("schedule", "send", "launch", "device", "return", "decode", "write"):
+            (line,) = [one for one in metrics.splitlines() if one.startswith(f"meshlm:step_{hop}_time_seconds_count")]
+            assert float(line.split()[-1]) > 100, hop
         # A request that may use all memory proves that every block is free again.
         assert complete(server, [7] * 10, 500)["choices"][0]["token_ids"] == reference([7] * 10, 500)
         for process in server.status()["processes"]:

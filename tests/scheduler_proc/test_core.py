@@ -364,7 +364,7 @@ def test_prompt_logprobs_of_a_prompt_that_begins_anew(reason: str, num_before: i
         bench.lose_worker()
     else:
         (request,) = bench.core.requests.values()
-        bench.core.batching.preempt(request)
+        bench.core.batching.preempt(request, "decode")
     bench.finish()
     assert bench.of_prompts == [list(range(1, 10))]
 

@@ -93,7 +93,7 @@ def test_preempted_with_drafts_in_flight() -> None:
         bench.step()
     (request,) = bench.core.requests.values()
     assert request.num_output_placeholders > 2
-    bench.core.batching.preempt(request)
+    bench.core.batching.preempt(request, "decode")
     bench.core.check()
     bench.finish()
     assert bench.tokens[1] == reference(PROMPT, 30)

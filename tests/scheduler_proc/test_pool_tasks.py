@@ -60,7 +60,7 @@ def test_one_answer_whatever_happens_between(task: Pool, num_steps: int, what: s
         bench.lose_worker()
     else:
         (request,) = bench.core.requests.values()
-        bench.core.batching.preempt(request)
+        bench.core.batching.preempt(request, "decode")
         bench.core.check()
     bench.finish()
     assert bench.pooled == {1: pooled_reference(PROMPT, task.kind)}

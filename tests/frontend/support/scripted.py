@@ -64,6 +64,7 @@ class Scripted:
         self.answers: list[Response] = []
         self.ignored_fields: tuple[str, ...] = ()
         self._budget = Budget(1 << 30)
+        self.refusals: list[str] = []  # by reason
         self._handle = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self.routes = Routes(self)
@@ -87,7 +88,8 @@ class Scripted:
     def refusal(self, *, attaches: bool) -> str:
         return ""
 
-    def refused(self, seconds: float) -> None: ...
+    def refused(self, error: HttpError, seconds: float = 0.0) -> None:
+        self.refusals.append(error.reason())
 
     async def wait_serving(self) -> str:
         return ""

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from meshlm.protocol import admit_edge as admit
 from meshlm.protocol import control_edge as control
-from meshlm.protocol import frames, grammar, kv, lockstep, operations, prompt_embeds, sampling, session, tasks
+from meshlm.protocol import counts, frames, grammar, kv, lockstep, operations, prompt_embeds, sampling, session, tasks
 from meshlm.protocol import step_edge as step
 from meshlm.protocol import text_edge as text
 from meshlm.protocol import token_edge as token
@@ -109,7 +109,11 @@ NEW_ROW = step.NewRow(Row(4), pack_i32([1, 2]), 2, pack_i32([10, 11]), SAMPLING,
 TOKEN_LOGPROB = text.TokenLogprob(220, -0.125, 1, " ", b" ")
 POSITION = text.PositionLogprobs(TOKEN_LOGPROB, 1, (TOKEN_LOGPROB, text.TokenLogprob(9, -2.0, 2, "�", b"\xff")))
 GRAPHS = control.GraphCounts({"decode": 9}, {"too_many_tokens": 2}, 5)
-RANK_STATS = control.RankStats(1, 2, 3, 0.5, 4, 5, 6, 7, 8, GRAPHS, 9, 10, 11)
+HISTOGRAM = counts.HistogramCounts(1.5, (1, 0, 2))
+COUNTS = counts.ProcessCounts({"a": {"reason": 2.0}}, {"b": {"": 0.5}}, {"c": HISTOGRAM})
+COUNTED = counts.Counted(COUNTS)
+COUNTS_OF = counts.CountsOf(DETOKENIZER, COUNTS)
+RANK_STATS = control.RankStats(1, 2, 3, 0.5, 4, 5, 6, 7, 8, GRAPHS, 9, 10, 11, COUNTS)
 OF_PROMPT = text.PromptLogprobs(
     COLUMNS, pack_i32([1, 220]), pack_i32([1]), pack_i32([1, 220]), ["!", " "], {9: b"\xff"}
 )
@@ -173,7 +177,7 @@ FULL: tuple[Struct, ...] = (
         finished=[FINISHED],
         logprobs={0: [POSITION, POSITION]},
         prompt_logprobs={0: OF_PROMPT},
-        first={0: token.First(16, 20, 30, 1)},
+        first={0: token.First(16, 20, 30, 1, 40, 50)},
         timings_ns=(1, 2, 3),
         pooled={1: pack_f32([0.5])},
     ),
@@ -217,7 +221,13 @@ FULL: tuple[Struct, ...] = (
         14,
         15,
         True,
+        COUNTS,
     ),
+    # counts of processes
+    HISTOGRAM,
+    COUNTS,
+    COUNTED,
+    COUNTS_OF,
     # scheduler <-> detokenizer
     ENDED,
     COLUMNS,
@@ -229,11 +239,11 @@ FULL: tuple[Struct, ...] = (
         ended=[ENDED],
         logprobs={0: COLUMNS},
         prompt_logprobs={1: COLUMNS},
-        first={1: token.First(32, 5, 6, 1)},
+        first={1: token.First(32, 5, 6, 1, 40, 50)},
         timings_ns=(1,),
         pooled={1: pack_f32([0.5])},
     ),
-    token.First(16, 20, 30, 1),
+    token.First(16, 20, 30, 1, 40, 50),
     token.AttachTokens(Handle(3), 21),
     token.Disown(pack_i32([3])),
     token.StillThere(pack_i32([4])),
@@ -324,7 +334,14 @@ FULL: tuple[Struct, ...] = (
     RANK_STATS,
     control.QueueFull(True),
     control.MeshStats(
-        True, "no detokenizer", (RANK_STATS,), 4, True, "worker/0 does not take what scheduler/0 sends it", True
+        True,
+        "no detokenizer",
+        (RANK_STATS,),
+        4,
+        True,
+        "worker/0 does not take what scheduler/0 sends it",
+        True,
+        (COUNTS_OF,),
     ),
     control.Blocked("worker/0 does not take what scheduler/0 sends it"),
     control.AskStats(),

@@ -223,10 +223,9 @@ def test_checkpoints_are_left_at_their_places(mode: Any, every: int, ends: list[
     assert [n for n, one in enumerate(first.hashes) if device.kv.pool.find(state.key(one))] == ends
     assert device.go_on(first, 2, 18)
     device.end(first)
-    assert device.kv.match(request_of([*range(15), 1])) == BLOCK * max([0, *(end + 1 for end in ends if end < 3)])
-    assert device.kv.limited[1] == (16 if mode == "none" else 0) + 12 - BLOCK * max(
-        [0, *(end + 1 for end in ends if end < 3)]
-    )
+    hit = BLOCK * max([0, *(end + 1 for end in ends if end < 3)])
+    assert device.kv.match(request_of([*range(15), 1])) == hit
+    assert device.kv.limited == ({"state-1": 12 - hit} if hit < 12 else {})
 
 
 def test_checkpoints_of_a_request_are_evicted_by_use() -> None:
@@ -371,3 +370,19 @@ def test_choices_of_one_prompt_hash_it_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert known == [0, 5, 0, 0, 0]
     alone = requests[0].hashes
     assert requests[1].hashes == requests[4].hashes == alone != requests[2].hashes
+
+
+def test_which_group_limited_a_hit_is_told() -> None:
+    """A window's early pages are given back while their request runs, so others get them before those of full attention."""
+    device = Device((FULL, SlidingWindow(4)), 32)
+    prompt = list(range(100, 148))
+    first = device.start(prompt)
+    assert first is not None
+    device.kv.grow(first, 49)  # its window has moved on
+    other = device.start([7] * 26)
+    assert other is not None
+    again = request_of([*prompt[:24], 1, 2])
+    hit = device.kv.match(again)
+    assert device.kv.limited == {"sliding-1": 24 - hit}
+    assert device.kv.missed(again) == {"kv_group": 24 - hit, "last_block": 2}
+    assert hit < 24

@@ -1,0 +1,117 @@
+"""What a scheduler counts for /metrics: why prompts were not cached, who was preempted for whom, how long each hop of a step took."""
+
+from collections import Counter
+from typing import Any
+
+import msgspec
+import pytest
+from bench import COORDINATOR, LIFE, WORKER, Bench
+
+from meshlm.protocol.admit_edge import Load, ReportLoad
+from meshlm.protocol.counts import ProcessCounts
+from meshlm.runtime.events import Received, Send, Tick
+from meshlm.scheduler_proc.core import Scheduler
+from meshlm.scheduler_proc.limits import Limits
+
+
+def limits(**changes: Any) -> Limits:
+    return Limits(**{"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64, "async_depth": 1} | changes)
+
+
+def run(bench: Bench, handle: int, prompt: list[int], max_tokens: int = 2, **params: object) -> None:
+    bench.assign(handle, prompt, max_tokens, **params)
+    while bench.plans:
+        bench.step()
+
+
+def counts(core: Scheduler) -> ProcessCounts:
+    core.handle(Tick(0.0), 0.0)
+    (send,) = core.report()
+    assert isinstance(send.message, Load)
+    assert send.message.counts is not None
+    return send.message.counts
+
+
+def misses(core: Scheduler) -> dict[str, float]:
+    told = counts(core).counters.get("prefix_cache_miss_tokens", {})
+    assert sum(told.values()) == core.batching.cache_queries - core.batching.cache_hits, "each token has one reason"
+    return told
+
+
+def test_why_a_prompt_was_not_cached() -> None:
+    bench = Bench(limits(), 8, 4)  # 32 tokens
+    run(bench, 1, list(range(100, 110)))  # two blocks and two tokens
+    assert misses(bench.core) == {"unknown": 8, "last_block": 2}
+    run(bench, 2, list(range(100, 110)))
+    assert misses(bench.core) == {"unknown": 8, "last_block": 4}
+    for handle in range(3, 6):
+        run(bench, handle, [handle] * 24)  # all other pages are needed
+    before = Counter(misses(bench.core))
+    run(bench, 6, list(range(100, 110)))
+    assert Counter(misses(bench.core)) - before == Counter(evicted=8, last_block=2)
+
+
+def test_without_a_cache_all_is_missed() -> None:
+    bench = Bench(limits(prefix_caching=False), 8, 4)
+    run(bench, 1, [1] * 10)
+    assert misses(bench.core) == {"disabled": 10}
+
+
+def test_for_whom_requests_are_preempted() -> None:
+    bench = Bench(limits(max_num_batched_tokens=16), 8, 4)
+    bench.assign(1, [1] * 12, 15)
+    bench.assign(2, [2] * 12, 15)
+    while bench.plans:
+        bench.step()
+    assert counts(bench.core).counters["num_preemptions_by_reason"] == {"decode": bench.core.batching.num_preemptions}
+    bench.assign(3, [3] * 4, 4)
+    bench.lose_worker()
+    assert counts(bench.core).counters["num_preemptions_by_reason"]["worker_lost"] == 1
+
+
+def test_each_hop_of_a_step_is_observed() -> None:
+    bench = Bench(limits(), 8, 4)
+    bench.assign(1, [1] * 4, 1)
+    plan, now_ns = bench.plans.popleft(), int(bench.now * 1e9)
+    times = {"received_ns": now_ns + 1_000_000, "launched_ns": now_ns + 3_000_000, "done_ns": now_ns + 7_000_000}
+    bench.now += 0.008
+    bench.event(Received(WORKER, LIFE, msgspec.structs.replace(bench.model.run(plan), **times)))
+    told = counts(bench.core).histograms
+    hops = {name.split("_")[1]: round(one.total, 6) for name, one in told.items() if name.startswith("step_")}
+    assert hops == {"schedule": 0.0, "send": 0.001, "launch": 0.002, "device": 0.004, "return": 0.002}
+    assert told["iteration_tokens_total"].total == 4
+
+
+def test_clocks_of_other_hosts_are_not_compared() -> None:
+    bench = Bench(limits(), 8, 4)
+    run(bench, 1, [1] * 4)  # its worker's clock says 0 and 1
+    assert sum(counts(bench.core).histograms["step_send_time_seconds"].counts) == 0
+
+
+def test_gauges_are_of_this_moment() -> None:
+    bench = Bench(limits(max_num_seqs=1), 8, 4)
+    bench.assign(1, [1] * 6, 20)
+    bench.assign(2, [2] * 6, 20)
+    gauges = counts(bench.core).gauges
+    assert gauges["num_requests_waiting_by_reason"] == {"capacity": 1, "deferred": 0}
+    assert gauges["kv_cache_blocks"] == {"used": 2, "cached": 0, "empty": 6}
+    assert gauges["kv_cache_group_blocks"] == {"full": 2}
+    assert gauges["kv_cache_fragmentation_perc"] == {"": 0.25}
+
+
+@pytest.mark.parametrize("message", [Tick(0.0), Received(COORDINATOR, LIFE, ReportLoad(5))])
+def test_counts_come_when_they_are_asked_for_and_once_a_second(message: Tick | Received) -> None:
+    """Not with each Load: a step that begins a request would carry all histograms."""
+    bench = Bench(limits(), 8, 4)
+    loads: list[Load] = []
+
+    def take(sends: list[Send]) -> None:
+        loads.extend(send.message for send in sends if isinstance(send.message, Load))
+        Bench.take(bench, sends)
+
+    bench.take = take  # type: ignore[method-assign]
+    run(bench, 1, [1] * 4)
+    assert loads
+    assert not any(load.counts for load in loads)
+    bench.event(message)  # type: ignore[arg-type]
+    assert loads[-1].counts is not None
