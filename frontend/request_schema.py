@@ -30,6 +30,7 @@ class Served(Struct, frozen=True):
     takes_templates: bool
     takes_priorities: bool
     tells_reasoning: bool = False
+    takes_embeds: bool = False
 
 
 OF_INPUTS = ("EmbeddingRequest", "PoolingRequest", "ClassificationRequest")  # of a server that gives vectors
@@ -50,6 +51,8 @@ def refine(schemas: Json, served: Served) -> None:
     ):
         refined[name] |= no_budget
     refined["CompletionRequest"] |= {"prompt": _prompt(served), "logprobs": _up_to(served.max_logprobs)}
+    if not served.takes_embeds:
+        refined["CompletionRequest"]["prompt_embeds"] = _NULL
     of_messages = anthropic.fields(
         served.names,
         takes_tools=served.takes_tools,
@@ -78,7 +81,7 @@ def refine(schemas: Json, served: Served) -> None:
             "stream_options needs stream: true; top_logprobs and logprob_token_ids need logprobs: true.",
         )
     if "CompletionRequest" in schemas:
-        schemas["CompletionRequest"]["required"] = ["prompt"]
+        schemas["CompletionRequest"]["required"] = [] if served.takes_embeds else ["prompt"]
         text = "stream_options needs stream: true; max_tokens 0 needs echo: true; best_of is at least n"
         _describe(schemas["CompletionRequest"], f"{text}; logprob_token_ids needs logprobs.")
     if "ResponsesRequest" in schemas:

@@ -133,6 +133,7 @@ class Routes:
             server.trust_request_chat_template,
             self._backend.config.scheduler.scheduling_policy == "priority",
             bool(server.reasoning_parser),
+            server.enable_prompt_embeds,
         )
 
     async def health(self, request: Request) -> HttpResponse:
