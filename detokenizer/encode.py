@@ -116,6 +116,20 @@ class Encoder:
         (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=prompt.add_special_tokens)
         return array("i", encoding.ids), array("i", [place for pair in encoding.offsets for place in pair])
 
+    def assistant_mask(self, prompt: Prompt) -> tuple["array[int]", bytes]:
+        """The prompt's ids, and for each whether the template marks it as the assistant's, as 0 or 1; none where it marks nothing."""
+        if not isinstance(prompt, ChatPrompt) or not (template := self._template(prompt)).marks:
+            return self.encode(prompt), b""
+        text, spans = template.spans(lambda: self.render(prompt))
+        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=prompt.add_special_tokens)
+        mask = bytearray(len(encoding.ids))
+        places = encoding.offsets
+        for begin, end in spans:
+            inside = [at for at, (first, last) in enumerate(places) if first < end and begin < last and first < last]
+            for at in inside:
+                mask[at] = 1
+        return array("i", encoding.ids), bytes(mask)
+
     def _infilled(self, prompt: TextPrompt) -> "array[int]":
         begin = array("i")
         if prompt.add_special_tokens:  # those that the tokenizer puts before any text

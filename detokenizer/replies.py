@@ -42,7 +42,10 @@ def answer(
 def _tokenized(ask: Tokenize, encoder: Encoder, table: TokenTable, max_model_len: int) -> TokenizeReply:
     token_ids, offsets = encoder.offsets(ask.prompt) if ask.want_offsets else (encoder.encode(ask.prompt), array("i"))
     strings = tuple(map(table.name, token_ids)) if ask.want_strings else ()
-    return TokenizeReply(ask.handle, token_ids.tobytes(), strings, offsets.tobytes(), max_model_len)
+    mask = encoder.assistant_mask(ask.prompt)[1] if ask.want_assistant_mask else b""
+    return TokenizeReply(
+        ask.handle, token_ids.tobytes(), strings, offsets.tobytes(), max_model_len, assistant_mask=mask
+    )
 
 
 def _detokenized(ask: Detokenize, table: TokenTable, vocab_size: int) -> DetokenizeReply:

@@ -2,6 +2,8 @@
 
 import datetime
 import json
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import jinja2
@@ -13,8 +15,24 @@ from meshlm.protocol.ids import ErrorKind
 from meshlm.runtime.errors import RequestError
 
 
+class _Marked:
+    """The pieces of a text that is being rendered, and which characters of it are in `{% generation %}`."""
+
+    def __init__(self) -> None:
+        self.pieces: list[str] = []
+        self.num_chars = 0
+        self.spans: list[tuple[int, int]] = []
+
+    def add(self, piece: str) -> None:
+        self.pieces.append(piece)
+        self.num_chars += len(piece)
+
+
+_marked_now: ContextVar[_Marked | None] = ContextVar("_marked_now", default=None)  # of this thread's rendering
+
+
 class _Generation(Extension):
-    """`{% generation %}` marks training targets; for serving its body is just text."""
+    """`{% generation %}` marks what the assistant wrote; otherwise its body is just text."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's interface
 
@@ -24,7 +42,10 @@ class _Generation(Extension):
         return nodes.CallBlock(self.call_method("_text"), [], [], body, lineno=line)
 
     def _text(self, caller: Any) -> str:
-        return str(caller())
+        text = str(caller())
+        if (marked := _marked_now.get()) is not None:
+            marked.spans.append((marked.num_chars, marked.num_chars + len(text)))
+        return text
 
 
 def _raise(message: str) -> NoReturn:
@@ -44,7 +65,7 @@ def _tojson(
 
 class ChatTemplate:
     """One compiled template. `special` gives bos_token and the like. `loops` says whether it goes through the parts of a message's
-    content, `tests_text` whether it asks if the content is text."""
+    content, `tests_text` whether it asks if the content is text, `marks` whether it marks the assistant's text."""
 
     def __init__(self, source: str, special: dict[str, str]) -> None:
         """RequestError when the source is no template."""
@@ -61,6 +82,7 @@ class ChatTemplate:
             raise RequestError(ErrorKind.INVALID, f"not a chat template: {error}", "chat_template") from None
         self._special = special
         self.loops = _loops_over_content(tree)
+        self.marks = any(call.identifier == _Generation.identifier for call in tree.find_all(nodes.ExtensionAttribute))
         self.tests_text = any(test.name == "string" for test in tree.find_all(nodes.Test))
 
     def render(
@@ -78,18 +100,36 @@ class ChatTemplate:
             raise RequestError(ErrorKind.INVALID, text, "continue_final_message")
         if continue_final_message:
             messages = [*messages[:-1], _marked(messages[-1] if messages else {})]
+        names = {"documents": None, **self._special, **extra}
         try:
-            text = self._template.render(
-                messages=messages,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                **{"documents": None, **self._special, **extra},
+            pieces = self._template.generate(
+                messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **names
             )
+            text = _joined(pieces)
         except (jinja2.TemplateError, TypeError, LookupError, ValueError, AttributeError, ArithmeticError) as error:
             raise RequestError(
                 ErrorKind.INVALID, f"the chat template refuses these messages: {error}", "messages"
             ) from None
         return _cut_at_mark(text) if continue_final_message else text
+
+    def spans(self, render: Callable[[], str]) -> tuple[str, list[tuple[int, int]]]:
+        """The text of `render`, which calls this template's, and where `{% generation %}` begins and ends in it, in characters."""
+        marked = _Marked()
+        token = _marked_now.set(marked)
+        try:
+            return render(), marked.spans
+        finally:
+            _marked_now.reset(token)
+
+
+def _joined(pieces: Iterator[str]) -> str:
+    """The text of a rendering. Each piece is known before the next one is made, so that places in the text can be told."""
+    marked = _marked_now.get()
+    if marked is None:
+        return "".join(pieces)
+    for piece in pieces:
+        marked.add(piece)
+    return "".join(marked.pieces)
 
 
 MARK = "<<the-final-message-ends-here>> "  # the blank shows whether the template strips messages

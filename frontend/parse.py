@@ -73,6 +73,7 @@ class ParsedRequest(NamedTuple):
     length_penalty: float = 1.0
     task: Task = GENERATE
     return_token_offsets: bool = False
+    return_assistant_tokens_mask: bool = False
     api_key: str = ""  # whose request it is; "": no key is asked for
 
     @property
@@ -199,6 +200,7 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
         opened_reasoning=opened,
         include_reasoning=request.include_reasoning,
         return_prompt_text=bool(request.return_prompt_text),
+        return_assistant_tokens_mask=request.return_assistant_tokens_mask,
         tool_call_parser=parser,
         tool_choice=choice,
         tools=choice.tools,

@@ -28,7 +28,6 @@ NOT_SUPPORTED = {
     "logits_processors": "not supported",
     "kv_transfer_params": _KV_TRANSFER,
     "ec_transfer_params": _KV_TRANSFER,
-    "return_assistant_tokens_mask": "not supported; templates do not tell which tokens are the assistant's",
     "functions": _FUNCTIONS,
     "function_call": _FUNCTIONS,
     "web_search_options": "not supported; nothing is searched",
@@ -176,6 +175,7 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: ReasoningEffort | None = None
     return_prompt_text: bool | None = None
+    return_assistant_tokens_mask: bool = False  # of the render route
     include_reasoning: bool = True
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -208,6 +208,7 @@ class Tokenize(Struct, frozen=True, tag="tokenize"):
     prompt: Prompt
     want_strings: bool = False
     want_offsets: bool = False
+    want_assistant_mask: bool = False
 
 
 class Detokenize(Struct, frozen=True, tag="detokenize"):
@@ -286,6 +287,9 @@ class TokenizeReply(Struct, frozen=True, tag="tokenized"):
     error: str = ""
     param: str = ""
     kind: ErrorKind = ErrorKind.INVALID  # of the error
+    assistant_mask: bytes = (
+        b""  # uint8[t]: 1 for tokens that the template marks as the assistant's; none: it marks nothing
+    )
 
 
 class DetokenizeReply(Struct, frozen=True, tag="detokenized"):

@@ -44,11 +44,12 @@ def rendered(
     model: str | None,
     ids: list[int],
     offsets: list[tuple[int, int]] | None,
+    mask: list[int] | None,
     context: int,
 ) -> Json:
     """The request for one prompt. HttpError where generation would refuse its length."""
     part = kept(ids, ask.text)
-    ids, offsets = ids[part], offsets if offsets is None else offsets[part]
+    ids, offsets, mask = ids[part], offsets and offsets[part], mask and mask[part]
     room = context - len(ids)
     prompt, most = (ask.client_names.get(field, field) for field in ("prompt", "max_tokens"))
     if not ids or room < 1:
@@ -61,7 +62,7 @@ def rendered(
     return {
         "request_id": name,
         "token_ids": ids,
-        "assistant_tokens_mask": None,
+        "assistant_tokens_mask": mask,
         "token_offsets": offsets,
         "features": None,
         "sampling_params": {**_sampling(ask), "max_tokens": min(wanted, room)},

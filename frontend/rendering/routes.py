@@ -79,28 +79,30 @@ class Rendering:
         found = []
         context = self._backend.resolved.max_model_len
         for prompt in ask.prompts:
-            if (tokenized := await self._tokenized(request, prompt, offsets=ask.return_token_offsets)) is None:
+            if (tokenized := await self._tokenized(request, prompt, ask)) is None:
                 return None
-            ids, offsets = tokenized
+            ids, offsets, mask = tokenized
             name = f"{prefix}{ask.request_id or uuid.uuid4().hex}"
-            found.append(render.rendered(ask, name, model, ids, offsets, context))
+            found.append(render.rendered(ask, name, model, ids, offsets, mask, context))
         return found
 
     async def _tokenized(
-        self, request: Request, prompt: Prompt, *, offsets: bool
-    ) -> tuple[list[int], list[tuple[int, int]] | None] | None:
-        """The ids, and where each stands in the text; None when the client left."""
+        self, request: Request, prompt: Prompt, ask: parse.ParsedRequest
+    ) -> tuple[list[int], list[tuple[int, int]] | None, list[int] | None] | None:
+        """The ids, where each stands in the text, and whether it is the assistant's; None when the client left."""
         if isinstance(prompt, TokenPrompt):
-            return unpack_i32(prompt.token_ids).tolist(), None
-        question = Tokenize(self._backend.new_handle(), prompt, want_offsets=offsets)
+            return unpack_i32(prompt.token_ids).tolist(), None, None
+        offsets, mask = ask.return_token_offsets, ask.return_assistant_tokens_mask
+        question = Tokenize(self._backend.new_handle(), prompt, want_offsets=offsets, want_assistant_mask=mask)
         if (reply := await self._reads.ask(request, question)) is None:
             return None
         assert isinstance(reply, TokenizeReply)
         ids = unpack_i32(reply.token_ids).tolist()
+        found = list(reply.assistant_mask) or None
         if not offsets or (isinstance(prompt, TextPrompt) and prompt.suffix):
-            return ids, None
+            return ids, None, found
         flat = unpack_i32(reply.offsets).tolist()
-        return ids, list(zip(flat[::2], flat[1::2], strict=True))
+        return ids, list(zip(flat[::2], flat[1::2], strict=True)), found
 
     # --- derender ---
 

@@ -32,11 +32,12 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
 
 
 class RenderedRequest(Struct, frozen=True, kw_only=True):
-    """A prompt that is ready for POST /inference/v1/generate. token_offsets: of each token in the text, with return_token_offsets."""
+    """A prompt that is ready for POST /inference/v1/generate. token_offsets: of each token in the text, with return_token_offsets.
+    assistant_tokens_mask: 1 for tokens that the chat template marks as the assistant's, with return_assistant_tokens_mask."""
 
     request_id: str
     token_ids: list[int]
-    assistant_tokens_mask: None
+    assistant_tokens_mask: list[int] | None
     token_offsets: list[list[int]] | None
     features: None
     sampling_params: dict[str, Any]

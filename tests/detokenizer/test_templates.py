@@ -237,3 +237,36 @@ def test_the_prompts_tokens_are_those_of_transformers(real: tuple[LoadedTokenize
         messages, chat_template=template, documents=DOCUMENTS, add_generation_prompt=True, return_dict=False
     )
     assert Encoder(loaded, {"default": template}).encode(prompt).tolist() == expected
+
+
+MARKS = """{% for message in messages %}<|im_start|>{{ message.role }}
+{% if message.role == "assistant" %}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}
+{% else %}{{ message.content }}<|im_end|>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.mark.model
+def test_the_tokens_that_a_template_marks_are_those_of_transformers(real: tuple[LoadedTokenizer, Any]) -> None:
+    loaded, their = real
+    answers = [{"role": "assistant", "content": text} for text in ("Schön é 漢字.", "", "  two\n\nlines ")]
+    messages = [message for answer in answers for message in (USER, answer)]
+    expected = their.apply_chat_template(
+        messages,
+        chat_template=MARKS,
+        add_generation_prompt=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    marking, plain = Encoder(loaded, {"default": MARKS}), Encoder(loaded, {"default": next(iter(FAMILIES.values()))})
+    prompt = ChatPrompt(msgspec.json.encode(messages))
+    ids, mask = marking.assistant_mask(prompt)
+    assert ids == marking.encode(prompt)
+    assert (ids.tolist(), list(mask)) == (expected["input_ids"], expected["assistant_masks"])
+    assert 0 < sum(mask) < len(ids)
+    assert plain.assistant_mask(prompt) == (plain.encode(prompt), b"")
+    goes_on = ChatPrompt(msgspec.json.encode(messages[:2]), add_generation_prompt=False, continue_final_message=True)
+    ids, mask = marking.assistant_mask(goes_on)
+    assert (
+        loaded.tokenizer.decode([token for token, marked in zip(ids, mask, strict=True) if marked]) == "Schön é 漢字."
+    )

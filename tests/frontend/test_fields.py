@@ -79,7 +79,6 @@ def test_an_empty_value_of_another_field_asks_for_nothing(value: object) -> None
         ({"verbosity": "medium"}, True),
         ({"verbosity": "low"}, False),
         ({"return_token_offsets": False}, True),
-        ({"return_assistant_tokens_mask": True}, False),
         ({"vllm_xargs": {"a": 1}}, False),
         ({"ec_transfer_params": {"a": 1}}, False),
         ({"logprob_token_ids": [1, 2]}, False),

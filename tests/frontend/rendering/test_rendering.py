@@ -22,7 +22,9 @@ class Texts(Scripted):
             return DetokenizeReply(message.handle, bytes(ints(message.token_ids)).decode())
         text = message.prompt.text if isinstance(message.prompt, TextPrompt) else "chat"
         places = pack_i32([place for at in range(len(text)) for place in (at, at + 1)]) if message.want_offsets else b""
-        return TokenizeReply(message.handle, pack_i32(list(text.encode())), (), places, 2048)
+        mask = b"\1\0\0\1" if message.want_assistant_mask else b""  # of "chat"
+        ids = pack_i32(list(text.encode()))
+        return TokenizeReply(message.handle, ids, (), places, 2048, assistant_mask=mask)
 
 
 async def post(server: Scripted, path: str, body: Any, status: int = 200) -> Any:
@@ -128,6 +130,16 @@ async def test_a_truncated_prompt_is_rendered_as_it_is_cut() -> None:
         (found,) = await post(Texts(), "/v1/completions/render", asked)
         assert found["token_ids"] == list(left)
         assert found["token_offsets"][0][0] == "abcd".index(left.decode())
+
+
+async def test_what_the_assistant_wrote_is_told_and_cut_with_the_prompt() -> None:
+    chat = {"messages": [USER], "return_assistant_tokens_mask": True}
+    found = await post(Texts(), "/v1/chat/completions/render", chat)
+    assert found["assistant_tokens_mask"] == [1, 0, 0, 1]
+    cut = await post(Texts(), "/v1/chat/completions/render", {**chat, "truncate_prompt_tokens": 3})
+    assert (cut["token_ids"], cut["assistant_tokens_mask"]) == (list(b"hat"), [0, 0, 1])
+    plain = await post(Texts(), "/v1/chat/completions/render", {"messages": [USER]})
+    assert plain["assistant_tokens_mask"] is None
 
 
 async def test_tokens_in_and_out() -> None:

@@ -83,6 +83,7 @@ TAKEN: list[tuple[str, dict[str, object], str, object]] = [
     ("both", {"use_beam_search": True}, "beams", True),
     ("both", {"vllm_xargs": {}}, "sampling.extra_args", {}),
     ("both", {"return_token_offsets": True}, "return_token_offsets", True),
+    ("chat", {"return_assistant_tokens_mask": True}, "return_assistant_tokens_mask", True),
     ("both", {"use_beam_search": False}, "beams", False),
     ("both", {"length_penalty": -1}, "length_penalty", -1.0),
     ("both", {}, "length_penalty", 1.0),
@@ -345,6 +346,7 @@ BAD: list[tuple[str, dict[str, list[object]]]] = [
     (
         "chat",
         {
+            "return_assistant_tokens_mask": [None, 2, "yes"],
             "messages": [
                 None,
                 "hi",

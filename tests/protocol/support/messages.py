@@ -160,7 +160,7 @@ FULL: tuple[Struct, ...] = (
     text.EmbedsPrompt(pack_i32([7, 8]), EMBEDS),
     EMBEDS,
     text.JoinedPrompt((text.TextPrompt("Grüße", False), text.TokenPrompt(pack_i32([1, 2])))),
-    text.Tokenize(Handle(6), text.TextPrompt("a", False), True, True),
+    text.Tokenize(Handle(6), text.TextPrompt("a", False), True, True, True),
     text.Detokenize(Handle(7), pack_i32([1]), text.TextParams(("x",))),
     text.Accepted((Handle(1),), 3, pack_i32([1, 2, 3]), "abc", "a", 1.5, (5,)),
     text.Rejected((Handle(1), Handle(2)), ErrorKind.INVALID, "too long", "prompt"),
@@ -181,7 +181,9 @@ FULL: tuple[Struct, ...] = (
         timings_ns=(1, 2, 3),
         pooled={1: pack_f32([0.5])},
     ),
-    text.TokenizeReply(Handle(6), pack_i32([1]), ("a",), pack_i32([0, 1]), 2048, "no", "prompt", ErrorKind.OVERLOADED),
+    text.TokenizeReply(
+        Handle(6), pack_i32([1]), ("a",), pack_i32([0, 1]), 2048, "no", "prompt", ErrorKind.OVERLOADED, b"\x01"
+    ),
     text.Cancel(Handle(7)),
     text.DetokenizeReply(Handle(7), "a", pack_i32([1]), "no", "tokens", ErrorKind.OVERLOADED),
     # detokenizer <-> coordinator -> scheduler
