@@ -20,6 +20,7 @@ class Split(Enum):
     QUERY_HEADS = "query_heads"
     KV_HEADS = "kv_heads"
     INTERMEDIATE = "intermediate"
+    STATE_GROUPS = "state_groups"
     EXPERT = "expert"  # an expert's own INTERMEDIATE, which is whole where each rank has some of the experts
 
 
@@ -37,6 +38,7 @@ class Weight(NamedTuple):
     dim: int = 0  # the dimension that is split
     plus: float = 0.0  # what the parameter has more than the tensor; a .gguf file holds the sum
     layer: int | None = None
+    times: float = 1.0  # the parameter is the tensor multiplied by this
     quantises: bool = True  # False: files hold it in full, whatever their quantization_config says
     neighbours: tuple[int, int] = (0, 0)
     """The rows of a head, and how many of them, from the first on, a checkpoint has for rotating neighbours; we rotate halves."""

@@ -41,6 +41,8 @@ _OWN = {
     "GlmForCausalLM": _Module("glm"),
     "Glm4ForCausalLM": _Module("glm4"),
     "Starcoder2ForCausalLM": _Module("starcoder2"),
+    "Mamba2ForCausalLM": _Module("mamba2"),
+    "BambaForCausalLM": _Module("bamba"),
 }
 _CAUSAL, _SEQUENCE, _TOKENS = "ForCausalLM", "ForSequenceClassification", "ForTokenClassification"
 _OF_ENCODERS = ("Model", "ForMaskedLM", _SEQUENCE, _TOKENS)

@@ -102,6 +102,7 @@ class StateSpec(Struct, frozen=True, kw_only=True):
     conv_kernel: int = 4
     conv_bias: bool = True
     proj_bias: bool = False
+    gated_norm: bool = True  # the gate's product is normed
     chunk_size: int = 256  # tokens of a prompt that are computed together
     time_step_rank: int = 0  # mamba
     time_step_limit: tuple[float, float] = (0.0, float("inf"))
@@ -174,10 +175,15 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
 
     state: StateSpec | None = None
     attention_layers: tuple[bool, ...] = ()  # which layers have attention; empty: all
+    mlp_layers: tuple[bool, ...] = ()  # which layers have an MLP or experts; empty: all
 
     def has_attention(self, layer: int) -> bool:
         """Whether this layer attends to earlier tokens."""
         return not self.attention_layers or self.attention_layers[layer]
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether this layer has an MLP or experts."""
+        return not self.mlp_layers or self.mlp_layers[layer]
 
     def has_state(self, layer: int) -> bool:
         """Whether this layer keeps a state of the sequence."""

@@ -11,6 +11,7 @@ from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.attention.torch_backend import TorchAttention
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.layers.ops import AttentionShape, LatentShape, Ops
+from meshlm.workers.states.step import StepStates
 
 
 class StepAttention(Protocol):
@@ -48,6 +49,10 @@ class StepAttention(Protocol):
 
         Both may be changed. The latents are in the cache afterwards, normed and with their keys rotated.
         """
+        ...
+
+    def states(self, group: int) -> StepStates:
+        """What layers with recurrent states of this group compute in the step."""
         ...
 
 

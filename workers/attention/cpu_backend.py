@@ -13,8 +13,8 @@ from meshlm.workers.batch import LayerCache, StepInputs
 class CpuAttention(RotatedAttention):
     """See `meshlm.workers.attention.backend.StepAttention`."""
 
-    def __init__(self, batch: StepInputs) -> None:
-        self._batch = batch
+    def __init__(self, batch: StepInputs, block_size: int) -> None:
+        super().__init__(batch, block_size)
         self._spans: Tensor | None = None  # the same for all layers
 
     def spans(self, num_heads: int, kv_heads: int) -> Tensor:
@@ -56,4 +56,4 @@ class CpuBackend:
         return "" if library() is not None else "its kernels cannot be compiled here"
 
     def step(self, batch: StepInputs, block_size: int) -> CpuAttention:
-        return CpuAttention(batch)
+        return CpuAttention(batch, block_size)

@@ -7,10 +7,21 @@ from torch import Tensor
 
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.layers.ops import AttentionShape, LatentShape, Ops
+from meshlm.workers.states.torch_states import TorchStates
 
 
 class RotatedAttention(ABC):
     """See `meshlm.workers.attention.backend.StepAttention`."""
+
+    def __init__(self, batch: StepInputs, block_size: int) -> None:
+        self._batch, self._block_size = batch, block_size
+        self._states: dict[int, TorchStates] = {}
+
+    def states(self, group: int) -> TorchStates:
+        found = self._states.get(group)
+        if found is None:
+            found = self._states[group] = TorchStates(self._batch, group, self._block_size)
+        return found
 
     def attend(
         self,

@@ -30,7 +30,7 @@ class TorchAttention(RotatedAttention):
     """Made once per step: masks and gather indices are the same for all layers of a group with the same window."""
 
     def __init__(self, batch: StepInputs, block_size: int) -> None:
-        self._batch, self._block_size = batch, block_size
+        super().__init__(batch, block_size)
         self._decode_places: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._chunk_masks: dict[tuple[int, int], Tensor | None] = {}
         assert batch.lens is not None

@@ -82,6 +82,15 @@ class Shard:
         head = self.tp_rank * count // self.tp_size
         return head, head + 1
 
+    def state_groups(self, spec: ModelSpec) -> tuple[int, int]:
+        """First group of B and C, and the one after the last; with fewer of them than ranks, several ranks have the same."""
+        assert spec.state is not None
+        count = spec.state.n_groups
+        if count >= self.tp_size:
+            return self.part(count)
+        group = self.tp_rank * count // self.tp_size
+        return group, group + 1
+
     def part(self, size: int) -> tuple[int, int]:
         """Begin and end of this rank's part of a dimension that tp_size divides."""
         each = size // self.tp_size
@@ -115,6 +124,7 @@ class Shard:
             intermediate_size=spec.intermediate_size // self.tp_size,
             sliding_layers=spec.sliding_layers and spec.sliding_layers[layers.start : layers.stop],
             attention_layers=spec.attention_layers and spec.attention_layers[layers.start : layers.stop],
+            mlp_layers=spec.mlp_layers and spec.mlp_layers[layers.start : layers.stop],
             state=None if spec.state is None else self._local_state(spec.state, layers),
             no_rope_layers=spec.no_rope_layers and spec.no_rope_layers[layers.start : layers.stop],
             moe=None if spec.moe is None else self._local_moe(spec.moe, layers),

@@ -322,12 +322,17 @@ class Decoder(nn.Module):
     def shortened(self) -> Iterator[int]:
         """Inside it has only so many of its first layers as run all kernels: the first finds no residual, windows and MLPs differ."""
         layers = self.layers
-        kinds = [(layer.attention.window, type(layer.mlp)) for layer in layers if isinstance(layer, DecoderLayer)]
+        kinds = self.kinds()
         self.layers = layers[: max([2, *(kinds.index(kind) + 1 for kind in kinds)])]
         try:
             yield len(self.layers)
         finally:
             self.layers = layers
+
+    def kinds(self) -> list[tuple[object, ...]]:
+        """By layer, what makes its kernels others than those of a layer before it."""
+        found = [(layer.attention.window, type(layer.mlp)) for layer in self.layers if isinstance(layer, DecoderLayer)]
+        return list(found)
 
     def active_parameters(self) -> int:
         """The number of the layers' parameters that compute a token."""

@@ -181,6 +181,8 @@ def _take(
     if found.neighbours[1] and resolved.load_format != "gguf":  # gguf_source.py reorders
         tensor = _to_halves(tensor, *found.neighbours)
     rows.copy_(tensor)
+    if found.times != 1:
+        rows *= found.times
     if found.plus and resolved.load_format != "gguf":
         rows += found.plus
     return tensor.numel()

@@ -20,6 +20,7 @@ class WeightSlice(NamedTuple):
     row: int = 0
     plus: float = 0.0  # see Weight.plus
     neighbours: tuple[int, int] = (0, 0)  # see Weight.neighbours
+    times: float = 1.0  # see Weight.times
     expert: int | None = None  # which of the parameter's matrices it is a part of; None: the parameter is one
 
 
@@ -47,7 +48,16 @@ def slices_of(spec: ModelSpec, shard: Shard) -> dict[str, WeightSlice]:
             row = rows.get((parameter, expert), 0)
             rows[parameter, expert] = row + (end - begin if weight.dim == 0 else weight.shape[0])
             found[weight.name] = WeightSlice(
-                parameter, weight.shape, weight.dim, begin, end, row, weight.plus, weight.neighbours, expert
+                parameter,
+                weight.shape,
+                weight.dim,
+                begin,
+                end,
+                row,
+                weight.plus,
+                weight.neighbours,
+                weight.times,
+                expert,
             )
     return found
 
@@ -73,6 +83,10 @@ def _range(weight: Weight, spec: ModelSpec, shard: Shard) -> tuple[int, int]:
             return shard.part(size)
         case Split.EXPERT:
             return shard.wide(size, of_expert=True)
+        case Split.STATE_GROUPS:
+            assert spec.state is not None
+            first, last = shard.state_groups(spec)
+            return first * size // spec.state.n_groups, last * size // spec.state.n_groups
         case Split.QUERY_HEADS | Split.KV_HEADS:
             of_query = weight.split is Split.QUERY_HEADS
             first, last = shard.heads(spec) if of_query else shard.kv_heads(spec)

@@ -3,32 +3,15 @@
 What no request needs any more is overwritten with NaN before each step, so whoever reads a freed block is seen.
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
-import torch
-from bench import COORDINATOR, DETOKENIZER, LIFE, Bench, Model, limits
-from sharded_models import Threads, communicators, shards
-from small_models import GEMMA, SMALL
+from served_engines import AGAIN, BLOCK, OUTPUT, PROMPTS, WINDOW, Engines, made, served
+from small_models import GEMMA
 
-from meshlm.protocol.admit_edge import Assign, EngineRequest
-from meshlm.protocol.columns import ints, pack_i32
-from meshlm.protocol.ids import Handle, RequestId
 from meshlm.protocol.kv import FullAttention, SlidingWindow
-from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import StepPlan, StepResult
-from meshlm.runtime.events import Received
-from meshlm.supervisor.settings import flags, resolve
-from meshlm.workers.distributed.communicator import Communicator
-from meshlm.workers.distributed.placement import WorkerPlacement
-from meshlm.workers.distributed.shard import Shard
-from meshlm.workers.engine.engine import ModelEngine
-from meshlm.workers.engine.make import make_engine
 
-BLOCK, LENGTH, STEP, WINDOW, OUTPUT = 8, 128, 32, 11, 24
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {"sliding_window": WINDOW, "num_hidden_layers": 4}),
     "gemma2": (
@@ -38,119 +21,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3TextConfig", {**GEMMA, "sliding_window": WINDOW, "num_hidden_layers": 8}),
 }
 PAGES = {"mistral": 9, "gemma2": 23, "gemma3": 78}
-PROMPTS = [[3 + (31 * n + 7 * i) % 200 for i in range(length)] for n, length in enumerate((70, 5, 41, 12, 23, 90))]
-AGAIN = (10, 11)
-
-
-class OneOfThreads(WorkerPlacement):
-    """A rank whose peers are in other threads of this process."""
-
-    def __init__(self, shard: Shard, comm: Communicator) -> None:
-        super().__init__(shard)
-        self._comm = comm
-
-    def connect(self, device: torch.device, dtype: torch.dtype, tokens: int, hidden: int) -> Communicator:
-        return self._comm
-
-
-class Engines(Model):
-    """The engines of one scheduler, each in a thread; what no row of a step needs is NaN."""
-
-    def __init__(self, folder: Path, num_pages: int, backend: str, tp: int = 1, pp: int = 1) -> None:
-        self._pool = ThreadPoolExecutor(tp * pp)
-        values: dict[str, object] = {"model": str(folder), "device": "cpu", "dtype": "float32", "block_size": BLOCK}
-        values |= {"max_model_len": LENGTH, "max_num_seqs": 8, "max_num_batched_tokens": STEP, "cpu_threads": 1}
-        values |= {"attention_backend": backend, "kv_cache_memory": 1 << 30}
-        config = resolve.resolve(flags.build(values, None))
-        group = shards(tp, pp)
-        threads, grad = torch.get_num_threads(), torch.is_grad_enabled()
-
-        def make(shard: Shard, comm: Threads) -> ModelEngine:
-            placement = OneOfThreads(shard, comm) if shard.size > 1 else None
-            return make_engine(config, lambda *progress: None, placement)
-
-        self.engines = list(self._pool.map(make, group, communicators(group)))
-        torch.set_num_threads(threads)
-        torch.set_grad_enabled(grad)
-        for engine in self.engines:
-            engine.compute.caches = engine.make_caches(num_pages)
-        super().__init__(num_pages, BLOCK, pipeline=pp > 1)
-        self.kv_specs = self.engines[0].facts.kv_specs
-        assert {engine.facts.kv_specs for engine in self.engines} == {self.kv_specs}
-        self._tables: dict[int, list[int]] = {}
-        self._starts: dict[int, int] = {}
-        self.cached: dict[int, bytes] = {}  # pages that the mirror names
-
-    def close(self) -> None:
-        self._pool.shutdown()
-
-    def reset(self) -> None:
-        self._tables.clear()
-        for engine in self.engines:
-            engine.reset()
-
-    def run(self, plan: StepPlan) -> StepResult:
-        self._forget(plan)
-        results: list[StepResult] = list(self._pool.map(lambda engine: engine.step(plan, 0).wait(), self.engines))
-        assert len({result.token_ids for result in results[-self.engines[0].shard.tp_size :]}) == 1
-        return results[-1]
-
-    def _forget(self, plan: StepPlan) -> None:
-        """NaN into all pages but those that a row of this step or a later one can see, and those of cached prefixes."""
-        width = len(self.kv_specs)
-        for row in ints(plan.removed_rows):
-            del self._tables[row]
-        for new in plan.new_rows:
-            self._tables[new.row] = ints(new.block_ids)
-        for nth, row in enumerate(ints(plan.block_rows)):
-            self._tables[row] += ints(plan.block_ids)[nth * width : (nth + 1) * width]
-        self._starts.update(zip(ints(plan.rows), ints(plan.starts), strict=True))
-        needed = set(self.cached)
-        for row, table in self._tables.items():
-            for group, spec in enumerate(self.kv_specs):
-                needed.update(table[spec.first_needed(BLOCK, self._starts[row]) * width + group :: width])
-        others = sorted(set(range(self.num_blocks)) - needed)
-        for engine in self.engines:
-            for cache in engine.compute.caches:
-                cache.keys[others] = cache.values[others] = torch.nan
-
-
-def made(case: str, folder: Path) -> list[list[int]]:
-    """A folder with random weights; the greedy text of transformers for each prompt."""
-    import transformers
-
-    torch.manual_seed(0)
-    name, extra = CASES[case]
-    config = getattr(transformers, name)(**{**SMALL, "initializer_range": 0.2, **extra})
-    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
-    theirs.get_input_embeddings().weight.data *= 0.1  # what attention finds decides, not the last token
-    theirs.save_pretrained(folder)
-    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(folder / "tokenizer.json"))
-    found = []
-    with torch.no_grad():
-        for prompt in PROMPTS:
-            out = theirs.generate(torch.tensor([prompt]), max_new_tokens=OUTPUT, do_sample=False, eos_token_id=None)
-            found.append(out[0, len(prompt) :].tolist())
-    return found
-
-
-def ask(bench: Bench, handle: int, prompt: list[int]) -> None:
-    sampling = SamplingParams(max_tokens=OUTPUT, temperature=0.0)
-    work = EngineRequest(RequestId(f"r{handle}"), Handle(handle), pack_i32(prompt), sampling, arrival_s=float(handle))
-    bench.event(Received(COORDINATOR, LIFE, Assign(work, DETOKENIZER, LIFE)))
-
-
-def served(engines: Engines, stages: int = 1) -> Bench:
-    """All prompts at once, in chunks, in too little memory; then the longest twice more, behind what it left itself."""
-    bench = Bench(limits(max_model_len=LENGTH, max_num_batched_tokens=STEP, num_stages=stages), 0, 0, model=engines)
-    engines.cached = bench.directory._hashes
-    for nth, prompt in enumerate(PROMPTS):
-        ask(bench, nth, prompt)
-    bench.finish()
-    for handle in AGAIN:
-        ask(bench, handle, PROMPTS[-1])
-        bench.finish()
-    return bench
 
 
 @pytest.fixture(params=CASES, scope="module")
@@ -158,7 +28,7 @@ def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path, list[list[int]]]:
     folder = tmp_path_factory.mktemp(request.param)
-    return request.param, folder, made(request.param, folder)
+    return request.param, folder, made(CASES[request.param], folder)
 
 
 @pytest.mark.parametrize(("backend", "tp", "pp"), [("cpu", 1, 1), ("torch", 1, 1), ("cpu", 2, 1), ("torch", 1, 2)])

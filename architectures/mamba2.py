@@ -1,0 +1,89 @@
+"""Mamba-2 (Dao and Gu 2024): no attention and no MLP, so a sequence of any length has one state."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from meshlm.architectures.config_values import boolean, integer, number, shown, words
+from meshlm.architectures.dense import decoder_weights
+from meshlm.architectures.family import Family, Weight
+from meshlm.architectures.states import MODEL, PACKED, mamba2_state, mamba2_weights
+from meshlm.protocol.model import ModelSpec
+
+_NAMES = {
+    "mamba_n_heads": "num_heads",
+    "mamba_d_head": "head_dim",
+    "mamba_n_groups": "n_groups",
+    "mamba_d_state": "state_size",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_expand": "expand",
+    "mamba_chunk_size": "chunk_size",
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_proj_bias": "use_bias",
+}
+CONTEXT = 1 << 20  # no length is too long for a state; files name none
+
+
+def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    if (act := config.get("hidden_act", "silu")) not in ("silu", "swish"):
+        raise ValueError(f"hidden_act {shown(act)} is not supported; supported: silu")
+    layers, hidden = integer(config, "num_hidden_layers"), integer(config, "hidden_size")
+    return ModelSpec(
+        architecture=architecture,
+        vocab_size=integer(config, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=hidden,  # there is none, and it is read nowhere
+        num_hidden_layers=layers,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=integer(config, "max_position_embeddings", CONTEXT),
+        rms_norm_eps=number(config.get("layer_norm_epsilon", 1e-5), "layer_norm_epsilon"),
+        tie_word_embeddings=boolean(config, "tie_word_embeddings"),
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
+        state=mamba2_state(config, (True,) * layers, _NAMES),
+        attention_layers=(False,) * layers,
+        mlp_layers=(False,) * layers,
+    )
+
+
+def _weights(spec: ModelSpec) -> Iterator[Weight]:
+    def in_layer(layer: int) -> Iterator[Weight]:
+        yield from mamba2_weights(spec)
+        yield Weight("input_layernorm.weight", "", "input_norm.weight", (spec.hidden_size,))
+
+    return decoder_weights(spec, in_layer)
+
+
+def _renamed(name: str) -> str:
+    name = name.replace("backbone.embeddings.", "model.embed_tokens.").replace("backbone.norm_f.", "model.norm.")
+    name = re.sub(r"^backbone\.layers\.(\d+)\.norm\.", r"model.layers.\1.input_layernorm.", name)
+    return re.sub(r"^backbone\.layers\.(\d+)\.mixer\.", r"model.layers.\1.mamba.", name)
+
+
+FAMILY = Family(
+    architecture="Mamba2ForCausalLM",
+    model_type="mamba2",
+    spec=_spec,
+    weights=_weights,
+    keys=frozenset(_NAMES.values())
+    | words(
+        "layer_norm_epsilon time_step_limit time_step_rank time_step_min time_step_max "
+        "time_step_floor residual_in_fp32 rescale_prenorm_residual"
+    ),
+    defaults={
+        "num_heads": 128,
+        "head_dim": 64,
+        "n_groups": 8,
+        "state_size": 128,
+        "expand": 2,
+        "hidden_size": 4096,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 1,
+        "max_position_embeddings": CONTEXT,
+    },
+    packed=PACKED,
+    rename=_renamed,
+    compiles=False,
+    model=MODEL,
+)

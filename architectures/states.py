@@ -1,0 +1,99 @@
+"""What models with Mamba-2 layers have in common: the sizes that their files give, and the weights of a mixer."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from meshlm.architectures.config_values import boolean, integer, number, shown, words
+from meshlm.architectures.family import Split, Weight
+from meshlm.protocol.model import ModelSpec, StateSpec
+
+KEYS = words("""
+    mamba_n_heads mamba_d_head mamba_n_groups mamba_d_state mamba_d_conv mamba_expand mamba_chunk_size
+    mamba_conv_bias mamba_proj_bias time_step_limit
+""")
+PACKED: Mapping[str, tuple[str, ...]] = {
+    "mamba.in_proj": ("mamba.z_proj", "mamba.x_proj", "mamba.b_proj", "mamba.c_proj", "mamba.dt_proj"),
+    "mamba.conv1d": ("mamba.x_conv", "mamba.b_conv", "mamba.c_conv"),
+}
+MODEL = "meshlm.workers.models.hybrid:Hybrid"
+
+
+INFINITE = float("inf")
+_INFINITE: tuple[Any, ...] = (
+    "inf",
+    "Infinity",
+    INFINITE,
+    {"__float__": "Infinity"},
+)  # the last is transformers 5's JSON
+
+
+def mamba2_state(config: dict[str, Any], layers: tuple[bool, ...], names: Mapping[str, str] | None = None) -> StateSpec:
+    """The state of these layers. names: the family's keys, where they are not Bamba's. KeyError, ValueError."""
+
+    def key(name: str) -> str:
+        return (names or {}).get(name, name)
+
+    def size(name: str, default: int | None = None) -> int:
+        found = integer(config, key(name)) if default is None else integer(config, key(name), default)
+        if found < 1:
+            raise ValueError(f"{key(name)} is {found}; it must be positive")
+        return found
+
+    heads, groups, hidden = size("mamba_n_heads"), size("mamba_n_groups"), integer(config, "hidden_size")
+    inner = size("mamba_expand") * hidden
+    each = config.get(key("mamba_d_head"), "auto")
+    each = inner // heads if each in (None, "auto") else integer(config, key("mamba_d_head"))
+    if heads % groups:
+        raise ValueError(f"{key('mamba_n_heads')} {heads} is no multiple of {key('mamba_n_groups')} {groups}")
+    if "mamba_expand" in config and heads * each != inner:
+        raise ValueError(
+            f"{key('mamba_n_heads')} {heads} heads of {each} are not {key('mamba_expand')} times hidden_size {hidden}"
+        )
+    return StateSpec(
+        kind="mamba2",
+        layers=layers,
+        num_heads=heads,
+        head_dim=each,
+        state_size=size("mamba_d_state"),
+        n_groups=groups,
+        conv_kernel=size("mamba_d_conv", 4),
+        conv_bias=config.get(key("mamba_conv_bias")) is not False,
+        proj_bias=boolean(config, key("mamba_proj_bias")),
+        chunk_size=size("mamba_chunk_size", 256),
+        time_step_limit=time_step_limit(config),
+    )
+
+
+def time_step_limit(config: dict[str, Any]) -> tuple[float, float]:
+    """ValueError."""
+    found = config.get("time_step_limit")
+    if found is None:
+        return 0.0, float("inf")
+    if not isinstance(found, list | tuple) or len(found) != 2:
+        raise ValueError(f"time_step_limit must be two numbers, got {shown(found)}")
+    low, high = (INFINITE if one in _INFINITE else number(one, "time_step_limit") for one in found)
+    return low, high
+
+
+def mamba2_weights(spec: ModelSpec) -> Iterator[Weight]:
+    """A layer's mixer. Files hold the rows of in_proj and conv1d in one tensor each (PACKED)."""
+    state = spec.state
+    assert state is not None
+    inner, numbers, heads, hidden = state.inner, state.n_groups * state.state_size, state.num_heads, spec.hidden_size
+    wide, groups = Split.INTERMEDIATE, Split.STATE_GROUPS
+    rows = (("z", inner, wide), ("x", inner, wide), ("b", numbers, groups), ("c", numbers, groups), ("dt", heads, wide))
+    for name, size, split in rows:
+        yield Weight(f"mamba.{name}_proj.weight", "", "attention.qkv.weight", (size, hidden), split)
+        if state.proj_bias:
+            yield Weight(f"mamba.{name}_proj.bias", "", "attention.qkv.bias", (size,), split)
+    for name, size, split in rows[1:4]:
+        yield Weight(f"mamba.{name}_conv.weight", "", "attention.conv.weight", (size, 1, state.conv_kernel), split)
+        if state.conv_bias:
+            yield Weight(f"mamba.{name}_conv.bias", "", "attention.conv.bias", (size,), split)
+    for name, parameter in (("dt_bias", "dt_bias"), ("A_log", "a_log"), ("D", "d")):
+        yield Weight(f"mamba.{name}", "", f"attention.{parameter}", (heads,), wide)
+    if state.gated_norm:
+        yield Weight("mamba.norm.weight", "", "attention.gated_norm.weight", (inner,), wide)
+    yield Weight("mamba.out_proj.weight", "", "attention.o.weight", (hidden, inner), wide, dim=1)
+    if state.proj_bias:
+        yield Weight("mamba.out_proj.bias", "", "attention.o.bias", (hidden,), Split.FIRST_RANK)

@@ -1,0 +1,61 @@
+"""Models with recurrent states behind a scheduler: tokens stay transformers' own, whole, in chunks, preempted, and behind checkpoints.
+
+What no request needs any more is overwritten with NaN before each step, so whoever goes on from a state that was given back is seen.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served_engines import AGAIN, Engines, made, served
+
+from meshlm.protocol.kv import FullAttention, RecurrentState
+
+STATES: dict[str, Any] = {
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}
+MAMBA2 = {
+    "num_hidden_layers": 3,
+    "num_heads": 6,
+    "head_dim": 16,
+    "n_groups": 2,
+    "state_size": 8,
+    "expand": 2,
+    "chunk_size": 8,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba2": ("Mamba2Config", MAMBA2),
+    "bamba": ("BambaConfig", STATES | {"num_hidden_layers": 4, "attn_layer_indices": [1]}),
+}
+PAGES = {"mamba2": 4, "bamba": 12}
+
+
+@pytest.fixture(params=CASES, scope="module")
+def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path, list[list[int]]]:
+    folder = tmp_path_factory.mktemp(request.param)
+    return request.param, folder, made(CASES[request.param], folder)
+
+
+@pytest.mark.parametrize(("backend", "mode", "tp", "pp"), [("torch", "align", 1, 1), ("cpu", "all", 1, 1)])
+def test_tokens_are_transformers(
+    model: tuple[str, Path, list[list[int]]], backend: str, mode: str, tp: int, pp: int
+) -> None:
+    case, folder, expected = model
+    size = 16 if case == "mamba2" else 48
+    engines = Engines(folder, PAGES[case], backend, tp, pp, mamba_cache_mode=mode, mamba_block_size=size)
+    try:
+        bench = served(engines, pp)
+    finally:
+        engines.close()
+    assert any(isinstance(spec, RecurrentState) and spec.mode == mode for spec in engines.kv_specs)
+    assert (FullAttention() in engines.kv_specs) == (case != "mamba2")
+    assert bench.tokens == dict(enumerate(expected)) | dict.fromkeys(AGAIN, expected[-1])
+    assert bench.core.batching.num_preemptions > 0, "memory was to be too little"
+    assert bench.cached[AGAIN[-1]] >= 48, "too little was found in the prefix cache"

@@ -1,0 +1,103 @@
+"""Decoders of which layers attend, keep a recurrent state, or do neither, and have an MLP, experts, or none of them.
+
+A mixer with a state stands in the place of attention (mamba2.py), so a layer, its norms and its sums are `decoder.py`'s.
+"""
+
+from torch import Tensor, nn
+
+from meshlm.protocol.model import ModelSpec
+from meshlm.workers.attention.backend import StepAttention
+from meshlm.workers.batch import LayerCache, StepInputs
+from meshlm.workers.layers.mlp import MLP
+from meshlm.workers.layers.moe import MoE
+from meshlm.workers.layers.norm import RMSNorm
+from meshlm.workers.layers.ops import Ops
+from meshlm.workers.layers.partial_sum import PartialSum
+from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer
+from meshlm.workers.models.mamba2 import Mamba2Mixer
+
+
+class NoMixer(Attention):
+    """A layer that is an MLP alone."""
+
+    def make(self, spec: ModelSpec) -> None:
+        """See `Attention.make`: there is nothing."""
+
+    def prepare(self, ops: Ops) -> None:
+        """See `Attention.prepare`: there is nothing."""
+
+    def forward(
+        self,
+        x: PartialSum,
+        norm: RMSNorm,
+        batch: StepInputs,
+        table: Tensor,
+        cache: LayerCache,
+        attention: StepAttention,
+        ops: Ops,
+        normed: Tensor | None = None,
+    ) -> PartialSum:
+        """See `Attention.forward`: x, as it came."""
+        return x
+
+
+class NoMLP(MLP):
+    """A layer that is a mixer alone."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        nn.Module.__init__(self)
+
+    def forward(self, x: PartialSum, norm: RMSNorm, batch: StepInputs, ops: Ops) -> PartialSum:
+        """See `MLP.forward`: x, as it came."""
+        return x
+
+
+class HybridLayer(DecoderLayer):
+    """What the spec says of this layer."""
+
+    attention_kind: type[Attention] = Attention
+    state_kind: type[Attention] = Mamba2Mixer
+    mlp_kind: type[MLP] = MLP
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        nn.Module.__init__(self)
+        attends, keeps, wide = spec.has_attention(layer), spec.has_state(layer), spec.has_mlp(layer)
+        kind = self.state_kind if keeps else self.attention_kind if attends else NoMixer
+        self.attention = kind(spec, layer)
+        if attends or keeps:
+            self.input_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        if wide:
+            self.post_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.mlp: MLP | MoE = (MoE(spec) if spec.has_experts(layer) else self.mlp_kind(spec)) if wide else NoMLP(spec)
+
+    def forward(
+        self,
+        x: PartialSum,
+        batch: StepInputs,
+        table: Tensor,
+        cache: LayerCache,
+        attention: StepAttention,
+        ops: Ops,
+        normed: Tensor | None = None,
+    ) -> PartialSum:
+        """See `DecoderLayer.forward`."""
+        if not isinstance(self.attention, NoMixer):
+            x = self.attention(x, self.input_norm, batch, table, cache, attention, ops, normed)
+        if isinstance(self.mlp, NoMLP):
+            return x
+        found: PartialSum = self.mlp(x, self.post_norm, batch, ops)
+        return found
+
+
+class Hybrid(Decoder):
+    """See `Decoder`."""
+
+    layer_type = HybridLayer
+
+    def kinds(self) -> list[tuple[object, ...]]:
+        """See `Decoder.kinds`."""
+        return [
+            (type(layer.attention), layer.attention.window, type(layer.mlp))
+            for layer in self.layers
+            if isinstance(layer, DecoderLayer)
+        ]

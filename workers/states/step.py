@@ -1,0 +1,59 @@
+"""Recurrent states in one step: which page each request goes on from, and where its state, and the checkpoints on the way, go to.
+
+A request goes on from the page of the token before its first one, and leaves its state in that of its last one. A prompt leaves
+states on the way where its table names another page next (protocol/kv.py: RecurrentState).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from meshlm.workers.batch import StateCache
+
+
+class StepStates(Protocol):
+    """What layers with states compute, for one step and the layers of one group. Everything is [t, ...], by the step's tokens; states
+    are read from and left in the cache."""
+
+    def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache) -> Tensor:
+        """x [t, channels], weight [channels, kernel] -> silu of the causal convolution (kernels/causal_conv)."""
+        ...
+
+    def ssd(self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, cache: StateCache) -> Tensor:
+        """x [t, heads, P], dt [t, heads] float32, a, d [heads], b, c [t, groups, N] -> [t, heads, P] (kernels/ssd)."""
+        ...
+
+    def selective_scan(
+        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, cache: StateCache
+    ) -> Tensor:
+        """x, dt [t, channels], a [channels, N], b, c [t, N], d [channels] -> [t, channels] (kernels/selective_scan)."""
+        ...
+
+    def gated_delta(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cache: StateCache) -> Tensor:
+        """q, k [t, heads, K], v [t, heads, V], g, beta [t, heads] -> [t, heads, V] (kernels/gated_delta)."""
+        ...
+
+
+class Segment(NamedTuple):
+    """Tokens of one prompt from one checkpoint to the next."""
+
+    begin: int  # of the step's tokens
+    end: int
+    read: int  # page; -1: the sequence begins here
+    write: int
+
+
+def segments(table: Sequence[int], start: int, count: int, first: int, block_size: int) -> list[Segment]:
+    """The segments of `count` tokens from position `start` on, which are token `first` and those behind it of the step."""
+    found: list[Segment] = []
+    at, end = start, start + count
+    read = table[(start - 1) // block_size] if start else -1
+    while at < end:
+        last = at // block_size
+        while (last + 1) * block_size < end and table[last + 1] == table[last]:
+            last += 1
+        stop = min(end, (last + 1) * block_size)
+        found.append(Segment(first + at - start, first + stop - start, read, table[last]))
+        read, at = table[last], stop
+    return found

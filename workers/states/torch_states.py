@@ -1,0 +1,108 @@
+"""Recurrent states in plain torch: decodes side by side, prompts one after the other. Correct everywhere, and quick on the CPU."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from meshlm.kernels.causal_conv.reference import causal_conv, conv_update
+from meshlm.kernels.gated_delta.reference import chunk_rule, rule_update
+from meshlm.kernels.selective_scan.reference import scan_update, selective_scan
+from meshlm.kernels.ssd.reference import chunk_scan, state_update
+from meshlm.workers.batch import StateCache, StepInputs
+from meshlm.workers.states.step import Segment, segments
+
+Update = Callable[..., tuple[Tensor, Tensor]]
+
+
+def read_states(halves: Tensor, pages: Tensor, lines: int) -> Tensor:
+    """halves [2, pages, half of the lines, ...] -> [n, lines, ...]."""
+    return halves[:, pages].transpose(0, 1).flatten(1, 2)[:, :lines]
+
+
+def write_states(halves: Tensor, pages: Tensor, values: Tensor) -> None:
+    """values [n, lines, ...]; an odd number of lines leaves the last place as it is."""
+    half = halves.shape[2]
+    halves[0, pages] = values[:, :half].to(halves.dtype)
+    halves[1, pages, : values.shape[1] - half] = values[:, half:].to(halves.dtype)
+
+
+class TorchStates:
+    """See `StepStates`. Made once for the layers of a group."""
+
+    def __init__(self, batch: StepInputs, group: int, block_size: int) -> None:
+        assert batch.lens is not None
+        table, n = batch.block_tables[group], batch.num_decodes
+        at = batch.positions[:n, None]
+        self._num, self._begins = n, (at == 0)[:, 0]
+        self._read = table[:n].gather(1, (at - 1).clamp(min=0) // block_size)[:, 0]
+        self._write = table[:n].gather(1, at // block_size)[:, 0]
+        self._device = table.device
+        self._segments: list[Segment] = []
+        first, lens = n, batch.lens
+        for row, count, length in zip(table[n:].tolist(), lens.query_lens, lens.context_lens, strict=True):
+            self._segments += segments(row, length - count, count, first, block_size)
+            first += count
+
+    def _run(
+        self,
+        halves: Tensor,
+        lines: int,
+        inputs: tuple[Tensor, ...],
+        rest: tuple[Tensor | None, ...],
+        of_one: Update,
+        of_all: Update,
+    ) -> Tensor:
+        """of_one takes the inputs of a segment, `rest` and its state, of_all the same of one token of each decode. Both give outputs
+        and states."""
+        parts = []
+        if self._num:
+            state = read_states(halves, self._read, lines)
+            state = torch.where(self._begins.view(-1, *[1] * (state.dim() - 1)), 0, state)
+            out, state = of_all(*(each[: self._num] for each in inputs), *rest, state)
+            write_states(halves, self._write, state)
+            parts.append(out)
+        for begin, end, read, write in self._segments:
+            pages = torch.tensor([max(read, 0), write], device=self._device)
+            before = read_states(halves, pages[:1], lines)[0] if read >= 0 else None
+            out, state = of_one(*(each[begin:end] for each in inputs), *rest, before)
+            write_states(halves, pages[1:], state[None])
+            parts.append(out)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache) -> Tensor:
+        """See `StepStates.conv`."""
+        return self._run(cache.conv, x.shape[1], (x,), (weight, bias), causal_conv, conv_update)
+
+    def ssd(self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, cache: StateCache) -> Tensor:
+        """See `StepStates.ssd`."""
+
+        def ordered(of: Update) -> Update:
+            return lambda x, dt, b, c, state: of(x, dt, a, b, c, d, None if state is None else state.float())
+
+        inputs = (x.float(), dt, b.float(), c.float())
+        return self._run(cache.ssm, x.shape[1], inputs, (), ordered(chunk_scan), ordered(state_update)).to(x.dtype)
+
+    def selective_scan(
+        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, cache: StateCache
+    ) -> Tensor:
+        """See `StepStates.selective_scan`."""
+
+        def ordered(of: Update) -> Update:
+            def run(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+                y, state = of(x, dt, a, b, c, d, None if state is None else state.float().squeeze(-2))
+                return y, state.unsqueeze(-2)
+
+            return run
+
+        inputs = (x.float(), dt, b.float(), c.float())
+        return self._run(cache.ssm, x.shape[1], inputs, (), ordered(selective_scan), ordered(scan_update)).to(x.dtype)
+
+    def gated_delta(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cache: StateCache) -> Tensor:
+        """See `StepStates.gated_delta`."""
+
+        def ordered(of: Update) -> Update:
+            return lambda *inputs: of(*inputs[:-1], None if inputs[-1] is None else inputs[-1].float())
+
+        inputs = (q.float(), k.float(), v.float(), g.float(), beta.float())
+        return self._run(cache.ssm, v.shape[1], inputs, (), ordered(chunk_rule), ordered(rule_update)).to(v.dtype)
