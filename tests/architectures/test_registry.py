@@ -1,6 +1,6 @@
 """Families and their weights: one name each, and a parameter of the module for every tensor."""
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,10 +16,13 @@ from meshlm.architectures.registry import (
     register,
     weights_of,
 )
-from meshlm.protocol.model import HeadSpec, MLASpec
+from meshlm.protocol.model import HeadSpec, MLASpec, StateSpec
 from meshlm.workers.distributed.shard import WHOLE
 from meshlm.workers.models.registry import model_class
 from meshlm.workers.weights.slices import place
+
+STATES: dict[str, Literal["mamba", "mamba2", "gated_delta_net"]] = {"Mamba2": "mamba2", "Bamba": "mamba2"}
+"""Architectures whose first layer has a state."""
 
 
 def test_two_families_of_one_name_are_refused() -> None:
@@ -64,8 +67,19 @@ def test_weights_fill_the_parameters_of_the_model(architecture: str, tied: bool)
     if is_encoder:
         biases = dict.fromkeys(("attention_bias", "output_bias", "mlp_bias"), tied or not is_modern)
         of_encoder = {**biases, "norm_bias": tied, "type_vocab_size": 2, "sliding_layers": (False, True)}
+    of_states: dict[str, Any] = {}
+    if (kind := next((kind for stem, kind in STATES.items() if architecture.startswith(stem)), None)) is not None:
+        alone = architecture.startswith("Mamba")
+        of_states = {
+            "state": StateSpec(
+                kind=kind, layers=(True, alone), num_heads=4, head_dim=3, state_size=5, n_groups=2, proj_bias=tied
+            ),
+            "attention_layers": (False, not alone),
+            "mlp_layers": (not alone, not alone),
+        }
     spec = spec_of(
         **of_encoder,
+        **of_states,
         encoder_only=is_encoder,
         projection=5 if architecture == "HF_ColBERT" else 0,
         head=(head if two else HeadSpec(num_labels=3, bias=(tied,)))

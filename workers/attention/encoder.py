@@ -16,6 +16,7 @@ from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.layers.ops import AttentionShape, LatentShape, Ops
 from meshlm.workers.layers.rope import apply_rope
+from meshlm.workers.states.step import StepStates
 
 PADDED = 1.2  # times a prompt's length, to which it is padded at most
 SHORT = 8  # tokens by which any prompt may be padded
@@ -61,6 +62,10 @@ class EncoderAttention:
         if qkv.is_cuda and qkv.dtype in (torch.float16, torch.bfloat16) and heads.head_dim in range(8, 257, 8):
             return self._flash(lines, scale, sliding_window)
         return self._padded(lines, scale, sliding_window)
+
+    def states(self, group: int) -> StepStates:
+        """See `StepAttention.states`."""
+        raise AssertionError("an encoder has no recurrent states")
 
     def attend_latent(
         self,
