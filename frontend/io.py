@@ -116,7 +116,8 @@ class FrontendApp:
         parallel = mesh.config.parallel
         first = parallel.data_parallel_rank or 0
         engines = range(first, first + min(parallel.data_parallel_size, SERIES_FROM_START))
-        self._metrics = metrics.Metrics(self.resolved.served_names[0], self.resolved.max_model_len, engines)
+        named, most = self.resolved.served_names[0], self.resolved.max_model_len
+        self._metrics = metrics.Metrics(named, most, engines, metrics.cache_config(mesh.config))
         self._exposition = metrics.exposition
         facts = Facts(str(mesh.identity), self.version, self.resolved.served_names[0])
         self.feed = Feed(self, facts, server.max_dashboards)

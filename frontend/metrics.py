@@ -6,11 +6,12 @@ observation of the library costs more than sending a token, and an answer may ha
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client import Counter, Gauge, Histogram
 
 from meshlm.frontend.exposition import INCARNATION, exposition
+from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.control_edge import MeshStats
 from meshlm.protocol.counts import HOP
 from meshlm.protocol.ids import FinishReason
@@ -45,6 +46,7 @@ _RANK_COUNTERS = (
 _GRAPH_COUNTERS = (
     ("cudagraph_replays", "Steps that were replayed from a CUDA graph.", "kind"),
     ("cudagraph_misses", "Steps that were launched kernel by kernel.", "reason"),
+    ("dbo_steps_off", "Steps whose halves did not take turns although --enable-dbo asks for it.", "reason"),
 )
 
 
@@ -152,10 +154,28 @@ class Families:
         )
 
 
+def cache_config(config: MeshConfig) -> dict[str, str]:
+    """Settings of the KV cache, by vLLM's names."""
+    cache, resolved = config.cache, config.resolved
+    window = resolved.spec.sliding_window if resolved is not None else 0
+    settings = {
+        "block_size": cache.block_size,
+        "cache_dtype": cache.kv_cache_dtype,
+        "enable_prefix_caching": cache.enable_prefix_caching,
+        "gpu_memory_utilization": cache.gpu_memory_utilization,
+        "kv_cache_memory_bytes": cache.kv_cache_memory,
+        "mamba_cache_mode": cache.mamba_cache_mode,
+        "sliding_window": window or None,
+    }
+    return {name: str(value) for name, value in settings.items()}
+
+
 class Metrics:
     """One frontend's part. `model` is the label model_name; `engines` have their series from the start."""
 
-    def __init__(self, model: str, max_model_len: int, engines: Iterable[int] = (0,)) -> None:
+    def __init__(
+        self, model: str, max_model_len: int, engines: Iterable[int] = (0,), cache: Mapping[str, str] | None = None
+    ) -> None:
         self._model = model
         self._families = Families(max_model_len)
         self._by_engine: dict[str, EngineMetrics] = {}
@@ -185,6 +205,11 @@ class Metrics:
         held = "Requests that wait for a scheduler that serves."
         self._held = _shared("num_requests_held", held, "model_name").labels(model)
         self._known: set[str] = set()
+        self._cache = cache
+        self._info: Gauge | None = None
+        if cache is not None:
+            text = "The settings of the KV cache; its value is 1."
+            self._info = _shared("cache_config_info", text, *_ENGINE, *cache)
 
     def engine(self, engine: str) -> EngineMetrics:
         engine = engine or self._unplaced
@@ -218,6 +243,8 @@ class Metrics:
         self._known = engines
         for rank in stats.ranks:
             engine = (self._model, str(rank.dp_rank))
+            if self._info is not None and self._cache is not None:
+                self._info.labels(*engine, *self._cache.values()).set(1)
             values = (rank.num_running, rank.num_waiting, rank.kv_cache_usage)
             for gauge, value in zip(self._gauges, values, strict=True):
                 gauge.labels(*engine).set(value)
@@ -230,7 +257,9 @@ class Metrics:
             )
             for counter, count in zip(self._counters, counts, strict=True):
                 counter.labels(*engine, str(rank.incarnation)).set(count)
-            for counter, named in zip(self._graphs, (rank.graphs.replays, rank.graphs.misses), strict=True):
+            for counter, named in zip(
+                self._graphs, (rank.graphs.replays, rank.graphs.misses, rank.graphs.whole), strict=True
+            ):
                 for label, count in named.items():
                     counter.labels(*engine, str(rank.graphs.incarnation), label).set(count)
 

@@ -209,6 +209,7 @@ class GraphCounts(Struct, frozen=True, omit_defaults=True):
     replays: dict[str, int] = {}
     misses: dict[str, int] = {}
     incarnation: int = 0  # of the worker; its scheduler adds it
+    whole: dict[str, int] = {}  # steps that were not halved with --enable-dbo, by reason
 
 
 class RankStats(Struct, frozen=True, omit_defaults=True):

@@ -75,6 +75,24 @@ SCHEDULER: Mapping[str, Metric] = {
     "prefix_cache_limited_tokens": Metric(
         "counter", "Prompt tokens that other KV groups had, and this one had not.", "kv_group"
     ),
+    "spec_decode_num_drafts": Metric("counter", "Rows of steps that had drafted tokens."),
+    "spec_decode_num_draft_tokens": Metric("counter", "Drafted tokens."),
+    "spec_decode_num_accepted_tokens": Metric("counter", "Drafted tokens that were accepted."),
+    "spec_decode_num_accepted_tokens_per_pos": Metric(
+        "counter", "Accepted tokens by their place in the draft.", "position"
+    ),
+    "kv_block_lifetime_seconds": Metric("histogram", "From a page's allocation to its eviction.", buckets=_RESIDENCY),
+    "kv_block_idle_before_evict_seconds": Metric(
+        "histogram", "From a page's last use to its eviction.", buckets=_RESIDENCY
+    ),
+    "kv_block_reuse_gap_seconds": Metric("histogram", "Between two uses of a page.", buckets=_RESIDENCY),
+    "estimated_flops_per_gpu": Metric("counter", "Operations of the model on one GPU, as its shape says."),
+    "estimated_read_bytes_per_gpu": Metric(
+        "counter", "Bytes that one GPU read from its memory, as the model's shape says."
+    ),
+    "estimated_write_bytes_per_gpu": Metric(
+        "counter", "Bytes that one GPU wrote to its memory, as the model's shape says."
+    ),
     "kv_cache_blocks": Metric(
         "gauge", "Pages of the KV cache: used, cached (free, with a known prefix), empty.", "state"
     ),

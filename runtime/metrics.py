@@ -6,7 +6,7 @@ from pathlib import Path
 # Of the library's files, by the kind of metric. It maps them: where the disk is full when a page is first written to, the kernel ends
 # the process (SIGBUS). So their room is taken before: more than the metrics of a mesh with many ranks need.
 RESERVED_BYTES = {"histogram": 128 << 10, "counter": 32 << 10, "gauge_mostrecent": 256 << 10}
-BYTES_PER_ENGINE = {"histogram": 64 << 10, "counter": 2 << 10, "gauge_mostrecent": 16 << 10}
+BYTES_PER_ENGINE = {"histogram": 80 << 10, "counter": 4 << 10, "gauge_mostrecent": 20 << 10}
 
 
 def prepare(run_dir: str, num_engines: int) -> str:

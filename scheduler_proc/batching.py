@@ -24,6 +24,7 @@ from meshlm.runtime.counts import Counts
 from meshlm.scheduler_proc import sizes
 from meshlm.scheduler_proc.budget import StepBudget
 from meshlm.scheduler_proc.kv.cache import KVCache
+from meshlm.scheduler_proc.kv.residency import Residency
 from meshlm.scheduler_proc.limits import Limits
 from meshlm.scheduler_proc.plan import Inflight, PlanBuilder
 from meshlm.scheduler_proc.request import Request, RequestState
@@ -56,6 +57,8 @@ class Batching:
         self.pool_kinds, self._pooled_bytes = pool_kinds, pooled_bytes
         at_once = step_tokens(limits.max_num_batched_tokens, limits.async_depth, self.max_drafts)
         self.kv = KVCache(num_blocks, block_size, kv_specs, limits.prefix_caching, at_once)
+        if limits.kv_metrics_sample:
+            self.kv.pool.residency = Residency(limits.kv_metrics_sample, self.counts)
         self.budget = StepBudget(limits.max_num_batched_tokens, even=limits.even_prefill, max_itl_s=limits.max_itl_s)
         self.waiting: list[Request] = []  # both lists sorted by _key
         self.running: list[Request] = []
@@ -119,6 +122,8 @@ class Batching:
     ) -> tuple[StepPlan, Inflight] | None:
         """The next step, or None when nothing can be computed now and no other rank needs it."""
         builder = PlanBuilder(self._removed_rows, now_ns, self.limits.num_stages > 1, self.kv.num_groups)
+        if self.kv.pool.residency is not None:
+            self.kv.pool.residency.now_ns = now_ns
         before = self.num_preemptions
         prompts = self._plan_decodes(builder)
         if self.max_drafts:

@@ -7,14 +7,15 @@ flight, `report()` says what the coordinator should know of it. Called by io.py;
 from collections import deque
 
 from meshlm.protocol.admit_edge import AbortRequests, Assign, GiveBack, ReportLoad
-from meshlm.protocol.columns import unpack_i32
+from meshlm.protocol.columns import ints, unpack_i32
 from meshlm.protocol.ids import COORDINATOR, FinishReason, Identity, RequestId, Role, StepId
 from meshlm.protocol.lockstep import JointOrder
 from meshlm.protocol.operations import AbortRunning, Operation, OperationDone, Pause, ResetPrefixCache, Resume, Stop
-from meshlm.protocol.step_edge import GrammarReady, LastPlan, StepFailed, StepResult, WorkerReady, WorkerStats
+from meshlm.protocol.step_edge import GrammarReady, LastPlan, StepFailed, StepPlan, StepResult, WorkerReady, WorkerStats
 from meshlm.protocol.token_edge import AttachTokens, Disown, StillThere
 from meshlm.runtime.events import Event, PeerLost, PeerUp, Received, Send, Tick
 from meshlm.scheduler_proc.batching import Batching
+from meshlm.scheduler_proc.estimates import Estimates
 from meshlm.scheduler_proc.limits import Limits
 from meshlm.scheduler_proc.lockstep import Lockstep
 from meshlm.scheduler_proc.operations import Operations
@@ -42,6 +43,7 @@ class Scheduler:
         self.lockstep = Lockstep(limits.async_depth + 1, limits.num_workers) if limits.lockstep else None
         self.inflight: deque[Inflight] = deque()
         self.num_steps = 0
+        self.estimates: Estimates | None = None  # with --enable-mfu-metrics
         self._next_step = 1
         self._stopped = False  # for good, by an operation
 
@@ -276,11 +278,20 @@ class Scheduler:
         if lockstep is not None:
             lockstep.stepped()
         plan, record = planned
+        if self.estimates is not None and len(record.batch):
+            self._estimate(self.estimates, plan)
         record.goes_on = goes_on
         self._next_step += 1
         self.num_steps += 1
         self.inflight.append(record)
         return [Send(worker, plan) for worker in self.workers.all]
+
+    def _estimate(self, estimates: Estimates, plan: StepPlan) -> None:
+        starts = ints(plan.starts)
+        counts = ints(plan.counts) if plan.counts else [1] * len(starts)
+        samples = sum(plan.samples) if plan.samples else len(starts)
+        for name, amount in estimates.of_step(starts, counts, samples)._asdict().items():
+            self.batching.counts.add(f"estimated_{name}_per_gpu", amount=amount)
 
     def _result(self, result: StepResult, output: Output) -> tuple[int, ...]:
         if result.session != self.session or not self.inflight or self.inflight[0].step != result.step:

@@ -13,6 +13,7 @@ from meshlm.runtime.errors import LinkDown, MessageTooLong, ProcessFatal
 from meshlm.runtime.events import Event, PeerLost, PeerUp, Received, Send, Tick
 from meshlm.runtime.mesh import Mesh
 from meshlm.scheduler_proc.core import Scheduler
+from meshlm.scheduler_proc.estimates import Estimates
 from meshlm.scheduler_proc.limits import MAX_CRASHES, Limits
 
 TICK_S = 1.0
@@ -24,6 +25,7 @@ def limits_of(config: MeshConfig, index: int) -> Limits:
     if resolved is None:
         raise ProcessFatal("the configuration is not resolved")
     whole = resolved.spec.encoder_only  # its prompts are computed in one step, and nothing of them is kept
+    shown = config.observability
     return Limits(
         max_model_len=resolved.max_model_len,
         max_num_seqs=resolved.max_num_seqs,
@@ -38,6 +40,7 @@ def limits_of(config: MeshConfig, index: int) -> Limits:
         first_worker=index * parallel.workers_per_rank,
         max_crashes=allowed(config.run.max_restarts, MAX_CRASHES),
         lockstep=config.lockstep,
+        kv_metrics_sample=shown.kv_cache_metrics_sample if shown.kv_cache_metrics else 0.0,
         num_stages=parallel.pipeline_parallel_size,
         dp_rank=index + (parallel.data_parallel_rank or 0),
     )
@@ -55,6 +58,10 @@ class SchedulerApp:
     async def start(self, mesh: Mesh) -> dict[str, str]:
         self._mesh = mesh
         self._core = Scheduler(limits_of(mesh.config, mesh.identity.index))
+        if mesh.config.observability.enable_mfu_metrics and mesh.config.resolved is not None:
+            kv_bytes = 1.0 if mesh.config.cache.kv_cache_dtype == "fp8" else 0.0
+            devices = mesh.config.parallel.workers_per_rank
+            self._core.estimates = Estimates(mesh.config.resolved.spec, devices, kv_bytes)
         for event in self._early:
             self._do(event)
         self._tick()

@@ -111,6 +111,8 @@ class Results:
                 self._table.fail_grammar(request, output, result.failed[place])
                 alive = False
             if alive:
+                if record.num_drafts and record.num_drafts[place]:
+                    self._count_drafts(record.num_drafts[place], count - 1)
                 self._not_given(request, 1 + (record.num_drafts[place] if record.num_drafts else 0) - count)
                 for nth in range(count):
                     output.seal(request.detokenizer)
@@ -118,6 +120,14 @@ class Results:
                         output.of(request.detokenizer).next_logprobs(of_position(result.logprobs[place], nth))
                     self._tokens([request], tokens[at + nth : at + nth + 1], output)
             at += count
+
+    def _count_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        counts = self._table.batching.counts
+        counts.add("spec_decode_num_drafts")
+        counts.add("spec_decode_num_draft_tokens", amount=num_drafts)
+        counts.add("spec_decode_num_accepted_tokens", amount=max(0, num_accepted))
+        for position in range(num_accepted):
+            counts.add("spec_decode_num_accepted_tokens_per_pos", str(position))
 
     def _not_given(self, request: Request, count: int) -> None:
         """`count` fewer tokens came than the step might have given, since drafts were refused; their positions are computed again."""

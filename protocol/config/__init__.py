@@ -10,6 +10,7 @@ from msgspec import Struct
 from meshlm.protocol.config.engine import CacheConfig, SchedulerConfig, WorkerConfig
 from meshlm.protocol.config.experts import ExpertConfig
 from meshlm.protocol.config.model import ModelConfig
+from meshlm.protocol.config.observability import ObservabilityConfig
 from meshlm.protocol.config.parallel import NetworkConfig, Node, ParallelConfig
 from meshlm.protocol.config.per_node import PER_NODE
 from meshlm.protocol.config.resolved import Resolved
@@ -25,6 +26,7 @@ __all__ = [
     "ModelConfig",
     "NetworkConfig",
     "Node",
+    "ObservabilityConfig",
     "ParallelConfig",
     "Resolved",
     "RunConfig",
@@ -47,6 +49,7 @@ class MeshConfig(Struct, frozen=True, kw_only=True):
     server: ServerConfig = ServerConfig()
     network: NetworkConfig = NetworkConfig()
     run: RunConfig = RunConfig()
+    observability: ObservabilityConfig = ObservabilityConfig()
     resolved: Resolved | None = None  # set by the supervisor before any child starts
     node: Node | None = None  # likewise; None: one node, no tcp
 

@@ -13,6 +13,7 @@ from itertools import groupby
 from operator import itemgetter
 
 from meshlm.protocol.ids import BlockId
+from meshlm.scheduler_proc.kv.residency import Residency
 
 
 class NoFreeBlocks(Exception):
@@ -31,6 +32,7 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._key: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, Sequence[BlockId]] = {}
+        self.residency: Residency | None = None  # with --kv-cache-metrics
         self._ghosts: dict[bytes, None] = {}  # keys that were evicted, the newest last
         # The pages that are cached under a key, or None; a hundred times for each request that starts.
         self.find = self._cached.get
@@ -50,6 +52,8 @@ class BlockPool:
         for block in blocks:
             references[block] = 1
         self.num_free -= count
+        if self.residency is not None:
+            self.residency.allocated(blocks)
         return blocks
 
     def _oldest(self) -> BlockId:
@@ -62,6 +66,8 @@ class BlockPool:
 
     def touch(self, blocks: Iterable[BlockId]) -> None:
         """One more reference to each; blocks of a prefix found in the cache."""
+        if self.residency is not None:
+            self.residency.touched(blocks := list(blocks))
         for block in blocks:
             if self._references[block] == 0:
                 del self._reusable[block]
@@ -105,6 +111,8 @@ class BlockPool:
             del self._ghosts[next(iter(self._ghosts))]
         for block in self._cached.pop(key):
             self._key[block] = self._forgotten[block] = None
+            if self.residency is not None:
+                self.residency.evicted(block)
             self._remembered.pop(block, None)
             if self._references[block] == 0:
                 del self._reusable[block]
@@ -129,6 +137,8 @@ class BlockPool:
 
     def reset_prefix_cache(self) -> None:
         """No page's content can be trusted any more."""
+        if self.residency is not None:
+            self.residency.forget()
         for key in list(self._cached):
             self._evict(key)
         self._ghosts.clear()

@@ -108,7 +108,6 @@ _STATES = "states of state-space layers are computed by our kernels and rounded 
 _NUMA = "start it under numactl --cpunodebind --membind"
 _CHOSEN = "kernels are chosen by their tables"
 _STEPS = "steps are not logged; --profiler-dir writes traces, GET /metrics has histograms"
-_BLOCKS = "blocks are not sampled; GET /metrics has the use of the KV cache"
 _COMPILING = "compilations are not watched; GET /metrics counts steps without a CUDA graph"
 _TIMEOUTS = "--startup-timeout and --step-timeout are the settings"
 
@@ -213,8 +212,6 @@ ABSENT = {
     "--cp-kv-cache-interleave-size": _CONTEXT_PARALLEL,
     "--kv-cache-dtype-skip-layers": "--kv-cache-dtype is for all layers",
     "--prefix-match-unit": "prefixes are matched in whole KV blocks (--block-size)",
-    "--kv-cache-metrics": _BLOCKS,
-    "--kv-cache-metrics-sample": _BLOCKS,
     "--offload-backend": _OFFLOAD,
     "--cpu-offload-params": _OFFLOAD,
     "--offload-group-size": _OFFLOAD,
@@ -233,7 +230,6 @@ ABSENT = {
     "--enable-mixed-moe-lora-format": _LORA,
     "--enable-moe-shared-loras": _LORA,
     "--enable-layerwise-nvtx-tracing": "--profiler-dir writes traces",
-    "--enable-mfu-metrics": "GET /metrics has tokens and the device's busy time instead",
     "--enable-logging-iteration-details": _STEPS,
     "--jit-monitor-mode": _COMPILING,
     "--jit-monitor-verbose": _COMPILING,

@@ -6,11 +6,13 @@ from typing import Any
 import msgspec
 import pytest
 from bench import COORDINATOR, LIFE, WORKER, Bench
+from small_model import SMALL
 
 from meshlm.protocol.admit_edge import Load, ReportLoad
 from meshlm.protocol.counts import ProcessCounts
 from meshlm.runtime.events import Received, Send, Tick
 from meshlm.scheduler_proc.core import Scheduler
+from meshlm.scheduler_proc.estimates import Estimates
 from meshlm.scheduler_proc.limits import Limits
 
 
@@ -115,3 +117,46 @@ def test_counts_come_when_they_are_asked_for_and_once_a_second(message: Tick | R
     assert not any(load.counts for load in loads)
     bench.event(message)  # type: ignore[arg-type]
     assert loads[-1].counts is not None
+
+
+def test_how_long_pages_live() -> None:
+    bench = Bench(limits(kv_metrics_sample=1.0), 8, 4)
+    run(bench, 1, list(range(100, 109)))
+    bench.now += 10
+    run(bench, 2, list(range(100, 109)))  # finds the first two pages
+    bench.now += 5
+    for handle in range(3, 6):
+        run(bench, handle, [handle] * 24)  # needs them
+    told = counts(bench.core).histograms
+    lived, idle = told["kv_block_lifetime_seconds"], told["kv_block_idle_before_evict_seconds"]
+    assert lived.counts[13] == 2, "from 10 to 20 seconds"
+    assert idle.counts[12] == 2, "5 seconds and a little"
+    assert sum(told["kv_block_reuse_gap_seconds"].counts) == 0, "each was used again once"
+
+
+def test_pages_are_sampled() -> None:
+    some, all_of_them = (Bench(limits(kv_metrics_sample=share), 8, 4) for share in (0.25, 1.0))
+    for bench in (some, all_of_them):
+        for handle in range(1, 40):
+            run(bench, handle, [handle] * 16)
+    number = [sum(counts(bench.core).histograms["kv_block_lifetime_seconds"].counts) for bench in (some, all_of_them)]
+    assert 0.15 < number[0] / number[1] < 0.35
+
+
+def test_drafts_are_counted_as_they_are_accepted() -> None:
+    bench = Bench(limits(), 64, 4, max_drafts=3)
+    run(bench, 1, [1] * 4, max_tokens=30)
+    told = counts(bench.core).counters
+    accepted = told["spec_decode_num_accepted_tokens"][""]
+    assert sum(told["spec_decode_num_accepted_tokens_per_pos"].values()) == accepted > 0
+    assert told["spec_decode_num_draft_tokens"][""] > accepted
+    assert told["spec_decode_num_drafts"][""] <= len(bench.model.given)
+
+
+def test_estimates_are_counted_when_asked_for() -> None:
+    bench = Bench(limits(), 8, 4)
+    bench.core.estimates = Estimates(SMALL, 1)
+    run(bench, 1, [1] * 4, max_tokens=2)
+    told = counts(bench.core).counters
+    expected = [bench.core.estimates.of_step(*step) for step in (([0], [4], 1), ([4], [1], 1))]
+    assert told["estimated_flops_per_gpu"][""] == sum(one.flops for one in expected)

@@ -233,9 +233,10 @@ class ModelEngine:
         return ""
 
     def graph_counts(self) -> GraphCounts:
+        whole = dict(self.together.whole) if self.together is not None else {}
         if self.device.type == "cpu":
-            return GraphCounts()
-        return GraphCounts(dict(self.graphs.replays), dict(self.graphs.misses))
+            return GraphCounts(whole=whole)
+        return GraphCounts(dict(self.graphs.replays), dict(self.graphs.misses), whole=whole)
 
     def join(self, exchange: StepExchange | None) -> None:
         """See `LockstepEngine`. CUDA graphs hold the communicator of the experts: those of an earlier group are gone."""

@@ -3,6 +3,7 @@
 Owned by the engine; used by the stepper thread.
 """
 
+from collections import Counter
 from typing import NamedTuple
 
 import structlog
@@ -34,6 +35,7 @@ class Together:
         self.turns = Turns(experts)
         self._exchange: StepExchange | None = None
         self._num_steps = 0
+        self.whole: Counter[str] = Counter()  # steps that were not halved with --enable-dbo, by reason
 
     def warn(self, most_tokens: int) -> None:
         """Say so where no step, of up to so many tokens, will be halved although that was asked for."""
@@ -87,6 +89,10 @@ class Together:
             num_tokens = num_tokens if key is None else key.tokens
         self.experts.num_tokens = num_tokens
         halves = key.halves if key is not None else agreed.micro_batches and agreed.fewest_tokens > cut_of(num_tokens)
+        if self._config.enable_dbo and not halves and step.t:
+            long_enough = self.may_halve(step.t, uniform=step.uniform)
+            own = "few_tokens" if not long_enough else "reads_across" if across else ""
+            self.whole[own or ("uneven_ranks" if agreed.micro_batches else "other_rank")] += 1
         return Course(key, cut_of(num_tokens) if halves else 0, agreed.rebalance)
 
     def _agree(self, step: StepColumns, *, graph: bool, micro_batches: bool, rebalance: bool) -> StepAgreement:

@@ -7,6 +7,7 @@ import sys
 import time
 
 from meshlm.protocol import counts
+from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.control_edge import GraphCounts, MeshStats, RankStats
 from meshlm.protocol.counts import CountsOf, Metric, ProcessCounts
 from meshlm.protocol.ids import FinishReason, Identity, Role
@@ -31,7 +32,7 @@ def filled(table: dict[str, Metric]) -> ProcessCounts:
 
 
 def stats(num_ranks: int) -> MeshStats:
-    graphs = GraphCounts({"decode": 9}, {"off": 1}, 7)
+    graphs = GraphCounts({"decode": 9}, {"off": 1}, 7, {"few_tokens": 1})
     ranks = tuple(
         RankStats(
             rank, RUNNING // num_ranks, 0, 0.5, 8, 4, 2, 0, 0, graphs, 10**9, 10**7, 3, filled(dict(counts.SCHEDULER))
@@ -45,9 +46,9 @@ def stats(num_ranks: int) -> MeshStats:
 def main() -> None:
     run_dir, num_ranks = sys.argv[1], int(sys.argv[2])
     assert prepare(run_dir, num_ranks) == ""
-    from meshlm.frontend.metrics import Metrics, exposition
+    from meshlm.frontend.metrics import Metrics, cache_config, exposition
 
-    metrics, now = Metrics("m", 4096, range(num_ranks)), stats(num_ranks)
+    metrics, now = Metrics("m", 4096, range(num_ranks), cache_config(MeshConfig())), stats(num_ranks)
     metrics.mesh(now)
     for rank in range(num_ranks):
         engine = metrics.engine(str(rank))

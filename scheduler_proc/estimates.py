@@ -1,0 +1,100 @@
+"""Estimates of what a step computes and moves, from the model's shape: for /metrics (--enable-mfu-metrics).
+
+They count the products of linear layers and of attention, the weights that a step reads, and the keys and values that it reads and
+writes; norms, activations between layers and communication are left out, as they are small beside these. Pure; used by core.py.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from meshlm.protocol.model import ModelSpec
+
+_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
+
+
+class Estimate(NamedTuple):
+    """Of one step and one device."""
+
+    flops: float
+    read_bytes: float
+    write_bytes: float
+
+
+class _Layer(NamedTuple):
+    """Weights of one layer, in numbers. A token meets `dense` and `each` times the chosen experts."""
+
+    dense: int
+    expert: int
+    attends: bool
+    window: int  # 0: it sees all tokens
+
+
+class Estimates:
+    """`num_devices` share a rank's work evenly. `kv_bytes` are those of a number in the KV cache; 0: as the weights' type."""
+
+    def __init__(self, spec: ModelSpec, num_devices: int, kv_bytes: float = 0.0) -> None:
+        self._spec, self._num_devices = spec, num_devices
+        type_bytes = _BYTES.get(spec.dtype, 2.0)
+        schemes = spec.quantization.schemes if spec.quantization is not None else ()
+        self._weight_bytes = min([scheme.bits / 8 for scheme in schemes], default=type_bytes)
+        self._layers = [self._layer(number) for number in range(spec.num_hidden_layers)]
+        per_token = spec.kv_bytes_per_token_f32 / 4 * (kv_bytes or type_bytes)
+        self._kv_bytes = per_token / max(1, sum(layer.attends for layer in self._layers))  # of a layer that attends
+        self._head = spec.vocab_size * spec.hidden_size
+        mla = spec.mla
+        key = mla.qk_nope_head_dim + mla.qk_rope_head_dim if mla else spec.head_dim
+        self._products = 2 * spec.num_attention_heads * (key + (mla.v_head_dim if mla else spec.head_dim))
+
+    def _layer(self, number: int) -> _Layer:
+        spec, hidden = self._spec, self._spec.hidden_size
+        dense = self._attention_weights() if spec.has_attention(number) else 0
+        if spec.state is not None and spec.has_state(number):
+            dense += hidden * (2 * spec.state.inner + spec.state.conv_dim) + spec.state.inner * hidden
+        expert = 0
+        if spec.moe is not None and spec.has_experts(number):
+            dense += 3 * hidden * spec.moe.shared_intermediate_size + hidden * spec.moe.num_experts
+            expert = 3 * hidden * spec.moe.moe_intermediate_size
+        else:
+            dense += 3 * hidden * spec.intermediate_size
+        slides = bool(spec.sliding_window) and (not spec.sliding_layers or spec.sliding_layers[number])
+        return _Layer(dense, expert, spec.has_attention(number), spec.sliding_window if slides else 0)
+
+    def _attention_weights(self) -> int:
+        spec, hidden, heads = self._spec, self._spec.hidden_size, self._spec.num_attention_heads
+        if (mla := spec.mla) is None:
+            return hidden * spec.head_dim * 2 * (heads + spec.num_key_value_heads)
+        query = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+        down = hidden * mla.q_lora_rank + mla.q_lora_rank * query if mla.q_lora_rank else hidden * query
+        up = mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+        return down + hidden * mla.line + up + heads * mla.v_head_dim * hidden
+
+    def of_step(self, starts: Sequence[int], counts: Sequence[int], num_samples: int) -> Estimate:
+        """The step computes, of each request, so many tokens from its start on."""
+        tokens = sum(counts)
+        flops = 2.0 * num_samples * self._head
+        read = self._head * self._weight_bytes
+        by_window = {window: _context(starts, counts, window) for window in {layer.window for layer in self._layers}}
+        chosen = self._spec.moe.num_experts_per_tok if self._spec.moe is not None else 0
+        experts = min(self._spec.moe.num_experts, chosen * tokens) if self._spec.moe is not None else 0
+        for layer in self._layers:
+            flops += 2.0 * tokens * (layer.dense + chosen * layer.expert)
+            read += (layer.dense + experts * layer.expert) * self._weight_bytes
+            if layer.attends:
+                pairs, seen = by_window[layer.window]
+                flops += self._products * pairs
+                read += seen * self._kv_bytes
+        write = tokens * self._kv_bytes * sum(layer.attends for layer in self._layers)
+        return Estimate(flops / self._num_devices, read / self._num_devices, write / self._num_devices)
+
+
+def _context(starts: Sequence[int], counts: Sequence[int], window: int) -> tuple[float, float]:
+    """Pairs of a token and one that it sees, and tokens whose keys and values are read."""
+    pairs = seen = 0.0
+    for start, count in zip(starts, counts, strict=True):
+        before = min(start, window) if window else start
+        inside = count * (count + 1) / 2
+        if window and count > window:
+            inside = window * (window + 1) / 2 + (count - window) * window
+        pairs += count * before + inside
+        seen += before + count
+    return pairs, seen
