@@ -5,6 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 MODEL  := $(VENV)/.models
 CLIENTS := .venv-clients
+BROWSER := .venv-browser
 # A MeshLM process must never see the repository root on sys.path (our kernels/ would shadow others').
 export PYTHONSAFEPATH := 1
 
@@ -33,12 +34,19 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt $(STAMP)
 	@$(BIN)/uv pip install -q --python $(CLIENTS)/bin/python -r tests/clients/requirements.txt
 	@touch $@
 
+# A headless Chromium, for the page at /dashboard (tests/browser).
+$(BROWSER)/.installed: tests/browser/requirements.txt $(STAMP)
+	@echo "[setup] installing the browser of the tests (190 MB)"
+	@$(BIN)/uv venv -q --clear --python $(BIN)/python $(BROWSER)
+	@$(BIN)/uv pip install -q --python $(BROWSER)/bin/python -r tests/browser/requirements.txt
+	@touch $@
+
 serve: setup
 	@$(BIN)/meshlm serve $(ARGS)
 
 # First what needs no processes of a mesh, on all cores; then the meshes, two at a time: they wait more than they compute.
 # Exit code 5: ARGS names none of that kind.
-test: setup $(CLIENTS)/.installed
+test: setup $(CLIENTS)/.installed $(BROWSER)/.installed
 	@$(BIN)/pytest -m "not gpu and not mesh" -n auto --dist loadfile $(ARGS) || [ $$? -eq 5 ]
 	@$(BIN)/pytest -m "mesh and not gpu" -n 2 --dist loadfile $(ARGS) || [ $$? -eq 5 ]
 
@@ -59,4 +67,4 @@ sizes:
 		printf '%-16s %6s lines\n' $$d "$$(find $$d -name '*.py' | xargs cat | wc -l)"; done
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info src/*.egg-info
+	rm -rf $(VENV) $(CLIENTS) $(BROWSER) build dist *.egg-info src/*.egg-info

@@ -560,7 +560,7 @@ for (const [name, title, least, most, step, value] of SLIDERS) {
   const slider = el("input", { type: "range", id: `slider-${name}`, min: least, max: most, step, value });
   const shown = el("output", { for: `slider-${name}` }, String(value));
   slider.addEventListener("input", () => say(shown, slider.value));
-  byId("sampling").append(el("label", {}, `${title} `, shown, slider));
+  byId("sampling").append(el("label", { for: slider.id }, `${title} `, shown, slider));
 }
 
 const talk = { messages: [], controller: null };

@@ -1,0 +1,293 @@
+"""The page in a real browser, before a frontend whose model says what the test wants."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from browser import Browser
+from scripted import Scripted
+
+from meshlm.frontend import http
+from meshlm.frontend.connection import Timeouts
+from meshlm.protocol.config import ServerConfig
+from meshlm.protocol.control_edge import MeshProcesses, News, ProcessReport
+from meshlm.protocol.dashboard import RequestView
+from meshlm.protocol.ids import Identity, Incarnation, Role
+
+HOSTILE = "<script>window.pwned = 1</script><img src=x onerror='window.pwned = 1'>"
+LIMIT_S = 20
+
+
+class Site:
+    """A frontend that listens, in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self._loop = asyncio.new_event_loop()
+        self._up = threading.Event()
+        self._down = asyncio.Event()
+        self.backend: Any = None
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),))
+        self._thread.start()
+        assert self._up.wait(LIMIT_S)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/dashboard"
+
+    async def _serve(self) -> None:
+        settings = ServerConfig(
+            responses_store="off", api_key=("secret",), enable_auto_tool_choice=True, tool_call_parser="hermes"
+        )
+        self.backend = Scripted(settings)
+        listener = http.listen("127.0.0.1", 0)
+        server = http.make_server(self.backend.app, Timeouts(60, 60, 60), self.backend.routes.unsent)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        self.port = listener.getsockname()[1]
+        while not server.started:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        self._up.set()
+        await self._down.wait()
+        self.backend.feed.close()
+        server.should_exit = True
+        await serving
+
+    def do(self, action: Callable[[], Any]) -> Any:
+        """What `action` gives in the frontend's loop."""
+
+        async def done() -> Any:
+            return action()
+
+        return asyncio.run_coroutine_threadsafe(done(), self._loop).result(LIMIT_S)
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._down.set)
+        self._thread.join(LIMIT_S)
+        self._loop.close()
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    found = Site()
+    yield found
+    found.stop()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    found = Browser()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def page(site: Site, browser: Browser) -> Browser:
+    """The page, with its key, and with nothing of a test before."""
+
+    def anew() -> None:
+        site.backend.pieces = ("Hello", " you")
+        site.backend.stops_at = -1
+        site.backend.go.set()
+
+    site.do(anew)
+    browser.open(site.url)
+    browser.run("sessionStorage.setItem('meshlm.key', 'secret'); localStorage.clear()")
+    browser.open(site.url)
+    browser.until("feed.latest !== null")
+    return browser
+
+
+def ask(page: Browser, text: str) -> None:
+    page.run(f"byId('message').value = {json.dumps(text)}; byId('ask').requestSubmit()")
+
+
+def test_it_asks_for_the_key_and_shows_data_once_it_has_it(site: Site, browser: Browser) -> None:
+    browser.open(site.url)
+    browser.run("sessionStorage.clear()")
+    browser.open(site.url)
+    browser.until("byId('key-dialog').open")
+    assert "Unauthorized" in browser.text("#key-why")
+    browser.run("byId('key').value = 'secret'; byId('key-form').requestSubmit()")
+    browser.until("byId('state').textContent === 'serving'")
+    browser.until("byId('tile-generated').textContent === '0'")
+    assert not browser.run("byId('key-dialog').open")
+    assert browser.run("sessionStorage.getItem('meshlm.key')") == "secret"
+    assert browser.run("performance.getEntriesByName('first-contentful-paint').length") == 1
+    wrong = [line for line in browser.console() if "401" not in line]  # which the browser says itself
+    assert not wrong, wrong
+
+
+def test_an_answer_is_shown_as_it_comes(page: Browser, site: Site) -> None:
+    def half() -> None:
+        site.backend.pieces = ("One", " two", " three")
+        site.backend.stops_at = 2
+
+    site.do(half)
+    ask(page, "Count!")
+    page.until("document.querySelector('.turn.assistant .content')?.textContent === 'One two'")
+    assert page.text(".turn.user pre") == "Count!"
+    assert page.run("byId('send').disabled")
+    page.run("byId('stop').click()")
+    page.until("byId('said').textContent === 'stopped' && !byId('send').disabled")
+
+
+def test_the_conversation_and_the_sliders_go_with_the_next_message(page: Browser, site: Site) -> None:
+    ask(page, "Hi")
+    page.until("byId('said').textContent.startsWith('first token after')")
+    page.run(
+        "byId('slider-temperature').value = 1.5; byId('slider-max_tokens').value = 7; byId('system').value = 'Be brief'"
+    )
+    ask(page, "And?")
+    page.until("document.querySelectorAll('.turn.assistant .content').length === 2")
+    prompt, submit = site.do(lambda: (site.backend.prompt, site.backend.submits[-1]))
+    said = [(message["role"], message["content"]) for message in json.loads(prompt.messages_json)]
+    assert said == [("system", "Be brief"), ("user", "Hi"), ("assistant", "Hello you"), ("user", "And?")]
+    assert (submit.sampling.temperature, submit.max_tokens) == (1.5, 7)
+
+
+def test_a_call_of_a_tool_is_shown(page: Browser, site: Site) -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {"place": "Bern"}}\n</tool_call>'
+    site.do(lambda: setattr(site.backend, "pieces", (call,)))
+    page.run("byId('tools').value = JSON.stringify([{type: 'function', function: {name: 'weather', parameters: {}}}])")
+    ask(page, "Rain?")
+    assert page.until("document.querySelector('.turn .call')?.textContent") == 'weather({"place": "Bern"})'
+
+
+def test_a_refusal_is_shown(page: Browser) -> None:
+    page.run("byId('tools').value = '[{}]'")
+    ask(page, "Hi")
+    page.until("document.querySelector('.turn .failure')?.textContent.includes('tools')")
+
+
+def test_what_a_model_says_runs_no_script(page: Browser, site: Site) -> None:
+    """Nor do names of requests, which clients choose, and lines of the log."""
+
+    def hostile() -> None:
+        site.backend.pieces = (HOSTILE, "javascript:alert(1)")
+        worker = ProcessReport(Identity(Role.WORKER), Incarnation(1), 1, "ready", 0.0, 0, HOSTILE, 0, HOSTILE)
+        site.backend.feed.mesh = MeshProcesses((worker,), (), (News(1e12, "error", HOSTILE),), HOSTILE)
+        site.backend.feed._ended.add(RequestView(HOSTILE, HOSTILE, 1.0, 9.0, {HOSTILE: 9.0}, 200, error=HOSTILE))
+
+    site.do(hostile)
+    ask(page, HOSTILE)
+    page.until(
+        f"document.querySelector('.turn.assistant .content')?.textContent === {json.dumps(HOSTILE + 'javascript:alert(1)')}"
+    )
+    page.until(f"document.querySelector('#news-lines').textContent.includes({json.dumps(HOSTILE)})")
+    page.until(f"document.querySelector('#request-rows').textContent.includes({json.dumps(HOSTILE)})")
+    assert page.run("document.querySelectorAll('img, script:not([src]), iframe').length") == 0
+    assert page.run("typeof window.pwned") == "undefined"
+    site.do(lambda: setattr(site.backend.feed, "mesh", MeshProcesses(())))
+    assert not [line for line in page.console() if "alert" in line or "Error" in line]
+
+
+def test_the_policy_holds_against_script_that_got_into_the_page_all_the_same(page: Browser) -> None:
+    refused = "(() => {{ try {{ {}; return 'done' }} catch (error) {{ return error.name }} }})()"
+    assert page.run(refused.format("document.body.innerHTML = '<img>'")) == "TypeError"
+    assert page.run(refused.format("eval('window.pwned = 1')")) == "EvalError"
+    assert page.run(refused.format("document.createElement('script').textContent = 'window.pwned = 1'")) == "TypeError"
+    for way in ("a.href = 'javascript:window.pwned = 1'", "a.setAttribute('onclick', 'window.pwned = 1')"):
+        page.run(f"{{ const a = document.createElement('a'); {way}; document.body.append(a); a.click(); a.remove() }}")
+    page.run("fetch('http://127.0.0.2:9/').then(() => window.pwned = 1, (error) => window.stopped = error.name)")
+    page.until("window.stopped === 'TypeError'")
+    assert page.run("typeof window.pwned") == "undefined"
+
+
+def test_slow_requests_come_first_and_say_where_their_time_went(page: Browser, site: Site) -> None:
+    def some() -> None:
+        for number in range(1500):
+            hops = {"encode": 0.001, "queue": number / 1000, "decode": 1.0}
+            site.backend.feed._ended.add(
+                RequestView(f"cmpl-{number}", "/v1/completions", float(number), 1.001 + number / 1000, hops, 200)
+            )
+
+    site.do(some)
+    page.until("document.querySelector('#request-rows tr button')?.textContent === 'cmpl-1499'")
+    assert page.run("feed.ended.size") == 1000
+    assert page.run("document.querySelectorAll('#request-rows tr').length") == 100
+    assert "queue 1.50 s" in page.run("document.querySelector('#request-rows .hops').getAttribute('aria-label')")
+    page.run("document.querySelector('#request-rows tr button').click()")
+    assert page.run("document.querySelector('#request-rows .hop-list').checkVisibility()")
+    page.run("byId('order').value = 'encode'; byId('order').dispatchEvent(new Event('change'))")
+    assert page.run("document.querySelectorAll('#request-rows tr').length") == 100
+
+
+def test_it_follows_a_thousand_requests_ten_times_a_second(
+    page: Browser, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(page, "Hi")
+    page.until("byId('said').textContent.startsWith('first token after')")
+
+    def many() -> None:
+        (choice,) = site.backend.answers[-1].choices
+        choice.opened_at = choice.accepted_at = 1.0
+        monkeypatch.setattr(site.backend, "open_choices", lambda: [choice] * 1000)
+        site.backend.num_open = 1000
+
+    site.do(many)
+    page.run("byId('which').value = 'running'; byId('which').dispatchEvent(new Event('change'))")
+    page.until("byId('request-count').textContent.includes('1000 open')")
+    page.run("window.begun = feed.latest.number")
+    page.until("feed.latest.number >= begun + 20", limit_s=6)
+    page.run("byId('which').value = 'ended'; byId('which').dispatchEvent(new Event('change'))")
+    site.do(lambda: setattr(site.backend, "num_open", 0))
+
+
+@pytest.mark.parametrize("width", [400, 1280, 2560])
+def test_it_fits_a_phone_and_a_wall(page: Browser, width: int) -> None:
+    page.size(width, 900)
+    assert page.run("document.documentElement.scrollWidth <= innerWidth")
+    assert page.run("document.querySelector('#message').getBoundingClientRect().width > 200")
+
+
+def test_light_and_dark(page: Browser, site: Site) -> None:
+    ground = "getComputedStyle(document.body).backgroundColor"
+    light = page.run(ground)
+    page.run("theme.value = 'dark'; theme.dispatchEvent(new Event('change'))")
+    dark = page.run(ground)
+    assert light != dark
+    page.open(site.url)
+    assert page.run(ground) == dark, "it is kept"
+    at_night = Browser(dark=True)
+    try:
+        at_night.open(site.url)
+        assert at_night.run(ground) == dark, "the system's choice"
+    finally:
+        at_night.close()
+
+
+def test_everything_has_a_name_and_a_place(page: Browser) -> None:
+    """For readers of the screen, and for keyboards."""
+    assert page.run(
+        "['header', 'nav', 'main', 'footer', 'h1'].every((tag) => document.querySelectorAll(tag).length === 1)"
+    )
+    assert page.run(
+        "[...document.querySelectorAll('section')].every((one) => byId(one.getAttribute('aria-labelledby'))?.textContent)"
+    )
+    nameless = (
+        "[...document.querySelectorAll('input, select, textarea, button, meter')].filter((one) => "
+        "!one.textContent.trim() && !one.getAttribute('aria-label') && !one.labels?.[0]?.textContent.trim()).map((one) => one.id) + ''"
+    )
+    assert page.run(nameless) == ""
+    assert page.run("document.documentElement.lang") == "en"
+    assert page.run("document.querySelectorAll('[role=log][aria-live=polite]').length") == 2
+    assert page.run(
+        "[...document.querySelectorAll('.scroll')].every((one) => one.tabIndex === 0 && one.getAttribute('aria-label'))"
+    )
+    assert page.run("[...document.querySelectorAll('th')].every((one) => one.scope)")
+
+
+def test_a_page_that_nobody_looks_at_asks_for_nothing(page: Browser, site: Site) -> None:
+    changed = "document.dispatchEvent(new Event('visibilitychange'))"
+    page.run(f"Object.defineProperty(document, 'hidden', {{value: true, configurable: true}}); {changed}")
+    page.until("feed.controller.signal.aborted")
+    for _ in range(1000):
+        if not site.do(lambda: len(site.backend.feed._watchers)):
+            break
+    else:
+        raise AssertionError("the frontend still makes snapshots")
+    page.run(f"delete document.hidden; window.seen = feed.latest.number; {changed}")
+    page.until("feed.latest.number > seen")

@@ -1,0 +1,73 @@
+"""The dashboard of a mesh that serves: what it shows is what is there, a kill and how it heals too."""
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+from browser import Browser
+from serving import Serving, serving
+
+pytestmark = pytest.mark.mesh
+ROLES = ("supervisor", "frontend", "detokenizer", "coordinator", "scheduler", "worker")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Serving]:
+    with serving("--device", "fake", "--fake-step-ms", "10", "--max-model-len", "4096") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def page(server: Serving) -> Iterator[Browser]:
+    browser = Browser()
+    browser.open(f"{server.url}/dashboard")
+    browser.until("byId('state').textContent === 'serving'")
+    yield browser
+    browser.close()
+
+
+def box(name: str) -> str:
+    """The drawing's box of a process."""
+    return f"boxes.get('{name}').group"
+
+
+def ask(page: Browser, num_tokens: int) -> None:
+    page.run(f"byId('slider-max_tokens').max = {num_tokens}; byId('slider-max_tokens').value = {num_tokens}")
+    page.run("byId('clear').click(); byId('message').value = 'Hi'; byId('ask').requestSubmit()")
+    page.until("document.querySelector('.turn.assistant .content')?.textContent")
+
+
+def test_it_draws_the_mesh_and_what_goes_over_its_links(server: Serving, page: Browser) -> None:
+    ask(page, 2000)
+    for role in ROLES:
+        page.until(f"{box(f'{role}/0')}.classList.contains('is-ready')")
+    page.until("feed.latest.edges.some((e) => e.source === 'scheduler/0' && e.target === 'worker/0' && e.per_s > 20)")
+    page.until("feed.latest.generated_per_s > 20 && feed.latest.itl.count > 0 && feed.latest.running.length === 1")
+    assert page.run("feed.latest.ranks.length === 1 && feed.latest.ranks[0].running === 1")
+    page.run("byId('stop').click()")
+    page.until("document.querySelectorAll('#request-rows tr').length === 1")
+    page.run("byId('process-details').open = true")
+    pids = {f"{one['role']}/{one['index']}": str(one["pid"]) for one in server.status()["processes"]}
+    for name, pid in pids.items():
+        row = f"[...byId('processes').rows].find((row) => row.cells[0].textContent === '{name}')"
+        assert page.until(f"{row}?.cells[7].textContent") == pid
+
+
+@pytest.mark.parametrize("role", ["worker", "detokenizer"])
+def test_a_kill_is_shown_as_it_heals_and_the_answer_goes_on(server: Serving, page: Browser, role: str) -> None:
+    ask(page, 300)
+    os.kill(server.pid(role), signal.SIGKILL)
+    page.until(f"!{box(f'{role}/0')}.classList.contains('is-ready')")
+    page.until(f"{box(f'{role}/0')}.classList.contains('is-ready')")
+    page.until(f"{box(f'{role}/0')}.textContent.includes('↻1')")
+    page.until(f"/{role}.0 is ready again after/.test(byId('news-lines').textContent)")
+    page.until(f"/{role}.0 died and is started again .*signal 9/.test(byId('news-lines').textContent)")
+    said = page.until("!byId('stop').disabled || byId('said').textContent")
+    assert page.until("byId('said').textContent.includes(', 300 tokens')"), said
+
+
+def test_the_page_comes_back_after_its_frontend_was_killed(server: Serving, page: Browser) -> None:
+    os.kill(server.pid("frontend"), signal.SIGKILL)
+    page.until("byId('state').textContent.startsWith('not connected')")
+    page.until("byId('state').textContent === 'serving' && boxes.get('frontend/0').group.textContent.includes('↻1')")
