@@ -130,6 +130,11 @@ class Encoder:
                 mask[at] = 1
         return array("i", encoding.ids), bytes(mask)
 
+    def text_of(self, token_ids: "array[int]") -> str:
+        """The text of token ids, special tokens included."""
+        (text,) = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=False)
+        return str(text)
+
     def _infilled(self, prompt: TextPrompt) -> "array[int]":
         begin = array("i")
         if prompt.add_special_tokens:  # those that the tokenizer puts before any text

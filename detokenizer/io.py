@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 
 from meshlm.detokenizer import replies
@@ -41,6 +42,7 @@ from meshlm.runtime.deaths import allowed
 from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong, ProcessFatal, RequestError
 from meshlm.runtime.events import PeerLost, PeerUp, Received, Tick
 from meshlm.runtime.mesh import Mesh
+from meshlm.runtime.parsers import budgets
 from meshlm.runtime.tokenizer_files import LoadedTokenizer
 
 MOST_ENCODE_THREADS = 8  # and half the cores: others have work too
@@ -249,6 +251,9 @@ class DetokenizerApp:
         try:
             grammar = None if ask.grammar is None else self._compiled(ask.grammar)
             ids, second_from = self._encoder.encode_whole(ask.prompt, ask.truncation)
+            if grammar is not None and grammar.thinking is not None and grammar.thinking.in_prompt:
+                text = "" if isinstance(ask.prompt, EmbedsPrompt) else self._encoder.text_of(ids)
+                grammar = msgspec.structs.replace(grammar, thinking=budgets.seen(grammar.thinking, text))
             return Encoded(ask.job, ids, self._encoder.bad_words(ask.bad_words), grammar, second_from)
         except RequestError as error:
             return Encoded(ask.job, error=error)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from meshlm.frontend import embeds, limits, reasoning, sampling_params, structured, tool_choice
+from meshlm.frontend import embeds, limits, reasoning, sampling_params, structured, thinking, tool_choice
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.prompts import of_chat, of_completion, of_template
 from meshlm.frontend.schema import (
@@ -25,7 +25,7 @@ from meshlm.protocol.grammar import Grammar, GrammarKind, ThinkingBudget
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.tasks import GENERATE, Task
 from meshlm.protocol.text_edge import Prompt, TextParams
-from meshlm.runtime.parsers import registry
+from meshlm.runtime.parsers import budgets, registry
 from meshlm.runtime.parsers.calls import Tools
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; a generation config says nothing of it
@@ -86,7 +86,7 @@ def completion(
     request: CompletionRequest, unknown: tuple[str, ...], resolved: Resolved, server: ServerConfig
 ) -> ParsedRequest:
     """POST /v1/completions."""
-    _check_budget(request, "a completion's reasoning is not told from its text, as a chat's is")
+    thinking.check(request, server)
     if request.suffix and (request.echo or request.truncate_prompt_tokens):
         raise HttpError(400, "suffix: goes with neither echo nor truncate_prompt_tokens", "suffix")
     returned = request.n or 1
@@ -118,6 +118,7 @@ def completion(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         is_chat=False,
+        thinking_budget=thinking.of_completion(request, server),
     )._replace(prompt_only=prompt_only)
 
 
@@ -140,7 +141,7 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
         raise HttpError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     if any(kind != "text" for kind in request.modalities or ()):
         raise HttpError(400, "modalities: only text is supported", "modalities")
-    _check_budget(request, reasoning.why_no_budget(server.reasoning_parser))
+    thinking.check(request, server)
     choice = tool_choice.read(request)
     in_channels = tool_choice.has_channels(server)
     parser = server.tool_call_parser if choice.tools and (in_channels or not choice.forces) else ""
@@ -182,7 +183,7 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
         prompt_logprobs=request.prompt_logprobs,
         is_chat=True,
         tool_grammar=grammar,
-        thinking=_thinking(request, server, opened) if begins_with_reasoning else None,
+        thinking_budget=thinking.of_chat(request, server, opened) if begins_with_reasoning else None,
         reasoning_between=reasoning.before_grammar(server, opened, request.continue_final_message)
         if begins_with_reasoning and not (in_channels and choice.forces)
         else ("", ""),
@@ -206,20 +207,6 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
         tools=choice.tools,
         parallel_tool_calls=request.parallel_tool_calls is not False,
     )
-
-
-def _check_budget(request: Common, why: str) -> None:
-    """Refuses a budget of reasoning where nobody would keep it, as `why` says."""
-    if why and request.thinking_token_budget not in (None, -1):
-        raise HttpError(400, f"thinking_token_budget: not supported; {why}", "thinking_token_budget")
-
-
-def _thinking(request: ChatRequest, server: ServerConfig, opened: bool) -> ThinkingBudget | None:
-    if request.thinking_token_budget in (None, -1):
-        return None
-    if request.use_beam_search:
-        raise HttpError(400, "thinking_token_budget: does not go with use_beam_search", "thinking_token_budget")
-    return reasoning.budget(server, request.thinking_token_budget, opened)
 
 
 def _template_kwargs(request: ChatRequest) -> dict[str, Any]:
@@ -258,7 +245,7 @@ def _ask(
     is_chat: bool,
     cap_max_tokens: bool = False,
     tool_grammar: Grammar | None = None,
-    thinking: ThinkingBudget | None = None,
+    thinking_budget: ThinkingBudget | None = None,
     reasoning_between: tuple[str, str] = ("", ""),
 ) -> ParsedRequest:
     """The part that both endpoints share. reasoning_between: see `reasoning.before_grammar`."""
@@ -280,11 +267,13 @@ def _ask(
         request, resolved, max(logprobs, 0) if num_choices > num_returned else logprobs, wanted
     )
     grammar = tool_grammar or structured.grammar(request, server)
-    if thinking is not None and grammar is None:
-        grammar = Grammar(GrammarKind.FREE, "", "thinking_token_budget")
+    if thinking_budget is not None and grammar is None:
+        grammar = budgets.alone(thinking_budget)
     if grammar is not None:
         opens_with, begins_after = reasoning_between if grammar.kind is not GrammarKind.FREE else ("", "")
-        grammar = msgspec.structs.replace(grammar, opens_with=opens_with, begins_after=begins_after, thinking=thinking)
+        grammar = msgspec.structs.replace(
+            grammar, opens_with=opens_with, begins_after=begins_after, thinking=thinking_budget
+        )
         sampling = msgspec.structs.replace(sampling, grammar=grammar)
     stops, truncation = _stops(request.stop), _truncation(request, resolved, None if cap_max_tokens else max_tokens)
     prompts = embeds.checked(prompts, sampling, num_choices, truncation, request.truncation_side or "left")

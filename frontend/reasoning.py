@@ -36,16 +36,6 @@ def opened(parser: str, template_kwargs: Mapping[str, Any], goes_on: bool) -> bo
     return goes_on or registry.reasoning_parser(parser).opens_in_prompt(template_kwargs)
 
 
-def why_no_budget(parser: str) -> str:
-    """Why reasoning cannot have a budget; "" where it can."""
-    if not parser:
-        return "the server tells no reasoning (--reasoning-parser)"
-    found = registry.reasoning_parser(parser)
-    if found.channels:
-        return "gpt-oss' channels have none; reasoning_effort says how much the model thinks"
-    return f"--reasoning-parser {parser} shows the reasoning as content" if found.begins_content else ""
-
-
 def budget(server: ServerConfig, num_tokens: int, is_opened: bool) -> ThinkingBudget:
     """The budget of an answer that begins with reasoning."""
     found = registry.reasoning_parser(server.reasoning_parser)

@@ -31,6 +31,7 @@ class ThinkingBudget(Struct, frozen=True, omit_defaults=True):
     close: str
     open: str = ""  # stands before the reasoning
     assumed: bool = True  # an answer without it is reasoning, too; else it has none
+    in_prompt: bool = False  # the detokenizer sees in the prompt's text whether it stands there already
 
 
 class Grammar(Struct, frozen=True, omit_defaults=True):

@@ -20,6 +20,7 @@ from meshlm.supervisor.api.sampling import RequestOutputKind, SamplingParams
 from meshlm.supervisor.api.sequences import Generated
 from meshlm.supervisor.api.streaming import OutputStream, Progress
 from meshlm.supervisor.api.tokenizer import Tokenizer
+from meshlm.supervisor.api.vectors import PoolingParams, PoolingRequestOutput
 from meshlm.supervisor.errors import StartError
 
 
@@ -35,7 +36,7 @@ class AsyncLLM:
 
     def __init__(self, model: str = "", **settings: Any) -> None:
         self._llm = _Online(model, **settings)
-        self._open: dict[str, Future[None]] = {}  # by the name of the request
+        self._open: dict[str, Future[Any]] = {}  # by the name of the request
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, **_: Any) -> "AsyncLLM":
@@ -63,9 +64,7 @@ class AsyncLLM:
         (params,), ranks = self._llm._checked(sampling_params, 1, [priority], keep)
         rank = -1 if data_parallel_rank is None else data_parallel_rank
         ((submit, request),) = self._llm._submits(iter([given]), [params], ranks, rank)
-        name = request_id or uuid.uuid4().hex
-        if name in self._open:
-            raise ValueError(f"request_id: {name!r} is the name of a request that runs")
+        name = self._new_name(request_id)
         stream, progress = OutputStream(params.output_kind), Progress(request, name, params)
         work = self._open[name] = self._llm._background.start(self._follow(submit, request, params, stream, progress))
         try:
@@ -74,6 +73,40 @@ class AsyncLLM:
         finally:
             del self._open[name]
             work.cancel()
+
+    async def encode(
+        self,
+        prompt: OnePrompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Gives one prompt's vector or scores, once, as `LLM.encode` makes them; `pooling_params.task` says which. ValueError for bad
+        input, StartError when the mesh has ended. An aborted request gives nothing. trace_headers change nothing."""
+        refuse(lora_request=lora_request)
+        if priority and self._llm._config.scheduler.scheduling_policy != "priority":
+            raise ValueError('priority: requests wait in order of arrival (scheduling_policy="fcfs")')
+        name = self._new_name(request_id)
+        work = self._llm._vectors.begin(prompt, pooling_params, priority, tokenization_kwargs)
+        self._open[name] = work
+        try:
+            yield await asyncio.wrap_future(work)
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise  # whoever reads was cancelled, and the request with it
+        finally:
+            del self._open[name]
+            work.cancel()
+
+    def _new_name(self, request_id: str | None) -> str:
+        name = request_id or uuid.uuid4().hex
+        if name in self._open:
+            raise ValueError(f"request_id: {name!r} is the name of a request that runs")
+        return name
 
     async def _follow(
         self,

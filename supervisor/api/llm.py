@@ -297,6 +297,7 @@ class LLM:
             each = [replace(one, truncate_prompt_tokens=keep) for one in each]
         for one in {id(one): one for one in each}.values():
             one.check(self.vocab_size)
+            one.check_reasoning(self._config.server.reasoning_parser)
             self._check_processors(one)
         return each, ranks
 
@@ -317,7 +318,8 @@ class LLM:
     ) -> Iterator[tuple[Submit, RequestOutput]]:
         assert self._config.resolved is not None
         eos, run = self._config.resolved.eos_token_ids, uuid.uuid4().hex
-        constraints = self._config.server.structured_outputs
+        server = self._config.server
+        constraints = server.structured_outputs
         for number, (given, params, priority) in enumerate(zip(prompts, each, ranks, strict=True)):
             name, prompt = f"{run}-{number}", given.prompt
             if isinstance(prompt, EmbedsPrompt):
@@ -327,7 +329,9 @@ class LLM:
                 handles=tuple(self._client.new_handle() for _ in range(params.n)),
                 request_ids=tuple(name_of(name, index) for index in range(params.n)),
                 prompt=prompt,
-                sampling=params.wire(eos, self.vocab_size, self._draws.getrandbits(63), constraints),
+                sampling=params.wire(
+                    eos, self.vocab_size, self._draws.getrandbits(63), constraints, server.reasoning_parser
+                ),
                 text=params.text(),
                 max_tokens=params.max_tokens,
                 cap_max_tokens=True,

@@ -13,6 +13,7 @@ from meshlm.protocol.sampling import RepetitionDetection
 from meshlm.protocol.sampling import SamplingParams as WireParams
 from meshlm.protocol.text_edge import TextParams
 from meshlm.runtime.errors import RequestError
+from meshlm.runtime.parsers import budgets
 from meshlm.runtime.structured_outputs import of_structured_outputs
 
 OF_THE_VOCABULARY = (
@@ -35,13 +36,14 @@ INTEGERS = (
     "logprobs",
     "prompt_logprobs",
     "truncate_prompt_tokens",
+    "thinking_token_budget",
 )
+MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens", "thinking_token_budget")
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 # Fields of vLLM's that would change the output: why not, or what there is instead.
 NOT_SUPPORTED = {
     "logits_processors": "give classes to LLM(logits_processors=[...]), and arguments in extra_args",
     "flat_logprobs": "logprobs are a dict a position",
-    "thinking_token_budget": "max_tokens bounds reasoning and answer together",
     "routed_experts_prompt_start": "the experts of tokens are not returned",
     "skip_reading_prefix_cache": "a prompt's cache_salt keeps it from what others left in the cache",
 }
@@ -152,6 +154,8 @@ class SamplingParams:
         for name, why in NOT_SUPPORTED.items():
             if getattr(self, name):
                 raise ValueError(f"SamplingParams.{name}: not supported; {why}")
+        if self.thinking_token_budget is not None and self.structured_outputs is not None:
+            raise ValueError("SamplingParams.thinking_token_budget: does not go with structured_outputs")
         for name in INTEGERS:
             setattr(self, name, _integer(name, getattr(self, name)))
         for name in NUMBERS:
@@ -179,11 +183,24 @@ class SamplingParams:
             **{name: value for name, value in fields.items() if value is not None or name in may_be_none}
         )
 
+    def check_reasoning(self, parser: str) -> None:
+        """ValueError for a budget of reasoning that nobody would keep. parser: LLM(reasoning_parser=...)."""
+        if self.thinking_token_budget not in (None, -1) and (why := budgets.why_none(parser)):
+            raise ValueError(f"SamplingParams.{budgets.NAME}: not supported; {why}")
+
     def wire(
-        self, eos: tuple[int, ...], vocab_size: int, drawn: int, config: StructuredOutputsConfig | None = None
+        self,
+        eos: tuple[int, ...],
+        vocab_size: int,
+        drawn: int,
+        config: StructuredOutputsConfig | None = None,
+        reasoning_parser: str = "",
     ) -> WireParams:
         """The settings as the mesh knows them, with the seed that was drawn if none is given. Call `check` first."""
-        constraint = self.structured_outputs
+        constraint, budget = self.structured_outputs, self.thinking_token_budget
+        grammar = None if constraint is None else constraint.wire(config or StructuredOutputsConfig())
+        if budget not in (None, -1) and reasoning_parser:
+            grammar = budgets.alone(budgets.of_prompt(reasoning_parser, budget))
         certain = tuple(dict.fromkeys(self.logprob_token_ids or ()))
         return WireParams(
             min_tokens=self.min_tokens,
@@ -204,7 +221,7 @@ class SamplingParams:
             logprob_token_ids=certain,
             extra_args=dict(self.extra_args or {}),
             repetition_detection=self.repetition_detection.wire() if self.repetition_detection else None,
-            grammar=None if constraint is None else constraint.wire(config or StructuredOutputsConfig()),
+            grammar=grammar,
         )
 
     def check(self, vocab_size: int) -> None:
@@ -233,6 +250,7 @@ class SamplingParams:
             "logprob_token_ids": known(self.logprob_token_ids) and self._fits_logprobs(),
             "logprobs": -1 <= (self.logprobs or 0) <= vocab_size,
             "prompt_logprobs": -1 <= (self.prompt_logprobs or 0) <= vocab_size,
+            "thinking_token_budget": self.thinking_token_budget is None or self.thinking_token_budget >= -1,
             "truncate_prompt_tokens": self.truncate_prompt_tokens is None or self.truncate_prompt_tokens >= 1,
         }
         wrong = [name for name, fine in allowed.items() if not fine]
@@ -264,7 +282,7 @@ def _wanted(logprobs: int | None, vocab_size: int) -> int:
 
 def _integer(name: str, value: Any) -> int | None:
     """An integer, also where it is written as 16.0; True for one logprob, as in vLLM."""
-    if value is None and name in ("max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
+    if value is None and name in MAY_BE_NONE:
         return None
     if isinstance(value, bool):
         if name in ("logprobs", "prompt_logprobs"):

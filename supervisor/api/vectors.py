@@ -4,9 +4,11 @@ import time
 import uuid
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
 from tqdm import tqdm
 
 from meshlm.protocol.columns import ints
@@ -17,7 +19,7 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.tasks import Pool, PoolHead, PoolKind
 from meshlm.protocol.text_edge import PairPrompt, Prompt, Submit, TextParams, TextPrompt, TokenPrompt
 from meshlm.runtime.similarity import cosine, lines_of, max_sim
-from meshlm.supervisor.api.background import Background
+from meshlm.supervisor.api.background import Background, unless_ended
 from meshlm.supervisor.api.client import Client, name_of
 from meshlm.supervisor.api.offline_prompts import many, of_generate, of_tokenization
 from meshlm.supervisor.api.outputs import CompletionOutput, RequestOutput
@@ -234,13 +236,40 @@ class Vectors:
         kind: type[PoolingOutput] = PoolingOutput,
     ) -> list[PoolingRequestOutput]:
         """See `LLM.encode`. tokenization_kwargs: add_special_tokens, truncate_prompt_tokens."""
+        submits, pools = self._asked(prompts, pooling_params, lora_request, pooling_task, tokenization_kwargs)
+        found = self._run(submits, len(pools), use_tqdm)
+        return [result_of(request, pool, kind) for request, pool in zip(found, pools, strict=True)]
+
+    def begin(
+        self, prompt: Any, params: PoolingParams | None, priority: int, tokenization_kwargs: Mapping[str, Any] | None
+    ) -> "Future[PoolingRequestOutput]":
+        """Asks for one prompt's vector, for somebody who does not wait here."""
+        submits, (pool,) = self._asked([prompt], params, None, None, tokenization_kwargs)
+        ((submit, request),) = submits
+
+        async def answered() -> PoolingRequestOutput:
+            asked = iter([(replace(submit, priority=priority), request)])
+            work = self._client.run(asked, None)
+            (found,) = await unless_ended(self._background.supervisor, work)
+            return result_of(found, pool, PoolingOutput)
+
+        return self._background.start(answered())
+
+    def _asked(
+        self,
+        prompts: Any,
+        params: Any,
+        lora_request: None,
+        task: PoolingTask | None,
+        tokenization_kwargs: Mapping[str, Any] | None,
+    ) -> tuple[Iterator[tuple[Submit, RequestOutput]], list[Pool]]:
+        """What the mesh is asked for these prompts, and what is made of each."""
         _refuse_adapters(lora_request)
         asking = self._asking()
-        task = pooling_task or asking.spec.tasks[0]
-        pools, options = asking.each(task, pooling_params, len(many(prompts)), tokenization_kwargs)
+        task = task or asking.spec.tasks[0]
+        pools, options = asking.each(task, params, len(many(prompts)), tokenization_kwargs)
         inputs, salts = asking.inputs(prompts, options)
-        found = self._run(asking.submits(inputs, salts, pools), len(inputs), use_tqdm)
-        return [result_of(request, pool, kind) for request, (pool, _) in zip(found, pools, strict=True)]
+        return asking.submits(inputs, salts, pools), [pool for pool, _ in pools]
 
     def embed(self, prompts: Any, *, pooling_params: Any = None, **options: Any) -> list[PoolingRequestOutput]:
         """See `LLM.embed`."""

@@ -8,9 +8,11 @@ from parsing import asked, body_of
 from tool_formats import SAME_AS
 
 from meshlm.frontend.errors import HttpError
+from meshlm.frontend.parse import ParsedRequest
 from meshlm.frontend.reasoning import Splitter
 from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.grammar import GrammarKind, ThinkingBudget
+from meshlm.runtime.parsers import budgets
 from meshlm.runtime.parsers.calls import Call, ToolParser, joined
 from meshlm.runtime.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, reasoning_parser
 
@@ -245,6 +247,29 @@ def test_a_budget_of_reasoning() -> None:
     assert grammar is not None
     assert (grammar.kind, grammar.begins_after) == (GrammarKind.JSON_OBJECT, "</think>")
     assert grammar.thinking == ThinkingBudget(0, "</think>", "<think>")
+
+
+def test_a_budget_of_a_completions_reasoning() -> None:
+    """The detokenizer sees in the prompt's text whether reasoning is open there; else the answer may open it."""
+
+    def of_text(**fields: object) -> ParsedRequest:
+        body = body_of("text", {"thinking_token_budget": 7, **fields})
+        return asked("text", body, server=ServerConfig(reasoning_parser="qwen3"))
+
+    grammar = of_text().sampling.grammar
+    assert grammar is not None
+    assert grammar.kind is GrammarKind.FREE
+    budget = grammar.thinking
+    assert budget == ThinkingBudget(7, "</think>", "<think>", assumed=False, in_prompt=True)
+    open_already, opened_later = ThinkingBudget(7, "</think>"), ThinkingBudget(7, "</think>", "<think>", assumed=False)
+    assert budgets.seen(budget, "<think>a</think> b <think>\n") == open_already
+    for prompt in ("", "a", "<think>a</think> b", "</think>"):
+        assert budgets.seen(budget, prompt) == opened_later
+    assert budgets.seen(open_already, "") is open_already
+    assert of_text(thinking_token_budget=-1).sampling.grammar is None
+    for fields in ({"use_beam_search": True}, {"guided_regex": "a+"}, {"response_format": {"type": "json_object"}}):
+        with pytest.raises(HttpError, match=r"^thinking_token_budget: "):
+            of_text(**fields)
 
 
 @pytest.mark.parametrize(

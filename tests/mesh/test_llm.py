@@ -11,13 +11,16 @@ pytestmark = pytest.mark.mesh
 SCRIPT = """
 from meshlm import LLM, SamplingParams
 llm = LLM(device="fake", max_model_len="512", trust_remote_code=True, quantization=None, served_model_name="mine",
-          scheduling_policy="priority")
+          scheduling_policy="priority", reasoning_parser="qwen3", enable_prompt_embeds=True)
 prompts = [[300, 301, 302], [400, 401]]
 one, two = llm.generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True, n=2))
 from meshlm.workers.fake import expected_token
-tokens = [300, 301, 302]
-for _ in range(6):
-    tokens.append(expected_token(tokens, llm.vocab_size))
+def after(prompt, count):
+    found = list(prompt)
+    for _ in range(count):
+        found.append(expected_token(found, llm.vocab_size))
+    return found[len(prompt):]
+tokens = [300, 301, 302, *after([300, 301, 302], 6)]
 assert one.outputs[0].token_ids == tokens[3:], one
 assert one.outputs[1].token_ids == tokens[3:]
 assert one.finished and one.outputs[0].finish_reason == "length"
@@ -96,6 +99,18 @@ except ValueError as error:
     assert "a prompt is text, token ids" in str(error) and not llm._client._rows
 else:
     raise AssertionError("a prompt of anything was taken")
+budget = SamplingParams(max_tokens=12, ignore_eos=True, thinking_token_budget=5)
+opened, closed = llm.generate(["Why? <think>", "<think></think> Why?"], budget)
+ids = tokenizer.encode("Why? <think>")
+assert opened.outputs[0].token_ids[:6] == [*(token for token in after(ids, 5)), tokenizer.encode("</think>")[0]], opened
+assert "</think>" in opened.outputs[0].text and "</think>" not in closed.outputs[0].text, (opened, closed)
+import torch
+from meshlm.protocol.prompt_embeds import PromptEmbeds
+from meshlm.workers.fake import tokens_of_embeds
+rows = torch.randn(9, 576)
+(vectors,) = llm.generate({"prompt_embeds": rows}, SamplingParams(max_tokens=6, ignore_eos=True))
+embeds = PromptEmbeds("float32", ((0, 9),), rows.numpy().tobytes())
+assert vectors.outputs[0].token_ids == after(tokens_of_embeds(embeds, llm.vocab_size), 6) and vectors.prompt_token_ids == []
 (again,) = llm.generate([300, 301, 302], SamplingParams(max_tokens=6, ignore_eos=True))
 assert again.outputs[0].token_ids == tokens[3:] and again.prompt is None, again
 print("done")

@@ -153,8 +153,10 @@ def test_the_pages_programs_run(server: Serving) -> None:
 
 IN_PYTHON = """
 import sys
-from meshlm import LLM, PoolingParams
-llm = LLM(sys.argv[1], device="cpu")
+import asyncio
+from meshlm import AsyncLLM, PoolingParams
+engine = AsyncLLM(sys.argv[1], device="cpu")
+llm = engine._llm
 one, two = llm.embed(["hello world", [101, 7592, 2088, 102]], use_tqdm=False)
 assert one.prompt_token_ids == two.prompt_token_ids == [101, 7592, 2088, 102]
 assert max(abs(a - b) for a, b in zip(one.outputs.embedding, two.outputs.embedding)) < 1e-6
@@ -179,6 +181,27 @@ for wrong, said in (
         assert said in str(error), error
     else:
         raise AssertionError(said)
+async def encode(prompt, name=None, **params):
+    return [found async for found in engine.encode(prompt, PoolingParams(**params), name)]
+async def main():
+    (whole,), (tokens,), aborted = await asyncio.gather(
+        encode("hello world", task="embed"), encode("a b", "tokens", task="token_embed"), stopped())
+    assert abs(whole.outputs.data - one.outputs.data).max() < 1e-6 and whole.prompt_token_ids == one.prompt_token_ids
+    assert tokens.outputs.data.shape == (4, 384) and aborted == []
+    for wrong, said in (({"task": "classify"}, "does not support"), ({"dimensions": 3}, "Matryoshka")):
+        try:
+            await encode("a", **wrong)
+        except ValueError as error:
+            assert said in str(error), error
+        else:
+            raise AssertionError(said)
+async def stopped():
+    asked = asyncio.ensure_future(encode("a " * 200, "mine"))
+    while "mine" not in engine._open:
+        await asyncio.sleep(0)
+    await engine.abort("mine")
+    return await asked
+asyncio.run(main())
 """
 
 
