@@ -134,6 +134,11 @@ class Coordinator:
                 return told
             case OperationDone() as done:
                 return self.operations.answered(event.sender, done)
+            case control.ChangeSettings(values={"max_waiting": int(most)}):
+                self.max_waiting = most
+                return []
+            case control.ChangeSettings():
+                return []
             case control.SetRanks() as ranks:
                 return self._set_ranks(ranks.num_ranks)
         return []

@@ -35,20 +35,20 @@ class Budget:
     """See the module docstring. `max_bytes` is --max-concurrent-bytes."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self.num_bytes = 0
         self.num_questions = self.question_bytes = 0
 
     def open(self, ask: ParsedRequest) -> int:
         """Let a request in, whose cost is to be given to `close`. HttpError: 400 if it is too large for any time, 503 for now."""
         cost = cost_of(ask)
-        if cost > self._max_bytes:
+        if cost > self.max_bytes:
             text = (
                 f"this request's prompts, times their choices, take about {cost} bytes; one request may take "
-                f"{self._max_bytes} (--max-concurrent-bytes)"
+                f"{self.max_bytes} (--max-concurrent-bytes)"
             )
             raise HttpError(400, text, "prompt" if len(ask.prompts) > 1 or ask.num_choices == 1 else "n")
-        if self.num_bytes + cost > self._max_bytes:
+        if self.num_bytes + cost > self.max_bytes:
             raise HttpError.of(
                 ErrorKind.OVERLOADED, "open requests take all bytes that they may (--max-concurrent-bytes)"
             )

@@ -26,6 +26,7 @@ from meshlm.frontend.request_tracker import RequestTracker
 from meshlm.frontend.responses import Response
 from meshlm.protocol.control_edge import (
     AskProcesses,
+    ChangeSettings,
     MeshProcesses,
     MeshStats,
     OpenRequests,
@@ -305,6 +306,11 @@ class FrontendApp:
         except TimeoutError:
             raise HttpError(504, "the coordinator did not answer", kind="timeout_error") from None
 
+    def change(self, values: dict[str, str | int | float]) -> None:
+        """Ask the supervisor to have these settings in all processes. They were checked."""
+        assert self._mesh is not None
+        self._mesh.tell_supervisor(ChangeSettings(values))
+
     def ignored(self, unknown_fields: tuple[str, ...], path: str) -> None:
         assert self._mesh is not None
         self._log.ignored(self._mesh.log, unknown_fields, path)
@@ -318,7 +324,8 @@ class FrontendApp:
         self.ignored(answer.ask.unknown_fields, path)
         self.rates.ended(answer)
         if not self.config.server.disable_log_requests:
-            self._log.ended(self._mesh.log, answer, time.monotonic() - started, path, status)
+            per_s = self.config.run.log_requests_per_s
+            self._log.ended(self._mesh.log, answer, time.monotonic() - started, path, status, per_s)
 
     def _observe(self, turns: Iterator[None]) -> None:
         assert self._mesh is not None
@@ -380,6 +387,9 @@ class FrontendApp:
                 self._refusing = message.on
                 self._news.set()
                 self._tell_open()
+            case ChangeSettings() if self._mesh is not None:
+                self.config = self._mesh.config
+                self._budget.max_bytes = self.config.server.max_concurrent_bytes
             case QueueFull():
                 self._queue_full = message.on
             case MeshProcesses() if self._mesh is not None:

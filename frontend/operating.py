@@ -3,8 +3,12 @@
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import msgspec
+
 from meshlm.frontend.errors import HttpError
+from meshlm.frontend.schema import Settings
 from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.config.changing import CHANGING, changed
 from meshlm.protocol.operations import (
     AbortRunning,
     Action,
@@ -25,6 +29,7 @@ class Operates(Protocol):
     config: MeshConfig
 
     async def operate(self, action: Action) -> OperationDone: ...
+    def change(self, values: dict[str, str | int | float]) -> None: ...
 
 
 async def profile(backend: Operates, *, start: bool) -> dict[str, Any]:
@@ -75,6 +80,22 @@ async def abort_requests(backend: Operates, request_ids: tuple[str, ...]) -> dic
     """Ends the requests of these names, or all that run or wait at a rank."""
     answer = await _done(backend, AbortRunning(request_ids))
     return {"status": "aborted", "aborted": answer.count}
+
+
+def settings(config: MeshConfig) -> dict[str, Any]:
+    """The settings that may change, as they are."""
+    return {name: getattr(getattr(config, section), name) for name, section in CHANGING.items()}
+
+
+def change_settings(backend: Operates, asked: Settings) -> dict[str, Any]:
+    """Have them in all processes of the mesh, soon. They hold until the mesh ends."""
+    values = {name: value for name, value in msgspec.structs.asdict(asked).items() if value is not None}
+    try:
+        after = changed(backend.config, values)
+    except ValueError as error:
+        raise HttpError(400, str(error), next(iter(values))) from None
+    backend.change(values)
+    return settings(after)
 
 
 async def _done(backend: Operates, action: Action) -> OperationDone:

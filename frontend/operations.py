@@ -314,6 +314,11 @@ OPERATIONS = (
     ),
     Operation("/start_profile", "start_profile", responses.Traces, "Begin a trace in every worker.", None, ("POST",), _TRACES),
     Operation("/stop_profile", "stop_profile", responses.Traces, "End the traces.", None, ("POST",), _TRACES),
+    Operation("/settings", "settings", schema.Settings, "The settings that may change while the server runs."),
+    Operation(
+        *("/settings", "change_settings", schema.Settings, "Change some of them, in all processes.", schema.Settings),
+        *(("POST",), (400, 413, 503)),
+    ),
 )  # fmt: skip
 
 
@@ -351,7 +356,7 @@ SUBMITS = frozenset(
     for op in (*OPERATIONS, *VECTORS)
     if op in VECTORS or (op.generates and "{" not in op.path and not op.path.endswith(_TEXTS))
 )
-ADMIN_PATHS = {"/start_profile", "/stop_profile", *(op.path for op in (*DEVELOPMENT, *DASHBOARD))}
+ADMIN_PATHS = {"/start_profile", "/stop_profile", "/settings", *(op.path for op in (*DEVELOPMENT, *DASHBOARD))}
 INFORMATION = {"/v1/models", "/version", "/load", "/metrics", *(op.path for op in DOCUMENTATION)}
 
 

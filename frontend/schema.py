@@ -205,6 +205,16 @@ class DetokenizeRequest(Struct, frozen=True, kw_only=True):
     tokens: list[TokenId]
 
 
+class Settings(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """GET and POST /settings: settings by the names of their flags; a change may leave out those that stay."""
+
+    log_level: str | None = None
+    log_requests_per_s: Annotated[float, Meta(gt=0)] | None = None
+    max_concurrent_requests: Annotated[int, Meta(ge=1)] | None = None
+    max_concurrent_bytes: Annotated[int, Meta(ge=1 << 20)] | None = None
+    max_waiting: Annotated[int, Meta(ge=0)] | None = None
+
+
 class AbortRequest(Struct, frozen=True, kw_only=True):
     """POST /abort_requests: the ids of answers, or the X-Request-Id of requests; none means all."""
 

@@ -34,7 +34,14 @@ from meshlm.frontend.operations import served
 from meshlm.frontend.rendering.routes import Reads, Rendering
 from meshlm.frontend.request_schema import Served
 from meshlm.frontend.responses_api import routes as responses_api
-from meshlm.frontend.schema import AbortRequest, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from meshlm.frontend.schema import (
+    AbortRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Settings,
+    TokenizeRequest,
+)
 from meshlm.frontend.vectors import routes as vector_routes
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.text_edge import Detokenize, DetokenizeReply, Prompt, Tokenize, TokenizeReply
@@ -169,6 +176,14 @@ class Routes:
 
     async def is_paused(self, request: Request) -> HttpResponse:
         return _json({"is_paused": await self._backend.is_paused()})
+
+    async def settings(self, request: Request) -> HttpResponse:
+        return _json(operating.settings(self._backend.config))
+
+    async def change_settings(self, request: Request) -> HttpResponse:
+        body, unknown = await self._read(request, lambda request, raw: bodies.decode(raw, Settings))
+        self._backend.ignored(unknown, request.url.path)
+        return _json(operating.change_settings(self._backend, body))
 
     async def abort_requests(self, request: Request) -> HttpResponse:
         body, unknown = await self._read(request, lambda request, raw: bodies.decode(raw, AbortRequest))

@@ -5,6 +5,8 @@ The supervisor knows processes (pids, restarts); the coordinator knows members (
 
 from msgspec import Struct
 
+from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.config.changing import changed
 from meshlm.protocol.counts import CountsOf, ProcessCounts
 from meshlm.protocol.ids import Epoch, Identity, Incarnation, Role
 
@@ -145,8 +147,19 @@ class MeshProcesses(Struct, frozen=True, tag="mesh_processes"):
     missing: str = ""  # ranks or workers that are on no node
 
 
+class ChangeSettings(Struct, frozen=True, tag="change_settings"):
+    """Settings that may change while the mesh runs (config/changing.py), by name, as they are from now on. From the supervisor to its
+    processes and to other nodes' supervisors; from a frontend, whose operator asked for it, to the supervisor."""
+
+    values: dict[str, str | int | float]
+
+    def applied(self, config: MeshConfig) -> MeshConfig:
+        """The configuration with these values. ValueError for one that is not right."""
+        return changed(config, self.values)
+
+
 ChildToSupervisor = Progress | Ready | Failed | Heartbeat | RankDrained | OpenRequests
-SupervisorToChild = Died | Shutdown | SetRanks | Refuse
+SupervisorToChild = Died | Shutdown | SetRanks | Refuse | ChangeSettings
 
 
 class NodeReport(Struct, frozen=True, tag="node_report"):
@@ -171,7 +184,15 @@ class RestartNews(Struct, frozen=True, tag="restart_news"):
 
 
 SupervisorToSupervisor = (
-    NodeJoin | NodeWelcome | NodeRefused | NodeReport | Died | Shutdown | RestartProcesses | RestartNews
+    NodeJoin
+    | NodeWelcome
+    | ChangeSettings
+    | NodeRefused
+    | NodeReport
+    | Died
+    | Shutdown
+    | RestartProcesses
+    | RestartNews
 )
 
 

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -25,12 +26,14 @@ from msgspec import Struct
 
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.config.log_levels import level_of
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.runtime import logs, streams
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.mesh import Mesh
 
 BEAT_S = 0.5
+HEAR_SETTINGS = (Role.FRONTEND, Role.COORDINATOR)  # which have limits of --max-waiting and the like
 LAST_WORDS_S = 0.5  # how long a failing process waits for its words to be taken
 
 
@@ -81,14 +84,15 @@ def main(
     parser.add_argument("--standby", type=int, help="descriptor on which to wait for the turn")
     arguments = parser.parse_args(argv)
     config = _read(arguments.config_fd)
-    logs.configure(config.run, arguments.log_fd)
     identity, incarnation = arguments.identity, arguments.incarnation
+    logs.configure(config.run, arguments.log_fd, identity)
     if arguments.standby is not None:
         setproctitle.setproctitle(f"meshlm: standby {role.value}")
         load_ahead(config)
         _give_back_memory()
         identity, incarnation, config_fd = _wait_for_turn(arguments.standby)
-        config = _read(config_fd)  # the mesh may have been scaled since
+        config = _read(config_fd)  # the mesh may have been scaled since, and its settings changed
+        logs.set_level(level_of(config.run.log_level, identity))
     setproctitle.setproctitle(f"meshlm: {identity}")
     _dump_stacks_on_request(Path(config.run.run_dir), identity)
     process = _Process(config, identity, Incarnation(incarnation), make_app())
@@ -142,6 +146,7 @@ class _Process:
     """One run of one App."""
 
     def __init__(self, config: MeshConfig, identity: Identity, incarnation: Incarnation, app: App) -> None:
+        self._box = logs.keep(Path(config.run.run_dir), identity, incarnation)
         self._config, self._identity, self._incarnation, self._app = config, identity, incarnation, app
         self._mesh = Mesh(identity, incarnation, config, self)
         self._mesh.say_beat = self._say_beat
@@ -162,6 +167,7 @@ class _Process:
             self._beat()
             await self._start_and_serve()
         except ProcessFatal as error:
+            logs.record(str(error), "error", process=str(self._identity))
             return await self._fail(str(error))
         except Exception as error:
             self._mesh.log.exception("process failed")
@@ -184,6 +190,7 @@ class _Process:
             gc.freeze()  # what start-up made stays: later collections need not look at it
             _give_back_memory()
             self._mesh.set_ready()
+            logs.record("ready", process=str(self._identity), **self._facts)
             self._mesh.tell_supervisor(control.Ready(self._facts))
             await _first(shutdown, fatal)
             if fatal.done():
@@ -221,20 +228,30 @@ class _Process:
         step, phase = self._app.beat()
         rss = int(os.pread(self._statm, 256, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE")
         self._mesh.tell_supervisor(control.Heartbeat(step, phase, rss, self._mesh.sent()))
+        if self._box is not None:
+            self._box.beat(time.time(), step, phase)
 
     # --- Listener: the App's events, less what concerns the process itself ---
 
     def on_message(self, peer: Identity, message: Struct) -> None:
         if type(message) is control.Shutdown:
             assert self._shutdown is not None
+            logs.record("asked to end", process=str(self._identity), drain_s=message.drain_s)
             self._drain_s = message.drain_s
             if message.handover:
                 self._app.on_message(peer, message)
             self._shutdown.set()
+        elif type(message) is control.ChangeSettings:
+            self._mesh.config = message.applied(self._mesh.config)
+            logs.set_level(level_of(self._mesh.config.run.log_level, self._identity))
+            logs.record("settings changed", process=str(self._identity), settings=message.values)
+            if self._identity.role in HEAR_SETTINGS:
+                self._app.on_message(peer, message)
         else:
             self._app.on_message(peer, message)
 
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
+        logs.record("peer is there", "debug", process=str(self._identity), peer=str(peer))
         if peer == self._mesh.supervisor:
             if self._facts is not None:
                 self._mesh.tell_supervisor(control.Ready(self._facts))
@@ -242,6 +259,7 @@ class _Process:
             self._app.on_peer_up(peer, incarnation)
 
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
+        logs.record("peer is gone", process=str(self._identity), peer=str(peer), reason=reason)
         if peer != self._mesh.supervisor:
             self._app.on_peer_down(peer, incarnation, reason)
 

@@ -37,6 +37,7 @@ class ProcessStatus(Struct, frozen=True):
     phase: str = ""
     rss_bytes: int = 0
     host: str = ""  # in a mesh of several nodes
+    last_end: str = ""  # how the incarnation before ended
     sent: dict[str, int] = {}  # messages in the present session of each link, by the peer's name
 
     def report(self, now_s: float) -> ProcessReport:

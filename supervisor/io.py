@@ -14,8 +14,10 @@ from msgspec import Struct
 
 from meshlm.protocol import control_edge as edge
 from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.config.log_levels import level_of
 from meshlm.protocol.ids import HEAD, Identity, Incarnation, Role
 from meshlm.protocol.operations import Action, OperationDone, Stop
+from meshlm.runtime import logs
 from meshlm.runtime.errors import LinkDown, ProcessFatal
 from meshlm.runtime.mesh import Mesh
 from meshlm.runtime.operations import AskedOperations
@@ -28,6 +30,7 @@ from meshlm.supervisor.group.scaling import Scaling
 from meshlm.supervisor.nodes import network
 from meshlm.supervisor.processes import caches, report, rundir
 from meshlm.supervisor.processes.incarnations import Incarnations
+from meshlm.supervisor.settings import changes
 from meshlm.supervisor.settings.layout import identities
 
 TICK_S = 0.1
@@ -69,6 +72,7 @@ class Supervisor:
         if config.node is not None:
             self._network = network.Guest(config, self) if config.node.head else network.Head(config, self)
         self._scaling = Scaling(identities)
+        self.changed_settings: dict[str, str | int | float] = {}  # since the start, for nodes that join later
         self._beats: dict[Identity, edge.Heartbeat] = {}  # the last one of each incarnation
 
     async def start(self) -> None:
@@ -149,6 +153,8 @@ class Supervisor:
             case edge.Heartbeat():
                 self._beats[peer] = message
                 self._do(events.Beaten(peer, incarnation, message.step, message.phase))
+            case edge.ChangeSettings():
+                self.change(message.values)
             case edge.OpenRequests():
                 self.operations.num_open[peer] = message.num_open
             case OperationDone() if self._asked is not None:
@@ -296,6 +302,25 @@ class Supervisor:
             return False
         return True
 
+    def change(self, values: dict[str, str | int | float]) -> str:
+        """Have these settings in all processes, those of other nodes and later ones too; why not, "" where it is done."""
+        message = edge.ChangeSettings(values)
+        try:
+            self.config = message.applied(self.config)
+        except ValueError as error:
+            return str(error)
+        if "log_level" in values:
+            logs.set_level(level_of(self.config.run.log_level, self._mesh.identity if self._mesh is not None else None))
+        self.changed_settings |= values
+        heads = self.config.node is None or not self.config.node.head
+        for role in Role:
+            for peer in (
+                self._mesh.peers(role) if self._mesh is not None and (heads or role is not Role.SUPERVISOR) else ()
+            ):
+                self.send(peer, message)
+        self.line("settings: " + ", ".join(f"{name.replace('_', '-')} {value}" for name, value in values.items()))
+        return ""
+
     # --- what network.py asks for ---
 
     def tell_died(self, died: edge.Died) -> None:
@@ -390,13 +415,15 @@ class Supervisor:
             case control.ATTACH:
                 place = self._status.place(request, self._group.processes)
                 return {"place": str(place), "config": msgspec.to_builtins(self.config)}
+            case "set":
+                return changes.answer(request, self.config, self.change)
             case "scale":
                 error = self.scale(request.get("dp"), request.get("drain_s", self._drain_s))
                 return {"error": error} if error else msgspec.to_builtins(self.status())
             case command if command in Operations.COMMANDS:
                 return self.operations.answer(request)
             case unknown:
-                known = ", ".join(("status", "scale", *Operations.COMMANDS))
+                known = ", ".join(("status", "set", "scale", *Operations.COMMANDS))
                 return {"error": f"unknown command {unknown!r}; known: {known}"}
 
     def status(self) -> control.MeshStatus:

@@ -35,7 +35,21 @@ class RunConfig(Struct, frozen=True, kw_only=True):
         tuple[Literal["none", "frontend", "detokenizer", "coordinator", "scheduler", "worker"], ...],
         Meta(description="roles of which a loaded process waits to take the place of one that dies", extra=PER_NODE),
     ] = ("detokenizer", "coordinator")
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="of the processes' logs")] = (
-        "info"
-    )
+    log_level: Annotated[
+        str,
+        Meta(
+            description="of the processes' logs: debug, info, warning or error, or by process: info,worker=debug,frontend/1=error"
+        ),
+    ] = "info"
     log_format: Annotated[Literal["console", "json"], Meta(description="of the processes' logs")] = "console"
+    log_color: Annotated[
+        Literal["auto", "always", "never"],
+        Meta(description="of console lines; auto: on a terminal, unless NO_COLOR is set"),
+    ] = "auto"
+    log_requests_per_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="lines of requests that each frontend logs; of more it logs a sample, and says of how many",
+        ),
+    ] = 100.0

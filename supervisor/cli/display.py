@@ -8,6 +8,7 @@ from typing import TextIO
 
 from meshlm.protocol.control_edge import News, Progress
 from meshlm.protocol.ids import Identity
+from meshlm.runtime import logs
 from meshlm.runtime.streams import forgiving, json_line
 
 EVERY_S = 5.0
@@ -35,6 +36,7 @@ class StartDisplay:
     def line(self, text: str, level: str = "info") -> None:
         """A line that stays; `level` is for collectors."""
         self.news.append(News(time.time(), level, text))
+        logs.record(text, level, process="supervisor")
         if self._process is not None:
             self._out.write(json_line(text, level, process=self._process))
             self._out.flush()

@@ -25,6 +25,8 @@ COMMANDS = (
     "launch",
     "scale",
     "status",
+    "logs",
+    "set",
     "restart",
     "drain",
     "bench",

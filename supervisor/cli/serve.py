@@ -14,6 +14,7 @@ import setproctitle
 import uvloop
 
 from meshlm.protocol.config import MeshConfig, ServerConfig
+from meshlm.protocol.ids import Identity, Role
 from meshlm.runtime import logs, streams, tls
 from meshlm.runtime.api_keys import KeyFileError, read_file
 from meshlm.supervisor import io
@@ -63,7 +64,9 @@ def run_mesh(config: MeshConfig, *, renders_only: bool = False) -> int:
             config = msgspec.structs.replace(config, resolved=resolved)
         with rundir.taken(run_dir(config)) as path:
             config = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, run_dir=str(path)))
-            logs.configure(config.run)
+            me = Identity(Role.SUPERVISOR, layout.index(config))
+            logs.configure(config.run, identity=me)
+            logs.keep(path, me, time.time_ns())
             display = StartDisplay(process="supervisor" if config.run.log_format == "json" else None)
             until = time.monotonic() + config.run.startup_timeout
             if headless:

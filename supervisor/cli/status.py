@@ -10,6 +10,7 @@ import msgspec
 
 from meshlm.runtime.readable import readable
 from meshlm.supervisor import control
+from meshlm.supervisor.cli import events
 from meshlm.supervisor.errors import StartError, UsageError
 from meshlm.supervisor.processes import rundir
 
@@ -17,6 +18,9 @@ from meshlm.supervisor.processes import rundir
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("status", help="show the processes of a running mesh")
     parser.add_argument("--json", action="store_true", help="machine-readable")
+    parser.add_argument(
+        "--why", action="store_true", help="show the last events of processes that died, also of a mesh that is gone"
+    )
     add_mesh_choice(parser)
     parser.set_defaults(run=run)
 
@@ -28,6 +32,8 @@ def add_mesh_choice(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.why:
+        return _why(arguments.port, arguments.run_dir)
     found = find(arguments.port, arguments.run_dir)
     reply = control.ask(found, {"command": "status"})
     status = msgspec.convert(reply, control.MeshStatus)
@@ -64,6 +70,37 @@ def find(port: int | None, run_dir: str | None, *, or_root: bool = True) -> Path
 
 def _ports(alive: dict[int, Path]) -> str:
     return ", ".join(str(port) for port in sorted(alive)) or "none"
+
+
+def _why(port: int | None, run_dir: str | None) -> int:
+    """Print what is known of processes that died: of this mesh, or of one that was killed and left its files."""
+    status: control.MeshStatus | None = None
+    try:
+        found = find(port, run_dir)
+        status = msgspec.convert(control.ask(found, {"command": "status"}), control.MeshStatus)
+    except StartError:
+        found = Path(run_dir) if run_dir else _left_behind(port)
+    why = {f"{row.role}/{row.index}": row.last_end for row in status.processes} if status is not None else {}
+    dead = events.deaths(found, is_over=status is None)
+    if status is not None:
+        show(status)
+    else:
+        print(f"no mesh runs in {found}; these are its last events")
+    for death in dead:
+        print()
+        print("\n".join(events.show_death(death, why.get(death.process, ""))))
+    if not dead:
+        print("no process has died since the mesh was started")
+    return 0
+
+
+def _left_behind(port: int | None) -> Path:
+    """The run directory that a mesh of this port has left, or the newest. StartError."""
+    base = rundir.base_dir(os.environ)
+    left = [path for path in rundir.left(base) if port is None or path.name == str(port)]
+    if not left:
+        raise StartError("no mesh of yours is running, and none has left its last events")
+    return max(left, key=lambda path: path.stat().st_mtime)
 
 
 def show(status: control.MeshStatus) -> None:

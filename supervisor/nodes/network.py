@@ -23,7 +23,9 @@ class Own(Protocol):
     """This node's supervisor, as seen from here. io.py's is one."""
 
     operations: Operations
+    changed_settings: dict[str, str | int | float]
 
+    def change(self, values: dict[str, str | int | float]) -> str: ...
     def send(self, peer: Identity, message: Struct) -> bool: ...
     def line(self, text: str) -> None: ...
     def begin(self) -> None:
@@ -76,6 +78,8 @@ class Head:
             self._own.line(f"{node.host} ({peer}) joined with {_ranks(node.ranks)}")
             for died in self._own.deaths():  # it was not told while it was not here
                 self._own.send(peer, died)
+            if self._own.changed_settings:
+                self._own.send(peer, edge.ChangeSettings(self._own.changed_settings))
 
     def on_down(self, peer: Identity, reason: str) -> None:
         node = self._nodes.lost(peer)
@@ -193,6 +197,8 @@ class Guest:
                 self._own.fail(f"--join {self._node.head}: the head refuses this node: {message.message}")
             case edge.Died():
                 self._own.tell_died(message)
+            case edge.ChangeSettings():
+                self._own.change(message.values)
             case edge.RestartProcesses():
                 self._own.operations.restart_for(peer, message)
             case edge.Shutdown():

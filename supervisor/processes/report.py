@@ -38,7 +38,11 @@ def mesh_status(
     host = config.node.host if config.node else ""
     pids = incarnations.pids()  # of those that are alive
     rows = [_own(config, host, sent)]
-    rows += [_child(one, pids.get(one.identity, 0), host, now, beats.get(one.identity)) for one in processes]
+    ends = incarnations.ends
+    rows += [
+        _child(one, pids.get(one.identity, 0), host, now, beats.get(one.identity), ends.get(one.identity, ""))
+        for one in processes
+    ]
     rows += network.rows() if network is not None else []
     standbys = [_standby(child, host) for child in incarnations.standbys()]
     standbys += network.standbys() if network is not None else []
@@ -82,7 +86,7 @@ def _own(config: MeshConfig, host: str, sent: dict[str, int]) -> ProcessStatus:
     )
 
 
-def _child(process: Process, pid: int, host: str, now: float, beat: Heartbeat | None) -> ProcessStatus:
+def _child(process: Process, pid: int, host: str, now: float, beat: Heartbeat | None, end: str) -> ProcessStatus:
     if not pid:
         beat = None  # it is gone
     return ProcessStatus(
@@ -97,6 +101,7 @@ def _child(process: Process, pid: int, host: str, now: float, beat: Heartbeat | 
         rss_bytes=beat.rss_bytes if beat is not None else _rss(pid) if pid else 0,
         host=host,
         sent=beat.sent if beat is not None else {},
+        last_end=end,
     )
 
 

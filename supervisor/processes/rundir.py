@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from meshlm.protocol.ids import Identity
+from meshlm.runtime.black_box import BEFORE, SUFFIX
 from meshlm.runtime.streams import complain
 from meshlm.supervisor.errors import StartError
 
@@ -23,7 +24,7 @@ STATUS_SOCKET = "status.sock"
 LLM_PREFIX = "llm-"  # of the run directories of meshes that no command is for
 CACHE = "cache"  # beside them, for kernels (caches.py)
 MAX_SOCKET_PATH = 107  # bytes of sun_path on Linux, less the terminator
-OURS = (".sock", ".json", ".txt", ".store", ".sqlite", ".sqlite-wal", ".sqlite-shm")
+OURS = (".sock", ".json", ".txt", ".store", ".sqlite", ".sqlite-wal", ".sqlite-shm", SUFFIX, BEFORE)
 LOCK_WAIT_S = 1.0  # somebody may just be removing what a dead mesh left
 
 
@@ -51,15 +52,18 @@ def taken(wanted: Path) -> Iterator[Path]:
             complain(f"meshlm: other users can replace the run directory {path}: they can write in {weak}", "warning")
     except OSError as error:
         raise StartError(f"--run-dir {wanted}: {error.strerror}") from None
+    failed = False
     try:
         try:
             _empty(directory)
         except OSError as error:
             raise StartError(f"--run-dir {wanted}: {error.filename}: {error.strerror}") from None
+        failed = True
         yield path
+        failed = False
     finally:
         with contextlib.suppress(OSError):  # the next start says what is wrong there
-            _empty(directory, keep_stacks=True)
+            _empty(directory, keep_stacks=True, keep_events=failed)
             if made:
                 path.rmdir()
         os.close(directory)
@@ -143,14 +147,16 @@ def stacks_file(identity: Identity) -> str:
     return f"{identity.role.value}-{identity.index}.stacks.txt"
 
 
-def _empty(directory: int, *, keep_stacks: bool = False) -> None:
-    """Remove what a mesh left; its files are ours by name. Stacks that were written are for whoever looks for the reason."""
+def _empty(directory: int, *, keep_stacks: bool = False, keep_events: bool = False) -> None:
+    """Remove what a mesh left; its files are ours by name. Stacks that were written, and the last events of a mesh that failed, are for
+    whoever looks for the reason."""
     for name in os.listdir(directory):
         if name in ("metrics", "rates"):
             shutil.rmtree(name, dir_fd=directory)
         elif name.endswith(OURS) or name in ("lock", "mesh.json.new"):  # the last two are of earlier versions
             info = os.stat(name, dir_fd=directory, follow_symlinks=False)
-            if not (keep_stacks and name.endswith(".txt") and info.st_size):
+            kept = keep_events and name.endswith((SUFFIX, BEFORE))
+            if not kept and not (keep_stacks and name.endswith(".txt") and info.st_size):
                 os.unlink(name, dir_fd=directory)
 
 
@@ -171,6 +177,11 @@ def running(base: Path) -> list[Path]:
     """Run directories below `base` that have a status socket (its mesh may still be gone). StartError when others could be there."""
     found = [path for path in _private_in(base) if (path / STATUS_SOCKET).exists()]
     return sorted(path for path in found if not path.name.startswith(LLM_PREFIX))
+
+
+def left(base: Path) -> list[Path]:
+    """Run directories below `base` with last events, of meshes that run or not. StartError as above."""
+    return [path for path in _private_in(base) if any(path.glob(f"*{SUFFIX}"))]
 
 
 def _private_in(base: Path) -> list[Path]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from meshlm.protocol.config import MeshConfig, Node, ParallelConfig
+from meshlm.protocol.config import MeshConfig, Node, ParallelConfig, log_levels
 from meshlm.protocol.ids import Identity, Role
 from meshlm.runtime import keys, tcp
 from meshlm.supervisor.errors import StartError, UsageError
@@ -116,7 +116,11 @@ def identities(config: MeshConfig) -> list[Identity]:
 
 
 def check(config: MeshConfig) -> None:
-    """UsageError unless the flags about nodes fit together."""
+    """UsageError unless the flags about nodes and processes fit together."""
+    try:
+        log_levels.parse(config.run.log_level)
+    except ValueError as error:
+        raise UsageError(f"--log-level {config.run.log_level}: {error}") from None
     config = settled(config)
     network, parallel = config.network, config.parallel
     if network.headless and parallel.data_parallel_hybrid_lb and parallel.nnodes == 1:

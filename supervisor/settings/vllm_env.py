@@ -19,6 +19,13 @@ def _level(text: str) -> str:
     return level
 
 
+def _color(text: str) -> str:
+    found = {"auto": "auto", "1": "always", "0": "never"}.get(text.lower())
+    if found is None:
+        raise ValueError("auto, 0 or 1 is expected")
+    return found
+
+
 def _seconds(text: str) -> float:
     try:
         return float(text)
@@ -35,6 +42,7 @@ def _switch(text: str) -> bool:
 
 HONOURED: dict[str, tuple[str, Callable[[str], object]]] = {
     "VLLM_LOGGING_LEVEL": ("log_level", _level),
+    "VLLM_LOGGING_COLOR": ("log_color", _color),
     "VLLM_TORCH_PROFILER_DIR": ("profiler_dir", str),
     "VLLM_ENGINE_READY_TIMEOUT_S": ("startup_timeout", _seconds),
     "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": ("step_timeout", _seconds),
@@ -86,7 +94,7 @@ INSTEAD = {
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "idle connections stay open for 75 s",
     "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "what dies is started again",
     "VLLM_LOGGING_CONFIG_PATH": "--log-level and --log-format",
-    "VLLM_LOGGING_PREFIX": "--log-format json names the process",
+    "VLLM_LOGGING_PREFIX": "each line names its process",
     "VLLM_LOGGING_STREAM": "logs go to stderr",
     "VLLM_LOG_STATS_INTERVAL": "GET /metrics",
     "VLLM_PORT": "--mesh-port-range",

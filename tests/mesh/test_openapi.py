@@ -200,8 +200,8 @@ def operations(url: str) -> list[Any]:
     found: list[Any] = list(schemathesis.openapi.from_dict(document).get_all_operations())
     ok = [operation.ok() for operation in found]
     return [
-        one for one in ok if one.path != "/dashboard/events"
-    ]  # which has no end; tests/frontend/dashboard/test_routes.py
+        one for one in ok if one.path != "/dashboard/events" and (one.path, one.method) != ("/settings", "post")
+    ]  # events have no end (tests/frontend/dashboard/test_routes.py), and a change would be for all tests beside these
 
 
 def test_each_route_answers_as_declared(keyed: Serving) -> None:

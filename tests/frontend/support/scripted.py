@@ -18,6 +18,7 @@ from meshlm.frontend.responses import Response
 from meshlm.frontend.server import Routes
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.config import MeshConfig, Resolved, ServerConfig
+from meshlm.protocol.config.changing import changed
 from meshlm.protocol.control_edge import MeshStats
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle
 from meshlm.protocol.text_edge import (
@@ -161,6 +162,9 @@ class Scripted:
     def done(self, answer: Response, started: float, path: str, status: int) -> None:
         self.answers.append(answer)
         self.ignored(answer.ask.unknown_fields, path)
+
+    def change(self, values: dict[str, str | int | float]) -> None:
+        self.config = changed(self.config, values)
 
     async def is_paused(self) -> bool:
         return False

@@ -316,6 +316,7 @@ FULL: tuple[Struct, ...] = (
     control.SetRanks(4),
     control.Shutdown(30.0, True),
     control.Refuse(True),
+    control.ChangeSettings({"log_level": "info,worker=debug", "max_waiting": 7}),
     control.OpenRequests(3),
     control.NodeJoin("gpu-7", (1, 2), (4, 8), {"--dtype": "bfloat16"}),
     control.NodeWelcome(),

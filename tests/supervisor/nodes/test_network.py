@@ -9,7 +9,7 @@ import pytest
 from msgspec import Struct
 
 from meshlm.protocol.config import MeshConfig, Node
-from meshlm.protocol.control_edge import Died, NodeJoin, NodeReport, NodeWelcome
+from meshlm.protocol.control_edge import ChangeSettings, Died, NodeJoin, NodeReport, NodeWelcome
 from meshlm.protocol.ids import HEAD, Identity, Incarnation, Role
 from meshlm.supervisor import io
 from meshlm.supervisor.cli.display import StartDisplay
@@ -34,6 +34,7 @@ class Own:
         self.dead: dict[Identity, Died] = {}
         self.lines: list[str] = []
         self.standbys: list[StandbyStatus] = []
+        self.changed_settings: dict[str, str | int | float] = {}
         self.network = network(config, self)
 
     def died(self, died: Died) -> None:
@@ -45,6 +46,10 @@ class Own:
         return [message for to, message in self.sent if to == peer and isinstance(message, Died)]
 
     # --- for Head and Guest ---
+
+    def change(self, values: dict[str, str | int | float]) -> str:
+        self.changed_settings |= values
+        return ""
 
     def tell_died(self, died: Died) -> None:
         self.dead[died.identity] = died
@@ -177,3 +182,11 @@ def test_the_head_says_what_no_node_has_and_not_too_often() -> None:
     assert (said_until(200), head.network.missing()) == ([], "")
     head.network.on_down(GUEST, "silent")
     assert (said_until(215), head.network.missing()) == ([text], "rank 1")
+
+
+def test_a_node_learns_what_was_changed_before_it_joined(head: Own, guest: Own) -> None:
+    head.changed_settings = {"log_level": "debug"}
+    head.network.on_message(GUEST, NodeJoin("host-b", (1, 1), (1, 1), FACTS))
+    (message,) = [message for to, message in head.sent if isinstance(message, ChangeSettings)]
+    guest.network.on_message(HEAD, message)
+    assert guest.changed_settings == {"log_level": "debug"}

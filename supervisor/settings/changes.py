@@ -1,0 +1,24 @@
+"""What the supervisor answers to `meshlm set`: the settings that may change while the mesh runs, or their change."""
+
+from collections.abc import Callable
+from typing import Any
+
+from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.config.changing import CHANGING, changed
+
+
+def answer(
+    request: dict[str, object], config: MeshConfig, change: Callable[[dict[str, str | int | float]], str]
+) -> dict[str, Any]:
+    """`values` is missing where they are only asked for; they come as text."""
+    values = request.get("values", {})
+    if not isinstance(values, dict):
+        return {"error": "values: names and values are expected"}
+    try:
+        after = changed(config, values)
+    except ValueError as error:
+        return {"error": str(error)}
+    now = {name: getattr(getattr(after, section), name) for name, section in CHANGING.items()}
+    if values and (why := change({name: now[name] for name in values})):
+        return {"error": why}
+    return {"settings": now}
