@@ -71,7 +71,7 @@ class Detokenizer(Attempts):
             case PeerUp():
                 return self._up(event)
             case Tick():
-                return self._abort(self.keyed.over(now))
+                return self._abort([*self.keyed.over(now), *self.keyed.measure(self.by_id)])
 
     def _received(self, event: Received) -> list[Effect]:
         match event.message:

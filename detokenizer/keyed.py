@@ -5,6 +5,8 @@ A request whose client is away runs on; a finished one is kept, for `window_s` e
 with its key begins anew.
 """
 
+from collections.abc import Mapping
+
 from meshlm.detokenizer.request_state import RequestState, RequestStatus
 from meshlm.protocol.ids import ErrorKind, RequestId
 from meshlm.protocol.logprobs import num_bytes_of_prompt
@@ -12,7 +14,7 @@ from meshlm.protocol.text_edge import Rejected, Submit, num_bytes_of
 
 MAX_BYTES = 64 << 20
 MAX_RUNNING_BYTES = 512 << 20
-LOGPROB_BYTES, BIAS_BYTES, ID_BYTES = 300, 120, 40  # of one entry, as Python objects
+LOGPROB_BYTES, BIAS_BYTES, ID_BYTES = 130, 120, 40  # of one entry, as Python objects
 OTHER_BODY = "Idempotency-Key: this key was used for another request before; a new request needs a new key"
 TAKEN_OVER = "Idempotency-Key: another connection sent the same request later and has its answer"
 PARAM = "Idempotency-Key"
@@ -62,6 +64,10 @@ class Keyed:
         pool = self.finished if request.status is RequestStatus.FINISHED else self.running
         return pool.add(request.request_id, size_of(request))
 
+    def measure(self, requests: Mapping[RequestId, RequestState]) -> list[RequestId]:
+        """Those that run without a client have grown. Gives the requests that must go for lack of space."""
+        return self.running.measure({request_id: size_of(requests[request_id]) for request_id in self.running.sizes})
+
     def over(self, now: float) -> list[RequestId]:
         """Gives the requests that have waited long enough."""
         gone: list[RequestId] = []
@@ -92,6 +98,14 @@ class _Pool:
         """Adds a request, and gives those that must go for it, perhaps itself."""
         self.sizes[request_id] = size
         self.num_bytes += size
+        return self._gone()
+
+    def measure(self, sizes: dict[RequestId, int]) -> list[RequestId]:
+        """The sizes of all requests, in the same order. Gives those that must go."""
+        self.sizes, self.num_bytes = sizes, sum(sizes.values())
+        return self._gone()
+
+    def _gone(self) -> list[RequestId]:
         gone: list[RequestId] = []
         while self.num_bytes > self.max_bytes:
             gone.append(next(iter(self.sizes)))
@@ -109,7 +123,7 @@ class _Pool:
 def size_of(request: RequestState) -> int:
     """Bytes that a request takes, about: with its prompt as it was asked, and what the client listed."""
     columns = 4 * (len(request.prompt) + len(request.output_token_ids))
-    entries = sum(1 + len(position.top) for position in request.logprobs)
+    entries = len(request.logprobs) * (1 + len(request.logprobs[-1].top)) if request.logprobs else 0  # all are alike
     of_prompt = 0 if request.prompt_logprobs is None else num_bytes_of_prompt(request.prompt_logprobs)
     submit, params = request.submit, request.submit.sampling
     listed = BIAS_BYTES * len(params.logit_bias) + ID_BYTES * (

@@ -109,7 +109,7 @@ class Retry(Struct, frozen=True, omit_defaults=True):
     begun_s: float = 0.0  # resume: wall clock, when it was asked for the first time
 
 
-class TokenLogprob(Struct, frozen=True, array_like=True):
+class TokenLogprob(Struct, frozen=True, array_like=True, gc=False):
     """A token with its log-probability (natural log), its text and its place among all tokens (1 = likeliest)."""
 
     token_id: int
@@ -128,7 +128,7 @@ def piece_len(num_logprobs: int) -> int:
     return max(1, PIECE_ENTRIES // (num_logprobs + 1)) if num_logprobs >= 0 else PIECE_ENTRIES
 
 
-class PositionLogprobs(Struct, frozen=True, array_like=True):
+class PositionLogprobs(Struct, frozen=True, array_like=True, gc=False):
     """The sampled (or prompt) token of one position, and the k likeliest there."""
 
     token: TokenLogprob
