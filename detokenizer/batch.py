@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from meshlm.detokenizer.decode import TokenTable
-from meshlm.detokenizer.request_state import RequestState
+from meshlm.detokenizer.request_state import NOBODY, RequestState
 from meshlm.protocol.columns import pack_i32, unpack_i32
 from meshlm.protocol.logprobs import each_position, num_bytes_of_prompt
 from meshlm.protocol.tasks import ALONE_BYTES
@@ -91,9 +91,12 @@ class FrontendBatch:
             first, times = deltas.first[row], (request.encode_s, request.route_s)
             self.first[place] = replace(first, encode_us=int(times[0] * 1e6), route_us=int(times[1] * 1e6))
         if row in deltas.logprobs:
-            sizes = request.num_chars(table, len(taken))
-            self.logprobs[place] = positions(deltas.logprobs[row], request.output_token_ids, sizes, table, skip)
-            self.num_bytes += num_bytes(self.logprobs[place])
+            sizes, columns = request.num_chars(table, len(taken)), deltas.logprobs[row]
+            if request.submit.retry is not None:
+                request.logprobs.add(columns, sizes, skip)
+            if request.frontend != NOBODY:
+                self.logprobs[place] = positions(columns, request.output_token_ids, sizes, table, skip)
+                self.num_bytes += num_bytes(self.logprobs[place])
         if row in deltas.prompt_logprobs:
             self.prompt_logprobs[place] = of_prompt(deltas.prompt_logprobs[row], request.prompt, table)
             self.num_bytes += num_bytes_of_prompt(self.prompt_logprobs[place])
@@ -101,17 +104,16 @@ class FrontendBatch:
             request.pooled = self.pooled[place] = deltas.pooled[row]
             self.num_bytes += len(request.pooled)
         if request.submit.retry is not None:
-            request.logprobs += self.logprobs.get(place, ())
             request.prompt_logprobs = self.prompt_logprobs.get(place, request.prompt_logprobs)
             if request.first is None:  # a request that is taken up again finds its own tokens: that is no saving
                 request.first = self.first.get(place)
 
-    def again(self, request: RequestState, begin: int, end: int, text: str) -> int:
+    def again(self, request: RequestState, begin: int, end: int, text: str, table: TokenTable) -> int:
         """A row of tokens that were told before; its place."""
         place = self.row(request.frontend_handle, begin, request.output_token_ids[begin:end], text)
         self.num_bytes += 4 * (end - begin + len(text))
-        if request.logprobs:
-            self.logprobs[place] = found = request.logprobs[begin:end]
+        if len(request.logprobs):
+            self.logprobs[place] = found = request.logprobs.entries(begin, end, request.output_token_ids, table)
             self.num_bytes += num_bytes(found)
         return place
 

@@ -126,7 +126,7 @@ class Journal:
         begin, end, text = piece
         request.batch = None
         batch = self._batch_of(request, alone=is_first and request.prompt_logprobs is not None)
-        place = batch.again(request, begin, end, text)
+        place = batch.again(request, begin, end, text, self.table)
         request.told_again = end
         if is_first:
             batch.of_first_row(request, place)

@@ -14,7 +14,7 @@ from meshlm.protocol.text_edge import Rejected, Submit, num_bytes_of
 
 MAX_BYTES = 64 << 20
 MAX_RUNNING_BYTES = 512 << 20
-LOGPROB_BYTES, BIAS_BYTES, ID_BYTES = 130, 120, 40  # of one entry, as Python objects
+BIAS_BYTES, ID_BYTES = 120, 40  # of one entry, as Python objects
 OTHER_BODY = "Idempotency-Key: this key was used for another request before; a new request needs a new key"
 TAKEN_OVER = "Idempotency-Key: another connection sent the same request later and has its answer"
 PARAM = "Idempotency-Key"
@@ -123,11 +123,10 @@ class _Pool:
 def size_of(request: RequestState) -> int:
     """Bytes that a request takes, about: with its prompt as it was asked, and what the client listed."""
     columns = 4 * (len(request.prompt) + len(request.output_token_ids))
-    entries = len(request.logprobs) * (1 + len(request.logprobs[-1].top)) if request.logprobs else 0  # all are alike
     of_prompt = 0 if request.prompt_logprobs is None else num_bytes_of_prompt(request.prompt_logprobs)
     submit, params = request.submit, request.submit.sampling
     listed = BIAS_BYTES * len(params.logit_bias) + ID_BYTES * (
         len(params.allowed_token_ids) + len(params.stop_token_ids)
     )
     texts = num_bytes_of(submit.prompt) + sum(map(len, submit.text.stop))
-    return 2000 + len(request.pooled) + columns + LOGPROB_BYTES * entries + of_prompt + listed + texts
+    return 2000 + len(request.pooled) + columns + request.logprobs.num_bytes + of_prompt + listed + texts

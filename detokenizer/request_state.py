@@ -6,6 +6,7 @@ from enum import Enum
 from msgspec.structs import replace
 
 from meshlm.detokenizer.decode import Decoder, TokenTable
+from meshlm.detokenizer.kept_logprobs import KeptLogprobs
 from meshlm.detokenizer.stops import StopFinder
 from meshlm.protocol.admit_edge import EngineRequest, SchedulerIncarnation
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
@@ -119,7 +120,7 @@ class RequestState:
         self.cut = cuts[choice] if choice < len(cuts) else 0  # a row must begin at this token
         self.num_told = len(submit.delivered) // 4  # tokens that connections before this one had
         self.told_again = 0  # tokens that this connection was told again
-        self.logprobs = logprobs
+        self.logprobs = KeptLogprobs(logprobs)
         self.prompt_logprobs: PromptLogprobs | None = None
         self.first: First | None = None
         self.finished: Finished | None = None
