@@ -11,6 +11,7 @@ row's end until it is overwritten. Now and then it gives a row no token at all.
 
 import time
 import zlib
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -88,15 +89,15 @@ def _dice(rows: NDArray[Any], positions: NDArray[Any]) -> U64:
 def _columns(token_ids: I32, width: int, vocab_size: int) -> LogprobColumns:
     """The token is the likeliest, at -1, and those after it follow, at -2, -3 ..."""
     top = (token_ids[:, None] + np.arange(width, dtype=np.int32)) % vocab_size
-    likely = np.broadcast_to(-1 - np.arange(width, dtype=np.float32), top.shape)
-    count = len(token_ids)
-    return LogprobColumns(
-        width,
-        np.full(count, -1, np.float32).tobytes(),
-        np.ones(count, np.int32).tobytes(),
-        top.astype(np.int32).tobytes(),
-        likely.tobytes(),
-    )
+    own, ranks, likely = _likely(len(token_ids), width)
+    return LogprobColumns(width, own, ranks, top.astype(np.int32).tobytes(), likely)
+
+
+@cache
+def _likely(count: int, width: int) -> tuple[bytes, bytes, bytes]:
+    """Their log-probabilities, ranks, and the log-probabilities of the likeliest."""
+    likely = np.broadcast_to(-1 - np.arange(width, dtype=np.float32), (count, width))
+    return np.full(count, -1, np.float32).tobytes(), np.ones(count, np.int32).tobytes(), likely.tobytes()
 
 
 class FakeEngine:
