@@ -231,6 +231,8 @@ class GraphCounts(Struct, frozen=True, omit_defaults=True):
     misses: dict[str, int] = {}
     incarnation: int = 0  # of the worker; its scheduler adds it
     whole: dict[str, int] = {}  # steps that were not halved with --enable-dbo, by reason
+    # Tokens that the experts of each rank had in the last window that was looked at (--enable-eplb), over all layers.
+    expert_loads: tuple[int, ...] = ()
 
 
 class RankStats(Struct, frozen=True, omit_defaults=True):

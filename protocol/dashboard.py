@@ -33,12 +33,21 @@ class RankView(Struct, frozen=True):
     rank: int
     running: int
     waiting: int
+    waiting_for: dict[str, int]  # how many of these for what, as in num_requests_waiting_by_reason
     kv_usage: float  # 0 .. 1
+    kv_pages: dict[str, int]  # by state: used, cached, empty
+    kv_groups: dict[str, int]  # pages that running requests hold, by KV group
     hit_rate: float  # of the prefix cache, 0 .. 1, of all prompt tokens so far
     preemptions: int
     prompt_per_s: float  # tokens
     generated_per_s: float  # tokens
     busy: float  # share of the time with requests in which the device computed, 0 .. 1
+    step: dict[
+        str, float
+    ]  # mean seconds of a step's hops in the last seconds, in their order; those that were not seen are absent
+    expert_loads: tuple[
+        int, ...
+    ]  # tokens that each rank's experts had in the last window (--enable-eplb); () without any
 
 
 class Percentiles(Struct, frozen=True):

@@ -432,8 +432,12 @@ function showProcesses(snapshot) {
 }
 
 function meterRow() {
-  const row = plainRow(["rank", "running#", "waiting#", "kv", "hits#", "tokens#", "prompt#", "busy", "preempted#"]);
-  row.meters = [3, 7].map((place) => {
+  const row = plainRow(["rank", "running#", "waiting#", "kv", "groups", "hits#", "tokens#", "prompt#", "busy", "preempted#", "step", "experts"]);
+  row.bar = el("div", { class: "hops small", role: "img" });
+  row.cells[10].append(row.bar);
+  row.experts = { bars: el("span", { class: "experts", "aria-hidden": "true" }), text: el("span") };
+  row.cells[11].append(row.experts.bars, row.experts.text);
+  row.meters = [3, 8].map((place) => {
     const meter = el("meter", { min: "0", max: "1", high: place === 3 ? "0.9" : "1" });
     const text = el("span");
     row.cells[place].append(meter, " ", text);
@@ -443,12 +447,16 @@ function meterRow() {
 }
 
 function showRanks(snapshot) {
-  rows(byId("rank-rows"), snapshot.ranks, (rank) => rank.rank, meterRow, ({ cells, meters }, rank) => {
+  rows(byId("rank-rows"), snapshot.ranks, (rank) => rank.rank, meterRow, ({ cells, meters, bar, experts }, rank) => {
     const texts = {
-      0: String(rank.rank), 1: String(rank.running), 2: String(rank.waiting), 4: percent(rank.hit_rate),
-      5: number(rank.generated_per_s), 6: number(rank.prompt_per_s), 8: String(rank.preemptions),
+      0: String(rank.rank), 1: String(rank.running), 2: String(rank.waiting), 4: counts(rank.kv_groups) || "-",
+      5: percent(rank.hit_rate), 6: number(rank.generated_per_s), 7: number(rank.prompt_per_s), 9: String(rank.preemptions),
     };
     for (const [place, text] of Object.entries(texts)) say(cells[place], text);
+    set(cells[2], { title: counts(rank.waiting_for) });
+    set(cells[3], { title: `pages: ${counts(rank.kv_pages)}` });
+    showHops(bar, rank.step);
+    showExperts(experts, rank.expert_loads);
     [["KV cache", rank.kv_usage], ["Device busy", rank.busy]].forEach(([name, share], place) => {
       set(meters[place].meter, { value: share, "aria-label": `${name} of rank ${rank.rank}` });
       say(meters[place].text, percent(share));
@@ -456,15 +464,46 @@ function showRanks(snapshot) {
   });
 }
 
+const counts = (by) => Object.entries(by).map(([name, count]) => `${name} ${count}`).join(", ");
+
+/** Tokens of each rank's experts as bars, and the mean over the most: 100 % is even. */
+function showExperts({ bars, text }, loads) {
+  const most = Math.max(...loads, 1);
+  while (bars.children.length > loads.length) bars.lastChild.remove();
+  while (bars.children.length < loads.length) bars.append(el("span"));
+  loads.forEach((load, place) => (bars.children[place].style.height = `${(100 * load) / most}%`));
+  const mean = loads.reduce((sum, load) => sum + load, 0) / Math.max(1, loads.length);
+  say(text, loads.length ? `balance ${percent(mean / most)}` : "-");
+}
+
+/** A bar of parts as long as the hops took; gives what it says, and "" where it says that already. */
+function showHops(bar, by) {
+  const hops = Object.entries(by);
+  const sum = hops.reduce((all, [, seconds]) => all + seconds, 0);
+  const text = hops.map(([name, seconds]) => `${name} ${duration(seconds)}`).join(", ");
+  if (bar.said === text) return "";
+  bar.said = text;
+  set(bar, { "aria-label": text || "nothing", title: text });
+  while (bar.children.length > hops.length) bar.lastChild.remove();
+  while (bar.children.length < hops.length) bar.append(el("span"));
+  hops.forEach(([name, seconds], place) => {
+    const part = bar.children[place];
+    part.className = hopClass(name);
+    part.style.width = `${(100 * seconds) / Math.max(sum, 1e-9)}%`;
+  });
+  return text;
+}
+
 // --- requests ---
 
-const HOPS = ["encode", "route", "queue", "prefill", "return", "decode", "write"];
+const HOPS = ["encode", "route", "queue", "prefill", "links", "return", "decode", "write"];
+const STEP_HOPS = ["schedule", "send", "launch", "device", "return"];
 for (const name of [...HOPS, "first token"]) {
   byId("hop-legend").append(el("li", { class: hopClass(name) }, name === "first token" ? "until the first token" : name));
 }
 
 function hopClass(name) {
-  return HOPS.includes(name) ? `hop-${name}` : "hop-wait";
+  return HOPS.includes(name) || STEP_HOPS.includes(name) ? `hop-${name}` : "hop-wait";
 }
 
 const SHOWN = 100;
@@ -498,20 +537,9 @@ function showRequest(row, request) {
   };
   for (const [place, text] of Object.entries(texts)) say(row.cells[place], text);
   set(row.cells[1], { title: request.error ?? request.path ?? "" });
+  if (!showHops(row.bar, request.hops)) return;
   const hops = Object.entries(request.hops);
-  const told = hops.map(([name, seconds]) => `${name} ${duration(seconds)}`);
-  const text = told.join(", ");
-  if (row.text === text) return;
-  row.text = text;
-  set(row.bar, { "aria-label": text, title: text });
-  while (row.bar.children.length > hops.length) row.bar.lastChild.remove();
-  while (row.bar.children.length < hops.length) row.bar.append(el("span"));
-  hops.forEach(([name, seconds], place) => {
-    const part = row.bar.children[place];
-    part.className = hopClass(name);
-    part.style.width = `${(100 * seconds) / Math.max(request.seconds, 1e-9)}%`;
-  });
-  row.list.replaceChildren(...hops.map(([name], place) => el("li", { class: hopClass(name) }, told[place])));
+  row.list.replaceChildren(...hops.map(([name, seconds]) => el("li", { class: hopClass(name) }, `${name} ${duration(seconds)}`)));
 }
 
 function showRequests(at_once) {

@@ -77,17 +77,23 @@ def _view(
 
 
 def _hops(choice: Choice, now: float) -> dict[str, float]:
-    """Seconds by hop. The scheduler tells its own (queue, prefill) with the first token; the rest until then is the way there and
-    back."""
+    """Seconds by hop. With its first token come the seconds that processes counted until then; the rest of them is the way between
+    these processes."""
     if not choice.accepted_at:
         return {"encode": now - choice.opened_at}
     hops = {"encode": choice.accepted_at - choice.opened_at}
     if not choice.first_at:
         return {**hops, "first token": now - choice.accepted_at}
-    queue, prefill = (choice.first.queued_us / 1e6, choice.first.prefill_us / 1e6) if choice.first else (0.0, 0.0)
-    way = max(0.0, choice.first_at - choice.accepted_at - queue - prefill)
+    if (first := choice.first) is not None:
+        hops = {
+            "encode": first.encode_us / 1e6,
+            "route": first.route_us / 1e6,
+            "queue": first.queued_us / 1e6,
+            "prefill": first.prefill_us / 1e6,
+        }
+    way = max(0.0, choice.first_at - choice.opened_at - sum(hops.values()))
     back = min(way, choice.returned_s)
-    hops |= {"route": way - back, "queue": queue, "prefill": prefill, "return": back}
+    hops |= {"links": way - back, "return": back}
     end = choice.last_at if choice.finished is not None else now
     hops["decode"] = end - choice.first_at
     if choice.finished is not None:

@@ -1,6 +1,7 @@
 """Makes the dashboard's events of what the frontend has been told. Pure; owned by feed.py."""
 
 from collections.abc import Iterable
+from itertools import chain
 
 from msgspec import Struct
 
@@ -10,6 +11,8 @@ from meshlm.frontend.dashboard.recent import Rates, Times
 from meshlm.protocol.control_edge import MeshProcesses, MeshStats, ProcessReport, RankStats
 from meshlm.protocol.dashboard import EdgeView, NewsView, ProcessView, RankView, RequestView, Snapshot
 from meshlm.protocol.ids import Role
+
+STEP_HOPS = ("schedule", "send", "launch", "device", "return")  # as in step_..._time_seconds of docs/metrics.md
 
 
 class Facts(Struct, frozen=True):
@@ -39,7 +42,7 @@ class Snapshots:
         self._facts = facts
         self.ttft, self.itl = Times(), Times()
         self._number = 0
-        self._edge_rates, self._token_rates, self._busy_rates = Rates(), Rates(), Rates()
+        self._edge_rates, self._token_rates, self._busy_rates, self._step_rates = Rates(), Rates(), Rates(), Rates()
 
     def make(self, known: Known, now: float, wall_s: float) -> Snapshot:
         self._number += 1
@@ -92,6 +95,7 @@ class Snapshots:
 
     def _ranks(self, ranks: Iterable[RankStats], now: float) -> tuple[RankView, ...]:
         ranks = sorted(ranks, key=lambda rank: rank.dp_rank)
+        steps = self._step_rates.of(dict(chain.from_iterable(map(_step_totals, ranks))), now)
         tokens: dict[tuple[int, int, str], float] = {}
         for rank in ranks:
             of = rank.dp_rank, rank.incarnation
@@ -111,6 +115,11 @@ class Snapshots:
                     rank=rank.dp_rank,
                     running=rank.num_running,
                     waiting=rank.num_waiting,
+                    waiting_for=_gauge(rank, "num_requests_waiting_by_reason"),
+                    kv_pages=_gauge(rank, "kv_cache_blocks"),
+                    kv_groups=_gauge(rank, "kv_cache_group_blocks"),
+                    step=_means(steps, rank),
+                    expert_loads=rank.graphs.expert_loads,
                     kv_usage=round(rank.kv_cache_usage, 4),
                     hit_rate=round(rank.prefix_cache_hits / max(1, rank.prefix_cache_queries), 4),
                     preemptions=rank.num_preemptions,
@@ -120,6 +129,24 @@ class Snapshots:
                 )
             )
         return tuple(found)
+
+
+def _gauge(rank: RankStats, name: str) -> dict[str, int]:
+    return {label: int(value) for label, value in rank.counts.gauges.get(name, {}).items()}
+
+
+def _step_totals(rank: RankStats) -> Iterable[tuple[tuple[int, int, str, str], float]]:
+    """How often each hop of a step was passed, and the seconds that it took in all."""
+    for hop in STEP_HOPS:
+        if (seen := rank.counts.histograms.get(f"step_{hop}_time_seconds")) is not None:
+            yield (rank.dp_rank, rank.incarnation, hop, "times"), sum(seen.counts)
+            yield (rank.dp_rank, rank.incarnation, hop, "seconds"), seen.total
+
+
+def _means(rates: dict[tuple[int, int, str, str], float], rank: RankStats) -> dict[str, float]:
+    of = rank.dp_rank, rank.incarnation
+    times = {hop: rates.get((*of, hop, "times"), 0.0) for hop in STEP_HOPS}
+    return {hop: round(rates[(*of, hop, "seconds")] / times[hop], 7) for hop in STEP_HOPS if times[hop]}
 
 
 def _process(report: ProcessReport, wall_s: float) -> ProcessView:

@@ -234,9 +234,10 @@ class ModelEngine:
 
     def graph_counts(self) -> GraphCounts:
         whole = dict(self.together.whole) if self.together is not None else {}
+        loads = self.balancer.loads if self.balancer is not None else ()
         if self.device.type == "cpu":
-            return GraphCounts(whole=whole)
-        return GraphCounts(dict(self.graphs.replays), dict(self.graphs.misses), whole=whole)
+            return GraphCounts(whole=whole, expert_loads=loads)
+        return GraphCounts(dict(self.graphs.replays), dict(self.graphs.misses), whole=whole, expert_loads=loads)
 
     def join(self, exchange: StepExchange | None) -> None:
         """See `LockstepEngine`. CUDA graphs hold the communicator of the experts: those of an earlier group are gone."""

@@ -28,7 +28,7 @@ def answer_of(num_choices: int = 1, name: str = "cmpl-1") -> Any:
 
 def begin(choice: Choice) -> None:
     choice.accepted_at, choice.first_at, choice.last_at, choice.returned_s = 10.1, 10.6, 10.6, 0.05
-    choice.first = First(3, 200_000, 100_000, 1)
+    choice.first = First(3, 200_000, 100_000, 1, 80_000, 20_000)
     choice.engine, choice.num_prompt_tokens = "1", 7
     choice.token_ids.append(5)
 
@@ -41,15 +41,8 @@ def test_the_hops_of_a_request_add_up_to_its_time() -> None:
     choice.last_at, choice.finished = 11.0, Finished(0, FinishReason.STOP)
     view = requests.ended(answer, "/v1/completions", 200, 11.25)
     assert view is not None
-    expected = {
-        "encode": 0.1,
-        "route": 0.15,
-        "queue": 0.2,
-        "prefill": 0.1,
-        "return": 0.05,
-        "decode": 0.4,
-        "write": 0.25,
-    }
+    expected = {"encode": 0.08, "route": 0.02, "queue": 0.2, "prefill": 0.1, "links": 0.15, "return": 0.05}
+    expected |= {"decode": 0.4, "write": 0.25}
     assert view.hops == pytest.approx(expected)
     assert list(view.hops) == list(expected), "in the order in which they are passed"
     assert sum(view.hops.values()) == pytest.approx(view.seconds) == pytest.approx(1.25)

@@ -6,7 +6,16 @@ import msgspec
 import pytest
 
 from meshlm.frontend.dashboard.snapshot import Facts, Known, Snapshots
-from meshlm.protocol.control_edge import MeshProcesses, MeshStats, News, ProcessReport, RankStats, StandbyReport
+from meshlm.protocol.control_edge import (
+    GraphCounts,
+    MeshProcesses,
+    MeshStats,
+    News,
+    ProcessReport,
+    RankStats,
+    StandbyReport,
+)
+from meshlm.protocol.counts import HistogramCounts, ProcessCounts
 from meshlm.protocol.dashboard import Snapshot
 from meshlm.protocol.ids import Identity, Incarnation, Role
 
@@ -19,6 +28,18 @@ def known(second: float, **stats: Any) -> Known:
         num_preemptions=1, prompt_tokens=int(1000 * second), generation_tokens=int(200 * second),
         busy_ns=int(9e8 * second), idle_ns=int(1e8 * second), incarnation=8,
     )  # fmt: skip
+    device = HistogramCounts(2.0 * second, (int(50 * second), int(50 * second)))
+    told = ProcessCounts(
+        {},
+        {
+            "kv_cache_blocks": {"used": 3.0, "empty": 5.0},
+            "kv_cache_group_blocks": {"full": 2.0, "sliding": 1.0},
+            "num_requests_waiting_by_reason": {"capacity": 2.0},
+        },
+        {"step_device_time_seconds": device, "step_send_time_seconds": HistogramCounts(1.0, (7, 0))},
+    )
+    graphs = GraphCounts(expert_loads=(30, 10))
+    rank = msgspec.structs.replace(rank, counts=told, graphs=graphs)
     sent = {"scheduler/1": int(50 * second), "supervisor/0": int(2 * second)}
     process = ProcessReport(WORKER, Incarnation(5), 77, "ready", 1000.0, 2, "stepping", 1 << 20, "gpu-7", sent)
     mesh = MeshProcesses((process,), (StandbyReport(Role.WORKER, 78, "standby", 1000.0),), (News(999.5, "error", "x"),))
@@ -47,6 +68,9 @@ def test_a_snapshot_of_a_busy_mesh() -> None:
     assert [found.prompt_per_s, found.generated_per_s] == [rank.prompt_per_s, rank.generated_per_s]
     assert rank.busy == pytest.approx(0.9, abs=0.01)
     assert (found.ttft.count, found.itl.count) == (1, 0)
+    assert (rank.kv_pages, rank.kv_groups) == ({"used": 3, "empty": 5}, {"full": 2, "sliding": 1})
+    assert (rank.waiting_for, rank.expert_loads) == ({"capacity": 2}, (30, 10))
+    assert rank.step == {"device": pytest.approx(0.02, rel=0.05)}, "hops that no step passed of late are absent"
     (process,) = found.processes
     assert (process.name, process.node, process.state, process.restarts) == ("worker/1", "gpu-7", "ready", 2)
     assert process.uptime_s == pytest.approx(3.9)

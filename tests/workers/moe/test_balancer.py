@@ -15,7 +15,7 @@ from meshlm.workers.distributed.lockstep import StepAborted
 from meshlm.workers.layers.ops import TorchOps
 from meshlm.workers.moe.parts import NOWHERE, Routing
 from meshlm.workers.moe.placement import move
-from meshlm.workers.moe.placement.balance import balance, first_placement
+from meshlm.workers.moe.placement.balance import balance, first_placement, rank_loads
 from meshlm.workers.moe.placement.balancer import Balancer, Experts
 from meshlm.workers.moe.placement.replicas import Replicas
 
@@ -115,6 +115,8 @@ def test_the_tokens_of_the_last_steps_count(
         of_window = [expert for experts in of_step[max(0, done - window) : done] for expert in experts]
         wanted.append([[of_window.count(expert) for expert in range(8)]])
     assert loads == wanted
+    last = tuple(round(load) for load in rank_loads(wanted[-1][0], ranks[0].first, 2))
+    assert [rank.balancer.loads for rank in ranks] == [last, last]
 
 
 def run(rank: Rank) -> list[list[int]]:

@@ -75,6 +75,7 @@ class Balancer:
         self.asked = False  # to move experts before the next step of all
         self._before: deque[Tensor] = deque()  # the counts where windows begin that have not ended
         self._logged = torch.empty(0)
+        self.loads: tuple[int, ...] = ()  # tokens of each rank in the last window that was looked at, over all layers
         self._place([self._first] * len(layers))
 
     def _place(self, slots: Sequence[Sequence[int]]) -> None:
@@ -121,6 +122,8 @@ class Balancer:
         """Counts by layer the tokens of each expert since then, on all ranks. Waits for the device."""
         of_ranks = self._group.all_gather((self._counts - since)[None])
         load: list[list[int]] = of_ranks.sum(dim=0)[:, [number + 1 for number in self._experts]].tolist()
+        each = [rank_loads(of, held, self._group.size) for of, held in zip(load, self.slots, strict=True)]
+        self.loads = tuple(round(sum(of_rank)) for of_rank in zip(*each, strict=True))
         return load
 
     def _rearrange(self, load: list[list[int]]) -> None:
