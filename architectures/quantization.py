@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
+from msgspec.structs import replace
+
 from meshlm.architectures import packed_quantization
 from meshlm.architectures.config_values import shown
 from meshlm.architectures.quantization_keys import block_sizes, names, one_of, only
@@ -21,6 +23,8 @@ class QuantizationFormat(NamedTuple):
     name: str
     read: Callable[[dict[str, Any]], QuantizationSpec]  # ValueError names the key that is not honoured
     method: str  # module and class of its LinearMethod, made from a QuantizationScheme
+    encodes: bool = False  # that method quantises floats while they are loaded, where the scheme says so
+    online: QuantizationSpec | None = None  # what --quantization makes of plain weights
 
 
 _FORMATS: dict[str, QuantizationFormat] = {}
@@ -36,6 +40,22 @@ def register(found: QuantizationFormat) -> None:
 def formats() -> dict[str, QuantizationFormat]:
     """All quantisation formats, by quant_method."""
     return dict(_FORMATS)
+
+
+def while_loading(spec: QuantizationSpec) -> QuantizationSpec | None:
+    """The same quantisation of files that hold floats; None where no method makes it."""
+    if not _FORMATS[spec.method].encodes:
+        return None
+    schemes = tuple(
+        replace(
+            scheme,
+            online=True,
+            act_order=False,
+            activation="token" if scheme.activation == "static" else scheme.activation,
+        )
+        for scheme in spec.schemes
+    )
+    return replace(spec, schemes=schemes)
 
 
 def scheme_of(spec: QuantizationSpec | None, module: str) -> QuantizationScheme | None:
@@ -165,10 +185,11 @@ def _arguments(group: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 _FP8_LINEAR = "meshlm.workers.quantization.fp8:Fp8Linear"
-register(QuantizationFormat("fp8", read_fp8, _FP8_LINEAR))
-register(
-    QuantizationFormat("compressed-tensors", read_compressed_tensors, "meshlm.workers.quantization.compressed:method")
-)
+_FP8_ROWS = QuantizationScheme(targets=("Linear",), weight="channel", activation="token", online=True)
+_FP8_ONLINE = QuantizationSpec(method="fp8", schemes=(_FP8_ROWS,), ignore=("lm_head",))
+register(QuantizationFormat("fp8", read_fp8, _FP8_LINEAR, encodes=True, online=_FP8_ONLINE))
+_COMPRESSED = "meshlm.workers.quantization.compressed:method"
+register(QuantizationFormat("compressed-tensors", read_compressed_tensors, _COMPRESSED, encodes=True))
 _PACKED_LINEAR = "meshlm.workers.quantization.packed:PackedLinear"
-register(QuantizationFormat("gptq", packed_quantization.read_gptq, _PACKED_LINEAR))
-register(QuantizationFormat("awq", packed_quantization.read_awq, _PACKED_LINEAR))
+register(QuantizationFormat("gptq", packed_quantization.read_gptq, _PACKED_LINEAR, encodes=True))
+register(QuantizationFormat("awq", packed_quantization.read_awq, _PACKED_LINEAR, encodes=True))

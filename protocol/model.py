@@ -40,6 +40,7 @@ class QuantizationScheme(Struct, frozen=True, kw_only=True):
     act_order: bool = False  # files say which group each input belongs to
     num_groups: int = 0  # of a whole row, which a rank may have a part of
     projections: int = 1  # of the checkpoint that are one product here
+    online: bool = False  # files hold floats, which are quantised while they are loaded
 
 
 class QuantizationSpec(Struct, frozen=True, kw_only=True):

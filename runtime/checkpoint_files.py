@@ -3,6 +3,7 @@
 The supervisor calls it before a process starts; workers read the files that it chose. It imports no torch.
 """
 
+import contextlib
 import json
 import re
 import struct
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from meshlm.architectures.packed_quantization import holds
-from meshlm.architectures.quantization import FP8, formats, scheme_of
+from meshlm.architectures.quantization import FP8, formats, scheme_of, while_loading
 from meshlm.protocol.model import QuantizationSpec
 from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.json_files import read_json
@@ -154,6 +155,12 @@ class Quantised(NamedTuple):
             return found.read(self.settings)
         except ValueError as error:
             raise ModelFilesError(f"{self.where}: quant_method {found.name}: {error}") from None
+
+    def while_loading(self) -> QuantizationSpec | None:
+        """The same quantisation of dummy weights; None where these stay plain."""
+        with contextlib.suppress(ModelFilesError):
+            return while_loading(self.read())
+        return None
 
     def notes(self) -> tuple[str, ...]:
         """The notes about it that a user should read."""

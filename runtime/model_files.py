@@ -184,7 +184,9 @@ def _from_folder(path: Path, name: str, load_format: str, overrides: dict[str, A
         checkpoint_files.check_headers(weights, path, spec.quantization)
         found, notes = weights.load_format, notes + weights.notes
     elif quantised is not None:
-        notes = (*notes, f"{quantised.said}; dummy weights are not")
+        made = quantised.while_loading()
+        spec = msgspec.structs.replace(spec, quantization=made)
+        notes = (*notes, f"{quantised.said}; dummy weights are {'too' if made else 'not'}")
     generation = of_model(path, config)
     return ModelFiles(
         name=name,

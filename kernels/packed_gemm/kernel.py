@@ -18,6 +18,8 @@ from torch import Tensor
 from meshlm.kernels import pdl, tables
 from meshlm.kernels.gemm.kernel import gemm
 from meshlm.kernels.moe_sum.kernel import sum_parts
+from meshlm.kernels.packed_gemm import gemv
+from meshlm.kernels.packed_gemm.arguments import constants, tensors
 from meshlm.kernels.packed_gemm.reference import CHUNK, PLANE, PackedWeight
 
 
@@ -244,29 +246,7 @@ class Shape(NamedTuple):
     asm: bool = False
 
 
-DECODED_ROWS = 256  # from more rows on the weight is decoded
-
-
-def _arguments(weight: PackedWeight) -> tuple[Tensor, ...]:
-    """Tensors that are not there are stood for by one that is."""
-    low = weight.low
-    return (
-        low,
-        low if weight.high is None else weight.high,
-        weight.scales,
-        low if weight.zeros is None else weight.zeros,
-        low if weight.minima is None else weight.minima,
-        low if weight.table is None else weight.table,
-    )
-
-
-def _sizes(weight: PackedWeight) -> dict[str, object]:
-    """Constants of both kernels."""
-    return {
-        "INPUTS": weight.inputs, "OUTPUTS": weight.outputs, "CHUNKS": weight.low.shape[1] // PLANE, "BITS": weight.bits,
-        "GROUP": weight.group, "ZERO": float(weight.zero), "ZEROS": weight.zeros is not None, "MINIMA": weight.minima is not None,
-        "TABLE": weight.table is not None,
-    }  # fmt: skip
+DECODED_ROWS = 96  # from more rows on the weight is decoded
 
 
 def decode(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
@@ -274,7 +254,7 @@ def decode(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     out = torch.empty(weight.outputs, weight.inputs, dtype=dtype, device=weight.low.device)
     use_pdl, block_n = out.is_cuda and pdl.supported(), 32
     _decode[(triton.cdiv(weight.outputs, block_n), weight.low.shape[1] // PLANE)](
-        *_arguments(weight), out, **_sizes(weight), BLOCK_N=block_n, PDL=use_pdl, num_warps=4,
+        *tensors(weight), out, **constants(weight), BLOCK_N=block_n, PDL=use_pdl, num_warps=4,
         **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
     return out
@@ -302,13 +282,14 @@ def _table() -> dict[tuple[int, int, str], list[tuple[int, int, Shape]]]:
 def default_shape(rows: int, outputs: int, inputs: int, device: torch.device) -> Shape:
     """The shape of a product that no table has."""
     block_m = min(64, max(16, triton.next_power_of_2(rows)))
-    programs = 2 * pdl.multiprocessors(device)
-    block_n = 64 if outputs // 64 >= programs // 2 else 32
+    block_n = 128 if outputs >= 2048 else 64
     tiles = triton.cdiv(outputs, block_n) * triton.cdiv(rows, block_m)
     chunks, splits = triton.cdiv(inputs, CHUNK), 1
-    while splits < 8 and tiles * splits < programs and chunks >= 4 * splits:
+    while splits < 8 and tiles * splits < pdl.multiprocessors(device) - 12 and chunks >= 4 * splits:
         splits *= 2
-    return Shape(block_m, block_n, splits, 4, 4 if block_m <= 16 else 3)
+    return Shape(
+        block_m, block_n, splits, block_n // 16, 2 if block_m == 64 and splits == 1 else 4, swap=True, asm=True
+    )
 
 
 def parts(x: Tensor, weight: PackedWeight, shape: Shape, bias: Tensor | None = None) -> Tensor:
@@ -326,7 +307,7 @@ def parts(x: Tensor, weight: PackedWeight, shape: Shape, bias: Tensor | None = N
     after = weight.group >= PLANE and weight.minima is None and weight.table is None and shape.block_m <= 32
     asm = shape.asm and x.is_cuda and after and weight.bits == 4 and x.dtype == torch.bfloat16
     _packed_gemm[(triton.cdiv(weight.outputs, shape.block_n), shape.splits, triton.cdiv(rows, shape.block_m))](
-        x, *_arguments(weight), x if bias is None else bias, out, rows, **_sizes(weight), EACH=each, BIAS=bias is not None,
+        x, *tensors(weight), x if bias is None else bias, out, rows, **constants(weight), EACH=each, BIAS=bias is not None,
         AFTER=after, SWAP=shape.swap, BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, STAGES=shape.stages,
         LINES=triton.next_power_of_2(each), ASM=asm, PDL=use_pdl, num_warps=shape.warps, **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
@@ -335,13 +316,19 @@ def parts(x: Tensor, weight: PackedWeight, shape: Shape, bias: Tensor | None = N
 
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """x [m, inputs] -> [m, outputs]."""
-    x = x if weight.order is None else x.index_select(1, weight.order)
-    if x.shape[0] > DECODED_ROWS:
+    x = x.contiguous() if weight.order is None else x.index_select(1, weight.order)
+    rows, outputs = x.shape[0], weight.outputs
+    if rows > DECODED_ROWS:
         return gemm(x, decode(weight, x.dtype), bias)
-    shape = shape_for(x.shape[0], weight.outputs, weight.inputs, weight.bits, weight.group, x.device)
-    if shape.splits == 1:
-        return parts(x.contiguous(), weight, shape, bias)
-    found = sum_parts(
-        parts(x.contiguous(), weight, shape), torch.empty(x.shape[0], weight.outputs, dtype=x.dtype, device=x.device)
-    )
-    return found if bias is None else found.add_(bias)
+    if rows == 1 and gemv.takes(weight):
+        few = gemv.default_shape(outputs, weight.inputs, x.device)
+        if few.splits == 1:
+            return gemv.parts(x, weight, few, bias)
+        found = gemv.parts(x, weight, few)
+    else:
+        some = shape_for(rows, outputs, weight.inputs, weight.bits, weight.group, x.device)
+        if some.splits == 1:
+            return parts(x, weight, some, bias)
+        found = parts(x, weight, some)
+    summed = sum_parts(found, torch.empty(rows, outputs, dtype=x.dtype, device=x.device))
+    return summed if bias is None else summed.add_(bias)

@@ -13,7 +13,10 @@ from meshlm.kernels.fp8 import DTYPE, within
 
 
 @triton.jit
-def _quantise(x, codes, scales, columns, groups, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _quantise(
+    x, given, codes, scales, columns, groups,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, STATIC: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -21,13 +24,19 @@ def _quantise(x, codes, scales, columns, groups, SIZE: tl.constexpr, BLOCK: tl.c
     at = group * SIZE + tl.arange(0, BLOCK)
     inside = (tl.arange(0, BLOCK) < SIZE) & (at < columns)
     line = tl.load(x + row * columns + at, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(line), axis=0) / 448.0, 1e-12)
+    if STATIC:
+        scale = tl.load(given)
+    else:
+        scale = tl.maximum(tl.max(tl.abs(line), axis=0) / 448.0, 1e-12)
     tl.store(codes + row * columns + at, within(line, scale).to(codes.dtype.element_ty), mask=inside)
     tl.store(scales + row * groups + group, scale)
 
 
-def quantise(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """x [m, k], dense -> e4m3 [m, k] and float32 [m, groups]; group: columns that have a scale together, 0: all of a row."""
+def quantise(x: Tensor, group: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x [m, k], dense -> e4m3 [m, k] and float32 [m, groups]; group: columns that have a scale together, 0: all of a row.
+
+    scale: float32, one number that is everybody's, where that is known beforehand.
+    """
     rows, columns = x.shape
     size = group or columns
     groups = triton.cdiv(columns, size)
@@ -36,7 +45,7 @@ def quantise(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     use_pdl = x.is_cuda and pdl.supported()
     if rows:
         _quantise[(rows, groups)](
-            x, codes, scales, columns, groups, SIZE=size, BLOCK=triton.next_power_of_2(size), PDL=use_pdl,
-            num_warps=1 if size <= 256 else 4, **({"launch_pdl": True} if use_pdl else {}),
+            x, scales if scale is None else scale, codes, scales, columns, groups, SIZE=size, BLOCK=triton.next_power_of_2(size),
+            STATIC=scale is not None, PDL=use_pdl, num_warps=1 if size <= 256 else 4, **({"launch_pdl": True} if use_pdl else {}),
         )  # fmt: skip
     return codes, scales

@@ -23,7 +23,7 @@ from meshlm.runtime.errors import ModelFilesError, RequestError
 from meshlm.runtime.messages import check_template_kwargs
 from meshlm.runtime.parsers import registry
 from meshlm.supervisor.errors import StartError, UsageError
-from meshlm.supervisor.settings import experts, layout, parallel, states, vectors
+from meshlm.supervisor.settings import experts, layout, parallel, quantization, states, vectors
 
 Device = Literal["cpu", "cuda", "fake"]
 MAX_NUM_SEQS = {"cpu": 64, "cuda": 1024, "fake": 1024}
@@ -105,6 +105,7 @@ def _read_files(config: MeshConfig) -> tuple[model_files.ModelFiles, generation_
             download_dir=config.model.download_dir,
             hf_overrides=config.model.hf_overrides,
         )
+        files = quantization.as_asked(config, files)
         generation = generation_config.chosen(
             files.generation, config.model.generation_config, config.model.override_generation_config
         )
@@ -134,7 +135,6 @@ def _check_flags(config: MeshConfig, files: model_files.ModelFiles, device: Devi
             f"--kv-cache-dtype fp8: it needs a GPU of compute capability 8.9, not --device {device}; use auto"
         )
     states.check(config.cache, files.spec)
-    _check_quantization(config, files)
     if config.worker.compile == "inductor" and device != "cuda":
         raise UsageError(f"--compile inductor: it needs a GPU, not --device {device}; use none")
     if config.worker.compile == "inductor" and config.parallel.workers_per_rank > 1:
@@ -145,17 +145,6 @@ def _check_flags(config: MeshConfig, files: model_files.ModelFiles, device: Devi
         raise UsageError(f"--compile inductor: it is not there for {family.architecture}; use none")
     whole_experts, here = config.experts.enable_expert_parallel, len(layout.places(config)[1])
     parallel.check(config.parallel, files.spec, device, here, whole_experts=whole_experts)
-
-
-def _check_quantization(config: MeshConfig, files: model_files.ModelFiles) -> None:
-    """Weights are never quantised here: the flag may only say what they are."""
-    spec, asked = files.spec.quantization, config.model.quantization
-    found = "gguf" if files.load_format == "gguf" else "" if spec is None else spec.method
-    if asked not in ("", found):
-        what = f"are quantised with {found}" if found else "are not quantised"
-        raise UsageError(f"--quantization {asked}: the weights of {files.path} {what}; leave it out")
-    if config.worker.compile == "inductor" and spec is not None:
-        raise UsageError(f"--compile inductor: it is not there for weights quantised with {found}; use none")
 
 
 def _check_parsers(server: ServerConfig) -> None:

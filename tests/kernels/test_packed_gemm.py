@@ -5,7 +5,7 @@ import torch
 from device import DEVICE, DTYPES, MARKS, near
 from torch import Tensor
 
-from meshlm.kernels.packed_gemm import kernel, reference
+from meshlm.kernels.packed_gemm import gemv, kernel, reference
 from meshlm.kernels.packed_gemm.kernel import Shape
 from meshlm.kernels.packed_gemm.reference import PackedWeight
 
@@ -78,6 +78,16 @@ def test_products(kind: str, bits: int, group: int, dtype: torch.dtype) -> None:
         found = kernel.parts(x, weight, shape)
         found = found.sum(0) if shape.splits > 1 else found
         near(found, x.float() @ values.t(), dtype, 4.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize(("kind", "bits", "group"), [case for case in KINDS if case[2] >= 32])
+def test_one_row(kind: str, bits: int, group: int, dtype: torch.dtype) -> None:
+    for inputs, shape in ((512, gemv.Shape(32, 2, 4, 2)), (320, gemv.Shape(64, 1, 4, 2))):
+        weight, values = weight_of(kind, 40, inputs, bits, group)
+        x = torch.randn(1, inputs, device=DEVICE, dtype=dtype) / inputs**0.5
+        found = gemv.parts(x, weight, shape)
+        near(found.sum(0) if shape.splits > 1 else found, x.float() @ values.t(), dtype, 4.0)
 
 
 @pytest.mark.parametrize("rows", [1, 40, 300])

@@ -11,7 +11,7 @@ from sharded_models import load_shards, logits_of, together
 from small_models import caches, load, run
 from torch import Tensor
 
-from meshlm.kernels.packed_gemm.reference import PackedWeight
+from meshlm.kernels.packed_gemm.reference import PackedWeight, decode
 from meshlm.protocol.model import QuantizationScheme
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.workers.layers import cpu_ops
@@ -20,6 +20,7 @@ from meshlm.workers.layers.ops import TorchOps
 from meshlm.workers.quantization.packed import PackedLinear
 from meshlm.workers.quantization.packed_files import tensors_of
 from meshlm.workers.quantization.unquantized import UNQUANTIZED
+from meshlm.workers.weights.sources import sources
 
 TABLE = [7, 3, 11, 0, 5, 9, 1, 2, 8, 4]
 TOKENS = torch.arange(37).mul(17).remainder(211).tolist()
@@ -155,3 +156,19 @@ def test_unquantised_layers_are_not_touched(tmp_path: Path) -> None:
     kept = model.get_submodule("layers.1.mlp.down")
     assert isinstance(kept, Linear)
     assert kept.method is UNQUANTIZED
+
+
+@pytest.mark.parametrize("name", ["gptq-zeros", "w8a16", "gptq-act-order"])
+def test_dummy_weights_are_packed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are the dummy weights of the plain model, to the nearest code."""
+    write(tmp_path, KINDS[name])
+    monkeypatch.setattr(PackedLinear, "finish", as_on_a_gpu)
+    model = load(tmp_path, "dummy")
+    product = model.get_submodule("layers.0.mlp.down")
+    assert isinstance(product, Linear)
+    assert isinstance(product.method, PackedLinear)
+    assert product.method.weight is not None
+    values = decode(product.method.weight, torch.float32)
+    steps = product.method.weight.scales.float().max()
+    source = dict(sources(tmp_path, "dummy", model.spec, torch.device("cpu"), 0))["model.layers.0.mlp.down_proj.weight"]
+    assert float((values - source.whole()).abs().max()) <= 0.51 * float(steps)

@@ -1,18 +1,26 @@
 """FP8 checkpoints compute what their formats say, whole and in shards; what is wrong with one is named before anything is computed."""
 
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 from quantised_models import FP8, KINDS, Reference, write
 from safetensors.torch import save_file
 from sharded_models import load_shards, logits_of, together
-from small_models import caches, load, run
+from small_models import caches, load, resolved, run
 from torch import Tensor
 
+from meshlm.architectures.quantization import formats
+from meshlm.protocol.config import Resolved
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
+from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.layers import cpu_ops
+from meshlm.workers.layers.linear import Linear
 from meshlm.workers.models.cpu_layers import fuse
+from meshlm.workers.quantization.fp8 import Fp8Linear
+from meshlm.workers.weights.load import load_model
 
 TABLE = [7, 3, 11, 0, 5, 9, 1, 2, 8, 4]
 EXACT, JUMPS = 1e-4, 0.05
@@ -74,8 +82,6 @@ def test_weights_are_decoded_when_they_are_used_on_a_gpu(tmp_path: Path, monkeyp
     """As a GPU does it: here the device is called another name while the model is finished."""
     from types import SimpleNamespace
 
-    from meshlm.workers.quantization.fp8 import Fp8Linear
-
     write(tmp_path, KINDS["fp8-static"])
     monkeypatch.setattr(cpu_ops, "available", lambda: False)
     expected = load(tmp_path)
@@ -135,3 +141,53 @@ def test_projections_that_are_one_product_are_quantised_alike(tmp_path: Path) ->
     write(tmp_path, kind)
     with pytest.raises(ProcessFatal, match=r"mlp.gate_proj, model.layers.1.mlp.up_proj are one product here"):
         load(tmp_path)
+
+
+def plain(folder: Path) -> None:
+    """The weights of which `write` makes codes, as floats."""
+    import json
+
+    import transformers
+
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**config)).eval().float()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
+
+
+def online(folder: Path, **changes: Any) -> Resolved:
+    found = resolved(folder)
+    spec = formats()["fp8"].online
+    assert spec is not None
+    return msgspec.structs.replace(found, spec=msgspec.structs.replace(found.spec, quantization=spec), **changes)
+
+
+def test_floats_are_rounded_while_they_are_loaded(tmp_path: Path) -> None:
+    """To what a checkpoint of a scale for each channel holds; whole and in shards, which find scales of their own inputs."""
+    theirs, _ = write(tmp_path, KINDS["compressed-channel"])
+    plain(tmp_path)
+    tokens = torch.randint(0, 211, (21,)).tolist()
+    with torch.no_grad():
+        expected = theirs(torch.tensor([tokens])).logits[0]
+    with torch.inference_mode():
+        ours = load_model(online(tmp_path), torch.device("cpu"), 0, lambda done, total: None)
+        shards = [
+            load_model(online(tmp_path), torch.device("cpu"), 0, lambda done, total: None, Shard(rank, 2))
+            for rank in (0, 1)
+        ]
+    assert distance(run(ours, caches(ours.spec, 24), [(tokens, 0, TABLE)]), expected) < JUMPS
+    found = together(shards, lambda model, comm: logits_of(model, comm, tokens))
+    assert distance(found[0], expected) < 3 * JUMPS
+
+
+@pytest.mark.parametrize("name", ["fp8-128", "fp8-static", "compressed-channel"])
+def test_dummy_weights_are_of_the_kind_that_the_config_names(name: str, tmp_path: Path) -> None:
+    write(tmp_path, KINDS[name])
+    model = load(tmp_path, "dummy")
+    product = model.get_submodule("layers.0.mlp.down")
+    assert isinstance(product, Linear)
+    assert isinstance(product.method, Fp8Linear)
+    tokens = list(range(9))
+    assert run(model, caches(model.spec, 24), [(tokens, 0, TABLE)]).isfinite().all()

@@ -20,7 +20,8 @@ from meshlm.workers.moe.fused_moe import FusedMoE
 from meshlm.workers.moe.parts import Dispatcher, Routing
 from meshlm.workers.moe.placement.replicas import Replicas
 from meshlm.workers.moe.registry import ExpertWeights, make_experts
-from meshlm.workers.quantization.fp8 import FP8, ExpertScales, decoded, groups
+from meshlm.workers.quantization.fp8 import FP8, ExpertScales, decoded, encoder, groups
+from meshlm.workers.quantization.method import Encode
 
 ROUTING = (torch.int32, torch.float32)  # dtypes of experts and weights
 
@@ -68,6 +69,7 @@ class GroupedLinear(nn.Module):
     def __init__(self, experts: int, inputs: int, outputs: int) -> None:
         super().__init__()
         self.scheme: QuantizationScheme | None = None
+        self.encode: Encode | None = None  # see `LinearMethod.encode`
         self.dtype = torch.get_default_dtype()  # the model's, while it is made
         self.weight = nn.Parameter(torch.empty(experts, outputs, inputs), requires_grad=False)
 
@@ -78,6 +80,7 @@ class GroupedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts, outputs, inputs, dtype=FP8), requires_grad=False)
         self.weight_scale = nn.Parameter(scales, requires_grad=False)
         self.scheme = scheme
+        self.encode = encoder(scheme) if scheme.online else None
 
     def prepare(self, into: nn.Parameter | None = None) -> None:
         """After loading: a CPU, which would take longer to decode than to multiply, decodes once. into: what `restore` gave."""

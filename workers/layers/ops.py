@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshlm.kernels.fp8_gemm.reference import Fp8Weight
 from meshlm.kernels.moe_routing.reference import Rule, select_experts
 from meshlm.kernels.moe_slots.reference import slots_of
 from meshlm.kernels.packed_gemm.reference import PackedWeight, packed_linear
@@ -94,6 +95,14 @@ class Ops(Protocol):
 
     def packed_linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         """[m, inputs] -> [m, outputs]: kernels/packed_gemm."""
+        ...
+
+    def takes_fp8(self, group: int) -> bool:
+        """Whether `fp8_linear` is there, for groups of so many inputs that share a scale (0: all do)."""
+        ...
+
+    def fp8_linear(self, x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
+        """[m, inputs] -> [m, outputs], in 8 bits: kernels/fp8_gemm."""
         ...
 
     def rows(self, ids: Tensor, table: Tensor, size: int) -> Tensor:
@@ -212,6 +221,12 @@ class Composed:
 
     def packed_linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         return packed_linear(x, weight, bias)
+
+    def takes_fp8(self, group: int) -> bool:
+        return False
+
+    def fp8_linear(self, x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
+        raise NotImplementedError
 
     def finish_sum(self, x: PartialSum, dtype: torch.dtype) -> Tensor:
         assert x.kind is Kind.WHOLE

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from meshlm.kernels.embedding.kernel import embed
+from meshlm.kernels.fp8_gemm import kernel as fp8
+from meshlm.kernels.fp8_gemm.reference import Fp8Weight
 from meshlm.kernels.gate_up_silu import kernel as gate_up_silu
 from meshlm.kernels.gemm import kernel as products
 from meshlm.kernels.gemv.kernel import gemv, pays
@@ -20,6 +22,7 @@ from meshlm.kernels.moe_sum.kernel import sum_parts
 from meshlm.kernels.norm import kernel as norms
 from meshlm.kernels.packed_gemm.kernel import packed_linear
 from meshlm.kernels.packed_gemm.reference import PackedWeight
+from meshlm.kernels.quantise_fp8.kernel import quantise
 from meshlm.kernels.rope_cache.kernel import rope_cache
 from meshlm.kernels.silu_mul.kernel import silu_mul
 from meshlm.kernels.small_m_gemm.kernel import shape_for, small_m_gemm
@@ -57,6 +60,14 @@ class TritonOps(Composed):
 
     def packed_linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         return packed_linear(x, weight, bias)
+
+    def takes_fp8(self, group: int) -> bool:
+        return fp8.takes(group) and torch.cuda.get_device_capability() >= (8, 9)
+
+    def fp8_linear(self, x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
+        codes, scales, group, rounded, input_scale = weight
+        values, x_scales = (x, None) if rounded is None else quantise(x.contiguous(), rounded, input_scale)
+        return fp8.fp8_gemm(values, x_scales, codes, scales, bias, x.dtype, group)
 
     def row_parallel_linear(
         self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, residual: Tensor | None

@@ -1,10 +1,11 @@
-"""FP8 weights (e4m3) and activations that are rounded to FP8, computed with their values in the model's dtype. Correct on every device.
+"""FP8 weights (e4m3) and activations that are rounded to FP8. Correct on every device.
 
     x_q = fp8(x / s_x)                        s_x: of the file, or max |x| / 448 of a token, or of a token's group of inputs
     y = (x_q * s_x) (w_q * s_w)^T + bias      s_w: of a row of the weight, or of a row's group of inputs
 
-A scale of a whole tensor or of a block is a scale of each of its rows: then any rows make a layer. On a GPU weights stay FP8 in memory
-and one layer's values exist while it computes; a CPU, which would take longer to decode than to multiply, decodes once, after loading.
+A scale of a whole tensor or of a block is a scale of each of its rows: then any rows make a layer. A GPU that knows 8-bit floats
+multiplies them as they are (kernels/fp8_gemm). On others weights stay FP8 in memory and one layer's values exist while it computes; a
+CPU, which would take longer to decode than to multiply, decodes once, after loading.
 Dynamic scales are always a token's own, also where a file asks for one of all tokens: else a text would depend on its neighbours.
 """
 
@@ -14,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshlm.kernels.fp8_gemm.reference import Fp8Weight, quantised_rows
 from meshlm.protocol.model import QuantizationScheme
-from meshlm.workers.quantization.method import Fused
+from meshlm.workers.quantization.method import Encode, Fused
 
 if TYPE_CHECKING:
     from meshlm.workers.layers.linear import Linear
@@ -33,6 +35,7 @@ class _Rows(NamedTuple):
     end: int
     input_scale: Tensor | None
     weight: Tensor | None  # its values, packed; None: they are decoded for each product
+    native: Fp8Weight | None = None  # they are multiplied as they are
 
 
 class Fp8Linear:
@@ -40,6 +43,7 @@ class Fp8Linear:
 
     def __init__(self, scheme: QuantizationScheme) -> None:
         self.scheme = scheme
+        self.encode: Encode | None = encoder(scheme) if scheme.online else None
         self._scales = torch.empty(0)
         self._rows: tuple[_Rows, ...] = ()
         self._dtype = torch.get_default_dtype()  # the model's, while it is made
@@ -68,6 +72,8 @@ class Fp8Linear:
             rows = _Rows(begin, begin + count, None if scales is None else scales[nth], None)
             if linear.weight.device.type == "cpu":
                 rows = rows._replace(weight=ops.pack(self._values(linear, rows, self._dtype)))
+            elif self._native(ops):
+                rows = rows._replace(native=self._as_they_are(linear, rows))
             found.append(rows)
             begin += count
         self._rows = tuple(found)
@@ -87,7 +93,27 @@ class Fp8Linear:
         """No kernel here rounds activations or scales weights."""
         return False
 
+    def _native(self, ops: "Ops") -> bool:
+        """Weights and inputs must have scales for the same groups."""
+        scheme = self.scheme
+        group = scheme.block[1] if scheme.weight == "block" else 0
+        alike = scheme.activation != "group" or scheme.group == group
+        return alike and not (group and scheme.activation == "static") and ops.takes_fp8(group)
+
+    def _as_they_are(self, linear: "Linear", rows: _Rows) -> Fp8Weight:
+        part, scheme = slice(rows.begin, rows.end), self.scheme
+        return Fp8Weight(
+            linear.weight.data[part],
+            self._scales[part].contiguous(),
+            scheme.block[1] if scheme.weight == "block" else 0,
+            None if scheme.activation == "none" else scheme.group,
+            rows.input_scale,
+        )
+
     def _product(self, linear: "Linear", x: Tensor, rows: _Rows, ops: "Ops") -> Tensor:
+        if rows.native is not None:
+            bias = None if linear.bias is None else linear.bias[rows.begin : rows.end]
+            return ops.fp8_linear(x, rows.native, bias)
         weight = self._values(linear, rows, x.dtype) if rows.weight is None else rows.weight
         bias = None if linear.bias is None else linear.bias[rows.begin : rows.end]
         return ops.linear(rounded(x, self.scheme, rows.input_scale), weight, bias, rows.end - rows.begin)
@@ -96,6 +122,19 @@ class Fp8Linear:
         """The values of these rows of the weight."""
         codes, scale = linear.weight[rows.begin : rows.end], self._scales[rows.begin : rows.end]
         return decoded(codes, scale, self.scheme, dtype)
+
+
+def encoder(scheme: QuantizationScheme) -> Encode:
+    """Rounds floats to codes whose scales are of rows, or of a row's groups of inputs."""
+
+    def encode(values: Tensor) -> dict[str, Tensor]:
+        inputs, count = values.shape[1], groups(scheme, values.shape[1])
+        size = scheme.block[1] if count > 1 else inputs
+        parted = F.pad(values, (0, count * size - inputs)).unflatten(1, (count, size)).flatten(0, 1)
+        codes, scales = quantised_rows(parted)
+        return {"weight": codes.view(len(values), -1)[:, :inputs], "weight_scale": scales.view(len(values), count)}
+
+    return encode
 
 
 class ExpertScales(NamedTuple):

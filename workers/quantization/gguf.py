@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from meshlm.kernels.packed_gemm.ggml import packed
 from meshlm.kernels.packed_gemm.reference import PackedWeight, decode
-from meshlm.workers.quantization.method import Fused
+from meshlm.workers.quantization.method import Encode, Fused
 
 if TYPE_CHECKING:
     from meshlm.workers.layers.linear import Linear
@@ -24,6 +24,8 @@ class Span(NamedTuple):
 
 class GGUFLinear:
     """See `meshlm.workers.quantization.method.LinearMethod`. Until `finish` the weight is the file's bytes, span after span."""
+
+    encode: Encode | None = None
 
     def __init__(self, spans: tuple[Span, ...]) -> None:
         self._spans = spans

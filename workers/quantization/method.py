@@ -4,6 +4,7 @@ A `LinearMethod` belongs to one layer. Loading asks it for parameters, then to `
 weight by themselves, once, when it is prepared. So nothing is decided in a step.
 """
 
+from collections.abc import Callable
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,8 +22,15 @@ class Fused(Enum):
     ROW_PARALLEL = auto()  # row_parallel_linear
 
 
+Encode = Callable[[Tensor], dict[str, Tensor]]
+"""Floats [rows, inputs] -> rows of the parameters that a layer keeps, by their names."""
+
+
 class LinearMethod(Protocol):
     """The method of one linear layer."""
+
+    encode: Encode | None
+    """What quantises a layer's weight while it is loaded; None: files hold its parameters."""
 
     def add_parameters(self, linear: "Linear") -> None:
         """Give the layer the parameters that files fill, on the meta device; `weight` is one of them."""

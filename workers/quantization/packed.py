@@ -7,12 +7,13 @@ become the words of kernels/packed_gemm on a GPU, and values on a CPU.
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshlm.kernels.packed_gemm.reference import CHUNK, PLANE, PackedWeight, decode, pack
 from meshlm.protocol.model import QuantizationScheme
 from meshlm.runtime.errors import ProcessFatal
-from meshlm.workers.quantization.method import Fused
+from meshlm.workers.quantization.method import Encode, Fused
 
 if TYPE_CHECKING:
     from meshlm.workers.layers.linear import Linear
@@ -27,6 +28,7 @@ class PackedLinear:
     def __init__(self, scheme: QuantizationScheme) -> None:
         """The scheme is that of a layer (`packed_quantization.of_layer`)."""
         self.scheme = scheme
+        self.encode: Encode | None = self._encoded if scheme.online else None
         self.weight: PackedWeight | None = None
         self._dtype = torch.get_default_dtype()  # the model's, while it is made
 
@@ -67,6 +69,26 @@ class PackedLinear:
     def fused(self, kind: Fused) -> bool:
         """A CPU has the values."""
         return self.weight is None
+
+    def _encoded(self, values: Tensor) -> dict[str, Tensor]:
+        """Each group to the nearest of its codes, which reach from its least value to its largest."""
+        bits, size = self.scheme.bits, self.scheme.weight_group
+        groups = -(-values.shape[1] // size)
+        parted = F.pad(values.float(), (0, groups * size - values.shape[1])).unflatten(1, (groups, size))
+        low, high, most = parted.amin(2).clamp(max=0), parted.amax(2).clamp(min=0), (1 << bits) - 1
+        if self.scheme.zeros:
+            scale = ((high - low) / most).clamp(min=1e-8)
+            zero = (-low / scale).round().clamp(0, most)
+        else:
+            scale = (torch.maximum(-low, high) * 2 / most).clamp(min=1e-8)
+            zero = torch.full_like(scale, 1 << bits - 1)
+        codes = (parted / scale[..., None] + zero[..., None]).round().clamp(0, most).to(torch.uint8)
+        codes = codes.flatten(1)[:, : values.shape[1]]
+        found = {
+            "weight": codes if bits == 8 else codes[:, ::2] | codes[:, 1::2] << 4,
+            "weight_scale": scale.half().float(),
+        }
+        return found | ({"weight_zero": zero.to(torch.uint8)} if self.scheme.zeros else {})
 
     def _packed(self, linear: "Linear") -> PackedWeight:
         scheme, scale = self.scheme, linear.weight_scale

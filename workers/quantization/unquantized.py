@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from meshlm.workers.quantization.method import Fused
+from meshlm.workers.quantization.method import Encode, Fused
 
 if TYPE_CHECKING:
     from meshlm.workers.layers.linear import Linear
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 class Unquantized:
     """See `meshlm.workers.quantization.method.LinearMethod`. Every fused kernel takes such a weight."""
+
+    encode: Encode | None = None
 
     def add_parameters(self, linear: "Linear") -> None:
         linear.weight = nn.Parameter(torch.empty(linear.outputs, linear.inputs), requires_grad=False)

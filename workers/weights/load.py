@@ -13,9 +13,12 @@ from meshlm.runtime.checkpoint_files import SCALE_OF_KV_CACHE
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers import memory
 from meshlm.workers.distributed.shard import WHOLE, Shard
+from meshlm.workers.layers.linear import Linear
+from meshlm.workers.layers.moe import GroupedLinear
 from meshlm.workers.models.decoder import Attention, Decoder
 from meshlm.workers.models.registry import model_class
 from meshlm.workers.quantization import packed_files
+from meshlm.workers.quantization.method import Encode
 from meshlm.workers.quantization.registry import use_methods
 from meshlm.workers.quantization.scale_tensor import ScaleTensor
 from meshlm.workers.quantization.scales import scale_rows, scale_tensors
@@ -74,12 +77,12 @@ def reload_experts(model: Decoder, resolved: Resolved, device: torch.device, see
     default = torch.get_default_dtype()
     torch.set_default_dtype(DTYPES[resolved.dtype])
     computed = [(linear, linear.restore()) for mixture in model.mixtures() for linear in mixture.experts.linears()]
-    slots, scales = dict(model.named_parameters()), scale_tensors(resolved.spec)
+    slots, scales, encoders = dict(model.named_parameters()), scale_tensors(resolved.spec), encoders_of(model)
     try:
         for name, source in sources(Path(resolved.model_path), resolved.load_format, resolved.spec, device, seed):
             found, scale = _place(name, scales, model)
             if found is not None and found.expert is not None:
-                _take(slots, name, source, found, scale, resolved)
+                _take(slots, name, source, found, scale, resolved, encoders)
     finally:
         torch.set_default_dtype(default)
         for linear, values in computed:
@@ -111,9 +114,11 @@ def _fill(
     slots = dict(model.named_parameters())
     for name, whole in kept.items():
         whole.begin(slots[name])
+    encoders = encoders_of(model)
     missing = {
         name: kept[name].elements if name in kept else _clear_padding(name, parameter, model)
         for name, parameter in slots.items()
+        if name in encoders or name.rpartition(".")[0] + ".weight" not in encoders or name.endswith(".bias")
     }
     total, expected = weight_bytes(model), dict(missing)
     scales = scale_tensors(resolved.spec)
@@ -131,7 +136,7 @@ def _fill(
         if found.parameter in kept:
             taken = kept[found.parameter].take(slots[found.parameter], source, found)
         else:
-            taken = _take(slots, name, source, found, scale, resolved)
+            taken = _take(slots, name, source, found, scale, resolved, encoders)
         missing[found.parameter] -= taken
         parameter = slots[found.parameter]
         done += parameter.numel() * parameter.element_size() * taken / expected[found.parameter]
@@ -163,8 +168,9 @@ def _take(
     found: WeightSlice,
     scale: ScaleTensor | None,
     resolved: Resolved,
+    encoders: Mapping[str, Encode],
 ) -> int:
-    """A part of a tensor goes to its place in a parameter; how many elements that are."""
+    """A part of a tensor goes to its place in a parameter; how many elements of that are filled."""
     slot = _slot(slots, found)
     if scale is not None:
         rows = scale_rows(name, source, scale, found)
@@ -180,12 +186,27 @@ def _take(
     rows = slot[found.row : found.row + tensor.shape[0]]
     if found.neighbours[1] and resolved.load_format != "gguf":  # gguf_source.py reorders
         tensor = _to_halves(tensor, *found.neighbours)
+    if (encode := encoders.get(found.parameter)) is not None:
+        for last, values in encode(tensor.to(slot.device)).items():
+            at = _slot(slots, found._replace(parameter=found.parameter.removesuffix("weight") + last))
+            at[found.row : found.row + len(values)] = values
+        return rows.numel()
     rows.copy_(tensor)
     if found.times != 1:
         rows *= found.times
     if found.plus and resolved.load_format != "gguf":
         rows += found.plus
     return tensor.numel()
+
+
+def encoders_of(model: Decoder) -> dict[str, Encode]:
+    """By the name of a weight: what quantises it while it is loaded."""
+    found = {}
+    for path, module in model.named_modules():
+        encode = module.method.encode if isinstance(module, Linear) else getattr(module, "encode", None)
+        if encode is not None and isinstance(module, Linear | GroupedLinear):
+            found[f"{path}.weight"] = encode
+    return found
 
 
 def _to_halves(values: Tensor, head_dim: int, rotary: int) -> Tensor:

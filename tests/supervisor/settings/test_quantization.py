@@ -31,13 +31,25 @@ def test_what_the_files_say(asked: str, tmp_path: Path) -> None:
     ("found", "asked", "said"),
     [
         (FP8, "compressed-tensors", "--quantization compressed-tensors: the weights of .* are quantised with fp8"),
-        (None, "fp8", "--quantization fp8: the weights of .* are not quantised"),
-        (None, "awq", "--quantization awq: the weights"),
+        (
+            None,
+            "awq",
+            "--quantization awq: the weights of .* are not quantised; while they are loaded they can be with .*fp8",
+        ),
+        (None, "magic", "--quantization magic: the weights of .* are not quantised"),
     ],
 )
 def test_what_they_are_not(found: Any, asked: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=said):
         resolved(tmp_path, found, quantization=asked)
+
+
+def test_plain_weights_are_quantised_while_they_are_loaded(tmp_path: Path) -> None:
+    spec = resolved(tmp_path, None, quantization="fp8").spec
+    assert spec.quantization is not None
+    assert [(scheme.weight, scheme.online) for scheme in spec.quantization.schemes] == [("channel", True)]
+    with pytest.raises(UsageError, match="--compile inductor: it is not there for weights quantised with fp8"):
+        resolved(tmp_path, None, quantization="fp8", device="cuda", compile="inductor")
 
 
 def test_compiled_functions_know_no_scales(tmp_path: Path) -> None:

@@ -1,0 +1,27 @@
+"""A packed weight as the arguments of kernels."""
+
+from torch import Tensor
+
+from meshlm.kernels.packed_gemm.reference import PLANE, PackedWeight
+
+
+def tensors(weight: PackedWeight) -> tuple[Tensor, ...]:
+    """The words of the low bits and of the others, scales, zeros, minima, table. What is not there is stood for by what is."""
+    low = weight.low
+    return (
+        low,
+        low if weight.high is None else weight.high,
+        weight.scales,
+        low if weight.zeros is None else weight.zeros,
+        low if weight.minima is None else weight.minima,
+        low if weight.table is None else weight.table,
+    )
+
+
+def constants(weight: PackedWeight) -> dict[str, object]:
+    """What kernels are compiled for."""
+    return {
+        "INPUTS": weight.inputs, "OUTPUTS": weight.outputs, "CHUNKS": weight.low.shape[1] // PLANE, "BITS": weight.bits,
+        "GROUP": weight.group, "ZERO": float(weight.zero), "ZEROS": weight.zeros is not None, "MINIMA": weight.minima is not None,
+        "TABLE": weight.table is not None,
+    }  # fmt: skip

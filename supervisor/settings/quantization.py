@@ -1,0 +1,26 @@
+"""What --quantization may ask of a model's weights: what its files say, or, of plain weights, to be quantised while they are loaded."""
+
+import msgspec
+
+from meshlm.architectures.quantization import formats
+from meshlm.protocol.config import MeshConfig
+from meshlm.runtime.model_files import ModelFiles
+from meshlm.supervisor.errors import UsageError
+
+
+def as_asked(config: MeshConfig, files: ModelFiles) -> ModelFiles:
+    """The files, with the quantisation that the flag asks for. UsageError where they cannot have it."""
+    spec, asked = files.spec.quantization, config.model.quantization
+    found = "gguf" if files.load_format == "gguf" else "" if spec is None else spec.method
+    if asked not in ("", found):
+        online = {name: known.online for name, known in formats().items() if known.online is not None}
+        if found or asked not in online:
+            what = f"are quantised with {found}; leave it out" if found else "are not quantised"
+            can = "" if found else f"; while they are loaded they can be with {', '.join(sorted(online))}"
+            raise UsageError(f"--quantization {asked}: the weights of {files.path} {what}{can}")
+        files = msgspec.structs.replace(files, spec=msgspec.structs.replace(files.spec, quantization=online[asked]))
+    if config.worker.compile == "inductor" and files.spec.quantization is not None:
+        raise UsageError(
+            f"--compile inductor: it is not there for weights quantised with {files.spec.quantization.method}; use none"
+        )
+    return files
