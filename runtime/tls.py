@@ -29,8 +29,8 @@ def make_context(server: ServerConfig) -> ssl.SSLContext | None:
         return None
     if server.ssl_cert_reqs and not server.ssl_ca_certs:
         raise TLSError(f"--ssl-cert-reqs {server.ssl_cert_reqs}: certificates of clients need --ssl-ca-certs")
-    if server.grpc and (server.ssl_cert_reqs == 1 or server.ssl_ciphers or server.enable_ssl_refresh):
-        raise TLSError("--grpc: it has no --ssl-cert-reqs 1, no --ssl-ciphers and no --enable-ssl-refresh")
+    if server.grpc and (server.ssl_cert_reqs == 1 or server.ssl_ciphers):
+        raise TLSError("--grpc: it has no --ssl-cert-reqs 1 and no --ssl-ciphers")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.set_alpn_protocols(["http/1.1"])
     load(context, server)

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import grpc
@@ -14,9 +13,9 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 from meshlm.frontend import watched_files
 from meshlm.frontend.endpoint import take
 from meshlm.frontend.errors import HttpError
+from meshlm.frontend.grpc.certificates import Certificates
 from meshlm.frontend.grpc.servicer import NAME, GrpcBackend, Servicer
 from meshlm.frontend.rate_limits import RateLimits
-from meshlm.protocol.config import ServerConfig
 from meshlm.runtime.api_keys import ADMIN, INFERENCE, ApiKeys
 
 HEALTH_S = 0.5  # how often readiness is looked at
@@ -99,15 +98,6 @@ def _refusing(handler: "Handler", code: grpc.StatusCode, text: str) -> "Handler"
     return make(stream if handler.response_streaming else unary, **codecs)
 
 
-def _credentials(server: ServerConfig) -> "grpc.ServerCredentials | None":
-    """TLS of the port, None without a certificate. ProcessFatal."""
-    if watched_files.tls_context(server) is None:
-        return None
-    cert, key = Path(server.ssl_certfile).read_bytes(), Path(server.ssl_keyfile or server.ssl_certfile).read_bytes()
-    authorities = Path(server.ssl_ca_certs).read_bytes() if server.ssl_ca_certs else None
-    return grpc.ssl_server_credentials([(key, cert)], authorities, require_client_auth=bool(server.ssl_cert_reqs))
-
-
 class GrpcListener:
     """Serves until `stop`. OSError when the port cannot be had."""
 
@@ -136,7 +126,8 @@ class GrpcListener:
         reflection.enable_server_reflection((NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         address = f"[{server.address}]:{server.port}" if ":" in server.address else f"{server.address}:{server.port}"
         try:
-            if credentials := _credentials(server):
+            certificates = Certificates(server)
+            if credentials := certificates.credentials():
                 self._server.add_secure_port(address, credentials)
             else:
                 self._server.add_insecure_port(address)
@@ -144,7 +135,9 @@ class GrpcListener:
             raise OSError(0, str(error)) from None
         await self._server.start()
         loop = asyncio.get_running_loop()
-        self._watching = loop.create_task(watched_files.watch(watched_files.of_server(server, self._keys, None)))
+        reload_tls = certificates.read_again if certificates.serves else None
+        files = watched_files.of_server(server, self._keys, reload_tls)
+        self._watching = loop.create_task(watched_files.watch(files))
         self.serving = loop.create_task(self._tell_health())
 
     async def _tell_health(self) -> None:

@@ -239,3 +239,31 @@ async def test_grpc_speaks_tls(files: Files) -> None:
                 await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=2)
     finally:
         await listener.stop()
+
+
+async def test_certificates_of_grpc_change_while_it_serves(files: Files, log: Log) -> None:
+    from meshlm.frontend.grpc.listener import GrpcListener
+
+    port, cert = free_port(), files.folder / "cert.pem"
+    server = ServerConfig(host="127.0.0.1", port=port, grpc=True, ssl_certfile=str(cert), enable_ssl_refresh=True)
+    backend: Any = Scripted(server)
+    listener = GrpcListener(backend)
+    await listener.start()
+    try:
+        url = f"https://127.0.0.1:{port}"
+        before = await certificate(url, files)
+        assert await certificate(url, files) == before
+        trusted = grpc.ssl_channel_credentials((files.folder / "ca.pem").read_bytes())
+        async with grpc.aio.secure_channel(f"127.0.0.1:{port}", trusted) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            await stub.Check(health_pb2.HealthCheckRequest(), timeout=LIMIT_S)
+            files.issue()
+            assert await log.next() == AGAIN
+            assert (after := await certificate(url, files)) != before
+            replaced(cert, "nothing")
+            assert await log.next() == NOT_AGAIN
+            assert await certificate(url, files) == after
+            found = await stub.Check(health_pb2.HealthCheckRequest(), timeout=LIMIT_S)
+            assert found.status == health_pb2.HealthCheckResponse.SERVING, "open connections go on"
+    finally:
+        await listener.stop()
