@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ import httpx
 import openai
 import psutil
 import pytest
+import trustme
 from fake_answers import complete, reference, stream_ids
 from http_clients import connect, error_of, head, metric
 from serving import MESHLM, Serving, serving
@@ -39,20 +41,40 @@ def test_tokens_prove_the_cache(fake: Serving) -> None:
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 48
 
 
-def test_chunks_come_at_the_interval_that_is_asked_for() -> None:
-    """The first token at once, then four or more together, and the rest at the end."""
-    flags = ("--device", "fake", "--max-model-len", "512", "--stream-interval", "4")
+def test_over_tls_chunks_come_at_the_interval_that_is_asked_for(tmp_path: Path) -> None:
+    """The first token at once, then four or more together, and the rest at the end. Another frontend, in the place of one that was
+    killed, has the certificate too, and nobody is served without TLS."""
+    authority, cert = trustme.CA(), tmp_path / "cert.pem"
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(cert)
+    trusted = ssl.create_default_context()
+    authority.configure_trust(trusted)
+    flags = ("--device", "fake", "--max-model-len", "512", "--stream-interval", "4", "--ssl-certfile", str(cert))
     extra = {"ignore_eos": True, "return_token_ids": True}
-    with serving(*flags) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+    with (
+        serving(*flags, says="ready: https") as server,
+        httpx.Client(verify=trusted, timeout=60) as http,
+        openai.OpenAI(base_url=f"https://127.0.0.1:{server.port}/v1", api_key="none", http_client=http) as client,
+    ):
+        assert f"https://127.0.0.1:{server.port}" in server.lines[-1]
         chunks = client.completions.create(
             model="SmolLM2-135M-Instruct", prompt=[300] * 9, max_tokens=22, stream=True, extra_body=extra
         )
         lists = [choice.model_dump().get("token_ids") or [] for chunk in chunks for choice in chunk.choices]
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{server.url}/health")
+        os.kill(before := server.pid("frontend"), signal.SIGKILL)
+        until(lambda: frontend_of(server) not in (before, 0))
+        assert client.with_options(max_retries=9).models.list().data[0].id == "SmolLM2-135M-Instruct"
     lens = [len(ids) for ids in lists if ids]
     assert [token for ids in lists for token in ids] == reference([300] * 9, 22)
     assert lens[0] == 1
     assert len(lens) > 2
     assert min(lens[1:-1]) >= 4
+
+
+def frontend_of(server: Serving) -> int:
+    """The pid of its frontend, 0 while there is none."""
+    return next((p["pid"] or 0 for p in server.status()["processes"] if p["role"] == "frontend"), 0)
 
 
 def test_64_streams_with_little_memory() -> None:
