@@ -52,7 +52,7 @@ def test_over_tls_chunks_come_at_the_interval_that_is_asked_for(tmp_path: Path) 
     extra = {"ignore_eos": True, "return_token_ids": True}
     with (
         serving(*flags, says="ready: https") as server,
-        httpx.Client(verify=trusted, timeout=60) as http,
+        openai.DefaultHttpxClient(verify=trusted, timeout=60) as http,
         openai.OpenAI(base_url=f"https://127.0.0.1:{server.port}/v1", api_key="none", http_client=http) as client,
     ):
         assert f"https://127.0.0.1:{server.port}" in server.lines[-1]
