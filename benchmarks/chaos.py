@@ -257,7 +257,7 @@ class Chaos:
 
 
 def pauses(faults: list[Fault]) -> dict[str, Any]:
-    """Of those that had their pause for themselves (0: no gap as long as 0.04 s); `longest_mixed`: of all."""
+    """The pauses of the faults that had one for themselves (0: no gap as long as 0.04 s); `longest_mixed` is of all faults."""
     alone = [fault.pause_s for fault in faults if fault.alone]
     mixed = max((fault.pause_s for fault in faults), default=0.0)
     return {**spread(alone), "longest_mixed": round(mixed, 3)}

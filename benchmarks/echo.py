@@ -50,7 +50,7 @@ class Echo:
 
 
 class EchoPlacement(WorkerPlacement):
-    """Of rank 0 of so many; it meets nobody."""
+    """The place of rank 0 of so many; it meets nobody."""
 
     def __init__(self, size: int) -> None:
         super().__init__(Shard(tp_size=size))

@@ -190,7 +190,7 @@ def union(spans: list[tuple[float, float]]) -> float:
 
 
 def some_layers(events: list[tuple[int, str, float, float]], layers: int) -> list[list[Any]]:
-    """Those of two layers in the middle of the step."""
+    """The events of two layers in the middle of the step."""
     begin, end = events[0][2], events[-1][2] + events[-1][3]
     middle, wide = (begin + end) / 2, (end - begin) / layers
     inside = [event for event in events if middle < event[2] < middle + 2.2 * wide]

@@ -91,7 +91,7 @@ def kernels(engine: Any, plan: StepPlan) -> list[dict[str, Any]]:
 
 
 def by_name(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of a trace's events: each has a name, a begin `ts` and a duration `dur` in microseconds."""
+    """Sums up a trace's events by name: each has a name, a begin `ts` and a duration `dur` in microseconds."""
     found: dict[str, list[float]] = {}
     end: float | None = None
     for event in sorted(events, key=lambda event: event["ts"]):

@@ -55,7 +55,7 @@ def stream(port: int, tokens: int) -> list[float]:
 
 
 def environment(bytecode: str) -> dict[str, str]:
-    """Of a tree whose modules are compiled once, into this folder."""
+    """The environment of a tree whose modules are compiled once, into this folder."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return {**kept, "PYTHONPYCACHEPREFIX": bytecode}
 

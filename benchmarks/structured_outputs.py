@@ -133,7 +133,7 @@ def library(tokenizer: str) -> dict[str, Any]:
 
 
 def long_array(schema: Schema) -> Schema:
-    """Of such values, more of them than an output holds."""
+    """The schema of an array of such values, of more than an output holds."""
     definitions = {name: schema[name] for name in ("$defs",) if name in schema}
     inner = {name: value for name, value in schema.items() if name != "$defs"}
     return {**definitions, "type": "array", "items": inner, "minItems": 2000}

@@ -16,7 +16,7 @@ OBJECTS_BYTES = 400  # of columns, beside what is in them
 
 
 class KeptLogprobs:
-    """Of output tokens from the first on. `delivered`: entries of the first ones, which another detokenizer made."""
+    """Begins with the first output token. `delivered`: entries of the first ones, which another detokenizer made."""
 
     __slots__ = ("_begins", "_columns", "_delivered", "_num_chars", "num_bytes")
 
@@ -31,7 +31,7 @@ class KeptLogprobs:
         return len(self._delivered) + len(self._num_chars)
 
     def add(self, columns: LogprobColumns, sizes: list[int], skip: int) -> None:
-        """Those of the next tokens. sizes: the characters that each brings to the text; skip: positions that are left out."""
+        """Takes those of the next tokens. sizes: the characters that each brings to the text; skip: positions that are left out."""
         self._begins.append(len(self))
         self._columns.append((columns, skip))
         self._num_chars.extend(sizes)
@@ -39,7 +39,7 @@ class KeptLogprobs:
         self.num_bytes += OBJECTS_BYTES + sum(map(len, parts))
 
     def entries(self, begin: int, end: int, ids: "array[int]", table: TokenTable) -> list[PositionLogprobs]:
-        """Of output tokens begin .. end - 1, as many of them as there are. ids: all output tokens."""
+        """The entries of output tokens begin .. end - 1, as many of them as there are. ids: all output tokens."""
         found = self._delivered[begin:end]
         begin, end = begin + len(found), min(end, len(self))
         while begin < end:

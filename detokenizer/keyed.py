@@ -65,7 +65,7 @@ class Keyed:
         return pool.add(request.request_id, size_of(request))
 
     def measure(self, requests: Mapping[RequestId, RequestState]) -> list[RequestId]:
-        """Those that run without a client have grown. Gives the requests that must go for lack of space."""
+        """Requests that run without a client have grown since they were measured. Gives the requests that must go for lack of space."""
         return self.running.measure({request_id: size_of(requests[request_id]) for request_id in self.running.sizes})
 
     def over(self, now: float) -> list[RequestId]:

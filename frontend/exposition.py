@@ -27,7 +27,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 def exposition(stats: MeshStats | None = None, model: str = "") -> bytes:
-    """Those of the frontends, or of this one where nothing is shared, and those of the processes that `stats` tells of."""
+    """The metrics of all frontends, or of this one where nothing is shared, and of the processes that `stats` tells of."""
     own = _SHARED.text() if "PROMETHEUS_MULTIPROC_DIR" in os.environ else _alone()
     return own + "".join(_of_processes(stats, model)).encode() if stats is not None else own
 

@@ -164,7 +164,7 @@ def _allowed(allowed: Any, tools: Tools) -> ToolChoice:
 
 
 def _parameters(tools: list[Json]) -> Tools:
-    """Of each tool the JSON schema of its parameters."""
+    """The JSON schema of each tool's parameters, by the tool's name."""
     found = {}
     for tool in tools:
         given = tool["function"].get("parameters")

@@ -37,7 +37,7 @@ def loaded(names: Iterable[str]) -> list[type[Any]]:
 
 
 def names(given: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Those of the flag, and those of installed packages, each once. PluginError."""
+    """The names that the flag gives and those of installed packages, each once. PluginError."""
     return tuple(dict.fromkeys([*given, *plugins.values(plugins.LOGITS_PROCESSORS, environment)]))
 
 

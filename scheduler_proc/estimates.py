@@ -13,7 +13,7 @@ _BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
 
 
 class Estimate(NamedTuple):
-    """Of one step and one device."""
+    """What one step asks of one device."""
 
     flops: float
     read_bytes: float

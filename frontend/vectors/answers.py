@@ -67,7 +67,7 @@ class VectorsResponse(Response):
         return joined
 
     def lines(self) -> "list[list[array[float]]]":
-        """Of a task for tokens: each input's vectors."""
+        """Each input's vectors, where the task gives one for each token."""
         return [lines_of(array("f", choice.pooled), choice.num_prompt_tokens) for choice in self.choices]
 
     def usage(self) -> Json:

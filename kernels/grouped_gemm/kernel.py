@@ -100,7 +100,7 @@ def _which(
     ids, tile, slab, most,
     TOPK: tl.constexpr, GATHER: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Of each row of a tile: its entry, the row of x and of its scales, and whether a batch has it (the last tile may reach behind)."""
+    """Each row of a tile: its entry, the row of x and of its scales, and whether a batch has it (the last tile may reach behind)."""
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     entry = row
     token = slab * most + row
@@ -285,7 +285,7 @@ class Shape(NamedTuple):
 
 
 Scales = tuple[Tensor | None, Tensor | None]
-"""Of x and of the weight, where they are 8-bit floats: see kernels/moe_few."""
+"""The scales of x and of the weight, where they are 8-bit floats: see kernels/moe_few."""
 
 
 class Parts(NamedTuple):

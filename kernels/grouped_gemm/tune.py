@@ -108,7 +108,7 @@ class Bench:
         return run
 
     def aligned_us(self, block_m: int) -> float:
-        """Of the order of rows alone, which both products are timed with."""
+        """The time of ordering the rows alone, which both products are timed with."""
 
         def run() -> None:
             for _, experts, _ in self.cases:
@@ -182,7 +182,7 @@ WIDE_TILES = {
 
 
 def _many(block_m: int, *, gate: bool) -> Iterator[many.Shape]:
-    """Of tiles that follow one another, and one by one."""
+    """The shapes that are tried: programs with several tiles each, and with one."""
     for sizes in WIDE_TILES[block_m].split(","):
         columns, block_k, warps, stages, programs, tiles = map(int, sizes.split())
         block_n = columns // 2 if gate else columns

@@ -101,7 +101,7 @@ class Prompt:
         dense(self.query, self.latent, up, self.at, 0.1, self.out, prior=prior, tile=tile)
 
     def operations(self) -> float:
-        """Of attention with keys and values projected up, which is the least."""
+        """The operations of attention with keys and values projected up, which has the fewest."""
         tokens = self.query.shape[0]
         return 2.0 * self.heads * (NOPE + ROTARY + WIDE) * tokens * (self.context + tokens / 2)
 

@@ -184,7 +184,7 @@ def context(
 
 
 def _tiles(up: Tensor, lines: Tensor, widths: tuple[int, int, int], block_n: int) -> tuple[TensorDescriptor, ...]:
-    """Of keys, values and rotated keys, whose widths these are."""
+    """Descriptors of the tiles of keys, values and rotated keys, whose widths these are."""
 
     def of(x: Tensor, width: int) -> TensorDescriptor:
         return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [block_n, width])

@@ -340,7 +340,7 @@ class ModelEngine:
             self.graphs.replay(head)
 
     def _constraint(self, plan: StepPlan, rows: I32) -> Constraint:
-        """Of the rows that sample in this step."""
+        """The constraint of the rows that sample in this step."""
         if not self.shard.is_last:
             return self.grammars.of_step(rows[:0])
         self.grammars.apply(plan)

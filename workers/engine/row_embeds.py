@@ -44,7 +44,7 @@ class RowEmbeds:
         self._rows.clear()
 
     def of_step(self, step: StepColumns) -> tuple[GivenEmbeds, ...]:
-        """Those of the tokens that the step computes. A row whose last one it computes needs them no more."""
+        """The vectors of the tokens that the step computes. A row whose last one it computes needs them no more."""
         if not self._rows:
             return ()
         found = []

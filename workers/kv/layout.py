@@ -57,7 +57,7 @@ class StateLayout(NamedTuple):
 
     @property
     def shapes(self) -> tuple[tuple[int, int, int], tuple[int, int]]:
-        """Of heads and channels in a half."""
+        """The shapes of the states of the heads and of the channels in a half."""
         state = self.state
         heads = (-(-state.num_heads // 2), state.head_dim, state.state_size)
         return heads, (-(-state.conv_dim // 2), state.conv_kernel - 1)
@@ -145,7 +145,7 @@ class KVLayout:
 
     @property
     def tensor_dtype(self) -> torch.dtype:
-        """Of the tensors that hold it."""
+        """The dtype of the tensors that hold it."""
         return torch.uint8 if self.states else self.dtype
 
     def caches(self, tensors: list[Tensor], scales: list[tuple[float, float]]) -> list[LayerCache]:

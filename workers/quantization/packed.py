@@ -136,7 +136,7 @@ def unpacked(codes: Tensor, bits: int) -> Tensor:
 
 
 def compact(scales: Tensor) -> Tensor:
-    """Of 16 bits, where those hold them exactly."""
+    """The scales as 16-bit floats, where those hold them exactly."""
     for dtype in (torch.float16, torch.bfloat16):
         if torch.equal(scales.to(dtype).to(scales.dtype), scales):
             return scales.to(dtype).contiguous()

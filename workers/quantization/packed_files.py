@@ -71,7 +71,7 @@ def tensors_of(
 
 
 def check(name: str, source: Source, found: ScaleTensor, shape: tuple[int, ...]) -> None:
-    """Of a tensor that no parameter takes: it says what is known already. ProcessFatal."""
+    """Checks a tensor that no parameter takes, since it says what is known already. ProcessFatal."""
     values = source.whole().cpu()
     match found.parameter:
         case "weight_shape":

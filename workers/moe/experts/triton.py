@@ -34,7 +34,7 @@ QUANTISATIONS = {"none": Quantisation.NONE, "token": Quantisation.FP8_TOKEN, "gr
 
 
 class _Weights:
-    """Of a layer's experts: gate_up [local experts, 2 wide, hidden], down [local experts, hidden, wide], of 16 bits or with scales."""
+    """A layer holds gate_up [local experts, 2 wide, hidden], down [local experts, hidden, wide], of 16 bits or with scales."""
 
     def __init__(self, gate_up: Tensor, down: Tensor, scales: ExpertScales | None = None) -> None:
         self.gate_up, self.down = gate_up, down
@@ -72,7 +72,7 @@ class TritonExperts:
         self.dtype, self.quantisation = self._weights.dtype, self._weights.quantisation
 
     def left(self, rows: int, num_topk: int, allowed: tuple[WeightAndReduce, ...]) -> WeightAndReduce:
-        """Of few rows the norm behind sums up the parts."""
+        """The norm behind sums up the parts of few rows."""
         parts = leaves_parts(self._weights.plan(rows, num_topk), rows) and WeightAndReduce.PARTS in allowed
         return WeightAndReduce.PARTS if parts else WeightAndReduce.DONE
 
