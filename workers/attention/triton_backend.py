@@ -15,7 +15,7 @@ from meshlm.workers.attention.aux_stream import AuxStream
 from meshlm.workers.attention.triton_latent import LatentWorkspace, TritonLatentAttention
 from meshlm.workers.batch import UNKNOWN, LayerCache, StepInputs
 from meshlm.workers.layers.ops import AttentionShape, LatentShape, Ops
-from meshlm.workers.states.step import StepStates
+from meshlm.workers.states.triton_states import KINDS, TritonStates
 
 WORKSPACE_FLOATS = 1 << 22
 MOST_RANK = 512
@@ -53,6 +53,7 @@ class TritonAttention:
     ) -> None:
         assert batch.columns is not None
         self._batch, self._workspace, self._side = batch, workspace, side
+        self._block_size, self._states = block_size, dict[int, TritonStates]()
         columns = batch.columns
         self._longest = columns.blocks.shape[1] * block_size
         self._latent = TritonLatentAttention(batch, latent, side)
@@ -111,8 +112,11 @@ class TritonAttention:
         ops.latent_cache(query, latent, batch, table, cache, heads)
         return self._latent.attend(query, latent, lines, columns, heads, scale)
 
-    def states(self, group: int) -> StepStates:
-        raise AssertionError("plain torch computes models with recurrent states")
+    def states(self, group: int) -> TritonStates:
+        found = self._states.get(group)
+        if found is None:
+            found = self._states[group] = TritonStates(self._batch, group, self._block_size)
+        return found
 
     def _decode(
         self,
@@ -166,8 +170,8 @@ class TritonBackend:
             return f"it supports head sizes from 16 to 256, this model has {spec.head_dim}"
         if spec.mla is not None and spec.mla.kv_lora_rank > MOST_RANK:
             return f"it supports latents of up to {MOST_RANK}, this model has kv_lora_rank {spec.mla.kv_lora_rank}"
-        if spec.state is not None:
-            return "it has no kernels for recurrent states"
+        if spec.state is not None and spec.state.kind not in KINDS:
+            return f"it has no kernels for the states of {spec.state.kind}"
         if block_size & (block_size - 1) or block_size < 8:
             return f"--block-size {block_size} is not a power of two from 8 up"
         return ""

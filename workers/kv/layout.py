@@ -30,7 +30,7 @@ from meshlm.protocol.kv import (
 from meshlm.protocol.model import ModelSpec, StateSpec
 from meshlm.workers.batch import LayerCache, StateCache
 from meshlm.workers.distributed.shard import WHOLE, Shard
-from meshlm.workers.kv_capacity import state_spec
+from meshlm.workers.kv_capacity import CHECKPOINT_TOKENS, state_spec
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 ALIGN = 16  # bytes; numbers of any dtype may begin there
@@ -122,6 +122,8 @@ class KVLayout:
         cache = cache or CacheConfig()
         if self._local.state is not None:
             self.states = _state_layout(self._local.state, cache, model_dtype or dtype)
+            if not layer_bytes:  # blocks are for checkpoints alone
+                block_size = max(block_size, cache.mamba_block_size or CHECKPOINT_TOKENS)
             block_size = block_size_with_states(block_size, layer_bytes, 2 * self.states.half_bytes)
             self._half_bytes = max(self.states.half_bytes, layer_bytes * block_size // 2)
         self.block_size = block_size

@@ -86,7 +86,7 @@ class Driver:
             self._listen(made.head)
 
     def _row(self, row: int, tokens: list[int]) -> NewRow:
-        blocks = 1024 // BLOCK * self.engine.rows.num_groups
+        blocks = -(-1024 // self.engine.rows.block_size) * self.engine.rows.num_groups
         own = np.arange(row * blocks, (row + 1) * blocks, dtype=np.int32)
         told = np.array(tokens, np.int32).tobytes()
         task = self.tasks.get(row, GENERATE)
@@ -109,10 +109,11 @@ class Driver:
         self.computed[row] = cached
 
     def _spoil(self) -> None:
-        blocks, groups = 1024 // BLOCK, self.engine.rows.num_groups
+        size, groups = self.engine.rows.block_size, self.engine.rows.num_groups
+        blocks = -(-1024 // size)
         for row, computed in enumerate(self.computed):
             for group, spec in enumerate(self.engine.layout.specs):
-                unseen = range(spec.first_needed(BLOCK, computed))
+                unseen = range(spec.first_needed(size, computed))
                 pages = torch.tensor([(row * blocks + nth) * groups + group for nth in unseen], dtype=torch.long)
                 for cache in self.engine.compute.caches:
                     cache.keys[pages] = cache.values[pages] = torch.nan

@@ -61,6 +61,30 @@ DEEPSEEK: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_STATES: dict[str, Any] = {
+    "mamba_n_heads": 16,
+    "mamba_d_head": 64,
+    "mamba_d_state": 64,
+    "mamba_expand": 2,
+    "head_dim": 128,
+}
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bamba": (
+        "BambaConfig",
+        _STATES | {"num_hidden_layers": 5, "attn_layer_indices": [2], "mamba_n_groups": 2, "sliding_window": None},
+    ),
+    "mamba2": (
+        "Mamba2Config",
+        {
+            "num_hidden_layers": 3,
+            "num_heads": 16,
+            "head_dim": 64,
+            "n_groups": 2,
+            "state_size": 64,
+            "sliding_window": None,
+        },
+    ),
+}
 EXPERTS: dict[str, Any] = {"num_hidden_layers": 3, "head_dim": 128, "sliding_window": None}
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", EXPERTS | {"num_local_experts": 4, "num_experts_per_tok": 2}),
@@ -82,7 +106,7 @@ def transformers_model(name: str, folder: Path, **changes: object) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    kind, settings = {**GEMMA, **DEEPSEEK, **MIXTURES}[name]
+    kind, settings = {**GEMMA, **DEEPSEEK, **MIXTURES, **HYBRIDS}[name]
     config = getattr(transformers, kind)(**{**SIZES, **settings, **changes})
     theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     for parameter_name, parameter in theirs.named_parameters():

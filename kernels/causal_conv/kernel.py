@@ -1,0 +1,137 @@
+"""A causal convolution of each channel, over the step's tokens and those before them, whose last inputs are the state.
+
+    y_t = silu(bias + sum over k of weight_k x_(t - K + 1 + k))
+
+Decodes are one launch: a program has a request and some channels. Prompts are two: all pieces (kernels/states.py) first read the state
+that the request had, then others leave the new ones.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from meshlm.kernels.attention.kernel import Columns
+from meshlm.kernels.states import PIECE, Pieces, left_in, request_of
+
+BLOCK = 128
+
+
+@triton.jit
+def _update(
+    x, weight, bias, out, state, rows, starts, ends, tables, stride, x_stride, half_stride, page_stride, channels,
+    HALF: tl.constexpr, K: tl.constexpr, PAGE: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    request, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token, count, start, table = request_of(request, rows, starts, ends, tables, stride)
+    if count != 1:
+        return
+    inside, earlier = c < channels, tl.where(start > 0, channels, 0)
+    read = tl.load(table + tl.maximum(start - 1, 0) // PAGE).to(tl.int64)
+    write = tl.load(table + start // PAGE).to(tl.int64)
+    at = state + (c // HALF) * half_stride + (c % HALF) * (K - 1)
+    own = tl.load(x + token * x_stride + c, mask=inside, other=0.0).to(tl.float32)
+    y = own * tl.load(weight + c * K + K - 1, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        y += tl.load(bias + c, mask=inside, other=0.0).to(tl.float32)
+    for k in tl.static_range(K - 1):
+        before = tl.load(at + read * page_stride + k, mask=c < earlier, other=0.0).to(tl.float32)
+        y += before * tl.load(weight + c * K + k, mask=inside, other=0.0).to(tl.float32)
+        if k > 0:
+            tl.store(at + write * page_stride + k - 1, before.to(state.dtype.element_ty), mask=inside)
+    tl.store(at + write * page_stride + K - 2, own.to(state.dtype.element_ty), mask=inside)
+    y = y / (1.0 + tl.exp(-y))
+    tl.store(out + token * channels + c, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _pieces(
+    x, weight, bias, out, state, pieces, rows, starts, ends, tables, stride, x_stride, half_stride, page_stride, channels,
+    HALF: tl.constexpr, K: tl.constexpr, PAGE: tl.constexpr, BIAS: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    piece, c = pieces + tl.program_id(0) * 3, tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token, _, start, table = request_of(tl.load(piece), rows, starts, ends, tables, stride)
+    t = tl.load(piece + 1) + tl.arange(0, PIECE)
+    inside = (tl.arange(0, PIECE) < tl.load(piece + 2))[:, None] & (c < channels)[None, :]
+    read = tl.load(table + tl.maximum(start - 1, 0) // PAGE).to(tl.int64)
+    at = state + read * page_stride + (c // HALF) * half_stride + (c % HALF) * (K - 1)
+    y = tl.zeros((PIECE, BLOCK), tl.float32)
+    if BIAS:
+        y += tl.load(bias + c, mask=c < channels, other=0.0).to(tl.float32)[None, :]
+    for k in tl.static_range(K):
+        i = t - (K - 1) + k
+        here, earlier = inside & (i >= 0)[:, None], inside & (i < tl.where(start > 0, 0, -K))[:, None]
+        value = tl.load(x + (token + i)[:, None] * x_stride + c[None, :], mask=here, other=0.0).to(tl.float32)
+        value += tl.load(at[None, :] + (K - 1 + i)[:, None], mask=earlier, other=0.0).to(tl.float32)
+        y += value * tl.load(weight + c * K + k, mask=c < channels, other=0.0).to(tl.float32)[None, :]
+    y = y / (1.0 + tl.exp(-y))
+    tl.store(out + (token + t)[:, None] * channels + c[None, :], y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _leave(
+    x, state, pieces, prompts, rows, starts, ends, tables, stride, x_stride, half_stride, page_stride, channels,
+    HALF: tl.constexpr, K: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    prompt, c = prompts + 2 * tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first, num = tl.load(prompt), tl.load(prompt + 1)
+    token, count, start, table = request_of(tl.load(pieces + 3 * first), rows, starts, ends, tables, stride)
+    inside, earlier = c < channels, tl.where(start > 0, channels, 0)
+    read = tl.load(table + tl.maximum(start - 1, 0) // PAGE).to(tl.int64)
+    at = state + (c // HALF) * half_stride + (c % HALF) * (K - 1)
+    for back in range(num):  # the last one first: an earlier one may be left in the page that is read here
+        piece = pieces + 3 * (first + num - 1 - back)
+        end = tl.load(piece + 1) + tl.load(piece + 2)
+        page = left_in(table, start, end, count, PAGE)
+        if page >= 0:
+            for k in tl.static_range(K - 1):  # in place what is read is not written yet: it stands further on
+                i = end - (K - 1) + k
+                here, before = c < tl.where(i >= 0, channels, 0), c < tl.where(i < 0, earlier, 0)
+                value = tl.load(x + (token + i) * x_stride + c, mask=here, other=0.0).to(tl.float32)
+                value += tl.load(at + read * page_stride + K - 1 + i, mask=before, other=0.0).to(tl.float32)
+                tl.store(at + page * page_stride + k, value.to(state.dtype.element_ty), mask=inside)
+
+
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    at: Columns,
+    num_decodes: int,
+    pieces: Pieces | None,
+    page: int,
+) -> Tensor:
+    """x [t, channels] (lines may be strided), weight [channels, K], state [2, pages, half, K - 1] -> [t, channels].
+
+    The first `num_decodes` requests may be decodes, of which those with one token are; pieces: of all others. page: tokens of a block.
+    """
+    channels, kernel = weight.shape
+    out = x.new_empty(x.shape[0], channels)
+    shared = (
+        at.rows,
+        at.starts,
+        at.ends,
+        at.blocks,
+        at.blocks.stride(0),
+        x.stride(0),
+        state.stride(0),
+        state.stride(1),
+        channels,
+    )
+    sizes = {"HALF": state.shape[2], "K": kernel, "PAGE": page}
+    blocks = triton.cdiv(channels, BLOCK)
+    given = weight if bias is None else bias
+    if num_decodes:
+        _update[(num_decodes, blocks)](
+            x, weight, given, out, state, *shared, **sizes, BIAS=bias is not None, BLOCK=BLOCK, num_warps=2
+        )
+    if pieces is not None:
+        lines = pieces.pieces
+        small = BLOCK // 2
+        _pieces[(len(lines), triton.cdiv(channels, small))](
+            x, weight, given, out, state, lines, *shared, **sizes, BIAS=bias is not None, PIECE=PIECE, BLOCK=small
+        )
+        _leave[(len(pieces.prompts), blocks)](
+            x, state, lines, pieces.prompts, *shared, **sizes, BLOCK=BLOCK, num_warps=2
+        )
+    return out

@@ -1,0 +1,124 @@
+"""The kernels of Mamba-2 layers on the GPU that is there: a convolution and a scan of prompts, an update of decodes.
+
+    python -P -m meshlm.kernels.ssd.bench [--json FILE] [--reference]
+
+Bytes of a decode: each state read once and written once; beside it a copy of as many bytes. FLOP of a scan: its products in pieces.
+--reference: beside them mamba_ssm's kernels, where that package is installed. Shapes of Bamba-9B and of Nemotron-H-8B.
+"""
+
+import argparse
+import json
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from meshlm.kernels.attention.kernel import Columns
+from meshlm.kernels.causal_conv.kernel import causal_conv
+from meshlm.kernels.measure import keep, microseconds
+from meshlm.kernels.ssd.kernel import chunk_scan
+from meshlm.kernels.ssd.update import state_update
+from meshlm.kernels.states import PIECE, Pieces
+
+SHAPES = {"bamba-9b": (128, 64, 128, 1), "nemotron-h-8b": (128, 64, 128, 8)}  # heads, P, N, groups
+DECODES, PROMPTS, PAGE = (1, 16, 64, 256), (256, 2048, 8192), 1056
+
+
+def columns_of(counts: list[int], start: int) -> Columns:
+    n = len(counts)
+    tables = torch.arange(16 * n, dtype=torch.int32, device="cuda").view(n, 16) % (2 * n)
+    rows, starts = (
+        torch.arange(n, dtype=torch.int32, device="cuda"),
+        torch.full((n,), start, dtype=torch.int32, device="cuda"),
+    )
+    ends = torch.tensor(counts, dtype=torch.int32, device="cuda").cumsum(0).int()
+    return Columns(rows, starts, ends, n, tables)
+
+
+def inputs(tokens: int, pages: int, name: str, dtype: torch.dtype) -> tuple[Any, ...]:
+    heads, width, numbers, groups = SHAPES[name]
+    x = torch.randn(tokens, heads, width, device="cuda", dtype=torch.bfloat16)
+    b, c = torch.randn(2, tokens, groups, numbers, device="cuda", dtype=torch.bfloat16).unbind()
+    dt, a = torch.rand(tokens, heads, device="cuda") * 0.1, -torch.rand(heads, device="cuda")
+    state = torch.randn(2, pages, heads // 2, width, numbers, device="cuda").to(dtype)
+    return x, dt, a, b, c, torch.ones(heads, device="cuda"), state, torch.empty_like(x)
+
+
+def decode(name: str, requests: int, dtype: torch.dtype) -> dict[str, Any]:
+    at, given = columns_of([1] * requests, 1000), inputs(requests, 2 * requests, name, dtype)
+    taken = microseconds(lambda: state_update(*given, at, requests, PAGE))
+    size = given[6].nbytes // 2
+    source, copy = torch.empty(2, max(size, 1 << 20), dtype=torch.uint8, device="cuda").unbind()
+    copied = microseconds(lambda: copy.copy_(source))
+    return {
+        "what": f"decode {name} {requests} {str(dtype)[6:]}",
+        "us": round(taken, 2),
+        "tb_s": round(2 * size / taken / 1e6, 3),
+        "of_copy": round(2 * size / taken / (2 * len(source) / copied), 3),
+    }
+
+
+def prompt(name: str, tokens: int) -> dict[str, Any]:
+    at, pieces = columns_of([tokens], 0), Pieces.of([(0, 0, tokens)], PAGE, torch.device("cuda"))
+    given = inputs(tokens, 2, name, torch.bfloat16)
+    heads, width, numbers, _ = SHAPES[name]
+    taken = microseconds(lambda: chunk_scan(*given, at, pieces, PAGE))
+    flop = 2 * heads * tokens * (PIECE * (numbers + width) + 2 * numbers * width)
+    return {"what": f"scan {name} {tokens}", "us": round(taken, 2), "tflop_s": round(flop / taken / 1e6, 1)}
+
+
+def convolution(name: str, counts: list[int]) -> dict[str, Any]:
+    heads, width, numbers, groups = SHAPES[name]
+    channels, tokens = heads * width + 2 * groups * numbers, sum(counts)
+    x = torch.randn(tokens, channels + heads * width + heads, device="cuda", dtype=torch.bfloat16)[
+        :, heads * width : -heads
+    ]
+    weight, bias = (
+        torch.randn(channels, 4, device="cuda", dtype=torch.bfloat16),
+        torch.randn(channels, device="cuda").bfloat16(),
+    )
+    state = torch.randn(2, 2 * len(counts), channels // 2, 3, device="cuda", dtype=torch.bfloat16)
+    at, decodes = columns_of(counts, 0), len(counts) if tokens == len(counts) else 0
+    pieces = (
+        None if decodes else Pieces.of([(n, 0, count) for n, count in enumerate(counts)], PAGE, torch.device("cuda"))
+    )
+    taken = microseconds(lambda: causal_conv(x, weight, bias, state, at, decodes, pieces, PAGE))
+    what = f"conv {name} {f'{decodes} decodes' if decodes else tokens}"
+    return {"what": what, "us": round(taken, 2), "tb_s": round(2 * tokens * channels * 2 / taken / 1e6, 3)}
+
+
+def reference(name: str, tokens: int) -> dict[str, Any]:
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined  # type: ignore[import-not-found]
+
+    x, dt, a, b, c, d, _, _ = inputs(tokens, 1, name, torch.bfloat16)
+    given = (x[None], dt[None], a, b[None], c[None], 256)
+    taken = microseconds(lambda: mamba_chunk_scan_combined(*given, D=d, return_final_states=True))
+    return {"what": f"mamba_ssm scan {name} {tokens}", "us": round(taken, 2)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json")
+    parser.add_argument("--reference", action="store_true")
+    arguments = parser.parse_args()
+    results = []
+
+    def show(found: dict[str, Any]) -> None:
+        results.append(found)
+        print(json.dumps(found), flush=True)
+
+    for name in SHAPES:
+        for dtype in (torch.bfloat16, torch.float32):
+            for requests in DECODES:
+                show(decode(name, requests, dtype))
+        for tokens in PROMPTS:
+            show(prompt(name, tokens))
+            if arguments.reference and find_spec("mamba_ssm"):
+                show(reference(name, tokens))
+        for counts in ([1] * 64, [2048], [2048] * 4):
+            show(convolution(name, counts))
+    keep(results, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

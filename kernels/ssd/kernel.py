@@ -1,0 +1,135 @@
+"""Prompts through the state space of Mamba-2 (reference.py has the formula), in pieces (kernels/states.py) and three launches.
+
+1. Each piece and head: what the piece adds to the state, S = sum over t of exp(L_end - L_t) dt_t x_t B_t^T, with L the sum of dt A.
+2. Each prompt and head, piece by piece: the state before each piece takes the place of S; states are read from and left in their pages.
+3. Each piece and head: y_t = sum over s <= t of exp(L_t - L_s) (C_t B_s) dt_s x_s + exp(L_t) C_t h + D x_t.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from meshlm.kernels.attention.kernel import Columns
+from meshlm.kernels.states import PIECE, Pieces, left_in, request_of
+
+
+@triton.jit
+def _states(
+    x, dt, a, b, states, decays, pieces, ends, x_stride, b_stride,
+    HEADS: tl.constexpr, EACH: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+    PIECE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    at, head = tl.program_id(0), tl.program_id(1)
+    request, first, size = tl.load(pieces + 3 * at), tl.load(pieces + 3 * at + 1), tl.load(pieces + 3 * at + 2)
+    token = (tl.load(ends + request - 1, mask=request > 0, other=0) + first).to(tl.int64)
+    t, p, n = tl.arange(0, PIECE), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
+    here = t < size
+    step = tl.load(dt + (token + t) * HEADS + head, mask=here, other=0.0)
+    total = tl.cumsum(step * tl.load(a + head), axis=0)
+    end = tl.sum(step * tl.load(a + head), axis=0)
+    value = tl.load(
+        x + (token + t)[:, None] * x_stride + head * P + p[None, :], mask=here[:, None] & (p < P)[None, :], other=0.0
+    )
+    left = value.to(tl.float32) * (step * tl.exp(end - total))[:, None]
+    key = b + (token + t)[:, None] * b_stride + (head // EACH) * N + n[None, :]
+    keys = tl.load(key, mask=here[:, None] & (n < N)[None, :], other=0.0)
+    added = tl.dot(tl.trans(left.to(keys.dtype)), keys, input_precision=PRECISION)
+    to = states + ((at * HEADS + head).to(tl.int64) * P + p[:, None]) * N + n[None, :]
+    tl.store(to, added.to(states.dtype.element_ty), mask=(p < P)[:, None] & (n < N)[None, :])
+    tl.store(decays + at * HEADS + head, tl.exp(end))
+
+
+@triton.jit
+def _pass(
+    states, decays, state, pieces, prompts, rows, starts, ends, tables, stride, half_stride, page_stride,
+    HEADS: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    prompt, head, p = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
+    n = tl.arange(0, BLOCK_N)
+    first, num = tl.load(prompts + 2 * prompt), tl.load(prompts + 2 * prompt + 1)
+    _, count, start, table = request_of(tl.load(pieces + 3 * first), rows, starts, ends, tables, stride)
+    inside = (p < P)[:, None] & (n < N)[None, :]
+    within = p[:, None] * N + n[None, :]
+    at = state + (head // HALF) * half_stride + (head % HALF) * (P * N) + within
+    read = tl.load(table + tl.maximum(start - 1, 0) // PAGE).to(tl.int64)
+    h = tl.load(
+        at + read * page_stride, mask=(p < P)[:, None] & (n < tl.where(start > 0, N, 0))[None, :], other=0.0
+    ).to(tl.float32)
+    for piece in range(first, first + num):
+        place = states + (piece * HEADS + head).to(tl.int64) * (P * N) + within
+        added = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(place, h.to(states.dtype.element_ty), mask=inside)
+        h = tl.load(decays + piece * HEADS + head) * h + added
+        end = tl.load(pieces + 3 * piece + 1) + tl.load(pieces + 3 * piece + 2)
+        page = left_in(table, start, end, count, PAGE)
+        tl.store(
+            at + page * page_stride,
+            h.to(state.dtype.element_ty),
+            mask=(p < P)[:, None] & (n < tl.where(page >= 0, N, 0))[None, :],
+        )
+
+
+@triton.jit
+def _scan(
+    x, dt, a, b, c, d, states, out, pieces, ends, x_stride, b_stride, c_stride,
+    HEADS: tl.constexpr, EACH: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+    PIECE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    at, head = tl.program_id(0), tl.program_id(1)
+    request, first, size = tl.load(pieces + 3 * at), tl.load(pieces + 3 * at + 1), tl.load(pieces + 3 * at + 2)
+    token = (tl.load(ends + request - 1, mask=request > 0, other=0) + first).to(tl.int64)
+    t, p, n = tl.arange(0, PIECE), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
+    here = t < size
+    group = (head // EACH) * N + n[None, :]
+    wide = here[:, None] & (n < N)[None, :]
+    keys = tl.load(b + (token + t)[:, None] * b_stride + group, mask=wide, other=0.0)
+    queries = tl.load(c + (token + t)[:, None] * c_stride + group, mask=wide, other=0.0)
+    step = tl.load(dt + (token + t) * HEADS + head, mask=here, other=0.0)
+    total = tl.cumsum(step * tl.load(a + head), axis=0)
+    seen = t[:, None] >= t[None, :]
+    decay = tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf")))
+    weights = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * decay * step[None, :]
+    narrow = here[:, None] & (p < P)[None, :]
+    values = tl.load(x + (token + t)[:, None] * x_stride + head * P + p[None, :], mask=narrow, other=0.0)
+    y = tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
+    before = states + ((at * HEADS + head).to(tl.int64) * P + p[None, :]) * N + n[:, None]
+    h = tl.load(before, mask=(p < P)[None, :] & (n < N)[:, None], other=0.0)
+    y += tl.exp(total)[:, None] * tl.dot(queries, h.to(queries.dtype), input_precision=PRECISION)
+    y += tl.load(d + head) * values.to(tl.float32)
+    tl.store(out + ((token + t)[:, None] * HEADS + head) * P + p[None, :], y.to(out.dtype.element_ty), mask=narrow)
+
+
+def chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor,
+    state: Tensor,
+    out: Tensor,
+    at: Columns,
+    pieces: Pieces,
+    page: int,
+) -> None:
+    """The prompts of a step: see update.py for the tensors."""
+    heads, width = x.shape[1:]
+    numbers, lines = b.shape[2], pieces.pieces
+    states = torch.empty(len(lines), heads, width, numbers, dtype=x.dtype, device=x.device)
+    decays = torch.empty(len(lines), heads, dtype=torch.float32, device=x.device)
+    each = heads // b.shape[1]
+    block_p, block_n = (max(16, triton.next_power_of_2(size)) for size in (width, numbers))
+    precision = "ieee" if x.dtype == torch.float32 else "tf32"
+    sizes = {"HEADS": heads, "P": width, "N": numbers, "BLOCK_N": block_n}
+    tile = {"EACH": each, "PIECE": PIECE, "BLOCK_P": block_p, "PRECISION": precision, "num_warps": 8}
+    _states[(len(lines), heads)](x, dt, a, b, states, decays, lines, at.ends, x.stride(0), b.stride(0), **sizes, **tile)
+    part = min(block_p, 16)
+    _pass[(len(pieces.prompts), heads, triton.cdiv(width, part))](
+        states, decays, state, lines, pieces.prompts, at.rows, at.starts, at.ends, at.blocks, at.blocks.stride(0),
+        state.stride(0), state.stride(1), HALF=state.shape[2], PAGE=page, BLOCK_P=part, **sizes, num_warps=4,
+    )  # fmt: skip
+    _scan[(len(lines), heads)](
+        x, dt, a, b, c, d, states, out, lines, at.ends, x.stride(0), b.stride(0), c.stride(0), **sizes, **tile
+    )

@@ -1,0 +1,53 @@
+"""Recurrent states by the Triton kernels: the requests are the step's columns on the device."""
+
+import torch
+from torch import Tensor
+
+from meshlm.kernels.attention.kernel import Columns
+from meshlm.kernels.causal_conv.kernel import causal_conv
+from meshlm.kernels.ssd.kernel import chunk_scan
+from meshlm.kernels.ssd.update import state_update
+from meshlm.kernels.states import Pieces
+from meshlm.workers.batch import UNKNOWN, StateCache, StepInputs
+
+KINDS = ("mamba2",)  # that there are kernels for
+
+
+class TritonStates:
+    """See `StepStates`. Made once for the layers of a group."""
+
+    def __init__(self, batch: StepInputs, group: int, block_size: int) -> None:
+        columns = batch.columns
+        assert columns is not None and batch.num_decodes != UNKNOWN  # noqa: PT018
+        self._page, self._num = block_size, batch.num_decodes
+        self._at = Columns(columns.rows, columns.starts, columns.ends, columns.n, batch.block_tables[group])
+        self._pieces: Pieces | None = None
+        if batch.num_decodes < columns.n:
+            assert batch.known is not None, "a CUDA graph of prompts"
+            first = batch.num_decodes
+            prompts = [(first + nth, one.start, one.num_tokens) for nth, one in enumerate(batch.known.prompts)]
+            self._pieces = Pieces.of(prompts, block_size, batch.device)
+
+    def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache) -> Tensor:
+        """See `StepStates.conv`."""
+        return causal_conv(x, weight, bias, cache.conv, self._at, self._num, self._pieces, self._page)
+
+    def ssd(self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, cache: StateCache) -> Tensor:
+        """See `StepStates.ssd`."""
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        given = (x, dt, a, b, c, d, cache.ssm, out, self._at)
+        if self._num:
+            state_update(*given, self._num, self._page)
+        if self._pieces is not None:
+            chunk_scan(*given, self._pieces, self._page)
+        return out
+
+    def selective_scan(
+        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, cache: StateCache
+    ) -> Tensor:
+        """See `StepStates.selective_scan`."""
+        raise AssertionError("TritonBackend.unsupported said so")
+
+    def gated_delta(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cache: StateCache) -> Tensor:
+        """See `StepStates.gated_delta`."""
+        raise AssertionError("TritonBackend.unsupported said so")
