@@ -8,6 +8,7 @@ Bytes of a decode: each state read once and written once; beside it a copy of as
 
 import argparse
 import json
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -35,21 +36,25 @@ def columns_of(counts: list[int], start: int) -> Columns:
     return Columns(rows, starts, ends, n, tables)
 
 
-def inputs(tokens: int, pages: int, name: str, dtype: torch.dtype) -> tuple[Any, ...]:
+def inputs(tokens: int, pages: int, name: str, dtype: torch.dtype) -> list[Any]:
     heads, width, numbers, groups = SHAPES[name]
     x = torch.randn(tokens, heads, width, device="cuda", dtype=torch.bfloat16)
     b, c = torch.randn(2, tokens, groups, numbers, device="cuda", dtype=torch.bfloat16).unbind()
     dt, a = torch.rand(tokens, heads, device="cuda") * 0.1, -torch.rand(heads, device="cuda")
     state = torch.randn(2, pages, heads // 2, width, numbers, device="cuda").to(dtype)
-    return x, dt, a, b, c, torch.ones(heads, device="cuda"), state, torch.empty_like(x)
+    return [x, dt, a, b, c, torch.ones(heads, device="cuda"), state, torch.empty_like(x)]
+
+
+def _run(kernel: Callable[..., Any], *given: Any) -> None:
+    kernel(*given)
 
 
 def decode(name: str, requests: int, dtype: torch.dtype) -> dict[str, Any]:
     at, given = columns_of([1] * requests, 1000), inputs(requests, 2 * requests, name, dtype)
-    taken = microseconds(lambda: state_update(*given, at, requests, PAGE))
+    taken = microseconds(lambda: _run(state_update, *given, at, requests, PAGE))
     size = given[6].nbytes // 2
     source, copy = torch.empty(2, max(size, 1 << 20), dtype=torch.uint8, device="cuda").unbind()
-    copied = microseconds(lambda: copy.copy_(source))
+    copied = microseconds(lambda: _run(copy.copy_, source))
     return {
         "what": f"decode {name} {requests} {str(dtype)[6:]}",
         "us": round(taken, 2),
@@ -62,7 +67,7 @@ def prompt(name: str, tokens: int) -> dict[str, Any]:
     at, pieces = columns_of([tokens], 0), Pieces.of([(0, 0, tokens)], PAGE, torch.device("cuda"))
     given = inputs(tokens, 2, name, torch.bfloat16)
     heads, width, numbers, _ = SHAPES[name]
-    taken = microseconds(lambda: chunk_scan(*given, at, pieces, PAGE))
+    taken = microseconds(lambda: _run(chunk_scan, *given, at, pieces, PAGE))
     flop = 2 * heads * tokens * (PIECE * (numbers + width) + 2 * numbers * width)
     return {"what": f"scan {name} {tokens}", "us": round(taken, 2), "tflop_s": round(flop / taken / 1e6, 1)}
 
@@ -82,7 +87,7 @@ def convolution(name: str, counts: list[int]) -> dict[str, Any]:
     pieces = (
         None if decodes else Pieces.of([(n, 0, count) for n, count in enumerate(counts)], PAGE, torch.device("cuda"))
     )
-    taken = microseconds(lambda: causal_conv(x, weight, bias, state, at, decodes, pieces, PAGE))
+    taken = microseconds(lambda: _run(causal_conv, x, weight, bias, state, at, decodes, pieces, PAGE))
     what = f"conv {name} {f'{decodes} decodes' if decodes else tokens}"
     return {"what": what, "us": round(taken, 2), "tb_s": round(2 * tokens * channels * 2 / taken / 1e6, 3)}
 
@@ -92,7 +97,7 @@ def reference(name: str, tokens: int) -> dict[str, Any]:
 
     x, dt, a, b, c, d, _, _ = inputs(tokens, 1, name, torch.bfloat16)
     given = (x[None], dt[None], a, b[None], c[None], 256)
-    taken = microseconds(lambda: mamba_chunk_scan_combined(*given, D=d, return_final_states=True))
+    taken = microseconds(lambda: _run(mamba_chunk_scan_combined, *given, d))
     return {"what": f"mamba_ssm scan {name} {tokens}", "us": round(taken, 2)}
 
 

@@ -53,7 +53,7 @@ def halves(states: torch.Tensor) -> torch.Tensor:
     half = -(-lines // 2)
     padded = states.new_full((pages, 2 * half, *states.shape[2:]), torch.nan)
     padded[:, :lines] = states
-    return padded.unflatten(1, (2, half)).transpose(0, 1).contiguous()
+    return padded.view(pages, 2, half, *states.shape[2:]).transpose(0, 1).contiguous()
 
 
 def whole(found: torch.Tensor, lines: int) -> torch.Tensor:
