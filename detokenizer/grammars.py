@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from meshlm.detokenizer.json_schemas import close_objects, has_end, leave_out
+from meshlm.detokenizer.json_schemas import close_objects, count_in_integers, has_end, leave_out
 from meshlm.detokenizer.structural_tags import GrammarError, StructuralTag, to_lark
 from meshlm.protocol.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from meshlm.protocol.ids import ErrorKind
@@ -135,6 +135,7 @@ def _schema(grammar: Grammar, schema: Any) -> dict[str, Any]:
         raise GrammarError("a schema must be an object, or true")
     if not has_end(schema):
         raise GrammarError("the schema requires itself without end: no finite JSON fits it")
+    count_in_integers(schema)
     if not grammar.additional_properties:
         close_objects(schema)
     options: dict[str, Any] = {"lenient": not grammar.strict, "coerce_one_of": not grammar.strict}

@@ -10,6 +10,7 @@ _SCHEMAS = ("items", "additionalProperties", "contains", "propertyNames", "not",
             "unevaluatedItems", "additionalItems")  # fmt: skip
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _ROUNDS = 64  # more than references that do not go round and round need
 
 
@@ -23,6 +24,18 @@ def _parts(schema: dict[str, Any]) -> Iterator[Any]:
     for name in _NAMED:
         if isinstance(found := schema.get(name), dict):
             yield from found.values()
+
+
+def count_in_integers(schema: Any) -> None:
+    """Counts that are written as 2.0 become integers, which the library wants. Changes the schema."""
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            waiting += _parts(part)
+            for name in _COUNTS:
+                if isinstance(count := part.get(name), float) and count.is_integer():
+                    part[name] = int(count)
 
 
 def close_objects(schema: Any) -> None:
