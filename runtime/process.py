@@ -28,7 +28,7 @@ from meshlm.protocol import control_edge as control
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.config.log_levels import level_of
 from meshlm.protocol.ids import Identity, Incarnation, Role
-from meshlm.runtime import logs, streams
+from meshlm.runtime import logs, numa, streams
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.mesh import Mesh
 
@@ -94,6 +94,8 @@ def main(
         config = _read(config_fd)  # the mesh may have been scaled since, and its settings changed
         logs.set_level(level_of(config.run.log_level, identity))
     setproctitle.setproctitle(f"meshlm: {identity}")
+    if role is Role.WORKER:
+        numa.bind(config, identity)
     _dump_stacks_on_request(Path(config.run.run_dir), identity)
     process = _Process(config, identity, Incarnation(incarnation), make_app())
     code = uvloop.run(process.run())

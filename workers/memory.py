@@ -1,7 +1,6 @@
 """Memory of a worker: how many KV blocks fit, and the KV tensors themselves. Called once, while an engine is made."""
 
 import math
-import os
 from collections.abc import Callable
 
 import numpy as np
@@ -16,17 +15,9 @@ from meshlm.workers.batch import LayerCache
 from meshlm.workers.kv.layout import KVLayout
 from meshlm.workers.kv_capacity import size_text
 
-CPU_SHARE = 0.25  # of the memory that is free now
-CPU_MOST = 4 << 30
 FP8_CAPABILITY = (8, 9)
 ROOM_FOR_GRAPHS = 512 << 20  # left free where others have much of the GPU
 ROOM_FOR_WEIGHTS = 0.8  # of a GPU, at most: the rest is for activations and KV cache
-
-
-def cpu_budget() -> int:
-    """Bytes for the KV cache of a CPU worker that was not told."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(int(free * CPU_SHARE), CPU_MOST)
 
 
 def num_pages(config: MeshConfig, budget: int, layout: KVLayout) -> int:

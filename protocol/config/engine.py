@@ -89,6 +89,20 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
     """How the workers compute."""
 
     device: Annotated[Literal["auto", "cpu", "cuda", "fake"], Meta(description="where the model runs")] = "auto"
+    numa_bind: Annotated[
+        bool, Meta(description="each worker stays on the CPUs and in the memory of its GPU's NUMA node", extra=PER_NODE)
+    ] = False
+    numa_bind_nodes: Annotated[
+        tuple[int, ...],
+        Meta(
+            description="NUMA nodes of this node's workers, in order; default: their GPUs'",
+            extra=PER_NODE,
+        ),
+    ] = ()
+    numa_bind_cpus: Annotated[
+        tuple[str, ...],
+        Meta(description="CPUs of this node's workers, like 0-3,8, in the place of all of the node's", extra=PER_NODE),
+    ] = ()
     enforce_eager: Annotated[bool, Meta(description="no CUDA graphs")] = False
     cudagraph_mode: Annotated[
         Literal["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"],

@@ -34,6 +34,7 @@ COMMANDS = (
     "complete",
     "keys",
     "doctor",
+    "completion",
     "collect_env",
 )
 
@@ -116,6 +117,11 @@ def _unknown(words: list[str], command: argparse.ArgumentParser) -> str:
 def _wants_json(argv: list[str]) -> bool:
     """Whether errors of the command line are to be JSON too."""
     return "--log-format=json" in argv or ("--log-format", "json") in itertools.pairwise(argv)
+
+
+def whole_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    return _parser([])
 
 
 def _parser(argv: list[str]) -> argparse.ArgumentParser:

@@ -18,6 +18,7 @@ from meshlm.protocol.ids import Identity, Role
 from meshlm.runtime import logs, streams, tls
 from meshlm.runtime.api_keys import KeyFileError, read_file
 from meshlm.supervisor import io
+from meshlm.supervisor.cli import plan
 from meshlm.supervisor.cli.display import StartDisplay
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.nodes import joining
@@ -31,11 +32,32 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     flags.add_flags(parser)
     parser.add_argument("--config", help="TOML or YAML file with any of these settings; flags win")
+    parser.add_argument(
+        "--dry-run",
+        nargs="?",
+        const="text",
+        choices=("text", "json"),
+        help="start nothing: print the resolved configuration, the memory, and which processes would start where",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    return run_mesh(config_of(arguments))
+    config = config_of(arguments)
+    return dry_run(config, arguments.dry_run) if arguments.dry_run else run_mesh(config)
+
+
+def dry_run(config: MeshConfig, form: str) -> int:
+    """Print what would be started. UsageError and StartError as a start would have them, but for what only processes can tell."""
+    layout.check(config)
+    if not config.network.headless:
+        resolve.claim_port(config.server.address, config.server.port).close()
+    config = resolve.resolve(config)
+    if form == "json":
+        sys.stdout.write(plan.as_json(config, run_dir(config)).decode() + "\n")
+    else:
+        print("\n".join(plan.lines(config, run_dir(config))))
+    return 0
 
 
 def config_of(arguments: argparse.Namespace) -> MeshConfig:
@@ -62,6 +84,8 @@ def run_mesh(config: MeshConfig, *, renders_only: bool = False) -> int:
             assert config.resolved is not None
             resolved = msgspec.structs.replace(config.resolved, renders_only=True)
             config = msgspec.structs.replace(config, resolved=resolved)
+        if not config.run.run_dir:
+            rundir.remove_dead(rundir.base_dir(os.environ))
         with rundir.taken(run_dir(config)) as path:
             config = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, run_dir=str(path)))
             me = Identity(Role.SUPERVISOR, layout.index(config))
@@ -111,7 +135,6 @@ def run_dir(config: MeshConfig) -> Path:
     if config.run.run_dir:
         return Path(config.run.run_dir)
     base = rundir.base_dir(os.environ)
-    rundir.remove_dead(base)
     return base / (f"node-{layout.index(config)}" if config.network.headless else str(config.server.port))
 
 

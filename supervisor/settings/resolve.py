@@ -18,7 +18,7 @@ import msgspec
 from meshlm.architectures.family import Family
 from meshlm.architectures.registry import family_of
 from meshlm.protocol.config import MeshConfig, Resolved, ServerConfig
-from meshlm.runtime import generation_config, logits_processors, model_files, plugins
+from meshlm.runtime import generation_config, logits_processors, model_files, numa, plugins
 from meshlm.runtime.errors import ModelFilesError, RequestError
 from meshlm.runtime.messages import check_template_kwargs
 from meshlm.runtime.parsers import registry
@@ -135,6 +135,10 @@ def _check_flags(config: MeshConfig, files: model_files.ModelFiles, device: Devi
             f"--kv-cache-dtype fp8: it needs a GPU of compute capability 8.9, not --device {device}; use auto"
         )
     states.check(config.cache, files.spec)
+    try:
+        numa.check(config, len(layout.places(config)[1]))
+    except numa.NumaError as error:
+        raise UsageError(str(error)) from None
     if config.worker.compile == "inductor" and device != "cuda":
         raise UsageError(f"--compile inductor: it needs a GPU, not --device {device}; use none")
     if config.worker.compile == "inductor" and config.parallel.workers_per_rank > 1:

@@ -105,7 +105,6 @@ _CONTEXT_PARALLEL = "context parallelism is not there yet; -tp and -pp are"
 _PER_RANK = "start one mesh per rank with --data-parallel-rank and a --port of its own"
 _OFFLOAD = "weights stay on the device; -tp and -pp spread them over several"
 _STATES = "states of state-space layers are computed by our kernels and rounded to the nearest"
-_NUMA = "start it under numactl --cpunodebind --membind"
 _CHOSEN = "kernels are chosen by their tables"
 _STEPS = "steps are not logged; --profiler-dir writes traces, GET /metrics has histograms"
 _COMPILING = "compilations are not watched; GET /metrics counts steps without a CUDA graph"
@@ -203,9 +202,6 @@ ABSENT = {
     "--gdn-prefill-backend": _STATES,
     "--distributed-timeout-seconds": _TIMEOUTS,
     "--cpu-distributed-timeout-seconds": _TIMEOUTS,
-    "--numa-bind": _NUMA,
-    "--numa-bind-nodes": _NUMA,
-    "--numa-bind-cpus": _NUMA,
     "--device-ids": "set CUDA_VISIBLE_DEVICES",
     "--dcp-comm-backend": _CONTEXT_PARALLEL,
     "--dcp-kv-cache-interleave-size": _CONTEXT_PARALLEL,

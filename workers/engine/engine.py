@@ -19,7 +19,7 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.step_edge import StepPlan, StepResult
 from meshlm.protocol.tasks import PoolKind
-from meshlm.runtime import logits_processors
+from meshlm.runtime import host_memory, logits_processors
 from meshlm.workers import memory
 from meshlm.workers.attention.backend import Backend
 from meshlm.workers.batch import LayerCache
@@ -176,7 +176,7 @@ class ModelEngine:
             return 0
         wanted = self.config.cache.kv_cache_memory
         if wanted is None and self.device.type == "cpu":
-            wanted = memory.cpu_budget()
+            wanted = host_memory.cpu_budget()
         elif wanted is None:
             report("memory profile", 0, 1, "")
             share = self.config.cache.gpu_memory_utilization

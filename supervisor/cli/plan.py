@@ -1,0 +1,173 @@
+"""What `meshlm serve --dry-run` prints: the configuration as it was resolved, the memory, and which processes would start where.
+
+Nothing is started, and no GPU is asked for anything but its size.
+"""
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.ids import Role
+from meshlm.runtime import host_memory
+from meshlm.runtime.readable import readable
+from meshlm.supervisor.settings import flags, layout
+
+GIB = 1 << 30
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_SECRET = ("api_key", "admin_api_key")
+_WEIGHTS = ("*.safetensors", "*.gguf", "*.bin", "*.pt")
+
+
+def lines(config: MeshConfig, run_dir: Path) -> Iterator[str]:
+    """Of a resolved and settled configuration."""
+    resolved = config.resolved
+    assert resolved is not None
+    yield f"{resolved.served_names[0]}: {resolved.spec.architecture} from {resolved.model_path} ({resolved.load_format})"
+    yield f"on {resolved.device} in {resolved.dtype}, context {resolved.max_model_len}, {resolved.max_num_seqs} requests at a time,"
+    yield f"    {resolved.max_num_batched_tokens} tokens a step"
+    yield ""
+    yield "settings that are not the default:"
+    for setting in flags.settings():
+        value = getattr(getattr(config, setting.section), setting.name)
+        if value != setting.default:
+            yield f"    {setting.flag:<32} {'***' if setting.name in _SECRET else readable(str(_shown(value)))}"
+    yield ""
+    yield "memory of each worker:"
+    yield from (f"    {name:<32} {text}" for name, text in memory(config))
+    yield ""
+    yield "processes of this node:"
+    for role, names in processes(config):
+        yield f"    {len(names):>3} {role:<14} {', '.join(names)}"
+    yield f"    {'':>3} run directory  {run_dir}"
+    yield ""
+    yield "ports:"
+    yield from (f"    {name:<32} {text}" for name, text in ports(config))
+
+
+def _shown(value: Any) -> Any:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else value
+
+
+def memory(config: MeshConfig) -> Iterator[tuple[str, str]]:
+    """What the weights and the KV cache take, about: what a step needs beside them is known when it has run."""
+    resolved = config.resolved
+    assert resolved is not None
+    parallel, spec = config.parallel, resolved.spec
+    share = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    weights = weight_bytes(Path(resolved.model_path)) // share
+    width = 1 if config.cache.kv_cache_dtype == "fp8" else _BYTES.get(resolved.dtype, 4)
+    per_token = max(1, spec.kv_bytes_per_token_f32 * width // 4 // share)
+    if resolved.load_format != "dummy":
+        yield "weights", f"{_size(weights)}, as they are in the files"
+    if spec.encoder_only:
+        yield "KV cache", "none"
+        return
+    yield "KV cache of a token", f"{per_token} bytes, over all layers"
+    longest = per_token * resolved.max_model_len
+    yield "KV cache of the longest request", f"{_size(longest)} ({resolved.max_model_len} tokens)"
+    budget, why = _budget(config, weights)
+    if budget is None:
+        yield "KV cache", why
+    elif budget < longest:
+        yield (
+            "KV cache",
+            f"{_size(max(budget, 0))} ({why}): too little for the longest request; --max-model-len, or more memory",
+        )
+    else:
+        yield (
+            "KV cache",
+            f"{_size(budget)} ({why}): {budget // per_token} tokens, {budget // longest} requests at their longest",
+        )
+
+
+def _budget(config: MeshConfig, weights: int) -> tuple[int | None, str]:
+    """Bytes of the KV cache of one worker, about, and where the number comes from."""
+    resolved = config.resolved
+    assert resolved is not None
+    if config.cache.kv_cache_memory:
+        return config.cache.kv_cache_memory, "--kv-cache-memory"
+    if resolved.device == "cpu":
+        return host_memory.cpu_budget(), "a quarter of the free memory, 4 GiB at most"
+    if resolved.device == "fake":
+        return None, "none; the fake device keeps no tensors"
+    total = gpu_bytes()
+    if total is None:
+        return None, "not known: no GPU tells its size here"
+    utilization = config.cache.gpu_memory_utilization
+    text = f"{utilization:g} of {_size(total)}, less the weights; a step takes some of it"
+    return int(total * utilization) - weights, text
+
+
+def gpu_bytes() -> int | None:
+    """The memory of the smallest GPU; None without one."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()
+        return min(int(word) for word in said) << 20
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
+def weight_bytes(path: Path) -> int:
+    """Bytes of the files of one format: a folder may hold the weights twice."""
+    if path.is_file():
+        return path.stat().st_size
+    each = (sum(file.stat().st_size for file in path.glob(pattern)) for pattern in _WEIGHTS)
+    return next((count for count in each if count), 0)
+
+
+def processes(config: MeshConfig) -> list[tuple[str, list[str]]]:
+    """The names of the processes by role, the supervisor first."""
+    identities = layout.identities(config)
+    found = [("supervisor", [f"supervisor/{layout.index(config)}"])]
+    for role in Role:
+        names = [str(identity) for identity in identities if identity.role is role]
+        if names:
+            found.append((role.value, names))
+    standbys = [role for role in config.run.standby_roles if any(role == name for name, _ in found)]
+    if standbys:
+        found.append(("standby", list(standbys)))
+    return found
+
+
+def ports(config: MeshConfig) -> Iterator[tuple[str, str]]:
+    server, network, parallel = config.server, config.network, config.parallel
+    if not network.headless:
+        kind = "gRPC" if server.grpc else "HTTPS" if server.ssl_certfile else "HTTP"
+        yield kind, f"{server.address}:{server.port}" + ("" if server.has_keys else ", without a key")
+    if network.listen:
+        yield "other nodes (--listen)", f"{network.listen}, and the next port"
+    if network.join:
+        yield "the head (--join)", network.join
+    if network.mesh_port_range:
+        yield "links between nodes", network.mesh_port_range
+    if parallel.nnodes > 1:
+        yield "torch.distributed", f"from --master-port {parallel.master_port}"
+    if not network.listen and not network.join:
+        yield "between processes", "none: sockets in the run directory"
+
+
+def _size(count: int) -> str:
+    return f"{count / GIB:.2f} GiB" if count >= GIB // 10 else f"{count / 2**20:.1f} MiB"
+
+
+def as_json(config: MeshConfig, run_dir: Path) -> bytes:
+    """The same for machines, with the whole configuration."""
+    tree = msgspec.to_builtins(config)
+    for name in _SECRET:
+        tree["server"][name] = ["***"] * len(tree["server"][name])
+    found = {
+        "config": tree,
+        "memory": dict(memory(config)),
+        "processes": dict(processes(config)),
+        "ports": dict(ports(config)),
+        "run_dir": str(run_dir),
+    }
+    return msgspec.json.format(msgspec.json.encode(found))
