@@ -9,17 +9,20 @@ time that its bytes take at 4.3 TB/s and that of cuBLAS in bfloat16. --sweep tim
 import argparse
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshlm.kernels.fp8_gemm import kernel as fp8_kernel
 from meshlm.kernels.measure import keep, replay_us
-from meshlm.kernels.packed_gemm import kernel, reference
+from meshlm.kernels.packed_gemm import gemv, kernel, reference
 from meshlm.kernels.packed_gemm.kernel import Shape
 from meshlm.kernels.packed_gemm.reference import PackedWeight
 from meshlm.kernels.precompile import precompiled
+from meshlm.kernels.quantise_fp8.kernel import quantise
 
 SIZES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 TB_S = 4.3e12  # what memory gives
@@ -115,6 +118,117 @@ def product(x: Tensor, weight: PackedWeight, shape: Shape) -> Tensor:
     return kernel.sum_parts(found, torch.empty(x.shape[0], weight.outputs, dtype=x.dtype, device=x.device))
 
 
+class Fp8:
+    """Copies of a weight of 8-bit floats, and rows that are rounded to them. group: inputs that share a scale; 0: a row's."""
+
+    def __init__(self, name: str, rows: int, group: int) -> None:
+        self.group, (self.outputs, self.inputs) = group, SIZES[name]
+        count = max(2, COLD_BYTES // (self.outputs * self.inputs))
+        make: dict[str, Any] = {"device": "cuda"}
+        self.weights = [torch.randn(self.outputs, self.inputs, **make).to(torch.float8_e4m3fn) for _ in range(count)]
+        self.scales = torch.rand(self.outputs, self.inputs // group if group else 1, **make) / 100
+        self.x = torch.randn(rows, self.inputs, dtype=torch.bfloat16, **make)
+        self.codes, self.x_scales = quantise(self.x, group)
+
+    def run(self, weight: Tensor, shape: fp8_kernel.Shape | None) -> Tensor:
+        """None: as it is chosen."""
+        if shape is None:
+            return fp8_kernel.fp8_gemm(self.codes, self.x_scales, weight, self.scales, None, torch.bfloat16, self.group)
+        found = fp8_kernel.parts(self.codes, self.x_scales, weight, self.scales, shape, torch.bfloat16)
+        return found if shape.splits == 1 else summed(found)
+
+    def shapes(self) -> list[fp8_kernel.Shape]:
+        rows = max(16, len(self.x))
+        every = itertools.product((64, 128), (128,) if self.group else (128, 256), (1, 2, 4), (4, 8), (3, 5))
+        return [
+            fp8_kernel.Shape(rows, block_n, block_k, splits, warps, stages, swap=True)
+            for block_n, block_k, splits, warps, stages in every
+            if 100 <= self.outputs // block_n * splits <= 900
+            and (block_n + rows) * block_k * stages < 200 << 10
+            and (warps == 4 or block_n == 128)
+        ]
+
+
+def summed(parts: Tensor) -> Tensor:
+    return kernel.sum_parts(parts, torch.empty(parts.shape[1:], dtype=torch.bfloat16, device="cuda"))
+
+
+def fp8(names: list[str], rows: list[int], *, every: bool) -> list[dict[str, Any]]:
+    """A scale for each row, and for blocks of 128. every: all shapes of the kernel, not the chosen ones alone."""
+    report = []
+    for name, m, group in itertools.product(names, rows, (0, 128)):
+        one = Fp8(name, m, group)
+        tries: list[fp8_kernel.Shape | None] = [None, *(one.shapes() if every and m <= 128 else [])]
+        found = timed_all([(shape, [partial(one.run, w, shape) for w in one.weights]) for shape in tries])
+        facts = {
+            "format": f"FP8, {'blocks of 128' if group else 'rows'}", "product": name, "rows": m,
+            "bytes_us": one.outputs * one.inputs / TB_S * 1e6, "rounding_us": timed([partial(quantise, one.x, group)] * 20),
+        }  # fmt: skip
+        best = "; ".join(f"{us:.1f} {tuple(shape) if shape else 'chosen'}" for us, shape in found[:5])
+        chosen = next((us for us, shape in found if shape is None), 0.0)
+        print(
+            {key: round(v, 1) if isinstance(v, float) else v for key, v in facts.items()},
+            f"{best}; chosen {chosen:.1f}",
+            flush=True,
+        )
+        report += [{**facts, "us": us, "shape": shape} for us, shape in found]
+    return report
+
+
+def one_row(names: list[str], kinds: list[str]) -> list[dict[str, Any]]:
+    """Shapes of the packed kernel of one row."""
+    report = []
+    for kind, name in itertools.product(kinds, names):
+        outputs, inputs = SIZES[name]
+        weights = copies_of(packed(outputs, inputs, *FORMATS[kind]))
+        if not gemv.takes(weights[0]):
+            continue
+        x = torch.randn(1, inputs, device="cuda", dtype=torch.bfloat16)
+        tries = [
+            gemv.Shape(block_n, splits, warps, stages)
+            for block_n, splits, warps, stages in itertools.product((16, 32, 64, 128), (1, 2, 4, 8), (2, 4, 8), (2, 4))
+            if 200 <= outputs // block_n * splits <= 2000
+            and inputs // 256 >= 2 * splits
+            and block_n // warps in (4, 8, 16)
+        ]
+
+        def run(w: PackedWeight, shape: gemv.Shape, x: Tensor = x) -> Tensor:
+            found = gemv.parts(x, w, shape)
+            return (
+                found
+                if shape.splits == 1
+                else kernel.sum_parts(found, torch.empty(1, w.outputs, dtype=x.dtype, device="cuda"))
+            )
+
+        expected = reference.packed_linear(x, weights[0]).float()
+        error = float((run(weights[0], tries[0]).float() - expected).abs().max() / expected.std())
+        if not error < 0.05:
+            print("WRONG", kind, name, error)
+        found = timed_all([(shape, [lambda w=w, s=shape: run(w, s) for w in weights]) for shape in tries])
+        floor = size_of(weights[0]) / TB_S * 1e6
+        best = "; ".join(f"{us:.1f} {tuple(shape)}" for us, shape in found[:6])
+        print(
+            f"{kind} {name} one row: bytes {floor:.1f} us; {best}; worst of {len(found)} {found[-1][0]:.1f}", flush=True
+        )
+        facts = {"format": kind, "product": name, "rows": 1, "bytes_us": floor}
+        report += [{**facts, "us": us, "shape": shape} for us, shape in found]
+    return report
+
+
+def timed_all(tries: list[tuple[Any, list[Callable[[], Any]]]]) -> list[tuple[float, Any]]:
+    """The times of these, the fastest first; what cannot be compiled or launched is said and left out."""
+    with precompiled():
+        for _, runs in tries:
+            runs[0]()
+    found = []
+    for shape, runs in tries:
+        try:
+            found.append((timed(runs), shape))
+        except Exception as error:
+            print("failed", shape, type(error).__name__, str(error)[:200].replace("\n", " "))
+    return sorted(found, key=lambda each: each[0])
+
+
 def sweep(names: list[str], rows: list[int], kinds: list[str]) -> list[dict[str, Any]]:
     report = []
     for kind, name, m in itertools.product(kinds, names, rows):
@@ -122,16 +236,7 @@ def sweep(names: list[str], rows: list[int], kinds: list[str]) -> list[dict[str,
         weights = copies_of(packed(outputs, inputs, *FORMATS[kind]))
         x = torch.randn(m, inputs, device="cuda", dtype=torch.bfloat16)
         tries = shapes_to_try(m, outputs, inputs)
-        with precompiled():
-            for shape in tries:
-                product(x, weights[0], shape)
-        found = []
-        for shape in tries:
-            try:
-                found.append((timed([lambda w=w, x=x, s=shape: product(x, w, s) for w in weights]), shape))
-            except Exception as error:
-                print("failed", shape, type(error).__name__, str(error)[:200].replace("\n", " "))
-        found.sort()
+        found = timed_all([(shape, [lambda w=w, x=x, s=shape: product(x, w, s) for w in weights]) for shape in tries])
         floor = size_of(weights[0]) / TB_S * 1e6
         best = "; ".join(f"{us:.1f} {tuple(shape)}" for us, shape in found[:6])
         print(

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from meshlm.kernels.fp8 import DTYPE
 
+WARM_ROWS = (1, 16, 32, 64, 128, 256)
+"""So many rows meet every variant of the kernel."""
+
 
 class Fp8Weight(NamedTuple):
     """A weight of 8-bit floats, and how its inputs are rounded to them."""

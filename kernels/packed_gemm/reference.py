@@ -18,6 +18,8 @@ from torch import Tensor
 CHUNK, PLANE, PLANES = 256, 32, 8
 _WORDS = {5: torch.uint8, 6: torch.int16, 8: torch.int32}  # of the bits beyond the fourth
 BITS = (4, 5, 6, 8)
+WARM_ROWS = (1, 16, 32, 64, 128)
+"""So many rows meet every variant of the kernels."""
 
 
 class PackedWeight(NamedTuple):
@@ -39,6 +41,12 @@ class PackedWeight(NamedTuple):
     @property
     def outputs(self) -> int:
         return self.low.shape[0]
+
+    @property
+    def variant(self) -> object:
+        """What kernels are compiled for, beside the sizes."""
+        kinds = self.zeros is None, self.minima is None, self.table is None, self.order is None
+        return self.bits, self.group, self.zero, self.inputs, self.scales.dtype, kinds
 
 
 def pack(codes: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:

@@ -331,18 +331,28 @@ class Decoder(nn.Module):
 
     def kinds(self) -> list[tuple[object, ...]]:
         """By layer, what makes its kernels others than those of a layer before it."""
-        found = [(layer.attention.window, type(layer.mlp)) for layer in self.layers if isinstance(layer, DecoderLayer)]
-        return list(found)
+        return [
+            (
+                type(layer.attention),
+                layer.attention.window,
+                type(layer.mlp),
+                *(linear.method.variant() for linear in linears_of(layer)),
+            )
+            for layer in self.layers
+            if isinstance(layer, DecoderLayer)
+        ]
 
     def active_parameters(self) -> int:
         """The number of the layers' parameters that compute a token."""
         whole = sum(parameter.numel() for parameter in self.layers.parameters())
-        return whole - sum(module.idle_parameters() for module in self.modules() if isinstance(module, MoE))
+        packed = sum(linear.inputs * linear.outputs - linear.weight.numel() for linear in linears_of(self.layers))
+        return whole + packed - sum(module.idle_parameters() for module in self.modules() if isinstance(module, MoE))
 
     def warm_rows(self, most: int) -> set[int]:
-        """So many tokens, up to `most`, meet every variant of the kernels of experts."""
+        """So many tokens, up to `most`, meet every variant of the kernels of experts and of quantised weights."""
         some = next((module for module in self.modules() if isinstance(module, MoE)), None)  # all have the same sizes
-        return set() if some is None else some.fused.experts.warm_rows(some.moe.num_experts_per_tok, most)
+        experts = set() if some is None else some.fused.experts.warm_rows(some.moe.num_experts_per_tok, most)
+        return experts.union(*(linear.method.warm_rows() for linear in linears_of(self)))
 
     def kv_scales(self) -> list[tuple[float, float]]:
         """The scales of keys and values in an FP8 cache, by layer."""
@@ -360,3 +370,8 @@ class Decoder(nn.Module):
         if out is not None:
             return torch.mm(hidden, self._head_weight.t(), out=out)
         return self.ops.linear(hidden, self._head_weight, None, self.spec.vocab_size)
+
+
+def linears_of(module: nn.Module) -> list[Linear]:
+    """All linear layers in it."""
+    return [found for found in module.modules() if isinstance(found, Linear)]

@@ -93,11 +93,3 @@ class Hybrid(Decoder):
     """See `Decoder`."""
 
     layer_type = HybridLayer
-
-    def kinds(self) -> list[tuple[object, ...]]:
-        """See `Decoder.kinds`."""
-        return [
-            (type(layer.attention), layer.attention.window, type(layer.mlp))
-            for layer in self.layers
-            if isinstance(layer, DecoderLayer)
-        ]

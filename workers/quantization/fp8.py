@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshlm.kernels.fp8_gemm.reference import WARM_ROWS as FP8_WARM_ROWS
 from meshlm.kernels.fp8_gemm.reference import Fp8Weight, quantised_rows
 from meshlm.protocol.model import QuantizationScheme
 from meshlm.workers.quantization.method import Encode, Fused
@@ -88,6 +89,12 @@ class Fp8Linear:
     def apply(self, linear: "Linear", x: Tensor, ops: "Ops") -> Tensor:
         products = [self._product(linear, x, rows, ops) for rows in self._rows]
         return products[0] if len(products) == 1 else torch.cat(products, dim=1)
+
+    def variant(self) -> object:
+        return self.scheme
+
+    def warm_rows(self) -> set[int]:
+        return set(FP8_WARM_ROWS) if any(rows.native is not None for rows in self._rows) else set()
 
     def fused(self, kind: Fused) -> bool:
         """No kernel here rounds activations or scales weights."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from meshlm.kernels.packed_gemm.ggml import packed
-from meshlm.kernels.packed_gemm.reference import PackedWeight, decode
+from meshlm.kernels.packed_gemm.reference import WARM_ROWS, PackedWeight, decode
 from meshlm.workers.quantization.method import Encode, Fused
 
 if TYPE_CHECKING:
@@ -51,6 +51,12 @@ class GGUFLinear:
         return torch.cat(
             [ops.packed_linear(x, weight, bias) for weight, bias in zip(self.weights, biases, strict=True)], dim=1
         )
+
+    def variant(self) -> object:
+        return tuple(weight.variant for weight in self.weights)
+
+    def warm_rows(self) -> set[int]:
+        return set(WARM_ROWS)
 
     def fused(self, kind: Fused) -> bool:
         return False

@@ -48,6 +48,14 @@ class LinearMethod(Protocol):
         """[m, inputs] -> [m, outputs], with the bias."""
         ...
 
+    def variant(self) -> object:
+        """Asked after `finish`: layers of equal sizes whose variants are equal run the same kernels."""
+        ...
+
+    def warm_rows(self) -> set[int]:
+        """So many rows meet every kernel of this method that steps may run."""
+        ...
+
     def fused(self, kind: Fused) -> bool:
         """Whether that kernel may take the weight. Asked once, after `finish`."""
         ...

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshlm.kernels.packed_gemm.reference import CHUNK, PLANE, PackedWeight, decode, pack
+from meshlm.kernels.packed_gemm.reference import CHUNK, PLANE, WARM_ROWS, PackedWeight, decode, pack
 from meshlm.protocol.model import QuantizationScheme
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.quantization.method import Encode, Fused
@@ -65,6 +65,12 @@ class PackedLinear:
         if self.weight is None:
             return ops.linear(x, linear.weight, linear.bias, linear.outputs)
         return ops.packed_linear(x, self.weight, linear.bias)
+
+    def variant(self) -> object:
+        return None if self.weight is None else self.weight.variant
+
+    def warm_rows(self) -> set[int]:
+        return set() if self.weight is None else set(WARM_ROWS)
 
     def fused(self, kind: Fused) -> bool:
         """A CPU has the values."""

@@ -29,6 +29,13 @@ class Unquantized:
     def apply(self, linear: "Linear", x: Tensor, ops: "Ops") -> Tensor:
         return ops.linear(x, linear.weight, linear.bias, linear.outputs)
 
+    def variant(self) -> object:
+        return None
+
+    def warm_rows(self) -> set[int]:
+        """Its kernels belong to the ops, which are asked by their tables."""
+        return set()
+
     def fused(self, kind: Fused) -> bool:
         return True
 
