@@ -84,7 +84,16 @@ DASHBOARD = (
     Operation("/dashboard", "dashboard.page", HTML, "A page that shows the mesh; it asks for a key.", is_open=True),
     Operation("/dashboard/page.js", "dashboard.script", SCRIPT, "Its script.", is_open=True),
     Operation("/dashboard/page.css", "dashboard.style", CSS, "Its style.", is_open=True),
-    Operation("/dashboard/events", "dashboard.events", EVENTS, "What it shows, up to ten times a second, without end."),
+    Operation(
+        "/dashboard/events",
+        "dashboard.events",
+        EVENTS,
+        "What it shows, up to ten times a second, without end.",
+        errors=(400, 503),
+        parameters=(
+            Parameter("every", "query", {"type": "number", "minimum": 0.1, "maximum": 5.0}, "Seconds between events."),
+        ),
+    ),
     Operation(
         "/dashboard/requests", "dashboard.requests", EndedRequests, "The last thousand requests of this frontend."
     ),

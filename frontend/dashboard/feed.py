@@ -1,4 +1,4 @@
-"""The dashboard's events: one snapshot at most every PERIOD_S, which all watchers share, and only while there are any.
+"""The dashboard's events: one snapshot at most every PERIOD_S, which all watchers share, and only while some are due.
 
 A watcher that takes nothing of its events for STALL_S is dropped; one that is slow gets the newest event, and not those between.
 Owned by io.py.
@@ -37,9 +37,10 @@ class Source(Protocol):
 
 
 class Watcher:
-    """One stream of events."""
+    """One stream of events, the newest each `every_s` seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, every_s: float) -> None:
+        self.every_s, self.due_at = every_s, 0.0
         self._event: bytes | None = None
         self._came = asyncio.Event()
 
@@ -83,14 +84,14 @@ class Feed:
 
     # --- who watches ---
 
-    def join(self) -> Watcher:
+    def join(self, every_s: float = PERIOD_S) -> Watcher:
         """HttpError when there are too many already."""
         if self._closed:
             raise HttpError(503, "this server is stopping", kind="overloaded_error")
         if len(self._watchers) >= self._limit:
             text = f"{self._limit} dashboards are open at this frontend already (--max-dashboards)"
             raise HttpError(503, text, kind="overloaded_error")
-        watcher = Watcher()
+        watcher = Watcher(every_s)
         self._watchers.append(watcher)
         if len(self._watchers) == 1:
             self._ended.take_fresh()  # they are in /dashboard/requests
@@ -134,9 +135,12 @@ class Feed:
         while self._is_watched:
             self._source.ask_processes()
             await asyncio.sleep(PERIOD_S)
-            event = b"data: " + _encode(self._snapshot()) + b"\n\n"
-            for watcher in self._watchers:
-                watcher.offer(event)
+            now = time.monotonic()
+            if due := [watcher for watcher in self._watchers if watcher.due_at <= now]:
+                event = b"data: " + _encode(self._snapshot()) + b"\n\n"
+                for watcher in due:
+                    watcher.due_at = now + watcher.every_s - PERIOD_S / 2  # turns of this loop are not exact
+                    watcher.offer(event)
 
     def _snapshot(self) -> Snapshot:
         known = Known(

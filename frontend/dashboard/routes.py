@@ -14,10 +14,12 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from meshlm.frontend.connection import EXTENSION
-from meshlm.frontend.dashboard.feed import STALL_S, Feed, Watcher
+from meshlm.frontend.dashboard.feed import PERIOD_S, STALL_S, Feed, Watcher
+from meshlm.frontend.errors import HttpError
 from meshlm.frontend.operation import CSS, EVENTS, HTML, SCRIPT
 
 JSON = "application/json"
+MAX_EVERY_S = STALL_S / 2
 # The page runs its own script alone, asks its own server alone, and is in no other page. What a model says is text.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; base-uri 'none'; "
@@ -74,9 +76,20 @@ class DashboardRoutes:
         return HttpResponse(self._backend.feed.requests(), media_type=JSON, headers=HEADERS)
 
     async def events(self, request: Request) -> HttpResponse:
+        every_s = _every(request.query_params.get("every", str(PERIOD_S)))
         if request.method == "HEAD":
             return HttpResponse(media_type=EVENTS, headers=HEADERS)
-        return _EventStream(self._backend.feed, self._backend.feed.join())
+        return _EventStream(self._backend.feed, self._backend.feed.join(every_s))
+
+
+def _every(text: str) -> float:
+    try:
+        every_s = float(text)
+    except ValueError:
+        every_s = 0.0
+    if not PERIOD_S <= every_s <= MAX_EVERY_S:
+        raise HttpError(400, f"every: seconds from {PERIOD_S:g} to {MAX_EVERY_S:g}", "every")
+    return every_s
 
 
 def _asset(request: Request, name: str, media_type: str) -> HttpResponse:

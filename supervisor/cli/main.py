@@ -25,6 +25,7 @@ COMMANDS = (
     "launch",
     "scale",
     "status",
+    "top",
     "logs",
     "set",
     "restart",

@@ -29,10 +29,12 @@ class Server(NamedTuple):
     key: str
 
     @contextlib.contextmanager
-    def request(self, method: str, path: str, body: Json | None = None) -> Iterator[http.client.HTTPResponse]:
+    def request(
+        self, method: str, path: str, body: Json | None = None, timeout_s: float = 600
+    ) -> Iterator[http.client.HTTPResponse]:
         """The answer, whose status is 200. StartError, for what goes wrong while it is read too."""
         kind = http.client.HTTPSConnection if self.is_tls else http.client.HTTPConnection
-        connection = kind(self.host, self.port, timeout=600)
+        connection = kind(self.host, self.port, timeout=timeout_s)
         headers = {"Content-Type": "application/json"}
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
@@ -57,13 +59,18 @@ class Server(NamedTuple):
         return f"http{'s' * self.is_tls}://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}{self.base}"
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of both commands."""
+def add_server(parser: argparse.ArgumentParser) -> None:
+    """The flags that say which server is asked."""
     parser.add_argument("--url", help="of the server, instead of --host and --port: http://localhost:8000/v1")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--model-name", help="default: the server's first")
     parser.add_argument("--api-key", help="default: " + ", ".join(API_KEYS))
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `meshlm chat` and `meshlm complete`."""
+    add_server(parser)
+    parser.add_argument("--model-name", help="default: the server's first")
     parser.add_argument("--max-tokens", type=int)
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--stats", action="store_true", help="time to first token and tokens per second of each answer")

@@ -81,6 +81,16 @@ async def test_nothing_is_made_while_nobody_watches(source: Source) -> None:
     feed.close()
 
 
+async def test_who_wants_fewer_events_gets_fewer(source: Source) -> None:
+    feed = feed_of(source)
+    seldom = feed.join(every_s=0.1)
+    first, second = await next_of(seldom), await next_of(seldom)
+    assert second.at_s - first.at_s > 0.08
+    assert second.number == first.number + 1, "nothing is made between"
+    assert source.num_looked == 2
+    feed.close()
+
+
 async def test_one_watcher_too_many_is_refused_by_name(source: Source) -> None:
     feed = feed_of(source, limit=2)
     one, _ = feed.join(), feed.join()

@@ -138,6 +138,13 @@ async def test_events_come_until_the_client_leaves() -> None:
         await until(lambda: not backend.feed._watchers)
 
 
+@pytest.mark.parametrize("every", ["0", "x", "-1", "nan", "inf", "1e9"])
+async def test_a_pace_that_cannot_be_is_refused(every: str) -> None:
+    async with client(scripted()) as browser:
+        answer = await browser.get(f"/dashboard/events?every={every}")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "every")
+
+
 async def test_a_thousand_dashboards_leave_the_server_as_it_is() -> None:
     """Two are let in, all others are refused by name, and whoever is there goes on to see."""
     backend = scripted()
