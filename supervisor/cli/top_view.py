@@ -131,7 +131,8 @@ def _ranks(ranks: Iterable[RankView]) -> list[Text]:
 
 def _balance(rank: RankView) -> str:
     loads = rank.expert_loads
-    return f"{sum(loads) / len(loads) / max(loads):.0%}" if loads and max(loads) else "-"
+    most = max(loads, default=0)
+    return f"{sum(loads) / len(loads) / most:.0%}" if most else "-"
 
 
 def _share(value: float, high: float) -> Cell:
