@@ -17,15 +17,22 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 PAGES = [
     page
     for page in sorted((EXAMPLES.parent / "docs" / "api").glob("*.md"))
-    # test_vectors.py runs the one, another test below the other.
-    if "```python" in page.read_text("utf-8") and page.name not in ("embeddings.md", "python.md")
+    # test_vectors.py and test_grpc.py run two, another test below the third.
+    if page.name not in ("embeddings.md", "grpc.md", "python.md")
 ]
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Serving]:
     with serving(
-        "--device", "fake", "--fake-step-ms", "10", "--max-model-len", "4096", "--enable-prompt-embeds"
+        "--device",
+        "fake",
+        "--fake-step-ms",
+        "10",
+        "--max-model-len",
+        "4096",
+        "--enable-prompt-embeds",
+        "--server-dev-mode",
     ) as found:
         yield found
 

@@ -1,9 +1,13 @@
 """`meshlm serve --grpc`: the service that routers call, by gRPC's own client, with kills."""
 
 import os
+import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -167,3 +171,14 @@ def test_embeddings(stub: Any) -> None:
             vectors.Embed(pb.EmbedRequest(tokenized=pb.TokenizedInput(input_ids=[60000])))
         with pytest.raises(grpc.RpcError, match="tokenized"):
             vectors.Embed(pb.EmbedRequest())
+
+
+def test_the_page_of_grpc(server: Serving) -> None:
+    """Its program, with this port."""
+    page = (Path(__file__).parents[2] / "docs" / "api" / "grpc.md").read_text("utf-8")
+    program = "\n".join(re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S))
+    assert program.count("localhost:50051") == 1
+    program = program.replace("localhost:50051", f"127.0.0.1:{server.port}")
+    ran = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, cwd="/", timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.endswith("length\nTrue\n")
