@@ -32,15 +32,16 @@ class Gpu(NamedTuple):
     step_ms: float  # everything else in a step of decodes,
     mixed_ms: float  # in one with prompts,
     prompt_ms: float  # for each token of a prompt,
-    pair_ms: float  # and for each earlier token that it attends to
+    pair_ms: float  # and for each earlier token that it attends to, where attention's tiles fill the GPU
+    wave: int  # tokens whose tiles fill it once: 132 multiprocessors x 128 rows / query heads
 
 
 MODELS = {
     "qwen3-0.6b": Gpu(
-        28, ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)), 25.1e-6, 0.47, 0.70, 0.41e-3, 0.76e-6
+        28, ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)), 25.1e-6, 0.47, 0.70, 0.60e-3, 0.40e-6, 1056
     ),
     "llama3-8b": Gpu(
-        32, ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)), 33.8e-6, 0.95, 1.35, 1.1e-3, 1.75e-6
+        32, ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)), 33.8e-6, 0.95, 1.35, 1.5e-3, 0.95e-6, 528
     ),
 }
 
@@ -103,11 +104,12 @@ class Run:
         outstanding = sum(self.prompt - stream.computed for stream in self.prompts)
         context = self.prompts[0].computed if self.prompts else 0
         left = self.budget.prefill_limit(num_decodes, outstanding, context)
-        num_tokens, finished, pairs = num_decodes, [], 0.0
+        num_tokens, finished, pairs, filled = num_decodes, [], 0.0, 0.0
         while left and self.prompts:
             stream = self.prompts[0]
             count = min(left, self.prompt - stream.computed)
             pairs += count * (stream.computed + count / 2)
+            filled += -(-count // self.gpu.wave) * self.gpu.wave * (stream.computed + count / 2)
             stream.computed += count
             num_tokens, left = num_tokens + count, left - count
             if stream.computed == self.prompt:
@@ -116,7 +118,9 @@ class Run:
         seen = sum(self.prompt + stream.tokens for stream in self.decodes)
         num_prompts = num_tokens - num_decodes
         other = (
-            self.gpu.mixed_ms + self.gpu.prompt_ms * num_prompts + self.gpu.pair_ms * pairs
+            self.gpu.mixed_ms
+            + self.gpu.prompt_ms * num_prompts
+            + self.gpu.pair_ms * max(pairs, filled if context else 0)
             if num_prompts
             else self.gpu.step_ms
         )

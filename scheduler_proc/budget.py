@@ -12,6 +12,9 @@ tokens of a long prompt as of a short one, so it takes longer the further the pr
 import math
 
 EVEN_TOKENS = 1024  # steps with prompts hold so many; fewer leave the products short of work, more make streams wait
+LONG_EVEN_TOKENS = (
+    1536  # ... behind a context of CONTEXT tokens: each such step reads the long caches of all decodes besides
+)
 EVEN_PROMPT_S = 0.012  # ... or prompts for so long: where tokens are quick, what each step with prompts costs counts
 KEEP_UP = 1.15  # ... or so many times what comes in
 PATIENCE_STEPS = 32  # ... or a part of what waits, such that it is gone after about so many steps
@@ -89,14 +92,14 @@ class StepBudget:
                 if self._max_itl_s is None
                 else min(room, max(self._tokens_in(self._max_itl_s, context), MIN_PREFILL_TOKENS))
             )
-        tokens = min(self._even(num_decodes, outstanding), self._longest(num_decodes, context))
+        tokens = min(self._even(num_decodes, outstanding, context), self._longest(num_decodes, context))
         return max(0, min(room, max(tokens - num_decodes, MIN_PREFILL_TOKENS)))
 
-    def _even(self, num_decodes: int, outstanding: int) -> int:
+    def _even(self, num_decodes: int, outstanding: int, context: int) -> int:
         """Tokens of a step such that all steps hold about the same."""
         arriving = KEEP_UP * num_decodes * self._prompt_tokens / max(1.0, self._output_tokens)
         prompts = max(arriving, outstanding / PATIENCE_STEPS, EVEN_PROMPT_S / self.prompt_s)
-        tokens = max(EVEN_TOKENS, num_decodes + int(prompts))
+        tokens = max(LONG_EVEN_TOKENS if context >= CONTEXT else EVEN_TOKENS, num_decodes + int(prompts))
         return on_grid(tokens + _grid(tokens) // 2)
 
     def _longest(self, num_decodes: int, context: int) -> int:

@@ -10,7 +10,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from meshlm.kernels.attention.kernel import PLAIN, Columns, Extras, paged_tile
-from meshlm.kernels.attention.tiles import prefill_tiles, tile_of_head
+from meshlm.kernels.attention.tiles import hopper_from, prefill_tiles, tile_of_head
+
+try:
+    from meshlm.kernels.attention import hopper as hopper
+except ImportError:  # a Triton without this dialect
+    hopper = None  # type: ignore[assignment]
 
 
 @triton.jit
@@ -156,6 +161,15 @@ def prefill(
     step's tokens are read there, in one piece, and only those of earlier steps from their pages.
     """
     tokens, heads, dim = query.shape
+    if (
+        qkv is not None
+        and tiles is None
+        and tokens * heads >= hopper_from()
+        and hopper is not None
+        and hopper.fits(query, keys)
+    ):
+        hopper.prefill(query, keys, values, at, scale, out, skip, extras, qkv=qkv, fewest=fewest)
+        return
     _, page, kv_heads, _ = keys.shape
     group = triton.next_power_of_2(heads // kv_heads)
     from_step = qkv is not None and dense(dim, query.device)

@@ -1,5 +1,6 @@
 """Chooses the tiles of attention on this GPU, from tables/<gpu>.json, which tune.py writes."""
 
+import math
 from collections.abc import Callable
 from functools import cache
 
@@ -31,6 +32,13 @@ def prefill_tiles(work: int) -> Tile:
         if work <= entry.get("work_to", work):
             return entry["rows"], entry["block_n"], entry["warps"], entry["stages"]
     raise AssertionError("the last entry of a table fits all")
+
+
+@cache
+def hopper_from() -> float:
+    """From so many tokens x query heads on prompts are for hopper.py; never where no table says so."""
+    table = tables.read("attention")
+    return float(table.get("hopper_from", math.inf)) if tables.is_own(table) else math.inf
 
 
 def tile_of_head(tile: Tile, dim: int) -> Tile:

@@ -18,7 +18,7 @@ import torch
 from meshlm.kernels import tables
 from meshlm.kernels.attention import bench
 from meshlm.kernels.attention.decode import Rope, decode
-from meshlm.kernels.attention.prefill import prefill
+from meshlm.kernels.attention.prefill import hopper, prefill
 from meshlm.kernels.attention.tiles import MAX_SPLITS, splits_of
 from meshlm.kernels.measure import microseconds
 
@@ -88,6 +88,13 @@ def prefill_table(times: Times) -> list[dict[str, Any]]:
     return entries
 
 
+def hopper_table(times: Times, on_hopper: dict[Case, float]) -> dict[str, int]:
+    """From which work on hopper.py is faster than the best of prefill.py's tiles; nothing where it is not, or is not there."""
+    lost = max((case[0] for case, us in on_hopper.items() if us >= min(times[case].values())), default=0)
+    won = [case[0] for case in on_hopper if case[0] > lost]
+    return {"hopper_from": min(won)} if won else {}
+
+
 def time_decode(n: int, context: int, shape: tuple[int, int, int], multiprocessors: int) -> dict[Any, float]:
     heads, kv_heads, dim = shape
     at, total = bench.columns(n, context - 1, 1)
@@ -118,7 +125,8 @@ def time_decode(n: int, context: int, shape: tuple[int, int, int], multiprocesso
     return found
 
 
-def time_prefill(n: int, tokens: int, shape: tuple[int, int, int]) -> dict[Any, float]:
+def time_prefill(n: int, tokens: int, shape: tuple[int, int, int]) -> tuple[dict[Any, float], float | None]:
+    """Microseconds of prefill.py by (rows, tile), and of hopper.py where it runs."""
     heads, kv_heads, dim = shape
     at, total = bench.columns(n, 0, tokens)
     cache = torch.randn(2, total, bench.PAGE, kv_heads, dim, device="cuda", dtype=torch.bfloat16)
@@ -133,7 +141,9 @@ def time_prefill(n: int, tokens: int, shape: tuple[int, int, int]) -> dict[Any, 
                 prefill(query, cache[0], cache[1], at, dim**-0.5, out, qkv=qkv, tiles=(r, b, w, g))
 
             found[rows, (block_n, warps, stages)] = timed(run, 5)
-    return found
+    if hopper is None or not hopper.fits(query, cache[0]):
+        return found, None
+    return found, timed(lambda: hopper.prefill(query, cache[0], cache[1], at, dim**-0.5, out, qkv=qkv), 5)
 
 
 def timed(run: Callable[[], None], repeats: int) -> float:
@@ -152,14 +162,18 @@ def main() -> None:
     multiprocessors = tables.this_gpu()["multiprocessors"]
     decodes: Times = {}
     prefills: Times = {}
+    on_hopper: dict[Case, float] = {}
     for shape in bench.HEADS:
         for n, context in bench.DECODES:
             decodes[n, context, shape, multiprocessors] = time_decode(n, context, shape, multiprocessors)
         for n, tokens in bench.PREFILLS:
             if tokens <= SHORT_CONTEXT:
-                prefills[n * tokens * shape[0], n, tokens, shape] = time_prefill(n, tokens, shape)
+                case = n * tokens * shape[0], n, tokens, shape
+                prefills[case], hopper_us = time_prefill(n, tokens, shape)
+                if hopper_us is not None:
+                    on_hopper[case] = hopper_us
         print(f"heads {shape}: timed", flush=True)
-    found = {**decode_table(decodes), "prefill": prefill_table(prefills)}
+    found = {**decode_table(decodes), "prefill": prefill_table(prefills), **hopper_table(prefills, on_hopper)}
     before = (tables.own("attention") or {"decode": []})["decode"]  # benchmarks/tune_step.py finds those of groups
     found["decode"] = [entry for entry in before if "group_to" in entry] + found["decode"]
     path = tables.write("attention", found, arguments.folder)

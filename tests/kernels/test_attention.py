@@ -5,54 +5,19 @@ from itertools import product
 import pytest
 import torch
 from device import DEVICE, DTYPES, MARKS, ON_GPU, WIDE, near, near_in_fp8, needs_fp8
+from paged import PAGE, give_away, make, step_of
 
 from meshlm.kernels import fp8
 from meshlm.kernels.attention.decode import Rope, decode
-from meshlm.kernels.attention.kernel import PLAIN, Columns, Extras
+from meshlm.kernels.attention.kernel import PLAIN, Extras
 from meshlm.kernels.attention.prefill import prefill
 from meshlm.kernels.attention.reference import attention
 from meshlm.kernels.rope_cache import kernel as rope_kernel
 from meshlm.kernels.rope_cache.reference import rope_cache
 
 pytestmark = MARKS
-PAGE = 16
 SHAPES = [(4, 2, 64), (6, 2, 64), (8, 1, 80), (2, 2, 32)]
 WINDOWS = (0, 5, 40)
-
-
-def make(
-    requests: list[tuple[int, int]], heads: int, kv_heads: int, dim: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Columns]:
-    """requests: (start, count). Every page table is a random permutation."""
-    torch.manual_seed(1)
-    pages = [-(-(start + count) // PAGE) for start, count in requests]
-    total = sum(pages) + 3
-    order = torch.randperm(total)
-    blocks = torch.zeros(len(requests) + 2, max(pages) + 1, dtype=torch.int32)
-    rows = torch.randperm(len(requests) + 2)[: len(requests)].int()
-    at = 0
-    for row, need in zip(rows.tolist(), pages, strict=True):
-        blocks[row, :need] = order[at : at + need].int()
-        at += need
-    starts = torch.tensor([start for start, _ in requests], dtype=torch.int32)
-    ends = torch.tensor([count for _, count in requests], dtype=torch.int32).cumsum(0).int()
-    columns = Columns(rows.to(DEVICE), starts.to(DEVICE), ends.to(DEVICE), len(requests), blocks.to(DEVICE))
-    cache = torch.randn(2, total, PAGE, kv_heads, dim, device=DEVICE).to(dtype)
-    query = torch.randn(int(ends[-1]), heads, dim, device=DEVICE).to(dtype)
-    return query, cache[0], cache[1], columns
-
-
-def step_of(keys: torch.Tensor, values: torch.Tensor, at: Columns, heads: int) -> torch.Tensor:
-    """The projection whose keys and values are in these pages; where queries should be is nonsense."""
-    lines = []
-    begin = 0
-    for row, start, end in zip(at.rows.tolist(), at.starts.tolist(), at.ends.tolist(), strict=True):
-        where = torch.arange(start, start + end - begin, device=keys.device)
-        slots = at.blocks[row, where // PAGE].long() * PAGE + where % PAGE
-        noise = torch.full((len(slots), heads, keys.shape[-1]), 1e3, device=keys.device, dtype=keys.dtype)
-        lines.append(torch.cat((noise, keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots]), dim=1))
-        begin = end
-    return torch.cat(lines).flatten(1)
 
 
 def workspace(n: int, heads: int, splits: int, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -85,13 +50,6 @@ def test_prefill(shape: tuple[int, int, int], window: int, dense: bool, dtype: t
         query, keys, values, at, 0.125, out, extras=extras, qkv=qkv, tiles=(32, 16, 4, 3) if dense else (16, 32, 4, 2)
     )
     near(out, expected, dtype, 2)
-
-
-def give_away(keys: torch.Tensor, values: torch.Tensor, at: Columns, window: int) -> None:
-    """What the pages before each request's window held is overwritten by their new owners."""
-    for row, start in zip(at.rows[: at.n].tolist(), at.starts[: at.n].tolist(), strict=True):
-        pages = at.blocks[row, : max(0, start - window + 1) // PAGE].long()
-        keys[pages] = values[pages] = torch.nan
 
 
 @pytest.mark.parametrize("dense", [False, True])

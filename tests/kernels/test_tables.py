@@ -212,6 +212,7 @@ def test_the_tuner_of_attention_keeps_what_steps_have_chosen(
     monkeypatch.setattr(attention_bench, "DECODES", [(64, 1024)])
     monkeypatch.setattr(attention_bench, "PREFILLS", [(1, 512)])
     monkeypatch.setattr(attention_tune, "time_decode", lambda *_: {(2.0, tile): 1.0})
-    monkeypatch.setattr(attention_tune, "time_prefill", lambda *_: {(64, (64, 4, 3)): 1.0, (128, (64, 4, 3)): 2.0})
+    times = {(64, (64, 4, 3)): 1.0, (128, (64, 4, 3)): 2.0}
+    monkeypatch.setattr(attention_tune, "time_prefill", lambda *_: (times, None))
     found = run_tune(monkeypatch, attention_tune, known, tmp_path)
     assert found["decode"] == [*of_groups, {"block_n": 64, "warps": 2, "stages": 2}]

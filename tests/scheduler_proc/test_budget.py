@@ -143,6 +143,13 @@ def test_the_rate_learns_what_a_context_costs() -> None:
     assert made.pair_s == pytest.approx(1.5e-9, rel=0.05)
 
 
+def test_steps_of_long_prompts_are_larger() -> None:
+    made = with_contexts(20e-6, 0.5e-9)
+    limits = [made.prefill_limit(DECODES, 5000, context) for context in (0, budget.CONTEXT - 1, budget.CONTEXT, 30_000)]
+    small, large = budget.EVEN_TOKENS - DECODES, budget.LONG_EVEN_TOKENS - DECODES
+    assert limits == [small, small, large, large]
+
+
 def test_a_step_holds_as_many_tokens_of_a_long_prompt_as_of_a_short_one_while_that_is_bearable() -> None:
     made = with_contexts(20e-6, 1.0e-9)
     limits = [made.prefill_limit(DECODES, 10**6, start) for start in CONTEXTS]

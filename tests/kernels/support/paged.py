@@ -1,0 +1,50 @@
+"""Requests whose keys and values lie in pages in random order. The tests of attention share it."""
+
+import torch
+from device import DEVICE
+
+from meshlm.kernels.attention.kernel import Columns
+
+PAGE = 16
+
+
+def make(
+    requests: list[tuple[int, int]], heads: int, kv_heads: int, dim: int, dtype: torch.dtype, page: int = PAGE
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Columns]:
+    """requests: (start, count). Every page table is a random permutation."""
+    torch.manual_seed(1)
+    pages = [-(-(start + count) // page) for start, count in requests]
+    total = sum(pages) + 3
+    order = torch.randperm(total)
+    blocks = torch.zeros(len(requests) + 2, max(pages) + 1, dtype=torch.int32)
+    rows = torch.randperm(len(requests) + 2)[: len(requests)].int()
+    at = 0
+    for row, need in zip(rows.tolist(), pages, strict=True):
+        blocks[row, :need] = order[at : at + need].int()
+        at += need
+    starts = torch.tensor([start for start, _ in requests], dtype=torch.int32)
+    ends = torch.tensor([count for _, count in requests], dtype=torch.int32).cumsum(0).int()
+    columns = Columns(rows.to(DEVICE), starts.to(DEVICE), ends.to(DEVICE), len(requests), blocks.to(DEVICE))
+    cache = torch.randn(2, total, page, kv_heads, dim, device=DEVICE).to(dtype)
+    query = torch.randn(int(ends[-1]), heads, dim, device=DEVICE).to(dtype)
+    return query, cache[0], cache[1], columns
+
+
+def step_of(keys: torch.Tensor, values: torch.Tensor, at: Columns, heads: int) -> torch.Tensor:
+    """The projection whose keys and values are in these pages; where queries should be is nonsense."""
+    lines, page = [], keys.shape[1]
+    begin = 0
+    for row, start, end in zip(at.rows.tolist(), at.starts.tolist(), at.ends.tolist(), strict=True):
+        where = torch.arange(start, start + end - begin, device=keys.device)
+        slots = at.blocks[row, where // page].long() * page + where % page
+        noise = torch.full((len(slots), heads, keys.shape[-1]), 1e3, device=keys.device, dtype=keys.dtype)
+        lines.append(torch.cat((noise, keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots]), dim=1))
+        begin = end
+    return torch.cat(lines).flatten(1)
+
+
+def give_away(keys: torch.Tensor, values: torch.Tensor, at: Columns, window: int) -> None:
+    """What the pages before each request's window held is overwritten by their new owners."""
+    for row, start in zip(at.rows[: at.n].tolist(), at.starts[: at.n].tolist(), strict=True):
+        pages = at.blocks[row, : max(0, start - window + 1) // keys.shape[1]].long()
+        keys[pages] = values[pages] = torch.nan
