@@ -53,7 +53,7 @@ def read_gptq(config: dict[str, Any]) -> QuantizationSpec:
 def _gptq_scheme(
     config: dict[str, Any],
     targets: tuple[str, ...],
-    files: Literal["", "gptq", "gptq_v2", "awq", "compressed-tensors"],
+    files: Literal["", "gptq", "gptq_v2", "awq", "compressed-tensors", "bitsandbytes"],
 ) -> QuantizationScheme:
     for key in ("sym", "desc_act"):
         one_of(config, key, (True, False, None))
@@ -128,13 +128,33 @@ TENSORS: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
         "weight_g_idx": ("input_group", INTEGERS),
         "weight_shape": ("weight_shape", INTEGERS),
     },
+    "bitsandbytes": {"weight": ("weight", ("U8",)), "weight_scale": ("weight_scale", _FLOATS)},
 }
 """By layout: the tensors that stand for a layer's weight, what each of them is, and the types it may have."""
 
 
+STATE = "bitsandbytes__"
+_STATES = {"absmax": ("F32", "U8"), "quant_map": ("F32",), "nested_absmax": ("F32",), "nested_quant_map": ("F32",)}
+"""What bitsandbytes has behind the name of a weight, beside a tensor whose last part begins with STATE."""
+
+
+def stem_of(name: str) -> tuple[str, str]:
+    """A tensor's layer, and what of it the tensor is; a part of bitsandbytes' state is called weight.absmax, ..."""
+    stem, weight, last = name.partition(".weight.")
+    if weight:
+        return stem, f"weight.{last}"
+    stem, _, last = name.rpartition(".")
+    return stem, last
+
+
 def holds(scheme: QuantizationScheme | None, last: str, dtype: str) -> bool:
     """Whether a layer of this scheme has a tensor with this last part of its name and of this type."""
-    return scheme is not None and dtype in TENSORS.get(scheme.files, {}).get(last, ("", ()))[1]
+    if scheme is None or scheme.online:
+        return False
+    if scheme.files == "bitsandbytes" and last.startswith("weight."):
+        part = last.removeprefix("weight.")
+        return dtype == "U8" if part.startswith(f"quant_state.{STATE}") else dtype in _STATES.get(part, ())
+    return dtype in TENSORS.get(scheme.files, {}).get(last, ("", ()))[1]
 
 
 def of_layer(scheme: QuantizationScheme, inputs: int, projections: int = 1) -> QuantizationScheme:

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from msgspec.structs import replace
 
-from meshlm.architectures import packed_quantization
+from meshlm.architectures import bitsandbytes_quantization, packed_quantization
 from meshlm.architectures.config_values import shown
 from meshlm.architectures.quantization_keys import block_sizes, names, one_of, only
 from meshlm.protocol.model import QuantizationScheme, QuantizationSpec
@@ -193,3 +193,9 @@ register(QuantizationFormat("compressed-tensors", read_compressed_tensors, _COMP
 _PACKED_LINEAR = "meshlm.workers.quantization.packed:PackedLinear"
 register(QuantizationFormat("gptq", packed_quantization.read_gptq, _PACKED_LINEAR, encodes=True))
 register(QuantizationFormat("awq", packed_quantization.read_awq, _PACKED_LINEAR, encodes=True))
+_NF4 = bitsandbytes_quantization.spec_of("nf4")
+register(
+    QuantizationFormat(
+        "bitsandbytes", bitsandbytes_quantization.read_bitsandbytes, _PACKED_LINEAR, encodes=True, online=_NF4
+    )
+)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from meshlm.architectures.packed_quantization import holds
+from meshlm.architectures.packed_quantization import holds, stem_of
 from meshlm.architectures.quantization import FP8, formats, scheme_of, while_loading
 from meshlm.protocol.model import QuantizationSpec
 from meshlm.runtime.errors import ModelFilesError
@@ -97,7 +97,7 @@ def check_types(file: Path, tensors: Iterable[tuple[str, str]], quantization: Qu
         if dtype not in FLOATS
         and not is_needless(name)
         and not (dtype == FP8 and scheme_of(quantization, name.removesuffix(".weight")) is not None)
-        and not holds(scheme_of(quantization, name.rpartition(".")[0]), name.rpartition(".")[2], dtype)
+        and not holds(scheme_of(quantization, stem_of(name)[0]), stem_of(name)[1], dtype)
     ]
     if bad:
         raise ModelFilesError(

@@ -22,6 +22,17 @@ WARM_ROWS = (1, 16, 32, 64, 128)
 """So many rows meet every variant of the kernels."""
 
 
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""Quantiles of a normal distribution (Dettmers et al. 2023, "QLoRA", appendix E)."""
+FP4 = tuple(sign * value / 12 for sign in (1, -1) for value in (0, 0.0625, 8, 12, 4, 6, 2, 3))
+"""The numbers that bitsandbytes calls fp4."""
+TABLES: dict[str, tuple[float, ...]] = {"nf4": NF4, "fp4": FP4}
+
+
 class PackedWeight(NamedTuple):
     """A weight [outputs, inputs]."""
 

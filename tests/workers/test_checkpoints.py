@@ -16,7 +16,8 @@ from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.model_files import resolve_model
 from meshlm.workers.weights.check import check_finite
 from meshlm.workers.weights.load import load_model
-from meshlm.workers.weights.sources import Mapped, shapes, unpacked
+from meshlm.workers.weights.source import Mapped
+from meshlm.workers.weights.sources import shapes, unpacked
 
 Weights = dict[str, Tensor]
 LAYER = "model.layers.1."

@@ -15,7 +15,7 @@ from meshlm.workers.attention.backend import TorchBackend
 from meshlm.workers.kv.layout import KVLayout
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.weights import load
-from meshlm.workers.weights.sources import Mapped
+from meshlm.workers.weights.source import Mapped
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -1,4 +1,5 @@
-"""Weights of 4 or 8 bits whose words hold several codes (GPTQ, AWQ, compressed-tensors' pack-quantized): (code - zero) * scale.
+"""Weights of 4 or 8 bits whose words hold several codes (GPTQ, AWQ, pack-quantized, bitsandbytes): (code - zero) * scale, or
+table[code] * scale.
 
 Files fill parameters of one form (packed_files.py), whatever their own: bytes of codes in the order of inputs. After loading they
 become the words of kernels/packed_gemm on a GPU, and values on a CPU.
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshlm.kernels.packed_gemm.reference import CHUNK, PLANE, WARM_ROWS, PackedWeight, decode, pack
+from meshlm.kernels.packed_gemm.reference import CHUNK, PLANE, TABLES, WARM_ROWS, PackedWeight, decode, pack
 from meshlm.protocol.model import QuantizationScheme
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.quantization.method import Encode, Fused
@@ -81,6 +82,10 @@ class PackedLinear:
         bits, size = self.scheme.bits, self.scheme.weight_group
         groups = -(-values.shape[1] // size)
         parted = F.pad(values.float(), (0, groups * size - values.shape[1])).unflatten(1, (groups, size))
+        if self.scheme.values != "integers":
+            codes, largest = nearest(parted, TABLES[self.scheme.values])
+            codes = codes.flatten(1)[:, : values.shape[1]]
+            return {"weight": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": largest}
         low, high, most = parted.amin(2).clamp(max=0), parted.amax(2).clamp(min=0), (1 << bits) - 1
         if self.scheme.zeros:
             scale = ((high - low) / most).clamp(min=1e-8)
@@ -100,6 +105,11 @@ class PackedLinear:
         scheme, scale = self.scheme, linear.weight_scale
         assert isinstance(scale, Tensor)
         codes = unpacked(linear.weight.data, scheme.bits)
+        if scheme.values != "integers":
+            low, high = pack(codes, scheme.bits)
+            table = torch.tensor(TABLES[scheme.values], dtype=torch.float32, device=codes.device)
+            scales = scale.t().to(torch.float32 if self._dtype == torch.float32 else torch.float16).contiguous()
+            return PackedWeight(low, high, scales, table=table, group=scheme.weight_group, inputs=codes.shape[1])
         zero = linear.weight_zero if scheme.zeros else torch.full_like(scale, 1 << scheme.bits - 1, dtype=torch.uint8)
         assert isinstance(zero, Tensor)
         size, order = scheme.weight_group, None
@@ -134,6 +144,14 @@ class PackedLinear:
                 f"quantization_config: desc_act: an input is in a group that is none of {self.scheme.num_groups}"
             )
         return first.long()
+
+
+def nearest(values: Tensor, table: tuple[float, ...]) -> tuple[Tensor, Tensor]:
+    """values [rows, groups, size] -> codes uint8 of the nearest entries, once each group is divided by its largest; and those."""
+    largest = values.abs().amax(-1)
+    known, order = torch.tensor(table, device=values.device).sort()
+    scaled = values / largest.clamp(min=1e-20)[..., None]
+    return order.to(torch.uint8)[torch.bucketize(scaled, (known[1:] + known[:-1]) / 2)], largest
 
 
 def unpacked(codes: Tensor, bits: int) -> Tensor:

@@ -2,6 +2,7 @@
 
     gptq                 qweight int32 [inputs / 8, outputs], qzeros int32 [groups, outputs / 8], scales [groups, outputs],
                          g_idx [inputs]
+    bitsandbytes         weight uint8 [outputs * inputs / 2, 1], weight_scale [outputs * groups] (bitsandbytes.py makes it)
     awq                  qweight int32 [inputs, outputs / 8], qzeros int32 [groups, outputs / 8], scales [groups, outputs]
     compressed-tensors   weight_packed int32 [outputs, inputs / 8], weight_scale [outputs, groups], weight_zero_point int32
                          [outputs / 8, groups], weight_g_idx [inputs], weight_shape [2]
@@ -50,6 +51,8 @@ def tensors_of(
                 "g_idx": (inputs,),
             }  # fmt: skip
             shapes |= {} if bias else {"bias": (outputs,)}
+        case "bitsandbytes":
+            shapes = {"weight": (outputs * inputs // 2, 1), "weight_scale": (outputs * groups,)}
         case "awq":
             shapes = {
                 "qweight": (inputs, outputs // each),
@@ -103,6 +106,11 @@ def packed_rows(name: str, source: Source, found: ScaleTensor, part: WeightSlice
     match scheme.files, found.parameter:
         case (("gptq" | "gptq_v2"), "weight"):
             codes = _fields(_cut(source, _words(inputs, each), outputs).t(), scheme.bits)
+        case "bitsandbytes", "weight":
+            pairs = source.whole().view(part.shape[0], -1)[slice(*outputs), inputs[0] // 2 : inputs[1] // 2]
+            return pairs << 4 | pairs >> 4  # the first of a pair is in the high half
+        case "bitsandbytes", _:
+            return _scales(name, source.whole().view(part.shape[0], -1)[slice(*outputs), slice(*groups)])
         case "awq", "weight":
             codes = _awq(_cut(source, inputs, _words(outputs, each))).t()
         case _, "weight":

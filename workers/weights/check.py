@@ -27,11 +27,11 @@ def check_tensors(tensors: Iterable[tuple[str, Source]], resolved: Resolved) -> 
     spec, where = resolved.spec, resolved.model_path
     expected: dict[str, tuple[tuple[int, ...], ...]] = {_short(name): (shape,) for name, shape in shapes(spec)}
     scales = {_short(name): scale for name, scale in scale_tensors(spec).items()}
-    expected |= {short: scale.shapes for short, scale in scales.items()}
     codes = {_short(name) for name in quantised_weights(spec)}
     for scale in scales.values():
-        if scale.scheme.weight == "group":  # files hold it in other tensors
+        if scale.scheme.weight == "group":  # files hold it in other tensors, or in another shape
             expected.pop(_short(scale.weight), None)
+    expected |= {short: scale.shapes for short, scale in scales.items()}
     found: dict[str, tuple[int, ...]] = {}
     twice, foreign, types = [], [], []
     samples: dict[str, Tensor] = {}

@@ -2,7 +2,10 @@
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 class Source(Protocol):
@@ -18,3 +21,20 @@ class Source(Protocol):
     def whole(self) -> Tensor:
         """The whole tensor, of whatever shape."""
         ...
+
+
+class Mapped:
+    """A tensor over a mapped file: only the pages that are copied are read."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self.shape = tuple(tensor.shape)
+        self.dtype = (
+            _DTYPES.get(tensor.dtype, str(tensor.dtype)) if tensor.layout == torch.strided else str(tensor.layout)
+        )
+
+    def part(self, dim: int, begin: int, end: int) -> Tensor:
+        return self._tensor.narrow(dim, begin, end - begin)
+
+    def whole(self) -> Tensor:
+        return self._tensor

@@ -19,13 +19,13 @@ from meshlm.architectures.registry import family_of, weights_of
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.checkpoint_files import weight_files
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
+from meshlm.workers.weights.bitsandbytes import with_scales
 from meshlm.workers.weights.gguf_latent import joined
 from meshlm.workers.weights.gguf_source import encoded_tensors
-from meshlm.workers.weights.source import Source
+from meshlm.workers.weights.source import Mapped, Source
 
 DUMMY_STD = 0.02
 _OF_LAYER = re.compile(r"(?:model\.)?(?P<layer>layers\.\d+)\.(?P<stem>.+)\.(?P<kind>weight|bias)")
-_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 def sources(
@@ -35,6 +35,8 @@ def sources(
     found, family = _sources(path, load_format, spec, device, seed), family_of(spec.architecture)
     if family is not None and family.rename is not None and load_format != "dummy":
         found = _renamed(found, spec, family.rename, family.unread)
+    if spec.quantization is not None and spec.quantization.method == "bitsandbytes" and load_format != "dummy":
+        found = with_scales(found, spec.quantization)
     return found if family is None or not family.packed else unpacked(found, spec, family.packed)
 
 
@@ -142,23 +144,6 @@ def _opened(file: Path, device: torch.device) -> Iterator[Any]:
             yield opened
     except (SafetensorError, OSError) as error:
         raise ProcessFatal(f"{file}: cannot be read, perhaps cut short ({error})") from None
-
-
-class Mapped:
-    """A tensor over a mapped file: only the pages that are copied are read."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self.shape = tuple(tensor.shape)
-        self.dtype = (
-            _DTYPES.get(tensor.dtype, str(tensor.dtype)) if tensor.layout == torch.strided else str(tensor.layout)
-        )
-
-    def part(self, dim: int, begin: int, end: int) -> Tensor:
-        return self._tensor.narrow(dim, begin, end - begin)
-
-    def whole(self) -> Tensor:
-        return self._tensor
 
 
 def _pickled(files: tuple[Path, ...]) -> Iterator[tuple[str, Source]]:
