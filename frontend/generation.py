@@ -34,6 +34,7 @@ from meshlm.protocol.tasks import GENERATE
 from meshlm.protocol.text_edge import Detokenize, DetokenizeReply, Submit, Tokenize, TokenizeReply
 from meshlm.runtime import logits_processors
 from meshlm.runtime.errors import RequestError
+from meshlm.runtime.io_processors import IOProcessor
 
 WRONG_RUNNER = "this server gives vectors, and no text (--runner)"
 MANY_CHOICES = 256  # whose answer is written away from the loop
@@ -54,6 +55,7 @@ class Backend(operating.Operates, Protocol):
 
     draws: random.Random  # of seeds, for requests without one
     rates: RateLimits
+    io_processor: IOProcessor | None
     feed: Feed
 
     def admit(self, ask: parse.ParsedRequest) -> int: ...

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from functools import partial
 
+import structlog
 from msgspec import Struct
 
 from meshlm import __version__
@@ -24,6 +25,7 @@ from meshlm.frontend.rate_limits import RateLimits
 from meshlm.frontend.request_log import RequestLog
 from meshlm.frontend.request_tracker import RequestTracker
 from meshlm.frontend.responses import Response
+from meshlm.frontend.stat_loggers import StatLoggers, ended_request
 from meshlm.protocol.control_edge import (
     AskProcesses,
     ChangeSettings,
@@ -47,6 +49,7 @@ from meshlm.protocol.text_edge import (
     Tokenize,
     TokenizeReply,
 )
+from meshlm.runtime import io_processors
 from meshlm.runtime import metrics as shared_metrics
 from meshlm.runtime.deaths import allowed
 from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong, ProcessFatal
@@ -88,6 +91,8 @@ class FrontendApp:
         self._ticks = 0
         self._log = RequestLog()
         self.rates = RateLimits("")
+        self.io_processor: io_processors.IOProcessor | None = None
+        self._stat_loggers = StatLoggers(structlog.get_logger())
         self._budget = Budget(0)
         self._places_later = False
         self._moved = asyncio.Event()  # a sequence began or ended
@@ -107,6 +112,7 @@ class FrontendApp:
                 registry.load(os.environ, server.tool_parser_plugin, server.reasoning_parser_plugin)
         except (PluginError, registry.ParserError) as error:
             raise ProcessFatal(str(error)) from None
+        self._load_plugins(mesh)
         self._tracker.num_detokenizers = mesh.config.server.detokenizers
         self._budget = Budget(mesh.config.server.max_concurrent_bytes)
         self._tracker.max_deaths = allowed(mesh.config.run.max_restarts)
@@ -131,6 +137,16 @@ class FrontendApp:
         self._listener.serving.add_done_callback(self._served)
         self._tick()
         return {"listening on": f"{server.address}:{server.port}"}
+
+    def _load_plugins(self, mesh: Mesh) -> None:
+        """What packages add here beside parsers. ProcessFatal."""
+        if self.resolved.stat_loggers:
+            self._stat_loggers.load(mesh.config, mesh.identity.index, os.environ)
+        if name := mesh.config.server.io_processor_plugin:
+            try:
+                self.io_processor = io_processors.make(name, mesh.config, os.environ)
+            except PluginError as error:
+                raise ProcessFatal(str(error)) from None
 
     def _make_listener(self) -> Listener:
         if not self.config.server.grpc:
@@ -323,6 +339,8 @@ class FrontendApp:
         self.feed.ended(answer, path, status)
         self.ignored(answer.ask.unknown_fields, path)
         self.rates.ended(answer)
+        if self._stat_loggers:
+            self._stat_loggers.ended(ended_request(answer, time.monotonic() - started, path, status))
         if not self.config.server.disable_log_requests:
             per_s = self.config.run.log_requests_per_s
             self._log.ended(self._mesh.log, answer, time.monotonic() - started, path, status, per_s)
@@ -400,6 +418,7 @@ class FrontendApp:
                 if self._mesh is not None:
                     self._metrics.mesh(message)
                 self._figures.take(message)
+                self._stat_loggers.record(message)
                 self._news.set()
 
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:

@@ -322,15 +322,17 @@ OPERATIONS = (
 )  # fmt: skip
 
 
-def _vectors(paths: tuple[str, ...], answers: type[Struct], summary: str, body: type[Struct]) -> tuple[Operation, ...]:
-    return tuple(Operation(path, "vectors", answers, summary, body, ("POST",), ASKS, NAMED[:2]) for path in paths)
+def _vectors(
+    paths: tuple[str, ...], answers: type[Struct], summary: str, body: type[Struct], handler: str = "vectors"
+) -> tuple[Operation, ...]:
+    return tuple(Operation(path, handler, answers, summary, body, ("POST",), ASKS, NAMED[:2]) for path in paths)
 
 
 VECTORS = (
     *_vectors(("/v1/embeddings",), vectors.EmbeddingResponse, "Vectors of texts.", vectors.EmbeddingRequest),
     *_vectors(("/v2/embed",), vectors.CohereEmbedResponse, "Vectors of texts, by Cohere's API.", vectors.CohereEmbedRequest),
     *_vectors(
-        ("/pooling",), vectors.PoolingResponse, "Vectors of texts, of their tokens, or a classifier's scores.", vectors.PoolingRequest
+        ("/pooling",), vectors.PoolingResponse, "Vectors of texts or of their tokens, or scores.", vectors.PoolingRequest, "pooling"
     ),
     *_vectors(("/classify",), vectors.ClassificationResponse, "The classes of texts.", vectors.ClassificationRequest),
     *_vectors(("/score", "/v1/score"), vectors.ScoreResponse, "How well texts go with others.", vectors.ScoreRequest),

@@ -42,6 +42,7 @@ from meshlm.frontend.schema import (
     Settings,
     TokenizeRequest,
 )
+from meshlm.frontend.vectors import processed
 from meshlm.frontend.vectors import routes as vector_routes
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.text_edge import Detokenize, DetokenizeReply, Prompt, Tokenize, TokenizeReply
@@ -300,6 +301,18 @@ class Routes:
         model = self._check_model(body.model)
         ask = parse.chat(body, unknown, resolved, self._backend.config.server)
         return ask, model, self._again(request, raw)
+
+    async def pooling(self, request: Request) -> HttpResponse | None:
+        """Vectors, or what a plug-in makes of data and of them."""
+        async with self._body(request) as raw:
+            has_data = processed.has_data(raw)
+        if not has_data:
+            request._body = raw
+            return await self.vectors(request)
+        read = partial(self._vectors, request)
+        asked, answer = await asyncio.to_thread(processed.read, raw, self._backend.io_processor, read)
+        model = self._check_model(asked.model)
+        return await self._generation.answer(request, asked.ask, model, asked.prefix, None, answer.form())
 
     async def vectors(self, request: Request) -> HttpResponse | None:
         asked = await self._read(request, self._vectors)

@@ -1,15 +1,19 @@
-"""Plug-ins: installed packages that add an architecture, a quantisation, an attention backend or a parser by an entry point.
+"""Plug-ins: installed packages that add an architecture, a quantisation, an attention backend, a parser and more by an entry point.
 
 A process loads the groups that it reads before it reads them: the supervisor to resolve a model, the workers to compute it. An entry
 point of `meshlm.architectures` names a `Family`, one of `meshlm.quantization` a `QuantizationFormat`, one of
 `meshlm.attention_backends` whatever makes a `Backend`; there its own name is the one for --attention-backend. One of
 `meshlm.tool_parsers` names a `ToolParser`, one of `meshlm.reasoning_parsers` a `ReasoningParser` (parsers/registry.py loads them in the
 supervisor and the frontends); their names are those for --tool-call-parser and --reasoning-parser. One of
-`meshlm.logits_processors` names a `LogitsProcessor` (logits_processors.py loads it). MESHLM_PLUGINS names those to load (commas
-between); without it all are.
+`meshlm.logits_processors` names a `LogitsProcessor` (logits_processors.py loads it), one of `meshlm.io_processors` an `IOProcessor`
+(io_processors.py), one of `meshlm.stat_loggers` a `StatLogger` (frontend/stat_loggers.py), and one of `meshlm.general` a function that
+every process calls before anything else. MESHLM_PLUGINS (or VLLM_PLUGINS) names those to load (commas between); without it all are.
+
+A plug-in's import has LIMIT_S: what hangs is named. It happens in a thread, which is left behind then.
 """
 
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -17,11 +21,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-VARIABLE = "MESHLM_PLUGINS"
+VARIABLE, VARIABLE_OF_VLLM = "MESHLM_PLUGINS", "VLLM_PLUGINS"
+LIMIT_S = 30.0  # shorter than a process may be silent while it starts
 ARCHITECTURES, QUANTIZATION, BACKENDS = "meshlm.architectures", "meshlm.quantization", "meshlm.attention_backends"
 TOOL_PARSERS, REASONING_PARSERS = "meshlm.tool_parsers", "meshlm.reasoning_parsers"
 LOGITS_PROCESSORS = "meshlm.logits_processors"
-GROUPS = (ARCHITECTURES, QUANTIZATION, BACKENDS, TOOL_PARSERS, REASONING_PARSERS, LOGITS_PROCESSORS)
+IO_PROCESSORS, STAT_LOGGERS, GENERAL = "meshlm.io_processors", "meshlm.stat_loggers", "meshlm.general"
+GROUPS = (
+    *(ARCHITECTURES, QUANTIZATION, BACKENDS, TOOL_PARSERS, REASONING_PARSERS),
+    *(LOGITS_PROCESSORS, IO_PROCESSORS, STAT_LOGGERS, GENERAL),
+)
 _loaded: set[tuple[str, str]] = set()  # group and name, in this process
 
 
@@ -60,17 +69,53 @@ def load_descriptions(environment: Mapping[str, str]) -> None:
     load(QUANTIZATION, environment, lambda name, found: quantization.register(_of_type(found, QuantizationFormat)))
 
 
-def load(group: str, environment: Mapping[str, str], register: Callable[[str, Any], None]) -> None:
-    """Give each plug-in of a group to `register`, once in a process. A ValueError or TypeError of that is said as the plug-in's."""
+def run_general(environment: Mapping[str, str]) -> None:
+    """Call the functions of `meshlm.general`, once in a process. PluginError."""
+    load(GENERAL, environment, lambda name, found: found())
+
+
+def load(group: str, environment: Mapping[str, str], register: Callable[[str, Any], None], only: str = "") -> None:
+    """Give each plug-in of a group, or the one called `only`, to `register`, once in a process. PluginError for what that or the import
+    raises, and for one that takes too long."""
     for point in _chosen(group, environment):
-        if (group, point.name) in _loaded:
-            continue
+        if only in ("", point.name):
+            _load(group, point, register)
+
+
+def load_those_that_can(group: str, environment: Mapping[str, str], register: Callable[[str, Any], None]) -> list[str]:
+    """As `load`, for plug-ins without which the service is the same: why the others were left out."""
+    problems = []
+    for point in _chosen(group, environment):
+        try:
+            _load(group, point, register)
+        except PluginError as error:
+            problems.append(str(error))
+    return problems
+
+
+def _load(group: str, point: "EntryPoint", register: Callable[[str, Any], None]) -> None:
+    if (group, point.name) in _loaded:
+        return
+    failures: list[BaseException] = []
+
+    def work() -> None:
         try:
             register(point.name, point.load())
-        except Exception as error:  # a plug-in's module may raise anything, and the user must read whose it is
-            what = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise PluginError(f"plug-in {point.name} ({_package(point)}, group {group}): {what}") from None
-        _loaded.add((group, point.name))
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # a plug-in's module may raise anything, and the user must read whose it is
+            failures.append(error)
+
+    thread = threading.Thread(target=work, name=f"plug-in {point.name}", daemon=True)
+    thread.start()
+    thread.join(LIMIT_S)
+    what = f"it has not been loaded within {LIMIT_S:g} s" if thread.is_alive() else ""
+    for error in failures:
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+    if what:
+        raise PluginError(f"plug-in {point.name} ({_package(point)}, group {group}): {what}")
+    _loaded.add((group, point.name))
 
 
 @cache
@@ -96,7 +141,7 @@ def _chosen(group: str, environment: Mapping[str, str]) -> "list[EntryPoint]":
 
 
 def _allowed(environment: Mapping[str, str]) -> set[str] | None:
-    value = environment.get(VARIABLE)
+    value = environment.get(VARIABLE, environment.get(VARIABLE_OF_VLLM))
     return None if value is None else {name.strip() for name in value.split(",") if name.strip()}
 
 

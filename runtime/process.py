@@ -97,6 +97,8 @@ def main(
     if role is Role.WORKER:
         numa.bind(config, identity)
     _dump_stacks_on_request(Path(config.run.run_dir), identity)
+    if config.resolved is not None and config.resolved.general_plugins:
+        _run_plugins(identity)
     process = _Process(config, identity, Incarnation(incarnation), make_app())
     code = uvloop.run(process.run())
     if threading.active_count() > 1:
@@ -105,6 +107,18 @@ def main(
         streams.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _run_plugins(identity: Identity) -> None:
+    """Those of `meshlm.general`, before anything that they may change is there. The supervisor ran them too, so they rarely fail."""
+    from meshlm.runtime import plugins  # few meshes have any
+
+    try:
+        plugins.run_general(os.environ)
+    except plugins.PluginError as error:
+        streams.complain(f"{identity}: {error}")
+        streams.flush()
+        os._exit(1)  # a plug-in that hangs has a thread
 
 
 def _read(config_fd: int) -> MeshConfig:

@@ -55,8 +55,9 @@ class EmbeddingRequest(EncodingCommon, frozen=True, kw_only=True):
 
 
 class PoolingRequest(EncodingCommon, frozen=True, kw_only=True):
-    """POST /pooling."""
+    """POST /pooling: of `input` or `messages`, or of `data`, which a plug-in reads (--io-processor-plugin)."""
 
+    data: Any = None
     task: PoolingTask | None = None
 
 

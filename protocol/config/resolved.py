@@ -26,6 +26,8 @@ class Resolved(Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     eos_token_ids: tuple[int, ...]
     logits_processors: tuple[str, ...] = ()  # module:Class, of --logits-processors and of installed packages
+    general_plugins: bool = False  # there are some, which every process calls first
+    stat_loggers: bool = False  # there are some, which frontends tell of figures
     renders_only: bool = False  # texts and templates without a model: no rank is there (meshlm launch render)
     pooling: PoolingSpec | None = None  # what its vectors are, where it serves those and no text
     digest: str  # of everything above and the flags: names a run's configuration in logs

@@ -130,6 +130,9 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     reasoning_parser_plugin: Annotated[
         str, Meta(description="Python file with more of them, in a dict REASONING_PARSERS")
     ] = ""
+    io_processor_plugin: Annotated[
+        str, Meta(description="plug-in that reads POST /pooling's `data` and writes the answer's (docs/plugins.md)")
+    ] = ""
     max_dashboards: Annotated[
         int,
         Meta(ge=0, le=1024, description="open dashboards per frontend beyond which it answers 503; 0: no /dashboard"),

@@ -1,5 +1,6 @@
 """`LLM.embed`, `classify`, `score`, `reward` and `encode`: what they ask of the mesh, and their results, with vLLM's names."""
 
+import os
 import time
 import uuid
 from array import array
@@ -18,6 +19,7 @@ from meshlm.protocol.pooling import PoolingSpec, PoolingTask
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.tasks import Pool, PoolHead, PoolKind
 from meshlm.protocol.text_edge import PairPrompt, Prompt, Submit, TextParams, TextPrompt, TokenPrompt
+from meshlm.runtime import io_processors
 from meshlm.runtime.similarity import cosine, lines_of, max_sim
 from meshlm.supervisor.api.background import Background, unless_ended
 from meshlm.supervisor.api.client import Client, name_of
@@ -223,6 +225,9 @@ class Vectors:
         assert config.resolved is not None
         self._resolved, self._background, self._client = config.resolved, background, background.client
         self.serves = config.resolved.pooling is not None
+        self._processor: io_processors.IOProcessor | None = None
+        if name := config.server.io_processor_plugin:
+            self._processor = io_processors.make(name, config, os.environ)
 
     def encode(
         self,
@@ -236,9 +241,30 @@ class Vectors:
         kind: type[PoolingOutput] = PoolingOutput,
     ) -> list[PoolingRequestOutput]:
         """See `LLM.encode`. tokenization_kwargs: add_special_tokens, truncate_prompt_tokens."""
+        if isinstance(prompts, dict) and "data" in prompts:
+            return [self._processed(prompts["data"], pooling_params, pooling_task, tokenization_kwargs, use_tqdm)]
         submits, pools = self._asked(prompts, pooling_params, lora_request, pooling_task, tokenization_kwargs)
         found = self._run(submits, len(pools), use_tqdm)
         return [result_of(request, pool, kind) for request, pool in zip(found, pools, strict=True)]
+
+    def _processed(
+        self,
+        data: Any,
+        params: Any,
+        task: PoolingTask | None,
+        tokenization_kwargs: Mapping[str, Any] | None,
+        use_tqdm: bool | Callable[..., Any],
+    ) -> PoolingRequestOutput:
+        """What the I/O processor makes of data and of the vectors of its prompts; it is the result's `outputs`."""
+        if self._processor is None:
+            raise ValueError("data: make the LLM with io_processor_plugin=NAME")
+        prompts = io_processors.prompts_of(self._processor, data, "")
+        inputs = [one if isinstance(one, str) else {"prompt_token_ids": one} for one in prompts]
+        found = self.encode(
+            inputs, params, pooling_task=task, tokenization_kwargs=tokenization_kwargs, use_tqdm=use_tqdm
+        )
+        vectors = [one.outputs.values for one in found]
+        return PoolingRequestOutput("", io_processors.answer_of(self._processor, vectors, ""), [])
 
     def begin(
         self, prompt: Any, params: PoolingParams | None, priority: int, tokenization_kwargs: Mapping[str, Any] | None

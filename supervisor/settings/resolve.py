@@ -18,7 +18,7 @@ import msgspec
 from meshlm.architectures.family import Family
 from meshlm.architectures.registry import family_of
 from meshlm.protocol.config import MeshConfig, Resolved, ServerConfig
-from meshlm.runtime import generation_config, logits_processors, model_files, numa, plugins
+from meshlm.runtime import generation_config, io_processors, logits_processors, model_files, numa, plugins
 from meshlm.runtime.errors import ModelFilesError, RequestError
 from meshlm.runtime.messages import check_template_kwargs
 from meshlm.runtime.parsers import registry
@@ -42,6 +42,7 @@ def resolve(config: MeshConfig) -> MeshConfig:
     assert family is not None  # its files were read with it
     pooling = vectors.pooling_of(config, files, device)
     _check_flags(config, files, device, family)
+    _check_io_processor(config.server.io_processor_plugin, pools=pooling is not None)
     limit = files.spec.max_position_embeddings
     max_model_len = config.model.max_model_len or min(
         limit, pooling.max_tokens if pooling and pooling.max_tokens else limit
@@ -67,11 +68,24 @@ def resolve(config: MeshConfig) -> MeshConfig:
         eos_token_ids=generation.eos_token_ids,
         pooling=pooling,
         logits_processors=_logits_processors(config),
+        general_plugins=bool(plugins.names(plugins.GENERAL, os.environ)),
+        stat_loggers=bool(plugins.names(plugins.STAT_LOGGERS, os.environ)),
         digest="",
     )
     config = msgspec.structs.replace(config, resolved=resolved)
     digest = hashlib.sha256(msgspec.json.encode(config)).hexdigest()[:12]
     return msgspec.structs.replace(config, resolved=msgspec.structs.replace(resolved, digest=digest))
+
+
+def _check_io_processor(name: str, *, pools: bool) -> None:
+    if name and not pools:
+        raise UsageError(f"--io-processor-plugin {name}: it is for models of vectors (--runner pooling)")
+    try:
+        if name and not io_processors.known(name, os.environ):
+            there = ", ".join(plugins.names(plugins.IO_PROCESSORS, os.environ)) or "none"
+            raise UsageError(f"--io-processor-plugin {name}: no installed package has it; there are: {there}")
+    except plugins.PluginError as error:
+        raise UsageError(str(error)) from None
 
 
 def _logits_processors(config: MeshConfig) -> tuple[str, ...]:
@@ -92,6 +106,7 @@ def _read_files(config: MeshConfig) -> tuple[model_files.ModelFiles, generation_
     """The model's files and its generation config, with plug-ins known before. UsageError for what cannot be read."""
     try:
         plugins.check_names(os.environ)
+        plugins.run_general(os.environ)
         plugins.load_descriptions(os.environ)
         _check_parsers(config.server)
         _check_structured_outputs(config.server)

@@ -59,6 +59,7 @@ ADMIN_API_KEYS = ("MESHLM_ADMIN_API_KEY",)
 
 FULFILLED = {
     "VLLM_DISABLE_LOG_LOGO",
+    "VLLM_PLUGINS",
     "VLLM_DO_NOT_TRACK",
     "VLLM_NO_USAGE_STATS",
     "VLLM_USAGE_SOURCE",
@@ -73,7 +74,8 @@ FULFILLED = {
     "VLLM_TARGET_DEVICE",
     "VLLM_DOCKER_BUILD_CONTEXT",
 }
-"""They ask for what is the case (nothing is collected or sent, every part is a process), or say how vLLM was built."""
+"""They are read where they count (plug-ins), ask for what is the case (nothing is collected or sent, every part is a process), or say
+how vLLM was built."""
 
 INSTEAD = {
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "the model's context is the limit",

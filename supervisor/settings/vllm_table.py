@@ -94,7 +94,6 @@ NEEDLESS = {
 }
 
 _LORA = "LoRA adapters are not there yet"
-_NO_PLUGINS = "there are no plug-ins for inputs and outputs"
 _MEDIA = "images and sound are not there yet"
 _CLASSES = "the processes' code is MeshLM's own"
 _CONFIG = "serve a folder with the config.json that you want"
@@ -144,7 +143,6 @@ ABSENT = {
     "-dpp": "nodes meet at --listen and --join",
     "--worker-extension-cls": _CLASSES,
     "--scheduler-cls": _CLASSES,
-    "--io-processor-plugin": _NO_PLUGINS,
     "--enable-mm-embeds": _MEDIA,
     "--enable-mm-processor-stats": _MEDIA,
     "--limit-mm-per-prompt": _MEDIA,

@@ -1,33 +1,37 @@
 """examples/plugin, installed as its users would, served through a mesh."""
 
-import importlib.util
+import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import httpx
 import pytest
+from example_plugin import install
 from serving import serving
 from split_models import FLAGS, PROMPTS, SHAPE, greedy, reference, small_model
 
 pytestmark = pytest.mark.mesh
-PLUGIN = Path(__file__).parents[2] / "examples" / "plugin"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return install(tmp_path_factory.mktemp("plugin"))
 
 
 @pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, source = tmp_path / "site", tmp_path / "plugin"
-    shutil.copytree(PLUGIN, source)  # setuptools builds in it
-    here = ["--no-index", "--no-build-isolation"] if importlib.util.find_spec("setuptools") else []
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", *here, "--target", str(target), str(source)]
-    subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(target), os.environ.get("PYTHONPATH")])))
+def installed(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder where its processes leave notes."""
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")])))
+    monkeypatch.setenv("MESHLM_TINY_NOTES", str(notes))
+    monkeypatch.setenv("MESHLM_TINY_FIGURES", str(notes / "figures"))
+    return notes
 
 
-@pytest.mark.usefixtures("installed")
-def test_an_architecture_from_another_package(tmp_path: Path) -> None:
+def test_plug_ins_of_another_package(tmp_path: Path, installed: Path) -> None:
     tiny, llama = tmp_path / "tiny", tmp_path / "llama"
     for folder in (tiny, llama):
         folder.mkdir()
@@ -42,7 +46,8 @@ def test_an_architecture_from_another_package(tmp_path: Path) -> None:
     (tiny / "config.json").write_text(text)
     (tiny / "tokenizer.json").write_text((llama / "tokenizer.json").read_text())
     assert f'"num_blocks": {SHAPE["num_hidden_layers"]}' in text
-    with serving(str(tiny), "--load-format", "dummy", *FLAGS) as server:
+    flags = ("--load-format", "dummy", "--attention-backend", "tiny_attention", *FLAGS)
+    with serving(str(tiny), *flags) as server:
         assert greedy(server, PROMPTS[:1]) == [expected]
         asked = {"prompt": PROMPTS[0], "max_tokens": 4, "ignore_eos": True, "return_token_ids": True, "logprobs": 0}
         for target in (7, 9):  # the package's logits processor, beside a request that it does not want
@@ -55,3 +60,38 @@ def test_an_architecture_from_another_package(tmp_path: Path) -> None:
         )
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "vllm_xargs")
         assert greedy(server, PROMPTS[:1]) == [expected]
+        pids = {process["pid"] for process in server.status()["processes"]}
+        greeted = {int(path.name.partition("-")[2]) for path in installed.glob("hello-*")}
+        assert pids <= greeted, "every process ran the general plug-in"
+        lines = [json.loads(line) for line in (installed / "figures").read_text().splitlines()]
+        assert {"path": "/v1/completions", "output_tokens": 4, "frontend": 0} in lines
+        assert any("running" in line for line in lines)
+
+
+NEAREST = """
+from meshlm import LLM
+llm = LLM("", device="fake", runner="pooling", io_processor_plugin="tiny_nearest", max_model_len=256)
+(found,) = llm.encode({"data": {"question": "a cat", "texts": ["a dog", "a cat"]}})
+print(found.outputs["nearest"], len(found.outputs["nearness"]))
+try:
+    llm.encode({"data": {"question": "alone"}})
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_an_io_processor_by_http_and_in_python(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "nearest.py").write_text(NEAREST)
+    command = [sys.executable, "-P", str(tmp_path / "nearest.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout.splitlines() == ["1 2", "an object with question and texts is expected"], done.stderr
+    flags = ("--device", "fake", "--runner", "pooling", "--max-model-len", "256")
+    with serving(*flags, "--io-processor-plugin", "tiny_nearest") as server:
+        body = {"data": {"question": "a cat", "texts": ["a dog", "a cat"]}}
+        answer = httpx.post(f"{server.url}/pooling", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["data"]["nearest"] == 1
+        assert httpx.post(f"{server.url}/pooling", json={"input": "a"}, timeout=60).json()["data"][0]["data"]
+        for wrong, param in (({"data": {"question": 5}}, "data"), ({**body, "input": "a"}, "input")):
+            refused = httpx.post(f"{server.url}/pooling", json=wrong, timeout=60)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param), refused.text

@@ -34,6 +34,7 @@ from meshlm.protocol.text_edge import (
     TokenizeReply,
 )
 from meshlm.protocol.token_edge import First
+from meshlm.runtime.io_processors import IOProcessor
 
 NUM_PROMPT, NUM_CACHED = 12, 4
 STOP = Finished(0, FinishReason.STOP)
@@ -50,6 +51,7 @@ class Scripted:
         self.config = MeshConfig(server=server or ServerConfig(responses_store="off"), resolved=resolved)
         self.resolved = resolved
         self.rates = RateLimits("")
+        self.io_processor: IOProcessor | None = None
         self.draws = random.Random(1)
         self.pieces: Sequence[str] = ("Hello", " you")
         self.finished = STOP
