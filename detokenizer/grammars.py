@@ -5,6 +5,7 @@ same text with it (workers/output/grammars.py). It is imported with the first gr
 """
 
 import json
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -151,9 +152,11 @@ def _unwritable(text: str) -> GrammarError:
 
 
 def _told(error: str) -> str:
-    """The library's words, for a client."""
+    """The library's words, for a client. Of a schema within a structural tag it quotes the whole grammar behind them."""
+    if (within := re.match(r"at \d+\(\d+\): failed to compile JSON schema: (.*)", error)) is not None:
+        error = within[1]
     if error.startswith("Unimplemented keys: "):
         return f"these keywords of the schema cannot be enforced: {error.partition(': ')[2]}"
-    if "coerce_one_of" in error:
+    if error.startswith("oneOf constraints"):
         return "oneOf can only be enforced where its schemas exclude one another; anyOf can always"
     return error.removesuffix("<non-verbose/>").strip()[:500]

@@ -19,6 +19,7 @@ from meshlm.protocol.grammar import Grammar
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.parsers import registry
 from meshlm.runtime.parsers.calls import Structure, Tools
+from meshlm.runtime.parsers.parameter_structure import ParameterStructure
 from meshlm.runtime.structured_outputs import json_schema
 from meshlm.runtime.structured_outputs import structural_tag as made_tag
 
@@ -189,20 +190,26 @@ def schema(choice: ToolChoice) -> Json:
     return found if choice.parallel else {**found, "maxItems": 1}
 
 
-def structural_tag(form: Structure, choice: ToolChoice, strict: Collection[str]) -> Json:
+def structural_tag(form: Structure | ParameterStructure, choice: ToolChoice, strict: Collection[str]) -> Json:
     """Free text, in which calls of these tools keep to their schemas; those of others have any object as arguments."""
     tags = [
         {
             "type": "tag",
             "begin": form.begin.replace("NAME", name),
-            "content": form.content(
-                {"type": "json_schema", "json_schema": given if name in strict else {"type": "object"}}
-            ),
+            "content": _content(form, name, given if name in strict else None),
             "end": form.end,
         }
         for name, given in ((name, own(given)) for name, given in choice.tools.items())
     ]
     return {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": [form.trigger], "tags": tags}}
+
+
+def _content(form: Structure | ParameterStructure, name: str, given: Json | None) -> Json:
+    try:
+        return form.content(given)
+    except ValueError as error:
+        text = f"tools: strict: {error}, of the tool {name!r}, cannot be enforced in the form of --tool-call-parser"
+        raise HttpError(400, text, "tools") from None
 
 
 def definitions(tools: Tools) -> Json:

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
+from meshlm.runtime.parsers.parameter_structure import ParameterStructure
+
 Tools = Mapping[str, Mapping[str, Any]]  # of each tool that the request names: the JSON schema of its parameters
 
 
@@ -49,8 +51,9 @@ class Structure(Struct, frozen=True):
     end: str
     number_before: str = ""  # a number and this text stand before the arguments
 
-    def content(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """What stands between begin and end, as a format of a structural tag."""
+    def content(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What stands between begin and end, as a format of a structural tag: arguments by this schema, or any."""
+        arguments = {"type": "json_schema", "json_schema": {"type": "object"} if given is None else given}
         if not self.number_before:
             return arguments
         head = [{"type": "regex", "pattern": "[0-9]+"}, {"type": "const_string", "value": self.number_before}]
@@ -63,7 +66,7 @@ class ToolParser(Struct, frozen=True):
     finder: Callable[[Tools], Finder]  # makes that of one answer
     tags: tuple[str, ...] = ()  # what may be a special token of the model's, which its decoder must show the finder
     ends_reasoning: bool = False  # tags tell calls from other text, so one may begin before the reasoning ends
-    structure: Structure | None = None  # None: the format's arguments cannot be held to a schema
+    structure: Structure | ParameterStructure | None = None  # None: the format's arguments cannot be held to a schema
     short_ids: bool = False  # a call's id has nine letters and digits, as Mistral's templates demand
 
 

@@ -111,6 +111,8 @@ def test_texts_that_fit(
     assert {each: reads(vocabulary.tokenizer, compiled, each) for each in texts} == texts
 
 
+TAG = {"type": "tag", "begin": "a", "end": "b"}
+UNIQUE = {"type": "array", "uniqueItems": True}
 WRONG = [
     ("json_schema", '{"a"', "not valid JSON"),
     ("json_schema", 5, "must be an object"),
@@ -133,6 +135,11 @@ WRONG = [
     ("structural_tag", {"format": {"type": "qwen_xml_parameter"}}, "'qwen_xml_parameter' is not supported"),
     ("structural_tag", {"format": {**TAGS, "triggers": ["<other"]}}, "no trigger"),
     ("structural_tag", {"format": {**TAGS, "excludes": ["x"]}}, "excludes is not supported"),
+    (
+        "structural_tag",
+        {"format": {**TAG, "content": {"type": "json_schema", "json_schema": UNIQUE}}},
+        r"enforced: \[\"uniqueItems\"\]$",
+    ),
     ("structural_tag", {"structures": [], "triggers": ["a"]}, "structures must be a list with one"),
     ("regex", "a" * (MAX_GRAMMAR_BYTES + 1), f"at most {MAX_GRAMMAR_BYTES}"),
 ]

@@ -18,7 +18,7 @@ from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.grammar import Grammar, GrammarKind
 from meshlm.protocol.text_edge import ChatPrompt
 from meshlm.runtime.parsers import forced_calls
-from meshlm.runtime.parsers.calls import Call, ToolParser, joined
+from meshlm.runtime.parsers.calls import Call, Structure, ToolParser, joined
 from meshlm.runtime.parsers.registry import TOOL_PARSERS
 
 TREE: dict[str, Any] = {
@@ -103,11 +103,13 @@ def test_a_named_call_is_read() -> None:
     assert found(named, [" "]) == ("", [])
 
 
-@pytest.mark.parametrize("name", [name for name, parser in TOOL_PARSERS.items() if parser.structure is not None])
+@pytest.mark.parametrize(
+    "name", [name for name, parser in TOOL_PARSERS.items() if isinstance(parser.structure, Structure)]
+)
 def test_a_tag_of_strict_calls_is_what_the_parser_reads(name: str) -> None:
     """The tag's text around any arguments is a call of that tool, and the trigger begins it."""
     parser = TOOL_PARSERS[name]
-    assert parser.structure is not None
+    assert isinstance(parser.structure, Structure)
     tag = tool_choice.structural_tag(parser.structure, ToolChoice(TOOLS), {"a/b~c"})
     begin, content, end = (tag["format"]["tags"][1][key] for key in ("begin", "content", "end"))
     assert begin.startswith(tag["format"]["triggers"][0])

@@ -3,6 +3,7 @@
 import re
 
 from meshlm.runtime.parsers.parameter_calls import Parameter, ParameterForm
+from meshlm.runtime.parsers.parameter_structure import ParameterStructure
 from meshlm.runtime.parsers.streamed_calls import Form, parser
 
 _KEY = re.compile(r'\s*"([^"]+)"(?:\s+string="(true|false)")?\s*')
@@ -32,4 +33,12 @@ def form(around: str) -> Form:
     return Form(CALL.body, opens=("<｜DSML｜invoke name=",), wrappers=(f"<｜DSML｜{around}>", f"</｜DSML｜{around}>"))
 
 
-PARSER = parser(form("function_calls"), "｜DSML｜")
+STRUCTURE = ParameterStructure(
+    "<｜DSML｜invoke name=",
+    '<｜DSML｜invoke name="NAME">',
+    "</｜DSML｜invoke>",
+    '<｜DSML｜parameter name="KEY" string="false">',
+    "</｜DSML｜parameter>",
+    '<｜DSML｜parameter name="KEY" string="true">',
+)
+PARSER = parser(form("function_calls"), "｜DSML｜", structure=STRUCTURE)

@@ -1,6 +1,7 @@
 """`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value> ... </tool_call>` of GLM 4.5 to 4.7 and of Laguna (poolside)."""
 
 from meshlm.runtime.parsers.parameter_calls import ParameterForm
+from meshlm.runtime.parsers.parameter_structure import ParameterStructure
 from meshlm.runtime.parsers.streamed_calls import Form, parser
 
 CALL = ParameterForm(
@@ -14,4 +15,7 @@ CALL = ParameterForm(
     known_if_empty=True,
 )
 FORM = Form(CALL.body, opens=("<tool_call>",))
-PARSER = parser(FORM, "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+STRUCTURE = ParameterStructure(
+    "<tool_call>", "<tool_call>NAME", "</tool_call>", "<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>"
+)
+PARSER = parser(FORM, "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", structure=STRUCTURE)

@@ -1,6 +1,7 @@
 """`<tool_call>name<tool_sep><arg_key>key</arg_key><arg_value>value</arg_value></tool_call>` of Hunyuan 3, between `<tool_calls>`."""
 
 from meshlm.runtime.parsers.parameter_calls import ParameterForm
+from meshlm.runtime.parsers.parameter_structure import ParameterStructure
 from meshlm.runtime.parsers.streamed_calls import Form, parser
 
 CALL = ParameterForm(
@@ -13,4 +14,9 @@ CALL = ParameterForm(
     trims=False,
 )
 FORM = Form(CALL.body, opens=("<tool_call>",), wrappers=("<tool_calls>", "</tool_calls>"))
-PARSER = parser(FORM, "</tool_call>", "<tool_sep>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+STRUCTURE = ParameterStructure(
+    "<tool_call>", "<tool_call>NAME<tool_sep>", "</tool_call>", "<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>"
+)
+PARSER = parser(
+    FORM, "</tool_call>", "<tool_sep>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", structure=STRUCTURE
+)

@@ -4,6 +4,7 @@ The outer tags may be missing.
 """
 
 from meshlm.runtime.parsers.parameter_calls import ParameterForm
+from meshlm.runtime.parsers.parameter_structure import ParameterStructure
 from meshlm.runtime.parsers.streamed_calls import Form, parser
 
 CALL = ParameterForm(
@@ -14,4 +15,6 @@ CALL = ParameterForm(
     after="</tool_call>",
 )
 FORM = Form(CALL.body, opens=("<function=",), wrappers=("<tool_call>", "</tool_call>"))
-PARSER = parser(FORM)
+# The tags around a call are text: models may leave them out.
+STRUCTURE = ParameterStructure("<function=", "<function=NAME>", "</function>", "<parameter=KEY>\n", "\n</parameter>")
+PARSER = parser(FORM, structure=STRUCTURE)

@@ -1,6 +1,7 @@
 """`<steptml:invoke name="..."><steptml:parameter name="key">value</steptml:parameter></steptml:invoke>` of Step 3, between tags."""
 
 from meshlm.runtime.parsers.parameter_calls import ParameterForm
+from meshlm.runtime.parsers.parameter_structure import ParameterStructure
 from meshlm.runtime.parsers.streamed_calls import Form, parser
 
 BEGIN, END = "<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"
@@ -16,4 +17,11 @@ FORM = Form(
     opens=("<steptml:invoke name=",),
     wrappers=(BEGIN, END, f"{OPEN}function{SEPARATOR}", CLOSE),
 )
-PARSER = parser(FORM, OPEN, SEPARATOR)
+STRUCTURE = ParameterStructure(
+    "<steptml:invoke name=",
+    '<steptml:invoke name="NAME">',
+    "</steptml:invoke>",
+    '<steptml:parameter name="KEY">',
+    "</steptml:parameter>",
+)
+PARSER = parser(FORM, OPEN, SEPARATOR, structure=STRUCTURE)

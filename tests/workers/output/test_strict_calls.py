@@ -4,15 +4,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import msgspec
 import pytest
 from llguidance import LLMatcher
 
 from meshlm.detokenizer import grammars as detokenizer
 from meshlm.frontend import tool_choice
+from meshlm.frontend.errors import HttpError
 from meshlm.frontend.schema import ChatRequest
 from meshlm.protocol.config import ServerConfig
 from meshlm.runtime import tokenizer_files
+from meshlm.runtime.errors import RequestError
+from meshlm.runtime.parsers.calls import Structure, joined
+from meshlm.runtime.parsers.parameter_structure import ParameterStructure
 from meshlm.runtime.parsers.registry import TOOL_PARSERS
 from meshlm.workers.output.vocabulary import Vocabulary
 
@@ -27,7 +32,8 @@ TOOLS = [
     {"type": "function", "function": {"name": "weather", "parameters": SCHEMA, "strict": True}},
     {"type": "function", "function": {"name": "time"}},
 ]
-FORMS = [name for name, parser in TOOL_PARSERS.items() if parser.structure is not None]
+FORMS = [name for name, parser in TOOL_PARSERS.items() if isinstance(parser.structure, Structure)]
+OF_PARAMETERS = [name for name, parser in TOOL_PARSERS.items() if isinstance(parser.structure, ParameterStructure)]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +62,7 @@ def takes(made: LLMatcher, vocabulary: Vocabulary, text: str) -> bool:
 
 def call(parser: str, name: str, arguments: object) -> str:
     form = TOOL_PARSERS[parser].structure
-    assert form is not None
+    assert isinstance(form, Structure)
     number = f"0{form.number_before}" if form.number_before else ""
     return f"{form.begin.replace('NAME', name)}{number}{json.dumps(arguments)}{form.end}"
 
@@ -69,6 +75,105 @@ def test_calls_keep_to_the_schema_and_text_is_free(vocabulary: Vocabulary, parse
         assert takes(made, vocabulary, text), text
     for text in (call(parser, "weather", {"city": "Paris"}), call(parser, "weather", {}), call(parser, "other", {})):
         assert not takes(made, vocabulary, f"I look.\n{text}"), text
+
+
+def in_tags(parser: str, name: str, arguments: dict[str, Any], blank: str = "\n") -> str:
+    form = TOOL_PARSERS[parser].structure
+    assert isinstance(form, ParameterStructure)
+    found = form.begin.replace("NAME", name)
+    for key, value in arguments.items():
+        opens = form.parameter_of_text or form.parameter if isinstance(value, str) else form.parameter
+        text = value if isinstance(value, str) else json.dumps(value)
+        found += blank + opens.replace("KEY", key) + text + form.parameter_close
+    return f"{found}{blank}{form.end}"
+
+
+LARGE: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Bern", "Rome", None, 7]},
+        "text": {"type": "string", "description": "Anything."},
+        "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "where": {"$ref": "#/$defs/place"},
+        "kind": {"$ref": "#/$defs/kind"},
+        "flags": {"type": "array", "items": {"type": "boolean"}},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {
+        "place": {
+            "type": "object",
+            "properties": {"x": {"type": "number"}},
+            "required": ["x"],
+            "additionalProperties": False,
+        },
+        "kind": {"enum": ["a b", "c"]},
+    },
+}
+FIT: list[dict[str, Any]] = [
+    {"city": "Bern", "days": 3},
+    {"city": None, "text": "two\nlines <b> and </b>", "maybe": "no", "days": 9},
+    {"city": 7, "text": "", "days": 1, "where": {"x": -1.5}, "kind": "a b", "flags": [True, False]},
+]
+NO_FIT: list[dict[str, Any]] = [
+    {"city": "Bern"},
+    {"city": "Paris", "days": 3},
+    {"city": "Bern", "days": 10},
+    {"city": "Bern", "days": "some"},
+    {"city": "Bern", "days": 3, "where": {"x": "y"}},
+    {"city": "Bern", "days": 3, "where": {}},
+    {"city": "Bern", "days": 3, "kind": "b"},
+    {"city": "Bern", "days": 3, "flags": [1]},
+    {"city": "Bern", "days": 3, "other": 5},
+]
+
+
+@pytest.mark.parametrize("parser", OF_PARAMETERS)
+def test_parameters_between_tags_keep_to_the_schema_and_are_read(vocabulary: Vocabulary, parser: str) -> None:
+    """What the mask lets through, the parser reads as arguments that fit."""
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": LARGE, "strict": True}}, TOOLS[1]]
+    made = matcher(vocabulary, parser, tools=tools)
+    assert takes(made, vocabulary, f"Hello. {in_tags(parser, 'time', {'any': [1], 'b': 'c'})}")
+    for arguments in FIT:
+        for blank in ("\n", ""):
+            text = in_tags(parser, "weather", arguments, blank)
+            assert takes(made, vocabulary, f"I look.\n{text}\n{text} So."), text
+            finder = TOOL_PARSERS[parser].finder({"weather": LARGE, "time": {}})
+            shown, (call,) = joined(finder.push(text) + finder.finish())
+            assert shown == ""
+            assert json.loads(call.arguments) == arguments
+            jsonschema.validate(json.loads(call.arguments), LARGE)
+    for arguments in NO_FIT:
+        assert not takes(made, vocabulary, in_tags(parser, "weather", arguments)), arguments
+    assert not takes(made, vocabulary, in_tags(parser, "other", {}))
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"properties": {"a": {"type": "string", "pattern": "b+"}}}, "pattern of the parameter 'a'"),
+        ({"properties": {"a": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]}}}, "maxLength of"),
+        ({"properties": {"a": {"enum": ["x", "<b>"]}}}, "the value '<b>' of the parameter 'a'"),
+        ({"properties": {"a": {"enum": ["5", 5]}}}, "the value '5' of the parameter 'a'"),
+        ({"properties": {"a>": {"type": "string"}}}, "the parameter name 'a>'"),
+        ({"properties": {}, "required": ["b"]}, "required names 'b'"),
+        ({"anyOf": [{"properties": {}}, {"properties": {"a": {}}}]}, "anyOf of the parameters"),
+        ({"properties": {"a": {"type": "array", "uniqueItems": True}}}, "uniqueItems"),
+    ],
+)
+def test_what_cannot_be_held_between_tags_is_refused_by_name(
+    vocabulary: Vocabulary, schema: dict[str, Any], said: str
+) -> None:
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "weather", "parameters": {"type": "object", **schema}, "strict": True},
+        }
+    ]
+    with pytest.raises((HttpError, RequestError), match=said) as raised:
+        matcher(vocabulary, "qwen3_coder", tools=tools)
+    assert getattr(raised.value, "param", "") == "tools"
 
 
 def test_forced_calls_keep_to_the_schemas(vocabulary: Vocabulary) -> None:
