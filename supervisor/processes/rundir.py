@@ -61,6 +61,9 @@ def taken(wanted: Path) -> Iterator[Path]:
         failed = True
         yield path
         failed = False
+    except (SystemExit, KeyboardInterrupt) as stop:
+        failed = isinstance(stop, SystemExit) and bool(stop.code)  # who stops a start knows why
+        raise
     finally:
         with contextlib.suppress(OSError):  # the next start says what is wrong there
             _empty(directory, keep_stacks=True, keep_events=failed)

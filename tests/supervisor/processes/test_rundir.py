@@ -1,5 +1,6 @@
 """Nobody but its user can get into a run directory or put another in its place; one mesh is in it, and leaves nothing behind."""
 
+import contextlib
 import os
 import stat
 import threading
@@ -227,3 +228,15 @@ def test_a_relative_path_where_the_folder_is_gone(tmp_path: Path, monkeypatch: p
     gone.rmdir()
     with pytest.raises(StartError, match="--run-dir here: No such file"):
         take(Path("here"))
+
+
+@pytest.mark.parametrize(
+    ("stop", "is_there"), [(SystemExit(0), False), (KeyboardInterrupt(), False), (SystemExit(1), True)]
+)
+def test_last_events_are_kept_of_what_failed_alone(stop: BaseException, is_there: bool, tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    path = tmp_path / "run"
+    with contextlib.suppress(SystemExit, KeyboardInterrupt), rundir.taken(path):
+        (path / "supervisor-0.events").write_bytes(b"x")
+        raise stop
+    assert path.exists() == is_there
