@@ -174,6 +174,7 @@ class Attempts(Journal):
     def _next_attempt(self, request: RequestState, reason: str) -> list[Effect]:
         """Under a new handle, so that late tokens find nobody."""
         self.counts.add("request_retries", reason)
+        request.retried.append((self.now, reason))
         del self.by_handle[request.handle]
         request.attempt += 1
         request.handle = self._new_handle()

@@ -274,7 +274,7 @@ class Detokenizer(Attempts):
             self._finish_row(request, place, FinishReason.STOP, stop.matched)
             return [] if ended is not None else self._say_abort((request.work_id,))
         if ended is not None:
-            stop_reason = request.stop_reason(ended)
+            stop_reason, request.preempted_us = request.stop_reason(ended), ended.preempted_us
             self._finish_row(request, place, ended.reason, stop_reason, ended.message, ended.kind, ended.param)
         return []
 

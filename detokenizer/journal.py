@@ -82,7 +82,8 @@ class Journal:
         kind: ErrorKind = ErrorKind.INTERNAL,
         param: str = "",
     ) -> None:
-        finished = Finished(place, reason, stop_reason, len(request.output_token_ids), message, kind, param)
+        events, num_tokens = request.events(self.now), len(request.output_token_ids)
+        finished = Finished(place, reason, stop_reason, num_tokens, message, kind, param, events)
         self._batches[request.frontend].finished.append(finished)
         if request.submit.retry is None or reason not in (
             FinishReason.STOP,

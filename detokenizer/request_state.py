@@ -12,7 +12,7 @@ from meshlm.protocol.admit_edge import EngineRequest, SchedulerIncarnation
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.tasks import Pool
-from meshlm.protocol.text_edge import EmbedsPrompt, Finished, PositionLogprobs, PromptLogprobs, Submit
+from meshlm.protocol.text_edge import EmbedsPrompt, Finished, PositionLogprobs, PromptLogprobs, RequestEvent, Submit
 from meshlm.protocol.token_edge import Ended, First
 from meshlm.runtime.deaths import Death
 
@@ -60,9 +60,11 @@ class RequestState:
         "output_token_ids",
         "place",
         "pooled",
+        "preempted_us",
         "prompt",
         "prompt_logprobs",
         "request_id",
+        "retried",
         "route_s",
         "sampling",
         "scheduler",
@@ -100,6 +102,8 @@ class RequestState:
         self.sampling: SamplingParams = submit.sampling
         self.asked = Incarnation(0)  # the incarnation of the coordinator that this attempt's Admit went to; 0: none yet
         self.submitted_at = self.asked_at = 0.0  # when its prompt came, and when that Admit left
+        self.preempted_us: tuple[int, ...] = ()  # before its end, as its scheduler said
+        self.retried: list[tuple[float, str]] = []  # when other attempts began, and why
         self.encode_s = self.route_s = 0.0  # from the one to its tokens, and from the other to a rank
         self.scheduler: SchedulerIncarnation | None = None  # which has this attempt
         self.heard = False  # tokens of this attempt came
@@ -196,6 +200,11 @@ class RequestState:
     def hides(self, ended: Ended | None) -> bool:
         """Whether the last token of this end is a stop token that the client should not read."""
         return ended is not None and ended.stop_token_id >= 0 and not self.submit.text.include_stop_str_in_output
+
+    def events(self, now: float) -> tuple[RequestEvent, ...]:
+        """Preemptions and retries, at its end."""
+        preempted = [RequestEvent(ago_us, "preemption") for ago_us in self.preempted_us]
+        return (*preempted, *(RequestEvent(int((now - at) * 1e6), "retry", why) for at, why in self.retried))
 
     def stop_reason(self, ended: Ended) -> str | int | None:
         """vLLM's `stop_reason`: the client's stop token id, None for the model's own end."""

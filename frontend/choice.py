@@ -34,6 +34,7 @@ class Choice:
         "orphan_since",
         "pooled",
         "prompt_index",
+        "retried",
         "returned_s",
         "sink",
         "submit",
@@ -57,6 +58,7 @@ class Choice:
         self.num_told = 0  # first tokens that connections before had, and their frontends counted
         self.begun_with = 0  # tokens at this attempt's begin
         self.deaths: tuple[Death, ...] = ()  # that it met since the last token
+        self.retried: tuple[tuple[float, str], ...] = ()  # when its detokenizer was lost, and it went on at another
         self.orphan_since = 0.0  # without a detokenizer; 0: it has one, or nobody has looked yet
         self.opened_at = 0.0  # when it was asked for, on this connection
         self.accepted_at = 0.0  # when its prompt was encoded; 0: it is not yet

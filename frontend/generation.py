@@ -38,6 +38,7 @@ from meshlm.runtime.io_processors import IOProcessor
 
 WRONG_RUNNER = "this server gives vectors, and no text (--runner)"
 MANY_CHOICES = 256  # whose answer is written away from the loop
+TRACE_HEADERS = ("traceparent", "tracestate")  # of W3C
 
 
 class Backend(operating.Operates, Protocol):
@@ -156,6 +157,7 @@ class Generation:
             answer = form.stream(ask, request_id, created, model, end.set, writer.write, progress)
         else:
             answer = form.whole(ask, request_id, created, model, end.set)
+        answer.trace_headers = {name: request.headers[name] for name in TRACE_HEADERS if name in request.headers}
         rank = submits.dp_rank(request.headers)
         asked = await self.submits_of(answer, ask, rank, again, has.cuts if has is not None else ())
         status = 200

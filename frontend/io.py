@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from functools import partial
+from typing import TYPE_CHECKING
 
 import structlog
 from msgspec import Struct
@@ -59,6 +60,9 @@ from meshlm.runtime.operations import AskedOperations
 from meshlm.runtime.parsers import registry
 from meshlm.runtime.plugins import PluginError
 
+if TYPE_CHECKING:
+    from meshlm.frontend.traces import Traces
+
 TICK_S = 1.0
 ASK_TIMEOUT_S = 30.0
 MOVED_S = 0.1
@@ -89,6 +93,7 @@ class FrontendApp:
         self._closed = asyncio.Event()  # set whenever a request ends
         self.num_open = 0
         self._ticks = 0
+        self._traces: Traces | None = None
         self._log = RequestLog()
         self.rates = RateLimits("")
         self.io_processor: io_processors.IOProcessor | None = None
@@ -126,6 +131,10 @@ class FrontendApp:
         named, most = self.resolved.served_names[0], self.resolved.max_model_len
         self._metrics = metrics.Metrics(named, most, engines, metrics.cache_config(mesh.config))
         self._exposition = metrics.exposition
+        if mesh.config.observability.otlp_traces_endpoint:
+            from meshlm.frontend.traces import Traces  # an extra, and 100 ms
+
+            self._traces = Traces(mesh.config.observability, str(mesh.identity), self.version, mesh.log)
         facts = Facts(str(mesh.identity), self.version, self.resolved.served_names[0])
         self.feed = Feed(self, facts, server.max_dashboards)
         self._listener = self._make_listener()
@@ -337,6 +346,8 @@ class FrontendApp:
         self._flush()
         self._observe(request_metrics.observe_end(self._metrics, answer, self.resolved.max_model_len))
         self.feed.ended(answer, path, status)
+        if self._traces is not None:
+            self._traces.ended(answer, path, status, time.monotonic(), time.time())
         self.ignored(answer.ask.unknown_fields, path)
         self.rates.ended(answer)
         if self._stat_loggers:
@@ -465,3 +476,5 @@ class FrontendApp:
         if self._listener is not None:
             self._is_stopping = True
             await self._listener.stop()
+        if self._traces is not None:
+            self._traces.close()

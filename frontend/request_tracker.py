@@ -136,6 +136,7 @@ class RequestTracker:
         """Another attempt for a choice whose detokenizer died, unless that was one death too many."""
         self.by_handle.pop(choice.handle, None)
         have = len(choice.token_ids)
+        choice.retried += ((now, "detokenizer_lost"),)
         choice.deaths = one_more(() if have > choice.begun_with else choice.deaths, Role.DETOKENIZER, now)
         choice.begun_with = have
         if text := too_many(choice.deaths, self.max_deaths):

@@ -41,6 +41,7 @@ class Response:
         self.is_refused = False
         self._num_prompt_logprobs = self._num_kept_logprobs = 0
         self.num_ended = 0
+        self.trace_headers: dict[str, str] = {}  # that say which trace the request belongs to
         self.media_type, self.headers = "application/json", dict[str, str]()  # of a whole answer
         self._on_end = on_end
 

@@ -247,6 +247,14 @@ class Rejected(Struct, frozen=True, tag="rejected"):
     param: str = ""
 
 
+class RequestEvent(Struct, frozen=True, array_like=True):
+    """Something that happened to a request on its way, so long before its end; clocks of two hosts are not compared."""
+
+    ago_us: int
+    name: str  # "preemption", "retry"
+    reason: str = ""
+
+
 class Finished(Struct, frozen=True, omit_defaults=True):
     """The end of one request. `row` is its place in the batch of deltas that carries it."""
 
@@ -257,6 +265,7 @@ class Finished(Struct, frozen=True, omit_defaults=True):
     message: str = ""  # with ERROR: what happened
     kind: ErrorKind = ErrorKind.INTERNAL
     param: str = ""  # with INVALID: the field at fault
+    events: tuple[RequestEvent, ...] = ()
 
 
 class TextDeltas(Struct, frozen=True, tag="deltas", omit_defaults=True):

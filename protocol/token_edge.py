@@ -17,6 +17,7 @@ class Ended(Struct, frozen=True, omit_defaults=True):
     message: str = ""
     kind: ErrorKind = ErrorKind.INTERNAL
     param: str = ""  # with INVALID: the field at fault
+    preempted_us: tuple[int, ...] = ()  # when it was preempted, in microseconds before this end
 
 
 class LogprobColumns(Struct, frozen=True):

@@ -63,6 +63,7 @@ class Batching:
         self.waiting: list[Request] = []  # both lists sorted by _key
         self.running: list[Request] = []
         self.num_preemptions = 0
+        self.now_ns = 0  # of the plan that is being made
         self.cache_queries = 0  # tokens
         self.cache_hits = 0  # tokens
         self._token_bytes = 0  # of the running requests' log-probabilities and vectors in each step
@@ -101,6 +102,7 @@ class Batching:
         """Free all it holds; it waits again and is recomputed. `reason`: what needs its place, for /metrics."""
         self.running.remove(request)
         request.move(RequestState.PREEMPTED)
+        request.preempted_ns += (self.now_ns,)
         self._give_back(request)
         self.num_preemptions += 1
         self.counts.add("num_preemptions_by_reason", reason)
@@ -122,6 +124,7 @@ class Batching:
     ) -> tuple[StepPlan, Inflight] | None:
         """The next step, or None when nothing can be computed now and no other rank needs it."""
         builder = PlanBuilder(self._removed_rows, now_ns, self.limits.num_stages > 1, self.kv.num_groups)
+        self.now_ns = now_ns
         if self.kv.pool.residency is not None:
             self.kv.pool.residency.now_ns = now_ns
         before = self.num_preemptions

@@ -73,7 +73,8 @@ class Scheduler:
         return self.workers.serving
 
     def handle(self, event: Event, now: float) -> list[Send]:
-        output = Output(int(now * 1e9), self.limits.dp_rank)
+        self.batching.now_ns = now_ns = int(now * 1e9)
+        output = Output(now_ns, self.limits.dp_rank)
         effects: list[Send] = []
         timings: tuple[int, ...] = ()
         match event:

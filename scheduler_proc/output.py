@@ -69,6 +69,11 @@ class Outbox:
             self.num_detail_bytes += _num_bytes(columns)
             request.prompt_logprobs = []
 
+    def end(self, row: int, request: Request, reason: FinishReason, stop_token_id: int = -1) -> None:
+        """The request ends with this row."""
+        ago_us = tuple((self.now_ns - at_ns) // 1000 for at_ns in request.preempted_ns)
+        self.ended.append(Ended(row, reason, stop_token_id, preempted_us=ago_us))
+
     def next_logprobs(self, columns: LogprobColumns) -> None:
         """Adds the log-probabilities of the token of the row that comes next."""
         self.logprobs[len(self.handles)] = columns
@@ -119,7 +124,7 @@ class Output:
         box.num_detail_bytes += len(vector)
         if request.num_cached >= 0:
             box.first(row, request)
-        box.ended.append(Ended(row, FinishReason.STOP))
+        box.end(row, request, FinishReason.STOP)
         self.seal(request.detokenizer, alone=len(vector) > ALONE_BYTES)
 
     def messages(self, timings_ns: tuple[int, ...]) -> list[tuple[Identity, TokenDeltas]]:
@@ -137,7 +142,8 @@ class Output:
         """A terminal row without new tokens."""
         box = self.of(request.detokenizer)
         row = box.row(request.work.handle, len(request.tokens) - request.num_prompt, ())
-        box.ended.append(Ended(row, reason, message=message, kind=kind, param=param))
+        ago_us = tuple((self.now_ns - at_ns) // 1000 for at_ns in request.preempted_ns)
+        box.ended.append(Ended(row, reason, message=message, kind=kind, param=param, preempted_us=ago_us))
 
 
 def _num_bytes(columns: LogprobColumns) -> int:

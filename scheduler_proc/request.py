@@ -82,6 +82,7 @@ class Request:
         "num_prompt",
         "num_reused",
         "pool",
+        "preempted_ns",
         "prompt_logprobs",
         "repetition",
         "row",
@@ -120,6 +121,7 @@ class Request:
         self.num_crashes = work.num_crashes  # deaths of its worker without a token between them ...
         self.crashed_at = self.num_given if work.num_crashes else 0  # ... and its tokens at the last one
         self.arrived_ns = self.started_ns = 0  # here, and in the batch for the first time
+        self.preempted_ns: tuple[int, ...] = ()  # when it was preempted
         self.num_cached = -1  # prompt tokens found cached at first; -1: not scheduled yet, -2: told
         self.num_reused = -1  # the same; stays
         self.prompt_logprobs: list[LogprobColumns] = []

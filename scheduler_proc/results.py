@@ -9,7 +9,6 @@ from meshlm.protocol.admit_edge import Started
 from meshlm.protocol.columns import ints
 from meshlm.protocol.ids import FinishReason, Identity
 from meshlm.protocol.step_edge import StepResult
-from meshlm.protocol.token_edge import Ended
 from meshlm.scheduler_proc.output import Output, of_position
 from meshlm.scheduler_proc.plan import Inflight
 from meshlm.scheduler_proc.request import Request, RequestState
@@ -77,13 +76,13 @@ class Results:
             if length % block_size == 1:
                 batching.appended(request, length)
             if token in request.stop_ids:
-                box.ended.append(Ended(row, FinishReason.STOP, token))
+                box.end(row, request, FinishReason.STOP, token)
                 drop(request)
             elif length >= request.max_len:
-                box.ended.append(Ended(row, FinishReason.LENGTH))
+                box.end(row, request, FinishReason.LENGTH)
                 drop(request)
             elif request.repetition is not None and _repeats(request):
-                box.ended.append(Ended(row, FinishReason.REPETITION))
+                box.end(row, request, FinishReason.REPETITION)
                 drop(request)
         load.generation_tokens += len(batch)
         load.live_tokens += len(batch) - num_dead

@@ -16,6 +16,14 @@ class ObservabilityConfig(Struct, frozen=True, kw_only=True):
     kv_cache_metrics_sample: Annotated[
         float, Meta(gt=0, le=1, description="share of the pages that these metrics look at")
     ] = 0.01
+    otlp_traces_endpoint: Annotated[
+        str,
+        Meta(description="address of an OpenTelemetry collector, which gets a trace of each request (meshlm[otel])"),
+    ] = ""
+    collect_detailed_traces: Annotated[
+        tuple[DetailedTraces, ...],
+        Meta(description="traces have the spans of every sequence of a request, not of its slowest alone"),
+    ] = ()
     enable_mfu_metrics: Annotated[
         bool, Meta(description="/metrics estimates the operations and the bytes of memory of each step")
     ] = False

@@ -23,7 +23,7 @@ from meshlm.runtime.errors import ModelFilesError, RequestError
 from meshlm.runtime.messages import check_template_kwargs
 from meshlm.runtime.parsers import registry
 from meshlm.supervisor.errors import StartError, UsageError
-from meshlm.supervisor.settings import experts, layout, parallel, quantization, states, vectors
+from meshlm.supervisor.settings import experts, layout, observing, parallel, quantization, states, vectors
 
 Device = Literal["cpu", "cuda", "fake"]
 MAX_NUM_SEQS = {"cpu": 64, "cuda": 1024, "fake": 1024}
@@ -133,6 +133,7 @@ def _check_flags(config: MeshConfig, files: model_files.ModelFiles, device: Devi
     """UsageError for flags that do not fit each other, the device or the model."""
     if config.server.enable_auto_tool_choice and not config.server.tool_call_parser:
         raise UsageError("--enable-auto-tool-choice: needs --tool-call-parser")
+    observing.check(config.observability)
     if config.server.grpc and not importlib.util.find_spec("smg_grpc_proto"):
         raise UsageError("--grpc: its packages are not installed; pip install 'meshlm[grpc]'")
     if (config.server.fingerprint_mode == "custom") != bool(config.server.fingerprint_value):

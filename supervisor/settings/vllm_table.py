@@ -153,8 +153,6 @@ ABSENT = {
     "--video-pruning-rate": _MEDIA,
     "--allowed-media-domains": _MEDIA,
     "--enable-sleep-mode": "end the mesh instead; its second start takes seconds",
-    "--otlp-traces-endpoint": "traces are not exported; --profiler-dir writes them, GET /metrics has histograms",
-    "--collect-detailed-traces": "traces are not exported; --profiler-dir writes them, GET /metrics has histograms",
     "--root-path": "let the proxy before it strip the path",
     "--middleware": "put a proxy before it",
     "--hf-token": "set HF_TOKEN",

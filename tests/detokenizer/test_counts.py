@@ -7,9 +7,10 @@ from journal_bench import F0, S0, S1, Bench, admitted
 from meshlm.detokenizer.events import Encode, Encoded
 from meshlm.protocol.admit_edge import Readmit, Routed
 from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.ids import COORDINATOR, Handle, Incarnation, RequestId
+from meshlm.protocol.ids import COORDINATOR, FinishReason, Handle, Incarnation, RequestId
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import Submit, TextDeltas, TextParams, TokenPrompt
+from meshlm.protocol.text_edge import RequestEvent, Submit, TextDeltas, TextParams, TokenPrompt
+from meshlm.protocol.token_edge import Ended, First, TokenDeltas
 
 
 def test_the_times_of_a_request_are_observed_and_go_with_its_first_token() -> None:
@@ -54,3 +55,21 @@ def test_text_says_when_it_left() -> None:
     (send,) = bench.core.batches(99)
     assert isinstance(send.message, TextDeltas)
     assert send.message.timings_ns == (7, 1, 2, 3, 4, 5, 0, 0, 99)
+
+
+def test_an_end_tells_what_happened_on_the_way() -> None:
+    bench = Bench()
+    bench.routed(admitted(bench.submit("a")), S0)
+    again = admitted(bench.lost(S0))
+    bench.routed(again, S1)
+    bench.now += 2
+    ended = [Ended(0, FinishReason.LENGTH, preempted_us=(1_500_000,))]
+    handle, one = pack_i32([again.work.handle]), pack_i32([1])
+    bench.says(S1, TokenDeltas(handle, pack_i32([0]), one, one, ended, first={0: First(0)}))
+    (batch,) = [send.message for send in bench.core.batches()]
+    assert isinstance(batch, TextDeltas)
+    (finished,) = batch.finished
+    assert finished.events == (
+        RequestEvent(1_500_000, "preemption"),
+        RequestEvent(2_000_000, "retry", "scheduler_lost"),
+    )

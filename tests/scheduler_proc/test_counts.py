@@ -10,6 +10,7 @@ from small_model import SMALL
 
 from meshlm.protocol.admit_edge import Load, ReportLoad
 from meshlm.protocol.counts import ProcessCounts
+from meshlm.protocol.token_edge import TokenDeltas
 from meshlm.runtime.events import Received, Send, Tick
 from meshlm.scheduler_proc.core import Scheduler
 from meshlm.scheduler_proc.estimates import Estimates
@@ -160,3 +161,21 @@ def test_estimates_are_counted_when_asked_for() -> None:
     told = counts(bench.core).counters
     expected = [bench.core.estimates.of_step(*step) for step in (([0], [4], 1), ([4], [1], 1))]
     assert told["estimated_flops_per_gpu"][""] == sum(one.flops for one in expected)
+
+
+def test_an_end_tells_when_its_request_was_preempted() -> None:
+    bench, ends = Bench(limits(max_num_batched_tokens=16), 8, 4), []
+
+    def deltas(deltas: TokenDeltas) -> None:
+        ends.extend(deltas.ended)
+        Bench._deltas(bench, deltas)
+
+    bench._deltas = deltas  # type: ignore[method-assign]
+    bench.assign(1, [1] * 12, 15)
+    bench.assign(2, [2] * 12, 15)
+    while bench.plans:
+        bench.step()
+    told = [end.preempted_us for end in ends]
+    assert told[0] == ()
+    assert len(told[1]) == bench.core.batching.num_preemptions > 0
+    assert all(0 < ago_us < bench.now * 1e6 for ago_us in told[1])

@@ -227,7 +227,7 @@ class Frontend(FrontendApp):
     async def start(self, mesh: Mesh) -> dict[str, str]:
         self._mesh, self.config = mesh, mesh.config
         self.life = mesh.incarnation
-        nothing: Any = SimpleNamespace(mesh=lambda stats: None)
+        nothing: Any = SimpleNamespace(mesh=lambda stats: None, written=lambda left_ns, now_ns: None)
         self._metrics = nothing
         self._tracker.num_detokenizers = mesh.config.server.detokenizers
         self._tick()

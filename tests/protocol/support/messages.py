@@ -117,8 +117,9 @@ RANK_STATS = control.RankStats(1, 2, 3, 0.5, 4, 5, 6, 7, 8, GRAPHS, 9, 10, 11, C
 OF_PROMPT = text.PromptLogprobs(
     COLUMNS, pack_i32([1, 220]), pack_i32([1]), pack_i32([1, 220]), ["!", " "], {9: b"\xff"}
 )
-FINISHED = text.Finished(1, FinishReason.ERROR, "###", 17, "the worker died", ErrorKind.TIMEOUT, "n")
-ENDED = token.Ended(1, FinishReason.STOP, 2, "eos", ErrorKind.OVERLOADED, "n")
+EVENT = text.RequestEvent(5, "retry", "scheduler_lost")
+FINISHED = text.Finished(1, FinishReason.ERROR, "###", 17, "the worker died", ErrorKind.TIMEOUT, "n", (EVENT,))
+ENDED = token.Ended(1, FinishReason.STOP, 2, "eos", ErrorKind.OVERLOADED, "n", (5,))
 CHAT = text.ChatPrompt(b'[{"role":"user","content":"hi"}]', b"[{}]", "{{ x }}", b'{"a":1}', False, True, True)
 
 RETRY = text.Retry("ab12", b"digest", (3, 0), 0.5)
@@ -167,6 +168,7 @@ FULL: tuple[Struct, ...] = (
     TOKEN_LOGPROB,
     POSITION,
     OF_PROMPT,
+    EVENT,
     FINISHED,
     text.TextDeltas(
         handles=pack_i32([1, 2]),
