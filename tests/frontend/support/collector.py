@@ -47,7 +47,7 @@ def take(request: Any) -> None:
                     print(json.dumps(line), flush=True)
 
 
-class Service(service.TraceServiceServicer):  # type: ignore[misc]
+class Service(service.TraceServiceServicer):
     def Export(self, request: Any, context: Any) -> Any:
         take(request)
         return messages.ExportTraceServiceResponse()
@@ -72,7 +72,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 def main() -> None:
     server = grpc.server(ThreadPoolExecutor(2))
-    service.add_TraceServiceServicer_to_server(Service(), server)
+    add: Any = service.add_TraceServiceServicer_to_server
+    add(Service(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     web = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
