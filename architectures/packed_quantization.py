@@ -151,6 +151,8 @@ def holds(scheme: QuantizationScheme | None, last: str, dtype: str) -> bool:
     """Whether a layer of this scheme has a tensor with this last part of its name and of this type."""
     if scheme is None or scheme.online:
         return False
+    if scheme.integers and not scheme.files:
+        return (last == "weight" and dtype == "I8") or (last == "input_zero_point" and dtype in ("I8", *INTEGERS))
     if scheme.files == "bitsandbytes" and last.startswith("weight."):
         part = last.removeprefix("weight.")
         return dtype == "U8" if part.startswith(f"quant_state.{STATE}") else dtype in _STATES.get(part, ())

@@ -91,7 +91,7 @@ def read_fp8(config: dict[str, Any]) -> QuantizationSpec:
     return QuantizationSpec(method="fp8", schemes=(scheme,), ignore=ignore, weight_scale="weight_scale_inv")
 
 
-_FORMATS_OF_FILES = ("float-quantized", "naive-quantized", "pack-quantized", "mixed-precision", None)
+_FORMATS_OF_FILES = ("float-quantized", "naive-quantized", "pack-quantized", "int-quantized", "mixed-precision", None)
 
 
 def read_compressed_tensors(config: dict[str, Any]) -> QuantizationSpec:
@@ -125,15 +125,18 @@ def _scheme(group: Any, written: Any) -> QuantizationScheme:
     one_of(group, "format", _FORMATS_OF_FILES)
     if (group.get("format") or written) == "pack-quantized":
         return _packed(group)
-    weights = _arguments(group, "weights")
-    strategy: Literal["tensor", "channel", "block"] = one_of(weights, "strategy", ("tensor", "channel", "block"))
+    integers = _object(group, "weights").get("type") == "int"
+    weights = _arguments(group, "weights", integers=integers)
+    strategies = ("tensor", "channel") if integers else ("tensor", "channel", "block")
+    strategy: Literal["tensor", "channel", "block"] = one_of(weights, "strategy", strategies)
     if weights.get("dynamic"):
         raise ValueError(f"weights: dynamic {shown(weights['dynamic'])} is not supported")
     block = block_sizes(weights, "block_structure") if strategy == "block" else (0, 0)
-    targets, activation, size = names(group, "targets"), "none", 0
+    activation: Literal["none", "static", "token", "group"] = "none"
+    targets, size = names(group, "targets"), 0
     if group.get("input_activations") is not None:
-        inputs = _arguments(group, "input_activations")
-        kind = one_of(inputs, "strategy", ("tensor", "token", "group"))
+        inputs = _arguments(group, "input_activations", integers=integers)
+        kind = one_of(inputs, "strategy", ("tensor", "token") if integers else ("tensor", "token", "group"))
         dynamic = one_of(inputs, "dynamic", (True, False, None))
         size = inputs.get("group_size") or 0
         if not dynamic and kind != "tensor":
@@ -141,7 +144,18 @@ def _scheme(group: Any, written: Any) -> QuantizationScheme:
         if (type(size) is not int or size <= 0) if kind == "group" else size:
             raise ValueError(f"input_activations: group_size {shown(size)} does not go with strategy {kind!r}")
         activation = "static" if not dynamic else "group" if kind == "group" else "token"
-    return QuantizationScheme(targets=targets, weight=strategy, block=block, activation=activation, group=size)  # type: ignore[arg-type]
+    elif integers:
+        raise ValueError("input_activations must be there for weights of 8-bit integers that are not pack-quantized")
+    zeros = integers and inputs.get("symmetric") is False
+    return QuantizationScheme(
+        targets=targets,
+        weight=strategy,
+        block=block,
+        activation=activation,
+        group=size,
+        integers=integers,
+        zeros=zeros,
+    )
 
 
 def _packed(group: dict[str, Any]) -> QuantizationScheme:
@@ -169,14 +183,14 @@ def _object(group: dict[str, Any], key: str) -> dict[str, Any]:
     return found
 
 
-def _arguments(group: dict[str, Any], key: str) -> dict[str, Any]:
-    """weights or input_activations: of 8 bits float, symmetric."""
+def _arguments(group: dict[str, Any], key: str, *, integers: bool = False) -> dict[str, Any]:
+    """weights or input_activations: of 8 bits, symmetric; activations that are integers may have a zero point."""
     found = _object(group, key)
     try:
         only(found, _ARGUMENTS)
         one_of(found, "num_bits", (8,))
-        one_of(found, "type", ("float",))
-        one_of(found, "symmetric", (True, None))
+        one_of(found, "type", ("int",) if integers else ("float",))
+        one_of(found, "symmetric", (True, False, None) if integers and key != "weights" else (True, None))
         if key == "weights" and found.get("group_size"):
             raise ValueError(f"group_size {shown(found['group_size'])} is not supported")
     except ValueError as error:

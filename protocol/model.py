@@ -33,6 +33,9 @@ class QuantizationScheme(Struct, frozen=True, kw_only=True):
     block: tuple[int, int] = (0, 0)  # outputs and inputs of a block
     activation: Literal["none", "static", "token", "group"]  # one scale that a file has, or one found for each token
     group: int = 0  # inputs that have a scale together
+    integers: bool = (
+        False  # weights and activations are 8-bit integers, not floats; `zeros`: activations have zero points
+    )
     bits: int = 8  # of a weight; with less than 8, or with weight "group", several codes share a word
     weight_group: int = 0  # inputs of a weight's row that share a scale; -1: all
     zeros: bool = False  # files hold a zero point for each scale

@@ -1,5 +1,6 @@
 """Products of weights and activations that are 8-bit floats, multiplied as they are:  out = (x_q s_x) (w_q s_w)^T + bias
 
+Both may be 8-bit integers too, with a scale for each row, and a zero point for each row of x:  x = (x_q - z_x) s_x
 s_x and s_w are of a row, or of each group of BLOCK_K inputs. x may also be of 16 bits, without scales; then w is raised to its type.
 Of few rows the weight is the left operand (SWAP): tensor cores take 64 rows of that at least, and 8 columns of the other. Of many rows
 with one scale each, cuBLAS and CUTLASS multiply (torch._scaled_mm).
@@ -31,10 +32,10 @@ def _tile_at(nth, down, across, GROUP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _fp8_gemm(
-    x, w, out, x_scales, w_scales, bias, rows,
-    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, EACH: tl.constexpr, X_GROUPS: tl.constexpr, W_GROUPS: tl.constexpr,
-    BIAS: tl.constexpr, SWAP: tl.constexpr, UPCAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    x, w, out, x_scales, w_scales, x_zeros, w_sums, bias, rows, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, EACH: tl.constexpr,
+    X_GROUPS: tl.constexpr, W_GROUPS: tl.constexpr, BIAS: tl.constexpr, INTEGERS: tl.constexpr, ZEROS: tl.constexpr, SWAP:
+    tl.constexpr, UPCAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """EACH: inputs of a part. X_GROUPS: scales of a row of x; 0: it has none. UPCAST: for who cannot multiply 8-bit floats."""
     across: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
@@ -47,26 +48,27 @@ def _fp8_gemm(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    kind: tl.constexpr = tl.int32 if INTEGERS else tl.float32
     if SWAP:
-        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        total = tl.zeros((BLOCK_N, BLOCK_M), kind)
     else:
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        total = tl.zeros((BLOCK_M, BLOCK_N), kind)
     for begin in tl.range(split * EACH, min(split * EACH + EACH, INPUTS), BLOCK_K, num_stages=STAGES):
         k = begin + tl.arange(0, BLOCK_K)
         if INPUTS % BLOCK_K == 0:
             y = tl.load(x_line + k[None, :])
             tile = tl.load(w_line + k[None, :])
         else:
-            y = tl.load(x_line + k[None, :], mask=(k < INPUTS)[None, :], other=0.0)
-            tile = tl.load(w_line + k[None, :], mask=(k < INPUTS)[None, :], other=0.0)
+            y = tl.load(x_line + k[None, :], mask=(k < INPUTS)[None, :], other=0)
+            tile = tl.load(w_line + k[None, :], mask=(k < INPUTS)[None, :], other=0)
         if UPCAST:
             y = y.to(tl.float32)
         tile = tile.to(y.dtype)
         if W_GROUPS == 1:
             if SWAP:
-                total = tl.dot(tile, y.T, total)
+                total = tl.dot(tile, y.T, total, out_dtype=kind)
             else:
-                total = tl.dot(y, tile.T, total)
+                total = tl.dot(y, tile.T, total, out_dtype=kind)
         else:
             w_scale = tl.load(w_scales + n * W_GROUPS + begin // BLOCK_K, mask=there, other=0.0)
             x_scale = tl.full((BLOCK_M,), 1.0, tl.float32)
@@ -78,6 +80,11 @@ def _fp8_gemm(
                 total += tl.dot(y, tile.T) * x_scale[:, None] * w_scale[None, :]
     if SWAP:
         total = total.T
+    if INTEGERS:
+        total = total.to(tl.float32)
+    if ZEROS:
+        part = tl.load(w_sums + split * OUTPUTS + n, mask=there, other=0.0)
+        total -= tl.load(x_zeros + m, mask=real, other=0.0)[:, None] * part[None, :]
     if W_GROUPS == 1:
         total *= tl.load(w_scales + n, mask=there, other=0.0)[None, :]
     if X_GROUPS == 1:
@@ -133,10 +140,14 @@ def parts(
     shape: Shape,
     dtype: torch.dtype,
     bias: Tensor | None = None,
+    zeros: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """[m, outputs] of this dtype, or float32 [splits, m, outputs]."""
+    """[m, outputs] of this dtype, or float32 [splits, m, outputs].
+
+    zeros: of integers, which go in one part: zero points of x [m, 1], and the sums of the weight's rows [outputs].
+    """
     (rows, inputs), outputs = x.shape, w.shape[0]
-    assert shape.splits == 1 or bias is None
+    assert shape.splits == 1 or (bias is None and zeros is None)
     x_groups, w_groups = 0 if x_scales is None else x_scales.shape[1], w_scales.shape[1]
     sizes, of = ((rows, outputs), dtype) if shape.splits == 1 else ((shape.splits, rows, outputs), torch.float32)
     out = torch.empty(sizes, dtype=of, device=x.device)
@@ -144,9 +155,10 @@ def parts(
     use_pdl = x.is_cuda and pdl.supported()
     tiles = triton.cdiv(outputs, shape.block_n) * triton.cdiv(rows, shape.block_m)
     _fp8_gemm[(tiles, shape.splits)](
-        x, w, out, x if x_scales is None else x_scales, w_scales, x if bias is None else bias, rows,
-        INPUTS=inputs, OUTPUTS=outputs, EACH=each, X_GROUPS=x_groups, W_GROUPS=w_groups, BIAS=bias is not None, SWAP=shape.swap,
-        UPCAST=not x.is_cuda, BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, BLOCK_K=shape.block_k, STAGES=shape.stages, PDL=use_pdl,
+        x, w, out, x if x_scales is None else x_scales, w_scales, *((x, x) if zeros is None else zeros), x if bias is None else
+        bias, rows, INPUTS=inputs, OUTPUTS=outputs, EACH=each, X_GROUPS=x_groups, W_GROUPS=w_groups, BIAS=bias is not None,
+        INTEGERS=x.dtype == torch.int8, ZEROS=zeros is not None, SWAP=shape.swap, UPCAST=not x.is_cuda and x.dtype != torch.int8,
+        BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, BLOCK_K=shape.block_k, STAGES=shape.stages, PDL=use_pdl,
         num_warps=shape.warps, **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
     return out
@@ -175,6 +187,27 @@ def fp8_gemm(
     shape = shape_for(rows, outputs, w.shape[1], group, x.device)
     if shape.splits == 1:
         return parts(x, x_scales, w, w_scales, shape, dtype, bias)
+    summed = torch.empty(rows, outputs, dtype=dtype, device=x.device)
+    sum_parts(parts(x, x_scales, w, w_scales, shape, dtype), summed)
+    return summed if bias is None else summed.add_(bias)
+
+
+def int8_gemm(
+    x: Tensor,
+    x_scales: Tensor,
+    x_zeros: Tensor | None,
+    w: Tensor,
+    w_scales: Tensor,
+    w_sums: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """x int8 [m, k], float32 scales and zero points [m, 1]; w int8 [n, k], float32 scales [n, 1] and sums [n] -> [m, n]."""
+    rows, (outputs, inputs) = x.shape[0], w.shape
+    shape = shape_for(rows, outputs, inputs, 0, x.device)
+    zeros = None if x_zeros is None else (x_zeros, w_sums)
+    if shape.splits == 1 or zeros is not None:
+        return parts(x, x_scales, w, w_scales, shape._replace(splits=1), dtype, bias, zeros)
     summed = torch.empty(rows, outputs, dtype=dtype, device=x.device)
     sum_parts(parts(x, x_scales, w, w_scales, shape, dtype), summed)
     return summed if bias is None else summed.add_(bias)

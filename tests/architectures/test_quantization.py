@@ -33,7 +33,7 @@ def compressed(weights: Any = ARGUMENTS, inputs: Any = None, **changes: Any) -> 
         (compressed(config_groups=1), "config_groups must name groups"),
         (compressed(config_groups={"a": None}), "config_groups: a: it must be an object"),
         (compressed({**ARGUMENTS, "num_bits": 4}), "group_0: weights: num_bits 4 is not supported; supported: 8"),
-        (compressed({**ARGUMENTS, "type": "int"}), "weights: type 'int'"),
+        (compressed({**ARGUMENTS, "type": "int"}), "input_activations must be there for weights of 8-bit integers"),
         (compressed({**ARGUMENTS, "symmetric": False}), "weights: symmetric False"),
         (compressed({**ARGUMENTS, "strategy": "group", "group_size": 64}), "weights: group_size 64"),
         (compressed({**ARGUMENTS, "actorder": "group"}), "weights: actorder 'group'"),

@@ -14,6 +14,7 @@ from meshlm.kernels.fp8_gemm.reference import Fp8Weight
 from meshlm.kernels.moe_routing.reference import Rule, select_experts
 from meshlm.kernels.moe_slots.reference import slots_of
 from meshlm.kernels.packed_gemm.reference import PackedWeight, packed_linear
+from meshlm.kernels.quantise_int8.reference import Int8Weight
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.layers.partial_sum import Kind, PartialSum
 from meshlm.workers.layers.rope import apply_rope, apply_rope_to_neighbours
@@ -103,6 +104,14 @@ class Ops(Protocol):
 
     def fp8_linear(self, x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
         """[m, inputs] -> [m, outputs], in 8 bits: kernels/fp8_gemm."""
+        ...
+
+    def takes_int8(self) -> bool:
+        """Whether `int8_linear` is there."""
+        ...
+
+    def int8_linear(self, x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
+        """[m, inputs] -> [m, outputs], in 8-bit integers."""
         ...
 
     def rows(self, ids: Tensor, table: Tensor, size: int) -> Tensor:
@@ -226,6 +235,12 @@ class Composed:
         return False
 
     def fp8_linear(self, x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+    def takes_int8(self) -> bool:
+        return False
+
+    def int8_linear(self, x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
         raise NotImplementedError
 
     def finish_sum(self, x: PartialSum, dtype: torch.dtype) -> Tensor:

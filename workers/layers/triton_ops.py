@@ -23,6 +23,8 @@ from meshlm.kernels.norm import kernel as norms
 from meshlm.kernels.packed_gemm.kernel import packed_linear
 from meshlm.kernels.packed_gemm.reference import PackedWeight
 from meshlm.kernels.quantise_fp8.kernel import quantise
+from meshlm.kernels.quantise_int8 import kernel as quantise_int8
+from meshlm.kernels.quantise_int8.reference import Int8Weight
 from meshlm.kernels.rope_cache.kernel import rope_cache
 from meshlm.kernels.silu_mul.kernel import silu_mul
 from meshlm.kernels.small_m_gemm.kernel import shape_for, small_m_gemm
@@ -68,6 +70,16 @@ class TritonOps(Composed):
         codes, scales, group, rounded, input_scale = weight
         values, x_scales = (x, None) if rounded is None else quantise(x.contiguous(), rounded, input_scale)
         return fp8.fp8_gemm(values, x_scales, codes, scales, bias, x.dtype, group)
+
+    def takes_int8(self) -> bool:
+        return True
+
+    def int8_linear(self, x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
+        codes, scales, zeros = quantise_int8.quantise(
+            x.contiguous(), weight.symmetric, weight.input_scale, weight.input_zero
+        )
+        given = None if weight.symmetric else zeros
+        return fp8.int8_gemm(codes, scales, given, weight.codes, weight.scales, weight.sums, bias, x.dtype)
 
     def row_parallel_linear(
         self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, residual: Tensor | None

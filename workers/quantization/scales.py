@@ -53,6 +53,10 @@ def scale_tensors(spec: ModelSpec) -> dict[str, ScaleTensor]:
                 shapes = ((-(-outputs // scheme.block[0]), -(-inputs // scheme.block[1])),)
         stem = name.removesuffix("weight")
         found[stem + spec.quantization.weight_scale] = ScaleTensor(name, "weight_scale", shapes, scheme)
+        if scheme.integers:
+            found[name] = ScaleTensor(name, "weight", (weight.shape,), scheme, ("I8",))
+        if scheme.activation == "static" and scheme.integers and scheme.zeros:
+            found[stem + "input_zero_point"] = ScaleTensor(name, "input_zero_point", _ONE, scheme, ("I8", "F32", "I32"))
         if scheme.activation == "static":
             found[stem + "input_scale"] = ScaleTensor(name, "input_scale", _ONE, scheme)
     return found
@@ -69,7 +73,11 @@ def scale_rows(name: str, source: Source, found: ScaleTensor, part: WeightSlice)
     """
     if found.scheme.weight == "group":
         return packed_rows(name, source, found, part)
+    if found.parameter == "weight":
+        return source.part(part.dim, part.begin, part.end)
     values = source.whole().to(torch.float32)
+    if found.parameter == "input_zero_point":
+        return values.reshape(1)
     least = 0.0 if found.parameter == "weight_scale" else torch.finfo(torch.float32).tiny
     if not bool((values.isfinite() & (values >= least)).all()):
         raise ProcessFatal(f"tensor {name}: a scale must be a positive number, and one is not")
