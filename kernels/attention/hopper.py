@@ -1,11 +1,8 @@
 """Attention of prompts on Hopper's own instructions, in Triton's Gluon dialect. The formula is kernel.py's, the reference prefill.py.
 
-A program has 128 rows (queries x query heads of a kv head). One warp brings tiles of keys and values into shared memory by bulk copies
-(TMA), page by page for what earlier steps computed, in one piece for the step's own tokens; two groups of four warps multiply (wgmma),
-64 rows each, and take the scores of the next tile while the softmax of this one is computed (Shah et al. 2024, "FlashAttention-3").
-
-Numbers of others reach nobody: a page that is not the request's, before its window or behind its last full one, is not read but filled
-with zeros, and of its last page only its own tokens are.
+A program has 128 rows (queries x query heads of a kv head). A warp each brings tiles of keys and of values (bulk_copies.py); two
+groups of four warps multiply (wgmma), 64 rows each, and take the scores of the next tile while the softmax of this one is computed
+(Shah et al. 2024, "FlashAttention-3").
 """
 
 from typing import Any
@@ -17,135 +14,32 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from meshlm.kernels.attention.bulk_copies import LAYOUT, SWIZZLED, WIDE, WIDE_, place, producer, together
 from meshlm.kernels.attention.kernel import PLAIN, Columns, Extras
 
 ROWS = 128  # of a tile: two groups of warps have 64 each
-KEYS = 128  # of a tile
-WIDE = 64  # numbers of a head that one bulk copy brings: 128 bytes, which is how far shared memory is swizzled
-_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name from Triton 3.9 on
-_together = getattr(gl, "barrier", None) or gl.thread_barrier  # likewise
-_memory = gl.shared_memory_descriptor
-_view = getattr(_memory, "reinterpret", None) or _memory._reinterpret  # likewise
+KEYS = 128  # of a tile, and half as many where a head has more than 128 numbers
 
-ROWS_ = gl.constexpr(ROWS)
-KEYS_ = gl.constexpr(KEYS)
-WIDE_ = gl.constexpr(WIDE)
-SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16]))
+SCORES_OF = {keys: gl.NVMMADistributedLayout([3, 0], [4, 1], [16, keys, 16]) for keys in (KEYS, KEYS // 2)}
+SCORES_LARGE, SCORES_SMALL = gl.constexpr(SCORES_OF[KEYS]), gl.constexpr(SCORES_OF[KEYS // 2])
 OUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16]))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16]), 2))
 LINES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # of queries, by a group of four warps
-TAIL = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0]))  # of a page's own tokens, by one warp
-_LAYOUT = gl.NVMMASharedLayout(128, 16, 2)
-SWIZZLED = gl.constexpr(_LAYOUT)
 
 
 @gluon.jit
-def _bring_edge(
-    pages, pointer, full, stage, nth, row_limit, table, start, oldest_page, column,
-    PAGE: gl.constexpr, STRIDE: gl.constexpr, HALVES: gl.constexpr, by_page,
-):  # fmt: skip
-    """A tile of the context whose first or last pages are not the request's, or whose last page is shared with this step."""
-    PAGES: gl.constexpr = KEYS_ // PAGE
-    whole_pages = start // PAGE
-    rest = start % PAGE
-    first = nth // PAGE
-    has_rest = (rest > 0) & (whole_pages < first + PAGES)
-    if has_rest:
-        page = gl.load(table + whole_pages)
-        r = gl.arange(0, PAGE, gl.SliceLayout(1, TAIL))
-        c = gl.arange(0, WIDE_, gl.SliceLayout(0, TAIL))
-        line = (page.to(gl.int64) * PAGE + r) * STRIDE + column
-        for half in gl.static_range(HALVES):
-            place = pointer + line[:, None] + (half * WIDE_ + c)[None, :]
-            some = gl.load(place, mask=(r < rest)[:, None] & (c < WIDE_)[None, :], other=0.0)
-            by_page.index((stage * HALVES + half) * PAGES + whole_pages - first).store(some)
-        fence_async_shared()
-        _together()
-    mbarrier.expect(full, KEYS_ * WIDE_ * HALVES * 2, pred=(rest == 0) | (whole_pages >= first + PAGES))
-    mbarrier.expect(full, (KEYS_ - PAGE) * WIDE_ * HALVES * 2, pred=has_rest)
-    for p in range(PAGES):
-        nth_page = first + p
-        is_own = (nth_page < whole_pages) & (nth_page >= oldest_page)
-        page = gl.load(table + nth_page, mask=is_own, other=0)
-        row = gl.where(is_own, page * PAGE, row_limit)  # what is behind the last row arrives as zeros
-        by_tail = (nth_page == whole_pages) & (rest > 0)
-        for half in gl.static_range(HALVES):
-            to = by_page.index((stage * HALVES + half) * PAGES + p)
-            _copy(pages, [row, column + half * WIDE_], full, to, pred=by_tail == 0)
-
-
-@gluon.jit
-def _place(tile, num_masked, context_masked, masked_of_context, own_masked, num_context):
-    """Whether a tile's keys are the context's, and its first one there or among the step's own. Tiles that need a mask go first."""
-    free = tile - num_masked
-    if free < 0:
-        of_context = tile < masked_of_context
-        nth = gl.where(of_context, context_masked + tile, own_masked + tile - masked_of_context)
-    else:
-        of_context = free < num_context
-        nth = gl.where(of_context, free, free - num_context)
-    return of_context, nth * KEYS_
-
-
-@gluon.jit
-def _producer(
-    pages, pointer, step, buffer, all_full, all_free, of_values: gl.constexpr, row_limit, table, start, oldest, before, kv,
-    num_masked, context_masked, masked_of_context, own_masked, num_context, total,
-    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Brings the tiles of keys, or of values, one after the other."""
-    HALVES: gl.constexpr = DIM // WIDE_
-    PAGES: gl.constexpr = KEYS_ // PAGE
-    by_page = _view(buffer, buffer.dtype, [STAGES * HALVES * PAGES, PAGE, WIDE_], SWIZZLED)
-    oldest_page = oldest // PAGE
-    column = kv * DIM
-    step_column = (HEADS + kv) * DIM
-    if of_values:
-        step_column += KV_HEADS * DIM
-    for tile in range(total):
-        stage = tile % STAGES
-        turn = ((tile // STAGES) & 1) ^ 1
-        full, free = all_full.index(stage), all_free.index(stage)
-        of_context, nth = _place(tile, num_masked, context_masked, masked_of_context, own_masked, num_context)
-        if of_context:
-            first = nth // PAGE
-            if (nth + KEYS_ <= start) & (first >= oldest_page):
-                rows = ()
-                for p in gl.static_range(PAGES):
-                    rows = rows + (gl.load(table + first + p) * PAGE,)  # type: ignore[assignment]
-                mbarrier.wait(free, turn)
-                mbarrier.expect(full, KEYS_ * WIDE_ * HALVES * 2)
-                for p in gl.static_range(PAGES):
-                    for half in gl.static_range(HALVES):
-                        to = by_page.index((stage * HALVES + half) * PAGES + p)
-                        _copy(pages, [rows[p], column + half * WIDE_], full, to)
-            else:
-                mbarrier.wait(free, turn)
-                _bring_edge(
-                    pages, pointer, full, stage, nth, row_limit, table, start, oldest_page, column,
-                    PAGE, KV_HEADS * DIM, HALVES, by_page,
-                )  # fmt: skip
-        else:
-            mbarrier.wait(free, turn)
-            mbarrier.expect(full, KEYS_ * WIDE_ * HALVES * 2)
-            for half in gl.static_range(HALVES):
-                _copy(step, [before + nth, step_column + half * WIDE_], full, buffer.index(stage * HALVES + half))
-
-
-@gluon.jit
-def _scores(q_buffer, k_buffer, which, stage, HALVES: gl.constexpr):
+def _scores(q_buffer, k_buffer, which, stage, PARTS: gl.constexpr, KEYS: gl.constexpr):
     """Starts q k^T of a tile."""
-    s = gl.zeros([64, KEYS_], gl.float32, SCORES)
-    for half in gl.static_range(HALVES):
+    s = gl.zeros([64, KEYS], gl.float32, SCORES_LARGE if KEYS == 128 else SCORES_SMALL)
+    for part in gl.static_range(PARTS):
         s = warpgroup_mma(
-            q_buffer.index(which * HALVES + half), k_buffer.index(stage * HALVES + half).permute([1, 0]), s,
-            use_acc=half > 0, is_async=True,
+            q_buffer.index(which * PARTS + part), k_buffer.index(stage * PARTS + part).permute([1, 0]), s,
+            use_acc=part > 0, is_async=True,
         )  # fmt: skip
     return s
 
@@ -161,7 +55,7 @@ def _softmax(
         s = cap * (2.0 / (1.0 + gl.exp2(s * (-2.0 * 1.4426950408889634 * scale / cap))) - 1.0)
         factor = 1.4426950408889634
     if MASK:
-        at = gl.where(of_context, nth, start + nth) + gl.arange(0, KEYS_, gl.SliceLayout(0, SCORES))
+        at = gl.where(of_context, nth, start + nth) + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
         limit = gl.where(of_context, start - 1, query_at)
         seen = at[None, :] <= limit[:, None]
         if WINDOW:
@@ -176,57 +70,73 @@ def _softmax(
 
 
 @gluon.jit
+def _weigh(weights, v_buffer, stage, sums, PARTS: gl.constexpr):
+    """Starts adding the weighed values of a tile."""
+    more = ()
+    for part in gl.static_range(PARTS):
+        more = more + (warpgroup_mma(weights, v_buffer.index(stage * PARTS + part), sums[part], is_async=True),)  # type: ignore[assignment]
+    return more
+
+
+@gluon.jit
+def _weighed(sums, PARTS: gl.constexpr):
+    """The sums, when they are done."""
+    if PARTS == 1:
+        return (warpgroup_mma_wait(0, deps=[sums[0]]),)
+    else:
+        return warpgroup_mma_wait(0, deps=sums)
+
+
+@gluon.jit
 def _turn(
-    tile, weights, low, high, m, l, which, q_buffer, k_buffer, v_buffer, k_full, k_free, v_full, v_free, start, query_at,
+    tile, weights, sums, m, l, which, q_buffer, k_buffer, v_buffer, k_full, k_free, v_full, v_free, start, query_at,
     num_masked, context_masked, masked_of_context, own_masked, num_context, total, scale, cap, window,
-    HALVES: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr, CAP: gl.constexpr, WINDOW: gl.constexpr,
+    PARTS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr, CAP: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of a tile, while the values of the tile before are weighed and summed."""
     stage = tile % STAGES
     old, old_turn = (tile - 1) % STAGES, ((tile - 1) // STAGES) & 1
     of_context, nth = tile < 0, tile
     if MASK:
-        of_context, nth = _place(tile, num_masked, context_masked, masked_of_context, own_masked, num_context)
-    s = _scores(q_buffer, k_buffer, which, stage, HALVES)
+        of_context, nth = place(tile, num_masked, context_masked, masked_of_context, own_masked, num_context, KEYS)
+    s = _scores(q_buffer, k_buffer, which, stage, PARTS, KEYS)
     mbarrier.wait(v_full.index(old), old_turn)
-    low = warpgroup_mma(weights, v_buffer.index(old * HALVES), low, is_async=True)
-    if HALVES > 1:
-        high = warpgroup_mma(weights, v_buffer.index(old * HALVES + 1), high, is_async=True)
-    s = warpgroup_mma_wait(HALVES, deps=[s])
+    sums = _weigh(weights, v_buffer, old, sums, PARTS)
+    s = warpgroup_mma_wait(PARTS, deps=[s])
     mbarrier.arrive(k_free.index(stage))
     p, fade, m, l = _softmax(s, m, l, of_context, nth, start, query_at, scale, cap, window, MASK, CAP, WINDOW)
     fade = gl.convert_layout(fade, gl.SliceLayout(1, OUT))
     # The next keys are awaited here, so that the compiler does not wait for the values' sums before the softmax.
     mbarrier.wait(k_full.index((tile + 1) % STAGES), ((tile + 1) // STAGES) & 1, pred=tile + 1 < total)
-    if HALVES > 1:
-        low, high = warpgroup_mma_wait(0, deps=[low, high])
-        high = high * fade[:, None]
-    else:
-        low = warpgroup_mma_wait(0, deps=[low])
+    sums = _weighed(sums, PARTS)
     mbarrier.arrive(v_free.index(old))
-    return gl.convert_layout(p.to(weights.dtype), WEIGHTS), low * fade[:, None], high, m, l
+    faded = ()
+    for part in gl.static_range(PARTS):
+        faded = faded + (sums[part] * fade[:, None],)  # type: ignore[assignment]
+    return gl.convert_layout(p.to(weights.dtype), WEIGHTS), faded, m, l
 
 
 @gluon.jit
 def _consumer(
     which, query, out, sinks, q_buffer, k_buffer, v_buffer, k_full, k_free, v_full, v_free, before, count, start, nth, kv,
     num_masked, context_masked, masked_of_context, own_masked, num_context, total, scale, cap, window,
-    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
+    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, BLOCK_Q: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
     CAP: gl.constexpr, SINKS: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     GROUP: gl.constexpr = HEADS // KV_HEADS
-    HALVES: gl.constexpr = DIM // WIDE_
+    PARTS: gl.constexpr = (DIM + WIDE_ - 1) // WIDE_
     row = which * 64 + gl.arange(0, 64, gl.SliceLayout(1, LINES))
     nth_q = nth + row // GROUP
     real = (row < BLOCK_Q * GROUP) & (nth_q < count)
     line = ((before + nth_q).to(gl.int64) * HEADS + kv * GROUP + row % GROUP) * DIM
     c = gl.arange(0, WIDE_, gl.SliceLayout(0, LINES))
-    inside = real[:, None] & (c < WIDE_)[None, :]
-    for half in gl.static_range(HALVES):
-        some = gl.load(query + line[:, None] + (half * WIDE_ + c)[None, :], mask=inside, other=0.0)
-        q_buffer.index(which * HALVES + half).store(some)
+    for part in gl.static_range(PARTS):
+        inside = real[:, None] & (part * WIDE_ + c < DIM)[None, :]
+        some = gl.load(query + line[:, None] + (part * WIDE_ + c)[None, :], mask=inside, other=0.0)
+        q_buffer.index(which * PARTS + part).store(some)
     fence_async_shared()
-    _together()
+    together()
+    SCORES: gl.constexpr = SCORES_LARGE if KEYS == 128 else SCORES_SMALL
     s_row = which * 64 + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
     query_at = start + nth + s_row // GROUP
     if SINKS:
@@ -236,43 +146,36 @@ def _consumer(
     else:
         m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
         l = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
-    low = gl.zeros([64, WIDE_], gl.float32, OUT)
-    high = low
-    of_context, first = _place(0, num_masked, context_masked, masked_of_context, own_masked, num_context)
+    sums = ()
+    for _ in gl.static_range(PARTS):
+        sums = sums + (gl.zeros([64, WIDE_], gl.float32, OUT),)  # type: ignore[assignment]
+    of_context, first = place(0, num_masked, context_masked, masked_of_context, own_masked, num_context, KEYS)
     mbarrier.wait(k_full.index(0), 0)
-    s = warpgroup_mma_wait(0, deps=[_scores(q_buffer, k_buffer, which, 0, HALVES)])
+    s = warpgroup_mma_wait(0, deps=[_scores(q_buffer, k_buffer, which, 0, PARTS, KEYS)])
     mbarrier.arrive(k_free.index(0))
     p, _, m, l = _softmax(s, m, l, of_context, first, start, query_at, scale, cap, window, True, CAP, WINDOW)
     weights = gl.convert_layout(p.to(query.dtype.element_ty), WEIGHTS)
     mbarrier.wait(k_full.index(1 % STAGES), (1 // STAGES) & 1, pred=total > 1)
     for tile in range(1, num_masked):
-        weights, low, high, m, l = _turn(
-            tile, weights, low, high, m, l, which, q_buffer, k_buffer, v_buffer, k_full, k_free, v_full, v_free, start, query_at,
+        weights, sums, m, l = _turn(
+            tile, weights, sums, m, l, which, q_buffer, k_buffer, v_buffer, k_full, k_free, v_full, v_free, start, query_at,
             num_masked, context_masked, masked_of_context, own_masked, num_context, total, scale, cap, window,
-            HALVES, STAGES, True, CAP, WINDOW,
+            PARTS, KEYS, STAGES, True, CAP, WINDOW,
         )  # fmt: skip
     for tile in range(num_masked, total):
-        weights, low, high, m, l = _turn(
-            tile, weights, low, high, m, l, which, q_buffer, k_buffer, v_buffer, k_full, k_free, v_full, v_free, start, query_at,
+        weights, sums, m, l = _turn(
+            tile, weights, sums, m, l, which, q_buffer, k_buffer, v_buffer, k_full, k_free, v_full, v_free, start, query_at,
             num_masked, context_masked, masked_of_context, own_masked, num_context, total, scale, cap, window,
-            HALVES, STAGES, False, CAP, WINDOW,
+            PARTS, KEYS, STAGES, False, CAP, WINDOW,
         )  # fmt: skip
     old, old_turn = (total - 1) % STAGES, ((total - 1) // STAGES) & 1
     mbarrier.wait(v_full.index(old), old_turn)
-    low = warpgroup_mma(weights, v_buffer.index(old * HALVES), low, is_async=True)
-    if HALVES > 1:
-        high = warpgroup_mma(weights, v_buffer.index(old * HALVES + 1), high, is_async=True)
-        low, high = warpgroup_mma_wait(0, deps=[low, high])
-    else:
-        low = warpgroup_mma_wait(0, deps=[low])
+    sums = _weighed(_weigh(weights, v_buffer, old, sums, PARTS), PARTS)
     inverse = gl.convert_layout(1.0 / gl.where(l == 0.0, 1.0, l), gl.SliceLayout(1, OUT))
-    q_buffer.index(which * HALVES).store((low * inverse[:, None]).to(out.dtype.element_ty))
-    if HALVES > 1:
-        q_buffer.index(which * HALVES + 1).store((high * inverse[:, None]).to(out.dtype.element_ty))
-    _together()
-    for half in gl.static_range(HALVES):
-        to = out + line[:, None] + (half * WIDE_ + c)[None, :]
-        gl.store(to, q_buffer.index(which * HALVES + half).load(LINES), mask=inside)
+    for part in gl.static_range(PARTS):
+        inside = real[:, None] & (part * WIDE_ + c < DIM)[None, :]
+        found = gl.convert_layout((sums[part] * inverse[:, None]).to(out.dtype.element_ty), LINES)
+        gl.store(out + line[:, None] + (part * WIDE_ + c)[None, :], found, mask=inside)
 
 
 @gluon.jit(do_not_specialize=["n", "skip", "fewest"])
@@ -280,7 +183,7 @@ def _prefill(
     key_pages, value_pages, step, query, keys, values, out, blocks, blocks_stride, rows, starts, ends, sinks, n, skip, fewest,
     row_limit, scale, cap, window,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, BLOCK_Q: gl.constexpr,
-    STAGES: gl.constexpr, CAP: gl.constexpr, SINKS: gl.constexpr, WINDOW: gl.constexpr, SEARCH: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, CAP: gl.constexpr, SINKS: gl.constexpr, WINDOW: gl.constexpr, SEARCH: gl.constexpr,
 ):  # fmt: skip
     # Late tiles of a prompt have the most keys: they go first. Tiles of one kv head run together, so its keys stay in the L2 cache.
     tile = gl.num_programs(0) - 1 - gl.program_id(0)
@@ -299,27 +202,27 @@ def _prefill(
     start = gl.load(starts + low)
     table = blocks + gl.load(rows + low).to(gl.int64) * blocks_stride
     oldest = 0
-    own_end = (gl.minimum(nth + BLOCK_Q, count) + KEYS_ - 1) // KEYS_
+    own_end = (gl.minimum(nth + BLOCK_Q, count) + KEYS - 1) // KEYS
     if WINDOW:  # all tiles have a mask
         oldest = gl.maximum(0, start + nth - window + 1)
-        context_end = (start + KEYS_ - 1) // KEYS_
-        context_masked = gl.minimum(context_end, oldest // KEYS_)
+        context_end = (start + KEYS - 1) // KEYS
+        context_masked = gl.minimum(context_end, oldest // KEYS)
         masked_of_context = context_end - context_masked
-        own_masked = gl.maximum(0, nth - window + 1) // KEYS_
+        own_masked = gl.maximum(0, nth - window + 1) // KEYS
         num_context = 0
         num_masked = masked_of_context + own_end - own_masked
         total = num_masked
     else:  # those that some query of the tile does not see whole
-        num_context = start // KEYS_
+        num_context = start // KEYS
         context_masked = num_context
-        masked_of_context = (start % KEYS_ > 0).to(gl.int32)
-        own_masked = nth // KEYS_
+        masked_of_context = (start % KEYS > 0).to(gl.int32)
+        own_masked = nth // KEYS
         num_masked = masked_of_context + own_end - own_masked
         total = num_masked + num_context + own_masked
-    HALVES: gl.constexpr = DIM // WIDE_
-    q_buffer = gl.allocate_shared_memory(query.dtype.element_ty, [2 * HALVES, 64, WIDE_], SWIZZLED)
-    k_buffer = gl.allocate_shared_memory(query.dtype.element_ty, [STAGES * HALVES, KEYS_, WIDE_], SWIZZLED)
-    v_buffer = gl.allocate_shared_memory(query.dtype.element_ty, [STAGES * HALVES, KEYS_, WIDE_], SWIZZLED)
+    PARTS: gl.constexpr = (DIM + WIDE_ - 1) // WIDE_
+    q_buffer = gl.allocate_shared_memory(query.dtype.element_ty, [2 * PARTS, 64, WIDE_], SWIZZLED)
+    k_buffer = gl.allocate_shared_memory(query.dtype.element_ty, [STAGES * PARTS, KEYS, WIDE_], SWIZZLED)
+    v_buffer = gl.allocate_shared_memory(query.dtype.element_ty, [STAGES * PARTS, KEYS, WIDE_], SWIZZLED)
     # By stage: keys, values are there; both groups are done with them.
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -331,41 +234,48 @@ def _prefill(
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(v_free.index(stage), count=2)
     fence_async_shared()
-    _together()
+    together()
     gl.warp_specialize(
         [
             (_consumer, (
                 0, query, out, sinks, q_buffer, k_buffer, v_buffer, k_full, k_free, v_full, v_free, before, count, start, nth, kv,
                 num_masked, context_masked, masked_of_context, own_masked, num_context, total, scale, cap, window,
-                HEADS, KV_HEADS, DIM, BLOCK_Q, STAGES, CAP, SINKS, WINDOW,
+                HEADS, KV_HEADS, DIM, BLOCK_Q, KEYS, STAGES, CAP, SINKS, WINDOW,
             )),
             (_consumer, (
                 1, query, out, sinks, q_buffer, k_buffer, v_buffer, k_full, k_free, v_full, v_free, before, count, start, nth, kv,
                 num_masked, context_masked, masked_of_context, own_masked, num_context, total, scale, cap, window,
-                HEADS, KV_HEADS, DIM, BLOCK_Q, STAGES, CAP, SINKS, WINDOW,
+                HEADS, KV_HEADS, DIM, BLOCK_Q, KEYS, STAGES, CAP, SINKS, WINDOW,
             )),
-            (_producer, (
+            (producer, (
                 key_pages, keys, step, k_buffer, k_full, k_free, False, row_limit, table, start, oldest, before, kv,
                 num_masked, context_masked, masked_of_context, own_masked, num_context, total,
-                HEADS, KV_HEADS, DIM, PAGE, STAGES,
+                HEADS, KV_HEADS, DIM, PAGE, KEYS, STAGES,
             )),
-            (_producer, (
+            (producer, (
                 value_pages, values, step, v_buffer, v_full, v_free, True, row_limit, table, start, oldest, before, kv,
                 num_masked, context_masked, masked_of_context, own_masked, num_context, total,
-                HEADS, KV_HEADS, DIM, PAGE, STAGES,
+                HEADS, KV_HEADS, DIM, PAGE, KEYS, STAGES,
             )),
         ],
         [4, 1, 1],
-        [232, 40, 40],
+        [224, 56, 56],
     )  # fmt: skip
 
 
+def keys_of(dim: int) -> int:
+    """Keys of a tile for heads of so many numbers: registers hold their scores and the sums of values."""
+    return KEYS if dim <= 2 * WIDE else KEYS // 2
+
+
 def fits(query: Tensor, keys: Tensor) -> bool:
-    """Whether `prefill` can: its tiles are halves of 64 numbers, and pages that are whole in a tile of keys."""
+    """Whether `prefill` can: pages are whole in a tile of keys, and lines begin at multiples of 16 bytes."""
     if not query.is_cuda or torch.cuda.get_device_capability(query.device) != (9, 0):
         return False
-    whole = query.shape[1] // keys.shape[2] <= ROWS and keys.shape[1] <= KEYS
-    return whole and query.shape[2] in (WIDE, 2 * WIDE) and keys.dtype == query.dtype and query.element_size() == 2
+    dim, page = query.shape[2], keys.shape[1]
+    if query.shape[1] // keys.shape[2] > ROWS or page > keys_of(dim) or dim % 8 or not WIDE // 2 < dim <= 4 * WIDE:
+        return False
+    return keys.dtype == query.dtype and query.element_size() == 2
 
 
 def prefill(
@@ -388,12 +298,12 @@ def prefill(
     block_q = ROWS // (heads // kv_heads)
 
     def pages(of: Tensor) -> Any:
-        return TensorDescriptor(of.view(rows, width), [rows, width], [width, 1], [page, WIDE], _LAYOUT)
+        return TensorDescriptor(of.view(rows, width), [rows, width], [width, 1], [page, WIDE], LAYOUT)
 
-    step = TensorDescriptor(qkv, list(qkv.shape), [qkv.stride(0), 1], [KEYS, WIDE], _LAYOUT)
+    step = TensorDescriptor(qkv, list(qkv.shape), [qkv.stride(0), 1], [keys_of(dim), WIDE], LAYOUT)
     _prefill[((tokens - skip) // block_q + at.n - skip, kv_heads)](
         pages(keys), pages(values), step, query, keys, values, out, at.blocks, at.blocks.stride(0), at.rows, at.starts, at.ends,
         query if extras.sinks is None else extras.sinks, at.n, skip, fewest, rows, scale, extras.cap, extras.window,
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page, BLOCK_Q=block_q, STAGES=4 if dim == WIDE else 2,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page, BLOCK_Q=block_q, KEYS=keys_of(dim), STAGES=4 if dim <= WIDE else 2,
         CAP=extras.cap > 0, SINKS=extras.sinks is not None, WINDOW=extras.window > 0, SEARCH=256, num_warps=4,
     )  # fmt: skip

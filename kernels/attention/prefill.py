@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from meshlm.kernels.attention.kernel import PLAIN, Columns, Extras, paged_tile
-from meshlm.kernels.attention.tiles import hopper_from, prefill_tiles, tile_of_head
+from meshlm.kernels.attention.tiles import USUAL_KEYS, hopper_from, prefill_tiles, tile_of_head
 
 try:
     from meshlm.kernels.attention import hopper as hopper
@@ -152,22 +152,19 @@ def prefill(
     *,
     qkv: Tensor | None = None,
     fewest: int = 1,
+    num_pairs: int | None = None,
     tiles: tuple[int, int, int, int] | None = None,
 ) -> None:
     """query, out [t, heads, d] of requests skip .. n - 1 of the columns; keys, values [blocks, page, kv_heads, d].
 
     The first `skip` requests have one token each and are left out (see `decode`), and so are all with fewer than `fewest` tokens.
     qkv [t, (heads + 2 kv_heads) d]: the projection with its keys rotated (kernels/rope_cache). With it the keys and values of this
-    step's tokens are read there, in one piece, and only those of earlier steps from their pages.
+    step's tokens are read there, in one piece, and only those of earlier steps from their pages. num_pairs: of prompt tokens and the
+    keys that each sees, where they are known: with many, hopper.py does it all.
     """
     tokens, heads, dim = query.shape
-    if (
-        qkv is not None
-        and tiles is None
-        and tokens * heads >= hopper_from()
-        and hopper is not None
-        and hopper.fits(query, keys)
-    ):
+    pays = (num_pairs if num_pairs is not None else tokens * USUAL_KEYS) * heads >= hopper_from()
+    if pays and qkv is not None and tiles is None and hopper is not None and hopper.fits(query, keys):
         hopper.prefill(query, keys, values, at, scale, out, skip, extras, qkv=qkv, fewest=fewest)
         return
     _, page, kv_heads, _ = keys.shape

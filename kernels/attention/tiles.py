@@ -12,6 +12,7 @@ from meshlm.kernels import tables
 MAX_SPLITS = 32
 MEASURED_DIM = 128
 Tile = tuple[int, int, int, int]
+USUAL_KEYS = 512  # that a prompt token sees, where nothing is known of its prompt
 
 
 @cache
@@ -36,7 +37,7 @@ def prefill_tiles(work: int) -> Tile:
 
 @cache
 def hopper_from() -> float:
-    """From so many tokens x query heads on prompts are for hopper.py; never where no table says so."""
+    """Query-key pairs x query heads of a step's prompts from which on hopper.py is the faster; infinity where no table says so."""
     table = tables.read("attention")
     return float(table.get("hopper_from", math.inf)) if tables.is_own(table) else math.inf
 

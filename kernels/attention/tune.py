@@ -89,9 +89,14 @@ def prefill_table(times: Times) -> list[dict[str, Any]]:
 
 
 def hopper_table(times: Times, on_hopper: dict[Case, float]) -> dict[str, int]:
-    """From which work on hopper.py is faster than the best of prefill.py's tiles; nothing where it is not, or is not there."""
-    lost = max((case[0] for case, us in on_hopper.items() if us >= min(times[case].values())), default=0)
-    won = [case[0] for case in on_hopper if case[0] > lost]
+    """From how many pairs x query heads on hopper.py is faster than the best of prefill.py's tiles; nothing where it is not."""
+
+    def pairs(case: Case) -> int:
+        work, _, tokens, _ = case
+        return int(work * tokens // 2)
+
+    lost = max((pairs(case) for case, us in on_hopper.items() if us >= min(times[case].values())), default=0)
+    won = [pairs(case) for case in on_hopper if pairs(case) > lost]
     return {"hopper_from": min(won)} if won else {}
 
 

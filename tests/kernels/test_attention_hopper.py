@@ -36,6 +36,14 @@ SHAPES = [
     (8, 8, 128),
     (8, 1, 64),
 ]  # 28 / 4: a tile has 18 queries, and two rows more
+ODD_SHAPES = [
+    (4, 2, 80),
+    (6, 6, 96),
+    (5, 1, 48),
+    (8, 4, 256),
+    (4, 2, 192),
+    (10, 2, 112),
+]  # 5 / 1: a tile has 25 queries
 WIDE = torch.bfloat16
 
 
@@ -74,6 +82,12 @@ def test_prefill(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
 
 
 @on_hopper
+@pytest.mark.parametrize("shape", ODD_SHAPES)
+def test_heads_of_any_size(shape: tuple[int, int, int]) -> None:
+    check(shape, 16, WIDE)
+
+
+@on_hopper
 @pytest.mark.parametrize("page", [8, 32, 64, 128])
 def test_pages_of_any_size(page: int) -> None:
     check((8, 2, 128), page, WIDE)
@@ -89,6 +103,7 @@ def test_windows(window: int) -> None:
 def test_soft_cap_and_sinks() -> None:
     check((8, 4, 128), 16, WIDE, Extras(cap=5.0, sinks=torch.randn(8, device="cuda")))
     check((8, 4, 64), 16, WIDE, Extras(cap=5.0, window=100))
+    check((8, 4, 256), 32, WIDE, Extras(cap=5.0, window=100))
 
 
 @on_hopper
@@ -105,8 +120,9 @@ def test_decodes_are_left_alone() -> None:
 
 @on_hopper
 def test_what_it_does_not_take() -> None:
-    query, keys, _, _ = make([(0, 5)], 4, 2, 80, WIDE)
-    assert not hopper.fits(query, keys)
+    for dim in (32, 320, 100):
+        query, keys, _, _ = make([(0, 5)], 4, 2, dim, WIDE)
+        assert not hopper.fits(query, keys)
     query, keys, _, _ = make([(0, 5)], 4, 2, 64, WIDE)
     assert hopper.fits(query, keys)
     assert not hopper.fits(query, keys.to(torch.float8_e4m3fn))

@@ -86,13 +86,24 @@ class TritonAttention:
         skip, fewest = (0, 2) if decodes == UNKNOWN else (decodes, 1)
 
         def prompts() -> None:
-            prefill(query, cache.keys, cache.values, columns, scale, out, skip, extras, qkv=qkv, fewest=fewest)
+            prefill(
+                query, cache.keys, cache.values, columns, scale, out, skip, extras,
+                qkv=qkv, fewest=fewest, num_pairs=self._pairs(sliding_window),
+            )  # fmt: skip
 
         if decodes:
             self._side.both(lambda: self._decode(query, cache, scale, out, extras, heads, None), prompts)
         else:
             prompts()
         return out
+
+    def _pairs(self, window: int) -> int | None:
+        """Prompt tokens x the keys that each sees in such a layer; None in a graph, whose prompts are not known."""
+        known = self._batch.known
+        if known is None:
+            return None
+        seen = ((prompt.num_tokens, prompt.start + prompt.num_tokens // 2) for prompt in known.prompts)
+        return sum(count * (min(keys, window) if window else keys) for count, keys in seen)
 
     def attend_latent(
         self,
