@@ -387,9 +387,9 @@ class FrontendApp:
     def _flush(self) -> None:
         request_metrics.observe_tokens(self._metrics, self._tracker, self.feed)
 
-    def ask_processes(self) -> None:
+    def ask_processes(self, news_since_s: float) -> None:
         assert self._mesh is not None
-        self._mesh.tell_supervisor(AskProcesses())
+        self._mesh.tell_supervisor(AskProcesses(news_since_s))
 
     def open_choices(self) -> Iterable[Choice]:
         return self._tracker.by_handle.values()
@@ -422,7 +422,7 @@ class FrontendApp:
             case QueueFull():
                 self._queue_full = message.on
             case MeshProcesses() if self._mesh is not None:
-                self.feed.mesh = message
+                self.feed.told(message)
             case Shutdown(handover=True):
                 self._handing_over = True
             case MeshStats():

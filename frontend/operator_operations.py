@@ -6,7 +6,7 @@ from meshlm.frontend import response_schema as responses
 from meshlm.frontend import schema
 from meshlm.frontend.operation import CSS, EVENTS, HTML, SCRIPT, Operation, Parameter, switch
 from meshlm.frontend.rendering import schema as rendering
-from meshlm.protocol.dashboard import EndedRequests
+from meshlm.protocol.dashboard import History
 
 TOKENIZER_INFO = (
     Operation(
@@ -95,7 +95,7 @@ DASHBOARD = (
         ),
     ),
     Operation(
-        "/dashboard/requests", "dashboard.requests", EndedRequests, "The last thousand requests of this frontend."
+        "/dashboard/history", "dashboard.history", History, "The last thousand requests of this frontend, and news."
     ),
 )
 DOCUMENTATION = (

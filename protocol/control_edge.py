@@ -129,6 +129,8 @@ class StandbyReport(Struct, frozen=True):
 class AskProcesses(Struct, frozen=True, tag="ask_processes"):
     """A frontend's dashboard is watched: send it MeshProcesses."""
 
+    news_since_s: float = 0.0  # the wall clock of the newest that it has
+
 
 class News(Struct, frozen=True, array_like=True):
     """A line that the supervisor told its user."""
@@ -143,7 +145,7 @@ class MeshProcesses(Struct, frozen=True, tag="mesh_processes"):
 
     processes: tuple[ProcessReport, ...]
     standbys: tuple[StandbyReport, ...] = ()
-    news: tuple[News, ...] = ()  # the oldest first
+    news: tuple[News, ...] = ()  # later than `news_since_s`, the oldest first
     missing: str = ""  # ranks or workers that are on no node
 
 

@@ -1,4 +1,4 @@
-"""The events of GET /dashboard/events and the answer of GET /dashboard/requests: what an operator sees of the mesh.
+"""The events of GET /dashboard/events and the answer of GET /dashboard/history: what an operator sees of the mesh.
 
 A frontend makes them (frontend/dashboard/), the page and `meshlm top` show them. Rates are of the last seconds.
 """
@@ -114,11 +114,12 @@ class Snapshot(Struct, frozen=True):
     running: tuple[RequestView, ...]  # the oldest ones
     num_ended: int  # requests that this frontend has answered
     ended: tuple[RequestView, ...]  # since the event before
-    news: tuple[NewsView, ...]
+    news: tuple[NewsView, ...]  # of the last seconds: a client that gets few events has each of them in one at least
 
 
-class EndedRequests(Struct, frozen=True):
-    """The last requests of a frontend, the newest last."""
+class History(Struct, frozen=True):
+    """What came before the events: the last requests of a frontend and the last news, the newest last."""
 
     num_ended: int
     requests: tuple[RequestView, ...]
+    news: tuple[NewsView, ...]

@@ -136,7 +136,8 @@ class Supervisor:
                 self._network.on_message(peer, message)
             return
         if isinstance(message, edge.AskProcesses):  # a frontend that `meshlm launch` added may ask, too
-            self.send(peer, report.for_frontend(self.status(), self._display.news))
+            news = (one for one in self._display.news if one.at_s > message.news_since_s)
+            self.send(peer, report.for_frontend(self.status(), news))
         child = self._incarnations.of(peer)
         if child is None:
             return

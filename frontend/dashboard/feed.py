@@ -5,7 +5,9 @@ Owned by io.py.
 """
 
 import asyncio
+import contextlib
 import time
+from collections import deque
 from collections.abc import Coroutine, Iterable
 from typing import Any, Protocol
 
@@ -13,15 +15,17 @@ import msgspec
 
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.dashboard import requests
-from meshlm.frontend.dashboard.snapshot import Facts, Known, Snapshots
+from meshlm.frontend.dashboard.snapshot import Facts, Known, Snapshots, news_view
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.responses import Response
-from meshlm.protocol.control_edge import MeshProcesses, MeshStats
-from meshlm.protocol.dashboard import EndedRequests, Snapshot
+from meshlm.protocol.control_edge import MeshProcesses, MeshStats, News
+from meshlm.protocol.dashboard import History, Snapshot
 
 PERIOD_S = 0.1
-STATS_EVERY_S = 0.25
+STATS_EVERY_S = 0.5
 STALL_S = 10.0
+ANSWER_S = 0.5  # that the supervisor has for an answer
+MAX_NEWS = 64
 
 _encode = msgspec.json.Encoder().encode
 
@@ -32,7 +36,7 @@ class Source(Protocol):
     num_open: int
 
     async def fresh_stats(self) -> MeshStats: ...
-    def ask_processes(self) -> None: ...
+    def ask_processes(self, news_since_s: float) -> None: ...
     def open_choices(self) -> Iterable[Choice]: ...
 
 
@@ -65,15 +69,17 @@ class Feed:
         self._watchers: list[Watcher] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._stats = MeshStats(False, "starting")
-        self.mesh = MeshProcesses(())  # as the supervisor said last
+        self._mesh = MeshProcesses(())  # as the supervisor said last
+        self._news: deque[News] = deque(maxlen=MAX_NEWS)
+        self._answered = asyncio.Event()
         self._closed = False
 
     # --- what happens ---
 
     def ended(self, answer: Response, path: str, status: int) -> None:
         """A request has its answer, or its client has left."""
-        if (view := requests.ended(answer, path, status, time.monotonic())) is not None:
-            self._ended.add(view)
+        if (noted := requests.ended(answer, path, status, time.monotonic())) is not None:
+            self._ended.add(noted)
 
     def first_token(self, seconds: float) -> None:
         self._snapshots.ttft.observe(seconds, time.monotonic())
@@ -94,7 +100,7 @@ class Feed:
         watcher = Watcher(every_s)
         self._watchers.append(watcher)
         if len(self._watchers) == 1:
-            self._ended.take_fresh()  # they are in /dashboard/requests
+            self._ended.take_fresh()  # they are in /dashboard/history
             for task in self._tasks:
                 task.cancel()
             self._begin(self._make())
@@ -110,9 +116,24 @@ class Feed:
         for watcher in self._watchers:
             watcher.offer(None)
 
-    def requests(self) -> bytes:
-        """The last requests, as JSON."""
-        return _encode(EndedRequests(self._ended.num_ended, tuple(self._ended.all)))
+    def told(self, mesh: MeshProcesses) -> None:
+        """The supervisor's answer."""
+        self._mesh = mesh
+        self._news.extend(mesh.news)
+        self._answered.set()
+
+    async def history(self) -> bytes:
+        """What came before the events, as JSON."""
+        self._answered.clear()
+        self._ask_processes()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ANSWER_S):
+                await self._answered.wait()
+        news = tuple(map(news_view, self._news))
+        return _encode(History(self._ended.num_ended, self._ended.all(), news))
+
+    def _ask_processes(self) -> None:
+        self._source.ask_processes(self._news[-1].at_s if self._news else 0.0)
 
     # --- while somebody watches ---
 
@@ -133,7 +154,7 @@ class Feed:
 
     async def _make(self) -> None:
         while self._is_watched:
-            self._source.ask_processes()
+            self._ask_processes()
             await asyncio.sleep(PERIOD_S)
             now = time.monotonic()
             if due := [watcher for watcher in self._watchers if watcher.due_at <= now]:
@@ -145,7 +166,8 @@ class Feed:
     def _snapshot(self) -> Snapshot:
         known = Known(
             stats=self._stats,
-            mesh=self.mesh,
+            mesh=self._mesh,
+            news=self._news,
             choices=self._source.open_choices(),
             num_open=self._source.num_open,
             num_watchers=len(self._watchers),

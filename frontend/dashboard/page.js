@@ -127,7 +127,7 @@ const feed = {
         return;
       }
       if (!answer.ok) throw new Error(await failure(answer));
-      await this.fetchEnded(controller.signal);
+      await this.fetchHistory(controller.signal);
       await readEvents(answer, (data) => this.take(JSON.parse(data)));
     } catch (error) {
       why = error.message;
@@ -138,13 +138,14 @@ const feed = {
     setTimeout(() => controller === this.controller && this.run(), wait);
   },
 
-  async fetchEnded(signal) {
-    const answer = await fetch("dashboard/requests", { headers: headers(), signal });
+  async fetchHistory(signal) {
+    const answer = await fetch("dashboard/history", { headers: headers(), signal });
     if (!answer.ok) throw new Error(await failure(answer));
-    const { num_ended: total, requests } = await answer.json();
+    const { num_ended: total, requests, news } = await answer.json();
     this.ended.clear();
     this.numEnded = total;
     this.keep(requests);
+    showNews(news);
   },
 
   /** The newest requests: each has its number, by which it is known. */
@@ -162,6 +163,7 @@ const feed = {
       if (this.ended.size <= 1000) break;
       this.ended.delete(key);
     }
+    showNews(snapshot.news);
     healing(snapshot);
     history.take(snapshot);
     if (!this.drawing) this.drawing = requestAnimationFrame(() => this.draw());
@@ -175,7 +177,6 @@ const feed = {
     drawMesh(snapshot);
     showProcesses(snapshot);
     showRanks(snapshot);
-    showNews(snapshot);
     showRequests(false);
   },
 };
@@ -568,9 +569,9 @@ function addNews(at, level, text) {
   while (list.children.length > 100) list.lastChild.remove();
 }
 
-function showNews(snapshot) {
-  for (const one of snapshot.news) if (one.at_s > newsUntil) addNews(one.at_s, one.level, one.text);
-  newsUntil = Math.max(newsUntil, ...snapshot.news.map((one) => one.at_s));
+function showNews(news) {
+  for (const one of news) if (one.at_s > newsUntil) addNews(one.at_s, one.level, one.text);
+  newsUntil = Math.max(newsUntil, ...news.map((one) => one.at_s));
 }
 
 // --- playground ---

@@ -4,41 +4,72 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from itertools import islice
+from typing import NamedTuple
 
 from meshlm.frontend.choice import Choice, ResponseSink
 from meshlm.frontend.responses import Response, visible_reason
 from meshlm.protocol.dashboard import RequestView
+from meshlm.protocol.text_edge import Finished
+from meshlm.protocol.token_edge import First
 
 MAX_ENDED = 1000
 MAX_ERROR = 200  # characters of a message
 MAX_RUNNING, MAX_LOOKED_AT = 50, 400  # requests that are shown while they run, and choices that are looked at for them
 
 
+class Noted(NamedTuple):
+    """A request as it was at a moment. A server notes each one at its end; views are made of those that somebody looks at."""
+
+    name: str
+    path: str
+    status: int
+    error: str
+    num_choices: int
+    num_output_tokens: int
+    now: float  # monotonic, as all that follow
+    wall_s: float
+    opened_at: float
+    accepted_at: float
+    first_at: float
+    last_at: float
+    returned_s: float
+    first: First | None
+    finished: Finished | None
+    rank: str
+    num_prompt_tokens: int
+    attempt: int
+
+
 class EndedLog:
-    """The last MAX_ENDED requests. `fresh`: those since it was last taken."""
+    """The last MAX_ENDED requests."""
 
     def __init__(self) -> None:
         self.num_ended = 0
-        self.all: deque[RequestView] = deque(maxlen=MAX_ENDED)
+        self._noted: deque[Noted] = deque(maxlen=MAX_ENDED)
         self._num_taken = 0
 
-    def add(self, request: RequestView) -> None:
+    def add(self, noted: Noted) -> None:
         self.num_ended += 1
-        self.all.append(request)
+        self._noted.append(noted)
 
     def take_fresh(self) -> tuple[RequestView, ...]:
-        count = min(self.num_ended - self._num_taken, len(self.all))
+        """Those since it was last called."""
+        count = min(self.num_ended - self._num_taken, len(self._noted))
         self._num_taken = self.num_ended
-        return tuple(islice(self.all, len(self.all) - count, None))
+        return tuple(map(view, islice(self._noted, len(self._noted) - count, None)))
+
+    def all(self) -> tuple[RequestView, ...]:
+        """The newest last."""
+        return tuple(map(view, self._noted))
 
 
-def ended(answer: Response, path: str, status: int, now: float) -> RequestView | None:
+def ended(answer: Response, path: str, status: int, now: float) -> Noted | None:
     """The request that has its answer now; None where nothing was asked of the mesh."""
-    choices = [choice for choice in answer.choices if choice.opened_at]
-    if not choices:
+    choices = answer.choices
+    if not choices or not choices[0].opened_at:
         return None
     error = answer.error.message[:MAX_ERROR] if answer.error is not None else ""
-    return _view(answer.request_id, choices, len(choices), now, path, status, error)
+    return _note(answer.request_id, choices, len(choices), now, path, status, error)
 
 
 def running(choices: Iterable[Choice], now: float) -> tuple[RequestView, ...]:
@@ -48,54 +79,82 @@ def running(choices: Iterable[Choice], now: float) -> tuple[RequestView, ...]:
         if choice.opened_at and (choice.sink in by_sink or len(by_sink) < MAX_RUNNING):
             by_sink.setdefault(choice.sink, []).append(choice)
     return tuple(
-        _view(str(some[0].submit.request_ids[0]), some, len(sink.choices), now) for sink, some in by_sink.items()
+        view(_note(str(some[0].submit.request_ids[0]), some, len(sink.choices), now)) for sink, some in by_sink.items()
     )
 
 
-def _view(
+def _note(
     name: str, choices: list[Choice], num_choices: int, now: float, path: str = "", status: int = 0, error: str = ""
-) -> RequestView:
-    slowest = max(choices, key=lambda choice: choice.last_at or now)
-    seconds = now - slowest.opened_at
-    finished = slowest.finished
-    return RequestView(
-        id=name,
-        path=path,
-        at_s=round(time.time() - seconds, 3),
-        seconds=round(seconds, 6),
-        hops={name: round(value, 6) for name, value in _hops(slowest, now).items()},
-        status=status,
-        rank=slowest.engine,
-        num_choices=num_choices,
-        num_prompt_tokens=slowest.num_prompt_tokens,
-        num_cached_tokens=slowest.first.num_cached_tokens if slowest.first is not None else 0,
-        num_output_tokens=sum(len(choice.token_ids) for choice in choices),
-        num_attempts=1 + slowest.submit.attempt,
-        finish_reason=visible_reason(finished) if finished is not None else "",
-        error=error,
+) -> Noted:
+    if len(choices) == 1:
+        (slowest,) = choices
+        num_output = len(slowest.token_ids)
+    else:
+        slowest = max(choices, key=lambda choice: choice.last_at or (choice.opened_at and now))
+        num_output = sum(len(choice.token_ids) for choice in choices)
+    return Noted(
+        name,
+        path,
+        status,
+        error,
+        num_choices,
+        num_output,
+        now,
+        time.time(),
+        slowest.opened_at,
+        slowest.accepted_at,
+        slowest.first_at,
+        slowest.last_at,
+        slowest.returned_s,
+        slowest.first,
+        slowest.finished,
+        slowest.engine,
+        slowest.num_prompt_tokens,
+        slowest.submit.attempt,
     )
 
 
-def _hops(choice: Choice, now: float) -> dict[str, float]:
+def view(noted: Noted) -> RequestView:
+    seconds = noted.now - noted.opened_at
+    return RequestView(
+        id=noted.name,
+        path=noted.path,
+        at_s=round(noted.wall_s - seconds, 3),
+        seconds=round(seconds, 6),
+        hops={name: round(value, 6) for name, value in _hops(noted).items()},
+        status=noted.status,
+        rank=noted.rank,
+        num_choices=noted.num_choices,
+        num_prompt_tokens=noted.num_prompt_tokens,
+        num_cached_tokens=noted.first.num_cached_tokens if noted.first is not None else 0,
+        num_output_tokens=noted.num_output_tokens,
+        num_attempts=1 + noted.attempt,
+        finish_reason=visible_reason(noted.finished) if noted.finished is not None else "",
+        error=noted.error,
+    )
+
+
+def _hops(noted: Noted) -> dict[str, float]:
     """Seconds by hop. With its first token come the seconds that processes counted until then; the rest of them is the way between
     these processes."""
-    if not choice.accepted_at:
-        return {"encode": now - choice.opened_at}
-    hops = {"encode": choice.accepted_at - choice.opened_at}
-    if not choice.first_at:
-        return {**hops, "first token": now - choice.accepted_at}
-    if (first := choice.first) is not None:
+    now = noted.now
+    if not noted.accepted_at:
+        return {"encode": now - noted.opened_at}
+    hops = {"encode": noted.accepted_at - noted.opened_at}
+    if not noted.first_at:
+        return {**hops, "first token": now - noted.accepted_at}
+    if (first := noted.first) is not None:
         hops = {
             "encode": first.encode_us / 1e6,
             "route": first.route_us / 1e6,
             "queue": first.queued_us / 1e6,
             "prefill": first.prefill_us / 1e6,
         }
-    way = max(0.0, choice.first_at - choice.opened_at - sum(hops.values()))
-    back = min(way, choice.returned_s)
+    way = max(0.0, noted.first_at - noted.opened_at - sum(hops.values()))
+    back = min(way, noted.returned_s)
     hops |= {"links": way - back, "return": back}
-    end = choice.last_at if choice.finished is not None else now
-    hops["decode"] = end - choice.first_at
-    if choice.finished is not None:
-        hops["write"] = max(0.0, now - choice.last_at)
+    end = noted.last_at if noted.finished is not None else now
+    hops["decode"] = end - noted.first_at
+    if noted.finished is not None:
+        hops["write"] = max(0.0, now - noted.last_at)
     return hops

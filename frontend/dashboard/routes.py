@@ -72,8 +72,8 @@ class DashboardRoutes:
     async def style(self, request: Request) -> HttpResponse:
         return _asset(request, "page.css", CSS)
 
-    async def requests(self, request: Request) -> HttpResponse:
-        return HttpResponse(self._backend.feed.requests(), media_type=JSON, headers=HEADERS)
+    async def history(self, request: Request) -> HttpResponse:
+        return HttpResponse(await self._backend.feed.history(), media_type=JSON, headers=HEADERS)
 
     async def events(self, request: Request) -> HttpResponse:
         every_s = _every(request.query_params.get("every", str(PERIOD_S)))

@@ -2,16 +2,19 @@
 
 from collections.abc import Iterable
 from itertools import chain
+from typing import NamedTuple
 
 from msgspec import Struct
 
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.dashboard import requests
 from meshlm.frontend.dashboard.recent import Rates, Times
-from meshlm.protocol.control_edge import MeshProcesses, MeshStats, ProcessReport, RankStats
-from meshlm.protocol.dashboard import EdgeView, NewsView, ProcessView, RankView, RequestView, Snapshot
+from meshlm.protocol.control_edge import MeshProcesses, MeshStats, News, ProcessReport, RankStats, StandbyReport
+from meshlm.protocol.dashboard import EdgeView, NewsView, Percentiles, ProcessView, RankView, RequestView, Snapshot
 from meshlm.protocol.ids import Role
 
+SLOW_S = 0.25  # figures are made anew so often; states of processes with each snapshot
+NEWS_S = 6.0  # of an event: longer than the longest time between two
 STEP_HOPS = ("schedule", "send", "launch", "device", "return")  # as in step_..._time_seconds of docs/metrics.md
 
 
@@ -28,11 +31,24 @@ class Known(Struct, frozen=True):
 
     stats: MeshStats
     mesh: MeshProcesses
+    news: Iterable[News]
     choices: Iterable[Choice]  # that run, the oldest first
     num_open: int
     num_watchers: int
     num_ended: int
     ended: tuple[RequestView, ...]  # since the snapshot before
+
+
+class _Slow(NamedTuple):
+    """The part of a snapshot that costs most."""
+
+    prompt_per_s: float
+    generated_per_s: float
+    ttft: Percentiles
+    itl: Percentiles
+    edges: tuple[EdgeView, ...]
+    ranks: tuple[RankView, ...]
+    running: tuple[RequestView, ...]
 
 
 class Snapshots:
@@ -42,12 +58,16 @@ class Snapshots:
         self._facts = facts
         self.ttft, self.itl = Times(), Times()
         self._number = 0
+        self._slow_at = -SLOW_S
+        self._slow: _Slow
         self._edge_rates, self._token_rates, self._busy_rates, self._step_rates = Rates(), Rates(), Rates(), Rates()
 
     def make(self, known: Known, now: float, wall_s: float) -> Snapshot:
         self._number += 1
-        stats, mesh = known.stats, known.mesh
-        ranks = self._ranks(stats.ranks, now)
+        if now >= self._slow_at:
+            self._slow_at = now + SLOW_S
+            self._slow = self._make_slow(known, now)
+        slow, stats, mesh = self._slow, known.stats, known.mesh
         return Snapshot(
             number=self._number,
             at_s=round(wall_s, 3),
@@ -62,23 +82,30 @@ class Snapshots:
             num_held=stats.num_held,
             num_open=known.num_open,
             num_watchers=known.num_watchers,
+            prompt_per_s=slow.prompt_per_s,
+            generated_per_s=slow.generated_per_s,
+            ttft=slow.ttft,
+            itl=slow.itl,
+            processes=tuple(_process(one, wall_s) for one in mesh.processes),
+            standbys=tuple(_standby(one, wall_s) for one in mesh.standbys),
+            edges=slow.edges,
+            ranks=slow.ranks,
+            running=slow.running,
+            num_ended=known.num_ended,
+            ended=known.ended,
+            news=tuple(news_view(one) for one in known.news if one.at_s > wall_s - NEWS_S),
+        )
+
+    def _make_slow(self, known: Known, now: float) -> "_Slow":
+        ranks = self._ranks(known.stats.ranks, now)
+        return _Slow(
             prompt_per_s=round(sum(rank.prompt_per_s for rank in ranks), 1),
             generated_per_s=round(sum(rank.generated_per_s for rank in ranks), 1),
             ttft=self.ttft.percentiles(now),
             itl=self.itl.percentiles(now),
-            processes=tuple(_process(one, wall_s) for one in mesh.processes),
-            standbys=tuple(
-                ProcessView(
-                    one.role.value, "", one.state, one.pid, round(wall_s - one.started_s, 1), 0, "", one.rss_bytes
-                )
-                for one in mesh.standbys
-            ),
-            edges=self._edges(mesh.processes, now),
+            edges=self._edges(known.mesh.processes, now),
             ranks=ranks,
             running=requests.running(known.choices, now),
-            num_ended=known.num_ended,
-            ended=known.ended,
-            news=tuple(NewsView(round(one.at_s, 3), one.level, one.text) for one in mesh.news),
         )
 
     def _edges(self, processes: Iterable[ProcessReport], now: float) -> tuple[EdgeView, ...]:
@@ -160,3 +187,12 @@ def _process(report: ProcessReport, wall_s: float) -> ProcessView:
         phase=report.phase,
         rss_bytes=report.rss_bytes,
     )
+
+
+def _standby(report: StandbyReport, wall_s: float) -> ProcessView:
+    uptime_s = round(wall_s - report.started_s, 1)
+    return ProcessView(report.role.value, "", report.state, report.pid, uptime_s, 0, "", report.rss_bytes)
+
+
+def news_view(news: News) -> NewsView:
+    return NewsView(round(news.at_s, 3), news.level, news.text)

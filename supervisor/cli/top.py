@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from meshlm.protocol.dashboard import Snapshot
+from meshlm.protocol.dashboard import History, NewsView, Snapshot
 from meshlm.supervisor.cli import terminal
 from meshlm.supervisor.errors import StartError, UsageError
 
@@ -41,11 +41,14 @@ def run(arguments: argparse.Namespace) -> int:
     server = server._replace(base=server.base.removesuffix("/v1"))
     console = Console()
     if arguments.once or not sys.stdout.isatty():
-        Screen(console, str(server)).show(_first(server))
+        screen = Screen(console, str(server))
+        screen.add(_history(server))
+        screen.show(_first(server))
         return 0
     with Screen(console, str(server)) as screen:
         while True:
             try:
+                screen.add(_history(server))
                 for snapshot in snapshots(server, arguments.every):
                     screen.draw(snapshot)
             except StartError as error:
@@ -53,6 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
                     raise
                 screen.lost(str(error))  # the frontend may have been killed, and is started again
             time.sleep(AGAIN_S)
+
+
+def _history(server: terminal.Server) -> tuple[NewsView, ...]:
+    """The news until now. StartError."""
+    with server.request("GET", "/dashboard/history", timeout_s=SILENCE_S) as response:
+        return msgspec.json.decode(response.read(), type=History).news
 
 
 def _first(server: terminal.Server) -> Snapshot:

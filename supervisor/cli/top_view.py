@@ -4,13 +4,14 @@ Columns are padded here: rich's own tables measure each cell several times, whic
 """
 
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from meshlm.protocol.dashboard import Percentiles, ProcessView, RankView, RequestView, Snapshot
+from meshlm.protocol.dashboard import NewsView, Percentiles, ProcessView, RankView, RequestView, Snapshot
 from meshlm.runtime.readable import readable
 
 MAX_CELL = 48
@@ -27,6 +28,7 @@ class Screen:
         self._console, self._server = console, server
         self._live = Live(console=console, screen=True, auto_refresh=False)
         self._last: Snapshot | None = None
+        self._news: deque[NewsView] = deque(maxlen=NUM_NEWS)
 
     def __enter__(self) -> "Screen":
         self._live.start()
@@ -39,20 +41,28 @@ class Screen:
     def has_drawn(self) -> bool:
         return self._last is not None
 
+    def add(self, news: Iterable[NewsView]) -> None:
+        """News, of which some may be known."""
+        for one in news:
+            if not self._news or one.at_s > self._news[-1].at_s:
+                self._news.append(one)
+
     def show(self, snapshot: Snapshot) -> None:
         """Once, and not in place."""
-        for line in view(snapshot, self._server):
+        self.add(snapshot.news)
+        for line in view(snapshot, self._server, self._news):
             self._console.print(line, soft_wrap=True)
 
     def draw(self, snapshot: Snapshot) -> None:
         self._last = snapshot
-        self._update(view(snapshot, self._server))
+        self.add(snapshot.news)
+        self._update(view(snapshot, self._server, self._news))
 
     def lost(self, why: str) -> None:
         """The last figures, and that they are old."""
         assert self._last is not None
         note = Text(f"not connected: {readable(why)}; these figures are old", "bold red")
-        self._update([note, *view(self._last, self._server)])
+        self._update([note, *view(self._last, self._server, self._news)])
 
     def _update(self, lines: list[Text]) -> None:
         """Draws as much as there is room for."""
@@ -61,11 +71,11 @@ class Screen:
         self._live.update(Text("\n").join(lines[: self._console.height]), refresh=True)
 
 
-def view(snapshot: Snapshot, server: str) -> list[Text]:
+def view(snapshot: Snapshot, server: str, news: Iterable[NewsView]) -> list[Text]:
     """The whole picture by line, the most important on top: a terminal that is too low shows the beginning."""
     parts = [_head(snapshot, server), _figures(snapshot), Text(), *_ranks(snapshot.ranks), Text()]
     parts += [*_processes([*snapshot.processes, *snapshot.standbys]), Text(), *_requests(snapshot)]
-    return [*parts, Text(), *_news(snapshot)]
+    return [*parts, Text(), *_news(news)]
 
 
 def _head(snapshot: Snapshot, server: str) -> Text:
@@ -171,9 +181,9 @@ def _request(request: RequestView) -> list[Cell]:
     ]  # fmt: skip
 
 
-def _news(snapshot: Snapshot) -> list[Text]:
+def _news(news: Iterable[NewsView]) -> list[Text]:
     lines = []
-    for one in snapshot.news[-NUM_NEWS:]:
+    for one in news:
         at = time.strftime("%H:%M:%S ", time.localtime(one.at_s))
         lines.append(Text.assemble((at, "dim"), (readable(one.text), "red" if one.level == "error" else "")))
     return lines

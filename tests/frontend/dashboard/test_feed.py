@@ -27,8 +27,9 @@ class Source:
     async def fresh_stats(self) -> MeshStats:
         return MeshStats(True, num_held=5)
 
-    def ask_processes(self) -> None:
+    def ask_processes(self, news_since_s: float) -> None:
         self.num_asked += 1
+        self.since_s = news_since_s
 
     def open_choices(self) -> list[Any]:
         self.num_looked += 1

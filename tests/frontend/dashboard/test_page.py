@@ -12,10 +12,12 @@ from scripted import Scripted
 
 from meshlm.frontend import http
 from meshlm.frontend.connection import Timeouts
+from meshlm.frontend.dashboard.requests import Noted
 from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.control_edge import MeshProcesses, News, ProcessReport
-from meshlm.protocol.dashboard import RequestView
-from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.protocol.ids import FinishReason, Identity, Incarnation, Role
+from meshlm.protocol.text_edge import Finished
+from meshlm.protocol.token_edge import First
 
 HOSTILE = "<script>window.pwned = 1</script><img src=x onerror='window.pwned = 1'>"
 LIMIT_S = 20
@@ -100,6 +102,14 @@ def page(site: Site, browser: Browser) -> Browser:
     return browser
 
 
+def noted(**facts: Any) -> Noted:
+    """A request that has ended, with these facts."""
+    plain = Noted(
+        "cmpl-0", "/v1/completions", 200, "", 1, 5, 100.0, 1e9, 91.0, 0.0, 0.0, 0.0, 0.0, None, None, "0", 7, 0
+    )
+    return plain._replace(**facts)
+
+
 def ask(page: Browser, text: str) -> None:
     page.run(f"byId('message').value = {json.dumps(text)}; byId('ask').requestSubmit()")
 
@@ -168,8 +178,8 @@ def test_what_a_model_says_runs_no_script(page: Browser, site: Site) -> None:
     def hostile() -> None:
         site.backend.pieces = (HOSTILE, "javascript:alert(1)")
         worker = ProcessReport(Identity(Role.WORKER), Incarnation(1), 1, "ready", 0.0, 0, HOSTILE, 0, HOSTILE)
-        site.backend.feed.mesh = MeshProcesses((worker,), (), (News(1e12, "error", HOSTILE),), HOSTILE)
-        site.backend.feed._ended.add(RequestView(HOSTILE, HOSTILE, 1.0, 9.0, {HOSTILE: 9.0}, 200, error=HOSTILE))
+        site.backend.mesh = MeshProcesses((worker,), (), (News(1e12, "error", HOSTILE),), HOSTILE)
+        site.backend.feed._ended.add(noted(name=HOSTILE, path=HOSTILE, error=HOSTILE, rank=HOSTILE))
 
     site.do(hostile)
     ask(page, HOSTILE)
@@ -180,7 +190,7 @@ def test_what_a_model_says_runs_no_script(page: Browser, site: Site) -> None:
     page.until(f"document.querySelector('#request-rows').textContent.includes({json.dumps(HOSTILE)})")
     assert page.run("document.querySelectorAll('img, script:not([src]), iframe').length") == 0
     assert page.run("typeof window.pwned") == "undefined"
-    site.do(lambda: setattr(site.backend.feed, "mesh", MeshProcesses(())))
+    site.do(lambda: setattr(site.backend, "mesh", MeshProcesses(())))
     assert not [line for line in page.console() if "alert" in line or "Error" in line]
 
 
@@ -199,9 +209,17 @@ def test_the_policy_holds_against_script_that_got_into_the_page_all_the_same(pag
 def test_slow_requests_come_first_and_say_where_their_time_went(page: Browser, site: Site) -> None:
     def some() -> None:
         for number in range(1500):
-            hops = {"encode": 0.001, "queue": number / 1000, "decode": 1.0}
+            since = 100.0 - number / 1000
             site.backend.feed._ended.add(
-                RequestView(f"cmpl-{number}", "/v1/completions", float(number), 1.001 + number / 1000, hops, 200)
+                noted(
+                    name=f"cmpl-{number}",
+                    opened_at=since - 1,
+                    accepted_at=since - 0.9,
+                    first_at=99.5,
+                    last_at=99.9,
+                    finished=Finished(0, FinishReason.STOP),
+                    first=First(0, int(1000 * number), 1000, 0, 1000, 1000),
+                )
             )
 
     site.do(some)

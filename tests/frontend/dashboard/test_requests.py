@@ -10,7 +10,6 @@ from meshlm.frontend.dashboard import requests
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.responses import WholeResponse
 from meshlm.frontend.submits import build_each
-from meshlm.protocol.dashboard import RequestView
 from meshlm.protocol.ids import FinishReason, Handle
 from meshlm.protocol.text_edge import Finished
 from meshlm.protocol.token_edge import First
@@ -39,8 +38,9 @@ def test_the_hops_of_a_request_add_up_to_its_time() -> None:
     begin(choice)
     choice.token_ids.append(6)
     choice.last_at, choice.finished = 11.0, Finished(0, FinishReason.STOP)
-    view = requests.ended(answer, "/v1/completions", 200, 11.25)
-    assert view is not None
+    noted = requests.ended(answer, "/v1/completions", 200, 11.25)
+    assert noted is not None
+    view = requests.view(noted)
     expected = {"encode": 0.08, "route": 0.02, "queue": 0.2, "prefill": 0.1, "links": 0.15, "return": 0.05}
     expected |= {"decode": 0.4, "write": 0.25}
     assert view.hops == pytest.approx(expected)
@@ -66,8 +66,9 @@ def test_a_request_that_runs_says_where_it_is() -> None:
 def test_a_refusal_and_an_answer_without_choices() -> None:
     answer = answer_of()
     answer.error = HttpError(400, "x" * 5000)
-    view = requests.ended(answer, "/v1/completions", 400, 10.5)
-    assert view is not None
+    noted = requests.ended(answer, "/v1/completions", 400, 10.5)
+    assert noted is not None
+    view = requests.view(noted)
     assert (view.hops, view.status, len(view.error)) == ({"encode": 0.5}, 400, requests.MAX_ERROR)
     answer.choices[0].opened_at = 0.0
     assert requests.ended(answer, "/v1/completions", 400, 10.5) is None, "it was not asked for"
@@ -92,11 +93,13 @@ def test_the_choices_of_a_request_are_one_row_and_few_are_looked_at() -> None:
 
 def test_the_log_keeps_the_last_thousand_and_gives_each_once() -> None:
     log = requests.EndedLog()
+    noted = requests.ended(answer_of(), "", 200, 12.0)
+    assert noted is not None
     for number in range(10):
-        log.add(RequestView(f"{number}", "", 0.0, 0.0, {}))
+        log.add(noted._replace(name=str(number)))
     assert [view.id for view in log.take_fresh()] == [str(number) for number in range(10)]
     assert log.take_fresh() == ()
     for number in range(10, 10 + 3 * requests.MAX_ENDED):
-        log.add(RequestView(f"{number}", "", 0.0, 0.0, {}))
-    assert len(log.take_fresh()) == len(log.all) == requests.MAX_ENDED
+        log.add(noted._replace(name=str(number)))
+    assert len(log.take_fresh()) == len(log.all()) == requests.MAX_ENDED
     assert log.num_ended == 10 + 3 * requests.MAX_ENDED

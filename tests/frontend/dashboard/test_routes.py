@@ -17,7 +17,7 @@ from meshlm.frontend.connection import Timeouts
 from meshlm.frontend.dashboard import feed as feeds
 from meshlm.frontend.dashboard import routes
 from meshlm.protocol.config import ServerConfig
-from meshlm.protocol.dashboard import EndedRequests, Snapshot
+from meshlm.protocol.dashboard import History, Snapshot
 
 FILES = {"/dashboard": "text/html", "/dashboard/page.js": "text/javascript", "/dashboard/page.css": "text/css"}
 ADMIN = {"Authorization": "Bearer secret"}
@@ -88,10 +88,10 @@ async def test_data_needs_a_key_of_an_operator(tmp_path: Any) -> None:
     keys = tmp_path / "keys"
     keys.write_text("reader inference\nadmin admin\n")
     async with client(scripted(api_key_file=str(keys))) as browser:
-        for path in ("/dashboard/requests", "/dashboard/events"):
+        for path in ("/dashboard/history", "/dashboard/events"):
             assert (await browser.get(path)).status_code == 401
             assert (await browser.get(path, headers={"X-Api-Key": "reader"})).status_code == 403
-        assert (await browser.get("/dashboard/requests", headers={"X-Api-Key": "admin"})).status_code == 200
+        assert (await browser.get("/dashboard/history", headers={"X-Api-Key": "admin"})).status_code == 200
 
 
 async def test_requests_that_ended_are_told() -> None:
@@ -103,7 +103,7 @@ async def test_requests_that_ended_are_told() -> None:
             for choice in answer.choices:
                 choice.opened_at = 1.0
             backend.feed.ended(answer, "/v1/completions", 200)
-        found = msgspec.json.decode((await browser.get("/dashboard/requests")).content, type=EndedRequests)
+        found = msgspec.json.decode((await browser.get("/dashboard/history")).content, type=History)
     assert found.num_ended == 1
     assert (found.requests[0].path, found.requests[0].status) == ("/v1/completions", 200)
 

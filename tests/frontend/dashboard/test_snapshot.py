@@ -43,7 +43,17 @@ def known(second: float, **stats: Any) -> Known:
     sent = {"scheduler/1": int(50 * second), "supervisor/0": int(2 * second)}
     process = ProcessReport(WORKER, Incarnation(5), 77, "ready", 1000.0, 2, "stepping", 1 << 20, "gpu-7", sent)
     mesh = MeshProcesses((process,), (StandbyReport(Role.WORKER, 78, "standby", 1000.0),), (News(999.5, "error", "x"),))
-    return Known(msgspec.structs.replace(MeshStats(True, ranks=(rank,)), **stats), mesh, (), 6, 1, 0, ())
+    news = (News(900.0, "info", "old"), *mesh.news)
+    return Known(
+        msgspec.structs.replace(MeshStats(True, ranks=(rank,)), **stats),
+        mesh,
+        news,
+        (),
+        6,
+        1,
+        0,
+        (),
+    )
 
 
 def last_of(snapshots: Snapshots, seconds: int = 4) -> Snapshot:

@@ -19,7 +19,7 @@ from meshlm.frontend.server import Routes
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.config import MeshConfig, Resolved, ServerConfig
 from meshlm.protocol.config.changing import changed
-from meshlm.protocol.control_edge import MeshStats
+from meshlm.protocol.control_edge import MeshProcesses, MeshStats
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle
 from meshlm.protocol.text_edge import (
     Accepted,
@@ -62,6 +62,7 @@ class Scripted:
         self.stops_at = -1  # so many tokens come, and then nothing
         self.num_said = 0  # tokens of the newest choice
         self.submits: list[Submit] = []
+        self.mesh = MeshProcesses(())  # what the supervisor says
         self.opened: list[list[Choice]] = []
         self.closed: list[Choice] = []
         self.answers: list[Response] = []
@@ -177,7 +178,8 @@ class Scripted:
     async def fresh_stats(self) -> MeshStats:
         return MeshStats(True)
 
-    def ask_processes(self) -> None: ...
+    def ask_processes(self, news_since_s: float) -> None:
+        self.feed.told(self.mesh)
 
     def open_choices(self) -> list[Choice]:
         return [choice for submit in self.opened for choice in submit if choice.finished is None]

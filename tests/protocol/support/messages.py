@@ -326,7 +326,7 @@ FULL: tuple[Struct, ...] = (
     PROCESS,
     STANDBY,
     control.NodeReport((PROCESS,), (STANDBY,)),
-    control.AskProcesses(),
+    control.AskProcesses(1750000000.5),
     NEWS,
     control.MeshProcesses((PROCESS,), (STANDBY,), (NEWS,), "rank 2"),
     control.RestartProcesses((SCHEDULER,)),

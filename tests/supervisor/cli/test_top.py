@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from meshlm.protocol.dashboard import (
+    History,
     NewsView,
     Percentiles,
     ProcessView,
@@ -56,6 +57,9 @@ class Events(BaseHTTPRequestHandler):
         self.send_response(403 if self.refusal else 200)
         self.end_headers()
         self.wfile.write(self.refusal)
+        if self.path == "/dashboard/history" and not self.refusal:
+            self.wfile.write(msgspec.json.encode(History(0, (), (NewsView(1.0, "info", "long ago"), *SNAPSHOT.news))))
+            return
         for snapshot in [] if self.refusal else self.snapshots:
             self.wfile.write(b"data: " + msgspec.json.encode(snapshot) + b"\n\n")
 
@@ -141,8 +145,11 @@ def test_it_is_drawn_in_place_within_the_terminal() -> None:
 
 def test_where_no_terminal_is_it_shows_all_once(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["top", "--port", str(server.server_port), "--api-key", "secret"]) == 0
-    assert "MeshLM tiny  serving" in capsys.readouterr().out
-    assert Events.asked == [("/dashboard/events?every=0.1", "Bearer secret")]
+    out = capsys.readouterr().out
+    assert "MeshLM tiny  serving" in out
+    assert out.count("died and is started again") == out.count("long ago") == 1
+    paths = ["/dashboard/history", "/dashboard/events?every=0.1"]
+    assert Events.asked == [(path, "Bearer secret") for path in paths]
     assert main.run(["top", "--once", "--url", f"http://127.0.0.1:{server.server_port}/v1"]) == 0
 
 
