@@ -9,7 +9,7 @@ BROWSER := .venv-browser
 # A MeshLM process must never see the repository root on sys.path (our kernels/ would shadow others').
 export PYTHONSAFEPATH := 1
 
-.PHONY: setup serve test test-gpu check bench sizes clean
+.PHONY: setup serve test test-gpu check bench sizes clean dist sbom audit docs
 
 setup: $(STAMP) $(MODEL) $(VENV)/.prometheus
 
@@ -65,6 +65,24 @@ check: setup
 
 bench: setup
 	$(BIN)/python -P benchmarks/control_plane.py
+
+# The wheel and the sdist, the same bytes for the same sources (SOURCE_DATE_EPOCH).
+dist: setup
+	@$(BIN)/python -P deploy/packages.py dist
+
+# What is installed beside us, as CycloneDX has it; and whether any of it has a known vulnerability.
+RELEASE := $(VENV)/.release
+$(RELEASE): $(STAMP)
+	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[release]'
+	@touch $@
+
+sbom: $(RELEASE)
+	@mkdir -p dist
+	@$(BIN)/cyclonedx-py environment $(BIN)/python --pyproject pyproject.toml --of JSON --output-reproducible -o dist/sbom.cdx.json
+	@echo dist/sbom.cdx.json
+
+audit: $(RELEASE)
+	@$(BIN)/python -P deploy/audit.py
 
 sizes:
 	@for d in protocol architectures runtime frontend detokenizer coordinator scheduler_proc workers kernels supervisor tests benchmarks; do \
