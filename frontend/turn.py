@@ -97,6 +97,7 @@ class TurnResponse(Response):
         self._form, self._write = form, write
         self._blocks = Blocks(form)
         self._reader: Reader | None = None
+        self.raw: list[str] = []  # the text of all tokens, where it is to be shown
         self.num_reasoning_tokens = 0  # of the output, up to the last that brought reasoning
 
     def row(self, choice: Choice, num_tokens: int, text: str, details: RowDetails | None) -> None:
@@ -113,6 +114,8 @@ class TurnResponse(Response):
             self._form.begin(self)
         if details.logprobs and not self.ask.hides_tokens:
             self._form.logprobs(details.logprobs)
+        if self.ask.return_prompt_text:
+            self.raw.append(text)
         said = self._reader.push(text, last=finished is not None)
         if said.reasoning:
             self.num_reasoning_tokens = len(choice.token_ids)

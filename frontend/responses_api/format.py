@@ -9,6 +9,7 @@ from meshlm.frontend.errors import HttpError
 from meshlm.frontend.logprobs import chat_logprobs
 from meshlm.frontend.responses_api.items import sealed
 from meshlm.frontend.turn import TurnResponse
+from meshlm.protocol.columns import unpack_i32
 from meshlm.protocol.ids import FinishReason
 from meshlm.protocol.text_edge import Finished, PositionLogprobs
 
@@ -116,6 +117,7 @@ class ResponseFormat:
             "output": list(self.output),
             "usage": _usage(turn) if ended else None,
             **self._repeated,
+            **(_raw_messages(turn) if turn.ask.return_prompt_text and status in ("completed", "incomplete") else {}),
         }
 
     def _open(self, kind: str, prefix: str, fields: Json, part: Json | None) -> None:
@@ -166,6 +168,15 @@ class ResponseFormat:
     def _event(self, kind: str, fields: Json) -> bytes:
         data = _encode({"type": kind, "sequence_number": self.num_events, **fields})
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+
+
+def _raw_messages(turn: TurnResponse) -> Json:
+    """The prompt and the answer as the model has them; without the answer where its reasoning is left out."""
+    prompt = turn.prompt[0]
+    read = {"message": prompt.prompt_text, "tokens": unpack_i32(prompt.prompt_token_ids).tolist()}
+    wrote = {"message": "".join(turn.raw), "tokens": turn.choices[0].token_ids.tolist()}
+    of_output = [] if turn.ask.hides_tokens else [{**wrote, "type": "raw_message_tokens"}]
+    return {"input_messages": [{**read, "type": "raw_message_tokens"}], "output_messages": of_output}
 
 
 def _usage(turn: TurnResponse) -> Json:

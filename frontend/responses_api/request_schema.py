@@ -39,7 +39,7 @@ def fields(names: tuple[str, ...], max_logprobs: int, *, takes_tools: bool, take
         "metadata": _metadata(),
         "vllm_xargs": {"description": "For the server's logits processors (--logits-processors).", **_NULL},
         "conversation": {"description": "The id of a conversation.", **_or_null(_TEXT)},
-        **{name: {"enum": [False]} if name == "enable_response_messages" else _NULL for name in REFUSED},
+        **dict.fromkeys(REFUSED, _NULL),
     }
     if not takes_priorities:
         found["priority"] = {"const": 0}

@@ -104,8 +104,7 @@ REFUSED = {
     "prompt": "prompt templates are not supported; send the text as instructions and input",
     "context_management": "not supported; truncation 'auto' shortens what is too long",
     "image": "only text is supported",
-    "enable_response_messages": "not supported; POST /tokenize shows a prompt's tokens",
-    "previous_input_messages": "not supported; send them as input",
+    "previous_input_messages": "not supported; they are gpt-oss' own messages, which input can say as well",
 }
 
 
@@ -186,6 +185,14 @@ class IncompleteDetails(Struct, frozen=True):
     reason: Literal["max_output_tokens"]
 
 
+class RawMessage(Struct, frozen=True):
+    """What the model reads or writes: its text, special tokens of the prompt included, and its tokens."""
+
+    message: str
+    tokens: list[int]
+    type: Literal["raw_message_tokens"]
+
+
 class ResponsesResponse(Struct, frozen=True, kw_only=True):
     """With stream: true the answer is a stream of events, from response.created to response.completed, .incomplete or .failed."""
 
@@ -225,8 +232,8 @@ class ResponsesResponse(Struct, frozen=True, kw_only=True):
     prompt: None
     kv_transfer_params: None
     ec_transfer_params: None
-    input_messages: None
-    output_messages: None
+    input_messages: list[RawMessage] | None  # with enable_response_messages, once it has ended
+    output_messages: list[RawMessage] | None
 
 
 class ConversationRequest(Struct, frozen=True):

@@ -93,6 +93,8 @@ def chat_request(request: ResponsesRequest, before: list[Json]) -> ChatRequest:
         "logprobs": wants_logprobs,
         "top_logprobs": request.top_logprobs or 0 if wants_logprobs else None,
         "continue_final_message": items.goes_on(mine),
+        "return_token_ids": request.enable_response_messages,
+        "return_prompt_text": request.enable_response_messages,
         **_tools(request),
     }
     if request.truncation == "auto":

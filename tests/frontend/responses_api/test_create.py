@@ -332,6 +332,20 @@ async def test_an_answer_that_fits_a_schema(backend: Scripted, client: openai.As
     assert backend.submits[-1].sampling.grammar is not None
 
 
+async def test_what_the_model_reads_and_writes(backend: Scripted, client: openai.AsyncOpenAI) -> None:
+    backend.pieces = ["hm", "</think>", "Yes", "."]
+    answer = (await both(client, extra_body={"request_id": "one", "enable_response_messages": True})).to_dict()
+    assert answer["input_messages"] == [
+        {"type": "raw_message_tokens", "message": "the prompt", "tokens": list(range(NUM_PROMPT))}
+    ]
+    wrote = {"type": "raw_message_tokens", "message": "hm</think>Yes.", "tokens": [0, 1, 2, 3]}
+    assert answer["output_messages"] == [wrote]
+    hidden = {"request_id": "one", "enable_response_messages": True, "include_reasoning": False}
+    assert (await both(client, extra_body=hidden)).to_dict()["output_messages"] == []
+    plain = (await both(client)).to_dict()
+    assert plain["input_messages"] is plain["output_messages"] is None
+
+
 async def test_one_call_where_parallel_ones_are_not_wanted(backend: Scripted, client: openai.AsyncOpenAI) -> None:
     backend.pieces = ["</think>", CALL, CALL]
     answer = await both(client, tools=TOOLS, parallel_tool_calls=False)
@@ -377,6 +391,7 @@ BAD: list[tuple[Json, str]] = [
     ({"metadata": {str(place): "a" for place in range(17)}}, "metadata: at most 16"),
     ({"metadata": {"a": "b" * 513}}, "metadata: names"),
     ({"top_logprobs": 21}, "top_logprobs"),
+    ({"previous_input_messages": [{"role": "user"}]}, "previous_input_messages: not supported"),
     ({"prompt": {"id": "p"}}, "prompt: prompt templates"),
     ({"context_management": [{"type": "compaction"}]}, "context_management: not supported"),
     ({"background": True, "store": False}, "background: "),

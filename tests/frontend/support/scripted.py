@@ -118,7 +118,10 @@ class Scripted:
 
     async def _say(self, choice: Choice) -> None:
         sink = choice.sink
-        sink.accepted(choice, Accepted((choice.handle,), NUM_PROMPT, b"", "", ""))
+        submit = choice.submit
+        ids = pack_i32(range(NUM_PROMPT)) if submit.want_ids else b""
+        text = "the prompt" if submit.want_text else ""
+        sink.accepted(choice, Accepted((choice.handle,), NUM_PROMPT, ids, text, ""))
         await self.go.wait()
         first: First | None = First(NUM_CACHED)
         for place, piece in enumerate(self.pieces):
