@@ -65,7 +65,10 @@ class CoordinatorApp:
 
     def on_message(self, peer: Identity, message: Struct) -> None:
         if self._mesh is not None:
+            begin_ns = time.monotonic_ns()
             self._do(Received(peer, self._mesh.incarnation_of(peer), message))
+            if self._mesh.timeline.on:
+                self._mesh.timeline.note(type(message).__name__, "loop", begin_ns)
 
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
         """Members introduce themselves by Join."""

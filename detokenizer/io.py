@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +37,7 @@ from meshlm.protocol.text_edge import (
     TokenPrompt,
     num_bytes_of,
 )
-from meshlm.protocol.token_edge import HANDLED
+from meshlm.protocol.token_edge import HANDLED, TokenDeltas
 from meshlm.runtime import tokenizer_files
 from meshlm.runtime.deaths import allowed
 from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong, ProcessFatal, RequestError
@@ -243,6 +244,14 @@ class DetokenizerApp:
 
     def _encode(self, ask: Encode) -> Encoded:
         """Encodes one prompt; called in any thread."""
+        if self._mesh is None or not self._mesh.timeline.on:
+            return self._encode_now(ask)
+        begin_ns = time.monotonic_ns()
+        encoded = self._encode_now(ask)
+        self._mesh.timeline.note("encode", threading.current_thread().name, begin_ns)
+        return encoded
+
+    def _encode_now(self, ask: Encode) -> Encoded:
         assert self._encoder is not None
         assert self._core is not None
         assert self._grammars is not None
@@ -311,7 +320,11 @@ class DetokenizerApp:
                 self._questions.cancel(peer, message.handle)
                 return
         incarnation = self._mesh.incarnation_of(peer) if self._mesh is not None else Incarnation(0)
+        begin_ns = time.monotonic_ns() if self._mesh is not None and self._mesh.timeline.on else 0
         self._do(Received(peer, incarnation, message))
+        if begin_ns and self._mesh is not None and isinstance(message, TokenDeltas) and message.timings_ns:
+            step, planned_ns, *_ = message.timings_ns
+            self._mesh.timeline.note("decode", "loop", begin_ns, flow=planned_ns, facts={"step": step})
 
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
         if peer == COORDINATOR:

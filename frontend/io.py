@@ -399,11 +399,15 @@ class FrontendApp:
     def on_message(self, peer: Identity, message: Struct) -> None:
         match message:
             case TextDeltas():
-                self._send(self._tracker.deltas(message, peer, time.monotonic()))
+                begin_ns = time.monotonic_ns()
+                self._send(self._tracker.deltas(message, peer, begin_ns / 1e9))
                 if message.first or message.finished:
                     self._moved.set()
                 if message.timings_ns and self._mesh is not None:
                     self._metrics.written(message.timings_ns[-1], time.monotonic_ns())
+                    if self._mesh.timeline.on:
+                        step, planned_ns, *_ = message.timings_ns
+                        self._mesh.timeline.note("write", "loop", begin_ns, flow=planned_ns, facts={"step": step})
             case Accepted():
                 self._tracker.accepted(message, time.monotonic())
             case Rejected():

@@ -9,6 +9,7 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.config.changing import changed
 from meshlm.protocol.counts import CountsOf, ProcessCounts
 from meshlm.protocol.ids import Epoch, Identity, Incarnation, Role
+from meshlm.protocol.timeline import RecordTimeline, TimelinePart
 
 
 class Progress(Struct, frozen=True, tag="progress"):
@@ -160,8 +161,8 @@ class ChangeSettings(Struct, frozen=True, tag="change_settings"):
         return changed(config, self.values)
 
 
-ChildToSupervisor = Progress | Ready | Failed | Heartbeat | RankDrained | OpenRequests
-SupervisorToChild = Died | Shutdown | SetRanks | Refuse | ChangeSettings
+ChildToSupervisor = Progress | Ready | Failed | Heartbeat | RankDrained | OpenRequests | TimelinePart
+SupervisorToChild = Died | Shutdown | SetRanks | Refuse | ChangeSettings | RecordTimeline
 
 
 class NodeReport(Struct, frozen=True, tag="node_report"):
@@ -194,6 +195,8 @@ SupervisorToSupervisor = (
     | Died
     | Shutdown
     | RestartProcesses
+    | RecordTimeline
+    | TimelinePart
     | RestartNews
 )
 

@@ -37,6 +37,7 @@ from meshlm.runtime.link import Inbox
 from meshlm.runtime.links import Links, Listener, Peer, what_is
 from meshlm.runtime.logs import Limited
 from meshlm.runtime.remote import Remote
+from meshlm.runtime.timeline import Timeline
 
 TICK_S = 0.2  # acks leave well before the peer's replay
 TICK_REMOTE_S = 0.1  # links between nodes also count for how long a peer is silent
@@ -53,6 +54,7 @@ class Mesh:
         self.identity, self.incarnation, self.config = identity, incarnation, config
         self.log: Any = _log.bind(process=str(identity))
         self.ready = False
+        self.timeline = Timeline(identity)
         self.on_fatal: asyncio.Future[None] | None = None  # set by process.py
         self.say_beat: Callable[[], None] = lambda: None  # a phase that is not to wait for the timer; set by process.py
         self.on_refused: Callable[[Identity, str], None] | None = None  # set by the supervisor

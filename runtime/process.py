@@ -28,6 +28,7 @@ from meshlm.protocol import control_edge as control
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.config.log_levels import level_of
 from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.protocol.timeline import RecordTimeline
 from meshlm.runtime import logs, numa, streams
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.mesh import Mesh
@@ -257,6 +258,9 @@ class _Process:
             if message.handover:
                 self._app.on_message(peer, message)
             self._shutdown.set()
+        elif type(message) is RecordTimeline:
+            self._mesh.timeline.begin(message.number)
+            self._mesh.call_later(message.seconds, self._tell_timeline, message.number)
         elif type(message) is control.ChangeSettings:
             self._mesh.config = message.applied(self._mesh.config)
             logs.set_level(level_of(self._mesh.config.run.log_level, self._identity))
@@ -265,6 +269,11 @@ class _Process:
                 self._app.on_message(peer, message)
         else:
             self._app.on_message(peer, message)
+
+    def _tell_timeline(self, number: int) -> None:
+        if (part := self._mesh.timeline.end(number)) is not None:
+            host = self._config.node.host if self._config.node is not None and self._config.node.index else ""
+            self._mesh.tell_supervisor(msgspec.structs.replace(part, host=host))
 
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
         logs.record("peer is there", "debug", process=str(self._identity), peer=str(peer))

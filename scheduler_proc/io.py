@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Incarnation
-from meshlm.protocol.step_edge import StepPlan
+from meshlm.protocol.step_edge import StepPlan, StepResult
 from meshlm.protocol.token_edge import TokenDeltas
 from meshlm.runtime.deaths import allowed
 from meshlm.runtime.errors import LinkDown, MessageTooLong, ProcessFatal
@@ -77,7 +77,18 @@ class SchedulerApp:
         if self._core is None:
             self._early.append(event)
             return
+        timeline = self._mesh.timeline if self._mesh is not None else None
+        if (
+            timeline is None
+            or not timeline.on
+            or not (isinstance(event, Received) and isinstance(event.message, StepResult))
+        ):
+            self._send(self._core.handle(event, time.monotonic()))
+            return
+        begin_ns = time.monotonic_ns()
+        flow = self._core.inflight[0].planned_ns if self._core.inflight else 0
         self._send(self._core.handle(event, time.monotonic()))
+        timeline.note("result", "loop", begin_ns, flow=flow, facts={"step": event.message.step})
 
     def _send(self, effects: list[Send]) -> None:
         assert self._mesh is not None
@@ -116,12 +127,23 @@ class SchedulerApp:
             return
         while effects := self._core.plan(now_ns := time.monotonic_ns()):
             self._core.batching.planned(time.monotonic_ns() - now_ns)
+            self._note_plan(effects[0].message, now_ns)
             self._send(effects)
         self._send(self._core.report())
         if self._core.serving is not self._said_serving:  # at once: in a mesh that is ready nobody is shown waiting
             self._said_serving = self._core.serving
             assert self._mesh is not None
             self._mesh.say_beat()
+
+    def _note_plan(self, plan: Struct, begin_ns: int) -> None:
+        timeline = self._mesh.timeline if self._mesh is not None else None
+        if timeline is not None and timeline.on and isinstance(plan, StepPlan):
+            facts: dict[str, str | int] = {
+                "step": plan.step,
+                "tokens": plan.num_tokens,
+                "requests": len(plan.rows) // 4,
+            }
+            timeline.note("plan", "loop", begin_ns, flow=begin_ns, facts=facts)
 
     def beat(self) -> tuple[int, str]:
         core = self._core

@@ -17,6 +17,7 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.config.log_levels import level_of
 from meshlm.protocol.ids import HEAD, Identity, Incarnation, Role
 from meshlm.protocol.operations import Action, OperationDone, Stop
+from meshlm.protocol.timeline import TimelinePart
 from meshlm.runtime import logs
 from meshlm.runtime.errors import LinkDown, ProcessFatal
 from meshlm.runtime.mesh import Mesh
@@ -30,6 +31,7 @@ from meshlm.supervisor.group.scaling import Scaling
 from meshlm.supervisor.nodes import network
 from meshlm.supervisor.processes import caches, report, rundir
 from meshlm.supervisor.processes.incarnations import Incarnations
+from meshlm.supervisor.recordings import Recordings
 from meshlm.supervisor.settings import changes
 from meshlm.supervisor.settings.layout import identities
 
@@ -72,6 +74,8 @@ class Supervisor:
         if config.node is not None:
             self._network = network.Guest(config, self) if config.node.head else network.Head(config, self)
         self._scaling = Scaling(identities)
+        is_guest = config.node is not None and bool(config.node.head)
+        self.recordings = Recordings(self._run_dir, self._linked, self.send, self._elsewhere, is_guest, self.operate)
         self.changed_settings: dict[str, str | int | float] = {}  # since the start, for nodes that join later
         self._beats: dict[Identity, edge.Heartbeat] = {}  # the last one of each incarnation
 
@@ -158,6 +162,8 @@ class Supervisor:
                 self.change(message.values)
             case edge.OpenRequests():
                 self.operations.num_open[peer] = message.num_open
+            case TimelinePart():
+                self.recordings.came(message)
             case OperationDone() if self._asked is not None:
                 self._asked.answered(message)
             case edge.RankDrained():
@@ -338,6 +344,9 @@ class Supervisor:
     def deaths(self) -> Iterable[edge.Died]:
         return self._dead.values()
 
+    def _linked(self, role: Role) -> list[Identity]:
+        return self._mesh.peers(role) if self._mesh is not None else []
+
     def _elsewhere(self) -> dict[Identity, Identity]:
         return self._network.processes() if self._network is not None else {}
 
@@ -421,10 +430,12 @@ class Supervisor:
             case "scale":
                 error = self.scale(request.get("dp"), request.get("drain_s", self._drain_s))
                 return {"error": error} if error else msgspec.to_builtins(self.status())
+            case command if command in Recordings.COMMANDS:
+                return self.recordings.answer(request, self._clock())
             case command if command in Operations.COMMANDS:
                 return self.operations.answer(request)
             case unknown:
-                known = ", ".join(("status", "set", "scale", *Operations.COMMANDS))
+                known = ", ".join(("status", "set", "scale", *Recordings.COMMANDS, *Operations.COMMANDS))
                 return {"error": f"unknown command {unknown!r}; known: {known}"}
 
     def status(self) -> control.MeshStatus:

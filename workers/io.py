@@ -95,7 +95,7 @@ class WorkerApp:
         self._grammar_threads = ThreadPoolExecutor(GRAMMAR_THREADS, "grammar")
         self._reset: Reset | None = None  # the scheduler's wish that came before the model was loaded
         self._launched = self._failed_launches = 0  # steps; the stepper's
-        self._completed = 0  # the completer's
+        self._completed = self._done_ns = 0  # the completer's: steps, and the end of the last one
         self._membership = Membership()
         self._shard: Shard = WHOLE
         self._directory = PrefixCacheMirror()
@@ -179,6 +179,7 @@ class WorkerApp:
                 self._say(operations.do(message))
                 continue
             self._launched += 1
+            begin_ns = time.monotonic_ns()
             try:
                 pending = engine.step(message, received_ns)
             except StepAborted:  # its requests are computed anew in the session that follows
@@ -189,6 +190,9 @@ class WorkerApp:
                 self._failed_launches += 1
                 self._failed(message, error)
                 continue
+            if self._mesh.timeline.on:
+                facts: dict[str, str | int] = {"step": message.step, "tokens": message.num_tokens}
+                self._mesh.timeline.note("launch", "stepper", begin_ns, flow=message.planned_ns, facts=facts)
             self._pending.put((message, pending))
 
     def _begin(self, engine: Engine, reset: Reset) -> bool:
@@ -236,7 +240,16 @@ class WorkerApp:
             else:
                 if self._shard.reports:
                     self._say(result)
+                self._note_device(plan, result)
             self._completed += 1
+
+    def _note_device(self, plan: StepPlan, result: StepResult) -> None:
+        """The step on the device: by its own clock where it has one, behind the step before."""
+        begin_ns = result.done_ns - result.gpu_ns if result.gpu_ns else max(result.launched_ns, self._done_ns)
+        self._done_ns = result.done_ns
+        if self._mesh is not None and self._mesh.timeline.on:
+            facts: dict[str, str | int] = {"step": plan.step, "tokens": plan.num_tokens}
+            self._mesh.timeline.note("step", "device", begin_ns, result.done_ns, plan.planned_ns, facts)
 
     def _say(self, message: Struct) -> None:
         """Sends a message to the scheduler, from any thread."""

@@ -30,6 +30,7 @@ COMMANDS = (
     "set",
     "restart",
     "drain",
+    "trace",
     "bench",
     "chat",
     "complete",

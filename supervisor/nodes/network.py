@@ -10,10 +10,12 @@ from meshlm.protocol import control_edge as edge
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import HEAD, Identity, Role
 from meshlm.protocol.session import RIVAL
+from meshlm.protocol.timeline import RecordTimeline, TimelinePart
 from meshlm.supervisor.control import MeshStatus, ProcessStatus, StandbyStatus
 from meshlm.supervisor.group.operations import Operations
 from meshlm.supervisor.nodes import agreement
 from meshlm.supervisor.nodes.core import Nodes
+from meshlm.supervisor.recordings import Recordings
 
 # Of ranks that are on no node: looked for, said first, said again.
 LOOK_EVERY_S, SAY_AFTER_S, SAY_EVERY_S = 1.0, 10.0, 60.0
@@ -24,6 +26,7 @@ class Own(Protocol):
 
     operations: Operations
     changed_settings: dict[str, str | int | float]
+    recordings: Recordings
 
     def change(self, values: dict[str, str | int | float]) -> str: ...
     def send(self, peer: Identity, message: Struct) -> bool: ...
@@ -66,6 +69,8 @@ class Head:
             case edge.Died() if self._nodes.is_of(peer, message.identity):
                 self._own.tell_died(message)
                 self.died(message, besides=peer)
+            case TimelinePart():
+                self._own.recordings.came(message)
             case edge.RestartNews():
                 self._own.operations.restart_news(peer, message)
 
@@ -199,6 +204,8 @@ class Guest:
                 self._own.tell_died(message)
             case edge.ChangeSettings():
                 self._own.change(message.values)
+            case RecordTimeline():
+                self._own.recordings.begin(message, self._clock())
             case edge.RestartProcesses():
                 self._own.operations.restart_for(peer, message)
             case edge.Shutdown():

@@ -13,7 +13,19 @@ from msgspec import Struct
 
 from meshlm.protocol import admit_edge as admit
 from meshlm.protocol import control_edge as control
-from meshlm.protocol import counts, frames, grammar, kv, lockstep, operations, prompt_embeds, sampling, session, tasks
+from meshlm.protocol import (
+    counts,
+    frames,
+    grammar,
+    kv,
+    lockstep,
+    operations,
+    prompt_embeds,
+    sampling,
+    session,
+    tasks,
+    timeline,
+)
 from meshlm.protocol import step_edge as step
 from meshlm.protocol import text_edge as text
 from meshlm.protocol import token_edge as token
@@ -117,6 +129,7 @@ RANK_STATS = control.RankStats(1, 2, 3, 0.5, 4, 5, 6, 7, 8, GRAPHS, 9, 10, 11, C
 OF_PROMPT = text.PromptLogprobs(
     COLUMNS, pack_i32([1, 220]), pack_i32([1]), pack_i32([1, 220]), ["!", " "], {9: b"\xff"}
 )
+SPAN = timeline.Span("plan", "loop", 1, 2, 1, {"step": 5})
 EVENT = text.RequestEvent(5, "retry", "scheduler_lost")
 FINISHED = text.Finished(1, FinishReason.ERROR, "###", 17, "the worker died", ErrorKind.TIMEOUT, "n", (EVENT,))
 ENDED = token.Ended(1, FinishReason.STOP, 2, "eos", ErrorKind.OVERLOADED, "n", (5,))
@@ -350,6 +363,10 @@ FULL: tuple[Struct, ...] = (
     ),
     control.Blocked("worker/0 does not take what scheduler/0 sends it"),
     control.AskStats(),
+    # timelines
+    timeline.RecordTimeline(7, 2.5),
+    SPAN,
+    timeline.TimelinePart(7, DETOKENIZER, 42, 9, (SPAN,), 3, "node-b"),
     # groups that step together
     lockstep.JointOrder(Epoch(5), lockstep.Phase.STOP, ((0, LIFE),), 7, Epoch(4)),
     lockstep.JointReport(Epoch(5), lockstep.Phase.STEP, 7, 6, True, LIFE),

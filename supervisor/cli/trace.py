@@ -1,0 +1,114 @@
+"""`meshlm trace`: what all processes of a live mesh do for a few seconds, in one file that Perfetto shows."""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from meshlm.protocol.timeline import MAX_SECONDS, TimelinePart
+from meshlm.supervisor import control
+from meshlm.supervisor.cli import chrome_trace, status
+from meshlm.supervisor.errors import StartError, UsageError
+
+POLL_S = 0.1
+ANSWER_S = 30.0
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "trace",
+        help="record what all processes do, as a file for Perfetto",
+        description="Records plans, sends, steps of devices, decoding and writing of all processes of a mesh that runs, and writes one "
+        "file in Chrome's trace format. Open it at https://ui.perfetto.dev, which reads it in the browser.",
+    )
+    parser.add_argument("--seconds", type=float, default=5.0, help=f"how long, at most {MAX_SECONDS:g} (default: 5)")
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("trace.json"), help="file to write (default: trace.json)"
+    )
+    parser.add_argument(
+        "--gpu", action="store_true", help="with the kernels of the workers' devices; the server needs --profiler-dir"
+    )
+    status.add_mesh_choice(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if not 0 < arguments.seconds <= MAX_SECONDS:
+        raise UsageError(f"--seconds: more than 0 and at most {MAX_SECONDS:g}")
+    if not arguments.output.absolute().parent.is_dir():
+        raise UsageError(f"-o {arguments.output}: there is no such folder")
+    run_dir = status.find(arguments.port, arguments.run_dir)
+    if arguments.gpu:
+        _profile(run_dir, start=True)
+    begun = _ask(run_dir, {"command": "trace", "seconds": arguments.seconds})
+    print(f"recording {begun['processes']} processes for {arguments.seconds:g} s", flush=True)
+    try:
+        told = _wait(run_dir, begun["number"], arguments.seconds)
+    finally:
+        kernels = _profile(run_dir, start=False) if arguments.gpu else []
+    parts = _read(Path(str(told["path"])))
+    events = chrome_trace.events(parts)
+    for path in kernels:
+        events += _of_profiler(Path(str(path)), parts)
+    try:
+        arguments.output.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), "utf-8")
+    except OSError as error:
+        raise StartError(f"-o {arguments.output}: {error.strerror}") from None
+    lost = sum(part.num_lost for part in parts)
+    print(f"{arguments.output}: {len(parts)} processes, {sum(len(part.spans) for part in parts)} spans")
+    if lost:
+        print(f"{lost} older spans are left out: there was no room for them; record fewer seconds")
+    for name in told["missing"]:
+        print(f"{name} did not tell what it did")
+    return 0
+
+
+def _ask(run_dir: Path, request: dict[str, object]) -> dict[str, Any]:
+    return control.ask(run_dir, request, timeout_s=ANSWER_S)
+
+
+def _profile(run_dir: Path, *, start: bool) -> list[str]:
+    """Begin or end torch's profiler in all workers; the files that they wrote."""
+    _ask(run_dir, {"command": "profile", "start": start})
+    while not (told := _ask(run_dir, {"command": "profile-state"}))["done"]:
+        time.sleep(POLL_S)
+    return [str(path) for path in told["paths"]]
+
+
+def _wait(run_dir: Path, number: object, seconds: float) -> dict[str, Any]:
+    time.sleep(seconds)
+    while not (told := _ask(run_dir, {"command": "trace-state", "number": number}))["done"]:
+        time.sleep(POLL_S)
+    return told
+
+
+def _read(path: Path) -> list[TimelinePart]:
+    try:
+        parts = msgspec.msgpack.decode(path.read_bytes(), type=list[TimelinePart])
+        path.unlink()
+    except OSError:
+        raise StartError("no process told what it did") from None
+    return parts
+
+
+def _of_profiler(path: Path, parts: list[TimelinePart]) -> list[dict[str, Any]]:
+    """Events of torch's profiler, on the same clock. A file of another node is named, and left where it is."""
+    if not path.exists():
+        print(f"{path} is on its node")
+        return []
+    try:
+        told = json.loads(path.read_bytes())
+    except ValueError:
+        raise StartError(f"{path}: it is no JSON") from None
+    begun_ns = min((span.begin_ns + part.offset_ns for part in parts for span in part.spans), default=0)
+    shift = (int(told.get("baseTimeNanoseconds", 0)) - begun_ns) / 1e3
+    name = path.name.split(".")[0]
+    found = []
+    for event in told.get("traceEvents", ()):
+        if "pid" in event:
+            moved = {"ts": event["ts"] + shift} if "ts" in event and event.get("ph") != "M" else {}
+            found.append(event | moved | {"pid": f"{name} {event['pid']}"})
+    return found
