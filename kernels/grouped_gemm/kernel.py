@@ -20,6 +20,7 @@ from meshlm.kernels.moe_align.kernel import most_tiles
 from meshlm.kernels.moe_few.kernel import part
 
 GROUP = 8  # tiles of rows that share columns of a weight
+LIKELY = 3  # rows of each expert, on average, from which nearly all have one (all but 5%)
 ALIGNED = 8  # elements: what a bulk copy's lines are multiples of
 
 
@@ -191,14 +192,22 @@ def _grouped_gemm(
     EXPERTS: tl.constexpr, TOPK: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, GATE: tl.constexpr,
     GATHER: tl.constexpr, BATCHED: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr, FLAT: tl.constexpr, TILES: tl.constexpr, GROUP: tl.constexpr, BLOCK_E: tl.constexpr,
-    X_GROUPS: tl.constexpr, W_GROUPS: tl.constexpr, UPCAST: tl.constexpr, ASKS: tl.constexpr, PDL: tl.constexpr,
+    X_GROUPS: tl.constexpr, W_GROUPS: tl.constexpr, UPCAST: tl.constexpr, ASKS: tl.constexpr, GUESSES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """w is a descriptor of w_lines [EXPERTS, 1 or 2 (gate and up), OUTPUTS, INPUTS]; out unless PARTS, and x unless GATHER, of
     [1 or EXPERTS, rows, columns].
 
     ends int32 [EXPERTS]: see moe_align; batched: num_tokens, and `most` rows of each expert. Scales: as in kernels/moe_few.
+    GUESSES: nearly all experts have rows, so the first lines of their weights are asked for before it is known which have.
     PARTS: out [TOPK, rows, OUTPUTS]; experts, weights [rows, TOPK], of which `entries` say what goes nowhere: that has zeros.
     """
+    across: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
+    each: tl.constexpr = min(INPUTS, (STAGES - 1) * BLOCK_K)
+    if GUESSES:
+        likely, column = _tile_at(tl.program_id(0), EXPERTS, across, GROUP)
+        if likely < EXPERTS:
+            for half in tl.static_range(2 if GATE else 1):
+                _ask_for(w_lines, likely * (2 if GATE else 1) + half, column, OUTPUTS, INPUTS, BLOCK_N, each)
     if PDL:  # noqa: SIM102 (constants of the compiler)
         if not ASKS:
             tl.extra.cuda.gdc_wait()
@@ -214,12 +223,10 @@ def _grouped_gemm(
     spans = (tiles + TILES - 1) // TILES
     until = tl.cumsum(spans, axis=0)
     down = tl.sum(spans, axis=0)
-    across: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
     if ASKS:
         if tl.program_id(0) < down * across:
             span, column = _tile_at(tl.program_id(0), down, across, GROUP)
             expert = tl.sum((until <= span).to(tl.int32), axis=0)
-            each: tl.constexpr = min(INPUTS, (STAGES - 1) * BLOCK_K)
             _ask_for(w_lines, expert, column, OUTPUTS, INPUTS, BLOCK_N, each)
         tl.extra.cuda.gdc_wait()
     if PARTS:
@@ -272,7 +279,7 @@ def _grouped_gemm(
 
 class Shape(NamedTuple):
     """Sizes of a tile (block_n: of a gate's columns, and as many of up's), warps, stages; programs on each multiprocessor; tiles of an
-    expert's rows that a program computes by one reading of the weight, at most (3)."""
+    expert's rows that a program computes by one reading of the weight, at most (3). apart: by hopper.py, whose tiles have one size."""
 
     block_m: int
     block_n: int
@@ -282,6 +289,7 @@ class Shape(NamedTuple):
     flat: bool = False
     programs: int = 1
     tiles: int = 1
+    apart: bool = False
 
 
 Scales = tuple[Tensor | None, Tensor | None]
@@ -295,9 +303,15 @@ class Parts(NamedTuple):
     weights: Tensor
 
 
+def likely(entries: int, num_experts: int) -> bool:
+    """Whether nearly all experts have rows."""
+    return entries >= LIKELY * num_experts
+
+
 def _launch(
     x: Tensor, w: Tensor, out: Tensor, shape: Shape, most: int, ends: Tensor, ids: Tensor | None, num_topk: int,
     scales: Scales, *, gate: bool, gather: bool = False, batched: bool = False, parts: Parts | None = None, asks: bool = False,
+    guesses: bool = False,
 ) -> None:  # fmt: skip
     """x [tokens, k] if rows are gathered, else [1 or experts, rows, k]; out [1 or experts, rows, n]. most: tiles of rows that there
     may be."""
@@ -328,7 +342,8 @@ def _launch(
         PARTS=parts is not None, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=shape.stages,
         FLAT=shape.flat, TILES=shape.tiles, GROUP=GROUP, BLOCK_E=triton.next_power_of_2(num_experts),
         X_GROUPS=0 if scales[0] is None else scales[0].shape[-1], W_GROUPS=0 if scales[1] is None else scales[1].shape[-1],
-        UPCAST=not out.is_cuda, ASKS=asks and use_pdl, PDL=use_pdl, num_warps=shape.warps, num_stages=shape.stages,
+        UPCAST=not out.is_cuda, ASKS=asks and use_pdl,
+        GUESSES=guesses and use_pdl and not batched, PDL=use_pdl, num_warps=shape.warps, num_stages=shape.stages,
         **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
 
@@ -336,18 +351,25 @@ def _launch(
 def sorted_gemm(
     x: Tensor, w: Tensor, out: Tensor, shape: Shape, ends: Tensor, ids: Tensor | None = None, num_topk: int = 1,
     entries: int = 0, scales: "Scales" = (None, None), *, gate: bool = False, parts: Parts | None = None, asks: bool = False,
+    owners: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """x [tokens, k] with ids of entries, or [rows, k] in their order; w [experts, n, k] (gate: [experts, 2 n, k]); out [rows, n].
 
     ends, ids: as moe_align gives them for tiles of shape.block_m. entries: of them there are so many at most.
     parts: x is in the order of ids, out [topk, tokens, n] in that of tokens. asks: it comes behind the gate's product, so `ends` is
-    there before that is done, and the first weights are asked for meanwhile.
+    there before that is done, and the first weights are asked for meanwhile. owners: as moe_align gives them, where shape.apart.
     """
+    if shape.apart:
+        from meshlm.kernels.grouped_gemm import hopper
+
+        assert owners is not None and parts is None and scales == (None, None)  # noqa: PT018
+        hopper.sorted_gemm(x, w, out, shape.stages, ends, owners, ids, num_topk, gate=gate)
+        return out
     most = most_tiles(entries, w.shape[0], shape.block_m) if entries else out.shape[0] // shape.block_m
     gather = ids is not None and parts is None
     _launch(
         x if gather else x[None], w, out if parts else out[None], shape, most, ends, ids, num_topk, scales,
-        gate=gate, gather=gather, parts=parts, asks=asks,
+        gate=gate, gather=gather, parts=parts, asks=asks, guesses=gate and likely(entries, w.shape[0]),
     )  # fmt: skip
     return out
 

@@ -120,7 +120,12 @@ def warm_rows(layer: Layer, most: int, block_k: int = 0) -> set[int]:
         variant = (
             (plan, rows * layer.topk <= layer.experts, max(16, 1 << (rows - 1).bit_length()))
             if plan.kind == "few"
-            else (plan, leaves_parts(plan, rows), counted_at_once(rows * layer.topk))
+            else (
+                plan,
+                leaves_parts(plan, rows),
+                counted_at_once(rows * layer.topk),
+                many.likely(rows * layer.topk, layer.experts),
+            )
         )
         if variant not in seen:
             seen.add(variant)

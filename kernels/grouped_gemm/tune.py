@@ -78,9 +78,12 @@ class Bench:
                 elif kind == "few":
                     few.few(x, self.gate_up, experts, None, self.inner[: len(x) * topk], shape)
                 else:
-                    ids, _, ends = align(experts, self.layer.experts, shape.block_m)
+                    ids, _, ends, owners = align(experts, self.layer.experts, shape.block_m)
                     inner = self.inner[: len(ids)]
-                    many.sorted_gemm(x, self.gate_up, inner, shape, ends, ids, topk, experts.numel(), gate=True)
+                    count = experts.numel()
+                    many.sorted_gemm(
+                        x, self.gate_up, inner, shape, ends, ids, topk, count, gate=True, owners=owners
+                    )
 
         assert wide == self.inner.shape[1]
         return run
@@ -95,14 +98,14 @@ class Bench:
                 elif kind == "few":
                     few.few(self.inner[: len(x) * topk], self.down, experts, weights, self.parts, shape)
                 else:
-                    ids, positions, ends = align(experts, self.layer.experts, shape.block_m)
+                    ids, positions, ends, owners = align(experts, self.layer.experts, shape.block_m)
                     inner, entries = self.inner[: len(ids)], experts.numel()
                     if self.rows <= PARTS_ROWS:
                         parts, to = self.parts, many.Parts(experts, weights)
                         many.sorted_gemm(inner, self.down, parts, shape, ends, ids, topk, entries, parts=to)
                         continue
                     out = self.out[: len(ids)]
-                    many.sorted_gemm(inner, self.down, out, shape, ends, entries=entries)
+                    many.sorted_gemm(inner, self.down, out, shape, ends, entries=entries, owners=owners)
                     weighted_sum(out, positions, weights, self.whole)
 
         return run
@@ -162,6 +165,8 @@ def candidates(layer: Layer, rows: int, *, gate: bool) -> Iterator[tuple[str, An
             if (block_n * block_k <= 8192) and 12 << 10 <= size <= SHARED_BYTES // 2:
                 yield "few", few.Shape(block_n, block_k, 4, stages)
     each = rows * layer.topk / layer.experts
+    if rows > PARTS_ROWS and each >= 8:
+        yield from (("many", many.Shape(128, 128, 64, 4, stages, apart=True)) for stages in (3, 4))
     if rows >= 32:
         for block_m in (16, 32, 64, 128):
             if block_m <= max(16, 2.5 * each) and (block_m >= 64 or each <= 48):

@@ -2,12 +2,15 @@
 
     experts int32 [m, k]: an entry is a token's jth expert, number t k + j; -1 goes nowhere
     ids[position] = entry or -1 (padding);  positions[entry] = position or -1;  ends[e]: the tiles of experts up to e
+    owners[tile] = expert + ROWS times the rows of the tile that are real
 
 A counting sort that keeps the order of entries: each is put behind those before it. Of few entries each program counts all of them and
 places some. Of many a kernel counts chunks of them, a second one adds up what is before each chunk, and a third one places them.
 Nothing waits for the host, and shapes follow from m, k and the number of experts alone. Behind the last expert's tiles ids are
 anything.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,12 +22,14 @@ from meshlm.kernels import pdl
 CHUNK = 64  # entries that a program places
 FEW = 2048  # entries that each program counts for itself
 LINES, EACH = 512, 4  # chunks whose counts are added up at a time, and the experts of a program that does it
+ROWS = 1 << 16  # more than there are experts
+EACH_ROW = tl.constexpr(ROWS)
 ALIGNED = 4  # integers: buffers begin where any kernel likes them to
 
 
 @triton.jit
 def _put(
-    expert, entry, before, tiles, end, ids, positions, entries, experts, share, shares, total,
+    expert, entry, before, tiles, end, ids, positions, owners, entries, experts, share, shares, total,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Entries of one chunk to their places, `before` those of their experts in earlier chunks; and a share of the padding of tiles."""
@@ -35,6 +40,9 @@ def _put(
     for behind in range(share, BLOCK - 1, shares):
         place = begin + total + behind
         tl.store(ids + place, nothing, mask=place < end * BLOCK)
+    at = tl.arange(0, BLOCK_E)
+    for tile in range(share, tl.max(tiles, axis=0), shares):
+        tl.store(owners + end - tiles + tile, at + tl.minimum(total - tile * BLOCK, BLOCK) * EACH_ROW, mask=tile < tiles)
     within = tl.sum(((expert[:, None] == again[None, :]) & (nth[None, :] < nth[:, None])).to(tl.int32), axis=1)
     first = tl.gather(begin + before, tl.maximum(expert, 0), axis=0)
     real = expert >= 0
@@ -44,7 +52,7 @@ def _put(
 
 @triton.jit(do_not_specialize=["entries"])
 def _align_few(
-    experts, ids, positions, ends, entries,
+    experts, ids, positions, ends, owners, entries,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ENTRIES: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """All of it. ENTRIES: a power of two, enough for them."""
@@ -62,7 +70,7 @@ def _align_few(
     if chunk == 0:
         tl.store(ends + at, end, mask=at < EXPERTS)
     _put(
-        expert, entry, before, tiles, end, ids, positions, entries, experts, chunk, tl.num_programs(0), total,
+        expert, entry, before, tiles, end, ids, positions, owners, entries, experts, chunk, tl.num_programs(0), total,
         BLOCK, CHUNK, BLOCK_E,
     )  # fmt: skip
 
@@ -102,7 +110,7 @@ def _sum_up(counts, chunks, EXPERTS: tl.constexpr, LINES: tl.constexpr, EACH: tl
 
 @triton.jit(do_not_specialize=["entries"])
 def _place(
-    experts, counts, ids, positions, ends, entries,
+    experts, counts, ids, positions, ends, owners, entries,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -118,7 +126,7 @@ def _place(
     if chunk == 0:
         tl.store(ends + at, end, mask=at < EXPERTS)
     _put(
-        expert, entry, before, tiles, end, ids, positions, entries, experts, chunk, tl.num_programs(0), total,
+        expert, entry, before, tiles, end, ids, positions, owners, entries, experts, chunk, tl.num_programs(0), total,
         BLOCK, CHUNK, BLOCK_E,
     )  # fmt: skip
 
@@ -133,20 +141,29 @@ def counted_at_once(entries: int) -> int:
     return max(CHUNK, triton.next_power_of_2(entries)) if entries <= FEW else 0
 
 
-def align(experts: Tensor, num_experts: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """experts int32 [m, k], dense -> ids int32 [most_tiles * block], positions int32 [m, k], ends int32 [num_experts]."""
+class Order(NamedTuple):
+    """See the module docstring. All int32: [most_tiles * block], [m, k], [num_experts], [most_tiles]."""
+
+    ids: Tensor
+    positions: Tensor
+    ends: Tensor
+    owners: Tensor
+
+
+def align(experts: Tensor, num_experts: int, block: int) -> Order:
+    """experts int32 [m, k], dense."""
     entries, at_once = experts.numel(), counted_at_once(experts.numel())
-    most, chunks = most_tiles(entries, num_experts, block) * block, triton.cdiv(entries, CHUNK)
+    tiles, chunks = most_tiles(entries, num_experts, block), triton.cdiv(entries, CHUNK)
     lines = 0 if at_once else chunks + 1
-    sizes = [-(-size // ALIGNED) * ALIGNED for size in (most, entries, num_experts, lines * num_experts)]
+    sizes = [-(-size // ALIGNED) * ALIGNED for size in (tiles * block, entries, num_experts, tiles, lines * num_experts)]
     workspace = torch.empty(sum(sizes), dtype=torch.int32, device=experts.device)
-    ids, positions, ends, counts = workspace.split(sizes)
-    found = ids[:most], positions[:entries].view(experts.shape), ends[:num_experts]
+    ids, positions, ends, owners, counts = workspace.split(sizes)
+    found = Order(ids[: tiles * block], positions[:entries].view(experts.shape), ends[:num_experts], owners[:tiles])
     use_pdl, block_e = experts.is_cuda and pdl.supported(), triton.next_power_of_2(num_experts)
     options: dict[str, int] = {"PDL": use_pdl, **({"launch_pdl": True} if use_pdl else {})}
     place: dict[str, int] = {"EXPERTS": num_experts, "BLOCK": block, "CHUNK": CHUNK, "BLOCK_E": block_e, "num_warps": 4}
     if at_once:
-        _align_few[(chunks,)](experts, ids, positions, ends, entries, ENTRIES=at_once, **place, **options)
+        _align_few[(chunks,)](experts, ids, positions, ends, owners, entries, ENTRIES=at_once, **place, **options)
         return found
     _count[(chunks,)](
         experts, counts, entries, EXPERTS=num_experts, CHUNK=CHUNK, BLOCK_E=block_e, num_warps=1, **options
@@ -154,5 +171,5 @@ def align(experts: Tensor, num_experts: int, block: int) -> tuple[Tensor, Tensor
     _sum_up[(triton.cdiv(num_experts, EACH),)](
         counts, chunks, EXPERTS=num_experts, LINES=LINES, EACH=EACH, num_warps=4, **options
     )
-    _place[(chunks,)](experts, counts, ids, positions, ends, entries, **place, **options)
+    _place[(chunks,)](experts, counts, ids, positions, ends, owners, entries, **place, **options)
     return found

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from device import DEVICE, DTYPES, MARKS, ON_GPU, WIDE, near, needs_fp8
+from device import DEVICE, DTYPES, MARKS, ON_GPU, WIDE, near, needs_fp8, needs_hopper
 from torch import Tensor
 
 from meshlm.kernels.grouped_gemm import kernel as grouped_gemm
@@ -118,22 +118,23 @@ def some_experts(rows: int, experts: int, topk: int, *, nowhere: bool = True) ->
 @pytest.mark.parametrize("block", [16, 64])
 def test_rows_in_the_order_of_their_experts(rows: int, experts: int, topk: int, block: int) -> None:
     chosen = some_experts(rows, experts, topk)
-    ids, positions, ends = moe_align.align(chosen, experts, block)
-    expected = align_reference.align(chosen.cpu(), experts, block, len(ids))
-    used = int(expected[2][-1]) * block
-    for ours, theirs in zip((ids[:used], positions, ends), (expected[0][:used], *expected[1:]), strict=True):
+    same_order(moe_align.align(chosen, experts, block), chosen, experts, block)
+
+
+def same_order(found: moe_align.Order, chosen: Tensor, experts: int, block: int) -> None:
+    expected = align_reference.align(chosen.cpu(), experts, block, len(found.ids))
+    tiles = int(expected.ends[-1])
+    found = found._replace(ids=found.ids[: tiles * block], owners=found.owners[:tiles])
+    expected = expected._replace(ids=expected.ids[: tiles * block])
+    for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours.cpu(), theirs)
 
 
 def test_counts_of_many_chunks_are_summed_up_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe_align, "LINES", 16)
     chosen = some_experts(900, 6, 3)
-    ids, positions, ends = moe_align.align(chosen, 6, 16)
-    expected = align_reference.align(chosen.cpu(), 6, 16, len(ids))
-    used = int(expected[2][-1]) * 16
     assert chosen.numel() > 16 * moe_align.CHUNK
-    for ours, theirs in zip((ids[:used], positions, ends), (expected[0][:used], *expected[1:]), strict=True):
-        assert torch.equal(ours.cpu(), theirs)
+    same_order(moe_align.align(chosen, 6, 16), chosen, 6, 16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -171,7 +172,7 @@ def test_products_of_sorted_rows(
 ) -> None:
     x, chosen = torch.randn(rows, hidden, device=DEVICE).to(dtype), some_experts(rows, experts, topk)
     gate_up, down = some_weights(experts, 2 * wide, hidden, dtype), some_weights(experts, hidden, wide, dtype)
-    ids, positions, ends = moe_align.align(chosen, experts, shape.block_m)
+    ids, positions, ends, _ = moe_align.align(chosen, experts, shape.block_m)
     inner = torch.zeros(len(ids), wide, device=DEVICE, dtype=dtype)
     grouped_gemm.sorted_gemm(x, gate_up, inner, shape, ends, ids, topk, chosen.numel(), gate=True)
     expected = reference.by_entry(x, gate_up, chosen, gate=True)
@@ -187,6 +188,33 @@ def test_products_of_sorted_rows(
     grouped_gemm.sorted_gemm(inner, down, parts, shape, ends, ids, topk, chosen.numel(), parts=to)
     weighted = expected_found.float().view(rows, topk, hidden) * (weights * (chosen >= 0))[:, :, None]
     near(parts, weighted.transpose(0, 1), dtype, 6.0)
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize(
+    ("rows", "experts", "topk", "hidden", "wide"),
+    [(1, 4, 2, 64, 128), (50, 6, 3, 72, 40), (300, 20, 4, 136, 48), (1500, 5, 2, 256, 320), (700, 128, 8, 512, 384)],
+)
+def test_products_of_warps_that_do_one_thing_each(
+    rows: int, experts: int, topk: int, hidden: int, wide: int, stages: int, dtype: torch.dtype
+) -> None:
+    shape = grouped_gemm.Shape(128, 128, 64, 4, stages, apart=True)
+    x, chosen = torch.randn(rows, hidden, device=DEVICE).to(dtype), some_experts(rows, experts, topk)
+    gate_up, down = some_weights(experts, 2 * wide, hidden, dtype), some_weights(experts, hidden, wide, dtype)
+    expected = reference.by_entry(x, gate_up, chosen, gate=True)
+    expected_found = reference.by_entry(expected, down, chosen)
+    real = (chosen >= 0).flatten()
+    for _ in range(3):  # one behind the other, without a wait
+        ids, positions, ends, owners = moe_align.align(chosen, experts, shape.block_m)
+        inner = torch.full((len(ids), wide), torch.nan, device=DEVICE, dtype=dtype)
+        found = torch.full((len(ids), hidden), torch.nan, device=DEVICE, dtype=dtype)
+        grouped_gemm.sorted_gemm(x, gate_up, inner, shape, ends, ids, topk, gate=True, owners=owners)
+        grouped_gemm.sorted_gemm(inner, down, found, shape, ends, owners=owners)
+        place = positions.flatten().long()[real]
+        near(inner[place], expected[real], dtype, 4.0)
+        near(found[place], expected_found[real], dtype, 6.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -285,7 +313,7 @@ def test_products_of_8_bit_floats(rows: int, x_group: int | None, w_group: int) 
         moe_few.few(codes, gate_up, chosen, None, inner, moe_few.Shape(16, 128, 4, 2), x_scales, w_scales)
         near(inner[real], expected[real], WIDE, 8.0)
     shape = grouped_gemm.Shape(16, 32, 128, 4, 2)
-    ids, positions, ends = moe_align.align(chosen, experts, shape.block_m)
+    ids, positions, ends, _ = moe_align.align(chosen, experts, shape.block_m)
     inner = torch.zeros(len(ids), outputs, device=DEVICE, dtype=WIDE)
     scales = (x_scales, w_scales)
     grouped_gemm.sorted_gemm(codes, gate_up, inner, shape, ends, ids, topk, chosen.numel(), scales, gate=True)

@@ -7,6 +7,7 @@ from device import MARKS
 from meshlm.kernels import tables
 from meshlm.kernels.grouped_gemm import plan, tune
 from meshlm.kernels.grouped_gemm.kernel import Shape as Many
+from meshlm.kernels.grouped_gemm.kernel import likely
 from meshlm.kernels.grouped_gemm.plan import Layer, Plan
 from meshlm.kernels.moe_few.kernel import MOST_ROWS
 from meshlm.kernels.moe_few.kernel import Shape as Few
@@ -62,3 +63,11 @@ def test_warm_rows_meet_every_variant() -> None:
     assert {1, 2, 17, 33, 65} <= found
     assert max(found) <= 8192
     assert plan.warm_rows(QWEN3, 1) == {1}
+
+
+def test_warm_rows_meet_kernels_that_guess_whose_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One plan, and rows enough or not for nearly every expert to have one: two variants of the gate's kernel."""
+    tiles = Many(16, 128, 64, 4, 4)
+    monkeypatch.setattr(plan, "plan_for", lambda rows, layer: Plan("many", tiles, tiles))
+    warm = plan.warm_rows(QWEN3, 64)
+    assert {likely(rows * QWEN3.topk, QWEN3.experts) for rows in warm} == {False, True}

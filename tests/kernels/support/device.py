@@ -29,3 +29,8 @@ def near_in_fp8(got: torch.Tensor, expected: torch.Tensor) -> None:
     """Within one step of e4m3. The interpreter (triton 3.9) loses the carry when a value rounds up to a power of two."""
     step = torch.isclose(got.float(), expected.float(), atol=0.01, rtol=0.13)
     assert float(step.float().mean()) >= (1.0 if ON_GPU else 0.98)
+
+
+needs_hopper = pytest.mark.skipif(
+    not ON_GPU or torch.cuda.get_device_capability()[0] != 9, reason="warp group products of Hopper"
+)

@@ -128,10 +128,12 @@ class TritonExperts:
         """Results are parts, or go into the second workspace and are summed up from there."""
         assert given.routing is not None
         weights, (experts, scale) = self._weights, given.routing
-        ids, positions, ends = align(experts, weights.num_experts, gate.block_m)
+        ids, positions, ends, owners = align(experts, weights.num_experts, gate.block_m)
         entries, num_topk, inner = experts.numel(), experts.shape[1], workspaces[0]
         scales = (given.scales, weights.gate_up_scale)
-        many.sorted_gemm(given.x, weights.gate_up, inner, gate, ends, ids, num_topk, entries, scales, gate=True)
+        many.sorted_gemm(
+            given.x, weights.gate_up, inner, gate, ends, ids, num_topk, entries, scales, gate=True, owners=owners
+        )
         codes, inner_scales = weights.quantised(inner)
         scales = (inner_scales, weights.down_scale)
         if len(workspaces) == 1:
@@ -139,7 +141,9 @@ class TritonExperts:
             many.sorted_gemm(codes, weights.down, out, down, ends, ids, num_topk, entries, scales, parts=to, asks=True)
             return
         results = workspaces[1]
-        many.sorted_gemm(codes, weights.down, results, down, ends, entries=entries, scales=scales, asks=True)
+        many.sorted_gemm(
+            codes, weights.down, results, down, ends, entries=entries, scales=scales, asks=True, owners=owners
+        )
         weighted_sum(results, positions, scale, out)
 
 
