@@ -1,10 +1,10 @@
 """The products of many sorted rows on Hopper, by warps that do one thing each (Triton's Gluon): four load, eight multiply.
 
-The formula is kernel.py's, of weights of 16 bits. A tile is 128 rows of one expert and 256 lines of its weight (gate: 128 of the gate and
-the same 128 of up). Four warps bring the lines of both into a ring of buffers in shared memory, whatever else goes on: by bulk copies, and
-rows that are gathered by asynchronous ones. Two groups of four warps have 64 rows of the tile each. They wait for a buffer, multiply, and
-say that it may be filled again; neither waits for the other, so while one stores its results the other multiplies. A group whose rows
-are all padding leaves the tensor cores to the other, and rows of padding are not stored.
+The formula is kernel.py's, of weights of 16 bits. A tile is 128 rows of one expert and 256 lines of its weight (gate: 128 of the gate
+and the same 128 of up). Four warps bring the lines of both into a ring of buffers in shared memory, whatever else goes on: by bulk
+copies, and rows that are gathered by asynchronous ones. Two groups of four warps have 64 rows of the tile each. They wait for a buffer,
+multiply, and say that it may be filled again; neither waits for the other, so while one stores its results the other multiplies. A
+group whose rows are all padding leaves the tensor cores to the other, and rows of padding are not stored.
 """
 
 import triton

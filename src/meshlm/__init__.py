@@ -19,12 +19,7 @@ __all__ = [
     "StructuredOutputsParams",
     "__version__",
 ]
-_MODULES = {
-    "AsyncEngineArgs": "engine_args",
-    "AsyncLLM": "async_llm",
-    "EngineArgs": "engine_args",
-    "RequestOutputKind": "sampling",
-}
+_MODULES = {"AsyncEngineArgs": "engine_args", "AsyncLLM": "async_llm", "EngineArgs": "engine_args", "RequestOutputKind": "sampling"}
 _MODULES["PoolingParams"] = "vectors"
 
 if TYPE_CHECKING:
