@@ -38,9 +38,7 @@ MARK = gl.constexpr(_ROWS)  # moe_align: what an owner's number of rows is multi
 
 @gluon.jit
 def _wait_for_others():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
+    gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

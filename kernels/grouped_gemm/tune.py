@@ -81,9 +81,7 @@ class Bench:
                     ids, _, ends, owners = align(experts, self.layer.experts, shape.block_m)
                     inner = self.inner[: len(ids)]
                     count = experts.numel()
-                    many.sorted_gemm(
-                        x, self.gate_up, inner, shape, ends, ids, topk, count, gate=True, owners=owners
-                    )
+                    many.sorted_gemm(x, self.gate_up, inner, shape, ends, ids, topk, count, gate=True, owners=owners)
 
         assert wide == self.inner.shape[1]
         return run

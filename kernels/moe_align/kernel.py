@@ -42,7 +42,9 @@ def _put(
         tl.store(ids + place, nothing, mask=place < end * BLOCK)
     at = tl.arange(0, BLOCK_E)
     for tile in range(share, tl.max(tiles, axis=0), shares):
-        tl.store(owners + end - tiles + tile, at + tl.minimum(total - tile * BLOCK, BLOCK) * EACH_ROW, mask=tile < tiles)
+        tl.store(
+            owners + end - tiles + tile, at + tl.minimum(total - tile * BLOCK, BLOCK) * EACH_ROW, mask=tile < tiles
+        )
     within = tl.sum(((expert[:, None] == again[None, :]) & (nth[None, :] < nth[:, None])).to(tl.int32), axis=1)
     first = tl.gather(begin + before, tl.maximum(expert, 0), axis=0)
     real = expert >= 0
@@ -155,7 +157,9 @@ def align(experts: Tensor, num_experts: int, block: int) -> Order:
     entries, at_once = experts.numel(), counted_at_once(experts.numel())
     tiles, chunks = most_tiles(entries, num_experts, block), triton.cdiv(entries, CHUNK)
     lines = 0 if at_once else chunks + 1
-    sizes = [-(-size // ALIGNED) * ALIGNED for size in (tiles * block, entries, num_experts, tiles, lines * num_experts)]
+    sizes = [
+        -(-size // ALIGNED) * ALIGNED for size in (tiles * block, entries, num_experts, tiles, lines * num_experts)
+    ]
     workspace = torch.empty(sum(sizes), dtype=torch.int32, device=experts.device)
     ids, positions, ends, owners, counts = workspace.split(sizes)
     found = Order(ids[: tiles * block], positions[:entries].view(experts.shape), ends[:num_experts], owners[:tiles])
