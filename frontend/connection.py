@@ -10,10 +10,12 @@ import time
 from typing import Any, NamedTuple
 
 import httptools
+import structlog
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from meshlm.frontend.errors import HttpError
+from meshlm.runtime.logs import Limited
 
 EXTENSION = "meshlm.transport"
 MAX_HEADER_BYTES = 64 << 10
@@ -24,6 +26,19 @@ MAX_UNPARSED_BYTES = 64 << 10  # behind a request that waits for its turn; then 
 
 _BLANK_LINE = b"\r\n\r\n"
 _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
+
+
+_log = Limited(structlog.get_logger())
+
+
+def cut_off(transport: Any, reason: str) -> None:
+    """End the connection of a client that leaves its answer, and say so: its request's line tells no more than that it was aborted."""
+    peer = transport.get_extra_info("peername")
+    unsent = transport.get_write_buffer_size()
+    _log.warning(
+        "client cut off", reason=reason, unsent_bytes=unsent, client=peer[0] if isinstance(peer, tuple) else None
+    )
+    transport.abort()
 
 
 class Timeouts(NamedTuple):
@@ -237,7 +252,7 @@ class MeshProtocol(HttpToolsProtocol):
         if self.unsent != before or not before:
             self._taken_at = now
         if now - self._taken_at > timeouts.send:
-            self.transport.abort()
+            cut_off(self.transport, f"it took nothing of its answer for {timeouts.send:g} s (--http-send-timeout)")
         elif self._lingers_until:
             if now > self._lingers_until:
                 self.transport.close()

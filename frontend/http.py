@@ -14,7 +14,7 @@ from typing import Any
 
 import uvicorn
 
-from meshlm.frontend.connection import EXTENSION, MeshProtocol, Timeouts
+from meshlm.frontend.connection import EXTENSION, MeshProtocol, Timeouts, cut_off
 
 FRESH_S = 1.0  # a connection that brought no request yet is not idle for so long
 
@@ -105,7 +105,7 @@ class EventWriter:
                 self._num_taken += len(event)
             else:
                 self.release()
-                transport.abort()
+                cut_off(transport, "what it has not taken of its answer has no room (--max-unsent-bytes)")
 
     def release(self) -> None:
         """Nothing waits any more."""
@@ -180,7 +180,7 @@ class Server(uvicorn.Server):
             for connection in sorted(connections, key=lambda connection: -connection.unsent):
                 if excess > 0:
                     excess -= connection.unsent
-                    connection.transport.abort()
+                    cut_off(connection.transport, "it leaves the most of what all clients leave (--max-unsent-bytes)")
 
 
 async def hand_over(server: Server, listener: socket.socket | None, limit_s: float) -> None:
