@@ -10,12 +10,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from meshlm.kernels.attention.kernel import PLAIN, Columns, Extras, paged_tile
+from meshlm.kernels.attention.proof import proven, variant_of
 from meshlm.kernels.attention.tiles import USUAL_KEYS, hopper_from, prefill_tiles, tile_of_head
-
-try:
-    from meshlm.kernels.attention import hopper as hopper
-except ImportError:  # a Triton without this dialect
-    hopper = None  # type: ignore[assignment]
 
 
 @triton.jit
@@ -163,8 +159,10 @@ def prefill(
     keys that each sees, where they are known: with many, hopper.py does it all.
     """
     tokens, heads, dim = query.shape
-    pays = (num_pairs if num_pairs is not None else tokens * USUAL_KEYS) * heads >= hopper_from()
-    if pays and qkv is not None and tiles is None and hopper is not None and hopper.fits(query, keys):
+    pays = (num_pairs if num_pairs is not None else tokens * USUAL_KEYS) * heads >= hopper_from(dim)
+    if pays and qkv is not None and tiles is None and proven(variant_of(query, keys, extras)):
+        from meshlm.kernels.attention import hopper  # its dialect takes long to import, and is not in every Triton
+
         hopper.prefill(query, keys, values, at, scale, out, skip, extras, qkv=qkv, fewest=fewest)
         return
     _, page, kv_heads, _ = keys.shape

@@ -36,10 +36,13 @@ def prefill_tiles(work: int) -> Tile:
 
 
 @cache
-def hopper_from() -> float:
-    """Query-key pairs x query heads of a step's prompts from which on hopper.py is the faster; infinity where no table says so."""
+def hopper_from(dim: int) -> float:
+    """Query-key pairs x query heads of a step's prompts from which on hopper.py is the faster, with heads of so many numbers.
+
+    Infinity where no table of this very GPU says so.
+    """
     table = tables.read("attention")
-    return float(table.get("hopper_from", math.inf)) if tables.is_own(table) else math.inf
+    return float(table.get("hopper_from", {}).get(str(dim), math.inf)) if tables.is_own(table) else math.inf
 
 
 def tile_of_head(tile: Tile, dim: int) -> Tile:

@@ -18,7 +18,7 @@ import torch
 from meshlm.kernels import tables
 from meshlm.kernels.attention import bench
 from meshlm.kernels.attention.decode import Rope, decode
-from meshlm.kernels.attention.prefill import hopper, prefill
+from meshlm.kernels.attention.prefill import prefill
 from meshlm.kernels.attention.tiles import MAX_SPLITS, splits_of
 from meshlm.kernels.measure import microseconds
 
@@ -88,16 +88,20 @@ def prefill_table(times: Times) -> list[dict[str, Any]]:
     return entries
 
 
-def hopper_table(times: Times, on_hopper: dict[Case, float]) -> dict[str, int]:
-    """From how many pairs x query heads on hopper.py is faster than the best of prefill.py's tiles; nothing where it is not."""
+def hopper_table(times: Times, on_hopper: dict[Case, float]) -> dict[str, dict[str, int]]:
+    """By numbers of a head, from how many pairs x query heads on hopper.py is faster than the best of prefill.py's tiles."""
 
     def pairs(case: Case) -> int:
         work, _, tokens, _ = case
         return int(work * tokens // 2)
 
-    lost = max((pairs(case) for case, us in on_hopper.items() if us >= min(times[case].values())), default=0)
-    won = [pairs(case) for case in on_hopper if pairs(case) > lost]
-    return {"hopper_from": min(won)} if won else {}
+    found = {}
+    for dim in {case[3][2] for case in on_hopper}:
+        cases = {case: us for case, us in on_hopper.items() if case[3][2] == dim}
+        lost = max((pairs(case) for case, us in cases.items() if us >= min(times[case].values())), default=0)
+        won = [pairs(case) for case in cases if pairs(case) > lost]
+        found.update({str(dim): min(won)} if won else {})
+    return {"hopper_from": found}
 
 
 def time_decode(n: int, context: int, shape: tuple[int, int, int], multiprocessors: int) -> dict[Any, float]:
@@ -146,7 +150,11 @@ def time_prefill(n: int, tokens: int, shape: tuple[int, int, int]) -> tuple[dict
                 prefill(query, cache[0], cache[1], at, dim**-0.5, out, qkv=qkv, tiles=(r, b, w, g))
 
             found[rows, (block_n, warps, stages)] = timed(run, 5)
-    if hopper is None or not hopper.fits(query, cache[0]):
+    try:
+        from meshlm.kernels.attention import hopper
+    except ImportError:  # a Triton without its dialect
+        return found, None
+    if not hopper.fits(query, cache[0]):
         return found, None
     return found, timed(lambda: hopper.prefill(query, cache[0], cache[1], at, dim**-0.5, out, qkv=qkv), 5)
 

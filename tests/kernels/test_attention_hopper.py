@@ -13,6 +13,7 @@ from paged import give_away, make, step_of
 
 from meshlm.kernels.attention import hopper
 from meshlm.kernels.attention.kernel import PLAIN, Columns, Extras
+from meshlm.kernels.attention.proof import Variant, prove
 from meshlm.kernels.attention.reference import attention
 
 HERE = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -104,6 +105,14 @@ def test_soft_cap_and_sinks() -> None:
     check((8, 4, 128), 16, WIDE, Extras(cap=5.0, sinks=torch.randn(8, device="cuda")))
     check((8, 4, 64), 16, WIDE, Extras(cap=5.0, window=100))
     check((8, 4, 256), 32, WIDE, Extras(cap=5.0, window=100))
+
+
+@on_hopper
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize("shape", [(32, 8, 128), (28, 4, 128), (8, 4, 256)])
+def test_a_worker_finds_it_right(shape: tuple[int, int, int], windowed: bool) -> None:
+    variant = Variant(*shape, 16, WIDE, windowed, capped=True)
+    assert prove(variant, torch.device("cuda"), 30.0) == ""
 
 
 @on_hopper

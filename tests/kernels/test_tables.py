@@ -207,10 +207,10 @@ def test_hopper_s_kernel_is_for_the_work_from_which_on_it_always_wins() -> None:
     tile = (64, (64, 4, 3))
     times = {case(1, 1024): {tile: 31.0}, case(8, 1024): {tile: 220.0}, case(1, 8192): {tile: 1061.0}}
     on_hopper = {case(1, 1024): 33.0, case(8, 1024): 189.0, case(1, 8192): 884.0}
-    assert attention_tune.hopper_table(times, on_hopper) == {"hopper_from": 32 * 8 * 1024 * 1024 // 2}
+    assert attention_tune.hopper_table(times, on_hopper) == {"hopper_from": {"128": 32 * 8 * 1024 * 1024 // 2}}
     on_hopper[case(1, 8192)] = 1100.0
-    assert attention_tune.hopper_table(times, on_hopper) == {}
-    assert attention_tune.hopper_table(times, {}) == {}
+    assert attention_tune.hopper_table(times, on_hopper) == {"hopper_from": {}}
+    assert attention_tune.hopper_table(times, {}) == {"hopper_from": {}}
 
 
 @pytest.mark.parametrize("groups", [[], [2, 4]])

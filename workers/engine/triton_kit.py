@@ -1,9 +1,13 @@
 """What a GPU with Triton brings to the engine: kernels for inputs and output, CUDA graphs, and a start that compiles all of them."""
 
+import math
+
 import numpy as np
+import structlog
 import torch
 
-from meshlm.kernels.attention.tiles import warm_sizes
+from meshlm.kernels.attention.proof import Variant, prove
+from meshlm.kernels.attention.tiles import hopper_from, warm_sizes
 from meshlm.kernels.gate_up_silu import kernel as gate_up_silu
 from meshlm.kernels.mla import tiles as latent_tiles
 from meshlm.kernels.precompile import precompiled
@@ -19,6 +23,8 @@ from meshlm.workers.graphs.dispatcher import Dispatcher, graph_keys
 from meshlm.workers.graphs.padded import PaddedStep
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.output.logits_sampler import LINES, LogitsSampler
+
+_log = structlog.get_logger()
 
 
 class TritonKit:
@@ -58,6 +64,21 @@ class TritonKit:
         graphs = Dispatcher(keys, self._padded, agree if engine.together is None else engine.together.vote)
         return graphs, Captures(graphs, self._inputs.clear)
 
+    def _prove_attention(self, engine: ModelEngine, *, launched: bool) -> None:
+        """Hopper's attention is used for this model's layers where it gives, on this GPU, what the other kernel gives."""
+        spec, config = engine.spec, engine.config
+        if spec.mla is not None or spec.encoder_only or hopper_from(spec.head_dim) == math.inf:
+            return
+        if engine.layout.dtype != engine.dtype:  # an FP8 cache is read by the other kernel
+            return
+        shape = (spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, config.cache.block_size)
+        cap, sliding = spec.attn_logit_softcapping, bool(spec.sliding_window)
+        full = not sliding or not all(spec.sliding_layers or [True])
+        for windowed in [False] * full + [True] * sliding:
+            variant = Variant(*shape, engine.dtype, windowed, cap > 0)
+            if reason := prove(variant, engine.device, cap, launched=launched):
+                _log.warning("attention of prompts runs without Hopper's kernel", reason=reason, windows=windowed)
+
     def compile_ahead(self, engine: ModelEngine, report: ProgressReport) -> None:
         """Have the kernels of all dummy steps, none of which waits for them. What torch itself computes here is nonsense.
 
@@ -69,8 +90,9 @@ class TritonKit:
         try:
             with engine.model.shortened() as layers, precompiled(lambda done, of: report("kernels", done, of, "")):
                 engine.compute.caches = caches[:layers]
+                self._prove_attention(engine, launched=False)
                 engine.dummy_step(engine.full_counts())
-                self.warm_up(engine)
+                self._warm_up(engine)
         except torch.OutOfMemoryError:  # the memory profile says it better
             if engine.shard.size > 1:  # the others are in the middle of a step
                 raise
@@ -79,6 +101,10 @@ class TritonKit:
 
     def warm_up(self, engine: ModelEngine) -> None:
         """Every kernel is compiled here, in each variant that steps use."""
+        self._prove_attention(engine, launched=True)
+        self._warm_up(engine)
+
+    def _warm_up(self, engine: ModelEngine) -> None:
         rows, resolved = engine.rows, engine.resolved
         longest = rows.block_tables.shape[-1] * rows.block_size
         most = rows.max_rows
