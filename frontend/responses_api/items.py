@@ -36,7 +36,7 @@ def messages_of(items: list[Json], field: str = "input") -> list[Json]:
                     _call(item, where)
                 )
             case "function_call_output":
-                call_id = _string(item, "call_id", where)
+                call_id = _name(item, "call_id", where)
                 found.append({"role": "tool", "tool_call_id": call_id, "content": _output(item, where)})
             case "reasoning":
                 turn = _turn(found, after=("reasoning",))
@@ -100,8 +100,8 @@ def _part(part: Any, where: str) -> Json:
 
 
 def _call(item: Json, where: str) -> Json:
-    function = {"name": _string(item, "name", where), "arguments": _string(item, "arguments", where)}
-    return {"id": _string(item, "call_id", where), "type": "function", "function": function}
+    function = {"name": _name(item, "name", where), "arguments": _string(item, "arguments", where)}
+    return {"id": _name(item, "call_id", where), "type": "function", "function": function}
 
 
 def _output(item: Json, where: str) -> str:
@@ -143,6 +143,12 @@ def _unsealed(text: str, where: str) -> str:
 def _string(item: Json, name: str, where: str) -> str:
     if not isinstance(value := item.get(name), str):
         raise _wrong(f"{where}.{name}", "must be a string")
+    return value
+
+
+def _name(item: Json, name: str, where: str) -> str:
+    if not (value := _string(item, name, where)):
+        raise _wrong(f"{where}.{name}", "must not be empty")
     return value
 
 
