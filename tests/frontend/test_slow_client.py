@@ -73,6 +73,12 @@ class Connection:
     def abort(self) -> None:
         self.gone = True
 
+    def get_extra_info(self, name: str) -> tuple[str, int]:
+        return ("127.0.0.1", 5)
+
+    def get_write_buffer_size(self) -> int:
+        return len(self._held)
+
     def is_closing(self) -> bool:
         return self.gone
 
