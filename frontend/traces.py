@@ -12,9 +12,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import Event, ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.sdk.trace.sampling import Decision
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from meshlm.frontend.choice import Choice
@@ -26,6 +29,9 @@ MAX_QUEUED = 4096  # spans; those beyond are dropped
 MAX_SEQUENCES = 64  # of a request that have spans with --collect-detailed-traces
 TIMEOUT_S = 5.0  # of one delivery
 FLUSH_S = 1.0  # what waits at the end of the process has so long
+
+NAME = "llm_request"
+SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 Attributes = dict[str, str | int | float]
 
@@ -100,12 +106,11 @@ class Traces:
         resource = Resource.create(
             {"service.name": name, "service.version": version, "service.instance.id": f"{process}-{os.getpid()}"}
         )
-        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._sampler = TracerProvider(resource=resource, shutdown_on_exit=False).sampler  # OTEL_TRACES_SAMPLER's
+        self._resource, self._scope = resource, InstrumentationScope("meshlm.frontend", version)
         exporter = _Exporter(_exporter(config.otlp_traces_endpoint), config.otlp_traces_endpoint, log)
-        self._provider.add_span_processor(
-            BatchSpanProcessor(exporter, max_queue_size=MAX_QUEUED, export_timeout_millis=TIMEOUT_S * 1e3)
-        )
-        self._tracer: Tracer = self._provider.get_tracer("meshlm.frontend", version)
+        self._queue = BatchSpanProcessor(exporter, max_queue_size=MAX_QUEUED, export_timeout_millis=TIMEOUT_S * 1e3)
+        self._ids = RandomIdGenerator()
         self._propagator = TraceContextTextMapPropagator()
         self._process, self._detailed = process, bool(config.collect_detailed_traces)
 
@@ -116,43 +121,70 @@ class Traces:
             return
         offset_s = wall_s - now
         slowest = max(choices, key=lambda choice: choice.last_at or now)
-        span = self._tracer.start_span(
-            "llm_request",
-            self._propagator.extract(answer.trace_headers),
-            SpanKind.SERVER,
-            _attributes(answer, choices, slowest, now) | {"meshlm.process": self._process, "url.path": path},
-            start_time=_ns(min(choice.opened_at for choice in choices) + offset_s),
+        context = self._propagator.extract(answer.trace_headers)
+        parent = get_current_span(context).get_span_context()
+        trace_id = parent.trace_id if parent.is_valid else self._ids.generate_trace_id()
+        attributes = _attributes(answer, choices, slowest, now)
+        attributes |= {"meshlm.process": self._process, "url.path": path, "http.response.status_code": status}
+        sampled = self._sampler.should_sample(context, trace_id, NAME, SpanKind.SERVER, attributes)
+        if sampled.decision is not Decision.RECORD_AND_SAMPLE:
+            return
+        own = SpanContext(trace_id, self._ids.generate_span_id(), False, SAMPLED, parent.trace_state)
+        shown = choices[:MAX_SEQUENCES] if self._detailed else [slowest]
+        for choice in shown:
+            self._add_hops(own, choice, offset_s)
+        failed = Status(StatusCode.ERROR, answer.error.message if answer.error is not None else "")
+        self._queue.on_end(
+            ReadableSpan(
+                NAME,
+                own,
+                parent if parent.is_valid else None,
+                self._resource,
+                attributes,
+                [event for choice in shown for event in _events(choice, now, offset_s)],
+                kind=SpanKind.SERVER,
+                status=failed if status >= 500 else Status(),
+                start_time=_ns(min(choice.opened_at for choice in choices) + offset_s),
+                end_time=_ns(wall_s),
+                instrumentation_scope=self._scope,
+            )
         )
-        if status >= 500:
-            span.set_status(Status(StatusCode.ERROR, answer.error.message if answer.error is not None else ""))
-        span.set_attribute("http.response.status_code", status)
-        for choice in choices[:MAX_SEQUENCES] if self._detailed else (slowest,):
-            self._add(span, choice, now, offset_s)
-        span.end(_ns(wall_s))
 
-    def _add(self, span: Span, choice: Choice, now: float, offset_s: float) -> None:
-        """The hops and events of one sequence."""
-        sequence: Attributes = {"meshlm.sequence": choice.index}
-        if choice.first_at:
-            span.add_event("first_token", sequence, _ns(choice.first_at + offset_s))
-        for at, reason in choice.retried:
-            span.add_event("retry", {**sequence, "reason": reason}, _ns(at + offset_s))
-        ended_at = choice.last_at or now
-        for event in choice.finished.events if choice.finished is not None else ():
-            attributes = {**sequence, "reason": event.reason} if event.reason else sequence
-            span.add_event(event.name, attributes, _ns(ended_at - event.ago_us / 1e6 + offset_s))
-        context = set_span_in_context(span)
+    def _add_hops(self, request: SpanContext, choice: Choice, offset_s: float) -> None:
+        """The spans of one sequence. The tracer of the library takes twice as long to make them."""
         for hop in hops(choice):
-            attributes = {**sequence, "meshlm.process": hop.process}
-            begin_ns = _ns(hop.begin + offset_s)
-            child = self._tracer.start_span(hop.name, context, SpanKind.INTERNAL, attributes, start_time=begin_ns)
-            child.end(_ns(hop.end + offset_s))
+            own = SpanContext(request.trace_id, self._ids.generate_span_id(), False, SAMPLED, request.trace_state)
+            self._queue.on_end(
+                ReadableSpan(
+                    hop.name,
+                    own,
+                    request,
+                    self._resource,
+                    {"meshlm.sequence": choice.index, "meshlm.process": hop.process},
+                    start_time=_ns(hop.begin + offset_s),
+                    end_time=_ns(hop.end + offset_s),
+                    instrumentation_scope=self._scope,
+                )
+            )
 
     def close(self) -> None:
         """What waits has FLUSH_S to leave; the process does not wait longer for its collector."""
-        last = threading.Thread(target=self._provider.force_flush, args=(int(FLUSH_S * 1e3),), daemon=True)
+        last = threading.Thread(target=self._queue.force_flush, args=(int(FLUSH_S * 1e3),), daemon=True)
         last.start()
         last.join(FLUSH_S)
+
+
+def _events(choice: Choice, now: float, offset_s: float) -> list[Event]:
+    """What happened to one sequence: its first token, preemptions, and attempts after a death."""
+    sequence: Attributes = {"meshlm.sequence": choice.index}
+    found = [Event("retry", {**sequence, "reason": reason}, _ns(at + offset_s)) for at, reason in choice.retried]
+    if choice.first_at:
+        found.append(Event("first_token", sequence, _ns(choice.first_at + offset_s)))
+    ended_at = choice.last_at or now
+    for event in choice.finished.events if choice.finished is not None else ():
+        attributes = {**sequence, "reason": event.reason} if event.reason else sequence
+        found.append(Event(event.name, attributes, _ns(ended_at - event.ago_us / 1e6 + offset_s)))
+    return found
 
 
 def _ns(seconds: float) -> int:

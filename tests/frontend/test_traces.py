@@ -143,3 +143,16 @@ def test_what_failed_is_marked(there: Collector) -> None:
     assert root["status"] == 2
     assert root["attributes"]["http.response.status_code"] == 500
     assert there.children(root) == []
+
+
+def test_what_its_sender_does_not_sample_is_not_sent(there: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And OTEL_TRACES_SAMPLER decides where nobody has."""
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
+    sender = traces(f"http://127.0.0.1:{there.grpc}", Log())
+    for name, parent in (("unsampled", PARENT[:-1] + "0"), ("nobody", ""), ("sampled", PARENT)):
+        answer = answer_of(name)
+        answer.trace_headers = {"traceparent": parent} if parent else {}
+        sender.ended(answer, "/v1/completions", 200, 13.5, 1000.0)
+    sender.close()
+    there.root("sampled")
+    assert not {"unsampled", "nobody"} & {span["attributes"].get("gen_ai.request.id") for span in there.seen}

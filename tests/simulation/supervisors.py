@@ -21,6 +21,7 @@ class Supervisor:
         self._mesh: Mesh | None = None
         self._ranks: control.SetRanks | None = None
         self.num_asked = 0  # operations
+        self.changed_settings: dict[str, str | int | float] = {}  # no operator changes any
         self._network: Head | Guest | None = None
 
     async def start(self, mesh: Mesh) -> dict[str, str]:
