@@ -178,7 +178,7 @@ def _consumer(
         gl.store(out + line[:, None] + (part * WIDE_ + c)[None, :], found, mask=inside)
 
 
-@gluon.jit(do_not_specialize=["n", "skip", "fewest"])
+@gluon.jit(do_not_specialize=["n", "skip", "fewest", "row_limit", "window", "blocks_stride"])
 def _prefill(
     key_pages, value_pages, step, query, keys, values, out, blocks, blocks_stride, rows, starts, ends, sinks, n, skip, fewest,
     row_limit, scale, cap, window,

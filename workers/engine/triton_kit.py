@@ -120,10 +120,6 @@ class TritonKit:
             engine.dummy_step(counts)
         if spec.mla is not None and prompt > 1:  # the rest of a prompt, of which earlier steps have computed some
             engine.dummy_step([prompt - 1], start=1)
-        if (
-            spec.mla is None and not spec.encoder_only and prompt < resolved.max_model_len
-        ):  # ... of a long one: attention's kernel may be another
-            engine.dummy_step([prompt], start=resolved.max_model_len - prompt)
         self._inputs.clear()
         with torch.inference_mode():
             for key in warm_up.graphs(engine.graphs.keys, sizes, min(tokens, most * prompt)):
