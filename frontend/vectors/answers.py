@@ -14,6 +14,7 @@ import msgspec
 from meshlm.frontend.choice import Choice, RowDetails
 from meshlm.frontend.parse import ParsedRequest
 from meshlm.frontend.responses import Response
+from meshlm.frontend.vectors.float8 import ROUNDERS
 from meshlm.frontend.vectors.parse import Pairs
 from meshlm.frontend.vectors.schema import CohereEmbedRequest, EncodingCommon, RerankRequest
 from meshlm.protocol.pooling import PoolingSpec
@@ -126,6 +127,8 @@ def packed(vector: "array[float]", body: EncodingCommon) -> bytes:
             "H", [min(bit + 0x7FFF + (bit >> 16 & 1), 0xFFFFFFFF) >> 16 for bit in bits]
         )  # to the nearest, ties to even
         return _ordered(halves, order)
+    if body.embed_dtype in ROUNDERS:
+        return bytes(map(ROUNDERS[body.embed_dtype], vector))
     return _ordered(vector, order)
 
 

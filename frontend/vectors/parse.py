@@ -73,10 +73,6 @@ def _encoding(body: EncodingCommon, unknown: tuple[str, ...], config: MeshConfig
     activation = body.use_activation if body.normalize is None else body.normalize
     if body.normalize is not None and body.use_activation not in (None, body.normalize):
         raise HttpError(400, "normalize: it is use_activation's older name, which says otherwise", "normalize")
-    if body.embed_dtype.startswith("fp8"):
-        raise HttpError(
-            400, f"embed_dtype: {body.embed_dtype} is not supported; float32, float16, bfloat16 are", "embed_dtype"
-        )
     dimensions = _dimensions("dimensions", body.dimensions, spec, task)
     pool = spec.pool(task, activation=activation, dimensions=dimensions)
     return _asked(body, unknown, config, prompts_of(body, config), pool)

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 import struct
 from typing import Any
 
@@ -13,6 +14,7 @@ from meshlm.frontend.choice import Choice, RowDetails
 from meshlm.frontend.parse import ParsedRequest
 from meshlm.frontend.vectors import answers
 from meshlm.frontend.vectors.answers import VectorsResponse
+from meshlm.frontend.vectors.float8 import ROUNDERS
 from meshlm.frontend.vectors.parse import Pairs
 from meshlm.frontend.vectors.schema import CohereEmbedRequest, EmbeddingRequest, RerankRequest
 from meshlm.protocol.ids import FinishReason, Handle, RequestId
@@ -92,6 +94,31 @@ def test_base64(dtype: str, endianness: str) -> None:
 
         bits = np.frombuffer(data, f"{order}u2").astype(np.int32) << 16
         assert (bits.view(np.float32) == torch.tensor(values).bfloat16().float().numpy()).all()
+
+
+@pytest.mark.parametrize(("dtype", "theirs"), [("fp8_e4m3", "float8_e4m3fn"), ("fp8_e5m2", "float8_e5m2")])
+def test_floats_of_eight_bits_are_torchs(dtype: str, theirs: str) -> None:
+    """To the nearest, ties to even; too large ones become the largest, or infinity."""
+    import torch
+
+    kind = getattr(torch, theirs)
+    all_of_them = torch.arange(256, dtype=torch.uint8).view(kind).float()
+    finite = all_of_them[all_of_them.isfinite()].unique()
+    between = (finite[1:] + finite[:-1]) / 2
+    some = torch.cat((finite, between, between * 1.0001, between * 0.9999, torch.randn(500) * 0.1))
+    edge = torch.tensor([447.0, 61439.0, 61440.0, 61441.0, 1e9, 0.0, -0.0, 1e-12])
+    if dtype == "fp8_e4m3":  # torch's before 2.13 are NaN
+        edge = edge.clamp(max=finite.max())
+    values = torch.cat((some, edge, -edge)).tolist()
+    found, _ = encoded([values], encoding_format="base64", embed_dtype=dtype, endianness="big")
+    data = base64.b64decode(json.loads(found)["data"][0]["embedding"])
+    assert data == torch.tensor(values).to(kind).view(torch.uint8).numpy().tobytes()
+
+
+def test_numbers_beyond_eight_bits() -> None:
+    e4m3, e5m2 = ROUNDERS["fp8_e4m3"], ROUNDERS["fp8_e5m2"]
+    assert [e4m3(value) for value in (464.1, 1e9, -1e9, math.inf, math.nan)] == [0x7E, 0x7E, 0xFE, 0x7E, 0x7F]
+    assert [e5m2(value) for value in (1e9, -1e9, math.inf, math.nan)] == [0x7C, 0xFC, 0x7C, 0x7F]
 
 
 def test_bytes() -> None:
