@@ -22,6 +22,8 @@ from meshlm.protocol.control_edge import MeshProcesses, MeshStats, News
 from meshlm.protocol.dashboard import History, Snapshot
 
 PERIOD_S = 0.1
+MAX_SHARE = 0.005  # of a core, for making snapshots: where one takes longer than half a millisecond, fewer are made
+PROCESSES_EVERY_S = 0.2
 STATS_EVERY_S = 0.5
 STALL_S = 10.0
 ANSWER_S = 0.5  # that the supervisor has for an answer
@@ -153,15 +155,19 @@ class Feed:
             await asyncio.sleep(STATS_EVERY_S)
 
     async def _make(self) -> None:
+        pause_s, asked_at = PERIOD_S, 0.0
         while self._is_watched:
-            self._ask_processes()
-            await asyncio.sleep(PERIOD_S)
-            now = time.monotonic()
+            if time.monotonic() - asked_at >= PROCESSES_EVERY_S:
+                asked_at = time.monotonic()
+                self._ask_processes()
+            await asyncio.sleep(pause_s)
+            now, begun = time.monotonic(), time.thread_time()
             if due := [watcher for watcher in self._watchers if watcher.due_at <= now]:
                 event = b"data: " + _encode(self._snapshot()) + b"\n\n"
                 for watcher in due:
                     watcher.due_at = now + watcher.every_s - PERIOD_S / 2  # turns of this loop are not exact
                     watcher.offer(event)
+                pause_s = max(PERIOD_S, (time.thread_time() - begun) / MAX_SHARE)
 
     def _snapshot(self) -> Snapshot:
         known = Known(

@@ -271,9 +271,8 @@ function healing(snapshot) {
     if (one.state !== "ready") {
       if (before === undefined) broken.set(one.name, snapshot.at_s);
     } else if (before !== undefined || died) {
-      const after = Math.max(0, snapshot.at_s - (before ?? snapshot.at_s));
       broken.delete(one.name);
-      const text = `ready again after ${duration(after)}`;
+      const text = before === undefined ? "ready again" : `ready again after ${duration(Math.max(0, snapshot.at_s - before))}`;
       healed.set(one.name, { text, until: snapshot.at_s + 10 });
       addNews(snapshot.at_s, "healed", `${one.name} is ${text}`);
     }
@@ -284,7 +283,7 @@ const restarts = new Map();
 // --- the drawing ---
 
 const COLUMNS = ["frontend", "detokenizer", "scheduler", "worker"]; // the way of tokens, from right to left
-const BOX = { width: 132, height: 40, down: 54, across: 236, top: 86 };
+const BOX = { width: 150, height: 40, down: 54, across: 250, top: 92 };
 const boxes = new Map();
 const lines = new Map();
 let layout = "";
@@ -308,7 +307,7 @@ function places(processes) {
     if (one.name.startsWith("coordinator/")) found.set(one.name, { x: 4 + 1.5 * BOX.across, y: 4 });
     if (one.name.startsWith("supervisor/")) found.set(one.name, { x: 4 + 2.6 * BOX.across, y: 4 });
   }
-  return { found, width: 8 + 3 * BOX.across + BOX.width, height: BOX.top + most * BOX.down };
+  return { found, width: 8 + 3 * BOX.across + BOX.width, height: BOX.top + most * BOX.down + 8 };
 }
 
 /** A line between two rows: from the middle of one box's lower edge to that of the other's upper edge. */
@@ -325,7 +324,7 @@ function relayout(snapshot) {
   lines.clear();
   set(drawing, { viewBox: `0 0 ${width} ${height}`, width, height });
   COLUMNS.forEach((role, place) => {
-    const title = svg("text", { class: "column", x: 4 + place * BOX.across + BOX.width / 2, y: BOX.top - 8 });
+    const title = svg("text", { class: "column", x: 4 + place * BOX.across + BOX.width / 2, y: height - 4 });
     title.textContent = `${role}s`;
     drawing.append(title);
   });

@@ -82,6 +82,24 @@ async def test_nothing_is_made_while_nobody_watches(source: Source) -> None:
     feed.close()
 
 
+async def test_snapshots_that_cost_much_are_made_seldom(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeds, "MAX_SHARE", 0.1)
+    spent = 0.0
+
+    def costly() -> list[Any]:
+        nonlocal spent
+        spent += 0.02
+        return []
+
+    monkeypatch.setattr(source, "open_choices", costly)
+    monkeypatch.setattr(feeds.time, "thread_time", lambda: spent)
+    feed = feed_of(source)
+    watcher = feed.join()
+    events = [await next_of(watcher) for _ in range(3)]
+    assert events[-1].at_s - events[0].at_s > 2 * 0.18, "20 ms each, and a tenth of a core at most"
+    feed.close()
+
+
 async def test_who_wants_fewer_events_gets_fewer(source: Source) -> None:
     feed = feed_of(source)
     seldom = feed.join(every_s=0.1)
