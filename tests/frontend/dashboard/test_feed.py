@@ -1,6 +1,7 @@
 """The dashboard's events: made only while somebody watches, once for all, and never waiting for a watcher."""
 
 import asyncio
+import time
 from typing import Any
 
 import msgspec
@@ -92,7 +93,7 @@ async def test_snapshots_that_cost_much_are_made_seldom(source: Source, monkeypa
         return []
 
     monkeypatch.setattr(source, "open_choices", costly)
-    monkeypatch.setattr(feeds.time, "thread_time", lambda: spent)
+    monkeypatch.setattr(time, "thread_time", lambda: spent)
     feed = feed_of(source)
     watcher = feed.join()
     events = [await next_of(watcher) for _ in range(3)]
