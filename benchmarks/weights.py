@@ -56,7 +56,8 @@ def packed(outputs: int, inputs: int, bits: int, group: int, kind: str) -> Packe
         zeros=torch.randint(0, 15, (groups, outputs), device="cuda", dtype=torch.uint8) if kind == "zeros" else None,
         minima=-scales if kind == "minima" else None,
         table=torch.linspace(-1, 1, 16, device="cuda") if kind == "table" else None,
-        bits=bits, group=group, zero=1 << bits - 1 if kind == "symmetric" else 0, inputs=inputs,
+        one_row=kind != "table" and group >= 32, some_rows=kind != "table", bits=bits, group=group,
+        zero=1 << bits - 1 if kind == "symmetric" else 0, inputs=inputs,
     )  # fmt: skip
 
 

@@ -318,9 +318,10 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
     """x [m, inputs] -> [m, outputs]."""
     x = x.contiguous() if weight.order is None else x.index_select(1, weight.order)
     rows, outputs = x.shape[0], weight.outputs
-    if rows > DECODED_ROWS:
+    one_row = rows == 1 and weight.one_row
+    if not one_row and (rows > DECODED_ROWS or not weight.some_rows):
         return gemm(x, decode(weight, x.dtype), bias)
-    if rows == 1 and gemv.takes(weight):
+    if one_row:
         few = gemv.default_shape(outputs, weight.inputs, x.device)
         if few.splits == 1:
             return gemv.parts(x, weight, few, bias)

@@ -47,6 +47,10 @@ class PackedWeight(NamedTuple):
     group: int = PLANE  # inputs that share a scale: 16, 32, 64, 128 or a multiple of 256
     zero: int = 0  # of all, where there are no `zeros`
     inputs: int = 0
+    one_row: bool = (
+        False  # the kernel of one row computes with it: it was proven to be right (workers/quantization/proofs.py)
+    )
+    some_rows: bool = False  # the same of the kernel of some rows
     columns: int = 0  # of x, where `order` brings some in that count for nothing; 0: as many as inputs
 
     @property

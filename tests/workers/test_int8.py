@@ -105,7 +105,7 @@ def distance(found: Tensor, model: nn.Module) -> float:
 class NativeOps(TorchOps):
     """Multiplies integers as a GPU does."""
 
-    def takes_int8(self) -> bool:
+    def takes_int8(self, weight: Int8Weight, dtype: torch.dtype) -> bool:
         return True
 
     def int8_linear(self, x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:

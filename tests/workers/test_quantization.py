@@ -90,7 +90,7 @@ def test_weights_are_decoded_when_they_are_used_on_a_gpu(tmp_path: Path, monkeyp
     def elsewhere(self: Fp8Linear, linear: torch.nn.Module, ops: object) -> None:
         held, weight = linear, linear.weight
         seen = SimpleNamespace(
-            outputs=held.outputs, weight=SimpleNamespace(device=SimpleNamespace(type="cuda")),
+            outputs=held.outputs, weight=SimpleNamespace(device=SimpleNamespace(type="cuda"), data=weight.data),
             weight_scale=held.weight_scale, input_scale=held.input_scale,
         )  # fmt: skip
         finish(self, seen, ops)  # type: ignore[arg-type]

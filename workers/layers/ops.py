@@ -98,16 +98,20 @@ class Ops(Protocol):
         """[m, inputs] -> [m, outputs]: kernels/packed_gemm."""
         ...
 
-    def takes_fp8(self, group: int) -> bool:
-        """Whether `fp8_linear` is there, for groups of so many inputs that share a scale (0: all do)."""
+    def proven(self, weight: PackedWeight, dtype: torch.dtype) -> PackedWeight:
+        """The weight, with which of this device's kernels may compute with it. While a model is prepared."""
+        ...
+
+    def takes_fp8(self, weight: Fp8Weight, dtype: torch.dtype) -> bool:
+        """Whether `fp8_linear` is there for such weights. While a model is prepared."""
         ...
 
     def fp8_linear(self, x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
         """[m, inputs] -> [m, outputs], in 8 bits: kernels/fp8_gemm."""
         ...
 
-    def takes_int8(self) -> bool:
-        """Whether `int8_linear` is there."""
+    def takes_int8(self, weight: Int8Weight, dtype: torch.dtype) -> bool:
+        """Whether `int8_linear` is there for such weights. While a model is prepared."""
         ...
 
     def int8_linear(self, x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
@@ -231,13 +235,16 @@ class Composed:
     def packed_linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         return packed_linear(x, weight, bias)
 
-    def takes_fp8(self, group: int) -> bool:
+    def proven(self, weight: PackedWeight, dtype: torch.dtype) -> PackedWeight:
+        return weight
+
+    def takes_fp8(self, weight: Fp8Weight, dtype: torch.dtype) -> bool:
         return False
 
     def fp8_linear(self, x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
         raise NotImplementedError
 
-    def takes_int8(self) -> bool:
+    def takes_int8(self, weight: Int8Weight, dtype: torch.dtype) -> bool:
         return False
 
     def int8_linear(self, x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:

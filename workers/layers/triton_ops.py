@@ -31,6 +31,7 @@ from meshlm.kernels.small_m_gemm.kernel import shape_for, small_m_gemm
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.layers.ops import AttentionShape, Composed, LatentShape, RouterWeights
 from meshlm.workers.layers.partial_sum import Kind, PartialSum
+from meshlm.workers.quantization import proofs
 
 
 class TritonOps(Composed):
@@ -63,16 +64,20 @@ class TritonOps(Composed):
     def packed_linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         return packed_linear(x, weight, bias)
 
-    def takes_fp8(self, group: int) -> bool:
-        return fp8.takes(group) and torch.cuda.get_device_capability() >= (8, 9)
+    def proven(self, weight: PackedWeight, dtype: torch.dtype) -> PackedWeight:
+        return proofs.proven(weight, dtype)
+
+    def takes_fp8(self, weight: Fp8Weight, dtype: torch.dtype) -> bool:
+        capable = fp8.takes(weight.group) and torch.cuda.get_device_capability() >= (8, 9)
+        return capable and proofs.takes_fp8(weight, dtype)
 
     def fp8_linear(self, x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
         codes, scales, group, rounded, input_scale = weight
         values, x_scales = (x, None) if rounded is None else quantise(x.contiguous(), rounded, input_scale)
         return fp8.fp8_gemm(values, x_scales, codes, scales, bias, x.dtype, group)
 
-    def takes_int8(self) -> bool:
-        return True
+    def takes_int8(self, weight: Int8Weight, dtype: torch.dtype) -> bool:
+        return proofs.takes_int8(weight, dtype)
 
     def int8_linear(self, x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
         codes, scales, zeros = quantise_int8.quantise(

@@ -73,8 +73,9 @@ class Fp8Linear:
             rows = _Rows(begin, begin + count, None if scales is None else scales[nth], None)
             if linear.weight.device.type == "cpu":
                 rows = rows._replace(weight=ops.pack(self._values(linear, rows, self._dtype)))
-            elif self._native(ops):
-                rows = rows._replace(native=self._as_they_are(linear, rows))
+            elif self._alike():
+                as_they_are = self._as_they_are(linear, rows)
+                rows = rows._replace(native=as_they_are if ops.takes_fp8(as_they_are, self._dtype) else None)
             found.append(rows)
             begin += count
         self._rows = tuple(found)
@@ -100,12 +101,11 @@ class Fp8Linear:
         """No kernel here rounds activations or scales weights."""
         return False
 
-    def _native(self, ops: "Ops") -> bool:
-        """Weights and inputs must have scales for the same groups."""
+    def _alike(self) -> bool:
+        """Whether weights and inputs have scales for the same groups."""
         scheme = self.scheme
         group = scheme.block[1] if scheme.weight == "block" else 0
-        alike = scheme.activation != "group" or scheme.group == group
-        return alike and not (group and scheme.activation == "static") and ops.takes_fp8(group)
+        return (scheme.activation != "group" or scheme.group == group) and not (group and scheme.activation == "static")
 
     def _as_they_are(self, linear: "Linear", rows: _Rows) -> Fp8Weight:
         part, scheme = slice(rows.begin, rows.end), self.scheme

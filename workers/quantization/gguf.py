@@ -37,7 +37,7 @@ class GGUFLinear:
         linear.weight = nn.Parameter(torch.empty(size, dtype=torch.uint8), requires_grad=False)
 
     def finish(self, linear: "Linear", ops: "Ops") -> None:
-        self.weights = self._packed(linear)
+        self.weights = tuple(ops.proven(weight, self._dtype) for weight in self._packed(linear))
         linear.weight = nn.Parameter(self.weights[0].low, requires_grad=False)
 
     def values(self, linear: "Linear") -> Tensor:

@@ -52,7 +52,7 @@ class Int8Linear:
     def finish(self, linear: "Linear", ops: "Ops") -> None:
         codes, scales = linear.weight.data, linear.weight_scale
         assert isinstance(scales, Tensor)
-        native, found, begin = ops.takes_int8(), [], 0
+        found, begin, native = [], 0, False
         for given, count in self._inputs(linear):
             part = slice(begin, begin + count)
             input_scale, input_zero = given
@@ -60,6 +60,7 @@ class Int8Linear:
             weight = Int8Weight(
                 codes[part], scales[part].contiguous(), sums, not self.scheme.zeros, input_scale, input_zero
             )
+            native = ops.takes_int8(weight, self._dtype)
             values = None if native else ops.pack((codes[part].float() * scales[part]).to(self._dtype))
             found.append(_Rows(begin, begin + count, weight if native else weight._replace(codes=codes[:0]), values))
             begin += count

@@ -56,7 +56,7 @@ class PackedLinear:
         if packed.low.device.type == "cpu":
             linear.weight = nn.Parameter(ops.pack(decode(packed, self._dtype)), requires_grad=False)
             return
-        self.weight = packed
+        self.weight = ops.proven(packed, self._dtype)
         linear.weight = nn.Parameter(packed.low, requires_grad=False)
 
     def values(self, linear: "Linear") -> Tensor:

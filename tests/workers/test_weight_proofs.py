@@ -1,0 +1,74 @@
+"""Kernels of quantised weights are used where they are right, and left out, with a line that says so, where they are not."""
+
+from typing import Any
+
+import pytest
+import torch
+from device import DEVICE, MARKS, WIDE, needs_fp8
+from structlog.testing import capture_logs
+
+from meshlm.kernels.fp8_gemm.reference import Fp8Weight
+from meshlm.kernels.packed_gemm import gemv
+from meshlm.kernels.quantise_int8.reference import Int8Weight
+from meshlm.workers.quantization import proofs
+
+pytestmark = MARKS
+KINDS: list[proofs.Kind] = [
+    (4, 128, 8, True, True, torch.float16),
+    (4, 128, 0, False, True, torch.float16),
+    (4, 32, 0, True, False, torch.float16),
+    (6, 16, 32, True, True, torch.float16),
+    (8, 4096, 128, True, True, torch.bfloat16),
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    for proof in (proofs._one_row, proofs._some_rows, proofs._fp8, proofs._int8):
+        proof.cache_clear()
+    if DEVICE.type != "cuda":
+        monkeypatch.setattr(proofs, "COUNTS", (1, 70))
+
+
+@pytest.mark.parametrize("kind", KINDS if DEVICE.type == "cuda" else KINDS[1:3])
+def test_packed_kernels(kind: proofs.Kind) -> None:
+    found = proofs.proven(proofs.random_packed(kind, 512, DEVICE), WIDE)
+    assert found.one_row == (kind[1] >= 32)
+    assert found.some_rows
+
+
+@needs_fp8
+@pytest.mark.parametrize(
+    ("group", "rounded", "known"), [(0, 0, False), (0, 0, True), (128, 128, False), (0, None, False)]
+)
+def test_products_of_8_bit_floats(group: int, rounded: int | None, known: bool) -> None:
+    codes = torch.empty(64, 256, dtype=torch.float8_e4m3fn, device=DEVICE)
+    scale = torch.tensor(1.0, device=DEVICE) if known else None
+    assert proofs.takes_fp8(Fp8Weight(codes, torch.ones(64, 1), group, rounded, scale), WIDE)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_products_of_8_bit_integers(symmetric: bool) -> None:
+    codes = torch.empty(64, 256, dtype=torch.int8, device=DEVICE)
+    assert proofs.takes_int8(Int8Weight(codes, torch.ones(64, 1), torch.ones(64), symmetric), WIDE)
+
+
+@pytest.mark.parametrize("how", ["wrong", "NaN", "raises"])
+def test_what_is_wrong_is_not_used(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = gemv.parts
+
+    def parts(*arguments: Any) -> torch.Tensor:
+        if how == "raises":
+            raise RuntimeError("PassManager::run failed\nand more")
+        found = right(*arguments)
+        found[..., 150] = torch.nan if how == "NaN" else found[..., 150] + 40
+        return found
+
+    monkeypatch.setattr(gemv, "parts", parts)
+    with capture_logs() as said:
+        found = proofs.proven(proofs.random_packed(KINDS[1], 512, DEVICE), WIDE)
+        again = proofs.proven(proofs.random_packed(KINDS[1], 512, DEVICE), WIDE)
+    assert (found.one_row, found.some_rows) == (again.one_row, again.some_rows) == (False, True)
+    assert [entry["event"] for entry in said] == [
+        "the packed kernel of one row is not right on this GPU: tensor cores compute it"
+    ]

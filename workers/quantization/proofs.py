@@ -1,0 +1,169 @@
+"""At each start, on the very GPU: do the kernels of quantised weights give what plain torch gives? Small random cases.
+
+What differs, or cannot be compiled or launched, is not used: another way computes instead, and one line in the log says so.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+
+import structlog
+import torch
+from torch import Tensor
+from triton.runtime.errors import TritonError
+
+from meshlm.kernels.fp8_gemm.kernel import fp8_gemm, int8_gemm
+from meshlm.kernels.fp8_gemm.reference import Fp8Weight
+from meshlm.kernels.fp8_gemm.reference import fp8_gemm as fp8_reference
+from meshlm.kernels.packed_gemm import gemv, reference
+from meshlm.kernels.packed_gemm import kernel as packed
+from meshlm.kernels.packed_gemm.reference import PackedWeight
+from meshlm.kernels.quantise_fp8 import kernel as quantise_fp8
+from meshlm.kernels.quantise_int8 import kernel as quantise_int8
+from meshlm.kernels.quantise_int8.reference import Int8Weight, int8_linear
+
+NEAR = 0.05  # largest error, in standard deviations of what must come out
+ROUNDING = 0.05  # mean distance of what 8 bits leave of normal numbers, at most
+COUNTS = (1, 20, 60, 100, 300)  # rows that meet all ways to multiply 8 bits
+ROWS = 200  # outputs of a case: no multiple of any tile
+_log = structlog.get_logger()
+Case = Callable[[], tuple[Tensor, Tensor]]  # found, and what it must be
+
+
+def holds(what: str, instead: str, cases: list[Case]) -> bool:
+    """Whether all cases are near. Waits for the device."""
+    try:
+        reason = next((why for case in cases if (why := _differs(*case()))), "")
+    except (TritonError, RuntimeError, ValueError, TypeError, AssertionError) as error:
+        reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:200]
+    if reason:
+        _log.warning(f"{what} is not right on this GPU: {instead}", reason=reason)
+    return not reason
+
+
+def _differs(found: Tensor, expected: Tensor) -> str:
+    error = float((found.float() - expected.float()).abs().max() / expected.float().std())
+    return "" if error <= NEAR else f"a result is off by {error:.3g} standard deviations"
+
+
+def proven(weight: PackedWeight, dtype: torch.dtype) -> PackedWeight:
+    """The weight, with the kernels that may compute with it: those of its own tiles, bits, groups and scales are right.
+
+    NF4 is decoded for each product, which is faster than to look up each code (docs/quantization.md).
+    """
+    if weight.table is not None or dtype == torch.float32:
+        return weight
+    kind = weight.bits, weight.group, weight.zero, weight.zeros is None, weight.minima is None, weight.scales.dtype
+    sizes, device = (weight.outputs, weight.inputs), weight.low.device
+    one = gemv.takes(weight) and _one_row(
+        kind, dtype, weight.inputs % 256 == 0, gemv.default_shape(*sizes, device), device
+    )
+    shapes = tuple(packed.default_shape(rows, *sizes, device) for rows in (16, 32, 64))
+    some = all(_some_rows(kind, dtype, weight.inputs % 256 == 0, shape, device) for shape in shapes)
+    return weight._replace(one_row=one, some_rows=some)
+
+
+Kind = tuple[int, int, int, bool, bool, torch.dtype]
+
+
+@cache
+def _one_row(kind: Kind, dtype: torch.dtype, whole: bool, shape: gemv.Shape, device: torch.device) -> bool:
+    case = _case(kind, dtype, whole, 1, shape.splits, lambda x, w: gemv.parts(x, w, shape), device)
+    return holds("the packed kernel of one row", "tensor cores compute it", [case])
+
+
+@cache
+def _some_rows(kind: Kind, dtype: torch.dtype, whole: bool, shape: packed.Shape, device: torch.device) -> bool:
+    rows = shape.block_m - 1
+    case = _case(kind, dtype, whole, rows, shape.splits, lambda x, w: packed.parts(x, w, shape), device)
+    return holds("the packed kernel of some rows", "weights are decoded for each product", [case])
+
+
+def _case(
+    kind: Kind, dtype: torch.dtype, whole: bool, rows: int, splits: int, run: Callable[[Tensor, PackedWeight], Tensor],
+    device: torch.device,
+) -> Case:  # fmt: skip
+    """A product with a random weight of this kind, of as few inputs as have all parts; whole: of whole chunks."""
+
+    def case() -> tuple[Tensor, Tensor]:
+        inputs = 512 * splits - (0 if whole else 96)
+        weight = random_packed(kind, inputs, device)
+        x = torch.randn(rows, inputs, dtype=dtype, device=device)
+        found = run(x, weight)
+        return (found.sum(0) if splits > 1 else found), x.float() @ reference.decode(weight, torch.float32).t()
+
+    return case
+
+
+def random_packed(kind: Kind, inputs: int, device: torch.device) -> PackedWeight:
+    """A weight of any codes and scales."""
+    bits, group, zero, no_zeros, no_minima, scales_dtype = kind
+    group = min(group, -(-inputs // 256) * 256)
+    groups = -(-inputs // group)
+    codes = torch.randint(0, 1 << bits, (ROWS, inputs), dtype=torch.uint8, device=device)
+    low, high = reference.pack(codes, bits)
+    scales = (torch.rand(groups, ROWS, device=device) + 0.5).to(scales_dtype)
+    zeros = None if no_zeros else torch.randint(0, 1 << bits, (groups, ROWS), dtype=torch.uint8, device=device)
+    minima = None if no_minima else (torch.rand(groups, ROWS, device=device) * -(1 << bits)).to(scales_dtype)
+    return PackedWeight(low, high, scales, zeros, minima, bits=bits, group=group, zero=zero, inputs=inputs)
+
+
+def takes_fp8(weight: Fp8Weight, dtype: torch.dtype) -> bool:
+    """Whether the products of such weights are right, of one row, some and many."""
+    codes, _, group, rounded, scale = weight
+    return _fp8(group, rounded, scale is not None, codes.shape[1] % 128, dtype, codes.device)
+
+
+@cache
+def _fp8(group: int, rounded: int | None, known: bool, beyond: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """beyond: inputs behind the last whole tile."""
+    inputs = 1024 + beyond - beyond % 16
+    codes = (torch.randn(ROWS + 8, inputs, device=device) * 30).clamp(-400, 400).to(torch.float8_e4m3fn)
+    scales = torch.rand(ROWS + 8, -(-inputs // group) if group else 1, device=device) + 0.5
+    scale = torch.tensor(0.01, device=device) if known else None
+
+    def case(rows: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(rows, inputs, dtype=dtype, device=device)
+        if rounded is None:
+            return fp8_gemm(x, None, codes, scales, None, dtype, group), fp8_reference(
+                x, None, codes, scales, None, torch.float32
+            )
+        values, x_scales = quantise_fp8.quantise(x, rounded, scale)
+        size = rounded or inputs
+        shown = values.float() * x_scales.repeat_interleave(size, dim=1)[:, :inputs]
+        if not float((shown - (x.clamp(-4.48, 4.48) if known else x)).abs().mean()) <= ROUNDING:
+            raise ValueError("activations are rounded to other numbers")
+        found = fp8_gemm(values, x_scales, codes, scales, None, dtype, group)
+        return found, fp8_reference(values, x_scales, codes, scales, None, torch.float32)
+
+    return holds(
+        "a product of 8-bit floats",
+        "weights are decoded for each",
+        [partial(case, count) for count in COUNTS],
+    )
+
+
+def takes_int8(weight: Int8Weight, dtype: torch.dtype) -> bool:
+    """Whether the products of such weights are right, of one row, some and many."""
+    zero = weight.input_zero is not None
+    return _int8(
+        weight.symmetric, weight.input_scale is not None, zero, weight.codes.shape[1] % 128, dtype, weight.codes.device
+    )
+
+
+@cache
+def _int8(symmetric: bool, known: bool, zero: bool, beyond: int, dtype: torch.dtype, device: torch.device) -> bool:
+    inputs = 1024 + beyond
+    codes = torch.randint(-128, 128, (ROWS, inputs), dtype=torch.int8, device=device)
+    weight = Int8Weight(
+        codes, torch.rand(ROWS, 1, device=device) + 0.5, codes.sum(1, dtype=torch.int32).float(), symmetric,
+        torch.tensor(0.03, device=device) if known else None, torch.tensor(-5.0, device=device) if zero else None,
+    )  # fmt: skip
+
+    def case(rows: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(rows, inputs, dtype=dtype, device=device) + 0.2
+        rounded, scales, zeros = quantise_int8.quantise(x, symmetric, weight.input_scale, weight.input_zero)
+        given = None if symmetric else zeros
+        found = int8_gemm(rounded, scales, given, codes, weight.scales, weight.sums, None, dtype)
+        return found, int8_linear(x.float(), weight)
+
+    return holds("a product of 8-bit integers", "weights are decoded", [partial(case, count) for count in COUNTS])
