@@ -84,6 +84,12 @@ sbom: $(RELEASE)
 audit: $(RELEASE)
 	@$(BIN)/python -P deploy/audit.py
 
+# The site of docs/ in build/site; a link that leads nowhere ends it.
+docs: setup
+	@$(BIN)/python -P docs/site.py build/docs-source
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q --strict
+	@echo build/site/index.html
+
 sizes:
 	@for d in protocol architectures runtime frontend detokenizer coordinator scheduler_proc workers kernels supervisor tests benchmarks; do \
 		printf '%-16s %6s lines\n' $$d "$$(find $$d -name '*.py' | xargs cat | wc -l)"; done
