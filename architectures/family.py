@@ -88,7 +88,8 @@ class Family(NamedTuple):
     defaults: Mapping[str, Any] = {}  # what transformers' class takes for missing keys, where it differs from Llama's
 
     packed: Mapping[str, tuple[str, ...]] = {}
-    """Tensors of a layer that hold several weights, one below the other: the stem of their name, and those of the weights."""
+    """Tensors of a layer that hold several weights, one below the other: the stem of their name, and those of the weights. A stem with
+    {} is of a tensor that holds those of all experts."""
     gguf: GGUFFamily | None = None
     float16: bool = True  # whether its numbers fit
     compiles: bool = True  # whether --compile inductor knows its layers (workers/models/compiled.py)

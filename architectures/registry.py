@@ -43,6 +43,8 @@ _OWN = {
     "Starcoder2ForCausalLM": _Module("starcoder2"),
     "Mamba2ForCausalLM": _Module("mamba2"),
     "BambaForCausalLM": _Module("bamba"),
+    "GraniteMoeHybridForCausalLM": _Module("granite_hybrid"),
+    "NemotronHForCausalLM": _Module("nemotron_h"),
 }
 _CAUSAL, _SEQUENCE, _TOKENS = "ForCausalLM", "ForSequenceClassification", "ForTokenClassification"
 _OF_ENCODERS = ("Model", "ForMaskedLM", _SEQUENCE, _TOKENS)

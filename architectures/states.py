@@ -12,8 +12,8 @@ KEYS = words("""
     mamba_conv_bias mamba_proj_bias time_step_limit
 """)
 PACKED: Mapping[str, tuple[str, ...]] = {
-    "mamba.in_proj": ("mamba.z_proj", "mamba.x_proj", "mamba.b_proj", "mamba.c_proj", "mamba.dt_proj"),
-    "mamba.conv1d": ("mamba.x_conv", "mamba.b_conv", "mamba.c_conv"),
+    "mamba.in_proj": tuple(f"mamba.{part}_proj" for part in ("z", "x", "b", "c", "dt")),
+    "mamba.conv1d": tuple(f"mamba.{part}_conv" for part in "xbc"),
 }
 MODEL = "meshlm.workers.models.hybrid:Hybrid"
 
@@ -27,8 +27,11 @@ _INFINITE: tuple[Any, ...] = (
 )  # the last is transformers 5's JSON
 
 
-def mamba2_state(config: dict[str, Any], layers: tuple[bool, ...], names: Mapping[str, str] | None = None) -> StateSpec:
-    """The state of these layers. names: the family's keys, where they are not Bamba's. KeyError, ValueError."""
+def mamba2_state(
+    config: dict[str, Any], layers: tuple[bool, ...], names: Mapping[str, str] | None = None, *, expands: bool = True
+) -> StateSpec:
+    """The state of these layers. names: the family's keys, where they are not Bamba's. expands: heads are as wide as the expanded
+    hidden size. KeyError, ValueError."""
 
     def key(name: str) -> str:
         return (names or {}).get(name, name)
@@ -40,12 +43,11 @@ def mamba2_state(config: dict[str, Any], layers: tuple[bool, ...], names: Mappin
         return found
 
     heads, groups, hidden = size("mamba_n_heads"), size("mamba_n_groups"), integer(config, "hidden_size")
-    inner = size("mamba_expand") * hidden
     each = config.get(key("mamba_d_head"), "auto")
-    each = inner // heads if each in (None, "auto") else integer(config, key("mamba_d_head"))
+    each = size("mamba_expand") * hidden // heads if each in (None, "auto") else size("mamba_d_head")
     if heads % groups:
         raise ValueError(f"{key('mamba_n_heads')} {heads} is no multiple of {key('mamba_n_groups')} {groups}")
-    if "mamba_expand" in config and heads * each != inner:
+    if expands and heads * each != size("mamba_expand") * hidden:
         raise ValueError(
             f"{key('mamba_n_heads')} {heads} heads of {each} are not {key('mamba_expand')} times hidden_size {hidden}"
         )
@@ -61,7 +63,32 @@ def mamba2_state(config: dict[str, Any], layers: tuple[bool, ...], names: Mappin
         proj_bias=boolean(config, key("mamba_proj_bias")),
         chunk_size=size("mamba_chunk_size", 256),
         time_step_limit=time_step_limit(config),
+        dtype=_dtype(config),
     )
+
+
+def _dtype(config: dict[str, Any]) -> str:
+    """That the file wants for states. ValueError."""
+    found = config.get("mamba_ssm_cache_dtype") or config.get("mamba_ssm_dtype") or "auto"
+    if found not in ("auto", "float32", "float16", "bfloat16"):
+        raise ValueError(
+            f"mamba_ssm_cache_dtype {shown(found)} is not supported; supported: float32, float16, bfloat16"
+        )
+    return str(found)
+
+
+def layers_of(config: dict[str, Any], kinds: Mapping[str, str]) -> tuple[str, ...]:
+    """The kind of each layer, from layer_types or layers_block_type. kinds: their names in files, and ours. ValueError."""
+    layers = integer(config, "num_hidden_layers")
+    given = config.get("layers_block_type") or config.get("layer_types")
+    if given is None:
+        raise KeyError("layer_types")
+    if not isinstance(given, list) or len(given) != layers:
+        raise ValueError(f"layer_types must name the kind of each of {layers} layers, got {shown(given)}")
+    for layer, kind in enumerate(given):
+        if kind not in kinds:
+            raise ValueError(f"layer_types holds {shown(kind)} for layer {layer}; supported: {', '.join(kinds)}")
+    return tuple(kinds[kind] for kind in given)
 
 
 def time_step_limit(config: dict[str, Any]) -> tuple[float, float]:

@@ -168,6 +168,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     attn_logit_softcapping: float = 0.0  # 0: none
     final_logit_softcapping: float = 0.0
     logit_scale: float = 1.0  # what logits are multiplied by
+    multipliers: tuple[float, ...] = ()  # that a family multiplies into its weights while they load
     dtype: str = "float32"
     quantization: QuantizationSpec | None = None
     moe: MoESpec | None = None

@@ -21,7 +21,12 @@ from meshlm.workers.distributed.shard import WHOLE
 from meshlm.workers.models.registry import model_class
 from meshlm.workers.weights.slices import place
 
-STATES: dict[str, Literal["mamba", "mamba2", "gated_delta_net"]] = {"Mamba2": "mamba2", "Bamba": "mamba2"}
+STATES: dict[str, Literal["mamba", "mamba2", "gated_delta_net"]] = {
+    "Mamba2": "mamba2",
+    "Bamba": "mamba2",
+    "GraniteMoeHybrid": "mamba2",
+    "NemotronH": "mamba2",
+}
 """Architectures whose first layer has a state."""
 
 
@@ -74,8 +79,9 @@ def test_weights_fill_the_parameters_of_the_model(architecture: str, tied: bool)
             "state": StateSpec(
                 kind=kind, layers=(True, alone), num_heads=4, head_dim=3, state_size=5, n_groups=2, proj_bias=tied
             ),
-            "attention_layers": (False, not alone),
-            "mlp_layers": (not alone, not alone),
+            "attention_layers": (False, not alone and not architecture.startswith("Nemotron")),
+            "mlp_layers": (not alone and not architecture.startswith("Nemotron"), not alone),
+            "multipliers": (1.0, 1.0, 1.0),
         }
     spec = spec_of(
         **of_encoder,

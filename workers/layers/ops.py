@@ -69,6 +69,7 @@ class LatentShape:
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
+    "relu2": lambda x: F.relu(x).square(),
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
 

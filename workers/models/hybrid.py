@@ -11,9 +11,10 @@ from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.moe import MoE
 from meshlm.workers.layers.norm import RMSNorm
-from meshlm.workers.layers.ops import Ops
+from meshlm.workers.layers.ops import ACTIVATIONS, Ops
 from meshlm.workers.layers.partial_sum import PartialSum
 from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer
+from meshlm.workers.models.layer_norm import UngatedMLP
 from meshlm.workers.models.mamba2 import Mamba2Mixer
 
 
@@ -93,3 +94,24 @@ class Hybrid(Decoder):
     """See `Decoder`."""
 
     layer_type = HybridLayer
+
+
+class SquaredReLU(UngatedMLP):
+    """down(relu(up(norm(x)))^2)."""
+
+    def forward(self, x: PartialSum, norm: RMSNorm, batch: StepInputs, ops: Ops) -> PartialSum:
+        """See `MLP.forward`."""
+        hidden, residual = self.up.after_norm(x, norm, ops)
+        return self.down.row_parallel(ACTIVATIONS[self._act](hidden), residual, ops)
+
+
+class NemotronLayer(HybridLayer):
+    """One of a mixer, attention and an MLP."""
+
+    mlp_kind = SquaredReLU
+
+
+class NemotronH(Hybrid):
+    """See `Decoder`."""
+
+    layer_type = NemotronLayer

@@ -89,6 +89,35 @@ class _Rows:
         return self.part(0, 0, self.shape[0])
 
 
+class _Expert:
+    """Some rows of one expert's matrix, in a tensor that holds those of all experts."""
+
+    def __init__(self, source: Source, expert: int, begin: int, end: int) -> None:
+        self._source, self._expert, self._begin = source, expert, begin
+        self.shape, self.dtype = (end - begin, *source.shape[2:]), source.dtype
+
+    def part(self, dim: int, begin: int, end: int) -> Tensor:
+        rows = self.whole()
+        return rows.narrow(dim, begin, end - begin)
+
+    def whole(self) -> Tensor:
+        matrix = self._source.part(0, self._expert, self._expert + 1)[0]
+        return matrix[self._begin : self._begin + self.shape[0]]
+
+
+def _of_experts(
+    name: str, source: Source, stems: list[str], weights: Mapping[str, Weight]
+) -> Iterator[tuple[str, Source]]:
+    """A tensor that holds the matrices of all experts. stems: with {} for the number of an expert."""
+    count = next(number for number in range(len(weights) + 1) if stems[0].format(number) not in weights)
+    ends = list(accumulate(weights[stem.format(0)].shape[0] for stem in stems))
+    if source.shape[:2] != (count, ends[-1]):
+        raise ProcessFatal(f"tensor {name} has shape {source.shape}; it must have {count} matrices of {ends[-1]} rows")
+    for expert in range(count):
+        for stem, begin, end in zip(stems, [0, *ends], ends, strict=False):
+            yield stem.format(expert), _Expert(source, expert, begin, end)
+
+
 def unpacked(
     tensors: Iterable[tuple[str, Source]], spec: ModelSpec, packed: Mapping[str, tuple[str, ...]]
 ) -> Iterator[tuple[str, Source]]:
@@ -98,6 +127,9 @@ def unpacked(
         match = _OF_LAYER.fullmatch(name)
         stems = packed.get(match["stem"]) if match else None
         names = [f"model.{match['layer']}.{stem}.{match['kind']}" for stem in stems] if match and stems else []
+        if names and "{}" in names[0] and names[0].format(0) in weights:
+            yield from _of_experts(name, source, names, weights)
+            continue
         if not names or any(weight not in weights for weight in names):
             yield name, source  # the model has no such layer, or no such bias: check.py will say it
             continue

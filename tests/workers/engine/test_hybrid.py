@@ -31,8 +31,46 @@ MAMBA2 = {
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": ("Mamba2Config", MAMBA2),
     "bamba": ("BambaConfig", STATES | {"num_hidden_layers": 4, "attn_layer_indices": [1]}),
+    "granite": (
+        "GraniteMoeHybridConfig",
+        STATES
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            "num_local_experts": 5,
+            "shared_intermediate_size": 40,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 1.7,
+            "residual_multiplier": 0.6,
+            "attention_multiplier": 0.3,
+        },
+    ),
+    "granite-dense": (
+        "GraniteMoeHybridConfig",
+        STATES
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "tie_word_embeddings": True,
+            "embedding_multiplier": 3.0,
+        },
+    ),
+    "nemotron": (
+        "NemotronHConfig",
+        {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
+            "head_dim": 8,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 8,
+            "chunk_size": 8,
+        },
+    ),
 }
-PAGES = {"mamba2": 4, "bamba": 12}
+PAGES = {"mamba2": 4}
 
 
 @pytest.fixture(params=CASES, scope="module")
@@ -49,7 +87,7 @@ def test_tokens_are_transformers(
 ) -> None:
     case, folder, expected = model
     size = 16 if case == "mamba2" else 48
-    engines = Engines(folder, PAGES[case], backend, tp, pp, mamba_cache_mode=mode, mamba_block_size=size)
+    engines = Engines(folder, PAGES.get(case, 12), backend, tp, pp, mamba_cache_mode=mode, mamba_block_size=size)
     try:
         bench = served(engines, pp)
     finally:
@@ -58,4 +96,16 @@ def test_tokens_are_transformers(
     assert (FullAttention() in engines.kv_specs) == (case != "mamba2")
     assert bench.tokens == dict(enumerate(expected)) | dict.fromkeys(AGAIN, expected[-1])
     assert bench.core.batching.num_preemptions > 0, "memory was to be too little"
-    assert bench.cached[AGAIN[-1]] >= 48, "too little was found in the prefix cache"
+    assert bench.cached[AGAIN[-1]] >= (32 if case == "mamba2" else 48), "too little was found in the prefix cache"
+
+
+@pytest.mark.parametrize(("case", "tp", "pp"), [("bamba", 2, 1), ("granite", 1, 2), ("nemotron", 2, 1)])
+def test_ranks_and_stages(case: str, tp: int, pp: int, tmp_path: Path) -> None:
+    """Heads with their states, and groups of B and C, are split; each stage has the pages of its own layers."""
+    expected = made(CASES[case], tmp_path)
+    engines = Engines(tmp_path, 12, "torch", tp, pp, mamba_block_size=48 if tp == 1 else 48)
+    try:
+        bench = served(engines, pp)
+    finally:
+        engines.close()
+    assert bench.tokens == dict(enumerate(expected)) | dict.fromkeys(AGAIN, expected[-1])
