@@ -28,20 +28,21 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     if (act := config.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise ValueError(f"hidden_act {shown(act)} is not supported; supported: silu")
     layers, hidden = integer(config, "num_hidden_layers"), integer(config, "hidden_size")
+    state = mamba2_state(config, (True,) * layers, _NAMES)
     return ModelSpec(
         architecture=architecture,
         vocab_size=integer(config, "vocab_size"),
         hidden_size=hidden,
         intermediate_size=hidden,  # there is none, and it is read nowhere
         num_hidden_layers=layers,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=64,
+        num_attention_heads=state.num_heads,  # that ranks may split
+        num_key_value_heads=state.num_heads,
+        head_dim=state.head_dim,
         max_position_embeddings=integer(config, "max_position_embeddings", CONTEXT),
         rms_norm_eps=number(config.get("layer_norm_epsilon", 1e-5), "layer_norm_epsilon"),
         tie_word_embeddings=boolean(config, "tie_word_embeddings"),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
-        state=mamba2_state(config, (True,) * layers, _NAMES),
+        state=state,
         attention_layers=(False,) * layers,
         mlp_layers=(False,) * layers,
     )
@@ -79,7 +80,6 @@ FAMILY = Family(
         "expand": 2,
         "hidden_size": 4096,
         "num_hidden_layers": 64,
-        "num_attention_heads": 1,
         "max_position_embeddings": CONTEXT,
     },
     packed=PACKED,

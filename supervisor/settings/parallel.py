@@ -25,6 +25,11 @@ def check(parallel: ParallelConfig, spec: ModelSpec, device: str, here: int, *, 
 
 def _check_tensor(size: int, spec: ModelSpec, wide: tuple[int, ...]) -> None:
     flag = f"--tensor-parallel-size {size}"
+    if spec.state is not None and (spec.state.num_heads % size or spec.state.n_groups % size):
+        raise UsageError(
+            f"{flag}: does not divide the {spec.state.num_heads} heads and {spec.state.n_groups} groups of this model's "
+            "recurrent states, which are normed together; use --pipeline-parallel-size or --data-parallel-size"
+        )
     heads, kv_heads = spec.num_attention_heads, spec.num_key_value_heads
     fit = [
         n

@@ -103,7 +103,7 @@ def test_tokens_are_transformers(
 def test_ranks_and_stages(case: str, tp: int, pp: int, tmp_path: Path) -> None:
     """Heads with their states, and groups of B and C, are split; each stage has the pages of its own layers."""
     expected = made(CASES[case], tmp_path)
-    engines = Engines(tmp_path, 12, "torch", tp, pp, mamba_block_size=48 if tp == 1 else 48)
+    engines = Engines(tmp_path, 12, "torch", tp, pp, mamba_block_size=48)
     try:
         bench = served(engines, pp)
     finally:
