@@ -55,7 +55,7 @@ def test_the_policy_of_states() -> None:
     assert state_spec(CacheConfig(), 144) == RecurrentState("align", 4), "a checkpoint after 512 tokens or more"
     assert state_spec(CacheConfig(enable_prefix_caching=False), 528) == RecurrentState("none")
     assert state_spec(CacheConfig(mamba_cache_mode="all", mamba_block_size=1056), 528) == RecurrentState("all", 2)
-    with pytest.raises(ProcessFatal, match="--mamba-block-size 600: no multiple of .* 528 tokens; 1056 would do"):
+    with pytest.raises(ProcessFatal, match=r"--mamba-block-size 600: no multiple of .* 528 tokens; 1056 would do"):
         state_spec(CacheConfig(mamba_block_size=600), 528)
 
 
