@@ -45,6 +45,8 @@ _OWN = {
     "BambaForCausalLM": _Module("bamba"),
     "GraniteMoeHybridForCausalLM": _Module("granite_hybrid"),
     "NemotronHForCausalLM": _Module("nemotron_h"),
+    "JambaForCausalLM": _Module("jamba"),
+    "Qwen3NextForCausalLM": _Module("qwen3_next"),
 }
 _CAUSAL, _SEQUENCE, _TOKENS = "ForCausalLM", "ForSequenceClassification", "ForTokenClassification"
 _OF_ENCODERS = ("Model", "ForMaskedLM", _SEQUENCE, _TOKENS)

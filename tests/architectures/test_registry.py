@@ -26,6 +26,8 @@ STATES: dict[str, Literal["mamba", "mamba2", "gated_delta_net"]] = {
     "Bamba": "mamba2",
     "GraniteMoeHybrid": "mamba2",
     "NemotronH": "mamba2",
+    "Jamba": "mamba",
+    "Qwen3Next": "gated_delta_net",
 }
 """Architectures whose first layer has a state."""
 
@@ -77,7 +79,14 @@ def test_weights_fill_the_parameters_of_the_model(architecture: str, tied: bool)
         alone = architecture.startswith("Mamba")
         of_states = {
             "state": StateSpec(
-                kind=kind, layers=(True, alone), num_heads=4, head_dim=3, state_size=5, n_groups=2, proj_bias=tied
+                kind=kind,
+                layers=(True, alone),
+                num_heads=4,
+                head_dim=3,
+                state_size=5,
+                n_groups=2,
+                proj_bias=tied,
+                time_step_rank=3,
             ),
             "attention_layers": (False, not alone and not architecture.startswith("Nemotron")),
             "mlp_layers": (not alone and not architecture.startswith("Nemotron"), not alone),

@@ -69,8 +69,38 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "chunk_size": 8,
         },
     ),
+    "jamba": (
+        "JambaConfig",
+        {
+            "num_hidden_layers": 4,
+            "attn_layer_period": 4,
+            "attn_layer_offset": 2,
+            "num_experts": 4,
+            "mamba_d_state": 4,
+            "mamba_dt_rank": 5,
+            "mamba_expand": 1,
+        },
+    ),
+    "qwen3-next": (
+        "Qwen3NextConfig",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 20,
+            "mlp_only_layers": [1],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 8,
+        },
+    ),
 }
-PAGES = {"mamba2": 4}
+PAGES = {"mamba2": 4, "jamba": 16, "qwen3-next": 16}
+SIZES = {"mamba2": 16}  # of blocks, as states are large
 
 
 @pytest.fixture(params=CASES, scope="module")
@@ -86,7 +116,7 @@ def test_tokens_are_transformers(
     model: tuple[str, Path, list[list[int]]], backend: str, mode: str, tp: int, pp: int
 ) -> None:
     case, folder, expected = model
-    size = 16 if case == "mamba2" else 48
+    size = SIZES.get(case, 48)
     engines = Engines(folder, PAGES.get(case, 12), backend, tp, pp, mamba_cache_mode=mode, mamba_block_size=size)
     try:
         bench = served(engines, pp)
@@ -96,16 +126,21 @@ def test_tokens_are_transformers(
     assert (FullAttention() in engines.kv_specs) == (case != "mamba2")
     assert bench.tokens == dict(enumerate(expected)) | dict.fromkeys(AGAIN, expected[-1])
     assert bench.core.batching.num_preemptions > 0, "memory was to be too little"
-    assert bench.cached[AGAIN[-1]] >= (32 if case == "mamba2" else 48), "too little was found in the prefix cache"
+    if case not in ("jamba", "qwen3-next"):  # nothing of them is left in so little memory; see below
+        assert bench.cached[AGAIN[-1]] >= (32 if case == "mamba2" else 48), "too little was found in the prefix cache"
 
 
-@pytest.mark.parametrize(("case", "tp", "pp"), [("bamba", 2, 1), ("granite", 1, 2), ("nemotron", 2, 1)])
+@pytest.mark.parametrize(
+    ("case", "tp", "pp"),
+    [("bamba", 2, 1), ("granite", 1, 2), ("nemotron", 2, 1), ("qwen3-next", 2, 1), ("jamba", 1, 2)],
+)
 def test_ranks_and_stages(case: str, tp: int, pp: int, tmp_path: Path) -> None:
     """Heads with their states, and groups of B and C, are split; each stage has the pages of its own layers."""
     expected = made(CASES[case], tmp_path)
-    engines = Engines(tmp_path, 12, "torch", tp, pp, mamba_block_size=48)
+    engines = Engines(tmp_path, 60, "torch", tp, pp, mamba_block_size=SIZES.get(case, 48))
     try:
         bench = served(engines, pp)
     finally:
         engines.close()
     assert bench.tokens == dict(enumerate(expected)) | dict.fromkeys(AGAIN, expected[-1])
+    assert bench.cached[AGAIN[-1]] >= 48, "too little was found in the prefix cache"

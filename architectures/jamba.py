@@ -1,0 +1,136 @@
+"""Jamba (AI21 2024): Mamba layers, every eighth with attention without positions, and experts in every other."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec.structs import replace
+
+from meshlm.architectures.config_values import boolean, integer, words
+from meshlm.architectures.dense import (
+    attention_weights,
+    decoder_weights,
+    dense_spec,
+    mlp_weights,
+    norm_weights,
+    one_window,
+)
+from meshlm.architectures.family import Family, Split, Weight
+from meshlm.architectures.moe import ExpertNames, expert_weights, moe_spec
+from meshlm.protocol.model import ModelSpec, StateSpec
+
+_NORMS = (("input_layernorm", "", "input_norm"), ("pre_ff_layernorm", "", "post_norm"))
+_NAMES = ExpertNames(router="feed_forward.router", expert="feed_forward.experts.{}")
+
+
+def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    spec = dense_spec(config, architecture)
+    one_window(config, spec, slides=False)
+    layers = spec.num_hidden_layers
+    attends = _every(config, "attn_layer", layers)
+    experts = _every(config, "expert_layer", layers)
+    state, moe = _state(config, tuple(not one for one in attends)), None
+    if integer(config, "num_experts") > 1 and any(experts):
+        moe = replace(moe_spec(config, wide="intermediate_size"), moe_layers=() if all(experts) else experts)
+    return replace(
+        spec,
+        moe=moe,
+        attention_layers=attends,
+        state=None if all(attends) else state,
+        no_rope_layers=(True,) * layers,
+    )
+
+
+def _every(config: dict[str, Any], name: str, layers: int) -> tuple[bool, ...]:
+    """The layers that {name}_period and {name}_offset name. ValueError."""
+    period, offset = integer(config, f"{name}_period"), integer(config, f"{name}_offset")
+    if not 0 <= offset < period:
+        raise ValueError(f"{name}_offset is {offset}; it must be below {name}_period {period}")
+    return tuple(layer % period == offset for layer in range(layers))
+
+
+def _state(config: dict[str, Any], layers: tuple[bool, ...]) -> StateSpec:
+    hidden = integer(config, "hidden_size")
+    rank = config.get("mamba_dt_rank", "auto")
+    sizes = {key: integer(config, key) for key in ("mamba_expand", "mamba_d_state", "mamba_d_conv")}
+    sizes["mamba_dt_rank"] = -(-hidden // 16) if rank in (None, "auto") else integer(config, "mamba_dt_rank")
+    for key, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{key} is {size}; it must be positive")
+    return StateSpec(
+        kind="mamba",
+        layers=layers,
+        num_heads=sizes["mamba_expand"] * hidden,
+        head_dim=1,
+        state_size=sizes["mamba_d_state"],
+        conv_kernel=sizes["mamba_d_conv"],
+        conv_bias=config.get("mamba_conv_bias") is not False,
+        proj_bias=boolean(config, "mamba_proj_bias"),
+        time_step_rank=sizes["mamba_dt_rank"],
+    )
+
+
+def _mixer(spec: ModelSpec) -> Iterator[Weight]:
+    state = spec.state
+    assert state is not None
+    inner, hidden, rank, numbers = state.inner, spec.hidden_size, state.time_step_rank, state.state_size
+    wide = Split.INTERMEDIATE
+    yield Weight("mamba.in_proj.weight", "", "attention.qkv.weight", (2 * inner, hidden))
+    yield Weight("mamba.conv1d.weight", "", "attention.conv.weight", (inner, 1, state.conv_kernel), wide)
+    if state.conv_bias:
+        yield Weight("mamba.conv1d.bias", "", "attention.conv.bias", (inner,), wide)
+    yield Weight("mamba.x_proj.weight", "", "attention.x_proj.weight", (rank + 2 * numbers, inner), wide, dim=1)
+    yield Weight("mamba.dt_proj.weight", "", "attention.dt_proj.weight", (inner, rank), wide)
+    yield Weight("mamba.dt_proj.bias", "", "attention.dt_proj.bias", (inner,), wide)
+    for name, size in (("dt", rank), ("b", numbers), ("c", numbers)):
+        yield Weight(f"mamba.{name}_layernorm.weight", "", f"attention.{name}_norm.weight", (size,))
+    yield Weight("mamba.A_log", "", "attention.a_log", (inner, numbers), wide)
+    yield Weight("mamba.D", "", "attention.d", (inner,), wide)
+    yield Weight("mamba.out_proj.weight", "", "attention.o.weight", (hidden, inner), wide, dim=1)
+    if state.proj_bias:
+        yield Weight("mamba.in_proj.bias", "", "attention.qkv.bias", (2 * inner,))
+        yield Weight("mamba.out_proj.bias", "", "attention.o.bias", (hidden,), Split.FIRST_RANK)
+
+
+def _weights(spec: ModelSpec) -> Iterator[Weight]:
+    def in_layer(layer: int) -> Iterator[Weight]:
+        yield from attention_weights(spec) if spec.has_attention(layer) else _mixer(spec)
+        if spec.has_experts(layer):
+            yield from expert_weights(spec, _NAMES)
+        else:
+            yield from mlp_weights(spec, spec.intermediate_size, ("feed_forward", "", "mlp"))
+        yield from norm_weights(spec, _NORMS)
+
+    return decoder_weights(spec, in_layer)
+
+
+def _renamed(name: str) -> str:
+    return name.replace("model.final_layernorm.", "model.norm.")
+
+
+FAMILY = Family(
+    architecture="JambaForCausalLM",
+    model_type="jamba",
+    spec=_spec,
+    weights=_weights,
+    keys=words("""
+        attn_layer_period attn_layer_offset expert_layer_period expert_layer_offset num_experts num_experts_per_tok
+        mamba_d_state mamba_d_conv mamba_expand mamba_dt_rank mamba_conv_bias mamba_proj_bias use_mamba_kernels use_mambapy
+        use_associative_scan num_logits_to_keep calc_logits_for_entire_prompt
+    """),
+    defaults={
+        "num_key_value_heads": 8,
+        "num_experts": 16,
+        "num_experts_per_tok": 2,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "attn_layer_period": 8,
+        "attn_layer_offset": 4,
+        "mamba_d_state": 16,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "max_position_embeddings": 262144,
+    },
+    rename=_renamed,
+    compiles=False,
+    model="meshlm.workers.models.jamba:Jamba",
+)

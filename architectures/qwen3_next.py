@@ -1,0 +1,129 @@
+"""Qwen3-Next (Qwen 2025): three layers in four are gated delta nets, the others attend with a gate; many small experts in each."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec.structs import replace
+
+from meshlm.architectures.config_values import boolean, integer, words
+from meshlm.architectures.dense import (
+    PRE_NORMS,
+    attention_weights,
+    decoder_weights,
+    dense_spec,
+    mlp_weights,
+    norm_weights,
+)
+from meshlm.architectures.family import Family, Split, Weight
+from meshlm.architectures.moe import expert_weights, layers_with_experts, moe_spec
+from meshlm.architectures.states import layers_of
+from meshlm.protocol.model import ModelSpec, StateSpec
+
+_EVERY = 4  # of so many layers the last attends
+_KINDS = {"linear_attention": "state", "full_attention": "attention"}
+_SIZES = {
+    "num_heads": "linear_num_value_heads",
+    "head_dim": "linear_value_head_dim",
+    "state_size": "linear_key_head_dim",
+    "n_groups": "linear_num_key_heads",
+    "conv_kernel": "linear_conv_kernel_dim",
+}
+
+
+def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    spec = dense_spec(config, architecture)
+    if config.get("layer_types") is None:
+        every = integer(config, "full_attention_interval", _EVERY)
+        if every < 1:
+            raise ValueError(f"full_attention_interval is {every}; it must be positive")
+        attends = tuple((layer + 1) % every == 0 for layer in range(spec.num_hidden_layers))
+    else:
+        attends = tuple(kind == "attention" for kind in layers_of(config, _KINDS))
+    sizes = {name: integer(config, key) for name, key in _SIZES.items()}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{_SIZES[name]} is {size}; it must be positive")
+    if sizes["num_heads"] % sizes["n_groups"]:
+        raise ValueError(f"linear_num_value_heads is no multiple of linear_num_key_heads {sizes['n_groups']}")
+    states = tuple(not one for one in attends)
+    state = StateSpec(kind="gated_delta_net", layers=states, conv_bias=False, **sizes)
+    moe = replace(
+        moe_spec(config),
+        norm_topk_prob=config.get("norm_topk_prob") is not False,
+        shared_intermediate_size=integer(config, "shared_expert_intermediate_size"),
+        shared_gate=True,
+        moe_layers=layers_with_experts(config),
+    )
+    return replace(
+        spec,
+        qk_norm=True,
+        moe=moe,
+        attention_layers=attends,
+        state=state if any(states) else None,
+        output_bias=boolean(config, "attention_bias"),
+    )
+
+
+def _mixer(spec: ModelSpec) -> Iterator[Weight]:
+    state = spec.state
+    assert state is not None
+    inner, keys, heads, hidden = state.inner, state.n_groups * state.state_size, state.num_heads, spec.hidden_size
+    groups, wide = Split.STATE_GROUPS, Split.INTERMEDIATE
+    for name, rows in (("qkvz", 2 * keys + 2 * inner), ("ba", 2 * heads)):
+        yield Weight(f"linear_attn.in_proj_{name}.weight", "", "attention.qkv.weight", (rows, hidden), groups)
+    for name, rows in (("q", keys), ("k", keys), ("v", inner)):
+        shape = (rows, 1, state.conv_kernel)
+        yield Weight(f"linear_attn.{name}_conv.weight", "", "attention.conv.weight", shape, groups)
+    for name, parameter in (("dt_bias", "dt_bias"), ("A_log", "a_log")):
+        yield Weight(f"linear_attn.{name}", "", f"attention.{parameter}", (heads,), wide)
+    yield Weight("linear_attn.norm.weight", "", "attention.gated_norm.weight", (state.head_dim,))
+    yield Weight("linear_attn.out_proj.weight", "", "attention.o.weight", (hidden, inner), wide, dim=1)
+
+
+def _weights(spec: ModelSpec) -> Iterator[Weight]:
+    def attention() -> Iterator[Weight]:
+        for weight in attention_weights(spec):
+            if weight.name.startswith("self_attn.q_proj."):  # the gate stands behind each head's query
+                weight = weight._replace(shape=(2 * weight.shape[0], *weight.shape[1:]))
+            yield weight
+
+    def in_layer(layer: int) -> Iterator[Weight]:
+        yield from attention() if spec.has_attention(layer) else _mixer(spec)
+        yield from expert_weights(spec) if spec.has_experts(layer) else mlp_weights(spec, spec.intermediate_size)
+        heads = replace(spec, qk_norm=spec.qk_norm and spec.has_attention(layer))
+        yield from norm_weights(heads, PRE_NORMS, 1.0)
+
+    return decoder_weights(spec, in_layer, 1.0)
+
+
+FAMILY = Family(
+    architecture="Qwen3NextForCausalLM",
+    model_type="qwen3_next",
+    spec=_spec,
+    weights=_weights,
+    keys=frozenset(_SIZES.values())
+    | words("""
+        full_attention_interval decoder_sparse_step mlp_only_layers num_experts num_experts_per_tok moe_intermediate_size
+        shared_expert_intermediate_size norm_topk_prob
+    """),
+    defaults={
+        "partial_rotary_factor": 0.25,
+        "head_dim": 256,
+        "num_key_value_heads": 2,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_conv_kernel_dim": 4,
+        "max_position_embeddings": 32768,
+    },
+    packed={"linear_attn.conv1d": ("linear_attn.q_conv", "linear_attn.k_conv", "linear_attn.v_conv")},
+    rename=str,
+    unread=r"(model\.)?mtp\..*",
+    compiles=False,
+    model="meshlm.workers.models.qwen3_next:Qwen3Next",
+)

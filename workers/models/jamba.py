@@ -1,0 +1,70 @@
+"""Jamba (AI21 2024): Mamba's mixer in the place of attention (kernels/selective_scan/reference.py has the formula).
+
+x, z = W_in u;   x = silu(conv(x));   dt, B, C = norms of W_x x;   y = scan(x, softplus(W_dt dt + bias), B, C) silu(z);   W_out y
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshlm.protocol.model import ModelSpec
+from meshlm.workers.attention.backend import StepAttention
+from meshlm.workers.batch import LayerCache, StepInputs
+from meshlm.workers.layers.linear import Linear
+from meshlm.workers.layers.norm import RMSNorm
+from meshlm.workers.layers.ops import Ops
+from meshlm.workers.models.decoder import Attention
+from meshlm.workers.models.hybrid import Hybrid, HybridLayer
+from meshlm.workers.models.mamba2 import Convolution, float_parameter
+
+
+class MambaMixer(Attention):
+    """See the module docstring. `qkv` is the product behind the layer's norm."""
+
+    def make(self, spec: ModelSpec) -> None:
+        """See `Attention.make`."""
+        state = spec.state
+        assert state is not None
+        self._state, inner = state, state.inner
+        self._sizes = [state.time_step_rank, state.state_size, state.state_size]
+        self.qkv = Linear(spec.hidden_size, 2 * inner, bias=state.proj_bias)
+        self.conv = Convolution(inner, state.conv_kernel, bias=state.conv_bias)
+        self.x_proj = Linear(inner, sum(self._sizes), bias=False)
+        self.dt_norm, self.b_norm, self.c_norm = (RMSNorm(size, spec.rms_norm_eps) for size in self._sizes)
+        self.dt_proj = Linear(state.time_step_rank, inner, bias=True)
+        self.a_log, self.d = float_parameter(inner, state.state_size), float_parameter(inner)
+        self.o = Linear(inner, spec.hidden_size, bias=state.proj_bias)
+        self._a = torch.empty(0)
+
+    def prepare(self, ops: Ops) -> None:
+        """See `Attention.prepare`."""
+        self._a = -self.a_log.exp()
+
+    def attend(
+        self, qkv: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, attention: StepAttention, ops: Ops
+    ) -> Tensor:
+        """See `Attention.attend`."""
+        own = cache.state
+        assert own is not None
+        states = attention.states(own.group)
+        inputs, gate = qkv.chunk(2, dim=1)
+        x = states.conv(inputs, self.conv.weight[:, 0], self.conv.bias, own)
+        parts = self.x_proj(x.contiguous(), ops).split(self._sizes, dim=1)
+        norms = (self.dt_norm, self.b_norm, self.c_norm)
+        dt, b, c = (
+            ops.rms_norm(part.contiguous(), norm.weight, norm.eps) for part, norm in zip(parts, norms, strict=True)
+        )
+        steps = F.softplus(self.dt_proj(dt, ops).float())
+        return states.selective_scan(x, steps, self._a, b, c, self.d, own) * F.silu(gate)
+
+
+class JambaLayer(HybridLayer):
+    """Mamba or attention, and an MLP or experts."""
+
+    state_kind = MambaMixer
+
+
+class Jamba(Hybrid):
+    """See `Decoder`."""
+
+    layer_type = JambaLayer

@@ -1,0 +1,101 @@
+"""Qwen3-Next (Qwen 2025): the gated delta net (kernels/gated_delta/reference.py has the formula), and attention with a gate.
+
+    q, k, v, z, b, a = W_in u;   q, k, v = silu(conv(q, k, v));   o = delta rule of q / |q|, k / |k|, v, g = -exp(A) softplus(a + bias),
+    beta = sigmoid(b);   W_out (norm(o) silu(z)), the norm of each head for itself
+
+Rows of W_in stand by heads of keys: its query, its key, and the values and gates of the heads that share it.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshlm.protocol.model import ModelSpec
+from meshlm.workers.attention.backend import StepAttention
+from meshlm.workers.batch import LayerCache, StepInputs
+from meshlm.workers.layers.linear import Linear
+from meshlm.workers.layers.norm import RMSNorm
+from meshlm.workers.layers.ops import Ops
+from meshlm.workers.models.decoder import Attention
+from meshlm.workers.models.hybrid import Hybrid, HybridLayer
+from meshlm.workers.models.mamba2 import Convolution, float_parameter
+
+NORM_EPS = 1e-6  # of the length of queries and keys
+
+
+class GatedAttention(Attention):
+    """Attention whose output is multiplied by the sigmoid of a gate, which q_proj gives behind each head's query."""
+
+    def make(self, spec: ModelSpec) -> None:
+        """See `Attention.make`."""
+        super().make(spec)
+        self._gated = spec.num_attention_heads * spec.head_dim
+        width = 2 * self._gated + 2 * spec.num_key_value_heads * spec.head_dim
+        self.qkv = Linear(spec.hidden_size, width, bias=spec.attention_bias)
+
+    def attend(
+        self, qkv: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, attention: StepAttention, ops: Ops
+    ) -> Tensor:
+        """See `Attention.attend`."""
+        both = qkv[:, : 2 * self._gated].unflatten(1, (-1, 2, self._spec.head_dim))
+        query, gate = both[:, :, 0].flatten(1), both[:, :, 1].flatten(1)
+        plain = torch.cat((query, qkv[:, 2 * self._gated :]), dim=1)
+        return super().attend(plain, batch, table, cache, attention, ops) * gate.sigmoid()
+
+
+class GatedDeltaNet(Attention):
+    """See the module docstring. `qkv` is the product behind the layer's norm."""
+
+    def make(self, spec: ModelSpec) -> None:
+        """See `Attention.make`."""
+        state = spec.state
+        assert state is not None
+        self._state, self._each = state, state.num_heads // state.n_groups
+        self._keys = state.n_groups * state.state_size
+        self._sizes = [2 * self._keys + 2 * state.inner, 2 * state.num_heads]
+        self.qkv = Linear(spec.hidden_size, sum(self._sizes), bias=False)
+        self.conv = Convolution(state.conv_dim, state.conv_kernel, bias=False)
+        self.dt_bias, self.a_log = float_parameter(state.num_heads), float_parameter(state.num_heads)
+        self.gated_norm = RMSNorm(state.head_dim, spec.rms_norm_eps)
+        self.o = Linear(state.inner, spec.hidden_size, bias=False)
+
+    def prepare(self, ops: Ops) -> None:
+        """See `Attention.prepare`: there is nothing."""
+
+    def attend(
+        self, qkv: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, attention: StepAttention, ops: Ops
+    ) -> Tensor:
+        """See `Attention.attend`."""
+        state, own, each = self._state, cache.state, self._each
+        assert own is not None
+        states = attention.states(own.group)
+        wide, narrow = (part.unflatten(1, (state.n_groups, -1)) for part in qkv.split(self._sizes, dim=1))
+        sizes = [state.state_size, state.state_size, each * state.head_dim, each * state.head_dim]
+        *inputs, z = (part.flatten(1) for part in wide.split(sizes, dim=2))
+        b, a = (part.flatten(1).float() for part in narrow.split(each, dim=2))
+        mixed = states.conv(torch.cat(inputs, dim=1), self.conv.weight[:, 0], None, own)
+        query, key, value = mixed.split([self._keys, self._keys, state.inner], dim=1)
+        query, key = (_normed(part.unflatten(1, (state.n_groups, -1)).float(), each) for part in (query, key))
+        decay = -self.a_log.exp() * F.softplus(a + self.dt_bias)
+        heads = value.unflatten(1, (state.num_heads, -1))
+        out = states.gated_delta(query * state.state_size**-0.5, key, heads, decay, b.sigmoid(), own)
+        normed = ops.rms_norm(out.reshape(-1, state.head_dim), self.gated_norm.weight, self.gated_norm.eps)
+        return (normed.view(len(qkv), -1) * F.silu(z.float())).to(qkv.dtype)
+
+
+def _normed(heads: Tensor, each: int) -> Tensor:
+    """Of length 1, and once for each head of values."""
+    return (heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + NORM_EPS)).repeat_interleave(each, 1)
+
+
+class Qwen3NextLayer(HybridLayer):
+    """The gated delta net or gated attention, and experts."""
+
+    attention_kind = GatedAttention
+    state_kind = GatedDeltaNet
+
+
+class Qwen3Next(Hybrid):
+    """See `Decoder`."""
+
+    layer_type = Qwen3NextLayer
