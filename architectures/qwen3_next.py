@@ -46,7 +46,16 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     if sizes["num_heads"] % sizes["n_groups"]:
         raise ValueError(f"linear_num_value_heads is no multiple of linear_num_key_heads {sizes['n_groups']}")
     states = tuple(not one for one in attends)
-    state = StateSpec(kind="gated_delta_net", layers=states, conv_bias=False, **sizes)
+    state = StateSpec(
+        kind="gated_delta_net",
+        layers=states,
+        num_heads=sizes["num_heads"],
+        head_dim=sizes["head_dim"],
+        state_size=sizes["state_size"],
+        n_groups=sizes["n_groups"],
+        conv_kernel=sizes["conv_kernel"],
+        conv_bias=False,
+    )
     moe = replace(
         moe_spec(config),
         norm_topk_prob=config.get("norm_topk_prob") is not False,

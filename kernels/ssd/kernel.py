@@ -26,7 +26,8 @@ def _states(
     t, p, n = tl.arange(0, PIECE), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
     here = t < size
     step = tl.load(dt + (token + t) * HEADS + head, mask=here, other=0.0)
-    total = tl.cumsum(step * tl.load(a + head), axis=0)
+    seen = t[:, None] >= t[None, :]
+    total = tl.sum(tl.where(seen, (step * tl.load(a + head))[None, :], 0.0), axis=1)
     end = tl.sum(step * tl.load(a + head), axis=0)
     value = tl.load(
         x + (token + t)[:, None] * x_stride + head * P + p[None, :], mask=here[:, None] & (p < P)[None, :], other=0.0
@@ -87,8 +88,8 @@ def _scan(
     keys = tl.load(b + (token + t)[:, None] * b_stride + group, mask=wide, other=0.0)
     queries = tl.load(c + (token + t)[:, None] * c_stride + group, mask=wide, other=0.0)
     step = tl.load(dt + (token + t) * HEADS + head, mask=here, other=0.0)
-    total = tl.cumsum(step * tl.load(a + head), axis=0)
     seen = t[:, None] >= t[None, :]
+    total = tl.sum(tl.where(seen, (step * tl.load(a + head))[None, :], 0.0), axis=1)
     decay = tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf")))
     weights = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * decay * step[None, :]
     narrow = here[:, None] & (p < P)[None, :]

@@ -40,7 +40,8 @@ class GatedAttention(Attention):
         both = qkv[:, : 2 * self._gated].unflatten(1, (-1, 2, self._spec.head_dim))
         query, gate = both[:, :, 0].flatten(1), both[:, :, 1].flatten(1)
         plain = torch.cat((query, qkv[:, 2 * self._gated :]), dim=1)
-        return super().attend(plain, batch, table, cache, attention, ops) * gate.sigmoid()
+        found: Tensor = super().attend(plain, batch, table, cache, attention, ops)
+        return found.mul_(gate.sigmoid())
 
 
 class GatedDeltaNet(Attention):

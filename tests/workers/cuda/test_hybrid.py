@@ -12,6 +12,7 @@ from engine_driver import Driver, engine, prompts_of
 from near_transformers import HYBRIDS, errors, transformers_model
 
 from meshlm.protocol.sampling import SamplingParams
+from meshlm.workers.attention import triton_backend
 from meshlm.workers.engine.engine import ModelEngine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -31,10 +32,14 @@ def history(made: ModelEngine) -> Driver:
     return driver
 
 
-@pytest.mark.parametrize("mode", ["FULL", "NONE"])
+@pytest.mark.parametrize("mode", ["FULL", "NONE", "plain torch"])
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_error_is_no_worse_than_transformers_bfloat16(name: str, mode: str, tmp_path: Path) -> None:
-    """Prompts in chunks and beside decodes, decodes, a preempted request: against float32."""
+def test_error_is_no_worse_than_transformers_bfloat16(
+    name: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts in chunks and beside decodes, decodes, a preempted request: against float32. Graphs are for the kernels alone."""
+    monkeypatch.setattr(triton_backend, "KINDS", () if mode == "plain torch" else ("mamba2",))
+    graphs = "NONE" if mode == "plain torch" else mode
     theirs = transformers_model(name, tmp_path)
-    ours, error = errors(theirs, history(engine(tmp_path, load_format="auto", cudagraph_mode=mode)))
+    ours, error = errors(theirs, history(engine(tmp_path, load_format="auto", cudagraph_mode=graphs)))
     assert ours <= 1.1 * error, f"mean error {ours:.4f}, transformers' own {error:.4f}"
