@@ -110,3 +110,35 @@ def test_a_scrape_is_quick(tmp_path: Path) -> None:
     running = [line for line in text.splitlines() if line.startswith("meshlm:num_requests_running{")]
     assert sum(float(line.rsplit(" ", 1)[1]) for line in running) == 10_000
     assert seconds < MOST_S
+
+
+# Those of vLLM 0.26 that MeshLM has, as its Prometheus logger makes them: type and labels. vllm_metrics.py has those of each frontend.
+OF_VLLM = {
+    "num_requests_waiting_by_reason": ("gauge", "model_name engine reason"),
+    "prompt_tokens_by_source_total": ("counter", "model_name engine source"),
+    "prompt_tokens_cached_total": ("counter", "model_name engine"),
+    "iteration_tokens_total": ("histogram", "model_name engine"),
+    "request_prefill_kv_computed_tokens": ("histogram", "model_name engine"),
+    "kv_block_lifetime_seconds": ("histogram", "model_name engine"),
+    "kv_block_idle_before_evict_seconds": ("histogram", "model_name engine"),
+    "kv_block_reuse_gap_seconds": ("histogram", "model_name engine"),
+    "spec_decode_num_drafts_total": ("counter", "model_name engine"),
+    "spec_decode_num_draft_tokens_total": ("counter", "model_name engine"),
+    "spec_decode_num_accepted_tokens_total": ("counter", "model_name engine"),
+    "spec_decode_num_accepted_tokens_per_pos_total": ("counter", "model_name engine position"),
+    "estimated_flops_per_gpu_total": ("counter", "model_name engine"),
+    "estimated_read_bytes_per_gpu_total": ("counter", "model_name engine"),
+    "estimated_write_bytes_per_gpu_total": ("counter", "model_name engine"),
+}
+STEP_TOKENS = "1 8 16 32 64 128 256 512 1024 2048 4096 8192 16384"
+RESIDENCY = "0.001 0.002 0.005 0.01 0.02 0.05 0.1 0.2 0.5 1 2 5 10 20 30 60 120 300 600 1200 1800"
+
+
+def test_what_vllm_has_means_the_same_here(text: str) -> None:
+    listed = documented()
+    for name, (kind, labels) in OF_VLLM.items():
+        assert (listed[name].kind, listed[name].labels) == (kind, frozenset(labels.split())), name
+    families = {family.name.removeprefix(PREFIX): family for family in text_string_to_metric_families(text)}
+    for name, ends in (("iteration_tokens_total", STEP_TOKENS), ("kv_block_reuse_gap_seconds", RESIDENCY)):
+        found = [float(one.labels["le"]) for one in families[name].samples if one.name.endswith("_bucket")]
+        assert found == [*map(float, ends.split()), float("inf")]

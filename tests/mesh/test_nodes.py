@@ -13,9 +13,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from chrome_format import check
 from fake_answers import reference
 from hosts import LINKS, Link, ProxyLink, head, link_of, made_keys, node, on_rank, states, stream
-from serving import MESHLM, Serving
+from serving import MESHLM, Serving, meshlm
 from waiting import until
 
 pytestmark = pytest.mark.mesh
@@ -244,6 +245,19 @@ def test_a_killed_process_of_the_other_node(running: tuple[ProxyLink, Serving, S
     load.check(100)
     on_rank(first, 1)
     assert not any(f"peer={role}/1" in line and "silent" in line for line in first.lines)
+
+
+def test_a_timeline_has_the_processes_of_both_nodes(
+    running: tuple[ProxyLink, Serving, Serving], tmp_path: Path
+) -> None:
+    _, first, _ = running
+    done = meshlm(first, "trace", "--seconds", "0.2", "-o", str(tmp_path / "trace.json"))
+    assert done.returncode == 0, done.stderr
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    check(events)
+    names = {one["args"]["name"].split()[0] for one in events if one["name"] == "process_name"}
+    assert {"scheduler/0", "worker/0", "scheduler/1", "worker/1", "frontend/0", "coordinator/0"} <= names
+    assert "did not tell" not in done.stdout
 
 
 def test_secrets_are_not_shown(key_file: str) -> None:

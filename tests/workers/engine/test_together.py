@@ -4,7 +4,9 @@ import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 import structlog
 import tokenizers
@@ -13,7 +15,7 @@ from cpu_steps import MODEL, OUTPUT, PROMPTS, alone, new, step, tokens_of
 
 from meshlm.protocol.config import ExpertConfig
 from meshlm.protocol.ids import Epoch, StepId
-from meshlm.protocol.lockstep import StepGroup
+from meshlm.protocol.lockstep import StepAgreement, StepGroup
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import StepPlan
 from meshlm.supervisor.settings import flags, resolve
@@ -139,3 +141,40 @@ def test_who_asks_for_halves_and_gets_none_is_told() -> None:
         with structlog.testing.capture_logs() as logs:
             Together(group, config).warn(8192)
         assert len(logs) == told, config
+
+
+class Others:
+    """In the place of a StepExchange: what all ranks agree on."""
+
+    def __init__(self, **said: object) -> None:
+        self.said = said
+
+    def agree(self, own: StepAgreement) -> StepAgreement:
+        return msgspec.structs.replace(own, **self.said)
+
+
+class Graphs:
+    def find(self, *size: int, uniform: bool, halves: bool = False) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "across", "said", "reason"),
+    [
+        (4, False, {}, "few_tokens"),
+        (64, True, {}, "reads_across"),
+        (64, False, {"micro_batches": False}, "other_rank"),
+        (64, False, {"fewest_tokens": 1}, "uneven_ranks"),
+        (64, False, {}, ""),
+    ],
+)
+def test_why_a_step_is_not_halved_is_counted(
+    num_tokens: int, across: bool, said: dict[str, object], reason: str
+) -> None:
+    config = ExpertConfig(enable_dbo=True, dbo_prefill_token_threshold=16, dbo_decode_token_threshold=16)
+    together = Together(ExpertGroup(0, 2, "0", torch.device("cpu")), config)
+    together._exchange = Others(**said)  # type: ignore[assignment]
+    columns = SimpleNamespace(t=num_tokens, n=1, uniform=False)
+    course = together.course(columns, Graphs(), graph=False, across=across)  # type: ignore[arg-type]
+    assert bool(course.cut) == (not reason)
+    assert dict(together.whole) == ({reason: 1} if reason else {})
