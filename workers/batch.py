@@ -68,7 +68,9 @@ def with_given(states: Tensor, embeds: tuple[GivenEmbeds, ...]) -> Tensor:
         return states
     states = states.clone()
     for begin, rows in embeds:
-        states[begin : begin + len(rows)] = rows.to(device=states.device, dtype=states.dtype)
+        if states.is_cuda:  # the host does not wait for the copy
+            rows = rows.pin_memory().to(states.device, non_blocking=True)
+        states[begin : begin + len(rows)] = rows.to(states.dtype)
     return states
 
 
