@@ -106,7 +106,7 @@ def _load(
                 mbarrier.expect(ready, weight_bytes)
             else:
                 mbarrier.expect(ready, weight_bytes + each_bytes, pred=rows <= ROWS)
-                mbarrier.expect(ready, weight_bytes + 2 * each_bytes, pred=rows > ROWS)
+                mbarrier.expect(ready, weight_bytes + 2 * each_bytes, pred=(rows > ROWS) & (rows <= 2 * ROWS))
             weight = b.index(stage)
             bring(w, [line, k], ready, weight.slice(0, LINES))
             bring(w, [line + (OUTPUTS if GATE else LINES), k], ready, weight.slice(LINES, LINES))
@@ -133,6 +133,10 @@ def _multiply(
     steps: gl.constexpr = (INPUTS + DEEP - 1) // DEEP
     mine = staging.index(part)
     step = 0
+    # The second group begins a step behind the first one, so that they do not store at the same time.
+    if part == 1 and steps > 1 and STAGES > 1:  # noqa: SIM102 (constants of the compiler)
+        if gl.program_id(0) < tiles * ACROSS:
+            mbarrier.wait(full.index(1), 0)
     for nth in range(gl.program_id(0), tiles * ACROSS, gl.num_programs(0)):
         tile, column = _tile_at(nth, tiles, ACROSS)
         rows = gl.load(owners + tile) // MARK - part * ROWS

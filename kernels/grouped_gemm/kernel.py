@@ -8,8 +8,10 @@ that follow one another have the same weight or the same rows, in the L2 cache. 
 lie together. Rounded where the unfused operations round.
 """
 
+from importlib.util import find_spec
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,7 +22,6 @@ from meshlm.kernels.moe_align.kernel import most_tiles
 from meshlm.kernels.moe_few.kernel import part
 
 GROUP = 8  # tiles of rows that share columns of a weight
-LIKELY = 3  # rows of each expert, on average, from which nearly all have one (all but 5%)
 ALIGNED = 8  # elements: what a bulk copy's lines are multiples of
 
 
@@ -192,22 +193,16 @@ def _grouped_gemm(
     EXPERTS: tl.constexpr, TOPK: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, GATE: tl.constexpr,
     GATHER: tl.constexpr, BATCHED: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr, FLAT: tl.constexpr, TILES: tl.constexpr, GROUP: tl.constexpr, BLOCK_E: tl.constexpr,
-    X_GROUPS: tl.constexpr, W_GROUPS: tl.constexpr, UPCAST: tl.constexpr, ASKS: tl.constexpr, GUESSES: tl.constexpr, PDL: tl.constexpr,
+    X_GROUPS: tl.constexpr, W_GROUPS: tl.constexpr, UPCAST: tl.constexpr, ASKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """w is a descriptor of w_lines [EXPERTS, 1 or 2 (gate and up), OUTPUTS, INPUTS]; out unless PARTS, and x unless GATHER, of
     [1 or EXPERTS, rows, columns].
 
     ends int32 [EXPERTS]: see moe_align; batched: num_tokens, and `most` rows of each expert. Scales: as in kernels/moe_few.
-    GUESSES: nearly all experts have rows, so the first lines of their weights are asked for before it is known which have.
     PARTS: out [TOPK, rows, OUTPUTS]; experts, weights [rows, TOPK], of which `entries` say what goes nowhere: that has zeros.
     """
     across: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
     each: tl.constexpr = min(INPUTS, (STAGES - 1) * BLOCK_K)
-    if GUESSES:
-        likely, column = _tile_at(tl.program_id(0), EXPERTS, across, GROUP)
-        if likely < EXPERTS:
-            for half in tl.static_range(2 if GATE else 1):
-                _ask_for(w_lines, likely * (2 if GATE else 1) + half, column, OUTPUTS, INPUTS, BLOCK_N, each)
     if PDL:  # noqa: SIM102 (constants of the compiler)
         if not ASKS:
             tl.extra.cuda.gdc_wait()
@@ -303,15 +298,9 @@ class Parts(NamedTuple):
     weights: Tensor
 
 
-def likely(entries: int, num_experts: int) -> bool:
-    """Whether nearly all experts have rows."""
-    return entries >= LIKELY * num_experts
-
-
 def _launch(
     x: Tensor, w: Tensor, out: Tensor, shape: Shape, most: int, ends: Tensor, ids: Tensor | None, num_topk: int,
     scales: Scales, *, gate: bool, gather: bool = False, batched: bool = False, parts: Parts | None = None, asks: bool = False,
-    guesses: bool = False,
 ) -> None:  # fmt: skip
     """x [tokens, k] if rows are gathered, else [1 or experts, rows, k]; out [1 or experts, rows, n]. most: tiles of rows that there
     may be."""
@@ -342,10 +331,15 @@ def _launch(
         PARTS=parts is not None, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=shape.stages,
         FLAT=shape.flat, TILES=shape.tiles, GROUP=GROUP, BLOCK_E=triton.next_power_of_2(num_experts),
         X_GROUPS=0 if scales[0] is None else scales[0].shape[-1], W_GROUPS=0 if scales[1] is None else scales[1].shape[-1],
-        UPCAST=not out.is_cuda, ASKS=asks and use_pdl,
-        GUESSES=guesses and use_pdl and not batched, PDL=use_pdl, num_warps=shape.warps, num_stages=shape.stages,
+        UPCAST=not out.is_cuda, ASKS=asks and use_pdl, PDL=use_pdl, num_warps=shape.warps, num_stages=shape.stages,
         **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
+
+
+def has_apart(w: Tensor) -> bool:
+    """Whether tiles that are `apart` have been checked for weights like these."""
+    hopper = w.is_cuda and torch.cuda.get_device_capability(w.device)[0] == 9
+    return hopper and w.dtype == torch.bfloat16 and find_spec("triton.experimental.gluon") is not None
 
 
 def sorted_gemm(
@@ -369,7 +363,7 @@ def sorted_gemm(
     gather = ids is not None and parts is None
     _launch(
         x if gather else x[None], w, out if parts else out[None], shape, most, ends, ids, num_topk, scales,
-        gate=gate, gather=gather, parts=parts, asks=asks, guesses=gate and likely(entries, w.shape[0]),
+        gate=gate, gather=gather, parts=parts, asks=asks,
     )  # fmt: skip
     return out
 

@@ -60,8 +60,14 @@ def _table() -> dict[Layer, list[tuple[int, int, Plan]]]:
 
 
 @cache
-def plan_for(rows: int, layer: Layer) -> Plan:
-    return tables.for_rows(_table().get(layer, []), rows) or usual_plan(rows, layer)
+def plan_for(rows: int, layer: Layer, *, apart: bool = True) -> Plan:
+    """apart: whether hopper.py may compute it (`many.has_apart`)."""
+    found = tables.for_rows(_table().get(layer, []), rows)
+    return usual_plan(rows, layer) if found is None or (not apart and is_apart(found)) else found
+
+
+def is_apart(plan: Plan) -> bool:
+    return any(isinstance(shape, many.Shape) and shape.apart for shape in (plan.gate, plan.down))
 
 
 def usual_plan(rows: int, layer: Layer) -> Plan:
@@ -112,20 +118,16 @@ def leaves_parts(plan: Plan, rows: int) -> bool:
     return plan.kind != "one" and rows <= PARTS_ROWS
 
 
-def warm_rows(layer: Layer, most: int, block_k: int = 0) -> set[int]:
-    """So many rows, up to `most`, meet every variant of the kernels that steps may use. block_k: as in `batched_shapes`."""
+def warm_rows(layer: Layer, most: int, block_k: int = 0, *, apart: bool = True) -> set[int]:
+    """So many rows, up to `most`, meet every variant of the kernels that steps may use. block_k: as in `batched_shapes`; apart: as in
+    `plan_for`."""
     seen, found = set(), set()
     for rows in range(1, most + 1):
-        plan = fp8_plan(rows, layer, block_k) if block_k else plan_for(rows, layer)
+        plan = fp8_plan(rows, layer, block_k) if block_k else plan_for(rows, layer, apart=apart)
         variant = (
             (plan, rows * layer.topk <= layer.experts, max(16, 1 << (rows - 1).bit_length()))
             if plan.kind == "few"
-            else (
-                plan,
-                leaves_parts(plan, rows),
-                counted_at_once(rows * layer.topk),
-                many.likely(rows * layer.topk, layer.experts),
-            )
+            else (plan, leaves_parts(plan, rows), counted_at_once(rows * layer.topk))
         )
         if variant not in seen:
             seen.add(variant)

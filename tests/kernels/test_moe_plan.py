@@ -7,7 +7,7 @@ from device import MARKS
 from meshlm.kernels import tables
 from meshlm.kernels.grouped_gemm import plan, tune
 from meshlm.kernels.grouped_gemm.kernel import Shape as Many
-from meshlm.kernels.grouped_gemm.kernel import likely
+from meshlm.kernels.grouped_gemm.kernel import has_apart
 from meshlm.kernels.grouped_gemm.plan import Layer, Plan
 from meshlm.kernels.moe_few.kernel import MOST_ROWS
 from meshlm.kernels.moe_few.kernel import Shape as Few
@@ -65,9 +65,20 @@ def test_warm_rows_meet_every_variant() -> None:
     assert plan.warm_rows(QWEN3, 1) == {1}
 
 
-def test_warm_rows_meet_kernels_that_guess_whose_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One plan, and rows enough or not for nearly every expert to have one: two variants of the gate's kernel."""
-    tiles = Many(16, 128, 64, 4, 4)
-    monkeypatch.setattr(plan, "plan_for", lambda rows, layer: Plan("many", tiles, tiles))
-    warm = plan.warm_rows(QWEN3, 64)
-    assert {likely(rows * QWEN3.topk, QWEN3.experts) for rows in warm} == {False, True}
+def test_tiles_of_warps_apart_are_for_what_they_were_checked_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other weights get the tiles that are taken without a measurement, and warm those up."""
+    apart = Many(128, 128, 64, 4, 4, apart=True)
+    table = {"layers": [{**QWEN3._asdict(), "rows": [[0, 4096, "many", list(apart), list(apart)]]}]}
+    monkeypatch.setattr(tables, "own", lambda op: table)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    plan._table.cache_clear()
+    plan.plan_for.cache_clear()
+    try:
+        assert plan.plan_for(1000, QWEN3) == Plan("many", apart, apart)
+        assert plan.plan_for(1000, QWEN3, apart=False) == plan.usual_plan(1000, QWEN3)
+        warm = {plan.plan_for(rows, QWEN3, apart=False) for rows in plan.warm_rows(QWEN3, 4096, apart=False)}
+        assert warm == {plan.usual_plan(rows, QWEN3) for rows in range(1, 4097)}
+    finally:
+        plan._table.cache_clear()
+        plan.plan_for.cache_clear()
+    assert not has_apart(torch.empty(1, device="cpu", dtype=torch.bfloat16))

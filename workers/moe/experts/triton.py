@@ -41,6 +41,7 @@ class _Weights:
         self.gate_up_scale = None if scales is None else scales.gate_up
         self.down_scale = None if scales is None else scales.down
         self.dtype = down.dtype if scales is None else scales.dtype
+        self._apart = many.has_apart(down)
         self.num_experts, self.hidden, self.wide = down.shape
         self.block_k = 0 if scales is None else scales.scheme.block[1] or 128  # of tiles; 0: any
         activation = "none" if scales is None else scales.scheme.activation
@@ -53,10 +54,11 @@ class _Weights:
 
     def plan(self, rows: int, num_topk: int) -> Plan:
         layer = Layer(self.num_experts, num_topk, self.hidden, self.wide)
-        return fp8_plan(rows, layer, self.block_k) if self.block_k else plan_for(rows, layer)
+        return fp8_plan(rows, layer, self.block_k) if self.block_k else plan_for(rows, layer, apart=self._apart)
 
     def warm_rows(self, num_topk: int, most: int) -> set[int]:
-        return warm_rows(Layer(self.num_experts, num_topk, self.hidden, self.wide), most, self.block_k)
+        layer = Layer(self.num_experts, num_topk, self.hidden, self.wide)
+        return warm_rows(layer, most, self.block_k, apart=self._apart)
 
 
 class TritonExperts:
