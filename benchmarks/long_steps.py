@@ -1,7 +1,7 @@
 """Steps with long contexts on the GPU engine alone, without the mesh: a chunk of a prompt beside decodes, and decodes alone.
 
     python -P benchmarks/long_steps.py MODEL [--chunks 1024 2048 ...] [--starts 0 24576 ...] [--decodes 0 3] [--context 32000]
-                                       [--json FILE] [engine flags]
+                                       [--kernels] [--json FILE] [engine flags]
 
 A step computes `chunk` tokens of a prompt of which `start` are computed, beside so many decodes with a context. Two steps are in
 flight, as in the mesh; `step_ms` is wall time a step. The cache holds random numbers, dummy weights.
@@ -9,13 +9,17 @@ flight, as in the mesh; `step_ms` is wall time a step. The cache holds random nu
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
 from engine_step import make_engine
-from mixed_step import columns, run
+from mixed_step import columns, kernels, run
 
 from meshlm.protocol.ids import Row
 from meshlm.protocol.sampling import SamplingParams
@@ -46,6 +50,7 @@ def main() -> None:
     parser.add_argument("--starts", type=int, nargs="+", default=[0, 12288, 24576])
     parser.add_argument("--decodes", type=int, nargs="+", default=[0, 3])
     parser.add_argument("--context", type=int, default=32000)
+    parser.add_argument("--kernels", action="store_true", help="microseconds by kernel of steps of both")
     parser.add_argument("--json")
     arguments, extra = parser.parse_known_args()
     longest = max(arguments.context, max(arguments.starts) + max(arguments.chunks)) + 128
@@ -66,6 +71,8 @@ def main() -> None:
         step_ms = round(run(engine, plan, STEPS), 2)
         results.append({"decodes": decodes, "start": start, "chunk": chunk, "step_ms": step_ms})
         print(json.dumps(results[-1]), flush=True)
+        if arguments.kernels and chunk and decodes:
+            results[-1]["kernels"] = kernels(engine, plan)
 
     for decodes in range(1, most):
         measure(decodes, 0, 0)

@@ -8,6 +8,7 @@ of three runs. --kernels: microseconds of a step by kernel, and what the GPU sto
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from collections import deque
@@ -16,6 +17,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 from meshlm.protocol.ids import StepId
 from meshlm.protocol.step_edge import NewRow, StepPlan

@@ -87,6 +87,8 @@ def _errors(variant: Variant, device: torch.device, cap: float, window: int) -> 
 
     extras, scale = Extras(window=window, cap=cap), variant.dim**-0.5
     query, keys, values, at = _step(variant, device)
+    if device.type == "cuda" and not hopper.fits(query, keys):
+        raise ValueError("it does not take such heads or pages")
     qkv = _projection(query, keys, values, at)
     wanted, found = torch.full_like(query, torch.nan), torch.full_like(query, torch.nan)
     tiles = tile_of_head(prefill_tiles(query.shape[0] * variant.heads), variant.dim)
