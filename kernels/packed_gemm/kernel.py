@@ -246,7 +246,8 @@ class Shape(NamedTuple):
     asm: bool = False
 
 
-DECODED_ROWS = 96  # from more rows on the weight is decoded
+DECODED_ROWS = 96  # from more rows on the weight is decoded, as measured (docs/quantization.md)
+SOON_DECODED_ROWS = 32  # the same where scales change from plane to plane, or codes take more to become numbers
 
 
 def decode(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
@@ -319,7 +320,9 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
     x = x.contiguous() if weight.order is None else x.index_select(1, weight.order)
     rows, outputs = x.shape[0], weight.outputs
     one_row = rows == 1 and weight.one_row
-    if not one_row and (rows > DECODED_ROWS or not weight.some_rows):
+    simple = weight.bits == 4 and weight.minima is None and weight.group > PLANE
+    most = (DECODED_ROWS if simple else SOON_DECODED_ROWS) if weight.some_rows else 0
+    if not one_row and rows > most:
         return gemm(x, decode(weight, x.dtype), bias)
     if one_row:
         few = gemv.default_shape(outputs, weight.inputs, x.device)
