@@ -14,6 +14,8 @@ from parsing import RESOLVED
 
 from meshlm.frontend import io, request_log, request_tracker
 from meshlm.frontend.choice import Choice
+from meshlm.frontend.dashboard.feed import Feed
+from meshlm.frontend.dashboard.snapshot import Facts
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.io import FrontendApp
 from meshlm.frontend.questions import FULL
@@ -143,6 +145,17 @@ async def test_what_is_open_when_its_time_is_over_is_told_why() -> None:
     with pytest.raises(HttpError, match="this server is stopping") as told:
         await asyncio.wait_for(asked, LIMIT_S)
     assert told.value.status == 503
+
+
+@pytest.mark.parametrize("handover", [False, True])
+async def test_dashboards_end_with_their_frontend(handover: bool) -> None:
+    """They would keep it from ending until --drain-timeout."""
+    app, _ = started(ONE)
+    app.feed = Feed(app, Facts("frontend/0", "1", "m"), 1)
+    watcher = app.feed.join()
+    app.on_message(Identity(Role.SUPERVISOR), Shutdown(0.0, handover))
+    await app.drain(LIMIT_S)
+    assert await asyncio.wait_for(watcher.next(), LIMIT_S) is None
 
 
 async def test_after_a_hand_over_what_is_open_breaks_off() -> None:
