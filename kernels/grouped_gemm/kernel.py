@@ -8,7 +8,6 @@ that follow one another have the same weight or the same rows, in the L2 cache. 
 lie together. Rounded where the unfused operations round.
 """
 
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from meshlm.kernels.moe_align.kernel import most_tiles
 from meshlm.kernels.moe_few.kernel import part
 
 GROUP = 8  # tiles of rows that share columns of a weight
+CHECKED = "3.6."  # versions of Triton
 ALIGNED = 8  # elements: what a bulk copy's lines are multiples of
 
 
@@ -337,9 +337,9 @@ def _launch(
 
 
 def has_apart(w: Tensor) -> bool:
-    """Whether tiles that are `apart` have been checked for weights like these."""
+    """Whether hopper.py has been checked on a GPU with weights like these, by this compiler."""
     hopper = w.is_cuda and torch.cuda.get_device_capability(w.device)[0] == 9
-    return hopper and w.dtype == torch.bfloat16 and find_spec("triton.experimental.gluon") is not None
+    return hopper and w.dtype == torch.bfloat16 and triton.__version__.startswith(CHECKED)
 
 
 def sorted_gemm(

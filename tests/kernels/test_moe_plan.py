@@ -1,7 +1,10 @@
 """Which kernels and tiles experts get: plans without a measurement, candidates of the tuner, entries of its table."""
 
+from typing import NamedTuple, cast
+
 import pytest
 import torch
+import triton
 from device import MARKS
 
 from meshlm.kernels import tables
@@ -81,4 +84,25 @@ def test_tiles_of_warps_apart_are_for_what_they_were_checked_with(monkeypatch: p
     finally:
         plan._table.cache_clear()
         plan.plan_for.cache_clear()
-    assert not has_apart(torch.empty(1, device="cpu", dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "version", "capability", "has"),
+    [
+        (torch.bfloat16, "3.6.0", 9, True),
+        (torch.bfloat16, "3.9.0", 9, False),
+        (torch.float16, "3.6.0", 9, False),
+        (torch.bfloat16, "3.6.0", 10, False),
+    ],
+)
+def test_warps_apart_are_used_where_they_were_checked(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, version: str, capability: int, has: bool
+) -> None:
+    class Weight(NamedTuple):
+        dtype: torch.dtype
+        device: str = "cuda"
+        is_cuda: bool = True
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    monkeypatch.setattr(triton, "__version__", version)
+    assert has_apart(cast(torch.Tensor, Weight(dtype))) is has
