@@ -27,7 +27,7 @@ DECODES, PROMPTS, PAGE = (1, 16, 64, 256), (256, 2048, 8192), 1056
 
 def columns_of(counts: list[int], start: int) -> Columns:
     n = len(counts)
-    tables = torch.arange(16 * n, dtype=torch.int32, device="cuda").view(n, 16) % (2 * n)
+    tables = torch.arange(n, dtype=torch.int32, device="cuda")[:, None].repeat(1, 16)  # each its own page
     rows, starts = (
         torch.arange(n, dtype=torch.int32, device="cuda"),
         torch.full((n,), start, dtype=torch.int32, device="cuda"),
