@@ -23,7 +23,10 @@ REQUESTS = (
     (1000, 70),
     (0, 1),
 )  # start, count
-WINDOWS = (5, 200)  # shorter than a tile, and of several
+WINDOWS = (
+    16,
+    208,
+)  # shorter than a tile, and of several; like models' multiples of 16, for which kernels are compiled apart
 NEAR = 0.01  # of norms: rounding to 16 bits makes 0.002 of it
 
 
@@ -112,7 +115,9 @@ def _step(variant: Variant, device: torch.device) -> tuple[Tensor, Tensor, Tenso
     lengths = [start + count for start, count in REQUESTS]
     needed = [-(-length // variant.page) for length in lengths]
     order = torch.randperm(sum(needed) + 3, generator=random, device=device).int()
-    blocks = order[-1].repeat(len(needed), max(needed) + 1)
+    blocks = order[-1].repeat(
+        len(needed), (max(needed) // 16 + 1) * 16
+    )  # as wide as models' tables are: multiples of 16
     for row, pages in enumerate(order[: sum(needed)].split(needed)):
         blocks[row, : len(pages)] = pages
     starts, counts = torch.tensor(REQUESTS, dtype=torch.int32, device=device).unbind(1)
