@@ -7,8 +7,6 @@ import ctypes
 import os
 import platform
 import re
-import shutil
-import subprocess
 from collections.abc import Collection
 from pathlib import Path
 
@@ -90,6 +88,9 @@ def _node_of(config: MeshConfig, local: int, there: Collection[int]) -> int | No
         return sorted(there)[local % len(there)]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     chosen = visible.split(",")[local] if visible and local < len(visible.split(",")) else str(local)
+    import shutil  # every process imports this module, and few come here
+    import subprocess
+
     if shutil.which("nvidia-smi") is None:
         return None
     query = ["nvidia-smi", f"--id={chosen}", "--query-gpu=pci.bus_id", "--format=csv,noheader"]

@@ -1,6 +1,5 @@
 """What HTTP clients meet: addresses, limits, time limits and the fields of answers."""
 
-import ipaddress
 from typing import Annotated, Literal
 
 import msgspec
@@ -185,6 +184,8 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     @property
     def is_local(self) -> bool:
         """Whether this host alone can reach the port."""
+        import ipaddress  # 3 ms, which frontends and the supervisor alone need
+
         try:
             return ipaddress.ip_address(self.address).is_loopback
         except ValueError:

@@ -153,7 +153,7 @@ def test_the_command_prints_the_status_that_the_tests_ask_for(fake: Serving) -> 
 
     def lasting(status: dict[str, Any]) -> dict[str, Any]:
         """Without what changes from one moment to the next."""
-        moments: dict[str, Any] = {"uptime_s": 0, "rss_bytes": 0, "phase": "", "state": ""}
+        moments: dict[str, Any] = {"uptime_s": 0, "rss_bytes": 0, "phase": "", "state": "", "sent": {}}
         rows = {kind: [{**row, **moments} for row in status[kind]] for kind in ("processes", "standbys")}
         return {**status, **rows}
 
