@@ -24,6 +24,7 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Prompt, Rejected, Submit, TextPrompt, TokenPrompt
 from meshlm.runtime import tokenizer_files
 from meshlm.runtime.errors import MessageTooLong
+from meshlm.runtime.timeline import Timeline
 
 
 class Panic(BaseException):
@@ -37,6 +38,7 @@ class StubMesh:
     """What the app needs of its mesh; `all_answered` when so many requests were admitted or refused."""
 
     def __init__(self, tokenizer: Path, flush: Callable[[], None], expected: int) -> None:
+        self.timeline = Timeline(Identity(Role.DETOKENIZER, 0))
         spec = SimpleNamespace(vocab_size=49152, type_vocab_size=0)
         resolved = SimpleNamespace(
             tokenizer_path=str(tokenizer), chat_templates={}, spec=spec, max_model_len=1000, pooling=None

@@ -30,6 +30,7 @@ from meshlm.protocol.text_edge import (
     Tokenize,
     TokenizeReply,
 )
+from meshlm.runtime.timeline import Timeline
 
 F0, F1, LIFE = Identity(Role.FRONTEND, 0), Identity(Role.FRONTEND, 1), Incarnation(1)
 LARGE = "x" * (LARGE_BYTES + 1)
@@ -95,6 +96,7 @@ class Mesh:
     """What the app needs of its mesh; `sent` in order."""
 
     def __init__(self, tokenizer: Path, app: DetokenizerApp) -> None:
+        self.timeline = Timeline(Identity(Role.DETOKENIZER, 0))
         spec = SimpleNamespace(vocab_size=49152, type_vocab_size=0)
         resolved = SimpleNamespace(
             tokenizer_path=str(tokenizer), chat_templates={}, spec=spec, max_model_len=1000, pooling=None

@@ -9,11 +9,12 @@ from msgspec import Struct
 
 from meshlm.protocol.admit_edge import Assign, EngineRequest
 from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId
+from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import Reset, StepPlan, StepResult, WorkerReady
 from meshlm.protocol.token_edge import Ended, TokenDeltas
 from meshlm.runtime.errors import MessageTooLong
+from meshlm.runtime.timeline import Timeline
 from meshlm.scheduler_proc.core import Scheduler
 from meshlm.scheduler_proc.io import SchedulerApp
 
@@ -22,6 +23,7 @@ class StubMesh:
     """Keeps what is sent and what is said of the phase."""
 
     def __init__(self, app: SchedulerApp) -> None:
+        self.timeline = Timeline(Identity(Role.SCHEDULER, 0))
         self.app = app
         self.log = SimpleNamespace(debug=lambda *_, **__: None)
         self.sent: list[Struct] = []
