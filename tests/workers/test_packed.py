@@ -118,7 +118,7 @@ UP, QUERY = "model.layers.1.mlp.up_proj.", "model.layers.1.self_attn.q_proj."
 def test_what_does_not_fit_is_named(
     kind: str, changed: dict[str, Tensor | None], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, tensors = write(tmp_path, KINDS[kind], num_hidden_layers=2)
+    _, tensors = write(tmp_path, KINDS[kind])
     kept = {**tensors, **changed}
     save_file({key: tensor for key, tensor in kept.items() if tensor is not None}, tmp_path / "model.safetensors")
     with pytest.raises((ProcessFatal, ModelFilesError), match=said) as told:

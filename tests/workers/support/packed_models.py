@@ -98,8 +98,21 @@ def tensors_of(kind: Packed, stem: str, weight: Tensor) -> tuple[dict[str, Tenso
     return {f"{stem}.{name}": tensor.contiguous() for name, tensor in found.items()}, values
 
 
+_made: dict[str, tuple[nn.Module, dict[str, Tensor], dict[str, Any]]] = {}
+
+
 def write(folder: Path, kind: Packed, **changes: Any) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The checkpoint, transformers' model with the values that it stands for, and its tensors."""
+    """The checkpoint, transformers' model with the values that it stands for, and its tensors. Models are made once."""
+    key = repr((kind, changes))
+    if key not in _made:
+        _made[key] = _make(kind, changes)
+    model, tensors, described = _made[key]
+    (folder / "config.json").write_text(json.dumps(described))
+    save_file(tensors, folder / "model.safetensors")
+    return model, tensors
+
+
+def _make(kind: Packed, changes: dict[str, Any]) -> tuple[nn.Module, dict[str, Tensor], dict[str, Any]]:
     import transformers
 
     torch.manual_seed(0)
@@ -114,9 +127,7 @@ def write(folder: Path, kind: Packed, **changes: Any) -> tuple[nn.Module, dict[s
         tensors |= found
         module.weight.data = values
     described = {**config.to_dict(), "architectures": ["LlamaForCausalLM"], "quantization_config": kind.config}
-    (folder / "config.json").write_text(json.dumps(described))
-    save_file(tensors, folder / "model.safetensors")
-    return model, tensors
+    return model, tensors, described
 
 
 def gptq(**changes: Any) -> dict[str, Any]:
