@@ -95,6 +95,13 @@ class Hybrid(Decoder):
 
     layer_type = HybridLayer
 
+    def embedded(self, ids: Tensor) -> tuple[PartialSum, Tensor | None]:
+        """See `Decoder.embedded`; a first layer without a mixer has no norm before one."""
+        first = self.layers[0]
+        if isinstance(first, DecoderLayer) and isinstance(first.attention, NoMixer):
+            return PartialSum(self.embedding(ids)), None
+        return super().embedded(ids)
+
 
 class SquaredReLU(UngatedMLP):
     """down(relu(up(norm(x)))^2)."""

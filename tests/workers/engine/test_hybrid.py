@@ -60,7 +60,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron": (
         "NemotronHConfig",
         {
-            "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
+            "layers_block_type": ["mlp", "linear_attention", "full_attention", "linear_attention", "mlp"],
             "head_dim": 8,
             "mamba_num_heads": 6,
             "mamba_head_dim": 16,
