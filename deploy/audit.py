@@ -6,6 +6,7 @@ Where the database cannot be reached, or does not know the packages, it says so 
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -34,12 +35,9 @@ def main() -> int:
         print("audit: pip-audit is not installed; pip install 'meshlm[release]'", file=sys.stderr)
         return 1
     try:
+        environment = {**os.environ, "PIP_AUDIT_PROGRESS_SPINNER": "off"}
         done = subprocess.run(
-            [program, "-f", "json", "--progress-spinner", "off"],
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
+            [program, "-f", "json"], env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
         )
         found, skipped = read(done.stdout)
     except (subprocess.TimeoutExpired, ValueError, KeyError):
