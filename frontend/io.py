@@ -18,13 +18,12 @@ from meshlm.frontend.choice import Choice
 from meshlm.frontend.dashboard.feed import Feed
 from meshlm.frontend.dashboard.snapshot import Facts
 from meshlm.frontend.errors import HttpError
-from meshlm.frontend.figures import Figures
 from meshlm.frontend.http_listener import HttpListener, Listener
 from meshlm.frontend.parse import ParsedRequest
 from meshlm.frontend.questions import FULL, Questions
 from meshlm.frontend.rate_limits import RateLimits
+from meshlm.frontend.readiness import STOPPING, Readiness
 from meshlm.frontend.request_log import RequestLog
-from meshlm.frontend.request_tracker import RequestTracker
 from meshlm.frontend.responses import Response
 from meshlm.frontend.stat_loggers import StatLoggers, ended_request
 from meshlm.protocol.control_edge import (
@@ -67,31 +66,21 @@ TICK_S = 1.0
 ASK_TIMEOUT_S = 30.0
 MOVED_S = 0.1
 SERIES_FROM_START = 16  # engines whose series are there before their first request
-STOPPING = "this server is stopping"
-HOLD_S = 10.0  # how long a new request waits for a mesh that is starting, or replacing a process
 
 
-class FrontendApp:
+class FrontendApp(Readiness):
     """See `meshlm.runtime.process.App`; also the routes' Backend."""
 
     version = __version__
 
     def __init__(self) -> None:
-        self._tracker = RequestTracker()
-        self._mesh: Mesh | None = None
-        self._renders_only = False
-        self._figures = Figures()
+        super().__init__()
         self._questions = Questions()
         self._operations: AskedOperations | None = None
         self._listener: Listener | None = None
         self._is_stopping = False
-        self._draining = False
-        self._refusing = False  # meshlm drain
-        self._queue_full = False  # by the coordinator's word
         self._handing_over = False
-        self._news = asyncio.Event()  # set whenever the answer of not_ready_reason may have changed
         self._closed = asyncio.Event()  # set whenever a request ends
-        self.num_open = 0
         self._ticks = 0
         self._traces: Traces | None = None
         self._log = RequestLog()
@@ -208,58 +197,11 @@ class FrontendApp:
 
     # --- Backend ---
 
-    def not_ready_reason(self) -> str:
-        if self._draining:
-            return STOPPING
-        if self._refusing:
-            return "this server is draining and takes no new requests (meshlm drain)"
-        if self._renders_only:
-            return "" if self._tracker.load else "no detokenizer can be reached"
-        if self._figures.now.serving and not self._tracker.load:
-            return "no detokenizer can be reached"
-        if not self._figures.now.serving:
-            return self._figures.now.reason
-        return self._mesh.blocked if self._mesh is not None else ""
-
-    def blocked(self) -> str:
-        """A link anywhere in the mesh on which nothing moves: requests may be served, but not all."""
-        return self._figures.now.blocked
-
-    def refusal(self, *, attaches: bool) -> str:
-        """Why a new request gets 503 before anything is done for it, "" when it does not. `attaches`: it may be one that runs."""
-        if self._draining or self._refusing:
-            return self.not_ready_reason()
-        if self.num_open >= self.config.server.max_concurrent_requests:
-            return "too many open requests (--max-concurrent-requests)"
-        if attaches:
-            return ""
-        waiting = self.config.scheduler.max_waiting
-        if self._queue_full:
-            return f"{waiting} requests are waiting already (--max-waiting)"
-        if len(self._tracker.unaccepted) >= waiting + self.resolved.max_num_seqs * max(1, len(self._figures.now.ranks)):
-            return "more prompts wait to be tokenized than can run or wait (--max-waiting, --max-num-seqs)"
-        return ""
-
     def refused(self, error: HttpError, seconds: float = 0.0) -> None:
         """A request for an answer got this error; by its head alone so long after that began to come."""
         self._metrics.refused(error.reason())
         if seconds:
             self._metrics.refusal.observe(seconds)
-
-    async def wait_serving(self) -> str:
-        """Wait until requests can be served, HOLD_S at most; what is missing then, "" when nothing is."""
-        if not self.not_ready_reason() or self._draining or self._refusing:
-            return self.not_ready_reason()
-        self.num_open += 1  # it counts towards --max-concurrent-requests
-        try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(HOLD_S):
-                    while self.not_ready_reason() and not (self._draining or self._refusing):
-                        self._news.clear()
-                        await self._news.wait()
-        finally:
-            self.num_open -= 1
-        return self.not_ready_reason()
 
     def admit(self, ask: ParsedRequest) -> int:
         """Counts the request against the budget and gives its cost, for `release`. HttpError when there is no room for it."""
@@ -303,7 +245,7 @@ class FrontendApp:
         try:
             async with asyncio.timeout(ASK_TIMEOUT_S):
                 for _ in range(most):
-                    target = await self._any_detokenizer()
+                    target = await self.any_detokenizer()
                     if (reply := await self._questions.ask(target, message, self._mesh.send)) is not None:
                         return reply  # else its detokenizer died: another one knows the same
         except TimeoutError:
@@ -311,17 +253,6 @@ class FrontendApp:
         finally:
             self._budget.close_question(size)
         raise HttpError.of(ErrorKind.INTERNAL, f"given up: its detokenizer died {most} times before it answered")
-
-    async def _any_detokenizer(self) -> Identity:
-        """Wait for one, HOLD_S at most: the only one may be the one that died."""
-        try:
-            async with asyncio.timeout(HOLD_S):
-                while (target := self._tracker.least_loaded()) is None:
-                    self._news.clear()
-                    await self._news.wait()
-        except TimeoutError:
-            raise HttpError.of(ErrorKind.OVERLOADED, "no detokenizer is ready") from None
-        return target
 
     async def operate(self, action: Action) -> OperationDone:
         """Have it done in every worker."""

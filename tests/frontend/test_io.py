@@ -12,7 +12,7 @@ from answering import asking as answers_asking
 from msgspec import Struct
 from parsing import RESOLVED
 
-from meshlm.frontend import io, request_log, request_tracker
+from meshlm.frontend import readiness, request_log, request_tracker
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.dashboard.feed import Feed
 from meshlm.frontend.dashboard.snapshot import Facts
@@ -182,7 +182,7 @@ async def test_questions_go_where_the_fewest_requests_are() -> None:
 
 @pytest.mark.parametrize("why", ["none", "full", "down"])
 async def test_a_question_that_nobody_takes(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io, "HOLD_S", 0.01)
+    monkeypatch.setattr(readiness, "HOLD_S", 0.01)
     app, mesh = started(*(() if why == "none" else (ONE,)))
     mesh.full, mesh.down = {ONE} if why == "full" else set(), {ONE} if why == "down" else set()
     with pytest.raises(HttpError) as told:

@@ -1,0 +1,91 @@
+"""Whether this frontend takes requests now, why not, and the wait until it does. The base of io.py's FrontendApp."""
+
+import asyncio
+import contextlib
+
+from meshlm.frontend.errors import HttpError
+from meshlm.frontend.figures import Figures
+from meshlm.frontend.request_tracker import RequestTracker
+from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.config.resolved import Resolved
+from meshlm.protocol.ids import ErrorKind, Identity
+from meshlm.runtime.mesh import Mesh
+
+STOPPING = "this server is stopping"
+HOLD_S = 10.0  # how long a new request waits for a mesh that is starting, or replacing a process
+
+
+class Readiness:
+    """Used by one loop. What is known of the mesh comes from io.py."""
+
+    config: MeshConfig
+    resolved: Resolved
+
+    def __init__(self) -> None:
+        self._tracker = RequestTracker()
+        self._mesh: Mesh | None = None
+        self._renders_only = False
+        self._figures = Figures()
+        self._draining = False
+        self._refusing = False  # meshlm drain
+        self._queue_full = False  # by the coordinator's word
+        self._news = asyncio.Event()  # set whenever the answer of not_ready_reason may have changed
+        self.num_open = 0
+
+    def not_ready_reason(self) -> str:
+        if self._draining:
+            return STOPPING
+        if self._refusing:
+            return "this server is draining and takes no new requests (meshlm drain)"
+        if self._renders_only:
+            return "" if self._tracker.load else "no detokenizer can be reached"
+        if self._figures.now.serving and not self._tracker.load:
+            return "no detokenizer can be reached"
+        if not self._figures.now.serving:
+            return self._figures.now.reason
+        return self._mesh.blocked if self._mesh is not None else ""
+
+    def blocked(self) -> str:
+        """A link anywhere in the mesh on which nothing moves: requests may be served, but not all."""
+        return self._figures.now.blocked
+
+    def refusal(self, *, attaches: bool) -> str:
+        """Why a new request gets 503 before anything is done for it, "" when it does not. `attaches`: it may be one that runs."""
+        if self._draining or self._refusing:
+            return self.not_ready_reason()
+        if self.num_open >= self.config.server.max_concurrent_requests:
+            return "too many open requests (--max-concurrent-requests)"
+        if attaches:
+            return ""
+        waiting = self.config.scheduler.max_waiting
+        if self._queue_full:
+            return f"{waiting} requests are waiting already (--max-waiting)"
+        if len(self._tracker.unaccepted) >= waiting + self.resolved.max_num_seqs * max(1, len(self._figures.now.ranks)):
+            return "more prompts wait to be tokenized than can run or wait (--max-waiting, --max-num-seqs)"
+        return ""
+
+    async def wait_serving(self) -> str:
+        """Wait until requests can be served, HOLD_S at most; what is missing then, "" when nothing is."""
+        if not self.not_ready_reason() or self._draining or self._refusing:
+            return self.not_ready_reason()
+        self.num_open += 1  # it counts towards --max-concurrent-requests
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HOLD_S):
+                    while self.not_ready_reason() and not (self._draining or self._refusing):
+                        self._news.clear()
+                        await self._news.wait()
+        finally:
+            self.num_open -= 1
+        return self.not_ready_reason()
+
+    async def any_detokenizer(self) -> Identity:
+        """Wait for one, HOLD_S at most: the only one may be the one that died."""
+        try:
+            async with asyncio.timeout(HOLD_S):
+                while (target := self._tracker.least_loaded()) is None:
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError:
+            raise HttpError.of(ErrorKind.OVERLOADED, "no detokenizer is ready") from None
+        return target
