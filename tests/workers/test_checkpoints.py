@@ -12,12 +12,13 @@ from small_models import SMALL, load, resolved
 from tiny_models import spec_of
 from torch import Tensor
 
+from meshlm.architectures.family import Split, Weight
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.model_files import resolve_model
 from meshlm.workers.weights.check import check_finite
 from meshlm.workers.weights.load import load_model
 from meshlm.workers.weights.source import Mapped
-from meshlm.workers.weights.sources import shapes, unpacked
+from meshlm.workers.weights.sources import _Random, shapes, unpacked
 
 Weights = dict[str, Tensor]
 LAYER = "model.layers.1."
@@ -154,3 +155,11 @@ def test_a_tensor_that_holds_several_weights_has_all_their_rows() -> None:
         dict(unpacked([(name, Mapped(whole))], spec, packed))
     other = "model.layers.7.self_attn.qkv_proj.weight"
     assert list(dict(unpacked([(other, Mapped(whole))], spec, packed))) == [other], "the check of tensors will name it"
+
+
+def test_a_part_of_a_dummy_norm_is_a_part() -> None:
+    """OLMo 2 norms whole queries, whose weight ranks split."""
+    weight = Weight("model.layers.0.self_attn.q_norm.weight", "", "attention.q_norm", (64,), Split.QUERY_HEADS)
+    made = _Random(weight, torch.device("cpu"), 0)
+    assert torch.equal(made.part(0, 32, 64), torch.ones(32))
+    assert torch.equal(made.whole(), torch.ones(64))

@@ -206,10 +206,11 @@ class _Random:
             shape[dim] = end - begin
             salt = f"{salt} {begin}"
         if self._name.lower().endswith("norm.weight"):
-            return torch.full(shape, self._norm, device=self._device)
-        generator = torch.Generator(self._device).manual_seed(self._seed << 32 | zlib.crc32(salt.encode()))
-        made = torch.empty(shape, device=self._device, dtype=torch.get_default_dtype())
-        made.normal_(0.0, DUMMY_STD, generator=generator)
+            made = torch.full(shape, self._norm, device=self._device)
+        else:
+            generator = torch.Generator(self._device).manual_seed(self._seed << 32 | zlib.crc32(salt.encode()))
+            made = torch.empty(shape, device=self._device, dtype=torch.get_default_dtype())
+            made.normal_(0.0, DUMMY_STD, generator=generator)
         return made.narrow(dim, begin, end - begin) if self._device.type == "cpu" else made
 
     def whole(self) -> Tensor:
