@@ -108,8 +108,10 @@ class Traces:
         )
         self._sampler = TracerProvider(resource=resource, shutdown_on_exit=False).sampler  # OTEL_TRACES_SAMPLER's
         self._resource, self._scope = resource, InstrumentationScope("meshlm.frontend", version)
-        exporter = _Exporter(_exporter(config.otlp_traces_endpoint), config.otlp_traces_endpoint, log)
-        self._queue = BatchSpanProcessor(exporter, max_queue_size=MAX_QUEUED, export_timeout_millis=TIMEOUT_S * 1e3)
+        self._exporter = _Exporter(_exporter(config.otlp_traces_endpoint), config.otlp_traces_endpoint, log)
+        self._queue = BatchSpanProcessor(
+            self._exporter, max_queue_size=MAX_QUEUED, export_timeout_millis=TIMEOUT_S * 1e3
+        )
         self._ids = RandomIdGenerator()
         self._propagator = TraceContextTextMapPropagator()
         self._process, self._detailed = process, bool(config.collect_detailed_traces)
@@ -172,6 +174,7 @@ class Traces:
         last = threading.Thread(target=self._queue.force_flush, args=(int(FLUSH_S * 1e3),), daemon=True)
         last.start()
         last.join(FLUSH_S)
+        self._exporter.shutdown()  # else its threads would wait for the collector, and ask it again
 
 
 def _events(choice: Choice, now: float, offset_s: float) -> list[Event]:

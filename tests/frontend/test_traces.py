@@ -7,6 +7,7 @@ from typing import Any
 
 import answering
 import pytest
+from opentelemetry.sdk.trace.export import SpanExportResult
 from spans import Collector, collector
 
 from meshlm.frontend.responses import WholeResponse
@@ -127,6 +128,7 @@ def test_a_collector_that_is_away_costs_its_spans_alone() -> None:
         begin = time.monotonic()
         sender.close()
         assert time.monotonic() - begin < 3
+        assert sender._exporter.export([]) is SpanExportResult.FAILURE, "nobody asks it again"
         end = time.monotonic() + 20
         while not log.lines and time.monotonic() < end:
             time.sleep(0.05)

@@ -76,7 +76,7 @@ def test_clients_with_a_key_get_their_answers_although_their_frontend_dies() -> 
         answered += sum(client.num_retries > 0 and all(got.end for got in client.got) for client in history.clients)
         resumed += sum(had > 0 for had in history.broken)
     assert answered > 10
-    assert resumed > 5
+    assert resumed > 2
 
 
 def test_what_a_dead_worker_ran_moves_to_another_rank() -> None:
@@ -240,7 +240,7 @@ def test_windows_are_freed_and_found_again_although_processes_die(monkeypatch: p
             specs = STATES[seed % len(STATES)]
         assert violation(replace(scenario, kv_specs=specs)) == "", seed
     assert any(len(groups) > 1 for groups in owners.values())
-    assert 0.3 < sum(len(make(seed).kv_specs) > 1 for seed in range(1000)) / 1000 < 0.4
+    assert 0.35 < sum(len(make(seed).kv_specs) > 1 for seed in range(1000)) / 1000 < 0.5
 
 
 def test_vectors_come_once_although_processes_die() -> None:
