@@ -178,7 +178,7 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def address(self) -> str:
-        """The address that is listened on (docs/adr/0007-this-host-alone-without-a-key.md)."""
+        """The address that is listened on (docs/adr/0006-this-host-alone-without-a-key.md)."""
         return self.host or ("0.0.0.0" if self.has_keys else "127.0.0.1")
 
     @property
