@@ -48,7 +48,7 @@ def children(server: Serving) -> list[psutil.Process]:
 def runs(process: psutil.Process) -> bool:
     """Not so when it has ended, and waits for the machine's first process to take note of that."""
     try:
-        return process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
