@@ -13,7 +13,7 @@ from meshlm.protocol.logprobs import num_bytes_of_prompt
 from meshlm.protocol.text_edge import Rejected, Submit, num_bytes_of
 
 MAX_BYTES = 64 << 20
-MAX_RUNNING_BYTES = 128 << 20
+MAX_RUNNING_BYTES = 32 << 20
 BIAS_BYTES, ID_BYTES = 120, 40  # of one entry, as Python objects
 OTHER_BODY = "Idempotency-Key: this key was used for another request before; a new request needs a new key"
 TAKEN_OVER = "Idempotency-Key: another connection sent the same request later and has its answer"

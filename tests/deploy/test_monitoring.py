@@ -202,7 +202,7 @@ def wait_for_scrapes(url: str, process: "subprocess.Popen[bytes]", log: Path) ->
     while time.monotonic() < end:
         assert process.poll() is None, log.read_text()
         try:
-            if ask(url, "count_over_time(up[1m]) >= 3 and up == 1"):
+            if httpx.get(f"{url}/-/ready").is_success and ask(url, "count_over_time(up[1m]) >= 3 and up == 1"):
                 return
         except httpx.TransportError:
             pass
