@@ -271,9 +271,9 @@ class Supervisor:
         self._incarnations.spawn(identity, incarnation)
 
     def _replace(self, effect: events.Replace) -> None:
-        stopped = ", stopped by a signal" if self._incarnations.end_stuck(effect.identity) else ""
-        name = rundir.stacks_file(effect.identity)
-        self._display.line(f"{effect.identity} is replaced: {effect.reason}{stopped}; its stacks: {name}", "error")
+        stopped = self._incarnations.end_stuck(effect.identity)
+        more = ", stopped by a signal" if stopped else f"; its stacks: {rundir.stacks_file(effect.identity)}"
+        self._display.line(f"{effect.identity} is replaced: {effect.reason}{more}", "error")
 
     def _ask_to_leave(self, identity: Identity) -> None:
         """Another process is there for it, or the mesh is to be smaller; it is killed when it takes too long."""

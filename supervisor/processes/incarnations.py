@@ -109,13 +109,15 @@ class Incarnations:
             child.when_loaded(self._loop, lambda child: self._do(rolling.Prepared(child.identity)))
 
     def end_stuck(self, identity: Identity) -> bool:
-        """faulthandler writes its stacks; a stopped process is woken for that, and killed before it gets far. Was it stopped?"""
+        """faulthandler writes its stacks, then it is killed. Was it stopped? Then it is killed as it is: woken, it would work on, and
+        faulthandler, which walks the frames of running threads, could crash it."""
         child = self._children[identity]
-        stopped = child.is_stopped()
+        if child.is_stopped():
+            child.kill()
+            return True
         child.send_signal(signal.SIGUSR1)
-        child.send_signal(signal.SIGCONT)
         self._loop.call_later(STACKS_S, child.kill)
-        return stopped
+        return False
 
     def kill(self, identity: Identity) -> None:
         if identity in self._children:
