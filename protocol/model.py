@@ -174,6 +174,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     moe: MoESpec | None = None
     num_nextn_predict_layers: int = 0  # that a checkpoint has behind the last, and that are not loaded
     mla: MLASpec | None = None  # head_dim is that of queries then, and the one key-value head is the latent
+    text_part: bool = False  # the checkpoint also has parts for images or sound, which are not loaded
     encoder_only: bool = False  # each token sees all tokens of its prompt, and there is no KV cache
     type_vocab_size: int = 0  # of an encoder: kinds of tokens, of which a pair's second text is another
     position_offset: int = 0  # of an encoder: the row of the position table that the first token gets

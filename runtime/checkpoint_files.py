@@ -11,8 +11,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import msgspec
+
 from meshlm.architectures.packed_quantization import holds, stem_of
 from meshlm.architectures.quantization import FP8, formats, scheme_of, while_loading
+from meshlm.architectures.text_part import text_modules, text_tensor
 from meshlm.protocol.model import QuantizationSpec
 from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.json_files import read_json
@@ -72,8 +75,13 @@ def weight_files(folder: Path, wanted: str = "auto") -> WeightFiles:
     return WeightFiles(load_format, files, notes)
 
 
-def check_headers(weights: WeightFiles, folder: Path, quantization: QuantizationSpec | None = None) -> None:
-    """Files that are whole, tensors that one file holds and no two, of types that can be read. ModelFilesError."""
+def check_headers(
+    weights: WeightFiles, folder: Path, quantization: QuantizationSpec | None = None, *, of_text_part: bool = False
+) -> None:
+    """Files that are whole, tensors that one file holds and no two, of types that can be read. ModelFilesError.
+
+    of_text_part: the types of tensors for images or sound are not looked at.
+    """
     index = _index(folder, weights.load_format)
     if weights.load_format != "safetensors":
         return
@@ -86,7 +94,8 @@ def check_headers(weights: WeightFiles, folder: Path, quantization: Quantization
             if name in owner:
                 raise ModelFilesError(f"{file}: tensor {name} is in {owner[name].name} too")
             owner[name] = file
-        check_types(file, ((name, tensor.dtype) for name, tensor in tensors.items()), quantization)
+        own = {name: text_tensor(name) if of_text_part else name for name in tensors}
+        check_types(file, ((name, tensors[key].dtype) for key, name in own.items() if name), quantization)
 
 
 def check_types(file: Path, tensors: Iterable[tuple[str, str]], quantization: QuantizationSpec | None = None) -> None:
@@ -144,15 +153,16 @@ class Quantised(NamedTuple):
     said: str  # and how, for a message
     settings: Any
 
-    def read(self) -> QuantizationSpec:
-        """Reads what it says. ModelFilesError for what cannot be read."""
+    def read(self, *, of_text_part: bool = False) -> QuantizationSpec:
+        """Reads what it says. of_text_part: modules are named as in the outer model. ModelFilesError for what cannot be read."""
         found = formats().get(str(self.settings.get("quant_method"))) if isinstance(self.settings, dict) else None
         if found is None or ".json: " not in self.where:
             raise ModelFilesError(
                 f"{self.said}; supported: quantization_config with {', '.join(formats())}, and GGUF files"
             )
         try:
-            return found.read(self.settings)
+            read = found.read(self.settings)
+            return msgspec.structs.replace(read, ignore=text_modules(read.ignore)) if of_text_part else read
         except ValueError as error:
             raise ModelFilesError(f"{self.where}: quant_method {found.name}: {error}") from None
 

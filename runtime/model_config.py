@@ -9,7 +9,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from meshlm.architectures import config_keys
+from meshlm.architectures import config_keys, text_part
 from meshlm.architectures.config_values import shown
 from meshlm.architectures.family import Family
 from meshlm.architectures.registry import architectures, family_of
@@ -51,7 +51,7 @@ def _family(config: dict[str, Any], path: Path) -> Family:
         raise ModelFilesError(f"{path}: config.json names several architectures ({', '.join(names)}); it must name one")
     family = family_of(names[0]) if names else None
     if family is None:
-        name, known = names[0] if names else "none", ", ".join(architectures())
+        name, known = names[0] if names else "none", ", ".join((*architectures(), *text_part.architectures()))
         raise ModelFilesError(f"{path}: architecture {name} is not supported; supported: {known}")
     kind = config.get("model_type")
     if kind is not None and kind != family.model_type:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
+from meshlm.architectures import text_part
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime import (
     chat_templates,
@@ -174,14 +175,15 @@ def _from_folder(path: Path, name: str, load_format: str, overrides: dict[str, A
         config["classifier_from_token"] = [_token_id(path, text) for text in texts]
     if config.get("architectures") == ["HF_ColBERT"]:
         config = {**_of_projection(path), **config}
-    spec, notes = model_config.parse_config(config, path)
+    config, spec, notes = _description(config, path)
     quantised = checkpoint_files.quantisation(path, config)
     if quantised is not None and load_format != "dummy":
-        spec, notes = msgspec.structs.replace(spec, quantization=quantised.read()), notes + quantised.notes()
+        read = quantised.read(of_text_part=spec.text_part)
+        spec, notes = msgspec.structs.replace(spec, quantization=read), notes + quantised.notes()
     found: LoadFormat = "dummy"
     if load_format != "dummy":
         weights = checkpoint_files.weight_files(path, "auto" if load_format == "gguf" else load_format)
-        checkpoint_files.check_headers(weights, path, spec.quantization)
+        checkpoint_files.check_headers(weights, path, spec.quantization, of_text_part=spec.text_part)
         found, notes = weights.load_format, notes + weights.notes
     elif quantised is not None:
         made = quantised.while_loading()
@@ -200,6 +202,19 @@ def _from_folder(path: Path, name: str, load_format: str, overrides: dict[str, A
         config=config,
         notes=notes,
     )
+
+
+def _description(config: dict[str, Any], path: Path) -> tuple[dict[str, Any], ModelSpec, tuple[str, ...]]:
+    """The config.json of the text model, its shape, and notes for the user. ModelFilesError."""
+    try:
+        text = text_part.text_config(config)
+    except ValueError as error:
+        raise ModelFilesError(f"{path}/config.json: {error}") from None
+    spec, notes = model_config.parse_config(text or config, path)
+    if text is None:
+        return config, spec, notes
+    said = f"{path}/config.json: {config['architectures'][0]} is served as its text model, {spec.architecture}; images are refused"
+    return text, msgspec.structs.replace(spec, text_part=True), (*notes, said)
 
 
 def _of_projection(folder: Path) -> dict[str, Any]:

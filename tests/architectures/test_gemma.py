@@ -87,10 +87,6 @@ def test_gemma_3() -> None:
         (GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 changes"),
         (GEMMA3 | {"rope_parameters": {"rope_theta": 1.0}}, "rope_parameters holds rope_theta"),
         (GEMMA3 | {"rope_parameters": {"full_attention": 3}}, "rope_parameters must be an object"),
-        (
-            GEMMA3 | {"architectures": ["Gemma3ForConditionalGeneration"]},
-            "Gemma3ForConditionalGeneration is not supported",
-        ),
     ],
 )
 def test_what_is_refused(config: dict[str, Any], said: str) -> None:

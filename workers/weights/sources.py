@@ -16,6 +16,7 @@ from torch import Tensor
 
 from meshlm.architectures.family import Weight
 from meshlm.architectures.registry import family_of, weights_of
+from meshlm.architectures.text_part import text_tensor
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.checkpoint_files import weight_files
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
@@ -33,6 +34,8 @@ def sources(
 ) -> Iterator[tuple[str, Source]]:
     """(name, tensor) of all weights; a tensor can be read until the next one is asked for. ProcessFatal."""
     found, family = _sources(path, load_format, spec, device, seed), family_of(spec.architecture)
+    if spec.text_part and load_format != "dummy":
+        found = ((own, source) for name, source in found if (own := text_tensor(name)) is not None)
     if family is not None and family.rename is not None and load_format != "dummy":
         found = _renamed(found, spec, family.rename, family.unread)
     if spec.quantization is not None and spec.quantization.method == "bitsandbytes" and load_format != "dummy":

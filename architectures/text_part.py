@@ -1,0 +1,107 @@
+"""The text model inside a model that also takes images or sound: its config.json, and the names of its tensors.
+
+Such a model is served as its text model, whose own family (registry.py) reads it: tokens of text meet the same layers in both, and
+where positions have several axes (mRoPE, Qwen2-VL, Wang et al. 2024) those of text are the same on each. The parts for images and sound
+are not loaded, and requests with images are refused.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from meshlm.architectures.config_values import shown
+
+_KINDS = {
+    "llama": ("LlamaForCausalLM", "llama"),
+    "mistral": ("MistralForCausalLM", "mistral"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen2_vl_text": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen2_5_vl_text": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "qwen3_vl_text": ("Qwen3ForCausalLM", "qwen3"),
+    "gemma3_text": ("Gemma3ForCausalLM", "gemma3_text"),
+}
+"""By text_config.model_type: the family's architecture, and the model_type that its own files have."""
+_ARCHITECTURES = {
+    "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Mistral3ForConditionalGeneration": "mistral",
+    "LlavaForConditionalGeneration": "llama",
+    "LlavaNextForConditionalGeneration": "llama",
+    "InternVLForConditionalGeneration": "qwen2",
+    "Idefics3ForConditionalGeneration": "llama",
+    "SmolVLMForConditionalGeneration": "llama",
+    "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
+}
+"""Models that are served so, and the model_type that a text_config without one has."""
+_OTHER_KEYS = re.compile(
+    r"(vision|audio|image|video|mm|projector|multimodal|multi_modal)_.*|spatial_merge_size|downsample_ratio|scale_factor"
+    r"|(bo|eo)[ia]_token_index|ignore_index|text_config|architectures|model_type"
+)
+_OTHER_TENSORS = re.compile(
+    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|connector|image_newline)(\..*)?"
+)
+_TEXT_TENSORS = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?P<rest>.+)")
+
+
+def architectures() -> tuple[str, ...]:
+    """The architectures of which the text model is served."""
+    return tuple(_ARCHITECTURES)
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any] | None:
+    """The config.json of the text model; None where the model has no other part. ValueError."""
+    named = config.get("architectures")
+    if not isinstance(named, list) or len(named) != 1 or named[0] not in _ARCHITECTURES:
+        return None
+    inner = config.get("text_config")
+    if inner is not None and not isinstance(inner, dict):
+        raise ValueError(f"text_config must be an object, got {shown(inner)}")
+    outer = {key: value for key, value in config.items() if not _OTHER_KEYS.fullmatch(key)}
+    kind = (inner or {}).get("model_type") or _ARCHITECTURES[named[0]]
+    if kind not in _KINDS:
+        raise ValueError(
+            f"text_config.model_type {shown(kind)} is not supported for {named[0]}; supported: {', '.join(_KINDS)}"
+        )
+    architecture, model_type = _KINDS[kind]
+    found = {**outer, **(inner or {}), "architectures": [architecture], "model_type": model_type}
+    if config.get("tie_word_embeddings") is not None:
+        found["tie_word_embeddings"] = config["tie_word_embeddings"]  # the head is the outer model's
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(found.get(key), dict):
+            found[key] = _one_axis(found[key])
+    return found
+
+
+def _one_axis(rope: dict[str, Any]) -> dict[str, Any]:
+    """The rotation of tokens whose positions are the same on all axes."""
+    plain = {key: value for key, value in rope.items() if key not in ("mrope_section", "mrope_interleaved")}
+    return {
+        key: "default" if key in ("type", "rope_type") and value == "mrope" else value for key, value in plain.items()
+    }
+
+
+def text_tensor(name: str) -> str | None:
+    """The name that a tensor (or a module) of the file has in the text model; None: it belongs to another part."""
+    if _OTHER_TENSORS.fullmatch(name):
+        return None
+    found = _TEXT_TENSORS.fullmatch(name)
+    if found is None:
+        return name
+    return found["rest"] if found["rest"].partition(".")[0] == "lm_head" else f"model.{found['rest']}"
+
+
+def text_modules(names: Iterable[str]) -> tuple[str, ...]:
+    """The modules of a quantization_config that belong to the text model, by its own names. ValueError for a regular expression that
+    speaks of the outer model's."""
+    found = []
+    for name in names:
+        if not name.startswith("re:"):
+            own = text_tensor(name)
+            found += [own] if own is not None else []
+        elif "language_model" in name or "text_model" in name:
+            raise ValueError(f"ignore: {shown(name)} is not supported for the text part of a model")
+        else:
+            found.append(name)
+    return tuple(found)

@@ -1,0 +1,100 @@
+"""The text model inside a model that also takes images."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_folders import folder_with
+
+from meshlm.architectures.text_part import text_config, text_modules, text_tensor
+from meshlm.runtime.errors import ModelFilesError
+from meshlm.runtime.model_files import resolve_model
+
+TEXT: dict[str, Any] = {
+    "model_type": "mistral",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "sliding_window": None,
+}
+SEES: dict[str, Any] = {
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "model_type": "mistral3",
+    "image_token_index": 10,
+    "vision_config": {"hidden_size": 8},
+    "text_config": TEXT,
+}
+
+
+def test_a_text_config_is_the_familys_own(tmp_path: Path) -> None:
+    plain = folder_with(
+        tmp_path / "plain",
+        **{"config.json": TEXT | {"architectures": ["MistralForCausalLM"]}},
+    )
+    sees = folder_with(tmp_path / "sees", **{"config.json": SEES})
+    expected, found = (resolve_model(path, load_format="dummy") for path in (plain, sees))
+    assert found.spec.text_part
+    assert not expected.spec.text_part
+    assert found.spec.architecture == expected.spec.architecture
+    assert any("served as its text model, MistralForCausalLM; images are refused" in note for note in found.notes)
+
+
+def test_keys_of_the_text_model_may_stand_beside_the_others() -> None:
+    """Qwen2-VL's files have no text_config; mRoPE is plain for text."""
+    rope = {"type": "mrope", "mrope_section": [16, 24, 24]}
+    found = text_config(
+        {key: value for key, value in TEXT.items() if key != "model_type"}
+        | {"architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl", "rope_scaling": rope}
+        | {"vision_config": {"depth": 2}, "vision_token_id": 5, "spatial_merge_size": 2}
+    )
+    assert found is not None
+    assert found["architectures"] == ["Qwen2ForCausalLM"]
+    assert found["model_type"] == "qwen2"
+    assert found["rope_scaling"] == {"type": "default"}
+    assert not [key for key in found if "vision" in key or "merge" in key]
+    assert text_config(TEXT | {"architectures": ["MistralForCausalLM"]}) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"text_config": 3}, "text_config must be an object, got 3"),
+        ({"text_config": TEXT | {"model_type": "t5"}}, "text_config.model_type 't5' is not supported for Mistral3For"),
+        ({"text_config": TEXT | {"clip_qkv": 3.0}}, "clip_qkv 3.0 changes what the model computes"),
+        ({"num_experts": 4}, "num_experts 4 changes what the model computes"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, **{"config.json": SEES | changes})
+    with pytest.raises(ModelFilesError, match=said):
+        resolve_model(folder, load_format="dummy")
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("language_model.model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("model.language_model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("model.text_model.norm.weight", "model.norm.weight"),
+        ("language_model.lm_head.weight", "lm_head.weight"),
+        ("lm_head.weight", "lm_head.weight"),
+        ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("vision_tower.encoder.x", None),
+        ("model.visual.blocks.0.norm1.bias", None),
+        ("multi_modal_projector.linear_1.weight", None),
+        ("something_else.weight", "something_else.weight"),
+    ],
+)
+def test_names_of_tensors(name: str, own: str | None) -> None:
+    assert text_tensor(name) == own
+
+
+def test_modules_that_are_not_quantised() -> None:
+    names = ["language_model.lm_head", "vision_tower.blocks.0", "re:.*mlp.gate$", "lm_head"]
+    assert text_modules(names) == ("lm_head", "re:.*mlp.gate$", "lm_head")
+    with pytest.raises(ValueError, match="ignore: 're:language_model"):
+        text_modules(["re:language_model.*"])

@@ -1,0 +1,66 @@
+"""Models that also take images are served as their text models: transformers' logits of the whole model, for text."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import GEMMA, SMALL, caches, load, run
+
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+SQUARE = VISION | {"image_size": 16, "patch_size": 8}
+QWEN = {"hidden_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 48, "intermediate_size": 48}
+AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+WIDE = {"head_dim": 16, "rope_parameters": AXES | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}}
+TIED = {"tie_word_embeddings": True}
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "Gemma3ForConditionalGeneration": ("Gemma3Config", GEMMA | {"num_hidden_layers": 7} | TIED, SQUARE, TIED),
+    "Mistral3ForConditionalGeneration": (
+        "Mistral3Config",
+        {"model_type": "mistral", "sliding_window": None},
+        SQUARE | {"model_type": "pixtral"},
+        {"tie_word_embeddings": False},
+    ),
+    "LlavaForConditionalGeneration": (
+        "LlavaConfig",
+        {"model_type": "llama"},
+        SQUARE | {"model_type": "clip_vision_model"},
+        {},
+    ),
+    "InternVLForConditionalGeneration": (
+        "InternVLConfig",
+        {"model_type": "qwen2"},
+        VISION | {"image_size": [16, 16], "patch_size": [8, 8]},
+        TIED,
+    ),
+    "SmolVLMForConditionalGeneration": ("SmolVLMConfig", {"model_type": "llama"}, SQUARE, {}),
+    "Qwen2VLForConditionalGeneration": (
+        "Qwen2VLConfig",
+        {"rope_parameters": AXES},
+        {"embed_dim": 32, "depth": 1, "num_heads": 2, "hidden_size": 48, "mlp_ratio": 2},
+        {},
+    ),
+    "Qwen2_5_VLForConditionalGeneration": ("Qwen2_5_VLConfig", {"rope_parameters": AXES}, QWEN, TIED),
+    "Qwen3VLForConditionalGeneration": ("Qwen3VLConfig", WIDE, QWEN | {"deepstack_visual_indexes": [0]}, {}),
+}
+
+
+@pytest.mark.parametrize("architecture", CASES)
+def test_logits_of_text_equal_transformers(architecture: str, tmp_path: Path) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    config_class, text, vision, more = CASES[architecture]
+    config = getattr(transformers, config_class)(text_config={**SMALL, **text}, vision_config=vision, **more)
+    theirs = getattr(transformers, architecture)._from_config(config, attn_implementation="eager").eval().float()
+    for name, parameter in theirs.named_parameters():
+        if name.endswith(("norm.weight", ".bias")):
+            parameter.data += torch.randn_like(parameter) * 0.3
+    theirs.save_pretrained(tmp_path)
+    ours = load(tmp_path)
+    tokens = torch.randint(0, 200, (29,)).tolist()
+    with torch.no_grad():
+        expected = theirs(input_ids=torch.tensor([tokens])).logits[0]
+    kv, table = caches(ours.spec, 24), [7, 3, 11, 0, 5, 9, 1, 2]
+    mine = torch.cat((run(ours, kv, [(tokens[:11], 0, table)]), run(ours, kv, [(tokens[11:], 11, table)])))
+    torch.testing.assert_close(mine, expected, atol=2e-5, rtol=1e-4)
