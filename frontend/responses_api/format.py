@@ -24,14 +24,16 @@ _DONE = {
 
 
 class ResponseFormat:
-    """A TurnFormat. `repeated`: the fields of the answer that are the request's. `seals`: reasoning has an encrypted_content too."""
+    """A TurnFormat. `repeated`: the fields of the answer that are the request's. `namespaces`: as tools.namespaces gives them. `seals`:
+    reasoning has an encrypted_content too."""
 
-    def __init__(self, repeated: Json, *, streams: bool, seals: bool) -> None:
+    def __init__(self, repeated: Json, namespaces: dict[str, tuple[str, str]], *, streams: bool, seals: bool) -> None:
         self.events: list[bytes] = []
         self.last_events = b""
         self.output: list[Json] = []
         self.num_events = 0
         self._repeated, self._streams, self._seals = repeated, streams, seals
+        self._namespaces = namespaces
         self._parts: list[str] = []  # of the open item's text
         self._kind = ""  # of the open item
         self._call = -1  # index of the open call
@@ -74,7 +76,8 @@ class ResponseFormat:
         function = call["function"]
         if self._kind != "function_call" or call["index"] != self._call:
             self._call = call["index"]
-            fields = {"call_id": call["id"], "name": function["name"], "arguments": ""}
+            namespace, name = self._namespaces.get(function["name"], (None, function["name"]))
+            fields = {"call_id": call["id"], "name": name, "namespace": namespace, "arguments": ""}
             self._open("function_call", "fc", fields, None)
         if arguments := function.get("arguments"):
             self._delta("response.function_call_arguments.delta", arguments, {})

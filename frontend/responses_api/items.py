@@ -9,6 +9,7 @@ import hashlib
 from typing import Any
 
 from meshlm.frontend.errors import HttpError
+from meshlm.frontend.responses_api.tools import flat
 
 Json = dict[str, Any]
 TEXTS = ("input_text", "output_text", "text")
@@ -100,7 +101,8 @@ def _part(part: Any, where: str) -> Json:
 
 
 def _call(item: Json, where: str) -> Json:
-    function = {"name": _name(item, "name", where), "arguments": _string(item, "arguments", where)}
+    name = flat(item.get("namespace"), _name(item, "name", where))
+    function = {"name": name, "arguments": _string(item, "arguments", where)}
     return {"id": _name(item, "call_id", where), "type": "function", "function": function}
 
 

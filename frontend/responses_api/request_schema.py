@@ -39,6 +39,7 @@ def fields(names: tuple[str, ...], max_logprobs: int, *, takes_tools: bool, take
         "metadata": _metadata(),
         "vllm_xargs": {"description": "For the server's logits processors (--logits-processors).", **_NULL},
         "conversation": {"description": "The id of a conversation.", **_or_null(_TEXT)},
+        "previous_input_messages": _previous(),
         **dict.fromkeys(REFUSED, _NULL),
     }
     if not takes_priorities:
@@ -99,4 +100,16 @@ def _formats() -> list[Json]:
 def _tool() -> Json:
     tool = _object(["type", "name"], type={"const": "function"}, name=_TEXT, description=_or_null(_ANY_TEXT))
     tool["properties"] |= {"parameters": _or_null({"type": "object"}), "strict": _or_null({"type": "boolean"})}
-    return tool
+    several = _object(["type", "name", "tools"], type={"const": "namespace"}, name=_TEXT)
+    several["properties"]["tools"] = {"type": "array", "items": tool}
+    return {"anyOf": [tool, several]}
+
+
+def _previous() -> Json:
+    """Messages in the form of a chat, or of harmony."""
+    content = {"anyOf": [_ANY_TEXT, {"type": "array", "items": _object(["text"], text=_ANY_TEXT)}]}
+    named = _object(["role", "content"], role={"enum": ["user", "assistant"]}, content=content)
+    author = _object(["role"], role={"enum": ["user", "assistant"]})
+    harmony = _object(["author", "content"], author=author, content=content)
+    harmony["properties"]["channel"] = {"enum": ["analysis", "commentary", "final"]}
+    return _or_null({"type": "array", "items": {"anyOf": [named, harmony]}})

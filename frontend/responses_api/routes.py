@@ -21,7 +21,7 @@ from meshlm.frontend.errors import HttpError
 from meshlm.frontend.generation import AlreadySent, Backend, Form, Generation, disconnected
 from meshlm.frontend.http import EventWriter
 from meshlm.frontend.parse import ParsedRequest
-from meshlm.frontend.responses_api import background, conversations, items, listing, shelf, translate
+from meshlm.frontend.responses_api import background, conversations, items, listing, previous, shelf, tools, translate
 from meshlm.frontend.responses_api.background import Background, Running
 from meshlm.frontend.responses_api.format import ResponseFormat
 from meshlm.frontend.responses_api.keys import key_of
@@ -108,10 +108,10 @@ class ResponseRoutes:
 
     async def _before(self, fields: ResponsesRequest, key: str) -> list[Json]:
         """The items of the conversation so far, the oldest first."""
-        found: list[Json] = []
         if name := translate.conversation_of(fields):
             await self._shelf.conversation(name, key, "conversation")
             return await self._shelf.items(name)
+        found = previous.items_of(fields.previous_input_messages)
         name, size = fields.previous_response_id or "", 0
         most = max(limits.MIN_PROMPT_BYTES, limits.BYTES_PER_TOKEN * self._backend.resolved.max_model_len)
         for _ in range(MAX_TURNS):
@@ -161,6 +161,7 @@ class ResponseRoutes:
     def _stored(
         response_id: str, key: str, fields: ResponsesRequest, status: str, created: int, answer: bytes
     ) -> Stored:
+        earlier = previous.items_of(fields.previous_input_messages)
         return Stored(
             id=response_id,
             key=key,
@@ -169,7 +170,7 @@ class ResponseRoutes:
             created=created,
             previous=translate.conversation_of(fields) or fields.previous_response_id or "",
             answer=answer,
-            items=msgspec.json.encode(items.stored(fields.input or [], response_id)),
+            items=msgspec.json.encode(items.stored([*earlier, *items.listed(fields.input or [])], response_id)),
         )
 
     # --- in the background ---
@@ -304,12 +305,13 @@ class Answering:
 
     def __init__(self, fields: ResponsesRequest, ask: ParsedRequest, *, stores: bool) -> None:
         self._repeated = translate.repeated(fields, ask, stores=stores)
+        self._namespaces = tools.namespaces(fields)
         self._seals = ENCRYPTED in (fields.include or ())
         self.turn: TurnResponse | None = None
         self.format: ResponseFormat
 
     def form(self, streams: bool) -> ResponseFormat:
-        self.format = ResponseFormat(self._repeated, streams=streams, seals=self._seals)
+        self.format = ResponseFormat(self._repeated, self._namespaces, streams=streams, seals=self._seals)
         return self.format
 
     def whole(

@@ -96,7 +96,7 @@ class ResponsesRequest(Struct, frozen=True, kw_only=True):
     image: Any = None
     access_programs: Any = None
     enable_response_messages: bool = False
-    previous_input_messages: Any = None
+    previous_input_messages: list[Json] | None = None
 
 
 # Fields that ask for what is not there. Empty values ask for nothing.
@@ -104,7 +104,6 @@ REFUSED = {
     "prompt": "prompt templates are not supported; send the text as instructions and input",
     "context_management": "not supported; truncation 'auto' shortens what is too long",
     "image": "only text is supported",
-    "previous_input_messages": "not supported; they are gpt-oss' own messages, which input can say as well",
 }
 
 
@@ -155,6 +154,7 @@ class FunctionCallItem(Struct, frozen=True, tag="function_call"):
     id: str
     call_id: str
     name: str
+    namespace: str | None
     arguments: str
     status: ItemStatus
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.parse import ParsedRequest
-from meshlm.frontend.responses_api import items
+from meshlm.frontend.responses_api import items, previous, tools
 from meshlm.frontend.responses_api.schema import LOGPROBS, REFUSED, ResponsesRequest
 from meshlm.frontend.schema import ChatRequest
 
@@ -50,14 +50,17 @@ def check(request: ResponsesRequest) -> None:
     for field, why in REFUSED.items():
         if getattr(request, field):
             raise HttpError(400, f"{field}: {why}", field)
-    if request.input is None or request.input in ("", []):
+    if not request.input and not request.previous_input_messages:
         raise HttpError(400, "input: give a text or a list of items", "input")
     if request.background and request.store is False:
         raise HttpError(400, "background: a response that is not stored cannot be asked for", "background")
     if request.stream_options is not None and not request.stream:
         raise HttpError(400, "stream_options needs stream: true", "stream_options")
-    if conversation_of(request) and request.previous_response_id:
-        raise HttpError(400, "conversation: give either this or previous_response_id", "conversation")
+    for field in ("conversation", previous.FIELD):
+        if getattr(request, field) and request.previous_response_id:
+            raise HttpError(400, f"{field}: give either this or previous_response_id", field)
+    if conversation_of(request) and request.previous_input_messages:
+        raise HttpError(400, f"{previous.FIELD}: give either this or conversation", previous.FIELD)
     check_metadata(request.metadata)
 
 
@@ -95,7 +98,7 @@ def chat_request(request: ResponsesRequest, before: list[Json]) -> ChatRequest:
         "continue_final_message": items.goes_on(mine),
         "return_token_ids": request.enable_response_messages,
         "return_prompt_text": request.enable_response_messages,
-        **_tools(request),
+        **tools.chat_fields(request),
     }
     if request.truncation == "auto":
         fields["truncate_prompt_tokens"] = -1
@@ -121,52 +124,6 @@ def _response_format(form: Json) -> Json:
         return form
     inner = {name: value for name, value in form.items() if name != "type" and value is not None}
     return {"type": "json_schema", "json_schema": inner}
-
-
-def _tools(request: ResponsesRequest) -> Json:
-    """tools and tool_choice."""
-    tools = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(request.tools or [])]
-    names = [tool["function"]["name"] for tool in tools]
-    choice = request.tool_choice
-    if isinstance(choice, dict):
-        kind = choice.get("type")
-        if kind == "function":
-            if choice.get("name") not in names:
-                raise HttpError(400, f"tool_choice: there is no tool {str(choice.get('name'))[:40]!r}", "tool_choice")
-            choice = {"type": "function", "function": {"name": choice["name"]}}
-        elif kind == "allowed_tools":
-            tools, choice = _allowed(choice, tools)
-        else:
-            text = f"type {str(kind)[:40]!r} is not supported; 'function' and 'allowed_tools' are"
-            raise HttpError(400, f"tool_choice: {text}", "tool_choice")
-    if not tools:
-        if choice not in (None, "auto", "none"):
-            raise HttpError(400, f"tool_choice: {str(choice)[:40]!r} needs tools", "tool_choice")
-        return {}
-    return {"tools": tools, "tool_choice": choice}
-
-
-def _allowed(choice: Json, tools: list[Json]) -> tuple[list[Json], Any]:
-    """The tools that the model is told of, and the choice among them: only a grammar could keep it from calling the others."""
-    allowed = choice.get("tools")
-    if choice.get("mode") not in ("auto", "required") or not isinstance(allowed, list):
-        raise HttpError(400, "tool_choice: allowed_tools has a mode, 'auto' or 'required', and tools", "tool_choice")
-    names = {tool.get("name") for tool in allowed if isinstance(tool, dict)}
-    left = [tool for tool in tools if tool["function"]["name"] in names]
-    if len(left) < len(names):
-        raise HttpError(400, "tool_choice: each of the allowed tools must be one of tools", "tool_choice")
-    return left, choice["mode"]
-
-
-def _tool(tool: Json, where: str) -> Json:
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        kind = tool.get("type") if isinstance(tool, dict) else tool
-        text = f"tools of type {str(kind)[:40]!r} are not supported; those of type 'function' are"
-        raise HttpError(400, f"{where}: {text}", "tools")
-    if not (isinstance(tool.get("name"), str) and tool["name"]):
-        raise HttpError(400, f"{where}.name: must be a string, and not empty", "tools")
-    fields = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {name: tool[name] for name in fields if tool.get(name) is not None}}
 
 
 def renamed(error: HttpError) -> HttpError:

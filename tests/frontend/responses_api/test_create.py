@@ -291,6 +291,97 @@ async def test_log_probabilities_are_the_texts(backend: Scripted, client: openai
     assert backend.submits[-1].sampling.logprobs == 2
 
 
+NAMESPACE: Json = {
+    "type": "namespace",
+    "name": "earth",
+    "description": "d",
+    "tools": [{"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": None}],
+}
+
+
+async def test_functions_of_a_namespace(backend: Scripted, client: openai.AsyncOpenAI) -> None:
+    """The model knows both names as one; the client has them apart, and sends them back so."""
+    backend.pieces = ["hm</think>", CALL.replace('"weather"', '"earth__weather"')]
+    asked: Any = [NAMESPACE, {"type": "function", "name": "time"}]
+    answer = await both(client, tools=asked)
+    (told, time) = (tool["function"] for tool in msgspec.json.decode(backend.prompt.tools_json))
+    assert told == {"name": "earth__weather", "parameters": {"type": "object"}}
+    assert time == {"name": "time"}
+    call: Any = answer.output[-1].to_dict()
+    assert (call["name"], call["namespace"]) == ("weather", "earth")
+    assert answer.to_dict()["tools"] == asked
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "rain"}
+    await both(client, tools=asked, input=[{"role": "user", "content": "hi"}, call, result])
+    assert messages_of(backend)[1]["tool_calls"][0]["function"]["name"] == "earth__weather"
+    for name in ("weather", "earth__weather"):
+        await both(client, tools=asked, tool_choice={"type": "function", "name": name})
+        assert backend.submits[-1].sampling.grammar is not None
+
+
+async def test_tools_of_servers_may_be_there_where_none_is_called(
+    backend: Scripted, client: openai.AsyncOpenAI
+) -> None:
+    asked: Any = [{"type": "web_search_preview"}, {"type": "code_interpreter", "container": "c"}, *TOOLS]
+    await both(client, tools=asked, tool_choice="none")
+    only: Any = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "time"}]}
+    await both(client, tools=asked, tool_choice=only)
+    assert [tool["function"]["name"] for tool in msgspec.json.decode(backend.prompt.tools_json)] == ["time"]
+    with pytest.raises(openai.BadRequestError, match=r"tools\[0\]: tools of type 'web_search_preview'"):
+        await client.responses.create(model="tiny", input="hi", tools=asked)
+
+
+# One conversation in both forms of `previous_input_messages`.
+IN_CHAT: list[Json] = [
+    {"role": "system", "content": "Old."},
+    {"role": "user", "content": [{"type": "text", "text": "rain"}, {"type": "text", "text": "?"}]},
+    {
+        "role": "assistant",
+        "reasoning": "hm",
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{}"}}],
+    },
+    {"role": "tool", "name": "f", "content": "yes"},
+    {"role": "assistant", "content": "It rains."},
+]
+IN_HARMONY: list[Json] = [
+    {"author": {"role": "developer"}, "content": "Old."},
+    {"author": {"role": "user"}, "content": [{"type": "text", "text": "rain?"}]},
+    {"role": "assistant", "channel": "analysis", "content": [{"type": "text", "text": "hm"}]},
+    {"author": {"role": "assistant"}, "channel": "commentary", "recipient": "functions.f", "content": "{}"},
+    {
+        "author": {"role": "tool", "name": "functions.f"},
+        "channel": "commentary",
+        "recipient": "assistant",
+        "content": "yes",
+    },
+    {"author": {"role": "assistant"}, "channel": "final", "content": "It rains."},
+]
+
+
+@pytest.mark.parametrize("messages", [IN_CHAT, IN_HARMONY], ids=["chat", "harmony"])
+async def test_earlier_messages_of_the_client(
+    backend: Scripted, client: openai.AsyncOpenAI, messages: list[Json]
+) -> None:
+    extra = {"request_id": "one", "previous_input_messages": messages}
+    await both(client, input="And now?", instructions="Be kind.", extra_body=extra)
+    found = messages_of(backend)
+    call_id = found[3]["tool_call_id"]
+    assert found == [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "rain?"},
+        {
+            "role": "assistant",
+            "reasoning": "hm",
+            "content": None,
+            "tool_calls": [{"id": call_id, "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+        },
+        {"role": "tool", "tool_call_id": call_id, "content": "yes"},
+        {"role": "assistant", "content": "It rains."},
+        {"role": "user", "content": "And now?"},
+    ]
+    await both(client, input="", extra_body=extra)
+    assert messages_of(backend)[-1] == {"role": "assistant", "content": "It rains."}
+
+
 async def test_only_allowed_tools_are_told(backend: Scripted, client: openai.AsyncOpenAI) -> None:
     choice: Any = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "time"}]}
     answer = await both(client, tools=TOOLS, tool_choice=choice)
@@ -394,7 +485,35 @@ BAD: list[tuple[Json, str]] = [
     ({"metadata": {str(place): "a" for place in range(17)}}, "metadata: at most 16"),
     ({"metadata": {"a": "b" * 513}}, "metadata: names"),
     ({"top_logprobs": 21}, "top_logprobs"),
-    ({"previous_input_messages": [{"role": "user"}]}, "previous_input_messages: not supported"),
+    ({"previous_input_messages": [{"role": "user"}]}, "previous_input_messages[0].content"),
+    ({"previous_input_messages": [{"content": "a"}]}, "previous_input_messages[0].role"),
+    (
+        {"previous_input_messages": [{"role": "tool", "name": "functions.f", "content": "a"}]},
+        "previous_input_messages[0]: no",
+    ),
+    (
+        {"previous_input_messages": [{"role": "assistant", "recipient": "browser.search", "content": "{}"}]},
+        "previous_input_messages[0]: calls of 'browser.search'",
+    ),
+    (
+        {"previous_input_messages": [{"role": "user", "content": "a"}], "previous_response_id": "resp_1"},
+        "previous_input_messages: give either",
+    ),
+    (
+        {"previous_input_messages": [{"role": "user", "content": "a"}], "conversation": "conv_1"},
+        "previous_input_messages: give either",
+    ),
+    ({"tools": [{"type": "namespace", "tools": []}]}, "tools[0].name"),
+    ({"tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools"),
+    (
+        {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom", "name": "c"}]}]},
+        "tools[0].tools[0]: tools",
+    ),
+    ({"tools": [NAMESPACE, NAMESPACE]}, "tools: two functions"),
+    (
+        {"tools": [NAMESPACE, {**NAMESPACE, "name": "moon"}], "tool_choice": {"type": "function", "name": "weather"}},
+        "tool_choice: 2 namespaces",
+    ),
     ({"prompt": {"id": "p"}}, "prompt: prompt templates"),
     ({"context_management": [{"type": "compaction"}]}, "context_management: not supported"),
     ({"background": True, "store": False}, "background: "),

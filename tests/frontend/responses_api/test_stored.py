@@ -69,6 +69,23 @@ async def test_a_conversation_goes_on(frontends: Frontend) -> None:
         assert missing.value.param == "previous_response_id"
 
 
+async def test_earlier_messages_are_stored_with_their_response(frontends: Frontend) -> None:
+    backend = frontends()
+    earlier = [{"role": "user", "content": "weather?"}, {"role": "assistant", "content": "Rain."}]
+    async with client_of(backend) as client:
+        extra = {"previous_input_messages": earlier, "reasoning": OFF}
+        first = await client.responses.create(model="tiny", input="sure?", extra_body=extra)
+        await client.responses.create(model="tiny", input="thanks", previous_response_id=first.id)
+        assert messages_of(backend) == [
+            *earlier,
+            {"role": "user", "content": "sure?"},
+            {"role": "assistant", "content": "Hello you"},
+            {"role": "user", "content": "thanks"},
+        ]
+        listed = [item.type async for item in client.responses.input_items.list(first.id)]
+        assert listed == ["message"] * 3
+
+
 async def test_items_may_be_referred_to(frontends: Frontend) -> None:
     """As clients do that keep the names of items, and not their texts."""
     backend = frontends()
