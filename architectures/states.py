@@ -18,11 +18,10 @@ PACKED: Mapping[str, tuple[str, ...]] = {
 MODEL = "meshlm.workers.models.hybrid:Hybrid"
 
 
-INFINITE = float("inf")
 _INFINITE: tuple[Any, ...] = (
     "inf",
     "Infinity",
-    INFINITE,
+    float("inf"),
     {"__float__": "Infinity"},
 )  # the last is transformers 5's JSON
 
@@ -91,14 +90,16 @@ def layers_of(config: dict[str, Any], kinds: Mapping[str, str]) -> tuple[str, ..
     return tuple(kinds[kind] for kind in given)
 
 
-def time_step_limit(config: dict[str, Any]) -> tuple[float, float]:
-    """ValueError."""
+def time_step_limit(config: dict[str, Any]) -> tuple[float, float | None]:
+    """The limits of a step; None: no upper one. ValueError."""
     found = config.get("time_step_limit")
     if found is None:
-        return 0.0, float("inf")
+        return 0.0, None
     if not isinstance(found, list | tuple) or len(found) != 2:
         raise ValueError(f"time_step_limit must be two numbers, got {shown(found)}")
-    low, high = (INFINITE if one in _INFINITE else number(one, "time_step_limit") for one in found)
+    low, high = (None if one in _INFINITE else number(one, "time_step_limit") for one in found)
+    if low is None:
+        raise ValueError(f"time_step_limit begins with {shown(found[0])}; it must be a number")
     return low, high
 
 

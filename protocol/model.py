@@ -112,7 +112,7 @@ class StateSpec(Struct, frozen=True, kw_only=True):
     gated_norm: bool = True  # the gate's product is normed
     chunk_size: int = 256  # tokens of a prompt that are computed together
     time_step_rank: int = 0  # mamba
-    time_step_limit: tuple[float, float] = (0.0, float("inf"))
+    time_step_limit: tuple[float, float | None] = (0.0, None)  # None: no upper one; JSON has no infinity
     dtype: str = "auto"  # of the states in the cache, where the checkpoint says one
 
     @property

@@ -6,13 +6,17 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+from hybrid_models import hybrid_model
 from serving import Serving, serving
+from split_models import greedy
+from timed_streams import NUM_TOKENS, Stream
 from waiting import until
 
 pytestmark = pytest.mark.mesh
@@ -108,3 +112,29 @@ def test_a_step_that_never_ends_costs_its_request_and_not_the_mesh() -> None:
         assert "in step" in (Path(server.run_dir) / "worker-0.stacks.txt").read_text()
         server.wait_for("worker/0 is ready")
         assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_kills_under_a_hybrid_model_change_no_token(tmp_path: Path) -> None:
+    """The scheduler and the worker of a model with recurrent states die under eight streams: states are computed anew.
+
+    Before that the same prompts are served undisturbed, so what the streams are computed from has been checkpoints, too.
+    """
+    flags = ("--device", "cpu", "--cpu-threads", "1", "--kv-cache-memory", "2M", "--max-num-batched-tokens", "64")
+    states = ("--block-size", "8", "--mamba-block-size", "48", "--mamba-cache-mode", "align")
+    prompts = [[3 + (31 * number + 7 * at) % 200 for at in range(40 + 17 * number)] for number in range(8)]
+    with serving(hybrid_model(tmp_path), *flags, *states) as server:
+        expected = greedy(server, prompts, NUM_TOKENS)
+        assert len({tuple(sorted(set(tokens))) for tokens in expected}) == len(prompts), "texts that prove something"
+        streams = [Stream(number, prompt=prompt, temperature=0) for number, prompt in enumerate(prompts)]
+        with ThreadPoolExecutor(len(streams)) as pool:
+            reads = [pool.submit(stream.read, server.url) for stream in streams]
+            for role in ("worker", "scheduler"):
+                begun = [len(stream.ids) for stream in streams]
+                until(lambda: any(len(stream.ids) >= had + 10 for stream, had in zip(streams, begun, strict=True)), 60)  # noqa: B023
+                assert not any(read.done() for read in reads), "under load"
+                os.kill(server.pid(role), signal.SIGKILL)
+                server.wait_for(f"{role}/0 is ready")
+            for read in reads:
+                read.result(timeout=100)
+        assert [stream.ids for stream in streams] == expected
+        assert {p["role"]: p["restarts"] for p in server.status()["processes"]}["scheduler"] == 1

@@ -1,11 +1,12 @@
 """Flags of recurrent states: what cannot be honoured is refused by name."""
 
+import msgspec
 import pytest
 from tiny_models import spec_of
 
 from meshlm.protocol.config import CacheConfig, ParallelConfig
 from meshlm.protocol.kv import RecurrentState
-from meshlm.protocol.model import StateSpec
+from meshlm.protocol.model import ModelSpec, StateSpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.settings import parallel, states
@@ -63,3 +64,8 @@ def test_ranks_split_heads_and_groups() -> None:
     parallel.check(ParallelConfig(tensor_parallel_size=2), HYBRID, "cpu", 2)
     with pytest.raises(UsageError, match=r"--tensor-parallel-size 4: does not divide the 4 heads and 2 groups"):
         parallel.check(ParallelConfig(tensor_parallel_size=4), HYBRID, "cpu", 4)
+
+
+def test_processes_read_what_the_supervisor_writes() -> None:
+    """A configuration travels as JSON, which has no infinity: no process of a hybrid's mesh could read one."""
+    assert msgspec.json.decode(msgspec.json.encode(HYBRID), type=ModelSpec) == HYBRID
