@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import save_file
 
 from meshlm.architectures.registry import family_of, weights_of
-from meshlm.runtime import model_config
 
 BAMBA: dict[str, Any] = {
     "architectures": ["BambaForCausalLM"],
