@@ -6,8 +6,9 @@ point of `meshlm.architectures` names a `Family`, one of `meshlm.quantization` a
 `meshlm.tool_parsers` names a `ToolParser`, one of `meshlm.reasoning_parsers` a `ReasoningParser` (parsers/registry.py loads them in the
 supervisor and the frontends); their names are those for --tool-call-parser and --reasoning-parser. One of
 `meshlm.logits_processors` names a `LogitsProcessor` (logits_processors.py loads it), one of `meshlm.io_processors` an `IOProcessor`
-(io_processors.py), one of `meshlm.stat_loggers` a `StatLogger` (frontend/stat_loggers.py), and one of `meshlm.general` a function that
-every process calls before anything else. MESHLM_PLUGINS (or VLLM_PLUGINS) names those to load (commas between); without it all are.
+(io_processors.py), one of `meshlm.stat_loggers` a `StatLogger` (frontend/stat_loggers.py), one of `meshlm.platforms` a `Platform`
+(platforms.py), and one of `meshlm.general` a function that every process calls before anything else. MESHLM_PLUGINS (or
+VLLM_PLUGINS) names those to load (commas between); without it all are.
 
 A plug-in's import has LIMIT_S: what hangs is named. It happens in a thread, which is left behind then.
 """
@@ -27,9 +28,10 @@ ARCHITECTURES, QUANTIZATION, BACKENDS = "meshlm.architectures", "meshlm.quantiza
 TOOL_PARSERS, REASONING_PARSERS = "meshlm.tool_parsers", "meshlm.reasoning_parsers"
 LOGITS_PROCESSORS = "meshlm.logits_processors"
 IO_PROCESSORS, STAT_LOGGERS, GENERAL = "meshlm.io_processors", "meshlm.stat_loggers", "meshlm.general"
+PLATFORMS = "meshlm.platforms"
 GROUPS = (
     *(ARCHITECTURES, QUANTIZATION, BACKENDS, TOOL_PARSERS, REASONING_PARSERS),
-    *(LOGITS_PROCESSORS, IO_PROCESSORS, STAT_LOGGERS, GENERAL),
+    *(LOGITS_PROCESSORS, IO_PROCESSORS, STAT_LOGGERS, GENERAL, PLATFORMS),
 )
 _loaded: set[tuple[str, str]] = set()  # group and name, in this process
 
@@ -49,11 +51,17 @@ def values(group: str, environment: Mapping[str, str]) -> list[str]:
 
 
 def check_names(environment: Mapping[str, str]) -> None:
-    """PluginError for a name in MESHLM_PLUGINS that no installed package has."""
-    allowed = _allowed(environment)
+    """PluginError for a name in MESHLM_PLUGINS that no installed package has, and for a plug-in of a kind that there is not."""
+    allowed, installed = _allowed(environment), _installed(tuple(sys.path))
+    for group in installed.keys() - set(GROUPS):
+        for point in _chosen(group, environment):
+            there = ", ".join(GROUPS)
+            raise PluginError(
+                f"plug-in {point.name} ({_package(point)}, group {group}): no such group; there are {there}"
+            )
     if not allowed:
         return
-    known = {point.name for group in GROUPS for point in _installed(tuple(sys.path))[group]}
+    known = {point.name for group in GROUPS for point in installed[group]}
     for name in allowed:
         if name not in known:
             raise PluginError(f"{VARIABLE}: no installed package has a plug-in {name}; there are {sorted(known)}")
@@ -120,11 +128,15 @@ def _load(group: str, point: "EntryPoint", register: Callable[[str, Any], None])
 
 @cache
 def _installed(path: tuple[str, ...]) -> "dict[str, list[EntryPoint]]":
-    """The entry points of all packages by group, read once in a process: 4 ms for 100 packages, and 9 to import what reads them."""
+    """The entry points of all packages by group, read once in a process: 4 ms for 100 packages, and 9 to import what reads them.
+
+    Groups that only begin as ours do are there too, for `check_names`.
+    """
     from importlib.metadata import entry_points
 
     found = entry_points()
-    return {group: list(found.select(group=group)) for group in GROUPS}
+    groups = {*GROUPS, *(group for group in found.groups if group.startswith("meshlm."))}
+    return {group: list(found.select(group=group)) for group in groups}
 
 
 def _chosen(group: str, environment: Mapping[str, str]) -> "list[EntryPoint]":

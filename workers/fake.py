@@ -28,6 +28,7 @@ from meshlm.protocol.tasks import PoolKind
 from meshlm.protocol.token_edge import LogprobColumns
 from meshlm.workers import kv_capacity
 from meshlm.workers.distributed.lockstep import StepExchange
+from meshlm.workers.distributed.membership import Membership
 from meshlm.workers.engine import NOT_BALANCED, Done, EngineFacts, ProgressReport
 from meshlm.workers.output.grammars import COMPUTED, Constraint, Grammars
 from meshlm.workers.output.vocabulary import loader
@@ -98,6 +99,13 @@ def _likely(count: int, width: int) -> tuple[bytes, bytes, bytes]:
     """Their log-probabilities, ranks, and the log-probabilities of the likeliest."""
     likely = np.broadcast_to(-1 - np.arange(width, dtype=np.float32), (count, width))
     return np.full(count, -1, np.float32).tobytes(), np.ones(count, np.int32).tobytes(), likely.tobytes()
+
+
+def worker_engine(config: MeshConfig, worker: int, membership: Membership, report: ProgressReport) -> "FakeEngine":
+    """The engine of `--device fake`, once the workers of its group have met."""
+    while config.parallel.workers_per_rank > 1 and not membership.commit(membership.wait()):
+        pass
+    return FakeEngine(config, report)
 
 
 class FakeEngine:

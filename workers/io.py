@@ -5,11 +5,11 @@ completer (waits for a step's tokens without holding the interpreter). The engin
 """
 
 import asyncio
-import os
 import queue
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from msgspec import Struct
@@ -31,6 +31,7 @@ from meshlm.protocol.step_edge import (
     WorkerReady,
     WorkerStats,
 )
+from meshlm.runtime import platforms, plugins
 from meshlm.runtime.errors import LinkDown, MessageTooLong, ProcessFatal
 from meshlm.runtime.mesh import Mesh
 from meshlm.workers.distributed.lockstep import LockstepEngine, SocketExchange, StepAborted, StepExchange
@@ -51,35 +52,20 @@ SWITCH_INTERVAL_S = 1e-4  # the stepper must not keep the loop waiting for its t
 def load_ahead(config: MeshConfig) -> None:
     """Import what the engine needs; its weights have no place beside its predecessor's."""
     assert config.resolved is not None
-    if config.resolved.device == "fake":
-        import meshlm.workers.fake
-    else:
-        import meshlm.workers.engine.make  # noqa: F401
+    engine_of(config.resolved.device)
 
 
 def make_engine(config: MeshConfig, worker: int, membership: Membership, report: ProgressReport) -> Engine:
     """The engine of the configured device for worker number `worker`; torch is imported only where it is needed."""
     assert config.resolved is not None
-    if config.resolved.device == "fake":
-        from meshlm.workers.fake import FakeEngine
+    return engine_of(config.resolved.device)(config, worker, membership, report)
 
-        while config.parallel.workers_per_rank > 1 and not membership.commit(membership.wait()):
-            pass
-        return FakeEngine(config, report)
-    from meshlm.runtime import plugins
-    from meshlm.runtime.logits_processors import ProcessorError
-    from meshlm.workers.attention import backend
-    from meshlm.workers.distributed.placement import WorkerPlacement
-    from meshlm.workers.engine import make
 
+def engine_of(device: str) -> Callable[[MeshConfig, int, Membership, ProgressReport], Engine]:
+    """Imports what makes the engine of a device. ProcessFatal."""
     try:
-        plugins.load_descriptions(os.environ)
-        plugins.load(plugins.BACKENDS, os.environ, backend.register)
+        return platforms.engine_of(platforms.named(device))  # type: ignore[no-any-return]
     except plugins.PluginError as error:
-        raise ProcessFatal(str(error)) from None
-    try:
-        return make.make_engine(config, report, WorkerPlacement.of(config, worker, membership))
-    except ProcessorError as error:
         raise ProcessFatal(str(error)) from None
 
 

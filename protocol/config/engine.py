@@ -88,7 +88,9 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
 class WorkerConfig(Struct, frozen=True, kw_only=True):
     """How the workers compute."""
 
-    device: Annotated[Literal["auto", "cpu", "cuda", "fake"], Meta(description="where the model runs")] = "auto"
+    device: Annotated[str, Meta(description="where the model runs: auto, cpu, cuda, fake, or a plug-in's name")] = (
+        "auto"
+    )
     numa_bind: Annotated[
         bool, Meta(description="each worker stays on the CPUs and in the memory of its GPU's NUMA node", extra=PER_NODE)
     ] = False

@@ -13,7 +13,7 @@ import msgspec
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Role
-from meshlm.runtime import host_memory
+from meshlm.runtime import platforms
 from meshlm.runtime.readable import readable
 from meshlm.supervisor.settings import flags, layout
 
@@ -91,9 +91,15 @@ def _budget(config: MeshConfig, weights: int) -> tuple[int | None, str]:
     assert resolved is not None
     if config.cache.kv_cache_memory:
         return config.cache.kv_cache_memory, "--kv-cache-memory"
-    if resolved.device == "cpu":
-        return host_memory.cpu_budget(), "a quarter of the free memory, 4 GiB at most"
-    if resolved.device == "fake":
+    platform = platforms.named(resolved.device)
+    if (budget := platform.kv_cache_bytes()) is not None:
+        rule = (
+            "a quarter of the free memory, 4 GiB at most"
+            if resolved.device == "cpu"
+            else f"as --device {resolved.device} has it"
+        )
+        return budget, rule
+    if not platform.has_weights:
         return None, "none; the fake device keeps no tensors"
     total = gpu_bytes()
     if total is None:

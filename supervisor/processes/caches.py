@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from meshlm.protocol.config import MeshConfig
+from meshlm.runtime import platforms
 from meshlm.supervisor.errors import StartError
 from meshlm.supervisor.processes import rundir
 
 USUAL = {"XDG_CACHE_HOME": ".cache", "TRITON_CACHE_DIR": ".triton/cache"}
-NEEDED = {"cpu": ("XDG_CACHE_HOME",), "cuda": ("XDG_CACHE_HOME", "TRITON_CACHE_DIR")}
 
 
 def prepared(config: MeshConfig, say: Callable[[str, str], None]) -> dict[str, str]:
@@ -28,7 +28,7 @@ def prepared(config: MeshConfig, say: Callable[[str, str], None]) -> dict[str, s
 def for_workers(device: str, environment: Mapping[str, str]) -> tuple[dict[str, str], str]:
     """Variables to set for workers, and a line that says why; empty where the usual folders can be used."""
     changed, why = {}, []
-    for variable in NEEDED.get(device, ()):
+    for variable in platforms.named(device).kernel_caches if device else ():
         folder = _usual(variable, environment)
         reason = "there is no home directory" if folder is None else _unusable(folder)
         if reason:

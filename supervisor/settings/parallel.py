@@ -1,26 +1,30 @@
 """Whether a model and this host can be split as the flags say; asked before any process starts. No torch."""
 
 import os
-from collections.abc import Mapping
-from pathlib import Path
 
 from meshlm.protocol.config import ParallelConfig
 from meshlm.protocol.model import ModelSpec
+from meshlm.runtime import platforms
 from meshlm.supervisor.errors import UsageError
 
 
 def check(parallel: ParallelConfig, spec: ModelSpec, device: str, here: int, *, whole_experts: bool = False) -> None:
     """UsageError names the flag, and what would do. `here`: workers of this node. whole_experts: none is split over ranks."""
-    if device == "fake":
-        return  # it has no weights to split
+    platform = platforms.named(device)
+    if not platform.forms_groups and (parallel.workers_per_rank > 1 or whole_experts):
+        raise UsageError(
+            f"--device {device}: its workers form no groups; leave out -tp, -pp and --enable-expert-parallel"
+        )
+    if not platform.has_weights:
+        return
     _check_tensor(parallel.tensor_parallel_size, spec, spec.wide_sizes(whole_experts=whole_experts))
     stages, layers = parallel.pipeline_parallel_size, spec.num_hidden_layers
     if layers % stages:
         raise UsageError(
             f"--pipeline-parallel-size {stages}: does not divide the model's {layers} layers; {_divisors(layers)} do"
         )
-    if device == "cuda":
-        _check_gpus(parallel, here, count_gpus(os.environ))
+    if (have := platform.num_devices(os.environ)) is not None:
+        _check_devices(parallel, here, have)
 
 
 def _check_tensor(size: int, spec: ModelSpec, wide: tuple[int, ...]) -> None:
@@ -51,7 +55,7 @@ def _divisors(number: int) -> str:
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
-def _check_gpus(parallel: ParallelConfig, need: int, have: int) -> None:
+def _check_devices(parallel: ParallelConfig, need: int, have: int) -> None:
     if need > have:
         everywhere = parallel.data_parallel_size * parallel.workers_per_rank
         flags = [
@@ -65,11 +69,3 @@ def _check_gpus(parallel: ParallelConfig, need: int, have: int) -> None:
         ]
         part = f", {need} of them on this node" if need < everywhere else ""
         raise UsageError(f"{' x '.join(flags)} needs {everywhere} GPUs, one per worker{part}; this host shows {have}")
-
-
-def count_gpus(environ: Mapping[str, str]) -> int:
-    """GPUs that this process may use: those of CUDA_VISIBLE_DEVICES, else all whose device files are here. 1 when nothing says."""
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() and name.strip() != "-1"])
-    return len(list(Path("/dev").glob("nvidia[0-9]*"))) or 1

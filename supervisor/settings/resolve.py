@@ -18,16 +18,14 @@ import msgspec
 from meshlm.architectures.family import Family
 from meshlm.architectures.registry import family_of
 from meshlm.protocol.config import MeshConfig, Resolved, ServerConfig
-from meshlm.runtime import generation_config, io_processors, logits_processors, model_files, numa, plugins
+from meshlm.runtime import generation_config, io_processors, logits_processors, model_files, numa, platforms, plugins
 from meshlm.runtime.errors import ModelFilesError, RequestError
 from meshlm.runtime.messages import check_template_kwargs
 from meshlm.runtime.parsers import registry
+from meshlm.runtime.platforms import Platform
 from meshlm.supervisor.errors import StartError, UsageError
 from meshlm.supervisor.settings import experts, layout, observing, parallel, quantization, states, vectors
 
-Device = Literal["cpu", "cuda", "fake"]
-MAX_NUM_SEQS = {"cpu": 64, "cuda": 1024, "fake": 1024}
-MAX_BATCHED_TOKENS = {"cpu": 1024, "cuda": 8192, "fake": 8192}
 BACKENDS = ("auto", "cpu", "torch", "triton")  # of attention; plug-ins add theirs
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
@@ -38,10 +36,14 @@ def resolve(config: MeshConfig) -> MeshConfig:
     files, generation = _read_files(config)
     for note in (*files.notes, *generation.notes):
         print(f"meshlm: {note}", file=sys.stderr)
-    device, family = _device(config), family_of(files.spec.architecture)
+    family = family_of(files.spec.architecture)
     assert family is not None  # its files were read with it
-    pooling = vectors.pooling_of(config, files, device)
-    _check_flags(config, files, device, family)
+    try:
+        platform = _platform(config.worker.device)
+    except plugins.PluginError as error:
+        raise UsageError(str(error)) from None
+    pooling = vectors.pooling_of(config, files, platform.name)
+    _check_flags(config, files, platform, family)
     _check_io_processor(config.server.io_processor_plugin, pools=pooling is not None)
     limit = files.spec.max_position_embeddings
     max_model_len = config.model.max_model_len or min(
@@ -49,8 +51,8 @@ def resolve(config: MeshConfig) -> MeshConfig:
     )
     if max_model_len > limit:
         raise UsageError(f"--max-model-len {max_model_len}: the model's context is {limit}; give at most that")
-    max_num_seqs = config.scheduler.max_num_seqs or MAX_NUM_SEQS[device]
-    budget = _token_budget(config, device, max_num_seqs, max_model_len, whole=files.spec.encoder_only)
+    max_num_seqs = config.scheduler.max_num_seqs or platform.max_num_seqs
+    budget = _token_budget(config, platform, max_num_seqs, max_model_len, whole=files.spec.encoder_only)
     resolved = Resolved(
         spec=files.spec,
         model_path=str(files.path),
@@ -60,8 +62,8 @@ def resolve(config: MeshConfig) -> MeshConfig:
         generation_defaults=generation.defaults,
         max_output_tokens=generation.max_output_tokens,
         load_format=files.load_format,
-        device=device,
-        dtype=_dtype(config, device, files.spec.dtype, family),
+        device=platform.name,
+        dtype=_dtype(config, platform, files.spec.dtype, family),
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
@@ -111,6 +113,7 @@ def _read_files(config: MeshConfig) -> tuple[model_files.ModelFiles, generation_
         _check_parsers(config.server)
         _check_structured_outputs(config.server)
         _check_backend(config.worker.attention_backend)
+        _check_device(config.worker.device)
         files = model_files.resolve_model(
             config.model.model,
             tokenizer=config.model.tokenizer,
@@ -129,8 +132,9 @@ def _read_files(config: MeshConfig) -> tuple[model_files.ModelFiles, generation_
         raise UsageError(str(error)) from None
 
 
-def _check_flags(config: MeshConfig, files: model_files.ModelFiles, device: Device, family: Family) -> None:
+def _check_flags(config: MeshConfig, files: model_files.ModelFiles, platform: Platform, family: Family) -> None:
     """UsageError for flags that do not fit each other, the device or the model."""
+    device = platform.name
     if config.server.enable_auto_tool_choice and not config.server.tool_call_parser:
         raise UsageError("--enable-auto-tool-choice: needs --tool-call-parser")
     observing.check(config.observability)
@@ -146,7 +150,7 @@ def _check_flags(config: MeshConfig, files: model_files.ModelFiles, device: Devi
             raise UsageError("--fake-lockstep: it needs --device fake")
         if config.node is not None or config.parallel.pipeline_parallel_size > 1:
             raise UsageError("--fake-lockstep: it needs one node, and no pipeline")
-    if config.cache.kv_cache_dtype == "fp8" and device != "cuda":
+    if config.cache.kv_cache_dtype == "fp8" and not platform.stores_fp8:
         raise UsageError(
             f"--kv-cache-dtype fp8: it needs a GPU of compute capability 8.9, not --device {device}; use auto"
         )
@@ -155,7 +159,7 @@ def _check_flags(config: MeshConfig, files: model_files.ModelFiles, device: Devi
         numa.check(config, len(layout.places(config)[1]))
     except numa.NumaError as error:
         raise UsageError(str(error)) from None
-    if config.worker.compile == "inductor" and device != "cuda":
+    if config.worker.compile == "inductor" and not platform.runs_inductor:
         raise UsageError(f"--compile inductor: it needs a GPU, not --device {device}; use none")
     if config.worker.compile == "inductor" and config.parallel.workers_per_rank > 1:
         raise UsageError(
@@ -209,9 +213,9 @@ def _check_template_kwargs(text: str) -> None:
         raise UsageError(f"--default-{error.message.replace('_', '-', 2)}") from None
 
 
-def _token_budget(config: MeshConfig, device: Device, max_num_seqs: int, max_model_len: int, *, whole: bool) -> int:
+def _token_budget(config: MeshConfig, platform: Platform, max_num_seqs: int, max_model_len: int, *, whole: bool) -> int:
     """whole: prompts are computed in one step each, as encoders need it."""
-    budget = config.scheduler.max_num_batched_tokens or max(MAX_BATCHED_TOKENS[device], max_num_seqs)
+    budget = config.scheduler.max_num_batched_tokens or max(platform.max_num_batched_tokens, max_num_seqs)
     if budget < max_num_seqs:
         raise UsageError(
             f"--max-num-batched-tokens {budget}: at least --max-num-seqs ({max_num_seqs}), one token per request"
@@ -224,25 +228,28 @@ def _token_budget(config: MeshConfig, device: Device, max_num_seqs: int, max_mod
     return budget
 
 
-def _device(config: MeshConfig) -> Device:
-    """auto: a GPU where the driver shows one and torch can use it."""
-    wanted = config.worker.device
+def _check_device(name: str) -> None:
+    if name not in (known := platforms.names()):
+        raise UsageError(f"--device {name}: there are {', '.join(known)}")
+
+
+def _platform(wanted: str) -> Platform:
+    """auto: a GPU where the driver shows one and torch can use it. PluginError."""
     if wanted != "auto":
-        return wanted
+        return platforms.named(wanted)
     try:
         cpu_build = importlib.metadata.version("torch").endswith("+cpu")
     except importlib.metadata.PackageNotFoundError:
         raise StartError("torch is not installed") from None
-    return "cuda" if Path("/dev/nvidiactl").exists() and not cpu_build else "cpu"
+    return platforms.named("cuda" if Path("/dev/nvidiactl").exists() and not cpu_build else "cpu")
 
 
 def _dtype(
-    config: MeshConfig, device: Device, of_model: str, family: Family
+    config: MeshConfig, platform: Platform, of_model: str, family: Family
 ) -> Literal["float32", "float16", "bfloat16"]:
     wanted = DTYPE_ALIASES.get(config.model.dtype, config.model.dtype)
     if wanted == "auto":
-        other = ("float32", "float64") if family.float16 else ("float32", "float64", "float16")
-        wanted = "float32" if device != "cuda" else ("bfloat16" if of_model in other else of_model)
+        wanted = platform.default_dtype(of_model, float16=family.float16)
     if wanted not in ("float32", "float16", "bfloat16"):
         raise UsageError(f"--dtype {wanted}: float32, float16 or bfloat16")
     if wanted == "float16" and not family.float16:

@@ -46,7 +46,15 @@ def test_plug_ins_of_another_package(tmp_path: Path, installed: Path) -> None:
     (tiny / "config.json").write_text(text)
     (tiny / "tokenizer.json").write_text((llama / "tokenizer.json").read_text())
     assert f'"num_blocks": {SHAPE["num_hidden_layers"]}' in text
-    flags = ("--load-format", "dummy", "--attention-backend", "tiny_attention", *FLAGS)
+    flags = (
+        "--load-format",
+        "dummy",
+        "--attention-backend",
+        "tiny_attention",
+        *FLAGS,
+        "--device",
+        "tiny",
+    )  # the package's own
     with serving(str(tiny), *flags) as server:
         assert greedy(server, PROMPTS[:1]) == [expected]
         asked = {"prompt": PROMPTS[0], "max_tokens": 4, "ignore_eos": True, "return_token_ids": True, "logprobs": 0}

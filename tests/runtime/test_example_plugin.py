@@ -16,7 +16,7 @@ import json, os
 from meshlm.architectures import quantization, registry
 from meshlm.frontend.stat_loggers import StatLoggers
 from meshlm.protocol.config import MeshConfig, ServerConfig
-from meshlm.runtime import io_processors, logits_processors, plugins
+from meshlm.runtime import io_processors, logits_processors, platforms, plugins
 from meshlm.runtime.parsers import registry as parsers
 from meshlm.workers.attention import backend
 found = {group: plugins.names(group, os.environ) for group in plugins.GROUPS}
@@ -37,6 +37,7 @@ print(json.dumps({
     "calls": "<function=" in parsers.tool_parser("tiny_calls").tags or bool(parsers.tool_parser("tiny_calls").finder({})),
     "reasoning": parsers.reasoning_parser("tiny_thoughts").open,
     "loggers": bool(loggers),
+    "platform": [platforms.named("tiny").kv_cache_bytes(), callable(platforms.engine_of(platforms.named("tiny")))],
     "processors": [kind.__name__ for kind in logits_processors.loaded(logits_processors.names((), os.environ))],
     "prompts": io_processors.prompts_of(processor, {"question": "a", "texts": ["b"]}, ""),
 }))
@@ -60,6 +61,7 @@ def test_one_of_each(tmp_path: Path) -> None:
         "calls": True,
         "reasoning": "<tiny>",
         "loggers": True,
+        "platform": [64 << 20, True],
         "processors": ["TargetToken"],
         "prompts": ["a", "b"],
     }

@@ -1,6 +1,6 @@
 """Attention backends: what they are, and which one a device gets."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -117,22 +117,24 @@ def register(name: str, make: Callable[[], Backend]) -> None:
     BACKENDS[name] = make
 
 
-def choose(name: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype, block_size: int) -> Backend:
-    """The named backend, or with "auto" the first that can. ProcessFatal says why a named one cannot."""
+def choose(
+    wanted: str,
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    block_size: int,
+    order: Sequence[str] = ("torch",),
+) -> Backend:
+    """The named backend, or with "auto" the first in the platform's `order` that can. ProcessFatal says why none can."""
     if spec.encoder_only:
-        if name not in ("auto", "torch"):
-            raise ProcessFatal(f"--attention-backend {name}: an encoder has no KV cache; use auto")
+        if wanted not in ("auto", "torch"):
+            raise ProcessFatal(f"--attention-backend {wanted}: an encoder has no KV cache; use auto")
         return _encoder()
-    if name != "auto":
+    reason = ""
+    for name in order if wanted == "auto" else (wanted,):
         if name not in BACKENDS:
             raise ProcessFatal(f"--attention-backend {name}: there are auto, {', '.join(BACKENDS)}")
-        backend = BACKENDS[name]()
-        if reason := backend.unsupported(spec, device, dtype, block_size):
-            raise ProcessFatal(f"--attention-backend {name}: {reason}")
-        return backend
-    order = ("cpu", "torch") if device.type == "cpu" else ("triton", "torch")
-    for candidate in order:  # triton may not even be installed beside a CPU build of torch
-        backend = BACKENDS[candidate]()
-        if not backend.unsupported(spec, device, dtype, block_size):
+        backend = BACKENDS[name]()  # triton may not even be installed beside a CPU build of torch
+        if not (reason := backend.unsupported(spec, device, dtype, block_size)):
             return backend
-    raise AssertionError("the torch backend supports everything")
+    raise ProcessFatal(f"--attention-backend {wanted}: {reason}")

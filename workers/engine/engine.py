@@ -19,7 +19,8 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.step_edge import StepPlan, StepResult
 from meshlm.protocol.tasks import PoolKind
-from meshlm.runtime import host_memory, logits_processors
+from meshlm.runtime import logits_processors, platforms
+from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers import memory
 from meshlm.workers.attention.backend import Backend
 from meshlm.workers.batch import LayerCache
@@ -32,7 +33,7 @@ from meshlm.workers.engine.columns import StepColumns, columns_of
 from meshlm.workers.engine.compute import Compute
 from meshlm.workers.engine.kit import Kit
 from meshlm.workers.engine.micro_batches import reads_across
-from meshlm.workers.engine.pending import PendingStep, timeline_of
+from meshlm.workers.engine.pending import PendingStep
 from meshlm.workers.engine.rows import NOTHING, DeviceRows
 from meshlm.workers.engine.together import Course, Together
 from meshlm.workers.graphs.dispatcher import HEAD, MIXED_TOKENS, MODEL, WHOLE, Key
@@ -120,7 +121,7 @@ class ModelEngine:
         )  # fmt: skip
         self.compute.turns = None if self.together is None else self.together.turns
         self.graphs, self.captures = kit.graphs(self)
-        self._timeline = timeline_of(device, rows)
+        self._timeline = kit.timeline(device, rows)
         kit.compile_ahead(self, report)
         count = self._num_pages(report)
         self.compute.caches = self.make_caches(count)
@@ -175,9 +176,13 @@ class ModelEngine:
             self._full_step(self.make_caches(0))  # what does not fit is known before the first request
             return 0
         wanted = self.config.cache.kv_cache_memory
-        if wanted is None and self.device.type == "cpu":
-            wanted = host_memory.cpu_budget()
-        elif wanted is None:
+        if wanted is None:
+            wanted = platforms.named(self.resolved.device).kv_cache_bytes()
+        if wanted is None and self.device.type != "cuda":
+            raise ProcessFatal(
+                f"--device {self.resolved.device}: it does not say how much KV cache it has; --kv-cache-memory"
+            )
+        if wanted is None:
             report("memory profile", 0, 1, "")
             share = self.config.cache.gpu_memory_utilization
             wanted = memory.profile(share, self._others, lambda: self.make_caches(1), self._full_step)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from meshlm.workers.engine.inputs import Inputs, TorchInputs
+from meshlm.workers.engine.pending import Timeline, timeline_of
 from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.graphs.captures import Captures
 from meshlm.workers.graphs.dispatcher import Dispatcher
@@ -31,6 +32,10 @@ class Kit(Protocol):
 
     def graphs(self, engine: "ModelEngine") -> tuple[Dispatcher, Captures]: ...
 
+    def timeline(self, device: torch.device, max_rows: int) -> Timeline:
+        """Marks on the device, and the way of tokens to the host."""
+        ...
+
     def compile_ahead(self, engine: "ModelEngine", report: "ProgressReport") -> None:
         """Have the kernels compiled, before there is a KV cache."""
         ...
@@ -52,6 +57,9 @@ class TorchKit:
     def graphs(self, engine: "ModelEngine") -> tuple[Dispatcher, Captures]:
         graphs = Dispatcher([], lambda key: None)
         return graphs, Captures(graphs, lambda: None)
+
+    def timeline(self, device: torch.device, max_rows: int) -> Timeline:
+        return timeline_of(device, max_rows)
 
     def compile_ahead(self, engine: "ModelEngine", report: "ProgressReport") -> None:
         """Nothing is compiled while it runs."""

@@ -7,29 +7,61 @@ import structlog
 import torch
 
 from meshlm.protocol.config import MeshConfig
+from meshlm.runtime import platforms, plugins
 from meshlm.runtime.errors import ProcessFatal
+from meshlm.runtime.logits_processors import ProcessorError
 from meshlm.workers.attention import backend as backends
 from meshlm.workers.attention.backend import Backend
 from meshlm.workers.cuda import kernel_cache
 from meshlm.workers.cuda.checks import check_gpu
+from meshlm.workers.distributed.membership import Membership
 from meshlm.workers.distributed.placement import WorkerPlacement
 from meshlm.workers.engine import ProgressReport
 from meshlm.workers.engine.engine import ModelEngine
-from meshlm.workers.engine.kit import TorchKit
+from meshlm.workers.engine.kit import Kit, TorchKit
 from meshlm.workers.weights.load import DTYPES
 
 _log = structlog.get_logger()
+
+
+def worker_engine(config: MeshConfig, worker: int, membership: Membership, report: ProgressReport) -> ModelEngine:
+    """The engine of `--device cpu` and `cuda` for worker number `worker`. ProcessFatal."""
+    load_plug_ins()
+    try:
+        return make_engine(config, report, WorkerPlacement.of(config, worker, membership))
+    except ProcessorError as error:
+        raise ProcessFatal(str(error)) from None
+
+
+def load_plug_ins() -> None:
+    """Those that a model engine reads. ProcessFatal."""
+    try:
+        plugins.load_descriptions(os.environ)
+        plugins.load(plugins.BACKENDS, os.environ, backends.register)
+    except plugins.PluginError as error:
+        raise ProcessFatal(str(error)) from None
 
 
 def make_engine(config: MeshConfig, report: ProgressReport, placement: WorkerPlacement | None = None) -> ModelEngine:
     """Makes the engine of the configured device, on which this thread computes from now on."""
     assert config.resolved is not None
     placement = placement or WorkerPlacement()
-    torch.set_grad_enabled(False)
     if config.resolved.device == "cpu":
         torch.set_num_threads(config.worker.cpu_threads or len(os.sched_getaffinity(0)))
-        cpu = torch.device("cpu")
-        return ModelEngine(config, cpu, _backend(config, cpu, placement), TorchKit(), report, placement)
+        return torch_engine(config, torch.device("cpu"), TorchKit(), report, placement)
+    return _gpu_engine(config, report, placement)
+
+
+def torch_engine(
+    config: MeshConfig, device: torch.device, kit: Kit, report: ProgressReport, placement: WorkerPlacement
+) -> ModelEngine:
+    """The engine on a device of torch without CUDA graphs; a platform of another package may bring its own kit."""
+    torch.set_grad_enabled(False)
+    return ModelEngine(config, device, _backend(config, device, placement), kit, report, placement)
+
+
+def _gpu_engine(config: MeshConfig, report: ProgressReport, placement: WorkerPlacement) -> ModelEngine:
+    torch.set_grad_enabled(False)
     check_gpu()
     gpu = placement.take_gpu()
     backend = _backend(config, gpu, placement)
@@ -50,7 +82,8 @@ def make_engine(config: MeshConfig, report: ProgressReport, placement: WorkerPla
 def _backend(config: MeshConfig, device: torch.device, placement: WorkerPlacement) -> Backend:
     assert config.resolved is not None
     name, spec = config.worker.attention_backend, placement.shard.local(config.resolved.spec)
-    return backends.choose(name, spec, device, DTYPES[config.resolved.dtype], config.cache.block_size)
+    order = platforms.named(config.resolved.device).attention_backends
+    return backends.choose(name, spec, device, DTYPES[config.resolved.dtype], config.cache.block_size, order)
 
 
 def _say_why(config: MeshConfig, gpu: torch.device) -> None:

@@ -15,6 +15,7 @@ from meshlm.kernels.small_m_gemm import kernel as small_m_gemm
 from meshlm.workers.engine import ProgressReport
 from meshlm.workers.engine.columns import columns_of
 from meshlm.workers.engine.engine import ModelEngine
+from meshlm.workers.engine.pending import Timeline, timeline_of
 from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.engine.triton_inputs import Staging, TritonInputs
 from meshlm.workers.graphs import warm_up
@@ -37,6 +38,9 @@ class TritonKit:
     def head(self, model: Decoder, rows: DeviceRows, dtype: torch.dtype, *, samples: bool) -> LogitsSampler:
         self._head = LogitsSampler(model, rows, dtype, rows.state.device, LINES if samples else 0)
         return self._head
+
+    def timeline(self, device: torch.device, max_rows: int) -> Timeline:
+        return timeline_of(device, max_rows)
 
     def graphs(self, engine: ModelEngine) -> tuple[Dispatcher, Captures]:
         worker, resolved = engine.config.worker, engine.resolved

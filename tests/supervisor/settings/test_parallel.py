@@ -6,6 +6,7 @@ from tiny_models import spec_of
 
 from meshlm.protocol.config import ParallelConfig
 from meshlm.protocol.model import MoESpec
+from meshlm.runtime import platforms
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.settings import parallel
 
@@ -77,4 +78,4 @@ def test_a_node_needs_gpus_for_its_own_workers(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(("visible", "count"), [("", 0), ("-1", 0), ("2", 1), ("GPU-8f2e,MIG-1", 2)])
 def test_visible_gpus(visible: str, count: int) -> None:
-    assert parallel.count_gpus({"CUDA_VISIBLE_DEVICES": visible}) == count
+    assert platforms.named("cuda").num_devices({"CUDA_VISIBLE_DEVICES": visible}) == count

@@ -5,6 +5,7 @@ import torch
 from tiny_models import spec_of
 
 from meshlm.protocol.model import ModelSpec
+from meshlm.runtime import platforms
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers import memory
 from meshlm.workers.attention.backend import choose
@@ -111,7 +112,7 @@ def test_what_the_triton_backend_cannot(
         gpu.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     with pytest.raises(ProcessFatal, match=f"--attention-backend triton: .*{reason}"):
         choose("triton", spec(**changed), CUDA, dtype, 16)
-    assert choose("auto", spec(**changed), CUDA, dtype, 16).name == "torch"
+    assert choose("auto", spec(**changed), CUDA, dtype, 16, platforms.named("cuda").attention_backends).name == "torch"
 
 
 def test_graphs_that_find_no_memory_are_given_up() -> None:
