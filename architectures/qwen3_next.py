@@ -1,6 +1,6 @@
 """Qwen3-Next (Qwen 2025): three layers in four are gated delta nets, the others attend with a gate; many small experts in each."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from msgspec.structs import replace
@@ -16,11 +16,12 @@ from meshlm.architectures.dense import (
 )
 from meshlm.architectures.family import Family, Split, Weight
 from meshlm.architectures.moe import expert_weights, layers_with_experts, moe_spec
-from meshlm.architectures.states import layers_of
-from meshlm.protocol.model import ModelSpec, StateSpec
+from meshlm.architectures.states import dtype_of_states, layers_of
+from meshlm.protocol.model import ModelSpec, MoESpec, StateSpec
 
 _EVERY = 4  # of so many layers the last attends
 _KINDS = {"linear_attention": "state", "full_attention": "attention"}
+Projections = Callable[[StateSpec], tuple[tuple[str, int], ...]]
 _SIZES = {
     "num_heads": "linear_num_value_heads",
     "head_dim": "linear_value_head_dim",
@@ -30,7 +31,8 @@ _SIZES = {
 }
 
 
-def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+def gated_delta_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    """The sizes of everything but MLPs and experts. KeyError, ValueError."""
     spec = dense_spec(config, architecture)
     if config.get("layer_types") is None:
         every = integer(config, "full_attention_interval", _EVERY)
@@ -55,30 +57,38 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
         n_groups=sizes["n_groups"],
         conv_kernel=sizes["conv_kernel"],
         conv_bias=False,
-    )
-    moe = replace(
-        moe_spec(config),
-        norm_topk_prob=config.get("norm_topk_prob") is not False,
-        shared_intermediate_size=integer(config, "shared_expert_intermediate_size"),
-        shared_gate=True,
-        moe_layers=layers_with_experts(config),
+        dtype=dtype_of_states(config),
     )
     return replace(
         spec,
         qk_norm=True,
-        moe=moe,
         attention_layers=attends,
         state=state if any(states) else None,
         output_bias=boolean(config, "attention_bias"),
     )
 
 
-def _mixer(spec: ModelSpec) -> Iterator[Weight]:
+def gated_delta_moe(config: dict[str, Any]) -> MoESpec:
+    """The experts of a layer, and the one with a gate that every token goes to. KeyError, ValueError."""
+    return replace(
+        moe_spec(config),
+        norm_topk_prob=config.get("norm_topk_prob") is not False,
+        shared_intermediate_size=integer(config, "shared_expert_intermediate_size"),
+        shared_gate=True,
+        moe_layers=layers_with_experts(config),
+    )
+
+
+def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    return replace(gated_delta_spec(config, architecture), moe=gated_delta_moe(config))
+
+
+def _mixer(spec: ModelSpec, projections: Projections) -> Iterator[Weight]:
     state = spec.state
     assert state is not None
     inner, keys, heads, hidden = state.inner, state.n_groups * state.state_size, state.num_heads, spec.hidden_size
     groups, wide = Split.STATE_GROUPS, Split.INTERMEDIATE
-    for name, rows in (("qkvz", 2 * keys + 2 * inner), ("ba", 2 * heads)):
+    for name, rows in projections(state):
         yield Weight(f"linear_attn.in_proj_{name}.weight", "", "attention.qkv.weight", (rows, hidden), groups)
     for name, rows in (("q", keys), ("k", keys), ("v", inner)):
         shape = (rows, 1, state.conv_kernel)
@@ -89,7 +99,14 @@ def _mixer(spec: ModelSpec) -> Iterator[Weight]:
     yield Weight("linear_attn.out_proj.weight", "", "attention.o.weight", (hidden, inner), wide, dim=1)
 
 
-def _weights(spec: ModelSpec) -> Iterator[Weight]:
+def _projections(state: StateSpec) -> tuple[tuple[str, int], ...]:
+    keys = state.n_groups * state.state_size
+    return ("qkvz", 2 * keys + 2 * state.inner), ("ba", 2 * state.num_heads)
+
+
+def gated_delta_weights(spec: ModelSpec, projections: Projections = _projections) -> Iterator[Weight]:
+    """Every tensor. projections: names and rows of a mixer's products, in_proj_NAME."""
+
     def attention() -> Iterator[Weight]:
         for weight in attention_weights(spec):
             if weight.name.startswith("self_attn.q_proj."):  # the gate stands behind each head's query
@@ -97,7 +114,7 @@ def _weights(spec: ModelSpec) -> Iterator[Weight]:
             yield weight
 
     def in_layer(layer: int) -> Iterator[Weight]:
-        yield from attention() if spec.has_attention(layer) else _mixer(spec)
+        yield from attention() if spec.has_attention(layer) else _mixer(spec, projections)
         yield from expert_weights(spec) if spec.has_experts(layer) else mlp_weights(spec, spec.intermediate_size)
         heads = replace(spec, qk_norm=spec.qk_norm and spec.has_attention(layer))
         yield from norm_weights(heads, PRE_NORMS, 1.0)
@@ -105,34 +122,40 @@ def _weights(spec: ModelSpec) -> Iterator[Weight]:
     return decoder_weights(spec, in_layer, 1.0)
 
 
+STATE_KEYS = frozenset(_SIZES.values()) | words("full_attention_interval mamba_ssm_dtype")
+EXPERT_KEYS = words("""
+    decoder_sparse_step mlp_only_layers num_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size
+    norm_topk_prob
+""")
+DEFAULTS = {
+    "partial_rotary_factor": 0.25,
+    "head_dim": 256,
+    "num_key_value_heads": 2,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 32768,
+}
+EXPERT_DEFAULTS = {
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+PACKED = {"linear_attn.conv1d": ("linear_attn.q_conv", "linear_attn.k_conv", "linear_attn.v_conv")}
+DRAFTS = r"(model\.)?mtp\..*"  # layers that draft further tokens
 FAMILY = Family(
     architecture="Qwen3NextForCausalLM",
     model_type="qwen3_next",
     spec=_spec,
-    weights=_weights,
-    keys=frozenset(_SIZES.values())
-    | words("""
-        full_attention_interval decoder_sparse_step mlp_only_layers num_experts num_experts_per_tok moe_intermediate_size
-        shared_expert_intermediate_size norm_topk_prob
-    """),
-    defaults={
-        "partial_rotary_factor": 0.25,
-        "head_dim": 256,
-        "num_key_value_heads": 2,
-        "num_experts": 512,
-        "num_experts_per_tok": 10,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "linear_num_value_heads": 32,
-        "linear_value_head_dim": 128,
-        "linear_key_head_dim": 128,
-        "linear_num_key_heads": 16,
-        "linear_conv_kernel_dim": 4,
-        "max_position_embeddings": 32768,
-    },
-    packed={"linear_attn.conv1d": ("linear_attn.q_conv", "linear_attn.k_conv", "linear_attn.v_conv")},
+    weights=gated_delta_weights,
+    keys=STATE_KEYS | EXPERT_KEYS,
+    defaults=DEFAULTS | EXPERT_DEFAULTS,
+    packed=PACKED,
     rename=str,
-    unread=r"(model\.)?mtp\..*",
+    unread=DRAFTS,
     compiles=False,
     model="meshlm.workers.models.qwen3_next:Qwen3Next",
 )

@@ -47,6 +47,8 @@ _OWN = {
     "NemotronHForCausalLM": _Module("nemotron_h"),
     "JambaForCausalLM": _Module("jamba"),
     "Qwen3NextForCausalLM": _Module("qwen3_next"),
+    "Qwen3_5ForCausalLM": _Module("qwen3_5"),
+    "Qwen3_5MoeForCausalLM": _Module("qwen3_5"),
 }
 _CAUSAL, _SEQUENCE, _TOKENS = "ForCausalLM", "ForSequenceClassification", "ForTokenClassification"
 _OF_ENCODERS = ("Model", "ForMaskedLM", _SEQUENCE, _TOKENS)
@@ -113,7 +115,8 @@ def _family(architecture: str) -> Family:
         module = import_module(f"meshlm.architectures.{found.name}")
         several: tuple[Family, ...] = getattr(module, "FAMILIES", ()) or (module.FAMILY,)
         if architecture in _VECTORS and architecture not in [family.architecture for family in several]:
-            several = import_module("meshlm.architectures.sequence").vector_families(module.FAMILY)
+            vectors = import_module("meshlm.architectures.sequence").vector_families
+            several = tuple(made for family in several for made in vectors(family))
         found = next(family for family in several if family.architecture == architecture)
         _FAMILIES[architecture] = found
     return found

@@ -9,6 +9,8 @@ from meshlm.architectures.family import GGUFMetadata, MetadataError
 from meshlm.protocol.model import RopeSpec
 
 _ROPE_SAME = frozenset(("rope_type", "type", "rope_theta", "partial_rotary_factor"))
+_NEEDLESS = frozenset(("finetuned", "mrope_section", "mrope_interleaved"))
+"""mRoPE (Qwen2-VL, Wang et al. 2024) gives positions several axes, and those of text are the same on each."""
 _YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 # By rope_type: the keys that it must have, and those that it may have.
 ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -40,8 +42,9 @@ def rope_spec(config: dict[str, Any]) -> RopeSpec:
     for key in old.keys() & new.keys():
         if old[key] != new[key]:
             raise ValueError(f"rope_scaling and rope_parameters differ in {key}")
-    raw = {key: value for key, value in (old | new).items() if value is not None and key != "finetuned"}
+    raw = {key: value for key, value in (old | new).items() if value is not None and key not in _NEEDLESS}
     kind = raw.get("rope_type", raw.get("type", "default"))
+    kind = "default" if kind == "mrope" else kind
     if not isinstance(kind, str) or kind not in ROPE_KEYS:
         raise ValueError(f"rope_type {shown(kind)} is not supported; supported: {', '.join(ROPE_KEYS)}")
     needed, allowed = ROPE_KEYS[kind]

@@ -62,11 +62,11 @@ def mamba2_state(
         proj_bias=boolean(config, key("mamba_proj_bias")),
         chunk_size=size("mamba_chunk_size", 256),
         time_step_limit=time_step_limit(config),
-        dtype=_dtype(config),
+        dtype=dtype_of_states(config),
     )
 
 
-def _dtype(config: dict[str, Any]) -> str:
+def dtype_of_states(config: dict[str, Any]) -> str:
     """That the file wants for states. ValueError."""
     found = config.get("mamba_ssm_cache_dtype") or config.get("mamba_ssm_dtype") or "auto"
     if found not in ("auto", "float32", "float16", "bfloat16"):

@@ -1,8 +1,7 @@
 """The text model inside a model that also takes images or sound: its config.json, and the names of its tensors.
 
-Such a model is served as its text model, whose own family (registry.py) reads it: tokens of text meet the same layers in both, and
-where positions have several axes (mRoPE, Qwen2-VL, Wang et al. 2024) those of text are the same on each. The parts for images and sound
-are not loaded, and requests with images are refused.
+Such a model is served as its text model, whose own family (registry.py) reads it: tokens of text meet the same layers in both.
+The parts for images and sound are not loaded, and requests with images are refused.
 """
 
 import re
@@ -19,6 +18,8 @@ _KINDS = {
     "qwen2_5_vl_text": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "qwen3_vl_text": ("Qwen3ForCausalLM", "qwen3"),
+    "qwen3_5_text": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
+    "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
     "gemma3_text": ("Gemma3ForCausalLM", "gemma3_text"),
 }
 """By text_config.model_type: the family's architecture, and the model_type that its own files have."""
@@ -33,6 +34,8 @@ _ARCHITECTURES = {
     "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
     "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
 }
 """Models that are served so, and the model_type that a text_config without one has."""
 _OTHER_KEYS = re.compile(
@@ -68,18 +71,7 @@ def text_config(config: dict[str, Any]) -> dict[str, Any] | None:
     found = {**outer, **(inner or {}), "architectures": [architecture], "model_type": model_type}
     if config.get("tie_word_embeddings") is not None:
         found["tie_word_embeddings"] = config["tie_word_embeddings"]  # the head is the outer model's
-    for key in ("rope_scaling", "rope_parameters"):
-        if isinstance(found.get(key), dict):
-            found[key] = _one_axis(found[key])
     return found
-
-
-def _one_axis(rope: dict[str, Any]) -> dict[str, Any]:
-    """The rotation of tokens whose positions are the same on all axes."""
-    plain = {key: value for key, value in rope.items() if key not in ("mrope_section", "mrope_interleaved")}
-    return {
-        key: "default" if key in ("type", "rope_type") and value == "mrope" else value for key, value in plain.items()
-    }
 
 
 def text_tensor(name: str) -> str | None:

@@ -28,6 +28,8 @@ STATES: dict[str, Literal["mamba", "mamba2", "gated_delta_net"]] = {
     "NemotronH": "mamba2",
     "Jamba": "mamba",
     "Qwen3Next": "gated_delta_net",
+    "Qwen3_5": "gated_delta_net",
+    "Qwen3_5Moe": "gated_delta_net",
 }
 """Architectures whose first layer has a state."""
 

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 from model_folders import folder_with
 
+from meshlm.architectures.rope import rope_spec
 from meshlm.architectures.text_part import text_config, text_modules, text_tensor
+from meshlm.protocol.model import RopeSpec
 from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.model_files import resolve_model
 
@@ -44,7 +46,7 @@ def test_a_text_config_is_the_familys_own(tmp_path: Path) -> None:
 
 
 def test_keys_of_the_text_model_may_stand_beside_the_others() -> None:
-    """Qwen2-VL's files have no text_config; mRoPE is plain for text."""
+    """Qwen2-VL's files have no text_config."""
     rope = {"type": "mrope", "mrope_section": [16, 24, 24]}
     found = text_config(
         {key: value for key, value in TEXT.items() if key != "model_type"}
@@ -54,7 +56,7 @@ def test_keys_of_the_text_model_may_stand_beside_the_others() -> None:
     assert found is not None
     assert found["architectures"] == ["Qwen2ForCausalLM"]
     assert found["model_type"] == "qwen2"
-    assert found["rope_scaling"] == {"type": "default"}
+    assert rope_spec(found) == RopeSpec(), "mRoPE is plain for text"
     assert not [key for key in found if "vision" in key or "merge" in key]
     assert text_config(TEXT | {"architectures": ["MistralForCausalLM"]}) is None
 

@@ -126,8 +126,6 @@ def test_a_window_that_is_not_written_down_is_the_familys() -> None:
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number"),
         ({"rms_norm_eps": -1}, "rms_norm_eps must be a number that is not negative"),
-        ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, "rope_type 'mrope' is not supported"),
-        ({"rope_scaling": {"rope_type": "default", "mrope_section": [4]}}, "default does not know mrope_section"),
         ({"rope_scaling": {"type": "dynamic", "alpha": 1000.0}}, "rope_type dynamic does not know alpha"),
         ({"rope_scaling": {"type": "linear"}}, "rope_type linear needs factor"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor is 0; it must be above 0"),

@@ -5,13 +5,32 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from small_models import GEMMA, SMALL, caches, load, run
+from torch import Tensor
 
+WEIGHTS = "model.safetensors"
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
 SQUARE = VISION | {"image_size": 16, "patch_size": 8}
 QWEN = {"hidden_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 48, "intermediate_size": 48}
 AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 WIDE = {"head_dim": 16, "rope_parameters": AXES | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}}
+HYBRID = {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "rope_parameters": AXES | {"mrope_interleaved": True, "partial_rotary_factor": 0.5},
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 36,
+    "shared_expert_intermediate_size": 20,
+    "initializer_range": 0.2,
+}
 TIED = {"tie_word_embeddings": True}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "Gemma3ForConditionalGeneration": ("Gemma3Config", GEMMA | {"num_hidden_layers": 7} | TIED, SQUARE, TIED),
@@ -64,3 +83,36 @@ def test_logits_of_text_equal_transformers(architecture: str, tmp_path: Path) ->
     kv, table = caches(ours.spec, 24), [7, 3, 11, 0, 5, 9, 1, 2]
     mine = torch.cat((run(ours, kv, [(tokens[:11], 0, table)]), run(ours, kv, [(tokens[11:], 11, table)])))
     torch.testing.assert_close(mine, expected, atol=2e-5, rtol=1e-4)
+
+
+def packed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With the matrices of all experts in one tensor, as the models on the hub have them."""
+    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    stems = {name.partition(".experts.")[0] for name in tensors if ".experts." in name}
+    for stem in stems:
+        gate, up, down = (
+            torch.stack([tensors[f"{stem}.experts.{expert}.{part}_proj.weight"] for expert in range(4)])
+            for part in ("gate", "up", "down")
+        )
+        found[f"{stem}.experts.gate_up_proj"], found[f"{stem}.experts.down_proj"] = torch.cat((gate, up), 1), down
+    return found
+
+
+@pytest.mark.parametrize(("stem", "more"), [("Qwen3_5", {}), ("Qwen3_5Moe", EXPERTS)])
+def test_a_hybrid_text_part_is_the_text_model(stem: str, more: dict[str, Any], tmp_path: Path) -> None:
+    """Whose tokens tests/workers/engine/test_hybrid.py compares with transformers'."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{stem}Config")(text_config={**SMALL, **HYBRID, **more}, vision_config=QWEN)
+    whole = getattr(transformers, f"{stem}ForConditionalGeneration")._from_config(config)
+    text = getattr(transformers, f"{stem}ForCausalLM")._from_config(config.text_config)
+    text.model.load_state_dict(whole.model.language_model.state_dict())
+    text.lm_head.load_state_dict(whole.lm_head.state_dict())
+    for model, name in ((whole, "whole"), (text, "text")):
+        model.save_pretrained(tmp_path / name)
+    if more:
+        save_file(packed(load_file(tmp_path / "whole" / WEIGHTS)), tmp_path / "whole" / WEIGHTS)
+    found, expected = (dict(load(tmp_path / name).named_parameters()) for name in ("whole", "text"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

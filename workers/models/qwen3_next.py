@@ -63,6 +63,15 @@ class GatedDeltaNet(Attention):
     def prepare(self, ops: Ops) -> None:
         """See `Attention.prepare`: there is nothing."""
 
+    def parts(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The product as q, k and v beside one another [tokens, conv_dim], z [tokens, inner], b and a [tokens, num_heads]."""
+        state, each = self._state, self._each
+        wide, narrow = (part.unflatten(1, (state.n_groups, -1)) for part in qkv.split(self._sizes, dim=1))
+        sizes = [state.state_size, state.state_size, each * state.head_dim, each * state.head_dim]
+        *inputs, z = (part.flatten(1) for part in wide.split(sizes, dim=2))
+        b, a = (part.flatten(1) for part in narrow.split(each, dim=2))
+        return torch.cat(inputs, dim=1), z, b, a
+
     def attend(
         self, qkv: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, attention: StepAttention, ops: Ops
     ) -> Tensor:
@@ -70,16 +79,13 @@ class GatedDeltaNet(Attention):
         state, own, each = self._state, cache.state, self._each
         assert own is not None
         states = attention.states(own.group)
-        wide, narrow = (part.unflatten(1, (state.n_groups, -1)) for part in qkv.split(self._sizes, dim=1))
-        sizes = [state.state_size, state.state_size, each * state.head_dim, each * state.head_dim]
-        *inputs, z = (part.flatten(1) for part in wide.split(sizes, dim=2))
-        b, a = (part.flatten(1).float() for part in narrow.split(each, dim=2))
-        mixed = states.conv(torch.cat(inputs, dim=1), self.conv.weight[:, 0], None, own)
+        inputs, z, b, a = self.parts(qkv)
+        mixed = states.conv(inputs, self.conv.weight[:, 0], None, own)
         query, key, value = mixed.split([self._keys, self._keys, state.inner], dim=1)
         query, key = (_normed(part.unflatten(1, (state.n_groups, -1)).float(), each) for part in (query, key))
-        decay = -self.a_log.exp() * F.softplus(a + self.dt_bias)
+        decay = -self.a_log.exp() * F.softplus(a.float() + self.dt_bias)
         heads = value.unflatten(1, (state.num_heads, -1))
-        out = states.gated_delta(query * state.state_size**-0.5, key, heads, decay, b.sigmoid(), own)
+        out = states.gated_delta(query * state.state_size**-0.5, key, heads, decay, b.float().sigmoid(), own)
         normed = ops.rms_norm(out.reshape(-1, state.head_dim), self.gated_norm.weight, self.gated_norm.eps)
         return (normed.view(len(qkv), -1) * F.silu(z.float())).to(qkv.dtype)
 

@@ -26,7 +26,7 @@ from meshlm.workers.weights.gguf_source import encoded_tensors
 from meshlm.workers.weights.source import Mapped, Source
 
 DUMMY_STD = 0.02
-_OF_LAYER = re.compile(r"(?:model\.)?(?P<layer>layers\.\d+)\.(?P<stem>.+)\.(?P<kind>weight|bias)")
+_OF_LAYER = re.compile(r"(?:model\.)?(?P<layer>layers\.\d+)\.(?P<stem>.+?)(?:\.(?P<kind>weight|bias))?")
 
 
 def sources(
@@ -129,7 +129,9 @@ def unpacked(
     for name, source in tensors:
         match = _OF_LAYER.fullmatch(name)
         stems = packed.get(match["stem"]) if match else None
-        names = [f"model.{match['layer']}.{stem}.{match['kind']}" for stem in stems] if match and stems else []
+        names = (
+            [f"model.{match['layer']}.{stem}.{match['kind'] or 'weight'}" for stem in stems] if match and stems else []
+        )
         if names and "{}" in names[0] and names[0].format(0) in weights:
             yield from _of_experts(name, source, names, weights)
             continue

@@ -1,0 +1,83 @@
+"""Qwen3.5 (Qwen 2026): Qwen3-Next's gated delta nets and attention with a gate, in front of MLPs or of experts.
+
+The rows of a mixer's products stand by kind (all queries, all keys, ...), and not by heads of keys as Qwen3-Next's.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec.structs import replace
+
+from meshlm.architectures import qwen3_next
+from meshlm.architectures.config_values import boolean, words
+from meshlm.architectures.family import Family, Weight
+from meshlm.architectures.qwen3_next import gated_delta_moe, gated_delta_spec, gated_delta_weights
+from meshlm.protocol.model import ModelSpec, StateSpec
+
+_KEYS = qwen3_next.STATE_KEYS | words(
+    "attn_output_gate mtp_num_hidden_layers mtp_use_dedicated_embeddings mlp_only_layers"
+)
+
+
+def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    if not boolean(config, "attn_output_gate"):
+        raise ValueError("attn_output_gate false is not supported")
+    return gated_delta_spec(config, architecture)
+
+
+def _moe_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    config = {**config, "intermediate_size": config["moe_intermediate_size"]}  # no layer has a plain MLP
+    return replace(_spec(config, architecture), moe=gated_delta_moe(config))
+
+
+def _projections(state: StateSpec) -> tuple[tuple[str, int], ...]:
+    keys = state.n_groups * state.state_size
+    return (
+        ("q", keys),
+        ("k", keys),
+        ("v", state.inner),
+        ("z", state.inner),
+        ("b", state.num_heads),
+        ("a", state.num_heads),
+    )
+
+
+def _weights(spec: ModelSpec) -> Iterator[Weight]:
+    return gated_delta_weights(spec, _projections)
+
+
+_DEFAULTS = qwen3_next.DEFAULTS | {"num_key_value_heads": 4, "attn_output_gate": True}
+_MODEL = "meshlm.workers.models.qwen3_5:Qwen3_5"
+_PACKED = qwen3_next.PACKED | {"linear_attn.in_proj_qkv": tuple(f"linear_attn.in_proj_{part}" for part in "qkv")}
+_DENSE = Family(
+    architecture="Qwen3_5ForCausalLM",
+    model_type="qwen3_5_text",
+    spec=_spec,
+    weights=_weights,
+    keys=_KEYS,
+    defaults=_DEFAULTS,
+    packed=_PACKED,
+    rename=str,
+    unread=qwen3_next.DRAFTS,
+    compiles=False,
+    model=_MODEL,
+)
+_EXPERTS = {
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+_MOE = _DENSE._replace(
+    architecture="Qwen3_5MoeForCausalLM",
+    model_type="qwen3_5_moe_text",
+    spec=_moe_spec,
+    keys=_KEYS | qwen3_next.EXPERT_KEYS,
+    defaults=_DEFAULTS | _EXPERTS | {"num_key_value_heads": 2},
+    packed=_PACKED
+    | {
+        "mlp.experts.gate_up_proj": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+        "mlp.experts.down_proj": ("mlp.experts.{}.down_proj",),
+    },
+)
+FAMILIES = (_DENSE, _MOE)
