@@ -24,6 +24,7 @@ _OWN = {
     "MistralForCausalLM": _Module("mistral"),
     "Qwen2ForCausalLM": _Module("qwen2", "qwen2"),
     "Qwen3ForCausalLM": _Module("qwen3", "qwen3"),
+    "GemmaForCausalLM": _Module("gemma", "gemma"),
     "Gemma2ForCausalLM": _Module("gemma2", "gemma2"),
     "Gemma3ForCausalLM": _Module("gemma3", "gemma3"),
     "Phi3ForCausalLM": _Module("phi3"),

@@ -148,3 +148,12 @@ def test_what_a_gguf_file_of_gemma_3_leaves_unsaid() -> None:
         gguf_spec("gemma3")
     with pytest.raises(ValueError, match="names 1 layers of 7"):
         gguf_spec("gemma3", **window, **{"attention.sliding_window_pattern": [True]})
+
+
+def test_gemma_1_means_the_tanh_form_by_gelu() -> None:
+    config = {key: value for key, value in GEMMA2.items() if key not in ("hidden_activation", "query_pre_attn_scalar")}
+    config |= {"architectures": ["GemmaForCausalLM"], "model_type": "gemma", "hidden_act": "gelu"}
+    assert spec_of_config(config).hidden_act == "gelu_pytorch_tanh"
+    assert spec_of_config(config | {"hidden_activation": "gelu"}).hidden_act == "gelu_pytorch_tanh"
+    found = gguf_spec("gemma")
+    assert (found.architecture, found.hidden_act, found.sliding_window) == ("GemmaForCausalLM", "gelu_pytorch_tanh", 0)

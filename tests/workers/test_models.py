@@ -48,6 +48,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi3Config",
         {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.75}, "sliding_window": 7},
     ),
+    "gemma": ("GemmaConfig", {"head_dim": 16, "hidden_act": "gelu", "initializer_range": 0.2}),
     "gemma2": ("Gemma2Config", GEMMA | {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.7}),
     "gemma3": ("Gemma3TextConfig", GEMMA | {"num_hidden_layers": 7}),
     **DENSE,

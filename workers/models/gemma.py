@@ -1,4 +1,4 @@
-"""Gemma 2 and 3: what attention and MLP give is normed before it is added, embeddings are scaled, logits may be capped softly.
+"""Gemma: embeddings are scaled. Gemma 2 and 3: what attention and MLP give is normed before it is added, logits may be capped softly.
 
     x = x + norm(attention(norm(x)));  x = x + norm(mlp(norm(x)))
 
@@ -86,3 +86,13 @@ class Gemma(Sandwich):
         """See `Decoder.logits`."""
         found, cap = super().logits(hidden, out), self.spec.final_logit_softcapping
         return found.div_(cap).tanh_().mul_(cap) if cap else found
+
+
+class ScaledLayer(DecoderLayer):
+    """A plain layer, of a model that is more than its layers: nothing that knows plain decoders alone may take it for one."""
+
+
+class Gemma1(Gemma):
+    """Gemma 1: see `Gemma`; its layers have no norms behind attention and MLP."""
+
+    layer_type = ScaledLayer
