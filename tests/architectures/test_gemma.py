@@ -151,7 +151,8 @@ def test_what_a_gguf_file_of_gemma_3_leaves_unsaid() -> None:
 
 
 def test_gemma_1_means_the_tanh_form_by_gelu() -> None:
-    config = {key: value for key, value in GEMMA2.items() if key not in ("hidden_activation", "query_pre_attn_scalar")}
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
+    config = {key: GEMMA2[key] for key in (*sizes, "max_position_embeddings") if key in GEMMA2}
     config |= {"architectures": ["GemmaForCausalLM"], "model_type": "gemma", "hidden_act": "gelu"}
     assert spec_of_config(config).hidden_act == "gelu_pytorch_tanh"
     assert spec_of_config(config | {"hidden_activation": "gelu"}).hidden_act == "gelu_pytorch_tanh"

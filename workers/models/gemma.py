@@ -5,6 +5,8 @@
 The weights of norms are 1 + w of the checkpoint and stay in float32: w is small, and bfloat16 keeps little of it beside 1.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -56,7 +58,7 @@ def _normed(x: PartialSum, residual: Tensor, norm: RMSNorm, ops: Ops) -> Partial
 class Sandwich(Decoder):
     """A decoder of such layers: GLM-4-0414. Gemma has more of its own."""
 
-    layer_type = GemmaLayer
+    layer_type: ClassVar[type[DecoderLayer]] = GemmaLayer
 
     def embedded(self, ids: Tensor) -> tuple[PartialSum, Tensor | None]:
         """See `Decoder.embedded`."""
