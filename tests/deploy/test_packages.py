@@ -1,8 +1,10 @@
 """The wheel and the sdist: whole, the same each time, and working far from the tree."""
 
 import hashlib
+import importlib.metadata
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -144,7 +146,8 @@ REPORT = {
     [
         (json.dumps(REPORT), 1, "a 1: CVE-1 (mended in: 2)"),
         ('{"dependencies": []}', 0, "0 known vulnerabilities"),
-        ("ConnectionError", 0, "cannot be reached"),
+        ("ConnectionError", 0, "audit: skipped, since the database of vulnerabilities cannot be reached"),
+        ('{"dependencies": [{"name": "c", "skip_reason": "not found"}]}', 0, "audit: skipped"),
     ],
 )
 def test_the_audit_reads_the_report(said: str, code: int, text: str, tmp_path: Path) -> None:
@@ -158,3 +161,18 @@ def test_the_audit_reads_the_report(said: str, code: int, text: str, tmp_path: P
     )
     done = subprocess.run([sys.executable, "-P", "-c", ask], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, text in done.stdout) == (code, True), done.stdout + done.stderr
+
+
+def test_the_list_of_what_is_installed_names_the_product_and_its_dependencies(tmp_path: Path) -> None:
+    """As `make sbom` makes it, which leaves out the check of the format by its maker."""
+    pytest.importorskip("cyclonedx_py")
+    (rule,) = (line for line in (ROOT / "Makefile").read_text().splitlines() if "cyclonedx_py" in line)
+    command = rule.strip(" \t@").replace("$(BIN)/python", sys.executable)
+    command = shlex.split(command.replace("dist/sbom.cdx.json", str(tmp_path / "sbom.json")))
+    subprocess.run(command, cwd=ROOT, check=True, timeout=60, capture_output=True)
+    sbom = json.loads((tmp_path / "sbom.json").read_text())
+    assert (sbom["bomFormat"], sbom["metadata"]["component"]["name"]) == ("CycloneDX", "meshlm")
+    there = {each["name"]: each["version"] for each in sbom["components"]}
+    wanted = {"torch", "pyzmq", "msgspec", "starlette"}
+    assert {name: importlib.metadata.version(name) for name in wanted}.items() <= there.items()
+    assert all(each["purl"].startswith("pkg:pypi/") for each in sbom["components"] if each["name"] in wanted)
