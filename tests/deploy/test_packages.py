@@ -167,8 +167,8 @@ def test_the_list_of_what_is_installed_names_the_product_and_its_dependencies(tm
     """As `make sbom` makes it, which leaves out the check of the format by its maker."""
     pytest.importorskip("cyclonedx_py")
     (rule,) = (line for line in (ROOT / "Makefile").read_text().splitlines() if "cyclonedx_py" in line)
-    command = rule.strip(" \t@").replace("$(BIN)/python", sys.executable)
-    command = shlex.split(command.replace("dist/sbom.cdx.json", str(tmp_path / "sbom.json")))
+    rule = rule.strip(" \t@").replace("$(BIN)/python", sys.executable)
+    command = shlex.split(rule.replace("dist/sbom.cdx.json", str(tmp_path / "sbom.json")))
     subprocess.run(command, cwd=ROOT, check=True, timeout=60, capture_output=True)
     sbom = json.loads((tmp_path / "sbom.json").read_text())
     assert (sbom["bomFormat"], sbom["metadata"]["component"]["name"]) == ("CycloneDX", "meshlm")
