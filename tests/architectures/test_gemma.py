@@ -151,8 +151,15 @@ def test_what_a_gguf_file_of_gemma_3_leaves_unsaid() -> None:
 
 
 def test_gemma_1_means_the_tanh_form_by_gelu() -> None:
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
-    config = {key: GEMMA2[key] for key in (*sizes, "max_position_embeddings") if key in GEMMA2}
+    sizes = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
+    config = {key: GEMMA2[key] for key in (*sizes, "head_dim", "max_position_embeddings") if key in GEMMA2}
     config |= {"architectures": ["GemmaForCausalLM"], "model_type": "gemma", "hidden_act": "gelu"}
     assert spec_of_config(config).hidden_act == "gelu_pytorch_tanh"
     assert spec_of_config(config | {"hidden_activation": "gelu"}).hidden_act == "gelu_pytorch_tanh"
