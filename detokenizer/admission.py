@@ -5,6 +5,7 @@ from array import array
 import msgspec
 
 from meshlm.protocol.ids import ErrorKind
+from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.tasks import Pool
 from meshlm.protocol.text_edge import Submit
@@ -38,6 +39,14 @@ def checked_prompt(token_ids: "array[int]", submit: Submit, vocab_size: int, max
         )
         raise RequestError(ErrorKind.INVALID, text, "prompt")
     return token_ids
+
+
+def left_embeds(embeds: PromptEmbeds | None, whole: int, left: int, submit: Submit) -> PromptEmbeds | None:
+    """The vectors of a prompt of `whole` tokens of which `left` are left."""
+    if embeds is None or left == whole:
+        return embeds
+    begin = 0 if submit.text.truncation_side == "right" else whole - left
+    return embeds.cut(begin, begin + left)
 
 
 def checked_sampling(submit: Submit, choice: int, num_prompt: int, max_model_len: int) -> SamplingParams:

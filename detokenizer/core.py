@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from meshlm.detokenizer import replies
-from meshlm.detokenizer.admission import checked_prompt, checked_sampling
+from meshlm.detokenizer.admission import checked_prompt, checked_sampling, left_embeds
 from meshlm.detokenizer.attempts import Attempts
 from meshlm.detokenizer.batch import FrontendBatch, is_long
 from meshlm.detokenizer.decode import TokenTable
@@ -159,6 +159,7 @@ class Detokenizer(Attempts):
                 raise event.error
             assert event.token_ids is not None
             prompt = checked_prompt(event.token_ids, submit, self.vocab_size, self.max_model_len)
+            embeds = left_embeds(event.embeds, len(event.token_ids), len(prompt), submit)
             sampling = [checked_sampling(submit, places[s.request_id], len(prompt), self.max_model_len) for s in now]
         except RequestError as error:
             for request in requests:
@@ -178,6 +179,7 @@ class Detokenizer(Attempts):
                 self.table, prompt, replace(params, bad_words_token_ids=event.bad_words, grammar=event.grammar)
             )
             request.second_from = event.second_from
+            request.embeds = embeds
             effects += self._admit(request)
         if later:
             self.jobs[event.job] = later

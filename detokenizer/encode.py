@@ -8,8 +8,10 @@ import msgspec
 
 from meshlm.detokenizer.events import Truncation
 from meshlm.detokenizer.infill import infilled
+from meshlm.detokenizer.mixed import Mixer
 from meshlm.detokenizer.templates import ChatTemplate
 from meshlm.protocol.ids import ErrorKind
+from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.text_edge import (
     ChatPrompt,
     EmbedsPrompt,
@@ -46,6 +48,7 @@ class Encoder:
         self._lower_case, self._types = lower_case, types
         self._tokenizer, self._content_format = loaded.tokenizer, content_format
         self._special = loaded.special_tokens
+        self._mixer: Mixer | None = None  # made for the first chat that has vectors in it
         self._templates = {name: ChatTemplate(source, self._special) for name, source in chat_templates.items()}
 
     def encode(self, prompt: Prompt) -> "array[int]":
@@ -79,6 +82,12 @@ class Encoder:
                 plain = self._tokenizer.post_process(plain)
             return array("i", plain.ids), 0
         return ids, 0
+
+    def encode_mixed(self, prompt: ChatPrompt) -> tuple["array[int]", PromptEmbeds]:
+        """The ids of a chat with vectors in it, and the vectors by their places."""
+        if self._mixer is None:  # two threads may both make one
+            self._mixer = Mixer(self._tokenizer)
+        return self._mixer.encode(self.render(prompt), prompt.embeds, add_special_tokens=prompt.add_special_tokens)
 
     def _pair(self, prompt: PairPrompt, truncation: Truncation | None) -> tuple["array[int]", int]:
         first, second = self._plain(prompt.first), self._plain(prompt.second)

@@ -5,6 +5,7 @@ from array import array
 from msgspec import Struct
 
 from meshlm.protocol.grammar import Grammar
+from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.text_edge import Prompt
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.events import PeerLost, PeerUp, Received, Send, Tick
@@ -25,6 +26,7 @@ class Encoded(Struct, frozen=True):
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None
     second_from: int = 0  # see Pool.second_from
+    embeds: PromptEmbeds | None = None  # vectors in the place of some of token_ids
     error: RequestError | None = None
 
 

@@ -28,6 +28,7 @@ from meshlm.protocol.grammar import Grammar
 from meshlm.protocol.ids import COORDINATOR, ErrorKind, Identity, Incarnation
 from meshlm.protocol.text_edge import (
     Cancel,
+    ChatPrompt,
     Detokenize,
     DetokenizeReply,
     EmbedsPrompt,
@@ -259,11 +260,16 @@ class DetokenizerApp:
             return Encoded(ask.job, error=RequestError(ErrorKind.INVALID, "nobody waits for it"))
         try:
             grammar = None if ask.grammar is None else self._compiled(ask.grammar)
-            ids, second_from = self._encoder.encode_whole(ask.prompt, ask.truncation)
+            embeds = ask.prompt.embeds if isinstance(ask.prompt, EmbedsPrompt) else None
+            if isinstance(ask.prompt, ChatPrompt) and ask.prompt.embeds:
+                ids, embeds = self._encoder.encode_mixed(ask.prompt)
+                second_from = 0
+            else:
+                ids, second_from = self._encoder.encode_whole(ask.prompt, ask.truncation)
             if grammar is not None and grammar.thinking is not None and grammar.thinking.in_prompt:
-                text = "" if isinstance(ask.prompt, EmbedsPrompt) else self._encoder.text_of(ids)
+                text = self._encoder.text_of(ids if embeds is None else ids[sum(embeds.spans[-1]) :])
                 grammar = msgspec.structs.replace(grammar, thinking=budgets.seen(grammar.thinking, text))
-            return Encoded(ask.job, ids, self._encoder.bad_words(ask.bad_words), grammar, second_from)
+            return Encoded(ask.job, ids, self._encoder.bad_words(ask.bad_words), grammar, second_from, embeds=embeds)
         except RequestError as error:
             return Encoded(ask.job, error=error)
         except BaseException as error:  # a panic of the tokenizer's is no Exception; the client waits for an answer

@@ -10,9 +10,10 @@ from meshlm.detokenizer.kept_logprobs import KeptLogprobs
 from meshlm.detokenizer.stops import StopFinder
 from meshlm.protocol.admit_edge import EngineRequest, SchedulerIncarnation
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.tasks import Pool
-from meshlm.protocol.text_edge import EmbedsPrompt, Finished, PositionLogprobs, PromptLogprobs, RequestEvent, Submit
+from meshlm.protocol.text_edge import Finished, PositionLogprobs, PromptLogprobs, RequestEvent, Submit
 from meshlm.protocol.token_edge import Ended, First
 from meshlm.runtime.deaths import Death
 
@@ -43,6 +44,7 @@ class RequestState:
         "cut",
         "deaths",
         "decoder",
+        "embeds",
         "encode_s",
         "finished",
         "first",
@@ -98,6 +100,7 @@ class RequestState:
         self.attempt = submit.attempt
         self.status = RequestStatus.ENCODING
         self.prompt: array[int] = array("i")
+        self.embeds: PromptEmbeds | None = None
         self.output_token_ids: array[int] = array("i")
         self.sampling: SamplingParams = submit.sampling
         self.asked = Incarnation(0)  # the incarnation of the coordinator that this attempt's Admit went to; 0: none yet
@@ -217,7 +220,7 @@ class RequestState:
 
     def work(self) -> EngineRequest:
         """The request as a scheduler needs it now."""
-        task, prompt = self.submit.task, self.submit.prompt
+        task = self.submit.task
         return EngineRequest(
             request_id=self.work_id,
             handle=self.handle,
@@ -231,5 +234,5 @@ class RequestState:
             deadline_s=self.submit.deadline_s,
             task=replace(task, second_from=self.second_from) if isinstance(task, Pool) and self.second_from else task,
             num_crashes=self.num_crashes if len(self.output_token_ids) == self.crashed_at else 0,
-            embeds=prompt.embeds if isinstance(prompt, EmbedsPrompt) else None,
+            embeds=self.embeds,
         )

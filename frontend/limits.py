@@ -7,11 +7,13 @@ Pure; called by parse.py and server.py. HttpError names the field and its limit.
 
 from collections.abc import Iterable, Mapping, Sized
 
+import msgspec
 from msgspec import Raw
 
 from meshlm.frontend.errors import HttpError
 from meshlm.protocol.config import Resolved
 from meshlm.protocol.grammar import Grammar, GrammarKind
+from meshlm.protocol.prompt_embeds import MAX_EMBEDS_BYTES
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import (
     ChatPrompt,
@@ -41,24 +43,26 @@ MAX_PROMPT_LOGPROBS, MAX_STREAMED_ECHO, MAX_KEPT_LOGPROBS = 1 << 20, 1 << 14, 1 
 LISTS = ("logit_bias", "allowed_token_ids", "stop_token_ids", "logprob_token_ids")
 
 
-def check_raw(fields: Mapping[str, Raw], resolved: Resolved) -> None:
+def check_raw(fields: Mapping[str, Raw], resolved: Resolved, *, vectors: bool = False) -> None:
     """Refuses a large generation request by lists of numbers that are too long whatever is in them, before its fields are decoded."""
     for name in LISTS:
         if (count := _num_values(fields.get(name))) > MAX_LISTED_IDS:
             _refuse(name, f"{count} token ids", MAX_LISTED_IDS)
-    check_raw_texts(fields, resolved)
+    check_raw_texts(fields, resolved, vectors=vectors)
     prompt = bytes(memoryview(fields.get("prompt", b""))[:64])
     if prompt.startswith(b"[") and prompt[1:].lstrip()[:1].isdigit():
         truncates = bytes(fields.get("truncate_prompt_tokens", b"null")) not in (b"null", b"0")
         check_num_ids(_num_values(fields["prompt"]), truncates, resolved)
 
 
-def check_raw_texts(fields: Mapping[str, Raw], resolved: Resolved) -> None:
-    """Texts that are too long however they are written: JSON has no more than six bytes for one of a text."""
+def check_raw_texts(fields: Mapping[str, Raw], resolved: Resolved, *, vectors: bool = False) -> None:
+    """Texts that are too long however they are written: JSON has no more than six bytes for one of a text. `vectors`: messages may have
+    some, in base64."""
     most = max(MIN_PROMPT_BYTES, BYTES_PER_TOKEN * resolved.max_model_len)
     for name in ("prompt", "suffix", "messages", "tools", "system", "input", "instructions"):
         value = memoryview(fields.get(name, b""))
-        if len(value) > 6 * most and (name != "prompt" or value[0] == ord('"')):
+        room = 6 * most + (2 * MAX_EMBEDS_BYTES if vectors and name == "messages" else 0)
+        if len(value) > room and (name != "prompt" or value[0] == ord('"')):
             _refuse(name, f"{len(value)} bytes", most)
 
 
@@ -125,8 +129,10 @@ def check_prompt(prompt: Prompt, truncates: bool, resolved: Resolved) -> None:
                 check_prompt(part, truncates, resolved)
         case TextPrompt() | ChatPrompt() | PairPrompt():
             most = max(MIN_PROMPT_BYTES, BYTES_PER_TOKEN * resolved.max_model_len)
+            if is_chat := isinstance(prompt, ChatPrompt):
+                prompt = msgspec.structs.replace(prompt, embeds=())  # which have a limit of their own
             if (size := num_bytes_of(prompt)) > most:
-                is_text = not isinstance(prompt, ChatPrompt)
+                is_text = not is_chat
                 _refuse(
                     "prompt" if is_text else "messages",
                     f"{size} bytes" + ("" if is_text else " with tools and template"),

@@ -151,8 +151,9 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
     asked = request.max_completion_tokens or request.max_tokens
     default = resolved.generation_defaults.get("max_tokens")
     template_kwargs = of_template(_template_kwargs(request), server)
+    messages, vectors = embeds.of_chat(request, resolved, server)
     prompt = of_chat(
-        request.messages,
+        messages,
         tool_choice.shown(choice, request.tools),
         request.chat_template,
         template_kwargs,
@@ -160,6 +161,7 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
         add_special_tokens=bool(request.add_special_tokens),
+        embeds=vectors,
     )
     num_choices = request.n or 1
     begins_with_reasoning = reasoning.begins(

@@ -13,7 +13,7 @@ from meshlm.frontend.errors import HttpError
 from meshlm.frontend.schema import TokenizeRequest
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.config import Resolved, ServerConfig
-from meshlm.protocol.text_edge import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from meshlm.protocol.text_edge import ChatPrompt, EmbedsPrompt, Prompt, TextPrompt, TokenPrompt
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.messages import check_messages, check_template_kwargs, check_tools
 
@@ -105,6 +105,7 @@ def of_chat(
     add_generation_prompt: bool | UnsetType,
     continue_final_message: bool,
     add_special_tokens: bool = False,
+    embeds: tuple[EmbedsPrompt, ...] = (),
 ) -> ChatPrompt:
     """Messages and what else the template is given."""
     if chat_template and not server.trust_request_chat_template:
@@ -122,6 +123,7 @@ def of_chat(
         add_generation_prompt=not continue_final_message if add_generation_prompt is UNSET else add_generation_prompt,
         continue_final_message=continue_final_message,
         add_special_tokens=add_special_tokens,
+        embeds=embeds,
     )
 
 

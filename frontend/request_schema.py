@@ -51,7 +51,9 @@ def refine(schemas: Json, served: Served) -> None:
     ):
         refined[name] |= no_budget
     refined["CompletionRequest"] |= {"prompt": _prompt(served), "logprobs": _up_to(served.max_logprobs)}
-    if not served.takes_embeds:
+    if served.takes_embeds:
+        refined["ChatRequest"]["messages"] = {"type": "array", "minItems": 1, "items": _message(takes_embeds=True)}
+    else:
         refined["CompletionRequest"]["prompt_embeds"] = _NULL
     of_messages = anthropic.fields(
         served.names,
@@ -196,11 +198,17 @@ def _conversations() -> Json:
     return {"type": "array", "minItems": 1, "items": {"type": "array", "minItems": 1, "items": _message()}}
 
 
-def _message() -> Json:
-    parts = [
+def _message(*, takes_embeds: bool = False) -> Json:
+    parts: list[Json] = [
         {"type": "object", "required": ["type", key], "properties": {"type": {"const": kind}, key: {"type": "string"}}}
         for kind, key in PARTS.items()
     ]
+    if takes_embeds:
+        embeds = {
+            "type": {"const": "prompt_embeds"},
+            "data": {"type": "string", "description": "A saved tensor, base64"},
+        }
+        parts.append({"type": "object", "required": ["type", "data"], "properties": embeds})
     content = {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": {"anyOf": parts}}]}
     roles = [role for role in NEED_CONTENT if role != "tool"]
     others: Json = {"role": {"enum": ["assistant", *roles]}, "content": content, "name": _or_null({"type": "string"})}

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from meshlm.frontend import limits, nulls, reading, reasoning
+from meshlm.frontend import embeds, limits, nulls, reading, reasoning
 from meshlm.frontend.choice import Choice, RowDetails
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.logprobs import (
@@ -19,7 +19,7 @@ from meshlm.frontend.logprobs import (
 from meshlm.frontend.parse import ParsedRequest
 from meshlm.protocol.ids import ErrorKind, FinishReason
 from meshlm.protocol.logprobs import positions_of
-from meshlm.protocol.text_edge import Accepted, EmbedsPrompt, Finished, PositionLogprobs, PromptLogprobs
+from meshlm.protocol.text_edge import Accepted, Finished, PositionLogprobs, PromptLogprobs
 
 Json = dict[str, Any]
 _encode = msgspec.json.Encoder().encode
@@ -110,7 +110,7 @@ class Response:
         return by_id(positions) if self.ask.tokens_as_ids else positions
 
     def prompt_ids(self, choice: Choice) -> Json:
-        if isinstance(choice.submit.prompt, EmbedsPrompt):
+        if embeds.vectors_of(choice.submit.prompt):
             return {"prompt_token_ids": None}
         ids = self.prompt[choice.prompt_index].prompt_token_ids
         return {"prompt_token_ids": memoryview(ids).cast("i").tolist() if self.ask.return_token_ids else None}

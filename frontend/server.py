@@ -297,7 +297,9 @@ class Routes:
 
     def _chat(self, request: Request, raw: bytes) -> Parsed:
         resolved = self._backend.resolved
-        body, unknown = bodies.decode(raw, ChatRequest, partial(limits.check_raw, resolved=resolved), self._longest())
+        vectors = self._backend.config.server.enable_prompt_embeds
+        check = partial(limits.check_raw, resolved=resolved, vectors=vectors)
+        body, unknown = bodies.decode(raw, ChatRequest, check, self._longest())
         model = self._check_model(body.model)
         ask = parse.chat(body, unknown, resolved, self._backend.config.server)
         return ask, model, self._again(request, raw)

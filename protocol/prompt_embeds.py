@@ -13,6 +13,14 @@ ITEM_BYTES: dict[EmbedsDType, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 MAX_EMBEDS_BYTES = 32 << 20  # of one prompt; the messages that carry it hold twice that
 
 
+PLACEHOLDER = "<prompt_embeds>"  # vLLM's token for vectors within a chat
+
+
+def mark(place: int) -> str:
+    """The text that stands for a chat's vectors number `place` until the chat template is filled in."""
+    return f"<prompt_embeds:{place}>"
+
+
 class PromptEmbeds(Struct, frozen=True):
     """`data` has one vector behind the other, those of the first span first. Little-endian."""
 
@@ -34,6 +42,15 @@ class PromptEmbeds(Struct, frozen=True):
                 found.append((low, high - low, before + low - first))
             before += count
         return found
+
+    def cut(self, begin: int, end: int) -> "PromptEmbeds | None":
+        """The vectors of the prompt's part from begin to end, by their positions in it; None where it has none."""
+        parts, size = self.parts(begin, end), self.row_bytes
+        if not parts:
+            return None
+        spans = tuple((first - begin, count) for first, count, _ in parts)
+        data = b"".join(self.data[place * size : (place + count) * size] for _, count, place in parts)
+        return PromptEmbeds(self.dtype, spans, data)
 
     def bytes_of(self, begin: int, end: int) -> bytes:
         """The vectors of the positions begin to end, for a key of what is computed from them; where they stand is part of it."""

@@ -27,6 +27,13 @@ class TokenPrompt(Struct, frozen=True, tag="tokens"):
     token_ids: bytes
 
 
+class EmbedsPrompt(Struct, frozen=True, tag="embeds"):
+    """Vectors instead of tokens. `token_ids` (int32 column) are numbers made of them (runtime/tensor_files.py)."""
+
+    token_ids: bytes
+    embeds: PromptEmbeds
+
+
 class ChatPrompt(Struct, frozen=True, tag="chat"):
     """A conversation for the chat template. The JSON is the client's, validated in outline by the frontend."""
 
@@ -37,6 +44,7 @@ class ChatPrompt(Struct, frozen=True, tag="chat"):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
+    embeds: tuple[EmbedsPrompt, ...] = ()  # vectors where the messages have `prompt_embeds.mark(place)`
 
 
 class PairPrompt(Struct, frozen=True, tag="pair", omit_defaults=True):
@@ -53,13 +61,6 @@ class JoinedPrompt(Struct, frozen=True, tag="joined"):
     """Prompts that are tokenized apart and stand one behind the other."""
 
     parts: tuple[TextPrompt | TokenPrompt, ...]
-
-
-class EmbedsPrompt(Struct, frozen=True, tag="embeds"):
-    """Vectors instead of tokens. `token_ids` (int32 column) are numbers made of them (runtime/tensor_files.py)."""
-
-    token_ids: bytes
-    embeds: PromptEmbeds
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt | PairPrompt | JoinedPrompt | EmbedsPrompt
@@ -81,6 +82,7 @@ def num_bytes_of(prompt: Prompt) -> int:
             return len((first + second).encode("utf-8", "surrogatepass"))
         case ChatPrompt():
             lists = len(prompt.messages_json) + len(prompt.tools_json) + len(prompt.template_kwargs_json)
+            lists += sum(map(num_bytes_of, prompt.embeds))
             return lists + len(prompt.chat_template.encode("utf-8", "surrogatepass"))
 
 

@@ -4,10 +4,11 @@ from typing import Any
 
 import msgspec
 
+from meshlm.frontend import embeds
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.parse import ParsedRequest
 from meshlm.protocol.grammar import Grammar, GrammarKind
-from meshlm.protocol.text_edge import EmbedsPrompt, TextParams
+from meshlm.protocol.text_edge import TextParams
 
 Json = dict[str, Any]
 SAME = (  # names of SamplingParams that are vLLM's too
@@ -19,7 +20,7 @@ def check(ask: ParsedRequest) -> None:
     """Refuses what is no single generation."""
     if ask.beams:
         raise HttpError(400, "use_beam_search: a search is many requests", "use_beam_search")
-    if any(isinstance(prompt, EmbedsPrompt) for prompt in ask.prompts):
+    if any(map(embeds.vectors_of, ask.prompts)):
         raise HttpError(400, "prompt_embeds: vectors cannot be rendered to token ids", "prompt_embeds")
     if ask.num_choices != ask.num_returned:
         raise HttpError(400, "best_of: is chosen where the tokens are", "best_of")

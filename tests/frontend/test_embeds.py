@@ -12,7 +12,8 @@ from parsing import RESOLVED, SERVER, asked, body_of
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.parse import ParsedRequest
 from meshlm.protocol.config import Resolved, ServerConfig
-from meshlm.protocol.text_edge import EmbedsPrompt, TextPrompt
+from meshlm.protocol.prompt_embeds import mark
+from meshlm.protocol.text_edge import ChatPrompt, EmbedsPrompt, TextPrompt
 
 HIDDEN = RESOLVED.spec.hidden_size
 TAKES = msgspec.structs.replace(SERVER, enable_prompt_embeds=True)
@@ -109,3 +110,44 @@ def test_longer_than_the_context_and_too_many_copies() -> None:
         with pytest.raises(HttpError) as raised:
             ask(resolved=wide, prompt_embeds=large, n=fits + 1)
         assert raised.value.param == "prompt_embeds"
+
+
+def chat(*parts: Any, server: ServerConfig = TAKES, **fields: Any) -> ParsedRequest:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": list(parts)}]
+    return asked("chat", body_of("chat", {"messages": messages, **fields}), RESOLVED, server)
+
+
+def part(tensor: torch.Tensor) -> dict[str, str]:
+    return {"type": "prompt_embeds", "data": saved(tensor)}
+
+
+def test_parts_of_a_chat_may_be_vectors() -> None:
+    (prompt,) = chat("Say", part(ROWS), {"type": "text", "text": "and"}, part(ROWS[:2].clone())).prompts
+    assert isinstance(prompt, ChatPrompt)
+    content = msgspec.json.decode(prompt.messages_json)[1]["content"]
+    first, second = ({"type": "text", "text": mark(place)} for place in (0, 1))
+    assert content == ["Say", first, {"type": "text", "text": "and"}, second]
+    assert torch.equal(rows(prompt.embeds[0]), ROWS)
+    assert torch.equal(rows(prompt.embeds[1]), ROWS[:2])
+
+
+@pytest.mark.parametrize(
+    ("parts", "fields", "param"),
+    [
+        ([{"type": "prompt_embeds"}], {}, "messages"),
+        ([{"type": "prompt_embeds", "data": "no base64"}], {}, "messages"),
+        ([part(torch.zeros(2, HIDDEN + 1))], {}, "messages"),
+        ([part(ROWS), part(ROWS.half())], {}, "messages"),
+        ([part(ROWS)], {"echo": True}, "echo"),
+        ([part(ROWS)], {"prompt_logprobs": 1}, "prompt_logprobs"),
+        ([part(ROWS)], {"return_prompt_text": True}, "return_prompt_text"),
+        ([part(ROWS)], {"use_beam_search": True}, "use_beam_search"),
+        ([part(ROWS)], {"repetition_penalty": 1.1}, "repetition_penalty"),
+        ([part(torch.zeros((1 << 21) // HIDDEN, HIDDEN))], {"n": 9}, "prompt_embeds"),
+        ([part(ROWS)], {"server": SERVER}, "prompt_embeds"),
+    ],
+)
+def test_parts_that_are_no_vectors_are_named(parts: list[Any], fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(HttpError) as caught:
+        chat(*parts, **fields)
+    assert (caught.value.status, caught.value.param) == (400, param)

@@ -187,6 +187,14 @@ def test_vectors_of_tokens_give_the_tokens_text(smol: Serving, oracle: Oracle) -
             model="SmolLM2-135M-Instruct", prompt="", max_tokens=16, temperature=0, stream=True, extra_body=extra
         )
         assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == expected[1]["text"]
+    parts: list[dict[str, str]] = [{"type": "text", "text": text} for text in ("Say:", PROMPTS[9], "Now.")]
+    chat = {**body, "messages": [{"role": "user", "content": parts}], "return_token_ids": True}
+    chats = f"{smol.url}/v1/chat/completions"
+    plain = httpx.post(chats, json=chat, timeout=60).json()
+    parts[1] = {"type": "prompt_embeds", "data": vectors[0]}
+    mixed = httpx.post(chats, json=chat, timeout=60).json()
+    assert mixed["choices"][0]["message"]["content"] == plain["choices"][0]["message"]["content"]
+    assert (mixed["usage"]["prompt_tokens"], mixed["prompt_token_ids"]) == (plain["usage"]["prompt_tokens"], None)
     fresh = {**body, "prompt_embeds": oracle.vectors(" ".join(reversed(WORDS)))}
     usage = httpx.post(url, json=fresh, timeout=60).json()["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == 0

@@ -133,7 +133,10 @@ SPAN = timeline.Span("plan", "loop", 1, 2, 1, {"step": 5})
 EVENT = text.RequestEvent(5, "retry", "scheduler_lost")
 FINISHED = text.Finished(1, FinishReason.ERROR, "###", 17, "the worker died", ErrorKind.TIMEOUT, "n", (EVENT,))
 ENDED = token.Ended(1, FinishReason.STOP, 2, "eos", ErrorKind.OVERLOADED, "n", (5,))
-CHAT = text.ChatPrompt(b'[{"role":"user","content":"hi"}]', b"[{}]", "{{ x }}", b'{"a":1}', False, True, True)
+EMBEDS_PROMPT = text.EmbedsPrompt(pack_i32([7, 8]), EMBEDS)
+CHAT = text.ChatPrompt(
+    b'[{"role":"user","content":"hi"}]', b"[{}]", "{{ x }}", b'{"a":1}', False, True, True, (EMBEDS_PROMPT,)
+)
 
 RETRY = text.Retry("ab12", b"digest", (3, 0), 0.5)
 
@@ -171,7 +174,7 @@ FULL: tuple[Struct, ...] = (
     text.Abort((RequestId("cmpl-a-0"),)),
     text.Attach(Handle(5), RequestId("cmpl-a-0"), 12),
     text.PairPrompt("Frage", "Grüße", True, 7, 9),
-    text.EmbedsPrompt(pack_i32([7, 8]), EMBEDS),
+    EMBEDS_PROMPT,
     EMBEDS,
     text.JoinedPrompt((text.TextPrompt("Grüße", False), text.TokenPrompt(pack_i32([1, 2])))),
     text.Tokenize(Handle(6), text.TextPrompt("a", False), True, True, True),
