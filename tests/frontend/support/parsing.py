@@ -27,6 +27,7 @@ def asked(endpoint: str, body: bytes, resolved: Resolved = RESOLVED, server: Ser
     if endpoint == "text":
         completion, unknown = bodies.decode(body, CompletionRequest, check)
         return parse.completion(completion, unknown, resolved, server)
+    check = partial(check, vectors=server.enable_prompt_embeds)
     chat, unknown = bodies.decode(body, ChatRequest, check)
     return parse.chat(chat, unknown, resolved, server)
 
