@@ -18,7 +18,8 @@ def system_fingerprint(config: MeshConfig, version: str) -> str | None:
     resolved, parallel = config.resolved, config.parallel
     assert resolved is not None
     model = (resolved.spec, resolved.model_path, resolved.load_format, resolved.device, resolved.dtype)
-    ways = (config.cache.kv_cache_dtype, config.worker.attention_backend, config.worker.compile)
+    cache = (config.cache.kv_cache_dtype, config.cache.calculate_kv_scales)
+    ways = (cache, config.worker.attention_backend, config.worker.compile)
     digest = hashlib.sha256(msgspec.json.encode((model, ways))).hexdigest()[:8]
     degrees = {
         "tp": parallel.tensor_parallel_size,

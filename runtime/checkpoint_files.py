@@ -22,11 +22,15 @@ from meshlm.runtime.json_files import read_json
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """The types of weights that are read, as safetensors writes them. Others are codes of quantised weights, not their values."""
-SCALE_OF_KV_CACHE = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:attn\.|[kv]_proj\.)?([kv])_scale")
+SCALE_OF_KV_CACHE = re.compile(
+    r"model\.layers\.(\d+)\.self_attn\."
+    r"(?:(?:attn\.|qkv_proj\.|[kv]_proj\.)?(?P<one>k|v|kv)_scale|(?P<output>[kv])_proj\.output_scale|(?P<cache>[kv])_cache\.scale)"
+)
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 _NEEDLESS = re.compile(
     r"(model\.)?((layers\.\d+\.(self_attn|attn|attention)\.)?rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)"
-    r"|layers\.\d+\.(self_attn|attn|attention)\.(masked_)?bias)"
+    r"|layers\.\d+\.(self_attn|attn|attention)\.(masked_)?bias"
+    r"|layers\.\d+\.self_attn\.((attn\.|q_proj\.|qkv_proj\.)?q_scale|(attn\.)?prob_scale|q_proj\.output_scale))"
     r"|(\w+\.)?embeddings\.(position_ids|token_type_ids)"
 )
 _NO_WEIGHTS = re.compile(
@@ -56,7 +60,8 @@ class WeightFiles(NamedTuple):
 
 
 def is_needless(name: str) -> bool:
-    """Tables that are computed here (rotary frequencies, attention masks), which older checkpoints hold."""
+    """Tables that are computed here (rotary frequencies, attention masks), which older checkpoints hold; and scales for attention
+    that computes in 8 bits, which none here does."""
     return _NEEDLESS.fullmatch(name) is not None
 
 
@@ -177,7 +182,7 @@ class Quantised(NamedTuple):
         if not self.settings.get("kv_cache_scheme"):
             return ()
         return (
-            f"{self.where}: kv_cache_scheme: the KV cache is FP8 only with --kv-cache-dtype fp8, with the file's scales",
+            f"{self.where}: kv_cache_scheme: the KV cache is FP8 only with --kv-cache-dtype fp8, then with the file's scales",
         )
 
 

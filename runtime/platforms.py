@@ -27,7 +27,7 @@ class Platform:
     kernel_caches: tuple[str, ...] = ()  # variables of the folders in which it keeps compiled kernels
     has_weights = True  # which the ranks of a group split
     forms_groups = False  # its workers can compute one model together (-tp, -pp, --enable-expert-parallel)
-    stores_fp8 = False  # --kv-cache-dtype fp8
+    stores_fp8 = False  # --kv-cache-dtype fp8 and fp8_e5m2
     runs_inductor = False  # --compile inductor
 
     def default_dtype(self, of_model: str, *, float16: bool) -> str:
@@ -49,7 +49,7 @@ class Cpu(Platform):
     name, engine = "cpu", "meshlm.workers.engine.make:worker_engine"
     attention_backends = ("cpu", "torch")
     kernel_caches = ("XDG_CACHE_HOME",)
-    forms_groups = True
+    forms_groups = stores_fp8 = True
 
     def kv_cache_bytes(self) -> int | None:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

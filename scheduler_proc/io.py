@@ -59,7 +59,7 @@ class SchedulerApp:
         self._mesh = mesh
         self._core = Scheduler(limits_of(mesh.config, mesh.identity.index))
         if mesh.config.observability.enable_mfu_metrics and mesh.config.resolved is not None:
-            kv_bytes = 1.0 if mesh.config.cache.kv_cache_dtype == "fp8" else 0.0
+            kv_bytes = 1.0 if mesh.config.cache.kv_cache_dtype != "auto" else 0.0
             devices = mesh.config.parallel.workers_per_rank
             self._core.estimates = Estimates(mesh.config.resolved.spec, devices, kv_bytes)
         for event in self._early:

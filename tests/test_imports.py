@@ -84,6 +84,18 @@ def test_a_process_imports_nothing_heavy_at_its_start(name: str) -> None:
     assert done.stdout.endswith("\n[]\n"), done.stdout[-500:]
 
 
+def test_a_worker_on_a_cpu_needs_no_triton() -> None:
+    """Builds of torch for CPUs come without it, and to import it takes a third of a second."""
+    methods = " ".join(
+        f"import meshlm.workers.quantization.{name};" for name in ("fp8", "int8", "packed", "gguf", "compressed")
+    )
+    script = f"import sys; sys.modules['triton'] = None; import meshlm.workers.engine.make; {methods}"
+    script += (
+        "from meshlm.workers.layers.cpu_ops import CpuOps; from meshlm.workers.attention.cpu_backend import CpuBackend"
+    )
+    subprocess.run([sys.executable, "-P", "-c", script], check=True, cwd="/")
+
+
 @pytest.mark.parametrize(
     ("statement", "folder", "loaded"),
     [

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from meshlm.kernels.float8 import as_bytes, stored
+
 if TYPE_CHECKING:
     from meshlm.kernels.attention.kernel import Columns
 
@@ -127,3 +129,20 @@ class LayerCache:
     def flat(self) -> tuple[Tensor, Tensor]:
         """Both as [num_blocks * block_size, num_kv_heads, head_dim]."""
         return self.keys.flatten(0, 1), self.values.flatten(0, 1)
+
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Both [t, num_kv_heads, head_dim] to their slots, in plain torch."""
+        for lines, new, scale in zip(self.flat(), (keys, values), (self.k_scale, self.v_scale), strict=True):
+            as_bytes(lines).index_copy_(0, slots, as_bytes(stored(new, scale, lines.dtype)))
+
+    def read(self, at: Tensor, dtype: torch.dtype, *, blocks: bool = False) -> tuple[Tensor, Tensor]:
+        """Keys and values of these slots [*at, num_kv_heads, head_dim], in plain torch; dtype: of the model.
+
+        blocks: `at` names blocks, whose slots are one more dimension.
+        """
+        keys, values = (
+            as_bytes(lines)[at].view(lines.dtype) for lines in ((self.keys, self.values) if blocks else self.flat())
+        )
+        if keys.dtype == dtype:
+            return keys, values
+        return keys.to(dtype) * self.k_scale, values.to(dtype) * self.v_scale

@@ -120,16 +120,15 @@ def cache_dtype(
         return dtype
     if latent:
         raise ProcessFatal(f"--kv-cache-dtype {wanted}: the latents of this model are not kept in 8 bits; use auto")
-    if device.type != "cuda":
-        raise ProcessFatal(f"--kv-cache-dtype {wanted}: it needs a GPU, this worker computes on the CPU; use auto")
-    major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) < FP8_CAPABILITY:
-        raise ProcessFatal(
-            f"--kv-cache-dtype {wanted}: it needs compute capability 8.9, this GPU has {major}.{minor}; use auto"
-        )
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if (major, minor) < FP8_CAPABILITY:
+            raise ProcessFatal(
+                f"--kv-cache-dtype {wanted}: it needs compute capability 8.9, this GPU has {major}.{minor}; use auto"
+            )
     if not backend.fp8:
         raise ProcessFatal(f"--kv-cache-dtype {wanted}: the attention backend {backend.name} cannot read it; use auto")
-    return torch.float8_e4m3fn
+    return torch.float8_e5m2 if wanted == "fp8_e5m2" else torch.float8_e4m3fn
 
 
 def make_caches(
@@ -140,7 +139,7 @@ def make_caches(
         tensors = [zeros(layout.shape(count), layout.tensor_dtype, device) for _ in range(layout.num_tensors)]
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         raise ProcessFatal(f"no memory for {count} KV blocks: {str(error).splitlines()[0]}") from None
-    if layout.dtype != torch.float8_e4m3fn or scales is None:
+    if layout.dtype.itemsize > 1 or scales is None:
         scales = [(1.0, 1.0)] * layout.num_layers
     return layout.caches(tensors, scales)
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshlm.kernels import fp8, pdl
+from meshlm.kernels import float8, pdl
 from meshlm.kernels.attention.kernel import PLAIN, Columns, Extras, paged_tile
 from meshlm.kernels.fp8 import within
 
@@ -155,9 +155,9 @@ def _decode(
             k_line = qkv + (HEADS + kv + tl.arange(0, 1))[:, None] * DIM
             key = _rotated(k_line, k_w, k_other, cos, sin, d, partner, (d < DIM)[None, :], turned, DIM, eps, NORM)
             value = tl.load(qkv + (HEADS + KV_HEADS + kv) * DIM + d, mask=d < DIM).to(tl.float32)
-            if FP8:
-                key = within(key, k_scale)
-                value = within(value, v_scale)
+            if FP8 > 0:
+                key = within(key, k_scale, FP8)
+                value = within(value, v_scale, FP8)
             tl.store(keys + to[None, :], key.to(keys.dtype.element_ty), mask=(d < DIM)[None, :])
             tl.store(values + to, value.to(values.dtype.element_ty), mask=d < DIM)
             tl.debug_barrier()
@@ -251,7 +251,7 @@ def decode(
         BLOCK_N=block_n, BLOCK_D=block_d, SPLITS=splits, CAP=extras.cap > 0,
         SINKS=extras.sinks is not None, WINDOW=extras.window > 0, ROPE=rope is not None,
         ROTARY=table.shape[-1] if rope is not None else 0,
-        NORM=rope is not None and rope.norms is not None, FP8=keys.dtype == fp8.DTYPE,
+        NORM=rope is not None and rope.norms is not None, FP8=float8.largest(keys.dtype),
         AHEAD=AHEAD if query.is_cuda else 0, AT_ONCE=at_once, PDL=pdl.supported(),
         num_warps=warps, num_stages=stages,
         **({"launch_pdl": True} if pdl.supported() else {}),

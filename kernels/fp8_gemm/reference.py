@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshlm.kernels.fp8 import DTYPE
+from meshlm.kernels.float8 import DTYPE
 
 WARM_ROWS = (1, 16, 32, 64, 128, 256)
 """So many rows meet every variant of the kernel."""

@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from meshlm.kernels import pdl
-from meshlm.kernels.fp8 import DTYPE, within
+from meshlm.kernels.float8 import DTYPE
+from meshlm.kernels.fp8 import within
 
 
 @triton.jit
@@ -28,7 +29,7 @@ def _quantise(
         scale = tl.load(given)
     else:
         scale = tl.maximum(tl.max(tl.abs(line), axis=0) / 448.0, 1e-12)
-    tl.store(codes + row * columns + at, within(line, scale).to(codes.dtype.element_ty), mask=inside)
+    tl.store(codes + row * columns + at, within(line, scale, 448.0).to(codes.dtype.element_ty), mask=inside)
     tl.store(scales + row * groups + group, scale)
 
 

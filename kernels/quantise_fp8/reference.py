@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from meshlm.kernels.fp8 import DTYPE, LARGEST
+from meshlm.kernels.float8 import DTYPE, largest, stored
 
 LEAST_SCALE = 1e-12  # of zeros
 
@@ -13,6 +13,6 @@ def quantise(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     rows, columns = x.shape
     size = group or columns
     padded = torch.nn.functional.pad(x.float(), (0, -columns % size)).view(rows, -1, size)
-    scales = (padded.abs().amax(dim=-1) / LARGEST).clamp(min=LEAST_SCALE)
-    codes = (padded / scales[:, :, None]).clamp(-LARGEST, LARGEST).to(DTYPE)
+    scales = (padded.abs().amax(dim=-1) / largest(DTYPE)).clamp(min=LEAST_SCALE)
+    codes = stored(padded / scales[:, :, None], 1.0, DTYPE)
     return codes.flatten(1)[:, :columns].contiguous(), scales

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshlm.kernels import fp8
+from meshlm.kernels import float8
 from meshlm.kernels.fp8 import within
 
 
@@ -57,9 +57,9 @@ def _rope_cache(
     tl.store(row + head[:, None] * DIM + d[None, :], own.to(query.dtype.element_ty), mask=is_key[:, None] & inside)
     slot = tl.load(slots + token)
     if slot >= 0:
-        if FP8:
-            own = within(own, k_scale)
-            value = within(value, v_scale)
+        if FP8 > 0:
+            own = within(own, k_scale, FP8)
+            value = within(value, v_scale, FP8)
         place = (slot * KV_HEADS + kv) * DIM + d
         tl.store(keys + place[None, :] + (r * 0)[:, None], own.to(keys.dtype.element_ty), mask=is_key[:, None] & inside)
         tl.store(values + place, value.to(values.dtype.element_ty), mask=d < DIM)
@@ -94,7 +94,7 @@ def rope_cache(
     _rope_cache[(tokens, kv_heads)](
         qkv, positions, slots, table, q_weight, k_weight, query, keys, values, eps, k_scale, v_scale,
         HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, ROTARY=table.shape[1],
-        NORM=norms is not None, FP8=keys.dtype == fp8.DTYPE, ROWS=triton.next_power_of_2(num_heads // kv_heads + 1),
+        NORM=norms is not None, FP8=float8.largest(keys.dtype), ROWS=triton.next_power_of_2(num_heads // kv_heads + 1),
         BLOCK=triton.next_power_of_2(dim), num_warps=1,
     )  # fmt: skip
     return query

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from meshlm.kernels import fp8
+from meshlm.kernels import float8
 from meshlm.kernels.norm.reference import rms_norm
 
 
@@ -39,8 +39,6 @@ def rope_cache(
     query = turn(query)
     key[:] = turn(key)
     for cache, lines, scale in ((keys, key, k_scale), (values, value, v_scale)):
-        kept = fp8.stored(lines[written], scale, cache.dtype)
-        if cache.dtype == fp8.DTYPE:  # torch cannot index this dtype everywhere
-            cache, kept = cache.view(torch.uint8), kept.view(torch.uint8)
-        cache.view(-1, kv_heads, dim)[slots[written]] = kept
+        kept = float8.stored(lines[written], scale, cache.dtype)
+        float8.as_bytes(cache).view(-1, kv_heads, dim)[slots[written]] = float8.as_bytes(kept)
     return query

@@ -22,7 +22,16 @@ class CacheConfig(Struct, frozen=True, kw_only=True):
         ]
         | None
     ) = None
-    kv_cache_dtype: Annotated[Literal["auto", "fp8"], Meta(description="of the KV cache; auto: the model's")] = "auto"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8", "fp8_e5m2"], Meta(description="of the KV cache; auto: the model's; fp8: e4m3")
+    ] = "auto"
+    calculate_kv_scales: Annotated[
+        bool,
+        Meta(
+            description="scales of an FP8 KV cache from the keys and values that the model computes at its start, instead of those of "
+            "the checkpoint"
+        ),
+    ] = False
     mamba_cache_mode: Annotated[
         Literal["auto", "none", "align", "all"],
         Meta(

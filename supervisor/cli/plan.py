@@ -60,7 +60,7 @@ def memory(config: MeshConfig) -> Iterator[tuple[str, str]]:
     parallel, spec = config.parallel, resolved.spec
     share = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     weights = weight_bytes(Path(resolved.model_path)) // share
-    width = 1 if config.cache.kv_cache_dtype == "fp8" else _BYTES.get(resolved.dtype, 4)
+    width = 1 if config.cache.kv_cache_dtype != "auto" else _BYTES.get(resolved.dtype, 4)
     per_token = max(1, spec.kv_bytes_per_token_f32 * width // 4 // share)
     if resolved.load_format != "dummy":
         yield "weights", f"{_size(weights)}, as they are in the files"

@@ -24,7 +24,7 @@ from meshlm.runtime.messages import check_template_kwargs
 from meshlm.runtime.parsers import registry
 from meshlm.runtime.platforms import Platform
 from meshlm.supervisor.errors import StartError, UsageError
-from meshlm.supervisor.settings import experts, layout, observing, parallel, quantization, states, vectors
+from meshlm.supervisor.settings import experts, kv_cache, layout, observing, parallel, quantization, states, vectors
 
 BACKENDS = ("auto", "cpu", "torch", "triton")  # of attention; plug-ins add theirs
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
@@ -150,10 +150,7 @@ def _check_flags(config: MeshConfig, files: model_files.ModelFiles, platform: Pl
             raise UsageError("--fake-lockstep: it needs --device fake")
         if config.node is not None or config.parallel.pipeline_parallel_size > 1:
             raise UsageError("--fake-lockstep: it needs one node, and no pipeline")
-    if config.cache.kv_cache_dtype == "fp8" and not platform.stores_fp8:
-        raise UsageError(
-            f"--kv-cache-dtype fp8: it needs a GPU of compute capability 8.9, not --device {device}; use auto"
-        )
+    kv_cache.check(config, files.spec, platform)
     states.check(config.cache, files.spec)
     try:
         numa.check(config, len(layout.places(config)[1]))

@@ -70,5 +70,5 @@ def _check(config: MeshConfig, files: ModelFiles) -> None:
         )
     if spec.encoder_only and config.worker.compile == "inductor":
         raise UsageError("--compile inductor: it is not there for encoders; use none")
-    if spec.encoder_only and config.cache.kv_cache_dtype == "fp8":
-        raise UsageError("--kv-cache-dtype fp8: an encoder has no KV cache; use auto")
+    if spec.encoder_only and config.cache.kv_cache_dtype != "auto":
+        raise UsageError(f"--kv-cache-dtype {config.cache.kv_cache_dtype}: an encoder has no KV cache; use auto")

@@ -135,7 +135,6 @@ ABSENT = {
     "--kv-events-config": "KV events are not published",
     "--kv-offloading-size": "KV blocks stay on the device",
     "--kv-offloading-backend": "KV blocks stay on the device",
-    "--calculate-kv-scales": "an fp8 KV cache is not calibrated",
     "--kv-sharing-fast-prefill": "no model here shares its KV cache between layers",
     "--data-parallel-multi-port-external-lb": _PER_RANK,
     "-dpm": _PER_RANK,

@@ -57,7 +57,7 @@ def test_a_package_brings_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(UsageError, match="--device board: its workers form no groups; leave out -tp"):
         parallel.check(ParallelConfig(tensor_parallel_size=2), spec_of(), "board", 2)
     for wrong, text in (
-        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8: it needs a GPU"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8: --device board keeps no keys"),
         ({"compile": "inductor"}, "--compile"),
     ):
         with pytest.raises(UsageError, match=text):

@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from meshlm.protocol.model import ModelSpec
+from meshlm.runtime.checkpoint_files import is_needless
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.model_files import resolve_model
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers import memory
 from meshlm.workers.attention.backend import TorchBackend
+from meshlm.workers.attention.cpu_backend import CpuBackend
 from meshlm.workers.kv.layout import KVLayout
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.weights import load
@@ -41,24 +43,27 @@ def test_fp8_halves_a_block(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) ->
     capability(monkeypatch, 9, 0)
     fp8 = memory.cache_dtype("fp8", torch.bfloat16, CUDA, Fp8Backend())
     assert fp8 == torch.float8_e4m3fn
+    assert memory.cache_dtype("fp8_e5m2", torch.bfloat16, CUDA, Fp8Backend()) == torch.float8_e5m2
     assert 2 * KVLayout(spec, 16, 256, fp8).page_bytes == KVLayout(spec, 16, 256, torch.bfloat16).page_bytes
 
 
-def test_fp8_needs_a_gpu_that_has_it_and_a_backend_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_needs_a_gpu_that_has_it_and_a_backend_that_reads_it(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     capability(monkeypatch, 8, 0)
     with pytest.raises(ProcessFatal, match=r"--kv-cache-dtype fp8: it needs compute capability 8.9, this GPU has 8.0"):
         memory.cache_dtype("fp8", torch.bfloat16, CUDA, Fp8Backend())
     capability(monkeypatch, 9, 0)
-    with pytest.raises(ProcessFatal, match=r"--kv-cache-dtype fp8: the attention backend torch cannot read it"):
-        memory.cache_dtype("fp8", torch.bfloat16, CUDA, TorchBackend())
-    with pytest.raises(ProcessFatal, match=r"--kv-cache-dtype fp8: it needs a GPU"):
-        memory.cache_dtype("fp8", torch.float32, CPU, TorchBackend())
+    with pytest.raises(ProcessFatal, match=r"--kv-cache-dtype fp8: the attention backend cpu cannot read it; use auto"):
+        memory.cache_dtype("fp8", torch.float32, CPU, CpuBackend())
 
 
-@pytest.mark.parametrize("device", ["cpu", "fake"])
-def test_fp8_on_a_cpu_is_refused_before_anything_starts(smollm2: Path, device: str) -> None:
-    config = flags.build({"model": str(smollm2), "device": device, "kv_cache_dtype": "fp8"}, None)
-    with pytest.raises(UsageError, match=f"--kv-cache-dtype fp8: .* not --device {device}"):
+def test_what_cannot_be_in_8_bits_is_refused_before_anything_starts(smollm2: Path) -> None:
+    config = flags.build({"model": str(smollm2), "device": "fake", "kv_cache_dtype": "fp8"}, None)
+    with pytest.raises(UsageError, match="--kv-cache-dtype fp8: --device fake keeps no keys and values in 8 bits"):
+        resolve.resolve(config)
+    config = flags.build({"model": str(smollm2), "device": "cpu", "calculate_kv_scales": True}, None)
+    with pytest.raises(UsageError, match="--calculate-kv-scales: it needs --kv-cache-dtype fp8 or fp8_e5m2"):
         resolve.resolve(config)
 
 
@@ -80,14 +85,31 @@ def test_scales_are_of_an_fp8_cache_only(spec: ModelSpec) -> None:
     assert (first.k_scale, first.v_scale) == (1.0, 1.0)
 
 
-@pytest.mark.parametrize("form", ["self_attn.k_scale", "self_attn.attn.k_scale", "self_attn.k_proj.k_scale"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        f"self_attn.{name}"
+        for name in (
+            "k_scale",
+            "attn.k_scale",
+            "k_proj.k_scale",
+            "k_proj.output_scale",
+            "k_cache.scale",
+            "qkv_proj.k_scale",
+        )
+    ],
+)
 def test_scales_come_from_the_checkpoint(spec: ModelSpec, form: str) -> None:
     with torch.device("meta"):
         model = Decoder(spec, 16)
     assert load._take_kv_scale(f"model.layers.1.{form}", Mapped(torch.tensor([0.5])), model)
     assert load._take_kv_scale("model.layers.1.self_attn.v_scale", Mapped(torch.tensor(0.25)), model)
     assert not load._take_kv_scale("model.layers.1.self_attn.k_proj.weight", Mapped(torch.zeros(1)), model)
-    assert model.kv_scales()[:2] == [(1.0, 1.0), (0.5, 0.25)]
+    assert model.kv_scales()[:2] == [(None, None), (0.5, 0.25)]
+    assert load._take_kv_scale("model.layers.2.self_attn.kv_scale", Mapped(torch.tensor(2.0)), model)
+    assert model.kv_scales()[2] == (2.0, 2.0)
+    assert not load._take_kv_scale("model.layers.1.self_attn.q_scale", Mapped(torch.tensor(0.25)), model)
+    assert is_needless("model.layers.1.self_attn.q_scale"), "queries are not rounded"
     for bad in (torch.ones(2), torch.tensor(0.0), torch.tensor(float("nan"))):
         with pytest.raises(ProcessFatal, match=r"layers.0.self_attn.k_scale: one positive number"):
             load._take_kv_scale("model.layers.0.self_attn.k_scale", Mapped(bad), model)

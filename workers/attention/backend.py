@@ -61,7 +61,7 @@ class Backend(Protocol):
 
     name: str
     graphs: bool  # may be captured in a CUDA graph when all requests decode one token
-    fp8: bool  # reads and writes a cache of float8_e4m3fn
+    fp8: bool  # reads and writes a cache of 8-bit floats
 
     def unsupported(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, block_size: int) -> str:
         """Why it cannot serve this model here; "" when it can."""
@@ -73,7 +73,7 @@ class Backend(Protocol):
 class TorchBackend:
     """The reference: correct everywhere."""
 
-    name, graphs, fp8 = "torch", False, False
+    name, graphs, fp8 = "torch", False, True
 
     def unsupported(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, block_size: int) -> str:
         return ""

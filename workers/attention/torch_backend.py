@@ -55,7 +55,7 @@ class TorchAttention(RotatedAttention):
         kv_heads = cache.keys.shape[2]
         slots, mask = self._decoded(cache.group, window)
         # [n, context, kv_heads, d] -> [n, kv_heads, context, d]
-        keys, values = (lines[slots].transpose(1, 2) for lines in cache.flat())
+        keys, values = (lines.transpose(1, 2) for lines in cache.read(slots, query.dtype))
         grouped = query.view(n, kv_heads, num_heads // kv_heads, head_dim)  # a group of heads shares its keys
         out = _attention(grouped, keys, values, mask, scale, softcap)
         return out.reshape(n, num_heads, head_dim)
@@ -82,7 +82,8 @@ class TorchAttention(RotatedAttention):
         blocks, seen = table[first : -(-context // size)], context - first * size
         groups = query.shape[1] // cache.keys.shape[2]
         keys, values = (
-            pages[blocks].flatten(0, 1)[:seen].repeat_interleave(groups, 1) for pages in (cache.keys, cache.values)
+            pages.flatten(0, 1)[:seen].repeat_interleave(groups, 1)
+            for pages in cache.read(blocks, query.dtype, blocks=True)
         )
         mask = self._chunk_mask(count, seen, window, query.device)
         query, keys, values = (heads.transpose(0, 1)[None] for heads in (query, keys, values))

@@ -38,6 +38,7 @@ from meshlm.workers.engine.rows import NOTHING, DeviceRows
 from meshlm.workers.engine.together import Course, Together
 from meshlm.workers.graphs.dispatcher import HEAD, MIXED_TOKENS, MODEL, WHOLE, Key
 from meshlm.workers.kv.layout import KVLayout
+from meshlm.workers.kv.scales import scales_of
 from meshlm.workers.models.parts import choose_parts
 from meshlm.workers.moe.placement.balancer import Balancer, Experts
 from meshlm.workers.output.details import Details, prompt_logprobs
@@ -89,11 +90,11 @@ class ModelEngine:
         elif config.experts.enable_eplb and self.model.mixtures():  # between tensor-parallel ranks, which end together
             self.balancer = self._make_balancer(placement.stage(device))
             self.model.use_slots()
-        self._intermediate_tensors = torch.empty(
+        self.intermediate_tensors = torch.empty(
             0
         )  # pipelines: where the stage before writes, and what the next one takes
         if not (self.shard.is_first and self.shard.is_last):
-            self._intermediate_tensors = torch.zeros(tokens, hidden, dtype=self.dtype, device=device)
+            self.intermediate_tensors = torch.zeros(tokens, hidden, dtype=self.dtype, device=device)
         rows, samples = resolved.max_num_seqs, self.shard.is_last
         self.layout = KVLayout(
             resolved.spec,
@@ -104,6 +105,7 @@ class ModelEngine:
             config.cache,
             self.dtype,
         )
+        self._kv_scales = scales_of(self)
         specs, self._block_size = self.layout.specs, self.layout.block_size
         self.rows = DeviceRows(rows, resolved.max_model_len, self._block_size, device, len(specs))
         if resolved.logits_processors and samples:
@@ -117,7 +119,7 @@ class ModelEngine:
         self._loads_vocabulary = device.type == "cuda" and self.shard.is_last and bool(resolved.eos_token_ids)
         self.head = kit.head(self.model, self.rows, self.dtype, samples=samples)
         self.compute = Compute(
-            self.model, backend, self._block_size, self.shard, self.inputs, self.head, self._intermediate_tensors
+            self.model, backend, self._block_size, self.shard, self.inputs, self.head, self.intermediate_tensors
         )  # fmt: skip
         self.compute.turns = None if self.together is None else self.together.turns
         self.graphs, self.captures = kit.graphs(self)
@@ -189,7 +191,7 @@ class ModelEngine:
         return memory.num_pages(self.config, wanted, self.layout)
 
     def make_caches(self, count: int) -> list[LayerCache]:
-        return memory.make_caches(self.layout, count, self.device, self.model.kv_scales())
+        return memory.make_caches(self.layout, count, self.device, self._kv_scales)
 
     def _full_step(self, caches: list[LayerCache]) -> None:
         self.compute.caches = caches
@@ -303,7 +305,7 @@ class ModelEngine:
             self.balancer.before_step(asked=rebalance)
         self.inputs.send(step, key.requests if key else step.n, changes, segments, places)
         if not self.shard.is_first:
-            self.comm.receive(self._intermediate_tensors[: step.t])
+            self.comm.receive(self.intermediate_tensors[: step.t])
         for part in parts:
             self.graphs.prepare(part)  # before `begin`: the host's time for it says nothing about the step
         begin = self._timeline.mark()
@@ -319,7 +321,7 @@ class ModelEngine:
                 of_prompt = self._prompt_logprobs(step, hidden, wanted)
                 pooled = self.pooler.pool(hidden, pooling)
         if not self.shard.is_last:
-            self.comm.send(self._intermediate_tensors[: step.t])
+            self.comm.send(self.intermediate_tensors[: step.t])
         found: list[Details] = []
         if self.shard.is_last and len(places):
             found = self.head.finish(self.rows.sample_rows(step, places), places)

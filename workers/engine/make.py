@@ -83,6 +83,8 @@ def _backend(config: MeshConfig, device: torch.device, placement: WorkerPlacemen
     assert config.resolved is not None
     name, spec = config.worker.attention_backend, placement.shard.local(config.resolved.spec)
     order = platforms.named(config.resolved.device).attention_backends
+    if config.cache.kv_cache_dtype != "auto":  # a named backend that cannot read it is refused (memory.cache_dtype)
+        order = tuple(name for name in order if name not in backends.BACKENDS or backends.BACKENDS[name]().fp8)
     return backends.choose(name, spec, device, DTYPES[config.resolved.dtype], config.cache.block_size, order)
 
 

@@ -6,12 +6,14 @@ import numpy as np
 import structlog
 import torch
 
+from meshlm.kernels.attention.cache_proof import CacheShape, prove_cache
 from meshlm.kernels.attention.proof import Variant, prove
 from meshlm.kernels.attention.tiles import hopper_from, warm_sizes
 from meshlm.kernels.gate_up_silu import kernel as gate_up_silu
 from meshlm.kernels.mla import tiles as latent_tiles
 from meshlm.kernels.precompile import precompiled
 from meshlm.kernels.small_m_gemm import kernel as small_m_gemm
+from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.engine import ProgressReport
 from meshlm.workers.engine.columns import columns_of
 from meshlm.workers.engine.engine import ModelEngine
@@ -103,8 +105,18 @@ class TritonKit:
         finally:
             engine.compute.caches = []
 
+    def _prove_cache(self, engine: ModelEngine) -> None:
+        """ProcessFatal where the kernels cannot keep what --kv-cache-dtype fp8_e5m2 asks for."""
+        if engine.layout.dtype != torch.float8_e5m2:
+            return
+        spec, page = engine.spec, engine.config.cache.block_size
+        shape = CacheShape(spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, page, engine.layout.dtype)
+        if reason := prove_cache(shape, engine.dtype, engine.device):
+            raise ProcessFatal(f"--kv-cache-dtype fp8_e5m2: on this GPU {reason}; use fp8 or auto")
+
     def warm_up(self, engine: ModelEngine) -> None:
         """Every kernel is compiled here, in each variant that steps use."""
+        self._prove_cache(engine)
         self._prove_attention(engine, launched=True)
         self._warm_up(engine)
 

@@ -55,17 +55,16 @@ class CpuOps(Composed):
     def rope_cache(
         self, qkv: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, heads: AttentionShape
     ) -> Tensor:
-        return kernel.rope_cache(
-            qkv,
-            batch.positions,
-            batch.slot_mapping[cache.group],
-            table,
-            heads.norms,
-            heads.eps,
-            cache.keys,
-            cache.values,
-            heads.num_heads,
+        slots, keys, values = batch.slot_mapping[cache.group], cache.keys, cache.values
+        if cache.keys.dtype != qkv.dtype:  # the kernel writes numbers as they are: into lines of this step, then
+            slots = torch.arange(len(qkv))
+            keys, values = torch.empty(2, 1, len(qkv), *cache.keys.shape[2:])
+        query = kernel.rope_cache(
+            qkv, batch.positions, slots, table, heads.norms, heads.eps, keys, values, heads.num_heads
         )
+        if cache.keys.dtype != qkv.dtype:
+            cache.write(batch.slot_mapping[cache.group], keys[0], values[0])
+        return query
 
     def head_products(self, weights: Tensor) -> HeadProducts:
         """One product after the other: torch's of all heads at once depend on the number of rows."""

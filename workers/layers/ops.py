@@ -377,10 +377,7 @@ class TorchOps(Composed):
         angles = table[batch.positions].to(qkv.dtype)
         half = angles.shape[1] // 2
         both = apply_rope(both, angles[:, None, :half], angles[:, None, half:])
-        keys, values = cache.flat()
-        slots = batch.slot_mapping[cache.group]
-        keys.index_copy_(0, slots, both[:, heads.num_heads :])
-        values.index_copy_(0, slots, value)
+        cache.write(batch.slot_mapping[cache.group], both[:, heads.num_heads :], value)
         return both[:, : heads.num_heads]
 
 

@@ -53,6 +53,10 @@ class Embedding(nn.Module):
         return ops.embed(ids, self.weight, norm, first.attention.qkv.weight)
 
 
+KVScale = tuple[float | None, float | None]
+"""The scales of keys and values in an FP8 cache; None where the checkpoint has none."""
+
+
 class Attention(nn.Module):
     """Grouped-query self-attention over the paged cache."""
 
@@ -61,7 +65,7 @@ class Attention(nn.Module):
         self._spec = spec
         self.window = spec.sliding_window if not spec.sliding_layers or spec.sliding_layers[layer] else 0
         self.table: Tensor | None = None  # of a layer that rotates otherwise than the model
-        self.kv_scale = (1.0, 1.0)  # of keys and values in an FP8 cache; a checkpoint may bring its own
+        self.kv_scale: KVScale = (None, None)
         self.make(spec)
 
     def make(self, spec: ModelSpec) -> None:
@@ -354,8 +358,8 @@ class Decoder(nn.Module):
         experts = set() if some is None else some.fused.experts.warm_rows(some.moe.num_experts_per_tok, most)
         return experts.union(*(linear.method.warm_rows() for linear in linears_of(self)))
 
-    def kv_scales(self) -> list[tuple[float, float]]:
-        """The scales of keys and values in an FP8 cache, by layer."""
+    def kv_scales(self) -> list[KVScale]:
+        """The checkpoint's, by layer."""
         return [layer.attention.kv_scale for layer in self.layers if isinstance(layer, DecoderLayer)]
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:

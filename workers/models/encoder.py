@@ -19,7 +19,7 @@ from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.norm import LayerNorm
 from meshlm.workers.layers.ops import AttentionShape, Ops, TorchOps, make_ops
 from meshlm.workers.models.classifier import FUNCTIONS, Classifier
-from meshlm.workers.models.decoder import Decoder, Parts
+from meshlm.workers.models.decoder import Decoder, KVScale, Parts
 
 NOT_ROTATED = torch.empty(0)
 
@@ -111,9 +111,9 @@ class Encoder(Decoder):
         """See `Decoder.token_projection`."""
         return None if self.projection is None else self.projection.weight.data
 
-    def kv_scales(self) -> list[tuple[float, float]]:
+    def kv_scales(self) -> list[KVScale]:
         """Nothing is kept."""
-        return [(1.0, 1.0)] * len(self.layers)
+        return [(None, None)] * len(self.layers)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """An encoder gives no token: what its start warms up with a row gets zeros."""

@@ -223,20 +223,23 @@ def _slot(slots: Mapping[str, nn.Parameter], found: WeightSlice) -> Tensor:
 
 
 def _take_kv_scale(name: str, source: Source, model: Decoder) -> bool:
-    """A scale of an FP8 cache (k_scale, v_scale of self_attn, its attn or its projections) goes to its layer."""
+    """A scale of an FP8 cache (k_scale, v_scale of self_attn, its attn or its projections; kv_scale for both) goes to its layer."""
     match = SCALE_OF_KV_CACHE.fullmatch(name)
     if match is None:
         return False
     mine = model.shard.layers(model.spec.num_hidden_layers)
     if int(match[1]) not in mine:
         return True
-    scale = float(source.whole()) if math.prod(source.shape) == 1 else math.nan
-    if not 0 < scale < math.inf:
+    if math.prod(source.shape) != 1:
         raise ProcessFatal(f"tensor {name}: one positive number per layer is read, this has shape {source.shape}")
+    scale = float(source.whole())
+    if not 0 < scale < math.inf:
+        raise ProcessFatal(f"tensor {name}: one positive number per layer is read, this is {scale}")
     attention = model.layers[int(match[1]) - mine.start].attention
     assert isinstance(attention, Attention)
     keys, values = attention.kv_scale
-    attention.kv_scale = (scale, values) if match[2] == "k" else (keys, scale)
+    what = match["one"] or match["output"] or match["cache"]
+    attention.kv_scale = scale if "k" in what else keys, scale if "v" in what else values
     return True
 
 
