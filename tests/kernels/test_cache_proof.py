@@ -25,7 +25,8 @@ def test_what_writes_or_reads_otherwise_is_found_out(monkeypatch: pytest.MonkeyP
         assert "attention over a cache of torch.float8_e5m2 is" in prove_cache(shape, WIDE, DEVICE)
 
     def unscaled(*arguments: Any) -> torch.Tensor:
-        return rope_cache(*arguments[:-2], 1.0, 1.0)
+        without_scales = arguments[:-2]
+        return rope_cache(*without_scales)
 
     monkeypatch.setattr(cache_proof, "rope_cache", unscaled)
     assert "what is written to a cache of torch.float8_e5m2 is not" in prove_cache(shape, WIDE, DEVICE)
