@@ -5,9 +5,9 @@ from torch import Tensor, nn
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.backend import StepAttention
 from meshlm.workers.batch import LayerCache, StepInputs
+from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.norm import LayerNorm
-from meshlm.workers.layers.ops import Ops
 from meshlm.workers.models.encoder import NOT_ROTATED, Encoder, EncoderLayer, Table
 
 
@@ -20,8 +20,9 @@ class BertLayer(EncoderLayer):
         self.attention_norm = LayerNorm(spec.hidden_size, spec.rms_norm_eps, bias=spec.norm_bias)
         self.mlp_norm = LayerNorm(spec.hidden_size, spec.rms_norm_eps, bias=spec.norm_bias)
 
-    def forward(self, x: Tensor, batch: StepInputs, cache: LayerCache, attention: StepAttention, ops: Ops) -> Tensor:
-        x = self.attention_norm(self.attended(x, batch, NOT_ROTATED, cache, attention, ops).add_(x))
+    def forward(self, x: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
+        ops = context.ops
+        x = self.attention_norm(self.attended(x, cache, context).add_(x))
         found: Tensor = self.mlp_norm(self.down(self.act(self.up(x, ops)), ops).add_(x))
         return found
 
@@ -46,6 +47,7 @@ class Bert(Encoder):
     def encode(self, batch: StepInputs, caches: list[LayerCache], attention: StepAttention) -> Tensor:
         """See `Encoder.encode`."""
         x = self.embeddings(batch)
+        context = ForwardContext(batch, NOT_ROTATED, attention, self.ops)
         for layer, cache in zip(self.layers, caches, strict=True):
-            x = layer(x, batch, cache, attention, self.ops)
+            x = layer(x, cache, context)
         return x

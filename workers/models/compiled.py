@@ -21,6 +21,7 @@ from torch import Tensor
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.backend import StepAttention
 from meshlm.workers.batch import LayerCache, StepInputs
+from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.ops import ACTIVATIONS
@@ -65,11 +66,12 @@ class CompiledParts:
         layers = [layer for layer in model.layers if isinstance(layer, DecoderLayer)]
         assert model.embed is not None and model.norm is not None  # noqa: PT018
         ids = _dynamic(batch.input_ids)
+        context = ForwardContext(batch, model.rope, attention, model.ops)
         qkv, residual = self._first(
             ids, model.embed.weight, layers[0].input_norm.weight, _weights(layers[0].attention.qkv)
         )
         for nth, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
-            out = _dynamic(layer.attention.attend(qkv, batch, model.rope, cache, attention, model.ops))
+            out = _dynamic(layer.attention.attend(qkv, cache, context))
             assert isinstance(layer.mlp, MLP)
             own = (
                 _weights(layer.attention.o),

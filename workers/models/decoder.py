@@ -1,6 +1,6 @@
 """The decoder that Llama, Mistral, Qwen2 and Qwen3 share: pre-norm attention and gated MLP, or a mixture of experts.
 
-`StepInputs` says everything about a step, `Ops` how this device computes, `Shard` which heads, columns and layers are here. Query,
+`ForwardContext` says all that the layers of a step share, `Shard` which heads, columns and layers are here. Query,
 key and value projections are one product, gate and up projections another; a layer has two sums over the tensor-parallel ranks.
 """
 
@@ -18,6 +18,7 @@ from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.ops import SummingOps
 from meshlm.workers.distributed.shard import WHOLE, Shard
+from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.moe import MoE
@@ -97,11 +98,8 @@ class Attention(nn.Module):
         self,
         x: PartialSum,
         norm: RMSNorm,
-        batch: StepInputs,
-        table: Tensor,
         cache: LayerCache,
-        attention: StepAttention,
-        ops: Ops,
+        context: ForwardContext,
         normed: Tensor | None = None,
     ) -> PartialSum:
         """Computes what attention adds to the residual, which has x in it then.
@@ -109,18 +107,17 @@ class Attention(nn.Module):
         normed: norm(x), where that is known (first layer).
         """
         if normed is None:
-            qkv, residual = self.qkv.after_norm(x, norm, ops)
+            qkv, residual = self.qkv.after_norm(x, norm, context.ops)
         else:
-            qkv, residual = self.qkv(normed, ops), x.value
-        return self.o.row_parallel(self.attend(qkv, batch, table, cache, attention, ops), residual, ops)
+            qkv, residual = self.qkv(normed, context.ops), x.value
+        return self.o.row_parallel(self.attend(qkv, cache, context), residual, context.ops)
 
-    def attend(
-        self, qkv: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, attention: StepAttention, ops: Ops
-    ) -> Tensor:
+    def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
         """[t, heads d], before the output projection."""
         assert self._heads is not None
-        table = table if self.table is None else self.table
-        return attention.attend(qkv, ops, batch, table, cache, self._heads, self.scale, self.window).flatten(1)
+        ops, batch, table = context.ops, context.batch, context.rope if self.table is None else self.table
+        out = context.attention.attend(qkv, ops, batch, table, cache, self._heads, self.scale, self.window)
+        return out.flatten(1)
 
 
 class DecoderLayer(nn.Module):
@@ -141,18 +138,11 @@ class DecoderLayer(nn.Module):
         self.post_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
 
     def forward(
-        self,
-        x: PartialSum,
-        batch: StepInputs,
-        table: Tensor,
-        cache: LayerCache,
-        attention: StepAttention,
-        ops: Ops,
-        normed: Tensor | None = None,
+        self, x: PartialSum, cache: LayerCache, context: ForwardContext, normed: Tensor | None = None
     ) -> PartialSum:
         """Computes what the MLP adds to the residual, which has the rest in it then. normed: see `Attention.forward`."""
-        x = self.attention(x, self.input_norm, batch, table, cache, attention, ops, normed)
-        found: PartialSum = self.mlp(x, self.post_norm, batch, ops)
+        x = self.attention(x, self.input_norm, cache, context, normed)
+        found: PartialSum = self.mlp(x, self.post_norm, context.batch, context.ops)
         return found
 
 
@@ -283,9 +273,10 @@ class Decoder(nn.Module):
         else:
             assert residual is not None
             x = PartialSum(residual)
+        context = ForwardContext(batch, self.rope, attention, ops)
         for layer, cache in zip(self.layers, caches, strict=True):
             assert isinstance(layer, DecoderLayer)
-            x = layer(x, batch, self.rope, cache, attention, ops, normed)
+            x = layer(x, cache, context, normed)
             normed = None
         if self.norm is not None:
             return self.normed(x)

@@ -10,8 +10,8 @@ whole latent.
 from torch import Tensor
 
 from meshlm.protocol.model import ModelSpec, RopeSpec
-from meshlm.workers.attention.backend import StepAttention
-from meshlm.workers.batch import LayerCache, StepInputs
+from meshlm.workers.batch import LayerCache
+from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.linear import Linear, Matrix
 from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import LatentShape, Ops
@@ -49,16 +49,16 @@ class LatentAttention(Attention):
         sizes = (mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim)
         self._latent = LatentShape(self.kv_b.weight, sizes, (self.kv_norm.weight, self.kv_norm.eps), ops)
 
-    def attend(
-        self, qkv: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, attention: StepAttention, ops: Ops
-    ) -> Tensor:
+    def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
         """See `Attention.attend`."""
         assert self._latent is not None
+        ops, batch, latent_shape = context.ops, context.batch, self._latent
         query, latent = qkv[:, : self._width], qkv[:, self._width :]
         if self.q_b is not None:
             query, _ = self.q_b.after_norm(PartialSum(query.contiguous()), self.q_a_norm, ops)
         heads = query.view(len(query), -1, self._spec.head_dim)
-        return attention.attend_latent(heads, latent, ops, batch, table, cache, self._latent, self.scale).flatten(1)
+        out = context.attention.attend_latent(heads, latent, ops, batch, context.rope, cache, latent_shape, self.scale)
+        return out.flatten(1)
 
 
 def mscale(rope: RopeSpec) -> float:

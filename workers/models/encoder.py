@@ -15,6 +15,7 @@ from meshlm.workers.attention.backend import StepAttention
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
 from meshlm.workers.distributed.shard import WHOLE, Shard
+from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.norm import LayerNorm
 from meshlm.workers.layers.ops import AttentionShape, Ops, TorchOps, make_ops
@@ -50,11 +51,10 @@ class EncoderLayer(nn.Module):
         self.scale, self.window = spec.head_dim**-0.5, 0
         self.act = FUNCTIONS[spec.hidden_act]
 
-    def attended(
-        self, x: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, attention: StepAttention, ops: Ops
-    ) -> Tensor:
-        """What attention adds. table: of the rotation, or empty."""
-        out = attention.attend(self.qkv(x, ops), ops, batch, table, cache, self.heads, self.scale, self.window)
+    def attended(self, x: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
+        """What attention adds. The context's table of the rotation is empty where positions are not rotated."""
+        qkv, ops, batch = self.qkv(x, context.ops), context.ops, context.batch
+        out = context.attention.attend(qkv, ops, batch, context.rope, cache, self.heads, self.scale, self.window)
         found: Tensor = self.o(out.flatten(1), ops)
         return found
 

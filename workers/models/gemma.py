@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from meshlm.protocol.model import ModelSpec
-from meshlm.workers.attention.backend import StepAttention
-from meshlm.workers.batch import LayerCache, StepInputs
+from meshlm.workers.batch import LayerCache
 from meshlm.workers.distributed.shard import WHOLE, Shard
+from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import Ops
@@ -31,19 +31,13 @@ class GemmaLayer(DecoderLayer):
         self.mlp_out_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
 
     def forward(
-        self,
-        x: PartialSum,
-        batch: StepInputs,
-        table: Tensor,
-        cache: LayerCache,
-        attention: StepAttention,
-        ops: Ops,
-        normed: Tensor | None = None,
+        self, x: PartialSum, cache: LayerCache, context: ForwardContext, normed: Tensor | None = None
     ) -> PartialSum:
         """See `DecoderLayer.forward`."""
         assert normed is None
+        ops = context.ops
         qkv, residual = self.attention.qkv.after_norm(x, self.input_norm, ops)
-        out = self.attention.attend(qkv, batch, table, cache, attention, ops)
+        out = self.attention.attend(qkv, cache, context)
         x = _normed(self.attention.o.row_parallel(out, None, ops), residual, self.attention_out_norm, ops)
         assert isinstance(self.mlp, MLP)
         hidden, residual = self.mlp.activated(x, self.post_norm, ops)

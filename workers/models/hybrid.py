@@ -6,8 +6,8 @@ A mixer with a state stands in the place of attention (mamba2.py), so a layer, i
 from torch import Tensor, nn
 
 from meshlm.protocol.model import ModelSpec
-from meshlm.workers.attention.backend import StepAttention
 from meshlm.workers.batch import LayerCache, StepInputs
+from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.moe import MoE
 from meshlm.workers.layers.norm import RMSNorm
@@ -31,11 +31,8 @@ class NoMixer(Attention):
         self,
         x: PartialSum,
         norm: RMSNorm,
-        batch: StepInputs,
-        table: Tensor,
         cache: LayerCache,
-        attention: StepAttention,
-        ops: Ops,
+        context: ForwardContext,
         normed: Tensor | None = None,
     ) -> PartialSum:
         """See `Attention.forward`: x, as it came."""
@@ -72,21 +69,14 @@ class HybridLayer(DecoderLayer):
         self.mlp: MLP | MoE = (MoE(spec) if spec.has_experts(layer) else self.mlp_kind(spec)) if wide else NoMLP(spec)
 
     def forward(
-        self,
-        x: PartialSum,
-        batch: StepInputs,
-        table: Tensor,
-        cache: LayerCache,
-        attention: StepAttention,
-        ops: Ops,
-        normed: Tensor | None = None,
+        self, x: PartialSum, cache: LayerCache, context: ForwardContext, normed: Tensor | None = None
     ) -> PartialSum:
         """See `DecoderLayer.forward`."""
         if not isinstance(self.attention, NoMixer):
-            x = self.attention(x, self.input_norm, batch, table, cache, attention, ops, normed)
+            x = self.attention(x, self.input_norm, cache, context, normed)
         if isinstance(self.mlp, NoMLP):
             return x
-        found: PartialSum = self.mlp(x, self.post_norm, batch, ops)
+        found: PartialSum = self.mlp(x, self.post_norm, context.batch, context.ops)
         return found
 
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlm.protocol.model import ModelSpec
-from meshlm.workers.attention.backend import StepAttention
-from meshlm.workers.batch import LayerCache, StepInputs
+from meshlm.workers.batch import LayerCache
+from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import Ops
@@ -40,13 +40,11 @@ class MambaMixer(Attention):
         """See `Attention.prepare`."""
         self._a = -self.a_log.exp()
 
-    def attend(
-        self, qkv: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, attention: StepAttention, ops: Ops
-    ) -> Tensor:
+    def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
         """See `Attention.attend`."""
-        own = cache.state
+        own, ops = cache.state, context.ops
         assert own is not None
-        states = attention.states(own.group)
+        states = context.attention.states(own.group)
         inputs, gate = qkv.chunk(2, dim=1)
         x = states.conv(inputs, self.conv.weight[:, 0], self.conv.bias, own)
         parts = self.x_proj(x.contiguous(), ops).split(self._sizes, dim=1)

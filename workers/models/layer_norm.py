@@ -7,9 +7,9 @@ StarCoder2:  x = x + attention(norm(x));  x = x + mlp(norm(x)), where mlp(y) = d
 from torch import Tensor
 
 from meshlm.protocol.model import ModelSpec
-from meshlm.workers.attention.backend import StepAttention
-from meshlm.workers.batch import LayerCache, StepInputs
+from meshlm.workers.batch import LayerCache
 from meshlm.workers.distributed.shard import WHOLE, Shard
+from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.norm import LayerNorm
@@ -26,20 +26,13 @@ class CohereLayer(DecoderLayer):
         self.shared_norm = LayerNorm(spec.hidden_size, spec.rms_norm_eps, bias=spec.norm_bias)
 
     def forward(
-        self,
-        x: PartialSum,
-        batch: StepInputs,
-        table: Tensor,
-        cache: LayerCache,
-        attention: StepAttention,
-        ops: Ops,
-        normed: Tensor | None = None,
+        self, x: PartialSum, cache: LayerCache, context: ForwardContext, normed: Tensor | None = None
     ) -> PartialSum:
         """Computes the new residual, with all that was added to it."""
         assert isinstance(self.mlp, MLP)
-        hidden = x.value
+        hidden, ops = x.value, context.ops
         y = self.shared_norm(hidden)
-        out = self.attention.attend(self.attention.qkv(y, ops), batch, table, cache, attention, ops)
+        out = self.attention.attend(self.attention.qkv(y, ops), cache, context)
         for term in (self.attention.o.row_parallel(out, None, ops), self.mlp.of_normed(y, ops)):
             hidden.add_(ops.finish_sum(term, hidden.dtype))
         return PartialSum(hidden)
@@ -69,20 +62,13 @@ class Starcoder2Layer(DecoderLayer):
         self.mlp_norm = LayerNorm(spec.hidden_size, spec.rms_norm_eps, bias=spec.norm_bias)
 
     def forward(
-        self,
-        x: PartialSum,
-        batch: StepInputs,
-        table: Tensor,
-        cache: LayerCache,
-        attention: StepAttention,
-        ops: Ops,
-        normed: Tensor | None = None,
+        self, x: PartialSum, cache: LayerCache, context: ForwardContext, normed: Tensor | None = None
     ) -> PartialSum:
         """Computes the new residual, with all that was added to it."""
         assert isinstance(self.mlp, MLP)
-        hidden = x.value
+        hidden, ops = x.value, context.ops
         qkv = self.attention.qkv(self.attention_norm(hidden), ops)
-        out = self.attention.attend(qkv, batch, table, cache, attention, ops)
+        out = self.attention.attend(qkv, cache, context)
         hidden.add_(ops.finish_sum(self.attention.o.row_parallel(out, None, ops), hidden.dtype))
         hidden.add_(ops.finish_sum(self.mlp.of_normed(self.mlp_norm(hidden), ops), hidden.dtype))
         return PartialSum(hidden)

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshlm.protocol.model import ModelSpec
-from meshlm.workers.attention.backend import StepAttention
-from meshlm.workers.batch import LayerCache, StepInputs
+from meshlm.workers.batch import LayerCache
+from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import Ops
@@ -54,14 +54,12 @@ class Mamba2Mixer(Attention):
         """See `Attention.prepare`."""
         self._a = -self.a_log.exp()
 
-    def attend(
-        self, qkv: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, attention: StepAttention, ops: Ops
-    ) -> Tensor:
+    def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
         """See `Attention.attend`."""
         state, own = self._state, cache.state
         assert own is not None
         gate, inputs, dt = qkv.split(self._sizes, dim=1)
-        states = attention.states(own.group)
+        states = context.attention.states(own.group)
         mixed = states.conv(inputs, self.conv.weight[:, 0], self.conv.bias, own)
         x, b, c = mixed.split([state.inner, self._numbers, self._numbers], dim=1)
         steps = F.softplus(dt.float() + self.dt_bias).clamp(*state.time_step_limit)

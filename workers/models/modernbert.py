@@ -6,9 +6,9 @@ from torch import Tensor, nn
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.backend import StepAttention
 from meshlm.workers.batch import LayerCache, StepInputs
+from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.norm import LayerNorm
-from meshlm.workers.layers.ops import Ops
 from meshlm.workers.layers.rope import rope_table
 from meshlm.workers.models.encoder import Encoder, EncoderLayer
 
@@ -24,11 +24,10 @@ class ModernBertLayer(EncoderLayer):
         self.mlp_norm = norms[0]
         self.attention_norm = norms[1] if layer else None
 
-    def forward(
-        self, x: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, attention: StepAttention, ops: Ops
-    ) -> Tensor:
+    def forward(self, x: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
+        ops = context.ops
         normed = x if self.attention_norm is None else self.attention_norm(x)
-        x = x + self.attended(normed, batch, table, cache, attention, ops)
+        x = x + self.attended(normed, cache, context)
         gate, up = self.gate_up(self.mlp_norm(x), ops).chunk(2, dim=-1)
         return x.add_(self.down(self.act(gate).mul_(up), ops))
 
@@ -54,8 +53,9 @@ class ModernBert(Encoder):
     def encode(self, batch: StepInputs, caches: list[LayerCache], attention: StepAttention) -> Tensor:
         """See `Encoder.encode`."""
         x = self.embedding_norm(self.word_embeddings(batch.input_ids))
+        contexts = [ForwardContext(batch, table, attention, self.ops) for table in self._tables]
         for layer, cache in zip(self.layers, caches, strict=True):
             assert isinstance(layer, ModernBertLayer)
-            x = layer(x, batch, self._tables[1 if layer.window else 0], cache, attention, self.ops)
+            x = layer(x, cache, contexts[1 if layer.window else 0])
         found: Tensor = self.final_norm(x)
         return found

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from meshlm.protocol.model import ModelSpec
-from meshlm.workers.attention.backend import StepAttention
-from meshlm.workers.batch import LayerCache, StepInputs
+from meshlm.workers.batch import LayerCache
 from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
+from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import Ops
@@ -26,21 +26,14 @@ class PostNormLayer(DecoderLayer):
         self.mlp_out_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
 
     def forward(
-        self,
-        x: PartialSum,
-        batch: StepInputs,
-        table: Tensor,
-        cache: LayerCache,
-        attention: StepAttention,
-        ops: Ops,
-        normed: Tensor | None = None,
+        self, x: PartialSum, cache: LayerCache, context: ForwardContext, normed: Tensor | None = None
     ) -> PartialSum:
         """Computes the new residual, with all that was added to it."""
         assert normed is None
         assert x.residual is None
         assert isinstance(self.mlp, MLP)
-        hidden = x.value
-        out = self.attention.attend(self.attention.qkv(hidden, ops), batch, table, cache, attention, ops)
+        hidden, ops = x.value, context.ops
+        out = self.attention.attend(self.attention.qkv(hidden, ops), cache, context)
         hidden.add_(_normed(self.attention.o.row_parallel(out, None, ops), hidden, self.attention_out_norm, ops))
         hidden.add_(_normed(self.mlp.of_normed(hidden, ops), hidden, self.mlp_out_norm, ops))
         return PartialSum(hidden)
@@ -72,10 +65,9 @@ class OlmoAttention(Attention):
         self._sizes = [heads * spec.head_dim for heads in (spec.num_attention_heads, spec.num_key_value_heads)]
         self.query_norm, self.key_norm = (RMSNorm(size, spec.rms_norm_eps) for size in self._sizes)
 
-    def attend(
-        self, qkv: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, attention: StepAttention, ops: Ops
-    ) -> Tensor:
+    def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
         """See `Attention.attend`."""
+        ops = context.ops
         query, key, value = qkv.split([*self._sizes, self._sizes[1]], dim=-1)
         if self.ranks == 1:
             query = ops.rms_norm(query.contiguous(), self.query_norm.weight, self.query_norm.eps)
@@ -86,7 +78,7 @@ class OlmoAttention(Attention):
             by_query, by_key = (means + self.query_norm.eps).rsqrt().split(1, dim=-1)
             query = (query.float() * by_query * self.query_norm.weight).to(qkv.dtype)
             key = (key.float() * by_key * self.key_norm.weight).to(qkv.dtype)
-        return super().attend(torch.cat((query, key, value), dim=-1), batch, table, cache, attention, ops)
+        return super().attend(torch.cat((query, key, value), dim=-1), cache, context)
 
 
 class OlmoLayer(PostNormLayer):

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlm.protocol.model import ModelSpec
-from meshlm.workers.attention.backend import StepAttention
-from meshlm.workers.batch import LayerCache, StepInputs
+from meshlm.workers.batch import LayerCache
+from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import Ops
@@ -33,14 +33,12 @@ class GatedAttention(Attention):
         width = 2 * self._gated + 2 * spec.num_key_value_heads * spec.head_dim
         self.qkv = Linear(spec.hidden_size, width, bias=spec.attention_bias)
 
-    def attend(
-        self, qkv: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, attention: StepAttention, ops: Ops
-    ) -> Tensor:
+    def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
         """See `Attention.attend`."""
         both = qkv[:, : 2 * self._gated].unflatten(1, (-1, 2, self._spec.head_dim))
         query, gate = both[:, :, 0].flatten(1), both[:, :, 1].flatten(1)
         plain = torch.cat((query, qkv[:, 2 * self._gated :]), dim=1)
-        found: Tensor = super().attend(plain, batch, table, cache, attention, ops)
+        found: Tensor = super().attend(plain, cache, context)
         return found.mul_(gate.sigmoid())
 
 
@@ -72,13 +70,11 @@ class GatedDeltaNet(Attention):
         b, a = (part.flatten(1) for part in narrow.split(each, dim=2))
         return torch.cat(inputs, dim=1), z, b, a
 
-    def attend(
-        self, qkv: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, attention: StepAttention, ops: Ops
-    ) -> Tensor:
+    def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
         """See `Attention.attend`."""
-        state, own, each = self._state, cache.state, self._each
+        state, own, each, ops = self._state, cache.state, self._each, context.ops
         assert own is not None
-        states = attention.states(own.group)
+        states = context.attention.states(own.group)
         inputs, z, b, a = self.parts(qkv)
         mixed = states.conv(inputs, self.conv.weight[:, 0], None, own)
         query, key, value = mixed.split([self._keys, self._keys, state.inner], dim=1)
