@@ -1,14 +1,15 @@
 """Constants that were measured, by GPU: kernels/<op>/tables/<gpu>.json, in the tree and in the wheel.
 
-Written by `python -P -m meshlm.kernels.<op>.tune` on that GPU, read once per process by <op>/kernel.py. Nothing is tuned while
-serving: a GPU without a table gets the nearest one's, which the log says once.
+Written by `python -P -m meshlm.kernels.<op>.tune` on that GPU, read once per process by <op>/kernel.py. A GPU without a table gets
+the nearest one's, which the log says once. What no table of this very GPU has is remembered when it is asked for; the tuner of a
+worker's start measures that and adds what it found (`add`), before anything is captured. Nothing is tuned while serving.
 """
 
 import json
 import logging
 import re
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Callable, Iterable
+from functools import _lru_cache_wrapper, cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +20,10 @@ T = TypeVar("T")
 Table = dict[str, Any]
 FOLDER = Path(__file__).parent
 FALLBACK = "nvidia_h200"
+KEYS = ("outputs", "inputs", "use", "gate")  # of an entry for a product: those of them that its operation tells apart
+_added: dict[str, dict[tuple[Any, ...], Table]] = {}  # by operation and key: entries that the tuner found
+_asked: dict[tuple[str, tuple[Any, ...]], None] = {}  # in the order in which they were asked for
+_remembered: list[Any] = []
 _log = logging.getLogger("meshlm.kernels")
 
 
@@ -49,14 +54,77 @@ def own(op: str) -> Table | None:
     return _load(path) if path.exists() else None
 
 
+def remembered(function: Callable[..., T]) -> "_lru_cache_wrapper[T]":
+    """functools.cache for what follows from tables: forgotten when something is added to them."""
+    cached = cache(function)
+    _remembered.append(cached)
+    return cached
+
+
 def products(op: str) -> dict[tuple[Any, ...], list[list[Any]]]:
-    """What the table of this very GPU says of products, if there is one: by outputs, inputs and maybe use, choices by rows.
+    """What the table of this very GPU says of products, if there is one: by outputs, inputs and maybe use, choices by rows. What it
+    lacks may have been added.
 
     A choice: for rows above so many, up to so many, and what.
     """
     table = own(op) if torch.cuda.is_available() else None
-    known = (table or {"products": []})["products"]
-    return {tuple(each[name] for name in ("outputs", "inputs", "use") if name in each): each["rows"] for each in known}
+    added = {key: entry["rows"] for key, entry in _added.get(op, {}).items()}
+    return {**added, **by_key((table or {"products": []})["products"])}
+
+
+def by_key(entries: Iterable[Table]) -> dict[tuple[Any, ...], list[list[Any]]]:
+    """The choices of entries for products."""
+    return {key_of(entry): entry["rows"] for entry in entries}
+
+
+def key_of(entry: Table) -> tuple[Any, ...]:
+    """The key of an entry for a product."""
+    return tuple(entry[name] for name in KEYS if name in entry)
+
+
+def ask(op: str, key: tuple[Any, ...]) -> None:
+    """Remembers that somebody wants the choices of this key."""
+    _asked.setdefault((op, key))
+
+
+def asked() -> list[tuple[str, tuple[Any, ...]]]:
+    """Operations and keys that were asked for, and that no table of this very GPU in the tree has."""
+    gpu = torch.cuda.is_available()
+    known = {op: _keys(own(op) if gpu else None) for op in {op for op, _ in _asked}}
+    return [(op, key) for op, key in _asked if key not in known[op]]
+
+
+def _keys(table: Table | None) -> set[tuple[Any, ...]]:
+    """Keys of a table in the tree; tiles that whole steps have chosen are of these very sizes too."""
+    table = table or {}
+    in_steps = [entry for entry in table.get("in_steps", []) if "way" not in entry]
+    return {key_of(entry) for entry in [*table.get("products", []), *in_steps]}
+
+
+def added(op: str, key: tuple[Any, ...]) -> Table | None:
+    """The entry that the tuner found."""
+    return _added.get(op, {}).get(key)
+
+
+def all_added(op: str) -> dict[tuple[Any, ...], Table]:
+    """All of an operation, by key."""
+    return _added.get(op, {})
+
+
+def add(found: Iterable[tuple[str, Table]]) -> None:
+    """Adds entries of products, by operation. Whoever has asked before asks again."""
+    for op, entry in found:
+        _added.setdefault(op, {})[key_of(entry)] = entry
+    forget()
+
+
+def forget(*, all_of_it: bool = False) -> None:
+    """Has every question asked anew; all_of_it: without what was added, and as if nobody had asked."""
+    if all_of_it:
+        _added.clear()
+    _asked.clear()
+    for cached in _remembered:
+        cached.cache_clear()
 
 
 def for_rows(choices: Iterable[tuple[int, int, T]], rows: int) -> T | None:

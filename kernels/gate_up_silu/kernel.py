@@ -7,7 +7,6 @@ cache; those of both come by bulk copies (TMA). A tile of gate and the same colu
 Rounded where the unfused operations round. Whether this is faster than cuBLAS and the kernel behind it, tune.py finds for each size.
 """
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -74,7 +73,7 @@ class Shape(NamedTuple):
 Key = tuple[int, int]  # rows and columns of the weight
 
 
-@cache
+@tables.remembered
 def _table() -> dict[Key, list[tuple[int, int, Shape]]]:
     """Rows above, up to, and the shape. Nothing without a table of this very GPU."""
     return {
@@ -83,9 +82,10 @@ def _table() -> dict[Key, list[tuple[int, int, Shape]]]:
     }
 
 
-@cache
+@tables.remembered
 def shape_for(rows: int, outputs: int, inputs: int) -> Shape | None:
     """The shape of the kernel; None where the unfused operations are faster, as measured."""
+    tables.ask("gate_up_silu", (outputs, inputs))
     return tables.for_rows(_table().get((outputs, inputs), []), rows)
 
 

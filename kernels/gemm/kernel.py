@@ -6,7 +6,7 @@ another one for these sizes on this GPU, that one; else torch's own call.
 
 import logging
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,26 +26,22 @@ class Entry(NamedTuple):
     config: tuple[int, ...]
 
 
-Table = dict[tuple[int, int], list[Entry]]  # by outputs and inputs
+Table = dict[tuple[int, ...], list[Entry]]  # by outputs and inputs
 _refused: set[tuple[int, int, Entry]] = set()
 _log = logging.getLogger("meshlm.kernels")
 
 
-@cache
+@tables.remembered
 def _table() -> Table:
     """Nothing without a table of this very GPU: another one's choices mean little."""
     if not torch.cuda.is_available() or library() is None:
         return {}
-    table = tables.own("gemm")
-    return entries(table) if table else {}
+    return entries(tables.products("gemm"))
 
 
-def entries(table: tables.Table) -> Table:
-    """The entries of a table's file."""
-    return {
-        (each["outputs"], each["inputs"]): [Entry(over, to, tuple(config)) for over, to, config in each["rows"]]
-        for each in table["products"]
-    }
+def entries(products: dict[tuple[int, ...], list[list[Any]]]) -> Table:
+    """Entries by what `tables.products` gives."""
+    return {key: [Entry(over, to, tuple(config)) for over, to, config in rows] for key, rows in products.items()}
 
 
 def entry_for(known: list[Entry], rows: int) -> Entry | None:
@@ -78,6 +74,7 @@ def add_gemm(x: Tensor, w: Tensor, to: Tensor) -> Tensor:
 def _by_table(x: Tensor, w: Tensor, to: Tensor | None) -> Tensor | None:
     """The product by the table's choice; None where torch's own call does it."""
     outputs, inputs = w.shape
+    tables.ask("gemm", (outputs, inputs))
     known = _table().get((outputs, inputs)) if x.dtype in TYPES else None
     entry = entry_for(known, x.shape[0]) if known else None
     unaligned = any(each.data_ptr() % ALIGNED for each in (x, w, to) if each is not None)

@@ -160,7 +160,7 @@ class Turn(NamedTuple):
     patience: int = FOR_EVER
 
 
-@cache
+@tables.remembered
 def most_bytes() -> int:
     """The largest size of a weight in bytes; larger ones cuBLAS reads as fast as this kernel."""
     return int(tables.read("gemv")["most_bytes"])
@@ -168,7 +168,17 @@ def most_bytes() -> int:
 
 def pays(weight: Tensor, rows: int) -> bool:
     """Whether this kernel is the faster one."""
-    return rows == 1 and weight.numel() * weight.element_size() <= most_bytes()
+    return rows == 1 and weight.numel() * weight.element_size() <= most_bytes() and weight.shape not in _lost()
+
+
+@tables.remembered
+def _lost() -> frozenset[tuple[int, int]]:
+    """Sizes of weights with which cuBLAS was the faster one, as the tuner of a start has found."""
+    return frozenset(
+        (outputs * (2 if gate else 1), inputs)
+        for (outputs, inputs, gate), entry in tables.all_added("gemv").items()
+        if entry["measured"] and not entry["rows"]
+    )
 
 
 Tile = tuple[int, int, int, int]  # BLOCK_N, warps, stages, programs per multiprocessor
@@ -177,16 +187,20 @@ EXACT = ("outputs", "inputs", "gate", "way")  # what a tile was chosen for in wh
 BESIDE = 2 << 10  # bytes of shared memory that a program needs beside its tiles of the weight, at most
 
 
-@cache
+@tables.remembered
 def shape_of(outputs: int, inputs: int, gate: bool, way: str = "") -> Tile:
     """The tile shape: as chosen in whole steps on this very GPU (benchmarks/tune_step.py), else the first entry of the table that fits.
 
     way: "sends" or "receives" packets. There BLOCK_N is of pairs, and here each program costs the reading of all packets.
     """
+    if not way:
+        tables.ask("gemv", (outputs, inputs, gate))
     table = tables.read("gemv")
     for entry in table.get("in_steps", []) if tables.is_own(table) else []:
         if tuple(entry.get(name, "") for name in EXACT) == (outputs, inputs, gate, way):
             return _with_room(entry["tile"], inputs, 2 if gate or way == "sends" else 1)
+    if not way and (tile := _found(outputs, inputs, gate)):
+        return _with_room(tile, inputs, 2 if gate else 1)
     for entry in table["tiles"]:
         fits = inputs <= entry.get("inputs_to", inputs) and outputs <= entry.get("outputs_to", outputs)
         if fits and gate == entry.get("gate", gate) and way == entry.get("way", ""):
@@ -199,6 +213,13 @@ def shape_of(outputs: int, inputs: int, gate: bool, way: str = "") -> Tile:
             else (max(1, block_n // 2), warps, stages, max(1, programs // 2))
         )
     raise AssertionError("the last entry of a table fits all")
+
+
+def _found(outputs: int, inputs: int, gate: bool) -> list[int] | None:
+    """The tile that the tuner of a start has found."""
+    entry = tables.added("gemv", (outputs, inputs, gate))
+    found: list[list[list[int]]] = entry["rows"] if entry else []
+    return found[0][2] if found else None
 
 
 def _with_room(tile: list[int], inputs: int, lines: int) -> Tile:

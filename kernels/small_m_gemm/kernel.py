@@ -10,7 +10,6 @@ attention for its first keys and values. With parts more programs have work; cuB
 where here the kernel that follows anyway does it (kernels/norm). Rounded where the unfused operations round.
 """
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -85,7 +84,7 @@ class Shape(NamedTuple):
 Key = tuple[int, int, str]  # rows and columns of the weight; "parts", "product" or "gate"
 
 
-@cache
+@tables.remembered
 def _table() -> dict[Key, list[tuple[int, int, Shape]]]:
     """Rows above, up to, and the shape. Nothing without a table of this very GPU."""
     return {
@@ -94,9 +93,10 @@ def _table() -> dict[Key, list[tuple[int, int, Shape]]]:
     }
 
 
-@cache
+@tables.remembered
 def shape_for(rows: int, outputs: int, inputs: int, use: str) -> Shape | None:
     """The shape of the kernel; None where cuBLAS is faster, as measured."""
+    tables.ask("small_m_gemm", (outputs, inputs, use))
     return tables.for_rows(_table().get((outputs, inputs, use), []), rows)
 
 

@@ -132,6 +132,20 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
         Literal["none", "inductor"],
         Meta(description="inductor: torch.compile what stands between attention calls, instead of our fused kernels"),
     ] = "none"
+    tune: Annotated[
+        Literal["off", "kept", "quick", "full"],
+        Meta(
+            description="kernels for sizes that no table of this GPU has. quick: use what earlier starts have measured, and measure "
+            "up to 8 seconds before the worker is ready; full: up to 7 minutes, more of them; kept: measure nothing; off: use nothing"
+        ),
+    ] = "quick"
+    tuning_dir: Annotated[
+        str,
+        Meta(
+            description="folder of what --tune has measured; default: below $XDG_CACHE_HOME/meshlm/tuning",
+            extra=PER_NODE,
+        ),
+    ] = ""
     attention_backend: Annotated[
         str, Meta(description="attention implementation: auto, cpu, torch, triton, or a plug-in's name")
     ] = "auto"

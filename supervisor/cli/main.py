@@ -36,6 +36,7 @@ COMMANDS = (
     "complete",
     "keys",
     "doctor",
+    "tune",
     "completion",
     "collect_env",
 )

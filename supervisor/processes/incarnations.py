@@ -10,6 +10,8 @@ import asyncio
 import signal
 from collections.abc import Callable, Iterable
 
+from msgspec.structs import replace
+
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.supervisor.group import core, events, rolling
@@ -30,6 +32,7 @@ class Incarnations:
         self.environment: dict[str, str] = {}  # variables of workers
         self.ends: dict[Identity, str] = {}  # how the last incarnation of each has ended
         self._standbys: dict[Identity, Child] = {}
+        self._had: set[Identity] = set()  # places that have had an incarnation
         self._warm: dict[Role, Child] = {}
         self._warm_at: dict[Role, float] = {}  # not before
 
@@ -43,12 +46,21 @@ class Incarnations:
     def spawn(self, identity: Identity, incarnation: Incarnation) -> None:
         """Give the place to its standby, where one is alive, else to a new process."""
         standby = self._standbys.pop(identity, None) or self._take_warm(identity.role)
-        if standby is not None and standby.take_turn(self._loop, identity, incarnation, self._config()):
+        if standby is not None and standby.take_turn(self._loop, identity, incarnation, self._config_of(identity)):
             self._children[identity] = standby
+            self._had.add(identity)
             return
         child = self._started(identity, incarnation, lambda why: self._not_started(identity, incarnation, why))
         if child is not None:
             self._children[identity] = child
+            self._had.add(identity)
+
+    def _config_of(self, identity: Identity) -> MeshConfig:
+        """A worker that follows another one measures no kernels: requests wait for it, and it computes as the other did."""
+        config = self._config()
+        if identity.role is not Role.WORKER or identity not in self._had or config.worker.tune == "off":
+            return config
+        return replace(config, worker=replace(config.worker, tune="kept"))
 
     def _not_started(self, identity: Identity, incarnation: Incarnation, why: str) -> None:
         self._do(events.Exited(identity, incarnation, 1, f"{identity} could not be started: {why}"))
@@ -58,7 +70,7 @@ class Incarnations:
     ) -> Child | None:
         """A new process. Where the system has none to give (processes, descriptors, memory), `failed` hears why a moment later."""
         try:
-            child = Child(identity, incarnation, self._config(), self.environment, standby=standby)
+            child = Child(identity, incarnation, self._config_of(identity), self.environment, standby=standby)
         except OSError as error:
             self._loop.call_soon(failed, error.strerror or str(error))
             return None

@@ -80,7 +80,7 @@ NEEDLESS = {
     "--language-model-only": (0, "language is all that models here speak"),
     "--allowed-local-media-path": (1, "requests cannot name files"),
     "--pt-load-map-location": (1, "weights are read on the CPU and copied"),
-    "--enable-flashinfer-autotune": (0, "our kernels come with their tables"),
+    "--enable-flashinfer-autotune": (0, "--tune measures what no table of our kernels has"),
     "--enable-log-deltas": (0, "answers are never logged"),
     "--enable-flash-late-interaction": (0, "late interaction is computed where answers are written"),
     "--use-fp64-gumbel": (0, "draws are made in float64"),
@@ -104,7 +104,7 @@ _CONTEXT_PARALLEL = "context parallelism is not there yet; -tp and -pp are"
 _PER_RANK = "start one mesh per rank with --data-parallel-rank and a --port of its own"
 _OFFLOAD = "weights stay on the device; -tp and -pp spread them over several"
 _STATES = "states of state-space layers are computed by our kernels and rounded to the nearest"
-_CHOSEN = "kernels are chosen by their tables"
+_CHOSEN = "kernels are chosen by their tables and by --tune"
 _STEPS = "steps are not logged; --profiler-dir writes traces, GET /metrics has histograms"
 _COMPILING = "compilations are not watched; GET /metrics counts steps without a CUDA graph"
 _TIMEOUTS = "--startup-timeout and --step-timeout are the settings"
@@ -279,10 +279,10 @@ ONLY = {
         ("balanced",),
         "--prefill-pace, --max-num-batched-tokens and --cudagraph-capture are the settings",
     ),
-    "--moe-backend": (("auto",), "kernels are chosen by their tables"),
+    "--moe-backend": (("auto",), "kernels are chosen by their tables and by --tune"),
     "--ubatch-size": (("0", "2"), "--enable-dbo halves steps"),
     "--expert-placement-strategy": (("linear",), "each rank has experts that follow one another"),
-    "--linear-backend": (("auto",), "kernels are chosen by their tables"),
+    "--linear-backend": (("auto",), "kernels are chosen by their tables and by --tune"),
     "--disable-access-log-for-endpoints": (
         ("/health", "/ready", "/ping", "/metrics", "/load", "/version", "/v1/models", "/tokenize", "/detokenize"),
         "only generation requests are logged; --disable-log-requests silences them",

@@ -45,7 +45,7 @@ def test_only_what_is_clearly_faster_is_entered() -> None:
 @given(st.lists(st.integers(1, 500), min_size=2, max_size=20, unique=True), st.integers(1, 600))
 def test_at_most_one_entry_is_for_so_many_rows(borders: list[int], rows: int) -> None:
     times = {border: {(): 10.0, A: 5.0} for border in borders}
-    found = kernel.entries({"products": [{"outputs": 8, "inputs": 4, "rows": tune.choose(times)}]})[8, 4]
+    found = kernel.entries({(8, 4): tune.choose(times)})[8, 4]
     fitting = [entry for entry in found if entry.over < rows <= entry.to]
     assert len(fitting) <= 1
     assert kernel.entry_for(found, rows) == (fitting[0] if fitting else None)
@@ -54,7 +54,7 @@ def test_at_most_one_entry_is_for_so_many_rows(borders: list[int], rows: int) ->
 
 def test_tables_in_the_tree_can_be_read() -> None:
     for path in (tables.FOLDER / "gemm" / "tables").glob("*.json"):
-        for known in kernel.entries(json.loads(path.read_text())).values():
+        for known in kernel.entries(tables.by_key(json.loads(path.read_text())["products"])).values():
             assert all(entry.over < entry.to for entry in known)
             assert all(before.to <= after.over for before, after in pairwise(known))
 

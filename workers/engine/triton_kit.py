@@ -1,5 +1,6 @@
 """What a GPU with Triton brings to the engine: kernels for inputs and output, CUDA graphs, and a start that compiles all of them."""
 
+import gc
 import math
 
 import numpy as np
@@ -13,7 +14,10 @@ from meshlm.kernels.gate_up_silu import kernel as gate_up_silu
 from meshlm.kernels.mla import tiles as latent_tiles
 from meshlm.kernels.precompile import precompiled
 from meshlm.kernels.small_m_gemm import kernel as small_m_gemm
+from meshlm.kernels.tuning.products import ProductBench, Setting
 from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.cuda import tuning
+from meshlm.workers.cuda.tuning import Ranks, Tuner
 from meshlm.workers.engine import ProgressReport
 from meshlm.workers.engine.columns import columns_of
 from meshlm.workers.engine.engine import ModelEngine
@@ -92,6 +96,21 @@ class TritonKit:
         """
         if engine.model.parts is not None:  # torch's compiler launches its own kernels
             return
+        tuner = self._tuner(engine)
+        tuner.use_kept()
+        self._compile(engine, report)
+        setting = Setting(engine.device, engine.dtype, engine.resolved.max_num_batched_tokens)
+        if tuner.measure(ProductBench(setting._replace(full=engine.config.worker.tune == "full")), report):
+            gc.collect()
+            torch.cuda.empty_cache()  # the memory profile counts what is reserved
+            self._compile(engine, report)
+
+    def _tuner(self, engine: ModelEngine) -> Tuner:
+        shard, mode = engine.shard, engine.config.worker.tune
+        ranks = Ranks(shard, engine.comm, engine.device, engine.dtype, engine.spec.hidden_size)
+        return Tuner(mode, tuning.store_of(engine.config) if ranks.first and mode != "off" else None, ranks)
+
+    def _compile(self, engine: ModelEngine, report: ProgressReport) -> None:
         caches = engine.make_caches(1)
         try:
             with engine.model.shortened() as layers, precompiled(lambda done, of: report("kernels", done, of, "")):

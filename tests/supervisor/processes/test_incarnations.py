@@ -92,6 +92,24 @@ async def test_a_life_ends_once(seen: Seen) -> None:
     seen.incarnations.kill(WORKER)  # nobody is there
 
 
+async def test_a_worker_that_follows_another_measures_nothing(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests wait for it, and it computes with the kernels that the other had."""
+    told: list[tuple[Identity, str]] = []
+
+    def config_file(config: MeshConfig, role: Role) -> int:
+        told.append((identity, config.worker.tune))
+        return os.open(os.devnull, os.O_RDONLY)
+
+    monkeypatch.setattr(children, "config_file", config_file)
+    for identity in (WORKER, Identity(Role.WORKER, 1)):
+        seen.incarnations.spawn(identity, Incarnation(5))
+    identity = WORKER
+    seen.incarnations.kill(WORKER)
+    await seen.next()
+    seen.incarnations.spawn(WORKER, Incarnation(6))
+    assert told == [(WORKER, "quick"), (Identity(Role.WORKER, 1), "quick"), (WORKER, "kept")]
+
+
 async def test_an_end_by_a_signal_is_told(seen: Seen) -> None:
     seen.incarnations.spawn(WORKER, Incarnation(5))
     child = seen.incarnations.of(WORKER)

@@ -1,0 +1,125 @@
+"""What the tuner found, on disk: <folder>/<op>/tables/<gpu>.json, as in the tree, so that a folder can be committed or shared.
+
+A table names its GPU and the versions that its times are of; another one's is named and not used. Several processes may write at
+once: each writes a file of its own and puts it in the place of the last one, so none reads half a table. While a shape is measured a
+note of it lies in the folder: where a process has ended in the midst of it (a kernel may break a GPU), nobody tries that shape again.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from meshlm.kernels.tables import Table, key_of, name_of
+from meshlm.kernels.tuning.core import NAMES, Key
+
+FORMAT = 1
+_NOTE = "attempt-"
+
+
+class Store:
+    """The tables of one GPU in one folder."""
+
+    def __init__(self, folder: Path, made_by: dict[str, Any], say: Callable[[str], None]) -> None:
+        """made_by: facts of the GPU, under "gpu", and versions."""
+        self.folder, self._made_by, self._say = folder, {"format": FORMAT, **made_by}, say
+        self._name = f"{name_of(made_by['gpu']['name'])}.json"
+
+    def path(self, op: str) -> Path:
+        """The file of an operation."""
+        return self.folder / op / "tables" / self._name
+
+    def load(self) -> list[tuple[str, Table]]:
+        """All entries that can be used, by operation."""
+        return [(op, entry) for op in NAMES for entry in self._read(op)]
+
+    def ended(self) -> list[tuple[str, Key]]:
+        """Shapes in the midst of which a process has ended: nobody should measure them again."""
+        found = []
+        for note in sorted(self.folder.glob(f"{_NOTE}*.json")):
+            pid = note.stem.removeprefix(_NOTE)
+            if pid.isdecimal() and int(pid) != os.getpid() and _alive(int(pid)):
+                continue
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                read = json.loads(note.read_text("utf-8"))
+                if len(read["key"]) == len(NAMES[read["op"]]):
+                    found.append((read["op"], tuple(read["key"])))
+                    self._say(f"a process ended while it measured {read['op']} {read['key']}: not tried again ({note})")
+        return found
+
+    def keep(self, op: str, entry: Table) -> None:
+        """Adds an entry, in the place of that of the same key. Raises OSError where nothing can be written."""
+        entries = {key_of(each): each for each in self._read(op)}
+        entries[key_of(entry)] = entry
+        path = self.path(op)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        values = {**self._made_by, "products": [entries[key] for key in sorted(entries, key=str)]}
+        mine = path.with_name(f".{self._name}.{os.getpid()}")
+        mine.write_text(json.dumps(values, indent=1) + "\n")
+        mine.replace(path)
+
+    @contextmanager
+    def attempt(self, op: str, key: Key) -> Iterator[None]:
+        """A note in the folder for as long as it takes; it stays if the process does not come back."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        note = self.folder / f"{_NOTE}{os.getpid()}.json"
+        note.write_text(json.dumps({"op": op, "key": key}))
+        try:
+            yield
+        finally:
+            note.unlink(missing_ok=True)
+
+    def _read(self, op: str) -> list[Table]:
+        path = self.path(op)
+        try:
+            table = json.loads(path.read_text("utf-8"))
+            entries = _checked(op, table)
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError) as error:
+            self._say(f"{path} is not used, and made anew: {type(error).__name__}: {error}")
+            return []
+        others = [name for name, value in self._made_by.items() if table.get(name) != value]
+        if others:
+            shown = ", ".join(f"{name} {_shown(table.get(name))}, not {_shown(self._made_by[name])}" for name in others)
+            self._say(f"{path} is not used, and made anew: it is of {shown}")
+            return []
+        return entries
+
+
+def _checked(op: str, table: Any) -> list[Table]:
+    """The entries of a table that was read. ValueError where it is not one."""
+    if not isinstance(table, dict) or not isinstance(table.get("products"), list):
+        raise ValueError("it holds no products")
+    for entry in table["products"]:
+        if not isinstance(entry, dict) or not {*NAMES[op], "rows", "measured"} <= entry.keys():
+            raise ValueError("an entry lacks its sizes or choices")
+        for choice in entry["rows"]:
+            if not (isinstance(choice, list) and len(choice) == 3 and _numbers(choice[:2]) and _numbers(choice[2])):
+                raise ValueError(f"{choice!r} is no choice")
+        for choice in entry["measured"]:
+            if not (isinstance(choice, list) and len(choice) == 2 and _numbers(choice[:1]) and _numbers(choice[1])):
+                raise ValueError(f"{choice!r} is no measured choice")
+    entries: list[Table] = table["products"]
+    return entries
+
+
+def _numbers(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, int) for value in values)
+
+
+def _shown(value: Any) -> str:
+    return str(value["name"]) if isinstance(value, dict) and "name" in value else str(value)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,172 @@
+"""The tuner of a worker's start: for products that no table of this GPU has, it uses what earlier starts have found, and measures more
+within a bounded time, before anything is captured.
+
+A CUDA graph holds the kernels that it was captured with, so nothing is swapped while serving: what there was no time for is measured
+at the next start. Of tensor-parallel ranks the first measures, and all take its choices, since what they compute alike must be equal.
+Called by engine/triton_kit.py.
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import structlog
+import torch
+import triton
+
+from meshlm.kernels import tables
+from meshlm.kernels.tables import Table
+from meshlm.kernels.tuning import core
+from meshlm.kernels.tuning.core import Bench, Case, Key, Work
+from meshlm.kernels.tuning.store import Store
+from meshlm.protocol.config import MeshConfig
+from meshlm.workers.distributed.communicator import Communicator
+from meshlm.workers.distributed.shard import Shard
+from meshlm.workers.engine import ProgressReport
+
+QUICK_S = 8.0  # before the worker is ready
+FULL_S = 420.0  # for so long other ranks wait for the first without giving up
+Entries = list[tuple[str, Table]]
+_log = structlog.get_logger()
+
+
+class Ranks(NamedTuple):
+    """The tensor-parallel ranks that must choose alike, and in what they can say so."""
+
+    shard: Shard
+    comm: Communicator
+    device: torch.device
+    dtype: torch.dtype
+    width: int
+
+    @property
+    def first(self) -> bool:
+        return self.shard.tp_rank == 0
+
+    def shared(self, found: Entries) -> Entries:
+        """The first rank's entries, on all. As bytes in sums to which the others add nothing; 16-bit floats hold 0 to 256 exactly."""
+        if self.shard.tp_size == 1:
+            return found
+        data = json.dumps(found if self.first else []).encode()
+        size = self._sum(list(len(data).to_bytes(8)) if self.first else [0] * 8)
+        text = bytearray()
+        length = int.from_bytes(bytes(size))
+        for begin in range(0, length, self.width):
+            part = list(data[begin : begin + self.width]) if self.first else []
+            text += bytes(self._sum(part + [0] * (self.width - len(part))))
+        return [(op, entry) for op, entry in json.loads(bytes(text[:length]))]
+
+    def _sum(self, values: list[int]) -> list[int]:
+        column = torch.tensor(values, dtype=self.dtype, device=self.device)
+        return [int(value) for value in self.comm.all_reduce(column).tolist()]
+
+
+class Tuner:
+    """Of one engine. `clock` gives seconds."""
+
+    def __init__(
+        self, mode: str, store: Store | None, ranks: Ranks, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """mode: --tune. store: None where nothing can be kept, or another rank keeps it."""
+        self._mode, self._store, self._ranks, self._clock = mode, store, ranks, clock
+
+    def use_kept(self) -> None:
+        """Have the choices of earlier starts used."""
+        tables.forget(all_of_it=True)
+        if self._mode != "off":
+            tables.add(self._ranks.shared(self._store.load() if self._store else []))
+
+    def measure(self, bench: Bench, report: ProgressReport) -> bool:
+        """Measures what was asked for since, if there is time for it. Whether anything was found."""
+        if self._mode not in ("quick", "full"):
+            return False
+        found: Entries = []
+        if self._ranks.first and self._store is not None:
+            self._measure(bench, found, self._store, report)
+        found = self._ranks.shared(found)
+        tables.add(found)
+        return bool(found)
+
+    def _measure(self, bench: Bench, found: Entries, store: Store, report: ProgressReport) -> None:
+        full = self._mode == "full"
+        ended = store.ended()
+        asked = [each for each in tables.asked() if each not in ended]
+        begin, bound_s = self._clock(), FULL_S if full else QUICK_S
+
+        def known(op: str, key: Key) -> Table | None:
+            entry = tables.added(op, key)
+            return entry if entry is None or entry.get("full") or not full else None
+
+        def keep(op: str, entry: Table) -> None:
+            entry = {**entry, "full": True} if full else entry
+            found.append((op, entry))
+            store.keep(op, entry)
+            report("tuning", len(found), len(asked), "")
+            tables.add([(op, entry)])  # the sizes of the next operation are measured beside this choice
+
+        def time_left() -> float:
+            return begin + bound_s - self._clock()
+
+        try:
+            outcome = core.tune(asked, _Noted(bench, store), known, keep, time_left)
+        except torch.OutOfMemoryError:
+            _log.warning("no memory to tune in: products keep the kernels that they have")
+        except OSError as error:
+            _log.warning("nothing is tuned, since nothing can be kept", reason=str(error))
+        except RuntimeError as error:  # of a library; a GPU that has failed says so to whoever uses it next
+            if self._ranks.device.type == "cuda":
+                torch.cuda.synchronize()
+            _log.warning("tuning has ended early", reason=next(iter(str(error).splitlines()), ""))
+        else:
+            if found:
+                took_s = round(self._clock() - begin, 1)
+                left = f"{outcome.left} are left for the next start" if outcome.left else ""
+                _log.info("kernels tuned", shapes=len(found), seconds=took_s, kept_in=str(store.folder), left=left)
+
+
+class _Noted:
+    """A bench whose attempts leave a note while they last."""
+
+    def __init__(self, bench: Bench, store: Store) -> None:
+        self._bench, self._store = bench, store
+
+    def sizes(self, op: str, key: Key) -> list[int]:
+        return self._bench.sizes(op, key)
+
+    def measure(self, case: Case) -> Work:
+        with self._store.attempt(case.op, case.key):
+            return (yield from self._bench.measure(case))
+
+
+def store_of(config: MeshConfig) -> Store | None:
+    """Where this GPU's results are kept: --tuning-dir, or a folder of the user's cache for these versions."""
+    made_by = {**versions(), "gpu": tables.this_gpu()}
+    folder = config.worker.tuning_dir
+    try:
+        path = Path(folder) if folder else default_folder(made_by)
+    except RuntimeError as error:  # a user without a name, as in some containers
+        _log.warning("nothing is tuned, since nothing can be kept", reason=str(error))
+        return None
+    return Store(path, made_by, lambda line: _log.warning(line))
+
+
+def default_folder(made_by: dict[str, Any]) -> Path:
+    """Tables of other versions keep their own folder: two installations do not overwrite each other's."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    name = f"torch-{made_by['torch']}-triton-{made_by['triton']}-{made_by['kernels']}"
+    return Path(base) / "meshlm" / "tuning" / name
+
+
+def versions() -> dict[str, str]:
+    """The versions that times depend on. Our kernels': a digest of their code."""
+    code = b"".join((tables.FOLDER / op / "kernel.py").read_bytes() for op in sorted(core.NAMES))
+    return {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "",
+        "triton": triton.__version__,
+        "kernels": hashlib.sha256(code).hexdigest()[:12],
+    }
