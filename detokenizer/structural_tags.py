@@ -33,6 +33,7 @@ class StructuralTag:
     def __init__(self, special: Mapping[str, int], schema: Callable[[Any], dict[str, Any]]) -> None:
         self._special, self._schema = special, schema
         self._rules: list[str] = []
+        self._made: dict[str, str] = {}
         self._grammars: list[dict[str, str]] = []
         named = sorted(filter(None, special), key=len, reverse=True)
         self._cut = re.compile("|".join(map(re.escape, named))) if named else None
@@ -51,6 +52,8 @@ class StructuralTag:
             "tag": lambda part, depth: self._tag(part, depth),
             "triggered_tags": self._triggered,
             "tags_with_separator": self._separated,
+            "joined": self._joined,
+            "beginning_or": self._beginning_or,
         }
 
     def translate(self, text: str) -> str:
@@ -88,7 +91,10 @@ class StructuralTag:
             raise GrammarError(f"format {part.get('type')!r} is not supported; {known} are")
         if depth > MAX_DEPTH:
             raise GrammarError(f"formats are nested more than {MAX_DEPTH} deep")
-        return self._rule(translate(part, depth + 1))
+        key = json.dumps(part)
+        if key not in self._made:  # one rule for formats that are the same
+            self._made[key] = self._rule(translate(part, depth + 1))
+        return self._made[key]
 
     def _content(self, part: dict[str, Any], depth: int) -> str:
         return self._format(part.get("content"), depth)
@@ -177,6 +183,27 @@ class StructuralTag:
         if not part.get("stop_after_first"):
             tags = f"{tags} ({self._text(_string(part, 'separator'))} {tags})*"
         return tags if part.get("at_least_one") else f"({tags})?"
+
+    # --- two formats of MeshLM's own, for calls that are no tags (runtime/parsers/list_structures.py) ---
+
+    def _joined(self, part: dict[str, Any], depth: int) -> str:
+        """Elements in their order, those that are not required or left out, with a separator between any two. A rule each."""
+        between = self._format(part.get("separator"), depth)
+        first = behind = self._rule('""')  # what may follow where no element came before, and where one did
+        for element in reversed(_list(part, "elements")):
+            one, is_required = self._content(element, depth), element.get("required") is True
+            more = f"{between} {one} {behind}"
+            first = self._rule(f"{one} {behind}" if is_required else f"({one} {behind} | {first})")
+            behind = self._rule(more if is_required else f"({more} | {behind})")
+        return first
+
+    def _beginning_or(self, part: dict[str, Any], depth: int) -> str:
+        """What begins with a text of one of these patterns has the content behind it, anything else is of the other format."""
+        found = []
+        for one in _list(part, "beginnings", 1):
+            begin = self._rule(_regex(_string(one, "pattern")), "[lazy]")
+            found.append(f"{begin} {self._content(one, depth)}")
+        return f"({' | '.join(found)} | {self._format(part.get('otherwise'), depth)})"
 
 
 def _of_structures(given: dict[str, Any]) -> dict[str, Any]:

@@ -187,7 +187,7 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
         tool_grammar=grammar,
         thinking_budget=thinking.of_chat(request, server, opened) if begins_with_reasoning else None,
         reasoning_between=reasoning.before_grammar(server, opened, request.continue_final_message)
-        if begins_with_reasoning and not (in_channels and choice.forces)
+        if begins_with_reasoning and not (in_channels and grammar is not None)  # that has the reasoning in it
         else ("", ""),
     )
     tags = (

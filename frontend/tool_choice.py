@@ -18,7 +18,7 @@ from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.grammar import Grammar
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.parsers import registry
-from meshlm.runtime.parsers.calls import Structure, Tools
+from meshlm.runtime.parsers.calls import CallStructure, Structure, Tools
 from meshlm.runtime.parsers.parameter_structure import ParameterStructure
 from meshlm.runtime.structured_outputs import json_schema
 from meshlm.runtime.structured_outputs import structural_tag as made_tag
@@ -190,8 +190,14 @@ def schema(choice: ToolChoice) -> Json:
     return found if choice.parallel else {**found, "maxItems": 1}
 
 
-def structural_tag(form: Structure | ParameterStructure, choice: ToolChoice, strict: Collection[str]) -> Json:
+def structural_tag(form: CallStructure, choice: ToolChoice, strict: Collection[str]) -> Json:
     """Free text, in which calls of these tools keep to their schemas; those of others have any object as arguments."""
+    if not isinstance(form, Structure | ParameterStructure):
+        try:
+            found = form.format({name: own(given) if name in strict else None for name, given in choice.tools.items()})
+        except ValueError as error:
+            raise _not_held(error) from None
+        return {"type": "structural_tag", "format": found}
     tags = [
         {
             "type": "tag",
@@ -208,8 +214,11 @@ def _content(form: Structure | ParameterStructure, name: str, given: Json | None
     try:
         return form.content(given)
     except ValueError as error:
-        text = f"tools: strict: {error}, of the tool {name!r}, cannot be enforced in the form of --tool-call-parser"
-        raise HttpError(400, text, "tools") from None
+        raise _not_held(f"{error}, of the tool {name!r},") from None
+
+
+def _not_held(what: object) -> HttpError:
+    return HttpError(400, f"tools: strict: {what} cannot be enforced in the form of --tool-call-parser", "tools")
 
 
 def definitions(tools: Tools) -> Json:

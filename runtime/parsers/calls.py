@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
+from meshlm.runtime.parsers.channel_structure import ChannelStructure
+from meshlm.runtime.parsers.list_structures import ListStructure, PythonStructure
 from meshlm.runtime.parsers.parameter_structure import ParameterStructure
 
 Tools = Mapping[str, Mapping[str, Any]]  # of each tool that the request names: the JSON schema of its parameters
@@ -60,13 +62,16 @@ class Structure(Struct, frozen=True):
         return {"type": "sequence", "elements": [*head, arguments]}
 
 
+CallStructure = Structure | ParameterStructure | ListStructure | PythonStructure | ChannelStructure
+
+
 class ToolParser(Struct, frozen=True):
     """One format of tool calls: what --tool-call-parser names, and what an entry point of `meshlm.tool_parsers` gives."""
 
     finder: Callable[[Tools], Finder]  # makes that of one answer
     tags: tuple[str, ...] = ()  # what may be a special token of the model's, which its decoder must show the finder
     ends_reasoning: bool = False  # tags tell calls from other text, so one may begin before the reasoning ends
-    structure: Structure | ParameterStructure | None = None  # None: the format's arguments cannot be held to a schema
+    structure: CallStructure | None = None  # None: the format's arguments cannot be held to a schema
     short_ids: bool = False  # a call's id has nine letters and digits, as Mistral's templates demand
 
 

@@ -11,16 +11,15 @@ from typing import Any
 from msgspec import Struct
 
 from meshlm.runtime.parsers.calls import Call, Part, Tools
+from meshlm.runtime.parsers.channel_structure import CHANNEL, CONSTRAIN, FUNCTIONS, MESSAGE, START
 from meshlm.runtime.parsers.scan import Scan, Sink, Steps
 from meshlm.runtime.parsers.tags import Tags
 
-START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 TAGS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
 _HEAD_ENDS, _BODY_ENDS = Tags(MESSAGE, END, CALL, RETURN), Tags(START, END, CALL, RETURN)
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-_FUNCTIONS = "functions."
 
 
 def forced_call(schemas: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,7 +34,7 @@ def forced_call(schemas: Mapping[str, Any]) -> dict[str, Any]:
             "elements": [
                 {
                     "type": "const_string",
-                    "value": f"{CHANNEL}commentary to={_FUNCTIONS}{name} {CONSTRAIN}json{MESSAGE}",
+                    "value": f"{CHANNEL}commentary to={FUNCTIONS}{name} {CONSTRAIN}json{MESSAGE}",
                 },
                 {"type": "json_schema", "json_schema": given},
             ],
@@ -110,8 +109,8 @@ class Channels:
     def _message(self, head: str) -> Steps[None]:
         channel, recipient = _CHANNEL.search(head), _RECIPIENT.search(head)
         to = recipient[1] if recipient else ""
-        if to.startswith(_FUNCTIONS) and self._tools:
-            self._parts.append(Call(to.removeprefix(_FUNCTIONS) or to, ""))
+        if to.startswith(FUNCTIONS) and self._tools:
+            self._parts.append(Call(to.removeprefix(FUNCTIONS) or to, ""))
             self.in_call, self._num_calls = True, 0
             yield from self._body(self._argument)
             if not self._num_calls:

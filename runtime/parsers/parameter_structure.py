@@ -62,7 +62,7 @@ class ParameterStructure(Struct, frozen=True):
         return {"type": "sequence", "elements": elements}
 
     def _parameter(self, key: str, schema: Any, root: Mapping[str, Any]) -> Json:
-        found = _resolved(schema, root)
+        found = resolved(schema, root)
         kinds = typed_values.kinds(found)
         if isinstance(found, Mapping) and ("enum" in found or "const" in found):
             values = found["enum"] if "enum" in found else [found["const"]]
@@ -90,7 +90,7 @@ class ParameterStructure(Struct, frozen=True):
         return {"type": "const_string", "value": f"{opens}{text}{self.parameter_close}"}
 
 
-def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
     """The schema that a reference to a definition stands for."""
     for _ in range(8):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None

@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from meshlm.runtime.parsers.calls import Call, Part, Structure, ToolParser, Tools
-from meshlm.runtime.parsers.parameter_structure import ParameterStructure
+from meshlm.runtime.parsers.calls import Call, CallStructure, Part, ToolParser, Tools
 from meshlm.runtime.parsers.scan import JsonMarks, Scan, Steps
 from meshlm.runtime.parsers.tags import Tags
 
@@ -182,9 +181,7 @@ class StreamedCalls:
             self._pending = None
 
 
-def parser(
-    form: Form, *special: str, structure: Structure | ParameterStructure | None = None, short_ids: bool = False
-) -> ToolParser:
+def parser(form: Form, *special: str, structure: CallStructure | None = None, short_ids: bool = False) -> ToolParser:
     """The parser of a form; `special` are more tags that may be special tokens."""
     tags = tuple(dict.fromkeys((*form.wrappers, *form.opens, *form.closes, *special)))
     in_json = (*form.opens, *form.closes, *form.wrappers)

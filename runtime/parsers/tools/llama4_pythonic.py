@@ -1,7 +1,9 @@
 """The calls of pythonic.py, which Llama 4 may write between tags."""
 
 from meshlm.runtime.parsers import pythonic_calls
+from meshlm.runtime.parsers.list_structures import PythonStructure
 from meshlm.runtime.parsers.streamed_calls import Form, parser
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
-PARSER = parser(Form(pythonic_calls.calls, opens=(BEGIN,), closes=(END,), starts=("[",)))
+FORM = Form(pythonic_calls.calls, opens=(BEGIN,), closes=(END,), starts=("[",))
+PARSER = parser(FORM, structure=PythonStructure(BEGIN, END, bare=True))

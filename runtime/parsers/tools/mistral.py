@@ -3,6 +3,7 @@
 import re
 
 from meshlm.runtime.parsers import json_calls
+from meshlm.runtime.parsers.list_structures import ListStructure
 from meshlm.runtime.parsers.scan import Steps
 from meshlm.runtime.parsers.streamed_calls import Answer, Form, parser
 
@@ -31,4 +32,9 @@ def body(answer: Answer) -> Steps[None]:
 
 
 FORM = Form(body, opens=(OPEN,))
-PARSER = parser(FORM, ARGS, CALL_ID, short_ids=True)
+_ID_BEFORE = {
+    "type": "sequence",
+    "elements": [{"type": "const_string", "value": CALL_ID}, {"type": "regex", "pattern": r"\w{1,64}"}],
+}
+_BEFORE = ({"type": "optional", "content": _ID_BEFORE}, {"type": "const_string", "value": ARGS})
+PARSER = parser(FORM, ARGS, CALL_ID, structure=ListStructure((OPEN,), also=_BEFORE), short_ids=True)

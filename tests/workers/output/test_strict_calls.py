@@ -1,6 +1,7 @@
 """Strict tools: what the mask lets through of each form is text, and calls whose arguments fit."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,114 @@ def test_what_cannot_be_held_between_tags_is_refused_by_name(
     with pytest.raises((HttpError, RequestError), match=said) as raised:
         matcher(vocabulary, "qwen3_coder", tools=tools)
     assert getattr(raised.value, "param", "") == "tools"
+
+
+# How each form writes several calls, or one: the arguments are JSON, or Python's.
+def as_json(calls: list[tuple[str, dict[str, Any]]]) -> str:
+    return json.dumps([{"name": name, "arguments": arguments} for name, arguments in calls])
+
+
+def as_python(
+    calls: list[tuple[str, dict[str, Any]]], write: Callable[[object], str] = repr, between: str = ", "
+) -> str:
+    texts = [f"{name}({', '.join(f'{key}={write(value)}' for key, value in given.items())})" for name, given in calls]
+    return between.join(texts)
+
+
+def named(calls: list[tuple[str, dict[str, Any]]]) -> str:
+    return "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(given)}" for name, given in calls)
+
+
+def in_channels(calls: list[tuple[str, dict[str, Any]]]) -> str:
+    ((name, given),) = calls
+    return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{json.dumps(given)}"
+
+
+LISTS: dict[str, tuple[Callable[[list[tuple[str, dict[str, Any]]]], str], str]] = {  # with what may stand before
+    "mistral": (lambda calls: f"[TOOL_CALLS]{as_json(calls)}", "I look."),
+    "mistral named": (named, "I look."),
+    "jamba": (lambda calls: f"<tool_calls>{as_json(calls)}</tool_calls>", "I look."),
+    "granite": (lambda calls: f"<|tool_call|>{as_json(calls)}", ""),
+    "phi4_mini_json": (lambda calls: f"functools{as_json(calls)}", ""),
+    "pythonic": (lambda calls: f"[{as_python(calls)}]", ""),
+    "pythonic JSON": (lambda calls: f"[{as_python(calls, json.dumps, ' , ')}]", ""),
+    "llama4_pythonic": (lambda calls: f"[{as_python(calls)}]", ""),
+    "llama4_pythonic tags": (lambda calls: f"<|python_start|>[{as_python(calls)}]<|python_end|>", "I look."),
+    "lfm2": (lambda calls: f"<|tool_call_start|>[{as_python(calls)}]<|tool_call_end|>", "I look."),
+    "openai": (in_channels, "<|channel|>analysis<|message|>to=functions.other<|end|><|start|>assistant"),
+}
+FIT_LISTS: list[dict[str, Any]] = [
+    {"city": "Bern", "days": 3},
+    {"city": None, "text": 'a "b" \\ c)]', "days": 9, "flags": [True, False]},
+    {"city": 7, "days": 1, "where": {"x": -1.5}, "kind": "a b"},
+]
+
+
+@pytest.mark.parametrize("form", LISTS)
+def test_listed_calls_keep_to_the_schema_and_are_read(vocabulary: Vocabulary, form: str) -> None:
+    """What the mask lets through, the parser reads as arguments that fit; what does not fit is not let through."""
+    parser, (write, before) = form.split()[0], LISTS[form]
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": LARGE, "strict": True}}, TOOLS[1]]
+    made = matcher(vocabulary, parser, "openai_gptoss" if parser == "openai" else "", tools=tools)
+    for free in ("Hello [1] and (2).", "[x] So.", "{}"):
+        assert takes(made, vocabulary, free), free
+    one_alone = parser == "openai"
+    python = "python" in form or form == "lfm2"
+    for arguments in FIT_LISTS:
+        if python and "JSON" not in form:
+            arguments = {key: value for key, value in arguments.items() if key not in ("text", "flags", "where")}
+        several = [("weather", arguments)] if one_alone else [("weather", arguments), ("time", {"any": "b"})]
+        for calls in (several, several[:1], several[::-1]):
+            text = before + write(calls)
+            assert takes(made, vocabulary, text), text
+            finder = TOOL_PARSERS[parser].finder({"weather": LARGE, "time": {}})
+            _, found = joined(finder.push(text) + finder.finish())
+            assert [(call.name, json.loads(call.arguments)) for call in found] == calls
+            jsonschema.validate(json.loads(found[[name for name, _ in calls].index("weather")].arguments), LARGE)
+    for arguments in NO_FIT:
+        assert not takes(made, vocabulary, before + write([("weather", arguments)])), arguments
+        if not one_alone:
+            assert not takes(made, vocabulary, before + write([("time", {}), ("weather", arguments)])), arguments
+
+
+def test_a_call_of_gpt_oss_may_name_its_function_first(vocabulary: Vocabulary) -> None:
+    made = matcher(vocabulary, "openai", "openai_gptoss")
+    for head in (" to=functions.weather<|channel|>commentary json<|message|>", "to=functions.weather<|message|>"):
+        assert takes(made, vocabulary, head + '{"city": "Bern"}')
+        assert not takes(made, vocabulary, head + '{"city": "Paris"}')
+    again = "<|start|>assistant to=functions.weather<|channel|>commentary<|message|>"
+    assert takes(made, vocabulary, f'<|channel|>final<|message|>So.<|end|>{again}{{"city": "Bern"}}')
+    assert not takes(made, vocabulary, f'<|channel|>final<|message|>So.<|end|>{again}{{"city": "Bern"}} and on')
+
+
+def test_texts_of_python_keep_to_their_patterns(vocabulary: Vocabulary) -> None:
+    properties = {
+        "a": {"type": "string", "pattern": "^b+$"},
+        "c": {"type": "boolean"},
+        "d": {"type": ["null", "integer"]},
+    }
+    function = {"name": "f", "parameters": {"type": "object", "properties": properties}, "strict": True}
+    made = matcher(vocabulary, "pythonic", tools=[{"type": "function", "function": function}])
+    for text in ('f(a="bb")', "f()", "f(c=True, d=None)", "f( d=5 )", 'f(a="b", c=false)'):
+        assert takes(made, vocabulary, f"[{text}]"), text
+    for text in ('f(a="c")', "f(c=None)", "f(d=5, c=True)", "f(c=True d=5)", "f(c=True,)", "f(e=1)"):
+        assert not takes(made, vocabulary, f"[{text}]"), text
+
+
+@pytest.mark.parametrize(
+    ("name", "schema", "said"),
+    [
+        ("a-b", {}, "the name of the tool 'a-b'"),
+        ("f", {"properties": {"a-b": {}}}, "the parameter name 'a-b', of the tool 'f'"),
+        ("f", {"anyOf": [{}]}, "anyOf of the parameters as a whole, of the tool 'f'"),
+    ],
+)
+def test_calls_that_python_cannot_write_are_refused_by_name(
+    vocabulary: Vocabulary, name: str, schema: dict[str, Any], said: str
+) -> None:
+    function = {"name": name, "parameters": {"type": "object", **schema}, "strict": True}
+    with pytest.raises(HttpError, match=said):
+        matcher(vocabulary, "pythonic", tools=[{"type": "function", "function": function}])
 
 
 def test_forced_calls_keep_to_the_schemas(vocabulary: Vocabulary) -> None:

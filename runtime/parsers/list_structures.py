@@ -1,0 +1,169 @@
+"""How strict calls are held to their schemas in the forms that list calls, as JSON or Python. Pure; see `Structure` in calls.py.
+
+The formats are those of structural tags, and two more that detokenizer/structural_tags.py knows: `joined` and `beginning_or`.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from meshlm.runtime.parsers import typed_values
+from meshlm.runtime.parsers.parameter_structure import resolved
+
+Json = dict[str, Any]
+Tools = Mapping[str, Mapping[str, Any] | None]  # the schema of each strict tool by its name; None: any arguments
+_COMMA: Json = {"type": "regex", "pattern": r"\s{0,3},\s{0,3}"}
+_OPENS: Json = {"type": "regex", "pattern": r"\s{0,2}\[\s{0,3}"}
+_CLOSES: Json = {"type": "regex", "pattern": r"\s{0,3}\]"}
+_BLANKS: Json = {"type": "regex", "pattern": r"\s{0,3}"}
+_ANY_ARGUMENTS: Json = {"type": "regex", "pattern": r"""([^()"']|"(\\.|[^"\\\n])*"|'(\\.|[^'\\\n])*')*"""}
+_TEXT: Json = {"type": "regex", "pattern": r'"([^"\\\x00-\x1f]|\\["\\bfnrt])*"'}  # JSON and Python read it alike
+_OF_PYTHON = re.compile(r"[\w.]+")
+_SPELLINGS = {"null": ("None", "null"), "boolean": ("True", "False", "true", "false")}
+
+
+class ListStructure(Struct, frozen=True):
+    """Behind one of the texts `opens` a list of objects with a name and arguments, and `close`. `also`: a text with NAME that may stand
+    there instead, before the arguments of one call alone."""
+
+    opens: tuple[str, ...]
+    close: str = ""
+    also: tuple[Json, ...] = ()
+
+    def format(self, tools: Tools) -> Json:
+        """Free text with such lists in it."""
+        calls = {"type": "or", "elements": [_object(name, given) for name, given in tools.items()]}
+        close = {"type": "const_string", "value": self.close} if self.close else _BLANKS
+        content = _sequence(_OPENS, _several(calls), _CLOSES, _sequence(_BLANKS, close))
+        tags = [{"type": "tag", "begin": begin, "content": content, "end": ""} for begin in self.opens]
+        for name, given in tools.items() if self.also else ():
+            one = _sequence(*self.also, _arguments(given))
+            tags.append({"type": "tag", "begin": f"{self.opens[0]}{name}", "content": one, "end": ""})
+        return {"type": "triggered_tags", "triggers": list(self.opens), "tags": tags}
+
+
+class PythonStructure(Struct, frozen=True):
+    """Calls as Python writes them: between the texts `open` and `close`, and where `bare` in a list with which an answer begins."""
+
+    open: str = ""
+    close: str = ""
+    bare: bool = False
+
+    def format(self, tools: Tools) -> Json:
+        """Free text with such calls in it. ValueError names what of a tool cannot be held."""
+        rests = {name: _rest_of_call(name, given) for name, given in tools.items()}
+        found: Json = {"type": "any_text"}
+        if self.open:
+            head = [_sequence({"type": "const_string", "value": f"{name}("}, rest) for name, rest in rests.items()]
+            calls = _several({"type": "or", "elements": head})
+            content = {"type": "or", "elements": [_sequence(_OPENS, calls, _CLOSES), _sequence(_BLANKS, calls)]}
+            tag = {"begin": self.open, "content": _sequence(content, _BLANKS), "end": self.close}
+            found = {"type": "triggered_tags", "triggers": [self.open], "tags": [{"type": "tag", **tag}]}
+        if not self.bare:
+            return found
+        heads = [
+            {
+                "pattern": rf"\s*\[\s*{re.escape(name)}\s*\(",
+                "content": _sequence(rest, self._others(rests), _CLOSES, found),
+            }
+            for name, rest in rests.items()
+        ]
+        return {"type": "beginning_or", "beginnings": heads, "otherwise": found}
+
+    @staticmethod
+    def _others(rests: Mapping[str, Json]) -> Json:
+        """The calls behind the first one."""
+        heads = [_sequence({"type": "const_string", "value": f"{name}("}, rest) for name, rest in rests.items()]
+        return {"type": "star", "content": _sequence(_COMMA, {"type": "or", "elements": heads})}
+
+
+def _sequence(*elements: Json) -> Json:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def _several(call: Json) -> Json:
+    return _sequence(call, {"type": "star", "content": _sequence(_COMMA, call)})
+
+
+def _arguments(given: Mapping[str, Any] | None) -> Json:
+    return {"type": "json_schema", "json_schema": {"type": "object"} if given is None else given}
+
+
+def _object(name: str, given: Mapping[str, Any] | None) -> Json:
+    """One call as a JSON object."""
+    text = re.escape(json.dumps(name, ensure_ascii=False))
+    head = rf'\{{\s{{0,3}}"name"\s?:\s?{text}\s{{0,2}},\s{{0,3}}"arguments"\s?:\s?'
+    return _sequence({"type": "regex", "pattern": head}, _arguments(given), {"type": "regex", "pattern": r"\s{0,3}\}"})
+
+
+def _rest_of_call(name: str, given: Mapping[str, Any] | None) -> Json:
+    """The arguments of a call and its closing bracket, with parameters in the order of the schema."""
+    if not _OF_PYTHON.fullmatch(name):
+        raise ValueError(f"the name of the tool {name!r}")
+    close = {"type": "const_string", "value": ")"}
+    if given is None:
+        return _sequence(_ANY_ARGUMENTS, close)
+    try:
+        return _sequence(_BLANKS, _parameters(given), _BLANKS, close)
+    except ValueError as error:
+        raise ValueError(f"{error}, of the tool {name!r}") from None
+
+
+def _parameters(given: Mapping[str, Any]) -> Json:
+    properties, required = given.get("properties") or {}, given.get("required") or []
+    if not isinstance(properties, dict):
+        raise ValueError("properties must be an object")
+    for keyword in (
+        "patternProperties",
+        "minProperties",
+        "maxProperties",
+        "anyOf",
+        "oneOf",
+        "allOf",
+        "not",
+        "if",
+        "$ref",
+    ):
+        if keyword in given:
+            raise ValueError(f"{keyword} of the parameters as a whole")
+    if unknown := [name for name in required if name not in properties]:
+        raise ValueError(f"required names {unknown[0]!r}, which is no property")
+    elements = []
+    for key, schema in properties.items():
+        if not _OF_PYTHON.fullmatch(key):
+            raise ValueError(f"the parameter name {key!r}")
+        content = _sequence({"type": "regex", "pattern": rf"{re.escape(key)}\s?=\s?"}, _value(schema, given))
+        elements.append({"content": content, "required": key in required})
+    return {"type": "joined", "separator": _COMMA, "elements": elements}
+
+
+def _value(schema: Any, root: Mapping[str, Any]) -> Json:
+    """A value as JSON, or as Python where that writes it otherwise. The parser reads both."""
+    found = resolved(schema, root)
+    if not isinstance(found, Mapping):
+        return {"type": "json_schema", "json_schema": schema}
+    if "enum" in found or "const" in found:
+        values = found["enum"] if "enum" in found else [found["const"]]
+        texts = [text for value in values for text in _spellings(value)]
+        return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in texts]}
+    if found.get("type") == "string" and not found.keys() - {"type", "title", "description", "default", "examples"}:
+        return _TEXT
+    own = {name: root[name] for name in ("$defs", "definitions") if name in root}
+    ways: list[Json] = [{"type": "json_schema", "json_schema": {**own, **schema}}]
+    if found.keys() & {"type", "anyOf"} and not found.keys() & {"allOf", "oneOf", "not", "if"}:
+        kinds = typed_values.kinds(found)
+        texts = [text for kind, spelled in _SPELLINGS.items() if kind in kinds for text in spelled]
+        ways += [{"type": "const_string", "value": text} for text in texts]
+    return {"type": "or", "elements": ways}
+
+
+def _spellings(value: Any) -> list[str]:
+    """How a value of an enum may be written."""
+    if value is None or isinstance(value, bool):
+        return [str(value), json.dumps(value)]
+    text = json.dumps(value, ensure_ascii=False)
+    bare = isinstance(value, str) and text == f'"{value}"' and "'" not in value
+    return [text, f"'{value}'"] if bare else [text]
