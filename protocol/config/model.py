@@ -61,6 +61,13 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         str,
         Meta(description="how the weights must be quantised; empty: as the model's files say", extra={"short": "-q"}),
     ] = ""
+    gguf_weights: Annotated[
+        Literal["auto", "packed", "decoded"],
+        Meta(
+            description="weights of a .gguf file in memory: as the file has them, or decoded while they are loaded; "
+            "auto: packed on a CPU; on a GPU decoded where a useful KV cache has room beside them"
+        ),
+    ] = "auto"
     runner: Annotated[
         Literal["auto", "generate", "pooling"],
         Meta(description="text, or vectors and scores of texts; auto: what the model was made for"),

@@ -10,7 +10,9 @@ from meshlm.supervisor.errors import UsageError
 
 def as_asked(config: MeshConfig, files: ModelFiles) -> ModelFiles:
     """The files, with the quantisation that the flag asks for. UsageError where they cannot have it."""
-    spec, asked = files.spec.quantization, config.model.quantization
+    spec, asked, wanted = files.spec.quantization, config.model.quantization, config.model.gguf_weights
+    if wanted != "auto" and files.load_format != "gguf":
+        raise UsageError(f"--gguf-weights {wanted}: {files.path} is no .gguf file; leave it out")
     found = "gguf" if files.load_format == "gguf" else "" if spec is None else spec.method
     if asked not in ("", found):
         online = {name: known.online for name, known in formats().items() if known.online is not None}

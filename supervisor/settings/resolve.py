@@ -164,6 +164,8 @@ def _check_flags(config: MeshConfig, files: model_files.ModelFiles, platform: Pl
         )
     if config.worker.compile == "inductor" and not family.compiles:
         raise UsageError(f"--compile inductor: it is not there for {family.architecture}; use none")
+    if config.worker.compile == "inductor" and files.load_format == "gguf" and config.model.gguf_weights != "decoded":
+        raise UsageError("--compile inductor: it needs --gguf-weights decoded for a .gguf file")
     whole_experts, here = config.experts.enable_expert_parallel, len(layout.places(config)[1])
     parallel.check(config.parallel, files.spec, device, here, whole_experts=whole_experts)
 

@@ -12,7 +12,7 @@ from small_models import caches, load, run
 
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.linear import Linear
-from meshlm.workers.quantization.gguf import GGUFLinear, Span
+from meshlm.workers.quantization.gguf import DecodedGGUF, GGUFLinear, Span
 from meshlm.workers.weights import load as loading
 from meshlm.workers.weights.gguf_spans import keep_spans, merged
 from meshlm.workers.weights.load import weight_bytes
@@ -46,6 +46,26 @@ def test_logits_are_those_of_decoded_weights(case: str, tmp_path: Path, monkeypa
     tokens = [chance.randrange(301) for _ in range(33)]
     expected = run(theirs, caches(SPEC, 24), [(tokens, 0, TABLE)])
     assert expected.std() > 0.01
+    torch.testing.assert_close(run(ours, caches(SPEC, 24), [(tokens, 0, TABLE)]), expected, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_weights_that_are_decoded_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are loaded packed, and are plain weights afterwards, which every fused kernel takes."""
+    path, tokens = tmp_path / "m.gguf", list(range(20))
+    write_gguf(path, CASES["some"])
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "keep", lambda model, tensors: {})
+        theirs = load(path)
+    monkeypatch.setattr(loading, "keep", lambda model, tensors: keep_spans(model, tensors, DecodedGGUF))
+    ours = load(path)
+    layer = ours.get_submodule("layers.0.attention.qkv")
+    assert isinstance(layer, Linear)
+    assert layer.fuses_norm
+    for (name, weight), (_, right) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        assert weight.shape == right.shape, name
+        torch.testing.assert_close(weight, right, atol=1e-7, rtol=1e-6)
+    expected = run(theirs, caches(SPEC, 24), [(tokens, 0, TABLE)])
     torch.testing.assert_close(run(ours, caches(SPEC, 24), [(tokens, 0, TABLE)]), expected, atol=1e-4, rtol=1e-3)
 
 

@@ -73,7 +73,8 @@ class ModelEngine:
         def progress(done: int, total: int) -> None:
             report("weights", done // MB, total // MB, "MB")
 
-        self.model = load_model(resolved, device, config.model.seed or 0, progress, placement.shard)
+        plan = memory.gguf_plan(config, device, self._others, placement.shard, self._cache_dtype)
+        self.model = load_model(resolved, device, config.model.seed or 0, progress, placement.shard, plan)
         choose_parts(self.model, config.worker.compile, backend.name, self.dtype)
         tokens, hidden = max(resolved.max_num_batched_tokens + 2, MIXED_TOKENS[0]), resolved.spec.hidden_size
         self.comm = placement.connect(device, self.dtype, tokens, hidden)

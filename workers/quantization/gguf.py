@@ -1,4 +1,7 @@
-"""Weights of a .gguf file that stay packed in a GPU's memory (kernels/packed_gemm); rows of one layer may be of several types."""
+"""Weights of a .gguf file as its bytes: they stay packed in a GPU's memory (kernels/packed_gemm), or are decoded there after loading.
+
+Rows of one layer may be of several types.
+"""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -8,6 +11,7 @@ from torch import Tensor, nn
 from meshlm.kernels.packed_gemm.ggml import packed
 from meshlm.kernels.packed_gemm.reference import WARM_ROWS, PackedWeight, decode
 from meshlm.workers.quantization.method import Encode, Fused
+from meshlm.workers.quantization.unquantized import Unquantized
 
 if TYPE_CHECKING:
     from meshlm.workers.layers.linear import Linear
@@ -67,3 +71,20 @@ class GGUFLinear:
             packed(data.view(span.rows, -1), span.ggml_type, self._dtype)
             for span, data in zip(self._spans, linear.weight.data.split(sizes), strict=True)
         )
+
+
+class DecodedGGUF(Unquantized):
+    """See `meshlm.workers.quantization.method.LinearMethod`. The file's bytes are loaded, and become values on the device."""
+
+    def __init__(self, spans: tuple[Span, ...]) -> None:
+        self._file = GGUFLinear(spans)
+
+    def add_parameters(self, linear: "Linear") -> None:
+        self._file.add_parameters(linear)
+
+    def finish(self, linear: "Linear", ops: "Ops") -> None:
+        """Nothing of the file's form is left."""
+        linear.weight = nn.Parameter(ops.pack(self._file.values(linear)), requires_grad=False)
+
+    def values(self, linear: "Linear") -> Tensor:
+        return self._file.values(linear)

@@ -12,7 +12,7 @@ from torch import Tensor
 from meshlm.kernels.packed_gemm.ggml import LAYOUTS
 from meshlm.workers.layers.linear import Linear, Matrix
 from meshlm.workers.models.decoder import Decoder
-from meshlm.workers.quantization.gguf import GGUFLinear, Span
+from meshlm.workers.quantization.gguf import DecodedGGUF, GGUFLinear, Span
 from meshlm.workers.weights.gguf_source import GGUFTensorSource
 from meshlm.workers.weights.slices import WeightSlice, place
 from meshlm.workers.weights.source import Source
@@ -43,8 +43,10 @@ class SpannedParameter:
         return data.shape[0] * self._inputs
 
 
-def keep_spans(model: Decoder, tensors: Iterable[tuple[str, Source]]) -> dict[str, SpannedParameter]:
-    """The weights of linear layers of which all parts can stay packed; their layers get the method for it."""
+def keep_spans(
+    model: Decoder, tensors: Iterable[tuple[str, Source]], method: type[GGUFLinear | DecodedGGUF] = GGUFLinear
+) -> dict[str, SpannedParameter]:
+    """The weights of linear layers of which all parts can be loaded packed; their layers get the method for it."""
     parts: dict[str, dict[int, Span | None]] = {}
     for name, source in tensors:
         try:
@@ -65,7 +67,7 @@ def keep_spans(model: Decoder, tensors: Iterable[tuple[str, Source]]) -> dict[st
             continue
         kept[name] = SpannedParameter(spans, module.inputs)
         with torch.device(module.weight.device):
-            module.use(GGUFLinear(merged([span for _, span in sorted(spans.items())])))
+            module.use(method(merged([span for _, span in sorted(spans.items())])))
     return kept
 
 

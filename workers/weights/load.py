@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
+import structlog
 import torch
 from torch import Tensor, nn
 
@@ -18,11 +19,13 @@ from meshlm.workers.layers.moe import GroupedLinear
 from meshlm.workers.models.decoder import Attention, Decoder
 from meshlm.workers.models.registry import model_class
 from meshlm.workers.quantization import packed_files
+from meshlm.workers.quantization.gguf import DecodedGGUF
 from meshlm.workers.quantization.method import Encode
 from meshlm.workers.quantization.registry import use_methods
 from meshlm.workers.quantization.scale_tensor import ScaleTensor
 from meshlm.workers.quantization.scales import scale_rows, scale_tensors
 from meshlm.workers.weights.check import check_finite, check_tensors
+from meshlm.workers.weights.gguf_form import Form, GGUFPlan, form_of
 from meshlm.workers.weights.gguf_spans import SpannedParameter, keep_spans
 from meshlm.workers.weights.packed_parameter import PackedParameter, keep
 from meshlm.workers.weights.slices import WeightSlice, place
@@ -32,13 +35,22 @@ from meshlm.workers.weights.sources import sources
 Kept = Mapping[str, PackedParameter] | Mapping[str, SpannedParameter]
 """The parameters that hold a .gguf file's bytes, in one form or another."""
 NEWS = 256  # of a whole load, at most
+_log = structlog.get_logger()
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def load_model(
-    resolved: Resolved, device: torch.device, seed: int, progress: Callable[[int, int], None], shard: Shard = WHOLE
+    resolved: Resolved,
+    device: torch.device,
+    seed: int,
+    progress: Callable[[int, int], None],
+    shard: Shard = WHOLE,
+    plan: GGUFPlan | None = None,
 ) -> Decoder:
-    """This shard of the model on its device, in its dtype. `progress` gets bytes done and in all. ProcessFatal."""
+    """This shard of the model on its device, in its dtype. `progress` gets bytes done and in all. ProcessFatal.
+
+    plan: for a .gguf file; None: as --gguf-weights auto on a CPU.
+    """
     spec, dtype = resolved.spec, DTYPES[resolved.dtype]
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -53,13 +65,14 @@ def load_model(
         if resolved.load_format != "dummy":
             check_tensors(tensors(), resolved)
         kept: Kept = {}
-        if resolved.load_format == "gguf" and device.type == "cpu" and dtype == torch.float32:
-            kept = keep(model, tensors())
-        elif resolved.load_format == "gguf" and device.type == "cuda":
-            kept = keep_spans(model, tensors())
-        memory.check_weights(
-            weight_bytes(model) + _decoded_bytes(model, device, dtype), device, _redundant_bytes(model)
-        )
+        needed = weight_bytes(model) + _decoded_bytes(model, device, dtype)
+        if resolved.load_format == "gguf":
+            plan = plan or GGUFPlan(compiled=dtype == torch.float32)
+            form, why = form_of(plan, needed)
+            kept = _keep(model, tensors(), form)
+            _log.info("weights of the .gguf file", form=form.name.lower(), reason=why)
+            needed = max(needed, weight_bytes(model)) if form is Form.DECODED else weight_bytes(model)
+        memory.check_weights(needed, device, _redundant_bytes(model))
         _make_tensors(model, device)
         _fill(model, resolved, tensors(), kept, progress)
         _fill_redundant(model)
@@ -70,6 +83,18 @@ def load_model(
     if device.type == "cuda":
         torch.cuda.empty_cache()  # or what comes next settles in the tensors' large blocks, which then stay
     return model.eval()
+
+
+def _keep(model: Decoder, tensors: Iterable[tuple[str, Source]], form: Form) -> Kept:
+    match form:
+        case Form.PANELS:
+            return keep(model, tensors)
+        case Form.PACKED:
+            return keep_spans(model, tensors)
+        case Form.DECODED:
+            return keep_spans(model, tensors, DecodedGGUF)
+        case Form.VALUES:
+            return {}
 
 
 def reload_experts(model: Decoder, resolved: Resolved, device: torch.device, seed: int) -> None:
