@@ -55,7 +55,7 @@ def test_plain_weights_are_quantised_while_they_are_loaded(tmp_path: Path) -> No
 def test_forms_of_weights_are_of_gguf_files(smollm2: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--gguf-weights packed: .* is no \.gguf file; leave it out"):
         resolved(tmp_path, None, gguf_weights="packed")
-    compiled = {"model": str(smollm2), "device": "cuda", "compile": "inductor"}
+    compiled: dict[str, object] = {"model": str(smollm2), "device": "cuda", "compile": "inductor"}
     with pytest.raises(UsageError, match=r"--compile inductor: it needs --gguf-weights decoded for a \.gguf file"):
         resolve.resolve(flags.build(compiled, None))
     assert resolve.resolve(flags.build({**compiled, "gguf_weights": "decoded"}, None)).resolved is not None
