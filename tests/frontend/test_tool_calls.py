@@ -356,8 +356,7 @@ def shown(said: Said) -> str:
 
 ASKS: dict[str, object] = {"tools": [{"type": "function", "function": {"name": "weather"}}]}
 READS = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="hermes")
-PYTHONIC = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="pythonic")
-GPT_OSS = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="openai", reasoning_parser="openai_gptoss")
+XLAM = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="xlam")
 NO_CALLS_OF_GPT_OSS = ServerConfig(reasoning_parser="openai_gptoss")
 STRICT: dict[str, object] = {"tools": [{"type": "function", "function": {"name": "weather", "strict": True}}]}
 
@@ -394,8 +393,7 @@ def test_which_answers_may_have_calls(fields: dict[str, object], reads: bool) ->
             "no other constraint",
         ),
         ({**ASKS, "tool_choice": "required"}, NO_CALLS_OF_GPT_OSS, "tool_choice", "need --tool-call-parser"),
-        (STRICT, GPT_OSS, "tools", "strict: calls in the form of --tool-call-parser openai"),
-        (STRICT, PYTHONIC, "tools", "strict: calls in the form of --tool-call-parser pythonic"),
+        (STRICT, XLAM, "tools", "strict: calls in the form of --tool-call-parser xlam"),
         ({**STRICT, "response_format": {"type": "json_object"}}, READS, "tools", "strict: goes with no other"),
         ({**ASKS, "tool_choice": "sometimes"}, READS, "tool_choice", "'none', 'auto', 'required' or a function"),
         ({"tool_choice": "required"}, READS, "tool_choice", "'required' needs tools"),

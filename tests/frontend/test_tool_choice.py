@@ -178,6 +178,14 @@ def test_a_strict_tool_is_a_structural_tag() -> None:
     assert grammar_of(QWEN3, **ASKS) is None
 
 
+def test_a_strict_tool_of_gpt_oss_has_the_reasoning_in_its_grammar() -> None:
+    server = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="openai", reasoning_parser="openai_gptoss")
+    tag = grammar_of(server)
+    assert tag is not None
+    assert (tag.kind, tag.opens_with, tag.begins_after) == (GrammarKind.STRUCTURAL_TAG, "", "")
+    assert json.loads(tag.text)["format"]["type"] == "beginning_or"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("choice", "said", "finish_reason"),
