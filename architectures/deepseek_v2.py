@@ -1,6 +1,6 @@
 """DeepSeek-V2 and V2-Lite (DeepSeek-AI 2024): multi-head latent attention, and experts from some layer on."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from msgspec.structs import replace
@@ -100,11 +100,13 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     return deepseek_spec(config, architecture, MoESpec(num_experts=1, num_experts_per_tok=1, moe_intermediate_size=1))
 
 
-def deepseek_weights(spec: ModelSpec) -> Iterator[Weight]:
-    """Every tensor."""
+def deepseek_weights(spec: ModelSpec, index: Callable[[ModelSpec], Iterator[Weight]] | None = None) -> Iterator[Weight]:
+    """Every tensor. index: those of a layer's index, where it has one."""
 
     def in_layer(layer: int) -> Iterator[Weight]:
         yield from _attention(spec)
+        if index is not None:
+            yield from index(spec)
         yield from expert_weights(spec, NAMES) if spec.has_experts(layer) else mlp_weights(spec, spec.intermediate_size)
         yield from norm_weights(spec)
 
@@ -130,7 +132,7 @@ def _attention(spec: ModelSpec) -> Iterator[Weight]:
         )
     else:
         yield weight("self_attn.q_proj", "attn_q", "attention.qkv", queries, hidden, split=Split.QUERY_HEADS)
-    yield weight("self_attn.kv_a_proj_with_mqa", "attn_kv_a_mqa", "attention.qkv", mla.line, hidden)
+    yield weight("self_attn.kv_a_proj_with_mqa", "attn_kv_a_mqa", "attention.qkv", mla.down, hidden)
     yield weight("self_attn.kv_a_layernorm", "attn_kv_a_norm", "attention.kv_norm", rank)
     up = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
     yield weight("self_attn.kv_b_proj", "attn_kv_b", "attention.kv_b", up, rank, split=Split.QUERY_HEADS)

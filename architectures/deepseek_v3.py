@@ -31,7 +31,8 @@ DEFAULTS = {
 }
 
 
-def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+def deepseek_v3_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    """KeyError, ValueError."""
     for key, wanted in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
         if config.get(key, wanted) != wanted:
             raise ValueError(f"{key} {shown(config[key])} is not supported for {architecture}; supported: {wanted}")
@@ -51,7 +52,7 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 FAMILY = Family(
     architecture="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
-    spec=_spec,
+    spec=deepseek_v3_spec,
     weights=deepseek_weights,
     keys=KEYS | set(DRAFTS),
     defaults=DEFAULTS,

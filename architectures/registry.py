@@ -33,6 +33,7 @@ _OWN = {
     "Qwen3MoeForCausalLM": _Module("qwen3_moe", "qwen3moe"),
     "DeepseekV2ForCausalLM": _Module("deepseek_v2", "deepseek2"),
     "DeepseekV3ForCausalLM": _Module("deepseek_v3"),
+    "DeepseekV32ForCausalLM": _Module("deepseek_v32"),
     "Olmo2ForCausalLM": _Module("olmo2", "olmo2"),
     "Olmo3ForCausalLM": _Module("olmo3"),
     "SmolLM3ForCausalLM": _Module("smollm3", "smollm3"),

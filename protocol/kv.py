@@ -56,10 +56,12 @@ class SlidingWindow(Struct, frozen=True, tag="sliding"):
 
 
 class Latent(KeepsAll, frozen=True, tag="latent"):
-    """One line of numbers of each token: what keys and values are projected up from, and the rotated key that all heads share."""
+    """One line of numbers of each token: what keys and values are projected up from, the rotated key that all heads share, and where an
+    index chooses tokens its key."""
 
     rank: int
     rotary: int
+    index: int = 0
 
 
 class EncoderOnly(KeepsAll, frozen=True, tag="encoder"):
@@ -139,7 +141,8 @@ def _attention_of_layers(model: ModelSpec) -> Sequence[KVSpec]:
     if model.encoder_only:
         return [EncoderOnly()] * model.num_hidden_layers
     if model.mla is not None:
-        return [Latent(model.mla.kv_lora_rank, model.mla.qk_rope_head_dim)] * model.num_hidden_layers
+        mla = model.mla
+        return [Latent(mla.kv_lora_rank, mla.qk_rope_head_dim, mla.index_head_dim)] * model.num_hidden_layers
     sliding = model.sliding_layers or (model.sliding_window > 0,) * model.num_hidden_layers
     return [SlidingWindow(model.sliding_window) if slides else FullAttention() for slides in sliding]
 

@@ -87,11 +87,19 @@ class MLASpec(Struct, frozen=True, kw_only=True):
     qk_rope_head_dim: int  # of the rotated key, which all heads share
     v_head_dim: int
     q_lora_rank: int = 0  # 0: queries are projected at once
+    index_topk: int = 0  # tokens that a query attends to: those that an index likes best; 0: all before it
+    index_n_heads: int = 0
+    index_head_dim: int = 0
+
+    @property
+    def down(self) -> int:
+        """Rows of the product that gives a token's latent and its rotated key."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
     def line(self) -> int:
-        """Numbers that the KV cache keeps of a token in one layer."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
+        """Numbers that the KV cache keeps of a token in one layer: the index has a key of its own."""
+        return self.down + self.index_head_dim
 
 
 class StateSpec(Struct, frozen=True, kw_only=True):

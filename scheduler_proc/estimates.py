@@ -66,7 +66,8 @@ class Estimates:
         query = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
         down = hidden * mla.q_lora_rank + mla.q_lora_rank * query if mla.q_lora_rank else hidden * query
         up = mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-        return down + hidden * mla.line + up + heads * mla.v_head_dim * hidden
+        index = (mla.q_lora_rank * mla.index_n_heads + hidden) * mla.index_head_dim + hidden * mla.index_n_heads
+        return down + index + hidden * mla.down + up + heads * mla.v_head_dim * hidden
 
     def of_step(self, starts: Sequence[int], counts: Sequence[int], num_samples: int) -> Estimate:
         """The step computes, of each request, so many tokens from its start on."""

@@ -106,3 +106,46 @@ def test_what_is_not_honoured_is_named(changes: dict[str, Any], said: str) -> No
 def test_v3_chooses_experts_in_one_way(changes: dict[str, Any]) -> None:
     with pytest.raises(ModelFilesError, match="is not supported for DeepseekV3ForCausalLM; supported: "):
         parse_config({**V3, **changes}, Path("m"))
+
+
+V32: dict[str, Any] = {
+    **V3,
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "index_topk": 2048,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+}
+
+
+def test_v32_keeps_a_key_of_its_index_with_each_token() -> None:
+    spec, _ = parse_config(V32, Path("m"))
+    assert spec.mla is not None
+    assert (spec.mla.down, spec.mla.line) == (576, 704)
+    (group,) = make_groups(spec_of_layers(spec), 16, spec.mla.line * 2, 4096)
+    assert group.spec == Latent(512, 64, 128)
+    names = [name for name in weights_of(spec) if name.startswith("model.layers.0.self_attn.indexer.")]
+    assert [name.rpartition("indexer.")[2] for name in names] == [
+        "wq_b.weight",
+        "wk.weight",
+        "k_norm.weight",
+        "k_norm.bias",
+        "weights_proj.weight",
+    ]
+    kinds = {"mlp_layer_types": ["dense"] * 3 + ["sparse"] * (spec.num_hidden_layers - 3)}
+    assert parse_config(V32 | kinds | {"first_k_dense_replace": 5}, Path("m"))[0].moe == spec.moe
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"index_topk": 0}, "index_topk is 0; it must be positive"),
+        ({"index_head_dim": 32}, "index_head_dim 32 has no room"),
+        ({"q_lora_rank": None}, "q_lora_rank must be given"),
+        ({"layer_types": ["full_attention"] * 61}, "layer_types .* is not supported for DeepseekV32ForCausalLM"),
+        ({"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types must be dense for the first layers"),
+    ],
+)
+def test_what_v32_refuses(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelFilesError, match=said):
+        parse_config(V32 | changes, Path("m"))

@@ -42,7 +42,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3Config", {}),
     **DENSE,
     **MOE,
-    **{name: DEEPSEEK[name] for name in ("deepseek-v2-lite", "deepseek-v3")},
+    **{name: DEEPSEEK[name] for name in ("deepseek-v2-lite", "deepseek-v3", "deepseek-v3.2")},
     "gemma2": ("Gemma2Config", GEMMA),
     "gemma3": ("Gemma3TextConfig", GEMMA | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
 }

@@ -181,6 +181,8 @@ class TritonBackend:
             return f"it supports head sizes from 16 to 256, this model has {spec.head_dim}"
         if spec.mla is not None and spec.mla.kv_lora_rank > MOST_RANK:
             return f"it supports latents of up to {MOST_RANK}, this model has kv_lora_rank {spec.mla.kv_lora_rank}"
+        if spec.mla is not None and spec.mla.index_topk:
+            return "it has no kernel that reads chosen tokens alone (index_topk)"
         if spec.state is not None and spec.state.kind not in KINDS:
             return f"it has no kernels for the states of {spec.state.kind}"
         if block_size & (block_size - 1) or block_size < 8:

@@ -41,8 +41,8 @@ def cache_shape(spec: KVSpec, model: ModelSpec, num_pages: int, block_size: int)
     match spec:
         case FullAttention() | SlidingWindow() | EncoderOnly():
             return 2, num_pages, block_size, model.num_key_value_heads, model.head_dim
-        case Latent(rank, rotary):
-            return num_pages, block_size, 1, rank + rotary
+        case Latent(rank, rotary, index):
+            return num_pages, block_size, 1, rank + rotary + index
         case RecurrentState():
             raise AssertionError("a state has no tokens")
     assert_never(spec)

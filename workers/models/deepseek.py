@@ -36,7 +36,7 @@ class LatentAttention(Attention):
             self._width = mla.q_lora_rank
             self.q_a_norm = RMSNorm(mla.q_lora_rank, LATENT_EPS)
             self.q_b = Linear(mla.q_lora_rank, heads * spec.head_dim, bias=False)
-        self.qkv = Linear(hidden, self._width + mla.line, bias=False)
+        self.qkv = Linear(hidden, self._width + mla.down, bias=False)
         self.kv_norm = RMSNorm(mla.kv_lora_rank, LATENT_EPS)
         self.kv_b = Matrix(mla.kv_lora_rank, heads * (mla.qk_nope_head_dim + mla.v_head_dim), bias=False)
         self.o = Linear(heads * mla.v_head_dim, hidden, bias=False)

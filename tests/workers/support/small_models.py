@@ -115,6 +115,13 @@ DEEPSEEK: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3Config",
         LATENT | _GROUPS | {"q_lora_rank": 20, "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}},
     ),
+    "deepseek-v3.2": (
+        "DeepseekV32Config",
+        LATENT
+        | _GROUPS
+        | {"q_lora_rank": 20, "index_topk": 6, "index_n_heads": 4, "index_head_dim": 12}
+        | {"rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}},
+    ),
 }
 """Names of configurations, and what they differ in from SMALL."""
 

@@ -1,0 +1,75 @@
+"""DeepSeek-V3.2 (DeepSeek-AI 2025): V3, of which a query attends to the tokens that a small index likes best."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec.structs import replace
+
+from meshlm.architectures.config_values import integer, shown, words
+from meshlm.architectures.deepseek_v2 import KEYS, deepseek_weights
+from meshlm.architectures.deepseek_v3 import DEFAULTS, DRAFTS, deepseek_v3_spec
+from meshlm.architectures.family import Family, Weight
+from meshlm.protocol.model import ModelSpec
+
+_SIZES = ("index_topk", "index_n_heads", "index_head_dim")
+
+
+def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    kinds = config.get("layer_types")
+    if kinds is not None and set(kinds) != {"indexed_attention"}:
+        raise ValueError(
+            f"layer_types {shown(kinds)} is not supported for {architecture}; supported: indexed_attention"
+        )
+    config = {**config, "layer_types": None, "first_k_dense_replace": _num_dense(config)}
+    spec = deepseek_v3_spec(config, architecture)
+    assert spec.mla is not None
+    sizes = {name: integer(config, name) for name in _SIZES}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} is {size}; it must be positive")
+    if sizes["index_head_dim"] < spec.mla.qk_rope_head_dim:
+        raise ValueError(f"index_head_dim {sizes['index_head_dim']} has no room for the numbers that are rotated")
+    if not spec.mla.q_lora_rank:
+        raise ValueError("q_lora_rank must be given: the index reads the latent of queries")
+    return replace(spec, mla=replace(spec.mla, **sizes))
+
+
+def _num_dense(config: dict[str, Any]) -> int:
+    """The first layers, which have an MLP. ValueError."""
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        return integer(config, "first_k_dense_replace")
+    count = kinds.count("dense") if isinstance(kinds, list) else 0
+    if kinds != ["dense"] * count + ["sparse"] * (integer(config, "num_hidden_layers") - count):
+        raise ValueError(
+            f"mlp_layer_types must be dense for the first layers and sparse for the rest, got {shown(kinds)}"
+        )
+    return count
+
+
+def _index(spec: ModelSpec) -> Iterator[Weight]:
+    mla = spec.mla
+    assert mla is not None
+    heads, dim, hidden = mla.index_n_heads, mla.index_head_dim, spec.hidden_size
+    stem, own = "self_attn.indexer", "attention.index"
+    yield Weight(f"{stem}.wq_b.weight", "", f"{own}.query.weight", (heads * dim, mla.q_lora_rank))
+    yield Weight(f"{stem}.wk.weight", "", f"{own}.key.weight", (dim, hidden))
+    for kind in ("weight", "bias"):
+        yield Weight(f"{stem}.k_norm.{kind}", "", f"{own}.key_norm.{kind}", (dim,))
+    yield Weight(f"{stem}.weights_proj.weight", "", f"{own}.heads.weight", (heads, hidden), quantises=False)
+
+
+def _weights(spec: ModelSpec) -> Iterator[Weight]:
+    return deepseek_weights(spec, _index)
+
+
+FAMILY = Family(
+    architecture="DeepseekV32ForCausalLM",
+    model_type="deepseek_v32",
+    spec=_spec,
+    weights=_weights,
+    keys=KEYS | set(DRAFTS) | set(_SIZES) | words("mlp_layer_types"),
+    defaults=DEFAULTS | {"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128},
+    compiles=False,
+    model="meshlm.workers.models.deepseek_sparse:SparseDeepseek",
+)
