@@ -67,6 +67,8 @@ _VECTORS = {
 }
 """Models that give vectors of texts: decoders without their output projection (sequence.py), and encoders."""
 _FAMILIES: dict[str, Family | _Module] = {**_OWN, **_VECTORS}
+_UNLISTED = {"TransformersForCausalLM": _Module("transformers_backend")}
+"""What no config.json names: how models are served whose architecture is not here."""
 
 
 def register(family: Family) -> None:
@@ -88,7 +90,7 @@ def families() -> dict[str, Family]:
 
 def family_of(architecture: str) -> Family | None:
     """The family with this name in config.json's `architectures`."""
-    return _family(architecture) if architecture in _FAMILIES else None
+    return _family(architecture) if architecture in _FAMILIES or architecture in _UNLISTED else None
 
 
 def gguf_kinds() -> tuple[str, ...]:
@@ -112,6 +114,9 @@ def weights_of(spec: ModelSpec) -> dict[str, Weight]:
 
 
 def _family(architecture: str) -> Family:
+    if architecture in _UNLISTED:
+        unlisted: Family = import_module(f"meshlm.architectures.{_UNLISTED[architecture].name}").FAMILY
+        return unlisted
     found = _FAMILIES[architecture]
     if isinstance(found, _Module):
         module = import_module(f"meshlm.architectures.{found.name}")

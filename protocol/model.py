@@ -148,6 +148,15 @@ class HeadSpec(Struct, frozen=True, kw_only=True):
     ] = ()  # the output projection's rows of these tokens are the classifier's; two: their difference
 
 
+class TransformersSpec(Struct, frozen=True, kw_only=True):
+    """A model that the transformers library computes, with our attention."""
+
+    architecture: str  # of config.json
+    config: str  # config.json with all overrides, as JSON
+    trust_remote_code: bool = False  # code that comes with the model may run
+    not_split: str = ""  # why tensor-parallel ranks cannot split it; empty: they can
+
+
 class ModelSpec(Struct, frozen=True, kw_only=True):
     """The shape of a transformer. Field names are Hugging Face's."""
 
@@ -193,6 +202,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     state: StateSpec | None = None
     attention_layers: tuple[bool, ...] = ()  # which layers have attention; empty: all
     mlp_layers: tuple[bool, ...] = ()  # which layers have an MLP or experts; empty: all
+    transformers: TransformersSpec | None = None
 
     def has_attention(self, layer: int) -> bool:
         """Whether this layer attends to earlier tokens."""

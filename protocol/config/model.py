@@ -57,6 +57,17 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     load_format: Annotated[
         Literal["auto", "safetensors", "gguf", "pt", "dummy"], Meta(description="format of the weights; dummy: random")
     ] = "auto"
+    model_impl: Annotated[
+        Literal["auto", "meshlm", "transformers"],
+        Meta(
+            description="who computes the model: we, or the transformers library with our attention; auto: the library "
+            "where we do not know the architecture"
+        ),
+    ] = "auto"
+    trust_remote_code: Annotated[
+        bool,
+        Meta(description="run code that comes with the model, where --model-impl transformers needs it"),
+    ] = False
     quantization: Annotated[
         str,
         Meta(description="how the weights must be quantised; empty: as the model's files say", extra={"short": "-q"}),

@@ -111,7 +111,11 @@ def model(config: MeshConfig) -> Finding:
         return ok("model", f"{wanted}, of the Hugging Face hub: it is fetched at the start")
     try:
         files = model_files.resolve_model(
-            wanted, tokenizer=config.model.tokenizer, load_format=config.model.load_format
+            wanted,
+            tokenizer=config.model.tokenizer,
+            load_format=config.model.load_format,
+            model_impl=config.model.model_impl,
+            trust_remote_code=config.model.trust_remote_code,
         )
     except ModelFilesError as error:
         return failed("model", str(error), "docs/models.md says which architectures and formats are served")

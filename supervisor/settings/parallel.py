@@ -17,6 +17,7 @@ def check(parallel: ParallelConfig, spec: ModelSpec, device: str, here: int, *, 
         )
     if not platform.has_weights:
         return
+    _check_transformers(parallel, spec)
     _check_tensor(parallel.tensor_parallel_size, spec, spec.wide_sizes(whole_experts=whole_experts))
     stages, layers = parallel.pipeline_parallel_size, spec.num_hidden_layers
     if layers % stages:
@@ -25,6 +26,24 @@ def check(parallel: ParallelConfig, spec: ModelSpec, device: str, here: int, *, 
         )
     if (have := platform.num_devices(os.environ)) is not None:
         _check_devices(parallel, here, have)
+
+
+def _check_transformers(parallel: ParallelConfig, spec: ModelSpec) -> None:
+    """What a model that transformers computes cannot be split into."""
+    source, size = spec.transformers, parallel.tensor_parallel_size
+    if source is None:
+        return
+    if parallel.pipeline_parallel_size > 1:
+        raise UsageError(
+            "--pipeline-parallel-size: --model-impl transformers has no stages; use --tensor-parallel-size"
+        )
+    if size > 1 and source.not_split:
+        raise UsageError(f"--tensor-parallel-size {size}: {source.architecture}: {source.not_split}")
+    if spec.num_key_value_heads % size:
+        raise UsageError(
+            f"--tensor-parallel-size {size}: does not divide the {spec.num_key_value_heads} key-value heads, which "
+            "--model-impl transformers does not repeat"
+        )
 
 
 def _check_tensor(size: int, spec: ModelSpec, wide: tuple[int, ...]) -> None:

@@ -15,6 +15,8 @@ def as_asked(config: MeshConfig, files: ModelFiles) -> ModelFiles:
         raise UsageError(f"--gguf-weights {wanted}: {files.path} is no .gguf file; leave it out")
     found = "gguf" if files.load_format == "gguf" else "" if spec is None else spec.method
     if asked not in ("", found):
+        if files.spec.transformers is not None:
+            raise UsageError(f"--quantization {asked}: --model-impl transformers computes with plain weights alone")
         online = {name: known.online for name, known in formats().items() if known.online is not None}
         if found or asked not in online:
             what = f"are quantised with {found}; leave it out" if found else "are not quantised"

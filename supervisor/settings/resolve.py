@@ -122,6 +122,8 @@ def _read_files(config: MeshConfig) -> tuple[model_files.ModelFiles, generation_
             revision=config.model.revision,
             download_dir=config.model.download_dir,
             hf_overrides=config.model.hf_overrides,
+            model_impl=config.model.model_impl,
+            trust_remote_code=config.model.trust_remote_code,
         )
         files = quantization.as_asked(config, files)
         generation = generation_config.chosen(

@@ -45,13 +45,13 @@ VALUES = {
         "deepep_low_latency": ("peer_memory", _EXCHANGE),
         "flashinfer_nvlink_one_sided": ("peer_memory", _EXCHANGE),
     },
+    "model_impl": {"vllm": ("meshlm", "")},
     "kv_cache_dtype": {"fp8_e4m3": ("fp8", "")},
     "load_format": {"hf": ("auto", ""), "fastsafetensors": ("safetensors", "weights are mapped from disk")},
 }
 
 # Accepted and without effect: why nothing is lost. The number of their values follows the flag's name.
 NEEDLESS = {
-    "--trust-remote-code": (0, "no code that comes with a model is ever run"),
     "--disable-log-stats": (0, "no statistics are logged; GET /metrics has them"),
     "--max-log-len": (1, "prompts are never logged"),
     "--disable-frontend-multiprocessing": (0, "the mesh is processes"),
@@ -245,7 +245,6 @@ ABSENT = {
 ONLY = {
     "--tokenizer-mode": (("auto", "hf", "fast"), "tokenizer.json is what is read"),
     "--config-format": (("auto", "hf"), "config.json is what is read"),
-    "--model-impl": (("auto", "vllm"), "our own models are what is served"),
     "--safetensors-load-strategy": (("auto", "lazy"), "weights are mapped from disk"),
     "--logprobs-mode": (("raw_logprobs",), "logprobs are the model's own, before temperature and penalties"),
     "--response-role": (("assistant",), "answers are the assistant's"),

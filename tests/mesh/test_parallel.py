@@ -10,8 +10,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from serving import MESHLM, Serving, serving
-from split_models import COUNT, FLAGS, KINDS, PROMPTS, greedy, reference, small_model
+from split_models import COUNT, FLAGS, KINDS, PROMPTS, SHAPE, greedy, reference, small_model
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
 
@@ -49,6 +50,24 @@ def test_same_tokens_as_one_process(
     with serving(models[kind], "--load-format", "dummy", *FLAGS, *layout) as server:
         assert greedy(server) == alone[kind]
         assert greedy(server) == alone[kind], "with a warm prefix cache"
+
+
+def test_a_model_that_only_transformers_knows(tmp_path: Path) -> None:
+    """Its own modules with our attention, split by the plan of its configuration; the supervisor asks a process what it is."""
+    import transformers
+
+    small_model(tmp_path, "llama")  # for its tokenizer
+    torch.manual_seed(0)
+    config = transformers.ArceeConfig(**SHAPE | {"initializer_range": 0.2, "eos_token_id": None})
+    theirs = transformers.ArceeForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path)
+    with serving(str(tmp_path), *FLAGS, "-tp", "2") as server:
+        found = greedy(server)
+    assert any("ArceeForCausalLM is computed by transformers' model" in line for line in server.lines)
+    for prompt, tokens in zip(PROMPTS, found, strict=True):
+        with torch.no_grad():
+            logits = theirs(torch.tensor([prompt + tokens])).logits[0]
+        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
 
 
 def test_smollm2_over_three_ranks(smollm2: Path) -> None:

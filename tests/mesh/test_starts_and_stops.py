@@ -95,7 +95,7 @@ def test_a_node_that_is_stopped_while_it_looks_for_its_head_leaves_nothing(tmp_p
 
 def test_every_line_is_json_where_that_is_wanted() -> None:
     """What the processes log, what the supervisor says, deaths and a crash's stacks."""
-    with serving("--device", "fake", "--log-format", "json", "--trust-remote-code") as server:
+    with serving("--device", "fake", "--log-format", "json", "--disable-log-stats") as server:
         complete(server, [5], 3)
         os.kill(server.pid("scheduler"), signal.SIGABRT)  # faulthandler writes its stacks
         server.wait_for("scheduler/0 is ready")
@@ -113,7 +113,7 @@ def test_every_line_is_json_where_that_is_wanted() -> None:
 @pytest.mark.parametrize("closed", [">&- 2>&- <&-", "2>/dev/full --log-format json"])
 def test_it_serves_without_standard_streams(closed: str) -> None:
     run_dir, port = tempfile.mkdtemp(prefix="mlm"), free_port()
-    serve = f'exec "$0" serve --device fake --trust-remote-code --port {port} --run-dir {run_dir} {closed}'
+    serve = f'exec "$0" serve --device fake --disable-log-stats --port {port} --run-dir {run_dir} {closed}'
     with subprocess.Popen(["sh", "-c", serve, MESHLM], cwd="/") as server:
         try:
             until(lambda: Path(run_dir, "status.sock").exists() and is_ready(Path(run_dir)), limit_s=60)

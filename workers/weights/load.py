@@ -52,6 +52,8 @@ def load_model(
     plan: for a .gguf file; None: as --gguf-weights auto on a CPU.
     """
     spec, dtype = resolved.spec, DTYPES[resolved.dtype]
+    if spec.transformers is not None:
+        return _of_transformers(resolved, device, seed, progress, shard)
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -95,6 +97,18 @@ def _keep(model: Decoder, tensors: Iterable[tuple[str, Source]], form: Form) -> 
             return keep_spans(model, tensors, DecodedGGUF)
         case Form.VALUES:
             return {}
+
+
+def _of_transformers(
+    resolved: Resolved, device: torch.device, seed: int, progress: Callable[[int, int], None], shard: Shard
+) -> Decoder:
+    from meshlm.workers.models.transformers.load import load_transformers
+
+    dtype = DTYPES[resolved.dtype]
+    model = load_transformers(resolved, dtype, device, seed, progress, shard)
+    check_finite(model, resolved.model_path)
+    model.prepare(device, dtype)
+    return model.eval()
 
 
 def reload_experts(model: Decoder, resolved: Resolved, device: torch.device, seed: int) -> None:

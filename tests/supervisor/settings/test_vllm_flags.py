@@ -62,7 +62,7 @@ def test_what_has_one_meaning_is_taken_with_it_alone(flag: str, capsys: pytest.C
 
 
 def test_to_ask_for_the_absence_of_what_is_absent_is_fine(capsys: pytest.CaptureFixture[str]) -> None:
-    assert config_of("m", "--no-enable-lora", "--no-trust-remote-code") == config_of("m")
+    assert config_of("m", "--no-enable-lora", "--no-cudagraph-metrics") == config_of("m")
     assert capsys.readouterr().err == ""
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from meshlm.protocol.config import Resolved
 from meshlm.protocol.model import ModelSpec
-from meshlm.runtime.model_files import resolve_model
+from meshlm.runtime.model_files import ModelFiles, resolve_model
 from meshlm.workers.attention.backend import choose
 from meshlm.workers.attention.torch_backend import TorchAttention
 from meshlm.workers.batch import LayerCache, RequestLens, StepInputs
@@ -127,7 +127,10 @@ DEEPSEEK: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def resolved(path: Path, load_format: str = "auto") -> Resolved:
-    files = resolve_model(str(path), load_format=load_format)
+    return resolved_of_files(resolve_model(str(path), load_format=load_format))
+
+
+def resolved_of_files(files: ModelFiles) -> Resolved:
     found = {"model_path": str(files.path), "load_format": files.load_format}
     return resolved_of(files.spec, **found, max_model_len=128, max_num_seqs=8)
 

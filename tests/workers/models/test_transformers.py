@@ -1,0 +1,206 @@
+"""Models that transformers computes with our attention: transformers' own greedy tokens, whatever becomes of a request on its way."""
+
+import dataclasses
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import served_engines
+import torch
+import transformers
+from safetensors.torch import save_file
+from served_engines import AGAIN, Engines, made, served
+from small_models import BLOCK, CPU, SMALL, batch_of, caches, resolved, resolved_of_files
+
+from meshlm.protocol.model import ModelSpec, TransformersSpec
+from meshlm.runtime import transformers_models
+from meshlm.runtime.errors import ModelFilesError, ProcessFatal
+from meshlm.runtime.model_files import resolve_model
+from meshlm.workers.attention.torch_backend import TorchAttention
+from meshlm.workers.batch import GivenEmbeds
+from meshlm.workers.distributed.communicator import SINGLE_RANK
+from meshlm.workers.models.transformers import load
+from meshlm.workers.models.transformers.look import look
+from meshlm.workers.models.transformers.model import TransformersModel
+from meshlm.workers.weights.load import load_model
+
+LAYERS = {"num_hidden_layers": 2}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "granite": ("GraniteConfig", LAYERS | {"attention_multiplier": 0.3, "logits_scaling": 2.0}),
+    "vaultgemma": (
+        "VaultGemmaConfig",
+        LAYERS | {"head_dim": 16, "sliding_window": 11, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
+    ),
+    "minicpm3": ("MiniCPM3Config", LAYERS | {"num_key_value_heads": 6, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}),
+}
+"""Scales and a tied head; windows in every other layer and both caps; values that are shorter than keys."""
+
+
+def in_this_process(config: dict[str, Any], folder: Path, *, trust_remote_code: bool) -> ModelSpec:
+    """A process of its own imports torch again, which takes seconds."""
+    (name,) = config["architectures"]
+    source = TransformersSpec(architecture=name, config=json.dumps(config), trust_remote_code=trust_remote_code)
+    return look(source, folder).spec
+
+
+@pytest.fixture(autouse=True)
+def _no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers_models, "describe", in_this_process)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_are_transformers_own(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks, in too little memory, and behind what an earlier request left."""
+    monkeypatch.setattr(served_engines, "OUTPUT", 10)
+    expected = made(CASES[case], tmp_path)
+    engines = Engines(tmp_path, 24, "auto")
+    try:
+        bench = served(engines)
+    finally:
+        engines.close()
+    assert bench.tokens == dict(enumerate(expected)) | dict.fromkeys(AGAIN, expected[-1])
+    assert bench.core.batching.num_preemptions > 0, "memory was to be too little"
+    assert bench.cached[AGAIN[-1]] >= 48, "too little was found in the prefix cache"
+
+
+def test_tokens_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the plan of the configuration: some products by rows, others by columns."""
+    monkeypatch.setattr(served_engines, "OUTPUT", 4)
+    monkeypatch.setattr(served_engines, "PROMPTS", served_engines.PROMPTS[-2:])
+    expected = made(("ArceeConfig", LAYERS | {"mlp_bias": True, "attention_bias": True}), tmp_path)
+    lock, alone = (
+        threading.Lock(),
+        load.load_transformers,
+    )  # transformers changes torch while it loads: one thread at a time
+
+    def in_turns(*arguments: Any) -> TransformersModel:
+        with lock:
+            return alone(*arguments)
+
+    monkeypatch.setattr(load, "load_transformers", in_turns)
+    engines = Engines(tmp_path, 60, "auto", tp=2)
+    try:
+        assert engines.engines[0].spec.num_attention_heads == 3
+        weights = [sum(part.numel() for part in engine.model.parameters()) for engine in engines.engines]
+        assert served(engines).tokens == dict(enumerate(expected)) | dict.fromkeys(AGAIN, expected[-1])
+    finally:
+        engines.close()
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert sum(weights) < 2 * sum(part.numel() for part in whole.parameters()), "nothing was split"
+
+
+def config_of(name: str, **extra: Any) -> dict[str, Any]:
+    """The config.json of a small model of transformers' class."""
+    config = getattr(transformers, f"{name}Config")(**SMALL | LAYERS | extra)
+    made = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [made.__name__]}
+    return found
+
+
+LONG = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "sinks": (
+        config_of("GptOss", num_local_experts=4),
+        "layer 0: its attention is given s_aux, which ours does not know",
+    ),
+    "states": (config_of("Mamba"), "keeps recurrent states"),
+    "convolutions": (config_of("Lfm2", layer_types=["conv", "full_attention"]), "attention interface"),
+    "biases by position": (config_of("Bloom"), "does not attend through transformers' attention interface"),
+    "no interface": (config_of("GPTJ", rotary_dim=8), "does not attend through transformers' attention interface"),
+    "several calls": (config_of("DiffLlama"), "a layer of it attends several times"),
+    "rope of the batch": (config_of("Granite", rope_parameters=LONG), "rope_type dynamic: .* the requests beside it"),
+    "no decoder": (config_of("Granite") | {"model_type": "vit"}, "no causal decoder of model_type 'vit'"),
+    "unknown": (config_of("Granite") | {"model_type": "none"}, "knows no model_type 'none'"),
+    "its own code": (
+        config_of("Granite") | {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}},
+        r"only code that comes with the model \(auto_map own.Own\) knows it; --trust-remote-code",
+    ),
+    "another class": (config_of("Granite") | {"architectures": ["OtherForCausalLM"]}, "is GraniteForCausalLM"),
+    "a bad key": (config_of("Granite") | {"hidden_size": "wide"}, "transformers refuses its config.json"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_our_attention_cannot_do_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    config, reason = REFUSED[case]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelFilesError, match=reason):
+        resolve_model(str(tmp_path), load_format="dummy", model_impl="transformers")
+
+
+def test_other_states_than_with_transformers_attention_end_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window that looking did not find, positions that are not the given ones: nothing is served then."""
+    (tmp_path / "config.json").write_text(
+        json.dumps(config_of("VaultGemma", head_dim=16, sliding_window=11, initializer_range=0.3))
+    )
+    found = resolved(tmp_path, "dummy")
+    with torch.inference_mode():
+        load_model(found, CPU, 0, lambda done, total: None).join(SINGLE_RANK)
+        blind = msgspec.structs.replace(found, spec=msgspec.structs.replace(found.spec, sliding_window=0))
+        with pytest.raises(ProcessFatal, match=r"VaultGemmaForCausalLM gives with our attention other states .* piece"):
+            load_model(blind, CPU, 0, lambda done, total: None).join(SINGLE_RANK)
+        shifted = load_model(found, CPU, 0, lambda done, total: None)
+        assert isinstance(shifted, TransformersModel)
+        forward = shifted.base.forward
+        monkeypatch.setattr(
+            shifted.base,
+            "forward",
+            lambda position_ids, **rest: forward(position_ids=position_ids - position_ids[:, :1], **rest),
+        )
+        with pytest.raises(ProcessFatal, match=r"its second piece are .* apart"):
+            shifted.join(SINGLE_RANK)
+
+
+def test_tensors_that_are_not_the_models_end_the_start(tmp_path: Path) -> None:
+    config = config_of("Granite", tie_word_embeddings=False)
+    model = transformers.GraniteForCausalLM(transformers.GraniteConfig.from_dict(config))
+    weights = {name: value.contiguous() for name, value in model.state_dict().items()}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for changes, reason in (
+        ({"lm_head.weight": None}, "1 tensor missing: lm_head.weight"),
+        ({"model.layers.0.more.weight": torch.ones(2)}, "1 tensor that the model does not have: model.layers.0.more.w"),
+        ({"model.norm.weight": torch.full((48,), torch.nan)}, "NaN or infinity"),
+        ({"model.norm.weight": torch.ones(4)}, "model.norm.weight"),
+    ):
+        changed = {name: value for name, value in (weights | changes).items() if value is not None}
+        save_file(changed, tmp_path / "model.safetensors")
+        with torch.inference_mode(), pytest.raises(ProcessFatal, match=reason):
+            load_model(resolved(tmp_path), CPU, 0, lambda done, total: None)
+
+
+def test_vectors_that_come_with_a_prompt(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_of("Granite")))
+    with torch.inference_mode():
+        model = load_model(resolved(tmp_path, "dummy"), CPU, 0, lambda done, total: None)
+        assert isinstance(model, TransformersModel)
+        batch = batch_of([([5, 6, 7, 8], 0, [0])])
+        rows = model.base.get_input_embeddings()(torch.tensor([6, 7]))
+        given = dataclasses.replace(batch, input_ids=torch.tensor([5, 0, 0, 8]), embeds=(GivenEmbeds(1, rows),))
+        states = [model(one, caches(model.spec, 1), TorchAttention(one, BLOCK)) for one in (batch, given)]
+    torch.testing.assert_close(*states)
+
+
+def test_code_of_the_model_runs_where_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "own.py").write_text(
+        "from transformers import GraniteConfig, GraniteForCausalLM\n\n\n"
+        "class OwnConfig(GraniteConfig):\n    model_type = 'own'\n\n\n"
+        "class OwnForCausalLM(GraniteForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    config = config_of("Granite") | {"model_type": "own", "architectures": ["OwnForCausalLM"]}
+    named = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    (folder / "config.json").write_text(json.dumps(config | {"auto_map": named}))
+    with pytest.raises(ModelFilesError, match=r"OwnForCausalLM is not supported; .* --trust-remote-code runs that"):
+        resolve_model(str(folder), load_format="dummy")
+    files = resolve_model(str(folder), load_format="dummy", trust_remote_code=True)
+    assert "OwnForCausalLM is computed by transformers' model with our attention" in files.notes[0]
+    with torch.inference_mode():
+        load_model(resolved_of_files(files), CPU, 0, lambda done, total: None).join(SINGLE_RANK)

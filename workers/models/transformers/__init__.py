@@ -1,0 +1,1 @@
+"""Models that the transformers library computes, with our attention, KV cache and scheduler (--model-impl transformers)."""

@@ -1,0 +1,89 @@
+"""The functions that transformers' models call for attention: one serves, the other looks at what a layer asks for.
+
+A layer's module has what it needs in an attribute of its own (`LAYER`); nothing about a step is global. While a model serves, no mask
+is made, since none is registered under that name; while it is looked at, what would make the mask is handed on instead of one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+SERVING, LOOKING = "meshlm", "meshlm_looking"
+LAYER = "_meshlm_attention"
+
+
+class Attends(Protocol):
+    """What a layer's module has as its attribute LAYER."""
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, softcap: float | None
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class MaskFunction:
+    """What makes a mask: whether the query at one index sees the key at another, for tensors of indices."""
+
+    sees: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of batch, head, query and key
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One call of attention, as a model on the meta device made it."""
+
+    module: nn.Module
+    query: tuple[int, ...]  # shape [1, heads, t, head_dim]
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+    mask: object
+    scaling: float | None
+    softcap: float | None
+    others: dict[str, Any]  # that were given, and are not None
+
+
+def _serve(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    attends: Attends = getattr(module, LAYER)
+    return attends(query, key, value, scaling, softcap), None
+
+
+def _look(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    seen: list[Seen] = getattr(module, LAYER)
+    shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
+    given = {name: value for name, value in others.items() if value is not None}
+    seen.append(Seen(module, *shapes, attention_mask, scaling, softcap, given))
+    out = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+    return torch.empty(out, dtype=query.dtype, device=query.device), None
+
+
+def _mask(*_: Any, mask_function: Callable[..., Tensor], **__: Any) -> MaskFunction:
+    return MaskFunction(mask_function)
+
+
+def register() -> None:
+    """Let models name these functions as their `attn_implementation`."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(SERVING, _serve)
+    AttentionInterface.register(LOOKING, _look)
+    AttentionMaskInterface.register(LOOKING, _mask)

@@ -1,0 +1,152 @@
+"""A decoder of the transformers library, computed by its own modules: only what attention does is ours.
+
+A step's tokens are one flat row with their positions. Queries and keys come rotated, so ours turns them by an angle of zero.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshlm.protocol.model import ModelSpec
+from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.attention.backend import StepAttention
+from meshlm.workers.batch import LayerCache, StepInputs, with_given
+from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
+from meshlm.workers.distributed.shard import Shard
+from meshlm.workers.layers.ops import AttentionShape, Ops, TorchOps, make_ops
+from meshlm.workers.models.decoder import Decoder, DecoderLayer, Parts
+from meshlm.workers.models.transformers import given, interface
+from meshlm.workers.models.transformers.look import attending
+from meshlm.workers.models.transformers.proof import why_unequal
+
+
+class _Step(NamedTuple):
+    """What layers need to know of the step that is being computed."""
+
+    batch: StepInputs
+    caches: list[LayerCache]
+    attention: StepAttention
+
+
+class _Layer:
+    """Attention of one layer; see interface.py."""
+
+    def __init__(self, owner: "TransformersModel", layer: int) -> None:
+        spec = owner.local
+        self._owner, self._layer = owner, layer
+        self._shape = AttentionShape(
+            spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, None, 0.0, spec.attn_logit_softcapping
+        )
+        self._window = spec.sliding_window if not spec.sliding_layers or spec.sliding_layers[layer] else 0
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, softcap: float | None
+    ) -> Tensor:
+        step, size, wide = self._owner.step, self._shape.head_dim, value.shape[3]
+        assert step is not None
+        if wide < size:  # latent attention that is projected up: values are shorter than keys
+            value = F.pad(value, (0, size - wide))
+        qkv = torch.cat((query, key, value), dim=1)[0].transpose(0, 1).flatten(1)  # [t, (heads + 2 kv_heads) d]
+        scale = size**-0.5 if scaling is None else scaling
+        out = step.attention.attend(
+            qkv,
+            self._owner.ops,
+            step.batch,
+            self._owner.rope,
+            step.caches[self._layer],
+            self._shape,
+            scale,
+            self._window,
+        )  # [t, heads, d]
+        return out[None, ..., :wide]
+
+
+class _NoLayer(DecoderLayer):
+    """What tells others that no layer here is of ours."""
+
+
+class TransformersModel(Decoder):
+    """See the module docstring. The engine knows it as a `Decoder`."""
+
+    layer_type = _NoLayer
+
+    def __init__(self, spec: ModelSpec, max_len: int, shard: Shard, model: Any, modules: tuple[str, ...]) -> None:
+        """model: transformers' own, whole or this rank's part. modules: the names of those that attend, layer by layer."""
+        nn.Module.__init__(self)
+        self.spec, self.shard, self.local = spec, shard, shard.local(spec)
+        self.comm: Communicator = SINGLE_RANK
+        self.ops: Ops = TorchOps()
+        self.parts: Parts | None = None
+        self.classifier = None
+        self.layers = nn.ModuleList()
+        self.rope = torch.empty(0)
+        self.step: _Step | None = None
+        self._max_len = max_len
+        for layer, module in enumerate(attending(model, modules)):
+            setattr(module, interface.LAYER, _Layer(self, layer))
+        self.base = model.base_model
+        given.give(model)
+        self.head_model = model
+
+    def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
+        """See `Decoder.prepare`."""
+        self.ops = make_ops(device, dtype)
+        size = self.spec.head_dim
+        self.rope = torch.ones(self._max_len, size, dtype=torch.float32, device=device)
+        self.rope[:, size // 2 :] = 0
+
+    def join(self, comm: Communicator) -> None:
+        """See `Decoder.join`. The model is held against transformers' own attention here, where ranks can meet."""
+        self.comm = comm
+        if reason := why_unequal(self):
+            assert self.spec.transformers is not None
+            raise ProcessFatal(
+                f"--model-impl transformers: {self.spec.transformers.architecture} gives with our attention other states than "
+                f"with transformers' own ({reason})"
+            )
+
+    def forward(
+        self, batch: StepInputs, caches: list[LayerCache], attention: StepAttention, residual: Tensor | None = None
+    ) -> Tensor:
+        """See `Decoder.forward`."""
+        ids, positions = batch.input_ids, batch.positions
+        if (
+            ids.is_cuda
+        ):  # while kernels are compiled ahead, nobody has written them, and torch would stop at what stands there
+            ids, positions = ids.clamp(0, self.spec.vocab_size - 1), positions.clamp(0, self._max_len - 1)
+        tokens: dict[str, Tensor] = {"input_ids": ids[None]}
+        if batch.embeds:
+            own = self.base.get_input_embeddings()(ids)
+            tokens = {"inputs_embeds": with_given(own, batch.embeds)[None]}
+        self.step = _Step(batch, caches, attention)
+        try:
+            found: Tensor = self.base(**tokens, position_ids=positions[None], use_cache=False).last_hidden_state[0]
+        finally:
+            self.step = None
+        return found
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `Decoder.logits`; each rank computes all of them."""
+        found = given.logits_of(self.head_model, hidden)
+        return found if out is None else out.copy_(found)
+
+    @contextmanager
+    def shortened(self) -> Iterator[int]:
+        """See `Decoder.shortened`: it stays whole."""
+        yield self.spec.num_hidden_layers
+
+    def active_parameters(self) -> int:
+        """See `Decoder.active_parameters`: all that are here."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def warm_rows(self, most: int) -> set[int]:
+        """No kernel of ours has variants by the number of rows."""
+        return set()
+
+    def kv_scales(self) -> list[tuple[float, float]]:
+        """No checkpoint brings any."""
+        return [(1.0, 1.0)] * self.spec.num_hidden_layers
