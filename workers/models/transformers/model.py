@@ -18,7 +18,7 @@ from meshlm.workers.batch import LayerCache, StepInputs, with_given
 from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.layers.ops import AttentionShape, Ops, TorchOps, make_ops
-from meshlm.workers.models.decoder import Decoder, DecoderLayer, Parts
+from meshlm.workers.models.decoder import Decoder, DecoderLayer, KVScale, Parts
 from meshlm.workers.models.transformers import given, interface
 from meshlm.workers.models.transformers.look import attending
 from meshlm.workers.models.transformers.proof import why_unequal
@@ -147,6 +147,6 @@ class TransformersModel(Decoder):
         """No kernel of ours has variants by the number of rows."""
         return set()
 
-    def kv_scales(self) -> list[tuple[float, float]]:
+    def kv_scales(self) -> list[KVScale]:
         """No checkpoint brings any."""
-        return [(1.0, 1.0)] * self.spec.num_hidden_layers
+        return [(None, None)] * self.spec.num_hidden_layers
