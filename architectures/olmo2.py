@@ -29,18 +29,21 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     return spec
 
 
+def olmo_attention(spec: ModelSpec) -> Iterator[Weight]:
+    """The tensors of a layer's attention, with norms of all its query heads together and all its key heads."""
+    query, key = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
+    yield from attention_weights(spec)
+    yield Weight(
+        "self_attn.q_norm.weight", "attn_q_norm.weight", "attention.query_norm.weight", (query,), Split.QUERY_HEADS
+    )
+    yield Weight("self_attn.k_norm.weight", "attn_k_norm.weight", "attention.key_norm.weight", (key,), Split.KV_HEADS)
+
+
 def olmo_weights(spec: ModelSpec) -> Iterator[Weight]:
     """Every tensor."""
-    query, key = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
 
     def in_layer(layer: int) -> Iterator[Weight]:
-        yield from attention_weights(spec)
-        yield Weight(
-            "self_attn.q_norm.weight", "attn_q_norm.weight", "attention.query_norm.weight", (query,), Split.QUERY_HEADS
-        )
-        yield Weight(
-            "self_attn.k_norm.weight", "attn_k_norm.weight", "attention.key_norm.weight", (key,), Split.KV_HEADS
-        )
+        yield from olmo_attention(spec)
         yield from mlp_weights(spec, spec.intermediate_size)
         yield from norm_weights(spec, POST_NORMS)
 

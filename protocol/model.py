@@ -177,6 +177,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     output_bias: bool = False  # of o
     mlp_bias: bool = False
     qk_norm: bool = False
+    clip_qkv: float = 0.0  # queries, keys and values are no further from 0 than this; 0: none
     sliding_window: int = 0  # 0: full attention
     sliding_layers: tuple[bool, ...] = ()  # which layers slide; empty: all, if sliding_window
     sliding_rope: RopeSpec | None = None  # of layers that slide; None: rope

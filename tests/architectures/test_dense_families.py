@@ -62,6 +62,21 @@ def test_layers_without_positions() -> None:
         ("Cohere2", {"layer_switch": 3}, "sliding_window_pattern 4 with layer_switch 3"),
         ("Glm", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not supported for Glm"),
         ("Glm4", {"sliding_window": 64}, "sliding_window 64 with these layer_types is not supported"),
+        (
+            "Granite",
+            {"logits_scaling": 0},
+            "logits_scaling, residual_multiplier and attention_multiplier must be positive",
+        ),
+        (
+            "Granite",
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantization_config is not supported for Granite",
+        ),
+        ("Dots1", {"topk_method": "greedy"}, "topk_method 'greedy' is not supported"),
+        ("Ernie4_5_Moe", {"moe_norm_min": 0.5}, "moe_norm_min 0.5 is not supported"),
+        ("Ernie4_5_Moe", {"moe_layer_interval": 0}, "moe_layer_interval is 0; it must be positive"),
+        ("Glm4Moe", {"use_sliding_window": True, "sliding_window": 64}, "sliding_window 64 with these layer_types"),
+        ("SeedOss", {"residual_multiplier": 2.0}, "residual_multiplier 2.0 changes what the model computes"),
         ("Starcoder2", {"norm_type": "rms_norm"}, "norm_type 'rms_norm' is not supported; supported: layer_norm"),
     ],
 )

@@ -92,7 +92,6 @@ def test_weights_fill_the_parameters_of_the_model(architecture: str, tied: bool)
             ),
             "attention_layers": (False, not alone and not architecture.startswith("Nemotron")),
             "mlp_layers": (not alone and not architecture.startswith("Nemotron"), not alone),
-            "multipliers": (1.0, 1.0, 1.0),
         }
     spec = spec_of(
         **of_encoder,
@@ -107,6 +106,7 @@ def test_weights_fill_the_parameters_of_the_model(architecture: str, tied: bool)
         num_attention_heads=2,
         head_dim=4,
         tie_word_embeddings=tied,
+        multipliers=(1.0, 1.0, 1.0) if architecture.startswith("Granite") else (),
         mla=mla if architecture.startswith("Deepseek") else None,
     )
     with torch.device("meta"):

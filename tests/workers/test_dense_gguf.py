@@ -16,6 +16,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "command-r": ("CohereConfig", {"attention_bias": True, "logit_scale": 1.5}),
     "cohere2": ("Cohere2Config", {"num_hidden_layers": 5, "sliding_window": 7, "logit_scale": 1.5}),
     "smollm3": ("SmolLM3Config", {"num_hidden_layers": 5}),
+    "granite": (
+        "GraniteConfig",
+        {"embedding_multiplier": 3.0, "logits_scaling": 1.5, "residual_multiplier": 0.4, "attention_multiplier": 0.2},
+    ),
 }
 
 
@@ -41,6 +45,12 @@ def test_a_gguf_file_is_the_same_model(kind: str, tmp_path: Path) -> None:
     else:
         writer.add_layer_norm_eps(spec.rms_norm_eps)
         writer.add_logit_scale(spec.logit_scale)
+    if spec.multipliers:
+        embedding, logits, residual = spec.multipliers
+        writer.add_embedding_scale(embedding)
+        writer.add_logit_scale(logits)
+        writer.add_residual_scale(residual)
+        writer.add_attention_scale(spec.query_pre_attn_scalar**-0.5)
     if spec.sliding_window:
         writer.add_sliding_window(spec.sliding_window)
     writer.add_rope_freq_base(spec.rope.rope_theta)

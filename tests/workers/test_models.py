@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 from gguf_models import write_gguf
-from small_models import DEEPSEEK, DENSE, GEMMA, MOE, SMALL, caches, load, run
+from small_models import CLASSIC, DEEPSEEK, DENSE, GEMMA, MOE, SMALL, caches, load, run
 
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
@@ -58,14 +58,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["torch", "cpu", "cpu layers"])
-@pytest.mark.parametrize("case", CASES)
+KINDS = [(case, kind) for case in CASES for kind in ("torch", "cpu", "cpu layers")]
+KINDS += [(case, "cpu") for case in CLASSIC]
+
+
+@pytest.mark.parametrize(("case", "kind"), KINDS)
 def test_logits_equal_transformers(case: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole prompt, then in chunks, then decode beside another request: all the same logits."""
     import transformers
 
     torch.manual_seed(0)
-    name, extra = CASES[case]
+    name, extra = (CASES | CLASSIC)[case]
     config = getattr(transformers, name)(**{**SMALL, **extra})
     theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     for parameter_name, parameter in theirs.named_parameters():

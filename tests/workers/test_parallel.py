@@ -13,7 +13,7 @@ import pytest
 import torch
 from gguf_models import write_gguf
 from sharded_models import LIMIT_S, load_shards, logits_of, shards, together
-from small_models import CPU, DEEPSEEK, DENSE, GEMMA, MOE, SMALL, caches, load, run
+from small_models import CLASSIC, CPU, DEEPSEEK, DENSE, GEMMA, MOE, SMALL, caches, load, run
 from tiny_models import spec_of
 from waiting import free_port
 
@@ -49,18 +49,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 LAYOUTS = [(2, 1), (1, 3), (6, 1), (2, 3)]  # six ranks share two key-value heads
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *CLASSIC])
 def test_shards_give_the_logits_of_the_whole(case: str, tmp_path: Path) -> None:
     import transformers
 
     torch.manual_seed(0)
-    name, extra = CASES[case]
+    name, extra = (CASES | CLASSIC)[case]
     config = getattr(transformers, name)(**{**SMALL, "intermediate_size": 96, **extra})
     transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(tmp_path)
     tokens = torch.randint(0, 211, (37,)).tolist()
     whole_model = load(tmp_path)
     whole = run(whole_model, caches(whole_model.spec, 24), [(tokens, 0, [7, 3, 11, 0, 5, 9, 1, 2, 8, 4])])
-    for tp, pp in LAYOUTS:
+    for tp, pp in LAYOUTS if case in CASES else [(2, 3)]:
         found = together(load_shards(tmp_path, tp, pp), lambda model, comm: logits_of(model, comm, tokens))
         for logits in found[-tp:]:
             torch.testing.assert_close(logits, whole, atol=2e-5, rtol=1e-4)

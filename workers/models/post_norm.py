@@ -78,7 +78,11 @@ class OlmoAttention(Attention):
             by_query, by_key = (means + self.query_norm.eps).rsqrt().split(1, dim=-1)
             query = (query.float() * by_query * self.query_norm.weight).to(qkv.dtype)
             key = (key.float() * by_key * self.key_norm.weight).to(qkv.dtype)
-        return super().attend(torch.cat((query, key, value), dim=-1), cache, context)
+        return self.attend_normed(torch.cat((query, key, value), dim=-1), cache, context)
+
+    def attend_normed(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
+        """What `attend` does behind these norms."""
+        return super().attend(qkv, cache, context)
 
 
 class OlmoLayer(PostNormLayer):

@@ -222,6 +222,8 @@ def _take(
         slot[found.row : found.row + count] = rows
         return slot[found.row : found.row + count].numel()
     tensor = source.part(found.dim, found.begin, found.end)
+    if slot.dim() == 1 and tensor.dim() == 2:  # files have it as a matrix of one row
+        tensor = tensor.flatten()
     rows = slot[found.row : found.row + tensor.shape[0]]
     if found.neighbours[1] and resolved.load_format != "gguf":  # gguf_source.py reorders
         tensor = _to_halves(tensor, *found.neighbours)

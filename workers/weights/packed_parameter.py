@@ -50,9 +50,10 @@ def keep(model: Decoder, tensors: Iterable[tuple[str, Source]]) -> dict[str, Pac
             continue  # load.py will say it
         if found is None or found.expert is not None or found.shape != source.shape or len(found.shape) != 2:
             continue
+        form = None if found.times != 1 else _form(source, found)  # codes are not multiplied
         rows = found.end - found.begin if found.dim == 0 else found.shape[0]
         if rows and found.begin < found.end:
-            parts.setdefault(found.parameter, []).append((found.row, rows, _form(source, found)))
+            parts.setdefault(found.parameter, []).append((found.row, rows, form))
     kept = {}
     begin, end, _ = model.shard.vocab(model.spec.vocab_size)
     for name, parameter in list(model.named_parameters()):

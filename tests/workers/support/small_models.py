@@ -84,6 +84,43 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Dense decoders that differ from Llama in norms, rotation or the order of layers: what they differ in from SMALL."""
 
+_ROUTED: dict[str, Any] = {
+    "n_routed_experts": 6,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 36,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.7,
+    "initializer_range": 0.2,
+}
+_MULTIPLIED: dict[str, Any] = {
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 1.5,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+}
+CLASSIC: dict[str, tuple[str, dict[str, Any]]] = {
+    "granite": ("GraniteConfig", _MULTIPLIED),
+    "granite-tied": ("GraniteConfig", _MULTIPLIED | {"tie_word_embeddings": True, "attention_bias": True}),
+    "granite-moe": ("GraniteMoeConfig", _MULTIPLIED | {"num_local_experts": 5, "initializer_range": 0.2}),
+    "glm4-moe": ("Glm4MoeConfig", _ROUTED | {"head_dim": 16, "use_qk_norm": True, "n_group": 2}),
+    "glm4-moe-bias": ("Glm4MoeConfig", _ROUTED | {"head_dim": 16, "attention_bias": True}),
+    "dots1": ("Dots1Config", _ROUTED | {"sliding_window": 7, "max_window_layers": 2}),
+    "olmoe": ("OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 2, "clip_qkv": 0.5, "initializer_range": 0.2}),
+    "seed-oss": ("SeedOssConfig", {"head_dim": 16}),
+    "ministral": (
+        "MinistralConfig",
+        {"head_dim": 16, "sliding_window": 7, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    ),
+    "ernie4.5": ("Ernie4_5Config", {"head_dim": 16, "use_bias": True}),
+    "ernie4.5-moe": (
+        "Ernie4_5_MoeConfig",
+        {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 36, "initializer_range": 0.2},
+    ),
+}
+"""More decoders: what they differ in from SMALL."""
+
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 6,
     "q_lora_rank": None,

@@ -1,0 +1,106 @@
+"""ERNIE 4.5 (Baidu 2025), dense and with experts: a Llama that turns neighbours, whose biases are all there or all missing.
+
+Experts are scored by a softmax and chosen with a correction, and their weights are divided by their sum.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec.structs import replace
+
+from meshlm.architectures.config_values import boolean, integer, number, shown, words
+from meshlm.architectures.dense import dense_spec, dense_weights, one_window, refuse_quantised, rotating_neighbours
+from meshlm.architectures.family import Family, Weight
+from meshlm.architectures.moe import ExpertNames, checked, moe_weights
+from meshlm.protocol.model import ModelSpec, MoESpec
+
+_NAMES = ExpertNames(shared="mlp.shared_experts")
+_DEFAULTS: dict[str, Any] = {
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500_000.0,
+    "tie_word_embeddings": True,
+}
+
+
+def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    refuse_quantised(config, architecture)
+    bias = boolean(config, "use_bias")
+    spec = dense_spec({**config, "attention_bias": bias, "mlp_bias": bias}, architecture)
+    one_window(config, spec, slides=False)
+    return spec
+
+
+def _moe_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    spec = _spec(config, architecture)
+    if spec.mlp_bias:
+        raise ValueError(f"use_bias true is not supported for {architecture}")
+    if number(config["moe_norm_min"], "moe_norm_min") > 1e-6:
+        raise ValueError(f"moe_norm_min {shown(config['moe_norm_min'])} is not supported; it may be 1e-6 at most")
+    first, last, every = (integer(config, f"moe_layer_{name}") for name in ("start_index", "end_index", "interval"))
+    if every < 1:
+        raise ValueError(f"moe_layer_interval is {every}; it must be positive")
+    last = spec.num_hidden_layers - 1 if last == -1 else last
+    layers = tuple((layer + 1) % every == 0 and first <= layer <= last for layer in range(spec.num_hidden_layers))
+    wide = integer(config, "moe_intermediate_size")
+    moe = MoESpec(
+        num_experts=integer(config, "moe_num_experts"),
+        num_experts_per_tok=integer(config, "moe_k"),
+        moe_intermediate_size=wide,
+        norm_topk_prob=True,
+        correction_bias=True,
+        shared_intermediate_size=integer(config, "moe_num_shared_experts") * wide,
+        moe_layers=() if all(layers) else layers,
+    )
+    return replace(spec, moe=checked(moe, "moe_num_experts") if any(layers) else None)
+
+
+def _weights(spec: ModelSpec) -> Iterator[Weight]:
+    return rotating_neighbours(spec, dense_weights(spec))
+
+
+def _moe_weights(spec: ModelSpec) -> Iterator[Weight]:
+    for weight in rotating_neighbours(spec, moe_weights(spec, _NAMES)):
+        if weight.parameter.endswith("correction_bias"):  # a file has it as a matrix of one row
+            yield weight._replace(shape=(1, *weight.shape))
+        else:
+            yield weight
+
+
+def _renamed(name: str) -> str:
+    return name.replace(".mlp.moe_statics.", ".mlp.gate.").replace(".mlp.gate.moe_statics.", ".mlp.gate.")
+
+
+DENSE = Family(
+    architecture="Ernie4_5ForCausalLM",
+    model_type="ernie4_5",
+    spec=_spec,
+    weights=_weights,
+    keys=words("use_bias"),
+    defaults={**_DEFAULTS, "num_key_value_heads": 2, "head_dim": 128},
+)
+EXPERTS = Family(
+    architecture="Ernie4_5_MoeForCausalLM",
+    model_type="ernie4_5_moe",
+    spec=_moe_spec,
+    weights=_moe_weights,
+    keys=words("""
+        use_bias moe_k moe_num_experts moe_num_shared_experts moe_layer_start_index moe_layer_end_index
+        moe_layer_interval moe_norm_min moe_intermediate_size num_experts_per_tok num_experts num_local_experts
+    """),
+    defaults={
+        **_DEFAULTS,
+        "num_key_value_heads": 4,
+        "moe_k": 6,
+        "moe_num_experts": 64,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": -1,
+        "moe_layer_interval": 1,
+        "moe_norm_min": 1e-12,
+        "moe_intermediate_size": 1536,
+    },
+    rename=_renamed,
+    compiles=False,
+)
+FAMILIES = (DENSE, EXPERTS)

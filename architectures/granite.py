@@ -1,0 +1,120 @@
+"""Granite 3 (IBM 2024), dense and with experts: a Llama whose embedding, scores, sums and logits are multiplied by four numbers.
+
+Three of them are multiplied into the weights while these load: the residual's into what is added to it, the embedding's and the
+logits' into the embedding and the last norm. The attention's is the scale of scores.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec.structs import replace
+
+from meshlm.architectures.config_values import number, words
+from meshlm.architectures.dense import dense_gguf, dense_spec, dense_weights
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
+from meshlm.architectures.moe import ExpertNames, moe_spec, moe_weights
+from meshlm.protocol.model import ModelSpec
+
+MULTIPLIERS = words("embedding_multiplier logits_scaling residual_multiplier attention_multiplier")
+NAMES = ExpertNames(router="block_sparse_moe.router", expert="block_sparse_moe.experts.{}", shared="shared_mlp")
+_EXPERTS = "block_sparse_moe.experts"
+PACKED_EXPERTS = {
+    f"{_EXPERTS}.gate_up_proj": (f"{_EXPERTS}.{{}}.gate_proj", f"{_EXPERTS}.{{}}.up_proj"),
+    f"{_EXPERTS}.down_proj": (f"{_EXPERTS}.{{}}.down_proj",),
+}
+
+
+def with_multipliers(spec: ModelSpec, values: dict[str, Any]) -> ModelSpec:
+    """The spec with the four numbers. ValueError."""
+    scales = {key: number(values[key], key) for key in MULTIPLIERS}
+    if not all(scales.values()):
+        raise ValueError(
+            "embedding_multiplier, logits_scaling, residual_multiplier and attention_multiplier must be positive"
+        )
+    return replace(
+        spec,
+        query_pre_attn_scalar=scales["attention_multiplier"] ** -2,
+        multipliers=(scales["embedding_multiplier"], scales["logits_scaling"], scales["residual_multiplier"]),
+    )
+
+
+def refuse_quantised(config: dict[str, Any], architecture: str) -> None:
+    """Codes cannot be multiplied while they load. ValueError."""
+    for key in ("quantization_config", "compression_config", "quantization"):
+        if config.get(key):
+            raise ValueError(f"{key} is not supported for {architecture}, whose weights are multiplied while they load")
+
+
+def multiplied(spec: ModelSpec, weights: Iterator[Weight]) -> Iterator[Weight]:
+    """The weights, and what each of them is multiplied by while it loads."""
+    embedding, logits, residual = spec.multipliers
+    head = 1 / logits / (embedding if spec.tie_word_embeddings else 1.0)
+    for weight in weights:
+        last = weight.parameter.rpartition(".")[0].rpartition(".")[2]
+        times = {"embed": embedding, "norm": head if weight.layer is None else 1.0, "o": residual, "down": residual}
+        yield weight._replace(times=times.get(last, 1.0))
+
+
+def renamed_experts(name: str) -> str:
+    """The name of a file's tensor with the matrices of all experts, or of a router, as the families here have it."""
+    name = name.replace("block_sparse_moe.router.layer.", "block_sparse_moe.router.")
+    if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        return f"{name}.weight"
+    return name.replace("block_sparse_moe.input_linear.", "block_sparse_moe.experts.gate_up_proj.").replace(
+        "block_sparse_moe.output_linear.", "block_sparse_moe.experts.down_proj."
+    )
+
+
+def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    refuse_quantised(config, architecture)
+    return with_multipliers(dense_spec(config, architecture), config)
+
+
+def _moe_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    moe = replace(moe_spec(config, "num_local_experts", "intermediate_size"), norm_topk_prob=True)
+    return replace(_spec(config, architecture), moe=moe)
+
+
+def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    spec, get = dense_gguf(metadata, architecture), metadata.get
+    names = ("embedding_scale", "logit_scale", "residual_scale", "attention.scale")
+    unscaled = (1.0, 1.0, 1.0, spec.head_dim**-0.5)
+    keys = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
+    values = {key: float(get(name, plain)) for key, name, plain in zip(keys, names, unscaled, strict=True)}
+    try:
+        return with_multipliers(spec, values)
+    except ValueError as error:
+        raise MetadataError(f"metadata {metadata.kind}: {error}") from None
+
+
+DENSE = Family(
+    architecture="GraniteForCausalLM",
+    model_type="granite",
+    spec=_spec,
+    weights=lambda spec: multiplied(spec, dense_weights(spec)),
+    keys=MULTIPLIERS,
+    defaults={**dict.fromkeys(MULTIPLIERS, 1.0), "max_position_embeddings": 2048},
+    gguf=GGUFFamily(
+        "granite",
+        _gguf,
+        words("embedding_scale logit_scale residual_scale attention.scale"),
+        interleaved_heads=True,
+    ),
+)
+EXPERTS = Family(
+    architecture="GraniteMoeForCausalLM",
+    model_type="granitemoe",
+    spec=_moe_spec,
+    weights=lambda spec: multiplied(spec, moe_weights(spec, NAMES)),
+    keys=MULTIPLIERS | words("num_local_experts num_experts_per_tok"),
+    defaults={
+        **dict.fromkeys(MULTIPLIERS, 1.0),
+        "max_position_embeddings": 2048,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    packed=PACKED_EXPERTS,
+    rename=renamed_experts,
+    compiles=False,
+)
+FAMILIES = (DENSE, EXPERTS)

@@ -1,0 +1,31 @@
+"""Seed-OSS (ByteDance Seed 2025): a Llama whose output projection may have a bias of its own."""
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from meshlm.architectures.config_values import boolean
+from meshlm.architectures.dense import dense_spec, dense_weights, one_window
+from meshlm.architectures.family import Family
+from meshlm.protocol.model import ModelSpec
+
+
+def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    spec = dense_spec(config, architecture)
+    one_window(config, spec, slides=False)
+    return replace(spec, output_bias=boolean(config, "attention_out_bias"))
+
+
+FAMILY = Family(
+    architecture="SeedOssForCausalLM",
+    model_type="seed_oss",
+    spec=_spec,
+    weights=dense_weights,
+    keys=frozenset(("attention_out_bias",)),
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "attention_bias": True,
+        "max_position_embeddings": 524288,
+    },
+)

@@ -1,0 +1,38 @@
+"""OLMoE: a layer is Llama's, its attention OLMo 2's, of which queries, keys and values may be clipped."""
+
+from torch import Tensor
+
+from meshlm.workers.batch import LayerCache
+from meshlm.workers.distributed.communicator import Communicator
+from meshlm.workers.forward_context import ForwardContext
+from meshlm.workers.models.decoder import Decoder, DecoderLayer
+from meshlm.workers.models.post_norm import OlmoAttention
+
+
+class OlmoeAttention(OlmoAttention):
+    """See the module docstring."""
+
+    def attend_normed(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
+        """See `OlmoAttention.attend_normed`."""
+        clip = self._spec.clip_qkv
+        return super().attend_normed(qkv.clamp_(-clip, clip) if clip else qkv, cache, context)
+
+
+class OlmoeLayer(DecoderLayer):
+    """Attention, and experts."""
+
+    attention_type = OlmoeAttention
+
+
+class Olmoe(Decoder):
+    """See `Decoder`."""
+
+    layer_type = OlmoeLayer
+
+    def join(self, comm: Communicator) -> None:
+        """See `Decoder.join`."""
+        super().join(comm)
+        for layer in self.layers:
+            assert isinstance(layer, OlmoeLayer)
+            assert isinstance(layer.attention, OlmoeAttention)
+            layer.attention.comm, layer.attention.ranks = comm, self.shard.tp_size
