@@ -147,7 +147,10 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
         ),
     ] = ""
     attention_backend: Annotated[
-        str, Meta(description="attention implementation: auto, cpu, torch, triton, or a plug-in's name")
+        str,
+        Meta(
+            description="attention implementation: auto, cpu, torch, triton, flash_attn or flashinfer (if installed), or a plug-in's"
+        ),
     ] = "auto"
     logits_processors: Annotated[
         tuple[str, ...],

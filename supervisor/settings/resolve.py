@@ -19,6 +19,7 @@ from meshlm.architectures.family import Family
 from meshlm.architectures.registry import family_of
 from meshlm.protocol.config import MeshConfig, Resolved, ServerConfig
 from meshlm.runtime import generation_config, io_processors, logits_processors, model_files, numa, platforms, plugins
+from meshlm.runtime.attention_packages import PACKAGES
 from meshlm.runtime.errors import ModelFilesError, RequestError
 from meshlm.runtime.messages import check_template_kwargs
 from meshlm.runtime.parsers import registry
@@ -26,7 +27,7 @@ from meshlm.runtime.platforms import Platform
 from meshlm.supervisor.errors import StartError, UsageError
 from meshlm.supervisor.settings import experts, kv_cache, layout, observing, parallel, quantization, states, vectors
 
-BACKENDS = ("auto", "cpu", "torch", "triton")  # of attention; plug-ins add theirs
+BACKENDS = ("auto", "cpu", "torch", "triton", *PACKAGES)  # of attention; plug-ins add theirs
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
@@ -203,6 +204,8 @@ def _check_backend(name: str) -> None:
     known = [*BACKENDS, *plugins.names(plugins.BACKENDS, os.environ)]
     if name not in known:
         raise UsageError(f"--attention-backend {name}: there are {', '.join(known)}")
+    if name in PACKAGES and (missing := PACKAGES[name].missing()):
+        raise UsageError(f"--attention-backend {PACKAGES[name].flag}: {missing}")
 
 
 def _check_template_kwargs(text: str) -> None:

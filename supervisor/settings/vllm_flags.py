@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from meshlm.runtime.attention_packages import PACKAGES
 from meshlm.runtime.streams import complain
 from meshlm.supervisor.settings.vllm_table import ABSENT, NEEDLESS, ONLY, RENAMED, SWITCHES, VALUES
 
@@ -109,6 +110,11 @@ def meant(setting: str, value: str) -> str:
     ours, different = (
         names.get(value) or names.get(value.upper()) or (value, "")
     )  # vLLM reads names of backends in any case
+    if setting == "attention_backend" and ours in PACKAGES and (missing := PACKAGES[ours].missing()):
+        ours, different = (
+            "auto",
+            missing.removesuffix(", or use auto"),
+        )  # a command of vLLM's, which brings the package, runs here too
     if different:
         complain(f"meshlm: --{setting.replace('_', '-')} {value} is taken as {ours}: {different}", "warning")
     return ours

@@ -30,12 +30,13 @@ SWITCHES: dict[str, tuple[str, bool | int]] = {
 }
 
 _KERNELS = "the attention kernels are MeshLM's own"
+_PROMPTS = "it computes prompts outside of CUDA graphs, MeshLM's own kernels the rest"
 _EXCHANGE = "rows are written into the other GPUs' memory by MeshLM's own kernels"
 # Values of our settings that have another name there: ours, and what is different then ("" where nothing is).
 VALUES = {
     "attention_backend": {
-        "FLASH_ATTN": ("auto", _KERNELS),
-        "FLASHINFER": ("auto", _KERNELS),
+        "FLASH_ATTN": ("flash_attn", _PROMPTS),
+        "FLASHINFER": ("flashinfer", _PROMPTS),
         "TRITON_ATTN": ("triton", _KERNELS),
         "TORCH_SDPA": ("torch", ""),
     },

@@ -1,12 +1,14 @@
 """Attention backends: what they are, and which one a device gets."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from meshlm.protocol.model import ModelSpec
+from meshlm.runtime.attention_packages import PACKAGES
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.attention.torch_backend import TorchAttention
 from meshlm.workers.batch import LayerCache, StepInputs
@@ -104,8 +106,19 @@ def _triton() -> Backend:
     return TritonBackend()
 
 
+def _package(name: str) -> Backend:
+    from meshlm.workers.attention.packages import PackageBackend
+
+    return PackageBackend(name)
+
+
 # By name, the one to prefer first.
-BACKENDS: dict[str, Callable[[], Backend]] = {"cpu": _cpu, "triton": _triton, "torch": _torch}
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "cpu": _cpu,
+    "triton": _triton,
+    "torch": _torch,
+    **{name: partial(_package, name) for name in PACKAGES},
+}
 
 
 def register(name: str, make: Callable[[], Backend]) -> None:

@@ -82,20 +82,26 @@ class TritonAttention:
             return out
         query = ops.rope_cache(qkv, batch, table, cache, heads)
         out = torch.empty_like(query)
-        # In a graph, whose numbers of either are not known, each kernel leaves the other's requests alone.
-        skip, fewest = (0, 2) if decodes == UNKNOWN else (decodes, 1)
-
-        def prompts() -> None:
-            prefill(
-                query, cache.keys, cache.values, columns, scale, out, skip, extras,
-                qkv=qkv, fewest=fewest, num_pairs=self._pairs(sliding_window),
-            )  # fmt: skip
-
         if decodes:
-            self._side.both(lambda: self._decode(query, cache, scale, out, extras, heads, None), prompts)
+            self._side.both(
+                lambda: self._decode(query, cache, scale, out, extras, heads, None),
+                lambda: self._prompts(query, qkv, cache, scale, out, extras),
+            )
         else:
-            prompts()
+            self._prompts(query, qkv, cache, scale, out, extras)
         return out
+
+    def _prompts(
+        self, query: Tensor, qkv: Tensor, cache: LayerCache, scale: float, out: Tensor, extras: Extras
+    ) -> None:
+        """Attention of the requests that are no decodes. In a graph, whose numbers of either are not known, each kernel leaves the
+        other's requests alone."""
+        decodes = self._batch.num_decodes
+        skip, fewest = (0, 2) if decodes == UNKNOWN else (decodes, 1)
+        prefill(
+            query, cache.keys, cache.values, self._columns[cache.group], scale, out, skip, extras,
+            qkv=qkv, fewest=fewest, num_pairs=self._pairs(extras.window),
+        )  # fmt: skip
 
     def _pairs(self, window: int) -> int | None:
         """Prompt tokens x the keys that each sees in such a layer; None in a graph, whose prompts are not known."""
@@ -165,6 +171,7 @@ class TritonBackend:
     """See `meshlm.workers.attention.backend.Backend`."""
 
     name, graphs, fp8 = "triton", True, True
+    attention = TritonAttention  # what computes a step
 
     def __init__(self) -> None:
         self._of: dict[torch.device, tuple[Workspace, AuxStream, LatentWorkspace]] = {}
@@ -194,4 +201,4 @@ class TritonBackend:
         if own is None:
             workspaces = Workspace(batch.device, most_parts(batch.device)), LatentWorkspace(batch.device)
             own = self._of[batch.device] = workspaces[0], AuxStream(batch.device), workspaces[1]
-        return TritonAttention(batch, block_size, *own)
+        return self.attention(batch, block_size, *own)

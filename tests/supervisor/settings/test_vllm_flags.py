@@ -66,6 +66,15 @@ def test_to_ask_for_the_absence_of_what_is_absent_is_fine(capsys: pytest.Capture
     assert capsys.readouterr().err == ""
 
 
+def test_an_attention_package_that_is_installed_is_taken(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert config_of("--attention-backend", "FLASH_ATTN").worker.attention_backend == "flash_attn"
+    assert "it computes prompts outside of CUDA graphs" in capsys.readouterr().err
+    assert config_of("--attention-backend", "flashinfer").worker.attention_backend == "flashinfer"
+
+
 def known(command: str) -> set[str]:
     """All flags that a command takes, or refuses with what to do instead."""
     parser = argparse.ArgumentParser()
@@ -120,7 +129,8 @@ def test_to_ask_against_what_is_always_so_is_refused(flag: str, capsys: pytest.C
 
 def test_a_value_that_means_nearly_the_same_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert config_of("--attention-backend", "FLASHINFER").worker.attention_backend == "auto"
-    assert "--attention-backend FLASHINFER is taken as auto: " in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "--attention-backend FLASHINFER is taken as auto: it needs the package flashinfer: pip install" in said
     assert config_of("--attention-backend", "triton_attn").worker.attention_backend == "triton"
     assert "--attention-backend triton_attn is taken as triton: " in capsys.readouterr().err
     assert config_of("--kv-cache-dtype", "fp8_e4m3").cache.kv_cache_dtype == "fp8"
