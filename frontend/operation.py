@@ -10,7 +10,7 @@ from meshlm.frontend.errors import STATUS
 from meshlm.frontend.retry import KEY, MAX_KEY_LENGTH
 
 TEXT, METRICS, HTML = "text/plain", "text/plain; version=0.0.4; charset=utf-8", "text/html; charset=utf-8"
-EVENTS, SCRIPT, CSS = "text/event-stream", "text/javascript; charset=utf-8", "text/css; charset=utf-8"
+EVENTS = "text/event-stream"
 Json = dict[str, Any]
 
 

@@ -4,7 +4,7 @@ They are a part of the table in operations.py."""
 
 from meshlm.frontend import response_schema as responses
 from meshlm.frontend import schema
-from meshlm.frontend.operation import CSS, EVENTS, HTML, SCRIPT, Operation, Parameter, switch
+from meshlm.frontend.operation import EVENTS, HTML, Operation, Parameter, switch
 from meshlm.frontend.rendering import schema as rendering
 from meshlm.protocol.dashboard import History
 
@@ -82,8 +82,6 @@ DEVELOPMENT = (
 )
 DASHBOARD = (
     Operation("/dashboard", "dashboard.page", HTML, "A page that shows the mesh; it asks for a key.", is_open=True),
-    Operation("/dashboard/page.js", "dashboard.script", SCRIPT, "Its script.", is_open=True),
-    Operation("/dashboard/page.css", "dashboard.style", CSS, "Its style.", is_open=True),
     Operation(
         "/dashboard/events",
         "dashboard.events",

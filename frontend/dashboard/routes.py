@@ -1,9 +1,10 @@
-"""GET /dashboard and what belongs to it. The page and its files hold no data, so they need no key; what they ask for does.
+"""GET /dashboard and what belongs to it. The page holds no data, so it needs no key; what it asks for does.
 
 Called by server.py.
 """
 
 import asyncio
+import base64
 import gzip
 import hashlib
 from functools import cache
@@ -16,17 +17,30 @@ from starlette.responses import Response as HttpResponse
 from meshlm.frontend.connection import EXTENSION
 from meshlm.frontend.dashboard.feed import PERIOD_S, STALL_S, Feed, Watcher
 from meshlm.frontend.errors import HttpError
-from meshlm.frontend.operation import CSS, EVENTS, HTML, SCRIPT
+from meshlm.frontend.operation import EVENTS, HTML
 
 JSON = "application/json"
 MAX_EVERY_S = STALL_S / 2
-# The page runs its own script alone, asks its own server alone, and is in no other page. What a model says is text.
-POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
-)
+SCRIPTS = (
+    *(
+        "elements",
+        "access",
+        "answers",
+        "feed",
+        "figures",
+        "healing",
+        "drawing",
+        "hops",
+        "tables",
+        "requests",
+        "news",
+        "playground",
+    ),
+    "start",
+)  # in their order, since one uses what those before it have said
+# Data and files that are not the page. What it may do is in Page.policy.
 HEADERS = {
-    "Content-Security-Policy": POLICY,
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -43,18 +57,35 @@ class Shows(Protocol):
     feed: Feed
 
 
-class Asset(NamedTuple):
-    """A file of the page."""
+class Page(NamedTuple):
+    """The page with its style and its script in it: one answer, so that a browser draws it without asking again."""
 
     content: bytes
     compressed: bytes
     tag: str  # for If-None-Match
+    policy: str  # it runs its own script alone, asks its own server alone, and is in no other page; what a model says is text
 
 
 @cache
-def asset(name: str) -> Asset:
-    content = (files("meshlm.frontend.dashboard") / name).read_bytes()
-    return Asset(content, gzip.compress(content, 9, mtime=0), f'"{hashlib.sha256(content).hexdigest()[:20]}"')
+def page() -> Page:
+    folder = files("meshlm.frontend.dashboard") / "page"
+    style = (folder / "page.css").read_text("utf-8")
+    script = '"use strict";\n' + "\n".join((folder / f"{name}.js").read_text("utf-8") for name in SCRIPTS)
+    text = (folder / "page.html").read_text("utf-8")
+    text = text.replace("<style></style>", f"<style>{style}</style>").replace(
+        "<script></script>", f"<script>{script}</script>"
+    )
+    policy = (
+        f"default-src 'none'; script-src {_source(script)}; style-src {_source(style)}; connect-src 'self'; img-src 'self' data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    )
+    content = text.encode()
+    return Page(content, gzip.compress(content, 9, mtime=0), f'"{hashlib.sha256(content).hexdigest()[:20]}"', policy)
+
+
+def _source(text: str) -> str:
+    """Names this text to a browser, which runs or applies no other."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 class DashboardRoutes:
@@ -64,13 +95,14 @@ class DashboardRoutes:
         self._backend = backend
 
     async def page(self, request: Request) -> HttpResponse:
-        return _asset(request, "page.html", HTML)
-
-    async def script(self, request: Request) -> HttpResponse:
-        return _asset(request, "page.js", SCRIPT)
-
-    async def style(self, request: Request) -> HttpResponse:
-        return _asset(request, "page.css", CSS)
+        found = page()
+        headers = {**HEADERS, "Content-Security-Policy": found.policy, "ETag": found.tag, "Vary": "Accept-Encoding"}
+        if request.headers.get("if-none-match") == found.tag:
+            return HttpResponse(status_code=304, headers=headers)
+        if "gzip" in request.headers.get("accept-encoding", ""):
+            headers["Content-Encoding"] = "gzip"
+            return HttpResponse(found.compressed, media_type=HTML, headers=headers)
+        return HttpResponse(found.content, media_type=HTML, headers=headers)
 
     async def history(self, request: Request) -> HttpResponse:
         return HttpResponse(await self._backend.feed.history(), media_type=JSON, headers=HEADERS)
@@ -90,17 +122,6 @@ def _every(text: str) -> float:
     if not PERIOD_S <= every_s <= MAX_EVERY_S:
         raise HttpError(400, f"every: seconds from {PERIOD_S:g} to {MAX_EVERY_S:g}", "every")
     return every_s
-
-
-def _asset(request: Request, name: str, media_type: str) -> HttpResponse:
-    found = asset(name)
-    headers = {**HEADERS, "ETag": found.tag, "Vary": "Accept-Encoding"}
-    if request.headers.get("if-none-match") == found.tag:
-        return HttpResponse(status_code=304, headers=headers)
-    if "gzip" in request.headers.get("accept-encoding", ""):
-        headers["Content-Encoding"] = "gzip"
-        return HttpResponse(found.compressed, media_type=media_type, headers=headers)
-    return HttpResponse(found.content, media_type=media_type, headers=headers)
 
 
 class _EventStream(HttpResponse):

@@ -188,7 +188,7 @@ def test_what_a_model_says_runs_no_script(page: Browser, site: Site) -> None:
     )
     page.until(f"document.querySelector('#news-lines').textContent.includes({json.dumps(HOSTILE)})")
     page.until(f"document.querySelector('#request-rows').textContent.includes({json.dumps(HOSTILE)})")
-    assert page.run("document.querySelectorAll('img, script:not([src]), iframe').length") == 0
+    assert page.run("document.querySelectorAll('img, script, iframe').length") == 1, "the page's own script"
     assert page.run("typeof window.pwned") == "undefined"
     site.do(lambda: setattr(site.backend, "mesh", MeshProcesses(())))
     assert not [line for line in page.console() if "alert" in line or "Error" in line]
