@@ -42,6 +42,7 @@ class Weight(NamedTuple):
     quantises: bool = True  # False: files hold it in full, whatever their quantization_config says
     neighbours: tuple[int, int] = (0, 0)
     """The rows of a head, and how many of them, from the first on, a checkpoint has for rotating neighbours; we rotate halves."""
+    beside: bool = False  # weights of the same parameter stand beside one another, by columns
     expert: int | None = None  # the parameter has this matrix for each expert; llama.cpp's tensor holds those of all
 
 

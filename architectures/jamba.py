@@ -5,7 +5,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.config_values import boolean, integer, words
+from meshlm.architectures.config_values import integer, words
 from meshlm.architectures.dense import (
     attention_weights,
     decoder_weights,
@@ -14,9 +14,10 @@ from meshlm.architectures.dense import (
     norm_weights,
     one_window,
 )
-from meshlm.architectures.family import Family, Split, Weight
+from meshlm.architectures.family import Family, Weight
 from meshlm.architectures.moe import ExpertNames, expert_weights, moe_spec
-from meshlm.protocol.model import ModelSpec, StateSpec
+from meshlm.architectures.selective_scan import mamba_state, mamba_weights
+from meshlm.protocol.model import ModelSpec
 
 _NORMS = (("input_layernorm", "", "input_norm"), ("pre_ff_layernorm", "", "post_norm"))
 _NAMES = ExpertNames(router="feed_forward.router", expert="feed_forward.experts.{}")
@@ -28,7 +29,7 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     layers = spec.num_hidden_layers
     attends = _every(config, "attn_layer", layers)
     experts = _every(config, "expert_layer", layers)
-    state, moe = _state(config, tuple(not one for one in attends)), None
+    state, moe = mamba_state(config, tuple(not one for one in attends), "weighted"), None
     if integer(config, "num_experts") > 1 and any(experts):
         moe = replace(moe_spec(config, wide="intermediate_size"), moe_layers=() if all(experts) else experts)
     return replace(
@@ -48,52 +49,9 @@ def _every(config: dict[str, Any], name: str, layers: int) -> tuple[bool, ...]:
     return tuple(layer % period == offset for layer in range(layers))
 
 
-def _state(config: dict[str, Any], layers: tuple[bool, ...]) -> StateSpec:
-    hidden = integer(config, "hidden_size")
-    rank = config.get("mamba_dt_rank", "auto")
-    sizes = {key: integer(config, key) for key in ("mamba_expand", "mamba_d_state", "mamba_d_conv")}
-    sizes["mamba_dt_rank"] = -(-hidden // 16) if rank in (None, "auto") else integer(config, "mamba_dt_rank")
-    for key, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{key} is {size}; it must be positive")
-    return StateSpec(
-        kind="mamba",
-        layers=layers,
-        num_heads=sizes["mamba_expand"] * hidden,
-        head_dim=1,
-        state_size=sizes["mamba_d_state"],
-        conv_kernel=sizes["mamba_d_conv"],
-        conv_bias=config.get("mamba_conv_bias") is not False,
-        proj_bias=boolean(config, "mamba_proj_bias"),
-        time_step_rank=sizes["mamba_dt_rank"],
-    )
-
-
-def _mixer(spec: ModelSpec) -> Iterator[Weight]:
-    state = spec.state
-    assert state is not None
-    inner, hidden, rank, numbers = state.inner, spec.hidden_size, state.time_step_rank, state.state_size
-    wide = Split.INTERMEDIATE
-    yield Weight("mamba.in_proj.weight", "", "attention.qkv.weight", (2 * inner, hidden))
-    yield Weight("mamba.conv1d.weight", "", "attention.conv.weight", (inner, 1, state.conv_kernel), wide)
-    if state.conv_bias:
-        yield Weight("mamba.conv1d.bias", "", "attention.conv.bias", (inner,), wide)
-    yield Weight("mamba.x_proj.weight", "", "attention.x_proj.weight", (rank + 2 * numbers, inner), wide, dim=1)
-    yield Weight("mamba.dt_proj.weight", "", "attention.dt_proj.weight", (inner, rank), wide)
-    yield Weight("mamba.dt_proj.bias", "", "attention.dt_proj.bias", (inner,), wide)
-    for name, size in (("dt", rank), ("b", numbers), ("c", numbers)):
-        yield Weight(f"mamba.{name}_layernorm.weight", "", f"attention.{name}_norm.weight", (size,))
-    yield Weight("mamba.A_log", "", "attention.a_log", (inner, numbers), wide)
-    yield Weight("mamba.D", "", "attention.d", (inner,), wide)
-    yield Weight("mamba.out_proj.weight", "", "attention.o.weight", (hidden, inner), wide, dim=1)
-    if state.proj_bias:
-        yield Weight("mamba.in_proj.bias", "", "attention.qkv.bias", (2 * inner,))
-        yield Weight("mamba.out_proj.bias", "", "attention.o.bias", (hidden,), Split.FIRST_RANK)
-
-
 def _weights(spec: ModelSpec) -> Iterator[Weight]:
     def in_layer(layer: int) -> Iterator[Weight]:
-        yield from attention_weights(spec) if spec.has_attention(layer) else _mixer(spec)
+        yield from attention_weights(spec) if spec.has_attention(layer) else mamba_weights(spec)
         if spec.has_experts(layer):
             yield from expert_weights(spec, _NAMES)
         else:

@@ -56,7 +56,7 @@ def _weights(spec: ModelSpec) -> Iterator[Weight]:
     return decoder_weights(spec, in_layer)
 
 
-def _renamed(name: str) -> str:
+def renamed(name: str) -> str:
     name = name.replace("backbone.embeddings.", "model.embed_tokens.").replace("backbone.norm_f.", "model.norm.")
     name = re.sub(r"^backbone\.layers\.(\d+)\.norm\.", r"model.layers.\1.input_layernorm.", name)
     return re.sub(r"^backbone\.layers\.(\d+)\.mixer\.", r"model.layers.\1.mamba.", name)
@@ -83,7 +83,7 @@ FAMILY = Family(
         "max_position_embeddings": CONTEXT,
     },
     packed=PACKED,
-    rename=_renamed,
+    rename=renamed,
     compiles=False,
     model=MODEL,
 )

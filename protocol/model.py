@@ -108,18 +108,21 @@ class StateSpec(Struct, frozen=True, kw_only=True):
     A state has `num_heads` matrices [head_dim, state_size], and the last inputs of a convolution of each of `conv_dim` channels.
     """
 
-    kind: Literal["mamba", "mamba2", "gated_delta_net"]
+    kind: Literal["mamba", "mamba2", "gated_delta_net", "short_conv"]
     layers: tuple[bool, ...]  # which layers have it
-    num_heads: int  # mamba: channels; gated_delta_net: value heads
-    head_dim: int  # mamba: 1
-    state_size: int  # gated_delta_net: numbers of a key
+    num_heads: int  # mamba, short_conv: channels; gated_delta_net: value heads
+    head_dim: int  # mamba, short_conv: 1
+    state_size: int  # gated_delta_net: numbers of a key; short_conv: 0
     n_groups: int = 1  # heads of B and C; gated_delta_net: of keys and queries
     conv_kernel: int = 4
     conv_bias: bool = True
     proj_bias: bool = False
     gated_norm: bool = True  # the gate's product is normed
+    norm_before_gate: bool = False  # the norm stands before the gate
     chunk_size: int = 256  # tokens of a prompt that are computed together
     time_step_rank: int = 0  # mamba
+    mixer_norm: Literal["none", "plain", "weighted"] = "none"  # mamba: of what the scan gets
+    mixer_norm_eps: float = 1e-6  # where it has no weights; else that of all norms
     time_step_limit: tuple[float, float | None] = (0.0, None)  # None: no upper one; JSON has no infinity
     dtype: str = "auto"  # of the states in the cache, where the checkpoint says one
 
@@ -131,7 +134,7 @@ class StateSpec(Struct, frozen=True, kw_only=True):
     @property
     def conv_dim(self) -> int:
         """Channels of the convolution."""
-        return self.inner + (0 if self.kind == "mamba" else 2 * self.n_groups * self.state_size)
+        return self.inner + (0 if self.kind in ("mamba", "short_conv") else 2 * self.n_groups * self.state_size)
 
 
 class HeadSpec(Struct, frozen=True, kw_only=True):

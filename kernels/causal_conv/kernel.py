@@ -1,6 +1,6 @@
 """A causal convolution of each channel, over the step's tokens and those before them, whose last inputs are the state.
 
-    y_t = silu(bias + sum over k of weight_k x_(t - K + 1 + k))
+    y_t = silu(bias + sum over k of weight_k x_(t - K + 1 + k))         or without silu
 
 Decodes are one launch: a program has a request and some channels. Prompts are two: all pieces (kernels/states.py) first read the state
 that the request had, then others leave the new ones.
@@ -19,7 +19,7 @@ BLOCK = 128
 @triton.jit
 def _update(
     x, weight, bias, out, state, rows, starts, ends, tables, stride, x_stride, half_stride, page_stride, channels,
-    HALF: tl.constexpr, K: tl.constexpr, PAGE: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    HALF: tl.constexpr, K: tl.constexpr, PAGE: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     request, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token, count, start, table = request_of(request, rows, starts, ends, tables, stride)
@@ -39,14 +39,16 @@ def _update(
         if k > 0:
             tl.store(at + write * page_stride + k - 1, before.to(state.dtype.element_ty), mask=inside)
     tl.store(at + write * page_stride + K - 2, own.to(state.dtype.element_ty), mask=inside)
-    y = y / (1.0 + tl.exp(-y))
+    if SILU:
+        y = y / (1.0 + tl.exp(-y))
     tl.store(out + token * channels + c, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _pieces(
     x, weight, bias, out, state, pieces, rows, starts, ends, tables, stride, x_stride, half_stride, page_stride, channels,
-    HALF: tl.constexpr, K: tl.constexpr, PAGE: tl.constexpr, BIAS: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+    HALF: tl.constexpr, K: tl.constexpr, PAGE: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
+    PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     piece, c = pieces + tl.program_id(0) * 3, tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token, _, start, table = request_of(tl.load(piece), rows, starts, ends, tables, stride)
@@ -63,7 +65,8 @@ def _pieces(
         value = tl.load(x + (token + i)[:, None] * x_stride + c[None, :], mask=here, other=0.0).to(tl.float32)
         value += tl.load(at[None, :] + (K - 1 + i)[:, None], mask=earlier, other=0.0).to(tl.float32)
         y += value * tl.load(weight + c * K + k, mask=c < channels, other=0.0).to(tl.float32)[None, :]
-    y = y / (1.0 + tl.exp(-y))
+    if SILU:
+        y = y / (1.0 + tl.exp(-y))
     tl.store(out + (token + t)[:, None] * channels + c[None, :], y.to(out.dtype.element_ty), mask=inside)
 
 
@@ -100,6 +103,8 @@ def causal_conv(
     num_decodes: int,
     pieces: Pieces | None,
     page: int,
+    *,
+    silu: bool = True,
 ) -> Tensor:
     """x [t, channels] (lines may be strided), weight [channels, K], state [2, pages, half, K - 1] -> [t, channels].
 
@@ -123,13 +128,24 @@ def causal_conv(
     given = weight if bias is None else bias
     if num_decodes:
         _update[(num_decodes, blocks)](
-            x, weight, given, out, state, *shared, **sizes, BIAS=bias is not None, BLOCK=BLOCK, num_warps=2
+            x, weight, given, out, state, *shared, **sizes, BIAS=bias is not None, SILU=silu, BLOCK=BLOCK, num_warps=2
         )
     if pieces is not None:
         lines = pieces.pieces
         small = BLOCK // 2
         _pieces[(len(lines), triton.cdiv(channels, small))](
-            x, weight, given, out, state, lines, *shared, **sizes, BIAS=bias is not None, PIECE=PIECE, BLOCK=small
+            x,
+            weight,
+            given,
+            out,
+            state,
+            lines,
+            *shared,
+            **sizes,
+            BIAS=bias is not None,
+            SILU=silu,
+            PIECE=PIECE,
+            BLOCK=small,
         )
         _leave[(len(pieces.prompts), blocks)](
             x, state, lines, pieces.prompts, *shared, **sizes, BLOCK=BLOCK, num_warps=2

@@ -21,8 +21,12 @@ from meshlm.workers.distributed.shard import WHOLE
 from meshlm.workers.models.registry import model_class
 from meshlm.workers.weights.slices import place
 
-STATES: dict[str, Literal["mamba", "mamba2", "gated_delta_net"]] = {
+STATES: dict[str, Literal["mamba", "mamba2", "gated_delta_net", "short_conv"]] = {
     "Mamba2": "mamba2",
+    "Mamba": "mamba",
+    "FalconMamba": "mamba",
+    "FalconH1": "mamba2",
+    "Lfm2": "short_conv",
     "Bamba": "mamba2",
     "GraniteMoeHybrid": "mamba2",
     "NemotronH": "mamba2",
@@ -32,6 +36,7 @@ STATES: dict[str, Literal["mamba", "mamba2", "gated_delta_net"]] = {
     "Qwen3_5Moe": "gated_delta_net",
 }
 """Architectures whose first layer has a state."""
+MULTIPLIERS = {"Granite": 3, "FalconH1": 14}
 
 
 def test_two_families_of_one_name_are_refused() -> None:
@@ -78,20 +83,23 @@ def test_weights_fill_the_parameters_of_the_model(architecture: str, tied: bool)
         of_encoder = {**biases, "norm_bias": tied, "type_vocab_size": 2, "sliding_layers": (False, True)}
     of_states: dict[str, Any] = {}
     if (kind := next((kind for stem, kind in STATES.items() if architecture.startswith(stem)), None)) is not None:
-        alone = architecture.startswith("Mamba")
+        alone, both = architecture.startswith(("Mamba", "FalconMamba")), architecture.startswith("FalconH1")
+        short = kind == "short_conv"
         of_states = {
             "state": StateSpec(
                 kind=kind,
-                layers=(True, alone),
-                num_heads=4,
-                head_dim=3,
-                state_size=5,
+                layers=(True, alone or both),
+                num_heads=8 if short else 4,
+                head_dim=1 if short else 3,
+                state_size=0 if short else 5,
                 n_groups=2,
-                proj_bias=tied,
+                proj_bias=tied and not both,
                 time_step_rank=3,
+                mixer_norm="weighted" if architecture.startswith("Jamba") else "none",
             ),
-            "attention_layers": (False, not alone and not architecture.startswith("Nemotron")),
+            "attention_layers": (both, not alone and not architecture.startswith("Nemotron")),
             "mlp_layers": (not alone and not architecture.startswith("Nemotron"), not alone),
+            "qk_norm": short,
         }
     spec = spec_of(
         **of_encoder,
@@ -106,7 +114,7 @@ def test_weights_fill_the_parameters_of_the_model(architecture: str, tied: bool)
         num_attention_heads=2,
         head_dim=4,
         tie_word_embeddings=tied,
-        multipliers=(1.0, 1.0, 1.0) if architecture.startswith("Granite") else (),
+        multipliers=(1.0,) * next((n for stem, n in MULTIPLIERS.items() if architecture.startswith(stem)), 0),
         mla=mla if architecture.startswith("Deepseek") else None,
     )
     with torch.device("meta"):

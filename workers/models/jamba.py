@@ -1,6 +1,6 @@
-"""Jamba (AI21 2024): Mamba's mixer in the place of attention (kernels/selective_scan/reference.py has the formula).
+"""Jamba (AI21 2024), Mamba and Falcon Mamba: a mixer in the place of attention (kernels/selective_scan/reference.py has the formula).
 
-x, z = W_in u;   x = silu(conv(x));   dt, B, C = norms of W_x x;   y = scan(x, softplus(W_dt dt + bias), B, C) silu(z);   W_out y
+x, z = W_in u;   x = silu(conv(x));   dt, B, C = W_x x, perhaps normed;   y = scan(x, softplus(W_dt dt + bias), B, C) silu(z);   W_out y
 """
 
 import torch
@@ -30,7 +30,8 @@ class MambaMixer(Attention):
         self.qkv = Linear(spec.hidden_size, 2 * inner, bias=state.proj_bias)
         self.conv = Convolution(inner, state.conv_kernel, bias=state.conv_bias)
         self.x_proj = Linear(inner, sum(self._sizes), bias=False)
-        self.dt_norm, self.b_norm, self.c_norm = (RMSNorm(size, spec.rms_norm_eps) for size in self._sizes)
+        if state.mixer_norm == "weighted":
+            self.dt_norm, self.b_norm, self.c_norm = (RMSNorm(size, spec.rms_norm_eps) for size in self._sizes)
         self.dt_proj = Linear(state.time_step_rank, inner, bias=True)
         self.a_log, self.d = float_parameter(inner, state.state_size), float_parameter(inner)
         self.o = Linear(inner, spec.hidden_size, bias=state.proj_bias)
@@ -48,12 +49,20 @@ class MambaMixer(Attention):
         inputs, gate = qkv.chunk(2, dim=1)
         x = states.conv(inputs, self.conv.weight[:, 0], self.conv.bias, own)
         parts = self.x_proj(x.contiguous(), ops).split(self._sizes, dim=1)
-        norms = (self.dt_norm, self.b_norm, self.c_norm)
-        dt, b, c = (
-            ops.rms_norm(part.contiguous(), norm.weight, norm.eps) for part, norm in zip(parts, norms, strict=True)
-        )
+        dt, b, c = self._normed([part.contiguous() for part in parts], ops)
         steps = F.softplus(self.dt_proj(dt, ops).float())
         return states.selective_scan(x, steps, self._a, b, c, self.d, own) * F.silu(gate)
+
+    def _normed(self, parts: list[Tensor], ops: Ops) -> list[Tensor]:
+        state = self._state
+        match state.mixer_norm:
+            case "none":
+                return parts
+            case "plain":
+                return [F.rms_norm(one.float(), one.shape[1:], eps=state.mixer_norm_eps).to(one.dtype) for one in parts]
+            case "weighted":
+                norms = (self.dt_norm, self.b_norm, self.c_norm)
+                return [ops.rms_norm(one, norm.weight, norm.eps) for one, norm in zip(parts, norms, strict=True)]
 
 
 class JambaLayer(HybridLayer):

@@ -69,10 +69,13 @@ class Mamba2Mixer(Attention):
         return self.gated(found.flatten(1), gate)
 
     def gated(self, y: Tensor, gate: Tensor) -> Tensor:
-        """norm(y * silu(gate)), by group."""
-        both = y.float() * F.silu(gate.float())
+        """norm(y * silu(gate)), by group; or norm(y) * silu(gate)."""
+        values, gates = y.float(), F.silu(gate.float())
         if self.gated_norm is None:
-            return both.to(y.dtype)
-        groups = both.unflatten(1, (self._state.n_groups, -1))
+            return (values * gates).to(y.dtype)
+        before = self._state.norm_before_gate
+        groups = (values if before else values * gates).unflatten(1, (self._state.n_groups, -1))
         normed = F.rms_norm(groups, groups.shape[2:], eps=self._eps).flatten(1)
+        if before:
+            return (self.gated_norm.weight * normed * gates).to(y.dtype)
         return self.gated_norm.weight * normed.to(y.dtype)

@@ -26,6 +26,8 @@ def use_methods(model: Decoder) -> None:
             stems.setdefault(found.parameter.removesuffix(".weight"), []).append(name.removesuffix(".weight"))
     for path, module in model.layers.named_modules(prefix="layers"):
         if isinstance(module, Linear):
+            if slices[f"{stems[path][0]}.weight"].column is not None:  # several by columns are of the model's type
+                continue
             scheme = _common(spec, stems[path])
             if scheme is not None:
                 for stem in stems[path]:

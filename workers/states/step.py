@@ -16,8 +16,8 @@ class StepStates(Protocol):
     """What layers with states compute, for one step and the layers of one group. Everything is [t, ...], by the step's tokens; states
     are read from and left in the cache."""
 
-    def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache) -> Tensor:
-        """x [t, channels], weight [channels, kernel] -> silu of the causal convolution (kernels/causal_conv)."""
+    def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache, *, silu: bool = True) -> Tensor:
+        """x [t, channels], weight [channels, kernel] -> the causal convolution, or its silu (kernels/causal_conv)."""
         ...
 
     def ssd(self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, cache: StateCache) -> Tensor:

@@ -1,6 +1,7 @@
 """Recurrent states in plain torch: decodes side by side, prompts one after the other. Correct everywhere, and quick on the CPU."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -70,9 +71,10 @@ class TorchStates:
             parts.append(out)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache) -> Tensor:
+    def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache, *, silu: bool = True) -> Tensor:
         """See `StepStates.conv`."""
-        return self._run(cache.conv, x.shape[1], (x,), (weight, bias), causal_conv, conv_update)
+        of_one, of_all = partial(causal_conv, silu=silu), partial(conv_update, silu=silu)
+        return self._run(cache.conv, x.shape[1], (x,), (weight, bias), of_one, of_all)
 
     def ssd(self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, cache: StateCache) -> Tensor:
         """See `StepStates.ssd`."""

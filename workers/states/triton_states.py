@@ -28,9 +28,9 @@ class TritonStates:
             prompts = [(first + nth, one.start, one.num_tokens) for nth, one in enumerate(batch.known.prompts)]
             self._pieces = Pieces.of(prompts, block_size, batch.device)
 
-    def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache) -> Tensor:
+    def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache, *, silu: bool = True) -> Tensor:
         """See `StepStates.conv`."""
-        return causal_conv(x, weight, bias, cache.conv, self._at, self._num, self._pieces, self._page)
+        return causal_conv(x, weight, bias, cache.conv, self._at, self._num, self._pieces, self._page, silu=silu)
 
     def ssd(self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, cache: StateCache) -> Tensor:
         """See `StepStates.ssd`."""

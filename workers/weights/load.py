@@ -225,16 +225,18 @@ def _take(
     if slot.dim() == 1 and tensor.dim() == 2:  # files have it as a matrix of one row
         tensor = tensor.flatten()
     rows = slot[found.row : found.row + tensor.shape[0]]
+    if found.column is not None:
+        rows = rows[:, found.column : found.column + tensor.shape[1]]
     if found.neighbours[1] and resolved.load_format != "gguf":  # gguf_source.py reorders
         tensor = _to_halves(tensor, *found.neighbours)
+    if found.times != 1:
+        tensor = tensor.float() * found.times  # rounded once, when it is stored
     if (encode := encoders.get(found.parameter)) is not None:
         for last, values in encode(tensor.to(slot.device)).items():
             at = _slot(slots, found._replace(parameter=found.parameter.removesuffix("weight") + last))
             at[found.row : found.row + len(values)] = values
         return rows.numel()
     rows.copy_(tensor)
-    if found.times != 1:
-        rows *= found.times
     if found.plus and resolved.load_format != "gguf":
         rows += found.plus
     return tensor.numel()

@@ -21,6 +21,7 @@ class WeightSlice(NamedTuple):
     plus: float = 0.0  # see Weight.plus
     neighbours: tuple[int, int] = (0, 0)  # see Weight.neighbours
     times: float = 1.0  # see Weight.times
+    column: int | None = None  # the first column of its place in our parameter; None: it has all columns
     expert: int | None = None  # which of the parameter's matrices it is a part of; None: the parameter is one
 
 
@@ -45,18 +46,19 @@ def slices_of(spec: ModelSpec, shard: Shard) -> dict[str, WeightSlice]:
             parameter = prefix + weight.parameter
             begin, end = _range(weight, spec, shard)
             expert = None if weight.expert is None else weight.expert - first
-            row = rows.get((parameter, expert), 0)
-            rows[parameter, expert] = row + (end - begin if weight.dim == 0 else weight.shape[0])
+            at = rows.get((parameter, expert), 0)
+            rows[parameter, expert] = at + (end - begin if weight.dim == 0 or weight.beside else weight.shape[0])
             found[weight.name] = WeightSlice(
                 parameter,
                 weight.shape,
                 weight.dim,
                 begin,
                 end,
-                row,
+                0 if weight.beside else at,
                 weight.plus,
                 weight.neighbours,
                 weight.times,
+                at if weight.beside else None,
                 expert,
             )
     return found

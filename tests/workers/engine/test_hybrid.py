@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served_engines import AGAIN, Engines, made, served
+from served_engines import AGAIN, OUTPUT, Engines, Reference, made, served
 
 from meshlm.protocol.kv import FullAttention, RecurrentState
 
@@ -28,6 +28,7 @@ MAMBA2 = {
     "expand": 2,
     "chunk_size": 8,
 }
+MAMBA = {"num_hidden_layers": 3, "state_size": 8, "expand": 2, "time_step_rank": 5, "intermediate_size": 96}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": ("Mamba2Config", MAMBA2),
     "bamba": ("BambaConfig", STATES | {"num_hidden_layers": 4, "attn_layer_indices": [1]}),
@@ -69,6 +70,36 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "chunk_size": 8,
         },
     ),
+    "falcon-h1": (
+        "FalconH1Config",
+        STATES
+        | {
+            "num_hidden_layers": 2,
+            "mamba_d_ssm": 96,
+            "embedding_multiplier": 3.0,
+            "lm_head_multiplier": 0.4,
+            "key_multiplier": 0.7,
+            "attention_in_multiplier": 1.3,
+            "attention_out_multiplier": 0.6,
+            "ssm_in_multiplier": 0.8,
+            "ssm_out_multiplier": 0.5,
+            "mlp_multipliers": [0.9, 0.45],
+            "ssm_multipliers": [0.5, 0.8, 1.2, 0.9, 0.7],
+        },
+    ),
+    "falcon-h1-normed": (
+        "FalconH1Config",
+        STATES
+        | {
+            "num_hidden_layers": 2,
+            "mamba_d_ssm": None,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": True,
+            "tie_word_embeddings": True,
+            "embedding_multiplier": 3.0,
+            "lm_head_multiplier": 0.4,
+        },
+    ),
     "jamba": (
         "JambaConfig",
         {
@@ -79,6 +110,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_d_state": 4,
             "mamba_dt_rank": 5,
             "mamba_expand": 1,
+        },
+    ),
+    "mamba": ("MambaConfig", MAMBA),
+    "falcon-mamba": ("FalconMambaConfig", MAMBA),
+    "lfm2": (
+        "Lfm2Config",
+        {
+            "num_hidden_layers": 5,
+            "layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"],
+            "block_multiple_of": 8,
+            "conv_bias": True,
         },
     ),
     "qwen3-next": (
@@ -114,22 +156,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-PAGES = {"mamba2": 4, "jamba": 16, "qwen3-next": 16, "qwen3.5": 16}
-SIZES = {"mamba2": 16}  # of blocks, as states are large
+ALONE = ("mamba2", "mamba", "falcon-mamba")  # nothing attends
+PAGES = {**dict.fromkeys(ALONE, 4), "jamba": 16, "qwen3-next": 16, "qwen3.5": 16, "lfm2": 52}
+SIZES = dict.fromkeys(ALONE, 16)  # of blocks, as states are large
 
 
 @pytest.fixture(params=CASES, scope="module")
-def model(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, Path, list[list[int]]]:
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Reference]:
     folder = tmp_path_factory.mktemp(request.param)
     return request.param, folder, made(CASES[request.param], folder)
 
 
 @pytest.mark.parametrize(("backend", "mode", "tp", "pp"), [("torch", "align", 1, 1), ("cpu", "all", 1, 1)])
-def test_tokens_are_transformers(
-    model: tuple[str, Path, list[list[int]]], backend: str, mode: str, tp: int, pp: int
-) -> None:
+def test_tokens_are_transformers(model: tuple[str, Path, Reference], backend: str, mode: str, tp: int, pp: int) -> None:
     case, folder, expected = model
     size = SIZES.get(case, 48)
     engines = Engines(folder, PAGES.get(case, 12), backend, tp, pp, mamba_cache_mode=mode, mamba_block_size=size)
@@ -138,16 +177,24 @@ def test_tokens_are_transformers(
     finally:
         engines.close()
     assert any(isinstance(spec, RecurrentState) and spec.mode == mode for spec in engines.kv_specs)
-    assert (FullAttention() in engines.kv_specs) == (case != "mamba2")
-    assert bench.tokens == dict(enumerate(expected)) | dict.fromkeys(AGAIN, expected[-1])
+    assert (FullAttention() in engines.kv_specs) == (case not in ALONE)
+    assert all(len(tokens) == OUTPUT for tokens in bench.tokens.values())
+    assert bench.tokens == expected.greedy(bench.tokens)
     assert bench.core.batching.num_preemptions > 0, "memory was to be too little"
     if case not in ("jamba", "qwen3-next", "qwen3.5"):  # nothing of them is left in so little memory; see below
-        assert bench.cached[AGAIN[-1]] >= (32 if case == "mamba2" else 48), "too little was found in the prefix cache"
+        assert bench.cached[AGAIN[-1]] >= (32 if case in ALONE else 48), "too little was found in the prefix cache"
 
 
 @pytest.mark.parametrize(
     ("case", "tp", "pp"),
-    [("bamba", 2, 1), ("granite", 1, 2), ("nemotron", 2, 1), ("qwen3-next", 2, 1), ("jamba", 1, 2)],
+    [
+        ("bamba", 2, 1),
+        ("falcon-h1", 2, 1),
+        ("granite", 1, 2),
+        ("nemotron", 2, 1),
+        ("qwen3-next", 2, 1),
+        ("jamba", 1, 2),
+    ],
 )
 def test_ranks_and_stages(case: str, tp: int, pp: int, tmp_path: Path) -> None:
     """Heads with their states, and groups of B and C, are split; each stage has the pages of its own layers."""
@@ -157,5 +204,6 @@ def test_ranks_and_stages(case: str, tp: int, pp: int, tmp_path: Path) -> None:
         bench = served(engines, pp)
     finally:
         engines.close()
-    assert bench.tokens == dict(enumerate(expected)) | dict.fromkeys(AGAIN, expected[-1])
+    assert all(len(tokens) == OUTPUT for tokens in bench.tokens.values())
+    assert bench.tokens == expected.greedy(bench.tokens)
     assert bench.cached[AGAIN[-1]] >= 48, "too little was found in the prefix cache"

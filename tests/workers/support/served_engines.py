@@ -107,8 +107,34 @@ class Engines(Model):
                     cache.state.ssm[:, others] = cache.state.conv[:, others] = torch.nan
 
 
-def made(case: tuple[str, dict[str, Any]], folder: Path) -> list[list[int]]:
-    """A folder with random weights; the greedy text of transformers for each prompt."""
+class Reference:
+    """transformers' model, and what was held against it."""
+
+    def __init__(self, theirs: Any) -> None:
+        self._theirs = theirs
+        self._right: dict[int, list[int]] = {}  # the greedy text of each prompt, once it is known
+
+    def greedy(self, found: dict[int, list[int]]) -> dict[int, list[int]]:
+        """The greedy text for each prompt, by handle, where what was found is that as far as it goes; else what it begins to differ by.
+
+        One pass over prompt and text: if each token is the likeliest after those before it, the text is the greedy one.
+        """
+        return {handle: self._text(min(handle, len(PROMPTS) - 1), tokens) for handle, tokens in found.items()}
+
+    def _text(self, nth: int, tokens: list[int]) -> list[int]:
+        if tokens and self._right.get(nth) == tokens:
+            return tokens
+        prompt = PROMPTS[nth]
+        with torch.no_grad():
+            logits = self._theirs(torch.tensor([prompt + tokens[: OUTPUT - 1]])).logits[0, len(prompt) - 1 :]
+        likeliest: list[int] = logits.argmax(-1).tolist()
+        if likeliest == tokens:
+            self._right[nth] = tokens
+        return likeliest
+
+
+def made(case: tuple[str, dict[str, Any]], folder: Path) -> Reference:
+    """A folder with random weights, and transformers' model with them."""
     import transformers
 
     torch.manual_seed(0)
@@ -118,12 +144,7 @@ def made(case: tuple[str, dict[str, Any]], folder: Path) -> list[list[int]]:
     theirs.get_input_embeddings().weight.data *= 0.1  # what attention finds decides, not the last token
     theirs.save_pretrained(folder)
     tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(folder / "tokenizer.json"))
-    found = []
-    with torch.no_grad():
-        for prompt in PROMPTS:
-            out = theirs.generate(torch.tensor([prompt]), max_new_tokens=OUTPUT, do_sample=False, eos_token_id=None)
-            found.append(out[0, len(prompt) :].tolist())
-    return found
+    return Reference(theirs)
 
 
 def ask(bench: Bench, handle: int, prompt: list[int]) -> None:

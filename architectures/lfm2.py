@@ -1,0 +1,133 @@
+"""LFM2 (Liquid AI 2025): short convolutions between two gates, and attention in some layers; the state is the last inputs alone."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec.structs import replace
+
+from meshlm.architectures.config_values import boolean, integer, number, shown, words
+from meshlm.architectures.dense import attention_weights, decoder_weights, dense_spec, mlp_weights, norm_weights
+from meshlm.architectures.family import Family, Split, Weight
+from meshlm.architectures.states import layers_of
+from meshlm.protocol.model import ModelSpec, StateSpec
+
+_NORMS = (("operator_norm", "attn_norm", "input_norm"), ("ffn_norm", "ffn_norm", "post_norm"))
+_KINDS = {"conv": "state", "full_attention": "attention"}
+_PARTS = ("b", "c", "x")  # of in_proj: the gate before the convolution, the one behind it, and what is convolved
+_FFN = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
+def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    layers, hidden = integer(config, "num_hidden_layers"), integer(config, "hidden_size")
+    kernel = integer(config, "conv_L_cache")
+    if kernel < 2:
+        raise ValueError(f"conv_L_cache is {kernel}; it must be two or more")
+    wide = {"hidden_act": "silu", "intermediate_size": _intermediate(config), "rms_norm_eps": config["norm_eps"]}
+    config = {**config, **wide, "tie_word_embeddings": config.get("tie_embedding", config["tie_word_embeddings"])}
+    attends = tuple(kind == "attention" for kind in _kinds(config, layers))
+    states = tuple(not one for one in attends)
+    state = StateSpec(
+        kind="short_conv",
+        layers=states,
+        num_heads=hidden,
+        head_dim=1,
+        state_size=0,
+        conv_kernel=kernel,
+        conv_bias=boolean(config, "conv_bias"),
+        proj_bias=boolean(config, "conv_bias"),
+    )
+    return replace(
+        dense_spec(config, architecture),
+        qk_norm=True,
+        attention_layers=attends,
+        state=state if any(states) else None,
+    )
+
+
+def _intermediate(config: dict[str, Any]) -> int:
+    """Columns of an MLP: the file gives a number that they are computed from. ValueError."""
+    given = config.get("block_ff_dim")
+    wide = integer(config, "intermediate_size") if given is None else integer(config, "block_ff_dim")
+    if config.get("block_auto_adjust_ff_dim") is False:
+        return wide
+    multiple, factor = integer(config, "block_multiple_of"), config.get("block_ffn_dim_multiplier")
+    if multiple < 1:
+        raise ValueError(f"block_multiple_of is {multiple}; it must be positive")
+    wide = int(2 * wide / 3)
+    if factor is None:
+        return wide
+    return -(-int(number(factor, "block_ffn_dim_multiplier") * wide) // multiple) * multiple
+
+
+def _kinds(config: dict[str, Any], layers: int) -> tuple[str, ...]:
+    """The kind of each layer. ValueError."""
+    if config.get("layer_types") is not None:
+        return layers_of(config, _KINDS)
+    given = config.get("full_attn_idxs")
+    if given is None:
+        return ("attention",) * layers
+    if not isinstance(given, list) or any(type(layer) is not int or not 0 <= layer < layers for layer in given):
+        raise ValueError(f"full_attn_idxs must be numbers of layers below {layers}, got {shown(given)}")
+    return tuple("attention" if layer in given else "state" for layer in range(layers))
+
+
+def _mixer(spec: ModelSpec) -> Iterator[Weight]:
+    state = spec.state
+    assert state is not None
+    hidden, wide = spec.hidden_size, Split.INTERMEDIATE
+    for part in _PARTS:
+        yield Weight(f"conv.{part}_proj.weight", "", "attention.qkv.weight", (hidden, hidden), wide)
+        if state.proj_bias:
+            yield Weight(f"conv.{part}_proj.bias", "", "attention.qkv.bias", (hidden,), wide)
+    taps = (hidden, 1, state.conv_kernel)
+    yield Weight("conv.conv.weight", "shortconv.conv.weight", "attention.conv.weight", taps, wide)
+    if state.conv_bias:
+        yield Weight("conv.conv.bias", "shortconv.conv.bias", "attention.conv.bias", (hidden,), wide)
+    out = (hidden, hidden)
+    yield Weight("conv.out_proj.weight", "shortconv.out_proj.weight", "attention.o.weight", out, wide, dim=1)
+    if state.proj_bias:
+        yield Weight("conv.out_proj.bias", "shortconv.out_proj.bias", "attention.o.bias", (hidden,), Split.FIRST_RANK)
+
+
+def _weights(spec: ModelSpec) -> Iterator[Weight]:
+    def in_layer(layer: int) -> Iterator[Weight]:
+        attends = spec.has_attention(layer)
+        yield from attention_weights(spec) if attends else _mixer(spec)
+        yield from mlp_weights(spec, spec.intermediate_size, ("feed_forward", "ffn_{}", "mlp"))
+        yield from norm_weights(spec if attends else replace(spec, qk_norm=False), _NORMS)
+
+    return decoder_weights(spec, in_layer)
+
+
+def _renamed(name: str) -> str:
+    name = name.replace("model.embedding_norm.", "model.norm.").replace("self_attn.out_proj.", "self_attn.o_proj.")
+    name = re.sub(r"self_attn\.([qk])_layernorm\.", r"self_attn.\1_norm.", name)
+    return re.sub(r"feed_forward\.(w[123])\.", lambda found: f"feed_forward.{_FFN[found[1]]}.", name)
+
+
+FAMILY = Family(
+    architecture="Lfm2ForCausalLM",
+    model_type="lfm2",
+    spec=_spec,
+    weights=_weights,
+    keys=words("""
+        norm_eps conv_bias conv_L_cache block_multiple_of block_ffn_dim_multiplier block_auto_adjust_ff_dim block_ff_dim
+        full_attn_idxs tie_embedding conv_dim conv_dim_out conv_use_xavier_init block_dim block_mlp_init_scale block_norm_eps
+        block_out_init_scale block_use_swiglu block_use_xavier_init num_heads theta use_pos_enc
+    """),
+    defaults={
+        "norm_eps": 1e-5,
+        "conv_L_cache": 3,
+        "block_multiple_of": 256,
+        "block_ffn_dim_multiplier": 1.0,
+        "num_key_value_heads": 8,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 128000,
+    },
+    packed={"conv.in_proj": tuple(f"conv.{part}_proj" for part in _PARTS)},
+    rename=_renamed,
+    compiles=False,
+    model="meshlm.workers.models.lfm2:Lfm2",
+)

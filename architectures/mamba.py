@@ -1,0 +1,86 @@
+"""Mamba (Gu and Dao 2023) and Falcon Mamba (TII 2024), which norms what its scan gets: no attention and no MLP."""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from meshlm.architectures.config_values import boolean, integer, number, shown, words
+from meshlm.architectures.dense import decoder_weights
+from meshlm.architectures.family import Family, Weight
+from meshlm.architectures.mamba2 import CONTEXT, renamed
+from meshlm.architectures.selective_scan import mamba_state, mamba_weights
+from meshlm.protocol.model import ModelSpec
+
+_NAMES = {
+    "mamba_d_state": "state_size",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_expand": "expand",
+    "mamba_dt_rank": "time_step_rank",
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_proj_bias": "use_bias",
+}
+_NORMS: dict[str, Literal["none", "plain"]] = {"MambaForCausalLM": "none", "FalconMambaForCausalLM": "plain"}
+
+
+def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    if (act := config.get("hidden_act", "silu")) not in ("silu", "swish"):
+        raise ValueError(f"hidden_act {shown(act)} is not supported; supported: silu")
+    layers, hidden = integer(config, "num_hidden_layers"), integer(config, "hidden_size")
+    state = mamba_state(config, (True,) * layers, _NORMS[architecture], _NAMES)
+    if (wide := config.get("intermediate_size")) not in (None, state.inner):
+        raise ValueError(f"intermediate_size {shown(wide)} is not expand times hidden_size {hidden}")
+    return ModelSpec(
+        architecture=architecture,
+        vocab_size=integer(config, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=hidden,  # there is none, and it is read nowhere
+        num_hidden_layers=layers,
+        num_attention_heads=state.num_heads // 2,  # nothing attends; ranks may split the channels, two by two
+        num_key_value_heads=state.num_heads // 2,
+        head_dim=2,
+        max_position_embeddings=integer(config, "max_position_embeddings", CONTEXT),
+        rms_norm_eps=number(config.get("layer_norm_epsilon", 1e-5), "layer_norm_epsilon"),
+        tie_word_embeddings=boolean(config, "tie_word_embeddings"),
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
+        state=state,
+        attention_layers=(False,) * layers,
+        mlp_layers=(False,) * layers,
+    )
+
+
+def _weights(spec: ModelSpec) -> Iterator[Weight]:
+    def in_layer(layer: int) -> Iterator[Weight]:
+        yield from mamba_weights(spec)
+        yield Weight("input_layernorm.weight", "attn_norm.weight", "input_norm.weight", (spec.hidden_size,))
+
+    return decoder_weights(spec, in_layer)
+
+
+_MAMBA = Family(
+    architecture="MambaForCausalLM",
+    model_type="mamba",
+    spec=_spec,
+    weights=_weights,
+    keys=frozenset(_NAMES.values())
+    | words("""
+        layer_norm_epsilon residual_in_fp32 time_step_scale time_step_min time_step_max time_step_init_scheme time_step_floor
+        rescale_prenorm_residual use_mambapy use_associative_scan
+    """),
+    defaults={
+        "hidden_size": 768,
+        "state_size": 16,
+        "conv_kernel": 4,
+        "expand": 2,
+        "num_hidden_layers": 32,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": CONTEXT,
+    },
+    rename=renamed,
+    compiles=False,
+    model="meshlm.workers.models.jamba:Jamba",
+)
+_FALCON = _MAMBA._replace(
+    architecture="FalconMambaForCausalLM",
+    model_type="falcon_mamba",
+    keys=_MAMBA.keys | words("mixer_rms_eps use_falcon_mambapy"),
+)
+FAMILIES = (_MAMBA, _FALCON)

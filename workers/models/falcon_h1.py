@@ -1,0 +1,50 @@
+"""Falcon-H1: attention and a Mamba-2 mixer read the same norm. One product makes the inputs of both, one takes the outputs of both."""
+
+import torch
+from torch import Tensor
+
+from meshlm.protocol.model import ModelSpec
+from meshlm.workers.batch import LayerCache
+from meshlm.workers.forward_context import ForwardContext
+from meshlm.workers.layers.linear import Linear
+from meshlm.workers.layers.ops import Ops
+from meshlm.workers.models.decoder import Attention
+from meshlm.workers.models.hybrid import Hybrid, HybridLayer
+from meshlm.workers.models.mamba2 import Mamba2Mixer
+
+
+class ParallelMixer(Mamba2Mixer):
+    """Rows of `qkv`: queries, keys, values, and what the mixer takes. Columns of `o`: heads of attention, and those of the mixer."""
+
+    def make(self, spec: ModelSpec) -> None:
+        """See `Attention.make`."""
+        Attention.make(self, spec)
+        super().make(spec)
+        assert spec.state is not None
+        heads = spec.num_attention_heads * spec.head_dim
+        self._attends = heads + 2 * spec.num_key_value_heads * spec.head_dim
+        self.qkv = Linear(spec.hidden_size, self._attends + sum(self._sizes), bias=False)
+        self.o = Linear(heads + spec.state.inner, spec.hidden_size, bias=False)
+
+    def prepare(self, ops: Ops) -> None:
+        """See `Attention.prepare`."""
+        Attention.prepare(self, ops)
+        super().prepare(ops)
+
+    def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
+        """See `Attention.attend`."""
+        heads = qkv[:, : self._attends].contiguous()
+        found = Attention.attend(self, heads, cache, context)
+        return torch.cat((found, super().attend(qkv[:, self._attends :], cache, context)), dim=1)
+
+
+class FalconLayer(HybridLayer):
+    """Both beside one another, then an MLP."""
+
+    state_kind = ParallelMixer
+
+
+class FalconH1(Hybrid):
+    """See `Decoder`."""
+
+    layer_type = FalconLayer
