@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served_engines import AGAIN, OUTPUT, Engines, Reference, made, served
+from served_engines import AGAIN, Engines, Reference, made, served
 
 from meshlm.protocol.kv import FullAttention, RecurrentState
 
@@ -178,7 +178,6 @@ def test_tokens_are_transformers(model: tuple[str, Path, Reference], backend: st
         engines.close()
     assert any(isinstance(spec, RecurrentState) and spec.mode == mode for spec in engines.kv_specs)
     assert (FullAttention() in engines.kv_specs) == (case not in ALONE)
-    assert all(len(tokens) == OUTPUT for tokens in bench.tokens.values())
     assert bench.tokens == expected.greedy(bench.tokens)
     assert bench.core.batching.num_preemptions > 0, "memory was to be too little"
     if case not in ("jamba", "qwen3-next", "qwen3.5"):  # nothing of them is left in so little memory; see below
@@ -204,6 +203,5 @@ def test_ranks_and_stages(case: str, tp: int, pp: int, tmp_path: Path) -> None:
         bench = served(engines, pp)
     finally:
         engines.close()
-    assert all(len(tokens) == OUTPUT for tokens in bench.tokens.values())
     assert bench.tokens == expected.greedy(bench.tokens)
     assert bench.cached[AGAIN[-1]] >= 48, "too little was found in the prefix cache"

@@ -39,7 +39,6 @@ def test_tokens_are_transformers(model: tuple[str, Path, Reference], backend: st
         engines.close()
     assert SlidingWindow(WINDOW) in engines.kv_specs
     assert (FullAttention() in engines.kv_specs) == (case != "mistral")
-    assert all(len(tokens) == OUTPUT for tokens in bench.tokens.values())
     assert bench.tokens == expected.greedy(bench.tokens)
     assert bench.core.batching.num_preemptions > 0, "memory was to be too little"
     assert bench.cached[AGAIN[-1]] > 4 * WINDOW, "too little was found in the prefix cache"

@@ -119,6 +119,7 @@ class Reference:
 
         One pass over prompt and text: if each token is the likeliest after those before it, the text is the greedy one.
         """
+        assert all(len(tokens) == OUTPUT for tokens in found.values())
         return {handle: self._text(min(handle, len(PROMPTS) - 1), tokens) for handle, tokens in found.items()}
 
     def _text(self, nth: int, tokens: list[int]) -> list[int]:
