@@ -93,8 +93,11 @@ NOT_SERVED = {
     ),
     **dict.fromkeys(("/v1/chat/completions/batch", "/inference/v1/generate", "/generative_scoring"), _VECTORS),
     "/tokenizer_info": "the server was started without --enable-tokenizer-info-endpoint",
-    **dict.fromkeys(("/scale_elastic_ep", "/is_scaling_elastic_ep"), "mixtures of experts are not supported"),
-    **dict.fromkeys(("/collective_rpc", "/get_world_size"), "the processes' code is MeshLM's own"),
+    **dict.fromkeys(
+        ("/scale_elastic_ep", "/is_scaling_elastic_ep"),
+        "the number of ranks that share experts is fixed; `meshlm scale` changes that of ranks that do not",
+    ),
+    "/collective_rpc": "the processes' code is MeshLM's own",
     **dict.fromkeys(
         (
             "/init_weight_transfer_engine",
@@ -118,6 +121,7 @@ NOT_SERVED = {
             "/pause",
             "/resume",
             "/is_paused",
+            "/get_world_size",
             "/abort_requests",
         ),
         "the server was started without --server-dev-mode",

@@ -1,5 +1,6 @@
 """Routes for what every worker does: profiler traces, reset of the prefix cache, experts that move. Called by server.py."""
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -9,6 +10,7 @@ from meshlm.frontend.errors import HttpError
 from meshlm.frontend.schema import Settings
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.config.changing import CHANGING, changed
+from meshlm.protocol.control_edge import RankStats
 from meshlm.protocol.operations import (
     AbortRunning,
     Action,
@@ -20,6 +22,7 @@ from meshlm.protocol.operations import (
     Resume,
 )
 
+DRAIN_POLL_S = 0.05  # how often a pause looks whether requests run
 SWITCH = {"true": True, "1": True, "on": True, "yes": True, "false": False, "0": False, "off": False, "no": False}
 
 
@@ -29,6 +32,8 @@ class Operates(Protocol):
     config: MeshConfig
 
     async def operate(self, action: Action) -> OperationDone: ...
+    async def is_paused(self) -> bool: ...
+    async def rank_stats(self) -> tuple[RankStats, ...]: ...
     def change(self, values: dict[str, str | int | float]) -> None: ...
 
 
@@ -58,17 +63,28 @@ async def rebalance_experts(backend: Operates) -> dict[str, Any]:
 
 
 async def pause(backend: Operates, query: Mapping[str, str]) -> dict[str, Any]:
-    """No step until `resume`: with mode abort, the default, what runs and waits ends; with keep it goes on then."""
+    """No step until `resume`: with mode abort, the default, what runs and waits ends; with wait what runs ends by itself before this
+    answers, and the others wait; with keep all go on then."""
     mode, clears = query.get("mode", "abort"), _switch(query, "clear_cache", "true")
-    if mode not in ("abort", "keep"):
-        text = "mode: 'abort' and 'keep' are there; GET /load tells when all requests have ended"
-        raise HttpError(400, text, "mode")
-    if _switch(query, "wait_for_inflight_requests"):
-        raise HttpError(400, "wait_for_inflight_requests: not supported; see mode", "wait_for_inflight_requests")
-    await _done(backend, Pause(abort=mode == "abort"))
-    if mode == "abort" and clears:
+    if mode not in ("abort", "wait", "keep"):
+        raise HttpError(400, "mode: must be 'abort', 'wait' or 'keep'", "mode")
+    if _switch(query, "wait_for_inflight_requests"):  # its older name
+        mode = "wait"
+    await _done(backend, Pause(abort=mode == "abort", wait=mode == "wait"))
+    while mode == "wait" and any(rank.num_running for rank in await backend.rank_stats()):
+        if not await backend.is_paused():
+            raise HttpError(409, "the mesh was resumed before all requests had ended")
+        await asyncio.sleep(DRAIN_POLL_S)
+    if mode != "keep" and clears:
         await _done(backend, ResetPrefixCache())
     return {"status": "paused"}
+
+
+def world_size(config: MeshConfig, query: Mapping[str, str]) -> dict[str, Any]:
+    """The number of workers, of all ranks or of one."""
+    parallel = config.parallel
+    size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    return {"world_size": size * parallel.data_parallel_size if _switch(query, "include_dp", "true") else size}
 
 
 async def resume(backend: Operates) -> dict[str, Any]:

@@ -48,18 +48,29 @@ DEVELOPMENT = (
             Parameter(
                 "mode",
                 "query",
-                {"enum": ["abort", "keep"], "default": "abort"},
+                {"enum": ["abort", "wait", "keep"], "default": "abort"},
                 "What becomes of requests.",
             ),
             Parameter(
                 "clear_cache",
                 "query",
                 {"type": "boolean", "default": True},
-                "With abort: POST /reset_prefix_cache, too.",
+                "With abort and wait: POST /reset_prefix_cache, too.",
             ),
+            switch("wait_for_inflight_requests", "The older name of mode wait."),
         ),
     ),
     Operation("/resume", "resume", responses.Paused, "Compute steps again.", None, ("POST",), (409, 503, 504)),
+    Operation(
+        "/get_world_size",
+        "get_world_size",
+        responses.WorldSize,
+        "The number of workers.",
+        errors=(400, 503),
+        parameters=(
+            Parameter("include_dp", "query", {"type": "boolean", "default": True}, "Of all data-parallel ranks."),
+        ),
+    ),
     Operation("/is_paused", "is_paused", responses.IsPaused, "Whether the mesh is paused."),
     Operation(
         "/abort_requests",

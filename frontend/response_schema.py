@@ -232,6 +232,10 @@ class Paused(Struct):
     status: Literal["paused", "resumed"]
 
 
+class WorldSize(Struct):
+    world_size: int
+
+
 class IsPaused(Struct):
     is_paused: bool
 

@@ -175,6 +175,9 @@ class Routes:
     async def resume(self, request: Request) -> HttpResponse:
         return _json(await operating.resume(self._backend))
 
+    async def get_world_size(self, request: Request) -> HttpResponse:
+        return _json(operating.world_size(self._backend.config, request.query_params))
+
     async def is_paused(self, request: Request) -> HttpResponse:
         return _json({"is_paused": await self._backend.is_paused()})
 

@@ -32,9 +32,10 @@ class RebalanceExperts(Struct, frozen=True, tag="rebalance_experts"):
 
 class Pause(Struct, frozen=True, tag="pause"):
     """No step is planned until Resume: requests keep their tokens and their places, and new ones wait. abort: those that are there
-    end."""
+    end. wait: those that have begun run to their end."""
 
     abort: bool = False
+    wait: bool = False
 
 
 class Resume(Struct, frozen=True, tag="resume"):

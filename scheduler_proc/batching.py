@@ -62,6 +62,7 @@ class Batching:
         self.budget = StepBudget(limits.max_num_batched_tokens, even=limits.even_prefill, max_itl_s=limits.max_itl_s)
         self.waiting: list[Request] = []  # both lists sorted by _key
         self.running: list[Request] = []
+        self.drains = False  # only requests that have begun run, to their end
         self.num_preemptions = 0
         self.now_ns = 0  # of the plan that is being made
         self.cache_queries = 0  # tokens
@@ -116,6 +117,11 @@ class Batching:
             self.preempt(request, "reset_prefix_cache")
         self.kv.reset_prefix_cache(self.running)
         return True
+
+    @property
+    def num_running(self) -> int:
+        """The running requests; where the others may not begin, with those that were preempted."""
+        return len(self.running) + (sum(one.has_begun for one in self.waiting) if self.drains else 0)
 
     # --- planning ---
 
@@ -263,6 +269,9 @@ class Batching:
             request = self.waiting[at]
             if request.num_output_placeholders or (request.grammar is not None and request.grammar.missing):
                 at += 1  # preempted with results outstanding, or its grammar is being compiled: others may pass
+                continue
+            if self.drains and not request.has_begun:
+                at += 1
                 continue
             num_cached = self.kv.match(request)
             count = self._startable(builder, request, num_cached, left)

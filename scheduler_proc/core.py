@@ -227,13 +227,14 @@ class Scheduler:
                 if not self.batching.reset_prefix_cache(preempt=preempt):
                     return self.operations.answer(operation, f"{len(self.batching.running)} requests run")
             case Pause() | AbortRunning() as action:
-                self.load.paused = self.load.paused or isinstance(action, Pause)
+                if isinstance(action, Pause):
+                    self.load.paused, self.batching.drains = True, action.wait
                 ended = ended_by(action, list(self.table.by_id))
                 for request_id in ended:
                     self.table.finish(self.table.by_id[request_id], output, FinishReason.ABORT)
                 return self.operations.answer(operation, count=len(ended))
             case Resume():
-                self.load.paused = False
+                self.load.paused = self.batching.drains = False
                 return self.operations.answer(operation)
             case Stop():
                 self._stopped = True
@@ -264,7 +265,7 @@ class Scheduler:
         if (
             not self.serving
             or self._stopped
-            or self.load.paused
+            or (self.load.paused and not self.batching.drains)
             or len(self.inflight) >= self.batching.budget.depth(self._depth)
         ):
             return []

@@ -54,7 +54,7 @@ class LoadReporter:
     def load(self, batching: Batching, serving: bool, num_steps: int) -> Load | None:
         """Due when a request ended, began or changed queues; the rest can wait for the next tick."""
         last = self._last
-        counts = (len(batching.running), len(batching.waiting), serving)
+        counts = (batching.num_running, len(batching.waiting), serving)
         news = self.ended or self.returned or self.started
         if last is not None and not news and counts == (last.num_running, last.num_waiting, last.serving):
             return None

@@ -128,6 +128,11 @@ class Request:
         self.grammar: RequestGrammar | None = None
 
     @property
+    def has_begun(self) -> bool:
+        """Whether it has run here before, or elsewhere as far as its first token."""
+        return self.num_cached != -1 or len(self.tokens) > self.num_prompt
+
+    @property
     def order(self) -> tuple[int, float, str]:
         """Among requests by priority: lower first, then earlier."""
         return (self.work.priority, self.work.arrival_s, self.work.request_id)

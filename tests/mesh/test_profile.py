@@ -75,6 +75,17 @@ def pauses(server: Serving) -> None:
         for line in lines:
             ids += json.loads(line[6:])["choices"][0]["token_ids"]
     assert ids == reference([7] * 10, 300)
+    asked = {**ENDLESS, "max_tokens": 100}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=asked, timeout=60) as answer:
+        lines = (line for line in answer.iter_lines() if line.startswith("data: {"))
+        ids = json.loads(next(lines)[6:])["choices"][0]["token_ids"]
+        assert (post("pause?mode=wait"), is_paused()) == ({"status": "paused"}, True)
+        assert httpx.get(f"{server.url}/load", timeout=30).json() == {"server_load": 0}
+        for line in lines:
+            ids += json.loads(line[6:])["choices"][0]["token_ids"]
+    assert ids == reference([7] * 10, 100)
+    assert httpx.get(f"{server.url}/get_world_size", timeout=30).json() == {"world_size": 1}
+    assert post("resume") == {"status": "resumed"}
     headers = {"X-Request-Id": "mine"}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=ENDLESS, headers=headers, timeout=60) as answer:
         lines = (line for line in answer.iter_lines() if line.startswith("data: {"))

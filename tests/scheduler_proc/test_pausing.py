@@ -53,6 +53,30 @@ def test_pause_with_abort_ends_all_that_is_there() -> None:
     assert not bench.core.requests
 
 
+def test_pause_that_waits_lets_what_has_begun_end() -> None:
+    """Also where it has to be preempted; what had not begun waits for Resume, and so does what comes meanwhile."""
+    bench = Bench(limits(max_num_seqs=2), 8, 4)
+    bench.assign(1, [1, 2], 18)
+    bench.assign(2, [3, 4], 18)
+    bench.assign(3, [5], 5)
+    bench.step()
+    assert operate(bench, Pause(wait=True)) == OperationDone(OperationId("o"))
+    bench.assign(4, [6], 5)
+    assert bench.core.batching.num_running == 2
+    drain(bench)
+    assert bench.core.batching.num_preemptions, "the two have no room beside one another"
+    assert {handle: tokens for handle, tokens in bench.tokens.items() if tokens} == {
+        1: reference([1, 2], 18),
+        2: reference([3, 4], 18),
+    }
+    assert (bench.core.batching.num_running, len(bench.core.batching.waiting)) == (0, 2)
+    operate(bench, Resume())
+    for send in bench.core.plan(0):
+        bench.plans.append(send.message)  # type: ignore[arg-type]
+    bench.finish()
+    assert (bench.tokens[3], bench.tokens[4]) == (reference([5], 5), reference([6], 5))
+
+
 @pytest.mark.parametrize(
     ("names", "ended"),
     [

@@ -378,7 +378,7 @@ FULL: tuple[Struct, ...] = (
     operations.Profile(True),
     operations.ResetPrefixCache(True),
     operations.RebalanceExperts(),
-    operations.Pause(True),
+    operations.Pause(True, True),
     operations.Resume(),
     operations.AbortRunning(("cmpl-a",)),
     operations.Stop(),

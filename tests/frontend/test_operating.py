@@ -1,0 +1,77 @@
+"""What a pause asks of the mesh, and what it waits for."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from openai_client import SERVER
+from scripted import Scripted
+
+from meshlm.frontend import operating
+from meshlm.frontend.errors import HttpError
+from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.control_edge import RankStats
+from meshlm.protocol.operations import Action, OperationDone, OperationId, Pause, ResetPrefixCache
+
+
+class Mesh:
+    """One in which fewer requests run each time that it is asked; `resumes`: somebody else resumes it."""
+
+    def __init__(self, num_running: int = 0, *, resumes: bool = False) -> None:
+        self.config: MeshConfig = Scripted(SERVER).config
+        self.asked: list[Action | int] = []
+        self._num_running, self._resumes = num_running, resumes
+
+    async def operate(self, action: Action) -> OperationDone:
+        self.asked.append(action)
+        return OperationDone(OperationId("o"))
+
+    async def is_paused(self) -> bool:
+        return not self._resumes
+
+    async def rank_stats(self) -> tuple[RankStats, ...]:
+        self.asked.append(self._num_running)
+        self._num_running -= 1
+        fields = {field.name: 0 for field in msgspec.structs.fields(RankStats) if field.required}
+        return (RankStats(**(fields | {"num_running": self._num_running + 1})),)
+
+    def change(self, values: dict[str, str | int | float]) -> None:
+        raise AssertionError(values)
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operating, "DRAIN_POLL_S", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("query", "asked"),
+    [
+        ({}, [Pause(abort=True), ResetPrefixCache()]),
+        ({"clear_cache": "false"}, [Pause(abort=True)]),
+        ({"mode": "keep"}, [Pause()]),
+        ({"mode": "wait"}, [Pause(wait=True), 2, 1, 0, ResetPrefixCache()]),
+        ({"wait_for_inflight_requests": "true", "clear_cache": "false"}, [Pause(wait=True), 2, 1, 0]),
+    ],
+)
+async def test_modes(query: dict[str, str], asked: list[Any]) -> None:
+    mesh = Mesh(2)
+    assert await operating.pause(mesh, query) == {"status": "paused"}
+    assert mesh.asked == asked
+
+
+async def test_what_is_no_mode_and_who_resumes_meanwhile() -> None:
+    with pytest.raises(HttpError, match="mode: must be"):
+        await operating.pause(Mesh(), {"mode": "now"})
+    with pytest.raises(HttpError, match="resumed before") as caught:
+        await operating.pause(Mesh(2, resumes=True), {"mode": "wait"})
+    assert caught.value.status == 409
+
+
+def test_the_world_has_all_ranks_workers() -> None:
+    parallel = msgspec.structs.replace(
+        Mesh().config.parallel, tensor_parallel_size=2, pipeline_parallel_size=3, data_parallel_size=4
+    )
+    config = msgspec.structs.replace(Mesh().config, parallel=parallel)
+    assert operating.world_size(config, {}) == {"world_size": 24}
+    assert operating.world_size(config, {"include_dp": "false"}) == {"world_size": 6}
