@@ -10,7 +10,7 @@ from meshlm.frontend.errors import HttpError
 from meshlm.frontend.schema import Settings
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.config.changing import CHANGING, changed
-from meshlm.protocol.control_edge import RankStats
+from meshlm.protocol.control_edge import MeshStats
 from meshlm.protocol.operations import (
     AbortRunning,
     Action,
@@ -32,8 +32,7 @@ class Operates(Protocol):
     config: MeshConfig
 
     async def operate(self, action: Action) -> OperationDone: ...
-    async def is_paused(self) -> bool: ...
-    async def rank_stats(self) -> tuple[RankStats, ...]: ...
+    async def fresh_stats(self) -> MeshStats: ...
     def change(self, values: dict[str, str | int | float]) -> None: ...
 
 
@@ -71,8 +70,8 @@ async def pause(backend: Operates, query: Mapping[str, str]) -> dict[str, Any]:
     if _switch(query, "wait_for_inflight_requests"):  # its older name
         mode = "wait"
     await _done(backend, Pause(abort=mode == "abort", wait=mode == "wait"))
-    while mode == "wait" and any(rank.num_running for rank in await backend.rank_stats()):
-        if not await backend.is_paused():
+    while mode == "wait" and any(rank.num_running for rank in (stats := await backend.fresh_stats()).ranks):
+        if not stats.paused:
             raise HttpError(409, "the mesh was resumed before all requests had ended")
         await asyncio.sleep(DRAIN_POLL_S)
     if mode != "keep" and clears:

@@ -10,7 +10,7 @@ from scripted import Scripted
 from meshlm.frontend import operating
 from meshlm.frontend.errors import HttpError
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.control_edge import RankStats
+from meshlm.protocol.control_edge import MeshStats, RankStats
 from meshlm.protocol.operations import Action, OperationDone, OperationId, Pause, ResetPrefixCache
 
 
@@ -26,14 +26,11 @@ class Mesh:
         self.asked.append(action)
         return OperationDone(OperationId("o"))
 
-    async def is_paused(self) -> bool:
-        return not self._resumes
-
-    async def rank_stats(self) -> tuple[RankStats, ...]:
+    async def fresh_stats(self) -> MeshStats:
         self.asked.append(self._num_running)
         self._num_running -= 1
-        fields = {field.name: 0 for field in msgspec.structs.fields(RankStats) if field.required}
-        return (RankStats(**(fields | {"num_running": self._num_running + 1})),)
+        ranks = (RankStats(0, self._num_running + 1, 5, 0.0, 0, 0, 0, 0, 0),)
+        return MeshStats(True, ranks=ranks, paused=not self._resumes)
 
     def change(self, values: dict[str, str | int | float]) -> None:
         raise AssertionError(values)
