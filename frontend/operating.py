@@ -70,13 +70,22 @@ async def pause(backend: Operates, query: Mapping[str, str]) -> dict[str, Any]:
     if _switch(query, "wait_for_inflight_requests"):  # its older name
         mode = "wait"
     await _done(backend, Pause(abort=mode == "abort", wait=mode == "wait"))
-    while mode == "wait" and any(rank.num_running for rank in (stats := await backend.fresh_stats()).ranks):
-        if not stats.paused:
-            raise HttpError(409, "the mesh was resumed before all requests had ended")
-        await asyncio.sleep(DRAIN_POLL_S)
+    if mode == "wait":
+        await _drained(backend)
     if mode != "keep" and clears:
         await _done(backend, ResetPrefixCache())
     return {"status": "paused"}
+
+
+async def _drained(backend: Operates) -> None:
+    """Waits until nothing runs in the paused mesh: requests that had begun have ended."""
+    while True:
+        stats = await backend.fresh_stats()
+        if not any(rank.num_running for rank in stats.ranks):
+            return
+        if not stats.paused:
+            raise HttpError(409, "the mesh was resumed before all requests had ended")
+        await asyncio.sleep(DRAIN_POLL_S)
 
 
 def world_size(config: MeshConfig, query: Mapping[str, str]) -> dict[str, Any]:
