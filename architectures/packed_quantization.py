@@ -25,12 +25,12 @@ def read_gptq(config: dict[str, Any]) -> QuantizationSpec:
         f"{_MEANS_NOTHING_HERE} bits group_size desc_act sym checkpoint_format format lm_head pack_dtype dynamic version",
     )
     one_of(config, "pack_dtype", ("int32", None))
-    one_of(config, "lm_head", (False, None))
+    of_head = one_of(config, "lm_head", (True, False, None))
     for key in ("checkpoint_format", "format"):
         one_of(config, key, ("gptq", "gptq_v2", None))
     second = "gptq_v2" in (config.get("checkpoint_format"), config.get("format"))
     usual = _gptq_scheme(config, ("Linear",), "gptq_v2" if second else "gptq")
-    ignore, schemes = ["lm_head"], []
+    ignore, schemes = ([] if of_head else ["lm_head"]), []
     dynamic = config.get("dynamic") or {}
     if not isinstance(dynamic, dict):
         raise ValueError(f"dynamic must be an object, got {shown(dynamic)}")

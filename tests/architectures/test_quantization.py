@@ -54,7 +54,7 @@ def compressed(weights: Any = ARGUMENTS, inputs: Any = None, **changes: Any) -> 
         ({**GPTQ, "bits": 3}, "bits 3 is not supported; supported: 4, 8"),
         ({**GPTQ, "group_size": 1024}, "group_size 1024 is not supported; supported: 32, 64, 128, -1"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supported; supported: gptq, gptq_v2"),
-        ({**GPTQ, "lm_head": True}, "lm_head True is not supported"),
+        ({**GPTQ, "lm_head": "yes"}, "lm_head 'yes' is not supported"),
         ({**GPTQ, "pack_dtype": "int16"}, "pack_dtype 'int16'"),
         ({**GPTQ, "dynamic": {"+:(": {}}}, "dynamic: .* is no regular expression"),
         ({**GPTQ, "dynamic": {"+:a": {"rank": 3}}}, "rank 3 is not supported"),

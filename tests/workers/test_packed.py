@@ -69,6 +69,32 @@ def test_shards(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     close(found[0], expected_of(theirs))
 
 
+HEADS = {
+    "gptq": KINDS["gptq-zeros"]._replace(config=gptq(lm_head=True), head=True),
+    "w4a16": KINDS["w4a16-zeros"]._replace(config={**KINDS["w4a16-zeros"].config, "ignore": []}, head=True),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("stays", [True, False], ids=["gpu", "cpu"])
+def test_a_quantised_head(name: str, stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole and in shards."""
+    theirs, tensors = write(tmp_path, HEADS[name], vocab_size=240)
+    assert "lm_head.weight" not in tensors
+    if stays:
+        monkeypatch.setattr(PackedLinear, "finish", as_on_a_gpu)
+    ours, expected = load(tmp_path), expected_of(theirs)
+    assert ours.head is not None
+    assert ours.head.fuses_norm is not stays
+    close(run(ours, caches(ours.spec, 24), [(TOKENS, 0, TABLE)]), expected)
+    if stays:
+        out, hidden = torch.empty(len(TOKENS), 240), torch.randn(len(TOKENS), ours.spec.hidden_size)
+        assert ours.logits(hidden, out) is out
+        torch.testing.assert_close(out, ours.logits(hidden))
+    for found in together(load_shards(tmp_path, 2, 1), lambda model, comm: logits_of(model, comm, TOKENS)):
+        close(found, expected)
+
+
 def test_a_group_is_of_one_rank(tmp_path: Path) -> None:
     write(tmp_path, KINDS["gptq-v2"])
     with pytest.raises(ProcessFatal, match=r"o_proj has 32 inputs on a rank, no multiple of the 64"):

@@ -190,9 +190,8 @@ class Decoder(nn.Module):
         """Computes, after loading, what is computed once."""
         self.ops = make_ops(device, dtype)
         if self.classifier is not None and self.spec.head is not None and self.spec.head.token_ids:
-            projection = self.embed if self.head is None else self.head
-            assert projection is not None
-            self.classifier.take(projection.weight.data)
+            assert self.embed is not None or self.head is not None
+            self.classifier.take(self.embed.weight.data if self.head is None else self.head.method.values(self.head))
         self.rope = rope_table(self.spec, self._max_len).to(device=device)
         for module in self.modules():
             if isinstance(module, Linear):
@@ -355,16 +354,25 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[l, hidden] -> [l, vocab]; with `out` (GPU: weights are not packed) into that."""
+        plain = self.head is None or self.head.fuses_norm
         if self.shard.tp_size > 1:
-            if self.comm.one_row is not None:
+            if self.comm.one_row is not None and plain:
                 whole = self.comm.one_row.logits(hidden, self._head_weight, self.spec.vocab_size, out)
                 if whole is not None:
                     return whole
-            mine = self.ops.linear(hidden, self._head_weight, None, self._head_rows)
-            return self.comm.gather(mine, self.spec.vocab_size, out)
-        if out is not None:
+            return self.comm.gather(self._head_product(hidden, plain=plain), self.spec.vocab_size, out)
+        if out is not None and plain:
             return torch.mm(hidden, self._head_weight.t(), out=out)
-        return self.ops.linear(hidden, self._head_weight, None, self.spec.vocab_size)
+        found = self._head_product(hidden, plain=plain)
+        return found if out is None else out.copy_(found)
+
+    def _head_product(self, hidden: Tensor, *, plain: bool) -> Tensor:
+        """[l, hidden] -> this rank's columns of the logits, with padding. plain: the weight is no quantised head's."""
+        if plain:
+            return self.ops.linear(hidden, self._head_weight, None, self._head_rows)
+        assert self.head is not None
+        found: Tensor = self.head(hidden, self.ops)
+        return found
 
 
 def linears_of(module: nn.Module) -> list[Linear]:

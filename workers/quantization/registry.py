@@ -24,7 +24,10 @@ def use_methods(model: Decoder) -> None:
     for name, found in slices.items():
         if name.endswith(".weight"):
             stems.setdefault(found.parameter.removesuffix(".weight"), []).append(name.removesuffix(".weight"))
-    for path, module in model.layers.named_modules(prefix="layers"):
+    modules = list(model.layers.named_modules(prefix="layers"))
+    if model.head is not None and "head" in stems:
+        modules.append(("head", model.head))
+    for path, module in modules:
         if isinstance(module, Linear):
             if slices[f"{stems[path][0]}.weight"].column is not None:  # several by columns are of the model's type
                 continue

@@ -20,10 +20,11 @@ _ONE = ((), (1,))
 
 @cache
 def quantised_weights(spec: ModelSpec) -> dict[str, QuantizationScheme]:
-    """The matrices of layers that files hold quantised, by Hugging Face's names."""
+    """The matrices of layers, and of the head, that files hold quantised, by Hugging Face's names."""
     found = {}
     for name, weight in weights_of(spec).items():
-        if weight.layer is not None and weight.quantises and len(weight.shape) == 2:
+        inside = weight.layer is not None or weight.parameter == "head.weight"
+        if inside and weight.quantises and len(weight.shape) == 2:
             scheme = scheme_of(spec.quantization, name.removesuffix(".weight"))
             if scheme is not None and not scheme.online:
                 found[name] = scheme

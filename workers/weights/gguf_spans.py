@@ -58,7 +58,12 @@ def keep_spans(
         if found.begin < found.end:
             parts.setdefault(found.parameter, {})[found.row] = _span(source, found)
     kept = {}
-    for path, module in model.layers.named_modules(prefix="layers"):
+    modules = list(model.layers.named_modules(prefix="layers"))
+    if (
+        model.head is not None and model.head.outputs * model.shard.tp_size == model.spec.vocab_size
+    ):  # no rank has padding
+        modules.append(("head", model.head))
+    for path, module in modules:
         name = f"{path}.weight"
         spans = {row: span for row, span in parts.get(name, {}).items() if span is not None}
         if not isinstance(module, Linear) or isinstance(module, Matrix) or not spans:

@@ -291,8 +291,8 @@ def _clear_padding(name: str, parameter: Tensor, model: Decoder) -> int:
     shard = model.shard
     if shard.redundant_experts and ".experts." in name:  # see _fill_redundant
         return parameter[shard.redundant_experts :].numel()
-    if name in ("embed.weight", "head.weight"):
-        begin, end, _ = shard.vocab(model.spec.vocab_size)
+    begin, end, rows = shard.vocab(model.spec.vocab_size)
+    if name.startswith(("embed.weight", "head.weight")) and parameter.dim() == 2 and len(parameter) == rows:
         parameter[end - begin :].zero_()
         return (end - begin) * parameter.shape[1]
     if shard.tp_rank and name.endswith((".o.bias", ".down.bias")):  # rank 0 adds these

@@ -25,6 +25,7 @@ class Packed(NamedTuple):
     symmetric: bool = False
     act_order: bool = False
     ignore: tuple[str, ...] = ()
+    head: bool = False  # lm_head is quantised too
 
 
 def words_of(codes: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
@@ -120,7 +121,9 @@ def _make(kind: Packed, changes: dict[str, Any]) -> tuple[nn.Module, dict[str, T
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear) or name == "lm_head" or any(one in name for one in kind.ignore):
+        if not isinstance(module, nn.Linear) or any(one in name for one in kind.ignore):
+            continue
+        if name == "lm_head" and not kind.head:
             continue
         del tensors[f"{name}.weight"]
         found, values = tensors_of(kind, name, module.weight.data)

@@ -30,6 +30,7 @@ class Quantised(NamedTuple):
     block: tuple[int, int] = (0, 0)
     scale: str = "weight_scale"
     ignore: tuple[str, ...] = ()
+    head: bool = False  # lm_head is quantised too
 
 
 def quantised(weight: Tensor, kind: Quantised) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,7 +94,9 @@ def write(folder: Path, kind: Quantised, **changes: object) -> tuple[nn.Module, 
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for name, module in list(model.named_modules()):
-        if not isinstance(module, nn.Linear) or name == "lm_head" or any(one in name for one in kind.ignore):
+        if not isinstance(module, nn.Linear) or any(one in name for one in kind.ignore):
+            continue
+        if name == "lm_head" and not kind.head:
             continue
         codes, scale, values = quantised(module.weight.data, kind)
         tensors[f"{name}.weight"], tensors[f"{name}.{kind.scale}"] = codes, scale.clone()
@@ -162,6 +165,11 @@ KINDS = {
         weight="channel",
         activation="none",
         ignore=("self_attn",),
+    ),
+    "compressed-head": Quantised(
+        compressed({"strategy": "channel"}, {"strategy": "token", "dynamic": True}, ignore=[]),
+        weight="channel",
+        head=True,
     ),
     "compressed-blocks": Quantised(
         compressed(
