@@ -190,8 +190,11 @@ class Decoder(nn.Module):
         """Computes, after loading, what is computed once."""
         self.ops = make_ops(device, dtype)
         if self.classifier is not None and self.spec.head is not None and self.spec.head.token_ids:
-            assert self.embed is not None or self.head is not None
-            self.classifier.take(self.embed.weight.data if self.head is None else self.head.method.values(self.head))
+            if self.head is not None:
+                self.classifier.take(self.head.method.values(self.head))
+            else:
+                assert self.embed is not None
+                self.classifier.take(self.embed.weight.data)
         self.rope = rope_table(self.spec, self._max_len).to(device=device)
         for module in self.modules():
             if isinstance(module, Linear):
