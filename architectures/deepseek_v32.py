@@ -1,4 +1,5 @@
-"""DeepSeek-V3.2 (DeepSeek-AI 2025): V3, of which a query attends to the tokens that a small index likes best."""
+"""DeepSeek-V3.2 (DeepSeek-AI 2025): V3, of which a query attends to the tokens that a small index likes best. GLM-5 is the same, but
+for the way in which its index rotates."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -34,6 +35,21 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     return replace(spec, mla=replace(spec.mla, **sizes))
 
 
+def _glm_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    kinds = config.get("indexer_types") or []
+    if (
+        "shared" in kinds
+        or integer(config, "index_topk_freq", 1) > 1
+        or "S" in (config.get("index_topk_pattern") or "")
+    ):
+        raise ValueError(
+            f"layers that share an index (indexer_types, index_topk_freq) are not supported for {architecture}"
+        )
+    spec = _spec(config, architecture)
+    assert spec.mla is not None
+    return replace(spec, mla=replace(spec.mla, index_interleave=True))
+
+
 def _num_dense(config: dict[str, Any]) -> int:
     """The first layers, which have an MLP. ValueError."""
     kinds = config.get("mlp_layer_types")
@@ -63,7 +79,7 @@ def _weights(spec: ModelSpec) -> Iterator[Weight]:
     return deepseek_weights(spec, _index)
 
 
-FAMILY = Family(
+_V32 = Family(
     architecture="DeepseekV32ForCausalLM",
     model_type="deepseek_v32",
     spec=_spec,
@@ -73,3 +89,13 @@ FAMILY = Family(
     compiles=False,
     model="meshlm.workers.models.deepseek_sparse:SparseDeepseek",
 )
+
+_GLM_KEYS = words("indexer_types index_topk_freq index_topk_pattern index_skip_topk_offset indexer_rope_interleave")
+_GLM = _V32._replace(
+    architecture="GlmMoeDsaForCausalLM",
+    model_type="glm_moe_dsa",
+    spec=_glm_spec,
+    keys=_V32.keys | _GLM_KEYS,
+    defaults={**_V32.defaults, "index_n_heads": 32, "n_group": 1, "topk_group": 1},
+)
+FAMILIES = (_V32, _GLM)

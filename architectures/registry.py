@@ -34,6 +34,7 @@ _OWN = {
     "DeepseekV2ForCausalLM": _Module("deepseek_v2", "deepseek2"),
     "DeepseekV3ForCausalLM": _Module("deepseek_v3"),
     "DeepseekV32ForCausalLM": _Module("deepseek_v32"),
+    "GlmMoeDsaForCausalLM": _Module("deepseek_v32"),
     "GraniteForCausalLM": _Module("granite", "granite"),
     "GraniteMoeForCausalLM": _Module("granite"),
     "Glm4MoeForCausalLM": _Module("glm4_moe"),

@@ -90,6 +90,7 @@ class MLASpec(Struct, frozen=True, kw_only=True):
     index_topk: int = 0  # tokens that a query attends to: those that an index likes best; 0: all before it
     index_n_heads: int = 0
     index_head_dim: int = 0
+    index_interleave: bool = False  # neighbours of its queries and keys are turned together
 
     @property
     def down(self) -> int:

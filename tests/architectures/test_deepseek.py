@@ -149,3 +149,15 @@ def test_v32_keeps_a_key_of_its_index_with_each_token() -> None:
 def test_what_v32_refuses(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelFilesError, match=said):
         parse_config(V32 | changes, Path("m"))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"indexer_types": ["full", "shared"]}, {"index_topk_freq": 4}, {"index_topk_pattern": "FSSF"}]
+)
+def test_layers_that_share_an_index_are_refused(changes: dict[str, Any]) -> None:
+    config = V32 | {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa"}
+    spec, _ = parse_config(config | {"indexer_types": ["full"] * 61, "index_topk_freq": 1}, Path("m"))
+    assert spec.mla is not None
+    assert spec.mla.index_interleave
+    with pytest.raises(ModelFilesError, match="layers that share an index"):
+        parse_config(config | changes, Path("m"))

@@ -1,7 +1,9 @@
 """Families and their weights: one name each, and a parameter of the module for every tensor."""
 
+from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import pytest
 import torch
 from tiny_models import spec_of
@@ -74,6 +76,8 @@ def test_what_is_said_of_a_family_before_its_module_is_imported() -> None:
 def test_weights_fill_the_parameters_of_the_model(architecture: str, tied: bool) -> None:
     """Each element once: what the weights of a parameter have in all is what the module declares."""
     mla = MLASpec(kv_lora_rank=6, qk_nope_head_dim=2, qk_rope_head_dim=2, v_head_dim=5, q_lora_rank=7 if tied else 0)
+    if any(stem in architecture for stem in ("V32", "Dsa")):
+        mla = msgspec.structs.replace(mla, q_lora_rank=7, index_topk=3, index_n_heads=2, index_head_dim=4)
     is_encoder, is_modern = "ert" in architecture.lower(), architecture.startswith("Modern")
     two = is_modern or (is_encoder and "Sequence" in architecture) or "Reward" in architecture
     head = HeadSpec(num_labels=3, layers=2, bias=(tied, True), norm=is_modern)
@@ -115,7 +119,7 @@ def test_weights_fill_the_parameters_of_the_model(architecture: str, tied: bool)
         head_dim=4,
         tie_word_embeddings=tied,
         multipliers=(1.0,) * next((n for stem, n in MULTIPLIERS.items() if architecture.startswith(stem)), 0),
-        mla=mla if architecture.startswith("Deepseek") else None,
+        mla=mla if architecture.startswith(("Deepseek", "GlmMoeDsa")) else None,
     )
     with torch.device("meta"):
         model = model_class(spec)(spec, 64, WHOLE)
@@ -128,3 +132,12 @@ def test_weights_fill_the_parameters_of_the_model(architecture: str, tied: bool)
     assert elements == {name: parameter.numel() for name, parameter in model.named_parameters()}
     if families()[architecture].gguf is not None:
         assert len({weight.gguf for weight in weights_of(spec).values()}) == len(weights_of(spec))
+
+
+def test_the_document_lists_every_architecture() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text("utf-8")
+    section = page.partition("## Architectures")[2].partition("\n## ")[0]
+    table = [line for line in section.splitlines() if line.startswith("|")]
+    for name, module in registry._OWN.items():
+        (line,) = [line for line in table if f"`{name}`" in line]
+        assert module.gguf_kind in line.rpartition("| ")[2], f"{name}: its .gguf files"

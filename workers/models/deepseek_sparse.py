@@ -40,8 +40,9 @@ class Index(nn.Module):
         query = self.query(latent, ops).unflatten(1, (mla.index_n_heads, mla.index_head_dim))
         key = self.key_norm(self.key(normed, ops))
         cos, sin = angles[:, None].to(key.dtype).chunk(2, dim=-1)
+        turn = apply_rope_to_neighbours if mla.index_interleave else apply_rope
         for one in (query, key[:, None]):
-            one[..., : mla.qk_rope_head_dim] = apply_rope(one[..., : mla.qk_rope_head_dim], cos, sin)
+            one[..., : mla.qk_rope_head_dim] = turn(one[..., : mla.qk_rope_head_dim], cos, sin)
         weights = self.heads(normed, ops).float() * (mla.index_n_heads * mla.index_head_dim) ** -0.5
         return Chosen(query, key, weights, mla.index_topk)
 

@@ -159,6 +159,10 @@ DEEPSEEK: dict[str, tuple[str, dict[str, Any]]] = {
         | {"q_lora_rank": 20, "index_topk": 6, "index_n_heads": 4, "index_head_dim": 12}
         | {"rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}},
     ),
+    "glm-5": (
+        "GlmMoeDsaConfig",
+        LATENT | {"q_lora_rank": 20, "index_topk": 6, "index_n_heads": 4, "index_head_dim": 12},
+    ),
 }
 """Names of configurations, and what they differ in from SMALL."""
 
