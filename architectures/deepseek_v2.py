@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
+import msgspec
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import boolean, integer, number, shown, words
@@ -61,7 +62,7 @@ def latent(config: dict[str, Any]) -> MLASpec:
             raise ValueError(f"{name} is {size}; it must be positive")
     if sizes["qk_rope_head_dim"] % 2:
         raise ValueError(f"qk_rope_head_dim is {sizes['qk_rope_head_dim']}; it must be even")
-    return MLASpec(**sizes)
+    return msgspec.convert(sizes, MLASpec)
 
 
 def experts(config: dict[str, Any], spec: ModelSpec, moe: MoESpec) -> MoESpec | None:
