@@ -9,7 +9,7 @@ BROWSER := .venv-browser
 # A MeshLM process must never see the repository root on sys.path (our kernels/ would shadow others').
 export PYTHONSAFEPATH := 1
 
-.PHONY: setup serve test test-gpu check bench sizes clean dist sbom audit docs
+.PHONY: setup serve test test-gpu check bench sizes clean dist sbom audit docs image
 
 setup: $(STAMP) $(MODEL) $(VENV)/.prometheus
 
@@ -69,6 +69,10 @@ bench: setup
 # The wheel and the sdist, the same bytes for the same sources (SOURCE_DATE_EPOCH).
 dist: setup
 	@$(BIN)/python -P deploy/packages.py dist
+
+# The container image by buildah, without a daemon, and a look at it as it runs; as root. ARGS='--base IMAGE' where a registry can be reached.
+image: setup
+	@$(BIN)/python -P deploy/image.py $(ARGS)
 
 # What is installed beside us, as CycloneDX has it; and whether any of it has a known vulnerability.
 # Its maker checks what it has made for 11 s; tests/deploy/test_packages.py looks at what we need of it.
