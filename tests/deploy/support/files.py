@@ -22,6 +22,18 @@ OTHERS = {
     *("--no-install-recommends", "--no-deps", "--uid", "--user-group", "--create-home", "--shell"),
     *("--from-literal", "--from-file", "--replicas", "--now"),
     *(
+        "--base",
+        "--suite",
+        "--mirror",
+        "--site",
+        "--check",
+        "--variant",
+        "--format",
+        "--isolation",
+        "--build-arg",
+        "--type",
+    ),
+    *(
         "--job-name",
         "--nodes",
         "--ntasks",

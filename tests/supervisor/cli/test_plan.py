@@ -1,15 +1,13 @@
 """`meshlm serve --dry-run` starts nothing and says what would be; completion scripts are what shells take."""
 
 import json
-import shutil
 import socket
-import subprocess
 from pathlib import Path
 
 import pytest
 from waiting import free_port
 
-from meshlm.supervisor.cli import completion, main, plan
+from meshlm.supervisor.cli import main, plan
 
 FAKE = ("serve", "--dry-run", "--device", "cpu", "--kv-cache-memory", "1G")
 
@@ -75,33 +73,3 @@ def test_weights_count_once(tmp_path: Path) -> None:
     assert plan.weight_bytes(tmp_path) == 15
     assert plan.weight_bytes(tmp_path / "a.safetensors") == 10
     assert plan.weight_bytes(tmp_path / "none") == 0
-
-
-@pytest.mark.parametrize("shell", completion.SHELLS)
-def test_the_script_of_a_shell(shell: str, tmp_path: Path) -> None:
-    script = completion.script(shell)
-    assert "tensor-parallel-size" in script
-    assert "doctor" in script
-    if shutil.which(shell):
-        (tmp_path / "script").write_text(script)
-        subprocess.run([shell, "-n", str(tmp_path / "script")], check=True, timeout=30)
-
-
-def test_bash_completes_commands_and_flags(tmp_path: Path) -> None:
-    (tmp_path / "script").write_text(completion.script("bash"))
-    ask = (
-        f"source {tmp_path}/script; complete -p meshlm;"
-        'f=$(complete -p meshlm | sed "s/.*-F \\([^ ]*\\).*/\\1/");'
-        "COMP_WORDS=(meshlm serve --max-num-s); COMP_CWORD=2; $f meshlm --max-num-s serve; echo ${COMPREPLY[@]};"
-        "COMP_WORDS=(meshlm doc); COMP_CWORD=1; COMPREPLY=(); $f meshlm doc meshlm; echo ${COMPREPLY[@]}"
-    )
-    done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, timeout=30, check=True)
-    assert done.stdout.splitlines()[-2:] == ["--max-num-seqs", "doctor"], done.stdout + done.stderr
-
-
-def test_an_odd_shell_gets_one_line(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert main.run(["completion", "elvish"]) == 2
-    assert "bash, zsh, fish" in capfd.readouterr().err
-    monkeypatch.setenv("SHELL", "/usr/bin/nu")
-    assert main.run(["completion"]) == 2
-    assert "nu" in capfd.readouterr().err
