@@ -76,6 +76,21 @@ class GGUFFamily(NamedTuple):
     interleaved_heads: bool = False  # rows of query and key heads are stored for rotating neighbours; we rotate halves
 
 
+class ExpertTensors(NamedTuple):
+    """How a family's files hold the matrices of all experts of a layer in one tensor, each with a row for each input.
+
+    A tensor `<gate_up>` is [experts, hidden, gate and up], `<down>` [experts, wide, hidden]. Names stand behind that of the layer. Each
+    may have a `_bias`, and MXFP4 codes and scales in `_blocks` and `_scales`, whose rows are outputs.
+    """
+
+    expert: (
+        str  # with {} for its number: what stands before gate_proj, up_proj and down_proj among the family's weights
+    )
+    gate_up: str
+    down: str
+    interleaved: bool  # gate and up take turns; otherwise the one comes behind the other
+
+
 class Family(NamedTuple):
     """One architecture."""
 
@@ -91,9 +106,14 @@ class Family(NamedTuple):
     packed: Mapping[str, tuple[str, ...]] = {}
     """Tensors of a layer that hold several weights, one below the other: the stem of their name, and those of the weights. A stem with
     {} is of a tensor that holds those of all experts."""
+    experts: ExpertTensors | None = None
     gguf: GGUFFamily | None = None
     float16: bool = True  # whether its numbers fit
     compiles: bool = True  # whether --compile inductor knows its layers (workers/models/compiled.py)
     model: str = "meshlm.workers.models.decoder:Decoder"  # module and class that compute it
     rename: Callable[[str], str] | None = None  # of a file's tensor, to the name that `weights` has
+    parsers: tuple[str, str] = (
+        "",
+        "",
+    )  # --tool-call-parser and --reasoning-parser of its chats, where none is asked for
     unread: str = ""  # a regular expression for renamed tensors that other tasks need

@@ -119,6 +119,11 @@ def expert_weights(spec: ModelSpec, names: ExpertNames = NAMES) -> Iterator[Weig
         ):
             parameter = f"mlp.experts.{linear}.weight"
             yield Weight(f"{stem}.{name}.weight", f"{gguf}.weight", parameter, shape, Split.EXPERT, dim, expert=expert)
+            if moe.expert_bias:
+                split = Split.FIRST_RANK if linear == "down" else Split.EXPERT
+                yield Weight(
+                    f"{stem}.{name}.bias", f"{gguf}.bias", f"mlp.experts.{linear}.bias", shape[:1], split, expert=expert
+                )
     if moe.shared_intermediate_size:
         yield from mlp_weights(spec, moe.shared_intermediate_size, (names.shared, "ffn_{}_shexp", "mlp.shared"))
     if moe.shared_gate:

@@ -198,12 +198,24 @@ def _arguments(group: dict[str, Any], key: str, *, integers: bool = False) -> di
     return found
 
 
+def read_mxfp4(config: dict[str, Any]) -> QuantizationSpec:
+    """quant_method mxfp4: experts alone, whose tensors are decoded while they are read; which they are, the files say."""
+    only(config, "quant_method modules_to_not_convert dequantize")
+    return QuantizationSpec(method="mxfp4", schemes=(), ignore=names(config, "modules_to_not_convert"))
+
+
+def is_mxfp4(spec: QuantizationSpec | None, name: str, dtype: str) -> bool:
+    """Whether a tensor holds MXFP4 codes or scales."""
+    return spec is not None and spec.method == "mxfp4" and dtype == "U8" and name.endswith(("_blocks", "_scales"))
+
+
 _FP8_LINEAR = "meshlm.workers.quantization.fp8:Fp8Linear"
 _FP8_ROWS = QuantizationScheme(targets=("Linear",), weight="channel", activation="token", online=True)
 _FP8_ONLINE = QuantizationSpec(method="fp8", schemes=(_FP8_ROWS,), ignore=("lm_head",))
 register(QuantizationFormat("fp8", read_fp8, _FP8_LINEAR, encodes=True, online=_FP8_ONLINE))
 _COMPRESSED = "meshlm.workers.quantization.compressed:method"
 register(QuantizationFormat("compressed-tensors", read_compressed_tensors, _COMPRESSED, encodes=True))
+register(QuantizationFormat("mxfp4", read_mxfp4, ""))  # no layer has a method: see weights/expert_tensors.py
 _PACKED_LINEAR = "meshlm.workers.quantization.packed:PackedLinear"
 register(QuantizationFormat("gptq", packed_quantization.read_gptq, _PACKED_LINEAR, encodes=True))
 register(QuantizationFormat("awq", packed_quantization.read_awq, _PACKED_LINEAR, encodes=True))

@@ -72,6 +72,8 @@ class MoESpec(Struct, frozen=True, kw_only=True):
     group_score: Literal["max", "top2"] = "max"  # of a group: its best expert's, or the sum of its best two
     correction_bias: bool = False  # e_score_correction_bias is added to scores for the choice, not for the weights
     router_bias: bool = False  # of the router's product
+    expert_bias: bool = False  # of the experts' products
+    swiglu: tuple[float, float] | None = None  # alpha and limit of gpt-oss' activation in the experts; None: hidden_act
     shared_intermediate_size: int = 0  # of all experts together that every token goes to; 0: there are none
     shared_gate: bool = False  # their output is multiplied by the sigmoid of a product of its own
     moe_layers: tuple[bool, ...] = ()  # which layers have experts; empty: all
@@ -188,6 +190,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     no_rope_layers: tuple[bool, ...] = ()  # which layers rotate nothing; empty: none
     query_pre_attn_scalar: float = 0.0  # scores are divided by its root; 0: by that of head_dim
     attn_logit_softcapping: float = 0.0  # 0: none
+    attention_sinks: bool = False  # each head has one more logit, which takes part in the softmax's sum only
     final_logit_softcapping: float = 0.0
     logit_scale: float = 1.0  # what logits are multiplied by
     multipliers: tuple[float, ...] = ()  # that a family multiplies into its weights while they load

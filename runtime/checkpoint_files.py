@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from meshlm.architectures.packed_quantization import holds, stem_of
-from meshlm.architectures.quantization import FP8, formats, scheme_of, while_loading
+from meshlm.architectures.quantization import FP8, formats, is_mxfp4, scheme_of, while_loading
 from meshlm.architectures.text_part import text_modules, text_tensor
 from meshlm.protocol.model import QuantizationSpec
 from meshlm.runtime.errors import ModelFilesError
@@ -111,6 +111,7 @@ def check_types(file: Path, tensors: Iterable[tuple[str, str]], quantization: Qu
         if dtype not in FLOATS
         and not is_needless(name)
         and not (dtype == FP8 and scheme_of(quantization, name.removesuffix(".weight")) is not None)
+        and not is_mxfp4(quantization, name, dtype)
         and not holds(scheme_of(quantization, stem_of(name)[0]), stem_of(name)[1], dtype)
     ]
     if bad:

@@ -40,6 +40,7 @@ class Variant(NamedTuple):
     dtype: torch.dtype
     windowed: bool
     capped: bool
+    sinks: bool = False
 
 
 _proven: set[Variant] = set()
@@ -48,7 +49,8 @@ _proven: set[Variant] = set()
 def variant_of(query: Tensor, keys: Tensor, extras: Extras) -> Variant:
     """query [t, heads, d], keys [blocks, page, kv_heads, d]."""
     _, heads, dim = query.shape
-    return Variant(heads, keys.shape[2], dim, keys.shape[1], query.dtype, extras.window > 0, extras.cap > 0)
+    seen = extras.window > 0, extras.cap > 0, extras.sinks is not None
+    return Variant(heads, keys.shape[2], dim, keys.shape[1], query.dtype, *seen)
 
 
 def proven(variant: Variant) -> bool:
@@ -88,7 +90,8 @@ def _errors(variant: Variant, device: torch.device, cap: float, window: int) -> 
     from meshlm.kernels.attention.prefill import prefill
     from meshlm.kernels.attention.tiles import prefill_tiles, tile_of_head
 
-    extras, scale = Extras(window=window, cap=cap), variant.dim**-0.5
+    sinks = torch.linspace(-2.0, 2.0, variant.heads, device=device).to(variant.dtype) if variant.sinks else None
+    extras, scale = Extras(window, cap, sinks), variant.dim**-0.5
     query, keys, values, at = _step(variant, device)
     if device.type == "cuda" and not hopper.fits(query, keys):
         raise ValueError("it does not take such heads or pages")

@@ -1,4 +1,6 @@
-/* Paged attention with grouped queries: softmax(q k^T * scale [soft cap]) v over the keys (position - window, position] of each row.
+/* Paged attention with grouped queries: softmax(q k^T * scale [soft cap]) v over the keys (position - window, position] of each row, or
+ * over those of its own chunk up to itself, where chunks begin at multiples of `chunk`.
+ * A sink is one more logit of a head, which takes part in the sum only: the running maximum begins with it, and the sum with one.
  *
  * Decode rows and the rows of a prompt go through the same code: keys in blocks of 64 that begin at multiples of 64, an online softmax
  * from block to block (Milakov and Gimelshein 2018; Dao et al. 2022, algorithm 1), every score and every output one chain of fused
@@ -17,9 +19,10 @@ typedef struct {
     const int64_t *spans;     /* [num_spans, 3]: request, first row, rows; at most what `meshlm_span_rows` says */
     float *out;               /* [t, heads, d] */
     long num_spans;
-    long heads, kv_heads, d, size, stride, window;
+    long heads, kv_heads, d, size, stride, window, chunk; /* window or chunk 0: none */
     float scale;
     float cap; /* scores s become cap tanh(s / cap); 0: they stay */
+    const float *sinks; /* [heads], or 0 */
 } Attention;
 
 /* One thread's memory, in floats: d8 and d16 are d rounded up. */
@@ -191,6 +194,12 @@ static void soften(const Attention *a, const Scratch *s, long line, long begin, 
     s->total[line] += sum8(sum);
 }
 
+/* The first key that a row at this position sees; it may be below 0. */
+static inline long first_seen(const Attention *a, long position) {
+    if (a->chunk) return position / a->chunk * a->chunk;
+    return a->window ? position + 1 - a->window : 0;
+}
+
 /* Rows `row` to `row + rows` of one request, the heads that share KV head h. */
 static void attend(const Attention *a, const Scratch *s, const int64_t *span, long h) {
     long d = a->d, d16 = rounded(d, WIDTH), group = a->heads / a->kv_heads, rows = span[2], lines = rows * group;
@@ -198,10 +207,11 @@ static void attend(const Attention *a, const Scratch *s, const int64_t *span, lo
     for (long l = 0; l < lines; l++) {
         const float *q = a->query + ((span[1] + l / group) * a->heads + h * group + l % group) * d;
         for (long e = 0; e < d; e++) s->queries[l * d + e] = q[e] * a->scale;
-        s->most[l] = -INFINITY, s->total[l] = 0.0f;
+        s->most[l] = a->sinks ? a->sinks[h * group + l % group] : -INFINITY;
+        s->total[l] = a->sinks ? 1.0f : 0.0f;
     }
     memset(s->sums, 0, lines * d16 * sizeof(float));
-    long last = positions[rows - 1] + 1, lowest = a->window ? positions[0] + 1 - a->window : 0;
+    long last = positions[rows - 1] + 1, lowest = first_seen(a, positions[0]);
     if (lowest < 0) lowest = 0;
     for (long first = lowest / KEYS * KEYS; first < last; first += KEYS) {
         long begin = lowest > first ? lowest - first : 0, end = last - first < KEYS ? last - first : KEYS;
@@ -213,7 +223,7 @@ static void attend(const Attention *a, const Scratch *s, const int64_t *span, lo
         for (long l = 0; l < lines; l++) {
             long at = positions[l / group];
             if (a->cap) soft_cap(s->weights + l * KEYS, used, a->cap);
-            soften(a, s, l, a->window ? at + 1 - a->window - first : 0, at + 1 - first, used);
+            soften(a, s, l, first_seen(a, at) - first, at + 1 - first, used);
         }
         sum_values(s, values, lines, end, d);
     }

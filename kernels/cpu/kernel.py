@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from meshlm.kernels.attention.seen import Seen
 from meshlm.kernels.cpu.library import call
 
 MAX_HEAD_DIM = 1024
@@ -139,20 +140,11 @@ def spans(counts: Sequence[int], num_decodes: int, num_heads: int, kv_heads: int
 
 
 def attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    tables: Tensor,
-    positions: Tensor,
-    spans: Tensor,
-    scale: float,
-    window: int,
-    softcap: float = 0.0,
+    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, positions: Tensor, spans: Tensor, seen: Seen
 ) -> Tensor:
     """query [t, heads, d] over keys, values [blocks, size, kv_heads, d] -> [t, heads, d].
 
-    tables int64 [n, any]: blocks of a request; positions int64 [t]; a row sees the keys up to its own position, the last `window` of
-    them unless that is 0. softcap: scores s become softcap tanh(s / softcap), unless it is 0.
+    tables int64 [n, any]: blocks of a request; positions int64 [t]; a row sees the keys up to its own position.
     """
     t, heads, d = query.shape
     _, size, kv_heads, _ = keys.shape
@@ -171,9 +163,11 @@ def attention(
         d,
         size,
         tables.stride(0),
-        scale,
-        softcap,
-        window,
+        seen.scale,
+        seen.softcap,
+        seen.window,
+        seen.chunk,
+        None if seen.sinks is None else seen.sinks.data_ptr(),
     )
     if failed:
         raise MemoryError("no memory for attention")

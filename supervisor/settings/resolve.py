@@ -44,6 +44,7 @@ def resolve(config: MeshConfig) -> MeshConfig:
     except plugins.PluginError as error:
         raise UsageError(str(error)) from None
     pooling = vectors.pooling_of(config, files, platform.name)
+    config = msgspec.structs.replace(config, server=_with_parsers(config.server, family, pools=pooling is not None))
     _check_flags(config, files, platform, family)
     _check_io_processor(config.server.io_processor_plugin, pools=pooling is not None)
     limit = files.spec.max_position_embeddings
@@ -180,7 +181,19 @@ def _check_parsers(server: ServerConfig) -> None:
         registry.tool_parser(server.tool_call_parser)
     if server.reasoning_parser:
         registry.reasoning_parser(server.reasoning_parser)
-    registry.check_pair(server.tool_call_parser, server.reasoning_parser)
+
+
+def _with_parsers(server: ServerConfig, family: Family, *, pools: bool) -> ServerConfig:
+    """With the parsers that answers of this family need, where no other is asked for. UsageError for two that do not go together."""
+    calls, reasoning = family.parsers
+    if calls and not pools and server.tool_call_parser in ("", calls) and server.reasoning_parser in ("", reasoning):
+        parsers = {"tool_call_parser": calls, "reasoning_parser": reasoning}
+        server = msgspec.structs.replace(server, **parsers, enable_auto_tool_choice=True)
+    try:
+        registry.check_pair(server.tool_call_parser, server.reasoning_parser)
+    except registry.ParserError as error:
+        raise UsageError(str(error)) from None
+    return server
 
 
 def _check_structured_outputs(server: ServerConfig) -> None:

@@ -18,7 +18,7 @@ from meshlm.architectures.registry import (
     register,
     weights_of,
 )
-from meshlm.protocol.model import HeadSpec, MLASpec, StateSpec
+from meshlm.protocol.model import HeadSpec, MLASpec, MoESpec, StateSpec
 from meshlm.workers.distributed.shard import WHOLE
 from meshlm.workers.models.registry import model_class
 from meshlm.workers.weights.slices import place
@@ -105,9 +105,14 @@ def test_weights_fill_the_parameters_of_the_model(architecture: str, tied: bool)
             "mlp_layers": (not alone and not architecture.startswith("Nemotron"), not alone),
             "qk_norm": short,
         }
+    of_experts: dict[str, Any] = {}
+    if architecture.startswith("GptOss"):
+        moe = MoESpec(num_experts=1, num_experts_per_tok=1, moe_intermediate_size=5, router_bias=True, expert_bias=True)
+        of_experts = {"attention_sinks": True, "moe": moe}
     spec = spec_of(
         **of_encoder,
         **of_states,
+        **of_experts,
         encoder_only=is_encoder,
         projection=5 if architecture == "HF_ColBERT" else 0,
         head=(head if two else HeadSpec(num_labels=3, bias=(tied,)))

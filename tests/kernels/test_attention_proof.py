@@ -21,7 +21,7 @@ Broken = Callable[[Tensor, Columns], None]
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """`breaks`: what is wrong with hopper.py's outputs."""
-    state = SimpleNamespace(breaks=lambda out, at: None)
+    state = SimpleNamespace(breaks=lambda out, at: None, monkeypatch=monkeypatch)
 
     def run(
         query: Tensor,
@@ -64,6 +64,24 @@ def test_what_gives_the_same_is_proven() -> None:
     assert prove(VARIANT, torch.device("cpu")) == ""
     assert proven(VARIANT)
     assert not proven(VARIANT._replace(dim=64))
+
+
+def test_a_model_with_sinks_is_proven_with_them(kernels: SimpleNamespace) -> None:
+    given: list[bool] = []
+    variant, plain = VARIANT._replace(sinks=True), checked.prefill
+
+    def prefill(*arguments: object, **options: object) -> None:
+        extras = options["extras"]
+        assert isinstance(extras, Extras)
+        given.append(extras.sinks is not None)
+        plain(*arguments, **options)  # type: ignore[arg-type]
+
+    kernels.monkeypatch.setattr(checked, "prefill", prefill)
+    assert prove(variant, torch.device("cpu")) == ""
+    assert given
+    assert all(given)
+    assert proven(variant)
+    assert not proven(VARIANT)
 
 
 def nothing_written(out: Tensor, at: Columns) -> None:

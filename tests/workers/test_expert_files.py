@@ -3,11 +3,13 @@
 import json
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
 from gguf_models import writer_of
 from safetensors.torch import load_file, save_file
+from sharded_models import load_shards, logits_of, together
 from small_models import MOE, SMALL, caches, load, resolved, run
 
 from meshlm.architectures.registry import weights_of
@@ -16,7 +18,7 @@ from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.runtime.model_files import resolve_model
 from meshlm.workers.weights.load import load_model
 
-KINDS = {"mixtral": "llama", "qwen2-moe": "qwen2moe", "qwen3-moe": "qwen3moe"}
+KINDS = {"mixtral": "llama", "qwen2-moe": "qwen2moe", "qwen3-moe": "qwen3moe", "gpt-oss": "gpt-oss"}
 Tensors = dict[str, torch.Tensor]
 
 
@@ -27,8 +29,14 @@ def checkpoint(case: str, folder: Path) -> Tensors:
     torch.manual_seed(0)
     name, extra = MOE[case]
     sizes = {**SMALL, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, **extra}
+    if case == "gpt-oss":
+        sizes["intermediate_size"] = 96  # a multiple of the 32 that share a scale
     config = getattr(transformers, name)(**sizes)
-    transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
+    theirs = transformers.AutoModelForCausalLM.from_config(config).float()
+    for parameter_name, parameter in theirs.named_parameters():
+        if parameter_name.endswith("bias"):
+            parameter.data.normal_()
+    theirs.save_pretrained(folder)
     (file,) = folder.glob("*.safetensors")
     found: Tensors = load_file(file)
     return found
@@ -44,17 +52,28 @@ def write(path: Path, kind: str, spec: ModelSpec, tensors: Tensors) -> None:
     writer.add_rope_freq_base(spec.rope.rope_theta)
     writer.add_expert_count(moe.num_experts)
     writer.add_expert_used_count(moe.num_experts_per_tok)
+    if kind == "gpt-oss":
+        writer.add_sliding_window(spec.sliding_window)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(spec.rope.factor)
+        writer.add_rope_scaling_orig_ctx_len(spec.rope.original_max_position_embeddings)
     if kind != "llama":
         writer.add_expert_feed_forward_length(moe.moe_intermediate_size)
     if moe.shared_intermediate_size:
         writer.add_expert_shared_feed_forward_length(moe.shared_intermediate_size)
     stacks: dict[str, list[torch.Tensor]] = {}
+    if kind == "gpt-oss":
+        tensors = gpt_oss_by_expert(tensors)
     for weight in weights_of(spec).values():
         values = tensors[weight.name]
         if kind == "llama" and (".attn_q." in weight.gguf or ".attn_k." in weight.gguf):
             values = values.view(-1, 2, spec.head_dim // 2, spec.hidden_size).swapaxes(1, 2).reshape(values.shape)
         stacks.setdefault(weight.gguf, []).append(values)
     for name, parts in stacks.items():
+        if kind == "gpt-oss" and name.endswith("_exps.weight"):
+            mxfp4 = gguf.GGMLQuantizationType.MXFP4
+            writer.add_tensor(name, gguf.quants.quantize(torch.stack(parts).numpy(), mxfp4), raw_dtype=mxfp4)
+            continue
         whole = torch.stack(parts) if "_exps." in name else parts[0]
         whole = whole[0] if name.endswith("ffn_gate_inp_shexp.weight") else whole
         writer.add_tensor(name, whole.numpy().astype(np.float32))
@@ -64,12 +83,95 @@ def write(path: Path, kind: str, spec: ModelSpec, tensors: Tensors) -> None:
     writer.close()
 
 
+def gpt_oss_by_expert(tensors: Tensors) -> Tensors:
+    """gate_up_proj [experts, hidden, 2 wide], of which gate and up take turns, and down_proj [experts, wide, hidden], by expert."""
+    found: Tensors = {}
+    for name, values in tensors.items():
+        stem, _, last = name.rpartition(".")
+        if not stem.endswith("mlp.experts"):
+            found[name] = values
+            continue
+        kind = "bias" if last.endswith("_bias") else "weight"
+        for expert, matrix in enumerate(values):
+            rows = matrix.t() if kind == "weight" else matrix
+            parts = {"down_proj": rows} if last.startswith("down") else {"gate_proj": rows[::2], "up_proj": rows[1::2]}
+            found |= {f"{stem}.{expert}.{own}.{kind}": part.contiguous() for own, part in parts.items()}
+    return found
+
+
+def as_mxfp4(folder: Path, *, files: int = 1) -> Tensors:
+    """A gpt-oss checkpoint as OpenAI writes it: blocks and scales, of random codes. The values that they stand for, as transformers
+    decodes them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    tensors, values = checkpoint("gpt-oss", folder), Tensors()
+    (file,) = folder.glob("*.safetensors")
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(120, 125, (experts, outputs, inputs // 32), dtype=torch.uint8)
+        values[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    config = json.loads((folder / "config.json").read_text())
+    left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": left}
+    (folder / "config.json").write_text(json.dumps(config))
+    file.unlink()
+    for nth in range(files):  # codes and scales in different files
+        own = {name: tensor for at, (name, tensor) in enumerate(tensors.items()) if at % files == nth}
+        save_file(own, folder / f"model-{nth}.safetensors", {"format": "pt"})
+    return {**{name: tensor for name, tensor in tensors.items() if tensor.dtype != torch.uint8}, **values}
+
+
+@pytest.mark.parametrize("files", [1, 2])
+def test_mxfp4_experts_are_decoded_as_transformers_decodes_them(files: int, tmp_path: Path) -> None:
+    """One file, and blocks and scales in two; one rank, and two that have a part of each expert."""
+    expected = gpt_oss_by_expert(as_mxfp4(tmp_path, files=files))
+    ours = load(tmp_path)
+    for layer, mixture in enumerate(ours.mixtures()):
+        stem = f"model.layers.{layer}.mlp.experts"
+        for expert in range(6):
+            gate_up = [expected[f"{stem}.{expert}.{name}_proj.weight"] for name in ("gate", "up")]
+            assert torch.equal(mixture.experts.gate_up.weight[expert], torch.cat(gate_up))
+            assert torch.equal(mixture.experts.down.weight[expert], expected[f"{stem}.{expert}.down_proj.weight"])
+            biases = [expected[f"{stem}.{expert}.{name}_proj.bias"] for name in ("gate", "up")]
+            assert mixture.experts.gate_up.bias is not None
+            assert torch.equal(mixture.experts.gate_up.bias[expert], torch.cat(biases))
+    tokens = torch.randint(0, 211, (19,)).tolist()
+    (whole,) = together(load_shards(tmp_path, 1, 1), lambda model, comm: logits_of(model, comm, tokens))
+    for logits in together(load_shards(tmp_path, 2, 1), lambda model, comm: logits_of(model, comm, tokens)):
+        torch.testing.assert_close(logits, whole, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"down_proj_scales": None}, "1 tensor missing: .*1.mlp.experts.down_proj_scales"),
+        ({"down_proj_scales": torch.zeros(6, 64, 2, dtype=torch.uint8)}, r"down_proj_scales has shape .* \(6, 64, 3\)"),
+        ({"gate_up_proj_bias": torch.zeros(6, 5)}, r"gate_up_proj_bias has shape \(6, 5\); it must have \(6, 192\)"),
+        ({"down_proj": torch.zeros(6, 96, 64)}, "6 tensors twice: .*experts.0.down_proj"),
+    ],
+)
+def test_tensors_of_mxfp4_are_checked_by_name(
+    changes: dict[str, torch.Tensor | None], message: str, tmp_path: Path
+) -> None:
+    as_mxfp4(tmp_path)
+    change(tmp_path, {f"{EXPERT}.{name}": tensor for name, tensor in changes.items()})
+    with pytest.raises((ProcessFatal, ModelFilesError), match=message):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize("case", KINDS)
 def test_a_gguf_file_is_the_same_model(case: str, tmp_path: Path) -> None:
     folder, path, extra = tmp_path / "hf", tmp_path / "m.gguf", MOE[case][1]
-    assert extra.get("norm_topk_prob", case == "mixtral") == (case != "qwen2-moe"), "what llama.cpp takes for granted"
+    assert extra.get("norm_topk_prob", case in ("mixtral", "gpt-oss")) == (case != "qwen2-moe"), (
+        "what llama.cpp takes for granted"
+    )
     tensors = checkpoint(case, folder)
     theirs = load(folder)
+    if case == "gpt-oss":  # whose values MXFP4 holds: the file has just those
+        tensors = as_mxfp4(folder)
+        theirs = load(folder)
     write(path, KINDS[case], theirs.spec, tensors)
     ours = load(path)
     assert ours.spec.architecture == theirs.spec.architecture
@@ -127,6 +229,9 @@ BAD = [
     ("qwen3-moe", {"decoder_sparse_step": 9}, "leave no layer with experts"),
     ("qwen2-moe", {"moe_intermediate_size": "36"}, "moe_intermediate_size must be an integer"),
     ("qwen2-moe", {"moe_layer_freq": 2}, "moe_layer_freq 2 changes what the model computes"),
+    ("gpt-oss", {"initial_context_length": 4096}, "initial_context_length 4096 differs"),
+    ("gpt-oss", {"experts_per_token": 4}, "num_experts_per_tok and experts_per_token differ: 2, 4"),
+    ("gpt-oss", {"layer_types": ["full_attention", "chunked", "full_attention"]}, "layer_types holds 'chunked'"),
     ("mixtral", {"num_local_experts": 1}, "num_local_experts is 1"),
 ]
 
@@ -137,7 +242,7 @@ def test_a_config_that_cannot_be_honoured(case: str, changes: dict[str, object],
 
     name, extra = MOE[case]
     config = getattr(transformers, name)(**{**SMALL, **extra}).to_dict()
-    family = {"mixtral": "Mixtral", "qwen2-moe": "Qwen2Moe", "qwen3-moe": "Qwen3Moe"}[case]
+    family = {"mixtral": "Mixtral", "qwen2-moe": "Qwen2Moe", "qwen3-moe": "Qwen3Moe", "gpt-oss": "GptOss"}[case]
     config |= {"architectures": [f"{family}ForCausalLM"], **changes}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelFilesError, match=message):

@@ -6,6 +6,8 @@ from small_models import BLOCK, CPU, batch_of
 from tiny_models import spec_of
 from torch import Tensor
 
+from meshlm.kernels.attention.seen import Seen
+from meshlm.protocol.kv import FullAttention, KVSpec, SlidingWindow
 from meshlm.workers.attention.backend import choose
 from meshlm.workers.attention.rotated import RotatedAttention
 from meshlm.workers.batch import LayerCache, StepInputs
@@ -19,34 +21,35 @@ PARTS = [
 QUERY = torch.randn(39, 4, 32, generator=torch.Generator().manual_seed(0))
 
 
-def attended(backend: str, batch: StepInputs, cache: LayerCache, window: int, cap: float) -> Tensor:
+def attended(backend: str, batch: StepInputs, cache: LayerCache, seen: Seen) -> Tensor:
     attention = choose(backend, spec_of(), CPU, torch.float32, BLOCK).step(batch, BLOCK)
     assert isinstance(attention, RotatedAttention)
-    return attention.run(QUERY, cache, 0.3, window, cap)
+    return attention.run(QUERY, cache, seen)
 
 
-def of_others(window: int) -> list[int]:
+def of_others(spec: KVSpec) -> list[int]:
     """Slots that no token of PARTS sees."""
     seen = {
         table[at // BLOCK] * BLOCK + at % BLOCK
         for tokens, start, table in PARTS
-        for at in range(max(0, start - window + 1) // BLOCK * BLOCK if window else 0, start + len(tokens))
+        for at in range(spec.first_needed(BLOCK, start) * BLOCK, start + len(tokens))
     }
     return sorted(set(range(32 * BLOCK)) - seen)
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
-@pytest.mark.parametrize("window", [0, 5, 8, 13])
+@pytest.mark.parametrize("spec", [FullAttention(), *map(SlidingWindow, (5, 8, 13))], ids=str)
 @pytest.mark.parametrize("cap", [0.0, 2.5])
-def test_what_is_others_is_not_read(backend: str, window: int, cap: float) -> None:
+def test_what_is_others_is_not_read(backend: str, spec: KVSpec, cap: float) -> None:
     """Two decodes of different lengths, a whole prompt, a later chunk: the same bits, whatever the other slots hold."""
     torch.manual_seed(1)
+    seen = Seen(0.3, spec.window if isinstance(spec, SlidingWindow) else 0, cap)
     clean = LayerCache(*torch.randn(2, 32, BLOCK, 2, 32))
-    expected = attended(backend, batch_of(PARTS), clean, window, cap)
+    expected = attended(backend, batch_of(PARTS), clean, seen)
     cache = LayerCache(clean.keys.clone(), clean.values.clone())
     for lines in cache.flat():
-        lines[of_others(window)] = torch.nan
-    assert torch.equal(attended(backend, batch_of(PARTS), cache, window, cap), expected)
+        lines[of_others(spec)] = torch.nan
+    assert torch.equal(attended(backend, batch_of(PARTS), cache, seen), expected)
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
@@ -66,4 +69,4 @@ def test_a_layer_reads_by_the_table_of_its_group(backend: str) -> None:
         batch.num_decodes,
         batch.lens,
     )
-    assert torch.equal(attended(backend, both, moved, 5, 0.0), attended(backend, batch, clean, 5, 0.0))
+    assert torch.equal(attended(backend, both, moved, Seen(0.3, 5)), attended(backend, batch, clean, Seen(0.3, 5)))

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from meshlm.kernels.attention.seen import Seen
 from meshlm.kernels.cpu import kernel
 from meshlm.kernels.cpu.library import library
 from meshlm.protocol.model import ModelSpec
@@ -25,22 +26,11 @@ class CpuAttention(RotatedAttention):
             self._spans = kernel.spans(batch.lens.query_lens, batch.num_decodes, num_heads, kv_heads)
         return self._spans
 
-    def run(
-        self, query: Tensor, cache: LayerCache, scale: float, sliding_window: int = 0, softcap: float = 0.0
-    ) -> Tensor:
+    def run(self, query: Tensor, cache: LayerCache, seen: Seen) -> Tensor:
         """See `RotatedAttention.run`."""
         batch, spans = self._batch, self.spans(query.shape[1], cache.keys.shape[2])
-        return kernel.attention(
-            query,
-            cache.keys,
-            cache.values,
-            batch.block_tables[cache.group],
-            batch.positions,
-            spans,
-            scale,
-            sliding_window,
-            softcap,
-        )
+        tables = batch.block_tables[cache.group]
+        return kernel.attention(query, cache.keys, cache.values, tables, batch.positions, spans, seen)
 
 
 class CpuBackend:

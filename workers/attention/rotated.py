@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from meshlm.kernels.attention.seen import Seen
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.layers.ops import AttentionShape, LatentShape, Ops
 from meshlm.workers.states.torch_states import TorchStates
@@ -35,7 +36,7 @@ class RotatedAttention(ABC):
         sliding_window: int = 0,
     ) -> Tensor:
         query = ops.rope_cache(qkv, batch, table, cache, heads)
-        return self.run(query, cache, scale, sliding_window, heads.softcap)
+        return self.run(query, cache, Seen(scale, sliding_window, heads.softcap, heads.chunk, heads.sinks))
 
     def attend_latent(
         self,
@@ -51,10 +52,8 @@ class RotatedAttention(ABC):
         """Absorbed: all heads over one, whose keys are the cache's lines, and whose values are the latents in them."""
         ops.latent_cache(query, latent, batch, table, cache, heads)
         absorbed = torch.cat((heads.absorb(query), query[..., heads.nope :]), dim=-1)
-        return heads.values(self.run(absorbed, cache, scale)[..., : heads.rank])
+        return heads.values(self.run(absorbed, cache, Seen(scale))[..., : heads.rank])
 
     @abstractmethod
-    def run(
-        self, query: Tensor, cache: LayerCache, scale: float, sliding_window: int = 0, softcap: float = 0.0
-    ) -> Tensor:
+    def run(self, query: Tensor, cache: LayerCache, seen: Seen) -> Tensor:
         """query [t, q_heads, head_dim] -> [t, q_heads, head_dim]. This step's keys and values are in the cache."""

@@ -73,7 +73,7 @@ class TritonAttention:
         scale: float,
         sliding_window: int = 0,
     ) -> Tensor:
-        extras = Extras(window=sliding_window, cap=heads.softcap, k_scale=cache.k_scale, v_scale=cache.v_scale)
+        extras = Extras(sliding_window, heads.softcap, heads.sinks, cache.k_scale, cache.v_scale)
         decodes, columns = self._batch.num_decodes, self._columns[cache.group]
         if decodes == columns.n:
             out = torch.empty(qkv.shape[0], heads.num_heads, heads.head_dim, dtype=qkv.dtype, device=qkv.device)

@@ -85,7 +85,7 @@ class TritonKit:
         cap, sliding = spec.attn_logit_softcapping, bool(spec.sliding_window)
         full = not sliding or not all(spec.sliding_layers or [True])
         for windowed in [False] * full + [True] * sliding:
-            variant = Variant(*shape, engine.dtype, windowed, cap > 0)
+            variant = Variant(*shape, engine.dtype, windowed, cap > 0, spec.attention_sinks)
             if reason := prove(variant, engine.device, cap, launched=launched):
                 _log.warning("attention of prompts runs without Hopper's kernel", reason=reason, windows=windowed)
 

@@ -17,7 +17,7 @@ from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import Ops, RouterWeights
 from meshlm.workers.layers.partial_sum import Kind, PartialSum
 from meshlm.workers.moe.fused_moe import FusedMoE
-from meshlm.workers.moe.parts import Dispatcher, Routing
+from meshlm.workers.moe.parts import Dispatcher, ExpertExtras, Routing
 from meshlm.workers.moe.placement.replicas import Replicas
 from meshlm.workers.moe.registry import ExpertWeights, make_experts
 from meshlm.workers.quantization.fp8 import FP8, ExpertScales, decoded, encoder, groups
@@ -66,8 +66,9 @@ def rule_of(moe: MoESpec) -> Rule:
 class GroupedLinear(nn.Module):
     """The same product of each expert of this rank."""
 
-    def __init__(self, experts: int, inputs: int, outputs: int) -> None:
+    def __init__(self, experts: int, inputs: int, outputs: int, *, bias: bool = False) -> None:
         super().__init__()
+        self.bias = nn.Parameter(torch.zeros(experts, outputs), requires_grad=False) if bias else None
         self.scheme: QuantizationScheme | None = None
         self.encode: Encode | None = None  # see `LinearMethod.encode`
         self.dtype = torch.get_default_dtype()  # the model's, while it is made
@@ -106,8 +107,10 @@ class ExpertLinears(nn.Module):
         super().__init__()
         begin, end = moe.local_experts or (0, moe.num_experts)
         slots = end - begin + moe.redundant_experts
-        self.gate_up = GroupedLinear(slots, hidden, 2 * moe.moe_intermediate_size)
-        self.down = GroupedLinear(slots, moe.moe_intermediate_size, hidden)
+        wide, bias = moe.moe_intermediate_size, moe.expert_bias
+        self.gate_up = GroupedLinear(slots, hidden, 2 * wide, bias=bias)
+        self.down = GroupedLinear(slots, wide, hidden, bias=bias)
+        self._swiglu = moe.swiglu
 
     def linears(self) -> tuple[GroupedLinear, GroupedLinear]:
         return self.gate_up, self.down
@@ -119,7 +122,10 @@ class ExpertLinears(nn.Module):
         down.prepare()
         if gate_up.scheme is not None:
             scales = ExpertScales(gate_up.weight_scale, down.weight_scale, gate_up.scheme, gate_up.dtype)
-        return ExpertWeights(gate_up.weight, down.weight, act, scales)
+        extras = None
+        if gate_up.bias is not None or self._swiglu is not None:
+            extras = ExpertExtras(gate_up.bias, down.bias, self._swiglu)
+        return ExpertWeights(gate_up.weight, down.weight, act, scales, extras)
 
 
 class MoE(nn.Module):

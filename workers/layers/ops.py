@@ -23,7 +23,7 @@ from meshlm.workers.layers.rope import apply_rope, apply_rope_to_neighbours
 class AttentionShape:
     """The shape of an attention layer, for backends and rope_cache."""
 
-    __slots__ = ("eps", "head_dim", "norms", "num_heads", "num_kv_heads", "softcap")
+    __slots__ = ("chunk", "eps", "head_dim", "norms", "num_heads", "num_kv_heads", "sinks", "softcap")
 
     def __init__(
         self,
@@ -33,9 +33,12 @@ class AttentionShape:
         norms: tuple[Tensor, Tensor] | None,
         eps: float,
         softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        chunk: int = 0,
     ) -> None:
-        """softcap: scores s become softcap tanh(s / softcap), unless it is 0."""
+        """softcap, sinks, chunk: see kernels/attention/seen.py."""
         self.num_heads, self.num_kv_heads, self.head_dim, self.softcap = num_heads, num_kv_heads, head_dim, softcap
+        self.sinks, self.chunk = sinks, chunk
         self.norms, self.eps = norms, eps  # weights of the norms of query and key heads
 
 

@@ -77,6 +77,9 @@ class Attention(nn.Module):
         self.o = Linear(spec.num_attention_heads * spec.head_dim, spec.hidden_size, bias=spec.output_bias)
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
+        self.sinks: nn.Parameter | None = None
+        if spec.attention_sinks:
+            self.sinks = nn.Parameter(torch.empty(spec.num_attention_heads), requires_grad=False)
         self._heads: AttentionShape | None = None
 
     def prepare(self, ops: Ops) -> None:
@@ -92,6 +95,7 @@ class Attention(nn.Module):
             norms,
             spec.rms_norm_eps,
             spec.attn_logit_softcapping,
+            None if self.sinks is None else self.sinks.data,
         )
 
     def forward(

@@ -53,6 +53,24 @@ class Quantisation(Enum):
     FP8_GROUP = "fp8, a scale for each group of inputs"
 
 
+class ExpertExtras(NamedTuple):
+    """What gpt-oss' experts have beside two products and a gate that is silu: biases, and its activation.
+
+    glu(gate, up) = (up + 1) gate sigmoid(alpha gate), where gate is at most `limit` and up between -limit and limit
+    """
+
+    gate_up_bias: Tensor | None  # [local experts, 2 wide]
+    down_bias: Tensor | None  # [local experts, hidden]
+    swiglu: tuple[float, float] | None  # alpha, limit; None: the layer's activation
+
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """What goes into the down projection."""
+        assert self.swiglu is not None
+        alpha, limit = self.swiglu
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (up + 1) * gate * (gate * alpha).sigmoid()
+
+
 class Routing(NamedTuple):
     """The routing of m tokens to k experts each."""
 

@@ -20,7 +20,7 @@ from meshlm.workers.moe.dispatch.collective import Collective
 from meshlm.workers.moe.dispatch.members import Members
 from meshlm.workers.moe.dispatch.none import NoDispatch
 from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
-from meshlm.workers.moe.parts import ActivationFormat, Dispatcher, Experts, WeightAndReduce
+from meshlm.workers.moe.parts import ActivationFormat, Dispatcher, ExpertExtras, Experts, WeightAndReduce
 from meshlm.workers.quantization.fp8 import ExpertScales
 
 _log = structlog.get_logger()
@@ -35,6 +35,7 @@ class ExpertWeights(NamedTuple):
     scales: ExpertScales | None = (
         None  # of weights that are 8-bit floats; a CPU has their values, and rounds activations
     )
+    extras: ExpertExtras | None = None
 
 
 class ExpertsKind(NamedTuple):
@@ -59,6 +60,8 @@ def _unsupported_by_triton(weights: ExpertWeights) -> str | None:
         return f"it needs compute capability {'8.0' if scales is None else '8.9'}"
     if scales is not None and (why := unsupported_scheme(scales.scheme, (gate_up.shape[2], gate_up.shape[1] // 2))):
         return why
+    if weights.extras is not None:
+        return "it has no biases, and no clamped activation"
     if weights.act != "silu":
         return f"it computes silu, not {weights.act}"
     if gate_up.shape[2] % 8 or gate_up.shape[1] % 16:

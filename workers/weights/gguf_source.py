@@ -133,7 +133,7 @@ def encoded_tensors(path: Path, spec: ModelSpec) -> Iterator[tuple[str, GGUFTens
         if not weights or weights[0].expert is None:
             found.append((weights[0].name if weights else name, source.like(weights[0].shape) if weights else source))
             continue
-        if source.shape[:1] != (len(weights),) or len(source.shape) != 3:
+        if source.shape[:1] != (len(weights),) or len(source.shape) != 1 + len(weights[0].shape):
             raise ProcessFatal(
                 f"{path}: tensor {name} has shape {source.shape}; it must have a matrix for {len(weights)} experts"
             )

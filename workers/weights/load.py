@@ -295,7 +295,8 @@ def _clear_padding(name: str, parameter: Tensor, model: Decoder) -> int:
     if name.startswith(("embed.weight", "head.weight")) and parameter.dim() == 2 and len(parameter) == rows:
         parameter[end - begin :].zero_()
         return (end - begin) * parameter.shape[1]
-    if shard.tp_rank and name.endswith((".o.bias", ".down.bias")):  # rank 0 adds these
+    added_once = name.endswith((".o.bias", ".down.bias")) and not (".experts." in name and shard.ep_size > 1)
+    if shard.tp_rank and added_once:  # rank 0 adds these
         parameter.zero_()
         return 0
     return parameter.numel()

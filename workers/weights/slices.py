@@ -78,7 +78,8 @@ def _range(weight: Weight, spec: ModelSpec, shard: Shard) -> tuple[int, int]:
         case Split.REPLICATED:
             return 0, size
         case Split.FIRST_RANK:
-            return 0, size if shard.tp_rank == 0 else 0
+            whole = weight.expert is not None and shard.ep_size > 1  # no other rank has this expert
+            return 0, size if whole or shard.tp_rank == 0 else 0
         case Split.VOCABULARY:
             return shard.vocab(spec.vocab_size)[:2]
         case Split.INTERMEDIATE:

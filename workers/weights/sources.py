@@ -21,6 +21,7 @@ from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.checkpoint_files import weight_files
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.workers.weights.bitsandbytes import with_scales
+from meshlm.workers.weights.expert_tensors import by_expert
 from meshlm.workers.weights.gguf_latent import joined
 from meshlm.workers.weights.gguf_source import encoded_tensors
 from meshlm.workers.weights.source import Mapped, Source
@@ -40,6 +41,8 @@ def sources(
         found = _renamed(found, spec, family.rename, family.unread)
     if spec.quantization is not None and spec.quantization.method == "bitsandbytes" and load_format != "dummy":
         found = with_scales(found, spec.quantization)
+    if family is not None and family.experts is not None and load_format not in ("dummy", "gguf"):
+        found = by_expert(found, spec, family.experts)
     return found if family is None or not family.packed else unpacked(found, spec, family.packed)
 
 

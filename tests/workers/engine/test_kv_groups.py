@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from served_engines import AGAIN, BLOCK, OUTPUT, PROMPTS, WINDOW, Engines, Reference, made, served
-from small_models import GEMMA
+from small_models import GEMMA, MOE
 
 from meshlm.protocol.kv import FullAttention, SlidingWindow
 
@@ -19,8 +19,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**GEMMA, "sliding_window": WINDOW, "num_hidden_layers": 4, "attn_logit_softcapping": 2.0},
     ),
     "gemma3": ("Gemma3TextConfig", {**GEMMA, "sliding_window": WINDOW, "num_hidden_layers": 8}),
+    "gpt-oss": ("GptOssConfig", {**MOE["gpt-oss"][1], "sliding_window": WINDOW, "num_hidden_layers": 4}),
 }
-PAGES = {"mistral": 9, "gemma2": 23, "gemma3": 78}
+PAGES = {"mistral": 9, "gemma2": 23, "gemma3": 78, "gpt-oss": 23}
 
 
 @pytest.fixture(params=CASES, scope="module")

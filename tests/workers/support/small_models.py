@@ -47,6 +47,23 @@ MOE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-moe": ("Qwen2MoeConfig", EXPERTS | SHARED),
     "qwen2-moe-some": ("Qwen2MoeConfig", EXPERTS | SHARED | {"mlp_only_layers": [1], "norm_topk_prob": True}),
     "qwen3-moe": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 16, "norm_topk_prob": True}),
+    "gpt-oss": (
+        "GptOssConfig",
+        {
+            "head_dim": 16,
+            "sliding_window": 7,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "initializer_range": 0.2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "truncate": False,
+            },
+        },
+    ),
     "qwen3-moe-sparse": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 16, "decoder_sparse_step": 2}),
 }
 """Mixtures of experts: the class of transformers' configuration, and what it gets beside SMALL."""

@@ -11,6 +11,7 @@ from meshlm.workers.layers.ops import ACTIVATIONS
 from meshlm.workers.moe.parts import (
     ActivationFormat,
     Dispatched,
+    ExpertExtras,
     Quantisation,
     WeightAndReduce,
     WorkspaceShape,
@@ -27,8 +28,16 @@ class ReferenceExperts:
     quantisation = Quantisation.NONE
     chunks = True
 
-    def __init__(self, gate_up: Tensor, down: Tensor, act: str = "silu", scales: ExpertScales | None = None) -> None:
+    def __init__(
+        self,
+        gate_up: Tensor,
+        down: Tensor,
+        act: str = "silu",
+        scales: ExpertScales | None = None,
+        extras: ExpertExtras | None = None,
+    ) -> None:
         """scales: of weights that are 8-bit floats, or were; then activations are rounded too, if the scheme says so."""
+        self._extras = extras
         self._gate_up, self._down, self._act, self._scales = gate_up, down, ACTIVATIONS[act], scales
         self.dtype = down.dtype if scales is None else scales.dtype
 
@@ -47,6 +56,8 @@ class ReferenceExperts:
     def expert(self, number: int, x: Tensor) -> Tensor:
         """The output of one expert for x [m, hidden]."""
         scales = self._scales
+        if self._extras is not None:
+            return self._with_extras(number, x, self._extras)
         if scales is None:
             gate, up = F.linear(x, self._gate_up[number]).chunk(2, dim=-1)
             return F.linear(self._act(gate) * up, self._down[number])
@@ -54,6 +65,13 @@ class ReferenceExperts:
         gate, up = F.linear(rounded(x, scales.scheme, None), gate_up).chunk(2, dim=-1)
         inner = rounded(self._act(gate) * up, scales.scheme, None)
         return F.linear(inner, _values(self._down[number], scales.down[number], scales))
+
+    def _with_extras(self, number: int, x: Tensor, extras: ExpertExtras) -> Tensor:
+        biases = (None if bias is None else bias[number] for bias in (extras.gate_up_bias, extras.down_bias))
+        gate_up_bias, down_bias = biases
+        gate, up = F.linear(x, self._gate_up[number], gate_up_bias).chunk(2, dim=-1)
+        inner = self._act(gate) * up if extras.swiglu is None else extras.gated(gate, up)
+        return F.linear(inner, self._down[number], down_bias)
 
     def apply(self, given: Dispatched, out: Tensor, workspaces: tuple[Tensor, ...], left: WeightAndReduce) -> None:
         assert given.routing is not None

@@ -1,0 +1,148 @@
+"""Tensors that hold the matrices of all experts of a layer: each matrix becomes a tensor. A part of sources.py.
+
+They have a row for each input, or are MXFP4, which is decoded to the model's dtype while it is loaded (kernels/mxfp4):
+
+    gate_up_proj [experts, hidden, 2 wide], down_proj [experts, wide, hidden]
+    _blocks uint8 [experts, outputs, inputs / 32, 16], _scales uint8 [experts, outputs, inputs / 32]
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshlm.architectures.family import ExpertTensors
+from meshlm.architectures.registry import weights_of
+from meshlm.kernels.mxfp4.reference import GROUP, decode_mxfp4
+from meshlm.protocol.model import ModelSpec
+from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.weights.source import Source
+
+_BLOCKS, _SCALES, _BIAS = "_blocks", "_scales", "_bias"
+
+
+class _Outputs(NamedTuple):
+    """Some outputs of each expert's matrix."""
+
+    first: int
+    step: int
+    number: int
+
+    def of(self, begin: int, end: int) -> slice:
+        """Where those from the one to the other stand."""
+        return slice(self.first + begin * self.step, self.first + (end - 1) * self.step + 1, self.step)
+
+
+class _OfExpert:
+    """One expert's matrix, or its bias, as [outputs, inputs]."""
+
+    def __init__(self, source: Source, expert: int, outputs: _Outputs) -> None:
+        self._source, self._expert, self._outputs = source, expert, outputs
+        inputs = source.shape[1:-1]
+        self.shape, self.dtype = (outputs.number, *inputs), source.dtype
+
+    def part(self, dim: int, begin: int, end: int) -> Tensor:
+        return self.whole().narrow(dim, begin, end - begin)
+
+    def whole(self) -> Tensor:
+        matrix = self._source.part(0, self._expert, self._expert + 1)[0]
+        found = matrix[..., self._outputs.of(0, self._outputs.number)]
+        return found.t() if found.dim() == 2 else found
+
+
+class _OfMXFP4:
+    """One expert's matrix, decoded."""
+
+    def __init__(self, blocks: Source, scales: Source, expert: int, outputs: _Outputs) -> None:
+        self._blocks, self._scales, self._expert, self._outputs = blocks, scales, expert, outputs
+        self.dtype = "BF16"  # which holds every value
+        self.shape: tuple[int, ...] = (outputs.number, scales.shape[2] * GROUP)
+
+    def part(self, dim: int, begin: int, end: int) -> Tensor:
+        if dim == 1:
+            return self.whole().narrow(1, begin, end - begin)
+        rows = self._outputs.of(begin, end)
+        blocks, scales = (of.part(0, self._expert, self._expert + 1)[0, rows] for of in (self._blocks, self._scales))
+        return decode_mxfp4(blocks, scales, torch.get_default_dtype())
+
+    def whole(self) -> Tensor:
+        return self.part(0, 0, self.shape[0])
+
+
+def by_expert(
+    tensors: Iterable[tuple[str, Source]], spec: ModelSpec, experts: ExpertTensors
+) -> Iterator[tuple[str, Source]]:
+    """The tensors, with one for each matrix in the place of each that holds those of all experts.
+
+    ProcessFatal names what is missing or wrong.
+    """
+    stems = {experts.gate_up: ("gate_proj", "up_proj"), experts.down: ("down_proj",)}
+    pattern = re.compile(
+        rf"(?:model\.)?(layers\.\d+)\.({'|'.join(map(re.escape, stems))})({_BLOCKS}|{_SCALES}|{_BIAS})?"
+    )
+    halves: dict[str, tuple[str, Source]] = {}
+    for name, source in tensors:
+        match = pattern.fullmatch(name)
+        if match is None:
+            yield name, source
+            continue
+        layer, stem, kind = match.groups()
+        names = [f"model.{layer}.{experts.expert}.{last}" for last in stems[stem]]
+        if kind not in (_BLOCKS, _SCALES):
+            yield from _of_floats(name, source, names, spec, experts.interleaved, "bias" if kind else "weight")
+            continue
+        if source.dtype != "U8":
+            raise ProcessFatal(f"tensor {name} is of type {source.dtype}; codes and scales of MXFP4 are of type U8")
+        stem = name.removesuffix(kind)
+        if stem not in halves:
+            halves[stem] = kind, source
+            continue
+        other, before = halves.pop(stem)
+        if other == kind:
+            raise ProcessFatal(f"1 tensor twice: {name}")
+        blocks, scales = (before, source) if kind == _SCALES else (source, before)
+        yield from _of_mxfp4(stem, blocks, scales, names, spec, interleaved=experts.interleaved)
+    for stem, (kind, _) in halves.items():
+        raise ProcessFatal(f"1 tensor missing: {stem}{_SCALES if kind == _BLOCKS else _BLOCKS}")
+
+
+def _of_floats(
+    name: str, source: Source, names: list[str], spec: ModelSpec, interleaved: bool, kind: str
+) -> Iterator[tuple[str, Source]]:
+    weights = weights_of(spec)
+    known = weights.get(f"{names[0].format(0)}.{kind}")
+    if known is None:  # the model has no experts in this layer, or no biases: check.py will say it
+        yield name, source
+        return
+    assert spec.moe is not None
+    wanted = (spec.moe.num_experts, *known.shape[1:], len(names) * known.shape[0])
+    if source.shape != wanted:
+        raise ProcessFatal(f"tensor {name} has shape {source.shape}; it must have {wanted}")
+    for expert in range(spec.moe.num_experts):
+        for nth, stem in enumerate(names):
+            outputs = _outputs(nth, len(names), known.shape[0], interleaved=interleaved)
+            yield f"{stem.format(expert)}.{kind}", _OfExpert(source, expert, outputs)
+
+
+def _of_mxfp4(
+    stem: str, blocks: Source, scales: Source, names: list[str], spec: ModelSpec, *, interleaved: bool
+) -> Iterator[tuple[str, Source]]:
+    known = weights_of(spec).get(f"{names[0].format(0)}.weight")
+    if known is None:
+        yield f"{stem}{_BLOCKS}", blocks
+        return
+    assert spec.moe is not None
+    wanted = (spec.moe.num_experts, len(names) * known.shape[0], -(-known.shape[1] // GROUP))
+    for of, kind, shape in ((blocks, _BLOCKS, (*wanted, GROUP // 2)), (scales, _SCALES, wanted)):
+        if of.shape != shape:
+            raise ProcessFatal(f"tensor {stem}{kind} has shape {of.shape}; it must have {shape}")
+    for expert in range(spec.moe.num_experts):
+        for nth, name in enumerate(names):
+            outputs = _outputs(nth, len(names), known.shape[0], interleaved=interleaved)
+            yield f"{name.format(expert)}.weight", _OfMXFP4(blocks, scales, expert, outputs)
+
+
+def _outputs(nth: int, of: int, count: int, *, interleaved: bool) -> _Outputs:
+    return _Outputs(nth, of, count) if interleaved else _Outputs(nth * count, 1, count)
