@@ -37,10 +37,6 @@ def check(fields: dict[str, Any], architecture: str, honoured: Set[str] = frozen
     kind = fields.get("general.type", "model")
     if kind != "model":
         raise ValueError(f"general.type is {shown(kind)}; a model is what can be served")
-    if isinstance(fields.get("split.count"), int) and fields["split.count"] > 1:
-        raise ValueError(
-            f"it is one of {fields['split.count']} files; merge them (gguf-split --merge), split files are not read"
-        )
     unknown = []
     for name, value in fields.items():
         key = name.removeprefix(f"{architecture}.")

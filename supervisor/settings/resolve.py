@@ -122,6 +122,8 @@ def _read_files(config: MeshConfig) -> tuple[model_files.ModelFiles, generation_
             chat_template=config.model.chat_template,
             load_format=config.model.load_format,
             revision=config.model.revision,
+            tokenizer_revision=config.model.tokenizer_revision,
+            code_revision=config.model.code_revision,
             download_dir=config.model.download_dir,
             hf_overrides=config.model.hf_overrides,
             model_impl=config.model.model_impl,

@@ -123,8 +123,61 @@ def test_weights_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wei
     assert len(calls) == asked
 
 
+GGUFS = ("m-Q4_K_M-00001-of-00002.gguf", "m-Q4_K_M-00002-of-00002.gguf", "m.Q8_0.gguf", "IQ2_M/m-IQ2_M.gguf")
+
+
+def test_a_gguf_file_of_the_hub_by_its_quantisation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model in several files the first."""
+    asked: list[tuple[str, str | None]] = []
+
+    def snapshot_download(model: str, allow_patterns: list[str], revision: str | None, **_: object) -> str:
+        asked.append((model, revision))
+        for name in GGUFS:
+            if any(fnmatch.fnmatch(name, pattern) for pattern in allow_patterns):
+                (tmp_path / name).parent.mkdir(exist_ok=True)
+                (tmp_path / name).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    for quant, file in (("q4_k_m", GGUFS[0]), ("Q8_0", GGUFS[2]), ("IQ2_M", GGUFS[3])):
+        with pytest.raises(ModelFilesError, match=rf"{file}: not a readable GGUF file"):
+            resolve_model(f"owner/name:{quant}", revision="v2")
+        assert asked.pop() == ("owner/name", "v2")
+    with pytest.raises(ModelFilesError, match=r"owner/name:Q5_K: no .gguf file is of this .* m-Q4_K_M-00001-of"):
+        resolve_model("owner/name:Q5_K")
+    with pytest.raises(ModelFilesError, match=r"m\.Q8_0\.gguf: not a readable"):
+        resolve_model(f"{tmp_path}:Q8_0")
+    (tmp_path / "other-Q8_0.gguf").touch()
+    with pytest.raises(ModelFilesError, match=r"several files are .* m\.Q8_0\.gguf, other-Q8_0\.gguf"):
+        resolve_model(f"{tmp_path}:Q8_0")
+
+
+def test_a_tokenizer_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    def snapshot_download(model: str, revision: str | None, **_: object) -> str:
+        asked.append((model, revision))
+        return str(tmp_path / "other")
+
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "chat_template.jinja").write_text("o")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    folder = folder_with(tmp_path)
+    found = resolve_model(folder, tokenizer="owner/name", tokenizer_revision="v3")
+    assert asked == [("owner/name", "v3")]
+    assert (found.tokenizer_path, found.chat_templates) == (tmp_path / "other", {"default": "o"})
+    assert resolve_model(folder, tokenizer_revision="v3").tokenizer_path == Path(folder)
+    assert "--tokenizer-revision has no effect" in resolve_model(folder, tokenizer_revision="v3").notes[-1]
+    for name in ("nowhere", "a/b/c", "./a/b", "a/b.json"):
+        with pytest.raises(ModelFilesError, match=f"--tokenizer {name}: no such file or folder"):
+            resolve_model(folder, tokenizer=name)
+
+
 def test_flags_of_the_hub_without_effect_are_said(tmp_path: Path) -> None:
-    assert "--revision has no effect" in resolve_model(folder_with(tmp_path), revision="main").notes[-1]
+    folder = folder_with(tmp_path)
+    assert "--revision has no effect" in resolve_model(folder, revision="main").notes[-1]
+    assert "--code-revision has no effect" in resolve_model(folder, code_revision="main").notes[-1]
+    assert "--trust-remote-code has no effect" in resolve_model(folder, trust_remote_code=True).notes[-1]
 
 
 @pytest.mark.parametrize("word", ["NaN", "Infinity", "1e999"])

@@ -19,7 +19,7 @@ from meshlm.architectures.registry import family_of, weights_of
 from meshlm.kernels.cpu.packed import Rows
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ProcessFatal
-from meshlm.runtime.gguf_files import GGUFError, GGUFTensor, read_header
+from meshlm.runtime.gguf_files import GGUFError, GGUFTensor, files_of, read_header
 
 _FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # by ggml's numbers of types
 _NEEDLESS = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")  # computed here, or read with the shape
@@ -113,9 +113,13 @@ def encoded_tensors(path: Path, spec: ModelSpec) -> Iterator[tuple[str, GGUFTens
     Tensors have Hugging Face's names; one that no model here has keeps its own. All are held against the file's size before the first
     is read: reading past a mapped file's end is SIGBUS.
     """
+    files = files_of(path)
     try:
         tensors = read_header(path, lambda name: False).tensors
-        mapped: np.memmap[Any, Any] = np.memmap(path, np.uint8, mode="c")  # torch wants to be allowed to write
+        mapped: list[np.memmap[Any, Any]] = [
+            np.memmap(file, np.uint8, mode="c")  # torch wants to be allowed to write
+            for file in files
+        ]
     except (GGUFError, OSError, ValueError) as error:
         raise ProcessFatal(f"{path}: cannot be read, perhaps cut short ({error})") from None
     names: dict[str, list[Weight]] = {}
@@ -129,7 +133,7 @@ def encoded_tensors(path: Path, spec: ModelSpec) -> Iterator[tuple[str, GGUFTens
         if not weights and _NEEDLESS.fullmatch(name):
             continue
         turned = interleaved and bool(weights) and name.partition(".attn_")[2].startswith(("q.", "k."))
-        source = GGUFTensorSource(path, mapped, tensor, spec.head_dim if turned else 0)
+        source = GGUFTensorSource(files[tensor.part], mapped[tensor.part], tensor, spec.head_dim if turned else 0)
         if not weights or weights[0].expert is None:
             found.append((weights[0].name if weights else name, source.like(weights[0].shape) if weights else source))
             continue

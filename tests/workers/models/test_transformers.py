@@ -39,11 +39,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 """Scales and a tied head; windows in every other layer and both caps; values that are shorter than keys."""
 
 
-def in_this_process(config: dict[str, Any], folder: Path, *, trust_remote_code: bool) -> ModelSpec:
+def in_this_process(config: dict[str, Any], folder: Path, code: transformers_models.RemoteCode) -> ModelSpec:
     """A process of its own imports torch again, which takes seconds."""
-    (name,) = config["architectures"]
-    source = TransformersSpec(architecture=name, config=json.dumps(config), trust_remote_code=trust_remote_code)
-    return look(source, folder).spec
+    return look(transformers_models.source_of(config, code), folder).spec
 
 
 @pytest.fixture(autouse=True)
@@ -184,6 +182,28 @@ def test_vectors_that_come_with_a_prompt(tmp_path: Path) -> None:
         given = dataclasses.replace(batch, input_ids=torch.tensor([5, 0, 0, 8]), embeds=(GivenEmbeds(1, rows),))
         states = [model(one, caches(model.spec, 1), TorchAttention(one, BLOCK)) for one in (batch, given)]
     torch.testing.assert_close(*states)
+
+
+def test_code_of_another_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    def from_hub(name: str, folder: str, code_revision: str | None) -> None:
+        asked.append((name, code_revision))
+        raise OSError("no hub here")
+
+    monkeypatch.setattr("transformers.dynamic_module_utils.get_class_from_dynamic_module", from_hub)
+    config = config_of("Granite") | {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
+    for repository, name in (("a/b", "a/b--own.OwnConfig"), ("", "own.OwnConfig")):
+        source = TransformersSpec(
+            architecture="Own",
+            config=json.dumps(config),
+            trust_remote_code=True,
+            repository=repository,
+            code_revision=repository and "v2",
+        )
+        with pytest.raises(ModelFilesError, match=r"cannot be loaded \(OSError: no hub here\)"):
+            look(source, tmp_path)
+        assert asked.pop() == (name, "v2" if repository else None)
 
 
 def test_code_of_the_model_runs_where_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

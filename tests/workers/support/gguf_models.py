@@ -39,9 +39,9 @@ def encoded(kind: str, n: int, k: int, seed: int = 0) -> NDArray[np.uint8]:
     return data.reshape(n, -1)
 
 
-def writer_of(path: Path, architecture: str, spec: ModelSpec) -> gguf.GGUFWriter:
-    """A writer that has the sizes which every architecture names."""
-    writer = gguf.GGUFWriter(path, architecture)
+def writer_of(path: Path, architecture: str, spec: ModelSpec, each: int = 0) -> gguf.GGUFWriter:
+    """A writer that has the sizes which every architecture names. each: tensors of a file; 0: one file has all."""
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=each)
     writer.add_block_count(spec.num_hidden_layers)
     writer.add_context_length(spec.max_position_embeddings)
     writer.add_embedding_length(spec.hidden_size)
@@ -51,9 +51,9 @@ def writer_of(path: Path, architecture: str, spec: ModelSpec) -> gguf.GGUFWriter
     return writer
 
 
-def write_gguf(path: Path, kinds: dict[str, str], spec: ModelSpec = SPEC) -> None:
-    """kinds: a part of a tensor's name -> its type; float32 for others."""
-    writer = writer_of(path, "llama", spec)
+def write_gguf(path: Path, kinds: dict[str, str], spec: ModelSpec = SPEC, each: int = 0) -> None:
+    """kinds: a part of a tensor's name -> its type; float32 for others. each: see `writer_of`."""
+    writer = writer_of(path, "llama", spec, each)
     writer.add_layer_norm_rms_eps(1e-5)
     for seed, weight in enumerate(weights_of(spec).values()):
         shape = weight.shape

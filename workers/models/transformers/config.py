@@ -66,8 +66,10 @@ def _own_code(name: str, folder: Path, source: TransformersSpec) -> Any:
         )
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+    if source.repository and "--" not in name:
+        name = f"{source.repository}--{name}"
     try:
-        return get_class_from_dynamic_module(name, str(folder))
+        return get_class_from_dynamic_module(name, str(folder), code_revision=source.code_revision or None)
     except (OSError, ImportError, AttributeError, ValueError, SyntaxError) as error:
         raise ModelFilesError(f"the code that comes with the model cannot be loaded ({_line(error)})") from None
 
