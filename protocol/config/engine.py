@@ -167,6 +167,10 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
             extra=PER_NODE,
         ),
     ] = ""
+    profile_layers: Annotated[
+        bool,
+        Meta(description="NVTX ranges around layers, for nsys and ncu; without CUDA graphs, which would hide them"),
+    ] = False
     fake_step_ms: Annotated[float, Meta(ge=0, description="device fake: length of a step", extra=PER_NODE)] = 0.0
     fake_drafts: Annotated[
         int, Meta(ge=0, le=64, description="device fake: tokens that it drafts in a step, at most", extra=PER_NODE)

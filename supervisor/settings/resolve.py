@@ -172,6 +172,7 @@ def _check_flags(config: MeshConfig, files: model_files.ModelFiles, platform: Pl
         raise UsageError(f"--compile inductor: it is not there for {family.architecture}; use none")
     if config.worker.compile == "inductor" and files.load_format == "gguf" and config.model.gguf_weights != "decoded":
         raise UsageError("--compile inductor: it needs --gguf-weights decoded for a .gguf file")
+    _check_profiling(config, device)
     whole_experts, here = config.experts.enable_expert_parallel, len(layout.places(config)[1])
     parallel.check(config.parallel, files.spec, device, here, whole_experts=whole_experts)
 
@@ -221,6 +222,18 @@ def _check_backend(name: str) -> None:
         raise UsageError(f"--attention-backend {name}: there are {', '.join(known)}")
     if name in PACKAGES and (missing := PACKAGES[name].missing()):
         raise UsageError(f"--attention-backend {PACKAGES[name].flag}: {missing}")
+
+
+def _check_profiling(config: MeshConfig, device: str) -> None:
+    """Ranges of layers need a GPU's tools to look at them, and layers that the host launches one after the other."""
+    if not config.worker.profile_layers:
+        return
+    if device != "cuda":
+        raise UsageError(f"--profile-layers: it needs a GPU, not --device {device}; --profiler-dir takes traces")
+    if config.worker.compile == "inductor":
+        raise UsageError("--profile-layers: --compile inductor runs no layers of their own; use --compile none")
+    if config.experts.enable_dbo:
+        raise UsageError("--profile-layers: with --enable-dbo halves of a step take turns within layers; leave one out")
 
 
 def _check_template_kwargs(text: str) -> None:

@@ -18,6 +18,7 @@ RENAMED = {
     ("--cuda-graph-sizes",): "cudagraph_capture_sizes",
     ("--shutdown-timeout",): "drain_timeout",
     ("--override-pooler-config",): "pooler_config",
+    ("--enable-layerwise-nvtx-tracing",): "profile_layers",
 }
 
 # vLLM's switch -> our setting and the value that it asks for.
@@ -219,7 +220,6 @@ ABSENT = {
     "--specialize-active-lora": _LORA,
     "--enable-mixed-moe-lora-format": _LORA,
     "--enable-moe-shared-loras": _LORA,
-    "--enable-layerwise-nvtx-tracing": "--profiler-dir writes traces",
     "--enable-logging-iteration-details": _STEPS,
     "--jit-monitor-mode": _COMPILING,
     "--jit-monitor-verbose": _COMPILING,

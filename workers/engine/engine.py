@@ -41,6 +41,7 @@ from meshlm.workers.kv.layout import KVLayout
 from meshlm.workers.kv.scales import scales_of
 from meshlm.workers.models.parts import choose_parts
 from meshlm.workers.moe.placement.balancer import Balancer, Experts
+from meshlm.workers.nvtx import mark_layers
 from meshlm.workers.output.details import Details, prompt_logprobs
 from meshlm.workers.output.grammars import Constraint, Grammars
 from meshlm.workers.output.pooled_heads import PooledHeads, load_dense
@@ -76,6 +77,8 @@ class ModelEngine:
         plan = memory.gguf_plan(config, device, self._others, placement.shard, self._cache_dtype)
         self.model = load_model(resolved, device, config.model.seed or 0, progress, placement.shard, plan)
         choose_parts(self.model, config.worker.compile, backend.name, self.dtype)
+        if config.worker.profile_layers:
+            mark_layers(self.model, torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop)
         tokens, hidden = max(resolved.max_num_batched_tokens + 2, MIXED_TOKENS[0]), resolved.spec.hidden_size
         self.comm = placement.connect(device, self.dtype, tokens, hidden)
         self.model.join(self.comm)

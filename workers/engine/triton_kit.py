@@ -50,7 +50,7 @@ class TritonKit:
 
     def graphs(self, engine: ModelEngine) -> tuple[Dispatcher, Captures]:
         worker, resolved = engine.config.worker, engine.resolved
-        mode = "NONE" if worker.enforce_eager else worker.cudagraph_mode
+        mode = "NONE" if worker.enforce_eager or worker.profile_layers else worker.cudagraph_mode
         if engine.spec.state is not None and mode not in ("NONE", "PIECEWISE"):
             mode = "FULL_DECODE_ONLY"  # the pieces of prompts are made by the host (workers/states)
         elif engine.spec.state is not None:

@@ -64,3 +64,17 @@ def test_forms_of_weights_are_of_gguf_files(smollm2: Path, tmp_path: Path) -> No
 def test_compiled_functions_know_no_scales(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--compile inductor: it is not there for weights quantised with fp8"):
         resolved(tmp_path, FP8, device="cuda", compile="inductor")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, "it needs a GPU, not --device cpu"),
+        ({"device": "cuda", "compile": "inductor"}, "--compile inductor runs no layers"),
+    ],
+)
+def test_layers_have_ranges_where_there_are_layers_and_a_gpu(
+    changed: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=f"--profile-layers: {said}"):
+        resolved(tmp_path, None, profile_layers=True, **changed)
