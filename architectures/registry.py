@@ -44,6 +44,7 @@ _OWN = {
     "MinistralForCausalLM": _Module("ministral"),
     "Ernie4_5ForCausalLM": _Module("ernie4_5"),
     "Ernie4_5_MoeForCausalLM": _Module("ernie4_5"),
+    "MiniMaxM2ForCausalLM": _Module("minimax_m2"),
     "OlmoeForCausalLM": _Module("olmoe", "olmoe"),
     "Olmo2ForCausalLM": _Module("olmo2", "olmo2"),
     "Olmo3ForCausalLM": _Module("olmo3"),

@@ -124,6 +124,10 @@ CLASSIC: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe": ("Glm4MoeConfig", _ROUTED | {"head_dim": 16, "use_qk_norm": True, "n_group": 2}),
     "glm4-moe-bias": ("Glm4MoeConfig", _ROUTED | {"head_dim": 16, "attention_bias": True}),
     "dots1": ("Dots1Config", _ROUTED | {"sliding_window": 7, "max_window_layers": 2}),
+    "minimax-m2": (
+        "MiniMaxM2Config",
+        {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "initializer_range": 0.2, "rotary_dim": 8},
+    ),
     "olmoe": ("OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 2, "clip_qkv": 0.5, "initializer_range": 0.2}),
     "seed-oss": ("SeedOssConfig", {"head_dim": 16}),
     "ministral": (
