@@ -3,8 +3,8 @@
     python -P benchmarks/perplexity.py --folder FOLDER [--types Q8_0 Q4_K ...] [--json FILE]
 
 The model is decoded to float32 once; llama.cpp (llama-cpp-python must be installed) makes a file of each type from that, and computes
-with it. The text is that of docs/adr, in windows of 512 tokens, of which all but the first are scored. MeshLM computes in float32 on
-the CPU; llama.cpp rounds activations to 8 bits.
+with it, and with a file of the same weights decoded again (`decoded`): so what its rounding of activations to 8 bits changes is known.
+MeshLM computes in float32 on the CPU. The text is that of docs/adr, in windows of 512 tokens, of which all but the first are scored.
 """
 
 import argparse
@@ -132,9 +132,15 @@ def main() -> None:
             make(plain, path, kind)
         ours, windows = meshlm_nll(path, words, arguments.windows)
         theirs = llama_cpp_nll(path, windows)
+        exact = path.with_suffix(".decoded.gguf")
+        decoded(path, exact)
+        same = llama_cpp_nll(exact, windows)
+        exact.unlink()
         row: dict[str, Any] = {"type": kind, "tensors": held_types(path), "megabytes": path.stat().st_size >> 20}
         row |= {"meshlm": round(math.exp(ours), 4), "llama_cpp": round(math.exp(theirs), 4)}
+        row |= {"llama_cpp_decoded": round(math.exp(same), 4)}
         row["difference"] = f"{math.exp(ours - theirs) - 1:+.3%}"
+        row["difference_decoded"] = f"{math.exp(ours - same) - 1:+.4%}"
         rows.append(row)
         print(json.dumps(row), flush=True)
     import llama_cpp

@@ -25,6 +25,21 @@ _FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # by ggml's 
 _NEEDLESS = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")  # computed here, or read with the shape
 
 
+_HALVES = {
+    2: (0,),
+    3: (0, 2),
+    6: (0,),
+    7: (0, 2),
+    8: (0,),
+    10: (80, 82),
+    11: (108,),
+    12: (0, 2),
+    13: (0, 2),
+    14: (208,),
+}
+"""By ggml's number of a type (Q4_0 to Q6_K): where in a block its scales and minima are, which are 16-bit floats."""
+
+
 class GGUFTensorSource:
     """See `meshlm.workers.weights.sources.Source`. Reads from the mapped file."""
 
@@ -71,6 +86,13 @@ class GGUFTensorSource:
         """A part of a matrix that `cuts`, not decoded; and int64, which of its rows comes first, second, ... (None: as they are)."""
         rows = Rows(self._cut(dim, begin, end), self.ggml_type)
         return rows, _unpermute(torch.arange(rows.data.shape[0]), self._head_dim) if self._head_dim else None
+
+    def check_scales(self, name: str, rows: Rows) -> None:
+        """ProcessFatal for a scale in these rows that is NaN or infinite: what stays packed shows it nowhere else."""
+        blocks = rows.data.unflatten(-1, (-1, self._block_bytes))
+        for at in _HALVES.get(rows.ggml_type, ()):
+            if bool((blocks[..., at + 1] & 0x7C == 0x7C).any()):  # all bits of the exponent, in the second byte
+                raise ProcessFatal(f"{self._path}: tensor {name}: a scale must be a number, and one is not")
 
     def part(self, dim: int, begin: int, end: int) -> Tensor:
         if self.cuts(dim, begin, end):

@@ -33,10 +33,11 @@ class SpannedParameter:
     def begin(self, parameter: Tensor) -> None:
         """Nothing is to be done: files fill all of it."""
 
-    def take(self, parameter: Tensor, source: Source, found: WeightSlice) -> int:
-        """One part of it; how many elements that is."""
+    def take(self, parameter: Tensor, name: str, source: Source, found: WeightSlice) -> int:
+        """One part of it, from the tensor of this name; how many elements that is."""
         assert isinstance(source, GGUFTensorSource)
         rows, order = source.rows(found.dim, found.begin, found.end)
+        source.check_scales(name, rows)
         data = rows.data if order is None else rows.data[order]
         begin = self._begins[found.row]
         parameter[begin : begin + data.numel()] = data.flatten().to(parameter.device)

@@ -173,7 +173,7 @@ def _fill(
             packed_files.check(name, source, scale, found.shape)
             continue
         if found.parameter in kept:
-            taken = kept[found.parameter].take(slots[found.parameter], source, found)
+            taken = kept[found.parameter].take(slots[found.parameter], name, source, found)
         else:
             taken = _take(slots, name, source, found, scale, resolved, encoders)
         missing[found.parameter] -= taken

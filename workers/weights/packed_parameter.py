@@ -32,10 +32,11 @@ class PackedParameter:
             parameter.zero_()  # padding
         packed.write_table(parameter, self._forms, self._k)
 
-    def take(self, parameter: Tensor, source: Source, found: WeightSlice) -> int:
-        """One part of it; how many elements that is."""
+    def take(self, parameter: Tensor, name: str, source: Source, found: WeightSlice) -> int:
+        """One part of it, from the tensor of this name; how many elements that is."""
         assert isinstance(source, GGUFTensorSource)
         rows, order = source.rows(found.dim, found.begin, found.end)
+        source.check_scales(name, rows)
         packed.repack(rows, order, parameter, found.row, self._k)
         return rows.data.shape[0] * self._k
 
