@@ -52,6 +52,7 @@ def deepseek_v3_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 FAMILY = Family(
     architecture="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
+    other_model_types=frozenset(("kimi_k2",)),
     spec=deepseek_v3_spec,
     weights=deepseek_weights,
     keys=KEYS | set(DRAFTS),

@@ -100,6 +100,7 @@ class Family(NamedTuple):
         [dict[str, Any], str], ModelSpec
     ]  # of a config.json with the defaults filled in, and the architecture's name
     weights: Callable[[ModelSpec], Iterator[Weight]]
+    other_model_types: frozenset[str] = frozenset()  # of models that use this class as it is
     keys: frozenset[str] = frozenset()  # of config.json that it honours beyond those of all families
     defaults: Mapping[str, Any] = {}  # what transformers' class takes for missing keys, where it differs from Llama's
 

@@ -54,7 +54,7 @@ def _family(config: dict[str, Any], path: Path) -> Family:
         name, known = names[0] if names else "none", ", ".join((*architectures(), *text_part.architectures()))
         raise ModelFilesError(f"{path}: architecture {name} is not supported; supported: {known}")
     kind = config.get("model_type")
-    if kind is not None and kind != family.model_type:
+    if kind is not None and kind not in (family.model_type, *family.other_model_types):
         raise ModelFilesError(
             f"{path}: config.json has model_type {shown(kind)} beside architecture {names[0]}; that is not supported"
         )

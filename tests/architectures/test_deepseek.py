@@ -51,6 +51,12 @@ def test_v2_lite() -> None:
     assert group.page_bytes == 27 * 16 * 1152
 
 
+def test_kimi_k2_is_a_v3() -> None:
+    assert parse_config(V3 | {"model_type": "kimi_k2"}, Path("m")) == parse_config(V3, Path("m"))
+    with pytest.raises(ModelFilesError, match="model_type 'kimi_k3' beside architecture DeepseekV3ForCausalLM"):
+        parse_config(V3 | {"model_type": "kimi_k3"}, Path("m"))
+
+
 def test_v3() -> None:
     spec, notes = parse_config(V3, Path("m"))
     assert notes == ("m/config.json: num_nextn_predict_layers 1: the layers that draft further tokens are not loaded",)
