@@ -17,6 +17,7 @@ from meshlm.frontend.choice import Choice
 from meshlm.frontend.errors import HttpError
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Handle, RequestId
+from meshlm.protocol.tasks import Pool
 from meshlm.protocol.text_edge import Retry, Submit
 
 
@@ -72,7 +73,9 @@ def build_each(
             text=ask.text,
             max_tokens=ask.max_tokens,
             cap_max_tokens=ask.cap_max_tokens,
-            want_ids=ask.return_token_ids or (ask.echo and ask.tokens_as_ids),
+            want_ids=ask.return_token_ids
+            or (ask.echo and ask.tokens_as_ids)
+            or (isinstance(ask.task, Pool) and ask.task.step_tag_id >= 0),
             want_text=ask.echo or ask.return_prompt_text,
             priority=ask.priority,
             cache_salt=ask.cache_salt,

@@ -36,6 +36,11 @@ class PoolingSpec(Struct, frozen=True, kw_only=True):
     max_tokens: int = 0  # sentence-transformers' max_seq_length; 0: the model's context
     chunks: bool = False  # texts longer than the context are embedded in parts ...
     max_embed_len: int = 0  # ... up to so many tokens; 0: any number
+    logit_mean: float = (
+        0.0  # a classifier's logits are shifted and scaled before their activation: (logit - mean) / sigma
+    )
+    logit_sigma: float = 1.0
+    step_tag_id: int = -1  # of tasks for tokens: the vectors of this token alone are given out; -1: of all
 
     @property
     def scores_by(self) -> PoolingTask:
@@ -47,5 +52,7 @@ class PoolingSpec(Struct, frozen=True, kw_only=True):
         kind = PoolKind.ALL if task in ("token_embed", "token_classify") else self.kind
         active = self.activation if activation is None else activation
         if task in ("embed", "token_embed"):
-            return Pool(kind, PoolHead.EMBED, active, dimensions or self.dimensions)
-        return Pool(kind, PoolHead.CLASSIFY, active)
+            tag = self.step_tag_id if kind is PoolKind.ALL else -1
+            return Pool(kind, PoolHead.EMBED, active, dimensions or self.dimensions, tag)
+        tag = self.step_tag_id if kind is PoolKind.ALL else -1
+        return Pool(kind, PoolHead.CLASSIFY, active, step_tag_id=tag)

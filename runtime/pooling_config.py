@@ -36,7 +36,7 @@ class PoolerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_embed_len: Annotated[int, Meta(ge=1)] | None = None
     logit_mean: float | None = None
     logit_sigma: float | None = None
-    step_tag_id: int | None = None
+    step_tag_id: Annotated[int, Meta(ge=0)] | None = None
     returned_token_ids: list[int] | None = None
 
 
@@ -60,11 +60,13 @@ def read_pooler_config(text: str) -> PoolerConfig:
     given = [name for name in ("pooling_type", "seq_pooling_type", "tok_pooling_type") if getattr(found, name)]
     if "pooling_type" in given and len(given) > 1:
         raise ModelFilesError(f"--pooler-config: pooling_type and {given[1]} exclude each other")
-    for name in ("logit_mean", "logit_sigma", "step_tag_id", "returned_token_ids"):
-        if getattr(found, name) is not None:
-            raise ModelFilesError(f"--pooler-config: {name} is not supported")
-    if "STEP" in (found.pooling_type, found.tok_pooling_type):
-        raise ModelFilesError("--pooler-config: pooling type STEP is not supported; ALL gives every token's score")
+    if found.logit_sigma == 0:
+        raise ModelFilesError("--pooler-config: logit_sigma must not be 0")
+    if found.returned_token_ids:
+        text = "a head of these tokens is --hf-overrides '{\"classifier_from_token\": [...]}'"
+        raise ModelFilesError(f"--pooler-config: returned_token_ids is not supported; {text}")
+    if found.step_tag_id is not None and "STEP" not in (found.pooling_type, found.tok_pooling_type):
+        raise ModelFilesError("--pooler-config: step_tag_id needs pooling_type STEP")
     return found
 
 
@@ -154,9 +156,15 @@ def pooling_spec(
     if modules is not None and modules.kind is not None:
         kind = modules.kind
     asked = pooler.seq_pooling_type or pooler.pooling_type
-    if asked not in (None, "ALL"):
+    if asked not in (None, "ALL", "STEP"):
         kind = PoolKind(str(asked).lower())
-    every = "ALL" in (pooler.pooling_type, pooler.tok_pooling_type) or str(pooler.task).startswith("token")
+    every = bool({"ALL", "STEP"} & {pooler.pooling_type, pooler.tok_pooling_type}) or str(pooler.task).startswith(
+        "token"
+    )
+    if convert != "classify" and (pooler.logit_mean is not None or pooler.logit_sigma is not None):
+        raise ModelFilesError(
+            "--pooler-config: logit_mean and logit_sigma are of a classifier's logits; the model embeds"
+        )
     unpooled = (modules is not None and modules.kind is None) or spec.projection > 0
     dense = modules.dense if modules is not None and convert == "embed" else ()
     if convert == "classify":
@@ -201,6 +209,9 @@ def pooling_spec(
         max_tokens=modules.max_tokens if modules is not None else 0,
         chunks=pooler.enable_chunked_processing,
         max_embed_len=pooler.max_embed_len or 0,
+        logit_mean=pooler.logit_mean or 0.0,
+        logit_sigma=1.0 if pooler.logit_sigma is None else pooler.logit_sigma,
+        step_tag_id=-1 if pooler.step_tag_id is None else pooler.step_tag_id,
     )
 
 

@@ -3,6 +3,7 @@
 import math
 from array import array
 from collections.abc import Sequence
+from itertools import chain
 from operator import mul
 
 
@@ -16,6 +17,16 @@ def max_sim(query: "Sequence[array[float]]", document: "Sequence[array[float]]")
     import numpy as np
 
     return float((np.array(query) @ np.array(document).T).max(axis=1).sum())
+
+
+def of_steps(flat: "array[float]", token_ids: Sequence[int], step_tag_id: int) -> "tuple[array[float], int]":
+    """The vectors of the tokens that end a step, where a tag says which, and their number; else of all."""
+    if step_tag_id < 0:
+        return flat, len(token_ids)
+    found = [
+        line for line, token in zip(lines_of(flat, len(token_ids)), token_ids, strict=True) if token == step_tag_id
+    ]
+    return array("f", chain.from_iterable(found)), len(found)
 
 
 def lines_of(flat: "array[float]", count: int) -> "list[array[float]]":

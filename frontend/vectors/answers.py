@@ -19,7 +19,7 @@ from meshlm.frontend.vectors.parse import Pairs
 from meshlm.frontend.vectors.schema import CohereEmbedRequest, EncodingCommon, RerankRequest
 from meshlm.protocol.pooling import PoolingSpec
 from meshlm.protocol.tasks import Pool, PoolHead, PoolKind
-from meshlm.runtime.similarity import cosine, lines_of, max_sim
+from meshlm.runtime.similarity import cosine, lines_of, max_sim, of_steps
 
 Json = dict[str, Any]
 BYTES = "application/octet-stream"
@@ -69,7 +69,15 @@ class VectorsResponse(Response):
 
     def lines(self) -> "list[list[array[float]]]":
         """Each input's vectors, where the task gives one for each token."""
-        return [lines_of(array("f", choice.pooled), choice.num_prompt_tokens) for choice in self.choices]
+        return [lines_of(*self.of_tokens(choice)) for choice in self.choices]
+
+    def of_tokens(self, choice: Choice) -> "tuple[array[float], int]":
+        """An input's vectors of tokens, one after the other, and their number."""
+        flat = array("f", choice.pooled)
+        if self.pool.step_tag_id < 0:
+            return flat, choice.num_prompt_tokens
+        ids = memoryview(self.prompt[choice.prompt_index].prompt_token_ids).cast("i").tolist()
+        return of_steps(flat, ids, self.pool.step_tag_id)
 
     def usage(self) -> Json:
         prompt = self.num_prompt_tokens()
@@ -105,7 +113,7 @@ def write_encoded(answer: VectorsResponse, body: EncodingCommon, kind: str) -> b
     field = "embedding" if kind == "embedding" else "data"
     values: list[Any]
     if body.encoding_format == "base64":
-        vectors = [array("f", choice.pooled) for choice in answer.choices] if of_tokens else answer.vectors()
+        vectors = [answer.of_tokens(choice)[0] for choice in answer.choices] if of_tokens else answer.vectors()
         values = [b2a_base64(packed(vector, body), newline=False).decode() for vector in vectors]
     elif of_tokens:
         values = [[line.tolist() for line in lines] for lines in answer.lines()]
@@ -142,11 +150,11 @@ def _ordered(numbers: "array[Any]", order: str) -> bytes:
 def _bytes(answer: VectorsResponse, body: EncodingCommon, kind: str) -> bytes:
     """All vectors one after the other; a header says where each is, but for `bytes_only`."""
     of_tokens = answer.pool.kind is PoolKind.ALL
-    vectors = [array("f", choice.pooled) for choice in answer.choices] if of_tokens else answer.vectors()
+    vectors = [answer.of_tokens(choice)[0] for choice in answer.choices] if of_tokens else answer.vectors()
     parts, data, begin = [], [], 0
     for place, (choice, vector) in enumerate(zip(answer.choices, vectors, strict=False)):
         parts.append(packed(vector, body))
-        rows = choice.num_prompt_tokens if of_tokens else 0
+        rows = answer.of_tokens(choice)[1] if of_tokens else 0
         shape = [rows, len(vector) // rows] if rows else [len(vector)]
         where = {"start": begin, "end": begin + len(parts[-1]), "shape": shape}
         data.append({"index": place, "embed_dtype": body.embed_dtype, "endianness": body.endianness, **where})

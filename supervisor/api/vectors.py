@@ -20,7 +20,7 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.tasks import Pool, PoolHead, PoolKind
 from meshlm.protocol.text_edge import PairPrompt, Prompt, Submit, TextParams, TextPrompt, TokenPrompt
 from meshlm.runtime import io_processors
-from meshlm.runtime.similarity import cosine, lines_of, max_sim
+from meshlm.runtime.similarity import cosine, lines_of, max_sim, of_steps
 from meshlm.supervisor.api.background import Background, unless_ended
 from meshlm.supervisor.api.client import Client, name_of
 from meshlm.supervisor.api.offline_prompts import many, of_generate, of_tokenization
@@ -191,8 +191,10 @@ class Asking:
 
 def result_of(request: RequestOutput, pool: Pool, kind: type[PoolingOutput]) -> PoolingRequestOutput:
     """What the mesh gave for one prompt."""
-    rows = len(request.prompt_token_ids) if pool.kind is PoolKind.ALL else 0
-    output = kind(array("f", request.outputs[0].pooled), rows)
+    flat, rows = array("f", request.outputs[0].pooled), 0
+    if pool.kind is PoolKind.ALL:
+        flat, rows = of_steps(flat, request.prompt_token_ids, pool.step_tag_id)
+    output = kind(flat, rows)
     return PoolingRequestOutput(request.request_id, output, request.prompt_token_ids, request.num_cached_tokens)
 
 

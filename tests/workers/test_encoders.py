@@ -121,15 +121,16 @@ def test_vectors(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["ForSequenceClassification", "ForTokenClassification"])
 @pytest.mark.parametrize("name", CASES)
 def test_classifiers(name: str, kind: str, labels: int, tmp_path: Path) -> None:
-    """Logits are transformers', and scores their softmax, or sigmoid where there is one."""
+    """Logits are transformers', and scores their softmax, or sigmoid where there is one; calibrated where a pooler config says so."""
     theirs = saved(name, tmp_path, kind, num_labels=labels)
-    ours = loaded(tmp_path)
+    mean, sigma = (0.0, 1.0) if labels == 1 else (0.5, 2.0)
+    ours = loaded(tmp_path, pooler_config=json.dumps({"logit_mean": mean, "logit_sigma": sigma}) if mean else "")
     pool = PoolKind.CLS if "Sequence" in kind else PoolKind.ALL
     tasks = {row: Pool(pool, PoolHead.CLASSIFY, activation=bool(row % 2)) for row in WHOLE}
     driver = Driver(ours, PROMPTS, GREEDY, tasks)
     driver.step(WHOLE)
     for row, prompt in enumerate(PROMPTS):
-        logits = theirs(torch.tensor([prompt])).logits[0]
+        logits = (theirs(torch.tensor([prompt])).logits[0] - mean) / sigma
         scores = logits.sigmoid() if labels == 1 else logits.softmax(-1)
         same(driver.pooled[row], scores if row % 2 else logits)
 

@@ -117,7 +117,9 @@ class ModelEngine:
             self.rows.table.processors = Processors(kinds, config, device, rows)
         self.inputs = kit.inputs(self.rows, samples=samples)
         self.pooler = Pooler(
-            PooledHeads(self.model.classifier, load_dense(resolved, device), self.model.token_projection())
+            PooledHeads(
+                self.model.classifier, load_dense(resolved, device), self.model.token_projection(), resolved.pooling
+            )
         )
         self.grammars = Grammars(loader(resolved))
         self._loads_vocabulary = device.type == "cuda" and self.shard.is_last and bool(resolved.eos_token_ids)

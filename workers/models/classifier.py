@@ -50,8 +50,8 @@ class Classifier(nn.Module):
         product.weight = nn.Parameter(rows, requires_grad=False)
         self.products.append(product)
 
-    def forward(self, x: Tensor, *, activation: bool) -> Tensor:
-        """Pooled states float32 [n, hidden] -> logits [n, labels], or scores."""
+    def forward(self, x: Tensor, *, activation: bool, calibration: tuple[float, float] = (0.0, 1.0)) -> Tensor:
+        """Pooled states float32 [n, hidden] -> logits [n, labels], or scores. calibration: the logits' mean and sigma (Platt 1999)."""
         for place, product in enumerate(self.products):
             x = product(x)
             if place < len(self.products) - 1:
@@ -59,6 +59,9 @@ class Classifier(nn.Module):
                 if place == 0 and self.norm is not None:
                     bias = None if self.norm.bias is None else self.norm.bias.float()
                     x = F.layer_norm(x, x.shape[-1:], self.norm.weight.float(), bias, self.norm.eps)
+        mean, sigma = calibration
+        if calibration != (0.0, 1.0):
+            x = (x - mean) / sigma
         if not activation or self.spec.activation == "none":
             return x
         return x.sigmoid() if self.spec.activation == "sigmoid" else x.softmax(-1)

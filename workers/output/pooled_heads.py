@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlm.protocol.config import Resolved
-from meshlm.protocol.pooling import DenseSpec
+from meshlm.protocol.pooling import DenseSpec, PoolingSpec
 from meshlm.protocol.tasks import Pool, PoolHead
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.models.classifier import FUNCTIONS, Classifier
@@ -26,8 +26,15 @@ class Dense:
 class PooledHeads:
     """The heads of one model, for `Pooler`."""
 
-    def __init__(self, classifier: Classifier | None, dense: list[Dense], projection: Tensor | None = None) -> None:
-        """projection [any, hidden]: a model's own, before the Dense modules."""
+    def __init__(
+        self,
+        classifier: Classifier | None,
+        dense: list[Dense],
+        projection: Tensor | None = None,
+        pooling: PoolingSpec | None = None,
+    ) -> None:
+        """projection [any, hidden]: a model's own, before the Dense modules. pooling: it knows how logits are calibrated."""
+        self._calibration = (0.0, 1.0) if pooling is None else (pooling.logit_mean, pooling.logit_sigma)
         self._classifier, self._dense = classifier, dense
         self._projection = None if projection is None else projection.float()
 
@@ -35,7 +42,7 @@ class PooledHeads:
         """float32 [n, hidden] -> float32 [n, any]."""
         if task.head is PoolHead.CLASSIFY:
             assert self._classifier is not None, "the supervisor lets nobody ask for a classifier that is not there"
-            found: Tensor = self._classifier(states, activation=task.activation)
+            found: Tensor = self._classifier(states, activation=task.activation, calibration=self._calibration)
             return found
         if self._projection is not None and task.head is PoolHead.EMBED:
             states = F.linear(states, self._projection)

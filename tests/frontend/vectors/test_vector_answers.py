@@ -17,6 +17,7 @@ from meshlm.frontend.vectors.answers import VectorsResponse
 from meshlm.frontend.vectors.float8 import ROUNDERS
 from meshlm.frontend.vectors.parse import Pairs
 from meshlm.frontend.vectors.schema import CohereEmbedRequest, EmbeddingRequest, RerankRequest
+from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import FinishReason, Handle, RequestId
 from meshlm.protocol.pooling import PoolingSpec
 from meshlm.protocol.sampling import SamplingParams
@@ -42,7 +43,7 @@ def answered(
         submit = Submit((Handle(place),), (RequestId(str(place)),), TextPrompt("a"), SamplingParams(), task=task)
         choice = Choice(answer, place, place, submit, Handle(place))
         answer.choices.append(choice)
-        answer.accepted(choice, Accepted((Handle(place),), count))
+        answer.accepted(choice, Accepted((Handle(place),), count, pack_i32(range(count))))
         choice.num_prompt_tokens, choice.pooled = count, np.array(vector, np.float32).tobytes()
     for choice in answer.choices:
         answer.row(choice, 0, "", RowDetails(Finished(0, FinishReason.STOP)))
@@ -138,6 +139,17 @@ def test_vectors_of_tokens() -> None:
     task = Pool(PoolKind.ALL, PoolHead.EMBED, True)
     found, _ = encoded([[1, 2, 3, 4, 5, 6], [7, 8]], task, tokens=[3, 1])
     assert [one["embedding"] for one in json.loads(found)["data"]] == [[[1, 2], [3, 4], [5, 6]], [[7, 8]]]
+
+
+def test_steps_have_the_vectors_of_their_tags_alone() -> None:
+    """The prompts' token ids count from 0."""
+    task = Pool(PoolKind.ALL, PoolHead.CLASSIFY, True, step_tag_id=1)
+    vectors = [[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [7.0, 8.0]]
+    found, _ = encoded(vectors, task, tokens=[3, 1])
+    assert [one["embedding"] for one in json.loads(found)["data"]] == [[[3, 4]], []]
+    body, answer = encoded(vectors, task, tokens=[3, 1], encoding_format="bytes")
+    assert np.frombuffer(body, np.float32).tolist() == [3, 4]
+    assert [one["shape"] for one in json.loads(answer.headers["metadata"])["data"]] == [[1, 2], [0]]
 
 
 def test_parts_weigh_as_many_tokens_as_they_have() -> None:

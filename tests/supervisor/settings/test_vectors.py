@@ -70,6 +70,11 @@ def test_what_they_are(tmp_path: Path, minilm: Path) -> None:
     score = pooling(tmp_path, {**QWEN3, **SCORE})
     assert score is not None
     assert (score.tasks, score.size, score.labels) == (("classify", "token_classify"), 2, ("bad", "good"))
+    steps = '{"pooling_type": "STEP", "step_tag_id": 7, "logit_mean": 0.5, "logit_sigma": 2}'
+    by_step = pooling(tmp_path, {**QWEN3, **SCORE}, pooler_config=steps)
+    assert by_step is not None
+    assert (by_step.tasks[0], by_step.logit_mean, by_step.logit_sigma) == ("token_classify", 0.5, 2.0)
+    assert [by_step.pool(task).step_tag_id for task in by_step.tasks] == [7, -1]
 
 
 BAD = [
@@ -80,8 +85,11 @@ BAD = [
     ({"pooler_config": "{}x"}, "--pooler-config: JSON is malformed"),
     ({"pooler_config": '{"pooling_type": "CLS"}'}, "--pooler-config: it needs --runner pooling"),
     ({"runner": "pooling", "pooler_config": '{"normalize": true}'}, "unknown field `normalize`"),
-    ({"runner": "pooling", "pooler_config": '{"pooling_type": "STEP"}'}, "STEP is not supported"),
-    ({"runner": "pooling", "pooler_config": '{"logit_mean": 1}'}, "logit_mean is not supported"),
+    ({"runner": "pooling", "pooler_config": '{"step_tag_id": 1}'}, "step_tag_id needs pooling_type STEP"),
+    ({"runner": "pooling", "pooler_config": '{"step_tag_id": -1, "pooling_type": "STEP"}'}, ">= 0"),
+    ({"runner": "pooling", "pooler_config": '{"returned_token_ids": [1]}'}, "classifier_from_token"),
+    ({"runner": "pooling", "pooler_config": '{"logit_mean": 1}'}, "are of a classifier's logits"),
+    ({"runner": "pooling", "pooler_config": '{"logit_sigma": 0}'}, "logit_sigma must not be 0"),
     (
         {"runner": "pooling", "pooler_config": '{"pooling_type": "CLS", "seq_pooling_type": "CLS"}'},
         "exclude each other",
