@@ -45,7 +45,7 @@ def saved(name: str, folder: Path, kind: str = "Model", **more: Any) -> Any:
     return theirs
 
 
-def loaded(folder: Path) -> Any:
+def loaded(folder: Path, **more: Any) -> Any:
     settings: dict[str, Any] = {
         "device": "cpu",
         "dtype": "float32",
@@ -54,7 +54,7 @@ def loaded(folder: Path) -> Any:
         "max_num_batched_tokens": 256,
         "max_model_len": 128,
     }
-    return engine(folder, load_format="auto", **settings)
+    return engine(folder, load_format="auto", **settings, **more)
 
 
 def same(found: bytes, expected: torch.Tensor) -> None:
