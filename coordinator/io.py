@@ -10,6 +10,7 @@ from meshlm.coordinator.core import Coordinator, Event
 from meshlm.coordinator.lockstep import Lockstep
 from meshlm.protocol.admit_edge import Assign
 from meshlm.protocol.ids import Identity, Incarnation
+from meshlm.runtime.about import about
 from meshlm.runtime.errors import LinkDown, MessageTooLong
 from meshlm.runtime.events import PeerLost, Received, Tick
 from meshlm.runtime.mesh import Mesh
@@ -58,7 +59,7 @@ class CoordinatorApp:
             self._mesh.send(to, message)
         except LinkDown:
             # Its PeerLost follows, or it is not connected yet and gets the list when it is.
-            self._mesh.log.debug("not delivered", to=str(to), message=type(message).__name__)
+            self._mesh.log.debug("not delivered", to=str(to), **about(message))
         except MessageTooLong as error:
             if isinstance(message, Assign) and self._core is not None:
                 self._send(message.detokenizer, self._core.too_long(message, str(error)))

@@ -40,6 +40,7 @@ from meshlm.protocol.text_edge import (
 )
 from meshlm.protocol.token_edge import HANDLED, TokenDeltas
 from meshlm.runtime import tokenizer_files
+from meshlm.runtime.about import about
 from meshlm.runtime.deaths import allowed
 from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong, ProcessFatal, RequestError
 from meshlm.runtime.events import PeerLost, PeerUp, Received, Tick
@@ -209,13 +210,13 @@ class DetokenizerApp:
             self._mesh.send(to, message)
         except LinkDown:
             # Its PeerLost follows, and what must not be lost is sent again when it is back.
-            self._mesh.log.debug("not delivered", to=str(to), message=type(message).__name__)
+            self._mesh.log.debug("not delivered", to=str(to), **about(message))
         except MessageTooLong as error:
             assert self._core is not None
             for effect in self._core.too_long(to, message, str(error)):
                 self._perform(effect)
         except LinkFull:
-            self._mesh.log.warning("queue full", to=str(to), message=type(message).__name__)
+            self._mesh.log.warning("queue full", to=str(to), **about(message))
             if isinstance(message, Admit):
                 refused = Refused(
                     message.work.handle, ErrorKind.OVERLOADED, "the coordinator's queue is full; try again"

@@ -24,7 +24,7 @@ from meshlm.frontend.http import ByteBudget, EventWriter
 from meshlm.frontend.interval import Interval
 from meshlm.frontend.pacing import Pace, most_waiting
 from meshlm.frontend.rate_limits import RateLimits
-from meshlm.frontend.responses import Response, WholeResponse
+from meshlm.frontend.responses import Response, WholeResponse, trace_headers
 from meshlm.frontend.stream_response import StreamResponse
 from meshlm.frontend.turn import TurnResponse
 from meshlm.frontend.vectors.answers import VectorsResponse
@@ -38,7 +38,6 @@ from meshlm.runtime.io_processors import IOProcessor
 
 WRONG_RUNNER = "this server gives vectors, and no text (--runner)"
 MANY_CHOICES = 256  # whose answer is written away from the loop
-TRACE_HEADERS = ("traceparent", "tracestate")  # of W3C
 
 
 class Backend(operating.Operates, Protocol):
@@ -157,7 +156,7 @@ class Generation:
             answer = form.stream(ask, request_id, created, model, end.set, writer.write, progress)
         else:
             answer = form.whole(ask, request_id, created, model, end.set)
-        answer.trace_headers = {name: request.headers[name] for name in TRACE_HEADERS if name in request.headers}
+        answer.trace_headers = trace_headers(request.headers)
         rank = submits.dp_rank(request.headers)
         asked = await self.submits_of(answer, ask, rank, again, has.cuts if has is not None else ())
         status = 200

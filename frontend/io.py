@@ -51,6 +51,7 @@ from meshlm.protocol.text_edge import (
 )
 from meshlm.runtime import io_processors
 from meshlm.runtime import metrics as shared_metrics
+from meshlm.runtime.about import about
 from meshlm.runtime.deaths import allowed
 from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong, ProcessFatal
 from meshlm.runtime.events import Send
@@ -185,9 +186,9 @@ class FrontendApp(Readiness):
                 self._mesh.send(send.to, send.message)
             except LinkDown:
                 # Its down-event follows and the choices go elsewhere.
-                self._mesh.log.debug("not delivered", to=str(send.to), message=type(send.message).__name__)
+                self._mesh.log.debug("not delivered", to=str(send.to), **about(send.message))
             except LinkFull:
-                self._mesh.log.warning("queue full", to=str(send.to), message=type(send.message).__name__)
+                self._mesh.log.warning("queue full", to=str(send.to), **about(send.message))
                 if isinstance(send.message, Submit):
                     self._send(self._tracker.rejected(Rejected(send.message.handles, ErrorKind.OVERLOADED, FULL)))
             except MessageTooLong as error:

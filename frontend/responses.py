@@ -1,6 +1,6 @@
 """What the client reads, in OpenAI's form: what all answers share, and whole ones. Streamed ones are stream_response.py's. Pure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,14 @@ from meshlm.protocol.ids import ErrorKind, FinishReason
 from meshlm.protocol.logprobs import positions_of
 from meshlm.protocol.text_edge import Accepted, Finished, PositionLogprobs, PromptLogprobs
 
+TRACE_HEADERS = ("traceparent", "tracestate")  # of W3C
 Json = dict[str, Any]
 _encode = msgspec.json.Encoder().encode
+
+
+def trace_headers(headers: Mapping[str, Any]) -> dict[str, str]:
+    """Those that say which trace a request belongs to; of HTTP, or of gRPC's metadata."""
+    return {name: str(headers[name]) for name in TRACE_HEADERS if name in headers}
 
 
 class Response:

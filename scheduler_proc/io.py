@@ -5,9 +5,10 @@ import time
 from msgspec import Struct
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.ids import Identity, Incarnation
-from meshlm.protocol.step_edge import StepPlan, StepResult
+from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.protocol.step_edge import StepFailed, StepPlan, StepResult
 from meshlm.protocol.token_edge import TokenDeltas
+from meshlm.runtime.about import about, requests
 from meshlm.runtime.deaths import allowed
 from meshlm.runtime.errors import LinkDown, MessageTooLong, ProcessFatal
 from meshlm.runtime.events import Event, PeerLost, PeerUp, Received, Send, Tick
@@ -97,7 +98,7 @@ class SchedulerApp:
                 self._mesh.send(effect.to, effect.message)
             except LinkDown:
                 # A lost peer's PeerLost follows; the coordinator is told again when it is back.
-                self._mesh.log.debug("not delivered", to=str(effect.to), message=type(effect.message).__name__)
+                self._mesh.log.debug("not delivered", to=str(effect.to), **about(effect.message))
             except MessageTooLong as error:
                 self._too_long(effect, str(error))
 
@@ -110,8 +111,21 @@ class SchedulerApp:
             case StepPlan():  # rows and blocks that it was to bring would be missing: begin anew with the workers
                 self._mesh.drop(effect.to, text)
 
+    def _say_lost(self, reason: str, num_steps: int | None = None) -> None:
+        """So many of the oldest steps in flight, or all, are lost: whose they were. The worker's own lines know rows alone."""
+        if self._core is None or self._mesh is None or not self._core.inflight:
+            return
+        steps = list(self._core.inflight)[:num_steps]
+        ids = dict.fromkeys(request.work.request_id for step in steps for request in step.batch)
+        open_ids = [request_id for request_id in ids if request_id in self._core.requests]
+        self._mesh.log.warning(
+            "steps are lost", steps=[step.step for step in steps], reason=reason, **requests(open_ids)
+        )
+
     def on_message(self, peer: Identity, message: Struct) -> None:
         assert self._mesh is not None or self._core is None
+        if isinstance(message, StepFailed) and self._core is not None and message.session == self._core.session:
+            self._say_lost(message.message, 1)
         incarnation = self._mesh.incarnation_of(peer) if self._mesh is not None else Incarnation(0)
         self._do(Received(peer, incarnation, message))
 
@@ -119,6 +133,8 @@ class SchedulerApp:
         self._do(PeerUp(peer, incarnation))
 
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
+        if peer.role is Role.WORKER:
+            self._say_lost(f"{peer}: {reason}")
         self._do(PeerLost(peer, incarnation))
 
     def flush(self) -> None:

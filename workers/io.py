@@ -202,7 +202,7 @@ class WorkerApp:
             assert self._mesh is not None
             self._mesh.call_soon_threadsafe(self._mesh.fatal, f"the GPU failed: {text.splitlines()[0]}")
             return
-        self._log_failure(text)
+        self._log_failure(plan, text)
         assert self._mesh is not None
         if self._shard.size > 1 or self._mesh.config.lockstep:
             # the other ranks are in the middle of the same step, and wait for this one
@@ -210,9 +210,10 @@ class WorkerApp:
             return
         self._say(StepFailed(plan.session, plan.step, text.splitlines()[0]))
 
-    def _log_failure(self, text: str) -> None:
+    def _log_failure(self, plan: StepPlan, text: str) -> None:
+        """With the number of the step, by which the scheduler's line names its requests."""
         assert self._mesh is not None
-        self._mesh.log.exception("step failed", error=text)
+        self._mesh.log.exception("step failed", step=plan.step, error=text)
 
     # --- completer thread ---
 

@@ -25,7 +25,7 @@ from meshlm.frontend.errors import HttpError
 from meshlm.frontend.generation import Backend
 from meshlm.frontend.grpc import requests
 from meshlm.frontend.grpc.answers import GrpcResponse
-from meshlm.frontend.responses import Response
+from meshlm.frontend.responses import Response, trace_headers
 from meshlm.frontend.vectors.answers import VectorsResponse
 from meshlm.protocol.control_edge import RankStats
 from meshlm.protocol.operations import ResetPrefixCache
@@ -92,7 +92,7 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
             rank = requests.dp_rank(request)
             news = asyncio.Event()
             answer = GrpcResponse(ask, *self._named(request.request_id), news.set)
-            async with self._running(answer, "Generate", key_of(context), rank):
+            async with self._running(answer, "Generate", context, rank):
                 while True:
                     await news.wait()
                     news.clear()
@@ -111,9 +111,10 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
         return f"grpc-{request_id or uuid.uuid4().hex}", int(time.time()), self._backend.resolved.served_names[0]
 
     @contextlib.asynccontextmanager
-    async def _running(self, answer: Response, method: str, key: str, rank: int = -1) -> AsyncIterator[None]:
+    async def _running(self, answer: Response, method: str, context: "Context", rank: int = -1) -> AsyncIterator[None]:
         """Submits the call and ends it. HttpError when it is not let in."""
-        backend, ask, name = self._backend, answer.ask, (key, answer.request_id)
+        backend, ask, name = self._backend, answer.ask, (key_of(context), answer.request_id)
+        answer.trace_headers = trace_headers(dict(context.invocation_metadata() or ()))
         if name in self._open:
             raise HttpError(409, f"request_id: {answer.request_id.removeprefix('grpc-')} is running", "request_id")
         if reason := backend.refusal(attaches=False) or await backend.wait_serving():
@@ -151,7 +152,7 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
             )
             end = asyncio.Event()
             answer = VectorsResponse(ask, *self._named(request.request_id), end.set, write=lambda _: b"")
-            async with self._running(answer, "Embed", key_of(context)):
+            async with self._running(answer, "Embed", context):
                 await end.wait()
                 if answer.error is not None:
                     raise answer.error

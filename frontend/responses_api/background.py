@@ -9,14 +9,16 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 
+from meshlm.frontend import submits
 from meshlm.frontend.choice import Choice, RowDetails
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.generation import Backend, Generation
 from meshlm.frontend.parse import ParsedRequest
+from meshlm.frontend.responses import trace_headers
 from meshlm.frontend.responses_api.format import ResponseFormat
 from meshlm.frontend.responses_api.records import Chunk, Stored, Written
 from meshlm.frontend.responses_api.shelf import Shelf
@@ -116,9 +118,15 @@ class Background:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def begin(self, stored: Stored, ask: ParsedRequest, form: ResponseFormat, model: str, rank: int = -1) -> None:
-        """Computes it from now on. It is this frontend's by the store."""
+    def begin(
+        self, stored: Stored, asked: tuple[ParsedRequest, ResponseFormat, str], headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Computes it from now on: the request, its form and the model's name. It is this frontend's by the store. Without the
+        `headers` of its request, where another frontend began it, any rank may have it, and a trace begins."""
+        ask, form, model = asked
+        rank = -1 if headers is None else submits.dp_rank(headers)
         running = Running(stored, ask, model, form)
+        running.trace_headers = trace_headers(headers or {})
         running.wakes = self._wake.set
         self._running[stored.id] = running
         self._spawn(self._run(running, rank))
@@ -204,11 +212,11 @@ class Background:
         try:
             if stored.attempts > MAX_ATTEMPTS:
                 raise HttpError(500, f"given up after {MAX_ATTEMPTS} attempts")
-            ask, form, model = await self._asked(stored)
+            asked = await self._asked(stored)
         except HttpError as error:
             await self._shelf.fail(stored, error)
             return
-        self.begin(stored, ask, form, model)
+        self.begin(stored, asked)
 
 
 def key_of(response_id: str) -> IdempotencyKey:

@@ -16,7 +16,7 @@ from msgspec import Raw
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
-from meshlm.frontend import bodies, limits, parse, submits
+from meshlm.frontend import bodies, limits, parse
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.generation import AlreadySent, Backend, Form, Generation, disconnected
 from meshlm.frontend.http import EventWriter
@@ -199,7 +199,7 @@ class ResponseRoutes:
         )
         if not await self._shelf.put(new, chunk):
             raise HttpError(400, f"request_id: there is another response {response_id!r}", "request_id")
-        self._background.begin(new, ask, format_, body.model, submits.dp_rank(request.headers))
+        self._background.begin(new, (ask, format_, body.model), request.headers)
         self._backend.ignored(body.unknown, request.url.path)
         if fields.stream:
             return await self._follow(request, response_id, -1)

@@ -11,7 +11,7 @@ from meshlm.protocol.admit_edge import Assign, EngineRequest
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import Reset, StepPlan, StepResult, WorkerReady
+from meshlm.protocol.step_edge import Reset, StepFailed, StepPlan, StepResult, WorkerReady
 from meshlm.protocol.token_edge import Ended, TokenDeltas
 from meshlm.runtime.errors import MessageTooLong
 from meshlm.runtime.timeline import Timeline
@@ -25,7 +25,10 @@ class StubMesh:
     def __init__(self, app: SchedulerApp) -> None:
         self.timeline = Timeline(Identity(Role.SCHEDULER, 0))
         self.app = app
-        self.log = SimpleNamespace(debug=lambda *_, **__: None)
+        self.lines: list[dict[str, Any]] = []
+        self.log = SimpleNamespace(
+            debug=lambda *_, **__: None, warning=lambda event, **facts: self.lines.append({"event": event, **facts})
+        )
         self.sent: list[Struct] = []
         self.beats: list[str] = []
         self.too_long: type[Struct] | None = None
@@ -113,3 +116,28 @@ def test_a_plan_that_no_frame_holds_begins_anew_with_the_worker() -> None:
     mesh.too_long = StepPlan
     hear(app, (COORDINATOR, Assign(work, DETOKENIZER, LIFE)))
     assert mesh.dropped == [WORKER]
+
+
+def test_the_log_names_the_requests_of_a_step_that_is_lost() -> None:
+    app = SchedulerApp()
+    mesh: Any = StubMesh(app)
+    app._mesh, app._core = mesh, Scheduler(limits())
+    up(app, (DETOKENIZER, WORKER))
+    hear(app, (WORKER, WorkerReady(mesh.last(Reset).session, 8, 4, 64, 64, 997)))
+    for number in (1, 2):
+        work = EngineRequest(
+            RequestId(f"r{number}"), Handle(number), pack_i32([5]), SamplingParams(max_tokens=9), arrival_s=1.0
+        )
+        hear(app, (COORDINATOR, Assign(work, DETOKENIZER, LIFE)))
+    first = next(message for message in mesh.sent if isinstance(message, StepPlan))
+    hear(app, (WORKER, StepFailed(first.session + 7, first.step, "of another session")))
+    assert mesh.lines == []
+    hear(app, (WORKER, StepFailed(first.session, first.step, "a kernel failed")))
+    assert mesh.lines == [
+        {"event": "steps are lost", "steps": [first.step], "reason": "a kernel failed", "requests": "r1"}
+    ]
+    app.on_peer_down(WORKER, LIFE, "the process died")
+    assert mesh.lines[1]["reason"] == "worker/0: the process died"
+    assert mesh.lines[1]["requests"] == "r2"
+    app.on_peer_down(WORKER, LIFE, "the process died")
+    assert len(mesh.lines) == 2, "nothing is in flight any more"

@@ -182,13 +182,15 @@ async def test_in_the_background(frontends: Frontend) -> None:
     backend.go.clear()
     backend.pieces = ["hm</think>", "Hello", " you"]
     async with client_of(backend) as client:
-        begun = await client.responses.create(model="tiny", input="hi", background=True)
+        parent = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
+        begun = await client.responses.create(model="tiny", input="hi", background=True, extra_headers=parent)
         assert (begun.status, begun.output, begun.background) == ("queued", [], True)
         with pytest.raises(openai.BadRequestError, match="still computed"):
             await client.responses.create(model="tiny", input="so?", previous_response_id=begun.id)
         backend.go.set()
         found = await ended(client, begun.id)
         assert (found.status, found.output_text, found.created_at) == ("completed", "Hello you", begun.created_at)
+        assert [answer.trace_headers for answer in backend.answers] == [parent]
         assert [item.type for item in found.output] == ["reasoning", "message"]
         with pytest.raises(openai.BadRequestError, match="completed already"):
             await client.responses.cancel(begun.id)
