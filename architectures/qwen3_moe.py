@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from meshlm.architectures.config_values import boolean
 from meshlm.architectures.dense import dense_gguf, dense_spec, one_window
-from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata
+from meshlm.architectures.family import ExpertTensors, Family, GGUFFamily, GGUFMetadata
 from meshlm.architectures.moe import GGUF_KEYS, gguf_moe, layers_with_experts, moe_spec, moe_weights
 from meshlm.architectures.qwen2_moe import KEYS
 from meshlm.protocol.model import ModelSpec
@@ -49,4 +49,5 @@ FAMILY = Family(
     defaults=DEFAULTS,
     gguf=GGUFFamily("qwen3moe", _gguf, GGUF_KEYS, experts=True),
     compiles=False,
+    experts=ExpertTensors("mlp.experts.{}", "mlp.experts.gate_up_proj", "mlp.experts.down_proj", interleaved=False),
 )

@@ -18,6 +18,7 @@ _KINDS = {
     "qwen2_5_vl_text": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "qwen3_vl_text": ("Qwen3ForCausalLM", "qwen3"),
+    "qwen3_vl_moe_text": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "qwen3_5_text": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
     "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
     "gemma3_text": ("Gemma3ForCausalLM", "gemma3_text"),
@@ -34,10 +35,13 @@ _ARCHITECTURES = {
     "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
     "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe_text",
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
 }
 """Models that are served so, and the model_type that a text_config without one has."""
+_DEFAULTS = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
+"""What a missing key means here, where it differs from the family's own."""
 _OTHER_KEYS = re.compile(
     r"(vision|audio|image|video|mm|projector|multimodal|multi_modal)_.*|spatial_merge_size|downsample_ratio|scale_factor"
     r"|(bo|eo)[ia]_token_index|ignore_index|text_config|architectures|model_type"
@@ -68,7 +72,13 @@ def text_config(config: dict[str, Any]) -> dict[str, Any] | None:
             f"text_config.model_type {shown(kind)} is not supported for {named[0]}; supported: {', '.join(_KINDS)}"
         )
     architecture, model_type = _KINDS[kind]
-    found = {**outer, **(inner or {}), "architectures": [architecture], "model_type": model_type}
+    found = {
+        **_DEFAULTS.get(kind, {}),
+        **outer,
+        **(inner or {}),
+        "architectures": [architecture],
+        "model_type": model_type,
+    }
     if config.get("tie_word_embeddings") is not None:
         found["tie_word_embeddings"] = config["tie_word_embeddings"]  # the head is the outer model's
     return found

@@ -4,6 +4,7 @@ The family (architectures/) reads it. What a key defaults to where it is missing
 Called by model_files.py.
 """
 
+import difflib
 import math
 from operator import attrgetter
 from pathlib import Path
@@ -51,14 +52,20 @@ def _family(config: dict[str, Any], path: Path) -> Family:
         raise ModelFilesError(f"{path}: config.json names several architectures ({', '.join(names)}); it must name one")
     family = family_of(names[0]) if names else None
     if family is None:
-        name, known = names[0] if names else "none", ", ".join((*architectures(), *text_part.architectures()))
-        raise ModelFilesError(f"{path}: architecture {name} is not supported; supported: {known}")
+        raise ModelFilesError(f"{path}: architecture {names[0] if names else 'none'} is not supported{_near(names)}")
     kind = config.get("model_type")
     if kind is not None and kind not in (family.model_type, *family.other_model_types):
         raise ModelFilesError(
             f"{path}: config.json has model_type {shown(kind)} beside architecture {names[0]}; that is not supported"
         )
     return family
+
+
+def _near(names: list[str]) -> str:
+    """The architectures whose names are most like this one: there are more than a line holds."""
+    known = (*architectures(), *text_part.architectures())
+    near = difflib.get_close_matches(names[0], known, 3) if names else []
+    return f"; near it: {', '.join(near)}" if near else f"; docs/models.md lists the {len(known)} that are"
 
 
 _POSITIVE = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")

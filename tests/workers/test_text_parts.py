@@ -24,13 +24,7 @@ HYBRID = {
     "linear_value_head_dim": 8,
     "rope_parameters": AXES | {"mrope_interleaved": True, "partial_rotary_factor": 0.5},
 }
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 36,
-    "shared_expert_intermediate_size": 20,
-    "initializer_range": 0.2,
-}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 36, "initializer_range": 0.2}
 TIED = {"tie_word_embeddings": True}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "Gemma3ForConditionalGeneration": ("Gemma3Config", GEMMA | {"num_hidden_layers": 7} | TIED, SQUARE, TIED),
@@ -60,6 +54,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "Qwen2_5_VLForConditionalGeneration": ("Qwen2_5_VLConfig", {"rope_parameters": AXES}, QWEN, TIED),
+    "Qwen3VLMoeForConditionalGeneration": (
+        "Qwen3VLMoeConfig",
+        WIDE | EXPERTS,
+        QWEN | {"deepstack_visual_indexes": [0]},
+        {},
+    ),
     "Qwen3VLForConditionalGeneration": ("Qwen3VLConfig", WIDE, QWEN | {"deepstack_visual_indexes": [0]}, {}),
 }
 
@@ -98,7 +98,9 @@ def packed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize(("stem", "more"), [("Qwen3_5", {}), ("Qwen3_5Moe", EXPERTS)])
+@pytest.mark.parametrize(
+    ("stem", "more"), [("Qwen3_5", {}), ("Qwen3_5Moe", EXPERTS | {"shared_expert_intermediate_size": 20})]
+)
 def test_a_hybrid_text_part_is_the_text_model(stem: str, more: dict[str, Any], tmp_path: Path) -> None:
     """Whose tokens tests/workers/engine/test_hybrid.py compares with transformers'."""
     import transformers
