@@ -16,9 +16,9 @@ from meshlm.architectures.dense import (
     rotating_neighbours,
 )
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
-from meshlm.protocol.model import ModelSpec
+from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
-_NORMS: Norms = (("input_layernorm", "attn_norm", "shared_norm"),)
+_NORMS: Norms = (("input_layernorm", "attn_norm", "attention_norm"),)
 KEYS = words("logit_scale layer_norm_eps")
 DEFAULTS: dict[str, Any] = {
     "logit_scale": 0.0625,
@@ -28,7 +28,8 @@ DEFAULTS: dict[str, Any] = {
 }
 _EPS = "attention.layer_norm_epsilon"
 GGUF_KEYS = frozenset((_EPS, "logit_scale"))
-MODEL = "meshlm.workers.models.layer_norm:Cohere"
+MODEL = "meshlm.workers.models.layer_norm:LayerNormDecoder"
+ORDER = LayerNormSpec(parallel=1, gated=True)
 
 
 def cohere_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
@@ -38,12 +39,14 @@ def cohere_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
         dense_spec({**config, "mlp_bias": False}, architecture),
         rms_norm_eps=number(config["layer_norm_eps"], "layer_norm_eps"),
         logit_scale=number(config["logit_scale"], "logit_scale"),
+        layer_norms=ORDER,
     )
 
 
 def cohere_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     """The form of .gguf files that both have in common. MetadataError."""
-    return replace(dense_gguf(metadata, architecture, _EPS), logit_scale=float(metadata.get("logit_scale")))
+    spec = dense_gguf(metadata, architecture, _EPS)
+    return replace(spec, logit_scale=float(metadata.get("logit_scale")), layer_norms=ORDER)
 
 
 def cohere_weights(spec: ModelSpec) -> Iterator[Weight]:

@@ -24,6 +24,13 @@ class Split(Enum):
     EXPERT = "expert"  # an expert's own INTERMEDIATE, which is whole where each rank has some of the experts
 
 
+class Layout(Enum):
+    """How a family's files hold a tensor of a layer, where it is not a row for each output."""
+
+    TRANSPOSED = "transposed"  # a row for each input
+    BY_GROUP = "by_group"  # the rows of query, key and value by key-value head: its query heads, its key, its value
+
+
 class Weight(NamedTuple):
     """One tensor of a checkpoint, and the parameter of the module that it fills.
 
@@ -73,6 +80,7 @@ class GGUFFamily(NamedTuple):
     spec: Callable[[GGUFMetadata, str], ModelSpec]  # the name of the architecture goes in too
     keys: frozenset[str] = frozenset()  # that it honours beyond those of all families, without the kind before them
     experts: bool = False  # its files have an expert_count; another family of this kind has files without
+    packed: Mapping[str, tuple[str, ...]] = {}  # stems of tensors that hold several weights, one below the other
     interleaved_heads: bool = False  # rows of query and key heads are stored for rotating neighbours; we rotate halves
 
 
@@ -108,6 +116,7 @@ class Family(NamedTuple):
     """Tensors of a layer that hold several weights, one below the other: the stem of their name, and those of the weights. A stem with
     {} is of a tensor that holds those of all experts."""
     experts: ExpertTensors | None = None
+    layouts: Mapping[str, Layout] = {}  # of tensors of a layer, by the stem of their renamed names; not in .gguf files
     gguf: GGUFFamily | None = None
     float16: bool = True  # whether its numbers fit
     compiles: bool = True  # whether --compile inductor knows its layers (workers/models/compiled.py)

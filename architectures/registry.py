@@ -54,7 +54,12 @@ _OWN = {
     "Cohere2ForCausalLM": _Module("cohere2", "cohere2"),
     "GlmForCausalLM": _Module("glm"),
     "Glm4ForCausalLM": _Module("glm4"),
-    "Starcoder2ForCausalLM": _Module("starcoder2"),
+    "Starcoder2ForCausalLM": _Module("starcoder2", "starcoder2"),
+    "GPT2LMHeadModel": _Module("gpt2"),
+    "GPTNeoXForCausalLM": _Module("gpt_neox"),
+    "PhiForCausalLM": _Module("phi"),
+    "OPTForCausalLM": _Module("opt"),
+    "StableLmForCausalLM": _Module("stablelm"),
     "Mamba2ForCausalLM": _Module("mamba2"),
     "BambaForCausalLM": _Module("bamba"),
     "GraniteMoeHybridForCausalLM": _Module("granite_hybrid"),
@@ -74,6 +79,7 @@ _VECTORS = {
     **{
         f"{name.removesuffix(_CAUSAL)}{suffix}": _Module(found.name)
         for name, found in _OWN.items()
+        if name.endswith(_CAUSAL)
         for suffix in ("Model", _SEQUENCE, _TOKENS)
     },
     **dict.fromkeys(("Qwen2ForRewardModel", "Qwen2ForProcessRewardModel"), _Module("qwen2")),

@@ -23,7 +23,10 @@ def vector_families(family: Family) -> tuple[Family, ...]:
     if not family.architecture.endswith(_CAUSAL):
         return ()
     stem = family.architecture.removesuffix(_CAUSAL)
-    plain = family._replace(gguf=None, compiles=False, keys=family.keys | _OWN, unread=_UNREAD, rename=str)
+    unread = f"({family.unread})|{_UNREAD}" if family.unread else _UNREAD
+    plain = family._replace(
+        gguf=None, compiles=False, keys=family.keys | _OWN, unread=unread, rename=family.rename or str
+    )
     found = [
         plain._replace(architecture=f"{stem}Model", spec=_without_projection(family)),
         plain._replace(
@@ -48,16 +51,22 @@ def vector_families(family: Family) -> tuple[Family, ...]:
 
 def _without_projection(family: Family) -> Callable[[dict[str, Any], str], ModelSpec]:
     def spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-        return replace(family.spec(config, architecture), tie_word_embeddings=True)
+        return replace(_unbiased(family.spec(config, architecture)), tie_word_embeddings=True)
 
     return spec
+
+
+def _unbiased(spec: ModelSpec) -> ModelSpec:
+    """Without the bias of logits, which goes with the output projection."""
+    order = spec.layer_norms
+    return spec if order is None else replace(spec, layer_norms=replace(order, head_bias=False))
 
 
 def _with_head(
     family: Family, head: Callable[[dict[str, Any]], HeadSpec]
 ) -> Callable[[dict[str, Any], str], ModelSpec]:
     def spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-        found, own = family.spec(config, architecture), head(config)
+        found, own = _unbiased(family.spec(config, architecture)), head(config)
         return replace(found, head=own, tie_word_embeddings=found.tie_word_embeddings or not own.token_ids)
 
     return spec

@@ -165,6 +165,19 @@ class TransformersSpec(Struct, frozen=True, kw_only=True):
     not_split: str = ""  # why tensor-parallel ranks cannot split it; empty: they can
 
 
+class LayerNormSpec(Struct, frozen=True, kw_only=True):
+    """A decoder with layer norms: the order in its layers, and what stands before the first and behind the last of them."""
+
+    parallel: int = 0  # attention and MLP stand beside one another, behind so many norms; 0: one behind the other
+    after: bool = False  # norms stand behind the sums, and none behind the last layer
+    gated: bool = False  # the MLP has a gate
+    affine: bool = True  # norms have weights
+    learned_positions: bool = False  # embeddings of positions are added to those of tokens
+    embedding_norm: bool = False  # embeddings are normed
+    embedding_dim: int = 0  # of the tables, which are projected to the hidden size and from it; 0: they have that size
+    head_bias: bool = False  # logits have a bias
+
+
 class ModelSpec(Struct, frozen=True, kw_only=True):
     """The shape of a transformer. Field names are Hugging Face's."""
 
@@ -204,8 +217,9 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     text_part: bool = False  # the checkpoint also has parts for images or sound, which are not loaded
     encoder_only: bool = False  # each token sees all tokens of its prompt, and there is no KV cache
     type_vocab_size: int = 0  # of an encoder: kinds of tokens, of which a pair's second text is another
-    position_offset: int = 0  # of an encoder: the row of the position table that the first token gets
+    position_offset: int = 0  # the row of the position table that the first token gets
     norm_bias: bool = False  # layer norms have a bias
+    layer_norms: LayerNormSpec | None = None  # of decoders that have them; None: RMS norms
     projection: int = 0  # of an encoder: numbers to which tokens' states are projected (ColBERT); 0: they are not
     head: HeadSpec | None = None  # a classifier of pooled states, in the place of the output projection
 

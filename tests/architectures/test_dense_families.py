@@ -77,6 +77,12 @@ def test_layers_without_positions() -> None:
         ("Ernie4_5_Moe", {"moe_layer_interval": 0}, "moe_layer_interval is 0; it must be positive"),
         ("Glm4Moe", {"use_sliding_window": True, "sliding_window": 64}, "sliding_window 64 with these layer_types"),
         ("SeedOss", {"residual_multiplier": 2.0}, "residual_multiplier 2.0 changes what the model computes"),
+        ("StableLm", {"qk_layernorm": True}, "qk_layernorm True changes what the model computes"),
+        ("Phi", {"qk_layernorm": True}, "qk_layernorm True changes what the model computes"),
+        ("OPT", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm true is not supported"),
+        ("OPT", {"enable_bias": False}, "enable_bias false is not supported"),
+        ("GPTNeoX", {"num_key_value_heads": 1}, "num_key_value_heads 1 is not supported for GPTNeoXForCausalLM"),
+        ("GPTNeoX", {"hidden_act": "tanh"}, "hidden_act 'tanh' is not supported; supported: silu"),
         ("Starcoder2", {"norm_type": "rms_norm"}, "norm_type 'rms_norm' is not supported; supported: layer_norm"),
     ],
 )

@@ -18,7 +18,7 @@ from meshlm.architectures.registry import (
     register,
     weights_of,
 )
-from meshlm.protocol.model import HeadSpec, MLASpec, MoESpec, StateSpec
+from meshlm.protocol.model import HeadSpec, LayerNormSpec, MLASpec, MoESpec, StateSpec
 from meshlm.workers.distributed.shard import WHOLE
 from meshlm.workers.models.registry import model_class
 from meshlm.workers.weights.slices import place
@@ -39,6 +39,16 @@ STATES: dict[str, Literal["mamba", "mamba2", "gated_delta_net", "short_conv"]] =
 }
 """Architectures whose first layer has a state."""
 MULTIPLIERS = {"Granite": 3, "FalconH1": 14}
+LAYER_NORMS: dict[str, LayerNormSpec] = {
+    "Cohere": LayerNormSpec(parallel=1, gated=True),
+    "Starcoder2": LayerNormSpec(),
+    "GPT2": LayerNormSpec(learned_positions=True),
+    "GPTNeoX": LayerNormSpec(parallel=2),
+    "Phi": LayerNormSpec(parallel=1, head_bias=True),
+    "OPT": LayerNormSpec(learned_positions=True, after=True, embedding_dim=6),
+    "StableLm": LayerNormSpec(gated=True),
+}
+"""Families with layer norms, by what the names of their architectures begin with."""
 
 
 def test_two_families_of_one_name_are_refused() -> None:
@@ -109,6 +119,9 @@ def test_weights_fill_the_parameters_of_the_model(architecture: str, tied: bool)
     if architecture.startswith("GptOss"):
         moe = MoESpec(num_experts=1, num_experts_per_tok=1, moe_intermediate_size=5, router_bias=True, expert_bias=True)
         of_experts = {"attention_sinks": True, "moe": moe}
+    order = next((order for stem, order in LAYER_NORMS.items() if architecture.startswith(stem)), None)
+    if order is not None and not architecture.startswith("Phi3"):
+        of_encoder = {"layer_norms": order, "norm_bias": not architecture.startswith("Cohere")}
     spec = spec_of(
         **of_encoder,
         **of_states,

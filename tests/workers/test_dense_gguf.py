@@ -1,26 +1,47 @@
 """The .gguf files of dense decoders that differ from Llama, written as llama.cpp does, against transformers."""
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from gguf_models import writer_of
-from small_models import SMALL, caches, load, run
+from small_models import CPU, SMALL, caches, load, run
 
 from meshlm.architectures.registry import family_of, weights_of
 from meshlm.runtime.model_files import resolve_model
+from meshlm.workers.weights.sources import sources
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2Config", {}),
     "command-r": ("CohereConfig", {"attention_bias": True, "logit_scale": 1.5}),
     "cohere2": ("Cohere2Config", {"num_hidden_layers": 5, "sliding_window": 7, "logit_scale": 1.5}),
     "smollm3": ("SmolLM3Config", {"num_hidden_layers": 5}),
+    "starcoder2": ("Starcoder2Config", {}),
     "granite": (
         "GraniteConfig",
         {"embedding_multiplier": 3.0, "logits_scaling": 1.5, "residual_multiplier": 0.4, "attention_multiplier": 0.2},
     ),
 }
+
+
+def joined(tensors: dict[str, torch.Tensor], packed: Mapping[str, tuple[str, ...]]) -> dict[str, torch.Tensor]:
+    """With those in one tensor that llama.cpp has in one."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        stem = next((whole for whole, parts in packed.items() if name.split(".")[-2] in parts), None)
+        whole = name if stem is None else ".".join((*name.split(".")[:2], stem, name.split(".")[-1]))
+        found[whole] = tensor if whole not in found else torch.cat((found[whole], tensor))
+    return found
+
+
+def known_names(kind: str, tensors: Iterable[str]) -> set[str]:
+    """The names that the gguf package gives these tensors of transformers."""
+    (architecture,) = [number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == kind]
+    names = gguf.get_tensor_name_map(architecture, 5)
+    return {names.get_name(tensor, (".weight", ".bias")) or "" for tensor in tensors}
 
 
 @pytest.mark.parametrize("kind", CASES)
@@ -35,15 +56,17 @@ def test_a_gguf_file_is_the_same_model(kind: str, tmp_path: Path) -> None:
         if parameter_name.endswith(("norm.weight", ".bias")):
             parameter.data += torch.randn_like(parameter) * 0.3
     theirs.save_pretrained(tmp_path)
-    spec, path, weights = resolve_model(str(tmp_path)).spec, tmp_path / "m.gguf", theirs.state_dict()
+    spec, path = resolve_model(str(tmp_path)).spec, tmp_path / "m.gguf"
+    weights = {name: source.whole() for name, source in sources(tmp_path, "safetensors", spec, CPU, 0)}
     family = family_of(spec.architecture)
     assert family is not None
     assert family.gguf is not None
     writer = writer_of(path, kind, spec)
-    if spec.logit_scale == 1:
+    if spec.layer_norms is None:
         writer.add_layer_norm_rms_eps(spec.rms_norm_eps)
     else:
         writer.add_layer_norm_eps(spec.rms_norm_eps)
+    if spec.logit_scale != 1:
         writer.add_logit_scale(spec.logit_scale)
     if spec.multipliers:
         embedding, logits, residual = spec.multipliers
@@ -54,6 +77,7 @@ def test_a_gguf_file_is_the_same_model(kind: str, tmp_path: Path) -> None:
     if spec.sliding_window:
         writer.add_sliding_window(spec.sliding_window)
     writer.add_rope_freq_base(spec.rope.rope_theta)
+    tensors: dict[str, torch.Tensor] = {}
     for weight in weights_of(spec).values():
         tensor = weights[weight.name]
         if (
@@ -63,7 +87,10 @@ def test_a_gguf_file_is_the_same_model(kind: str, tmp_path: Path) -> None:
         ):
             halves = tensor.view(-1, 2, spec.head_dim // 2, *tensor.shape[1:])
             tensor = halves.transpose(1, 2).reshape(tensor.shape)
-        writer.add_tensor(weight.gguf, tensor.numpy())
+        tensors[weight.gguf] = tensor
+    for name, tensor in joined(tensors, family.gguf.packed).items():
+        assert name in known_names(kind, theirs.state_dict()), "llama.cpp has no such name for a tensor of this model"
+        writer.add_tensor(name, tensor.contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

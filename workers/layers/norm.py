@@ -17,11 +17,12 @@ class RMSNorm(nn.Module):
 class LayerNorm(nn.Module):
     """(x - mean) / deviation * weight + bias (Ba et al. 2016)."""
 
-    def __init__(self, size: int, eps: float, *, bias: bool) -> None:
+    def __init__(self, size: int, eps: float, *, bias: bool, weight: bool = True) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
+        self._shape = (size,)
+        self.weight = nn.Parameter(torch.ones(size), requires_grad=False) if weight else None
         self.bias = nn.Parameter(torch.zeros(size), requires_grad=False) if bias else None
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return F.layer_norm(x, self._shape, self.weight, self.bias, self.eps)

@@ -72,6 +72,7 @@ class LatentShape:
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
+    "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }

@@ -181,6 +181,7 @@ class Decoder(nn.Module):
         if shard.is_last:
             self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.head = Linear(spec.hidden_size, rows, bias=False) if shard.is_last and not tied else None
+        self.embedding_size = spec.hidden_size
         self.ops: Ops = TorchOps()
         self.parts: Parts | None = None
         self.classifier = Classifier(spec, spec.head) if spec.head is not None and shard.is_last else None
@@ -276,6 +277,7 @@ class Decoder(nn.Module):
             if batch.embeds:
                 own = x.value if x.kind is Kind.WHOLE else ops.finish_sum(x, x.value.dtype)
                 x, normed = PartialSum(with_given(own, batch.embeds)), None
+            x = self.entered(x, batch)
         else:
             assert residual is not None
             x = PartialSum(residual)
@@ -309,13 +311,17 @@ class Decoder(nn.Module):
         found: tuple[PartialSum, Tensor | None] = self.embed(ids, first, self.ops)
         return found
 
+    def entered(self, x: PartialSum, batch: StepInputs) -> PartialSum:
+        """What the first layer gets of embeddings, whether they were looked up or came with prompts."""
+        return x
+
     def embedding(self, ids: Tensor) -> Tensor:
         """Rows [t, hidden] of the table, whole on each rank: where no norm follows at once, as `embedded` has it."""
         assert self.embed is not None
         if not self.embed.several:
-            return self.ops.rows(ids, self.embed.weight, self.spec.hidden_size)
+            return self.ops.rows(ids, self.embed.weight, self.embedding_size)
         assert isinstance(self.ops, SummingOps)
-        size = torch.empty(self.spec.hidden_size, device="meta")  # all that is asked of a norm here
+        size = torch.empty(self.embedding_size, device="meta")  # all that is asked of a norm here
         found, _ = self.ops.base.embed_part(ids, self.embed.weight, (self.embed.begin, self.embed.end), (size, 0.0))
         return self.comm.all_reduce(found.value)
 

@@ -1,13 +1,18 @@
-"""Command R and StarCoder2: norms take off the mean, too (Ba et al. 2016), which no fused kernel does.
+"""GPT-2 and what came of it, Command R, StarCoder2: norms take off the mean, too (Ba et al. 2016), which no fused kernel does.
 
-Command R:   y = norm(x);  x = x + attention(y) + mlp(y)
-StarCoder2:  x = x + attention(norm(x));  x = x + mlp(norm(x)), where mlp(y) = down(act(up(y)))
+    one after the other:  x = x + attention(norm(x));  x = x + mlp(norm(x))
+    beside one another:   x = x + attention(norm(x)) + mlp(norm(x)), by one norm or by two
+    norms behind:         x = norm(x + attention(x));  x = norm(x + mlp(x))
+
+`ModelSpec.layer_norms` says which, and what stands before the first layer and behind the last.
 """
 
-from torch import Tensor
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from meshlm.protocol.model import ModelSpec
-from meshlm.workers.batch import LayerCache
+from meshlm.protocol.model import LayerNormSpec, ModelSpec
+from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.linear import Linear
@@ -15,27 +20,30 @@ from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.norm import LayerNorm
 from meshlm.workers.layers.ops import ACTIVATIONS, Ops
 from meshlm.workers.layers.partial_sum import PartialSum
-from meshlm.workers.models.decoder import Decoder, DecoderLayer
+from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer
 
 
-class CohereLayer(DecoderLayer):
-    """Attention and MLP beside one another."""
+def _parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape), requires_grad=False)
 
-    def make_norms(self, spec: ModelSpec) -> None:
-        """See `DecoderLayer.make_norms`."""
-        self.shared_norm = LayerNorm(spec.hidden_size, spec.rms_norm_eps, bias=spec.norm_bias)
 
-    def forward(
-        self, x: PartialSum, cache: LayerCache, context: ForwardContext, normed: Tensor | None = None
-    ) -> PartialSum:
-        """Computes the new residual, with all that was added to it."""
-        assert isinstance(self.mlp, MLP)
-        hidden, ops = x.value, context.ops
-        y = self.shared_norm(hidden)
-        out = self.attention.attend(self.attention.qkv(y, ops), cache, context)
-        for term in (self.attention.o.row_parallel(out, None, ops), self.mlp.of_normed(y, ops)):
-            hidden.add_(ops.finish_sum(term, hidden.dtype))
-        return PartialSum(hidden)
+def _of(spec: ModelSpec) -> LayerNormSpec:
+    assert spec.layer_norms is not None
+    return spec.layer_norms
+
+
+def _norm(spec: ModelSpec) -> LayerNorm:
+    return LayerNorm(spec.hidden_size, spec.rms_norm_eps, bias=spec.norm_bias, weight=_of(spec).affine)
+
+
+class LayerNormAttention(Attention):
+    """Attention whose queries, keys and values may be clipped."""
+
+    def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
+        """See `Attention.attend`."""
+        clip = self._spec.clip_qkv
+        found: Tensor = super().attend(qkv.clamp_(-clip, clip) if clip else qkv, cache, context)
+        return found
 
 
 class UngatedMLP(MLP):
@@ -51,15 +59,18 @@ class UngatedMLP(MLP):
         return self.down.row_parallel(ACTIVATIONS[self._act](self.up(x, ops)), None, ops)
 
 
-class Starcoder2Layer(DecoderLayer):
-    """Attention, then the MLP."""
+class LayerNormLayer(DecoderLayer):
+    """See the module docstring."""
 
-    mlp_type = UngatedMLP
+    attention_type = LayerNormAttention
 
-    def make_norms(self, spec: ModelSpec) -> None:
-        """See `DecoderLayer.make_norms`."""
-        self.attention_norm = LayerNorm(spec.hidden_size, spec.rms_norm_eps, bias=spec.norm_bias)
-        self.mlp_norm = LayerNorm(spec.hidden_size, spec.rms_norm_eps, bias=spec.norm_bias)
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        nn.Module.__init__(self)
+        self._order = _of(spec)
+        self.attention = self.attention_type(spec, layer)
+        self.mlp = MLP(spec) if self._order.gated else UngatedMLP(spec)
+        self.attention_norm = _norm(spec)
+        self.mlp_norm = None if self._order.parallel == 1 else _norm(spec)
 
     def forward(
         self, x: PartialSum, cache: LayerCache, context: ForwardContext, normed: Tensor | None = None
@@ -67,24 +78,78 @@ class Starcoder2Layer(DecoderLayer):
         """Computes the new residual, with all that was added to it."""
         assert isinstance(self.mlp, MLP)
         hidden, ops = x.value, context.ops
-        qkv = self.attention.qkv(self.attention_norm(hidden), ops)
-        out = self.attention.attend(qkv, cache, context)
+        before = hidden if self._order.after else self.attention_norm(hidden)
+        beside = None  # what the MLP gets, where it does not wait for attention
+        if self._order.parallel:
+            beside = before if self.mlp_norm is None else self.mlp_norm(hidden)
+        out = self.attention.attend(self.attention.qkv(before, ops), cache, context)
         hidden.add_(ops.finish_sum(self.attention.o.row_parallel(out, None, ops), hidden.dtype))
-        hidden.add_(ops.finish_sum(self.mlp.of_normed(self.mlp_norm(hidden), ops), hidden.dtype))
+        if beside is None:
+            assert self.mlp_norm is not None
+            if self._order.after:
+                hidden = beside = self.attention_norm(hidden)
+            else:
+                beside = self.mlp_norm(hidden)
+        hidden = hidden + ops.finish_sum(self.mlp.of_normed(beside, ops), hidden.dtype)
+        if self._order.after:
+            assert self.mlp_norm is not None
+            hidden = self.mlp_norm(hidden)
         return PartialSum(hidden)
 
 
+class Entry(nn.Module):
+    """What stands between the embedding and the first layer."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        own, hidden = _of(spec), spec.hidden_size
+        rows = spec.max_position_embeddings + spec.position_offset
+        self.positions = _parameter(rows, hidden) if own.learned_positions else None
+        self.norm = LayerNorm(hidden, spec.rms_norm_eps, bias=spec.norm_bias) if own.embedding_norm else None
+        self.project = Linear(own.embedding_dim, hidden, bias=False) if own.embedding_dim else None
+        self._offset = spec.position_offset
+
+    def forward(self, hidden: Tensor, batch: StepInputs) -> Tensor:
+        """hidden [t, hidden]: embeddings. A padded token of a CUDA graph may have any position."""
+        if self.positions is not None:
+            places = (batch.positions + self._offset).clamp(0, len(self.positions) - 1)
+            hidden = hidden + F.embedding(places, self.positions)
+        if self.norm is not None:
+            hidden = self.norm(hidden)
+        return hidden
+
+
 class LayerNormDecoder(Decoder):
-    """See `Decoder`."""
+    """See `Decoder`. Logits may have a bias, and may be multiplied by a number."""
+
+    layer_type = LayerNormLayer
 
     def __init__(self, spec: ModelSpec, max_len: int, shard: Shard = WHOLE) -> None:
         super().__init__(spec, max_len, shard)
+        own = _of(spec)
+        self.entry = Entry(spec) if shard.is_first else None
         if shard.is_last:
-            self.norm = LayerNorm(spec.hidden_size, spec.rms_norm_eps, bias=spec.norm_bias)
+            self.norm = None if own.after else _norm(spec)
+        self.head_bias = _parameter(spec.vocab_size) if own.head_bias and shard.is_last else None
+        self.project_out: Linear | None = None
+        if own.embedding_dim:
+            self.embedding_size = own.embedding_dim
+            for table in filter(None, (self.embed, self.head)):
+                table.weight = _parameter(table.weight.shape[0], own.embedding_dim)
+            if shard.is_last:
+                self.project_out = Linear(spec.hidden_size, own.embedding_dim, bias=False)
 
     def embedded(self, ids: Tensor) -> tuple[PartialSum, Tensor | None]:
         """See `Decoder.embedded`."""
-        return PartialSum(self.embedding(ids)), None
+        found = self.embedding(ids)
+        if self.entry is not None and self.entry.project is not None:
+            found = self.entry.project(found, self.ops)
+        return PartialSum(found), None
+
+    def entered(self, x: PartialSum, batch: StepInputs) -> PartialSum:
+        """See `Decoder.entered`."""
+        assert self.entry is not None
+        return PartialSum(self.entry(x.value, batch))
 
     def normed(self, x: PartialSum) -> Tensor:
         """See `Decoder.normed`."""
@@ -92,18 +157,11 @@ class LayerNormDecoder(Decoder):
         found: Tensor = self.norm(x.value)
         return found
 
-
-class Cohere(LayerNormDecoder):
-    """See `Decoder`; logits are multiplied by a number."""
-
-    layer_type = CohereLayer
-
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """See `Decoder.logits`."""
-        return super().logits(hidden, out).mul_(self.spec.logit_scale)
-
-
-class Starcoder2(LayerNormDecoder):
-    """See `Decoder`."""
-
-    layer_type = Starcoder2Layer
+        if self.project_out is not None:
+            hidden = self.project_out(hidden, self.ops)
+        found = super().logits(hidden, out)
+        if self.head_bias is not None:
+            found.add_(self.head_bias)
+        return found if self.spec.logit_scale == 1 else found.mul_(self.spec.logit_scale)

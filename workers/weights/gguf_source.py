@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator
 from copy import copy
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshlm.architectures.family import Weight
+from meshlm.architectures.family import Family, Weight
 from meshlm.architectures.registry import family_of, weights_of
 from meshlm.kernels.cpu.packed import Rows
 from meshlm.protocol.model import ModelSpec
@@ -22,6 +23,7 @@ from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.gguf_files import GGUFError, GGUFTensor, files_of, read_header
 
 _FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # by ggml's numbers of types
+_OF_LAYER = re.compile(r"(?P<layer>blk\.\d+)\.(?P<stem>\w+)\.(?P<kind>weight|bias)")
 _NEEDLESS = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")  # computed here, or read with the shape
 
 
@@ -63,6 +65,12 @@ class GGUFTensorSource:
         """One of the matrices of a tensor that holds those of all experts."""
         one = copy(self)
         one.shape, one._data = self.shape[1:], self._data[number]
+        return one
+
+    def of_rows(self, begin: int, end: int) -> "GGUFTensorSource":
+        """One of the weights of a tensor that holds several, one below the other."""
+        one = copy(self)
+        one.shape, one._data = (end - begin, *self.shape[1:]), self._data[begin:end]
         return one
 
     def like(self, shape: tuple[int, ...]) -> "GGUFTensorSource":
@@ -152,6 +160,9 @@ def encoded_tensors(path: Path, spec: ModelSpec) -> Iterator[tuple[str, GGUFTens
     found: list[tuple[str, GGUFTensorSource]] = []
     for name, tensor in tensors.items():
         weights = names.get(name, [])
+        if not weights and (parts := _parts(name, family, names)):
+            found += _split(path, name, GGUFTensorSource(path, mapped, tensor, 0), parts)
+            continue
         if not weights and _NEEDLESS.fullmatch(name):
             continue
         turned = interleaved and bool(weights) and name.partition(".attn_")[2].startswith(("q.", "k."))
@@ -165,6 +176,25 @@ def encoded_tensors(path: Path, spec: ModelSpec) -> Iterator[tuple[str, GGUFTens
             )
         found += [(weight.name, source.of_expert(nth)) for nth, weight in enumerate(weights)]
     yield from found
+
+
+def _parts(name: str, family: Family | None, names: dict[str, list[Weight]]) -> list[Weight]:
+    """The weights that this tensor holds, one below the other (GGUFFamily.packed); none: it is no such tensor."""
+    match = _OF_LAYER.fullmatch(name)
+    stems = (
+        family.gguf.packed.get(match["stem"], ()) if match and family is not None and family.gguf is not None else ()
+    )
+    return [weight for stem in stems if match for weight in names.get(f"{match['layer']}.{stem}.{match['kind']}", ())]
+
+
+def _split(
+    path: Path, name: str, source: GGUFTensorSource, parts: list[Weight]
+) -> Iterator[tuple[str, GGUFTensorSource]]:
+    ends = list(accumulate(weight.shape[0] for weight in parts))
+    if source.shape[:1] != (ends[-1],):
+        raise ProcessFatal(f"{path}: tensor {name} has shape {source.shape}; it must have {ends[-1]} rows")
+    for weight, begin, end in zip(parts, [0, *ends], ends, strict=False):
+        yield weight.name, source.of_rows(begin, end)
 
 
 def _unpermute(values: Tensor, head_dim: int) -> Tensor:

@@ -68,7 +68,7 @@ def _needed(weight: Weight, spec: ModelSpec, shard: Shard) -> bool:
     """Whether a weight outside the layers belongs to this stage of a pipeline."""
     if weight.parameter == "embed.weight":
         return shard.is_first or (shard.is_last and spec.tie_word_embeddings)
-    return shard.is_last
+    return shard.is_first if weight.parameter.startswith("entry.") else shard.is_last
 
 
 def _range(weight: Weight, spec: ModelSpec, shard: Shard) -> tuple[int, int]:

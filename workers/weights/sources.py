@@ -24,6 +24,7 @@ from meshlm.workers.weights.bitsandbytes import with_scales
 from meshlm.workers.weights.expert_tensors import by_expert
 from meshlm.workers.weights.gguf_latent import joined
 from meshlm.workers.weights.gguf_source import encoded_tensors
+from meshlm.workers.weights.layouts import laid_out
 from meshlm.workers.weights.source import Mapped, Source
 
 DUMMY_STD = 0.02
@@ -43,6 +44,8 @@ def sources(
         found = with_scales(found, spec.quantization)
     if family is not None and family.experts is not None and load_format not in ("dummy", "gguf"):
         found = by_expert(found, spec, family.experts)
+    if family is not None and family.layouts and load_format not in ("dummy", "gguf"):
+        found = laid_out(found, spec, family.layouts)
     return found if family is None or not family.packed else unpacked(found, spec, family.packed)
 
 

@@ -101,6 +101,8 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Dense decoders that differ from Llama in norms, rotation or the order of layers: what they differ in from SMALL."""
 
+_ALONE = {"num_key_value_heads": 6}
+GPT2: dict[str, Any] = {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_inner": 96}
 _ROUTED: dict[str, Any] = {
     "n_routed_experts": 6,
     "n_shared_experts": 2,
@@ -139,6 +141,14 @@ CLASSIC: dict[str, tuple[str, dict[str, Any]]] = {
         "Ernie4_5_MoeConfig",
         {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 36, "initializer_range": 0.2},
     ),
+    "gpt2": ("GPT2Config", GPT2 | {"n_positions": 64} | _ALONE),
+    "gpt-neox": ("GPTNeoXConfig", _ALONE | {"rotary_pct": 0.5}),
+    "gpt-neox-serial": ("GPTNeoXConfig", _ALONE | {"use_parallel_residual": False, "attention_bias": False}),
+    "phi": ("PhiConfig", {}),
+    "opt": ("OPTConfig", _ALONE | {"ffn_dim": 96, "word_embed_proj_dim": 48}),
+    "opt-350m": ("OPTConfig", _ALONE | {"ffn_dim": 96, "word_embed_proj_dim": 24, "do_layer_norm_before": False}),
+    "stablelm": ("StableLmConfig", {"use_qkv_bias": True, "partial_rotary_factor": 0.5}),
+    "stablelm-parallel": ("StableLmConfig", {"use_parallel_residual": True, "num_key_value_heads": 6}),
 }
 """More decoders: what they differ in from SMALL."""
 

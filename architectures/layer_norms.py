@@ -1,0 +1,123 @@
+"""What decoders with layer norms have in common: the sizes in their files, and the weights by names that families rename theirs to."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from meshlm.architectures import dense
+from meshlm.architectures.config_values import number, shown
+from meshlm.architectures.dense import attention_weights, decoder_weights, dense_spec, mlp_weights
+from meshlm.architectures.family import Split, Weight
+from meshlm.protocol.model import LayerNormSpec, ModelSpec
+
+MODEL = "meshlm.workers.models.layer_norm:LayerNormDecoder"
+QKV = {"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")}
+GGUF_QKV = {"attn_qkv": ("attn_q", "attn_k", "attn_v")}
+GGUF_EPS = "attention.layer_norm_epsilon"
+_ACTIVATIONS = {**dense.ACTIVATIONS, "relu": "relu", "relu2": "relu2", "gelu_python": "gelu"}
+
+
+def layer_norm_spec(
+    config: dict[str, Any],
+    architecture: str,
+    order: LayerNormSpec,
+    *,
+    eps: str,
+    act: str = "hidden_act",
+    grouped: bool = True,
+) -> ModelSpec:
+    """The spec of a config.json whose sizes have Llama's names. eps, act: the keys of the norms' epsilon and of the MLP's function.
+    grouped: query heads of the family may share key-value heads. KeyError, ValueError."""
+    function, known = config.get(act), dense.ACTIVATIONS if order.gated else _ACTIVATIONS
+    if not isinstance(function, str) or function not in known:
+        raise ValueError(f"{act} {shown(function)} is not supported; supported: {', '.join(known)}")
+    spec = dense_spec({**config, "hidden_act": "silu"}, architecture)
+    if (heads := spec.num_attention_heads) != spec.num_key_value_heads and not grouped:
+        raise ValueError(
+            f"num_key_value_heads {spec.num_key_value_heads} is not supported for {architecture}, only {heads}"
+        )
+    return replace(
+        spec,
+        hidden_act=known[function],
+        rms_norm_eps=number(config[eps], eps),
+        norm_bias=True,
+        layer_norms=order,
+        no_rope_layers=(True,) * spec.num_hidden_layers if order.learned_positions else (),
+    )
+
+
+def named(config: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The config with Llama's names for sizes. names: Llama's, and the family's. transformers takes either."""
+    return {**config, **{ours: config.get(theirs, config.get(ours)) for ours, theirs in names.items()}}
+
+
+def layer_norm_weights(spec: ModelSpec, plus: float = 0.0) -> Iterator[Weight]:
+    """Every tensor. plus: see Weight.plus, of the weights of all norms."""
+    order = spec.layer_norms
+    assert order is not None
+
+    def in_layer(layer: int) -> Iterator[Weight]:
+        yield from attention_weights(spec)
+        yield from mlp_weights(spec, spec.intermediate_size) if order.gated else _ungated(spec)
+        yield from _norm(spec, "input_layernorm", "attn_norm", "attention_norm", plus)
+        if order.parallel != 1:
+            yield from _norm(spec, "post_attention_layernorm", "ffn_norm", "mlp_norm", plus)
+
+    table = (spec.vocab_size, order.embedding_dim or spec.hidden_size)
+    for weight in decoder_weights(spec, in_layer):
+        if weight.parameter in ("embed.weight", "head.weight"):
+            yield weight._replace(shape=table)
+        elif weight.parameter != "norm.weight":
+            yield weight
+    yield from _outside(spec, order, plus)
+
+
+def _outside(spec: ModelSpec, order: LayerNormSpec, plus: float) -> Iterator[Weight]:
+    hidden = spec.hidden_size
+    if not order.after:
+        yield from _norm(spec, "model.norm", "output_norm", "norm", plus)
+    if order.learned_positions:
+        shape = (spec.max_position_embeddings + spec.position_offset, hidden)
+        yield Weight("model.embed_positions.weight", "position_embd.weight", "entry.positions", shape)
+    if order.embedding_norm:
+        for part in ("weight", "bias") if spec.norm_bias else ("weight",):
+            yield Weight(f"model.embed_norm.{part}", f"token_embd_norm.{part}", f"entry.norm.{part}", (hidden,))
+    if order.embedding_dim:
+        shape = (hidden, order.embedding_dim)
+        yield Weight("model.project_in.weight", "project_in.weight", "entry.project.weight", shape)
+        yield Weight("model.project_out.weight", "project_out.weight", "project_out.weight", shape[::-1])
+    if order.head_bias:
+        yield Weight("lm_head.bias", "output.bias", "head_bias", (spec.vocab_size,))
+
+
+def _ungated(spec: ModelSpec) -> Iterator[Weight]:
+    hidden, wide, split = spec.hidden_size, spec.intermediate_size, Split.INTERMEDIATE
+    yield Weight("mlp.up_proj.weight", "ffn_up.weight", "mlp.up.weight", (wide, hidden), split)
+    yield Weight("mlp.down_proj.weight", "ffn_down.weight", "mlp.down.weight", (hidden, wide), split, dim=1)
+    if spec.mlp_bias:
+        yield Weight("mlp.up_proj.bias", "ffn_up.bias", "mlp.up.bias", (wide,), split)
+        yield Weight("mlp.down_proj.bias", "ffn_down.bias", "mlp.down.bias", (hidden,), Split.FIRST_RANK)
+
+
+def _norm(spec: ModelSpec, name: str, gguf: str, parameter: str, plus: float) -> Iterator[Weight]:
+    order, shape = spec.layer_norms, (spec.hidden_size,)
+    if order is not None and order.affine:
+        yield Weight(f"{name}.weight", f"{gguf}.weight", f"{parameter}.weight", shape, plus=plus)
+    if spec.norm_bias:
+        yield Weight(f"{name}.bias", f"{gguf}.bias", f"{parameter}.bias", shape)
+
+
+def renaming(layer: str, outside: Mapping[str, str], inside: Mapping[str, str]) -> Callable[[str], str]:
+    """From a file's names to those of `layer_norm_weights`. layer: a regular expression for what stands before a layer's number;
+    outside, inside: stems of the family and ours."""
+    of_layer = re.compile(rf"(?:{layer})(\d+)\.(.+)\.(\w+)")
+
+    def rename(name: str) -> str:
+        if (match := of_layer.fullmatch(name)) is not None:
+            return f"model.layers.{match[1]}.{inside.get(match[2], match[2])}.{match[3]}"
+        stem, _, last = name.rpartition(".")
+        return f"{outside[stem]}.{last}" if stem in outside else name
+
+    return rename
