@@ -17,10 +17,12 @@ class RMSNorm(nn.Module):
 class LayerNorm(nn.Module):
     """(x - mean) / deviation * weight + bias (Ba et al. 2016)."""
 
+    weight: nn.Parameter  # None, where there is none: torch takes either
+
     def __init__(self, size: int, eps: float, *, bias: bool, weight: bool = True) -> None:
         super().__init__()
         self._shape = (size,)
-        self.weight = nn.Parameter(torch.ones(size), requires_grad=False) if weight else None
+        self.register_parameter("weight", nn.Parameter(torch.ones(size), requires_grad=False) if weight else None)
         self.bias = nn.Parameter(torch.zeros(size), requires_grad=False) if bias else None
         self.eps = eps
 

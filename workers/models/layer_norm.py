@@ -134,8 +134,9 @@ class LayerNormDecoder(Decoder):
         self.project_out: Linear | None = None
         if own.embedding_dim:
             self.embedding_size = own.embedding_dim
-            for table in filter(None, (self.embed, self.head)):
-                table.weight = _parameter(table.weight.shape[0], own.embedding_dim)
+            for table in (self.embed, self.head):
+                if table is not None:
+                    table.weight = _parameter(len(table.weight), own.embedding_dim)
             if shard.is_last:
                 self.project_out = Linear(spec.hidden_size, own.embedding_dim, bias=False)
 

@@ -161,7 +161,7 @@ def encoded_tensors(path: Path, spec: ModelSpec) -> Iterator[tuple[str, GGUFTens
     for name, tensor in tensors.items():
         weights = names.get(name, [])
         if not weights and (parts := _parts(name, family, names)):
-            found += _split(path, name, GGUFTensorSource(path, mapped, tensor, 0), parts)
+            found += _split(path, name, GGUFTensorSource(files[tensor.part], mapped[tensor.part], tensor, 0), parts)
             continue
         if not weights and _NEEDLESS.fullmatch(name):
             continue
