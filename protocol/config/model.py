@@ -66,7 +66,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         | None
     ) = None
     load_format: Annotated[
-        Literal["auto", "safetensors", "gguf", "pt", "dummy"], Meta(description="format of the weights; dummy: random")
+        Literal["auto", "safetensors", "gguf", "pt", "dummy", "sharded_state"],
+        Meta(description="format of the weights; dummy: random; sharded_state: what `meshlm save-sharded-state` wrote"),
     ] = "auto"
     model_impl: Annotated[
         Literal["auto", "meshlm", "transformers"],

@@ -18,7 +18,7 @@ class Resolved(Struct, frozen=True, kw_only=True):
     served_names: tuple[str, ...]
     generation_defaults: dict[str, float | int]  # temperature, top_p, top_k, min_p, repetition_penalty, max_tokens
     max_output_tokens: int | None = None  # that no request passes, by a generation config that the user gave
-    load_format: Literal["safetensors", "gguf", "pt", "dummy"]
+    load_format: Literal["safetensors", "gguf", "pt", "dummy", "sharded_state"]
     device: str  # a platform (runtime/platforms.py)
     dtype: Literal["float32", "float16", "bfloat16"]
     max_model_len: int

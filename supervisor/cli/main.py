@@ -37,6 +37,7 @@ COMMANDS = (
     "keys",
     "doctor",
     "tune",
+    "save_sharded_state",
     "completion",
     "collect_env",
 )

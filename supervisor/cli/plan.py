@@ -14,6 +14,7 @@ import msgspec
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Role
 from meshlm.runtime import platforms
+from meshlm.runtime.gguf_files import files_of
 from meshlm.runtime.readable import readable
 from meshlm.supervisor.settings import flags, layout
 
@@ -124,7 +125,7 @@ def gpu_bytes() -> int | None:
 def weight_bytes(path: Path) -> int:
     """Bytes of the files of one format: a folder may hold the weights twice."""
     if path.is_file():
-        return path.stat().st_size
+        return sum(file.stat().st_size for file in files_of(path))
     each = (sum(file.stat().st_size for file in path.glob(pattern)) for pattern in _WEIGHTS)
     return next((count for count in each if count), 0)
 

@@ -12,6 +12,7 @@ import msgspec
 
 from meshlm import __version__
 from meshlm.protocol.config import MeshConfig, Resolved
+from meshlm.runtime.gguf_files import files_of
 from meshlm.supervisor.settings import flags
 
 SECTIONS = ("model", "cache", "scheduler", "worker", "parallel")
@@ -53,7 +54,7 @@ def _model_digest(config: MeshConfig, resolved: Resolved) -> str:
 
 
 def _samples(path: Path) -> Iterator[bytes]:
-    files = sorted(file for file in path.iterdir() if file.suffix in WEIGHTS) if path.is_dir() else [path]
+    files = sorted(file for file in path.iterdir() if file.suffix in WEIGHTS) if path.is_dir() else files_of(path)
     for file in files:
         with file.open("rb") as weights:
             size = weights.seek(0, 2)

@@ -151,6 +151,8 @@ def _check_flags(config: MeshConfig, files: model_files.ModelFiles, platform: Pl
     _check_template_kwargs(config.server.default_chat_template_kwargs)
     _check_store(config.server.responses_store)
     experts.check(config, files.spec, device)
+    if files.load_format == "sharded_state" and (config.experts.enable_expert_parallel or config.experts.enable_eplb):
+        raise UsageError("--load-format sharded_state: leave out --enable-expert-parallel and --enable-eplb")
     if config.worker.fake_lockstep:
         if device != "fake":
             raise UsageError("--fake-lockstep: it needs --device fake")

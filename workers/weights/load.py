@@ -24,6 +24,7 @@ from meshlm.workers.quantization.method import Encode
 from meshlm.workers.quantization.registry import use_methods
 from meshlm.workers.quantization.scale_tensor import ScaleTensor
 from meshlm.workers.quantization.scales import scale_rows, scale_tensors
+from meshlm.workers.weights import sharded_state
 from meshlm.workers.weights.check import check_finite, check_tensors
 from meshlm.workers.weights.gguf_form import Form, GGUFPlan, form_of
 from meshlm.workers.weights.gguf_spans import SpannedParameter, keep_spans
@@ -51,15 +52,37 @@ def load_model(
 
     plan: for a .gguf file; None: as --gguf-weights auto on a CPU.
     """
-    spec, dtype = resolved.spec, DTYPES[resolved.dtype]
-    if spec.transformers is not None:
+    if resolved.spec.transformers is not None:
         return _of_transformers(resolved, device, seed, progress, shard)
+    model = loaded(resolved, device, seed, progress, shard, plan)
+    model.prepare(device, DTYPES[resolved.dtype])
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # or what comes next settles in the tensors' large blocks, which then stay
+    return model.eval()
+
+
+def loaded(
+    resolved: Resolved,
+    device: torch.device,
+    seed: int,
+    progress: Callable[[int, int], None],
+    shard: Shard = WHOLE,
+    plan: GGUFPlan | None = None,
+) -> Decoder:
+    """See `load_model`: before it is prepared, with the parameters that files fill."""
+    spec, dtype = resolved.spec, DTYPES[resolved.dtype]
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"):
             model = model_class(spec)(spec, resolved.max_model_len, shard)
             use_methods(model)
+        if resolved.load_format == "sharded_state":
+            memory.check_weights(weight_bytes(model) + _decoded_bytes(model, device, dtype), device, 0)
+            _make_tensors(model, device)
+            sharded_state.fill(model, resolved, progress)
+            check_finite(model, resolved.model_path)
+            return model
         tensors: Callable[[], Iterable[tuple[str, Source]]]
         tensors = partial(sources, Path(resolved.model_path), resolved.load_format, spec, device, seed)
         if resolved.load_format == "gguf":
@@ -81,10 +104,7 @@ def load_model(
         check_finite(model, resolved.model_path)
     finally:
         torch.set_default_dtype(default)
-    model.prepare(device, dtype)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # or what comes next settles in the tensors' large blocks, which then stay
-    return model.eval()
+    return model
 
 
 def _keep(model: Decoder, tensors: Iterable[tuple[str, Source]], form: Form) -> Kept:
