@@ -76,6 +76,10 @@ def test_logits_of_text_equal_transformers(architecture: str, tmp_path: Path) ->
         if name.endswith(("norm.weight", ".bias")):
             parameter.data += torch.randn_like(parameter) * 0.3
     theirs.save_pretrained(tmp_path)
+    if architecture == "Qwen3VLMoeForConditionalGeneration":
+        written = dict(load(tmp_path).named_parameters())
+        save_file(transposed(load_file(tmp_path / WEIGHTS)), tmp_path / WEIGHTS)
+        assert all(torch.equal(parameter, written[name]) for name, parameter in load(tmp_path).named_parameters())
     ours = load(tmp_path)
     tokens = torch.randint(0, 200, (29,)).tolist()
     with torch.no_grad():
@@ -83,6 +87,13 @@ def test_logits_of_text_equal_transformers(architecture: str, tmp_path: Path) ->
     kv, table = caches(ours.spec, 24), [7, 3, 11, 0, 5, 9, 1, 2]
     mine = torch.cat((run(ours, kv, [(tokens[:11], 0, table)]), run(ours, kv, [(tokens[11:], 11, table)])))
     torch.testing.assert_close(mine, expected, atol=2e-5, rtol=1e-4)
+
+
+def transposed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With a row for each input of an expert's matrix, as the models on the hub have them."""
+    return {
+        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor for name, tensor in tensors.items()
+    }
 
 
 def packed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -52,6 +52,21 @@ class _OfExpert:
         return found.t() if found.dim() == 2 else found
 
 
+class _RowsOfExpert:
+    """One expert's matrix, in a tensor that has a row for each output."""
+
+    def __init__(self, source: Source, expert: int, first: int, number: int) -> None:
+        self._source, self._expert, self._first = source, expert, first
+        self.shape, self.dtype = (number, *source.shape[2:]), source.dtype
+
+    def part(self, dim: int, begin: int, end: int) -> Tensor:
+        return self.whole().narrow(dim, begin, end - begin)
+
+    def whole(self) -> Tensor:
+        matrix = self._source.part(0, self._expert, self._expert + 1)[0]
+        return matrix[self._first : self._first + self.shape[0]]
+
+
 class _OfMXFP4:
     """One expert's matrix, decoded."""
 
@@ -117,7 +132,16 @@ def _of_floats(
         yield name, source
         return
     assert spec.moe is not None
-    wanted = (spec.moe.num_experts, *known.shape[1:], len(names) * known.shape[0])
+    count, rows = spec.moe.num_experts, len(names) * known.shape[0]
+    wanted = (count, *known.shape[1:], rows)
+    if source.shape != wanted and source.shape == (count, rows, *known.shape[1:]) and not interleaved:
+        for expert in range(count):  # as transformers 5 writes them again
+            for nth, stem in enumerate(names):
+                yield (
+                    f"{stem.format(expert)}.{kind}",
+                    _RowsOfExpert(source, expert, nth * known.shape[0], known.shape[0]),
+                )
+        return
     if source.shape != wanted:
         raise ProcessFatal(f"tensor {name} has shape {source.shape}; it must have {wanted}")
     for expert in range(spec.moe.num_experts):
