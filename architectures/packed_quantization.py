@@ -109,6 +109,22 @@ def packed_scheme(weights: dict[str, Any], targets: tuple[str, ...]) -> Quantiza
     )
 
 
+def mxfp4_scheme(weights: dict[str, Any], targets: tuple[str, ...]) -> QuantizationScheme:
+    """The weights of a group of compressed-tensors' config_groups with format mxfp4-pack-quantized."""
+    one_of(weights, "num_bits", (4,))
+    one_of(weights, "strategy", ("group",))
+    one_of(weights, "symmetric", (True, None))
+    return QuantizationScheme(
+        targets=targets,
+        weight="group",
+        activation="none",
+        bits=4,
+        weight_group=one_of(weights, "group_size", (32,)),
+        files="mxfp4",
+        values="mxfp4",
+    )
+
+
 INTEGERS = ("I32", "I64")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _GPTQ: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -129,6 +145,7 @@ TENSORS: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
         "weight_shape": ("weight_shape", INTEGERS),
     },
     "bitsandbytes": {"weight": ("weight", ("U8",)), "weight_scale": ("weight_scale", _FLOATS)},
+    "mxfp4": {"weight_packed": ("weight", ("U8",)), "weight_scale": ("weight_scale", ("U8",))},
 }
 """By layout: the tensors that stand for a layer's weight, what each of them is, and the types it may have."""
 

@@ -91,7 +91,15 @@ def read_fp8(config: dict[str, Any]) -> QuantizationSpec:
     return QuantizationSpec(method="fp8", schemes=(scheme,), ignore=ignore, weight_scale="weight_scale_inv")
 
 
-_FORMATS_OF_FILES = ("float-quantized", "naive-quantized", "pack-quantized", "int-quantized", "mixed-precision", None)
+_FORMATS_OF_FILES = (
+    "float-quantized",
+    "naive-quantized",
+    "pack-quantized",
+    "int-quantized",
+    "mixed-precision",
+    "mxfp4-pack-quantized",
+    None,
+)
 
 
 def read_compressed_tensors(config: dict[str, Any]) -> QuantizationSpec:
@@ -123,8 +131,8 @@ def _scheme(group: Any, written: Any) -> QuantizationScheme:
         raise ValueError(f"it must be an object, got {shown(group)}")
     only(group, "targets weights input_activations format")
     one_of(group, "format", _FORMATS_OF_FILES)
-    if (group.get("format") or written) == "pack-quantized":
-        return _packed(group)
+    if (group.get("format") or written) in ("pack-quantized", "mxfp4-pack-quantized"):
+        return _packed(group, floats=(group.get("format") or written) == "mxfp4-pack-quantized")
     integers = _object(group, "weights").get("type") == "int"
     weights = _arguments(group, "weights", integers=integers)
     strategies = ("tensor", "channel") if integers else ("tensor", "channel", "block")
@@ -158,14 +166,17 @@ def _scheme(group: Any, written: Any) -> QuantizationScheme:
     )
 
 
-def _packed(group: dict[str, Any]) -> QuantizationScheme:
+def _packed(group: dict[str, Any], *, floats: bool) -> QuantizationScheme:
+    """floats: of mxfp4-pack-quantized."""
     weights = _object(group, "weights")
     if group.get("input_activations") is not None:
-        raise ValueError("input_activations go with no pack-quantized weights here")
+        raise ValueError("input_activations go with no packed weights here: activations of 4 bits are not supported")
     try:
-        only(weights, f"{_ARGUMENTS} actorder")
-        one_of(weights, "type", ("int",))
+        only(weights, _ARGUMENTS if floats else f"{_ARGUMENTS} actorder")
+        one_of(weights, "type", ("float",) if floats else ("int",))
         one_of(weights, "dynamic", (False, None))
+        if floats:
+            return packed_quantization.mxfp4_scheme(weights, names(group, "targets"))
         return packed_quantization.packed_scheme(weights, names(group, "targets"))
     except ValueError as error:
         raise ValueError(f"weights: {error}") from None

@@ -39,10 +39,10 @@ class QuantizationScheme(Struct, frozen=True, kw_only=True):
     bits: int = 8  # of a weight; with less than 8, or with weight "group", several codes share a word
     weight_group: int = 0  # inputs of a weight's row that share a scale; -1: all
     zeros: bool = False  # files hold a zero point for each scale
-    files: Literal["", "gptq", "gptq_v2", "awq", "compressed-tensors", "bitsandbytes"] = (
+    files: Literal["", "gptq", "gptq_v2", "awq", "compressed-tensors", "bitsandbytes", "mxfp4"] = (
         ""  # how they lay out words of codes
     )
-    values: Literal["integers", "nf4", "fp4"] = "integers"  # that codes stand for
+    values: Literal["integers", "nf4", "fp4", "mxfp4"] = "integers"  # that codes stand for
     act_order: bool = False  # files say which group each input belongs to
     num_groups: int = 0  # of a whole row, which a rank may have a part of
     projections: int = 1  # of the checkpoint that are one product here

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshlm.kernels.mxfp4.reference import VALUES
+
 CHUNK, PLANE, PLANES = 256, 32, 8
 _WORDS = {5: torch.uint8, 6: torch.int16, 8: torch.int32}  # of the bits beyond the fourth
 BITS = (4, 5, 6, 8)
@@ -30,7 +32,7 @@ NF4 = (
 """Quantiles of a normal distribution (Dettmers et al. 2023, "QLoRA", appendix E)."""
 FP4 = tuple(sign * value / 12 for sign in (1, -1) for value in (0, 0.0625, 8, 12, 4, 6, 2, 3))
 """The numbers that bitsandbytes calls fp4."""
-TABLES: dict[str, tuple[float, ...]] = {"nf4": NF4, "fp4": FP4}
+TABLES: dict[str, tuple[float, ...]] = {"nf4": NF4, "fp4": FP4, "mxfp4": VALUES}
 
 
 class PackedWeight(NamedTuple):

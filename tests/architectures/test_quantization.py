@@ -9,6 +9,8 @@ from meshlm.architectures.quantization import formats, register, scheme_of
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+MX = "mxfp4-pack-quantized"
+MXFP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False}
 PACKED = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
 ARGUMENTS = {"num_bits": 8, "type": "float", "strategy": "tensor"}
 
@@ -50,7 +52,12 @@ def compressed(weights: Any = ARGUMENTS, inputs: Any = None, **changes: Any) -> 
         (compressed({**PACKED, "type": "float"}, format="pack-quantized"), "weights: type 'float'"),
         (compressed({**PACKED, "strategy": "tensor"}, format="pack-quantized"), "weights: strategy 'tensor'"),
         (compressed({**PACKED, "actorder": "weird"}, format="pack-quantized"), "weights: actorder 'weird'"),
-        (compressed(PACKED, ARGUMENTS, format="pack-quantized"), "input_activations go with no pack-quantized weights"),
+        (compressed(PACKED, ARGUMENTS, format="pack-quantized"), "input_activations go with no packed weights"),
+        (compressed({**MXFP4, "group_size": 16}, format=MX), "weights: group_size 16 is not supported; supported: 32"),
+        (compressed({**MXFP4, "num_bits": 8}, format=MX), "weights: num_bits 8 is not supported; supported: 4"),
+        (compressed({**MXFP4, "type": "int"}, format=MX), "weights: type 'int' is not supported; supported: float"),
+        (compressed(MXFP4, MXFP4, format=MX), "input_activations .* activations of 4 bits are not supported"),
+        (compressed({**MXFP4, "group_size": 16}, format="nvfp4-pack-quantized"), "format 'nvfp4-pack-quantized'"),
         ({**GPTQ, "bits": 3}, "bits 3 is not supported; supported: 4, 8"),
         ({**GPTQ, "group_size": 1024}, "group_size 1024 is not supported; supported: 32, 64, 128, -1"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supported; supported: gptq, gptq_v2"),

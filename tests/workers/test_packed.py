@@ -59,7 +59,7 @@ def as_on_a_gpu(self: PackedLinear, linear: Linear, ops: TorchOps) -> None:
     linear.weight = torch.nn.Parameter(self.weight.low, requires_grad=False)
 
 
-@pytest.mark.parametrize("name", ["gptq-act-order", "awq", "w4a16-zeros", "w4a16-order", "w8a16"])
+@pytest.mark.parametrize("name", ["gptq-act-order", "awq", "w4a16-zeros", "w4a16-order", "w8a16", "mxfp4"])
 def test_shards(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank's inputs of row-parallel products are some of each group, where inputs are out of order."""
     theirs, _ = write(tmp_path, KINDS[name])

@@ -1,4 +1,4 @@
-"""Weights of 4 or 8 bits whose words hold several codes (GPTQ, AWQ, pack-quantized, bitsandbytes): (code - zero) * scale, or
+"""Weights of 4 or 8 bits whose words hold several codes (GPTQ, AWQ, pack-quantized, bitsandbytes, MXFP4): (code - zero) * scale, or
 table[code] * scale.
 
 Files fill parameters of one form (packed_files.py), whatever their own: bytes of codes in the order of inputs. After loading they
@@ -83,9 +83,11 @@ class PackedLinear:
         groups = -(-values.shape[1] // size)
         parted = F.pad(values.float(), (0, groups * size - values.shape[1])).unflatten(1, (groups, size))
         if self.scheme.values != "integers":
-            codes, largest = nearest(parted, TABLES[self.scheme.values])
-            codes = codes.flatten(1)[:, : values.shape[1]]
-            return {"weight": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": largest}
+            scales = parted.abs().amax(-1)
+            if self.scheme.values == "mxfp4":  # powers of two; the largest number is 6, the largest power in it 4
+                scales = torch.exp2(scales.clamp(min=1e-30).log2().floor() - 2)
+            codes = nearest(parted, scales, TABLES[self.scheme.values]).flatten(1)[:, : values.shape[1]]
+            return {"weight": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scales}
         low, high, most = parted.amin(2).clamp(max=0), parted.amax(2).clamp(min=0), (1 << bits) - 1
         if self.scheme.zeros:
             scale = ((high - low) / most).clamp(min=1e-8)
@@ -109,6 +111,8 @@ class PackedLinear:
             low, high = pack(codes, scheme.bits)
             table = torch.tensor(TABLES[scheme.values], dtype=torch.float32, device=codes.device)
             scales = scale.t().to(torch.float32 if self._dtype == torch.float32 else torch.float16).contiguous()
+            if scheme.values == "mxfp4":
+                scales = compact(scale.t())  # powers of two, also such as float16 does not hold
             return PackedWeight(low, high, scales, table=table, group=scheme.weight_group, inputs=codes.shape[1])
         zero = linear.weight_zero if scheme.zeros else torch.full_like(scale, 1 << scheme.bits - 1, dtype=torch.uint8)
         assert isinstance(zero, Tensor)
@@ -146,12 +150,11 @@ class PackedLinear:
         return first.long()
 
 
-def nearest(values: Tensor, table: tuple[float, ...]) -> tuple[Tensor, Tensor]:
-    """values [rows, groups, size] -> codes uint8 of the nearest entries, once each group is divided by its largest; and those."""
-    largest = values.abs().amax(-1)
+def nearest(values: Tensor, scales: Tensor, table: tuple[float, ...]) -> Tensor:
+    """values [rows, groups, size] -> codes uint8 of the nearest entries, once each group is divided by its scale."""
     known, order = torch.tensor(table, device=values.device).sort()
-    scaled = values / largest.clamp(min=1e-20)[..., None]
-    return order.to(torch.uint8)[torch.bucketize(scaled, (known[1:] + known[:-1]) / 2)], largest
+    scaled = values / scales.clamp(min=1e-20)[..., None]
+    return order.to(torch.uint8)[torch.bucketize(scaled, (known[1:] + known[:-1]) / 2)]
 
 
 def unpacked(codes: Tensor, bits: int) -> Tensor:

@@ -4,6 +4,7 @@
                          g_idx [inputs]
     bitsandbytes         weight uint8 [outputs * inputs / 2, 1], weight_scale [outputs * groups] (bitsandbytes.py makes it)
     awq                  qweight int32 [inputs, outputs / 8], qzeros int32 [groups, outputs / 8], scales [groups, outputs]
+    mxfp4                weight_packed uint8 [outputs, inputs / 2], weight_scale uint8 [outputs, groups]: exponents of two, plus 127
     compressed-tensors   weight_packed int32 [outputs, inputs / 8], weight_scale [outputs, groups], weight_zero_point int32
                          [outputs / 8, groups], weight_g_idx [inputs], weight_shape [2]
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from meshlm.architectures.packed_quantization import TENSORS, of_layer
+from meshlm.kernels.mxfp4.reference import NAN
 from meshlm.protocol.model import QuantizationScheme
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.quantization.scale_tensor import ScaleTensor
@@ -36,7 +38,7 @@ def tensors_of(
     layer, each, stem = of_layer(scheme, inputs), 32 // scheme.bits, weight.removesuffix("weight")
     groups = layer.num_groups
     for size, of, name in ((outputs, each, "outputs"), (inputs, each, "inputs")):
-        if size % of:
+        if size % of and scheme.files != "mxfp4":
             raise ProcessFatal(
                 f"quantization_config: {stem}qweight: {size} {name} are no multiple of the {of} in a word"
             )
@@ -51,6 +53,8 @@ def tensors_of(
                 "g_idx": (inputs,),
             }  # fmt: skip
             shapes |= {} if bias else {"bias": (outputs,)}
+        case "mxfp4":
+            shapes = {"weight_packed": (outputs, inputs // 2), "weight_scale": (outputs, groups)}
         case "bitsandbytes":
             shapes = {"weight": (outputs * inputs // 2, 1), "weight_scale": (outputs * groups,)}
         case "awq":
@@ -99,6 +103,8 @@ def packed_rows(name: str, source: Source, found: ScaleTensor, part: WeightSlice
     inputs = (part.begin, part.end) if part.dim == 1 else (0, part.shape[1])
     outputs = (part.begin, part.end) if part.dim == 0 else (0, part.shape[0])
     groups = (0, scheme.num_groups) if scheme.act_order else (inputs[0] // size, -(-inputs[1] // size))
+    if scheme.files == "mxfp4":
+        return _mxfp4(name, source, found, (outputs, inputs, groups))
     if any(begin % each or end % each for begin, end in (inputs, outputs)):
         raise ProcessFatal(
             f"--tensor-parallel-size: {name} holds {each} codes in a word, and a rank's part does not begin or end with one"
@@ -128,6 +134,17 @@ def packed_rows(name: str, source: Source, found: ScaleTensor, part: WeightSlice
         case _:
             return _scales(name, _cut(source, groups, outputs).t())
     return codes if scheme.bits == 8 else codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def _mxfp4(name: str, source: Source, found: ScaleTensor, spans: tuple[tuple[int, int], ...]) -> Tensor:
+    """spans: outputs, inputs, groups. The first code of a byte is in its low half, as in the parameter."""
+    outputs, inputs, groups = spans
+    if found.parameter == "weight":
+        return _cut(source, outputs, (inputs[0] // 2, inputs[1] // 2))
+    exponents = _cut(source, outputs, groups).to(torch.int32)
+    if bool((exponents == NAN).any()):
+        raise ProcessFatal(f"tensor {name}: a scale must be a number, and one is not")
+    return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents - 127)
 
 
 def _cut(source: Source, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:

@@ -63,6 +63,8 @@ NAN, INF, NEGATIVE = spoilt(torch.nan), spoilt(torch.inf), spoilt(-0.5)
         (packed("w4a16"), "weight_scale", NAN, UP + "weight_scale: " + NO_NUMBER),
         (packed("w4a16"), "weight_scale", None, MISSING + "weight_scale$"),
         (packed("w4a16-zeros"), "weight_zero_point", None, MISSING + "weight_zero_point$"),
+        (packed("mxfp4"), "weight_scale", spoilt(255), UP + "weight_scale: " + NO_NUMBER),
+        (packed("mxfp4"), "weight_scale", None, MISSING + "weight_scale$"),
         (packed("w8a16"), "weight_packed", None, MISSING + "weight_packed$"),
     ],
 )

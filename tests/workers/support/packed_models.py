@@ -86,6 +86,8 @@ def tensors_of(kind: Packed, stem: str, weight: Tensor) -> tuple[dict[str, Tenso
                 "qzeros": words_of(zeros.t(), 4, order),
                 "scales": scales.t().half().contiguous(),
             }
+        case "mxfp4":
+            return of_mxfp4(stem, weight)
         case _:
             found = {
                 "weight_packed": words_of(codes, kind.bits),
@@ -97,6 +99,19 @@ def tensors_of(kind: Packed, stem: str, weight: Tensor) -> tuple[dict[str, Tenso
             if kind.act_order:
                 found["weight_g_idx"] = groups.to(torch.int32)
     return {f"{stem}.{name}": tensor.contiguous() for name, tensor in found.items()}, values
+
+
+def of_mxfp4(stem: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """As compressed-tensors writes it: a byte of two codes, exponents that leave the largest number of a group below 8."""
+    parts = weight.unflatten(1, (-1, 32))
+    exponents = parts.abs().amax(-1).log2().floor().sub(2).add(127).to(torch.uint8)
+    known = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    scaled = parts / torch.exp2(exponents.float() - 127)[..., None]
+    codes = (scaled.abs()[..., None] - known).abs().argmin(-1)
+    values = known[codes] * scaled.sign() * torch.exp2(exponents.float() - 127)[..., None]
+    codes = (codes | (scaled < 0).long() << 3).flatten(1).to(torch.uint8)
+    found = {f"{stem}.weight_packed": codes[:, ::2] | codes[:, 1::2] << 4, f"{stem}.weight_scale": exponents}
+    return found, values.flatten(1)
 
 
 _made: dict[str, tuple[nn.Module, dict[str, Tensor], dict[str, Any]]] = {}
@@ -167,6 +182,11 @@ def pack_quantized(**changes: Any) -> dict[str, Any]:
     }
 
 
+def mxfp4(**changes: Any) -> dict[str, Any]:
+    found = pack_quantized(type="float", scale_dtype="torch.uint8", **changes)
+    return {**found, "format": "mxfp4-pack-quantized"}
+
+
 KINDS = {
     "gptq": Packed(gptq(sym=True), "gptq", symmetric=True),
     "gptq-zeros": Packed(gptq(), "gptq"),
@@ -175,6 +195,7 @@ KINDS = {
     "gptq-8": Packed(gptq(bits=8, group_size=-1), "gptq", bits=8, group=-1),
     "awq": Packed(awq(), "awq"),
     "awq-some": Packed(awq(group_size=64, modules_to_not_convert=["layers.1.mlp"]), "awq", group=64, ignore=("layers.1.mlp",)),
+    "mxfp4": Packed(mxfp4(), "mxfp4"),
     "w4a16": Packed(pack_quantized(), "compressed-tensors", symmetric=True),
     "w4a16-zeros": Packed(pack_quantized(symmetric=False), "compressed-tensors"),
     "w4a16-order": Packed(pack_quantized(actorder="group"), "compressed-tensors", symmetric=True, act_order=True),
