@@ -53,7 +53,7 @@ def read_gptq(config: dict[str, Any]) -> QuantizationSpec:
 def _gptq_scheme(
     config: dict[str, Any],
     targets: tuple[str, ...],
-    files: Literal["", "gptq", "gptq_v2", "awq", "compressed-tensors", "bitsandbytes"],
+    files: Literal["", "gptq", "gptq_v2", "awq", "compressed-tensors", "bitsandbytes", "mxfp4"],
 ) -> QuantizationScheme:
     for key in ("sym", "desc_act"):
         one_of(config, key, (True, False, None))
