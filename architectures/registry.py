@@ -33,6 +33,7 @@ _OWN = {
     "Qwen3MoeForCausalLM": _Module("qwen3_moe", "qwen3moe"),
     "DeepseekV2ForCausalLM": _Module("deepseek_v2", "deepseek2"),
     "DeepseekV3ForCausalLM": _Module("deepseek_v3"),
+    "Llama4ForCausalLM": _Module("llama4"),
     "GptOssForCausalLM": _Module("gpt_oss", "gpt-oss"),
     "DeepseekV32ForCausalLM": _Module("deepseek_v32"),
     "GlmMoeDsaForCausalLM": _Module("deepseek_v32"),

@@ -61,8 +61,8 @@ def rope_spec(config: dict[str, Any]) -> RopeSpec:
     raw.setdefault("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
     named = {key: _rope_value(key, raw[key]) for key in raw if key in mine and key not in ("rope_type", "type")}
     spec = RopeSpec(rope_type=kind, **named)
-    if kind == "llama3" and spec.high_freq_factor <= spec.low_freq_factor:
-        raise ValueError("high_freq_factor must be above low_freq_factor")
+    if kind == "llama3" and spec.high_freq_factor < spec.low_freq_factor:
+        raise ValueError("high_freq_factor must not be below low_freq_factor")
     return spec
 
 

@@ -16,10 +16,10 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     if boolean(config, "use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
         raise ValueError(f"use_sliding_window and sliding layers are not supported for {architecture}")
     spec = dense_spec(config, architecture)
-    return replace(spec, no_rope_layers=_without_positions(config, spec.num_hidden_layers))
+    return replace(spec, no_rope_layers=without_positions(config, spec.num_hidden_layers))
 
 
-def _without_positions(config: dict[str, Any], layers: int) -> tuple[bool, ...]:
+def without_positions(config: dict[str, Any], layers: int) -> tuple[bool, ...]:
     """The layers that rotate nothing; the file says 1 of those that do. ValueError."""
     given = config.get("no_rope_layers")
     if given is None:
@@ -34,7 +34,7 @@ def _without_positions(config: dict[str, Any], layers: int) -> tuple[bool, ...]:
 
 def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     spec = dense_gguf(metadata, architecture)
-    return replace(spec, no_rope_layers=_without_positions({}, spec.num_hidden_layers))
+    return replace(spec, no_rope_layers=without_positions({}, spec.num_hidden_layers))
 
 
 FAMILY = Family(

@@ -22,11 +22,13 @@ _KINDS = {
     "qwen3_5_text": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
     "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
     "gemma3_text": ("Gemma3ForCausalLM", "gemma3_text"),
+    "llama4_text": ("Llama4ForCausalLM", "llama4_text"),
 }
 """By text_config.model_type: the family's architecture, and the model_type that its own files have."""
 _ARCHITECTURES = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "Mistral3ForConditionalGeneration": "mistral",
+    "Llama4ForConditionalGeneration": "llama4_text",
     "LlavaForConditionalGeneration": "llama",
     "LlavaNextForConditionalGeneration": "llama",
     "InternVLForConditionalGeneration": "qwen2",

@@ -55,6 +55,23 @@ class SlidingWindow(Struct, frozen=True, tag="sliding"):
         return min(-(-num_tokens // block_size), seen)
 
 
+class ChunkedAttention(Struct, frozen=True, tag="chunked"):
+    """A text is cut into chunks of `chunk` tokens, and a token sees those of its own up to itself: blocks of earlier ones are freed."""
+
+    chunk: int
+    keeps_all: ClassVar[bool] = False
+    carried: ClassVar[bool] = False
+
+    def first_needed(self, block_size: int, num_computed: int) -> int:
+        """See KeepsAll."""
+        return num_computed // self.chunk * self.chunk // block_size
+
+    def num_held(self, block_size: int, num_tokens: int, step_tokens: int = 1) -> int:
+        """See KeepsAll."""
+        seen = -(-(self.chunk - 1 + step_tokens) // block_size) + 1
+        return min(-(-num_tokens // block_size), seen)
+
+
 class Latent(KeepsAll, frozen=True, tag="latent"):
     """One line of numbers of each token: what keys and values are projected up from, the rotated key that all heads share, and where an
     index chooses tokens its key."""
@@ -102,7 +119,7 @@ class RecurrentState(Struct, frozen=True, tag="state"):
         return self.mode != "none" and (block + 1) % self.every == 0
 
 
-KVSpec = FullAttention | SlidingWindow | Latent | EncoderOnly | RecurrentState
+KVSpec = FullAttention | SlidingWindow | ChunkedAttention | Latent | EncoderOnly | RecurrentState
 
 
 class KVGroup(Struct, frozen=True):
@@ -144,7 +161,8 @@ def _attention_of_layers(model: ModelSpec) -> Sequence[KVSpec]:
         mla = model.mla
         return [Latent(mla.kv_lora_rank, mla.qk_rope_head_dim, mla.index_head_dim)] * model.num_hidden_layers
     sliding = model.sliding_layers or (model.sliding_window > 0,) * model.num_hidden_layers
-    return [SlidingWindow(model.sliding_window) if slides else FullAttention() for slides in sliding]
+    local = ChunkedAttention(model.attention_chunk_size) if model.attention_chunk_size else None
+    return [(local or SlidingWindow(model.sliding_window)) if slides else FullAttention() for slides in sliding]
 
 
 def make_groups(

@@ -71,6 +71,9 @@ class MoESpec(Struct, frozen=True, kw_only=True):
     topk_group: int = 1
     group_score: Literal["max", "top2"] = "max"  # of a group: its best expert's, or the sum of its best two
     correction_bias: bool = False  # e_score_correction_bias is added to scores for the choice, not for the weights
+    weights_on_input: bool = (
+        False  # an expert's input is multiplied by its weight, not its output; with one expert a token
+    )
     router_bias: bool = False  # of the router's product
     expert_bias: bool = False  # of the experts' products
     swiglu: tuple[float, float] | None = None  # alpha and limit of gpt-oss' activation in the experts; None: hidden_act
@@ -202,9 +205,13 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     sliding_window: int = 0  # 0: full attention
     sliding_layers: tuple[bool, ...] = ()  # which layers slide; empty: all, if sliding_window
     sliding_rope: RopeSpec | None = None  # of layers that slide; None: rope
+    attention_chunk_size: int = (
+        0  # sliding_layers see their own chunk of so many tokens, and no window; 0: there are no chunks
+    )
     no_rope_layers: tuple[bool, ...] = ()  # which layers rotate nothing; empty: none
     query_pre_attn_scalar: float = 0.0  # scores are divided by its root; 0: by that of head_dim
     attn_logit_softcapping: float = 0.0  # 0: none
+    attn_temperature: tuple[float, float] | None = None  # scale and floor, of layers without positions (Llama 4)
     attention_sinks: bool = False  # each head has one more logit, which takes part in the softmax's sum only
     final_logit_softcapping: float = 0.0
     logit_scale: float = 1.0  # what logits are multiplied by

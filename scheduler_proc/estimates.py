@@ -56,8 +56,9 @@ class Estimates:
             expert = 3 * hidden * spec.moe.moe_intermediate_size
         else:
             dense += 3 * hidden * spec.intermediate_size
-        slides = bool(spec.sliding_window) and (not spec.sliding_layers or spec.sliding_layers[number])
-        return _Layer(dense, expert, spec.has_attention(number), spec.sliding_window if slides else 0)
+        local = not spec.sliding_layers or spec.sliding_layers[number]
+        window = spec.sliding_window or spec.attention_chunk_size  # a token sees half a chunk, so this is the most
+        return _Layer(dense, expert, spec.has_attention(number), window if local else 0)
 
     def _attention_weights(self) -> int:
         spec, hidden, heads = self._spec, self._spec.hidden_size, self._spec.num_attention_heads

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.control_edge import GraphCounts
-from meshlm.protocol.kv import EncoderOnly, FullAttention, SlidingWindow, caches_of, make_groups
+from meshlm.protocol.kv import ChunkedAttention, EncoderOnly, FullAttention, SlidingWindow, caches_of, make_groups
 from meshlm.protocol.lockstep import StepAgreement
 from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.step_edge import StepPlan, StepResult
@@ -143,6 +143,7 @@ class FakeEngine:
         self._lines: dict[int, NDArray[np.float64]] = {}  # of those that want one of each token
         self._rows = RowTable(resolved.max_num_seqs, resolved.max_model_len, block_size, len(specs))
         self._windows = {nth: spec.window for nth, spec in enumerate(specs) if isinstance(spec, SlidingWindow)}
+        self._chunks = {nth: spec.chunk for nth, spec in enumerate(specs) if isinstance(spec, ChunkedAttention)}
         self._states = np.array([spec.carried for spec in specs])
         self._written = np.zeros(0, np.uint64)  # the states of the last step's tokens
         self._groups = np.arange(len(specs), dtype=np.uint64)  # added to what a group's slots hold: groups differ
@@ -349,6 +350,8 @@ class FakeEngine:
         """What the tokens before these left in the cache; something else, where a group's table lacks what a token here can see."""
         before = np.maximum(starts.astype(np.int64) - 1, 0)
         found = self._state[self._rows.slots(rows, before)] - self._groups
+        for group, chunk in self._chunks.items():  # the first token of a chunk sees nothing there
+            found[:, group] = np.where(starts % chunk, found[:, group], found[:, 0])
         wrong = (found != found[:, :1]).any(1)
         for group, window in self._windows.items():
             wrong |= self._is_broken(rows, before, group, window)

@@ -6,6 +6,7 @@ import pytest
 from tiny_models import spec_of
 
 from meshlm.protocol.kv import (
+    ChunkedAttention,
     FullAttention,
     KVGroup,
     KVSpec,
@@ -79,6 +80,20 @@ def test_what_layers_see_is_read_from_the_model() -> None:
     assert spec_of_layers(spec_of(num_hidden_layers=2, sliding_window=8)) == [SlidingWindow(8)] * 2
     mixed = spec_of(num_hidden_layers=2, sliding_window=8, sliding_layers=(False, True))
     assert spec_of_layers(mixed) == [FULL, SlidingWindow(8)]
+    chunked = spec_of(num_hidden_layers=2, attention_chunk_size=16, sliding_layers=(True, False))
+    assert spec_of_layers(chunked) == [ChunkedAttention(16), FULL]
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 16, 40])
+@pytest.mark.parametrize("step", [1, 7, 64])
+def test_chunks_hold_no_more_than_they_say(chunk: int, step: int) -> None:
+    """Between the first block that a step's first token sees and the last that the step writes."""
+    spec = ChunkedAttention(chunk)
+    for start in range(100):
+        held = -(-(start + step) // 4) - spec.first_needed(4, start)
+        assert held <= spec.num_held(4, 1000, step)
+        assert spec.first_needed(4, start) <= spec.first_needed(4, start + 1)
+        assert spec.first_needed(4, start) * 4 <= start // chunk * chunk
 
 
 @pytest.mark.parametrize("step", [1, 7, 64])

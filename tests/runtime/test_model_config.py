@@ -132,7 +132,7 @@ def test_a_window_that_is_not_written_down_is_the_familys() -> None:
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor must be a number"),
         ({"rope_scaling": without(LLAMA3, "factor")}, "rope_type llama3 needs factor"),
         ({"rope_scaling": without(LLAMA3, "low_freq_factor")}, "rope_type llama3 needs low_freq_factor"),
-        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor must be above"),
+        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 0.5}}, "high_freq_factor must not be below"),
         ({"rope_scaling": {**LLAMA3, "llama_4_scaling_beta": 0.1}}, "does not know llama_4_scaling_beta"),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1] * 8}}, "rope_type longrope needs long_factor"),
         ({"rope_scaling": {"type": "longrope", "short_factor": 1, "long_factor": 1}}, "must be a list of positive"),

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from rolling_hash import extend, generate, vector_of
 
 from meshlm.protocol.columns import ints
-from meshlm.protocol.kv import FullAttention, KVSpec, SlidingWindow
+from meshlm.protocol.kv import ChunkedAttention, FullAttention, KVSpec, SlidingWindow
 from meshlm.protocol.step_edge import StepPlan
 from meshlm.protocol.tasks import Pool, PoolKind
 
@@ -55,10 +55,14 @@ class Model:
             return 0
         found, tokens = self.state(row, position - 1), self.rows[row][0]
         for group, spec in enumerate(self.specs):
+            if isinstance(spec, ChunkedAttention) and position % spec.chunk == 0:
+                continue  # it sees nothing before itself
             state = self.state(row, position - 1, group)
             if state != found:
                 return found + 1
             oldest = max(0, position - spec.window + 1) if isinstance(spec, SlidingWindow) else position - 1
+            if isinstance(spec, ChunkedAttention):
+                oldest = position // spec.chunk * spec.chunk
             for at in range(position - 1, oldest, -1):
                 before = self.state(row, at - 1, group)
                 if state != extend(before, tokens[at]):

@@ -13,7 +13,7 @@ from two_hosts import HEAD_PORT, address_of
 
 from meshlm.protocol import config as cfg
 from meshlm.protocol.ids import HEAD, Identity, Role
-from meshlm.protocol.kv import FullAttention, KVSpec, RecurrentState, SlidingWindow
+from meshlm.protocol.kv import ChunkedAttention, FullAttention, KVSpec, RecurrentState, SlidingWindow
 from meshlm.protocol.operations import RebalanceExperts, ResetPrefixCache
 from meshlm.protocol.tasks import PoolKind
 from meshlm.runtime import tcp
@@ -25,6 +25,7 @@ GROUPS: tuple[tuple[KVSpec, ...], ...] = (
     (FullAttention(), SlidingWindow(5)),
     (FullAttention(), SlidingWindow(3), SlidingWindow(3)),
     (SlidingWindow(4),),
+    (FullAttention(), ChunkedAttention(6), ChunkedAttention(6)),
 )
 STATES: tuple[tuple[KVSpec, ...], ...] = (
     (FullAttention(), RecurrentState("align")),

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from replaced import simulated
 from scenario import OFF, STATES, Kind, Shape, make
 
-from meshlm.protocol.kv import FullAttention, KVSpec, SlidingWindow
+from meshlm.protocol.kv import ChunkedAttention, FullAttention, KVSpec, SlidingWindow
 from meshlm.protocol.step_edge import StepPlan
 from meshlm.protocol.tasks import PoolKind
 
@@ -235,7 +235,8 @@ def test_windows_are_freed_and_found_again_although_processes_die(monkeypatch: p
     for seed in range(FIRST, FIRST + 80):
         shape = (Shape.PLAIN, Shape.GROUP)[seed % 2]
         scenario = make(seed, (Kind.KILL_WORKER, Kind.KILL_SCHEDULER), shape)
-        specs: tuple[KVSpec, ...] = (FullAttention(), SlidingWindow(4))
+        local = SlidingWindow(4) if seed % 8 < 4 else ChunkedAttention(6)
+        specs: tuple[KVSpec, ...] = (FullAttention(), local)
         if seed % 4 > 1:  # hybrids: states are found at checkpoints, or computed anew
             specs = STATES[seed % len(STATES)]
         assert violation(replace(scenario, kv_specs=specs)) == "", seed

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_models import GEMMA, SMALL, caches, load, run
+from small_models import GEMMA, MOE, SMALL, caches, load, run
 from torch import Tensor
 
 WEIGHTS = "model.safetensors"
@@ -32,6 +32,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         "Mistral3Config",
         {"model_type": "mistral", "sliding_window": None},
         SQUARE | {"model_type": "pixtral"},
+        {"tie_word_embeddings": False},
+    ),
+    "Llama4ForConditionalGeneration": (
+        "Llama4Config",
+        MOE["llama4"][1],
+        SQUARE
+        | {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32, "pixel_shuffle_ratio": 1.0},
         {"tie_word_embeddings": False},
     ),
     "LlavaForConditionalGeneration": (

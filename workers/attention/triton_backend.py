@@ -186,6 +186,8 @@ class TritonBackend:
             return f"it computes in --dtype float16 or bfloat16, not {str(dtype).removeprefix('torch.')}"
         if not 16 <= spec.head_dim <= 256:
             return f"it supports head sizes from 16 to 256, this model has {spec.head_dim}"
+        if spec.attention_chunk_size:
+            return "it has no attention in chunks (attention_chunk_size)"
         if spec.mla is not None and spec.mla.kv_lora_rank > MOST_RANK:
             return f"it supports latents of up to {MOST_RANK}, this model has kv_lora_rank {spec.mla.kv_lora_rank}"
         if spec.mla is not None and spec.mla.index_topk:

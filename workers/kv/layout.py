@@ -15,6 +15,7 @@ from torch import Tensor
 
 from meshlm.protocol.config.engine import CacheConfig
 from meshlm.protocol.kv import (
+    ChunkedAttention,
     EncoderOnly,
     FullAttention,
     KVSpec,
@@ -39,7 +40,7 @@ ALIGN = 16  # bytes; numbers of any dtype may begin there
 def cache_shape(spec: KVSpec, model: ModelSpec, num_pages: int, block_size: int) -> tuple[int, ...]:
     """The shape of the tensor of one layer that attends. `model` is this worker's part of the model."""
     match spec:
-        case FullAttention() | SlidingWindow() | EncoderOnly():
+        case FullAttention() | SlidingWindow() | ChunkedAttention() | EncoderOnly():
             return 2, num_pages, block_size, model.num_key_value_heads, model.head_dim
         case Latent(rank, rotary, index):
             return num_pages, block_size, 1, rank + rotary + index

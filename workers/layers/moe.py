@@ -162,7 +162,11 @@ class MoE(nn.Module):
         y, residual, routing = self.router.after_norm(x, norm, batch.slot_mapping[0], ops)
         if self.replicas is not None:
             routing = self.replicas.of(routing, ops)
-        found, beside = self.fused.forward(y, routing, self.shared and (lambda: self.of_shared(y, ops)))
+        into = y
+        if self.moe.weights_on_input:
+            into = y * routing.weights.to(y.dtype)
+            routing = routing._replace(weights=(routing.experts >= 0).to(routing.weights.dtype))
+        found, beside = self.fused.forward(into, routing, self.shared and (lambda: self.of_shared(y, ops)))
         return (found if beside is None else _added(found, beside, y.dtype, ops))._replace(residual=residual)
 
     def idle(self) -> None:

@@ -64,7 +64,8 @@ class Attention(nn.Module):
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
         self._spec = spec
-        self.window = spec.sliding_window if not spec.sliding_layers or spec.sliding_layers[layer] else 0
+        local = not spec.sliding_layers or spec.sliding_layers[layer]
+        self.window, self.chunk = (spec.sliding_window, spec.attention_chunk_size) if local else (0, 0)
         self.table: Tensor | None = None  # of a layer that rotates otherwise than the model
         self.kv_scale: KVScale = (None, None)
         self.make(spec)
@@ -96,6 +97,7 @@ class Attention(nn.Module):
             spec.rms_norm_eps,
             spec.attn_logit_softcapping,
             None if self.sinks is None else self.sinks.data,
+            self.chunk,
         )
 
     def forward(
@@ -342,6 +344,7 @@ class Decoder(nn.Module):
             (
                 type(layer.attention),
                 layer.attention.window,
+                layer.attention.chunk,
                 type(layer.mlp),
                 *(linear.method.variant() for linear in linears_of(layer)),
             )

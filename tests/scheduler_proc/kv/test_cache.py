@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from meshlm.protocol.admit_edge import EngineRequest
 from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
-from meshlm.protocol.kv import FullAttention, KVSpec, Latent, RecurrentState, SlidingWindow
+from meshlm.protocol.kv import ChunkedAttention, FullAttention, KVSpec, Latent, RecurrentState, SlidingWindow
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.scheduler_proc.kv import cache, hashes
 from meshlm.scheduler_proc.kv.cache import FREED_AT_ONCE, KVCache
@@ -65,6 +65,8 @@ class Device:
             if isinstance(spec, RecurrentState):
                 continue
             first = max(0, position - spec.window + 1) if isinstance(spec, SlidingWindow) else 0
+            if isinstance(spec, ChunkedAttention):
+                first = position // spec.chunk * spec.chunk
             for key in range(first, position):
                 known = (group, request.work.cache_salt, tuple(request.tokens[: key + 1]))
                 assert self.slots[self._slot(request, group, key)] == known, f"{spec}: {position} sees a wrong {key}"
@@ -106,6 +108,10 @@ GROUPS: tuple[tuple[KVSpec, ...], ...] = (
     (SlidingWindow(1), FULL),
     (FULL, SlidingWindow(6), SlidingWindow(6)),
     (FULL, SlidingWindow(3), SlidingWindow(10)),
+    (FULL, ChunkedAttention(8)),
+    (FULL, ChunkedAttention(6), ChunkedAttention(6), ChunkedAttention(3)),
+    (ChunkedAttention(4),),
+    (FULL, SlidingWindow(6), ChunkedAttention(12), RecurrentState("align")),
     (RecurrentState("none"),),
     (RecurrentState("align"),),
     (RecurrentState("all"), RecurrentState("all")),
@@ -386,3 +392,40 @@ def test_which_group_limited_a_hit_is_told() -> None:
     assert device.kv.limited == {"sliding-1": 24 - hit}
     assert device.kv.missed(again) == {"kv_group": 24 - hit, "last_block": 2}
     assert hit < 24
+
+
+def test_a_hit_at_the_end_of_a_chunk_needs_none_of_its_blocks() -> None:
+    """And one within a chunk needs those of that chunk alone. Blocks are of four tokens, chunks of eight."""
+    device = Device((FULL, ChunkedAttention(8)), 40)
+    first = device.start(list(range(22)), chunk=8)
+    assert first is not None
+    device.go_on(first, 8, 16)
+    device.go_on(first, 6, 22)
+    keys = [device.kv.pool._key[page] for page in first.blocks[1::2][:5]]
+    assert None not in keys
+    device.end(first)
+    whole = request_of([*range(16), 90, 91])
+    assert device.kv.match(whole) == 16
+    assert whole.num_freed == [0, 4]
+    assert whole.blocks[1:8:2] == [-1] * 4 or len(set(whole.blocks[1:8:2])) == 1, "no page of the chunks before"
+    within = request_of([*range(20), 90, 91])
+    assert device.kv.match(within) == 20
+    assert within.num_freed == [0, 4]
+    device.kv.free(whole)
+    device.kv.free(within)
+    assert keys[4] is not None
+    device.kv.pool._evict(keys[4])  # the first block of the third chunk
+    late = request_of([*range(20), 90, 91])
+    assert device.kv.match(late) == 16
+
+
+def test_blocks_of_earlier_chunks_are_given_back_while_a_request_runs() -> None:
+    device = Device((ChunkedAttention(8),), 8)
+    request = device.start([0] * 3)
+    assert request is not None
+    most = 0
+    for _ in range(90):
+        request.tokens.append(1)
+        assert device.go_on(request, 1, 200)
+        most = max(most, len(device.kv._held(request)))
+    assert most <= 8

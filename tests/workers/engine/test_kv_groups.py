@@ -10,8 +10,9 @@ import pytest
 from served_engines import AGAIN, BLOCK, OUTPUT, PROMPTS, WINDOW, Engines, Reference, made, served
 from small_models import GEMMA, MOE
 
-from meshlm.protocol.kv import FullAttention, SlidingWindow
+from meshlm.protocol.kv import ChunkedAttention, FullAttention, SlidingWindow
 
+CHUNK = 20  # tokens, of which some have a block in two chunks
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {"sliding_window": WINDOW, "num_hidden_layers": 4}),
     "gemma2": (
@@ -19,9 +20,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**GEMMA, "sliding_window": WINDOW, "num_hidden_layers": 4, "attn_logit_softcapping": 2.0},
     ),
     "gemma3": ("Gemma3TextConfig", {**GEMMA, "sliding_window": WINDOW, "num_hidden_layers": 8}),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            **MOE["llama4"][1],
+            "num_hidden_layers": 4,
+            "attention_chunk_size": CHUNK,
+            "no_rope_layers": [1, 0, 1, 0],
+            "floor_scale": 20,
+        },
+    ),
     "gpt-oss": ("GptOssConfig", {**MOE["gpt-oss"][1], "sliding_window": WINDOW, "num_hidden_layers": 4}),
 }
-PAGES = {"mistral": 9, "gemma2": 23, "gemma3": 78, "gpt-oss": 23}
+PAGES = {"mistral": 9, "gemma2": 23, "gemma3": 78, "gpt-oss": 23, "llama4": 26}
 
 
 @pytest.fixture(params=CASES, scope="module")
@@ -38,7 +49,8 @@ def test_tokens_are_transformers(model: tuple[str, Path, Reference], backend: st
         bench = served(engines, pp)
     finally:
         engines.close()
-    assert SlidingWindow(WINDOW) in engines.kv_specs
+    local = ChunkedAttention(CHUNK) if case == "llama4" else SlidingWindow(WINDOW)
+    assert local in engines.kv_specs
     assert (FullAttention() in engines.kv_specs) == (case != "mistral")
     assert bench.tokens == expected.greedy(bench.tokens)
     assert bench.core.batching.num_preemptions > 0, "memory was to be too little"

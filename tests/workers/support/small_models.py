@@ -47,6 +47,20 @@ MOE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-moe": ("Qwen2MoeConfig", EXPERTS | SHARED),
     "qwen2-moe-some": ("Qwen2MoeConfig", EXPERTS | SHARED | {"mlp_only_layers": [1], "norm_topk_prob": True}),
     "qwen3-moe": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 16, "norm_topk_prob": True}),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            "head_dim": 16,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 4,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [1, 0, 1],
+            "attention_chunk_size": 6,
+            "floor_scale": 5,
+            "attn_scale": 0.4,
+            "initializer_range": 0.2,
+        },
+    ),
     "gpt-oss": (
         "GptOssConfig",
         {

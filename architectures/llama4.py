@@ -1,0 +1,157 @@
+"""Llama 4, its text models (Meta 2025): layers that see a chunk of the text, layers without positions that see all, and experts.
+
+An expert's input is multiplied by the sigmoid of its score. Heads of layers with positions may be normed, without a weight.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec.structs import replace
+
+from meshlm.architectures.config_values import boolean, integer, number, shown
+from meshlm.architectures.dense import (
+    attention_weights,
+    decoder_weights,
+    dense_spec,
+    mlp_weights,
+    norm_weights,
+    refuse_quantised,
+    rotating_neighbours,
+)
+from meshlm.architectures.family import ExpertTensors, Family, Weight
+from meshlm.architectures.moe import ExpertNames, checked, expert_weights, moe_spec
+from meshlm.architectures.smollm3 import without_positions
+from meshlm.protocol.model import ModelSpec
+
+NAMES = ExpertNames("feed_forward.router", "feed_forward.experts.{}", shared="feed_forward.shared_expert")
+_KINDS = ("chunked_attention", "full_attention")
+
+
+def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    refuse_quantised(config, architecture)
+    wide = integer(config, "intermediate_size")
+    spec = dense_spec({**config, "intermediate_size": integer(config, "intermediate_size_mlp")}, architecture)
+    without = without_positions(config, spec.num_hidden_layers)
+    chunk = integer(config, "attention_chunk_size", 0)
+    if chunk < 0:
+        raise ValueError(f"attention_chunk_size is {chunk}; it must be positive, or null")
+    chunked = _chunked(config, without) if 0 < chunk < spec.max_position_embeddings else ()
+    if integer(config, "num_experts_per_tok") != 1:
+        raise ValueError(
+            f"num_experts_per_tok {config['num_experts_per_tok']} is not supported for {architecture}; it must be 1"
+        )
+    moe = replace(
+        moe_spec({**config, "norm_topk_prob": False}, "num_local_experts", "intermediate_size"),
+        scoring_func="sigmoid",
+        weights_on_input=True,
+        shared_intermediate_size=wide,
+        moe_layers=_layers_with_experts(config),
+    )
+    temperature = None
+    if config.get("attn_temperature_tuning"):  # older files have a number there
+        temperature = number(config["attn_scale"], "attn_scale"), number(config["floor_scale"], "floor_scale")
+        if not temperature[1]:
+            raise ValueError("floor_scale is 0; it must be positive")
+    return replace(
+        spec,
+        sliding_layers=chunked,
+        attention_chunk_size=chunk if any(chunked) else 0,
+        no_rope_layers=without,
+        qk_norm=boolean(config, "use_qk_norm"),
+        attn_temperature=temperature,
+        moe=checked(moe),
+    )
+
+
+def _chunked(config: dict[str, Any], without: tuple[bool, ...]) -> tuple[bool, ...]:
+    """The layers that see their chunk: those that are named so, else all with positions. ValueError."""
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return tuple(not one for one in without)
+    if not isinstance(kinds, list) or len(kinds) != len(without):
+        raise ValueError(f"layer_types must name the kind of each of {len(without)} layers, got {shown(kinds)}")
+    foreign = next((kind for kind in kinds if kind not in _KINDS), None)
+    if foreign is not None:
+        raise ValueError(f"layer_types holds {shown(foreign)}; supported: {', '.join(_KINDS)}")
+    chunked = tuple(kind == _KINDS[0] for kind in kinds)
+    return chunked if any(chunked) else ()
+
+
+def _layers_with_experts(config: dict[str, Any]) -> tuple[bool, ...]:
+    """Reads moe_layers and interleave_moe_layer_step; empty: all layers have experts. ValueError."""
+    layers, given = integer(config, "num_hidden_layers"), config.get("moe_layers")
+    if given is None:
+        step = integer(config, "interleave_moe_layer_step", 1)
+        if step < 1:
+            raise ValueError(f"interleave_moe_layer_step is {step}; it must be positive")
+        given = list(range(step - 1, layers, step))
+    if not isinstance(given, list) or any(type(one) is not int or not 0 <= one < layers for one in given):
+        raise ValueError(f"moe_layers must be a list of numbers of layers, got {shown(given)}")
+    found = tuple(layer in given for layer in range(layers))
+    if not any(found):
+        raise ValueError("moe_layers and interleave_moe_layer_step leave no layer with experts")
+    return () if all(found) else found
+
+
+def _weights(spec: ModelSpec) -> Iterator[Weight]:
+    plain = replace(spec, qk_norm=False)  # the norms of heads have no weights
+
+    def in_layer(layer: int) -> Iterator[Weight]:
+        yield from attention_weights(spec)
+        if spec.has_experts(layer):
+            yield from expert_weights(spec, NAMES)
+        else:
+            yield from mlp_weights(spec, spec.intermediate_size, ("feed_forward", "ffn_{}", "mlp"))
+        yield from norm_weights(plain)
+
+    return rotating_neighbours(spec, decoder_weights(spec, in_layer))
+
+
+FAMILY = Family(
+    architecture="Llama4ForCausalLM",
+    model_type="llama4_text",
+    spec=_spec,
+    weights=_weights,
+    keys=frozenset(
+        (
+            "intermediate_size_mlp",
+            "num_local_experts",
+            "num_experts_per_tok",
+            "moe_layers",
+            "interleave_moe_layer_step",
+            "use_qk_norm",
+            "no_rope_layers",
+            "no_rope_layer_interval",
+            "attention_chunk_size",
+            "attn_temperature_tuning",
+            "attn_scale",
+            "floor_scale",
+            "router_jitter_noise",
+            "for_llm_compressor",
+        )
+    ),
+    defaults={
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 131072,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 1,
+        "use_qk_norm": True,
+        "attention_chunk_size": 8192,
+        "attn_temperature_tuning": True,
+        "attn_scale": 0.1,
+        "floor_scale": 8192,
+    },
+    experts=ExpertTensors(
+        "feed_forward.experts.{}",
+        "feed_forward.experts.gate_up_proj",
+        "feed_forward.experts.down_proj",
+        interleaved=False,
+    ),
+    compiles=False,
+    model="meshlm.workers.models.llama4:Llama4",
+)

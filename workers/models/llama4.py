@@ -1,0 +1,60 @@
+"""Llama 4: heads of layers with positions are normed without a weight, queries of the others grow with their position.
+
+    q = q (1 + scale log(1 + floor((position + 1) / floor)))
+
+Files norm heads behind their rotation; that turns a vector and keeps its length, so here it is before it, as everywhere else.
+"""
+
+import torch
+from torch import Tensor
+
+from meshlm.protocol.model import ModelSpec
+from meshlm.workers.batch import LayerCache
+from meshlm.workers.forward_context import ForwardContext
+from meshlm.workers.layers.ops import AttentionShape, Ops
+from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer
+
+
+class Llama4Attention(Attention):
+    """See the module docstring."""
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__(spec, layer)
+        self._without = bool(spec.no_rope_layers) and spec.no_rope_layers[layer]
+        self._queries = spec.num_attention_heads * spec.head_dim
+
+    def make(self, spec: ModelSpec) -> None:
+        """See `Attention.make`."""
+        super().make(spec)
+        self._dtype = torch.get_default_dtype()  # the model's, while it is made
+        self.q_norm = self.k_norm = None  # without weights: see prepare
+
+    def prepare(self, ops: Ops) -> None:
+        """See `Attention.prepare`."""
+        super().prepare(ops)
+        spec, shape = self._spec, self._heads
+        if shape is not None and spec.qk_norm and not self._without:
+            ones = torch.ones(spec.head_dim, dtype=self._dtype, device=self.o.weight.device)
+            self._heads = AttentionShape(
+                shape.num_heads, shape.num_kv_heads, shape.head_dim, (ones, ones), shape.eps, chunk=shape.chunk
+            )
+
+    def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
+        """See `Attention.attend`."""
+        if self._without and self._spec.attn_temperature is not None:
+            scale, floor = self._spec.attn_temperature
+            grown = torch.log1p(torch.floor((context.batch.positions.float() + 1.0) / floor)) * scale + 1.0
+            qkv[:, : self._queries] *= grown[:, None].to(qkv.dtype)
+        return super().attend(qkv, cache, context)
+
+
+class Llama4Layer(DecoderLayer):
+    """See `DecoderLayer`."""
+
+    attention_type = Llama4Attention
+
+
+class Llama4(Decoder):
+    """See `Decoder`."""
+
+    layer_type = Llama4Layer
