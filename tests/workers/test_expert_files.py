@@ -232,6 +232,12 @@ BAD = [
     ("gpt-oss", {"initial_context_length": 4096}, "initial_context_length 4096 differs"),
     ("gpt-oss", {"experts_per_token": 4}, "num_experts_per_tok and experts_per_token differ: 2, 4"),
     ("gpt-oss", {"layer_types": ["full_attention", "chunked", "full_attention"]}, "layer_types holds 'chunked'"),
+    ("llama4", {"num_experts_per_tok": 2}, "num_experts_per_tok 2 is not supported"),
+    ("llama4", {"moe_layers": [3]}, "moe_layers must be a list of numbers of layers"),
+    ("llama4", {"attention_chunk_size": -1}, "attention_chunk_size is -1"),
+    ("llama4", {"layer_types": ["sliding_attention"] * 3}, "layer_types holds 'sliding_attention'"),
+    ("llama4", {"floor_scale": 0}, "floor_scale is 0"),
+    ("llama4", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not supported"),
     ("mixtral", {"num_local_experts": 1}, "num_local_experts is 1"),
 ]
 
@@ -242,7 +248,13 @@ def test_a_config_that_cannot_be_honoured(case: str, changes: dict[str, object],
 
     name, extra = MOE[case]
     config = getattr(transformers, name)(**{**SMALL, **extra}).to_dict()
-    family = {"mixtral": "Mixtral", "qwen2-moe": "Qwen2Moe", "qwen3-moe": "Qwen3Moe", "gpt-oss": "GptOss"}[case]
+    family = {
+        "mixtral": "Mixtral",
+        "qwen2-moe": "Qwen2Moe",
+        "qwen3-moe": "Qwen3Moe",
+        "gpt-oss": "GptOss",
+        "llama4": "Llama4",
+    }[case]
     config |= {"architectures": [f"{family}ForCausalLM"], **changes}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelFilesError, match=message):
