@@ -10,7 +10,7 @@ from meshlm.kernels.attention.decode import Rope, decode
 from meshlm.kernels.attention.kernel import Columns, Extras
 from meshlm.kernels.attention.prefill import prefill
 from meshlm.kernels.attention.tiles import decode_tiles, most_parts, tile_of_head
-from meshlm.protocol.model import ModelSpec
+from meshlm.protocol.model import ModelSpec, StateSpec
 from meshlm.workers.attention.aux_stream import AuxStream
 from meshlm.workers.attention.triton_latent import LatentWorkspace, TritonLatentAttention
 from meshlm.workers.batch import UNKNOWN, LayerCache, StepInputs
@@ -167,6 +167,17 @@ class TritonAttention:
         )
 
 
+def _without_states(state: StateSpec, page: int, dtype: torch.dtype, device: torch.device) -> str:
+    """Why it cannot compute such states here; "" when it can. state.dtype: of what the cache holds."""
+    if state.kind not in KINDS:
+        return f"it has no kernels for the states of {state.kind}"
+    from meshlm.workers.states import proof
+
+    ssm = torch.float32 if state.dtype == "float32" else dtype
+    reason = proof.of_kernels(state, page, ssm, dtype, device)
+    return f"its kernels for the states of {state.kind} are not right on this GPU: {reason}" if reason else ""
+
+
 class TritonBackend:
     """See `meshlm.workers.attention.backend.Backend`."""
 
@@ -192,8 +203,8 @@ class TritonBackend:
             return f"it supports latents of up to {MOST_RANK}, this model has kv_lora_rank {spec.mla.kv_lora_rank}"
         if spec.mla is not None and spec.mla.index_topk:
             return "it has no kernel that reads chosen tokens alone (index_topk)"
-        if spec.state is not None and spec.state.kind not in KINDS:
-            return f"it has no kernels for the states of {spec.state.kind}"
+        if spec.state is not None:
+            return _without_states(spec.state, block_size, dtype, device)
         if block_size & (block_size - 1) or block_size < 8:
             return f"--block-size {block_size} is not a power of two from 8 up"
         return ""

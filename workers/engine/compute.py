@@ -35,8 +35,9 @@ class Compute:
         intermediate_tensors: Tensor,
     ) -> None:
         """intermediate_tensors [t, hidden]: a stage finds here what the one before passes on, and leaves what the next one takes."""
-        self._model, self._attention, self._block_size, self._shard = model, attention, block_size, shard
+        self._model, self._block_size, self._shard = model, block_size, shard
         self._inputs, self._head, self._intermediate_tensors = inputs, head, intermediate_tensors
+        self.attention = attention
         self.caches: list[LayerCache] = []
         self.turns: Turns | None = None  # of halves of steps, where tokens travel
 
@@ -91,7 +92,7 @@ class Compute:
     def forward(self, batch: StepInputs) -> Tensor:
         """This stage's layers; what it passes on is in the intermediate tensors afterwards."""
         intermediate_tensors = self._intermediate_tensors[: len(batch.input_ids)]
-        attention = self._attention.step(batch, self._block_size)
+        attention = self.attention.step(batch, self._block_size)
         hidden: Tensor = self._model(
             batch, self.caches, attention, None if self._shard.is_first else intermediate_tensors
         )

@@ -1,12 +1,15 @@
 """Makes the engine that a device gets. Called once, in the stepper thread; imports torch, and Triton only where it is used."""
 
+import gc
 import os
 from collections.abc import Callable
 
 import structlog
 import torch
+from msgspec.structs import replace
 
 from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.model import ModelSpec
 from meshlm.runtime import platforms, plugins
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.logits_processors import ProcessorError
@@ -19,6 +22,8 @@ from meshlm.workers.distributed.placement import WorkerPlacement
 from meshlm.workers.engine import ProgressReport
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.kit import Kit, TorchKit
+from meshlm.workers.kv.layout import KVLayout
+from meshlm.workers.states.step import WrongStates
 from meshlm.workers.weights.load import DTYPES
 
 _log = structlog.get_logger()
@@ -66,17 +71,36 @@ def _gpu_engine(config: MeshConfig, report: ProgressReport, placement: WorkerPla
     gpu = placement.take_gpu()
     backend = _backend(config, gpu, placement)
     if not backend.graphs:
-        _say_why(config, gpu)
+        _say_why(config, gpu, placement)
         return _in_memory(lambda: ModelEngine(config, gpu, backend, TorchKit(), report, placement))
     from meshlm.workers.engine.triton_kit import TritonKit
 
-    return _in_memory(
-        lambda: kernel_cache.retry_without(
-            lambda: ModelEngine(config, gpu, backend, TritonKit(), report, placement),
-            kernel_cache.folder(),
-            alone=placement.shard.size == 1,
+    try:
+        return _in_memory(
+            lambda: kernel_cache.retry_without(
+                lambda: ModelEngine(config, gpu, backend, TritonKit(), report, placement),
+                kernel_cache.folder(),
+                alone=placement.shard.size == 1,
+            )
         )
-    )
+    except WrongStates as error:
+        reason = str(error)
+    return _in_memory(lambda: _without_kernels(config, gpu, report, placement, reason))
+
+
+def _without_kernels(
+    config: MeshConfig, gpu: torch.device, report: ProgressReport, placement: WorkerPlacement, reason: str
+) -> ModelEngine:
+    """The engine by plain torch, of a model whose recurrent states the kernels have got wrong. ProcessFatal where kernels were asked
+    for by name, or others are in the middle of the start."""
+    if placement.shard.size > 1 or config.worker.attention_backend != "auto":
+        raise ProcessFatal(
+            f"--attention-backend {config.worker.attention_backend}: on this GPU {reason}; use --attention-backend torch"
+        )
+    _log.warning("plain torch computes: the kernels of recurrent states are not right here", reason=reason)
+    gc.collect()  # the first engine, weights and all
+    torch.cuda.empty_cache()
+    return ModelEngine(config, gpu, backends.BACKENDS["torch"](), TorchKit(), report, placement)
 
 
 def _backend(config: MeshConfig, device: torch.device, placement: WorkerPlacement) -> Backend:
@@ -85,16 +109,34 @@ def _backend(config: MeshConfig, device: torch.device, placement: WorkerPlacemen
     order = platforms.named(config.resolved.device).attention_backends
     if config.cache.kv_cache_dtype != "auto":  # a named backend that cannot read it is refused (memory.cache_dtype)
         order = tuple(name for name in order if name not in backends.BACKENDS or backends.BACKENDS[name]().fp8)
-    return backends.choose(name, spec, device, DTYPES[config.resolved.dtype], config.cache.block_size, order)
+    if spec.state is not None and config.lockstep:  # whose kernels are not tried while others step beside them
+        order = tuple(name for name in order if name != "triton")
+    spec, size = _with_pages(config, spec, placement)
+    return backends.choose(name, spec, device, DTYPES[config.resolved.dtype], size, order)
 
 
-def _say_why(config: MeshConfig, gpu: torch.device) -> None:
+def _with_pages(config: MeshConfig, spec: ModelSpec, placement: WorkerPlacement) -> tuple[ModelSpec, int]:
+    """This worker's part of the model, its states named as the cache holds them, and the tokens of a block: states make it longer."""
+    resolved, cache = config.resolved, config.cache
+    assert resolved is not None
+    if spec.state is None:
+        return spec, cache.block_size
+    dtype = DTYPES[resolved.dtype]
+    held = dtype if cache.kv_cache_dtype == "auto" else torch.float8_e4m3fn
+    layout = KVLayout(resolved.spec, cache.block_size, resolved.max_model_len, held, placement.shard, cache, dtype)
+    assert layout.states is not None
+    ssm = str(layout.states.ssm).removeprefix("torch.")
+    return replace(spec, state=replace(spec.state, dtype=ssm)), layout.block_size
+
+
+def _say_why(config: MeshConfig, gpu: torch.device, placement: WorkerPlacement) -> None:
     """Log why plain torch computes on this GPU, where nobody asked for it."""
     resolved, name = config.resolved, config.worker.attention_backend
     assert resolved is not None
     if name == "auto":
         triton = backends.BACKENDS["triton"]()
-        reason = triton.unsupported(resolved.spec, gpu, DTYPES[resolved.dtype], config.cache.block_size)
+        spec, size = _with_pages(config, placement.shard.local(resolved.spec), placement)
+        reason = triton.unsupported(spec, gpu, DTYPES[resolved.dtype], size)
         _log.warning("plain torch computes: no --attention-backend triton here", reason=reason)
 
 

@@ -16,13 +16,14 @@ from meshlm.kernels.precompile import precompiled
 from meshlm.kernels.small_m_gemm import kernel as small_m_gemm
 from meshlm.kernels.tuning.products import ProductBench, Setting
 from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.batch import StepInputs
 from meshlm.workers.cuda import tuning
 from meshlm.workers.cuda.tuning import Ranks, Tuner
 from meshlm.workers.engine import ProgressReport
-from meshlm.workers.engine.columns import columns_of
+from meshlm.workers.engine.columns import StepColumns, columns_of
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.pending import Timeline, timeline_of
-from meshlm.workers.engine.rows import DeviceRows
+from meshlm.workers.engine.rows import NOTHING, DeviceRows
 from meshlm.workers.engine.triton_inputs import Staging, TritonInputs
 from meshlm.workers.graphs import warm_up
 from meshlm.workers.graphs.captures import Captures
@@ -30,6 +31,7 @@ from meshlm.workers.graphs.dispatcher import Dispatcher, graph_keys
 from meshlm.workers.graphs.padded import PaddedStep
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.output.logits_sampler import LINES, LogitsSampler
+from meshlm.workers.states.step import WrongStates
 
 _log = structlog.get_logger()
 
@@ -76,12 +78,12 @@ class TritonKit:
 
     def _prove_attention(self, engine: ModelEngine, *, launched: bool) -> None:
         """Hopper's attention is used for this model's layers where it gives, on this GPU, what the other kernel gives."""
-        spec, config = engine.spec, engine.config
+        spec = engine.spec
         if spec.mla is not None or spec.encoder_only or hopper_from(spec.head_dim) == math.inf:
             return
         if engine.layout.dtype != engine.dtype:  # an FP8 cache is read by the other kernel
             return
-        shape = (spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, config.cache.block_size)
+        shape = (spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, engine.layout.block_size)
         cap, sliding = spec.attn_logit_softcapping, bool(spec.sliding_window)
         full = not sliding or not all(spec.sliding_layers or [True])
         for windowed in [False] * full + [True] * sliding:
@@ -124,6 +126,22 @@ class TritonKit:
         finally:
             engine.compute.caches = []
 
+    def _prove_states(self, engine: ModelEngine) -> None:
+        """WrongStates where a model with recurrent states is not what plain torch makes of it. All ranks of a group say so together."""
+        from meshlm.workers.states import proof
+
+        def inputs(step: StepColumns) -> StepInputs:
+            self._inputs.send(step, step.n, NOTHING, 0, np.arange(step.n))
+            return self._inputs.of_step(step)
+
+        reason = proof.of_model(engine, engine.compute.attention, inputs)
+        self._inputs.clear()
+        votes = torch.full((8,), float(not reason), dtype=engine.dtype, device=engine.device)
+        if engine.shard.tp_size > 1:
+            votes = engine.comm.all_reduce(votes)
+        if int(votes[0].item()) < engine.shard.tp_size:
+            raise WrongStates(reason or "another rank's part of the model is not right")
+
     def _prove_cache(self, engine: ModelEngine) -> None:
         """ProcessFatal where the kernels cannot keep what --kv-cache-dtype fp8_e5m2 asks for."""
         if engine.layout.dtype != torch.float8_e5m2:
@@ -138,6 +156,8 @@ class TritonKit:
         self._prove_cache(engine)
         self._prove_attention(engine, launched=True)
         self._warm_up(engine)
+        if engine.spec.state is not None:
+            self._prove_states(engine)
 
     def _warm_up(self, engine: ModelEngine) -> None:
         rows, resolved = engine.rows, engine.resolved

@@ -12,6 +12,10 @@ from torch import Tensor
 from meshlm.workers.batch import StateCache
 
 
+class WrongStates(Exception):
+    """A model does not give by the kernels what plain torch gives (proof.py); the text says how far off it is."""
+
+
 class StepStates(Protocol):
     """What layers with states compute, for one step and the layers of one group. Everything is [t, ...], by the step's tokens; states
     are read from and left in the cache."""

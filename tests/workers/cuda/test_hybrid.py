@@ -11,9 +11,11 @@ if not torch.cuda.is_available():
 from engine_driver import Driver, engine, prompts_of
 from near_transformers import HYBRIDS, errors, transformers_model
 
+from meshlm.protocol.model import StateSpec
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.workers.attention import triton_backend
 from meshlm.workers.engine.engine import ModelEngine
+from meshlm.workers.states.proof import of_kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -32,6 +34,14 @@ def history(made: ModelEngine) -> Driver:
     return driver
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("groups", "page", "ssm"), [(1, 528, None), (8, 1040, torch.float32)])
+def test_kernels_of_real_sizes(groups: int, page: int, ssm: torch.dtype | None, dtype: torch.dtype) -> None:
+    """Bamba-9B's and Nemotron-H-8B's: pieces of prompts as long as they get."""
+    state = StateSpec(kind="mamba2", layers=(True,), num_heads=128, head_dim=64, state_size=128, n_groups=groups)
+    assert of_kernels(state, page, ssm or dtype, dtype, torch.device("cuda")) == ""
+
+
 @pytest.mark.parametrize("mode", ["FULL", "NONE", "plain torch"])
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_error_is_no_worse_than_transformers_bfloat16(
@@ -41,5 +51,9 @@ def test_error_is_no_worse_than_transformers_bfloat16(
     monkeypatch.setattr(triton_backend, "KINDS", () if mode == "plain torch" else ("mamba2",))
     graphs = "NONE" if mode == "plain torch" else mode
     theirs = transformers_model(name, tmp_path)
-    ours, error = errors(theirs, history(engine(tmp_path, load_format="auto", cudagraph_mode=graphs)))
+    made = engine(tmp_path, load_format="auto", cudagraph_mode=graphs)
+    assert made.compute.attention.name == ("torch" if mode == "plain torch" else "triton"), (
+        "the start has proven them wrong"
+    )
+    ours, error = errors(theirs, history(made))
     assert ours <= 1.1 * error, f"mean error {ours:.4f}, transformers' own {error:.4f}"

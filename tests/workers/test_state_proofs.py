@@ -1,0 +1,139 @@
+"""Kernels of recurrent states are tried before they are used: what is right is taken, what is wrong is named."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_models import SMALL
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from engine_driver import engine
+from served_engines import made
+
+from meshlm.kernels.attention.kernel import Columns
+from meshlm.kernels.causal_conv.kernel import causal_conv
+from meshlm.kernels.ssd.kernel import chunk_scan
+from meshlm.kernels.ssd.update import state_update
+from meshlm.protocol.model import StateSpec
+from meshlm.workers.attention.torch_backend import TorchAttention
+from meshlm.workers.batch import KnownRequests, Prompt, StepInputs
+from meshlm.workers.engine.columns import StepColumns
+from meshlm.workers.engine.engine import ModelEngine
+from meshlm.workers.engine.inputs import TorchInputs
+from meshlm.workers.states import proof, triton_states
+from meshlm.workers.states.triton_states import TritonStates
+
+if torch.cuda.is_available():
+    pytest.skip("by the interpreter; cuda/test_hybrid.py has the GPU", allow_module_level=True)
+
+CPU = torch.device("cpu")
+MAMBA2 = StateSpec(kind="mamba2", layers=(True,), num_heads=3, head_dim=24, state_size=20, n_groups=1)
+GROUPS = StateSpec(kind="mamba2", layers=(True,), num_heads=4, head_dim=16, state_size=16, n_groups=2, conv_bias=False)
+SHORT = StateSpec(kind="short_conv", layers=(True,), num_heads=50, head_dim=1, state_size=0, conv_kernel=3)
+
+
+def reason(state: StateSpec) -> str:
+    proof.of_kernels.cache_clear()
+    return proof.of_kernels(state, 48, torch.float32, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("state", [MAMBA2, GROUPS, SHORT], ids=["odd sizes", "groups", "short convolution"])
+def test_the_kernels_are_right(state: StateSpec) -> None:
+    """Pieces as long as they get, chunks behind a state, checkpoints, decodes, in parts of one product."""
+    assert reason(state) == ""
+
+
+def test_a_scan_that_is_wrong_behind_its_first_tokens_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one on a GPU was, whose tests had short pieces alone."""
+
+    def wrong(*given: Any) -> None:
+        chunk_scan(*given)
+        given[7][100:] *= 1.1
+
+    monkeypatch.setattr(triton_states, "chunk_scan", wrong)
+    assert "of the norm away from plain torch" in reason(GROUPS)
+
+
+def test_a_state_that_is_not_left_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*given: Any) -> None:
+        before = given[6].clone()
+        state_update(*given)
+        given[6].copy_(before)
+
+    monkeypatch.setattr(triton_states, "state_update", wrong)
+    assert "of the norm away from plain torch" in reason(GROUPS)
+
+
+def test_kernels_that_cannot_be_launched_are_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*given: Any) -> Tensor:
+        raise RuntimeError("Triton Error [CUDA]: invalid argument\nmore")
+
+    monkeypatch.setattr(triton_states, "state_update", broken)
+    assert reason(GROUPS) == "RuntimeError: Triton Error [CUDA]: invalid argument"
+
+
+class KernelsOfStates:
+    """A backend whose attention is plain torch's, and whose states are the kernels'."""
+
+    name, graphs, fp8 = "states by the interpreter", False, False
+
+    def __init__(self, made: ModelEngine) -> None:
+        self._made, self.used = made, 0
+
+    def unsupported(self, *given: object) -> str:
+        return ""
+
+    def inputs(self, step: StepColumns) -> StepInputs:
+        batch, first = TorchInputs(self._made.rows).of_step(step), step.num_decodes
+        begins = np.cumsum(step.counts) - step.counts
+        columns = [torch.tensor(one, dtype=torch.int32) for one in (step.rows, step.starts, np.cumsum(step.counts))]
+        known = (column[first:].tolist() for column in (step.rows, step.starts, begins, step.counts))
+        of_all = Columns(columns[0], columns[1], columns[2], step.n, self._made.rows.block_tables[0])
+        return replace(batch, columns=of_all, known=KnownRequests(first, first, tuple(map(Prompt, *known))))
+
+    def step(self, batch: StepInputs, block_size: int) -> TorchAttention:
+        attention = TorchAttention(batch, block_size)
+        whole = replace(batch, block_tables=self._made.rows.block_tables.unbind())
+
+        def states(group: int) -> TritonStates:
+            self.used += 1
+            return TritonStates(whole, group, block_size)
+
+        attention.states = states  # type: ignore[method-assign, assignment]
+        return attention
+
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "nemotron": (
+        "NemotronHConfig",
+        {
+            "layers_block_type": ["linear_attention", "full_attention", "linear_attention", "mlp"],
+            "head_dim": 8,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 8,
+        },
+    ),
+    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_whole_model_is_tried_and_left_as_it_was(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several groups of pages, prompts in chunks beside one another, decodes; and what is wrong is noticed."""
+    assert SMALL["num_hidden_layers"] == 3
+    made(MODELS[name], tmp_path)
+    settings: dict[str, Any] = {"device": "cpu", "dtype": "float32", "attention_backend": "torch", "max_model_len": 128}
+    whole = engine(tmp_path, load_format="auto", kv_cache_memory=4 << 20, max_num_batched_tokens=64, **settings)
+    kernels, before = KernelsOfStates(whole), whole.rows.state.clone()
+    assert proof.of_model(whole, kernels, kernels.inputs) == ""
+    assert kernels.used > 0
+    assert torch.equal(whole.rows.state, before)
+    monkeypatch.setattr(triton_states, "causal_conv", lambda *given, **more: causal_conv(*given, **more).flip(1))
+    assert "of the norm away from plain torch" in proof.of_model(whole, kernels, kernels.inputs)

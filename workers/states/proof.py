@@ -1,0 +1,222 @@
+"""Triton's kernels for recurrent states are used where this very GPU shows, at each start, that they give what plain torch gives.
+
+`of_kernels` asks the kernels alone, with the sizes of the model's states and pages: prompts in several pieces, chunks behind a state,
+prompts that cross a block's end with a checkpoint and without, decodes. `of_model` asks the whole stage with its own weights, behind
+the same steps. What is wrong, or cannot be compiled or launched, is said in words, and plain torch computes.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import ArrayLike
+from torch import Tensor
+from triton.runtime.errors import TritonError
+
+from meshlm.kernels.attention.kernel import Columns
+from meshlm.kernels.states import PIECE
+from meshlm.protocol.model import StateSpec
+from meshlm.workers.attention.backend import Backend, TorchBackend
+from meshlm.workers.batch import KnownRequests, Prompt, RequestLens, StateCache, StepInputs
+from meshlm.workers.engine.columns import StepColumns, columns_of
+from meshlm.workers.engine.inputs import TorchInputs
+from meshlm.workers.states.step import StepStates
+from meshlm.workers.states.torch_states import TorchStates
+from meshlm.workers.states.triton_states import TritonStates
+
+if TYPE_CHECKING:
+    from meshlm.workers.engine.engine import ModelEngine
+
+NEAR = 0.03  # of norms: rounding to 16 bits in a convolution, a scan and a state makes less
+NEAR_OF_MODEL = 0.15  # of the norm of a request's hidden states: many layers round
+LONG = PIECE + 37
+FAULTS = (TritonError, RuntimeError, ValueError, TypeError, AssertionError)
+
+
+class Request(NamedTuple):
+    """Tokens that it has in each step, and its block table."""
+
+    counts: tuple[int, ...]
+    table: tuple[int, ...]
+
+
+def requests(page: int) -> list[Request]:
+    """A long prompt in two chunks, one that is shorter than a convolution, one beyond a block without a checkpoint, one with it."""
+    return [
+        Request((LONG, 100, 1, 1), _pages(LONG + 102, page, 0)),
+        Request((2, 1, 1, 1), (20,)),
+        Request((page + 50, 40, 1, 1), (21, 21, 22)),
+        Request((0, page + 3, 1, 1), (23, 24)),
+    ]
+
+
+def _pages(length: int, page: int, first: int) -> tuple[int, ...]:
+    return tuple(range(first, first + -(-length // page)))
+
+
+NUM_PAGES = 32
+
+
+def step_of(history: Sequence[Request], nth: int) -> StepColumns:
+    """The columns of a step; decodes stand first."""
+    here = sorted(
+        (row for row, one in enumerate(history) if one.counts[nth]), key=lambda row: history[row].counts[nth] != 1
+    )
+    starts = [sum(history[row].counts[:nth]) for row in here]
+    counts = [history[row].counts[nth] for row in here]
+    return columns_of(*(np.array(column, np.int32) for column in (here, starts, counts)))
+
+
+def both_inputs(step: StepColumns, tables: Tensor) -> tuple[StepInputs, StepInputs]:
+    """The step for plain torch, and for the kernels. tables int32 [rows, blocks]."""
+    device, first = tables.device, step.num_decodes
+
+    def ints(values: ArrayLike, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.as_tensor(np.array(values), dtype=dtype, device=device)
+
+    ends = np.cumsum(step.counts)
+    begins, lens = ends - step.counts, step.starts + step.counts
+    positions = np.repeat(step.starts - begins, step.counts) + np.arange(step.t)
+    rows, starts, stops = (ints(column, torch.int32) for column in (step.rows, step.starts, ends))
+    known = (column[first:].tolist() for column in (step.rows, step.starts, begins, step.counts))
+    query, context = tuple(step.counts[first:].tolist()), tuple(lens[first:].tolist())
+    at = ints(positions)
+    plain = StepInputs(
+        input_ids=at, positions=at, slot_mapping=(at,), block_tables=(tables[rows.long()].long(),), logits_indices=None,
+        num_decodes=first, lens=RequestLens(ints(lens), query, context, 0),
+    )  # fmt: skip
+    kernels = StepInputs(
+        input_ids=at, positions=at, slot_mapping=(at,), block_tables=(tables,), logits_indices=None, num_decodes=first,
+        columns=Columns(rows, starts, stops, step.n, tables), known=KnownRequests(first, first, tuple(map(Prompt, *known))),
+    )  # fmt: skip
+    return plain, kernels
+
+
+@cache
+def of_kernels(state: StateSpec, page: int, ssm: torch.dtype, dtype: torch.dtype, device: torch.device) -> str:
+    """Why the kernels must not be used for such states; "" when they may be. ssm: of the states of heads; dtype: of all else."""
+    try:
+        with torch.inference_mode():
+            worst = _worst(state, page, ssm, dtype, device)
+    except torch.OutOfMemoryError:
+        raise
+    except FAULTS as error:
+        return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:200]
+    return "" if worst <= NEAR else f"they are {worst:.3g} of the norm away from plain torch"  # NaN is not near
+
+
+def _worst(state: StateSpec, page: int, ssm: torch.dtype, dtype: torch.dtype, device: torch.device) -> float:
+    history, random = requests(page), torch.Generator(device).manual_seed(1)
+    tables = torch.zeros(len(history), 32, dtype=torch.int32, device=device)
+    for row, one in enumerate(history):
+        tables[row, : len(one.table)] = torch.tensor(one.table)
+    caches = [_cache(state, ssm, dtype, device) for _ in range(2)]
+    layer = _Layer(state, dtype, random)
+    errors = []
+    for nth in range(len(history[0].counts)):
+        step = step_of(history, nth)
+        plain, kernels = both_inputs(step, tables)
+        given = torch.randn(step.t, layer.width, generator=random, device=device).to(dtype)
+        wanted = layer.run(given, TorchStates(plain, 0, page), caches[0])
+        found = layer.run(given, TritonStates(kernels, 0, page), caches[1])
+        errors += [
+            (one.float() - other.float()).norm() / other.float().norm()
+            for one, other in zip(found, wanted, strict=True)
+        ]
+    pages = torch.tensor(sorted({page for one in history for page in one.table}), device=device)
+    for left, right in ((caches[1].ssm, caches[0].ssm), (caches[1].conv, caches[0].conv)):
+        if left.numel():
+            errors.append((left[:, pages].float() - right[:, pages].float()).norm() / right[:, pages].float().norm())
+    return float(torch.stack(errors).max())
+
+
+def _cache(state: StateSpec, ssm: torch.dtype, dtype: torch.dtype, device: torch.device) -> StateCache:
+    """What no request has written is the same in both, and would be seen."""
+    heads = (2, NUM_PAGES, -(-state.num_heads // 2), state.head_dim, state.state_size)
+    channels = (2, NUM_PAGES, -(-state.conv_dim // 2), state.conv_kernel - 1)
+    return StateCache(
+        torch.full(heads, 7.0, dtype=ssm, device=device), torch.full(channels, 7.0, dtype=dtype, device=device), 0
+    )
+
+
+class _Layer:
+    """A mixer between its projections, with weights as models begin with: inputs are parts of one product, as theirs are."""
+
+    def __init__(self, state: StateSpec, dtype: torch.dtype, random: torch.Generator) -> None:
+        def some(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=random, device=random.device)
+
+        heads = state.num_heads
+        self._state, self._numbers = state, state.n_groups * state.state_size
+        self._sizes = [state.inner, state.conv_dim, heads if state.state_size else 0]
+        self.width = sum(self._sizes)
+        self._weight = (some(state.conv_dim, state.conv_kernel) * 0.5).to(dtype)
+        self._bias = some(state.conv_dim).to(dtype) if state.conv_bias else None
+        self._a = -torch.linspace(0.1, 16, heads, device=random.device)
+        self._shift, self._d = some(heads) - 3, some(heads)
+
+    def run(self, given: Tensor, states: StepStates, cache: StateCache) -> list[Tensor]:
+        """What the convolution gives, and the scan."""
+        state = self._state
+        _, inputs, dt = given.split(self._sizes, dim=1)
+        mixed = states.conv(inputs, self._weight, self._bias, cache, silu=state.state_size > 0)
+        if not state.state_size:
+            return [mixed]
+        x, b, c = mixed.split([state.inner, self._numbers, self._numbers], dim=1)
+        steps, groups = F.softplus(dt.float() + self._shift), (len(x), state.n_groups, state.state_size)
+        heads = x.reshape(len(x), state.num_heads, state.head_dim)
+        return [mixed, states.ssd(heads, steps, self._a, b.reshape(groups), c.reshape(groups), self._d, cache)]
+
+
+def of_model(engine: "ModelEngine", backend: Backend, inputs: Callable[[StepColumns], StepInputs]) -> str:
+    """Why this stage must not compute by `backend`; "" when it may. The KV cache is there, and nobody's yet.
+
+    inputs: the step's tensors for the backend. Both ways compute a long prompt in two chunks beside a short one, and decodes.
+    """
+    rows, size = engine.rows, engine.rows.block_size
+    most = min(engine.resolved.max_model_len - 4, engine.resolved.max_num_batched_tokens - 4)
+    history = [Request((min(LONG, most // 2), min(100, most // 4), 1, 1), ()), Request((2, 1, 1, 1), ())][
+        : rows.max_rows
+    ]
+    blocks, groups = -(-sum(history[0].counts) // size), rows.num_groups
+    pages = len(history) * blocks * groups
+    there = min((one.state.ssm.shape[1] for one in engine.compute.caches if one.state is not None), default=0)
+    if pages > there or most < 8:
+        return "the KV cache is too small to try them"
+    saved = rows.state.clone()
+    ids = torch.arange(len(history) * rows.tokens.shape[1], device=rows.state.device).view(len(history), -1)
+    rows.tokens[: len(history)] = (ids * 7919 + 13) % engine.resolved.spec.vocab_size
+    own = torch.arange(pages, dtype=torch.int32, device=rows.state.device).view(groups, len(history), blocks)
+    rows.block_tables[:, : len(history), :blocks] = own
+    try:
+        with torch.inference_mode():
+            found, wanted = (_hidden(engine, history, one, make) for one, make in (
+                (backend, inputs), (TorchBackend(), TorchInputs(rows).of_step),
+            ))  # fmt: skip
+            worst = max(float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True))
+    except torch.OutOfMemoryError:
+        raise
+    except FAULTS as error:
+        return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:200]
+    finally:
+        rows.state.copy_(saved)
+    return "" if worst <= NEAR_OF_MODEL else f"the model is {worst:.3g} of the norm away from plain torch"
+
+
+def _hidden(
+    engine: "ModelEngine", history: list[Request], backend: Backend, inputs: Callable[[StepColumns], StepInputs]
+) -> list[Tensor]:
+    """Hidden states of each request in each step, float32."""
+    found = []
+    for nth in range(len(history[0].counts)):
+        step = step_of(history, nth)
+        batch = inputs(step)
+        before = None if engine.shard.is_first else torch.ones(step.t, engine.spec.hidden_size, device=engine.device)
+        residual = None if before is None else before.to(engine.dtype)
+        attention = backend.step(batch, engine.rows.block_size)
+        hidden: Tensor = engine.model(batch, engine.compute.caches, attention, residual)
+        found += hidden.float().split(step.counts.tolist())
+    return found
