@@ -19,6 +19,7 @@ from meshlm.architectures.text_part import text_modules, text_tensor
 from meshlm.protocol.model import QuantizationSpec
 from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.json_files import read_json
+from meshlm.runtime.object_store import AnyPath
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """The types of weights that are read, as safetensors writes them. Others are codes of quantised weights, not their values."""
@@ -56,7 +57,7 @@ class WeightFiles(NamedTuple):
     """The files with a folder's weights, in the order of their names, and what a user should know of the choice."""
 
     load_format: Format
-    files: tuple[Path, ...]
+    files: tuple[AnyPath, ...]
     notes: tuple[str, ...]
 
 
@@ -66,7 +67,7 @@ def is_needless(name: str) -> bool:
     return _NEEDLESS.fullmatch(name) is not None
 
 
-def weight_files(folder: Path, wanted: str = "auto") -> WeightFiles:
+def weight_files(folder: AnyPath, wanted: str = "auto") -> WeightFiles:
     """safetensors where there are any, else .bin, else .pt; `wanted` may name one format. ModelFilesError."""
     found = {"safetensors": _chosen(folder, "safetensors"), "pt": _chosen(folder, "pt")}
     load_format: Format = (
@@ -95,7 +96,7 @@ def shard_files(folder: Path, rank: int = 0) -> tuple[Path, ...]:
 
 
 def check_headers(
-    weights: WeightFiles, folder: Path, quantization: QuantizationSpec | None = None, *, of_text_part: bool = False
+    weights: WeightFiles, folder: AnyPath, quantization: QuantizationSpec | None = None, *, of_text_part: bool = False
 ) -> None:
     """Files that are whole, tensors that one file holds and no two, of types that can be read. ModelFilesError.
 
@@ -104,7 +105,7 @@ def check_headers(
     index = _index(folder, weights.load_format)
     if weights.load_format != "safetensors":
         return
-    owner: dict[str, Path] = {}
+    owner: dict[str, AnyPath] = {}
     for file in weights.files:
         tensors = read_header(file)
         if index is not None:
@@ -117,7 +118,9 @@ def check_headers(
         check_types(file, ((name, tensors[key].dtype) for key, name in own.items() if name), quantization)
 
 
-def check_types(file: Path, tensors: Iterable[tuple[str, str]], quantization: QuantizationSpec | None = None) -> None:
+def check_types(
+    file: AnyPath, tensors: Iterable[tuple[str, str]], quantization: QuantizationSpec | None = None
+) -> None:
     """Casting the codes of a quantised checkpoint to floats gives garbage. ModelFilesError."""
     bad = [
         (name, dtype)
@@ -135,7 +138,7 @@ def check_types(file: Path, tensors: Iterable[tuple[str, str]], quantization: Qu
         )
 
 
-def read_header(file: Path) -> dict[str, TensorHeader]:
+def read_header(file: AnyPath) -> dict[str, TensorHeader]:
     """The tensors of a safetensors file, which is as long as they need. ModelFilesError."""
     try:
         size = file.stat().st_size
@@ -233,7 +236,7 @@ def _method(settings: Any) -> str:
     return said[:80]
 
 
-def _chosen(folder: Path, load_format: Format) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+def _chosen(folder: AnyPath, load_format: Format) -> tuple[tuple[AnyPath, ...], tuple[AnyPath, ...]]:
     """Files of this format with the model's weights, and files of it that are left out."""
     index = _index(folder, load_format)
     there = sorted(file for file in folder.glob(_ENDINGS[load_format]) if not _NO_WEIGHTS.fullmatch(file.name))
@@ -250,7 +253,7 @@ def _chosen(folder: Path, load_format: Format) -> tuple[tuple[Path, ...], tuple[
     return weights, tuple(file for file in there if file not in weights) if weights else ()
 
 
-def _index(folder: Path, load_format: Format) -> dict[str, str] | None:
+def _index(folder: AnyPath, load_format: Format) -> dict[str, str] | None:
     """The file of each tensor; None where no index names them. ModelFilesError for a broken index."""
     path = folder / _INDEX[load_format]
     if not path.is_file():
@@ -264,7 +267,7 @@ def _index(folder: Path, load_format: Format) -> dict[str, str] | None:
     return listed
 
 
-def _check_listed(file: Path, held: set[str], listed: set[str]) -> None:
+def _check_listed(file: AnyPath, held: set[str], listed: set[str]) -> None:
     if held == listed:
         return
     more, lost = sorted(held - listed), sorted(listed - held)
@@ -276,7 +279,7 @@ def _check_listed(file: Path, held: set[str], listed: set[str]) -> None:
     raise ModelFilesError(f"{file}: it {what}, which the index {'lists' if lost else 'does not list'}")
 
 
-def _no_weights(folder: Path, load_format: str) -> str:
+def _no_weights(folder: AnyPath, load_format: str) -> str:
     if (folder / "adapter_config.json").is_file():
         return "it holds an adapter (adapter_config.json) and no model; give the model's folder, adapters are not supported"
     if any(folder.glob("consolidated*.safetensors")) or any(folder.glob("*.pth")):

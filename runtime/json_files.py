@@ -2,13 +2,13 @@
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 from meshlm.runtime.errors import ModelFilesError
+from meshlm.runtime.object_store import AnyPath
 
 
-def read_text(path: Path) -> str:
+def read_text(path: AnyPath) -> str:
     """UTF-8. ModelFilesError."""
     try:
         return path.read_text("utf-8")
@@ -16,7 +16,7 @@ def read_text(path: Path) -> str:
         raise ModelFilesError(f"{path}: {error}") from None
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: AnyPath) -> dict[str, Any]:
     """An object whose numbers are finite. ModelFilesError."""
     return parse_object(read_text(path), str(path))
 

@@ -19,6 +19,7 @@ from meshlm.runtime import (
     gguf_model,
     hub,
     model_config,
+    object_store,
     pooling_config,
     tokenizer_config,
     transformers_models,
@@ -51,6 +52,7 @@ class ModelFiles(Struct, frozen=True, kw_only=True):
 
     name: str  # as clients may call it
     path: Path  # folder or .gguf
+    weights_url: str = ""  # where the weights are, if not there
     tokenizer_path: Path
     load_format: LoadFormat
     spec: ModelSpec
@@ -149,6 +151,8 @@ def _templates(tokenizer: Path | None) -> dict[str, str]:
 def _locate(model: str, asked: "_Asked") -> Path:
     if not model:
         return _default_model()
+    if object_store.is_url(model):
+        return object_store.fetch(model, asked.download_dir)
     path = Path(model).expanduser()
     if path.exists():
         return path.absolute()
@@ -167,6 +171,8 @@ def _tokenizer(model: str, tokenizer: str, asked: "_Asked") -> Path | None:
     name = tokenizer or (model if asked.tokenizer_revision else "")
     if not name:
         return None
+    if object_store.is_url(name):
+        return object_store.fetch(name, asked.download_dir) if tokenizer else None
     path = Path(name).expanduser()
     if path.exists():
         return path if tokenizer else None
@@ -221,23 +227,32 @@ def _from_folder(path: Path, name: str, asked: _Asked) -> ModelFiles:
         read = quantised.read(of_text_part=spec.text_part)
         spec, notes = msgspec.structs.replace(spec, quantization=read), notes + quantised.notes()
     found: LoadFormat = "dummy"
+    url = asked.model if object_store.is_url(asked.model) else ""
+    if url:
+        _check_url(url, asked, spec)
     if load_format == "sharded_state":
         checkpoint_files.shard_files(path)
         found = "sharded_state"
         if spec.transformers is not None:
             raise ModelFilesError("--load-format sharded_state: --model-impl transformers does not read it")
     elif load_format != "dummy":
-        weights = checkpoint_files.weight_files(path, "auto" if load_format == "gguf" else load_format)
-        checkpoint_files.check_headers(weights, path, spec.quantization, of_text_part=spec.text_part)
+        where = object_store.folder_of(url) if url else path
+        weights = checkpoint_files.weight_files(where, "auto" if load_format == "gguf" else load_format)
+        checkpoint_files.check_headers(weights, where, spec.quantization, of_text_part=spec.text_part)
         found, notes = weights.load_format, notes + weights.notes
     elif quantised is not None:
         made = quantised.while_loading()
         spec = msgspec.structs.replace(spec, quantization=made)
         notes = (*notes, f"{quantised.said}; dummy weights are {'too' if made else 'not'}")
+    if url and found == "pt":
+        raise ModelFilesError(
+            f"{url}: safetensors are what is streamed, there are none; download it, and serve the folder"
+        )
     generation = of_model(path, config)
     return ModelFiles(
         name=name,
         path=path,
+        weights_url=url if found != "dummy" else "",
         tokenizer_path=path,
         load_format=found,
         spec=spec,
@@ -247,6 +262,16 @@ def _from_folder(path: Path, name: str, asked: _Asked) -> ModelFiles:
         config=config,
         notes=notes,
     )
+
+
+def _check_url(url: str, asked: _Asked, spec: ModelSpec) -> None:
+    """What only files on a disk are read for."""
+    for what, is_asked in (
+        ("--load-format sharded_state", asked.load_format == "sharded_state"),
+        ("--model-impl transformers", spec.transformers is not None and asked.load_format != "dummy"),
+    ):
+        if is_asked:
+            raise ModelFilesError(f"{what}: it is not there for {url}; download it, and serve the folder")
 
 
 def _description(

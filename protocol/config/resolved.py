@@ -13,6 +13,7 @@ class Resolved(Struct, frozen=True, kw_only=True):
 
     spec: ModelSpec
     model_path: str  # folder or .gguf file
+    weights_url: str = ""  # of object storage, where the weights are; empty: they are at model_path
     tokenizer_path: str  # folder, tokenizer.json or .gguf file
     chat_templates: dict[str, str]  # Jinja sources by name; none if the model has none
     served_names: tuple[str, ...]

@@ -67,9 +67,9 @@ def _value(setting: flags.Setting, value: Any) -> object:
     try:
         if parse := size_parser(extra):
             return parse(value)
+        return vllm_flags.meant(setting.name, value)
     except argparse.ArgumentTypeError as error:
         raise ValueError(f"LLM: {setting.name}: {error}") from None
-    return vllm_flags.meant(setting.name, value)
 
 
 def _class_name(kind: Any) -> str:

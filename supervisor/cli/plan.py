@@ -15,6 +15,7 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Role
 from meshlm.runtime import platforms
 from meshlm.runtime.gguf_files import files_of
+from meshlm.runtime.object_store import AnyPath, folder_of
 from meshlm.runtime.readable import readable
 from meshlm.supervisor.settings import flags, layout
 
@@ -60,7 +61,8 @@ def memory(config: MeshConfig) -> Iterator[tuple[str, str]]:
     assert resolved is not None
     parallel, spec = config.parallel, resolved.spec
     share = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-    weights = weight_bytes(Path(resolved.model_path)) // share
+    where = folder_of(resolved.weights_url) if resolved.weights_url else Path(resolved.model_path)
+    weights = weight_bytes(where) // share
     width = 1 if config.cache.kv_cache_dtype != "auto" else _BYTES.get(resolved.dtype, 4)
     per_token = max(1, spec.kv_bytes_per_token_f32 * width // 4 // share)
     if resolved.load_format != "dummy":
@@ -122,9 +124,9 @@ def gpu_bytes() -> int | None:
         return None
 
 
-def weight_bytes(path: Path) -> int:
+def weight_bytes(path: AnyPath) -> int:
     """Bytes of the files of one format: a folder may hold the weights twice."""
-    if path.is_file():
+    if isinstance(path, Path) and path.is_file():
         return sum(file.stat().st_size for file in files_of(path))
     each = (sum(file.stat().st_size for file in path.glob(pattern)) for pattern in _WEIGHTS)
     return next((count for count in each if count), 0)

@@ -5,7 +5,7 @@ sections below may not.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,6 +13,7 @@ import msgspec
 from meshlm import __version__
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.runtime.gguf_files import files_of
+from meshlm.runtime.object_store import AnyPath, folder_of
 from meshlm.supervisor.settings import flags
 
 SECTIONS = ("model", "cache", "scheduler", "worker", "parallel")
@@ -48,13 +49,21 @@ def _model_digest(config: MeshConfig, resolved: Resolved) -> str:
     if resolved.load_format == "dummy":
         digest.update(b"dummy %d" % (config.model.seed or 0))
     else:
-        for sample in _samples(Path(resolved.model_path)):
+        for sample in _samples(_weights(resolved)):
             digest.update(sample)
     return digest.hexdigest()[:12]
 
 
-def _samples(path: Path) -> Iterator[bytes]:
-    files = sorted(file for file in path.iterdir() if file.suffix in WEIGHTS) if path.is_dir() else files_of(path)
+def _weights(resolved: Resolved) -> AnyPath:
+    return folder_of(resolved.weights_url) if resolved.weights_url else Path(resolved.model_path)
+
+
+def _samples(path: AnyPath) -> Iterator[bytes]:
+    files: Sequence[AnyPath]
+    if isinstance(path, Path) and not path.is_dir():
+        files = files_of(path)
+    else:
+        files = sorted((file for file in path.iterdir() if file.suffix in WEIGHTS), key=str)
     for file in files:
         with file.open("rb") as weights:
             size = weights.seek(0, 2)

@@ -58,6 +58,7 @@ def resolve(config: MeshConfig) -> MeshConfig:
     resolved = Resolved(
         spec=files.spec,
         model_path=str(files.path),
+        weights_url=files.weights_url,
         tokenizer_path=str(files.tokenizer_path),
         chat_templates=files.chat_templates,
         served_names=config.model.served_model_name or (files.name,),

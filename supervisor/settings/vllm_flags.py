@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from meshlm.runtime.attention_packages import PACKAGES
 from meshlm.runtime.streams import complain
-from meshlm.supervisor.settings.vllm_table import ABSENT, NEEDLESS, ONLY, RENAMED, SWITCHES, VALUES
+from meshlm.supervisor.settings.vllm_table import ABSENT, ABSENT_VALUES, NEEDLESS, ONLY, RENAMED, SWITCHES, VALUES
 
 _DOTTED = re.compile(r"(--?[A-Za-z][\w-]*)\.([\w.-]+\+?)")  # --compilation-config.mode
 
@@ -105,7 +105,9 @@ def is_only(flag: str, value: object) -> bool:
 
 
 def meant(setting: str, value: str) -> str:
-    """Our name for one of vLLM's values; what is different then is said."""
+    """Our name for one of vLLM's values; what is different then is said. ArgumentTypeError for a value that only vLLM has."""
+    if (instead := ABSENT_VALUES.get(setting, {}).get(value)) is not None:
+        raise argparse.ArgumentTypeError(f"{value}: {instead}")
     names = VALUES.get(setting, {})
     ours, different = (
         names.get(value) or names.get(value.upper()) or (value, "")

@@ -49,7 +49,25 @@ VALUES = {
     },
     "model_impl": {"vllm": ("meshlm", "")},
     "kv_cache_dtype": {"fp8_e4m3": ("fp8", "")},
-    "load_format": {"hf": ("auto", ""), "fastsafetensors": ("safetensors", "weights are mapped from disk")},
+    "load_format": {
+        "hf": ("auto", ""),
+        "fastsafetensors": ("safetensors", "weights are mapped from disk"),
+        "instanttensor": ("safetensors", "weights are mapped from disk"),
+        "runai_streamer": ("auto", "weights are streamed where MODEL is a URL, s3:// or gs://"),
+    },
+}
+
+# Values of our settings that only vLLM has: what to do instead.
+ABSENT_VALUES = {
+    "load_format": {
+        "bitsandbytes": "--quantization bitsandbytes is the setting; checkpoints that are quantised so need none",
+        "tensorizer": "serve safetensors, which are mapped from disk or streamed from s3://, or --load-format sharded_state",
+        "runai_streamer_sharded": "--load-format sharded_state reads files by worker from a disk",
+        "modelexpress": "serve safetensors, which are mapped from disk or streamed from s3://",
+        "npcache": "serve safetensors, which are mapped from disk",
+        "mistral": "serve the folder in the format of transformers",
+    },
+    "model_impl": {"terratorch": "transformers is the only other library"},
 }
 
 # Accepted and without effect: why nothing is lost. The number of their values follows the flag's name.

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from pathlib import Path
 
 import structlog
 import torch
@@ -31,7 +30,7 @@ from meshlm.workers.weights.gguf_spans import SpannedParameter, keep_spans
 from meshlm.workers.weights.packed_parameter import PackedParameter, keep
 from meshlm.workers.weights.slices import WeightSlice, place
 from meshlm.workers.weights.source import Source
-from meshlm.workers.weights.sources import sources
+from meshlm.workers.weights.sources import sources, weights_of_model
 
 Kept = Mapping[str, PackedParameter] | Mapping[str, SpannedParameter]
 """The parameters that hold a .gguf file's bytes, in one form or another."""
@@ -84,7 +83,7 @@ def loaded(
             check_finite(model, resolved.model_path)
             return model
         tensors: Callable[[], Iterable[tuple[str, Source]]]
-        tensors = partial(sources, Path(resolved.model_path), resolved.load_format, spec, device, seed)
+        tensors = partial(sources, weights_of_model(resolved), resolved.load_format, spec, device, seed)
         if resolved.load_format == "gguf":
             tensors = partial(iter, list(tensors()))  # to step over the vocabulary in its header takes a while
         if resolved.load_format != "dummy":
@@ -138,7 +137,7 @@ def reload_experts(model: Decoder, resolved: Resolved, device: torch.device, see
     computed = [(linear, linear.restore()) for mixture in model.mixtures() for linear in mixture.experts.linears()]
     slots, scales, encoders = dict(model.named_parameters()), scale_tensors(resolved.spec), encoders_of(model)
     try:
-        for name, source in sources(Path(resolved.model_path), resolved.load_format, resolved.spec, device, seed):
+        for name, source in sources(weights_of_model(resolved), resolved.load_format, resolved.spec, device, seed):
             found, scale = _place(name, scales, model)
             if found is not None and found.expert is not None:
                 _take(slots, name, source, found, scale, resolved, encoders)

@@ -17,22 +17,33 @@ from torch import Tensor
 from meshlm.architectures.family import Weight
 from meshlm.architectures.registry import family_of, weights_of
 from meshlm.architectures.text_part import text_tensor
+from meshlm.protocol.config import Resolved
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.checkpoint_files import weight_files
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
+from meshlm.runtime.object_store import AnyPath, RemotePath, folder_of
 from meshlm.workers.weights.bitsandbytes import with_scales
 from meshlm.workers.weights.expert_tensors import by_expert
 from meshlm.workers.weights.gguf_latent import joined
 from meshlm.workers.weights.gguf_source import encoded_tensors
 from meshlm.workers.weights.layouts import laid_out
 from meshlm.workers.weights.source import Mapped, Source
+from meshlm.workers.weights.streamed import streamed
 
 DUMMY_STD = 0.02
 _OF_LAYER = re.compile(r"(?:model\.)?(?P<layer>layers\.\d+)\.(?P<stem>.+?)(?:\.(?P<kind>weight|bias))?")
 
 
+def weights_of_model(resolved: Resolved) -> AnyPath:
+    """The folder or file with the weights. ProcessFatal."""
+    try:
+        return folder_of(resolved.weights_url) if resolved.weights_url else Path(resolved.model_path)
+    except ModelFilesError as error:
+        raise ProcessFatal(str(error)) from None
+
+
 def sources(
-    path: Path, load_format: str, spec: ModelSpec, device: torch.device, seed: int
+    path: AnyPath, load_format: str, spec: ModelSpec, device: torch.device, seed: int
 ) -> Iterator[tuple[str, Source]]:
     """(name, tensor) of all weights; a tensor can be read until the next one is asked for. ProcessFatal."""
     found, family = _sources(path, load_format, spec, device, seed), family_of(spec.architecture)
@@ -50,14 +61,18 @@ def sources(
 
 
 def _sources(
-    path: Path, load_format: str, spec: ModelSpec, device: torch.device, seed: int
+    path: AnyPath, load_format: str, spec: ModelSpec, device: torch.device, seed: int
 ) -> Iterator[tuple[str, Source]]:
     match load_format:
         case "safetensors":
-            return _safetensors(_files(path, load_format), device)
+            files = _files(path, load_format)
+            if isinstance(path, RemotePath):
+                return streamed(tuple(file for file in files if isinstance(file, RemotePath)))
+            return _safetensors(_on_disk(files), device)
         case "pt":
-            return _pickled(_files(path, load_format))
+            return _pickled(_on_disk(_files(path, load_format)))
         case "gguf":
+            assert isinstance(path, Path)
             return encoded_tensors(path, spec) if spec.mla is None else joined(encoded_tensors(path, spec), spec)
         case "dummy":
             return _dummy(spec, device, seed)
@@ -75,11 +90,15 @@ def _renamed(
             yield own, source
 
 
-def _files(path: Path, load_format: str) -> tuple[Path, ...]:
+def _files(path: AnyPath, load_format: str) -> tuple[AnyPath, ...]:
     try:
         return weight_files(path, load_format).files
     except ModelFilesError as error:
         raise ProcessFatal(str(error)) from None
+
+
+def _on_disk(files: tuple[AnyPath, ...]) -> tuple[Path, ...]:
+    return tuple(file for file in files if isinstance(file, Path))
 
 
 class _Rows:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshlm.protocol.config import MeshConfig
+from meshlm.supervisor.api.arguments import settings_of
 from meshlm.supervisor.cli import main
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.settings import flags, sizes, vllm_flags
@@ -193,6 +194,15 @@ def test_other_names() -> None:
     assert config_of("--kv-cache-dtype", "fp8_e4m3").cache.kv_cache_dtype == "fp8"
 
 
+def test_values_that_only_vllm_has(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        config_of("--load-format", "tensorizer")
+    assert "argument --load-format: tensorizer: serve safetensors" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="LLM: load_format: bitsandbytes: --quantization bitsandbytes is the setting"):
+        settings_of({"load_format": "bitsandbytes"})
+    assert config_of("--model-impl", "vllm", "--load-format", "runai_streamer").model.model_impl == "meshlm"
+
+
 def test_numbers_of_tokens() -> None:
     config = config_of("--max-model-len", "25.6k", "--max-num-batched-tokens", "8K")
     assert (config.model.max_model_len, config.scheduler.max_num_batched_tokens) == (25600, 8192)
@@ -259,6 +269,11 @@ def test_the_document_has_the_table() -> None:
         for theirs, (ours, why) in values.items()
     ]
     rows += [f"| `{flag}` | {why} |" for flag, (_, why) in table.NEEDLESS.items()]
+    rows += [
+        f"| `--{setting.replace('_', '-')} {theirs}` | {why} |"
+        for setting, values in table.ABSENT_VALUES.items()
+        for theirs, why in values.items()
+    ]
     rows += [
         f"| `{flag}` | {', '.join(f'`{v}`' for v in values)} | {why} |" for flag, (values, why) in table.ONLY.items()
     ]
