@@ -203,7 +203,7 @@ class Encoder:
         """Gives the message as templates expect it: no nulls; the content in their form; the arguments of tool calls as objects, where
         OpenAI's clients send them as JSON text; reasoning by the names that templates know."""
         found = {key: value for key, value in message.items() if value is not None}
-        found["content"] = self._content(found.get("content"), template)
+        found["content"] = self._content(found.get("content"), template, is_tool=message.get("role") == "tool")
         reasoning = next((found[name] for name in REASONING if name in found), None)
         if reasoning is not None:
             found = {"thinking": reasoning, "reasoning": reasoning, **found, "reasoning_content": reasoning}
@@ -214,20 +214,32 @@ class Encoder:
             found.pop("tool_calls", None)  # some templates look for the name alone
         return found
 
-    def _content(self, content: Any, template: ChatTemplate) -> Any:
-        """Text, parts on lines of their own; or a list of parts, for a template that goes through them."""
+    def _content(self, content: Any, template: ChatTemplate, *, is_tool: bool) -> Any:
+        """Text, parts on lines of their own; or a list of parts, for a template that goes through them. A tool's result is text where
+        the template can take it: the parts that templates look for there are others."""
         if self._content_format != "auto":
             parts = self._content_format == "openai"
         elif isinstance(content, list):
             parts = template.loops
         else:
             parts = template.loops and not template.tests_text
-        texts = [content] if isinstance(content, str) else [_part(part) for part in content or ()]
-        return [{"type": "text", "text": text} for text in texts] if parts else "\n".join(texts)
+        given = [content] if isinstance(content, str) else content or ()
+        refers = any(map(_is_reference, given))
+        if is_tool and template.tests_text and not refers:
+            parts = False
+        if is_tool and refers and template.loops:
+            parts = True
+        if not parts:
+            return "\n".join(map(_part, given))
+        return [part if _is_reference(part) else {"type": "text", "text": _part(part)} for part in given]
 
 
 def _part(part: Any) -> str:
-    return str(part.get("text", part.get("refusal", ""))) if isinstance(part, dict) else str(part)
+    return str(part.get("text", part.get("refusal", part.get("name", "")))) if isinstance(part, dict) else str(part)
+
+
+def _is_reference(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "tool_reference"
 
 
 def _call(call: Any) -> Any:

@@ -117,7 +117,7 @@ def of_chat(
     check_shapes(messages, tools)
     return ChatPrompt(
         messages_json=_json("messages", messages),
-        tools_json=_json("tools", tools) if tools else b"",
+        tools_json=_json("tools", [_deferred(tool) for tool in tools]) if tools else b"",
         chat_template=chat_template or "",
         template_kwargs_json=_json("chat_template_kwargs", template_kwargs) if template_kwargs else b"",
         add_generation_prompt=not continue_final_message if add_generation_prompt is UNSET else add_generation_prompt,
@@ -125,6 +125,13 @@ def of_chat(
         add_special_tokens=add_special_tokens,
         embeds=embeds,
     )
+
+
+def _deferred(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as templates read it: `defer_loading` is the function's, wherever a client says it, as in vLLM."""
+    if tool.get("defer_loading") is None:
+        return tool
+    return {**tool, "function": {"defer_loading": tool["defer_loading"], **tool["function"]}}
 
 
 def check_shapes(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> None:

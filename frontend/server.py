@@ -397,6 +397,8 @@ class Routes:
     @asynccontextmanager
     async def _body(self, request: Request) -> AsyncIterator[bytes]:
         """The body, refused as soon as it is too long. It counts as incoming until it is read."""
+        if (coding := request.headers.get("content-encoding", "identity").lower()) != "identity":
+            raise HttpError(400, f"the body is sent in the content-encoding {coding[:40]!r}; send it as it is")
         limit = self._backend.config.server.max_body_bytes
         message = f"the body exceeds {limit} bytes (--max-body-bytes)"
         announced = request.headers.get("content-length", "")

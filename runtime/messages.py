@@ -15,7 +15,8 @@ INSTEAD = ("tool_calls", "refusal", "reasoning", "reasoning_content")
 # OpenAI's fields of an assistant's message that templates do not know: they would be lost.
 NOT_READ = {"function_call": "send tool_calls, its newer name", "audio": "only text is supported"}
 FIELDS_OF_THEIR_OWN = ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message")
-PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # type -> where its text is
+# The type of a part -> where its text is. A reference names a tool whose description the template shows there, if it knows of such.
+PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "tool_reference": "name"}
 
 
 def check_messages(messages: list[dict[str, Any]]) -> None:
@@ -87,8 +88,10 @@ def check_tools(tools: list[dict[str, Any]]) -> None:
             raise _wrong(f"{where}.function.description: must be a string", "tools")
         if not isinstance(function.get("parameters"), dict | None):
             raise _wrong(f"{where}.function.parameters: must be a JSON schema", "tools")
-        if not isinstance(function.get("strict"), bool | None):
-            raise _wrong(f"{where}.function.strict: must be true or false", "tools")
+        for place, given in ((f"{where}.function", function), (where, tool)):
+            for name in ("strict", "defer_loading"):
+                if not isinstance(given.get(name), bool | None):
+                    raise _wrong(f"{place}.{name}: must be true or false", "tools")
 
 
 def check_template_kwargs(wanted: dict[str, Any]) -> None:

@@ -26,11 +26,17 @@ def fields(names: tuple[str, ...], *, takes_tools: bool, tells_reasoning: bool, 
         "thinking": {"anyOf": [_object(["type"], type={"enum": thinks}, budget_tokens=budget), _NULL]},
         "output_config": {"anyOf": [_object([], format={"anyOf": [_format(), _NULL]}), _NULL]},
         "stop_sequences": {"anyOf": [{"type": "array", "items": {**_TEXT, "maxLength": 4096}, "maxItems": 64}, _NULL]},
-        **dict.fromkeys(("context_management", "mcp_servers", "container"), _NULL),
+        "context_management": {"anyOf": [_object([], edits={"type": "array", "items": _edit()}), _NULL]},
+        **dict.fromkeys(("mcp_servers", "container"), _NULL),
     }
     if not takes_priorities:
         found["priority"] = {"const": 0}
     return found
+
+
+def _edit() -> Json:
+    turns = _object(["type", "value"], type={"const": "thinking_turns"}, value={"type": "integer", "minimum": 1})
+    return _object(["type"], type={"const": "clear_thinking_20251015"}, keep={"anyOf": [{"const": "all"}, turns]})
 
 
 def _object(required: list[str], **properties: Json) -> Json:

@@ -80,7 +80,6 @@ class MessagesRequest(Conversation, frozen=True, kw_only=True):
 REFUSED = {
     "mcp_servers": "not supported; give tools, whose calls the client answers",
     "container": "not supported; no code is run",
-    "context_management": "not supported; a conversation is never shortened",
 }
 
 

@@ -13,6 +13,7 @@ from meshlm.protocol.config import ServerConfig
 
 Json = dict[str, Any]
 # Claude Code's first system block has another text in each request, which would leave nothing of a prompt in the prefix cache.
+CLEARS_THINKING, ALL_TURNS = "clear_thinking_20251015", 1 << 30
 BILLING = "x-anthropic-billing-header"
 # The name of a field in a chat's refusal -> its name here.
 NAMES = {
@@ -29,11 +30,14 @@ def chat_request(request: Conversation, server: ServerConfig) -> ChatRequest:
     for field, why in REFUSED.items():
         if getattr(request, field, None):
             raise HttpError(400, f"{field}: {why}", field)
+    keeps = _kept_turns(request.context_management)
     messages = _system(request.system)
     for place, message in enumerate(request.messages):
         messages += _message(message, f"messages.{place}")
     if not request.messages:
         raise _wrong("messages", "give at least one message")
+    for message in [message for message in messages if "reasoning" in message][:-keeps]:
+        del message["reasoning"]
     goes_on = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
     fields: Json = {
         "messages": messages,
@@ -51,6 +55,28 @@ def chat_request(request: Conversation, server: ServerConfig) -> ChatRequest:
         fields |= _generation(request)
     _think(request.thinking, fields, server)
     return ChatRequest(model=request.model, **fields)
+
+
+def _kept_turns(given: Any) -> int:
+    """The number of the last turns whose reasoning stays in the prompt; ALL_TURNS where nothing is said. Claude Code says that."""
+    edits = given.get("edits") if isinstance(given, dict) else given
+    if not isinstance(edits, list | None):
+        raise _wrong("context_management.edits", "must be a list")
+    found = ALL_TURNS
+    for place, edit in enumerate(edits or ()):
+        where = f"context_management.edits.{place}"
+        kind = edit.get("type") if isinstance(edit, dict) else edit
+        if kind != CLEARS_THINKING:
+            text = f"edits of type {str(kind)[:40]!r} are not supported; {CLEARS_THINKING!r} is"
+            raise _wrong(where, text)
+        keep = edit.get("keep", {"type": "thinking_turns", "value": 1})
+        if keep == "all":
+            continue
+        value = keep.get("value") if isinstance(keep, dict) and keep.get("type") == "thinking_turns" else None
+        if type(value) is not int or value < 1:
+            raise _wrong(f"{where}.keep", "must be 'all', or thinking_turns with a value of at least 1")
+        found = min(found, value)
+    return found
 
 
 def _generation(request: MessagesRequest) -> Json:
@@ -163,6 +189,8 @@ def _user(blocks: list[tuple[Json, str]]) -> list[Json]:
         texts = []
         call_id = _string(block, "tool_use_id", where)
         found.append({"role": "tool", "tool_call_id": call_id, "content": _result(block, where)})
+        if references := _references(block, where):
+            found.append({"role": "tool", "tool_call_id": call_id, "content": references})
     return found + _of_user(texts)
 
 
@@ -176,10 +204,25 @@ def _result(block: Json, where: str) -> str:
     """A tool's result as text; a chat has no other place to say that it is an error."""
     content = block.get("content")
     if isinstance(content, list):
-        content = "\n".join(_text(one, f"{where}.content.{place}") for place, one in enumerate(content))
+        texts = [(one, f"{where}.content.{place}") for place, one in enumerate(content) if not _is_reference(one)]
+        content = "\n".join(_text(one, path) for one, path in texts)
     if not isinstance(content, str | None):
         raise _wrong(f"{where}.content", "must be text or a list of blocks")
     return f"Error: {content or ''}" if block.get("is_error") else content or ""
+
+
+def _references(block: Json, where: str) -> list[Json]:
+    """The tools that a search for tools found, as templates know them."""
+    content = block.get("content")
+    return [
+        {"type": "tool_reference", "name": _string(one, "tool_name", f"{where}.content.{place}")}
+        for place, one in enumerate(content if isinstance(content, list) else ())
+        if _is_reference(one)
+    ]
+
+
+def _is_reference(block: Any) -> bool:
+    return isinstance(block, dict) and block.get("type") == "tool_reference"
 
 
 def _text(block: Any, where: str) -> str:
@@ -233,7 +276,8 @@ def _tool(tool: Json, where: str) -> Json:
         if not isinstance(tool["strict"], bool):
             raise _wrong(f"{where}.strict", "must be true or false")
         function["strict"] = tool["strict"]
-    return {"type": "function", "function": function}
+    deferred = {} if tool.get("defer_loading") is None else {"defer_loading": tool["defer_loading"]}
+    return {"type": "function", "function": function, **deferred}
 
 
 def renamed(error: HttpError) -> HttpError:

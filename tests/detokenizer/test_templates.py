@@ -212,6 +212,27 @@ def test_content_is_text_or_parts_as_the_template_needs_it(
     assert ours(source, [PARTS, {"role": "user", "content": "hi"}], content_format=content_format) == shown
 
 
+# GLM 4.5's, in short: of a tool's content it knows text, and parts that are results, not parts of text.
+RESULTS = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for r in m.content %}"
+    "{{ r.output if r.output is defined else (r.name ~ '!' if r.type == 'tool_reference' else r) }}{% endfor %}{% endif %}|{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "content", "shown"),
+    [
+        (RESULTS, [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "a\nb|"),
+        (RESULTS, "a", "a|"),
+        (RESULTS, [{"type": "tool_reference", "name": "f"}], "f!|"),
+        (PARTS_ALONE, [{"type": "text", "text": "a"}], "<|tool|>a;<|assistant|>"),
+        ("{{ messages[0].content }}", [{"type": "text", "text": "a"}, {"type": "tool_reference", "name": "f"}], "a\nf"),
+    ],
+)
+def test_a_tools_result_is_text_where_the_template_takes_it(source: str, content: Any, shown: str) -> None:
+    assert ours(source, [{"role": "tool", "tool_call_id": "1", "content": content}]) == shown
+
+
 def test_a_message_of_parts_goes_on() -> None:
     messages: list[Json] = [USER, {**PARTS, "role": "assistant"}]
     assert ours(PARTS_ALONE, messages, goes_on=True).endswith("<|assistant|>a;b")

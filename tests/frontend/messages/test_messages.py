@@ -199,6 +199,41 @@ async def test_a_conversation_becomes_a_chats(backend: Scripted, client: anthrop
     assert tools[0]["function"]["parameters"] == {"type": "object", "properties": {"city": {"type": "string"}}}
 
 
+@pytest.mark.parametrize(
+    ("keep", "left"),
+    [
+        ("all", ["a", "b", "c"]),  # as Claude Code has it
+        ({"type": "thinking_turns", "value": 2}, [None, "b", "c"]),
+        ({"type": "thinking_turns", "value": 9}, ["a", "b", "c"]),
+        (None, [None, None, "c"]),
+    ],
+)
+async def test_reasoning_of_earlier_turns_may_be_cleared(
+    backend: Scripted, client: anthropic.AsyncAnthropic, keep: object, left: list[str | None]
+) -> None:
+    turns: list[Any] = []
+    for thought in "abc":
+        said = [{"type": "thinking", "thinking": thought, "signature": ""}, {"type": "text", "text": "so"}]
+        turns += [{"role": "assistant", "content": said}, *USER]
+    edit = {"type": "clear_thinking_20251015"} | ({} if keep is None else {"keep": keep})
+    await both(client, messages=turns, extra_body={"context_management": {"edits": [edit]}})
+    assert [message.get("reasoning") for message in messages_of(backend) if message["role"] == "assistant"] == left
+
+
+async def test_tools_that_were_searched_for(backend: Scripted, client: anthropic.AsyncAnthropic) -> None:
+    """A tool that is deferred says so to the template, and so does a result that names some."""
+    found = [{"type": "text", "text": "these"}, {"type": "tool_reference", "tool_name": "weather"}]
+    turns: Any = [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": found}]}]
+    tools: Any = [{**TOOLS[0], "defer_loading": True}, *TOOLS[1:]]
+    await both(client, messages=turns, tools=tools)
+    assert messages_of(backend) == [
+        {"role": "tool", "tool_call_id": "c1", "content": "these"},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "tool_reference", "name": "weather"}]},
+    ]
+    told = msgspec.json.decode(backend.prompt.tools_json)
+    assert [tool["function"].get("defer_loading") for tool in told] == [True, *[None] * (len(tools) - 1)]
+
+
 async def test_an_assistants_last_message_is_gone_on_with(backend: Scripted, client: anthropic.AsyncAnthropic) -> None:
     await both(client, messages=[*USER, {"role": "assistant", "content": "The best is ("}])
     assert backend.prompt.continue_final_message
@@ -309,7 +344,15 @@ BAD: list[tuple[Json, str]] = [
     ({"mcp_servers": [{"name": "a"}]}, "mcp_servers: not supported"),
     ({"output_config": {"format": {"type": "json_schema", "schema": 5}}}, "output_config.format"),
     ({"container": "c"}, "container: not supported"),
-    ({"context_management": {"edits": [{}]}}, "context_management: not supported"),
+    ({"context_management": {"edits": [{}]}}, "context_management.edits.0: edits of type 'None'"),
+    (
+        {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+        "context_management.edits.0: edits of type 'clear_tool",
+    ),
+    (
+        {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "some"}]}},
+        "context_management.edits.0.keep",
+    ),
     ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
 ]
 

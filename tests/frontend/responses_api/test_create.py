@@ -540,6 +540,11 @@ async def test_refusals_of_the_mesh_have_this_apis_names(backend: Scripted, clie
         await client.responses.create(model="other", input="hi")
 
 
+async def test_a_body_that_is_compressed_is_named(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="content-encoding 'gzip'"):
+        await client.responses.create(model="tiny", input="hi", extra_headers={"Content-Encoding": "gzip"})
+
+
 async def test_a_stream_that_breaks_has_failed(backend: Scripted, client: openai.AsyncOpenAI) -> None:
     backend.failure = (ErrorKind.INTERNAL, "its worker died too often", "")
     events = [event async for event in await client.responses.create(model="tiny", input="hi", stream=True)]
