@@ -88,10 +88,10 @@ def check_tools(tools: list[dict[str, Any]]) -> None:
             raise _wrong(f"{where}.function.description: must be a string", "tools")
         if not isinstance(function.get("parameters"), dict | None):
             raise _wrong(f"{where}.function.parameters: must be a JSON schema", "tools")
-        for place, given in ((f"{where}.function", function), (where, tool)):
+        for path, given in ((f"{where}.function", function), (where, tool)):
             for name in ("strict", "defer_loading"):
                 if not isinstance(given.get(name), bool | None):
-                    raise _wrong(f"{place}.{name}: must be true or false", "tools")
+                    raise _wrong(f"{path}.{name}: must be true or false", "tools")
 
 
 def check_template_kwargs(wanted: dict[str, Any]) -> None:
