@@ -201,6 +201,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     output_bias: bool = False  # of o
     mlp_bias: bool = False
     qk_norm: bool = False
+    alibi_slopes: tuple[float, ...] = ()  # by head: what scores lose by each token between query and key; none: nothing
     clip_qkv: float = 0.0  # queries, keys and values are no further from 0 than this; 0: none
     sliding_window: int = 0  # 0: full attention
     sliding_layers: tuple[bool, ...] = ()  # which layers slide; empty: all, if sliding_window

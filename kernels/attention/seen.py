@@ -15,3 +15,6 @@ class Seen(NamedTuple):
     sinks: Tensor | None = (
         None  # float32 [heads]: one more logit of each head, which takes part in the softmax's sum only
     )
+    slopes: Tensor | None = (
+        None  # float32 [heads]: a score has its head's slope times (key - query) added, by their positions (ALiBi)
+    )

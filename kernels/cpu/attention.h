@@ -23,6 +23,7 @@ typedef struct {
     float scale;
     float cap; /* scores s become cap tanh(s / cap); 0: they stay */
     const float *sinks; /* [heads], or 0 */
+    const float *slopes; /* [heads], or 0: a score has its head's slope times (key - position) added */
 } Attention;
 
 /* One thread's memory, in floats: d8 and d16 are d rounded up. */
@@ -223,6 +224,10 @@ static void attend(const Attention *a, const Scratch *s, const int64_t *span, lo
         for (long l = 0; l < lines; l++) {
             long at = positions[l / group];
             if (a->cap) soft_cap(s->weights + l * KEYS, used, a->cap);
+            if (a->slopes) {
+                float slope = a->slopes[h * group + l % group];
+                for (long j = 0; j < used; j++) s->weights[l * KEYS + j] += slope * (float)(first + j - at);
+            }
             soften(a, s, l, first_seen(a, at) - first, at + 1 - first, used);
         }
         sum_values(s, values, lines, end, d);

@@ -168,6 +168,7 @@ def attention(
         seen.window,
         seen.chunk,
         None if seen.sinks is None else seen.sinks.data_ptr(),
+        None if seen.slopes is None else seen.slopes.data_ptr(),
     )
     if failed:
         raise MemoryError("no memory for attention")

@@ -77,10 +77,11 @@ int meshlm_layers(const Step *s) {
 /* Attention of all spans; see attention.h. Returns 0, or 1 without memory. */
 int meshlm_attention(const float *query, const float *keys, const float *values, const int64_t *tables, const int64_t *positions,
                      const int64_t *spans, float *out, long num_spans, long heads, long kv_heads, long d, long size, long stride,
-                     float scale, float cap, long window, long chunk, const float *sinks) {
+                     float scale, float cap, long window, long chunk, const float *sinks,
+                     const float *slopes) {
     Attention a = {.query = query, .keys = keys, .values = values, .tables = tables, .positions = positions, .spans = spans};
     a.out = out, a.num_spans = num_spans, a.heads = heads, a.kv_heads = kv_heads, a.d = d, a.size = size, a.stride = stride;
-    a.scale = scale, a.cap = cap, a.window = window, a.chunk = chunk, a.sinks = sinks;
+    a.scale = scale, a.cap = cap, a.window = window, a.chunk = chunk, a.sinks = sinks, a.slopes = slopes;
     long lines = most_lines(&a);
     int failed = 0;
 #pragma omp parallel reduction(| : failed)

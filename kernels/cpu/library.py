@@ -21,7 +21,7 @@ _SIGNATURES = {
     "meshlm_span_rows": [_LONG] * 2,
     "meshlm_layers": [_POINTER],
     "meshlm_encoder": [_POINTER],
-    "meshlm_attention": [_POINTER] * 7 + [_LONG] * 6 + [_FLOAT, _FLOAT, _LONG, _LONG, _POINTER],
+    "meshlm_attention": [_POINTER] * 7 + [_LONG] * 6 + [_FLOAT, _FLOAT, _LONG, _LONG, _POINTER, _POINTER],
 }
 _RESULTS = {
     "meshlm_panel_bytes": _LONG,

@@ -47,6 +47,10 @@ LAYER_NORMS: dict[str, LayerNormSpec] = {
     "Phi": LayerNormSpec(parallel=1, head_bias=True),
     "OPT": LayerNormSpec(learned_positions=True, after=True, embedding_dim=6),
     "StableLm": LayerNormSpec(gated=True),
+    "Bloom": LayerNormSpec(embedding_norm=True),
+    "Mpt": LayerNormSpec(),
+    "MPT": LayerNormSpec(),
+    "Falcon": LayerNormSpec(parallel=2),
 }
 """Families with layer norms, by what the names of their architectures begin with."""
 
@@ -120,7 +124,7 @@ def test_weights_fill_the_parameters_of_the_model(architecture: str, tied: bool)
         moe = MoESpec(num_experts=1, num_experts_per_tok=1, moe_intermediate_size=5, router_bias=True, expert_bias=True)
         of_experts = {"attention_sinks": True, "moe": moe}
     order = next((order for stem, order in LAYER_NORMS.items() if architecture.startswith(stem)), None)
-    if order is not None and not architecture.startswith("Phi3"):
+    if order is not None and not architecture.startswith(("Phi3", "FalconH1", "FalconMamba")):
         of_encoder = {"layer_norms": order, "norm_bias": not architecture.startswith("Cohere")}
     spec = spec_of(
         **of_encoder,

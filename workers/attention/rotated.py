@@ -36,7 +36,8 @@ class RotatedAttention(ABC):
         sliding_window: int = 0,
     ) -> Tensor:
         query = ops.rope_cache(qkv, batch, table, cache, heads)
-        return self.run(query, cache, Seen(scale, sliding_window, heads.softcap, heads.chunk, heads.sinks))
+        seen = Seen(scale, sliding_window, heads.softcap, heads.chunk, heads.sinks, heads.slopes)
+        return self.run(query, cache, seen)
 
     def attend_latent(
         self,

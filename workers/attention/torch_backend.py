@@ -16,19 +16,28 @@ from meshlm.workers.batch import LayerCache, StepInputs
 
 
 def _attention(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, seen: Seen, sinks: Tensor | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    seen: Seen,
+    *,
+    sinks: Tensor | None,
+    bias: Tensor | None,
 ) -> Tensor:
     """query [n, heads, t, d] over keys, values [n, heads, context, d]; mask: which of them count, None: causal, with t = context.
 
-    sinks: [heads, t or 1, 1].
+    sinks: [heads, t or 1, 1]. bias: of scores, [n, heads, t, context] or what can be expanded to it.
     """
-    if not seen.softcap and sinks is None:
+    if not seen.softcap and sinks is None and bias is None:
         return F.scaled_dot_product_attention(query, keys, values, mask, is_causal=mask is None, scale=seen.scale)
     if mask is None:
         mask = torch.ones(query.shape[2], keys.shape[2], dtype=torch.bool, device=query.device).tril()
     scores = query @ keys.transpose(-2, -1) * seen.scale
     if seen.softcap:
         scores = seen.softcap * torch.tanh(scores / seen.softcap)
+    if bias is not None:
+        scores = scores + bias
     scores = scores.masked_fill(~mask, -torch.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)), dim=-1)
@@ -66,7 +75,13 @@ class TorchAttention(RotatedAttention):
         keys, values = (lines.transpose(1, 2) for lines in cache.read(slots, query.dtype))
         grouped = query.view(n, kv_heads, num_heads // kv_heads, head_dim)  # a group of heads shares its keys
         sinks = None if seen.sinks is None else seen.sinks.view(kv_heads, -1, 1)
-        out = _attention(grouped, keys, values, mask, seen, sinks)
+        bias = None
+        if seen.slopes is not None:  # of tokens behind the last key nothing counts
+            lens = self._lens.seq_lens[:n, None]
+            begin = (lens - seen.window).clamp(min=0) if seen.window else 0
+            distance = torch.arange(keys.shape[2], device=query.device) + begin + 1 - lens  # [n, context]
+            bias = seen.slopes.view(kv_heads, -1, 1) * distance[:, None, None]
+        out = _attention(grouped, keys, values, mask, seen, sinks=sinks, bias=bias)
         return out.reshape(n, num_heads, head_dim)
 
     def _decoded(self, group: int, seen: Seen) -> tuple[Tensor, Tensor]:
@@ -98,7 +113,12 @@ class TorchAttention(RotatedAttention):
         )
         mask = self._chunk_mask(count, (first * size, context), seen, query.device)
         query, keys, values = (heads.transpose(0, 1)[None] for heads in (query, keys, values))
-        out = _attention(query, keys, values, mask, seen, None if seen.sinks is None else seen.sinks.view(-1, 1, 1))
+        sinks = None if seen.sinks is None else seen.sinks.view(-1, 1, 1)
+        bias = None
+        if seen.slopes is not None:
+            at = torch.arange(first * size, context, device=query.device)
+            bias = seen.slopes.view(-1, 1, 1) * (at - torch.arange(context - count, context, device=at.device)[:, None])
+        out = _attention(query, keys, values, mask, seen, sinks=sinks, bias=bias)
         return out[0].transpose(0, 1)
 
     def _chunk_mask(self, count: int, keys: tuple[int, int], seen: Seen, device: torch.device) -> Tensor | None:

@@ -203,6 +203,8 @@ class TritonBackend:
             return f"it supports latents of up to {MOST_RANK}, this model has kv_lora_rank {spec.mla.kv_lora_rank}"
         if spec.mla is not None and spec.mla.index_topk:
             return "it has no kernel that reads chosen tokens alone (index_topk)"
+        if spec.alibi_slopes:
+            return "it has no slopes of heads (ALiBi)"
         if spec.state is not None:
             return _without_states(spec.state, block_size, dtype, device)
         if block_size & (block_size - 1) or block_size < 8:

@@ -23,7 +23,7 @@ from meshlm.workers.layers.rope import apply_rope, apply_rope_to_neighbours
 class AttentionShape:
     """The shape of an attention layer, for backends and rope_cache."""
 
-    __slots__ = ("chunk", "eps", "head_dim", "norms", "num_heads", "num_kv_heads", "sinks", "softcap")
+    __slots__ = ("chunk", "eps", "head_dim", "norms", "num_heads", "num_kv_heads", "sinks", "slopes", "softcap")
 
     def __init__(
         self,
@@ -35,10 +35,11 @@ class AttentionShape:
         softcap: float = 0.0,
         sinks: Tensor | None = None,
         chunk: int = 0,
+        slopes: Tensor | None = None,
     ) -> None:
-        """softcap, sinks, chunk: see kernels/attention/seen.py."""
+        """softcap, sinks, chunk, slopes: see kernels/attention/seen.py."""
         self.num_heads, self.num_kv_heads, self.head_dim, self.softcap = num_heads, num_kv_heads, head_dim, softcap
-        self.sinks, self.chunk = sinks, chunk
+        self.sinks, self.chunk, self.slopes = sinks, chunk, slopes
         self.norms, self.eps = norms, eps  # weights of the norms of query and key heads
 
 

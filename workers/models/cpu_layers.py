@@ -78,6 +78,7 @@ def fuse(model: Decoder, backend: str) -> None:
         model.layer_type is DecoderLayer
         and model.spec.moe is None
         and not any(model.spec.no_rope_layers)
+        and not model.spec.alibi_slopes
         and all(product.fuses_norm and product.fuses_sum for product in products)
     )
     if backend == "cpu" and isinstance(model.ops, CpuOps) and model.shard.size == 1 and fused:

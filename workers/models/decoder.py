@@ -98,6 +98,9 @@ class Attention(nn.Module):
             spec.attn_logit_softcapping,
             None if self.sinks is None else self.sinks.data,
             self.chunk,
+            torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=self.o.weight.device)
+            if spec.alibi_slopes
+            else None,
         )
 
     def forward(

@@ -117,6 +117,8 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
 
 _ALONE = {"num_key_value_heads": 6}
 GPT2: dict[str, Any] = {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_inner": 96}
+_MPT: dict[str, Any] = {**_ALONE, "d_model": 48, "n_layers": 3, "n_heads": 6}
+_FALCON: dict[str, Any] = {"ffn_hidden_size": 96, "initializer_range": 0.1}
 _ROUTED: dict[str, Any] = {
     "n_routed_experts": 6,
     "n_shared_experts": 2,
@@ -163,6 +165,15 @@ CLASSIC: dict[str, tuple[str, dict[str, Any]]] = {
     "opt-350m": ("OPTConfig", _ALONE | {"ffn_dim": 96, "word_embed_proj_dim": 24, "do_layer_norm_before": False}),
     "stablelm": ("StableLmConfig", {"use_qkv_bias": True, "partial_rotary_factor": 0.5}),
     "stablelm-parallel": ("StableLmConfig", {"use_parallel_residual": True, "num_key_value_heads": 6}),
+    "bloom": ("BloomConfig", _ALONE | {"n_layer": 3, "n_head": 6}),
+    "mpt": ("MptConfig", _MPT | {"attn_config": {"clip_qkv": 0.1, "alibi": True, "attn_type": "multihead_attention"}}),
+    "falcon-7b": ("FalconConfig", _FALCON),
+    "falcon-40b": ("FalconConfig", _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    "falcon-11b": (
+        "FalconConfig",
+        _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon-rw": ("FalconConfig", _FALCON | {"alibi": True, "multi_query": False, "parallel_attn": False}),
 }
 """More decoders: what they differ in from SMALL."""
 
