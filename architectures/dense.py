@@ -76,9 +76,11 @@ def layer_types(config: dict[str, Any]) -> list[str] | None:
         return None
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise ValueError(f"layer_types must name the kind of each of {layers} layers, got {shown(kinds)}")
-    foreign = next((kind for kind in kinds if kind not in ("full_attention", "sliding_attention")), None)
-    if foreign is not None:
-        raise ValueError(f"layer_types holds {shown(foreign)}; supported: full_attention, sliding_attention")
+    for layer, kind in enumerate(kinds):
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ValueError(
+                f"layer_types holds {shown(kind)} for layer {layer}; supported: full_attention, sliding_attention"
+            )
     return kinds
 
 

@@ -33,6 +33,7 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
         num_heads=hidden,
         head_dim=1,
         state_size=0,
+        n_groups=hidden,  # ranks split the channels as they like
         conv_kernel=kernel,
         conv_bias=boolean(config, "conv_bias"),
         proj_bias=boolean(config, "conv_bias"),

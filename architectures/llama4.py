@@ -70,9 +70,9 @@ def _chunked(config: dict[str, Any], without: tuple[bool, ...]) -> tuple[bool, .
         return tuple(not one for one in without)
     if not isinstance(kinds, list) or len(kinds) != len(without):
         raise ValueError(f"layer_types must name the kind of each of {len(without)} layers, got {shown(kinds)}")
-    foreign = next((kind for kind in kinds if kind not in _KINDS), None)
-    if foreign is not None:
-        raise ValueError(f"layer_types holds {shown(foreign)}; supported: {', '.join(_KINDS)}")
+    for layer, kind in enumerate(kinds):
+        if kind not in _KINDS:
+            raise ValueError(f"layer_types holds {shown(kind)} for layer {layer}; supported: {', '.join(_KINDS)}")
     chunked = tuple(kind == _KINDS[0] for kind in kinds)
     return chunked if any(chunked) else ()
 

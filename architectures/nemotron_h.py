@@ -63,8 +63,13 @@ def _kinds(config: dict[str, Any]) -> tuple[str, ...]:
     if letters is None:
         given = config.get("layers_block_type") or config.get("layer_types") or []
         return layers_of({**config, "num_hidden_layers": len(given)}, _KINDS)
-    if not isinstance(letters, str) or not letters or set(letters) - set(_LETTERS):
-        raise ValueError(f"hybrid_override_pattern {shown(letters)} is not supported; supported: letters M, * and -")
+    if not isinstance(letters, str) or not letters:
+        raise ValueError(f"hybrid_override_pattern must be the letter of each layer, got {shown(letters)}")
+    for layer, letter in enumerate(letters):
+        if letter not in _LETTERS:
+            raise ValueError(
+                f"hybrid_override_pattern holds {shown(letter)} for layer {layer}; supported: {', '.join(_LETTERS)}"
+            )
     return tuple(_LETTERS[letter] for letter in letters)
 
 

@@ -188,6 +188,7 @@ def test_tokens_are_transformers(model: tuple[str, Path, Reference], backend: st
     ("case", "tp", "pp"),
     [
         ("bamba", 2, 1),
+        ("lfm2", 2, 1),
         ("falcon-h1", 2, 1),
         ("granite", 1, 2),
         ("nemotron", 2, 1),
