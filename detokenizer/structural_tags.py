@@ -73,8 +73,13 @@ class StructuralTag:
     def behind_optional(self, begin: str, end: str, grammar: str) -> str:
         """The library's grammar `grammar`, behind free text between `begin` and `end` or without it."""
         first, *others = json.loads(grammar)["grammars"]
-        tag = self._tag({"begin": begin, "content": {"type": "any_text"}, "end": end}, 0)
-        lark = "\n".join(["%llguidance {}", f"start: (/\\s*/ {tag} /\\s*/)? @body", *self._rules])
+        opens = self._text(begin)
+        if "<[" in opens:
+            tag = f"/\\s*/ {self._tag({'begin': begin, 'content': {'type': 'any_text'}, 'end': end}, 0)}"
+        else:  # an answer that begins so has reasoning, though free text of the other grammar might begin so, too
+            head = self._rule(f"/\\s*/ {opens}", "[lazy]")
+            tag = f"{head} {self._tag({'begin': begin, 'content': {'type': 'any_text'}, 'end': end}, 0, '')}"
+        lark = "\n".join(["%llguidance {}", f"start: ({tag} /\\s*/)? @body", *self._rules])
         return json.dumps({"grammars": [{"lark_grammar": lark}, {**first, "name": "body"}, *others]})
 
     def _rule(self, body: str, attributes: str = "") -> str:

@@ -245,6 +245,21 @@ def test_listed_calls_keep_to_the_schema_and_are_read(vocabulary: Vocabulary, fo
             assert not takes(made, vocabulary, before + write([("time", {}), ("weather", arguments)])), arguments
 
 
+@pytest.mark.parametrize("parser", ["pythonic", "llama4_pythonic"])
+def test_a_list_behind_reasoning_is_at_its_beginning_too(vocabulary: Vocabulary, parser: str) -> None:
+    """Also where the reasoning may be left out, so that its tag might be taken for the free text that no call begins."""
+    server = ServerConfig(enable_auto_tool_choice=True, tool_call_parser=parser, reasoning_parser="mistral")
+    request = msgspec.convert({"messages": [], "tools": TOOLS}, ChatRequest)
+    grammar = tool_choice.grammar(tool_choice.read(request), request, server)
+    assert grammar is not None
+    grammar = msgspec.structs.replace(grammar, opens_with="[THINK]", begins_after="[/THINK]")
+    made = LLMatcher(vocabulary.tokenizer, detokenizer.Grammars({}).compile(grammar).text)
+    for before in ("", "[THINK]hm[/THINK]", "\n[THINK][/THINK]\n"):
+        assert takes(made, vocabulary, f'{before}[weather(city="Bern")]'), before
+        assert not takes(made, vocabulary, f'{before}[weather(city="Paris")]'), before
+        assert takes(made, vocabulary, f"{before}Hello"), before
+
+
 def test_a_call_of_gpt_oss_may_name_its_function_first(vocabulary: Vocabulary) -> None:
     made = matcher(vocabulary, "openai", "openai_gptoss")
     for head in (" to=functions.weather<|channel|>commentary json<|message|>", "to=functions.weather<|message|>"):
