@@ -43,6 +43,7 @@ _OWN = {
     "Dots1ForCausalLM": _Module("dots1"),
     "SeedOssForCausalLM": _Module("seed_oss"),
     "MinistralForCausalLM": _Module("ministral"),
+    "Ministral3ForCausalLM": _Module("ministral3"),
     "Ernie4_5ForCausalLM": _Module("ernie4_5"),
     "Ernie4_5_MoeForCausalLM": _Module("ernie4_5"),
     "MiniMaxM2ForCausalLM": _Module("minimax_m2"),

@@ -13,6 +13,7 @@ from meshlm.architectures.config_values import shown
 _KINDS = {
     "llama": ("LlamaForCausalLM", "llama"),
     "mistral": ("MistralForCausalLM", "mistral"),
+    "ministral3": ("Ministral3ForCausalLM", "ministral3"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen2_vl_text": ("Qwen2ForCausalLM", "qwen2"),
     "qwen2_5_vl_text": ("Qwen2ForCausalLM", "qwen2"),

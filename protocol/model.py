@@ -212,7 +212,9 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     no_rope_layers: tuple[bool, ...] = ()  # which layers rotate nothing; empty: none
     query_pre_attn_scalar: float = 0.0  # scores are divided by its root; 0: by that of head_dim
     attn_logit_softcapping: float = 0.0  # 0: none
-    attn_temperature: tuple[float, float] | None = None  # scale and floor, of layers without positions (Llama 4)
+    attn_temperature: tuple[float, float] | None = (
+        None  # scale and floor: queries grow with their position (Llama 4, Ministral 3)
+    )
     attention_sinks: bool = False  # each head has one more logit, which takes part in the softmax's sum only
     final_logit_softcapping: float = 0.0
     logit_scale: float = 1.0  # what logits are multiplied by

@@ -10,6 +10,7 @@ from meshlm.architectures.rope import rope_spec
 from meshlm.architectures.text_part import text_config, text_modules, text_tensor
 from meshlm.protocol.model import RopeSpec
 from meshlm.runtime.errors import ModelFilesError
+from meshlm.runtime.model_config import parse_config
 from meshlm.runtime.model_files import resolve_model
 
 TEXT: dict[str, Any] = {
@@ -100,3 +101,11 @@ def test_modules_that_are_not_quantised() -> None:
     assert text_modules(names) == ("lm_head", "re:.*mlp.gate$", "lm_head")
     with pytest.raises(ValueError, match="ignore: 're:language_model"):
         text_modules(["re:language_model.*"])
+
+
+def test_ministral_3_within_mistral_3() -> None:
+    found = text_config(SEES | {"text_config": TEXT | {"model_type": "ministral3"}})
+    assert found is not None
+    spec, _ = parse_config(found, Path("m"))
+    assert (spec.architecture, spec.attn_temperature) == ("Ministral3ForCausalLM", (0.1, 16384.0))
+    assert (spec.rope.rope_type, spec.max_position_embeddings) == ("yarn", 128)

@@ -142,6 +142,22 @@ CLASSIC: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe": ("Glm4MoeConfig", _ROUTED | {"head_dim": 16, "use_qk_norm": True, "n_group": 2}),
     "glm4-moe-bias": ("Glm4MoeConfig", _ROUTED | {"head_dim": 16, "attention_bias": True}),
     "dots1": ("Dots1Config", _ROUTED | {"sliding_window": 7, "max_window_layers": 2}),
+    "ministral3": (
+        "Ministral3Config",
+        {
+            "head_dim": 16,
+            "initializer_range": 0.2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 16.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.3,
+                "original_max_position_embeddings": 8,
+            },
+        },
+    ),
     "minimax-m2": (
         "MiniMaxM2Config",
         {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "initializer_range": 0.2, "rotary_dim": 8},
