@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--kernels", action="store_true")
-    parser.add_argument("--compile", choices=["none", "inductor"], default="none")
+    parser.add_argument("--compile", choices=["none", "inductor", "eager"], default="none")
     parser.add_argument("--json")
     arguments, extra = parser.parse_known_args()
     engine = make_engine(arguments.model, [*extra, "--compile", arguments.compile])

@@ -122,6 +122,10 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
     cudagraph_capture_sizes: Annotated[
         tuple[int, ...], Meta(description="batch sizes to capture; default by max-num-seqs")
     ] = ()
+    max_cudagraph_capture_size: (
+        Annotated[int, Meta(ge=1, description="tokens of the largest CUDA graph; default: where launches cost nothing")]
+        | None
+    ) = None
     cudagraph_capture: Annotated[
         Literal["behind", "start"],
         Meta(
@@ -129,9 +133,20 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
         ),
     ] = "behind"
     compile: Annotated[
-        Literal["none", "inductor"],
-        Meta(description="inductor: torch.compile what stands between attention calls, instead of our fused kernels"),
+        Literal["none", "inductor", "eager"],
+        Meta(
+            description="inductor: torch.compile what stands between attention calls, instead of our fused kernels; eager: the same "
+            "without a compiler behind Dynamo, to find out which of the two is wrong"
+        ),
     ] = "none"
+    compile_dynamic_shapes: Annotated[
+        Literal["backed", "unbacked", "backed_size_oblivious"],
+        Meta(description="numbers of tokens, for --compile: the stricter ones help to debug guards"),
+    ] = "backed"
+    compilation_config: Annotated[
+        str,
+        Meta(description="vLLM's, a JSON object: keys that have settings here are taken", extra={"short": "-cc"}),
+    ] = ""
     tune: Annotated[
         Literal["off", "kept", "quick", "full"],
         Meta(

@@ -23,8 +23,9 @@ def as_asked(config: MeshConfig, files: ModelFiles) -> ModelFiles:
             can = "" if found else f"; while they are loaded they can be with {', '.join(sorted(online))}"
             raise UsageError(f"--quantization {asked}: the weights of {files.path} {what}{can}")
         files = msgspec.structs.replace(files, spec=msgspec.structs.replace(files.spec, quantization=online[asked]))
-    if config.worker.compile == "inductor" and files.spec.quantization is not None:
+    if config.worker.compile != "none" and files.spec.quantization is not None:
         raise UsageError(
-            f"--compile inductor: it is not there for weights quantised with {files.spec.quantization.method}; use none"
+            f"--compile {config.worker.compile}: it is not there for weights quantised with "
+            f"{files.spec.quantization.method}; use none"
         )
     return files

@@ -25,7 +25,17 @@ from meshlm.runtime.messages import check_template_kwargs
 from meshlm.runtime.parsers import registry
 from meshlm.runtime.platforms import Platform
 from meshlm.supervisor.errors import StartError, UsageError
-from meshlm.supervisor.settings import experts, kv_cache, layout, observing, parallel, quantization, states, vectors
+from meshlm.supervisor.settings import (
+    compilation,
+    experts,
+    kv_cache,
+    layout,
+    observing,
+    parallel,
+    quantization,
+    states,
+    vectors,
+)
 
 BACKENDS = ("auto", "cpu", "torch", "triton", *PACKAGES)  # of attention; plug-ins add theirs
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
@@ -33,7 +43,7 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 def resolve(config: MeshConfig) -> MeshConfig:
     """The same tree with `resolved` set. UsageError for a wrong flag or file."""
-    config = layout.settled(config)
+    config = compilation.settled(layout.settled(config))
     files, generation = _read_files(config)
     for note in (*files.notes, *generation.notes):
         print(f"meshlm: {note}", file=sys.stderr)
@@ -165,16 +175,17 @@ def _check_flags(config: MeshConfig, files: model_files.ModelFiles, platform: Pl
         numa.check(config, len(layout.places(config)[1]))
     except numa.NumaError as error:
         raise UsageError(str(error)) from None
-    if config.worker.compile == "inductor" and not platform.runs_inductor:
-        raise UsageError(f"--compile inductor: it needs a GPU, not --device {device}; use none")
-    if config.worker.compile == "inductor" and config.parallel.workers_per_rank > 1:
+    if config.worker.compile != "none" and not platform.runs_inductor:
+        raise UsageError(f"--compile {config.worker.compile}: it needs a GPU, not --device {device}; use none")
+    if config.worker.compile != "none" and config.parallel.workers_per_rank > 1:
         raise UsageError(
-            "--compile inductor: it needs --tensor-parallel-size 1 and --pipeline-parallel-size 1; use none"
+            f"--compile {config.worker.compile}: it needs --tensor-parallel-size 1 and --pipeline-parallel-size 1; "
+            "use none"
         )
-    if config.worker.compile == "inductor" and not family.compiles:
-        raise UsageError(f"--compile inductor: it is not there for {family.architecture}; use none")
-    if config.worker.compile == "inductor" and files.load_format == "gguf" and config.model.gguf_weights != "decoded":
-        raise UsageError("--compile inductor: it needs --gguf-weights decoded for a .gguf file")
+    if config.worker.compile != "none" and not family.compiles:
+        raise UsageError(f"--compile {config.worker.compile}: it is not there for {family.architecture}; use none")
+    if config.worker.compile != "none" and files.load_format == "gguf" and config.model.gguf_weights != "decoded":
+        raise UsageError(f"--compile {config.worker.compile}: it needs --gguf-weights decoded for a .gguf file")
     _check_profiling(config, device)
     whole_experts, here = config.experts.enable_expert_parallel, len(layout.places(config)[1])
     parallel.check(config.parallel, files.spec, device, here, whole_experts=whole_experts)
@@ -212,7 +223,7 @@ def _check_structured_outputs(server: ServerConfig) -> None:
 
 def _check_store(file: str) -> None:
     """UsageError for a file of responses that no frontend could write."""
-    if file in ("", "off"):
+    if file in ("", "of"):
         return
     path = Path(file)
     if not path.parent.is_dir() or path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -233,8 +244,8 @@ def _check_profiling(config: MeshConfig, device: str) -> None:
         return
     if device != "cuda":
         raise UsageError(f"--profile-layers: it needs a GPU, not --device {device}; --profiler-dir takes traces")
-    if config.worker.compile == "inductor":
-        raise UsageError("--profile-layers: --compile inductor runs no layers of their own; use --compile none")
+    if config.worker.compile != "none":
+        raise UsageError(f"--profile-layers: --compile {config.worker.compile} runs no layers; use --compile none")
     if config.experts.enable_dbo:
         raise UsageError("--profile-layers: with --enable-dbo halves of a step take turns within layers; leave one out")
 

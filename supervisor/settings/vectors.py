@@ -68,7 +68,7 @@ def _check(config: MeshConfig, files: ModelFiles) -> None:
         raise UsageError(
             "--tensor-parallel-size: classifier_from_token needs the whole output projection in one worker"
         )
-    if spec.encoder_only and config.worker.compile == "inductor":
-        raise UsageError("--compile inductor: it is not there for encoders; use none")
+    if spec.encoder_only and config.worker.compile != "none":
+        raise UsageError(f"--compile {config.worker.compile}: it is not there for encoders; use none")
     if spec.encoder_only and config.cache.kv_cache_dtype != "auto":
         raise UsageError(f"--kv-cache-dtype {config.cache.kv_cache_dtype}: an encoder has no KV cache; use auto")

@@ -117,7 +117,6 @@ _MEDIA = "images and sound are not there yet"
 _CLASSES = "the processes' code is MeshLM's own"
 _CONFIG = "serve a folder with the config.json that you want"
 _PREFILL = "--max-num-batched-tokens bounds what prompts may take of a step"
-_CAPTURE = "--cudagraph-mode, --cudagraph-capture-sizes and --compile are the settings"
 _SPECULATION = "speculative decoding is not there yet"
 _CONTEXT_PARALLEL = "context parallelism is not there yet; -tp and -pp are"
 _PER_RANK = "start one mesh per rank with --data-parallel-rank and a --port of its own"
@@ -182,8 +181,6 @@ ABSENT = {
     "--ignore-patterns": "download what you want, and serve its folder",
     "--num-gpu-blocks-override": "--kv-cache-memory BYTES sets the size of the KV cache",
     "--logits-processor-pattern": "logit_bias and penalties are what a request can ask for",
-    "--compilation-config": _CAPTURE,
-    "--max-cudagraph-capture-size": _CAPTURE,
     "--attention-config": "--attention-backend is the setting",
     "--additional-config": "each setting is a flag of its own (--help)",
     "--no-disable-cascade-attn": "there is no cascade attention",
@@ -252,7 +249,6 @@ ABSENT = {
     "--diffusion-config": "generation goes token by token",
     "-dc": "generation goes token by token",
     "--ec-transfer-config": _MEDIA,
-    "-cc": _CAPTURE,
     "-ac": "--attention-backend is the setting",
     "--weight-transfer-config": "weights come from disk; meshlm restart worker reads them again",
     "--fail-on-environ-validation": "VLLM_ variables have no effect",

@@ -16,7 +16,7 @@ from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.runtime.model_files import resolve_model
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.ops import TorchOps
-from meshlm.workers.models.compiled import CompiledParts, use_cache
+from meshlm.workers.models.compiled import SHAPES, CompiledParts, use_cache
 from meshlm.workers.models.cpu_layers import fuse
 from meshlm.workers.models.decoder import Decoder, DecoderLayer
 from meshlm.workers.weights.sources import sources
@@ -130,6 +130,29 @@ def test_parts_between_attention_calls_are_the_same_model(
     kv = caches(model.spec, 12)
     found = torch.cat([run(model, kv, [(tokens[:20], 0, table)]), run(model, kv, [(tokens[20:], 20, table)])])
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shapes", list(SHAPES))
+def test_one_compiled_function_is_for_any_number_of_tokens(shapes: str) -> None:
+    """In each of --compile-dynamic-shapes: a step of another size, from 2 up, compiles nothing."""
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    counter, weight = CompileCounter(), torch.randn(4, 3)
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, weight).relu() + 1
+
+    compiled = torch.compile(part, backend=counter, fullgraph=True, dynamic=False)
+    try:
+        for size in (2, 3, 7):
+            x = torch.randn(size, 3)
+            torch.testing.assert_close(compiled(SHAPES[shapes](x)), part(x))
+    finally:
+        config: Any = torch.fx.experimental._config
+        config.backed_size_oblivious = False
+        torch._dynamo.reset()
+    assert counter.frame_count == 1
 
 
 def test_the_compilers_cache_is_of_one_model_and_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

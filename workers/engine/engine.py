@@ -76,7 +76,7 @@ class ModelEngine:
 
         plan = memory.gguf_plan(config, device, self._others, placement.shard, self._cache_dtype)
         self.model = load_model(resolved, device, config.model.seed or 0, progress, placement.shard, plan)
-        choose_parts(self.model, config.worker.compile, backend.name, self.dtype)
+        choose_parts(self.model, config.worker, backend.name, self.dtype)
         if config.worker.profile_layers:
             mark_layers(self.model, torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop)
         tokens, hidden = max(resolved.max_num_batched_tokens + 2, MIXED_TOKENS[0]), resolved.spec.hidden_size

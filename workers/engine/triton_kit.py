@@ -28,6 +28,7 @@ from meshlm.workers.engine.triton_inputs import Staging, TritonInputs
 from meshlm.workers.graphs import warm_up
 from meshlm.workers.graphs.captures import Captures
 from meshlm.workers.graphs.dispatcher import Dispatcher, graph_keys
+from meshlm.workers.graphs.modes import mode_of
 from meshlm.workers.graphs.padded import PaddedStep
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.output.logits_sampler import LINES, LogitsSampler
@@ -52,15 +53,14 @@ class TritonKit:
 
     def graphs(self, engine: ModelEngine) -> tuple[Dispatcher, Captures]:
         worker, resolved = engine.config.worker, engine.resolved
-        mode = "NONE" if worker.enforce_eager or worker.profile_layers else worker.cudagraph_mode
-        if engine.spec.state is not None and mode not in ("NONE", "PIECEWISE"):
-            mode = "FULL_DECODE_ONLY"  # the pieces of prompts are made by the host (workers/states)
-        elif engine.spec.state is not None:
-            mode = "NONE"
+        mode, why = mode_of(worker, states=engine.spec.state is not None)
+        if why:
+            _log.info("CUDA graphs", mode=mode, asked=worker.cudagraph_mode, reason=why)
         parameters = engine.model.active_parameters()
         rows, tokens = resolved.max_num_seqs, resolved.max_num_batched_tokens
         together = engine.together is not None
         keys = graph_keys(mode, rows, tokens, worker.cudagraph_capture_sizes, parameters, together=together)
+        keys = [key for key in keys if key.tokens <= (worker.max_cudagraph_capture_size or key.tokens)]
         if engine.together is not None:
             keys += [
                 key._replace(halves=True) for key in keys if engine.together.may_halve(key.tokens, uniform=key.uniform)

@@ -35,7 +35,9 @@ class CompiledParts:
 
     takes_embeds = False
 
-    def __init__(self, spec: ModelSpec, compiler: Callable[..., Any] = torch.compile) -> None:
+    def __init__(self, spec: ModelSpec, compiler: Callable[..., Any] = torch.compile, shapes: str = "backed") -> None:
+        """shapes: --compile-dynamic-shapes."""
+        self._dynamic = SHAPES[shapes]
         eps, act = spec.rms_norm_eps, ACTIVATIONS[spec.hidden_act]
 
         def norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -65,13 +67,13 @@ class CompiledParts:
         """Hidden states [t, hidden] after the last norm."""
         layers = [layer for layer in model.layers if isinstance(layer, DecoderLayer)]
         assert model.embed is not None and model.norm is not None  # noqa: PT018
-        ids = _dynamic(batch.input_ids)
+        ids = self._dynamic(batch.input_ids)
         context = ForwardContext(batch, model.rope, attention, model.ops)
         qkv, residual = self._first(
             ids, model.embed.weight, layers[0].input_norm.weight, _weights(layers[0].attention.qkv)
         )
         for nth, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
-            out = _dynamic(layer.attention.attend(qkv, cache, context))
+            out = self._dynamic(layer.attention.attend(qkv, cache, context))
             assert isinstance(layer.mlp, MLP)
             own = (
                 _weights(layer.attention.o),
@@ -82,9 +84,9 @@ class CompiledParts:
             if nth + 1 < len(layers):
                 after = layers[nth + 1]
                 qkv, residual = self._between(
-                    out, _dynamic(residual), own, after.input_norm.weight, _weights(after.attention.qkv)
+                    out, self._dynamic(residual), own, after.input_norm.weight, _weights(after.attention.qkv)
                 )
-        found: Tensor = self._last(out, _dynamic(residual), own, model.norm.weight)
+        found: Tensor = self._last(out, self._dynamic(residual), own, model.norm.weight)
         return found
 
 
@@ -92,10 +94,30 @@ def _weights(linear: Linear) -> Weights:
     return linear.weight, linear.bias
 
 
-def _dynamic(x: Tensor) -> Tensor:
+def _backed(x: Tensor) -> Tensor:
     """Any number of tokens from 2 up is one compiled function; 1 is another."""
     torch._dynamo.maybe_mark_dynamic(x, 0)
     return x
+
+
+def _unbacked(x: Tensor) -> Tensor:
+    """Nothing may be assumed of the number of tokens: a branch on it is an error instead of a guard."""
+    torch._dynamo.decorators.mark_unbacked(x, 0)
+    return x
+
+
+def _size_oblivious(x: Tensor) -> Tensor:
+    """The first number of tokens is known, but no branch may treat 0 or 1 as a case of its own."""
+    experimental: Any = torch.fx.experimental._config
+    experimental.backed_size_oblivious = True
+    return _backed(x)
+
+
+SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
+    "backed": _backed,
+    "unbacked": _unbacked,
+    "backed_size_oblivious": _size_oblivious,
+}
 
 
 def use_cache(spec: ModelSpec, dtype: torch.dtype, root: Path) -> Path:
