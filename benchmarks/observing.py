@@ -145,16 +145,17 @@ async def rounds(plain: Running, traced: Running, arguments: argparse.Namespace)
 
 
 def over_alone(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The medians over that of the turns in which nobody looks, of all parts together, and how far a median may be off."""
+    """How much more a token costs than in the same round with nobody looking: the mean over the rounds of all parts, and its error."""
     every = {mode: [cost for part in parts for cost in part["cpu_us_per_token"][mode]] for mode in MODES}
-    base = statistics.median(every["alone"])
-    error = 1.25 * statistics.stdev(every["alone"]) / len(every["alone"]) ** 0.5
-    return {
+    found: dict[str, Any] = {
         "rounds": len(every["alone"]),
-        "alone_us_per_token": round(base, 2),
-        **{mode: round(statistics.median(every[mode]) / base, 4) for mode in MODES[1:]},
-        "standard_error_of_a_median": round(error / base, 4),
+        "alone_us_per_token": round(statistics.median(every["alone"]), 2),
     }
+    for mode in MODES[1:]:
+        ratios = [cost / alone for cost, alone in zip(every[mode], every["alone"], strict=True)]
+        error = statistics.stdev(ratios) / len(ratios) ** 0.5
+        found[mode] = {"mean": round(statistics.mean(ratios), 4), "standard_error": round(error, 4)}
+    return found
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -131,3 +132,8 @@ def take(rates: RateLimits, key: ApiKey) -> None:
         limits = ", ".join(f"{name}={value}" for name, value in key.limits._asdict().items() if value)
         text = f"Rate limit reached for this key ({limits}); try again in {waits:.1f} s"
         raise HttpError(429, text, kind="rate_limit_error", retry_after_s=math.ceil(waits))
+
+
+def json_response(value: Any) -> Response:
+    """An answer that is this value."""
+    return Response(msgspec.json.encode(value), media_type="application/json")

@@ -312,11 +312,11 @@ OPERATIONS = (
     Operation(
         "/ready", "ready", TEXT, f"503 with the reason while requests cannot be served. {_PROBE}", plain_errors=(503,), is_open=True
     ),
-    Operation("/start_profile", "start_profile", responses.Traces, "Begin a trace in every worker.", None, ("POST",), _TRACES),
-    Operation("/stop_profile", "stop_profile", responses.Traces, "End the traces.", None, ("POST",), _TRACES),
-    Operation("/settings", "settings", schema.Settings, "The settings that may change while the server runs."),
+    Operation("/start_profile", "operator.start_profile", responses.Traces, "Begin a trace in every worker.", None, ("POST",), _TRACES),
+    Operation("/stop_profile", "operator.stop_profile", responses.Traces, "End the traces.", None, ("POST",), _TRACES),
+    Operation("/settings", "operator.settings", schema.Settings, "The settings that may change while the server runs."),
     Operation(
-        *("/settings", "change_settings", schema.Settings, "Change some of them, in all processes.", schema.Settings),
+        *("/settings", "operator.change_settings", schema.Settings, "Change some of them, in all processes.", schema.Settings),
         *(("POST",), (400, 413, 503)),
     ),
 )  # fmt: skip

@@ -17,7 +17,7 @@ _FORMAT = Parameter("config_format", "query", {"enum": ["text", "json"], "defaul
 DEVELOPMENT = (
     Operation(
         "/server_info",
-        "server_info",
+        "operator.server_info",
         responses.ServerInfo,
         "The configuration, the environment and the versions.",
         errors=(400, 503),
@@ -25,7 +25,7 @@ DEVELOPMENT = (
     ),
     Operation(
         "/reset_prefix_cache",
-        "reset_prefix_cache",
+        "operator.reset_prefix_cache",
         responses.Reset,
         "Forget which prompts are computed.",
         None,
@@ -38,7 +38,7 @@ DEVELOPMENT = (
     ),
     Operation(
         "/pause",
-        "pause",
+        "operator.pause",
         responses.Paused,
         "Compute no step until POST /resume.",
         None,
@@ -60,10 +60,10 @@ DEVELOPMENT = (
             switch("wait_for_inflight_requests", "The older name of mode wait."),
         ),
     ),
-    Operation("/resume", "resume", responses.Paused, "Compute steps again.", None, ("POST",), (409, 503, 504)),
+    Operation("/resume", "operator.resume", responses.Paused, "Compute steps again.", None, ("POST",), (409, 503, 504)),
     Operation(
         "/get_world_size",
-        "get_world_size",
+        "operator.get_world_size",
         responses.WorldSize,
         "The number of workers.",
         errors=(400, 503),
@@ -71,10 +71,10 @@ DEVELOPMENT = (
             Parameter("include_dp", "query", {"type": "boolean", "default": True}, "Of all data-parallel ranks."),
         ),
     ),
-    Operation("/is_paused", "is_paused", responses.IsPaused, "Whether the mesh is paused."),
+    Operation("/is_paused", "operator.is_paused", responses.IsPaused, "Whether the mesh is paused."),
     Operation(
         "/abort_requests",
-        "abort_requests",
+        "operator.abort_requests",
         responses.Aborted,
         "End requests, whose answers have the finish_reason abort.",
         schema.AbortRequest,
@@ -83,7 +83,7 @@ DEVELOPMENT = (
     ),
     Operation(
         "/rebalance_experts",
-        "rebalance_experts",
+        "operator.rebalance_experts",
         responses.Reset,
         "Move experts before the next step of all ranks (--enable-eplb), by what was counted of late.",
         None,

@@ -10,7 +10,6 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -19,9 +18,9 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
-from meshlm.frontend import bodies, information, limits, openapi, operating, parse, prompts, retry
+from meshlm.frontend import bodies, information, limits, openapi, parse, prompts, retry
 from meshlm.frontend.dashboard.routes import DashboardRoutes
-from meshlm.frontend.endpoint import ByMethod, Endpoint, KeyCheck, plain_error
+from meshlm.frontend.endpoint import ByMethod, Endpoint, KeyCheck, json_response, plain_error
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.generation import Backend, Generation, disconnected
 from meshlm.frontend.generative_scoring import Scoring
@@ -31,15 +30,14 @@ from meshlm.frontend.messages import routes as anthropic
 from meshlm.frontend.model_card import model_card
 from meshlm.frontend.operation import HTML, METRICS, Operation
 from meshlm.frontend.operations import served
+from meshlm.frontend.operator_routes import OperatorRoutes
 from meshlm.frontend.rendering.routes import Reads, Rendering
 from meshlm.frontend.request_schema import Served
 from meshlm.frontend.responses_api import routes as responses_api
 from meshlm.frontend.schema import (
-    AbortRequest,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Settings,
     TokenizeRequest,
 )
 from meshlm.frontend.vectors import processed
@@ -78,6 +76,7 @@ class Routes:
         self.rendering = Rendering(backend, self._generation, reads)
         self.scoring = Scoring(backend.resolved, self._generation, reads)
         self.dashboard = DashboardRoutes(backend)
+        self.operator = OperatorRoutes(backend, self._read)
         self.keys = ApiKeys.of_server(backend.config.server)
 
     def app(self) -> Any:
@@ -122,7 +121,7 @@ class Routes:
     # --- small routes ---
 
     async def openapi(self, request: Request) -> HttpResponse:
-        return _json(self._document())
+        return json_response(self._document())
 
     async def docs(self, request: Request) -> HttpResponse:
         return HttpResponse(openapi.page(self._document()), media_type=HTML)
@@ -152,68 +151,25 @@ class Routes:
         return HttpResponse(reason, 503 if reason else 200, media_type="text/plain")
 
     async def version(self, request: Request) -> HttpResponse:
-        return _json({"version": self._backend.version})
+        return json_response({"version": self._backend.version})
 
     async def metrics(self, request: Request) -> HttpResponse:
         return HttpResponse(await self._backend.metrics(), media_type=METRICS)
 
-    async def start_profile(self, request: Request) -> HttpResponse:
-        return await self._profile(start=True)
-
-    async def stop_profile(self, request: Request) -> HttpResponse:
-        return await self._profile(start=False)
-
-    async def _profile(self, *, start: bool) -> HttpResponse:
-        return _json(await operating.profile(self._backend, start=start))
-
-    async def reset_prefix_cache(self, request: Request) -> HttpResponse:
-        return _json(await operating.reset_prefix_cache(self._backend, request.query_params))
-
-    async def pause(self, request: Request) -> HttpResponse:
-        return _json(await operating.pause(self._backend, request.query_params))
-
-    async def resume(self, request: Request) -> HttpResponse:
-        return _json(await operating.resume(self._backend))
-
-    async def get_world_size(self, request: Request) -> HttpResponse:
-        return _json(operating.world_size(self._backend.config, request.query_params))
-
-    async def is_paused(self, request: Request) -> HttpResponse:
-        return _json({"is_paused": await self._backend.is_paused()})
-
-    async def settings(self, request: Request) -> HttpResponse:
-        return _json(operating.settings(self._backend.config))
-
-    async def change_settings(self, request: Request) -> HttpResponse:
-        body, unknown = await self._read(request, lambda request, raw: bodies.decode(raw, Settings))
-        self._backend.ignored(unknown, request.url.path)
-        return _json(operating.change_settings(self._backend, body))
-
-    async def abort_requests(self, request: Request) -> HttpResponse:
-        body, unknown = await self._read(request, lambda request, raw: bodies.decode(raw, AbortRequest))
-        self._backend.ignored(unknown, request.url.path)
-        return _json(await operating.abort_requests(self._backend, tuple(body.request_ids or ())))
-
-    async def rebalance_experts(self, request: Request) -> HttpResponse:
-        return _json(await operating.rebalance_experts(self._backend))
-
-    async def server_info(self, request: Request) -> HttpResponse:
-        return _json(await asyncio.to_thread(information.server, self._backend, request.query_params))
-
     async def tokenizer_info(self, request: Request) -> HttpResponse:
-        return _json(await asyncio.to_thread(information.tokenizer, self._backend.resolved))
+        return json_response(await asyncio.to_thread(information.tokenizer, self._backend.resolved))
 
     async def models(self, request: Request) -> HttpResponse:
         entries = [model_card(name, self._backend.resolved) for name in self._backend.resolved.served_names]
-        return _json({"object": "list", "data": entries})
+        return json_response({"object": "list", "data": entries})
 
     async def model(self, request: Request) -> HttpResponse:
         if not (name := request.path_params["model"]):  # a slash too many
             return await self.models(request)
-        return _json(model_card(self._check_model(name), self._backend.resolved))
+        return json_response(model_card(self._check_model(name), self._backend.resolved))
 
     async def load(self, request: Request) -> HttpResponse:
-        return _json({"server_load": await self._backend.load()})
+        return json_response({"server_load": await self._backend.load()})
 
     async def tokenize(self, request: Request) -> HttpResponse | None:
         body, unknown, prompt = await self._read(request, self._tokenize)
@@ -224,7 +180,9 @@ class Routes:
         assert isinstance(reply, TokenizeReply)
         ids = memoryview(reply.token_ids).cast("i").tolist()
         strings = list(reply.strings) if body.return_token_strs else None
-        return _json({"count": len(ids), "max_model_len": reply.max_model_len, "tokens": ids, "token_strs": strings})
+        return json_response(
+            {"count": len(ids), "max_model_len": reply.max_model_len, "tokens": ids, "token_strs": strings}
+        )
 
     def _tokenize(self, request: Request, raw: bytes) -> tuple[TokenizeRequest, tuple[str, ...], Prompt]:
         check = partial(limits.check_raw_texts, resolved=self._backend.resolved)
@@ -240,7 +198,7 @@ class Routes:
         if (reply := await self._ask(request, Detokenize(self._backend.new_handle(), ids))) is None:
             return None
         assert isinstance(reply, DetokenizeReply)
-        return _json({"prompt": reply.text})
+        return json_response({"prompt": reply.text})
 
     def _detokenize(self, request: Request, raw: bytes) -> tuple[tuple[str, ...], bytes]:
         check = partial(limits.check_raw_tokens, resolved=self._backend.resolved)
@@ -359,7 +317,7 @@ class Routes:
             return None
         assert isinstance(reply, TokenizeReply)
         count = len(reply.token_ids) // 4
-        return _json({"input_tokens": count, "context_management": {"original_input_tokens": count}})
+        return json_response({"input_tokens": count, "context_management": {"original_input_tokens": count}})
 
     def _count_tokens(self, request: Request, raw: bytes) -> parse.ParsedRequest:
         resolved, server = self._backend.resolved, self._backend.config.server
@@ -423,7 +381,3 @@ class Routes:
             yield raw
         finally:
             self._incoming.give(held)
-
-
-def _json(value: Any) -> HttpResponse:
-    return HttpResponse(msgspec.json.encode(value), media_type="application/json")
