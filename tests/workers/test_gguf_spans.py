@@ -69,11 +69,16 @@ def test_weights_that_are_decoded_on_the_device(tmp_path: Path, monkeypatch: pyt
     torch.testing.assert_close(run(ours, caches(SPEC, 24), [(tokens, 0, TABLE)]), expected, atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("method", [GGUFLinear, DecodedGGUF])
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_shards(tmp_path: Path) -> None:
-    """Ranks have rows of some products, and columns of others."""
+def test_shards(
+    case: str, method: type[GGUFLinear | DecodedGGUF], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks have rows of some products, and columns of others: half a block of a K-quant is decoded while it is read."""
     path, tokens = tmp_path / "m.gguf", list(range(20))
-    write_gguf(path, CASES["Q8_0"])
+    write_gguf(path, CASES[case])
+    monkeypatch.setattr(loading, "keep", lambda model, tensors: keep_spans(model, tensors, method))
     expected = run(load(path), caches(SPEC, 24), [(tokens, 0, TABLE)])
     found = together(load_shards(path, 2, 1), lambda model, comm: logits_of(model, comm, tokens))
     torch.testing.assert_close(found[0], expected, atol=1e-4, rtol=1e-3)

@@ -64,10 +64,13 @@ class Reference(nn.Module):
             torch.tensor(3.0 if "down" in name else -5.0) if known and not kind.inputs["symmetric"] else None
         )
         rows = scale.reshape(-1, 1).expand(len(codes), 1)
+        self.ranks = 1  # that have a share of the inputs each, and so find a token's scale of it
         self.kind = Int8Weight(codes, rows, torch.empty(0), kind.inputs["symmetric"], self.input_scale, self.input_zero)
 
     def forward(self, x: Tensor) -> Tensor:
-        return int8_linear(x.flatten(0, -2), self.kind).view(*x.shape[:-1], -1)
+        shares = x.flatten(0, -2).chunk(self.ranks, 1), self.kind.codes.chunk(self.ranks, 1)
+        found = [int8_linear(part, self.kind._replace(codes=codes)) for part, codes in zip(*shares, strict=True)]
+        return torch.stack(found).sum(0).view(*x.shape[:-1], -1)
 
 
 def write(folder: Path, kind: Kind) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -125,9 +128,13 @@ def test_logits_are_those_of_the_definition(
     assert distance(run(model, caches(model.spec, 24), [(TOKENS, 0, TABLE)]), theirs) < 0.02
 
 
-def test_shards(tmp_path: Path) -> None:
-    """A static scale is everybody's; so there is no difference but that of sums."""
-    theirs, _ = write(tmp_path, KINDS["static-zeros"])
+@pytest.mark.parametrize("name", ["static-zeros", "dynamic", "dynamic-zeros"])
+def test_shards(name: str, tmp_path: Path) -> None:
+    """A static scale is everybody's; a token's is found by each rank of its own share of the inputs."""
+    theirs, _ = write(tmp_path, KINDS[name])
+    for path, module in theirs.named_modules():
+        if isinstance(module, Reference) and path.endswith(("o_proj", "down_proj")):
+            module.ranks = 2
     found = together(load_shards(tmp_path, 2, 1), lambda model, comm: logits_of(model, comm, TOKENS))
     assert distance(found[0], theirs) < 0.02
 

@@ -56,7 +56,9 @@ def test_logits_are_those_of_the_definition(
     assert distance(torch.cat(chunks), expected) < JUMPS
 
 
-@pytest.mark.parametrize("name", ["fp8-dynamic", "fp8-static", "fp8-fine", "compressed-head", "compressed-weights"])
+@pytest.mark.parametrize(
+    "name", ["fp8-dynamic", "fp8-static", "fp8-fine", "compressed-head", "compressed-weights", "compressed-static"]
+)
 def test_shards_have_the_scales_of_their_rows(name: str, tmp_path: Path) -> None:
     theirs, _ = write(tmp_path, KINDS[name])
     for path, module in theirs.named_modules():
