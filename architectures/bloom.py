@@ -6,8 +6,18 @@ from msgspec.structs import replace
 
 from meshlm.architectures.alibi import slopes
 from meshlm.architectures.config_values import integer, words
-from meshlm.architectures.family import Family, Layout
-from meshlm.architectures.layer_norms import MODEL, QKV, layer_norm_spec, layer_norm_weights, named, renaming
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Layout
+from meshlm.architectures.layer_norms import (
+    GGUF_EPS,
+    GGUF_QKV,
+    MODEL,
+    QKV,
+    layer_norm_gguf,
+    layer_norm_spec,
+    layer_norm_weights,
+    named,
+    renaming,
+)
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
 _NAMES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "max_position_embeddings": "seq_length"}
@@ -32,6 +42,11 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 def without_rotation(spec: ModelSpec) -> ModelSpec:
     """The spec of a model that turns no heads."""
     return replace(spec, no_rope_layers=(True,) * spec.num_hidden_layers)
+
+
+def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    spec = layer_norm_gguf(metadata, architecture, _ORDER)
+    return without_rotation(replace(spec, alibi_slopes=slopes(spec.num_attention_heads)))
 
 
 _OUTSIDE = {
@@ -61,6 +76,7 @@ FAMILY = Family(
             "mlp.dense_4h_to_h": "mlp.down_proj",
         },
     ),
+    gguf=GGUFFamily("bloom", _gguf, frozenset((GGUF_EPS,)), packed=GGUF_QKV),
     compiles=False,
     model=MODEL,
 )

@@ -11,8 +11,18 @@ from msgspec.structs import replace
 from meshlm.architectures.alibi import slopes
 from meshlm.architectures.bloom import without_rotation
 from meshlm.architectures.config_values import boolean, integer, shown, words
-from meshlm.architectures.family import Family, Layout, Weight
-from meshlm.architectures.layer_norms import MODEL, QKV, layer_norm_spec, layer_norm_weights, named, renaming
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Layout, Weight
+from meshlm.architectures.layer_norms import (
+    GGUF_EPS,
+    GGUF_QKV,
+    MODEL,
+    QKV,
+    layer_norm_gguf,
+    layer_norm_spec,
+    layer_norm_weights,
+    named,
+    renaming,
+)
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
 _NAMES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}  # of files before transformers had it
@@ -42,6 +52,11 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     if not boolean(config, "alibi"):
         return spec
     return without_rotation(replace(spec, alibi_slopes=slopes(heads, scale=spec.head_dim**-0.5)))
+
+
+def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    norms = 2 if "blk.0.attn_norm_2.weight" in metadata.shapes else 1
+    return layer_norm_gguf(metadata, architecture, LayerNormSpec(parallel=norms), "gelu")
 
 
 def _weights(spec: ModelSpec) -> Iterator[Weight]:
@@ -86,6 +101,7 @@ FAMILY = Family(
             "mlp.dense_4h_to_h": "mlp.down_proj",
         },
     ),
+    gguf=GGUFFamily("falcon", _gguf, frozenset((GGUF_EPS,)), packed=GGUF_QKV),
     compiles=False,
     model=MODEL,
 )

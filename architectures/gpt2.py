@@ -3,8 +3,18 @@
 from typing import Any
 
 from meshlm.architectures.config_values import integer, words
-from meshlm.architectures.family import Family, Layout
-from meshlm.architectures.layer_norms import MODEL, QKV, layer_norm_spec, layer_norm_weights, named, renaming
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Layout
+from meshlm.architectures.layer_norms import (
+    GGUF_EPS,
+    GGUF_QKV,
+    MODEL,
+    QKV,
+    layer_norm_gguf,
+    layer_norm_spec,
+    layer_norm_weights,
+    named,
+    renaming,
+)
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
 _NAMES = {
@@ -22,6 +32,10 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     biased = {**config, "attention_bias": True, "mlp_bias": True}
     keys = {"eps": "layer_norm_epsilon", "act": "activation_function"}
     return layer_norm_spec(biased, architecture, _ORDER, **keys, grouped=False)
+
+
+def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    return layer_norm_gguf(metadata, architecture, _ORDER)
 
 
 _OUTSIDE = {"wte": "model.embed_tokens", "wpe": "model.embed_positions", "ln_f": "model.norm"}
@@ -58,6 +72,7 @@ FAMILY = Family(
         r"(?:transformer\.)?h\.", _OUTSIDE | {f"transformer.{stem}": ours for stem, ours in _OUTSIDE.items()}, _INSIDE
     ),
     unread=r"model\.layers\.\d+\.attn\.(masked_)?bias",
+    gguf=GGUFFamily("gpt2", _gguf, frozenset((GGUF_EPS,)), packed=GGUF_QKV),
     compiles=False,
     model=MODEL,
 )

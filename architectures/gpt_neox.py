@@ -3,8 +3,17 @@
 from typing import Any
 
 from meshlm.architectures.config_values import boolean, words
-from meshlm.architectures.family import Family, Layout
-from meshlm.architectures.layer_norms import MODEL, QKV, layer_norm_spec, layer_norm_weights, renaming
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Layout
+from meshlm.architectures.layer_norms import (
+    GGUF_EPS,
+    GGUF_QKV,
+    MODEL,
+    QKV,
+    layer_norm_gguf,
+    layer_norm_spec,
+    layer_norm_weights,
+    renaming,
+)
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
 
@@ -14,6 +23,11 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     given = {key: value for key, value in config.items() if value is not None}
     biased = {**rotary, **given, "mlp_bias": True}
     return layer_norm_spec(biased, architecture, order, eps="layer_norm_eps", grouped=False)
+
+
+def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    parallel = bool(metadata.get("use_parallel_residual", True))
+    return layer_norm_gguf(metadata, architecture, LayerNormSpec(parallel=2 if parallel else 0), "gelu")
 
 
 FAMILY = Family(
@@ -50,6 +64,7 @@ FAMILY = Family(
         },
     ),
     unread=r"model\.layers\.\d+\.attention\.(rotary_emb\.inv_freq|masked_bias|bias)|model\.layers\.\d+\.attention\.rotary_emb.*",
+    gguf=GGUFFamily("gptneox", _gguf, frozenset((GGUF_EPS, "use_parallel_residual")), packed=GGUF_QKV),
     compiles=False,
     model=MODEL,
 )

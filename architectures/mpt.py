@@ -8,8 +8,18 @@ from meshlm.architectures.alibi import mpt_slopes
 from meshlm.architectures.bloom import without_rotation
 from meshlm.architectures.config_keys import check
 from meshlm.architectures.config_values import boolean, integer, number, shown, words
-from meshlm.architectures.family import Family
-from meshlm.architectures.layer_norms import MODEL, QKV, layer_norm_spec, layer_norm_weights, named, renaming
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata
+from meshlm.architectures.layer_norms import (
+    GGUF_EPS,
+    GGUF_QKV,
+    MODEL,
+    QKV,
+    layer_norm_gguf,
+    layer_norm_spec,
+    layer_norm_weights,
+    named,
+    renaming,
+)
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
 _NAMES = {
@@ -65,6 +75,16 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     return without_rotation(found)
 
 
+def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    spec = layer_norm_gguf(metadata, architecture, LayerNormSpec(), "gelu")
+    found = replace(
+        spec,
+        clip_qkv=float(metadata.get("attention.clamp_kqv", 0.0)),
+        alibi_slopes=mpt_slopes(spec.num_attention_heads, float(metadata.get("attention.max_alibi_bias"))),
+    )
+    return without_rotation(found)
+
+
 _OUTSIDE = {"wte": "model.embed_tokens", "norm_f": "model.norm"}
 DENSE = Family(
     architecture="MptForCausalLM",
@@ -96,7 +116,10 @@ DENSE = Family(
             "ffn.down_proj": "mlp.down_proj",
         },
     ),
+    gguf=GGUFFamily(
+        "mpt", _gguf, frozenset((GGUF_EPS, "attention.clamp_kqv", "attention.max_alibi_bias")), packed=GGUF_QKV
+    ),
     compiles=False,
     model=MODEL,
 )
-FAMILIES = (DENSE, DENSE._replace(architecture="MPTForCausalLM"))
+FAMILIES = (DENSE, DENSE._replace(architecture="MPTForCausalLM", gguf=None))

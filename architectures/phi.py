@@ -3,8 +3,16 @@
 from typing import Any
 
 from meshlm.architectures.config_values import words
-from meshlm.architectures.family import Family
-from meshlm.architectures.layer_norms import MODEL, layer_norm_spec, layer_norm_weights, renaming
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata
+from meshlm.architectures.layer_norms import (
+    GGUF_EPS,
+    GGUF_QKV,
+    MODEL,
+    layer_norm_gguf,
+    layer_norm_spec,
+    layer_norm_weights,
+    renaming,
+)
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
 _ORDER = LayerNormSpec(parallel=1, head_bias=True)
@@ -13,6 +21,10 @@ _ORDER = LayerNormSpec(parallel=1, head_bias=True)
 def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     biased = {**config, "attention_bias": True, "mlp_bias": True}
     return layer_norm_spec(biased, architecture, _ORDER, eps="layer_norm_eps")
+
+
+def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    return layer_norm_gguf(metadata, architecture, _ORDER)
 
 
 FAMILY = Family(
@@ -32,6 +44,7 @@ FAMILY = Family(
         {"model.final_layernorm": "model.norm"},
         {"self_attn.dense": "self_attn.o_proj", "mlp.fc1": "mlp.up_proj", "mlp.fc2": "mlp.down_proj"},
     ),
+    gguf=GGUFFamily("phi2", _gguf, frozenset((GGUF_EPS,)), packed=GGUF_QKV),
     compiles=False,
     model=MODEL,
 )

@@ -5,8 +5,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import boolean, words
-from meshlm.architectures.family import Family
-from meshlm.architectures.layer_norms import MODEL, layer_norm_spec, layer_norm_weights
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata
+from meshlm.architectures.layer_norms import GGUF_EPS, MODEL, layer_norm_gguf, layer_norm_spec, layer_norm_weights
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
 
@@ -17,6 +17,11 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     )
     biased = {**config, "attention_bias": boolean(config, "use_qkv_bias"), "mlp_bias": False}
     return replace(layer_norm_spec(biased, architecture, order, eps="layer_norm_eps"), output_bias=False)
+
+
+def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    order = LayerNormSpec(gated=True, parallel=0 if "blk.0.ffn_norm.weight" in metadata.shapes else 1)
+    return layer_norm_gguf(metadata, architecture, order, "silu")
 
 
 FAMILY = Family(
@@ -32,6 +37,7 @@ FAMILY = Family(
         "num_key_value_heads": 32,
         "max_position_embeddings": 4096,
     },
+    gguf=GGUFFamily("stablelm", _gguf, frozenset((GGUF_EPS, "use_parallel_residual"))),
     compiles=False,
     model=MODEL,
 )

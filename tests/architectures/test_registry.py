@@ -47,6 +47,11 @@ LAYER_NORMS: dict[str, LayerNormSpec] = {
     "Phi": LayerNormSpec(parallel=1, head_bias=True),
     "OPT": LayerNormSpec(learned_positions=True, after=True, embedding_dim=6),
     "StableLm": LayerNormSpec(gated=True),
+    "GPTJ": LayerNormSpec(parallel=1, head_bias=True),
+    "NemotronF": LayerNormSpec(),
+    "NemotronM": LayerNormSpec(),
+    "OlmoF": LayerNormSpec(gated=True, affine=False),
+    "OlmoM": LayerNormSpec(gated=True, affine=False),
     "Bloom": LayerNormSpec(embedding_norm=True),
     "Mpt": LayerNormSpec(),
     "MPT": LayerNormSpec(),
@@ -125,7 +130,7 @@ def test_weights_fill_the_parameters_of_the_model(architecture: str, tied: bool)
         of_experts = {"attention_sinks": True, "moe": moe}
     order = next((order for stem, order in LAYER_NORMS.items() if architecture.startswith(stem)), None)
     if order is not None and not architecture.startswith(("Phi3", "FalconH1", "FalconMamba")):
-        of_encoder = {"layer_norms": order, "norm_bias": not architecture.startswith("Cohere")}
+        of_encoder = {"layer_norms": order, "norm_bias": order.affine and not architecture.startswith("Cohere")}
     spec = spec_of(
         **of_encoder,
         **of_states,

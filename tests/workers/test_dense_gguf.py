@@ -1,6 +1,6 @@
 """The .gguf files of dense decoders that differ from Llama, written as llama.cpp does, against transformers."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,7 @@ import gguf
 import pytest
 import torch
 from gguf_models import writer_of
-from small_models import CPU, SMALL, caches, load, run
+from small_models import CLASSIC, CPU, SMALL, caches, load, run
 
 from meshlm.architectures.registry import family_of, weights_of
 from meshlm.runtime.model_files import resolve_model
@@ -20,6 +20,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("Cohere2Config", {"num_hidden_layers": 5, "sliding_window": 7, "logit_scale": 1.5}),
     "smollm3": ("SmolLM3Config", {"num_hidden_layers": 5}),
     "starcoder2": ("Starcoder2Config", {}),
+    **{
+        kind: CLASSIC[name]
+        for kind, name in (
+            ("gpt2", "gpt2"),
+            ("gptneox", "gpt-neox"),
+            ("phi2", "phi"),
+            ("stablelm", "stablelm"),
+            ("bloom", "bloom"),
+            ("mpt", "mpt"),
+            ("falcon", "falcon-40b"),
+            ("olmo", "olmo"),
+            ("nemotron", "nemotron"),
+        )
+    },
     "granite": (
         "GraniteConfig",
         {"embedding_multiplier": 3.0, "logits_scaling": 1.5, "residual_multiplier": 0.4, "attention_multiplier": 0.2},
@@ -37,11 +51,12 @@ def joined(tensors: dict[str, torch.Tensor], packed: Mapping[str, tuple[str, ...
     return found
 
 
-def known_names(kind: str, tensors: Iterable[str]) -> set[str]:
+def known_names(kind: str, tensors: Collection[str]) -> set[str]:
     """The names that the gguf package gives these tensors of transformers."""
     (architecture,) = [number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == kind]
     names = gguf.get_tensor_name_map(architecture, 5)
-    return {names.get_name(tensor, (".weight", ".bias")) or "" for tensor in tensors}
+    stems = {*tensors, *(tensor.removeprefix("transformer.") for tensor in tensors)}  # BLOOM's are without it
+    return {names.get_name(tensor, (".weight", ".bias")) or "" for tensor in stems}
 
 
 @pytest.mark.parametrize("kind", CASES)
@@ -74,12 +89,21 @@ def test_a_gguf_file_is_the_same_model(kind: str, tmp_path: Path) -> None:
         writer.add_logit_scale(logits)
         writer.add_residual_scale(residual)
         writer.add_attention_scale(spec.query_pre_attn_scalar**-0.5)
+    if spec.head_dim * spec.num_attention_heads != spec.hidden_size:
+        writer.add_key_length(spec.head_dim)
+        writer.add_value_length(spec.head_dim)
+    if spec.clip_qkv:
+        writer.add_clamp_kqv(spec.clip_qkv)
+    if kind == "mpt":
+        writer.add_max_alibi_bias(8.0)
+    if kind in ("gptneox", "phi2", "stablelm", "nemotron"):
+        writer.add_rope_dimension_count(spec.rotary_dim)
     if spec.sliding_window:
         writer.add_sliding_window(spec.sliding_window)
     writer.add_rope_freq_base(spec.rope.rope_theta)
     tensors: dict[str, torch.Tensor] = {}
     for weight in weights_of(spec).values():
-        tensor = weights[weight.name]
+        tensor = weights[weight.name] + weight.plus
         if (
             family.gguf.interleaved_heads
             and not weight.neighbours[1]
@@ -88,8 +112,10 @@ def test_a_gguf_file_is_the_same_model(kind: str, tmp_path: Path) -> None:
             halves = tensor.view(-1, 2, spec.head_dim // 2, *tensor.shape[1:])
             tensor = halves.transpose(1, 2).reshape(tensor.shape)
         tensors[weight.gguf] = tensor
-    for name, tensor in joined(tensors, family.gguf.packed).items():
-        assert name in known_names(kind, theirs.state_dict()), "llama.cpp has no such name for a tensor of this model"
+    known = known_names(kind, theirs.state_dict())
+    packed = {stem: parts for stem, parts in family.gguf.packed.items() if f"blk.0.{stem}.weight" in known}
+    for name, tensor in joined(tensors, packed).items():
+        assert name in known, "llama.cpp has no such name for a tensor of this model"
         writer.add_tensor(name, tensor.contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

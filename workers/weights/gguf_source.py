@@ -70,7 +70,7 @@ class GGUFTensorSource:
     def of_rows(self, begin: int, end: int) -> "GGUFTensorSource":
         """One of the weights of a tensor that holds several, one below the other."""
         one = copy(self)
-        one.shape, one._data = (end - begin, *self.shape[1:]), self._data[begin:end]
+        one.shape, one._data = (end - begin, *self.shape[1:]), self._cut(0, begin, end)
         return one
 
     def like(self, shape: tuple[int, ...]) -> "GGUFTensorSource":
