@@ -63,7 +63,7 @@ class Outcome(NamedTuple):
 def fastest(times: Times) -> Config:
     """The fastest candidate; the plain way unless another is clearly faster."""
     best = min(times, key=times.__getitem__, default=PLAIN)
-    return best if best != PLAIN and times[best] <= GAIN * times[PLAIN] else PLAIN
+    return best if PLAIN in times and times[best] <= GAIN * times[PLAIN] else PLAIN
 
 
 def choices_of(entry: Table | None) -> dict[int, Config]:

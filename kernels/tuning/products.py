@@ -11,7 +11,7 @@ where time is short; `full` tries all.
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,7 @@ from meshlm.kernels.small_m_gemm import kernel as small_m_gemm
 from meshlm.kernels.small_m_gemm import tune as small_m_tune
 from meshlm.kernels.tuning.core import PLAIN, Case, Config, Key, Work
 
+T = TypeVar("T")
 OFF = 0.02  # of the result's norm: more than rounding
 COMPILE_S = 1.5  # of a few candidates, several at a time
 PIECE_S = 0.05  # of anything else
@@ -83,7 +84,7 @@ class ProductBench:
         runs = self._runs(case)
         if case.op != "gemm":
             yield COMPILE_S
-            _compile(runs, weights[0])
+            _compile(runs, weights[0], self._device)
         self._residual.zero_()
         expected = runs[PLAIN](weights[0])
         right = {PLAIN: runs[PLAIN]}
@@ -95,7 +96,11 @@ class ProductBench:
         timers: dict[Config, Timer] = {}
         for config, run in right.items():
             yield PIECE_S
-            timers[config] = self._begin(run, weights)
+            timer = attempted(lambda run=run: self._begin(run, weights), self._device)  # type: ignore[misc]
+            if timer is not None:
+                timers[config] = timer
+        if PLAIN not in timers:
+            return {}
         taken: dict[Config, list[float]] = {config: [] for config in timers}
         for turn in range(TURNS):
             first = min((times[0] for times in taken.values() if times), default=0.0)
@@ -209,25 +214,34 @@ class ProductBench:
         return runs
 
 
-def _compile(runs: dict[Config, Run], weight: Tensor) -> None:
+def _compile(runs: dict[Config, Run], weight: Tensor, device: torch.device) -> None:
     """Has all kernels at once; what cannot be compiled says so when it is tried."""
     with precompiled():
         for run in runs.values():
-            run(weight)
+            attempted(lambda run=run: run(weight), device)  # type: ignore[misc]
+
+
+def attempted(work: Callable[[], T], device: torch.device) -> T | None:
+    """What the work gives; None where a compiler or a driver says that it cannot be done: no kernel is worth the process."""
+    try:
+        return work()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # Triton's errors have no class in common with the driver's
+        if device.type == "cuda":
+            torch.cuda.synchronize()  # raises if the GPU itself has failed
+        return None
 
 
 def computes(run: Run, weight: Tensor, expected: Tensor, device: torch.device) -> bool:
     """Whether the candidate can be launched, and gives what the plain way gives."""
-    try:
+
+    def off() -> float:
         found = run(weight).float()
-        off = float((found - expected.float()).norm() / expected.float().norm())
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # of a compiler or a driver; no kernel is worth the process
-        if device.type == "cuda":
-            torch.cuda.synchronize()  # raises if the GPU itself has failed
-        return False
-    return off <= OFF  # NaN is not
+        return float((found - expected.float()).norm() / expected.float().norm())
+
+    error = attempted(off, device)
+    return error is not None and error <= OFF  # NaN is not
 
 
 def captured(run: Run, weights: list[Tensor]) -> Timer:

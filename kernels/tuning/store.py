@@ -17,6 +17,7 @@ from meshlm.kernels.tables import Table, key_of, name_of
 from meshlm.kernels.tuning.core import NAMES, Key
 
 FORMAT = 1
+LENGTHS = {"gemv": 4, "small_m_gemm": 6, "gate_up_silu": 7, "gemm": 10}  # of a choice
 _NOTE = "attempt-"
 
 
@@ -98,10 +99,15 @@ def _checked(op: str, table: Any) -> list[Table]:
         if not isinstance(entry, dict) or not {*NAMES[op], "rows", "measured"} <= entry.keys():
             raise ValueError("an entry lacks its sizes or choices")
         for choice in entry["rows"]:
-            if not (isinstance(choice, list) and len(choice) == 3 and _numbers(choice[:2]) and _numbers(choice[2])):
+            if not (
+                isinstance(choice, list) and len(choice) == 3 and _numbers(choice[:2]) and _is_config(op, choice[2])
+            ):
                 raise ValueError(f"{choice!r} is no choice")
         for choice in entry["measured"]:
-            if not (isinstance(choice, list) and len(choice) == 2 and _numbers(choice[:1]) and _numbers(choice[1])):
+            plain = isinstance(choice, list) and choice[1:] == [[]]
+            if not (isinstance(choice, list) and len(choice) == 2 and _numbers(choice[:1])) or not (
+                plain or _is_config(op, choice[1])
+            ):
                 raise ValueError(f"{choice!r} is no measured choice")
     entries: list[Table] = table["products"]
     return entries
@@ -109,6 +115,10 @@ def _checked(op: str, table: Any) -> list[Table]:
 
 def _numbers(values: Any) -> bool:
     return isinstance(values, list) and all(isinstance(value, int) for value in values)
+
+
+def _is_config(op: str, values: Any) -> bool:
+    return _numbers(values) and len(values) == LENGTHS[op]
 
 
 def _shown(value: Any) -> str:

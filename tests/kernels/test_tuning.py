@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 pytest.importorskip("triton")
+from triton.runtime.errors import OutOfResources
+
 from meshlm.kernels import pdl, tables
 from meshlm.kernels.gate_up_silu import kernel as gate_up_silu
 from meshlm.kernels.gemm import kernel as gemm
@@ -31,7 +33,7 @@ MADE_BY = {
     "triton": "3.6",
     "kernels": "abc",
 }
-A, B = (16, 64), (32, 64)
+A, B = (66, 20, 1, 0, 0, 0, 35, 0, 3, 0), (66, 201, 1, 0, 0, 3, 35, 0, 5, 0)  # algorithms of cuBLAS
 QKV, DOWN = ("gemm", (6144, 4096)), ("gemm", (4096, 14336))
 
 
@@ -241,6 +243,8 @@ def test_a_table_of_another_version_is_named_and_not_used(changed: dict[str, Any
         '{"products": [{"outputs": 1, "inputs": 2, "measured": [], "rows": [[1, 2]]}]}',
         '{"products": [{"outputs": 1, "inputs": 2, "rows": [], "measured": [[1, ["x"]]]}]}',
         '{"products": [{"outputs": 1, "inputs": 2, "measured": [], "rows": [[1, 2, "abc"]]}]}',
+        '{"products": [{"outputs": 1, "inputs": 2, "measured": [], "rows": [[1, 2, [3, 4]]]}]}',  # of another operation
+        '{"products": [{"outputs": 1, "inputs": 2, "rows": [], "measured": [[1]]}]}',
     ],
 )
 def test_a_broken_table_is_refused_in_one_line_and_made_anew(text: str, tmp_path: Path) -> None:
@@ -266,7 +270,7 @@ def test_writers_at_once_do_not_tear_it(tmp_path: Path) -> None:
         pid = os.fork()
         if pid == 0:
             for turn in range(30):
-                other.keep("gemm", core.entry_of("gemm", (64 * nth + 1, 64), {32: (turn, 1)}))
+                other.keep("gemm", core.entry_of("gemm", (64 * nth + 1, 64), {32: (turn, *A[1:])}))
             os._exit(0)
         pids.append(pid)
     for pid in pids:
@@ -370,7 +374,7 @@ def test_what_computes_something_else_cannot_win(monkeypatch: pytest.MonkeyPatch
         return right
 
     monkeypatch.setattr(small_m_gemm, "small_m_gemm", broken)
-    monkeypatch.setattr(products, "_compile", lambda runs, weight: None)
+    monkeypatch.setattr(products, "_compile", lambda *_: None)
     times = measured(ProductBench(SETTING, made_up([9.0, 5.0])), Case("small_m_gemm", (64, 128, "product"), 8))
     assert times == {PLAIN: 9.0, shapes[3]: 5.0}
 
@@ -380,9 +384,31 @@ def test_those_far_behind_leave_after_the_first_turn(monkeypatch: pytest.MonkeyP
     shapes = [small_m_gemm.Shape(16, 32, 64, 1, warps, 3) for warps in (1, 2)]
     monkeypatch.setattr(ProductBench, "_small_shapes", lambda *_: shapes)
     monkeypatch.setattr(small_m_gemm, "small_m_gemm", lambda x, w, shape, use: x @ w.t())
-    monkeypatch.setattr(products, "_compile", lambda runs, weight: None)
+    monkeypatch.setattr(products, "_compile", lambda *_: None)
     times = measured(ProductBench(SETTING, made_up([9.0, 5.0, 8.0])), Case("small_m_gemm", (64, 128, "product"), 8))
     assert times == {PLAIN: 9.0, shapes[0]: 5.0}
+
+
+@pytest.mark.usefixtures("small")
+def test_a_candidate_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it is compiled, launched or captured; without the plain way nothing is said of the size."""
+    shapes = [small_m_gemm.Shape(16, 32, 64, 1, warps, 3) for warps in (1, 2)]
+    monkeypatch.setattr(ProductBench, "_small_shapes", lambda *_: shapes)
+
+    def some(x: Tensor, w: Tensor, shape: small_m_gemm.Shape, use: str) -> Tensor:
+        if shape.warps == 1:
+            raise OutOfResources(300_000, 232_448, "shared memory")
+        return x @ w.t()
+
+    monkeypatch.setattr(small_m_gemm, "small_m_gemm", some)
+    case = Case("small_m_gemm", (64, 128, "product"), 8)
+    assert measured(ProductBench(SETTING, made_up([9.0, 5.0])), case) == {PLAIN: 9.0, shapes[1]: 5.0}
+
+    def begin(run: products.Run, weights: list[Tensor]) -> products.Timer:
+        raise OutOfResources(300_000, 232_448, "shared memory")
+
+    assert measured(ProductBench(SETTING, begin), case) == {}
+    assert core.fastest({}) == PLAIN
 
 
 def test_nothing_is_tried_that_there_is_no_kernel_for() -> None:

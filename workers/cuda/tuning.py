@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import structlog
 import torch
 import triton
+from triton.runtime.errors import TritonError
 
 from meshlm.kernels import tables
 from meshlm.kernels.tables import Table
@@ -117,9 +118,15 @@ class Tuner:
             _log.warning("no memory to tune in: products keep the kernels that they have")
         except OSError as error:
             _log.warning("nothing is tuned, since nothing can be kept", reason=str(error))
-        except RuntimeError as error:  # of a library; a GPU that has failed says so to whoever uses it next
+        except (
+            RuntimeError,
+            TritonError,
+            ValueError,
+            TypeError,
+            AssertionError,
+        ) as error:  # of a library, a compiler, a driver
             if self._ranks.device.type == "cuda":
-                torch.cuda.synchronize()
+                torch.cuda.synchronize()  # raises if the GPU itself has failed: the next incarnation measures nothing
             _log.warning("tuning has ended early", reason=next(iter(str(error).splitlines()), ""))
         else:
             if found:

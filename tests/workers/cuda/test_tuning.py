@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+from triton.runtime.errors import OutOfResources, PTXASError
+
 from meshlm.kernels import tables
 from meshlm.kernels.small_m_gemm import kernel as small_m_gemm
 from meshlm.kernels.tuning import core
@@ -107,7 +109,17 @@ def test_a_start_that_measures_nothing(mode: str, used: object, tmp_path: Path) 
     assert small_m_gemm.shape_for(16, 256, 128, "gate") == used
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), RuntimeError("cublasLtCreate failed")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("full"),
+        RuntimeError("cublasLtCreate failed"),
+        OutOfResources(300_000, 232_448, "shared memory"),  # Triton's are no RuntimeErrors
+        PTXASError("ptxas died"),
+        ValueError("a library of another version"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
 def test_what_cannot_be_measured_ends_no_start(error: Exception, tmp_path: Path) -> None:
     bench = FakeBench(error)
     assert not start("quick", tmp_path, 2, bench)
