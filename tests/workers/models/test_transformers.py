@@ -13,12 +13,15 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from served_engines import AGAIN, Engines, made, served
-from small_models import BLOCK, CPU, SMALL, batch_of, caches, resolved, resolved_of_files
+from small_models import BLOCK, CPU, SMALL, batch_of, caches, resolved_of_files
 
+from meshlm.protocol.config import ParallelConfig, Resolved
 from meshlm.protocol.model import ModelSpec, TransformersSpec
 from meshlm.runtime import transformers_models
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.runtime.model_files import resolve_model
+from meshlm.supervisor.errors import UsageError
+from meshlm.supervisor.settings.parallel import check
 from meshlm.workers.attention.torch_backend import TorchAttention
 from meshlm.workers.batch import GivenEmbeds
 from meshlm.workers.distributed.communicator import SINGLE_RANK
@@ -54,7 +57,7 @@ def test_tokens_are_transformers_own(case: str, tmp_path: Path, monkeypatch: pyt
     """In chunks, in too little memory, and behind what an earlier request left."""
     monkeypatch.setattr(served_engines, "OUTPUT", 10)
     expected = made(CASES[case], tmp_path)
-    engines = Engines(tmp_path, 24, "auto")
+    engines = Engines(tmp_path, 24, "auto", model_impl="transformers")
     try:
         bench = served(engines)
     finally:
@@ -79,7 +82,7 @@ def test_tokens_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             return alone(*arguments)
 
     monkeypatch.setattr(load, "load_transformers", in_turns)
-    engines = Engines(tmp_path, 60, "auto", tp=2)
+    engines = Engines(tmp_path, 60, "auto", tp=2, model_impl="transformers")
     try:
         assert engines.engines[0].spec.num_attention_heads == 3
         weights = [sum(part.numel() for part in engine.model.parameters()) for engine in engines.engines]
@@ -89,6 +92,10 @@ def test_tokens_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         engines.close()
     whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert sum(weights) < 2 * sum(part.numel() for part in whole.parameters()), "nothing was split"
+
+
+def resolved(folder: Path, load_format: str = "auto") -> Resolved:
+    return resolved_of_files(resolve_model(str(folder), load_format=load_format, model_impl="transformers"))
 
 
 def config_of(name: str, **extra: Any) -> dict[str, Any]:
@@ -105,11 +112,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         config_of("GptOss", num_local_experts=4),
         "layer 0: its attention is given s_aux, which ours does not know",
     ),
-    "states": (config_of("Mamba"), "keeps recurrent states"),
-    "convolutions": (config_of("Lfm2", layer_types=["conv", "full_attention"]), "attention interface"),
+    "states": (config_of("Rwkv"), "keeps recurrent states"),
+    "convolutions": (config_of("Lfm2", layer_types=["conv", "full_attention"]), "layer_types has conv; there are"),
     "biases by position": (config_of("Bloom"), "does not attend through transformers' attention interface"),
     "no interface": (config_of("GPTJ", rotary_dim=8), "does not attend through transformers' attention interface"),
     "several calls": (config_of("DiffLlama"), "a layer of it attends several times"),
+    "chunks": (
+        config_of("Granite") | {"layer_types": ["chunked_attention"] * 2},
+        "layer_types has chunked_attention; there",
+    ),
+    "a short context": (
+        config_of("Granite", max_position_embeddings=23),
+        "max_position_embeddings 23: its context must",
+    ),
     "rope of the batch": (config_of("Granite", rope_parameters=LONG), "rope_type dynamic: .* the requests beside it"),
     "no decoder": (config_of("Granite") | {"model_type": "vit"}, "no causal decoder of model_type 'vit'"),
     "unknown": (config_of("Granite") | {"model_type": "none"}, "knows no model_type 'none'"),
@@ -128,6 +143,30 @@ def test_what_our_attention_cannot_do_is_refused_by_name(case: str, tmp_path: Pa
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelFilesError, match=reason):
         resolve_model(str(tmp_path), load_format="dummy", model_impl="transformers")
+
+
+@pytest.mark.parametrize(
+    ("name", "extra", "reason"),
+    [
+        ("Arcee", {}, ""),
+        ("GPTNeoX", {"num_attention_heads": 4}, ""),
+        ("StableLm", {}, "its configuration has no base_model_tp_plan"),
+        ("Olmoe", {"num_experts": 8}, "base_model_tp_plan has the style colwise_gather_output for layers."),
+        ("Youtu", {"num_key_value_heads": 6}, "base_model_tp_plan leaves attention whole"),
+        ("Arcee", {"num_key_value_heads": 1}, "it has one key-value head"),
+    ],
+)
+def test_ranks_split_what_the_plan_splits(name: str, extra: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_of(name, **extra)))
+    spec = resolved(tmp_path, "dummy").spec
+    assert spec.transformers is not None
+    assert spec.transformers.not_split.startswith(reason)
+    assert bool(spec.transformers.not_split) == bool(reason)
+    with pytest.raises(UsageError, match="--model-impl transformers has no stages"):
+        check(ParallelConfig(pipeline_parallel_size=2), spec, "cpu", 2)
+    if reason:
+        with pytest.raises(UsageError, match=f"--tensor-parallel-size 2: {name}ForCausalLM: {reason}"):
+            check(ParallelConfig(tensor_parallel_size=2), spec, "cpu", 2)
 
 
 def test_other_states_than_with_transformers_attention_end_the_start(

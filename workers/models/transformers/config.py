@@ -7,6 +7,7 @@ from typing import Any
 from meshlm.protocol.model import TransformersSpec
 from meshlm.runtime.errors import ModelFilesError
 
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _SAMPLED_ROPE = ("dynamic", "longrope")
 
 
@@ -34,12 +35,24 @@ def config_of(source: TransformersSpec, folder: Path) -> Any:
     try:
         config = made.from_dict(values)
     except (TypeError, ValueError, KeyError, AttributeError, StrictDataclassError) as error:
-        raise ModelFilesError(f"transformers refuses its config.json ({_line(error)})") from None
+        raise ModelFilesError(f"transformers refuses its config.json ({in_one_line(error)})") from None
     config._name_or_path = str(folder)
-    if config.get_text_config() is not config:
+    if not _is_text(config):
         raise ModelFilesError("it is no model of text alone")
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
+    if others:
+        raise ModelFilesError(
+            f"layer_types has {', '.join(map(str, others))}; there are {', '.join(sorted(_LAYER_TYPES))}"
+        )
     _check_rope(getattr(config, "rope_parameters", None))
     return config
+
+
+def _is_text(config: Any) -> bool:
+    try:
+        return bool(config.get_text_config() is config)
+    except ValueError:  # it has several
+        return False
 
 
 def class_of(config: Any, source: TransformersSpec, folder: Path) -> Any:
@@ -71,7 +84,7 @@ def _own_code(name: str, folder: Path, source: TransformersSpec) -> Any:
     try:
         return get_class_from_dynamic_module(name, str(folder), code_revision=source.code_revision or None)
     except (OSError, ImportError, AttributeError, ValueError, SyntaxError) as error:
-        raise ModelFilesError(f"the code that comes with the model cannot be loaded ({_line(error)})") from None
+        raise ModelFilesError(f"the code that comes with the model cannot be loaded ({in_one_line(error)})") from None
 
 
 def _check_rope(settings: Any) -> None:
@@ -86,6 +99,6 @@ def _check_rope(settings: Any) -> None:
         )
 
 
-def _line(error: Exception) -> str:
+def in_one_line(error: Exception) -> str:
     """An exception in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]

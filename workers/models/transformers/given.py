@@ -10,7 +10,12 @@ from torch import Tensor, nn
 class GivenStates(nn.Module):
     """It stands in the place of a model's layers, and gives the states that it gets: a head may scale or cap its logits as it likes."""
 
-    def forward(self, inputs_embeds: Tensor | None = None, **_: Any) -> Any:
+    @property
+    def decoder(self) -> "GivenStates":
+        """Some models ask a part of their layers."""
+        return self
+
+    def forward(self, *_: Any, inputs_embeds: Tensor | None = None, **__: Any) -> Any:
         """See the class."""
         from transformers.modeling_outputs import MoeModelOutputWithPast
 

@@ -15,14 +15,16 @@ from torch import Tensor, nn
 
 from meshlm.architectures.transformers_backend import ARCHITECTURE
 from meshlm.protocol.model import ModelSpec, TransformersSpec
-from meshlm.runtime.errors import ModelFilesError
+from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.runtime.transformers_models import Found, Request
+from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.models.transformers import interface
-from meshlm.workers.models.transformers.config import _line, class_of, config_of, quiet
+from meshlm.workers.models.transformers.config import class_of, config_of, in_one_line, quiet
 from meshlm.workers.models.transformers.given import given_states
-from meshlm.workers.models.transformers.split import why_not_split
+from meshlm.workers.models.transformers.split import split, why_not_split
 
 _TOKENS = 9
+SHORTEST = 24  # context: workers hold a model against transformers' attention with so many tokens (proof.py)
 _HARMLESS = frozenset(("position_ids", "position_embeddings", "cache_position", "input_ids", "attention_mask_2d"))
 """Tensors that models hand on to attention without a meaning there."""
 
@@ -51,7 +53,7 @@ def look(source: TransformersSpec, folder: Path) -> Layout:
         raise
     except Exception as error:
         raise ModelFilesError(
-            f"it does not attend through transformers' attention interface ({_line(error)})"
+            f"it does not attend through transformers' attention interface ({in_one_line(error)})"
         ) from None
     names = {id(module): name for name, module in model.named_modules()}
     found, hidden, vocabulary = seen
@@ -79,9 +81,11 @@ def look(source: TransformersSpec, folder: Path) -> Layout:
         sliding_layers=tuple(map(bool, windows)) if window else (),
         attn_logit_softcapping=caps.pop(),
         dtype=_dtype(source),
-        transformers=msgspec.structs.replace(source, not_split=why_not_split(model)),
+        transformers=source,
     )
     weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    not_split = why_not_split(model) or _why_not_by_heads(model, heads, kv_heads)
+    spec = msgspec.structs.replace(spec, transformers=msgspec.structs.replace(source, not_split=not_split))
     return Layout(spec, tuple(names[id(call.module)] for call in found), weight_bytes)
 
 
@@ -100,6 +104,26 @@ def _calls(model: Any) -> tuple[list[interface.Seen], int, int]:
     if hidden.shape[:2] != (1, _TOKENS) or logits.shape[0] != _TOKENS:
         raise ModelFilesError(f"its states have the shape {tuple(hidden.shape)}, its logits {tuple(logits.shape)}")
     return seen, hidden.shape[2], logits.shape[1]
+
+
+def _why_not_by_heads(model: Any, heads: int, kv_heads: int) -> str:
+    """Splits the model, which is lost by that, and looks again: a plan may leave attention whole."""
+    size = next((size for size in range(2, kv_heads + 1) if kv_heads % size == 0), 0)
+    if not size:
+        return "it has one key-value head"
+    try:
+        split(model, Shard(0, size), lambda x: x)
+        found, _, _ = _calls(model)
+    except ProcessFatal:
+        return ""  # another number of ranks may divide its sizes
+    except (RuntimeError, ValueError) as error:
+        return f"base_model_tp_plan does not split it ({in_one_line(error)})"
+    here = {(call.query[1], call.key[1], call.value[1]) for call in found}
+    return (
+        ""
+        if here == {(heads // size, kv_heads // size, kv_heads // size)}
+        else "base_model_tp_plan leaves attention whole"
+    )
 
 
 def _check_layers(found: list[interface.Seen], config: Any) -> None:
@@ -154,8 +178,10 @@ def _window(call: interface.Seen, context: int) -> int:
 
 def _context(config: Any) -> int:
     length = getattr(config, "max_position_embeddings", None)
-    if not isinstance(length, int) or length < 1:
-        raise ModelFilesError(f"its context is unknown (max_position_embeddings {length!r})")
+    if not isinstance(length, int) or length < SHORTEST:
+        raise ModelFilesError(
+            f"max_position_embeddings {length!r}: its context must be known, and {SHORTEST} tokens at least"
+        )
     return length
 
 

@@ -20,7 +20,7 @@ from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.layers.ops import AttentionShape, Ops, TorchOps, make_ops
 from meshlm.workers.models.decoder import Decoder, DecoderLayer, KVScale, Parts
 from meshlm.workers.models.transformers import given, interface
-from meshlm.workers.models.transformers.look import attending
+from meshlm.workers.models.transformers.look import SHORTEST, attending
 from meshlm.workers.models.transformers.proof import why_unequal
 
 
@@ -85,7 +85,7 @@ class TransformersModel(Decoder):
         self.layers = nn.ModuleList()
         self.rope = torch.empty(0)
         self.step: _Step | None = None
-        self._max_len = max_len
+        self._max_len = max(max_len, SHORTEST)
         for layer, module in enumerate(attending(model, modules)):
             setattr(module, interface.LAYER, _Layer(self, layer))
         self.base = model.base_model

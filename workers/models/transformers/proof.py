@@ -13,12 +13,14 @@ from meshlm.workers.attention.torch_backend import TorchAttention
 from meshlm.workers.batch import LayerCache, RequestLens, StepInputs
 from meshlm.workers.layers.ops import TorchOps
 from meshlm.workers.models.transformers import given, interface
+from meshlm.workers.models.transformers.config import in_one_line
+from meshlm.workers.models.transformers.look import SHORTEST
 
 if TYPE_CHECKING:
     from meshlm.workers.models.transformers.model import TransformersModel
 
 BLOCK = 4
-FIRST, CUT, SECOND = 24, 13, 10
+FIRST, CUT, SECOND = SHORTEST, 13, 10
 """Tokens of the first request, and of its first piece; tokens of the second, of which the last is a decode."""
 ALLOWED = {torch.float32: 1e-4, torch.float16: 0.03, torch.bfloat16: 0.1}
 """Of the length of a state: the middle one of each piece, since a rounding may choose another expert for a token."""
@@ -34,6 +36,15 @@ class _Piece(NamedTuple):
 
 def why_unequal(model: "TransformersModel") -> str:
     """A reason with numbers; empty where states and logits are the same."""
+    try:
+        return _why_unequal(model)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:  # of transformers' code
+        return f"which fails: {in_one_line(error)}"
+
+
+def _why_unequal(model: "TransformersModel") -> str:
     size = model.spec.vocab_size
     device = model.rope.device
     first = torch.arange(FIRST, device=device) * 7 % size

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.distributed.shard import Shard
 
 _WHOLE = ("replicated_with_grad_allreduce", "replicate", "replicated", "sequence_parallel")
@@ -44,10 +45,14 @@ def _planned(model: Any) -> Iterator[tuple[str, nn.Module, str]]:
 
 def split(model: Any, shard: Shard, all_reduce: Callable[[Tensor], Tensor]) -> None:
     """Leaves this rank's part of each product that the plan names."""
-    for _, module, style in list(_planned(model)):
+    for name, module, style in list(_planned(model)):
         if not isinstance(module, nn.Linear) or style in _WHOLE:
             continue
         dim = 0 if style == _COLWISE else 1
+        if module.weight.shape[dim] % shard.tp_size:
+            raise ProcessFatal(
+                f"--tensor-parallel-size {shard.tp_size}: does not divide {module.weight.shape[dim]}, a size of {name}"
+            )
         begin, end = shard.part(module.weight.shape[dim])
         module.weight = nn.Parameter(module.weight.narrow(dim, begin, end - begin).clone(), requires_grad=False)
         if dim == 0:
