@@ -1,4 +1,5 @@
-"""The scheduler's core alone: µs per plan and per result of N steady decodes, with one KV group and with two, and of hashing prefixes.
+"""The scheduler's core alone: µs per plan and per result of N steady decodes, with one KV group, with two, with three, and of hashing
+prefixes.
 
 python -P benchmarks/scheduler.py [--requests 256] [--steps 400] [--json FILE]
 """
@@ -13,7 +14,7 @@ from pathlib import Path
 from meshlm.protocol.admit_edge import Assign, EngineRequest
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
-from meshlm.protocol.kv import FullAttention, KVSpec, SlidingWindow
+from meshlm.protocol.kv import FullAttention, KVSpec, RecurrentState, SlidingWindow
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import StepPlan, StepResult, WorkerReady
 from meshlm.runtime.events import PeerUp, Received
@@ -24,6 +25,14 @@ from meshlm.scheduler_proc.limits import Limits
 MAX_NUM_SEQS, BLOCK_SIZE, PROMPT_LEN = 1024, 16, 64
 BESIDE_PROMPTS = 100  # steps, at most, that the first requests decode while the last ones' prompts are computed
 LIFE = Incarnation(1)
+STATES = RecurrentState("align", 32)
+KINDS: dict[str, tuple[KVSpec, ...]] = {
+    "one_kind": (),
+    "two_kinds": (FullAttention(), SlidingWindow(64)),
+    "three_kinds": (FullAttention(), SlidingWindow(64), STATES),
+    "full_and_two_groups_of_windows": (FullAttention(), SlidingWindow(64), SlidingWindow(64)),
+    "full_and_two_groups_of_states": (FullAttention(), STATES, STATES),
+}
 WORKER, DETOKENIZER, COORDINATOR = Identity(Role.WORKER), Identity(Role.DETOKENIZER), Identity(Role.COORDINATOR)
 
 
@@ -83,7 +92,7 @@ def hashing(num_tokens: int = 8192) -> float:
     """µs per 1,000 prompt tokens."""
     tokens = array("i", range(num_tokens))
     begun = time.perf_counter()
-    hashes.extend([], {}, tokens, 16, num_tokens)
+    hashes.extend([], hashes.ExtraKeys(), tokens, 16, num_tokens)
     return round((time.perf_counter() - begun) * 1e9 / num_tokens, 1)
 
 
@@ -95,10 +104,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if not (1 <= arguments.requests <= MAX_NUM_SEQS and arguments.steps >= 1):
         parser.error(f"--requests is 1 to {MAX_NUM_SEQS}, --steps 1 at least")
-    one, two = steady(arguments.requests, arguments.steps, (), (FullAttention(), SlidingWindow(64)))
+    one, *others = steady(arguments.requests, arguments.steps, *KINDS.values())
     result = {"requests": arguments.requests, **one}
-    result |= {f"two_kinds_{name}": value for name, value in two.items()}
-    result["two_kinds_times_one"] = round(sum(two.values()) / sum(one.values()), 3)
+    for name, measured in zip(list(KINDS)[1:], others, strict=True):
+        result |= {f"{name}_{what}": value for what, value in measured.items()}
+        result[f"{name}_times_one"] = round(sum(measured.values()) / sum(one.values()), 3)
     result["hash_us_per_1000_tokens"] = hashing()
     print(json.dumps(result))
     if arguments.json:

@@ -43,7 +43,7 @@ class KVCache:
         self.limited: dict[str, int] = {}  # tokens of it that other kinds had, by the name of the kind that had not
         self._freeing = [kind for kind in self._kinds if not kind.spec.keeps_all]
         self._freed_at_once = min(FREED_AT_ONCE * block_size, max(block_size, MOST_AT_ONCE))
-        self._carried = [kind for kind in self._kinds if kind.spec.carried]
+        self._carried = [kind for kind in self._kinds if kind.carried]
         self._sending: list[
             tuple[Request, bytes, Sequence[BlockId]]
         ] = []  # checkpoints of the step that is being planned
@@ -125,7 +125,7 @@ class KVCache:
         for request in running:
             rows, num_freed = len(request.blocks) // self.num_groups, request.num_freed or [0] * len(self._kinds)
             for kind, freed in zip(self._kinds, num_freed, strict=True):
-                if kind.spec.carried:  # a page may have several places
+                if kind.carried:  # a page may have several places
                     columns = range(kind.begin, kind.end)
                     pages = {
                         page
@@ -191,6 +191,8 @@ class KVCache:
         if end <= begin:
             return []
         computed = request.num_computed or request.capacity  # one that begins has what was found in the cache
+        if end - begin == 1 and width <= pool.num_free:
+            return self._grow_row(request, begin, computed)
         fresh = [kind.fresh(begin, end, computed) for kind in self._kinds]
         count = sum(kind.width * len(rows) for kind, rows in zip(self._kinds, fresh, strict=True))
         if count > pool.num_free:
@@ -206,6 +208,21 @@ class KVCache:
         request.capacity = end * self.block_size
         return blocks[begin * width :]
 
+    def _grow_row(self, request: Request, row: int, computed: int) -> list[BlockId]:
+        """`_grow_carrying` by one row, as all that decode do, where memory is there for all of it."""
+        blocks, allocate, grown = request.blocks, self.pool.allocate, list[BlockId]()
+        last = len(blocks) - self.num_groups
+        for kind in self._kinds:
+            if kind.carried and kind.carries_on(row, computed):
+                grown += blocks[last + kind.begin : last + kind.end]
+            else:
+                grown += allocate(kind.width)
+        if not request.num_freed:
+            request.num_freed = [0] * len(self._kinds)
+        blocks += grown
+        request.capacity = (row + 1) * self.block_size
+        return grown
+
     def _free_unseen(self, request: Request) -> None:
         """Drafts may be refused and computed again, so only tokens that are known count as computed."""
         num_computed, width = min(request.num_computed, len(request.tokens) - 1), self.num_groups
@@ -217,7 +234,7 @@ class KVCache:
                 num_freed[kind.number] = first
                 for column in range(kind.begin, kind.end):
                     pages = request.blocks[freed * width + column : first * width : width]
-                    if kind.spec.carried:  # it may be carried on to what is still seen
+                    if kind.carried:  # it may be carried on to what is still seen
                         pages = [
                             page for page in dict.fromkeys(pages) if page != request.blocks[first * width + column]
                         ]
@@ -283,7 +300,7 @@ class KVCache:
                 if num_freed and index < num_freed[kind.number]:
                     continue
                 key, first = kind.key(block_hash) if kind.number else block_hash, row + kind.begin
-                if kind.spec.carried:
+                if kind.carried:
                     if kind.is_left(index, blocks[first : first + width + 1 : width]):
                         self._sending.append((request, key, blocks[first : row + kind.end]))
                     continue

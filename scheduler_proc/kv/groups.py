@@ -10,11 +10,11 @@ from meshlm.protocol.kv import KVSpec, RecurrentState
 class Kind:
     """Columns `begin` to `end` of the block tables, and what their spec keeps."""
 
-    __slots__ = ("_first_bytes", "begin", "block_size", "end", "name", "number", "spec", "width")
+    __slots__ = ("_first_bytes", "begin", "block_size", "carried", "end", "name", "number", "spec", "width")
 
     def __init__(self, spec: KVSpec, number: int, begin: int, end: int, block_size: int) -> None:
         self.spec, self.number, self.block_size = spec, number, block_size
-        self.begin, self.end, self.width = begin, end, end - begin
+        self.begin, self.end, self.width, self.carried = begin, end, end - begin, spec.carried
         self.name = str(spec.__struct_config__.tag) + (f"-{number}" if number else "")  # for /metrics
         self._first_bytes = [bytes((first ^ number,)) for first in range(256)]  # of a key, by that of the hash
 
@@ -43,6 +43,15 @@ class Kind:
         if begin and num_computed == begin * self.block_size and self.spec.is_place(begin - 1):
             first = [begin]
         return first
+
+    def carries_on(self, row: int, num_computed: int) -> bool:
+        """Whether `row`, which the next step adds alone, gets the page of the row before: see `fresh`."""
+        if not self.carried or not row:
+            return False
+        assert isinstance(self.spec, RecurrentState)
+        if self.spec.mode != "all" and num_computed != row * self.block_size:
+            return True
+        return not self.spec.is_place(row - 1)
 
     def is_left(self, row: int, column: Sequence[BlockId]) -> bool:
         """Whether the page of a row, the first of `column`, keeps the state behind it, which was computed."""

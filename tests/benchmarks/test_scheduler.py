@@ -5,8 +5,6 @@ from types import ModuleType
 
 import pytest
 
-from meshlm.protocol.kv import FullAttention, SlidingWindow
-
 
 @pytest.fixture
 def scheduler(benchmark_module: Callable[[str], ModuleType]) -> ModuleType:
@@ -16,5 +14,9 @@ def scheduler(benchmark_module: Callable[[str], ModuleType]) -> ModuleType:
 @pytest.mark.parametrize("num_requests", [1, 1000])
 def test_steady_decodes_are_measured(scheduler: ModuleType, num_requests: int) -> None:
     """The prompts of 1,000 are more than a step's token budget."""
-    for measured in scheduler.steady(num_requests, 5, (), (FullAttention(), SlidingWindow(64))):
+    for measured in scheduler.steady(num_requests, 5, *scheduler.KINDS.values()):
         assert all(measured[name] > 0 for name in ("plan_us", "result_us"))
+
+
+def test_hashing_is_measured(scheduler: ModuleType) -> None:
+    assert scheduler.hashing(320) > 0
