@@ -94,7 +94,8 @@ def loaded(
             plan = plan or GGUFPlan(compiled=dtype == torch.float32)
             form, why = form_of(plan, needed)
             kept = _keep(model, tensors(), form)
-            _log.info("weights of the .gguf file", form=form.name.lower(), reason=why)
+            say = _log.info if plan.device == "cuda" else _log.debug  # on a CPU there is little to choose
+            say("weights of the .gguf file", form=form.name.lower(), reason=why)
             needed = max(needed, weight_bytes(model)) if form is Form.DECODED else weight_bytes(model)
         memory.check_weights(needed, device, _redundant_bytes(model))
         _make_tensors(model, device)
