@@ -208,6 +208,8 @@ def _result(block: Json, where: str) -> str:
         content = "\n".join(_text(one, path) for one, path in texts)
     if not isinstance(content, str | None):
         raise _wrong(f"{where}.content", "must be text or a list of blocks")
+    if not isinstance(block.get("is_error"), bool | None):
+        raise _wrong(f"{where}.is_error", "must be true or false")
     return f"Error: {content or ''}" if block.get("is_error") else content or ""
 
 

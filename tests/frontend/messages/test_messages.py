@@ -322,6 +322,10 @@ BAD: list[tuple[Json, str]] = [
     ({"messages": [*USER, {"role": "user", "content": []}]}, "messages.1.content: give at least one block"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages.0.content.0.tool_use_id"),
     (
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "is_error": 0.5}]}]},
+        "messages.0.content.0.is_error",
+    ),
+    (
         {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": 1}]}]},
         "messages.0.content.0.content",
     ),
