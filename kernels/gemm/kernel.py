@@ -53,6 +53,11 @@ def _products(device: torch.device, dtype: torch.dtype) -> Products:
     return Products(device, dtype)
 
 
+def products_of(device: torch.device, dtype: torch.dtype) -> Products:
+    """The library's products that `gemm` runs too."""
+    return _products(device, dtype)
+
+
 @cache
 def _algorithm(device: torch.device, dtype: torch.dtype, outputs: int, inputs: int, entry: Entry) -> Algorithm | None:
     """The algorithm; None in a version of the library that does not offer it."""

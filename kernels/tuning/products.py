@@ -22,7 +22,7 @@ from meshlm.kernels.gate_up_silu import kernel as gate_up_silu
 from meshlm.kernels.gate_up_silu import tune as gate_up_tune
 from meshlm.kernels.gemm import kernel as gemm
 from meshlm.kernels.gemm import tune as gemm_tune
-from meshlm.kernels.gemm.cublaslt import TYPES, Products, library
+from meshlm.kernels.gemm.cublaslt import TYPES, library
 from meshlm.kernels.gemv import bench as gemv_bench
 from meshlm.kernels.gemv import kernel as gemv
 from meshlm.kernels.measure import replay_us
@@ -159,7 +159,8 @@ class ProductBench:
         return list(dict.fromkeys([usual, *fitting]))
 
     def _of_gemm(self, case: Case, x: Tensor) -> dict[Config, Run]:
-        products, out = Products(self._device, self._dtype), torch.empty(case.rows, case.key[0], device=x.device).to(x)
+        products = gemm.products_of(self._device, self._dtype)
+        out = torch.empty(case.rows, case.key[0], device=x.device, dtype=x.dtype)
         runs: dict[Config, Run] = {PLAIN: lambda w: F.linear(x, w)}
         found = products.algorithms(case.rows, *case.key)
         for algorithm in found if self._full else found[: 2 * FEW]:

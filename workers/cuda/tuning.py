@@ -82,11 +82,14 @@ class Tuner:
             tables.add(self._ranks.shared(self._store.load() if self._store else []))
 
     def measure(self, bench: Bench, report: ProgressReport) -> bool:
-        """Measures what was asked for since, if there is time for it. Whether anything was found."""
-        if self._mode not in ("quick", "full"):
+        """Measures what was asked for since, if there is time for it. Whether anything was found: the same on all ranks.
+
+        They all take part even if they measure nothing: one that was started again has another mode than the first.
+        """
+        if self._mode == "off":
             return False
         found: Entries = []
-        if self._ranks.first and self._store is not None:
+        if self._mode in ("quick", "full") and self._ranks.first and self._store is not None:
             self._measure(bench, found, self._store, report)
         found = self._ranks.shared(found)
         tables.add(found)

@@ -198,6 +198,21 @@ def test_a_rank_that_is_not_the_first_measures_nothing(tmp_path: Path) -> None:
     assert small_m_gemm.shape_for(16, 256, 128, "gate") == SHAPE
 
 
+@pytest.mark.parametrize("modes", [("quick", "kept"), ("kept", "quick"), ("kept", "kept")])
+def test_ranks_meet_also_where_one_was_started_again(modes: tuple[str, str], tmp_path: Path) -> None:
+    """That one measures nothing, and yet takes part in what the ranks tell each other: none waits for another for ever."""
+    said: list[Tensor] = []
+    found = []
+    for rank, (mode, comm) in enumerate(zip(modes, (TwoRanks(said), Hears(said)), strict=True)):
+        tables.forget(all_of_it=True)
+        ask(1)
+        ranks = Ranks(Shard(tp_rank=rank, tp_size=2), comm, CPU, torch.bfloat16, 64)
+        of_start = Tuner(mode, None if rank else Store(tmp_path, MADE_BY, print), ranks)
+        found.append(of_start.measure(FakeBench(), report))
+    assert found[0] == found[1] == (modes[0] == "quick")
+    assert not said
+
+
 def test_where_results_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """By versions, unless the user names a folder; the header says which they are anyway."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
