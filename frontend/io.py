@@ -12,7 +12,7 @@ import structlog
 from msgspec import Struct
 
 from meshlm import __version__
-from meshlm.frontend import request_metrics, submits
+from meshlm.frontend import plugins, request_metrics, submits
 from meshlm.frontend.budget import Budget
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.dashboard.feed import Feed
@@ -57,8 +57,6 @@ from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong, ProcessFat
 from meshlm.runtime.events import Send
 from meshlm.runtime.mesh import Mesh
 from meshlm.runtime.operations import AskedOperations
-from meshlm.runtime.parsers import registry
-from meshlm.runtime.plugins import PluginError
 
 if TYPE_CHECKING:
     from meshlm.frontend.traces import Traces
@@ -102,12 +100,7 @@ class FrontendApp(Readiness):
         self.resolved = mesh.config.resolved
         self._renders_only = self.resolved.renders_only
         server = mesh.config.server
-        try:
-            if not registry.is_own(server.tool_call_parser, server.reasoning_parser):
-                registry.load(os.environ, server.tool_parser_plugin, server.reasoning_parser_plugin)
-        except (PluginError, registry.ParserError) as error:
-            raise ProcessFatal(str(error)) from None
-        self._load_plugins(mesh)
+        self.io_processor = plugins.load(mesh.config, mesh.identity.index, self._stat_loggers, os.environ)
         self._tracker.num_detokenizers = mesh.config.server.detokenizers
         self._budget = Budget(mesh.config.server.max_concurrent_bytes)
         self._tracker.max_deaths = allowed(mesh.config.run.max_restarts)
@@ -136,16 +129,6 @@ class FrontendApp(Readiness):
         self._listener.serving.add_done_callback(self._served)
         self._tick()
         return {"listening on": f"{server.address}:{server.port}"}
-
-    def _load_plugins(self, mesh: Mesh) -> None:
-        """What packages add here beside parsers. ProcessFatal."""
-        if self.resolved.stat_loggers:
-            self._stat_loggers.load(mesh.config, mesh.identity.index, os.environ)
-        if name := mesh.config.server.io_processor_plugin:
-            try:
-                self.io_processor = io_processors.make(name, mesh.config, os.environ)
-            except PluginError as error:
-                raise ProcessFatal(str(error)) from None
 
     def _make_listener(self) -> Listener:
         if not self.config.server.grpc:

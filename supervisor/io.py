@@ -14,26 +14,23 @@ from msgspec import Struct
 
 from meshlm.protocol import control_edge as edge
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.config.log_levels import level_of
 from meshlm.protocol.ids import HEAD, Identity, Incarnation, Role
 from meshlm.protocol.operations import Action, OperationDone, Stop
 from meshlm.protocol.timeline import TimelinePart
-from meshlm.runtime import logs
 from meshlm.runtime.errors import LinkDown, ProcessFatal
 from meshlm.runtime.mesh import Mesh
 from meshlm.runtime.operations import AskedOperations
 from meshlm.supervisor import control
 from meshlm.supervisor.cli.display import StartDisplay
-from meshlm.supervisor.errors import StartError, UsageError
+from meshlm.supervisor.errors import StartError
 from meshlm.supervisor.group import clock, events, rolling
 from meshlm.supervisor.group.operations import Operations
-from meshlm.supervisor.group.scaling import Scaling
 from meshlm.supervisor.nodes import network
 from meshlm.supervisor.processes import caches, report, rundir
 from meshlm.supervisor.processes.incarnations import Incarnations
+from meshlm.supervisor.ranks import Ranks
 from meshlm.supervisor.recordings import Recordings
 from meshlm.supervisor.settings import changes
-from meshlm.supervisor.settings.layout import identities
 
 TICK_S = 0.1
 STEPS_END_S = 2.0  # so long the mesh has to end its steps, before its processes are asked to end
@@ -73,7 +70,7 @@ class Supervisor:
         self._network: network.Head | network.Guest | None = None
         if config.node is not None:
             self._network = network.Guest(config, self) if config.node.head else network.Head(config, self)
-        self._scaling = Scaling(identities)
+        self._ranks = Ranks(self, self._group, self._do, self._clock)
         is_guest = config.node is not None and bool(config.node.head)
         self.recordings = Recordings(self._run_dir, self._linked, self.send, self._elsewhere, is_guest, self.operate)
         self.changed_settings: dict[str, str | int | float] = {}  # since the start, for nodes that join later
@@ -167,7 +164,7 @@ class Supervisor:
             case OperationDone() if self._asked is not None:
                 self._asked.answered(message)
             case edge.RankDrained():
-                self._do(events.Drained(self._scaling.of_rank(message.dp_rank)))
+                self._ranks.drained(message.dp_rank)
 
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
         """A child's link is open. It may have met processes that died before it could be told."""
@@ -180,7 +177,7 @@ class Supervisor:
         if peer.role is Role.FRONTEND and self.operations.refusing:
             self.send(peer, edge.Refuse(True))
         if peer.role is Role.COORDINATOR:
-            self._tell_ranks()  # it may have been started before the last change
+            self._ranks.tell()  # it may have been started before the last change
 
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
         """Deaths of children are the pidfds' to see."""
@@ -239,7 +236,7 @@ class Supervisor:
             case events.Kill():
                 self._incarnations.kill(effect.identity)
             case events.Changed():
-                self._changed(effect.failure)
+                self._ranks.changed(effect.failure)
             case rolling.Prepare():
                 self._incarnations.prepare(effect.identity)
             case rolling.AskToLeave():
@@ -313,19 +310,15 @@ class Supervisor:
         """Have these settings in all processes, those of other nodes and later ones too; why not, "" where it is done."""
         message = edge.ChangeSettings(values)
         try:
-            self.config = message.applied(self.config)
+            self.config = changes.applied(message, self.config, self._mesh.identity if self._mesh is not None else None)
         except ValueError as error:
             return str(error)
-        if "log_level" in values:
-            logs.set_level(level_of(self.config.run.log_level, self._mesh.identity if self._mesh is not None else None))
         self.changed_settings |= values
         heads = self.config.node is None or not self.config.node.head
         for role in Role:
-            for peer in (
-                self._mesh.peers(role) if self._mesh is not None and (heads or role is not Role.SUPERVISOR) else ()
-            ):
+            for peer in self._linked(role) if heads or role is not Role.SUPERVISOR else ():
                 self.send(peer, message)
-        self.line("settings: " + ", ".join(f"{name.replace('_', '-')} {value}" for name, value in values.items()))
+        self.line(changes.said(values))
         return ""
 
     # --- what network.py asks for ---
@@ -380,42 +373,6 @@ class Supervisor:
         elif not self.ended.done():
             self.ended.set_result(None)
 
-    # --- scaling ---
-
-    def scale(self, num_ranks: object, drain_s: object) -> str:
-        """Begin to have another number of ranks; what is wrong with that, "" when nothing is."""
-        if not self.ready.is_set() or self._group.stopping:
-            return "the mesh is not ready yet" if not self._group.stopping else "the mesh is stopping"
-        if self._group.changing:
-            return f"the mesh is being scaled already: {self._scaling.doing}"
-        if self._group.restarting:
-            return "a restart is under way"
-        try:
-            change = self._scaling.begin(self.config, num_ranks, drain_s)
-            if change is None:
-                return ""
-        except UsageError as error:
-            self._scaling.end("")
-            return str(error)
-        self._display.line(self._scaling.doing)
-        self.config = change.config  # for processes that start from now on
-        self._tell_ranks()
-        until = self._clock() + change.drain_s
-        self._do(events.Add(change.added) if change.added else events.Retire(change.removed, until))
-        return ""
-
-    def _changed(self, failure: str) -> None:
-        """The end of a change. What failed is undone."""
-        before = self._scaling.end(failure)
-        if failure and before is not None:
-            self.config = before
-            self._tell_ranks()
-        num_ranks = self.config.parallel.data_parallel_size
-        self._display.line(f"scaling failed: {failure}" if failure else f"ranks: {num_ranks}")
-
-    def _tell_ranks(self) -> None:
-        self.send(Identity(Role.COORDINATOR), edge.SetRanks(self.config.parallel.data_parallel_size))
-
     # --- status ---
 
     def _answer(self, request: dict[str, object]) -> object:
@@ -428,7 +385,7 @@ class Supervisor:
             case "set":
                 return changes.answer(request, self.config, self.change)
             case "scale":
-                error = self.scale(request.get("dp"), request.get("drain_s", self._drain_s))
+                error = self._ranks.scale(request.get("dp"), request.get("drain_s", self._drain_s))
                 return {"error": error} if error else msgspec.to_builtins(self.status())
             case command if command in Recordings.COMMANDS:
                 return self.recordings.answer(request, self._clock())
@@ -445,7 +402,7 @@ class Supervisor:
             self._group.processes.values(),
             self._incarnations,
             self._network,
-            self._scaling,
+            self._ranks.scaling,
             self._beats,
             self._mesh.sent() if self._mesh is not None else {},
             was_ready=self.ready.is_set(),

@@ -5,6 +5,10 @@ from typing import Any
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.config.changing import CHANGING, changed
+from meshlm.protocol.config.log_levels import level_of
+from meshlm.protocol.control_edge import ChangeSettings
+from meshlm.protocol.ids import Identity
+from meshlm.runtime import logs
 
 
 def answer(
@@ -22,3 +26,16 @@ def answer(
     if values and (why := change({name: now[name] for name in values})):
         return {"error": why}
     return {"settings": now}
+
+
+def applied(message: ChangeSettings, config: MeshConfig, identity: Identity | None) -> MeshConfig:
+    """The configuration with these settings; a log level counts at once in this process, which is `identity`. ValueError."""
+    config = message.applied(config)
+    if "log_level" in message.values:
+        logs.set_level(level_of(config.run.log_level, identity))
+    return config
+
+
+def said(values: dict[str, str | int | float]) -> str:
+    """The line for the user."""
+    return "settings: " + ", ".join(f"{name.replace('_', '-')} {value}" for name, value in values.items())
