@@ -150,7 +150,7 @@ def test_what_our_attention_cannot_do_is_refused_by_name(case: str, tmp_path: Pa
     [
         ("Arcee", {}, ""),
         ("GPTNeoX", {"num_attention_heads": 4}, ""),
-        ("StableLm", {}, "its configuration has no base_model_tp_plan"),
+        ("GPTBigCode", {"num_key_value_heads": 1}, "its configuration has no base_model_tp_plan"),
         ("Olmoe", {"num_experts": 8}, "base_model_tp_plan has the style colwise_gather_output for layers."),
         ("Youtu", {"num_key_value_heads": 6}, "base_model_tp_plan leaves attention whole"),
         ("Arcee", {"num_key_value_heads": 1}, "it has one key-value head"),

@@ -7,6 +7,19 @@ from typing import Any
 from torch import Tensor, nn
 
 
+class _Output(tuple[Tensor | None, ...]):
+    """What a head may ask of its layers: the states, and nothing else."""
+
+    __slots__ = ()
+
+    @property
+    def last_hidden_state(self) -> Tensor | None:
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        """Routers' logits, attention weights and the like, which no head needs."""
+
+
 class GivenStates(nn.Module):
     """It stands in the place of a model's layers, and gives the states that it gets: a head may scale or cap its logits as it likes."""
 
@@ -17,9 +30,7 @@ class GivenStates(nn.Module):
 
     def forward(self, *_: Any, inputs_embeds: Tensor | None = None, **__: Any) -> Any:
         """See the class."""
-        from transformers.modeling_outputs import MoeModelOutputWithPast
-
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+        return _Output((inputs_embeds,))
 
 
 def give(model: Any) -> None:
