@@ -1,5 +1,6 @@
 """Families and their weights: one name each, and a parameter of the module for every tensor."""
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -165,6 +166,12 @@ def test_the_document_lists_every_architecture() -> None:
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text("utf-8")
     section = page.partition("## Architectures")[2].partition("\n## ")[0]
     table = [line for line in section.splitlines() if line.startswith("|")]
+    tests = "".join(path.read_text("utf-8") for path in (Path(__file__).parents[1] / "workers").rglob("*.py")).lower()
     for name, module in registry._OWN.items():
         (line,) = [line for line in table if f"`{name}`" in line]
+        assert line.split(" | ")[2] in ("CPU", "CPU, GPU"), f"{name}: where it is tested"
+        stem = name.removesuffix("ForCausalLM").removesuffix("LMHeadModel").lower()
+        assert re.search(rf'"{stem}(text)?(config|forcausallm)?"', tests), (
+            f"{name}: no test of workers makes a model of it"
+        )
         assert module.gguf_kind in line.rpartition("| ")[2], f"{name}: its .gguf files"
