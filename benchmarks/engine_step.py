@@ -10,13 +10,16 @@ import argparse
 import json
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from meshlm.protocol.ids import Row, StepId
+from meshlm.protocol.kv import KVSpec
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import NewRow, StepPlan
 from meshlm.supervisor.settings import flags, resolve
@@ -34,7 +37,17 @@ def make_engine(model: str, extra: list[str], placement: WorkerPlacement | None 
     return make.make_engine(config, lambda *progress: None, placement)
 
 
-def prompts(batch: int, context: int, block_size: int, reserve: int) -> StepPlan:
+def block_table(row: int, blocks: int, specs: Sequence[KVSpec]) -> NDArray[np.int32]:
+    """Pages of a row's blocks, for each group beside one another; states carry one page on. No specs: one group."""
+    groups = max(1, len(specs))
+    pages = np.arange(row * blocks * groups, (row + 1) * blocks * groups, dtype=np.int32).reshape(blocks, groups)
+    for group, spec in enumerate(specs):
+        if spec.carried:
+            pages[:, group] = pages[0, group]
+    return pages.reshape(-1)
+
+
+def prompts(batch: int, context: int, block_size: int, reserve: int, specs: Sequence[KVSpec] = ()) -> StepPlan:
     """New rows, computed in one step."""
     blocks = -(-(context + reserve) // block_size)
     rows = [
@@ -42,7 +55,7 @@ def prompts(batch: int, context: int, block_size: int, reserve: int) -> StepPlan
             Row(row),
             (np.arange(context, dtype=np.int32) * 7 + row).tobytes(),
             context,
-            np.arange(row * blocks, (row + 1) * blocks, dtype=np.int32).tobytes(),
+            block_table(row, blocks, specs).tobytes(),
             SamplingParams(max_tokens=reserve, temperature=0.0, seed=row),
         )
         for row in range(batch)
@@ -68,7 +81,7 @@ def measure(engine: ModelEngine, batch: int, context: int, steps: int, kernels: 
     reserve = 3 * steps + 64
     chunk = max(1, 8192 // context)
     for first in range(0, batch, chunk):  # in plans of at most 8,192 tokens
-        plan = prompts(batch, context, engine.facts.block_size, reserve)
+        plan = prompts(batch, context, engine.facts.block_size, reserve, engine.facts.kv_specs)
         part = plan.new_rows[first : first + chunk]
         n = len(part)
         rows = np.array([new.row for new in part], np.int32).tobytes()
@@ -78,7 +91,7 @@ def measure(engine: ModelEngine, batch: int, context: int, steps: int, kernels: 
     n = min(batch, chunk)
     for _ in range(4):
         begun = time.perf_counter()
-        again = prompts(n, context, engine.facts.block_size, reserve)
+        again = prompts(n, context, engine.facts.block_size, reserve, engine.facts.kv_specs)
         engine.step(again, 0).wait()
         prefill.append(time.perf_counter() - begun)
     position = context

@@ -4,10 +4,16 @@ long a prefix the cache finds, and which kind of group ended it.
 By the worker's layout and the scheduler's KVCache, for shapes of published models in bfloat16. No weights, no device.
 
 python -P benchmarks/hybrid.py [--memory-gib 40] [--max-model-len 32768] [--json FILE]
+python -P benchmarks/hybrid.py --steps [--shapes bamba-9b ...] [--batch 1 64] [--json FILE]
+
+--steps: on a GPU, dummy weights: prompts and decode steps of these shapes by benchmarks/engine_step.py, each in a process of its own.
 """
 
 import argparse
 import json
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +67,30 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
+    },
+    "falcon-h1-7b": {
+        **_DENSE,
+        "architectures": ["FalconH1ForCausalLM"],
+        "hidden_size": 3072,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 44,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "mamba_d_ssm": 3072,
+        "mamba_n_heads": 24,
+        "mamba_d_head": 128,
+        "mamba_d_state": 256,
+    },
+    "lfm2-1.2b": {
+        **_DENSE,
+        "architectures": ["Lfm2ForCausalLM"],
+        "hidden_size": 2048,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
     },
     "qwen3-next-80b-a3b": {
         **_DENSE,
@@ -124,14 +154,45 @@ def measure(name: str, ssm: Any, mode: Any, budget: int, length: int) -> dict[st
     }
 
 
+def step_command(name: str, folder: Path, batches: list[int]) -> list[str]:
+    """What measures the steps of a shape, whose config.json is written to the folder; the results go there, too."""
+    (folder / "config.json").write_text(json.dumps(SHAPES[name]))
+    sizes = [str(batch) for batch in batches]
+    where = ["--json", str(folder / "steps.json"), "--max-num-seqs", str(max(batches))]
+    return [sys.executable, "-P", str(Path(__file__).parent / "engine_step.py"), str(folder), "--batch", *sizes, *where]
+
+
+def steps(names: list[str], batches: list[int]) -> list[dict[str, Any]]:
+    """Each shape's steps, or the last line of why it has none."""
+    found = []
+    for name in names:
+        with tempfile.TemporaryDirectory() as made:
+            done = subprocess.run(step_command(name, Path(made), batches), capture_output=True, text=True, check=False)
+            told = Path(made) / "steps.json"
+            result = (
+                json.loads(told.read_text()) if told.exists() else {"failed": done.stderr.strip().splitlines()[-1:]}
+            )
+        found.append({**result, "model": name})
+        print(json.dumps(found[-1]), flush=True)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", action="store_true")
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--memory-gib", type=float, default=40)
     parser.add_argument("--max-model-len", type=int, default=32768)
     parser.add_argument("--json", help="file for the results")
     arguments = parser.parse_args()
+    if arguments.steps:
+        measured = steps(arguments.shapes, arguments.batch)
+        if arguments.json:
+            Path(arguments.json).write_text(json.dumps(measured, indent=1) + "\n")
+        return
     budget, results = int(arguments.memory_gib * 2**30), []
-    for name in SHAPES:
+    for name in arguments.shapes:
         for ssm, mode in (("auto", "align"), ("auto", "all"), ("float32", "align")):
             results.append(measure(name, ssm, mode, budget, arguments.max_model_len))
             print(json.dumps(results[-1]), flush=True)

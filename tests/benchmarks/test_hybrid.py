@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+from meshlm.runtime.model_config import parse_config
+
 COMMITTED = Path(__file__).parents[2] / "benchmarks" / "results" / "hybrid_pages.json"
 
 
@@ -19,3 +21,14 @@ def test_at_most_a_twentieth_is_unused(benchmark_module: Callable[[str], ModuleT
             found = hybrid.measure(one["model"], "auto", "align", 16 << 30, 32768)
             for name in ("block_tokens", "groups", "page_mib", "waste", "found", "limited_by"):
                 assert found[name] == one[name], name
+
+
+def test_each_shape_is_a_model_whose_steps_can_be_measured(
+    benchmark_module: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    hybrid = benchmark_module("hybrid")
+    for name in hybrid.SHAPES:
+        command = hybrid.step_command(name, tmp_path, [1, 64])
+        assert command[2:] == [command[2], str(tmp_path), "--batch", "1", "64", "--json", *command[-3:]]
+        spec, _ = parse_config(json.loads((tmp_path / "config.json").read_text()), tmp_path)
+        assert spec.state is not None
