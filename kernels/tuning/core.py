@@ -49,7 +49,7 @@ class Bench(Protocol):
         ...
 
     def measure(self, case: Case) -> Work:
-        """Gives the times of the plain way and of those candidates that compute the same."""
+        """Gives the times of the plain way and of those candidates that compute the same; nothing where the plain way fails."""
         ...
 
 
@@ -114,7 +114,8 @@ def tune(
             times = _finished(bench.measure(Case(op, key, size)), time_left)
             if times is None:
                 break
-            choices[size] = fastest(times)
+            if PLAIN in times:  # else nothing is known of this size: it is asked again at the next start
+                choices[size] = fastest(times)
         if len(choices) > before:
             keep(op, entry_of(op, key, choices))
         complete = len(choices) == before + len(missing)

@@ -246,8 +246,13 @@ def computes(run: Run, weight: Tensor, expected: Tensor, device: torch.device) -
 
 
 def captured(run: Run, weights: list[Tensor]) -> Timer:
-    """A CUDA graph of a run with each of the weights."""
-    graph = gemm_tune.captured(run, weights)
+    """A CUDA graph of a run with each of the weights. Other threads may use the GPU meanwhile, as those of NCCL do."""
+    run(weights[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for weight in weights:
+            run(weight)
     repeats = max(1, int(PIECE_S / 10 * 1e6 / max(1.0, replay_us(graph, 1))))
     return lambda: replay_us(graph, repeats) / len(weights)
 

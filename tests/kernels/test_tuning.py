@@ -115,6 +115,21 @@ def test_what_there_was_no_time_for_is_measured_at_the_next_start() -> None:
     assert kept[QKV]["rows"] == [[13, 16, list(A)], [27, 32, list(A)]]
 
 
+def test_a_size_whose_plain_way_could_not_be_timed_is_not_known() -> None:
+    """It is no win of the plain way: the kernels stay as they are, and the next start asks again."""
+
+    class Failing(FakeBench):
+        def measure(self, case: Case) -> Work:
+            yield from super().measure(case)
+            return {} if case.rows == 16 else {PLAIN: 10.0, A: 5.0}
+
+    kept = run(Failing(Clock(9), [0.1]), [QKV])
+    assert core.choices_of(kept[QKV]) == {32: A}
+    outcome: core.Outcome = run.outcome  # type: ignore[attr-defined]
+    assert outcome == (0, 1)
+    assert run(Failing(Clock(9), [0.1], sizes=(16,)), [QKV]) == {}
+
+
 def test_the_plain_way_wins_ties() -> None:
     assert core.fastest({PLAIN: 10.0, A: 10.0, B: 11.0}) == PLAIN
     assert core.fastest({PLAIN: 10.0, A: 9.9}) == PLAIN  # no clear gain
