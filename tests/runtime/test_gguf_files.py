@@ -92,7 +92,7 @@ def test_factors_of_rotation(tmp_path: Path) -> None:
         (header({"llama.rope.scaling.type": (TEXT, text("longrope"))}), "rope.scaling.type longrope is not supported"),
         (header({"llama.new_kind_of_scale": number(2)}), "llama.new_kind_of_scale 2 changes"),
         (header({"general.type": (TEXT, text("adapter"))}), "general.type is 'adapter'; a model is"),
-        (header({"general.architecture": (TEXT, text("falcon"))}), "architecture 'falcon' is not supported"),
+        (header({"general.architecture": (TEXT, text("nobody"))}), "architecture 'nobody' is not supported"),
         (
             header({"split.count": (2, struct.pack("<H", 3))}),
             "the first of 3 files; their names must end in -00001-of-",
