@@ -27,6 +27,7 @@ _OWN = {
     "GemmaForCausalLM": _Module("gemma", "gemma"),
     "Gemma2ForCausalLM": _Module("gemma2", "gemma2"),
     "Gemma3ForCausalLM": _Module("gemma3", "gemma3"),
+    "Gemma3nForCausalLM": _Module("gemma3n"),
     "Phi3ForCausalLM": _Module("phi3"),
     "MixtralForCausalLM": _Module("mixtral", "llama"),
     "Qwen2MoeForCausalLM": _Module("qwen2_moe", "qwen2moe"),

@@ -23,6 +23,7 @@ _KINDS = {
     "qwen3_5_text": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
     "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
     "gemma3_text": ("Gemma3ForCausalLM", "gemma3_text"),
+    "gemma3n_text": ("Gemma3nForCausalLM", "gemma3n_text"),
     "llama4_text": ("Llama4ForCausalLM", "llama4_text"),
 }
 """By text_config.model_type: the family's architecture, and the model_type that its own files have."""
@@ -30,6 +31,7 @@ _ARCHITECTURES = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "Mistral3ForConditionalGeneration": "mistral",
     "Llama4ForConditionalGeneration": "llama4_text",
+    "Gemma3nForConditionalGeneration": "gemma3n_text",
     "LlavaForConditionalGeneration": "llama",
     "LlavaNextForConditionalGeneration": "llama",
     "InternVLForConditionalGeneration": "qwen2",
@@ -50,7 +52,7 @@ _OTHER_KEYS = re.compile(
     r"|(bo|eo)[ia]_token_index|ignore_index|text_config|architectures|model_type"
 )
 _OTHER_TENSORS = re.compile(
-    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|connector|image_newline)(\..*)?"
+    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|embed_vision|embed_audio|connector|image_newline)(\..*)?"
 )
 _TEXT_TENSORS = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?P<rest>.+)")
 

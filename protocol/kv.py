@@ -141,7 +141,7 @@ def caches_of(model: ModelSpec, state: RecurrentState = _STATE) -> list[tuple[in
     """
     found: list[tuple[int, KVSpec]] = []
     for layer, spec in enumerate(_attention_of_layers(model)):
-        if model.has_attention(layer):
+        if model.has_cache(layer):
             found.append((layer, spec))
         if model.has_state(layer):
             found.append((layer, state))

@@ -143,6 +143,18 @@ class StateSpec(Struct, frozen=True, kw_only=True):
         return self.inner + (0 if self.kind in ("mamba", "short_conv") else 2 * self.n_groups * self.state_size)
 
 
+class AltUpSpec(Struct, frozen=True, kw_only=True):
+    """Several residuals of a token, and a vector of it for each layer (Gemma 3n). Names are Hugging Face's."""
+
+    altup_num_inputs: int  # residuals
+    altup_active_idx: int  # the one that layers compute
+    altup_correct_scale: bool
+    laurel_rank: int
+    hidden_size_per_layer_input: int
+    vocab_size_per_layer_input: int
+    activation_sparsity_pattern: tuple[float, ...]  # by layer: the part of an MLP's gates that is to be zero
+
+
 class HeadSpec(Struct, frozen=True, kw_only=True):
     """A classifier of pooled states: products, each but the last followed by its function and perhaps a layer norm."""
 
@@ -223,6 +235,8 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     quantization: QuantizationSpec | None = None
     moe: MoESpec | None = None
     num_nextn_predict_layers: int = 0  # that a checkpoint has behind the last, and that are not loaded
+    altup: AltUpSpec | None = None
+    num_kv_shared_layers: int = 0  # so many of the last layers use keys and values of an earlier one: see kv_source
     mla: MLASpec | None = None  # head_dim is that of queries then, and the one key-value head is the latent
     text_part: bool = False  # the checkpoint also has parts for images or sound, which are not loaded
     encoder_only: bool = False  # each token sees all tokens of its prompt, and there is no KV cache
@@ -241,6 +255,18 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     def has_attention(self, layer: int) -> bool:
         """Whether this layer attends to earlier tokens."""
         return not self.attention_layers or self.attention_layers[layer]
+
+    def kv_source(self, layer: int) -> int:
+        """The layer whose keys and values this one uses: itself, or the last one of its kind before those that share."""
+        first = self.num_hidden_layers - self.num_kv_shared_layers
+        if layer < first:
+            return layer
+        sliding = self.sliding_layers or (self.sliding_window > 0,) * self.num_hidden_layers
+        return max(one for one in range(first) if sliding[one] == sliding[layer])
+
+    def has_cache(self, layer: int) -> bool:
+        """Whether this layer keeps keys and values of its own."""
+        return self.has_attention(layer) and self.kv_source(layer) == layer
 
     def has_mlp(self, layer: int) -> bool:
         """Whether this layer has an MLP or experts."""
@@ -273,5 +299,5 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
         """Bytes that the KV cache keeps of one token over all layers in float32."""
         if self.mla is not None:
             return self.num_hidden_layers * self.mla.line * 4
-        layers = sum(map(self.has_attention, range(self.num_hidden_layers)))
+        layers = sum(map(self.has_cache, range(self.num_hidden_layers)))
         return 2 * layers * self.num_key_value_heads * self.head_dim * 4

@@ -18,6 +18,11 @@ def check(parallel: ParallelConfig, spec: ModelSpec, device: str, here: int, *, 
     if not platform.has_weights:
         return
     _check_transformers(parallel, spec)
+    if spec.altup is not None and parallel.workers_per_rank > 1:
+        raise UsageError(
+            f"--tensor-parallel-size, --pipeline-parallel-size: {spec.architecture} is computed by one worker; "
+            "use --data-parallel-size"
+        )
     _check_tensor(parallel.tensor_parallel_size, spec, spec.wide_sizes(whole_experts=whole_experts))
     stages, layers = parallel.pipeline_parallel_size, spec.num_hidden_layers
     if layers % stages:

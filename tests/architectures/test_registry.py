@@ -19,7 +19,7 @@ from meshlm.architectures.registry import (
     register,
     weights_of,
 )
-from meshlm.protocol.model import HeadSpec, LayerNormSpec, MLASpec, MoESpec, StateSpec
+from meshlm.protocol.model import AltUpSpec, HeadSpec, LayerNormSpec, MLASpec, MoESpec, StateSpec
 from meshlm.workers.distributed.shard import WHOLE
 from meshlm.workers.models.registry import model_class
 from meshlm.workers.weights.slices import place
@@ -132,6 +132,17 @@ def test_weights_fill_the_parameters_of_the_model(architecture: str, tied: bool)
     order = next((order for stem, order in LAYER_NORMS.items() if architecture.startswith(stem)), None)
     if order is not None and not architecture.startswith(("Phi3", "FalconH1", "FalconMamba")):
         of_encoder = {"layer_norms": order, "norm_bias": order.affine and not architecture.startswith("Cohere")}
+    if architecture.startswith("Gemma3n"):
+        altup = AltUpSpec(
+            altup_num_inputs=3,
+            altup_active_idx=0,
+            altup_correct_scale=True,
+            laurel_rank=2,
+            hidden_size_per_layer_input=3,
+            vocab_size_per_layer_input=5,
+            activation_sparsity_pattern=(0.5, 0.0),
+        )
+        of_experts = {"altup": altup, "qk_norm": True, "num_kv_shared_layers": 1}
     spec = spec_of(
         **of_encoder,
         **of_states,

@@ -89,6 +89,9 @@ def test_what_is_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> 
         ("vision_tower.encoder.x", None),
         ("model.visual.blocks.0.norm1.bias", None),
         ("multi_modal_projector.linear_1.weight", None),
+        ("model.audio_tower.conformer.0.x", None),
+        ("model.embed_vision.embedding.weight", None),
+        ("model.language_model.embed_tokens_per_layer.weight", "model.embed_tokens_per_layer.weight"),
         ("something_else.weight", "something_else.weight"),
     ],
 )

@@ -12,6 +12,7 @@ from meshlm.protocol.kv import (
     KVSpec,
     Latent,
     SlidingWindow,
+    caches_of,
     longest_request,
     make_groups,
     pages_of,
@@ -82,6 +83,14 @@ def test_what_layers_see_is_read_from_the_model() -> None:
     assert spec_of_layers(mixed) == [FULL, SlidingWindow(8)]
     chunked = spec_of(num_hidden_layers=2, attention_chunk_size=16, sliding_layers=(True, False))
     assert spec_of_layers(chunked) == [ChunkedAttention(16), FULL]
+
+
+def test_layers_that_share_have_no_cache() -> None:
+    kinds = (True, False, True, True, False, True)
+    model = spec_of(num_hidden_layers=6, sliding_window=8, sliding_layers=kinds, num_kv_shared_layers=2)
+    assert caches_of(model) == [(0, SlidingWindow(8)), (1, FULL), (2, SlidingWindow(8)), (3, SlidingWindow(8))]
+    assert [model.kv_source(layer) for layer in range(6)] == [0, 1, 2, 3, 1, 3]
+    assert model.kv_bytes_per_token_f32 * 6 == spec_of(num_hidden_layers=6).kv_bytes_per_token_f32 * 4
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 16, 40])

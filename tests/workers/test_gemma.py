@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 from gguf_models import writer_of
-from small_models import BLOCK, GEMMA, SMALL, caches, load, run
+from safetensors.torch import load_file, save_file
+from small_models import BLOCK, GEMMA, GEMMA3N, SMALL, caches, load, run
 
 from meshlm.architectures.registry import weights_of
+from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.model_files import resolve_model
 from meshlm.workers.models.decoder import Decoder
 
@@ -92,3 +94,26 @@ def test_greedy_text_is_the_same_whatever_the_cache_held(kind: str, tmp_path: Pa
     warm = len(prompt) // BLOCK * BLOCK
     assert greedy(prompt, warm, cold, 14) == expected, "behind a cached prefix"
     assert greedy(prompt + expected[:6], 0, caches(ours.spec, 24), 8) == expected[6:], "recomputed after preemption"
+
+
+def test_projections_of_layers_that_share_are_not_read(tmp_path: Path) -> None:
+    """Files of Gemma 3n have keys and values of layers that use another's; those of the others are missed by name."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.Gemma3nTextConfig(**{**SMALL, **GEMMA3N})
+    transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(tmp_path)
+    expected = dict(load(tmp_path).named_parameters())
+    (file,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(file)
+    stem = "model.layers.{}.self_attn.{}.weight"
+    for name in ("k_proj", "v_proj", "k_norm"):
+        tensors[stem.format(5, name)] = tensors[stem.format(3, name)].clone()
+    save_file(tensors, file, {"format": "pt"})
+    found = dict(load(tmp_path).named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    del tensors[stem.format(3, "k_proj")]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ProcessFatal, match=r"1 tensor missing: layers.3.self_attn.k_proj.weight"):
+        load(tmp_path)

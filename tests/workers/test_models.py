@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 from gguf_models import write_gguf
-from small_models import CLASSIC, DEEPSEEK, DENSE, GEMMA, MOE, SMALL, caches, load, run
+from small_models import CLASSIC, DEEPSEEK, DENSE, GEMMA, GEMMA3N, MOE, SMALL, caches, load, run
 
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
@@ -54,6 +54,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **DENSE,
     **MOE,
     **DEEPSEEK,
+    "gemma3n": ("Gemma3nTextConfig", GEMMA3N),
     "gemma3-linear": ("Gemma3TextConfig", GEMMA | {"layer_types": MIXED, "rope_parameters": BY_KIND}),
 }
 

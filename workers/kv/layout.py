@@ -169,6 +169,8 @@ class KVLayout:
                         cache_shape(spec, self._local, tensor.shape[1], self.block_size)
                     )
                 found[place.layer] = LayerCache(tensor[0], tensor[1], *scales[place.layer], place.group)
+        if self._local.num_kv_shared_layers:
+            found = [found[self._local.kv_source(layer)] for layer in range(self.num_layers)]
         return found
 
     def shape(self, num_pages: int) -> tuple[int, ...]:

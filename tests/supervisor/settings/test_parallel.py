@@ -5,7 +5,7 @@ import pytest
 from tiny_models import spec_of
 
 from meshlm.protocol.config import ParallelConfig
-from meshlm.protocol.model import MoESpec
+from meshlm.protocol.model import AltUpSpec, MoESpec
 from meshlm.runtime import platforms
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.settings import parallel
@@ -79,3 +79,19 @@ def test_a_node_needs_gpus_for_its_own_workers(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(("visible", "count"), [("", 0), ("-1", 0), ("2", 1), ("GPU-8f2e,MIG-1", 2)])
 def test_visible_gpus(visible: str, count: int) -> None:
     assert platforms.named("cuda").num_devices({"CUDA_VISIBLE_DEVICES": visible}) == count
+
+
+@pytest.mark.parametrize("given", [config(tp=2), config(pp=2)])
+def test_a_model_that_one_worker_computes_is_not_split(given: ParallelConfig) -> None:
+    altup = AltUpSpec(
+        altup_num_inputs=4,
+        altup_active_idx=0,
+        altup_correct_scale=True,
+        laurel_rank=4,
+        hidden_size_per_layer_input=4,
+        vocab_size_per_layer_input=100,
+        activation_sparsity_pattern=(),
+    )
+    with pytest.raises(UsageError, match="is computed by one worker; use --data-parallel-size"):
+        parallel.check(given, msgspec.structs.replace(SMOLLM2, altup=altup), "cpu", 2)
+    parallel.check(config(dp=2), msgspec.structs.replace(SMOLLM2, altup=altup), "cpu", 2)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from served_engines import AGAIN, BLOCK, OUTPUT, PROMPTS, WINDOW, Engines, Reference, made, served
-from small_models import GEMMA, MOE
+from small_models import GEMMA, GEMMA3N, MOE
 
 from meshlm.protocol.kv import ChunkedAttention, FullAttention, SlidingWindow
 
@@ -57,3 +57,20 @@ def test_tokens_are_transformers(model: tuple[str, Path, Reference], backend: st
     assert bench.cached[AGAIN[-1]] > 4 * WINDOW, "too little was found in the prefix cache"
     whole = len(engines.kv_specs) * -(-(len(PROMPTS[-1]) + OUTPUT) // BLOCK)
     assert engines.num_blocks < whole, "one request alone would not fit if all blocks were kept"
+
+
+def test_layers_that_share_have_no_memory_of_their_own(tmp_path: Path) -> None:
+    """Two of six layers use keys and values of the last ones of their kinds, in whose groups and pages they are."""
+    expected = made(("Gemma3nTextConfig", GEMMA3N | {"sliding_window": WINDOW}), tmp_path)
+    engines = Engines(tmp_path, 23, "torch")
+    try:
+        bench = served(engines)
+    finally:
+        engines.close()
+    assert bench.tokens == expected.greedy(bench.tokens)
+    assert bench.core.batching.num_preemptions > 0, "memory was to be too little"
+    assert bench.cached[AGAIN[-1]] > 4 * WINDOW, "too little was found in the prefix cache"
+    caches = engines.engines[0].compute.caches
+    assert [cache.keys.data_ptr() for cache in caches[4:]] == [cache.keys.data_ptr() for cache in caches[2:4]]
+    assert [cache.group for cache in caches[4:]] == [cache.group for cache in caches[2:4]]
+    assert len({(cache.keys.data_ptr(), cache.group) for cache in caches}) == 4

@@ -83,6 +83,23 @@ MOE: dict[str, tuple[str, dict[str, Any]]] = {
 """Mixtures of experts: the class of transformers' configuration, and what it gets beside SMALL."""
 
 
+GEMMA3N: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "head_dim": 16,
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    + ["sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 2,
+    "activation_sparsity_pattern": [0.9, 0.0, 0.9, 0.0, 0.5, 0.0],
+    "vocab_size_per_layer_input": 200,
+    "hidden_size_per_layer_input": 12,
+    "altup_num_inputs": 3,
+    "altup_active_idx": 0,
+    "laurel_rank": 6,
+    "final_logit_softcapping": 3.0,
+    "initializer_range": 0.2,
+}
+
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2Config", {}),
     "olmo3": (

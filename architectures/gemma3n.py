@@ -1,0 +1,153 @@
+"""Gemma 3n, its text models (Gemma Team 2025): several residuals, embeddings for each layer, layers that share keys and values."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec.structs import replace
+
+from meshlm.architectures.config_values import boolean, integer, number, shown
+from meshlm.architectures.dense import attention_weights, decoder_weights, mlp_weights, norm_weights
+from meshlm.architectures.family import Family, Weight
+from meshlm.architectures.gemma2 import DEFAULTS, KEYS, SANDWICH_NORMS, gemma_spec
+from meshlm.architectures.rope import ropes_by_kind
+from meshlm.protocol.model import AltUpSpec, ModelSpec
+
+_EVERY = 5  # of so many layers the last sees all
+_THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
+_SPARSE, _FIRST_SPARSE, _FEWEST = 0.95, 10, 10  # where the file says nothing, of models with more layers
+
+
+def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    for key in ("quantization_config", "compression_config", "quantization"):
+        if config.get(key):
+            raise ValueError(f"{key} is not supported for {architecture}")
+    rope, sliding_rope = ropes_by_kind(
+        config, config.get("rope_theta") or _THETA, config.get("rope_local_base_freq") or _LOCAL_THETA
+    )
+    wide = config["intermediate_size"]
+    sizes = set(wide) if isinstance(wide, list) else {wide}
+    if len(sizes) != 1:
+        raise ValueError(f"intermediate_size {shown(wide)} of layers that differ is not supported for {architecture}")
+    spec = gemma_spec(
+        {**config, "intermediate_size": sizes.pop(), "query_pre_attn_scalar": 1}, architecture, _EVERY, rope
+    )
+    spec = replace(spec, qk_norm=True, sliding_rope=sliding_rope, altup=_altup(config, spec))
+    return replace(spec, num_kv_shared_layers=_shared(config, spec))
+
+
+def _shared(config: dict[str, Any], spec: ModelSpec) -> int:
+    """ValueError where a layer would have none to share with."""
+    count, layers = integer(config, "num_kv_shared_layers"), spec.num_hidden_layers
+    sliding = spec.sliding_layers or (False,) * layers
+    if not 0 <= count < layers or not set(sliding[layers - count :]) <= set(sliding[: layers - count]):
+        raise ValueError(
+            f"num_kv_shared_layers {count} of {layers} leaves a layer without an earlier one of its kind to share with"
+        )
+    return count
+
+
+def _altup(config: dict[str, Any], spec: ModelSpec) -> AltUpSpec:
+    layers, pattern = spec.num_hidden_layers, config.get("activation_sparsity_pattern")
+    if pattern is None:
+        sparse = _FIRST_SPARSE if layers > _FEWEST else 0
+        pattern = [_SPARSE] * sparse + [0.0] * (layers - sparse)
+    pattern = pattern if isinstance(pattern, list) else [pattern] * layers
+    if len(pattern) != layers or any(not 0 <= number(one, "activation_sparsity_pattern") < 1 for one in pattern):
+        raise ValueError(
+            f"activation_sparsity_pattern must have a number below 1 for each of {layers} layers, got {shown(pattern)}"
+        )
+    names = "altup_num_inputs altup_active_idx laurel_rank hidden_size_per_layer_input vocab_size_per_layer_input"
+    sizes = {name: integer(config, name) for name in names.split()}
+    few = next((name for name, size in sizes.items() if size < (name != "altup_active_idx")), None)
+    if few is not None or sizes["altup_active_idx"] >= sizes["altup_num_inputs"]:
+        few = few or "altup_active_idx"
+        raise ValueError(f"{few} is {sizes[few]}, which no model can have")
+    return AltUpSpec(
+        altup_correct_scale=boolean(config, "altup_correct_scale"),
+        activation_sparsity_pattern=tuple(map(float, pattern)),
+        **sizes,
+    )
+
+
+def _weights(spec: ModelSpec) -> Iterator[Weight]:
+    altup, hidden = spec.altup, spec.hidden_size
+    assert altup is not None
+    count, own = altup.altup_num_inputs, altup.hidden_size_per_layer_input
+
+    def in_layer(layer: int) -> Iterator[Weight]:
+        shares = spec.kv_source(layer) != layer
+        for weight in (*attention_weights(spec), *norm_weights(spec, SANDWICH_NORMS)):
+            if not (shares and weight.name.startswith(("self_attn.k", "self_attn.v"))):
+                yield weight
+        yield from mlp_weights(spec, spec.intermediate_size)
+        for name, gguf, parameter, shape in (
+            ("altup.correct_output_scale", "altup_correct_scale", "correct_output_scale", (hidden,)),
+            ("altup.correction_coefs.weight", "altup_correct_coef", "correction_coefs", (count, count)),
+            ("altup.prediction_coefs.weight", "altup_predict_coef", "prediction_coefs", (count**2, count)),
+            ("altup.modality_router.weight", "altup_router", "modality_router", (count, hidden)),
+            ("altup.router_norm.weight", "altup_router_norm", "router_norm.weight", (hidden,)),
+            ("laurel.linear_left.weight", "laurel_l", "laurel_left.weight", (altup.laurel_rank, hidden)),
+            ("laurel.linear_right.weight", "laurel_r", "laurel_right.weight", (hidden, altup.laurel_rank)),
+            ("laurel.post_laurel_norm.weight", "laurel_post_norm", "laurel_norm.weight", (hidden,)),
+            ("per_layer_input_gate.weight", "inp_gate", "per_layer_gate.weight", (own, hidden)),
+            ("per_layer_projection.weight", "proj", "per_layer_projection.weight", (hidden, own)),
+            ("post_per_layer_input_norm.weight", "post_norm", "per_layer_norm.weight", (hidden,)),
+        ):
+            yield Weight(name, f"{gguf}.weight", parameter, shape)
+
+    yield from decoder_weights(spec, in_layer)
+    every = spec.num_hidden_layers * own
+    for name, parameter, shape in (
+        ("embed_tokens_per_layer", "embed_per_layer", (altup.vocab_size_per_layer_input, every)),
+        ("per_layer_model_projection", "project_per_layer.weight", (every, hidden)),
+        ("per_layer_projection_norm", "per_layer_norm.weight", (own,)),
+        *((f"altup_projections.{n}", f"projections.{n}.weight", (hidden, hidden)) for n in range(count - 1)),
+        *((f"altup_unembed_projections.{n}", f"unembed.{n}.weight", (hidden, hidden)) for n in range(count - 1)),
+    ):
+        yield Weight(f"model.{name}.weight", f"{name}.weight", parameter, shape)
+
+
+def _as_it_is(name: str) -> str:
+    return name
+
+
+FAMILY = Family(
+    architecture="Gemma3nForCausalLM",
+    model_type="gemma3n_text",
+    spec=_spec,
+    weights=_weights,
+    keys=(KEYS - {"attn_logit_softcapping", "query_pre_attn_scalar"})
+    | {
+        "rope_local_base_freq",
+        "vocab_size_per_layer_input",
+        "hidden_size_per_layer_input",
+        "altup_active_idx",
+        "altup_coef_clip",  # while it is trained
+        "altup_correct_scale",
+        "altup_lr_multiplier",
+        "altup_num_inputs",
+        "num_kv_shared_layers",
+        "laurel_rank",
+        "activation_sparsity_pattern",
+    },
+    defaults={
+        **DEFAULTS,
+        "num_key_value_heads": 2,
+        "intermediate_size": 16384,
+        "max_position_embeddings": 32768,
+        "sliding_window": 512,
+        "final_logit_softcapping": 30.0,
+        "vocab_size_per_layer_input": 262144,
+        "hidden_size_per_layer_input": 256,
+        "altup_active_idx": 0,
+        "altup_correct_scale": True,
+        "altup_num_inputs": 4,
+        "num_kv_shared_layers": 15,
+        "laurel_rank": 64,
+    },
+    float16=False,
+    compiles=False,
+    model="meshlm.workers.models.gemma3n:Gemma3n",
+    rename=_as_it_is,
+    unread=r"model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm)\.weight",  # of layers that share, where files have them
+)
