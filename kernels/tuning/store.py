@@ -64,14 +64,19 @@ class Store:
 
     @contextmanager
     def attempt(self, op: str, key: Key) -> Iterator[None]:
-        """A note in the folder for as long as it takes; it stays if the process does not come back."""
+        """A note in the folder for as long as it takes; it stays if the process does not come back, or has lost its GPU."""
         self.folder.mkdir(parents=True, exist_ok=True)
         note = self.folder / f"{_NOTE}{os.getpid()}.json"
         note.write_text(json.dumps({"op": op, "key": key}))
+        broken = False
         try:
             yield
+        except Exception as error:
+            broken = "CUDA error" in str(error)  # this process can do nothing more with its GPU, and ends
+            raise
         finally:
-            note.unlink(missing_ok=True)
+            if not broken:
+                note.unlink(missing_ok=True)
 
     def _read(self, op: str) -> list[Table]:
         path = self.path(op)

@@ -310,6 +310,18 @@ def test_a_shape_in_the_midst_of_which_a_process_ended_is_not_tried_again(tmp_pa
     assert "not tried again" in said[0]
 
 
+@pytest.mark.parametrize(
+    ("error", "left"),
+    [(RuntimeError("CUDA error: an illegal memory access was encountered"), 1), (RuntimeError("not supported"), 0)],
+)
+def test_a_shape_that_broke_the_gpu_is_not_tried_again(error: Exception, left: int, tmp_path: Path) -> None:
+    """The worker ends, since nothing works any more; the one that follows leaves the shape alone."""
+    store = store_in(tmp_path, [])
+    with pytest.raises(RuntimeError), store.attempt("gemm", (64, 64)):
+        raise error
+    assert len(store.ended()) == left
+
+
 # --- products, in the interpreter ---
 
 
