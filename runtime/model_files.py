@@ -214,7 +214,7 @@ def _from_folder(path: Path, name: str, asked: _Asked) -> ModelFiles:
         if len(ggufs) == 1:
             return _from_gguf(ggufs[0], name, asked.model_impl)
         raise ModelFilesError(f"{path}: no config.json there; MODEL is a folder with one, or a .gguf file")
-    config = {**read_json(path / "config.json"), **asked.overrides}
+    config = _overridden(read_json(path / "config.json"), asked.overrides)
     if isinstance(texts := config.get("classifier_from_token"), list):
         config["classifier_from_token"] = [_token_id(path, text) for text in texts]
     if config.get("architectures") == ["HF_ColBERT"]:
@@ -272,6 +272,24 @@ def _check_url(url: str, asked: _Asked, spec: ModelSpec) -> None:
     ):
         if is_asked:
             raise ModelFilesError(f"{what}: it is not there for {url}; download it, and serve the folder")
+
+
+def _overridden(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """The config.json with --hf-overrides. As in vLLM, a config within it keeps what is not named, and other objects are replaced."""
+    inner, changes = config.get("text_config"), overrides.get("text_config")
+    found = {**config, **overrides}
+    if isinstance(inner, dict) and isinstance(changes, dict):
+        found["text_config"] = _merged(inner, changes)
+    return found
+
+
+def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    both = {key: _merged(old[key], new[key]) for key in old.keys() & new.keys() if _are_objects(old[key], new[key])}
+    return {**old, **new, **both}
+
+
+def _are_objects(*values: Any) -> bool:
+    return all(isinstance(value, dict) for value in values)
 
 
 def _description(

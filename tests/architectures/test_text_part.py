@@ -112,3 +112,13 @@ def test_ministral_3_within_mistral_3() -> None:
     spec, _ = parse_config(found, Path("m"))
     assert (spec.architecture, spec.attn_temperature) == ("Ministral3ForCausalLM", (0.1, 16384.0))
     assert (spec.rope.rope_type, spec.max_position_embeddings) == ("yarn", 128)
+
+
+def test_overrides_of_the_text_model_keep_what_they_do_not_name(tmp_path: Path) -> None:
+    """What vLLM does with them, too; an object that is no config is replaced."""
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
+    folder = folder_with(tmp_path, **{"config.json": SEES | {"text_config": TEXT | {"rope_parameters": rope}}})
+    changed = '{"text_config": {"max_position_embeddings": 64, "rope_parameters": {"factor": 4.0}}}'
+    spec = resolve_model(folder, load_format="dummy", hf_overrides=changed).spec
+    assert (spec.hidden_size, spec.max_position_embeddings) == (64, 256)
+    assert spec.rope == RopeSpec(rope_type="linear", rope_theta=5e5, factor=4.0)
