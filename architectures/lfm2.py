@@ -7,43 +7,50 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import boolean, integer, number, shown, words
-from meshlm.architectures.dense import attention_weights, decoder_weights, dense_spec, mlp_weights, norm_weights
-from meshlm.architectures.family import Family, Split, Weight
+from meshlm.architectures.dense import (
+    attention_weights,
+    decoder_weights,
+    dense_gguf,
+    dense_spec,
+    mlp_weights,
+    norm_weights,
+)
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Split, Weight
 from meshlm.architectures.states import layers_of
 from meshlm.protocol.model import ModelSpec, StateSpec
 
 _NORMS = (("operator_norm", "attn_norm", "input_norm"), ("ffn_norm", "ffn_norm", "post_norm"))
 _KINDS = {"conv": "state", "full_attention": "attention"}
 _PARTS = ("b", "c", "x")  # of in_proj: the gate before the convolution, the one behind it, and what is convolved
+_CONV = "shortconv"  # llama.cpp's name
 _FFN = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
 def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    layers, hidden = integer(config, "num_hidden_layers"), integer(config, "hidden_size")
+    layers = integer(config, "num_hidden_layers")
     kernel = integer(config, "conv_L_cache")
     if kernel < 2:
         raise ValueError(f"conv_L_cache is {kernel}; it must be two or more")
     wide = {"hidden_act": "silu", "intermediate_size": _intermediate(config), "rms_norm_eps": config["norm_eps"]}
     config = {**config, **wide, "tie_word_embeddings": config.get("tie_embedding", config["tie_word_embeddings"])}
     attends = tuple(kind == "attention" for kind in _kinds(config, layers))
+    return _with_states(dense_spec(config, architecture), attends, kernel, bias=boolean(config, "conv_bias"))
+
+
+def _with_states(spec: ModelSpec, attends: tuple[bool, ...], kernel: int, *, bias: bool) -> ModelSpec:
     states = tuple(not one for one in attends)
     state = StateSpec(
         kind="short_conv",
         layers=states,
-        num_heads=hidden,
+        num_heads=spec.hidden_size,
         head_dim=1,
         state_size=0,
-        n_groups=hidden,  # ranks split the channels as they like
+        n_groups=spec.hidden_size,  # ranks split the channels as they like
         conv_kernel=kernel,
-        conv_bias=boolean(config, "conv_bias"),
-        proj_bias=boolean(config, "conv_bias"),
+        conv_bias=bias,
+        proj_bias=bias,
     )
-    return replace(
-        dense_spec(config, architecture),
-        qk_norm=True,
-        attention_layers=attends,
-        state=state if any(states) else None,
-    )
+    return replace(spec, qk_norm=True, attention_layers=attends, state=state if any(states) else None)
 
 
 def _intermediate(config: dict[str, Any]) -> int:
@@ -77,15 +84,15 @@ def _mixer(spec: ModelSpec) -> Iterator[Weight]:
     state = spec.state
     assert state is not None
     hidden, wide = spec.hidden_size, Split.INTERMEDIATE
+    out = (hidden, hidden)
     for part in _PARTS:
-        yield Weight(f"conv.{part}_proj.weight", "", "attention.qkv.weight", (hidden, hidden), wide)
+        yield Weight(f"conv.{part}_proj.weight", f"{_CONV}.{part}_proj.weight", "attention.qkv.weight", out, wide)
         if state.proj_bias:
-            yield Weight(f"conv.{part}_proj.bias", "", "attention.qkv.bias", (hidden,), wide)
+            yield Weight(f"conv.{part}_proj.bias", f"{_CONV}.{part}_proj.bias", "attention.qkv.bias", (hidden,), wide)
     taps = (hidden, 1, state.conv_kernel)
     yield Weight("conv.conv.weight", "shortconv.conv.weight", "attention.conv.weight", taps, wide)
     if state.conv_bias:
         yield Weight("conv.conv.bias", "shortconv.conv.bias", "attention.conv.bias", (hidden,), wide)
-    out = (hidden, hidden)
     yield Weight("conv.out_proj.weight", "shortconv.out_proj.weight", "attention.o.weight", out, wide, dim=1)
     if state.proj_bias:
         yield Weight("conv.out_proj.bias", "shortconv.out_proj.bias", "attention.o.bias", (hidden,), Split.FIRST_RANK)
@@ -98,7 +105,24 @@ def _weights(spec: ModelSpec) -> Iterator[Weight]:
         yield from mlp_weights(spec, spec.intermediate_size, ("feed_forward", "ffn_{}", "mlp"))
         yield from norm_weights(spec if attends else replace(spec, qk_norm=False), _NORMS)
 
-    return decoder_weights(spec, in_layer)
+    for weight in decoder_weights(spec, in_layer):
+        yield weight._replace(gguf="token_embd_norm.weight") if weight.parameter == "norm.weight" else weight
+
+
+def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    layers, kernel = int(metadata.get("block_count")), int(metadata.get("shortconv.l_cache"))
+    heads = metadata.get("attention.head_count_kv")
+    heads = [int(count) for count in heads] if isinstance(heads, list) else [int(heads)] * layers
+    if len(heads) != layers or len(set(heads) - {0}) != 1:
+        raise MetadataError(
+            f"metadata lfm2.attention.head_count_kv is {shown(heads)}; it must be 0 or one number by layer"
+        )
+    of_all = {**metadata.fields, "lfm2.attention.head_count_kv": max(heads)}
+    spec = dense_gguf(metadata._replace(fields=of_all), architecture)
+    if kernel < 2:
+        raise MetadataError(f"metadata lfm2.shortconv.l_cache is {kernel}; it must be two or more")
+    attends = tuple(count > 0 for count in heads)
+    return _with_states(spec, attends, kernel, bias=False)
 
 
 def _renamed(name: str) -> str:
@@ -128,6 +152,12 @@ FAMILY = Family(
         "max_position_embeddings": 128000,
     },
     packed={"conv.in_proj": tuple(f"conv.{part}_proj" for part in _PARTS)},
+    gguf=GGUFFamily(
+        "lfm2",
+        _gguf,
+        words("shortconv.l_cache"),
+        packed={f"{_CONV}.in_proj": tuple(f"{_CONV}.{part}_proj" for part in _PARTS)},
+    ),
     rename=_renamed,
     compiles=False,
     model="meshlm.workers.models.lfm2:Lfm2",

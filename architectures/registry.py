@@ -77,7 +77,7 @@ _OWN = {
     "FalconH1ForCausalLM": _Module("falcon_h1"),
     "MambaForCausalLM": _Module("mamba"),
     "FalconMambaForCausalLM": _Module("mamba"),
-    "Lfm2ForCausalLM": _Module("lfm2"),
+    "Lfm2ForCausalLM": _Module("lfm2", "lfm2"),
     "JambaForCausalLM": _Module("jamba"),
     "Qwen3NextForCausalLM": _Module("qwen3_next"),
     "Qwen3_5ForCausalLM": _Module("qwen3_5"),

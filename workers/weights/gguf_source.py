@@ -23,7 +23,7 @@ from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.gguf_files import GGUFError, GGUFTensor, files_of, read_header
 
 _FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # by ggml's numbers of types
-_OF_LAYER = re.compile(r"(?P<layer>blk\.\d+)\.(?P<stem>\w+)\.(?P<kind>weight|bias)")
+_OF_LAYER = re.compile(r"(?P<layer>blk\.\d+)\.(?P<stem>[\w.]+)\.(?P<kind>weight|bias)")
 _NEEDLESS = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")  # computed here, or read with the shape
 
 
@@ -74,11 +74,17 @@ class GGUFTensorSource:
         return one
 
     def like(self, shape: tuple[int, ...]) -> "GGUFTensorSource":
-        """A vector as a matrix of one row, where that is its shape."""
-        if shape != (1, *self.shape):
+        """With the dimensions of one that llama.cpp leaves out: a vector as a matrix of one row, taps of channels as those of a filter
+        each."""
+        if len(shape) != len(self.shape) + 1:
+            return self
+        at = next(
+            (at for at, size in enumerate(shape[:-1]) if size == 1 and shape[:at] + shape[at + 1 :] == self.shape), None
+        )
+        if at is None:
             return self
         one = copy(self)
-        one.shape, one._data = shape, self._data[None]
+        one.shape, one._data = shape, self._data.unsqueeze(at)
         return one
 
     def cuts(self, dim: int, begin: int, end: int) -> bool:
