@@ -16,7 +16,7 @@ from meshlm.architectures.quantization import formats
 from meshlm.kernels.quantise_int8.reference import Int8Weight, int8_linear
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.workers.layers import cpu_ops
-from meshlm.workers.layers.ops import TorchOps
+from meshlm.workers.layers.torch_ops import TorchOps
 
 TABLE = [7, 3, 11, 0, 5, 9, 1, 2, 8, 4]
 TOKENS = torch.arange(30).mul(17).remainder(211).tolist()

@@ -15,7 +15,7 @@ from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.runtime.model_files import resolve_model
 from meshlm.workers.layers import cpu_ops
-from meshlm.workers.layers.ops import TorchOps
+from meshlm.workers.layers.torch_ops import TorchOps
 from meshlm.workers.models.compiled import SHAPES, CompiledParts, use_cache
 from meshlm.workers.models.cpu_layers import fuse
 from meshlm.workers.models.decoder import Decoder, DecoderLayer

@@ -16,7 +16,7 @@ from meshlm.protocol.model import QuantizationScheme
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.linear import Linear
-from meshlm.workers.layers.ops import TorchOps
+from meshlm.workers.layers.torch_ops import TorchOps
 from meshlm.workers.quantization.packed import PackedLinear
 from meshlm.workers.quantization.packed_files import tensors_of
 from meshlm.workers.quantization.unquantized import UNQUANTIZED

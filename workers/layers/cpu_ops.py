@@ -7,8 +7,9 @@ from torch import Tensor
 from meshlm.kernels.cpu import kernel, packed
 from meshlm.kernels.cpu.library import library
 from meshlm.workers.batch import LayerCache, StepInputs
-from meshlm.workers.layers.ops import AttentionShape, Composed, HeadProducts
+from meshlm.workers.layers.ops import AttentionShape, HeadProducts
 from meshlm.workers.layers.partial_sum import PartialSum
+from meshlm.workers.layers.torch_ops import Composed
 
 
 def available() -> bool:

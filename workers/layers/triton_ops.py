@@ -29,8 +29,9 @@ from meshlm.kernels.rope_cache.kernel import rope_cache
 from meshlm.kernels.silu_mul.kernel import silu_mul
 from meshlm.kernels.small_m_gemm.kernel import shape_for, small_m_gemm
 from meshlm.workers.batch import LayerCache, StepInputs
-from meshlm.workers.layers.ops import AttentionShape, Composed, LatentShape, RouterWeights
+from meshlm.workers.layers.ops import AttentionShape, LatentShape, RouterWeights
 from meshlm.workers.layers.partial_sum import Kind, PartialSum
+from meshlm.workers.layers.torch_ops import Composed
 from meshlm.workers.quantization import proofs
 
 

@@ -23,9 +23,10 @@ from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.moe import MoE
 from meshlm.workers.layers.norm import LayerNorm, RMSNorm
-from meshlm.workers.layers.ops import AttentionShape, Ops, TorchOps, make_ops
+from meshlm.workers.layers.ops import AttentionShape, Ops
 from meshlm.workers.layers.partial_sum import Kind, PartialSum
 from meshlm.workers.layers.rope import rope_table
+from meshlm.workers.layers.torch_ops import TorchOps, make_ops
 from meshlm.workers.models.classifier import Classifier
 from meshlm.workers.moe.registry import group_dispatch, no_dispatch
 

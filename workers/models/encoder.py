@@ -18,7 +18,8 @@ from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.norm import LayerNorm
-from meshlm.workers.layers.ops import AttentionShape, Ops, TorchOps, make_ops
+from meshlm.workers.layers.ops import AttentionShape, Ops
+from meshlm.workers.layers.torch_ops import TorchOps, make_ops
 from meshlm.workers.models.classifier import FUNCTIONS, Classifier
 from meshlm.workers.models.decoder import Decoder, KVScale, Parts
 

@@ -23,7 +23,8 @@ from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.engine.inputs import Inputs, TorchInputs
 from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.engine.triton_inputs import Staging, TritonInputs
-from meshlm.workers.layers.ops import AttentionShape, Ops, TorchOps
+from meshlm.workers.layers.ops import AttentionShape, Ops
+from meshlm.workers.layers.torch_ops import TorchOps
 from meshlm.workers.layers.triton_ops import TritonOps
 
 if torch.cuda.is_available():

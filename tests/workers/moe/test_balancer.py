@@ -12,7 +12,7 @@ from torch import Tensor
 from meshlm.protocol.config.experts import EPLBConfig
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.lockstep import StepAborted
-from meshlm.workers.layers.ops import TorchOps
+from meshlm.workers.layers.torch_ops import TorchOps
 from meshlm.workers.moe.parts import NOWHERE, Routing
 from meshlm.workers.moe.placement import move
 from meshlm.workers.moe.placement.balance import balance, first_placement, rank_loads

@@ -17,7 +17,7 @@ from meshlm.workers.distributed.one_row import OneRow
 from meshlm.workers.distributed.ops import SummingOps
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.layers import cpu_ops
-from meshlm.workers.layers.ops import TorchOps
+from meshlm.workers.layers.torch_ops import TorchOps
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.weights.load import load_model
 

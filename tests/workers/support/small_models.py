@@ -13,7 +13,8 @@ from meshlm.runtime.model_files import ModelFiles, resolve_model
 from meshlm.workers.attention.backend import choose
 from meshlm.workers.attention.torch_backend import TorchAttention
 from meshlm.workers.batch import LayerCache, RequestLens, StepInputs
-from meshlm.workers.layers.ops import Ops, TorchOps
+from meshlm.workers.layers.ops import Ops
+from meshlm.workers.layers.torch_ops import TorchOps
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.weights.load import load_model
 

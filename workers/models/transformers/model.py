@@ -17,7 +17,8 @@ from meshlm.workers.attention.backend import StepAttention
 from meshlm.workers.batch import LayerCache, StepInputs, with_given
 from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
 from meshlm.workers.distributed.shard import Shard
-from meshlm.workers.layers.ops import AttentionShape, Ops, TorchOps, make_ops
+from meshlm.workers.layers.ops import AttentionShape, Ops
+from meshlm.workers.layers.torch_ops import TorchOps, make_ops
 from meshlm.workers.models.decoder import Decoder, DecoderLayer, KVScale, Parts
 from meshlm.workers.models.transformers import given, interface
 from meshlm.workers.models.transformers.look import SHORTEST, attending
