@@ -52,7 +52,7 @@ def _family(config: dict[str, Any], path: Path) -> Family:
         raise ModelFilesError(f"{path}: config.json names several architectures ({', '.join(names)}); it must name one")
     family = family_of(names[0]) if names else None
     if family is None:
-        raise ModelFilesError(f"{path}: architecture {names[0] if names else 'none'} is not supported{_near(names)}")
+        raise ModelFilesError(f"{path}: architecture {names[0] if names else 'none'} is not supported{near(names[:1])}")
     kind = config.get("model_type")
     if kind is not None and kind not in (family.model_type, *family.other_model_types):
         raise ModelFilesError(
@@ -61,7 +61,7 @@ def _family(config: dict[str, Any], path: Path) -> Family:
     return family
 
 
-def _near(names: list[str]) -> str:
+def near(names: list[str]) -> str:
     """The architectures whose names are most like this one: there are more than a line holds."""
     known = (*architectures(), *text_part.architectures())
     near = difflib.get_close_matches(names[0], known, 3) if names else []

@@ -13,9 +13,10 @@ import msgspec
 from msgspec import Struct
 
 from meshlm.architectures import text_part
-from meshlm.architectures.registry import architectures, family_of
+from meshlm.architectures.registry import family_of
 from meshlm.protocol.model import ModelSpec, TransformersSpec
 from meshlm.runtime.errors import ModelFilesError
+from meshlm.runtime.model_config import near
 
 LIMIT_S = 300
 
@@ -64,10 +65,8 @@ def parse_config(
     except ModelFilesError as error:
         if chosen:
             raise ModelFilesError(f"--model-impl transformers: {path}: {name}: {error}") from None
-        known = ", ".join((*architectures(), *text_part.architectures()))
         raise ModelFilesError(
-            f"{path}: architecture {name} is not supported; supported: {known}; and transformers' model of it cannot be "
-            f"served: {error}"
+            f"{path}: architecture {name} is not supported{near([name])}; and transformers' model of it cannot be served: {error}"
         ) from None
     why = "--model-impl transformers" if chosen else "our own models do not know it"
     return spec, (f"{path}: {name} is computed by transformers' model with our attention ({why})",)
