@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meshlm.kernels import float8, pdl
-from meshlm.kernels.attention.kernel import PLAIN, Columns, Extras, paged_tile
+from meshlm.kernels.attention.kernel import CHUNKS, EVERYTHING, PLAIN, Columns, Extras, first_seen, paged_tile
 from meshlm.kernels.fp8 import within
 
 AHEAD = 64  # tokens whose keys and values are asked for before the query is there
@@ -89,10 +89,10 @@ def _combine(
 @triton.jit
 def _decode(
     query, keys, values, out, parts, sums, counters, blocks, blocks_stride, rows, starts, ends, sinks, scale, k_scale, v_scale,
-    cap, window, rope, q_weight, k_weight, eps,
+    cap, size, rope, q_weight, k_weight, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
     LINES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
-    WINDOW: tl.constexpr,
+    SPAN: tl.constexpr, FREE: tl.constexpr,
     ROPE: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr, AHEAD: tl.constexpr, AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -105,8 +105,8 @@ def _decode(
     table = blocks + tl.load(rows + request).to(tl.int64) * blocks_stride
     length = start + 1
     begin = 0
-    if WINDOW:
-        begin = tl.maximum(0, length - window)
+    if SPAN:
+        begin = tl.maximum(0, first_seen(start, size, SPAN))
     tiles = tl.cdiv(length, BLOCK_N) - begin // BLOCK_N
     each = tl.cdiv(tiles, SPLITS)
     used = tl.cdiv(tiles, each)  # splits that have keys
@@ -171,16 +171,17 @@ def _decode(
             l = tl.where(m == float("-inf"), 0.0, 1.0)
     acc = tl.zeros((GROUP, BLOCK_D), tl.float32)
     query_at = tl.zeros((GROUP,), tl.int32) + start
+    seen_from = tl.zeros((GROUP,), tl.int32) + begin
     whole = first
-    if not WINDOW:
+    if FREE:  # all tiles but the last are seen whole
         whole = first + (last - first) // BLOCK_N * BLOCK_N
         m, l, acc = paged_tile(
-            q, m, l, acc, first, whole, query_at, table, keys, values, kv, scale, cap, window, begin,
-            PAGE, KV_HEADS, DIM, BLOCK_N, BLOCK_D, False, CAP, WINDOW,
+            q, m, l, acc, first, whole, query_at, seen_from, table, keys, values, kv, scale, cap, begin,
+            PAGE, KV_HEADS, DIM, BLOCK_N, BLOCK_D, False, CAP, SPAN,
         )  # fmt: skip
     m, l, acc = paged_tile(
-        q, m, l, acc, whole, last, query_at, table, keys, values, kv, scale, cap, window, begin,
-        PAGE, KV_HEADS, DIM, BLOCK_N, BLOCK_D, True, CAP, WINDOW,
+        q, m, l, acc, whole, last, query_at, seen_from, table, keys, values, kv, scale, cap, begin,
+        PAGE, KV_HEADS, DIM, BLOCK_N, BLOCK_D, True, CAP, SPAN,
     )  # fmt: skip
     if SPLITS == 1:
         acc = acc * (v_scale / tl.where(l == 0.0, 1.0, l))[:, None]
@@ -240,16 +241,17 @@ def decode(
     heads = rope.num_heads if rope is not None else query.shape[1]
     lines, block_d = triton.next_power_of_2(heads // kv_heads), triton.next_power_of_2(dim)
     at_once = min(splits, max(1, COMBINED * 32 * warps // (lines * block_d)))
+    is_free = extras.span == EVERYTHING or (extras.span == CHUNKS and extras.chunk % block_n == 0)
     parts, sums, counters = workspace
     table = rope.table if rope is not None else sums
     norms = rope.norms if rope is not None and rope.norms is not None else (query, query)
     _decode[(kv_heads, splits, at.n)](
         query, keys, values, out, parts, sums, counters, at.blocks, at.blocks.stride(0), at.rows, at.starts, at.ends,
         query if extras.sinks is None else extras.sinks, scale * extras.k_scale,
-        extras.k_scale, extras.v_scale, extras.cap, extras.window, table, *norms, rope.eps if rope is not None else 0.0,
+        extras.k_scale, extras.v_scale, extras.cap, extras.chunk or extras.window, table, *norms, rope.eps if rope is not None else 0.0,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page, GROUP=max(16, lines), LINES=lines,
         BLOCK_N=block_n, BLOCK_D=block_d, SPLITS=splits, CAP=extras.cap > 0,
-        SINKS=extras.sinks is not None, WINDOW=extras.window > 0, ROPE=rope is not None,
+        SINKS=extras.sinks is not None, SPAN=extras.span, FREE=is_free, ROPE=rope is not None,
         ROTARY=table.shape[-1] if rope is not None else 0,
         NORM=rope is not None and rope.norms is not None, FP8=float8.largest(keys.dtype),
         AHEAD=AHEAD if query.is_cuda else 0, AT_ONCE=at_once, PDL=pdl.supported(),

@@ -6,7 +6,8 @@ by tiles with running maximum and sum (Dao et al. 2022, algorithm 1). The query 
 tile, so keys and values are read once for all of them. prefill.py gives each tile of queries a program, decode.py splits each
 context among programs; both walk over the pages of keys and values with `paged_tile`.
 
-Requests are columns as in kernels/prepare_inputs: rows, starts, ends. Masks: causal, and with `window` > 0 only the last `window` keys.
+Requests are columns as in kernels/prepare_inputs: rows, starts, ends. Masks: causal, and a query sees no key before its first one
+(`first_seen`): that of a window of its last keys, or of the chunk of positions that it is in (Llama 4).
 Soft cap: cap tanh(s / cap). Sinks: one more logit per head that takes part in the sum only.
 """
 
@@ -14,17 +15,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+EVERYTHING, SLIDING, CHUNKS = 0, 1, 2  # what a kernel's SPAN says of the keys before a query that it sees
+CHUNKS_ = tl.constexpr(CHUNKS)
+
+
+@triton.jit
+def first_seen(position, size, SPAN: tl.constexpr):
+    """The first key that a query at this position sees, below 0 where a window (SPAN) of so many keys is not full yet."""
+    if SPAN == CHUNKS_:
+        first = position // size * size
+    else:
+        first = position - size + 1
+    return first
+
 
 @triton.jit
 def paged_tile(
-    q, m, l, acc, first, last, query_at, table, keys, values, kv, scale, cap, window, oldest,
+    q, m, l, acc, first, last, query_at, seen_from, table, keys, values, kv, scale, cap, oldest,
     PAGE: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    MASK: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
+    MASK: tl.constexpr, CAP: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Tiles of keys [first, last) for one tile of queries at positions query_at [M]; scores are in powers of two.
 
-    oldest: the first key that any of these queries sees in its window. The pages of those before it may have a new owner, and hold
-    anything: a weight of zero does not make nothing of a NaN, so they are not read.
+    seen_from [M]: the first key that each sees, with a SPAN. oldest: the first of them. The pages of those before it may have a new
+    owner, and hold anything: a weight of zero does not make nothing of a NaN, so they are not read.
     """
     d = tl.arange(0, BLOCK_D)
     for begin in range(first, last, BLOCK_N):
@@ -33,7 +47,7 @@ def paged_tile(
         line = ((page * PAGE + at % PAGE) * KV_HEADS + kv) * DIM
         if MASK:
             there = at < last
-            if WINDOW:
+            if SPAN:
                 there = there & (at >= oldest)
             inside = there[:, None] & (d < DIM)[None, :]
             k = tl.load(keys + line[:, None] + d[None, :], mask=inside, other=0.0).to(q.dtype)
@@ -45,8 +59,8 @@ def paged_tile(
         s = s * 1.4426950408889634
         if MASK:
             seen = (at[None, :] <= query_at[:, None]) & (at < last)[None, :]
-            if WINDOW:
-                seen = seen & (at[None, :] > query_at[:, None] - window)
+            if SPAN:
+                seen = seen & (at[None, :] >= seen_from[:, None])
             s = tl.where(seen, s, float("-inf"))
         top = tl.maximum(m, tl.max(s, axis=1))
         base = tl.where(top == float("-inf"), 0.0, top)
@@ -72,9 +86,12 @@ class Columns:
 
 
 class Extras:
-    """The features that few models have: window of keys, soft cap of scores, sink logits [heads], scales of an FP8 cache."""
+    """The features that few models have: window of keys or chunks, soft cap of scores, sink logits [heads], scales of an FP8 cache.
 
-    __slots__ = ("cap", "k_scale", "sinks", "v_scale", "window")
+    A query sees its last `window` keys, or those from the last multiple of `chunk` on; 0: all.
+    """
+
+    __slots__ = ("cap", "chunk", "k_scale", "sinks", "v_scale", "window")
 
     def __init__(
         self,
@@ -83,9 +100,16 @@ class Extras:
         sinks: Tensor | None = None,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
+        chunk: int = 0,
     ) -> None:
-        self.window, self.cap, self.sinks = window, cap, sinks
+        assert not (window and chunk)
+        self.window, self.cap, self.sinks, self.chunk = window, cap, sinks, chunk
         self.k_scale, self.v_scale = k_scale, v_scale
+
+    @property
+    def span(self) -> int:
+        """A kernel's SPAN."""
+        return CHUNKS if self.chunk else SLIDING if self.window else EVERYTHING
 
 
 PLAIN = Extras()

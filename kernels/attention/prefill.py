@@ -9,18 +9,21 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from meshlm.kernels.attention.kernel import PLAIN, Columns, Extras, paged_tile
+from meshlm.kernels.attention.kernel import CHUNKS_, PLAIN, Columns, Extras, first_seen, paged_tile
 from meshlm.kernels.attention.proof import proven, variant_of
 from meshlm.kernels.attention.tiles import USUAL_KEYS, hopper_from, prefill_tiles, tile_of_head
 
 
 @triton.jit
 def _dense_tile(
-    q, m, l, acc, first, last, nth_q, step, before, kv, scale, cap, window,
+    q, m, l, acc, first, last, nth_q, seen_from, step, before, kv, scale, cap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASK: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr,
+    MASK: tl.constexpr, CAP: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Like paged_tile, for the keys of this step's own tokens first .. last - 1 of the request, which lie in one piece."""
+    """Like paged_tile, for the keys of this step's own tokens first .. last - 1 of the request, which lie in one piece.
+
+    nth_q, seen_from [M]: queries, and the first keys that they see, counted from the first of these tokens.
+    """
     for begin in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         k = step.load([before + begin, (HEADS + kv) * DIM])
         s = tl.dot(q, k.T)
@@ -31,8 +34,8 @@ def _dense_tile(
         if MASK:
             at = begin + tl.arange(0, BLOCK_N)
             seen = at[None, :] <= nth_q[:, None]
-            if WINDOW:
-                seen = seen & (at[None, :] > nth_q[:, None] - window)
+            if SPAN:
+                seen = seen & (at[None, :] >= seen_from[:, None])
             # A row that sees nothing here sums nonsense, which its own key, in a later tile, fades to nothing.
             s = tl.where(seen, s * factor, -1.0e30)
             factor = 1.0
@@ -49,10 +52,10 @@ def _dense_tile(
 @triton.jit(do_not_specialize=["n", "skip", "fewest"])
 def _prefill(
     query, step, keys, values, out, blocks, blocks_stride, rows, starts, ends, sinks, n, skip, fewest, scale, k_scale, v_scale,
-    cap, window,
+    cap, size,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
-    DENSE: tl.constexpr, WINDOW: tl.constexpr, SEARCH: tl.constexpr, STAGES: tl.constexpr,
+    DENSE: tl.constexpr, SPAN: tl.constexpr, SEARCH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # Late tiles of a prompt have the most keys: they go first.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -79,6 +82,9 @@ def _prefill(
     inside = real[:, None] & (d < DIM)[None, :]
     q = tl.load(query + where, mask=inside, other=0.0)
     query_at = start + nth_q
+    seen_from = query_at  # with a SPAN alone it says something
+    if SPAN:
+        seen_from = first_seen(query_at, size, SPAN)
     if SINKS:
         m = tl.load(sinks + head, mask=real, other=float("-inf")).to(tl.float32) * 1.4426950408889634
         l = tl.where(m == float("-inf"), 0.0, 1.0)
@@ -92,38 +98,43 @@ def _prefill(
     whole = tl.minimum(start + nth + 1, last) // BLOCK_N * BLOCK_N  # keys below are seen by every query of the tile
     first = 0
     oldest = 0
-    if WINDOW:
-        oldest = tl.maximum(0, start + nth - window + 1)
+    if SPAN:
+        oldest = tl.maximum(0, first_seen(start + nth, size, SPAN))
         first = tl.minimum(last, oldest // BLOCK_N * BLOCK_N)
-        edge = tl.minimum(whole, tl.cdiv(tl.maximum(0, start + nth + BLOCK_Q - window), BLOCK_N) * BLOCK_N)
+        newest = tl.maximum(0, first_seen(start + nth + BLOCK_Q - 1, size, SPAN))
+        edge = tl.minimum(whole, tl.cdiv(newest, BLOCK_N) * BLOCK_N)
         edge = tl.maximum(first, edge)
         m, l, acc = paged_tile(
-            q, m, l, acc, first, edge, query_at, table, keys, values, kv, scale * k_scale, cap, window, oldest,
-            PAGE, KV_HEADS, DIM, BLOCK_N, BLOCK_D, True, CAP, WINDOW,
+            q, m, l, acc, first, edge, query_at, seen_from, table, keys, values, kv, scale * k_scale, cap, oldest,
+            PAGE, KV_HEADS, DIM, BLOCK_N, BLOCK_D, True, CAP, SPAN,
         )  # fmt: skip
         first = edge
     m, l, acc = paged_tile(
-        q, m, l, acc, first, whole, query_at, table, keys, values, kv, scale * k_scale, cap, window, oldest,
-        PAGE, KV_HEADS, DIM, BLOCK_N, BLOCK_D, False, CAP, WINDOW,
+        q, m, l, acc, first, whole, query_at, seen_from, table, keys, values, kv, scale * k_scale, cap, oldest,
+        PAGE, KV_HEADS, DIM, BLOCK_N, BLOCK_D, False, CAP, SPAN,
     )  # fmt: skip
     m, l, acc = paged_tile(
-        q, m, l, acc, tl.maximum(first, whole), last, query_at, table, keys, values, kv, scale * k_scale, cap, window, oldest,
-        PAGE, KV_HEADS, DIM, BLOCK_N, BLOCK_D, True, CAP, WINDOW,
+        q, m, l, acc, tl.maximum(first, whole), last, query_at, seen_from, table, keys, values, kv, scale * k_scale, cap, oldest,
+        PAGE, KV_HEADS, DIM, BLOCK_N, BLOCK_D, True, CAP, SPAN,
     )  # fmt: skip
     acc = acc * v_scale
     if DENSE:
         whole = (nth + 1) // BLOCK_N * BLOCK_N
         first = 0
-        if WINDOW:
-            first = tl.maximum(0, nth - window + 1) // BLOCK_N * BLOCK_N
+        if SPAN == CHUNKS_:  # tiles begin with the chunk, unless some queries are in the next one
+            first = tl.maximum(0, oldest - start)
+            whole = first + (nth + 1 - first) // BLOCK_N * BLOCK_N
+            whole = tl.where(newest > oldest, first, whole)
+        elif SPAN:
+            first = tl.maximum(0, oldest - start) // BLOCK_N * BLOCK_N
             whole = first
         m, l, acc = _dense_tile(
-            q, m, l, acc, first, whole, nth_q, step, before, kv, scale, cap, window,
-            HEADS, KV_HEADS, DIM, BLOCK_N, False, CAP, WINDOW, STAGES,
+            q, m, l, acc, first, whole, nth_q, seen_from - start, step, before, kv, scale, cap,
+            HEADS, KV_HEADS, DIM, BLOCK_N, False, CAP, SPAN, STAGES,
         )  # fmt: skip
         m, l, acc = _dense_tile(
-            q, m, l, acc, whole, tl.minimum(nth + BLOCK_Q, count), nth_q, step, before, kv, scale, cap, window,
-            HEADS, KV_HEADS, DIM, BLOCK_N, True, CAP, WINDOW, STAGES,
+            q, m, l, acc, whole, tl.minimum(nth + BLOCK_Q, count), nth_q, seen_from - start, step, before, kv, scale, cap,
+            HEADS, KV_HEADS, DIM, BLOCK_N, True, CAP, SPAN, STAGES,
         )  # fmt: skip
     acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
     tl.store(out + where, acc.to(out.dtype.element_ty), mask=inside)
@@ -160,7 +171,7 @@ def prefill(
     """
     tokens, heads, dim = query.shape
     pays = (num_pairs if num_pairs is not None else tokens * USUAL_KEYS) * heads >= hopper_from(dim)
-    if pays and qkv is not None and tiles is None and proven(variant_of(query, keys, extras)):
+    if pays and not extras.chunk and qkv is not None and tiles is None and proven(variant_of(query, keys, extras)):
         from meshlm.kernels.attention import hopper  # its dialect takes long to import, and is not in every Triton
 
         hopper.prefill(query, keys, values, at, scale, out, skip, extras, qkv=qkv, fewest=fewest)
@@ -176,8 +187,8 @@ def prefill(
     _prefill[(kv_heads, (tokens - skip) // block_q + at.n - skip)](
         query, step, keys, values, out, at.blocks, at.blocks.stride(0), at.rows, at.starts, at.ends,
         query if extras.sinks is None else extras.sinks, at.n, skip, fewest, scale, extras.k_scale, extras.v_scale,
-        extras.cap, extras.window,
+        extras.cap, extras.chunk or extras.window,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page, GROUP=group, BLOCK_Q=block_q, BLOCK_N=block_n,
         BLOCK_D=triton.next_power_of_2(dim), CAP=extras.cap > 0, SINKS=extras.sinks is not None, DENSE=from_step,
-        WINDOW=extras.window > 0, SEARCH=256, STAGES=stages, num_warps=warps, num_stages=stages,
+        SPAN=extras.span, SEARCH=256, STAGES=stages, num_warps=warps, num_stages=stages,
     )  # fmt: skip

@@ -4,7 +4,7 @@ Prompts, chunks behind contexts of any length, several of them in a step, window
 once both kernels are compiled. `prefill` asks `proven`; workers prove what their model has while they warm up.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -92,14 +92,14 @@ def _errors(variant: Variant, device: torch.device, cap: float, window: int) -> 
 
     sinks = torch.linspace(-2.0, 2.0, variant.heads, device=device).to(variant.dtype) if variant.sinks else None
     extras, scale = Extras(window, cap, sinks), variant.dim**-0.5
-    query, keys, values, at = _step(variant, device)
+    query, keys, values, at = some_step(variant, device)
     if device.type == "cuda" and not hopper.fits(query, keys):
         raise ValueError("it does not take such heads or pages")
-    qkv = _projection(query, keys, values, at)
+    qkv = projection(query, keys, values, at)
     wanted, found = torch.full_like(query, torch.nan), torch.full_like(query, torch.nan)
     tiles = tile_of_head(prefill_tiles(query.shape[0] * variant.heads), variant.dim)
     prefill(query, keys, values, at, scale, wanted, extras=extras, qkv=qkv, tiles=tiles)
-    _others_are_nan(keys, values, at, window)
+    others_are_nan(keys, values, at, lambda start: max(0, start - window + 1) if window else 0)
     hopper.prefill(query, keys, values, at, scale, found, extras=extras, qkv=qkv)
     begin = 0
     for _, count in REQUESTS:
@@ -108,7 +108,7 @@ def _errors(variant: Variant, device: torch.device, cap: float, window: int) -> 
         begin += count
 
 
-def _step(variant: Variant, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Columns]:
+def some_step(variant: Variant, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Columns]:
     """Requests whose pages lie in any order, among others'."""
     random = torch.Generator(device).manual_seed(1)
 
@@ -136,18 +136,22 @@ def _places(at: Columns, row: int, first: int, last: int, page: int) -> tuple[Te
     return at.blocks[row, where // page].long(), where % page
 
 
-def _projection(query: Tensor, keys: Tensor, values: Tensor, at: Columns) -> Tensor:
+def projection(query: Tensor, keys: Tensor, values: Tensor, at: Columns) -> Tensor:
     """The step's lines: nonsense for queries, then its keys and values."""
     places = [_places(at, row, start, start + count, keys.shape[1]) for row, (start, count) in enumerate(REQUESTS)]
     own_keys, own_values = (torch.cat([cache[place] for place in places]) for cache in (keys, values))
     return torch.cat((torch.full_like(query, 1e3), own_keys, own_values), 1).flatten(1)
 
 
-def _others_are_nan(keys: Tensor, values: Tensor, at: Columns, window: int) -> None:
-    """All that is not a token of an earlier step, or is in a page before the request's window."""
+def others_are_nan(
+    keys: Tensor, values: Tensor, at: Columns, first_seen: Callable[[int], int], *, own: bool = False
+) -> None:
+    """All that is not a token of an earlier step, or is in a page before the first that a request's tokens see.
+
+    own: what this step's tokens have in pages stays, too.
+    """
     page = keys.shape[1]
     read = torch.zeros(keys.shape[:2], dtype=torch.bool, device=keys.device)
-    for row, (start, _) in enumerate(REQUESTS):
-        first = max(0, start - window + 1) // page * page if window else 0
-        read[_places(at, row, first, start, page)] = True
+    for row, (start, count) in enumerate(REQUESTS):
+        read[_places(at, row, first_seen(start) // page * page, start + count * own, page)] = True
     keys[~read] = values[~read] = torch.nan

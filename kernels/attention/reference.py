@@ -28,6 +28,8 @@ def attention(query: Tensor, keys: Tensor, values: Tensor, at: Columns, scale: f
         seen = place <= own
         if extras.window:
             seen &= place > own - extras.window
+        if extras.chunk:
+            seen &= place >= own // extras.chunk * extras.chunk
         scores = scores.masked_fill(~seen, -torch.inf)
         if extras.sinks is not None:
             sink = extras.sinks.float()[:, None, None].expand(-1, count, 1)

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 from device import DEVICE, DTYPES, MARKS, ON_GPU, WIDE, near, near_in_fp8, needs_fp8
-from paged import PAGE, give_away, make, step_of
+from paged import PAGE, give_away, give_away_chunks, make, step_of
 
 from meshlm.kernels import float8
 from meshlm.kernels.attention.decode import Rope, decode
@@ -50,6 +50,53 @@ def test_prefill(shape: tuple[int, int, int], window: int, dense: bool, dtype: t
         query, keys, values, at, 0.125, out, extras=extras, qkv=qkv, tiles=(32, 16, 4, 3) if dense else (16, 32, 4, 2)
     )
     near(out, expected, dtype, 2)
+
+
+CHUNK_CASES = [
+    ((4, 2, 64), 32, False, torch.float32),
+    ((6, 2, 64), 24, True, torch.float32),
+    ((8, 1, 80), 24, False, WIDE),
+    ((4, 2, 64), 48, True, WIDE),
+]
+
+
+@pytest.mark.parametrize(("shape", "chunk", "dense", "dtype"), CHUNK_CASES)
+def test_chunks(shape: tuple[int, int, int], chunk: int, dense: bool, dtype: torch.dtype) -> None:
+    """Prompts and their parts within a chunk, across its end and across several; what lies before it is others'."""
+    requests = [(37, 1), (0, 60), (20, 9), (47, 3), (95, 17)]
+    query, keys, values, at = make(requests, *shape, dtype)
+    extras = Extras(chunk=chunk)
+    expected = attention(query, keys, values, at, 0.125, extras)
+    qkv = step_of(keys, values, at, shape[0]) if dense else None
+    give_away_chunks(keys, values, at, chunk)
+    out = torch.zeros_like(query)
+    prefill(query, keys, values, at, 0.125, out, extras=extras, qkv=qkv, tiles=(32, 16, 4, 2))
+    near(out, expected, dtype, 2)
+
+
+@pytest.mark.parametrize(
+    ("splits", "chunk", "dtype"), [(1, 24, torch.float32), (4, 64, torch.float32), (4, 24, WIDE), (1, 64, WIDE)]
+)
+def test_a_decode_sees_its_chunk_alone(splits: int, chunk: int, dtype: torch.dtype) -> None:
+    """At its first and last token, and far behind it."""
+    query, keys, values, at = make([(0, 1), (23, 1), (24, 1), (63, 1), (64, 1), (203, 1)], 6, 2, 64, dtype)
+    extras = Extras(chunk=chunk)
+    expected = attention(query, keys, values, at, 0.125, extras)
+    give_away_chunks(keys, values, at, chunk)
+    out = torch.zeros_like(query)
+    decode(query, keys, values, at, 0.125, out, workspace(6, 6, splits, 64), splits, extras, block_n=32)
+    near(out, expected, dtype, 2)
+
+
+def test_a_chunk_that_holds_all_is_full_attention() -> None:
+    """At any length up to it."""
+    query, keys, values, at = make([(0, 20), (30, 27), (63, 1), (12, 1)], 4, 2, 32, torch.float32)
+    for chunk, qkv in ((64, None), (200, step_of(keys, values, at, 4))):
+        found = [torch.zeros_like(query) for _ in range(2)]
+        for out, extras in zip(found, (PLAIN, Extras(chunk=chunk)), strict=True):
+            prefill(query, keys, values, at, 0.2, out, extras=extras, qkv=qkv, fewest=2, tiles=(16, 32, 4, 2))
+            decode(query, keys, values, at, 0.2, out, workspace(4, 4, 2, 32), 2, extras, block_n=32)
+        near(found[0], found[1], torch.float32)
 
 
 @pytest.mark.parametrize("dense", [False, True])

@@ -3,12 +3,16 @@
 Decodes wait for memory, prompts for arithmetic.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from meshlm.kernels.attention.decode import Rope, decode
 from meshlm.kernels.attention.kernel import Columns, Extras
 from meshlm.kernels.attention.prefill import prefill
+from meshlm.kernels.attention.proof import Variant
+from meshlm.kernels.attention.seen_proof import prove_chunks
 from meshlm.kernels.attention.tiles import decode_tiles, most_parts, tile_of_head
 from meshlm.protocol.model import ModelSpec, StateSpec
 from meshlm.workers.attention.aux_stream import AuxStream
@@ -73,7 +77,7 @@ class TritonAttention:
         scale: float,
         sliding_window: int = 0,
     ) -> Tensor:
-        extras = Extras(sliding_window, heads.softcap, heads.sinks, cache.k_scale, cache.v_scale)
+        extras = Extras(sliding_window, heads.softcap, heads.sinks, cache.k_scale, cache.v_scale, heads.chunk)
         decodes, columns = self._batch.num_decodes, self._columns[cache.group]
         if decodes == columns.n:
             out = torch.empty(qkv.shape[0], heads.num_heads, heads.head_dim, dtype=qkv.dtype, device=qkv.device)
@@ -100,16 +104,19 @@ class TritonAttention:
         skip, fewest = (0, 2) if decodes == UNKNOWN else (decodes, 1)
         prefill(
             query, cache.keys, cache.values, self._columns[cache.group], scale, out, skip, extras,
-            qkv=qkv, fewest=fewest, num_pairs=self._pairs(extras.window),
+            qkv=qkv, fewest=fewest, num_pairs=self._pairs(extras.window or extras.chunk),
         )  # fmt: skip
 
-    def _pairs(self, window: int) -> int | None:
-        """Prompt tokens x the keys that each sees in such a layer; None in a graph, whose prompts are not known."""
+    def _pairs(self, most: int) -> int | None:
+        """Prompt tokens x the keys that each sees in a layer where it sees so many at most (0: any number).
+
+        None in a graph, whose prompts are not known.
+        """
         known = self._batch.known
         if known is None:
             return None
         seen = ((prompt.num_tokens, prompt.start + prompt.num_tokens // 2) for prompt in known.prompts)
-        return sum(count * (min(keys, window) if window else keys) for count, keys in seen)
+        return sum(count * (min(keys, most) if most else keys) for count, keys in seen)
 
     def attend_latent(
         self,
@@ -178,6 +185,20 @@ def _without_states(state: StateSpec, page: int, dtype: torch.dtype, device: tor
     return f"its kernels for the states of {state.kind} are not right on this GPU: {reason}" if reason else ""
 
 
+@cache
+def _wrong_chunks(variant: Variant, device: torch.device) -> str:
+    reason = prove_chunks(variant, device)
+    return f"its attention in chunks (attention_chunk_size) is not right on this GPU: {reason}" if reason else ""
+
+
+def _not_seen(spec: ModelSpec, device: torch.device, dtype: torch.dtype, page: int) -> str:
+    """Why it cannot give queries the keys that they see in such a model; "" when it can. Proven here where few models ask for it."""
+    if not spec.attention_chunk_size:
+        return ""
+    shape = (spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, page)
+    return _wrong_chunks(Variant(*shape, dtype, windowed=False, capped=spec.attn_logit_softcapping > 0), device)
+
+
 class TritonBackend:
     """See `meshlm.workers.attention.backend.Backend`."""
 
@@ -197,8 +218,6 @@ class TritonBackend:
             return f"it computes in --dtype float16 or bfloat16, not {str(dtype).removeprefix('torch.')}"
         if not 16 <= spec.head_dim <= 256:
             return f"it supports head sizes from 16 to 256, this model has {spec.head_dim}"
-        if spec.attention_chunk_size:
-            return "it has no attention in chunks (attention_chunk_size)"
         if spec.mla is not None and spec.mla.kv_lora_rank > MOST_RANK:
             return f"it supports latents of up to {MOST_RANK}, this model has kv_lora_rank {spec.mla.kv_lora_rank}"
         if spec.mla is not None and spec.mla.index_topk:
@@ -209,7 +228,7 @@ class TritonBackend:
             return _without_states(spec.state, block_size, dtype, device)
         if block_size & (block_size - 1) or block_size < 8:
             return f"--block-size {block_size} is not a power of two from 8 up"
-        return ""
+        return _not_seen(spec, device, dtype, block_size)
 
     def step(self, batch: StepInputs, block_size: int) -> TritonAttention:
         own = self._of.get(batch.device)

@@ -45,6 +45,15 @@ def step_of(keys: torch.Tensor, values: torch.Tensor, at: Columns, heads: int) -
 
 def give_away(keys: torch.Tensor, values: torch.Tensor, at: Columns, window: int) -> None:
     """What the pages before each request's window held is overwritten by their new owners."""
-    for row, start in zip(at.rows[: at.n].tolist(), at.starts[: at.n].tolist(), strict=True):
-        pages = at.blocks[row, : max(0, start - window + 1) // keys.shape[1]].long()
+    _overwrite(keys, values, at, [max(0, start - window + 1) for start in at.starts[: at.n].tolist()])
+
+
+def give_away_chunks(keys: torch.Tensor, values: torch.Tensor, at: Columns, chunk: int) -> None:
+    """The same before the chunk that each request's first token is in."""
+    _overwrite(keys, values, at, [start // chunk * chunk for start in at.starts[: at.n].tolist()])
+
+
+def _overwrite(keys: torch.Tensor, values: torch.Tensor, at: Columns, firsts: list[int]) -> None:
+    for row, first in zip(at.rows[: at.n].tolist(), firsts, strict=True):
+        pages = at.blocks[row, : first // keys.shape[1]].long()
         keys[pages] = values[pages] = torch.nan

@@ -101,12 +101,23 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
 """Their experts are few, so that steps of one, few and many rows all touch most of them."""
 
 
+SEEN: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama4": (
+        "Llama4TextConfig",
+        {"num_hidden_layers": 4, "head_dim": 128, "sliding_window": None, "attention_chunk_size": 128}
+        | {"intermediate_size_mlp": 1024, "num_local_experts": 4, "interleave_moe_layer_step": 2}
+        | {"no_rope_layers": [1, 1, 1, 0], "floor_scale": 64},
+    ),
+}
+"""Models whose queries see keys in a way of their own."""
+
+
 def transformers_model(name: str, folder: Path, **changes: object) -> Any:
     """transformers' model with random weights that bfloat16 can hold, saved to the folder."""
     import transformers
 
     torch.manual_seed(0)
-    kind, settings = {**GEMMA, **DEEPSEEK, **MIXTURES, **HYBRIDS}[name]
+    kind, settings = {**GEMMA, **DEEPSEEK, **MIXTURES, **HYBRIDS, **SEEN}[name]
     config = getattr(transformers, kind)(**{**SIZES, **settings, **changes})
     theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     for parameter_name, parameter in theirs.named_parameters():
