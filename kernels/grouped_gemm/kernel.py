@@ -1,4 +1,5 @@
-"""Products of many rows, each with the weight of its expert:  out[r] = x[r] W[e(r)]^T, or silu(x W_gate^T) * (x W_up^T).
+"""Products of many rows, each with the weight of its expert:  out[r] = x[r] W[e(r)]^T, or silu(x W_gate^T) * (x W_up^T);
+with a bias, or another activation, where kernels/moe_epilogue says so.
 
     sorted     rows lie as kernels/moe_align orders them: a tile of rows has one expert; x may still be in the order of tokens (GATHER)
     batched    x [experts, most, k], of which the first num_tokens[e] rows of each expert are real
@@ -18,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from meshlm.kernels import pdl
 from meshlm.kernels.moe_align.kernel import most_tiles
+from meshlm.kernels.moe_epilogue.kernel import PLAIN, Epilogue, activated
 from meshlm.kernels.moe_few.kernel import part
 
 GROUP = 8  # tiles of rows that share columns of a weight
@@ -74,20 +76,21 @@ def _add(
 
 @triton.jit
 def _finish(
-    both, out, slab, tile, column, entry, rows, weights, w_scale, real, x_scales, token, there,
+    both, out, slab, tile, column, entry, rows, weights, w_scale, bias, real, x_scales, token, there,
     TOPK: tl.constexpr, OUTPUTS: tl.constexpr, GATE: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, X_GROUPS: tl.constexpr, W_GROUPS: tl.constexpr,
+    BLOCK_N: tl.constexpr, X_GROUPS: tl.constexpr, W_GROUPS: tl.constexpr, BIAS: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Stores a tile of the products."""
     if W_GROUPS == 1:
         both *= tl.load(w_scale, mask=real, other=0.0)[None, :]
     if X_GROUPS == 1:
         both *= tl.load(x_scales + token.to(tl.int64), mask=there, other=0.0)[:, None]
+    if BIAS:
+        both += tl.load(bias, mask=real, other=0.0).to(tl.float32)[None, :]
     if GATE:
-        both = both.to(out.dtype).to(tl.float32)
         gate, up = both.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1).split()
-        gate = (gate / (1.0 + tl.exp(-gate))).to(out.dtype).to(tl.float32)
-        both = gate * up
+        both = activated(gate, up, out.dtype, ALPHA, LIMIT)
     if PARTS:
         both *= tl.load(weights + entry, mask=entry >= 0, other=0.0)[:, None]
         line = out + ((entry % TOPK) * rows + entry // TOPK).to(tl.int64)[:, None] * OUTPUTS
@@ -115,10 +118,10 @@ def _which(
 
 @triton.jit
 def _span(
-    x, w, out, ids, weights, x_scales, w_scales, most, rows, slab, expert, first, column,
+    x, w, out, ids, weights, x_scales, w_scales, biases, most, rows, slab, expert, first, column,
     TILES: tl.constexpr, TOPK: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, GATE: tl.constexpr, GATHER: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    X_GROUPS: tl.constexpr, W_GROUPS: tl.constexpr, UPCAST: tl.constexpr,
+    X_GROUPS: tl.constexpr, W_GROUPS: tl.constexpr, UPCAST: tl.constexpr, BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """TILES tiles of one expert's rows by one reading of its columns."""
     halves: tl.constexpr = 2 if GATE else 1
@@ -126,7 +129,8 @@ def _span(
     nth = tl.arange(0, wide)
     output = column * BLOCK_N + nth % BLOCK_N
     real = output < OUTPUTS
-    w_scale = w_scales + ((expert * halves + nth // BLOCK_N).to(tl.int64) * OUTPUTS + output) * W_GROUPS
+    line = (expert * halves + nth // BLOCK_N).to(tl.int64) * OUTPUTS + output
+    w_scale, bias = w_scales + line * W_GROUPS, biases + line
     entry, token, there = _which(ids, first, slab, most, TOPK, GATHER, PARTS, BLOCK_M)
     total = tl.zeros((BLOCK_M, wide), tl.float32)
     if TILES > 1:
@@ -150,18 +154,18 @@ def _span(
                 total2, y2, weight, w_scale, real, x_scales, token2, there2, k, BLOCK_K, X_GROUPS, W_GROUPS, UPCAST
             )
     _finish(
-        total, out, slab, first, column, entry, rows, weights, w_scale, real, x_scales, token, there,
-        TOPK, OUTPUTS, GATE, PARTS, BLOCK_M, BLOCK_N, X_GROUPS, W_GROUPS,
+        total, out, slab, first, column, entry, rows, weights, w_scale, bias, real, x_scales, token, there,
+        TOPK, OUTPUTS, GATE, PARTS, BLOCK_M, BLOCK_N, X_GROUPS, W_GROUPS, BIAS, ALPHA, LIMIT,
     )  # fmt: skip
     if TILES > 1:
         _finish(
-            total1, out, slab, first + 1, column, entry1, rows, weights, w_scale, real, x_scales, token1, there1,
-            TOPK, OUTPUTS, GATE, PARTS, BLOCK_M, BLOCK_N, X_GROUPS, W_GROUPS,
+            total1, out, slab, first + 1, column, entry1, rows, weights, w_scale, bias, real, x_scales, token1, there1,
+            TOPK, OUTPUTS, GATE, PARTS, BLOCK_M, BLOCK_N, X_GROUPS, W_GROUPS, BIAS, ALPHA, LIMIT,
         )  # fmt: skip
     if TILES > 2:
         _finish(
-            total2, out, slab, first + 2, column, entry2, rows, weights, w_scale, real, x_scales, token2, there2,
-            TOPK, OUTPUTS, GATE, PARTS, BLOCK_M, BLOCK_N, X_GROUPS, W_GROUPS,
+            total2, out, slab, first + 2, column, entry2, rows, weights, w_scale, bias, real, x_scales, token2, there2,
+            TOPK, OUTPUTS, GATE, PARTS, BLOCK_M, BLOCK_N, X_GROUPS, W_GROUPS, BIAS, ALPHA, LIMIT,
         )  # fmt: skip
 
 
@@ -189,11 +193,12 @@ def _pick(values, at, one):
 
 @triton.jit(do_not_specialize=["most", "rows", "entries"])
 def _grouped_gemm(
-    x, w, w_lines, out, ids, ends, experts, weights, x_scales, w_scales, most, rows, entries,
+    x, w, w_lines, out, ids, ends, experts, weights, x_scales, w_scales, biases, most, rows, entries,
     EXPERTS: tl.constexpr, TOPK: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, GATE: tl.constexpr,
     GATHER: tl.constexpr, BATCHED: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr, FLAT: tl.constexpr, TILES: tl.constexpr, GROUP: tl.constexpr, BLOCK_E: tl.constexpr,
-    X_GROUPS: tl.constexpr, W_GROUPS: tl.constexpr, UPCAST: tl.constexpr, ASKS: tl.constexpr, PDL: tl.constexpr,
+    X_GROUPS: tl.constexpr, W_GROUPS: tl.constexpr, UPCAST: tl.constexpr, BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    ASKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """w is a descriptor of w_lines [EXPERTS, 1 or 2 (gate and up), OUTPUTS, INPUTS]; out unless PARTS, and x unless GATHER, of
     [1 or EXPERTS, rows, columns].
@@ -248,24 +253,28 @@ def _grouped_gemm(
             first = span
         if TILES == 1:
             _span(
-                x, w, out, ids, weights, x_scales, w_scales, most, rows, slab, expert, first, column, 1,
+                x, w, out, ids, weights, x_scales, w_scales, biases, most, rows, slab, expert, first, column, 1,
                 TOPK, INPUTS, OUTPUTS, GATE, GATHER, PARTS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, X_GROUPS, W_GROUPS, UPCAST,
+                BIAS, ALPHA, LIMIT,
             )  # fmt: skip
         else:
             if count == 1:
                 _span(
-                    x, w, out, ids, weights, x_scales, w_scales, most, rows, slab, expert, first, column, 1,
+                    x, w, out, ids, weights, x_scales, w_scales, biases, most, rows, slab, expert, first, column, 1,
                     TOPK, INPUTS, OUTPUTS, GATE, GATHER, PARTS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, X_GROUPS, W_GROUPS, UPCAST,
+                    BIAS, ALPHA, LIMIT,
                 )  # fmt: skip
             elif count == 2:
                 _span(
-                    x, w, out, ids, weights, x_scales, w_scales, most, rows, slab, expert, first, column, 2,
+                    x, w, out, ids, weights, x_scales, w_scales, biases, most, rows, slab, expert, first, column, 2,
                     TOPK, INPUTS, OUTPUTS, GATE, GATHER, PARTS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, X_GROUPS, W_GROUPS, UPCAST,
+                    BIAS, ALPHA, LIMIT,
                 )  # fmt: skip
             elif TILES == 3:
                 _span(
-                    x, w, out, ids, weights, x_scales, w_scales, most, rows, slab, expert, first, column, 3,
+                    x, w, out, ids, weights, x_scales, w_scales, biases, most, rows, slab, expert, first, column, 3,
                     TOPK, INPUTS, OUTPUTS, GATE, GATHER, PARTS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, X_GROUPS, W_GROUPS, UPCAST,
+                    BIAS, ALPHA, LIMIT,
                 )  # fmt: skip
     if PDL:  # noqa: SIM102 (constants of the compiler)
         if not GATE:
@@ -301,6 +310,7 @@ class Parts(NamedTuple):
 def _launch(
     x: Tensor, w: Tensor, out: Tensor, shape: Shape, most: int, ends: Tensor, ids: Tensor | None, num_topk: int,
     scales: Scales, *, gate: bool, gather: bool = False, batched: bool = False, parts: Parts | None = None, asks: bool = False,
+    epilogue: Epilogue = PLAIN,
 ) -> None:  # fmt: skip
     """x [tokens, k] if rows are gathered, else [1 or experts, rows, k]; out [1 or experts, rows, n]. most: tiles of rows that there
     may be."""
@@ -325,14 +335,14 @@ def _launch(
             [1, halves, block_n, block_k],
         ),
         w, results, ends if ids is None else ids, ends, ends if parts is None else parts.experts,
-        ends if parts is None else parts.weights, *(ends if each is None else each for each in scales),
+        ends if parts is None else parts.weights, *(ends if each is None else each for each in (*scales, epilogue.bias)),
         1 << 30 if gather else x.shape[1], out.shape[1], 0 if parts is None else parts.experts.numel(),
         EXPERTS=num_experts, TOPK=num_topk, INPUTS=inputs, OUTPUTS=outputs, GATE=gate, GATHER=gather, BATCHED=batched,
         PARTS=parts is not None, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=shape.stages,
         FLAT=shape.flat, TILES=shape.tiles, GROUP=GROUP, BLOCK_E=triton.next_power_of_2(num_experts),
         X_GROUPS=0 if scales[0] is None else scales[0].shape[-1], W_GROUPS=0 if scales[1] is None else scales[1].shape[-1],
-        UPCAST=not out.is_cuda, ASKS=asks and use_pdl, PDL=use_pdl, num_warps=shape.warps, num_stages=shape.stages,
-        **({"launch_pdl": True} if use_pdl else {}),
+        UPCAST=not out.is_cuda, BIAS=epilogue.bias is not None, ALPHA=epilogue.alpha, LIMIT=epilogue.limit,
+        ASKS=asks and use_pdl, PDL=use_pdl, num_warps=shape.warps, num_stages=shape.stages, **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
 
 
@@ -345,7 +355,7 @@ def has_apart(w: Tensor) -> bool:
 def sorted_gemm(
     x: Tensor, w: Tensor, out: Tensor, shape: Shape, ends: Tensor, ids: Tensor | None = None, num_topk: int = 1,
     entries: int = 0, scales: "Scales" = (None, None), *, gate: bool = False, parts: Parts | None = None, asks: bool = False,
-    owners: Tensor | None = None,
+    owners: Tensor | None = None, epilogue: Epilogue = PLAIN,
 ) -> Tensor:  # fmt: skip
     """x [tokens, k] with ids of entries, or [rows, k] in their order; w [experts, n, k] (gate: [experts, 2 n, k]); out [rows, n].
 
@@ -356,14 +366,14 @@ def sorted_gemm(
     if shape.apart:
         from meshlm.kernels.grouped_gemm import hopper
 
-        assert owners is not None and parts is None and scales == (None, None)  # noqa: PT018
+        assert owners is not None and parts is None and scales == (None, None) and epilogue is PLAIN  # noqa: PT018
         hopper.sorted_gemm(x, w, out, shape.stages, ends, owners, ids, num_topk, gate=gate)
         return out
     most = most_tiles(entries, w.shape[0], shape.block_m) if entries else out.shape[0] // shape.block_m
     gather = ids is not None and parts is None
     _launch(
         x if gather else x[None], w, out if parts else out[None], shape, most, ends, ids, num_topk, scales,
-        gate=gate, gather=gather, parts=parts, asks=asks,
+        gate=gate, gather=gather, parts=parts, asks=asks, epilogue=epilogue,
     )  # fmt: skip
     return out
 
@@ -377,8 +387,9 @@ def batched_gemm(
     scales: "Scales" = (None, None),
     *,
     gate: bool = False,
+    epilogue: Epilogue = PLAIN,
 ) -> Tensor:
     """x [experts, most, k], num_tokens int32 [experts] -> out [experts, most, n]; what lies behind num_tokens is anything."""
     most = x.shape[0] * triton.cdiv(x.shape[1], shape.block_m)
-    _launch(x, w, out, shape, most, num_tokens, None, 1, scales, gate=gate, batched=True)
+    _launch(x, w, out, shape, most, num_tokens, None, 1, scales, gate=gate, batched=True, epilogue=epilogue)
     return out

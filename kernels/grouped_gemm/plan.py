@@ -60,19 +60,21 @@ def _table() -> dict[Layer, list[tuple[int, int, Plan]]]:
 
 
 @cache
-def plan_for(rows: int, layer: Layer, *, apart: bool = True) -> Plan:
-    """apart: whether hopper.py may compute it (`many.has_apart`)."""
+def plan_for(rows: int, layer: Layer, *, apart: bool = True, one_row: bool = True) -> Plan:
+    """apart: whether hopper.py may compute it (`many.has_apart`). one_row: whether moe_gemv may, which has no epilogue."""
     found = tables.for_rows(_table().get(layer, []), rows)
-    return usual_plan(rows, layer) if found is None or (not apart and is_apart(found)) else found
+    if found is None or (not apart and is_apart(found)) or (not one_row and found.kind == "one"):
+        return usual_plan(rows, layer, one_row=one_row)
+    return found
 
 
 def is_apart(plan: Plan) -> bool:
     return any(isinstance(shape, many.Shape) and shape.apart for shape in (plan.gate, plan.down))
 
 
-def usual_plan(rows: int, layer: Layer) -> Plan:
-    """The plan that is taken without a measurement."""
-    if rows == 1 and max(layer.hidden, layer.wide) <= MOST_INPUTS:
+def usual_plan(rows: int, layer: Layer, *, one_row: bool = True) -> Plan:
+    """The plan that is taken without a measurement. one_row: as in `plan_for`."""
+    if rows == 1 and one_row and max(layer.hidden, layer.wide) <= MOST_INPUTS:
         return Plan("one", one.Shape(2, 4, 3, 2), one.Shape(2, 4))
     if rows <= few.MOST_ROWS:
         wide_tile, deep = few.Shape(64, 64, 4, 5), few.Shape(64, 128, 4, 3)
@@ -118,12 +120,12 @@ def leaves_parts(plan: Plan, rows: int) -> bool:
     return plan.kind != "one" and rows <= PARTS_ROWS
 
 
-def warm_rows(layer: Layer, most: int, block_k: int = 0, *, apart: bool = True) -> set[int]:
-    """So many rows, up to `most`, meet every variant of the kernels that steps may use. block_k: as in `batched_shapes`; apart: as in
-    `plan_for`."""
+def warm_rows(layer: Layer, most: int, block_k: int = 0, *, apart: bool = True, one_row: bool = True) -> set[int]:
+    """So many rows, up to `most`, meet every variant of the kernels that steps may use. block_k: as in `batched_shapes`; apart and
+    one_row: as in `plan_for`."""
     seen, found = set(), set()
     for rows in range(1, most + 1):
-        plan = fp8_plan(rows, layer, block_k) if block_k else plan_for(rows, layer, apart=apart)
+        plan = fp8_plan(rows, layer, block_k) if block_k else plan_for(rows, layer, apart=apart, one_row=one_row)
         variant = (
             (plan, rows * layer.topk <= layer.experts, max(16, 1 << (rows - 1).bit_length()))
             if plan.kind == "few"

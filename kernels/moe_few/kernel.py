@@ -3,8 +3,9 @@
     gate   out[t k + j] = silu(x[t] W_gate[e]^T) * (x[t] W_up[e]^T)       e: the jth expert of token t
     down   out[j, t]    = weight[t, j] (x[t k + j] W[e]^T)                float32: the norm behind adds up the k parts
 
-Nothing is sorted: a program computes one expert's columns for all tokens, of which those that do not go there are zeros. With fewer
-entries than experts a program belongs to an entry and the first entry of an expert computes it; else to an expert.
+A bias may be added to each product, and the gate's activation may be another (kernels/moe_epilogue). Nothing is sorted: a program
+computes one expert's columns for all tokens, of which those that do not go there are zeros. With fewer entries than experts a program
+belongs to an entry and the first entry of an expert computes it; else to an expert.
 """
 
 from typing import NamedTuple
@@ -14,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meshlm.kernels import pdl
+from meshlm.kernels.moe_epilogue.kernel import PLAIN, Epilogue, activated
 
 
 @triton.jit
@@ -26,10 +28,11 @@ def part(y, tile, UPCAST: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _few(
-    x, w, experts, weights, out, x_scales, w_scales, rows,
+    x, w, experts, weights, out, x_scales, w_scales, bias, rows,
     EXPERTS: tl.constexpr, TOPK: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, GATE: tl.constexpr,
     BY_ENTRY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    X_GROUPS: tl.constexpr, W_GROUPS: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    X_GROUPS: tl.constexpr, W_GROUPS: tl.constexpr, UPCAST: tl.constexpr, BIAS: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """X_GROUPS, W_GROUPS: scales of a row of x and of the weight; 0: it has none. More than one: each of BLOCK_K columns."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -111,11 +114,15 @@ def _few(
             own = tl.load(x_scale, mask=real, other=0.0)[:, None]
             result *= own
             up *= own
+        if BIAS:
+            b = bias + expert.to(tl.int64) * (halves * OUTPUTS) + n
+            result += tl.load(b, mask=inside, other=0.0).to(tl.float32)[None, :]
+            if GATE:
+                up += tl.load(b + OUTPUTS, mask=inside, other=0.0).to(tl.float32)[None, :]
         mask = real[:, None] & inside[None, :]
         if GATE:
             dtype = out.dtype.element_ty
-            result = result.to(dtype).to(tl.float32)
-            result = (result / (1.0 + tl.exp(-result))).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
+            result = activated(result, up, dtype, ALPHA, LIMIT)
             tl.store(out + entry[:, None].to(tl.int64) * OUTPUTS + n[None, :], result.to(dtype), mask=mask)
         else:
             result *= tl.load(weights + entry, mask=real, other=0.0)[:, None]
@@ -138,6 +145,7 @@ LEAST_ROWS, MOST_ROWS = 16, 64  # of a tile
 def few(
     x: Tensor, w: Tensor, experts: Tensor, weights: Tensor | None, out: Tensor, shape: Shape,
     x_scales: Tensor | None = None, w_scales: Tensor | None = None,
+    epilogue: Epilogue = PLAIN,
 ) -> Tensor:  # fmt: skip
     """gate (no weights): x [m, k], w [experts, 2 n, k] -> out [m topk, n]. down: x [m topk, k], w [experts, n, k] -> [topk, m, n].
 
@@ -152,11 +160,12 @@ def few(
     use_pdl = x.is_cuda and pdl.supported()
     _few[(triton.cdiv(outputs, shape.block_n), experts.numel() if by_entry else num_experts)](
         x, w, experts, experts if weights is None else weights, out, x if x_scales is None else x_scales,
-        x if w_scales is None else w_scales, rows,
+        x if w_scales is None else w_scales, x if epilogue.bias is None else epilogue.bias, rows,
         EXPERTS=num_experts, TOPK=num_topk, INPUTS=inputs, OUTPUTS=outputs, GATE=gate, BY_ENTRY=by_entry,
         BLOCK_M=max(LEAST_ROWS, triton.next_power_of_2(rows)), BLOCK_N=shape.block_n, BLOCK_K=shape.block_k,
         STAGES=shape.stages, X_GROUPS=0 if x_scales is None else x_scales.shape[-1],
-        W_GROUPS=0 if w_scales is None else w_scales.shape[-1], UPCAST=not x.is_cuda, PDL=use_pdl, num_warps=shape.warps,
-        num_stages=shape.stages, **({"launch_pdl": True} if use_pdl else {}),
+        W_GROUPS=0 if w_scales is None else w_scales.shape[-1], UPCAST=not x.is_cuda, BIAS=epilogue.bias is not None,
+        ALPHA=epilogue.alpha, LIMIT=epilogue.limit, PDL=use_pdl, num_warps=shape.warps, num_stages=shape.stages,
+        **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
     return out

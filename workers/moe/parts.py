@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from meshlm.kernels.moe_epilogue.reference import clamped_swiglu
 from meshlm.workers.layers.partial_sum import PartialSum
 
 NOWHERE = -1
@@ -67,8 +68,7 @@ class ExpertExtras(NamedTuple):
         """What goes into the down projection."""
         assert self.swiglu is not None
         alpha, limit = self.swiglu
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return (up + 1) * gate * (gate * alpha).sigmoid()
+        return clamped_swiglu(gate, up, alpha, limit)
 
 
 class Routing(NamedTuple):

@@ -60,9 +60,7 @@ def _unsupported_by_triton(weights: ExpertWeights) -> str | None:
         return f"it needs compute capability {'8.0' if scales is None else '8.9'}"
     if scales is not None and (why := unsupported_scheme(scales.scheme, (gate_up.shape[2], gate_up.shape[1] // 2))):
         return why
-    if weights.extras is not None:
-        return "it has no biases, and no clamped activation"
-    if weights.act != "silu":
+    if weights.act != "silu" and (weights.extras is None or weights.extras.swiglu is None):
         return f"it computes silu, not {weights.act}"
     if gate_up.shape[2] % 8 or gate_up.shape[1] % 16:
         return "it computes experts whose sizes are multiples of 8"
@@ -84,13 +82,13 @@ def unsupported_scheme(scheme: QuantizationScheme, inputs: tuple[int, int]) -> s
 def _triton(given: ExpertWeights) -> Experts:
     from meshlm.workers.moe.experts.triton import TritonExperts
 
-    return TritonExperts(given.gate_up, given.down, given.scales)
+    return TritonExperts(given.gate_up, given.down, given.scales, given.extras)
 
 
 def _triton_batched(given: ExpertWeights) -> Experts:
     from meshlm.workers.moe.experts.triton import TritonBatchedExperts
 
-    return TritonBatchedExperts(given.gate_up, given.down, given.scales)
+    return TritonBatchedExperts(given.gate_up, given.down, given.scales, given.extras)
 
 
 EXPERTS: dict[str, ExpertsKind] = {

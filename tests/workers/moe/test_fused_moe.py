@@ -15,7 +15,14 @@ from meshlm.workers.layers.partial_sum import Kind, PartialSum
 from meshlm.workers.moe.dispatch.none import NoDispatch, NoDispatchBatched
 from meshlm.workers.moe.experts.reference import ReferenceExperts
 from meshlm.workers.moe.fused_moe import FusedMoE, refusal, workspaces
-from meshlm.workers.moe.parts import Dispatcher, Quantisation, Routing, WeightAndReduce, WorkspaceShape
+from meshlm.workers.moe.parts import (
+    Dispatcher,
+    ExpertExtras,
+    Quantisation,
+    Routing,
+    WeightAndReduce,
+    WorkspaceShape,
+)
 from meshlm.workers.moe.registry import EXPERTS, ExpertWeights, make_experts, no_dispatch
 
 NUM, HIDDEN, WIDE, TOPK = 6, 16, 24, 3
@@ -31,36 +38,54 @@ DISPATCHERS: dict[str, Callable[[int, int], Dispatcher]] = {
 }
 
 
-def weights(first: int = 0, count: int = NUM) -> ExpertWeights:
+SWIGLU = (1.702, 0.9)  # alpha, limit: many values are beyond it
+
+
+def weights(first: int = 0, count: int = NUM, kind: str = "silu") -> ExpertWeights:
     generator = torch.Generator().manual_seed(1)
     gate_up = torch.randn(NUM, 2 * WIDE, HIDDEN, generator=generator) / HIDDEN**0.5
     down = torch.randn(NUM, HIDDEN, WIDE, generator=generator) / WIDE**0.5
-    return ExpertWeights(gate_up[first : first + count], down[first : first + count], "silu")
+    above, below = (torch.randn(NUM, outputs, generator=generator) for outputs in (2 * WIDE, HIDDEN))
+    mine = slice(first, first + count)
+    extras = None if kind == "silu" else ExpertExtras(above[mine], below[mine], SWIGLU if kind == "gpt-oss" else None)
+    return ExpertWeights(gate_up[mine], down[mine], "silu", None, extras)
 
 
 def routing_of(rows: int, slots: Tensor | None = None) -> Routing:
     return Routing(*select_experts(torch.randn(rows, NUM), Rule(TOPK, renormalise=True), None, slots))
 
 
-def expected(x: Tensor, routing: Routing) -> Tensor:
+def expected(x: Tensor, routing: Routing, kind: str = "silu") -> Tensor:
     """Token by token."""
-    gate_up, down, *_ = weights()
+    gate_up, down, _, _, extras = weights(kind=kind)
     out = torch.zeros_like(x)
     for token, (experts, scale) in enumerate(zip(*routing, strict=True)):
         for expert, weight in zip(experts.tolist(), scale, strict=True):
             if expert >= 0:
-                gate, up = (gate_up[expert] @ x[token]).chunk(2)
-                out[token] += weight * (down[expert] @ (F.silu(gate) * up))
+                both, below = gate_up[expert] @ x[token], torch.zeros(HIDDEN)
+                if extras is not None and extras.gate_up_bias is not None and extras.down_bias is not None:
+                    both, below = both + extras.gate_up_bias[expert], extras.down_bias[expert]
+                gate, up = both.chunk(2)
+                inner = F.silu(gate) * up
+                if extras is not None and extras.swiglu is not None:
+                    alpha, limit = extras.swiglu
+                    gate = gate.minimum(torch.tensor(limit))
+                    inner = gate / (1 + torch.exp(-alpha * gate)) * (1 + up.clip(-limit, limit))
+                out[token] += weight * (down[expert] @ inner + below)
     return out
 
 
 DONE_BY_TORCH = [left for left in WeightAndReduce if left is not WeightAndReduce.PARTS]
+OF_THREE: Ranks = [(0, 2), (2, 2), (4, 2)]
 PAIRS = list(product(DISPATCHERS, EXPERTS))
 
 
 @pytest.mark.parametrize(("dispatcher", "experts"), PAIRS)
-@pytest.mark.parametrize("ranks", [[(0, NUM)], [(0, 2), (2, 2), (4, 2)]])
-def test_every_legal_pair(dispatcher: str, experts: str, ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "weight"),
+    [([(0, NUM)], "silu"), (OF_THREE, "silu"), ([(0, NUM)], "biases"), (OF_THREE, "gpt-oss")],
+)
+def test_every_legal_pair(dispatcher: str, experts: str, ranks: Ranks, weight: str) -> None:
     """The matrix: all ranks together, with padding among the tokens, one token, and none for some experts."""
     if "triton" in experts and torch.cuda.is_available():
         pytest.skip("without the interpreter its kernels are on the GPU: tests/workers/cuda/test_moe.py")
@@ -71,7 +96,7 @@ def test_every_legal_pair(dispatcher: str, experts: str, ranks: Ranks) -> None:
         total = torch.zeros_like(x)
         for first, count in ranks:
             kind, way = EXPERTS[experts], DISPATCHERS[dispatcher](first, count)
-            made = kind.make(weights(first, count))
+            made = kind.make(weights(first, count, weight))
             if way.format is not kind.format:
                 with pytest.raises(ProcessFatal, match=rf"dispatcher {way.name} and experts {made.name} do not fit"):
                     FusedMoE(way, made)
@@ -79,7 +104,7 @@ def test_every_legal_pair(dispatcher: str, experts: str, ranks: Ranks) -> None:
             found, beside = FusedMoE(way, made).forward(x, routing)
             assert beside is None
             total += found.value.sum(0) if found.kind is Kind.SPLIT_K else found.value
-        torch.testing.assert_close(total, expected(x, routing), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(total, expected(x, routing, weight), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("left", DONE_BY_TORCH)

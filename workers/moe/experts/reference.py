@@ -55,23 +55,22 @@ class ReferenceExperts:
 
     def expert(self, number: int, x: Tensor) -> Tensor:
         """The output of one expert for x [m, hidden]."""
-        scales = self._scales
-        if self._extras is not None:
-            return self._with_extras(number, x, self._extras)
-        if scales is None:
-            gate, up = F.linear(x, self._gate_up[number]).chunk(2, dim=-1)
-            return F.linear(self._act(gate) * up, self._down[number])
-        gate_up = _values(self._gate_up[number], scales.gate_up[number], scales)
-        gate, up = F.linear(rounded(x, scales.scheme, None), gate_up).chunk(2, dim=-1)
-        inner = rounded(self._act(gate) * up, scales.scheme, None)
-        return F.linear(inner, _values(self._down[number], scales.down[number], scales))
+        extras, scheme = self._extras, None if self._scales is None else self._scales.scheme
+        gate_up_bias = None if extras is None or extras.gate_up_bias is None else extras.gate_up_bias[number]
+        down_bias = None if extras is None or extras.down_bias is None else extras.down_bias[number]
+        given = x if scheme is None else rounded(x, scheme, None)
+        gate, up = F.linear(given, self._weight(number, of_gate=True), gate_up_bias).chunk(2, dim=-1)
+        swiglu = extras is not None and extras.swiglu is not None
+        inner = extras.gated(gate, up) if extras is not None and swiglu else self._act(gate) * up
+        inner = inner if scheme is None else rounded(inner, scheme, None)
+        return F.linear(inner, self._weight(number, of_gate=False), down_bias)
 
-    def _with_extras(self, number: int, x: Tensor, extras: ExpertExtras) -> Tensor:
-        biases = (None if bias is None else bias[number] for bias in (extras.gate_up_bias, extras.down_bias))
-        gate_up_bias, down_bias = biases
-        gate, up = F.linear(x, self._gate_up[number], gate_up_bias).chunk(2, dim=-1)
-        inner = self._act(gate) * up if extras.swiglu is None else extras.gated(gate, up)
-        return F.linear(inner, self._down[number], down_bias)
+    def _weight(self, number: int, *, of_gate: bool) -> Tensor:
+        """The numbers of one expert's weight: a CPU has those of 8-bit floats already."""
+        weight, scales = (self._gate_up if of_gate else self._down)[number], self._scales
+        if scales is None or weight.dtype != FP8:
+            return weight
+        return decoded(weight, (scales.gate_up if of_gate else scales.down)[number], scales.scheme, scales.dtype)
 
     def apply(self, given: Dispatched, out: Tensor, workspaces: tuple[Tensor, ...], left: WeightAndReduce) -> None:
         assert given.routing is not None
@@ -92,11 +91,6 @@ class ReferenceExperts:
                 out[rows, places] = found.to(out.dtype)
         if left is WeightAndReduce.DONE:
             out.copy_(sums)
-
-
-def _values(weight: Tensor, scale: Tensor, scales: ExpertScales) -> Tensor:
-    """The numbers of one expert's weight: a CPU has them already."""
-    return decoded(weight, scale, scales.scheme, scales.dtype) if weight.dtype == FP8 else weight
 
 
 class ReferenceBatchedExperts(ReferenceExperts):

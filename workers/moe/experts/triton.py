@@ -17,6 +17,7 @@ from meshlm.kernels.grouped_gemm.plan import (
     warm_rows,
 )
 from meshlm.kernels.moe_align.kernel import align, most_tiles
+from meshlm.kernels.moe_epilogue.kernel import PLAIN, Epilogue
 from meshlm.kernels.moe_few import kernel as few
 from meshlm.kernels.moe_gemv import kernel as one
 from meshlm.kernels.moe_sum.kernel import sum_parts, weighted_sum
@@ -24,6 +25,7 @@ from meshlm.kernels.quantise_fp8.kernel import quantise
 from meshlm.workers.moe.parts import (
     ActivationFormat,
     Dispatched,
+    ExpertExtras,
     Quantisation,
     WeightAndReduce,
     WorkspaceShape,
@@ -33,15 +35,27 @@ from meshlm.workers.quantization.fp8 import ExpertScales
 QUANTISATIONS = {"none": Quantisation.NONE, "token": Quantisation.FP8_TOKEN, "group": Quantisation.FP8_GROUP}
 
 
+def _epilogues(extras: ExpertExtras | None) -> tuple[Epilogue, Epilogue]:
+    """What stands behind the products of gate and up, and behind that of down."""
+    if extras is None:
+        return PLAIN, PLAIN
+    alpha, limit = extras.swiglu or (0.0, 0.0)
+    return Epilogue(extras.gate_up_bias, alpha, limit), Epilogue(extras.down_bias)
+
+
 class _Weights:
     """A layer holds gate_up [local experts, 2 wide, hidden], down [local experts, hidden, wide], of 16 bits or with scales."""
 
-    def __init__(self, gate_up: Tensor, down: Tensor, scales: ExpertScales | None = None) -> None:
+    def __init__(
+        self, gate_up: Tensor, down: Tensor, scales: ExpertScales | None = None, extras: ExpertExtras | None = None
+    ) -> None:
+        self.gate_epilogue, self.down_epilogue = _epilogues(extras)
+        self._one_row = extras is None
         self.gate_up, self.down = gate_up, down
         self.gate_up_scale = None if scales is None else scales.gate_up
         self.down_scale = None if scales is None else scales.down
         self.dtype = down.dtype if scales is None else scales.dtype
-        self._apart = many.has_apart(down)
+        self._apart = many.has_apart(down) and extras is None
         self.num_experts, self.hidden, self.wide = down.shape
         self.block_k = 0 if scales is None else scales.scheme.block[1] or 128  # of tiles; 0: any
         activation = "none" if scales is None else scales.scheme.activation
@@ -54,11 +68,13 @@ class _Weights:
 
     def plan(self, rows: int, num_topk: int) -> Plan:
         layer = Layer(self.num_experts, num_topk, self.hidden, self.wide)
-        return fp8_plan(rows, layer, self.block_k) if self.block_k else plan_for(rows, layer, apart=self._apart)
+        if self.block_k:
+            return fp8_plan(rows, layer, self.block_k)
+        return plan_for(rows, layer, apart=self._apart, one_row=self._one_row)
 
     def warm_rows(self, num_topk: int, most: int) -> set[int]:
         layer = Layer(self.num_experts, num_topk, self.hidden, self.wide)
-        return warm_rows(layer, most, self.block_k, apart=self._apart)
+        return warm_rows(layer, most, self.block_k, apart=self._apart, one_row=self._one_row)
 
 
 class TritonExperts:
@@ -69,8 +85,10 @@ class TritonExperts:
     leaves: tuple[WeightAndReduce, ...] = (WeightAndReduce.PARTS, WeightAndReduce.DONE)
     chunks = True
 
-    def __init__(self, gate_up: Tensor, down: Tensor, scales: ExpertScales | None = None) -> None:
-        self._weights = _Weights(gate_up, down, scales)
+    def __init__(
+        self, gate_up: Tensor, down: Tensor, scales: ExpertScales | None = None, extras: ExpertExtras | None = None
+    ) -> None:
+        self._weights = _Weights(gate_up, down, scales, extras)
         self.dtype, self.quantisation = self._weights.dtype, self._weights.quantisation
 
     def left(self, rows: int, num_topk: int, allowed: tuple[WeightAndReduce, ...]) -> WeightAndReduce:
@@ -120,9 +138,10 @@ class TritonExperts:
     def _few(self, given: Dispatched, inner: Tensor, parts: Tensor, gate: few.Shape, down: few.Shape) -> None:
         assert given.routing is not None
         weights, (experts, scale) = self._weights, given.routing
-        few.few(given.x, weights.gate_up, experts, None, inner, gate, given.scales, weights.gate_up_scale)
+        x, first, second = given.x, weights.gate_epilogue, weights.down_epilogue
+        few.few(x, weights.gate_up, experts, None, inner, gate, given.scales, weights.gate_up_scale, first)
         codes, scales = weights.quantised(inner)
-        few.few(codes, weights.down, experts, scale, parts, down, scales, weights.down_scale)
+        few.few(codes, weights.down, experts, scale, parts, down, scales, weights.down_scale, second)
 
     def _many(
         self, given: Dispatched, workspaces: tuple[Tensor, ...], out: Tensor, gate: many.Shape, down: many.Shape
@@ -134,18 +153,23 @@ class TritonExperts:
         entries, num_topk, inner = experts.numel(), experts.shape[1], workspaces[0]
         scales = (given.scales, weights.gate_up_scale)
         many.sorted_gemm(
-            given.x, weights.gate_up, inner, gate, ends, ids, num_topk, entries, scales, gate=True, owners=owners
-        )
+            given.x, weights.gate_up, inner, gate, ends, ids, num_topk, entries, scales, gate=True, owners=owners,
+            epilogue=weights.gate_epilogue,
+        )  # fmt: skip
         codes, inner_scales = weights.quantised(inner)
         scales = (inner_scales, weights.down_scale)
         if len(workspaces) == 1:
             to = many.Parts(experts, scale)
-            many.sorted_gemm(codes, weights.down, out, down, ends, ids, num_topk, entries, scales, parts=to, asks=True)
+            many.sorted_gemm(
+                codes, weights.down, out, down, ends, ids, num_topk, entries, scales, parts=to, asks=True,
+                epilogue=weights.down_epilogue,
+            )  # fmt: skip
             return
         results = workspaces[1]
         many.sorted_gemm(
-            codes, weights.down, results, down, ends, entries=entries, scales=scales, asks=True, owners=owners
-        )
+            codes, weights.down, results, down, ends, entries=entries, scales=scales, asks=True, owners=owners,
+            epilogue=weights.down_epilogue,
+        )  # fmt: skip
         weighted_sum(results, positions, scale, out)
 
 
@@ -157,8 +181,10 @@ class TritonBatchedExperts:
     leaves: tuple[WeightAndReduce, ...] = (WeightAndReduce.WEIGHTED_SUM,)
     chunks = False
 
-    def __init__(self, gate_up: Tensor, down: Tensor, scales: ExpertScales | None = None) -> None:
-        self._weights = _Weights(gate_up, down, scales)
+    def __init__(
+        self, gate_up: Tensor, down: Tensor, scales: ExpertScales | None = None, extras: ExpertExtras | None = None
+    ) -> None:
+        self._weights = _Weights(gate_up, down, scales, extras)
         self.dtype, self.quantisation = self._weights.dtype, self._weights.quantisation
 
     def left(self, rows: int, num_topk: int, allowed: tuple[WeightAndReduce, ...]) -> WeightAndReduce:
@@ -178,8 +204,8 @@ class TritonBatchedExperts:
         weights, (inner,) = self._weights, workspaces
         gate, down = batched_shapes(given.x.shape[1], weights.block_k)
         scales = (given.scales, weights.gate_up_scale)
-        many.batched_gemm(given.x, weights.gate_up, inner, gate, given.num_tokens, scales, gate=True)
+        first, second = weights.gate_epilogue, weights.down_epilogue
+        many.batched_gemm(given.x, weights.gate_up, inner, gate, given.num_tokens, scales, gate=True, epilogue=first)
         codes, inner_scales = weights.quantised(inner.flatten(0, 1))
-        many.batched_gemm(
-            codes.view(inner.shape), weights.down, out, down, given.num_tokens, (inner_scales, weights.down_scale)
-        )
+        scales = (inner_scales, weights.down_scale)
+        many.batched_gemm(codes.view(inner.shape), weights.down, out, down, given.num_tokens, scales, epilogue=second)
