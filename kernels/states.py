@@ -59,3 +59,9 @@ def left_in(table, start, end, count, PAGE: tl.constexpr):
     after = tl.load(table + row + 1, mask=end < count, other=-1)
     left = (end == count) | ((at % PAGE == 0) & (after != page))
     return tl.where(left, page, -1).to(tl.int64)
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)), as torch has it: beyond 20 it is x."""
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))

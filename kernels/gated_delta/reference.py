@@ -1,16 +1,31 @@
-"""What gated_delta/kernel.py computes, in plain torch: the gated delta rule (Yang et al. 2024, "Gated Delta Networks").
+"""What gated_delta/kernel.py and update.py compute, in plain torch: the gated delta rule (Yang et al. 2024, "Gated Delta Networks").
 
     S_t = exp(g_t) S_(t-1) + k_t (beta_t (v_t - exp(g_t) S_(t-1)^T k_t))^T          of each head: S [K, V]
     o_t = S_t^T q_t
+
+with q and k of length 1, q scaled by 1 / sqrt(K), g = rate softplus(a + bias) and beta = sigmoid(b).
 
 In a chunk the corrections depend on one another: with A = tril(beta_i k_i^T k_j exp(G_i - G_j), -1), where G sums up g, they are
 (1 + A)^-1 (beta (v - exp(G) S^T k)), a triangular system.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 64
+EPS = 1e-6  # of the squared length of queries and keys
+
+
+def unit(heads: Tensor, each: int) -> Tensor:
+    """heads [t, groups, K] -> [t, groups * each, K] float32: of length 1, and once for each head of values."""
+    heads = heads.float()
+    return (heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + EPS)).repeat_interleave(each, 1)
+
+
+def gates(a: Tensor, b: Tensor, rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """a, b [t, heads], rate, bias float32 [heads] -> g and beta [t, heads], float32."""
+    return rate * F.softplus(a.float() + bias), b.float().sigmoid()
 
 
 def chunk_rule(

@@ -3,7 +3,7 @@
     h_t = exp(dt_t A) h_(t-1) + dt_t x_t B_t          of each channel: h, A, B, C [N], x and dt numbers
     y_t = h_t C_t + D x_t
 
-All channels share B and C.
+The kernels multiply by silu(gate) and take dt before its softplus. All channels share B and C.
 """
 
 import torch

@@ -3,66 +3,15 @@
 import pytest
 import torch
 from device import DEVICE, DTYPES, MARKS, near
+from state_requests import PAGE, STEPS, Requests, columns_of, halves, left, split_of, states_like, whole
 
-from meshlm.kernels.attention.kernel import Columns
 from meshlm.kernels.causal_conv import reference as conv_reference
 from meshlm.kernels.causal_conv.kernel import causal_conv
 from meshlm.kernels.ssd import reference as ssd_reference
 from meshlm.kernels.ssd.kernel import chunk_scan
 from meshlm.kernels.ssd.update import state_update
-from meshlm.kernels.states import Pieces
 
 pytestmark = MARKS
-PAGE = 48
-Requests = list[tuple[int, int, list[int]]]  # position, number of tokens, block table
-STEPS: list[Requests] = [
-    [(0, 1, [3]), (48, 1, [0, 1]), (50, 1, [5, 2]), (0, 0, [9])],
-    [(7, 1, [4]), (0, 2, [5]), (0, 100, [0, 0, 1]), (48, 90, [2, 3, 6]), (20, 30, [7, 7]), (47, 2, [8, 10])],
-]
-
-
-def columns_of(requests: Requests) -> Columns:
-    tables = torch.zeros(len(requests), 4, dtype=torch.int32)
-    for row, (_, _, table) in enumerate(requests):
-        tables[row, : len(table)] = torch.tensor(table)
-    starts = torch.tensor([start for start, _, _ in requests], dtype=torch.int32)
-    ends = torch.tensor([count for _, count, _ in requests]).cumsum(0).int()
-    rows = torch.arange(len(requests), dtype=torch.int32)
-    return Columns(rows.to(DEVICE), starts.to(DEVICE), ends.to(DEVICE), len(requests), tables.to(DEVICE))
-
-
-def split_of(requests: Requests, most: int = 40) -> tuple[int, Pieces | None]:
-    """The number of decodes, and the pieces of the rest."""
-    decodes = next((n for n, (_, count, _) in enumerate(requests) if count > 1), len(requests))
-    prompts = [(n, start, count) for n, (start, count, _) in enumerate(requests) if n >= decodes]
-    return decodes, Pieces.of(prompts, PAGE, DEVICE, most) if prompts else None
-
-
-def left(start: int, count: int, table: list[int]) -> list[tuple[int, int]]:
-    """After how many tokens which page gets the state."""
-    ends = [end for end in range(1, count) if (start + end) % PAGE == 0]
-    found = [(end, table[(start + end - 1) // PAGE]) for end in ends]
-    return [(end, page) for end, page in found if table[(start + end) // PAGE] != page] + [
-        (count, table[(start + count - 1) // PAGE])
-    ]
-
-
-def halves(states: torch.Tensor) -> torch.Tensor:
-    """[pages, lines, ...] -> [2, pages, half of the lines, ...]; an odd line too many is NaN."""
-    pages, lines = states.shape[:2]
-    half = -(-lines // 2)
-    padded = states.new_full((pages, 2 * half, *states.shape[2:]), torch.nan)
-    padded[:, :lines] = states
-    return padded.view(pages, 2, half, *states.shape[2:]).transpose(0, 1).contiguous()
-
-
-def whole(found: torch.Tensor, lines: int) -> torch.Tensor:
-    return found.transpose(0, 1).flatten(1, 2)[:, :lines]
-
-
-def states_like(*shape: int) -> torch.Tensor:
-    """What no request goes on from is NaN."""
-    return torch.randn(11, *shape, device=DEVICE)
 
 
 @pytest.mark.parametrize("requests", STEPS)

@@ -35,6 +35,9 @@ CPU = torch.device("cpu")
 MAMBA2 = StateSpec(kind="mamba2", layers=(True,), num_heads=3, head_dim=24, state_size=20, n_groups=1)
 GROUPS = StateSpec(kind="mamba2", layers=(True,), num_heads=4, head_dim=16, state_size=16, n_groups=2, conv_bias=False)
 SHORT = StateSpec(kind="short_conv", layers=(True,), num_heads=50, head_dim=1, state_size=0, conv_kernel=3)
+KINDS = ["odd sizes", "groups", "short convolution", "gated delta net", "mamba"]
+DELTA = StateSpec(kind="gated_delta_net", layers=(True,), num_heads=2, head_dim=24, state_size=20, conv_bias=False)
+MAMBA = StateSpec(kind="mamba", layers=(True,), num_heads=19, head_dim=1, state_size=5)
 
 
 def reason(state: StateSpec) -> str:
@@ -42,7 +45,7 @@ def reason(state: StateSpec) -> str:
     return proof.of_kernels(state, 48, torch.float32, torch.float32, CPU)
 
 
-@pytest.mark.parametrize("state", [MAMBA2, GROUPS, SHORT], ids=["odd sizes", "groups", "short convolution"])
+@pytest.mark.parametrize("state", [MAMBA2, GROUPS, SHORT, DELTA, MAMBA], ids=KINDS)
 def test_the_kernels_are_right(state: StateSpec) -> None:
     """Pieces as long as they get, chunks behind a state, checkpoints, decodes, in parts of one product."""
     assert reason(state) == ""

@@ -50,8 +50,7 @@ class MambaMixer(Attention):
         x = states.conv(inputs, self.conv.weight[:, 0], self.conv.bias, own)
         parts = self.x_proj(x.contiguous(), ops).split(self._sizes, dim=1)
         dt, b, c = self._normed([part.contiguous() for part in parts], ops)
-        steps = F.softplus(self.dt_proj(dt, ops).float())
-        return states.selective_scan(x, steps, self._a, b, c, self.d, own) * F.silu(gate)
+        return states.selective_scan(x, self.dt_proj(dt, ops), self._a, b, c, self.d, gate, own)
 
     def _normed(self, parts: list[Tensor], ops: Ops) -> list[Tensor]:
         state = self._state

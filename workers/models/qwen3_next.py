@@ -1,7 +1,7 @@
 """Qwen3-Next (Qwen 2025): the gated delta net (kernels/gated_delta/reference.py has the formula), and attention with a gate.
 
-    q, k, v, z, b, a = W_in u;   q, k, v = silu(conv(q, k, v));   o = delta rule of q / |q|, k / |k|, v, g = -exp(A) softplus(a + bias),
-    beta = sigmoid(b);   W_out (norm(o) silu(z)), the norm of each head for itself
+    q, k, v, z, b, a = W_in u;   q, k, v = silu(conv(q, k, v));   o = delta rule of q, k, v, a, b, rate = -exp(A) and bias;
+    W_out (norm(o) silu(z)), the norm of each head for itself
 
 Rows of W_in stand by heads of keys: its query, its key, and the values and gates of the heads that share it.
 """
@@ -19,8 +19,6 @@ from meshlm.workers.layers.ops import Ops
 from meshlm.workers.models.decoder import Attention
 from meshlm.workers.models.hybrid import Hybrid, HybridLayer
 from meshlm.workers.models.mamba2 import Convolution, float_parameter
-
-NORM_EPS = 1e-6  # of the length of queries and keys
 
 
 class GatedAttention(Attention):
@@ -57,9 +55,11 @@ class GatedDeltaNet(Attention):
         self.dt_bias, self.a_log = float_parameter(state.num_heads), float_parameter(state.num_heads)
         self.gated_norm = RMSNorm(state.head_dim, spec.rms_norm_eps)
         self.o = Linear(state.inner, spec.hidden_size, bias=False)
+        self._rate = torch.empty(0)
 
     def prepare(self, ops: Ops) -> None:
-        """See `Attention.prepare`: there is nothing."""
+        """See `Attention.prepare`."""
+        self._rate = -self.a_log.exp()
 
     def parts(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The product as q, k and v beside one another [tokens, conv_dim], z [tokens, inner], b and a [tokens, num_heads]."""
@@ -72,23 +72,17 @@ class GatedDeltaNet(Attention):
 
     def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
         """See `Attention.attend`."""
-        state, own, each, ops = self._state, cache.state, self._each, context.ops
+        state, own, ops = self._state, cache.state, context.ops
         assert own is not None
         states = context.attention.states(own.group)
         inputs, z, b, a = self.parts(qkv)
         mixed = states.conv(inputs, self.conv.weight[:, 0], None, own)
         query, key, value = mixed.split([self._keys, self._keys, state.inner], dim=1)
-        query, key = (_normed(part.unflatten(1, (state.n_groups, -1)).float(), each) for part in (query, key))
-        decay = -self.a_log.exp() * F.softplus(a.float() + self.dt_bias)
+        query, key = (part.unflatten(1, (state.n_groups, -1)) for part in (query, key))
         heads = value.unflatten(1, (state.num_heads, -1))
-        out = states.gated_delta(query * state.state_size**-0.5, key, heads, decay, b.float().sigmoid(), own)
+        out = states.gated_delta(query, key, heads, a, b, self._rate, self.dt_bias, own)
         normed = ops.rms_norm(out.reshape(-1, state.head_dim), self.gated_norm.weight, self.gated_norm.eps)
         return (normed.view(len(qkv), -1) * F.silu(z.float())).to(qkv.dtype)
-
-
-def _normed(heads: Tensor, each: int) -> Tensor:
-    """Of length 1, and once for each head of values."""
-    return (heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + NORM_EPS)).repeat_interleave(each, 1)
 
 
 class Qwen3NextLayer(HybridLayer):

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import ArrayLike
 from torch import Tensor
 from triton.runtime.errors import TritonError
@@ -23,7 +22,7 @@ from meshlm.workers.attention.backend import Backend, TorchBackend
 from meshlm.workers.batch import KnownRequests, Prompt, RequestLens, StateCache, StepInputs
 from meshlm.workers.engine.columns import StepColumns, columns_of
 from meshlm.workers.engine.inputs import TorchInputs
-from meshlm.workers.states.step import StepStates
+from meshlm.workers.states.random_mixer import RandomMixer
 from meshlm.workers.states.torch_states import TorchStates
 from meshlm.workers.states.triton_states import TritonStates
 
@@ -114,7 +113,7 @@ def _worst(state: StateSpec, page: int, ssm: torch.dtype, dtype: torch.dtype, de
     for row, one in enumerate(history):
         tables[row, : len(one.table)] = torch.tensor(one.table)
     caches = [_cache(state, ssm, dtype, device) for _ in range(2)]
-    layer = _Layer(state, dtype, random)
+    layer = RandomMixer(state, dtype, random)
     errors = []
     for nth in range(len(history[0].counts)):
         step = step_of(history, nth)
@@ -140,35 +139,6 @@ def _cache(state: StateSpec, ssm: torch.dtype, dtype: torch.dtype, device: torch
     return StateCache(
         torch.full(heads, 7.0, dtype=ssm, device=device), torch.full(channels, 7.0, dtype=dtype, device=device), 0
     )
-
-
-class _Layer:
-    """A mixer between its projections, with weights as models begin with: inputs are parts of one product, as theirs are."""
-
-    def __init__(self, state: StateSpec, dtype: torch.dtype, random: torch.Generator) -> None:
-        def some(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=random, device=random.device)
-
-        heads = state.num_heads
-        self._state, self._numbers = state, state.n_groups * state.state_size
-        self._sizes = [state.inner, state.conv_dim, heads if state.state_size else 0]
-        self.width = sum(self._sizes)
-        self._weight = (some(state.conv_dim, state.conv_kernel) * 0.5).to(dtype)
-        self._bias = some(state.conv_dim).to(dtype) if state.conv_bias else None
-        self._a = -torch.linspace(0.1, 16, heads, device=random.device)
-        self._shift, self._d = some(heads) - 3, some(heads)
-
-    def run(self, given: Tensor, states: StepStates, cache: StateCache) -> list[Tensor]:
-        """What the convolution gives, and the scan."""
-        state = self._state
-        _, inputs, dt = given.split(self._sizes, dim=1)
-        mixed = states.conv(inputs, self._weight, self._bias, cache, silu=state.state_size > 0)
-        if not state.state_size:
-            return [mixed]
-        x, b, c = mixed.split([state.inner, self._numbers, self._numbers], dim=1)
-        steps, groups = F.softplus(dt.float() + self._shift), (len(x), state.n_groups, state.state_size)
-        heads = x.reshape(len(x), state.num_heads, state.head_dim)
-        return [mixed, states.ssd(heads, steps, self._a, b.reshape(groups), c.reshape(groups), self._d, cache)]
 
 
 def of_model(engine: "ModelEngine", backend: Backend, inputs: Callable[[StepColumns], StepInputs]) -> str:

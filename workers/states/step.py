@@ -29,13 +29,17 @@ class StepStates(Protocol):
         ...
 
     def selective_scan(
-        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, cache: StateCache
+        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, gate: Tensor, cache: StateCache
     ) -> Tensor:
-        """x, dt [t, channels], a [channels, N], b, c [t, N], d [channels] -> [t, channels] (kernels/selective_scan)."""
+        """x, gate and dt (before its softplus) [t, channels], a float32 [channels, N], b, c [t, N], d float32 [channels]
+        -> [t, channels]: the scan's y silu(gate) (kernels/selective_scan)."""
         ...
 
-    def gated_delta(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cache: StateCache) -> Tensor:
-        """q, k [t, heads, K], v [t, heads, V], g, beta [t, heads] -> [t, heads, V] (kernels/gated_delta)."""
+    def gated_delta(
+        self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, rate: Tensor, bias: Tensor, cache: StateCache
+    ) -> Tensor:
+        """q, k [t, groups, K] of any length, v [t, heads, V], a, b [t, heads], rate, bias float32 [heads] -> [t, heads, V]
+        (kernels/gated_delta/reference.py says what becomes of them)."""
         ...
 
 

@@ -4,10 +4,11 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from meshlm.kernels.causal_conv.reference import causal_conv, conv_update
-from meshlm.kernels.gated_delta.reference import chunk_rule, rule_update
+from meshlm.kernels.gated_delta.reference import chunk_rule, gates, rule_update, unit
 from meshlm.kernels.selective_scan.reference import scan_update, selective_scan
 from meshlm.kernels.ssd.reference import chunk_scan, state_update
 from meshlm.workers.batch import StateCache, StepInputs
@@ -86,7 +87,7 @@ class TorchStates:
         return self._run(cache.ssm, x.shape[1], inputs, (), ordered(chunk_scan), ordered(state_update)).to(x.dtype)
 
     def selective_scan(
-        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, cache: StateCache
+        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, gate: Tensor, cache: StateCache
     ) -> Tensor:
         """See `StepStates.selective_scan`."""
 
@@ -97,14 +98,18 @@ class TorchStates:
 
             return run
 
-        inputs = (x.float(), dt, b.float(), c.float())
-        return self._run(cache.ssm, x.shape[1], inputs, (), ordered(selective_scan), ordered(scan_update)).to(x.dtype)
+        inputs = (x.float(), F.softplus(dt.float()), b.float(), c.float())
+        found = self._run(cache.ssm, x.shape[1], inputs, (), ordered(selective_scan), ordered(scan_update))
+        return found.to(x.dtype) * F.silu(gate)
 
-    def gated_delta(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cache: StateCache) -> Tensor:
+    def gated_delta(
+        self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, rate: Tensor, bias: Tensor, cache: StateCache
+    ) -> Tensor:
         """See `StepStates.gated_delta`."""
 
         def ordered(of: Update) -> Update:
             return lambda *inputs: of(*inputs[:-1], None if inputs[-1] is None else inputs[-1].float())
 
-        inputs = (q.float(), k.float(), v.float(), g.float(), beta.float())
+        each = v.shape[1] // k.shape[1]
+        inputs = (unit(q, each) * q.shape[2] ** -0.5, unit(k, each), v.float(), *gates(a, b, rate, bias))
         return self._run(cache.ssm, v.shape[1], inputs, (), ordered(chunk_rule), ordered(rule_update)).to(v.dtype)

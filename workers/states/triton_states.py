@@ -5,12 +5,15 @@ from torch import Tensor
 
 from meshlm.kernels.attention.kernel import Columns
 from meshlm.kernels.causal_conv.kernel import causal_conv
+from meshlm.kernels.gated_delta.kernel import chunk_rule
+from meshlm.kernels.gated_delta.update import rule_update
+from meshlm.kernels.selective_scan.kernel import scan_update, selective_scan
 from meshlm.kernels.ssd.kernel import chunk_scan
 from meshlm.kernels.ssd.update import state_update
 from meshlm.kernels.states import Pieces
 from meshlm.workers.batch import UNKNOWN, StateCache, StepInputs
 
-KINDS = ("mamba2", "short_conv")  # that these kernels serve, where proof.py finds them right
+KINDS = ("mamba2", "short_conv", "gated_delta_net", "mamba")  # that these kernels serve, where they are proven
 
 
 class TritonStates:
@@ -43,11 +46,25 @@ class TritonStates:
         return out
 
     def selective_scan(
-        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, cache: StateCache
+        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, gate: Tensor, cache: StateCache
     ) -> Tensor:
         """See `StepStates.selective_scan`."""
-        raise AssertionError("TritonBackend.unsupported said so")
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        given = (x, dt, a, b, c, d, gate, cache.ssm, out, self._at)
+        if self._num:
+            scan_update(*given, self._num, self._page)
+        if self._pieces is not None:
+            selective_scan(*given, self._pieces, self._page)
+        return out
 
-    def gated_delta(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cache: StateCache) -> Tensor:
+    def gated_delta(
+        self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, rate: Tensor, bias: Tensor, cache: StateCache
+    ) -> Tensor:
         """See `StepStates.gated_delta`."""
-        raise AssertionError("TritonBackend.unsupported said so")
+        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        given = (q, k, v, a, b, rate, bias, cache.ssm, out, self._at)
+        if self._num:
+            rule_update(*given, self._num, self._page)
+        if self._pieces is not None:
+            chunk_rule(*given, self._pieces, self._page)
+        return out

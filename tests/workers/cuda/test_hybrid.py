@@ -9,6 +9,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from engine_driver import Driver, engine, prompts_of
+from msgspec.structs import replace
 from near_transformers import HYBRIDS, errors, transformers_model
 
 from meshlm.protocol.model import StateSpec
@@ -18,6 +19,23 @@ from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.states.proof import of_kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+MAMBA2 = StateSpec(kind="mamba2", layers=(True,), num_heads=128, head_dim=64, state_size=128)
+DELTA = StateSpec(
+    kind="gated_delta_net", layers=(True,), num_heads=32, head_dim=128, state_size=128, n_groups=16, conv_bias=False
+)
+SIZES = {
+    "bamba-9b": (MAMBA2, 528, None),
+    "nemotron-h-8b": (replace(MAMBA2, n_groups=8), 1040, torch.float32),
+    "qwen3-next-80b-a3b": (DELTA, 544, None),
+    "qwen3-next-80b-a3b in float32": (DELTA, 1056, torch.float32),
+    "falcon-mamba-7b": (StateSpec(kind="mamba", layers=(True,), num_heads=8192, head_dim=1, state_size=16), 512, None),
+    "lfm2-1.2b": (
+        StateSpec(kind="short_conv", layers=(True,), num_heads=2048, head_dim=1, state_size=0, conv_kernel=3),
+        16,
+        None,
+    ),
+}
 
 
 def history(made: ModelEngine) -> Driver:
@@ -35,10 +53,10 @@ def history(made: ModelEngine) -> Driver:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("groups", "page", "ssm"), [(1, 528, None), (8, 1040, torch.float32)])
-def test_kernels_of_real_sizes(groups: int, page: int, ssm: torch.dtype | None, dtype: torch.dtype) -> None:
-    """Bamba-9B's and Nemotron-H-8B's: pieces of prompts as long as they get."""
-    state = StateSpec(kind="mamba2", layers=(True,), num_heads=128, head_dim=64, state_size=128, n_groups=groups)
+@pytest.mark.parametrize("name", SIZES)
+def test_kernels_of_real_sizes(name: str, dtype: torch.dtype) -> None:
+    """Pieces of prompts as long as they get."""
+    state, page, ssm = SIZES[name]
     assert of_kernels(state, page, ssm or dtype, dtype, torch.device("cuda")) == ""
 
 
@@ -48,7 +66,8 @@ def test_error_is_no_worse_than_transformers_bfloat16(
     name: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts in chunks and beside decodes, decodes, a preempted request: against float32. Graphs are for the kernels alone."""
-    monkeypatch.setattr(triton_backend, "KINDS", () if mode == "plain torch" else ("mamba2",))
+    if mode == "plain torch":
+        monkeypatch.setattr(triton_backend, "KINDS", ())
     graphs = "NONE" if mode == "plain torch" else mode
     theirs = transformers_model(name, tmp_path)
     made = engine(tmp_path, load_format="auto", cudagraph_mode=graphs)

@@ -84,6 +84,23 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": None,
         },
     ),
+    "mamba": ("MambaConfig", {"num_hidden_layers": 3, "state_size": 16, "time_step_rank": 32, "sliding_window": None}),
+    "qwen3-next": (
+        "Qwen3NextConfig",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 256,
+            "shared_expert_intermediate_size": 256,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 128,
+            "sliding_window": None,
+        },
+    ),
 }
 EXPERTS: dict[str, Any] = {"num_hidden_layers": 3, "head_dim": 128, "sliding_window": None}
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
