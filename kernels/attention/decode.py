@@ -88,11 +88,11 @@ def _combine(
 
 @triton.jit
 def _decode(
-    query, keys, values, out, parts, sums, counters, blocks, blocks_stride, rows, starts, ends, sinks, scale, k_scale, v_scale,
+    query, keys, values, out, parts, sums, counters, blocks, blocks_stride, rows, starts, ends, sinks, slopes, scale, k_scale, v_scale,
     cap, size, rope, q_weight, k_weight, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
     LINES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
-    SPAN: tl.constexpr, FREE: tl.constexpr,
+    SPAN: tl.constexpr, FREE: tl.constexpr, SLOPES: tl.constexpr,
     ROPE: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr, AHEAD: tl.constexpr, AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -172,16 +172,19 @@ def _decode(
     acc = tl.zeros((GROUP, BLOCK_D), tl.float32)
     query_at = tl.zeros((GROUP,), tl.int32) + start
     seen_from = tl.zeros((GROUP,), tl.int32) + begin
+    slope = 0.0
+    if SLOPES:
+        slope = tl.load(slopes + head, mask=real, other=0.0)
     whole = first
     if FREE:  # all tiles but the last are seen whole
         whole = first + (last - first) // BLOCK_N * BLOCK_N
         m, l, acc = paged_tile(
-            q, m, l, acc, first, whole, query_at, seen_from, table, keys, values, kv, scale, cap, begin,
-            PAGE, KV_HEADS, DIM, BLOCK_N, BLOCK_D, False, CAP, SPAN,
+            q, m, l, acc, first, whole, query_at, seen_from, table, keys, values, kv, scale, cap, slope, begin,
+            PAGE, KV_HEADS, DIM, BLOCK_N, BLOCK_D, False, CAP, SPAN, SLOPES,
         )  # fmt: skip
     m, l, acc = paged_tile(
-        q, m, l, acc, whole, last, query_at, seen_from, table, keys, values, kv, scale, cap, begin,
-        PAGE, KV_HEADS, DIM, BLOCK_N, BLOCK_D, True, CAP, SPAN,
+        q, m, l, acc, whole, last, query_at, seen_from, table, keys, values, kv, scale, cap, slope, begin,
+        PAGE, KV_HEADS, DIM, BLOCK_N, BLOCK_D, True, CAP, SPAN, SLOPES,
     )  # fmt: skip
     if SPLITS == 1:
         acc = acc * (v_scale / tl.where(l == 0.0, 1.0, l))[:, None]
@@ -245,13 +248,14 @@ def decode(
     parts, sums, counters = workspace
     table = rope.table if rope is not None else sums
     norms = rope.norms if rope is not None and rope.norms is not None else (query, query)
+    sinks, slopes = (query if of_heads is None else of_heads for of_heads in (extras.sinks, extras.slopes))
     _decode[(kv_heads, splits, at.n)](
         query, keys, values, out, parts, sums, counters, at.blocks, at.blocks.stride(0), at.rows, at.starts, at.ends,
-        query if extras.sinks is None else extras.sinks, scale * extras.k_scale,
-        extras.k_scale, extras.v_scale, extras.cap, extras.chunk or extras.window, table, *norms, rope.eps if rope is not None else 0.0,
+        sinks, slopes, scale * extras.k_scale, extras.k_scale, extras.v_scale, extras.cap, extras.chunk or extras.window,
+        table, *norms, rope.eps if rope is not None else 0.0,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page, GROUP=max(16, lines), LINES=lines,
         BLOCK_N=block_n, BLOCK_D=block_d, SPLITS=splits, CAP=extras.cap > 0,
-        SINKS=extras.sinks is not None, SPAN=extras.span, FREE=is_free, ROPE=rope is not None,
+        SINKS=extras.sinks is not None, SPAN=extras.span, FREE=is_free, SLOPES=extras.slopes is not None, ROPE=rope is not None,
         ROTARY=table.shape[-1] if rope is not None else 0,
         NORM=rope is not None and rope.norms is not None, FP8=float8.largest(keys.dtype),
         AHEAD=AHEAD if query.is_cuda else 0, AT_ONCE=at_once, PDL=pdl.supported(),

@@ -8,7 +8,8 @@ context among programs; both walk over the pages of keys and values with `paged_
 
 Requests are columns as in kernels/prepare_inputs: rows, starts, ends. Masks: causal, and a query sees no key before its first one
 (`first_seen`): that of a window of its last keys, or of the chunk of positions that it is in (Llama 4).
-Soft cap: cap tanh(s / cap). Sinks: one more logit per head that takes part in the sum only.
+Soft cap: cap tanh(s / cap). Sinks: one more logit per head that takes part in the sum only. Slopes: a score has its head's slope times
+(key - query) added, by their positions (ALiBi, Press et al. 2022).
 """
 
 import triton
@@ -31,14 +32,14 @@ def first_seen(position, size, SPAN: tl.constexpr):
 
 @triton.jit
 def paged_tile(
-    q, m, l, acc, first, last, query_at, seen_from, table, keys, values, kv, scale, cap, oldest,
+    q, m, l, acc, first, last, query_at, seen_from, table, keys, values, kv, scale, cap, slope, oldest,
     PAGE: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    MASK: tl.constexpr, CAP: tl.constexpr, SPAN: tl.constexpr,
+    MASK: tl.constexpr, CAP: tl.constexpr, SPAN: tl.constexpr, SLOPES: tl.constexpr,
 ):  # fmt: skip
     """Tiles of keys [first, last) for one tile of queries at positions query_at [M]; scores are in powers of two.
 
     seen_from [M]: the first key that each sees, with a SPAN. oldest: the first of them. The pages of those before it may have a new
-    owner, and hold anything: a weight of zero does not make nothing of a NaN, so they are not read.
+    owner, and hold anything: a weight of zero does not make nothing of a NaN, so they are not read. slope [M]: of each, with SLOPES.
     """
     d = tl.arange(0, BLOCK_D)
     for begin in range(first, last, BLOCK_N):
@@ -56,6 +57,8 @@ def paged_tile(
         s = tl.dot(q, tl.trans(k)) * scale
         if CAP:
             s = cap * (2.0 * tl.sigmoid(2.0 * s / cap) - 1.0)
+        if SLOPES:
+            s += slope[:, None] * (at[None, :] - query_at[:, None]).to(tl.float32)
         s = s * 1.4426950408889634
         if MASK:
             seen = (at[None, :] <= query_at[:, None]) & (at < last)[None, :]
@@ -86,12 +89,13 @@ class Columns:
 
 
 class Extras:
-    """The features that few models have: window of keys or chunks, soft cap of scores, sink logits [heads], scales of an FP8 cache.
+    """The features that few models have: window of keys or chunks, soft cap of scores, sink logits [heads], scales of an FP8 cache,
+    slopes float32 [heads].
 
     A query sees its last `window` keys, or those from the last multiple of `chunk` on; 0: all.
     """
 
-    __slots__ = ("cap", "chunk", "k_scale", "sinks", "v_scale", "window")
+    __slots__ = ("cap", "chunk", "k_scale", "sinks", "slopes", "v_scale", "window")
 
     def __init__(
         self,
@@ -101,9 +105,10 @@ class Extras:
         k_scale: float = 1.0,
         v_scale: float = 1.0,
         chunk: int = 0,
+        slopes: Tensor | None = None,
     ) -> None:
         assert not (window and chunk)
-        self.window, self.cap, self.sinks, self.chunk = window, cap, sinks, chunk
+        self.window, self.cap, self.sinks, self.chunk, self.slopes = window, cap, sinks, chunk, slopes
         self.k_scale, self.v_scale = k_scale, v_scale
 
     @property

@@ -16,9 +16,9 @@ from meshlm.kernels.attention.tiles import USUAL_KEYS, hopper_from, prefill_tile
 
 @triton.jit
 def _dense_tile(
-    q, m, l, acc, first, last, nth_q, seen_from, step, before, kv, scale, cap,
+    q, m, l, acc, first, last, nth_q, seen_from, step, before, kv, scale, cap, slope,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASK: tl.constexpr, CAP: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr,
+    MASK: tl.constexpr, CAP: tl.constexpr, SPAN: tl.constexpr, SLOPES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Like paged_tile, for the keys of this step's own tokens first .. last - 1 of the request, which lie in one piece.
 
@@ -31,8 +31,13 @@ def _dense_tile(
         if CAP:
             s = cap * (2.0 * tl.sigmoid(2.0 * s * scale / cap) - 1.0)
             factor = 1.4426950408889634
+        at = begin + tl.arange(0, BLOCK_N)
+        if SLOPES:
+            if not CAP:
+                s = s * scale
+            s += slope[:, None] * (at[None, :] - nth_q[:, None]).to(tl.float32)
+            factor = 1.4426950408889634
         if MASK:
-            at = begin + tl.arange(0, BLOCK_N)
             seen = at[None, :] <= nth_q[:, None]
             if SPAN:
                 seen = seen & (at[None, :] >= seen_from[:, None])
@@ -51,11 +56,11 @@ def _dense_tile(
 
 @triton.jit(do_not_specialize=["n", "skip", "fewest"])
 def _prefill(
-    query, step, keys, values, out, blocks, blocks_stride, rows, starts, ends, sinks, n, skip, fewest, scale, k_scale, v_scale,
+    query, step, keys, values, out, blocks, blocks_stride, rows, starts, ends, sinks, slopes, n, skip, fewest, scale, k_scale, v_scale,
     cap, size,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
-    DENSE: tl.constexpr, SPAN: tl.constexpr, SEARCH: tl.constexpr, STAGES: tl.constexpr,
+    DENSE: tl.constexpr, SPAN: tl.constexpr, SLOPES: tl.constexpr, SEARCH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # Late tiles of a prompt have the most keys: they go first.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -85,6 +90,9 @@ def _prefill(
     seen_from = query_at  # with a SPAN alone it says something
     if SPAN:
         seen_from = first_seen(query_at, size, SPAN)
+    slope = 0.0
+    if SLOPES:
+        slope = tl.load(slopes + head, mask=real, other=0.0)
     if SINKS:
         m = tl.load(sinks + head, mask=real, other=float("-inf")).to(tl.float32) * 1.4426950408889634
         l = tl.where(m == float("-inf"), 0.0, 1.0)
@@ -105,17 +113,17 @@ def _prefill(
         edge = tl.minimum(whole, tl.cdiv(newest, BLOCK_N) * BLOCK_N)
         edge = tl.maximum(first, edge)
         m, l, acc = paged_tile(
-            q, m, l, acc, first, edge, query_at, seen_from, table, keys, values, kv, scale * k_scale, cap, oldest,
-            PAGE, KV_HEADS, DIM, BLOCK_N, BLOCK_D, True, CAP, SPAN,
+            q, m, l, acc, first, edge, query_at, seen_from, table, keys, values, kv, scale * k_scale, cap, slope, oldest,
+            PAGE, KV_HEADS, DIM, BLOCK_N, BLOCK_D, True, CAP, SPAN, SLOPES,
         )  # fmt: skip
         first = edge
     m, l, acc = paged_tile(
-        q, m, l, acc, first, whole, query_at, seen_from, table, keys, values, kv, scale * k_scale, cap, oldest,
-        PAGE, KV_HEADS, DIM, BLOCK_N, BLOCK_D, False, CAP, SPAN,
+        q, m, l, acc, first, whole, query_at, seen_from, table, keys, values, kv, scale * k_scale, cap, slope, oldest,
+        PAGE, KV_HEADS, DIM, BLOCK_N, BLOCK_D, False, CAP, SPAN, SLOPES,
     )  # fmt: skip
     m, l, acc = paged_tile(
-        q, m, l, acc, tl.maximum(first, whole), last, query_at, seen_from, table, keys, values, kv, scale * k_scale, cap, oldest,
-        PAGE, KV_HEADS, DIM, BLOCK_N, BLOCK_D, True, CAP, SPAN,
+        q, m, l, acc, tl.maximum(first, whole), last, query_at, seen_from, table, keys, values, kv, scale * k_scale, cap, slope, oldest,
+        PAGE, KV_HEADS, DIM, BLOCK_N, BLOCK_D, True, CAP, SPAN, SLOPES,
     )  # fmt: skip
     acc = acc * v_scale
     if DENSE:
@@ -129,12 +137,12 @@ def _prefill(
             first = tl.maximum(0, oldest - start) // BLOCK_N * BLOCK_N
             whole = first
         m, l, acc = _dense_tile(
-            q, m, l, acc, first, whole, nth_q, seen_from - start, step, before, kv, scale, cap,
-            HEADS, KV_HEADS, DIM, BLOCK_N, False, CAP, SPAN, STAGES,
+            q, m, l, acc, first, whole, nth_q, seen_from - start, step, before, kv, scale, cap, slope,
+            HEADS, KV_HEADS, DIM, BLOCK_N, False, CAP, SPAN, SLOPES, STAGES,
         )  # fmt: skip
         m, l, acc = _dense_tile(
-            q, m, l, acc, whole, tl.minimum(nth + BLOCK_Q, count), nth_q, seen_from - start, step, before, kv, scale, cap,
-            HEADS, KV_HEADS, DIM, BLOCK_N, True, CAP, SPAN, STAGES,
+            q, m, l, acc, whole, tl.minimum(nth + BLOCK_Q, count), nth_q, seen_from - start, step, before, kv, scale, cap, slope,
+            HEADS, KV_HEADS, DIM, BLOCK_N, True, CAP, SPAN, SLOPES, STAGES,
         )  # fmt: skip
     acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
     tl.store(out + where, acc.to(out.dtype.element_ty), mask=inside)
@@ -171,7 +179,14 @@ def prefill(
     """
     tokens, heads, dim = query.shape
     pays = (num_pairs if num_pairs is not None else tokens * USUAL_KEYS) * heads >= hopper_from(dim)
-    if pays and not extras.chunk and qkv is not None and tiles is None and proven(variant_of(query, keys, extras)):
+    if (
+        pays
+        and not extras.chunk
+        and extras.slopes is None
+        and qkv is not None
+        and tiles is None
+        and proven(variant_of(query, keys, extras))
+    ):
         from meshlm.kernels.attention import hopper  # its dialect takes long to import, and is not in every Triton
 
         hopper.prefill(query, keys, values, at, scale, out, skip, extras, qkv=qkv, fewest=fewest)
@@ -184,11 +199,11 @@ def prefill(
     step: Tensor | TensorDescriptor = query  # not read
     if qkv is not None and from_step:
         step = TensorDescriptor(qkv, list(qkv.shape), [qkv.stride(0), 1], [block_n, dim])
+    sinks, slopes = (query if of_heads is None else of_heads for of_heads in (extras.sinks, extras.slopes))
     _prefill[(kv_heads, (tokens - skip) // block_q + at.n - skip)](
         query, step, keys, values, out, at.blocks, at.blocks.stride(0), at.rows, at.starts, at.ends,
-        query if extras.sinks is None else extras.sinks, at.n, skip, fewest, scale, extras.k_scale, extras.v_scale,
-        extras.cap, extras.chunk or extras.window,
+        sinks, slopes, at.n, skip, fewest, scale, extras.k_scale, extras.v_scale, extras.cap, extras.chunk or extras.window,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page, GROUP=group, BLOCK_Q=block_q, BLOCK_N=block_n,
         BLOCK_D=triton.next_power_of_2(dim), CAP=extras.cap > 0, SINKS=extras.sinks is not None, DENSE=from_step,
-        SPAN=extras.span, SEARCH=256, STAGES=stages, num_warps=warps, num_stages=stages,
+        SPAN=extras.span, SLOPES=extras.slopes is not None, SEARCH=256, STAGES=stages, num_warps=warps, num_stages=stages,
     )  # fmt: skip

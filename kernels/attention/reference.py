@@ -25,6 +25,8 @@ def attention(query: Tensor, keys: Tensor, values: Tensor, at: Columns, scale: f
             scores = extras.cap * torch.tanh(scores / extras.cap)
         place = torch.arange(length, device=query.device)
         own = torch.arange(start, length, device=query.device)[:, None]
+        if extras.slopes is not None:
+            scores += extras.slopes[:, None, None] * (place - own)
         seen = place <= own
         if extras.window:
             seen &= place > own - extras.window

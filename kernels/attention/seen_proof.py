@@ -1,6 +1,7 @@
 """Whether the Triton kernels see what few models' queries see, on this very GPU: small cases against plain torch.
 
-Asked by a worker's start for chunks of positions: prompts, chunks of them and decodes, and NaN in all that is others'.
+Asked by a worker's start for chunks of positions and for slopes of heads: prompts, parts of prompts and decodes, and NaN in all that
+is others'.
 """
 
 from collections.abc import Iterator
@@ -23,6 +24,12 @@ SPLITS = (1, 4)
 def prove_chunks(variant: Variant, device: torch.device) -> str:
     """Why attention in chunks must not be left to the kernels; "" when it may be."""
     return _said(variant, device, [Extras(cap=30.0 * variant.capped, chunk=chunk) for chunk in CHUNKS])
+
+
+def prove_slopes(variant: Variant, slopes: tuple[float, ...], device: torch.device) -> str:
+    """The same of a model's slopes, one for each head."""
+    given = torch.tensor(slopes, device=device)
+    return _said(variant, device, [Extras(cap=30.0 * variant.capped, slopes=given)])
 
 
 def _said(variant: Variant, device: torch.device, kinds: list[Extras]) -> str:

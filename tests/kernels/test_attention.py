@@ -231,6 +231,24 @@ def test_decode_that_rotates_itself(shape: tuple[int, int, int], splits: int, no
     assert not scratch[2].any()
 
 
+SLOPE_CASES = [((6, 2, 64), 0.0, 1, torch.float32), ((3, 1, 80), 2.0, 4, torch.float32), ((4, 4, 32), 0.0, 4, WIDE)]
+
+
+@pytest.mark.parametrize(("shape", "cap", "splits", "dtype"), SLOPE_CASES)
+def test_slopes(shape: tuple[int, int, int], cap: float, splits: int, dtype: torch.dtype) -> None:
+    """Of each head its own, by the distance of key and query, behind the soft cap; also over keys from the projection."""
+    query, keys, values, at = make([(0, 1), (45, 1), (0, 21), (38, 9)], *shape, dtype)
+    extras = Extras(cap=cap, slopes=0.7 ** torch.arange(1.0, shape[0] + 1, device=DEVICE))
+    expected = attention(query, keys, values, at, 0.125, extras)
+    for qkv in (None, step_of(keys, values, at, shape[0])):
+        out = torch.zeros_like(query)
+        prefill(query, keys, values, at, 0.125, out, extras=extras, qkv=qkv, tiles=(16, 16, 4, 2))
+        near(out, expected, dtype, 2)
+    out = torch.zeros_like(query)
+    decode(query, keys, values, at, 0.125, out, workspace(4, shape[0], splits, shape[2]), splits, extras, block_n=16)
+    near(out[:2], expected[:2], dtype, 2)
+
+
 FP8 = Extras(k_scale=0.5, v_scale=0.25)
 
 

@@ -6,7 +6,7 @@ from device import DEVICE, MARKS, ON_GPU, WIDE
 from meshlm.kernels.attention import proof, seen_proof
 from meshlm.kernels.attention.kernel import PLAIN, Extras
 from meshlm.kernels.attention.proof import Variant
-from meshlm.kernels.attention.seen_proof import prove_chunks
+from meshlm.kernels.attention.seen_proof import prove_chunks, prove_slopes
 
 pytestmark = MARKS
 VARIANT = Variant(4, 2, 32, 16, WIDE, windowed=False, capped=False)
@@ -20,8 +20,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(seen_proof, "CHUNKS", (32,))
 
 
-def test_chunks_are_proven() -> None:
+SLOPES = (0.5, 0.25, 0.125, 0.0625)
+
+
+def test_chunks_and_slopes_are_proven() -> None:
     assert prove_chunks(VARIANT, DEVICE) == ""
+    assert prove_slopes(VARIANT, SLOPES, DEVICE) == ""
 
 
 @pytest.mark.parametrize("kernel", ["prefill", "decode"])
@@ -34,6 +38,7 @@ def test_a_kernel_that_sees_more_is_not_used(kernel: str, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(seen_proof, kernel, sees_all)
     assert prove_chunks(VARIANT, DEVICE)
+    assert prove_slopes(VARIANT, SLOPES, DEVICE)
 
 
 def test_a_kernel_that_cannot_be_compiled_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

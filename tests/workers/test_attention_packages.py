@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 from attention_modules import MODULES, BatchPrefillWithPagedKVCacheWrapper
 
-from meshlm.kernels.attention.kernel import Columns, Extras
+from meshlm.kernels.attention.kernel import PLAIN, Columns, Extras
 from meshlm.kernels.attention.reference import attention
 from meshlm.protocol.model import MLASpec, ModelSpec
 from meshlm.runtime.attention_packages import PACKAGES
@@ -171,7 +171,7 @@ def test_a_steps_prompts_are_its(name: str, window: int, monkeypatch: pytest.Mon
     assert torch.equal(out[:decodes], torch.full_like(out[:decodes], 7.0))
 
 
-@pytest.mark.parametrize("why", ["graph", "sinks", "chunks", "decodes"])
+@pytest.mark.parametrize("why", ["graph", "sinks", "chunks", "slopes", "decodes"])
 def test_what_it_has_no_word_for_is_the_triton_kernels(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
     monkeypatch.setattr(triton_backend, "prefill", lambda *given, **_: seen.append(given[0]))
@@ -182,8 +182,9 @@ def test_what_it_has_no_word_for_is_the_triton_kernels(why: str, monkeypatch: py
     )
     step = PackageAttention(batch, 8, *(None,) * 3).use(MAKE["flash_attn"](MODULES["flash_attn"]))  # type: ignore[arg-type]
     query, cache = torch.zeros(4, 4, 64), LayerCache(*torch.zeros(2, 4, 8, 2, 64))
-    extras = Extras(sinks=torch.zeros(4) if why == "sinks" else None, chunk=8 if why == "chunks" else 0)
-    step._prompts(query, query, cache, 0.1, query, extras)
+    of_heads = torch.zeros(4)
+    kinds = {"sinks": Extras(sinks=of_heads), "chunks": Extras(chunk=8), "slopes": Extras(slopes=of_heads)}
+    step._prompts(query, query, cache, 0.1, query, kinds.get(why, PLAIN))
     assert len(seen) == 1
 
 

@@ -165,7 +165,7 @@ class PackageAttention(TritonAttention):
     ) -> None:
         """See `TritonAttention._prompts`, which computes what the host does not know, and what the package has no word for."""
         known = self._batch.known
-        wordless = extras.sinks is not None or extras.chunk > 0
+        wordless = extras.sinks is not None or extras.chunk > 0 or extras.slopes is not None
         if known is None or not known.prompts or wordless or cache.keys.dtype != query.dtype:
             super()._prompts(query, qkv, cache, scale, out, extras)
             return

@@ -12,7 +12,7 @@ from meshlm.kernels.attention.decode import Rope, decode
 from meshlm.kernels.attention.kernel import Columns, Extras
 from meshlm.kernels.attention.prefill import prefill
 from meshlm.kernels.attention.proof import Variant
-from meshlm.kernels.attention.seen_proof import prove_chunks
+from meshlm.kernels.attention.seen_proof import prove_chunks, prove_slopes
 from meshlm.kernels.attention.tiles import decode_tiles, most_parts, tile_of_head
 from meshlm.protocol.model import ModelSpec, StateSpec
 from meshlm.workers.attention.aux_stream import AuxStream
@@ -77,7 +77,8 @@ class TritonAttention:
         scale: float,
         sliding_window: int = 0,
     ) -> Tensor:
-        extras = Extras(sliding_window, heads.softcap, heads.sinks, cache.k_scale, cache.v_scale, heads.chunk)
+        scales = cache.k_scale, cache.v_scale
+        extras = Extras(sliding_window, heads.softcap, heads.sinks, *scales, heads.chunk, heads.slopes)
         decodes, columns = self._batch.num_decodes, self._columns[cache.group]
         if decodes == columns.n:
             out = torch.empty(qkv.shape[0], heads.num_heads, heads.head_dim, dtype=qkv.dtype, device=qkv.device)
@@ -191,12 +192,19 @@ def _wrong_chunks(variant: Variant, device: torch.device) -> str:
     return f"its attention in chunks (attention_chunk_size) is not right on this GPU: {reason}" if reason else ""
 
 
-def _not_seen(spec: ModelSpec, device: torch.device, dtype: torch.dtype, page: int) -> str:
-    """Why it cannot give queries the keys that they see in such a model; "" when it can. Proven here where few models ask for it."""
-    if not spec.attention_chunk_size:
-        return ""
+@cache
+def _wrong_slopes(variant: Variant, slopes: tuple[float, ...], device: torch.device) -> str:
+    reason = prove_slopes(variant, slopes, device)
+    return f"its slopes of heads (ALiBi) are not right on this GPU: {reason}" if reason else ""
+
+
+def _wrong(spec: ModelSpec, device: torch.device, dtype: torch.dtype, page: int) -> str:
+    """Why it cannot compute the attention of such a model; "" when it can. Proven here where few models ask for it."""
     shape = (spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, page)
-    return _wrong_chunks(Variant(*shape, dtype, windowed=False, capped=spec.attn_logit_softcapping > 0), device)
+    variant = Variant(*shape, dtype, windowed=False, capped=spec.attn_logit_softcapping > 0)
+    if spec.attention_chunk_size and (reason := _wrong_chunks(variant, device)):
+        return reason
+    return _wrong_slopes(variant, spec.alibi_slopes, device) if spec.alibi_slopes else ""
 
 
 class TritonBackend:
@@ -222,13 +230,11 @@ class TritonBackend:
             return f"it supports latents of up to {MOST_RANK}, this model has kv_lora_rank {spec.mla.kv_lora_rank}"
         if spec.mla is not None and spec.mla.index_topk:
             return "it has no kernel that reads chosen tokens alone (index_topk)"
-        if spec.alibi_slopes:
-            return "it has no slopes of heads (ALiBi)"
         if spec.state is not None:
             return _without_states(spec.state, block_size, dtype, device)
         if block_size & (block_size - 1) or block_size < 8:
             return f"--block-size {block_size} is not a power of two from 8 up"
-        return _not_seen(spec, device, dtype, block_size)
+        return _wrong(spec, device, dtype, block_size)
 
     def step(self, batch: StepInputs, block_size: int) -> TritonAttention:
         own = self._of.get(batch.device)

@@ -1,4 +1,4 @@
-"""Models whose queries see keys in a way of their own, on a GPU: attention in chunks, inside graphs and outside."""
+"""Models whose queries see keys in a way of their own, on a GPU: attention in chunks, ALiBi, inside graphs and outside."""
 
 from pathlib import Path
 

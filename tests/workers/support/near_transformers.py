@@ -125,6 +125,7 @@ SEEN: dict[str, tuple[str, dict[str, Any]]] = {
         | {"intermediate_size_mlp": 1024, "num_local_experts": 4, "interleave_moe_layer_step": 2}
         | {"no_rope_layers": [1, 1, 1, 0], "floor_scale": 64},
     ),
+    "bloom": ("BloomConfig", {"n_layer": 4, "n_head": 4, "head_dim": 128, "num_key_value_heads": 4}),
 }
 """Models whose queries see keys in a way of their own."""
 
