@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from msgspec.structs import replace
+
 from meshlm.architectures.config_values import boolean, integer, number, shown, words
 from meshlm.architectures.dense import decoder_weights
 from meshlm.architectures.family import Family, Weight
@@ -26,8 +28,12 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
         raise ValueError(f"hidden_act {shown(act)} is not supported; supported: silu")
     layers, hidden = integer(config, "num_hidden_layers"), integer(config, "hidden_size")
     state = mamba_state(config, (True,) * layers, _NORMS[architecture], _NAMES)
-    if (wide := config.get("intermediate_size")) not in (None, state.inner):
-        raise ValueError(f"intermediate_size {shown(wide)} is not expand times hidden_size {hidden}")
+    if (
+        config.get("intermediate_size") is not None
+    ):  # as with transformers, whatever expand is: Falcon-Mamba-7B's says 16
+        if (wide := integer(config, "intermediate_size")) < 1:
+            raise ValueError(f"intermediate_size is {wide}; it must be positive")
+        state = replace(state, num_heads=wide)
     return ModelSpec(
         architecture=architecture,
         vocab_size=integer(config, "vocab_size"),

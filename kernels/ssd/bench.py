@@ -45,29 +45,33 @@ def inputs(tokens: int, pages: int, name: str, dtype: torch.dtype) -> list[Any]:
     return [x, dt, a, b, c, torch.ones(heads, device="cuda"), state, torch.empty_like(x)]
 
 
-def _run(kernel: Callable[..., Any], *given: Any) -> None:
+def launch(kernel: Callable[..., Any], *given: Any) -> None:
     kernel(*given)
+
+
+def beside_copy(taken: float, size: int) -> dict[str, float]:
+    """What a kernel that takes so many µs for reading and writing `size` bytes moves, and that in parts of what a copy does."""
+    source, copy = torch.empty(2, max(size, 1 << 20), dtype=torch.uint8, device="cuda").unbind()
+    copied = microseconds(lambda: launch(copy.copy_, source))
+    moved = 2 * size / taken
+    return {
+        "us": round(taken, 2),
+        "tb_s": round(moved / 1e6, 3),
+        "of_copy": round(moved / (2 * len(source) / copied), 3),
+    }
 
 
 def decode(name: str, requests: int, dtype: torch.dtype) -> dict[str, Any]:
     at, given = columns_of([1] * requests, 1000), inputs(requests, 2 * requests, name, dtype)
-    taken = microseconds(lambda: _run(state_update, *given, at, requests, PAGE))
-    size = given[6].nbytes // 2
-    source, copy = torch.empty(2, max(size, 1 << 20), dtype=torch.uint8, device="cuda").unbind()
-    copied = microseconds(lambda: _run(copy.copy_, source))
-    return {
-        "what": f"decode {name} {requests} {str(dtype)[6:]}",
-        "us": round(taken, 2),
-        "tb_s": round(2 * size / taken / 1e6, 3),
-        "of_copy": round(2 * size / taken / (2 * len(source) / copied), 3),
-    }
+    taken = microseconds(lambda: launch(state_update, *given, at, requests, PAGE))
+    return {"what": f"decode {name} {requests} {str(dtype)[6:]}", **beside_copy(taken, given[6].nbytes // 2)}
 
 
 def prompt(name: str, tokens: int) -> dict[str, Any]:
     at, pieces = columns_of([tokens], 0), Pieces.of([(0, 0, tokens)], PAGE, torch.device("cuda"))
     given = inputs(tokens, 2, name, torch.bfloat16)
     heads, width, numbers, _ = SHAPES[name]
-    taken = microseconds(lambda: _run(chunk_scan, *given, at, pieces, PAGE))
+    taken = microseconds(lambda: launch(chunk_scan, *given, at, pieces, PAGE))
     flop = 2 * heads * tokens * (PIECE * (numbers + width) + 2 * numbers * width)
     return {"what": f"scan {name} {tokens}", "us": round(taken, 2), "tflop_s": round(flop / taken / 1e6, 1)}
 
@@ -87,7 +91,7 @@ def convolution(name: str, counts: list[int]) -> dict[str, Any]:
     pieces = (
         None if decodes else Pieces.of([(n, 0, count) for n, count in enumerate(counts)], PAGE, torch.device("cuda"))
     )
-    taken = microseconds(lambda: _run(causal_conv, x, weight, bias, state, at, decodes, pieces, PAGE))
+    taken = microseconds(lambda: launch(causal_conv, x, weight, bias, state, at, decodes, pieces, PAGE))
     what = f"conv {name} {f'{decodes} decodes' if decodes else tokens}"
     return {"what": what, "us": round(taken, 2), "tb_s": round(2 * tokens * channels * 2 / taken / 1e6, 3)}
 
@@ -97,7 +101,7 @@ def reference(name: str, tokens: int) -> dict[str, Any]:
 
     x, dt, a, b, c, d, _, _ = inputs(tokens, 1, name, torch.bfloat16)
     given = (x[None], dt[None], a, b[None], c[None], 256)
-    taken = microseconds(lambda: _run(mamba_chunk_scan_combined, *given, d))
+    taken = microseconds(lambda: launch(mamba_chunk_scan_combined, *given, d))
     return {"what": f"mamba_ssm scan {name} {tokens}", "us": round(taken, 2)}
 
 

@@ -47,6 +47,13 @@ def test_falcon_h1_has_both_in_each_layer() -> None:
     )
 
 
+def test_the_width_that_a_mamba_names_counts() -> None:
+    """As Falcon-Mamba-7B has it: `expand` would say 65,536 channels."""
+    spec = made("FalconMamba", hidden_size=4096, intermediate_size=8192, expand=16, time_step_rank=256)
+    assert spec.state is not None
+    assert (spec.state.inner, spec.state.conv_dim, spec.state.time_step_rank) == (8192, 8192, 256)
+
+
 @pytest.mark.parametrize(
     ("name", "keys", "said"),
     [
@@ -73,7 +80,7 @@ def test_falcon_h1_has_both_in_each_layer() -> None:
             "mamba_n_heads 8 is no multiple of mamba_n_groups 3",
         ),
         ("Mamba", {"time_step_rank": 0}, "time_step_rank is 0; it must be positive"),
-        ("Mamba", {"intermediate_size": 100}, "intermediate_size 100 is not expand times hidden_size 64"),
+        ("Mamba", {"intermediate_size": 0}, "intermediate_size is 0; it must be positive"),
         ("Mamba", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         (
             "Bamba",

@@ -224,7 +224,8 @@ class TritonBackend:
             return f"it needs compute capability 8.0, this GPU has {major}.{minor}"
         if dtype not in (torch.float16, torch.bfloat16):
             return f"it computes in --dtype float16 or bfloat16, not {str(dtype).removeprefix('torch.')}"
-        if not 16 <= spec.head_dim <= 256:
+        attends = any(map(spec.has_attention, range(spec.num_hidden_layers)))
+        if attends and not 16 <= spec.head_dim <= 256:
             return f"it supports head sizes from 16 to 256, this model has {spec.head_dim}"
         if spec.mla is not None and spec.mla.kv_lora_rank > MOST_RANK:
             return f"it supports latents of up to {MOST_RANK}, this model has kv_lora_rank {spec.mla.kv_lora_rank}"

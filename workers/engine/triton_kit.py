@@ -81,6 +81,8 @@ class TritonKit:
         spec = engine.spec
         if spec.mla is not None or spec.encoder_only or hopper_from(spec.head_dim) == math.inf:
             return
+        if not any(map(spec.has_attention, range(spec.num_hidden_layers))):
+            return
         if engine.layout.dtype != engine.dtype:  # an FP8 cache is read by the other kernel
             return
         shape = (spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, engine.layout.block_size)
