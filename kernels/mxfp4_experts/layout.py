@@ -1,0 +1,50 @@
+"""MXFP4 weights of experts as kernel.py reads them: 64 bytes of a row hold the codes of 128 inputs, a word their four scales.
+
+    codes int16 [..., outputs, chunks, 32]: bits 4 p .. 4 p + 3 of word j are the code of input 32 p + j of the chunk
+    scales uint8 [..., outputs, chunks, 4]: e8m0 of inputs 32 p .. 32 p + 31
+
+A row has whole chunks; behind the last input codes are 0 and scales 127 (a factor of 1). The format itself: kernels/mxfp4.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshlm.kernels.mxfp4.reference import GROUP, decode_mxfp4
+
+PLANES = 4  # groups of a chunk
+CHUNK = PLANES * GROUP  # inputs
+ONE = 127  # the scale that changes nothing
+
+
+class MXFP4Weight(NamedTuple):
+    """Weights of experts [experts, outputs, inputs]."""
+
+    codes: Tensor  # int16 [experts, outputs, chunks * 32]
+    scales: Tensor  # uint8 [experts, outputs, chunks * 4]
+    inputs: int
+
+
+def chunks_of(inputs: int) -> int:
+    return -(-inputs // CHUNK)
+
+
+def pack(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """uint8 [..., groups, 16] and [..., groups], as files have them (kernels/mxfp4) -> codes and scales, as above but flat."""
+    missing = -scales.shape[-1] % PLANES
+    blocks, scales = F.pad(blocks, (0, 0, 0, missing)), F.pad(scales, (0, missing), value=ONE)
+    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)  # [..., groups, 32]
+    planes = codes.unflatten(-2, (-1, PLANES)).to(torch.int32)
+    words = sum(planes[..., nth, :] << 4 * nth for nth in range(PLANES))
+    assert isinstance(words, Tensor)
+    return words.to(torch.int16).flatten(-2), scales
+
+
+def unpack(weight: MXFP4Weight, dtype: torch.dtype) -> Tensor:
+    """The values [..., outputs, inputs] of some experts, or of one."""
+    words = weight.codes.unflatten(-1, (-1, GROUP)).to(torch.int32)
+    planes = torch.stack([words >> 4 * nth & 15 for nth in range(PLANES)], dim=-2).flatten(-3, -2)  # [..., groups, 32]
+    blocks = (planes[..., ::2] | planes[..., 1::2] << 4).to(torch.uint8)
+    return decode_mxfp4(blocks, weight.scales, dtype)[..., : weight.inputs]
