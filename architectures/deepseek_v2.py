@@ -154,26 +154,6 @@ def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     )
     if min(sizes.kv_lora_rank, sizes.qk_rope_head_dim, sizes.qk_nope_head_dim, sizes.v_head_dim) < 1:
         raise MetadataError(f"metadata {metadata.kind}: the sizes of latent attention must be positive")
-    gating = int(get("expert_gating_func", 1))
-    if gating not in _GATING:
-        raise MetadataError(
-            f"metadata {metadata.kind}.expert_gating_func is {gating}; supported: 1 (softmax), 2 (sigmoid)"
-        )
-    first, found = (
-        int(get("leading_dense_block_count", 0)),
-        gguf_moe(
-            metadata,
-            scoring_func=_GATING[gating],
-            norm_topk_prob=bool(get("expert_weights_norm", False)),
-            routed_scaling_factor=float(get("expert_weights_scale", 1.0)),
-            n_group=max(1, int(get("expert_group_count", 1))),
-            topk_group=max(1, int(get("expert_group_used_count", 1))),
-            group_score="top2" if gating == 2 else "max",
-            correction_bias=any(name.endswith("exp_probs_b.bias") for name in metadata.shapes),
-        ),
-    )
-    shared = int(get("expert_shared_count", 0)) * found.moe_intermediate_size
-    layers = tuple(layer >= first for layer in range(spec.num_hidden_layers))
     rope, stretch = spec.rope, 10 * float(get("rope.scaling.yarn_log_multiplier", 0.0))
     if rope.rope_type == "yarn":  # all of it is in the scale of scores, nothing in the rotation
         rope = replace(rope, attention_factor=1.0, mscale=stretch, mscale_all_dim=stretch)
@@ -183,15 +163,43 @@ def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
         num_key_value_heads=1,
         rope=rope,
         mla=sizes,
-        moe=replace(found, shared_intermediate_size=shared, moe_layers=() if all(layers) else layers),
+        moe=gguf_experts(metadata, spec),
     )
 
 
+def gguf_experts(metadata: GGUFMetadata, spec: ModelSpec, plain: int = 1) -> MoESpec:
+    """The experts of a .gguf file, and the layers that have them. plain: how experts are scored where the file does not say it.
+    MetadataError."""
+    get = metadata.get
+    gating = int(get("expert_gating_func", plain))
+    if gating not in _GATING:
+        raise MetadataError(
+            f"metadata {metadata.kind}.expert_gating_func is {gating}; supported: 1 (softmax), 2 (sigmoid)"
+        )
+    found = gguf_moe(
+        metadata,
+        scoring_func=_GATING[gating],
+        norm_topk_prob=bool(get("expert_weights_norm", False)),
+        routed_scaling_factor=float(get("expert_weights_scale", 1.0)) or 1.0,
+        n_group=max(1, int(get("expert_group_count", 1))),
+        topk_group=max(1, int(get("expert_group_used_count", 1))),
+        group_score="top2" if gating == 2 else "max",
+        correction_bias=any(name.endswith("exp_probs_b.bias") for name in metadata.shapes),
+    )
+    first = int(get("leading_dense_block_count", 0))
+    layers = tuple(layer >= first for layer in range(spec.num_hidden_layers))
+    shared = int(get("expert_shared_count", 0)) * found.moe_intermediate_size
+    return replace(found, shared_intermediate_size=shared, moe_layers=() if all(layers) else layers)
+
+
 _GATING: dict[int, Literal["softmax", "sigmoid"]] = {1: "softmax", 2: "sigmoid"}
+GGUF_EXPERT_KEYS = GGUF_KEYS | words("""
+    leading_dense_block_count expert_shared_count expert_weights_scale expert_weights_norm expert_gating_func
+    expert_group_count expert_group_used_count
+""")
 GGUF_MLA_KEYS = words("""
     attention.q_lora_rank attention.kv_lora_rank attention.key_length_mla attention.value_length_mla
-    leading_dense_block_count expert_shared_count expert_weights_scale expert_weights_norm expert_gating_func
-    expert_group_count expert_group_used_count rope.scaling.yarn_log_multiplier
+    rope.scaling.yarn_log_multiplier
 """)
 
 FAMILY = Family(
@@ -201,7 +209,7 @@ FAMILY = Family(
     weights=deepseek_weights,
     keys=KEYS,
     defaults=DEFAULTS,
-    gguf=GGUFFamily("deepseek2", _gguf, GGUF_KEYS | GGUF_MLA_KEYS, experts=True),
+    gguf=GGUFFamily("deepseek2", _gguf, GGUF_EXPERT_KEYS | GGUF_MLA_KEYS, experts=True),
     compiles=False,
     model=MODEL,
 )

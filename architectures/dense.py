@@ -1,7 +1,10 @@
 """What dense decoders have in common: the sizes that their files give, and the weights of attention, gated MLP and embeddings."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from msgspec.structs import replace
 
 from meshlm.architectures.config_values import boolean, integer, number, shown
 from meshlm.architectures.family import GGUFMetadata, MetadataError, Split, Weight
@@ -10,12 +13,20 @@ from meshlm.protocol.model import ModelSpec, RopeSpec
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_pytorch_tanh"}
 ACTIVATIONS |= {"gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}  # the same formula
+GGUF_QKV = {"attn_qkv": ("attn_q", "attn_k", "attn_v")}
+GGUF_GATE_UP = {"ffn_up": ("ffn_up.gate", "ffn_up.up")}
+GGUF_SLIDING = frozenset(("attention.sliding_window", "attention.sliding_window_pattern"))
 Norms = tuple[tuple[str, str, str], ...]
 """The weights of a layer: Hugging Face's name, llama.cpp's, and the parameter."""
 PRE_NORMS: Norms = (
     ("input_layernorm", "attn_norm", "input_norm"),
     ("post_attention_layernorm", "ffn_norm", "post_norm"),
 )
+POST_ATTENTION_NORMS: Norms = (
+    PRE_NORMS[0],
+    ("post_attention_layernorm", "post_attention_norm", "post_norm"),
+)
+"""The same norms; llama.cpp has the other name for the second in some families."""
 _QUERY, _KV, _WIDE = Split.QUERY_HEADS, Split.KV_HEADS, Split.INTERMEDIATE
 
 
@@ -118,12 +129,16 @@ def dense_gguf(metadata: GGUFMetadata, architecture: str, eps: str = "attention.
     if int(get("block_count")) > len(shapes):
         raise MetadataError(f"metadata {metadata.kind}.block_count is {get('block_count')}, with {len(shapes)} tensors")
     heads, hidden = int(get("attention.head_count")), int(get("embedding_length"))
+    drafts = int(get("nextn_predict_layers", 0))  # counted among the blocks
+    if not 0 <= drafts < int(get("block_count")):
+        raise MetadataError(f"metadata {metadata.kind}.nextn_predict_layers is {drafts}")
     return ModelSpec(
         architecture=architecture,
         vocab_size=shapes["token_embd.weight"][0],
         hidden_size=hidden,
         intermediate_size=int(get("feed_forward_length")),
-        num_hidden_layers=int(get("block_count")),
+        num_hidden_layers=int(get("block_count")) - drafts,
+        num_nextn_predict_layers=drafts,
         num_attention_heads=heads,
         num_key_value_heads=int(get("attention.head_count_kv", heads)),
         head_dim=int(get("attention.key_length", hidden // heads)),
@@ -135,6 +150,49 @@ def dense_gguf(metadata: GGUFMetadata, architecture: str, eps: str = "attention.
         output_bias="blk.0.attn_output.bias" in shapes,
         dtype="float32",
     )
+
+
+def partly_rotated(spec: ModelSpec, metadata: GGUFMetadata) -> ModelSpec:
+    """The spec of a family that turns so many numbers of each head as the .gguf file says. MetadataError."""
+    rotary = int(metadata.get("rope.dimension_count", spec.head_dim))
+    if not 0 < rotary <= spec.head_dim:
+        raise MetadataError(f"metadata {metadata.kind}.rope.dimension_count is {rotary}, of heads of {spec.head_dim}")
+    return replace(spec, rope=replace(spec.rope, partial_rotary_factor=partial_factor(rotary, spec.head_dim)))
+
+
+def partial_factor(rotary: int, head_dim: int) -> float:
+    """The part of a head that is turned, such that as many numbers come back of it."""
+    factor = rotary / head_dim
+    return factor if int(head_dim * factor) == rotary else math.nextafter(factor, 2.0)
+
+
+def gguf_sliding(metadata: GGUFMetadata, spec: ModelSpec, every: int, window: int = 0) -> ModelSpec:
+    """The spec with the window and the layers that slide, as the .gguf file says.
+
+    every: of so many layers the last sees all, where the file names none; window: where it has none. MetadataError.
+    """
+    get, layers = metadata.get, spec.num_hidden_layers
+    window = int(get("attention.sliding_window", window))
+    if not window:
+        return spec
+    pattern = get("attention.sliding_window_pattern", every)
+    if isinstance(pattern, list):
+        sliding = tuple(map(bool, pattern[:layers]))
+    else:
+        sliding = tuple((layer + 1) % max(1, int(pattern)) > 0 for layer in range(layers))
+    if len(sliding) != layers or window < 0:
+        raise MetadataError(
+            f"metadata {metadata.kind}.attention.sliding_window {window} with the pattern {shown(pattern)} "
+            f"does not fit {layers} layers"
+        )
+    return replace(spec, sliding_window=window, sliding_layers=sliding) if any(sliding) else spec
+
+
+def fused_gate_up(weights: Iterator[Weight]) -> Iterator[Weight]:
+    """The weights of a family whose .gguf files hold gate and up in one tensor, ffn_up (GGUF_GATE_UP)."""
+    for weight in weights:
+        name = weight.gguf.replace(".ffn_gate.", ".ffn_up.gate.").replace(".ffn_up.weight", ".ffn_up.up.weight")
+        yield weight._replace(gguf=name)
 
 
 def dense_weights(spec: ModelSpec, norms: Norms = PRE_NORMS, norm_plus: float = 0.0) -> Iterator[Weight]:

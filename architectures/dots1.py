@@ -5,8 +5,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import shown, words
-from meshlm.architectures.family import Family
-from meshlm.architectures.glm4_moe import KEYS, sigmoid_spec, sigmoid_weights
+from meshlm.architectures.deepseek_v2 import GGUF_EXPERT_KEYS
+from meshlm.architectures.family import Family, GGUFFamily
+from meshlm.architectures.glm4_moe import KEYS, sigmoid_gguf, sigmoid_spec, sigmoid_weights
 from meshlm.architectures.qwen2 import windows
 from meshlm.protocol.model import ModelSpec
 
@@ -32,5 +33,6 @@ FAMILY = Family(
         "sliding_window": 4096,
         "max_window_layers": 62,
     },
+    gguf=GGUFFamily("dots1", sigmoid_gguf, GGUF_EXPERT_KEYS, experts=True),
     compiles=False,
 )

@@ -9,9 +9,16 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import boolean, integer, number, shown, words
-from meshlm.architectures.dense import dense_spec, dense_weights, one_window, refuse_quantised, rotating_neighbours
-from meshlm.architectures.family import Family, Weight
-from meshlm.architectures.moe import ExpertNames, checked, moe_weights
+from meshlm.architectures.dense import (
+    dense_gguf,
+    dense_spec,
+    dense_weights,
+    one_window,
+    refuse_quantised,
+    rotating_neighbours,
+)
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
+from meshlm.architectures.moe import GGUF_KEYS, ExpertNames, checked, gguf_moe, moe_weights
 from meshlm.protocol.model import ModelSpec, MoESpec
 
 _NAMES = ExpertNames(shared="mlp.shared_experts")
@@ -55,6 +62,25 @@ def _moe_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     return replace(spec, moe=checked(moe, "moe_num_experts") if any(layers) else None)
 
 
+def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    spec = dense_gguf(metadata, architecture)
+    return replace(spec, mlp_bias="blk.0.ffn_up.bias" in metadata.shapes)
+
+
+def _moe_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    """What every token goes to is as wide as its tensors: files give another number for it."""
+    spec, get = dense_gguf(metadata, architecture), metadata.get
+    first, every = int(get("leading_dense_block_count", 0)), int(get("interleave_moe_layer_step", 1))
+    if every < 1:
+        raise MetadataError(f"metadata {metadata.kind}.interleave_moe_layer_step is {every}; it must be positive")
+    layers = tuple(layer >= first and (layer + 1) % every == 0 for layer in range(spec.num_hidden_layers))
+    if not any(layers):
+        raise MetadataError(f"metadata {metadata.kind}: no layer has experts")
+    shared = metadata.shapes.get(f"blk.{layers.index(True)}.ffn_up_shexp.weight", (0,))
+    moe = gguf_moe(metadata, norm_topk_prob=True, correction_bias=True, shared_intermediate_size=shared[0])
+    return replace(spec, moe=replace(moe, moe_layers=() if all(layers) else layers))
+
+
 def _weights(spec: ModelSpec) -> Iterator[Weight]:
     return rotating_neighbours(spec, dense_weights(spec))
 
@@ -78,6 +104,7 @@ DENSE = Family(
     weights=_weights,
     keys=words("use_bias"),
     defaults={**_DEFAULTS, "num_key_value_heads": 2, "head_dim": 128},
+    gguf=GGUFFamily("ernie4_5", _gguf),
 )
 EXPERTS = Family(
     architecture="Ernie4_5_MoeForCausalLM",
@@ -100,6 +127,15 @@ EXPERTS = Family(
         "moe_norm_min": 1e-12,
         "moe_intermediate_size": 1536,
     },
+    gguf=GGUFFamily(
+        "ernie4_5-moe",
+        _moe_gguf,
+        GGUF_KEYS
+        | words("""
+            leading_dense_block_count interleave_moe_layer_step expert_shared_count expert_shared_feed_forward_length
+        """),
+        experts=True,
+    ),
     rename=_renamed,
     compiles=False,
 )

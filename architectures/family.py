@@ -60,6 +60,10 @@ class GGUFMetadata(NamedTuple):
     fields: Mapping[str, Any]
     shapes: Mapping[str, tuple[int, ...]]  # of tensors, as Hugging Face has them
     rope_factors: tuple[float, ...]  # rope_freqs.weight, where the file has it
+    long_factors: tuple[tuple[float, ...], tuple[float, ...]] = (
+        (),
+        (),
+    )  # rope_factors_short.weight, rope_factors_long.weight
 
     def get(self, key: str, default: Any = None) -> Any:
         """ValueError where the key is missing and has no default."""

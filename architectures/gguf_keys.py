@@ -12,7 +12,7 @@ HONOURED = words("""
     context_length embedding_length block_count feed_forward_length vocab_size attention.head_count
     attention.head_count_kv attention.key_length attention.value_length attention.layer_norm_rms_epsilon
     rope.freq_base rope.dimension_count rope.scaling.type rope.scaling.factor
-    rope.scaling.original_context_length
+    rope.scaling.original_context_length nextn_predict_layers
 """)
 NEEDLESS = frozenset(("rope.scaling.finetuned", "tensor_data_layout"))
 # What asks for nothing beside false, 0 and what is empty; a key of the architecture that stands nowhere is not honoured either.

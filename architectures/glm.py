@@ -6,15 +6,19 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.dense import (
+    GGUF_GATE_UP,
     PRE_NORMS,
     Norms,
+    dense_gguf,
     dense_spec,
     dense_weights,
+    fused_gate_up,
     one_window,
+    partly_rotated,
     refuse_quantised,
     rotating_neighbours,
 )
-from meshlm.architectures.family import Family, Weight
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
 from meshlm.protocol.model import ModelSpec
 
 DEFAULTS = {
@@ -38,7 +42,14 @@ def glm_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 
 def glm_weights(spec: ModelSpec, norms: Norms = PRE_NORMS) -> Iterator[Weight]:
     """Every tensor."""
-    return rotating_neighbours(spec, dense_weights(spec, norms))
+    return rotating_neighbours(spec, fused_gate_up(dense_weights(spec, norms)))
+
+
+def glm_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    """MetadataError."""
+    spec = partly_rotated(dense_gguf(metadata, architecture), metadata)
+    fused = "blk.0.attn_qkv.bias" in metadata.shapes
+    return replace(spec, attention_bias=spec.attention_bias or fused, output_bias=False)
 
 
 FAMILY = Family(
@@ -48,4 +59,5 @@ FAMILY = Family(
     weights=glm_weights,
     packed=PACKED,
     defaults=DEFAULTS,
+    gguf=GGUFFamily("chatglm", glm_gguf, packed=GGUF_GATE_UP),
 )

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from meshlm.architectures.dense import Norms
-from meshlm.architectures.family import Family, Weight
-from meshlm.architectures.glm import DEFAULTS, PACKED, glm_spec, glm_weights
+from meshlm.architectures.dense import GGUF_GATE_UP, Norms
+from meshlm.architectures.family import Family, GGUFFamily, Weight
+from meshlm.architectures.glm import DEFAULTS, PACKED, glm_gguf, glm_spec, glm_weights
 from meshlm.protocol.model import ModelSpec
 
 _NORMS: Norms = (
@@ -26,6 +26,7 @@ FAMILY = Family(
     weights=_weights,
     packed=PACKED,
     defaults=DEFAULTS,
+    gguf=GGUFFamily("glm4", glm_gguf, packed=GGUF_GATE_UP),
     compiles=False,
     model="meshlm.workers.models.gemma:Sandwich",
 )

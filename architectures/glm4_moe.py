@@ -9,9 +9,17 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import boolean, integer, words
-from meshlm.architectures.deepseek_v2 import NAMES, experts
-from meshlm.architectures.dense import dense_spec, one_window
-from meshlm.architectures.family import Family, Weight
+from meshlm.architectures.deepseek_v2 import GGUF_EXPERT_KEYS, NAMES, experts, gguf_experts
+from meshlm.architectures.dense import (
+    POST_ATTENTION_NORMS,
+    PRE_NORMS,
+    Norms,
+    dense_gguf,
+    dense_spec,
+    one_window,
+    partly_rotated,
+)
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
 from meshlm.architectures.moe import moe_weights
 from meshlm.protocol.model import ModelSpec, MoESpec
 
@@ -37,9 +45,16 @@ def sigmoid_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     return replace(spec, moe=experts(config, spec, moe))
 
 
-def sigmoid_weights(spec: ModelSpec) -> Iterator[Weight]:
+def sigmoid_weights(spec: ModelSpec, norms: Norms = PRE_NORMS) -> Iterator[Weight]:
     """Every tensor."""
-    return moe_weights(spec, NAMES)
+    return moe_weights(spec, NAMES, norms)
+
+
+def sigmoid_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    """A spec whose experts are scored by sigmoids, unless the .gguf file says otherwise. MetadataError."""
+    spec = dense_gguf(metadata, architecture)
+    spec = replace(spec, qk_norm="blk.0.attn_q_norm.weight" in metadata.shapes)
+    return partly_rotated(replace(spec, moe=gguf_experts(metadata, spec, plain=2)), metadata)
 
 
 def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
@@ -53,7 +68,7 @@ FAMILY = Family(
     architecture="Glm4MoeForCausalLM",
     model_type="glm4_moe",
     spec=_spec,
-    weights=sigmoid_weights,
+    weights=lambda spec: sigmoid_weights(spec, POST_ATTENTION_NORMS),
     keys=KEYS | set(DRAFTS),
     defaults={
         "num_key_value_heads": 8,
@@ -67,5 +82,6 @@ FAMILY = Family(
         "first_k_dense_replace": 1,
         "norm_topk_prob": True,
     },
+    gguf=GGUFFamily("glm4moe", sigmoid_gguf, GGUF_EXPERT_KEYS, experts=True),
     compiles=False,
 )

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from meshlm.architectures.config_values import integer, number, shown
 from meshlm.architectures.dense import (
-    PRE_NORMS,
+    POST_ATTENTION_NORMS,
     attention_weights,
     decoder_weights,
     dense_gguf,
@@ -31,7 +31,6 @@ _YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-_NORMS = tuple((name, "post_attention_norm" if gguf == "ffn_norm" else gguf, own) for name, gguf, own in PRE_NORMS)
 
 
 def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
@@ -67,7 +66,7 @@ def _weights(spec: ModelSpec) -> Iterator[Weight]:
         if spec.attention_sinks:
             yield Weight("self_attn.sinks", "attn_sinks.weight", "attention.sinks", heads, Split.QUERY_HEADS)
         yield from expert_weights(spec, NAMES) if spec.has_experts(layer) else mlp_weights(spec, spec.intermediate_size)
-        yield from norm_weights(spec, _NORMS)
+        yield from norm_weights(spec, POST_ATTENTION_NORMS)
 
     return decoder_weights(spec, in_layer)
 

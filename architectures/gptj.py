@@ -6,14 +6,13 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import integer, words
-from meshlm.architectures.dense import refuse_quantised, rotating_neighbours
+from meshlm.architectures.dense import partial_factor, refuse_quantised, rotating_neighbours
 from meshlm.architectures.family import Family, Weight
 from meshlm.architectures.layer_norms import (
     MODEL,
     layer_norm_spec,
     layer_norm_weights,
     named,
-    partial_factor,
     renaming,
 )
 from meshlm.protocol.model import LayerNormSpec, ModelSpec

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from meshlm.architectures.config_values import number, words
 from meshlm.architectures.dense import dense_gguf, dense_spec, dense_weights
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
-from meshlm.architectures.moe import ExpertNames, moe_spec, moe_weights
+from meshlm.architectures.moe import GGUF_KEYS, ExpertNames, gguf_moe, moe_spec, moe_weights
 from meshlm.protocol.model import ModelSpec
 
 MULTIPLIERS = words("embedding_multiplier logits_scaling residual_multiplier attention_multiplier")
@@ -22,6 +22,9 @@ PACKED_EXPERTS = {
     f"{_EXPERTS}.gate_up_proj": (f"{_EXPERTS}.{{}}.gate_proj", f"{_EXPERTS}.{{}}.up_proj"),
     f"{_EXPERTS}.down_proj": (f"{_EXPERTS}.{{}}.down_proj",),
 }
+
+
+GGUF_SCALES = words("embedding_scale logit_scale residual_scale attention.scale")
 
 
 def with_multipliers(spec: ModelSpec, values: dict[str, Any]) -> ModelSpec:
@@ -75,8 +78,11 @@ def _moe_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     return replace(_spec(config, architecture), moe=moe)
 
 
-def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+def granite_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    """Files say by rope.scaling.finetuned whether heads have positions. MetadataError."""
     spec, get = dense_gguf(metadata, architecture), metadata.get
+    if get("rope.scaling.finetuned", True) is False:
+        spec = replace(spec, no_rope_layers=(True,) * spec.num_hidden_layers)
     names = ("embedding_scale", "logit_scale", "residual_scale", "attention.scale")
     unscaled = (1.0, 1.0, 1.0, spec.head_dim**-0.5)
     keys = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
@@ -85,6 +91,10 @@ def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
         return with_multipliers(spec, values)
     except ValueError as error:
         raise MetadataError(f"metadata {metadata.kind}: {error}") from None
+
+
+def _moe_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    return replace(granite_gguf(metadata, architecture), moe=gguf_moe(metadata, norm_topk_prob=True))
 
 
 DENSE = Family(
@@ -96,8 +106,8 @@ DENSE = Family(
     defaults={**dict.fromkeys(MULTIPLIERS, 1.0), "max_position_embeddings": 2048},
     gguf=GGUFFamily(
         "granite",
-        _gguf,
-        words("embedding_scale logit_scale residual_scale attention.scale"),
+        granite_gguf,
+        GGUF_SCALES,
         interleaved_heads=True,
     ),
 )
@@ -114,6 +124,7 @@ EXPERTS = Family(
         "num_experts_per_tok": 2,
     },
     packed=PACKED_EXPERTS,
+    gguf=GGUFFamily("granitemoe", _moe_gguf, GGUF_SCALES | GGUF_KEYS, experts=True, interleaved_heads=True),
     rename=renamed_experts,
     compiles=False,
 )

@@ -1,6 +1,5 @@
 """What decoders with layer norms have in common: the sizes in their files, and the weights by names that families rename theirs to."""
 
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -10,12 +9,12 @@ from msgspec.structs import replace
 from meshlm.architectures import dense
 from meshlm.architectures.config_values import number, shown
 from meshlm.architectures.dense import attention_weights, decoder_weights, dense_spec, mlp_weights
-from meshlm.architectures.family import GGUFMetadata, MetadataError, Split, Weight
+from meshlm.architectures.family import GGUFMetadata, Split, Weight
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
 MODEL = "meshlm.workers.models.layer_norm:LayerNormDecoder"
 QKV = {"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")}
-GGUF_QKV = {"attn_qkv": ("attn_q", "attn_k", "attn_v")}
+GGUF_QKV = dense.GGUF_QKV
 GGUF_EPS = "attention.layer_norm_epsilon"
 _ACTIVATIONS = {**dense.ACTIVATIONS, "relu": "relu", "relu2": "relu2", "gelu_python": "gelu"}
 
@@ -54,12 +53,8 @@ def layer_norm_gguf(
 ) -> ModelSpec:
     """The spec of a .gguf file. act: the function of the family's MLP, which files do not name. MetadataError."""
     spec, shapes = dense.dense_gguf(metadata, architecture, GGUF_EPS), metadata.shapes
-    rotary = int(metadata.get("rope.dimension_count", spec.head_dim))
-    if not 0 < rotary <= spec.head_dim:
-        raise MetadataError(f"metadata {metadata.kind}.rope.dimension_count is {rotary}, of heads of {spec.head_dim}")
     return replace(
-        spec,
-        rope=replace(spec.rope, partial_rotary_factor=partial_factor(rotary, spec.head_dim)),
+        dense.partly_rotated(spec, metadata),
         hidden_act=act,
         attention_bias=spec.attention_bias or "blk.0.attn_qkv.bias" in shapes,
         mlp_bias="blk.0.ffn_up.bias" in shapes,
@@ -67,12 +62,6 @@ def layer_norm_gguf(
         layer_norms=order,
         no_rope_layers=(True,) * spec.num_hidden_layers if order.learned_positions else (),
     )
-
-
-def partial_factor(rotary: int, head_dim: int) -> float:
-    """The part of a head that is turned, such that as many numbers come back of it."""
-    factor = rotary / head_dim
-    return factor if int(head_dim * factor) == rotary else math.nextafter(factor, 2.0)
 
 
 def named(config: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

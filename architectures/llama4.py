@@ -12,18 +12,20 @@ from meshlm.architectures.config_values import boolean, integer, number, shown
 from meshlm.architectures.dense import (
     attention_weights,
     decoder_weights,
+    dense_gguf,
     dense_spec,
     mlp_weights,
     norm_weights,
     refuse_quantised,
     rotating_neighbours,
 )
-from meshlm.architectures.family import ExpertTensors, Family, Weight
-from meshlm.architectures.moe import ExpertNames, checked, expert_weights, moe_spec
+from meshlm.architectures.family import ExpertTensors, Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
+from meshlm.architectures.moe import GGUF_KEYS, ExpertNames, checked, expert_weights, gguf_moe, moe_spec
 from meshlm.architectures.smollm3 import without_positions
 from meshlm.protocol.model import ModelSpec
 
 NAMES = ExpertNames("feed_forward.router", "feed_forward.experts.{}", shared="feed_forward.shared_expert")
+_CHUNK, _MAVERICK = 8192, 128  # of a .gguf file: tokens of a chunk; experts of the model whose heads are not normed
 _KINDS = ("chunked_attention", "full_attention")
 
 
@@ -93,6 +95,33 @@ def _layers_with_experts(config: dict[str, Any]) -> tuple[bool, ...]:
     return () if all(found) else found
 
 
+def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    """llama.cpp knows what its files do not say: chunks, layers without positions, how queries grow, which heads are normed."""
+    spec, get, layers = dense_gguf(metadata, architecture), metadata.get, int(metadata.get("block_count"))
+    step = int(get("interleave_moe_layer_step"))
+    if step < 1 or int(get("attention.sliding_window", _CHUNK)) != _CHUNK or int(get("expert_used_count")) != 1:
+        raise MetadataError(
+            f"metadata {metadata.kind} is not of a Llama 4: interleave_moe_layer_step must be positive, "
+            f"attention.sliding_window {_CHUNK} where it is given, expert_used_count 1"
+        )
+    moe = gguf_moe(metadata, scoring_func="sigmoid", weights_on_input=True)
+    without, chunked = without_positions({}, layers), spec.max_position_embeddings > _CHUNK
+    experts = tuple((layer + 1) % step == 0 for layer in range(layers))
+    return replace(
+        spec,
+        sliding_layers=tuple(not one for one in without) if chunked else (),
+        attention_chunk_size=_CHUNK if chunked else 0,
+        no_rope_layers=without,
+        qk_norm=moe.num_experts != _MAVERICK,
+        attn_temperature=(0.1, 8192.0),
+        moe=replace(
+            moe,
+            shared_intermediate_size=moe.moe_intermediate_size,
+            moe_layers=() if all(experts) else experts,
+        ),
+    )
+
+
 def _weights(spec: ModelSpec) -> Iterator[Weight]:
     plain = replace(spec, qk_norm=False)  # the norms of heads have no weights
 
@@ -146,6 +175,12 @@ FAMILY = Family(
         "attn_scale": 0.1,
         "floor_scale": 8192,
     },
+    gguf=GGUFFamily(
+        "llama4",
+        _gguf,
+        GGUF_KEYS | frozenset(("interleave_moe_layer_step", "attention.sliding_window")),
+        experts=True,
+    ),
     experts=ExpertTensors(
         "feed_forward.experts.{}",
         "feed_forward.experts.gate_up_proj",

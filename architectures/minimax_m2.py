@@ -10,8 +10,17 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import integer, shown, words
-from meshlm.architectures.dense import decoder_weights, dense_spec, mlp_weights, norm_weights, one_window
-from meshlm.architectures.family import Family, Weight
+from meshlm.architectures.deepseek_v2 import GGUF_EXPERT_KEYS, gguf_experts
+from meshlm.architectures.dense import (
+    decoder_weights,
+    dense_gguf,
+    dense_spec,
+    mlp_weights,
+    norm_weights,
+    one_window,
+    partly_rotated,
+)
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
 from meshlm.architectures.mixtral import NAMES
 from meshlm.architectures.moe import expert_weights, moe_spec
 from meshlm.architectures.olmo2 import olmo_attention
@@ -56,6 +65,12 @@ def _weights(spec: ModelSpec) -> Iterator[Weight]:
     return decoder_weights(spec, in_layer)
 
 
+def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    spec = dense_gguf(metadata, architecture)
+    moe = replace(gguf_experts(metadata, spec, plain=2), norm_topk_prob=True)
+    return partly_rotated(replace(spec, moe=moe), metadata)
+
+
 def _renamed(name: str) -> str:
     return _BIAS.sub(rf"\1{NAMES.router}.\2", name)
 
@@ -79,6 +94,7 @@ FAMILY = Family(
     },
     rename=_renamed,
     unread=r"(model\.)?mtp.*",
+    gguf=GGUFFamily("minimax-m2", _gguf, GGUF_EXPERT_KEYS, experts=True),
     compiles=False,
     model="meshlm.workers.models.olmoe:Olmoe",
 )

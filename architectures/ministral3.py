@@ -5,8 +5,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import number
-from meshlm.architectures.dense import dense_spec, dense_weights, one_window
-from meshlm.architectures.family import Family
+from meshlm.architectures.dense import dense_gguf, dense_spec, dense_weights, one_window
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError
 from meshlm.protocol.model import ModelSpec
 
 _BETA, _CONTEXT = "llama_4_scaling_beta", "max_position_embeddings"
@@ -39,6 +39,20 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     return replace(spec, attn_temperature=(beta, float(floor)))
 
 
+def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    """Newer files of Mistral Small are of this kind too, without YaRN and with queries that do not grow."""
+    spec, get = dense_gguf(metadata, architecture), metadata.get
+    if float(get("rope.scaling.yarn_log_multiplier", 0.0)):  # rotation is not multiplied then
+        spec = replace(spec, rope=replace(spec.rope, attention_factor=1.0))
+    beta = float(get("attention.temperature_scale", 0.0))
+    if not beta:
+        return spec
+    floor = spec.rope.original_max_position_embeddings
+    if floor < 1:
+        raise MetadataError(f"metadata {metadata.kind}.rope.scaling.original_context_length is missing")
+    return replace(spec, attn_temperature=(beta, float(floor)))
+
+
 FAMILY = Family(
     architecture="Ministral3ForCausalLM",
     model_type="ministral3",
@@ -50,6 +64,12 @@ FAMILY = Family(
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 262144,
     },
+    gguf=GGUFFamily(
+        "mistral3",
+        _gguf,
+        frozenset(("rope.scaling.yarn_log_multiplier", "attention.temperature_scale")),
+        interleaved_heads=True,
+    ),
     compiles=False,
     model="meshlm.workers.models.ministral3:Ministral3",
 )

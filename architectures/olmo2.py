@@ -3,23 +3,28 @@
 from collections.abc import Iterator
 from typing import Any
 
+from msgspec.structs import replace
+
 from meshlm.architectures.dense import (
+    GGUF_SLIDING,
     Norms,
     attention_weights,
     decoder_weights,
     dense_gguf,
     dense_spec,
+    gguf_sliding,
     mlp_weights,
     norm_weights,
     one_window,
 )
-from meshlm.architectures.family import Family, GGUFFamily, Split, Weight
-from meshlm.protocol.model import ModelSpec
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Split, Weight
+from meshlm.protocol.model import ModelSpec, RopeSpec
 
 POST_NORMS: Norms = (
     ("post_attention_layernorm", "post_attention_norm", "attention_out_norm"),
     ("post_feedforward_layernorm", "post_ffw_norm", "mlp_out_norm"),
 )
+_EVERY = 4  # of so many layers of OLMo 3 the last sees all
 DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
 
 
@@ -50,13 +55,22 @@ def olmo_weights(spec: ModelSpec) -> Iterator[Weight]:
     return decoder_weights(spec, in_layer)
 
 
+def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    """A file with a window is of OLMo 3: llama.cpp has one name for both."""
+    spec = gguf_sliding(metadata, dense_gguf(metadata, architecture), _EVERY)
+    if not spec.sliding_window:
+        return spec
+    theta = float(metadata.get("rope.freq_base_swa", spec.rope.rope_theta))
+    return replace(spec, architecture="Olmo3ForCausalLM", sliding_rope=RopeSpec(rope_theta=theta))
+
+
 FAMILY = Family(
     architecture="Olmo2ForCausalLM",
     model_type="olmo2",
     spec=_spec,
     weights=olmo_weights,
     defaults=DEFAULTS,
-    gguf=GGUFFamily("olmo2", dense_gguf),
+    gguf=GGUFFamily("olmo2", _gguf, GGUF_SLIDING | {"rope.freq_base_swa"}),
     compiles=False,
     model="meshlm.workers.models.post_norm:Olmo",
 )

@@ -4,8 +4,16 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.dense import dense_spec, dense_weights, one_window
-from meshlm.architectures.family import Family
+from meshlm.architectures.dense import (
+    GGUF_GATE_UP,
+    dense_gguf,
+    dense_spec,
+    dense_weights,
+    fused_gate_up,
+    one_window,
+    partly_rotated,
+)
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError
 from meshlm.protocol.model import ModelSpec
 
 
@@ -16,14 +24,40 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     return replace(spec, sliding_window=one_window(config, spec, slides=True))
 
 
+def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    """llama.cpp's own code takes every layer to see all; the window of the file is what the model was trained with."""
+    spec, get = dense_gguf(metadata, architecture), metadata.get
+    window = int(get("attention.sliding_window", 0))
+    spec = replace(spec, sliding_window=window if 0 < window < spec.max_position_embeddings else 0)
+    short, long = metadata.long_factors
+    if short or long:
+        if len(short) != len(long):
+            raise MetadataError(
+                f"rope_factors_short.weight has {len(short)} numbers, rope_factors_long.weight {len(long)}"
+            )
+        rope = replace(
+            spec.rope,
+            rope_type="longrope",
+            short_factor=short,
+            long_factor=long,
+            original_max_position_embeddings=int(get("rope.scaling.original_context_length")),
+            attention_factor=float(get("rope.scaling.attn_factor", 1.0)),
+        )
+        spec = replace(spec, rope=rope)
+    return partly_rotated(spec, metadata)
+
+
 FAMILY = Family(
     architecture="Phi3ForCausalLM",
     model_type="phi3",
     spec=_spec,
-    weights=dense_weights,
+    weights=lambda spec: fused_gate_up(dense_weights(spec)),
     packed={
         "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
     },
     defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+    gguf=GGUFFamily(
+        "phi3", _gguf, frozenset(("attention.sliding_window", "rope.scaling.attn_factor")), packed=GGUF_GATE_UP
+    ),
 )

@@ -5,8 +5,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import boolean
-from meshlm.architectures.dense import dense_spec, dense_weights, one_window
-from meshlm.architectures.family import Family
+from meshlm.architectures.dense import POST_ATTENTION_NORMS, dense_gguf, dense_spec, dense_weights, one_window
+from meshlm.architectures.family import Family, GGUFFamily
 from meshlm.protocol.model import ModelSpec
 
 
@@ -20,7 +20,7 @@ FAMILY = Family(
     architecture="SeedOssForCausalLM",
     model_type="seed_oss",
     spec=_spec,
-    weights=dense_weights,
+    weights=lambda spec: dense_weights(spec, POST_ATTENTION_NORMS),
     keys=frozenset(("attention_out_bias",)),
     defaults={
         "num_key_value_heads": 8,
@@ -28,4 +28,5 @@ FAMILY = Family(
         "attention_bias": True,
         "max_position_embeddings": 524288,
     },
+    gguf=GGUFFamily("seed_oss", dense_gguf),
 )

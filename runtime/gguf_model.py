@@ -40,7 +40,11 @@ def _spec(path: Path, fields: dict[str, Any], tensors: dict[str, GGUFTensor]) ->
     assert family.gguf is not None
     shapes = {name: tuple(reversed(tensor.shape)) for name, tensor in tensors.items()}
     try:
-        return family.gguf.spec(GGUFMetadata(kind, fields, shapes, _rope_factors(path, tensors)), family.architecture)
+        factors = [
+            _rope_factors(path, tensors, f"rope_{name}.weight") for name in ("freqs", "factors_short", "factors_long")
+        ]
+        metadata = GGUFMetadata(kind, fields, shapes, factors[0], (factors[1], factors[2]))
+        return family.gguf.spec(metadata, family.architecture)
     except MetadataError as error:
         raise GGUFError(f"{path}: {error}") from None
 
@@ -60,6 +64,8 @@ def _notes(path: Path, fields: dict[str, Any], tensors: dict[str, GGUFTensor], s
     }
     if spec.mla is not None:
         del same["attention.value_length"]  # the family has read it
+    if not spec.num_attention_heads or (spec.state is not None and not any(spec.attention_layers)):
+        del same["rope.dimension_count"]
     for key, wanted in same.items():
         if fields.get(f"{kind}.{key}", wanted) != wanted:
             raise GGUFError(
@@ -72,16 +78,16 @@ def _notes(path: Path, fields: dict[str, Any], tensors: dict[str, GGUFTensor], s
     return notes
 
 
-def _rope_factors(path: Path, tensors: dict[str, GGUFTensor]) -> tuple[float, ...]:
-    """The divisor of each RoPE frequency. Llama 3.1's files say their scaling so, and in no metadata."""
-    tensor = tensors.get("rope_freqs.weight")
+def _rope_factors(path: Path, tensors: dict[str, GGUFTensor], name: str) -> tuple[float, ...]:
+    """The divisor of each RoPE frequency. Llama 3.1's files say their scaling so, and in no metadata; Phi-3's have two such tensors."""
+    tensor = tensors.get(name)
     if tensor is None:
         return ()
     if tensor.ggml_type != 0 or len(tensor.shape) != 1 or tensor.shape[0] > MAX_ROPE_FACTORS:
-        raise GGUFError(f"{path}: tensor rope_freqs.weight has type {tensor.ggml_type} and shape {tensor.shape}")
+        raise GGUFError(f"{path}: tensor {name} has type {tensor.ggml_type} and shape {tensor.shape}")
     with files_of(path)[tensor.part].open("rb") as file:
         file.seek(tensor.offset)
         factors = struct.unpack(f"<{tensor.shape[0]}f", file.read(4 * tensor.shape[0]))
     if not all(0 < factor < math.inf for factor in factors):
-        raise GGUFError(f"{path}: tensor rope_freqs.weight holds what is no positive number")
+        raise GGUFError(f"{path}: tensor {name} holds what is no positive number")
     return factors

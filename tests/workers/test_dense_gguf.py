@@ -1,126 +1,153 @@
-"""The .gguf files of dense decoders that differ from Llama, written as llama.cpp does, against transformers."""
+"""The .gguf files of decoders, dense and with experts, written as llama.cpp does, against transformers."""
 
-from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
-from gguf_models import writer_of
-from small_models import CLASSIC, CPU, SMALL, caches, load, run
+from gguf_files import write_model
+from small_models import CLASSIC, SMALL, caches, load, run
 
-from meshlm.architectures.registry import family_of, weights_of
+from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.model_files import resolve_model
-from meshlm.workers.weights.sources import sources
 
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "olmo2": ("Olmo2Config", {}),
-    "command-r": ("CohereConfig", {"attention_bias": True, "logit_scale": 1.5}),
-    "cohere2": ("Cohere2Config", {"num_hidden_layers": 5, "sliding_window": 7, "logit_scale": 1.5}),
-    "smollm3": ("SmolLM3Config", {"num_hidden_layers": 5}),
-    "starcoder2": ("Starcoder2Config", {}),
+_ROUTED: dict[str, Any] = {
+    "head_dim": 16,
+    "n_routed_experts": 6,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 36,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.7,
+    "initializer_range": 0.2,
+}
+_EXPERTS = {"expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 36}
+_SIGMOIDS = _EXPERTS | {
+    "expert_shared_count": 2,
+    "leading_dense_block_count": 1,
+    "expert_gating_func": 2,
+    "expert_weights_scale": 1.7,
+    "expert_weights_norm": True,
+}
+_SCALES = {"embedding_multiplier": 3.0, "logits_scaling": 1.5, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
+_SCALE_KEYS = {"embedding_scale": 3.0, "logit_scale": 1.5, "residual_scale": 0.4, "attention.scale": 0.2}
+_SLIDING = {"sliding_window": 7, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+_SLIDING_KEYS = {"attention.sliding_window": 7, "attention.sliding_window_pattern": [True, True, False]}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+_YARN_KEYS = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32}
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "olmo2": ("Olmo2Config", {}, {}),
+    "command-r": ("CohereConfig", {"attention_bias": True, "logit_scale": 1.5}, {"logit_scale": 1.5}),
+    "cohere2": (
+        "Cohere2Config",
+        {"num_hidden_layers": 5, "sliding_window": 7, "logit_scale": 1.5},
+        {"attention.sliding_window": 7, "logit_scale": 1.5},
+    ),
+    "smollm3": ("SmolLM3Config", {"num_hidden_layers": 5}, {}),
+    "starcoder2": ("Starcoder2Config", {}, {}),
     **{
-        kind: CLASSIC[name]
-        for kind, name in (
-            ("gpt2", "gpt2"),
-            ("gptneox", "gpt-neox"),
-            ("phi2", "phi"),
-            ("stablelm", "stablelm"),
-            ("bloom", "bloom"),
-            ("mpt", "mpt"),
-            ("falcon", "falcon-40b"),
-            ("olmo", "olmo"),
-            ("nemotron", "nemotron"),
+        kind: (*CLASSIC[name], keys)
+        for kind, name, keys in (
+            ("gpt2", "gpt2", {}),
+            ("gptneox", "gpt-neox", {"rope.dimension_count": 4}),
+            ("phi2", "phi", {"rope.dimension_count": 4}),
+            ("stablelm", "stablelm", {"rope.dimension_count": 4}),
+            ("bloom", "bloom", {}),
+            ("mpt", "mpt", {"attention.max_alibi_bias": 8.0, "attention.clamp_kqv": 0.1}),
+            ("falcon", "falcon-40b", {}),
+            ("olmo", "olmo", {"attention.clamp_kqv": 0.1}),
+            ("nemotron", "nemotron", {"rope.dimension_count": 8}),
+            ("minimax-m2", "minimax-m2", _EXPERTS | {"expert_feed_forward_length": 80, "rope.dimension_count": 8}),
         )
     },
-    "granite": (
-        "GraniteConfig",
-        {"embedding_multiplier": 3.0, "logits_scaling": 1.5, "residual_multiplier": 0.4, "attention_multiplier": 0.2},
+    "granite": ("GraniteConfig", _SCALES, _SCALE_KEYS),
+    "granitemoe": (
+        "GraniteMoeConfig",
+        _SCALES | {"num_local_experts": 6, "num_experts_per_tok": 2, "initializer_range": 0.2},
+        _SCALE_KEYS | _EXPERTS | {"expert_feed_forward_length": 80},
+    ),
+    "phi3": (
+        "Phi3Config",
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75}, "sliding_window": 7},
+        {"attention.sliding_window": 7, "rope.dimension_count": 6, "rope.scaling.original_context_length": 4096},
+    ),
+    "chatglm": ("GlmConfig", {"head_dim": 8}, {"rope.dimension_count": 4}),
+    "glm4": ("Glm4Config", {"head_dim": 16}, {"rope.dimension_count": 8}),
+    "exaone4": ("Exaone4Config", _SLIDING, _SLIDING_KEYS),
+    "olmo3": ("Olmo3Config", _SLIDING, _SLIDING_KEYS | {"rope.freq_base_swa": 5e5}),
+    "seed_oss": ("SeedOssConfig", {"head_dim": 16}, {}),
+    "ernie4_5": ("Ernie4_5Config", {"head_dim": 16, "use_bias": True}, {}),
+    "mistral3": (
+        "Ministral3Config",
+        {"rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}},
+        _YARN_KEYS | {"rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.3},
+    ),
+    "glm4moe": (
+        "Glm4MoeConfig",
+        _ROUTED | {"use_qk_norm": True, "attention_bias": True},
+        _SIGMOIDS | {"rope.dimension_count": 8},
+    ),
+    "dots1": ("Dots1Config", _ROUTED | {"sliding_window": None}, _SIGMOIDS),
+    "ernie4_5-moe": (
+        "Ernie4_5_MoeConfig",
+        {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 36, "initializer_range": 0.2},
+        _EXPERTS
+        | {
+            "interleave_moe_layer_step": 1,
+            "leading_dense_block_count": 1,
+            "expert_shared_count": 2,
+            "expert_shared_feed_forward_length": 40,
+        },
+    ),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            "head_dim": 16,
+            "intermediate_size": 36,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 6,
+            "interleave_moe_layer_step": 2,
+            "num_hidden_layers": 4,
+            "initializer_range": 0.2,
+        },
+        _EXPERTS | {"expert_used_count": 1, "interleave_moe_layer_step": 2, "rope.dimension_count": 16},
     ),
 }
+_KINDS = {"olmo3": "olmo2"}  # llama.cpp has one name for both
 
 
-def joined(tensors: dict[str, torch.Tensor], packed: Mapping[str, tuple[str, ...]]) -> dict[str, torch.Tensor]:
-    """With those in one tensor that llama.cpp has in one."""
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        stem = next((whole for whole, parts in packed.items() if name.split(".")[-2] in parts), None)
-        whole = name if stem is None else ".".join((*name.split(".")[:2], stem, name.split(".")[-1]))
-        found[whole] = tensor if whole not in found else torch.cat((found[whole], tensor))
-    return found
+def common_keys(spec: ModelSpec) -> dict[str, Any]:
+    """The metadata that families' files have by their kind of norm and heads."""
+    eps = (
+        "layer_norm_rms_epsilon"
+        if spec.layer_norms is None and "Cohere" not in spec.architecture
+        else "layer_norm_epsilon"
+    )
+    keys: dict[str, Any] = {f"attention.{eps}": spec.rms_norm_eps, "rope.freq_base": spec.rope.rope_theta}
+    if spec.head_dim * spec.num_attention_heads != spec.hidden_size:
+        keys |= {"attention.key_length": spec.head_dim, "attention.value_length": spec.head_dim}
+    return keys
 
 
-def known_names(kind: str, tensors: Collection[str]) -> set[str]:
-    """The names that the gguf package gives these tensors of transformers."""
-    (architecture,) = [number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == kind]
-    names = gguf.get_tensor_name_map(architecture, 5)
-    stems = {*tensors, *(tensor.removeprefix("transformer.") for tensor in tensors)}  # BLOOM's are without it
-    return {names.get_name(tensor, (".weight", ".bias")) or "" for tensor in stems}
-
-
-@pytest.mark.parametrize("kind", CASES)
-def test_a_gguf_file_is_the_same_model(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_a_gguf_file_is_the_same_model(case: str, tmp_path: Path) -> None:
     import transformers
 
     torch.manual_seed(0)
-    name, extra = CASES[kind]
+    (name, extra, keys), kind = CASES[case], _KINDS.get(case, case)
     config = getattr(transformers, name)(**{**SMALL, **extra})
     theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     for parameter_name, parameter in theirs.named_parameters():
         if parameter_name.endswith(("norm.weight", ".bias")):
             parameter.data += torch.randn_like(parameter) * 0.3
+    for buffer_name, buffer in theirs.named_buffers():
+        if buffer_name.endswith("e_score_correction_bias"):
+            buffer += torch.randn_like(buffer) * 0.3
     theirs.save_pretrained(tmp_path)
     spec, path = resolve_model(str(tmp_path)).spec, tmp_path / "m.gguf"
-    weights = {name: source.whole() for name, source in sources(tmp_path, "safetensors", spec, CPU, 0)}
-    family = family_of(spec.architecture)
-    assert family is not None
-    assert family.gguf is not None
-    writer = writer_of(path, kind, spec)
-    if spec.layer_norms is None:
-        writer.add_layer_norm_rms_eps(spec.rms_norm_eps)
-    else:
-        writer.add_layer_norm_eps(spec.rms_norm_eps)
-    if spec.logit_scale != 1:
-        writer.add_logit_scale(spec.logit_scale)
-    if spec.multipliers:
-        embedding, logits, residual = spec.multipliers
-        writer.add_embedding_scale(embedding)
-        writer.add_logit_scale(logits)
-        writer.add_residual_scale(residual)
-        writer.add_attention_scale(spec.query_pre_attn_scalar**-0.5)
-    if spec.head_dim * spec.num_attention_heads != spec.hidden_size:
-        writer.add_key_length(spec.head_dim)
-        writer.add_value_length(spec.head_dim)
-    if spec.clip_qkv:
-        writer.add_clamp_kqv(spec.clip_qkv)
-    if kind == "mpt":
-        writer.add_max_alibi_bias(8.0)
-    if kind in ("gptneox", "phi2", "stablelm", "nemotron"):
-        writer.add_rope_dimension_count(spec.rotary_dim)
-    if spec.sliding_window:
-        writer.add_sliding_window(spec.sliding_window)
-    writer.add_rope_freq_base(spec.rope.rope_theta)
-    tensors: dict[str, torch.Tensor] = {}
-    for weight in weights_of(spec).values():
-        tensor = weights[weight.name] + weight.plus
-        if (
-            family.gguf.interleaved_heads
-            and not weight.neighbours[1]
-            and weight.gguf.endswith(("attn_q.weight", "attn_k.weight"))
-        ):
-            halves = tensor.view(-1, 2, spec.head_dim // 2, *tensor.shape[1:])
-            tensor = halves.transpose(1, 2).reshape(tensor.shape)
-        tensors[weight.gguf] = tensor
-    known = known_names(kind, theirs.state_dict())
-    packed = {stem: parts for stem, parts in family.gguf.packed.items() if f"blk.0.{stem}.weight" in known}
-    for name, tensor in joined(tensors, packed).items():
-        assert name in known, "llama.cpp has no such name for a tensor of this model"
-        writer.add_tensor(name, tensor.contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_model(tmp_path, path, kind, spec, theirs.state_dict(), common_keys(spec) | keys)
     ours = load(path)
     tokens = torch.randint(0, 211, (37,)).tolist()
     with torch.no_grad():

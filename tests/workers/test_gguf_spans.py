@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from gguf_models import SPEC, write_gguf
+from msgspec.structs import replace
 from sharded_models import load_shards, logits_of, together
 from small_models import caches, load, run
 
@@ -65,6 +66,31 @@ def test_weights_that_are_decoded_on_the_device(tmp_path: Path, monkeypatch: pyt
     for (name, weight), (_, right) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
         assert weight.shape == right.shape, name
         torch.testing.assert_close(weight, right, atol=1e-7, rtol=1e-6)
+    expected = run(theirs, caches(SPEC, 24), [(tokens, 0, TABLE)])
+    torch.testing.assert_close(run(ours, caches(SPEC, 24), [(tokens, 0, TABLE)]), expected, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("method", [GGUFLinear, DecodedGGUF])
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_weights_that_are_multiplied_while_they_load(
+    method: type[GGUFLinear | DecodedGGUF], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Granite's: codes cannot be, so those are decoded, and the others stay packed."""
+    path, tokens = tmp_path / "m.gguf", list(range(20))
+    granite = replace(SPEC, architecture="GraniteForCausalLM", multipliers=(3.0, 0.5, 0.4))
+    write_gguf(
+        path, CASES["Q8_0"], granite, architecture="granite", embedding_scale=3.0, logit_scale=0.5, residual_scale=0.4
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "keep", lambda model, tensors: {})
+        theirs = load(path)
+    kept: dict[str, object] = {}
+    monkeypatch.setattr(
+        loading, "keep", lambda model, tensors: kept.update(found := keep_spans(model, tensors, method)) or found
+    )
+    ours = load(path)
+    packed = {name.removeprefix("layers.0.").removeprefix("layers.1.") for name in kept}
+    assert packed == {"attention.qkv.weight", "mlp.gate_up.weight", "head.weight"}
     expected = run(theirs, caches(SPEC, 24), [(tokens, 0, TABLE)])
     torch.testing.assert_close(run(ours, caches(SPEC, 24), [(tokens, 0, TABLE)]), expected, atol=1e-4, rtol=1e-3)
 

@@ -115,4 +115,4 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 def test_shapes_that_cannot_lie_in_the_file(shape: tuple[int, ...], tmp_path: Path) -> None:
     mapped = np.memmap(tmp_path / "m.gguf", np.uint8, mode="w+", shape=1 << 12)
     with pytest.raises(ProcessFatal, match=r"m\.gguf: cannot be read"):
-        GGUFTensorSource(tmp_path / "m.gguf", mapped, GGUFTensor(shape, 2, 0), 0)
+        GGUFTensorSource(tmp_path / "m.gguf", mapped, GGUFTensor(shape, 2, 0))

@@ -21,11 +21,14 @@ from meshlm.kernels.cpu.packed import Rows
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.gguf_files import GGUFError, GGUFTensor, files_of, read_header
+from meshlm.workers.weights.layouts import to_halves
 
 _FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # by ggml's numbers of types
 _OF_LAYER = re.compile(r"(?P<layer>blk\.\d+)\.(?P<stem>[\w.]+)\.(?P<kind>weight|bias)")
 _NEEDLESS = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")  # computed here, or read with the shape
-
+_LONG = ("rope_factors_short.weight", "rope_factors_long.weight")  # read with the shape, where the family stretches so
+_PACKED = {"attn_qkv": ("attn_q", "attn_k", "attn_v")}  # files of any family may have them in one tensor
+_GATE_UP = "ffn_gate_up_exps"  # and these of all experts
 
 _HALVES = {
     2: (0,),
@@ -47,8 +50,10 @@ class GGUFTensorSource:
 
     dtype = "F32"  # what decoding gives
 
-    def __init__(self, path: Path, mapped: np.memmap[Any, Any], tensor: GGUFTensor, head_dim: int) -> None:
-        self._path, self.ggml_type, self._head_dim = path, tensor.ggml_type, head_dim
+    def __init__(self, path: Path, mapped: np.memmap[Any, Any], tensor: GGUFTensor) -> None:
+        self._path, self.ggml_type = path, tensor.ggml_type
+        self._neighbours = (0, 0)  # see Weight.neighbours
+        self._is_log = False  # the file has minus the exponential
         self.shape = tuple(reversed(tensor.shape))
         self._block, block_bytes = _block(path, tensor.ggml_type)
         if not self.shape or not all(self.shape):
@@ -73,18 +78,23 @@ class GGUFTensorSource:
         one.shape, one._data = (end - begin, *self.shape[1:]), self._cut(0, begin, end)
         return one
 
-    def like(self, shape: tuple[int, ...]) -> "GGUFTensorSource":
-        """With the dimensions of one that llama.cpp leaves out: a vector as a matrix of one row, taps of channels as those of a filter
-        each."""
-        if len(shape) != len(self.shape) + 1:
-            return self
-        at = next(
-            (at for at, size in enumerate(shape[:-1]) if size == 1 and shape[:at] + shape[at + 1 :] == self.shape), None
-        )
-        if at is None:
-            return self
+    def of_weight(self, weight: Weight, head_dim: int) -> "GGUFTensorSource":
+        """In the form that this weight has. head_dim: of query and key heads whose rows are stored for rotating neighbours, or 0.
+
+        llama.cpp leaves dimensions of one out, or adds them; norms of groups are a matrix, and A of a state is minus its exponential.
+        """
         one = copy(self)
-        one.shape, one._data = shape, self._data.unsqueeze(at)
+        turned = head_dim > 0 and weight.gguf.partition(".attn_")[2].startswith(("q.", "k."))
+        one._neighbours = (head_dim, head_dim) if turned else weight.neighbours
+        one._is_log = weight.gguf.endswith(".ssm_a")
+        norm = weight.gguf.endswith("ssm_norm.weight") and weight.shape == (math.prod(self.shape),)
+        mine, wanted = ([size for size in shape if size != 1] for shape in (self.shape, weight.shape))
+        if self.shape == weight.shape or not (mine == wanted or norm):
+            return one
+        if self.shape[-1] == weight.shape[-1]:  # rows are as long, so blocks are where they were
+            one.shape, one._data = weight.shape, self._data.view(*weight.shape[:-1], self._data.shape[-1])
+        elif self.ggml_type in _FLOATS:
+            one.shape, one._data = weight.shape, self._data.reshape(*weight.shape[:-1], -1)
         return one
 
     def cuts(self, dim: int, begin: int, end: int) -> bool:
@@ -99,7 +109,7 @@ class GGUFTensorSource:
     def rows(self, dim: int, begin: int, end: int) -> tuple[Rows, Tensor | None]:
         """A part of a matrix that `cuts`, not decoded; and int64, which of its rows comes first, second, ... (None: as they are)."""
         rows = Rows(self._cut(dim, begin, end), self.ggml_type)
-        return rows, _unpermute(torch.arange(rows.data.shape[0]), self._head_dim) if self._head_dim else None
+        return rows, to_halves(torch.arange(rows.data.shape[0]), *self._neighbours) if self._neighbours[1] else None
 
     def check_scales(self, name: str, rows: Rows) -> None:
         """ProcessFatal for a scale in these rows that is NaN or infinite: what stays packed shows it nowhere else."""
@@ -113,7 +123,9 @@ class GGUFTensorSource:
             values = self._decode(self._cut(dim, begin, end))
         else:
             values = self._decode(self._data).narrow(dim, begin, end - begin)
-        return _unpermute(values, self._head_dim) if self._head_dim else values
+        if self._is_log:
+            values = values.neg().log()
+        return to_halves(values, *self._neighbours) if self._neighbours[1] else values
 
     def whole(self) -> Tensor:
         return self.part(0, 0, self.shape[0])
@@ -166,44 +178,62 @@ def encoded_tensors(path: Path, spec: ModelSpec) -> Iterator[tuple[str, GGUFTens
     found: list[tuple[str, GGUFTensorSource]] = []
     for name, tensor in tensors.items():
         weights = names.get(name, [])
+        if not weights and (_NEEDLESS.fullmatch(name) or _is_of_draft(name, spec)):
+            continue
+        if name in _LONG and spec.rope.rope_type == "longrope":
+            continue
+        source = GGUFTensorSource(files[tensor.part], mapped[tensor.part], tensor)
+        heads = spec.head_dim if interleaved else 0
         if not weights and (parts := _parts(name, family, names)):
-            found += _split(path, name, GGUFTensorSource(files[tensor.part], mapped[tensor.part], tensor, 0), parts)
+            found += _split(path, name, source, parts, heads)
             continue
-        if not weights and _NEEDLESS.fullmatch(name):
+        if not weights and f".{_GATE_UP}." in name:
+            pair = [names.get(name.replace(_GATE_UP, f"ffn_{half}_exps"), []) for half in ("gate", "up")]
+            found += _experts(path, name, source, pair) if all(pair) else [(name, source)]
             continue
-        turned = interleaved and bool(weights) and name.partition(".attn_")[2].startswith(("q.", "k."))
-        source = GGUFTensorSource(files[tensor.part], mapped[tensor.part], tensor, spec.head_dim if turned else 0)
         if not weights or weights[0].expert is None:
-            found.append((weights[0].name if weights else name, source.like(weights[0].shape) if weights else source))
+            found.append((weights[0].name, source.of_weight(weights[0], heads)) if weights else (name, source))
             continue
-        if source.shape[:1] != (len(weights),) or len(source.shape) != 1 + len(weights[0].shape):
-            raise ProcessFatal(
-                f"{path}: tensor {name} has shape {source.shape}; it must have a matrix for {len(weights)} experts"
-            )
-        found += [(weight.name, source.of_expert(nth)) for nth, weight in enumerate(weights)]
+        found += _experts(path, name, source, [weights])
     yield from found
+
+
+def _is_of_draft(name: str, spec: ModelSpec) -> bool:
+    """Whether the tensor is of a layer that drafts further tokens."""
+    match = re.match(r"blk\.(\d+)\.", name)
+    return match is not None and 0 <= int(match[1]) - spec.num_hidden_layers < spec.num_nextn_predict_layers
+
+
+def _experts(
+    path: Path, name: str, source: GGUFTensorSource, parts: list[list[Weight]]
+) -> Iterator[tuple[str, GGUFTensorSource]]:
+    """The matrices of all experts. parts: the weights of all experts that one of their matrices holds, one below the other."""
+    count, rows = len(parts[0]), sum(weights[0].shape[0] for weights in parts)
+    if source.shape[:1] != (count,) or len(source.shape) != 1 + len(parts[0][0].shape):
+        raise ProcessFatal(f"{path}: tensor {name} has shape {source.shape}; it must have a matrix for {count} experts")
+    if len(parts) > 1 and source.shape[1] != rows:
+        raise ProcessFatal(f"{path}: tensor {name} has shape {source.shape}; its matrices must have {rows} rows")
+    begin = 0
+    for weights in parts:
+        end = begin + weights[0].shape[0] if len(parts) > 1 else source.shape[1]
+        for nth, weight in enumerate(weights):
+            yield weight.name, source.of_expert(nth) if len(parts) == 1 else source.of_expert(nth).of_rows(begin, end)
+        begin = end
 
 
 def _parts(name: str, family: Family | None, names: dict[str, list[Weight]]) -> list[Weight]:
     """The weights that this tensor holds, one below the other (GGUFFamily.packed); none: it is no such tensor."""
     match = _OF_LAYER.fullmatch(name)
-    stems = (
-        family.gguf.packed.get(match["stem"], ()) if match and family is not None and family.gguf is not None else ()
-    )
+    packed = _PACKED | dict(family.gguf.packed if family is not None and family.gguf is not None else {})
+    stems = packed.get(match["stem"], ()) if match else ()
     return [weight for stem in stems if match for weight in names.get(f"{match['layer']}.{stem}.{match['kind']}", ())]
 
 
 def _split(
-    path: Path, name: str, source: GGUFTensorSource, parts: list[Weight]
+    path: Path, name: str, source: GGUFTensorSource, parts: list[Weight], heads: int
 ) -> Iterator[tuple[str, GGUFTensorSource]]:
     ends = list(accumulate(weight.shape[0] for weight in parts))
     if source.shape[:1] != (ends[-1],):
         raise ProcessFatal(f"{path}: tensor {name} has shape {source.shape}; it must have {ends[-1]} rows")
     for weight, begin, end in zip(parts, [0, *ends], ends, strict=False):
-        yield weight.name, source.of_rows(begin, end)
-
-
-def _unpermute(values: Tensor, head_dim: int) -> Tensor:
-    """Whole heads, each from neighbours to halves."""
-    shape = values.shape
-    return values.reshape(-1, head_dim // 2, 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+        yield weight.name, source.of_rows(begin, end).of_weight(weight, heads)

@@ -69,3 +69,10 @@ def laid_out(
             yield name, ByGroup(name, source, spec)
         else:
             yield name, source
+
+
+def to_halves(values: Tensor, head_dim: int, rotary: int) -> Tensor:
+    """Rows of whole heads, of each of which the first `rotary` are neighbours that turn together: as halves that do."""
+    heads = values.reshape(-1, head_dim, *values.shape[1:])
+    turned = heads[:, :rotary]
+    return torch.cat((turned[:, ::2], turned[:, 1::2], heads[:, rotary:]), dim=1).reshape(values.shape)

@@ -27,6 +27,7 @@ from meshlm.workers.weights import sharded_state
 from meshlm.workers.weights.check import check_finite, check_tensors
 from meshlm.workers.weights.gguf_form import Form, GGUFPlan, form_of
 from meshlm.workers.weights.gguf_spans import SpannedParameter, keep_spans
+from meshlm.workers.weights.layouts import to_halves
 from meshlm.workers.weights.packed_parameter import PackedParameter, keep
 from meshlm.workers.weights.slices import WeightSlice, place
 from meshlm.workers.weights.source import Source
@@ -238,7 +239,7 @@ def _take(
             return rows.numel()
         count = found.end - found.begin if found.dim == 0 else found.shape[0]
         if found.neighbours[1] and len(rows) == count:
-            rows = _to_halves(rows, *found.neighbours)
+            rows = to_halves(rows, *found.neighbours)
         slot[found.row : found.row + count] = rows
         return slot[found.row : found.row + count].numel()
     tensor = source.part(found.dim, found.begin, found.end)
@@ -248,7 +249,7 @@ def _take(
     if found.column is not None:
         rows = rows[:, found.column : found.column + tensor.shape[1]]
     if found.neighbours[1] and resolved.load_format != "gguf":  # gguf_source.py reorders
-        tensor = _to_halves(tensor, *found.neighbours)
+        tensor = to_halves(tensor, *found.neighbours)
     if found.times != 1:
         tensor = tensor.float() * found.times  # rounded once, when it is stored
     if (encode := encoders.get(found.parameter)) is not None:
@@ -270,13 +271,6 @@ def encoders_of(model: Decoder) -> dict[str, Encode]:
         if encode is not None and isinstance(module, Linear | GroupedLinear):
             found[f"{path}.weight"] = encode
     return found
-
-
-def _to_halves(values: Tensor, head_dim: int, rotary: int) -> Tensor:
-    """Rows of whole heads, of each of which the first `rotary` are neighbours that turn together: as halves that do."""
-    heads = values.reshape(-1, head_dim, *values.shape[1:])
-    turned = heads[:, :rotary]
-    return torch.cat((turned[:, ::2], turned[:, 1::2], heads[:, rotary:]), dim=1).reshape(values.shape)
 
 
 def _slot(slots: Mapping[str, nn.Parameter], found: WeightSlice) -> Tensor:

@@ -51,10 +51,14 @@ def writer_of(path: Path, architecture: str, spec: ModelSpec, each: int = 0) -> 
     return writer
 
 
-def write_gguf(path: Path, kinds: dict[str, str], spec: ModelSpec = SPEC, each: int = 0) -> None:
-    """kinds: a part of a tensor's name -> its type; float32 for others. each: see `writer_of`."""
-    writer = writer_of(path, "llama", spec, each)
+def write_gguf(
+    path: Path, kinds: dict[str, str], spec: ModelSpec = SPEC, each: int = 0, architecture: str = "llama", **keys: float
+) -> None:
+    """kinds: a part of a tensor's name -> its type; float32 for others. each: see `writer_of`. keys: metadata of the architecture."""
+    writer = writer_of(path, architecture, spec, each)
     writer.add_layer_norm_rms_eps(1e-5)
+    for key, value in keys.items():
+        writer.add_float32(f"{architecture}.{key}", value)
     for seed, weight in enumerate(weights_of(spec).values()):
         shape = weight.shape
         kind = next((kind for part, kind in kinds.items() if part in weight.name), None)

@@ -1,0 +1,114 @@
+"""Models of transformers written as .gguf files, in the form that llama.cpp gives them: its names, orders of rows and metadata."""
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+from gguf_models import writer_of
+from torch import Tensor
+
+from meshlm.architectures.family import GGUFFamily, Weight
+from meshlm.architectures.registry import gguf_family, weights_of
+from meshlm.protocol.model import ModelSpec
+from meshlm.workers.weights.sources import sources
+
+QKV = {"attn_qkv": ("attn_q", "attn_k", "attn_v")}
+
+
+def write_model(
+    folder: Path, path: Path, kind: str, spec: ModelSpec, names: Collection[str], keys: Mapping[str, Any]
+) -> None:
+    """The weights of this folder in one file, in float32. kind: general.architecture. names: of transformers' tensors, by which
+    llama.cpp has several in one. keys: metadata beside what all files have."""
+    writer = writer_of(path, kind, spec)
+    for key, value in keys.items():
+        add(writer, f"{kind}.{key}", value)
+    known = known_names(kind)
+    family = gguf_family({"general.architecture": kind, **{f"{kind}.{key}": value for key, value in keys.items()}})
+    assert family is not None
+    assert family.gguf is not None
+    for name, tensor in tensors_of(folder, family.gguf, spec, names).items():
+        assert plain(name) in known, f"llama.cpp has no name {name} for a tensor of this model"
+        writer.add_tensor(name, tensor.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """One key of metadata."""
+    match value:
+        case bool():
+            writer.add_bool(key, value)
+        case int():
+            writer.add_uint32(key, value)
+        case float():
+            writer.add_float32(key, value)
+        case str():
+            writer.add_string(key, value)
+        case _:
+            writer.add_array(key, value)
+
+
+def tensors_of(folder: Path, family: GGUFFamily, spec: ModelSpec, names: Collection[str]) -> dict[str, Tensor]:
+    """The tensors of the file."""
+    read = {name: source.whole() for name, source in sources(folder, "safetensors", spec, torch.device("cpu"), 0)}
+    found: dict[str, Tensor] = {}
+    stacks: dict[str, list[Tensor]] = {}
+    for weight in weights_of(spec).values():
+        tensor = in_file(read[weight.name], weight, family, spec)
+        if weight.expert is None:
+            found[weight.gguf] = tensor
+        else:
+            stacks.setdefault(weight.gguf, []).append(tensor)
+    found |= {name: torch.stack(matrices) for name, matrices in stacks.items()}
+    written = {plain(name) for name in theirs(family.kind, names)}
+    packed = {stem: parts for stem, parts in (QKV | dict(family.packed)).items() if stem in written}
+    return joined(found, packed)
+
+
+def in_file(tensor: Tensor, weight: Weight, family: GGUFFamily, spec: ModelSpec) -> Tensor:
+    """The values of a weight as a file has them, in their order."""
+    tensor = tensor + weight.plus if weight.plus else tensor
+    turned = weight.gguf.partition(".attn_")[2].startswith(("q.", "k."))
+    if family.interleaved_heads and turned and not weight.neighbours[1]:
+        halves = tensor.view(-1, 2, spec.head_dim // 2, *tensor.shape[1:])
+        return halves.transpose(1, 2).reshape(tensor.shape)
+    return tensor
+
+
+def joined(tensors: Mapping[str, Tensor], packed: Mapping[str, tuple[str, ...]]) -> dict[str, Tensor]:
+    """With those in one tensor that llama.cpp has in one. packed: its stem, and those of the parts."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        stem = next((whole for whole, parts in packed.items() if plain(name) in parts), None)
+        whole = name if stem is None else ".".join((*name.split(".")[:2], stem, name.split(".")[-1]))
+        found[whole] = tensor if whole not in found else torch.cat((found[whole], tensor))
+    return found
+
+
+def plain(name: str) -> str:
+    """The stem of a tensor's name, without its layer."""
+    stem = name.removesuffix(".weight").removesuffix(".bias")
+    return ".".join(stem.split(".")[2:]) if stem.startswith("blk.") else stem
+
+
+def known_names(kind: str) -> set[str]:
+    """The stems that the gguf package knows of this architecture."""
+    return {plain(gguf.TENSOR_NAMES[number].format(bid=0)) for number in gguf.MODEL_TENSORS[architecture_of(kind)]}
+
+
+def theirs(kind: str, names: Collection[str]) -> Iterator[str]:
+    """The names that the gguf package gives tensors of transformers."""
+    found = gguf.get_tensor_name_map(architecture_of(kind), 5)
+    for name in (*names, *(name.removeprefix("transformer.") for name in names)):  # BLOOM's are without it
+        if (own := found.get_name(name, (".weight", ".bias"))) is not None:
+            yield own
+
+
+def architecture_of(kind: str) -> gguf.MODEL_ARCH:
+    (architecture,) = [number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == kind]
+    return architecture
