@@ -31,7 +31,7 @@ from meshlm.protocol.admit_edge import (
 from meshlm.protocol.counts import Counted
 from meshlm.protocol.ids import HEAD, Epoch, ErrorKind, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.lockstep import JointReport
-from meshlm.protocol.operations import Operation, OperationDone, OperationId, Pause, Resume, Stop
+from meshlm.protocol.operations import Operation, OperationDone, OperationId, Pause, Resume, Sleep, Stop, WakeUp
 from meshlm.runtime.events import PeerLost, Received, Send, Tick
 
 Event = Received | PeerLost | Tick
@@ -123,8 +123,8 @@ class Coordinator:
             case Operation(action=Stop()) as operation if self.lockstep is not None:
                 self._stop = (event.sender, operation)
                 return self.lockstep.pause("the mesh stops")
-            case Operation(id=operation_id, action=Pause()) if self.lockstep is not None:
-                error = "ranks that step together are not paused"
+            case Operation(id=operation_id, action=Pause() | Sleep() | WakeUp() as action) if self.lockstep is not None:
+                error = f"ranks that step together {'are not paused' if isinstance(action, Pause) else 'do not sleep'}"
                 return [Send(event.sender, OperationDone(operation_id, error))]
             case Operation() as operation:
                 told = self.operations.ask(event.sender, operation, self.ranks, self.num_ranks, now)
@@ -345,7 +345,7 @@ class Coordinator:
         self.moving.expire(now)
         effects: list[Send] = []
         for request_id, held in list(self.held.items()):
-            if (refused := held.refusal(now, wall_s)) is not None:
+            if (refused := held.refusal(0.0 if self.frontends.asleep else now, wall_s)) is not None:
                 del self.held[request_id]
                 effects.append(Send(held.sender, refused))
         return effects

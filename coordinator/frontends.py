@@ -73,8 +73,15 @@ class Frontends:
         self.serving = serving
         return self._stats()
 
+    @property
+    def asleep(self) -> bool:
+        """Whether the workers of a rank sleep."""
+        return any(rank.load is not None and rank.load.sleeping.tags for rank in self._router.ranks.values())
+
     def _reason(self) -> str:
         """Says what is missing before requests can be served; "" when nothing is."""
+        if self.asleep:
+            return "the workers sleep (POST /wake_up)"
         if not any(rank.serving for rank in self._router.ranks.values()):
             return "no scheduler with ready workers"
         if not any(m.ready for m in self._members.values() if m.identity.role is Role.DETOKENIZER):

@@ -103,6 +103,7 @@ class Rank:
             idle_ns=load.idle_ns,
             incarnation=self.incarnation,
             counts=self.counts,
+            sleeping=load.sleeping,
         )
 
     @property

@@ -5,15 +5,14 @@ from collections.abc import Collection
 from msgspec import Struct
 
 from meshlm.protocol.ids import Identity, Role
-from meshlm.protocol.operations import Operation, OperationDone, OperationId, combine
+from meshlm.protocol.operations import Operation, OperationDone, OperationId, combine, limit_s
 from meshlm.runtime.events import Send
-
-LIMIT_S = 120.0  # writing a long trace takes a while
 
 
 class _Asked(Struct):
     asker: Identity
     answers: dict[Identity, OperationDone | None]  # by rank, in their order; None: it is silent yet
+    limit_s: float
     until: float
 
 
@@ -32,7 +31,8 @@ class Operations:
         for rank in (Identity(Role.SCHEDULER, number) for number in range(num_ranks)):
             if rank not in ranks:
                 return [Send(asker, OperationDone(operation.id, f"{rank} is not there"))]
-        self._asked[operation.id] = asked = _Asked(asker, dict.fromkeys(ranks), now + LIMIT_S)
+        limit = limit_s(operation.action)
+        self._asked[operation.id] = asked = _Asked(asker, dict.fromkeys(ranks), limit, now + limit)
         return [Send(rank, operation) for rank in asked.answers]
 
     def answered(self, rank: Identity, done: OperationDone) -> list[Send]:
@@ -57,7 +57,7 @@ class Operations:
         for operation_id, asked in list(self._asked.items()):
             silent = [rank for rank, done in asked.answers.items() if done is None]
             for rank in silent if asked.until <= now else ():
-                error = f"{rank} did not answer in {LIMIT_S:.0f} s"
+                error = f"{rank} did not answer in {asked.limit_s:.0f} s"
                 effects += self.answered(rank, OperationDone(operation_id, error))
         return effects
 

@@ -78,7 +78,6 @@ class HttpError(Exception):
 _TEXT = "this server gives text; --runner pooling serves vectors"
 _VECTORS = "this server gives no text: it gives vectors (--runner), or was started by meshlm launch render"
 _LORA = "LoRA adapters are not supported"
-_SLEEP = "there is no sleep mode"
 # Paths that vLLM has: why they are not here, or what there is instead.
 NOT_SERVED = {
     **dict.fromkeys(
@@ -112,7 +111,6 @@ NOT_SERVED = {
     "/readyz": "not supported; GET /ready says whether requests are served",
     **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations"), "only text is supported"),
     **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), _LORA),
-    **dict.fromkeys(("/sleep", "/wake_up", "/is_sleeping"), _SLEEP),
     **dict.fromkeys(
         (
             "/reset_prefix_cache",
@@ -121,6 +119,9 @@ NOT_SERVED = {
             "/pause",
             "/resume",
             "/is_paused",
+            "/sleep",
+            "/wake_up",
+            "/is_sleeping",
             "/get_world_size",
             "/abort_requests",
         ),

@@ -36,6 +36,7 @@ _RANK_GAUGES = (
     ("num_requests_waiting", "Requests that wait for a place in the batch."),
     ("kv_cache_usage_perc", "KV cache in use; 1 is all of it."),
 )
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by level
 _RANK_COUNTERS = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
@@ -202,6 +203,8 @@ class Metrics:
         self._graphs = [
             _shared(f"{name}_total", text, *_ENGINE, INCARNATION, key) for name, text, key in _GRAPH_COUNTERS
         ]
+        asleep = "1 for the state that it is in: awake, weights_offloaded (level 1) or discard_all (level 2)."
+        self._sleep = _shared("engine_sleep_state", asleep, *_ENGINE, "sleep_state")
         held = "Requests that wait for a scheduler that serves."
         self._held = _shared("num_requests_held", held, "model_name").labels(model)
         self._known: set[str] = set()
@@ -240,11 +243,15 @@ class Metrics:
         for gone in self._known - engines:  # its last figures stay in the shared files, so they must be right
             for gauge in self._gauges:
                 gauge.labels(self._model, gone).set(0)
+            for state in _SLEEP_STATES:
+                self._sleep.labels(self._model, gone, state).set(0)
         self._known = engines
         for rank in stats.ranks:
             engine = (self._model, str(rank.dp_rank))
             if self._info is not None and self._cache is not None:
                 self._info.labels(*engine, *self._cache.values()).set(1)
+            for level, state in enumerate(_SLEEP_STATES):
+                self._sleep.labels(*engine, state).set(rank.sleeping.level == level)
             values = (rank.num_running, rank.num_waiting, rank.kv_cache_usage)
             for gauge, value in zip(self._gauges, values, strict=True):
                 gauge.labels(*engine).set(value)

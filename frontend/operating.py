@@ -20,8 +20,12 @@ from meshlm.protocol.operations import (
     RebalanceExperts,
     ResetPrefixCache,
     Resume,
+    Sleep,
+    WakeUp,
 )
+from meshlm.protocol.sleeping import TAGS
 
+SCHEDULING = "scheduling"  # what a pause withholds, as a tag of /wake_up
 DRAIN_POLL_S = 0.05  # how often a pause looks whether requests run
 SWITCH = {"true": True, "1": True, "on": True, "yes": True, "false": False, "0": False, "off": False, "no": False}
 
@@ -93,6 +97,46 @@ def world_size(config: MeshConfig, query: Mapping[str, str]) -> dict[str, Any]:
     parallel = config.parallel
     size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     return {"world_size": size * parallel.data_parallel_size if _switch(query, "include_dp", "true") else size}
+
+
+async def sleep(backend: Operates, query: Mapping[str, str]) -> None:
+    """Pauses as `pause` does. Level 1 and 2: workers give their devices' memory back then."""
+    _needs_sleep_mode(backend)
+    level = query.get("level", "1")
+    if level not in ("0", "1", "2"):
+        raise HttpError(400, "level: must be 0, 1 or 2", "level")
+    await pause(backend, {"mode": query.get("mode", "abort"), "clear_cache": "false" if level != "0" else "true"})
+    if level != "0":
+        await _done(backend, Sleep(int(level)))
+
+
+async def wake_up(backend: Operates, tags: list[str]) -> None:
+    """Workers have their memory again, or that of `tags`. With all of it steps are computed; the tag scheduling means these alone."""
+    _needs_sleep_mode(backend)
+    for tag in tags:
+        if tag not in (*TAGS, SCHEDULING):
+            raise HttpError(400, f"tags: must be {', '.join(TAGS)} or {SCHEDULING}", "tags")
+    wanted = tuple(tag for tag in tags if tag != SCHEDULING)
+    if wanted or not tags:
+        await _done(backend, WakeUp(wanted))
+    if SCHEDULING in tags or not _sleeping(await backend.fresh_stats()):
+        await resume(backend)
+
+
+async def is_sleeping(backend: Operates) -> dict[str, Any]:
+    """Whether any memory of a worker is given back, or the mesh is paused."""
+    _needs_sleep_mode(backend)
+    stats = await backend.fresh_stats()
+    return {"is_sleeping": stats.paused or _sleeping(stats)}
+
+
+def _sleeping(stats: MeshStats) -> bool:
+    return any(rank.sleeping.tags for rank in stats.ranks)
+
+
+def _needs_sleep_mode(backend: Operates) -> None:
+    if not backend.config.worker.enable_sleep_mode:
+        raise HttpError(404, "start the server with --enable-sleep-mode to let it sleep", kind="not_found_error")
 
 
 async def resume(backend: Operates) -> dict[str, Any]:

@@ -62,6 +62,53 @@ DEVELOPMENT = (
     ),
     Operation("/resume", "operator.resume", responses.Paused, "Compute steps again.", None, ("POST",), (409, 503, 504)),
     Operation(
+        "/sleep",
+        "operator.sleep",
+        None,
+        "Give the memory of weights and KV cache back until POST /wake_up (--enable-sleep-mode).",
+        None,
+        ("POST",),
+        (400, 404, 409, 503, 504),
+        (
+            Parameter(
+                "level",
+                "query",
+                {"enum": [0, 1, 2], "default": 1},
+                "0: pause alone; 1: the weights go to the host's memory; 2: they are dropped, and loaded again.",
+            ),
+            Parameter(
+                "mode",
+                "query",
+                {"enum": ["abort", "wait", "keep"], "default": "abort"},
+                "What becomes of requests.",
+            ),
+        ),
+    ),
+    Operation(
+        "/wake_up",
+        "operator.wake_up",
+        None,
+        "Take the memory again, and compute steps.",
+        None,
+        ("POST",),
+        (400, 404, 409, 503, 504),
+        (
+            Parameter(
+                "tags",
+                "query",
+                {"type": "array", "items": {"enum": ["weights", "kv_cache", "scheduling"]}},
+                "Of these alone; steps wait until both are there. scheduling: after level 0.",
+            ),
+        ),
+    ),
+    Operation(
+        "/is_sleeping",
+        "operator.is_sleeping",
+        responses.IsSleeping,
+        "Whether it sleeps, at whatever level.",
+        errors=(404, 503),
+    ),
+    Operation(
         "/get_world_size",
         "operator.get_world_size",
         responses.WorldSize,

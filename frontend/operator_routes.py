@@ -39,6 +39,17 @@ class OperatorRoutes:
     async def resume(self, request: Request) -> HttpResponse:
         return json_response(await operating.resume(self._backend))
 
+    async def sleep(self, request: Request) -> HttpResponse:
+        await operating.sleep(self._backend, request.query_params)
+        return HttpResponse()
+
+    async def wake_up(self, request: Request) -> HttpResponse:
+        await operating.wake_up(self._backend, request.query_params.getlist("tags"))
+        return HttpResponse()
+
+    async def is_sleeping(self, request: Request) -> HttpResponse:
+        return json_response(await operating.is_sleeping(self._backend))
+
     async def get_world_size(self, request: Request) -> HttpResponse:
         return json_response(operating.world_size(self._backend.config, request.query_params))
 

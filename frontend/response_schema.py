@@ -240,6 +240,10 @@ class IsPaused(Struct):
     is_paused: bool
 
 
+class IsSleeping(Struct):
+    is_sleeping: bool
+
+
 class Aborted(Struct):
     status: Literal["aborted"]
     aborted: int

@@ -11,6 +11,7 @@ from meshlm.protocol.counts import Counted, ProcessCounts
 from meshlm.protocol.ids import ErrorKind, Handle, Identity, Incarnation, RequestId
 from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.sleeping import AWAKE, Sleeping
 from meshlm.protocol.tasks import GENERATE, Pool, Task
 
 
@@ -171,6 +172,7 @@ class Load(Struct, frozen=True, tag="load"):
     answers: int = 0  # the newest ReportLoad of this incarnation of the coordinator; 0: none yet
     paused: bool = False  # it plans no step, as an operator wants it
     counts: ProcessCounts | None = None  # for /metrics; None: as it said last
+    sleeping: Sleeping = AWAKE  # its workers
 
 
 SchedulerToCoordinator = Load

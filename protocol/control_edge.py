@@ -9,6 +9,7 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.config.changing import changed
 from meshlm.protocol.counts import CountsOf, ProcessCounts
 from meshlm.protocol.ids import Epoch, Identity, Incarnation, Role
+from meshlm.protocol.sleeping import AWAKE, Sleeping
 from meshlm.protocol.timeline import RecordTimeline, TimelinePart
 
 
@@ -257,6 +258,7 @@ class RankStats(Struct, frozen=True, omit_defaults=True):
     idle_ns: int = 0
     incarnation: int = 0  # of the scheduler, whose counts begin at 0 with it
     counts: ProcessCounts = ProcessCounts()
+    sleeping: Sleeping = AWAKE
 
 
 class QueueFull(Struct, frozen=True, tag="queue_full"):

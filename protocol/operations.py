@@ -42,6 +42,19 @@ class Resume(Struct, frozen=True, tag="resume"):
     """Steps are planned again."""
 
 
+class Sleep(Struct, frozen=True, tag="sleep", omit_defaults=True):
+    """Workers give the memory of their devices back, and what is computed is forgotten. level 1: weights go to the host's memory; 2:
+    they are dropped, and are loaded again by WakeUp. Requests keep their tokens."""
+
+    level: int = 1
+
+
+class WakeUp(Struct, frozen=True, tag="wake_up", omit_defaults=True):
+    """Workers take their memory again: that of these tags (sleeping.py), or all."""
+
+    tags: tuple[str, ...] = ()
+
+
 class AbortRunning(Struct, frozen=True, tag="abort_running"):
     """Requests end with FinishReason.ABORT: those that clients know by these names, or all."""
 
@@ -52,7 +65,12 @@ class Stop(Struct, frozen=True, tag="stop"):
     """The mesh ends: schedulers plan no step any more, and what was planned before is computed."""
 
 
-Action = Profile | ResetPrefixCache | RebalanceExperts | Pause | Resume | AbortRunning | Stop
+Action = Profile | ResetPrefixCache | RebalanceExperts | Pause | Resume | Sleep | WakeUp | AbortRunning | Stop
+
+
+def limit_s(action: Action) -> float:
+    """The seconds that ranks may take for it: to write a long trace takes a while, to load a large model a longer one."""
+    return 1800.0 if isinstance(action, Sleep | WakeUp) else 120.0
 
 
 class Operation(Struct, frozen=True, tag="operation"):

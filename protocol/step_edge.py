@@ -19,6 +19,7 @@ from meshlm.protocol.kv import KVSpec
 from meshlm.protocol.lockstep import StepGroup
 from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.sleeping import Sleeping
 from meshlm.protocol.tasks import GENERATE, PoolKind, Task
 from meshlm.protocol.token_edge import LogprobColumns
 
@@ -32,11 +33,14 @@ class Reset(Struct, frozen=True, tag="reset"):
     has met others ends: it is started again and meets these.
 
     A step of an earlier session that waits for workers of other ranks is aborted.
+
+    A worker that is to sleep does so after all earlier steps, and answers WorkerAsleep.
     """
 
     session: int
     incarnations: tuple[int, ...] = ()
     group: StepGroup | None = None  # with the workers of other ranks; each step waits for all of them
+    sleeping: Sleeping | None = None  # None: as it is; one that begins loads its model
 
 
 class ResetGroup(Struct, frozen=True, tag="disband"):
@@ -125,6 +129,13 @@ class WorkerReady(Struct, frozen=True, tag="ready", omit_defaults=True):
     pooled_bytes: int = 0  # ... and the length of one
 
 
+class WorkerAsleep(Struct, frozen=True, tag="asleep"):
+    """The worker is there without this memory, in answer to Reset."""
+
+    session: int
+    sleeping: Sleeping
+
+
 class LastPlan(Struct, frozen=True, tag="standing"):
     """A worker of a group sends this at once on Reset: the last plan that its process was sent, zeros for none.
 
@@ -181,4 +192,4 @@ class WorkerStats(Struct, frozen=True, tag="stats"):
     graphs: GraphCounts
 
 
-WorkerToScheduler = WorkerReady | LastPlan | StepResult | StepFailed | GrammarReady | WorkerStats
+WorkerToScheduler = WorkerReady | WorkerAsleep | LastPlan | StepResult | StepFailed | GrammarReady | WorkerStats

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from meshlm.protocol.ids import COORDINATOR, Identity
-from meshlm.protocol.operations import Action, Operation, OperationDone, OperationId
+from meshlm.protocol.operations import Action, Operation, OperationDone, OperationId, limit_s
 from meshlm.runtime.errors import LinkDown
 
-LIMIT_S = 150.0  # the coordinator gives the ranks 120 s
+MORE_S = 30.0  # than the coordinator gives the ranks
 
 
 class AskedOperations:
@@ -21,12 +21,12 @@ class AskedOperations:
         self._waiting: dict[OperationId, asyncio.Future[OperationDone]] = {}
 
     async def ask(self, action: Action) -> OperationDone:
-        """Have it done in all workers. What went wrong is in the answer's `error`; TimeoutError after LIMIT_S."""
+        """Have it done in all workers. What went wrong is in the answer's `error`; TimeoutError."""
         operation = Operation(OperationId(uuid.uuid4().hex), action)
         self._waiting[operation.id] = future = asyncio.get_running_loop().create_future()
         try:
             self._send(COORDINATOR, operation)
-            return await asyncio.wait_for(future, LIMIT_S)
+            return await asyncio.wait_for(future, limit_s(action) + MORE_S)
         except LinkDown:
             return OperationDone(operation.id, "the coordinator is not there")
         finally:

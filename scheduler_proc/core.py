@@ -10,8 +10,28 @@ from meshlm.protocol.admit_edge import AbortRequests, Assign, GiveBack, ReportLo
 from meshlm.protocol.columns import ints, unpack_i32
 from meshlm.protocol.ids import COORDINATOR, FinishReason, Identity, RequestId, Role, StepId
 from meshlm.protocol.lockstep import JointOrder
-from meshlm.protocol.operations import AbortRunning, Operation, OperationDone, Pause, ResetPrefixCache, Resume, Stop
-from meshlm.protocol.step_edge import GrammarReady, LastPlan, StepFailed, StepPlan, StepResult, WorkerReady, WorkerStats
+from meshlm.protocol.operations import (
+    AbortRunning,
+    Operation,
+    OperationDone,
+    Pause,
+    ResetPrefixCache,
+    Resume,
+    Sleep,
+    Stop,
+    WakeUp,
+)
+from meshlm.protocol.sleeping import AWAKE, after
+from meshlm.protocol.step_edge import (
+    GrammarReady,
+    LastPlan,
+    StepFailed,
+    StepPlan,
+    StepResult,
+    WorkerAsleep,
+    WorkerReady,
+    WorkerStats,
+)
 from meshlm.protocol.token_edge import AttachTokens, Disown, StillThere
 from meshlm.runtime.events import Event, PeerLost, PeerUp, Received, Send, Tick
 from meshlm.scheduler_proc.batching import Batching
@@ -119,14 +139,20 @@ class Scheduler:
                 self.load.asked(ask_load.number)
             case WorkerReady() as ready:
                 return self._worker_ready(event.sender, ready, output)
+            case WorkerAsleep() as asleep:
+                return self._worker_asleep(event.sender, asleep)
             case LastPlan() as standing:
                 return self.workers.standing(event.sender, standing)
             case JointOrder() as order if self.lockstep is not None and self.lockstep.follow(order):
                 self._lose_workers()
                 self._next_step = 1
                 return self.workers.begin(output.now_ns / 1e9, self.lockstep.group)
+            case Operation(action=Sleep() | WakeUp() as action) as operation:
+                return self._sleep_or_wake(operation, action, output.now_ns / 1e9)
             case Operation() as operation:
                 self.operations.add(operation)
+                if self.workers.asleep and not isinstance(operation.action, AT_ONCE):
+                    return self.operations.answer(operation, "the workers sleep (POST /wake_up)")
                 return self._operate(operation, output) if self.serving or isinstance(operation.action, AT_ONCE) else []
             case OperationDone() as done:
                 return self.operations.answered(event.sender, done)
@@ -190,12 +216,37 @@ class Scheduler:
             request.num_output_placeholders = 0
         self.table.grammars.begin()
 
+    def _sleep_or_wake(self, operation: Operation, action: Sleep | WakeUp, now: float) -> list[Send]:
+        """Workers do it at the beginning of a session of its own, when no step is in flight. An earlier wish is void."""
+        told = [
+            send
+            for one in self.operations.of_sleep()
+            for send in self.operations.answer(one, "another call to sleep or to wake up followed")
+        ]
+        self.operations.add(operation)
+        wanted = after(self.workers.sleeping or AWAKE, action)
+        if self.workers.settled and wanted == self.workers.sleeping:
+            return [*told, *self.operations.answer(operation)]
+        self._lose_workers()
+        self._next_step = 1
+        self.workers.sleeping = wanted
+        return [*told, *self.workers.begin(now)]
+
+    def _worker_asleep(self, sender: Identity, asleep: WorkerAsleep) -> list[Send]:
+        self.workers.sleeps(sender, asleep)
+        if not self.workers.settled:
+            return []
+        self.load.sleeping = asleep.sleeping
+        self.load.tell_all()
+        return [send for one in self.operations.of_sleep() for send in self.operations.answer(one)]
+
     def _worker_ready(self, sender: Identity, ready: WorkerReady, output: Output) -> list[Send]:
         facts = self.workers.ready(sender, ready)
         if not facts:
             return []
         if self.lockstep is not None:
             self.lockstep.prepared()
+        self.workers.sleeping = self.load.sleeping = AWAKE
         before = self.batching
         num_blocks, num_rows = min(f.num_blocks for f in facts), min(f.max_num_seqs for f in facts)
         self.table.batching = Batching(
@@ -235,6 +286,8 @@ class Scheduler:
                 return self.operations.answer(operation, count=len(ended))
             case Resume():
                 self.load.paused = self.batching.drains = False
+                return self.operations.answer(operation)
+            case Sleep() | WakeUp():  # the workers have answered
                 return self.operations.answer(operation)
             case Stop():
                 self._stopped = True

@@ -166,7 +166,7 @@ class SchedulerApp:
         if core is None:
             return 0, "starting"
         if not core.serving:
-            return core.num_steps, "waiting for its workers"
+            return core.num_steps, "its workers sleep" if core.workers.asleep else "waiting for its workers"
         return core.num_steps, f"{len(core.requests)} requests" if core.requests else "idle"
 
     async def drain(self, limit_s: float) -> None:

@@ -8,6 +8,7 @@ import msgspec
 from meshlm.protocol.admit_edge import EngineRequest, Load, Returned, Started
 from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.ids import Identity, Incarnation, RequestId
+from meshlm.protocol.sleeping import AWAKE
 from meshlm.scheduler_proc.batching import Batching
 
 
@@ -24,6 +25,7 @@ class LoadReporter:
         self.graphs: GraphCounts | None = None  # its worker's, that the coordinator does not know
         self.answers = 0  # the number of the coordinator's newest ReportLoad
         self.paused = False
+        self.sleeping = AWAKE
         self._graphs: GraphCounts | None = None  # the last ones
         self._last: Load | None = None
         self._tells_counts = True
@@ -83,6 +85,7 @@ class LoadReporter:
             idle_ns=self.idle_ns,
             answers=self.answers,
             paused=self.paused,
+            sleeping=self.sleeping,
             counts=batching.counts.told() if self._tells_counts else None,
         )
         self._tells_counts = False

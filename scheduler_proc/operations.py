@@ -5,7 +5,7 @@ again at the beginning of the next session: those that have done it answer at on
 """
 
 from meshlm.protocol.ids import COORDINATOR, Identity
-from meshlm.protocol.operations import Operation, OperationDone, OperationId, combine
+from meshlm.protocol.operations import Operation, OperationDone, OperationId, Sleep, WakeUp, combine
 from meshlm.runtime.events import Send
 
 
@@ -29,6 +29,10 @@ class Operations:
     def answer(self, operation: Operation, error: str = "", count: int = 0) -> list[Send]:
         """It is done here, or cannot be; no worker is asked."""
         return self._over(OperationDone(operation.id, error, count=count))
+
+    def of_sleep(self) -> list[Operation]:
+        """Those for which workers are about to sleep or to wake up."""
+        return [one for one in self.pending.values() if isinstance(one.action, Sleep | WakeUp)]
 
     def answered(self, worker: Identity, done: OperationDone) -> list[Send]:
         """A worker's answer; one that nobody waits for is dropped."""

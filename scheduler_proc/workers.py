@@ -8,19 +8,23 @@ collective; when an earlier scheduler died between sending a plan to one and to 
 
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.protocol.lockstep import StepGroup
-from meshlm.protocol.step_edge import LastPlan, Reset, ResetGroup, WorkerReady
+from meshlm.protocol.sleeping import Sleeping
+from meshlm.protocol.step_edge import LastPlan, Reset, ResetGroup, WorkerAsleep, WorkerReady
 from meshlm.runtime.events import Send
 from meshlm.scheduler_proc.limits import Limits
 
 
 class Workers:
-    """`session` is the one that they were last asked to begin."""
+    """`session` is the one that they were last asked to begin; `sleeping` the memory that they are to be without, None while this
+    scheduler has not heard it from them."""
 
     def __init__(self, limits: Limits) -> None:
         first = limits.first_worker
         self.all = [Identity(Role.WORKER, first + index) for index in range(limits.num_workers)]
         self.session = 0
+        self.sleeping: Sleeping | None = None
         self._ready: dict[Identity, WorkerReady] = {}
+        self._asleep: dict[Identity, Sleeping] = {}
         self._incarnations: dict[Identity, Incarnation] = {}  # of those that can be reached
         self._standings: dict[Identity, tuple[int, int]] = {}
 
@@ -28,6 +32,16 @@ class Workers:
     def serving(self) -> bool:
         """Whether all workers can step."""
         return len(self._ready) == len(self.all)
+
+    @property
+    def settled(self) -> bool:
+        """Whether all have answered in this session, be they awake or asleep."""
+        return len(self._ready) + len(self._asleep) == len(self.all)
+
+    @property
+    def asleep(self) -> bool:
+        """Whether they are to be without some of their memory."""
+        return self.sleeping is not None and bool(self.sleeping.tags)
 
     def up(self, worker: Identity, incarnation: Incarnation, now: float) -> list[Send]:
         """It can be reached."""
@@ -44,7 +58,7 @@ class Workers:
         if len(self._incarnations) < len(self.all):
             return []
         incarnations = tuple(self._incarnations[one] for one in self.all) if len(self.all) > 1 else ()
-        return [Send(one, Reset(self.session, incarnations, group)) for one in self.all]
+        return [Send(one, Reset(self.session, incarnations, group, self.sleeping)) for one in self.all]
 
     def lost(self, worker: Identity, incarnation: Incarnation) -> list[Send]:
         if self._incarnations.get(worker) == incarnation:
@@ -54,6 +68,7 @@ class Workers:
     def forget(self) -> None:
         """Forgets what the workers answered in this session."""
         self._ready.clear()
+        self._asleep.clear()
         self._standings.clear()
 
     def _disband(self, reason: str) -> list[Send]:
@@ -76,3 +91,9 @@ class Workers:
             return []
         self._ready[worker] = ready
         return list(self._ready.values()) if self.serving else []
+
+    def sleeps(self, worker: Identity, asleep: WorkerAsleep) -> None:
+        """A worker sleeps. A scheduler that begins learns here that all are to."""
+        if asleep.session == self.session:
+            self._asleep[worker] = asleep.sleeping
+            self.sleeping = self.sleeping or asleep.sleeping

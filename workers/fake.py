@@ -23,6 +23,7 @@ from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.kv import ChunkedAttention, EncoderOnly, FullAttention, SlidingWindow, caches_of, make_groups
 from meshlm.protocol.lockstep import StepAgreement
 from meshlm.protocol.prompt_embeds import PromptEmbeds
+from meshlm.protocol.sleeping import KV_CACHE
 from meshlm.protocol.step_edge import StepPlan, StepResult
 from meshlm.protocol.tasks import PoolKind
 from meshlm.protocol.token_edge import LogprobColumns
@@ -150,6 +151,7 @@ class FakeEngine:
         self._state = np.zeros(num_blocks * block_size, np.uint64)
         self.grammars = Grammars(loader(resolved))
         self._free_at = 0.0
+        self._without: tuple[str, ...] = ()  # what sleeps
         self._exchange: StepExchange | None = None  # with other ranks, if they step together
         self._num_together = 0  # steps with them
         self.agreed: StepAgreement | None = None  # for the last of these
@@ -170,6 +172,11 @@ class FakeEngine:
     def idle(self) -> bool:
         return False
 
+    def be_without(self, tags: tuple[str, ...]) -> None:
+        self._without = tags
+        if KV_CACHE in tags:
+            self._state[:] = 0
+
     def rebalance(self) -> str:
         return NOT_BALANCED
 
@@ -177,6 +184,7 @@ class FakeEngine:
         return GraphCounts()
 
     def step(self, plan: StepPlan, received_ns: int) -> Done:
+        assert not self._without, "a step in its sleep"
         if self._exchange is not None:
             self._num_together += 1
             self.agreed = self._exchange.agree(StepAgreement(self._num_together, plan.num_tokens, True, False))

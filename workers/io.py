@@ -19,6 +19,7 @@ from meshlm.protocol.control_edge import STEPPING, GraphCounts
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.protocol.lockstep import StepGroup
 from meshlm.protocol.operations import Operation, ResetPrefixCache
+from meshlm.protocol.sleeping import AWAKE, Sleeping
 from meshlm.protocol.step_edge import (
     GrammarReady,
     LastPlan,
@@ -28,6 +29,7 @@ from meshlm.protocol.step_edge import (
     StepFailed,
     StepPlan,
     StepResult,
+    WorkerAsleep,
     WorkerReady,
     WorkerStats,
 )
@@ -44,6 +46,8 @@ from meshlm.workers.operations import Operations
 IDLE_AFTER_S = 0.05  # without a plan, background work is done: between two requests, not between two steps
 BETWEEN_S = 0.001  # two pieces of it: a plan comes first
 STATS_S = 1.0
+ASLEEP = "asleep"
+DROPPED = 2  # the level of sleep in which nobody has the weights
 GRAMMAR_THREADS = 2
 ANEW_S = 30.0  # a rank that is lost makes a new session within a second or two, one that hangs within --stall-timeout
 SWITCH_INTERVAL_S = 1e-4  # the stepper must not keep the loop waiting for its turn of 5 ms
@@ -79,7 +83,9 @@ class WorkerApp:
         self._pending: queue.SimpleQueue[tuple[StepPlan, Pending] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._grammar_threads = ThreadPoolExecutor(GRAMMAR_THREADS, "grammar")
-        self._reset: Reset | None = None  # the scheduler's wish that came before the model was loaded
+        self._reset: Reset | None = None  # the scheduler's newest wish that came before the model was loaded
+        self._wishes: queue.SimpleQueue[Reset | None] = queue.SimpleQueue()  # all of them, with --enable-sleep-mode
+        self._sleeping = AWAKE
         self._launched = self._failed_launches = 0  # steps; the stepper's
         self._completed = self._done_ns = 0  # the completer's: steps, and the end of the last one
         self._membership = Membership()
@@ -96,22 +102,29 @@ class WorkerApp:
         self._mesh = mesh
         self._shard = Shard.of(mesh.config.parallel, mesh.identity.index)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        loaded: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
+        loaded: asyncio.Future[Engine | None] = asyncio.get_running_loop().create_future()
         stepper = threading.Thread(target=self._stepper, args=(loaded,), name="stepper", daemon=True)
         completer = threading.Thread(target=self._completer, name="completer", daemon=True)
         self._threads = [stepper, completer]
         for thread in self._threads:
             thread.start()
-        self._engine = await loaded
+        engine = await loaded
+        if engine is None:
+            return {"asleep": "without its weights"}
+        self._has_loaded(engine)
+        return engine.facts.shown
+
+    def _has_loaded(self, engine: Engine) -> None:
+        assert self._mesh is not None
+        self._engine = engine
         if self._reset is not None:
             self._plans.put((self._reset, 0))
         if self._shard.reports:
-            mesh.call_later(STATS_S, self._stats)
-        return self._engine.facts.shown
+            self._mesh.call_later(STATS_S, self._stats)
 
     # --- stepper thread ---
 
-    def _stepper(self, loaded: "asyncio.Future[Engine]") -> None:
+    def _stepper(self, loaded: "asyncio.Future[Engine | None]") -> None:
         assert self._mesh is not None
         loop, mesh = loaded.get_loop(), self._mesh
 
@@ -119,15 +132,21 @@ class WorkerApp:
             self._phase = phase
             loop.call_soon_threadsafe(mesh.progress, phase, done, total, unit)
 
-        def answer(result: Engine | BaseException) -> None:
-            if loaded.cancelled():
-                return
-            if isinstance(result, BaseException):
+        def answer(result: Engine | BaseException | None) -> None:
+            if loaded.done():  # it began asleep, or was cancelled
+                if isinstance(result, BaseException):
+                    mesh.fatal(str(result))
+                elif result is not None and not loaded.cancelled():
+                    self._has_loaded(result)
+            elif isinstance(result, BaseException):
                 loaded.set_exception(result)
             else:
                 loaded.set_result(result)
 
         try:
+            sleeps = mesh.config.worker.enable_sleep_mode
+            if sleeps and not self._until_awake(lambda: loop.call_soon_threadsafe(answer, None)):
+                return
             engine = make_engine(mesh.config, mesh.identity.index, self._membership, report)
         except BaseException as error:
             loop.call_soon_threadsafe(answer, error)
@@ -140,12 +159,24 @@ class WorkerApp:
             first_line = next(iter(str(error).splitlines()), "")
             mesh.call_soon_threadsafe(mesh.fatal, f"{type(error).__name__}: {first_line}")
 
+    def _until_awake(self, asleep: Callable[[], object]) -> bool:
+        """Waits until the scheduler wants a model here; `asleep` is called while it does not. False: the process ends."""
+        while (reset := self._wishes.get()) is not None:
+            self._sleeping = reset.sleeping or self._sleeping
+            if not self._sleeping.tags:
+                self._phase = "loading"
+                return True
+            self._phase = ASLEEP
+            asleep()
+            self._say(WorkerAsleep(reset.session, self._sleeping))
+        return False
+
     def _step_for_ever(self, engine: Engine) -> None:
         background, wait_s = True, BETWEEN_S
         assert self._mesh is not None
         operations = Operations(self._mesh.config, self._mesh.identity, engine.rebalance)
         while True:
-            self._phase = "idle"
+            self._phase = ASLEEP if self._sleeping.tags else "idle"
             try:
                 item = self._plans.get(timeout=wait_s) if background else self._plans.get()
             except queue.Empty:
@@ -159,6 +190,7 @@ class WorkerApp:
             if isinstance(message, Reset):
                 if self._begin(engine, message):
                     self._mesh.call_soon_threadsafe(self._answer, engine, message)
+                background = not self._sleeping.tags  # no graph is captured in its sleep
                 continue
             if isinstance(message, Operation):
                 self._phase = "operation"  # it may take its time
@@ -185,6 +217,12 @@ class WorkerApp:
         """Forget all rows, and meet the workers of other ranks if these step together. False: another Reset follows."""
         exchange = self._exchanges.pop(reset.session, None)
         engine.reset()
+        if reset.sleeping not in (None, self._sleeping):
+            self._sleep(engine, reset.sleeping)
+        if self._sleeping.tags:
+            if self._sleeping.level < DROPPED:  # else the successor of this process says so
+                self._say(WorkerAsleep(reset.session, self._sleeping))
+            return False
         try:
             if isinstance(engine, LockstepEngine):
                 self._phase = "waiting for the other ranks"
@@ -195,6 +233,17 @@ class WorkerApp:
             self._mesh.call_soon_threadsafe(self._on_aborted, reset.session)
             return False
         return True
+
+    def _sleep(self, engine: Engine, wanted: Sleeping) -> None:
+        """Be without the memory of these tags. Weights that are dropped are another process's to load: this one ends."""
+        assert self._mesh is not None
+        self._sleeping = wanted
+        if wanted.level >= DROPPED:
+            text = f"{self._mesh.identity} drops its weights to sleep; its successor waits without any"
+            self._mesh.call_soon_threadsafe(self._mesh.fatal, text)
+            return
+        self._phase = "falling asleep" if wanted.tags else "waking up"
+        engine.be_without(wanted.tags)
 
     def _failed(self, plan: StepPlan, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"
@@ -297,8 +346,11 @@ class WorkerApp:
                 self._leave("another worker of the group was started again")
                 return
             self._send(LastPlan(reset.session, *self._last))
+        if reset.sleeping is not None and reset.sleeping.tags:
+            self._directory.reset_prefix_cache()  # the KV cache comes back empty
         if self._engine is None:
             self._reset = reset
+            self._wishes.put(reset)
         else:
             self._plans.put((reset, 0))
 
@@ -375,5 +427,6 @@ class WorkerApp:
 
     async def stop(self) -> None:
         self._grammar_threads.shutdown(wait=False, cancel_futures=True)
+        self._wishes.put(None)
         self._plans.put(None)
         self._pending.put(None)

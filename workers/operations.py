@@ -15,7 +15,9 @@ from meshlm.protocol.operations import (
     RebalanceExperts,
     ResetPrefixCache,
     Resume,
+    Sleep,
     Stop,
+    WakeUp,
 )
 from meshlm.workers.profiler import Profiler
 
@@ -52,7 +54,7 @@ class Operations:
                 return OperationDone(operation.id, self._rebalance())
             case Stop():  # no step is in flight any more, and none follows
                 return OperationDone(operation.id)
-            case Pause() | Resume() | AbortRunning():  # the scheduler alone has a part in it
+            case Pause() | Resume() | Sleep() | WakeUp() | AbortRunning():  # the scheduler alone has a part in it
                 return OperationDone(operation.id)
             case ResetPrefixCache():  # the mirror forgot it in the event loop, in order with what plans remember
                 return OperationDone(operation.id)

@@ -175,6 +175,12 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
         ),
     ] = ()
     cpu_threads: Annotated[int, Meta(ge=0, description="threads of a CPU worker; 0: one per core", extra=PER_NODE)] = 0
+    enable_sleep_mode: Annotated[
+        bool,
+        Meta(
+            description="workers can give the memory of weights and KV cache back while the mesh runs: POST /sleep, LLM.sleep"
+        ),
+    ] = False
     profiler_dir: Annotated[
         str,
         Meta(

@@ -5,7 +5,7 @@ The mesh lives in the background thread of an `LLM` (background.py); any number 
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar
 
@@ -174,6 +174,26 @@ class AsyncLLM:
         if answer.error:
             raise ValueError(answer.error)
         return answer.paths
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """As `LLM.sleep`; with mode "wait" once all that runs has ended."""
+        if mode == "wait":
+            if self._open:
+                await asyncio.wait([asyncio.wrap_future(work) for work in self._open.values()])
+            mode = "keep"
+        await self._in_mesh(self._llm._sleeper.sleep(level, mode))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """As `LLM.wake_up`."""
+        await self._in_mesh(self._llm._sleeper.wake_up(tags))
+
+    async def is_sleeping(self) -> bool:
+        """Whether it sleeps, at whatever level."""
+        return self._llm._sleeper.is_sleeping
+
+    async def _in_mesh(self, work: Coroutine[Any, Any, None]) -> None:
+        background = self._llm._background
+        await asyncio.wrap_future(background.start(unless_ended(background.supervisor, work)))
 
     async def check_health(self) -> None:
         """StartError with the reason when the mesh has ended."""

@@ -28,6 +28,7 @@ from meshlm.supervisor.api.client import name_of
 from meshlm.supervisor.api.offline_prompts import Given, OnePrompt, Sizes, many, of_generate, of_tokenization
 from meshlm.supervisor.api.outputs import CompletionOutput, Logprob, RequestOutput
 from meshlm.supervisor.api.sampling import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
+from meshlm.supervisor.api.sleep import Sleeper
 from meshlm.supervisor.api.tokenizer import Tokenizer, chat_prompt
 from meshlm.supervisor.api.vectors import PoolingParams, PoolingRequestOutput, Vectors
 from meshlm.supervisor.settings import flags, layout, resolve, vllm_env
@@ -57,6 +58,7 @@ class LLM:
         self._draws = random.Random(config.model.seed or 0)  # of the seeds of prompts without one
         self._background = Background(self._config)
         self._supervisor, self._client = self._background.supervisor, self._background.client
+        self._sleeper = Sleeper(self._config, self._supervisor)
         self._vectors = Vectors(self._config, self._background)
         self._finalizer = weakref.finalize(self, self._background.stop)
 
@@ -245,6 +247,16 @@ class LLM:
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Later requests find nothing of what is computed now. False while requests run that are not to be computed anew."""
         return not self._background.ask(self._supervisor.operate(ResetPrefixCache(reset_running_requests))).error
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Give the device's memory of weights and KV cache back until `wake_up`; needs `enable_sleep_mode`. level 1: weights go to the
+        host's memory; 2: they are dropped, and loaded again; 0: no step is computed, and all memory stays. mode: "abort" or "keep" what
+        other threads have running. ValueError says why it cannot."""
+        self._background.ask(self._sleeper.sleep(level, mode))
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Have that memory again: all, or of "weights" or "kv_cache" alone; with both, steps are computed."""
+        self._background.ask(self._sleeper.wake_up(tags))
 
     def shutdown(self) -> None:
         """End all processes. RuntimeError from any call afterwards, but this one."""

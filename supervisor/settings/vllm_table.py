@@ -109,6 +109,7 @@ NEEDLESS = {
     "--mm-tensor-ipc": (1, "there are no images"),
     "--mm-ipc-gpu-memory-gb": (1, "there are no images"),
     "--enable-ep-weight-filter": (0, "each rank reads the weights of its own experts alone"),
+    "--enable-cumem-allocator": (0, "--enable-sleep-mode needs no allocator of its own"),
     "--cudagraph-metrics": (0, "GET /metrics always counts replays and misses of CUDA graphs"),
 }
 
@@ -169,7 +170,6 @@ ABSENT = {
     "--interleave-mm-strings": _MEDIA,
     "--video-pruning-rate": _MEDIA,
     "--allowed-media-domains": _MEDIA,
-    "--enable-sleep-mode": "end the mesh instead; its second start takes seconds",
     "--root-path": "let the proxy before it strip the path",
     "--middleware": "put a proxy before it",
     "--hf-token": "set HF_TOKEN",
@@ -200,7 +200,6 @@ ABSENT = {
     "--quantization-config": _QUANTISED,
     "--allow-deprecated-quantization": _QUANTISED,
     "--model-class-overrides": _CLASSES,
-    "--enable-cumem-allocator": "end the mesh instead of letting it sleep; its second start takes seconds",
     "--model-weights": "weights lie in the model's folder",
     "--override-attention-dtype": "--dtype is the setting for all layers",
     "--enable-return-routed-experts": "answers do not tell which experts were chosen",

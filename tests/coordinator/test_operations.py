@@ -5,16 +5,17 @@ from coordinator_bench import LIFE, load, member
 
 from meshlm.coordinator.core import Coordinator
 from meshlm.coordinator.lockstep import Lockstep
-from meshlm.coordinator.operations import LIMIT_S, Operations
+from meshlm.coordinator.operations import Operations
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.ids import HEAD, Identity, Role
 from meshlm.protocol.lockstep import JointOrder, JointRank
-from meshlm.protocol.operations import Operation, OperationDone, OperationId, Profile, Stop
+from meshlm.protocol.operations import Operation, OperationDone, OperationId, Profile, Stop, limit_s
 from meshlm.runtime.events import Received, Send
 
 ASKER, RANKS = Identity(Role.FRONTEND), [Identity(Role.SCHEDULER, number) for number in range(2)]
 NAME = OperationId("n")
 OPERATION = Operation(NAME, Profile(False))
+LIMIT_S = limit_s(OPERATION.action)
 
 
 def asked() -> Operations:

@@ -11,7 +11,16 @@ from meshlm.frontend import operating
 from meshlm.frontend.errors import HttpError
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.control_edge import MeshStats, RankStats
-from meshlm.protocol.operations import Action, OperationDone, OperationId, Pause, ResetPrefixCache
+from meshlm.protocol.operations import (
+    Action,
+    OperationDone,
+    OperationId,
+    Pause,
+    ResetPrefixCache,
+    Resume,
+    Sleep,
+    WakeUp,
+)
 
 
 class Mesh:
@@ -72,3 +81,17 @@ def test_the_world_has_all_ranks_workers() -> None:
     config = msgspec.structs.replace(Mesh().config, parallel=parallel)
     assert operating.world_size(config, {}) == {"world_size": 24}
     assert operating.world_size(config, {"include_dp": "false"}) == {"world_size": 6}
+
+
+async def test_sleep_pauses_first_and_wakes_up_before_it_resumes() -> None:
+    mesh = Mesh(1)
+    with pytest.raises(HttpError, match="--enable-sleep-mode"):
+        await operating.sleep(mesh, {})
+    worker = msgspec.structs.replace(mesh.config.worker, enable_sleep_mode=True)
+    mesh.config = msgspec.structs.replace(mesh.config, worker=worker)
+    await operating.sleep(mesh, {"level": "2", "mode": "wait"})
+    assert mesh.asked == [Pause(wait=True), 1, 0, Sleep(2)]
+    mesh.asked.clear()
+    await operating.wake_up(mesh, ["scheduling", "weights"])
+    assert mesh.asked[:1] + mesh.asked[-1:] == [WakeUp(("weights",)), Resume()]
+    assert (await operating.is_sleeping(mesh))["is_sleeping"]

@@ -33,6 +33,7 @@ def server() -> Iterator[Serving]:
         "4096",
         "--enable-prompt-embeds",
         "--server-dev-mode",
+        "--enable-sleep-mode",
     ) as found:
         yield found
 

@@ -11,7 +11,8 @@ pytestmark = pytest.mark.mesh
 SCRIPT = """
 from meshlm import LLM, SamplingParams
 llm = LLM(device="fake", max_model_len="512", trust_remote_code=True, quantization=None, served_model_name="mine",
-          scheduling_policy="priority", reasoning_parser="qwen3", enable_prompt_embeds=True)
+          scheduling_policy="priority", reasoning_parser="qwen3", enable_prompt_embeds=True,
+          enable_sleep_mode=True)
 prompts = [[300, 301, 302], [400, 401]]
 one, two = llm.generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True, n=2))
 from meshlm.workers.fake import expected_token
@@ -25,6 +26,11 @@ assert one.outputs[0].token_ids == tokens[3:], one
 assert one.outputs[1].token_ids == tokens[3:]
 assert one.finished and one.outputs[0].finish_reason == "length"
 assert two.prompt_token_ids == [400, 401]
+llm.sleep(level=2)
+llm.wake_up(tags=["weights"])
+llm.wake_up()
+(again,) = llm.generate([[300, 301, 302]], SamplingParams(max_tokens=6, ignore_eos=True))
+assert again.outputs[0].token_ids == tokens[3:]
 (chat,) = llm.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=3))
 assert len(chat.outputs[0].token_ids) == 3 and chat.prompt.endswith("assistant\\n")
 (one,) = llm.generate({"prompt_token_ids": [300, 301, 302]}, SamplingParams(max_tokens=2, ignore_eos=True))

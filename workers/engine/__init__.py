@@ -56,6 +56,11 @@ class Engine(Protocol):
         """Launch a plan. May return before the device is done."""
         ...
 
+    def be_without(self, tags: tuple[str, ...]) -> None:
+        """Give back the device's memory of these tags (protocol/sleeping.py), and have that of all others: no step follows while it is
+        without any. The KV cache comes back empty."""
+        ...
+
     def rebalance(self) -> str:
         """Move experts before the next step that all ranks take. Why there are none that move; empty: it will be done."""
         ...

@@ -35,6 +35,7 @@ from meshlm.workers.engine.kit import Kit
 from meshlm.workers.engine.micro_batches import reads_across
 from meshlm.workers.engine.pending import PendingStep
 from meshlm.workers.engine.rows import NOTHING, DeviceRows
+from meshlm.workers.engine.sleeper import Sleeper
 from meshlm.workers.engine.together import Course, Together
 from meshlm.workers.graphs.dispatcher import HEAD, MIXED_TOKENS, MODEL, WHOLE, Key
 from meshlm.workers.kv.layout import KVLayout
@@ -135,14 +136,10 @@ class ModelEngine:
         self.compute.caches = self.make_caches(count)
         report("KV cache", count, count, "blocks")
         kit.warm_up(self)
-        if self.together is not None:  # its graphs are captured when it has met the other ranks (join)
-            pass
-        elif self.shard.size > 1:  # a capture in idle time would meet the other ranks in the middle of a step
-            self.captures.all(report)
-            if self.balancer is not None:
-                self.balancer.begin()
-        else:
-            self.captures.first(report, everything=config.worker.cudagraph_capture == "start")
+        self._capture(report)
+        if self.shard.size > 1 and self.together is None and self.balancer is not None:
+            self.balancer.begin()
+        self._sleeper = Sleeper(self)
         self._last = self._timeline.mark()
         gib = weight_bytes(self.model) / 2**30
         held = self.layout.tokens_held(count, resolved.max_model_len)
@@ -152,6 +149,21 @@ class ModelEngine:
             shown["KV blocks"] = f"{self._block_size} tokens, {self.layout.waste:.1%} of their bytes unused"
         facts = EngineFacts(count, self._block_size, rows, resolved.spec.vocab_size, shown)
         self.facts = replace(facts, pool_kinds=tuple(PoolKind), pooled_bytes=4 * self._pooled_size(), kv_specs=specs)
+
+    def _capture(self, report: ProgressReport) -> None:
+        if self.together is not None:  # its graphs are captured when it has met the other ranks (join)
+            return
+        if self.shard.size > 1:  # a capture in idle time would meet the other ranks in the middle of a step
+            self.captures.all(report)
+        else:
+            self.captures.first(report, everything=self.config.worker.cudagraph_capture == "start")
+
+    def be_without(self, tags: tuple[str, ...]) -> None:
+        self._sleeper.be_without(tags)
+
+    def capture_again(self) -> None:
+        """The CUDA graphs that were forgotten in a sleep, as at the start; what they write is padding."""
+        self._capture(lambda *progress: None)
 
     def _pooled_size(self) -> int:
         """Numbers of the largest vector."""

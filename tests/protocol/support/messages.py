@@ -23,6 +23,7 @@ from meshlm.protocol import (
     prompt_embeds,
     sampling,
     session,
+    sleeping,
     tasks,
     timeline,
 )
@@ -110,6 +111,7 @@ NEWS = control.News(1750000000.5, "error", "worker/3 died")
 STARTED = admit.Started(RequestId("b"), 48)
 RETURNED = admit.Returned(RequestId("c"), 1, Handle(11), DETOKENIZER, LIFE, 2)
 LOST = admit.SchedulerIncarnation(SCHEDULER, LIFE)
+SLEEPING = sleeping.Sleeping(("weights", "kv_cache"), 1)
 COLUMNS = token.LogprobColumns(
     width=2,
     logprobs=pack_f32([-0.5]),
@@ -125,7 +127,7 @@ HISTOGRAM = counts.HistogramCounts(1.5, (1, 0, 2))
 COUNTS = counts.ProcessCounts({"a": {"reason": 2.0}}, {"b": {"": 0.5}}, {"c": HISTOGRAM})
 COUNTED = counts.Counted(COUNTS)
 COUNTS_OF = counts.CountsOf(DETOKENIZER, COUNTS)
-RANK_STATS = control.RankStats(1, 2, 3, 0.5, 4, 5, 6, 7, 8, GRAPHS, 9, 10, 11, COUNTS)
+RANK_STATS = control.RankStats(1, 2, 3, 0.5, 4, 5, 6, 7, 8, GRAPHS, 9, 10, 11, COUNTS, SLEEPING)
 OF_PROMPT = text.PromptLogprobs(
     COLUMNS, pack_i32([1, 220]), pack_i32([1]), pack_i32([1, 220]), ["!", " "], {9: b"\xff"}
 )
@@ -242,6 +244,7 @@ FULL: tuple[Struct, ...] = (
         15,
         True,
         COUNTS,
+        SLEEPING,
     ),
     # counts of processes
     HISTOGRAM,
@@ -268,8 +271,10 @@ FULL: tuple[Struct, ...] = (
     token.Disown(pack_i32([3])),
     token.StillThere(pack_i32([4])),
     # scheduler <-> worker
-    step.Reset(77, (1, 2), lockstep.StepGroup(Epoch(4), 2)),
+    step.Reset(77, (1, 2), lockstep.StepGroup(Epoch(4), 2), SLEEPING),
     step.ResetGroup("worker/1 is lost"),
+    step.WorkerAsleep(77, SLEEPING),
+    SLEEPING,
     NEW_ROW,
     step.StepPlan(
         session=77,
@@ -381,6 +386,8 @@ FULL: tuple[Struct, ...] = (
     operations.Pause(True, True),
     operations.Resume(),
     operations.AbortRunning(("cmpl-a",)),
+    operations.Sleep(2),
+    operations.WakeUp(("weights",)),
     operations.Stop(),
     operations.Operation(operations.OperationId("0a"), operations.Profile(True)),
     operations.OperationDone(operations.OperationId("0a"), "no room", ("/traces/worker-0.json",), 3),

@@ -1,0 +1,63 @@
+"""Sleep and waking up as LLM and AsyncLLM have them: what POST /sleep and /wake_up ask of a mesh, asked of the one in this program."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.operations import Action, OperationDone, Pause, ResetPrefixCache, Resume, Sleep, WakeUp
+from meshlm.protocol.sleeping import AWAKE, TAGS, after
+
+SCHEDULING = "scheduling"  # the tag of what a pause withholds
+
+
+class Operated(Protocol):
+    """The mesh's supervisor."""
+
+    async def operate(self, action: Action) -> OperationDone: ...
+
+
+class Sleeper:
+    """Of one mesh. ValueError where it cannot be done, with the reason."""
+
+    def __init__(self, config: MeshConfig, mesh: Operated) -> None:
+        self._config, self._mesh = config, mesh
+        self._state, self._paused = AWAKE, False
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether it sleeps, at whatever level."""
+        return self._paused or bool(self._state.tags)
+
+    async def sleep(self, level: int, mode: str) -> None:
+        """level 0: pause alone; 1: weights go to the host's memory; 2: they are dropped. mode: abort or keep what runs."""
+        if not self._config.worker.enable_sleep_mode:
+            raise ValueError("enable_sleep_mode: make the model with enable_sleep_mode=True to let it sleep")
+        if level not in (0, 1, 2):
+            raise ValueError("level: must be 0, 1 or 2")
+        if mode not in ("abort", "keep"):
+            raise ValueError("mode: must be 'abort' or 'keep'; what is to end by itself is awaited before")
+        await self._ask(Pause(abort=mode == "abort"))
+        self._paused = True
+        if level == 0:
+            await self._ask(ResetPrefixCache(preempt=True))
+            return
+        await self._ask(action := Sleep(level))
+        self._state = after(self._state, action)
+
+    async def wake_up(self, tags: Sequence[str] | None) -> None:
+        """Have the memory of these tags again, or all of it; then steps are computed."""
+        for tag in tags or ():
+            if tag not in (*TAGS, SCHEDULING):
+                raise ValueError(f"tags: must be {', '.join(TAGS)} or {SCHEDULING}")
+        wanted = tuple(tag for tag in tags or () if tag != SCHEDULING)
+        if wanted or not tags:
+            await self._ask(action := WakeUp(wanted))
+            self._state = after(self._state, action)
+        if SCHEDULING in (tags or ()) or not self._state.tags:
+            await self._ask(Resume())
+            self._paused = False
+
+    async def _ask(self, action: Action) -> None:
+        answer = await self._mesh.operate(action)
+        if answer.error:
+            raise ValueError(answer.error)

@@ -1,0 +1,101 @@
+"""A mesh that sleeps: its memory is gone, its requests are not, whatever dies meanwhile."""
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from fake_answers import complete, reference
+from serving import Serving, serving
+from waiting import until
+
+pytestmark = pytest.mark.mesh
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Serving]:
+    flags = ("--device", "fake", "--fake-step-ms", "5", "--max-model-len", "4096", "--server-dev-mode")
+    with serving(*flags, "--enable-sleep-mode") as found:
+        yield found
+
+
+def do(server: Serving, path: str) -> None:
+    answer = httpx.post(f"{server.url}{path}", timeout=60)
+    assert (answer.status_code, answer.content) == (200, b""), answer.text
+
+
+def sleeps(server: Serving) -> bool | None:
+    """None: nobody knows at the moment."""
+    answer = httpx.get(f"{server.url}/is_sleeping", timeout=60)
+    return answer.json()["is_sleeping"] if answer.status_code == 200 else None
+
+
+def state(server: Serving) -> str:
+    lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
+    (found,) = [line for line in lines if line.startswith("meshlm:engine_sleep_state{") and line.endswith(" 1.0")]
+    return found.split('sleep_state="')[1].partition('"')[0]
+
+
+def doing(server: Serving, role: str) -> str:
+    (found,) = [one for one in server.status()["processes"] if one["role"] == role and one["state"] == "ready"]
+    return str(found["phase"])
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_requests_go_on_after_it(server: Serving, level: int) -> None:
+    pid = server.pid("worker")
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(complete, server, [300 + level], 300)
+        until(lambda: "meshlm:num_requests_running{" in httpx.get(f"{server.url}/metrics").text)
+        do(server, f"/sleep?level={level}&mode=keep")
+        assert sleeps(server) is True
+        assert state(server) == ("weights_offloaded", "discard_all")[level - 1]
+        assert "sleep" in httpx.get(f"{server.url}/ready").text
+        assert (server.pid("worker") == pid) is (level == 1), "what was dropped is another process's to load"
+        late = pool.submit(complete, server, [400], 10)
+        do(server, "/wake_up?tags=weights")
+        assert sleeps(server) is True
+        do(server, "/wake_up?tags=kv_cache")
+        assert sleeps(server) is False
+        assert state(server) == "awake"
+        assert running.result(60)["choices"][0]["token_ids"] == reference([300 + level], 300)
+        assert late.result(60)["choices"][0]["token_ids"] == reference([400], 10)
+    assert httpx.get(f"{server.url}/ready").status_code == 200
+
+
+@pytest.mark.parametrize("role", ["worker", "scheduler", "coordinator"])
+def test_it_sleeps_through_the_death_of_a_process(server: Serving, role: str) -> None:
+    do(server, "/sleep?mode=wait")
+    pid = server.pid(role)
+    os.kill(pid, signal.SIGKILL)
+    until(
+        lambda: any(
+            p["role"] == role and p["pid"] not in (None, pid) and p["state"] == "ready"
+            for p in server.status()["processes"]
+        )
+    )
+    until(lambda: sleeps(server) is True and state(server) != "awake")
+    until(lambda: doing(server, "worker") == "asleep")
+    until(lambda: doing(server, "scheduler") == "its workers sleep")
+    do(server, "/wake_up")
+    assert sleeps(server) is False
+    assert complete(server, [500], 20)["choices"][0]["token_ids"] == reference([500], 20)
+
+
+def test_what_cannot_be(server: Serving) -> None:
+    for path in ("/sleep?level=3", "/sleep?mode=now", "/wake_up?tags=graphs"):
+        assert httpx.post(f"{server.url}{path}").status_code == 400, path
+    do(server, "/sleep?level=0&mode=keep")
+    assert sleeps(server) is True
+    assert state(server) == "awake", "paused alone"
+    do(server, "/wake_up?tags=scheduling")
+    assert sleeps(server) is False
+    do(server, "/sleep")
+    answer = httpx.post(f"{server.url}/reset_prefix_cache").json()
+    assert not answer["success"]
+    assert "sleep" in answer["error"]
+    do(server, "/sleep")
+    do(server, "/wake_up")
+    do(server, "/wake_up")
