@@ -32,13 +32,13 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
         {**config, "intermediate_size": sizes.pop(), "query_pre_attn_scalar": 1}, architecture, _EVERY, rope
     )
     spec = replace(spec, qk_norm=True, sliding_rope=sliding_rope, altup=_altup(config, spec))
-    return replace(spec, num_kv_shared_layers=_shared(config, spec))
+    return replace(spec, num_kv_shared_layers=num_kv_shared_layers(config, spec))
 
 
-def _shared(config: dict[str, Any], spec: ModelSpec) -> int:
-    """ValueError where a layer would have none to share with."""
+def num_kv_shared_layers(config: dict[str, Any], spec: ModelSpec) -> int:
+    """Layers that share keys and values with an earlier one. ValueError where one would have none to share with."""
     count, layers = integer(config, "num_kv_shared_layers"), spec.num_hidden_layers
-    sliding = spec.sliding_layers or (False,) * layers
+    sliding = [spec.slides(layer) for layer in range(layers)]
     if not 0 <= count < layers or not set(sliding[layers - count :]) <= set(sliding[: layers - count]):
         raise ValueError(
             f"num_kv_shared_layers {count} of {layers} leaves a layer without an earlier one of its kind to share with"
@@ -98,9 +98,9 @@ def _weights(spec: ModelSpec) -> Iterator[Weight]:
     yield from decoder_weights(spec, in_layer)
     every = spec.num_hidden_layers * own
     for name, parameter, shape in (
-        ("embed_tokens_per_layer", "embed_per_layer", (altup.vocab_size_per_layer_input, every)),
-        ("per_layer_model_projection", "project_per_layer.weight", (every, hidden)),
-        ("per_layer_projection_norm", "per_layer_norm.weight", (own,)),
+        ("embed_tokens_per_layer", "entry.embed", (altup.vocab_size_per_layer_input, every)),
+        ("per_layer_model_projection", "entry.project.weight", (every, hidden)),
+        ("per_layer_projection_norm", "entry.norm.weight", (own,)),
         *((f"altup_projections.{n}", f"projections.{n}.weight", (hidden, hidden)) for n in range(count - 1)),
         *((f"altup_unembed_projections.{n}", f"unembed.{n}.weight", (hidden, hidden)) for n in range(count - 1)),
     ):

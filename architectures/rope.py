@@ -19,6 +19,7 @@ ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "dynamic": ((), ("factor", "original_max_position_embeddings")),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
     "yarn": (("factor",), ("original_max_position_embeddings", *_YARN)),
+    "proportional": ((), ("factor",)),
     "longrope": (("short_factor", "long_factor"), ("original_max_position_embeddings", "attention_factor", "factor")),
 }
 

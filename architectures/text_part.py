@@ -24,6 +24,8 @@ _KINDS = {
     "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
     "gemma3_text": ("Gemma3ForCausalLM", "gemma3_text"),
     "gemma3n_text": ("Gemma3nForCausalLM", "gemma3n_text"),
+    "gemma4_text": ("Gemma4ForCausalLM", "gemma4_text"),
+    "gemma4_unified_text": ("Gemma4ForCausalLM", "gemma4_unified_text"),
     "llama4_text": ("Llama4ForCausalLM", "llama4_text"),
 }
 """By text_config.model_type: the family's architecture, and the model_type that its own files have."""
@@ -32,6 +34,8 @@ _ARCHITECTURES = {
     "Mistral3ForConditionalGeneration": "mistral",
     "Llama4ForConditionalGeneration": "llama4_text",
     "Gemma3nForConditionalGeneration": "gemma3n_text",
+    "Gemma4ForConditionalGeneration": "gemma4_text",
+    "Gemma4UnifiedForConditionalGeneration": "gemma4_unified_text",
     "LlavaForConditionalGeneration": "llama",
     "LlavaNextForConditionalGeneration": "llama",
     "InternVLForConditionalGeneration": "qwen2",
@@ -45,14 +49,21 @@ _ARCHITECTURES = {
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
 }
 """Models that are served so, and the model_type that a text_config without one has."""
-_DEFAULTS = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen3_vl_moe_text": {"norm_topk_prob": True},
+    "gemma4_unified_text": {
+        "hidden_size_per_layer_input": 0,
+        "sliding_window": 1024,
+        "max_position_embeddings": 262144,
+    },
+}
 """What a missing key means here, where it differs from the family's own."""
 _OTHER_KEYS = re.compile(
     r"(vision|audio|image|video|mm|projector|multimodal|multi_modal)_.*|spatial_merge_size|downsample_ratio|scale_factor"
     r"|(bo|eo)[ia]_token_index|ignore_index|text_config|architectures|model_type"
 )
 _OTHER_TENSORS = re.compile(
-    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|embed_vision|embed_audio|connector|image_newline)(\..*)?"
+    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|vision_embedder|embed_vision|embed_audio|connector|image_newline)(\..*)?"
 )
 _TEXT_TENSORS = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?P<rest>.+)")
 

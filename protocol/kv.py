@@ -4,10 +4,14 @@ A *spec* says what a layer's attention can still see. Layers of equal spec are p
 do not divide. A *page* holds `block_size` tokens of one group; all pages have equal bytes, so that one pool serves all groups, and
 memory flows between them. Layer j of every group lives in tensor j; a page's number is its place in every tensor. A request has one
 block table per group. A model with one spec has one group with all its layers. Made by the workers, told to the scheduler.
+
+Layers of one spec may take fewer bytes a token than those of another. Then a tensor has room for the least common multiple of both,
+and several layers of a group share each: `KVGroup.layers_per_tensor`.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import lcm
 from typing import ClassVar, Literal
 
 from msgspec import Struct
@@ -129,6 +133,7 @@ class KVGroup(Struct, frozen=True):
     layers: tuple[int, ...]
     block_size: int
     page_bytes: int
+    layers_per_tensor: int = 1  # whose caches share a tensor: each has this part of a page there
 
 
 _STATE = RecurrentState()
@@ -166,39 +171,53 @@ def _attention_of_layers(model: ModelSpec) -> Sequence[KVSpec]:
 
 
 def make_groups(
-    specs: Sequence[KVSpec], block_size: int, layer_bytes: int, max_model_len: int, first_layer: int = 0
+    specs: Sequence[KVSpec],
+    block_size: int,
+    layer_bytes: int | Mapping[KVSpec, int],
+    max_model_len: int,
+    first_layer: int = 0,
 ) -> tuple[KVGroup, ...]:
     """Groups of these layers (numbered from `first_layer`), equal specs side by side, for requests of up to `max_model_len` tokens.
 
-    `layer_bytes`: of one token's keys and values in one layer. The number of layers a group is the one with the fewest groups whose
-    longest request takes little more than the least memory; where windows save next to nothing, there is one group that keeps all.
+    `layer_bytes`: of one token's keys and values in one layer, by spec where these differ. The number of tensors is the one with the
+    fewest groups whose longest request takes little more than the least memory; where windows save next to nothing, there is one group
+    that keeps all, of layers of equal bytes.
     """
     layers: dict[KVSpec, list[int]] = {}
     for layer, spec in sorted(enumerate(specs, first_layer), key=lambda pair: not pair[1].keeps_all):
         layers.setdefault(spec, []).append(layer)  # what keeps all comes first
+    unit, share = shares({spec: layer_bytes if isinstance(layer_bytes, int) else layer_bytes[spec] for spec in layers})
+
+    def tensors(spec: KVSpec) -> int:
+        return -(-len(layers[spec]) // share[spec])
 
     def cost(size: int) -> int:
-        return size * sum(
-            -(-len(some) // size) * spec.num_held(block_size, max_model_len) for spec, some in layers.items()
-        )
+        return size * sum(-(-tensors(spec) // size) * spec.num_held(block_size, max_model_len) for spec in layers)
 
-    sizes = range(1, max(map(len, layers.values())) + 1)
+    sizes = range(1, max(map(tensors, layers)) + 1)
     least = min(map(cost, sizes))
     every = list(range(first_layer, first_layer + len(specs)))
     everything = next((spec for spec in layers if spec.keeps_all), FullAttention())
-    carried = any(spec.carried for spec in layers)
-    if not carried and len(every) * everything.num_held(block_size, max_model_len) <= GOOD_ENOUGH * least:
-        layers, size = {everything: every}, len(every)
+    alike = set(share.values()) == {1} and not any(spec.carried for spec in layers)
+    if alike and len(every) * everything.num_held(block_size, max_model_len) <= GOOD_ENOUGH * least:
+        layers, size, share = {everything: every}, len(every), {everything: 1}
     else:
         size = max(size for size in sizes if cost(size) <= GOOD_ENOUGH * least)
     groups = []
     for spec, some in layers.items():
-        count = -(-len(some) // size)
+        count = -(-len(some) // (size * share[spec]))
         # Every count-th layer, not a run of them: so each stage of a pipeline has about the same share of each group.
         groups += [
-            KVGroup(spec, tuple(some[n::count]), block_size, size * block_size * layer_bytes) for n in range(count)
+            KVGroup(spec, tuple(some[n::count]), block_size, size * block_size * unit, share[spec])
+            for n in range(count)
         ]
     return tuple(groups)
+
+
+def shares(layer_bytes: Mapping[KVSpec, int]) -> tuple[int, dict[KVSpec, int]]:
+    """Bytes of a token in a tensor, and the layers of each spec that have room in them."""
+    unit = lcm(*(count for count in layer_bytes.values() if count)) if any(layer_bytes.values()) else 0
+    return unit, {spec: unit // count if count else 1 for spec, count in layer_bytes.items()}
 
 
 def block_size_with_states(block_size: int, token_bytes: int, state_bytes: int) -> int:

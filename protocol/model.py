@@ -3,12 +3,13 @@
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 
 class RopeSpec(Struct, frozen=True, kw_only=True):
     """Rotary position embedding. Field names are Hugging Face's `rope_scaling` / `rope_parameters`."""
 
-    rope_type: str = "default"  # default, linear, dynamic, llama3, yarn, longrope
+    rope_type: str = "default"  # default, linear, dynamic, llama3, yarn, longrope, proportional
     rope_theta: float = 10000.0
     partial_rotary_factor: float = 1.0
     factor: float = 1.0
@@ -23,6 +24,10 @@ class RopeSpec(Struct, frozen=True, kw_only=True):
     truncate: bool = True  # yarn
     short_factor: tuple[float, ...] = ()  # longrope
     long_factor: tuple[float, ...] = ()  # longrope
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Numbers of a head that are rotated, of so many; proportional: all of them, most by an angle of zero."""
+        return head_dim if self.rope_type == "proportional" else int(head_dim * self.partial_rotary_factor)
 
 
 class QuantizationScheme(Struct, frozen=True, kw_only=True):
@@ -78,6 +83,7 @@ class MoESpec(Struct, frozen=True, kw_only=True):
     expert_bias: bool = False  # of the experts' products
     swiglu: tuple[float, float] | None = None  # alpha and limit of gpt-oss' activation in the experts; None: hidden_act
     shared_intermediate_size: int = 0  # of all experts together that every token goes to; 0: there are none
+    beside_mlp: bool = False  # experts stand beside a layer's MLP, not in its place
     shared_gate: bool = False  # their output is multiplied by the sigmoid of a product of its own
     moe_layers: tuple[bool, ...] = ()  # which layers have experts; empty: all
     local_experts: tuple[int, int] | None = None  # begin and end of those that a rank has; None: all
@@ -153,6 +159,21 @@ class AltUpSpec(Struct, frozen=True, kw_only=True):
     hidden_size_per_layer_input: int
     vocab_size_per_layer_input: int
     activation_sparsity_pattern: tuple[float, ...]  # by layer: the part of an MLP's gates that is to be zero
+
+
+class FullHeadsSpec(Struct, frozen=True, kw_only=True):
+    """The heads of layers that see all, where layers that slide have others (Gemma 4)."""
+
+    num_key_value_heads: int
+    head_dim: int
+    attention_k_eq_v: bool = False  # values are what keys are before their norm and rotation
+
+
+class PerLayerInputSpec(Struct, frozen=True, kw_only=True):
+    """A vector of each token for each layer (Gemma 4). Names are Hugging Face's."""
+
+    hidden_size_per_layer_input: int
+    vocab_size_per_layer_input: int
 
 
 class HeadSpec(Struct, frozen=True, kw_only=True):
@@ -236,6 +257,9 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     moe: MoESpec | None = None
     num_nextn_predict_layers: int = 0  # that a checkpoint has behind the last, and that are not loaded
     altup: AltUpSpec | None = None
+    full_heads: FullHeadsSpec | None = None  # of layers that see all; None: all layers have the same heads
+    per_layer_input: PerLayerInputSpec | None = None
+    use_double_wide_mlp: bool = False  # layers that share keys and values have MLPs of twice the intermediate size
     num_kv_shared_layers: int = 0  # so many of the last layers use keys and values of an earlier one: see kv_source
     mla: MLASpec | None = None  # head_dim is that of queries then, and the one key-value head is the latent
     text_part: bool = False  # the checkpoint also has parts for images or sound, which are not loaded
@@ -261,8 +285,21 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
         first = self.num_hidden_layers - self.num_kv_shared_layers
         if layer < first:
             return layer
-        sliding = self.sliding_layers or (self.sliding_window > 0,) * self.num_hidden_layers
-        return max(one for one in range(first) if sliding[one] == sliding[layer])
+        return max(one for one in range(first) if self.slides(one) == self.slides(layer))
+
+    def slides(self, layer: int) -> bool:
+        """Whether this layer has a sliding window."""
+        return self.sliding_layers[layer] if self.sliding_layers else self.sliding_window > 0
+
+    def of_layer(self, layer: int) -> "ModelSpec":
+        """The model as if all its layers had the heads and the MLP of this one."""
+        found = self
+        if self.full_heads is not None and not self.slides(layer):
+            heads = self.full_heads
+            found = replace(found, num_key_value_heads=heads.num_key_value_heads, head_dim=heads.head_dim)
+        if self.use_double_wide_mlp and self.kv_source(layer) != layer:
+            found = replace(found, intermediate_size=2 * self.intermediate_size)
+        return found
 
     def has_cache(self, layer: int) -> bool:
         """Whether this layer keeps keys and values of its own."""
@@ -277,27 +314,30 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
         return self.state is not None and self.state.layers[layer]
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a mixture of experts stands in the place of this layer's MLP."""
+        """Whether this layer has a mixture of experts, in the place of its MLP or beside it."""
         return self.moe is not None and (not self.moe.moe_layers or self.moe.moe_layers[layer])
 
     def wide_sizes(self, *, whole_experts: bool = False) -> tuple[int, ...]:
         """Columns between gate and down that tensor-parallel ranks split. whole_experts: they split those of none."""
         if self.moe is None:
             return (self.intermediate_size,)
-        dense = (self.intermediate_size,) if not all(map(self.has_experts, range(self.num_hidden_layers))) else ()
+        every = range(self.num_hidden_layers)
+        dense = (self.intermediate_size,) if self.moe.beside_mlp or not all(map(self.has_experts, every)) else ()
         own = () if whole_experts else (self.moe.moe_intermediate_size,)
         shared = (self.moe.shared_intermediate_size,) if self.moe.shared_intermediate_size else ()
         return dense + own + shared
 
     @property
     def rotary_dim(self) -> int:
-        """Numbers of a head that are rotated."""
-        return self.mla.qk_rope_head_dim if self.mla else int(self.head_dim * self.rope.partial_rotary_factor)
+        """Numbers of a head that are rotated, of layers that see all where they have heads of their own."""
+        if self.mla:
+            return self.mla.qk_rope_head_dim
+        return self.rope.rotary_dim(self.full_heads.head_dim if self.full_heads else self.head_dim)
 
     @property
     def kv_bytes_per_token_f32(self) -> int:
         """Bytes that the KV cache keeps of one token over all layers in float32."""
         if self.mla is not None:
             return self.num_hidden_layers * self.mla.line * 4
-        layers = sum(map(self.has_cache, range(self.num_hidden_layers)))
-        return 2 * layers * self.num_key_value_heads * self.head_dim * 4
+        layers = [self.of_layer(layer) for layer in range(self.num_hidden_layers) if self.has_cache(layer)]
+        return sum(2 * layer.num_key_value_heads * layer.head_dim * 4 for layer in layers)

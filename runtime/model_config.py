@@ -93,13 +93,24 @@ def check(spec: ModelSpec, path: Path) -> None:
     for name in _CAPS:
         if getattr(spec, name) < 0:
             raise ModelFilesError(f"{path}: {name} is {getattr(spec, name)}; it must not be negative")
-    heads, kv_heads, dim = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
-    if heads % kv_heads:
-        raise ModelFilesError(f"{path}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
-    rotary = spec.rotary_dim
+    full = spec.full_heads
+    for kv_heads, dim, rope in (
+        (spec.num_key_value_heads, spec.head_dim, spec.sliding_rope if full else None),
+        *([(full.num_key_value_heads, full.head_dim, None)] if full else []),
+    ):
+        _check_heads(spec, path, (kv_heads, dim), spec.rotary_dim if rope is None else rope.rotary_dim(dim))
     for factors in (spec.rope.short_factor, spec.rope.long_factor):
-        if len(factors) not in (0, rotary // 2):
-            raise ModelFilesError(f"{path}: {len(factors)} factors of rotation; there are {rotary // 2} frequencies")
+        if len(factors) not in (0, spec.rotary_dim // 2):
+            raise ModelFilesError(
+                f"{path}: {len(factors)} factors of rotation; there are {spec.rotary_dim // 2} frequencies"
+            )
+
+
+def _check_heads(spec: ModelSpec, path: Path, keys: tuple[int, int], rotary: int) -> None:
+    """keys: key-value heads of some layers, and their size, of which so many numbers are rotated. ModelFilesError."""
+    (kv_heads, dim), heads = keys, spec.num_attention_heads
+    if kv_heads < 1 or heads % kv_heads:
+        raise ModelFilesError(f"{path}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
     if dim > MAX_HEAD_DIM or rotary % 2 or not 0 < rotary <= dim:
         raise ModelFilesError(
             f"{path}: head_dim {dim} of which {rotary} are rotated; an even number of at most head_dim can be, and that is "

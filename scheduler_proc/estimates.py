@@ -47,21 +47,23 @@ class Estimates:
 
     def _layer(self, number: int) -> _Layer:
         spec, hidden = self._spec, self._spec.hidden_size
-        dense = self._attention_weights() if spec.has_attention(number) else 0
+        dense = self._attention_weights(spec.of_layer(number)) if spec.has_attention(number) else 0
         if spec.state is not None and spec.has_state(number):
             dense += hidden * (2 * spec.state.inner + spec.state.conv_dim) + spec.state.inner * hidden
         expert = 0
         if spec.moe is not None and spec.has_experts(number):
             dense += 3 * hidden * spec.moe.shared_intermediate_size + hidden * spec.moe.num_experts
             expert = 3 * hidden * spec.moe.moe_intermediate_size
-        else:
-            dense += 3 * hidden * spec.intermediate_size
+        if spec.moe is None or spec.moe.beside_mlp or not spec.has_experts(number):
+            dense += 3 * hidden * spec.of_layer(number).intermediate_size
         local = not spec.sliding_layers or spec.sliding_layers[number]
         window = spec.sliding_window or spec.attention_chunk_size  # a token sees half a chunk, so this is the most
         return _Layer(dense, expert, spec.has_attention(number), window if local else 0)
 
-    def _attention_weights(self) -> int:
-        spec, hidden, heads = self._spec, self._spec.hidden_size, self._spec.num_attention_heads
+    @staticmethod
+    def _attention_weights(spec: ModelSpec) -> int:
+        """spec: as if all layers were like this one (`ModelSpec.of_layer`)."""
+        hidden, heads = spec.hidden_size, spec.num_attention_heads
         if (mla := spec.mla) is None:
             return hidden * spec.head_dim * 2 * (heads + spec.num_key_value_heads)
         query = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)

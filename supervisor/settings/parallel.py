@@ -18,11 +18,8 @@ def check(parallel: ParallelConfig, spec: ModelSpec, device: str, here: int, *, 
     if not platform.has_weights:
         return
     _check_transformers(parallel, spec)
-    if spec.altup is not None and parallel.workers_per_rank > 1:
-        raise UsageError(
-            f"--tensor-parallel-size, --pipeline-parallel-size: {spec.architecture} is computed by one worker; "
-            "use --data-parallel-size"
-        )
+    if parallel.pipeline_parallel_size > 1 and (reason := _one_stage(spec)):
+        raise UsageError(f"--pipeline-parallel-size: {spec.architecture}: {reason}; use --tensor-parallel-size")
     _check_tensor(parallel.tensor_parallel_size, spec, spec.wide_sizes(whole_experts=whole_experts))
     stages, layers = parallel.pipeline_parallel_size, spec.num_hidden_layers
     if layers % stages:
@@ -31,6 +28,15 @@ def check(parallel: ParallelConfig, spec: ModelSpec, device: str, here: int, *, 
         )
     if (have := platform.num_devices(os.environ)) is not None:
         _check_devices(parallel, here, have)
+
+
+def _one_stage(spec: ModelSpec) -> str:
+    """Why a pipeline cannot have stages of this model; "" when it can."""
+    if spec.num_kv_shared_layers:
+        return "its last layers use keys and values of earlier ones, which another stage would have"
+    if spec.altup is not None or spec.per_layer_input is not None:
+        return "its layers take vectors that the first stage alone could make"
+    return ""
 
 
 def _check_transformers(parallel: ParallelConfig, spec: ModelSpec) -> None:
@@ -58,19 +64,21 @@ def _check_tensor(size: int, spec: ModelSpec, wide: tuple[int, ...]) -> None:
             f"{flag}: does not divide the {spec.state.num_heads} heads and {spec.state.n_groups} groups of this model's "
             "recurrent states, which are normed together; use --pipeline-parallel-size or --data-parallel-size"
         )
-    heads, kv_heads = spec.num_attention_heads, spec.num_key_value_heads
+    heads = spec.num_attention_heads
+    keys = {spec.num_key_value_heads} | ({spec.full_heads.num_key_value_heads} if spec.full_heads else set())
     fit = [
         n
         for n in range(1, heads + 1)
-        if heads % n == 0 and not any(each % n for each in wide) and not (kv_heads % n and n % kv_heads)
+        if heads % n == 0 and not any(each % n for each in wide) and not any(each % n and n % each for each in keys)
     ]
     if size in fit:
         return
     can = f"this model can be split over {', '.join(map(str, fit))}"
     if heads % size:
         raise UsageError(f"{flag}: does not divide the model's {heads} attention heads; {can}")
-    if kv_heads % size and size % kv_heads:
-        raise UsageError(f"{flag}: neither divides the model's {kv_heads} key-value heads nor is a multiple; {can}")
+    for kv_heads in keys:
+        if kv_heads % size and size % kv_heads:
+            raise UsageError(f"{flag}: neither divides the model's {kv_heads} key-value heads nor is a multiple; {can}")
     size_left = next(each for each in wide if each % size)
     raise UsageError(f"{flag}: does not divide the model's intermediate size {size_left}; {can}")
 

@@ -19,7 +19,17 @@ from meshlm.architectures.registry import (
     register,
     weights_of,
 )
-from meshlm.protocol.model import AltUpSpec, HeadSpec, LayerNormSpec, MLASpec, MoESpec, StateSpec
+from meshlm.protocol.model import (
+    AltUpSpec,
+    FullHeadsSpec,
+    HeadSpec,
+    LayerNormSpec,
+    MLASpec,
+    MoESpec,
+    PerLayerInputSpec,
+    RopeSpec,
+    StateSpec,
+)
 from meshlm.workers.distributed.shard import WHOLE
 from meshlm.workers.models.registry import model_class
 from meshlm.workers.weights.slices import place
@@ -143,6 +153,16 @@ def test_weights_fill_the_parameters_of_the_model(architecture: str, tied: bool)
             activation_sparsity_pattern=(0.5, 0.0),
         )
         of_experts = {"altup": altup, "qk_norm": True, "num_kv_shared_layers": 1}
+    if architecture.startswith("Gemma4"):
+        of_experts = {
+            "qk_norm": True,
+            "sliding_window": 4,
+            "sliding_layers": (True, False),
+            "sliding_rope": RopeSpec(),
+            "full_heads": FullHeadsSpec(num_key_value_heads=1, head_dim=6, attention_k_eq_v=tied),
+            "per_layer_input": PerLayerInputSpec(hidden_size_per_layer_input=3, vocab_size_per_layer_input=5),
+            "moe": MoESpec(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=5, beside_mlp=True),
+        }
     spec = spec_of(
         **of_encoder,
         **of_states,

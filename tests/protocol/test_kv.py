@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny_models import spec_of
 
 from meshlm.protocol.kv import (
@@ -16,6 +18,7 @@ from meshlm.protocol.kv import (
     longest_request,
     make_groups,
     pages_of,
+    shares,
     spec_of_layers,
     tokens_held,
 )
@@ -111,3 +114,51 @@ def test_the_longest_request_is_the_longest(step: int) -> None:
     longest = longest_request(specs, 4, 50, 1000, step)
     assert pages_of(specs, 4, longest, step) <= 50 < pages_of(specs, 4, longest + 1, step)
     assert SlidingWindow(20).num_held(4, 1000, step) >= (20 + step) // 4
+
+
+def test_gemma_4_31b_wastes_nothing() -> None:
+    """Layers that see all take half the bytes of those that slide: ten of them have the room of five."""
+    window = SlidingWindow(1024)
+    specs: list[KVSpec] = [FULL if layer % 6 == 5 else window for layer in range(60)]
+    sliding_bytes, full_bytes = 2 * 16 * 256 * 2, 2 * 4 * 512 * 2
+    found = make_groups(specs, BLOCK, {window: sliding_bytes, FULL: full_bytes}, 1 << 17)
+    assert [(group.spec, len(group.layers), group.layers_per_tensor) for group in found] == [
+        (FULL, 10, 2),
+        *[(window, 5, 1)] * 10,
+    ]
+    assert {group.page_bytes for group in found} == {5 * BLOCK * sliding_bytes} == {10 * BLOCK * full_bytes}
+
+
+def test_layers_that_see_all_of_gemma_4_e2b_are_twice_as_large() -> None:
+    window = SlidingWindow(512)
+    specs: list[KVSpec] = [FULL if layer % 5 == 4 else window for layer in range(15)]
+    found = make_groups(specs, BLOCK, {window: 1024, FULL: 2048}, 1 << 15)
+    assert [(group.spec, len(group.layers)) for group in found] == [(FULL, 3), (window, 6), (window, 6)]
+    assert {group.page_bytes for group in found} == {3 * BLOCK * 2048}
+
+
+SIZES = st.sampled_from([1, 2, 3, 4, 6, 8]).map(lambda heads: 64 * heads)
+
+
+@given(
+    st.lists(st.sampled_from([FULL, SlidingWindow(20), SlidingWindow(300)]), min_size=1, max_size=40),
+    st.tuples(SIZES, SIZES, SIZES),
+    st.sampled_from([16, 200, 5000]),
+)
+def test_pages_of_unequal_layers_have_equal_bytes(
+    specs: list[KVSpec], sizes: tuple[int, int, int], longest: int
+) -> None:
+    """Each layer is in one group of its kind and has room in its page, and so does every other layer there."""
+    kinds: list[KVSpec] = [FULL, SlidingWindow(20), SlidingWindow(300)]
+    layer_bytes = {spec: size for spec, size in zip(kinds, sizes, strict=True) if spec in specs}
+    found = make_groups(specs, BLOCK, layer_bytes, longest)
+    unit, share = shares(layer_bytes)
+    (page,) = {group.page_bytes for group in found}
+    assert sorted(layer for group in found for layer in group.layers) == list(range(len(specs)))
+    for group in found:
+        own = {layer_bytes[specs[layer]] for layer in group.layers}
+        assert group.layers_per_tensor * max(own) == unit
+        tensors = -(-len(group.layers) // group.layers_per_tensor)
+        assert tensors * BLOCK * unit <= page
+        if set(share.values()) != {1}:
+            assert {specs[layer] for layer in group.layers} == {group.spec}

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 from gguf_models import write_gguf
-from small_models import CLASSIC, DEEPSEEK, DENSE, GEMMA, GEMMA3N, MOE, SMALL, caches, load, run
+from small_models import CLASSIC, DEEPSEEK, DENSE, GEMMA, GEMMA3N, GEMMA4, MOE, SMALL, caches, load, run
 
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
@@ -55,6 +55,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **MOE,
     **DEEPSEEK,
     "gemma3n": ("Gemma3nTextConfig", GEMMA3N),
+    **GEMMA4,
     "gemma3-linear": ("Gemma3TextConfig", GEMMA | {"layer_types": MIXED, "rope_parameters": BY_KIND}),
 }
 
@@ -81,7 +82,7 @@ def test_logits_equal_transformers(case: str, tmp_path: Path, monkeypatch: pytes
         if parameter.dim() == 1 or parameter_name.endswith("bias"):  # norms, biases and sinks
             parameter.data += torch.randn_like(parameter) * 0.3
     for buffer_name, buffer in theirs.named_buffers():
-        if buffer_name.endswith("e_score_correction_bias"):
+        if buffer_name.endswith(("e_score_correction_bias", "layer_scalar")):
             buffer += torch.randn_like(buffer) * 0.3
     theirs.save_pretrained(tmp_path)
     tokens = torch.randint(0, 211, (37,)).tolist()

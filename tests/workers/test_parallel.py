@@ -13,7 +13,7 @@ import pytest
 import torch
 from gguf_models import write_gguf
 from sharded_models import LIMIT_S, load_shards, logits_of, shards, together
-from small_models import CLASSIC, CPU, DEEPSEEK, DENSE, GEMMA, MOE, SMALL, caches, load, run
+from small_models import CLASSIC, CPU, DEEPSEEK, DENSE, GEMMA, GEMMA3N, GEMMA4, MOE, SMALL, caches, load, run
 from tiny_models import spec_of
 from waiting import free_port
 
@@ -46,6 +46,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2Config", GEMMA),
     "gemma3": ("Gemma3TextConfig", GEMMA | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
 }
+CASES |= {"gemma3n": ("Gemma3nTextConfig", GEMMA3N), **GEMMA4}
+OWN_LAYOUTS = {"gemma3n": [(2, 1)], "gemma4-e2b": [(2, 1)], "gemma4-dense": [(4, 2)], "gemma4-moe": [(2, 2)]}
+"""Layers that share keys and values are in one stage; four ranks have one key-value head of the layers that see all."""
 LAYOUTS = [(2, 1), (1, 3), (6, 1), (2, 3)]  # six ranks share two key-value heads
 
 
@@ -83,7 +86,7 @@ def test_shards_give_the_logits_of_the_whole(case: str, tmp_path: Path) -> None:
     tokens = torch.randint(0, 211, (37,)).tolist()
     whole_model = load(tmp_path)
     whole = run(whole_model, caches(whole_model.spec, 24), [(tokens, 0, [7, 3, 11, 0, 5, 9, 1, 2, 8, 4])])
-    for tp, pp in LAYOUTS if case in EVERY_LAYOUT else [(2, 3)]:
+    for tp, pp in LAYOUTS if case in EVERY_LAYOUT else OWN_LAYOUTS.get(case, [(2, 3)]):
         found = together(load_shards(tmp_path, tp, pp), lambda model, comm: logits_of(model, comm, tokens))
         for logits in found[-tp:]:
             torch.testing.assert_close(logits, whole, atol=2e-5, rtol=1e-4)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_models import GEMMA, MOE, SMALL, caches, load, run
+from small_models import GEMMA, GEMMA4, MOE, SMALL, caches, load, run
 from torch import Tensor
 
 WEIGHTS = "model.safetensors"
@@ -28,6 +28,19 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 TIED = {"tie_word_embeddings": True}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "Gemma3ForConditionalGeneration": ("Gemma3Config", GEMMA | {"num_hidden_layers": 7} | TIED, SQUARE, TIED),
+    "Gemma4ForConditionalGeneration": (
+        "Gemma4Config",
+        GEMMA4["gemma4-e2b"][1] | {"pad_token_id": 0},
+        VISION | {"head_dim": 16, "num_key_value_heads": 2, "position_embedding_size": 16},
+        TIED | {"audio_config": None},
+    ),
+    "Gemma4UnifiedForConditionalGeneration": (
+        "Gemma4UnifiedConfig",
+        {key: value for key, value in GEMMA4["gemma4-dense"][1].items() if not key.startswith("hidden_size_per")}
+        | {"pad_token_id": 0},
+        {"mm_embed_dim": 32, "mm_posemb_size": 8, "patch_size": 2, "output_proj_dims": 32},
+        TIED | {"audio_config": None},
+    ),
     "Mistral3ForConditionalGeneration": (
         "Mistral3Config",
         {"model_type": "mistral", "sliding_window": None},

@@ -16,15 +16,16 @@ class CpuAttention(RotatedAttention):
 
     def __init__(self, batch: StepInputs, block_size: int) -> None:
         super().__init__(batch, block_size)
-        self._spans: Tensor | None = None  # the same for all layers
+        self._spans: dict[tuple[int, int], Tensor] = {}  # the same for all layers of so many heads
 
     def spans(self, num_heads: int, kv_heads: int) -> Tensor:
         """See kernel.spans."""
-        if self._spans is None:
+        heads = num_heads, kv_heads
+        if heads not in self._spans:
             batch = self._batch
             assert batch.lens is not None
-            self._spans = kernel.spans(batch.lens.query_lens, batch.num_decodes, num_heads, kv_heads)
-        return self._spans
+            self._spans[heads] = kernel.spans(batch.lens.query_lens, batch.num_decodes, *heads)
+        return self._spans[heads]
 
     def run(self, query: Tensor, cache: LayerCache, seen: Seen) -> Tensor:
         """See `RotatedAttention.run`."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from meshlm.protocol.config import ParallelConfig
-from meshlm.protocol.model import ModelSpec, MoESpec, StateSpec
+from meshlm.protocol.model import FullHeadsSpec, ModelSpec, MoESpec, StateSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,10 @@ class Shard:
         return self.tp_rank * each, (self.tp_rank + 1) * each
 
     def kv_heads(self, spec: ModelSpec) -> tuple[int, int]:
-        """First key-value head, and the one after the last."""
-        count = spec.num_key_value_heads
+        """First key-value head, and the one after the last; `spec` may be that of one layer (`ModelSpec.of_layer`)."""
+        return self._kv_heads(spec.num_key_value_heads)
+
+    def _kv_heads(self, count: int) -> tuple[int, int]:
         if count >= self.tp_size:
             each = count // self.tp_size
             return self.tp_rank * each, (self.tp_rank + 1) * each
@@ -129,7 +131,12 @@ class Shard:
             state=None if spec.state is None else self._local_state(spec.state, layers),
             no_rope_layers=spec.no_rope_layers and spec.no_rope_layers[layers.start : layers.stop],
             moe=None if spec.moe is None else self._local_moe(spec.moe, layers),
+            full_heads=None if spec.full_heads is None else self._local_full_heads(spec.full_heads),
         )
+
+    def _local_full_heads(self, heads: FullHeadsSpec) -> FullHeadsSpec:
+        first, last = self._kv_heads(heads.num_key_value_heads)
+        return replace(heads, num_key_value_heads=last - first)
 
     def _local_state(self, state: StateSpec, layers: range) -> StateSpec:
         """Groups of B and C follow the heads; with fewer of them than ranks, several ranks keep the same."""

@@ -112,7 +112,8 @@ class ModelEngine:
         )
         self._kv_scales = scales_of(self)
         specs, self._block_size = self.layout.specs, self.layout.block_size
-        self.rows = DeviceRows(rows, resolved.max_model_len, self._block_size, device, len(specs))
+        shares = self.layout.shares
+        self.rows = DeviceRows(rows, resolved.max_model_len, self._block_size, device, len(specs), shares)
         if resolved.logits_processors and samples:
             kinds = logits_processors.loaded(resolved.logits_processors)
             self.rows.table.processors = Processors(kinds, config, device, rows)

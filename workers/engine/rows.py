@@ -65,15 +65,23 @@ class DeviceRows:
     """Row `max_rows` is the dummy of padding.
 
     `state` is all of it on the device; `tokens`, `block_tables` and `sampling` are views of it, by row, floats kept as their bits.
-    `block_tables` [groups, rows, blocks] has one for each group of layers (protocol/kv.py); those of a row grow together.
+    `block_tables` [groups, rows, blocks] has one for each group of layers (protocol/kv.py); those of a row grow together. A page of a
+    group of which several layers share a tensor (`shares` by group) is so many virtual pages, and the table names the first.
     `num_prompt` and `table` are the host's: what the launch of a step depends on.
     """
 
     def __init__(
-        self, max_rows: int, max_model_len: int, block_size: int, device: torch.device, num_groups: int = 1
+        self,
+        max_rows: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        num_groups: int = 1,
+        shares: tuple[int, ...] = (),
     ) -> None:
         rows = max_rows + 1
         self.max_rows, self.block_size, self.num_groups = max_rows, block_size, num_groups
+        self._shares = np.array(shares or (1,) * num_groups, np.int32)
         self._width = aligned(max_model_len + 1)
         self._table = aligned(-(-max_model_len // block_size))
         layout = _Layout()
@@ -140,7 +148,8 @@ class DeviceRows:
             self._take(new, changes)
         if plan.block_rows:
             rows = np.frombuffer(plan.block_rows, np.int32)
-            changes.singles(self._appended(rows), np.frombuffer(plan.block_ids, np.int32))
+            ids = np.frombuffer(plan.block_ids, np.int32).reshape(-1, self.num_groups) * self._shares
+            changes.singles(self._appended(rows), ids.ravel())
         if plan.input_ids:  # a pipeline: the last stage sampled them
             ids = np.frombuffer(plan.input_ids, np.int32)
             rows, starts = (np.frombuffer(column, np.int32)[: len(ids)] for column in (plan.rows, plan.starts))
@@ -158,7 +167,7 @@ class DeviceRows:
         if isinstance(new.task, Pool):
             self.pools[row] = new.task
             self.second_from[row] = new.task.second_from
-        blocks = np.frombuffer(new.block_ids, np.int32).reshape(-1, self.num_groups)
+        blocks = np.frombuffer(new.block_ids, np.int32).reshape(-1, self.num_groups) * self._shares
         self.num_prompt[row] = new.num_prompt_tokens
         self._num_blocks[row] = len(blocks)
         changes.run(self._tokens_at + row * self._width, np.frombuffer(new.token_ids, np.int32))

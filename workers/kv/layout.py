@@ -3,6 +3,10 @@
 The groups are those of the whole model (protocol/kv.py), so all workers of a scheduler have the same ones. A page is the same place
 in every tensor: layer j of each group, counted among this worker's own, lives in tensor j. Made once, by the engine.
 
+Where a group's layers take a part of the bytes that a tensor has for a token, several of them share it: a page is so many virtual
+pages there, of which each layer has one. The group's block tables count virtual pages on the device (`shares`), and a layer's view
+begins at its own first one, so that attention knows nothing of it.
+
 Recurrent states share the pages: a tensor is two halves of bytes then, which attention takes as keys and values, and a state as two
 halves of its heads and channels. A block is made as long as a state is large.
 """
@@ -26,6 +30,7 @@ from meshlm.protocol.kv import (
     caches_of,
     make_groups,
     pages_of,
+    shares,
     waste,
 )
 from meshlm.protocol.model import ModelSpec, StateSpec
@@ -40,6 +45,8 @@ ALIGN = 16  # bytes; numbers of any dtype may begin there
 def cache_shape(spec: KVSpec, model: ModelSpec, num_pages: int, block_size: int) -> tuple[int, ...]:
     """The shape of the tensor of one layer that attends. `model` is this worker's part of the model."""
     match spec:
+        case FullAttention() if model.full_heads is not None:
+            return 2, num_pages, block_size, model.full_heads.num_key_value_heads, model.full_heads.head_dim
         case FullAttention() | SlidingWindow() | ChunkedAttention() | EncoderOnly():
             return 2, num_pages, block_size, model.num_key_value_heads, model.head_dim
         case Latent(rank, rotary, index):
@@ -99,6 +106,7 @@ class LayerPlace(NamedTuple):
     layer: int  # counted among the worker's own
     group: int
     tensor: int
+    nth: int = 0  # among the layers of its group that share the tensor
 
 
 class KVLayout:
@@ -116,12 +124,13 @@ class KVLayout:
     ) -> None:
         """model: the whole of it. cache, model_dtype: what states need to know."""
         self.dtype, self._local, self._half_bytes = dtype, shard.local(model), 0
-        shapes = {cache_shape(kind, self._local, 1, 1) for _, kind in caches_of(model) if not kind.carried}
-        assert len(shapes) <= 1, "layers whose tokens take different shapes cannot share a page"
-        layer_bytes = sum(map(prod, shapes)) * dtype.itemsize
+        kinds = {kind for _, kind in caches_of(model) if not kind.carried}
+        of_kind = {kind: prod(cache_shape(kind, self._local, 1, 1)) * dtype.itemsize for kind in kinds}
+        layer_bytes, _ = shares(of_kind)
         self.states: StateLayout | None = None
         cache = cache or CacheConfig()
         if self._local.state is not None:
+            assert len(set(of_kind.values())) <= 1, "a state shares pages with caches of one size"
             self.states = _state_layout(self._local.state, cache, model_dtype or dtype)
             if not layer_bytes:  # blocks are for checkpoints alone
                 block_size = max(block_size, cache.mamba_block_size or CHECKPOINT_TOKENS)
@@ -129,14 +138,17 @@ class KVLayout:
             self._half_bytes = max(self.states.half_bytes, layer_bytes * block_size // 2)
         self.block_size = block_size
         found = caches_of(model, state_spec(cache, block_size)) if self.states else caches_of(model)
-        groups = make_groups([kind for _, kind in found], block_size, layer_bytes, max_model_len)
+        every = {kind: of_kind.get(kind, layer_bytes) for _, kind in found}
+        groups = make_groups([kind for _, kind in found], block_size, every, max_model_len)
         self.specs = tuple(group.spec for group in groups)
+        self.shares = tuple(group.layers_per_tensor for group in groups)
+        self._unit = layer_bytes // dtype.itemsize  # numbers of a token in a tensor
         own = shard.layers(model.num_hidden_layers)
         self.num_layers = len(own)
         self.places = [
-            LayerPlace(layer - own.start, nth, tensor)
+            LayerPlace(layer - own.start, nth, *divmod(place, group.layers_per_tensor))
             for nth, group in enumerate(groups)
-            for tensor, layer in enumerate(found[one][0] for one in group.layers if found[one][0] in own)
+            for place, layer in enumerate(found[one][0] for one in group.layers if found[one][0] in own)
         ]
         self.num_tensors = 1 + max((place.tensor for place in self.places), default=0)
         self.page_bytes = self.num_tensors * (2 * self._half_bytes or block_size * layer_bytes)
@@ -168,6 +180,11 @@ class KVLayout:
                     tensor = tensor.view(self.dtype).view(
                         cache_shape(spec, self._local, tensor.shape[1], self.block_size)
                     )
+                elif (share := self.shares[place.group]) > 1:
+                    size = cache_shape(spec, self._local, tensor.shape[1] * share, self.block_size)
+                    tensor = tensor.view(size)[:, place.nth :]
+                elif self._local.full_heads is not None:
+                    tensor = tensor.view(cache_shape(spec, self._local, tensor.shape[1], self.block_size))
                 found[place.layer] = LayerCache(tensor[0], tensor[1], *scales[place.layer], place.group)
         if self._local.num_kv_shared_layers:
             found = [found[self._local.kv_source(layer)] for layer in range(self.num_layers)]
@@ -177,6 +194,8 @@ class KVLayout:
         """The shape of each tensor."""
         if self.states:
             return 2, num_pages, self._half_bytes
+        if self._local.full_heads is not None:
+            return 2, num_pages, self.block_size, self._unit // 2
         return cache_shape(self.specs[0], self._local, num_pages, self.block_size)
 
     def tokens_held(self, num_pages: int, num_tokens: int) -> int:

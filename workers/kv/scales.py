@@ -64,7 +64,7 @@ def _calculated(engine: "ModelEngine") -> list[tuple[float, float]]:
     layout = KVLayout(resolved.spec, count, resolved.max_model_len, engine.dtype, shard)
     caches = make_caches(layout, len(layout.specs), engine.device)
     states = engine.intermediate_tensors[:count]
-    batch = _prompt(count, resolved.spec.vocab_size, len(layout.specs), engine.device)
+    batch = _prompt(count, resolved.spec.vocab_size, layout.shares, engine.device)
     parts, model.parts = model.parts, None  # torch's compiler would compile a shape that never comes again
     with torch.inference_mode():
         if not shard.is_first:
@@ -75,27 +75,30 @@ def _calculated(engine: "ModelEngine") -> list[tuple[float, float]]:
             engine.comm.send(states)
     model.parts = parts
     first = shard.layers(resolved.spec.num_hidden_layers)[0]
-    return [_of_layer(layer, cache) for layer, cache in enumerate(caches, first)]
+    return [
+        _of_layer(layer, cache, cache.group * layout.shares[cache.group]) for layer, cache in enumerate(caches, first)
+    ]
 
 
-def _prompt(count: int, vocab_size: int, groups: int, device: torch.device) -> StepInputs:
-    """Group g has block g."""
+def _prompt(count: int, vocab_size: int, shares: tuple[int, ...], device: torch.device) -> StepInputs:
+    """Group g has block g, by the virtual pages that its layers see (`KVLayout.shares`)."""
+    blocks = [group * share for group, share in enumerate(shares)]
     places = torch.arange(count, device=device)
     lens = RequestLens(torch.tensor([count], device=device), (count,), (count,), 0)
     return StepInputs(
         places * STRIDE % vocab_size,
         places,
-        tuple(places + group * count for group in range(groups)),
-        tuple(torch.tensor([[group]], device=device) for group in range(groups)),
+        tuple(places + block * count for block in blocks),
+        tuple(torch.tensor([[block]], device=device) for block in blocks),
         None,
         0,
         lens,
     )
 
 
-def _of_layer(layer: int, cache: LayerCache) -> tuple[float, float]:
+def _of_layer(layer: int, cache: LayerCache, block: int) -> tuple[float, float]:
     def scale(pages: Tensor, most: float, what: str) -> float:
-        found = float(pages[cache.group].abs().max()) / most
+        found = float(pages[block].abs().max()) / most
         if not found < float("inf"):
             raise ProcessFatal(f"--calculate-kv-scales: layer {layer} has {what} that are no finite numbers")
         return found or 1.0

@@ -1,7 +1,8 @@
 """Rotary position embedding and its scalings, as a table of cosines and sines.
 
 RoFormer (Su et al. 2021); linear: position interpolation (Chen et al. 2023); llama3: Llama 3.1's frequency bands;
-yarn: Peng et al. 2023, section 3; longrope: Ding et al. 2024. Rotates halves (the Hugging Face layout).
+yarn: Peng et al. 2023, section 3; longrope: Ding et al. 2024; proportional: Gemma 4's, of which the first numbers of a head's halves
+turn and the others by zero. Rotates halves (the Hugging Face layout).
 """
 
 import math
@@ -15,7 +16,7 @@ from meshlm.protocol.model import ModelSpec, RopeSpec
 def rope_table(spec: ModelSpec, max_len: int, rope: RopeSpec | None = None) -> Tensor:
     """float32 [max_len, rotary_dim]: cosines in the first half, sines in the second. rope: another than the model's."""
     rope = rope or spec.rope
-    dim = spec.rotary_dim if rope is spec.rope else int(spec.head_dim * rope.partial_rotary_factor)
+    dim = spec.rotary_dim if rope is spec.rope else rope.rotary_dim(spec.head_dim)
     frequencies, factor = _frequencies(rope, dim, spec.max_position_embeddings, max_len)
     angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies)
     return torch.cat((angles.cos(), angles.sin()), dim=1) * factor
@@ -34,10 +35,13 @@ def _frequencies(rope: RopeSpec, dim: int, max_position: int, max_len: int) -> t
             return _llama3(rope, base, original), 1.0
         case "yarn":
             return _yarn(rope, base, dim, original)
+        case "proportional":  # the angles of the first numbers are as if all were rotated
+            still = torch.arange(len(base)) >= int(rope.partial_rotary_factor * dim // 2)
+            return base.masked_fill(still, 0.0) / rope.factor, 1.0
         case "longrope":
             return _longrope(rope, base, max_position, original, max_len)
     raise ValueError(
-        f"rope_type {rope.rope_type!r} is not supported; supported: default, linear, dynamic, llama3, yarn, longrope"
+        f"rope_type {rope.rope_type!r} is not supported; supported: default, linear, dynamic, llama3, yarn, longrope, proportional"
     )
 
 

@@ -5,7 +5,7 @@
 
 C and c are made of tanh(W norm(.)); e is the token's vector for this layer. The last layers use keys and values of an earlier one of
 their kind: they give its projections of a step's tokens to attention beside their own queries, which writes the same lines again.
-One worker computes it: an MLP's gates are cut at a multiple of their deviation, over all columns.
+An MLP's gates are cut at a multiple of their deviation over all columns: tensor-parallel ranks sum what each has of it.
 """
 
 import math
@@ -15,63 +15,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshlm.protocol.model import AltUpSpec, ModelSpec
+from meshlm.protocol.model import AltUpSpec, ModelSpec, PerLayerInputSpec
 from meshlm.workers.attention.backend import StepAttention
 from meshlm.workers.batch import LayerCache, StepInputs, with_given
+from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.norm import RMSNorm
-from meshlm.workers.layers.ops import ACTIVATIONS, AttentionShape, Ops
+from meshlm.workers.layers.ops import ACTIVATIONS, Ops
 from meshlm.workers.layers.partial_sum import PartialSum
-from meshlm.workers.models.decoder import Attention, DecoderLayer
 from meshlm.workers.models.gemma import Gemma, GemmaLayer
+from meshlm.workers.models.kv_sharing import SharedKV, SharingAttention, share_all
+from meshlm.workers.models.per_layer import PerLayerInputs
 
 LEAST = 1e-5  # of a mean square that is divided by
-SharedKV = dict[bool, Tensor]
-"""Keys and values [t, 2 kv_heads d] of this step's tokens, as they are given to attention, by whether their layers slide."""
-
-
-class Gemma3nAttention(Attention):
-    """Values are normed without a weight."""
-
-    def __init__(self, spec: ModelSpec, layer: int) -> None:
-        super().__init__(spec, layer)
-        self.source = spec.kv_source(layer)
-        self.shares = self.source != layer
-        self._queries = spec.num_attention_heads * spec.head_dim
-        self._keys = spec.num_key_value_heads * spec.head_dim
-        if self.shares:
-            self.qkv = Linear(spec.hidden_size, self._queries, bias=spec.attention_bias)
-            self.k_norm = None
-
-    def share(self, source: "Gemma3nAttention") -> None:
-        """After both were prepared: keys are normed as the source's."""
-        assert source._heads is not None
-        assert source.k_norm is not None
-        assert self.q_norm is not None
-        of = source._heads
-        norms = self.q_norm.weight, source.k_norm.weight
-        self._heads = AttentionShape(of.num_heads, of.num_kv_heads, of.head_dim, norms, of.eps, of.softcap)
-
-    def attended(self, x: Tensor, cache: LayerCache, context: ForwardContext, shared: SharedKV) -> Tensor:
-        """x [t, hidden], normed -> [t, hidden]."""
-        qkv, kind = self.qkv(x, context.ops), self.window > 0
-        if self.shares:
-            qkv = torch.cat((qkv, shared[kind]), dim=-1)
-        else:
-            values = qkv[:, self._queries + self._keys :].unflatten(-1, (-1, self._spec.head_dim))
-            values.copy_(F.rms_norm(values.float(), values.shape[-1:], None, self._spec.rms_norm_eps))
-            shared[kind] = qkv[:, self._queries :].clone()  # attention may rotate keys in place
-        out: Tensor = self.o(self.attend(qkv, cache, context), context.ops)
-        return out
 
 
 class Gemma3nLayer(GemmaLayer):
     """See the module docstring."""
 
-    attention_type = Gemma3nAttention
+    attention_type = SharingAttention
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__(spec, layer)
@@ -88,6 +53,8 @@ class Gemma3nLayer(GemmaLayer):
         self.per_layer_projection = Linear(own, hidden, bias=False)
         sparsity = spec.altup.activation_sparsity_pattern[layer]
         self._cut = NormalDist().inv_cdf(sparsity) if sparsity else None
+        self.comm: Communicator = SINGLE_RANK
+        self.ranks = 1  # that have some of the MLP's columns each
 
     def make_norms(self, spec: ModelSpec) -> None:
         """See `DecoderLayer.make_norms`."""
@@ -113,10 +80,11 @@ class Gemma3nLayer(GemmaLayer):
 
     def _attended(self, x: Tensor, cache: LayerCache, context: ForwardContext, shared: SharedKV) -> Tensor:
         ops, attention = context.ops, self.attention
-        assert isinstance(attention, Gemma3nAttention)
+        assert isinstance(attention, SharingAttention)
         normed = _norm(x, self.input_norm, ops)
         laurel = normed + _norm(self.laurel_right(self.laurel_left(normed, ops), ops), self.laurel_norm, ops)
-        found = _norm(attention.attended(normed, cache, context, shared), self.attention_out_norm, ops)
+        attended = attention.o.row_parallel(attention.attended(normed, cache, context, shared), None, ops)
+        found = _norm(ops.finish_sum(attended, x.dtype), self.attention_out_norm, ops)
         out: Tensor = (x + found + laurel) / math.sqrt(2)
         return out
 
@@ -125,9 +93,14 @@ class Gemma3nLayer(GemmaLayer):
         assert isinstance(self.mlp, MLP)
         gate, up = self.mlp.gate_up(x, ops).chunk(2, dim=-1)
         if self._cut is not None:
-            gate = F.relu(gate - gate.mean(-1, keepdim=True) - gate.std(-1, keepdim=True, unbiased=False) * self._cut)
-        out: Tensor = self.mlp.down(self._act(gate) * up, ops)
-        return out
+            columns = gate.shape[-1] * self.ranks
+            mean = self._over_ranks(gate.sum(-1, keepdim=True)) / columns
+            deviation = (self._over_ranks((gate - mean).square().sum(-1, keepdim=True)) / columns).sqrt()
+            gate = F.relu(gate - mean - deviation * self._cut)
+        return ops.finish_sum(self.mlp.down.row_parallel(self._act(gate) * up, None, ops), x.dtype)
+
+    def _over_ranks(self, x: Tensor) -> Tensor:
+        return self.comm.all_reduce(x) if self.ranks > 1 else x
 
     def _modalities(self, x: Tensor, ops: Ops) -> Tensor:
         """[t, residuals]."""
@@ -148,36 +121,34 @@ class Gemma3n(Gemma):
     def __init__(self, spec: ModelSpec, max_len: int, shard: Shard = WHOLE) -> None:
         super().__init__(spec, max_len, shard)
         assert spec.altup is not None
-        assert shard.size == 1
+        assert shard.pp_size == 1
         self._altup: AltUpSpec = spec.altup
-        hidden, own, others = spec.hidden_size, spec.altup.hidden_size_per_layer_input, spec.altup.altup_num_inputs - 1
-        every = spec.num_hidden_layers * own
-        self.embed_per_layer = _parameter(spec.altup.vocab_size_per_layer_input, every)
-        self.project_per_layer = Linear(hidden, every, bias=False)
-        self.per_layer_norm = RMSNorm(own, spec.rms_norm_eps)
-        self.per_layer_norm.weight = nn.Parameter(self.per_layer_norm.weight.float(), requires_grad=False)
+        hidden, others = spec.hidden_size, spec.altup.altup_num_inputs - 1
+        self.entry = PerLayerInputs(inputs_of(spec.altup), spec.num_hidden_layers, hidden, spec.rms_norm_eps)
+        self.entry.norm.weight = nn.Parameter(self.entry.norm.weight.float(), requires_grad=False)
         self.projections, self.unembed = (
             nn.ModuleList(Linear(hidden, hidden, bias=False) for _ in range(others)) for _ in range(2)
         )
-        self._scale_per_layer = 1.0
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
         """See `Decoder.prepare`."""
         super().prepare(device, dtype)
-        self._scale_per_layer = float(torch.tensor(self._altup.hidden_size_per_layer_input**0.5, dtype=dtype))
-        attentions = [layer.attention for layer in self.layers if isinstance(layer, DecoderLayer)]
-        for attention in attentions:
-            assert isinstance(attention, Gemma3nAttention)
-            source = attentions[attention.source]
-            if attention.shares and isinstance(source, Gemma3nAttention):
-                attention.share(source)
+        self.entry.prepare(dtype)
+        share_all(self.layers)
+
+    def join(self, comm: Communicator) -> None:
+        """See `Decoder.join`."""
+        super().join(comm)
+        for layer in self.layers:
+            assert isinstance(layer, Gemma3nLayer)
+            layer.comm, layer.ranks = comm, self.shard.tp_size
 
     def forward(
         self, batch: StepInputs, caches: list[LayerCache], attention: StepAttention, residual: Tensor | None = None
     ) -> Tensor:
         """See `Decoder.forward`."""
         first = with_given(self.embedded(batch.input_ids)[0].value, batch.embeds)
-        own, size = self._per_layer(first, batch), _size(first)
+        own, size = self.entry(first, batch, self.ops), _size(first)
         x = torch.stack((first, *(_sized(module(first, self.ops), size) for module in self.projections)))
         context, shared = ForwardContext(batch, self.rope, attention, self.ops), SharedKV()
         for nth, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
@@ -187,18 +158,13 @@ class Gemma3n(Gemma):
         others = (_sized(module(of, self.ops), size) for module, of in zip(self.unembed, x[1:], strict=True))
         return self.normed(PartialSum(torch.stack((x[0], *others)).mean(dim=0)))
 
-    def _per_layer(self, x: Tensor, batch: StepInputs) -> Tensor:
-        """[t, layers, per layer]: of the token's number and of its embedding; of the latter alone where that came with a prompt."""
-        altup, ids = self._altup, batch.input_ids
-        projected = self.project_per_layer(x, self.ops) * self.spec.hidden_size**-0.5
-        lines = projected.view(-1, altup.hidden_size_per_layer_input)
-        projected = _norm(lines, self.per_layer_norm, self.ops).view(len(x), -1, altup.hidden_size_per_layer_input)
-        known = torch.where(ids < altup.vocab_size_per_layer_input, ids, 0)
-        rows = F.embedding(known, self.embed_per_layer).view_as(projected) * self._scale_per_layer
-        both = (projected + rows) * 2**-0.5
-        for begin, given in batch.embeds:
-            both[begin : begin + len(given)] = projected[begin : begin + len(given)]
-        return both
+
+def inputs_of(altup: AltUpSpec) -> PerLayerInputSpec:
+    """The sizes of the vectors of each layer."""
+    return PerLayerInputSpec(
+        hidden_size_per_layer_input=altup.hidden_size_per_layer_input,
+        vocab_size_per_layer_input=altup.vocab_size_per_layer_input,
+    )
 
 
 def _parameter(*shape: int) -> nn.Parameter:

@@ -92,6 +92,7 @@ def _range(weight: Weight, spec: ModelSpec, shard: Shard) -> tuple[int, int]:
             return first * size // spec.state.n_groups, last * size // spec.state.n_groups
         case Split.QUERY_HEADS | Split.KV_HEADS:
             of_query = weight.split is Split.QUERY_HEADS
+            spec = spec if weight.layer is None else spec.of_layer(weight.layer)
             first, last = shard.heads(spec) if of_query else shard.kv_heads(spec)
             each = size // (spec.num_attention_heads if of_query else spec.num_key_value_heads)
             return first * each, last * each

@@ -5,7 +5,7 @@ import pytest
 from tiny_models import spec_of
 
 from meshlm.protocol.config import ParallelConfig
-from meshlm.protocol.model import AltUpSpec, MoESpec
+from meshlm.protocol.model import AltUpSpec, FullHeadsSpec, MoESpec, PerLayerInputSpec
 from meshlm.runtime import platforms
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.settings import parallel
@@ -81,8 +81,7 @@ def test_visible_gpus(visible: str, count: int) -> None:
     assert platforms.named("cuda").num_devices({"CUDA_VISIBLE_DEVICES": visible}) == count
 
 
-@pytest.mark.parametrize("given", [config(tp=2), config(pp=2)])
-def test_a_model_that_one_worker_computes_is_not_split(given: ParallelConfig) -> None:
+def test_a_model_that_has_no_stages() -> None:
     altup = AltUpSpec(
         altup_num_inputs=4,
         altup_active_idx=0,
@@ -92,6 +91,24 @@ def test_a_model_that_one_worker_computes_is_not_split(given: ParallelConfig) ->
         vocab_size_per_layer_input=100,
         activation_sparsity_pattern=(),
     )
-    with pytest.raises(UsageError, match="is computed by one worker; use --data-parallel-size"):
-        parallel.check(given, msgspec.structs.replace(SMOLLM2, altup=altup), "cpu", 2)
-    parallel.check(config(dp=2), msgspec.structs.replace(SMOLLM2, altup=altup), "cpu", 2)
+    inputs = PerLayerInputSpec(hidden_size_per_layer_input=4, vocab_size_per_layer_input=100)
+    changed = (
+        ({"altup": altup}, "vectors that the first stage alone could make"),
+        ({"per_layer_input": inputs}, "vectors that the first stage alone could make"),
+        ({"num_kv_shared_layers": 2}, "keys and values of earlier ones, which another stage would have"),
+    )
+    for changes, said in changed:
+        spec = msgspec.structs.replace(SMOLLM2, **changes)
+        with pytest.raises(UsageError, match=f"{said}; use --tensor-parallel-size"):
+            parallel.check(config(pp=2), spec, "cpu", 2)
+        parallel.check(config(tp=3, dp=2), spec, "cpu", 6)
+
+
+def test_layers_with_heads_of_their_own_are_split_too() -> None:
+    heads = FullHeadsSpec(num_key_value_heads=9, head_dim=64)
+    spec = msgspec.structs.replace(SMOLLM2, num_attention_heads=18, num_key_value_heads=6, full_heads=heads)
+    parallel.check(config(tp=3), spec, "cpu", 3)
+    with pytest.raises(
+        UsageError, match=r"neither divides the model's 9 key-value heads nor is a multiple; .* over 1, 3$"
+    ):
+        parallel.check(config(tp=6), spec, "cpu", 6)

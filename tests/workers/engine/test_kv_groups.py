@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from served_engines import AGAIN, BLOCK, OUTPUT, PROMPTS, WINDOW, Engines, Reference, made, served
-from small_models import GEMMA, GEMMA3N, MOE
+from small_models import GEMMA, GEMMA3N, GEMMA4, MOE
 
 from meshlm.protocol.kv import ChunkedAttention, FullAttention, SlidingWindow
 
@@ -30,9 +30,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "floor_scale": 20,
         },
     ),
+    "gemma4": (  # layers that see all take half the bytes of those that slide, on two ranks too
+        "Gemma4TextConfig",
+        {**GEMMA4["gemma4-dense"][1], "sliding_window": WINDOW, "num_attention_heads": 8, "num_key_value_heads": 8}
+        | {"num_global_key_value_heads": 2},
+    ),
     "gpt-oss": ("GptOssConfig", {**MOE["gpt-oss"][1], "sliding_window": WINDOW, "num_hidden_layers": 4}),
 }
-PAGES = {"mistral": 9, "gemma2": 23, "gemma3": 78, "gpt-oss": 23, "llama4": 26}
+PAGES = {"mistral": 9, "gemma2": 23, "gemma3": 78, "gpt-oss": 23, "llama4": 26, "gemma4": 40}
 
 
 @pytest.fixture(params=CASES, scope="module")
@@ -59,9 +64,14 @@ def test_tokens_are_transformers(model: tuple[str, Path, Reference], backend: st
     assert engines.num_blocks < whole, "one request alone would not fit if all blocks were kept"
 
 
-def test_layers_that_share_have_no_memory_of_their_own(tmp_path: Path) -> None:
-    """Two of six layers use keys and values of the last ones of their kinds, in whose groups and pages they are."""
-    expected = made(("Gemma3nTextConfig", GEMMA3N | {"sliding_window": WINDOW}), tmp_path)
+@pytest.mark.parametrize(
+    ("case", "first_shared"), [(("Gemma3nTextConfig", GEMMA3N), 4), (GEMMA4["gemma4-e2b"], 2)], ids=["3n", "4"]
+)
+def test_layers_that_share_have_no_memory_of_their_own(
+    case: tuple[str, dict[str, Any]], first_shared: int, tmp_path: Path
+) -> None:
+    """The last two layers use keys and values of the last ones of their kinds, in whose groups and pages they are."""
+    expected = made((case[0], case[1] | {"sliding_window": WINDOW}), tmp_path)
     engines = Engines(tmp_path, 23, "torch")
     try:
         bench = served(engines)
@@ -71,6 +81,7 @@ def test_layers_that_share_have_no_memory_of_their_own(tmp_path: Path) -> None:
     assert bench.core.batching.num_preemptions > 0, "memory was to be too little"
     assert bench.cached[AGAIN[-1]] > 4 * WINDOW, "too little was found in the prefix cache"
     caches = engines.engines[0].compute.caches
-    assert [cache.keys.data_ptr() for cache in caches[4:]] == [cache.keys.data_ptr() for cache in caches[2:4]]
-    assert [cache.group for cache in caches[4:]] == [cache.group for cache in caches[2:4]]
-    assert len({(cache.keys.data_ptr(), cache.group) for cache in caches}) == 4
+    source = slice(first_shared - 2, first_shared)
+    assert [cache.keys.data_ptr() for cache in caches[first_shared:]] == [c.keys.data_ptr() for c in caches[source]]
+    assert [cache.group for cache in caches[first_shared:]] == [cache.group for cache in caches[source]]
+    assert len({(cache.keys.data_ptr(), cache.group) for cache in caches}) == first_shared

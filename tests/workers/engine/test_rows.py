@@ -57,6 +57,15 @@ def test_nothing_changed_is_nothing_sent() -> None:
     assert DeviceRows(ROWS, LENGTH, SIZE, torch.device("cpu")).changes(plan([], []))[1] == 0
 
 
+def test_pages_of_layers_that_share_a_tensor_are_several() -> None:
+    """New rows' blocks and those that are added later."""
+    rows = DeviceRows(ROWS, LENGTH, SIZE, torch.device("cpu"), 2, (1, 3))
+    apply(rows, plan([new_row(1, [5], [4, 7], SamplingParams(), 2)], [], 2))
+    apply(rows, plan([], [(1, 9)], 2))
+    assert rows.block_tables[0, 1, :3].tolist() == [4, 7, 9]
+    assert rows.block_tables[1, 1, :3].tolist() == [3 * block for block in in_group(1, [4, 7, 9])]
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_block_tables_follow_a_list_model(data: st.DataObject) -> None:

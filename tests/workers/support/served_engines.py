@@ -102,7 +102,8 @@ class Engines(Model):
         for engine in self.engines:
             for cache in engine.compute.caches:
                 if cache.keys.numel():
-                    cache.keys[others] = cache.values[others] = torch.nan
+                    own = [page * engine.layout.shares[cache.group] for page in others]
+                    cache.keys[own] = cache.values[own] = torch.nan
                 if cache.state is not None:
                     cache.state.ssm[:, others] = cache.state.conv[:, others] = torch.nan
 

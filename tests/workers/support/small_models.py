@@ -101,6 +101,35 @@ GEMMA3N: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 
+_GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 3.0,
+    "initializer_range": 0.2,
+}
+_WITH_INPUTS = {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 220}
+_EQUAL_KV = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+GEMMA4: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma4-e2b": (
+        "Gemma4TextConfig",
+        _GEMMA4 | _WITH_INPUTS | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "num_key_value_heads": 2},
+    ),
+    "gemma4-dense": ("Gemma4TextConfig", _GEMMA4 | _EQUAL_KV),
+    "gemma4-moe": (
+        "Gemma4TextConfig",
+        _GEMMA4
+        | _EQUAL_KV
+        | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 20},
+    ),
+}
+"""Small as the released ones: per-layer inputs and shared keys; other heads in layers that see all; experts beside MLPs."""
+
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2Config", {}),
     "olmo3": (
@@ -278,8 +307,9 @@ def caches(spec: ModelSpec, num_blocks: int) -> list[LayerCache]:
     if spec.mla is not None:
         lines = [torch.zeros(num_blocks, BLOCK, 1, spec.mla.line) for _ in range(spec.num_hidden_layers)]
         return [LayerCache(line, line) for line in lines]
-    shape = (num_blocks, BLOCK, spec.num_key_value_heads, spec.head_dim)
-    return [LayerCache(torch.zeros(shape), torch.zeros(shape)) for _ in range(spec.num_hidden_layers)]
+    own = [spec.of_layer(layer) for layer in range(spec.num_hidden_layers)]
+    shapes = [(num_blocks, BLOCK, layer.num_key_value_heads, layer.head_dim) for layer in own]
+    return [LayerCache(torch.zeros(shape), torch.zeros(shape)) for shape in shapes]
 
 
 def batch_of(parts: list[tuple[list[int], int, list[int]]]) -> StepInputs:

@@ -1,0 +1,65 @@
+"""Caches of layers that take unequal bytes of a page: none touches what is another's, in any page."""
+
+import pytest
+import torch
+from tiny_models import spec_of
+
+from meshlm.protocol.model import FullHeadsSpec, ModelSpec
+from meshlm.workers.batch import LayerCache
+from meshlm.workers.distributed.shard import WHOLE, Shard
+from meshlm.workers.kv.layout import KVLayout
+from meshlm.workers.memory import make_caches
+
+BLOCK, PAGES = 4, 5
+KINDS = (True, True, False, True, False, False)
+
+
+def model(kv_heads: int, head_dim: int) -> ModelSpec:
+    return spec_of(
+        num_hidden_layers=6,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        head_dim=8,
+        sliding_window=8,
+        sliding_layers=KINDS,
+        full_heads=FullHeadsSpec(num_key_value_heads=kv_heads, head_dim=head_dim),
+    )
+
+
+@pytest.mark.parametrize("heads", [(1, 16), (4, 16), (3, 16), (2, 16), (12, 16)])
+@pytest.mark.parametrize("shard", [WHOLE, Shard(0, 2, 1, 2)], ids=["whole", "a part"])
+def test_layers_of_a_page_lie_apart(heads: tuple[int, int], shard: Shard) -> None:
+    """Half, twice, one and a half times, and all the bytes of layers that slide."""
+    layout = KVLayout(model(*heads), BLOCK, 4096, torch.float32, shard)
+    caches = make_caches(layout, PAGES, torch.device("cpu"))
+    own = {place.layer: layout.specs[place.group] for place in layout.places}
+    assert sorted(own) == list(range(len(caches)))
+    begins = {id(tensor) for cache in caches for tensor in (cache.keys, cache.values)}
+    assert len(begins) == 2 * len(caches)
+    for group, share in enumerate(layout.shares):
+        mine = [cache for cache in caches if cache.group == group]
+        for number in range(PAGES):  # every layer of the group has one page whole, each page at a time
+            for nth, cache in enumerate(mine):
+                cache.keys[number * share], cache.values[number * share] = float(nth + 1), float(-nth - 1)
+                assert cache.keys[number * share].is_contiguous()
+            for nth, cache in enumerate(mine):
+                assert set(cache.keys[number * share].unique().tolist()) == {nth + 1}
+                assert set(cache.values[number * share].unique().tolist()) == {-nth - 1}
+    touched = {group: extents(layout, caches, group) for group in range(len(layout.shares))}
+    for pages in touched.values():
+        for number, extent in pages.items():
+            others = {other for found in touched.values() for page, other in found.items() if page != number}
+            assert all(not extent & other for other in others), "a page of one group reaches into another page"
+
+
+def extents(layout: KVLayout, caches: list[LayerCache], group: int) -> dict[int, frozenset[int]]:
+    """The addresses of each page's numbers."""
+    share, found = layout.shares[group], {}
+    for number in range(PAGES):
+        lines = [
+            half[number * share] for cache in caches if cache.group == group for half in (cache.keys, cache.values)
+        ]
+        found[number] = frozenset(
+            address for line in lines for address in range(line.data_ptr(), line.data_ptr() + 4 * line.numel(), 4)
+        )
+    return found

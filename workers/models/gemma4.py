@@ -1,0 +1,140 @@
+"""Gemma 4, for text. Layers that see all have heads of their own size and number; their values may be their keys.
+
+    h = x + norm(attention(norm(x)))
+    y = h + norm(mlp(norm(h)))                                       a dense layer
+    y = h + norm(norm(mlp(norm(h))) + norm(experts(norm(h))))        with experts, chosen by router(norm(h)) and scaled each
+    x = (y + norm(P (act(G y) * e))) * scalar                        e: the token's vector for this layer, where there is one
+
+Attention and sharing of keys and values: kv_sharing.py.
+"""
+
+from typing import ClassVar
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor, nn
+
+from meshlm.protocol.model import ModelSpec
+from meshlm.workers.attention.backend import StepAttention
+from meshlm.workers.batch import LayerCache, StepInputs, with_given
+from meshlm.workers.distributed.shard import WHOLE, Shard
+from meshlm.workers.forward_context import ForwardContext
+from meshlm.workers.layers.linear import Linear
+from meshlm.workers.layers.mlp import MLP
+from meshlm.workers.layers.moe import MoE
+from meshlm.workers.layers.norm import RMSNorm
+from meshlm.workers.layers.ops import ACTIVATIONS, Ops
+from meshlm.workers.layers.partial_sum import PartialSum
+from meshlm.workers.models.decoder import Attention
+from meshlm.workers.models.gemma import Gemma, GemmaLayer
+from meshlm.workers.models.kv_sharing import SharedKV, SharingAttention, share_all
+from meshlm.workers.models.per_layer import PerLayerInputs
+
+
+class ScaledExperts(MoE):
+    """Experts whose router has a norm of its own, and a scale for each of them."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        assert spec.moe is not None
+        self.router_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)  # its weight has 1 / sqrt(hidden) in it
+        self.per_expert_scale = nn.Parameter(torch.ones(spec.moe.num_experts), requires_grad=False)
+
+    def of(self, x: Tensor, norm: RMSNorm, batch: StepInputs, ops: Ops) -> Tensor:
+        """x [t, hidden], which the router norms itself, and `norm` for the experts -> [t, hidden]."""
+        _, _, routing = self.router.after_norm(PartialSum(x), self.router_norm, batch.slot_mapping[0], ops)
+        scales = self.per_expert_scale.float()[routing.experts.clamp(min=0).long()]
+        routing = routing._replace(weights=routing.weights * scales)
+        if self.replicas is not None:
+            routing = self.replicas.of(routing, ops)
+        found, _ = self.fused.forward(ops.rms_norm(x, norm.weight, norm.eps), routing)
+        return ops.finish_sum(found, x.dtype)
+
+
+class Gemma4Layer(GemmaLayer):
+    """See the module docstring."""
+
+    attention_type: ClassVar[type[Attention]] = SharingAttention
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__(replace(spec, moe=None), layer)
+        hidden, eps = spec.hidden_size, spec.rms_norm_eps
+        size = spec.of_layer(layer).intermediate_size
+        if size != spec.intermediate_size:
+            self.mlp = MLP(spec, size)
+        self.scalar = nn.Parameter(torch.ones(1), requires_grad=False)
+        self.moe: ScaledExperts | None = None
+        if spec.moe is not None:
+            self.moe = ScaledExperts(spec)
+            self.moe_norm, self.mlp_own_norm, self.moe_out_norm = (RMSNorm(hidden, eps) for _ in range(3))
+        self._takes_input = spec.per_layer_input is not None
+        if spec.per_layer_input is not None:
+            own = spec.per_layer_input.hidden_size_per_layer_input
+            self._act = ACTIVATIONS[spec.hidden_act]
+            self.per_layer_gate = Linear(hidden, own, bias=False)
+            self.per_layer_projection = Linear(own, hidden, bias=False)
+            self.per_layer_norm = RMSNorm(hidden, eps)
+
+    def step(
+        self, x: Tensor, own: Tensor | None, cache: LayerCache, context: ForwardContext, shared: SharedKV
+    ) -> Tensor:
+        """x [t, hidden], own [t, per layer] -> [t, hidden]."""
+        ops, attention, mlp = context.ops, self.attention, self.mlp
+        assert isinstance(attention, SharingAttention)
+        assert isinstance(mlp, MLP)
+        out = attention.attended(_norm(x, self.input_norm, ops), cache, context, shared)
+        found = ops.finish_sum(attention.o.row_parallel(out, None, ops), x.dtype)
+        h = x + _norm(found, self.attention_out_norm, ops)
+        found = ops.finish_sum(mlp.of_normed(_norm(h, self.post_norm, ops), ops), x.dtype)
+        if self.moe is not None:
+            found = _norm(found, self.mlp_own_norm, ops)
+            found = found + _norm(self.moe.of(h, self.moe_norm, context.batch, ops), self.moe_out_norm, ops)
+        y = h + _norm(found, self.mlp_out_norm, ops)
+        if own is not None:
+            gated = self._act(self.per_layer_gate(y, ops)) * own
+            y = y + _norm(self.per_layer_projection(gated, ops), self.per_layer_norm, ops)
+        scaled: Tensor = y * self.scalar
+        return scaled
+
+
+class Gemma4(Gemma):
+    """See `Decoder`."""
+
+    layer_type = Gemma4Layer
+
+    def __init__(self, spec: ModelSpec, max_len: int, shard: Shard = WHOLE) -> None:
+        super().__init__(spec, max_len, shard)
+        self.entry: PerLayerInputs | None = None
+        if spec.per_layer_input is not None:
+            assert shard.pp_size == 1
+            self.entry = PerLayerInputs(
+                spec.per_layer_input, spec.num_hidden_layers, spec.hidden_size, spec.rms_norm_eps
+            )
+            self.entry.norm.weight = nn.Parameter(self.entry.norm.weight.float(), requires_grad=False)
+
+    def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
+        """See `Decoder.prepare`."""
+        super().prepare(device, dtype)
+        if self.entry is not None:
+            self.entry.prepare(dtype)
+        share_all(self.layers)
+
+    def forward(
+        self, batch: StepInputs, caches: list[LayerCache], attention: StepAttention, residual: Tensor | None = None
+    ) -> Tensor:
+        """See `Decoder.forward`."""
+        if self.shard.is_first:
+            x = with_given(self.embedded(batch.input_ids)[0].value, batch.embeds)
+        else:
+            assert residual is not None
+            x = residual
+        own = None if self.entry is None else self.entry(x, batch, self.ops)
+        context, shared = ForwardContext(batch, self.rope, attention, self.ops), SharedKV()
+        for nth, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            assert isinstance(layer, Gemma4Layer)
+            x = layer.step(x, None if own is None else own[:, nth], cache, context, shared)
+        return self.normed(PartialSum(x)) if self.norm is not None else x
+
+
+def _norm(x: Tensor, norm: RMSNorm, ops: Ops) -> Tensor:
+    return ops.rms_norm(x.contiguous(), norm.weight, norm.eps)
