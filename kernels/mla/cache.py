@@ -17,7 +17,7 @@ from meshlm.kernels import pdl
 @triton.jit
 def _write(
     query, query_stride, latent, latent_stride, positions, slots, table, weight, cache, eps,
-    HEADS: tl.constexpr, NOPE: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, LINE: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -47,7 +47,7 @@ def _write(
     tl.store(line + RANK + p, k, mask=p < ROTARY)
     slot = tl.load(slots + token)
     if slot >= 0:
-        to = cache + slot * (RANK + ROTARY)
+        to = cache + slot * LINE
         tl.store(to + r, c, mask=r < RANK)
         tl.store(to + RANK + p, k, mask=p < ROTARY)
 
@@ -64,14 +64,14 @@ def latent_cache(
     """query [t, heads, nope + rotary], latent [t, rank + rotary] are changed in place; their lines may be strided.
 
     positions, slots int64 [t]; table float32 [max_len, rotary]: cosines, then sines; norm: weight [rank] and eps;
-    cache [blocks, page, rank + rotary].
+    cache [blocks, page, rank + rotary]; what stands behind that in a line stays as it is.
     """
     tokens, heads, dim = query.shape
     rotary = table.shape[1]
-    rank = cache.shape[2] - rotary
+    rank = latent.shape[1] - rotary
     _write[(tokens,)](
         query, query.stride(0), latent, latent.stride(0), positions, slots, table, norm[0], cache, norm[1],
-        HEADS=heads, NOPE=dim - rotary, RANK=rank, ROTARY=rotary, BLOCK_H=triton.next_power_of_2(heads),
+        HEADS=heads, NOPE=dim - rotary, RANK=rank, ROTARY=rotary, LINE=cache.shape[2], BLOCK_H=triton.next_power_of_2(heads),
         BLOCK_R=triton.next_power_of_2(rank), BLOCK_P=triton.next_power_of_2(rotary), PDL=pdl.supported(), num_warps=4,
         **({"launch_pdl": True} if pdl.supported() else {}),
     )  # fmt: skip

@@ -33,7 +33,7 @@ def share(request, split, rows, starts, ends, blocks, blocks_stride, splits, BLO
 @triton.jit(do_not_specialize=["splits"])
 def _decode(
     absorbed, query, query_stride, cache, out, parts, sums, blocks, blocks_stride, rows, starts, ends, splits, scale,
-    HEADS: tl.constexpr, NOPE: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, PAGE: tl.constexpr,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, PAGE: tl.constexpr, LINE: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
     OF_LINES: tl.constexpr, STAGES: tl.constexpr, ASKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -45,7 +45,7 @@ def _decode(
     )
     if ASKS:  # noqa: SIM102 (a constant of the compiler, and a value of the device)
         if (count == 1) & (split < used):
-            ask_for(first, last, table, cache, PAGE, RANK + ROTARY, BLOCK_N)
+            ask_for(first, last, table, cache, PAGE, LINE, RANK + ROTARY, BLOCK_N)
     if PDL:
         tl.extra.cuda.gdc_wait()
     if (count != 1) | (split >= used):  # padding, a prompt in a step of both, or a context of few tiles
@@ -61,7 +61,7 @@ def _decode(
         q_rope = tl.load(p_line[None, :] + p[:, None], mask=(p < ROTARY)[:, None] & (h < HEADS)[None, :], other=0.0)
         acc = tl.zeros((BLOCK_R, BLOCK_H), tl.float32)
         m, l, acc = latent_tile_of_lines(
-            q, q_rope, m, l, acc, first, last, table, cache, scale, PAGE, RANK, ROTARY, BLOCK_N, BLOCK_R, BLOCK_P, STAGES
+            q, q_rope, m, l, acc, first, last, table, cache, scale, PAGE, LINE, RANK, ROTARY, BLOCK_N, BLOCK_R, BLOCK_P, STAGES
         )  # fmt: skip
         acc = tl.trans(acc)
     else:
@@ -71,7 +71,7 @@ def _decode(
         query_at = tl.zeros((BLOCK_H,), tl.int32) + last
         m, l, acc = latent_tile(
             q, q_rope, m, l, acc, first, last, query_at, table, cache, scale,
-            PAGE, RANK, ROTARY, BLOCK_N, BLOCK_R, BLOCK_P, True, STAGES,
+            PAGE, LINE, RANK, ROTARY, BLOCK_N, BLOCK_R, BLOCK_P, True, STAGES,
         )  # fmt: skip
     inside = (h < HEADS)[:, None] & (r < RANK)[None, :]
     if used == 1:
@@ -108,9 +108,10 @@ def _combine(
     tl.store(out + (before.to(tl.int64) * HEADS + head) * RANK + r, found.to(out.dtype.element_ty), mask=r < RANK)
 
 
-def asks(cache: Tensor) -> bool:
-    """Whether lines can be asked for before their turn: bulk copies of Hopper and later, of multiples of 16 bytes."""
-    return pdl.supported() and cache.shape[2] * cache.element_size() % 32 == 0
+def asks(cache: Tensor, read: int) -> bool:
+    """Whether lines, of which so many numbers are read, can be asked for before their turn: bulk copies of Hopper and later, of
+    multiples of 16 bytes."""
+    return pdl.supported() and read * cache.element_size() % 32 == 0 and cache.shape[2] * cache.element_size() % 16 == 0
 
 
 def decode(
@@ -122,13 +123,15 @@ def decode(
     out: Tensor,
     workspace: tuple[Tensor, Tensor],
     tile: DecodeTile,
+    rotary: int = 0,
 ) -> None:
     """Attention of those of the first n requests of the columns that have one token: absorbed, out [>= n, heads, rank], contiguous.
 
     query [>= n, heads, nope + rotary] gives the rotated part; its first dimension may be strided. cache [blocks, page, rank + rotary].
-    workspace: float32 with room for [n, heads, splits, rank] and [n, heads, splits, 2].
+    workspace: float32 with room for [n, heads, splits, rank] and [n, heads, splits, 2]. rotary: where other numbers stand behind it in
+    lines; 0: it ends them.
     """
-    split_decode(absorbed, query, cache, at, scale, out, workspace, tile)
+    split_decode(absorbed, query, cache, at, scale, out, workspace, tile, rotary)
     if tile.splits > 1:
         heads, rank = absorbed.shape[1:]
         most = triton.next_power_of_2(tile.splits)
@@ -149,18 +152,19 @@ def split_decode(
     out: Tensor,
     workspace: tuple[Tensor, Tensor],
     tile: DecodeTile,
+    rotary: int = 0,
 ) -> None:
     """See `decode`. A request whose context one program has is in `out`; what several found of it, in the workspace."""
     heads, rank = absorbed.shape[1:]
-    rotary = cache.shape[2] - rank
+    rotary = rotary or cache.shape[2] - rank
     options: dict[str, int] = {"launch_pdl": True} if pdl.supported() else {}
     if tile.warps * tile.block_h == 128:  # so that a multiprocessor has room for two
         options["maxnreg"] = REGISTERS
     _decode[(-(-heads // tile.block_h), tile.splits, at.n)](
         absorbed, query, query.stride(0), cache, out, *workspace, at.blocks, at.blocks.stride(0), at.rows, at.starts, at.ends,
         tile.splits, scale,
-        HEADS=heads, NOPE=query.shape[2] - rotary, RANK=rank, ROTARY=rotary, PAGE=cache.shape[1], BLOCK_H=tile.block_h,
-        BLOCK_N=tile.block_n, BLOCK_R=triton.next_power_of_2(rank), BLOCK_P=max(16, triton.next_power_of_2(rotary)),
-        OF_LINES=tile.of_lines, STAGES=tile.stages, ASKS=asks(cache),
+        HEADS=heads, NOPE=query.shape[2] - rotary, RANK=rank, ROTARY=rotary, PAGE=cache.shape[1], LINE=cache.shape[2],
+        BLOCK_H=tile.block_h, BLOCK_N=tile.block_n, BLOCK_R=triton.next_power_of_2(rank),
+        BLOCK_P=max(16, triton.next_power_of_2(rotary)), OF_LINES=tile.of_lines, STAGES=tile.stages, ASKS=asks(cache, rank + rotary),
         PDL=pdl.supported(), num_warps=tile.warps, num_stages=tile.stages, **options,
     )  # fmt: skip

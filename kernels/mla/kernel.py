@@ -7,8 +7,8 @@ The right side is attention of all query heads over one head, whose keys are the
 `rank` numbers ("absorbed": nothing is projected up for each token). decode.py and prefill.py compute that; dense.py computes the left
 side for the tokens of one step, which is fewer operations where there are many queries.
 
-A line of the cache is [rank + rotary] numbers. `latent_tile` reads it once for keys and values. Requests are columns as in
-kernels/prepare_inputs: rows, starts, ends. Masks are causal.
+A line of the cache is [rank + rotary] numbers, behind which others may stand. `latent_tile` reads it once for keys and values. Requests
+are columns as in kernels/prepare_inputs: rows, starts, ends. Masks are causal.
 """
 
 import triton
@@ -18,7 +18,7 @@ import triton.language as tl
 @triton.jit
 def latent_tile(
     q, q_rope, m, l, acc, first, last, query_at, table, cache, scale,
-    PAGE: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    PAGE: tl.constexpr, LINE: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr, MASK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Lines [first, last) for a tile of queries q [M, BLOCK_R], q_rope [M, BLOCK_P] at positions query_at [M]; acc [M, BLOCK_R].
@@ -28,7 +28,7 @@ def latent_tile(
     r, p = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
     for begin in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         at = begin + tl.arange(0, BLOCK_N)
-        c, k = _lines(at, last, r, p, table, cache, PAGE, RANK, ROTARY, BLOCK_R, BLOCK_P, MASK)
+        c, k = _lines(at, last, r, p, table, cache, PAGE, LINE, RANK, ROTARY, BLOCK_R, BLOCK_P, MASK)
         s = tl.dot(q, tl.trans(c))
         s = tl.dot(q_rope, tl.trans(k), s) * (scale * 1.4426950408889634)
         if MASK:
@@ -46,7 +46,7 @@ def latent_tile(
 @triton.jit
 def latent_tile_of_lines(
     q, q_rope, m, l, acc, first, last, table, cache, scale,
-    PAGE: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    PAGE: tl.constexpr, LINE: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The same with lines as the rows of both products, for queries that see all of them: q [BLOCK_R, H], acc [BLOCK_R, H].
@@ -56,7 +56,7 @@ def latent_tile_of_lines(
     r, p = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
     for begin in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         at = begin + tl.arange(0, BLOCK_N)
-        c, k = _lines(at, last, r, p, table, cache, PAGE, RANK, ROTARY, BLOCK_R, BLOCK_P, True)
+        c, k = _lines(at, last, r, p, table, cache, PAGE, LINE, RANK, ROTARY, BLOCK_R, BLOCK_P, True)
         s = tl.dot(c, q)
         s = tl.dot(k, q_rope, s) * (scale * 1.4426950408889634)
         s = tl.where((at < last)[:, None], s, float("-inf"))
@@ -72,14 +72,14 @@ def latent_tile_of_lines(
 @triton.jit
 def _lines(
     at, last, r, p, table, cache,
-    PAGE: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+    PAGE: tl.constexpr, LINE: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
     MASK: tl.constexpr,
 ):  # fmt: skip
     """Latents [N, BLOCK_R] and rotated keys [N, BLOCK_P] of these tokens. From `last` on they are the last one's."""
     if MASK:
         at = tl.minimum(at, last - 1)
     page = tl.load(table + at // PAGE).to(tl.int64)
-    line = cache + (page * PAGE + at % PAGE) * (RANK + ROTARY)
+    line = cache + (page * PAGE + at % PAGE) * LINE
     if BLOCK_R == RANK:
         c = tl.load(line[:, None] + r[None, :])
     else:
@@ -92,13 +92,18 @@ def _lines(
 
 
 @triton.jit
-def ask_for(first, last, table, cache, PAGE: tl.constexpr, LINE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Have the lines of tokens first .. first + BLOCK_N - 1, but none from `last` on, brought to the L2 cache; by halves."""
+def ask_for(
+    first, last, table, cache, PAGE: tl.constexpr, LINE: tl.constexpr, READ: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Have the first READ numbers of the lines of tokens first .. first + BLOCK_N - 1 brought to the L2 cache, by halves.
+
+    Of none from `last` on.
+    """
     half = tl.arange(0, 2 * BLOCK_N)
     at = tl.minimum(first + half // 2, last - 1)
     page = tl.load(table + at // PAGE).to(tl.int64)
-    place = cache + (page * PAGE + at % PAGE) * LINE + half % 2 * (LINE // 2)
-    BYTES: tl.constexpr = LINE // 2 * (cache.dtype.element_ty.primitive_bitwidth // 8)
+    place = cache + (page * PAGE + at % PAGE) * LINE + half % 2 * (READ // 2)
+    BYTES: tl.constexpr = READ // 2 * (cache.dtype.element_ty.primitive_bitwidth // 8)
     tl.static_assert(BYTES % 16 == 0)
     tl.inline_asm_elementwise(
         f"cp.async.bulk.prefetch.L2.global [$1], {BYTES}; mov.b32 $0, 0;",

@@ -60,10 +60,12 @@ def _prefill(
         last = tl.minimum(start + nth + BLOCK_Q, start + count)
         whole = (start + nth + 1) // BLOCK_N * BLOCK_N  # lines below are seen by every query of the tile
     m, l, acc = latent_tile(
-        q, q_rope, m, l, acc, 0, whole, query_at, table, cache, scale, PAGE, RANK, ROTARY, BLOCK_N, BLOCK_R, BLOCK_P, False, STAGES
+        q, q_rope, m, l, acc, 0, whole, query_at, table, cache, scale,
+        PAGE, RANK + ROTARY, RANK, ROTARY, BLOCK_N, BLOCK_R, BLOCK_P, False, STAGES,
     )  # fmt: skip
     m, l, acc = latent_tile(
-        q, q_rope, m, l, acc, whole, last, query_at, table, cache, scale, PAGE, RANK, ROTARY, BLOCK_N, BLOCK_R, BLOCK_P, True, 1
+        q, q_rope, m, l, acc, whole, last, query_at, table, cache, scale,
+        PAGE, RANK + ROTARY, RANK, ROTARY, BLOCK_N, BLOCK_R, BLOCK_P, True, 1,
     )  # fmt: skip
     some = tl.where(l == 0.0, 1.0, l)
     tl.store(out + where, (acc / some[:, None]).to(out.dtype.element_ty), mask=inside)

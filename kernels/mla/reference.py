@@ -31,7 +31,7 @@ def latent_cache(
     latent[:, -rotary:] = turn(latent[:, None, -rotary:])[:, 0]
     latent[:, :-rotary] = rms_norm(latent[:, :-rotary], *norm)
     written = slots >= 0
-    cache.view(-1, cache.shape[2])[slots[written]] = latent[written]
+    cache.view(-1, cache.shape[2])[slots[written], : latent.shape[1]] = latent[written]
 
 
 def absorbed_attention(

@@ -14,9 +14,12 @@ from meshlm.kernels.attention.prefill import prefill
 from meshlm.kernels.attention.proof import Variant
 from meshlm.kernels.attention.seen_proof import prove_chunks, prove_slopes
 from meshlm.kernels.attention.tiles import decode_tiles, most_parts, tile_of_head
+from meshlm.kernels.lightning_index.proof import IndexShape, prove_index
 from meshlm.protocol.model import ModelSpec, StateSpec
 from meshlm.workers.attention.aux_stream import AuxStream
+from meshlm.workers.attention.sparse_latent import Chosen
 from meshlm.workers.attention.triton_latent import LatentWorkspace, TritonLatentAttention
+from meshlm.workers.attention.triton_sparse import TritonSparseAttention
 from meshlm.workers.batch import UNKNOWN, LayerCache, StepInputs
 from meshlm.workers.layers.ops import AttentionShape, LatentShape, Ops
 from meshlm.workers.states.triton_states import KINDS, TritonStates
@@ -61,6 +64,7 @@ class TritonAttention:
         columns = batch.columns
         self._longest = columns.blocks.shape[1] * block_size
         self._latent = TritonLatentAttention(batch, latent, side)
+        self._sparse = TritonSparseAttention(batch, latent)
         self._num = columns.n if batch.num_decodes == UNKNOWN else batch.num_decodes
         shared = (columns.rows, columns.starts, columns.ends)
         self._columns = [Columns(*shared, columns.n, blocks) for blocks in batch.block_tables]  # by group
@@ -129,8 +133,13 @@ class TritonAttention:
         cache: LayerCache,
         heads: LatentShape,
         scale: float,
+        chosen: Chosen | None = None,
     ) -> Tensor:
         lines, columns = cache.keys.squeeze(2), self._columns[cache.group]
+        if chosen is not None:
+            ops.latent_cache(query, latent, batch, table, cache, heads)
+            slots = batch.slot_mapping[cache.group]
+            return self._sparse.attend(query, chosen, slots, lines, columns, heads, scale)
         if self._latent.is_few(columns):
             slots = batch.slot_mapping[cache.group]
             return self._latent.attend_few(query, latent, table, slots, lines, columns, heads, scale)
@@ -198,8 +207,20 @@ def _wrong_slopes(variant: Variant, slopes: tuple[float, ...], device: torch.dev
     return f"its slopes of heads (ALiBi) are not right on this GPU: {reason}" if reason else ""
 
 
+@cache
+def _wrong_index(shape: IndexShape, dtype: torch.dtype, device: torch.device) -> str:
+    reason = prove_index(shape, dtype, device)
+    return f"its attention to chosen tokens (index_topk) is not right on this GPU: {reason}" if reason else ""
+
+
 def _wrong(spec: ModelSpec, device: torch.device, dtype: torch.dtype, page: int) -> str:
     """Why it cannot compute the attention of such a model; "" when it can. Proven here where few models ask for it."""
+    if spec.mla is not None:
+        mla, heads = spec.mla, spec.num_attention_heads
+        index = IndexShape(
+            heads, mla.kv_lora_rank, mla.qk_rope_head_dim, mla.index_n_heads, mla.index_head_dim, mla.index_topk, page
+        )
+        return _wrong_index(index, dtype, device) if mla.index_topk else ""
     shape = (spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, page)
     variant = Variant(*shape, dtype, windowed=False, capped=spec.attn_logit_softcapping > 0)
     if spec.attention_chunk_size and (reason := _wrong_chunks(variant, device)):
@@ -229,8 +250,6 @@ class TritonBackend:
             return f"it supports head sizes from 16 to 256, this model has {spec.head_dim}"
         if spec.mla is not None and spec.mla.kv_lora_rank > MOST_RANK:
             return f"it supports latents of up to {MOST_RANK}, this model has kv_lora_rank {spec.mla.kv_lora_rank}"
-        if spec.mla is not None and spec.mla.index_topk:
-            return "it has no kernel that reads chosen tokens alone (index_topk)"
         if spec.state is not None:
             return _without_states(spec.state, block_size, dtype, device)
         if block_size & (block_size - 1) or block_size < 8:

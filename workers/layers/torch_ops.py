@@ -107,7 +107,8 @@ class Composed:
         for x in (query, latent[:, None]):
             x[..., -heads.rotary :] = apply_rope_to_neighbours(x[..., -heads.rotary :], cos, sin)
         latent[:, : heads.rank] = self.rms_norm(latent[:, : heads.rank].contiguous(), *heads.norm)
-        cache.keys.flatten(0, 1).index_copy_(0, batch.slot_mapping[cache.group], latent[:, None])
+        lines = cache.keys.flatten(0, 1)[..., : latent.shape[1]]
+        lines.index_copy_(0, batch.slot_mapping[cache.group], latent[:, None])
 
     def norm(self: "Ops", x: PartialSum, norm: tuple[Tensor, float]) -> tuple[Tensor, Tensor]:
         """Terms that are split along K are added up by `add_rms_norm`, where there are any."""

@@ -6,11 +6,10 @@ The key of the index stands behind the token's latent in the cache. Tensor ranks
 published code multiplies q and k by a Hadamard matrix, which leaves their product as it is, and rounds both to 8 bits, which we do not.
 """
 
-import torch
 from torch import Tensor, nn
 
 from meshlm.protocol.model import MLASpec, ModelSpec
-from meshlm.workers.attention.sparse_latent import Chosen, attend_chosen
+from meshlm.workers.attention.sparse_latent import Chosen
 from meshlm.workers.batch import LayerCache
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.linear import Linear
@@ -78,22 +77,11 @@ class SparseLatentAttention(LatentAttention):
         qkv = self.qkv(normed, ops)
         latent = ops.rms_norm(qkv[:, : self._width].contiguous(), self.q_a_norm.weight, self.q_a_norm.eps)
         query = self.q_b(latent, ops).view(len(qkv), -1, self._spec.head_dim)
-        angles = context.rope[batch.positions]
-        chosen = self.index(normed, latent, angles, ops)
-        cos, sin = angles[:, None].to(query.dtype).chunk(2, dim=-1)
-        content, rotated = qkv[:, self._width :].split([shape.rank, shape.rotary], dim=1)
-        line = torch.cat(
-            (
-                ops.rms_norm(content.contiguous(), *shape.norm),
-                apply_rope_to_neighbours(rotated[:, None], cos, sin)[:, 0],
-                chosen.key,
-            ),
-            dim=1,
-        )[:, None]
-        cache.write(batch.slot_mapping[cache.group], line, line)
-        turned = apply_rope_to_neighbours(query[..., shape.nope :], cos, sin)
-        absorbed = torch.cat((shape.absorb(query), turned), dim=-1)
-        return shape.values(attend_chosen(absorbed, chosen, cache, batch, shape.rank, self.scale)).flatten(1)
+        chosen = self.index(normed, latent, context.rope[batch.positions], ops)
+        found = context.attention.attend_latent(
+            query, qkv[:, self._width :], ops, batch, context.rope, cache, shape, self.scale, chosen
+        )
+        return found.flatten(1)
 
 
 class SparseDeepseekLayer(DeepseekLayer):

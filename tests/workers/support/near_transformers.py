@@ -60,6 +60,12 @@ DEEPSEEK: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
     ),
 }
+_SPARSE = {**DEEPSEEK["deepseek-v3"][1], "head_dim": 32, "index_n_heads": 8, "index_head_dim": 64}
+SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "all are chosen": ("DeepseekV32Config", _SPARSE | {"index_topk": 512}),
+    "few are chosen": ("DeepseekV32Config", _SPARSE | {"index_topk": 96}),
+}
+"""DeepSeek-V3.2. Rounding changes which tokens are the best of many."""
 
 _STATES: dict[str, Any] = {
     "mamba_n_heads": 16,
@@ -135,7 +141,7 @@ def transformers_model(name: str, folder: Path, **changes: object) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    kind, settings = {**GEMMA, **DEEPSEEK, **MIXTURES, **HYBRIDS, **SEEN}[name]
+    kind, settings = {**GEMMA, **DEEPSEEK, **MIXTURES, **HYBRIDS, **SEEN, **SPARSE}[name]
     config = getattr(transformers, kind)(**{**SIZES, **settings, **changes})
     theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     for parameter_name, parameter in theirs.named_parameters():
