@@ -50,7 +50,7 @@ def variant_of(query: Tensor, keys: Tensor, extras: Extras) -> Variant:
     """query [t, heads, d], keys [blocks, page, kv_heads, d]."""
     _, heads, dim = query.shape
     seen = extras.window > 0, extras.cap > 0, extras.sinks is not None
-    return Variant(heads, keys.shape[2], dim, keys.shape[1], query.dtype, *seen)
+    return Variant(heads, keys.shape[2], dim, keys.shape[1], keys.dtype, *seen)
 
 
 def proven(variant: Variant) -> bool:

@@ -21,6 +21,7 @@ from meshlm.kernels.packed_gemm.reference import PackedWeight, decode
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.quantization.gguf import GGUFLinear
 from meshlm.workers.quantization.packed import PackedLinear
+from meshlm.workers.weights.gguf_form import GGUFPlan
 from meshlm.workers.weights.load import load_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -35,8 +36,9 @@ def test_error_is_no_worse_than_the_values_in_bfloat16(name: str, mode: str, tmp
     method = driver.engine.model.get_submodule("layers.0.attention.qkv").method
     assert isinstance(method, PackedLinear)
     assert isinstance(method.weight, PackedWeight)
-    assert method.weight.one_row
-    assert method.weight.some_rows, "its proof failed"
+    if method.weight.table is None:  # codes of a table are decoded for each product
+        assert method.weight.one_row
+        assert method.weight.some_rows, "its proof failed"
     ours, error = errors(deepcopy(theirs), driver)  # which leaves it in bfloat16; others get the same model
     assert ours <= 1.2 * error, f"mean error {ours:.4f}, the values' own {error:.4f}"
 
@@ -47,7 +49,7 @@ def test_gguf_weights_are_packed_and_give_their_values(kinds: dict[str, str], tm
     write_gguf(path, kinds, SPEC)
     asked = msgspec.structs.replace(resolved(path), dtype="bfloat16", device="cuda")
     with torch.inference_mode():
-        model = load_model(asked, gpu, 0, lambda done, total: None)
+        model = load_model(asked, gpu, 0, lambda done, total: None, plan=GGUFPlan("packed", "cuda"))
         for name in ("attention.qkv", "mlp.down"):
             product = model.get_submodule(f"layers.0.{name}")
             assert isinstance(product, Linear)

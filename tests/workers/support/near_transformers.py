@@ -1,5 +1,6 @@
 """How far an engine's logits are from float32, beside transformers' own in bfloat16: prompts in chunks, cached, preempted."""
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -139,9 +140,12 @@ SEEN: dict[str, tuple[str, dict[str, Any]]] = {
 def transformers_model(name: str, folder: Path, **changes: object) -> Any:
     """transformers' model with random weights that bfloat16 can hold, saved to the folder."""
     import transformers
+    from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
     torch.manual_seed(0)
     kind, settings = {**GEMMA, **DEEPSEEK, **MIXTURES, **HYBRIDS, **SEEN, **SPARSE}[name]
+    if name in HYBRIDS and "group_size" not in signature(MambaRMSNormGated).parameters:  # all groups have one norm there
+        settings = settings | {("mamba_n_groups" if name == "bamba" else "n_groups"): 1}
     config = getattr(transformers, kind)(**{**SIZES, **settings, **changes})
     theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     for parameter_name, parameter in theirs.named_parameters():
