@@ -27,7 +27,9 @@ needs_fp8 = pytest.mark.skipif(
 
 def near_in_fp8(got: torch.Tensor, expected: torch.Tensor) -> None:
     """Within one step of the format. The interpreter (triton 3.9) loses the carry when a value rounds up to a power of two."""
-    step = torch.isclose(got.float(), expected.float(), atol=0.01, rtol=0.26 if got.dtype == torch.float8_e5m2 else 0.13)
+    step = torch.isclose(
+        got.float(), expected.float(), atol=0.01, rtol=0.26 if got.dtype == torch.float8_e5m2 else 0.13
+    )
     assert float(step.float().mean()) >= (1.0 if ON_GPU else 0.98)
 
 

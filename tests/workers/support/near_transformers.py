@@ -144,7 +144,9 @@ def transformers_model(name: str, folder: Path, **changes: object) -> Any:
 
     torch.manual_seed(0)
     kind, settings = {**GEMMA, **DEEPSEEK, **MIXTURES, **HYBRIDS, **SEEN, **SPARSE}[name]
-    if name in HYBRIDS and "group_size" not in signature(MambaRMSNormGated).parameters:  # all groups have one norm there
+    if (
+        name in HYBRIDS and "group_size" not in signature(MambaRMSNormGated).parameters
+    ):  # all groups have one norm there
         settings = settings | {("mamba_n_groups" if name == "bamba" else "n_groups"): 1}
     config = getattr(transformers, kind)(**{**SIZES, **settings, **changes})
     theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
