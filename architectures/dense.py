@@ -146,10 +146,21 @@ def dense_gguf(metadata: GGUFMetadata, architecture: str, eps: str = "attention.
         rms_norm_eps=float(get(eps)),
         rope=gguf_rope(metadata),
         tie_word_embeddings="output.weight" not in shapes,
-        attention_bias="blk.0.attn_q.bias" in shapes,
-        output_bias="blk.0.attn_output.bias" in shapes,
+        attention_bias=metadata.has("attn_q.bias"),
+        output_bias=metadata.has("attn_output.bias"),
         dtype="float32",
     )
+
+
+def layers_that_attend(metadata: GGUFMetadata) -> tuple[GGUFMetadata, tuple[bool, ...]]:
+    """The metadata of a .gguf file with one number of key-value heads, and which layers attend: it is 0 of others. MetadataError."""
+    layers, key = int(metadata.get("block_count")), f"{metadata.kind}.attention.head_count_kv"
+    heads = metadata.get("attention.head_count_kv")
+    heads = [int(count) for count in heads] if isinstance(heads, list) else [int(heads)] * layers
+    if len(heads) != layers or len(set(heads) - {0}) > 1:
+        raise MetadataError(f"metadata {key} is {shown(heads)}; it must be 0 or one number by layer")
+    of_all = {**metadata.fields, key: max(heads) or int(metadata.get("attention.head_count"))}
+    return metadata._replace(fields=of_all), tuple(count > 0 for count in heads)
 
 
 def partly_rotated(spec: ModelSpec, metadata: GGUFMetadata) -> ModelSpec:

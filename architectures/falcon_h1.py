@@ -9,9 +9,16 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import integer, number, shown, words
-from meshlm.architectures.dense import attention_weights, decoder_weights, dense_spec, mlp_weights, norm_weights
-from meshlm.architectures.family import Family, Weight
-from meshlm.architectures.states import KEYS, PACKED, mamba2_state, mamba2_weights
+from meshlm.architectures.dense import (
+    attention_weights,
+    decoder_weights,
+    dense_gguf,
+    dense_spec,
+    mlp_weights,
+    norm_weights,
+)
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
+from meshlm.architectures.states import GGUF_PACKED, GGUF_STATE, KEYS, PACKED, mamba2_gguf, mamba2_state, mamba2_weights
 from meshlm.protocol.model import ModelSpec
 
 _NORMS = (("input_layernorm", "attn_norm", "input_norm"), ("pre_ff_layernorm", "ffn_norm", "post_norm"))
@@ -48,6 +55,18 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
         ),
         multipliers=_multipliers(config),
         logit_scale=_logit_scale(config, tied=spec.tie_word_embeddings),
+    )
+
+
+def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    """A file's weights have been multiplied already."""
+    spec = dense_gguf(metadata, architecture)
+    if spec.tie_word_embeddings:
+        raise MetadataError("tensor output.weight is missing: a file without it has no multiplier of logits")
+    return replace(
+        spec,
+        state=mamba2_gguf(metadata, (True,) * spec.num_hidden_layers),
+        multipliers=(1.0,) * (len(_ONE) + sum(_SEVERAL.values())),
     )
 
 
@@ -97,7 +116,8 @@ def _weights(spec: ModelSpec) -> Iterator[Weight]:
             last = weight.parameter == "attention.o.weight"
             yield weight._replace(beside=last, quantises=weight.quantises and not last)
         yield from mlp_weights(spec, spec.intermediate_size, ("feed_forward", "ffn_{}", "mlp"))
-        yield from norm_weights(spec, _NORMS)
+        for weight in norm_weights(spec, _NORMS):
+            yield weight._replace(gguf=weight.gguf.replace("ffn_norm.weight", "ffn_norm"))
 
     for weight in decoder_weights(spec, in_layer):
         name = weight.name if weight.layer is None else weight.name.partition(f".{weight.layer}.")[2]
@@ -132,6 +152,7 @@ FAMILY = Family(
     },
     packed=PACKED,
     rename=_renamed,
+    gguf=GGUFFamily("falcon-h1", _gguf, GGUF_STATE, packed=GGUF_PACKED),
     compiles=False,
     model="meshlm.workers.models.falcon_h1:FalconH1",
 )

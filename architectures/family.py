@@ -72,6 +72,10 @@ class GGUFMetadata(NamedTuple):
             raise MetadataError(f"metadata {self.kind}.{key} is missing")
         return value
 
+    def has(self, name: str) -> bool:
+        """Whether some layer has a tensor of this name."""
+        return any(found.endswith(f".{name}") for found in self.shapes)
+
 
 class MetadataError(ValueError):
     """The metadata of a .gguf file describes no model that can be served; the text says why."""

@@ -10,9 +10,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import number, words
-from meshlm.architectures.dense import dense_gguf, dense_spec, dense_weights
+from meshlm.architectures.dense import dense_gguf, dense_spec, dense_weights, layers_that_attend
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
 from meshlm.architectures.moe import GGUF_KEYS, ExpertNames, gguf_moe, moe_spec, moe_weights
+from meshlm.architectures.states import GGUF_STATE
 from meshlm.protocol.model import ModelSpec
 
 MULTIPLIERS = words("embedding_multiplier logits_scaling residual_multiplier attention_multiplier")
@@ -93,6 +94,15 @@ def granite_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
         raise MetadataError(f"metadata {metadata.kind}: {error}") from None
 
 
+def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    """Files of a Granite 4 without states are of this kind too, and name sizes of states and experts that they do not have."""
+    metadata, attends = layers_that_attend(metadata)
+    if not all(attends):
+        raise MetadataError(f"metadata {metadata.kind}.attention.head_count_kv is 0 of a layer")
+    spec = granite_gguf(metadata, architecture)
+    return replace(spec, intermediate_size=metadata.shapes.get("blk.0.ffn_up.weight", (spec.intermediate_size,))[0])
+
+
 def _moe_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     return replace(granite_gguf(metadata, architecture), moe=gguf_moe(metadata, norm_topk_prob=True))
 
@@ -106,8 +116,8 @@ DENSE = Family(
     defaults={**dict.fromkeys(MULTIPLIERS, 1.0), "max_position_embeddings": 2048},
     gguf=GGUFFamily(
         "granite",
-        granite_gguf,
-        GGUF_SCALES,
+        _gguf,
+        GGUF_SCALES | GGUF_STATE | {"expert_used_count", "expert_shared_feed_forward_length"},
         interleaved_heads=True,
     ),
 )

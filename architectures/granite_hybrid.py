@@ -12,21 +12,35 @@ from meshlm.architectures.dense import (
     attention_weights,
     decoder_weights,
     dense_spec,
+    layers_that_attend,
     mlp_weights,
     norm_weights,
+    partly_rotated,
 )
-from meshlm.architectures.family import Family, Weight
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
 from meshlm.architectures.granite import (
+    GGUF_SCALES,
     MULTIPLIERS,
     NAMES,
     PACKED_EXPERTS,
+    granite_gguf,
     multiplied,
     refuse_quantised,
     renamed_experts,
     with_multipliers,
 )
-from meshlm.architectures.moe import checked, expert_weights
-from meshlm.architectures.states import KEYS, MODEL, PACKED, layers_of, mamba2_state, mamba2_weights
+from meshlm.architectures.moe import GGUF_KEYS, checked, expert_weights, gguf_moe
+from meshlm.architectures.states import (
+    GGUF_PACKED,
+    GGUF_STATE,
+    KEYS,
+    MODEL,
+    PACKED,
+    layers_of,
+    mamba2_gguf,
+    mamba2_state,
+    mamba2_weights,
+)
 from meshlm.protocol.model import ModelSpec, MoESpec
 
 _KINDS = {"mamba": "state", "linear_attention": "state", "attention": "attention", "full_attention": "attention"}
@@ -62,13 +76,27 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     return with_multipliers(spec, config)
 
 
+def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    """Files of Bamba are of this kind too: with positions, and without multipliers."""
+    metadata, attends = layers_that_attend(metadata)
+    spec, states = granite_gguf(metadata, architecture), tuple(not one for one in attends)
+    if metadata.get("expert_count", 0):
+        shared = int(metadata.get("expert_shared_feed_forward_length", 0))
+        spec = replace(spec, moe=gguf_moe(metadata, norm_topk_prob=True, shared_intermediate_size=shared))
+    else:  # feed_forward_length is that of experts, also where there are none
+        wide = metadata.shapes.get("blk.0.ffn_up.weight", (spec.intermediate_size,))[0]
+        spec = replace(spec, intermediate_size=wide)
+    state = mamba2_gguf(metadata, states) if any(states) else None
+    return replace(partly_rotated(spec, metadata), attention_layers=attends, state=state)
+
+
 def _weights(spec: ModelSpec) -> Iterator[Weight]:
     def in_layer(layer: int) -> Iterator[Weight]:
         yield from attention_weights(spec) if spec.has_attention(layer) else mamba2_weights(spec)
         if spec.has_experts(layer):
             yield from expert_weights(spec, NAMES)
         else:
-            yield from mlp_weights(spec, spec.intermediate_size, ("shared_mlp", "", "mlp"))
+            yield from mlp_weights(spec, spec.intermediate_size, ("shared_mlp", "ffn_{}", "mlp"))
         yield from norm_weights(spec, PRE_NORMS)
 
     return multiplied(spec, decoder_weights(spec, in_layer))
@@ -102,6 +130,13 @@ FAMILY = Family(
         **PACKED_EXPERTS,
     },
     rename=renamed_experts,
+    gguf=GGUFFamily(
+        "granitehybrid",
+        _gguf,
+        GGUF_SCALES | GGUF_KEYS | GGUF_STATE | {"expert_shared_feed_forward_length"},
+        packed=GGUF_PACKED,
+        interleaved_heads=True,
+    ),
     compiles=False,
     model=MODEL,
 )

@@ -9,17 +9,19 @@ from meshlm.architectures.config_values import integer, words
 from meshlm.architectures.dense import (
     attention_weights,
     decoder_weights,
+    dense_gguf,
     dense_spec,
+    layers_that_attend,
     mlp_weights,
     norm_weights,
     one_window,
 )
-from meshlm.architectures.family import Family, Weight
-from meshlm.architectures.moe import ExpertNames, expert_weights, moe_spec
-from meshlm.architectures.selective_scan import mamba_state, mamba_weights
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
+from meshlm.architectures.moe import GGUF_KEYS, ExpertNames, expert_weights, gguf_moe, moe_spec
+from meshlm.architectures.selective_scan import GGUF_STATE, mamba_gguf, mamba_state, mamba_weights
 from meshlm.protocol.model import ModelSpec
 
-_NORMS = (("input_layernorm", "", "input_norm"), ("pre_ff_layernorm", "", "post_norm"))
+_NORMS = (("input_layernorm", "attn_norm", "input_norm"), ("pre_ff_layernorm", "ffn_norm", "post_norm"))
 _NAMES = ExpertNames(router="feed_forward.router", expert="feed_forward.experts.{}")
 
 
@@ -49,13 +51,29 @@ def _every(config: dict[str, Any], name: str, layers: int) -> tuple[bool, ...]:
     return tuple(layer % period == offset for layer in range(layers))
 
 
+def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    metadata, attends = layers_that_attend(metadata)
+    spec, moe = dense_gguf(metadata, architecture), None
+    layers = spec.num_hidden_layers
+    experts = tuple(f"blk.{layer}.ffn_gate_inp.weight" in metadata.shapes for layer in range(layers))
+    if any(experts):
+        moe = replace(gguf_moe(metadata), moe_layers=() if all(experts) else experts)
+    return replace(
+        spec,
+        moe=moe,
+        attention_layers=attends,
+        state=None if all(attends) else mamba_gguf(metadata, tuple(not one for one in attends), "weighted"),
+        no_rope_layers=(True,) * layers,
+    )
+
+
 def _weights(spec: ModelSpec) -> Iterator[Weight]:
     def in_layer(layer: int) -> Iterator[Weight]:
         yield from attention_weights(spec) if spec.has_attention(layer) else mamba_weights(spec)
         if spec.has_experts(layer):
             yield from expert_weights(spec, _NAMES)
         else:
-            yield from mlp_weights(spec, spec.intermediate_size, ("feed_forward", "", "mlp"))
+            yield from mlp_weights(spec, spec.intermediate_size, ("feed_forward", "ffn_{}", "mlp"))
         yield from norm_weights(spec, _NORMS)
 
     return decoder_weights(spec, in_layer)
@@ -89,6 +107,7 @@ FAMILY = Family(
         "max_position_embeddings": 262144,
     },
     rename=_renamed,
+    gguf=GGUFFamily("jamba", _gguf, GGUF_KEYS | GGUF_STATE, experts=True),
     compiles=False,
     model="meshlm.workers.models.jamba:Jamba",
 )

@@ -12,6 +12,7 @@ from meshlm.architectures.dense import (
     decoder_weights,
     dense_gguf,
     dense_spec,
+    layers_that_attend,
     mlp_weights,
     norm_weights,
 )
@@ -110,18 +111,11 @@ def _weights(spec: ModelSpec) -> Iterator[Weight]:
 
 
 def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
-    layers, kernel = int(metadata.get("block_count")), int(metadata.get("shortconv.l_cache"))
-    heads = metadata.get("attention.head_count_kv")
-    heads = [int(count) for count in heads] if isinstance(heads, list) else [int(heads)] * layers
-    if len(heads) != layers or len(set(heads) - {0}) != 1:
-        raise MetadataError(
-            f"metadata lfm2.attention.head_count_kv is {shown(heads)}; it must be 0 or one number by layer"
-        )
-    of_all = {**metadata.fields, "lfm2.attention.head_count_kv": max(heads)}
-    spec = dense_gguf(metadata._replace(fields=of_all), architecture)
+    kernel = int(metadata.get("shortconv.l_cache"))
+    metadata, attends = layers_that_attend(metadata)
+    spec = dense_gguf(metadata, architecture)
     if kernel < 2:
         raise MetadataError(f"metadata lfm2.shortconv.l_cache is {kernel}; it must be two or more")
-    attends = tuple(count > 0 for count in heads)
     return _with_states(spec, attends, kernel, bias=False)
 
 

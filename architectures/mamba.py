@@ -7,9 +7,9 @@ from msgspec.structs import replace
 
 from meshlm.architectures.config_values import boolean, integer, number, shown, words
 from meshlm.architectures.dense import decoder_weights
-from meshlm.architectures.family import Family, Weight
-from meshlm.architectures.mamba2 import CONTEXT, renamed
-from meshlm.architectures.selective_scan import mamba_state, mamba_weights
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
+from meshlm.architectures.mamba2 import CONTEXT, renamed, stateful_gguf
+from meshlm.architectures.selective_scan import GGUF_STATE, mamba_gguf, mamba_state, mamba_weights
 from meshlm.protocol.model import ModelSpec
 
 _NAMES = {
@@ -53,6 +53,14 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     )
 
 
+def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    """llama.cpp has one name for both."""
+    if metadata.get("ssm.dt_b_c_rms", False):
+        architecture = "FalconMambaForCausalLM"
+    state = mamba_gguf(metadata, (True,) * int(metadata.get("block_count")), _NORMS[architecture])
+    return stateful_gguf(metadata, architecture, state, (state.num_heads // 2, 2))
+
+
 def _weights(spec: ModelSpec) -> Iterator[Weight]:
     def in_layer(layer: int) -> Iterator[Weight]:
         yield from mamba_weights(spec)
@@ -81,12 +89,14 @@ _MAMBA = Family(
         "max_position_embeddings": CONTEXT,
     },
     rename=renamed,
+    gguf=GGUFFamily("mamba", _gguf, GGUF_STATE | {"ssm.dt_b_c_rms"}),
     compiles=False,
     model="meshlm.workers.models.jamba:Jamba",
 )
 _FALCON = _MAMBA._replace(
     architecture="FalconMambaForCausalLM",
     model_type="falcon_mamba",
+    gguf=None,
     keys=_MAMBA.keys | words("mixer_rms_eps use_falcon_mambapy"),
 )
 FAMILIES = (_MAMBA, _FALCON)

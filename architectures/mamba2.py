@@ -6,9 +6,17 @@ from typing import Any
 
 from meshlm.architectures.config_values import boolean, integer, number, shown, words
 from meshlm.architectures.dense import decoder_weights
-from meshlm.architectures.family import Family, Weight
-from meshlm.architectures.states import MODEL, PACKED, mamba2_state, mamba2_weights
-from meshlm.protocol.model import ModelSpec
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
+from meshlm.architectures.states import (
+    GGUF_PACKED,
+    GGUF_STATE,
+    MODEL,
+    PACKED,
+    mamba2_gguf,
+    mamba2_state,
+    mamba2_weights,
+)
+from meshlm.protocol.model import ModelSpec, StateSpec
 
 _NAMES = {
     "mamba_n_heads": "num_heads",
@@ -48,10 +56,40 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     )
 
 
+def stateful_gguf(metadata: GGUFMetadata, architecture: str, state: StateSpec, heads: tuple[int, int]) -> ModelSpec:
+    """The spec of a .gguf file whose layers have states alone. heads: that ranks may split, and the numbers of one. MetadataError."""
+    get, table = metadata.get, metadata.shapes.get("token_embd.weight", ())
+    layers, hidden = len(state.layers), int(get("embedding_length"))
+    if len(table) != 2 or layers > len(metadata.shapes):
+        raise MetadataError("tensor token_embd.weight is missing, or no matrix, or there are fewer tensors than layers")
+    return ModelSpec(
+        architecture=architecture,
+        vocab_size=table[0],
+        hidden_size=hidden,
+        intermediate_size=hidden,  # there is none, and it is read nowhere
+        num_hidden_layers=layers,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[0],
+        head_dim=heads[1],
+        max_position_embeddings=int(get("context_length", CONTEXT)),
+        rms_norm_eps=float(get("attention.layer_norm_rms_epsilon")),
+        tie_word_embeddings="output.weight" not in metadata.shapes,
+        dtype="float32",
+        state=state,
+        attention_layers=(False,) * layers,
+        mlp_layers=(False,) * layers,
+    )
+
+
+def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    state = mamba2_gguf(metadata, (True,) * int(metadata.get("block_count")))
+    return stateful_gguf(metadata, architecture, state, (state.num_heads, state.head_dim))
+
+
 def _weights(spec: ModelSpec) -> Iterator[Weight]:
     def in_layer(layer: int) -> Iterator[Weight]:
         yield from mamba2_weights(spec)
-        yield Weight("input_layernorm.weight", "", "input_norm.weight", (spec.hidden_size,))
+        yield Weight("input_layernorm.weight", "attn_norm.weight", "input_norm.weight", (spec.hidden_size,))
 
     return decoder_weights(spec, in_layer)
 
@@ -84,6 +122,7 @@ FAMILY = Family(
     },
     packed=PACKED,
     rename=renamed,
+    gguf=GGUFFamily("mamba2", _gguf, GGUF_STATE, packed=GGUF_PACKED),
     compiles=False,
     model=MODEL,
 )

@@ -3,10 +3,11 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from meshlm.architectures.config_values import boolean, integer, number
-from meshlm.architectures.family import Split, Weight
+from meshlm.architectures.config_values import boolean, integer, number, words
+from meshlm.architectures.family import GGUFMetadata, MetadataError, Split, Weight
 from meshlm.protocol.model import ModelSpec, StateSpec
 
+GGUF_STATE = words("ssm.conv_kernel ssm.inner_size ssm.state_size ssm.time_step_rank")
 _SIZES = ("mamba_expand", "mamba_d_state", "mamba_d_conv", "mamba_dt_rank")
 
 
@@ -40,6 +41,28 @@ def mamba_state(
         time_step_rank=sizes["mamba_dt_rank"],
         mixer_norm=mixer_norm,
         mixer_norm_eps=number(config.get("mixer_rms_eps", 1e-6), "mixer_rms_eps"),
+    )
+
+
+def mamba_gguf(
+    metadata: GGUFMetadata, layers: tuple[bool, ...], mixer_norm: Literal["none", "plain", "weighted"]
+) -> StateSpec:
+    """The state of these layers of a .gguf file. MetadataError."""
+    names = ("inner_size", "state_size", "conv_kernel", "time_step_rank")
+    inner, numbers, kernel, rank = sizes = [int(metadata.get(f"ssm.{name}")) for name in names]
+    if min(sizes) < 1:
+        raise MetadataError(f"metadata {metadata.kind}.ssm: sizes must be positive")
+    return StateSpec(
+        kind="mamba",
+        layers=layers,
+        num_heads=inner,
+        head_dim=1,
+        state_size=numbers,
+        conv_kernel=kernel,
+        conv_bias=metadata.has("ssm_conv1d.bias"),
+        proj_bias=metadata.has("ssm_in.bias"),
+        time_step_rank=rank,
+        mixer_norm=mixer_norm,
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from meshlm.architectures.config_values import boolean, integer, number, shown, words
-from meshlm.architectures.family import Split, Weight
+from meshlm.architectures.family import GGUFMetadata, MetadataError, Split, Weight
 from meshlm.protocol.model import ModelSpec, StateSpec
 
 KEYS = words("""
@@ -15,6 +15,11 @@ PACKED: Mapping[str, tuple[str, ...]] = {
     "mamba.in_proj": tuple(f"mamba.{part}_proj" for part in ("z", "x", "b", "c", "dt")),
     "mamba.conv1d": tuple(f"mamba.{part}_conv" for part in "xbc"),
 }
+GGUF_PACKED: Mapping[str, tuple[str, ...]] = {
+    "ssm_in": tuple(f"ssm_in.{part}" for part in ("z", "x", "b", "c", "dt")),
+    "ssm_conv1d": tuple(f"ssm_conv1d.{part}" for part in "xbc"),
+}
+GGUF_STATE = words("ssm.conv_kernel ssm.inner_size ssm.state_size ssm.time_step_rank ssm.group_count")
 MODEL = "meshlm.workers.models.hybrid:Hybrid"
 
 
@@ -66,6 +71,28 @@ def mamba2_state(
     )
 
 
+def mamba2_gguf(metadata: GGUFMetadata, layers: tuple[bool, ...]) -> StateSpec:
+    """The state of these layers of a .gguf file. MetadataError."""
+    names = ("time_step_rank", "inner_size", "state_size", "group_count", "conv_kernel")
+    heads, inner, numbers, groups, kernel = sizes = [int(metadata.get(f"ssm.{name}")) for name in names]
+    if min(sizes) < 1 or inner % heads or heads % groups:
+        raise MetadataError(
+            f"metadata {metadata.kind}.ssm: {inner} numbers of {heads} heads in {groups} groups are not supported"
+        )
+    return StateSpec(
+        kind="mamba2",
+        layers=layers,
+        num_heads=heads,
+        head_dim=inner // heads,
+        state_size=numbers,
+        n_groups=groups,
+        conv_kernel=kernel,
+        conv_bias=metadata.has("ssm_conv1d.bias"),
+        proj_bias=metadata.has("ssm_in.bias"),
+        gated_norm=metadata.has("ssm_norm.weight"),
+    )
+
+
 def dtype_of_states(config: dict[str, Any]) -> str:
     """That the file wants for states. ValueError."""
     found = config.get("mamba_ssm_cache_dtype") or config.get("mamba_ssm_dtype") or "auto"
@@ -111,17 +138,24 @@ def mamba2_weights(spec: ModelSpec) -> Iterator[Weight]:
     wide, groups = Split.INTERMEDIATE, Split.STATE_GROUPS
     rows = (("z", inner, wide), ("x", inner, wide), ("b", numbers, groups), ("c", numbers, groups), ("dt", heads, wide))
     for name, size, split in rows:
-        yield Weight(f"mamba.{name}_proj.weight", "", "attention.qkv.weight", (size, hidden), split)
+        yield Weight(
+            f"mamba.{name}_proj.weight", f"ssm_in.{name}.weight", "attention.qkv.weight", (size, hidden), split
+        )
         if state.proj_bias:
-            yield Weight(f"mamba.{name}_proj.bias", "", "attention.qkv.bias", (size,), split)
+            yield Weight(f"mamba.{name}_proj.bias", f"ssm_in.{name}.bias", "attention.qkv.bias", (size,), split)
     for name, size, split in rows[1:4]:
-        yield Weight(f"mamba.{name}_conv.weight", "", "attention.conv.weight", (size, 1, state.conv_kernel), split)
+        taps = (size, 1, state.conv_kernel)
+        yield Weight(f"mamba.{name}_conv.weight", f"ssm_conv1d.{name}.weight", "attention.conv.weight", taps, split)
         if state.conv_bias:
-            yield Weight(f"mamba.{name}_conv.bias", "", "attention.conv.bias", (size,), split)
-    for name, parameter in (("dt_bias", "dt_bias"), ("A_log", "a_log"), ("D", "d")):
-        yield Weight(f"mamba.{name}", "", f"attention.{parameter}", (heads,), wide)
+            yield Weight(f"mamba.{name}_conv.bias", f"ssm_conv1d.{name}.bias", "attention.conv.bias", (size,), split)
+    for name, gguf, parameter in (
+        ("dt_bias", "ssm_dt.bias", "dt_bias"),
+        ("A_log", "ssm_a", "a_log"),
+        ("D", "ssm_d", "d"),
+    ):
+        yield Weight(f"mamba.{name}", gguf, f"attention.{parameter}", (heads,), wide)
     if state.gated_norm:
-        yield Weight("mamba.norm.weight", "", "attention.gated_norm.weight", (inner,), wide)
-    yield Weight("mamba.out_proj.weight", "", "attention.o.weight", (hidden, inner), wide, dim=1)
+        yield Weight("mamba.norm.weight", "ssm_norm.weight", "attention.gated_norm.weight", (inner,), wide)
+    yield Weight("mamba.out_proj.weight", "ssm_out.weight", "attention.o.weight", (hidden, inner), wide, dim=1)
     if state.proj_bias:
-        yield Weight("mamba.out_proj.bias", "", "attention.o.bias", (hidden,), Split.FIRST_RANK)
+        yield Weight("mamba.out_proj.bias", "ssm_out.bias", "attention.o.bias", (hidden,), Split.FIRST_RANK)

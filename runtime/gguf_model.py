@@ -64,8 +64,6 @@ def _notes(path: Path, fields: dict[str, Any], tensors: dict[str, GGUFTensor], s
     }
     if spec.mla is not None:
         del same["attention.value_length"]  # the family has read it
-    if not spec.num_attention_heads or (spec.state is not None and not any(spec.attention_layers)):
-        del same["rope.dimension_count"]
     for key, wanted in same.items():
         if fields.get(f"{kind}.{key}", wanted) != wanted:
             raise GGUFError(

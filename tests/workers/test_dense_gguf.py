@@ -63,6 +63,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         )
     },
     "granite": ("GraniteConfig", _SCALES, _SCALE_KEYS),
+    "granite-4": (  # without states
+        "GraniteConfig",
+        _SCALES,
+        _SCALE_KEYS
+        | {"rope.scaling.finetuned": True, "attention.head_count_kv": [2, 2, 2], "ssm.conv_kernel": 4}
+        | {"expert_count": 0, "expert_used_count": 0, "expert_shared_feed_forward_length": 80},
+    ),
     "granitemoe": (
         "GraniteMoeConfig",
         _SCALES | {"num_local_experts": 6, "num_experts_per_tok": 2, "initializer_range": 0.2},
@@ -115,7 +122,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         _EXPERTS | {"expert_used_count": 1, "interleave_moe_layer_step": 2, "rope.dimension_count": 16},
     ),
 }
-_KINDS = {"olmo3": "olmo2"}  # llama.cpp has one name for both
+_KINDS = {"olmo3": "olmo2", "granite-4": "granite"}  # llama.cpp has one name for both
 
 
 def common_keys(spec: ModelSpec) -> dict[str, Any]:

@@ -1,55 +1,159 @@
-"""The .gguf file of an LFM2, written as llama.cpp does, is the model of the folder it was made of."""
+"""The .gguf files of models with recurrent states, written as llama.cpp does, are the models of the folders they were made of."""
 
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
-from gguf_models import writer_of
-from safetensors.torch import load_file
+from gguf_files import write_model
+from msgspec.structs import asdict, replace
+from safetensors import safe_open
 from served_engines import made
 
+from meshlm.architectures.registry import weights_of
+from meshlm.protocol.model import ModelSpec
+from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.model_files import resolve_model
 from meshlm.workers.weights.sources import sources
 
-LFM2: tuple[str, dict[str, Any]] = (
-    "Lfm2Config",
-    {
-        "num_hidden_layers": 4,
-        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
-        "block_multiple_of": 8,
-    },
-)
+_MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+}
+_SSM = {"conv_kernel": 4, "inner_size": 96, "state_size": 16, "time_step_rank": 6, "group_count": 2}
+_SSM = {f"ssm.{name}": size for name, size in _SSM.items()}
+_SCALES = {"embedding_multiplier": 3.0, "logits_scaling": 1.5, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
+_GRANITE: dict[str, Any] = {
+    **_SCALES,
+    **_MAMBA2,
+    "layer_types": ["mamba", "mamba", "attention", "mamba"],
+    "position_embedding_type": "nope",
+    "shared_intermediate_size": 40,
+}
+_GRANITE_KEYS: dict[str, Any] = {
+    **_SSM,
+    "embedding_scale": 3.0,
+    "logit_scale": 1.5,
+    "residual_scale": 0.4,
+    "attention.scale": 0.2,
+    "rope.scaling.finetuned": False,
+    "expert_shared_feed_forward_length": 40,
+}
+_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
+_MAMBA = {"state_size": 16, "time_step_rank": 5, "intermediate_size": 96}
+_MAMBA_KEYS = {"ssm.conv_kernel": 4, "ssm.inner_size": 96, "ssm.state_size": 16, "ssm.time_step_rank": 5}
+_FALCON = {
+    "embedding_multiplier": 1.5,
+    "lm_head_multiplier": 0.7,
+    "key_multiplier": 0.8,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.9,
+    "ssm_in_multiplier": 1.1,
+    "ssm_out_multiplier": 0.8,
+    "mlp_multipliers": [0.9, 1.1],
+    "ssm_multipliers": [0.9, 1.1, 1.2, 0.8, 0.7],
+}
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "lfm2": (
+        "Lfm2Config",
+        {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_multiple_of": 8},
+        {"shortconv.l_cache": 3},
+    ),
+    "mamba": ("MambaConfig", _MAMBA, _MAMBA_KEYS),
+    "falcon-mamba": ("FalconMambaConfig", _MAMBA, _MAMBA_KEYS | {"ssm.dt_b_c_rms": True}),
+    "mamba2": (
+        "Mamba2Config",
+        {"num_heads": 6, "head_dim": 16, "n_groups": 2, "state_size": 16, "conv_kernel": 4},
+        _SSM,
+    ),
+    "jamba": (
+        "JambaConfig",
+        {"mamba_d_state": 16, "mamba_dt_rank": 5, "attn_layer_period": 4, "attn_layer_offset": 2, "num_experts": 4},
+        _MAMBA_KEYS | {"expert_count": 4, "expert_used_count": 2},
+    ),
+    "granitehybrid": (
+        "GraniteMoeHybridConfig",
+        _GRANITE | _EXPERTS,
+        _GRANITE_KEYS | {"expert_count": 6, "expert_used_count": 2},
+    ),
+    "granitehybrid-dense": (
+        "GraniteMoeHybridConfig",
+        _GRANITE | {"num_local_experts": 0, "num_experts_per_tok": 0},
+        _GRANITE_KEYS | {"expert_count": 0, "expert_used_count": 0},
+    ),
+    "falcon-h1": ("FalconH1Config", _FALCON | _MAMBA2 | {"mamba_d_ssm": 96, "head_dim": 16}, _SSM),
+}
+NAMES = (
+    "model.layers.0.mamba.in_proj.weight",
+    "model.layers.0.mamba.conv1d.weight",
+)  # tensors that hold several weights
+_KINDS = {"falcon-mamba": "mamba", "granitehybrid-dense": "granitehybrid"}
+_LAYERS = {"num_hidden_layers": 4, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
 
 
-def test_a_gguf_file_of_lfm2(tmp_path: Path) -> None:
-    """Convolutions' taps without their dimension of one, one tensor for the three parts of a product, heads of keys by layer."""
-    made(LFM2, tmp_path)
-    spec, path = resolve_model(str(tmp_path)).spec, tmp_path / "m.gguf"
-    assert spec.state is not None
-    (architecture,) = [number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == "lfm2"]
-    names = gguf.get_tensor_name_map(architecture, 4)
-    writer = writer_of(path, "lfm2", spec)
-    writer.add_layer_norm_rms_eps(spec.rms_norm_eps)
-    writer.add_rope_freq_base(spec.rope.rope_theta)
-    writer.add_head_count_kv([2 * attends for attends in spec.attention_layers])
-    writer.add_shortconv_l_cache(spec.state.conv_kernel)
-    files = sorted(tmp_path.glob("*.safetensors"))
-    assert files
-    for name, tensor in load_file(files[0]).items():
-        known = names.get_name(name, (".weight", ".bias"))
-        assert known is not None, name
-        writer.add_tensor(known, (tensor.squeeze(1) if tensor.dim() == 3 else tensor).contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    read = resolve_model(str(path)).spec
-    assert {name for name in spec.__struct_fields__ if getattr(read, name) != getattr(spec, name)} == {
-        "rms_norm_eps"  # float32 in such a file
+def keys_of(spec: ModelSpec) -> dict[str, Any]:
+    """The metadata of heads, norms and rotation."""
+    keys: dict[str, Any] = {
+        "attention.layer_norm_rms_epsilon": spec.rms_norm_eps,
+        "rope.freq_base": spec.rope.rope_theta,
+        "attention.head_count_kv": [spec.num_key_value_heads * one for one in spec.attention_layers]
+        or spec.num_key_value_heads,
     }
+    if any(spec.attention_layers or (True,)) and spec.head_dim * spec.num_attention_heads != spec.hidden_size:
+        keys |= {"attention.key_length": spec.head_dim, "attention.value_length": spec.head_dim}
+    return keys
+
+
+def comparable(spec: ModelSpec) -> ModelSpec:
+    """Without what files of llama.cpp do not say, or say in float32, and without what they have in their weights."""
+    return replace(
+        spec,
+        rms_norm_eps=0.0,
+        logit_scale=1.0,
+        multipliers=tuple(round(one, 5) for one in spec.multipliers) if len(spec.multipliers) == 3 else (),
+        query_pre_attn_scalar=round(spec.query_pre_attn_scalar, 4),
+        intermediate_size=spec.moe.shared_intermediate_size if spec.moe else spec.intermediate_size,
+        state=replace(spec.state, chunk_size=0, norm_before_gate=False) if spec.state else None,
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_gguf_file_is_the_same_model(case: str, tmp_path: Path) -> None:
+    """In shape and in all weights; that such a model computes what transformers' does is held for folders (engine/test_hybrid.py)."""
+    (name, extra, keys), kind = CASES[case], _KINDS.get(case, case)
+    made((name, {**_LAYERS, **extra}), tmp_path)
+    spec, path = resolve_model(str(tmp_path)).spec, tmp_path / "m.gguf"
+    with safe_open(next(tmp_path.glob("*.safetensors")), framework="pt") as opened:
+        names = list(opened.keys())
+    write_model(tmp_path, path, kind, spec, names, keys_of(spec) | keys)
+    read = resolve_model(str(path)).spec
+    assert asdict(comparable(read)) == asdict(comparable(spec))
     assert read.rms_norm_eps == pytest.approx(spec.rms_norm_eps)
     ours = {name: source.whole() for name, source in sources(path, "gguf", read, torch.device("cpu"), 0)}
-    for name, source in sources(tmp_path, "safetensors", spec, torch.device("cpu"), 0):
-        assert torch.equal(ours[name], source.whole()), name
+    found = weights_of(read)
+    folder = {name: source.whole() for name, source in sources(tmp_path, "safetensors", spec, torch.device("cpu"), 0)}
+    assert ours.keys() == folder.keys() == found.keys()
+    for weight in weights_of(spec).values():
+        times = weight.times * (spec.logit_scale / read.logit_scale if weight.name == "lm_head.weight" else 1.0)
+        mine = ours[weight.name] * found[weight.name].times
+        wanted = folder[weight.name] * times + weight.plus
+        torch.testing.assert_close(mine, wanted, msg=f"{weight.name} differs")
+
+
+def test_what_a_file_of_states_cannot_be(tmp_path: Path) -> None:
+    name, extra, keys = CASES["falcon-h1"]
+    made((name, {**_LAYERS, **extra}), tmp_path)
+    spec, path = resolve_model(str(tmp_path)).spec, tmp_path / "m.gguf"
+    tied = replace(spec, tie_word_embeddings=True)
+    for keys_here, shape, text in (
+        (keys, tied, "output.weight is missing"),
+        (keys | {"ssm.group_count": 5}, spec, "96 numbers of 6 heads in 5 groups"),
+        (keys | {"ssm.dt_b_c_rms": True}, spec, "ssm.dt_b_c_rms True changes what the model computes"),
+    ):
+        write_model(tmp_path, path, "falcon-h1", shape, NAMES, keys_of(spec) | keys_here)
+        with pytest.raises(ModelFilesError, match=text):
+            resolve_model(str(path))

@@ -57,7 +57,9 @@ def keep_spans(
         if found is None or found.expert is not None or found.shape != source.shape or len(found.shape) != 2:
             continue
         if found.begin < found.end:
-            span = _span(source, found) if found.times == 1 else None  # codes are not multiplied
+            span = (
+                _span(source, found) if found.times == 1 and found.column is None else None
+            )  # codes are not multiplied
             parts.setdefault(found.parameter, {})[found.row] = span
     kept = {}
     modules = list(model.layers.named_modules(prefix="layers"))

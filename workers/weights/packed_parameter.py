@@ -51,7 +51,9 @@ def keep(model: Decoder, tensors: Iterable[tuple[str, Source]]) -> dict[str, Pac
             continue  # load.py will say it
         if found is None or found.expert is not None or found.shape != source.shape or len(found.shape) != 2:
             continue
-        form = None if found.times != 1 else _form(source, found)  # codes are not multiplied
+        form = (
+            None if found.times != 1 or found.column is not None else _form(source, found)
+        )  # codes are not multiplied
         rows = found.end - found.begin if found.dim == 0 else found.shape[0]
         if rows and found.begin < found.end:
             parts.setdefault(found.parameter, []).append((found.row, rows, form))

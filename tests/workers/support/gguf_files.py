@@ -77,7 +77,21 @@ def in_file(tensor: Tensor, weight: Weight, family: GGUFFamily, spec: ModelSpec)
     if family.interleaved_heads and turned and not weight.neighbours[1]:
         halves = tensor.view(-1, 2, spec.head_dim // 2, *tensor.shape[1:])
         return halves.transpose(1, 2).reshape(tensor.shape)
-    return tensor
+    if family.kind == "falcon-h1":
+        tensor = tensor * weight.times * (spec.logit_scale if weight.name == "lm_head.weight" else 1.0)
+    return _of_state(tensor, plain(weight.gguf), spec)
+
+
+def _of_state(tensor: Tensor, stem: str, spec: ModelSpec) -> Tensor:
+    if stem == "ssm_a":
+        tensor = -tensor.exp()
+    if stem == "ssm_norm" and spec.state is not None and spec.state.kind == "mamba2":
+        return tensor.view(spec.state.n_groups, -1)
+    if stem in ("ssm_a", "ssm_d") and spec.state is not None and spec.state.kind == "mamba2":
+        return tensor.unsqueeze(1)
+    if stem.startswith(("ssm_conv1d", "shortconv.conv")) and tensor.dim() == 3:
+        return tensor.squeeze(1)
+    return tensor.flatten() if stem == "ffn_gate_inp_shexp" else tensor
 
 
 def joined(tensors: Mapping[str, Tensor], packed: Mapping[str, tuple[str, ...]]) -> dict[str, Tensor]:
