@@ -1,9 +1,9 @@
 """Attention against the roofline, on the GPU that is there.
 
-    python -P -m meshlm.kernels.attention.bench [--tune] [--json FILE]
+    python -P -m meshlm.kernels.attention.bench [--tune | --seen] [--json FILE]
 
 Decode counts the bytes of keys and values read; prefill counts 4 q k d operations for each key that a query sees. --tune tries many
-tile shapes and prints the best of each case.
+tile shapes and prints the best of each case. --seen times what few models' queries see: chunks of positions, slopes of heads.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from meshlm.kernels.attention.decode import Rope, decode
-from meshlm.kernels.attention.kernel import Columns
+from meshlm.kernels.attention.kernel import PLAIN, Columns, Extras
 from meshlm.kernels.attention.prefill import prefill
 from meshlm.kernels.attention.tiles import decode_tiles
 from meshlm.kernels.measure import keep, microseconds
@@ -29,6 +29,9 @@ CHUNKS = [
     (24576, 8192),
 ]  # of one prompt: tokens of earlier steps, which are in pages, and of this one
 HEADS = [(32, 8, 128), (16, 8, 128)]
+CHUNK, SCOUT, BLOOM = 8192, (40, 8, 128), (32, 32, 128)  # Llama 4 Scout's chunks and heads; those of BLOOM 7B
+SEEN_DECODES = [(1, 6144), (32, 6144), (32, 30720)]  # contexts that end in the middle of a chunk, at 3/4 of one
+SEEN_PREFILLS = [(1, 8192, 0), (1, 4096, 30720), (1, 16384, 0)]  # requests, tokens, those before
 
 
 def columns(n: int, start: int, count: int) -> tuple[Columns, int]:
@@ -42,7 +45,9 @@ def columns(n: int, start: int, count: int) -> tuple[Columns, int]:
     return Columns(rows, starts, ends, n, blocks), total
 
 
-def bench_decode(n: int, context: int, shape: tuple[int, int, int], tune: bool) -> dict[str, Any]:
+def bench_decode(
+    n: int, context: int, shape: tuple[int, int, int], tune: bool, extras: Extras = PLAIN
+) -> dict[str, Any]:
     heads, kv_heads, dim = shape
     at, total = columns(n, context - 1, 1)
     cache = torch.randn(2, total, PAGE, kv_heads, dim, device="cuda", dtype=torch.bfloat16)
@@ -65,7 +70,7 @@ def bench_decode(n: int, context: int, shape: tuple[int, int, int], tune: bool) 
         )
 
         def run(s: int = splits_, b: int = block_n, w: int = warps, g: int = stages, r: Any = workspace) -> None:
-            decode(query, cache[0], cache[1], at, dim**-0.5, out, r, s, rope=rope, block_n=b, warps=w, stages=g)
+            decode(query, cache[0], cache[1], at, dim**-0.5, out, r, s, extras, rope=rope, block_n=b, warps=w, stages=g)
 
         try:
             found.append((microseconds(run, 10), splits_, block_n, warps, stages))
@@ -75,8 +80,9 @@ def bench_decode(n: int, context: int, shape: tuple[int, int, int], tune: bool) 
             print("skipped", splits_, block_n, warps, stages, str(error)[:60])
     found.sort()
     best = found[0][0]
-    bytes_read = n * context * 2 * kv_heads * dim * 2
-    result: dict[str, Any] = {"decode": [n, context], "heads": shape, "us": round(best, 1)}
+    seen = (context - 1) % extras.chunk + 1 if extras.chunk else context
+    bytes_read = n * seen * 2 * kv_heads * dim * 2
+    result: dict[str, Any] = {"decode": [n, context], "heads": shape, **named(extras), "us": round(best, 1)}
     result["tb_s"] = round(bytes_read / best / 1e6, 2)
     if tune:
         result["best"] = [
@@ -86,7 +92,21 @@ def bench_decode(n: int, context: int, shape: tuple[int, int, int], tune: bool) 
     return result
 
 
-def bench_prefill(n: int, tokens: int, shape: tuple[int, int, int], tune: bool, start: int = 0) -> dict[str, Any]:
+def named(extras: Extras) -> dict[str, Any]:
+    """What of the features a result names."""
+    return {"chunk": extras.chunk} if extras.chunk else {"slopes": True} if extras.slopes is not None else {}
+
+
+def pairs(tokens: int, start: int, chunk: int) -> float:
+    """Queries x keys that each sees."""
+    if not chunk:
+        return (start + tokens / 2) * tokens
+    return float(sum(position % chunk + 1 for position in range(start, start + tokens)))
+
+
+def bench_prefill(
+    n: int, tokens: int, shape: tuple[int, int, int], tune: bool, start: int = 0, extras: Extras = PLAIN
+) -> dict[str, Any]:
     heads, kv_heads, dim = shape
     at, total = columns(n, start, tokens)
     cache = torch.randn(2, total, PAGE, kv_heads, dim, device="cuda", dtype=torch.bfloat16)
@@ -100,7 +120,7 @@ def bench_prefill(n: int, tokens: int, shape: tuple[int, int, int], tune: bool, 
     for tiles in choices:
 
         def run(t: tuple[int, int, int, int] | None = tiles) -> None:
-            prefill(query, cache[0], cache[1], at, dim**-0.5, out, qkv=qkv, tiles=t)
+            prefill(query, cache[0], cache[1], at, dim**-0.5, out, extras=extras, qkv=qkv, tiles=t)
 
         try:
             found.append((microseconds(run, 5), tiles))
@@ -109,10 +129,10 @@ def bench_prefill(n: int, tokens: int, shape: tuple[int, int, int], tune: bool, 
                 raise
             print("skipped", tiles, str(error)[:60])
     best = min(us for us, _ in found)
-    result: dict[str, Any] = {"prefill": [n, tokens], "heads": shape, "us": round(best, 1)}
+    result: dict[str, Any] = {"prefill": [n, tokens], "heads": shape, **named(extras), "us": round(best, 1)}
     if start:
         result["start"] = start
-    result["tflop_s"] = round(n * 4 * (start + tokens / 2) * tokens * heads * dim / best / 1e6)
+    result["tflop_s"] = round(n * 4 * pairs(tokens, start, extras.chunk) * heads * dim / best / 1e6)
     if tune:
         result["best"] = [
             {"us": round(us, 1), "tiles": tiles} for us, tiles in sorted(found, key=lambda each: each[0])[:4]
@@ -121,13 +141,28 @@ def bench_prefill(n: int, tokens: int, shape: tuple[int, int, int], tune: bool, 
     return result
 
 
+def bench_seen() -> list[dict[str, Any]]:
+    """Chunks and slopes, each beside the same without."""
+    slopes = Extras(slopes=2.0 ** -torch.linspace(0.25, 8.0, BLOOM[0], device="cuda"))
+    found = []
+    for shape, extras in ((SCOUT, Extras(chunk=CHUNK)), (SCOUT, PLAIN), (BLOOM, slopes), (BLOOM, PLAIN)):
+        for n, context in SEEN_DECODES:
+            found.append(bench_decode(n, context, shape, False, extras))
+        for n, tokens, start in SEEN_PREFILLS:
+            found.append(bench_prefill(n, tokens, shape, False, start, extras))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--seen", action="store_true", help="chunks and slopes alone")
     parser.add_argument("--json")
     arguments = parser.parse_args()
-    results = []
-    for shape in HEADS:
+    results = bench_seen() if arguments.seen else []
+    for result in results:
+        print(json.dumps(result), flush=True)
+    for shape in () if arguments.seen else HEADS:
         for n, context in (*DECODES, *LONG_DECODES):
             results.append(bench_decode(n, context, shape, arguments.tune))
             print(json.dumps(results[-1]), flush=True)
