@@ -96,7 +96,6 @@ NOT_SERVED = {
         ("/scale_elastic_ep", "/is_scaling_elastic_ep"),
         "the number of ranks that share experts is fixed; `meshlm scale` changes that of ranks that do not",
     ),
-    "/collective_rpc": "the processes' code is MeshLM's own",
     **dict.fromkeys(
         (
             "/init_weight_transfer_engine",
@@ -121,6 +120,7 @@ NOT_SERVED = {
             "/is_paused",
             "/sleep",
             "/wake_up",
+            "/collective_rpc",
             "/is_sleeping",
             "/get_world_size",
             "/abort_requests",

@@ -7,13 +7,14 @@ from typing import Any, Protocol
 import msgspec
 
 from meshlm.frontend.errors import HttpError
-from meshlm.frontend.schema import Settings
+from meshlm.frontend.schema import CollectiveRpcRequest, Settings
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.config.changing import CHANGING, changed
 from meshlm.protocol.control_edge import MeshStats
 from meshlm.protocol.operations import (
     AbortRunning,
     Action,
+    CallWorkers,
     OperationDone,
     Pause,
     Profile,
@@ -148,6 +149,21 @@ async def abort_requests(backend: Operates, request_ids: tuple[str, ...]) -> dic
     """Ends the requests of these names, or all that run or wait at a rank."""
     answer = await _done(backend, AbortRunning(request_ids))
     return {"status": "aborted", "aborted": answer.count}
+
+
+async def collective_rpc(backend: Operates, asked: CollectiveRpcRequest) -> dict[str, Any]:
+    """What a method of the worker extension gives, in the order of the workers."""
+    if not backend.config.worker.worker_extension_cls:
+        raise HttpError(
+            404, "start the server with --worker-extension-cls to call into workers", kind="not_found_error"
+        )
+    arguments = msgspec.json.encode({"args": asked.args, "kwargs": asked.kwargs})
+    limit = {} if asked.timeout is None else {"limit_s": asked.timeout}
+    answer = await backend.operate(CallWorkers(asked.method, arguments, **limit))
+    if answer.error:
+        raise HttpError(400, answer.error, "method")
+    results = [msgspec.json.decode(result) for result in answer.results]
+    return {"results": [one if one is None or isinstance(one, dict | list) else str(one) for one in results]}
 
 
 def settings(config: MeshConfig) -> dict[str, Any]:

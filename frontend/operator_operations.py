@@ -120,6 +120,15 @@ DEVELOPMENT = (
     ),
     Operation("/is_paused", "operator.is_paused", responses.IsPaused, "Whether the mesh is paused."),
     Operation(
+        "/collective_rpc",
+        "operator.collective_rpc",
+        responses.RpcResults,
+        "Call a method of --worker-extension-cls in every worker.",
+        schema.CollectiveRpcRequest,
+        ("POST",),
+        (400, 404, 413, 503, 504),
+    ),
+    Operation(
         "/abort_requests",
         "operator.abort_requests",
         responses.Aborted,

@@ -10,7 +10,7 @@ from starlette.responses import Response as HttpResponse
 from meshlm.frontend import bodies, information, operating
 from meshlm.frontend.endpoint import json_response
 from meshlm.frontend.generation import Backend
-from meshlm.frontend.schema import AbortRequest, Settings
+from meshlm.frontend.schema import AbortRequest, CollectiveRpcRequest, Settings
 
 Read = Callable[[Request, Callable[[Request, bytes], Any]], Awaitable[Any]]
 
@@ -68,6 +68,11 @@ class OperatorRoutes:
         body, unknown = await self._read(request, lambda request, raw: bodies.decode(raw, AbortRequest))
         self._backend.ignored(unknown, request.url.path)
         return json_response(await operating.abort_requests(self._backend, tuple(body.request_ids or ())))
+
+    async def collective_rpc(self, request: Request) -> HttpResponse:
+        body, unknown = await self._read(request, lambda request, raw: bodies.decode(raw, CollectiveRpcRequest))
+        self._backend.ignored(unknown, request.url.path)
+        return json_response(await operating.collective_rpc(self._backend, body))
 
     async def rebalance_experts(self, request: Request) -> HttpResponse:
         return json_response(await operating.rebalance_experts(self._backend))

@@ -240,6 +240,12 @@ class IsPaused(Struct):
     is_paused: bool
 
 
+class RpcResults(Struct):
+    """What the method gave in each worker: null, objects and lists as they are, all else as text."""
+
+    results: list[Any]
+
+
 class IsSleeping(Struct):
     is_sleeping: bool
 

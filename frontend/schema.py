@@ -215,6 +215,15 @@ class Settings(Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_waiting: Annotated[int, Meta(ge=0)] | None = None
 
 
+class CollectiveRpcRequest(Struct, frozen=True, kw_only=True):
+    """POST /collective_rpc: a method of the worker extension, and what it gets. timeout: in seconds."""
+
+    method: Annotated[str, Meta(min_length=1, max_length=256)]
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    timeout: Annotated[float, Meta(gt=0, le=86400)] | None = None
+
+
 class AbortRequest(Struct, frozen=True, kw_only=True):
     """POST /abort_requests: the ids of answers, or the X-Request-Id of requests; none means all."""
 

@@ -55,6 +55,14 @@ class WakeUp(Struct, frozen=True, tag="wake_up", omit_defaults=True):
     tags: tuple[str, ...] = ()
 
 
+class CallWorkers(Struct, frozen=True, tag="call_workers", omit_defaults=True):
+    """Every worker calls this method of its extension (--worker-extension-cls). arguments: JSON, an object of `args` and `kwargs`."""
+
+    method: str
+    arguments: bytes
+    limit_s: float = 1800.0
+
+
 class AbortRunning(Struct, frozen=True, tag="abort_running"):
     """Requests end with FinishReason.ABORT: those that clients know by these names, or all."""
 
@@ -65,11 +73,15 @@ class Stop(Struct, frozen=True, tag="stop"):
     """The mesh ends: schedulers plan no step any more, and what was planned before is computed."""
 
 
-Action = Profile | ResetPrefixCache | RebalanceExperts | Pause | Resume | Sleep | WakeUp | AbortRunning | Stop
+Action = (
+    Profile | ResetPrefixCache | RebalanceExperts | Pause | Resume | Sleep | WakeUp | CallWorkers | AbortRunning | Stop
+)
 
 
 def limit_s(action: Action) -> float:
     """The seconds that ranks may take for it: to write a long trace takes a while, to load a large model a longer one."""
+    if isinstance(action, CallWorkers):
+        return action.limit_s
     return 1800.0 if isinstance(action, Sleep | WakeUp) else 120.0
 
 
@@ -85,10 +97,12 @@ class OperationDone(Struct, frozen=True, tag="operation_done", omit_defaults=Tru
     error: str = ""
     paths: tuple[str, ...] = ()
     count: int = 0  # requests that it ended
+    results: tuple[bytes, ...] = ()  # JSON, of each worker that called a method
 
 
 def combine(operation_id: OperationId, answers: Collection[OperationDone]) -> OperationDone:
     """One answer out of those of all who were asked: the first error, or the files of all."""
     error = next((answer.error for answer in answers if answer.error), "")
     paths = () if error else tuple(path for one in answers for path in one.paths)
-    return OperationDone(operation_id, error, paths, sum(answer.count for answer in answers))
+    results = () if error else tuple(result for one in answers for result in one.results)
+    return OperationDone(operation_id, error, paths, sum(answer.count for answer in answers), results)

@@ -40,6 +40,7 @@ from meshlm.workers.distributed.lockstep import LockstepEngine, SocketExchange, 
 from meshlm.workers.distributed.membership import Membership
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.engine import Engine, Pending, ProgressReport
+from meshlm.workers.extension import Extension
 from meshlm.workers.kv.mirror import PrefixCacheMirror
 from meshlm.workers.operations import Operations
 
@@ -148,12 +149,13 @@ class WorkerApp:
             if sleeps and not self._until_awake(lambda: loop.call_soon_threadsafe(answer, None)):
                 return
             engine = make_engine(mesh.config, mesh.identity.index, self._membership, report)
+            extension = Extension.of(mesh.config.worker.worker_extension_cls, engine, mesh.identity.index)
         except BaseException as error:
             loop.call_soon_threadsafe(answer, error)
             return
         loop.call_soon_threadsafe(answer, engine)
         try:
-            self._step_for_ever(engine)
+            self._step_for_ever(engine, extension)
         except BaseException as error:  # without this thread the worker would be alive and do nothing
             mesh.log.exception("the stepper died")
             first_line = next(iter(str(error).splitlines()), "")
@@ -171,10 +173,10 @@ class WorkerApp:
             self._say(WorkerAsleep(reset.session, self._sleeping))
         return False
 
-    def _step_for_ever(self, engine: Engine) -> None:
+    def _step_for_ever(self, engine: Engine, extension: Extension | None) -> None:
         background, wait_s = True, BETWEEN_S
         assert self._mesh is not None
-        operations = Operations(self._mesh.config, self._mesh.identity, engine.rebalance)
+        operations = Operations(self._mesh.config, self._mesh.identity, engine.rebalance, extension)
         while True:
             self._phase = ASLEEP if self._sleeping.tags else "idle"
             try:

@@ -7,6 +7,7 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity
 from meshlm.protocol.operations import (
     AbortRunning,
+    CallWorkers,
     Operation,
     OperationDone,
     OperationId,
@@ -19,6 +20,7 @@ from meshlm.protocol.operations import (
     Stop,
     WakeUp,
 )
+from meshlm.workers.extension import NONE, Extension
 from meshlm.workers.profiler import Profiler
 
 MAX_KNOWN = 64  # answers that are kept for who asks again
@@ -27,8 +29,15 @@ MAX_KNOWN = 64  # answers that are kept for who asks again
 class Operations:
     """Each operation is done once in the life of the worker."""
 
-    def __init__(self, config: MeshConfig, identity: Identity, rebalance: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        config: MeshConfig,
+        identity: Identity,
+        rebalance: Callable[[], str],
+        extension: Extension | None = None,
+    ) -> None:
         """rebalance: see `Engine`."""
+        self._extension = extension
         node = config.node
         host = (
             f"{node.host}:" if node is not None and node.index else ""
@@ -52,6 +61,10 @@ class Operations:
                 return self._profiler.handle(operation.id, start=start)
             case RebalanceExperts():
                 return OperationDone(operation.id, self._rebalance())
+            case CallWorkers() as asked:
+                if self._extension is None:
+                    return OperationDone(operation.id, NONE)
+                return self._extension.call(operation.id, asked)
             case Stop():  # no step is in flight any more, and none follows
                 return OperationDone(operation.id)
             case Pause() | Resume() | Sleep() | WakeUp() | AbortRunning():  # the scheduler alone has a part in it

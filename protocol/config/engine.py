@@ -174,6 +174,10 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
             extra={"json": True},
         ),
     ] = ()
+    worker_extension_cls: Annotated[
+        str,
+        Meta(description="class of yours, module.Class, whose methods POST /collective_rpc calls in every worker"),
+    ] = ""
     cpu_threads: Annotated[int, Meta(ge=0, description="threads of a CPU worker; 0: one per core", extra=PER_NODE)] = 0
     enable_sleep_mode: Annotated[
         bool,

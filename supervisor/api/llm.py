@@ -21,6 +21,7 @@ from meshlm.protocol.operations import Profile, ResetPrefixCache
 from meshlm.protocol.text_edge import ChatPrompt, EmbedsPrompt, Prompt, Submit, TextPrompt, TokenPrompt
 from meshlm.runtime import logits_processors, tensor_files
 from meshlm.runtime.errors import RequestError
+from meshlm.supervisor.api import rpc
 from meshlm.supervisor.api.arguments import settings_of
 from meshlm.supervisor.api.background import Background
 from meshlm.supervisor.api.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence, search
@@ -257,6 +258,17 @@ class LLM:
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Have that memory again: all, or of "weights" or "kv_cache" alone; with both, steps are computed."""
         self._background.ask(self._sleeper.wake_up(tags))
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """What a method of `worker_extension_cls` gives, in the order of the workers. Arguments and results are values of JSON; other
+        results come as text. timeout: in seconds. ValueError says what went wrong."""
+        return self._background.ask(rpc.call(self._supervisor, method, timeout, args, kwargs))
 
     def shutdown(self) -> None:
         """End all processes. RuntimeError from any call afterwards, but this one."""

@@ -159,7 +159,6 @@ ABSENT = {
     "-dpm": _PER_RANK,
     "--data-parallel-rpc-port": "nodes meet at --listen and --join",
     "-dpp": "nodes meet at --listen and --join",
-    "--worker-extension-cls": _CLASSES,
     "--scheduler-cls": _CLASSES,
     "--enable-mm-embeds": _MEDIA,
     "--enable-mm-processor-stats": _MEDIA,

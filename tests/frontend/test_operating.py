@@ -9,10 +9,12 @@ from scripted import Scripted
 
 from meshlm.frontend import operating
 from meshlm.frontend.errors import HttpError
+from meshlm.frontend.schema import CollectiveRpcRequest
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.control_edge import MeshStats, RankStats
 from meshlm.protocol.operations import (
     Action,
+    CallWorkers,
     OperationDone,
     OperationId,
     Pause,
@@ -29,11 +31,12 @@ class Mesh:
     def __init__(self, num_running: int = 0, *, resumes: bool = False) -> None:
         self.config: MeshConfig = Scripted(SERVER).config
         self.asked: list[Action | int] = []
+        self.error, self.results = "", tuple[bytes, ...]()
         self._num_running, self._resumes = num_running, resumes
 
     async def operate(self, action: Action) -> OperationDone:
         self.asked.append(action)
-        return OperationDone(OperationId("o"))
+        return OperationDone(OperationId("o"), self.error, results=self.results)
 
     async def fresh_stats(self) -> MeshStats:
         self.asked.append(self._num_running)
@@ -95,3 +98,17 @@ async def test_sleep_pauses_first_and_wakes_up_before_it_resumes() -> None:
     await operating.wake_up(mesh, ["scheduling", "weights"])
     assert mesh.asked[:1] + mesh.asked[-1:] == [WakeUp(("weights",)), Resume()]
     assert (await operating.is_sleeping(mesh))["is_sleeping"]
+
+
+async def test_a_call_into_workers_needs_an_extension() -> None:
+    mesh, asked = Mesh(), CollectiveRpcRequest(method="scale", args=[1], timeout=5.0)
+    with pytest.raises(HttpError, match="--worker-extension-cls"):
+        await operating.collective_rpc(mesh, asked)
+    worker = msgspec.structs.replace(mesh.config.worker, worker_extension_cls="mine.Mine")
+    mesh.config = msgspec.structs.replace(mesh.config, worker=worker)
+    mesh.results = (b"null", b"[1]", b"2.5")
+    assert await operating.collective_rpc(mesh, asked) == {"results": [None, [1], "2.5"]}
+    assert mesh.asked == [CallWorkers("scale", b'{"args":[1],"kwargs":{}}', 5.0)]
+    mesh.error = "method: Mine has no 'scale'"
+    with pytest.raises(HttpError, match="Mine has no 'scale'"):
+        await operating.collective_rpc(mesh, asked)

@@ -12,7 +12,7 @@ SCRIPT = """
 from meshlm import LLM, SamplingParams
 llm = LLM(device="fake", max_model_len="512", trust_remote_code=True, quantization=None, served_model_name="mine",
           scheduling_policy="priority", reasoning_parser="qwen3", enable_prompt_embeds=True,
-          enable_sleep_mode=True)
+          enable_sleep_mode=True, worker_extension_cls="string.Formatter")
 prompts = [[300, 301, 302], [400, 401]]
 one, two = llm.generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True, n=2))
 from meshlm.workers.fake import expected_token
@@ -26,6 +26,13 @@ assert one.outputs[0].token_ids == tokens[3:], one
 assert one.outputs[1].token_ids == tokens[3:]
 assert one.finished and one.outputs[0].finish_reason == "length"
 assert two.prompt_token_ids == [400, 401]
+assert llm.collective_rpc("format", args=["{}-{x}", 1], kwargs={"x": 2}) == ["1-2"]
+try:
+    llm.collective_rpc("reload_weights")
+except ValueError as error:
+    assert "Formatter has no 'reload_weights'" in str(error), error
+else:
+    raise AssertionError("it was called")
 llm.sleep(level=2)
 llm.wake_up(tags=["weights"])
 llm.wake_up()

@@ -388,9 +388,10 @@ FULL: tuple[Struct, ...] = (
     operations.AbortRunning(("cmpl-a",)),
     operations.Sleep(2),
     operations.WakeUp(("weights",)),
+    operations.CallWorkers("scale", b'{"args":[1],"kwargs":{}}', 5.0),
     operations.Stop(),
     operations.Operation(operations.OperationId("0a"), operations.Profile(True)),
-    operations.OperationDone(operations.OperationId("0a"), "no room", ("/traces/worker-0.json",), 3),
+    operations.OperationDone(operations.OperationId("0a"), "no room", ("/traces/worker-0.json",), 3, (b"null",)),
     # carried by several
     SAMPLING,
     tasks.GENERATE,

@@ -1,0 +1,51 @@
+"""The worker extension (--worker-extension-cls): a class of the user's, whose methods POST /collective_rpc calls in every worker.
+
+Owned by io.py; called by the stepper thread between two steps. It is trusted code, as a plug-in is.
+"""
+
+import importlib
+from typing import Any
+
+import msgspec
+
+from meshlm.protocol.operations import CallWorkers, OperationDone, OperationId
+from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.engine import Engine
+
+NONE = "start the server with --worker-extension-cls to have methods that can be called"
+
+
+class Extension:
+    """One object of the class, with the attributes `engine`, `rank` (the worker's number in the mesh) and, where the engine has them,
+    `model` and `device`."""
+
+    def __init__(self, name: str, engine: Engine, rank: int) -> None:
+        """name: `module.Class` or `module:Class`. ProcessFatal."""
+        module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
+        try:
+            kind = getattr(importlib.import_module(module), attribute)
+            self._made: Any = kind()
+            self._made.engine, self._made.rank = engine, rank
+            for shown in ("model", "device"):
+                setattr(self._made, shown, getattr(engine, shown, None))
+        except Exception as error:  # it may raise anything, and the user must read whose it is
+            what = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise ProcessFatal(f"--worker-extension-cls {name}: {what}") from None
+
+    @classmethod
+    def of(cls, name: str, engine: Engine, rank: int) -> "Extension | None":
+        """None where the flag is not given."""
+        return cls(name, engine, rank) if name else None
+
+    def call(self, operation_id: OperationId, asked: CallWorkers) -> OperationDone:
+        """Its result as JSON, what JSON has not as text; or what went wrong."""
+        kind = type(self._made).__name__
+        method = None if asked.method.startswith("_") else getattr(type(self._made), asked.method, None)
+        if not callable(method):
+            return OperationDone(operation_id, f"method: {kind} has no {asked.method!r}")
+        try:
+            given = msgspec.json.decode(asked.arguments)
+            result = method(self._made, *given["args"], **given["kwargs"])
+            return OperationDone(operation_id, results=(msgspec.json.encode(result, enc_hook=str),))
+        except Exception as error:  # the user's code; the worker goes on
+            return OperationDone(operation_id, f"{kind}.{asked.method}: {type(error).__name__}: {error}")
