@@ -65,3 +65,9 @@ def left_in(table, start, end, count, PAGE: tl.constexpr):
 def softplus(x):
     """log(1 + exp(x)), as torch has it: beyond 20 it is x."""
     return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@triton.jit
+def time_step(dt, bias, low, high):
+    """The step of Mamba-2 (kernels/ssd/reference.py: TimeSteps)."""
+    return tl.minimum(tl.maximum(softplus(dt.to(tl.float32) + bias), low), high)

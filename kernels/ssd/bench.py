@@ -18,6 +18,7 @@ from meshlm.kernels.attention.kernel import Columns
 from meshlm.kernels.causal_conv.kernel import causal_conv
 from meshlm.kernels.measure import keep, microseconds
 from meshlm.kernels.ssd.kernel import chunk_scan
+from meshlm.kernels.ssd.reference import TimeSteps
 from meshlm.kernels.ssd.update import state_update
 from meshlm.kernels.states import PIECE, Pieces
 
@@ -40,9 +41,10 @@ def inputs(tokens: int, pages: int, name: str, dtype: torch.dtype) -> list[Any]:
     heads, width, numbers, groups = SHAPES[name]
     x = torch.randn(tokens, heads, width, device="cuda", dtype=torch.bfloat16)
     b, c = torch.randn(2, tokens, groups, numbers, device="cuda", dtype=torch.bfloat16).unbind()
-    dt, a = torch.rand(tokens, heads, device="cuda") * 0.1, -torch.rand(heads, device="cuda")
+    steps = TimeSteps(torch.randn(tokens, heads, device="cuda").bfloat16() - 3, torch.zeros(heads, device="cuda"))
+    a = -torch.rand(heads, device="cuda")
     state = torch.randn(2, pages, heads // 2, width, numbers, device="cuda").to(dtype)
-    return [x, dt, a, b, c, torch.ones(heads, device="cuda"), state, torch.empty_like(x)]
+    return [x, steps, a, b, c, torch.ones(heads, device="cuda"), state, torch.empty_like(x)]
 
 
 def launch(kernel: Callable[..., Any], *given: Any) -> None:
@@ -99,8 +101,8 @@ def convolution(name: str, counts: list[int]) -> dict[str, Any]:
 def reference(name: str, tokens: int) -> dict[str, Any]:
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined  # type: ignore[import-not-found]
 
-    x, dt, a, b, c, d, _, _ = inputs(tokens, 1, name, torch.bfloat16)
-    given = (x[None], dt[None], a, b[None], c[None], 256)
+    x, steps, a, b, c, d, _, _ = inputs(tokens, 1, name, torch.bfloat16)
+    given = (x[None], steps.values()[None], a, b[None], c[None], 256)
     taken = microseconds(lambda: launch(mamba_chunk_scan_combined, *given, d))
     return {"what": f"mamba_ssm scan {name} {tokens}", "us": round(taken, 2)}
 

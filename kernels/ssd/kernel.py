@@ -11,12 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from meshlm.kernels.attention.kernel import Columns
-from meshlm.kernels.states import PIECE, Pieces, left_in, request_of
+from meshlm.kernels.ssd.reference import TimeSteps
+from meshlm.kernels.ssd.update import high_of
+from meshlm.kernels.states import PIECE, Pieces, left_in, request_of, time_step
 
 
 @triton.jit
 def _states(
-    x, dt, a, b, states, decays, pieces, ends, x_stride, b_stride,
+    x, dt, a, b, bias, low, high, states, decays, pieces, ends, x_stride, dt_stride, b_stride,
     HEADS: tl.constexpr, EACH: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
     PIECE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -25,7 +27,8 @@ def _states(
     token = (tl.load(ends + request - 1, mask=request > 0, other=0) + first).to(tl.int64)
     t, p, n = tl.arange(0, PIECE), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
     here = t < size
-    step = tl.load(dt + (token + t) * HEADS + head, mask=here, other=0.0)
+    step = tl.load(dt + (token + t) * dt_stride + head, mask=here, other=0.0)
+    step = tl.where(here, time_step(step, tl.load(bias + head), low, high), 0.0)
     seen = t[:, None] >= t[None, :]
     total = tl.sum(tl.where(seen, (step * tl.load(a + head))[None, :], 0.0), axis=1)
     end = tl.sum(step * tl.load(a + head), axis=0)
@@ -74,7 +77,7 @@ def _pass(
 
 @triton.jit
 def _scan(
-    x, dt, a, b, c, d, states, out, pieces, ends, x_stride, b_stride, c_stride,
+    x, dt, a, b, c, d, bias, low, high, states, out, pieces, ends, x_stride, dt_stride, b_stride, c_stride,
     HEADS: tl.constexpr, EACH: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
     PIECE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -87,7 +90,8 @@ def _scan(
     wide = here[:, None] & (n < N)[None, :]
     keys = tl.load(b + (token + t)[:, None] * b_stride + group, mask=wide, other=0.0)
     queries = tl.load(c + (token + t)[:, None] * c_stride + group, mask=wide, other=0.0)
-    step = tl.load(dt + (token + t) * HEADS + head, mask=here, other=0.0)
+    step = tl.load(dt + (token + t) * dt_stride + head, mask=here, other=0.0)
+    step = tl.where(here, time_step(step, tl.load(bias + head), low, high), 0.0)
     seen = t[:, None] >= t[None, :]
     total = tl.sum(tl.where(seen, (step * tl.load(a + head))[None, :], 0.0), axis=1)
     decay = tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf")))
@@ -104,7 +108,7 @@ def _scan(
 
 def chunk_scan(
     x: Tensor,
-    dt: Tensor,
+    steps: TimeSteps,
     a: Tensor,
     b: Tensor,
     c: Tensor,
@@ -125,12 +129,16 @@ def chunk_scan(
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
     sizes = {"HEADS": heads, "P": width, "N": numbers, "BLOCK_N": block_n}
     tile = {"EACH": each, "PIECE": PIECE, "BLOCK_P": block_p, "PRECISION": precision, "num_warps": 8}
-    _states[(len(lines), heads)](x, dt, a, b, states, decays, lines, at.ends, x.stride(0), b.stride(0), **sizes, **tile)
+    dt, limits = steps.dt, (steps.bias, steps.low, high_of(steps))
+    _states[(len(lines), heads)](
+        x, dt, a, b, *limits, states, decays, lines, at.ends, x.stride(0), dt.stride(0), b.stride(0), **sizes, **tile
+    )
     part = min(block_p, 16)
     _pass[(len(pieces.prompts), heads, triton.cdiv(width, part))](
         states, decays, state, lines, pieces.prompts, at.rows, at.starts, at.ends, at.blocks, at.blocks.stride(0),
         state.stride(0), state.stride(1), HALF=state.shape[2], PAGE=page, BLOCK_P=part, **sizes, num_warps=4,
     )  # fmt: skip
     _scan[(len(lines), heads)](
-        x, dt, a, b, c, d, states, out, lines, at.ends, x.stride(0), b.stride(0), c.stride(0), **sizes, **tile
-    )
+        x, dt, a, b, c, d, *limits, states, out, lines, at.ends,
+        x.stride(0), dt.stride(0), b.stride(0), c.stride(0), **sizes, **tile,
+    )  # fmt: skip

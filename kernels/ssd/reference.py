@@ -7,10 +7,26 @@ Heads share B and C within a group. A prompt is computed in chunks: within one a
 between them by the states.
 """
 
+from typing import NamedTuple
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 64
+
+
+class TimeSteps(NamedTuple):
+    """The time steps of some tokens, before their softplus."""
+
+    dt: Tensor  # [t, heads]; may be strided by token
+    bias: Tensor  # float32 [heads]
+    low: float = 0.0
+    high: float | None = None  # None: no limit
+
+    def values(self) -> Tensor:
+        """dt of the formula, float32 [t, heads]."""
+        return F.softplus(self.dt.float() + self.bias).clamp(self.low, self.high)
 
 
 def chunk_scan(

@@ -43,8 +43,9 @@ def test_causal_conv(requests: Requests, dtype: torch.dtype, channels: int, kern
 
 @pytest.mark.parametrize("requests", STEPS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "groups", "width", "numbers"), [(4, 2, 16, 16), (3, 1, 24, 40)])
-def test_ssd(requests: Requests, dtype: torch.dtype, heads: int, groups: int, width: int, numbers: int) -> None:
+@pytest.mark.parametrize(("sizes", "limit"), [((4, 2, 16, 16), None), ((3, 1, 24, 40), 0.2)])
+def test_ssd(requests: Requests, dtype: torch.dtype, sizes: tuple[int, int, int, int], limit: float | None) -> None:
+    heads, groups, width, numbers = sizes
     torch.manual_seed(0)
     at, (decodes, pieces) = columns_of(requests), split_of(requests)
     tokens = int(at.ends[-1])
@@ -52,11 +53,13 @@ def test_ssd(requests: Requests, dtype: torch.dtype, heads: int, groups: int, wi
     x = x.unflatten(1, (heads, width))
     both = (torch.randn(tokens, 2, groups, numbers, device=DEVICE) * 0.3).to(dtype)
     b, c = both.unbind(1)
-    dt = torch.rand(tokens, heads, device=DEVICE) * 0.2
+    raw = torch.randn(tokens, heads + 3, device=DEVICE).to(dtype)[:, 2 : 2 + heads]
+    steps = ssd_reference.TimeSteps(raw, torch.randn(heads, device=DEVICE) - 2, 0.01, limit)
+    dt = steps.values()
     a, d = -torch.rand(heads, device=DEVICE) * 2, torch.randn(heads, device=DEVICE)
     states = states_like(heads, width, numbers)
     state, out = halves(states), torch.full((tokens, heads, width), torch.nan, dtype=dtype, device=DEVICE)
-    given = (x, dt, a, b, c, d, state, out, at)
+    given = (x, steps, a, b, c, d, state, out, at)
     if decodes:
         state_update(*given, decodes, PAGE)
     if pieces is not None:

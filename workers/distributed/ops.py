@@ -26,7 +26,7 @@ class SummingOps:
         self.head_products, self.packed_linear = base.head_products, base.packed_linear
         self.takes_fp8, self.fp8_linear = base.takes_fp8, base.fp8_linear
         self.takes_int8, self.int8_linear = base.takes_int8, base.int8_linear
-        self.proven = base.proven
+        self.proven, self.gated_norm = base.proven, base.gated_norm
         self.slots_of = base.slots_of
 
     def row_parallel_linear(

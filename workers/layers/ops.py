@@ -163,6 +163,12 @@ class Ops(Protocol):
         """residual += x [m, n], or the sum over s of x [s, m, n], in place; the norm of that."""
         ...
 
+    def gated_norm(
+        self, y: Tensor, gate: Tensor, weight: Tensor | None, eps: float, group: int, *, before: bool
+    ) -> Tensor:
+        """y, gate [m, n] -> [m, n]: kernels/gated_norm."""
+        ...
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[m, 2n] -> silu(first half) * second half."""
         ...

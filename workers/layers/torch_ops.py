@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlm.kernels.fp8_gemm.reference import Fp8Weight
+from meshlm.kernels.gated_norm.reference import gated_norm
 from meshlm.kernels.moe_routing.reference import Rule, select_experts
 from meshlm.kernels.moe_slots.reference import slots_of
 from meshlm.kernels.packed_gemm.reference import PackedWeight, packed_linear
@@ -23,6 +24,11 @@ class Composed:
 
     def packed_linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         return packed_linear(x, weight, bias)
+
+    def gated_norm(
+        self, y: Tensor, gate: Tensor, weight: Tensor | None, eps: float, group: int, *, before: bool
+    ) -> Tensor:
+        return gated_norm(y, gate, weight, eps, group, before=before)
 
     def proven(self, weight: PackedWeight, dtype: torch.dtype) -> PackedWeight:
         return weight

@@ -11,6 +11,7 @@ from meshlm.kernels.embedding.kernel import embed
 from meshlm.kernels.fp8_gemm import kernel as fp8
 from meshlm.kernels.fp8_gemm.reference import Fp8Weight
 from meshlm.kernels.gate_up_silu import kernel as gate_up_silu
+from meshlm.kernels.gated_norm.kernel import gated_norm
 from meshlm.kernels.gemm import kernel as products
 from meshlm.kernels.gemv.kernel import gemv, pays
 from meshlm.kernels.mla.cache import latent_cache
@@ -127,6 +128,11 @@ class TritonOps(Composed):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norms.rms_norm(x, weight, eps)
+
+    def gated_norm(
+        self, y: Tensor, gate: Tensor, weight: Tensor | None, eps: float, group: int, *, before: bool
+    ) -> Tensor:
+        return gated_norm(y, gate, weight, eps, group, before=before)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norms.add_rms_norm(x, residual, weight, eps)

@@ -3,8 +3,9 @@
 x, z = W_in u;   x = silu(conv(x));   dt, B, C = W_x x, perhaps normed;   y = scan(x, softplus(W_dt dt + bias), B, C) silu(z);   W_out y
 """
 
+from collections.abc import Sequence
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from meshlm.protocol.model import ModelSpec
@@ -35,11 +36,12 @@ class MambaMixer(Attention):
         self.dt_proj = Linear(state.time_step_rank, inner, bias=True)
         self.a_log, self.d = float_parameter(inner, state.state_size), float_parameter(inner)
         self.o = Linear(inner, spec.hidden_size, bias=state.proj_bias)
-        self._a = torch.empty(0)
+        self._a, self._ones = torch.empty(0), torch.empty(0)
 
     def prepare(self, ops: Ops) -> None:
         """See `Attention.prepare`."""
         self._a = -self.a_log.exp()
+        self._ones = torch.ones(max(self._sizes), dtype=self.conv.weight.dtype, device=self.a_log.device)
 
     def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
         """See `Attention.attend`."""
@@ -49,16 +51,16 @@ class MambaMixer(Attention):
         inputs, gate = qkv.chunk(2, dim=1)
         x = states.conv(inputs, self.conv.weight[:, 0], self.conv.bias, own)
         parts = self.x_proj(x.contiguous(), ops).split(self._sizes, dim=1)
-        dt, b, c = self._normed([part.contiguous() for part in parts], ops)
-        return states.selective_scan(x, self.dt_proj(dt, ops), self._a, b, c, self.d, gate, own)
+        dt, b, c = self._normed(parts, ops)
+        return states.selective_scan(x, self.dt_proj(dt.contiguous(), ops), self._a, b, c, self.d, gate, own)
 
-    def _normed(self, parts: list[Tensor], ops: Ops) -> list[Tensor]:
+    def _normed(self, parts: Sequence[Tensor], ops: Ops) -> Sequence[Tensor]:
         state = self._state
         match state.mixer_norm:
             case "none":
                 return parts
             case "plain":
-                return [F.rms_norm(one.float(), one.shape[1:], eps=state.mixer_norm_eps).to(one.dtype) for one in parts]
+                return [ops.rms_norm(one, self._ones[: one.shape[1]], state.mixer_norm_eps) for one in parts]
             case "weighted":
                 norms = (self.dt_norm, self.b_norm, self.c_norm)
                 return [ops.rms_norm(one, norm.weight, norm.eps) for one, norm in zip(parts, norms, strict=True)]

@@ -6,9 +6,9 @@ The norm is over the heads of one group of B and C at a time.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshlm.kernels.ssd.reference import TimeSteps
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import LayerCache
 from meshlm.workers.forward_context import ForwardContext
@@ -62,20 +62,10 @@ class Mamba2Mixer(Attention):
         states = context.attention.states(own.group)
         mixed = states.conv(inputs, self.conv.weight[:, 0], self.conv.bias, own)
         x, b, c = mixed.split([state.inner, self._numbers, self._numbers], dim=1)
-        steps = F.softplus(dt.float() + self.dt_bias).clamp(*state.time_step_limit)
         groups = (len(x), state.n_groups, state.state_size)
         heads = x.reshape(len(x), state.num_heads, state.head_dim)
+        steps = TimeSteps(dt, self.dt_bias, *state.time_step_limit)
         found = states.ssd(heads, steps, self._a, b.reshape(groups), c.reshape(groups), self.d, own)
-        return self.gated(found.flatten(1), gate)
-
-    def gated(self, y: Tensor, gate: Tensor) -> Tensor:
-        """norm(y * silu(gate)), by group; or norm(y) * silu(gate)."""
-        values, gates = y.float(), F.silu(gate.float())
-        if self.gated_norm is None:
-            return (values * gates).to(y.dtype)
-        before = self._state.norm_before_gate
-        groups = (values if before else values * gates).unflatten(1, (self._state.n_groups, -1))
-        normed = F.rms_norm(groups, groups.shape[2:], eps=self._eps).flatten(1)
-        if before:
-            return (self.gated_norm.weight * normed * gates).to(y.dtype)
-        return self.gated_norm.weight * normed.to(y.dtype)
+        weight = None if self.gated_norm is None else self.gated_norm.weight
+        group, before = state.inner // state.n_groups, state.norm_before_gate
+        return context.ops.gated_norm(found.flatten(1), gate, weight, self._eps, group, before=before)

@@ -7,7 +7,6 @@ Rows of W_in stand by heads of keys: its query, its key, and the values and gate
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from meshlm.protocol.model import ModelSpec
@@ -72,7 +71,7 @@ class GatedDeltaNet(Attention):
 
     def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
         """See `Attention.attend`."""
-        state, own, ops = self._state, cache.state, context.ops
+        state, own = self._state, cache.state
         assert own is not None
         states = context.attention.states(own.group)
         inputs, z, b, a = self.parts(qkv)
@@ -81,8 +80,8 @@ class GatedDeltaNet(Attention):
         query, key = (part.unflatten(1, (state.n_groups, -1)) for part in (query, key))
         heads = value.unflatten(1, (state.num_heads, -1))
         out = states.gated_delta(query, key, heads, a, b, self._rate, self.dt_bias, own)
-        normed = ops.rms_norm(out.reshape(-1, state.head_dim), self.gated_norm.weight, self.gated_norm.eps)
-        return (normed.view(len(qkv), -1) * F.silu(z.float())).to(qkv.dtype)
+        norm = self.gated_norm
+        return context.ops.gated_norm(out.flatten(1), z, norm.weight, norm.eps, state.head_dim, before=True)
 
 
 class Qwen3NextLayer(HybridLayer):

@@ -1,9 +1,9 @@
 """A mixer between its projections with random weights, for proofs: by plain torch or by kernels."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from meshlm.kernels.ssd.reference import TimeSteps
 from meshlm.protocol.model import StateSpec
 from meshlm.workers.batch import StateCache
 from meshlm.workers.states.step import StepStates
@@ -55,7 +55,7 @@ class RandomMixer:
         x, b, c = mixed.split([state.inner, self._numbers, self._numbers], dim=1)
         groups = (len(x), state.n_groups, state.state_size)
         heads = x.reshape(len(x), state.num_heads, state.head_dim)
-        steps = F.softplus(dt.float() + self._shift)
+        steps = TimeSteps(dt, self._shift)
         return states.ssd(heads, steps, self._a, b.reshape(groups), c.reshape(groups), self._d, cache)
 
     def _gated_delta(self, mixed: Tensor, a: Tensor, b: Tensor, states: StepStates, cache: StateCache) -> Tensor:

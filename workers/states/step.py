@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from meshlm.kernels.ssd.reference import TimeSteps
 from meshlm.workers.batch import StateCache
 
 
@@ -24,8 +25,8 @@ class StepStates(Protocol):
         """x [t, channels], weight [channels, kernel] -> the causal convolution, or its silu (kernels/causal_conv)."""
         ...
 
-    def ssd(self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, cache: StateCache) -> Tensor:
-        """x [t, heads, P], dt [t, heads] float32, a, d [heads], b, c [t, groups, N] -> [t, heads, P] (kernels/ssd)."""
+    def ssd(self, x: Tensor, steps: TimeSteps, a: Tensor, b: Tensor, c: Tensor, d: Tensor, cache: StateCache) -> Tensor:
+        """x [t, heads, P], a, d [heads], b, c [t, groups, N] -> [t, heads, P] (kernels/ssd)."""
         ...
 
     def selective_scan(

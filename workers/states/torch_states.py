@@ -10,7 +10,7 @@ from torch import Tensor
 from meshlm.kernels.causal_conv.reference import causal_conv, conv_update
 from meshlm.kernels.gated_delta.reference import chunk_rule, gates, rule_update, unit
 from meshlm.kernels.selective_scan.reference import scan_update, selective_scan
-from meshlm.kernels.ssd.reference import chunk_scan, state_update
+from meshlm.kernels.ssd.reference import TimeSteps, chunk_scan, state_update
 from meshlm.workers.batch import StateCache, StepInputs
 from meshlm.workers.states.step import Segment, segments
 
@@ -77,13 +77,13 @@ class TorchStates:
         of_one, of_all = partial(causal_conv, silu=silu), partial(conv_update, silu=silu)
         return self._run(cache.conv, x.shape[1], (x,), (weight, bias), of_one, of_all)
 
-    def ssd(self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, cache: StateCache) -> Tensor:
+    def ssd(self, x: Tensor, steps: TimeSteps, a: Tensor, b: Tensor, c: Tensor, d: Tensor, cache: StateCache) -> Tensor:
         """See `StepStates.ssd`."""
 
         def ordered(of: Update) -> Update:
             return lambda x, dt, b, c, state: of(x, dt, a, b, c, d, None if state is None else state.float())
 
-        inputs = (x.float(), dt, b.float(), c.float())
+        inputs = (x.float(), steps.values(), b.float(), c.float())
         return self._run(cache.ssm, x.shape[1], inputs, (), ordered(chunk_scan), ordered(state_update)).to(x.dtype)
 
     def selective_scan(

@@ -9,6 +9,7 @@ from meshlm.kernels.gated_delta.kernel import chunk_rule
 from meshlm.kernels.gated_delta.update import rule_update
 from meshlm.kernels.selective_scan.kernel import scan_update, selective_scan
 from meshlm.kernels.ssd.kernel import chunk_scan
+from meshlm.kernels.ssd.reference import TimeSteps
 from meshlm.kernels.ssd.update import state_update
 from meshlm.kernels.states import Pieces
 from meshlm.workers.batch import UNKNOWN, StateCache, StepInputs
@@ -35,10 +36,10 @@ class TritonStates:
         """See `StepStates.conv`."""
         return causal_conv(x, weight, bias, cache.conv, self._at, self._num, self._pieces, self._page, silu=silu)
 
-    def ssd(self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, cache: StateCache) -> Tensor:
+    def ssd(self, x: Tensor, steps: TimeSteps, a: Tensor, b: Tensor, c: Tensor, d: Tensor, cache: StateCache) -> Tensor:
         """See `StepStates.ssd`."""
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        given = (x, dt, a, b, c, d, cache.ssm, out, self._at)
+        given = (x, steps, a, b, c, d, cache.ssm, out, self._at)
         if self._num:
             state_update(*given, self._num, self._page)
         if self._pieces is not None:
