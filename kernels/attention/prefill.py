@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from meshlm.kernels.attention.kernel import CHUNKS_, PLAIN, Columns, Extras, first_seen, paged_tile
 from meshlm.kernels.attention.proof import proven, variant_of
-from meshlm.kernels.attention.tiles import USUAL_KEYS, hopper_from, prefill_tiles, tile_of_head
+from meshlm.kernels.attention.tiles import LARGE_DIM, USUAL_KEYS, hopper_from, prefill_tiles, tile_of_head
 
 
 @triton.jit
@@ -150,7 +150,7 @@ def _prefill(
 
 def dense(dim: int, device: torch.device) -> bool:
     """Whether `prefill` reads a step's own keys and values from the projection: tiles by bulk copies (TMA) on Hopper and later."""
-    if dim < 16 or dim & (dim - 1):
+    if not 16 <= dim <= LARGE_DIM or dim & (dim - 1):  # a bulk copy has no more columns
         return False
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (9, 0)
 

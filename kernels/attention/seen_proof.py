@@ -1,6 +1,6 @@
 """Whether the Triton kernels see what few models' queries see, on this very GPU: small cases against plain torch.
 
-Asked by a worker's start for chunks of positions and for slopes of heads: prompts, parts of prompts and decodes, and NaN in all that
+Asked by a worker's start for chunks of positions, for slopes of heads and for heads of more than 256 numbers: prompts, parts of prompts and decodes, and NaN in all that
 is others'.
 """
 
@@ -19,6 +19,7 @@ from meshlm.kernels.attention.tiles import prefill_tiles, tile_of_head
 NEAR = 0.02  # of norms
 CHUNKS = (64, 208)  # tokens; like models' multiples of 16, for which kernels are compiled apart
 SPLITS = (1, 4)
+USUAL = (32, 2, 2)  # keys of a decode's tile, warps and stages
 
 
 def prove_chunks(variant: Variant, device: torch.device) -> str:
@@ -30,6 +31,11 @@ def prove_slopes(variant: Variant, slopes: tuple[float, ...], device: torch.devi
     """The same of a model's slopes, one for each head."""
     given = torch.tensor(slopes, device=device)
     return _said(variant, device, [Extras(cap=30.0 * variant.capped, slopes=given)])
+
+
+def prove_heads(variant: Variant, device: torch.device) -> str:
+    """The same of heads of this size, whose tiles are others than those that are measured."""
+    return _said(variant, device, [Extras(cap=30.0 * variant.capped)])
 
 
 def _said(variant: Variant, device: torch.device, kinds: list[Extras]) -> str:
@@ -62,14 +68,18 @@ def _errors(variant: Variant, device: torch.device, extras: Extras) -> Iterator[
         prefill(query, keys, values, at, scale, out, extras=extras, qkv=step, tiles=tiles)
         yield _error(out, expected)
     ends = at.ends.long() - 1  # each request's last token, alone
-    for splits in SPLITS:
+    for parts in SPLITS:
+        splits, block_n, warps, stages = tile_of_head((parts, *USUAL), variant.dim)
         out = torch.full_like(query[ends], torch.nan)
         workspace = (
             torch.empty(out.numel() * splits, device=device),
             torch.empty(at.n * variant.heads * splits * 2, device=device),
             torch.zeros(at.n * variant.kv_heads, dtype=torch.int32, device=device),
         )
-        decode(query[ends], keys, values, last, scale, out, workspace, splits, extras)
+        decode(
+            query[ends], keys, values, last, scale, out, workspace, splits, extras,
+            block_n=block_n, warps=warps, stages=stages,
+        )  # fmt: skip
         yield _error(out, expected[ends])
 
 

@@ -10,7 +10,7 @@ import triton
 from meshlm.kernels import tables
 
 MAX_SPLITS = 32
-MEASURED_DIM = 128
+MEASURED_DIM, LARGE_DIM = 128, 256
 Tile = tuple[int, int, int, int]
 USUAL_KEYS = 512  # that a prompt token sees, where nothing is known of its prompt
 
@@ -46,10 +46,16 @@ def hopper_from(dim: int) -> float:
 
 
 def tile_of_head(tile: Tile, dim: int) -> Tile:
-    """A tile of a table, which is for heads of up to 128: larger ones have fewer keys, or keys and values outgrow the shared memory."""
+    """A tile of a table, which is for heads of up to 128: larger ones have fewer keys, or keys and values outgrow the shared memory.
+
+    Those of more than 256 have fewer queries too, and more warps, or their sums outgrow the registers. first: queries, or parts of a
+    context, which are no more than 32.
+    """
     if dim <= MEASURED_DIM:
         return tile
     first, block_n, warps, stages = tile
+    if dim > LARGE_DIM:
+        return min(first, MAX_SPLITS), min(block_n, 16), 8, min(stages, 2)
     return first, min(block_n, 32), warps, min(stages, 2)
 
 

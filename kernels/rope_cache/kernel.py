@@ -95,6 +95,6 @@ def rope_cache(
         qkv, positions, slots, table, q_weight, k_weight, query, keys, values, eps, k_scale, v_scale,
         HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, ROTARY=table.shape[1],
         NORM=norms is not None, FP8=float8.largest(keys.dtype), ROWS=triton.next_power_of_2(num_heads // kv_heads + 1),
-        BLOCK=triton.next_power_of_2(dim), num_warps=1,
+        BLOCK=triton.next_power_of_2(dim), num_warps=1 if dim <= 256 else 4,
     )  # fmt: skip
     return query

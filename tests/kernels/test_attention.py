@@ -10,8 +10,9 @@ from paged import PAGE, give_away, give_away_chunks, make, step_of
 from meshlm.kernels import float8
 from meshlm.kernels.attention.decode import Rope, decode
 from meshlm.kernels.attention.kernel import PLAIN, Extras
-from meshlm.kernels.attention.prefill import prefill
+from meshlm.kernels.attention.prefill import dense, prefill
 from meshlm.kernels.attention.reference import attention
+from meshlm.kernels.attention.tiles import tile_of_head
 from meshlm.kernels.rope_cache import kernel as rope_kernel
 from meshlm.kernels.rope_cache.reference import rope_cache
 
@@ -187,6 +188,27 @@ def test_decode(shape: tuple[int, int, int], splits: int, window: int, dtype: to
     assert (out[5] == 7.0).all()
 
 
+@pytest.mark.parametrize(("shape", "dtype"), [((8, 1, 512), WIDE), ((2, 2, 512), torch.float32), ((3, 1, 320), WIDE)])
+def test_large_heads(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """With the tiles that they get, whatever a table says; keys are never read from the projection."""
+    heads, _, dim = shape
+    query, keys, values, at = make([(0, 1), (37, 1), (0, 21), (30, 9)], *shape, dtype)
+    expected = attention(query, keys, values, at, 0.05)
+    out = torch.zeros_like(query)
+    tiles, qkv = tile_of_head((64, 64, 4, 3), dim), step_of(keys, values, at, heads)
+    assert not dense(dim, torch.device(DEVICE))
+    prefill(query, keys, values, at, 0.05, out, qkv=qkv, tiles=tiles)
+    near(out, expected, dtype, 2)
+    for parts in (1, 4):
+        splits, block_n, warps, stages = tile_of_head((parts, 64, 2, 2), dim)
+        out = torch.zeros_like(query)
+        scratch = workspace(4, heads, splits, dim)
+        decode(
+            query, keys, values, at, 0.05, out, scratch, splits, block_n=block_n, warps=warps, stages=stages
+        )  # fmt: skip
+        near(out[:2], expected[:2], dtype, 2)
+
+
 @pytest.mark.parametrize("splits", [1, 2])
 def test_soft_cap_and_sinks(splits: int) -> None:
     sinks = torch.randn(4, device=DEVICE)
@@ -203,10 +225,14 @@ def test_soft_cap_and_sinks(splits: int) -> None:
     assert not torch.allclose(expected, attention(query, keys, values, at, 0.5, PLAIN))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(4, 2, 64), (3, 1, 80)])
-@pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("normed", [False, True])
+ROTATED = [
+    *product([(4, 2, 64), (3, 1, 80)], [1, 4], [False, True], DTYPES),
+    ((8, 1, 512), 4, True, WIDE),
+    ((3, 1, 512), 1, True, torch.float32),
+]
+
+
+@pytest.mark.parametrize(("shape", "splits", "normed", "dtype"), ROTATED)
 def test_decode_that_rotates_itself(shape: tuple[int, int, int], splits: int, normed: bool, dtype: torch.dtype) -> None:
     heads, kv_heads, dim = shape
     requests = [(0, 1), (31, 1), (16, 1), (99, 1)]
@@ -224,7 +250,10 @@ def test_decode_that_rotates_itself(shape: tuple[int, int, int], splits: int, no
     out = torch.empty(4, heads, dim, device=DEVICE, dtype=dtype)
     scratch = workspace(4, heads, splits, dim)
     rope = Rope(table, norms, 1e-6, heads)
-    decode(qkv, keys, values, at, 0.125, out, scratch, splits, rope=rope)
+    _, block_n, warps, stages = tile_of_head((splits, 32, 2, 2), dim)
+    decode(
+        qkv, keys, values, at, 0.125, out, scratch, splits, rope=rope, block_n=block_n, warps=warps, stages=stages
+    )  # fmt: skip
     near(keys, expected_keys, dtype)
     assert torch.equal(values, expected_values)
     near(out, expected, dtype, 2)

@@ -6,7 +6,7 @@ from device import DEVICE, MARKS, ON_GPU, WIDE
 from meshlm.kernels.attention import proof, seen_proof
 from meshlm.kernels.attention.kernel import PLAIN, Extras
 from meshlm.kernels.attention.proof import Variant
-from meshlm.kernels.attention.seen_proof import prove_chunks, prove_slopes
+from meshlm.kernels.attention.seen_proof import prove_chunks, prove_heads, prove_slopes
 
 pytestmark = MARKS
 VARIANT = Variant(4, 2, 32, 16, WIDE, windowed=False, capped=False)
@@ -26,6 +26,7 @@ SLOPES = (0.5, 0.25, 0.125, 0.0625)
 def test_chunks_and_slopes_are_proven() -> None:
     assert prove_chunks(VARIANT, DEVICE) == ""
     assert prove_slopes(VARIANT, SLOPES, DEVICE) == ""
+    assert prove_heads(VARIANT._replace(dim=512, kv_heads=4), DEVICE) == ""
 
 
 @pytest.mark.parametrize("kernel", ["prefill", "decode"])

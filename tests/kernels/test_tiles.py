@@ -37,3 +37,7 @@ def test_large_heads_have_tiles_that_fit_the_shared_memory() -> None:
     assert tile_of_head(tile, 128) == tile
     rows, block_n, _, stages = tile_of_head(tile, 256)
     assert (rows + 2 * stages * block_n) * 256 * 2 <= 100 << 10
+    rows, block_n, warps, stages = tile_of_head(tile, 512)
+    assert (rows + 2 * stages * block_n) * 512 * 2 <= 100 << 10
+    assert rows * 512 <= 64 * 32 * warps, "numbers of the sum that a thread keeps in registers"
+    assert tile_of_head((16, 64, 1, 2), 512)[0] == 16, "parts of a context are as many as before"

@@ -15,6 +15,8 @@ from meshlm.kernels.attention.proof import Variant
 from meshlm.kernels.attention.seen_proof import prove_chunks, prove_slopes
 from meshlm.kernels.attention.tiles import decode_tiles, most_parts, tile_of_head
 from meshlm.kernels.lightning_index.proof import IndexShape, prove_index
+from meshlm.kernels.attention.seen_proof import prove_chunks, prove_heads, prove_slopes
+from meshlm.kernels.attention.tiles import LARGE_DIM, decode_tiles, most_parts, tile_of_head
 from meshlm.protocol.model import ModelSpec, StateSpec
 from meshlm.workers.attention.aux_stream import AuxStream
 from meshlm.workers.attention.sparse_latent import Chosen
@@ -26,6 +28,7 @@ from meshlm.workers.states.triton_states import KINDS, TritonStates
 
 WORKSPACE_FLOATS = 1 << 22
 MOST_RANK = 512
+MOST_DIM = 512
 
 
 class Workspace:
@@ -202,6 +205,18 @@ def _wrong_chunks(variant: Variant, device: torch.device) -> str:
 
 
 @cache
+def _wrong_heads(variant: Variant, device: torch.device) -> str:
+    reason = prove_heads(variant, device)
+    return f"its attention of heads of {variant.dim} is not right on this GPU: {reason}" if reason else ""
+
+
+def _head_sizes(spec: ModelSpec) -> set[tuple[int, int]]:
+    """Key-value heads of the layers that attend, and their size; latents have kernels of their own."""
+    layers = (spec.of_layer(n) for n in range(spec.num_hidden_layers) if spec.has_attention(n))
+    return {(layer.num_key_value_heads, layer.head_dim) for layer in layers}
+
+
+@cache
 def _wrong_slopes(variant: Variant, slopes: tuple[float, ...], device: torch.device) -> str:
     reason = prove_slopes(variant, slopes, device)
     return f"its slopes of heads (ALiBi) are not right on this GPU: {reason}" if reason else ""
@@ -221,8 +236,13 @@ def _wrong(spec: ModelSpec, device: torch.device, dtype: torch.dtype, page: int)
             heads, mla.kv_lora_rank, mla.qk_rope_head_dim, mla.index_n_heads, mla.index_head_dim, mla.index_topk, page
         )
         return _wrong_index(index, dtype, device) if mla.index_topk else ""
+    capped = spec.attn_logit_softcapping > 0
+    for kv_heads, dim in _head_sizes(spec):
+        large = Variant(spec.num_attention_heads, kv_heads, dim, page, dtype, windowed=False, capped=capped)
+        if dim > LARGE_DIM and (reason := _wrong_heads(large, device)):
+            return reason
     shape = (spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, page)
-    variant = Variant(*shape, dtype, windowed=False, capped=spec.attn_logit_softcapping > 0)
+    variant = Variant(*shape, dtype, windowed=False, capped=capped)
     if spec.attention_chunk_size and (reason := _wrong_chunks(variant, device)):
         return reason
     return _wrong_slopes(variant, spec.alibi_slopes, device) if spec.alibi_slopes else ""
@@ -245,9 +265,9 @@ class TritonBackend:
             return f"it needs compute capability 8.0, this GPU has {major}.{minor}"
         if dtype not in (torch.float16, torch.bfloat16):
             return f"it computes in --dtype float16 or bfloat16, not {str(dtype).removeprefix('torch.')}"
-        attends = any(map(spec.has_attention, range(spec.num_hidden_layers)))
-        if attends and not 16 <= spec.head_dim <= 256:
-            return f"it supports head sizes from 16 to 256, this model has {spec.head_dim}"
+        for _, dim in _head_sizes(spec):
+            if not 16 <= dim <= MOST_DIM:
+                return f"it supports head sizes from 16 to {MOST_DIM}, this model has {dim}"
         if spec.mla is not None and spec.mla.kv_lora_rank > MOST_RANK:
             return f"it supports latents of up to {MOST_RANK}, this model has kv_lora_rank {spec.mla.kv_lora_rank}"
         if spec.state is not None:

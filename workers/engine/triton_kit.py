@@ -15,6 +15,7 @@ from meshlm.kernels.mla import tiles as latent_tiles
 from meshlm.kernels.precompile import precompiled
 from meshlm.kernels.small_m_gemm import kernel as small_m_gemm
 from meshlm.kernels.tuning.products import ProductBench, Setting
+from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.batch import StepInputs
 from meshlm.workers.cuda import tuning
@@ -79,16 +80,15 @@ class TritonKit:
     def _prove_attention(self, engine: ModelEngine, *, launched: bool) -> None:
         """Hopper's attention is used for this model's layers where it gives, on this GPU, what the other kernel gives."""
         spec = engine.spec
-        if spec.mla is not None or spec.encoder_only or hopper_from(spec.head_dim) == math.inf:
-            return
-        if not any(map(spec.has_attention, range(spec.num_hidden_layers))):
+        if spec.mla is not None or spec.encoder_only:
             return
         if engine.layout.dtype != engine.dtype:  # an FP8 cache is read by the other kernel
             return
-        shape = (spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, engine.layout.block_size)
-        cap, sliding = spec.attn_logit_softcapping, bool(spec.sliding_window)
-        full = not sliding or not all(spec.sliding_layers or [True])
-        for windowed in [False] * full + [True] * sliding:
+        cap = spec.attn_logit_softcapping
+        for kv_heads, dim, windowed in _attention_kinds(spec):
+            if hopper_from(dim) == math.inf:
+                continue
+            shape = (spec.num_attention_heads, kv_heads, dim, engine.layout.block_size)
             variant = Variant(*shape, engine.dtype, windowed, cap > 0, spec.attention_sinks)
             if reason := prove(variant, engine.device, cap, launched=launched):
                 _log.warning("attention of prompts runs without Hopper's kernel", reason=reason, windows=windowed)
@@ -149,9 +149,10 @@ class TritonKit:
         if engine.layout.dtype != torch.float8_e5m2:
             return
         spec, page = engine.spec, engine.config.cache.block_size
-        shape = CacheShape(spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, page, engine.layout.dtype)
-        if reason := prove_cache(shape, engine.dtype, engine.device):
-            raise ProcessFatal(f"--kv-cache-dtype fp8_e5m2: on this GPU {reason}; use fp8 or auto")
+        for kv_heads, dim, _ in _attention_kinds(spec):
+            shape = CacheShape(spec.num_attention_heads, kv_heads, dim, page, engine.layout.dtype)
+            if reason := prove_cache(shape, engine.dtype, engine.device):
+                raise ProcessFatal(f"--kv-cache-dtype fp8_e5m2: on this GPU {reason}; use fp8 or auto")
 
     def warm_up(self, engine: ModelEngine) -> None:
         """Every kernel is compiled here, in each variant that steps use."""
@@ -165,9 +166,14 @@ class TritonKit:
         rows, resolved = engine.rows, engine.resolved
         longest = rows.block_tables.shape[-1] * rows.block_size
         most = rows.max_rows
-        spec, kv_heads = engine.spec, engine.spec.num_key_value_heads
+        spec = engine.spec
         if spec.mla is None:
-            decodes = warm_sizes(kv_heads, most, longest, engine.device, spec.num_attention_heads // kv_heads)
+            counts_of_heads = {spec.num_key_value_heads, *(kv_heads for kv_heads, _, _ in _attention_kinds(spec))}
+            some = (
+                warm_sizes(kv_heads, most, longest, engine.device, spec.num_attention_heads // kv_heads)
+                for kv_heads in sorted(counts_of_heads)
+            )
+            decodes = sorted(set[int]().union(*some))
         else:
             decodes = latent_tiles.warm_sizes(spec.num_attention_heads, most, engine.device)
         tokens = resolved.max_num_batched_tokens
@@ -187,3 +193,10 @@ class TritonKit:
         empty = np.array([0, 0, 1, 0], np.int32)  # one segment: the first token of row 0
         self._inputs.send(columns_of(*(np.zeros(1, np.int32) for _ in range(3))), 1, empty, 1, np.arange(0))
         torch.cuda.synchronize()
+
+
+def _attention_kinds(spec: ModelSpec) -> list[tuple[int, int, bool]]:
+    """Key-value heads of layers that attend, their size, and whether they have a window: each kind once, in the order of layers."""
+    layers = [(spec.of_layer(n), spec.slides(n)) for n in range(spec.num_hidden_layers) if spec.has_attention(n)]
+    found = ((one.num_key_value_heads, one.head_dim, slides and spec.sliding_window > 0) for one, slides in layers)
+    return list(dict.fromkeys(found))
