@@ -1,7 +1,7 @@
 """Whether the Triton kernels see what few models' queries see, on this very GPU: small cases against plain torch.
 
-Asked by a worker's start for chunks of positions, for slopes of heads and for heads of more than 256 numbers: prompts, parts of prompts and decodes, and NaN in all that
-is others'.
+Asked by a worker's start for chunks of positions, for slopes of heads and for heads of more than 256 numbers: prompts, parts of prompts
+and decodes, and NaN in all that is others'.
 """
 
 from collections.abc import Iterator

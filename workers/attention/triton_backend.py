@@ -12,11 +12,9 @@ from meshlm.kernels.attention.decode import Rope, decode
 from meshlm.kernels.attention.kernel import Columns, Extras
 from meshlm.kernels.attention.prefill import prefill
 from meshlm.kernels.attention.proof import Variant
-from meshlm.kernels.attention.seen_proof import prove_chunks, prove_slopes
-from meshlm.kernels.attention.tiles import decode_tiles, most_parts, tile_of_head
-from meshlm.kernels.lightning_index.proof import IndexShape, prove_index
 from meshlm.kernels.attention.seen_proof import prove_chunks, prove_heads, prove_slopes
 from meshlm.kernels.attention.tiles import LARGE_DIM, decode_tiles, most_parts, tile_of_head
+from meshlm.kernels.lightning_index.proof import IndexShape, prove_index
 from meshlm.protocol.model import ModelSpec, StateSpec
 from meshlm.workers.attention.aux_stream import AuxStream
 from meshlm.workers.attention.sparse_latent import Chosen

@@ -36,6 +36,26 @@ GEMMA: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3TextConfig", {"num_hidden_layers": 7}),
     "gemma3 with windows that hold everything": ("Gemma3TextConfig", {"num_hidden_layers": 7, "sliding_window": 2048}),
 }
+_GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 10.0,
+    "num_key_value_heads": 4,
+}
+_EQUAL_KV = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+_SPARSE_MLP = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 256}
+GEMMA4: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma4-31b": ("Gemma4TextConfig", _GEMMA4 | _EQUAL_KV),
+    "gemma4-26b": ("Gemma4TextConfig", _GEMMA4 | _EQUAL_KV | _SPARSE_MLP),
+    "gemma4-e2b": (
+        "Gemma4TextConfig",
+        _GEMMA4
+        | {"num_key_value_heads": 1, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+        | {"hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": MODEL["vocab_size"]},
+    ),
+}
+"""Heads of 256 and 512."""
 
 _LATENT: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -143,7 +163,7 @@ def transformers_model(name: str, folder: Path, **changes: object) -> Any:
     from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
     torch.manual_seed(0)
-    kind, settings = {**GEMMA, **DEEPSEEK, **MIXTURES, **HYBRIDS, **SEEN, **SPARSE}[name]
+    kind, settings = {**GEMMA, **GEMMA4, **DEEPSEEK, **MIXTURES, **HYBRIDS, **SEEN, **SPARSE}[name]
     if (
         name in HYBRIDS and "group_size" not in signature(MambaRMSNormGated).parameters
     ):  # all groups have one norm there
