@@ -210,7 +210,7 @@ def _arguments(group: dict[str, Any], key: str, *, integers: bool = False) -> di
 
 
 def read_mxfp4(config: dict[str, Any]) -> QuantizationSpec:
-    """quant_method mxfp4: experts alone, whose tensors are decoded while they are read; which they are, the files say."""
+    """quant_method mxfp4: experts alone, whose tensors are kept or decoded while they are read; which they are, the files say."""
     only(config, "quant_method modules_to_not_convert dequantize")
     return QuantizationSpec(method="mxfp4", schemes=(), ignore=names(config, "modules_to_not_convert"))
 

@@ -6,13 +6,14 @@
 A row has whole chunks; behind the last input codes are 0 and scales 127 (a factor of 1). The format itself: kernels/mxfp4.
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshlm.kernels.mxfp4.reference import GROUP, decode_mxfp4
+from meshlm.kernels.mxfp4.reference import GROUP, VALUES, decode_mxfp4
 
 PLANES = 4  # groups of a chunk
 CHUNK = PLANES * GROUP  # inputs
@@ -25,6 +26,20 @@ class MXFP4Weight(NamedTuple):
     codes: Tensor  # int16 [experts, outputs, chunks * 32]
     scales: Tensor  # uint8 [experts, outputs, chunks * 4]
     inputs: int
+
+
+def encode(values: Tensor) -> dict[str, Tensor]:
+    """[outputs, inputs] -> codes (as bytes) and scales, by the names of parameters: each value the nearest one of its group.
+
+    A group's scale is the least power of two with which its largest value is no more than 6: what was MXFP4 comes back exactly.
+    """
+    parted = F.pad(values.float(), (0, -values.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    exponents = parted.abs().amax(-1).clamp(min=2.0**-100).log2().floor() - 2
+    scaled = parted / torch.exp2(exponents)[..., None]
+    borders = torch.tensor([(a + b) / 2 for a, b in pairwise(VALUES[:8])], dtype=torch.float32, device=values.device)
+    codes = torch.bucketize(scaled.abs(), borders).to(torch.uint8) | (scaled < 0).to(torch.uint8) << 3
+    words, scales = pack(codes[..., ::2] | codes[..., 1::2] << 4, (exponents + ONE).to(torch.uint8))
+    return {"weight": words.view(torch.uint8), "weight_scale": scales}
 
 
 def chunks_of(inputs: int) -> int:

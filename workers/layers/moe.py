@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshlm.kernels.moe_routing.reference import Rule
+from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight, chunks_of, encode
 from meshlm.protocol.model import ModelSpec, MoESpec, QuantizationScheme
 from meshlm.workers.batch import StepInputs
 from meshlm.workers.layers.linear import Linear
@@ -17,7 +18,7 @@ from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import Ops, RouterWeights
 from meshlm.workers.layers.partial_sum import Kind, PartialSum
 from meshlm.workers.moe.fused_moe import FusedMoE
-from meshlm.workers.moe.parts import Dispatcher, ExpertExtras, Routing
+from meshlm.workers.moe.parts import Dispatcher, ExpertExtras, PackedExperts, Routing
 from meshlm.workers.moe.placement.replicas import Replicas
 from meshlm.workers.moe.registry import ExpertWeights, make_experts
 from meshlm.workers.quantization.fp8 import FP8, ExpertScales, decoded, encoder, groups
@@ -72,7 +73,31 @@ class GroupedLinear(nn.Module):
         self.scheme: QuantizationScheme | None = None
         self.encode: Encode | None = None  # see `LinearMethod.encode`
         self.dtype = torch.get_default_dtype()  # the model's, while it is made
+        self.inputs = inputs
         self.weight = nn.Parameter(torch.empty(experts, outputs, inputs), requires_grad=False)
+
+    def use_mxfp4(self) -> None:
+        """Before loading: weights are MXFP4 codes and scales, as kernels/mxfp4_experts reads them; floats become so."""
+        experts, outputs, _ = self.weight.shape
+        chunks = chunks_of(self.inputs)
+        self.weight = nn.Parameter(torch.empty(experts, outputs, chunks * 64, dtype=torch.uint8), requires_grad=False)
+        scales = torch.empty(experts, outputs, chunks * 4, dtype=torch.uint8)
+        self.weight_scale = nn.Parameter(scales, requires_grad=False)
+        self.encode = encode
+
+    def mxfp4(self) -> MXFP4Weight | None:
+        """The weights, where they are MXFP4."""
+        if self.weight.dtype != torch.uint8:
+            return None
+        return MXFP4Weight(self.weight.data.view(torch.int16), self.weight_scale.data, self.inputs)
+
+    def num_weights(self) -> int:
+        """Of all experts, however they are stored."""
+        return self.weight.numel() // self.weight.shape[2] * self.inputs
+
+    def num_stored(self) -> int:
+        """The numbers that MXFP4 keeps in their place: two of them are a byte, and 32 have a scale. Else the weights themselves."""
+        return self.weight.numel() + (0 if self.mxfp4() is None else self.weight_scale.numel())
 
     def use_fp8(self, scheme: QuantizationScheme) -> None:
         """Before loading: weights are 8-bit floats, with scales as those of `Fp8Linear`."""
@@ -125,7 +150,9 @@ class ExpertLinears(nn.Module):
         extras = None
         if gate_up.bias is not None or self._swiglu is not None:
             extras = ExpertExtras(gate_up.bias, down.bias, self._swiglu)
-        return ExpertWeights(gate_up.weight, down.weight, act, scales, extras)
+        codes, below = gate_up.mxfp4(), down.mxfp4()
+        packed = None if codes is None or below is None else PackedExperts(codes, below, down.dtype)
+        return ExpertWeights(gate_up.weight, down.weight, act, scales, extras, packed)
 
 
 class MoE(nn.Module):
@@ -153,9 +180,10 @@ class MoE(nn.Module):
         return self._fused
 
     def idle_parameters(self) -> int:
-        """The number of the experts' parameters that a token does not need."""
-        whole = sum(parameter.numel() for parameter in self.experts.parameters())
-        return whole - whole * self.moe.num_experts_per_tok // self.moe.num_experts
+        """The number of the experts' parameters, as they are stored, without those that a token needs."""
+        stored = sum(parameter.numel() for parameter in self.experts.parameters())
+        others = sum(linear.num_weights() - linear.num_stored() for linear in self.experts.linears())
+        return stored - (stored + others) * self.moe.num_experts_per_tok // self.moe.num_experts
 
     def forward(self, x: PartialSum, norm: RMSNorm, batch: StepInputs, ops: Ops) -> PartialSum:
         """Computes what the experts add to the residual, which has x in it then."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from meshlm.kernels.moe_epilogue.reference import clamped_swiglu
+from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight
 from meshlm.workers.layers.partial_sum import PartialSum
 
 NOWHERE = -1
@@ -69,6 +70,14 @@ class ExpertExtras(NamedTuple):
         assert self.swiglu is not None
         alpha, limit = self.swiglu
         return clamped_swiglu(gate, up, alpha, limit)
+
+
+class PackedExperts(NamedTuple):
+    """The weights of experts that stay MXFP4. dtype: of activations."""
+
+    gate_up: MXFP4Weight  # [local experts, 2 wide, hidden]
+    down: MXFP4Weight  # [local experts, hidden, wide]
+    dtype: torch.dtype
 
 
 class Routing(NamedTuple):

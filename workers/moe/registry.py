@@ -20,7 +20,7 @@ from meshlm.workers.moe.dispatch.collective import Collective
 from meshlm.workers.moe.dispatch.members import Members
 from meshlm.workers.moe.dispatch.none import NoDispatch
 from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
-from meshlm.workers.moe.parts import ActivationFormat, Dispatcher, ExpertExtras, Experts, WeightAndReduce
+from meshlm.workers.moe.parts import ActivationFormat, Dispatcher, ExpertExtras, Experts, PackedExperts, WeightAndReduce
 from meshlm.workers.quantization.fp8 import ExpertScales
 
 _log = structlog.get_logger()
@@ -36,6 +36,7 @@ class ExpertWeights(NamedTuple):
         None  # of weights that are 8-bit floats; a CPU has their values, and rounds activations
     )
     extras: ExpertExtras | None = None
+    packed: PackedExperts | None = None  # where they are MXFP4; gate_up and down are its codes then
 
 
 class ExpertsKind(NamedTuple):
@@ -50,7 +51,23 @@ def _anywhere(weights: ExpertWeights) -> str | None:
     return None
 
 
+def _unsupported_by_mxfp4(weights: ExpertWeights) -> str | None:
+    if weights.packed is None:
+        return "it computes with MXFP4 weights"
+    if not weights.gate_up.is_cuda or weights.packed.dtype not in (torch.float16, torch.bfloat16):
+        return "it computes in float16 and bfloat16 on GPUs"
+    return _other_activation(weights)
+
+
+def _other_activation(weights: ExpertWeights) -> str | None:
+    if weights.act != "silu" and (weights.extras is None or weights.extras.swiglu is None):
+        return f"it computes silu, not {weights.act}"
+    return None
+
+
 def _unsupported_by_triton(weights: ExpertWeights) -> str | None:
+    if weights.packed is not None:
+        return "it computes with weights of 16 and 8 bits"
     gate_up, scales = weights.gate_up, weights.scales
     dtype = gate_up.dtype if scales is None else scales.dtype
     if not gate_up.is_cuda or dtype not in (torch.float16, torch.bfloat16):
@@ -60,10 +77,14 @@ def _unsupported_by_triton(weights: ExpertWeights) -> str | None:
         return f"it needs compute capability {'8.0' if scales is None else '8.9'}"
     if scales is not None and (why := unsupported_scheme(scales.scheme, (gate_up.shape[2], gate_up.shape[1] // 2))):
         return why
-    if weights.act != "silu" and (weights.extras is None or weights.extras.swiglu is None):
-        return f"it computes silu, not {weights.act}"
+    if why := _other_activation(weights):
+        return why
     if gate_up.shape[2] % 8 or gate_up.shape[1] % 16:
         return "it computes experts whose sizes are multiples of 8"
+    if weights.extras is not None and scales is None:
+        from meshlm.workers.moe.experts.proof import of_extras
+
+        return of_extras(dtype, gate_up.device) or None
     return None
 
 
@@ -77,6 +98,20 @@ def unsupported_scheme(scheme: QuantizationScheme, inputs: tuple[int, int]) -> s
     if scheme.activation == "group" and (not several or scheme.group != scheme.block[1]):
         return "it takes groups of inputs that have the same size for activations and weights"
     return None
+
+
+def _mxfp4(given: ExpertWeights) -> Experts:
+    from meshlm.workers.moe.experts.mxfp4 import MXFP4Experts
+
+    assert given.packed is not None
+    return MXFP4Experts(given.packed, given.extras)
+
+
+def _mxfp4_batched(given: ExpertWeights) -> Experts:
+    from meshlm.workers.moe.experts.mxfp4 import MXFP4BatchedExperts
+
+    assert given.packed is not None
+    return MXFP4BatchedExperts(given.packed, given.extras)
 
 
 def _triton(given: ExpertWeights) -> Experts:
@@ -94,6 +129,8 @@ def _triton_batched(given: ExpertWeights) -> Experts:
 EXPERTS: dict[str, ExpertsKind] = {
     "triton": ExpertsKind(ActivationFormat.CONTIGUOUS, _unsupported_by_triton, _triton),
     "triton, batched": ExpertsKind(ActivationFormat.BATCHED, _unsupported_by_triton, _triton_batched),
+    "mxfp4": ExpertsKind(ActivationFormat.CONTIGUOUS, _unsupported_by_mxfp4, _mxfp4),
+    "mxfp4, batched": ExpertsKind(ActivationFormat.BATCHED, _unsupported_by_mxfp4, _mxfp4_batched),
     "reference": ExpertsKind(ActivationFormat.CONTIGUOUS, _anywhere, lambda given: ReferenceExperts(*given)),
     "reference, batched": ExpertsKind(
         ActivationFormat.BATCHED, _anywhere, lambda given: ReferenceBatchedExperts(*given)
@@ -126,7 +163,7 @@ def make_experts(format: ActivationFormat, weights: ExpertWeights) -> Experts:
         if kind.format is format:
             why = kind.unsupported(weights)
             if why is None:
-                if reasons and weights.gate_up.is_cuda:
+                if name.startswith("reference") and weights.gate_up.is_cuda:
                     _warn(name, "; ".join(reasons))
                 return kind.make(weights)
             reasons.append(f"{name}: {why}")

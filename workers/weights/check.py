@@ -75,9 +75,12 @@ def check_finite(model: Decoder, where: str) -> None:
 
     A sum is one pass over the memory and makes no copy; only one that is not finite itself is looked at again.
     """
+    most_power = 140 if torch.get_default_dtype() == torch.float16 else 254  # 6 times 2^13 is a number of float16
     for name, parameter in model.named_parameters():
         if parameter.dtype == torch.float8_e4m3fn:
             finite = not bool((parameter.view(torch.uint8) & 0x7F == 0x7F).any())
+        elif parameter.dtype == torch.uint8 and name.endswith(".weight_scale"):  # of MXFP4, in the model's dtype
+            finite = not bool((parameter > most_power).any())
         elif not parameter.is_floating_point() or bool(parameter.sum(dtype=torch.float32).isfinite()):
             continue
         else:

@@ -1,6 +1,7 @@
 """Tensors that hold the matrices of all experts of a layer: each matrix becomes a tensor. A part of sources.py.
 
-They have a row for each input, or are MXFP4, which is decoded to the model's dtype while it is loaded (kernels/mxfp4):
+They have a row for each input, or are MXFP4, which is decoded to the model's dtype while it is loaded (kernels/mxfp4), or kept as it
+is (workers/quantization/mxfp4_experts.py):
 
     gate_up_proj [experts, hidden, 2 wide], down_proj [experts, wide, hidden]
     _blocks uint8 [experts, outputs, inputs / 32, 16], _scales uint8 [experts, outputs, inputs / 32]
@@ -67,8 +68,8 @@ class _RowsOfExpert:
         return matrix[self._first : self._first + self.shape[0]]
 
 
-class _OfMXFP4:
-    """One expert's matrix, decoded."""
+class MXFP4Source:
+    """One expert's matrix, decoded, or as it is."""
 
     def __init__(self, blocks: Source, scales: Source, expert: int, outputs: _Outputs) -> None:
         self._blocks, self._scales, self._expert, self._outputs = blocks, scales, expert, outputs
@@ -84,6 +85,15 @@ class _OfMXFP4:
 
     def whole(self) -> Tensor:
         return self.part(0, 0, self.shape[0])
+
+    def packed(self, dim: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """Blocks and scales of some outputs (dim 0), or of some inputs, which must be whole groups."""
+        rows = self._outputs.of(begin, end) if dim == 0 else self._outputs.of(0, self.shape[0])
+        blocks, scales = (of.part(0, self._expert, self._expert + 1)[0, rows] for of in (self._blocks, self._scales))
+        if dim == 0:
+            return blocks, scales
+        groups = slice(begin // GROUP, end // GROUP)
+        return blocks[:, groups], scales[:, groups]
 
 
 def by_expert(
@@ -165,7 +175,7 @@ def _of_mxfp4(
     for expert in range(spec.moe.num_experts):
         for nth, name in enumerate(names):
             outputs = _outputs(nth, len(names), known.shape[0], interleaved=interleaved)
-            yield f"{name.format(expert)}.weight", _OfMXFP4(blocks, scales, expert, outputs)
+            yield f"{name.format(expert)}.weight", MXFP4Source(blocks, scales, expert, outputs)
 
 
 def _outputs(nth: int, of: int, count: int, *, interleaved: bool) -> _Outputs:

@@ -8,6 +8,7 @@ import structlog
 import torch
 from torch import Tensor, nn
 
+from meshlm.kernels.mxfp4_experts.layout import pack
 from meshlm.protocol.config import Resolved
 from meshlm.runtime.checkpoint_files import SCALE_OF_KV_CACHE
 from meshlm.runtime.errors import ProcessFatal
@@ -17,7 +18,7 @@ from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.moe import GroupedLinear
 from meshlm.workers.models.decoder import Attention, Decoder
 from meshlm.workers.models.registry import model_class
-from meshlm.workers.quantization import packed_files
+from meshlm.workers.quantization import mxfp4_experts, packed_files
 from meshlm.workers.quantization.gguf import DecodedGGUF
 from meshlm.workers.quantization.method import Encode
 from meshlm.workers.quantization.registry import use_methods
@@ -25,6 +26,7 @@ from meshlm.workers.quantization.scale_tensor import ScaleTensor
 from meshlm.workers.quantization.scales import scale_rows, scale_tensors
 from meshlm.workers.weights import sharded_state
 from meshlm.workers.weights.check import check_finite, check_tensors
+from meshlm.workers.weights.expert_tensors import MXFP4Source
 from meshlm.workers.weights.gguf_form import Form, GGUFPlan, form_of
 from meshlm.workers.weights.gguf_spans import SpannedParameter, keep_spans
 from meshlm.workers.weights.layouts import to_halves
@@ -74,17 +76,20 @@ def loaded(
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
+        tensors: Callable[[], Iterable[tuple[str, Source]]]
+        tensors = partial(sources, weights_of_model(resolved), resolved.load_format, spec, device, seed)
+        keep_codes = mxfp4_experts.kept(resolved, tensors, shard, device, dtype)
         with torch.device("meta"):
             model = model_class(spec)(spec, resolved.max_model_len, shard)
             use_methods(model)
+            if keep_codes:
+                mxfp4_experts.use(model)
         if resolved.load_format == "sharded_state":
             memory.check_weights(weight_bytes(model) + _decoded_bytes(model, device, dtype), device, 0)
             _make_tensors(model, device)
             sharded_state.fill(model, resolved, progress)
             check_finite(model, resolved.model_path)
             return model
-        tensors: Callable[[], Iterable[tuple[str, Source]]]
-        tensors = partial(sources, weights_of_model(resolved), resolved.load_format, spec, device, seed)
         if resolved.load_format == "gguf":
             tensors = partial(iter, list(tensors()))  # to step over the vocabulary in its header takes a while
         if resolved.load_format != "dummy":
@@ -242,6 +247,12 @@ def _take(
             rows = to_halves(rows, *found.neighbours)
         slot[found.row : found.row + count] = rows
         return slot[found.row : found.row + count].numel()
+    if found.expert is not None and slot.dtype == torch.uint8 and isinstance(source, MXFP4Source):
+        codes, powers = pack(*(part.to(slot.device) for part in source.packed(found.dim, found.begin, found.end)))
+        at = _slot(slots, found._replace(parameter=f"{found.parameter}_scale"))
+        at[found.row : found.row + len(powers)] = powers
+        slot[found.row : found.row + len(codes)] = codes.view(torch.uint8)
+        return codes.view(torch.uint8).numel()
     tensor = source.part(found.dim, found.begin, found.end)
     if slot.dim() == 1 and tensor.dim() == 2:  # files have it as a matrix of one row
         tensor = tensor.flatten()

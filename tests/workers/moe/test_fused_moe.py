@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlm.kernels.moe_routing.reference import Rule, select_experts
+from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight, encode, unpack
 from meshlm.protocol.model import MoESpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.layers.partial_sum import Kind, PartialSum
@@ -18,6 +19,7 @@ from meshlm.workers.moe.fused_moe import FusedMoE, refusal, workspaces
 from meshlm.workers.moe.parts import (
     Dispatcher,
     ExpertExtras,
+    PackedExperts,
     Quantisation,
     Routing,
     WeightAndReduce,
@@ -47,8 +49,18 @@ def weights(first: int = 0, count: int = NUM, kind: str = "silu") -> ExpertWeigh
     down = torch.randn(NUM, HIDDEN, WIDE, generator=generator) / WIDE**0.5
     above, below = (torch.randn(NUM, outputs, generator=generator) for outputs in (2 * WIDE, HIDDEN))
     mine = slice(first, first + count)
-    extras = None if kind == "silu" else ExpertExtras(above[mine], below[mine], SWIGLU if kind == "gpt-oss" else None)
-    return ExpertWeights(gate_up[mine], down[mine], "silu", None, extras)
+    extras = None if kind == "silu" else ExpertExtras(above[mine], below[mine], None if kind == "biases" else SWIGLU)
+    if kind != "mxfp4":
+        return ExpertWeights(gate_up[mine], down[mine], "silu", None, extras)
+    packed = PackedExperts(mxfp4_of(gate_up[mine]), mxfp4_of(down[mine]), torch.float32)
+    return ExpertWeights(packed.gate_up.codes, packed.down.codes, "silu", None, extras, packed)
+
+
+def mxfp4_of(weight: Tensor) -> MXFP4Weight:
+    """Each number to the nearest that MXFP4 has."""
+    parts = [encode(matrix) for matrix in weight]
+    codes, scales = (torch.stack([part[name] for part in parts]) for name in ("weight", "weight_scale"))
+    return MXFP4Weight(codes.view(torch.int16), scales, weight.shape[2])
 
 
 def routing_of(rows: int, slots: Tensor | None = None) -> Routing:
@@ -57,7 +69,9 @@ def routing_of(rows: int, slots: Tensor | None = None) -> Routing:
 
 def expected(x: Tensor, routing: Routing, kind: str = "silu") -> Tensor:
     """Token by token."""
-    gate_up, down, _, _, extras = weights(kind=kind)
+    gate_up, down, _, _, extras, packed = weights(kind=kind)
+    if packed is not None:
+        gate_up, down = unpack(packed.gate_up, torch.float32), unpack(packed.down, torch.float32)
     out = torch.zeros_like(x)
     for token, (experts, scale) in enumerate(zip(*routing, strict=True)):
         for expert, weight in zip(experts.tolist(), scale, strict=True):
@@ -77,17 +91,21 @@ def expected(x: Tensor, routing: Routing, kind: str = "silu") -> Tensor:
 
 DONE_BY_TORCH = [left for left in WeightAndReduce if left is not WeightAndReduce.PARTS]
 OF_THREE: Ranks = [(0, 2), (2, 2), (4, 2)]
+OF_MXFP4, OF_BITS = "it computes with MXFP4 weights", "it computes with weights of 16 and 8 bits"
 PAIRS = list(product(DISPATCHERS, EXPERTS))
 
 
 @pytest.mark.parametrize(("dispatcher", "experts"), PAIRS)
 @pytest.mark.parametrize(
     ("ranks", "weight"),
-    [([(0, NUM)], "silu"), (OF_THREE, "silu"), ([(0, NUM)], "biases"), (OF_THREE, "gpt-oss")],
+    [([(0, NUM)], "silu"), (OF_THREE, "silu"), ([(0, NUM)], "biases"), (OF_THREE, "gpt-oss"), ([(0, NUM)], "mxfp4")],
 )
 def test_every_legal_pair(dispatcher: str, experts: str, ranks: Ranks, weight: str) -> None:
     """The matrix: all ranks together, with padding among the tokens, one token, and none for some experts."""
-    if "triton" in experts and torch.cuda.is_available():
+    if ("mxfp4" in experts and weight != "mxfp4") or ("triton" in experts and weight == "mxfp4"):
+        assert EXPERTS[experts].unsupported(weights(kind=weight)) in (OF_MXFP4, OF_BITS)
+        return
+    if not experts.startswith("reference") and torch.cuda.is_available():
         pytest.skip("without the interpreter its kernels are on the GPU: tests/workers/cuda/test_moe.py")
     for rows in (1, 2, 70):
         slots = torch.arange(rows)

@@ -7,11 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight, unpack
 from meshlm.workers.layers.ops import ACTIVATIONS
 from meshlm.workers.moe.parts import (
     ActivationFormat,
     Dispatched,
     ExpertExtras,
+    PackedExperts,
     Quantisation,
     WeightAndReduce,
     WorkspaceShape,
@@ -35,11 +37,15 @@ class ReferenceExperts:
         act: str = "silu",
         scales: ExpertScales | None = None,
         extras: ExpertExtras | None = None,
+        packed: PackedExperts | None = None,
     ) -> None:
-        """scales: of weights that are 8-bit floats, or were; then activations are rounded too, if the scheme says so."""
-        self._extras = extras
+        """scales: of weights that are 8-bit floats, or were; then activations are rounded too, if the scheme says so. packed: gate_up
+        and down are its codes."""
+        self._extras, self._packed = extras, packed
         self._gate_up, self._down, self._act, self._scales = gate_up, down, ACTIVATIONS[act], scales
         self.dtype = down.dtype if scales is None else scales.dtype
+        if packed is not None:
+            self.dtype = packed.dtype
 
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return x, None
@@ -67,6 +73,9 @@ class ReferenceExperts:
 
     def _weight(self, number: int, *, of_gate: bool) -> Tensor:
         """The numbers of one expert's weight: a CPU has those of 8-bit floats already."""
+        if (packed := self._packed) is not None:
+            codes, powers, inputs = packed.gate_up if of_gate else packed.down
+            return unpack(MXFP4Weight(codes[number], powers[number], inputs), packed.dtype)
         weight, scales = (self._gate_up if of_gate else self._down)[number], self._scales
         if scales is None or weight.dtype != FP8:
             return weight

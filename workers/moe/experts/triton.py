@@ -17,11 +17,11 @@ from meshlm.kernels.grouped_gemm.plan import (
     warm_rows,
 )
 from meshlm.kernels.moe_align.kernel import align, most_tiles
-from meshlm.kernels.moe_epilogue.kernel import PLAIN, Epilogue
 from meshlm.kernels.moe_few import kernel as few
 from meshlm.kernels.moe_gemv import kernel as one
 from meshlm.kernels.moe_sum.kernel import sum_parts, weighted_sum
 from meshlm.kernels.quantise_fp8.kernel import quantise
+from meshlm.workers.moe.experts.epilogues import epilogues
 from meshlm.workers.moe.parts import (
     ActivationFormat,
     Dispatched,
@@ -35,21 +35,13 @@ from meshlm.workers.quantization.fp8 import ExpertScales
 QUANTISATIONS = {"none": Quantisation.NONE, "token": Quantisation.FP8_TOKEN, "group": Quantisation.FP8_GROUP}
 
 
-def _epilogues(extras: ExpertExtras | None) -> tuple[Epilogue, Epilogue]:
-    """What stands behind the products of gate and up, and behind that of down."""
-    if extras is None:
-        return PLAIN, PLAIN
-    alpha, limit = extras.swiglu or (0.0, 0.0)
-    return Epilogue(extras.gate_up_bias, alpha, limit), Epilogue(extras.down_bias)
-
-
 class _Weights:
     """A layer holds gate_up [local experts, 2 wide, hidden], down [local experts, hidden, wide], of 16 bits or with scales."""
 
     def __init__(
         self, gate_up: Tensor, down: Tensor, scales: ExpertScales | None = None, extras: ExpertExtras | None = None
     ) -> None:
-        self.gate_epilogue, self.down_epilogue = _epilogues(extras)
+        self.gate_epilogue, self.down_epilogue = epilogues(extras)
         self._one_row = extras is None
         self.gate_up, self.down = gate_up, down
         self.gate_up_scale = None if scales is None else scales.gate_up

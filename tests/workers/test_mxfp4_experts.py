@@ -1,0 +1,142 @@
+"""Experts of gpt-oss that stay MXFP4: loaded as the files have them, and the same model as when they are decoded."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from expert_files import EXPERT, as_mxfp4, change
+from small_models import caches, load, resolved, run
+
+from meshlm.kernels.mxfp4.reference import decode_mxfp4
+from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight, encode, unpack
+from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.distributed.shard import Shard
+from meshlm.workers.models.decoder import Decoder
+from meshlm.workers.moe.experts import proof
+from meshlm.workers.moe.experts.epilogues import epilogues
+from meshlm.workers.quantization import mxfp4_experts
+from meshlm.workers.weights.expert_tensors import MXFP4Source
+from meshlm.workers.weights.load import reload_experts
+from meshlm.workers.weights.source import Mapped
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU whose kernels have proven themselves."""
+    monkeypatch.setattr(mxfp4_experts, "kept", lambda *given: True)
+
+
+def logits(model: Decoder) -> torch.Tensor:
+    """Of a prompt of 19 tokens."""
+    tokens = torch.arange(19) * 7 % 211
+    found: torch.Tensor = run(model, caches(model.spec, 8), [(tokens.tolist(), 0, [5, 1, 3, 2, 6])])
+    return found
+
+
+def test_kept_and_decoded_are_one_model(kept: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_mxfp4(tmp_path)
+    packed = load(tmp_path)
+    monkeypatch.setattr(mxfp4_experts, "kept", lambda *given: False)
+    decoded = load(tmp_path)
+    for ours, theirs in zip(packed.mixtures(), decoded.mixtures(), strict=True):
+        for one, other in zip(ours.experts.linears(), theirs.experts.linears(), strict=True):
+            weight = one.mxfp4()
+            assert weight is not None
+            assert other.mxfp4() is None
+            assert one.weight.nbytes + one.weight_scale.nbytes < other.weight.nbytes / 3
+            assert one.num_weights() == other.num_weights() == other.weight.numel()
+            assert torch.equal(unpack(weight, torch.float32), other.weight)
+    assert torch.equal(logits(packed), logits(decoded))
+    assert packed.active_parameters() == decoded.active_parameters()
+    codes = next(packed.mixtures()[0].experts.parameters())
+    before = codes.clone()
+    with torch.inference_mode():
+        codes.zero_()
+        reload_experts(packed, resolved(tmp_path), torch.device("cpu"), 0)
+    assert torch.equal(codes, before)
+
+
+def test_a_scale_that_is_no_number_is_refused(kept: None, tmp_path: Path) -> None:
+    as_mxfp4(tmp_path)
+    change(tmp_path, {f"{EXPERT}.down_proj_scales": torch.full((6, 64, 3), 255, dtype=torch.uint8)})
+    with pytest.raises(ProcessFatal, match=r"weights of layers\.1\.mlp\.experts\.down\.weight_scale hold NaN"):
+        load(tmp_path)
+
+
+@pytest.fixture
+def bfloat16() -> Iterator[None]:
+    """As while a model is loaded."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(before)
+
+
+def test_what_was_mxfp4_is_encoded_as_it_was(bfloat16: None) -> None:
+    blocks = torch.randint(0, 256, (40, 5, 16), dtype=torch.uint8)
+    scales = torch.randint(90, 140, (40, 5), dtype=torch.uint8)
+    values = decode_mxfp4(blocks, scales, torch.bfloat16)
+    parts = encode(values)
+    weight = MXFP4Weight(parts["weight"].view(torch.int16), parts["weight_scale"], 160)
+    assert torch.equal(unpack(weight, torch.bfloat16), values)
+    zeros = encode(torch.zeros(2, 32))
+    assert not zeros["weight"].any()
+    near = torch.randn(64, 96)
+    parts = encode(near)
+    found = unpack(MXFP4Weight(parts["weight"].view(torch.int16), parts["weight_scale"], 96), torch.float32)
+    assert float((found - near).norm() / near.norm()) < 0.15
+
+
+def test_dummy_weights_are_mxfp4_too(kept: None, tmp_path: Path) -> None:
+    as_mxfp4(tmp_path)
+    model = load(tmp_path, "dummy")
+    weight = model.mixtures()[0].experts.down.mxfp4()
+    assert weight is not None
+    assert 0.01 < float(unpack(weight, torch.float32).std()) < 0.03
+
+
+def test_parts_of_a_matrix() -> None:
+    """Outputs that alternate between gate and up, and inputs in whole groups: what decoding gives."""
+    from meshlm.workers.weights.expert_tensors import _Outputs
+
+    blocks = torch.randint(0, 256, (3, 10, 4, 16), dtype=torch.uint8)
+    scales = torch.randint(118, 130, (3, 10, 4), dtype=torch.uint8)
+    source = MXFP4Source(Mapped(blocks), Mapped(scales), 2, _Outputs(1, 2, 5))
+    for dim, begin, end in ((0, 0, 5), (0, 1, 4), (1, 0, 128), (1, 32, 96)):
+        found = decode_mxfp4(*source.packed(dim, begin, end), torch.float32)
+        assert torch.equal(found, source.part(dim, begin, end))
+
+
+def test_reasons_to_decode(tmp_path: Path) -> None:
+    as_mxfp4(tmp_path)
+    spec = resolved(tmp_path).spec
+    assert mxfp4_experts.unfit(spec, Shard()) == ""
+    two = Shard(tp_rank=1, tp_size=2)
+    assert (
+        mxfp4_experts.unfit(spec, two)
+        == "on this rank down has 48 inputs, no multiple of the 32 that have a scale together"
+    )
+    assert mxfp4_experts._of_device(torch.device("cuda"), torch.float32).startswith("the kernels compute in float16")
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels that are wrong for what the GPU gives are not launched there"
+)
+def test_kernels_prove_themselves(bfloat16: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter: as they are, with another limit, and where they raise."""
+    monkeypatch.setattr(proof, "ROWS", (3,))
+    monkeypatch.setattr(proof, "BATCHED_ROWS", (2,))
+    monkeypatch.setattr(proof, "EXPERTS", 4)
+    monkeypatch.setattr(proof, "HIDDEN", 64)
+    monkeypatch.setattr(proof, "WIDE", 32)
+    device = torch.device("cpu")
+    for ask in (proof.of_mxfp4.__wrapped__, proof.of_extras.__wrapped__):
+        assert ask(torch.float16, device) == ""
+    module = "meshlm.workers.moe.experts.mxfp4"
+    monkeypatch.setattr(
+        f"{module}.epilogues", lambda extras: (epilogues(extras)[0]._replace(limit=3.0), epilogues(extras)[1])
+    )
+    assert "of a row's norm away from plain torch" in proof.of_mxfp4.__wrapped__(torch.float16, device)
+    monkeypatch.setattr("meshlm.kernels.mxfp4_experts.kernel.few", None)
+    assert "the kernels fail: TypeError" in proof.of_mxfp4.__wrapped__(torch.float16, device)

@@ -1,0 +1,122 @@
+"""Kernels of experts with biases, a clamped activation or MXFP4 weights are used where this very GPU shows, at each start, that they
+give what plain torch gives: one row, few and many, sorted and in batches, with rows that go nowhere.
+
+What is wrong, or cannot be compiled or launched, is said in words; weights are decoded then, or plain torch computes.
+"""
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+from triton.runtime.errors import TritonError
+
+from meshlm.kernels.moe_routing.reference import Rule, select_experts
+from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight, chunks_of
+from meshlm.workers.moe.dispatch.none import NoDispatch, NoDispatchBatched
+from meshlm.workers.moe.experts.mxfp4 import MXFP4BatchedExperts, MXFP4Experts
+from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
+from meshlm.workers.moe.experts.triton import TritonBatchedExperts, TritonExperts
+from meshlm.workers.moe.fused_moe import FusedMoE
+from meshlm.workers.moe.parts import ExpertExtras, Experts, PackedExperts, Routing, WeightAndReduce
+
+EXPERTS, TOPK, HIDDEN, WIDE = 32, 4, 352, 224  # eleven groups of MXFP4, and seven
+ROWS = (1, 20, 65, 100, 600, 2000)  # that meet each height of a tile
+BATCHED_ROWS = (10, 60, 200, 600)
+NEAR = 0.05  # of a row's norm: rounding to 16 bits makes 0.01 of it
+SWIGLU = 1.702, 1.0
+FAULTS = (TritonError, RuntimeError, ValueError, TypeError, AssertionError)
+Pair = tuple[Experts, Experts]  # in plain torch, and by kernels
+
+
+@cache
+def of_mxfp4(dtype: torch.dtype, device: torch.device) -> str:
+    """Why the kernels must not be used for MXFP4 weights, with activations of this dtype; "" when they may be."""
+    return _reason(lambda: _of_mxfp4(dtype, device), dtype, device)
+
+
+@cache
+def of_extras(dtype: torch.dtype, device: torch.device) -> str:
+    """The same for weights of this dtype with biases and a clamped activation."""
+    return _reason(lambda: _of_extras(dtype, device), dtype, device)
+
+
+def _reason(make: Callable[[], tuple[Pair, Pair]], dtype: torch.dtype, device: torch.device) -> str:
+    try:
+        with torch.inference_mode():
+            contiguous, batched = make()
+            worst = max(
+                *(_error(contiguous, rows, dtype, device) for rows in ROWS),
+                *(_error(batched, rows, dtype, device) for rows in BATCHED_ROWS),
+            )
+    except torch.OutOfMemoryError:
+        raise
+    except FAULTS as error:
+        return f"on this GPU the kernels fail: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:200]
+    return "" if worst <= NEAR else f"on this GPU the kernels are {worst:.3g} of a row's norm away from plain torch"
+
+
+def _error(pair: Pair, rows: int, dtype: torch.dtype, device: torch.device) -> float:
+    """The largest distance of a row; infinity for what is not a number."""
+    random = torch.Generator(device).manual_seed(rows)
+    x = torch.randn(rows, HIDDEN, generator=random, dtype=torch.float32, device=device).to(dtype)
+    scores = torch.randn(rows, EXPERTS, generator=random, dtype=torch.float32, device=device)
+    slots = torch.arange(rows, device=device)
+    slots[1::5] = -1
+    routing = Routing(*select_experts(scores, Rule(TOPK, renormalise=True), None, slots))
+    wanted, found = (_sums(experts, x, routing) for experts in pair)
+    error = float((found - wanted).norm(dim=1).max() / wanted.norm(dim=1).mean())
+    return error if error == error else float("inf")
+
+
+def _sums(experts: Experts, x: Tensor, routing: Routing) -> Tensor:
+    """float32 [m, hidden]."""
+    batched = NoDispatchBatched(0, EXPERTS, EXPERTS)
+    whole = NoDispatch(0, EXPERTS, EXPERTS, finishes=frozenset(WeightAndReduce))
+    dispatcher = whole if experts.format is whole.format else batched
+    value = FusedMoE(dispatcher, experts).forward(x, routing)[0].value
+    return (value.sum(0) if value.dim() == 3 else value).float()
+
+
+def _extras(dtype: torch.dtype, random: torch.Generator) -> ExpertExtras:
+    above, below = (
+        torch.randn(EXPERTS, outputs, generator=random, device=random.device).to(dtype)
+        for outputs in (2 * WIDE, HIDDEN)
+    )
+    return ExpertExtras(above, below, SWIGLU)
+
+
+def _of_mxfp4(dtype: torch.dtype, device: torch.device) -> tuple[Pair, Pair]:
+    random = torch.Generator(device).manual_seed(1)
+
+    def weight(outputs: int, inputs: int) -> MXFP4Weight:
+        def some(low: int, high: int, each: int) -> Tensor:
+            sizes = EXPERTS, outputs, chunks_of(inputs) * each
+            return torch.randint(low, high, sizes, generator=random, device=device)
+
+        return MXFP4Weight(some(-(1 << 15), 1 << 15, 32).to(torch.int16), some(119, 124, 4).to(torch.uint8), inputs)
+
+    packed = PackedExperts(weight(2 * WIDE, HIDDEN), weight(HIDDEN, WIDE), dtype)
+    extras = _extras(dtype, random)
+    given = packed.gate_up.codes, packed.down.codes, "silu", None, extras, packed
+    return (
+        (ReferenceExperts(*given), MXFP4Experts(packed, extras)),
+        (ReferenceBatchedExperts(*given), MXFP4BatchedExperts(packed, extras)),
+    )
+
+
+def _of_extras(dtype: torch.dtype, device: torch.device) -> tuple[Pair, Pair]:
+    random = torch.Generator(device).manual_seed(1)
+
+    def weight(outputs: int, inputs: int) -> Tensor:
+        made: Tensor = torch.randn(EXPERTS, outputs, inputs, generator=random, device=device) / inputs**0.5
+        return made.to(dtype)
+
+    gate_up, down, extras = weight(2 * WIDE, HIDDEN), weight(HIDDEN, WIDE), _extras(dtype, random)
+    return (
+        (ReferenceExperts(gate_up, down, "silu", None, extras), TritonExperts(gate_up, down, None, extras)),
+        (
+            ReferenceBatchedExperts(gate_up, down, "silu", None, extras),
+            TritonBatchedExperts(gate_up, down, None, extras),
+        ),
+    )
