@@ -111,7 +111,7 @@ def gguf_plan(
     resolved, wanted = config.resolved, config.model.gguf_weights
     assert resolved is not None
     if device.type != "cuda":
-        return GGUFPlan(wanted, device.type, resolved.dtype == "float32")
+        return GGUFPlan(wanted, device.type, resolved.dtype == "float32", exact=config.model.cpu_exact)
     local = shard.local(resolved.spec)
     request = local.kv_bytes_per_token_f32 * cache_dtype.itemsize // 4 * resolved.max_model_len
     available = int(_gpu()[1] * config.cache.gpu_memory_utilization) - others

@@ -37,14 +37,14 @@ def _processor() -> str:
     return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
 
 
-def _compile(compiler: str, library: Path) -> None:
-    """Compile, then put it in place in one step: several workers may do it at once."""
+def compile_library(compiler: str, library: Path, flags: list[str]) -> None:
+    """Compile, then put it in place in one step: several workers may do it at once. CalledProcessError."""
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder) / "library.so"
         # Linked without -fopenmp: the OpenMP symbols come from the runtime that torch has loaded.
         subprocess.run(
-            [compiler, *FLAGS, "-c", str(SOURCE), "-o", f"{folder}/object.o"], check=True, capture_output=True
+            [compiler, *flags, "-c", str(SOURCE), "-o", f"{folder}/object.o"], check=True, capture_output=True
         )
         link = [compiler, "-shared", "-o", str(made), f"{folder}/object.o", "-lm"]
         subprocess.run(link, check=True, capture_output=True)
@@ -76,7 +76,7 @@ def load() -> ctypes.CDLL | None:
             with_this = compiler()
             if with_this is None:
                 raise OSError("no C compiler (cc, gcc or clang)")
-            _compile(with_this, library)
+            compile_library(with_this, library, FLAGS)
         return ctypes.CDLL(str(library))
     except (OSError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", b"") or b""

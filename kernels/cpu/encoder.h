@@ -13,6 +13,7 @@ typedef struct { /* a step; t tokens; hidden, and so wide lines, are multiples o
     const int64_t *positions, *tables, *spans;
     float *x; /* [t, hidden]: embeddings, and at the end the states */
     float *qkv, *query, *keys, *values, *attended, *sum, *wide; /* [t, ...] */
+    uint8_t *rounded; /* t rows of rounded.h, of the most inputs */
     int64_t num_layers, t, hidden, inner, heads, d, stride, num_spans;
     int64_t act; /* 1 gelu, 2 gelu by tanh, 3 relu */
     double scale, eps;
@@ -79,7 +80,7 @@ static void each_split(const float *qkv, float *query, float *keys, float *value
 static void each_encoder_layer(const EncoderStep *s, const EncoderLayer *layer, float *memory, long lines) {
     long t = s->t, hidden = s->hidden, width = s->heads * s->d;
     float eps = (float)s->eps;
-    each_linear(s->x, layer->qkv, layer->qkv_bias, s->qkv, t, 3 * width, hidden);
+    each_linear(s->x, layer->qkv, layer->qkv_bias, s->qkv, s->rounded, t, 3 * width, hidden);
 #pragma omp barrier
     each_split(s->qkv, s->query, s->keys, s->values, t, width);
 #pragma omp barrier
@@ -88,15 +89,15 @@ static void each_encoder_layer(const EncoderStep *s, const EncoderLayer *layer, 
     a.heads = a.kv_heads = s->heads, a.d = s->d, a.size = 1, a.stride = s->stride, a.scale = (float)s->scale;
     each_attention(&a, memory, lines);
 #pragma omp barrier
-    each_linear(s->attended, layer->o, layer->o_bias, s->sum, t, hidden, width);
+    each_linear(s->attended, layer->o, layer->o_bias, s->sum, s->rounded, t, hidden, width);
 #pragma omp barrier
     each_add_layer_norm(s->sum, s->x, layer->attention_norm, layer->attention_shift, t, hidden, eps);
 #pragma omp barrier
-    each_linear(s->x, layer->up, layer->up_bias, s->wide, t, s->inner, hidden);
+    each_linear(s->x, layer->up, layer->up_bias, s->wide, s->rounded, t, s->inner, hidden);
 #pragma omp barrier
     each_act(s->wide, t * s->inner, s->act);
 #pragma omp barrier
-    each_linear(s->wide, layer->down, layer->down_bias, s->sum, t, hidden, s->inner);
+    each_linear(s->wide, layer->down, layer->down_bias, s->sum, s->rounded, t, hidden, s->inner);
 #pragma omp barrier
     each_add_layer_norm(s->sum, s->x, layer->mlp_norm, layer->mlp_shift, t, hidden, eps);
 #pragma omp barrier

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from meshlm.kernels.cpu import packed
 from meshlm.kernels.cpu.kernel import spans
 from meshlm.kernels.cpu.library import call
 
@@ -44,6 +45,7 @@ class EncoderShape(NamedTuple):
 
 
 _FIELDS = ["layers", "positions", "tables", "spans", "x", "qkv", "query", "keys", "values", "attended", "sum", "wide"]
+_FIELDS += ["rounded"]
 _COUNTS = ["num_layers", "t", "hidden", "inner", "heads", "d", "stride", "num_spans", "act"]
 
 
@@ -79,6 +81,7 @@ class EncoderLayers:
         together = spans(lens, 0, shape.heads, shape.heads)
         widths = dict.fromkeys(("query", "keys", "values", "attended"), width)
         widths |= {"qkv": 3 * width, "sum": shape.hidden, "wide": shape.inner}
+        widths["rounded"] = packed.rounded_bytes(max(shape.hidden, width, shape.inner)) // 4
         buffers = {name: torch.empty(t, size) for name, size in widths.items()}
         step = _Step(
             layers=self._table.data_ptr(),

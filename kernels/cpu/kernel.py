@@ -20,7 +20,8 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tens
     x = x.contiguous()
     out = torch.empty(x.shape[0], outputs)
     where = bias.data_ptr() if bias is not None else None
-    call().meshlm_linear(x.data_ptr(), packed.data_ptr(), where, out.data_ptr(), x.shape[0], outputs, x.shape[1])
+    if call().meshlm_linear(x.data_ptr(), packed.data_ptr(), where, out.data_ptr(), x.shape[0], outputs, x.shape[1]):
+        raise MemoryError("no memory for rounded activations")
     return out
 
 
@@ -111,7 +112,7 @@ def norm_linear(
     m, k = x.shape
     normed, out = torch.empty(m, k), torch.empty(m, outputs)
     gated = torch.empty(m, outputs // 2) if gate else None
-    call().meshlm_norm_linear(
+    failed = call().meshlm_norm_linear(
         None if residual is None else x.data_ptr(),
         stream.data_ptr(),
         weight.data_ptr(),
@@ -125,6 +126,8 @@ def norm_linear(
         outputs,
         k,
     )
+    if failed:
+        raise MemoryError("no memory for rounded activations")
     return (out if gated is None else gated), stream
 
 

@@ -17,6 +17,7 @@ typedef struct { /* a step; t tokens */
     float *x, *stream;                     /* [t, hidden]: what comes in, and goes out before the last addition; the residual stream */
     float *normed, *qkv, *query, *attended; /* [t, ...] */
     float *gate_up, *gated;
+    uint8_t *rounded; /* t rows of rounded.h, of the most inputs */
     int64_t num_layers, t, hidden, wide, heads, kv_heads, d, rotary, size, stride, num_spans;
     int64_t act; /* 0 silu, 1 gelu, 2 gelu by tanh */
     double scale, eps;
@@ -29,7 +30,7 @@ static void each_layer(const Step *s, const Layer *layer, int first, float *memo
     float eps = (float)s->eps;
     each_rms_norm(first ? 0 : s->x, s->stream, layer->input_norm, s->normed, t, hidden, eps);
 #pragma omp barrier
-    each_linear(s->normed, layer->qkv, layer->qkv_bias, s->qkv, t, width, hidden);
+    each_linear(s->normed, layer->qkv, layer->qkv_bias, s->qkv, s->rounded, t, width, hidden);
 #pragma omp barrier
     each_rope_cache(s->qkv, s->positions, layer->slots, s->table, layer->q_norm, layer->k_norm, eps, s->query, layer->keys,
                     layer->values, t, s->heads, s->kv_heads, s->d, s->rotary);
@@ -40,18 +41,18 @@ static void each_layer(const Step *s, const Layer *layer, int first, float *memo
     a.scale = (float)s->scale, a.window = layer->window;
     each_attention(&a, memory, lines);
 #pragma omp barrier
-    each_linear(s->attended, layer->o, layer->o_bias, s->x, t, hidden, inner);
+    each_linear(s->attended, layer->o, layer->o_bias, s->x, s->rounded, t, hidden, inner);
 #pragma omp barrier
     each_rms_norm(s->x, s->stream, layer->post_norm, s->normed, t, hidden, eps);
 #pragma omp barrier
-    each_linear(s->normed, layer->gate_up, layer->gate_up_bias, s->gate_up, t, 2 * s->wide, hidden);
+    each_linear(s->normed, layer->gate_up, layer->gate_up_bias, s->gate_up, s->rounded, t, 2 * s->wide, hidden);
 #pragma omp barrier
     if (s->act == SILU)
         each_silu_mul(s->gate_up, s->gated, t, s->wide);
     else
         each_gelu_mul(s->gate_up, s->gated, t, s->wide, s->act != GELU);
 #pragma omp barrier
-    each_linear(s->gated, layer->down, layer->down_bias, s->x, t, hidden, s->wide);
+    each_linear(s->gated, layer->down, layer->down_bias, s->x, s->rounded, t, hidden, s->wide);
 #pragma omp barrier
 }
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from meshlm.kernels.cpu import packed
 from meshlm.kernels.cpu.library import call
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
@@ -72,7 +73,7 @@ _FIELDS = [
     "query",
     "attended",
 ]
-_FIELDS += ["gate_up", "gated"]
+_FIELDS += ["gate_up", "gated", "rounded"]
 _COUNTS = [
     "num_layers",
     "t",
@@ -119,6 +120,7 @@ class Layers:
         x = torch.empty(t, shape.hidden)
         widths = {"normed": shape.hidden, "qkv": outer, "query": inner, "attended": inner}
         widths |= {"gate_up": 2 * shape.wide, "gated": shape.wide}
+        widths["rounded"] = packed.rounded_bytes(max(shape.hidden, inner, shape.wide)) // 4
         buffers = {name: torch.empty(t, width) for name, width in widths.items()}
         groups = [
             (slots.data_ptr(), table.data_ptr()) for slots, table in zip(places.slots, places.tables, strict=True)

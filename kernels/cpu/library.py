@@ -9,6 +9,8 @@ _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 _SIGNATURES = {
     "meshlm_panel_bytes": [_LONG] * 2,
     "meshlm_form": [_LONG],
+    "meshlm_rounded_bytes": [_LONG],
+    "meshlm_can_round": [],
     "meshlm_pack": [_POINTER] * 2 + [_LONG] * 2,
     "meshlm_repack": [_POINTER, _LONG, _LONG] + [_POINTER] * 2 + [_LONG] * 3,
     "meshlm_rows": [_POINTER] * 3 + [_LONG] * 2,
@@ -26,6 +28,10 @@ _SIGNATURES = {
 _RESULTS = {
     "meshlm_panel_bytes": _LONG,
     "meshlm_form": _LONG,
+    "meshlm_rounded_bytes": _LONG,
+    "meshlm_can_round": ctypes.c_int,
+    "meshlm_linear": ctypes.c_int,
+    "meshlm_norm_linear": ctypes.c_int,
     "meshlm_span_rows": _LONG,
     "meshlm_layers": ctypes.c_int,
     "meshlm_encoder": ctypes.c_int,

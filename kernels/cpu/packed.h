@@ -1,40 +1,46 @@
 /* Packed weights: panels of 16 outputs, each in one of the forms below, and how a panel's numbers come out of them.
  *
- * A packed weight begins with a table, int64 [panels][2]: where each panel begins, in bytes from the table, and its form. A panel is a
- * line of records, one for each block of inputs: the scales of the 16 outputs, their minima if the form has some, the codes. A weight is
- * scale * code + minimum, in float32. In every form scale * code fits into float32's 24 bits, so that it is rounded once at most:
- * the same number, to the last bit, as a decoder has that multiplies and adds one after the other.
+ * A packed weight begins with a table, int64 [panels][2]: where each panel begins, in bytes from the table, and its form, plus ROUNDED
+ * where products are those of rounded.h. A panel is a line of records, one for each block of inputs: the scales of the 16 outputs, their
+ * minima if the form has some, the codes. A weight is scale * code + minimum, in float32. In every form scale * code and scale * offset
+ * fit into float32's 24 bits, so that a weight is rounded once at most: the same number, to the last bit, as a decoder has that
+ * multiplies and adds one after the other.
  *
- * 4-bit codes: words [4][16 outputs]; bits 4j to 4j + 3 of word w are input 4j + w. 8-bit codes: [block][16 outputs], signed. */
+ * Codes have no sign and stand in words [block * bits / 32][16 outputs]. A word has codes of 16 inputs, a fourth apart: byte b of the
+ * 4-bit word w is the inputs 4b + w (low half) and 16 + 4b + w; byte b of the 8-bit word 4q + w is the input 16q + 4b + w. */
 
-enum { FLOATS, FOUR_0, FOUR_1, FOUR_K, EIGHT_0, EIGHT_1, EIGHT_K, EIGHT_16, FORMS };
+enum { FLOATS, FOUR_0, FOUR_1, FOUR_K, FIVE_0, EIGHT_0, EIGHT_1, EIGHT_K, EIGHT_16, FORMS };
+
+#define ROUNDED 256
 
 typedef struct {
     int bits, block; /* of a code; inputs of a record */
     int wide;        /* scales are float32, not float16 */
     int minima;      /* are stored; if not, a minimum is offset * scale */
-    float offset;
+    int offset;
 } Form;
 
 static const Form forms[FORMS] = {
     [FLOATS] = {.bits = 32, .block = 1},
-    [FOUR_0] = {.bits = 4, .block = 32, .offset = -8.0f},
+    [FOUR_0] = {.bits = 4, .block = 32, .offset = -8},
     [FOUR_1] = {.bits = 4, .block = 32, .minima = 1},
     [FOUR_K] = {.bits = 4, .block = 32, .minima = 1, .wide = 1},
-    [EIGHT_0] = {.bits = 8, .block = 32},
+    [FIVE_0] = {.bits = 8, .block = 32, .offset = -16},
+    [EIGHT_0] = {.bits = 8, .block = 32, .offset = -128},
     [EIGHT_1] = {.bits = 8, .block = 32, .minima = 1},
     [EIGHT_K] = {.bits = 8, .block = 32, .minima = 1, .wide = 1},
-    [EIGHT_16] = {.bits = 8, .block = 16, .wide = 1},
+    [EIGHT_16] = {.bits = 8, .block = 16, .wide = 1, .offset = -32},
 };
 
 typedef struct {
     const uint8_t *records;
-    int form;
+    int form, rounded;
 } Panel;
 
 static inline Panel panel_of(const uint8_t *packed, long p) {
     const int64_t *table = (const int64_t *)packed;
-    return (Panel){packed + table[2 * p], (int)table[2 * p + 1]};
+    int form = (int)table[2 * p + 1];
+    return (Panel){packed + table[2 * p], form % ROUNDED, form / ROUNDED};
 }
 
 static inline long scale_bytes(Form f) { return f.bits == 32 ? 0 : WIDTH * (f.wide ? 4 : 2); }
@@ -42,6 +48,16 @@ static inline long record_bytes(Form f) { return scale_bytes(f) * (1 + f.minima)
 
 /* Bytes of a panel of k inputs. */
 long meshlm_panel_bytes(long form, long k) { return k / forms[form].block * record_bytes(forms[form]); }
+
+/* The place of a code in its record: its word and its lowest bit. */
+typedef struct {
+    int word, shift;
+} Spot;
+
+static inline Spot spot(Form f, long i) {
+    int byte = (int)(i % 16 / 4), w = (int)(i % 4), sixteenth = (int)(i / 16);
+    return f.bits == 4 ? (Spot){w, 8 * byte + 4 * sixteenth} : (Spot){4 * sixteenth + w, 8 * byte};
+}
 
 /* float16, any but infinity and NaN, as float32. */
 static inline float half(uint16_t bits) {
@@ -67,17 +83,6 @@ static inline vec scales8(const uint8_t *from, int wide, long at) {
 #endif
 }
 
-/* Eight signed bytes as floats. */
-static inline vec bytes8(const uint8_t *from) {
-#ifdef __AVX2__
-    return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
-#else
-    vec found;
-    for (int i = 0; i < LANES; i++) found[i] = (float)((const int8_t *)from)[i];
-    return found;
-#endif
-}
-
 /* Rows times weights while these come out of their records: ROWS rows (0 to 4: more do not fit into the registers beside scales and codes)
  * over PANELS panels. out[r][16 * panel + c] (+)= sum over `count` inputs of x[r][i] * weight, the chain of tile.h. With one panel the weights
  * are left in `kept` [count][16] (unless null) for the rows that follow. */
@@ -98,7 +103,7 @@ typedef struct {
         const float *x = u->x;                                                                                                 \
         const long x_stride = u->x_stride, scale_size = scale_bytes(u->form), record_size = record_bytes(u->form);             \
         float *kept = u->kept;                                                                                                 \
-        vec sums[ROWS][2 * PANELS], scale[2 * PANELS], minimum[2 * PANELS];                                                    \
+        vec sums[ROWS][2 * PANELS], whole[2 * PANELS], scale[2 * PANELS], minimum[2 * PANELS];                                 \
         for (int r = 0; r < ROWS; r++)                                                                                         \
             for (int c = 0; c < 2 * PANELS; c++)                                                                               \
                 sums[r][c] = u->more ? load(u->out + r * u->out_stride + c * LANES) : splat(0.0f);                             \
@@ -108,9 +113,10 @@ typedef struct {
             const uint8_t *codes[PANELS];                                                                                      \
             for (int p = 0; p < PANELS; p++) {                                                                                 \
                 codes[p] = record[p] + scale_size * (1 + u->form.minima);                                                      \
-                scales_of(record[p], &u->form, scale + 2 * p, minimum + 2 * p);                                                \
+                scales_of(record[p], &u->form, whole + 2 * p, minimum + 2 * p);                                                \
                 record[p] += record_size;                                                                                      \
             }                                                                                                                  \
+            TIMES(PANELS, 1.0f)                                                                                                \
             UNPACK_##BITS(ROWS, PANELS)                                                                                        \
         }                                                                                                                      \
         for (int r = 0; r < ROWS; r++)                                                                                         \
@@ -128,29 +134,40 @@ typedef struct {
         x++;                                                                                                                   \
     }
 
-/* A code is used where it stands in its word, times 16^j, with a finer scale; the highest has the word's sign and is shifted down. */
-#define UNPACK_4(ROWS, PANELS)                                                                                                 \
-    vec whole[2 * PANELS];                                                                                                     \
-    for (int c = 0; c < 2 * PANELS; c++) whole[c] = scale[c];                                                                  \
-    ivec mask = {15, 15, 15, 15, 15, 15, 15, 15};                                                                              \
-    _Pragma("GCC unroll 1") for (int j = 0; j < 7; j++) {                                                                      \
-        _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)                                                                    \
-            MEET(ROWS, PANELS, __builtin_convertvector(WORDS(i, c) & mask, vec))                                               \
-        for (int c = 0; c < 2 * PANELS; c++) scale[c] *= splat(0.0625f);                                                       \
-        mask <<= 4;                                                                                                            \
-    }                                                                                                                          \
-    for (int c = 0; c < 2 * PANELS; c++) scale[c] = whole[c];                                                                  \
-    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)                                                                        \
-        MEET(ROWS, PANELS, __builtin_convertvector(WORDS(i, c) >> 28 & 15, vec))
+/* A code is used where it stands in its word, with a finer scale; the highest has the word's sign and is shifted down. */
 #define WORDS(I, C) ((const ivec *)codes[(C) / 2])[2 * (I) + (C) % 2]
+#define TIMES(PANELS, FACTOR) for (int c = 0; c < 2 * PANELS; c++) scale[c] = whole[c] * splat(FACTOR);
+#define BYTES(ROWS, PANELS, COUNT, FIRST)                                                                                      \
+    _Pragma("GCC unroll 1") for (int b = 0; b < COUNT; b++) {                                                                  \
+        _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)                                                                    \
+            MEET(ROWS, PANELS, __builtin_convertvector(WORDS(FIRST + i, c) & mask, vec))                                       \
+        for (int c = 0; c < 2 * PANELS; c++) scale[c] *= splat(0x1p-8f);                                                       \
+        mask <<= 8;                                                                                                            \
+    }
+#define HIGHEST(ROWS, PANELS, FIRST, BITS)                                                                                     \
+    TIMES(PANELS, 1.0f)                                                                                                        \
+    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)                                                                        \
+        MEET(ROWS, PANELS, __builtin_convertvector(WORDS(FIRST + i, c) >> (32 - BITS) & ((1 << BITS) - 1), vec))
+
+#define UNPACK_4(ROWS, PANELS)                                                                                                 \
+    ivec mask = (ivec){} + 15;                                                                                                 \
+    BYTES(ROWS, PANELS, 4, 0)                                                                                                  \
+    TIMES(PANELS, 0.0625f)                                                                                                     \
+    mask = (ivec){} + 0xF0;                                                                                                    \
+    BYTES(ROWS, PANELS, 3, 0)                                                                                                  \
+    HIGHEST(ROWS, PANELS, 0, 4)
 
 #define UNPACK_8(ROWS, PANELS)                                                                                                 \
-    for (long i = 0; i < u->form.block; i++) MEET(ROWS, PANELS, bytes8(codes[c / 2] + i * WIDTH + c % 2 * LANES))
+    for (int q = 0; q < u->form.block / 16; q++) {                                                                             \
+        ivec mask = (ivec){} + 255;                                                                                            \
+        BYTES(ROWS, PANELS, 3, 4 * q)                                                                                          \
+        HIGHEST(ROWS, PANELS, 4 * q, 8)                                                                                        \
+    }
 
 static inline void scales_of(const uint8_t *record, const Form *f, vec scale[2], vec minimum[2]) {
     for (int c = 0; c < 2; c++) {
         scale[c] = scales8(record, f->wide, c * LANES);
-        minimum[c] = scale[c] * splat(f->offset);
+        minimum[c] = scale[c] * splat((float)f->offset);
         if (f->minima) minimum[c] = scales8(record + scale_bytes(*f), f->wide, c * LANES);
     }
 }
@@ -180,13 +197,10 @@ static void unpack_row(Panel p, long lane, long k, float *to) {
         const uint8_t *minima = record + scale_bytes(f), *codes = minima + scale_bytes(f) * f.minima;
         float scale = f.wide ? ((const float *)record)[lane] : half(((const uint16_t *)record)[lane]);
         float minimum = f.wide ? ((const float *)minima)[lane] : half(((const uint16_t *)minima)[lane]);
-        if (!f.minima) minimum = scale * f.offset;
+        if (!f.minima) minimum = scale * (float)f.offset;
         for (long i = 0; i < f.block; i++) {
-            int code;
-            if (f.bits == 4)
-                code = (int)(((const uint32_t *)codes)[i % 4 * WIDTH + lane] >> i / 4 * 4 & 15);
-            else
-                code = ((const int8_t *)codes)[i * WIDTH + lane];
+            Spot at = spot(f, i);
+            uint32_t code = ((const uint32_t *)codes)[at.word * WIDTH + lane] >> at.shift & ((1u << f.bits) - 1);
             to[b + i] = (float)code * scale + minimum;
         }
     }

@@ -1,7 +1,8 @@
 """Packed weights as torch tensors: uint8, self-describing, on the CPU. The layout: packed.h.
 
 Their numbers are float32, or codes of 4 or 8 bits with scales as a GGUF file has them (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K).
-All are computed with in float32, with the very values that decoding the file would have given.
+All are computed with in float32, with the very values that decoding the file would have given; or, where a weight says `rounded`,
+activations are rounded to 8 bits and the codes multiplied as integers (rounded.h), by processors that `can_round`.
 """
 
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from meshlm.kernels.cpu.library import call, library
 
 WIDTH = 16  # outputs of a panel
 _FLOATS = 0
+_ROUNDED = 256  # is added to a form
 _ALIGN = 64  # bytes
 
 
@@ -30,6 +32,17 @@ def form_of(ggml_type: int) -> int | None:
     return None if form < 0 else form
 
 
+def can_round() -> bool:
+    """Whether this processor computes faster with rounded activations."""
+    found = library()
+    return found is not None and bool(found.meshlm_can_round())
+
+
+def rounded_bytes(k: int) -> int:
+    """Size of k rounded inputs."""
+    return int(call().meshlm_rounded_bytes(k))
+
+
 def packed_bytes(forms: list[int], k: int) -> int:
     """Size of a packed weight of k inputs whose panels have these forms."""
     return _table_bytes(len(forms)) + sum(_panel_bytes(forms, k))
@@ -44,12 +57,13 @@ def _panel_bytes(forms: list[int], k: int) -> list[int]:
     return [size[form] for form in forms]
 
 
-def write_table(packed: Tensor, forms: list[int], k: int) -> None:
-    """Begin a packed weight: uint8 [packed_bytes(forms, k)]."""
+def write_table(packed: Tensor, forms: list[int], k: int, *, rounded: bool = False) -> None:
+    """Begin a packed weight: uint8 [packed_bytes(forms, k)]. rounded: products with it round their activations; no form is float32."""
+    assert not (rounded and _FLOATS in forms)
     table = torch.empty(len(forms), 2, dtype=torch.long)
     sizes = torch.tensor([_table_bytes(len(forms)), *_panel_bytes(forms, k)[:-1]], dtype=torch.long)
     torch.cumsum(sizes, 0, out=table[:, 0])
-    table[:, 1] = torch.tensor(forms, dtype=torch.long)
+    table[:, 1] = torch.tensor(forms, dtype=torch.long) + rounded * _ROUNDED
     packed[: _table_bytes(len(forms))] = 0
     packed[: len(forms) * 16] = table.flatten().view(torch.uint8)
 

@@ -6,7 +6,7 @@ enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q
 
 /* A block of one row: what goes into LONGEST / f.block records at most. Scales are bits of float16, or of float32 where the form is wide. */
 typedef struct {
-    int8_t codes[LONGEST];
+    uint8_t codes[LONGEST]; /* without sign: minus the form's offset */
     uint32_t scales[LONGEST / 16], minima[LONGEST / 16];
 } Block;
 
@@ -26,8 +26,8 @@ static inline uint32_t bits_of(float value) {
 }
 
 /* 16 bytes: inputs 0 to 15 in the low halves, 16 to 31 in the high ones. */
-static inline void nibbles(const uint8_t *from, int8_t *codes) {
-    for (int i = 0; i < 16; i++) codes[i] = from[i] & 15, codes[i + 16] = (int8_t)(from[i] >> 4);
+static inline void nibbles(const uint8_t *from, uint8_t *codes) {
+    for (int i = 0; i < 16; i++) codes[i] = from[i] & 15, codes[i + 16] = from[i] >> 4;
 }
 
 static void decode_4_0(const uint8_t *from, Block *to) {
@@ -41,24 +41,24 @@ static void decode_4_1(const uint8_t *from, Block *to) {
 }
 
 /* The fifth bits: four bytes, then the nibbles. */
-static inline void five(const uint8_t *from, int8_t *codes, int offset) {
+static inline void five(const uint8_t *from, uint8_t *codes) {
     nibbles(from + 4, codes);
-    for (int i = 0; i < 32; i++) codes[i] = (int8_t)(codes[i] + (from[i / 8] >> i % 8 & 1) * 16 - offset);
+    for (int i = 0; i < 32; i++) codes[i] |= (uint8_t)((from[i / 8] >> i % 8 & 1) << 4);
 }
 
 static void decode_5_0(const uint8_t *from, Block *to) {
     to->scales[0] = half_at(from);
-    five(from + 2, to->codes, 16);
+    five(from + 2, to->codes);
 }
 
 static void decode_5_1(const uint8_t *from, Block *to) {
     to->scales[0] = half_at(from), to->minima[0] = half_at(from + 2);
-    five(from + 4, to->codes, 0);
+    five(from + 4, to->codes);
 }
 
 static void decode_8_0(const uint8_t *from, Block *to) {
     to->scales[0] = half_at(from);
-    memcpy(to->codes, from + 2, 32);
+    for (int i = 0; i < 32; i++) to->codes[i] = from[2 + i] ^ 128;
 }
 
 /* Scales and minima of eight times 32 inputs: 6 bits each in 12 bytes, times one float16 for all scales and one for all minima. */
@@ -81,7 +81,7 @@ static void decode_5_k(const uint8_t *from, Block *to) {
     scales_k(from, to);
     for (int i = 0; i < 256; i++) {
         int low = from[48 + i / 64 * 32 + i % 32] >> i / 32 % 2 * 4 & 15, high = from[16 + i % 32] >> i / 32 & 1;
-        to->codes[i] = (int8_t)(low | high << 4);
+        to->codes[i] = (uint8_t)(low | high << 4);
     }
 }
 
@@ -91,12 +91,12 @@ static void decode_6_k(const uint8_t *from, Block *to) {
     for (int i = 0; i < 16; i++) to->scales[i] = bits_of(scale * (float)(int8_t)from[192 + i]);
     for (int i = 0; i < 256; i++) {
         int four = low[i / 128 * 64 + i % 64] >> i / 64 % 2 * 4 & 15, two = high[i / 128 * 32 + i % 32] >> i / 32 % 4 * 2 & 3;
-        to->codes[i] = (int8_t)((four | two << 4) - 32);
+        to->codes[i] = (uint8_t)(four | two << 4);
     }
 }
 
 static const Type types[] = {
-    [Q4_0] = {FOUR_0, 32, 18, decode_4_0},   [Q4_1] = {FOUR_1, 32, 20, decode_4_1},    [Q5_0] = {EIGHT_0, 32, 22, decode_5_0},
+    [Q4_0] = {FOUR_0, 32, 18, decode_4_0},   [Q4_1] = {FOUR_1, 32, 20, decode_4_1},    [Q5_0] = {FIVE_0, 32, 22, decode_5_0},
     [Q5_1] = {EIGHT_1, 32, 24, decode_5_1},  [Q8_0] = {EIGHT_0, 32, 34, decode_8_0},   [Q4_K] = {FOUR_K, 256, 144, decode_4_k},
     [Q5_K] = {EIGHT_K, 256, 176, decode_5_k}, [Q6_K] = {EIGHT_16, 256, 210, decode_6_k},
 };
@@ -108,7 +108,7 @@ long meshlm_form(long type) {
 
 /* One record's part of a block, of output `lane`. */
 static inline void put(uint8_t *record, const Form f, long lane, const Block *block, long nth) {
-    const int8_t *codes = block->codes + nth * f.block;
+    const uint8_t *codes = block->codes + nth * f.block;
     for (int m = 0; m <= f.minima; m++, record += scale_bytes(f)) {
         uint32_t bits = m ? block->minima[nth] : block->scales[nth];
         if (f.wide)
@@ -116,15 +116,9 @@ static inline void put(uint8_t *record, const Form f, long lane, const Block *bl
         else
             ((uint16_t *)record)[lane] = (uint16_t)bits;
     }
-    if (f.bits == 8) {
-        for (long i = 0; i < f.block; i++) ((int8_t *)record)[i * WIDTH + lane] = codes[i];
-        return;
-    }
-    for (long w = 0; w < 4; w++) {
-        uint32_t word = 0;
-        for (long j = 0; j < 8; j++) word |= (uint32_t)codes[4 * j + w] << 4 * j;
-        ((uint32_t *)record)[w * WIDTH + lane] = word;
-    }
+    uint32_t words[8] = {0};
+    for (long i = 0; i < f.block; i++) words[spot(f, i).word] |= (uint32_t)codes[i] << spot(f, i).shift;
+    for (long w = 0; w < f.block * f.bits / 32; w++) ((uint32_t *)record)[w * WIDTH + lane] = words[w];
 }
 
 /* Rows of a tensor, row_bytes from one to the next -> outputs `first` (a multiple of 16) to first + count of a packed weight with k

@@ -1,4 +1,4 @@
-/* Inference kernels for the CPU, computing in float32. Compiled by build.py with the user's own compiler, for the user's own processor.
+/* Inference kernels for the CPU, computing in float32, or with weights that say so in integers (rounded.h). Compiled by build.py with the user's own compiler, for the user's own processor.
  *
  * Every function takes dense row-major float32 and splits its work over OpenMP threads. Weights are packed once into panels of
  * 16 outputs, as float32 or as codes of 4 or 8 bits (packed.h), so that one pass over memory serves any number of rows (Goto and van de
@@ -17,6 +17,8 @@
 #include "packed.h"
 
 #include "repack.h"
+
+#include "rounded.h"
 
 #include "attention.h"
 
@@ -77,10 +79,19 @@ static void side_sums(const float *x, const Panel *p, float *sums, long k) {
     }
 }
 
-/* out[m, n] = x[m, k] . w[n, k]^T + bias[n] (bias may be null). */
-static void each_linear(const float *x, const uint8_t *packed, const float *bias, float *out, long m, long n, long k) {
+/* All panels of a weight are multiplied in one way. */
+static inline int rounds(const uint8_t *packed) { return panel_of(packed, 0).rounded; }
+
+/* out[m, n] = x[m, k] . w[n, k]^T + bias[n] (bias may be null). rounded: m * rounded_bytes(k) bytes, of a weight that rounds. */
+static void each_linear(const float *x, const uint8_t *packed, const float *bias, float *out, uint8_t *rounded, long m, long n,
+                        long k) {
     long panels = (n + WIDTH - 1) / WIDTH, at_once = m == 1 ? SIDE : 1;
+    int integers = rounds(packed);
     float sums[ROWS * WIDTH] __attribute__((aligned(64)));
+    if (integers) {
+        each_round(x, rounded, m, k);
+#pragma omp barrier
+    }
     for (long r = 0; r < m; r += ROWS) {
         long rows = m - r < ROWS ? m - r : ROWS;
 #pragma omp for schedule(dynamic, 2) nowait /* other processes want the cores too */
@@ -93,7 +104,9 @@ static void each_linear(const float *x, const uint8_t *packed, const float *bias
                 p[c] = panel_of(packed, first + c);
                 alike = alike && p[c].form == p[0].form;
             }
-            if (alike)
+            if (integers)
+                for (long c = 0; c < here; c++) rounded_sums(rounded + r * rounded_bytes(k), p[c], sums + c * WIDTH, rows, k);
+            else if (alike)
                 side_sums(x, p, sums, k);
             else
                 for (long c = 0; c < here; c++)
@@ -106,9 +119,20 @@ static void each_linear(const float *x, const uint8_t *packed, const float *bias
     }
 }
 
-void meshlm_linear(const float *x, const uint8_t *packed, const float *bias, float *out, long m, long n, long k) {
+/* Memory for the rounded rows of a product, if its weight rounds. Returns 1 if there is none. */
+static int round_room(const uint8_t *packed, long m, long k, uint8_t **rounded) {
+    *rounded = rounds(packed) ? malloc(m * rounded_bytes(k) + 1) : 0;
+    return rounds(packed) && !*rounded;
+}
+
+/* Returns 0, or 1 without memory. */
+int meshlm_linear(const float *x, const uint8_t *packed, const float *bias, float *out, long m, long n, long k) {
+    uint8_t *rounded;
+    if (round_room(packed, m, k, &rounded)) return 1;
 #pragma omp parallel
-    each_linear(x, packed, bias, out, m, n, k);
+    each_linear(x, packed, bias, out, rounded, m, n, k);
+    free(rounded);
+    return 0;
 }
 
 /* residual += x (unless x is null); out = residual / rms(residual) * weight. */
@@ -168,19 +192,24 @@ void meshlm_gelu_mul(const float *gate_up, float *out, long m, long n, long by_t
     each_gelu_mul(gate_up, out, m, n, (int)by_tanh);
 }
 
-/* The norm, the product and the gate in one go: out = rms_norm(residual + x) . w^T + bias, and unless gated is null silu_mul of that. normed [m, k]. */
-void meshlm_norm_linear(const float *x, float *residual, const float *weight, float eps, float *normed, const uint8_t *packed,
-                        const float *bias, float *out, float *gated, long m, long n, long k) {
+/* The norm, the product and the gate in one go: out = rms_norm(residual + x) . w^T + bias, and unless gated is null silu_mul of that. normed [m, k].
+ * Returns 0, or 1 without memory. */
+int meshlm_norm_linear(const float *x, float *residual, const float *weight, float eps, float *normed, const uint8_t *packed,
+                       const float *bias, float *out, float *gated, long m, long n, long k) {
+    uint8_t *rounded;
+    if (round_room(packed, m, k, &rounded)) return 1;
 #pragma omp parallel
     {
         each_rms_norm(x, residual, weight, normed, m, k, eps);
 #pragma omp barrier
-        each_linear(normed, packed, bias, out, m, n, k);
+        each_linear(normed, packed, bias, out, rounded, m, n, k);
         if (gated) {
 #pragma omp barrier
             each_silu_mul(out, gated, m, n / 2);
         }
     }
+    free(rounded);
+    return 0;
 }
 
 static void head(const float *from, float *to, const float *norm, const float *table, long d, long rotary, float eps) {

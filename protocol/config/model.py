@@ -91,6 +91,13 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
             "auto: packed on a CPU; on a GPU decoded where a useful KV cache has room beside them"
         ),
     ] = "auto"
+    cpu_exact: Annotated[
+        bool,
+        Meta(
+            description="on a CPU products with the weights of a .gguf file are those of float32; without it activations are "
+            "rounded to 8 bits for them, as llama.cpp does, which takes half the time"
+        ),
+    ] = False
     runner: Annotated[
         Literal["auto", "generate", "pooling"],
         Meta(description="text, or vectors and scores of texts; auto: what the model was made for"),

@@ -184,6 +184,8 @@ def _check_flags(config: MeshConfig, files: model_files.ModelFiles, platform: Pl
         )
     if config.worker.compile != "none" and not family.compiles:
         raise UsageError(f"--compile {config.worker.compile}: it is not there for {family.architecture}; use none")
+    if config.model.cpu_exact and device != "cpu":
+        raise UsageError(f"--cpu-exact: it is for products on a CPU, not for --device {device}; leave it out")
     if config.worker.compile != "none" and files.load_format == "gguf" and config.model.gguf_weights != "decoded":
         raise UsageError(f"--compile {config.worker.compile}: it needs --gguf-weights decoded for a .gguf file")
     _check_profiling(config, device)

@@ -17,8 +17,8 @@ def fake() -> Iterator[Serving]:
 
 @pytest.fixture(scope="session")
 def smol() -> Iterator[Serving]:
-    """The whole mesh with SmolLM2 on the CPU."""
-    flags = ("--kv-cache-memory", "1G", "--max-num-batched-tokens", "256", "--enable-prompt-embeds")
+    """The whole mesh with SmolLM2 on the CPU, whose products are those of transformers."""
+    flags = ("--cpu-exact", "--kv-cache-memory", "1G", "--max-num-batched-tokens", "256", "--enable-prompt-embeds")
     with serving("--device", "cpu", *flags) as server:
         yield server
 

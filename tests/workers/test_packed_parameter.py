@@ -16,6 +16,7 @@ from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.gguf_files import GGUFTensor
 from meshlm.workers.models.cpu_layers import fuse
 from meshlm.workers.models.decoder import Decoder
+from meshlm.workers.weights.gguf_form import GGUFPlan
 from meshlm.workers.weights.gguf_source import GGUFTensorSource
 from meshlm.workers.weights.load import load_model, weight_bytes
 
@@ -55,6 +56,30 @@ def test_logits_are_those_of_decoded_weights(
     fuse(ours, "cpu")
     one_by_one = [run(ours, kv, [([token], at, TABLE)]) for at, token in enumerate(tokens)]
     assert torch.equal(torch.cat(one_by_one), expected)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rounded_products_change_little_and_know_no_batch(case: str, tmp_path: Path) -> None:
+    """A prompt at once, in chunks beside another, and token by token: the same to the last bit."""
+    if not packed.can_round():
+        pytest.skip("this processor computes as fast in float32")
+    path, chance = tmp_path / "m.gguf", random.Random(1)
+    write_gguf(path, CASES[case])
+    exact = load(path)
+    with torch.inference_mode():
+        ours = load_model(resolved(path), torch.device("cpu"), 0, lambda done, total: None, plan=GGUFPlan(exact=False))
+    tokens = [chance.randrange(301) for _ in range(33)]
+    expected = run(exact, caches(SPEC, 24), [(tokens, 0, TABLE)])
+    found = run(ours, caches(SPEC, 24), [(tokens, 0, TABLE)])
+    off = (found - expected).std() / expected.std()
+    assert 1e-5 < off < 0.03
+    other = [12, 13, 14, 15, 16, 17, 18, 19, 20, 21]
+    kv = caches(SPEC, 24)
+    run(ours, kv, [(tokens[:20], 0, TABLE)])
+    assert torch.equal(run(ours, kv, [(tokens[20:29], 20, TABLE), (tokens[:9], 0, other)])[:9], found[20:29])
+    fuse(ours, "cpu")
+    one_by_one = [run(ours, kv, [([token], at, TABLE)]) for at, token in enumerate(tokens[29:], 29)]
+    assert torch.equal(torch.cat(one_by_one), found[29:])
 
 
 def test_a_parameter_of_which_a_part_cannot_stay_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

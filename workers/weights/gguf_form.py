@@ -34,6 +34,7 @@ class GGUFPlan(NamedTuple):
     request: int = 0  # bytes of KV cache of one request of --max-model-len
     cache: int | None = None  # --kv-cache-memory
     ranks: int = 1  # that compute one model together
+    exact: bool = True  # --cpu-exact
 
 
 def form_of(plan: GGUFPlan, decoded: int) -> tuple[Form, str]:

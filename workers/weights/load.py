@@ -52,7 +52,7 @@ def load_model(
 ) -> Decoder:
     """This shard of the model on its device, in its dtype. `progress` gets bytes done and in all. ProcessFatal.
 
-    plan: for a .gguf file; None: as --gguf-weights auto on a CPU.
+    plan: for a .gguf file; None: as --gguf-weights auto and --cpu-exact on a CPU.
     """
     if resolved.spec.transformers is not None:
         return _of_transformers(resolved, device, seed, progress, shard)
@@ -99,7 +99,7 @@ def loaded(
         if resolved.load_format == "gguf":
             plan = plan or GGUFPlan(compiled=dtype == torch.float32)
             form, why = form_of(plan, needed)
-            kept = _keep(model, tensors(), form)
+            kept = _keep(model, tensors(), form, exact=plan.exact)
             say = _log.info if plan.device == "cuda" else _log.debug  # on a CPU there is little to choose
             say("weights of the .gguf file", form=form.name.lower(), reason=why)
             needed = max(needed, weight_bytes(model)) if form is Form.DECODED else weight_bytes(model)
@@ -113,10 +113,10 @@ def loaded(
     return model
 
 
-def _keep(model: Decoder, tensors: Iterable[tuple[str, Source]], form: Form) -> Kept:
+def _keep(model: Decoder, tensors: Iterable[tuple[str, Source]], form: Form, *, exact: bool) -> Kept:
     match form:
         case Form.PANELS:
-            return keep(model, tensors)
+            return keep(model, tensors, exact=exact)
         case Form.PACKED:
             return keep_spans(model, tensors)
         case Form.DECODED:

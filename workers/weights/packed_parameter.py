@@ -1,7 +1,8 @@
 """Weights that stay encoded in the memory of a CPU worker: which they are, and how tensors of a .gguf file become them.
 
-The compiled kernels (kernels/cpu/packed.py) compute with codes and scales as the file has them, in float32 and with the values that
-decoding would have given. Called by load.py, while a model is made and filled.
+The compiled kernels (kernels/cpu/packed.py) compute with codes and scales as the file has them: with activations that are rounded to 8
+bits, or, with --cpu-exact, in float32 and with the values that decoding would have given. Called by load.py, while a model is made and
+filled.
 """
 
 from collections.abc import Iterable
@@ -19,10 +20,10 @@ from meshlm.workers.weights.source import Source
 
 
 class PackedParameter:
-    """A parameter [n, k] whose panels stay in these forms; its first `covered` rows come from files."""
+    """A parameter [n, k] whose panels stay in these forms; its first `covered` rows come from files. rounded: see packed.py."""
 
-    def __init__(self, forms: list[int], n: int, k: int, covered: int) -> None:
-        self._forms, self._n, self._k, self._covered = forms, n, k, covered
+    def __init__(self, forms: list[int], n: int, k: int, covered: int, *, rounded: bool) -> None:
+        self._forms, self._n, self._k, self._covered, self._rounded = forms, n, k, covered, rounded
         self.size = packed.packed_bytes(forms, k)
         self.elements = covered * k
 
@@ -30,7 +31,7 @@ class PackedParameter:
         """parameter: uint8 [size]."""
         if self._covered < self._n:
             parameter.zero_()  # padding
-        packed.write_table(parameter, self._forms, self._k)
+        packed.write_table(parameter, self._forms, self._k, rounded=self._rounded)
 
     def take(self, parameter: Tensor, name: str, source: Source, found: WeightSlice) -> int:
         """One part of it, from the tensor of this name; how many elements that is."""
@@ -41,8 +42,12 @@ class PackedParameter:
         return rows.data.shape[0] * self._k
 
 
-def keep(model: Decoder, tensors: Iterable[tuple[str, Source]]) -> dict[str, PackedParameter]:
-    """The parameters of which all parts can stay encoded; in the model they become uint8, of the size that they will have."""
+def keep(model: Decoder, tensors: Iterable[tuple[str, Source]], *, exact: bool) -> dict[str, PackedParameter]:
+    """The parameters of which all parts can stay encoded; in the model they become uint8, of the size that they will have.
+
+    exact: no product rounds its activations.
+    """
+    rounded = not exact and packed.can_round()
     parts: dict[str, list[tuple[int, int, int | None]]] = {}  # first row, rows, form
     for name, source in tensors:
         try:
@@ -65,7 +70,7 @@ def keep(model: Decoder, tensors: Iterable[tuple[str, Source]]) -> dict[str, Pac
         owner = model.get_submodule(name.rpartition(".")[0])
         if forms is None or isinstance(owner, Matrix):
             continue
-        kept[name] = PackedParameter(forms, parameter.shape[0], parameter.shape[1], covered)
+        kept[name] = PackedParameter(forms, parameter.shape[0], parameter.shape[1], covered, rounded=rounded)
         if isinstance(owner, Linear):
             with torch.device(parameter.device):
                 owner.use(PackedGGUF(kept[name].size))

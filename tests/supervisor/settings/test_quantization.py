@@ -61,6 +61,13 @@ def test_forms_of_weights_are_of_gguf_files(smollm2: Path, tmp_path: Path) -> No
     assert resolve.resolve(flags.build({**compiled, "gguf_weights": "decoded"}, None)).resolved is not None
 
 
+def test_exact_products_are_of_cpus(smollm2: Path) -> None:
+    asked: dict[str, object] = {"model": str(smollm2), "device": "cpu", "cpu_exact": True}
+    assert resolve.resolve(flags.build(asked, None)).model.cpu_exact
+    with pytest.raises(UsageError, match="--cpu-exact: it is for products on a CPU, not for --device fake"):
+        resolve.resolve(flags.build({**asked, "device": "fake"}, None))
+
+
 def test_compiled_functions_know_no_scales(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--compile inductor: it is not there for weights quantised with fp8"):
         resolved(tmp_path, FP8, device="cuda", compile="inductor")

@@ -1,0 +1,194 @@
+/* Products of packed weights with rounded activations, in integers. GGML's CPU kernels round alike (Q8_0 of ggml-common.h).
+ *
+ * 32 inputs of a row share a scale s = max |x| / 127, and x becomes the code round(x / s), to the nearest and to even, in 8 bits. A
+ * record of weights (packed.h) adds to an output
+ *
+ *     (sum of (code of the weight + offset) * code of x) * (scale * s)  [+ minimum * (s * sum of codes of x)]
+ *
+ * to which the records of a panel are added up in order, each by one fused multiply-add of float32. The sums in parentheses are exact in
+ * 32 bits. So a result is the same on every processor that fuses, and does not depend on the rows beside it. */
+
+typedef struct { /* 32 inputs of a row */
+    int8_t codes[32]; /* of each 16: the inputs 0, 4, 8, 12, then 1, 5, .. as the bytes of the weights' words are */
+    float scale, sum; /* sum: of the inputs as they are rounded */
+    int32_t sums[3];  /* of the codes: of the first 16, of the others, of all */
+} RoundedBlock;
+
+typedef int32_t four __attribute__((may_alias, aligned(1))); /* bytes */
+
+/* Bytes of a row of k inputs. */
+static inline long rounded_bytes(long k) { return (k + 31) / 32 * (long)sizeof(RoundedBlock); }
+long meshlm_rounded_bytes(long k) { return rounded_bytes(k); }
+
+/* Whether integer products are faster than those of float32 here. */
+int meshlm_can_round(void) {
+#ifdef __AVX2__
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+/* NaN and infinity become the scale, and so every output of the row. Numbers below 2^-100 become zeros. */
+static inline void round_block(const float *x, RoundedBlock *to) {
+    ivec most = {0};
+    for (int i = 0; i < 32; i += LANES) {
+        ivec bits = *(const ivec *)(x + i) & 0x7FFFFFFF; /* are ordered as the numbers are, NaN above all */
+        most = (ivec)select8(bits > most, (vec)bits, (vec)most);
+    }
+    int32_t top = 0;
+    for (int i = 0; i < LANES; i++) top = most[i] > top ? most[i] : top;
+    float largest;
+    memcpy(&largest, &top, sizeof largest);
+    if (!(largest > 0x1p-100f && largest < INFINITY)) {
+        *to = (RoundedBlock){.scale = largest};
+        return;
+    }
+    to->scale = largest / 127.0f;
+    vec inverse = splat(127.0f / largest);
+    vec magic = splat(12582912.0f); /* 1.5 * 2^23: the sum's lowest bits are the rounded number */
+    for (int half = 0; half < 2; half++) {
+        ivec codes[2];
+        for (int i = 0; i < 2; i++) {
+            codes[i] = (ivec)(load(x + 16 * half + LANES * i) * inverse + magic) - (ivec)magic;
+        }
+        int32_t sum = 0;
+        for (int i = 0; i < LANES; i++) sum += codes[0][i] + codes[1][i];
+        to->sums[half] = sum;
+        for (int w = 0; w < 4; w++)
+            for (int b = 0; b < 4; b++) to->codes[16 * half + 4 * w + b] = (int8_t)codes[b / 2][(4 * b + w) % LANES];
+    }
+    to->sums[2] = to->sums[0] + to->sums[1];
+    to->sum = to->scale * (float)to->sums[2];
+}
+
+/* x [m, k] -> m rows of rounded blocks. Called by all threads of a team. */
+static void each_round(const float *x, uint8_t *rounded, long m, long k) {
+    long blocks = k / 32;
+#pragma omp for schedule(static) nowait
+    for (long i = 0; i < m * blocks; i++) round_block(x + i * 32, (RoundedBlock *)rounded + i);
+}
+
+/* The outputs that a register of sums holds. */
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
+#define AT_ONCE 16
+typedef __m512i words;
+typedef __m512 numbers;
+#define WORDS_OF(X) _mm512_set1_epi32(X)
+#define NUMBERS_OF(X) _mm512_set1_ps(X)
+#define LOAD_WORDS(P) _mm512_loadu_si512(P)
+#define AND_WORDS(A, B) _mm512_and_si512(A, B)
+#define UP_4(A) _mm512_srli_epi32(A, 4)
+#define TO_NUMBERS(A) _mm512_cvtepi32_ps(A)
+#define FUSED(A, B, C) _mm512_fmadd_ps(A, B, C)
+#define TIMES_NUMBERS(A, B) _mm512_mul_ps(A, B)
+#define LOAD_NUMBERS(P) _mm512_loadu_ps(P)
+#define LOAD_HALVES(P) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(P)))
+#define STORE_NUMBERS(P, A) _mm512_storeu_ps(P, A)
+static inline words add_products(words sums, words codes, int32_t x) { return _mm512_dpbusd_epi32(sums, codes, WORDS_OF(x)); }
+#else
+#define AT_ONCE 8
+typedef ivec words;
+typedef vec numbers;
+#define WORDS_OF(X) ((ivec){X, X, X, X, X, X, X, X})
+#define NUMBERS_OF(X) splat(X)
+#define LOAD_WORDS(P) (*(const ivec *)(P))
+#define AND_WORDS(A, B) ((A) & (B))
+#define UP_4(A) ((A) >> 4)
+#define TO_NUMBERS(A) __builtin_convertvector(A, vec)
+#define FUSED(A, B, C) fma8(A, B, C)
+#define TIMES_NUMBERS(A, B) ((A) * (B))
+#define LOAD_NUMBERS(P) load(P)
+#define LOAD_HALVES(P) scales8(P, 0, 0)
+#define STORE_NUMBERS(P, A) store(P, A)
+/* sums[c] += the four bytes of codes[c], without sign, times those of x, with sign. */
+static inline words add_products(words sums, words codes, int32_t x) {
+#if defined(__AVXVNNI__)
+    return (words)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)codes, _mm256_set1_epi32(x));
+#elif defined(__AVX512VNNI__) && defined(__AVX512VL__)
+    return (words)_mm256_dpbusd_epi32((__m256i)sums, (__m256i)codes, _mm256_set1_epi32(x));
+#elif defined(__AVX2__)
+    /* maddubs adds two products in 16 bits and saturates: 2 * 127 * 128 does not yet, so the highest bit of a code goes by itself */
+    __m256i high = _mm256_set1_epi8((char)128), ones = _mm256_set1_epi16(1), bytes = _mm256_set1_epi32(x);
+    __m256i a = _mm256_maddubs_epi16(_mm256_andnot_si256(high, (__m256i)codes), bytes);
+    __m256i b = _mm256_maddubs_epi16(_mm256_and_si256(high, (__m256i)codes), bytes);
+    __m256i both = _mm256_add_epi32(_mm256_madd_epi16(a, ones), _mm256_madd_epi16(b, ones));
+    return (words)_mm256_add_epi32((__m256i)sums, both);
+#else
+    for (int c = 0; c < LANES; c++)
+        for (int b = 0; b < 4; b++) sums[c] += (int32_t)((uint32_t)codes[c] >> 8 * b & 255) * (int8_t)((uint32_t)x >> 8 * b);
+    return sums;
+#endif
+}
+#endif
+
+typedef struct {
+    const RoundedBlock *x;
+    long stride; /* blocks from a row to the next */
+    const uint8_t *records;
+    Form form;
+    long k;
+    float *out; /* [rows][16] */
+} RoundedTile;
+
+/* `rows` rows over AT_ONCE outputs, from `lane` on, of a panel. rows, bits and block are constants where it is used. */
+static inline __attribute__((always_inline)) void rounded_tile(const RoundedTile *t, int lane, const int rows, const int bits,
+                                                               const int block) {
+    const Form f = t->form;
+    const long size = scale_bytes(f), record_size = record_bytes(f);
+    const words low = WORDS_OF(0x0F0F0F0F);
+    const int of_scale = f.wide ? 4 : 2;
+    numbers sums[8];
+    for (int r = 0; r < rows; r++) sums[r] = NUMBERS_OF(0.0f);
+    const uint8_t *record = t->records;
+    const RoundedBlock *x = t->x;
+    for (long at = 0; at < t->k; at += 32, x++) {
+        for (int part = 0; part < 32 / block; part++, record += record_size) {
+            const uint8_t *scales = record + lane * of_scale, *codes_at = record + size * (1 + f.minima) + lane * 4;
+            numbers scale = f.wide ? LOAD_NUMBERS((const float *)scales) : LOAD_HALVES(scales), minimum = NUMBERS_OF(0.0f);
+            if (f.minima) minimum = f.wide ? LOAD_NUMBERS((const float *)(scales + size)) : LOAD_HALVES(scales + size);
+            words codes[8];
+            for (int g = 0; g < block / 4; g++) {
+                codes[g] = LOAD_WORDS(codes_at + (bits == 4 ? g % 4 : g) * WIDTH * 4);
+                if (bits == 4) codes[g] = AND_WORDS(g < 4 ? codes[g] : UP_4(codes[g]), low);
+            }
+            for (int r = 0; r < rows; r++) {
+                const RoundedBlock *row = x + r * t->stride;
+                const four *from = (const four *)row->codes + part * 4;
+                words products = WORDS_OF(row->sums[block == 16 ? part : 2] * f.offset);
+                for (int g = 0; g < block / 4; g++) products = add_products(products, codes[g], from[g]);
+                sums[r] = FUSED(TO_NUMBERS(products), TIMES_NUMBERS(scale, NUMBERS_OF(row->scale)), sums[r]);
+                if (f.minima) sums[r] = FUSED(minimum, NUMBERS_OF(row->sum), sums[r]);
+            }
+        }
+    }
+    for (int r = 0; r < rows; r++) STORE_NUMBERS(t->out + r * WIDTH + lane, sums[r]);
+}
+
+#define ROUNDED_TILE(ROWS)                                                                                                     \
+    static void rounded_##ROWS(const RoundedTile *t) {                                                                         \
+        for (int lane = 0; lane < WIDTH; lane += AT_ONCE) {                                                                    \
+            if (t->form.bits == 4)                                                                                             \
+                rounded_tile(t, lane, ROWS, 4, 32);                                                                            \
+            else if (t->form.block == 32)                                                                                      \
+                rounded_tile(t, lane, ROWS, 8, 32);                                                                            \
+            else                                                                                                               \
+                rounded_tile(t, lane, ROWS, 8, 16);                                                                            \
+        }                                                                                                                      \
+    }
+ROUNDED_TILE(1)
+ROUNDED_TILE(2)
+ROUNDED_TILE(4)
+ROUNDED_TILE(8)
+
+/* `rows` rounded rows over one panel: sums[r][16]. */
+static void rounded_sums(const uint8_t *rounded, Panel p, float *sums, long rows, long k) {
+    RoundedTile t = {.x = (const RoundedBlock *)rounded, .stride = k / 32, .records = p.records, .form = forms[p.form], .k = k};
+    for (long r = 0, here; r < rows; r += here) {
+        long left = rows - r;
+        here = left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+        t.out = sums + r * WIDTH;
+        (here == 8 ? rounded_8 : here == 4 ? rounded_4 : here == 2 ? rounded_2 : rounded_1)(&t);
+        t.x += here * t.stride;
+    }
+}
