@@ -4,7 +4,7 @@
 
 The model is decoded to float32 once; llama.cpp (llama-cpp-python must be installed) makes a file of each type from that, and computes
 with it, and with a file of the same weights decoded again (`decoded`): so what its rounding of activations to 8 bits changes is known.
-MeshLM computes in float32 on the CPU. The text is that of docs/adr, in windows of 512 tokens, of which all but the first are scored.
+MeshLM computes on the CPU, with rounded activations and with --cpu-exact. The text is that of docs/adr, in windows of 512 tokens, of which all but the first are scored.
 """
 
 import argparse
@@ -95,11 +95,12 @@ def text() -> str:
     return "\n\n".join(file.read_text("utf-8") for file in sorted(folder.glob("0*.md"))[:6])
 
 
-def meshlm_nll(path: Path, words: str, most: int) -> tuple[float, list[list[int]]]:
+def meshlm_nll(path: Path, words: str, most: int, *, exact: bool) -> tuple[float, list[list[int]]]:
     """The mean negative log-likelihood of a token, and the windows that were scored."""
     from meshlm import LLM, SamplingParams
 
-    llm = LLM(str(path), device="cpu", dtype="float32", max_model_len=2 * WINDOW, disable_log_requests=True)
+    flags: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 2 * WINDOW, "cpu_exact": exact}
+    llm = LLM(str(path), **flags, disable_log_requests=True)
     ids = list(llm.get_tokenizer().encode(words))
     windows = [ids[at : at + WINDOW] for at in range(0, len(ids) - WINDOW + 1, WINDOW)][:most]
     done = llm.generate(windows, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0), use_tqdm=False)
@@ -130,17 +131,20 @@ def main() -> None:
         path = arguments.folder / f"{source.stem}.{kind}.gguf"
         if not path.exists():
             make(plain, path, kind)
-        ours, windows = meshlm_nll(path, words, arguments.windows)
+        ours, windows = meshlm_nll(path, words, arguments.windows, exact=False)
+        exact_nll, _ = meshlm_nll(path, words, arguments.windows, exact=True)
         theirs = llama_cpp_nll(path, windows)
-        exact = path.with_suffix(".decoded.gguf")
-        decoded(path, exact)
-        same = llama_cpp_nll(exact, windows)
-        exact.unlink()
+        plain_path = path.with_suffix(".decoded.gguf")
+        decoded(path, plain_path)
+        same = llama_cpp_nll(plain_path, windows)
+        plain_path.unlink()
         row: dict[str, Any] = {"type": kind, "tensors": held_types(path), "megabytes": path.stat().st_size >> 20}
-        row |= {"meshlm": round(math.exp(ours), 4), "llama_cpp": round(math.exp(theirs), 4)}
+        row |= {"meshlm": round(math.exp(ours), 4), "meshlm_exact": round(math.exp(exact_nll), 4)}
+        row |= {"llama_cpp": round(math.exp(theirs), 4)}
         row |= {"llama_cpp_decoded": round(math.exp(same), 4)}
         row["difference"] = f"{math.exp(ours - theirs) - 1:+.3%}"
-        row["difference_decoded"] = f"{math.exp(ours - same) - 1:+.4%}"
+        row["exact_to_decoded"] = f"{math.exp(exact_nll - same) - 1:+.4%}"
+        row["rounding"] = f"{math.exp(ours - exact_nll) - 1:+.3%}"
         rows.append(row)
         print(json.dumps(row), flush=True)
     import llama_cpp
