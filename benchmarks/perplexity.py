@@ -4,7 +4,8 @@
 
 The model is decoded to float32 once; llama.cpp (llama-cpp-python must be installed) makes a file of each type from that, and computes
 with it, and with a file of the same weights decoded again (`decoded`): so what its rounding of activations to 8 bits changes is known.
-MeshLM computes on the CPU, with rounded activations and with --cpu-exact. The text is that of docs/adr, in windows of 512 tokens, of which all but the first are scored.
+MeshLM computes on the CPU, with rounded activations and with --cpu-exact. The text is that of docs/adr, in windows of 512 tokens, of
+which all but the first are scored.
 """
 
 import argparse
