@@ -117,6 +117,8 @@ def expert_weights(spec: ModelSpec, names: ExpertNames = NAMES) -> Iterator[Weig
             (names.up, "ffn_up_exps", "gate_up", (wide, hidden), 0),
             (names.down, "ffn_down_exps", "down", (hidden, wide), 1),
         ):
+            if gguf == "ffn_gate_exps" and not moe.gated:
+                continue
             parameter = f"mlp.experts.{linear}.weight"
             yield Weight(f"{stem}.{name}.weight", f"{gguf}.weight", parameter, shape, Split.EXPERT, dim, expert=expert)
             if moe.expert_bias:

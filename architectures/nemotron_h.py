@@ -1,15 +1,33 @@
-"""Nemotron-H (NVIDIA 2025): each layer is a Mamba-2 mixer, attention without positions, or an MLP with squared ReLU, alone."""
+"""Nemotron-H and Nemotron 3 (NVIDIA 2025): each layer is a Mamba-2 mixer, attention without positions, an MLP with squared ReLU, or
+experts of such MLPs, alone."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.config_values import number, shown, words
-from meshlm.architectures.dense import attention_weights, decoder_weights, dense_spec, one_window
-from meshlm.architectures.family import Family, Split, Weight
-from meshlm.architectures.states import PACKED, layers_of, mamba2_state, mamba2_weights
-from meshlm.protocol.model import ModelSpec
+from meshlm.architectures.config_values import integer, number, shown, words
+from meshlm.architectures.deepseek_v2 import GGUF_EXPERT_KEYS, gguf_experts
+from meshlm.architectures.dense import (
+    attention_weights,
+    decoder_weights,
+    dense_gguf,
+    dense_spec,
+    layers_that_attend,
+    one_window,
+)
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Split, Weight
+from meshlm.architectures.moe import ExpertNames, checked, expert_weights, moe_spec
+from meshlm.architectures.states import (
+    GGUF_PACKED,
+    GGUF_STATE,
+    PACKED,
+    layers_of,
+    mamba2_gguf,
+    mamba2_state,
+    mamba2_weights,
+)
+from meshlm.protocol.model import ModelSpec, MoESpec
 
 _NAMES = {
     "mamba_n_heads": "mamba_num_heads",
@@ -21,14 +39,17 @@ _NAMES = {
     "mamba_chunk_size": "chunk_size",
     "mamba_conv_bias": "use_conv_bias",
 }
-_LETTERS = {"M": "state", "*": "attention", "-": "mlp"}
+_EPS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")  # of RMS norms, either
+_LETTERS = {"M": "state", "*": "attention", "-": "mlp", "E": "moe"}
 _KINDS = {
     "mamba": "state",
     "linear_attention": "state",
     "attention": "attention",
     "full_attention": "attention",
     "mlp": "mlp",
+    "moe": "moe",
 }
+_NAMES_OF_EXPERTS = ExpertNames(router="mixer.gate", expert="mixer.experts.{}", shared="mixer.shared_experts")
 
 _PACKED = {
     stem.replace("mamba.", "mixer."): tuple(one.replace("mamba.", "mixer.") for one in names)
@@ -51,9 +72,66 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
         hidden_act="relu2",
         rms_norm_eps=number(config["layer_norm_epsilon"], "layer_norm_epsilon"),
         attention_layers=tuple(kind == "attention" for kind in kinds),
-        mlp_layers=tuple(kind == "mlp" for kind in kinds),
+        mlp_layers=tuple(kind in ("mlp", "moe") for kind in kinds),
+        moe=_moe(config, kinds) if "moe" in kinds else None,
         state=state if any(states) else None,
         no_rope_layers=(True,) * len(kinds),
+    )
+
+
+def _moe(config: dict[str, Any], kinds: tuple[str, ...]) -> MoESpec:
+    """Scored and chosen as DeepSeek-V3's. ValueError."""
+    if config.get("moe_latent_size") is not None:
+        raise ValueError(f"moe_latent_size {shown(config['moe_latent_size'])} is not supported")
+    if config.get("mlp_bias"):
+        raise ValueError("mlp_bias true is not supported where layers have experts")
+    sizes = moe_spec(config, "n_routed_experts")
+    return checked(
+        replace(
+            sizes,
+            scoring_func="sigmoid",
+            group_score="top2",
+            correction_bias=True,
+            gated=False,
+            routed_scaling_factor=number(config["routed_scaling_factor"], "routed_scaling_factor"),
+            n_group=integer(config, "n_group", 1),
+            topk_group=integer(config, "topk_group", 1),
+            shared_intermediate_size=integer(config, "moe_shared_expert_intermediate_size"),
+            moe_layers=tuple(kind == "moe" for kind in kinds),
+        ),
+        "n_routed_experts",
+    )
+
+
+def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    """The layers that attend have key-value heads, those with an MLP or experts columns, and the others have states. MetadataError."""
+    key = f"{metadata.kind}.feed_forward_length"
+    metadata, attends = layers_that_attend(metadata)
+    wide = metadata.get("feed_forward_length")
+    wide = [int(size) for size in wide] if isinstance(wide, list) else [int(wide)] * len(attends)
+    if len(wide) != len(attends) or len(set(wide) - {0}) > 1 or any(map(all, zip(wide, attends, strict=False))):
+        raise MetadataError(
+            f"metadata {key} is {shown(wide)}; it must be 0 or one number by layer, and 0 where layers attend"
+        )
+    metadata = metadata._replace(fields={**metadata.fields, key: max(wide)})
+    eps = next((eps for eps in _EPS if f"{metadata.kind}.{eps}" in metadata.fields), _EPS[0])
+    spec, moe = dense_gguf(metadata, architecture, eps), None
+    experts = tuple(f"blk.{layer}.ffn_gate_inp.weight" in metadata.shapes for layer in range(len(wide)))
+    if any(experts):
+        shared = int(metadata.get("expert_shared_feed_forward_length", 0))
+        moe = replace(
+            gguf_experts(metadata, spec, plain=2), gated=False, moe_layers=experts, shared_intermediate_size=shared
+        )
+    states = tuple(not (one or size) for one, size in zip(attends, wide, strict=True))
+    return replace(
+        spec,
+        hidden_act="relu2",
+        mlp_bias=metadata.has("ffn_up.bias"),
+        attention_layers=attends,
+        mlp_layers=tuple(size > 0 for size in wide),
+        moe=moe,
+        state=replace(mamba2_gguf(metadata, states), dtype="float32") if any(states) else None,
+        no_rope_layers=(True,) * len(wide),
     )
 
 
@@ -74,25 +152,34 @@ def _kinds(config: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _weights(spec: ModelSpec) -> Iterator[Weight]:
-    hidden, wide = spec.hidden_size, spec.intermediate_size
+    hidden = spec.hidden_size
 
-    def mlp() -> Iterator[Weight]:
-        split = Split.INTERMEDIATE
-        yield Weight("mixer.up_proj.weight", "", "mlp.up.weight", (wide, hidden), split)
-        yield Weight("mixer.down_proj.weight", "", "mlp.down.weight", (hidden, wide), split, dim=1)
+    def mlp(wide: int, stem: str = "mixer", gguf: str = "ffn_{}", module: str = "mlp") -> Iterator[Weight]:
+        split, up, down = Split.INTERMEDIATE, gguf.format("up"), gguf.format("down")
+        yield Weight(f"{stem}.up_proj.weight", f"{up}.weight", f"{module}.up.weight", (wide, hidden), split)
+        yield Weight(
+            f"{stem}.down_proj.weight", f"{down}.weight", f"{module}.down.weight", (hidden, wide), split, dim=1
+        )
         if spec.mlp_bias:
-            yield Weight("mixer.up_proj.bias", "", "mlp.up.bias", (wide,), split)
-            yield Weight("mixer.down_proj.bias", "", "mlp.down.bias", (hidden,), Split.FIRST_RANK)
+            yield Weight(f"{stem}.up_proj.bias", f"{up}.bias", f"{module}.up.bias", (wide,), split)
+            yield Weight(f"{stem}.down_proj.bias", f"{down}.bias", f"{module}.down.bias", (hidden,), Split.FIRST_RANK)
+
+    def experts(moe: MoESpec) -> Iterator[Weight]:
+        yield from expert_weights(replace(spec, moe=replace(moe, shared_intermediate_size=0)), _NAMES_OF_EXPERTS)
+        if moe.shared_intermediate_size:
+            yield from mlp(moe.shared_intermediate_size, "mixer.shared_experts", "ffn_{}_shexp", "mlp.shared")
 
     def in_layer(layer: int) -> Iterator[Weight]:
-        if spec.has_mlp(layer):
-            yield from mlp()
+        if spec.moe is not None and spec.has_experts(layer):
+            yield from experts(spec.moe)
+        elif spec.has_mlp(layer):
+            yield from mlp(spec.intermediate_size)
         for weight in attention_weights(spec) if spec.has_attention(layer) else ():
             yield weight._replace(name=weight.name.replace("self_attn.", "mixer."))
         for weight in mamba2_weights(spec) if spec.has_state(layer) else ():
             yield weight._replace(name=weight.name.replace("mamba.", "mixer."))
         norm = "post_norm" if spec.has_mlp(layer) else "input_norm"
-        yield Weight("norm.weight", "", f"{norm}.weight", (hidden,))
+        yield Weight("norm.weight", "attn_norm.weight", f"{norm}.weight", (hidden,))
 
     return decoder_weights(spec, in_layer)
 
@@ -129,9 +216,25 @@ FAMILY = Family(
         "num_hidden_layers": 52,
         "max_position_embeddings": 4096,
         "mamba_ssm_cache_dtype": "float32",
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
     },
-    packed=_PACKED,
+    packed={
+        **_PACKED,
+        **{f"mixer.experts.{name}": (f"mixer.experts.{{}}.{name}",) for name in ("up_proj", "down_proj")},
+    },
     rename=_renamed,
+    gguf=GGUFFamily(
+        "nemotron_h",
+        _gguf,
+        GGUF_STATE | GGUF_EXPERT_KEYS | set(_EPS) | {"expert_shared_feed_forward_length"},
+        packed=GGUF_PACKED,
+    ),
+    unread=r"(model\.)?mtp\..*",
     compiles=False,
     model="meshlm.workers.models.hybrid:NemotronH",
 )

@@ -74,7 +74,7 @@ _OWN = {
     "Mamba2ForCausalLM": _Module("mamba2", "mamba2"),
     "BambaForCausalLM": _Module("bamba"),
     "GraniteMoeHybridForCausalLM": _Module("granite_hybrid", "granitehybrid"),
-    "NemotronHForCausalLM": _Module("nemotron_h"),
+    "NemotronHForCausalLM": _Module("nemotron_h", "nemotron_h"),
     "FalconH1ForCausalLM": _Module("falcon_h1", "falcon-h1"),
     "MambaForCausalLM": _Module("mamba", "mamba"),
     "FalconMambaForCausalLM": _Module("mamba"),
@@ -84,6 +84,8 @@ _OWN = {
     "Qwen3_5ForCausalLM": _Module("qwen3_5"),
     "Qwen3_5MoeForCausalLM": _Module("qwen3_5"),
 }
+_SAME_KINDS = {"nemotron_h_moe": "nemotron_h"}
+"""Kinds of .gguf files that llama.cpp keeps apart, and one family reads."""
 _CAUSAL, _SEQUENCE, _TOKENS = "ForCausalLM", "ForSequenceClassification", "ForTokenClassification"
 _OF_ENCODERS = ("Model", "ForMaskedLM", _SEQUENCE, _TOKENS)
 _VECTORS = {
@@ -128,13 +130,14 @@ def family_of(architecture: str) -> Family | None:
 
 def gguf_kinds() -> tuple[str, ...]:
     """The values of general.architecture of .gguf files that some family reads."""
-    return tuple(dict.fromkeys(filter(None, map(_gguf_kind, _FAMILIES.values()))))
+    return (*dict.fromkeys(filter(None, map(_gguf_kind, _FAMILIES.values()))), *_SAME_KINDS)
 
 
 def gguf_family(fields: Mapping[str, Any]) -> Family | None:
     """The family of a file with this metadata: its kind may be that of dense models and of mixtures of experts."""
     kind = fields.get("general.architecture")
-    of_kind = [name for name, found in _FAMILIES.items() if kind and _gguf_kind(found) == kind]
+    family_kind = _SAME_KINDS.get(str(kind), kind)
+    of_kind = [name for name, found in _FAMILIES.items() if kind and _gguf_kind(found) == family_kind]
     experts = bool(fields.get(f"{kind}.expert_count"))
     alike = (family for family in map(_family, of_kind) if family.gguf and family.gguf.experts == experts)
     return next(alike, _family(of_kind[0]) if of_kind else None)

@@ -81,6 +81,7 @@ class MoESpec(Struct, frozen=True, kw_only=True):
     )
     router_bias: bool = False  # of the router's product
     expert_bias: bool = False  # of the experts' products
+    gated: bool = True  # experts have a gate; without one hidden_act is of what goes down
     swiglu: tuple[float, float] | None = None  # alpha and limit of gpt-oss' activation in the experts; None: hidden_act
     shared_intermediate_size: int = 0  # of all experts together that every token goes to; 0: there are none
     beside_mlp: bool = False  # experts stand beside a layer's MLP, not in its place

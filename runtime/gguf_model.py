@@ -64,6 +64,8 @@ def _notes(path: Path, fields: dict[str, Any], tensors: dict[str, GGUFTensor], s
     }
     if spec.mla is not None:
         del same["attention.value_length"]  # the family has read it
+    if spec.no_rope_layers and all(spec.no_rope_layers):
+        del same["rope.dimension_count"]  # nothing is turned
     for key, wanted in same.items():
         if fields.get(f"{kind}.{key}", wanted) != wanted:
             raise GGUFError(

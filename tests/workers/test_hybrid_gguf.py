@@ -57,6 +57,18 @@ _FALCON = {
     "mlp_multipliers": [0.9, 1.1],
     "ssm_multipliers": [0.9, 1.1, 1.2, 0.8, 0.7],
 }
+_NEMOTRON: dict[str, Any] = {
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "head_dim": 16,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 36,
+    "moe_shared_expert_intermediate_size": 60,
+    "routed_scaling_factor": 1.5,
+}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "lfm2": (
         "Lfm2Config",
@@ -84,6 +96,27 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "GraniteMoeHybridConfig",
         _GRANITE | {"num_local_experts": 0, "num_experts_per_tok": 0},
         _GRANITE_KEYS | {"expert_count": 0, "expert_used_count": 0},
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        _NEMOTRON | {"layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"]},
+        _SSM | {"feed_forward_length": [0, 0, 80, 0]},
+    ),
+    "nemotron_h_moe": (
+        "NemotronHConfig",
+        _NEMOTRON | {"layers_block_type": ["linear_attention", "full_attention", "moe", "linear_attention"]},
+        {
+            **_SSM,
+            "feed_forward_length": [0, 0, 36, 0],
+            "expert_count": 6,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 36,
+            "expert_shared_feed_forward_length": 60,
+            "expert_shared_count": 1,
+            "expert_weights_norm": True,
+            "expert_weights_scale": 1.5,
+            "rope.dimension_count": 8,
+        },
     ),
     "falcon-h1": ("FalconH1Config", _FALCON | _MAMBA2 | {"mamba_d_ssm": 96, "head_dim": 16}, _SSM),
 }

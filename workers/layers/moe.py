@@ -133,9 +133,9 @@ class ExpertLinears(nn.Module):
         begin, end = moe.local_experts or (0, moe.num_experts)
         slots = end - begin + moe.redundant_experts
         wide, bias = moe.moe_intermediate_size, moe.expert_bias
-        self.gate_up = GroupedLinear(slots, hidden, 2 * wide, bias=bias)
+        self.gate_up = GroupedLinear(slots, hidden, (2 if moe.gated else 1) * wide, bias=bias)
         self.down = GroupedLinear(slots, wide, hidden, bias=bias)
-        self._swiglu = moe.swiglu
+        self._swiglu, self._gated = moe.swiglu, moe.gated
 
     def linears(self) -> tuple[GroupedLinear, GroupedLinear]:
         return self.gate_up, self.down
@@ -152,11 +152,13 @@ class ExpertLinears(nn.Module):
             extras = ExpertExtras(gate_up.bias, down.bias, self._swiglu)
         codes, below = gate_up.mxfp4(), down.mxfp4()
         packed = None if codes is None or below is None else PackedExperts(codes, below, down.dtype)
-        return ExpertWeights(gate_up.weight, down.weight, act, scales, extras, packed)
+        return ExpertWeights(gate_up.weight, down.weight, act, scales, extras, packed, self._gated)
 
 
 class MoE(nn.Module):
     """See the module docstring."""
+
+    shared_kind: type[MLP] = MLP
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -164,7 +166,8 @@ class MoE(nn.Module):
         self.moe, self._act, self._hidden = spec.moe, spec.hidden_act, spec.hidden_size
         self.router = Router(spec.hidden_size, spec.moe)
         self.experts = ExpertLinears(spec.hidden_size, spec.moe)
-        self.shared = MLP(spec, spec.moe.shared_intermediate_size) if spec.moe.shared_intermediate_size else None
+        wide = spec.moe.shared_intermediate_size
+        self.shared = self.shared_kind(spec, wide) if wide else None
         self.shared_gate = Linear(spec.hidden_size, 1, bias=False) if spec.moe.shared_gate else None
         self._fused: FusedMoE | None = None
         self.replicas: Replicas | None = None  # where experts move between ranks

@@ -56,6 +56,7 @@ class HybridLayer(DecoderLayer):
     attention_kind: type[Attention] = Attention
     state_kind: type[Attention] = Mamba2Mixer
     mlp_kind: type[MLP] = MLP
+    moe_kind: type[MoE] = MoE
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         nn.Module.__init__(self)
@@ -66,7 +67,9 @@ class HybridLayer(DecoderLayer):
             self.input_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         if wide:
             self.post_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.mlp: MLP | MoE = (MoE(spec) if spec.has_experts(layer) else self.mlp_kind(spec)) if wide else NoMLP(spec)
+        self.mlp: MLP | MoE = (
+            (self.moe_kind(spec) if spec.has_experts(layer) else self.mlp_kind(spec)) if wide else NoMLP(spec)
+        )
 
     def forward(
         self, x: PartialSum, cache: LayerCache, context: ForwardContext, normed: Tensor | None = None
@@ -102,10 +105,17 @@ class SquaredReLU(UngatedMLP):
         return self.down.row_parallel(ACTIVATIONS[self._act](hidden), residual, ops)
 
 
+class SquaredReLUExperts(MoE):
+    """Experts without gates."""
+
+    shared_kind = SquaredReLU
+
+
 class NemotronLayer(HybridLayer):
-    """One of a mixer, attention and an MLP."""
+    """One of a mixer, attention, an MLP and experts."""
 
     mlp_kind = SquaredReLU
+    moe_kind = SquaredReLUExperts
 
 
 class NemotronH(Hybrid):

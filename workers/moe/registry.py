@@ -29,7 +29,7 @@ _log = structlog.get_logger()
 class ExpertWeights(NamedTuple):
     """The weights of one layer's experts on one rank."""
 
-    gate_up: Tensor  # [local experts, 2 wide, hidden]
+    gate_up: Tensor  # [local experts, 2 wide, hidden]; [.., wide, ..] where experts have no gate
     down: Tensor  # [local experts, hidden, wide]
     act: str
     scales: ExpertScales | None = (
@@ -37,6 +37,7 @@ class ExpertWeights(NamedTuple):
     )
     extras: ExpertExtras | None = None
     packed: PackedExperts | None = None  # where they are MXFP4; gate_up and down are its codes then
+    gated: bool = True
 
 
 class ExpertsKind(NamedTuple):
@@ -60,6 +61,8 @@ def _unsupported_by_mxfp4(weights: ExpertWeights) -> str | None:
 
 
 def _other_activation(weights: ExpertWeights) -> str | None:
+    if not weights.gated:
+        return "it computes experts with a gate"
     if weights.act != "silu" and (weights.extras is None or weights.extras.swiglu is None):
         return f"it computes silu, not {weights.act}"
     return None

@@ -70,6 +70,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "chunk_size": 8,
         },
     ),
+    "nemotron-experts": (
+        "NemotronHConfig",
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "moe"],
+            "head_dim": 8,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 8,
+            "chunk_size": 8,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "moe_shared_expert_intermediate_size": 28,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
     "falcon-h1": (
         "FalconH1Config",
         STATES
@@ -192,6 +209,7 @@ def test_tokens_are_transformers(model: tuple[str, Path, Reference], backend: st
         ("falcon-h1", 2, 1),
         ("granite", 1, 2),
         ("nemotron", 2, 1),
+        ("nemotron-experts", 2, 1),
         ("qwen3-next", 2, 1),
         ("jamba", 1, 2),
     ],

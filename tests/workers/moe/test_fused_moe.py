@@ -49,6 +49,8 @@ def weights(first: int = 0, count: int = NUM, kind: str = "silu") -> ExpertWeigh
     down = torch.randn(NUM, HIDDEN, WIDE, generator=generator) / WIDE**0.5
     above, below = (torch.randn(NUM, outputs, generator=generator) for outputs in (2 * WIDE, HIDDEN))
     mine = slice(first, first + count)
+    if kind == "no gate":
+        return ExpertWeights(gate_up[mine, :WIDE], down[mine], "relu2", gated=False)
     extras = None if kind == "silu" else ExpertExtras(above[mine], below[mine], None if kind == "biases" else SWIGLU)
     if kind != "mxfp4":
         return ExpertWeights(gate_up[mine], down[mine], "silu", None, extras)
@@ -69,7 +71,7 @@ def routing_of(rows: int, slots: Tensor | None = None) -> Routing:
 
 def expected(x: Tensor, routing: Routing, kind: str = "silu") -> Tensor:
     """Token by token."""
-    gate_up, down, _, _, extras, packed = weights(kind=kind)
+    gate_up, down, _, _, extras, packed, gated = weights(kind=kind)
     if packed is not None:
         gate_up, down = unpack(packed.gate_up, torch.float32), unpack(packed.down, torch.float32)
     out = torch.zeros_like(x)
@@ -79,8 +81,8 @@ def expected(x: Tensor, routing: Routing, kind: str = "silu") -> Tensor:
                 both, below = gate_up[expert] @ x[token], torch.zeros(HIDDEN)
                 if extras is not None and extras.gate_up_bias is not None and extras.down_bias is not None:
                     both, below = both + extras.gate_up_bias[expert], extras.down_bias[expert]
-                gate, up = both.chunk(2)
-                inner = F.silu(gate) * up
+                gate, up = both.chunk(2) if gated else (both, both)
+                inner = F.silu(gate) * up if gated else both.relu() ** 2
                 if extras is not None and extras.swiglu is not None:
                     alpha, limit = extras.swiglu
                     gate = gate.minimum(torch.tensor(limit))
@@ -149,6 +151,18 @@ def test_many_rows_are_computed_some_at_a_time() -> None:
     found, _ = FusedMoE(NoDispatch(0, NUM, NUM), Counting(*weights()), chunk=5).forward(x, routing)
     torch.testing.assert_close(found.value, expected(x, routing), atol=1e-5, rtol=1e-4)
     assert sizes == [5, 5, 5, 5, 3]
+
+
+@pytest.mark.parametrize("ranks", [[(0, NUM)], OF_THREE])
+def test_experts_without_a_gate(ranks: Ranks) -> None:
+    """In both formats; kernels do not compute them, on whatever device."""
+    x, routing = torch.randn(7, HIDDEN), routing_of(7, torch.tensor([0, 1, 2, -1, 4, 5, 6]))
+    for experts, dispatcher in (("reference", "none"), ("reference, batched", "none, batched")):
+        total = torch.zeros_like(x)
+        for first, count in ranks:
+            made = EXPERTS[experts].make(weights(first, count, "no gate"))
+            total += FusedMoE(DISPATCHERS[dispatcher](first, count), made).forward(x, routing)[0].value
+        torch.testing.assert_close(total, expected(x, routing, "no gate"), atol=1e-5, rtol=1e-4)
 
 
 def test_shared_experts_run_while_tokens_travel() -> None:

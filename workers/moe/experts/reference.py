@@ -1,6 +1,8 @@
 """Experts in plain torch, for both formats: what CPUs and GPUs without Triton compute, and what kernels are compared with.
 
 out = (act(x W_gate^T) * (x W_up^T)) W_down^T            one expert after the other, of those that have rows
+
+Experts without a gate: out = act(x W_up^T) W_down^T.
 """
 
 import torch
@@ -22,7 +24,9 @@ from meshlm.workers.quantization.fp8 import FP8, ExpertScales, decoded, rounded
 
 
 class ReferenceExperts:
-    """See `meshlm.workers.moe.parts.Experts`. gate_up [local experts, 2 wide, hidden], down [local experts, hidden, wide]."""
+    """See `meshlm.workers.moe.parts.Experts`. gate_up [local experts, 2 wide, hidden], down [local experts, hidden, wide].
+
+    gate_up [local experts, wide, hidden]: there is no gate."""
 
     name = "reference"
     format = ActivationFormat.CONTIGUOUS
@@ -38,10 +42,11 @@ class ReferenceExperts:
         scales: ExpertScales | None = None,
         extras: ExpertExtras | None = None,
         packed: PackedExperts | None = None,
+        gated: bool = True,
     ) -> None:
         """scales: of weights that are 8-bit floats, or were; then activations are rounded too, if the scheme says so. packed: gate_up
         and down are its codes."""
-        self._extras, self._packed = extras, packed
+        self._extras, self._packed, self._gated = extras, packed, gated
         self._gate_up, self._down, self._act, self._scales = gate_up, down, ACTIVATIONS[act], scales
         self.dtype = down.dtype if scales is None else scales.dtype
         if packed is not None:
@@ -65,11 +70,18 @@ class ReferenceExperts:
         gate_up_bias = None if extras is None or extras.gate_up_bias is None else extras.gate_up_bias[number]
         down_bias = None if extras is None or extras.down_bias is None else extras.down_bias[number]
         given = x if scheme is None else rounded(x, scheme, None)
-        gate, up = F.linear(given, self._weight(number, of_gate=True), gate_up_bias).chunk(2, dim=-1)
-        swiglu = extras is not None and extras.swiglu is not None
-        inner = extras.gated(gate, up) if extras is not None and swiglu else self._act(gate) * up
+        inner = self._inner(F.linear(given, self._weight(number, of_gate=True), gate_up_bias))
         inner = inner if scheme is None else rounded(inner, scheme, None)
         return F.linear(inner, self._weight(number, of_gate=False), down_bias)
+
+    def _inner(self, x: Tensor) -> Tensor:
+        """What goes down, of gate and up beside one another, or of up alone."""
+        if not self._gated:
+            return self._act(x)
+        gate, up = x.chunk(2, dim=-1)
+        if self._extras is not None and self._extras.swiglu is not None:
+            return self._extras.gated(gate, up)
+        return self._act(gate) * up
 
     def _weight(self, number: int, *, of_gate: bool) -> Tensor:
         """The numbers of one expert's weight: a CPU has those of 8-bit floats already."""
