@@ -8,6 +8,8 @@ CLIENTS := .venv-clients
 BROWSER := .venv-browser
 # A MeshLM process must never see the repository root on sys.path (our kernels/ would shadow others').
 export PYTHONSAFEPATH := 1
+# Without bytecode each process of a mesh compiles its modules at its start, and each of pytest's its tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup serve test test-gpu check bench sizes clean dist sbom audit docs image
 
@@ -51,7 +53,7 @@ serve: setup
 # First what needs no processes of a mesh, on all cores; then the meshes, two at a time: they wait more than they compute.
 # Exit code 5: ARGS names none of that kind.
 test: setup $(CLIENTS)/.installed $(BROWSER)/.installed
-	@$(BIN)/pytest -m "not gpu and not mesh" -n auto --dist loadfile $(ARGS) || [ $$? -eq 5 ]
+	@$(BIN)/pytest -m "not gpu and not mesh" -n auto --dist loadfile --no-loadscope-reorder $(ARGS) || [ $$? -eq 5 ]
 	@$(BIN)/pytest -m "mesh and not gpu" -n 2 --dist loadfile $(ARGS) || [ $$? -eq 5 ]
 
 test-gpu: setup

@@ -20,6 +20,10 @@ class Role(Enum):
     SCHEDULER = "scheduler"
     WORKER = "worker"
 
+    __hash__ = (
+        object.__hash__
+    )  # there is one object of each; Enum's own hash is a call in Python, on the way of every frame
+
 
 class Identity(Struct, frozen=True, order=True, cache_hash=True):
     """A place in the mesh, `role/index`. It outlives the processes that fill it."""

@@ -210,8 +210,9 @@ class Session:
         elif self.state is SessionState.OPEN:
             if self.silence_s:
                 self._listen(now)
-            self.starved = self._num_stalls >= BLOCKED_REPLAYS and self._received == self._received_then
-            self.starved = self.starved and now - self._stalled_at < 2 * REPLAY_AFTER_S
+            if self._num_stalls:
+                self.starved = self._num_stalls >= BLOCKED_REPLAYS and self._received == self._received_then
+                self.starved = self.starved and now - self._stalled_at < 2 * REPLAY_AFTER_S
             if self._received > self._acked_to_peer and now - self._acked_at >= ACK_AFTER_S:
                 self._acked_at = now
                 self._put(Kind.ACK)
@@ -238,6 +239,11 @@ class Session:
     def num_sent(self) -> int:
         """The number of messages that the peer was sent since this session opened."""
         return self._next_seq - 1
+
+    @property
+    def is_troubled(self) -> bool:
+        """False: it is certainly neither silent nor stuck, blocked or starved."""
+        return self._num_replays > 0 or self._num_stalls > 0 or self._quiet_s > 0.0
 
     @property
     def silent(self) -> bool:

@@ -1,6 +1,7 @@
 """The links of a Mesh: how they begin, where they lead, which of them go again; and what a Mesh tells its App. Used by mesh.py."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -10,8 +11,9 @@ from msgspec import Struct
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.channels import BY_DIRECTION
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.frames import FrameError
-from meshlm.protocol.ids import Identity, Incarnation
+from meshlm.protocol.digest import schema_digest
+from meshlm.protocol.frames import FrameError, Kind, unpack
+from meshlm.protocol.ids import COORDINATOR, Identity, Incarnation, Role
 from meshlm.protocol.session import BAD_BODY, Hello, Session
 from meshlm.runtime.link import Outbox
 from meshlm.runtime.logs import Limited
@@ -67,9 +69,29 @@ class Links:
         log: Limited,
     ) -> None:
         self._me, self._incarnation, self._context, self._remote, self._log = me, incarnation, context, remote, log
+        self._node, self._run_dir = config.node, Path(config.run.run_dir)
         self.peers: dict[Identity, Peer] = {}
         self.newcomers = Newcomers(me, config)
         self.hello = Hello("", "")
+
+    def address_of(self, identity: Identity) -> str:
+        """The address where a process of this host listens."""
+        return f"ipc://{self._run_dir}/{identity.role.value}-{identity.index}.sock"
+
+    def set_hello(self) -> None:
+        """Once the remote side is bound: its port is known then."""
+        tcp = self._remote.address if self._remote else ""
+        node = self._node.id if self._node else ""
+        self.hello = Hello(schema_digest(), self.address_of(self._me), tcp, node, self._incarnation)
+
+    def well_known(self) -> dict[Identity, str]:
+        """Whom this process looks for, and where, before it knows anybody."""
+        elsewhere = self._remote.well_known() if self._remote else {}
+        if self._me.role is Role.SUPERVISOR:
+            return elsewhere
+        supervisor = Identity(Role.SUPERVISOR, self._node.index if self._node else 0)
+        wanted = (supervisor, COORDINATOR) if self._me.role is not Role.COORDINATOR else (supervisor,)
+        return {peer: self.address_of(peer) for peer in wanted} | elsewhere
 
     def connect(self, peer: Identity, address: str) -> Peer:
         """Start a link. FrameError when this process has no business with that role."""
@@ -106,6 +128,14 @@ class Links:
             self.newcomers.here.add(peer)
             link.expires_at = now + EXPIRES_S
         return link
+
+    def stranger(self, frame: bytes) -> tuple[Identity, str]:
+        """Who says hello from another node, and the address for the answer. FrameError when nobody there may say this."""
+        header, body = unpack(frame)
+        if header.kind is not Kind.HELLO or header.receiver != self._me or header.sender in self.peers:
+            raise FrameError(f"from {header.sender} for {header.receiver}, which never said hello there")
+        assert self._remote is not None
+        return header.sender, self._remote.stranger(header.sender, body)
 
     def forget(self, link: Peer) -> None:
         """Forgets a peer as if it had never been."""

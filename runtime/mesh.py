@@ -6,7 +6,6 @@ methods in the event loop; never calls it from another thread.
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,14 +15,12 @@ from msgspec import Struct
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.channels import MAX_MESSAGE_BYTES, WhenFull, are_linked
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.digest import schema_digest
 from meshlm.protocol.frames import FRAME_PREFIX_BYTES, HEADER_BYTES, FrameError, Kind, sender_of, unpack, unpack_numbers
 from meshlm.protocol.ids import COORDINATOR, Epoch, Identity, Incarnation, Role
 from meshlm.protocol.session import (
     BAD_BODY,
     Delivered,
     Ended,
-    Hello,
     Opened,
     Outcome,
     Refused,
@@ -60,7 +57,6 @@ class Mesh:
         self.on_refused: Callable[[Identity, str], None] | None = None  # set by the supervisor
         self.supervisor = Identity(Role.SUPERVISOR, config.node.index if config.node else 0)
         self._listener = listener
-        self._run_dir = Path(config.run.run_dir)
         self._context = descriptors.context(identity, config)
         self._by_frame_prefix: dict[bytes, Peer] = {}  # by how the frames of their sessions begin
         self._epoch = (Incarnation(0), Epoch(0))
@@ -75,35 +71,18 @@ class Mesh:
         self._timer: asyncio.Handle | None = None
         self._closed = False
 
-    def address_of(self, identity: Identity) -> str:
-        """The address where a process of this host listens."""
-        return f"ipc://{self._run_dir}/{identity.role.value}-{identity.index}.sock"
-
     async def open(self) -> None:
         """Bind the inbox and begin to look for the supervisor and the coordinator."""
         self._loop = asyncio.get_running_loop()
         descriptors.claim(self.identity, self.config)
         if self._remote is not None:
             self._remote.open(self._context, self._on_remote_frame, self._listener.flush, self.log)
-        self._links.hello = self._own_hello()
+        self._links.set_hello()
         self._inbox = Inbox(self._context, self._links.hello.address, self._on_frame, self._listener.flush)
         self._inbox.start(self._loop)
-        for peer, address in self._well_known().items():
+        for peer, address in self._links.well_known().items():
             self._links.connect(peer, address)
         self._tick()
-
-    def _own_hello(self) -> Hello:
-        node = self.config.node.id if self.config.node else ""
-        tcp = self._remote.address if self._remote else ""
-        return Hello(schema_digest(), self.address_of(self.identity), tcp, node, self.incarnation)
-
-    def _well_known(self) -> dict[Identity, str]:
-        """Whom this process looks for, and where, before it knows anybody."""
-        elsewhere = self._remote.well_known() if self._remote else {}
-        if self.identity.role is Role.SUPERVISOR:
-            return elsewhere
-        wanted = (self.supervisor, COORDINATOR) if self.identity.role is not Role.COORDINATOR else (self.supervisor,)
-        return {peer: self.address_of(peer) for peer in wanted} | elsewhere
 
     async def close(self) -> None:
         """Close all sockets. What was sent last gets a moment to leave."""
@@ -224,7 +203,7 @@ class Mesh:
             if link is None:
                 if header.kind is not Kind.HELLO:
                     raise FrameError(f"from {header.sender}, which never said hello")
-                link = self._let_in(header.sender, self.address_of(header.sender))
+                link = self._let_in(header.sender, self._links.address_of(header.sender))
         except FrameError as error:
             self._limited.warning("frame dropped", reason=str(error), size=len(frame))
             return
@@ -245,10 +224,7 @@ class Mesh:
             session.heard()
         else:
             try:
-                header, body = unpack(frame)
-                if header.kind is not Kind.HELLO or header.receiver != self.identity or header.sender in self._peers:
-                    raise FrameError(f"from {header.sender} for {header.receiver}, which never said hello there")
-                self._let_in(header.sender, self._remote.stranger(header.sender, body))
+                self._let_in(*self._links.stranger(frame))
             except FrameError as error:
                 self._limited.warning("frame dropped", reason=str(error), size=len(frame), remote=True)
                 return
@@ -290,9 +266,8 @@ class Mesh:
         self._listener.on_message(sender, message)
 
     def _on_opened(self, sender: Identity, link: Peer, opened: Opened) -> None:
-        self._by_frame_prefix = {
-            peer.session.frame_prefix: peer for peer in self._peers.values() if peer.session.frame_prefix
-        }
+        peers = self._peers.values()
+        self._by_frame_prefix = {one.session.frame_prefix: one for one in peers if one.session.frame_prefix}
         if opened.replaced is not None:
             self._listener.on_peer_down(sender, opened.replaced, "replaced by a new process")
         if sender == COORDINATOR:
@@ -360,12 +335,32 @@ class Mesh:
             self._timer.cancel()
             self._timer = self._loop.call_soon(self._tick)
 
-    def _forget(self, link: Peer) -> None:
-        """Nobody named this newcomer, so it goes again; if it lives, it comes again."""
-        self._by_frame_prefix.pop(link.session.frame_prefix, None)
+    def _expire(self, link: Peer) -> bool:
+        """A newcomer's time is over. Where nobody named it, it goes again; if it lives, it comes again. False: it stays."""
+        link.expires_at = 0.0
+        session = link.session
+        if session.peer not in self._links.newcomers.here:
+            return False
+        self._by_frame_prefix.pop(session.frame_prefix, None)
         self._links.forget(link)
-        if link.session.state is SessionState.OPEN:
-            self._listener.on_peer_down(link.session.peer, link.session.peer_incarnation, "nobody knows it")
+        if session.state is SessionState.OPEN:
+            self._listener.on_peer_down(session.peer, session.peer_incarnation, "nobody knows it")
+        return True
+
+    def _mend(self, link: Peer) -> None:
+        """Give up a session with a peer that is silent or stuck; note one that is about to be."""
+        session = link.session
+        if session.silent:
+            self._drop(link, f"silent for {session.silence_s:g} s (--peer-timeout)")
+            self._listener.flush()
+        elif session.stuck:
+            self._limited.error("frame never taken", peer=str(session.peer), **what_is(session.held_up))
+            self._drop(link, "it does not take a message, however often that is sent")
+            self._listener.flush()
+        elif session.blocked:
+            self.blocked = f"{session.peer} does not take what {self.identity} sends it"
+        elif session.starved:
+            self.blocked = f"what {session.peer} sends does not come to {self.identity}"
 
     def _tell_blocked(self) -> None:
         """Every frontend's /ready is to know, by way of the coordinator."""
@@ -380,31 +375,18 @@ class Mesh:
 
     def _tick(self) -> None:
         assert self._loop is not None
-        usual_s = TICK_S if self._remote is None else TICK_REMOTE_S
         # First: without ticks nothing is acknowledged any more.
-        self._timer = self._loop.call_later(usual_s, self._tick)
+        self._timer = self._loop.call_later(TICK_S if self._remote is None else TICK_REMOTE_S, self._tick)
         now, impatient, self.blocked = self._loop.time(), False, ""
         for link in list(self._peers.values()):
             session = link.session
-            if link.expires_at and now >= link.expires_at:
-                link.expires_at = 0.0
-                if session.peer in self._links.newcomers.here:
-                    self._forget(link)
-                    continue
+            if link.expires_at and now >= link.expires_at and self._expire(link):
+                continue
             session.tick(now)
             if session.state is not SessionState.OPEN:
                 impatient |= session.impatient
-            elif session.silent:
-                self._drop(link, f"silent for {session.silence_s:g} s (--peer-timeout)")
-                self._listener.flush()
-            elif session.stuck:
-                self._limited.error("frame never taken", peer=str(session.peer), **what_is(session.held_up))
-                self._drop(link, "it does not take a message, however often that is sent")
-                self._listener.flush()
-            elif session.blocked:
-                self.blocked = f"{session.peer} does not take what {self.identity} sends it"
-            elif session.starved:
-                self.blocked = f"what {session.peer} sends does not come to {self.identity}"
+            elif session.is_troubled:
+                self._mend(link)
             if link.outbox.pending:
                 session.wire.clear()  # the same is waiting already, and one hello is enough
             if session.wire or link.outbox.pending:

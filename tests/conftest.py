@@ -1,5 +1,7 @@
 """Fixtures for all tests. Kernels are tested on the GPU where there is one, by Triton's interpreter elsewhere."""
 
+import atexit
+import gc
 import importlib.util
 import os
 from pathlib import Path
@@ -8,6 +10,29 @@ import pytest
 
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+
+# The files that take longest (8 s and more of one core). They are begun first, so that no core waits for another's last one.
+SLOW = (
+    "simulation/test_histories.py",
+    "engine/test_near_transformers.py",
+    "workers/test_triton_latent.py",
+    "workers/test_gguf_spans.py",
+    "workers/test_state_proofs.py",
+    "kernels/test_top_k_top_p.py",
+    "moe/test_fp8.py",
+    "engine/test_hybrid.py",
+    "workers/test_softcap.py",
+    "kernels/test_step.py",
+    "workers/test_gate_up_silu.py",
+    "kernels/test_moe.py",
+    "workers/test_invariance.py",
+    "cuda/test_kernel_cache.py",
+    "deploy/test_packages.py",
+    "engine/test_compute.py",
+    "workers/test_weight_proofs.py",
+)
+
+gc.disable()  # what the tests import stays: see pytest_collection_finish
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +59,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if "mesh" not in config.getoption("markexpr").split(" and ") or not collection_path.name.startswith("test_"):
         return None
     return None if "mark.mesh" in collection_path.read_text("utf-8") else True
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow files first; pytest-xdist keeps that order with --no-loadscope-reorder."""
+    ranks: dict[Path, int] = {}
+    for item in items:
+        if item.path not in ranks:
+            name = item.path.as_posix()
+            ranks[item.path] = next((rank for rank, slow in enumerate(SLOW) if name.endswith(slow)), len(SLOW))
+    items.sort(key=lambda item: ranks[item.path])
+
+
+def pytest_collection_finish() -> None:
+    """Two million objects of imported modules need no look at each collection of garbage."""
+    gc.freeze()
+    gc.enable()
+    atexit.register(gc.unfreeze)  # nanobind speaks of leaks where its types are not taken apart

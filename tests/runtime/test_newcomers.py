@@ -71,7 +71,7 @@ async def test_forged_hellos_take_few_links_and_no_place_for_ever(
         return pack(Header(Kind.HELLO, peer, DETOKENIZER, Incarnation(5), Incarnation(0), 0, 0), body)
 
     with zmq.Context() as context, context.socket(zmq.PUSH) as sock:
-        sock.connect(mesh.address_of(DETOKENIZER))
+        sock.connect(mesh._links.address_of(DETOKENIZER))
         for number in range(2000):
             sock.send(hello(Identity(Role.SCHEDULER, 10 + number)))
         sock.send(hello(Identity(Role.SCHEDULER, 2)))  # one of the configuration
@@ -80,7 +80,7 @@ async def test_forged_hellos_take_few_links_and_no_place_for_ever(
     assert len(mesh.peers(Role.SCHEDULER)) == 9
     assert len(os.listdir("/proc/self/fd")) - before < 60
     known = Identity(Role.SCHEDULER, 10)
-    mesh._on_members(Members(Epoch(1), (Member(known, Incarnation(5), mesh.address_of(known)),)))
+    mesh._on_members(Members(Epoch(1), (Member(known, Incarnation(5), mesh._links.address_of(known)),)))
     loop = asyncio.get_running_loop()
     now = loop.time()
     monkeypatch.setattr(loop, "time", lambda: now + EXPIRES_S + 1)
