@@ -120,7 +120,29 @@ def _colbert_weights(spec: ModelSpec) -> Iterator[Weight]:
     yield Weight("linear.weight", "", "projection.weight", (spec.projection, spec.hidden_size))
 
 
+def _splade_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    """SPLADE (Formal et al. 2021), by the name that vLLM gives it."""
+    if config.get("tie_word_embeddings", True) is not True:
+        raise ValueError("tie_word_embeddings false is not supported for SPLADE")
+    return replace(bert_spec(config, architecture), lexical="splade")
+
+
+def _splade_weights(spec: ModelSpec) -> Iterator[Weight]:
+    hidden, head = spec.hidden_size, "cls.predictions"
+    yield from bert_weights(spec)
+    yield Weight(f"{head}.transform.dense.weight", "", "masked.transform.weight", (hidden, hidden))
+    yield Weight(f"{head}.transform.dense.bias", "", "masked.transform.bias", (hidden,))
+    yield from norm_weights(spec, f"{head}.transform.LayerNorm", "masked.norm")
+    yield Weight(f"{head}.bias", "", "masked.bias", (spec.vocab_size,))
+
+
 FAMILIES = (
+    FAMILY._replace(
+        architecture="BertSpladeSparseEmbeddingModel",
+        spec=_splade_spec,
+        weights=_splade_weights,
+        unread=r"pooler\..*|cls\.seq_relationship\..*|cls\.predictions\.decoder\..*|.*position_ids|.*token_type_ids",
+    ),
     FAMILY._replace(
         architecture="HF_ColBERT",
         spec=_colbert_spec,

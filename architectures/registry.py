@@ -97,6 +97,8 @@ _VECTORS = {
     },
     **dict.fromkeys(("Qwen2ForRewardModel", "Qwen2ForProcessRewardModel"), _Module("qwen2")),
     **{name: _Module("bert") for name in ("HF_ColBERT", *(f"Bert{suffix}" for suffix in _OF_ENCODERS))},
+    "BertSpladeSparseEmbeddingModel": _Module("bert"),
+    "BgeM3EmbeddingModel": _Module("roberta"),
     **{f"{stem}{suffix}": _Module("roberta") for stem in ("Roberta", "XLMRoberta") for suffix in _OF_ENCODERS},
     **{f"ModernBert{suffix}": _Module("modernbert") for suffix in _OF_ENCODERS},
 }

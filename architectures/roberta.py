@@ -29,6 +29,10 @@ def _sequence_weights(spec: ModelSpec) -> Iterator[Weight]:
     return bert_weights(spec, _DENSE_AND_OUT)
 
 
+def _m3_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    return replace(_spec(config, architecture), lexical="bge-m3")
+
+
 _DEFAULTS = {"layer_norm_eps": 1e-12}
 FAMILIES = tuple(
     family._replace(architecture=f"{name}{family.architecture}", model_type=kind, defaults=_DEFAULTS)
@@ -39,4 +43,4 @@ FAMILIES = tuple(
         FAMILY._replace(architecture="ForSequenceClassification", spec=_sequence_spec, weights=_sequence_weights),
         FAMILY._replace(architecture="ForTokenClassification", spec=_token_spec),
     )
-)
+) + (FAMILY._replace(architecture="BgeM3EmbeddingModel", model_type="xlm-roberta", defaults=_DEFAULTS, spec=_m3_spec),)

@@ -269,6 +269,9 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     position_offset: int = 0  # the row of the position table that the first token gets
     norm_bias: bool = False  # layer norms have a bias
     layer_norms: LayerNormSpec | None = None  # of decoders that have them; None: RMS norms
+    lexical: Literal["", "bge-m3", "splade"] = ""
+    """Of an encoder: what it knows of the weight of words. bge-m3: products in files of their own, beside one for tokens' vectors;
+    splade: the head of the masked language model."""
     projection: int = 0  # of an encoder: numbers to which tokens' states are projected (ColBERT); 0: they are not
     head: HeadSpec | None = None  # a classifier of pooled states, in the place of the output projection
 

@@ -40,6 +40,9 @@ class PoolingSpec(Struct, frozen=True, kw_only=True):
         0.0  # a classifier's logits are shifted and scaled before their activation: (logit - mean) / sigma
     )
     logit_sigma: float = 1.0
+    edges: dict[
+        str, tuple[int, int]
+    ] = {}  # by task for tokens: the first and the last token that have no vector; -1: none
     step_tag_id: int = -1  # of tasks for tokens: the vectors of this token alone are given out; -1: of all
 
     @property
@@ -49,10 +52,11 @@ class PoolingSpec(Struct, frozen=True, kw_only=True):
 
     def pool(self, task: PoolingTask, *, activation: bool | None = None, dimensions: int = 0) -> Pool:
         """What the mesh is asked for a task of these."""
+        begin, end = self.edges.get(task, (-1, -1))
         kind = PoolKind.ALL if task in ("token_embed", "token_classify") else self.kind
         active = self.activation if activation is None else activation
         if task in ("embed", "token_embed"):
             tag = self.step_tag_id if kind is PoolKind.ALL else -1
-            return Pool(kind, PoolHead.EMBED, active, dimensions or self.dimensions, tag)
+            return Pool(kind, PoolHead.EMBED, active, dimensions or self.dimensions, tag, 0, begin, end)
         tag = self.step_tag_id if kind is PoolKind.ALL else -1
-        return Pool(kind, PoolHead.CLASSIFY, active, step_tag_id=tag)
+        return Pool(kind, PoolHead.CLASSIFY, active, 0, tag, 0, begin, end)

@@ -16,6 +16,7 @@ class PoolKind(Enum):
     MEAN = "mean"  # the mean of all tokens'
     CLS = "cls"  # the first token's, which models that look both ways are trained to read from
     ALL = "all"  # every token's own: one vector for each
+    SPLADE = "splade"  # of each token of the vocabulary its greatest weight at any place of the prompt
 
 
 class PoolHead(Enum):
@@ -39,6 +40,8 @@ class Pool(Struct, frozen=True, tag="pool", omit_defaults=True):
         -1
     )  # of ALL: the token whose vectors are wanted, at the end of each step of a solution; -1: all tokens
     second_from: int = 0  # the place of the second text of a pair, whose tokens are of type 1; 0: there is none
+    bos_token_id: int = -1  # of ALL: a first token that has no vector; -1: it has
+    eos_token_id: int = -1  # and a last one
 
     @property
     def needs_all_tokens(self) -> bool:

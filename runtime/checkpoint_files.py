@@ -35,7 +35,7 @@ _NEEDLESS = re.compile(
     r"|(\w+\.)?embeddings\.(position_ids|token_type_ids)"
 )
 _NO_WEIGHTS = re.compile(
-    r"(training_args|optimizer.*|scheduler.*|scaler|rng_state.*|adapter_model.*|random_states.*)\.(bin|pt|safetensors)"
+    r"(sparse_linear|colbert_linear|training_args|optimizer.*|scheduler.*|scaler|rng_state.*|adapter_model.*|random_states.*)\.(bin|pt|safetensors)"
 )
 _OF_RANK = re.compile(r"model-rank-\d+-part-\d+\.safetensors")
 _ENDINGS = {"safetensors": "*.safetensors", "pt": "*.bin"}

@@ -11,6 +11,7 @@ from meshlm.runtime import gguf_files
 from meshlm.runtime.errors import ModelFilesError
 
 _NOT_ALL = ["original/*", "consolidated*", "*.pth"]  # the same weights a second time, which nothing reads
+_LEXICAL = ("sparse_linear.pt", "colbert_linear.pt")  # BGE-M3's
 _TOKENIZER = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -58,7 +59,7 @@ class HubName(NamedTuple):
 def model(source: HubName, *, code: bool) -> Path:
     """A model's folder. code: with the Python files that come with it."""
     more = ("*.py",) if code else ()
-    found = source.fetched("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", *more)
+    found = source.fetched("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", *_LEXICAL, *more)
     return found if any(found.glob("*.safetensors")) else source.fetched("*.bin")
 
 

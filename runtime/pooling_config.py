@@ -85,10 +85,13 @@ def of_folder(path: Path) -> SentenceTransformer | None:
         if folder.startswith("/") or ".." in folder:
             raise ModelFilesError(f"{path}/modules.json: {shown(folder)} is no folder of this model")
         match kind:
-            case "Transformer":
+            case "Transformer" | "MLMTransformer":
                 found = _of_transformer(path / folder, found)
             case "Pooling":
                 found = msgspec.structs.replace(found, kind=_kind(path / folder / "config.json"))
+            case "SpladePooling":
+                _check_splade(path / folder / "config.json")
+                found = msgspec.structs.replace(found, kind=PoolKind.SPLADE)
             case "Normalize":
                 found = msgspec.structs.replace(found, normalize=True)
             case "Dense":
@@ -131,6 +134,16 @@ def _kind(file: Path) -> PoolKind:
     return kinds[modes[0]]
 
 
+def _check_splade(file: Path) -> None:
+    """ModelFilesError for a form of SPLADE that is not computed."""
+    config = read_json(file)
+    asked = (config.get("pooling_strategy", "max"), config.get("activation_function", "relu"))
+    if asked != ("max", "relu"):
+        raise ModelFilesError(
+            f"{file}: pooling_strategy {shown(asked[0])} of {shown(asked[1])} is not supported; max of relu is"
+        )
+
+
 def _dense(path: Path, folder: str) -> DenseSpec:
     file = path / folder / "config.json"
     config = read_json(file)
@@ -165,6 +178,17 @@ def pooling_spec(
         raise ModelFilesError(
             "--pooler-config: logit_mean and logit_sigma are of a classifier's logits; the model embeds"
         )
+    if modules is not None and modules.kind is PoolKind.SPLADE and spec.lexical != "splade":
+        name = '{"architectures": ["BertSpladeSparseEmbeddingModel"]}'
+        raise ModelFilesError(
+            f"modules.json: SpladePooling needs --hf-overrides '{name}'; {spec.architecture} has none"
+        )
+    if spec.lexical == "splade":
+        if asked is not None or every or pooler.dimensions is not None or (modules is not None and modules.dense):
+            raise ModelFilesError(
+                "--pooler-config: SPLADE gives one weight for each token of the vocabulary, and nothing else"
+            )
+        kind = PoolKind.SPLADE
     unpooled = (modules is not None and modules.kind is None) or spec.projection > 0
     dense = modules.dense if modules is not None and convert == "embed" else ()
     if convert == "classify":
@@ -181,6 +205,10 @@ def pooling_spec(
                     f"{one.folder}/config.json: in_features is {one.inputs}, and {before} numbers come in"
                 )
         size = sizes[-1]
+        if spec.lexical == "splade":
+            tasks, size = ("embed",), spec.vocab_size
+        elif spec.lexical == "bge-m3":
+            tasks = (*tasks, "token_classify")
     tasks = tuple(sorted(tasks, key=lambda task: not task.startswith("token"))) if every else tasks
     if pooler.task is not None and pooler.task not in tasks:
         raise ModelFilesError(
@@ -188,6 +216,8 @@ def pooling_spec(
         )
     own = modules is not None and convert == "embed" and modules.kind is not None
     activation = modules.normalize if own and modules is not None else True
+    if spec.lexical == "splade":
+        activation = False
     labels = config.get("id2label") if spec.head is not None and not spec.head.token_ids else None
     cuts = config.get("matryoshka_dimensions") or ()
     if not isinstance(cuts, list | tuple) or not all(type(one) is int and 0 < one <= size for one in cuts):
@@ -211,8 +241,17 @@ def pooling_spec(
         max_embed_len=pooler.max_embed_len or 0,
         logit_mean=pooler.logit_mean or 0.0,
         logit_sigma=1.0 if pooler.logit_sigma is None else pooler.logit_sigma,
+        edges=_edges(spec, config),
         step_tag_id=-1 if pooler.step_tag_id is None else pooler.step_tag_id,
     )
+
+
+def _edges(spec: ModelSpec, config: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """The special tokens without vectors: BGE-M3's <s> has none for late interaction, and neither it nor </s> has a weight."""
+    if spec.lexical != "bge-m3":
+        return {}
+    begin, end = (one if type(one := config.get(name)) is int else -1 for name in ("bos_token_id", "eos_token_id"))
+    return {"token_embed": (begin, -1), "token_classify": (begin, end)}
 
 
 def _labels(given: Any) -> tuple[str, ...]:

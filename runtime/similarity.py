@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from itertools import chain
 from operator import mul
 
+from meshlm.protocol.tasks import Pool
+
 
 def cosine(first: "array[float]", second: "array[float]") -> float:
     norm = math.hypot(*first) * math.hypot(*second)
@@ -19,13 +21,18 @@ def max_sim(query: "Sequence[array[float]]", document: "Sequence[array[float]]")
     return float((np.array(query) @ np.array(document).T).max(axis=1).sum())
 
 
-def of_steps(flat: "array[float]", token_ids: Sequence[int], step_tag_id: int) -> "tuple[array[float], int]":
-    """The vectors of the tokens that end a step, where a tag says which, and their number; else of all."""
-    if step_tag_id < 0:
-        return flat, len(token_ids)
-    found = [
-        line for line, token in zip(lines_of(flat, len(token_ids)), token_ids, strict=True) if token == step_tag_id
-    ]
+def of_tokens(flat: "array[float]", token_ids: Sequence[int], pool: Pool) -> "tuple[array[float], int]":
+    """The vectors that the task gives out, and their number: of the tokens that end a step, where a tag says which; of all but the
+    first and the last, where these are special; else of all."""
+    if pool.step_tag_id < 0:
+        begin = int(bool(token_ids) and token_ids[0] == pool.bos_token_id)
+        end = len(token_ids) - int(len(token_ids) > begin and token_ids[-1] == pool.eos_token_id)
+        if end - begin == len(token_ids):
+            return flat, len(token_ids)
+        size = len(flat) // len(token_ids)
+        return flat[begin * size : end * size], end - begin
+    lines = zip(lines_of(flat, len(token_ids)), token_ids, strict=True)
+    found = [line for line, token in lines if token == pool.step_tag_id]
     return array("f", chain.from_iterable(found)), len(found)
 
 

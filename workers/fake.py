@@ -74,7 +74,8 @@ def expected_vector(tokens: list[int], kind: PoolKind) -> list[float]:
     vectors = _vectors(np.array(states, np.uint64))
     mean = vectors.sum(0) / len(tokens)
     kinds = {PoolKind.LAST: vectors[-1], PoolKind.MEAN: mean, PoolKind.CLS: vectors[0], PoolKind.ALL: vectors}
-    return [float(value) for value in kinds[kind].astype(np.float32).flatten()]
+    found = vectors.max(0) if kind is PoolKind.SPLADE else kinds[kind]
+    return [float(value) for value in found.astype(np.float32).flatten()]
 
 
 def _vectors(states: U64) -> NDArray[np.float64]:
@@ -244,6 +245,8 @@ class FakeEngine:
                     self._so_far[row] = vectors[-1]
                 case PoolKind.MEAN:
                     self._so_far[row] += vectors.sum(0)
+                case PoolKind.SPLADE:
+                    self._so_far[row] = np.maximum(self._so_far[row], vectors.max(0))
                 case PoolKind.CLS if pooling.is_first:
                     self._so_far[row] = vectors[0]
                 case PoolKind.ALL:

@@ -58,7 +58,9 @@ class Pooling(NamedTuple):
     def takes_states(self) -> bool:
         """Whether this step's hidden states are part of the vector, or the step gives it."""
         return (
-            self.is_last or self.kind in (PoolKind.MEAN, PoolKind.ALL) or (self.kind is PoolKind.CLS and self.is_first)
+            self.is_last
+            or self.kind in (PoolKind.MEAN, PoolKind.ALL, PoolKind.SPLADE)
+            or (self.kind is PoolKind.CLS and self.is_first)
         )
 
 

@@ -19,7 +19,7 @@ from meshlm.frontend.vectors.parse import Pairs
 from meshlm.frontend.vectors.schema import CohereEmbedRequest, EncodingCommon, RerankRequest
 from meshlm.protocol.pooling import PoolingSpec
 from meshlm.protocol.tasks import Pool, PoolHead, PoolKind
-from meshlm.runtime.similarity import cosine, lines_of, max_sim, of_steps
+from meshlm.runtime.similarity import cosine, lines_of, max_sim, of_tokens
 
 Json = dict[str, Any]
 BYTES = "application/octet-stream"
@@ -74,10 +74,10 @@ class VectorsResponse(Response):
     def of_tokens(self, choice: Choice) -> "tuple[array[float], int]":
         """An input's vectors of tokens, one after the other, and their number."""
         flat = array("f", choice.pooled)
-        if self.pool.step_tag_id < 0:
+        if max(self.pool.step_tag_id, self.pool.bos_token_id, self.pool.eos_token_id) < 0:
             return flat, choice.num_prompt_tokens
         ids = memoryview(self.prompt[choice.prompt_index].prompt_token_ids).cast("i").tolist()
-        return of_steps(flat, ids, self.pool.step_tag_id)
+        return of_tokens(flat, ids, self.pool)
 
     def usage(self) -> Json:
         prompt = self.num_prompt_tokens()

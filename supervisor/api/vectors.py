@@ -20,7 +20,7 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.tasks import Pool, PoolHead, PoolKind
 from meshlm.protocol.text_edge import PairPrompt, Prompt, Submit, TextParams, TextPrompt, TokenPrompt
 from meshlm.runtime import io_processors
-from meshlm.runtime.similarity import cosine, lines_of, max_sim, of_steps
+from meshlm.runtime.similarity import cosine, lines_of, max_sim, of_tokens
 from meshlm.supervisor.api.background import Background, unless_ended
 from meshlm.supervisor.api.client import Client, name_of
 from meshlm.supervisor.api.offline_prompts import many, of_generate, of_tokenization
@@ -193,7 +193,7 @@ def result_of(request: RequestOutput, pool: Pool, kind: type[PoolingOutput]) -> 
     """What the mesh gave for one prompt."""
     flat, rows = array("f", request.outputs[0].pooled), 0
     if pool.kind is PoolKind.ALL:
-        flat, rows = of_steps(flat, request.prompt_token_ids, pool.step_tag_id)
+        flat, rows = of_tokens(flat, request.prompt_token_ids, pool)
     output = kind(flat, rows)
     return PoolingRequestOutput(request.request_id, output, request.prompt_token_ids, request.num_cached_tokens)
 
@@ -209,7 +209,8 @@ def scores_of(
     for query, document in indices:
         one, other = found[query], found[first + document]
         if pool.kind is PoolKind.ALL:
-            lines = [lines_of(vectors[at], len(found[at].prompt_token_ids)) for at in (query, first + document)]
+            ids_of = [(vectors[at], found[at].prompt_token_ids) for at in (query, first + document)]
+            lines = [lines_of(*of_tokens(flat, ids, pool)) for flat, ids in ids_of]
             score = max_sim(*lines)
         else:
             score = cosine(vectors[query], vectors[first + document])

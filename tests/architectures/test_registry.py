@@ -109,7 +109,7 @@ def test_weights_fill_the_parameters_of_the_model(architecture: str, tied: bool)
     mla = MLASpec(kv_lora_rank=6, qk_nope_head_dim=2, qk_rope_head_dim=2, v_head_dim=5, q_lora_rank=7 if tied else 0)
     if any(stem in architecture for stem in ("V32", "Dsa")):
         mla = msgspec.structs.replace(mla, q_lora_rank=7, index_topk=3, index_n_heads=2, index_head_dim=4)
-    is_encoder, is_modern = "ert" in architecture.lower(), architecture.startswith("Modern")
+    is_encoder, is_modern = "ert" in architecture.lower() or "BgeM3" in architecture, architecture.startswith("Modern")
     two = is_modern or (is_encoder and "Sequence" in architecture) or "Reward" in architecture
     head = HeadSpec(num_labels=3, layers=2, bias=(tied, True), norm=is_modern)
     of_encoder: dict[str, Any] = {}
@@ -170,6 +170,7 @@ def test_weights_fill_the_parameters_of_the_model(architecture: str, tied: bool)
         **of_experts,
         encoder_only=is_encoder,
         projection=5 if architecture == "HF_ColBERT" else 0,
+        lexical="splade" if "Splade" in architecture else "",
         head=(head if two else HeadSpec(num_labels=3, bias=(tied,)))
         if architecture.endswith(("Classification", "RewardModel"))
         else None,

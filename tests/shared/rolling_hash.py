@@ -28,7 +28,8 @@ def vector_of(states: list[int], kind: PoolKind) -> bytes:
     """Eight bytes that only the right states give: of the last token, of all, or of the first; or eight for each token."""
     if kind is PoolKind.ALL:
         return b"".join(state.to_bytes(8, "little") for state in states)
-    number = {PoolKind.LAST: states[-1], PoolKind.MEAN: sum(states) % (1 << 61), PoolKind.CLS: states[0]}[kind]
+    numbers = {PoolKind.LAST: states[-1], PoolKind.MEAN: sum(states) % (1 << 61), PoolKind.CLS: states[0]}
+    number = max(states) if kind is PoolKind.SPLADE else numbers[kind]
     return number.to_bytes(8, "little")
 
 

@@ -45,6 +45,7 @@ from meshlm.workers.moe.placement.balancer import Balancer, Experts
 from meshlm.workers.nvtx import mark_layers
 from meshlm.workers.output.details import Details, prompt_logprobs
 from meshlm.workers.output.grammars import Constraint, Grammars
+from meshlm.workers.output.lexical import lexical_head
 from meshlm.workers.output.pooled_heads import PooledHeads, load_dense
 from meshlm.workers.output.pooler import PooledVectors, Pooler
 from meshlm.workers.output.processors import Processors
@@ -120,7 +121,11 @@ class ModelEngine:
         self.inputs = kit.inputs(self.rows, samples=samples)
         self.pooler = Pooler(
             PooledHeads(
-                self.model.classifier, load_dense(resolved, device), self.model.token_projection(), resolved.pooling
+                self.model.classifier,
+                load_dense(resolved, device),
+                self.model.token_projection(),
+                resolved.pooling,
+                lexical_head(self.model, resolved, device),
             )
         )
         self.grammars = Grammars(loader(resolved))
@@ -169,6 +174,8 @@ class ModelEngine:
     def _pooled_size(self) -> int:
         """Numbers of the largest vector."""
         head, pooling = self.resolved.spec.head, self.resolved.pooling
+        if self.resolved.spec.lexical == "splade":
+            return self.resolved.spec.vocab_size
         others = [0 if head is None else head.num_labels, *(one.outputs for one in (pooling.dense if pooling else ()))]
         return max(self.resolved.spec.hidden_size, *others)
 

@@ -37,6 +37,21 @@ class Table(nn.Module):
         return F.embedding(ids, self.weight)
 
 
+class MaskedHead(nn.Module):
+    """The head of a masked language model, before the table of words: norm(act(transform(h)))."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.transform = Linear(spec.hidden_size, spec.hidden_size, bias=True)
+        self.norm = LayerNorm(spec.hidden_size, spec.rms_norm_eps, bias=spec.norm_bias)
+        self.bias = nn.Parameter(torch.empty(spec.vocab_size), requires_grad=False)
+        self._act = FUNCTIONS[spec.hidden_act]
+
+    def forward(self, states: Tensor, words: Tensor, ops: Ops) -> Tensor:
+        """states [n, hidden] -> logits [n, vocab]; words [vocab, hidden]."""
+        return F.linear(self.norm(self._act(self.transform(states, ops))), words, self.bias)
+
+
 class EncoderLayer(nn.Module):
     """The products of attention and MLP."""
 
@@ -73,6 +88,7 @@ class Encoder(Decoder):
         self.word_embeddings = Table(spec.vocab_size, spec.hidden_size)
         self.embedding_norm = LayerNorm(spec.hidden_size, spec.rms_norm_eps, bias=spec.norm_bias)
         self.make(spec)
+        self.masked = MaskedHead(spec) if spec.lexical == "splade" else None
         self.projection = Table(spec.projection, spec.hidden_size) if spec.projection else None
         self.classifier = Classifier(spec, spec.head) if spec.head is not None else None
 
@@ -111,6 +127,13 @@ class Encoder(Decoder):
     def token_projection(self) -> Tensor | None:
         """See `Decoder.token_projection`."""
         return None if self.projection is None else self.projection.weight.data
+
+    def masked_logits(self, states: Tensor) -> Tensor:
+        """States of any float dtype [n, hidden] -> logits [n, vocab] in the model's, of a model that has this head."""
+        assert self.masked is not None
+        words = self.word_embeddings.weight
+        found: Tensor = self.masked(states.to(words.dtype), words, self.ops)
+        return found
 
     def kv_scales(self) -> list[KVScale]:
         """Nothing is kept."""

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from meshlm.protocol.config import Resolved
 from meshlm.protocol.pooling import DenseSpec, PoolingSpec
-from meshlm.protocol.tasks import Pool, PoolHead
+from meshlm.protocol.tasks import Pool, PoolHead, PoolKind
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.models.classifier import FUNCTIONS, Classifier
+from meshlm.workers.output.lexical import LexicalHead
 
 
 class Dense:
@@ -32,18 +33,25 @@ class PooledHeads:
         dense: list[Dense],
         projection: Tensor | None = None,
         pooling: PoolingSpec | None = None,
+        lexical: LexicalHead | None = None,
     ) -> None:
-        """projection [any, hidden]: a model's own, before the Dense modules. pooling: it knows how logits are calibrated."""
+        """projection [any, hidden]: a model's own, before the Dense modules. pooling: it knows how logits are calibrated.
+        lexical: what it knows of the weight of words."""
+        self._lexical = lexical
         self._calibration = (0.0, 1.0) if pooling is None else (pooling.logit_mean, pooling.logit_sigma)
         self._classifier, self._dense = classifier, dense
         self._projection = None if projection is None else projection.float()
 
     def __call__(self, states: Tensor, task: Pool) -> Tensor:
         """float32 [n, hidden] -> float32 [n, any]."""
+        if self._lexical is not None and (found := self._lexical(states, task)) is not None:
+            if task.head is PoolHead.CLASSIFY or task.kind is PoolKind.SPLADE:
+                return found
+            states = found
         if task.head is PoolHead.CLASSIFY:
             assert self._classifier is not None, "the supervisor lets nobody ask for a classifier that is not there"
-            found: Tensor = self._classifier(states, activation=task.activation, calibration=self._calibration)
-            return found
+            scores: Tensor = self._classifier(states, activation=task.activation, calibration=self._calibration)
+            return scores
         if self._projection is not None and task.head is PoolHead.EMBED:
             states = F.linear(states, self._projection)
         for dense in self._dense if task.head is PoolHead.EMBED else ():

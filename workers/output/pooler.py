@@ -56,12 +56,14 @@ class Pooler:
         for task, rows in tasks.items():
             if task.kind is PoolKind.ALL:
                 self._all(hidden, task, rows, places, vectors)
+            elif task.kind is PoolKind.SPLADE:
+                self._greatest(hidden, task, rows, places, vectors)
             elif ends := [each for each in rows if each.is_last]:
                 states = self._states(hidden, task.kind, ends)
                 places += [each.place for each in ends]
                 vectors += self._finish(states, task).unbind()
             for each in rows:
-                if not each.is_last and task.kind is not PoolKind.ALL:
+                if not each.is_last and task.kind not in (PoolKind.ALL, PoolKind.SPLADE):
                     self._so_far[each.row] = self._part(hidden, each)
         return PooledVectors(places, vectors) if places else None
 
@@ -84,6 +86,20 @@ class Pooler:
             found = hidden[each.begin : each.end].sum(dim=0, dtype=torch.float32)
             return found if each.is_first else found + self._so_far.pop(each.row)
         return hidden[each.begin].float() if each.is_first else self._so_far.pop(each.row)
+
+    def _greatest(
+        self, hidden: Tensor, task: Pool, rows: list[Pooling], places: list[int], vectors: list[Tensor]
+    ) -> None:
+        """The greatest weight of each token of the vocabulary, over what is computed so far."""
+        for each in rows:
+            found = self._finish(hidden[each.begin : each.end].float(), task).amax(dim=0)
+            if not each.is_first:
+                found = torch.maximum(found, self._so_far.pop(each.row))
+            if each.is_last:
+                places.append(each.place)
+                vectors.append(found)
+            else:
+                self._so_far[each.row] = found
 
     def _all(self, hidden: Tensor, task: Pool, rows: list[Pooling], places: list[int], vectors: list[Tensor]) -> None:
         """A vector for each token, finished as they come."""

@@ -395,7 +395,7 @@ FULL: tuple[Struct, ...] = (
     # carried by several
     SAMPLING,
     tasks.GENERATE,
-    tasks.Pool(tasks.PoolKind.LAST, tasks.PoolHead.CLASSIFY, True, 64, 3, 5),
+    tasks.Pool(tasks.PoolKind.LAST, tasks.PoolHead.CLASSIFY, True, 64, 3, 5, 0, 2),
     session.Hello("0123456789abcdef", "ipc:///run/meshlm/frontend-0", "tcp://10.0.0.2:5700", "0a1b", LIFE),
 )
 NAMES = [f"{type(value).__module__.rpartition('.')[2]}.{type(value).__name__}" for value in FULL]

@@ -251,4 +251,5 @@ def vector(theirs: Any, prompt: list[int], kind: PoolKind) -> NDArray[np.float32
     with torch.inference_mode():
         states = theirs.model(torch.tensor([prompt], device=device)).last_hidden_state[0].float().cpu()
     means = {PoolKind.MEAN: states.mean(0), PoolKind.CLS: states[0], PoolKind.ALL: states.flatten()}
+    means[PoolKind.SPLADE] = states.amax(0)
     return np.asarray(means.get(kind, states[-1]), np.float32)
