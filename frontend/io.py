@@ -27,8 +27,9 @@ from meshlm.frontend.request_log import RequestLog
 from meshlm.frontend.responses import Response
 from meshlm.frontend.stat_loggers import StatLoggers, ended_request
 from meshlm.protocol.control_edge import (
-    AskProcesses,
+    AskRequests,
     ChangeSettings,
+    FrontendRequests,
     MeshProcesses,
     MeshStats,
     OpenRequests,
@@ -302,9 +303,9 @@ class FrontendApp(Readiness):
     def _flush(self) -> None:
         request_metrics.observe_tokens(self._metrics, self._tracker, self.feed)
 
-    def ask_processes(self, news_since_s: float) -> None:
+    def tell_supervisor(self, message: Struct) -> None:
         assert self._mesh is not None
-        self._mesh.tell_supervisor(AskProcesses(news_since_s))
+        self._mesh.tell_supervisor(message)
 
     def open_choices(self) -> Iterable[Choice]:
         return self._tracker.by_handle.values()
@@ -340,7 +341,7 @@ class FrontendApp(Readiness):
                 self._budget.max_bytes = self.config.server.max_concurrent_bytes
             case QueueFull():
                 self._queue_full = message.on
-            case MeshProcesses() if self._mesh is not None:
+            case MeshProcesses() | AskRequests() | FrontendRequests() if self._mesh is not None:
                 self.feed.told(message)
             case Shutdown(handover=True):
                 self._handing_over = True

@@ -159,9 +159,7 @@ DASHBOARD = (
             Parameter("every", "query", {"type": "number", "minimum": 0.1, "maximum": 5.0}, "Seconds between events."),
         ),
     ),
-    Operation(
-        "/dashboard/history", "dashboard.history", History, "The last thousand requests of this frontend, and news."
-    ),
+    Operation("/dashboard/history", "dashboard.history", History, "The last thousand requests, and news."),
 )
 DOCUMENTATION = (
     Operation("/openapi.json", "openapi", "application/json", "This description (OpenAPI 3.1)."),

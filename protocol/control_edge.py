@@ -8,6 +8,7 @@ from msgspec import Struct
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.config.changing import changed
 from meshlm.protocol.counts import CountsOf, ProcessCounts
+from meshlm.protocol.dashboard import RequestView
 from meshlm.protocol.ids import Epoch, Identity, Incarnation, Role
 from meshlm.protocol.sleeping import AWAKE, Sleeping
 from meshlm.protocol.timeline import RecordTimeline, TimelinePart
@@ -151,6 +152,25 @@ class MeshProcesses(Struct, frozen=True, tag="mesh_processes"):
     missing: str = ""  # ranks or workers that are on no node
 
 
+class AskRequests(Struct, frozen=True, tag="ask_requests"):
+    """A frontend's dashboard is watched: send it FrontendRequests. From that frontend to the supervisor, from there to the others."""
+
+    since_s: dict[str, float] = {}  # by frontend: `until_s` of its last answer
+    asker: Identity | None = None  # as the supervisor knows it
+
+
+class FrontendRequests(Struct, frozen=True, tag="frontend_requests"):
+    """The requests of one frontend, for the dashboard of another one, by way of the supervisor."""
+
+    frontend: str
+    asker: Identity
+    since_s: float  # what was asked for
+    until_s: float  # wall clock at which the newest one ended, or since_s
+    num_ended: int  # since it was started
+    ended: tuple[RequestView, ...]  # later than since_s, the oldest first
+    running: tuple[RequestView, ...]  # the oldest ones
+
+
 class ChangeSettings(Struct, frozen=True, tag="change_settings"):
     """Settings that may change while the mesh runs (config/changing.py), by name, as they are from now on. From the supervisor to its
     processes and to other nodes' supervisors; from a frontend, whose operator asked for it, to the supervisor."""
@@ -163,6 +183,8 @@ class ChangeSettings(Struct, frozen=True, tag="change_settings"):
 
 
 ChildToSupervisor = Progress | Ready | Failed | Heartbeat | RankDrained | OpenRequests | TimelinePart
+DashboardToSupervisor = AskProcesses | AskRequests | FrontendRequests
+SupervisorToDashboard = MeshProcesses | AskRequests | FrontendRequests
 SupervisorToChild = Died | Shutdown | SetRanks | Refuse | ChangeSettings | RecordTimeline
 
 

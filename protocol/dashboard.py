@@ -77,6 +77,7 @@ class RequestView(Struct, frozen=True, omit_defaults=True):
     num_attempts: int = 1  # more where a detokenizer died
     finish_reason: str = ""
     error: str = ""
+    frontend: str = ""  # which has its client; "": the one that tells
 
 
 class NewsView(Struct, frozen=True):
@@ -92,7 +93,7 @@ class Snapshot(Struct, frozen=True):
 
     number: int
     at_s: float  # wall clock
-    frontend: str  # whose requests and times these are
+    frontend: str  # whose times and open requests these are
     version: str
     model: str
     serving: bool
@@ -112,13 +113,13 @@ class Snapshot(Struct, frozen=True):
     edges: tuple[EdgeView, ...]
     ranks: tuple[RankView, ...]
     running: tuple[RequestView, ...]  # the oldest ones
-    num_ended: int  # requests that this frontend has answered
+    num_ended: int  # requests that the frontends have answered, as far as this one knows
     ended: tuple[RequestView, ...]  # since the event before
     news: tuple[NewsView, ...]  # of the last seconds: a client that gets few events has each of them in one at least
 
 
 class History(Struct, frozen=True):
-    """What came before the events: the last requests of a frontend and the last news, the newest last."""
+    """What came before the events: the last requests of all frontends and the last news, the newest last."""
 
     num_ended: int
     requests: tuple[RequestView, ...]

@@ -20,7 +20,7 @@ from meshlm.protocol.timeline import TimelinePart
 from meshlm.runtime.errors import LinkDown, ProcessFatal
 from meshlm.runtime.mesh import Mesh
 from meshlm.runtime.operations import AskedOperations
-from meshlm.supervisor import control
+from meshlm.supervisor import control, requests_of_frontends
 from meshlm.supervisor.cli.display import StartDisplay
 from meshlm.supervisor.errors import StartError
 from meshlm.supervisor.group import clock, events, rolling
@@ -139,6 +139,8 @@ class Supervisor:
         if isinstance(message, edge.AskProcesses):  # a frontend that `meshlm launch` added may ask, too
             news = (one for one in self._display.news if one.at_s > message.news_since_s)
             self.send(peer, report.for_frontend(self.status(), news))
+        if requests_of_frontends.pass_on(peer, message, self._linked(Role.FRONTEND), self.send):
+            return
         child = self._incarnations.of(peer)
         if child is None:
             return

@@ -12,21 +12,25 @@ from collections.abc import Coroutine, Iterable
 from typing import Any, Protocol
 
 import msgspec
+from msgspec import Struct
 
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.dashboard import requests
+from meshlm.frontend.dashboard.others import OtherFrontends
 from meshlm.frontend.dashboard.snapshot import Facts, Known, Snapshots, news_view
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.responses import Response
-from meshlm.protocol.control_edge import MeshProcesses, MeshStats, News
+from meshlm.protocol.control_edge import AskProcesses, AskRequests, FrontendRequests, MeshProcesses, MeshStats, News
 from meshlm.protocol.dashboard import History, Snapshot
+from meshlm.protocol.ids import Role
 
 PERIOD_S = 0.1
 MAX_SHARE = 0.005  # of a core, for making snapshots: where one takes longer than half a millisecond, fewer are made
 PROCESSES_EVERY_S = 0.2
 STATS_EVERY_S = 0.5
+OTHERS_EVERY_S = 0.5  # other frontends tell of their requests
 STALL_S = 10.0
-ANSWER_S = 0.5  # that the supervisor has for an answer
+ANSWER_S = 0.5  # that the supervisor and the other frontends have for an answer
 MAX_NEWS = 64
 
 _encode = msgspec.json.Encoder().encode
@@ -38,7 +42,7 @@ class Source(Protocol):
     num_open: int
 
     async def fresh_stats(self) -> MeshStats: ...
-    def ask_processes(self, news_since_s: float) -> None: ...
+    def tell_supervisor(self, message: Struct) -> None: ...
     def open_choices(self) -> Iterable[Choice]: ...
 
 
@@ -65,14 +69,15 @@ class Feed:
     """See the module docstring. `limit`: watchers at a time."""
 
     def __init__(self, source: Source, facts: Facts, limit: int) -> None:
-        self._source, self._limit = source, limit
+        self._source, self._frontend, self._limit = source, facts.frontend, limit
         self._snapshots = Snapshots(facts)
-        self._ended = requests.EndedLog()
+        self._ended, self._others = requests.EndedLog(), OtherFrontends()
         self._watchers: list[Watcher] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._stats = MeshStats(False, "starting")
         self._mesh = MeshProcesses(())  # as the supervisor said last
         self._news: deque[News] = deque(maxlen=MAX_NEWS)
+        self._mesh_at = 0.0
         self._answered = asyncio.Event()
         self._closed = False
 
@@ -102,7 +107,7 @@ class Feed:
         watcher = Watcher(every_s)
         self._watchers.append(watcher)
         if len(self._watchers) == 1:
-            self._ended.take_fresh()  # they are in /dashboard/history
+            self._ended.take_fresh(), self._others.take_fresh()  # they are in /dashboard/history
             for task in self._tasks:
                 task.cancel()
             self._begin(self._make())
@@ -118,24 +123,51 @@ class Feed:
         for watcher in self._watchers:
             watcher.offer(None)
 
-    def told(self, mesh: MeshProcesses) -> None:
-        """The supervisor's answer."""
-        self._mesh = mesh
-        self._news.extend(mesh.news)
-        self._answered.set()
+    def told(self, message: MeshProcesses | AskRequests | FrontendRequests) -> None:
+        """The supervisor's answer, another frontend's, or its question."""
+        match message:
+            case MeshProcesses():
+                self._mesh, self._mesh_at = message, time.monotonic()
+                self._news.extend(message.news)
+                self._answered.set()
+            case FrontendRequests():
+                self._others.take(message, time.monotonic())
+                self._answered.set()
+            case AskRequests() if message.asker is not None:
+                since_s = message.since_s.get(self._frontend, 0.0)
+                until_s, ended = self._ended.later_than(since_s)
+                running = requests.running(self._source.open_choices(), time.monotonic())
+                self._source.tell_supervisor(
+                    FrontendRequests(
+                        self._frontend, message.asker, since_s, until_s, self._ended.num_ended, ended, running
+                    )
+                )
 
     async def history(self) -> bytes:
         """What came before the events, as JSON."""
-        self._answered.clear()
+        asked_at = time.monotonic()
         self._ask_processes()
+        self._ask_others()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ANSWER_S):
-                await self._answered.wait()
+                while not self._all_have_told(asked_at):
+                    self._answered.clear()
+                    await self._answered.wait()
         news = tuple(map(news_view, self._news))
-        return _encode(History(self._ended.num_ended, self._ended.all(), news))
+        num_ended = self._ended.num_ended + self._others.num_ended
+        return _encode(History(num_ended, self._others.with_ended(self._ended.all()), news))
+
+    def _all_have_told(self, since: float) -> bool:
+        """Whether the supervisor and the frontends that it knows have answered."""
+        frontends = [one for one in self._mesh.processes if one.identity.role is Role.FRONTEND and one.state == "ready"]
+        others = [str(one.identity) for one in frontends if str(one.identity) != self._frontend]
+        return self._mesh_at >= since and self._others.have_told(others, since)
 
     def _ask_processes(self) -> None:
-        self._source.ask_processes(self._news[-1].at_s if self._news else 0.0)
+        self._source.tell_supervisor(AskProcesses(self._news[-1].at_s if self._news else 0.0))
+
+    def _ask_others(self) -> None:
+        self._source.tell_supervisor(AskRequests(self._others.since_s()))
 
     # --- while somebody watches ---
 
@@ -155,8 +187,11 @@ class Feed:
             await asyncio.sleep(STATS_EVERY_S)
 
     async def _make(self) -> None:
-        pause_s, asked_at = PERIOD_S, 0.0
+        pause_s, asked_at, others_at = PERIOD_S, 0.0, 0.0
         while self._is_watched:
+            if time.monotonic() - others_at >= OTHERS_EVERY_S:
+                others_at = time.monotonic()
+                self._ask_others()
             if time.monotonic() - asked_at >= PROCESSES_EVERY_S:
                 asked_at = time.monotonic()
                 self._ask_processes()
@@ -175,9 +210,10 @@ class Feed:
             mesh=self._mesh,
             news=self._news,
             choices=self._source.open_choices(),
+            others=self._others,
             num_open=self._source.num_open,
             num_watchers=len(self._watchers),
-            num_ended=self._ended.num_ended,
-            ended=self._ended.take_fresh(),
+            num_ended=self._ended.num_ended + self._others.num_ended,
+            ended=self._ended.take_fresh() + self._others.take_fresh(),
         )
         return self._snapshots.make(known, time.monotonic(), time.time())

@@ -58,6 +58,15 @@ class EndedLog:
         self._num_taken = self.num_ended
         return tuple(map(view, islice(self._noted, len(self._noted) - count, None)))
 
+    def later_than(self, wall_s: float) -> tuple[float, tuple[RequestView, ...]]:
+        """When the newest one ended (or wall_s), and those that ended after wall_s."""
+        found: deque[Noted] = deque()
+        for noted in reversed(self._noted):
+            if noted.wall_s <= wall_s:
+                break
+            found.appendleft(noted)
+        return (found[-1].wall_s if found else wall_s), tuple(map(view, found))
+
     def all(self) -> tuple[RequestView, ...]:
         """The newest last."""
         return tuple(map(view, self._noted))

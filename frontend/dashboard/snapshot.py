@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.dashboard import requests
+from meshlm.frontend.dashboard.others import OtherFrontends
 from meshlm.frontend.dashboard.recent import Rates, Times
 from meshlm.protocol.control_edge import MeshProcesses, MeshStats, News, ProcessReport, RankStats, StandbyReport
 from meshlm.protocol.dashboard import EdgeView, NewsView, Percentiles, ProcessView, RankView, RequestView, Snapshot
@@ -33,6 +34,7 @@ class Known(Struct, frozen=True):
     mesh: MeshProcesses
     news: Iterable[News]
     choices: Iterable[Choice]  # that run, the oldest first
+    others: OtherFrontends
     num_open: int
     num_watchers: int
     num_ended: int
@@ -105,7 +107,7 @@ class Snapshots:
             itl=self.itl.percentiles(now),
             edges=self._edges(known.mesh.processes, now),
             ranks=ranks,
-            running=requests.running(known.choices, now),
+            running=known.others.with_running(requests.running(known.choices, now), now),
         )
 
     def _edges(self, processes: Iterable[ProcessReport], now: float) -> tuple[EdgeView, ...]:

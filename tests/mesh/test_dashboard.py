@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Iterator
 
+import httpx
 import pytest
 from browser import Browser
 from serving import Serving, serving
@@ -68,3 +69,13 @@ def test_the_page_comes_back_after_its_frontend_was_killed(server: Serving, page
     os.kill(server.pid("frontend"), signal.SIGKILL)
     page.until("byId('state').textContent.startsWith('not connected')")
     page.until("byId('state').textContent === 'serving' && boxes.get('frontend/0').group.textContent.includes('↻1')")
+
+
+def test_any_frontend_shows_the_requests_of_all() -> None:
+    """Each connection meets one of two frontends by chance."""
+    with serving("--device", "fake", "--frontends", "2") as both:
+        body = {"prompt": [5, 6, 7], "max_tokens": 2, "ignore_eos": True}
+        ids = {httpx.post(f"{both.url}/v1/completions", json=body).json()["id"] for _ in range(24)}
+        found = httpx.get(f"{both.url}/dashboard/history").json()["requests"]
+    assert {one["id"] for one in found} == ids
+    assert len({one.get("frontend", "") for one in found}) == 2, "one in eight million runs meets one frontend alone"

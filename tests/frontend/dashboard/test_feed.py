@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import Struct
 
 from meshlm.frontend.dashboard import feed as feeds
 from meshlm.frontend.dashboard.feed import Feed
@@ -28,9 +29,8 @@ class Source:
     async def fresh_stats(self) -> MeshStats:
         return MeshStats(True, num_held=5)
 
-    def ask_processes(self, news_since_s: float) -> None:
+    def tell_supervisor(self, message: Struct) -> None:
         self.num_asked += 1
-        self.since_s = news_since_s
 
     def open_choices(self) -> list[Any]:
         self.num_looked += 1

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from meshlm.frontend.dashboard.others import OtherFrontends
 from meshlm.frontend.dashboard.snapshot import Facts, Known, Snapshots
 from meshlm.protocol.control_edge import (
     GraphCounts,
@@ -49,6 +50,7 @@ def known(second: float, **stats: Any) -> Known:
         mesh,
         news,
         (),
+        OtherFrontends(),
         6,
         1,
         0,

@@ -5,6 +5,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec import Struct
 from parsing import RESOLVED
 
 from meshlm.frontend.budget import Budget
@@ -19,7 +20,7 @@ from meshlm.frontend.server import Routes
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.config import MeshConfig, Resolved, ServerConfig
 from meshlm.protocol.config.changing import changed
-from meshlm.protocol.control_edge import MeshProcesses, MeshStats
+from meshlm.protocol.control_edge import AskProcesses, MeshProcesses, MeshStats
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle
 from meshlm.protocol.text_edge import (
     Accepted,
@@ -181,8 +182,9 @@ class Scripted:
     async def fresh_stats(self) -> MeshStats:
         return MeshStats(True)
 
-    def ask_processes(self, news_since_s: float) -> None:
-        self.feed.told(self.mesh)
+    def tell_supervisor(self, message: Struct) -> None:
+        if isinstance(message, AskProcesses):
+            self.feed.told(self.mesh)
 
     def open_choices(self) -> list[Choice]:
         return [choice for submit in self.opened for choice in submit if choice.finished is None]

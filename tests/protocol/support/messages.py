@@ -15,6 +15,7 @@ from meshlm.protocol import admit_edge as admit
 from meshlm.protocol import control_edge as control
 from meshlm.protocol import (
     counts,
+    dashboard,
     frames,
     grammar,
     kv,
@@ -106,6 +107,24 @@ MEMBER = control.Member(SCHEDULER, LIFE, "ipc:///run/meshlm/scheduler-3", True, 
 STANDBY = control.StandbyReport(Role.WORKER, 4712, "standby", 1750000000.5, 1 << 26)
 PROCESS = control.ProcessReport(
     SCHEDULER, LIFE, 4711, "ready", 1750000000.5, 2, "stepping", 1 << 27, "gpu-7", {"worker/3": 5}
+)
+FRONTEND = Identity(Role.FRONTEND, 0)
+REQUEST_VIEW = dashboard.RequestView(
+    id="cmpl-é",
+    path="/v1/completions",
+    at_s=1750000000.25,
+    seconds=0.5,
+    hops={"encode": 0.25},
+    status=200,
+    rank="3",
+    num_choices=2,
+    num_prompt_tokens=9,
+    num_cached_tokens=8,
+    num_output_tokens=7,
+    num_attempts=3,
+    finish_reason="stop",
+    error="no",
+    frontend="frontend/1",
 )
 NEWS = control.News(1750000000.5, "error", "worker/3 died")
 STARTED = admit.Started(RequestId("b"), 48)
@@ -348,6 +367,8 @@ FULL: tuple[Struct, ...] = (
     STANDBY,
     control.NodeReport((PROCESS,), (STANDBY,)),
     control.AskProcesses(1750000000.5),
+    control.AskRequests({"frontend/1": 1750000000.25}, FRONTEND),
+    control.FrontendRequests("frontend/1", FRONTEND, 1750000000.25, 1750000000.5, 7, (REQUEST_VIEW,), (REQUEST_VIEW,)),
     NEWS,
     control.MeshProcesses((PROCESS,), (STANDBY,), (NEWS,), "rank 2"),
     control.RestartProcesses((SCHEDULER,)),
