@@ -101,13 +101,15 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     return deepseek_spec(config, architecture, MoESpec(num_experts=1, num_experts_per_tok=1, moe_intermediate_size=1))
 
 
-def deepseek_weights(spec: ModelSpec, index: Callable[[ModelSpec], Iterator[Weight]] | None = None) -> Iterator[Weight]:
-    """Every tensor. index: those of a layer's index, where it has one."""
+def deepseek_weights(
+    spec: ModelSpec, index: Callable[[ModelSpec, int], Iterator[Weight]] | None = None
+) -> Iterator[Weight]:
+    """Every tensor. index: those of the index of a layer, where it has one."""
 
     def in_layer(layer: int) -> Iterator[Weight]:
         yield from _attention(spec)
         if index is not None:
-            yield from index(spec)
+            yield from index(spec, layer)
         yield from expert_weights(spec, NAMES) if spec.has_experts(layer) else mlp_weights(spec, spec.intermediate_size)
         yield from norm_weights(spec)
 

@@ -1,5 +1,5 @@
 """DeepSeek-V3.2 (DeepSeek-AI 2025): V3, of which a query attends to the tokens that a small index likes best. GLM-5 is the same, but
-for the way in which its index rotates."""
+for the way in which its index rotates, and layers that attend to what an earlier one's index has chosen."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +12,8 @@ from meshlm.architectures.deepseek_v3 import DEFAULTS, DRAFTS, deepseek_v3_spec
 from meshlm.architectures.family import Family, Weight
 from meshlm.protocol.model import ModelSpec
 
+_KINDS = ("full", "shared")
+_LETTERS = {"F": "full", "S": "shared"}
 _SIZES = ("index_topk", "index_n_heads", "index_head_dim")
 
 
@@ -36,18 +38,34 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 
 
 def _glm_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    kinds = config.get("indexer_types") or []
-    if (
-        "shared" in kinds
-        or integer(config, "index_topk_freq", 1) > 1
-        or "S" in (config.get("index_topk_pattern") or "")
-    ):
-        raise ValueError(
-            f"layers that share an index (indexer_types, index_topk_freq) are not supported for {architecture}"
-        )
     spec = _spec(config, architecture)
     assert spec.mla is not None
-    return replace(spec, mla=replace(spec.mla, index_interleave=True))
+    shared = _shared(config, spec.num_hidden_layers)
+    return replace(spec, mla=replace(spec.mla, index_interleave=True, index_shared=shared))
+
+
+def _shared(config: dict[str, Any], layers: int) -> tuple[bool, ...]:
+    """The layers that attend to what the last index before them has chosen; empty: none does. ValueError.
+
+    indexer_types names the kind of each layer; else index_topk_pattern does, by letters; else every index_topk_freq-th layer behind the
+    first index_skip_topk_offset - 1 has an index, and those have one, too.
+    """
+    kinds, pattern = config.get("indexer_types"), config.get("index_topk_pattern")
+    if kinds is None and pattern is not None:
+        kinds = [_LETTERS.get(letter, letter) for letter in pattern] if isinstance(pattern, str) else pattern
+    if kinds is None:
+        every, begin = integer(config, "index_topk_freq", 1), integer(config, "index_skip_topk_offset", 2)
+        shared = tuple(max(layer - begin + 1, 0) % max(every, 1) > 0 for layer in range(layers))
+        return shared if any(shared) else ()
+    if not isinstance(kinds, list) or len(kinds) < layers or any(kind not in _KINDS for kind in kinds):
+        raise ValueError(
+            f"indexer_types (index_topk_pattern) must name the kind of each of {layers} layers, full or shared (F or S), "
+            f"got {shown(kinds)}"
+        )
+    shared = tuple(kind == "shared" for kind in kinds[:layers])
+    if shared[0]:
+        raise ValueError("the first layer of indexer_types (index_topk_pattern) is shared, and no index is before it")
+    return shared if any(shared) else ()
 
 
 def _num_dense(config: dict[str, Any]) -> int:
@@ -63,9 +81,11 @@ def _num_dense(config: dict[str, Any]) -> int:
     return count
 
 
-def _index(spec: ModelSpec) -> Iterator[Weight]:
+def _index(spec: ModelSpec, layer: int) -> Iterator[Weight]:
     mla = spec.mla
     assert mla is not None
+    if mla.index_shared and mla.index_shared[layer]:
+        return
     heads, dim, hidden = mla.index_n_heads, mla.index_head_dim, spec.hidden_size
     stem, own = "self_attn.indexer", "attention.index"
     yield Weight(f"{stem}.wq_b.weight", "", f"{own}.query.weight", (heads * dim, mla.q_lora_rank))

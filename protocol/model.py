@@ -103,6 +103,9 @@ class MLASpec(Struct, frozen=True, kw_only=True):
     index_n_heads: int = 0
     index_head_dim: int = 0
     index_interleave: bool = False  # neighbours of its queries and keys are turned together
+    index_shared: tuple[
+        bool, ...
+    ] = ()  # by layer: it attends to what the last index before it has chosen; empty: none does
 
     @property
     def down(self) -> int:

@@ -36,6 +36,8 @@ def _one_stage(spec: ModelSpec) -> str:
         return "its last layers use keys and values of earlier ones, which another stage would have"
     if spec.altup is not None or spec.per_layer_input is not None:
         return "its layers take vectors that the first stage alone could make"
+    if spec.mla is not None and any(spec.mla.index_shared):
+        return "layers attend to what an earlier one's index has chosen, which another stage may have"
     return ""
 
 

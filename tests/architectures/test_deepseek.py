@@ -157,13 +157,44 @@ def test_what_v32_refuses(changes: dict[str, Any], said: str) -> None:
         parse_config(V32 | changes, Path("m"))
 
 
+GLM = V32 | {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "num_hidden_layers": 6}
+NAMED = ["full", "full", "shared", "shared", "full", "shared"]
+
+
 @pytest.mark.parametrize(
-    "changes", [{"indexer_types": ["full", "shared"]}, {"index_topk_freq": 4}, {"index_topk_pattern": "FSSF"}]
+    "changes",
+    [
+        {"indexer_types": NAMED, "index_topk_freq": 5},
+        {"indexer_types": [*NAMED, "full"]},
+        {"index_topk_pattern": "FFSSFS"},
+        {"index_topk_freq": 3},
+        {"index_topk_freq": 3, "index_skip_topk_offset": 2},
+    ],
 )
-def test_layers_that_share_an_index_are_refused(changes: dict[str, Any]) -> None:
-    config = V32 | {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa"}
-    spec, _ = parse_config(config | {"indexer_types": ["full"] * 61, "index_topk_freq": 1}, Path("m"))
+def test_layers_that_share_an_index(changes: dict[str, Any]) -> None:
+    spec, _ = parse_config(GLM | changes, Path("m"))
     assert spec.mla is not None
     assert spec.mla.index_interleave
-    with pytest.raises(ModelFilesError, match="layers that share an index"):
-        parse_config(config | changes, Path("m"))
+    assert spec.mla.index_shared == (False, False, True, True, False, True)
+    names = [name for name in weights_of(spec) if name.endswith("indexer.wk.weight")]
+    assert [name.split(".")[2] for name in names] == ["0", "1", "4"]
+
+
+@pytest.mark.parametrize("changes", [{}, {"indexer_types": ["full"] * 6}, {"index_topk_freq": 1}])
+def test_layers_that_all_have_an_index(changes: dict[str, Any]) -> None:
+    spec, _ = parse_config(GLM | changes, Path("m"))
+    assert spec.mla is not None
+    assert spec.mla.index_shared == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"indexer_types": ["full", "shared"]}, "must name the kind of each of 6 layers"),
+        ({"index_topk_pattern": "FFSSFX"}, "full or shared .F or S., got .*X"),
+        ({"indexer_types": ["shared"] * 6}, "the first layer .* is shared, and no index is before it"),
+    ],
+)
+def test_kinds_of_index_that_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelFilesError, match=said):
+        parse_config(GLM | changes, Path("m"))

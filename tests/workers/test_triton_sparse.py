@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from meshlm.kernels.attention.kernel import Columns
 from meshlm.workers.attention import triton_sparse
-from meshlm.workers.attention.sparse_latent import Chosen
+from meshlm.workers.attention.sparse_latent import Chosen, LastChoice
 from meshlm.workers.attention.torch_backend import TorchAttention
 from meshlm.workers.attention.triton_latent import LatentWorkspace
 from meshlm.workers.attention.triton_sparse import TritonSparseAttention
@@ -43,7 +43,8 @@ def test_a_step(topk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     table, pages = torch.randn(64, ROTARY), torch.randn(BLOCKS, BLOCK, 1, RANK + ROTARY + DIM)
     theirs = pages.clone()
     given = (query.clone(), latent.clone(), TorchOps(), batch, table, LayerCache(theirs, theirs), heads, 0.2, chosen)
-    expected = TorchAttention(batch, BLOCK).attend_latent(*given)
+    plain = TorchAttention(batch, BLOCK)
+    expected = plain.attend_latent(*given)
     TorchOps().latent_cache(query, latent, batch, table, LayerCache(pages, pages), heads)
     counts = torch.tensor([count for _, count in REQUESTS])
     columns = Columns(
@@ -65,5 +66,15 @@ def test_a_step(topk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     slots = torch.cat((batch.slot_mapping[0], more - 1))
     attention = TritonSparseAttention(step, LatentWorkspace(CPU))
     found = attention.attend(padded(query), asks, slots, pages.squeeze(2), columns, heads, 0.2)
+    torch.testing.assert_close(found[:num], expected, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(pages, theirs, atol=2e-5, rtol=1e-4)
+    # A layer that shares the choice: the lines of its own cache are left as they are behind the latents.
+    query, latent = query.flip(2), latent.flip(0)
+    lines = LayerCache(theirs, theirs)
+    expected = plain.attend_latent(
+        query.clone(), latent.clone(), TorchOps(), batch, table, lines, heads, 0.2, LastChoice()
+    )
+    TorchOps().latent_cache(query, latent, batch, table, LayerCache(pages, pages), heads)
+    found = attention.attend(padded(query), LastChoice(), slots, pages.squeeze(2), columns, heads, 0.2)
     torch.testing.assert_close(found[:num], expected, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(pages, theirs, atol=2e-5, rtol=1e-4)

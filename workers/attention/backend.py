@@ -10,7 +10,7 @@ from torch import Tensor
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.attention_packages import PACKAGES
 from meshlm.runtime.errors import ProcessFatal
-from meshlm.workers.attention.sparse_latent import Chosen
+from meshlm.workers.attention.sparse_latent import Chosen, LastChoice
 from meshlm.workers.attention.torch_backend import TorchAttention
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.layers.ops import AttentionShape, LatentShape, Ops
@@ -47,12 +47,12 @@ class StepAttention(Protocol):
         cache: LayerCache,
         heads: LatentShape,
         scale: float,
-        chosen: Chosen | None = None,
+        chosen: Chosen | LastChoice | None = None,
     ) -> Tensor:
         """Multi-head latent attention: query [t, heads, nope + rotary], latent [t, rank + rotary] as projected -> [t, heads, wide].
 
         Both may be changed. The latents are in the cache afterwards, normed and with their keys rotated. chosen: a query attends to the
-        tokens that this chooses, whose keys are in the cache afterwards, behind the latents.
+        tokens that this chooses, whose keys are in the cache afterwards, behind the latents, or to the last index's choice.
         """
         ...
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlm.protocol.model import ModelSpec
-from meshlm.workers.attention.sparse_latent import Chosen
+from meshlm.workers.attention.sparse_latent import Chosen, LastChoice
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.layers.ops import AttentionShape, LatentShape, Ops
 from meshlm.workers.layers.rope import apply_rope
@@ -78,7 +78,7 @@ class EncoderAttention:
         cache: LayerCache,
         heads: LatentShape,
         scale: float,
-        chosen: Chosen | None = None,
+        chosen: Chosen | LastChoice | None = None,
     ) -> Tensor:
         """See `StepAttention`."""
         raise NotImplementedError("no encoder has latent attention")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from meshlm.kernels.attention.seen import Seen
-from meshlm.workers.attention.sparse_latent import Chosen, attend_chosen
+from meshlm.workers.attention.sparse_latent import Choice, Chosen, LastChoice, attend_choice, choose
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.layers.ops import AttentionShape, LatentShape, Ops
 from meshlm.workers.states.torch_states import TorchStates
@@ -18,6 +18,7 @@ class RotatedAttention(ABC):
     def __init__(self, batch: StepInputs, block_size: int) -> None:
         self._batch, self._block_size = batch, block_size
         self._states: dict[int, TorchStates] = {}
+        self._choice: Choice | None = None  # of the last index
 
     def states(self, group: int) -> TorchStates:
         found = self._states.get(group)
@@ -50,15 +51,18 @@ class RotatedAttention(ABC):
         cache: LayerCache,
         heads: LatentShape,
         scale: float,
-        chosen: Chosen | None = None,
+        chosen: Chosen | LastChoice | None = None,
     ) -> Tensor:
         """Absorbed: all heads over one, whose keys are the cache's lines, and whose values are the latents in them."""
         ops.latent_cache(query, latent, batch, table, cache, heads)
         absorbed = torch.cat((heads.absorb(query), query[..., heads.nope :]), dim=-1)
         if chosen is not None:
-            behind = cache.keys.flatten(0, 1)[..., latent.shape[1] :]
-            behind.index_copy_(0, batch.slot_mapping[cache.group], chosen.key[:, None])
-            return heads.values(attend_chosen(absorbed, chosen, cache, batch, heads.rank, scale))
+            if isinstance(chosen, Chosen):
+                behind = cache.keys.flatten(0, 1)[..., latent.shape[1] :]
+                behind.index_copy_(0, batch.slot_mapping[cache.group], chosen.key[:, None])
+                self._choice = choose(chosen, cache, batch)
+            assert self._choice is not None
+            return heads.values(attend_choice(absorbed, self._choice, cache, heads.rank, scale))
         return heads.values(self.run(absorbed, cache, Seen(scale))[..., : heads.rank])
 
     @abstractmethod

@@ -23,28 +23,51 @@ class Chosen(NamedTuple):
     topk: int
 
 
-def attend_chosen(
-    absorbed: Tensor, chosen: Chosen, cache: LayerCache, batch: StepInputs, rank: int, scale: float
-) -> Tensor:
-    """absorbed [t, heads, rank + rotary] -> weighted sums of latents [t, heads, rank]. This step's lines are in the cache."""
-    out = torch.empty(*absorbed.shape[:2], rank, dtype=absorbed.dtype, device=absorbed.device)
-    width = absorbed.shape[2]
+class LastChoice(NamedTuple):
+    """In the place of `Chosen`: what the last index of the step has chosen, for a layer with the same block tables."""
+
+
+class Choice(NamedTuple):
+    """The tokens that each query attends to."""
+
+    slots: Tensor  # int64 [t, most]
+    seen: Tensor  # bool [t, most]: which of them count
+    group: int  # whose slots they are
+
+
+def choose(chosen: Chosen, cache: LayerCache, batch: StepInputs) -> Choice:
+    """The best tokens of each query. The keys of this step are in the cache, at the end of its lines."""
+    most = min(chosen.topk, max(context for *_, context in _requests(batch, cache)))
+    num, page = len(chosen.query), cache.keys.shape[1]
+    slots = torch.zeros(num, most, dtype=torch.int64, device=chosen.query.device)
+    seen = torch.zeros(num, most, dtype=torch.bool, device=slots.device)
     for table, begin, end, context in _requests(batch, cache):
-        blocks = table[: -(-context // cache.keys.shape[1])]
-        lines = cache.read(blocks, absorbed.dtype, blocks=True)[0].flatten(0, 1)[:context, 0]
-        keys = lines[:, width:].float()
+        lines = cache.read(table[: -(-context // page)], chosen.key.dtype, blocks=True)[0].flatten(0, 1)[:context, 0]
+        keys = lines[:, -chosen.key.shape[1] :].float()
+        slots[begin:end] = (table[0] * page)[None]  # a token of its own, where it sees fewer
         for first in range(begin, end, QUERIES):
             last = min(first + QUERIES, end)
-            at = context - end + torch.arange(first, last, device=absorbed.device)  # the queries' own positions
-            which, seen = _choose(chosen, keys, first, last, at)
-            of = lines[which].float()  # [queries, topk, line]
-            scores = torch.einsum("qhd,qkd->qhk", absorbed[first:last].float(), of[..., :width]) * scale
-            weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
-            out[first:last] = torch.einsum("qhk,qkr->qhr", weights, of[..., :rank]).to(out.dtype)
+            at = context - end + torch.arange(first, last, device=slots.device)  # the queries' own positions
+            which, there = _best(chosen, keys, first, last, at)
+            slots[first:last, : which.shape[1]] = table[which // page] * page + which % page
+            seen[first:last, : which.shape[1]] = there
+    return Choice(slots, seen, cache.group)
+
+
+def attend_choice(absorbed: Tensor, choice: Choice, cache: LayerCache, rank: int, scale: float) -> Tensor:
+    """absorbed [t, heads, rank + rotary] -> weighted sums of latents [t, heads, rank]. This step's lines are in the cache."""
+    assert choice.group == cache.group
+    out = torch.empty(*absorbed.shape[:2], rank, dtype=absorbed.dtype, device=absorbed.device)
+    for first in range(0, len(out), QUERIES):
+        some = slice(first, first + QUERIES)
+        lines = cache.read(choice.slots[some], absorbed.dtype)[0][:, :, 0, : absorbed.shape[2]].float()
+        scores = torch.einsum("qhd,qkd->qhk", absorbed[some].float(), lines) * scale
+        weights = scores.masked_fill(~choice.seen[some, None], -torch.inf).softmax(-1)
+        out[some] = torch.einsum("qhk,qkr->qhr", weights, lines[..., :rank]).to(out.dtype)
     return out
 
 
-def _choose(chosen: Chosen, keys: Tensor, first: int, last: int, at: Tensor) -> tuple[Tensor, Tensor]:
+def _best(chosen: Chosen, keys: Tensor, first: int, last: int, at: Tensor) -> tuple[Tensor, Tensor]:
     """Places of tokens [queries, topk], and which of them count: those that stand no later than the query."""
     score = torch.zeros(last - first, len(keys), device=keys.device)
     for head in range(chosen.query.shape[1]):

@@ -17,7 +17,7 @@ from meshlm.kernels.attention.tiles import LARGE_DIM, decode_tiles, most_parts, 
 from meshlm.kernels.lightning_index.proof import IndexShape, prove_index
 from meshlm.protocol.model import ModelSpec, StateSpec
 from meshlm.workers.attention.aux_stream import AuxStream
-from meshlm.workers.attention.sparse_latent import Chosen
+from meshlm.workers.attention.sparse_latent import Chosen, LastChoice
 from meshlm.workers.attention.triton_latent import LatentWorkspace, TritonLatentAttention
 from meshlm.workers.attention.triton_sparse import TritonSparseAttention
 from meshlm.workers.batch import UNKNOWN, LayerCache, StepInputs
@@ -134,7 +134,7 @@ class TritonAttention:
         cache: LayerCache,
         heads: LatentShape,
         scale: float,
-        chosen: Chosen | None = None,
+        chosen: Chosen | LastChoice | None = None,
     ) -> Tensor:
         lines, columns = cache.keys.squeeze(2), self._columns[cache.group]
         if chosen is not None:

@@ -11,7 +11,7 @@ from meshlm.kernels.attention.kernel import Columns
 from meshlm.kernels.lightning_index.kernel import index_scores, keep_keys, select
 from meshlm.kernels.mla.decode import decode
 from meshlm.kernels.mla.tiles import decode_tile
-from meshlm.workers.attention.sparse_latent import Chosen
+from meshlm.workers.attention.sparse_latent import Chosen, LastChoice
 from meshlm.workers.attention.triton_latent import LatentWorkspace
 from meshlm.workers.batch import StepInputs
 from meshlm.workers.layers.ops import LatentShape
@@ -25,11 +25,12 @@ class TritonSparseAttention:
     def __init__(self, batch: StepInputs, workspace: LatentWorkspace) -> None:
         self._batch, self._workspace = batch, workspace
         self._seen: tuple[Tensor, Tensor] | None = None  # the same for all layers
+        self._choice: tuple[Tensor, Tensor] | None = None  # of the last index
 
     def attend(
         self,
         query: Tensor,
-        chosen: Chosen,
+        chosen: Chosen | LastChoice,
         slots: Tensor,
         cache: Tensor,
         columns: Columns,
@@ -40,9 +41,12 @@ class TritonSparseAttention:
 
         slots: where this step's tokens are in it; columns: those of the step, with the layer's block tables.
         """
-        begin = heads.rank + heads.rotary
-        keep_keys(chosen.key, slots, cache, begin)
-        best, counts = self._choose(chosen, cache, begin, columns)
+        if isinstance(chosen, Chosen):
+            begin = heads.rank + heads.rotary
+            keep_keys(chosen.key, slots, cache, begin)
+            self._choice = self._choose(chosen, cache, begin, columns)
+        assert self._choice is not None
+        best, counts = self._choice
         absorbed = heads.absorb(query)
         found = torch.empty_like(absorbed)
         num, num_heads = absorbed.shape[:2]

@@ -131,6 +131,7 @@ class Shard:
             state=None if spec.state is None else self._local_state(spec.state, layers),
             no_rope_layers=spec.no_rope_layers and spec.no_rope_layers[layers.start : layers.stop],
             moe=None if spec.moe is None else self._local_moe(spec.moe, layers),
+            mla=spec.mla and replace(spec.mla, index_shared=spec.mla.index_shared[layers.start : layers.stop]),
             full_heads=None if spec.full_heads is None else self._local_full_heads(spec.full_heads),
         )
 

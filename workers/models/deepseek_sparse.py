@@ -9,7 +9,7 @@ published code multiplies q and k by a Hadamard matrix, which leaves their produ
 from torch import Tensor, nn
 
 from meshlm.protocol.model import MLASpec, ModelSpec
-from meshlm.workers.attention.sparse_latent import Chosen
+from meshlm.workers.attention.sparse_latent import Chosen, LastChoice
 from meshlm.workers.batch import LayerCache
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.linear import Linear
@@ -47,7 +47,15 @@ class Index(nn.Module):
 
 
 class SparseLatentAttention(LatentAttention):
-    """See the module docstring."""
+    """See the module docstring. A layer without an index attends to what the last one before it has chosen (GLM-5)."""
+
+    index: Index | None
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__(spec, layer)
+        assert spec.mla is not None
+        if spec.mla.index_shared and spec.mla.index_shared[layer]:
+            self.index = None
 
     def make(self, spec: ModelSpec) -> None:
         """See `Attention.make`."""
@@ -77,7 +85,9 @@ class SparseLatentAttention(LatentAttention):
         qkv = self.qkv(normed, ops)
         latent = ops.rms_norm(qkv[:, : self._width].contiguous(), self.q_a_norm.weight, self.q_a_norm.eps)
         query = self.q_b(latent, ops).view(len(qkv), -1, self._spec.head_dim)
-        chosen = self.index(normed, latent, context.rope[batch.positions], ops)
+        chosen: Chosen | LastChoice = LastChoice()
+        if self.index is not None:
+            chosen = self.index(normed, latent, context.rope[batch.positions], ops)
         found = context.attention.attend_latent(
             query, qkv[:, self._width :], ops, batch, context.rope, cache, shape, self.scale, chosen
         )

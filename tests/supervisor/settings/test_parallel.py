@@ -5,7 +5,7 @@ import pytest
 from tiny_models import spec_of
 
 from meshlm.protocol.config import ParallelConfig
-from meshlm.protocol.model import AltUpSpec, FullHeadsSpec, MoESpec, PerLayerInputSpec
+from meshlm.protocol.model import AltUpSpec, FullHeadsSpec, MLASpec, MoESpec, PerLayerInputSpec
 from meshlm.runtime import platforms
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.settings import parallel
@@ -91,11 +91,13 @@ def test_a_model_that_has_no_stages() -> None:
         vocab_size_per_layer_input=100,
         activation_sparsity_pattern=(),
     )
+    latent = MLASpec(kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, index_shared=(False, True))
     inputs = PerLayerInputSpec(hidden_size_per_layer_input=4, vocab_size_per_layer_input=100)
     changed = (
         ({"altup": altup}, "vectors that the first stage alone could make"),
         ({"per_layer_input": inputs}, "vectors that the first stage alone could make"),
         ({"num_kv_shared_layers": 2}, "keys and values of earlier ones, which another stage would have"),
+        ({"mla": latent}, "what an earlier one's index has chosen, which another stage may have"),
     )
     for changes, said in changed:
         spec = msgspec.structs.replace(SMOLLM2, **changes)

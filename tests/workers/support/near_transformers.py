@@ -85,8 +85,13 @@ _SPARSE = {**DEEPSEEK["deepseek-v3"][1], "head_dim": 32, "index_n_heads": 8, "in
 SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
     "all are chosen": ("DeepseekV32Config", _SPARSE | {"index_topk": 512}),
     "few are chosen": ("DeepseekV32Config", _SPARSE | {"index_topk": 96}),
+    "layers share choices": (
+        "GlmMoeDsaConfig",
+        {name: value for name, value in _SPARSE.items() if name not in ("rope_parameters", "n_group", "topk_group")}
+        | {"index_topk": 512, "indexer_types": ["full", "shared", "full", "shared"]},
+    ),
 }
-"""DeepSeek-V3.2. Rounding changes which tokens are the best of many."""
+"""DeepSeek-V3.2 and GLM-5. Rounding changes which tokens are the best of many."""
 
 _STATES: dict[str, Any] = {
     "mamba_n_heads": 16,

@@ -283,7 +283,9 @@ DEEPSEEK: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm-5": (
         "GlmMoeDsaConfig",
-        LATENT | {"q_lora_rank": 20, "index_topk": 6, "index_n_heads": 4, "index_head_dim": 12},
+        LATENT
+        | {"q_lora_rank": 20, "index_topk": 6, "index_n_heads": 4, "index_head_dim": 12}
+        | {"indexer_types": ["full", "shared", "full"]},
     ),
 }
 """Names of configurations, and what they differ in from SMALL."""
