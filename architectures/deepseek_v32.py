@@ -12,6 +12,7 @@ from meshlm.architectures.deepseek_v3 import DEFAULTS, DRAFTS, deepseek_v3_spec
 from meshlm.architectures.family import Family, Weight
 from meshlm.protocol.model import ModelSpec
 
+_SPARSE = {"indexed_attention", "deepseek_sparse_attention"}  # by version of transformers
 _KINDS = ("full", "shared")
 _LETTERS = {"F": "full", "S": "shared"}
 _SIZES = ("index_topk", "index_n_heads", "index_head_dim")
@@ -19,10 +20,9 @@ _SIZES = ("index_topk", "index_n_heads", "index_head_dim")
 
 def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     kinds = config.get("layer_types")
-    if kinds is not None and set(kinds) != {"indexed_attention"}:
-        raise ValueError(
-            f"layer_types {shown(kinds)} is not supported for {architecture}; supported: indexed_attention"
-        )
+    if kinds is not None and not set(kinds) <= _SPARSE:
+        supported = ", ".join(sorted(_SPARSE))
+        raise ValueError(f"layer_types {shown(kinds)} is not supported for {architecture}; supported: {supported}")
     config = {**config, "layer_types": None, "first_k_dense_replace": _num_dense(config)}
     spec = deepseek_v3_spec(config, architecture)
     assert spec.mla is not None

@@ -180,6 +180,11 @@ def test_layers_that_share_an_index(changes: dict[str, Any]) -> None:
     assert [name.split(".")[2] for name in names] == ["0", "1", "4"]
 
 
+@pytest.mark.parametrize("kind", ["indexed_attention", "deepseek_sparse_attention"])
+def test_names_of_sparse_layers(kind: str) -> None:
+    assert parse_config(GLM | {"layer_types": [kind] * 6}, Path("m")) == parse_config(GLM, Path("m"))
+
+
 @pytest.mark.parametrize("changes", [{}, {"indexer_types": ["full"] * 6}, {"index_topk_freq": 1}])
 def test_layers_that_all_have_an_index(changes: dict[str, Any]) -> None:
     spec, _ = parse_config(GLM | changes, Path("m"))
