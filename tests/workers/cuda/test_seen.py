@@ -1,4 +1,4 @@
-"""Models whose queries see keys in a way of their own, on a GPU: attention in chunks, ALiBi, chosen tokens; in graphs and outside."""
+"""Models whose queries see keys in a way of their own, on a GPU: chunks, ALiBi, chosen tokens; inside graphs and outside."""
 
 from pathlib import Path
 
@@ -9,30 +9,32 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from engine_driver import engine
-from near_transformers import SEEN, SPARSE, errors, history, transformers_model
+from near_transformers import CHOOSING, SEEN, SPARSE, errors_of_rows, history, transformers_model
 
 from meshlm.workers.attention.triton_backend import TritonBackend
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize("mode", ["FULL", "NONE"])
-@pytest.mark.parametrize("name", SEEN)
-def test_error_is_no_worse_than_transformers_bfloat16(name: str, mode: str, tmp_path: Path) -> None:
-    """Prompts in chunks and behind a cached prefix, decodes, a preempted request: against float32."""
-    check(name, mode, tmp_path, 1.2)
-
-
-@pytest.mark.parametrize("mode", ["FULL", "NONE"])
-@pytest.mark.parametrize("name", SPARSE)
-def test_sparse_attention_is_no_worse(name: str, mode: str, tmp_path: Path) -> None:
-    """Rounding chooses other tokens for both."""
-    check(name, mode, tmp_path, 1.5 if name == "few are chosen" else 1.2)
-
-
-def check(name: str, mode: str, tmp_path: Path, most: float) -> None:
-    theirs = transformers_model(name, tmp_path)
-    made = engine(tmp_path, load_format="auto", cudagraph_mode=mode)
+def rows(name: str, mode: str, folder: Path) -> torch.Tensor:
+    """Prompts in chunks and behind a cached prefix, decodes, a preempted request: distances from float32."""
+    theirs = transformers_model(name, folder)
+    made = engine(folder, load_format="auto", cudagraph_mode=mode)
     assert isinstance(made.compute.attention, TritonBackend)
-    ours, error = errors(theirs, history(made))
-    assert ours <= most * error, f"mean error {ours:.4f}, transformers' own {error:.4f}"
+    found = errors_of_rows(theirs, history(made))
+    assert torch.isfinite(found).all()
+    return found
+
+
+@pytest.mark.parametrize("mode", ["FULL", "NONE"])
+@pytest.mark.parametrize("name", [*SEEN, *SPARSE])
+def test_error_is_no_worse_than_transformers_bfloat16(name: str, mode: str, tmp_path: Path) -> None:
+    ours, theirs = rows(name, mode, tmp_path)
+    assert ours.mean() <= 1.2 * theirs.mean(), f"ours {ours.tolist()}, transformers' own {theirs.tolist()}"
+
+
+@pytest.mark.parametrize("mode", ["FULL", "NONE"])
+@pytest.mark.parametrize("name", CHOOSING)
+def test_most_logits_are_as_near_where_rounding_changes_a_choice(name: str, mode: str, tmp_path: Path) -> None:
+    ours, theirs = rows(name, mode, tmp_path)
+    assert ours.median() <= 1.5 * theirs.median(), f"ours {ours.tolist()}, transformers' own {theirs.tolist()}"
