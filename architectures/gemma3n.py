@@ -98,7 +98,7 @@ def _weights(spec: ModelSpec) -> Iterator[Weight]:
     yield from decoder_weights(spec, in_layer)
     every = spec.num_hidden_layers * own
     for name, parameter, shape in (
-        ("embed_tokens_per_layer", "entry.embed", (altup.vocab_size_per_layer_input, every)),
+        ("embed_tokens_per_layer", "entry.embed.weight", (altup.vocab_size_per_layer_input, every)),
         ("per_layer_model_projection", "entry.project.weight", (every, hidden)),
         ("per_layer_projection_norm", "entry.norm.weight", (own,)),
         *((f"altup_projections.{n}", f"projections.{n}.weight", (hidden, hidden)) for n in range(count - 1)),

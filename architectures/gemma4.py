@@ -14,6 +14,7 @@ from meshlm.architectures.dense import attention_weights, decoder_weights, layer
 from meshlm.architectures.family import Family, Weight
 from meshlm.architectures.gemma2 import DEFAULTS, KEYS, SANDWICH_NORMS, gemma_spec
 from meshlm.architectures.gemma3n import num_kv_shared_layers
+from meshlm.architectures.gemma4_gguf import GEMMA4_GGUF
 from meshlm.architectures.moe import ExpertNames, expert_weights, moe_spec
 from meshlm.architectures.rope import ropes_by_kind
 from meshlm.protocol.model import FullHeadsSpec, ModelSpec, PerLayerInputSpec
@@ -132,7 +133,7 @@ def per_layer_tables(sizes: PerLayerInputSpec, layers: int, hidden: int) -> Iter
     own = sizes.hidden_size_per_layer_input
     every = layers * own
     for name, gguf, parameter, shape in (
-        ("embed_tokens_per_layer", "per_layer_token_embd", "embed", (sizes.vocab_size_per_layer_input, every)),
+        ("embed_tokens_per_layer", "per_layer_token_embd", "embed.weight", (sizes.vocab_size_per_layer_input, every)),
         ("per_layer_model_projection", "per_layer_model_proj", "project.weight", (every, hidden)),
         ("per_layer_projection_norm", "per_layer_proj_norm", "norm.weight", (own,)),
     ):
@@ -214,9 +215,11 @@ FAMILY = Family(
         "num_kv_shared_layers": 0,
     },
     packed=_PACKED,
+    gguf=GEMMA4_GGUF,
     float16=False,
     compiles=False,
     model="meshlm.workers.models.gemma4:Gemma4",
     rename=_as_it_is,
-    unread=r"model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight",  # of layers that share, where files have them
+    # Of layers that share, where files have them.
+    unread=r"model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight|blk\.\d+\.attn_(k|v|k_norm)\.weight",
 )

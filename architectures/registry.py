@@ -28,7 +28,7 @@ _OWN = {
     "Gemma2ForCausalLM": _Module("gemma2", "gemma2"),
     "Gemma3ForCausalLM": _Module("gemma3", "gemma3"),
     "Gemma3nForCausalLM": _Module("gemma3n"),
-    "Gemma4ForCausalLM": _Module("gemma4"),
+    "Gemma4ForCausalLM": _Module("gemma4", "gemma4"),
     "Phi3ForCausalLM": _Module("phi3", "phi3"),
     "MixtralForCausalLM": _Module("mixtral", "llama"),
     "Qwen2MoeForCausalLM": _Module("qwen2_moe", "qwen2moe"),

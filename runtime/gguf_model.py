@@ -59,7 +59,7 @@ def _notes(path: Path, fields: dict[str, Any], tensors: dict[str, GGUFTensor], s
         raise GGUFError(f"{path}: {error}") from None
     same = {
         "rope.dimension_count": spec.rotary_dim,
-        "attention.value_length": spec.head_dim,
+        "attention.value_length": spec.full_heads.head_dim if spec.full_heads else spec.head_dim,
         "vocab_size": spec.vocab_size,
     }
     if spec.mla is not None:

@@ -81,8 +81,10 @@ def _from_gguf(path: Path) -> LoadedTokenizer:
     except gguf_files.GGUFError as error:
         raise ProcessFatal(str(error)) from None
     kind = fields.get("tokenizer.ggml.model")
-    if kind not in ("gpt2", "llama"):
-        raise ProcessFatal(f"{path}: tokenizer {kind!r} is not supported (gpt2, llama); give one with --tokenizer")
+    if kind not in ("gpt2", "llama", "gemma4"):
+        raise ProcessFatal(
+            f"{path}: tokenizer {kind!r} is not supported (gpt2, llama, gemma4); give one with --tokenizer"
+        )
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     types: list[int] = fields.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
     tokenizer = _byte_level(fields, tokens) if kind == "gpt2" else _sentencepiece(fields, tokens)
@@ -96,7 +98,7 @@ def _from_gguf(path: Path) -> LoadedTokenizer:
         if (key := f"tokenizer.ggml.{'unknown' if name == 'unk' else 'padding' if name == 'pad' else name}_token_id")
         in fields
     }
-    _add_bos_and_eos(tokenizer, fields, tokens, default_bos=kind == "llama")
+    _add_bos_and_eos(tokenizer, fields, tokens, default_bos=kind != "gpt2")
     return _describe(tokenizer, special)
 
 
@@ -123,9 +125,31 @@ def _byte_level(fields: dict[str, Any], tokens: list[str]) -> Tokenizer:
 
 
 def _sentencepiece(fields: dict[str, Any], tokens: list[str]) -> Tokenizer:
-    """Llama's BPE: merges are not stored; a pair merges if the result is a token, better scores first."""
-    scores: list[float] = fields["tokenizer.ggml.scores"]
+    """Llama's BPE, over characters with bytes for those that are no token; Gemma 4's files have its merges."""
     vocabulary = {token: index for index, token in enumerate(tokens)}
+    if fields["tokenizer.ggml.model"] == "gemma4":
+        merges = [(left, right) for left, _, right in (one.partition(" ") for one in fields["tokenizer.ggml.merges"])]
+        prefixed = bool(fields.get("tokenizer.ggml.add_space_prefix", False))
+    else:
+        merges = _merges_of(vocabulary, fields["tokenizer.ggml.scores"])
+        prefixed = bool(fields.get("tokenizer.ggml.add_space_prefix", True))
+    unknown = tokens[fields.get("tokenizer.ggml.unknown_token_id", 0)]
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    steps: list[Any] = [normalizers.Replace(" ", "▁")]
+    if prefixed:
+        steps.insert(0, normalizers.Prepend("▁"))
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer
+
+
+def _merges_of(vocabulary: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """Of a file that stores none: a pair merges if the result is a token, better scores first."""
     ranked: list[tuple[float, int, int, str, str]] = []
     for token, index in vocabulary.items():
         for cut in range(1, len(token)):
@@ -133,20 +157,7 @@ def _sentencepiece(fields: dict[str, Any], tokens: list[str]) -> Tokenizer:
             if left in vocabulary and right in vocabulary:
                 ranked.append((-scores[index], vocabulary[left], vocabulary[right], left, right))
     ranked.sort()
-    merges = [(left, right) for *_, left, right in ranked]
-    unknown = tokens[fields.get("tokenizer.ggml.unknown_token_id", 0)]
-    tokenizer = Tokenizer(
-        models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    )
-    steps: list[Any] = [normalizers.Replace(" ", "▁")]
-    if fields.get("tokenizer.ggml.add_space_prefix", True):
-        steps.insert(0, normalizers.Prepend("▁"))
-    tokenizer.normalizer = normalizers.Sequence(steps)
-    strip = [decoders.Strip(" ", 1, 0)] if fields.get("tokenizer.ggml.add_space_prefix", True) else []
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    )
-    return tokenizer
+    return [(left, right) for *_, left, right in ranked]
 
 
 def _add_bos_and_eos(tokenizer: Tokenizer, fields: dict[str, Any], tokens: list[str], *, default_bos: bool) -> None:

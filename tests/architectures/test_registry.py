@@ -162,7 +162,7 @@ def test_weights_fill_the_parameters_of_the_model(architecture: str, tied: bool)
             "sliding_rope": RopeSpec(),
             "full_heads": FullHeadsSpec(num_key_value_heads=1, head_dim=6, attention_k_eq_v=tied),
             "per_layer_input": PerLayerInputSpec(hidden_size_per_layer_input=3, vocab_size_per_layer_input=5),
-            "moe": MoESpec(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=5, beside_mlp=True),
+            "moe": MoESpec(num_experts=1, num_experts_per_tok=1, moe_intermediate_size=5, beside_mlp=True),
         }
     spec = spec_of(
         **of_encoder,

@@ -183,3 +183,42 @@ def test_what_is_wrong_beside_the_tokenizer_is_one_line(name: str, content: str,
         with pytest.raises(error, match=name) as told:
             read(folder)
         assert "\n" not in str(told.value)
+
+
+def test_gemma_4_in_a_gguf_file(tmp_path: Path) -> None:
+    """Its merges are stored; spaces are characters, and no prompt begins with one."""
+    import gguf
+    from transformers import GemmaTokenizer
+
+    trainee = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    trainee.normalizer = normalizers.Replace(" ", "▁")
+    tokens = ["<pad>", "</s>", "<s>", "<unk>", "<mask>", *(f"<0x{byte:02X}>" for byte in range(256)), "<tool>"]
+    trainer = trainers.BpeTrainer(vocab_size=340, special_tokens=tokens, show_progress=False)
+    trainee.train_from_iterator(CORPUS, trainer)
+    model = json.loads(trainee.to_str())["model"]
+    theirs = GemmaTokenizer(
+        vocab=model["vocab"],
+        merges=[tuple(merge) for merge in model["merges"]],
+        **{**ENDS, "extra_special_tokens": ["<tool>"]},
+    )
+    writer, path = gguf.GGUFWriter(tmp_path / "m.gguf", "gemma4"), tmp_path / "m.gguf"
+    names = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    writer.add_tokenizer_model("gemma4")
+    writer.add_token_list(names)
+    writer.add_token_types([3 if nth in (0, 1, 2) else 4 if name == "<tool>" else 1 for nth, name in enumerate(names)])
+    writer.add_token_merges([" ".join(merge) for merge in model["merges"]])
+    for name, number in (("unk", 3), ("bos", 2), ("eos", 1)):
+        getattr(writer, f"add_{name}_token_id")(number)
+    writer.add_add_space_prefix(False)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    ours = load(path)
+    assert len(model["merges"]) > 20
+    for text in [*TEXTS, "two  words\n\nand  more ", "▁"]:
+        ids = ours.tokenizer.encode(text, add_special_tokens=False).ids
+        assert ids == theirs.encode(text, add_special_tokens=False), text
+        assert ours.tokenizer.encode(text).ids == [2, *ids]
+        assert ours.tokenizer.decode(ids, skip_special_tokens=False) == theirs.decode(
+            ids, clean_up_tokenization_spaces=False
+        )

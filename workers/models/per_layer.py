@@ -6,7 +6,6 @@ With a tensor-parallel rank each has all of it.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshlm.protocol.model import PerLayerInputSpec
@@ -14,6 +13,7 @@ from meshlm.workers.batch import StepInputs
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import Ops
+from meshlm.workers.models.decoder import Embedding
 
 
 class PerLayerInputs(nn.Module):
@@ -23,7 +23,8 @@ class PerLayerInputs(nn.Module):
         super().__init__()
         self._own, self._known = sizes.hidden_size_per_layer_input, sizes.vocab_size_per_layer_input
         self._hidden = hidden
-        self.embed = nn.Parameter(torch.empty(self._known, layers * self._own), requires_grad=False)
+        self._every = layers * self._own
+        self.embed = Embedding(self._known, self._every, 0, self._known)
         self.project = Linear(hidden, layers * self._own, bias=False)
         self.norm = RMSNorm(self._own, eps)
         self._scale = 1.0
@@ -38,7 +39,8 @@ class PerLayerInputs(nn.Module):
         lines = projected.view(-1, self._own)
         projected = ops.rms_norm(lines, self.norm.weight, self.norm.eps).view(len(x), -1, self._own)
         ids = batch.input_ids
-        rows = F.embedding(torch.where(ids < self._known, ids, 0), self.embed).view_as(projected) * self._scale
+        rows = ops.rows(torch.where(ids < self._known, ids, 0), self.embed.weight, self._every)
+        rows = rows.view_as(projected) * self._scale
         both: Tensor = (projected + rows) * 2**-0.5
         for begin, given in batch.embeds:
             both[begin : begin + len(given)] = projected[begin : begin + len(given)]

@@ -74,7 +74,7 @@ def keep(model: Decoder, tensors: Iterable[tuple[str, Source]], *, exact: bool) 
         if isinstance(owner, Linear):
             with torch.device(parameter.device):
                 owner.use(PackedGGUF(kept[name].size))
-        else:  # the embedding
+        else:  # an embedding
             empty = torch.empty(kept[name].size, dtype=torch.uint8, device=parameter.device)
             owner.weight = nn.Parameter(empty, requires_grad=False)
     return kept

@@ -6,6 +6,7 @@ from typing import Any
 
 import gguf
 import torch
+from gguf.quants import quantize
 from gguf_models import writer_of
 from torch import Tensor
 
@@ -14,14 +15,22 @@ from meshlm.architectures.registry import gguf_family, weights_of
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.weights.sources import sources
 
-QKV = {"attn_qkv": ("attn_q", "attn_k", "attn_v")}
+QKV = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")}
 
 
 def write_model(
-    folder: Path, path: Path, kind: str, spec: ModelSpec, names: Collection[str], keys: Mapping[str, Any]
+    folder: Path,
+    path: Path,
+    kind: str,
+    spec: ModelSpec,
+    names: Collection[str],
+    keys: Mapping[str, Any],
+    more: Mapping[str, Tensor] = {},
+    kinds: Mapping[str, gguf.GGMLQuantizationType] = {},
 ) -> None:
     """The weights of this folder in one file, in float32. kind: general.architecture. names: of transformers' tensors, by which
-    llama.cpp has several in one. keys: metadata beside what all files have."""
+    llama.cpp has several in one. keys: metadata beside what all files have. more: tensors beside the model's, by llama.cpp's names.
+    kinds: of quantised ones."""
     writer = writer_of(path, kind, spec)
     for key, value in keys.items():
         add(writer, f"{kind}.{key}", value)
@@ -29,9 +38,13 @@ def write_model(
     family = gguf_family({"general.architecture": kind, **{f"{kind}.{key}": value for key, value in keys.items()}})
     assert family is not None
     assert family.gguf is not None
-    for name, tensor in tensors_of(folder, family.gguf, spec, names).items():
+    for name, tensor in (tensors_of(folder, family.gguf, spec, names) | dict(more)).items():
         assert plain(name) in known, f"llama.cpp has no name {name} for a tensor of this model"
-        writer.add_tensor(name, tensor.contiguous().numpy())
+        values, quantised = tensor.contiguous().numpy(), kinds.get(name)
+        if quantised is None:
+            writer.add_tensor(name, values)
+        else:
+            writer.add_tensor(name, quantize(values, quantised), raw_dtype=quantised)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -39,7 +52,9 @@ def write_model(
 
 
 def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    """One key of metadata."""
+    """One key of metadata, in the place of what it had."""
+    for data in writer.kv_data:
+        data.pop(key, None)
     match value:
         case bool():
             writer.add_bool(key, value)
@@ -100,13 +115,13 @@ def joined(tensors: Mapping[str, Tensor], packed: Mapping[str, tuple[str, ...]])
     for name, tensor in tensors.items():
         stem = next((whole for whole, parts in packed.items() if plain(name) in parts), None)
         whole = name if stem is None else ".".join((*name.split(".")[:2], stem, name.split(".")[-1]))
-        found[whole] = tensor if whole not in found else torch.cat((found[whole], tensor))
+        found[whole] = tensor if whole not in found else torch.cat((found[whole], tensor), max(0, tensor.dim() - 2))
     return found
 
 
 def plain(name: str) -> str:
     """The stem of a tensor's name, without its layer."""
-    stem = name.removesuffix(".weight").removesuffix(".bias")
+    stem = name.removesuffix(".weight").removesuffix(".bias").removesuffix(".scale")
     return ".".join(stem.split(".")[2:]) if stem.startswith("blk.") else stem
 
 
