@@ -226,7 +226,9 @@ _FP8_ONLINE = QuantizationSpec(method="fp8", schemes=(_FP8_ROWS,), ignore=("lm_h
 register(QuantizationFormat("fp8", read_fp8, _FP8_LINEAR, encodes=True, online=_FP8_ONLINE))
 _COMPRESSED = "meshlm.workers.quantization.compressed:method"
 register(QuantizationFormat("compressed-tensors", read_compressed_tensors, _COMPRESSED, encodes=True))
-register(QuantizationFormat("mxfp4", read_mxfp4, ""))  # no layer has a method: see weights/expert_tensors.py
+register(
+    QuantizationFormat("mxfp4", read_mxfp4, "", encodes=True)
+)  # of experts: weights/expert_tensors.py, mxfp4_experts.py
 _PACKED_LINEAR = "meshlm.workers.quantization.packed:PackedLinear"
 register(QuantizationFormat("gptq", packed_quantization.read_gptq, _PACKED_LINEAR, encodes=True))
 register(QuantizationFormat("awq", packed_quantization.read_awq, _PACKED_LINEAR, encodes=True))

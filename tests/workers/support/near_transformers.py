@@ -145,6 +145,15 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3MoeConfig",
         EXPERTS | {"num_experts": 32, "num_experts_per_tok": 8, "moe_intermediate_size": 128, "norm_topk_prob": True},
     ),
+    "gpt-oss": (
+        "GptOssConfig",
+        {"num_hidden_layers": 4, "num_attention_heads": 16, "head_dim": 64, "sliding_window": 128}
+        | {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
 }
 """Their experts are few, so that steps of one, few and many rows all touch most of them."""
 

@@ -21,7 +21,7 @@ from meshlm.workers.moe.fused_moe import FusedMoE
 from meshlm.workers.moe.parts import ExpertExtras, Experts, PackedExperts, Routing, WeightAndReduce
 
 EXPERTS, TOPK, HIDDEN, WIDE = 32, 4, 352, 224  # eleven groups of MXFP4, and seven
-ROWS = (1, 20, 65, 100, 600, 2000)  # that meet each height of a tile
+ROWS = (1, 10, 40, 200, 600, 2000)  # that meet each height of a tile
 BATCHED_ROWS = (10, 60, 200, 600)
 NEAR = 0.05  # of a row's norm: rounding to 16 bits makes 0.01 of it
 SWIGLU = 1.702, 1.0
