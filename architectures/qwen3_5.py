@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from meshlm.architectures import qwen3_next
 from meshlm.architectures.config_values import boolean, words
-from meshlm.architectures.family import Family, Weight
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
+from meshlm.architectures.moe import GGUF_KEYS
 from meshlm.architectures.qwen3_next import gated_delta_moe, gated_delta_spec, gated_delta_weights
 from meshlm.protocol.model import ModelSpec, StateSpec
 
@@ -28,6 +29,17 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 def _moe_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     config = {**config, "intermediate_size": config["moe_intermediate_size"]}  # no layer has a plain MLP
     return replace(_spec(config, architecture), moe=gated_delta_moe(config))
+
+
+def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    """States are in float32, as config.json says of this family; positions of text are the same on each axis of its rotation."""
+    spec = qwen3_next.gated_delta_gguf(metadata, architecture)
+    return replace(spec, state=replace(spec.state, dtype="float32") if spec.state else None)
+
+
+def _moe_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    moe = qwen3_next.gated_delta_gguf_moe(metadata)
+    return replace(_gguf(metadata, architecture), intermediate_size=moe.moe_intermediate_size, moe=moe)
 
 
 def _projections(state: StateSpec) -> tuple[tuple[str, int], ...]:
@@ -49,6 +61,7 @@ def _weights(spec: ModelSpec) -> Iterator[Weight]:
 _DEFAULTS = qwen3_next.DEFAULTS | {"num_key_value_heads": 4, "attn_output_gate": True}
 _MODEL = "meshlm.workers.models.qwen3_5:Qwen3_5"
 _PACKED = qwen3_next.PACKED | {"linear_attn.in_proj_qkv": tuple(f"linear_attn.in_proj_{part}" for part in "qkv")}
+_GGUF_KEYS = qwen3_next.GGUF_DELTA | {"rope.dimension_sections"}
 _DENSE = Family(
     architecture="Qwen3_5ForCausalLM",
     model_type="qwen3_5_text",
@@ -59,6 +72,7 @@ _DENSE = Family(
     packed=_PACKED,
     rename=str,
     unread=qwen3_next.DRAFTS,
+    gguf=GGUFFamily("qwen35", _gguf, _GGUF_KEYS, packed=qwen3_next.GGUF_PACKED),
     compiles=False,
     model=_MODEL,
 )
@@ -72,6 +86,13 @@ _MOE = _DENSE._replace(
     architecture="Qwen3_5MoeForCausalLM",
     model_type="qwen3_5_moe_text",
     spec=_moe_spec,
+    gguf=GGUFFamily(
+        "qwen35moe",
+        _moe_gguf,
+        _GGUF_KEYS | GGUF_KEYS | {"expert_shared_feed_forward_length"},
+        experts=True,
+        packed=qwen3_next.GGUF_PACKED,
+    ),
     keys=_KEYS | qwen3_next.EXPERT_KEYS,
     defaults=_DEFAULTS | _EXPERTS | {"num_key_value_heads": 2},
     packed=_PACKED

@@ -7,21 +7,31 @@ from msgspec.structs import replace
 
 from meshlm.architectures.config_values import boolean, integer, words
 from meshlm.architectures.dense import (
-    PRE_NORMS,
+    POST_ATTENTION_NORMS,
     attention_weights,
     decoder_weights,
+    dense_gguf,
     dense_spec,
     mlp_weights,
     norm_weights,
+    partly_rotated,
 )
-from meshlm.architectures.family import Family, Split, Weight
-from meshlm.architectures.moe import expert_weights, layers_with_experts, moe_spec
-from meshlm.architectures.states import dtype_of_states, layers_of
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Split, Weight
+from meshlm.architectures.moe import GGUF_KEYS, expert_weights, gguf_moe, layers_with_experts, moe_spec
+from meshlm.architectures.states import GGUF_STATE, dtype_of_states, layers_of
 from meshlm.protocol.model import ModelSpec, MoESpec, StateSpec
 
 _EVERY = 4  # of so many layers the last attends
 _KINDS = {"linear_attention": "state", "full_attention": "attention"}
 Projections = Callable[[StateSpec], tuple[tuple[str, int], ...]]
+_GGUF = {"qkvz": "ssm_in", "ba": "ssm_ba"}
+_GGUF |= {"q": "attn_qkv.q", "k": "attn_qkv.k", "v": "attn_qkv.v", "z": "attn_gate", "b": "ssm_beta", "a": "ssm_alpha"}
+"""llama.cpp's names of a mixer's products, of Qwen3-Next's first files and of Qwen3.5's."""
+GGUF_PACKED = {
+    "attn_qkv": ("attn_q", "attn_k", "attn_v", "attn_qkv.q", "attn_qkv.k", "attn_qkv.v"),
+    "ssm_conv1d": ("ssm_conv1d.q", "ssm_conv1d.k", "ssm_conv1d.v"),
+}
+GGUF_DELTA = GGUF_STATE | {"attention.recurrent_layers", "full_attention_interval"}
 _SIZES = {
     "num_heads": "linear_num_value_heads",
     "head_dim": "linear_value_head_dim",
@@ -79,6 +89,46 @@ def gated_delta_moe(config: dict[str, Any]) -> MoESpec:
     )
 
 
+def gated_delta_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    """The spec of a .gguf file without its experts. MetadataError."""
+    spec, get = dense_gguf(metadata, architecture), metadata.get
+    layers, every = spec.num_hidden_layers, int(get("full_attention_interval", _EVERY))
+    recurrent = get("attention.recurrent_layers", [(layer + 1) % max(1, every) > 0 for layer in range(layers)])
+    names = ("time_step_rank", "inner_size", "state_size", "group_count", "conv_kernel")
+    heads, inner, numbers, groups, kernel = sizes = [int(get(f"ssm.{name}")) for name in names]
+    if min(sizes) < 1 or inner % heads or heads % groups or not isinstance(recurrent, list) or len(recurrent) < layers:
+        raise MetadataError(
+            f"metadata {metadata.kind}: sizes of gated delta nets, or attention.recurrent_layers, do not fit"
+        )
+    states = tuple(map(bool, recurrent[:layers]))
+    state = StateSpec(
+        kind="gated_delta_net",
+        layers=states,
+        num_heads=heads,
+        head_dim=inner // heads,
+        state_size=numbers,
+        n_groups=groups,
+        conv_kernel=kernel,
+        conv_bias=False,
+    )
+    return replace(
+        partly_rotated(spec, metadata),
+        qk_norm=True,
+        attention_layers=tuple(not one for one in states),
+        state=state if any(states) else None,
+    )
+
+
+def gated_delta_gguf_moe(metadata: GGUFMetadata) -> MoESpec:
+    """The experts of each layer of a .gguf file. MetadataError."""
+    shared = int(metadata.get("expert_shared_feed_forward_length"))
+    return gguf_moe(metadata, norm_topk_prob=True, shared_intermediate_size=shared, shared_gate=True)
+
+
+def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    return replace(gated_delta_gguf(metadata, architecture), moe=gated_delta_gguf_moe(metadata))
+
+
 def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     return replace(gated_delta_spec(config, architecture), moe=gated_delta_moe(config))
 
@@ -89,14 +139,22 @@ def _mixer(spec: ModelSpec, projections: Projections) -> Iterator[Weight]:
     inner, keys, heads, hidden = state.inner, state.n_groups * state.state_size, state.num_heads, spec.hidden_size
     groups, wide = Split.STATE_GROUPS, Split.INTERMEDIATE
     for name, rows in projections(state):
-        yield Weight(f"linear_attn.in_proj_{name}.weight", "", "attention.qkv.weight", (rows, hidden), groups)
+        yield Weight(
+            f"linear_attn.in_proj_{name}.weight",
+            f"{_GGUF[name]}.weight",
+            "attention.qkv.weight",
+            (rows, hidden),
+            groups,
+        )
     for name, rows in (("q", keys), ("k", keys), ("v", inner)):
         shape = (rows, 1, state.conv_kernel)
-        yield Weight(f"linear_attn.{name}_conv.weight", "", "attention.conv.weight", shape, groups)
-    for name, parameter in (("dt_bias", "dt_bias"), ("A_log", "a_log")):
-        yield Weight(f"linear_attn.{name}", "", f"attention.{parameter}", (heads,), wide)
-    yield Weight("linear_attn.norm.weight", "", "attention.gated_norm.weight", (state.head_dim,))
-    yield Weight("linear_attn.out_proj.weight", "", "attention.o.weight", (hidden, inner), wide, dim=1)
+        yield Weight(
+            f"linear_attn.{name}_conv.weight", f"ssm_conv1d.{name}.weight", "attention.conv.weight", shape, groups
+        )
+    for name, gguf, parameter in (("dt_bias", "ssm_dt.bias", "dt_bias"), ("A_log", "ssm_a", "a_log")):
+        yield Weight(f"linear_attn.{name}", gguf, f"attention.{parameter}", (heads,), wide)
+    yield Weight("linear_attn.norm.weight", "ssm_norm.weight", "attention.gated_norm.weight", (state.head_dim,))
+    yield Weight("linear_attn.out_proj.weight", "ssm_out.weight", "attention.o.weight", (hidden, inner), wide, dim=1)
 
 
 def _projections(state: StateSpec) -> tuple[tuple[str, int], ...]:
@@ -117,7 +175,7 @@ def gated_delta_weights(spec: ModelSpec, projections: Projections = _projections
         yield from attention() if spec.has_attention(layer) else _mixer(spec, projections)
         yield from expert_weights(spec) if spec.has_experts(layer) else mlp_weights(spec, spec.intermediate_size)
         heads = replace(spec, qk_norm=spec.qk_norm and spec.has_attention(layer))
-        yield from norm_weights(heads, PRE_NORMS, 1.0)
+        yield from norm_weights(heads, POST_ATTENTION_NORMS, 1.0)
 
     return decoder_weights(spec, in_layer, 1.0)
 
@@ -156,6 +214,13 @@ FAMILY = Family(
     packed=PACKED,
     rename=str,
     unread=DRAFTS,
+    gguf=GGUFFamily(
+        "qwen3next",
+        _gguf,
+        GGUF_DELTA | GGUF_KEYS | {"expert_shared_feed_forward_length"},
+        experts=True,
+        packed=GGUF_PACKED,
+    ),
     compiles=False,
     model="meshlm.workers.models.qwen3_next:Qwen3Next",
 )

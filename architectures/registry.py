@@ -80,9 +80,9 @@ _OWN = {
     "FalconMambaForCausalLM": _Module("mamba"),
     "Lfm2ForCausalLM": _Module("lfm2", "lfm2"),
     "JambaForCausalLM": _Module("jamba", "jamba"),
-    "Qwen3NextForCausalLM": _Module("qwen3_next"),
-    "Qwen3_5ForCausalLM": _Module("qwen3_5"),
-    "Qwen3_5MoeForCausalLM": _Module("qwen3_5"),
+    "Qwen3NextForCausalLM": _Module("qwen3_next", "qwen3next"),
+    "Qwen3_5ForCausalLM": _Module("qwen3_5", "qwen35"),
+    "Qwen3_5MoeForCausalLM": _Module("qwen3_5", "qwen35moe"),
 }
 _SAME_KINDS = {"nemotron_h_moe": "nemotron_h"}
 """Kinds of .gguf files that llama.cpp keeps apart, and one family reads."""

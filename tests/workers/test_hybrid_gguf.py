@@ -69,6 +69,33 @@ _NEMOTRON: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": 60,
     "routed_scaling_factor": 1.5,
 }
+_DELTA: dict[str, Any] = {
+    "head_dim": 16,
+    "linear_num_value_heads": 6,
+    "linear_num_key_heads": 2,
+    "linear_value_head_dim": 8,
+    "linear_key_head_dim": 8,
+}
+_DELTA_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 36,
+    "shared_expert_intermediate_size": 60,
+}
+_DELTA_KEYS: dict[str, Any] = {
+    **_SSM,
+    "ssm.inner_size": 48,
+    "ssm.state_size": 8,
+    "full_attention_interval": 4,
+    "rope.dimension_count": 4,
+}
+_SECTIONS = {"rope.dimension_sections": [11, 11, 10, 0], "attention.recurrent_layers": [True, True, True, False]}
+_DELTA_MOE = {
+    "expert_count": 6,
+    "expert_used_count": 2,
+    "expert_feed_forward_length": 36,
+    "expert_shared_feed_forward_length": 60,
+}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "lfm2": (
         "Lfm2Config",
@@ -118,6 +145,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "rope.dimension_count": 8,
         },
     ),
+    "qwen3next": ("Qwen3NextConfig", _DELTA | _DELTA_EXPERTS, _DELTA_KEYS | _DELTA_MOE),
+    "qwen35": ("Qwen3_5TextConfig", _DELTA | {"mamba_ssm_dtype": "float32"}, _DELTA_KEYS | _SECTIONS),
+    "qwen35moe": (
+        "Qwen3_5MoeTextConfig",
+        _DELTA | _DELTA_EXPERTS | {"mamba_ssm_dtype": "float32"},
+        _DELTA_KEYS | _SECTIONS | _DELTA_MOE,
+    ),
     "falcon-h1": ("FalconH1Config", _FALCON | _MAMBA2 | {"mamba_d_ssm": 96, "head_dim": 16}, _SSM),
 }
 NAMES = (
@@ -134,7 +168,8 @@ def keys_of(spec: ModelSpec) -> dict[str, Any]:
         "attention.layer_norm_rms_epsilon": spec.rms_norm_eps,
         "rope.freq_base": spec.rope.rope_theta,
         "attention.head_count_kv": [spec.num_key_value_heads * one for one in spec.attention_layers]
-        or spec.num_key_value_heads,
+        if spec.state is not None and spec.state.kind != "gated_delta_net" and spec.attention_layers
+        else spec.num_key_value_heads,
     }
     if any(spec.attention_layers or (True,)) and spec.head_dim * spec.num_attention_heads != spec.hidden_size:
         keys |= {"attention.key_length": spec.head_dim, "attention.value_length": spec.head_dim}

@@ -54,6 +54,10 @@ class GGUFTensorSource:
         self._path, self.ggml_type = path, tensor.ggml_type
         self._neighbours = (0, 0)  # see Weight.neighbours
         self._is_log = False  # the file has minus the exponential
+        self._orders: tuple[Tensor | None, Tensor | None] = (
+            None,
+            None,
+        )  # of rows, of columns: which comes first, second, ...
         self.shape = tuple(reversed(tensor.shape))
         self._block, block_bytes = _block(path, tensor.ggml_type)
         if not self.shape or not all(self.shape):
@@ -97,14 +101,30 @@ class GGUFTensorSource:
             one.shape, one._data = weight.shape, self._data.reshape(*weight.shape[:-1], -1)
         return one
 
+    def reordered(self, dim: int, order: Tensor) -> "GGUFTensorSource":
+        """With its rows (dim 0) or columns (dim 1) in another order. order: int64, which comes first, second, ..."""
+        one = copy(self)
+        one._orders = (order, self._orders[1]) if dim == 0 else (self._orders[0], order)
+        return one
+
     def cuts(self, dim: int, begin: int, end: int) -> bool:
         """Whether that part is made of whole blocks."""
+        if self._orders[1] is not None:
+            return False
         return dim < len(self.shape) - 1 or (begin % self._block == 0 and end % self._block == 0)
 
     def _cut(self, dim: int, begin: int, end: int) -> Tensor:
+        rows = self._orders[0]
+        if rows is not None and dim == 0:
+            return (
+                self._data[rows[begin:end]]
+                if len(self.shape) > 1
+                else self._data.view(len(rows), -1)[rows[begin:end]].flatten()
+            )
+        data = self._data if rows is None else self._data[rows]
         if dim < len(self.shape) - 1:
-            return self._data.narrow(dim, begin, end - begin)
-        return self._data[..., begin // self._block * self._block_bytes : end // self._block * self._block_bytes]
+            return data.narrow(dim, begin, end - begin)
+        return data[..., begin // self._block * self._block_bytes : end // self._block * self._block_bytes]
 
     def rows(self, dim: int, begin: int, end: int) -> tuple[Rows, Tensor | None]:
         """A part of a matrix that `cuts`, not decoded; and int64, which of its rows comes first, second, ... (None: as they are)."""
@@ -122,7 +142,10 @@ class GGUFTensorSource:
         if self.cuts(dim, begin, end):
             values = self._decode(self._cut(dim, begin, end))
         else:
-            values = self._decode(self._data).narrow(dim, begin, end - begin)
+            values = self._decode(self._cut(0, 0, self.shape[0]))
+            if self._orders[1] is not None:
+                values = values[..., self._orders[1]]
+            values = values.narrow(dim, begin, end - begin)
         if self._is_log:
             values = values.neg().log()
         return to_halves(values, *self._neighbours) if self._neighbours[1] else values

@@ -24,6 +24,7 @@ from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.runtime.object_store import AnyPath, RemotePath, folder_of
 from meshlm.workers.weights.bitsandbytes import with_scales
 from meshlm.workers.weights.expert_tensors import by_expert
+from meshlm.workers.weights.gguf_delta import by_group, by_head
 from meshlm.workers.weights.gguf_latent import joined
 from meshlm.workers.weights.gguf_source import encoded_tensors
 from meshlm.workers.weights.layouts import laid_out
@@ -73,10 +74,19 @@ def _sources(
             return _pickled(_on_disk(_files(path, load_format)))
         case "gguf":
             assert isinstance(path, Path)
-            return encoded_tensors(path, spec) if spec.mla is None else joined(encoded_tensors(path, spec), spec)
+            return _encoded(path, spec)
         case "dummy":
             return _dummy(spec, device, seed)
     raise ProcessFatal(f"--load-format {load_format}: not a file format")
+
+
+def _encoded(path: Path, spec: ModelSpec) -> Iterator[tuple[str, Source]]:
+    found = encoded_tensors(path, spec)
+    if spec.mla is not None:
+        return joined(found, spec)
+    if spec.state is None or spec.state.kind != "gated_delta_net":
+        return found
+    return by_head(found, spec) if spec.architecture.startswith("Qwen3Next") else by_group(found, spec.state)
 
 
 def _renamed(

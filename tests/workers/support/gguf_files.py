@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshlm.architectures.family import GGUFFamily, Weight
 from meshlm.architectures.registry import gguf_family, weights_of
-from meshlm.protocol.model import ModelSpec
+from meshlm.protocol.model import ModelSpec, StateSpec
 from meshlm.workers.weights.sources import sources
 
 QKV = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")}
@@ -80,8 +80,12 @@ def tensors_of(folder: Path, family: GGUFFamily, spec: ModelSpec, names: Collect
         else:
             stacks.setdefault(weight.gguf, []).append(tensor)
     found |= {name: torch.stack(matrices) for name, matrices in stacks.items()}
+    if spec.state is not None and family.kind == "qwen3next":
+        found = dict(_by_kind(found, spec.state))
     written = {plain(name) for name in theirs(family.kind, names)}
     packed = {stem: parts for stem, parts in (QKV | dict(family.packed)).items() if stem in written}
+    if spec.state is not None and spec.state.kind == "gated_delta_net":  # layers that attend have three tensors
+        packed["attn_qkv"] = tuple(part for part in packed.get("attn_qkv", ()) if "." in part)
     return joined(found, packed)
 
 
@@ -94,10 +98,12 @@ def in_file(tensor: Tensor, weight: Weight, family: GGUFFamily, spec: ModelSpec)
         return halves.transpose(1, 2).reshape(tensor.shape)
     if family.kind == "falcon-h1":
         tensor = tensor * weight.times * (spec.logit_scale if weight.name == "lm_head.weight" else 1.0)
-    return _of_state(tensor, plain(weight.gguf), spec)
+    return _of_state(tensor, plain(weight.gguf), spec, family)
 
 
-def _of_state(tensor: Tensor, stem: str, spec: ModelSpec) -> Tensor:
+def _of_state(tensor: Tensor, stem: str, spec: ModelSpec, family: GGUFFamily) -> Tensor:
+    if family.kind.startswith("qwen35") and spec.state is not None:
+        tensor = _tiled(tensor, stem, spec.state)
     if stem == "ssm_a":
         tensor = -tensor.exp()
     if stem == "ssm_norm" and spec.state is not None and spec.state.kind == "mamba2":
@@ -106,7 +112,31 @@ def _of_state(tensor: Tensor, stem: str, spec: ModelSpec) -> Tensor:
         return tensor.unsqueeze(1)
     if stem.startswith(("ssm_conv1d", "shortconv.conv")) and tensor.dim() == 3:
         return tensor.squeeze(1)
-    return tensor.flatten() if stem == "ffn_gate_inp_shexp" else tensor
+    return tensor
+
+
+def _tiled(tensor: Tensor, stem: str, state: StateSpec) -> Tensor:
+    """Value heads of which neighbours belong to different heads of keys."""
+    if stem in ("attn_qkv.v", "attn_gate", "ssm_beta", "ssm_alpha", "ssm_a", "ssm_dt", "ssm_conv1d.v"):
+        heads = tensor.view(state.n_groups, state.num_heads // state.n_groups, -1, *tensor.shape[1:])
+        return heads.transpose(0, 1).reshape(tensor.shape)
+    if stem == "ssm_out":
+        return _tiled(tensor.t(), "attn_gate", state).t()
+    return tensor
+
+
+def _by_kind(tensors: Mapping[str, Tensor], state: StateSpec) -> Iterator[tuple[str, Tensor]]:
+    """The rows of the first product of a gated delta net: all queries, all keys, all values; and the gates in a tensor of their own."""
+    each = state.inner // state.n_groups
+    for name, tensor in tensors.items():
+        if plain(name) != "ssm_in":
+            yield name, tensor
+            continue
+        *qkv, gate = tensor.unflatten(0, (state.n_groups, -1)).split(
+            (state.state_size, state.state_size, each, each), dim=1
+        )
+        yield name.replace("ssm_in", "attn_qkv"), torch.cat([part.flatten(0, 1) for part in qkv])
+        yield name.replace("ssm_in", "attn_gate"), gate.flatten(0, 1)
 
 
 def joined(tensors: Mapping[str, Tensor], packed: Mapping[str, tuple[str, ...]]) -> dict[str, Tensor]:
