@@ -5,6 +5,8 @@
     out = y W^T + bias
     out = silu(y W_gate^T) * (y W_up^T)               (GATE: W holds the gate's rows, then the up projection's)
 
+W may be 8-bit floats with scales of its rows, or of groups of a row's inputs; y is rounded to such as kernels/quantise_fp8 does it.
+
 A program computes BLOCK_N outputs, then the next such block, up to the end; there are as many programs as run at once. It keeps y in
 registers. Its tiles of the weight are one stream of asynchronous copies, STAGES deep, so that the memory is never without requests; the
 stream starts while the kernel before this one still runs (PDL). Tensor cores would add nothing for one row.
@@ -34,6 +36,8 @@ from torch import Tensor
 
 from meshlm.kernels import packets, pdl, tables
 from meshlm.kernels.allreduce_rmsnorm.kernel import Workspace
+from meshlm.kernels.fp8 import within
+from meshlm.kernels.fp8_gemm.reference import Fp8Weight
 from meshlm.kernels.packets import FOR_EVER
 
 
@@ -89,13 +93,44 @@ def _summed_row(
     return tl.interleave(line * (inverse * scale), odd * (inverse * scale_odd))
 
 
+@triton.jit
+def _in_8_bits(h, given, dtype, K: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, STATIC: tl.constexpr):
+    """What 8-bit floats leave of y, which is rounded to the model's dtype before. GROUP: inputs that share a scale."""
+    h = h.to(dtype).to(tl.float32)
+    if STATIC:
+        scale = tl.load(given)
+        return within(h, scale, 448.0).to(tl.float8e4nv).to(tl.float32) * scale
+    parted = tl.reshape(h, (BLOCK_K // GROUP, GROUP))
+    scales = tl.maximum(tl.max(tl.abs(parted), axis=1) / 448.0, 1e-12)[:, None]
+    return tl.reshape(within(parted, scales, 448.0).to(tl.float8e4nv).to(tl.float32) * scales, (BLOCK_K,))
+
+
+@triton.jit
+def _dot(w, h, scales, n, real, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
+    """w [BLOCK_N, BLOCK_K] times h, float32 [BLOCK_N]. GROUP: inputs that share one of w's scales; 0: there are none."""
+    product = w.to(tl.float32) * h[None, :]
+    if GROUP == 0:
+        return tl.sum(product, axis=1)
+    if GROUP == BLOCK_K:
+        return tl.sum(product, axis=1) * tl.load(scales + n, mask=real, other=0.0)
+    groups: tl.constexpr = (K + GROUP - 1) // GROUP
+    nth = tl.arange(0, BLOCK_K // GROUP)
+    inside = real[:, None] & (nth < groups)[None, :]
+    found = tl.load(scales + n[:, None] * groups + nth[None, :], mask=inside, other=0.0)
+    return tl.sum(tl.sum(tl.reshape(product, (BLOCK_N, BLOCK_K // GROUP, GROUP)), axis=2) * found, axis=1)
+
+
 def _products(
-    x, residual, norm_weight, weight, bias, out, stream, inboxes, turns, nth, blocks, eps, patience,
+    x, residual, norm_weight, weight, scales, given, bias, out, stream, inboxes, turns, nth, blocks, eps, patience,
     K: tl.constexpr, OUTPUTS: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
     SENDS: tl.constexpr, RECEIVES: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, WAIT: tl.constexpr,
+    GROUP: tl.constexpr, ROUNDED: tl.constexpr, STATIC: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """GATE and SENDS read two rows of the weight for each of BLOCK_N: gate and up, or the two columns of a packet."""
+    """GATE and SENDS read two rows of the weight for each of BLOCK_N: gate and up, or the two columns of a packet.
+
+    GROUP, ROUNDED: inputs that share a scale of the weight, and of y; 0: there are none.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     first = tl.program_id(0)
@@ -124,9 +159,11 @@ def _products(
                 )  # fmt: skip
             else:
                 h = _row(x, residual, norm_weight, stream, k, first, eps, K, NORM, ADD, PDL)
+            if ROUNDED:
+                h = _in_8_bits(h, given, out.dtype.element_ty, K, BLOCK_K, ROUNDED, STATIC)
             if SENDS:
                 turn = tl.load(turns) + nth
-        result = tl.sum(w.to(tl.float32) * h[None, :], axis=1)
+        result = _dot(w, h, scales, n, real, K, BLOCK_N, BLOCK_K, GROUP)
         if SENDS:
             odd = tl.sum(w_odd.to(tl.float32) * h[None, :], axis=1)
             if BIAS:
@@ -137,7 +174,7 @@ def _products(
             packets.send(there, packets.words_of(result, odd, True)[None, :], turn, real[None, :])
         else:
             if GATE:
-                up = tl.sum(w_up.to(tl.float32) * h[None, :], axis=1)
+                up = _dot(w_up, h, scales, n + OUTPUTS, real, K, BLOCK_N, BLOCK_K, GROUP)
                 result = result / (1.0 + tl.exp(-result)) * up
             if BIAS:
                 result += tl.load(bias + n, mask=real, other=0.0).to(tl.float32)
@@ -191,25 +228,25 @@ BESIDE = 2 << 10  # bytes of shared memory that a program needs beside its tiles
 def shape_of(outputs: int, inputs: int, gate: bool, way: str = "") -> Tile:
     """The tile shape: as chosen in whole steps on this very GPU (benchmarks/tune_step.py), else the first entry of the table that fits.
 
-    way: "sends" or "receives" packets. There BLOCK_N is of pairs, and here each program costs the reading of all packets.
+    way: "sends" or "receives" packets: there BLOCK_N is of pairs, and here each program costs the reading of all packets; or "8 bits".
     """
     if not way:
         tables.ask("gemv", (outputs, inputs, gate))
     table = tables.read("gemv")
     for entry in table.get("in_steps", []) if tables.is_own(table) else []:
         if tuple(entry.get(name, "") for name in EXACT) == (outputs, inputs, gate, way):
-            return _with_room(entry["tile"], inputs, 2 if gate or way == "sends" else 1)
+            return _with_room(entry["tile"], inputs, 2 if gate or way == "sends" else 1, 1 if way == "8 bits" else 2)
     if not way and (tile := _found(outputs, inputs, gate)):
         return _with_room(tile, inputs, 2 if gate else 1)
     for entry in table["tiles"]:
         fits = inputs <= entry.get("inputs_to", inputs) and outputs <= entry.get("outputs_to", outputs)
         if fits and gate == entry.get("gate", gate) and way == entry.get("way", ""):
-            return _with_room(entry["tile"], inputs, 2 if gate or way == "sends" else 1)
+            return _with_room(entry["tile"], inputs, 2 if gate or way == "sends" else 1, 1 if way == "8 bits" else 2)
     if way:  # a table made before there were such
         block_n, warps, stages, programs = shape_of(outputs, inputs, gate)
         return (
             (block_n, warps, stages, programs)
-            if way == "receives"
+            if way in ("receives", "8 bits")
             else (max(1, block_n // 2), warps, stages, max(1, programs // 2))
         )
     raise AssertionError("the last entry of a table fits all")
@@ -222,10 +259,13 @@ def _found(outputs: int, inputs: int, gate: bool) -> list[int] | None:
     return found[0][2] if found else None
 
 
-def _with_room(tile: list[int], inputs: int, lines: int) -> Tile:
-    """The tile of a table, or less of it where that is of a GPU with more shared memory. lines: of the weight for each of BLOCK_N."""
+def _with_room(tile: list[int], inputs: int, lines: int, size: int = 2) -> Tile:
+    """The tile of a table, or less of it where that is of a GPU with more shared memory.
+
+    lines: of the weight for each of BLOCK_N. size: bytes of a number.
+    """
     block_n, warps, stages, programs = tile
-    line = lines * triton.next_power_of_2(inputs) * 2
+    line = lines * triton.next_power_of_2(inputs) * size
     workspace = shared_bytes() - BESIDE
     while stages > 2 and block_n * line * (stages - 1) > workspace:
         stages -= 1
@@ -245,7 +285,7 @@ def shared_bytes() -> int:
 
 def gemv(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | Fp8Weight,
     bias: Tensor | None = None,
     *,
     norm: Tensor | None = None,
@@ -258,13 +298,15 @@ def gemv(
 ) -> tuple[Tensor, Tensor]:
     """x [1, k]; weight [n, k] (gate: [2 n, k]) -> out [1, n] and the stream x + residual [1, k] (else x).
 
-    sends: out stays empty, its columns are on their way. receives: x stands for what comes; with norm and residual.
+    sends: out stays empty, its columns are on their way. receives: x stands for what comes; with norm and residual. Neither is there
+    for a weight of 8-bit floats.
     """
-    inputs = x.shape[1]
+    inputs, fp8 = x.shape[1], Fp8Weight(weight, x, rounded=None) if isinstance(weight, Tensor) else weight
+    weight, eight_bits = fp8.codes, not isinstance(weight, Tensor)
     outputs = weight.shape[0] // 2 if gate else weight.shape[0]
     out = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
     stream = torch.empty_like(x) if residual is not None else x
-    way = "sends" if sends else "receives" if receives else ""
+    way = "sends" if sends else "receives" if receives else "8 bits" if eight_bits else ""
     block_n, warps, stages, per_sm = shape or shape_of(outputs, inputs, gate, way)
     blocks = triton.cdiv(outputs // 2 if sends else outputs, block_n)
     block_k = triton.next_power_of_2(inputs)
@@ -280,12 +322,15 @@ def gemv(
                 size, stride, True, max(1, block_k // (64 * warps)), (receives.workspace.rank + 1) % size
             )
     (_gemv_of_sum if receives else _gemv)[(min(blocks, per_sm * pdl.multiprocessors(x.device)),)](
-        x, *beside[:2], weight, bias if bias is not None else x, out, beside[2],
+        x, *beside[:2], weight, fp8.scales, x if fp8.input_scale is None else fp8.input_scale,
+        bias if bias is not None else x, out, beside[2],
         turn.workspace.packets if turn else x, turn.workspace.turns if turn else x, turn.nth if turn else 0, blocks, eps,
         turn.patience if turn else 0,
         K=inputs, OUTPUTS=outputs, NORM=norm is not None, ADD=residual is not None, GATE=gate, BIAS=bias is not None,
         SENDS=sends is not None, RECEIVES=receives is not None, RANK=turn.workspace.rank if turn else 0,
         SIZE=size, STRIDE=stride, WAIT=wait,
+        GROUP=(fp8.group or block_k) if eight_bits else 0, ROUNDED=0 if fp8.rounded is None else fp8.rounded or block_k,
+        STATIC=fp8.input_scale is not None,
         BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages, PDL=pdl.supported(), num_warps=warps, num_stages=stages,
         **({"launch_pdl": True} if pdl.supported() else {}),
     )  # fmt: skip

@@ -1,12 +1,22 @@
 """What gemv/kernel.py computes, in plain torch and float32."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from meshlm.kernels.fp8_gemm.reference import Fp8Weight, fp8_gemm
+from meshlm.kernels.quantise_fp8.reference import quantise
+
+
+def of_8_bits(y: Tensor, weight: Fp8Weight) -> Tensor:
+    """y [1, k] -> float32 [1, n]."""
+    codes, y_scales = (y, None) if weight.rounded is None else quantise(y, weight.rounded, weight.input_scale)
+    return fp8_gemm(codes, y_scales, weight.codes, weight.scales, None, torch.float32)
 
 
 def gemv(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | Fp8Weight,
     bias: Tensor | None = None,
     *,
     norm: Tensor | None = None,
@@ -18,7 +28,10 @@ def gemv(
     y = stream.float()
     if norm is not None:
         y = y * (y.square().mean(-1, keepdim=True) + eps).rsqrt() * norm.float()
-    out = F.linear(y, weight.float())
+    if isinstance(weight, Tensor):
+        out = F.linear(y, weight.float())
+    else:
+        out = of_8_bits(y.to(x.dtype), weight)
     if gate:
         first, second = out.chunk(2, dim=-1)
         out = F.silu(first) * second

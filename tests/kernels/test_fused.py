@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from device import DEVICE, DTYPES, MARKS, WIDE, near, near_in_fp8, needs_fp8
+from device import DEVICE, DTYPES, MARKS, ON_GPU, WIDE, near, near_in_fp8, needs_fp8
 
 from meshlm.kernels.embedding import kernel as embedding
 from meshlm.kernels.embedding import reference as embedding_reference
+from meshlm.kernels.fp8_gemm.reference import Fp8Weight, quantised_rows
 from meshlm.kernels.gemv import kernel as gemv
 from meshlm.kernels.gemv import reference as gemv_reference
 from meshlm.kernels.norm import kernel as norm
@@ -100,6 +101,31 @@ def test_rope_cache_in_fp8(kind: torch.dtype, least: float) -> None:
     near(ours, theirs, WIDE)
     near_in_fp8(caches[:2], caches[2:])
     assert float(caches[:2].float().min()) == least
+
+
+@needs_fp8
+@pytest.mark.parametrize(
+    ("group", "rounded", "known"), [(0, 0, False), (0, 0, True), (128, 128, False), (0, None, False)]
+)
+def test_gemv_of_8_bit_floats(group: int, rounded: int | None, known: bool) -> None:
+    torch.manual_seed(0)
+    inputs, outputs = 320, 12
+    x, residual = torch.randn(2, 1, inputs, device=DEVICE).to(WIDE)
+    codes, scales = quantised_rows(torch.randn(2 * outputs, inputs, device=DEVICE) / inputs**0.5)
+    if group:
+        scales = torch.rand(2 * outputs, -(-inputs // group), device=DEVICE) / 400
+    weight = Fp8Weight(codes, scales, group, rounded, torch.tensor(0.01, device=DEVICE) if known else None)
+    norm = torch.rand(inputs, device=DEVICE).to(WIDE) + 0.5
+    for options in (
+        {"bias": torch.randn(2 * outputs, device=DEVICE).to(WIDE)},
+        {"norm": norm, "residual": residual, "eps": 1e-5},
+        {"norm": norm, "residual": residual, "eps": 1e-5, "gate": True},
+    ):
+        ours, stream = gemv.gemv(x, weight, **options)
+        theirs, expected = gemv_reference.gemv(x, weight, **options)
+        error = (ours.float() - theirs.float()).norm() / theirs.float().norm()
+        assert float(error) <= (0.02 if ON_GPU or rounded is None else 0.2), "the interpreter loses carries"
+        assert torch.equal(stream, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -26,7 +26,7 @@ EIGHT_BITS = [(0, 0, False), (0, 0, True), (128, 128, False), (0, None, False)]
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    for proof in (proofs._one_row, proofs._some_rows, proofs._fp8, proofs._int8):
+    for proof in (proofs._one_row, proofs._some_rows, proofs._fp8, proofs._fp8_row, proofs._int8):
         proof.cache_clear()
     if DEVICE.type != "cuda":
         monkeypatch.setattr(proofs, "COUNTS", (1, 70))
@@ -45,7 +45,9 @@ def test_packed_kernels(kind: proofs.Kind) -> None:
 def test_products_of_8_bit_floats(group: int, rounded: int | None, known: bool) -> None:
     codes = torch.empty(64, 256, dtype=torch.float8_e4m3fn, device=DEVICE)
     scale = torch.tensor(1.0, device=DEVICE) if known else None
-    assert proofs.takes_fp8(Fp8Weight(codes, torch.ones(64, 1), group, rounded, scale), WIDE)
+    found = proofs.proven_fp8(Fp8Weight(codes, torch.ones(64, 1), group, rounded, scale), WIDE)
+    assert found is not None
+    assert found.one_row == (WIDE is torch.bfloat16)
 
 
 @pytest.mark.parametrize("symmetric", [True, False] if DEVICE.type == "cuda" else [False])

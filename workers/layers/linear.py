@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshlm.kernels.fp8_gemm.reference import Fp8Weight
 from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import Ops
 from meshlm.workers.layers.partial_sum import PartialSum
@@ -15,6 +16,8 @@ class Linear(nn.Module):
     """x W^T + b. After `prepare` the weight is in the form that its method computes with."""
 
     weight: nn.Parameter
+    eight_bits: Fp8Weight | None = None
+    """The whole weight as `Ops.norm_fp8_linear` takes it, if its method says so."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool) -> None:
         super().__init__()
@@ -45,6 +48,8 @@ class Linear(nn.Module):
         """See `Ops.norm_linear`."""
         if self.fuses_norm:
             return ops.norm_linear(x, (norm.weight, norm.eps), self.weight, self.bias, self.outputs, gate=gate)
+        if self.eight_bits is not None:
+            return ops.norm_fp8_linear(x, (norm.weight, norm.eps), self.eight_bits, self.bias, gate=gate)
         normed, residual = ops.norm(x, (norm.weight, norm.eps))
         out = self.method.apply(self, normed, ops)
         return (ops.silu_mul(out) if gate else out), residual

@@ -106,12 +106,24 @@ class Ops(Protocol):
         """The weight, with which of this device's kernels may compute with it. While a model is prepared."""
         ...
 
-    def takes_fp8(self, weight: Fp8Weight, dtype: torch.dtype) -> bool:
-        """Whether `fp8_linear` is there for such weights. While a model is prepared."""
+    def proven_fp8(self, weight: Fp8Weight, dtype: torch.dtype) -> Fp8Weight | None:
+        """The weight, with which of this device's kernels may compute with it; None: none. While a model is prepared."""
         ...
 
     def fp8_linear(self, x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
         """[m, inputs] -> [m, outputs], in 8 bits: kernels/fp8_gemm."""
+        ...
+
+    def norm_fp8_linear(
+        self,
+        x: PartialSum,
+        norm: tuple[Tensor, float],
+        weight: Fp8Weight,
+        bias: Tensor | None,
+        *,
+        gate: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """As `norm_linear`, in 8 bits."""
         ...
 
     def takes_int8(self, weight: Int8Weight, dtype: torch.dtype) -> bool:

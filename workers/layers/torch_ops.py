@@ -33,8 +33,8 @@ class Composed:
     def proven(self, weight: PackedWeight, dtype: torch.dtype) -> PackedWeight:
         return weight
 
-    def takes_fp8(self, weight: Fp8Weight, dtype: torch.dtype) -> bool:
-        return False
+    def proven_fp8(self, weight: Fp8Weight, dtype: torch.dtype) -> Fp8Weight | None:
+        return None
 
     def fp8_linear(self, x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
         raise NotImplementedError
@@ -136,6 +136,19 @@ class Composed:
         y, residual = self.norm(x, norm)
         out = self.linear(y, packed, bias, outputs)
         del y  # its memory is part of what the gate's result gets
+        return (self.silu_mul(out) if gate else out), residual
+
+    def norm_fp8_linear(
+        self: "Ops",
+        x: PartialSum,
+        norm: tuple[Tensor, float],
+        weight: Fp8Weight,
+        bias: Tensor | None,
+        *,
+        gate: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        y, residual = self.norm(x, norm)
+        out = self.fp8_linear(y, weight, bias)
         return (self.silu_mul(out) if gate else out), residual
 
 

@@ -69,14 +69,30 @@ class TritonOps(Composed):
     def proven(self, weight: PackedWeight, dtype: torch.dtype) -> PackedWeight:
         return proofs.proven(weight, dtype)
 
-    def takes_fp8(self, weight: Fp8Weight, dtype: torch.dtype) -> bool:
+    def proven_fp8(self, weight: Fp8Weight, dtype: torch.dtype) -> Fp8Weight | None:
         capable = fp8.takes(weight.group) and torch.cuda.get_device_capability() >= (8, 9)
-        return capable and proofs.takes_fp8(weight, dtype)
+        return proofs.proven_fp8(weight, dtype) if capable else None
 
     def fp8_linear(self, x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
-        codes, scales, group, rounded, input_scale = weight
+        if x.shape[0] == 1 and weight.one_row:
+            return gemv(x.contiguous(), weight, bias)[0]
+        codes, scales, group, rounded, input_scale, _ = weight
         values, x_scales = (x, None) if rounded is None else quantise(x.contiguous(), rounded, input_scale)
         return fp8.fp8_gemm(values, x_scales, codes, scales, bias, x.dtype, group)
+
+    def norm_fp8_linear(
+        self,
+        x: PartialSum,
+        norm: tuple[Tensor, float],
+        weight: Fp8Weight,
+        bias: Tensor | None,
+        *,
+        gate: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        one = x.kind is Kind.WHOLE and x.value.shape[0] == 1 and weight.one_row
+        if one and not (gate and bias is not None):
+            return gemv(x.value, weight, bias, norm=norm[0], residual=x.residual, eps=norm[1], gate=gate)
+        return super().norm_fp8_linear(x, norm, weight, bias, gate=gate)
 
     def takes_int8(self, weight: Int8Weight, dtype: torch.dtype) -> bool:
         return proofs.takes_int8(weight, dtype)

@@ -74,11 +74,11 @@ class Fp8Linear:
             if linear.weight.device.type == "cpu":
                 rows = rows._replace(weight=ops.pack(self._values(linear, rows, self._dtype)))
             elif self._alike():
-                as_they_are = self._as_they_are(linear, rows)
-                rows = rows._replace(native=as_they_are if ops.takes_fp8(as_they_are, self._dtype) else None)
+                rows = rows._replace(native=ops.proven_fp8(self._as_they_are(linear, rows), self._dtype))
             found.append(rows)
             begin += count
         self._rows = tuple(found)
+        linear.eight_bits = found[0].native if len(found) == 1 else None
         if linear.weight.device.type == "cpu":
             linear.weight = nn.Parameter(linear.weight[:0].clone(), requires_grad=False)
 

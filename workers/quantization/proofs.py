@@ -5,6 +5,7 @@ What differs, or cannot be compiled or launched, is not used: another way comput
 
 from collections.abc import Callable
 from functools import cache, partial
+from typing import Any
 
 import structlog
 import torch
@@ -14,6 +15,8 @@ from triton.runtime.errors import TritonError
 from meshlm.kernels.fp8_gemm.kernel import fp8_gemm, int8_gemm
 from meshlm.kernels.fp8_gemm.reference import Fp8Weight
 from meshlm.kernels.fp8_gemm.reference import fp8_gemm as fp8_reference
+from meshlm.kernels.gemv import kernel as row
+from meshlm.kernels.gemv import reference as row_reference
 from meshlm.kernels.packed_gemm import gemv, reference
 from meshlm.kernels.packed_gemm import kernel as packed
 from meshlm.kernels.packed_gemm.reference import PackedWeight
@@ -24,6 +27,7 @@ from meshlm.kernels.quantise_int8.reference import Int8Weight, int8_linear
 NEAR = 0.05  # largest error, in standard deviations of what must come out
 ROUNDING = 0.05  # mean distance of what 8 bits leave of normal numbers, at most
 COUNTS = (1, 20, 60, 100, 300)  # rows that meet all ways to multiply 8 bits
+MOST_INPUTS = 16384  # of a product of one row, all of which a program holds
 ROWS = 200  # outputs of a case: no multiple of any tile
 _log = structlog.get_logger()
 Case = Callable[[], tuple[Tensor, Tensor]]  # found, and what it must be
@@ -107,10 +111,43 @@ def random_packed(kind: Kind, inputs: int, device: torch.device) -> PackedWeight
     return PackedWeight(low, high, scales, zeros, minima, bits=bits, group=group, zero=zero, inputs=inputs)
 
 
-def takes_fp8(weight: Fp8Weight, dtype: torch.dtype) -> bool:
-    """Whether the products of such weights are right, of one row, some and many."""
-    codes, _, group, rounded, scale = weight
-    return _fp8(group, rounded, scale is not None, codes.shape[1] % 128, dtype, codes.device)
+def proven_fp8(weight: Fp8Weight, dtype: torch.dtype) -> Fp8Weight | None:
+    """The weight, if its products are right, of one row, some and many; and whether kernels/gemv computes that of one row."""
+    codes, known = weight.codes, weight.input_scale is not None
+    if not _fp8(weight.group, weight.rounded, known, codes.shape[1] % 128, dtype, codes.device):
+        return None
+    groups = weight.group, weight.rounded or 0
+    able = dtype == torch.bfloat16 and codes.shape[1] % 16 == 0 and max(groups) <= codes.shape[1] <= MOST_INPUTS
+    able = able and all(group & group - 1 == 0 for group in groups)
+    return weight._replace(
+        one_row=able and _fp8_row(weight.group, weight.rounded, known, codes.shape[1], dtype, codes.device)
+    )
+
+
+@cache
+def _fp8_row(
+    group: int, rounded: int | None, known: bool, inputs: int, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """A norm, a product with gate and one without, of as many inputs as the model's."""
+    weight = _some_fp8(2 * ROWS, inputs, group, rounded, known, device)
+    x, residual = torch.randn(2, 1, inputs, dtype=dtype, device=device)
+    norm = torch.rand(inputs, dtype=dtype, device=device) + 0.5
+
+    def case(gate: bool) -> tuple[Tensor, Tensor]:
+        options: dict[str, Any] = {"norm": norm, "residual": residual, "eps": 1e-5, "gate": gate}
+        return row.gemv(x, weight, **options)[0], row_reference.gemv(x, weight, **options)[0]
+
+    return holds(
+        "the kernel of one row in 8-bit floats", "tensor cores compute it", [partial(case, False), partial(case, True)]
+    )
+
+
+def _some_fp8(
+    outputs: int, inputs: int, group: int, rounded: int | None, known: bool, device: torch.device
+) -> Fp8Weight:
+    codes = (torch.randn(outputs, inputs, device=device) * 30).clamp(-400, 400).to(torch.float8_e4m3fn)
+    scales = (torch.rand(outputs, -(-inputs // group) if group else 1, device=device) + 0.5) / (30 * inputs**0.5)
+    return Fp8Weight(codes, scales, group, rounded, torch.tensor(0.01, device=device) if known else None)
 
 
 @cache
