@@ -124,7 +124,7 @@ def test_gemv_of_8_bit_floats(group: int, rounded: int | None, known: bool) -> N
         ours, stream = gemv.gemv(x, weight, **options)
         theirs, expected = gemv_reference.gemv(x, weight, **options)
         error = (ours.float() - theirs.float()).norm() / theirs.float().norm()
-        assert float(error) <= (0.02 if ON_GPU or rounded is None else 0.2), "the interpreter loses carries"
+        assert float(error) <= (0.02 if ON_GPU or rounded is None else 0.35), "the interpreter loses carries"
         assert torch.equal(stream, expected)
 
 
