@@ -75,7 +75,7 @@ def build_each(
             cap_max_tokens=ask.cap_max_tokens,
             want_ids=ask.return_token_ids
             or (ask.echo and ask.tokens_as_ids)
-            or (isinstance(ask.task, Pool) and ask.task.step_tag_id >= 0),
+            or (isinstance(ask.task, Pool) and ask.task.needs_prompt_ids),
             want_text=ask.echo or ask.return_prompt_text,
             priority=ask.priority,
             cache_salt=ask.cache_salt,

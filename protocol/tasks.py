@@ -44,6 +44,11 @@ class Pool(Struct, frozen=True, tag="pool", omit_defaults=True):
     eos_token_id: int = -1  # and a last one
 
     @property
+    def needs_prompt_ids(self) -> bool:
+        """Whether the tokens of the prompt say which vectors are given out."""
+        return max(self.step_tag_id, self.bos_token_id, self.eos_token_id) >= 0
+
+    @property
     def needs_all_tokens(self) -> bool:
         """Tokens whose KV is in the prefix cache have no hidden state any more, and so all are computed."""
         return self.kind is not PoolKind.LAST

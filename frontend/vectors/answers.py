@@ -74,7 +74,7 @@ class VectorsResponse(Response):
     def of_tokens(self, choice: Choice) -> "tuple[array[float], int]":
         """An input's vectors of tokens, one after the other, and their number."""
         flat = array("f", choice.pooled)
-        if max(self.pool.step_tag_id, self.pool.bos_token_id, self.pool.eos_token_id) < 0:
+        if not self.pool.needs_prompt_ids:
             return flat, choice.num_prompt_tokens
         ids = memoryview(self.prompt[choice.prompt_index].prompt_token_ids).cast("i").tolist()
         return of_tokens(flat, ids, self.pool)

@@ -152,6 +152,13 @@ def test_steps_have_the_vectors_of_their_tags_alone() -> None:
     assert [one["shape"] for one in json.loads(answer.headers["metadata"])["data"]] == [[1, 2], [0]]
 
 
+def test_special_tokens_at_the_edges_have_none() -> None:
+    """The prompts' token ids count from 0."""
+    task = Pool(PoolKind.ALL, PoolHead.CLASSIFY, True, bos_token_id=0, eos_token_id=2)
+    found, _ = encoded([[1, 2, 3], [7, 8]], task, tokens=[3, 2])
+    assert [one["embedding"] for one in json.loads(found)["data"]] == [[[2]], [[8]]]
+
+
 def test_parts_weigh_as_many_tokens_as_they_have() -> None:
     found, _ = encoded([[1.0, 0.0], [0.0, 4.0], [5.0, 5.0]], tokens=[3, 1, 2], parts=(2, 1))
     data = json.loads(found)

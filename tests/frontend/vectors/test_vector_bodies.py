@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from meshlm.frontend import submits
 from meshlm.frontend.errors import HttpError
+from meshlm.frontend.vectors.answers import VectorsResponse
 from meshlm.frontend.vectors.routes import Asked, read
 from meshlm.protocol.columns import ints
 from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.ids import Handle
 from meshlm.protocol.pooling import PoolingSpec
 from meshlm.protocol.tasks import Pool, PoolHead, PoolKind
 from meshlm.protocol.text_edge import ChatPrompt, PairPrompt, TextPrompt, TokenPrompt
@@ -191,3 +194,16 @@ def test_longer_prompts_where_they_are_cut_in_parts(config: MeshConfig) -> None:
 def test_the_spec_says_what_compares() -> None:
     spec = PoolingSpec(tasks=("token_embed",), kind=PoolKind.CLS, size=8)
     assert spec.scores_by == "token_embed"
+
+
+def test_token_ids_are_asked_for_where_they_say_which_vectors_are_given_out(config: MeshConfig) -> None:
+    tasks = ("embed", "token_embed", "token_classify")
+    m3 = with_pooling(config, tasks=tasks, edges={"token_embed": (0, -1), "token_classify": (0, 2)})
+    for settings, task, wanted in ((config, "token_embed", False), (m3, "token_embed", True), (m3, "embed", False)):
+        ask = asked(settings, "/pooling", input="a", task=task).ask
+        answer = VectorsResponse(ask, "pool-1", 7, "m", lambda: None, lambda _: b"")
+        ((_, submit),) = submits.build_each(answer, ask, lambda: Handle(1), -1)
+        assert submit.want_ids is wanted, task
+    assert asked(m3, "/pooling", input="a", task="token_classify").ask.task == Pool(
+        PoolKind.ALL, PoolHead.CLASSIFY, True, bos_token_id=0, eos_token_id=2
+    )
