@@ -92,24 +92,24 @@ def _select(
         least = 0
         bins = tl.arange(0, 256)
         for nth in tl.static_range(4):
-            shift: tl.constexpr = 24 - 8 * nth
+            shift = 24 - 8 * nth
             found = tl.zeros((256,), tl.int32)
             for begin in range(0, length, BLOCK):
                 at = begin + tl.arange(0, BLOCK)
                 key = _ordered(tl.load(line + at, mask=at < length, other=0.0))
-                digit = (key >> shift) & 255
+                digits = (key >> shift) & 255
                 alike = at < length
                 if nth == 0:
-                    digit = digit ^ 128  # the sign: negative ones are the lowest
+                    digits = digits ^ 128  # the sign: negative ones are the lowest
                 else:
                     alike = alike & ((key >> (shift + 8)) == (least >> (shift + 8)))
-                found += tl.histogram(digit, 256, mask=alike)
+                found += tl.histogram(digits, 256, mask=alike)
             above = tl.sum(found, axis=0) - tl.cumsum(found, axis=0)
-            digit = tl.sum((above >= ties).to(tl.int32), axis=0)
-            ties -= tl.sum(tl.where(bins == digit, above, 0), axis=0)
+            best = tl.sum((above >= ties).to(tl.int32), axis=0)
+            ties -= tl.sum(tl.where(bins == best, above, 0), axis=0)
             if nth == 0:
-                digit = digit ^ 128
-            least = least | (digit << shift)
+                best = best ^ 128
+            least = least | (best << shift)
     written, equals = 0, 0
     for begin in range(0, length, BLOCK):
         at = begin + tl.arange(0, BLOCK)
