@@ -2,8 +2,8 @@
 
     y_t = silu(bias + sum over k of weight_k x_(t - K + 1 + k))         or without silu
 
-Decodes are one launch: a program has a request and some channels. Prompts are two: all pieces (kernels/states.py) first read the state
-that the request had, then others leave the new ones.
+Decodes are one launch: a program has a request and some channels. Prompts are two: all pieces (kernels/states.py), some tokens a
+program, first read the state that the request had, then others leave the new ones.
 """
 
 import triton
@@ -13,7 +13,8 @@ from torch import Tensor
 from meshlm.kernels.attention.kernel import Columns
 from meshlm.kernels.states import PIECE, Pieces, left_in, request_of
 
-BLOCK = 128
+BLOCK = 128  # channels of a program; half of them where it has many tokens
+TOKENS = 32  # of a piece, of a program: more would not stay in registers
 
 
 @triton.jit
@@ -48,15 +49,18 @@ def _update(
 def _pieces(
     x, weight, bias, out, state, pieces, rows, starts, ends, tables, stride, x_stride, half_stride, page_stride, channels,
     HALF: tl.constexpr, K: tl.constexpr, PAGE: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
-    PIECE: tl.constexpr, BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     piece, c = pieces + tl.program_id(0) * 3, tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token, _, start, table = request_of(tl.load(piece), rows, starts, ends, tables, stride)
-    t = tl.load(piece + 1) + tl.arange(0, PIECE)
-    inside = (tl.arange(0, PIECE) < tl.load(piece + 2))[:, None] & (c < channels)[None, :]
+    size, part = tl.load(piece + 2), tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
+    if tl.program_id(2) * TOKENS >= size:
+        return
+    t = tl.load(piece + 1) + part
+    inside = (part < size)[:, None] & (c < channels)[None, :]
     read = tl.load(table + tl.maximum(start - 1, 0) // PAGE).to(tl.int64)
     at = state + read * page_stride + (c // HALF) * half_stride + (c % HALF) * (K - 1)
-    y = tl.zeros((PIECE, BLOCK), tl.float32)
+    y = tl.zeros((TOKENS, BLOCK), tl.float32)
     if BIAS:
         y += tl.load(bias + c, mask=c < channels, other=0.0).to(tl.float32)[None, :]
     for k in tl.static_range(K):
@@ -133,7 +137,7 @@ def causal_conv(
     if pieces is not None:
         lines = pieces.pieces
         small = BLOCK // 2
-        _pieces[(len(lines), triton.cdiv(channels, small))](
+        _pieces[(len(lines), triton.cdiv(channels, small), PIECE // TOKENS)](
             x,
             weight,
             given,
@@ -144,7 +148,7 @@ def causal_conv(
             **sizes,
             BIAS=bias is not None,
             SILU=silu,
-            PIECE=PIECE,
+            TOKENS=TOKENS,
             BLOCK=small,
         )
         _leave[(len(pieces.prompts), blocks)](

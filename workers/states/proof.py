@@ -1,13 +1,13 @@
 """Triton's kernels for recurrent states are used where this very GPU shows, at each start, that they give what plain torch gives.
 
 `of_kernels` asks the kernels alone, with the sizes of the model's states and pages: prompts in several pieces, chunks behind a state,
-prompts that cross a block's end with a checkpoint and without, decodes. `of_model` asks the whole stage with its own weights, behind
-the same steps. What is wrong, or cannot be compiled or launched, is said in words, and plain torch computes.
+prompts that cross a block's end with a checkpoint and without, decodes. model_proof.py asks the whole stage with its own weights.
+What is wrong, or cannot be compiled or launched, is said in words, and plain torch computes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,19 +18,13 @@ from triton.runtime.errors import TritonError
 from meshlm.kernels.attention.kernel import Columns
 from meshlm.kernels.states import PIECE
 from meshlm.protocol.model import StateSpec
-from meshlm.workers.attention.backend import Backend, TorchBackend
 from meshlm.workers.batch import KnownRequests, Prompt, RequestLens, StateCache, StepInputs
 from meshlm.workers.engine.columns import StepColumns, columns_of
-from meshlm.workers.engine.inputs import TorchInputs
 from meshlm.workers.states.random_mixer import RandomMixer
 from meshlm.workers.states.torch_states import TorchStates
 from meshlm.workers.states.triton_states import TritonStates
 
-if TYPE_CHECKING:
-    from meshlm.workers.engine.engine import ModelEngine
-
 NEAR = 0.03  # of norms: rounding to 16 bits in a convolution, a scan and a state makes less
-NEAR_OF_MODEL = 0.15  # of the norm of a request's hidden states: many layers round
 LONG = PIECE + 37
 FAULTS = (TritonError, RuntimeError, ValueError, TypeError, AssertionError)
 
@@ -47,7 +41,7 @@ def requests(page: int) -> list[Request]:
     return [
         Request((LONG, 100, 1, 1), _pages(LONG + 102, page, 0)),
         Request((2, 1, 1, 1), (20,)),
-        Request((page + 50, 40, 1, 1), (21, 21, 22)),
+        Request((page + 50, 40, 1, 1), (21, 21, *(22,) * (-(-(page + 92) // page) - 2))),
         Request((0, page + 3, 1, 1), (23, 24)),
     ]
 
@@ -139,54 +133,3 @@ def _cache(state: StateSpec, ssm: torch.dtype, dtype: torch.dtype, device: torch
     return StateCache(
         torch.full(heads, 7.0, dtype=ssm, device=device), torch.full(channels, 7.0, dtype=dtype, device=device), 0
     )
-
-
-def of_model(engine: "ModelEngine", backend: Backend, inputs: Callable[[StepColumns], StepInputs]) -> str:
-    """Why this stage must not compute by `backend`; "" when it may. The KV cache is there, and nobody's yet.
-
-    inputs: the step's tensors for the backend. Both ways compute a long prompt in two chunks beside a short one, and decodes.
-    """
-    rows, size = engine.rows, engine.rows.block_size
-    most = min(engine.resolved.max_model_len - 4, engine.resolved.max_num_batched_tokens - 4)
-    history = [Request((min(LONG, most // 2), min(100, most // 4), 1, 1), ()), Request((2, 1, 1, 1), ())][
-        : rows.max_rows
-    ]
-    blocks, groups = -(-sum(history[0].counts) // size), rows.num_groups
-    pages = len(history) * blocks * groups
-    there = min((one.state.ssm.shape[1] for one in engine.compute.caches if one.state is not None), default=0)
-    if pages > there or most < 8:
-        return "the KV cache is too small to try them"
-    saved = rows.state.clone()
-    ids = torch.arange(len(history) * rows.tokens.shape[1], device=rows.state.device).view(len(history), -1)
-    rows.tokens[: len(history)] = (ids * 7919 + 13) % engine.resolved.spec.vocab_size
-    own = torch.arange(pages, dtype=torch.int32, device=rows.state.device).view(groups, len(history), blocks)
-    rows.block_tables[:, : len(history), :blocks] = own
-    try:
-        with torch.inference_mode():
-            found, wanted = (_hidden(engine, history, one, make) for one, make in (
-                (backend, inputs), (TorchBackend(), TorchInputs(rows).of_step),
-            ))  # fmt: skip
-            worst = max(float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True))
-    except torch.OutOfMemoryError:
-        raise
-    except FAULTS as error:
-        return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:200]
-    finally:
-        rows.state.copy_(saved)
-    return "" if worst <= NEAR_OF_MODEL else f"the model is {worst:.3g} of the norm away from plain torch"
-
-
-def _hidden(
-    engine: "ModelEngine", history: list[Request], backend: Backend, inputs: Callable[[StepColumns], StepInputs]
-) -> list[Tensor]:
-    """Hidden states of each request in each step, float32."""
-    found = []
-    for nth in range(len(history[0].counts)):
-        step = step_of(history, nth)
-        batch = inputs(step)
-        before = None if engine.shard.is_first else torch.ones(step.t, engine.spec.hidden_size, device=engine.device)
-        residual = None if before is None else before.to(engine.dtype)
-        attention = backend.step(batch, engine.rows.block_size)
-        hidden: Tensor = engine.model(batch, engine.compute.caches, attention, residual)
-        found += hidden.float().split(step.counts.tolist())
-    return found
