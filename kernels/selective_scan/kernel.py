@@ -47,6 +47,29 @@ def _update(
 
 
 @triton.jit
+def _line(values, stride, token, at, there):
+    """Numbers of a token, float32."""
+    return tl.load(values + token * stride + at, mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _step_of(dt, stride, token, at, there, inside):
+    """The time steps of a token; zero, which changes nothing, where it is not inside the piece."""
+    return tl.where(inside, softplus(_line(dt, stride, token, at, there)), 0.0)
+
+
+@triton.jit
+def _behind(h, step, value, key, rates):
+    """The state behind a token."""
+    return tl.exp(step[:, None] * rates) * h + (step * value)[:, None] * key[None, :]
+
+
+@triton.jit
+def _gated(h, query, value, skip, z):
+    return (tl.sum(h * query[None, :], axis=1) + skip * value) * z * tl.sigmoid(z)
+
+
+@triton.jit
 def _sums(
     x, dt, a, b, states, totals, pieces, ends, x_stride, dt_stride, b_stride, channels,
     N: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -58,12 +81,22 @@ def _sums(
     inside, line = there[:, None] & numbers[None, :], p[:, None] * N + n[None, :]
     rates = tl.load(a + line, mask=inside, other=0.0)
     h, total = tl.zeros((BLOCK, BLOCK_N), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    for t in range(size):
-        step = softplus(tl.load(dt + (token + t) * dt_stride + p, mask=there, other=0.0).to(tl.float32))
-        value = tl.load(x + (token + t) * x_stride + p, mask=there, other=0.0).to(tl.float32)
-        key = tl.load(b + (token + t) * b_stride + n, mask=numbers, other=0.0).to(tl.float32)
-        h = tl.exp(step[:, None] * rates) * h + (step * value)[:, None] * key[None, :]
-        total += step
+    for begin in range(0, size, 4):  # the loads of four tokens are under way together
+        t, last = token + begin, size - begin - 1
+        t1, t2, t3 = t + tl.minimum(last, 1), t + tl.minimum(last, 2), t + tl.minimum(last, 3)
+        step0 = _step_of(dt, dt_stride, t, p, there, last >= 0)
+        step1 = _step_of(dt, dt_stride, t1, p, there, last >= 1)
+        step2 = _step_of(dt, dt_stride, t2, p, there, last >= 2)
+        step3 = _step_of(dt, dt_stride, t3, p, there, last >= 3)
+        value0, key0 = _line(x, x_stride, t, p, there), _line(b, b_stride, t, n, numbers)
+        value1, key1 = _line(x, x_stride, t1, p, there), _line(b, b_stride, t1, n, numbers)
+        value2, key2 = _line(x, x_stride, t2, p, there), _line(b, b_stride, t2, n, numbers)
+        value3, key3 = _line(x, x_stride, t3, p, there), _line(b, b_stride, t3, n, numbers)
+        h = _behind(h, step0, value0, key0, rates)
+        h = _behind(h, step1, value1, key1, rates)
+        h = _behind(h, step2, value2, key2, rates)
+        h = _behind(h, step3, value3, key3, rates)
+        total += step0 + step1 + step2 + step3
     wide = (piece * channels).to(tl.int64)
     tl.store(states + wide * N + line, h, mask=inside)
     tl.store(totals + wide + p, total, mask=there)
@@ -110,15 +143,48 @@ def _scan(
     rates = tl.load(a + line, mask=inside, other=0.0)
     skip = tl.load(d + p, mask=there, other=0.0)
     h = tl.load(states + (piece * channels).to(tl.int64) * N + line, mask=inside, other=0.0)
-    for t in range(size):
-        step = softplus(tl.load(dt + (token + t) * dt_stride + p, mask=there, other=0.0).to(tl.float32))
-        value = tl.load(x + (token + t) * x_stride + p, mask=there, other=0.0).to(tl.float32)
-        key = tl.load(b + (token + t) * b_stride + n, mask=numbers, other=0.0).to(tl.float32)
-        query = tl.load(c + (token + t) * c_stride + n, mask=numbers, other=0.0).to(tl.float32)
-        z = tl.load(gate + (token + t) * gate_stride + p, mask=there, other=0.0).to(tl.float32)
-        h = tl.exp(step[:, None] * rates) * h + (step * value)[:, None] * key[None, :]
-        y = tl.sum(h * query[None, :], axis=1) + skip * value
-        tl.store(out + (token + t) * channels + p, (y * z * tl.sigmoid(z)).to(out.dtype.element_ty), mask=there)
+    to = out + p
+    for begin in range(0, size, 4):  # as above; the tokens beyond the piece's end are its last one, and are not stored
+        t, last = token + begin, size - begin - 1
+        t1, t2, t3 = t + tl.minimum(last, 1), t + tl.minimum(last, 2), t + tl.minimum(last, 3)
+        step0 = _step_of(dt, dt_stride, t, p, there, last >= 0)
+        step1 = _step_of(dt, dt_stride, t1, p, there, last >= 1)
+        step2 = _step_of(dt, dt_stride, t2, p, there, last >= 2)
+        step3 = _step_of(dt, dt_stride, t3, p, there, last >= 3)
+        value0, key0, query0 = (
+            _line(x, x_stride, t, p, there),
+            _line(b, b_stride, t, n, numbers),
+            _line(c, c_stride, t, n, numbers),
+        )
+        value1, key1, query1 = (
+            _line(x, x_stride, t1, p, there),
+            _line(b, b_stride, t1, n, numbers),
+            _line(c, c_stride, t1, n, numbers),
+        )
+        value2, key2, query2 = (
+            _line(x, x_stride, t2, p, there),
+            _line(b, b_stride, t2, n, numbers),
+            _line(c, c_stride, t2, n, numbers),
+        )
+        value3, key3, query3 = (
+            _line(x, x_stride, t3, p, there),
+            _line(b, b_stride, t3, n, numbers),
+            _line(c, c_stride, t3, n, numbers),
+        )
+        z0, z1 = _line(gate, gate_stride, t, p, there), _line(gate, gate_stride, t1, p, there)
+        z2, z3 = _line(gate, gate_stride, t2, p, there), _line(gate, gate_stride, t3, p, there)
+        h = _behind(h, step0, value0, key0, rates)
+        y0 = _gated(h, query0, value0, skip, z0)
+        h = _behind(h, step1, value1, key1, rates)
+        y1 = _gated(h, query1, value1, skip, z1)
+        h = _behind(h, step2, value2, key2, rates)
+        y2 = _gated(h, query2, value2, skip, z2)
+        h = _behind(h, step3, value3, key3, rates)
+        y3 = _gated(h, query3, value3, skip, z3)
+        tl.store(to + t * channels, y0.to(out.dtype.element_ty), mask=there)
+        tl.store(to + t1 * channels, y1.to(out.dtype.element_ty), mask=p < tl.where(last >= 1, channels, 0))
+        tl.store(to + t2 * channels, y2.to(out.dtype.element_ty), mask=p < tl.where(last >= 2, channels, 0))
+        tl.store(to + t3 * channels, y3.to(out.dtype.element_ty), mask=p < tl.where(last >= 3, channels, 0))
 
 
 def scan_update(

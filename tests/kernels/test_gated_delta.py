@@ -61,7 +61,11 @@ def run(requests: Requests, given: Given, state: torch.Tensor, most: int) -> tor
     return out
 
 
-SIZES = {"groups": (1, 2, 16, 8), "odd sizes": (2, 2, 20, 40)}
+SIZES = (
+    {"groups": (1, 2, 32, 64), "odd sizes": (2, 2, 36, 72)}
+    if ON_GPU
+    else {"groups": (1, 2, 16, 8), "odd sizes": (2, 2, 20, 40)}
+)
 CASES = [("groups", torch.float32), ("odd sizes", torch.float16), *((name, DTYPES[2]) for name in SIZES if ON_GPU)]
 
 
@@ -85,11 +89,11 @@ def test_chunks_of_equal_keys(decay: float) -> None:
     """Then the triangular system is as far from being diagonal as can be: powers of it would be huge. Pieces as long as they get."""
     torch.manual_seed(0)
     requests = [(3, 45, [0]), (PAGE, 47, [1, 2])]
-    q, k, v, a, b, _, _ = inputs(92, (1, 2, 16, 16), torch.float32)
+    q, k, v, a, b, _, _ = inputs(92, (1, 2, 32, 32), torch.float32)
     k = k[:1].expand(92, -1, -1).contiguous()
     rate, bias = torch.full((2,), decay, device=DEVICE), torch.zeros(2, device=DEVICE)
     given = Given(q, k, v, a, b + 6, rate, bias)
-    states = states_like(2, 16, 16)
+    states = states_like(2, 32, 32)
     state = halves(states)
     found = run(requests, given, state, 128)
     y, after = by_reference(requests, given, states)

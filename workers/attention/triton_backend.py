@@ -189,6 +189,8 @@ def _without_states(state: StateSpec, page: int, dtype: torch.dtype, device: tor
     """Why it cannot compute such states here; "" when it can. state.dtype: of what the cache holds."""
     if state.kind not in KINDS:
         return f"it has no kernels for the states of {state.kind}"
+    if state.kind == "gated_delta_net" and not all(32 <= size <= 256 for size in (state.head_dim, state.state_size)):
+        return f"it has kernels for gated delta nets with heads of 32 to 256, these have {state.state_size} and {state.head_dim}"
     from meshlm.workers.states import proof
 
     ssm = torch.float32 if state.dtype == "float32" else dtype

@@ -155,11 +155,11 @@ class _BothAttention:
         scale: float,
     ) -> Tensor:
         """See `StepAttention.attend_latent`."""
-        rest, copies = (table, cache, heads, scale), (query.clone(), latent.clone())
+        first, second = query.clone(), latent.clone()
         return self._both.run(
             "attention",
-            lambda: self._kernels.attend_latent(*copies, ops, self._batch, *rest),
-            lambda: self._plain.attend_latent(query, latent, ops, batch, *rest),
+            lambda: self._kernels.attend_latent(first, second, ops, self._batch, table, cache, heads, scale),
+            lambda: self._plain.attend_latent(query, latent, ops, batch, table, cache, heads, scale),
         )
 
     def states(self, group: int) -> StepStates:
