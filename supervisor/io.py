@@ -47,16 +47,7 @@ class Supervisor:
         self._display, self.line = display, display.line
         self._run_dir, self._drain_s = Path(config.run.run_dir), config.run.drain_timeout
         self._dead: dict[Identity, edge.Died] = {}  # the last incarnation that ended, of each that has had one
-        run = config.run
-        self._group = rolling.Rolling(
-            members,
-            run.max_restarts,
-            run.startup_timeout,
-            run.stall_timeout,
-            run.step_timeout,
-            ends_steps=config.node is None or not config.node.head,
-            workers_per_rank=config.parallel.workers_per_rank,
-        )
+        self._group = rolling.Rolling.of(members, config)
         self.operations = Operations(self._group, self._do, self._refuse, self.stop, self._elsewhere, self.send)
         self._loop = asyncio.get_running_loop()
         self._clock = clock.steady()  # the group's
@@ -331,10 +322,8 @@ class Supervisor:
         if self._dead.setdefault(died.identity, died).incarnation > died.incarnation:
             return  # another node has not heard of the later one yet
         self._dead[died.identity] = died
-        for role in Role:
-            for peer in self._mesh.peers(role):
-                if role is not Role.SUPERVISOR:
-                    self.send(peer, died)
+        for peer in (one for role in Role if role is not Role.SUPERVISOR for one in self._mesh.peers(role)):
+            self.send(peer, died)
 
     def deaths(self) -> Iterable[edge.Died]:
         return self._dead.values()

@@ -14,6 +14,7 @@ from enum import Enum
 
 from msgspec import Struct
 
+from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Role
 from meshlm.supervisor.group import events
 from meshlm.supervisor.group.core import Group, Process, State, exit_text
@@ -100,6 +101,13 @@ class Rolling(Group):
         self._queue: deque[Identity] = deque()
         self._step: Step | None = None
         self._said: list[Effect] = []
+
+    @classmethod
+    def of(cls, members: list[Identity], config: MeshConfig) -> "Rolling":
+        """The group of these processes with the limits of the configuration; one host ends the steps of all."""
+        run, is_head = config.run, config.node is None or not config.node.head
+        limits = (run.max_restarts, run.startup_timeout, run.stall_timeout, run.step_timeout)
+        return cls(members, *limits, ends_steps=is_head, workers_per_rank=config.parallel.workers_per_rank)
 
     def roll(self, event: Event, now: float) -> list[Effect]:
         """Handles an event as `handle` does, with restarts."""

@@ -2,7 +2,6 @@
 
 from array import array
 
-import msgspec
 import numpy as np
 import pytest
 from bench import COORDINATOR, DETOKENIZER, LIFE, VOCAB, WORKER, Bench, limits, reference
@@ -15,7 +14,7 @@ from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import RepetitionDetection, SamplingParams
 from meshlm.protocol.step_edge import Reset, WorkerReady, WorkerStats
-from meshlm.protocol.token_edge import Disown, LogprobColumns, TokenDeltas
+from meshlm.protocol.token_edge import Disown
 from meshlm.runtime.events import PeerLost, PeerUp, Received, Tick
 from meshlm.scheduler_proc.core import Scheduler
 from meshlm.scheduler_proc.limits import MAX_CRASHES
@@ -324,49 +323,6 @@ def test_a_load_that_is_asked_for_knows_of_the_abort_before() -> None:
     assert reported(Received(COORDINATOR, LIFE, abort), Received(COORDINATOR, LIFE, ReportLoad(5))) == [(0, 5)]
     assert reported(Received(COORDINATOR, LIFE, ReportLoad(6))) == [(0, 6)], "though nothing has changed"
     assert reported(PeerUp(COORDINATOR, Incarnation(2))) == [(0, 0)], "its numbers begin anew"
-
-
-class OfPrompts(Bench):
-    """Its worker says of each prompt token the position, as its log-probability."""
-
-    def __init__(self) -> None:
-        self.of_prompts: list[list[float]] = []
-        super().__init__(limits(max_num_batched_tokens=4), 64, 4)
-        sampling = SamplingParams(max_tokens=3, prompt_logprobs=0)
-        work = EngineRequest(RequestId("r1"), Handle(1), pack_i32(range(10)), sampling)
-        self.event(Received(COORDINATOR, LIFE, Assign(work, DETOKENIZER, LIFE)))
-
-    def step(self) -> None:
-        plan = self.plans.popleft()
-        starts = np.frombuffer(plan.starts, np.int32)
-        counts = np.frombuffer(plan.counts, np.int32) if plan.counts else np.ones(len(starts), np.int32)
-        found = {}
-        for place, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
-            after = np.arange(start + 1, min(start + count + 1, 10), dtype=np.float32)
-            if len(after):
-                found[place] = LogprobColumns(0, after.tobytes(), after.astype(np.int32).tobytes(), b"", b"")
-        result = msgspec.structs.replace(self.model.run(plan), prompt_logprobs=found)
-        self.event(Received(WORKER, LIFE, result))
-
-    def _deltas(self, deltas: TokenDeltas) -> None:
-        super()._deltas(deltas)
-        self.of_prompts += [np.frombuffer(one.logprobs, np.float32).tolist() for one in deltas.prompt_logprobs.values()]
-
-
-@pytest.mark.parametrize("num_before", [0, 1, 2])
-@pytest.mark.parametrize("reason", ["preemption", "death"])
-def test_prompt_logprobs_of_a_prompt_that_begins_anew(reason: str, num_before: int) -> None:
-    """One for each token, whatever chunks were computed before, or are on their way."""
-    bench = OfPrompts()
-    for _ in range(num_before):
-        bench.step()
-    if reason == "death":
-        bench.lose_worker()
-    else:
-        (request,) = bench.core.requests.values()
-        bench.core.batching.preempt(request, "decode")
-    bench.finish()
-    assert bench.of_prompts == [list(range(1, 10))]
 
 
 def test_a_burst_of_requests_is_reported_once_and_after_the_plan() -> None:

@@ -4,11 +4,12 @@ import traceback
 from collections.abc import Iterator
 
 from clients import Ask, Client, Frontend, frontend_identity
+from faults import KILLS, OFF, OPERATIONS, Fault, Kind, Shape
 from group import Worker
 from life import Process, Violation
 from msgspec.structs import replace
 from replaced import simulated
-from scenario import BLOCK_SIZE, KILLS, OFF, OPERATIONS, PEER_TIMEOUT_S, Fault, Kind, Scenario, Shape, configs_of
+from scenario import BLOCK_SIZE, PEER_TIMEOUT_S, Scenario, configs_of
 from supervisors import Supervisor
 from world import BEGIN_S, World
 

@@ -1,10 +1,9 @@
 """What a history is made of: a mesh, its clients, its faults. `make` draws one from a seed."""
 
-import os
 import random
-from enum import Enum
 
 from clients import Ask
+from faults import CUTS, ENDS, FAULTS, KILLS, OPERATIONS, SHAPES, Fault, Kind, Shape
 from mock_worker import VOCAB
 from msgspec import Struct
 from msgspec.structs import replace
@@ -14,7 +13,6 @@ from two_hosts import HEAD_PORT, address_of
 from meshlm.protocol import config as cfg
 from meshlm.protocol.ids import HEAD, Identity, Role
 from meshlm.protocol.kv import ChunkedAttention, FullAttention, KVSpec, RecurrentState, SlidingWindow
-from meshlm.protocol.operations import RebalanceExperts, ResetPrefixCache
 from meshlm.protocol.tasks import PoolKind
 from meshlm.runtime import tcp
 from meshlm.supervisor.settings import layout
@@ -39,85 +37,6 @@ MAX_MODEL_LEN = 40
 MAX_WORKER_DEATHS = 3  # one less than those (MAX_CRASHES) after which a scheduler gives up what it computed then
 MAX_DEATHS = 4  # one less than those (runtime/deaths.py) after which a request is given up
 MAX_CUTS = 1  # each end of a link may lose the other, and a request's attempt with it
-
-
-class Kind(Enum):
-    """What goes wrong."""
-
-    KILL_FRONTEND = "kill frontend"
-    KILL_DETOKENIZER = "kill detokenizer"
-    KILL_COORDINATOR = "kill coordinator"
-    KILL_SCHEDULER = "kill scheduler"
-    KILL_WORKER = "kill worker"
-    KILL_SENDING = "kill a scheduler between sending to one worker and to the next"
-    CUT = "cut the link between two hosts"
-    CUT_ONE_WAY = "cut it in one direction"
-    TWICE = "everything on a link comes twice, the second time beside later frames"
-    BREAK = "break a connection: some of what is in flight is lost"
-    SLOW = "slow a link down: replays, and everything comes twice"
-    PAUSE = "pause a process"
-    SCALE = "all ranks but the first are to be removed, and come back"
-    RESET = "the prefix cache is reset, and what runs is computed anew"
-    REBALANCE = "experts are to move between ranks that step together"
-    LOSE_LINK = "one end of a link between a frontend and a detokenizer gives it up, although both live"
-    EARLY_WORD = "a peer is heard before App.start has run"
-
-
-# What the product cannot take yet, and why. An entry goes when its bug is mended; MESHLM_SIM_ALL=1 ignores them all.
-OFF: dict[Kind, str] = {}
-if os.environ.get("MESHLM_SIM_ALL"):
-    OFF.clear()
-
-KILLS = {
-    Kind.KILL_FRONTEND: Role.FRONTEND,
-    Kind.KILL_DETOKENIZER: Role.DETOKENIZER,
-    Kind.KILL_COORDINATOR: Role.COORDINATOR,
-    Kind.KILL_SCHEDULER: Role.SCHEDULER,
-    Kind.KILL_WORKER: Role.WORKER,
-    Kind.KILL_SENDING: Role.SCHEDULER,
-}
-OPERATIONS = {Kind.RESET: ResetPrefixCache(preempt=True), Kind.REBALANCE: RebalanceExperts()}
-ENDS = (Role.FRONTEND, Role.DETOKENIZER)  # of a link that is given up
-CUTS = (Kind.CUT, Kind.CUT_ONE_WAY)
-FAULTS = (
-    *KILLS,
-    Kind.BREAK,
-    Kind.SLOW,
-    Kind.TWICE,
-    Kind.PAUSE,
-    Kind.SCALE,
-)  # EARLY_WORD is always there, unless it is OFF
-
-
-class Shape(Enum):
-    """What sort of mesh it is."""
-
-    PLAIN = "one host, one worker for each rank"
-    GROUP = "one host, several workers for each rank"
-    LOCKSTEP = "one host, two or four ranks that step together"
-    HOSTS = "ranks on the head and on another host"
-    FAR_HOSTS = "all ranks on another host"
-    SPANNING = "a group of workers that spans two hosts"
-
-
-SHAPES = (
-    *(Shape.PLAIN,) * 4,
-    Shape.LOCKSTEP,
-    *(Shape.GROUP,) * 2,
-    Shape.HOSTS,
-    Shape.FAR_HOSTS,
-    Shape.SPANNING,
-)  # as often as here
-
-
-class Fault(Struct, frozen=True):
-    """Happens when that many frames have arrived anywhere (or at the latest when nothing else happens)."""
-
-    at_frame: int
-    kind: Kind
-    who: Identity
-    peer: Identity | None = None
-    seconds: float = 0.0
 
 
 class Scenario(Struct, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ every event; and when the faults are over the mesh is whole again, and empty.
 
     MESHLM_SIM_SEED=N         play history N alone and print its story when it goes wrong
     MESHLM_SIM_HISTORIES=N    play N histories instead of 10,000 (MESHLM_SIM_FIRST: the first seed)
-    MESHLM_SIM_ALL=1          with the faults that are known to be too much (scenario.py: OFF)
+    MESHLM_SIM_ALL=1          with the faults that are known to be too much (faults.py: OFF)
 """
 
 import os
@@ -15,11 +15,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from faults import OFF, Kind, Shape
 from history import History, shrunk, violation
 from mock_worker import Computed, Model
 from msgspec.structs import replace
 from replaced import simulated
-from scenario import OFF, STATES, Kind, Shape, make
+from scenario import STATES, make
 
 from meshlm.protocol.kv import ChunkedAttention, FullAttention, KVSpec, SlidingWindow
 from meshlm.protocol.step_edge import StepPlan
