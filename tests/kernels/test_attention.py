@@ -225,6 +225,19 @@ def test_soft_cap_and_sinks(splits: int) -> None:
     assert not torch.allclose(expected, attention(query, keys, values, at, 0.5, PLAIN))
 
 
+@pytest.mark.parametrize("splits", [1, 4])
+def test_windows_with_sinks(splits: int) -> None:
+    """Heads as gpt-oss has them: eight of queries for one of keys, a window that begins within a page, contexts around it."""
+    extras = Extras(window=40, sinks=torch.randn(16, device=DEVICE))
+    query, keys, values, at = make([(0, 1), (39, 1), (40, 1), (201, 1)], 16, 2, 64, torch.float32)
+    expected = attention(query, keys, values, at, 0.125, extras)
+    out = torch.empty_like(query)
+    prefill(query, keys, values, at, 0.125, out, extras=extras, tiles=(16, 32, 4, 2))
+    near(out, expected, torch.float32, 2)
+    decode(query, keys, values, at, 0.125, out, workspace(4, 16, splits, 64), splits, extras, block_n=16)
+    near(out, expected, torch.float32, 2)
+
+
 ROTATED = [
     *product([(4, 2, 64), (3, 1, 80)], [1, 4], [False, True], DTYPES),
     ((8, 1, 512), 4, True, WIDE),
