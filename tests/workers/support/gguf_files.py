@@ -15,7 +15,8 @@ from meshlm.architectures.registry import gguf_family, weights_of
 from meshlm.protocol.model import ModelSpec, StateSpec
 from meshlm.workers.weights.sources import sources
 
-QKV = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")}
+QKV = {"attn_qkv": ("attn_q", "attn_k", "attn_v")}
+GATE_UP = {"ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")}
 
 
 def write_model(
@@ -83,7 +84,7 @@ def tensors_of(folder: Path, family: GGUFFamily, spec: ModelSpec, names: Collect
     if spec.state is not None and family.kind == "qwen3next":
         found = dict(_by_kind(found, spec.state))
     written = {plain(name) for name in theirs(family.kind, names)}
-    packed = {stem: parts for stem, parts in (QKV | dict(family.packed)).items() if stem in written}
+    packed = {stem: parts for stem, parts in (QKV | GATE_UP | dict(family.packed)).items() if stem in written}
     if spec.state is not None and spec.state.kind == "gated_delta_net":  # layers that attend have three tensors
         packed["attn_qkv"] = tuple(part for part in packed.get("attn_qkv", ()) if "." in part)
     return joined(found, packed)
