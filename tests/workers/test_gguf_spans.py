@@ -29,7 +29,7 @@ CASES = {
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_ops, "available", lambda: False)
-    monkeypatch.setattr(loading, "keep", keep_spans)
+    monkeypatch.setattr(loading, "keep", lambda model, tensors, exact: keep_spans(model, tensors))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -39,7 +39,7 @@ def test_logits_are_those_of_decoded_weights(case: str, tmp_path: Path, monkeypa
     write_gguf(path, CASES[case])
     ours = load(path)
     with monkeypatch.context() as patch:
-        patch.setattr(loading, "keep", lambda model, tensors: {})
+        patch.setattr(loading, "keep", lambda model, tensors, exact: {})
         theirs = load(path)
     kinds = {name: type(module.method) for name, module in ours.named_modules() if isinstance(module, Linear)}
     packed = {name for name, kind in kinds.items() if kind is GGUFLinear}
@@ -56,9 +56,9 @@ def test_weights_that_are_decoded_on_the_device(tmp_path: Path, monkeypatch: pyt
     path, tokens = tmp_path / "m.gguf", list(range(20))
     write_gguf(path, CASES["some"])
     with monkeypatch.context() as patch:
-        patch.setattr(loading, "keep", lambda model, tensors: {})
+        patch.setattr(loading, "keep", lambda model, tensors, exact: {})
         theirs = load(path)
-    monkeypatch.setattr(loading, "keep", lambda model, tensors: keep_spans(model, tensors, DecodedGGUF))
+    monkeypatch.setattr(loading, "keep", lambda model, tensors, exact: keep_spans(model, tensors, DecodedGGUF))
     ours = load(path)
     layer = ours.get_submodule("layers.0.attention.qkv")
     assert isinstance(layer, Linear)
@@ -82,11 +82,11 @@ def test_weights_that_are_multiplied_while_they_load(
         path, CASES["Q8_0"], granite, architecture="granite", embedding_scale=3.0, logit_scale=0.5, residual_scale=0.4
     )
     with monkeypatch.context() as patch:
-        patch.setattr(loading, "keep", lambda model, tensors: {})
+        patch.setattr(loading, "keep", lambda model, tensors, exact: {})
         theirs = load(path)
     kept: dict[str, object] = {}
     monkeypatch.setattr(
-        loading, "keep", lambda model, tensors: kept.update(found := keep_spans(model, tensors, method)) or found
+        loading, "keep", lambda model, tensors, exact: kept.update(found := keep_spans(model, tensors, method)) or found
     )
     ours = load(path)
     packed = {name.removeprefix("layers.0.").removeprefix("layers.1.") for name in kept}
@@ -104,7 +104,7 @@ def test_shards(
     """Ranks have rows of some products, and columns of others: half a block of a K-quant is decoded while it is read."""
     path, tokens = tmp_path / "m.gguf", list(range(20))
     write_gguf(path, CASES[case])
-    monkeypatch.setattr(loading, "keep", lambda model, tensors: keep_spans(model, tensors, method))
+    monkeypatch.setattr(loading, "keep", lambda model, tensors, exact: keep_spans(model, tensors, method))
     expected = run(load(path), caches(SPEC, 24), [(tokens, 0, TABLE)])
     found = together(load_shards(path, 2, 1), lambda model, comm: logits_of(model, comm, tokens))
     torch.testing.assert_close(found[0], expected, atol=1e-4, rtol=1e-3)
@@ -121,7 +121,7 @@ def test_the_file_s_bytes_are_what_is_loaded(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr("meshlm.workers.models.decoder.Decoder.prepare", prepare)
     load(path)
-    monkeypatch.setattr(loading, "keep", lambda model, tensors: {})
+    monkeypatch.setattr(loading, "keep", lambda model, tensors, exact: {})
     load(path)
     assert sizes[0] < 0.35 * sizes[1]
 
