@@ -27,6 +27,7 @@ class _Layer(NamedTuple):
     expert: int
     attends: bool
     window: int  # 0: it sees all tokens
+    products: int  # of a token's heads with each that it sees
 
 
 class Estimates:
@@ -41,9 +42,6 @@ class Estimates:
         per_token = spec.kv_bytes_per_token_f32 / 4 * (kv_bytes or type_bytes)
         self._kv_bytes = per_token / max(1, sum(layer.attends for layer in self._layers))  # of a layer that attends
         self._head = spec.vocab_size * spec.hidden_size
-        mla = spec.mla
-        key = mla.qk_nope_head_dim + mla.qk_rope_head_dim if mla else spec.head_dim
-        self._products = 2 * spec.num_attention_heads * (key + (mla.v_head_dim if mla else spec.head_dim))
 
     def _layer(self, number: int) -> _Layer:
         spec, hidden = self._spec, self._spec.hidden_size
@@ -58,7 +56,10 @@ class Estimates:
             dense += 3 * hidden * spec.of_layer(number).intermediate_size
         local = not spec.sliding_layers or spec.sliding_layers[number]
         window = spec.sliding_window or spec.attention_chunk_size  # a token sees half a chunk, so this is the most
-        return _Layer(dense, expert, spec.has_attention(number), window if local else 0)
+        mla, dim = spec.mla, spec.of_layer(number).head_dim
+        sizes = mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim if mla else 2 * dim
+        products = 2 * spec.num_attention_heads * sizes
+        return _Layer(dense, expert, spec.has_attention(number), window if local else 0, products)
 
     @staticmethod
     def _attention_weights(spec: ModelSpec) -> int:
@@ -85,7 +86,7 @@ class Estimates:
             read += (layer.dense + experts * layer.expert) * self._weight_bytes
             if layer.attends:
                 pairs, seen = by_window[layer.window]
-                flops += self._products * pairs
+                flops += layer.products * pairs
                 read += seen * self._kv_bytes
         write = tokens * self._kv_bytes * sum(layer.attends for layer in self._layers)
         return Estimate(flops / self._num_devices, read / self._num_devices, write / self._num_devices)

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from small_model import SMALL
 
-from meshlm.protocol.model import MLASpec, ModelSpec, MoESpec
+from meshlm.protocol.model import FullHeadsSpec, MLASpec, ModelSpec, MoESpec
 from meshlm.scheduler_proc.estimates import Estimates
 
 LLAMA_8B = ModelSpec(
@@ -68,3 +68,14 @@ def test_a_latent_is_read_once_and_devices_share() -> None:
     one, two = (Estimates(spec, devices).of_step([5], [1], 1) for devices in (1, 2))
     assert one.write_bytes == 8 * 4
     assert two.flops == one.flops / 2
+
+
+def test_layers_with_larger_heads_have_more_products() -> None:
+    """The heads of layers that see all are twice as large; a token at position 10 sees 10 others, and 4 in a window."""
+    alike = msgspec.structs.replace(LLAMA_8B, sliding_window=4, sliding_layers=(True, False), num_hidden_layers=2)
+    heads = FullHeadsSpec(num_key_value_heads=alike.num_key_value_heads, head_dim=2 * alike.head_dim)
+    specs = (msgspec.structs.replace(alike, full_heads=heads), alike)
+    found, plain = (Estimates(spec, 1).of_step([10], [1], 0).flops for spec in specs)
+    one = 2 * alike.num_attention_heads * 2 * alike.head_dim  # with each token that is seen
+    weights = 2 * alike.hidden_size * alike.head_dim * 2 * (alike.num_attention_heads + alike.num_key_value_heads)
+    assert found - plain == one * 11 + weights
