@@ -7,6 +7,7 @@ from typing import Any
 import tokenizers
 import torch
 from bench import COORDINATOR, DETOKENIZER, LIFE, Bench, Model, limits
+from msgspec.structs import replace
 from sharded_models import Threads, communicators, shards
 from small_models import SMALL
 
@@ -26,6 +27,9 @@ from meshlm.workers.engine.make import make_engine
 BLOCK, LENGTH, STEP, WINDOW, OUTPUT = 8, 128, 32, 11, 24
 PROMPTS = [[3 + (31 * n + 7 * i) % 200 for i in range(length)] for n, length in enumerate((70, 5, 41, 12, 23, 90))]
 AGAIN = (10, 11)
+STEP_NS = (
+    10_000_000  # of every step: how many are on their way, and so what memory is left, hangs on how long one takes
+)
 
 
 class OneOfThreads(WorkerPlacement):
@@ -82,7 +86,7 @@ class Engines(Model):
         self._forget(plan)
         results: list[StepResult] = list(self._pool.map(lambda engine: engine.step(plan, 0).wait(), self.engines))
         assert len({result.token_ids for result in results[-self.engines[0].shard.tp_size :]}) == 1
-        return results[-1]
+        return replace(results[-1], gpu_ns=STEP_NS)
 
     def _forget(self, plan: StepPlan) -> None:
         """NaN into all pages but those that a row of this step or a later one can see, and those of cached prefixes."""
