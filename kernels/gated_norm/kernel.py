@@ -32,6 +32,7 @@ def _gated_norm(
 
 def gated_norm(y: Tensor, gate: Tensor, weight: Tensor | None, eps: float, group: int, *, before: bool) -> Tensor:
     """y, gate [m, n], whose rows may be strided -> [m, n]: see reference.py."""
+    y, gate = (each if each.stride(1) == 1 else each.contiguous() for each in (y, gate))
     rows, columns = y.shape
     out = torch.empty(rows, columns, dtype=y.dtype, device=y.device)
     block = triton.next_power_of_2(group)
