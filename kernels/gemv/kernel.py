@@ -99,10 +99,12 @@ def _in_8_bits(h, given, dtype, K: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: t
     h = h.to(dtype).to(tl.float32)
     if STATIC:
         scale = tl.load(given)
-        return within(h, scale, 448.0).to(tl.float8e4nv).to(tl.float32) * scale
-    parted = tl.reshape(h, (BLOCK_K // GROUP, GROUP))
-    scales = tl.maximum(tl.max(tl.abs(parted), axis=1) / 448.0, 1e-12)[:, None]
-    return tl.reshape(within(parted, scales, 448.0).to(tl.float8e4nv).to(tl.float32) * scales, (BLOCK_K,))
+        left = within(h, scale, 448.0).to(tl.float8e4nv).to(tl.float32) * scale
+    else:
+        parted = tl.reshape(h, (BLOCK_K // GROUP, GROUP))
+        scales = tl.maximum(tl.max(tl.abs(parted), axis=1) / 448.0, 1e-12)[:, None]
+        left = tl.reshape(within(parted, scales, 448.0).to(tl.float8e4nv).to(tl.float32) * scales, (BLOCK_K,))
+    return left
 
 
 @triton.jit
@@ -110,14 +112,16 @@ def _dot(w, h, scales, n, real, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K:
     """w [BLOCK_N, BLOCK_K] times h, float32 [BLOCK_N]. GROUP: inputs that share one of w's scales; 0: there are none."""
     product = w.to(tl.float32) * h[None, :]
     if GROUP == 0:
-        return tl.sum(product, axis=1)
-    if GROUP == BLOCK_K:
-        return tl.sum(product, axis=1) * tl.load(scales + n, mask=real, other=0.0)
-    groups: tl.constexpr = (K + GROUP - 1) // GROUP
-    nth = tl.arange(0, BLOCK_K // GROUP)
-    inside = real[:, None] & (nth < groups)[None, :]
-    found = tl.load(scales + n[:, None] * groups + nth[None, :], mask=inside, other=0.0)
-    return tl.sum(tl.sum(tl.reshape(product, (BLOCK_N, BLOCK_K // GROUP, GROUP)), axis=2) * found, axis=1)
+        result = tl.sum(product, axis=1)
+    elif GROUP == BLOCK_K:
+        result = tl.sum(product, axis=1) * tl.load(scales + n, mask=real, other=0.0)
+    else:
+        groups: tl.constexpr = (K + GROUP - 1) // GROUP
+        nth = tl.arange(0, BLOCK_K // GROUP)
+        inside = real[:, None] & (nth < groups)[None, :]
+        found = tl.load(scales + n[:, None] * groups + nth[None, :], mask=inside, other=0.0)
+        result = tl.sum(tl.sum(tl.reshape(product, (BLOCK_N, BLOCK_K // GROUP, GROUP)), axis=2) * found, axis=1)
+    return result
 
 
 def _products(
