@@ -56,7 +56,10 @@ class EncoderAttention:
         """See `StepAttention`. table: empty where positions are not rotated. sliding_window: tokens that are seen on each side."""
         lines = qkv.view(qkv.shape[0], 3, heads.num_heads, heads.head_dim)
         if table.numel():
-            angles = table[batch.positions].to(qkv.dtype)[:, None]
+            places = batch.positions.clamp(
+                0, len(table) - 1
+            )  # while kernels are compiled ahead, nobody has written them
+            angles = table[places].to(qkv.dtype)[:, None]
             half = angles.shape[-1] // 2
             both = apply_rope(lines[:, :2].flatten(1, 2), angles[..., :half], angles[..., half:])
             lines = torch.cat((both.view_as(lines[:, :2]), lines[:, 2:]), dim=1)

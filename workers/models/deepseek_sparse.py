@@ -87,7 +87,10 @@ class SparseLatentAttention(LatentAttention):
         query = self.q_b(latent, ops).view(len(qkv), -1, self._spec.head_dim)
         chosen: Chosen | LastChoice = LastChoice()
         if self.index is not None:
-            chosen = self.index(normed, latent, context.rope[batch.positions], ops)
+            places = batch.positions.clamp(
+                0, len(context.rope) - 1
+            )  # while kernels are compiled ahead, nobody has written them
+            chosen = self.index(normed, latent, context.rope[places], ops)
         found = context.attention.attend_latent(
             query, qkv[:, self._width :], ops, batch, context.rope, cache, shape, self.scale, chosen
         )
