@@ -18,6 +18,7 @@ from meshlm.workers.weights.load import weight_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 LENGTHS = [40, 333, 129, 17]
+PIECE = 20 << 20  # bytes that torch asks of the GPU at a time: how many are in use depends on what came before
 
 
 def logits_of(made: ModelEngine) -> tuple[list[torch.Tensor], list[list[int]]]:
@@ -50,4 +51,4 @@ def test_memory_goes_and_comes(tmp_path: Path, mode: str) -> None:
             torch.testing.assert_close(row, same, atol=0, rtol=0)
         assert (sum(made.graph_counts().replays.values()) > replays) is (mode == "FULL")
         torch.cuda.empty_cache()
-        assert abs(torch.cuda.memory_reserved() - held) < 0.1 * whole
+        assert abs(torch.cuda.memory_reserved() - held) < 0.1 * whole + 2 * PIECE

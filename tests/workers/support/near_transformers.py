@@ -84,13 +84,8 @@ DEEPSEEK: dict[str, tuple[str, dict[str, Any]]] = {
 _SPARSE = {**DEEPSEEK["deepseek-v3"][1], "head_dim": 32, "index_n_heads": 8, "index_head_dim": 64}
 SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
     "all are chosen": ("DeepseekV32Config", _SPARSE | {"index_topk": 512}),
-    "layers share choices": (
-        "GlmMoeDsaConfig",
-        {name: value for name, value in _SPARSE.items() if name not in ("rope_parameters", "n_group", "topk_group")}
-        | {"index_topk": 512, "indexer_types": ["full", "shared", "full", "shared"]},
-    ),
 }
-"""DeepSeek-V3.2 and GLM-5."""
+"""DeepSeek-V3.2."""
 
 _STATES: dict[str, Any] = {
     "mamba_n_heads": 16,
@@ -175,6 +170,11 @@ SEEN: dict[str, tuple[str, dict[str, Any]]] = {
 CHOOSING: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4": ("Llama4TextConfig", _CHUNKS | {"num_local_experts": 4}),
     "few tokens are chosen": ("DeepseekV32Config", _SPARSE | {"index_topk": 96}),
+    "layers share choices": (
+        "GlmMoeDsaConfig",
+        {name: value for name, value in _SPARSE.items() if name not in ("rope_parameters", "n_group", "topk_group")}
+        | {"index_topk": 512, "indexer_types": ["full", "shared", "full", "shared"]},
+    ),
 }
 """Rounding changes which expert, or which tokens, are the best: some logits are far away then."""
 
