@@ -93,8 +93,7 @@ class Supervisor:
 
     def stop(self, drain_s: float | None = None) -> None:
         """End all in good order: frontends drain for `drain_s` (--drain-timeout), then the rest."""
-        if drain_s is not None:
-            self._drain_s = drain_s
+        self._drain_s = self._drain_s if drain_s is None else drain_s
         if not self._begun:
             self._finish(None)
             return

@@ -10,9 +10,6 @@ row's end until it is overwritten. Now and then it gives a row no token at all.
 """
 
 import time
-import zlib
-from functools import cache
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,7 +19,6 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.kv import ChunkedAttention, EncoderOnly, FullAttention, SlidingWindow, caches_of, make_groups
 from meshlm.protocol.lockstep import StepAgreement
-from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.sleeping import KV_CACHE
 from meshlm.protocol.step_edge import StepPlan, StepResult
 from meshlm.protocol.tasks import PoolKind
@@ -31,76 +27,24 @@ from meshlm.workers import kv_capacity
 from meshlm.workers.distributed.lockstep import StepExchange
 from meshlm.workers.distributed.membership import Membership
 from meshlm.workers.engine import NOT_BALANCED, Done, EngineFacts, ProgressReport
+from meshlm.workers.fake_tokens import (
+    FACTOR,
+    FIRST_TOKEN,
+    INVERSE,
+    U64,
+    columns,
+    dice,
+    powers,
+    tokens_of_embeds,
+    vectors,
+)
 from meshlm.workers.output.grammars import COMPUTED, Constraint, Grammars
 from meshlm.workers.output.vocabulary import loader
 from meshlm.workers.rows import I32, I64, RowTable, StepArrays
 
-_FACTOR = 6364136223846793005  # odd, so that it has an inverse mod 2^64 (Knuth's MMIX multiplier)
-_INVERSE = pow(_FACTOR, -1, 1 << 64)
 DEFAULT_CACHE_TOKENS = 1 << 20
-FIRST_TOKEN = 256  # smaller ids are often special
 VECTOR_BYTES = 4 * 8  # of a Pool
 WRONG_EVERY, NONE_EVERY = 3, 7  # one draft, and one row of a step with drafts, of so many
-
-U64 = NDArray[np.uint64]
-
-
-def _powers(base: int, count: int) -> U64:
-    values = np.full(count, base, np.uint64)
-    values[0] = 1
-    return np.multiply.accumulate(values)
-
-
-def expected_token(tokens: list[int], vocab_size: int) -> int:
-    """The token that the fake model gives after `tokens`; the tests' oracle."""
-    state = 0
-    for token in tokens:
-        state = (state * _FACTOR + token + 1) & 0xFFFF_FFFF_FFFF_FFFF
-    return FIRST_TOKEN + (state >> 33) % (vocab_size - FIRST_TOKEN)
-
-
-def tokens_of_embeds(embeds: PromptEmbeds, vocab_size: int) -> list[int]:
-    """What the fake model reads in the place of vectors. Their placeholder ids are others, so a lost vector shows as a wrong token."""
-    size, data = embeds.row_bytes, memoryview(embeds.data)
-    return [(zlib.crc32(data[at : at + size]) >> 7) % vocab_size for at in range(0, len(data), size)]
-
-
-def expected_vector(tokens: list[int], kind: PoolKind) -> list[float]:
-    """The vector that the fake model's Pool gives for a prompt; the tests' oracle."""
-    state, states = 0, []
-    for token in tokens:
-        state = (state * _FACTOR + token + 1) & 0xFFFF_FFFF_FFFF_FFFF
-        states.append(state)
-    vectors = _vectors(np.array(states, np.uint64))
-    mean = vectors.sum(0) / len(tokens)
-    kinds = {PoolKind.LAST: vectors[-1], PoolKind.MEAN: mean, PoolKind.CLS: vectors[0], PoolKind.ALL: vectors}
-    found = vectors.max(0) if kind is PoolKind.SPLADE else kinds[kind]
-    return [float(value) for value in found.astype(np.float32).flatten()]
-
-
-def _vectors(states: U64) -> NDArray[np.float64]:
-    """The eight bytes of each state, as numbers."""
-    return states[:, None].view(np.uint8).astype(np.float64)
-
-
-def _dice(rows: NDArray[Any], positions: NDArray[Any]) -> U64:
-    """A number for each, by chance and always the same."""
-    mixed = rows.astype(np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15) + positions.astype(np.uint64)
-    return (mixed * np.uint64(_FACTOR)) >> np.uint64(40)
-
-
-def _columns(token_ids: I32, width: int, vocab_size: int) -> LogprobColumns:
-    """The token is the likeliest, at -1, and those after it follow, at -2, -3 ..."""
-    top = (token_ids[:, None] + np.arange(width, dtype=np.int32)) % vocab_size
-    own, ranks, likely = _likely(len(token_ids), width)
-    return LogprobColumns(width, own, ranks, top.astype(np.int32).tobytes(), likely)
-
-
-@cache
-def _likely(count: int, width: int) -> tuple[bytes, bytes, bytes]:
-    """Their log-probabilities, ranks, and the log-probabilities of the likeliest."""
-    likely = np.broadcast_to(-1 - np.arange(width, dtype=np.float32), (count, width))
-    return np.full(count, -1, np.float32).tobytes(), np.ones(count, np.int32).tobytes(), likely.tobytes()
 
 
 def worker_engine(config: MeshConfig, worker: int, membership: Membership, report: ProgressReport) -> "FakeEngine":
@@ -157,7 +101,7 @@ class FakeEngine:
         self._num_together = 0  # steps with them
         self.agreed: StepAgreement | None = None  # for the last of these
         longest = resolved.max_num_batched_tokens + 1
-        self._up, self._down = _powers(_FACTOR, longest), _powers(_INVERSE, longest)
+        self._up, self._down = powers(FACTOR, longest), powers(INVERSE, longest)
 
     def reset(self) -> None:
         self._rows.reset()
@@ -237,20 +181,20 @@ class FakeEngine:
         """The vectors of prompts that are computed now, made of what their slots hold."""
         found = {}
         for pooling in self._rows.pooling(arrays):
-            vectors, row = _vectors(self._written[pooling.begin : pooling.end]), pooling.row
+            lines, row = vectors(self._written[pooling.begin : pooling.end]), pooling.row
             if pooling.is_first:
                 self._so_far[row] = 0
             match pooling.kind:
                 case PoolKind.LAST:
-                    self._so_far[row] = vectors[-1]
+                    self._so_far[row] = lines[-1]
                 case PoolKind.MEAN:
-                    self._so_far[row] += vectors.sum(0)
+                    self._so_far[row] += lines.sum(0)
                 case PoolKind.SPLADE:
-                    self._so_far[row] = np.maximum(self._so_far[row], vectors.max(0))
+                    self._so_far[row] = np.maximum(self._so_far[row], lines.max(0))
                 case PoolKind.CLS if pooling.is_first:
-                    self._so_far[row] = vectors[0]
+                    self._so_far[row] = lines[0]
                 case PoolKind.ALL:
-                    self._lines[row] = np.concatenate((self._lines[row], vectors)) if pooling.start else vectors
+                    self._lines[row] = np.concatenate((self._lines[row], lines)) if pooling.start else lines
             if pooling.is_last:
                 divisor = pooling.num_prompt if pooling.kind is PoolKind.MEAN else 1
                 of_row = self._lines[row] if pooling.kind is PoolKind.ALL else self._so_far[row] / divisor
@@ -268,10 +212,10 @@ class FakeEngine:
         before = np.maximum(ends.astype(np.int64) - 2, 0)
         state = np.where(ends > 1, self._state[table.slots(rows, before)[:, 0]], np.uint64(0))
         for nth in range(int(counts.max(initial=0))):
-            state = state * np.uint64(_FACTOR) + (table.tokens[rows, ends + nth - 1].astype(np.int64) + 1).astype(
+            state = state * np.uint64(FACTOR) + (table.tokens[rows, ends + nth - 1].astype(np.int64) + 1).astype(
                 np.uint64
             )
-            wrong = _dice(rows, ends + nth) % WRONG_EVERY == 0
+            wrong = dice(rows, ends + nth) % WRONG_EVERY == 0
             drafted = np.where(wrong, FIRST_TOKEN, self._tokens_of(state))
             more = nth < counts
             table.tokens[rows[more], (ends + nth)[more]] = drafted[more]
@@ -301,7 +245,7 @@ class FakeEngine:
             known = int(table.num_known[row]) - drafts
             right = sampled[:drafts] == table.tokens[row, known : known + drafts]
             given = sampled[: 1 + int(np.logical_and.accumulate(right).sum())]
-            if not constraint.has(line) and _dice(np.array([row]), np.array([step]))[0] % NONE_EVERY == 0:
+            if not constraint.has(line) and dice(np.array([row]), np.array([step]))[0] % NONE_EVERY == 0:
                 given = given[:0]
             table.tokens[row, known : known + len(given)] = given
             table.num_known[row] = known + len(given)
@@ -316,7 +260,7 @@ class FakeEngine:
             count = 1 if counts is None else int(counts[nth])
             sampling = self._rows.sampling[int(arrays.rows[place])]
             if sampling.logprobs >= 0:
-                found = _columns(token_ids[at : at + count], sampling.logprobs, self._vocab_size)
+                found = columns(token_ids[at : at + count], sampling.logprobs, self._vocab_size)
                 if sampling.logprob_token_ids:
                     certain = np.array(sampling.logprob_token_ids * count, np.int32)
                     found = msgspec.structs.replace(found, top_ids=certain.tobytes())
@@ -331,7 +275,7 @@ class FakeEngine:
             width = self._rows.sampling[int(row)].prompt_logprobs
             end = min(int(start + count), int(self._rows.num_prompt[row]) - 1)
             if width >= 0 and start < end:
-                wanted[place] = _columns(self._rows.tokens[row, start + 1 : end + 1], width, self._vocab_size)
+                wanted[place] = columns(self._rows.tokens[row, start + 1 : end + 1], width, self._vocab_size)
         return wanted
 
     def _write(self, arrays: StepArrays, has_new_rows: bool) -> None:
@@ -374,13 +318,13 @@ class FakeEngine:
         exist, positions, rows = positions >= 0, np.maximum(positions, 0), rows[:, None]
         state = self._state[self._rows.slots(rows, positions)[..., group]] - self._groups[group]
         terms = (self._rows.tokens[rows, positions].astype(np.int64) + 1).astype(np.uint64)
-        older = np.where(positions[:, :-1] > 0, state[:, 1:] * np.uint64(_FACTOR), np.uint64(0))
+        older = np.where(positions[:, :-1] > 0, state[:, 1:] * np.uint64(FACTOR), np.uint64(0))
         broken: NDArray[np.bool_] = ((state[:, :-1] != older + terms[:, :-1]) & exist[:, :-1]).any(1)
         return broken
 
     def _write_decodes(self, arrays: StepArrays) -> None:
         terms = (arrays.token_ids.astype(np.int64) + 1).astype(np.uint64)
-        state = self._carried(arrays.rows, arrays.starts) * np.uint64(_FACTOR) + terms
+        state = self._carried(arrays.rows, arrays.starts) * np.uint64(FACTOR) + terms
         self._state[arrays.slots] = state[:, None] + self._groups
         self._written = state
 

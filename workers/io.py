@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 from msgspec import Struct
 
-from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.control_edge import STEPPING, GraphCounts
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.protocol.lockstep import StepGroup
@@ -30,16 +29,15 @@ from meshlm.protocol.step_edge import (
     StepPlan,
     StepResult,
     WorkerAsleep,
-    WorkerReady,
     WorkerStats,
 )
-from meshlm.runtime import platforms, plugins
-from meshlm.runtime.errors import LinkDown, MessageTooLong, ProcessFatal
+from meshlm.runtime.errors import LinkDown, MessageTooLong
 from meshlm.runtime.mesh import Mesh
 from meshlm.workers.distributed.lockstep import LockstepEngine, SocketExchange, StepAborted, StepExchange
 from meshlm.workers.distributed.membership import Membership
 from meshlm.workers.distributed.shard import WHOLE, Shard
-from meshlm.workers.engine import Engine, Pending, ProgressReport
+from meshlm.workers.engine import Engine, Pending
+from meshlm.workers.engines import make_engine, ready
 from meshlm.workers.extension import Extension
 from meshlm.workers.kv.mirror import PrefixCacheMirror
 from meshlm.workers.operations import Operations
@@ -52,26 +50,6 @@ DROPPED = 2  # the level of sleep in which nobody has the weights
 GRAMMAR_THREADS = 2
 ANEW_S = 30.0  # a rank that is lost makes a new session within a second or two, one that hangs within --stall-timeout
 SWITCH_INTERVAL_S = 1e-4  # the stepper must not keep the loop waiting for its turn of 5 ms
-
-
-def load_ahead(config: MeshConfig) -> None:
-    """Import what the engine needs; its weights have no place beside its predecessor's."""
-    assert config.resolved is not None
-    engine_of(config.resolved.device)
-
-
-def make_engine(config: MeshConfig, worker: int, membership: Membership, report: ProgressReport) -> Engine:
-    """The engine of the configured device for worker number `worker`; torch is imported only where it is needed."""
-    assert config.resolved is not None
-    return engine_of(config.resolved.device)(config, worker, membership, report)
-
-
-def engine_of(device: str) -> Callable[[MeshConfig, int, Membership, ProgressReport], Engine]:
-    """Imports what makes the engine of a device. ProcessFatal."""
-    try:
-        return platforms.engine_of(platforms.named(device))  # type: ignore[no-any-return]
-    except plugins.PluginError as error:
-        raise ProcessFatal(str(error)) from None
 
 
 class WorkerApp:
@@ -388,22 +366,7 @@ class WorkerApp:
         resolved = self._mesh.config.resolved if self._mesh else None
         assert resolved is not None
         kept, hashes = self._directory.columns()
-        self._send(
-            WorkerReady(
-                session=reset.session,
-                num_blocks=facts.num_blocks,
-                block_size=facts.block_size,
-                max_num_seqs=facts.max_num_seqs,
-                max_num_batched_tokens=resolved.max_num_batched_tokens,
-                vocab_size=facts.vocab_size,
-                kept=kept,
-                kept_hashes=hashes,
-                max_drafts=facts.max_drafts,
-                pool_kinds=facts.pool_kinds,
-                pooled_bytes=facts.pooled_bytes,
-                kv_specs=facts.kv_specs,
-            )
-        )
+        self._send(ready(reset.session, facts, resolved.max_num_batched_tokens, kept, hashes))
 
     def _leave(self, reason: str) -> None:
         """End this process, whatever its threads wait for; it is started again and meets the new group."""

@@ -4,7 +4,8 @@ from typing import NoReturn
 
 from meshlm.protocol.ids import Role
 from meshlm.runtime import process
-from meshlm.workers.io import WorkerApp, load_ahead
+from meshlm.workers.engines import load_ahead
+from meshlm.workers.io import WorkerApp
 
 
 def main() -> NoReturn:

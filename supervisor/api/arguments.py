@@ -77,3 +77,11 @@ def _class_name(kind: Any) -> str:
     if not isinstance(kind, type) or kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
         raise ValueError(f"logits_processors: {kind!r} must be a class of a module that other processes can import")
     return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def refuse(**given: Any) -> None:
+    """Refuses arguments that would change the answers and are not supported."""
+    why = {"lora_request": "LoRA adapters are not supported", "mm_processor_kwargs": "only text is supported"}
+    for name, value in given.items():
+        if value:
+            raise ValueError(f"{name}: {why[name]}")

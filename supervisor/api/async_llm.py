@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 
 from meshlm.protocol.operations import Profile, ResetPrefixCache
 from meshlm.protocol.text_edge import Submit
+from meshlm.supervisor.api.arguments import refuse
 from meshlm.supervisor.api.background import unless_ended
 from meshlm.supervisor.api.engine_args import EngineArgs
-from meshlm.supervisor.api.llm import LLM, refuse
+from meshlm.supervisor.api.llm import LLM
 from meshlm.supervisor.api.offline_prompts import OnePrompt, of_generate, of_tokenization
 from meshlm.supervisor.api.outputs import RequestOutput
 from meshlm.supervisor.api.sampling import RequestOutputKind, SamplingParams

@@ -22,13 +22,18 @@ from meshlm.protocol.text_edge import ChatPrompt, EmbedsPrompt, Prompt, Submit, 
 from meshlm.runtime import logits_processors, tensor_files
 from meshlm.runtime.errors import RequestError
 from meshlm.supervisor.api import rpc
-from meshlm.supervisor.api.arguments import settings_of
+from meshlm.supervisor.api.arguments import refuse, settings_of
 from meshlm.supervisor.api.background import Background
 from meshlm.supervisor.api.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence, search
 from meshlm.supervisor.api.client import name_of
 from meshlm.supervisor.api.offline_prompts import Given, OnePrompt, Sizes, many, of_generate, of_tokenization
 from meshlm.supervisor.api.outputs import CompletionOutput, Logprob, RequestOutput
-from meshlm.supervisor.api.sampling import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
+from meshlm.supervisor.api.sampling import (
+    RepetitionDetectionParams,
+    SamplingParams,
+    StructuredOutputsParams,
+    check_embeds,
+)
 from meshlm.supervisor.api.sleep import Sleeper
 from meshlm.supervisor.api.tokenizer import Tokenizer, chat_prompt
 from meshlm.supervisor.api.vectors import PoolingParams, PoolingRequestOutput, Vectors
@@ -348,7 +353,7 @@ class LLM:
             name, prompt = f"{run}-{number}", given.prompt
             if isinstance(prompt, EmbedsPrompt):
                 prompt = tensor_files.kept(prompt, params.truncate_prompt_tokens or 0, "left")
-                _check_embeds(params)
+                check_embeds(params)
             submit = Submit(
                 handles=tuple(self._client.new_handle() for _ in range(params.n)),
                 request_ids=tuple(name_of(name, index) for index in range(params.n)),
@@ -375,24 +380,6 @@ def _wants_ids(prompt: Prompt, params: SamplingParams) -> bool:
     if isinstance(prompt, EmbedsPrompt):
         return False
     return not isinstance(prompt, TokenPrompt) or bool(params.truncate_prompt_tokens)
-
-
-def _check_embeds(params: SamplingParams) -> None:
-    """ValueError for what would have to know the token ids of a prompt of vectors."""
-    if params.prompt_logprobs is not None:
-        raise ValueError("SamplingParams.prompt_logprobs: does not go with prompt_embeds")
-    if params.repetition_penalty != 1.0:
-        raise ValueError(
-            "SamplingParams.repetition_penalty: counts the prompt's tokens, which prompt_embeds does not have"
-        )
-
-
-def refuse(**given: Any) -> None:
-    """Refuses arguments that would change the answers and are not supported."""
-    why = {"lora_request": "LoRA adapters are not supported", "mm_processor_kwargs": "only text is supported"}
-    for name, value in given.items():
-        if value:
-            raise ValueError(f"{name}: {why[name]}")
 
 
 __all__ = [

@@ -290,3 +290,13 @@ def _integer(name: str, value: Any) -> int | None:
     elif isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
         return int(value)
     raise ValueError(f"SamplingParams.{name}: {value!r} is no integer")
+
+
+def check_embeds(params: SamplingParams) -> None:
+    """ValueError for what would have to know the token ids of a prompt of vectors."""
+    if params.prompt_logprobs is not None:
+        raise ValueError("SamplingParams.prompt_logprobs: does not go with prompt_embeds")
+    if params.repetition_penalty != 1.0:
+        raise ValueError(
+            "SamplingParams.repetition_penalty: counts the prompt's tokens, which prompt_embeds does not have"
+        )

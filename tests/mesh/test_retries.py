@@ -23,7 +23,7 @@ from serving import Serving, serving
 from waiting import until
 
 from meshlm.protocol.prompt_embeds import PromptEmbeds
-from meshlm.workers.fake import tokens_of_embeds
+from meshlm.workers.fake_tokens import tokens_of_embeds
 
 pytestmark = pytest.mark.mesh
 STEP_MS = 10

@@ -23,7 +23,7 @@ from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.session import Hello
 from meshlm.protocol.text_edge import Abort, Detokenize, Submit, TokenPrompt
-from meshlm.workers.fake import expected_token
+from meshlm.workers.fake_tokens import expected_token
 
 pytestmark = pytest.mark.mesh
 Socket = zmq.Socket[bytes]

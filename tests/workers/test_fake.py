@@ -14,7 +14,8 @@ from meshlm.protocol.ids import Row, StepId
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import NewRow, StepPlan
 from meshlm.protocol.tasks import Pool, PoolKind
-from meshlm.workers.fake import FakeEngine, expected_token, expected_vector
+from meshlm.workers.fake import FakeEngine
+from meshlm.workers.fake_tokens import expected_token, expected_vector
 from meshlm.workers.output.grammars import Grammars
 
 VOCAB = 1000

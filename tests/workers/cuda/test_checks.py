@@ -101,8 +101,8 @@ def test_a_step_that_does_not_fit_names_its_flags(monkeypatch: pytest.MonkeyPatc
     [
         ({}, torch.bfloat16, "it needs compute capability 8.0, this GPU has 7.0"),
         ({}, torch.float32, "--dtype float16 or bfloat16, not float32"),
-        ({"head_dim": 512}, torch.bfloat16, "head sizes from 16 to 256, this model has 512"),
-        ({"head_dim": 8}, torch.bfloat16, "head sizes from 16 to 256, this model has 8"),
+        ({"head_dim": 1024}, torch.bfloat16, "head sizes from 16 to 512, this model has 1024"),
+        ({"head_dim": 8}, torch.bfloat16, "head sizes from 16 to 512, this model has 8"),
     ],
 )
 def test_what_the_triton_backend_cannot(

@@ -1,0 +1,50 @@
+"""The engine of a worker, by its device, and what the scheduler is told of it."""
+
+from collections.abc import Callable
+
+from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.step_edge import WorkerReady
+from meshlm.runtime import platforms, plugins
+from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.distributed.membership import Membership
+from meshlm.workers.engine import Engine, EngineFacts, ProgressReport
+
+
+def load_ahead(config: MeshConfig) -> None:
+    """Import what the engine needs; its weights have no place beside its predecessor's."""
+    assert config.resolved is not None
+    engine_of(config.resolved.device)
+
+
+def make_engine(config: MeshConfig, worker: int, membership: Membership, report: ProgressReport) -> Engine:
+    """The engine of the configured device for worker number `worker`; torch is imported only where it is needed."""
+    assert config.resolved is not None
+    return engine_of(config.resolved.device)(config, worker, membership, report)
+
+
+def engine_of(device: str) -> Callable[[MeshConfig, int, Membership, ProgressReport], Engine]:
+    """Imports what makes the engine of a device. ProcessFatal."""
+    try:
+        return platforms.engine_of(platforms.named(device))  # type: ignore[no-any-return]
+    except plugins.PluginError as error:
+        raise ProcessFatal(str(error)) from None
+
+
+def ready(
+    session: int, facts: EngineFacts, max_num_batched_tokens: int, kept: bytes, kept_hashes: bytes
+) -> WorkerReady:
+    """The answer to a Reset, when all steps before it are launched."""
+    return WorkerReady(
+        session=session,
+        num_blocks=facts.num_blocks,
+        block_size=facts.block_size,
+        max_num_seqs=facts.max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        vocab_size=facts.vocab_size,
+        kept=kept,
+        kept_hashes=kept_hashes,
+        max_drafts=facts.max_drafts,
+        pool_kinds=facts.pool_kinds,
+        pooled_bytes=facts.pooled_bytes,
+        kv_specs=facts.kv_specs,
+    )

@@ -1,0 +1,78 @@
+"""What the fake model (fake.py) gives: tokens, vectors and log-probabilities that the tests compute from a prompt, too."""
+
+import zlib
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshlm.protocol.prompt_embeds import PromptEmbeds
+from meshlm.protocol.tasks import PoolKind
+from meshlm.protocol.token_edge import LogprobColumns
+from meshlm.workers.rows import I32
+
+FACTOR = 6364136223846793005  # odd, so that it has an inverse mod 2^64 (Knuth's MMIX multiplier)
+INVERSE = pow(FACTOR, -1, 1 << 64)
+FIRST_TOKEN = 256  # smaller ids are often special
+
+U64 = NDArray[np.uint64]
+
+
+def powers(base: int, count: int) -> U64:
+    """1, base, base^2 ... mod 2^64."""
+    values = np.full(count, base, np.uint64)
+    values[0] = 1
+    return np.multiply.accumulate(values)
+
+
+def expected_token(tokens: list[int], vocab_size: int) -> int:
+    """The token that the fake model gives after `tokens`; the tests' oracle."""
+    state = 0
+    for token in tokens:
+        state = (state * FACTOR + token + 1) & 0xFFFF_FFFF_FFFF_FFFF
+    return FIRST_TOKEN + (state >> 33) % (vocab_size - FIRST_TOKEN)
+
+
+def tokens_of_embeds(embeds: PromptEmbeds, vocab_size: int) -> list[int]:
+    """What the fake model reads in the place of vectors. Their placeholder ids are others, so a lost vector shows as a wrong token."""
+    size, data = embeds.row_bytes, memoryview(embeds.data)
+    return [(zlib.crc32(data[at : at + size]) >> 7) % vocab_size for at in range(0, len(data), size)]
+
+
+def expected_vector(tokens: list[int], kind: PoolKind) -> list[float]:
+    """The vector that the fake model's Pool gives for a prompt; the tests' oracle."""
+    state, states = 0, []
+    for token in tokens:
+        state = (state * FACTOR + token + 1) & 0xFFFF_FFFF_FFFF_FFFF
+        states.append(state)
+    all_of = vectors(np.array(states, np.uint64))
+    mean = all_of.sum(0) / len(tokens)
+    kinds = {PoolKind.LAST: all_of[-1], PoolKind.MEAN: mean, PoolKind.CLS: all_of[0], PoolKind.ALL: all_of}
+    found = all_of.max(0) if kind is PoolKind.SPLADE else kinds[kind]
+    return [float(value) for value in found.astype(np.float32).flatten()]
+
+
+def vectors(states: U64) -> NDArray[np.float64]:
+    """The eight bytes of each state, as numbers."""
+    return states[:, None].view(np.uint8).astype(np.float64)
+
+
+def dice(rows: NDArray[Any], positions: NDArray[Any]) -> U64:
+    """A number for each, by chance and always the same."""
+    mixed = rows.astype(np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15) + positions.astype(np.uint64)
+    return (mixed * np.uint64(FACTOR)) >> np.uint64(40)
+
+
+def columns(token_ids: I32, width: int, vocab_size: int) -> LogprobColumns:
+    """The token is the likeliest, at -1, and those after it follow, at -2, -3 ..."""
+    top = (token_ids[:, None] + np.arange(width, dtype=np.int32)) % vocab_size
+    own, ranks, likely = _likely(len(token_ids), width)
+    return LogprobColumns(width, own, ranks, top.astype(np.int32).tobytes(), likely)
+
+
+@cache
+def _likely(count: int, width: int) -> tuple[bytes, bytes, bytes]:
+    """Their log-probabilities, ranks, and the log-probabilities of the likeliest."""
+    likely = np.broadcast_to(-1 - np.arange(width, dtype=np.float32), (count, width))
+    return np.full(count, -1, np.float32).tobytes(), np.ones(count, np.int32).tobytes(), likely.tobytes()
