@@ -1,6 +1,7 @@
 """What the kernels of a mixture of experts compute, in plain torch: a product of each row with the weight of its expert."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from meshlm.kernels.moe_epilogue.kernel import PLAIN, Epilogue
@@ -14,6 +15,9 @@ def product(
     """x [m, k], weight [n, k] -> [m, n]; gate: [2 n, k] -> silu(first half) * second half, or the epilogue's. bias [n] or [2 n]."""
     out = x.float() @ weight.float().t()
     out = (out if bias is None else out + bias.float()).to(x.dtype)
+    if gate and epilogue.alpha and not epilogue.limit:
+        first, second = out.chunk(2, dim=-1)
+        return (F.gelu(first.float(), approximate="tanh").to(x.dtype) * second).to(x.dtype)
     if gate and epilogue.alpha:
         first, second = out.float().chunk(2, dim=-1)
         return clamped_swiglu(first, second, epilogue.alpha, epilogue.limit).to(x.dtype)

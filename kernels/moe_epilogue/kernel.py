@@ -1,9 +1,12 @@
 """What stands behind an expert's products, within the kernels that compute them: a bias, and the activation of gate and up.
 
-silu(gate) * up,   or, with alpha and limit (gpt-oss):   (up + 1) gate sigmoid(alpha gate)
-                   where gate is at most `limit` and up between -limit and limit
+silu(gate) * up
+(up + 1) gate sigmoid(alpha gate)     with alpha and limit (gpt-oss): gate is at most `limit`, up between -limit and limit
+gelu(gate) * up                       with alpha alone: gelu(x) = x sigmoid(alpha (x + 0.044715 x^3)), where alpha is sqrt(8 / pi)
+                                      (Hendrycks and Gimpel 2016, "Gaussian Error Linear Units", section 2: the form with tanh)
 """
 
+import math
 from typing import NamedTuple
 
 import triton
@@ -12,7 +15,7 @@ from torch import Tensor
 
 
 class Epilogue(NamedTuple):
-    """bias [experts, outputs] of the weight's dtype. alpha: 0 of silu."""
+    """bias [experts, outputs] of the weight's dtype. alpha: 0 of silu. limit: 0 where nothing is clamped."""
 
     bias: Tensor | None = None
     alpha: float = 0.0
@@ -20,6 +23,7 @@ class Epilogue(NamedTuple):
 
 
 PLAIN = Epilogue()
+GELU_ALPHA = (8.0 / math.pi) ** 0.5
 
 
 @triton.jit
@@ -27,7 +31,9 @@ def activated(gate, up, dtype: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.cons
     """float32 of the same shape, of which gate and up are rounded to dtype first, as products are that are stored."""
     gate = gate.to(dtype).to(tl.float32)
     up = up.to(dtype).to(tl.float32)
-    if ALPHA > 0:
+    if ALPHA > 0 and LIMIT == 0:
+        gate = (gate / (1.0 + tl.exp(-ALPHA * (gate + 0.044715 * gate * gate * gate)))).to(dtype).to(tl.float32)
+    elif ALPHA > 0:
         gate = tl.minimum(gate, LIMIT)
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
         gate = gate / (1.0 + tl.exp(-ALPHA * gate))

@@ -8,12 +8,13 @@ from torch import Tensor
 from meshlm.kernels.grouped_gemm import kernel as grouped_gemm
 from meshlm.kernels.grouped_gemm import reference
 from meshlm.kernels.moe_align import kernel as moe_align
-from meshlm.kernels.moe_epilogue.kernel import Epilogue
+from meshlm.kernels.moe_epilogue.kernel import GELU_ALPHA, Epilogue
 from meshlm.kernels.moe_few import kernel as moe_few
 
 pytestmark = MARKS
 EXPERTS, TOPK, HIDDEN, WIDE = 6, 3, 72, 40
 ALPHA, LIMIT = 1.702, 0.8  # so that both ends are met
+ACTIVATIONS = [(0.0, LIMIT), (ALPHA, LIMIT), (GELU_ALPHA, 0.0)]
 
 
 def made(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -29,14 +30,14 @@ def choices(rows: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("alpha", [0.0, ALPHA])
-def test_few_rows(alpha: float, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("alpha", "limit"), ACTIVATIONS)
+def test_few_rows(alpha: float, limit: float, dtype: torch.dtype) -> None:
     rows, shape = 19, moe_few.Shape(32, 32, 4, 2)
     x, chosen, weights = made(rows, HIDDEN, dtype=dtype), choices(rows), torch.rand(rows, TOPK, device=DEVICE)
     gate_up, down = (
         made(EXPERTS, *sizes, dtype=dtype) / sizes[1] ** 0.5 for sizes in ((2 * WIDE, HIDDEN), (HIDDEN, WIDE))
     )
-    above = Epilogue(made(EXPERTS, 2 * WIDE, dtype=dtype), alpha, LIMIT)
+    above = Epilogue(made(EXPERTS, 2 * WIDE, dtype=dtype), alpha, limit)
     below = Epilogue(made(EXPERTS, HIDDEN, dtype=dtype))
     inner = torch.zeros(rows * TOPK, WIDE, device=DEVICE, dtype=dtype)
     moe_few.few(x, gate_up, chosen, None, inner, shape, epilogue=above)
@@ -49,14 +50,14 @@ def test_few_rows(alpha: float, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("alpha", [0.0, ALPHA])
-def test_sorted_and_batched_rows(alpha: float, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("alpha", "limit"), ACTIVATIONS)
+def test_sorted_and_batched_rows(alpha: float, limit: float, dtype: torch.dtype) -> None:
     rows, shape = 50, grouped_gemm.Shape(16, 32, 64, 4, 2, tiles=2)
     x, chosen, weights = made(rows, HIDDEN, dtype=dtype), choices(rows), torch.rand(rows, TOPK, device=DEVICE)
     gate_up, down = (
         made(EXPERTS, *sizes, dtype=dtype) / sizes[1] ** 0.5 for sizes in ((2 * WIDE, HIDDEN), (HIDDEN, WIDE))
     )
-    above = Epilogue(made(EXPERTS, 2 * WIDE, dtype=dtype), alpha, LIMIT)
+    above = Epilogue(made(EXPERTS, 2 * WIDE, dtype=dtype), alpha, limit)
     below = Epilogue(made(EXPERTS, HIDDEN, dtype=dtype))
     ids, positions, ends, _ = moe_align.align(chosen, EXPERTS, shape.block_m)
     inner = torch.zeros(len(ids), WIDE, device=DEVICE, dtype=dtype)

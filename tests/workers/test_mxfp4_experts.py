@@ -133,9 +133,10 @@ def test_kernels_prove_themselves(bfloat16: None, monkeypatch: pytest.MonkeyPatc
     device = torch.device("cpu")
     for ask in (proof.of_mxfp4.__wrapped__, proof.of_extras.__wrapped__):
         assert ask(torch.float16, device) == ""
+    assert proof.of_extras.__wrapped__(torch.float16, device, "gelu_pytorch_tanh") == ""
     module = "meshlm.workers.moe.experts.mxfp4"
     monkeypatch.setattr(
-        f"{module}.epilogues", lambda extras: (epilogues(extras)[0]._replace(limit=3.0), epilogues(extras)[1])
+        f"{module}.epilogues", lambda extras, act: (epilogues(extras)[0]._replace(limit=3.0), epilogues(extras)[1])
     )
     assert "of a row's norm away from plain torch" in proof.of_mxfp4.__wrapped__(torch.float16, device)
     monkeypatch.setattr("meshlm.kernels.mxfp4_experts.kernel.few", None)

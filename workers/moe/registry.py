@@ -24,6 +24,7 @@ from meshlm.workers.moe.parts import ActivationFormat, Dispatcher, ExpertExtras,
 from meshlm.workers.quantization.fp8 import ExpertScales
 
 _log = structlog.get_logger()
+ACTS = "silu", "gelu_pytorch_tanh"  # of gates, that kernels compute (experts/epilogues.py)
 
 
 class ExpertWeights(NamedTuple):
@@ -63,8 +64,8 @@ def _unsupported_by_mxfp4(weights: ExpertWeights) -> str | None:
 def _other_activation(weights: ExpertWeights) -> str | None:
     if not weights.gated:
         return "it computes experts with a gate"
-    if weights.act != "silu" and (weights.extras is None or weights.extras.swiglu is None):
-        return f"it computes silu, not {weights.act}"
+    if weights.act not in ACTS and (weights.extras is None or weights.extras.swiglu is None):
+        return f"it computes {' and '.join(ACTS)}, not {weights.act}"
     return None
 
 
@@ -84,10 +85,11 @@ def _unsupported_by_triton(weights: ExpertWeights) -> str | None:
         return why
     if gate_up.shape[2] % 8 or gate_up.shape[1] % 16:
         return "it computes experts whose sizes are multiples of 8"
-    if weights.extras is not None and scales is None:
+    if (weights.extras is not None and scales is None) or weights.act != "silu":
         from meshlm.workers.moe.experts.proof import of_extras
 
-        return of_extras(dtype, gate_up.device) or None
+        act = "silu" if weights.extras is not None and weights.extras.swiglu is not None else weights.act
+        return of_extras(dtype, gate_up.device, act) or None
     return None
 
 
@@ -107,26 +109,26 @@ def _mxfp4(given: ExpertWeights) -> Experts:
     from meshlm.workers.moe.experts.mxfp4 import MXFP4Experts
 
     assert given.packed is not None
-    return MXFP4Experts(given.packed, given.extras)
+    return MXFP4Experts(given.packed, given.extras, given.act)
 
 
 def _mxfp4_batched(given: ExpertWeights) -> Experts:
     from meshlm.workers.moe.experts.mxfp4 import MXFP4BatchedExperts
 
     assert given.packed is not None
-    return MXFP4BatchedExperts(given.packed, given.extras)
+    return MXFP4BatchedExperts(given.packed, given.extras, given.act)
 
 
 def _triton(given: ExpertWeights) -> Experts:
     from meshlm.workers.moe.experts.triton import TritonExperts
 
-    return TritonExperts(given.gate_up, given.down, given.scales, given.extras)
+    return TritonExperts(given.gate_up, given.down, given.scales, given.extras, given.act)
 
 
 def _triton_batched(given: ExpertWeights) -> Experts:
     from meshlm.workers.moe.experts.triton import TritonBatchedExperts
 
-    return TritonBatchedExperts(given.gate_up, given.down, given.scales, given.extras)
+    return TritonBatchedExperts(given.gate_up, given.down, given.scales, given.extras, given.act)
 
 
 EXPERTS: dict[str, ExpertsKind] = {

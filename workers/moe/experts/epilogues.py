@@ -1,12 +1,17 @@
 """What stands behind the products of experts, as kernels take it."""
 
-from meshlm.kernels.moe_epilogue.kernel import PLAIN, Epilogue
+from meshlm.kernels.moe_epilogue.kernel import GELU_ALPHA, PLAIN, Epilogue
 from meshlm.workers.moe.parts import ExpertExtras
 
+ALPHAS = {"silu": 0.0, "gelu_pytorch_tanh": GELU_ALPHA}
+"""Of the registry's ACTS."""
 
-def epilogues(extras: ExpertExtras | None) -> tuple[Epilogue, Epilogue]:
-    """What stands behind the products of gate and up, and behind that of down."""
+
+def epilogues(extras: ExpertExtras | None, act: str = "silu") -> tuple[Epilogue, Epilogue]:
+    """What stands behind the products of gate and up, and behind that of down. act: one of ALPHAS, unless the extras have their own."""
+    alpha, limit = ALPHAS.get(act, 0.0), 0.0
     if extras is None:
-        return PLAIN, PLAIN
-    alpha, limit = extras.swiglu or (0.0, 0.0)
+        return (Epilogue(alpha=alpha) if alpha else PLAIN), PLAIN
+    if extras.swiglu is not None:
+        alpha, limit = extras.swiglu
     return Epilogue(extras.gate_up_bias, alpha, limit), Epilogue(extras.down_bias)

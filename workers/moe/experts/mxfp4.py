@@ -25,9 +25,9 @@ class _MXFP4:
 
     quantisation = Quantisation.NONE
 
-    def __init__(self, packed: PackedExperts, extras: ExpertExtras | None = None) -> None:
+    def __init__(self, packed: PackedExperts, extras: ExpertExtras | None = None, act: str = "silu") -> None:
         self._gate_up, self._down, self.dtype = packed
-        self._above, self._below = epilogues(extras)
+        self._above, self._below = epilogues(extras, act)
         self._num_experts, self._hidden, self._wide = len(self._down.codes), self._gate_up.inputs, self._down.inputs
 
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor | None]:

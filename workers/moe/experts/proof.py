@@ -36,9 +36,9 @@ def of_mxfp4(dtype: torch.dtype, device: torch.device) -> str:
 
 
 @cache
-def of_extras(dtype: torch.dtype, device: torch.device) -> str:
-    """The same for weights of this dtype with biases and a clamped activation."""
-    return _reason(lambda: _of_extras(dtype, device), dtype, device)
+def of_extras(dtype: torch.dtype, device: torch.device, act: str = "silu") -> str:
+    """The same for weights of this dtype with biases and a clamped activation, or with another activation than silu."""
+    return _reason(lambda: _of_extras(dtype, device, act), dtype, device)
 
 
 def _reason(make: Callable[[], tuple[Pair, Pair]], dtype: torch.dtype, device: torch.device) -> str:
@@ -105,18 +105,19 @@ def _of_mxfp4(dtype: torch.dtype, device: torch.device) -> tuple[Pair, Pair]:
     )
 
 
-def _of_extras(dtype: torch.dtype, device: torch.device) -> tuple[Pair, Pair]:
+def _of_extras(dtype: torch.dtype, device: torch.device, act: str) -> tuple[Pair, Pair]:
     random = torch.Generator(device).manual_seed(1)
 
     def weight(outputs: int, inputs: int) -> Tensor:
         made: Tensor = torch.randn(EXPERTS, outputs, inputs, generator=random, device=device) / inputs**0.5
         return made.to(dtype)
 
-    gate_up, down, extras = weight(2 * WIDE, HIDDEN), weight(HIDDEN, WIDE), _extras(dtype, random)
+    gate_up, down = weight(2 * WIDE, HIDDEN), weight(HIDDEN, WIDE)
+    extras = _extras(dtype, random) if act == "silu" else None
     return (
-        (ReferenceExperts(gate_up, down, "silu", None, extras), TritonExperts(gate_up, down, None, extras)),
+        (ReferenceExperts(gate_up, down, act, None, extras), TritonExperts(gate_up, down, None, extras, act)),
         (
-            ReferenceBatchedExperts(gate_up, down, "silu", None, extras),
-            TritonBatchedExperts(gate_up, down, None, extras),
+            ReferenceBatchedExperts(gate_up, down, act, None, extras),
+            TritonBatchedExperts(gate_up, down, None, extras, act),
         ),
     )

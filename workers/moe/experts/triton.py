@@ -17,6 +17,7 @@ from meshlm.kernels.grouped_gemm.plan import (
     warm_rows,
 )
 from meshlm.kernels.moe_align.kernel import align, most_tiles
+from meshlm.kernels.moe_epilogue.kernel import PLAIN
 from meshlm.kernels.moe_few import kernel as few
 from meshlm.kernels.moe_gemv import kernel as one
 from meshlm.kernels.moe_sum.kernel import sum_parts, weighted_sum
@@ -39,15 +40,21 @@ class _Weights:
     """A layer holds gate_up [local experts, 2 wide, hidden], down [local experts, hidden, wide], of 16 bits or with scales."""
 
     def __init__(
-        self, gate_up: Tensor, down: Tensor, scales: ExpertScales | None = None, extras: ExpertExtras | None = None
+        self,
+        gate_up: Tensor,
+        down: Tensor,
+        scales: ExpertScales | None = None,
+        extras: ExpertExtras | None = None,
+        act: str = "silu",
     ) -> None:
-        self.gate_epilogue, self.down_epilogue = epilogues(extras)
-        self._one_row = extras is None
+        self.gate_epilogue, self.down_epilogue = epilogues(extras, act)
+        plain = self.gate_epilogue is PLAIN and self.down_epilogue is PLAIN
+        self._one_row = plain
         self.gate_up, self.down = gate_up, down
         self.gate_up_scale = None if scales is None else scales.gate_up
         self.down_scale = None if scales is None else scales.down
         self.dtype = down.dtype if scales is None else scales.dtype
-        self._apart = many.has_apart(down) and extras is None
+        self._apart = many.has_apart(down) and plain
         self.num_experts, self.hidden, self.wide = down.shape
         self.block_k = 0 if scales is None else scales.scheme.block[1] or 128  # of tiles; 0: any
         activation = "none" if scales is None else scales.scheme.activation
@@ -78,9 +85,14 @@ class TritonExperts:
     chunks = True
 
     def __init__(
-        self, gate_up: Tensor, down: Tensor, scales: ExpertScales | None = None, extras: ExpertExtras | None = None
+        self,
+        gate_up: Tensor,
+        down: Tensor,
+        scales: ExpertScales | None = None,
+        extras: ExpertExtras | None = None,
+        act: str = "silu",
     ) -> None:
-        self._weights = _Weights(gate_up, down, scales, extras)
+        self._weights = _Weights(gate_up, down, scales, extras, act)
         self.dtype, self.quantisation = self._weights.dtype, self._weights.quantisation
 
     def left(self, rows: int, num_topk: int, allowed: tuple[WeightAndReduce, ...]) -> WeightAndReduce:
@@ -174,9 +186,14 @@ class TritonBatchedExperts:
     chunks = False
 
     def __init__(
-        self, gate_up: Tensor, down: Tensor, scales: ExpertScales | None = None, extras: ExpertExtras | None = None
+        self,
+        gate_up: Tensor,
+        down: Tensor,
+        scales: ExpertScales | None = None,
+        extras: ExpertExtras | None = None,
+        act: str = "silu",
     ) -> None:
-        self._weights = _Weights(gate_up, down, scales, extras)
+        self._weights = _Weights(gate_up, down, scales, extras, act)
         self.dtype, self.quantisation = self._weights.dtype, self._weights.quantisation
 
     def left(self, rows: int, num_topk: int, allowed: tuple[WeightAndReduce, ...]) -> WeightAndReduce:
