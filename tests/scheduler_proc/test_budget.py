@@ -182,7 +182,10 @@ def test_prompts_of_one_length_have_the_steps_that_they_had_with_one_rate(
             made.learn(1000 + num_decodes, num_decodes, 0.007 + 1000 * prompt_s * factor, pairs)
     assert counted.prompt_s + 500 * counted.pair_s == pytest.approx(plain.prompt_s, rel=0.02)
     limits = [made.prefill_limit(num_decodes, outstanding, 500) for made in (plain, counted)]
-    assert limits[1] == pytest.approx(limits[0], rel=0.3, abs=budget.GRID)
+    beside = budget._grid(
+        max(limits) + num_decodes
+    )  # steps end on a grid: roundings may have taken either side of a line of it
+    assert limits[1] == pytest.approx(limits[0], rel=0.3, abs=beside)
 
 
 @given(

@@ -1,0 +1,136 @@
+"""Compiles kernels for a Hopper GPU where there is none: the interpreter takes much that a compiler refuses.
+
+Run as a program, without TRITON_INTERPRET. Prints a line for each kernel, with what stands in local memory because registers ran out.
+"""
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, jit
+
+
+class Hopper:
+    """What Triton asks of a driver while it compiles."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: object = None) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+_run = jit.JITFunction.run
+
+
+def _only_compile(self: Any, *given: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+    made = _run(self, *given, grid=grid, warmup=True, **options)
+    print(self.fn.__module__, self.fn.__name__, len(made.asm["cubin"]), flush=True)
+    return made
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype)
+
+
+def ints(*shape: int) -> Tensor:
+    return torch.zeros(*shape, dtype=torch.int32)
+
+
+def products() -> None:
+    """One row, with bfloat16 weights, and with 8-bit floats that have scales of rows and of groups; experts with each activation."""
+    from meshlm.kernels.fp8_gemm.reference import Fp8Weight
+    from meshlm.kernels.gemv.kernel import gemv
+    from meshlm.kernels.grouped_gemm import kernel as grouped_gemm
+    from meshlm.kernels.moe_epilogue.kernel import GELU_ALPHA, PLAIN, Epilogue
+    from meshlm.kernels.moe_few import kernel as moe_few
+
+    x, codes = empty(1, 1024), empty(2048, 1024, dtype=torch.float8_e4m3fn)
+    weights = (
+        empty(2048, 1024),
+        Fp8Weight(codes, torch.empty(2048, 1)),
+        Fp8Weight(codes, torch.empty(2048, 8), 128, 128),
+    )
+    for weight in weights:
+        for gate in (False, True):
+            gemv(x, weight, norm=empty(1024), residual=x, eps=1e-5, gate=gate, shape=(2, 4, 3, 2))
+    rows, gate_up, chosen = empty(8, 512), empty(16, 512, 512), ints(8, 4)
+    tiles = grouped_gemm.Shape(16, 32, 64, 4, 2, tiles=2)
+    for epilogue in (PLAIN, Epilogue(alpha=GELU_ALPHA), Epilogue(empty(16, 512), 1.702, 7.0)):
+        moe_few.few(rows, gate_up, chosen, None, empty(32, 256), moe_few.Shape(32, 32, 4, 2), epilogue=epilogue)
+        inner = empty(16, 16, 256)
+        grouped_gemm.batched_gemm(empty(16, 16, 512), gate_up, inner, tiles, ints(16), gate=True, epilogue=epilogue)
+
+
+def attention() -> None:
+    """Prompts and decodes: plain, with windows, chunks, slopes, caps and sinks, of 8-bit caches, of large heads."""
+    from meshlm.kernels.attention.decode import decode
+    from meshlm.kernels.attention.kernel import Columns, Extras
+    from meshlm.kernels.attention.prefill import prefill
+    from meshlm.kernels.attention.tiles import tile_of_head
+
+    kinds = [
+        (128, torch.bfloat16, Extras()),
+        (128, torch.bfloat16, Extras(window=1024, cap=30.0, sinks=empty(8))),
+        (128, torch.bfloat16, Extras(chunk=8192)),
+        (128, torch.bfloat16, Extras(slopes=torch.empty(8))),
+        (128, torch.float8_e4m3fn, Extras(k_scale=0.5, v_scale=0.5)),
+        (512, torch.bfloat16, Extras()),
+    ]
+    at = Columns(ints(4), ints(4), ints(4), 4, ints(4, 32))
+    for dim, kind, extras in kinds:
+        query, keys = empty(64, 8, dim), empty(64, 16, 2, dim, dtype=kind)
+        out, splits = torch.empty_like(query), 4
+        room = torch.empty(64 * 8 * splits * dim), torch.empty(64 * 8 * splits * 2), ints(64 * 2)
+        prefill(query, keys, keys, at, 0.1, out, extras=extras, tiles=tile_of_head((64, 64, 4, 2), dim))
+        decode(query[:4], keys, keys, at, 0.1, out[:4], room, splits, extras)
+
+
+def states() -> None:
+    """Decodes and prompts of gated delta nets, Mamba and Mamba-2, and their convolutions."""
+    from meshlm.kernels.attention.kernel import Columns
+    from meshlm.kernels.causal_conv.kernel import causal_conv
+    from meshlm.kernels.gated_delta.kernel import chunk_rule
+    from meshlm.kernels.gated_delta.update import rule_update
+    from meshlm.kernels.gated_norm.kernel import gated_norm
+    from meshlm.kernels.selective_scan.kernel import scan_update, selective_scan
+    from meshlm.kernels.ssd.kernel import chunk_scan
+    from meshlm.kernels.ssd.reference import TimeSteps
+    from meshlm.kernels.ssd.update import state_update
+    from meshlm.kernels.states import Pieces
+
+    tokens = 300
+    at, pieces = (
+        Columns(ints(2), ints(2), ints(2), 2, ints(2, 16)),
+        Pieces.of([(0, 0, tokens)], 544, torch.device("cpu")),
+    )
+    q, v, gate = empty(tokens, 16, 128), empty(tokens, 32, 128), empty(tokens, 32)
+    given: list[Any] = [q, q.clone(), v, gate, gate.clone(), torch.empty(32), torch.empty(32)]
+    given += [empty(2, 8, 16, 128, 128), torch.empty_like(v), at]
+    rule_update(*[*given, 2, 544])
+    chunk_rule(*[*given, pieces, 544])
+    x, b = empty(tokens, 4096), empty(tokens, 16)
+    given = [x, x, torch.empty(4096, 16), b, b, torch.empty(4096), x, empty(2, 8, 2048, 1, 16), x.clone(), at]
+    scan_update(*[*given, 2, 512])
+    selective_scan(*[*given, pieces, 512])
+    h, b = empty(tokens, 64, 64), empty(tokens, 1, 128)
+    steps = TimeSteps(empty(tokens, 64), torch.empty(64))
+    given = [h, steps, torch.empty(64), b, b, torch.empty(64), empty(2, 8, 32, 64, 128), h.clone(), at]
+    state_update(*[*given, 2, 528])
+    chunk_scan(*[*given, pieces, 528])
+    gated_norm(x, x, empty(4096), 1e-5, 4096, before=False)
+    causal_conv(x, empty(4096, 4), None, empty(2, 8, 2048, 3), at, 2, pieces, 528)
+
+
+if __name__ == "__main__":
+    driver.set_active(Hopper())
+    jit.JITFunction.run = _only_compile
+    {"products": products, "attention": attention, "states": states}[sys.argv[1]]()
