@@ -50,11 +50,11 @@ $(BROWSER)/.installed: tests/browser/requirements.txt $(STAMP)
 serve: setup
 	@$(BIN)/meshlm serve $(ARGS)
 
-# First what needs no processes of a mesh, on all cores; then the meshes, two at a time: they wait more than they compute.
+# First what needs no processes of a mesh, on all cores; then the meshes, three at a time: each waits now and then.
 # Exit code 5: ARGS names none of that kind.
 test: setup $(CLIENTS)/.installed $(BROWSER)/.installed
 	@$(BIN)/pytest -m "not gpu and not mesh" -n auto --dist loadfile --no-loadscope-reorder $(ARGS) || [ $$? -eq 5 ]
-	@$(BIN)/pytest -m "mesh and not gpu" -n 2 --dist loadfile $(ARGS) || [ $$? -eq 5 ]
+	@$(BIN)/pytest -m "mesh and not gpu" -n 3 --dist loadfile $(ARGS) || [ $$? -eq 5 ]
 
 test-gpu: setup
 	@$(BIN)/pytest -m gpu -n 8 tests/kernels tests/workers $(ARGS)

@@ -5,6 +5,7 @@ import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from serving import Serving, serving
@@ -73,10 +74,14 @@ def kill_under_load(server: Serving, role: str, index: int, expected: list[list[
         for end in ends:
             end.result(timeout=90)
     assert [stream.ids for stream in streams] == expected, (role, index)
+
+    def restarts(processes: list[dict[str, Any]]) -> dict[tuple[str, int], int]:
+        return {(p["role"], p["index"]): p["restarts"] for p in processes}
+
+    before = restarts(status)
+    until(lambda: restarts(server.status()["processes"]).get((role, index), 0) > before[role, index], 60)
     until(lambda: all(p["state"] == "ready" for p in server.status()["processes"]), 60)
-    before, after = (
-        {(p["role"], p["index"]): p["restarts"] for p in of} for of in (status, server.status()["processes"])
-    )
+    after = restarts(server.status()["processes"])
     assert {name for name in before if after[name] > before[name]} == {(role, index)}, "nobody else is started again"
 
 

@@ -52,6 +52,12 @@ def resets_its_prefix_cache(url: str) -> None:
     assert ids == reference([7] * 10, len(ids))
 
 
+def follows(server: Serving, killed: int) -> bool:
+    """Whether another scheduler is ready in the place of the one that was killed."""
+    found = [p for p in server.status()["processes"] if (p["role"], p["state"]) == ("scheduler", "ready")]
+    return [p["pid"] for p in found if p["pid"] == killed] == [] and len(found) == 1
+
+
 def pauses(server: Serving) -> None:
     """A stream stands still, also where its scheduler dies, and goes on; others are ended by their names."""
 
@@ -68,7 +74,9 @@ def pauses(server: Serving) -> None:
         lines = (line for line in answer.iter_lines() if line.startswith("data: {"))
         ids = json.loads(next(lines)[6:])["choices"][0]["token_ids"]
         assert (is_paused(), post("pause?mode=keep"), is_paused()) == (False, {"status": "paused"}, True)
-        os.kill(server.pid("scheduler"), signal.SIGKILL)
+        killed = server.pid("scheduler")
+        os.kill(killed, signal.SIGKILL)
+        until(lambda: follows(server, killed))
         until(lambda: httpx.get(f"{server.url}/ready", timeout=30).status_code == 200)
         assert is_paused()
         assert (post("resume"), is_paused()) == ({"status": "resumed"}, False)
