@@ -170,6 +170,9 @@ class StructuralTag:
         if len(triggers) < len(part["triggers"]):
             raise GrammarError("triggers must be texts, and not empty")
         after, whole = [], []
+        for one in _list({"patterns": [], **part}, "patterns"):  # of MeshLM's own, like the two formats below
+            begin = self._rule(f"{ANY_TEXT} {_regex(_string(one, 'pattern'))}", "[lazy]")
+            after.append(self._rule(f"{begin} {self._content(one, depth)}"))
         for tag in _list(part, "tags", 1):
             begin = _string(tag, "begin")
             trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
@@ -179,15 +182,16 @@ class StructuralTag:
             after.append(self._rule(f"{self._until(trigger)} {body}"))
             whole.append(self._rule(f"{self._text(trigger)} {body}"))
         tags, first = f"({' | '.join(after)})", f"({' | '.join(whole)})"
-        if part.get("stop_after_first"):
-            return first if part.get("at_least_one") else f"({tags} | {ANY_TEXT})"
-        return f"{first if part.get('at_least_one') else ''} {tags}* {ANY_TEXT}"
+        is_needed = _flag(part, "at_least_one")
+        if _flag(part, "stop_after_first"):
+            return first if is_needed else f"({tags} | {ANY_TEXT})"
+        return f"{first if is_needed else ''} {tags}* {ANY_TEXT}"
 
     def _separated(self, part: dict[str, Any], depth: int) -> str:
         tags = "(" + " | ".join(self._rule(self._tag(tag, depth)) for tag in _list(part, "tags", 1)) + ")"
-        if not part.get("stop_after_first"):
+        if not _flag(part, "stop_after_first"):
             tags = f"{tags} ({self._text(_string(part, 'separator'))} {tags})*"
-        return tags if part.get("at_least_one") else f"({tags})?"
+        return tags if _flag(part, "at_least_one") else f"({tags})?"
 
     # --- two formats of MeshLM's own, for calls that are no tags (runtime/parsers/list_structures.py) ---
 
@@ -216,7 +220,7 @@ def _of_structures(given: dict[str, Any]) -> dict[str, Any]:
     tags = [
         {
             "begin": _string(tag, "begin"),
-            "content": {"type": "json_schema", "json_schema": tag.get("schema") or {}},
+            "content": {"type": "json_schema", "json_schema": {} if tag.get("schema") is None else tag["schema"]},
             "end": _string(tag, "end"),
         }
         for tag in _list(given, "structures", 1)
@@ -237,6 +241,13 @@ def _string(part: Any, name: str) -> str:
     if not isinstance(value, str):
         raise GrammarError(f"{name} must be a text")
     return value
+
+
+def _flag(part: dict[str, Any], name: str) -> bool:
+    """False where it is not given."""
+    if not isinstance(value := part.get(name), bool | None):
+        raise GrammarError(f"{name} must be true or false")
+    return value is True
 
 
 def _list(part: dict[str, Any], name: str, least: int = 0) -> list[Any]:

@@ -117,14 +117,14 @@ def _reasoning(item: Json, where: str) -> str:
     """Its text, or what `sealed` made of it, or its summary."""
     content = _texts(item, "content", "reasoning_text", where)
     summary = _texts(item, "summary", "summary_text", where)
-    if not content and item.get("encrypted_content"):
-        return _unsealed(_string(item, "encrypted_content", where), where)
-    return content or summary
+    encrypted = "" if item.get("encrypted_content") is None else _string(item, "encrypted_content", where)
+    return content or summary if content or not encrypted else _unsealed(encrypted, where)
 
 
 def _texts(item: Json, field: str, kind: str, where: str) -> str:
     """The parts of this field in one."""
-    parts = item.get(field) or []
+    if (parts := item.get(field)) is None:
+        return ""
     if not isinstance(parts, list) or not all(isinstance(part, dict) and part.get("type") == kind for part in parts):
         raise _wrong(f"{where}.{field}", f"must be a list of parts of type {kind!r}")
     return "".join(_string(part, "text", f"{where}.{field}") for part in parts)

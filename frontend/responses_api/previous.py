@@ -47,20 +47,28 @@ def _said(message: Json, where: str) -> list[Json]:
         return [_reasoning(_text(message, where))]
     if channel not in (None, "final", "commentary"):
         raise _wrong(f"{where}.channel", "must be 'analysis', 'commentary' or 'final'")
-    calls = message.get("tool_calls") or []
+    calls = [] if message.get("tool_calls") is None else message["tool_calls"]
     if not isinstance(calls, list):
         raise _wrong(f"{where}.tool_calls", "must be a list")
-    thought = message.get("reasoning") or message.get("reasoning_content")
-    found = [_reasoning(thought)] if isinstance(thought, str) else []
-    if not calls or message.get("content"):
+    thought = _optional(message, "reasoning", where) or _optional(message, "reasoning_content", where)
+    found = [_reasoning(thought)] if thought else []
+    if not calls or message.get("content") not in (None, "", []):
         found.append({"type": "message", "role": "assistant", "content": _text(message, where)})
     for index, call in enumerate(calls):
         path = f"{where}.tool_calls[{index}]"
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict):
             raise _wrong(path, "a call has a function")
-        found.append(_call(path, function.get("name"), function.get("arguments") or "", call.get("id")))
+        arguments = "" if function.get("arguments") is None else function["arguments"]
+        found.append(_call(path, function.get("name"), arguments, call.get("id")))
     return found
+
+
+def _optional(message: Json, name: str, where: str) -> str:
+    """A text, or "" where there is none."""
+    if not isinstance(value := message.get(name), str | None):
+        raise _wrong(f"{where}.{name}", "must be a string")
+    return value or ""
 
 
 def _reasoning(text: str) -> Json:

@@ -1,15 +1,27 @@
-"""Frontends that share a store."""
+"""A scripted frontend and a client of it; and frontends that share a store."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
+import openai
 import pytest
-from openai_client import SERVER, Frontend
+from openai_client import SERVER, Frontend, client_of
 from scripted import Scripted
 
 from meshlm.frontend.responses_api import background
 from meshlm.protocol.config import ServerConfig
+
+
+@pytest.fixture
+async def backend() -> Scripted:
+    return Scripted(SERVER)
+
+
+@pytest.fixture
+async def client(backend: Scripted) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with client_of(backend) as found:
+        yield found
 
 
 @pytest.fixture

@@ -16,6 +16,12 @@ TOOLS: Any = [
     {"type": "function", "name": "time", "parameters": None, "strict": None},
 ]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bärn"}}\n</tool_call>'
+NAMESPACE: Any = {
+    "type": "namespace",
+    "name": "earth",
+    "description": "d",
+    "tools": [{"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": None}],
+}
 SERVER = ServerConfig(
     enable_auto_tool_choice=True, tool_call_parser="hermes", reasoning_parser="qwen3", responses_store="off"
 )

@@ -13,9 +13,11 @@ from meshlm.frontend.choice import Choice, RowDetails
 from meshlm.frontend.dashboard.feed import Feed
 from meshlm.frontend.dashboard.snapshot import Facts
 from meshlm.frontend.errors import HttpError
+from meshlm.frontend.figures import Figures
 from meshlm.frontend.parse import ParsedRequest
 from meshlm.frontend.rate_limits import RateLimits
 from meshlm.frontend.responses import Response
+from meshlm.frontend.scaling import AskedRanks
 from meshlm.frontend.server import Routes
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.config import MeshConfig, Resolved, ServerConfig
@@ -72,6 +74,8 @@ class Scripted:
         self.refusals: list[str] = []  # by reason
         self._handle = 0
         self._tasks: set[asyncio.Task[None]] = set()
+        self.figures = Figures()
+        self.figures.take(MeshStats(True))
         self.routes = Routes(self)
         self.app: Any = self.routes.app()
 
@@ -159,6 +163,10 @@ class Scripted:
         assert isinstance(message.prompt, ChatPrompt | TextPrompt)
         size = len(message.prompt.messages_json) if isinstance(message.prompt, ChatPrompt) else len(message.prompt.text)
         return TokenizeReply(message.handle, pack_i32([1] * size), max_model_len=self.resolved.max_model_len)
+
+    @property
+    def ranks(self) -> AskedRanks:
+        return AskedRanks(self.tell_supervisor)
 
     async def operate(self, action: Any) -> Any:
         raise HttpError(503, "there are no workers")
