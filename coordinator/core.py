@@ -27,11 +27,13 @@ from meshlm.protocol.admit_edge import (
     Returned,
     Routed,
     SchedulerIncarnation,
+    Welcome,
 )
 from meshlm.protocol.counts import Counted
 from meshlm.protocol.ids import HEAD, Epoch, ErrorKind, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.lockstep import JointReport
 from meshlm.protocol.operations import Operation, OperationDone, OperationId, Pause, Resume, Sleep, Stop, WakeUp
+from meshlm.protocol.sleeping import AWAKE, Sleeping
 from meshlm.runtime.events import PeerLost, Received, Send, Tick
 
 Event = Received | PeerLost | Tick
@@ -53,6 +55,7 @@ class Coordinator:
         first_rank: int = 0,
         places: int = sys.maxsize,
         lockstep: Lockstep | None = None,
+        sleep_mode: bool = False,
     ) -> None:
         self.max_waiting, self.num_ranks, self.first_rank = max_waiting, num_ranks, first_rank
         self.members: dict[Identity, control.Member] = {}
@@ -61,7 +64,9 @@ class Coordinator:
         self.owner: dict[RequestId, Identity] = {}
         self.held: dict[RequestId, Held] = {}  # no rank that they may have serves, in the order of arrival
         self.moving = Moves(self.router)
-        self.frontends = Frontends(self.members, self.router, self.held, first_rank)
+        self.sleeping: dict[Identity, Sleeping] = {}  # the ranks' workers, also while their schedulers are not there
+        self.sleep_mode = sleep_mode
+        self.frontends = Frontends(self.members, self.router, self.held, self.sleeping, first_rank)
         self.operations = Operations()
         self.lockstep = lockstep
         self._stop: tuple[Identity, Operation] | None = None  # until all ranks that step together rest
@@ -82,7 +87,7 @@ class Coordinator:
                     *self._expire(now, event.wall_s),
                     *self.moving.rebalance(now),
                     *self._drained(),
-                    *self.operations.expire(now),
+                    *self.operations.expire(self.ranks, self.num_ranks, now),
                     *self._pause_newcomers(),
                     *(self.lockstep.tick() if self.lockstep is not None else ()),
                     *self.frontends.tick(),
@@ -127,11 +132,7 @@ class Coordinator:
                 error = f"ranks that step together {'are not paused' if isinstance(action, Pause) else 'do not sleep'}"
                 return [Send(event.sender, OperationDone(operation_id, error))]
             case Operation() as operation:
-                told = self.operations.ask(event.sender, operation, self.ranks, self.num_ranks, now)
-                refused = any(isinstance(send.message, OperationDone) for send in told)
-                if isinstance(operation.action, Pause | Resume) and not refused:
-                    self.frontends.paused = isinstance(operation.action, Pause)
-                return told
+                return self._asking(self.operations.ask(event.sender, operation, self.ranks, self.num_ranks, now))
             case OperationDone() as done:
                 return self.operations.answered(event.sender, done)
             case control.ChangeSettings(values={"max_waiting": int(most)}):
@@ -140,22 +141,35 @@ class Coordinator:
             case control.ChangeSettings():
                 return []
             case control.SetRanks() as ranks:
-                return self._set_ranks(ranks.num_ranks)
+                return self._set_ranks(ranks.num_ranks, now)
         return []
+
+    def _asking(self, sends: list[Send]) -> list[Send]:
+        """The same. Some may be operations that ranks get now, and that say what the mesh is to be like."""
+        for send in sends:
+            if isinstance(send.message, Operation) and isinstance(send.message.action, Pause | Resume):
+                self.frontends.paused = isinstance(send.message.action, Pause)
+        return sends
 
     # --- membership ---
 
     def _join(self, member: control.Member, now: float) -> list[Send]:
         known = self.members.get(member.identity)
         if known is not None and (known.incarnation > member.incarnation or known == member):
-            return [Send(member.identity, self._list())] if known == member else []
+            return [*self._welcome(member.identity), Send(member.identity, self._list())] if known == member else []
         effects: list[Send] = []
         if known is not None and known.incarnation != member.incarnation:
             effects = self._lost(PeerLost(known.identity, known.incarnation), now)
         self.members[member.identity] = member
         if member.identity.role is Role.SCHEDULER and member.identity not in self.ranks:
             self.router.add(Rank(member.identity, member.incarnation, retiring=member.identity.index >= self.num_ranks))
+            effects += self._welcome(member.identity)
+            effects += self._asking(self.operations.joined(member.identity, self.ranks, self.num_ranks, now))
         return [*effects, *self._announce(), *self.frontends.joined(member.identity)]
+
+    def _welcome(self, identity: Identity) -> list[Send]:
+        welcomed = self.sleep_mode and identity.role is Role.SCHEDULER
+        return [Send(identity, Welcome(self.sleeping.get(identity, AWAKE)))] if welcomed else []
 
     def _announce(self) -> list[Send]:
         self.epoch += 1
@@ -171,7 +185,7 @@ class Coordinator:
             return self.frontends.blocked(lost.identity, "")
         del self.members[lost.identity]
         told = self.frontends.blocked(lost.identity, "")
-        told += self.frontends.lost(lost.identity) + self.operations.lost(lost.identity)
+        told += self.frontends.lost(lost.identity) + self.operations.lost(lost.identity, now)
         if lost.identity.role is Role.SCHEDULER:
             self.moving.lost(lost.identity)
             told += self.lockstep.lost(lost.identity) if self.lockstep is not None else []
@@ -186,10 +200,13 @@ class Coordinator:
                 del self.held[request_id]
         return told + self._announce() + self.frontends.serving_change()
 
-    def _set_ranks(self, num_ranks: int) -> list[Send]:
+    def _set_ranks(self, num_ranks: int, now: float) -> list[Send]:
         """Ranks are added or removed. One that is removed gives back what it has not started and ends the rest."""
         self.num_ranks = num_ranks
-        effects: list[Send] = []
+        last = Identity(Role.SCHEDULER, num_ranks - 1)
+        effects = self._asking(self.operations.joined(last, self.ranks, num_ranks, now))
+        for gone in [identity for identity in self.sleeping if identity.index >= num_ranks]:
+            del self.sleeping[gone]
         for rank in self.ranks.values():
             retiring = rank.number >= num_ranks
             if retiring and not rank.retiring:
@@ -300,6 +317,8 @@ class Coordinator:
                 del self.owner[request_id]
         if first and load.paused:  # an earlier incarnation of the coordinator was asked for it
             self.frontends.paused = True
+        if load.serving or load.sleeping.tags:  # else its workers have not said it yet
+            self.sleeping[sender] = load.sleeping
         self.router.load(rank, load)
         rank.graphs = rank.graphs if load.graphs is None else load.graphs
         rank.counts = rank.counts if load.counts is None else load.counts

@@ -12,20 +12,23 @@ from meshlm.protocol import control_edge as control
 from meshlm.protocol.admit_edge import ReportLoad
 from meshlm.protocol.counts import CountsOf, ProcessCounts
 from meshlm.protocol.ids import Identity, RequestId, Role
+from meshlm.protocol.sleeping import Sleeping
 from meshlm.runtime.events import Send
 
 
 class Frontends:
-    """`members`, `router` and `held` are the core's; they are only read. `serving` is what frontends know."""
+    """`members`, `router`, `held` and `sleeping` are the core's; they are only read. `serving` is what frontends know."""
 
     def __init__(
         self,
         members: Mapping[Identity, control.Member],
         router: Router,
         held: Mapping[RequestId, Held],
+        sleeping: Mapping[Identity, Sleeping],
         first_rank: int,
     ) -> None:
         self._members, self._router, self._held, self._first_rank = members, router, held, first_rank
+        self._sleeping = sleeping
         self._questions = Questions()
         self.gate = QueueGate()
         self.serving = False
@@ -76,7 +79,7 @@ class Frontends:
     @property
     def asleep(self) -> bool:
         """Whether the workers of a rank sleep."""
-        return any(rank.load is not None and rank.load.sleeping.tags for rank in self._router.ranks.values())
+        return any(one.tags for one in self._sleeping.values())
 
     def _reason(self) -> str:
         """Says what is missing before requests can be served; "" when nothing is."""

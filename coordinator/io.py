@@ -37,6 +37,7 @@ class CoordinatorApp:
             config.parallel.data_parallel_rank or 0,
             config.resolved.max_num_seqs if config.resolved else sys.maxsize,
             Lockstep(config.parallel.data_parallel_size, int(time.time() * 1e3)) if config.lockstep else None,
+            config.worker.enable_sleep_mode,
         )
         self._tick()
         return {}

@@ -125,7 +125,14 @@ class ReportLoad(Struct, frozen=True, tag="report_load"):
     number: int
 
 
-CoordinatorToScheduler = Assign | AbortRequests | GiveBack | ReportLoad
+class Welcome(Struct, frozen=True, tag="welcome"):
+    """To a scheduler that has joined a mesh with --enable-sleep-mode: the memory that its workers were without in the life of the one
+    before. It begins no session with them until it knows, since they may have died, too."""
+
+    sleeping: Sleeping = AWAKE
+
+
+CoordinatorToScheduler = Assign | AbortRequests | GiveBack | ReportLoad | Welcome
 
 
 class Started(Struct, frozen=True, array_like=True):

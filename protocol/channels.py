@@ -87,7 +87,7 @@ CHANNELS: tuple[Channel, ...] = (
     Channel(
         _F,
         _SUP,
-        control.ChildToSupervisor | control.DashboardToSupervisor | control.ChangeSettings,
+        control.ChildToSupervisor | control.DashboardToSupervisor | control.OperatorToSupervisor,
         256,
         4096,
         WhenFull.DROP_PEER,
@@ -95,7 +95,14 @@ CHANNELS: tuple[Channel, ...] = (
     *(Channel(role, _SUP, control.ChildToSupervisor, 256, 4096, WhenFull.DROP_PEER) for role in (_D, _S, _W)),
     Channel(_C, _SUP, control.ChildToSupervisor | OperationDone, 256, 4096, WhenFull.DROP_PEER),
     Channel(_SUP, _SUP, control.SupervisorToSupervisor, 256, 4096, WhenFull.DROP_PEER),
-    Channel(_SUP, _F, control.SupervisorToChild | control.SupervisorToDashboard, 256, 4096, WhenFull.DROP_PEER),
+    Channel(
+        _SUP,
+        _F,
+        control.SupervisorToChild | control.SupervisorToDashboard | control.RanksScaled,
+        256,
+        4096,
+        WhenFull.DROP_PEER,
+    ),
     *(Channel(_SUP, role, control.SupervisorToChild, 256, 4096, WhenFull.DROP_PEER) for role in (_D, _S, _W)),
     Channel(_SUP, _C, control.SupervisorToChild | Operation | control.Blocked, 256, 4096, WhenFull.DROP_PEER),
 )

@@ -6,7 +6,7 @@ flight, `report()` says what the coordinator should know of it. Called by io.py;
 
 from collections import deque
 
-from meshlm.protocol.admit_edge import AbortRequests, Assign, GiveBack, ReportLoad
+from meshlm.protocol.admit_edge import AbortRequests, Assign, GiveBack, ReportLoad, Welcome
 from meshlm.protocol.columns import ints, unpack_i32
 from meshlm.protocol.ids import COORDINATOR, FinishReason, Identity, RequestId, Role, StepId
 from meshlm.protocol.lockstep import JointOrder
@@ -137,6 +137,10 @@ class Scheduler:
                 self.table.give_back(ask)
             case ReportLoad() as ask_load:
                 self.load.asked(ask_load.number)
+            case Welcome(sleeping=sleeping):
+                sends = self.workers.welcome(sleeping, output.now_ns / 1e9)
+                self.load.sleeping = self.workers.sleeping or AWAKE
+                return sends
             case WorkerReady() as ready:
                 return self._worker_ready(event.sender, ready, output)
             case WorkerAsleep() as asleep:
@@ -218,6 +222,8 @@ class Scheduler:
 
     def _sleep_or_wake(self, operation: Operation, action: Sleep | WakeUp, now: float) -> list[Send]:
         """Workers do it at the beginning of a session of its own, when no step is in flight. An earlier wish is void."""
+        if operation.id in self.operations.pending:  # asked again, since the coordinator lost sight of this process
+            return []
         told = [
             send
             for one in self.operations.of_sleep()
@@ -258,6 +264,7 @@ class Scheduler:
             facts[0].kv_specs,
             frozenset(facts[0].pool_kinds),
             facts[0].pooled_bytes,
+            facts[0].attention_wave,
             before.counts,
         )
         self.batching.num_preemptions = before.num_preemptions

@@ -41,6 +41,7 @@ def limits_of(config: MeshConfig, index: int) -> Limits:
         first_worker=index * parallel.workers_per_rank,
         max_crashes=allowed(config.run.max_restarts, MAX_CRASHES),
         lockstep=config.lockstep,
+        sleep_mode=config.worker.enable_sleep_mode and not config.lockstep,
         kv_metrics_sample=shown.kv_cache_metrics_sample if shown.kv_cache_metrics else 0.0,
         num_stages=parallel.pipeline_parallel_size,
         dp_rank=index + (parallel.data_parallel_rank or 0),

@@ -22,5 +22,6 @@ class Limits(Struct, frozen=True, kw_only=True):
     max_crashes: int = MAX_CRASHES  # of workers under a request that got no token between them
     dp_rank: int = 0  # its number, as clients know it
     lockstep: bool = False  # it steps together with the other ranks
+    sleep_mode: bool = False  # its workers may sleep
     kv_metrics_sample: float = 0.0  # share of the pages that --kv-cache-metrics looks at; 0: none
     num_stages: int = 1  # of the pipeline: so many steps are in flight, each with requests of its own

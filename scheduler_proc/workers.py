@@ -23,6 +23,7 @@ class Workers:
         self.all = [Identity(Role.WORKER, first + index) for index in range(limits.num_workers)]
         self.session = 0
         self.sleeping: Sleeping | None = None
+        self._is_welcome = not limits.sleep_mode  # what became of the workers before is known, as far as it is at all
         self._ready: dict[Identity, WorkerReady] = {}
         self._asleep: dict[Identity, Sleeping] = {}
         self._incarnations: dict[Identity, Incarnation] = {}  # of those that can be reached
@@ -55,10 +56,19 @@ class Workers:
         """
         self.forget()
         self.session = max(self.session + 1, int(now * 1e6))
-        if len(self._incarnations) < len(self.all):
+        if len(self._incarnations) < len(self.all) or not self._is_welcome:
             return []
         incarnations = tuple(self._incarnations[one] for one in self.all) if len(self.all) > 1 else ()
         return [Send(one, Reset(self.session, incarnations, group, self.sleeping)) for one in self.all]
+
+    def welcome(self, sleeping: Sleeping, now: float) -> list[Send]:
+        """The coordinator says how the workers of an earlier incarnation of this scheduler were."""
+        if self._is_welcome:
+            return []
+        self._is_welcome = True
+        if sleeping.tags:
+            self.sleeping = sleeping
+        return self.begin(now)
 
     def lost(self, worker: Identity, incarnation: Incarnation) -> list[Send]:
         if self._incarnations.get(worker) == incarnation:

@@ -1,15 +1,29 @@
 """An operation goes to every rank and is answered once, whatever dies."""
 
 import msgspec
+import pytest
 from coordinator_bench import LIFE, load, member
 
 from meshlm.coordinator.core import Coordinator
 from meshlm.coordinator.lockstep import Lockstep
-from meshlm.coordinator.operations import Operations
+from meshlm.coordinator.operations import HOLD_S, Operations
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.ids import HEAD, Identity, Role
 from meshlm.protocol.lockstep import JointOrder, JointRank
-from meshlm.protocol.operations import Operation, OperationDone, OperationId, Profile, Stop, limit_s
+from meshlm.protocol.operations import (
+    Action,
+    Operation,
+    OperationDone,
+    OperationId,
+    Pause,
+    Profile,
+    ResetPrefixCache,
+    Resume,
+    Sleep,
+    Stop,
+    WakeUp,
+    limit_s,
+)
 from meshlm.runtime.events import Received, Send
 
 ASKER, RANKS = Identity(Role.FRONTEND), [Identity(Role.SCHEDULER, number) for number in range(2)]
@@ -36,25 +50,63 @@ def test_all_ranks_answer() -> None:
 
 
 def test_none_is_asked_while_one_is_not_there() -> None:
+    operations = Operations()
+    assert operations.ask(ASKER, OPERATION, RANKS[:1], 2, 0.0) == []
+    assert operations.ask(ASKER, OPERATION, RANKS[:1], 2, 0.0) == [], "it waits already"
+    assert operations.joined(RANKS[0], RANKS[:1], 2, 1.0) == []
+    assert operations.joined(RANKS[1], RANKS, 2, 2.0) == [Send(rank, OPERATION) for rank in RANKS]
+    assert operations.joined(RANKS[1], RANKS, 2, 3.0) == []
+    assert operations.expire(RANKS, 2, HOLD_S + 1) == []
+
+
+def test_an_operation_waits_for_a_rank_for_a_while() -> None:
+    operations = Operations()
+    assert operations.ask(ASKER, OPERATION, RANKS[:1], 2, 0.0) == []
+    assert operations.expire(RANKS[:1], 2, HOLD_S - 1) == []
     told = OperationDone(NAME, "scheduler/1 is not there")
-    assert Operations().ask(ASKER, OPERATION, RANKS[:1], 2, 0.0) == [Send(ASKER, told)]
+    assert operations.expire(RANKS[:1], 2, HOLD_S) == [Send(ASKER, told)]
+    assert operations.joined(RANKS[1], RANKS, 2, HOLD_S) == []
+    assert operations.ask(ASKER, OPERATION, RANKS[:1], 2, 0.0) == []
+    assert operations.joined(RANKS[0], RANKS[:1], 1, 1.0) == [Send(RANKS[0], OPERATION)], "one is enough now"
+    stop = Operation(OperationId("s"), Stop())
+    told = OperationDone(stop.id, "scheduler/1 is not there")
+    assert operations.ask(ASKER, stop, RANKS[:1], 2, 0.0) == [Send(ASKER, told)], "the mesh does not wait with its end"
+
+
+@pytest.mark.parametrize("action", [Pause(abort=True), Resume(), ResetPrefixCache(), Sleep(2), WakeUp()])
+def test_what_may_be_done_twice_is_asked_of_the_next_incarnation(action: Action) -> None:
+    operations, operation = Operations(), Operation(NAME, action)
+    assert operations.ask(ASKER, operation, RANKS, 2, 0.0) == [Send(rank, operation) for rank in RANKS]
+    assert operations.answered(RANKS[0], OperationDone(NAME)) == []
+    assert operations.lost(RANKS[1], 1.0) == []
+    assert operations.lost(RANKS[0], 1.0) == [], "it has answered"
+    assert operations.joined(RANKS[0], RANKS[:1], 2, 2.0) == []
+    assert operations.joined(RANKS[1], RANKS, 2, 2.0) == [Send(RANKS[1], operation)]
+    assert operations.lost(RANKS[1], 3.0) == []
+    assert operations.expire(RANKS, 2, 2.0 + HOLD_S) == []
+    told = OperationDone(NAME, "scheduler/1 died before it answered")
+    assert operations.expire(RANKS, 2, 3.0 + HOLD_S) == [Send(ASKER, told)]
 
 
 def test_a_rank_that_dies_or_is_silent_is_an_error() -> None:
     operations = asked()
     assert operations.answered(RANKS[0], OperationDone(NAME)) == []
     told = OperationDone(NAME, "scheduler/1 died before it answered")
-    assert operations.lost(RANKS[1]) == [Send(ASKER, told)]
+    assert operations.lost(RANKS[1], 0.0) == [Send(ASKER, told)]
     operations = asked()
-    assert operations.expire(LIMIT_S - 1) == []
+    assert operations.expire(RANKS, 2, LIMIT_S - 1) == []
     told = OperationDone(NAME, f"scheduler/0 did not answer in {LIMIT_S:.0f} s")
-    assert operations.expire(LIMIT_S) == [Send(ASKER, told)]
-    assert operations.expire(LIMIT_S) == []
+    assert operations.expire(RANKS, 2, LIMIT_S) == [Send(ASKER, told)]
+    assert operations.expire(RANKS, 2, LIMIT_S) == []
 
 
 def test_an_asker_that_dies_is_forgotten() -> None:
+    operations = Operations()
+    assert operations.ask(ASKER, OPERATION, RANKS[:1], 2, 0.0) == []
+    assert operations.lost(ASKER, 0.0) == []
+    assert operations.joined(RANKS[1], RANKS, 2, 1.0) == []
     operations = asked()
-    assert operations.lost(ASKER) == []
+    assert operations.lost(ASKER, 0.0) == []
     assert operations.answered(RANKS[0], OperationDone(NAME)) == []
     assert operations.answered(RANKS[1], OperationDone(NAME)) == []
 

@@ -5,7 +5,12 @@ from msgspec import Struct
 
 from meshlm.coordinator.core import Coordinator
 from meshlm.coordinator.lockstep import Lockstep
+from meshlm.coordinator.operations import HOLD_S
+from meshlm.protocol.admit_edge import Welcome
+from meshlm.protocol.control_edge import SetRanks
+from meshlm.protocol.ids import HEAD, Incarnation
 from meshlm.protocol.operations import Operation, OperationDone, OperationId, Pause, Resume
+from meshlm.protocol.sleeping import AWAKE, TAGS, Sleeping
 from meshlm.runtime.events import PeerLost, Received, Send, Tick
 
 
@@ -45,12 +50,75 @@ def test_the_next_coordinator_learns_it() -> None:
     assert [send.to for send in paused_at(bench)] == [S1]
 
 
+def test_a_pause_waits_for_a_missing_rank() -> None:
+    bench = Bench(F0, S0, num_ranks=2)
+    assert asks(bench, Pause()) == []
+    assert not bench.core.frontends.paused
+    sends = bench.join(S1)
+    assert [send.to for send in sends if isinstance(send.message, Operation)] == [S0, S1]
+    assert bench.core.frontends.paused
+
+
 def test_a_pause_that_a_missing_rank_prevents_is_none() -> None:
     bench = Bench(F0, S0, num_ranks=2)
-    (done,) = asks(bench, Pause())
-    assert isinstance(done, OperationDone)
-    assert "is not there" in done.error
+    assert asks(bench, Pause()) == []
+    (done,) = [send.message for send in bench.tick(HOLD_S) if isinstance(send.message, OperationDone)]
+    assert "scheduler/1 is not there" in done.error
     assert not bench.core.frontends.paused
+
+
+def test_a_resume_in_the_moment_of_a_death_is_done_by_the_next_scheduler() -> None:
+    bench = Bench(F0, S0, S1, num_ranks=2)
+    asks(bench, Pause())
+    for rank in (S0, S1):
+        bench.says(rank, load(paused=True))
+    bench.event(PeerLost(S1, LIFE))
+    assert asks(bench, Resume(), "r") == []
+    assert bench.core.frontends.paused
+    asked = [(send.to, send.message.id) for send in bench.join(S1, 2) if isinstance(send.message, Operation)]
+    assert asked == [(S1, "p"), (S0, "r"), (S1, "r")], "nor has the pause been answered, which comes first"
+    assert not bench.core.frontends.paused
+    bench.says(S1, load(), 2)
+    assert paused_at(bench) == []
+
+
+def welcomes(sends: list[Send]) -> list[Sleeping]:
+    return [send.message.sleeping for send in sends if isinstance(send.message, Welcome)]
+
+
+def test_a_scheduler_hears_that_its_workers_slept() -> None:
+    """Whatever died with the one before: it begins no session before it knows."""
+    asleep = Sleeping(TAGS, 2)
+    bench = Bench(F0, num_ranks=2)
+    bench.core.sleep_mode = True
+    assert welcomes(bench.join(S0)) == welcomes(bench.join(S0)) == [AWAKE]
+    bench.says(S0, load(serving=False))
+    bench.says(S0, load(serving=False, sleeping=asleep))
+    assert bench.core.frontends.asleep
+    bench.event(PeerLost(S0, LIFE))
+    assert bench.core.frontends.asleep, "requests that wait for it to wake up do not end"
+    assert welcomes(bench.join(S0, 2)) == [asleep]
+    bench.says(S0, load(serving=False), 2)  # said before it had heard that
+    bench.event(PeerLost(S0, Incarnation(2)))
+    assert welcomes(bench.join(S0, 3)) == [asleep]
+    bench.says(S0, load(), 3)
+    assert not bench.core.frontends.asleep
+    bench.event(PeerLost(S0, Incarnation(3)))
+    assert welcomes(bench.join(S0, 4)) == [AWAKE]
+
+
+def test_a_rank_that_is_removed_in_its_sleep_comes_back_awake() -> None:
+    bench = Bench(F0, S0, S1, num_ranks=2)
+    bench.core.sleep_mode = True
+    bench.says(S1, load(serving=False, sleeping=Sleeping(TAGS, 1)))
+    bench.says(HEAD, SetRanks(1))
+    bench.event(PeerLost(S1, LIFE))
+    bench.says(HEAD, SetRanks(2))
+    assert welcomes(bench.join(S1, 2)) == [AWAKE]
+
+
+def test_no_scheduler_is_told_where_none_sleeps() -> None:
+    assert welcomes(Bench(F0, num_ranks=2).join(S0)) == []
 
 
 def test_ranks_that_step_together_are_not_paused() -> None:

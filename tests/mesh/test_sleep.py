@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import httpx
 import pytest
@@ -65,23 +66,42 @@ def test_requests_go_on_after_it(server: Serving, level: int) -> None:
     assert httpx.get(f"{server.url}/ready").status_code == 200
 
 
-@pytest.mark.parametrize("role", ["worker", "scheduler", "coordinator"])
-def test_it_sleeps_through_the_death_of_a_process(server: Serving, role: str) -> None:
+@pytest.mark.parametrize("roles", [("worker",), ("scheduler",), ("coordinator",), ("scheduler", "worker")])
+def test_it_sleeps_through_the_death_of_a_process(server: Serving, roles: tuple[str, ...]) -> None:
+    """And of a scheduler with its worker: the coordinator knows that they slept."""
     do(server, "/sleep?mode=wait")
-    pid = server.pid(role)
-    os.kill(pid, signal.SIGKILL)
-    until(
-        lambda: any(
-            p["role"] == role and p["pid"] not in (None, pid) and p["state"] == "ready"
-            for p in server.status()["processes"]
-        )
-    )
+    pids = {role: server.pid(role) for role in roles}
+    for pid in pids.values():
+        os.kill(pid, signal.SIGKILL)
+    for role, pid in pids.items():
+        until(partial(is_replaced, server, role, pid))
     until(lambda: sleeps(server) is True and state(server) != "awake")
     until(lambda: doing(server, "worker") == "asleep")
     until(lambda: doing(server, "scheduler") == "its workers sleep")
     do(server, "/wake_up")
     assert sleeps(server) is False
     assert complete(server, [500], 20)["choices"][0]["token_ids"] == reference([500], 20)
+
+
+def is_replaced(server: Serving, role: str, pid: int) -> bool:
+    found = [one for one in server.status()["processes"] if one["role"] == role and one["state"] == "ready"]
+    return any(one["pid"] not in (None, pid) for one in found)
+
+
+def test_a_scheduler_that_dies_at_the_wrong_time_is_waited_for(server: Serving) -> None:
+    """Operations in the moment of its death are done by the next one."""
+    with ThreadPoolExecutor(1) as pool:
+        assert httpx.post(f"{server.url}/pause?mode=keep", timeout=60).json() == {"status": "paused"}
+        running = pool.submit(complete, server, [600], 20)
+        os.kill(server.pid("scheduler"), signal.SIGKILL)
+        assert httpx.post(f"{server.url}/resume", timeout=60).json() == {"status": "resumed"}
+        assert running.result(60)["choices"][0]["token_ids"] == reference([600], 20)
+        os.kill(server.pid("scheduler"), signal.SIGKILL)
+        do(server, "/sleep")
+        assert sleeps(server) is True
+        os.kill(server.pid("scheduler"), signal.SIGKILL)
+        do(server, "/wake_up")
+        assert complete(server, [601], 20)["choices"][0]["token_ids"] == reference([601], 20)
 
 
 def test_what_cannot_be(server: Serving) -> None:

@@ -40,9 +40,9 @@ def test_memory_goes_and_comes(tmp_path: Path, mode: str) -> None:
         torch.cuda.empty_cache()
         held = torch.cuda.memory_reserved()  # of this process: what it has not given back to the GPU
         made.be_without(TAGS)
-        assert held - torch.cuda.memory_reserved() > 0.95 * whole
+        assert held - torch.cuda.memory_reserved() > 0.95 * whole - PIECE
         made.be_without((KV_CACHE,))
-        assert held - torch.cuda.memory_reserved() > 0.95 * kv
+        assert held - torch.cuda.memory_reserved() > 0.95 * kv - PIECE
         made.be_without(())
         replays = sum(made.graph_counts().replays.values())
         after, again = logits_of(made)
