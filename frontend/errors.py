@@ -93,10 +93,6 @@ NOT_SERVED = {
     **dict.fromkeys(("/v1/chat/completions/batch", "/inference/v1/generate", "/generative_scoring"), _VECTORS),
     "/tokenizer_info": "the server was started without --enable-tokenizer-info-endpoint",
     **dict.fromkeys(
-        ("/scale_elastic_ep", "/is_scaling_elastic_ep"),
-        "the number of ranks that share experts is fixed; `meshlm scale` changes that of ranks that do not",
-    ),
-    **dict.fromkeys(
         (
             "/init_weight_transfer_engine",
             "/start_weight_update",
@@ -124,6 +120,8 @@ NOT_SERVED = {
             "/is_sleeping",
             "/get_world_size",
             "/abort_requests",
+            "/scale_elastic_ep",
+            "/is_scaling_elastic_ep",
         ),
         "the server was started without --server-dev-mode",
     ),

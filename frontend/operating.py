@@ -7,7 +7,8 @@ from typing import Any, Protocol
 import msgspec
 
 from meshlm.frontend.errors import HttpError
-from meshlm.frontend.schema import CollectiveRpcRequest, Settings
+from meshlm.frontend.scaling import AskedRanks
+from meshlm.frontend.schema import CollectiveRpcRequest, ScaleRequest, Settings
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.config.changing import CHANGING, changed
 from meshlm.protocol.control_edge import MeshStats
@@ -36,6 +37,8 @@ class Operates(Protocol):
 
     config: MeshConfig
 
+    @property
+    def ranks(self) -> AskedRanks: ...
     async def operate(self, action: Action) -> OperationDone: ...
     async def fresh_stats(self) -> MeshStats: ...
     def change(self, values: dict[str, str | int | float]) -> None: ...
@@ -98,6 +101,21 @@ def world_size(config: MeshConfig, query: Mapping[str, str]) -> dict[str, Any]:
     parallel = config.parallel
     size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     return {"world_size": size * parallel.data_parallel_size if _switch(query, "include_dp", "true") else size}
+
+
+async def scale(backend: Operates, asked: ScaleRequest) -> dict[str, Any]:
+    """Have this number of ranks, while the mesh serves."""
+    answer = await backend.ranks.scale(asked.new_data_parallel_size, asked.drain_timeout)
+    if answer.refused:
+        raise HttpError(409, answer.refused.removeprefix("--dp: "), "new_data_parallel_size")
+    if answer.failed:
+        text = f"scaling failed, the ranks are as before ({answer.num_ranks}): {answer.failed}"
+        raise HttpError(500, text, "new_data_parallel_size", "internal_error")
+    return {"message": f"Scaled to {answer.num_ranks} data parallel engines"}
+
+
+async def is_scaling(backend: Operates) -> dict[str, Any]:
+    return {"is_scaling_elastic_ep": bool((await backend.ranks.now()).doing)}
 
 
 async def sleep(backend: Operates, query: Mapping[str, str]) -> None:

@@ -10,7 +10,7 @@ from starlette.responses import Response as HttpResponse
 from meshlm.frontend import bodies, information, operating
 from meshlm.frontend.endpoint import json_response
 from meshlm.frontend.generation import Backend
-from meshlm.frontend.schema import AbortRequest, CollectiveRpcRequest, Settings
+from meshlm.frontend.schema import AbortRequest, CollectiveRpcRequest, ScaleRequest, Settings
 
 Read = Callable[[Request, Callable[[Request, bytes], Any]], Awaitable[Any]]
 
@@ -73,6 +73,14 @@ class OperatorRoutes:
         body, unknown = await self._read(request, lambda request, raw: bodies.decode(raw, CollectiveRpcRequest))
         self._backend.ignored(unknown, request.url.path)
         return json_response(await operating.collective_rpc(self._backend, body))
+
+    async def scale_elastic_ep(self, request: Request) -> HttpResponse:
+        body, unknown = await self._read(request, lambda request, raw: bodies.decode(raw, ScaleRequest))
+        self._backend.ignored(unknown, request.url.path)
+        return json_response(await operating.scale(self._backend, body))
+
+    async def is_scaling_elastic_ep(self, request: Request) -> HttpResponse:
+        return json_response(await operating.is_scaling(self._backend))
 
     async def rebalance_experts(self, request: Request) -> HttpResponse:
         return json_response(await operating.rebalance_experts(self._backend))

@@ -1,14 +1,16 @@
-"""Whether this frontend takes requests now, why not, and the wait until it does. The base of io.py's FrontendApp."""
+"""Whether this frontend takes requests now, why not, the wait until it does, and figures. The base of io.py's FrontendApp."""
 
 import asyncio
 import contextlib
+from functools import partial
 
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.figures import Figures
 from meshlm.frontend.request_tracker import RequestTracker
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.config.resolved import Resolved
-from meshlm.protocol.ids import ErrorKind, Identity
+from meshlm.protocol.control_edge import MeshStats, RankStats
+from meshlm.protocol.ids import COORDINATOR, ErrorKind, Identity
 from meshlm.runtime.mesh import Mesh
 
 STOPPING = "this server is stopping"
@@ -25,7 +27,7 @@ class Readiness:
         self._tracker = RequestTracker()
         self._mesh: Mesh | None = None
         self._renders_only = False
-        self._figures = Figures()
+        self.figures = Figures()
         self._draining = False
         self._refusing = False  # meshlm drain
         self._queue_full = False  # by the coordinator's word
@@ -39,15 +41,15 @@ class Readiness:
             return "this server is draining and takes no new requests (meshlm drain)"
         if self._renders_only:
             return "" if self._tracker.load else "no detokenizer can be reached"
-        if self._figures.now.serving and not self._tracker.load:
+        if self.figures.now.serving and not self._tracker.load:
             return "no detokenizer can be reached"
-        if not self._figures.now.serving:
-            return self._figures.now.reason
+        if not self.figures.now.serving:
+            return self.figures.now.reason
         return self._mesh.blocked if self._mesh is not None else ""
 
     def blocked(self) -> str:
         """A link anywhere in the mesh on which nothing moves: requests may be served, but not all."""
-        return self._figures.now.blocked
+        return self.figures.now.blocked
 
     def refusal(self, *, attaches: bool) -> str:
         """Why a new request gets 503 before anything is done for it, "" when it does not. `attaches`: it may be one that runs."""
@@ -60,7 +62,7 @@ class Readiness:
         waiting = self.config.scheduler.max_waiting
         if self._queue_full:
             return f"{waiting} requests are waiting already (--max-waiting)"
-        if len(self._tracker.unaccepted) >= waiting + self.resolved.max_num_seqs * max(1, len(self._figures.now.ranks)):
+        if len(self._tracker.unaccepted) >= waiting + self.resolved.max_num_seqs * max(1, len(self.figures.now.ranks)):
             return "more prompts wait to be tokenized than can run or wait (--max-waiting, --max-num-seqs)"
         return ""
 
@@ -89,3 +91,16 @@ class Readiness:
         except TimeoutError:
             raise HttpError.of(ErrorKind.OVERLOADED, "no detokenizer is ready") from None
         return target
+
+    # --- figures ---
+
+    async def is_paused(self) -> bool:
+        return (await self.fresh_stats()).paused
+
+    async def rank_stats(self) -> tuple[RankStats, ...]:
+        """The figures of each rank as of now, as far as the mesh tells them."""
+        return (await self.fresh_stats()).ranks
+
+    async def fresh_stats(self) -> MeshStats:
+        assert self._mesh is not None
+        return await self.figures.fresh(partial(self._mesh.send, COORDINATOR))

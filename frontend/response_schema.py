@@ -253,3 +253,11 @@ class IsSleeping(Struct):
 class Aborted(Struct):
     status: Literal["aborted"]
     aborted: int
+
+
+class Scaled(Struct):
+    message: str
+
+
+class IsScaling(Struct):
+    is_scaling_elastic_ep: bool

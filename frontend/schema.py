@@ -228,3 +228,10 @@ class AbortRequest(Struct, frozen=True, kw_only=True):
     """POST /abort_requests: the ids of answers, or the X-Request-Id of requests; none means all."""
 
     request_ids: Annotated[list[str], Meta(max_length=4096)] | None = None
+
+
+class ScaleRequest(Struct, frozen=True, kw_only=True):
+    """POST /scale_elastic_ep: the ranks to have. drain_timeout: seconds for what runs on a rank that is removed; null: the mesh's."""
+
+    new_data_parallel_size: Annotated[int, Meta(ge=1, le=1024)]
+    drain_timeout: Annotated[float, Meta(ge=0, le=86400)] | None = None

@@ -4,6 +4,7 @@ The supervisor knows processes (pids, restarts); the coordinator knows members (
 """
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.config.changing import changed
@@ -80,9 +81,14 @@ class OpenRequests(Struct, frozen=True, tag="open_requests"):
 
 
 class SetRanks(Struct, frozen=True, tag="set_ranks"):
-    """To the coordinator: the mesh has this many ranks from now on. Those from there on get no more requests and are drained."""
+    """To the coordinator and to frontends: the mesh has this many ranks from now on. Those from there on get no more requests and are
+    drained."""
 
     num_ranks: int
+
+    def applied(self, config: MeshConfig) -> MeshConfig:
+        """The configuration with this number."""
+        return replace(config, parallel=replace(config.parallel, data_parallel_size=self.num_ranks))
 
 
 class NodeJoin(Struct, frozen=True, tag="node_join"):
@@ -169,6 +175,9 @@ class FrontendRequests(Struct, frozen=True, tag="frontend_requests"):
     num_ended: int  # since it was started
     ended: tuple[RequestView, ...]  # later than since_s, the oldest first
     running: tuple[RequestView, ...]  # the oldest ones
+    num_open: int = 0
+    ttft: dict[int, int] = {}  # of the last minute, by frontend/dashboard/recent.py's buckets
+    itl: dict[int, int] = {}
 
 
 class ChangeSettings(Struct, frozen=True, tag="change_settings"):
@@ -182,8 +191,28 @@ class ChangeSettings(Struct, frozen=True, tag="change_settings"):
         return changed(config, self.values)
 
 
+class ScaleRanks(Struct, frozen=True, tag="scale_ranks", omit_defaults=True):
+    """A frontend, whose operator asked for it, to the supervisor: have `num_ranks` ranks, and answer when that is done. None: answer
+    how many there are."""
+
+    id: str
+    num_ranks: int | None = None
+    drain_s: float | None = None  # as in `meshlm scale`; None: the mesh's
+
+
+class RanksScaled(Struct, frozen=True, tag="ranks_scaled", omit_defaults=True):
+    """The answer to ScaleRanks."""
+
+    id: str
+    num_ranks: int
+    doing: str = ""  # the change that is under way, in words
+    refused: str = ""  # why no change was begun
+    failed: str = ""  # why it was undone
+
+
 ChildToSupervisor = Progress | Ready | Failed | Heartbeat | RankDrained | OpenRequests | TimelinePart
 DashboardToSupervisor = AskProcesses | AskRequests | FrontendRequests
+OperatorToSupervisor = ChangeSettings | ScaleRanks
 SupervisorToDashboard = MeshProcesses | AskRequests | FrontendRequests
 SupervisorToChild = Died | Shutdown | SetRanks | Refuse | ChangeSettings | RecordTimeline
 

@@ -63,7 +63,7 @@ class Supervisor:
             self._network = network.Guest(config, self) if config.node.head else network.Head(config, self)
         self._ranks = Ranks(self, self._group, self._do, self._clock)
         is_guest = config.node is not None and bool(config.node.head)
-        self.recordings = Recordings(self._run_dir, self._linked, self.send, self._elsewhere, is_guest, self.operate)
+        self.recordings = Recordings(self._run_dir, self.linked, self.send, self._elsewhere, is_guest, self.operate)
         self.changed_settings: dict[str, str | int | float] = {}  # since the start, for nodes that join later
         self._beats: dict[Identity, edge.Heartbeat] = {}  # the last one of each incarnation
 
@@ -98,7 +98,7 @@ class Supervisor:
             self._finish(None)
             return
         self._loop.call_later(self._drain_s + KILL_AFTER_S, self.kill)
-        for peer in self._mesh.peers(Role.FRONTEND) if self._mesh is not None else ():
+        for peer in self.linked(Role.FRONTEND):
             if self._incarnations.of(peer) is None:  # `meshlm launch` added it, and ends it when the mesh is gone
                 self.send(peer, edge.Shutdown(self._drain_s))
         self._do(events.Stop())
@@ -129,10 +129,9 @@ class Supervisor:
         if isinstance(message, edge.AskProcesses):  # a frontend that `meshlm launch` added may ask, too
             news = (one for one in self._display.news if one.at_s > message.news_since_s)
             self.send(peer, report.for_frontend(self.status(), news))
-        if requests_of_frontends.pass_on(peer, message, self._linked(Role.FRONTEND), self.send):
-            return
+        passed_on = requests_of_frontends.pass_on(peer, message, self.linked(Role.FRONTEND), self.send)
         child = self._incarnations.of(peer)
-        if child is None:
+        if passed_on or self._ranks.asked(peer, message) or child is None:
             return
         incarnation = child.incarnation
         match message:
@@ -308,7 +307,7 @@ class Supervisor:
         self.changed_settings |= values
         heads = self.config.node is None or not self.config.node.head
         for role in Role:
-            for peer in self._linked(role) if heads or role is not Role.SUPERVISOR else ():
+            for peer in self.linked(role) if heads or role is not Role.SUPERVISOR else ():
                 self.send(peer, message)
         self.line(changes.said(values))
         return ""
@@ -327,7 +326,7 @@ class Supervisor:
     def deaths(self) -> Iterable[edge.Died]:
         return self._dead.values()
 
-    def _linked(self, role: Role) -> list[Identity]:
+    def linked(self, role: Role) -> list[Identity]:
         return self._mesh.peers(role) if self._mesh is not None else []
 
     def _elsewhere(self) -> dict[Identity, Identity]:

@@ -1,6 +1,6 @@
 """Has another number of ranks in a mesh that runs: begins the change that scaling.py makes of an order, and undoes one that failed.
 
-Owned by io.py.
+The orders come from `meshlm scale` and, through a frontend, from POST /scale_elastic_ep. Owned by io.py.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from meshlm.protocol import control_edge as edge
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.ids import Identity, Role
+from meshlm.protocol.ids import COORDINATOR, Identity, Role
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.group import events, rolling
 from meshlm.supervisor.group.scaling import Scaling
@@ -27,6 +27,7 @@ class Host(Protocol):
     @property
     def line(self) -> Callable[[str], None]: ...
     def send(self, peer: Identity, message: Struct) -> bool: ...
+    def linked(self, role: Role) -> list[Identity]: ...
 
 
 class Ranks:
@@ -37,6 +38,27 @@ class Ranks:
     ) -> None:
         self.scaling = Scaling(identities)
         self._host, self._group, self._do, self._clock = host, group, do, clock
+        self._waiting: list[
+            tuple[Identity, str]
+        ] = []  # frontends that hear of the change's end, and their questions' ids
+
+    def asked(self, peer: Identity, message: Struct) -> bool:
+        """A frontend's operator wants another number, or to know it. False: the message is no such question."""
+        if not isinstance(message, edge.ScaleRanks):
+            return False
+        refused = ""
+        if message.num_ranks is not None:
+            drain_s = self._host.config.run.drain_timeout if message.drain_s is None else message.drain_s
+            refused = self.scale(message.num_ranks, drain_s)
+            if not refused and self.scaling.doing:
+                self._waiting.append((peer, message.id))
+                return True
+        self._answer(peer, message.id, refused=refused)
+        return True
+
+    def _answer(self, frontend: Identity, question: str, *, refused: str = "", failed: str = "") -> None:
+        num_ranks = self._host.config.parallel.data_parallel_size
+        self._host.send(frontend, edge.RanksScaled(question, num_ranks, self.scaling.doing, refused, failed))
 
     def scale(self, num_ranks: object, drain_s: object) -> str:
         """Begin to have another number of ranks; what is wrong with that, "" when nothing is."""
@@ -68,6 +90,11 @@ class Ranks:
             self.tell()
         num_ranks = self._host.config.parallel.data_parallel_size
         self._host.line(f"scaling failed: {failure}" if failure else f"ranks: {num_ranks}")
+        for frontend in self._host.linked(Role.FRONTEND):
+            self._host.send(frontend, edge.SetRanks(num_ranks))
+        waiting, self._waiting = self._waiting, []
+        for frontend, question in waiting:
+            self._answer(frontend, question, failed=failure)
 
     def drained(self, dp_rank: int) -> None:
         """The coordinator says that this rank has nothing to do any more."""
@@ -75,4 +102,4 @@ class Ranks:
 
     def tell(self) -> None:
         """The coordinator is to know how many there are."""
-        self._host.send(Identity(Role.COORDINATOR), edge.SetRanks(self._host.config.parallel.data_parallel_size))
+        self._host.send(COORDINATOR, edge.SetRanks(self._host.config.parallel.data_parallel_size))

@@ -47,8 +47,13 @@ class Scaling:
             )
         if config.node is not None:
             raise UsageError("--dp: this mesh has several nodes; start or end a node with --headless --join instead")
+        if config.resolved is not None and config.resolved.renders_only:
+            raise UsageError("--dp: this mesh renders alone; it has no ranks")
         if config.lockstep:
-            raise UsageError("--dp: the ranks of this mesh step together, and their number is fixed")
+            raise UsageError(
+                "--dp: the ranks of this mesh share experts and step together; their number is fixed, since each has loaded its share "
+                "of the experts for it"
+            )
         before = config.parallel.data_parallel_size
         self.failed = ""
         if num_ranks == before:

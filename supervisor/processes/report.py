@@ -6,7 +6,7 @@ It looks at the processes and changes nothing.
 import os
 import time
 from collections.abc import Iterable, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import psutil
@@ -23,6 +23,7 @@ from meshlm.supervisor.processes.children import Child
 from meshlm.supervisor.processes.incarnations import Incarnations
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+STANDBYS_S = 5.0  # the memory of standbys is read anew so often
 
 
 def mesh_status(
@@ -116,7 +117,7 @@ def _standby(child: Child, host: str) -> StandbyStatus:
         pid=child.pid,
         state="standby" if child.loaded else "loading",
         uptime_s=round(time.time() - child.started_s, 3),
-        rss_bytes=_rss(child.pid),
+        rss_bytes=_rss_of_late(child.pid, int(time.monotonic() / STANDBYS_S)),
         host=host,
     )
 
@@ -124,6 +125,12 @@ def _standby(child: Child, host: str) -> StandbyStatus:
 @cache
 def _process(pid: int) -> psutil.Process:
     return psutil.Process(pid)
+
+
+@lru_cache(maxsize=64)
+def _rss_of_late(pid: int, _turn: int) -> int:
+    """Read once in each turn: a standby does nothing."""
+    return _rss(pid)
 
 
 def _rss(pid: int) -> int:

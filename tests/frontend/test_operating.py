@@ -9,6 +9,7 @@ from scripted import Scripted
 
 from meshlm.frontend import operating
 from meshlm.frontend.errors import HttpError
+from meshlm.frontend.scaling import AskedRanks
 from meshlm.frontend.schema import CollectiveRpcRequest
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.control_edge import MeshStats, RankStats
@@ -46,6 +47,10 @@ class Mesh:
 
     def change(self, values: dict[str, str | int | float]) -> None:
         raise AssertionError(values)
+
+    @property
+    def ranks(self) -> AskedRanks:
+        raise AssertionError("asked for ranks")
 
 
 @pytest.fixture(autouse=True)

@@ -54,13 +54,53 @@ def test_ranks_come_and_go_under_load() -> None:
         assert scale(server, 1).stdout == "1 rank\n"
 
 
+def test_scaling_over_http_loses_no_token() -> None:
+    """vLLM's POST /scale_elastic_ep: from one rank to two and back while streams run, and new requests are served all the while."""
+    flags = (
+        "--device",
+        "fake",
+        "--max-model-len",
+        "4096",
+        "--fake-step-ms",
+        "10",
+        "--max-num-seqs",
+        "4",
+        "--server-dev-mode",
+    )
+    with serving(*flags) as server, ThreadPoolExecutor(24) as pool:
+        prompts = [[700 + number] * (20 + number) for number in range(8)]
+        streams = [pool.submit(stream_ids, server, prompt, 200) for prompt in prompts]
+        for size in (2, 1):
+            change = pool.submit(post_scale, server, size, 0.1)
+            assert complete(server, [9, size], 5)["choices"][0]["token_ids"] == reference([9, size], 5)
+            answer = change.result(timeout=60)
+            assert (answer.status_code, answer.json()) == (200, {"message": f"Scaled to {size} data parallel engines"})
+            assert ranks(server) == list(range(size))
+            is_scaling = httpx.post(f"{server.url}/is_scaling_elastic_ep", timeout=30)
+            assert is_scaling.json() == {"is_scaling_elastic_ep": False}
+            assert httpx.get(f"{server.url}/get_world_size", timeout=30).json() == {"world_size": size}
+        for prompt, stream in zip(prompts, streams, strict=True):
+            assert stream.result(timeout=60) == (reference(prompt, 200), ["length"])
+        assert post_scale(server, 1, None).status_code == 200, "nothing to do"
+        assert post_scale(server, 0, None).status_code == 400
+
+
+def post_scale(server: Serving, num_ranks: int, drain_s: float | None) -> httpx.Response:
+    body = {"new_data_parallel_size": num_ranks, "drain_timeout": drain_s}
+    return httpx.post(f"{server.url}/scale_elastic_ep", json=body, timeout=120)
+
+
 def test_ranks_that_cannot_start_are_taken_back() -> None:
-    with serving("--device", "fake", "--max-model-len", "512") as server:
+    with serving("--device", "fake", "--max-model-len", "512", "--server-dev-mode") as server:
         # It opens this file first of all, and cannot where a directory is.
         Path(server.run_dir, "scheduler-1.stacks.txt").mkdir()
         failed = scale(server, 2)
         assert failed.returncode == 1
         assert "scaling failed, 1 rank as before" in failed.stderr
+        answer = post_scale(server, 2, None)
+        assert answer.status_code == 500
+        assert "scaling failed, the ranks are as before (1)" in answer.json()["error"]["message"]
+        assert httpx.get(f"{server.url}/get_world_size", timeout=30).json() == {"world_size": 1}
         status = server.status()
         assert (status["ready"], status["data_parallel_size"]) == (True, 1)
         assert ranks(server) == [0]
@@ -70,7 +110,9 @@ def test_ranks_that_cannot_start_are_taken_back() -> None:
 
 
 def test_one_rank_behind_an_outer_balancer_goes_by_its_own_number() -> None:
-    with serving("--device", "fake", "--max-model-len", "512", "-dp", "4", "--data-parallel-rank", "3") as server:
+    with serving(
+        "--device", "fake", "--max-model-len", "512", "-dp", "4", "--data-parallel-rank", "3", "--server-dev-mode"
+    ) as server:
         assert ranks(server) == [0]
         body = {"prompt": [5, 6], "max_tokens": 4, "ignore_eos": True, "return_token_ids": True}
         for rank, code in (("3", 200), ("0", 400)):
@@ -81,3 +123,6 @@ def test_one_rank_behind_an_outer_balancer_goes_by_its_own_number() -> None:
         refused = scale(server, 2)
         assert refused.returncode == 1
         assert "outer balancer" in refused.stderr
+        answer = post_scale(server, 2, None)
+        assert answer.status_code == 409
+        assert "outer balancer" in answer.json()["error"]["message"]
