@@ -1,11 +1,17 @@
-"""What looking at a mesh costs it: CPU µs per token of all its processes while nobody looks, while it is scraped each second with a
-dashboard open, and with a trace of each request.
+"""What looking at a mesh costs it: CPU of all its processes while nobody looks, while a dashboard is open and it is scraped as
+deploy/monitoring/prometheus.yml says, and with a trace of each request.
 
-    python -P benchmarks/observing.py [--streams 200] [--tokens 200] [--step-ms 20] [--rounds 6] [--turn 1.8] [--json FILE]
+    python -P benchmarks/observing.py [--modes alone looked-at traced] [--streams 200] [--tokens 200] [--step-ms 20] [--rounds 6]
+                                      [--turn 1.8] [--scrape-every 5] [--part NAME] [--json FILE]
 
 Two meshes with the fake device run side by side, one of which sends its traces to a collector in this process; only one at a time has
-requests. Turns alternate, and each round has another order, so what else the machine does falls on all alike: a turn's CPU seconds
-are those of the mesh's own processes (schedstat), not of the wall clock. The client is in this process and is not counted.
+requests. Without `traced` there is one mesh, whose streams go on from turn to turn. Turns alternate, and each round has another order,
+so what else the machine does falls on all alike: a turn's CPU seconds are those of the mesh's own processes (schedstat), not of the
+wall clock. The client is in this process and is not counted.
+
+A dashboard and scrapes cost so much a second, whatever else the mesh does, and a token costs several times as much on a busy machine
+as on an idle one. So the first is measured where there are as many requests as else and few tokens (--step-ms 500 --tokens 24): what
+it takes there more than alone (`extra_ms_per_s`) is known to a few hundredths of a percent of a core.
 """
 
 import argparse
@@ -15,6 +21,7 @@ import functools
 import http.server
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -29,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import control_plane
 import dashboard
 
-MODES = ("alone", "looked at", "traced")
+MODES = ("alone", "looked-at", "traced")
 PAUSE_S, SETTLE_S = 0.2, 0.4
 
 
@@ -54,8 +61,8 @@ class Running(NamedTuple):
     port: int
     pids: dict[str, int]
 
-    def seconds(self) -> float:
-        return sum(map(control_plane.run_seconds, self.pids.values()))
+    def seconds(self) -> dict[str, float]:
+        return {name: control_plane.run_seconds(pid) for name, pid in self.pids.items()}
 
 
 @contextlib.contextmanager
@@ -78,110 +85,189 @@ def mesh(*flags: str, **variables: str) -> Iterator[Running]:
         server.stderr.close()
 
 
-async def streams(port: int, count: int, tokens: int) -> list["asyncio.Task[None]"]:
-    """So many streams, each of one request after the other, that do not end together."""
+class Reader(control_plane.Reader):
+    """Counts the tokens of all streams: each is an event."""
 
-    async def one(number: int) -> None:
-        length = 1 + (number * tokens) // count  # the first
+    num_tokens = 0
+
+    def data_received(self, data: bytes) -> None:
+        Reader.num_tokens += data.count(b"data: {")
+
+
+class Streams:
+    """So many streams at one mesh at a time, each of one request after the other, that do not end together."""
+
+    def __init__(self, count: int, tokens: int) -> None:
+        self._count, self._tokens = count, tokens
+        self._port = 0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def at(self, port: int) -> None:
+        """They go on where they are, or end there and begin at this one; 0 is none."""
+        if port == self._port:
+            return
+        self._port = port
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.sleep(PAUSE_S)
+        self._tasks = [asyncio.ensure_future(self._one(port, number)) for number in range(self._count if port else 0)]
+        await asyncio.sleep(PAUSE_S)
+
+    async def _one(self, port: int, number: int) -> None:
+        length = 1 + (number * self._tokens) // self._count  # the first
         while True:
             body = {"prompt": [300 + number] * 32, "max_tokens": length, "ignore_eos": True, "stream": True}
-            make = functools.partial(control_plane.Reader, json.dumps(body).encode())
+            make = functools.partial(Reader, json.dumps(body).encode())
             transport, reader = await asyncio.get_running_loop().create_connection(make, "127.0.0.1", port)
             try:
                 await reader.done
             finally:
                 transport.abort()
-            length = tokens
-
-    return [asyncio.ensure_future(one(number)) for number in range(count)]
+            length = self._tokens
 
 
-async def scraped(port: int) -> None:
-    while True:
-        await dashboard.num_tokens(port)
-        await asyncio.sleep(1)
+class Turns:
+    """The turns of a part, one after the other."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self.streams = Streams(arguments.streams, arguments.tokens)
+        self._looked_s = 0.0  # of which no scrape has been made
+
+    async def turn(self, mode: str, found: Running) -> tuple[dict[str, float], float]:
+        """CPU ms a second of each process, and tokens a second."""
+        await self.streams.at(found.port)
+        watcher = None
+        if mode == "looked-at":
+            loop = asyncio.get_running_loop()
+            watcher = (await loop.create_connection(dashboard.Watcher, "127.0.0.1", found.port))[1]
+        await asyncio.sleep(SETTLE_S)
+        count, begun, before = Reader.num_tokens, time.perf_counter(), found.seconds()
+        await asyncio.sleep(self._arguments.turn / 2)
+        if watcher is not None:
+            await self._scrape(found.port)
+        await asyncio.sleep(begun + self._arguments.turn - time.perf_counter())
+        after, seconds = found.seconds(), time.perf_counter() - begun
+        count = Reader.num_tokens - count
+        if watcher is not None:
+            watcher.transport.abort()
+        return {name: (after[name] - before[name]) * 1e3 / seconds for name in after}, count / seconds
+
+    async def _scrape(self, port: int) -> None:
+        """Where the turns that were looked at make up the time between two scrapes."""
+        self._looked_s += self._arguments.turn
+        if self._looked_s >= self._arguments.scrape_every:
+            self._looked_s -= self._arguments.scrape_every
+            await dashboard.num_tokens(port)
 
 
-async def turn(mode: str, found: Running, arguments: argparse.Namespace) -> tuple[float, float]:
-    """CPU µs per token of all processes, and tokens a second."""
-    tasks = await streams(found.port, arguments.streams, arguments.tokens)
-    watcher = None
-    if mode == "looked at":
-        watcher = (await asyncio.get_running_loop().create_connection(dashboard.Watcher, "127.0.0.1", found.port))[1]
-        tasks.append(asyncio.ensure_future(scraped(found.port)))
-    await asyncio.sleep(SETTLE_S)
-    count, begun, before = await dashboard.num_tokens(found.port), time.perf_counter(), found.seconds()
-    await asyncio.sleep(arguments.turn)
-    used, seconds, count = (
-        found.seconds() - before,
-        time.perf_counter() - begun,
-        await dashboard.num_tokens(found.port) - count,
-    )
-    if watcher is not None:
-        watcher.transport.abort()
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    await asyncio.sleep(PAUSE_S)
-    return used * 1e6 / count, count / seconds
-
-
-async def rounds(plain: Running, traced: Running, arguments: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, list[float]] = {mode: [] for mode in MODES}
-    pace = []
+async def rounds(meshes: dict[str, Running], arguments: argparse.Namespace) -> dict[str, Any]:
+    modes = list(meshes)
+    found: dict[str, list[tuple[dict[str, float], float]]] = {mode: [] for mode in modes}
+    turns = Turns(arguments)
+    await turns.turn(modes[0], meshes[modes[0]])  # all is imported, and the streams no longer end together
     for number in range(arguments.rounds):
-        for place in range(len(MODES)):
-            mode = MODES[(number + place) % len(MODES)]
-            cost, rate = await turn(mode, traced if mode == "traced" else plain, arguments)
-            found[mode].append(round(cost, 3))
-            pace.append(rate)
+        for place in range(len(modes)):
+            mode = modes[(number + place) % len(modes)]
+            found[mode].append(await turns.turn(mode, meshes[mode]))
+    await turns.streams.at(0)
+    whole = {mode: [(sum(used.values()), pace) for used, pace in ones] for mode, ones in found.items()}
     return {
         "streams": arguments.streams,
         "tokens_of_a_request": arguments.tokens,
         "step_ms": arguments.step_ms,
-        "tokens_per_s": round(statistics.mean(pace)),
-        "cpu_us_per_token": found,
+        "turn_s": arguments.turn,
+        "scrape_every_s": arguments.scrape_every,
+        "tokens_per_s": round(statistics.mean(pace for ones in whole.values() for _, pace in ones)),
+        "median_ms_per_s_of_each_process": {
+            mode: {name: round(statistics.median(used[name] for used, _ in ones), 2) for name in ones[0][0]}
+            for mode, ones in found.items()
+        },
+        "cpu_ms_per_s": {mode: [round(used, 2) for used, _ in ones] for mode, ones in whole.items()},
+        "cpu_us_per_token": {
+            mode: [round(used * 1e3 / max(pace, 1.0), 2) for used, pace in ones] for mode, ones in whole.items()
+        },
+    }
+
+
+def middle(values: list[float]) -> dict[str, float]:
+    """The mean of the middle 80 %, and its error by resampling: a busy machine makes single turns of any kind several times as dear."""
+
+    def trimmed(some: list[float]) -> float:
+        cut = len(some) // 10
+        return statistics.mean(sorted(some)[cut : len(some) - cut])
+
+    draws = random.Random(1)
+    again = [trimmed(draws.choices(values, k=len(values))) for _ in range(1000)]
+    return {
+        "mean_of_middle_80_percent": round(trimmed(values), 4),
+        "standard_error": round(statistics.stdev(again), 4),
+        "median": round(statistics.median(values), 4),
     }
 
 
 def over_alone(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """How much more a token costs than in the same round with nobody looking: the mean over the rounds of all parts, and its error."""
-    every = {mode: [cost for part in parts for cost in part["cpu_us_per_token"][mode]] for mode in MODES}
-    found: dict[str, Any] = {
-        "rounds": len(every["alone"]),
-        "alone_us_per_token": round(statistics.median(every["alone"]), 2),
-    }
+    """How much more it takes than in the same round with nobody looking, over the rounds of all parts."""
+    found: dict[str, Any] = {}
     for mode in MODES[1:]:
-        ratios = [cost / alone for cost, alone in zip(every[mode], every["alone"], strict=True)]
-        error = statistics.stdev(ratios) / len(ratios) ** 0.5
-        found[mode] = {"mean": round(statistics.mean(ratios), 4), "standard_error": round(error, 4)}
+        some = [part for part in parts if mode in part["cpu_ms_per_s"]]
+        if not some:
+            continue
+        pairs = {
+            key: [pair for part in some for pair in zip(part[key][mode], part[key]["alone"], strict=True)]
+            for key in ("cpu_ms_per_s", "cpu_us_per_token")
+        }
+        found[mode] = {
+            "rounds": len(pairs["cpu_ms_per_s"]),
+            "extra_ms_per_s": middle([here - alone for here, alone in pairs["cpu_ms_per_s"]]),
+            "ratio_per_token": middle([here / alone for here, alone in pairs["cpu_us_per_token"]]),
+        }
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=200, help="of each request")
     parser.add_argument("--step-ms", type=float, default=20.0)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--turn", type=float, default=1.8, help="seconds of each measurement")
-    parser.add_argument("--json", help="file for the results; a part that it has already counts, too")
+    parser.add_argument(
+        "--scrape-every", type=float, default=5.0, help="seconds that are looked at between two scrapes"
+    )
+    parser.add_argument(
+        "--part", default="moderate", help="under which name the result is kept, beside earlier ones of that name"
+    )
+    parser.add_argument("--json", help="file for the results")
     arguments = parser.parse_args()
+    if "alone" not in arguments.modes:
+        parser.error("--modes: the others are compared with `alone`")
     file = Path(arguments.json) if arguments.json else None
     before = json.loads(file.read_text()) if file is not None and file.exists() else {}
-    report: dict[str, Any] = {}
-    collector = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector)
-    threading.Thread(target=collector.serve_forever, daemon=True).start()
-    flags = ("--fake-step-ms", str(arguments.step_ms), "--max-model-len", "4096")
-    where = ("--otlp-traces-endpoint", f"http://127.0.0.1:{collector.server_port}/v1/traces")
-    http_ = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
-    with mesh(*flags) as plain, mesh(*flags, *where, **http_) as traced:
-        part = asyncio.run(rounds(plain, traced, arguments))
-    parts = [*before.get("parts", []), {**part, "trace_bytes": Collector.num_bytes}]
-    report |= {"parts": parts, "over_alone": over_alone(parts)}
-    print(json.dumps({key: value for key, value in report.items() if key != "parts"}, indent=2))
+    parts = [*before.get("parts", {}).get(arguments.part, []), measured(arguments)]
+    report = {**before, "machine": control_plane.machine(), "parts": {**before.get("parts", {}), arguments.part: parts}}
+    report["over_alone"] = {name: over_alone(some) for name, some in report["parts"].items()}
+    print(json.dumps({**report["over_alone"][arguments.part], "tokens_per_s": parts[-1]["tokens_per_s"]}, indent=2))
     if file is not None:
-        file.write_text(json.dumps({**before, "machine": control_plane.machine(), **report}, indent=2) + "\n")
+        file.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def measured(arguments: argparse.Namespace) -> dict[str, Any]:
+    flags = ("--fake-step-ms", str(arguments.step_ms), "--max-model-len", "4096")
+    with contextlib.ExitStack() as until_done:
+        meshes = dict.fromkeys(
+            [mode for mode in arguments.modes if mode != "traced"], until_done.enter_context(mesh(*flags))
+        )
+        if "traced" not in arguments.modes:
+            return asyncio.run(rounds(meshes, arguments))
+        collector = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector)
+        threading.Thread(target=collector.serve_forever, daemon=True).start()
+        where = ("--otlp-traces-endpoint", f"http://127.0.0.1:{collector.server_port}/v1/traces")
+        http_ = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
+        meshes["traced"] = until_done.enter_context(mesh(*flags, *where, **http_))
+        return {**asyncio.run(rounds(meshes, arguments)), "trace_bytes": Collector.num_bytes}
 
 
 if __name__ == "__main__":

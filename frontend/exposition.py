@@ -4,10 +4,13 @@ What frontends count is in files that they share (runtime/metrics.py): the libra
 20 microseconds for each line of its own. All other processes' counts come with the mesh's figures (protocol/counts.py).
 """
 
+import asyncio
 import json
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
@@ -21,6 +24,7 @@ from meshlm.protocol.counts import ProcessCounts
 
 # The label of a count that another process keeps: its sum over that process' incarnations is the counter.
 INCARNATION = "incarnation"
+RANKS_AT_ONCE = 2
 _two_doubles = struct.Struct("dd").unpack_from
 
 Labels = tuple[tuple[str, str], ...]
@@ -30,6 +34,13 @@ def exposition(stats: MeshStats | None = None, model: str = "") -> bytes:
     """The metrics of all frontends, or of this one where nothing is shared, and of the processes that `stats` tells of."""
     own = _SHARED.text() if "PROMETHEUS_MULTIPROC_DIR" in os.environ else _alone()
     return own + "".join(_of_processes(stats, model)).encode() if stats is not None else own
+
+
+async def scrape(stats: MeshStats, model: str) -> bytes:
+    """The same while streams go on: many ranks take milliseconds, few less than a thread's turn."""
+    if len(stats.ranks) <= RANKS_AT_ONCE:
+        return exposition(stats, model)
+    return await asyncio.to_thread(exposition, stats, model)
 
 
 def escaped(value: str) -> str:
@@ -136,20 +147,20 @@ _SHARED = SharedMetrics()
 def _lines(family: _Family, values: list[float]) -> Iterator[str]:
     yield _head(family.name, family.text, family.kind)
     for labels, buckets in family.buckets.items():
-        yield from _histogram(family.name, labels, ((end, values[place]) for end, place in sorted(buckets.items())))
+        ends = tuple(sorted(buckets))
+        sums = tuple(accumulate(values[buckets[end]] for end in ends))
+        yield _histogram(family.name, labels, ends) % (*sums, sums[-1])
     for begin, places in family.lines.items():
         yield f"{begin}{sum([values[place] for place in places])!r}\n"
 
 
-def _histogram(name: str, labels: Labels, buckets: Iterable[tuple[float, float]]) -> Iterator[str]:
-    """The lines of buckets, each with all before it, and of their count."""
-    count = 0.0
-    inside = "".join(f'{key}="{escaped(value)}",' for key, value in labels)
-    for end, value in buckets:
-        count += value
-        shown = "+Inf" if end == float("inf") else repr(end)
-        yield f'{name}_bucket{{{inside}le="{shown}"}} {count!r}\n'
-    yield f"{_series(f'{name}_count', labels)}{count!r}\n"
+@lru_cache(maxsize=8192)
+def _histogram(name: str, labels: Labels, ends: tuple[float, ...]) -> str:
+    """The lines of buckets, each with a place (%s) for how many there are up to its end, and of their count."""
+    inside = "".join(f'{key}="{escaped(value)}",' for key, value in labels).replace("%", "%%")
+    shown = ("+Inf" if end == float("inf") else repr(end) for end in ends)
+    lines = [f'{name}_bucket{{{inside}le="{end}"}} %s\n' for end in shown]
+    return "".join((*lines, _series(f"{name}_count", labels).replace("%", "%%"), "%s\n"))
 
 
 # --- what other processes tell ---
@@ -169,8 +180,9 @@ def _of_table(table: Mapping[str, counts.Metric], processes: list[tuple[Labels, 
         for labels, told in processes:
             if metric.kind == "histogram":
                 if (found := told.histograms.get(short)) is not None:
-                    ends = (*metric.buckets, float("inf"))
-                    yield from _histogram(name, labels, zip(map(float, ends), map(float, found.counts), strict=True))
+                    ends = (*map(float, metric.buckets), float("inf"))
+                    sums = tuple(accumulate(found.counts, initial=0.0))[1:]
+                    yield _histogram(name, labels, ends) % (*sums, sums[-1])
                     yield f"{_series(f'{name}_sum', labels)}{found.total!r}\n"
                 continue
             shown = f"{name}_total" if metric.kind == "counter" else name

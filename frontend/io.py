@@ -5,7 +5,6 @@ import contextlib
 import os
 import time
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
@@ -25,6 +24,7 @@ from meshlm.frontend.rate_limits import RateLimits
 from meshlm.frontend.readiness import STOPPING, Readiness
 from meshlm.frontend.request_log import RequestLog
 from meshlm.frontend.responses import Response
+from meshlm.frontend.scaling import AskedRanks
 from meshlm.frontend.stat_loggers import StatLoggers, ended_request
 from meshlm.protocol.control_edge import (
     AskRequests,
@@ -34,11 +34,12 @@ from meshlm.protocol.control_edge import (
     MeshStats,
     OpenRequests,
     QueueFull,
-    RankStats,
+    RanksScaled,
     Refuse,
+    SetRanks,
     Shutdown,
 )
-from meshlm.protocol.ids import COORDINATOR, ErrorKind, Handle, Identity, Incarnation, Role
+from meshlm.protocol.ids import ErrorKind, Handle, Identity, Incarnation, Role
 from meshlm.protocol.operations import Action, OperationDone
 from meshlm.protocol.text_edge import (
     Accepted,
@@ -77,6 +78,7 @@ class FrontendApp(Readiness):
         super().__init__()
         self._questions = Questions()
         self._operations: AskedOperations | None = None
+        self.ranks = AskedRanks(self.tell_supervisor)
         self._listener: Listener | None = None
         self._is_stopping = False
         self._handing_over = False
@@ -114,7 +116,7 @@ class FrontendApp(Readiness):
         engines = range(first, first + min(parallel.data_parallel_size, SERIES_FROM_START))
         named, most = self.resolved.served_names[0], self.resolved.max_model_len
         self._metrics = metrics.Metrics(named, most, engines, metrics.cache_config(mesh.config))
-        self._exposition = metrics.exposition
+        self._scrape = metrics.scrape
         if mesh.config.observability.otlp_traces_endpoint:
             from meshlm.frontend.traces import Traces  # an extra, and 100 ms
 
@@ -283,22 +285,10 @@ class FrontendApp(Readiness):
         stats = await self.fresh_stats()
         return max(self.num_open, stats.num_held + sum(rank.num_running + rank.num_waiting for rank in stats.ranks))
 
-    async def is_paused(self) -> bool:
-        return (await self.fresh_stats()).paused
-
-    async def rank_stats(self) -> tuple[RankStats, ...]:
-        """The figures of each rank as of now, as far as the mesh tells them."""
-        return (await self.fresh_stats()).ranks
-
-    async def fresh_stats(self) -> MeshStats:
-        assert self._mesh is not None
-        return await self._figures.fresh(partial(self._mesh.send, COORDINATOR))
-
     async def metrics(self) -> bytes:
         stats = await self.fresh_stats()
         self._flush()
-        # it reads the files of all frontends: streams go on meanwhile
-        return await asyncio.to_thread(self._exposition, stats, self.resolved.served_names[0])
+        return await self._scrape(stats, self.resolved.served_names[0])
 
     def _flush(self) -> None:
         request_metrics.observe_tokens(self._metrics, self._tracker, self.feed)
@@ -336,7 +326,9 @@ class FrontendApp(Readiness):
                 self._refusing = message.on
                 self._news.set()
                 self._tell_open()
-            case ChangeSettings() if self._mesh is not None:
+            case RanksScaled():
+                self.ranks.answered(message)
+            case ChangeSettings() | SetRanks() if self._mesh is not None:
                 self.config = self._mesh.config
                 self._budget.max_bytes = self.config.server.max_concurrent_bytes
             case QueueFull():
@@ -348,7 +340,7 @@ class FrontendApp(Readiness):
             case MeshStats():
                 if self._mesh is not None:
                     self._metrics.mesh(message)
-                self._figures.take(message)
+                self.figures.take(message)
                 self._stat_loggers.record(message)
                 self._news.set()
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from meshlm.frontend.exposition import INCARNATION, exposition
+from meshlm.frontend.exposition import INCARNATION, exposition, scrape
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.control_edge import MeshStats
 from meshlm.protocol.counts import HOP
@@ -30,7 +30,7 @@ _CHOICES = (1, 2, 5, 10, 20)
 _HERE, _CACHED = "local_compute", "local_cache_hit"
 
 _ENGINE = ("model_name", "engine")
-__all__ = ["Metrics", "exposition"]
+__all__ = ["Metrics", "exposition", "scrape"]
 _RANK_GAUGES = (
     ("num_requests_running", "Requests in the running batch."),
     ("num_requests_waiting", "Requests that wait for a place in the batch."),

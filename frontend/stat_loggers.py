@@ -70,14 +70,14 @@ class StatLoggers:
         for name, one in list(self._each.items()):
             try:
                 one.record(stats)
-            except Exception as error:  # it is not ours
+            except Exception as error:  # a plug-in may raise anything, and the frontend goes on
                 self._leave_out(name, error)
 
     def ended(self, request: EndedRequest) -> None:
         for name, one in list(self._each.items()):
             try:
                 one.ended(request)
-            except Exception as error:  # it is not ours
+            except Exception as error:  # a plug-in may raise anything, and the frontend goes on
                 self._leave_out(name, error)
 
     def _leave_out(self, name: str, error: Exception) -> None:

@@ -93,7 +93,7 @@ class Snapshot(Struct, frozen=True):
 
     number: int
     at_s: float  # wall clock
-    frontend: str  # whose times and open requests these are
+    frontend: str  # which tells this
     version: str
     model: str
     serving: bool
@@ -102,7 +102,7 @@ class Snapshot(Struct, frozen=True):
     blocked: str  # a link on which nothing moves
     missing: str  # ranks or workers that are on no node
     num_held: int  # requests that wait for a rank that serves
-    num_open: int  # HTTP requests of this frontend
+    num_open: int  # HTTP requests of all frontends
     num_watchers: int
     prompt_per_s: float
     generated_per_s: float

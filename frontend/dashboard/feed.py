@@ -1,5 +1,7 @@
-"""The dashboard's events: one snapshot at most every PERIOD_S, which all watchers share, and only while some are due.
+"""The dashboard's events: snapshots that all watchers share, made only while some are due.
 
+While all is as it should be there is one each STEADY_S, or as often as a watcher asks. From the moment that a process is not ready, or
+the mesh does not serve, until SETTLES_S after that there is one each PERIOD_S, for those who watch it heal.
 A watcher that takes nothing of its events for STALL_S is dropped; one that is slow gets the newest event, and not those between.
 Owned by io.py.
 """
@@ -19,16 +21,18 @@ from meshlm.frontend.dashboard import requests
 from meshlm.frontend.dashboard.others import OtherFrontends
 from meshlm.frontend.dashboard.snapshot import Facts, Known, Snapshots, news_view
 from meshlm.frontend.errors import HttpError
+from meshlm.frontend.figures import Figures
 from meshlm.frontend.responses import Response
-from meshlm.protocol.control_edge import AskProcesses, AskRequests, FrontendRequests, MeshProcesses, MeshStats, News
-from meshlm.protocol.dashboard import History, Snapshot
+from meshlm.protocol.control_edge import AskProcesses, AskRequests, FrontendRequests, MeshProcesses, News
+from meshlm.protocol.dashboard import History
 from meshlm.protocol.ids import Role
 
-PERIOD_S = 0.1
+PERIOD_S, STEADY_S = 0.1, 0.5
+SETTLES_S = 1.0
 MAX_SHARE = 0.005  # of a core, for making snapshots: where one takes longer than half a millisecond, fewer are made
-PROCESSES_EVERY_S = 0.2
-STATS_EVERY_S = 0.5
-OTHERS_EVERY_S = 0.5  # other frontends tell of their requests
+HEALING_EVERY_S, PROCESSES_EVERY_S = 0.2, 1.0  # the supervisor is asked for the states of processes
+OTHERS_EVERY_S = 0.5  # other frontends tell of their requests ...
+LONELY_EVERY_S = 5.0  # ... or whether there are any
 STALL_S = 10.0
 ANSWER_S = 0.5  # that the supervisor and the other frontends have for an answer
 MAX_NEWS = 64
@@ -40,14 +44,14 @@ class Source(Protocol):
     """The part of the frontend that is shown."""
 
     num_open: int
+    figures: Figures
 
-    async def fresh_stats(self) -> MeshStats: ...
     def tell_supervisor(self, message: Struct) -> None: ...
     def open_choices(self) -> Iterable[Choice]: ...
 
 
 class Watcher:
-    """One stream of events, the newest each `every_s` seconds."""
+    """One stream of events, the newest each `every_s` seconds; 0: each that is made."""
 
     def __init__(self, every_s: float) -> None:
         self.every_s, self.due_at = every_s, 0.0
@@ -74,10 +78,10 @@ class Feed:
         self._ended, self._others = requests.EndedLog(), OtherFrontends()
         self._watchers: list[Watcher] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._stats = MeshStats(False, "starting")
         self._mesh = MeshProcesses(())  # as the supervisor said last
         self._news: deque[News] = deque(maxlen=MAX_NEWS)
-        self._mesh_at = 0.0
+        self._mesh_at = self._settled_at = 0.0
+        self._cost_s = 0.0  # of a snapshot, of late
         self._answered = asyncio.Event()
         self._closed = False
 
@@ -97,8 +101,8 @@ class Feed:
 
     # --- who watches ---
 
-    def join(self, every_s: float = PERIOD_S) -> Watcher:
-        """HttpError when there are too many already."""
+    def join(self, every_s: float = 0.0) -> Watcher:
+        """HttpError when there are too many already. every_s: see Watcher; where it is less than STEADY_S more are made."""
         if self._closed:
             raise HttpError(503, "this server is stopping", kind="overloaded_error")
         if len(self._watchers) >= self._limit:
@@ -111,7 +115,6 @@ class Feed:
             for task in self._tasks:
                 task.cancel()
             self._begin(self._make())
-            self._begin(self._ask())
         return watcher
 
     def leave(self, watcher: Watcher) -> None:
@@ -129,6 +132,8 @@ class Feed:
             case MeshProcesses():
                 self._mesh, self._mesh_at = message, time.monotonic()
                 self._news.extend(message.news)
+                if message.missing or any(one.state != "ready" for one in message.processes):
+                    self._settled_at = self._mesh_at + SETTLES_S
                 self._answered.set()
             case FrontendRequests():
                 self._others.take(message, time.monotonic())
@@ -136,10 +141,19 @@ class Feed:
             case AskRequests() if message.asker is not None:
                 since_s = message.since_s.get(self._frontend, 0.0)
                 until_s, ended = self._ended.later_than(since_s)
-                running = requests.running(self._source.open_choices(), time.monotonic())
+                now, times = time.monotonic(), self._snapshots
                 self._source.tell_supervisor(
                     FrontendRequests(
-                        self._frontend, message.asker, since_s, until_s, self._ended.num_ended, ended, running
+                        frontend=self._frontend,
+                        asker=message.asker,
+                        since_s=since_s,
+                        until_s=until_s,
+                        num_ended=self._ended.num_ended,
+                        ended=ended,
+                        running=requests.running(self._source.open_choices(), now),
+                        num_open=self._source.num_open,
+                        ttft=times.ttft.buckets(now),
+                        itl=times.itl.buckets(now),
                     )
                 )
 
@@ -180,33 +194,37 @@ class Feed:
     def _is_watched(self) -> bool:
         return bool(self._watchers) and not self._closed
 
-    async def _ask(self) -> None:
-        """The ranks' figures, which may take a while to come when a process is stuck."""
-        while self._is_watched:
-            self._stats = await self._source.fresh_stats()
-            await asyncio.sleep(STATS_EVERY_S)
-
     async def _make(self) -> None:
-        pause_s, asked_at, others_at = PERIOD_S, 0.0, 0.0
+        asked_at = others_at = 0.0
         while self._is_watched:
-            if time.monotonic() - others_at >= OTHERS_EVERY_S:
-                others_at = time.monotonic()
+            now = time.monotonic()
+            if not self._source.figures.now.serving:  # the coordinator says it at once
+                self._settled_at = now + SETTLES_S
+            steady = now >= self._settled_at
+            if now - others_at >= (OTHERS_EVERY_S if self._others.any else LONELY_EVERY_S):
+                others_at = now
                 self._ask_others()
-            if time.monotonic() - asked_at >= PROCESSES_EVERY_S:
-                asked_at = time.monotonic()
+            if now - asked_at >= (PROCESSES_EVERY_S if steady else HEALING_EVERY_S) - PERIOD_S / 2:
+                asked_at = now
                 self._ask_processes()
-            await asyncio.sleep(pause_s)
-            now, begun = time.monotonic(), time.thread_time()
-            if due := [watcher for watcher in self._watchers if watcher.due_at <= now]:
-                event = b"data: " + _encode(self._snapshot()) + b"\n\n"
-                for watcher in due:
-                    watcher.due_at = now + watcher.every_s - PERIOD_S / 2  # turns of this loop are not exact
-                    watcher.offer(event)
-                pause_s = max(PERIOD_S, (time.thread_time() - begun) / MAX_SHARE)
+            asked_s = min((watcher.every_s for watcher in self._watchers if watcher.every_s), default=STEADY_S)
+            await asyncio.sleep(max(min(STEADY_S, asked_s) if steady else PERIOD_S, self._cost_s / MAX_SHARE))
+            self._offer(time.monotonic())
 
-    def _snapshot(self) -> Snapshot:
+    def _offer(self, now: float) -> None:
+        """Those whose turn it is get a snapshot."""
+        if due := [watcher for watcher in self._watchers if watcher.due_at <= now]:
+            begun = time.thread_time()
+            event = b"data: " + self._snapshot() + b"\n\n"
+            for watcher in due:
+                watcher.due_at = now + watcher.every_s - PERIOD_S / 2  # turns of the loop are not exact
+                watcher.offer(event)
+            spent_s = time.thread_time() - begun
+            self._cost_s = self._cost_s + (spent_s - self._cost_s) / 4 if self._cost_s else spent_s
+
+    def _snapshot(self) -> bytes:
         known = Known(
-            stats=self._stats,
+            stats=self._source.figures.now,
             mesh=self._mesh,
             news=self._news,
             choices=self._source.open_choices(),

@@ -51,8 +51,16 @@ class OtherFrontends:
         """The last MAX_ENDED of one's own and of these, the newest last."""
         return tuple(sorted((*own, *self._ended), key=lambda view: view.at_s + view.seconds))[-MAX_ENDED:]
 
+    @property
+    def any(self) -> bool:
+        """Whether there are others, as far as is known."""
+        return bool(self._told)
+
+    def heard(self, now: float) -> list[FrontendRequests]:
+        """What each said last, of those that are not silent."""
+        return [told for at, told in self._told.values() if now - at < SILENT_S]
+
     def with_running(self, own: Iterable[RequestView], now: float) -> tuple[RequestView, ...]:
         """The MAX_RUNNING oldest of one's own and of these."""
-        heard = [told for at, told in self._told.values() if now - at < SILENT_S]
-        theirs = [replace(view, frontend=told.frontend) for told in heard for view in told.running]
+        theirs = [replace(view, frontend=told.frontend) for told in self.heard(now) for view in told.running]
         return tuple(sorted((*own, *theirs), key=lambda view: view.at_s)[:MAX_RUNNING]) if theirs else tuple(own)

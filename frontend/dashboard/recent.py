@@ -9,7 +9,8 @@ from meshlm.protocol.dashboard import Percentiles
 
 WINDOW_S = 60  # of percentiles
 BUCKETS_PER_E = 25  # so a percentile is right to 2 percent
-SPAN_S, STILL_S = 2.0, 1.0  # of rates: what they cover, and when a count that stands still shows
+SPAN_S = 2.0  # that rates cover
+STILL_S = 1.6  # when a count that stands still shows in them: some are told once a second
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -19,6 +20,7 @@ class Times:
 
     def __init__(self) -> None:
         self._slots: deque[tuple[int, dict[int, int]]] = deque()  # a second, and its counts by bucket
+        self._sums: dict[int, int] = {}  # of all of them
 
     def observe(self, seconds: float, now: float, times: int = 1) -> None:
         second = int(now)
@@ -28,19 +30,30 @@ class Times:
         counts = self._slots[-1][1]
         bucket = math.floor(math.log(max(seconds, 1e-6)) * BUCKETS_PER_E)
         counts[bucket] = counts.get(bucket, 0) + times
+        self._sums[bucket] = self._sums.get(bucket, 0) + times
 
-    def percentiles(self, now: float) -> Percentiles:
+    def buckets(self, now: float) -> dict[int, int]:
+        """How many durations there were, by the logarithm of their length."""
         self._expire(now)
-        merged: dict[int, int] = {}
-        for _, counts in self._slots:
-            for bucket, count in counts.items():
-                merged[bucket] = merged.get(bucket, 0) + count
-        total, buckets = sum(merged.values()), sorted(merged.items())
-        return Percentiles(total, *(_at(buckets, total * share) for share in (0.5, 0.9, 0.99)))
+        return dict(self._sums)
 
     def _expire(self, now: float) -> None:
         while self._slots and self._slots[0][0] <= now - WINDOW_S:
-            self._slots.popleft()
+            for bucket, count in self._slots.popleft()[1].items():
+                if left := self._sums[bucket] - count:
+                    self._sums[bucket] = left
+                else:
+                    del self._sums[bucket]
+
+
+def percentiles(*times: Mapping[int, int]) -> Percentiles:
+    """Of durations that were observed in several places, each by bucket."""
+    sums: dict[int, int] = {}
+    for buckets in times:
+        for bucket, count in buckets.items():
+            sums[bucket] = sums.get(bucket, 0) + count
+    total, ordered = sum(sums.values()), sorted(sums.items())
+    return Percentiles(total, *(_at(ordered, total * share) for share in (0.5, 0.9, 0.99)))
 
 
 def _at(buckets: list[tuple[int, int]], wanted: float) -> float:

@@ -108,7 +108,8 @@ class DashboardRoutes:
         return HttpResponse(await self._backend.feed.history(), media_type=JSON, headers=HEADERS)
 
     async def events(self, request: Request) -> HttpResponse:
-        every_s = _every(request.query_params.get("every", str(PERIOD_S)))
+        every = request.query_params.get("every")
+        every_s = 0.0 if every is None else _every(every)
         if request.method == "HEAD":
             return HttpResponse(media_type=EVENTS, headers=HEADERS)
         return _EventStream(self._backend.feed, self._backend.feed.join(every_s))

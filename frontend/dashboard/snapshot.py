@@ -2,21 +2,23 @@
 
 from collections.abc import Iterable
 from itertools import chain
-from typing import NamedTuple
 
+import msgspec
 from msgspec import Struct
 
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.dashboard import requests
 from meshlm.frontend.dashboard.others import OtherFrontends
-from meshlm.frontend.dashboard.recent import Rates, Times
+from meshlm.frontend.dashboard.recent import Rates, Times, percentiles
 from meshlm.protocol.control_edge import MeshProcesses, MeshStats, News, ProcessReport, RankStats, StandbyReport
-from meshlm.protocol.dashboard import EdgeView, NewsView, Percentiles, ProcessView, RankView, RequestView, Snapshot
+from meshlm.protocol.dashboard import EdgeView, NewsView, Percentiles, ProcessView, RankView, RequestView
 from meshlm.protocol.ids import Role
 
-SLOW_S = 0.25  # figures are made anew so often; states of processes with each snapshot
+FIGURES_S, RUNNING_S = 0.5, 1.0  # figures and the requests that run are made anew so often
 NEWS_S = 6.0  # of an event: longer than the longest time between two
 STEP_HOPS = ("schedule", "send", "launch", "device", "return")  # as in step_..._time_seconds of docs/metrics.md
+
+_encode = msgspec.json.Encoder().encode
 
 
 class Facts(Struct, frozen=True):
@@ -41,8 +43,35 @@ class Known(Struct, frozen=True):
     ended: tuple[RequestView, ...]  # since the snapshot before
 
 
-class _Slow(NamedTuple):
-    """The part of a snapshot that costs most."""
+class _Moving(Struct, frozen=True):
+    """The part of a snapshot that is made anew each time."""
+
+    number: int
+    at_s: float
+    frontend: str
+    version: str
+    model: str
+    serving: bool
+    reason: str
+    paused: bool
+    blocked: str
+    num_held: int
+    num_watchers: int
+    num_ended: int
+    ended: tuple[RequestView, ...]
+    news: tuple[NewsView, ...]
+
+
+class _Mesh(Struct, frozen=True):
+    """... when the supervisor has told it."""
+
+    missing: str
+    processes: tuple[ProcessView, ...]
+    standbys: tuple[ProcessView, ...]
+
+
+class _Figures(Struct, frozen=True):
+    """... each FIGURES_S."""
 
     prompt_per_s: float
     generated_per_s: float
@@ -50,27 +79,43 @@ class _Slow(NamedTuple):
     itl: Percentiles
     edges: tuple[EdgeView, ...]
     ranks: tuple[RankView, ...]
+    num_open: int
+
+
+class _Running(Struct, frozen=True):
+    """... each RUNNING_S: it costs most."""
+
     running: tuple[RequestView, ...]
 
 
 class Snapshots:
-    """Keeps what rates need. `now` is of the loop's clock, `wall_s` of the wall's."""
+    """Makes them as JSON (protocol/dashboard.py: Snapshot): parts that are as they were are not encoded again. Keeps what rates need.
+    `now` is of the loop's clock, `wall_s` of the wall's."""
 
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
         self.ttft, self.itl = Times(), Times()
         self._number = 0
-        self._slow_at = -SLOW_S
-        self._slow: _Slow
+        self._mesh: tuple[MeshProcesses | None, bytes] = (None, b"")
+        self._figures, self._figures_at = b"", -FIGURES_S
+        self._running, self._running_at = b"", -RUNNING_S
         self._edge_rates, self._token_rates, self._busy_rates, self._step_rates = Rates(), Rates(), Rates(), Rates()
 
-    def make(self, known: Known, now: float, wall_s: float) -> Snapshot:
+    def make(self, known: Known, now: float, wall_s: float) -> bytes:
         self._number += 1
-        if now >= self._slow_at:
-            self._slow_at = now + SLOW_S
-            self._slow = self._make_slow(known, now)
-        slow, stats, mesh = self._slow, known.stats, known.mesh
-        return Snapshot(
+        if known.mesh is not self._mesh[0]:
+            self._mesh = known.mesh, _inside(_mesh(known.mesh, wall_s))
+        if now >= self._figures_at:
+            self._figures_at, self._figures = now + FIGURES_S, _inside(self._make_figures(known, now))
+        if now >= self._running_at:
+            running = known.others.with_running(requests.running(known.choices, now), now)
+            self._running_at, self._running = now + RUNNING_S, _inside(_Running(running))
+        moving = _inside(self._make_moving(known, wall_s))
+        return b"{" + b",".join((moving, self._mesh[1], self._figures, self._running)) + b"}"
+
+    def _make_moving(self, known: Known, wall_s: float) -> _Moving:
+        stats = known.stats
+        return _Moving(
             number=self._number,
             at_s=round(wall_s, 3),
             frontend=self._facts.frontend,
@@ -80,34 +125,23 @@ class Snapshots:
             reason=stats.reason,
             paused=stats.paused,
             blocked=stats.blocked,
-            missing=mesh.missing,
             num_held=stats.num_held,
-            num_open=known.num_open,
             num_watchers=known.num_watchers,
-            prompt_per_s=slow.prompt_per_s,
-            generated_per_s=slow.generated_per_s,
-            ttft=slow.ttft,
-            itl=slow.itl,
-            processes=tuple(_process(one, wall_s) for one in mesh.processes),
-            standbys=tuple(_standby(one, wall_s) for one in mesh.standbys),
-            edges=slow.edges,
-            ranks=slow.ranks,
-            running=slow.running,
             num_ended=known.num_ended,
             ended=known.ended,
             news=tuple(news_view(one) for one in known.news if one.at_s > wall_s - NEWS_S),
         )
 
-    def _make_slow(self, known: Known, now: float) -> "_Slow":
-        ranks = self._ranks(known.stats.ranks, now)
-        return _Slow(
+    def _make_figures(self, known: Known, now: float) -> _Figures:
+        ranks, others = self._ranks(known.stats.ranks, now), known.others.heard(now)
+        return _Figures(
             prompt_per_s=round(sum(rank.prompt_per_s for rank in ranks), 1),
             generated_per_s=round(sum(rank.generated_per_s for rank in ranks), 1),
-            ttft=self.ttft.percentiles(now),
-            itl=self.itl.percentiles(now),
+            ttft=percentiles(self.ttft.buckets(now), *(one.ttft for one in others)),
+            itl=percentiles(self.itl.buckets(now), *(one.itl for one in others)),
             edges=self._edges(known.mesh.processes, now),
             ranks=ranks,
-            running=known.others.with_running(requests.running(known.choices, now), now),
+            num_open=known.num_open + sum(one.num_open for one in others),
         )
 
     def _edges(self, processes: Iterable[ProcessReport], now: float) -> tuple[EdgeView, ...]:
@@ -158,6 +192,19 @@ class Snapshots:
                 )
             )
         return tuple(found)
+
+
+def _inside(part: Struct) -> bytes:
+    """The fields of a part, as JSON without the brackets."""
+    return _encode(part)[1:-1]
+
+
+def _mesh(mesh: MeshProcesses, wall_s: float) -> _Mesh:
+    return _Mesh(
+        mesh.missing,
+        tuple(_process(one, wall_s) for one in mesh.processes),
+        tuple(_standby(one, wall_s) for one in mesh.standbys),
+    )
 
 
 def _gauge(rank: RankStats, name: str) -> dict[str, int]:

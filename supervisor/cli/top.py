@@ -13,6 +13,7 @@ from meshlm.supervisor.errors import StartError, UsageError
 
 SILENCE_S = 10.0  # of a server that sends an event each second
 AGAIN_S = 1.0
+RATES_S = 2.0  # what rates cover
 LEAST_S, MOST_S = 0.1, 5.0  # between events, as GET /dashboard/events takes them
 NEEDS_RICH = "meshlm top needs rich: pip install 'meshlm[top]'"
 
@@ -65,13 +66,12 @@ def _history(server: terminal.Server) -> tuple[NewsView, ...]:
 
 
 def _first(server: terminal.Server) -> Snapshot:
-    """The second event, since the first one has no rates. StartError."""
-    found = snapshots(server, LEAST_S)
-    next(found, None)
+    """The event after two seconds, since rates need figures of two seconds. StartError."""
+    found, begun = snapshots(server, LEAST_S), time.monotonic()
     last = None
-    for number, snapshot in enumerate(found):  # the ranks' figures take a moment to come
+    for snapshot in found:
         last = snapshot
-        if number >= 10:
+        if time.monotonic() - begun >= RATES_S:
             break
     if last is None:
         raise StartError(f"{server}: the events have ended")

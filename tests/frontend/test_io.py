@@ -290,13 +290,13 @@ async def test_a_question_that_no_frame_holds_is_refused() -> None:
 def test_readiness_knows_a_link_on_which_nothing_moves() -> None:
     app, mesh = started(ONE)
     app.resolved = RESOLVED
-    app._figures.take(MeshStats(True))
+    app.figures.take(MeshStats(True))
     mesh.blocked = ""
     assert app.not_ready_reason() == ""
     mesh.blocked = "detokenizer/0 does not take what frontend/0 sends it"
     assert app.not_ready_reason() == mesh.blocked
     mesh.blocked = ""
-    app._figures.now = MeshStats(True, blocked="worker/0 does not take what scheduler/0 sends it")
+    app.figures.now = MeshStats(True, blocked="worker/0 does not take what scheduler/0 sends it")
     assert "worker/0" in app.blocked()
     assert app.not_ready_reason() == "", "requests are served as far as they can be"
 

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from chrome_format import check
 from fake_answers import reference
+from perfetto import perfetto
 from serving import meshlm, serving
 from spans import collector
 
@@ -48,6 +49,9 @@ def test_a_request_s_trace_goes_through_a_death_and_a_timeline_shows_all_process
 
         events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
         check(events)
+        with perfetto(tmp_path / "trace.json") as found:
+            assert not found.complaints()
+            assert found.query("select count(1) as n from slice") == [[sum(one["ph"] == "X" for one in events)]]
         names = {one["pid"]: one["args"]["name"] for one in events if one["name"] == "process_name"}
         assert set(names.values()) == PROCESSES
         assert {one["name"] for one in events if one["ph"] == "X"} >= STEP

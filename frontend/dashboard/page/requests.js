@@ -47,7 +47,7 @@ function showRequests(at_once) {
   const weight = (request) => (order === "seconds" || order === "at_s" ? request[order] : request.hops[order] ?? -1);
   all.sort((one, other) => weight(other) - weight(one));
   rows(byId("request-rows"), all.slice(0, SHOWN), (request) => request.number ?? request.id, requestRow, showRequest);
-  const of = isRunning ? `${feed.latest.num_open} open here` : `the last ${all.length} of ${feed.numEnded}`;
+  const of = isRunning ? `${feed.latest.num_open} open` : `the last ${all.length} of ${feed.numEnded}`;
   say(byId("request-count"), `${Math.min(all.length, SHOWN)} shown, ${of}`);
 }
 for (const id of ["which", "order"]) byId(id).addEventListener("change", () => showRequests(true));

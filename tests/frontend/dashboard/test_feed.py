@@ -12,8 +12,10 @@ from meshlm.frontend.dashboard import feed as feeds
 from meshlm.frontend.dashboard.feed import Feed
 from meshlm.frontend.dashboard.snapshot import Facts
 from meshlm.frontend.errors import HttpError
-from meshlm.protocol.control_edge import MeshStats
+from meshlm.frontend.figures import Figures
+from meshlm.protocol.control_edge import MeshProcesses, MeshStats, ProcessReport
 from meshlm.protocol.dashboard import Snapshot
+from meshlm.protocol.ids import Identity, Incarnation, Role
 
 LIMIT_S = 10
 
@@ -25,9 +27,8 @@ class Source:
 
     def __init__(self) -> None:
         self.num_asked = self.num_looked = 0
-
-    async def fresh_stats(self) -> MeshStats:
-        return MeshStats(True, num_held=5)
+        self.figures = Figures()
+        self.figures.take(MeshStats(True, num_held=5))
 
     def tell_supervisor(self, message: Struct) -> None:
         self.num_asked += 1
@@ -40,6 +41,7 @@ class Source:
 @pytest.fixture
 def source(monkeypatch: pytest.MonkeyPatch) -> Source:
     monkeypatch.setattr(feeds, "PERIOD_S", 0.005)
+    monkeypatch.setattr(feeds, "STEADY_S", 0.005)
     return Source()
 
 
@@ -98,6 +100,24 @@ async def test_snapshots_that_cost_much_are_made_seldom(source: Source, monkeypa
     watcher = feed.join()
     events = [await next_of(watcher) for _ in range(3)]
     assert events[-1].at_s - events[0].at_s > 2 * 0.18, "20 ms each, and a tenth of a core at most"
+    feed.close()
+
+
+STARTING = ProcessReport(Identity(Role.WORKER, 0), Incarnation(1), 7, "starting", 0.0, 1, "weights")
+
+
+@pytest.mark.parametrize(
+    "amiss", [MeshProcesses((STARTING,)), MeshProcesses((), missing="rank 1"), MeshStats(False, "no scheduler")]
+)
+async def test_while_something_heals_events_come_soon_after_one_another(
+    source: Source, monkeypatch: pytest.MonkeyPatch, amiss: MeshProcesses | MeshStats
+) -> None:
+    monkeypatch.setattr(feeds, "STEADY_S", 2 * LIMIT_S)
+    feed = feed_of(source)
+    source.figures.take(amiss) if isinstance(amiss, MeshStats) else feed.told(amiss)
+    watcher = feed.join()
+    numbers = [(await next_of(watcher)).number for _ in range(3)]
+    assert numbers == [1, 2, 3]
     feed.close()
 
 

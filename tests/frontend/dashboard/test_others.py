@@ -13,12 +13,12 @@ from meshlm.frontend.dashboard.feed import Feed
 from meshlm.frontend.dashboard.others import OtherFrontends
 from meshlm.frontend.dashboard.requests import MAX_ENDED, MAX_RUNNING, Noted
 from meshlm.frontend.dashboard.snapshot import Facts
+from meshlm.frontend.figures import Figures
 from meshlm.protocol.control_edge import (
     AskProcesses,
     AskRequests,
     FrontendRequests,
     MeshProcesses,
-    MeshStats,
     ProcessReport,
 )
 from meshlm.protocol.dashboard import History, RequestView, Snapshot
@@ -67,10 +67,7 @@ class Member:
     num_open = 0
 
     def __init__(self, mesh: Frontends, name: Identity) -> None:
-        self._mesh, self._name = mesh, name
-
-    async def fresh_stats(self) -> MeshStats:
-        return MeshStats(True)
+        self._mesh, self._name, self.figures = mesh, name, Figures()
 
     def tell_supervisor(self, message: Struct) -> None:
         self._mesh.to_supervisor(self._name, message)
@@ -113,7 +110,7 @@ async def test_a_stuck_frontend_costs_a_wait_and_no_more(monkeypatch: pytest.Mon
 
 
 async def test_events_have_what_ends_at_others_and_nobody_is_asked_unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feeds, "PERIOD_S", 0.002)
+    monkeypatch.setattr(feeds, "STEADY_S", 0.002)
     monkeypatch.setattr(feeds, "OTHERS_EVERY_S", 0.002)
     mesh = Frontends(2)
     mesh.end(1, "early", 50.0)

@@ -7,6 +7,7 @@ import re
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -146,8 +147,17 @@ async def test_events_come_until_the_client_leaves() -> None:
             assert answer.headers["content-type"].startswith("text/event-stream")
             first, second = await events(answer, 2)
             assert second.number == first.number + 1
-            assert second.at_s - first.at_s > 0.9 * feeds.PERIOD_S, "ten times a second at most"
+            assert second.at_s - first.at_s > 0.9 * feeds.STEADY_S, "twice a second where nothing is amiss"
         await until(lambda: not backend.feed._watchers)
+
+
+async def test_who_asks_for_more_events_gets_them() -> None:
+    async with asyncio.timeout(LIMIT_S), listening(scripted(api_key=("secret",))) as port:
+        url = f"http://127.0.0.1:{port}/dashboard/events?every=0.1"
+        async with httpx.AsyncClient(headers=ADMIN) as browser, browser.stream("GET", url) as answer:
+            found = await events(answer, 8)
+            least = min(later.at_s - earlier.at_s for earlier, later in pairwise(found))
+            assert least < 0.5 * feeds.STEADY_S, "though nothing is amiss"
 
 
 @pytest.mark.parametrize("every", ["0", "x", "-1", "nan", "inf", "1e9"])
@@ -181,13 +191,13 @@ async def test_a_thousand_dashboards_leave_the_server_as_it_is() -> None:
 
 async def test_a_client_that_reads_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes, "STALL_S", 0.3)
-    monkeypatch.setattr(feeds, "PERIOD_S", 0.001)
+    monkeypatch.setattr(feeds, "STEADY_S", 0.001)
     backend = scripted()
     made = backend.feed._snapshots.make
-    padding = "x" * 50_000
+    padding = b" " * 50_000
 
-    def large(*arguments: Any) -> Snapshot:
-        return msgspec.structs.replace(made(*arguments), reason=padding)
+    def large(*arguments: Any) -> bytes:
+        return made(*arguments) + padding
 
     monkeypatch.setattr(backend.feed._snapshots, "make", large)
     async with asyncio.timeout(LIMIT_S), listening(backend, send_buffer=4096) as port:

@@ -5,9 +5,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from meshlm.frontend.dashboard.others import OtherFrontends
+from meshlm.frontend.dashboard import snapshot as module
+from meshlm.frontend.dashboard.others import SILENT_S, OtherFrontends
+from meshlm.frontend.dashboard.recent import Times
 from meshlm.frontend.dashboard.snapshot import Facts, Known, Snapshots
 from meshlm.protocol.control_edge import (
+    FrontendRequests,
     GraphCounts,
     MeshProcesses,
     MeshStats,
@@ -60,7 +63,14 @@ def known(second: float, **stats: Any) -> Known:
 
 def last_of(snapshots: Snapshots, seconds: int = 4) -> Snapshot:
     found = [snapshots.make(known(tick / 10), tick / 10, 1000.0 + tick / 10) for tick in range(10 * seconds)]
-    return found[-1]
+    return decoded(found[-1])
+
+
+def decoded(event: bytes) -> Snapshot:
+    """All its fields and no others: it is joined from parts."""
+    found = msgspec.json.decode(event, type=Snapshot)
+    assert msgspec.to_builtins(found).keys() == msgspec.json.decode(event).keys()
+    return found
 
 
 def test_a_snapshot_of_a_busy_mesh() -> None:
@@ -94,10 +104,37 @@ def test_a_snapshot_of_a_busy_mesh() -> None:
 
 
 def test_a_mesh_that_does_not_serve_says_why() -> None:
-    found = Snapshots(Facts("f", "1", "m")).make(known(0, serving=False, reason="no detokenizer", ranks=()), 0.0, 0.0)
+    told = known(0, serving=False, reason="no detokenizer", ranks=())
+    found = decoded(Snapshots(Facts("f", "1", "m")).make(told, 0.0, 0.0))
     assert (found.serving, found.reason, found.ranks, found.generated_per_s) == (False, "no detokenizer", (), 0)
 
 
-def test_it_goes_over_the_wire() -> None:
-    found = last_of(Snapshots(Facts("f", "1", "m")), 1)
-    assert msgspec.json.decode(msgspec.json.encode(found), type=Snapshot) == found
+def test_what_has_not_changed_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[str] = []
+
+    def encode(part: msgspec.Struct) -> bytes:
+        encoded.append(type(part).__name__)
+        return msgspec.json.encode(part)
+
+    monkeypatch.setattr(module, "_encode", encode)
+    snapshots, told = Snapshots(Facts("f", "1", "m")), known(0)
+    for tick in range(20):
+        snapshots.make(told, tick / 10, 1000.0 + tick / 10)
+    assert {name: encoded.count(name) for name in encoded} == {"_Moving": 20, "_Mesh": 1, "_Figures": 4, "_Running": 2}
+
+
+def test_times_and_open_requests_are_those_of_all_frontends_that_are_heard() -> None:
+    others, snapshots = OtherFrontends(), Snapshots(Facts("frontend/0", "1", "m"))
+    elsewhere = Times()
+    for number in range(100):
+        snapshots.ttft.observe(0.1, 5.0)
+        elsewhere.observe(0.4 if number < 95 else 2.0, 5.0)
+    buckets = elsewhere.buckets(5.0)
+    answer = FrontendRequests("frontend/1", Identity(Role.FRONTEND, 0), 0.0, 0.0, 0, (), (), 7, buckets, {0: 3})
+    others.take(answer, 5.0)
+    told = msgspec.structs.replace(known(0), others=others)
+    found = decoded(snapshots.make(told, 5.5, 1000.0))
+    assert (found.ttft.count, found.itl.count, found.num_open) == (200, 3, 13)
+    assert [found.ttft.p50, found.ttft.p90, found.ttft.p99] == pytest.approx([0.1, 0.4, 2.0], rel=0.021)
+    later = decoded(snapshots.make(told, 5.5 + SILENT_S, 1002.0))
+    assert (later.ttft.count, later.num_open) == (100, 6), "a frontend that is silent has none"
