@@ -11,7 +11,8 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from meshlm.runtime.parsers.channel_structure import ChannelStructure
-from meshlm.runtime.parsers.list_structures import ListStructure, PythonStructure
+from meshlm.runtime.parsers.gemma_structure import GemmaStructure
+from meshlm.runtime.parsers.list_structures import FencedStructure, ListStructure, PythonStructure
 from meshlm.runtime.parsers.parameter_structure import ParameterStructure
 
 Tools = Mapping[str, Mapping[str, Any]]  # of each tool that the request names: the JSON schema of its parameters
@@ -62,7 +63,8 @@ class Structure(Struct, frozen=True):
         return {"type": "sequence", "elements": [*head, arguments]}
 
 
-CallStructure = Structure | ParameterStructure | ListStructure | PythonStructure | ChannelStructure
+Listed = ListStructure | FencedStructure | PythonStructure | GemmaStructure
+CallStructure = Structure | ParameterStructure | Listed | ChannelStructure
 
 
 class ToolParser(Struct, frozen=True):

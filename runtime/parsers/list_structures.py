@@ -1,6 +1,7 @@
 """How strict calls are held to their schemas in the forms that list calls, as JSON or Python. Pure; see `Structure` in calls.py.
 
-The formats are those of structural tags, and two more that detokenizer/structural_tags.py knows: `joined` and `beginning_or`.
+The formats are those of structural tags, and what else detokenizer/structural_tags.py knows: `joined`, `beginning_or`, and `patterns`
+beside triggers.
 """
 
 import json
@@ -11,11 +12,13 @@ from typing import Any
 from msgspec import Struct
 
 from meshlm.runtime.parsers import typed_values
-from meshlm.runtime.parsers.parameter_structure import resolved
+from meshlm.runtime.parsers.parameter_structure import properties_of, resolved
 
 Json = dict[str, Any]
 Tools = Mapping[str, Mapping[str, Any] | None]  # the schema of each strict tool by its name; None: any arguments
 _COMMA: Json = {"type": "regex", "pattern": r"\s{0,3},\s{0,3}"}
+_COMMA_OR_LINE: Json = {"type": "regex", "pattern": r"\s{0,3}[,\n]\s{0,3}"}
+_END: Json = {"type": "regex", "pattern": r"\s{0,3}\}"}
 _OPENS: Json = {"type": "regex", "pattern": r"\s{0,2}\[\s{0,3}"}
 _CLOSES: Json = {"type": "regex", "pattern": r"\s{0,3}\]"}
 _BLANKS: Json = {"type": "regex", "pattern": r"\s{0,3}"}
@@ -32,25 +35,74 @@ class ListStructure(Struct, frozen=True):
     opens: tuple[str, ...]
     close: str = ""
     also: tuple[Json, ...] = ()
+    keys: tuple[str, str] = ("name", "arguments")
+    before_name: str = ""  # a pattern: pairs of the object that may stand before the name
+    by_name: bool = False  # an object is one pair: the arguments by the name
+    alone: bool = False  # one object without a list around it
 
     def format(self, tools: Tools) -> Json:
         """Free text with such lists in it."""
-        calls = {"type": "or", "elements": [_object(name, given) for name, given in tools.items()]}
+        calls = {"type": "or", "elements": [self._object(name, given) for name, given in tools.items()]}
         close = {"type": "const_string", "value": self.close} if self.close else _BLANKS
-        content = _sequence(_OPENS, _several(calls), _CLOSES, _sequence(_BLANKS, close))
+        listed = [_BLANKS, calls] if self.alone else [_OPENS, _several(calls), _CLOSES]
+        content = _sequence(*listed, _sequence(_BLANKS, close))
         tags = [{"type": "tag", "begin": begin, "content": content, "end": ""} for begin in self.opens]
         for name, given in tools.items() if self.also else ():
             one = _sequence(*self.also, _arguments(given))
             tags.append({"type": "tag", "begin": f"{self.opens[0]}{name}", "content": one, "end": ""})
         return {"type": "triggered_tags", "triggers": list(self.opens), "tags": tags}
 
+    def _object(self, name: str, given: Mapping[str, Any] | None) -> Json:
+        if self.by_name:
+            return _sequence(
+                {"type": "regex", "pattern": rf"\{{\s{{0,3}}{_json(name)}\s?:\s?"}, _arguments(given), _END
+            )
+        return _sequence({"type": "regex", "pattern": r"\{"}, _rest_of_object(name, given, self.keys, self.before_name))
+
+
+class FencedStructure(Struct, frozen=True):
+    """A list of objects with a name and arguments with which an answer begins, or one in a block of code or behind one of the texts
+    `opens`. An object alone may stand in a block of code, and between the texts of `around`. What begins so is a call."""
+
+    opens: tuple[str, ...]
+    around: Mapping[str, str]
+    fence: str = "```"
+
+    def format(self, tools: Tools) -> Json:
+        """Free text with such lists in it."""
+        rest = {"type": "or", "elements": [_rest_of_object(name, given) for name, given in tools.items()]}
+        more = _sequence(_COMMA, {"type": "const_string", "value": "{"}, rest)
+        behind_bracket = _sequence(rest, {"type": "star", "content": more}, _CLOSES)
+        listed = _sequence({"type": "regex", "pattern": r"\s*\[[\s\[]*\{"}, behind_bracket)
+        contents = dict.fromkeys(self.opens, listed)
+        for begin, end in self.around.items():
+            one = _sequence({"type": "regex", "pattern": r"\s*\{"}, rest, self._end(end))
+            contents[begin] = {"type": "or", "elements": [listed, one]}
+        found = {
+            "type": "triggered_tags",
+            "triggers": list(contents),
+            "tags": [{"type": "tag", "begin": begin, "content": one, "end": ""} for begin, one in contents.items()],
+            "patterns": [
+                {"pattern": rf"{self.fence}(json)?\s*\[[\s\[]*\{{", "content": behind_bracket},
+                {"pattern": rf"{self.fence}(json)?\s*\{{", "content": _sequence(rest, self._end(self.fence))},
+            ],
+        }
+        begins = {"pattern": r"\s*\[[\s\[]*\{", "content": _sequence(behind_bracket, found)}
+        return {"type": "beginning_or", "beginnings": [begins], "otherwise": found}
+
+    @staticmethod
+    def _end(text: str) -> Json:
+        return _sequence(_BLANKS, {"type": "const_string", "value": text})
+
 
 class PythonStructure(Struct, frozen=True):
-    """Calls as Python writes them: between the texts `open` and `close`, and where `bare` in a list with which an answer begins."""
+    """Calls as Python writes them: between the texts `open` and `close`, and where `bare` in a list with which an answer begins.
+    lines: each may stand on a line of its own."""
 
     open: str = ""
     close: str = ""
     bare: bool = False
+    lines: bool = False
 
     def format(self, tools: Tools) -> Json:
         """Free text with such calls in it. ValueError names what of a tool cannot be held."""
@@ -58,7 +110,7 @@ class PythonStructure(Struct, frozen=True):
         found: Json = {"type": "any_text"}
         if self.open:
             head = [_sequence({"type": "const_string", "value": f"{name}("}, rest) for name, rest in rests.items()]
-            calls = _several({"type": "or", "elements": head})
+            calls = _several({"type": "or", "elements": head}, _COMMA_OR_LINE if self.lines else _COMMA)
             content = {"type": "or", "elements": [_sequence(_OPENS, calls, _CLOSES), _sequence(_BLANKS, calls)]}
             tag = {"begin": self.open, "content": _sequence(content, _BLANKS), "end": self.close}
             found = {"type": "triggered_tags", "triggers": [self.open], "tags": [{"type": "tag", **tag}]}
@@ -84,19 +136,26 @@ def _sequence(*elements: Json) -> Json:
     return {"type": "sequence", "elements": list(elements)}
 
 
-def _several(call: Json) -> Json:
-    return _sequence(call, {"type": "star", "content": _sequence(_COMMA, call)})
+def _several(call: Json, between: Json = _COMMA) -> Json:
+    return _sequence(call, {"type": "star", "content": _sequence(between, call)})
 
 
 def _arguments(given: Mapping[str, Any] | None) -> Json:
     return {"type": "json_schema", "json_schema": {"type": "object"} if given is None else given}
 
 
-def _object(name: str, given: Mapping[str, Any] | None) -> Json:
-    """One call as a JSON object."""
-    text = re.escape(json.dumps(name, ensure_ascii=False))
-    head = rf'\{{\s{{0,3}}"name"\s?:\s?{text}\s{{0,2}},\s{{0,3}}"arguments"\s?:\s?'
-    return _sequence({"type": "regex", "pattern": head}, _arguments(given), {"type": "regex", "pattern": r"\s{0,3}\}"})
+def _json(text: str) -> str:
+    """The pattern of a JSON string."""
+    return re.escape(json.dumps(text, ensure_ascii=False))
+
+
+def _rest_of_object(
+    name: str, given: Mapping[str, Any] | None, keys: tuple[str, str] = ("name", "arguments"), before_name: str = ""
+) -> Json:
+    """One call as a JSON object, behind its opening brace."""
+    named, holds = map(_json, keys)
+    head = rf"\s{{0,3}}{before_name}{named}\s?:\s?{_json(name)}\s{{0,2}},\s{{0,3}}{holds}\s?:\s?"
+    return _sequence({"type": "regex", "pattern": head}, _arguments(given), _END)
 
 
 def _rest_of_call(name: str, given: Mapping[str, Any] | None) -> Json:
@@ -113,25 +172,7 @@ def _rest_of_call(name: str, given: Mapping[str, Any] | None) -> Json:
 
 
 def _parameters(given: Mapping[str, Any]) -> Json:
-    properties, required = given.get("properties") or {}, given.get("required") or []
-    if not isinstance(properties, dict):
-        raise ValueError("properties must be an object")
-    for keyword in (
-        "patternProperties",
-        "minProperties",
-        "maxProperties",
-        "anyOf",
-        "oneOf",
-        "allOf",
-        "not",
-        "if",
-        "$ref",
-    ):
-        if keyword in given:
-            raise ValueError(f"{keyword} of the parameters as a whole")
-    if unknown := [name for name in required if name not in properties]:
-        raise ValueError(f"required names {unknown[0]!r}, which is no property")
-    elements = []
+    (properties, required), elements = properties_of(given), []
     for key, schema in properties.items():
         if not _OF_PYTHON.fullmatch(key):
             raise ValueError(f"the parameter name {key!r}")

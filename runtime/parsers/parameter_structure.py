@@ -20,6 +20,24 @@ _SAYS_NOTHING = frozenset(
 )
 
 
+_OF_THE_WHOLE = (
+    "patternProperties", "minProperties", "maxProperties", "anyOf", "oneOf", "allOf", "not", "if", "$ref",
+)  # fmt: skip
+
+
+def properties_of(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The schemas of a tool's parameters, and the names of those that must be there. ValueError: what cannot be held of them all."""
+    properties, required = given.get("properties") or {}, given.get("required") or []
+    if not isinstance(properties, dict):
+        raise ValueError("properties must be an object")
+    for keyword in _OF_THE_WHOLE:
+        if keyword in given:
+            raise ValueError(f"{keyword} of the parameters as a whole")
+    if unknown := [name for name in required if name not in properties]:
+        raise ValueError(f"required names {unknown[0]!r}, which is no property")
+    return properties, required
+
+
 class ParameterStructure(Struct, frozen=True):
     """KEY is the name of a parameter, NAME the tool's. `parameter_of_text`: opens one that is a string, where that differs."""
 
@@ -35,25 +53,7 @@ class ParameterStructure(Struct, frozen=True):
         what of a schema cannot be held."""
         if given is None:
             return ANY
-        properties = given.get("properties") or {}
-        if not isinstance(properties, dict):
-            raise ValueError("properties must be an object")
-        for name in (
-            "patternProperties",
-            "minProperties",
-            "maxProperties",
-            "anyOf",
-            "oneOf",
-            "allOf",
-            "not",
-            "if",
-            "$ref",
-        ):
-            if name in given:
-                raise ValueError(f"{name} of the parameters as a whole")
-        required, elements = given.get("required") or [], [_BLANKS]
-        if unknown := [name for name in required if name not in properties]:
-            raise ValueError(f"required names {unknown[0]!r}, which is no property")
+        (properties, required), elements = properties_of(given), [_BLANKS]
         for key, schema in properties.items():
             if any(mark in key for mark in "<>\"'\n"):
                 raise ValueError(f"the parameter name {key!r}")

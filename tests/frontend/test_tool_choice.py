@@ -178,6 +178,14 @@ def test_a_strict_tool_is_a_structural_tag() -> None:
     assert grammar_of(QWEN3, **ASKS) is None
 
 
+def test_a_form_that_holds_nothing_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plug-in's, say: all of MeshLM's own hold calls to their schemas."""
+    assert all(parser.structure is not None for parser in TOOL_PARSERS.values())
+    monkeypatch.setitem(TOOL_PARSERS, "mine", ToolParser(TOOL_PARSERS["hermes"].finder))
+    with pytest.raises(HttpError, match="strict: calls in the form of --tool-call-parser mine are not held"):
+        grammar_of(msgspec.structs.replace(QWEN3, tool_call_parser="mine"))
+
+
 def test_a_strict_tool_of_gpt_oss_has_the_reasoning_in_its_grammar() -> None:
     server = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="openai", reasoning_parser="openai_gptoss")
     tag = grammar_of(server)

@@ -11,7 +11,6 @@ from meshlm.runtime.parsers.tools.hermes import CLOSE, OPEN
 
 ASKS: dict[str, object] = {"tools": [{"type": "function", "function": {"name": "weather"}}]}
 READS = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="hermes")
-XLAM = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="xlam")
 NO_CALLS_OF_GPT_OSS = ServerConfig(reasoning_parser="openai_gptoss")
 STRICT: dict[str, object] = {"tools": [{"type": "function", "function": {"name": "weather", "strict": True}}]}
 
@@ -48,7 +47,6 @@ def test_which_answers_may_have_calls(fields: dict[str, object], reads: bool) ->
             "no other constraint",
         ),
         ({**ASKS, "tool_choice": "required"}, NO_CALLS_OF_GPT_OSS, "tool_choice", "need --tool-call-parser"),
-        (STRICT, XLAM, "tools", "strict: calls in the form of --tool-call-parser xlam"),
         ({**STRICT, "response_format": {"type": "json_object"}}, READS, "tools", "strict: goes with no other"),
         ({**ASKS, "tool_choice": "sometimes"}, READS, "tool_choice", "'none', 'auto', 'required' or a function"),
         ({"tool_choice": "required"}, READS, "tool_choice", "'required' needs tools"),

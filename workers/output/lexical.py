@@ -73,7 +73,7 @@ def _product(resolved: Resolved, name: str, outputs: int, inputs: int, device: t
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True)
         weight, bias = tensors["weight"].float(), tensors["bias"].float()
-    except Exception as error:
+    except Exception as error:  # torch and pickle raise anything for a file that is broken
         what = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ProcessFatal(f"{path}: BgeM3EmbeddingModel needs this file, which cannot be read ({what})") from None
     right = weight.dim() == 2 and weight.shape[1] == inputs and bias.shape == weight.shape[:1]

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 CHECKED_EVERY = 61  # tokens: one of so many tells a tokenizer that is read otherwise
 MARK = 0xFF  # of the library, and in no text
 MASKS = 64  # sets of tokens that are kept as bits
+CHARACTER = r'[^"\\\x00-\x1F\x7F]'  # of a text in quotes, as the library has it in its own sets, from ten characters on
+SHORT = 9
 
 
 class Vocabulary:
@@ -28,7 +30,8 @@ class Vocabulary:
         self._texts = texts + [b""] * (vocab_size - len(texts))
         self.eos = eos
         self.num_words = -(-vocab_size // 32)
-        self.tokenizer: llguidance.LLTokenizer = _read(loaded, self._texts, eos) or _told(loaded, self._texts, eos)
+        read = _read(loaded, self._texts, eos) or _told(loaded, self._texts, eos)
+        self.tokenizer: llguidance.LLTokenizer = read.with_slices(_slices(read))
         self.mask_of: Callable[[tuple[int, ...]], I32] = lru_cache(MASKS)(self._mask_of)
 
     def bytes_of(self, token: int) -> bytes:
@@ -48,6 +51,12 @@ class Vocabulary:
         bits = np.zeros(self.num_words * 32, np.uint8)
         bits[list(tokens)] = 1
         return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _slices(tokenizer: "llguidance.LLTokenizer") -> list[str]:
+    """Sets of tokens that the library allows at once: of texts in quotes of so many characters, also of the few before maxLength."""
+    blanks, *texts = tokenizer.general_slices()
+    return [blanks, *(f"{CHARACTER}{{1,{most}}}" for most in range(1, SHORT)), *texts]
 
 
 def _read(

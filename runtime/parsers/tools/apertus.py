@@ -2,6 +2,7 @@
 
 import re
 
+from meshlm.runtime.parsers.list_structures import ListStructure
 from meshlm.runtime.parsers.scan import Steps
 from meshlm.runtime.parsers.streamed_calls import Answer, Form, parser
 
@@ -44,4 +45,4 @@ def call(answer: Answer) -> Steps[bool]:
     return True
 
 
-PARSER = parser(Form(body, opens=(OPEN,), closes=(CLOSE,)))
+PARSER = parser(Form(body, opens=(OPEN,), closes=(CLOSE,)), structure=ListStructure((OPEN,), CLOSE, by_name=True))

@@ -2,6 +2,8 @@
 
 from meshlm.runtime.parsers import pythonic_calls
 from meshlm.runtime.parsers.gemma_calls import gemma_calls
+from meshlm.runtime.parsers.gemma_structure import GemmaStructure
+from meshlm.runtime.parsers.list_structures import PythonStructure
 from meshlm.runtime.parsers.scan import Steps
 from meshlm.runtime.parsers.streamed_calls import Answer, Form, parser
 from meshlm.runtime.parsers.tools.functiongemma import CLOSE, ESCAPE, OPEN
@@ -16,4 +18,9 @@ def body(answer: Answer) -> Steps[None]:
     yield from (_of_functiongemma if own else pythonic_calls.calls)(answer)
 
 
-PARSER = parser(Form(body, opens=(OPEN, "```tool_code"), closes=(CLOSE, "```")), ESCAPE)
+_PYTHON = PythonStructure("```tool_code", "```", lines=True)
+PARSER = parser(
+    Form(body, opens=(OPEN, _PYTHON.open), closes=(CLOSE, _PYTHON.close)),
+    ESCAPE,
+    structure=GemmaStructure(OPEN, CLOSE, ESCAPE, _PYTHON),
+)

@@ -2,6 +2,7 @@
 
 from meshlm.runtime.parsers import json_calls
 from meshlm.runtime.parsers.json_calls import Keys
+from meshlm.runtime.parsers.list_structures import FencedStructure
 from meshlm.runtime.parsers.streamed_calls import Form, parser
 
 PARSER = parser(
@@ -10,5 +11,6 @@ PARSER = parser(
         opens=("```json", "```", "<tool_call>", "[TOOL_CALLS]"),
         closes=("```", "</tool_call>"),
         starts=("[",),
-    )
+    ),
+    structure=FencedStructure(("[TOOL_CALLS]",), {"<tool_call>": "</tool_call>"}),
 )

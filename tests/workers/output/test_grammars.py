@@ -20,7 +20,7 @@ from meshlm.protocol.step_edge import NewRow, StepPlan
 from meshlm.runtime import tokenizer_files
 from meshlm.workers.output import grammars as of_rows
 from meshlm.workers.output.grammars import COMPUTED, Grammars
-from meshlm.workers.output.vocabulary import Vocabulary
+from meshlm.workers.output.vocabulary import CHARACTER, Vocabulary
 
 pytestmark = pytest.mark.model
 VOCAB, EOS = 49152 + 8, 2  # eight lines of logits without a token
@@ -309,3 +309,18 @@ def test_tokenizers_that_the_library_reads_or_is_told(decoder: Any) -> None:
         push(made, token)
         seen.append(allowed_of(made, 12))
     assert seen == [[0, 1], [3, 4, 5], [8]]
+
+
+def test_masks_near_a_length_are_those_without_shortcuts(vocabulary: Vocabulary) -> None:
+    """Tokens of few characters are allowed at once; which, depends on what the string may still hold."""
+    text = of_schema({"type": "string", "maxLength": 24})
+    plain = vocabulary.tokenizer.with_slices([])
+    assert vocabulary.tokenizer.general_slices()[1].startswith(CHARACTER + "{1,"), "the library's own sets have changed"
+    fast, slow = (LLMatcher(tokenizer, text) for tokenizer in (vocabulary.tokenizer, plain))
+    masks = np.empty((2, vocabulary.num_words), np.int32)
+    for token in vocabulary.tokens_of(b'"' + b"a b\\n\xc3\xa9z" * 3 + b'abcdef"'):
+        for matcher, words in zip((fast, slow), masks, strict=True):
+            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            assert matcher.consume_token(token)
+        assert np.array_equal(*masks)
+    assert fast.is_accepting()

@@ -9,6 +9,7 @@ import jsonschema
 import msgspec
 import pytest
 from llguidance import LLMatcher
+from strict_calls import TOOLS, matcher, takes
 
 from meshlm.detokenizer import grammars as detokenizer
 from meshlm.frontend import tool_choice
@@ -23,16 +24,6 @@ from meshlm.runtime.parsers.registry import TOOL_PARSERS
 from meshlm.workers.output.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.model
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Bern", "Rome"]}, "days": {"type": "integer"}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-TOOLS = [
-    {"type": "function", "function": {"name": "weather", "parameters": SCHEMA, "strict": True}},
-    {"type": "function", "function": {"name": "time"}},
-]
 FORMS = [name for name, parser in TOOL_PARSERS.items() if isinstance(parser.structure, Structure)]
 OF_PARAMETERS = [name for name, parser in TOOL_PARSERS.items() if isinstance(parser.structure, ParameterStructure)]
 
@@ -40,25 +31,6 @@ OF_PARAMETERS = [name for name, parser in TOOL_PARSERS.items() if isinstance(par
 @pytest.fixture(scope="module")
 def vocabulary(smollm2: Path) -> Vocabulary:
     return Vocabulary(tokenizer_files.load(smollm2), 49152, (2,))
-
-
-def matcher(vocabulary: Vocabulary, parser: str, reasoning: str = "", **fields: Any) -> LLMatcher:
-    server = ServerConfig(enable_auto_tool_choice=True, tool_call_parser=parser, reasoning_parser=reasoning)
-    request = msgspec.convert({"messages": [], "tools": TOOLS, **fields}, ChatRequest)
-    grammar = tool_choice.grammar(tool_choice.read(request), request, server)
-    assert grammar is not None
-    return LLMatcher(vocabulary.tokenizer, detokenizer.Grammars({}).compile(grammar).text)
-
-
-def takes(made: LLMatcher, vocabulary: Vocabulary, text: str) -> bool:
-    """Whether a model may write all of this text, and end it there."""
-    tokens = vocabulary.tokens_of(text.encode())
-    made.reset()
-    return (
-        made.validate_tokens(tokens) == len(tokens)
-        and made.try_consume_tokens(tokens) == len(tokens)
-        and made.is_accepting()
-    )
 
 
 def call(parser: str, name: str, arguments: object) -> str:
@@ -198,6 +170,38 @@ def in_channels(calls: list[tuple[str, dict[str, Any]]]) -> str:
     return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{json.dumps(given)}"
 
 
+def as_gemma(calls: list[tuple[str, dict[str, Any]]], opens: str, closes: str, escape: str) -> str:
+    def write(value: Any) -> str:
+        if isinstance(value, dict):
+            return "{" + ",".join(f"{key}:{write(one)}" for key, one in value.items()) + "}"
+        if isinstance(value, list):
+            return "[" + ", ".join(map(write, value)) + "]"
+        return f"{escape}{value}{escape}" if isinstance(value, str) else json.dumps(value)
+
+    return "".join(f"{opens}call:{name}{write(given)}{closes}" for name, given in calls)
+
+
+def of_functiongemma(calls: list[tuple[str, dict[str, Any]]]) -> str:
+    return as_gemma(calls, "<start_function_call>", "<end_function_call>", "<escape>")
+
+
+def of_gemma4(calls: list[tuple[str, dict[str, Any]]]) -> str:
+    return as_gemma(calls, "<|tool_call>", "<tool_call|>", '<|"|>')
+
+
+def of_cohere(calls: list[tuple[str, dict[str, Any]]]) -> str:
+    listed = [
+        {"tool_call_id": str(number), "tool_name": name, "parameters": given}
+        for number, (name, given) in enumerate(calls)
+    ]
+    return f"<|START_ACTION|>{json.dumps(listed, indent=1)}<|END_ACTION|>"
+
+
+def of_gigachat(calls: list[tuple[str, dict[str, Any]]]) -> str:
+    ((name, given),) = calls
+    return f"function call<|role_sep|>\n{json.dumps({'name': name, 'arguments': given})}"
+
+
 LISTS: dict[str, tuple[Callable[[list[tuple[str, dict[str, Any]]]], str], str]] = {  # with what may stand before
     "mistral": (lambda calls: f"[TOOL_CALLS]{as_json(calls)}", "I look."),
     "mistral named": (named, "I look."),
@@ -209,6 +213,27 @@ LISTS: dict[str, tuple[Callable[[list[tuple[str, dict[str, Any]]]], str], str]] 
     "llama4_pythonic": (lambda calls: f"[{as_python(calls)}]", ""),
     "llama4_pythonic tags": (lambda calls: f"<|python_start|>[{as_python(calls)}]<|python_end|>", "I look."),
     "lfm2": (lambda calls: f"<|tool_call_start|>[{as_python(calls)}]<|tool_call_end|>", "I look."),
+    "xlam": (as_json, ""),
+    "xlam tags": (lambda calls: f"<tool_call>{as_json(calls)}</tool_call>", "I look."),
+    "xlam code": (lambda calls: f"```json\n{as_json(calls)}\n```", "I look.\n```python\n[1]\n```\nSo:\n"),
+    "xlam plain code": (lambda calls: f"```{as_json(calls)}```", "I look."),
+    "olmo3 python": (
+        lambda calls: f"<function_calls>\n{as_python(calls, between=chr(10))}\n</function_calls>",
+        "I look.",
+    ),
+    "gemma": (of_functiongemma, "I look."),
+    "gemma python": (
+        lambda calls: f"```tool_code\n{as_python(calls, between=chr(10))}\n```",
+        "I look.\n```\n[1]\n```\n",
+    ),
+    "functiongemma": (of_functiongemma, "I look."),
+    "gemma4": (of_gemma4, "I look."),
+    "apertus": (
+        lambda calls: f"<|tools_prefix|>{json.dumps([{name: given} for name, given in calls])}<|tools_suffix|>",
+        "I look.",
+    ),
+    "cohere_command3": (of_cohere, "I look."),
+    "gigachat3": (of_gigachat, "I look."),
     "openai": (in_channels, "<|channel|>analysis<|message|>to=functions.other<|end|><|start|>assistant"),
 }
 FIT_LISTS: list[dict[str, Any]] = [
@@ -226,7 +251,7 @@ def test_listed_calls_keep_to_the_schema_and_are_read(vocabulary: Vocabulary, fo
     made = matcher(vocabulary, parser, "openai_gptoss" if parser == "openai" else "", tools=tools)
     for free in ("Hello [1] and (2).", "[x] So.", "{}"):
         assert takes(made, vocabulary, free), free
-    one_alone = parser == "openai"
+    one_alone = parser in ("openai", "gigachat3")
     python = "python" in form or form == "lfm2"
     for arguments in FIT_LISTS:
         if python and "JSON" not in form:
@@ -270,34 +295,16 @@ def test_a_call_of_gpt_oss_may_name_its_function_first(vocabulary: Vocabulary) -
     assert not takes(made, vocabulary, f'<|channel|>final<|message|>So.<|end|>{again}{{"city": "Bern"}} and on')
 
 
-def test_texts_of_python_keep_to_their_patterns(vocabulary: Vocabulary) -> None:
-    properties = {
-        "a": {"type": "string", "pattern": "^b+$"},
-        "c": {"type": "boolean"},
-        "d": {"type": ["null", "integer"]},
-    }
-    function = {"name": "f", "parameters": {"type": "object", "properties": properties}, "strict": True}
-    made = matcher(vocabulary, "pythonic", tools=[{"type": "function", "function": function}])
-    for text in ('f(a="bb")', "f()", "f(c=True, d=None)", "f( d=5 )", 'f(a="b", c=false)'):
-        assert takes(made, vocabulary, f"[{text}]"), text
-    for text in ('f(a="c")', "f(c=None)", "f(d=5, c=True)", "f(c=True d=5)", "f(c=True,)", "f(e=1)"):
-        assert not takes(made, vocabulary, f"[{text}]"), text
-
-
-@pytest.mark.parametrize(
-    ("name", "schema", "said"),
-    [
-        ("a-b", {}, "the name of the tool 'a-b'"),
-        ("f", {"properties": {"a-b": {}}}, "the parameter name 'a-b', of the tool 'f'"),
-        ("f", {"anyOf": [{}]}, "anyOf of the parameters as a whole, of the tool 'f'"),
-    ],
-)
-def test_calls_that_python_cannot_write_are_refused_by_name(
-    vocabulary: Vocabulary, name: str, schema: dict[str, Any], said: str
-) -> None:
-    function = {"name": name, "parameters": {"type": "object", **schema}, "strict": True}
-    with pytest.raises(HttpError, match=said):
-        matcher(vocabulary, "pythonic", tools=[{"type": "function", "function": function}])
+def test_code_is_no_call_of_xlam(vocabulary: Vocabulary) -> None:
+    """A block of code that begins as a list of calls is one, any other is free, also at the answer's end."""
+    made = matcher(vocabulary, "xlam")
+    for text in ("```json\n[1, 2]\n```\n", "```\nx = {}\n```", "So:\n```python\nprint({})\n```\nand {}"):
+        assert takes(made, vocabulary, text), text
+    for before, after in (("```json\n", "\n```"), ("```", "```"), ("<tool_call>", "</tool_call>")):
+        assert takes(made, vocabulary, before + json.dumps({"name": "weather", "arguments": {"city": "Bern"}}) + after)
+        for wrong in ({"name": "weather", "arguments": {"city": "Paris"}}, {"arguments": {}, "name": "weather"}):
+            for text in (json.dumps(wrong), json.dumps([wrong])):
+                assert not takes(made, vocabulary, before + text + after), text
 
 
 def test_forced_calls_keep_to_the_schemas(vocabulary: Vocabulary) -> None:
