@@ -6,52 +6,42 @@ from array import array
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from msgspec import Struct
+from stub_mesh import LIFE, StubMesh
 
 from meshlm.detokenizer.encode import Encoder
 from meshlm.detokenizer.grammars import Grammars
 from meshlm.detokenizer.io import DetokenizerApp
 from meshlm.protocol.admit_edge import Admit
 from meshlm.protocol.columns import ints, pack_i32
-from meshlm.protocol.config import ModelConfig, RunConfig
 from meshlm.protocol.grammar import Grammar, GrammarKind
-from meshlm.protocol.ids import COORDINATOR, ErrorKind, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.ids import COORDINATOR, ErrorKind, Handle, Identity, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Prompt, Rejected, Submit, TextPrompt, TokenPrompt
 from meshlm.runtime import tokenizer_files
 from meshlm.runtime.errors import MessageTooLong
-from meshlm.runtime.timeline import Timeline
 
 
 class Panic(BaseException):
     """As pyo3's PanicException."""
 
 
-FRONTEND, LIFE = Identity(Role.FRONTEND), Incarnation(1)
+FRONTEND = Identity(Role.FRONTEND)
 
 
-class StubMesh:
-    """What the app needs of its mesh; `all_answered` when so many requests were admitted or refused."""
+class AdmittingMesh(StubMesh):
+    """`all_answered` when so many requests were admitted or refused."""
 
     def __init__(self, tokenizer: Path, flush: Callable[[], None], expected: int) -> None:
-        self.timeline = Timeline(Identity(Role.DETOKENIZER, 0))
-        spec = SimpleNamespace(vocab_size=49152, type_vocab_size=0)
-        resolved = SimpleNamespace(
-            tokenizer_path=str(tokenizer), chat_templates={}, spec=spec, max_model_len=1000, pooling=None
-        )
-        resolved.eos_token_ids = (2,)
-        server = SimpleNamespace(retry_window=60.0)
-        self.config = SimpleNamespace(resolved=resolved, server=server, run=RunConfig(), model=ModelConfig())
-        self.incarnation = LIFE
+        super().__init__(tokenizer, flush)
         self.admitted: dict[str, list[int]] = {}
         self.refused: list[Rejected] = []
         self.all_answered = asyncio.Event()
         self.too_long = ""  # the name of a request
-        self._flush, self._expected, self._loop = flush, expected, asyncio.get_running_loop()
+        self._expected = expected
 
     def send(self, to: Identity, message: Struct) -> None:
         match message:
@@ -65,19 +55,6 @@ class StubMesh:
         if len(self.admitted) + len(self.refused) == self._expected:
             self.all_answered.set()
 
-    def incarnation_of(self, peer: Identity) -> Incarnation:
-        return LIFE
-
-    def call_later(self, delay_s: float, callback: Callable[[], None]) -> None:
-        """Nothing here takes a second."""
-
-    def call_soon_threadsafe(self, callback: Callable[..., None], *arguments: object) -> None:
-        def run() -> None:
-            callback(*arguments)
-            self._flush()
-
-        self._loop.call_soon_threadsafe(run)
-
 
 def test_a_burst_of_prompts(smollm2: Path) -> None:
     encode = tokenizer_files.load(smollm2).tokenizer.encode
@@ -87,9 +64,9 @@ def test_a_burst_of_prompts(smollm2: Path) -> None:
     del expected["r17"]
     expected["r30"] = [7, 8, 9]
 
-    async def run() -> StubMesh:
+    async def run() -> AdmittingMesh:
         app = DetokenizerApp()
-        mesh = StubMesh(smollm2, app.flush, len(prompts))
+        mesh = AdmittingMesh(smollm2, app.flush, len(prompts))
         stub: Any = mesh
         await app.start(stub)
         app.on_peer_up(COORDINATOR, LIFE)
@@ -108,6 +85,7 @@ def test_a_burst_of_prompts(smollm2: Path) -> None:
     assert mesh.admitted == expected
     (refused,) = mesh.refused
     assert refused.handles == (Handle(17),)
+    assert mesh.logged == ["the tokenizer failed"]
     assert (refused.param, refused.message[:28]) == ("prompt", "the prompt cannot be encoded")
 
 
@@ -122,7 +100,7 @@ async def test_a_panic_of_the_tokenizer_is_answered(smollm2: Path, monkeypatch: 
 
     monkeypatch.setattr(Encoder, "encode", encode)
     app = DetokenizerApp()
-    mesh = StubMesh(smollm2, app.flush, 3)
+    mesh = AdmittingMesh(smollm2, app.flush, 3)
     stub: Any = mesh
     await app.start(stub)
     app.on_peer_up(COORDINATOR, LIFE)
@@ -134,11 +112,12 @@ async def test_a_panic_of_the_tokenizer_is_answered(smollm2: Path, monkeypatch: 
     await app.stop()
     assert mesh.admitted.keys() == {"r0", "r2"}
     assert [refused.handles for refused in mesh.refused] == [(Handle(1),)]
+    assert mesh.logged == ["the tokenizer failed"]
 
 
 async def test_a_request_that_no_frame_holds_is_refused_alone(smollm2: Path) -> None:
     app = DetokenizerApp()
-    mesh = StubMesh(smollm2, app.flush, 3)
+    mesh = AdmittingMesh(smollm2, app.flush, 3)
     mesh.too_long = "r1"
     stub: Any = mesh
     await app.start(stub)
@@ -161,7 +140,7 @@ async def test_what_many_prompts_become_leaves_turns_of_the_loop_to_others(
     """Four prompts that a thread hands over together, of fifty choices each."""
     monkeypatch.setattr("meshlm.detokenizer.io.ADMIT_FOR_S", 0.0, raising=False)
     app = DetokenizerApp()
-    mesh = StubMesh(smollm2, app.flush, 200)
+    mesh = AdmittingMesh(smollm2, app.flush, 200)
     stub: Any = mesh
     await app.start(stub)
     app.on_peer_up(COORDINATOR, LIFE)
@@ -195,7 +174,7 @@ async def test_a_new_grammar_holds_up_nobody(smollm2: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(Grammars, "_translated", translated)
     app = DetokenizerApp()
-    mesh = StubMesh(smollm2, app.flush, 2)
+    mesh = AdmittingMesh(smollm2, app.flush, 2)
     stub: Any = mesh
     await app.start(stub)
     app.on_peer_up(COORDINATOR, LIFE)

@@ -3,21 +3,20 @@
 import asyncio
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Struct
+from stub_mesh import LIFE, StubMesh
 
 from meshlm.detokenizer import io, replies
 from meshlm.detokenizer.io import DetokenizerApp
 from meshlm.detokenizer.questions import FULL, LARGE_BYTES, Questions
 from meshlm.protocol.admit_edge import Admit
 from meshlm.protocol.columns import ints, pack_i32
-from meshlm.protocol.config import ModelConfig, RunConfig
-from meshlm.protocol.ids import COORDINATOR, ErrorKind, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.ids import COORDINATOR, ErrorKind, Handle, Identity, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import (
     Abort,
@@ -30,9 +29,8 @@ from meshlm.protocol.text_edge import (
     Tokenize,
     TokenizeReply,
 )
-from meshlm.runtime.timeline import Timeline
 
-F0, F1, LIFE = Identity(Role.FRONTEND, 0), Identity(Role.FRONTEND, 1), Incarnation(1)
+F0, F1 = Identity(Role.FRONTEND, 0), Identity(Role.FRONTEND, 1)
 LARGE = "x" * (LARGE_BYTES + 1)
 LIMIT_S = 30
 
@@ -92,21 +90,12 @@ def test_bytes_are_those_that_wait(steps: list[tuple[str, int, bool]]) -> None:
         assert len(questions) == len(waiting)
 
 
-class Mesh:
-    """What the app needs of its mesh; `sent` in order."""
+class Mesh(StubMesh):
+    """`sent` in order."""
 
     def __init__(self, tokenizer: Path, app: DetokenizerApp) -> None:
-        self.timeline = Timeline(Identity(Role.DETOKENIZER, 0))
-        spec = SimpleNamespace(vocab_size=49152, type_vocab_size=0)
-        resolved = SimpleNamespace(
-            tokenizer_path=str(tokenizer), chat_templates={}, spec=spec, max_model_len=1000, pooling=None
-        )
-        resolved.eos_token_ids = (2,)
-        server = SimpleNamespace(retry_window=60.0)
-        self.config = SimpleNamespace(resolved=resolved, server=server, run=RunConfig(), model=ModelConfig())
-        self.incarnation = LIFE
+        super().__init__(tokenizer, app.flush)
         self.sent: asyncio.Queue[Struct] = asyncio.Queue()
-        self._app, self._loop = app, asyncio.get_running_loop()
 
     def send(self, to: Identity, message: Struct) -> None:
         self.sent.put_nowait(message)
@@ -116,19 +105,6 @@ class Mesh:
             message = await asyncio.wait_for(self.sent.get(), LIMIT_S)
             if isinstance(message, kind):
                 return message
-
-    def incarnation_of(self, peer: Identity) -> Incarnation:
-        return LIFE
-
-    def call_later(self, delay_s: float, callback: Any) -> None:
-        """Nothing here takes a second."""
-
-    def call_soon_threadsafe(self, callback: Any, *arguments: object) -> None:
-        def run() -> None:
-            callback(*arguments)
-            self._app.flush()
-
-        self._loop.call_soon_threadsafe(run)
 
 
 async def started(tokenizer: Path) -> tuple[DetokenizerApp, Mesh]:

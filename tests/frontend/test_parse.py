@@ -7,8 +7,9 @@ from typing import get_args, get_type_hints
 
 import msgspec
 import pytest
-from parse_cases import CHATS, EVERY_BAD, TAKEN
+from parse_cases import CHATS, TAKEN
 from parsing import ENDPOINTS, EOS, RESOLVED, SERVER, USER, ask, asked, body_of, refused
+from refused_bodies import EVERY_BAD
 
 from meshlm.frontend import bodies, prompts
 from meshlm.frontend.errors import HttpError

@@ -2,7 +2,7 @@
 
 A failure of `test_bytes` means that processes of two versions no longer understand each other. If that is meant:
 
-    .venv/bin/python tests/protocol/support/messages.py --write
+    .venv/bin/python tests/protocol/support/golden.py --write
 """
 
 import inspect
@@ -13,7 +13,9 @@ from types import ModuleType
 
 import msgspec
 import pytest
-from messages import BY_NAME, DETOKENIZER, EDGES, ENUMS, FULL, LIFE, NAMES, SCHEDULER, defaults, frame, golden, least
+from golden import defaults, frame, golden, least
+from message_parts import DETOKENIZER, LIFE, SCHEDULER
+from messages import BY_NAME, EDGES, ENUMS, FULL, NAMES
 from msgspec import Struct
 
 from meshlm.protocol import digest, frames

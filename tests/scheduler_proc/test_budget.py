@@ -1,6 +1,7 @@
 """The step budget learns from what steps took."""
 
 import pytest
+from bench import Bench, limits
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -210,3 +211,36 @@ def test_the_limit_stays_within_the_step(
     limit = made.prefill_limit(num_decodes, outstanding, context)
     assert 0 <= limit <= 2048 - num_decodes
     assert limit >= min(budget.MIN_PREFILL_TOKENS, 2048 - num_decodes)
+
+
+def waves_of(wave: int, arriving: int) -> list[int]:
+    """Tokens of the steps of a long prompt, in so many of which as many prompt tokens come in as there are decodes."""
+    made = with_contexts(20e-6, 0.9e-9, wave=wave)
+    for _ in range(200):
+        made.ended(arriving, DECODES)
+    found, context = [], budget.CONTEXT
+    while context < 32_000:
+        found.append(DECODES + made.prefill_limit(DECODES, 1, context))
+        context += found[-1] - DECODES
+    return found
+
+
+def test_behind_a_context_steps_are_whole_waves_of_attention() -> None:
+    """132 multiprocessors with 128 rows each, of 32 query heads: 528 tokens fill them, and graphs and products end at 512 of these."""
+    for arriving in (100, 600, 700, 800, 1000, 1300):
+        steps = waves_of(528, arriving)
+        assert set(steps) <= {512, 1024, 1536}
+        mean = DECODES + max(budget.KEEP_UP * arriving, budget.EVEN_PROMPT_S / 20e-6)
+        assert sum(steps) / len(steps) == pytest.approx(mean * 512 / 528, rel=0.06)
+    assert set(waves_of(0, 800)) == {budget.LONG_EVEN_TOKENS}, "where no wave is known"
+    assert set(waves_of(64, 800)) == {budget.LONG_EVEN_TOKENS}, "or hardly any"
+
+
+def test_waves_are_for_steps_with_long_contexts() -> None:
+    made = with_contexts(20e-6, 0.9e-9, wave=528)
+    assert made.prefill_limit(DECODES, 1, 0) == budget.EVEN_TOKENS - DECODES
+    assert made.prefill_limit(DECODES, 1, budget.CONTEXT) in (512 - DECODES, 1024 - DECODES)
+
+
+def test_the_wave_is_what_workers_say() -> None:
+    assert Bench(limits(), 16, 4).core.batching.budget._wave == 528

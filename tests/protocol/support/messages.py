@@ -1,30 +1,54 @@
-"""One instance of every message, and how golden.json holds them: shared by test_golden.py and whoever changes the protocol.
+"""One instance of every message: shared by golden.py, test_golden.py and whoever changes the protocol."""
 
-.venv/bin/python tests/protocol/support/messages.py --write
-"""
-
-import json
-import sys
 from enum import Enum
-from pathlib import Path
 
-import msgspec
+from message_parts import (
+    CHAT,
+    COLUMNS,
+    COUNTED,
+    COUNTS,
+    COUNTS_OF,
+    DETOKENIZER,
+    EMBEDS,
+    EMBEDS_PROMPT,
+    ENDED,
+    EVENT,
+    FINISHED,
+    FRONTEND,
+    GRAPHS,
+    HISTOGRAM,
+    LIFE,
+    LOST,
+    MEMBER,
+    NEW_ROW,
+    NEWS,
+    OF_PROMPT,
+    POSITION,
+    PROCESS,
+    RANK_STATS,
+    REQUEST_VIEW,
+    RETRY,
+    RETURNED,
+    SAMPLING,
+    SCHEDULER,
+    SLEEPING,
+    SPAN,
+    STANDBY,
+    STARTED,
+    TOKEN_LOGPROB,
+    WORK,
+)
 from msgspec import Struct
 
 from meshlm.protocol import admit_edge as admit
 from meshlm.protocol import control_edge as control
 from meshlm.protocol import (
-    counts,
-    dashboard,
     frames,
     grammar,
     kv,
     lockstep,
     operations,
-    prompt_embeds,
-    sampling,
     session,
-    sleeping,
     tasks,
     timeline,
 )
@@ -37,129 +61,12 @@ from meshlm.protocol.ids import (
     ErrorKind,
     FinishReason,
     Handle,
-    Identity,
-    Incarnation,
     RequestId,
     Role,
-    Row,
     StepId,
 )
 
-GOLDEN = Path(__file__).parents[1] / "golden.json"
-
-
 EDGES = (admit, control, step, text, token)  # besides: operations
-
-LIFE = Incarnation(1_750_000_000_000_000_000)
-SCHEDULER, DETOKENIZER = Identity(Role.SCHEDULER, 3), Identity(Role.DETOKENIZER, 1)
-GRAMMAR = grammar.Grammar(
-    grammar.GrammarKind.JSON_SCHEMA,
-    "{}",
-    "response_format",
-    False,
-    False,
-    " ?",
-    False,
-    "</think>",
-    "<think>",
-    grammar.ThinkingBudget(512, "</think>", "<think>", False),
-)
-EMBEDS = prompt_embeds.PromptEmbeds("bfloat16", ((3, 2), (9, 1)), b"\x01\x02" * 6)
-SAMPLING = sampling.SamplingParams(
-    max_tokens=99,
-    min_tokens=2,
-    temperature=0.75,
-    top_p=0.5,
-    top_k=40,
-    min_p=0.125,
-    presence_penalty=-0.5,
-    frequency_penalty=0.25,
-    repetition_penalty=1.5,
-    seed=0x7FFF_FFFF_FFFF_FFFF,
-    stop_token_ids=(5, 6),
-    eos_token_ids=(2,),
-    logit_bias={7: -100.0, 70000: 1.5},
-    allowed_token_ids=(1, 2, 3),
-    logprobs=0,
-    prompt_logprobs=4,
-    logprob_token_ids=(3, 4),
-    bad_words_token_ids=((5,), (6, 7)),
-    repetition_detection=sampling.RepetitionDetection(8, 2, 3),
-    extra_args={"a": [1, "b"]},
-    grammar=GRAMMAR,
-)
-WORK = admit.EngineRequest(
-    request_id=RequestId("cmpl-é-0"),
-    handle=Handle(0x7FFF_FFFF),
-    prompt_token_ids=pack_i32([1, 2, 70000]),
-    sampling=SAMPLING,
-    attempt=2,
-    output_token_ids=pack_i32([9]),
-    priority=-7,
-    cache_salt="salt",
-    arrival_s=1750000000.25,
-    deadline_s=1750000060.5,
-    num_crashes=3,
-    task=tasks.Pool(tasks.PoolKind.MEAN),
-    embeds=EMBEDS,
-)
-MEMBER = control.Member(SCHEDULER, LIFE, "ipc:///run/meshlm/scheduler-3", True, "tcp://10.0.0.2:5700", "0a1b")
-STANDBY = control.StandbyReport(Role.WORKER, 4712, "standby", 1750000000.5, 1 << 26)
-PROCESS = control.ProcessReport(
-    SCHEDULER, LIFE, 4711, "ready", 1750000000.5, 2, "stepping", 1 << 27, "gpu-7", {"worker/3": 5}
-)
-FRONTEND = Identity(Role.FRONTEND, 0)
-REQUEST_VIEW = dashboard.RequestView(
-    id="cmpl-é",
-    path="/v1/completions",
-    at_s=1750000000.25,
-    seconds=0.5,
-    hops={"encode": 0.25},
-    status=200,
-    rank="3",
-    num_choices=2,
-    num_prompt_tokens=9,
-    num_cached_tokens=8,
-    num_output_tokens=7,
-    num_attempts=3,
-    finish_reason="stop",
-    error="no",
-    frontend="frontend/1",
-)
-NEWS = control.News(1750000000.5, "error", "worker/3 died")
-STARTED = admit.Started(RequestId("b"), 48)
-RETURNED = admit.Returned(RequestId("c"), 1, Handle(11), DETOKENIZER, LIFE, 2)
-LOST = admit.SchedulerIncarnation(SCHEDULER, LIFE)
-SLEEPING = sleeping.Sleeping(("weights", "kv_cache"), 1)
-COLUMNS = token.LogprobColumns(
-    width=2,
-    logprobs=pack_f32([-0.5]),
-    ranks=pack_i32([3]),
-    top_ids=pack_i32([8, -1]),
-    top_logprobs=pack_f32([-0.25, -1.0]),
-)
-NEW_ROW = step.NewRow(Row(4), pack_i32([1, 2]), 2, pack_i32([10, 11]), SAMPLING, WORK.task, EMBEDS)
-TOKEN_LOGPROB = text.TokenLogprob(220, -0.125, 1, " ", b" ")
-POSITION = text.PositionLogprobs(TOKEN_LOGPROB, 1, (TOKEN_LOGPROB, text.TokenLogprob(9, -2.0, 2, "�", b"\xff")))
-GRAPHS = control.GraphCounts({"decode": 9}, {"too_many_tokens": 2}, 5, {"few_tokens": 3}, (40, 20))
-HISTOGRAM = counts.HistogramCounts(1.5, (1, 0, 2))
-COUNTS = counts.ProcessCounts({"a": {"reason": 2.0}}, {"b": {"": 0.5}}, {"c": HISTOGRAM})
-COUNTED = counts.Counted(COUNTS)
-COUNTS_OF = counts.CountsOf(DETOKENIZER, COUNTS)
-RANK_STATS = control.RankStats(1, 2, 3, 0.5, 4, 5, 6, 7, 8, GRAPHS, 9, 10, 11, COUNTS, SLEEPING)
-OF_PROMPT = text.PromptLogprobs(
-    COLUMNS, pack_i32([1, 220]), pack_i32([1]), pack_i32([1, 220]), ["!", " "], {9: b"\xff"}
-)
-SPAN = timeline.Span("plan", "loop", 1, 2, 1, {"step": 5})
-EVENT = text.RequestEvent(5, "retry", "scheduler_lost")
-FINISHED = text.Finished(1, FinishReason.ERROR, "###", 17, "the worker died", ErrorKind.TIMEOUT, "n", (EVENT,))
-ENDED = token.Ended(1, FinishReason.STOP, 2, "eos", ErrorKind.OVERLOADED, "n", (5,))
-EMBEDS_PROMPT = text.EmbedsPrompt(pack_i32([7, 8]), EMBEDS)
-CHAT = text.ChatPrompt(
-    b'[{"role":"user","content":"hi"}]', b"[{}]", "{{ x }}", b'{"a":1}', False, True, True, (EMBEDS_PROMPT,)
-)
-
-RETRY = text.Retry("ab12", b"digest", (3, 0), 0.5)
 
 # Every field differs from its default: with omit_defaults a field at its default is not on the wire at all.
 FULL: tuple[Struct, ...] = (
@@ -237,6 +144,7 @@ FULL: tuple[Struct, ...] = (
     admit.Assign(WORK, DETOKENIZER, LIFE),
     admit.GiveBack((RequestId("a"),), True),
     admit.ReportLoad(7),
+    admit.Welcome(SLEEPING),
     STARTED,
     RETURNED,
     admit.Load(
@@ -327,6 +235,7 @@ FULL: tuple[Struct, ...] = (
         (kv.FullAttention(), kv.SlidingWindow(64)),
         (tasks.PoolKind.LAST,),
         256,
+        528,
     ),
     step.LastPlan(77, 76, 5),
     step.StepResult(
@@ -359,6 +268,8 @@ FULL: tuple[Struct, ...] = (
     control.Shutdown(30.0, True),
     control.Refuse(True),
     control.ChangeSettings({"log_level": "info,worker=debug", "max_waiting": 7}),
+    control.ScaleRanks("4f", 3, 20.0),
+    control.RanksScaled("4f", 2, "adding rank 2", "a restart is under way", "scheduler/2 died"),
     control.OpenRequests(3),
     control.NodeJoin("gpu-7", (1, 2), (4, 8), {"--dtype": "bfloat16"}),
     control.NodeWelcome(),
@@ -368,7 +279,18 @@ FULL: tuple[Struct, ...] = (
     control.NodeReport((PROCESS,), (STANDBY,)),
     control.AskProcesses(1750000000.5),
     control.AskRequests({"frontend/1": 1750000000.25}, FRONTEND),
-    control.FrontendRequests("frontend/1", FRONTEND, 1750000000.25, 1750000000.5, 7, (REQUEST_VIEW,), (REQUEST_VIEW,)),
+    control.FrontendRequests(
+        "frontend/1",
+        FRONTEND,
+        1750000000.25,
+        1750000000.5,
+        7,
+        (REQUEST_VIEW,),
+        (REQUEST_VIEW,),
+        9,
+        {-98: 3},
+        {-120: 40},
+    ),
     NEWS,
     control.MeshProcesses((PROCESS,), (STANDBY,), (NEWS,), "rank 2"),
     control.RestartProcesses((SCHEDULER,)),
@@ -431,53 +353,3 @@ ENUMS: tuple[type[Enum], ...] = (
     grammar.GrammarKind,
     lockstep.Phase,
 )
-
-
-def frame() -> bytes:
-    """A whole frame: header and a message, as the socket carries it."""
-    header = frames.Header(
-        frames.Kind.DATA, SCHEDULER, DETOKENIZER, LIFE, Incarnation(LIFE + 1), 0x0102_0304_0506_0708, 9
-    )
-    return frames.pack(header, msgspec.msgpack.encode(token.AttachTokens(Handle(3), 21)))
-
-
-def least(value: Struct) -> Struct:
-    """The same message with nothing but its required fields."""
-    fields = msgspec.structs.fields(type(value))
-    return type(value)(**{field.name: getattr(value, field.name) for field in fields if field.required})
-
-
-def defaults(value: Struct) -> str:
-    """What the fields mean that are not there."""
-    found = least(value)
-    optional = [field.name for field in msgspec.structs.fields(type(value)) if not field.required]
-    return ", ".join(f"{name}={getattr(found, name)!r}" for name in optional)
-
-
-def encoded() -> dict[str, dict[str, str]]:
-    """What golden.json holds: the message with all its fields and with the required ones only; values of enums."""
-    messages = {
-        name: {
-            "full": msgspec.msgpack.encode(value).hex(),
-            "least": msgspec.msgpack.encode(least(value)).hex(),
-            "defaults": defaults(value),
-        }
-        for name, value in BY_NAME.items()
-    }
-    enums = {kind.__name__: {"values": " ".join(str(member.value) for member in kind)} for kind in ENUMS}
-    return {**messages, **enums, "frame": {"full": frame().hex()}}
-
-
-def golden() -> dict[str, dict[str, str]]:
-    return msgspec.json.decode(GOLDEN.read_bytes(), type=dict[str, dict[str, str]])
-
-
-def write() -> None:
-    GOLDEN.write_text(json.dumps(encoded(), indent=1) + "\n", "utf-8")
-
-
-if __name__ == "__main__":
-    if sys.argv[1:] != ["--write"]:
-        raise SystemExit(__doc__)
-    write()
-    print(f"{GOLDEN}: {len(BY_NAME)} messages")

@@ -164,6 +164,7 @@ class Bench:
                         max_drafts=self.model.max_drafts,
                         pool_kinds=self.pool_kinds,
                         pooled_bytes=8,
+                        attention_wave=528,
                         kv_specs=self.model.kv_specs,
                     )
                     self.event(Received(WORKER, LIFE, ready))
