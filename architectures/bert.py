@@ -6,6 +6,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import integer, shown
+from meshlm.architectures.dense import dense_gguf
 from meshlm.architectures.encoder import (
     KEYS,
     classifier,
@@ -15,7 +16,7 @@ from meshlm.architectures.encoder import (
     layer_norm_eps,
     norm_weights,
 )
-from meshlm.architectures.family import Family, Weight
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
 from meshlm.protocol.model import HeadSpec, ModelSpec
 
 UNREAD = r"pooler\..*|cls\..*|lm_head\..*|.*position_ids|.*token_type_ids|qa_outputs\..*"
@@ -46,24 +47,58 @@ def bert_weights(spec: ModelSpec, head: tuple[str, ...] = POOLER_AND_CLASSIFIER)
     """Every tensor. head: the names of the classifier's products."""
     hidden, wide = spec.hidden_size, spec.intermediate_size
     positions = spec.max_position_embeddings + spec.position_offset
-    for name, rows in (("word", spec.vocab_size), ("position", positions), ("token_type", spec.type_vocab_size)):
-        yield Weight(f"embeddings.{name}_embeddings.weight", "", f"{name}_embeddings.weight", (rows, hidden))
-    yield from norm_weights(spec, "embeddings.LayerNorm", "embedding_norm")
+    for name, gguf, rows in (
+        ("word", "token_embd", spec.vocab_size),
+        ("position", "position_embd", positions),
+        ("token_type", "token_types", spec.type_vocab_size),
+    ):
+        table = f"{name}_embeddings.weight"
+        yield Weight(f"embeddings.{table}", f"{gguf}.weight", table, (rows, hidden))
+    yield from norm_weights(spec, "embeddings.LayerNorm", "embedding_norm", "token_embd_norm")
     for layer in range(spec.num_hidden_layers):
-        stem = f"encoder.layer.{layer}"
-        products = [(f"attention.self.{name}", "qkv", (hidden, hidden)) for name in ("query", "key", "value")]
-        products += [
-            ("attention.output.dense", "o", (hidden, hidden)),
-            ("intermediate.dense", "up", (wide, hidden)),
-            ("output.dense", "down", (hidden, wide)),
-        ]
-        for name, parameter, shape in products:
-            yield Weight(f"{stem}.{name}.weight", "", f"{parameter}.weight", shape, layer=layer)
-            yield Weight(f"{stem}.{name}.bias", "", f"{parameter}.bias", shape[:1], layer=layer)
-        for name, parameter in (("attention.output.LayerNorm", "attention_norm"), ("output.LayerNorm", "mlp_norm")):
-            for weight in norm_weights(spec, f"{stem}.{name}", parameter):
+        stem, block = f"encoder.layer.{layer}", f"blk.{layer}"
+        for name, gguf, parameter, shape in (
+            ("attention.self.query", "attn_q", "qkv", (hidden, hidden)),
+            ("attention.self.key", "attn_k", "qkv", (hidden, hidden)),
+            ("attention.self.value", "attn_v", "qkv", (hidden, hidden)),
+            ("attention.output.dense", "attn_output", "o", (hidden, hidden)),
+            ("intermediate.dense", "ffn_up", "up", (wide, hidden)),
+            ("output.dense", "ffn_down", "down", (hidden, wide)),
+        ):
+            yield Weight(f"{stem}.{name}.weight", f"{block}.{gguf}.weight", f"{parameter}.weight", shape, layer=layer)
+            yield Weight(f"{stem}.{name}.bias", f"{block}.{gguf}.bias", f"{parameter}.bias", shape[:1], layer=layer)
+        for name, gguf, parameter in (
+            ("attention.output.LayerNorm", "attn_output_norm", "attention_norm"),
+            ("output.LayerNorm", "layer_output_norm", "mlp_norm"),
+        ):
+            for weight in norm_weights(spec, f"{stem}.{name}", parameter, f"{block}.{gguf}"):
                 yield weight._replace(layer=layer)
     yield from head_weights(spec, head[-len(spec.head.bias) :] if spec.head is not None else ())
+
+
+def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    """The spec of a .gguf file: what it does not say is as llama.cpp has it, biases everywhere and GELU. RoBERTa's files are of this
+    kind, too, with other tokenizers, and are refused."""
+    kind = metadata.fields.get("tokenizer.ggml.model")
+    if kind != "bert":
+        raise MetadataError(f"tokenizer.ggml.model {shown(kind)} is not supported for {metadata.kind}; supported: bert")
+    tables = {name: metadata.shapes.get(f"{name}.weight", ()) for name in ("position_embd", "token_types")}
+    for name, shape in tables.items():
+        if len(shape) != 2:
+            raise MetadataError(f"tensor {name}.weight is missing, or no matrix")
+    if metadata.get("attention.causal", True) is not False:
+        raise MetadataError(f"metadata {metadata.kind}.attention.causal must be false")
+    return replace(
+        dense_gguf(metadata, architecture, "attention.layer_norm_epsilon"),
+        hidden_act="gelu",
+        attention_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        norm_bias=True,
+        max_position_embeddings=tables["position_embd"][0],
+        type_vocab_size=tables["token_types"][0],
+        encoder_only=True,
+    )
 
 
 def renamed(name: str) -> str:
@@ -103,6 +138,7 @@ FAMILY = Family(
     weights=bert_weights,
     keys=KEYS,
     compiles=False,
+    gguf=GGUFFamily("bert", _gguf, frozenset(("attention.causal", "attention.layer_norm_epsilon"))),
     model="meshlm.workers.models.bert:Bert",
     rename=renamed,
     unread=UNREAD,
@@ -136,21 +172,23 @@ def _splade_weights(spec: ModelSpec) -> Iterator[Weight]:
     yield Weight(f"{head}.bias", "", "masked.bias", (spec.vocab_size,))
 
 
+OTHER = FAMILY._replace(gguf=None)
+"""The same for models that llama.cpp does not write, or not so."""
 FAMILIES = (
-    FAMILY._replace(
+    OTHER._replace(
         architecture="BertSpladeSparseEmbeddingModel",
         spec=_splade_spec,
         weights=_splade_weights,
         unread=r"pooler\..*|cls\.seq_relationship\..*|cls\.predictions\.decoder\..*|.*position_ids|.*token_type_ids",
     ),
-    FAMILY._replace(
+    OTHER._replace(
         architecture="HF_ColBERT",
         spec=_colbert_spec,
         weights=_colbert_weights,
         keys=KEYS | {"colbert_dim", "dim", "projection_dim"},
     ),
     FAMILY,
-    FAMILY._replace(architecture="BertForMaskedLM"),
-    FAMILY._replace(architecture="BertForSequenceClassification", spec=_sequence_spec),
-    FAMILY._replace(architecture="BertForTokenClassification", spec=_token_spec),
+    OTHER._replace(architecture="BertForMaskedLM"),
+    OTHER._replace(architecture="BertForSequenceClassification", spec=_sequence_spec),
+    OTHER._replace(architecture="BertForTokenClassification", spec=_token_spec),
 )

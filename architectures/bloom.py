@@ -8,6 +8,7 @@ from meshlm.architectures.alibi import slopes
 from meshlm.architectures.config_values import integer, words
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Layout
 from meshlm.architectures.layer_norms import (
+    BLOOM_LAYER,
     GGUF_EPS,
     GGUF_QKV,
     MODEL,
@@ -66,16 +67,7 @@ FAMILY = Family(
     defaults={"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
     packed=QKV,
     layouts={"self_attn.qkv_proj": Layout.BY_GROUP},
-    rename=renaming(
-        r"(?:transformer\.)?h\.",
-        _OUTSIDE | {f"transformer.{stem}": ours for stem, ours in _OUTSIDE.items()},
-        {
-            "self_attention.query_key_value": "self_attn.qkv_proj",
-            "self_attention.dense": "self_attn.o_proj",
-            "mlp.dense_h_to_4h": "mlp.up_proj",
-            "mlp.dense_4h_to_h": "mlp.down_proj",
-        },
-    ),
+    rename=renaming(r"h\.", _OUTSIDE, BLOOM_LAYER, "transformer."),
     gguf=GGUFFamily("bloom", _gguf, frozenset((GGUF_EPS,)), packed=GGUF_QKV),
     compiles=False,
     model=MODEL,

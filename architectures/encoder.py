@@ -94,11 +94,10 @@ def head_weights(spec: ModelSpec, names: tuple[str, ...], norm: str = "") -> Ite
         yield from norm_weights(spec, norm, "classifier.norm")
 
 
-def norm_weights(spec: ModelSpec, name: str, parameter: str) -> Iterator[Weight]:
-    """A layer norm's weight, and its bias where the model has them."""
-    yield Weight(f"{name}.weight", "", f"{parameter}.weight", (spec.hidden_size,))
-    if spec.norm_bias:
-        yield Weight(f"{name}.bias", "", f"{parameter}.bias", (spec.hidden_size,))
+def norm_weights(spec: ModelSpec, name: str, parameter: str, gguf: str = "") -> Iterator[Weight]:
+    """A layer norm's weight, and its bias where the model has them. gguf: llama.cpp's name, where it has one."""
+    for part in ("weight", "bias") if spec.norm_bias else ("weight",):
+        yield Weight(f"{name}.{part}", gguf and f"{gguf}.{part}", f"{parameter}.{part}", (spec.hidden_size,))
 
 
 def classifier(config: dict[str, Any], **more: Any) -> HeadSpec:

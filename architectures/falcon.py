@@ -13,6 +13,7 @@ from meshlm.architectures.bloom import without_rotation
 from meshlm.architectures.config_values import boolean, integer, shown, words
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Layout, Weight
 from meshlm.architectures.layer_norms import (
+    BLOOM_LAYER,
     GGUF_EPS,
     GGUF_QKV,
     MODEL,
@@ -90,16 +91,10 @@ FAMILY = Family(
     packed=QKV,
     layouts={"self_attn.qkv_proj": Layout.BY_GROUP},
     rename=renaming(
-        r"(?:transformer\.)?h\.",
-        _OUTSIDE | {f"transformer.{stem}": ours for stem, ours in _OUTSIDE.items()},
-        {
-            "ln_attn": "input_layernorm",
-            "ln_mlp": "post_attention_layernorm",
-            "self_attention.query_key_value": "self_attn.qkv_proj",
-            "self_attention.dense": "self_attn.o_proj",
-            "mlp.dense_h_to_4h": "mlp.up_proj",
-            "mlp.dense_4h_to_h": "mlp.down_proj",
-        },
+        r"h\.",
+        _OUTSIDE,
+        {"ln_attn": "input_layernorm", "ln_mlp": "post_attention_layernorm", **BLOOM_LAYER},
+        "transformer.",
     ),
     gguf=GGUFFamily("falcon", _gguf, frozenset((GGUF_EPS,)), packed=GGUF_QKV),
     compiles=False,

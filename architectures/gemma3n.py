@@ -9,6 +9,7 @@ from meshlm.architectures.config_values import boolean, integer, number, shown
 from meshlm.architectures.dense import attention_weights, decoder_weights, mlp_weights, norm_weights
 from meshlm.architectures.family import Family, Weight
 from meshlm.architectures.gemma2 import DEFAULTS, KEYS, SANDWICH_NORMS, gemma_spec
+from meshlm.architectures.gemma3n_gguf import GEMMA3N_GGUF
 from meshlm.architectures.rope import ropes_by_kind
 from meshlm.protocol.model import AltUpSpec, ModelSpec
 
@@ -97,14 +98,15 @@ def _weights(spec: ModelSpec) -> Iterator[Weight]:
 
     yield from decoder_weights(spec, in_layer)
     every = spec.num_hidden_layers * own
-    for name, parameter, shape in (
-        ("embed_tokens_per_layer", "entry.embed.weight", (altup.vocab_size_per_layer_input, every)),
-        ("per_layer_model_projection", "entry.project.weight", (every, hidden)),
-        ("per_layer_projection_norm", "entry.norm.weight", (own,)),
-        *((f"altup_projections.{n}", f"projections.{n}.weight", (hidden, hidden)) for n in range(count - 1)),
-        *((f"altup_unembed_projections.{n}", f"unembed.{n}.weight", (hidden, hidden)) for n in range(count - 1)),
+    square, others = (hidden, hidden), range(count - 1)
+    for name, gguf, parameter, shape in (
+        ("embed_tokens_per_layer", "per_layer_token_embd", "entry.embed", (altup.vocab_size_per_layer_input, every)),
+        ("per_layer_model_projection", "per_layer_model_proj", "entry.project", (every, hidden)),
+        ("per_layer_projection_norm", "per_layer_proj_norm", "entry.norm", (own,)),
+        *((f"altup_projections.{n}", "altup_proj", f"projections.{n}", square) for n in others),
+        *((f"altup_unembed_projections.{n}", "altup_unembd_proj", f"unembed.{n}", square) for n in others),
     ):
-        yield Weight(f"model.{name}.weight", f"{name}.weight", parameter, shape)
+        yield Weight(f"model.{name}.weight", f"{gguf}.weight", f"{parameter}.weight", shape)
 
 
 def _as_it_is(name: str) -> str:
@@ -145,9 +147,11 @@ FAMILY = Family(
         "num_kv_shared_layers": 15,
         "laurel_rank": 64,
     },
+    gguf=GEMMA3N_GGUF,
     float16=False,
     compiles=False,
     model="meshlm.workers.models.gemma3n:Gemma3n",
     rename=_as_it_is,
-    unread=r"model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm)\.weight",  # of layers that share, where files have them
+    # Of layers that share, where files have them.
+    unread=r"model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm)\.weight|blk\.\d+\.attn_(k|v|k_norm)\.weight",
 )

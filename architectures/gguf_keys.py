@@ -12,7 +12,7 @@ HONOURED = words("""
     context_length embedding_length block_count feed_forward_length vocab_size attention.head_count
     attention.head_count_kv attention.key_length attention.value_length attention.layer_norm_rms_epsilon
     rope.freq_base rope.dimension_count rope.scaling.type rope.scaling.factor
-    rope.scaling.original_context_length nextn_predict_layers
+    rope.scaling.original_context_length nextn_predict_layers pooling_type
 """)
 NEEDLESS = frozenset(("rope.scaling.finetuned", "tensor_data_layout"))
 # What asks for nothing beside false, 0 and what is empty; a key of the architecture that stands nowhere is not honoured either.
@@ -33,7 +33,10 @@ _TOP = ("general.", "tokenizer.", "quantize.", "split.")
 
 
 def check(fields: dict[str, Any], architecture: str, honoured: Set[str] = frozenset()) -> tuple[str, ...]:
-    """honoured: keys of this family alone. Notes for the user. ValueError names what is not honoured."""
+    """honoured: keys of this family alone; those before which the architecture does not stand by their whole names.
+
+    Notes for the user. ValueError names what is not honoured.
+    """
     kind = fields.get("general.type", "model")
     if kind != "model":
         raise ValueError(f"general.type is {shown(kind)}; a model is what can be served")
@@ -41,7 +44,7 @@ def check(fields: dict[str, Any], architecture: str, honoured: Set[str] = frozen
     for name, value in fields.items():
         key = name.removeprefix(f"{architecture}.")
         if key == name:
-            if not name.startswith(_TOP):
+            if not name.startswith(_TOP) and name not in honoured:
                 unknown.append(name)
         elif key not in HONOURED | honoured and key not in NEEDLESS and not _neutral(key, value):
             raise ValueError(f"{name} {shown(value)} changes what the model computes, and it is not honoured")

@@ -68,9 +68,7 @@ FAMILY = Family(
     },
     packed=QKV,
     layouts=dict.fromkeys((stem for stem in _INSIDE.values() if stem.endswith("proj")), Layout.TRANSPOSED),
-    rename=renaming(
-        r"(?:transformer\.)?h\.", _OUTSIDE | {f"transformer.{stem}": ours for stem, ours in _OUTSIDE.items()}, _INSIDE
-    ),
+    rename=renaming(r"h\.", _OUTSIDE, _INSIDE, "transformer."),
     unread=r"model\.layers\.\d+\.attn\.(masked_)?bias",
     gguf=GGUFFamily("gpt2", _gguf, frozenset((GGUF_EPS,)), packed=GGUF_QKV),
     compiles=False,

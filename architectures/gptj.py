@@ -60,8 +60,8 @@ FAMILY = Family(
         "layer_norm_epsilon": 1e-5,
     },
     rename=renaming(
-        r"(?:transformer\.)?h\.",
-        _OUTSIDE | {f"transformer.{stem}": ours for stem, ours in _OUTSIDE.items()},
+        r"h\.",
+        _OUTSIDE,
         {
             "ln_1": "input_layernorm",
             "attn.q_proj": "self_attn.q_proj",
@@ -71,6 +71,7 @@ FAMILY = Family(
             "mlp.fc_in": "mlp.up_proj",
             "mlp.fc_out": "mlp.down_proj",
         },
+        "transformer.",
     ),
     unread=r"model\.layers\.\d+\.attn\.(masked_)?bias",
     compiles=False,

@@ -1,7 +1,7 @@
 """What decoders with layer norms have in common: the sizes in their files, and the weights by names that families rename theirs to."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from msgspec.structs import replace
@@ -69,14 +69,16 @@ def named(config: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     return {**config, **{ours: config.get(theirs, config.get(ours)) for ours, theirs in names.items()}}
 
 
-def layer_norm_weights(spec: ModelSpec, plus: float = 0.0) -> Iterator[Weight]:
-    """Every tensor. plus: see Weight.plus, of the weights of all norms."""
-    order = spec.layer_norms
+def layer_norm_weights(spec: ModelSpec, plus: float = 0.0, mlp: Iterable[Weight] = ()) -> Iterator[Weight]:
+    """Every tensor. plus: see Weight.plus, of the weights of all norms. mlp: of a layer, in the place of an MLP's."""
+    order, own = spec.layer_norms, tuple(mlp)
     assert order is not None
+    dense = mlp_weights(spec, spec.intermediate_size) if order.gated else ungated_weights(spec)
+    own = own or tuple(dense)
 
     def in_layer(layer: int) -> Iterator[Weight]:
         yield from attention_weights(spec)
-        yield from mlp_weights(spec, spec.intermediate_size) if order.gated else _ungated(spec)
+        yield from own
         yield from _norm(spec, "input_layernorm", "attn_norm", "attention_norm", plus)
         if order.parallel != 1:
             yield from _norm(spec, "post_attention_layernorm", "ffn_norm", "mlp_norm", plus)
@@ -108,7 +110,8 @@ def _outside(spec: ModelSpec, order: LayerNormSpec, plus: float) -> Iterator[Wei
         yield Weight("lm_head.bias", "output.bias", "head_bias", (spec.vocab_size,))
 
 
-def _ungated(spec: ModelSpec) -> Iterator[Weight]:
+def ungated_weights(spec: ModelSpec) -> Iterator[Weight]:
+    """An MLP without a gate."""
     hidden, wide, split = spec.hidden_size, spec.intermediate_size, Split.INTERMEDIATE
     yield Weight("mlp.up_proj.weight", "ffn_up.weight", "mlp.up.weight", (wide, hidden), split)
     yield Weight("mlp.down_proj.weight", "ffn_down.weight", "mlp.down.weight", (hidden, wide), split, dim=1)
@@ -125,9 +128,22 @@ def _norm(spec: ModelSpec, name: str, gguf: str, parameter: str, plus: float) ->
         yield Weight(f"{name}.bias", f"{gguf}.bias", f"{parameter}.bias", shape)
 
 
-def renaming(layer: str, outside: Mapping[str, str], inside: Mapping[str, str]) -> Callable[[str], str]:
+BLOOM_LAYER = {
+    "self_attention.query_key_value": "self_attn.qkv_proj",
+    "self_attention.dense": "self_attn.o_proj",
+    "mlp.dense_h_to_4h": "mlp.up_proj",
+    "mlp.dense_4h_to_h": "mlp.down_proj",
+}  # names of BLOOM's layers, which Falcon took over
+
+
+def renaming(
+    layer: str, outside: Mapping[str, str], inside: Mapping[str, str], wrapper: str = ""
+) -> Callable[[str], str]:
     """From a file's names to those of `layer_norm_weights`. layer: a regular expression for what stands before a layer's number;
-    outside, inside: stems of the family and ours."""
+    outside, inside: stems of the family and ours. wrapper: what may stand before all names."""
+    if wrapper:
+        layer = f"(?:{re.escape(wrapper)})?{layer}"
+        outside = {**outside, **{wrapper + stem: ours for stem, ours in outside.items()}}
     of_layer = re.compile(rf"(?:{layer})(\d+)\.(.+)\.(\w+)")
 
     def rename(name: str) -> str:

@@ -105,8 +105,8 @@ DENSE = Family(
     },
     packed=QKV,
     rename=renaming(
-        r"(?:transformer\.)?blocks\.",
-        _OUTSIDE | {f"transformer.{stem}": ours for stem, ours in _OUTSIDE.items()},
+        r"blocks\.",
+        _OUTSIDE,
         {
             "norm_1": "input_layernorm",
             "norm_2": "post_attention_layernorm",
@@ -115,6 +115,7 @@ DENSE = Family(
             "ffn.up_proj": "mlp.up_proj",
             "ffn.down_proj": "mlp.down_proj",
         },
+        "transformer.",
     ),
     gguf=GGUFFamily(
         "mpt", _gguf, frozenset((GGUF_EPS, "attention.clamp_kqv", "attention.max_alibi_bias")), packed=GGUF_QKV

@@ -26,7 +26,12 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 
 def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     """llama.cpp's own code takes every layer to see all; the window of the file is what the model was trained with."""
-    spec, get = dense_gguf(metadata, architecture), metadata.get
+    return partly_rotated(with_long_factors(dense_gguf(metadata, architecture), metadata), metadata)
+
+
+def with_long_factors(spec: ModelSpec, metadata: GGUFMetadata) -> ModelSpec:
+    """The spec with the window and the factors of rotation that a .gguf file of this family has. MetadataError."""
+    get = metadata.get
     window = int(get("attention.sliding_window", 0))
     spec = replace(spec, sliding_window=window if 0 < window < spec.max_position_embeddings else 0)
     short, long = metadata.long_factors
@@ -44,7 +49,7 @@ def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
             attention_factor=float(get("rope.scaling.attn_factor", 1.0)),
         )
         spec = replace(spec, rope=rope)
-    return partly_rotated(spec, metadata)
+    return spec
 
 
 FAMILY = Family(

@@ -5,7 +5,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.bert import FAMILY, bert_spec, bert_weights, of_sequences, of_tokens
+from meshlm.architectures.bert import OTHER, bert_spec, bert_weights, of_sequences, of_tokens
 from meshlm.architectures.config_values import integer
 from meshlm.architectures.family import Weight
 from meshlm.protocol.model import ModelSpec
@@ -38,9 +38,9 @@ FAMILIES = tuple(
     family._replace(architecture=f"{name}{family.architecture}", model_type=kind, defaults=_DEFAULTS)
     for name, kind in (("Roberta", "roberta"), ("XLMRoberta", "xlm-roberta"))
     for family in (
-        FAMILY._replace(architecture="Model", spec=_spec),
-        FAMILY._replace(architecture="ForMaskedLM", spec=_spec),
-        FAMILY._replace(architecture="ForSequenceClassification", spec=_sequence_spec, weights=_sequence_weights),
-        FAMILY._replace(architecture="ForTokenClassification", spec=_token_spec),
+        OTHER._replace(architecture="Model", spec=_spec),
+        OTHER._replace(architecture="ForMaskedLM", spec=_spec),
+        OTHER._replace(architecture="ForSequenceClassification", spec=_sequence_spec, weights=_sequence_weights),
+        OTHER._replace(architecture="ForTokenClassification", spec=_token_spec),
     )
-) + (FAMILY._replace(architecture="BgeM3EmbeddingModel", model_type="xlm-roberta", defaults=_DEFAULTS, spec=_m3_spec),)
+) + (OTHER._replace(architecture="BgeM3EmbeddingModel", model_type="xlm-roberta", defaults=_DEFAULTS, spec=_m3_spec),)

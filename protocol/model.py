@@ -82,6 +82,7 @@ class MoESpec(Struct, frozen=True, kw_only=True):
     router_bias: bool = False  # of the router's product
     expert_bias: bool = False  # of the experts' products
     gated: bool = True  # experts have a gate; without one hidden_act is of what goes down
+    sparse_mixer: float = 0.0  # the jitter of SparseMixer's training, where it chooses (workers/models/phimoe.py)
     swiglu: tuple[float, float] | None = None  # alpha and limit of gpt-oss' activation in the experts; None: hidden_act
     shared_intermediate_size: int = 0  # of all experts together that every token goes to; 0: there are none
     beside_mlp: bool = False  # experts stand beside a layer's MLP, not in its place
@@ -271,6 +272,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     type_vocab_size: int = 0  # of an encoder: kinds of tokens, of which a pair's second text is another
     position_offset: int = 0  # the row of the position table that the first token gets
     norm_bias: bool = False  # layer norms have a bias
+    xielu: tuple[tuple[float, ...], ...] = ()  # by layer: the numbers of Apertus' activation, where they are no tensors
     layer_norms: LayerNormSpec | None = None  # of decoders that have them; None: RMS norms
     lexical: Literal["", "bge-m3", "splade"] = ""
     """Of an encoder: what it knows of the weight of words. bge-m3: products in files of their own, beside one for tokens' vectors;

@@ -45,6 +45,7 @@ class _Asked(NamedTuple):
     tokenizer_revision: str
     code_revision: str
     download_dir: str
+    head_tokens: tuple[int, ...] = ()
 
 
 class ModelFiles(Struct, frozen=True, kw_only=True):
@@ -77,8 +78,9 @@ def resolve_model(
     hf_overrides: str = "",
     model_impl: ModelImpl = "auto",
     trust_remote_code: bool = False,
+    head_tokens: tuple[int, ...] = (),
 ) -> ModelFiles:
-    """Find and read the model's description. ModelFilesError."""
+    """Find and read the model's description. head_tokens: of a model that gives text, to be a classifier of these. ModelFilesError."""
     overrides = parse_object(hf_overrides or "{}", "--hf-overrides")
     asked = _Asked(
         model,
@@ -90,15 +92,17 @@ def resolve_model(
         tokenizer_revision,
         code_revision,
         download_dir,
+        head_tokens,
     )
     path = _locate(model, asked)
     name = model or "SmolLM2-135M-Instruct"
     try:
-        if path.suffix == ".gguf" and overrides:
-            raise ModelFilesError(f"--hf-overrides: {path} has no config.json")
         files = _from_gguf(path, name, model_impl) if path.suffix == ".gguf" else _from_folder(path, name, asked)
     except gguf_files.GGUFError as error:
         raise ModelFilesError(str(error)) from None
+    if files.load_format == "gguf" and (overrides or head_tokens):
+        flag = "--hf-overrides" if overrides else "--pooler-config: returned_token_ids"
+        raise ModelFilesError(f"{flag}: {files.path} has no config.json")
     model_config.check(files.spec, path)
     if load_format not in ("auto", "dummy", files.load_format):
         raise ModelFilesError(f"--load-format {load_format}: {path} holds {files.load_format}")
@@ -203,6 +207,7 @@ def _from_gguf(path: Path, name: str, model_impl: ModelImpl) -> ModelFiles:
         spec=spec,
         generation=GenerationConfig(eos_token_ids=tuple(sorted({token for token in eos if isinstance(token, int)}))),
         chat_templates=chat_templates.of_gguf(fields),
+        modules=pooling_config.of_gguf(path, fields),
         notes=notes,
     )
 
@@ -217,6 +222,8 @@ def _from_folder(path: Path, name: str, asked: _Asked) -> ModelFiles:
     config = _overridden(read_json(path / "config.json"), asked.overrides)
     if isinstance(texts := config.get("classifier_from_token"), list):
         config["classifier_from_token"] = [_token_id(path, text) for text in texts]
+    if asked.head_tokens:
+        config = pooling_config.with_head_of(config, asked.head_tokens)
     if config.get("architectures") == ["HF_ColBERT"]:
         config = {**_of_projection(path), **config}
     config, spec, notes = _description(config, path, asked)
@@ -326,7 +333,7 @@ def _token_id(folder: Path, text: Any) -> int:
 
     try:
         found = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(str(text))
-    except Exception as error:
+    except Exception as error:  # tokenizers raises nothing narrower
         raise ModelFilesError(f"{folder}/tokenizer.json: {error}") from None
     if found is None:
         raise ModelFilesError(f"classifier_from_token: the tokenizer has no token {text!r}")

@@ -3,6 +3,7 @@
 The supervisor reads it once (supervisor/settings/resolve.py). ModelFilesError names what cannot be honoured. Imports no torch.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -37,7 +38,7 @@ class PoolerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     logit_mean: float | None = None
     logit_sigma: float | None = None
     step_tag_id: Annotated[int, Meta(ge=0)] | None = None
-    returned_token_ids: list[int] | None = None
+    returned_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=1024)] | None = None
 
 
 class SentenceTransformer(Struct, frozen=True, kw_only=True):
@@ -62,12 +63,23 @@ def read_pooler_config(text: str) -> PoolerConfig:
         raise ModelFilesError(f"--pooler-config: pooling_type and {given[1]} exclude each other")
     if found.logit_sigma == 0:
         raise ModelFilesError("--pooler-config: logit_sigma must not be 0")
-    if found.returned_token_ids:
-        text = "a head of these tokens is --hf-overrides '{\"classifier_from_token\": [...]}'"
-        raise ModelFilesError(f"--pooler-config: returned_token_ids is not supported; {text}")
-    if found.step_tag_id is not None and "STEP" not in (found.pooling_type, found.tok_pooling_type):
-        raise ModelFilesError("--pooler-config: step_tag_id needs pooling_type STEP")
+    of_steps = {"step_tag_id": found.step_tag_id is not None, "returned_token_ids": bool(found.returned_token_ids)}
+    wrong = next((name for name, is_given in of_steps.items() if is_given), "")
+    if wrong and "STEP" not in (found.pooling_type, found.tok_pooling_type):
+        raise ModelFilesError(f"--pooler-config: {wrong} needs pooling_type STEP")
     return found
+
+
+def with_head_of(config: dict[str, Any], token_ids: tuple[int, ...]) -> dict[str, Any]:
+    """The config.json of a model that gives text as that of a classifier whose logits are those of these tokens. ModelFilesError."""
+    names, own = config.get("architectures"), "--pooler-config: returned_token_ids"
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    if not name.endswith("ForCausalLM"):
+        raise ModelFilesError(f"{own}: they are tokens of a model that gives text; {name or 'this'} is none")
+    if config.get("classifier_from_token"):
+        raise ModelFilesError(f"{own}: it does not go with classifier_from_token")
+    name = f"{name.removesuffix('ForCausalLM')}ForSequenceClassification"
+    return {**config, "architectures": [name], "classifier_from_token": list(token_ids)}
 
 
 def of_folder(path: Path) -> SentenceTransformer | None:
@@ -103,6 +115,21 @@ def of_folder(path: Path) -> SentenceTransformer | None:
         given = read_json(path / "config_sentence_transformers.json").get("prompts") or {}
         prompts = {str(name): str(text) for name, text in given.items()} if isinstance(given, dict) else {}
     return msgspec.structs.replace(found, dense=tuple(dense), prompts=prompts)
+
+
+def of_gguf(path: Path, fields: Mapping[str, Any]) -> SentenceTransformer | None:
+    """What llama.cpp's pooling_type says; None where it says nothing. Vectors have the length 1, as its server gives them.
+
+    ModelFilesError.
+    """
+    key = f"{fields['general.architecture']}.pooling_type"
+    kind = fields.get(key, 0)
+    if type(kind) is not int or kind not in range(4):
+        raise ModelFilesError(
+            f"{path}: {key} {shown(kind)} is not supported; supported: 0 to 3 (none, mean, cls, last)"
+        )
+    kinds = {1: PoolKind.MEAN, 2: PoolKind.CLS, 3: PoolKind.LAST}
+    return SentenceTransformer(kind=kinds[kind], normalize=True) if kind else None
 
 
 def _of_transformer(folder: Path, found: SentenceTransformer) -> SentenceTransformer:

@@ -18,6 +18,13 @@ _PATTERNS = {"llama-bpe": _LLAMA3, "llama3": _LLAMA3, "qwen2": _QWEN2, "deepseek
 _DIGITS = {"smollm", "refact", "command-r", "starcoder"}  # every digit is a token
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 _BOS_POSITION = "$A"
+_OF_WORDPIECE = {
+    "cls": "cls",
+    "sep": "seperator",
+    "unk": "unknown",
+    "pad": "padding",
+    "mask": "mask",
+}  # llama.cpp's spelling
 
 
 class LoadedTokenizer(NamedTuple):
@@ -38,7 +45,7 @@ def load(path: Path) -> LoadedTokenizer:
         raise ProcessFatal(f"{folder}: no tokenizer.json there; give a folder or file that has one with --tokenizer")
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:
+    except Exception as error:  # tokenizers raises nothing narrower
         raise ProcessFatal(f"{file}: not a tokenizer ({error})") from None
     try:
         config = tokenizer_config.read(folder)
@@ -81,12 +88,14 @@ def _from_gguf(path: Path) -> LoadedTokenizer:
     except gguf_files.GGUFError as error:
         raise ProcessFatal(str(error)) from None
     kind = fields.get("tokenizer.ggml.model")
-    if kind not in ("gpt2", "llama", "gemma4"):
+    if kind not in ("gpt2", "llama", "gemma4", "bert"):
         raise ProcessFatal(
-            f"{path}: tokenizer {kind!r} is not supported (gpt2, llama, gemma4); give one with --tokenizer"
+            f"{path}: tokenizer {kind!r} is not supported (gpt2, llama, gemma4, bert); give one with --tokenizer"
         )
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     types: list[int] = fields.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
+    if kind == "bert":
+        return _wordpiece(path, fields, tokens, types)
     tokenizer = _byte_level(fields, tokens) if kind == "gpt2" else _sentencepiece(fields, tokens)
     control = [AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, types) if k == _CONTROL]
     user = [AddedToken(t, special=False, normalized=False) for t, k in zip(tokens, types) if k == _USER_DEFINED]
@@ -146,6 +155,39 @@ def _sentencepiece(fields: dict[str, Any], tokens: list[str]) -> Tokenizer:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
     return tokenizer
+
+
+def _wordpiece(path: Path, fields: dict[str, Any], tokens: list[str], types: list[int]) -> LoadedTokenizer:
+    """BERT's, in small letters without accents, as llama.cpp reads texts. Its files mark words and not what goes on with one."""
+    pieces = [
+        text if kind == _CONTROL else text[1:] if text.startswith("▁") else f"##{text}"
+        for text, kind in zip(tokens, types, strict=True)
+    ]
+    ids = {f"{name}_token": fields.get(f"tokenizer.ggml.{key}_token_id") for name, key in _OF_WORDPIECE.items()}
+    special = {name: pieces[index] for name, index in ids.items() if index is not None}
+    special = {
+        f"{name}_token": f"[{name.upper()}]" for name in _OF_WORDPIECE if f"[{name.upper()}]" in pieces
+    } | special
+    missing = [name for name in ("unk_token", "cls_token", "sep_token") if name not in special]
+    if missing:
+        raise ProcessFatal(f"{path}: tokenizer 'bert' has no {missing[0]}; give one with --tokenizer")
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(
+        models.WordPiece(vocab=vocabulary, unk_token=special["unk_token"], max_input_chars_per_word=100)
+    )
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(
+        [AddedToken(piece, special=True, normalized=False) for piece, kind in zip(pieces, types) if kind == _CONTROL]
+    )
+    begin, end = special["cls_token"], special["sep_token"]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{begin} $A {end}",
+        pair=f"{begin} $A {end} $B:1 {end}:1",
+        special_tokens=[(begin, vocabulary[begin]), (end, vocabulary[end])],
+    )
+    return _describe(tokenizer, special)
 
 
 def _merges_of(vocabulary: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:

@@ -139,6 +139,7 @@ def _read_files(config: MeshConfig) -> tuple[model_files.ModelFiles, generation_
             hf_overrides=config.model.hf_overrides,
             model_impl=config.model.model_impl,
             trust_remote_code=config.model.trust_remote_code,
+            head_tokens=vectors.head_tokens(config),
         )
         files = quantization.as_asked(config, files)
         generation = generation_config.chosen(

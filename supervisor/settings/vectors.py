@@ -33,6 +33,17 @@ def pooling_of(config: MeshConfig, files: ModelFiles, device: str) -> PoolingSpe
     return found
 
 
+def head_tokens(config: MeshConfig) -> tuple[int, ...]:
+    """returned_token_ids of --pooler-config, whose logits are the scores of a model that gives text. UsageError, ModelFilesError."""
+    runner, convert = _asked(config)
+    if runner != "pooling":
+        return ()
+    found = tuple(pooling_config.read_pooler_config(config.model.pooler_config).returned_token_ids or ())
+    if found and convert == "embed":
+        raise UsageError("--pooler-config: returned_token_ids makes scores, and does not go with --convert embed")
+    return found
+
+
 def _asked(config: MeshConfig) -> tuple[str, str]:
     """--runner and --convert, or what --task stands for."""
     model = config.model
@@ -60,15 +71,19 @@ def _for_vectors(files: ModelFiles) -> str:
 def _check(config: MeshConfig, files: ModelFiles) -> None:
     """UsageError for flags that vectors have not."""
     spec, several = files.spec, config.parallel.workers_per_rank > 1
+    if spec.head is not None and max(spec.head.token_ids, default=-1) >= spec.vocab_size:
+        raise UsageError(f"--pooler-config: returned_token_ids: the vocabulary has {spec.vocab_size} tokens")
     if spec.encoder_only and several:
         raise UsageError(
             "--tensor-parallel-size, --pipeline-parallel-size: one worker has all of an encoder; use --data-parallel-size"
         )
     if spec.head is not None and spec.head.token_ids and several:
         raise UsageError(
-            "--tensor-parallel-size: classifier_from_token needs the whole output projection in one worker"
+            "--tensor-parallel-size: classifier_from_token and returned_token_ids need the whole output projection in one worker"
         )
     if spec.encoder_only and config.worker.compile != "none":
         raise UsageError(f"--compile {config.worker.compile}: it is not there for encoders; use none")
+    if spec.encoder_only and config.model.gguf_weights == "packed":
+        raise UsageError("--gguf-weights packed: weights of an encoder are decoded; use auto")
     if spec.encoder_only and config.cache.kv_cache_dtype != "auto":
         raise UsageError(f"--kv-cache-dtype {config.cache.kv_cache_dtype}: an encoder has no KV cache; use auto")

@@ -41,6 +41,30 @@ def test_layers_without_positions() -> None:
     assert (full.no_rope_layers, full.sliding_window) == ((), 0)
 
 
+def test_an_alpha_stretches_the_base_of_the_rotation_once() -> None:
+    """As HunYuan's published files have it."""
+    rope = {"type": "dynamic", "alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0}
+    spec = made("HunYuanDenseV1", rope_scaling=rope, rope_theta=1e4, head_dim=128, use_qk_norm=True, norm_type="rms")
+    assert spec.rope.rope_type == "default"
+    assert spec.rope.rope_theta == pytest.approx(11158839.9251)
+    assert made("HunYuanDenseV1", rope_theta=1e4).rope == RopeSpec(rope_theta=1e4)
+
+
+def test_phi_3_5_moe_lengthens_all_texts_alike() -> None:
+    """As its published file has it: one mscale, whatever the length."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 4096}
+    rope = {"type": "longrope", "short_mscale": 1.243, "long_mscale": 1.243, **factors}
+    spec = made("PhiMoE", rope_scaling=rope, lm_head_bias=True, sliding_window=65536, num_key_value_heads=2)
+    assert (spec.rope.rope_type, spec.rope.attention_factor, spec.sliding_window) == ("longrope", 1.243, 0)
+    assert spec.moe is not None
+    assert spec.moe.sparse_mixer == 0.01
+
+
+def test_apertus_rotates_as_its_own_code_where_a_file_says_nothing() -> None:
+    spec = made("Apertus")
+    assert (spec.rope.rope_type, spec.rope.factor, spec.rope.rope_theta) == ("llama3", 8.0, 12e6)
+
+
 @pytest.mark.parametrize(
     ("name", "keys", "said"),
     [
@@ -91,6 +115,14 @@ def test_layers_without_positions() -> None:
         ("Bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm True"),
         ("Falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn 2 is not supported with these keys"),
         ("Falcon", {"new_decoder_architecture": True, "parallel_attn": False}, "parallel_attn false is not supported"),
+        ("Helium", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not supported for Helium"),
+        ("HunYuanDenseV1", {"use_qk_norm": False}, "use_qk_norm False is not supported for HunYuanDenseV1ForCausalLM"),
+        ("HunYuanDenseV1", {"use_cla": True}, "use_cla True is not supported"),
+        ("HunYuanDenseV1", {"rope_scaling": {"type": "dynamic", "alpha": 2.0, "beta": 1}}, "does not know beta"),
+        ("HunYuanDenseV1", {"rope_scaling": {"type": "dynamic", "alpha": -2.0}}, "alpha must be a number that is not"),
+        ("Apertus", {"hidden_act": "silu"}, "hidden_act 'silu' is not supported for ApertusForCausalLM"),
+        ("Phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok is 3; SparseMixer chooses 2"),
+        ("Phimoe", {"rope_scaling": {"short_mscale": 1.0, "long_mscale": 1.2}}, "short_mscale 1.0 and long_mscale 1.2"),
         ("Starcoder2", {"norm_type": "rms_norm"}, "norm_type 'rms_norm' is not supported; supported: layer_norm"),
     ],
 )

@@ -55,6 +55,8 @@ LAYER_NORMS: dict[str, LayerNormSpec] = {
     "Starcoder2": LayerNormSpec(),
     "GPT2": LayerNormSpec(learned_positions=True),
     "GPTNeoX": LayerNormSpec(parallel=2),
+    "Phimoe": LayerNormSpec(gated=True),
+    "PhiMoE": LayerNormSpec(gated=True),
     "Phi": LayerNormSpec(parallel=1, head_bias=True),
     "OPT": LayerNormSpec(learned_positions=True, after=True, embedding_dim=6),
     "StableLm": LayerNormSpec(gated=True),
@@ -109,7 +111,7 @@ def test_weights_fill_the_parameters_of_the_model(architecture: str, tied: bool)
     mla = MLASpec(kv_lora_rank=6, qk_nope_head_dim=2, qk_rope_head_dim=2, v_head_dim=5, q_lora_rank=7 if tied else 0)
     if any(stem in architecture for stem in ("V32", "Dsa")):
         mla = msgspec.structs.replace(mla, q_lora_rank=7, index_topk=3, index_n_heads=2, index_head_dim=4)
-    is_encoder, is_modern = "ert" in architecture.lower() or "BgeM3" in architecture, architecture.startswith("Modern")
+    is_encoder, is_modern = "bert" in architecture.lower() or "BgeM3" in architecture, architecture.startswith("Modern")
     two = is_modern or (is_encoder and "Sequence" in architecture) or "Reward" in architecture
     head = HeadSpec(num_labels=3, layers=2, bias=(tied, True), norm=is_modern)
     of_encoder: dict[str, Any] = {}
@@ -140,12 +142,14 @@ def test_weights_fill_the_parameters_of_the_model(architecture: str, tied: bool)
     if architecture.startswith("GptOss"):
         moe = MoESpec(num_experts=1, num_experts_per_tok=1, moe_intermediate_size=5, router_bias=True, expert_bias=True)
         of_experts = {"attention_sinks": True, "moe": moe}
+    if architecture.lower().startswith("phimoe"):
+        of_experts = {"moe": MoESpec(num_experts=1, num_experts_per_tok=1, moe_intermediate_size=5, sparse_mixer=0.1)}
     order = next((order for stem, order in LAYER_NORMS.items() if architecture.startswith(stem)), None)
     if order is not None and not architecture.startswith(("Phi3", "FalconH1", "FalconMamba")):
         of_encoder = {"layer_norms": order, "norm_bias": order.affine and not architecture.startswith("Cohere")}
     if architecture.startswith("Gemma3n"):
         altup = AltUpSpec(
-            altup_num_inputs=3,
+            altup_num_inputs=2,
             altup_active_idx=0,
             altup_correct_scale=True,
             laurel_rank=2,

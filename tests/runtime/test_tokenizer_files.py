@@ -222,3 +222,60 @@ def test_gemma_4_in_a_gguf_file(tmp_path: Path) -> None:
         assert ours.tokenizer.decode(ids, skip_special_tokens=False) == theirs.decode(
             ids, clean_up_tokenization_spaces=False
         )
+
+
+WORDS = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    "the",
+    "cafe",
+    "##s",
+    "un",
+    "##aff",
+    "##able",
+    ",",
+    "!",
+    "東",
+    "a",
+    "##a",
+]
+
+
+def bert_gguf(tmp_path: Path, words: list[str]) -> Path:
+    """The vocabulary as llama.cpp writes it: words have a mark, and what goes on with one has none."""
+    import gguf
+
+    writer, path = gguf.GGUFWriter(tmp_path / "m.gguf", "bert"), tmp_path / "m.gguf"
+    writer.add_tokenizer_model("bert")
+    marked = [word if word[0] == "[" else word[2:] if word.startswith("##") else f"▁{word}" for word in words]
+    writer.add_token_list(marked)
+    writer.add_token_types([3 if word[0] == "[" else 1 for word in words])
+    for name in ("unk", "sep", "pad", "mask"):
+        if f"[{name.upper()}]" in words:
+            getattr(writer, f"add_{name}_token_id")(words.index(f"[{name.upper()}]"))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+def test_bert_in_a_gguf_file(tmp_path: Path) -> None:
+    """Small letters without accents, each Chinese character a word, and an unknown word as one token."""
+    from transformers import BertTokenizer
+
+    theirs = BertTokenizer(vocab={word: nth for nth, word in enumerate(WORDS)})
+    ours = load(bert_gguf(tmp_path, WORDS))
+    for text in ("The cafés, unaffable!", "東京 the\u00a0 CAFE", "", "[SEP] aa a\taa", "unaffables zzz\x00the"):
+        assert ours.tokenizer.encode(text).ids == theirs.encode(text), text
+    both = ours.tokenizer.encode("the", "cafes")
+    assert (both.ids, both.type_ids) == ([2, 5, 3, 6, 7, 3], [0, 0, 0, 1, 1, 1])
+    assert ours.special_tokens["cls_token"] == "[CLS]"
+    assert ours.tokenizer.decode([2, 8, 9, 10, 11, 5, 3]) == "unaffable, the"
+
+
+def test_bert_in_a_gguf_file_without_an_end(tmp_path: Path) -> None:
+    with pytest.raises(ProcessFatal, match="tokenizer 'bert' has no sep_token"):
+        load(bert_gguf(tmp_path, [word for word in WORDS if word != "[SEP]"]))

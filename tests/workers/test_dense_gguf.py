@@ -9,6 +9,8 @@ from gguf_files import write_model
 from small_models import CLASSIC, SMALL, caches, load, run
 
 from meshlm.protocol.model import ModelSpec
+from meshlm.protocol.tasks import PoolKind
+from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.model_files import resolve_model
 
 _ROUTED: dict[str, Any] = {
@@ -91,6 +93,17 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}},
         _YARN_KEYS | {"rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.3},
     ),
+    "hunyuan-dense": (
+        "HunYuanDenseV1Config",
+        {"head_dim": 16, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}},
+        {"rope.scaling.type": "none", "rope.scaling.factor": 1.0, "rope.scaling.original_context_length": 262144},
+    ),
+    "phimoe": (
+        "PhimoeConfig",
+        {"num_local_experts": 6, "attention_bias": True, "lm_head_bias": True, "initializer_range": 0.2},
+        {"expert_count": 6, "expert_used_count": 2, "attention.sliding_window": 0, "rope.dimension_count": 8}
+        | {"rope.scaling.original_context_length": 4096},
+    ),
     "glm4moe": (
         "Glm4MoeConfig",
         _ROUTED | {"use_qk_norm": True, "attention_bias": True},
@@ -129,7 +142,7 @@ def common_keys(spec: ModelSpec) -> dict[str, Any]:
     """The metadata that families' files have by their kind of norm and heads."""
     eps = (
         "layer_norm_rms_epsilon"
-        if spec.layer_norms is None and "Cohere" not in spec.architecture
+        if spec.moe is not None or (spec.layer_norms is None and "Cohere" not in spec.architecture)
         else "layer_norm_epsilon"
     )
     keys: dict[str, Any] = {f"attention.{eps}": spec.rms_norm_eps, "rope.freq_base": spec.rope.rope_theta}
@@ -138,12 +151,11 @@ def common_keys(spec: ModelSpec) -> dict[str, Any]:
     return keys
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_gguf_file_is_the_same_model(case: str, tmp_path: Path) -> None:
+def made(name: str, extra: dict[str, Any]) -> Any:
+    """A model of transformers with random weights."""
     import transformers
 
     torch.manual_seed(0)
-    (name, extra, keys), kind = CASES[case], _KINDS.get(case, case)
     config = getattr(transformers, name)(**{**SMALL, **extra})
     theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     for parameter_name, parameter in theirs.named_parameters():
@@ -152,6 +164,47 @@ def test_a_gguf_file_is_the_same_model(case: str, tmp_path: Path) -> None:
     for buffer_name, buffer in theirs.named_buffers():
         if buffer_name.endswith("e_score_correction_bias"):
             buffer += torch.randn_like(buffer) * 0.3
+    return theirs
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_gguf_file_is_the_same_model(case: str, tmp_path: Path) -> None:
+    name, extra, keys = CASES[case]
+    compare(made(name, extra), _KINDS.get(case, case), keys, tmp_path)
+
+
+def test_the_numbers_of_an_activation_are_metadata(tmp_path: Path) -> None:
+    """Each layer of Apertus has its own."""
+    theirs = made("ApertusConfig", {"initializer_range": 0.2, "rope_parameters": {"rope_theta": 1e4}})
+    functions = [layer.mlp.act_fn for layer in theirs.model.layers]
+    numbers: dict[str, list[float]] = {f"xielu.{name}": [] for name in ("alpha_p", "alpha_n", "beta", "eps")}
+    for function in functions:
+        function.alpha_p.data += torch.randn(1)
+        function.alpha_n.data += torch.randn(1)
+        for name, column in numbers.items():
+            column.append(getattr(function, name.removeprefix("xielu.")).item())
+    compare(theirs, "apertus", numbers, tmp_path)
+
+
+def test_numbers_of_an_activation_that_are_missing_are_named(tmp_path: Path) -> None:
+    theirs = made("ApertusConfig", {"rope_parameters": {"rope_theta": 1e4}})
+    short = {f"xielu.{name}": [0.5, 0.5] for name in ("alpha_p", "alpha_n", "beta", "eps")}
+    with pytest.raises(ModelFilesError, match=r"xielu.alpha_p is \[0.5, 0.5\]; it must be a number for each layer"):
+        compare(theirs, "apertus", short, tmp_path)
+
+
+def test_a_decoder_may_be_made_for_vectors(tmp_path: Path) -> None:
+    """As Qwen3-Embedding's files are."""
+    made("Qwen3Config", {"head_dim": 16}).save_pretrained(tmp_path)
+    spec, path = resolve_model(str(tmp_path)).spec, tmp_path / "m.gguf"
+    for number, kind in ((0, None), (3, PoolKind.LAST)):
+        write_model(tmp_path, path, "qwen3", spec, (), common_keys(spec) | {"pooling_type": number})
+        modules = resolve_model(str(path)).modules
+        assert (modules and modules.kind) == kind
+
+
+def compare(theirs: Any, kind: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    """Logits of the model as a .gguf file of this kind, with these keys of metadata."""
     theirs.save_pretrained(tmp_path)
     spec, path = resolve_model(str(tmp_path)).spec, tmp_path / "m.gguf"
     write_model(tmp_path, path, kind, spec, theirs.state_dict(), common_keys(spec) | keys)

@@ -75,6 +75,28 @@ def test_two_answers_of_a_text_model_are_a_score(tied: bool, tmp_path: Path) -> 
         close(driver.pooled[row], two.softmax(-1)[1] if row == 2 else two[1] - two[0])
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_tokens_of_a_text_model_score_the_steps_of_a_solution(tied: bool, tmp_path: Path) -> None:
+    """Math-Shepherd's recipe, by --pooler-config: behind each step the likelihoods of the tokens for a good one and a bad one."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.MistralConfig(**{**SIZES, "head_dim": 16, "tie_word_embeddings": tied})
+    theirs = transformers.MistralForCausalLM(config).eval().float()
+    theirs.save_pretrained(tmp_path)
+    pooler = json.dumps({"pooling_type": "STEP", "step_tag_id": 77, "returned_token_ids": [64, 12]})
+    ours = loaded(tmp_path, runner="pooling", pooler_config=pooler)
+    assert ours.resolved.pooling is not None
+    prompts = [[5, 77, 200, 3, 77, 8], [77], [30, 31, 32]]
+    tasks = {row: ours.resolved.pooling.pool("token_classify", activation=row != 1) for row in range(3)}
+    driver = Driver(ours, prompts, GREEDY, tasks)
+    driver.step({0: 4, 1: 1, 2: 3})
+    driver.step({0: 2})
+    for row, prompt in enumerate(prompts):
+        logits = theirs(torch.tensor([prompt])).logits[0][:, [64, 12]]
+        close(driver.pooled[row], logits if row == 1 else logits.softmax(-1))
+
+
 def test_reward_model(tmp_path: Path) -> None:
     """Two products with a function between them, for every token."""
     import transformers

@@ -125,6 +125,7 @@ class Shard:
             num_key_value_heads=last - first,
             intermediate_size=spec.intermediate_size // self.tp_size,
             alibi_slopes=spec.alibi_slopes[begin:end],
+            xielu=spec.xielu[layers.start : layers.stop],
             sliding_layers=spec.sliding_layers and spec.sliding_layers[layers.start : layers.stop],
             attention_layers=spec.attention_layers and spec.attention_layers[layers.start : layers.stop],
             mlp_layers=spec.mlp_layers and spec.mlp_layers[layers.start : layers.stop],

@@ -23,7 +23,7 @@ from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.moe import MoE
 from meshlm.workers.layers.norm import LayerNorm, RMSNorm
-from meshlm.workers.layers.ops import AttentionShape, Ops
+from meshlm.workers.layers.ops import AttentionShape, LayerStep, Ops
 from meshlm.workers.layers.partial_sum import Kind, PartialSum
 from meshlm.workers.layers.rope import rope_table
 from meshlm.workers.layers.torch_ops import TorchOps, make_ops
@@ -125,8 +125,8 @@ class Attention(nn.Module):
     def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
         """[t, heads d], before the output projection."""
         assert self._heads is not None
-        ops, batch, table = context.ops, context.batch, context.rope if self.table is None else self.table
-        out = context.attention.attend(qkv, ops, batch, table, cache, self._heads, self.scale, self.window)
+        step = LayerStep(context.ops, context.batch, context.rope if self.table is None else self.table, cache)
+        out = context.attention.attend(qkv, step, self._heads, self.scale, self.window)
         return out.flatten(1)
 
 

@@ -14,7 +14,7 @@ from meshlm.workers.batch import LayerCache
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.linear import Linear, Matrix
 from meshlm.workers.layers.norm import RMSNorm
-from meshlm.workers.layers.ops import LatentShape, Ops
+from meshlm.workers.layers.ops import LatentShape, LayerStep, Ops
 from meshlm.workers.layers.partial_sum import PartialSum
 from meshlm.workers.layers.rope import yarn_mscale
 from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer
@@ -52,12 +52,12 @@ class LatentAttention(Attention):
     def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
         """See `Attention.attend`."""
         assert self._latent is not None
-        ops, batch, latent_shape = context.ops, context.batch, self._latent
         query, latent = qkv[:, : self._width], qkv[:, self._width :]
         if self.q_b is not None:
-            query, _ = self.q_b.after_norm(PartialSum(query.contiguous()), self.q_a_norm, ops)
+            query, _ = self.q_b.after_norm(PartialSum(query.contiguous()), self.q_a_norm, context.ops)
         heads = query.view(len(query), -1, self._spec.head_dim)
-        out = context.attention.attend_latent(heads, latent, ops, batch, context.rope, cache, latent_shape, self.scale)
+        step = LayerStep(context.ops, context.batch, context.rope, cache)
+        out = context.attention.attend_latent(heads, latent, step, self._latent, self.scale)
         return out.flatten(1)
 
 

@@ -14,7 +14,7 @@ from meshlm.workers.batch import LayerCache
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.norm import LayerNorm, RMSNorm
-from meshlm.workers.layers.ops import Ops
+from meshlm.workers.layers.ops import LayerStep, Ops
 from meshlm.workers.layers.partial_sum import PartialSum
 from meshlm.workers.layers.rope import apply_rope, apply_rope_to_neighbours
 from meshlm.workers.models.deepseek import Deepseek, DeepseekLayer, LatentAttention
@@ -79,21 +79,18 @@ class SparseLatentAttention(LatentAttention):
 
     def _attend(self, normed: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
         """[t, heads wide], before the output projection."""
-        ops, batch, shape = context.ops, context.batch, self._latent
-        assert shape is not None
+        ops, batch = context.ops, context.batch
+        assert self._latent is not None
         assert self.q_b is not None
         qkv = self.qkv(normed, ops)
         latent = ops.rms_norm(qkv[:, : self._width].contiguous(), self.q_a_norm.weight, self.q_a_norm.eps)
         query = self.q_b(latent, ops).view(len(qkv), -1, self._spec.head_dim)
         chosen: Chosen | LastChoice = LastChoice()
         if self.index is not None:
-            places = batch.positions.clamp(
-                0, len(context.rope) - 1
-            )  # while kernels are compiled ahead, nobody has written them
+            places = batch.positions.clamp(0, len(context.rope) - 1)  # compiled ahead, when nobody has written them
             chosen = self.index(normed, latent, context.rope[places], ops)
-        found = context.attention.attend_latent(
-            query, qkv[:, self._width :], ops, batch, context.rope, cache, shape, self.scale, chosen
-        )
+        step, latents = LayerStep(ops, batch, context.rope, cache), qkv[:, self._width :]
+        found = context.attention.attend_latent(query, latents, step, self._latent, self.scale, chosen)
         return found.flatten(1)
 
 

@@ -18,7 +18,7 @@ from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.norm import LayerNorm
-from meshlm.workers.layers.ops import AttentionShape, Ops
+from meshlm.workers.layers.ops import AttentionShape, LayerStep, Ops
 from meshlm.workers.layers.torch_ops import TorchOps, make_ops
 from meshlm.workers.models.classifier import FUNCTIONS, Classifier
 from meshlm.workers.models.decoder import Decoder, KVScale, Parts
@@ -69,9 +69,9 @@ class EncoderLayer(nn.Module):
 
     def attended(self, x: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
         """What attention adds. The context's table of the rotation is empty where positions are not rotated."""
-        qkv, ops, batch = self.qkv(x, context.ops), context.ops, context.batch
-        out = context.attention.attend(qkv, ops, batch, context.rope, cache, self.heads, self.scale, self.window)
-        found: Tensor = self.o(out.flatten(1), ops)
+        step = LayerStep(context.ops, context.batch, context.rope, cache)
+        out = context.attention.attend(self.qkv(x, context.ops), step, self.heads, self.scale, self.window)
+        found: Tensor = self.o(out.flatten(1), context.ops)
         return found
 
 

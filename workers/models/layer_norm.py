@@ -17,6 +17,7 @@ from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.mlp import MLP
+from meshlm.workers.layers.moe import MoE
 from meshlm.workers.layers.norm import LayerNorm
 from meshlm.workers.layers.ops import ACTIVATIONS, Ops
 from meshlm.workers.layers.partial_sum import PartialSum
@@ -68,9 +69,13 @@ class LayerNormLayer(DecoderLayer):
         nn.Module.__init__(self)
         self._order = _of(spec)
         self.attention = self.attention_type(spec, layer)
-        self.mlp = MLP(spec) if self._order.gated else UngatedMLP(spec)
+        self.mlp = self.make_mlp(spec)
         self.attention_norm = _norm(spec)
         self.mlp_norm = None if self._order.parallel == 1 else _norm(spec)
+
+    def make_mlp(self, spec: ModelSpec) -> MLP | MoE:
+        """Makes what stands behind attention, or beside it."""
+        return MLP(spec) if self._order.gated else UngatedMLP(spec)
 
     def forward(
         self, x: PartialSum, cache: LayerCache, context: ForwardContext, normed: Tensor | None = None

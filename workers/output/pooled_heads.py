@@ -84,6 +84,6 @@ def _read(folder: Path) -> dict[str, Tensor]:
             tensors: dict[str, Tensor] = load_file(folder / "model.safetensors")
             return tensors
         tensors = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
-    except Exception as error:
+    except Exception as error:  # torch and pickle raise anything for a file that is broken
         raise ProcessFatal(f"{folder}: its weights cannot be read ({str(error).splitlines()[0]})") from None
     return tensors

@@ -5,14 +5,14 @@ Hugging Face has them by head of keys. Qwen3.5: llama.cpp has value heads so tha
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshlm.protocol.model import ModelSpec, StateSpec
-from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.weights.gguf_pairs import check_shape, paired
 from meshlm.workers.weights.gguf_source import GGUFTensorSource
 
 _PAIR = re.compile(r"blk\.(?P<layer>\d+)\.attn_(?P<which>qkv|gate)\.weight")
@@ -30,10 +30,7 @@ class ByHead:
         assert state is not None
         keys = state.n_groups * state.state_size
         for source, name, rows in ((qkv, "qkv", 2 * keys + state.inner), (gate, "gate", state.inner)):
-            if source.shape != (rows, spec.hidden_size):
-                raise ProcessFatal(
-                    f"tensor blk.{layer}.attn_{name}.weight has shape {source.shape}; it must have {(rows, spec.hidden_size)}"
-                )
+            check_shape(source, f"blk.{layer}.attn_{name}.weight", (rows, spec.hidden_size))
         kinds = torch.arange(2 * keys + 2 * state.inner).split((keys, keys, state.inner, state.inner))
         self._order = torch.cat([kind.view(state.n_groups, -1) for kind in kinds], dim=1).flatten()
         self._qkv, self._gate, self.shape = qkv, gate, (len(self._order), spec.hidden_size)
@@ -47,19 +44,12 @@ class ByHead:
 
 def by_head(tensors: Iterable[tuple[str, GGUFTensorSource]], spec: ModelSpec) -> Iterator[tuple[str, Any]]:
     """The tensors of Qwen3-Next, with both of a layer as Hugging Face's one; a lone one keeps its name."""
-    halves: dict[str, dict[str, tuple[str, GGUFTensorSource]]] = {}
-    for name, source in tensors:
-        match = _PAIR.fullmatch(name)
-        if match is None:
-            yield name, source
-        else:
-            halves.setdefault(match["layer"], {})[match["which"]] = name, source
-    for layer, found in halves.items():
-        if len(found) < 2:
-            yield from found.values()
-            continue
-        both = ByHead(found["qkv"][1], found["gate"][1], spec, layer)
-        yield f"model.layers.{layer}.linear_attn.in_proj_qkvz.weight", both
+
+    def join(layer: str, halves: Mapping[str, GGUFTensorSource]) -> tuple[str, ByHead]:
+        both = ByHead(halves["qkv"], halves["gate"], spec, layer)
+        return f"model.layers.{layer}.linear_attn.in_proj_qkvz.weight", both
+
+    return paired(tensors, _PAIR, join)
 
 
 def by_group(

@@ -1,14 +1,14 @@
 """How newer .gguf files hold kv_b_proj of latent attention: in two tensors, keys' part turned round. A part of gguf_source.py."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshlm.protocol.model import ModelSpec
-from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.weights.gguf_pairs import check_shape, paired
 from meshlm.workers.weights.gguf_source import GGUFTensorSource
 
 _HALF = re.compile(r"blk\.(?P<layer>\d+)\.attn_(?P<which>[kv])_b\.weight")
@@ -26,9 +26,7 @@ class KeysAndValues:
             (keys, "k", (heads, mla.kv_lora_rank, mla.qk_nope_head_dim)),
             (values, "v", (heads, mla.v_head_dim, mla.kv_lora_rank)),
         ):
-            if source.shape != shape:
-                name = f"blk.{layer}.attn_{which}_b.weight"
-                raise ProcessFatal(f"tensor {name} has shape {source.shape}; it must have {shape}")
+            check_shape(source, f"blk.{layer}.attn_{which}_b.weight", shape)
         self._keys, self._values = keys, values
         self.shape = heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank
 
@@ -42,16 +40,9 @@ class KeysAndValues:
 
 def joined(tensors: Iterable[tuple[str, GGUFTensorSource]], spec: ModelSpec) -> Iterator[tuple[str, Any]]:
     """Both tensors of a layer as Hugging Face's one, where both are there; a lone one keeps its name."""
-    halves: dict[str, dict[str, tuple[str, GGUFTensorSource]]] = {}
-    for name, source in tensors:
-        match = _HALF.fullmatch(name)
-        if match is None:
-            yield name, source
-        else:
-            halves.setdefault(match["layer"], {})[match["which"]] = name, source
-    for layer, found in halves.items():
-        if len(found) < 2:
-            yield from found.values()
-            continue
-        both = KeysAndValues(found["k"][1], found["v"][1], spec, layer)
-        yield f"model.layers.{layer}.self_attn.kv_b_proj.weight", both
+
+    def join(layer: str, halves: Mapping[str, GGUFTensorSource]) -> tuple[str, KeysAndValues]:
+        both = KeysAndValues(halves["k"], halves["v"], spec, layer)
+        return f"model.layers.{layer}.self_attn.kv_b_proj.weight", both
+
+    return paired(tensors, _HALF, join)

@@ -214,7 +214,7 @@ def encoded_tensors(path: Path, spec: ModelSpec) -> Iterator[tuple[str, GGUFTens
             pair = [names.get(name.replace(_GATE_UP, f"ffn_{half}_exps"), []) for half in ("gate", "up")]
             found += _experts(path, name, source, pair) if all(pair) else [(name, source)]
             continue
-        if not weights or weights[0].expert is None:
+        if not weights or (len(weights) == 1 and weights[0].expert is None):
             found.append((weights[0].name, source.of_weight(weights[0], heads)) if weights else (name, source))
             continue
         found += _experts(path, name, source, [weights])
@@ -230,10 +230,11 @@ def _is_of_draft(name: str, spec: ModelSpec) -> bool:
 def _experts(
     path: Path, name: str, source: GGUFTensorSource, parts: list[list[Weight]]
 ) -> Iterator[tuple[str, GGUFTensorSource]]:
-    """The matrices of all experts. parts: the weights of all experts that one of their matrices holds, one below the other."""
+    """The matrices of all experts, or of what else stands in one tensor. parts: the weights of all of them that one of the matrices
+    holds, one below the other."""
     count, rows = len(parts[0]), sum(weights[0].shape[0] for weights in parts)
     if source.shape[:1] != (count,) or len(source.shape) != 1 + len(parts[0][0].shape):
-        raise ProcessFatal(f"{path}: tensor {name} has shape {source.shape}; it must have a matrix for {count} experts")
+        raise ProcessFatal(f"{path}: tensor {name} has shape {source.shape}; it must have {count} matrices")
     if len(parts) > 1 and source.shape[1] != rows:
         raise ProcessFatal(f"{path}: tensor {name} has shape {source.shape}; its matrices must have {rows} rows")
     begin = 0

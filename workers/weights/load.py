@@ -98,7 +98,7 @@ def loaded(
         needed = weight_bytes(model) + _decoded_bytes(model, device, dtype)
         if resolved.load_format == "gguf":
             plan = plan or GGUFPlan(compiled=dtype == torch.float32)
-            form, why = form_of(plan, needed)
+            form, why = (Form.VALUES, "encoders read values") if spec.encoder_only else form_of(plan, needed)
             kept = _keep(model, tensors(), form, exact=plan.exact)
             say = _log.info if plan.device == "cuda" else _log.debug  # on a CPU there is little to choose
             say("weights of the .gguf file", form=form.name.lower(), reason=why)
@@ -253,7 +253,7 @@ def _take(
         at[found.row : found.row + len(powers)] = powers
         slot[found.row : found.row + len(codes)] = codes.view(torch.uint8)
         return codes.view(torch.uint8).numel()
-    tensor = source.part(found.dim, found.begin, found.end)
+    tensor = source.part(found.dim, found.begin, found.end) if found.shape else source.whole().view(1)
     if slot.dim() == 1 and tensor.dim() == 2:  # files have it as a matrix of one row
         tensor = tensor.flatten()
     rows = slot[found.row : found.row + tensor.shape[0]]

@@ -1,6 +1,6 @@
 """Weights that stay encoded in the memory of a CPU worker: which they are, and how tensors of a .gguf file become them.
 
-The compiled kernels (kernels/cpu/packed.py) compute with codes and scales as the file has them: with activations that are rounded to 8
+The compiled kernels (kernels/cpu/packed.py) compute with codes and scales as the file has them: with activations that are rounded to 16
 bits, or, with --cpu-exact, in float32 and with the values that decoding would have given. Called by load.py, while a model is made and
 filled.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from meshlm.kernels.cpu import packed
+from meshlm.kernels.cpu import packed, proof
 from meshlm.workers.layers.linear import Linear, Matrix
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.quantization.unquantized import PackedGGUF
@@ -47,7 +47,7 @@ def keep(model: Decoder, tensors: Iterable[tuple[str, Source]], *, exact: bool) 
 
     exact: no product rounds its activations.
     """
-    rounded = not exact and packed.can_round()
+    rounded = not exact and proof.rounds()
     parts: dict[str, list[tuple[int, int, int | None]]] = {}  # first row, rows, form
     for name, source in tensors:
         try:

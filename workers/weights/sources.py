@@ -222,7 +222,7 @@ def _pickled(files: tuple[Path, ...]) -> Iterator[tuple[str, Source]]:
     for file in files:
         try:
             state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:
+        except Exception as error:  # torch and pickle raise anything for a file that is broken
             raise ProcessFatal(f"{file}: cannot be read ({str(error).splitlines()[0]})") from None
         if not isinstance(state, dict):
             raise ProcessFatal(f"{file}: it holds a {type(state).__name__}, not names of tensors")

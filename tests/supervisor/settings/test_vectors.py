@@ -75,8 +75,13 @@ def test_what_they_are(tmp_path: Path, minilm: Path) -> None:
     assert by_step is not None
     assert (by_step.tasks[0], by_step.logit_mean, by_step.logit_sigma) == ("token_classify", 0.5, 2.0)
     assert [by_step.pool(task).step_tag_id for task in by_step.tasks] == [7, -1]
+    good_or_bad = pooling(tmp_path, QWEN3, runner="pooling", pooler_config=RETURNED)
+    assert good_or_bad is not None
+    assert (good_or_bad.tasks, good_or_bad.size) == (("token_classify", "classify"), 2)
+    assert good_or_bad.pool("token_classify").step_tag_id == 7
 
 
+RETURNED = '{"pooling_type": "STEP", "step_tag_id": 7, "returned_token_ids": [2, 5]}'
 BAD = [
     ({"runner": "generate", "convert": "embed"}, "--convert embed: it needs --runner pooling"),
     ({"runner": "generate", "task": "embed"}, "--task embed: it is --runner pooling, not generate"),
@@ -87,7 +92,19 @@ BAD = [
     ({"runner": "pooling", "pooler_config": '{"normalize": true}'}, "unknown field `normalize`"),
     ({"runner": "pooling", "pooler_config": '{"step_tag_id": 1}'}, "step_tag_id needs pooling_type STEP"),
     ({"runner": "pooling", "pooler_config": '{"step_tag_id": -1, "pooling_type": "STEP"}'}, ">= 0"),
-    ({"runner": "pooling", "pooler_config": '{"returned_token_ids": [1]}'}, "classifier_from_token"),
+    (
+        {"runner": "pooling", "pooler_config": '{"returned_token_ids": [1]}'},
+        "returned_token_ids needs pooling_type STEP",
+    ),
+    ({"runner": "pooling", "pooler_config": '{"returned_token_ids": [-1]}'}, ">= 0"),
+    ({"pooler_config": RETURNED}, "--pooler-config: it needs --runner pooling"),
+    ({"convert": "embed", "pooler_config": RETURNED}, "makes scores, and does not go with --convert embed"),
+    ({"runner": "pooling", "pooler_config": RETURNED.replace("[2", "[300")}, "the vocabulary has 300 tokens"),
+    ({"runner": "pooling", "pooler_config": RETURNED, "tensor_parallel_size": 2}, "need the whole output projection"),
+    (
+        {"runner": "pooling", "pooler_config": RETURNED, "hf_overrides": json.dumps(SCORE)},
+        "Qwen3ForSequenceClassification is none",
+    ),
     ({"runner": "pooling", "pooler_config": '{"logit_mean": 1}'}, "are of a classifier's logits"),
     ({"runner": "pooling", "pooler_config": '{"logit_sigma": 0}'}, "logit_sigma must not be 0"),
     (

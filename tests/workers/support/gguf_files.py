@@ -34,7 +34,7 @@ def write_model(
     kinds: of quantised ones."""
     writer = writer_of(path, kind, spec)
     for key, value in keys.items():
-        add(writer, f"{kind}.{key}", value)
+        add(writer, key if key.startswith(("xielu.", "tokenizer.")) else f"{kind}.{key}", value)
     known = known_names(kind)
     family = gguf_family({"general.architecture": kind, **{f"{kind}.{key}": value for key, value in keys.items()}})
     assert family is not None
@@ -75,8 +75,10 @@ def tensors_of(folder: Path, family: GGUFFamily, spec: ModelSpec, names: Collect
     found: dict[str, Tensor] = {}
     stacks: dict[str, list[Tensor]] = {}
     for weight in weights_of(spec).values():
+        if plain(weight.gguf).startswith("xielu."):  # in the metadata
+            continue
         tensor = in_file(read[weight.name], weight, family, spec)
-        if weight.expert is None:
+        if weight.expert is None and not _stands_beside(weight):
             found[weight.gguf] = tensor
         else:
             stacks.setdefault(weight.gguf, []).append(tensor)
@@ -88,6 +90,11 @@ def tensors_of(folder: Path, family: GGUFFamily, spec: ModelSpec, names: Collect
     if spec.state is not None and spec.state.kind == "gated_delta_net":  # layers that attend have three tensors
         packed["attn_qkv"] = tuple(part for part in packed.get("attn_qkv", ()) if "." in part)
     return joined(found, packed)
+
+
+def _stands_beside(weight: Weight) -> bool:
+    """Whether matrices of the model are one tensor (Gemma 3n)."""
+    return weight.gguf.startswith(("altup_proj.", "altup_unembd_proj."))
 
 
 def in_file(tensor: Tensor, weight: Weight, family: GGUFFamily, spec: ModelSpec) -> Tensor:

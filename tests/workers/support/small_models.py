@@ -11,9 +11,7 @@ from meshlm.protocol.config import Resolved
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.model_files import ModelFiles, resolve_model
 from meshlm.workers.attention.backend import choose
-from meshlm.workers.attention.torch_backend import TorchAttention
 from meshlm.workers.batch import LayerCache, RequestLens, StepInputs
-from meshlm.workers.layers.ops import Ops
 from meshlm.workers.layers.torch_ops import TorchOps
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.weights.load import load_model
@@ -32,9 +30,7 @@ SMALL: dict[str, Any] = {
     "bos_token_id": None,
     "pad_token_id": None,
 }
-
 GEMMA: dict[str, Any] = {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 24, "initializer_range": 0.2}
-
 EXPERTS: dict[str, Any] = {
     "num_experts": 6,
     "num_experts_per_tok": 2,
@@ -81,6 +77,8 @@ MOE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3-moe-sparse": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 16, "decoder_sparse_step": 2}),
 }
+
+
 """Mixtures of experts: the class of transformers' configuration, and what it gets beside SMALL."""
 
 
@@ -100,7 +98,6 @@ GEMMA3N: dict[str, Any] = {
     "final_logit_softcapping": 3.0,
     "initializer_range": 0.2,
 }
-
 _GEMMA4: dict[str, Any] = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -128,7 +125,10 @@ GEMMA4: dict[str, tuple[str, dict[str, Any]]] = {
         | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 20},
     ),
 }
+
+
 """Small as the released ones: per-layer inputs and shared keys; other heads in layers that see all; experts beside MLPs."""
+
 
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2Config", {}),
@@ -160,12 +160,23 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("Starcoder2Config", {"sliding_window": 7}),
     "exaone4-full": ("Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
 }
+
+
 """Dense decoders that differ from Llama in norms, rotation or the order of layers: what they differ in from SMALL."""
+
 
 _ALONE = {"num_key_value_heads": 6}
 GPT2: dict[str, Any] = {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_inner": 96}
 _MPT: dict[str, Any] = {**_ALONE, "d_model": 48, "n_layers": 3, "n_heads": 6}
 _FALCON: dict[str, Any] = {"ffn_hidden_size": 96, "initializer_range": 0.1}
+_LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 _ROUTED: dict[str, Any] = {
     "n_routed_experts": 6,
     "n_shared_experts": 2,
@@ -220,6 +231,22 @@ CLASSIC: dict[str, tuple[str, dict[str, Any]]] = {
         "Ernie4_5_MoeConfig",
         {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 36, "initializer_range": 0.2},
     ),
+    "helium": ("HeliumConfig", {"head_dim": 8, "attention_bias": True, "mlp_bias": True}),
+    "hunyuan": (
+        "HunYuanDenseV1Config",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "initializer_range": 0.2,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0},
+        },
+    ),
+    "apertus": ("ApertusConfig", {"initializer_range": 0.2, "rope_parameters": _LLAMA3}),
+    "phimoe": (
+        "PhimoeConfig",
+        {"num_local_experts": 6, "attention_bias": True, "router_jitter_noise": 0.3, "initializer_range": 0.2}
+        | {"lm_head_bias": True},
+    ),
     "gpt2": ("GPT2Config", GPT2 | {"n_positions": 64} | _ALONE),
     "gpt-neox": ("GPTNeoXConfig", _ALONE | {"rotary_pct": 0.5}),
     "gpt-neox-serial": ("GPTNeoXConfig", _ALONE | {"use_parallel_residual": False, "attention_bias": False}),
@@ -241,7 +268,10 @@ CLASSIC: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "falcon-rw": ("FalconConfig", _FALCON | {"alibi": True, "multi_query": False, "parallel_attn": False}),
 }
+
+
 """More decoders: what they differ in from SMALL."""
+
 
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 6,
@@ -288,6 +318,8 @@ DEEPSEEK: dict[str, tuple[str, dict[str, Any]]] = {
         | {"indexer_types": ["full", "shared", "full"]},
     ),
 }
+
+
 """Names of configurations, and what they differ in from SMALL."""
 
 
@@ -349,36 +381,3 @@ def run(model: Decoder, kv: list[LayerCache], parts: list[tuple[list[int], int, 
     with torch.inference_mode():
         backend = choose("torch" if isinstance(model.ops, TorchOps) else "cpu", model.spec, CPU, torch.float32, BLOCK)
         return model.logits(model(batch, kv, backend.step(batch, BLOCK)))
-
-
-def two_layers(intermediate_size: int, kind: type[Decoder] = Decoder, **settings: object) -> Decoder:
-    """Random weights, float32; `settings` of its ModelSpec."""
-    sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "head_dim": 16}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    rest: dict[str, Any] = {**sizes, **heads, "intermediate_size": intermediate_size, **settings}
-    model = kind(ModelSpec(architecture="LlamaForCausalLM", **rest), 64)
-    model.prepare(CPU, torch.float32)
-    generator = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
-        parameter.data.normal_(0, 0.2, generator=generator)
-    return model
-
-
-def states(model: Decoder, ops: Ops, lengths: list[int]) -> tuple[Tensor, list[Tensor]]:
-    """What comes of prompts of these lengths (1: a decode) with these operations, and what the caches hold afterwards."""
-    parts = [([1 + n, *range(3, 2 + length)], 0, [n * 4 + k for k in range(4)]) for n, length in enumerate(lengths)]
-    batch = batch_of(parts)
-    model.ops, kv = ops, caches(model.spec, 4 * len(lengths))
-    with torch.inference_mode():
-        out: Tensor = model(batch, kv, TorchAttention(batch, BLOCK))
-    return out, [lines for cache in kv for lines in (cache.keys, cache.values)]
-
-
-def same_states(model: Decoder, ops: Ops, lengths: list[int], *, last: bool = True) -> None:
-    """As plain torch finds them, in the caches too. last: with the last norm, else the stream that a pipeline's next stage takes."""
-    if not last:
-        model.norm = None
-    expected, expected_kv = states(model, TorchOps(), lengths)
-    found, kv = states(model, ops, lengths)
-    for ours, theirs in zip([found, *kv], [expected, *expected_kv], strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)  # shapes and dtypes too

@@ -51,7 +51,7 @@ def look(source: TransformersSpec, folder: Path) -> Layout:
         seen = _calls(model)
     except ModelFilesError:
         raise
-    except Exception as error:
+    except Exception as error:  # transformers' code for this model may raise anything
         raise ModelFilesError(
             f"it does not attend through transformers' attention interface ({in_one_line(error)})"
         ) from None

@@ -17,7 +17,7 @@ from meshlm.workers.attention.backend import StepAttention
 from meshlm.workers.batch import LayerCache, StepInputs, with_given
 from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
 from meshlm.workers.distributed.shard import Shard
-from meshlm.workers.layers.ops import AttentionShape, Ops
+from meshlm.workers.layers.ops import AttentionShape, LayerStep, Ops
 from meshlm.workers.layers.torch_ops import TorchOps, make_ops
 from meshlm.workers.models.decoder import Decoder, DecoderLayer, KVScale, Parts
 from meshlm.workers.models.transformers import given, interface
@@ -53,16 +53,8 @@ class _Layer:
             value = F.pad(value, (0, size - wide))
         qkv = torch.cat((query, key, value), dim=1)[0].transpose(0, 1).flatten(1)  # [t, (heads + 2 kv_heads) d]
         scale = size**-0.5 if scaling is None else scaling
-        out = step.attention.attend(
-            qkv,
-            self._owner.ops,
-            step.batch,
-            self._owner.rope,
-            step.caches[self._layer],
-            self._shape,
-            scale,
-            self._window,
-        )  # [t, heads, d]
+        ours = LayerStep(self._owner.ops, step.batch, self._owner.rope, step.caches[self._layer])
+        out = step.attention.attend(qkv, ours, self._shape, scale, self._window)  # [t, heads, d]
         return out[None, ..., :wide]
 
 
