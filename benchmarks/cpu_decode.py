@@ -3,7 +3,7 @@
     python -P benchmarks/cpu_decode.py [--model FILE.gguf] [--tokens 128] [--json FILE]
 
 Greedy, float32, all cores; the clock runs from the request to the last token and includes the prompt. MeshLM computes with activations
-rounded to 8 bits, as llama.cpp does, and with --cpu-exact. Also: time to first token of a 2,000-token prompt, asked twice.
+rounded to 16 bits, and with --cpu-exact; llama.cpp rounds them to 8. Also: time to first token of a 2,000-token prompt, asked twice.
 """
 
 import argparse

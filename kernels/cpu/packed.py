@@ -2,7 +2,7 @@
 
 Their numbers are float32, or codes of 4 or 8 bits with scales as a GGUF file has them (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K).
 All are computed with in float32, with the very values that decoding the file would have given; or, where a weight says `rounded`,
-activations are rounded to 8 bits and the codes multiplied as integers (rounded.h), by processors that `can_round`.
+activations are rounded to 16 bits and the codes multiplied as integers (rounded.h), by processors that `can_round`.
 """
 
 from typing import NamedTuple

@@ -1,20 +1,26 @@
-/* Products of packed weights with rounded activations, in integers. GGML's CPU kernels round alike (Q8_0 of ggml-common.h).
+/* Products of packed weights with rounded activations, in integers.
  *
- * 32 inputs of a row share a scale s = max |x| / 127, and x becomes the code round(x / s), to the nearest and to even, in 8 bits. A
+ * 32 inputs of a row share a scale s = max |x| / 32512, and x becomes the code round(x / s), to the nearest and to even, in 16 bits. A
  * record of weights (packed.h) adds to an output
  *
  *     (sum of (code of the weight + offset) * code of x) * (scale * s)  [+ minimum * (s * sum of codes of x)]
  *
  * to which the records of a panel are added up in order, each by one fused multiply-add of float32. The sums in parentheses are exact in
- * 32 bits. So a result is the same on every processor that fuses, and does not depend on the rows beside it. */
+ * 32 bits. So a result is the same on every processor that fuses, and does not depend on the rows beside it.
+ *
+ * Instructions multiply bytes by bytes (VNNI) or 16 bits by 16 bits (AVX2). For the former a code is 256 * high + low of 8 bits each with
+ * sign, and there are two products; for the latter the bytes of a word of weights are taken two by two. */
+
+#if defined(__AVXVNNI__) || (defined(__AVX512VNNI__) && defined(__AVX512VL__))
+#define BY_BYTES /* a test defines it elsewhere too */
+#endif
 
 typedef struct { /* 32 inputs of a row */
-    int8_t codes[32]; /* of each 16: the inputs 0, 4, 8, 12, then 1, 5, .. as the bytes of the weights' words are */
-    float scale, sum; /* sum: of the inputs as they are rounded */
-    int32_t sums[3];  /* of the codes: of the first 16, of the others, of all */
+    int32_t codes[2][2][4]; /* of each 16 inputs, word by word as the weights have them (packed.h): the high bytes, then the low ones; or
+                               the codes of a word's bytes 0 and 2, then 1 and 3 */
+    float scale, sum;       /* sum: of the inputs as they are rounded */
+    int32_t sums[3];        /* of the codes: of the first 16, of the others, of all */
 } RoundedBlock;
-
-typedef int32_t four __attribute__((may_alias, aligned(1))); /* bytes */
 
 /* Bytes of a row of k inputs. */
 static inline long rounded_bytes(long k) { return (k + 31) / 32 * (long)sizeof(RoundedBlock); }
@@ -26,6 +32,18 @@ int meshlm_can_round(void) {
     return 1;
 #else
     return 0;
+#endif
+}
+
+/* Inputs 0 to 7 and 8 to 15, whose words take them a fourth apart: input w, 4 + w, 8 + w, 12 + w. */
+static inline void put_codes(ivec first, ivec second, int32_t to[2][4]) {
+#ifdef BY_BYTES
+    ivec high[2] = {(first + 128) >> 8, (second + 128) >> 8};
+    ivec bytes[2] = {(high[0] & 255) | (high[1] & 255) << 16, (first & 255) | (second & 255) << 16}; /* low: code - 256 * high */
+    for (int i = 0; i < 2; i++)
+        for (int w = 0; w < 4; w++) to[i][w] = bytes[i][w] | (int32_t)((uint32_t)bytes[i][4 + w] << 8);
+#else
+    *(ivec *)to[0] = (first & 0xFFFF) | second << 16;
 #endif
 }
 
@@ -44,19 +62,19 @@ static inline void round_block(const float *x, RoundedBlock *to) {
         *to = (RoundedBlock){.scale = largest};
         return;
     }
-    to->scale = largest / 127.0f;
-    vec inverse = splat(127.0f / largest);
+    to->scale = largest / 32512.0f;
+    vec inverse = splat(32512.0f / largest);
     vec magic = splat(12582912.0f); /* 1.5 * 2^23: the sum's lowest bits are the rounded number */
     for (int half = 0; half < 2; half++) {
         ivec codes[2];
         for (int i = 0; i < 2; i++) {
             codes[i] = (ivec)(load(x + 16 * half + LANES * i) * inverse + magic) - (ivec)magic;
         }
+        ivec both = codes[0] + codes[1];
         int32_t sum = 0;
-        for (int i = 0; i < LANES; i++) sum += codes[0][i] + codes[1][i];
+        for (int i = 0; i < LANES; i++) sum += both[i];
         to->sums[half] = sum;
-        for (int w = 0; w < 4; w++)
-            for (int b = 0; b < 4; b++) to->codes[16 * half + 4 * w + b] = (int8_t)codes[b / 2][(4 * b + w) % LANES];
+        put_codes(codes[0], codes[1], to->codes[half]);
     }
     to->sums[2] = to->sums[0] + to->sums[1];
     to->sum = to->scale * (float)to->sums[2];
@@ -70,7 +88,7 @@ static void each_round(const float *x, uint8_t *rounded, long m, long k) {
 }
 
 /* The outputs that a register of sums holds. */
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
+#if defined(BY_BYTES) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
 #define AT_ONCE 16
 typedef __m512i words;
 typedef __m512 numbers;
@@ -85,7 +103,8 @@ typedef __m512 numbers;
 #define LOAD_NUMBERS(P) _mm512_loadu_ps(P)
 #define LOAD_HALVES(P) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(P)))
 #define STORE_NUMBERS(P, A) _mm512_storeu_ps(P, A)
-static inline words add_products(words sums, words codes, int32_t x) { return _mm512_dpbusd_epi32(sums, codes, WORDS_OF(x)); }
+#define TIMES_BYTES(SUMS, CODES, X) _mm512_dpbusd_epi32(SUMS, CODES, WORDS_OF(X))
+#define HIGH_AND_LOW(A, B) _mm512_add_epi32(_mm512_slli_epi32(A, 8), B)
 #else
 #define AT_ONCE 8
 typedef ivec words;
@@ -101,25 +120,54 @@ typedef vec numbers;
 #define LOAD_NUMBERS(P) load(P)
 #define LOAD_HALVES(P) scales8(P, 0, 0)
 #define STORE_NUMBERS(P, A) store(P, A)
-/* sums[c] += the four bytes of codes[c], without sign, times those of x, with sign. */
-static inline words add_products(words sums, words codes, int32_t x) {
 #if defined(__AVXVNNI__)
-    return (words)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)codes, _mm256_set1_epi32(x));
+#define TIMES_BYTES(SUMS, CODES, X) (words) _mm256_dpbusd_avx_epi32((__m256i)(SUMS), (__m256i)(CODES), _mm256_set1_epi32(X))
 #elif defined(__AVX512VNNI__) && defined(__AVX512VL__)
-    return (words)_mm256_dpbusd_epi32((__m256i)sums, (__m256i)codes, _mm256_set1_epi32(x));
-#elif defined(__AVX2__)
-    /* maddubs adds two products in 16 bits and saturates: 2 * 127 * 128 does not yet, so the highest bit of a code goes by itself */
-    __m256i high = _mm256_set1_epi8((char)128), ones = _mm256_set1_epi16(1), bytes = _mm256_set1_epi32(x);
-    __m256i a = _mm256_maddubs_epi16(_mm256_andnot_si256(high, (__m256i)codes), bytes);
-    __m256i b = _mm256_maddubs_epi16(_mm256_and_si256(high, (__m256i)codes), bytes);
-    __m256i both = _mm256_add_epi32(_mm256_madd_epi16(a, ones), _mm256_madd_epi16(b, ones));
-    return (words)_mm256_add_epi32((__m256i)sums, both);
-#else
+#define TIMES_BYTES(SUMS, CODES, X) (words) _mm256_dpbusd_epi32((__m256i)(SUMS), (__m256i)(CODES), _mm256_set1_epi32(X))
+#elif defined(BY_BYTES)
+/* sums[c] += the four bytes of codes[c], without sign, times those of x, with sign: what the instruction does. */
+static inline words TIMES_BYTES(words sums, words codes, int32_t x) {
     for (int c = 0; c < LANES; c++)
         for (int b = 0; b < 4; b++) sums[c] += (int32_t)((uint32_t)codes[c] >> 8 * b & 255) * (int8_t)((uint32_t)x >> 8 * b);
     return sums;
+}
+#endif
+#define HIGH_AND_LOW(A, B) (((A) << 8) + (B))
+#endif
+
+/* Sums of products that add_products begins with zeros and go on to be added up by sum_of; and four bytes of each output's codes. */
+typedef struct {
+    words first, second;
+} Two;
+#ifdef BY_BYTES
+typedef words Codes;
+static inline Codes codes_of(words w) { return w; }
+static inline Two add_products(Two sums, Codes codes, const int32_t *x) {
+    return (Two){TIMES_BYTES(sums.first, codes, x[0]), TIMES_BYTES(sums.second, codes, x[4])};
+}
+static inline words sum_of(Two sums) { return HIGH_AND_LOW(sums.first, sums.second); }
+#else
+typedef Two Codes;
+static inline words times_pairs(words codes, int32_t x) {
+#ifdef __AVX2__
+    return (words)_mm256_madd_epi16((__m256i)codes, _mm256_set1_epi32(x));
+#else
+    for (int c = 0; c < LANES; c++)
+        codes[c] = (codes[c] & 0xFFFF) * (int16_t)x + (codes[c] >> 16) * (int16_t)((uint32_t)x >> 16);
+    return codes;
 #endif
 }
+static inline Codes codes_of(words w) {
+#ifdef __AVX2__
+    return (Codes){w & 0x00FF00FF, (words)_mm256_srli_epi16((__m256i)w, 8)};
+#else
+    return (Codes){w & 0x00FF00FF, (w >> 8) & 0x00FF00FF};
+#endif
+}
+static inline Two add_products(Two sums, Codes codes, const int32_t *x) {
+    return (Two){sums.first + times_pairs(codes.first, x[0]), sums.second + times_pairs(codes.second, x[4])};
+}
+static inline words sum_of(Two sums) { return sums.first + sums.second; }
 #endif
 
 typedef struct {
@@ -131,13 +179,13 @@ typedef struct {
     float *out; /* [rows][16] */
 } RoundedTile;
 
-/* `rows` rows over AT_ONCE outputs, from `lane` on, of a panel. rows, bits and block are constants where it is used. */
-static inline __attribute__((always_inline)) void rounded_tile(const RoundedTile *t, int lane, const int rows, const int bits,
-                                                               const int block) {
+/* `rows` rows over AT_ONCE outputs, from `lane` on, of a panel. rows, wide, bits and block are constants where it is used. */
+static inline __attribute__((always_inline)) void rounded_tile(const RoundedTile *t, int lane, const int rows, const int wide,
+                                                               const int bits, const int block) {
     const Form f = t->form;
-    const long size = scale_bytes(f), record_size = record_bytes(f);
     const words low = WORDS_OF(0x0F0F0F0F);
-    const int of_scale = f.wide ? 4 : 2;
+    const int of_scale = wide ? 4 : 2;
+    const long size = WIDTH * of_scale, record_size = record_bytes(f);
     numbers sums[8];
     for (int r = 0; r < rows; r++) sums[r] = NUMBERS_OF(0.0f);
     const uint8_t *record = t->records;
@@ -145,19 +193,21 @@ static inline __attribute__((always_inline)) void rounded_tile(const RoundedTile
     for (long at = 0; at < t->k; at += 32, x++) {
         for (int part = 0; part < 32 / block; part++, record += record_size) {
             const uint8_t *scales = record + lane * of_scale, *codes_at = record + size * (1 + f.minima) + lane * 4;
-            numbers scale = f.wide ? LOAD_NUMBERS((const float *)scales) : LOAD_HALVES(scales), minimum = NUMBERS_OF(0.0f);
-            if (f.minima) minimum = f.wide ? LOAD_NUMBERS((const float *)(scales + size)) : LOAD_HALVES(scales + size);
-            words codes[8];
+            numbers scale = wide ? LOAD_NUMBERS((const float *)scales) : LOAD_HALVES(scales), minimum = NUMBERS_OF(0.0f);
+            if (f.minima) minimum = wide ? LOAD_NUMBERS((const float *)(scales + size)) : LOAD_HALVES(scales + size);
+            Codes codes[8];
             for (int g = 0; g < block / 4; g++) {
-                codes[g] = LOAD_WORDS(codes_at + (bits == 4 ? g % 4 : g) * WIDTH * 4);
-                if (bits == 4) codes[g] = AND_WORDS(g < 4 ? codes[g] : UP_4(codes[g]), low);
+                words bytes = LOAD_WORDS(codes_at + (bits == 4 ? g % 4 : g) * WIDTH * 4);
+                if (bits == 4) bytes = AND_WORDS(g < 4 ? bytes : UP_4(bytes), low);
+                codes[g] = codes_of(bytes);
             }
             for (int r = 0; r < rows; r++) {
                 const RoundedBlock *row = x + r * t->stride;
-                const four *from = (const four *)row->codes + part * 4;
-                words products = WORDS_OF(row->sums[block == 16 ? part : 2] * f.offset);
-                for (int g = 0; g < block / 4; g++) products = add_products(products, codes[g], from[g]);
-                sums[r] = FUSED(TO_NUMBERS(products), TIMES_NUMBERS(scale, NUMBERS_OF(row->scale)), sums[r]);
+                const int32_t *from = row->codes[part][0];
+                Two products = {WORDS_OF(0), WORDS_OF(row->sums[block == 16 ? part : 2] * f.offset)};
+                for (int g = 0; g < block / 4; g++)
+                    products = add_products(products, codes[g], from + g / 4 * 8 + g % 4);
+                sums[r] = FUSED(TO_NUMBERS(sum_of(products)), TIMES_NUMBERS(scale, NUMBERS_OF(row->scale)), sums[r]);
                 if (f.minima) sums[r] = FUSED(minimum, NUMBERS_OF(row->sum), sums[r]);
             }
         }
@@ -168,12 +218,16 @@ static inline __attribute__((always_inline)) void rounded_tile(const RoundedTile
 #define ROUNDED_TILE(ROWS)                                                                                                     \
     static void rounded_##ROWS(const RoundedTile *t) {                                                                         \
         for (int lane = 0; lane < WIDTH; lane += AT_ONCE) {                                                                    \
-            if (t->form.bits == 4)                                                                                             \
-                rounded_tile(t, lane, ROWS, 4, 32);                                                                            \
+            if (t->form.bits == 4 && !t->form.wide)                                                                            \
+                rounded_tile(t, lane, ROWS, 0, 4, 32);                                                                         \
+            else if (t->form.bits == 4)                                                                                        \
+                rounded_tile(t, lane, ROWS, 1, 4, 32);                                                                         \
+            else if (t->form.block == 32 && !t->form.wide)                                                                     \
+                rounded_tile(t, lane, ROWS, 0, 8, 32);                                                                         \
             else if (t->form.block == 32)                                                                                      \
-                rounded_tile(t, lane, ROWS, 8, 32);                                                                            \
+                rounded_tile(t, lane, ROWS, 1, 8, 32);                                                                         \
             else                                                                                                               \
-                rounded_tile(t, lane, ROWS, 8, 16);                                                                            \
+                rounded_tile(t, lane, ROWS, 1, 8, 16);                                                                         \
         }                                                                                                                      \
     }
 ROUNDED_TILE(1)

@@ -22,7 +22,8 @@ pytestmark = [pytest.mark.mesh, pytest.mark.model]
 TEXT = "the quick brown fox jumps over a lazy dog while seven wizards count their coins in an old tower by the sea"
 WORDS = TEXT.split()
 PROMPTS = [" ".join(WORDS[(7 * p + i) % len(WORDS)] for i in range(3 + 11 * p)) for p in range(20)]
-NUM_TOKENS = 64
+ASKED = PROMPTS[1::2]
+NUM_TOKENS = 32
 
 
 Pairs = list[tuple[list[int], list[int]]]  # prompt ids, output ids
@@ -44,7 +45,7 @@ class Oracle:
         if self._agreed is not None:
             assert answers == self._agreed
             return
-        for prompt, (prompt_ids, output) in zip(PROMPTS, answers, strict=True):
+        for prompt, (prompt_ids, output) in zip(ASKED, answers, strict=True):
             assert prompt_ids == self._tokenizer(prompt).input_ids
             assert len(output) == NUM_TOKENS
             with torch.no_grad():
@@ -75,7 +76,7 @@ def oracle(smollm2: Path) -> Oracle:
 
 
 def complete_all(server: Serving) -> Pairs:
-    body = {"prompt": PROMPTS, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    body = {"prompt": ASKED, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=300)
     assert answer.status_code == 200, answer.text
     return [(choice["prompt_token_ids"], choice["token_ids"]) for choice in answer.json()["choices"]]
@@ -109,16 +110,16 @@ def test_beams_are_transformers(smol: Serving, oracle: Oracle) -> None:
 
 @pytest.mark.timeout(400)
 def test_chunked_and_preempted(oracle: Oracle) -> None:
-    """Chunks of 32 tokens; memory for about three of the twenty."""
+    """Chunks of 32 tokens; memory for about three of the ten, seats for six."""
     flags = (
         "--max-num-batched-tokens",
         "32",
         "--max-num-seqs",
-        "16",
+        "6",
         "--max-model-len",
-        "512",
+        "320",
         "--kv-cache-memory",
-        "40M",
+        "20M",
     )
     with serving("--device", "cpu", "--cpu-exact", *flags) as server:
         oracle.check(complete_all(server))

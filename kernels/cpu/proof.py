@@ -1,0 +1,59 @@
+"""At each start, on the very processor: do integer products give what those of float32 give?
+
+Inputs that are whole numbers, of which the largest of each 32 is 32512, are their own codes (rounded.h). So both products are of the
+same numbers, and differ by float32's additions alone. For the former processors have instructions of their own.
+"""
+
+from functools import cache
+
+import structlog
+import torch
+from torch import Tensor
+
+from meshlm.kernels.cpu import kernel, packed
+
+NEAR = 1e-5  # of the largest result: sums of 256 products in float32
+LARGEST = 32512  # code of an input
+OUTPUTS, INPUTS = 21, 256
+_log = structlog.get_logger()
+
+
+def _blocks(size: int, scale_at: int, each: int) -> Tensor:
+    """Rows of blocks of `size` bytes for `each` inputs, at random but for a half 1 / 64 that is their scale: uint8 [OUTPUTS, bytes]."""
+    random = torch.Generator().manual_seed(1)
+    blocks = torch.randint(0, 256, (OUTPUTS, INPUTS // each, size), generator=random, dtype=torch.uint8)
+    blocks[..., scale_at : scale_at + 2] = torch.tensor([1 / 64], dtype=torch.float16).view(torch.uint8)
+    return blocks.flatten(1)
+
+
+# By GGML's number of the type: Q4_0, Q8_0 and Q6_K, of which every form of codes, scales and blocks is one or has all parts.
+KINDS = {2: (18, 0, 32), 8: (34, 0, 32), 14: (210, 208, 256)}
+
+
+@cache
+def rounds() -> bool:
+    """Whether products with rounded activations are faster on this processor, and right."""
+    if not packed.can_round():
+        return False
+    random = torch.Generator().manual_seed(2)
+    x = torch.randint(-LARGEST + 1, LARGEST, (11, INPUTS), generator=random).float()
+    x[:, ::32] = LARGEST
+    for kind, sizes in KINDS.items():
+        found, exact = (_product(kind, _blocks(*sizes), x, rounded=rounded) for rounded in (True, False))
+        error = float((found - exact).abs().max() / exact.abs().max())
+        if not error <= NEAR:
+            _log.warning(
+                "integer products are not right on this processor: activations stay float32", type=kind, error=error
+            )
+            return False
+    return True
+
+
+def _product(kind: int, rows: Tensor, x: Tensor, *, rounded: bool) -> Tensor:
+    form = packed.form_of(kind)
+    assert form is not None
+    forms = [form] * -(-OUTPUTS // packed.WIDTH)
+    weight = torch.empty(packed.packed_bytes(forms, INPUTS), dtype=torch.uint8)
+    packed.write_table(weight, forms, INPUTS, rounded=rounded)
+    packed.repack(packed.Rows(rows, kind), None, weight, 0, INPUTS)
+    return kernel.linear(x, weight, None, OUTPUTS)
