@@ -127,6 +127,7 @@ class WorkerReady(Struct, frozen=True, tag="ready", omit_defaults=True):
     kv_specs: tuple[KVSpec, ...] = ()  # of each group of layers, which has a block table; none: one that keeps all
     pool_kinds: tuple[PoolKind, ...] = ()  # that it gives vectors of ...
     pooled_bytes: int = 0  # ... and the length of one
+    attention_wave: int = 0  # tokens of a prompt whose attention over a long context fills the device once; 0: unknown
 
 
 class WorkerAsleep(Struct, frozen=True, tag="asleep"):

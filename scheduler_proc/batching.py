@@ -46,6 +46,7 @@ class Batching:
         kv_specs: Sequence[KVSpec] = (),
         pool_kinds: frozenset[PoolKind] = frozenset(),
         pooled_bytes: int = 0,
+        wave: int = 0,
         counts: Counts | None = None,
     ) -> None:
         self.limits, self.block_size = limits, block_size
@@ -59,7 +60,8 @@ class Batching:
         self.kv = KVCache(num_blocks, block_size, kv_specs, limits.prefix_caching, at_once)
         if limits.kv_metrics_sample:
             self.kv.pool.residency = Residency(limits.kv_metrics_sample, self.counts)
-        self.budget = StepBudget(limits.max_num_batched_tokens, even=limits.even_prefill, max_itl_s=limits.max_itl_s)
+        most, itl_s = limits.max_num_batched_tokens, limits.max_itl_s
+        self.budget = StepBudget(most, even=limits.even_prefill, max_itl_s=itl_s, wave=wave)
         self.waiting: list[Request] = []  # both lists sorted by _key
         self.running: list[Request] = []
         self.drains = False  # only requests that have begun run, to their end

@@ -18,6 +18,8 @@ LONG_EVEN_TOKENS = (
 EVEN_PROMPT_S = 0.012  # ... or prompts for so long: where tokens are quick, what each step with prompts costs counts
 KEEP_UP = 1.15  # ... or so many times what comes in
 PATIENCE_STEPS = 32  # ... or a part of what waits, such that it is gone after about so many steps
+WAVES = True  # behind a context of CONTEXT tokens steps are whole waves of attention's tiles, where workers say what fills the GPU
+LONG_PATIENCE_STEPS = 64  # ... and wait so long: a long prompt alone is no queue
 REQUESTS_REMEMBERED = 32  # what comes in is known from about so many that ended
 FULL_FROM_S = 0.05  # without spreading: shorter steps are better replayed from CUDA graphs, which hold fewer tokens
 LONGEST_TARGET_S = 0.055
@@ -41,12 +43,16 @@ QUICK_STEP_S = 0.002  # shorter steps end before the next plan can arrive, unles
 class StepBudget:
     """Pure: fed with finished steps and requests, asked before each plan."""
 
-    def __init__(self, max_num_batched_tokens: int, *, even: bool = True, max_itl_s: float | None = None) -> None:
+    def __init__(
+        self, max_num_batched_tokens: int, *, even: bool = True, max_itl_s: float | None = None, wave: int = 0
+    ) -> None:
         """even: spread prompts; else they have all that decodes leave of a step, if it is a long one then.
 
-        max_itl_s: the longest bearable step, whatever its prompts.
+        max_itl_s: the longest bearable step, whatever its prompts. wave: prompt tokens whose attention fills the device once (0: not
+        known).
         """
         self.max_num_batched_tokens, self._spreads, self._max_itl_s = max_num_batched_tokens, even, max_itl_s
+        self._wave = wave
         self.prompt_s = 0.0  # what a prompt token adds to a step; 0: not measured yet
         self.pair_s = 0.0  # ... and each earlier token that it attends to
         self.decode_s = 0.0  # of steps without prompts
@@ -98,9 +104,18 @@ class StepBudget:
     def _even(self, num_decodes: int, outstanding: int, context: int) -> int:
         """Tokens of a step such that all steps hold about the same."""
         arriving = KEEP_UP * num_decodes * self._prompt_tokens / max(1.0, self._output_tokens)
-        prompts = max(arriving, outstanding / PATIENCE_STEPS, EVEN_PROMPT_S / self.prompt_s)
+        prompts = max(arriving, EVEN_PROMPT_S / self.prompt_s)
+        if WAVES and context >= CONTEXT and self._wave >= GRID:
+            return self._whole_waves(num_decodes + max(prompts, outstanding / LONG_PATIENCE_STEPS), context)
+        prompts = max(prompts, outstanding / PATIENCE_STEPS)
         tokens = max(LONG_EVEN_TOKENS if context >= CONTEXT else EVEN_TOKENS, num_decodes + int(prompts))
         return on_grid(tokens + _grid(tokens) // 2)
+
+    def _whole_waves(self, tokens: float, context: int) -> int:
+        """A step with whole waves of attention's tiles; so many tokens are the mean of such steps."""
+        waves = max(1.0, tokens / self._wave)
+        nth = round(context / (waves * self._wave))  # of the prompt's steps
+        return int((math.floor((nth + 1) * waves) - math.floor(nth * waves)) * self._wave) // GRID * GRID
 
     def _longest(self, num_decodes: int, context: int) -> int:
         """Tokens of the longest step: as many as without a context, but none that takes longer than is bearable."""

@@ -7,6 +7,7 @@ table stay, and mean nothing. Pure; owned by batching.py.
 
 from collections.abc import Sequence
 from itertools import chain
+from math import gcd
 
 from meshlm.protocol.ids import BlockId
 from meshlm.protocol.kv import EncoderOnly, FullAttention, KVSpec, RecurrentState, longest_request, pages_of
@@ -44,6 +45,9 @@ class KVCache:
         self._freeing = [kind for kind in self._kinds if not kind.spec.keeps_all]
         self._freed_at_once = min(FREED_AT_ONCE * block_size, max(block_size, MOST_AT_ONCE))
         self._carried = [kind for kind in self._kinds if kind.carried]
+        self._paged = [kind for kind in self._kinds if not kind.carried]  # each block has a page of its own
+        self._row_pages = sum(kind.width for kind in self._paged)
+        self._every = gcd(*(kind.every for kind in self._carried))  # no row but its multiples has a page of its own
         self._sending: list[
             tuple[Request, bytes, Sequence[BlockId]]
         ] = []  # checkpoints of the step that is being planned
@@ -190,9 +194,15 @@ class KVCache:
         begin, end = len(blocks) // width, -(-num_tokens // self.block_size)
         if end <= begin:
             return []
+        if end - begin == 1 and begin % self._every and self._row_pages <= pool.num_free:
+            # As almost all that decode: every state goes on, at its place beside new pages.
+            grown, last = pool.allocate(self._row_pages), len(blocks) - width
+            for kind in self._carried:
+                grown[kind.begin : kind.begin] = blocks[last + kind.begin : last + kind.end]
+            blocks += grown
+            request.capacity = end * self.block_size
+            return grown
         computed = request.num_computed or request.capacity  # one that begins has what was found in the cache
-        if end - begin == 1 and width <= pool.num_free:
-            return self._grow_row(request, begin, computed)
         fresh = [kind.fresh(begin, end, computed) for kind in self._kinds]
         count = sum(kind.width * len(rows) for kind, rows in zip(self._kinds, fresh, strict=True))
         if count > pool.num_free:
@@ -200,28 +210,12 @@ class KVCache:
             if count > pool.num_free:
                 return None
         pages = iter(pool.allocate(count))
-        request.num_freed = request.num_freed or [0] * len(self._kinds)
         for row in range(begin, end):
             for kind, rows in zip(self._kinds, fresh, strict=True):
                 before = len(blocks) - width
                 blocks += (next(pages) if row in rows else blocks[before + n] for n in range(kind.width))
         request.capacity = end * self.block_size
         return blocks[begin * width :]
-
-    def _grow_row(self, request: Request, row: int, computed: int) -> list[BlockId]:
-        """`_grow_carrying` by one row, as all that decode do, where memory is there for all of it."""
-        blocks, allocate, grown = request.blocks, self.pool.allocate, list[BlockId]()
-        last = len(blocks) - self.num_groups
-        for kind in self._kinds:
-            if kind.carried and kind.carries_on(row, computed):
-                grown += blocks[last + kind.begin : last + kind.end]
-            else:
-                grown += allocate(kind.width)
-        if not request.num_freed:
-            request.num_freed = [0] * len(self._kinds)
-        blocks += grown
-        request.capacity = (row + 1) * self.block_size
-        return grown
 
     def _free_unseen(self, request: Request) -> None:
         """Drafts may be refused and computed again, so only tokens that are known count as computed."""
@@ -293,21 +287,29 @@ class KVCache:
             return
         hashes.extend(request.hashes, request.extra_keys, request.tokens, self.block_size, num_known)
         width, blocks, num_freed = self.num_groups, request.blocks, request.num_freed
-        cache_block = self.pool.cache_block
-        for index in range(request.num_cached_blocks, full):
+        cache_block, known = self.pool.cache_block, request.num_cached_blocks
+        for index in range(known, full):
             block_hash, row = request.hashes[index], index * width
-            for kind in self._kinds:
+            for kind in self._paged:
                 if num_freed and index < num_freed[kind.number]:
                     continue
                 key, first = kind.key(block_hash) if kind.number else block_hash, row + kind.begin
-                if kind.carried:
-                    if kind.is_left(index, blocks[first : first + width + 1 : width]):
-                        self._sending.append((request, key, blocks[first : row + kind.end]))
-                    continue
                 cache_block(key, (blocks[first],) if kind.width == 1 else blocks[first : row + kind.end])
+        if self._carried and full // self._every > known // self._every:
+            self._leave(request, known, full)
         request.num_cached_blocks = full
-        if sent:
+        if sent and self._sending:
             self._sent()
+
+    def _leave(self, request: Request, begin: int, end: int) -> None:
+        """Checkpoints behind its blocks from `begin` up to `end` go to the pool with the step that computes them."""
+        width, blocks, num_freed = self.num_groups, request.blocks, request.num_freed
+        for kind in self._carried:
+            for index in kind.places(max(begin, num_freed[kind.number]) if num_freed else begin, end):
+                first = index * width + kind.begin
+                if kind.is_left(blocks[first : first + width + 1 : width]):
+                    key, pages = kind.key(request.hashes[index]), blocks[first : first + kind.width]
+                    self._sending.append((request, key, pages))
 
     def _sent(self) -> None:
         for _, key, pages in self._sending:

@@ -6,16 +6,21 @@ from itertools import groupby
 from meshlm.protocol.ids import BlockId
 from meshlm.protocol.kv import KVSpec, RecurrentState
 
+NO_PLACE = 1 << 31  # blocks; no request has so many
+
 
 class Kind:
     """Columns `begin` to `end` of the block tables, and what their spec keeps."""
 
-    __slots__ = ("_first_bytes", "begin", "block_size", "carried", "end", "name", "number", "spec", "width")
+    __slots__ = ("_first_bytes", "begin", "block_size", "carried", "end", "every", "name", "number", "spec", "width")
 
     def __init__(self, spec: KVSpec, number: int, begin: int, end: int, block_size: int) -> None:
         self.spec, self.number, self.block_size = spec, number, block_size
         self.begin, self.end, self.width, self.carried = begin, end, end - begin, spec.carried
         self.name = str(spec.__struct_config__.tag) + (f"-{number}" if number else "")  # for /metrics
+        self.every = NO_PLACE  # blocks from one place of a checkpoint to the next
+        if isinstance(spec, RecurrentState) and spec.mode != "none":
+            self.every = spec.every
         self._first_bytes = [bytes((first ^ number,)) for first in range(256)]  # of a key, by that of the hash
 
     def key(self, block_hash: bytes) -> bytes:
@@ -44,19 +49,13 @@ class Kind:
             first = [begin]
         return first
 
-    def carries_on(self, row: int, num_computed: int) -> bool:
-        """Whether `row`, which the next step adds alone, gets the page of the row before: see `fresh`."""
-        if not self.carried or not row:
-            return False
-        assert isinstance(self.spec, RecurrentState)
-        if self.spec.mode != "all" and num_computed != row * self.block_size:
-            return True
-        return not self.spec.is_place(row - 1)
+    def places(self, begin: int, end: int) -> Sequence[int]:
+        """Those of the rows from `begin` up to `end` behind which a checkpoint may be left."""
+        return range(begin + (-begin - 1) % self.every, end, self.every)
 
-    def is_left(self, row: int, column: Sequence[BlockId]) -> bool:
-        """Whether the page of a row, the first of `column`, keeps the state behind it, which was computed."""
-        assert isinstance(self.spec, RecurrentState)
-        return self.spec.is_place(row) and (len(column) == 1 or column[1] != column[0])
+    def is_left(self, column: Sequence[BlockId]) -> bool:
+        """Whether the page of such a row, the first of `column`, keeps the state behind it, which was computed."""
+        return len(column) == 1 or column[1] != column[0]
 
     def longest_hit(self, hashes: Sequence[bytes], find: Callable[[bytes], Sequence[BlockId] | None]) -> int:
         """The most leading blocks of `hashes` after which a request can go on: all that its next token can see are cached."""

@@ -119,7 +119,7 @@ def test_operations_are_done_or_refused_whatever_dies() -> None:
         asked = [(line.split()[2], line.partition(" Operation(")[2]) for line in story if " Operation(" in line]
         again += len(asked) > len(set(asked))
     assert done > 30, done
-    assert failed > 8, failed
+    assert failed < done / 10, "a rank that died is waited for"
     assert again, "a worker was asked twice, since its session ended before all had answered"
 
 
@@ -150,7 +150,8 @@ def test_experts_move_between_ranks_whatever_dies() -> None:
         told = [line for line in story if " OperationDone(" in line and line.split()[2] == "supervisor/0"]
         failed += sum("error=''" not in line for line in told)
         done += len(told)
-    assert min(moved, done, failed) > 20, (moved, done, failed)
+    assert min(moved, done) > 20, (moved, done)
+    assert failed > 4, failed  # few: an operation waits for a rank that died
     assert broken > 1, broken
 
 

@@ -32,6 +32,7 @@ class EngineFacts(Struct, frozen=True):
     pool_kinds: tuple[PoolKind, ...] = ()  # that it gives vectors of ...
     pooled_bytes: int = 0  # ... and the length of one
     kv_specs: tuple[KVSpec, ...] = ()  # of each group of layers, which has a block table; none: one that keeps all
+    attention_wave: int = 0  # tokens of a prompt whose attention over a long context fills the device once; 0: unknown
 
 
 class Pending(Protocol):

@@ -5,6 +5,7 @@ from numpy.typing import NDArray
 
 from meshlm.protocol.step_edge import StepPlan
 from meshlm.workers.engine.changes import I32
+from meshlm.workers.graphs.step_time import Contexts
 
 
 class StepColumns:
@@ -38,6 +39,14 @@ class StepColumns:
     def num_decodes(self) -> int:
         """Requests of one token that stand before all others."""
         return int(np.argmin(self.counts == 1)) if (self.counts != 1).any() else self.n
+
+    def contexts(self) -> Contexts:
+        """What its requests see."""
+        lone = self.counts == 1
+        counts = self.counts[~lone].astype(np.float64)
+        pairs = counts * (self.starts[~lone] + counts / 2)
+        longest = (self.starts + self.counts).max(initial=0)
+        return Contexts(int(longest), float(pairs.sum()), int(self.starts[lone].sum()))
 
     def places(self) -> NDArray[np.int64]:
         """The places of the requests that sample."""

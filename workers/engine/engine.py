@@ -154,7 +154,9 @@ class ModelEngine:
         if self.layout.states:
             shown["KV blocks"] = f"{self._block_size} tokens, {self.layout.waste:.1%} of their bytes unused"
         facts = EngineFacts(count, self._block_size, rows, resolved.spec.vocab_size, shown)
-        self.facts = replace(facts, pool_kinds=tuple(PoolKind), pooled_bytes=4 * self._pooled_size(), kv_specs=specs)
+        pooled = 4 * self._pooled_size()
+        facts = replace(facts, pool_kinds=tuple(PoolKind), pooled_bytes=pooled, kv_specs=specs)
+        self.facts = replace(facts, attention_wave=kit.attention_wave(self))
 
     def _capture(self, report: ProgressReport) -> None:
         if self.together is not None:  # its graphs are captured when it has met the other ranks (join)
@@ -300,7 +302,10 @@ class ModelEngine:
         if self.together is not None:
             across, asked = reads_across(plan), self.balancer is not None and self.balancer.asked
             return self.together.course(step, self.graphs, graph=not why_no_graph, across=across, rebalance=asked)
-        return Course(None if why_no_graph else self.graphs.find(step.t, step.n, uniform=step.uniform))
+        if why_no_graph:
+            return Course(None)
+        contexts = None if step.uniform else step.contexts()
+        return Course(self.graphs.find(step.t, step.n, uniform=step.uniform, contexts=contexts))
 
     def _step(self, plan: StepPlan, received_ns: int) -> PendingStep:
         begun_ns = time.monotonic_ns()

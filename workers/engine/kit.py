@@ -36,6 +36,10 @@ class Kit(Protocol):
         """Marks on the device, and the way of tokens to the host."""
         ...
 
+    def attention_wave(self, engine: "ModelEngine") -> int:
+        """Tokens of a prompt's chunk whose attention fills the device once; 0 where that is not known, or makes no difference."""
+        ...
+
     def compile_ahead(self, engine: "ModelEngine", report: "ProgressReport") -> None:
         """Have the kernels compiled, before there is a KV cache."""
         ...
@@ -60,6 +64,9 @@ class TorchKit:
 
     def timeline(self, device: torch.device, max_rows: int) -> Timeline:
         return timeline_of(device, max_rows)
+
+    def attention_wave(self, engine: "ModelEngine") -> int:
+        return 0
 
     def compile_ahead(self, engine: "ModelEngine", report: "ProgressReport") -> None:
         """Nothing is compiled while it runs."""

@@ -9,7 +9,7 @@ import torch
 
 from meshlm.kernels.attention.cache_proof import CacheShape, prove_cache
 from meshlm.kernels.attention.proof import Variant, prove
-from meshlm.kernels.attention.tiles import hopper_from, warm_sizes
+from meshlm.kernels.attention.tiles import hopper_from, hopper_wave, warm_sizes
 from meshlm.kernels.gate_up_silu import kernel as gate_up_silu
 from meshlm.kernels.mla import tiles as latent_tiles
 from meshlm.kernels.precompile import precompiled
@@ -31,6 +31,7 @@ from meshlm.workers.graphs.captures import Captures
 from meshlm.workers.graphs.dispatcher import Dispatcher, graph_keys
 from meshlm.workers.graphs.modes import mode_of
 from meshlm.workers.graphs.padded import PaddedStep
+from meshlm.workers.graphs.step_time import of_model
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.output.logits_sampler import LINES, LogitsSampler
 from meshlm.workers.states.step import WrongStates
@@ -74,7 +75,8 @@ class TritonKit:
             return int(engine.comm.all_reduce(votes)[0].item()) == size
 
         agree = on_all_ranks if size > 1 else None
-        graphs = Dispatcher(keys, self._padded, agree if engine.together is None else engine.together.vote)
+        step_time = of_model(engine.spec, parameters, engine.layout.dtype.itemsize)
+        graphs = Dispatcher(keys, self._padded, agree if engine.together is None else engine.together.vote, step_time)
         return graphs, Captures(graphs, self._inputs.clear)
 
     def _prove_attention(self, engine: ModelEngine, *, launched: bool) -> None:
@@ -92,6 +94,16 @@ class TritonKit:
             variant = Variant(*shape, engine.dtype, windowed, cap > 0, spec.attention_sinks)
             if reason := prove(variant, engine.device, cap, launched=launched):
                 _log.warning("attention of prompts runs without Hopper's kernel", reason=reason, windows=windowed)
+
+    def attention_wave(self, engine: ModelEngine) -> int:
+        """Of Hopper's kernel; other kernels' tiles are small."""
+        spec = engine.spec
+        if spec.mla is not None or spec.encoder_only or engine.layout.dtype != engine.dtype:
+            return 0
+        kinds = [(kv_heads, dim) for kv_heads, dim, windowed in _attention_kinds(spec) if not windowed]
+        if not kinds or any(hopper_from(dim) == math.inf for _, dim in kinds):
+            return 0
+        return min(hopper_wave(spec.num_attention_heads, kv_heads, engine.device) for kv_heads, _ in kinds)
 
     def compile_ahead(self, engine: ModelEngine, report: ProgressReport) -> None:
         """Have the kernels of all dummy steps, none of which waits for them. What torch itself computes here is nonsense.

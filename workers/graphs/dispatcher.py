@@ -14,6 +14,7 @@ import structlog
 import torch
 
 from meshlm.workers.graphs.recorder import Recorder
+from meshlm.workers.graphs.step_time import FLOP_PER_S, LONG_CONTEXT, Contexts, StepTime
 
 MAX_DECODES = 1024
 MIXED_TOKENS = [
@@ -23,12 +24,12 @@ MIXED_TOKENS = [
 ]  # as scheduler_proc/budget.py ends steps
 MIXED_REQUESTS = [72, 288]  # 64 and 256 streams, and one that is padding; larger ones for --max-num-seqs and one
 LAUNCHES_S = 0.028  # twice what the host needs to launch a step kernel by kernel: longer steps need no graph
+LONG_LAUNCHES_S = 0.016  # ... or little more than that, where contexts are long: there a graph is much the slower
 TOGETHER_TOKENS = [
     *MIXED_TOKENS,
     *range(4608, 8193, 512),
 ]  # of ranks whose tokens travel to experts: prompts alone have more
 TOGETHER_LAUNCHES_S = 0.17  # what the host needs to launch such a step in halves: 2,600 kernels for 48 layers
-FLOP_PER_S = 6e14  # of a large matrix product, at most
 PATIENCE = 1  # steps that a mixed graph is missed by before it is captured in the middle of work
 PATIENCE_DECODES = 16  # ... and that a larger graph does instead: of decodes,
 PATIENCE_MIXED = 4  # and a mixed one, whose padding costs more
@@ -92,21 +93,36 @@ class Dispatcher:
     """`capture(key)` runs one step of that shape; what it launches becomes the graph."""
 
     def __init__(
-        self, keys: list[Key], capture: Callable[[Key], None], agree: Callable[[bool], bool] | None = None
+        self,
+        keys: list[Key],
+        capture: Callable[[Key], None],
+        agree: Callable[[bool], bool] | None = None,
+        step_time: StepTime | None = None,
     ) -> None:
-        """agree: of a group, whose ranks must have the same graphs: whether a capture worked on all, told whether it did here."""
+        """agree: of a group, whose ranks must have the same graphs: whether a capture worked on all, told whether it did here.
+
+        step_time: of this model, where contexts decide too.
+        """
         self._wanted = keys
         self._keep(keys)
         self.misses: Counter[str] = Counter()
         self.replays: Counter[str] = Counter()
-        self._capture, self._agree = capture, agree
+        self._capture, self._agree, self._step_time = capture, agree, step_time
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         self._refused: set[Key] = set()  # parts of steps that could not be captured
         self._missed: Counter[Key] = Counter()
         self._recorder = Recorder()
         self._reason = ""  # of the last capture that failed
 
-    def find(self, num_tokens: int, num_requests: int, *, uniform: bool, halves: bool = False) -> Key | None:
+    def find(
+        self,
+        num_tokens: int,
+        num_requests: int,
+        *,
+        uniform: bool,
+        halves: bool = False,
+        contexts: Contexts | None = None,
+    ) -> Key | None:
         """The smallest graph that holds the step; None (and a counted miss, unless it is of halves) when there is none.
 
         A mixed graph has at least one request more than the step: lines of the head that sample nothing belong to it.
@@ -117,6 +133,9 @@ class Dispatcher:
             if fitting:
                 return self._there(fitting, PATIENCE_DECODES) or fitting[0]
         fitting = [key for key in mixed if key.tokens >= num_tokens and key.requests > num_requests]
+        if fitting and self._is_long(num_tokens, contexts):
+            self.miss("long_context")
+            return None
         if fitting:
             key = self._there(fitting, PATIENCE_MIXED)
             if key is None and self._missed[fitting[0]] > PATIENCE:
@@ -131,6 +150,12 @@ class Dispatcher:
         else:
             self.miss("too_many_decodes" if uniform else "too_many_tokens")
         return None
+
+    def _is_long(self, num_tokens: int, contexts: Contexts | None) -> bool:
+        """Whether long contexts make a mixed step so long that it is launched kernel by kernel, for the requests that it has."""
+        if self._step_time is None or contexts is None or contexts.longest < LONG_CONTEXT:
+            return False
+        return self._step_time.of(num_tokens, contexts) > LONG_LAUNCHES_S
 
     def _there(self, fitting: list[Key], patience: int) -> Key | None:
         """The first, if it is captured or its turn has come; until then one not much larger that is captured, if there is any."""
@@ -239,7 +264,7 @@ class Dispatcher:
             self._capture(key)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:
+        except Exception as error:  # of a driver, a library or a compiler; no graph is worth the process
             if self._agree is not None:
                 raise
             self._failed(error)

@@ -23,7 +23,7 @@ from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.engine.inputs import Inputs, TorchInputs
 from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.engine.triton_inputs import Staging, TritonInputs
-from meshlm.workers.layers.ops import AttentionShape, Ops
+from meshlm.workers.layers.ops import AttentionShape, LayerStep, Ops
 from meshlm.workers.layers.torch_ops import TorchOps
 from meshlm.workers.layers.triton_ops import TritonOps
 
@@ -133,8 +133,8 @@ def cache_of(group: int) -> LayerCache:
 @pytest.mark.parametrize("window", [0, 5])
 def test_each_group_is_attended_to_by_its_own_table(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the kernels and by torch: what layers of either group read and write, in prompts, chunks and decodes."""
-    h200 = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
+    small = SimpleNamespace(multi_processor_count=8)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: small)
     torch.manual_seed(0)
     ours, theirs = (DeviceRows(ROWS, LENGTH, BLOCK, CPU, 2) for _ in "ab")
     torch_inputs, kernels = TorchInputs(ours), TritonInputs(theirs, AtOnce(), CPU)
@@ -151,7 +151,7 @@ def test_each_group_is_attended_to_by_its_own_table(window: int, monkeypatch: py
         for group in (0, 1):
             qkv = torch.randn(plan.num_tokens, 8 * 16)
             by_torch, by_kernels = (
-                step.attend(qkv.clone(), ops, batch, table, own[group], shape, 0.25, window)
+                step.attend(qkv.clone(), LayerStep(ops, batch, table, own[group]), shape, 0.25, window)
                 for step, ops, batch, own in zip(steps, both, batches, caches, strict=True)
             )
             torch.testing.assert_close(by_kernels, by_torch, atol=2e-5, rtol=1e-4)
