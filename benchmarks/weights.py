@@ -225,7 +225,7 @@ def timed_all(tries: list[tuple[Any, list[Callable[[], Any]]]]) -> list[tuple[fl
     for shape, runs in tries:
         try:
             found.append((timed(runs), shape))
-        except Exception as error:
+        except Exception as error:  # Triton's errors have no class in common with the driver's
             print("failed", shape, type(error).__name__, str(error)[:200].replace("\n", " "))
     return sorted(found, key=lambda each: each[0])
 

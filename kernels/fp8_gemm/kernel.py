@@ -119,6 +119,12 @@ def shape_for(rows: int, outputs: int, inputs: int, group: int, device: torch.de
     block_m, block_n = max(16, triton.next_power_of_2(rows)), 64
     programs, splits = pdl.multiprocessors(device), 1
     tiles = triton.cdiv(outputs, block_n)
+    if block_m == 64 and not group:  # as measured with 64 rows
+        if tiles > programs:
+            return Shape(block_m, block_n, 128, 1, 4, 5, swap=True)
+        while splits < 8 and 2 * tiles * splits <= programs and inputs >= 2048 * splits:
+            splits *= 2
+        return Shape(block_m, block_n, 256, splits, 4, 4, swap=True)
     while splits < 8 and tiles * splits < programs and inputs >= 8 * splits * block_k:
         splits *= 2
     return Shape(block_m, block_n, block_k, splits, 4, 4, swap=True)

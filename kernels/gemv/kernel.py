@@ -36,8 +36,8 @@ from torch import Tensor
 
 from meshlm.kernels import packets, pdl, tables
 from meshlm.kernels.allreduce_rmsnorm.kernel import Workspace
-from meshlm.kernels.fp8 import within
 from meshlm.kernels.fp8_gemm.reference import Fp8Weight
+from meshlm.kernels.gemv.rounding import codes_of, in_8_bits
 from meshlm.kernels.packets import FOR_EVER
 
 
@@ -55,6 +55,8 @@ def _row(
     K: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y float32 [BLOCK_K]; the first program stores the stream."""
+    if NORM:
+        factor = tl.load(norm_weight + k, mask=k < K, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
     h = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
@@ -65,7 +67,7 @@ def _row(
             if first == 0:
                 tl.store(stream + k, h.to(stream.dtype.element_ty), mask=k < K)
         scale = tl.rsqrt(tl.sum(h * h, axis=0) / K + eps)
-        h *= tl.load(norm_weight + k, mask=k < K, other=0.0).to(tl.float32) * scale
+        h *= factor.to(tl.float32) * scale
     return h
 
 
@@ -94,20 +96,6 @@ def _summed_row(
 
 
 @triton.jit
-def _in_8_bits(h, given, dtype, K: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, STATIC: tl.constexpr):
-    """What 8-bit floats leave of y, which is rounded to the model's dtype before. GROUP: inputs that share a scale."""
-    h = h.to(dtype).to(tl.float32)
-    if STATIC:
-        scale = tl.load(given)
-        left = within(h, scale, 448.0).to(tl.float8e4nv).to(tl.float32) * scale
-    else:
-        parted = tl.reshape(h, (BLOCK_K // GROUP, GROUP))
-        scales = tl.maximum(tl.max(tl.abs(parted), axis=1) / 448.0, 1e-12)[:, None]
-        left = tl.reshape(within(parted, scales, 448.0).to(tl.float8e4nv).to(tl.float32) * scales, (BLOCK_K,))
-    return left
-
-
-@triton.jit
 def _dot(w, h, scales, n, real, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
     """w [BLOCK_N, BLOCK_K] times h, float32 [BLOCK_N]. GROUP: inputs that share one of w's scales; 0: there are none."""
     product = w.to(tl.float32) * h[None, :]
@@ -128,14 +116,15 @@ def _products(
     x, residual, norm_weight, weight, scales, given, bias, out, stream, inboxes, turns, nth, blocks, eps, patience,
     K: tl.constexpr, OUTPUTS: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
     SENDS: tl.constexpr, RECEIVES: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, WAIT: tl.constexpr,
-    GROUP: tl.constexpr, ROUNDED: tl.constexpr, STATIC: tl.constexpr,
+    GROUP: tl.constexpr, ROUNDED: tl.constexpr, STATIC: tl.constexpr, PAIRS: tl.constexpr, LATE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """GATE and SENDS read two rows of the weight for each of BLOCK_N: gate and up, or the two columns of a packet.
 
-    GROUP, ROUNDED: inputs that share a scale of the weight, and of y; 0: there are none.
+    GROUP, ROUNDED: inputs that share a scale of the weight, and of y; 0: there are none. LATE: the kernel
+    behind may begin when all tiles are asked for, so that its own requests come when these end, and not before.
     """
-    if PDL:
+    if PDL and not LATE:
         tl.extra.cuda.gdc_launch_dependents()
     first = tl.program_id(0)
     nth_row, k = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
@@ -143,6 +132,7 @@ def _products(
     whole: tl.constexpr = (K == BLOCK_K) and (lines % BLOCK_N == 0)
     h = tl.zeros((BLOCK_K,), tl.float32)
     turn = 0
+    y_scale = 1.0
     if SENDS:
         addresses = tl.load(inboxes + tl.arange(0, SIZE))
     for block in tl.range(first, blocks, tl.num_programs(0), num_stages=STAGES):
@@ -155,6 +145,8 @@ def _products(
             w = _tile(weight, n, k, real, K, whole)
         if GATE:
             w_up = _tile(weight, n + OUTPUTS, k, real, K, whole)
+        if PDL and LATE and block + (STAGES - 1) * tl.num_programs(0) >= blocks:
+            tl.extra.cuda.gdc_launch_dependents()
         if block == first:  # in the loop, because the stream of copies starts where the loop does
             if RECEIVES:
                 h = _summed_row(
@@ -163,11 +155,15 @@ def _products(
                 )  # fmt: skip
             else:
                 h = _row(x, residual, norm_weight, stream, k, first, eps, K, NORM, ADD, PDL)
-            if ROUNDED:
-                h = _in_8_bits(h, given, out.dtype.element_ty, K, BLOCK_K, ROUNDED, STATIC)
+            if ROUNDED == BLOCK_K and not STATIC:
+                h, y_scale = codes_of(h, out.dtype.element_ty, PAIRS)
+            elif ROUNDED:
+                h = in_8_bits(h, given, out.dtype.element_ty, K, BLOCK_K, ROUNDED, STATIC)
             if SENDS:
                 turn = tl.load(turns) + nth
         result = _dot(w, h, scales, n, real, K, BLOCK_N, BLOCK_K, GROUP)
+        if ROUNDED == BLOCK_K and not STATIC:
+            result *= y_scale
         if SENDS:
             odd = tl.sum(w_odd.to(tl.float32) * h[None, :], axis=1)
             if BIAS:
@@ -179,6 +175,8 @@ def _products(
         else:
             if GATE:
                 up = _dot(w_up, h, scales, n + OUTPUTS, real, K, BLOCK_N, BLOCK_K, GROUP)
+                if ROUNDED == BLOCK_K and not STATIC:
+                    up *= y_scale
                 result = result / (1.0 + tl.exp(-result)) * up
             if BIAS:
                 result += tl.load(bias + n, mask=real, other=0.0).to(tl.float32)
@@ -225,6 +223,7 @@ def _lost() -> frozenset[tuple[int, int]]:
 Tile = tuple[int, int, int, int]  # BLOCK_N, warps, stages, programs per multiprocessor
 SHARED_BYTES = 227 << 10  # of an H200, for one program
 EXACT = ("outputs", "inputs", "gate", "way")  # what a tile was chosen for in whole steps
+LATE_BYTES = 32 << 20  # of a weight: behind a smaller one the next kernel may begin at once (docs/performance.md)
 BESIDE = 2 << 10  # bytes of shared memory that a program needs beside its tiles of the weight, at most
 
 
@@ -334,7 +333,8 @@ def gemv(
         SENDS=sends is not None, RECEIVES=receives is not None, RANK=turn.workspace.rank if turn else 0,
         SIZE=size, STRIDE=stride, WAIT=wait,
         GROUP=(fp8.group or block_k) if eight_bits else 0, ROUNDED=0 if fp8.rounded is None else fp8.rounded or block_k,
-        STATIC=fp8.input_scale is not None,
+        STATIC=fp8.input_scale is not None, PAIRS=x.is_cuda and x.dtype == torch.bfloat16,
+        LATE=turn is None and weight.numel() * weight.element_size() >= LATE_BYTES,
         BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages, PDL=pdl.supported(), num_warps=warps, num_stages=stages,
         **({"launch_pdl": True} if pdl.supported() else {}),
     )  # fmt: skip

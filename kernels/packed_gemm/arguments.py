@@ -1,5 +1,6 @@
 """A packed weight as the arguments of kernels."""
 
+import torch
 from torch import Tensor
 
 from meshlm.kernels.packed_gemm.reference import PLANE, PackedWeight
@@ -16,6 +17,14 @@ def tensors(weight: PackedWeight) -> tuple[Tensor, ...]:
         low if weight.minima is None else weight.minima,
         low if weight.table is None else weight.table,
     )
+
+
+def outputs_for(x: Tensor, weight: PackedWeight, splits: int) -> Tensor:
+    """Room for a product with x [m, inputs]: [m, outputs] of its dtype, or float32 [splits, m, outputs]."""
+    sizes = (x.shape[0], weight.outputs)
+    if splits == 1:
+        return torch.empty(sizes, dtype=x.dtype, device=x.device)
+    return torch.empty(splits, *sizes, dtype=torch.float32, device=x.device)
 
 
 def constants(weight: PackedWeight) -> dict[str, object]:

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meshlm.kernels import pdl
-from meshlm.kernels.packed_gemm.arguments import constants, tensors
+from meshlm.kernels.packed_gemm.arguments import constants, outputs_for, tensors
 from meshlm.kernels.packed_gemm.reference import PLANE, PackedWeight
 
 
@@ -146,10 +146,7 @@ def parts(x: Tensor, weight: PackedWeight, shape: Shape, bias: Tensor | None = N
     """x [1, inputs] in the packed order -> [1, outputs], or float32 [splits, 1, outputs]."""
     chunks = weight.low.shape[1] // PLANE
     assert shape.splits == 1 or bias is None
-    sizes, dtype = (
-        ((1, weight.outputs), x.dtype) if shape.splits == 1 else ((shape.splits, 1, weight.outputs), torch.float32)
-    )
-    out = torch.empty(sizes, dtype=dtype, device=x.device)
+    out = outputs_for(x, weight, shape.splits)
     use_pdl, each = x.is_cuda and pdl.supported(), triton.cdiv(chunks, shape.splits)
     _packed_gemv[(triton.cdiv(weight.outputs, shape.block_n), shape.splits)](
         x, *tensors(weight), x if bias is None else bias, out, **constants(weight), EACH=each, BIAS=bias is not None,

@@ -7,6 +7,7 @@ much too large, exactly. Where a scale counts for a whole plane, the product wit
 Of many rows the weight is decoded, and cuBLAS multiplies: what decoding costs is little beside the product then.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -18,8 +19,8 @@ from torch import Tensor
 from meshlm.kernels import pdl, tables
 from meshlm.kernels.gemm.kernel import gemm
 from meshlm.kernels.moe_sum.kernel import sum_parts
-from meshlm.kernels.packed_gemm import gemv
-from meshlm.kernels.packed_gemm.arguments import constants, tensors
+from meshlm.kernels.packed_gemm import gemv, pairs
+from meshlm.kernels.packed_gemm.arguments import constants, outputs_for, tensors
 from meshlm.kernels.packed_gemm.reference import CHUNK, PLANE, PackedWeight
 
 
@@ -297,12 +298,7 @@ def parts(x: Tensor, weight: PackedWeight, shape: Shape, bias: Tensor | None = N
     """x [m, inputs] in the packed order -> [m, outputs], or float32 [splits, m, outputs]."""
     rows, chunks = x.shape[0], weight.low.shape[1] // PLANE
     assert shape.splits == 1 or bias is None
-    sizes, dtype = (
-        ((rows, weight.outputs), x.dtype)
-        if shape.splits == 1
-        else ((shape.splits, rows, weight.outputs), torch.float32)
-    )
-    out = torch.empty(sizes, dtype=dtype, device=x.device)
+    out = outputs_for(x, weight, shape.splits)
     use_pdl = x.is_cuda and pdl.supported()
     each = triton.cdiv(chunks, shape.splits)
     after = weight.group >= PLANE and weight.minima is None and weight.table is None and shape.block_m <= 32
@@ -315,6 +311,14 @@ def parts(x: Tensor, weight: PackedWeight, shape: Shape, bias: Tensor | None = N
     return out
 
 
+def one_row_of(weight: PackedWeight) -> tuple[Callable[..., Tensor], gemv.Shape]:
+    """The kernel of one row for such a weight, and its shape."""
+    sizes = weight.outputs, weight.inputs, weight.low.device
+    if pairs.takes(weight):
+        return pairs.parts, pairs.default_shape(*sizes)
+    return gemv.parts, gemv.default_shape(*sizes)
+
+
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """x [m, inputs] -> [m, outputs]."""
     x = x.contiguous() if weight.order is None else x.index_select(1, weight.order)
@@ -325,10 +329,10 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
     if not one_row and rows > most:
         return gemm(x, decode(weight, x.dtype), bias)
     if one_row:
-        few = gemv.default_shape(outputs, weight.inputs, x.device)
+        product, few = one_row_of(weight)
         if few.splits == 1:
-            return gemv.parts(x, weight, few, bias)
-        found = gemv.parts(x, weight, few)
+            return product(x, weight, few, bias)
+        found = product(x, weight, few)
     else:
         some = shape_for(rows, outputs, weight.inputs, weight.bits, weight.group, x.device)
         if some.splits == 1:

@@ -5,7 +5,7 @@ import torch
 from device import DEVICE, DTYPES, MARKS, near
 from torch import Tensor
 
-from meshlm.kernels.packed_gemm import gemv, kernel, reference
+from meshlm.kernels.packed_gemm import gemv, kernel, pairs, reference
 from meshlm.kernels.packed_gemm.kernel import Shape
 from meshlm.kernels.packed_gemm.reference import PackedWeight
 
@@ -88,6 +88,33 @@ def test_one_row(kind: str, bits: int, group: int, dtype: torch.dtype) -> None:
         x = torch.randn(1, inputs, device=DEVICE, dtype=dtype) / inputs**0.5
         found = gemv.parts(x, weight, shape)
         near(found.sum(0) if shape.splits > 1 else found, x.float() @ values.t(), dtype, 4.0)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e4, 1e-3])
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize(("kind", "group"), [("symmetric", 128), ("zeros", 512), ("zeros", 128)])
+def test_one_row_in_pairs(kind: str, group: int, dtype: torch.dtype, size: float) -> None:
+    """Sums of four products do not overflow, nor do small inputs vanish."""
+    for inputs, shape in (
+        (512, gemv.Shape(32, 2, 4, 2)),
+        (320, gemv.Shape(64, 2, 4, 2)),
+        (1100, gemv.Shape(32, 3, 2, 2)),
+    ):
+        weight, values = weight_of(kind, 72, inputs, 4, group)
+        assert pairs.takes(weight)
+        x = (torch.randn(1, inputs, device=DEVICE) * size).to(dtype)
+        found = pairs.parts(x, weight, shape).float()
+        near(found.sum(0) / size, x.float() @ values.t() / size, dtype, 16.0)
+
+
+def test_nothing_of_a_row_of_zeros() -> None:
+    weight, _ = weight_of("zeros", 40, 512, 4, 128)
+    assert not pairs.parts(torch.zeros(1, 512, device=DEVICE, dtype=DTYPES[1]), weight, gemv.Shape(32, 1, 4, 2)).any()
+
+
+@pytest.mark.parametrize(("kind", "bits", "group"), [case for case in KINDS if case[1:] not in ((4, 128), (4, 512))])
+def test_what_pairs_do_not_take(kind: str, bits: int, group: int) -> None:
+    assert not pairs.takes(weight_of(kind, 8, 512, bits, group)[0])
 
 
 @pytest.mark.parametrize("rows", [1, 40, 300])

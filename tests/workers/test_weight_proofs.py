@@ -8,7 +8,7 @@ from device import DEVICE, MARKS, WIDE, needs_fp8
 from structlog.testing import capture_logs
 
 from meshlm.kernels.fp8_gemm.reference import Fp8Weight
-from meshlm.kernels.packed_gemm import gemv
+from meshlm.kernels.packed_gemm import gemv, pairs
 from meshlm.kernels.quantise_int8.reference import Int8Weight
 from meshlm.workers.quantization import proofs
 
@@ -56,22 +56,49 @@ def test_products_of_8_bit_integers(symmetric: bool) -> None:
     assert proofs.takes_int8(Int8Weight(codes, torch.ones(64, 1), torch.ones(64), symmetric), WIDE)
 
 
+@pytest.mark.parametrize("which", [1, 2], ids=["a code at a time", "two"])
 @pytest.mark.parametrize("how", ["NaN", "raises"])
-def test_what_is_wrong_is_not_used(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = gemv.parts
+def test_what_is_wrong_is_not_used(how: str, which: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = KINDS[which]
+    kernel = pairs if pairs.takes(proofs.random_packed(kind, 512, DEVICE)) else gemv
+    right = kernel.parts
 
     def parts(*arguments: Any) -> torch.Tensor:
         if how == "raises":
             raise RuntimeError("PassManager::run failed\nand more")
-        found = right(*arguments)
+        found: torch.Tensor = right(*arguments)
         found[..., 50] = torch.nan if how == "NaN" else found[..., 50] + 40
         return found
 
-    monkeypatch.setattr(gemv, "parts", parts)
+    monkeypatch.setattr(kernel, "parts", parts)
     with capture_logs() as said:
-        found = proofs.proven(proofs.random_packed(KINDS[1], 512, DEVICE), WIDE)
-        again = proofs.proven(proofs.random_packed(KINDS[1], 512, DEVICE), WIDE)
+        found = proofs.proven(proofs.random_packed(kind, 512, DEVICE), WIDE)
+        again = proofs.proven(proofs.random_packed(kind, 512, DEVICE), WIDE)
     assert (found.one_row, found.some_rows) == (again.one_row, again.some_rows) == (False, True)
     assert [entry["event"] for entry in said] == [
         "the packed kernel of one row is not right on this GPU: tensor cores compute it"
     ]
+
+
+def test_the_same_numbers_at_each_start() -> None:
+    """Or ranks, and a worker before and after its death, would choose different kernels. The process' own draws go on as they were."""
+    drawn: list[torch.Tensor] = []
+
+    def proof() -> bool:
+        drawn.append(torch.randn(4, device=DEVICE))
+        return True
+
+    torch.manual_seed(5)
+    expected = torch.randn(3, device=DEVICE)
+    torch.manual_seed(5)
+    assert proofs._same_numbers(proof)()
+    assert torch.equal(torch.randn(3, device=DEVICE), expected)
+    assert proofs._same_numbers(proof)()
+    assert torch.equal(*drawn)
+
+
+def test_a_step_of_a_large_result_is_no_error() -> None:
+    exact = torch.cat([torch.randn(500), torch.tensor([40.0])])
+    assert not proofs._differs(exact.bfloat16(), exact)
+    assert "off by" in proofs._differs(exact + 0.2, exact)
+    assert proofs._differs(torch.full_like(exact, torch.nan), exact)
