@@ -22,7 +22,7 @@ from meshlm.kernels.moe_routing.reference import Rule
 from meshlm.workers.moe.dispatch.none import NoDispatch
 from meshlm.workers.moe.experts.triton import TritonExperts
 from meshlm.workers.moe.fused_moe import FusedMoE
-from meshlm.workers.moe.parts import Routing, WeightAndReduce
+from meshlm.workers.moe.parts import ExpertWeights, Routing, WeightAndReduce
 
 ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
 TURNS_BYTES = 400 << 20  # of weights that one measurement reads, at least
@@ -47,9 +47,8 @@ class Layer:
         self.sizes = layer_of(config, tp, ep)
         count, _, hidden, wide = self.sizes
         make: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-        experts = TritonExperts(
-            torch.randn(count, 2 * wide, hidden, **make) * 0.02, torch.randn(count, hidden, wide, **make) * 0.02
-        )
+        gate_up, down = torch.randn(count, 2 * wide, hidden, **make), torch.randn(count, hidden, wide, **make)
+        experts = TritonExperts(ExpertWeights(gate_up * 0.02, down * 0.02))
         self.fused = FusedMoE(NoDispatch(0, count, count, finishes=frozenset(WeightAndReduce)), experts)
         self.router = torch.randn(count, hidden, **make) * 0.02
 

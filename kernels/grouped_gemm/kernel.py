@@ -1,5 +1,5 @@
 """Products of many rows, each with the weight of its expert:  out[r] = x[r] W[e(r)]^T, or silu(x W_gate^T) * (x W_up^T);
-with a bias, or another activation, where kernels/moe_epilogue says so.
+without a gate relu(x W^T)^2; with a bias, or another activation, where kernels/moe_epilogue says so.
 
     sorted     rows lie as kernels/moe_align orders them: a tile of rows has one expert; x may still be in the order of tokens (GATHER)
     batched    x [experts, most, k], of which the first num_tokens[e] rows of each expert are real
@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from meshlm.kernels import pdl
 from meshlm.kernels.moe_align.kernel import most_tiles
-from meshlm.kernels.moe_epilogue.kernel import PLAIN, Epilogue, activated
+from meshlm.kernels.moe_epilogue.kernel import PLAIN, Epilogue, activated, squared_relu
 from meshlm.kernels.moe_few.kernel import part
 
 GROUP = 8  # tiles of rows that share columns of a weight
@@ -79,7 +79,7 @@ def _finish(
     both, out, slab, tile, column, entry, rows, weights, w_scale, bias, real, x_scales, token, there,
     TOPK: tl.constexpr, OUTPUTS: tl.constexpr, GATE: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, X_GROUPS: tl.constexpr, W_GROUPS: tl.constexpr, BIAS: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
+    LIMIT: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Stores a tile of the products."""
     if W_GROUPS == 1:
@@ -88,9 +88,11 @@ def _finish(
         both *= tl.load(x_scales + token.to(tl.int64), mask=there, other=0.0)[:, None]
     if BIAS:
         both += tl.load(bias, mask=real, other=0.0).to(tl.float32)[None, :]
-    if GATE:
+    if GATE and GATED:
         gate, up = both.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1).split()
         both = activated(gate, up, out.dtype, ALPHA, LIMIT)
+    elif GATE:
+        both = squared_relu(both, out.dtype)
     if PARTS:
         both *= tl.load(weights + entry, mask=entry >= 0, other=0.0)[:, None]
         line = out + ((entry % TOPK) * rows + entry // TOPK).to(tl.int64)[:, None] * OUTPUTS
@@ -122,9 +124,10 @@ def _span(
     TILES: tl.constexpr, TOPK: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, GATE: tl.constexpr, GATHER: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     X_GROUPS: tl.constexpr, W_GROUPS: tl.constexpr, UPCAST: tl.constexpr, BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    GATED: tl.constexpr,
 ):  # fmt: skip
     """TILES tiles of one expert's rows by one reading of its columns."""
-    halves: tl.constexpr = 2 if GATE else 1
+    halves: tl.constexpr = 2 if GATE and GATED else 1
     wide: tl.constexpr = halves * BLOCK_N
     nth = tl.arange(0, wide)
     output = column * BLOCK_N + nth % BLOCK_N
@@ -155,17 +158,17 @@ def _span(
             )
     _finish(
         total, out, slab, first, column, entry, rows, weights, w_scale, bias, real, x_scales, token, there,
-        TOPK, OUTPUTS, GATE, PARTS, BLOCK_M, BLOCK_N, X_GROUPS, W_GROUPS, BIAS, ALPHA, LIMIT,
+        TOPK, OUTPUTS, GATE, PARTS, BLOCK_M, BLOCK_N, X_GROUPS, W_GROUPS, BIAS, ALPHA, LIMIT, GATED,
     )  # fmt: skip
     if TILES > 1:
         _finish(
             total1, out, slab, first + 1, column, entry1, rows, weights, w_scale, bias, real, x_scales, token1, there1,
-            TOPK, OUTPUTS, GATE, PARTS, BLOCK_M, BLOCK_N, X_GROUPS, W_GROUPS, BIAS, ALPHA, LIMIT,
+            TOPK, OUTPUTS, GATE, PARTS, BLOCK_M, BLOCK_N, X_GROUPS, W_GROUPS, BIAS, ALPHA, LIMIT, GATED,
         )  # fmt: skip
     if TILES > 2:
         _finish(
             total2, out, slab, first + 2, column, entry2, rows, weights, w_scale, bias, real, x_scales, token2, there2,
-            TOPK, OUTPUTS, GATE, PARTS, BLOCK_M, BLOCK_N, X_GROUPS, W_GROUPS, BIAS, ALPHA, LIMIT,
+            TOPK, OUTPUTS, GATE, PARTS, BLOCK_M, BLOCK_N, X_GROUPS, W_GROUPS, BIAS, ALPHA, LIMIT, GATED,
         )  # fmt: skip
 
 
@@ -198,7 +201,7 @@ def _grouped_gemm(
     GATHER: tl.constexpr, BATCHED: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr, FLAT: tl.constexpr, TILES: tl.constexpr, GROUP: tl.constexpr, BLOCK_E: tl.constexpr,
     X_GROUPS: tl.constexpr, W_GROUPS: tl.constexpr, UPCAST: tl.constexpr, BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    ASKS: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, ASKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """w is a descriptor of w_lines [EXPERTS, 1 or 2 (gate and up), OUTPUTS, INPUTS]; out unless PARTS, and x unless GATHER, of
     [1 or EXPERTS, rows, columns].
@@ -255,26 +258,26 @@ def _grouped_gemm(
             _span(
                 x, w, out, ids, weights, x_scales, w_scales, biases, most, rows, slab, expert, first, column, 1,
                 TOPK, INPUTS, OUTPUTS, GATE, GATHER, PARTS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, X_GROUPS, W_GROUPS, UPCAST,
-                BIAS, ALPHA, LIMIT,
+                BIAS, ALPHA, LIMIT, GATED,
             )  # fmt: skip
         else:
             if count == 1:
                 _span(
                     x, w, out, ids, weights, x_scales, w_scales, biases, most, rows, slab, expert, first, column, 1,
                     TOPK, INPUTS, OUTPUTS, GATE, GATHER, PARTS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, X_GROUPS, W_GROUPS, UPCAST,
-                    BIAS, ALPHA, LIMIT,
+                    BIAS, ALPHA, LIMIT, GATED,
                 )  # fmt: skip
             elif count == 2:
                 _span(
                     x, w, out, ids, weights, x_scales, w_scales, biases, most, rows, slab, expert, first, column, 2,
                     TOPK, INPUTS, OUTPUTS, GATE, GATHER, PARTS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, X_GROUPS, W_GROUPS, UPCAST,
-                    BIAS, ALPHA, LIMIT,
+                    BIAS, ALPHA, LIMIT, GATED,
                 )  # fmt: skip
             elif TILES == 3:
                 _span(
                     x, w, out, ids, weights, x_scales, w_scales, biases, most, rows, slab, expert, first, column, 3,
                     TOPK, INPUTS, OUTPUTS, GATE, GATHER, PARTS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, X_GROUPS, W_GROUPS, UPCAST,
-                    BIAS, ALPHA, LIMIT,
+                    BIAS, ALPHA, LIMIT, GATED,
                 )  # fmt: skip
     if PDL:  # noqa: SIM102 (constants of the compiler)
         if not GATE:
@@ -315,10 +318,10 @@ def _launch(
     """x [tokens, k] if rows are gathered, else [1 or experts, rows, k]; out [1 or experts, rows, n]. most: tiles of rows that there
     may be."""
     num_experts, inputs = w.shape[0], w.shape[2]
-    outputs = w.shape[1] // 2 if gate else w.shape[1]
+    halves = 2 if gate and epilogue.gated else 1
+    outputs = w.shape[1] // halves
     assert inputs % ALIGNED == outputs % ALIGNED == 0
     block_m, block_n, block_k = shape.block_m, shape.block_n, shape.block_k
-    halves = 2 if gate else 1
     programs = min(most * triton.cdiv(outputs, block_n), shape.programs * pdl.multiprocessors(out.device))
     lines, results = x, out
     if not gather:
@@ -341,7 +344,7 @@ def _launch(
         PARTS=parts is not None, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=shape.stages,
         FLAT=shape.flat, TILES=shape.tiles, GROUP=GROUP, BLOCK_E=triton.next_power_of_2(num_experts),
         X_GROUPS=0 if scales[0] is None else scales[0].shape[-1], W_GROUPS=0 if scales[1] is None else scales[1].shape[-1],
-        UPCAST=not out.is_cuda, BIAS=epilogue.bias is not None, ALPHA=epilogue.alpha, LIMIT=epilogue.limit,
+        UPCAST=not out.is_cuda, BIAS=epilogue.bias is not None, ALPHA=epilogue.alpha, LIMIT=epilogue.limit, GATED=epilogue.gated,
         ASKS=asks and use_pdl, PDL=use_pdl, num_warps=shape.warps, num_stages=shape.stages, **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
 

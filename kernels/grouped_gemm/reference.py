@@ -12,9 +12,12 @@ from meshlm.kernels.silu_mul.reference import silu_mul
 def product(
     x: Tensor, weight: Tensor, *, gate: bool = False, bias: Tensor | None = None, epilogue: Epilogue = PLAIN
 ) -> Tensor:
-    """x [m, k], weight [n, k] -> [m, n]; gate: [2 n, k] -> silu(first half) * second half, or the epilogue's. bias [n] or [2 n]."""
+    """x [m, k], weight [n, k] -> [m, n]; gate: [2 n, k] -> silu(first half) * second half, or the epilogue's
+    (without a gate [n, k]). bias [n] or [2 n]."""
     out = x.float() @ weight.float().t()
     out = (out if bias is None else out + bias.float()).to(x.dtype)
+    if gate and not epilogue.gated:
+        return F.relu(out).square()
     if gate and epilogue.alpha and not epilogue.limit:
         first, second = out.chunk(2, dim=-1)
         return (F.gelu(first.float(), approximate="tanh").to(x.dtype) * second).to(x.dtype)
@@ -27,7 +30,7 @@ def product(
 def by_entry(x: Tensor, weight: Tensor, experts: Tensor, *, gate: bool = False, epilogue: Epilogue = PLAIN) -> Tensor:
     """x [m, k] or, for each entry, [m * topk, k]; weight [experts, n, k]; experts int32 [m, topk] -> [m * topk, n], 0 for -1."""
     entries, each = experts.numel(), experts.numel() // x.shape[0]
-    outputs = weight.shape[1] // 2 if gate else weight.shape[1]
+    outputs = weight.shape[1] // 2 if gate and epilogue.gated else weight.shape[1]
     out = torch.zeros(entries, outputs, dtype=x.dtype, device=x.device)
     for entry, expert in enumerate(experts.flatten().tolist()):
         if expert >= 0:

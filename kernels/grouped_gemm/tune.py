@@ -129,7 +129,7 @@ class Bench:
                 with torch.cuda.graph(graph):
                     run()
                 graphs[nth] = graph
-            except Exception as error:
+            except Exception as error:  # Triton's errors have no class in common with the driver's
                 print("skipped", nth, type(error).__name__, str(error)[:80], flush=True)
         if not graphs:
             return {}

@@ -4,6 +4,7 @@ silu(gate) * up
 (up + 1) gate sigmoid(alpha gate)     with alpha and limit (gpt-oss): gate is at most `limit`, up between -limit and limit
 gelu(gate) * up                       with alpha alone: gelu(x) = x sigmoid(alpha (x + 0.044715 x^3)), where alpha is sqrt(8 / pi)
                                       (Hendrycks and Gimpel 2016, "Gaussian Error Linear Units", section 2: the form with tanh)
+relu(up)^2                            of experts without a gate (So et al. 2021, "Primer", section 4)
 """
 
 import math
@@ -15,11 +16,13 @@ from torch import Tensor
 
 
 class Epilogue(NamedTuple):
-    """bias [experts, outputs] of the weight's dtype. alpha: 0 of silu. limit: 0 where nothing is clamped."""
+    """bias [experts, outputs] of the weight's dtype. alpha: 0 of silu. limit: 0 where nothing is clamped. gated: whether the first
+    product's weight has a gate's lines before those of up."""
 
     bias: Tensor | None = None
     alpha: float = 0.0
     limit: float = 0.0
+    gated: bool = True
 
 
 PLAIN = Epilogue()
@@ -40,3 +43,11 @@ def activated(gate, up, dtype: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.cons
     else:
         gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
     return gate * up
+
+
+@triton.jit
+def squared_relu(up, dtype: tl.constexpr):
+    """float32 of the same shape, of which up is rounded as in `activated`."""
+    up = up.to(dtype).to(tl.float32)
+    up = tl.where(up < 0, 0.0, up)
+    return up * up

@@ -8,11 +8,10 @@ other experts, so that weights come from memory. --tile: block_m, block_n, warps
 """
 
 import argparse
-import json
 
 import torch
 
-from meshlm.kernels.measure import keep, microseconds
+from meshlm.kernels.measure import microseconds, report
 from meshlm.kernels.moe_align.kernel import align
 from meshlm.kernels.mxfp4_experts import kernel
 from meshlm.kernels.mxfp4_experts.layout import CHUNK, MXFP4Weight, chunks_of
@@ -83,11 +82,7 @@ def main() -> None:
     parser.add_argument("--json")
     arguments = parser.parse_args()
     sizes = (arguments.experts, arguments.topk, arguments.hidden, arguments.wide)
-    results = []
-    for rows in arguments.rows:
-        results.append(measure(sizes, rows, arguments.tile))
-        print(json.dumps(results[-1]), flush=True)
-    keep(results, arguments.json, sizes=sizes)
+    report((measure(sizes, rows, arguments.tile) for rows in arguments.rows), arguments.json, sizes=sizes)
 
 
 if __name__ == "__main__":

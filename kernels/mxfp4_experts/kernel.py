@@ -22,6 +22,7 @@ from torch import Tensor
 from meshlm.kernels import pdl
 from meshlm.kernels.moe_align.kernel import ROWS, most_tiles
 from meshlm.kernels.moe_epilogue.kernel import PLAIN, Epilogue, activated
+from meshlm.kernels.moe_few.kernel import entries_of
 from meshlm.kernels.mxfp4_experts.layout import CHUNK, MXFP4Weight
 
 GROUP = 8  # tiles of rows that share columns of a weight
@@ -140,27 +141,11 @@ def _few(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    if BY_ENTRY:
-        expert = tl.load(experts + lead)
-    else:
-        expert = lead
-    entry = tl.full((BLOCK_M,), -1, tl.int32)
-    for j in tl.static_range(TOPK):
-        one = tl.load(experts + m * TOPK + j, mask=m < rows, other=-1)
-        entry = tl.where((one == expert) & (one >= 0), m * TOPK + j, entry)
-        if not GATE:  # what goes nowhere adds nothing: the first program of its columns says so
-            nowhere = (m < rows) & (one < 0) & (m * 0 + lead == 0)
-            to = out + (j * rows + m)[:, None].to(tl.int64) * OUTPUTS + n[None, :]
-            nothing = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            tl.store(to, nothing, mask=nowhere[:, None] & (n < OUTPUTS)[None, :])
-    real = entry >= 0
-    first = tl.min(tl.where(real, entry, 0x7FFFFFFF), axis=0)
-    if BY_ENTRY:
-        live = (first == lead).to(tl.int32)
-    else:
-        live = (first != 0x7FFFFFFF).to(tl.int32)
+    expert, entry, live = entries_of(
+        experts, out, lead, n, rows, TOPK, OUTPUTS, GATE, BY_ENTRY, BLOCK_M, BLOCK_N
+    )  # fmt: skip
     if live == 1:
-        entry = tl.where(real, entry, 0)
+        real, entry = entry >= 0, tl.maximum(entry, 0)
         token = m if GATE else entry
         total = _products(
             x + token.to(tl.int64) * INPUTS, real, codes, scales, expert, column,

@@ -1,4 +1,5 @@
-"""Experts' products with biases and the clamped activation, in the kernels of few, sorted and batched rows, against plain torch."""
+"""Experts' products with biases, other activations and without a gate, in the kernels of few, sorted and batched rows, against
+plain torch."""
 
 import pytest
 import torch
@@ -81,3 +82,33 @@ def test_sorted_and_batched_rows(alpha: float, limit: float, dtype: torch.dtype)
         given = batch[expert, :number], gate_up[expert]
         wanted = reference.product(*given, gate=True, bias=above.bias[expert], epilogue=above)
         near(inside[expert, :number], wanted, dtype, 4.0)
+
+
+NO_GATE = Epilogue(gated=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_a_gate(dtype: torch.dtype) -> None:
+    """Few, sorted and batched rows; what is not a number stays so."""
+    rows = 19
+    x, chosen = made(rows, HIDDEN, dtype=dtype), choices(rows)
+    x[2] = torch.nan
+    up = made(EXPERTS, WIDE, HIDDEN, dtype=dtype) / HIDDEN**0.5
+    expected = reference.by_entry(x, up, chosen, gate=True, epilogue=NO_GATE)
+    real, number = (chosen >= 0).flatten(), expected.isfinite().all(dim=1)
+    inner = torch.zeros(rows * TOPK, WIDE, device=DEVICE, dtype=dtype)
+    moe_few.few(x, up, chosen, None, inner, moe_few.Shape(32, 32, 4, 2), epilogue=NO_GATE)
+    near(inner[number], expected[number], dtype, 4.0)
+    assert inner[~number & real].isnan().all()
+    tiles = grouped_gemm.Shape(16, 32, 64, 4, 2, tiles=2)
+    ids, positions, ends, _ = moe_align.align(chosen, EXPERTS, tiles.block_m)
+    inner = torch.zeros(len(ids), WIDE, device=DEVICE, dtype=dtype)
+    grouped_gemm.sorted_gemm(x, up, inner, tiles, ends, ids, TOPK, chosen.numel(), gate=True, epilogue=NO_GATE)
+    place = positions.flatten().long()[real & number]
+    near(inner[place], expected[real & number], dtype, 4.0)
+    counts = torch.tensor([0, 21, 1, 16, 17, 5], dtype=torch.int32, device=DEVICE)
+    batch = made(EXPERTS, 21, HIDDEN, dtype=dtype)
+    inside = torch.zeros(EXPERTS, 21, WIDE, device=DEVICE, dtype=dtype)
+    grouped_gemm.batched_gemm(batch, up, inside, tiles, counts, gate=True, epilogue=NO_GATE)
+    for expert, count in enumerate(counts.tolist()):
+        near(inside[expert, :count], reference.product(batch[expert, :count], up[expert]).relu() ** 2, dtype, 4.0)

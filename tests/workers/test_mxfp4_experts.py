@@ -133,7 +133,8 @@ def test_kernels_prove_themselves(bfloat16: None, monkeypatch: pytest.MonkeyPatc
     device = torch.device("cpu")
     for ask in (proof.of_mxfp4.__wrapped__, proof.of_extras.__wrapped__):
         assert ask(torch.float16, device) == ""
-    assert proof.of_extras.__wrapped__(torch.float16, device, "gelu_pytorch_tanh") == ""
+    for act in ("gelu_pytorch_tanh", "relu2"):
+        assert proof.of_extras.__wrapped__(torch.float16, device, act) == ""
     module = "meshlm.workers.moe.experts.mxfp4"
     monkeypatch.setattr(
         f"{module}.epilogues", lambda extras, act: (epilogues(extras)[0]._replace(limit=3.0), epilogues(extras)[1])

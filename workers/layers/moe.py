@@ -18,9 +18,9 @@ from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import Ops, RouterWeights
 from meshlm.workers.layers.partial_sum import Kind, PartialSum
 from meshlm.workers.moe.fused_moe import FusedMoE
-from meshlm.workers.moe.parts import Dispatcher, ExpertExtras, PackedExperts, Routing
+from meshlm.workers.moe.parts import Dispatcher, ExpertExtras, ExpertWeights, PackedExperts, Routing
 from meshlm.workers.moe.placement.replicas import Replicas
-from meshlm.workers.moe.registry import ExpertWeights, make_experts
+from meshlm.workers.moe.registry import make_experts
 from meshlm.workers.quantization.fp8 import FP8, ExpertScales, decoded, encoder, groups
 from meshlm.workers.quantization.method import Encode
 

@@ -77,6 +77,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+class LayerStep(NamedTuple):
+    """What attention of one layer finds in a step beside the layer's tensors."""
+
+    ops: "Ops"
+    batch: StepInputs
+    table: Tensor  # cosines and sines by position (layers/rope.py); empty where an encoder does not rotate
+    cache: LayerCache
+
+
 class RouterWeights(NamedTuple):
     """The weights of the router that chooses a layer's experts."""
 

@@ -20,9 +20,12 @@ from torch import Tensor
 from meshlm.kernels.moe_epilogue.reference import clamped_swiglu
 from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight
 from meshlm.workers.layers.partial_sum import PartialSum
+from meshlm.workers.quantization.fp8 import ExpertScales
 
 NOWHERE = -1
 """In the place of an expert: the row does not go to one (padding, or an expert of another rank)."""
+UNGATED_ACT = "relu2"
+"""The activation of experts without a gate that kernels compute."""
 
 
 class ActivationFormat(Enum):
@@ -144,6 +147,18 @@ class Dispatcher(Protocol):
     def combine_async(self, out: Tensor, given: Dispatched, routing: Routing, left: WeightAndReduce) -> Combined:
         """Begin to send results back to the tokens that `routing`, as given to prepare_async, is of."""
         ...
+
+
+class ExpertWeights(NamedTuple):
+    """The weights of one layer's experts on one rank."""
+
+    gate_up: Tensor  # [local experts, 2 wide, hidden]; [.., wide, ..] where experts have no gate
+    down: Tensor  # [local experts, hidden, wide]
+    act: str = "silu"
+    scales: ExpertScales | None = None  # of 8-bit floats; a CPU has their values, and rounds activations
+    extras: ExpertExtras | None = None
+    packed: PackedExperts | None = None  # where they are MXFP4; gate_up and down are its codes then
+    gated: bool = True
 
 
 class Experts(Protocol):

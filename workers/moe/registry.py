@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import structlog
 import torch
-from torch import Tensor
 
 from meshlm.protocol.model import MoESpec, QuantizationScheme
 from meshlm.runtime.errors import ProcessFatal
@@ -20,25 +19,17 @@ from meshlm.workers.moe.dispatch.collective import Collective
 from meshlm.workers.moe.dispatch.members import Members
 from meshlm.workers.moe.dispatch.none import NoDispatch
 from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
-from meshlm.workers.moe.parts import ActivationFormat, Dispatcher, ExpertExtras, Experts, PackedExperts, WeightAndReduce
-from meshlm.workers.quantization.fp8 import ExpertScales
+from meshlm.workers.moe.parts import (
+    UNGATED_ACT,
+    ActivationFormat,
+    Dispatcher,
+    Experts,
+    ExpertWeights,
+    WeightAndReduce,
+)
 
 _log = structlog.get_logger()
 ACTS = "silu", "gelu_pytorch_tanh"  # of gates, that kernels compute (experts/epilogues.py)
-
-
-class ExpertWeights(NamedTuple):
-    """The weights of one layer's experts on one rank."""
-
-    gate_up: Tensor  # [local experts, 2 wide, hidden]; [.., wide, ..] where experts have no gate
-    down: Tensor  # [local experts, hidden, wide]
-    act: str
-    scales: ExpertScales | None = (
-        None  # of weights that are 8-bit floats; a CPU has their values, and rounds activations
-    )
-    extras: ExpertExtras | None = None
-    packed: PackedExperts | None = None  # where they are MXFP4; gate_up and down are its codes then
-    gated: bool = True
 
 
 class ExpertsKind(NamedTuple):
@@ -58,12 +49,13 @@ def _unsupported_by_mxfp4(weights: ExpertWeights) -> str | None:
         return "it computes with MXFP4 weights"
     if not weights.gate_up.is_cuda or weights.packed.dtype not in (torch.float16, torch.bfloat16):
         return "it computes in float16 and bfloat16 on GPUs"
-    return _other_activation(weights)
+    return _other_activation(weights) if weights.gated else "it computes experts with a gate"
 
 
 def _other_activation(weights: ExpertWeights) -> str | None:
     if not weights.gated:
-        return "it computes experts with a gate"
+        plain = weights.act == UNGATED_ACT and weights.extras is None
+        return None if plain else f"without a gate it computes {UNGATED_ACT} without biases"
     if weights.act not in ACTS and (weights.extras is None or weights.extras.swiglu is None):
         return f"it computes {' and '.join(ACTS)}, not {weights.act}"
     return None
@@ -79,11 +71,11 @@ def _unsupported_by_triton(weights: ExpertWeights) -> str | None:
     capability = torch.cuda.get_device_capability(gate_up.device)
     if capability < ((8, 0) if scales is None else (8, 9)):
         return f"it needs compute capability {'8.0' if scales is None else '8.9'}"
-    if scales is not None and (why := unsupported_scheme(scales.scheme, (gate_up.shape[2], gate_up.shape[1] // 2))):
+    if scales is not None and (why := unsupported_scheme(scales.scheme, (gate_up.shape[2], weights.down.shape[2]))):
         return why
     if why := _other_activation(weights):
         return why
-    if gate_up.shape[2] % 8 or gate_up.shape[1] % 16:
+    if gate_up.shape[2] % 8 or weights.down.shape[2] % 8:
         return "it computes experts whose sizes are multiples of 8"
     if (weights.extras is not None and scales is None) or weights.act != "silu":
         from meshlm.workers.moe.experts.proof import of_extras
@@ -122,13 +114,13 @@ def _mxfp4_batched(given: ExpertWeights) -> Experts:
 def _triton(given: ExpertWeights) -> Experts:
     from meshlm.workers.moe.experts.triton import TritonExperts
 
-    return TritonExperts(given.gate_up, given.down, given.scales, given.extras, given.act)
+    return TritonExperts(given)
 
 
 def _triton_batched(given: ExpertWeights) -> Experts:
     from meshlm.workers.moe.experts.triton import TritonBatchedExperts
 
-    return TritonBatchedExperts(given.gate_up, given.down, given.scales, given.extras, given.act)
+    return TritonBatchedExperts(given)
 
 
 EXPERTS: dict[str, ExpertsKind] = {

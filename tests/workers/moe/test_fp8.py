@@ -23,7 +23,7 @@ from meshlm.workers.moe.experts import triton
 from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
 from meshlm.workers.moe.experts.triton import TritonBatchedExperts, TritonExperts
 from meshlm.workers.moe.fused_moe import FusedMoE
-from meshlm.workers.moe.parts import Routing, WeightAndReduce
+from meshlm.workers.moe.parts import ExpertWeights, Routing, WeightAndReduce
 from meshlm.workers.moe.registry import unsupported_scheme
 from meshlm.workers.quantization.fp8 import ExpertScales
 from meshlm.workers.weights.load import load_model, reload_experts
@@ -149,8 +149,9 @@ def test_experts_round_as_the_scheme_says(name: str, batched: bool, monkeypatch:
     dispatcher = (
         NoDispatchBatched(0, NUM, NUM) if batched else NoDispatch(0, NUM, NUM, finishes=frozenset(WeightAndReduce))
     )
-    plain = (ReferenceBatchedExperts if batched else ReferenceExperts)(gate_up, down, "silu", scales)
-    kernels = (TritonBatchedExperts if batched else TritonExperts)(gate_up, down, scales)
+    given = ExpertWeights(gate_up, down, "silu", scales)
+    plain = (ReferenceBatchedExperts if batched else ReferenceExperts)(*given)
+    kernels = (TritonBatchedExperts if batched else TritonExperts)(given)
     for rows in (1, 7, 70):
         x = torch.randn(rows, HIDDEN)
         routing = Routing(*select_experts(torch.randn(rows, NUM), Rule(TOPK, renormalise=True)))

@@ -19,13 +19,14 @@ from meshlm.workers.moe.fused_moe import FusedMoE, refusal, workspaces
 from meshlm.workers.moe.parts import (
     Dispatcher,
     ExpertExtras,
+    ExpertWeights,
     PackedExperts,
     Quantisation,
     Routing,
     WeightAndReduce,
     WorkspaceShape,
 )
-from meshlm.workers.moe.registry import EXPERTS, ExpertWeights, make_experts, no_dispatch
+from meshlm.workers.moe.registry import EXPERTS, _other_activation, make_experts, no_dispatch
 
 NUM, HIDDEN, WIDE, TOPK = 6, 16, 24, 3
 Ranks = list[tuple[int, int]]  # of each rank: its first expert, and how many
@@ -50,7 +51,7 @@ def weights(first: int = 0, count: int = NUM, kind: str = "silu") -> ExpertWeigh
     above, below = (torch.randn(NUM, outputs, generator=generator) for outputs in (2 * WIDE, HIDDEN))
     mine = slice(first, first + count)
     if kind == "no gate":
-        return ExpertWeights(gate_up[mine, :WIDE], down[mine], "relu2", gated=False)
+        return ExpertWeights(gate_up[mine, :WIDE].contiguous(), down[mine], "relu2", gated=False)
     extras = None if kind == "silu" else ExpertExtras(above[mine], below[mine], None if kind == "biases" else SWIGLU)
     if kind != "mxfp4":
         return ExpertWeights(gate_up[mine], down[mine], "silu", None, extras)
@@ -100,7 +101,14 @@ PAIRS = list(product(DISPATCHERS, EXPERTS))
 @pytest.mark.parametrize(("dispatcher", "experts"), PAIRS)
 @pytest.mark.parametrize(
     ("ranks", "weight"),
-    [([(0, NUM)], "silu"), (OF_THREE, "silu"), ([(0, NUM)], "biases"), (OF_THREE, "gpt-oss"), ([(0, NUM)], "mxfp4")],
+    [
+        ([(0, NUM)], "silu"),
+        (OF_THREE, "silu"),
+        ([(0, NUM)], "biases"),
+        (OF_THREE, "gpt-oss"),
+        ([(0, NUM)], "mxfp4"),
+        (OF_THREE, "no gate"),
+    ],
 )
 def test_every_legal_pair(dispatcher: str, experts: str, ranks: Ranks, weight: str) -> None:
     """The matrix: all ranks together, with padding among the tokens, one token, and none for some experts."""
@@ -153,16 +161,12 @@ def test_many_rows_are_computed_some_at_a_time() -> None:
     assert sizes == [5, 5, 5, 5, 3]
 
 
-@pytest.mark.parametrize("ranks", [[(0, NUM)], OF_THREE])
-def test_experts_without_a_gate(ranks: Ranks) -> None:
-    """In both formats; kernels do not compute them, on whatever device."""
-    x, routing = torch.randn(7, HIDDEN), routing_of(7, torch.tensor([0, 1, 2, -1, 4, 5, 6]))
-    for experts, dispatcher in (("reference", "none"), ("reference, batched", "none, batched")):
-        total = torch.zeros_like(x)
-        for first, count in ranks:
-            made = EXPERTS[experts].make(weights(first, count, "no gate"))
-            total += FusedMoE(DISPATCHERS[dispatcher](first, count), made).forward(x, routing)[0].value
-        torch.testing.assert_close(total, expected(x, routing, "no gate"), atol=1e-5, rtol=1e-4)
+def test_which_activations_kernels_have_without_a_gate() -> None:
+    given = weights(kind="no gate")
+    biases = ExpertExtras(given.gate_up[:, :, 0], None, None)
+    assert _other_activation(given) is None
+    for other in (given._replace(act="gelu"), given._replace(act="silu"), given._replace(extras=biases)):
+        assert str(_other_activation(other)).startswith("without a gate it computes relu2 without biases")
 
 
 def test_shared_experts_run_while_tokens_travel() -> None:

@@ -7,8 +7,12 @@ ALPHAS = {"silu": 0.0, "gelu_pytorch_tanh": GELU_ALPHA}
 """Of the registry's ACTS."""
 
 
-def epilogues(extras: ExpertExtras | None, act: str = "silu") -> tuple[Epilogue, Epilogue]:
-    """What stands behind the products of gate and up, and behind that of down. act: one of ALPHAS, unless the extras have their own."""
+def epilogues(extras: ExpertExtras | None, act: str = "silu", *, gated: bool = True) -> tuple[Epilogue, Epilogue]:
+    """What stands behind the products of gate and up, and behind that of down. act: one of ALPHAS, unless the extras have their own;
+    without a gate UNGATED_ACT."""
+    if not gated:
+        assert extras is None
+        return Epilogue(gated=False), PLAIN
     alpha, limit = ALPHAS.get(act, 0.0), 0.0
     if extras is None:
         return (Epilogue(alpha=alpha) if alpha else PLAIN), PLAIN

@@ -1,5 +1,5 @@
-"""Kernels of experts with biases, a clamped activation or MXFP4 weights are used where this very GPU shows, at each start, that they
-give what plain torch gives: one row, few and many, sorted and in batches, with rows that go nowhere.
+"""Kernels of experts with biases, another activation than silu, no gate or MXFP4 weights are used where this very GPU shows, at each
+start, that they give what plain torch gives: one row, few and many, sorted and in batches, with rows that go nowhere.
 
 What is wrong, or cannot be compiled or launched, is said in words; weights are decoded then, or plain torch computes.
 """
@@ -18,7 +18,15 @@ from meshlm.workers.moe.experts.mxfp4 import MXFP4BatchedExperts, MXFP4Experts
 from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
 from meshlm.workers.moe.experts.triton import TritonBatchedExperts, TritonExperts
 from meshlm.workers.moe.fused_moe import FusedMoE
-from meshlm.workers.moe.parts import ExpertExtras, Experts, PackedExperts, Routing, WeightAndReduce
+from meshlm.workers.moe.parts import (
+    UNGATED_ACT,
+    ExpertExtras,
+    Experts,
+    ExpertWeights,
+    PackedExperts,
+    Routing,
+    WeightAndReduce,
+)
 
 EXPERTS, TOPK, HIDDEN, WIDE = 32, 4, 352, 224  # eleven groups of MXFP4, and seven
 ROWS = (1, 10, 40, 200, 600, 2000)  # that meet each height of a tile
@@ -37,7 +45,8 @@ def of_mxfp4(dtype: torch.dtype, device: torch.device) -> str:
 
 @cache
 def of_extras(dtype: torch.dtype, device: torch.device, act: str = "silu") -> str:
-    """The same for weights of this dtype with biases and a clamped activation, or with another activation than silu."""
+    """The same for weights of this dtype with biases and a clamped activation, or with another activation than silu: UNGATED_ACT is of
+    experts without a gate."""
     return _reason(lambda: _of_extras(dtype, device, act), dtype, device)
 
 
@@ -112,12 +121,10 @@ def _of_extras(dtype: torch.dtype, device: torch.device, act: str) -> tuple[Pair
         made: Tensor = torch.randn(EXPERTS, outputs, inputs, generator=random, device=device) / inputs**0.5
         return made.to(dtype)
 
-    gate_up, down = weight(2 * WIDE, HIDDEN), weight(HIDDEN, WIDE)
-    extras = _extras(dtype, random) if act == "silu" else None
+    gated = act != UNGATED_ACT
+    gate_up, down = weight((2 if gated else 1) * WIDE, HIDDEN), weight(HIDDEN, WIDE)
+    weights = ExpertWeights(gate_up, down, act, extras=_extras(dtype, random) if act == "silu" else None, gated=gated)
     return (
-        (ReferenceExperts(gate_up, down, act, None, extras), TritonExperts(gate_up, down, None, extras, act)),
-        (
-            ReferenceBatchedExperts(gate_up, down, act, None, extras),
-            TritonBatchedExperts(gate_up, down, None, extras, act),
-        ),
+        (ReferenceExperts(*weights), TritonExperts(weights)),
+        (ReferenceBatchedExperts(*weights), TritonBatchedExperts(weights)),
     )

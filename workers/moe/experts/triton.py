@@ -26,28 +26,24 @@ from meshlm.workers.moe.experts.epilogues import epilogues
 from meshlm.workers.moe.parts import (
     ActivationFormat,
     Dispatched,
-    ExpertExtras,
+    ExpertWeights,
     Quantisation,
     WeightAndReduce,
     WorkspaceShape,
 )
-from meshlm.workers.quantization.fp8 import ExpertScales
 
 QUANTISATIONS = {"none": Quantisation.NONE, "token": Quantisation.FP8_TOKEN, "group": Quantisation.FP8_GROUP}
 
 
 class _Weights:
-    """A layer holds gate_up [local experts, 2 wide, hidden], down [local experts, hidden, wide], of 16 bits or with scales."""
+    """A layer holds gate_up [local experts, 2 wide, hidden], down [local experts, hidden, wide], of 16 bits or with scales.
 
-    def __init__(
-        self,
-        gate_up: Tensor,
-        down: Tensor,
-        scales: ExpertScales | None = None,
-        extras: ExpertExtras | None = None,
-        act: str = "silu",
-    ) -> None:
-        self.gate_epilogue, self.down_epilogue = epilogues(extras, act)
+    Without a gate gate_up is [local experts, wide, hidden]."""
+
+    def __init__(self, given: ExpertWeights) -> None:
+        gate_up, down, act, scales, extras, *_ = given
+        self.gate_epilogue, self.down_epilogue = epilogues(extras, act, gated=given.gated)
+        self._gated = given.gated
         plain = self.gate_epilogue is PLAIN and self.down_epilogue is PLAIN
         self._one_row = plain
         self.gate_up, self.down = gate_up, down
@@ -68,8 +64,14 @@ class _Weights:
     def plan(self, rows: int, num_topk: int) -> Plan:
         layer = Layer(self.num_experts, num_topk, self.hidden, self.wide)
         if self.block_k:
-            return fp8_plan(rows, layer, self.block_k)
-        return plan_for(rows, layer, apart=self._apart, one_row=self._one_row)
+            found = fp8_plan(rows, layer, self.block_k)
+        else:
+            found = plan_for(rows, layer, apart=self._apart, one_row=self._one_row)
+        return found._replace(gate=found.gate._replace(block_n=self.columns(found.gate.block_n)))
+
+    def columns(self, of_gate: int) -> int:
+        """Of a tile of the first product: without a gate it has as many lines of the weight as gate and up have together."""
+        return of_gate if self._gated else 2 * of_gate
 
     def warm_rows(self, num_topk: int, most: int) -> set[int]:
         layer = Layer(self.num_experts, num_topk, self.hidden, self.wide)
@@ -84,15 +86,8 @@ class TritonExperts:
     leaves: tuple[WeightAndReduce, ...] = (WeightAndReduce.PARTS, WeightAndReduce.DONE)
     chunks = True
 
-    def __init__(
-        self,
-        gate_up: Tensor,
-        down: Tensor,
-        scales: ExpertScales | None = None,
-        extras: ExpertExtras | None = None,
-        act: str = "silu",
-    ) -> None:
-        self._weights = _Weights(gate_up, down, scales, extras, act)
+    def __init__(self, given: ExpertWeights) -> None:
+        self._weights = _Weights(given)
         self.dtype, self.quantisation = self._weights.dtype, self._weights.quantisation
 
     def left(self, rows: int, num_topk: int, allowed: tuple[WeightAndReduce, ...]) -> WeightAndReduce:
@@ -185,15 +180,8 @@ class TritonBatchedExperts:
     leaves: tuple[WeightAndReduce, ...] = (WeightAndReduce.WEIGHTED_SUM,)
     chunks = False
 
-    def __init__(
-        self,
-        gate_up: Tensor,
-        down: Tensor,
-        scales: ExpertScales | None = None,
-        extras: ExpertExtras | None = None,
-        act: str = "silu",
-    ) -> None:
-        self._weights = _Weights(gate_up, down, scales, extras, act)
+    def __init__(self, given: ExpertWeights) -> None:
+        self._weights = _Weights(given)
         self.dtype, self.quantisation = self._weights.dtype, self._weights.quantisation
 
     def left(self, rows: int, num_topk: int, allowed: tuple[WeightAndReduce, ...]) -> WeightAndReduce:
@@ -212,6 +200,7 @@ class TritonBatchedExperts:
         assert given.num_tokens is not None
         weights, (inner,) = self._weights, workspaces
         gate, down = batched_shapes(given.x.shape[1], weights.block_k)
+        gate = gate._replace(block_n=weights.columns(gate.block_n))
         scales = (given.scales, weights.gate_up_scale)
         first, second = weights.gate_epilogue, weights.down_epilogue
         many.batched_gemm(given.x, weights.gate_up, inner, gate, given.num_tokens, scales, gate=True, epilogue=first)
