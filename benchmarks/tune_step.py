@@ -114,8 +114,8 @@ class Step:
         self._seen[outputs, inputs, gate, way] = chosen
         return chosen
 
-    def _plan_for(self, rows: int, layer: experts.Layer, *, apart: bool = True) -> experts.Plan:
-        plan = experts.plan_for(rows, layer, apart=apart)
+    def _plan_for(self, rows: int, layer: experts.Layer, **allowed: bool) -> experts.Plan:
+        plan = experts.plan_for(rows, layer, **allowed)
         if plan.kind != "one":
             return plan
         self.layer, known = layer, self._choice
