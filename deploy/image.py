@@ -1,8 +1,10 @@
 """Builds the image of deploy/Dockerfile with buildah, which needs no daemon, and looks at it as it runs: make image, as root.
 
-    python -P deploy/image.py [--base IMAGE] [--suite SUITE --mirror URL --site FOLDER] [-- FLAGS of buildah build]
+    python -P deploy/image.py [--base IMAGE] [--suite SUITE --mirror URL --site FOLDER] [--ca FILE] [-- FLAGS of buildah build]
 
 Without --base the base is a minimal system (debootstrap), for places that reach no registry; CUDA is what torch's wheel brings.
+--ca is for networks whose proxy has a certificate authority of its own: pip trusts it while the image is built, and the image does not
+keep it.
 Needs buildah, debootstrap without --base, and psutil. The image is kept as `meshlm`.
 """
 
@@ -51,8 +53,9 @@ def make_base(suite: str, mirror: str, site: str) -> str:
     return BASE
 
 
-def build(base: str, more: list[str]) -> None:
+def build(base: str, ca: str, more: list[str]) -> None:
     words = ["buildah", "build", "--format", "docker", "--isolation", "chroot", "-f", "deploy/Dockerfile", "-t", IMAGE]
+    words += ["--secret", f"id=ca,src={Path(ca).resolve(strict=True)}"] if ca else []
     subprocess.run([*words, "--build-arg", f"CUDA_IMAGE={base}", *more, "."], check=True, cwd=ROOT)
 
 
@@ -115,12 +118,13 @@ def main() -> None:
     parser.add_argument("--suite", default="bookworm")
     parser.add_argument("--mirror", default="http://deb.debian.org/debian")
     parser.add_argument("--site", default="", help="a folder of files to add to that base, such as etc/pip.conf")
+    parser.add_argument("--ca", default="", help="a file of certificate authorities that pip trusts while it builds")
     parser.add_argument("--check", action="store_true", help="look at the image that is there")
     words = sys.argv[1:]
     more = words[words.index("--") + 1 :] if "--" in words else []
     arguments = parser.parse_args(words[: len(words) - len(more) - ("--" in words)])
     if not arguments.check:
-        build(arguments.base or make_base(arguments.suite, arguments.mirror, arguments.site), more)
+        build(arguments.base or make_base(arguments.suite, arguments.mirror, arguments.site), arguments.ca, more)
     check()
 
 

@@ -73,6 +73,11 @@ def test_dockerfile() -> None:
     assert user.split()[1].split(":")[0] not in ("0", "root")
     (check,) = (line for line in lines if line.startswith("HEALTHCHECK "))
     assert f"http://127.0.0.1:{PORT}/health" in check
+    fetching = [line for line in lines if "pip install" in line]
+    assert len(fetching) == 2
+    assert all("--mount=type=secret,id=ca," in line for line in fetching), (
+        "none of them may need the host's authorities"
+    )
 
 
 def test_dockerignore_keeps_what_the_build_needs() -> None:
