@@ -274,6 +274,7 @@ class DetokenizerApp:
         except RequestError as error:
             return Encoded(ask.job, error=error)
         except BaseException as error:  # a panic of the tokenizer's is no Exception; the client waits for an answer
+            self._log_failure("the tokenizer failed")
             text = f"the prompt cannot be encoded: {error}"
             return Encoded(ask.job, error=RequestError(ErrorKind.INVALID, text, "prompt"))
 
@@ -284,9 +285,15 @@ class DetokenizerApp:
             return self._grammars.compile(grammar)
         except RequestError:
             raise
-        except BaseException as error:  # a panic of the library's is no Exception
+        except BaseException as error:  # a panic of the library's is no Exception; the client waits for an answer
+            self._log_failure("the grammar library failed")
             text = f"{grammar.param}: the grammar cannot be compiled: {error}"
             raise RequestError(ErrorKind.INVALID, text, grammar.param.split(".")[0]) from None
+
+    def _log_failure(self, what: str) -> None:
+        """With what is raised just now, which no client's text alone should have been able to raise."""
+        assert self._mesh is not None
+        self._mesh.log.exception(what)
 
     # --- questions ---
 
@@ -309,6 +316,7 @@ class DetokenizerApp:
         try:
             reply = replies.answer(ask, self._encoder, core.table, core.vocab_size, core.max_model_len)
         except BaseException as error:  # a panic of the tokenizer's is no Exception; the client waits for an answer
+            self._log_failure("the tokenizer failed")
             kind = TokenizeReply if isinstance(ask, Tokenize) else DetokenizeReply
             reply = kind(ask.handle, error=f"the text cannot be tokenized: {error}", param="prompt")
         self._mesh.call_soon_threadsafe(self._answered, question.sender, reply)

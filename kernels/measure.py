@@ -1,7 +1,7 @@
 """How kernels are timed (bench.py and tune.py beside each), and how their figures are kept."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,15 @@ def replay_us(graph: torch.cuda.CUDAGraph, repeats: int = 1) -> float:
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) * 1e3 / repeats
+
+
+def report(found: Iterable[dict[str, Any]], path: str | None, **facts: Any) -> None:
+    """Print figures as they are measured, a line each; and keep them."""
+    results = []
+    for each in found:
+        results.append(each)
+        print(json.dumps(each), flush=True)
+    keep(results, path, **facts)
 
 
 def keep(results: list[Any], path: str | None, **facts: Any) -> None:

@@ -5,7 +5,7 @@ other. Inside `precompiled` a launch only hands its variant to other threads, by
 of their work, the front end, needs Python's lock. What is no launch of Triton's happens as ever, in buffers that no kernel has
 filled: nothing that only a kernel writes may be an index of torch's there.
 
-Used by workers/graphs/precompile.py before its warm-up, in the one thread that launches.
+Used by a worker before its warm-up (workers/engine/triton_kit.py) and by tuners, in the one thread that launches.
 """
 
 import logging

@@ -51,6 +51,14 @@ def request_of(request, rows, starts, ends, tables, stride):
 
 
 @triton.jit
+def piece_of(pieces, ends, piece):
+    """The first token of a piece among the step's, and its number of tokens."""
+    request, first = tl.load(pieces + 3 * piece), tl.load(pieces + 3 * piece + 1)
+    token = (tl.load(ends + request - 1, mask=request > 0, other=0) + first).to(tl.int64)
+    return token, tl.load(pieces + 3 * piece + 2)
+
+
+@triton.jit
 def left_in(table, start, end, count, PAGE: tl.constexpr):
     """The page that the state behind `end` of a request's `count` tokens goes to; -1: it is not left."""
     at = start + end

@@ -57,7 +57,7 @@ def make(name: str, config: MeshConfig, environment: Mapping[str, str]) -> IOPro
     plugins.load(plugins.IO_PROCESSORS, environment, register, only=name)
     try:
         return _classes[name](config)
-    except Exception as error:  # it is not ours
+    except Exception as error:  # a plug-in may raise anything, and the user must read whose it is
         text = f"plug-in {name} (group {plugins.IO_PROCESSORS}): {type(error).__name__}: {error}"
         raise plugins.PluginError(text.splitlines()[0]) from error
 
@@ -68,7 +68,7 @@ def prompts_of(processor: IOProcessor, data: Any, request_id: str) -> list[str] 
         found = processor.pre_process(processor.parse_data(data), request_id)
     except ValueError:
         raise
-    except Exception as error:  # it is not ours
+    except Exception as error:  # a plug-in may raise anything, and the user must read whose it is
         raise ProcessingError(_blame(processor, error)) from error
     if isinstance(found, str):
         return [found]
@@ -82,7 +82,7 @@ def answer_of(processor: IOProcessor, vectors: "Sequence[array[float]]", request
     """The answer's data. ProcessingError."""
     try:
         return processor.post_process(vectors, request_id)
-    except Exception as error:  # it is not ours
+    except Exception as error:  # a plug-in may raise anything, and the user must read whose it is
         raise ProcessingError(_blame(processor, error)) from error
 
 

@@ -109,10 +109,7 @@ def _load(group: str, point: "EntryPoint", register: Callable[[str, Any], None])
     def work() -> None:
         try:
             register(point.name, point.load())
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # a plug-in's module may raise anything, and the user must read whose it is
+        except (Exception, SystemExit) as error:  # a plug-in may raise anything, and the user must read whose it is
             failures.append(error)
 
     thread = threading.Thread(target=work, name=f"plug-in {point.name}", daemon=True)

@@ -186,7 +186,7 @@ class _Process:
         except ProcessFatal as error:
             logs.record(str(error), "error", process=str(self._identity))
             return await self._fail(str(error))
-        except Exception as error:
+        except Exception as error:  # a bug of ours: the supervisor says it, and starts another
             self._mesh.log.exception("process failed")
             return await self._fail(f"{self._identity}: {type(error).__name__}: {error}")
         await self._mesh.close()
@@ -261,6 +261,9 @@ class _Process:
         elif type(message) is RecordTimeline:
             self._mesh.timeline.begin(message.number)
             self._mesh.call_later(message.seconds, self._tell_timeline, message.number)
+        elif type(message) is control.SetRanks:
+            self._mesh.config = message.applied(self._mesh.config)
+            self._app.on_message(peer, message)
         elif type(message) is control.ChangeSettings:
             self._mesh.config = message.applied(self._mesh.config)
             logs.set_level(level_of(self._mesh.config.run.log_level, self._identity))

@@ -47,4 +47,5 @@ def ready(
         pool_kinds=facts.pool_kinds,
         pooled_bytes=facts.pooled_bytes,
         kv_specs=facts.kv_specs,
+        attention_wave=facts.attention_wave,
     )

@@ -7,11 +7,13 @@ import importlib
 from typing import Any
 
 import msgspec
+import structlog
 
 from meshlm.protocol.operations import CallWorkers, OperationDone, OperationId
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.engine import Engine
 
+_log = structlog.get_logger()
 NONE = "start the server with --worker-extension-cls to have methods that can be called"
 
 
@@ -47,5 +49,6 @@ class Extension:
             given = msgspec.json.decode(asked.arguments)
             result = method(self._made, *given["args"], **given["kwargs"])
             return OperationDone(operation_id, results=(msgspec.json.encode(result, enc_hook=str),))
-        except Exception as error:  # the user's code; the worker goes on
+        except Exception as error:  # the user's code may raise anything; the worker goes on
+            _log.exception("worker extension failed", method=asked.method)
             return OperationDone(operation_id, f"{kind}.{asked.method}: {type(error).__name__}: {error}")

@@ -128,7 +128,7 @@ class WorkerApp:
                 return
             engine = make_engine(mesh.config, mesh.identity.index, self._membership, report)
             extension = Extension.of(mesh.config.worker.worker_extension_cls, engine, mesh.identity.index)
-        except BaseException as error:
+        except BaseException as error:  # whoever waits for the engine raises it
             loop.call_soon_threadsafe(answer, error)
             return
         loop.call_soon_threadsafe(answer, engine)
@@ -184,7 +184,7 @@ class WorkerApp:
                 self._failed_launches += 1
                 self._mesh.call_soon_threadsafe(self._on_aborted, message.session)
                 continue
-            except Exception as error:
+            except Exception as error:  # a step's; its requests are told, or the process ends (_failed)
                 self._failed_launches += 1
                 self._failed(message, error)
                 continue
@@ -251,7 +251,7 @@ class WorkerApp:
             plan, pending = item
             try:
                 result: StepResult = pending.wait()
-            except Exception as error:
+            except Exception as error:  # as above
                 self._failed(plan, error)
             else:
                 if self._shard.reports:
@@ -352,6 +352,8 @@ class WorkerApp:
         try:
             error = self._engine.grammars.compile(ask.text) if self._shard.is_last else ""
         except BaseException as panic:  # the library's panics are no Exceptions; the client waits for an answer
+            assert self._mesh is not None
+            self._mesh.log.exception("the grammar library failed")
             error = f"the grammar cannot be compiled: {panic}"
         self._say(GrammarReady(ask.session, ask.number, error))
 

@@ -21,8 +21,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from meshlm.kernels.attention.bulk_copies import LAYOUT, SWIZZLED, WIDE, WIDE_, place, producer, together
 from meshlm.kernels.attention.kernel import PLAIN, Columns, Extras
+from meshlm.kernels.attention.tiles import HOPPER_ROWS
 
-ROWS = 128  # of a tile: two groups of warps have 64 each
 KEYS = 128  # of a tile, and half as many where a head has more than 128 numbers
 
 SCORES_OF = {keys: gl.NVMMADistributedLayout([3, 0], [4, 1], [16, keys, 16]) for keys in (KEYS, KEYS // 2)}
@@ -273,7 +273,12 @@ def fits(query: Tensor, keys: Tensor) -> bool:
     if not query.is_cuda or torch.cuda.get_device_capability(query.device) != (9, 0):
         return False
     dim, page = query.shape[2], keys.shape[1]
-    if query.shape[1] // keys.shape[2] > ROWS or page > keys_of(dim) or dim % 8 or not WIDE // 2 < dim <= 4 * WIDE:
+    if (
+        query.shape[1] // keys.shape[2] > HOPPER_ROWS
+        or page > keys_of(dim)
+        or dim % 8
+        or not WIDE // 2 < dim <= 4 * WIDE
+    ):
         return False
     return keys.dtype == query.dtype and query.element_size() == 2
 
@@ -295,7 +300,7 @@ def prefill(
     tokens, heads, dim = query.shape
     blocks, page, kv_heads, _ = keys.shape
     rows, width = blocks * page, kv_heads * dim
-    block_q = ROWS // (heads // kv_heads)
+    block_q = HOPPER_ROWS // (heads // kv_heads)
 
     def pages(of: Tensor) -> Any:
         return TensorDescriptor(of.view(rows, width), [rows, width], [width, 1], [page, WIDE], LAYOUT)

@@ -10,6 +10,7 @@ import triton
 from meshlm.kernels import tables
 
 MAX_SPLITS = 32
+HOPPER_ROWS = 128  # of a tile of hopper.py: queries x query heads of a kv head
 MEASURED_DIM, LARGE_DIM = 128, 256
 Tile = tuple[int, int, int, int]
 USUAL_KEYS = 512  # that a prompt token sees, where nothing is known of its prompt
@@ -43,6 +44,12 @@ def hopper_from(dim: int) -> float:
     """
     table = tables.read("attention")
     return float(table.get("hopper_from", {}).get(str(dim), math.inf)) if tables.is_own(table) else math.inf
+
+
+def hopper_wave(heads: int, kv_heads: int, device: torch.device) -> int:
+    """Tokens of a prompt's chunk behind a long context whose tiles hopper.py computes all at once: a program fills a multiprocessor."""
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return HOPPER_ROWS // (heads // kv_heads) * multiprocessors // kv_heads
 
 
 def tile_of_head(tile: Tile, dim: int) -> Tile:

@@ -6,14 +6,13 @@ Bytes counted: each row read once, written once, and its norm written once. Tabl
 """
 
 import argparse
-import json
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from meshlm.kernels.embedding.kernel import embed
-from meshlm.kernels.measure import keep, microseconds
+from meshlm.kernels.measure import microseconds, report
 from meshlm.kernels.norm.kernel import rms_norm
 
 TABLES = [(151936, 1024), (128256, 4096)]
@@ -49,12 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json")
     arguments = parser.parse_args()
-    results = []
-    for rows, columns in TABLES:
-        for tokens in TOKENS:
-            results.append(bench(rows, columns, tokens))
-            print(json.dumps(results[-1]), flush=True)
-    keep(results, arguments.json)
+    report((bench(rows, columns, tokens) for rows, columns in TABLES for tokens in TOKENS), arguments.json)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ by Qwen3.5's as well. --reference: beside them the kernels of flash-linear-atten
 """
 
 import argparse
-import json
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from meshlm.kernels.gated_delta.kernel import CHUNK, chunk_rule
 from meshlm.kernels.gated_delta.update import rule_update
-from meshlm.kernels.measure import keep, microseconds
+from meshlm.kernels.measure import microseconds, report
 from meshlm.kernels.ssd.bench import PAGE, beside_copy, columns_of, launch
 from meshlm.kernels.states import Pieces
 
@@ -62,25 +62,22 @@ def reference(tokens: int) -> dict[str, Any]:
     return {"what": f"flash-linear-attention, a prompt of {tokens}", "us": round(microseconds(run), 2)}
 
 
+def measured(has_reference: bool) -> Iterator[dict[str, Any]]:
+    for dtype in (torch.bfloat16, torch.float32):
+        for requests in DECODES:
+            yield decode(requests, dtype)
+    for counts in PROMPTS:
+        yield prompts(counts)
+        if has_reference and find_spec("fla") and len(counts) == 1:
+            yield reference(counts[0])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json")
     parser.add_argument("--reference", action="store_true")
     arguments = parser.parse_args()
-    results = []
-
-    def show(found: dict[str, Any]) -> None:
-        results.append(found)
-        print(json.dumps(found), flush=True)
-
-    for dtype in (torch.bfloat16, torch.float32):
-        for requests in DECODES:
-            show(decode(requests, dtype))
-    for counts in PROMPTS:
-        show(prompts(counts))
-        if arguments.reference and find_spec("fla") and len(counts) == 1:
-            show(reference(counts[0]))
-    keep(results, arguments.json)
+    report(measured(arguments.reference), arguments.json)
 
 
 if __name__ == "__main__":

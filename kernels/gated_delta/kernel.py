@@ -21,6 +21,7 @@ from torch import Tensor
 
 from meshlm.kernels.attention.kernel import Columns
 from meshlm.kernels.gated_delta.reference import EPS
+from meshlm.kernels.gated_delta.update import check_strides
 from meshlm.kernels.states import PIECE, Pieces, left_in, request_of, softplus
 
 CHUNK = 64
@@ -177,6 +178,7 @@ def chunk_rule(
     page: int,
 ) -> None:
     """The prompts of a step: see update.py for the tensors."""
+    check_strides(q, k, v, a, b)
     tokens, heads, width = v.shape
     numbers, lines = k.shape[2], pieces.pieces
     chunks = HALVES * len(lines)

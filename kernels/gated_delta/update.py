@@ -44,6 +44,13 @@ def _update(
     tl.store(out + (token * HEADS + head) * V + n, o.to(out.dtype.element_ty), mask=n < V)
 
 
+def check_strides(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> None:
+    """ValueError where the numbers of a token do not lie side by side: the kernels would read others."""
+    for name, tensor in zip("qkvab", (q, k, v, a, b), strict=True):
+        if not tensor[:1].is_contiguous():
+            raise ValueError(f"{name} of a token must lie in one piece, it has strides {tensor.stride()}")
+
+
 def rule_update(
     q: Tensor,
     k: Tensor,
@@ -63,6 +70,7 @@ def rule_update(
     q, k [t, groups, K], v [t, heads, V] and a, b [t, heads] may be strided by token; rate, bias float32 [heads];
     state [2, pages, half, V, K]; out [t, heads, V]. page: tokens of a block.
     """
+    check_strides(q, k, v, a, b)
     heads, width = v.shape[1:]
     numbers = k.shape[2]
     block_v = min(triton.next_power_of_2(width), 32)

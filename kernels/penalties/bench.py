@@ -6,12 +6,11 @@ Logits are bfloat16. `of` rows of the batch have penalties, with so many tokens;
 """
 
 import argparse
-import json
 from typing import Any
 
 import torch
 
-from meshlm.kernels.measure import keep, microseconds
+from meshlm.kernels.measure import microseconds, report
 from meshlm.kernels.penalties.kernel import Edits, Penalties, penalise, workspace
 
 VOCAB = 151936
@@ -62,11 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json")
     arguments = parser.parse_args()
-    results = []
-    for case in CASES:
-        results.append(bench(*case))
-        print(json.dumps(results[-1]), flush=True)
-    keep(results, arguments.json)
+    report((bench(*case) for case in CASES), arguments.json)
 
 
 if __name__ == "__main__":

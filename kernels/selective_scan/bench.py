@@ -7,13 +7,13 @@ Shapes of Mamba-2.8B and Falcon-Mamba-7B. --reference: beside them mamba_ssm's k
 """
 
 import argparse
-import json
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from meshlm.kernels.measure import keep, microseconds
+from meshlm.kernels.measure import microseconds, report
 from meshlm.kernels.selective_scan.kernel import scan_update, selective_scan
 from meshlm.kernels.ssd.bench import PAGE, beside_copy, columns_of, launch
 from meshlm.kernels.states import Pieces
@@ -57,26 +57,23 @@ def reference(name: str, tokens: int) -> dict[str, Any]:
     return {"what": f"mamba_ssm, a prompt of {tokens} {name}", "us": round(microseconds(run), 2)}
 
 
+def measured(has_reference: bool) -> Iterator[dict[str, Any]]:
+    for name in SHAPES:
+        for dtype in (torch.bfloat16, torch.float32):
+            for requests in DECODES:
+                yield decode(name, requests, dtype)
+        for counts in PROMPTS:
+            yield prompts(name, counts)
+            if has_reference and find_spec("mamba_ssm") and len(counts) == 1:
+                yield reference(name, counts[0])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json")
     parser.add_argument("--reference", action="store_true")
     arguments = parser.parse_args()
-    results = []
-
-    def show(found: dict[str, Any]) -> None:
-        results.append(found)
-        print(json.dumps(found), flush=True)
-
-    for name in SHAPES:
-        for dtype in (torch.bfloat16, torch.float32):
-            for requests in DECODES:
-                show(decode(name, requests, dtype))
-        for counts in PROMPTS:
-            show(prompts(name, counts))
-            if arguments.reference and find_spec("mamba_ssm") and len(counts) == 1:
-                show(reference(name, counts[0]))
-    keep(results, arguments.json)
+    report(measured(arguments.reference), arguments.json)
 
 
 if __name__ == "__main__":

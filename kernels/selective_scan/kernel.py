@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meshlm.kernels.attention.kernel import Columns
-from meshlm.kernels.states import Pieces, left_in, request_of, softplus
+from meshlm.kernels.states import Pieces, left_in, piece_of, request_of, softplus
 
 BLOCK = 32  # channels of a program, which has one warp
 
@@ -53,9 +53,28 @@ def _line(values, stride, token, at, there):
 
 
 @triton.jit
-def _step_of(dt, stride, token, at, there, inside):
-    """The time steps of a token; zero, which changes nothing, where it is not inside the piece."""
-    return tl.where(inside, softplus(_line(dt, stride, token, at, there)), 0.0)
+def _given(x, dt, b, x_stride, dt_stride, b_stride, token, p, n, there, numbers, inside):
+    """The time step, the value and the key of a token. The step is zero, which changes nothing, where it is not inside the piece."""
+    step = tl.where(inside, softplus(_line(dt, dt_stride, token, p, there)), 0.0)
+    return step, _line(x, x_stride, token, p, there), _line(b, b_stride, token, n, numbers)
+
+
+@triton.jit
+def _behind_first(t, last):
+    """The three tokens behind token t, the piece's last one where they are beyond it. last: how many it has behind t."""
+    return t + tl.minimum(last, 1), t + tl.minimum(last, 2), t + tl.minimum(last, 3)
+
+
+@triton.jit
+def _four(x, dt, b, x_stride, dt_stride, b_stride, t, last, p, n, there, numbers):
+    """What `_given` has of four tokens, whose loads are under way together."""
+    t1, t2, t3 = _behind_first(t, last)
+    return (
+        _given(x, dt, b, x_stride, dt_stride, b_stride, t, p, n, there, numbers, last >= 0),
+        _given(x, dt, b, x_stride, dt_stride, b_stride, t1, p, n, there, numbers, last >= 1),
+        _given(x, dt, b, x_stride, dt_stride, b_stride, t2, p, n, there, numbers, last >= 2),
+        _given(x, dt, b, x_stride, dt_stride, b_stride, t3, p, n, there, numbers, last >= 3),
+    )
 
 
 @triton.jit
@@ -75,23 +94,15 @@ def _sums(
     N: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     piece, p, n = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_N)
-    request, first, size = tl.load(pieces + 3 * piece), tl.load(pieces + 3 * piece + 1), tl.load(pieces + 3 * piece + 2)
-    token = (tl.load(ends + request - 1, mask=request > 0, other=0) + first).to(tl.int64)
+    token, size = piece_of(pieces, ends, piece)
     there, numbers = p < channels, n < N
     inside, line = there[:, None] & numbers[None, :], p[:, None] * N + n[None, :]
     rates = tl.load(a + line, mask=inside, other=0.0)
     h, total = tl.zeros((BLOCK, BLOCK_N), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    for begin in range(0, size, 4):  # the loads of four tokens are under way together
-        t, last = token + begin, size - begin - 1
-        t1, t2, t3 = t + tl.minimum(last, 1), t + tl.minimum(last, 2), t + tl.minimum(last, 3)
-        step0 = _step_of(dt, dt_stride, t, p, there, last >= 0)
-        step1 = _step_of(dt, dt_stride, t1, p, there, last >= 1)
-        step2 = _step_of(dt, dt_stride, t2, p, there, last >= 2)
-        step3 = _step_of(dt, dt_stride, t3, p, there, last >= 3)
-        value0, key0 = _line(x, x_stride, t, p, there), _line(b, b_stride, t, n, numbers)
-        value1, key1 = _line(x, x_stride, t1, p, there), _line(b, b_stride, t1, n, numbers)
-        value2, key2 = _line(x, x_stride, t2, p, there), _line(b, b_stride, t2, n, numbers)
-        value3, key3 = _line(x, x_stride, t3, p, there), _line(b, b_stride, t3, n, numbers)
+    for begin in range(0, size, 4):
+        (step0, value0, key0), (step1, value1, key1), (step2, value2, key2), (step3, value3, key3) = _four(
+            x, dt, b, x_stride, dt_stride, b_stride, token + begin, size - begin - 1, p, n, there, numbers
+        )  # fmt: skip
         h = _behind(h, step0, value0, key0, rates)
         h = _behind(h, step1, value1, key1, rates)
         h = _behind(h, step2, value2, key2, rates)
@@ -136,41 +147,21 @@ def _scan(
     N: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     piece, p, n = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_N)
-    request, first, size = tl.load(pieces + 3 * piece), tl.load(pieces + 3 * piece + 1), tl.load(pieces + 3 * piece + 2)
-    token = (tl.load(ends + request - 1, mask=request > 0, other=0) + first).to(tl.int64)
+    token, size = piece_of(pieces, ends, piece)
     there, numbers = p < channels, n < N
     inside, line = there[:, None] & numbers[None, :], p[:, None] * N + n[None, :]
     rates = tl.load(a + line, mask=inside, other=0.0)
     skip = tl.load(d + p, mask=there, other=0.0)
     h = tl.load(states + (piece * channels).to(tl.int64) * N + line, mask=inside, other=0.0)
     to = out + p
-    for begin in range(0, size, 4):  # as above; the tokens beyond the piece's end are its last one, and are not stored
+    for begin in range(0, size, 4):  # the tokens beyond the piece's end are its last one, and are not stored
         t, last = token + begin, size - begin - 1
-        t1, t2, t3 = t + tl.minimum(last, 1), t + tl.minimum(last, 2), t + tl.minimum(last, 3)
-        step0 = _step_of(dt, dt_stride, t, p, there, last >= 0)
-        step1 = _step_of(dt, dt_stride, t1, p, there, last >= 1)
-        step2 = _step_of(dt, dt_stride, t2, p, there, last >= 2)
-        step3 = _step_of(dt, dt_stride, t3, p, there, last >= 3)
-        value0, key0, query0 = (
-            _line(x, x_stride, t, p, there),
-            _line(b, b_stride, t, n, numbers),
-            _line(c, c_stride, t, n, numbers),
-        )
-        value1, key1, query1 = (
-            _line(x, x_stride, t1, p, there),
-            _line(b, b_stride, t1, n, numbers),
-            _line(c, c_stride, t1, n, numbers),
-        )
-        value2, key2, query2 = (
-            _line(x, x_stride, t2, p, there),
-            _line(b, b_stride, t2, n, numbers),
-            _line(c, c_stride, t2, n, numbers),
-        )
-        value3, key3, query3 = (
-            _line(x, x_stride, t3, p, there),
-            _line(b, b_stride, t3, n, numbers),
-            _line(c, c_stride, t3, n, numbers),
-        )
+        t1, t2, t3 = _behind_first(t, last)
+        (step0, value0, key0), (step1, value1, key1), (step2, value2, key2), (step3, value3, key3) = _four(
+            x, dt, b, x_stride, dt_stride, b_stride, t, last, p, n, there, numbers
+        )  # fmt: skip
+        query0, query1 = _line(c, c_stride, t, n, numbers), _line(c, c_stride, t1, n, numbers)
+        query2, query3 = _line(c, c_stride, t2, n, numbers), _line(c, c_stride, t3, n, numbers)
         z0, z1 = _line(gate, gate_stride, t, p, there), _line(gate, gate_stride, t1, p, there)
         z2, z3 = _line(gate, gate_stride, t2, p, there), _line(gate, gate_stride, t3, p, there)
         h = _behind(h, step0, value0, key0, rates)

@@ -7,8 +7,7 @@ Bytes of a decode: each state read once and written once; beside it a copy of as
 """
 
 import argparse
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 
 from meshlm.kernels.attention.kernel import Columns
 from meshlm.kernels.causal_conv.kernel import causal_conv
-from meshlm.kernels.measure import keep, microseconds
+from meshlm.kernels.measure import microseconds, report
 from meshlm.kernels.ssd.kernel import chunk_scan
 from meshlm.kernels.ssd.reference import TimeSteps
 from meshlm.kernels.ssd.update import state_update
@@ -107,28 +106,25 @@ def reference(name: str, tokens: int) -> dict[str, Any]:
     return {"what": f"mamba_ssm scan {name} {tokens}", "us": round(taken, 2)}
 
 
+def measured(has_reference: bool) -> Iterator[dict[str, Any]]:
+    for name in SHAPES:
+        for dtype in (torch.bfloat16, torch.float32):
+            for requests in DECODES:
+                yield decode(name, requests, dtype)
+        for tokens in PROMPTS:
+            yield prompt(name, tokens)
+            if has_reference and find_spec("mamba_ssm"):
+                yield reference(name, tokens)
+        for counts in ([1] * 64, [2048], [2048] * 4):
+            yield convolution(name, counts)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json")
     parser.add_argument("--reference", action="store_true")
     arguments = parser.parse_args()
-    results = []
-
-    def show(found: dict[str, Any]) -> None:
-        results.append(found)
-        print(json.dumps(found), flush=True)
-
-    for name in SHAPES:
-        for dtype in (torch.bfloat16, torch.float32):
-            for requests in DECODES:
-                show(decode(name, requests, dtype))
-        for tokens in PROMPTS:
-            show(prompt(name, tokens))
-            if arguments.reference and find_spec("mamba_ssm"):
-                show(reference(name, tokens))
-        for counts in ([1] * 64, [2048], [2048] * 4):
-            show(convolution(name, counts))
-    keep(results, arguments.json)
+    report(measured(arguments.reference), arguments.json)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from torch import Tensor
 from meshlm.kernels.attention.kernel import Columns
 from meshlm.kernels.ssd.reference import TimeSteps
 from meshlm.kernels.ssd.update import high_of
-from meshlm.kernels.states import PIECE, Pieces, left_in, request_of, time_step
+from meshlm.kernels.states import PIECE, Pieces, left_in, piece_of, request_of, time_step
 
 
 @triton.jit
@@ -23,8 +23,7 @@ def _states(
     PIECE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     at, head = tl.program_id(0), tl.program_id(1)
-    request, first, size = tl.load(pieces + 3 * at), tl.load(pieces + 3 * at + 1), tl.load(pieces + 3 * at + 2)
-    token = (tl.load(ends + request - 1, mask=request > 0, other=0) + first).to(tl.int64)
+    token, size = piece_of(pieces, ends, at)
     t, p, n = tl.arange(0, PIECE), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
     here = t < size
     step = tl.load(dt + (token + t) * dt_stride + head, mask=here, other=0.0)
@@ -82,8 +81,7 @@ def _scan(
     PIECE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     at, head = tl.program_id(0), tl.program_id(1)
-    request, first, size = tl.load(pieces + 3 * at), tl.load(pieces + 3 * at + 1), tl.load(pieces + 3 * at + 2)
-    token = (tl.load(ends + request - 1, mask=request > 0, other=0) + first).to(tl.int64)
+    token, size = piece_of(pieces, ends, at)
     t, p, n = tl.arange(0, PIECE), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
     here = t < size
     group = (head // EACH) * N + n[None, :]

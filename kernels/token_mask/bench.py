@@ -6,12 +6,11 @@
 """
 
 import argparse
-import json
 from typing import Any
 
 import torch
 
-from meshlm.kernels.measure import keep, microseconds
+from meshlm.kernels.measure import microseconds, report
 from meshlm.kernels.token_mask.kernel import token_mask
 
 VOCAB = 151936
@@ -35,11 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json")
     arguments = parser.parse_args()
-    results = []
-    for case in CASES:
-        results.append(bench(*case))
-        print(json.dumps(results[-1]), flush=True)
-    keep(results, arguments.json)
+    report((bench(*case) for case in CASES), arguments.json)
 
 
 if __name__ == "__main__":

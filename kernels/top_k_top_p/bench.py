@@ -9,13 +9,12 @@ logits; their copy is not counted.
 
 import argparse
 import itertools
-import json
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshlm.kernels.measure import keep, microseconds
+from meshlm.kernels.measure import microseconds, report
 from meshlm.kernels.top_k_top_p.kernel import Limits, top_k_top_p, workspace
 
 VOCAB = 151936
@@ -92,11 +91,9 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--json")
     arguments = parser.parse_args()
-    results = []
-    for kind, lines, case in itertools.product(("zipf", "flat"), LINES, CASES):
-        results.append(bench(kind, lines, case, arguments.tune and case in ("top_k", "top_p")))
-        print(json.dumps(results[-1]), flush=True)
-    keep(results, arguments.json)
+    cases = itertools.product(("zipf", "flat"), LINES, CASES)
+    tune = arguments.tune
+    report((bench(*each, tune and each[2] in ("top_k", "top_p")) for each in cases), arguments.json)
 
 
 if __name__ == "__main__":

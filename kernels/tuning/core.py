@@ -2,7 +2,7 @@
 
 It has neither a GPU nor a clock of its own: a `Bench` measures, in pieces, and says before each piece how long it will take about; what
 would end behind the deadline is not begun. The plain way (cuBLAS, and kernels of their own for what stands beside a product) is always
-among the candidates, and nothing else is taken that is not clearly faster. Called by workers/tuning.py.
+among the candidates, and nothing else is taken that is not clearly faster. Called by workers/cuda/tuning.py.
 """
 
 from collections.abc import Callable, Generator, Iterable

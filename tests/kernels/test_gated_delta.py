@@ -1,6 +1,6 @@
 """The gated delta rule's kernels against their references: decodes, prompts and chunks, and what they leave in pages."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -113,3 +113,14 @@ def test_chunks_are_the_tokens_one_by_one(chunk: int) -> None:
         torch.testing.assert_close(o[t], one[0], atol=1e-5, rtol=1e-5)
         state = states[0]
     torch.testing.assert_close(last, state, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("prompt", [False, True])
+def test_numbers_apart_are_refused(prompt: bool) -> None:
+    """As they are where a and b were taken from the same lines in turn."""
+    given = inputs(4, SIZES["groups"], torch.float32)
+    given = given._replace(a=torch.zeros(4, 4, device=DEVICE)[:, ::2])
+    rest: list[Any] = [torch.empty(0)] * 3
+    kernel: Any = chunk_rule if prompt else rule_update
+    with pytest.raises(ValueError, match="a of a token must lie in one piece"):
+        kernel(*given, *rest, None, PAGE)

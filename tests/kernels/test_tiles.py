@@ -1,9 +1,13 @@
 """Which tiles a decode may have: pure, no GPU."""
 
+from types import SimpleNamespace
+
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshlm.kernels.attention.tiles import most_parts_of, one_of_each, splits_of, tile_of_head
+from meshlm.kernels.attention.tiles import hopper_wave, most_parts_of, one_of_each, splits_of, tile_of_head
 
 GPUS = st.tuples(st.floats(0.5, 16), st.integers(1, 400))
 
@@ -41,3 +45,10 @@ def test_large_heads_have_tiles_that_fit_the_shared_memory() -> None:
     assert (rows + 2 * stages * block_n) * 512 * 2 <= 100 << 10
     assert rows * 512 <= 64 * 32 * warps, "numbers of the sum that a thread keeps in registers"
     assert tile_of_head((16, 64, 1, 2), 512)[0] == 16, "parts of a context are as many as before"
+
+
+def test_a_wave_of_attention_is_a_tile_for_each_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H200 has 132: of 32 query heads over 8 of keys 32 tokens are a tile, of 28 over 4 it is 18."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    device = torch.device("cuda")
+    assert [hopper_wave(*heads, device) for heads in ((32, 8), (28, 4), (16, 8), (32, 32))] == [528, 594, 1056, 528]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import same_states, two_layers
+from two_layers import same_states, two_layers
 
 pytest.importorskip("triton")
 from meshlm.kernels.gate_up_silu import kernel

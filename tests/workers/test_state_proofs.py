@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from meshlm.workers.batch import KnownRequests, Prompt, StepInputs
 from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.inputs import TorchInputs
+from meshlm.workers.models.qwen3_next import GatedDeltaNet
 from meshlm.workers.states import model_proof, proof, triton_states
 from meshlm.workers.states.triton_states import TritonStates
 
@@ -184,3 +186,14 @@ def test_what_is_wrong_in_a_whole_model_is_noticed(tmp_path: Path, monkeypatch: 
         model_proof.of_model(whole, kernels, kernels.inputs)
         == "conv: RuntimeError: Triton Error [CUDA]: invalid argument"
     )
+
+
+@pytest.mark.parametrize("each", [1, 2])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_parts_of_a_gated_delta_net_lie_in_one_piece(groups: int, each: int) -> None:
+    """The numbers of a token, side by side: kernels take them so, and gave up their work where they were not."""
+    state = SimpleNamespace(n_groups=groups, state_size=20, head_dim=24, num_heads=groups * each)
+    sizes = [groups * (2 * 20 + each * 2 * 24), 2 * groups * each]
+    net: Any = SimpleNamespace(_state=state, _each=each, _sizes=sizes)
+    for part in GatedDeltaNet.parts(net, torch.arange(3.0 * sum(sizes)).unflatten(0, (3, -1))):
+        assert part[:1].is_contiguous()

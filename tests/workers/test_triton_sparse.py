@@ -15,7 +15,7 @@ from meshlm.workers.attention.torch_backend import TorchAttention
 from meshlm.workers.attention.triton_latent import LatentWorkspace
 from meshlm.workers.attention.triton_sparse import TritonSparseAttention
 from meshlm.workers.batch import UNKNOWN, LayerCache
-from meshlm.workers.layers.ops import LatentShape
+from meshlm.workers.layers.ops import LatentShape, LayerStep
 from meshlm.workers.layers.torch_ops import TorchOps
 
 if torch.cuda.is_available():
@@ -42,9 +42,8 @@ def test_a_step(topk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = Chosen(torch.randn(num, 6, DIM), torch.randn(num, DIM), torch.randn(num, 6), topk)
     table, pages = torch.randn(64, ROTARY), torch.randn(BLOCKS, BLOCK, 1, RANK + ROTARY + DIM)
     theirs = pages.clone()
-    given = (query.clone(), latent.clone(), TorchOps(), batch, table, LayerCache(theirs, theirs), heads, 0.2, chosen)
-    plain = TorchAttention(batch, BLOCK)
-    expected = plain.attend_latent(*given)
+    plain, of_layer = TorchAttention(batch, BLOCK), LayerStep(TorchOps(), batch, table, LayerCache(theirs, theirs))
+    expected = plain.attend_latent(query.clone(), latent.clone(), of_layer, heads, 0.2, chosen)
     TorchOps().latent_cache(query, latent, batch, table, LayerCache(pages, pages), heads)
     counts = torch.tensor([count for _, count in REQUESTS])
     columns = Columns(
@@ -70,10 +69,7 @@ def test_a_step(topk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(pages, theirs, atol=2e-5, rtol=1e-4)
     # A layer that shares the choice: the lines of its own cache are left as they are behind the latents.
     query, latent = query.flip(2), latent.flip(0)
-    lines = LayerCache(theirs, theirs)
-    expected = plain.attend_latent(
-        query.clone(), latent.clone(), TorchOps(), batch, table, lines, heads, 0.2, LastChoice()
-    )
+    expected = plain.attend_latent(query.clone(), latent.clone(), of_layer, heads, 0.2, LastChoice())
     TorchOps().latent_cache(query, latent, batch, table, LayerCache(pages, pages), heads)
     found = attention.attend(padded(query), LastChoice(), slots, pages.squeeze(2), columns, heads, 0.2)
     torch.testing.assert_close(found[:num], expected, atol=2e-5, rtol=1e-4)

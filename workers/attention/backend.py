@@ -12,8 +12,8 @@ from meshlm.runtime.attention_packages import PACKAGES
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.attention.sparse_latent import Chosen, LastChoice
 from meshlm.workers.attention.torch_backend import TorchAttention
-from meshlm.workers.batch import LayerCache, StepInputs
-from meshlm.workers.layers.ops import AttentionShape, LatentShape, Ops
+from meshlm.workers.batch import StepInputs
+from meshlm.workers.layers.ops import AttentionShape, LatentShape, LayerStep
 from meshlm.workers.states.step import StepStates
 
 
@@ -21,19 +21,11 @@ class StepAttention(Protocol):
     """Attention for one step; made once, run by every layer."""
 
     def attend(
-        self,
-        qkv: Tensor,
-        ops: Ops,
-        batch: StepInputs,
-        table: Tensor,
-        cache: LayerCache,
-        heads: AttentionShape,
-        scale: float,
-        sliding_window: int = 0,
+        self, qkv: Tensor, step: LayerStep, heads: AttentionShape, scale: float, sliding_window: int = 0
     ) -> Tensor:
         """qkv [t, (heads + 2 kv_heads) d] as projected -> [t, heads, d]. Keys and values are in the cache afterwards.
 
-        table: cosines and sines by position (layers/rope.py). sliding_window 0: all keys.
+        sliding_window 0: all keys.
         """
         ...
 
@@ -41,10 +33,7 @@ class StepAttention(Protocol):
         self,
         query: Tensor,
         latent: Tensor,
-        ops: Ops,
-        batch: StepInputs,
-        table: Tensor,
-        cache: LayerCache,
+        step: LayerStep,
         heads: LatentShape,
         scale: float,
         chosen: Chosen | LastChoice | None = None,

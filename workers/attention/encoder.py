@@ -14,8 +14,8 @@ from torch import Tensor
 
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.sparse_latent import Chosen, LastChoice
-from meshlm.workers.batch import LayerCache, StepInputs
-from meshlm.workers.layers.ops import AttentionShape, LatentShape, Ops
+from meshlm.workers.batch import StepInputs
+from meshlm.workers.layers.ops import AttentionShape, LatentShape, LayerStep
 from meshlm.workers.layers.rope import apply_rope
 from meshlm.workers.states.step import StepStates
 
@@ -43,23 +43,13 @@ class EncoderAttention:
         self._ends: Tensor | None = None
 
     def attend(
-        self,
-        qkv: Tensor,
-        ops: Ops,
-        batch: StepInputs,
-        table: Tensor,
-        cache: LayerCache,
-        heads: AttentionShape,
-        scale: float,
-        sliding_window: int = 0,
+        self, qkv: Tensor, step: LayerStep, heads: AttentionShape, scale: float, sliding_window: int = 0
     ) -> Tensor:
-        """See `StepAttention`. table: empty where positions are not rotated. sliding_window: tokens that are seen on each side."""
+        """See `StepAttention`. sliding_window: tokens that are seen on each side."""
         lines = qkv.view(qkv.shape[0], 3, heads.num_heads, heads.head_dim)
-        if table.numel():
-            places = batch.positions.clamp(
-                0, len(table) - 1
-            )  # while kernels are compiled ahead, nobody has written them
-            angles = table[places].to(qkv.dtype)[:, None]
+        if step.table.numel():  # while kernels are compiled ahead, nobody has written positions
+            places = step.batch.positions.clamp(0, len(step.table) - 1)
+            angles = step.table[places].to(qkv.dtype)[:, None]
             half = angles.shape[-1] // 2
             both = apply_rope(lines[:, :2].flatten(1, 2), angles[..., :half], angles[..., half:])
             lines = torch.cat((both.view_as(lines[:, :2]), lines[:, 2:]), dim=1)
@@ -75,10 +65,7 @@ class EncoderAttention:
         self,
         query: Tensor,
         latent: Tensor,
-        ops: Ops,
-        batch: StepInputs,
-        table: Tensor,
-        cache: LayerCache,
+        step: LayerStep,
         heads: LatentShape,
         scale: float,
         chosen: Chosen | LastChoice | None = None,

@@ -8,7 +8,7 @@ from torch import Tensor
 from meshlm.kernels.attention.seen import Seen
 from meshlm.workers.attention.sparse_latent import Choice, Chosen, LastChoice, attend_choice, choose
 from meshlm.workers.batch import LayerCache, StepInputs
-from meshlm.workers.layers.ops import AttentionShape, LatentShape, Ops
+from meshlm.workers.layers.ops import AttentionShape, LatentShape, LayerStep
 from meshlm.workers.states.torch_states import TorchStates
 
 
@@ -27,33 +27,23 @@ class RotatedAttention(ABC):
         return found
 
     def attend(
-        self,
-        qkv: Tensor,
-        ops: Ops,
-        batch: StepInputs,
-        table: Tensor,
-        cache: LayerCache,
-        heads: AttentionShape,
-        scale: float,
-        sliding_window: int = 0,
+        self, qkv: Tensor, step: LayerStep, heads: AttentionShape, scale: float, sliding_window: int = 0
     ) -> Tensor:
-        query = ops.rope_cache(qkv, batch, table, cache, heads)
+        query = step.ops.rope_cache(qkv, step.batch, step.table, step.cache, heads)
         seen = Seen(scale, sliding_window, heads.softcap, heads.chunk, heads.sinks, heads.slopes)
-        return self.run(query, cache, seen)
+        return self.run(query, step.cache, seen)
 
     def attend_latent(
         self,
         query: Tensor,
         latent: Tensor,
-        ops: Ops,
-        batch: StepInputs,
-        table: Tensor,
-        cache: LayerCache,
+        step: LayerStep,
         heads: LatentShape,
         scale: float,
         chosen: Chosen | LastChoice | None = None,
     ) -> Tensor:
         """Absorbed: all heads over one, whose keys are the cache's lines, and whose values are the latents in them."""
+        ops, batch, table, cache = step
         ops.latent_cache(query, latent, batch, table, cache, heads)
         absorbed = torch.cat((heads.absorb(query), query[..., heads.nope :]), dim=-1)
         if chosen is not None:

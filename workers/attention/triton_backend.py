@@ -21,7 +21,7 @@ from meshlm.workers.attention.sparse_latent import Chosen, LastChoice
 from meshlm.workers.attention.triton_latent import LatentWorkspace, TritonLatentAttention
 from meshlm.workers.attention.triton_sparse import TritonSparseAttention
 from meshlm.workers.batch import UNKNOWN, LayerCache, StepInputs
-from meshlm.workers.layers.ops import AttentionShape, LatentShape, Ops
+from meshlm.workers.layers.ops import AttentionShape, LatentShape, LayerStep
 from meshlm.workers.states.triton_states import KINDS, TritonStates
 
 WORKSPACE_FLOATS = 1 << 22
@@ -72,16 +72,9 @@ class TritonAttention:
         self._decodes = [Columns(*shared, self._num, blocks) for blocks in batch.block_tables]
 
     def attend(
-        self,
-        qkv: Tensor,
-        ops: Ops,
-        batch: StepInputs,
-        table: Tensor,
-        cache: LayerCache,
-        heads: AttentionShape,
-        scale: float,
-        sliding_window: int = 0,
+        self, qkv: Tensor, step: LayerStep, heads: AttentionShape, scale: float, sliding_window: int = 0
     ) -> Tensor:
+        ops, batch, table, cache = step
         scales = cache.k_scale, cache.v_scale
         extras = Extras(sliding_window, heads.softcap, heads.sinks, *scales, heads.chunk, heads.slopes)
         decodes, columns = self._batch.num_decodes, self._columns[cache.group]
@@ -128,14 +121,12 @@ class TritonAttention:
         self,
         query: Tensor,
         latent: Tensor,
-        ops: Ops,
-        batch: StepInputs,
-        table: Tensor,
-        cache: LayerCache,
+        step: LayerStep,
         heads: LatentShape,
         scale: float,
         chosen: Chosen | LastChoice | None = None,
     ) -> Tensor:
+        ops, batch, table, cache = step
         lines, columns = cache.keys.squeeze(2), self._columns[cache.group]
         if chosen is not None:
             ops.latent_cache(query, latent, batch, table, cache, heads)

@@ -1,6 +1,6 @@
 """Triton keeps compiled kernels on disk. When it cannot read them back, they are set aside and compiled again.
 
-Called once, around the making of the engine, which runs every kernel (cuda/engine.py).
+Called once, around the making of the engine, which runs every kernel (engine/make.py).
 """
 
 import gc
@@ -36,7 +36,7 @@ def retry_without(make: Callable[[], T], where: Path, *, alone: bool = True) -> 
         return make()
     except (ProcessFatal, torch.OutOfMemoryError):
         raise
-    except Exception as error:
+    except Exception as error:  # Triton and drivers have no class in common; what is no such error is raised again
         moved = before is not None and _inode(where) != before  # by another worker that could not read it
         if not _of_reading(error) or not (moved or where.is_dir()):
             raise

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from meshlm.kernels.ssd.reference import TimeSteps
 from meshlm.workers.attention.backend import Backend, StepAttention, TorchBackend
-from meshlm.workers.batch import LayerCache, StateCache, StepInputs
+from meshlm.workers.attention.sparse_latent import Chosen, LastChoice
+from meshlm.workers.batch import StateCache, StepInputs
 from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.engine.inputs import TorchInputs
-from meshlm.workers.layers.ops import AttentionShape, LatentShape, Ops
+from meshlm.workers.layers.ops import AttentionShape, LatentShape, LayerStep
 from meshlm.workers.states.proof import FAULTS, LONG, Request, step_of
 from meshlm.workers.states.step import StepStates
 
@@ -125,41 +126,31 @@ class _BothAttention:
         self._both, self._kernels, self._plain, self._batch, self._pages = both, kernels, plain, batch, pages
 
     def attend(
-        self,
-        qkv: Tensor,
-        ops: Ops,
-        batch: StepInputs,
-        table: Tensor,
-        cache: LayerCache,
-        heads: AttentionShape,
-        scale: float,
-        sliding_window: int = 0,
+        self, qkv: Tensor, step: LayerStep, heads: AttentionShape, scale: float, sliding_window: int = 0
     ) -> Tensor:
         """See `StepAttention.attend`."""
-        rest, copy = (table, cache, heads, scale, sliding_window), qkv.clone()
+        rest, copy = (heads, scale, sliding_window), qkv.clone()
         return self._both.run(
             "attention",
-            lambda: self._kernels.attend(copy, ops, self._batch, *rest),
-            lambda: self._plain.attend(qkv, ops, batch, *rest),
+            lambda: self._kernels.attend(copy, step._replace(batch=self._batch), *rest),
+            lambda: self._plain.attend(qkv, step, *rest),
         )
 
     def attend_latent(
         self,
         query: Tensor,
         latent: Tensor,
-        ops: Ops,
-        batch: StepInputs,
-        table: Tensor,
-        cache: LayerCache,
+        step: LayerStep,
         heads: LatentShape,
         scale: float,
+        chosen: Chosen | LastChoice | None = None,
     ) -> Tensor:
         """See `StepAttention.attend_latent`."""
         first, second = query.clone(), latent.clone()
         return self._both.run(
             "attention",
-            lambda: self._kernels.attend_latent(first, second, ops, self._batch, table, cache, heads, scale),
-            lambda: self._plain.attend_latent(query, latent, ops, batch, table, cache, heads, scale),
+            lambda: self._kernels.attend_latent(first, second, step._replace(batch=self._batch), heads, scale, chosen),
+            lambda: self._plain.attend_latent(query, latent, step, heads, scale, chosen),
         )
 
     def states(self, group: int) -> StepStates:

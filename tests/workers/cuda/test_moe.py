@@ -18,7 +18,7 @@ from meshlm.workers.moe.dispatch.none import NoDispatch, NoDispatchBatched
 from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
 from meshlm.workers.moe.experts.triton import TritonBatchedExperts, TritonExperts
 from meshlm.workers.moe.fused_moe import FusedMoE
-from meshlm.workers.moe.parts import Dispatcher, ExpertExtras, Routing, WeightAndReduce
+from meshlm.workers.moe.parts import Dispatcher, ExpertExtras, ExpertWeights, Routing, WeightAndReduce
 from meshlm.workers.quantization.fp8 import FP8, ExpertScales, groups
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -43,8 +43,11 @@ SCHEMES = {
 
 
 @pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize(("name", "biased"), [*((name, False) for name in SCHEMES), ("16 bits", True)])
-def test_kernels_give_what_plain_torch_gives(name: str, biased: bool, batched: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "biased", "gated"),
+    [*((name, False, gated) for name in SCHEMES for gated in (True, False)), ("16 bits", True, True)],
+)
+def test_kernels_give_what_plain_torch_gives(name: str, biased: bool, gated: bool, batched: bool) -> None:
     """One row, few and many, sorted and in batches; some tokens are padding."""
     scheme = SCHEMES[name]
     if scheme is not None and torch.cuda.get_device_capability() < (8, 9):
@@ -60,21 +63,21 @@ def test_kernels_give_what_plain_torch_gives(name: str, biased: bool, batched: b
             for weight in (gate_up, down)
         ]
         scales = ExpertScales(some[0], some[1], scheme, torch.bfloat16)
-    extras = None
+    extras, act = None, "silu"
+    if not gated:
+        gate_up, act = gate_up[:, :WIDE].contiguous(), "relu2"
+        scales = None if scales is None else scales._replace(gate_up=scales.gate_up[:, :WIDE].contiguous())
     if biased:
         above, below = (torch.randn(NUM, outputs, device="cuda").bfloat16() for outputs in (2 * WIDE, HIDDEN))
         extras = ExpertExtras(above, below, (1.702, 1.5))
     dispatcher: Dispatcher = NoDispatch(0, NUM, NUM, finishes=frozenset(WeightAndReduce))
-    plain, kernels = (
-        ReferenceExperts(gate_up, down, "silu", scales, extras),
-        TritonExperts(gate_up, down, scales, extras),
-    )
-    made = FusedMoE(dispatcher, plain), FusedMoE(dispatcher, kernels)
+    weights = ExpertWeights(gate_up, down, act, scales, extras, gated=gated)
+    made = FusedMoE(dispatcher, ReferenceExperts(*weights)), FusedMoE(dispatcher, TritonExperts(weights))
     if batched:
         dispatcher = NoDispatchBatched(0, NUM, NUM)
         made = (
-            FusedMoE(dispatcher, ReferenceBatchedExperts(gate_up, down, "silu", scales, extras)),
-            FusedMoE(dispatcher, TritonBatchedExperts(gate_up, down, scales, extras)),
+            FusedMoE(dispatcher, ReferenceBatchedExperts(*weights)),
+            FusedMoE(dispatcher, TritonBatchedExperts(weights)),
         )
     for rows in (1, 9, 70, 700):
         x = torch.randn(rows, HIDDEN, device="cuda").bfloat16()
