@@ -154,7 +154,7 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
     messages, vectors = embeds.of_chat(request, resolved, server)
     prompt = of_chat(
         messages,
-        tool_choice.shown(choice, request.tools),
+        tool_choice.shown(choice, request, server),
         request.chat_template,
         template_kwargs,
         server,

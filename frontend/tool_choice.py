@@ -59,8 +59,11 @@ def read(request: ChatRequest) -> ToolChoice:
     return _choice(request)._replace(parallel=request.parallel_tool_calls is not False)
 
 
-def shown(choice: ToolChoice, tools: list[Json] | None) -> list[Json] | None:
+def shown(choice: ToolChoice, request: ChatRequest, server: ServerConfig) -> list[Json] | None:
     """The tools that the model is told of."""
+    if request.tool_choice == "none" and server.exclude_tools_when_tool_choice_none:
+        return None
+    tools = request.tools
     return [tool for tool in tools or [] if tool["function"]["name"] in choice.tools] if choice.is_part else tools
 
 

@@ -112,6 +112,9 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
             description="how the model writes tool calls: hermes (Qwen's models too), mistral ... (docs/tool-calling.md)"
         ),
     ] = ""
+    exclude_tools_when_tool_choice_none: Annotated[
+        bool, Meta(description="the model is told of no tools where tool_choice is none")
+    ] = False
     tool_parser_plugin: Annotated[str, Meta(description="Python file with more of them, in a dict TOOL_PARSERS")] = ""
     structured_outputs_config: Annotated[
         str,

@@ -100,8 +100,11 @@ def say_needless(flag: str) -> None:
 
 
 def is_only(flag: str, value: object) -> bool:
-    """Whether this value, or each of a list with commas, names what is done anyway."""
-    return all(part in ONLY[flag][0] for part in str(value).split(","))
+    """Whether this value, or each of a list with commas, or each `key=value` of a JSON object, names what is done anyway."""
+    if isinstance(value, str) and value.startswith("{"):
+        value = _json_value(value)
+    parts = [f"{key}={one}" for key, one in value.items()] if isinstance(value, Mapping) else str(value).split(",")
+    return all(part in ONLY[flag][0] for part in parts)
 
 
 def meant(setting: str, value: str) -> str:

@@ -242,6 +242,18 @@ def test_the_model_is_shown_the_tools_that_are_allowed(mode: str) -> None:
     assert json.loads(prompt.tools_json) == ASKS["tools"][:1]
 
 
+@pytest.mark.parametrize(
+    ("choice", "excludes", "is_shown"), [("none", True, False), ("none", False, True), ("auto", True, True)]
+)
+def test_the_tools_of_a_request_without_calls_may_be_left_out(choice: str, excludes: bool, is_shown: bool) -> None:
+    server = ServerConfig(
+        enable_auto_tool_choice=True, tool_call_parser="hermes", exclude_tools_when_tool_choice_none=excludes
+    )
+    (prompt,) = asked("chat", body_of("chat", {**ASKS, "tool_choice": choice}), server=server).prompts
+    assert isinstance(prompt, ChatPrompt)
+    assert bool(prompt.tools_json) is is_shown
+
+
 @pytest.mark.parametrize(("choice", "finish_reason"), [("required", "tool_calls"), (NAMED, "stop")])
 def test_a_forced_call_of_gpt_oss_is_read_from_its_channels(choice: object, finish_reason: str) -> None:
     server = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="openai", reasoning_parser="openai_gptoss")
