@@ -62,9 +62,10 @@ class AsyncLLM:
         options = of_tokenization(tokenization_kwargs)
         keep = options.pop("truncate_prompt_tokens", None)
         given = of_generate(prompt, **options, sizes=self._llm.embeds_sizes)
-        (params,), ranks = self._llm._checked(sampling_params, 1, [priority], keep)
+        (params,), ranks = self._llm._submits.checked(sampling_params, 1, [priority], keep)
         rank = -1 if data_parallel_rank is None else data_parallel_rank
-        ((submit, request),) = self._llm._submits(iter([given]), [params], ranks, rank)
+        run = uuid.uuid4().hex
+        ((submit, request),) = self._llm._submits.of(iter([given]), [params], ranks, run, rank)
         name = self._new_name(request_id)
         stream, progress = OutputStream(params.output_kind), Progress(request, name, params)
         work = self._open[name] = self._llm._background.start(self._follow(submit, request, params, stream, progress))

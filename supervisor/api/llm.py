@@ -5,36 +5,31 @@ background thread (background.py). The children are programs of their own, so a 
 """
 
 import os
-import random
-import time
 import uuid
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tqdm import tqdm
 
 from meshlm.protocol.columns import ints
 from meshlm.protocol.operations import Profile, ResetPrefixCache
-from meshlm.protocol.text_edge import ChatPrompt, EmbedsPrompt, Prompt, Submit, TextPrompt, TokenPrompt
-from meshlm.runtime import logits_processors, tensor_files
-from meshlm.runtime.errors import RequestError
+from meshlm.protocol.text_edge import Prompt, TextPrompt, TokenPrompt
 from meshlm.supervisor.api import rpc
 from meshlm.supervisor.api.arguments import refuse, settings_of
 from meshlm.supervisor.api.background import Background
 from meshlm.supervisor.api.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence, search
-from meshlm.supervisor.api.client import name_of
-from meshlm.supervisor.api.offline_prompts import Given, OnePrompt, Sizes, many, of_generate, of_tokenization
+from meshlm.supervisor.api.enqueued import Enqueued, finished
+from meshlm.supervisor.api.offline_prompts import Asked, Given, OnePrompt, Sizes, many, of_generate, of_tokenization
 from meshlm.supervisor.api.outputs import CompletionOutput, Logprob, RequestOutput
 from meshlm.supervisor.api.sampling import (
     RepetitionDetectionParams,
     SamplingParams,
     StructuredOutputsParams,
-    check_embeds,
 )
 from meshlm.supervisor.api.sleep import Sleeper
+from meshlm.supervisor.api.submits import Submits
 from meshlm.supervisor.api.tokenizer import Tokenizer, chat_prompt
 from meshlm.supervisor.api.vectors import PoolingParams, PoolingRequestOutput, Vectors
 from meshlm.supervisor.settings import flags, layout, resolve, vllm_env
@@ -61,9 +56,10 @@ class LLM:
             warnings.warn(idle, stacklevel=2)
         layout.check_alone(config)
         self._config = resolve.resolve(config)
-        self._draws = random.Random(config.model.seed or 0)  # of the seeds of prompts without one
         self._background = Background(self._config)
         self._supervisor, self._client = self._background.supervisor, self._background.client
+        self._submits = Submits(self._config, self._client)
+        self._enqueued = Enqueued(self._background)
         self._sleeper = Sleeper(self._config, self._supervisor)
         self._vectors = Vectors(self._config, self._background)
         self._finalizer = weakref.finalize(self, self._background.stop)
@@ -87,11 +83,50 @@ class LLM:
         Results in the order of the prompts. An output ends where the context does. Without sampling_params the model's own are taken.
         ValueError for bad input."""
         refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
-        options = of_tokenization(tokenization_kwargs)
-        keep = options.pop("truncate_prompt_tokens", None)
-        items = many(prompts)
-        made = (of_generate(item, **options, sizes=self.embeds_sizes) for item in items)
-        return self._run(made, len(items), sampling_params, use_tqdm, priority, keep)
+        asked = self._asked(prompts, tokenization_kwargs)
+        return self._run(asked, sampling_params, use_tqdm, priority)
+
+    def enqueue(
+        self,
+        prompts: OnePrompt | Sequence[OnePrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: None = None,
+        priority: Sequence[int] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """Begin what `generate` does, and do not wait: the requests' ids. `wait_for_completion` has the results. use_tqdm: ignored."""
+        refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        return self._begin(self._asked(prompts, tokenization_kwargs), sampling_params, priority)
+
+    def enqueue_chat(
+        self,
+        messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        priority: Sequence[int] | None = None,
+        *,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> list[str]:
+        """The same with conversations; options are those of `chat` for its template."""
+        refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        return self._begin(self._conversations(messages, **options), sampling_params, priority)
+
+    def wait_for_completion(
+        self,
+        output_type: type[Any] | tuple[type[Any], ...] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+    ) -> list[RequestOutput]:
+        """The results of all that was enqueued and not waited for yet, in that order. ValueError with the first refusal, and for an
+        output_type that no text is."""
+        types = output_type if isinstance(output_type, tuple) else (output_type or RequestOutput,)
+        if RequestOutput not in types:
+            raise ValueError("output_type: what is enqueued gives a RequestOutput")
+        return self._enqueued.wait(use_tqdm)
 
     def chat(
         self,
@@ -110,6 +145,37 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several, with the model's chat template. An output ends where the context does."""
         refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        asked = self._conversations(
+            messages,
+            chat_template=chat_template,
+            chat_template_content_format=chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            tokenization_kwargs=tokenization_kwargs,
+        )
+        return self._run(asked, sampling_params, use_tqdm, None)
+
+    def _asked(self, prompts: OnePrompt | Sequence[OnePrompt], tokenization_kwargs: Mapping[str, Any] | None) -> Asked:
+        options = of_tokenization(tokenization_kwargs)
+        keep = options.pop("truncate_prompt_tokens", None)
+        items = many(prompts)
+        made = (of_generate(item, **options, sizes=self.embeds_sizes) for item in items)
+        return Asked(made, len(items), keep)
+
+    def _conversations(
+        self,
+        messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
+        *,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> Asked:
         if chat_template_content_format not in ("auto", self._config.model.chat_template_content_format):
             raise ValueError("chat_template_content_format: give it to LLM(...); it holds for all conversations")
         options = of_tokenization(tokenization_kwargs)
@@ -131,7 +197,7 @@ class LLM:
             )
             for conversation in conversations
         )
-        return self._run(made, len(conversations), sampling_params, use_tqdm, None, keep)
+        return Asked(made, len(conversations), keep)
 
     def beam_search(
         self,
@@ -236,6 +302,12 @@ class LLM:
         assert self._config.resolved is not None
         return SamplingParams(**self._config.resolved.generation_defaults)  # type: ignore[arg-type]
 
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """The number of workers, or of one data-parallel rank's."""
+        parallel = self._config.parallel
+        of_rank = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        return of_rank * parallel.data_parallel_size if include_dp else of_rank
+
     def start_profile(self) -> None:
         """Begin a profiler trace in every worker; needs `profiler_dir`. ValueError says why it cannot."""
         self._profile(start=True)
@@ -281,105 +353,28 @@ class LLM:
 
     def _run(
         self,
-        prompts: Iterator[Given],
-        count: int,
+        asked: Asked,
         params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool | Callable[..., Any],
         priority: Sequence[int] | None,
-        keep: int | None,
     ) -> list[RequestOutput]:
-        """`prompts` are made one by one, in the loop: the first is on its way while the others are not. `keep`: truncate each to so
-        many tokens."""
-        each, ranks = self._checked(params, count, priority, keep)
+        """Prompts are made one by one, in the loop: the first is on its way while the others are not."""
+        each, ranks = self._submits.checked(params, asked.num, priority, asked.keep)
         make_bar = use_tqdm if callable(use_tqdm) else tqdm
+        submits = self._submits.of(asked.prompts, each, ranks, uuid.uuid4().hex)
         total = sum(one.n for one in each)
         with make_bar(total=total, desc="Generating", disable=not use_tqdm, dynamic_ncols=True) as bar:
-            found = self._background.ask(self._client.run(self._submits(prompts, each, ranks), bar))
-        for request, one in zip(found, each, strict=True):
-            if not one.detokenize:
-                for output in request.outputs:
-                    output.text = ""
-        return found
+            return finished(self._background.ask(self._client.run(submits, bar)), each)
 
-    def _checked(
+    def _begin(
         self,
+        asked: Asked,
         params: SamplingParams | Sequence[SamplingParams] | None,
-        count: int,
         priority: Sequence[int] | None,
-        keep: int | None,
-    ) -> tuple[list[SamplingParams], list[int]]:
-        """The settings and the priority of each prompt. ValueError."""
-        if self._config.resolved is not None and self._config.resolved.pooling is not None:
-            raise ValueError(
-                "the model gives vectors, and no text (runner); embed, classify, score and encode are its methods"
-            )
-        params = self.get_default_sampling_params() if params is None else params
-        each = [params] * count if not isinstance(params, Sequence) else list(params)
-        if len(each) != count:
-            raise ValueError(f"{count} prompts and {len(each)} sampling_params")
-        ranks = [0] * count if priority is None else list(priority)
-        if len(ranks) != count:
-            raise ValueError(f"{count} prompts and {len(ranks)} of priority")
-        if any(ranks) and self._config.scheduler.scheduling_policy != "priority":
-            raise ValueError('priority: requests wait in order of arrival (scheduling_policy="fcfs")')
-        if keep is not None:
-            each = [replace(one, truncate_prompt_tokens=keep) for one in each]
-        for one in {id(one): one for one in each}.values():
-            one.check(self.vocab_size)
-            one.check_reasoning(self._config.server.reasoning_parser)
-            self._check_processors(one)
-        return each, ranks
-
-    def _check_processors(self, params: SamplingParams) -> None:
-        """Asks the logits processors whether they take these. ValueError."""
-        assert self._config.resolved is not None
-        names = self._config.resolved.logits_processors
-        if params.extra_args and not names:
-            raise ValueError("SamplingParams.extra_args: there are no logits_processors that would read them")
-        if names:
-            try:
-                logits_processors.check(logits_processors.loaded(names), params.wire((), self.vocab_size, 0))
-            except (RequestError, logits_processors.ProcessorError) as error:
-                raise ValueError(str(error).replace("vllm_xargs", "SamplingParams.extra_args")) from None
-
-    def _submits(
-        self, prompts: Iterator[Given], each: list[SamplingParams], ranks: list[int], dp_rank: int = -1
-    ) -> Iterator[tuple[Submit, RequestOutput]]:
-        assert self._config.resolved is not None
-        eos, run = self._config.resolved.eos_token_ids, uuid.uuid4().hex
-        server = self._config.server
-        constraints = server.structured_outputs
-        for number, (given, params, priority) in enumerate(zip(prompts, each, ranks, strict=True)):
-            name, prompt = f"{run}-{number}", given.prompt
-            if isinstance(prompt, EmbedsPrompt):
-                prompt = tensor_files.kept(prompt, params.truncate_prompt_tokens or 0, "left")
-                check_embeds(params)
-            submit = Submit(
-                handles=tuple(self._client.new_handle() for _ in range(params.n)),
-                request_ids=tuple(name_of(name, index) for index in range(params.n)),
-                prompt=prompt,
-                sampling=params.wire(
-                    eos, self.vocab_size, self._draws.getrandbits(63), constraints, server.reasoning_parser
-                ),
-                text=params.text(),
-                max_tokens=params.max_tokens,
-                cap_max_tokens=True,
-                want_ids=_wants_ids(prompt, params),
-                want_text=isinstance(prompt, ChatPrompt),
-                priority=priority,
-                cache_salt=given.cache_salt,
-                arrival_s=time.time(),
-                dp_rank=dp_rank,
-            )
-            ids = ints(prompt.token_ids) if isinstance(prompt, TokenPrompt) else []
-            yield submit, RequestOutput(name, given.text, ids, [CompletionOutput(index) for index in range(params.n)])
-
-
-def _wants_ids(prompt: Prompt, params: SamplingParams) -> bool:
-    """Whether the prompt's token ids are not known here, and are there."""
-    if isinstance(prompt, EmbedsPrompt):
-        return False
-    return not isinstance(prompt, TokenPrompt) or bool(params.truncate_prompt_tokens)
+    ) -> list[str]:
+        """All prompts are made before any is sent, so what is wrong with one is raised here."""
+        each, ranks = self._submits.checked(params, asked.num, priority, asked.keep)
+        return self._enqueued.add(list(self._submits.of(asked.prompts, each, ranks, uuid.uuid4().hex)), each)
 
 
 __all__ = [

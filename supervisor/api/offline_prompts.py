@@ -1,7 +1,7 @@
 """The prompts of `LLM.generate` as the mesh takes them. Pure; used by llm.py. ValueError names what is no prompt, or not supported."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from meshlm.protocol.columns import pack_i32
@@ -27,6 +27,14 @@ class Given(NamedTuple):
     prompt: Prompt
     text: str | None
     cache_salt: str = ""
+
+
+class Asked(NamedTuple):
+    """Prompts that were given together. keep: truncate each to so many tokens."""
+
+    prompts: Iterator[Given]
+    num: int
+    keep: int | None
 
 
 def many(prompts: Any) -> list[Any]:

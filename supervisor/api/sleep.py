@@ -30,7 +30,7 @@ class Sleeper:
 
     async def sleep(self, level: int, mode: str) -> None:
         """level 0: pause alone; 1: weights go to the host's memory; 2: they are dropped. mode: abort or keep what runs."""
-        if not self._config.worker.enable_sleep_mode:
+        if level != 0 and not self._config.worker.enable_sleep_mode:
             raise ValueError("enable_sleep_mode: make the model with enable_sleep_mode=True to let it sleep")
         if level not in (0, 1, 2):
             raise ValueError("level: must be 0, 1 or 2")

@@ -55,7 +55,32 @@ for wrong in ({"text": "hi"}, ["a", None], [[1.5]], {"prompt": "hi", "multi_moda
         raise AssertionError(wrong)
 (end,) = llm.generate([[300, 301] * 250], SamplingParams(max_tokens=100, min_tokens=50, ignore_eos=True))
 assert (len(end.outputs[0].token_ids), end.outputs[0].finish_reason) == (12, "length"), end
-assert llm.generate([]) == llm.chat([]) == []
+assert llm.generate([]) == llm.chat([]) == llm.wait_for_completion() == []
+assert llm.get_world_size() == llm.get_world_size(include_dp=False) == 1
+short = SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False)
+llm.sleep(level=0)
+names = llm.enqueue(prompts, SamplingParams(max_tokens=6, ignore_eos=True))
+names += llm.enqueue_chat([{"role": "user", "content": "hi"}], short, add_generation_prompt=True)
+llm.wake_up(tags=["scheduling"])
+first, second, third = llm.wait_for_completion(use_tqdm=False)
+assert [first.request_id, second.request_id, third.request_id] == names
+assert first.outputs[0].token_ids == tokens[3:] and second.outputs[0].token_ids == after([400, 401], 6)
+assert len(third.outputs[0].token_ids) == 2 and third.outputs[0].text == "" and third.prompt == chat.prompt
+assert llm.wait_for_completion() == []
+for wrong in (lambda: llm.enqueue([[1.5]]), lambda: llm.wait_for_completion(int), lambda: llm.enqueue("a", lora_request=1)):
+    try:
+        wrong()
+    except ValueError:
+        continue
+    raise AssertionError("it was taken")
+llm.enqueue([[300]], SamplingParams(max_tokens=3, ignore_eos=True))
+llm.enqueue([[300] * 600], short)
+try:
+    llm.wait_for_completion(use_tqdm=False)
+except ValueError as error:
+    assert "600" in str(error), error
+else:
+    raise AssertionError("it is longer than the context")
 from meshlm import StructuredOutputsParams
 kinds = (StructuredOutputsParams(choice=["left", "right"]), StructuredOutputsParams(regex="[a-c]{3}[0-9]"))
 one, two = llm.generate([[300, 301]] * 2, [SamplingParams(structured_outputs=kind) for kind in kinds])

@@ -26,7 +26,7 @@ def llm_of(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def seeds(llm: LLM, params: SamplingParams) -> list[int]:
-    made = llm._submits(iter([of_generate("a"), of_generate("a")]), [params] * 2, [0, 0])
+    made = llm._submits.of(iter([of_generate("a"), of_generate("a")]), [params] * 2, [0, 0], "run")
     return [submit.sampling.seed for submit, _ in made]
 
 

@@ -1,0 +1,125 @@
+"""What LLM and AsyncLLM send for prompts: their settings, checked, and a message for each. No I/O; ValueError for bad input."""
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from meshlm.protocol.columns import ints
+from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.text_edge import ChatPrompt, EmbedsPrompt, Prompt, Submit, TokenPrompt
+from meshlm.runtime import logits_processors, tensor_files
+from meshlm.runtime.errors import RequestError
+from meshlm.supervisor.api.client import Client, name_of
+from meshlm.supervisor.api.offline_prompts import Given
+from meshlm.supervisor.api.outputs import CompletionOutput, RequestOutput
+from meshlm.supervisor.api.sampling import SamplingParams, check_embeds
+
+
+class Submits:
+    """Of one mesh. The prompts' seeds are drawn here, in their order."""
+
+    def __init__(self, config: MeshConfig, client: Client) -> None:
+        self._config, self._client = config, client
+        self._draws = random.Random(config.model.seed or 0)  # of the seeds of prompts without one
+
+    @property
+    def _vocab_size(self) -> int:
+        assert self._config.resolved is not None
+        return self._config.resolved.spec.vocab_size
+
+    @property
+    def _default(self) -> SamplingParams:
+        assert self._config.resolved is not None
+        return SamplingParams(**self._config.resolved.generation_defaults)  # type: ignore[arg-type]
+
+    def checked(
+        self,
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        count: int,
+        priority: Sequence[int] | None,
+        keep: int | None,
+    ) -> tuple[list[SamplingParams], list[int]]:
+        """The settings and the priority of each prompt. ValueError."""
+        if self._config.resolved is not None and self._config.resolved.pooling is not None:
+            raise ValueError(
+                "the model gives vectors, and no text (runner); embed, classify, score and encode are its methods"
+            )
+        params = self._default if params is None else params
+        each = [params] * count if not isinstance(params, Sequence) else list(params)
+        if len(each) != count:
+            raise ValueError(f"{count} prompts and {len(each)} sampling_params")
+        ranks = [0] * count if priority is None else list(priority)
+        if len(ranks) != count:
+            raise ValueError(f"{count} prompts and {len(ranks)} of priority")
+        if any(ranks) and self._config.scheduler.scheduling_policy != "priority":
+            raise ValueError('priority: requests wait in order of arrival (scheduling_policy="fcfs")')
+        if keep is not None:
+            each = [replace(one, truncate_prompt_tokens=keep) for one in each]
+        for one in {id(one): one for one in each}.values():
+            one.check(self._vocab_size)
+            one.check_reasoning(self._config.server.reasoning_parser)
+            self._check_processors(one)
+        return each, ranks
+
+    def _check_processors(self, params: SamplingParams) -> None:
+        """Asks the logits processors whether they take these. ValueError."""
+        assert self._config.resolved is not None
+        names = self._config.resolved.logits_processors
+        if params.extra_args and not names:
+            raise ValueError("SamplingParams.extra_args: there are no logits_processors that would read them")
+        if names:
+            try:
+                logits_processors.check(logits_processors.loaded(names), params.wire((), self._vocab_size, 0))
+            except (RequestError, logits_processors.ProcessorError) as error:
+                raise ValueError(str(error).replace("vllm_xargs", "SamplingParams.extra_args")) from None
+
+    def of(
+        self,
+        prompts: Iterator[Given],
+        each: Sequence[SamplingParams],
+        ranks: Sequence[int],
+        run: str,
+        dp_rank: int = -1,
+    ) -> Iterator[tuple[Submit, RequestOutput]]:
+        """What is sent for each prompt, made when it is asked for, and what its tokens go to. run: begins the requests' names."""
+        assert self._config.resolved is not None
+        eos = self._config.resolved.eos_token_ids
+        server = self._config.server
+        constraints = server.structured_outputs
+        for number, (given, params, priority) in enumerate(zip(prompts, each, ranks, strict=True)):
+            name, prompt = request_name(run, number), given.prompt
+            if isinstance(prompt, EmbedsPrompt):
+                prompt = tensor_files.kept(prompt, params.truncate_prompt_tokens or 0, "left")
+                check_embeds(params)
+            submit = Submit(
+                handles=tuple(self._client.new_handle() for _ in range(params.n)),
+                request_ids=tuple(name_of(name, index) for index in range(params.n)),
+                prompt=prompt,
+                sampling=params.wire(
+                    eos, self._vocab_size, self._draws.getrandbits(63), constraints, server.reasoning_parser
+                ),
+                text=params.text(),
+                max_tokens=params.max_tokens,
+                cap_max_tokens=True,
+                want_ids=_wants_ids(prompt, params),
+                want_text=isinstance(prompt, ChatPrompt),
+                priority=priority,
+                cache_salt=given.cache_salt,
+                arrival_s=time.time(),
+                dp_rank=dp_rank,
+            )
+            ids = ints(prompt.token_ids) if isinstance(prompt, TokenPrompt) else []
+            yield submit, RequestOutput(name, given.text, ids, [CompletionOutput(index) for index in range(params.n)])
+
+
+def _wants_ids(prompt: Prompt, params: SamplingParams) -> bool:
+    """Whether the prompt's token ids are not known here, and are there."""
+    if isinstance(prompt, EmbedsPrompt):
+        return False
+    return not isinstance(prompt, TokenPrompt) or bool(params.truncate_prompt_tokens)
+
+
+def request_name(run: str, number: int) -> str:
+    """The request_id of one prompt of those that were given together."""
+    return f"{run}-{number}"
