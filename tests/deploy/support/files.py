@@ -13,7 +13,7 @@ yaml: Any = pytest.importorskip("yaml", reason="PyYAML comes with transformers")
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 PORT = ServerConfig().port
-FILES = sorted(path for path in DEPLOY.rglob("*") if path.is_file())
+FILES = sorted(path for path in DEPLOY.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
 YAML_FILES = [path for path in FILES if path.suffix == ".yaml"]
 KUBERNETES = DEPLOY / "kubernetes"
 # Flags that stand in these files and are other programs': of Docker and what runs in its build, kubectl, Slurm.
