@@ -59,7 +59,9 @@ serve: setup
 	@$(BIN)/meshlm serve $(ARGS)
 
 # First what needs no processes of a mesh, on all cores; then the meshes, three at a time: each waits now and then.
+# One thread of torch's for each process of pytest: several take a quarter more CPU there, since they wait by spinning.
 # Exit code 5: ARGS names none of that kind.
+test: export OMP_NUM_THREADS := 1
 test: setup $(CLIENTS)/.installed $(AIPERF)/.installed $(BROWSER)/.installed
 	@$(BIN)/pytest -m "not gpu and not mesh" -n auto --dist loadfile --no-loadscope-reorder $(ARGS) || [ $$? -eq 5 ]
 	@$(BIN)/pytest -m "mesh and not gpu" -n 3 --dist loadfile $(ARGS) || [ $$? -eq 5 ]

@@ -19,7 +19,10 @@ answer = client.messages.create(**ASKED)
 (block,) = answer.content
 assert "Paris" in block.text, answer
 assert answer.stop_reason in ("end_turn", "max_tokens")
-assert client.messages.count_tokens(model=model, messages=ASKED["messages"]).input_tokens == answer.usage.input_tokens
+usage = answer.usage
+assert client.messages.count_tokens(model=model, messages=ASKED["messages"]).input_tokens == (
+    usage.input_tokens + usage.cache_read_input_tokens
+)
 with client.messages.stream(**ASKED) as stream:
     assert "".join(stream.text_stream) == block.text
     assert stream.get_final_message().usage.output_tokens == answer.usage.output_tokens

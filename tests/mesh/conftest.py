@@ -19,7 +19,7 @@ def fake() -> Iterator[Serving]:
 def smol() -> Iterator[Serving]:
     """The whole mesh with SmolLM2 on the CPU, whose products are those of transformers."""
     flags = ("--cpu-exact", "--kv-cache-memory", "1G", "--max-num-batched-tokens", "256", "--enable-prompt-embeds")
-    with serving("--device", "cpu", *flags) as server:
+    with serving("--device", "cpu", "--cpu-threads", "1", *flags) as server:
         yield server
 
 

@@ -22,7 +22,9 @@ LIMIT_S = 100
 def server() -> Iterator[Serving]:
     tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     info = ("--enable-tokenizer-info-endpoint",)  # by which lm-eval has the tokenizer
-    with serving("--device", "cpu", "--cpu-exact", "--kv-cache-memory", "1G", *tools, *info) as found:
+    with serving(
+        "--device", "cpu", "--cpu-threads", "1", "--cpu-exact", "--kv-cache-memory", "1G", *tools, *info
+    ) as found:
         yield found
 
 

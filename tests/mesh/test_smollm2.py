@@ -121,7 +121,7 @@ def test_chunked_and_preempted(oracle: Oracle) -> None:
         "--kv-cache-memory",
         "20M",
     )
-    with serving("--device", "cpu", "--cpu-exact", *flags) as server:
+    with serving("--device", "cpu", "--cpu-threads", "1", "--cpu-exact", *flags) as server:
         oracle.check(complete_all(server))
         line = next(
             t for t in httpx.get(f"{server.url}/metrics").text.splitlines() if t.startswith("meshlm:num_preemptions")

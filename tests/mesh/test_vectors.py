@@ -33,7 +33,7 @@ CHUNKED = '{"enable_chunked_processing": true, "max_embed_len": 2000}'
 
 @pytest.fixture(scope="module")
 def server(minilm: Path) -> Iterator[Serving]:
-    flags = ("--device", "cpu", "--served-model-name", "minilm", "--pooler-config", CHUNKED)
+    flags = ("--device", "cpu", "--cpu-threads", "1", "--served-model-name", "minilm", "--pooler-config", CHUNKED)
     with serving(str(minilm), *flags) as found:
         yield found
 
