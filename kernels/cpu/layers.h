@@ -25,6 +25,17 @@ typedef struct { /* a step; t tokens */
 
 enum { SILU, GELU };
 
+static void each_layer_attention(const Step *s, const Layer *layer, float *memory, long lines) {
+    each_rope_cache(s->qkv, s->positions, layer->slots, s->table, layer->q_norm, layer->k_norm, (float)s->eps, s->query, layer->keys,
+                    layer->values, s->t, s->heads, s->kv_heads, s->d, s->rotary);
+#pragma omp barrier
+    Attention a = {.query = s->query, .keys = layer->keys, .values = layer->values, .tables = layer->tables};
+    a.positions = s->positions, a.spans = s->spans, a.out = s->attended, a.num_spans = s->num_spans;
+    a.heads = s->heads, a.kv_heads = s->kv_heads, a.d = s->d, a.size = s->size, a.stride = s->stride;
+    a.scale = (float)s->scale, a.window = layer->window;
+    each_attention(&a, memory, lines);
+}
+
 static void each_layer(const Step *s, const Layer *layer, int first, float *memory, long lines) {
     long t = s->t, hidden = s->hidden, inner = s->heads * s->d, width = inner + 2 * s->kv_heads * s->d;
     float eps = (float)s->eps;
@@ -32,14 +43,7 @@ static void each_layer(const Step *s, const Layer *layer, int first, float *memo
 #pragma omp barrier
     each_linear(s->normed, layer->qkv, layer->qkv_bias, s->qkv, s->rounded, t, width, hidden);
 #pragma omp barrier
-    each_rope_cache(s->qkv, s->positions, layer->slots, s->table, layer->q_norm, layer->k_norm, eps, s->query, layer->keys,
-                    layer->values, t, s->heads, s->kv_heads, s->d, s->rotary);
-#pragma omp barrier
-    Attention a = {.query = s->query, .keys = layer->keys, .values = layer->values, .tables = layer->tables};
-    a.positions = s->positions, a.spans = s->spans, a.out = s->attended, a.num_spans = s->num_spans;
-    a.heads = s->heads, a.kv_heads = s->kv_heads, a.d = s->d, a.size = s->size, a.stride = s->stride;
-    a.scale = (float)s->scale, a.window = layer->window;
-    each_attention(&a, memory, lines);
+    each_layer_attention(s, layer, memory, lines);
 #pragma omp barrier
     each_linear(s->attended, layer->o, layer->o_bias, s->x, s->rounded, t, hidden, inner);
 #pragma omp barrier
@@ -56,21 +60,64 @@ static void each_layer(const Step *s, const Layer *layer, int first, float *memo
 #pragma omp barrier
 }
 
+/* What a thread has for itself in a step of one token. */
+typedef struct {
+    float *stream, *row; /* [hidden], [the most inputs of a product] */
+    uint8_t *rounded;
+} Own;
+
+static void product_of_row(const float *row, const uint8_t *packed, const float *bias, float *out, Own own, long n, long k) {
+    if (rounds(packed)) round_row(row, own.rounded, k);
+    each_product(row, packed, bias, out, own.rounded, 1, n, k);
+#pragma omp barrier
+}
+
+/* The same for one token: what is little work (norms, the gate, rounding) each thread does for itself instead of waiting for another, so
+ * that a layer has 6 barriers and not 13. */
+static void each_layer_of_one(const Step *s, const Layer *layer, int first, float *memory, long lines, Own own) {
+    long hidden = s->hidden, inner = s->heads * s->d, width = inner + 2 * s->kv_heads * s->d, wide = s->wide;
+    float eps = (float)s->eps;
+    rms_norm(first ? 0 : s->x, own.stream, layer->input_norm, own.row, hidden, eps);
+    product_of_row(own.row, layer->qkv, layer->qkv_bias, s->qkv, own, width, hidden);
+    each_layer_attention(s, layer, memory, lines);
+#pragma omp barrier
+    product_of_row(s->attended, layer->o, layer->o_bias, s->x, own, hidden, inner);
+    rms_norm(s->x, own.stream, layer->post_norm, own.row, hidden, eps);
+    product_of_row(own.row, layer->gate_up, layer->gate_up_bias, s->gate_up, own, 2 * wide, hidden);
+    silu_mul_part(s->gate_up, s->gate_up + wide, own.row, 0, wide);
+    product_of_row(own.row, layer->down, layer->down_bias, s->x, own, hidden, wide);
+}
+
 /* All layers; the stream holds the embeddings at first. At the end stream + x is the result. Returns 0, or 1 without memory. */
 int meshlm_layers(const Step *s) {
     Attention a = {.spans = s->spans, .num_spans = s->num_spans, .heads = s->heads, .kv_heads = s->kv_heads};
-    long lines = most_lines(&a);
-    int failed = 0;
+    long lines = most_lines(&a), inner = s->heads * s->d, most = s->hidden > s->wide ? s->hidden : s->wide;
+    if (inner > most) most = inner;
+    int failed = 0, of_one = s->t == 1 && s->act == SILU;
 #pragma omp parallel
     {
         float *memory = malloc(sizeof(float) * scratch_floats(lines, s->d));
-        if (!memory) {
+        Own own = {.stream = malloc(sizeof(float) * (s->hidden + most)), .rounded = malloc(rounded_bytes(most))};
+        if (!memory || !own.stream || !own.rounded) {
 #pragma omp atomic write
             failed = 1;
         }
 #pragma omp barrier
-        for (long i = 0; i < s->num_layers && !failed; i++) each_layer(s, s->layers + i, i == 0, memory, lines);
-        free(memory);
+        if (of_one && !failed) {
+            own.row = own.stream + s->hidden;
+            memcpy(own.stream, s->stream, sizeof(float) * s->hidden);
+        }
+        for (long i = 0; i < s->num_layers && !failed; i++) {
+            if (of_one)
+                each_layer_of_one(s, s->layers + i, i == 0, memory, lines, own);
+            else
+                each_layer(s, s->layers + i, i == 0, memory, lines);
+        }
+        if (of_one && !failed) {
+#pragma omp single nowait
+            memcpy(s->stream, own.stream, sizeof(float) * s->hidden);
+        }
+        free(memory), free(own.stream), free(own.rounded);
     }
     return failed;
 }

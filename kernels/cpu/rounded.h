@@ -80,6 +80,11 @@ static inline void round_block(const float *x, RoundedBlock *to) {
     to->sum = to->scale * (float)to->sums[2];
 }
 
+/* x [k] -> a row of rounded blocks. */
+static void round_row(const float *x, uint8_t *rounded, long k) {
+    for (long i = 0; i < k / 32; i++) round_block(x + i * 32, (RoundedBlock *)rounded + i);
+}
+
 /* x [m, k] -> m rows of rounded blocks. Called by all threads of a team. */
 static void each_round(const float *x, uint8_t *rounded, long m, long k) {
     long blocks = k / 32;

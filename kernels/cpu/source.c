@@ -82,16 +82,12 @@ static void side_sums(const float *x, const Panel *p, float *sums, long k) {
 /* All panels of a weight are multiplied in one way. */
 static inline int rounds(const uint8_t *packed) { return panel_of(packed, 0).rounded; }
 
-/* out[m, n] = x[m, k] . w[n, k]^T + bias[n] (bias may be null). rounded: m * rounded_bytes(k) bytes, of a weight that rounds. */
-static void each_linear(const float *x, const uint8_t *packed, const float *bias, float *out, uint8_t *rounded, long m, long n,
-                        long k) {
+/* out[m, n] = x[m, k] . w[n, k]^T + bias[n] (bias may be null). rounded: of x, of a weight that rounds. */
+static void each_product(const float *x, const uint8_t *packed, const float *bias, float *out, const uint8_t *rounded, long m, long n,
+                         long k) {
     long panels = (n + WIDTH - 1) / WIDTH, at_once = m == 1 ? SIDE : 1;
     int integers = rounds(packed);
     float sums[ROWS * WIDTH] __attribute__((aligned(64)));
-    if (integers) {
-        each_round(x, rounded, m, k);
-#pragma omp barrier
-    }
     for (long r = 0; r < m; r += ROWS) {
         long rows = m - r < ROWS ? m - r : ROWS;
 #pragma omp for schedule(dynamic, 2) nowait /* other processes want the cores too */
@@ -119,6 +115,16 @@ static void each_linear(const float *x, const uint8_t *packed, const float *bias
     }
 }
 
+/* The same behind the rounding. rounded: m * rounded_bytes(k) bytes, of a weight that rounds. */
+static void each_linear(const float *x, const uint8_t *packed, const float *bias, float *out, uint8_t *rounded, long m, long n,
+                        long k) {
+    if (rounds(packed)) {
+        each_round(x, rounded, m, k);
+#pragma omp barrier
+    }
+    each_product(x, packed, bias, out, rounded, m, n, k);
+}
+
 /* Memory for the rounded rows of a product, if its weight rounds. Returns 1 if there is none. */
 static int round_room(const uint8_t *packed, long m, long k, uint8_t **rounded) {
     *rounded = rounds(packed) ? malloc(m * rounded_bytes(k) + 1) : 0;
@@ -135,16 +141,17 @@ int meshlm_linear(const float *x, const uint8_t *packed, const float *bias, floa
     return 0;
 }
 
-/* residual += x (unless x is null); out = residual / rms(residual) * weight. */
+/* residual += x (unless x is null); out = residual / rms(residual) * weight, of one row. */
+static void rms_norm(const float *x, float *residual, const float *weight, float *out, long n, float eps) {
+    if (x)
+        for (long i = 0; i < n; i++) residual[i] += x[i];
+    float scale = 1.0f / sqrtf(squares(residual, n) / (float)n + eps);
+    for (long i = 0; i < n; i++) out[i] = residual[i] * scale * weight[i];
+}
+
 static void each_rms_norm(const float *x, float *residual, const float *weight, float *out, long m, long n, float eps) {
 #pragma omp for schedule(static) nowait
-    for (long r = 0; r < m; r++) {
-        float *line = residual + r * n;
-        if (x)
-            for (long i = 0; i < n; i++) line[i] += x[r * n + i];
-        float scale = 1.0f / sqrtf(squares(line, n) / (float)n + eps);
-        for (long i = 0; i < n; i++) out[r * n + i] = line[i] * scale * weight[i];
-    }
+    for (long r = 0; r < m; r++) rms_norm(x ? x + r * n : 0, residual + r * n, weight, out + r * n, n, eps);
 }
 
 void meshlm_rms_norm(const float *x, float *residual, const float *weight, float *out, long m, long n, float eps) {
@@ -154,16 +161,20 @@ void meshlm_rms_norm(const float *x, float *residual, const float *weight, float
 
 static inline vec silu_mul(vec gate, vec up) { return gate / (splat(1.0f) + exp8(-gate)) * up; }
 
+/* Numbers i to end of a row: out = silu(gate) * up. */
+static void silu_mul_part(const float *gate, const float *up, float *out, long i, long end) {
+    for (; i + LANES <= end; i += LANES) store(out + i, silu_mul(load(gate + i), load(up + i)));
+    if (i < end) store_part(out + i, silu_mul(load_part(gate + i, end - i), load_part(up + i, end - i)), end - i);
+}
+
 /* out[m, n] = silu(gate) * up, gate_up [m, 2n]. */
 static void each_silu_mul(const float *gate_up, float *out, long m, long n) {
     long parts = (n + 255) / 256;
 #pragma omp for schedule(static) nowait
     for (long p = 0; p < m * parts; p++) {
         long r = p / parts, i = p % parts * 256, end = i + 256 < n ? i + 256 : n;
-        const float *gate = gate_up + 2 * r * n, *up = gate + n;
-        float *to = out + r * n;
-        for (; i + LANES <= end; i += LANES) store(to + i, silu_mul(load(gate + i), load(up + i)));
-        if (i < end) store_part(to + i, silu_mul(load_part(gate + i, end - i), load_part(up + i, end - i)), end - i);
+        const float *gate = gate_up + 2 * r * n;
+        silu_mul_part(gate, gate + n, out + r * n, i, end);
     }
 }
 
