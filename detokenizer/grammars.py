@@ -12,7 +12,14 @@ from typing import Any
 
 import msgspec
 
-from meshlm.detokenizer.json_schemas import close_objects, count_in_integers, has_end, leave_out
+from meshlm.detokenizer.json_schemas import (
+    close_objects,
+    count_in_integers,
+    has_end,
+    leave_out,
+    leave_out_idle,
+    leave_out_patterns,
+)
 from meshlm.detokenizer.structural_tags import GrammarError, StructuralTag, to_lark
 from meshlm.protocol.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from meshlm.protocol.ids import ErrorKind
@@ -100,13 +107,11 @@ class Grammars:
 
     def _schema(self, grammar: Grammar, schema: Any) -> dict[str, Any]:
         """GrammarError where nothing fits it but texts that the model cannot write."""
-        from llguidance import LLMatcher
-
         made = _schema(grammar, schema)
-        if left_out := leave_out(made, self._can_write):
-            text = LLMatcher.grammar_from_json_schema(json.dumps(made))
-            if LLMatcher.validate_grammar(text, None, limits=limits()).startswith("Unsatisfiable"):
-                raise _unwritable(left_out)
+        if not grammar.strict and '"pattern"' in grammar.text and _refused(made):
+            leave_out_patterns(made, lambda pattern: not _refused({"type": "string", "pattern": pattern}))
+        if (left_out := leave_out(made, self._can_write)) and _refused(made).startswith("Unsatisfiable"):
+            raise _unwritable(left_out)
         return made
 
     def _tags(self, grammar: Grammar) -> StructuralTag:
@@ -137,6 +142,7 @@ def _schema(grammar: Grammar, schema: Any) -> dict[str, Any]:
     if not has_end(schema):
         raise GrammarError("the schema requires itself without end: no finite JSON fits it")
     count_in_integers(schema)
+    leave_out_idle(schema)
     if not grammar.additional_properties:
         close_objects(schema)
     options: dict[str, Any] = {"lenient": not grammar.strict, "coerce_one_of": not grammar.strict}
@@ -145,6 +151,14 @@ def _schema(grammar: Grammar, schema: Any) -> dict[str, Any]:
     else:
         options["whitespace_flexible"] = grammar.any_whitespace
     return {**schema, "x-guidance": options}
+
+
+def _refused(schema: dict[str, Any]) -> str:
+    """What the library has against the schema; "" where there is nothing."""
+    from llguidance import LLMatcher
+
+    wrong = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps(schema)), None, limits=limits())
+    return "" if wrong.startswith("WARNING") else wrong
 
 
 def _unwritable(text: str) -> GrammarError:
@@ -157,6 +171,10 @@ def _told(error: str) -> str:
         error = within[1]
     if error.startswith("Unimplemented keys: "):
         return f"these keywords of the schema cannot be enforced: {error.partition(': ')[2]}"
+    if (format_name := error.removeprefix("Unknown format: ")) != error:
+        return f"the format {format_name[:80]!r} of the schema cannot be enforced"
+    if (outside := re.match(r"Resource '([^']*)' is not present in a registry", error)) is not None:
+        return f"what a $ref of the schema names is read within the schema alone, and {outside[1][:200]!r} is not there"
     if error.startswith("oneOf constraints"):
         return "oneOf can only be enforced where its schemas exclude one another; anyOf can always"
     return error.removesuffix("<non-verbose/>").strip()[:500]

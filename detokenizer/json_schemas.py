@@ -38,6 +38,34 @@ def count_in_integers(schema: Any) -> None:
                     part[name] = int(count)
 
 
+def leave_out_idle(schema: Any) -> None:
+    """Keywords that constrain nothing are taken out, since the library knows some of them in no form. Changes the schema."""
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if not isinstance(part, dict):
+            continue
+        waiting += _parts(part)
+        if part.get("uniqueItems") is False:
+            del part["uniqueItems"]
+        if part.get("propertyNames") in (True, {}, {"type": "string"}):  # names are texts
+            del part["propertyNames"]
+        if "if" not in part or not {"then", "else"} & part.keys():
+            for name in ("if", "then", "else"):
+                part.pop(name, None)
+
+
+def leave_out_patterns(schema: Any, is_read: Callable[[str], bool]) -> None:
+    """Patterns that the library cannot read constrain nothing. Changes the schema."""
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            waiting += _parts(part)
+            if isinstance(pattern := part.get("pattern"), str) and not is_read(pattern):
+                del part["pattern"]
+
+
 def close_objects(schema: Any) -> None:
     """Objects that name properties have no others, where their schema says nothing of them. Changes the schema."""
     waiting = [schema]
