@@ -215,6 +215,7 @@ def operations(url: str) -> list[Any]:
     ]  # events have no end (tests/frontend/dashboard/test_routes.py), and a change would be for all tests beside these
 
 
+@pytest.mark.timeout(400)
 def test_each_route_answers_as_declared(keyed: Serving) -> None:
     for operation in operations(keyed.url):
         nothing = any(name in operation.path for name in ("profile", "{response_id}", "{conversation_id}"))
@@ -232,6 +233,7 @@ DEVELOPING = {
 }
 
 
+@pytest.mark.timeout(400)
 def test_each_route_for_development_answers_as_declared() -> None:
     """Of a mesh of their own, which they pause, let sleep and scale. In the end it serves."""
     own = {op.path for op in DEVELOPMENT}
