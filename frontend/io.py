@@ -341,6 +341,8 @@ class FrontendApp(Readiness):
                 if self._mesh is not None:
                     self._metrics.mesh(message)
                 self.figures.take(message)
+                if not message.serving:
+                    self.feed.unsettled()
                 self._stat_loggers.record(message)
                 self._news.set()
 

@@ -83,6 +83,7 @@ class Feed:
         self._mesh_at = self._settled_at = 0.0
         self._cost_s = 0.0  # of a snapshot, of late
         self._answered = asyncio.Event()
+        self._hurry = asyncio.Event()  # the mesh has just stopped serving
         self._closed = False
 
     # --- what happens ---
@@ -157,6 +158,11 @@ class Feed:
                     )
                 )
 
+    def unsettled(self) -> None:
+        """The mesh does not serve, says the coordinator: a process may be back before the next snapshot would be due."""
+        self._settled_at = time.monotonic() + SETTLES_S
+        self._hurry.set()
+
     async def history(self) -> bytes:
         """What came before the events, as JSON."""
         asked_at = time.monotonic()
@@ -208,7 +214,13 @@ class Feed:
                 asked_at = now
                 self._ask_processes()
             asked_s = min((watcher.every_s for watcher in self._watchers if watcher.every_s), default=STEADY_S)
-            await asyncio.sleep(max(min(STEADY_S, asked_s) if steady else PERIOD_S, self._cost_s / MAX_SHARE))
+            if steady:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(max(min(STEADY_S, asked_s), self._cost_s / MAX_SHARE)):
+                        await self._hurry.wait()
+            else:
+                await asyncio.sleep(max(PERIOD_S, self._cost_s / MAX_SHARE))
+            self._hurry.clear()
             self._offer(time.monotonic())
 
     def _offer(self, now: float) -> None:

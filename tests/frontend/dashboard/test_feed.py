@@ -121,6 +121,21 @@ async def test_while_something_heals_events_come_soon_after_one_another(
     feed.close()
 
 
+async def test_a_moment_without_service_is_seen_before_the_next_event_would_be_due(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feeds, "STEADY_S", 2 * LIMIT_S)
+    feed = feed_of(source)
+    feed.unsettled()  # long before anybody watches, and over
+    monkeypatch.setattr(feeds, "SETTLES_S", 0.05)
+    feed.unsettled()
+    watcher = feed.join()
+    first = await next_of(watcher)
+    feed.unsettled()
+    assert (await next_of(watcher)).number > first.number
+    feed.close()
+
+
 async def test_who_wants_fewer_events_gets_fewer(source: Source) -> None:
     feed = feed_of(source)
     seldom = feed.join(every_s=0.1)
