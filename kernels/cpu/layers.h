@@ -60,13 +60,13 @@ static void each_layer(const Step *s, const Layer *layer, int first, float *memo
 #pragma omp barrier
 }
 
-/* What a thread has for itself in a step of one token. */
+/* The workspace of one thread in a step of one token. */
 typedef struct {
     float *stream, *row; /* [hidden], [the most inputs of a product] */
     uint8_t *rounded;
-} Own;
+} ThreadWorkspace;
 
-static void product_of_row(const float *row, const uint8_t *packed, const float *bias, float *out, Own own, long n, long k) {
+static void product_of_row(const float *row, const uint8_t *packed, const float *bias, float *out, ThreadWorkspace own, long n, long k) {
     if (rounds(packed)) round_row(row, own.rounded, k);
     each_product(row, packed, bias, out, own.rounded, 1, n, k);
 #pragma omp barrier
@@ -74,7 +74,7 @@ static void product_of_row(const float *row, const uint8_t *packed, const float 
 
 /* The same for one token: what is little work (norms, the gate, rounding) each thread does for itself instead of waiting for another, so
  * that a layer has 6 barriers and not 13. */
-static void each_layer_of_one(const Step *s, const Layer *layer, int first, float *memory, long lines, Own own) {
+static void each_layer_of_one(const Step *s, const Layer *layer, int first, float *memory, long lines, ThreadWorkspace own) {
     long hidden = s->hidden, inner = s->heads * s->d, width = inner + 2 * s->kv_heads * s->d, wide = s->wide;
     float eps = (float)s->eps;
     rms_norm(first ? 0 : s->x, own.stream, layer->input_norm, own.row, hidden, eps);
@@ -97,7 +97,7 @@ int meshlm_layers(const Step *s) {
 #pragma omp parallel
     {
         float *memory = malloc(sizeof(float) * scratch_floats(lines, s->d));
-        Own own = {.stream = malloc(sizeof(float) * (s->hidden + most)), .rounded = malloc(rounded_bytes(most))};
+        ThreadWorkspace own = {.stream = malloc(sizeof(float) * (s->hidden + most)), .rounded = malloc(rounded_bytes(most))};
         if (!memory || !own.stream || !own.rounded) {
 #pragma omp atomic write
             failed = 1;
