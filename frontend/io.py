@@ -340,9 +340,9 @@ class FrontendApp(Readiness):
             case MeshStats():
                 if self._mesh is not None:
                     self._metrics.mesh(message)
+                    if not message.serving:
+                        self.feed.unsettled()
                 self.figures.take(message)
-                if not message.serving:
-                    self.feed.unsettled()
                 self._stat_loggers.record(message)
                 self._news.set()
 

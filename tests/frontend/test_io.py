@@ -287,6 +287,13 @@ async def test_a_question_that_no_frame_holds_is_refused() -> None:
     assert await asyncio.wait_for(again, LIMIT_S) == reply
 
 
+def test_statistics_that_come_before_the_start_are_kept() -> None:
+    """Of a mesh that does not serve, above all: it does not while a frontend starts again."""
+    app = FrontendApp()
+    app.on_message(Identity(Role.COORDINATOR, 0), MeshStats(False))
+    assert app.figures.now == MeshStats(False)
+
+
 def test_readiness_knows_a_link_on_which_nothing_moves() -> None:
     app, mesh = started(ONE)
     app.resolved = RESOLVED

@@ -15,6 +15,8 @@ from tokenizers import Tokenizer, decoders, models
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.stops import StopFinder
 from meshlm.frontend.choice import Choice, RowDetails
+from meshlm.frontend.dashboard.feed import Feed
+from meshlm.frontend.dashboard.snapshot import Facts
 from meshlm.frontend.io import FrontendApp
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import ErrorKind, FinishReason, Identity, RequestId, Role
@@ -229,6 +231,7 @@ class Frontend(FrontendApp):
         self.life = mesh.incarnation
         nothing: Any = SimpleNamespace(mesh=lambda stats: None, written=lambda left_ns, now_ns: None)
         self._metrics = nothing
+        self.feed = Feed(self, Facts(str(mesh.identity), self.version, ""), limit=0)
         self._tracker.num_detokenizers = mesh.config.server.detokenizers
         self._tick()
         return {}
