@@ -166,6 +166,7 @@ def cache_config(config: MeshConfig) -> dict[str, str]:
         "gpu_memory_utilization": cache.gpu_memory_utilization,
         "kv_cache_memory_bytes": cache.kv_cache_memory,
         "mamba_cache_mode": cache.mamba_cache_mode,
+        "num_gpu_blocks_override": cache.num_gpu_blocks_override,
         "sliding_window": window or None,
     }
     return {name: str(value) for name, value in settings.items()}

@@ -19,22 +19,27 @@ def num_blocks(
     max_drafts: int = 0,
     block_size: int = 0,
 ) -> int:
-    """Blocks within `budget` bytes, of block tables with these groups. ProcessFatal when the longest request would not fit, with the
-    one that would. block_size: tokens of a block, where they are not the configured ones."""
+    """Blocks within `budget` bytes, or as many as --num-gpu-blocks-override says, of block tables with these groups. ProcessFatal when
+    the longest request would not fit, with the one that would. block_size: tokens of a block, where they are not the configured ones."""
     resolved = config.resolved
     assert resolved is not None
     block_size, longest = block_size or config.cache.block_size, resolved.max_model_len
     at_once = step_tokens(resolved.max_num_batched_tokens, config.scheduler.async_depth, max_drafts)
-    count = budget // block_bytes
+    wanted = config.cache.num_gpu_blocks_override
+    count = budget // block_bytes if wanted is None else wanted
     needed = pages_of(specs, block_size, longest, at_once)
-    if count < needed:
-        most = longest_request(specs, block_size, count, longest, at_once)
-        fits = f"--max-model-len {most} would fit" if most > 0 else "not even one block fits"
+    if count >= needed:
+        return count
+    most = longest_request(specs, block_size, count, longest, at_once)
+    fits = f"--max-model-len {most} would fit" if most > 0 else "not even one block fits"
+    if wanted is not None:
         raise ProcessFatal(
-            f"one request of --max-model-len {longest} tokens needs {size_text(needed * block_bytes)} of KV cache "
-            f"and {size_text(max(budget, 0))} are there; with this memory {fits}"
+            f"--num-gpu-blocks-override {wanted}: one request of --max-model-len {longest} tokens needs {needed} KV blocks; with {wanted} {fits}"
         )
-    return count
+    raise ProcessFatal(
+        f"one request of --max-model-len {longest} tokens needs {size_text(needed * block_bytes)} of KV cache "
+        f"and {size_text(max(budget, 0))} are there; with this memory {fits}"
+    )
 
 
 def state_spec(cache: CacheConfig, block_size: int) -> RecurrentState:

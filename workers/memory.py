@@ -23,13 +23,15 @@ ROOM_FOR_WEIGHTS = 0.8  # of a GPU, at most: the rest is for activations and KV 
 
 
 def num_pages(config: MeshConfig, budget: int, layout: KVLayout) -> int:
-    """Pages within `budget` bytes; no more than all requests at their longest could fill.
+    """Pages within `budget` bytes; no more than all requests at their longest could fill. --num-gpu-blocks-override is taken as it is.
 
     ProcessFatal when the longest request would not fit, with the one that would.
     """
     resolved = config.resolved
     assert resolved is not None
     count = kv_capacity.num_blocks(config, budget, layout.page_bytes, layout.specs, block_size=layout.block_size)
+    if config.cache.num_gpu_blocks_override is not None:
+        return count
     return min(count, len(layout.specs) * -(-resolved.max_num_seqs * resolved.max_model_len // layout.block_size))
 
 

@@ -22,6 +22,10 @@ class CacheConfig(Struct, frozen=True, kw_only=True):
         ]
         | None
     ) = None
+    num_gpu_blocks_override: (
+        Annotated[int, Meta(ge=1, description="KV blocks of a worker, instead of those that its memory has room for")]
+        | None
+    ) = None
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8", "fp8_e5m2"], Meta(description="of the KV cache; auto: the model's; fp8: e4m3")
     ] = "auto"

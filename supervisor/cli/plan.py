@@ -73,6 +73,9 @@ def memory(config: MeshConfig) -> Iterator[tuple[str, str]]:
     yield "KV cache of a token", f"{per_token} bytes, over all layers"
     longest = per_token * resolved.max_model_len
     yield "KV cache of the longest request", f"{_size(longest)} ({resolved.max_model_len} tokens)"
+    if config.cache.num_gpu_blocks_override is not None:
+        yield "KV cache", f"{config.cache.num_gpu_blocks_override} blocks (--num-gpu-blocks-override)"
+        return
     budget, why = _budget(config, weights)
     if budget is None:
         yield "KV cache", why

@@ -176,7 +176,6 @@ ABSENT = {
     "--disable-sliding-window": _CONFIG,
     "--model-loader-extra-config": "--load-format is the setting",
     "--ignore-patterns": "download what you want, and serve its folder",
-    "--num-gpu-blocks-override": "--kv-cache-memory BYTES sets the size of the KV cache",
     "--logits-processor-pattern": "logit_bias and penalties are what a request can ask for",
     "--attention-config": "--attention-backend is the setting",
     "--additional-config": "each setting is a flag of its own (--help)",

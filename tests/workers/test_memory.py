@@ -174,3 +174,16 @@ def test_the_share_is_the_workers_own_and_counts_nothing_twice(monkeypatch: pyte
     assert found(0.4) == (40 - 22 - 3) * gib, "what others have does not count"
     state["others"] = 1
     assert found(0.4) == (40 - 22 - 3) * gib, "and when it is gone, that is no room of this worker's"
+
+
+def test_a_number_of_blocks_is_taken_whatever_the_memory(smollm2: Path) -> None:
+    """16 blocks and a step's more hold the longest request; what all requests could fill is no limit."""
+    values = {"model": str(smollm2), "device": "cpu", "max_model_len": 256, "max_num_seqs": 1}
+    for wanted in (17, 1000):
+        config = resolve.resolve(flags.build(values | {"num_gpu_blocks_override": wanted}, None))
+        assert config.resolved is not None
+        layout = KVLayout(config.resolved.spec, 16, 256, torch.float32)
+        assert memory.num_pages(config, 100 * layout.page_bytes, layout) == wanted
+    few = resolve.resolve(flags.build(values | {"num_gpu_blocks_override": 10}, None))
+    with pytest.raises(ProcessFatal, match=r"override 10: .* 256 tokens needs 1\d KV blocks; with 10 --max-model-len 160 would"):
+        memory.num_pages(few, 100 * layout.page_bytes, layout)
