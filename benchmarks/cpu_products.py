@@ -32,11 +32,11 @@ def main() -> None:
     torch.set_num_threads(1)
     found = {}
     for name, number in TYPES.items():
-        form = packed.form_of(number)
-        assert form is not None
-        forms = [form] * (OUTPUTS // packed.WIDTH)
         times = {}
         for kind, rounded in (("rounded", True), ("exact", False)):
+            form = packed.form_of(number, rounded=rounded)
+            assert form is not None
+            forms = [form] * (OUTPUTS // packed.WIDTH)
             weight = torch.randint(32, 64, (packed.packed_bytes(forms, INPUTS),), dtype=torch.uint8)
             packed.write_table(weight, forms, INPUTS, rounded=rounded)
             times[kind] = round(best_us(weight, OUTPUTS) - best_us(weight, packed.WIDTH), 1)

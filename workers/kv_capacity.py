@@ -20,7 +20,10 @@ def num_blocks(
     block_size: int = 0,
 ) -> int:
     """Blocks within `budget` bytes, or as many as --num-gpu-blocks-override says, of block tables with these groups. ProcessFatal when
-    the longest request would not fit, with the one that would. block_size: tokens of a block, where they are not the configured ones."""
+    the longest request would not fit, with the one that would.
+
+    block_size: tokens of a block, where they are not the configured ones.
+    """
     resolved = config.resolved
     assert resolved is not None
     block_size, longest = block_size or config.cache.block_size, resolved.max_model_len
@@ -34,7 +37,8 @@ def num_blocks(
     fits = f"--max-model-len {most} would fit" if most > 0 else "not even one block fits"
     if wanted is not None:
         raise ProcessFatal(
-            f"--num-gpu-blocks-override {wanted}: one request of --max-model-len {longest} tokens needs {needed} KV blocks; with {wanted} {fits}"
+            f"--num-gpu-blocks-override {wanted}: one request of --max-model-len {longest} tokens needs {needed} KV blocks; "
+            f"with {wanted} {fits}"
         )
     raise ProcessFatal(
         f"one request of --max-model-len {longest} tokens needs {size_text(needed * block_bytes)} of KV cache "

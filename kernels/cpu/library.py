@@ -8,7 +8,7 @@ from meshlm.kernels.cpu.build import load
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 _SIGNATURES = {
     "meshlm_panel_bytes": [_LONG] * 2,
-    "meshlm_form": [_LONG],
+    "meshlm_form": [_LONG] * 2,
     "meshlm_rounded_bytes": [_LONG],
     "meshlm_can_round": [],
     "meshlm_pack": [_POINTER] * 2 + [_LONG] * 2,

@@ -7,15 +7,23 @@
  * multiplies and adds one after the other.
  *
  * Codes have no sign and stand in words [block * bits / 32][16 outputs]. A word has codes of 16 inputs, a fourth apart: byte b of the
- * 4-bit word w is the inputs 4b + w (low half) and 16 + 4b + w; byte b of the 8-bit word 4q + w is the input 16q + 4b + w. */
+ * 4-bit word w is the inputs 4b + w (low half) and 16 + 4b + w; byte b of the 8-bit word 4q + w is the input 16q + 4b + w.
+ *
+ * Tight forms take as many bits as the file's, for products that round. Their codes of 5 and 6 bits are 4-bit words of 32 inputs each,
+ * behind which are words of the high bits: bit 4q + w of byte b is that of the input 16q + 4b + w; of two high bits there is a word for
+ * each q, with those of w from bit 2w on. Nested scales and minima are bytes for each `nested` inputs, times float16s of a record of 256 inputs:
+ *
+ *     scales, minima if any: float16 [16 outputs]
+ *     8 times: scales [32 / nested][16], minima if any [16]; codes of 32 inputs */
 
-enum { FLOATS, FOUR_0, FOUR_1, FOUR_K, FIVE_0, EIGHT_0, EIGHT_1, EIGHT_K, EIGHT_16, FORMS };
+enum { FLOATS, FOUR_0, FOUR_1, FOUR_K, FIVE_0, EIGHT_0, EIGHT_1, EIGHT_K, EIGHT_16, TIGHT_4_K, TIGHT_5_0, TIGHT_5_1, TIGHT_5_K, TIGHT_6_K, FORMS };
 
 #define ROUNDED 256
 
 typedef struct {
     int bits, block; /* of a code; inputs of a record */
     int wide;        /* scales are float32, not float16 */
+    int nested;      /* inputs of a byte of scales; 0: scales are no bytes */
     int minima;      /* are stored; if not, a minimum is offset * scale */
     int offset;
 } Form;
@@ -30,6 +38,11 @@ static const Form forms[FORMS] = {
     [EIGHT_1] = {.bits = 8, .block = 32, .minima = 1},
     [EIGHT_K] = {.bits = 8, .block = 32, .minima = 1, .wide = 1},
     [EIGHT_16] = {.bits = 8, .block = 16, .wide = 1, .offset = -32},
+    [TIGHT_4_K] = {.bits = 4, .block = 256, .nested = 32, .minima = 1},
+    [TIGHT_5_0] = {.bits = 5, .block = 32, .offset = -16},
+    [TIGHT_5_1] = {.bits = 5, .block = 32, .minima = 1},
+    [TIGHT_5_K] = {.bits = 5, .block = 256, .nested = 32, .minima = 1},
+    [TIGHT_6_K] = {.bits = 6, .block = 256, .nested = 16, .offset = -32},
 };
 
 typedef struct {
@@ -43,20 +56,37 @@ static inline Panel panel_of(const uint8_t *packed, long p) {
     return (Panel){packed + table[2 * p], form % ROUNDED, form / ROUNDED};
 }
 
-static inline long scale_bytes(Form f) { return f.bits == 32 ? 0 : WIDTH * (f.wide ? 4 : 2); }
+static inline long scale_bytes(Form f) {
+    return f.bits == 32 ? 0 : f.nested ? WIDTH * (2 + f.block / f.nested) : WIDTH * (f.wide ? 4 : 2);
+}
 static inline long record_bytes(Form f) { return scale_bytes(f) * (1 + f.minima) + f.block * WIDTH * f.bits / 8; }
 
 /* Bytes of a panel of k inputs. */
 long meshlm_panel_bytes(long form, long k) { return k / forms[form].block * record_bytes(forms[form]); }
 
-/* The place of a code in its record: its word and its lowest bit. */
+/* The place of a code, or of its bits above the fourth, among those of 32 inputs: its word and its lowest bit. */
 typedef struct {
     int word, shift;
 } Spot;
 
 static inline Spot spot(Form f, long i) {
     int byte = (int)(i % 16 / 4), w = (int)(i % 4), sixteenth = (int)(i / 16);
-    return f.bits == 4 ? (Spot){w, 8 * byte + 4 * sixteenth} : (Spot){4 * sixteenth + w, 8 * byte};
+    return f.bits == 8 ? (Spot){4 * sixteenth + w, 8 * byte} : (Spot){w, 8 * byte + 4 * sixteenth};
+}
+
+static inline Spot high_spot(Form f, long i) {
+    int byte = (int)(i % 16 / 4), w = (int)(i % 4), sixteenth = (int)(i / 16);
+    return f.bits == 5 ? (Spot){4, 8 * byte + 4 * sixteenth + w} : (Spot){4 + sixteenth, 8 * byte + 2 * w};
+}
+
+static inline int has_high_bits(Form f) { return f.bits == 5 || f.bits == 6; }
+
+/* The code of input i of 32, of an output, whose codes begin here. */
+static inline uint32_t code_at(const uint8_t *codes, Form f, long i, long lane) {
+    const uint32_t *words = (const uint32_t *)codes + lane;
+    Spot at = spot(f, i), high = high_spot(f, i);
+    if (!has_high_bits(f)) return words[at.word * WIDTH] >> at.shift & ((1u << f.bits) - 1);
+    return (words[at.word * WIDTH] >> at.shift & 15) | (words[high.word * WIDTH] >> high.shift & ((1u << (f.bits - 4)) - 1)) << 4;
 }
 
 /* float16, any but infinity and NaN, as float32. */
@@ -79,6 +109,17 @@ static inline vec scales8(const uint8_t *from, int wide, long at) {
 #else
     vec found;
     for (int i = 0; i < LANES; i++) found[i] = half(halves[i]);
+    return found;
+#endif
+}
+
+/* Eight bytes with sign. */
+static inline vec small8(const uint8_t *from) {
+#ifdef __AVX2__
+    return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
+#else
+    vec found;
+    for (int i = 0; i < LANES; i++) found[i] = (float)(int8_t)from[i];
     return found;
 #endif
 }
@@ -185,11 +226,32 @@ UNPACK(eight_3, 3, 1, 8)
 UNPACK(eight_4, 4, 1, 8)
 UNPACK(eight_side, 1, 2, 8)
 
+/* The weights of one output in a record with nested scales. */
+static void unpack_nested(const uint8_t *record, Form f, long lane, float *to) {
+    const uint16_t *whole = (const uint16_t *)record + lane;
+    const uint8_t *at = record + 2 * WIDTH * (1 + f.minima);
+    float scales = half(whole[0]), minima = f.minima ? half(whole[WIDTH]) : 0.0f;
+    const int parts = 32 / f.nested;
+    for (long b = 0; b < f.block; b += 32, at += 4 * WIDTH * f.bits) {
+        const uint8_t *scale_at = at + lane;
+        at += WIDTH * (parts + f.minima);
+        for (long i = 0; i < 32; i++) {
+            float scale = scales * (float)(int8_t)scale_at[i / f.nested * WIDTH];
+            float minimum = f.minima ? minima * (float)scale_at[parts * WIDTH] : scale * (float)f.offset;
+            to[b + i] = (float)code_at(at, f, i, lane) * scale + minimum;
+        }
+    }
+}
+
 /* The weights of one output. */
 static void unpack_row(Panel p, long lane, long k, float *to) {
     const Form f = forms[p.form];
     if (p.form == FLOATS) {
         for (long i = 0; i < k; i++) to[i] = ((const float *)p.records)[i * WIDTH + lane];
+        return;
+    }
+    if (f.nested) {
+        for (long b = 0; b < k; b += f.block) unpack_nested(p.records + b / f.block * record_bytes(f), f, lane, to + b);
         return;
     }
     const uint8_t *record = p.records;
@@ -198,11 +260,7 @@ static void unpack_row(Panel p, long lane, long k, float *to) {
         float scale = f.wide ? ((const float *)record)[lane] : half(((const uint16_t *)record)[lane]);
         float minimum = f.wide ? ((const float *)minima)[lane] : half(((const uint16_t *)minima)[lane]);
         if (!f.minima) minimum = scale * (float)f.offset;
-        for (long i = 0; i < f.block; i++) {
-            Spot at = spot(f, i);
-            uint32_t code = ((const uint32_t *)codes)[at.word * WIDTH + lane] >> at.shift & ((1u << f.bits) - 1);
-            to[b + i] = (float)code * scale + minimum;
-        }
+        for (long i = 0; i < f.block; i++) to[b + i] = (float)code_at(codes, f, i, lane) * scale + minimum;
     }
 }
 

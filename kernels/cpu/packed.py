@@ -1,6 +1,6 @@
 """Packed weights as torch tensors: uint8, self-describing, on the CPU. The layout: packed.h.
 
-Their numbers are float32, or codes of 4 or 8 bits with scales as a GGUF file has them (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K).
+Their numbers are float32, or codes of 4 to 8 bits with scales as a GGUF file has them (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K).
 All are computed with in float32, with the very values that decoding the file would have given; or, where a weight says `rounded`,
 activations are rounded to 16 bits and the codes multiplied as integers (rounded.h), by processors that `can_round`.
 """
@@ -25,10 +25,13 @@ class Rows(NamedTuple):
     ggml_type: int
 
 
-def form_of(ggml_type: int) -> int | None:
-    """The form in which packed weights keep a tensor of this type, codes and scales as they are; None if there is none."""
+def form_of(ggml_type: int, *, rounded: bool = False) -> int | None:
+    """The form in which packed weights keep a tensor of this type, codes and scales as they are; None if there is none.
+
+    rounded: of weights that say so.
+    """
     found = library()
-    form = -1 if found is None else int(found.meshlm_form(ggml_type))
+    form = -1 if found is None else int(found.meshlm_form(ggml_type, rounded))
     return None if form < 0 else form
 
 
@@ -58,7 +61,10 @@ def _panel_bytes(forms: list[int], k: int) -> list[int]:
 
 
 def write_table(packed: Tensor, forms: list[int], k: int, *, rounded: bool = False) -> None:
-    """Begin a packed weight: uint8 [packed_bytes(forms, k)]. rounded: products with it round their activations; no form is float32."""
+    """Begin a packed weight: uint8 [packed_bytes(forms, k)].
+
+    rounded: products with it round their activations; all forms are of `form_of(rounded=True)`.
+    """
     assert not (rounded and _FLOATS in forms)
     table = torch.empty(len(forms), 2, dtype=torch.long)
     sizes = torch.tensor([_table_bytes(len(forms)), *_panel_bytes(forms, k)[:-1]], dtype=torch.long)

@@ -26,8 +26,8 @@ def _blocks(size: int, scale_at: int, each: int) -> Tensor:
     return blocks.flatten(1)
 
 
-# By GGML's number of the type: Q4_0, Q8_0 and Q6_K, of which every form of codes, scales and blocks is one or has all parts.
-KINDS = {2: (18, 0, 32), 8: (34, 0, 32), 14: (210, 208, 256)}
+# By GGML's number of the type: Q4_0, Q5_0, Q8_0 and Q6_K, of which every form of codes and scales is one or has all parts.
+KINDS = {2: (18, 0, 32), 6: (22, 0, 32), 8: (34, 0, 32), 14: (210, 208, 256)}
 
 
 @cache
@@ -50,7 +50,7 @@ def rounds() -> bool:
 
 
 def _product(kind: int, rows: Tensor, x: Tensor, *, rounded: bool) -> Tensor:
-    form = packed.form_of(kind)
+    form = packed.form_of(kind, rounded=rounded)
     assert form is not None
     forms = [form] * -(-OUTPUTS // packed.WIDTH)
     weight = torch.empty(packed.packed_bytes(forms, INPUTS), dtype=torch.uint8)

@@ -5,7 +5,7 @@
  *
  *     (sum of (code of the weight + offset) * code of x) * (scale * s)  [+ minimum * (s * sum of codes of x)]
  *
- * to which the records of a panel are added up in order, each by one fused multiply-add of float32. The sums in parentheses are exact in
+ * to which those of a panel are added up in order, each by one fused multiply-add of float32. The sums in parentheses are exact in
  * 32 bits. So a result is the same on every processor that fuses, and does not depend on the rows beside it.
  *
  * Instructions multiply bytes by bytes (VNNI) or 16 bits by 16 bits (AVX2). For the former a code is 256 * high + low of 8 bits each with
@@ -101,11 +101,13 @@ typedef __m512 numbers;
 #define NUMBERS_OF(X) _mm512_set1_ps(X)
 #define LOAD_WORDS(P) _mm512_loadu_si512(P)
 #define AND_WORDS(A, B) _mm512_and_si512(A, B)
+#define OR_WORDS(A, B) _mm512_or_si512(A, B)
 #define UP_4(A) _mm512_srli_epi32(A, 4)
 #define TO_NUMBERS(A) _mm512_cvtepi32_ps(A)
 #define FUSED(A, B, C) _mm512_fmadd_ps(A, B, C)
 #define TIMES_NUMBERS(A, B) _mm512_mul_ps(A, B)
 #define LOAD_NUMBERS(P) _mm512_loadu_ps(P)
+#define LOAD_SMALL(P) _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(P))))
 #define LOAD_HALVES(P) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(P)))
 #define STORE_NUMBERS(P, A) _mm512_storeu_ps(P, A)
 #define TIMES_BYTES(SUMS, CODES, X) _mm512_dpbusd_epi32(SUMS, CODES, WORDS_OF(X))
@@ -118,11 +120,13 @@ typedef vec numbers;
 #define NUMBERS_OF(X) splat(X)
 #define LOAD_WORDS(P) (*(const ivec *)(P))
 #define AND_WORDS(A, B) ((A) & (B))
+#define OR_WORDS(A, B) ((A) | (B))
 #define UP_4(A) ((A) >> 4)
 #define TO_NUMBERS(A) __builtin_convertvector(A, vec)
 #define FUSED(A, B, C) fma8(A, B, C)
 #define TIMES_NUMBERS(A, B) ((A) * (B))
 #define LOAD_NUMBERS(P) load(P)
+#define LOAD_SMALL(P) small8(P)
 #define LOAD_HALVES(P) scales8(P, 0, 0)
 #define STORE_NUMBERS(P, A) store(P, A)
 #if defined(__AVXVNNI__)
@@ -139,6 +143,10 @@ static inline words TIMES_BYTES(words sums, words codes, int32_t x) {
 #endif
 #define HIGH_AND_LOW(A, B) (((A) << 8) + (B))
 #endif
+
+/* Bits move up, or down where `up` is negative; zeros follow. */
+typedef uint32_t plain_words __attribute__((vector_size(sizeof(words)), may_alias));
+#define SHIFTED(A, UP) ((UP) > 0 ? (words)((plain_words)(A) << (UP)) : (words)((plain_words)(A) >> -(UP)))
 
 /* Sums of products that add_products begins with zeros and go on to be added up by sum_of; and four bytes of each output's codes. */
 typedef struct {
@@ -184,37 +192,45 @@ typedef struct {
     float *out; /* [rows][16] */
 } RoundedTile;
 
-/* `rows` rows over AT_ONCE outputs, from `lane` on, of a panel. rows, wide, bits and block are constants where it is used. */
-static inline __attribute__((always_inline)) void rounded_tile(const RoundedTile *t, int lane, const int rows, const int wide,
-                                                               const int bits, const int block) {
-    const Form f = t->form;
-    const words low = WORDS_OF(0x0F0F0F0F);
-    const int of_scale = wide ? 4 : 2;
-    const long size = WIDTH * of_scale, record_size = record_bytes(f);
-    numbers sums[8];
+/* Four inputs of each output, of 32 whose codes begin here: group g of eight. bits is a constant. */
+static inline __attribute__((always_inline)) words group_of(const uint8_t *codes, const int g, const int bits) {
+    words low = LOAD_WORDS(codes + (bits == 8 ? g : g % 4) * WIDTH * 4);
+    if (bits == 8) return low;
+    low = AND_WORDS(g < 4 ? low : UP_4(low), WORDS_OF(0x0F0F0F0F));
+    if (bits == 5) return OR_WORDS(low, AND_WORDS(SHIFTED(LOAD_WORDS(codes + 4 * WIDTH * 4), 4 - g), WORDS_OF(0x10101010)));
+    if (bits == 6)
+        return OR_WORDS(low, AND_WORDS(SHIFTED(LOAD_WORDS(codes + (4 + g / 4) * WIDTH * 4), 4 - g % 4 * 2), WORDS_OF(0x30303030)));
+    return low;
+}
+
+/* `rows` rows over AT_ONCE outputs, from `lane` on, of a panel. rows, bits and nested are constants where it is used. */
+static inline __attribute__((always_inline)) void rounded_tile(const RoundedTile *t, int lane, const int rows, const int bits,
+                                                               const int nested) {
+    const int minima = t->form.minima, offset = t->form.offset, parts = nested ? 32 / nested : 1, groups = 8 / parts;
+    numbers sums[8], scales = NUMBERS_OF(0.0f), all_minima = NUMBERS_OF(0.0f); /* of a record with nested ones */
     for (int r = 0; r < rows; r++) sums[r] = NUMBERS_OF(0.0f);
-    const uint8_t *record = t->records;
+    const uint8_t *from = t->records;
     const RoundedBlock *x = t->x;
     for (long at = 0; at < t->k; at += 32, x++) {
-        for (int part = 0; part < 32 / block; part++, record += record_size) {
-            const uint8_t *scales = record + lane * of_scale, *codes_at = record + size * (1 + f.minima) + lane * 4;
-            numbers scale = wide ? LOAD_NUMBERS((const float *)scales) : LOAD_HALVES(scales), minimum = NUMBERS_OF(0.0f);
-            if (f.minima) minimum = wide ? LOAD_NUMBERS((const float *)(scales + size)) : LOAD_HALVES(scales + size);
-            Codes codes[8];
-            for (int g = 0; g < block / 4; g++) {
-                words bytes = LOAD_WORDS(codes_at + (bits == 4 ? g % 4 : g) * WIDTH * 4);
-                if (bits == 4) bytes = AND_WORDS(g < 4 ? bytes : UP_4(bytes), low);
-                codes[g] = codes_of(bytes);
+        if (!nested || at % 256 == 0) {
+            scales = LOAD_HALVES(from + 2 * lane), from += 2 * WIDTH;
+            if (minima) all_minima = LOAD_HALVES(from + 2 * lane), from += 2 * WIDTH;
+        }
+        numbers scale[2] = {scales, scales}, minimum = all_minima;
+        for (int part = 0; nested && part < parts; part++, from += WIDTH) scale[part] = TIMES_NUMBERS(scales, LOAD_SMALL(from + lane));
+        if (nested && minima) minimum = TIMES_NUMBERS(all_minima, LOAD_SMALL(from + lane)), from += WIDTH;
+        Codes codes[8];
+        for (int g = 0; g < 8; g++) codes[g] = codes_of(group_of(from + 4 * lane, g, bits));
+        from += 4 * WIDTH * bits;
+        for (int r = 0; r < rows; r++) {
+            const RoundedBlock *row = x + r * t->stride;
+            for (int part = 0; part < parts; part++) {
+                Two products = {WORDS_OF(0), WORDS_OF(row->sums[parts == 1 ? 2 : part] * offset)};
+                for (int g = groups * part; g < groups * (part + 1); g++)
+                    products = add_products(products, codes[g], row->codes[g / 4][0] + g % 4);
+                sums[r] = FUSED(TO_NUMBERS(sum_of(products)), TIMES_NUMBERS(scale[part], NUMBERS_OF(row->scale)), sums[r]);
             }
-            for (int r = 0; r < rows; r++) {
-                const RoundedBlock *row = x + r * t->stride;
-                const int32_t *from = row->codes[part][0];
-                Two products = {WORDS_OF(0), WORDS_OF(row->sums[block == 16 ? part : 2] * f.offset)};
-                for (int g = 0; g < block / 4; g++)
-                    products = add_products(products, codes[g], from + g / 4 * 8 + g % 4);
-                sums[r] = FUSED(TO_NUMBERS(sum_of(products)), TIMES_NUMBERS(scale, NUMBERS_OF(row->scale)), sums[r]);
-                if (f.minima) sums[r] = FUSED(minimum, NUMBERS_OF(row->sum), sums[r]);
-            }
+            if (minima) sums[r] = FUSED(minimum, NUMBERS_OF(row->sum), sums[r]);
         }
     }
     for (int r = 0; r < rows; r++) STORE_NUMBERS(t->out + r * WIDTH + lane, sums[r]);
@@ -223,16 +239,14 @@ static inline __attribute__((always_inline)) void rounded_tile(const RoundedTile
 #define ROUNDED_TILE(ROWS)                                                                                                     \
     static void rounded_##ROWS(const RoundedTile *t) {                                                                         \
         for (int lane = 0; lane < WIDTH; lane += AT_ONCE) {                                                                    \
-            if (t->form.bits == 4 && !t->form.wide)                                                                            \
-                rounded_tile(t, lane, ROWS, 0, 4, 32);                                                                         \
-            else if (t->form.bits == 4)                                                                                        \
-                rounded_tile(t, lane, ROWS, 1, 4, 32);                                                                         \
-            else if (t->form.block == 32 && !t->form.wide)                                                                     \
-                rounded_tile(t, lane, ROWS, 0, 8, 32);                                                                         \
-            else if (t->form.block == 32)                                                                                      \
-                rounded_tile(t, lane, ROWS, 1, 8, 32);                                                                         \
-            else                                                                                                               \
-                rounded_tile(t, lane, ROWS, 1, 8, 16);                                                                         \
+            switch (t->form.bits + t->form.nested) {                                                                           \
+            case 4: rounded_tile(t, lane, ROWS, 4, 0); break;                                                                  \
+            case 5: rounded_tile(t, lane, ROWS, 5, 0); break;                                                                  \
+            case 8: rounded_tile(t, lane, ROWS, 8, 0); break;                                                                  \
+            case 4 + 32: rounded_tile(t, lane, ROWS, 4, 32); break;                                                            \
+            case 5 + 32: rounded_tile(t, lane, ROWS, 5, 32); break;                                                            \
+            case 6 + 16: rounded_tile(t, lane, ROWS, 6, 16); break;                                                            \
+            }                                                                                                                  \
         }                                                                                                                      \
     }
 ROUNDED_TILE(1)

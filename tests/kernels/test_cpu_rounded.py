@@ -27,7 +27,7 @@ MOST = 2 * 32512  # halves of a code
 def weight_of(kind: str, n: int, k: int) -> tuple[Tensor, Tensor]:
     """A packed weight whose products round, and its values [n, k]."""
     data, number = encoded(kind, n, k), GGMLQuantizationType[kind]
-    form = packed.form_of(int(number))
+    form = packed.form_of(int(number), rounded=True)
     assert form is not None
     forms = [form] * -(-n // packed.WIDTH)
     weight = torch.full((packed.packed_bytes(forms, k),), 77, dtype=torch.uint8)
@@ -77,7 +77,7 @@ def test_one_output_finds_each_code(scale: float, codes: list[int]) -> None:
     rows = torch.zeros(32, 34, dtype=torch.uint8)
     rows[:, :2] = torch.tensor([1.0], dtype=torch.float16).view(torch.uint8)
     rows[torch.arange(32), 2 + torch.arange(32)] = 1
-    form = packed.form_of(int(GGMLQuantizationType.Q8_0))
+    form = packed.form_of(int(GGMLQuantizationType.Q8_0), rounded=True)
     assert form is not None
     weight = torch.zeros(packed.packed_bytes([form] * 2, 32), dtype=torch.uint8)
     packed.write_table(weight, [form] * 2, 32, rounded=True)
@@ -97,9 +97,20 @@ def test_what_is_no_number_stays_in_its_row(bad: float) -> None:
     assert torch.equal(found[others], expected[others])
 
 
-def test_an_embedding_that_rounds_products_gives_its_own_rows() -> None:
-    weight, values = weight_of("Q6_K", 40, 256)
-    assert torch.equal(packed.rows(weight, torch.arange(40), 256), values)
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_embedding_that_rounds_products_gives_its_own_rows(kind: str) -> None:
+    weight, values = weight_of(kind, 40, 768)
+    assert torch.equal(packed.rows(weight, torch.arange(40), 768), values)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_hardly_larger_than_in_the_file(kind: str) -> None:
+    """The scales of K-quants are bytes here, not 6 bits."""
+    form = packed.form_of(int(GGMLQuantizationType[kind]), rounded=True)
+    assert form is not None
+    table = 3 * 64
+    size = encoded(kind, 192, 768).nbytes + table
+    assert size <= packed.packed_bytes([form] * 12, 768) <= (1.04 if kind in ("Q4_K", "Q5_K") else 1) * size
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have no such choice")

@@ -185,5 +185,7 @@ def test_a_number_of_blocks_is_taken_whatever_the_memory(smollm2: Path) -> None:
         layout = KVLayout(config.resolved.spec, 16, 256, torch.float32)
         assert memory.num_pages(config, 100 * layout.page_bytes, layout) == wanted
     few = resolve.resolve(flags.build(values | {"num_gpu_blocks_override": 10}, None))
-    with pytest.raises(ProcessFatal, match=r"override 10: .* 256 tokens needs 1\d KV blocks; with 10 --max-model-len 160 would"):
+    with pytest.raises(
+        ProcessFatal, match=r"override 10: .* 256 tokens needs 1\d KV blocks; with 10 --max-model-len 160 would"
+    ):
         memory.num_pages(few, 100 * layout.page_bytes, layout)

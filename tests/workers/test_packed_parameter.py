@@ -34,7 +34,7 @@ CASES = {
 def decoded(path: Path, monkeypatch: pytest.MonkeyPatch) -> Decoder:
     """The same model without quantised parameters."""
     with monkeypatch.context() as patch:
-        patch.setattr(packed, "form_of", lambda ggml_type: None)
+        patch.setattr(packed, "form_of", lambda ggml_type, rounded=False: None)
         return load(path)
 
 

@@ -57,7 +57,7 @@ def keep(model: Decoder, tensors: Iterable[tuple[str, Source]], *, exact: bool) 
         if found is None or found.expert is not None or found.shape != source.shape or len(found.shape) != 2:
             continue
         form = (
-            None if found.times != 1 or found.column is not None else _form(source, found)
+            None if found.times != 1 or found.column is not None else _form(source, found, rounded)
         )  # codes are not multiplied
         rows = found.end - found.begin if found.dim == 0 else found.shape[0]
         if rows and found.begin < found.end:
@@ -80,9 +80,9 @@ def keep(model: Decoder, tensors: Iterable[tuple[str, Source]], *, exact: bool) 
     return kept
 
 
-def _form(source: Source, found: WeightSlice) -> int | None:
+def _form(source: Source, found: WeightSlice, rounded: bool) -> int | None:
     if isinstance(source, GGUFTensorSource) and source.cuts(found.dim, found.begin, found.end):
-        return packed.form_of(source.ggml_type)
+        return packed.form_of(source.ggml_type, rounded=rounded)
     return None
 
 
