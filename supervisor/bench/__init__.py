@@ -5,7 +5,7 @@ import importlib
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser("bench", help="measure throughput, latency or a running server")
+    parser = commands.add_parser("bench", help="measure throughput, latency, starts or a running server")
     kinds = parser.add_subparsers(title="benchmarks", metavar="KIND", required=True)
-    for name in ("throughput", "latency", "serve", "sweep_run"):
+    for name in ("throughput", "latency", "startup", "serve", "sweep_run"):
         importlib.import_module(f"meshlm.supervisor.bench.{name}").add_parser(kinds)

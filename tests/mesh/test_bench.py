@@ -44,3 +44,16 @@ def test_texts_are_counted_by_the_mesh_itself(
 def test_what_it_cannot_do_is_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["bench", "serve", *words.split()]) == 2
     assert words.split()[0] in capsys.readouterr().err
+
+
+def test_starts_are_of_processes_of_their_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What keeps one from starting is told as by any command."""
+    counts = "--num-iters-cold 1 --num-iters-warmup 0 --num-iters-warm 1"
+    line = f"bench startup --device fake {counts} --output-json {tmp_path / 'found.json'}"
+    assert main.run(line.split()) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert 0 < found["avg_cold_startup_time"] < 60
+    assert 0 < found["avg_warm_startup_time"] < 60
+    capfd.readouterr()
+    assert main.run(["bench", "startup", "--model", str(tmp_path / "none")]) == 2
+    assert capfd.readouterr().err == f"meshlm: error: MODEL {tmp_path / 'none'}: no such file or folder\n"
