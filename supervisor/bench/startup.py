@@ -1,7 +1,7 @@
 """`meshlm bench startup`: how long an `LLM` takes until it can be asked, with compiled kernels of earlier starts and without any.
 
-Each start is that of a new process. A cold one keeps kernels and tuned tiles in a folder of its own, which is then removed; what a model
-hub was asked for stays where it is, and so does what the operating system has read of the files.
+Each start is that of a new process. A cold one keeps kernels and tuned tiles in a folder of its own, which is then removed; what a
+model hub was asked for stays where it is, and so does what the operating system has read of the files.
 """
 
 import argparse
