@@ -87,6 +87,18 @@ class ByMethod:
         await self._endpoints[method](scope, receive, send)
 
 
+class RootPath:
+    """Takes the path under which a proxy has this server (--root-path) off the requests that come with it."""
+
+    def __init__(self, app: Any, root: str) -> None:
+        self._app, self._root = app, root
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Sender) -> None:
+        if self._root and scope["type"] == "http" and scope["path"].startswith(f"{self._root}/"):
+            scope["path"] = scope["path"].removeprefix(self._root)
+        await self._app(scope, receive, send)
+
+
 class KeyCheck:
     """Asks for one of the API keys on every route but the probes, for one with the route's scope, and whether it may ask that often.
     Anthropic's clients send it as X-Api-Key. The key that fits is `scope["meshlm.key"]` from then on."""

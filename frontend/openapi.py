@@ -37,8 +37,8 @@ _EVENT: Json = {  # of a stream, field by field
 _REF = "#/components/schemas/{name}"
 
 
-def document(operations: Sequence[Operation], version: str, keys: bool, served: Served) -> Json:
-    """The OpenAPI document. `keys`: all but the probes need one."""
+def document(operations: Sequence[Operation], version: str, keys: bool, served: Served, root: str = "") -> Json:
+    """The OpenAPI document. `keys`: all but the probes need one. `root`: the path under which a proxy has this server."""
     structs = {kind for op in operations for kind in (op.body, op.answers, op.error)}
     kinds = [kind for kind in structs if isinstance(kind, type | GenericAlias)]
     references, components = msgspec.json.schema_components(kinds, ref_template=_REF)
@@ -54,6 +54,8 @@ def document(operations: Sequence[Operation], version: str, keys: bool, served: 
         "paths": paths,
         "components": {"schemas": dict(sorted(components.items()))},
     }
+    if root:
+        found["servers"] = [{"url": root}]
     if keys:
         found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         found["security"] = [{"key": []}]

@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from meshlm.frontend import bodies, information, limits, openapi, parse, prompts, retry
 from meshlm.frontend.dashboard.routes import DashboardRoutes
-from meshlm.frontend.endpoint import ByMethod, Endpoint, KeyCheck, json_response, plain_error
+from meshlm.frontend.endpoint import ByMethod, Endpoint, KeyCheck, RootPath, json_response, plain_error
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.generation import Backend, Generation, disconnected
 from meshlm.frontend.generative_scoring import Scoring
@@ -80,7 +80,7 @@ class Routes:
         self.keys = ApiKeys.of_server(backend.config.server)
 
     def app(self) -> Any:
-        """The ASGI application: CORS, then the key check, then the gate, then the routes."""
+        """The ASGI application: the path of a proxy, CORS, then the key check, then the gate, then the routes."""
         paths: dict[str, dict[str, Endpoint]] = {}
         for op in self._operations():
             endpoint = Endpoint(attrgetter(op.handler)(self), self._backend.refused)
@@ -100,6 +100,7 @@ class Routes:
         return Starlette(
             routes=routes,
             middleware=[
+                Middleware(RootPath, root=server.root_path),
                 cors,
                 Middleware(KeyCheck, keys=self.keys, rates=self._backend.rates, refused=self._backend.refused),
                 Middleware(LoadShedder, refusal=self._backend.refusal, refused=self._backend.refused),
@@ -128,7 +129,8 @@ class Routes:
 
     def _document(self) -> dict[str, Any]:
         keys = bool(self.keys)
-        return openapi.document(self._operations(), self._backend.version, keys, self._served())
+        root = self._backend.config.server.root_path
+        return openapi.document(self._operations(), self._backend.version, keys, self._served(), root)
 
     def _served(self) -> Served:
         server, resolved = self._backend.config.server, self._backend.resolved

@@ -139,6 +139,9 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
         int,
         Meta(ge=0, le=1024, description="open dashboards per frontend beyond which it answers 503; 0: no /dashboard"),
     ] = 32
+    root_path: Annotated[
+        str, Meta(description="path under which a proxy has this server, as /llm: requests may come with it or without")
+    ] = ""
     disable_fastapi_docs: Annotated[bool, Meta(description="no /openapi.json, /docs and /redoc (vLLM's name)")] = False
     enable_tokenizer_info_endpoint: Annotated[
         bool, Meta(description="GET /tokenizer_info tells the tokenizer's configuration and chat template")

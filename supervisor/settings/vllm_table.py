@@ -167,7 +167,6 @@ ABSENT = {
     "--interleave-mm-strings": _MEDIA,
     "--video-pruning-rate": _MEDIA,
     "--allowed-media-domains": _MEDIA,
-    "--root-path": "let the proxy before it strip the path",
     "--middleware": "put a proxy before it",
     "--hf-token": "set HF_TOKEN",
     "--hf-config-path": _CONFIG,

@@ -85,11 +85,11 @@ async def test_429_in_the_form_of_the_route(tmp_path: Path, path: str, body: obj
     [
         (ServerConfig(server_dev_mode=True), "", 200),
         (ServerConfig(server_dev_mode=True, host="0.0.0.0"), "", 403),
-        (ServerConfig(server_dev_mode=True, host="0.0.0.0", admin_api_key=("root",)), "", 401),
-        (ServerConfig(server_dev_mode=True, host="0.0.0.0", admin_api_key=("root",)), "root", 200),
+        (ServerConfig(server_dev_mode=True, host="0.0.0.0", admin_api_key=("boss-key",)), "", 401),
+        (ServerConfig(server_dev_mode=True, host="0.0.0.0", admin_api_key=("boss-key",)), "boss-key", 200),
         (ServerConfig(server_dev_mode=True, api_key=("one",)), "one", 200),
-        (ServerConfig(server_dev_mode=True, api_key=("one",), admin_api_key=("root",)), "one", 403),
-        (ServerConfig(server_dev_mode=True, api_key=("one",), admin_api_key=("root",)), "root", 200),
+        (ServerConfig(server_dev_mode=True, api_key=("one",), admin_api_key=("boss-key",)), "one", 403),
+        (ServerConfig(server_dev_mode=True, api_key=("one",), admin_api_key=("boss-key",)), "boss-key", 200),
     ],
 )
 async def test_who_may_use_routes_for_development(server: ServerConfig, key: str, status: int) -> None:
@@ -100,7 +100,7 @@ async def test_who_may_use_routes_for_development(server: ServerConfig, key: str
     if status != 200:
         assert answer.json()["error"]["message"]
     else:
-        assert "root" not in answer.text
+        assert "boss-key" not in answer.text
 
 
 @pytest.mark.parametrize(
