@@ -183,6 +183,8 @@ static inline Two add_products(Two sums, Codes codes, const int32_t *x) {
 static inline words sum_of(Two sums) { return sums.first + sums.second; }
 #endif
 
+#define AHEAD 4096 /* bytes from weights that are used to those that are fetched: what processors fetch by themselves ends with a page */
+
 typedef struct {
     const RoundedBlock *x;
     long stride; /* blocks from a row to the next */
@@ -220,6 +222,7 @@ static inline __attribute__((always_inline)) void rounded_tile(const RoundedTile
         for (int part = 0; nested && part < parts; part++, from += WIDTH) scale[part] = TIMES_NUMBERS(scales, LOAD_SMALL(from + lane));
         if (nested && minima) minimum = TIMES_NUMBERS(all_minima, LOAD_SMALL(from + lane)), from += WIDTH;
         Codes codes[8];
+        for (int line = 0; line <= bits; line++) __builtin_prefetch(from + AHEAD + 64 * line);
         for (int g = 0; g < 8; g++) codes[g] = codes_of(group_of(from + 4 * lane, g, bits));
         from += 4 * WIDTH * bits;
         for (int r = 0; r < rows; r++) {

@@ -10,6 +10,8 @@
  * the number of rows, and no flag in build.py that lets the compiler order sums.
  */
 
+#include <omp.h>
+
 #include "vector.h"
 
 #include "tile.h"
@@ -79,18 +81,25 @@ static void side_sums(const float *x, const Panel *p, float *sums, long k) {
     }
 }
 
+/* Panels that a thread takes at once: its weights follow one another, and a thread that is late leaves half of its share to the others. */
+static inline long taken_at_once(long panels) {
+    long half = panels / (2 * omp_get_num_threads());
+    return half ? half : 1;
+}
+
 /* All panels of a weight are multiplied in one way. */
 static inline int rounds(const uint8_t *packed) { return panel_of(packed, 0).rounded; }
 
 /* out[m, n] = x[m, k] . w[n, k]^T + bias[n] (bias may be null). rounded: of x, of a weight that rounds. */
 static void each_product(const float *x, const uint8_t *packed, const float *bias, float *out, const uint8_t *rounded, long m, long n,
                          long k) {
-    long panels = (n + WIDTH - 1) / WIDTH, at_once = m == 1 ? SIDE : 1;
     int integers = rounds(packed);
+    long panels = (n + WIDTH - 1) / WIDTH, at_once = m == 1 && !integers ? SIDE : 1;
+    long share = integers ? taken_at_once(panels) : 2;
     float sums[ROWS * WIDTH] __attribute__((aligned(64)));
     for (long r = 0; r < m; r += ROWS) {
         long rows = m - r < ROWS ? m - r : ROWS;
-#pragma omp for schedule(dynamic, 2) nowait /* other processes want the cores too */
+#pragma omp for schedule(dynamic, share) nowait
         for (long first = 0; first < panels; first += at_once) {
             long here = panels - first < at_once ? panels - first : at_once, left = n - first * WIDTH;
             long wide = left < here * WIDTH ? left : here * WIDTH;
