@@ -57,8 +57,8 @@ def config_file(config: MeshConfig, role: Role) -> int:
 # Of libgomp's threads while they wait for each other, instead of 300,000: for that long they keep the cores from other processes, and
 # from the very thread that they wait for (docs/performance.md, "On a CPU").
 SPINS = "1000"
-# Of glibc's malloc, where weights and KV caches of a CPU worker lie: pages of 2 MiB, which are read a fifth faster than those of 4 KiB, for
-# what is smaller than such a page too (docs/performance.md, "On a CPU"). What is larger than 32 MiB is given back when it is freed.
+# Of glibc's malloc, where weights and KV caches of a CPU worker lie: pages of 2 MiB, which are read a fifth faster than those of 4 KiB,
+# for what is smaller than such a page too (docs/performance.md, "On a CPU"). What is larger than 32 MiB is given back when it is freed.
 LARGE_PAGES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432"
 
 
