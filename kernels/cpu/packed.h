@@ -153,6 +153,7 @@ typedef struct {
         for (long at = 0; at < u->count; at += u->form.block) {                                                                \
             const uint8_t *codes[PANELS];                                                                                      \
             for (int p = 0; p < PANELS; p++) {                                                                                 \
+                for (long line = 0; BITS == 8 && line < record_size; line += 64) __builtin_prefetch(record[p] + AHEAD + line); \
                 codes[p] = record[p] + scale_size * (1 + u->form.minima);                                                      \
                 scales_of(record[p], &u->form, whole + 2 * p, minimum + 2 * p);                                                \
                 record[p] += record_size;                                                                                      \

@@ -183,8 +183,6 @@ static inline Two add_products(Two sums, Codes codes, const int32_t *x) {
 static inline words sum_of(Two sums) { return sums.first + sums.second; }
 #endif
 
-#define AHEAD 4096 /* bytes from weights that are used to those that are fetched: what processors fetch by themselves ends with a page */
-
 typedef struct {
     const RoundedBlock *x;
     long stride; /* blocks from a row to the next */

@@ -7,6 +7,7 @@
 #define WIDTH 16
 #define HEIGHT 6 /* rows of the tallest tile: 12 accumulators of AVX2's 16 registers */
 #define SIDE 4   /* panels that one row takes at once */
+#define AHEAD 4096 /* bytes from weights that are used to those that are fetched: what processors fetch by themselves ends with a page */
 
 typedef struct {
     const float *x; /* [rows][x_stride] */
