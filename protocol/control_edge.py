@@ -31,9 +31,11 @@ class Ready(Struct, frozen=True, tag="ready"):
 
 
 class Failed(Struct, frozen=True, tag="failed"):
-    """This process cannot go on, in the words that the user should read last."""
+    """This process cannot go on, in the words that the user should read last. fits: tokens of a context that there would be room for,
+    with --max-model-len auto; 0: that is not why."""
 
     message: str
+    fits: int = 0
 
 
 STEPPING = "stepping"  # the phase of a Heartbeat in which `step` must move on

@@ -7,6 +7,14 @@ class ProcessFatal(Exception):
     """Ends this process; the text is one line for the user."""
 
 
+class ContextTooLong(ProcessFatal):
+    """The KV cache has no room for one request of --max-model-len auto, but for one of `fits` tokens."""
+
+    def __init__(self, message: str, fits: int) -> None:
+        super().__init__(message)
+        self.fits = fits
+
+
 class ModelFilesError(Exception):
     """The model cannot be used; one line that names the flag or file."""
 

@@ -30,7 +30,7 @@ from meshlm.protocol.config.log_levels import level_of
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.protocol.timeline import RecordTimeline
 from meshlm.runtime import logs, numa, streams
-from meshlm.runtime.errors import ProcessFatal
+from meshlm.runtime.errors import ContextTooLong, ProcessFatal
 from meshlm.runtime.mesh import Mesh
 
 BEAT_S = 0.5
@@ -185,7 +185,7 @@ class _Process:
             await self._start_and_serve()
         except ProcessFatal as error:
             logs.record(str(error), "error", process=str(self._identity))
-            return await self._fail(str(error))
+            return await self._fail(str(error), error.fits if isinstance(error, ContextTooLong) else 0)
         except Exception as error:  # a bug of ours: the supervisor says it, and starts another
             self._mesh.log.exception("process failed")
             return await self._fail(f"{self._identity}: {type(error).__name__}: {error}")
@@ -217,7 +217,7 @@ class _Process:
             starting.cancel()
         await self._app.stop()
 
-    async def _fail(self, message: str) -> int:
+    async def _fail(self, message: str, fits: int = 0) -> int:
         """Say why, give the supervisor a moment to take it, end."""
         for _ in range(20):  # it may have failed before the link was open
             if self._mesh.peers(Role.SUPERVISOR):
@@ -225,7 +225,7 @@ class _Process:
             await asyncio.sleep(LAST_WORDS_S / 10)
         else:
             streams.complain(f"{self._identity}: {message}")
-        self._mesh.tell_supervisor(control.Failed(message))
+        self._mesh.tell_supervisor(control.Failed(message, fits))
         await asyncio.sleep(LAST_WORDS_S)
         await self._mesh.close()
         streams.flush()

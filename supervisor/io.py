@@ -22,7 +22,7 @@ from meshlm.runtime.mesh import Mesh
 from meshlm.runtime.operations import AskedOperations
 from meshlm.supervisor import control, requests_of_frontends
 from meshlm.supervisor.cli.display import StartDisplay
-from meshlm.supervisor.errors import StartError
+from meshlm.supervisor.errors import ContextDoesNotFit, StartError
 from meshlm.supervisor.group import clock, events, rolling
 from meshlm.supervisor.group.operations import Operations
 from meshlm.supervisor.nodes import network
@@ -56,6 +56,7 @@ class Supervisor:
         self._status = control.ControlServer(self._answer)
         self._asked: AskedOperations | None = None
         self._steps_end: asyncio.Task[None] | None = None
+        self._fits = 0  # tokens of context, if that is why a worker cannot start
         self._incarnations = Incarnations(lambda: self.config, self._do)
         self._begun = False
         self._network: network.Head | network.Guest | None = None
@@ -142,6 +143,8 @@ class Supervisor:
                 self._display.line(f"{peer} is ready" + (f": {facts}" if facts else ""))
                 self._do(events.BecameReady(peer, incarnation))
             case edge.Failed():
+                if message.fits and not self.ready.is_set():
+                    self._fits = min(message.fits, self._fits or message.fits)
                 self._do(events.SaidFailed(peer, incarnation, message.message))
             case edge.Heartbeat():
                 self._beats[peer] = message
@@ -358,7 +361,7 @@ class Supervisor:
 
     def _finish(self, failure: str | None) -> None:
         if failure is not None and not self.ended.done():
-            self.ended.set_exception(StartError(failure))
+            self.ended.set_exception(ContextDoesNotFit(failure, self._fits) if self._fits else StartError(failure))
         elif not self.ended.done():
             self.ended.set_result(None)
 

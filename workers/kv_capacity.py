@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.config.engine import CacheConfig
+from meshlm.protocol.config.model import AUTO_LEN
 from meshlm.protocol.kv import FullAttention, KVSpec, RecurrentState, longest_request, pages_of, step_tokens
-from meshlm.runtime.errors import ProcessFatal
+from meshlm.runtime.errors import ContextTooLong, ProcessFatal
 
 CHECKPOINT_TOKENS = 512  # between checkpoints of states, at least, where nobody says
 
@@ -20,7 +21,7 @@ def num_blocks(
     block_size: int = 0,
 ) -> int:
     """Blocks within `budget` bytes, or as many as --num-gpu-blocks-override says, of block tables with these groups. ProcessFatal when
-    the longest request would not fit, with the one that would.
+    the longest request would not fit, with the one that would; with --max-model-len auto ContextTooLong, if there is one.
 
     block_size: tokens of a block, where they are not the configured ones.
     """
@@ -35,15 +36,16 @@ def num_blocks(
         return count
     most = longest_request(specs, block_size, count, longest, at_once)
     fits = f"--max-model-len {most} would fit" if most > 0 else "not even one block fits"
-    if wanted is not None:
-        raise ProcessFatal(
-            f"--num-gpu-blocks-override {wanted}: one request of --max-model-len {longest} tokens needs {needed} KV blocks; "
-            f"with {wanted} {fits}"
-        )
-    raise ProcessFatal(
+    text = (
         f"one request of --max-model-len {longest} tokens needs {size_text(needed * block_bytes)} of KV cache "
         f"and {size_text(max(budget, 0))} are there; with this memory {fits}"
+        if wanted is None
+        else f"--num-gpu-blocks-override {wanted}: one request of --max-model-len {longest} tokens needs {needed} KV blocks; "
+        f"with {wanted} {fits}"
     )
+    if config.model.max_model_len == AUTO_LEN and most > 0:
+        raise ContextTooLong(text, most)
+    raise ProcessFatal(text)
 
 
 def state_spec(cache: CacheConfig, block_size: int) -> RecurrentState:

@@ -6,6 +6,8 @@ from msgspec import Meta, Struct
 
 from meshlm.protocol.config.per_node import PER_NODE
 
+AUTO_LEN = -1  # of max_model_len: the model's, or what the KV cache has room for
+
 
 class ModelConfig(Struct, frozen=True, kw_only=True):
     """The model to serve, and how to read its files."""
@@ -61,7 +63,12 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     ] = "auto"
     max_model_len: (
         Annotated[
-            int, Meta(ge=1, description="context length, prompt + output; default: the model's", extra={"count": True})
+            int,
+            Meta(
+                ge=AUTO_LEN,
+                description="context length, prompt + output; default: the model's; auto or -1: that, as far as the KV cache has room",
+                extra={"count": True, "auto": True},
+            ),
         ]
         | None
     ) = None

@@ -41,7 +41,7 @@ class Background:
         self._folder = contextlib.ExitStack()
         path = self._folder.enter_context(rundir.taken(base / f"{rundir.LLM_PREFIX}{secrets.token_hex(4)}"))
         run = msgspec.structs.replace(config.run, run_dir=str(path))
-        self._config: MeshConfig = msgspec.structs.replace(config, run=run)
+        self.config: MeshConfig = msgspec.structs.replace(config, run=run)
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="meshlm", daemon=True)
         self._thread.start()
@@ -78,12 +78,12 @@ class Background:
         return _result(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     async def _start(self) -> tuple[io.Supervisor, Client]:
-        members = [identity for identity in layout.identities(self._config) if identity.role is not Role.FRONTEND]
-        process = "supervisor" if self._config.run.log_format == "json" else None
-        supervisor = io.Supervisor(self._config, members, StartDisplay(process=process))
+        members = [identity for identity in layout.identities(self.config) if identity.role is not Role.FRONTEND]
+        process = "supervisor" if self.config.run.log_format == "json" else None
+        supervisor = io.Supervisor(self.config, members, StartDisplay(process=process))
         client = Client()
-        client.max_deaths = allowed(self._config.run.max_restarts)
-        client.mesh = Mesh(Identity(Role.FRONTEND, 0), Incarnation(time.time_ns()), self._config, client)
+        client.max_deaths = allowed(self.config.run.max_restarts)
+        client.mesh = Mesh(Identity(Role.FRONTEND, 0), Incarnation(time.time_ns()), self.config, client)
         try:
             await supervisor.start()
             await client.mesh.open()

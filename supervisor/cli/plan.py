@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.config.model import AUTO_LEN
 from meshlm.protocol.ids import Role
 from meshlm.runtime import platforms
 from meshlm.runtime.gguf_files import files_of
@@ -82,7 +83,12 @@ def memory(config: MeshConfig) -> Iterator[tuple[str, str]]:
     elif budget < longest:
         yield (
             "KV cache",
-            f"{_size(max(budget, 0))} ({why}): too little for the longest request; --max-model-len, or more memory",
+            f"{_size(max(budget, 0))} ({why}): too little for the longest request; "
+            + (
+                "the context will be shorter"
+                if config.model.max_model_len == AUTO_LEN
+                else "--max-model-len, or more memory"
+            ),
         )
     else:
         yield (

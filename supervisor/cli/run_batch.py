@@ -30,7 +30,7 @@ from meshlm.supervisor.cli import serve
 from meshlm.supervisor.cli.display import StartDisplay
 from meshlm.supervisor.errors import StartError, UsageError
 from meshlm.supervisor.processes import rundir
-from meshlm.supervisor.settings import flags, layout, resolve, vllm_env
+from meshlm.supervisor.settings import context, flags, layout, resolve, vllm_env
 
 LOOPBACK = "127.0.0.1"
 STOP_S = 10.0
@@ -77,9 +77,13 @@ def run(arguments: argparse.Namespace) -> int:
         streams.json_from_here()
     layout.check_alone(config)
     setproctitle.setproctitle("meshlm: supervisor")
+    return context.fitting(lambda at_most: _answer_here(arguments, config, at_most))
+
+
+def _answer_here(arguments: argparse.Namespace, config: MeshConfig, at_most: int | None) -> int:
     host = config.server.address
     with resolve.claim_port(host, config.server.port):
-        config = resolve.resolve(config)
+        config = resolve.resolve(config, at_most)
         base = rundir.base_dir(os.environ)
         rundir.remove_dead(base)
         with rundir.taken(base / f"{rundir.LLM_PREFIX}{secrets.token_hex(4)}") as path:

@@ -24,7 +24,7 @@ from meshlm.supervisor.cli.display import StartDisplay
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.nodes import joining
 from meshlm.supervisor.processes import rundir
-from meshlm.supervisor.settings import flags, layout, resolve, vllm_env
+from meshlm.supervisor.settings import context, flags, layout, resolve, vllm_env
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -81,10 +81,15 @@ def config_of(arguments: argparse.Namespace) -> MeshConfig:
 def run_mesh(config: MeshConfig, *, renders_only: bool = False) -> int:
     """Runs all processes of this node until they end; of a mesh that only renders, those that need no model."""
     layout.check(config)
+    context.fitting(lambda at_most: _run_mesh(config, renders_only, at_most))
+    return 0
+
+
+def _run_mesh(config: MeshConfig, renders_only: bool, at_most: int | None) -> None:
     setproctitle.setproctitle("meshlm: supervisor")  # a key among the arguments is nobody's business in `ps`
     headless = config.network.headless
     with contextlib.nullcontext() if headless else resolve.claim_port(config.server.address, config.server.port):
-        config = resolve.resolve(config)
+        config = resolve.resolve(config, at_most)
         if renders_only:
             assert config.resolved is not None
             resolved = msgspec.structs.replace(config.resolved, renders_only=True)
@@ -104,7 +109,6 @@ def run_mesh(config: MeshConfig, *, renders_only: bool = False) -> int:
             if headless:
                 joining.wait_for_head(config, until, display)
             uvloop.run(_serve(config, display))
-    return 0
 
 
 def with_keys(config: MeshConfig) -> MeshConfig:

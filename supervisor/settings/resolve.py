@@ -18,6 +18,7 @@ import msgspec
 from meshlm.architectures.family import Family
 from meshlm.architectures.registry import family_of
 from meshlm.protocol.config import MeshConfig, Resolved, ServerConfig
+from meshlm.protocol.config.model import AUTO_LEN
 from meshlm.runtime import generation_config, io_processors, logits_processors, model_files, numa, platforms, plugins
 from meshlm.runtime.attention_packages import PACKAGES
 from meshlm.runtime.errors import ModelFilesError, RequestError
@@ -41,8 +42,8 @@ BACKENDS = ("auto", "cpu", "torch", "triton", *PACKAGES)  # of attention; plug-i
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
-def resolve(config: MeshConfig) -> MeshConfig:
-    """The same tree with `resolved` set. UsageError for a wrong flag or file."""
+def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
+    """The same tree with `resolved` set. UsageError for a wrong flag or file. at_most: of --max-model-len auto, tokens that fit."""
     config = compilation.settled(layout.settled(config))
     files, generation = _read_files(config)
     for note in (*files.notes, *generation.notes):
@@ -58,9 +59,8 @@ def resolve(config: MeshConfig) -> MeshConfig:
     _check_flags(config, files, platform, family)
     _check_io_processor(config.server.io_processor_plugin, pools=pooling is not None)
     limit = files.spec.max_position_embeddings
-    max_model_len = config.model.max_model_len or min(
-        limit, pooling.max_tokens if pooling and pooling.max_tokens else limit
-    )
+    longest = min(limit, pooling.max_tokens if pooling and pooling.max_tokens else limit)
+    max_model_len = _context_length(config, longest if at_most is None else min(longest, at_most))
     if max_model_len > limit:
         raise UsageError(f"--max-model-len {max_model_len}: the model's context is {limit}; give at most that")
     max_num_seqs = config.scheduler.max_num_seqs or platform.max_num_seqs
@@ -260,6 +260,17 @@ def _check_template_kwargs(text: str) -> None:
         raise UsageError(f"--default-chat-template-kwargs: {error}; a JSON object is expected") from None
     except RequestError as error:
         raise UsageError(f"--default-{error.message.replace('_', '-', 2)}") from None
+
+
+def _context_length(config: MeshConfig, usual: int) -> int:
+    wanted, parallel = config.model.max_model_len, config.parallel
+    if wanted == 0:
+        raise UsageError("--max-model-len 0: must be at least 1, or auto")
+    if wanted != AUTO_LEN:
+        return wanted or usual
+    if config.network.headless or config.network.listen or parallel.nnodes > 1:
+        raise UsageError("--max-model-len auto: the nodes of a mesh need a number, the same for all")
+    return usual
 
 
 def _token_budget(config: MeshConfig, platform: Platform, max_num_seqs: int, max_model_len: int, *, whole: bool) -> int:

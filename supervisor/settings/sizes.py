@@ -37,10 +37,18 @@ def parse_count(text: str) -> int:
     try:
         return int(float(number) * _UNITS[unit]) if unit else int(number)
     except (ValueError, KeyError, OverflowError):
-        hint = "; leave the flag away for the most that there is" if text in ("auto", "-1") else ""
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens, like 4096 or 32k{hint}") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens, like 4096 or 32k") from None
+
+
+def parse_count_or_auto(text: str) -> int:
+    """The same, and 'auto' -> -1."""
+    return -1 if text == "auto" else parse_count(text)
 
 
 def size_parser(extra: Mapping[str, Any]) -> Callable[[str], int] | None:
     """The parser of the words of a setting with this `extra` (protocol/config/); None when it is neither a size nor a count."""
-    return parse_bytes if extra.get("bytes") else parse_count if extra.get("count") else None
+    if extra.get("bytes"):
+        return parse_bytes
+    if extra.get("count"):
+        return parse_count_or_auto if extra.get("auto") else parse_count
+    return None

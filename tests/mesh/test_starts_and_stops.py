@@ -44,6 +44,18 @@ def test_too_little_memory_says_what_would_fit(device: str) -> None:
     assert "would fit" in server.lines[-1]
 
 
+@pytest.mark.parametrize("flags", ["--device cpu", "--device fake", "--device fake -tp 2 -pp 2"])
+def test_auto_starts_again_with_what_fits(flags: str) -> None:
+    """A worker that dies later is started with it, too."""
+    with serving(*flags.split(), "--kv-cache-memory", "20M", "--max-model-len", "auto") as server:
+        length = httpx.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"]
+        assert 16 <= length < 8192
+        assert any(f"auto: {length} tokens fit; starting again" in line for line in server.lines), server.lines
+        os.kill(server.pid("worker"), signal.SIGKILL)
+        answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 3}, timeout=60)
+        assert answer.json()["usage"]["completion_tokens"] == 3
+
+
 def test_the_supervisor_takes_all_with_it() -> None:
     """Those too that a command has added. What it leaves in its directory holds no key."""
     with serving("--device", "fake", "--api-key", "secret-9") as server:

@@ -7,7 +7,7 @@ import torch
 
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.checkpoint_files import is_needless
-from meshlm.runtime.errors import ProcessFatal
+from meshlm.runtime.errors import ContextTooLong, ProcessFatal
 from meshlm.runtime.model_files import resolve_model
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.settings import flags, resolve
@@ -189,3 +189,15 @@ def test_a_number_of_blocks_is_taken_whatever_the_memory(smollm2: Path) -> None:
         ProcessFatal, match=r"override 10: .* 256 tokens needs 1\d KV blocks; with 10 --max-model-len 160 would"
     ):
         memory.num_pages(few, 100 * layout.page_bytes, layout)
+
+
+def test_auto_tells_what_fits(smollm2: Path) -> None:
+    config = resolve.resolve(flags.build({"model": str(smollm2), "device": "cpu", "max_model_len": -1}, None))
+    assert config.resolved is not None
+    layout = KVLayout(config.resolved.spec, 16, 256, torch.float32)
+    with pytest.raises(ContextTooLong, match="8192 tokens needs") as error:
+        memory.num_pages(config, 10 * layout.page_bytes, layout)
+    assert error.value.fits == 160
+    with pytest.raises(ProcessFatal, match="not even one block") as fatal:
+        memory.num_pages(config, -5, layout)
+    assert not isinstance(fatal.value, ContextTooLong)

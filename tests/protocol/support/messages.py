@@ -260,7 +260,7 @@ FULL: tuple[Struct, ...] = (
     # everyone <-> supervisor, everyone <-> coordinator
     control.Progress("weights", 12, 100, "MB"),
     control.Ready({"KV cache": "9,000 blocks"}),
-    control.Failed("no such model"),
+    control.Failed("no such model", 448),
     control.Heartbeat(4, "stepping", 1 << 33, {"coordinator/0": 5}),
     control.RankDrained(3),
     control.Died(SCHEDULER, LIFE),

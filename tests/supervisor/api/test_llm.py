@@ -15,13 +15,16 @@ from meshlm.supervisor.api.offline_prompts import of_generate
 def llm_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     resolved = SimpleNamespace(eos_token_ids=(), logits_processors=(), spec=SimpleNamespace(vocab_size=9), pooling=None)
 
-    def resolve(config: MeshConfig) -> Any:
+    def resolve(config: MeshConfig, at_most: int | None) -> Any:
         return SimpleNamespace(model=config.model, scheduler=config.scheduler, server=config.server, resolved=resolved)
 
     client = SimpleNamespace(new_handle=iter(range(1, 100)).__next__)
-    background = SimpleNamespace(supervisor=None, client=client, stop=lambda: None)
     monkeypatch.setattr("meshlm.supervisor.settings.resolve.resolve", resolve)
-    monkeypatch.setattr(llm_module, "Background", lambda config: background)
+    monkeypatch.setattr(
+        llm_module,
+        "Background",
+        lambda config: SimpleNamespace(config=config, supervisor=None, client=client, stop=lambda: None),
+    )
     return LLM
 
 

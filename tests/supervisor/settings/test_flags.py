@@ -47,7 +47,7 @@ def test_flags_win_over_toml(tmp_path: Path) -> None:
     ("values", "text"),
     [
         ({"port": 70000}, "--port"),
-        ({"max_model_len": 0}, "--max-model-len"),
+        ({"max_model_len": -2}, "--max-model-len"),
         ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization"),
         ({"dtype": "int3"}, "--dtype"),
         ({"standby_roles": ["cat"]}, "--standby-roles"),
