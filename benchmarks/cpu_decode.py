@@ -95,21 +95,67 @@ def transformers_rates(path: Path, batches: list[int], tokens: int, repeats: int
     return found
 
 
-def llama_cpp_rate(path: Path, tokens: int, repeats: int) -> dict[str, Any] | None:
+def llama_cpp_rates(path: Path, batches: list[int], tokens: int, repeats: int) -> dict[str, Any] | None:
+    """As `meshlm`: sequences side by side in each call, the likeliest token found by numpy; None where llama.cpp is not installed."""
     if importlib.util.find_spec("llama_cpp") is None:
         return None
     import llama_cpp
+    from llama_cpp import llama_cpp as low
 
-    llm = llama_cpp.Llama(str(path), n_ctx=512, n_threads=len(os.sched_getaffinity(0)), verbose=False)
+    found: dict[str, Any] = {"version": llama_cpp.__version__}
+    model = low.llama_model_load_from_file(str(path).encode(), low.llama_model_default_params())
+    vocab = low.llama_vocab_n_tokens(low.llama_model_get_vocab(model))
+    for batch in batches:
+        settings = low.llama_context_default_params()
+        settings.n_ctx, settings.n_batch, settings.n_seq_max = batch * (PROMPT_TOKENS + tokens), 2048, batch
+        settings.n_threads = settings.n_threads_batch = len(os.sched_getaffinity(0))
+        settings.kv_unified = True
+        context = low.llama_init_from_model(model, settings)
+        seconds = []
+        for _ in range(repeats):
+            low.llama_memory_clear(low.llama_get_memory(context), True)
+            begun = time.perf_counter()
+            _greedy(low, context, vocab, prompts_of(batch), tokens)
+            seconds.append(time.perf_counter() - begun)
+        found[f"batch_{batch}"] = rate(min(seconds), batch, tokens)
+        low.llama_free(context)
+    low.llama_model_free(model)
+    whole = llama_cpp.Llama(
+        str(path), n_ctx=2100, n_threads=settings.n_threads, n_threads_batch=settings.n_threads, verbose=False
+    )
     seconds = []
     for _ in range(repeats):
-        llm.reset()
+        whole.reset()
         begun = time.perf_counter()
-        for count, _token in enumerate(llm.generate(prompts_of(1)[0], temp=0.0, top_k=1), 1):
-            if count == tokens:
-                break
+        whole.eval([(7919 * place) % 40000 + 100 for place in range(2000)])
         seconds.append(time.perf_counter() - begun)
-    return {"batch_1": rate(min(seconds), 1, tokens), "version": llama_cpp.__version__}
+    found["ttft_2000_s"] = round(min(seconds), 3)
+    return found
+
+
+def _greedy(low: Any, context: Any, vocab: int, prompts: list[list[int]], tokens: int) -> None:
+    """`tokens` tokens behind each prompt, by llama.cpp's own functions."""
+    import numpy as np
+
+    count = sum(map(len, prompts))
+    step = low.llama_batch_init(count, 0, 1)
+
+    def put(at: int, token: int, position: int, sequence: int, last: bool) -> None:
+        step.token[at], step.pos[at], step.n_seq_id[at], step.logits[at] = token, position, 1, last
+        step.seq_id[at][0] = sequence
+
+    places = [(sequence, place) for sequence in range(len(prompts)) for place in range(PROMPT_TOKENS)]
+    for at, (sequence, place) in enumerate(places):
+        put(at, prompts[sequence][place], place, sequence, place == PROMPT_TOKENS - 1)
+    step.n_tokens, lines = count, [PROMPT_TOKENS * (n + 1) - 1 for n in range(len(prompts))]
+    for nth in range(tokens):
+        if low.llama_decode(context, step):
+            raise SystemExit("llama.cpp cannot compute a step")
+        logits = (np.ctypeslib.as_array(low.llama_get_logits_ith(context, line), (vocab,)) for line in lines)
+        for sequence, token in enumerate([int(each.argmax()) for each in logits]):
+            put(sequence, token, PROMPT_TOKENS + nth, sequence, True)
+        step.n_tokens, lines = len(prompts), list(range(len(prompts)))
+    low.llama_batch_free(step)
 
 
 def in_turns(path: Path, tokens: int, rounds: int) -> dict[str, Any]:
@@ -185,7 +231,7 @@ def main() -> None:
     theirs: dict[str, Any] | None = None
     if not arguments.without_transformers:
         theirs = transformers_rates(*asked)
-    cpp = llama_cpp_rate(path, arguments.tokens, arguments.repeats)
+    cpp = llama_cpp_rates(*asked)
     tokens, ratios = {"meshlm": ours.pop("tokens"), "meshlm_exact": exact.pop("tokens")}, None
     same: dict[str, dict[int, bool]] | None = None
     if theirs is not None:
@@ -204,7 +250,9 @@ def main() -> None:
         "transformers": theirs,
         "llama_cpp": cpp,
         "ratio_to_transformers": ratios,
-        "ratio_to_llama_cpp": round(ours["batch_1"] / cpp["batch_1"], 2) if cpp else None,
+        "ratio_to_llama_cpp": {key: round(ours[key] / cpp[key], 2) for key in cpp if key.startswith("batch")}
+        if cpp
+        else None,
         "first_sequence_equals_transformers": same,
     }
     text = json.dumps(report, indent=1)
