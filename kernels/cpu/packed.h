@@ -16,7 +16,7 @@
  *     scales, minima if any: float16 [16 outputs]
  *     8 times: scales [32 / nested][16], minima if any [16]; codes of 32 inputs */
 
-enum { FLOATS, FOUR_0, FOUR_1, FOUR_K, FIVE_0, EIGHT_0, EIGHT_1, EIGHT_K, EIGHT_16, TIGHT_4_K, TIGHT_5_0, TIGHT_5_1, TIGHT_5_K, TIGHT_6_K, FORMS };
+enum { FLOATS, FOUR_0, FOUR_1, FOUR_K, FIVE_0, EIGHT_0, EIGHT_1, EIGHT_K, EIGHT_16, TIGHT_4_K, TIGHT_5_0, TIGHT_5_1, TIGHT_5_K, TIGHT_6_K, BRAINS, HALVES, FORMS };
 
 #define ROUNDED 256
 
@@ -30,6 +30,8 @@ typedef struct {
 
 static const Form forms[FORMS] = {
     [FLOATS] = {.bits = 32, .block = 1},
+    [BRAINS] = {.bits = 16, .block = 1}, /* narrow.h */
+    [HALVES] = {.bits = 16, .block = 1},
     [FOUR_0] = {.bits = 4, .block = 32, .offset = -8},
     [FOUR_1] = {.bits = 4, .block = 32, .minima = 1},
     [FOUR_K] = {.bits = 4, .block = 32, .minima = 1, .wide = 1},
@@ -57,7 +59,7 @@ static inline Panel panel_of(const uint8_t *packed, long p) {
 }
 
 static inline long scale_bytes(Form f) {
-    return f.bits == 32 ? 0 : f.nested ? WIDTH * (2 + f.block / f.nested) : WIDTH * (f.wide ? 4 : 2);
+    return f.bits >= 16 ? 0 : f.nested ? WIDTH * (2 + f.block / f.nested) : WIDTH * (f.wide ? 4 : 2);
 }
 static inline long record_bytes(Form f) { return scale_bytes(f) * (1 + f.minima) + f.block * WIDTH * f.bits / 8; }
 
@@ -249,6 +251,17 @@ static void unpack_row(Panel p, long lane, long k, float *to) {
     const Form f = forms[p.form];
     if (p.form == FLOATS) {
         for (long i = 0; i < k; i++) to[i] = ((const float *)p.records)[i * WIDTH + lane];
+        return;
+    }
+    if (f.bits == 16) {
+        for (long i = 0; i < k; i++) {
+            uint16_t bits = ((const uint16_t *)p.records)[i * WIDTH + lane];
+            uint32_t wide = (uint32_t)bits << 16;
+            if (p.form == HALVES)
+                to[i] = half(bits);
+            else
+                memcpy(to + i, &wide, sizeof wide);
+        }
         return;
     }
     if (f.nested) {

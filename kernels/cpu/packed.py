@@ -1,8 +1,9 @@
 """Packed weights as torch tensors: uint8, self-describing, on the CPU. The layout: packed.h.
 
-Their numbers are float32, or codes of 4 to 8 bits with scales as a GGUF file has them (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K).
-All are computed with in float32, with the very values that decoding the file would have given; or, where a weight says `rounded`,
-activations are rounded to 16 bits and the codes multiplied as integers (rounded.h), by processors that `can_round`.
+Their numbers are float32, or bfloat16 or float16 where that is the same, or codes of 4 to 8 bits with scales as a GGUF file has
+them (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K). All are computed with in float32, with the very values that decoding the file
+would have given; or, where a weight says `rounded`, activations are rounded to 16 bits and the codes multiplied as integers
+(rounded.h), by processors that `can_round`.
 """
 
 from typing import NamedTuple
@@ -75,12 +76,13 @@ def write_table(packed: Tensor, forms: list[int], k: int, *, rounded: bool = Fal
 
 
 def pack(weight: Tensor) -> Tensor:
-    """float32 [n, k] -> packed, as float32."""
+    """float32 [n, k] -> packed, as float32; as bfloat16 or float16 where all numbers are such."""
     n, k = weight.shape
-    forms = [_FLOATS] * -(-n // WIDTH)
+    weight = weight.contiguous()
+    forms = [int(call().meshlm_narrowest(weight.data_ptr(), n * k))] * -(-n // WIDTH)
     packed = torch.empty(packed_bytes(forms, k), dtype=torch.uint8)
     write_table(packed, forms, k)
-    call().meshlm_pack(weight.contiguous().data_ptr(), packed.data_ptr(), n, k)
+    call().meshlm_pack(weight.data_ptr(), packed.data_ptr(), n, k)
     return packed
 
 

@@ -18,6 +18,8 @@
 
 #include "packed.h"
 
+#include "narrow.h"
+
 #include "repack.h"
 
 #include "rounded.h"
@@ -27,14 +29,20 @@
 #define ROWS 96   /* rows of x that stay in the second-level cache while the panels pass */
 #define CHUNK 256 /* inputs of a panel that become float32 at once: 16 KiB */
 
-/* w [n, k] -> the panels, of form FLOATS, of a packed weight whose table is written. */
+/* w [n, k] -> the panels, of form FLOATS, BRAINS or HALVES, of a packed weight whose table is written. */
 void meshlm_pack(const float *w, uint8_t *packed, long n, long k) {
     long panels = (n + WIDTH - 1) / WIDTH;
 #pragma omp parallel for schedule(static)
     for (long p = 0; p < panels; p++) {
-        float *to = (float *)panel_of(packed, p).records;
+        Panel to = panel_of(packed, p);
         for (long i = 0; i < k; i++)
-            for (long j = 0; j < WIDTH; j++) to[i * WIDTH + j] = p * WIDTH + j < n ? w[(p * WIDTH + j) * k + i] : 0.0f;
+            for (long j = 0; j < WIDTH; j++) {
+                float value = p * WIDTH + j < n ? w[(p * WIDTH + j) * k + i] : 0.0f;
+                if (to.form == FLOATS)
+                    ((float *)to.records)[i * WIDTH + j] = value;
+                else
+                    ((uint16_t *)to.records)[i * WIDTH + j] = narrowed(value, to.form);
+            }
     }
 }
 
@@ -49,18 +57,22 @@ static void panel_sums(const float *x, Panel p, float *sums, long rows, long k) 
 }
 
 /* The same where the panel is not float32: the first few rows, or none, unpack it into the first-level cache, chunk by chunk, for the
- * rest. */
+ * rest. What has 16 bits is widened there for all rows. */
 static void codes_sums(const float *x, Panel p, float *sums, long rows, long k) {
     static void (*const unpack[2][5])(const Unpacking *) = {
         {four_0, four_1, four_2, four_3, four_4}, {eight_0, eight_1, eight_2, eight_3, eight_4}};
     float chunk[CHUNK * WIDTH] __attribute__((aligned(64)));
     Unpacking u = {.x_stride = k, .form = forms[p.form], .out = sums, .out_stride = WIDTH};
-    long over = rows % HEIGHT, first = over <= 4 ? over : 0; /* then come whole tiles */
+    int narrow = u.form.bits == 16;
+    long over = rows % HEIGHT, first = over <= 4 && !narrow ? over : 0; /* then come whole tiles */
     u.kept = rows > first ? chunk : 0;
     for (long i = 0; i < k; i += CHUNK) {
         u.count = k - i < CHUNK ? k - i : CHUNK, u.x = x + i, u.more = i > 0;
         u.records[0] = p.records + meshlm_panel_bytes(p.form, i);
-        unpack[u.form.bits == 8][first](&u);
+        if (narrow)
+            widen(u.records[0], p.form, chunk, u.count);
+        else
+            unpack[u.form.bits == 8][first](&u);
         Tile t = {.x = u.x + first * k, .x_stride = k, .panel = chunk, .k = u.count, .out = sums + first * WIDTH, .out_stride = WIDTH};
         t.more = u.more, t.next = (const float *)(u.records[0] + meshlm_panel_bytes(p.form, u.count)), t.next_step = 1;
         tiles(t, rows - first);
@@ -72,6 +84,10 @@ static void side_sums(const float *x, const Panel *p, float *sums, long k) {
     if (p->form == FLOATS) {
         Tile t = {.x = x, .panel = (const float *)p->records, .k = k, .out = sums};
         tile_side(&t, k * WIDTH);
+        return;
+    }
+    if (forms[p->form].bits == 16) {
+        narrow_side(x, p, sums, k);
         return;
     }
     Unpacking u = {.x = x, .form = forms[p->form], .count = k};

@@ -12,7 +12,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from meshlm.kernels.cpu import build, kernel, packed
-from meshlm.kernels.cpu.library import library
+from meshlm.kernels.cpu.library import call, library
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the CPU kernels cannot be compiled here")
 HALVES = {
@@ -88,6 +88,45 @@ def test_products_are_those_of_float32_weights_to_the_last_bit(kind: str, n: int
         for m in (1, 2, 3, 4, 5, 6, 7, 11, 16, 96, 97, 103):
             assert torch.equal(kernel.linear(x[:m], weight, bias, n), expected[:m]), (m, threads)
     torch.set_num_threads(before)
+
+
+def floats(values: Tensor) -> Tensor:
+    """Packed as float32, though 16 bits might be enough."""
+    n, k = values.shape
+    weight = begun([0] * -(-n // packed.WIDTH), k)
+    call().meshlm_pack(values.contiguous().data_ptr(), weight.data_ptr(), n, k)
+    return weight
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 8), (16, 512), (37, 776), (100, 1536)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_of_16_bits_stay_so_and_change_nothing(dtype: torch.dtype, n: int, k: int) -> None:
+    """Subnormal ones, too. Products are those of float32 to the last bit, in any number of rows and threads."""
+    before = torch.get_num_threads()
+    values = (torch.randn(n, k) * 10.0 ** torch.randint(-8, 3, (n, k))).to(dtype).float()
+    weight, wide = packed.pack(values), floats(values)
+    assert len(weight) < 0.5 * len(wide) + 64 + 16 * n
+    assert torch.equal(packed.rows(weight, torch.arange(n), k), values)
+    x, bias = torch.randn(103, k), torch.randn(n)
+    expected = kernel.linear(x, wide, bias, n)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        for m in (1, 2, 3, 4, 5, 6, 7, 11, 16, 96, 97, 103):
+            assert torch.equal(kernel.linear(x[:m], weight, bias, n), expected[:m]), (m, threads)
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("at", [0, 5000, 37 * 512 - 1])
+@pytest.mark.parametrize(
+    ("number", "bits"),
+    [(0.0, 16), (-3.0, 16), (2.0**100, 16), (1 + 2**-10, 16), (2.0**-24, 16), (1 + 2**-11, 32), (0.1, 32), (65520.0, 32)],
+)
+def test_one_number_that_needs_more_keeps_all_of_them(number: float, bits: int, at: int) -> None:
+    values = torch.zeros(37, 512)
+    values.view(-1)[at] = number
+    weight = packed.pack(values)
+    assert len(weight) == 64 + 3 * 16 * 512 * bits // 8
+    assert torch.equal(packed.rows(weight, torch.arange(37), 512), values)
 
 
 def test_parts_of_several_types_in_one_weight() -> None:
