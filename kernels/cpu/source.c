@@ -1,8 +1,8 @@
 /* Inference kernels for the CPU, computing in float32, or with weights that say so in integers (rounded.h). Compiled by build.py with the user's own compiler, for the user's own processor.
  *
  * Every function takes dense row-major float32 and splits its work over OpenMP threads. Weights are packed once into panels of
- * 16 outputs, as float32 or as codes of 4 or 8 bits (packed.h), so that one pass over memory serves any number of rows (Goto and van de
- * Geijn 2008, section 4).
+ * 16 outputs, as float32 (or 16 bits, where these are enough) or as codes of 4 to 8 bits (packed.h), so that one pass over memory serves any
+ * number of rows (Goto and van de Geijn 2008, section 4).
  *
  * Batch-invariant: each row of a result takes the same operations in the same order whatever rows are computed beside it, however a
  * prompt was cut, and with any number of threads. A thread computes whole elements; no sum is split between threads. So a request that

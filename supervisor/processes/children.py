@@ -62,6 +62,21 @@ SPINS = "1000"
 LARGE_PAGES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432"
 
 
+def variables_of(
+    role: Role, config: MeshConfig, ours: Mapping[str, str], of_workers: Mapping[str, str]
+) -> dict[str, str]:
+    """The variables of a process, from those of this one. Secrets, which frontends have in their configuration, are left out."""
+    environment = {name: value for name, value in ours.items() if name not in (*API_KEYS, *ADMIN_API_KEYS)}
+    environment["PYTHONSAFEPATH"] = "1"
+    if role is Role.WORKER:
+        environment.update(of_workers)
+        if "OMP_WAIT_POLICY" not in environment:
+            environment.setdefault("GOMP_SPINCOUNT", SPINS)
+        if config.resolved is not None and config.resolved.device == "cpu":
+            environment.setdefault("GLIBC_TUNABLES", LARGE_PAGES)
+    return environment
+
+
 MAX_LINE_BYTES = 64 << 10
 
 
@@ -86,15 +101,7 @@ class Child:
         self._turn: socket.socket | None = None
         self._text = -1  # with --log-format json, the end of a pipe: what it writes to stdout and stderr
         self._begun = b""  # a line of it
-        environment = {**os.environ, "PYTHONSAFEPATH": "1"}
-        for name in (*API_KEYS, *ADMIN_API_KEYS):  # secrets, which frontends have in their configuration
-            environment.pop(name, None)
-        if identity.role is Role.WORKER:
-            environment.update(of_workers or {})
-            if "OMP_WAIT_POLICY" not in environment:
-                environment.setdefault("GOMP_SPINCOUNT", SPINS)
-            if config.resolved is not None and config.resolved.device == "cpu":
-                environment.setdefault("GLIBC_TUNABLES", LARGE_PAGES)
+        environment = variables_of(identity.role, config, os.environ, of_workers or {})
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as on_error:
             theirs.callback(os.close, config_fd := config_file(config, identity.role))
             descriptors = {"--config-fd": config_fd}

@@ -119,7 +119,16 @@ def test_numbers_of_16_bits_stay_so_and_change_nothing(dtype: torch.dtype, n: in
 @pytest.mark.parametrize("at", [0, 5000, 37 * 512 - 1])
 @pytest.mark.parametrize(
     ("number", "bits"),
-    [(0.0, 16), (-3.0, 16), (2.0**100, 16), (1 + 2**-10, 16), (2.0**-24, 16), (1 + 2**-11, 32), (0.1, 32), (65520.0, 32)],
+    [
+        (0.0, 16),
+        (-3.0, 16),
+        (2.0**100, 16),
+        (1 + 2**-10, 16),
+        (2.0**-24, 16),
+        (1 + 2**-11, 32),
+        (0.1, 32),
+        (65520.0, 32),
+    ],
 )
 def test_one_number_that_needs_more_keeps_all_of_them(number: float, bits: int, at: int) -> None:
     values = torch.zeros(37, 512)

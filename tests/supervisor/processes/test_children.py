@@ -13,7 +13,8 @@ from waiting import until
 
 from meshlm.protocol.config import MeshConfig, RunConfig, ServerConfig
 from meshlm.protocol.ids import Identity, Incarnation, Role
-from meshlm.supervisor.processes.children import FOLDER, Child, config_file
+from meshlm.supervisor.processes.children import FOLDER, LARGE_PAGES, SPINS, Child, config_file, variables_of
+from meshlm.supervisor.settings import flags, resolve
 
 LIMIT_S = 60.0
 PR_SET_CHILD_SUBREAPER = 36
@@ -71,6 +72,17 @@ def children_of(pid: int) -> list[int]:
         return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         return []
+
+
+@pytest.mark.parametrize("device", ["cpu", "fake"])
+def test_workers_on_a_cpu_have_large_pages_unless_the_user_has_said_otherwise(device: str) -> None:
+    config = resolve.resolve(flags.build({"device": device}, None))
+    found = variables_of(Role.WORKER, config, {"A": "b"}, {"XDG_CACHE_HOME": "/c"})
+    assert found.pop("GLIBC_TUNABLES", None) == (LARGE_PAGES if device == "cpu" else None)
+    assert found == {"A": "b", "XDG_CACHE_HOME": "/c", "GOMP_SPINCOUNT": SPINS, "PYTHONSAFEPATH": "1"}
+    given = {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1", "OMP_WAIT_POLICY": "passive"}
+    assert variables_of(Role.WORKER, config, given, {}) == {**given, "PYTHONSAFEPATH": "1"}
+    assert variables_of(Role.SCHEDULER, config, {"VLLM_API_KEY": "secret"}, {"X": "y"}) == {"PYTHONSAFEPATH": "1"}
 
 
 @pytest.mark.parametrize("role", FOLDER)
