@@ -114,15 +114,19 @@ def test_weights_are_hardly_larger_than_in_the_file(kind: str) -> None:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have no such choice")
-@pytest.mark.parametrize("lacks", [["-mno-avx512f", "-mno-avxvnni"], ["-mno-avx512f"], ["-DBY_BYTES"], ["-mno-avx2"]])
+@pytest.mark.parametrize(
+    "lacks", [["-mno-avx512f", "-mno-avxvnni"], ["-mno-avx512f"], ["-DBY_BYTES"], ["-mno-avx2", "-mno-f16c"]]
+)
 def test_other_processors_compute_the_same(lacks: list[str], tmp_path: Path) -> None:
-    """AVX2 alone, AVX-VNNI where it is there, its products of bytes written out, and no integer instruction at all: sums are exact."""
+    """AVX2 alone, AVX-VNNI where it is there, its products of bytes written out, and no integer instruction at all: sums are exact.
+    Weights of 16 bits, too."""
     flags = [flag for flag in build.FLAGS if flag != "-O3"]
     build.compile_library(build.compiler() or "cc", tmp_path / "other.so", [*flags, "-O1", *lacks])
     other = ctypes.CDLL(str(tmp_path / "other.so"))
     other.meshlm_linear.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 3
-    for kind in KINDS:
-        weight, _ = weight_of(kind, 37, 768)
+    weights = [weight_of(kind, 37, 768)[0] for kind in KINDS]
+    weights += [packed.pack(torch.randn(37, 768).to(dtype).float()) for dtype in (torch.bfloat16, torch.float16)]
+    for weight in weights:
         x, out = activations(11, 768), torch.empty(11, 37)
         other.meshlm_linear(x.data_ptr(), weight.data_ptr(), None, out.data_ptr(), 11, 37, 768)
         expected = kernel.linear(x, weight, None, 37)
