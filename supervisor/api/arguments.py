@@ -7,13 +7,14 @@ from typing import Any, get_origin
 
 from meshlm.supervisor.settings import flags, vllm_flags
 from meshlm.supervisor.settings.sizes import size_parser
-from meshlm.supervisor.settings.vllm_table import ABSENT, NEEDLESS, ONLY, RENAMED, SWITCHES
+from meshlm.supervisor.settings.variables import SETTERS
+from meshlm.supervisor.settings.vllm_table import ABSENT, NEEDLESS, ONLY, RENAMED, SWITCHES, VARIABLES
 
 
 def names() -> list[str]:
     """All that `settings_of` takes, sorted: vLLM's names too, but for those that say that something is off."""
     renamed = [flag for flags_of_one in RENAMED for flag in flags_of_one]
-    others = [*renamed, *ABSENT, *ONLY, *NEEDLESS, *SWITCHES]
+    others = [*renamed, *ABSENT, *ONLY, *NEEDLESS, *SWITCHES, *VARIABLES]
     words = {flag[2:].replace("-", "_") for flag in others if flag.startswith("--") and not flag.startswith("--no-")}
     return sorted(words | {setting.name for setting in flags.settings()})
 
@@ -28,7 +29,7 @@ def settings_of(arguments: Mapping[str, Any]) -> dict[str, object]:
         flag = "--" + name.replace("_", "-")
         ours = renamed.get(flag, name)
         opposite = f"--no-{flag[2:]}"
-        tables = (ABSENT, ONLY, NEEDLESS, SWITCHES)
+        tables = (ABSENT, ONLY, NEEDLESS, SWITCHES, VARIABLES)
         if ours not in known and not any(flag in table or opposite in table for table in tables):
             raise TypeError(f"LLM: unknown argument {name!r}")
         asked = opposite if value is False and opposite in (*SWITCHES, *ABSENT) else flag
@@ -41,9 +42,18 @@ def settings_of(arguments: Mapping[str, Any]) -> dict[str, object]:
         elif asked in SWITCHES:
             setting, meaning = SWITCHES[asked]
             found[setting] = meaning
+        elif flag in VARIABLES:
+            _set(name, flag, value)
         else:
             _check(name, asked, value)
     return found
+
+
+def _set(name: str, flag: str, value: Any) -> None:
+    try:
+        SETTERS[flag](value)
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"LLM: {name}: {error}") from None
 
 
 def _check(name: str, flag: str, value: Any) -> None:

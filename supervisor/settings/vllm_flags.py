@@ -14,7 +14,17 @@ from typing import Any, NoReturn
 
 from meshlm.runtime.attention_packages import PACKAGES
 from meshlm.runtime.streams import complain
-from meshlm.supervisor.settings.vllm_table import ABSENT, ABSENT_VALUES, NEEDLESS, ONLY, RENAMED, SWITCHES, VALUES
+from meshlm.supervisor.settings.variables import SETTERS
+from meshlm.supervisor.settings.vllm_table import (
+    ABSENT,
+    ABSENT_VALUES,
+    NEEDLESS,
+    ONLY,
+    RENAMED,
+    SWITCHES,
+    VALUES,
+    VARIABLES,
+)
 
 _DOTTED = re.compile(r"(--?[A-Za-z][\w-]*)\.([\w.-]+\+?)")  # --compilation-config.mode
 
@@ -59,6 +69,16 @@ class _Only(_Flag):
             parser.error(f"{flag} {values}: {ONLY[flag][1]}")
 
 
+class _Sets(_Flag):
+    """Sets an environment variable."""
+
+    def take(self, parser: argparse.ArgumentParser, flag: str, values: Any) -> None:
+        try:
+            SETTERS[flag](values)
+        except argparse.ArgumentTypeError as error:
+            parser.error(f"{flag}: {error}")
+
+
 class _Nothing(argparse.Action):
     """`--no-` before a flag that is absent or needless: asks for what is the case."""
 
@@ -77,6 +97,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     for flag in ONLY:
         if flag not in taken:
             parser.add_argument(flag, action=_Only, **hidden)
+    for flag in VARIABLES:
+        parser.add_argument(flag, action=_Sets, nargs="?", **hidden)
     for flag, (setting, value) in SWITCHES.items():
         switch = {**hidden, "dest": setting}
         parser.add_argument(flag, action="store_const", const=value, **switch)

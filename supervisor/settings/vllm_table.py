@@ -21,6 +21,9 @@ RENAMED = {
     ("--enable-layerwise-nvtx-tracing",): "profile_layers",
 }
 
+# vLLM's flag -> the variable that it sets for this process and all that it starts (variables.py).
+VARIABLES = {"--hf-token": "HF_TOKEN", "--device-ids": "CUDA_VISIBLE_DEVICES"}
+
 # vLLM's switch -> our setting and the value that it asks for.
 SWITCHES: dict[str, tuple[str, bool | int]] = {
     "--disable-uvicorn-access-log": ("disable_log_requests", True),
@@ -168,7 +171,6 @@ ABSENT = {
     "--video-pruning-rate": _MEDIA,
     "--allowed-media-domains": _MEDIA,
     "--middleware": "put a proxy before it",
-    "--hf-token": "set HF_TOKEN",
     "--hf-config-path": _CONFIG,
     "--rope-scaling": _CONFIG,
     "--rope-theta": _CONFIG,
@@ -206,7 +208,6 @@ ABSENT = {
     "--gdn-prefill-backend": _STATES,
     "--distributed-timeout-seconds": _TIMEOUTS,
     "--cpu-distributed-timeout-seconds": _TIMEOUTS,
-    "--device-ids": "set CUDA_VISIBLE_DEVICES",
     "--dcp-comm-backend": _CONTEXT_PARALLEL,
     "--dcp-kv-cache-interleave-size": _CONTEXT_PARALLEL,
     "--cp-kv-cache-interleave-size": _CONTEXT_PARALLEL,

@@ -275,6 +275,7 @@ def test_the_document_has_the_table() -> None:
         for setting, values in table.VALUES.items()
         for theirs, (ours, why) in values.items()
     ]
+    rows += [f"| `{flag}` | the variable `{name}` |" for flag, name in table.VARIABLES.items()]
     rows += [f"| `{flag}` | {why} |" for flag, (_, why) in table.NEEDLESS.items()]
     rows += [
         f"| `--{setting.replace('_', '-')} {theirs}` | {why} |"
