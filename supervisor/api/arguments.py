@@ -8,13 +8,13 @@ from typing import Any, get_origin
 from meshlm.supervisor.settings import flags, vllm_flags
 from meshlm.supervisor.settings.sizes import size_parser
 from meshlm.supervisor.settings.variables import SETTERS
-from meshlm.supervisor.settings.vllm_table import ABSENT, NEEDLESS, ONLY, RENAMED, SWITCHES, VARIABLES
+from meshlm.supervisor.settings.vllm_table import ABSENT, NEEDLESS, ONLY, OVERRIDES, RENAMED, SWITCHES, VARIABLES
 
 
 def names() -> list[str]:
     """All that `settings_of` takes, sorted: vLLM's names too, but for those that say that something is off."""
     renamed = [flag for flags_of_one in RENAMED for flag in flags_of_one]
-    others = [*renamed, *ABSENT, *ONLY, *NEEDLESS, *SWITCHES, *VARIABLES]
+    others = [*renamed, *ABSENT, *ONLY, *NEEDLESS, *SWITCHES, *VARIABLES, *OVERRIDES]
     words = {flag[2:].replace("-", "_") for flag in others if flag.startswith("--") and not flag.startswith("--no-")}
     return sorted(words | {setting.name for setting in flags.settings()})
 
@@ -25,11 +25,12 @@ def settings_of(arguments: Mapping[str, Any]) -> dict[str, object]:
     known = {setting.name: setting for setting in flags.settings()}
     renamed = {flag: ours for names, ours in RENAMED.items() for flag in names}
     found: dict[str, object] = {}
+    overrides: dict[str, Any] = {}
     for name, value in arguments.items():
         flag = "--" + name.replace("_", "-")
         ours = renamed.get(flag, name)
         opposite = f"--no-{flag[2:]}"
-        tables = (ABSENT, ONLY, NEEDLESS, SWITCHES, VARIABLES)
+        tables = (ABSENT, ONLY, NEEDLESS, SWITCHES, VARIABLES, OVERRIDES)
         if ours not in known and not any(flag in table or opposite in table for table in tables):
             raise TypeError(f"LLM: unknown argument {name!r}")
         asked = opposite if value is False and opposite in (*SWITCHES, *ABSENT) else flag
@@ -42,10 +43,15 @@ def settings_of(arguments: Mapping[str, Any]) -> dict[str, object]:
         elif asked in SWITCHES:
             setting, meaning = SWITCHES[asked]
             found[setting] = meaning
+        elif flag in OVERRIDES:
+            overrides[OVERRIDES[flag]] = value
         elif flag in VARIABLES:
             _set(name, flag, value)
         else:
             _check(name, asked, value)
+    if overrides:
+        given = json.loads(str(found.get("hf_overrides") or "{}"))
+        found["hf_overrides"] = json.dumps({**overrides, **given})
     return found
 
 

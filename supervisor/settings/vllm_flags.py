@@ -20,6 +20,7 @@ from meshlm.supervisor.settings.vllm_table import (
     ABSENT_VALUES,
     NEEDLESS,
     ONLY,
+    OVERRIDES,
     RENAMED,
     SWITCHES,
     VALUES,
@@ -167,13 +168,13 @@ def with_dashes(words: Sequence[str]) -> list[str]:
 
 
 def with_json(words: Sequence[str]) -> list[str]:
-    """--some-config.a.b 1 --some-config.c=x as --some-config '{"a": {"b": 1}, "c": "x"}', as in vLLM."""
+    """--some-config.a.b 1 --some-config.c=x as --some-config '{"a": {"b": 1}, "c": "x"}', as in vLLM; OVERRIDES as keys of --hf-overrides."""
     rest: list[str] = []
     trees: dict[str, dict[str, Any]] = {}
     todo = iter(words)
     for word in todo:
         name, equals, value = word.partition("=")
-        found = _DOTTED.fullmatch(name)
+        found = _DOTTED.fullmatch(f"--hf-overrides.{OVERRIDES[name]}" if name in OVERRIDES else name)
         if word == "--" or found is None:
             rest.append(word)
             if word == "--":

@@ -24,6 +24,9 @@ RENAMED = {
 # vLLM's flag -> the variable that it sets for this process and all that it starts (variables.py).
 VARIABLES = {"--hf-token": "HF_TOKEN", "--device-ids": "CUDA_VISIBLE_DEVICES"}
 
+# Flags of older vLLMs -> the key of --hf-overrides that they are.
+OVERRIDES = {"--rope-scaling": "rope_scaling", "--rope-theta": "rope_theta"}
+
 # vLLM's switch -> our setting and the value that it asks for.
 SWITCHES: dict[str, tuple[str, bool | int]] = {
     "--disable-uvicorn-access-log": ("disable_log_requests", True),
@@ -172,8 +175,6 @@ ABSENT = {
     "--allowed-media-domains": _MEDIA,
     "--middleware": "put a proxy before it",
     "--hf-config-path": _CONFIG,
-    "--rope-scaling": _CONFIG,
-    "--rope-theta": _CONFIG,
     "--disable-sliding-window": _CONFIG,
     "--model-loader-extra-config": "--load-format is the setting",
     "--ignore-patterns": "download what you want, and serve its folder",

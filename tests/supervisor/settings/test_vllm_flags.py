@@ -178,6 +178,19 @@ def test_keys_of_a_json_flag_may_have_dots(capsys: pytest.CaptureFixture[str]) -
     assert "error: --compilation-config: mode 1: " in capsys.readouterr().err
 
 
+def test_flags_of_older_versions_change_the_models_configuration() -> None:
+    """As Qwen's pages have them."""
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    words = ["--rope-scaling", json.dumps(yarn), "x", "--rope-theta=5e5"]
+    assert vllm_flags.with_json(words) == [
+        "x",
+        "--hf-overrides",
+        json.dumps({"rope_scaling": yarn, "rope_theta": 5e5}),
+    ]
+    found = settings_of({"rope_scaling": yarn, "rope_theta": 5e5, "hf_overrides": {"rope_theta": 7e5}})
+    assert json.loads(str(found["hf_overrides"])) == {"rope_scaling": yarn, "rope_theta": 7e5}
+
+
 def test_underscores_are_dashes() -> None:
     words = ["serve", "--max_model_len=a_b", "a_b", "--", "--c_d"]
     assert vllm_flags.with_dashes(words) == ["serve", "--max-model-len=a_b", "a_b", "--", "--c_d"]
@@ -276,6 +289,7 @@ def test_the_document_has_the_table() -> None:
         for theirs, (ours, why) in values.items()
     ]
     rows += [f"| `{flag}` | the variable `{name}` |" for flag, name in table.VARIABLES.items()]
+    rows += [f"| `{flag}` | the key `{key}` of `--hf-overrides` |" for flag, key in table.OVERRIDES.items()]
     rows += [f"| `{flag}` | {why} |" for flag, (_, why) in table.NEEDLESS.items()]
     rows += [
         f"| `--{setting.replace('_', '-')} {theirs}` | {why} |"
