@@ -168,7 +168,10 @@ def with_dashes(words: Sequence[str]) -> list[str]:
 
 
 def with_json(words: Sequence[str]) -> list[str]:
-    """--some-config.a.b 1 --some-config.c=x as --some-config '{"a": {"b": 1}, "c": "x"}', as in vLLM; OVERRIDES as keys of --hf-overrides."""
+    """--some-config.a.b 1 --some-config.c=x as --some-config '{"a": {"b": 1}, "c": "x"}', as in vLLM.
+
+    The flags of OVERRIDES are such keys of --hf-overrides.
+    """
     rest: list[str] = []
     trees: dict[str, dict[str, Any]] = {}
     todo = iter(words)
