@@ -216,6 +216,7 @@ class Generation:
         """The Submits of an answer, whose choices are there afterwards. `cuts`: by choice, what the client has."""
         backend = self._backend
         answer.fingerprint = self._fingerprint
+        answer.tells_times = backend.config.server.enable_per_request_metrics
         asked: list[tuple[list[Choice], Submit]] = []
         for one in submits.build_each(answer, ask, backend.new_handle, rank, again, cuts, backend.draws):
             asked.append(one)

@@ -99,6 +99,16 @@ class ChatCompletionResponseChoice(Struct):
     routed_experts: None
 
 
+class PerRequestTimingMetrics(Struct):
+    """With --enable-per-request-metrics, of an answer with one choice."""
+
+    time_to_first_token_ms: float | None
+    generation_time_ms: float | None
+    queue_time_ms: float | None
+    mean_itl_ms: float | None
+    tokens_per_second: float | None
+
+
 class ChatCompletionResponse(Struct):
     """With stream: true the answer is a stream of events, each a chat.completion.chunk, and `data: [DONE]` at the end."""
 
@@ -112,7 +122,7 @@ class ChatCompletionResponse(Struct):
     service_tier: str | None
     kv_transfer_params: None
     ec_transfer_params: None
-    metrics: None
+    metrics: PerRequestTimingMetrics | None
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
     prompt_text: str | None
@@ -152,7 +162,7 @@ class CompletionResponse(Struct):
     service_tier: str | None
     kv_transfer_params: None
     ec_transfer_params: None
-    metrics: None
+    metrics: PerRequestTimingMetrics | None
 
 
 class TokenizeResponse(Struct):

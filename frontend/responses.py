@@ -17,6 +17,7 @@ from meshlm.frontend.logprobs import (
     prompt_logprobs_json,
 )
 from meshlm.frontend.parse import ParsedRequest
+from meshlm.frontend.timing import timing
 from meshlm.protocol.ids import ErrorKind, FinishReason
 from meshlm.protocol.logprobs import positions_of
 from meshlm.protocol.text_edge import Accepted, Finished, PositionLogprobs, PromptLogprobs
@@ -41,6 +42,7 @@ class Response:
         self.choices: list[Choice] = []
         self.has_begun = False
         self.fingerprint: str | None = None  # set by generation.py
+        self.tells_times = False  # likewise
         self.num_cached: dict[int, int] = {}  # by prompt
         self.prompt: dict[int, Accepted] = {}  # by prompt
         self.error: HttpError | None = None
@@ -111,6 +113,9 @@ class Response:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
+    def times(self) -> Json:
+        return {"metrics": timing(self.choices)} if self.tells_times else {}
+
     def shown(self, positions: Sequence[PositionLogprobs]) -> Sequence[PositionLogprobs]:
         """Logprobs with the names that the client wants for tokens."""
         return by_id(positions) if self.ask.tokens_as_ids else positions
@@ -171,7 +176,7 @@ class WholeResponse(Response):
         kind = "chat.completion" if self.ask.is_chat else "text_completion"
         usage = self.usage()
         usage["prompt_tokens_details"] |= nulls.PROMPT_DETAILS
-        rest: Json = {**nulls.ANSWER, "usage": usage, "system_fingerprint": self.fingerprint}
+        rest: Json = {**nulls.ANSWER, "usage": usage, "system_fingerprint": self.fingerprint, **self.times()}
         if self.ask.is_chat:
             rest = {**nulls.CHAT, **rest, **self._of_prompt(kept[0]), **self.prompt_text(kept[0])}
         return _encode({**self.frame(kind, entries), **rest})

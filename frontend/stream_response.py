@@ -193,7 +193,11 @@ class StreamResponse(Response):
         if self.error is not None:  # without ids: asked again, it begins where the text ends
             error = error_object(self.error.message, self.error.kind, self.error.param, self.error.status)
             return b"data: " + _encode(error) + b"\n\n" + done
-        usage = self._event([], {"usage": self.usage(), **self._fingerprint()}) if self.ask.include_usage else b""
+        usage = (
+            self._event([], {"usage": self.usage(), **self._fingerprint(), **self.times()})
+            if self.ask.include_usage
+            else b""
+        )
         if self._progress is None:
             return usage + done
         named = [(self._progress.last(1), usage), (self._progress.last(2), done)]

@@ -95,6 +95,12 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
         bool, Meta(description="logprobs name tokens 'token_id:5', unless a request says otherwise")
     ] = False
     enable_force_include_usage: Annotated[bool, Meta(description="streams tell their usage, asked for or not")] = False
+    enable_per_request_metrics: Annotated[
+        bool,
+        Meta(
+            description="answers, and the last chunk of streams that tell their usage, tell their times, as `metrics`"
+        ),
+    ] = False
     fingerprint_mode: Annotated[
         Literal["full", "hash", "custom", "none"],
         Meta(description="what system_fingerprint of answers tells; hash: not how the model is divided"),

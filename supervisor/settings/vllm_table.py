@@ -190,7 +190,6 @@ ABSENT = {
     "--h11-max-incomplete-event-size": "--max-body-bytes bounds bodies; heads have a limit of their own",
     "--h11-max-header-count": "heads have a limit of their own",
     "--ray-workers-use-nsight": "there is no Ray; --profiler-dir writes traces",
-    "--enable-per-request-metrics": "answers do not have times; GET /metrics has histograms",
     "--data-parallel-supervisor-port": _PER_RANK,
     "--dp-supervisor-probe-interval-s": _PER_RANK,
     "--dp-supervisor-probe-timeout-s": _PER_RANK,

@@ -89,6 +89,18 @@ def test_streamed_usage_at_the_end(is_chat: bool) -> None:
 
 
 @pytest.mark.parametrize("is_chat", [False, True])
+def test_streamed_times_come_with_the_usage(is_chat: bool) -> None:
+    answer, events, _ = streamed(asking(is_chat, include_usage=True))
+    answer.tells_times = True
+    give(answer, 0, [7], "Hé", num_cached=1)
+    give(answer, 0, [9], "", LENGTH)
+    assert not any("metrics" in chunk for chunk in chunks(events, is_chat))
+    last, _ = answer.last_events().split(b"\n\n")[:-1]
+    (chunk,) = chunks([last + b"\n\n"], is_chat)
+    assert "mean_itl_ms" in chunk["metrics"]
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
 def test_streamed_usage_all_the_time(is_chat: bool) -> None:
     answer, events, _ = streamed(asking(is_chat, continuous_usage=True, include_usage=True))
     give(answer, 0, [7], "Hé", num_cached=1)

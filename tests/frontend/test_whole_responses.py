@@ -32,6 +32,7 @@ from meshlm.protocol.text_edge import (
     Finished,
     PositionLogprobs,
 )
+from meshlm.protocol.token_edge import First
 
 
 def test_whole_chat() -> None:
@@ -72,6 +73,34 @@ def test_whole_text() -> None:
         "usage": whole_usage(2, 2),
         **dict.fromkeys(COMPLETION_ANSWER - {*FRAME, "object", "choices", "usage"}),
     }
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_whole_tells_its_times_where_that_is_wanted(is_chat: bool) -> None:
+    answer, _ = whole(asking(is_chat))
+    give(answer, 0, [7], "H")
+    give(answer, 0, [9, 9], "é", LENGTH)
+    (choice,) = answer.choices
+    choice.first, choice.first_at, choice.last_at = First(0, queued_us=500, prefill_us=2000), 10.0, 10.004
+    assert body(answer)["metrics"] is None
+    answer.tells_times = True
+    assert body(answer)["metrics"] == {
+        "time_to_first_token_ms": 2.0,
+        "generation_time_ms": pytest.approx(4.0),
+        "queue_time_ms": 0.5,
+        "mean_itl_ms": pytest.approx(2.0),
+        "tokens_per_second": pytest.approx(500.0),
+    }
+    choice.num_told = 3
+    assert set(body(answer)["metrics"].values()) == {None}, "they had come on another connection"
+
+
+def test_whole_answers_of_several_choices_have_no_times() -> None:
+    answer, _ = whole(asking(False, num_choices=2, num_returned=2))
+    for index in (0, 1):
+        give(answer, index, [7], "H", LENGTH)
+    answer.tells_times = True
+    assert body(answer)["metrics"] is None
 
 
 @pytest.mark.parametrize("is_chat", [False, True])
