@@ -204,6 +204,7 @@ class TransformersSpec(Struct, frozen=True, kw_only=True):
     repository: str = ""  # of the hub, where the model is from there and its code is of another revision
     code_revision: str = ""
     not_split: str = ""  # why tensor-parallel ranks cannot split it; empty: they can
+    not_staged: str = ""  # why its layers cannot be stages of a pipeline; empty: they can
 
 
 class LayerNormSpec(Struct, frozen=True, kw_only=True):

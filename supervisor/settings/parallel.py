@@ -43,13 +43,11 @@ def _one_stage(spec: ModelSpec) -> str:
 
 def _check_transformers(parallel: ParallelConfig, spec: ModelSpec) -> None:
     """What a model that transformers computes cannot be split into."""
-    source, size = spec.transformers, parallel.tensor_parallel_size
+    source, size, stages = spec.transformers, parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     if source is None:
         return
-    if parallel.pipeline_parallel_size > 1:
-        raise UsageError(
-            "--pipeline-parallel-size: --model-impl transformers has no stages; use --tensor-parallel-size"
-        )
+    if stages > 1 and source.not_staged:
+        raise UsageError(f"--pipeline-parallel-size {stages}: {source.architecture}: {source.not_staged}")
     if size > 1 and source.not_split:
         raise UsageError(f"--tensor-parallel-size {size}: {source.architecture}: {source.not_split}")
     if spec.num_key_value_heads % size:

@@ -53,7 +53,7 @@ def test_same_tokens_as_one_process(
 
 
 def test_a_model_that_only_transformers_knows(tmp_path: Path) -> None:
-    """Its own modules with our attention, split by the plan of its configuration; the supervisor asks a process what it is."""
+    """Its own modules with our attention, split by the plans of its configuration; the supervisor asks a process what it is."""
     import transformers
 
     small_model(tmp_path, "llama")  # for its tokenizer
@@ -61,7 +61,7 @@ def test_a_model_that_only_transformers_knows(tmp_path: Path) -> None:
     config = transformers.ArceeConfig(**SHAPE | {"initializer_range": 0.2, "eos_token_id": None})
     theirs = transformers.ArceeForCausalLM(config).eval()
     theirs.save_pretrained(tmp_path)
-    with serving(str(tmp_path), *FLAGS, "-tp", "2", "--model-impl", "transformers") as server:
+    with serving(str(tmp_path), *FLAGS, "-tp", "2", "-pp", "2", "--model-impl", "transformers") as server:
         found = greedy(server)
     assert any("ArceeForCausalLM is computed by transformers' model" in line for line in server.lines)
     for prompt, tokens in zip(PROMPTS, found, strict=True):

@@ -37,9 +37,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "VaultGemmaConfig",
         LAYERS | {"head_dim": 16, "sliding_window": 11, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
     ),
+    "gpt-oss": (
+        "GptOssConfig",
+        LAYERS | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 11},
+    ),
     "minicpm3": ("MiniCPM3Config", LAYERS | {"num_key_value_heads": 6, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}),
 }
-"""Scales and a tied head; windows in every other layer and both caps; values that are shorter than keys."""
+"""Scales and a tied head; windows in every other layer and both caps; sinks; values that are shorter than keys."""
 
 
 def in_this_process(config: dict[str, Any], folder: Path, code: transformers_models.RemoteCode) -> ModelSpec:
@@ -67,11 +71,21 @@ def test_tokens_are_transformers_own(case: str, tmp_path: Path, monkeypatch: pyt
     assert bench.cached[AGAIN[-1]] >= 48, "too little was found in the prefix cache"
 
 
-def test_tokens_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the plan of the configuration: some products by rows, others by columns."""
+ARCEE: tuple[str, dict[str, Any]] = ("ArceeConfig", LAYERS | {"mlp_bias": True, "attention_bias": True})
+GRANITE = ("GraniteConfig", {"num_hidden_layers": 4, "embedding_multiplier": 7.0, "residual_multiplier": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("case", "tp", "pp"), [(ARCEE, 2, 1), (ARCEE, 2, 2), (GRANITE, 1, 2), (GRANITE, 1, 4), (CASES["vaultgemma"], 1, 2)]
+)
+def test_tokens_of_several_ranks(
+    case: tuple[str, dict[str, Any]], tp: int, pp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the plans of the configuration: some products by rows, others by columns; layers in stages, also where embeddings are scaled
+    and windows slide in some layers."""
     monkeypatch.setattr(served_engines, "OUTPUT", 4)
     monkeypatch.setattr(served_engines, "PROMPTS", served_engines.PROMPTS[-2:])
-    expected = made(("ArceeConfig", LAYERS | {"mlp_bias": True, "attention_bias": True}), tmp_path)
+    expected = made(case, tmp_path)
     lock, alone = (
         threading.Lock(),
         load.load_transformers,
@@ -82,16 +96,16 @@ def test_tokens_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             return alone(*arguments)
 
     monkeypatch.setattr(load, "load_transformers", in_turns)
-    engines = Engines(tmp_path, 60, "auto", tp=2, model_impl="transformers")
+    engines = Engines(tmp_path, 60, "auto", tp=tp, pp=pp, model_impl="transformers")
     try:
-        assert engines.engines[0].spec.num_attention_heads == 3
+        assert engines.engines[0].spec.num_attention_heads == 6 // tp
         weights = [sum(part.numel() for part in engine.model.parameters()) for engine in engines.engines]
-        found = served(engines).tokens
+        found = served(engines, pp).tokens
         assert found == expected.greedy(found)
     finally:
         engines.close()
     whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert sum(weights) < 2 * sum(part.numel() for part in whole.parameters()), "nothing was split"
+    assert sum(weights) < tp * pp * sum(part.numel() for part in whole.parameters()), "nothing was split"
 
 
 def resolved(folder: Path, load_format: str = "auto") -> Resolved:
@@ -108,10 +122,6 @@ def config_of(name: str, **extra: Any) -> dict[str, Any]:
 
 LONG = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "sinks": (
-        config_of("GptOss", num_local_experts=4),
-        "layer 0: its attention is given s_aux, which ours does not know",
-    ),
     "states": (config_of("Rwkv"), "keeps recurrent states"),
     "convolutions": (config_of("Lfm2", layer_types=["conv", "full_attention"]), "layer_types has conv; there are"),
     "biases by position": (config_of("Bloom"), "does not attend through transformers' attention interface"),
@@ -162,11 +172,44 @@ def test_ranks_split_what_the_plan_splits(name: str, extra: dict[str, Any], reas
     assert spec.transformers is not None
     assert spec.transformers.not_split.startswith(reason)
     assert bool(spec.transformers.not_split) == bool(reason)
-    with pytest.raises(UsageError, match="--model-impl transformers has no stages"):
-        check(ParallelConfig(pipeline_parallel_size=2), spec, "cpu", 2)
     if reason:
         with pytest.raises(UsageError, match=f"--tensor-parallel-size 2: {name}ForCausalLM: {reason}"):
             check(ParallelConfig(tensor_parallel_size=2), spec, "cpu", 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "reason"),
+    [
+        ("Arcee", ..., ""),
+        ("GPTBigCode", ..., "its configuration has no base_model_pp_plan"),
+        ("Arcee", {"blocks": (["hidden_states"], ["hidden_states"])}, "base_model_pp_plan does not name its layers"),
+        (
+            "Arcee",
+            {"layers": (["hidden_states", "per_layer"], ["hidden_states"])},
+            "base_model_pp_plan: its layers need",
+        ),
+        (
+            "Arcee",
+            {"layers": (["hidden_states"], ["hidden_states"]), "last": ([], [])},
+            "base_model_pp_plan names last, which it does not have",
+        ),
+    ],
+)
+def test_stages_are_what_the_plan_says(
+    name: str, plan: Any, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if plan is not ...:
+        monkeypatch.setattr(getattr(transformers, f"{name}Config"), "base_model_pp_plan", plan)
+    (tmp_path / "config.json").write_text(json.dumps(config_of(name)))
+    spec = resolved(tmp_path, "dummy").spec
+    assert spec.transformers is not None
+    assert spec.transformers.not_staged.startswith(reason)
+    assert bool(spec.transformers.not_staged) == bool(reason)
+    if reason:
+        with pytest.raises(UsageError, match=f"--pipeline-parallel-size 2: {name}ForCausalLM: {reason}"):
+            check(ParallelConfig(pipeline_parallel_size=2), spec, "cpu", 2)
+    else:
+        check(ParallelConfig(pipeline_parallel_size=2), spec, "cpu", 2)
 
 
 def test_other_states_than_with_transformers_attention_end_the_start(

@@ -13,13 +13,20 @@ from torch import Tensor, nn
 
 SERVING, LOOKING = "meshlm", "meshlm_looking"
 LAYER = "_meshlm_attention"
+SINKS = "s_aux"  # a logit of each head that takes part in the sum alone
 
 
 class Attends(Protocol):
     """What a layer's module has as its attribute LAYER."""
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, softcap: float | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None,
+        softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor: ...
 
 
@@ -55,7 +62,7 @@ def _serve(
     **others: Any,
 ) -> tuple[Tensor, None]:
     attends: Attends = getattr(module, LAYER)
-    return attends(query, key, value, scaling, softcap), None
+    return attends(query, key, value, scaling, softcap, others.get(SINKS)), None
 
 
 def _look(

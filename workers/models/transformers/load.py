@@ -33,7 +33,7 @@ def load_transformers(
     except ModelFilesError as error:
         raise ProcessFatal(f"{folder}: {error}") from None
     weight_bytes = layout.weight_bytes * dtype.itemsize // torch.bfloat16.itemsize
-    memory.check_weights(weight_bytes // shard.tp_size, device, 0)
+    memory.check_weights(weight_bytes // shard.size, device, 0)
     progress(0, weight_bytes)
     model = _whole(made, config, resolved, dtype, seed).eval().requires_grad_(requires_grad=False)
     found = _model(resolved, layout, shard, model)
@@ -51,7 +51,9 @@ def _model(resolved: Resolved, layout: Layout, shard: Shard, model: Any) -> Tran
 
     if shard.tp_size > 1:
         split(model, shard, all_reduce)
-    found = TransformersModel(resolved.spec, resolved.max_model_len, shard, model, layout.modules)
+    layers = shard.layers(len(layout.modules))
+    here = layout.modules[layers.start : layers.stop]
+    found = TransformersModel(resolved.spec, resolved.max_model_len, shard, model, here)
     return found
 
 

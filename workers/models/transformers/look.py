@@ -22,6 +22,7 @@ from meshlm.workers.models.transformers import interface
 from meshlm.workers.models.transformers.config import class_of, config_of, in_one_line, quiet
 from meshlm.workers.models.transformers.given import given_states
 from meshlm.workers.models.transformers.split import split, why_not_split
+from meshlm.workers.models.transformers.stages import why_no_stages
 
 _TOKENS = 9
 SHORTEST = 24  # context: workers hold a model against transformers' attention with so many tokens (proof.py)
@@ -84,9 +85,11 @@ def look(source: TransformersSpec, folder: Path) -> Layout:
         transformers=source,
     )
     weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    modules = tuple(names[id(call.module)] for call in found)
+    not_staged = why_no_stages(model, modules)
     not_split = why_not_split(model) or _why_not_by_heads(model, heads, kv_heads)
-    spec = msgspec.structs.replace(spec, transformers=msgspec.structs.replace(source, not_split=not_split))
-    return Layout(spec, tuple(names[id(call.module)] for call in found), weight_bytes)
+    split_as = msgspec.structs.replace(source, not_split=not_split, not_staged=not_staged)
+    return Layout(msgspec.structs.replace(spec, transformers=split_as), modules, weight_bytes)
 
 
 def _calls(model: Any) -> tuple[list[interface.Seen], int, int]:
@@ -119,11 +122,10 @@ def _why_not_by_heads(model: Any, heads: int, kv_heads: int) -> str:
     except (RuntimeError, ValueError) as error:
         return f"base_model_tp_plan does not split it ({in_one_line(error)})"
     here = {(call.query[1], call.key[1], call.value[1]) for call in found}
-    return (
-        ""
-        if here == {(heads // size, kv_heads // size, kv_heads // size)}
-        else "base_model_tp_plan leaves attention whole"
-    )
+    if here != {(heads // size, kv_heads // size, kv_heads // size)}:
+        return "base_model_tp_plan leaves attention whole"
+    sinks = [call.others[interface.SINKS] for call in found if interface.SINKS in call.others]
+    return "base_model_tp_plan leaves attention's sinks whole" if any(len(each) == heads for each in sinks) else ""
 
 
 def _check_layers(found: list[interface.Seen], config: Any) -> None:
@@ -136,6 +138,8 @@ def _check_layers(found: list[interface.Seen], config: Any) -> None:
     for layer, call in enumerate(found):
         where = f"layer {layer}"
         for name, value in call.others.items():
+            if name == interface.SINKS and tuple(value.shape) == call.query[1:2]:
+                continue
             if isinstance(value, Tensor) and name not in _HARMLESS:
                 raise ModelFilesError(f"{where}: its attention is given {name}, which ours does not know")
         if call.others.get("dropout"):

@@ -23,6 +23,7 @@ from meshlm.workers.models.decoder import Decoder, DecoderLayer, KVScale, Parts
 from meshlm.workers.models.transformers import given, interface
 from meshlm.workers.models.transformers.look import SHORTEST, attending
 from meshlm.workers.models.transformers.proof import why_unequal
+from meshlm.workers.models.transformers.stages import Stage
 
 
 class _Step(NamedTuple):
@@ -45,10 +46,17 @@ class _Layer:
         self._window = spec.sliding_window if not spec.sliding_layers or spec.sliding_layers[layer] else 0
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, softcap: float | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None,
+        softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         step, size, wide = self._owner.step, self._shape.head_dim, value.shape[3]
         assert step is not None
+        self._shape.sinks = sinks
         if wide < size:  # latent attention that is projected up: values are shorter than keys
             value = F.pad(value, (0, size - wide))
         qkv = torch.cat((query, key, value), dim=1)[0].transpose(0, 1).flatten(1)  # [t, (heads + 2 kv_heads) d]
@@ -68,7 +76,8 @@ class TransformersModel(Decoder):
     layer_type = _NoLayer
 
     def __init__(self, spec: ModelSpec, max_len: int, shard: Shard, model: Any, modules: tuple[str, ...]) -> None:
-        """model: transformers' own, whole or this rank's part. modules: the names of those that attend, layer by layer."""
+        """model: transformers' own, whole or this rank's part of each layer. modules: the names of those that attend, layer by layer of
+        this stage."""
         nn.Module.__init__(self)
         self.spec, self.shard, self.local = spec, shard, shard.local(spec)
         self.comm: Communicator = SINGLE_RANK
@@ -81,9 +90,12 @@ class TransformersModel(Decoder):
         self._max_len = max(max_len, SHORTEST)
         for layer, module in enumerate(attending(model, modules)):
             setattr(module, interface.LAYER, _Layer(self, layer))
+        self._stage = Stage(model, shard) if shard.pp_size > 1 else None
         self.base = model.base_model
-        given.give(model)
-        self.head_model = model
+        self.config = model.config
+        if shard.is_last:
+            given.give(model)
+            self.head_model = model
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
         """See `Decoder.prepare`."""
@@ -111,16 +123,23 @@ class TransformersModel(Decoder):
             ids.is_cuda
         ):  # while kernels are compiled ahead, nobody has written them, and torch would stop at what stands there
             ids, positions = ids.clamp(0, self.spec.vocab_size - 1), positions.clamp(0, self._max_len - 1)
-        tokens: dict[str, Tensor] = {"input_ids": ids[None]}
-        if batch.embeds:
-            own = self.base.get_input_embeddings()(ids)
-            tokens = {"inputs_embeds": with_given(own, batch.embeds)[None]}
+        own: Tensor | None = None
+        if batch.embeds and self.shard.is_first:
+            own = with_given(self.base.get_input_embeddings()(ids), batch.embeds)
         self.step = _Step(batch, caches, attention)
         try:
-            found: Tensor = self.base(**tokens, position_ids=positions[None], use_cache=False).last_hidden_state[0]
+            return self.states(ids, positions, own if self.shard.is_first else residual)
         finally:
             self.step = None
-        return found
+
+    def states(self, ids: Tensor, positions: Tensor, vectors: Tensor | None) -> Tensor:
+        """What the layers that are here make of tokens [t]: [t, hidden], normed behind the last stage. vectors [t, hidden]: instead of
+        the tokens' own, or what the stage before gives."""
+        tokens = {"input_ids": ids[None]} if vectors is None else {"inputs_embeds": vectors[None]}
+        if self._stage is not None and vectors is not None:
+            self._stage.given = vectors[None]
+        found: Tensor = self.base(**tokens, position_ids=positions[None], use_cache=False).last_hidden_state
+        return (found if self._stage is None or self.shard.is_last else self._stage.take())[0]
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """See `Decoder.logits`; each rank computes all of them."""
@@ -130,7 +149,7 @@ class TransformersModel(Decoder):
     @contextmanager
     def shortened(self) -> Iterator[int]:
         """See `Decoder.shortened`: it stays whole."""
-        yield self.spec.num_hidden_layers
+        yield self.local.num_hidden_layers
 
     def active_parameters(self) -> int:
         """See `Decoder.active_parameters`: all that are here."""
@@ -142,4 +161,4 @@ class TransformersModel(Decoder):
 
     def kv_scales(self) -> list[KVScale]:
         """No checkpoint brings any."""
-        return [(None, None)] * self.spec.num_hidden_layers
+        return [(None, None)] * self.local.num_hidden_layers

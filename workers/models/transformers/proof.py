@@ -67,10 +67,10 @@ def _why_unequal(model: "TransformersModel") -> str:
             for what, ours, expected in zip(
                 ("a prompt", "its second piece", "a prompt beside it", "a decode"), mine, theirs, strict=True
             ):
-                for kind, left, right in (
-                    ("states", ours, expected),
-                    ("logits", model.logits(ours), _own_logits(model, expected)),
-                ):
+                compared = [("states", ours, expected)]
+                if model.shard.is_last:
+                    compared.append(("logits", model.logits(ours), _own_logits(model, expected)))
+                for kind, left, right in compared:
                     apart = (left.float() - right.float()).norm(dim=-1) / right.float().norm(dim=-1).clamp(min=1e-9)
                     if not float(apart.median()) <= ALLOWED[left.dtype]:
                         return f"{kind} of {what} are {float(apart.median()):.2g} of their length apart"
@@ -115,17 +115,23 @@ def _states(model: "TransformersModel", caches: list[LayerCache], pieces: list[_
             max_decode_len=max(lens[:decodes], default=0),
         ),
     )
-    return model(batch, caches, TorchAttention(batch, BLOCK))  # type: ignore[no-any-return]
+    return model(batch, caches, TorchAttention(batch, BLOCK), _of_stage_before(model, batch.input_ids))  # type: ignore[no-any-return]
+
+
+def _of_stage_before(model: "TransformersModel", ids: Tensor) -> Tensor | None:
+    """States [t, hidden] for these tokens, some or other; None: the first stage has them from its own embedding."""
+    if model.shard.is_first:
+        return None
+    angles = (ids[:, None] + 1) * torch.arange(1, model.spec.hidden_size + 1, device=ids.device)
+    return torch.sin(angles.float()).to(next(model.parameters()).dtype)
 
 
 def _alone(model: "TransformersModel", ids: Tensor) -> Tensor:
     """States of a whole prompt by transformers' own attention."""
-    config = model.head_model.config
+    config = model.config
     config._attn_implementation = "eager"
     try:
-        positions = torch.arange(len(ids), device=ids.device)[None]
-        found: Tensor = model.base(input_ids=ids[None], position_ids=positions, use_cache=False).last_hidden_state[0]
-        return found
+        return model.states(ids, torch.arange(len(ids), device=ids.device), _of_stage_before(model, ids))
     finally:
         config._attn_implementation = interface.SERVING
 
