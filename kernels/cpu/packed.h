@@ -11,12 +11,16 @@
  *
  * Tight forms take as many bits as the file's, for products that round. Their codes of 5 and 6 bits are 4-bit words of 32 inputs each,
  * behind which are words of the high bits: bit 4q + w of byte b is that of the input 16q + 4b + w; of two high bits there is a word for
- * each q, with those of w from bit 2w on. Nested scales and minima are bytes for each `nested` inputs, times float16s of a record of 256 inputs:
+ * each q, with those of w from bit 2w on. Nested scales and minima are bytes for each `nested` inputs, times float16s of a record of
+ * 256 inputs:
  *
  *     scales, minima if any: float16 [16 outputs]
  *     8 times: scales [32 / nested][16], minima if any [16]; codes of 32 inputs */
 
-enum { FLOATS, FOUR_0, FOUR_1, FOUR_K, FIVE_0, EIGHT_0, EIGHT_1, EIGHT_K, EIGHT_16, TIGHT_4_K, TIGHT_5_0, TIGHT_5_1, TIGHT_5_K, TIGHT_6_K, BRAINS, HALVES, FORMS };
+enum {
+    FLOATS, FOUR_0, FOUR_1, FOUR_K, FIVE_0, EIGHT_0, EIGHT_1, EIGHT_K, EIGHT_16,
+    TIGHT_4_K, TIGHT_5_0, TIGHT_5_1, TIGHT_5_K, TIGHT_6_K, BF16, FP16, FORMS
+};
 
 #define ROUNDED 256
 
@@ -30,8 +34,8 @@ typedef struct {
 
 static const Form forms[FORMS] = {
     [FLOATS] = {.bits = 32, .block = 1},
-    [BRAINS] = {.bits = 16, .block = 1}, /* narrow.h */
-    [HALVES] = {.bits = 16, .block = 1},
+    [BF16] = {.bits = 16, .block = 1}, /* narrow.h */
+    [FP16] = {.bits = 16, .block = 1},
     [FOUR_0] = {.bits = 4, .block = 32, .offset = -8},
     [FOUR_1] = {.bits = 4, .block = 32, .minima = 1},
     [FOUR_K] = {.bits = 4, .block = 32, .minima = 1, .wide = 1},
@@ -257,7 +261,7 @@ static void unpack_row(Panel p, long lane, long k, float *to) {
         for (long i = 0; i < k; i++) {
             uint16_t bits = ((const uint16_t *)p.records)[i * WIDTH + lane];
             uint32_t wide = (uint32_t)bits << 16;
-            if (p.form == HALVES)
+            if (p.form == FP16)
                 to[i] = half(bits);
             else
                 memcpy(to + i, &wide, sizeof wide);

@@ -29,7 +29,7 @@
 #define ROWS 96   /* rows of x that stay in the second-level cache while the panels pass */
 #define CHUNK 256 /* inputs of a panel that become float32 at once: 16 KiB */
 
-/* w [n, k] -> the panels, of form FLOATS, BRAINS or HALVES, of a packed weight whose table is written. */
+/* w [n, k] -> the panels, of form FLOATS, BF16 or FP16, of a packed weight whose table is written. */
 void meshlm_pack(const float *w, uint8_t *packed, long n, long k) {
     long panels = (n + WIDTH - 1) / WIDTH;
 #pragma omp parallel for schedule(static)
