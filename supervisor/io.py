@@ -56,7 +56,6 @@ class Supervisor:
         self._status = control.ControlServer(self._answer)
         self._asked: AskedOperations | None = None
         self._steps_end: asyncio.Task[None] | None = None
-        self._fits = 0  # tokens of context, if that is why a worker cannot start
         self._incarnations = Incarnations(lambda: self.config, self._do)
         self._begun = False
         self._network: network.Head | network.Guest | None = None
@@ -143,9 +142,7 @@ class Supervisor:
                 self._display.line(f"{peer} is ready" + (f": {facts}" if facts else ""))
                 self._do(events.BecameReady(peer, incarnation))
             case edge.Failed():
-                if message.fits and not self.ready.is_set():
-                    self._fits = min(message.fits, self._fits or message.fits)
-                self._do(events.SaidFailed(peer, incarnation, message.message))
+                self._do(events.SaidFailed(peer, incarnation, message.message, message.fits))
             case edge.Heartbeat():
                 self._beats[peer] = message
                 self._do(events.Beaten(peer, incarnation, message.step, message.phase))
@@ -249,7 +246,7 @@ class Supervisor:
                 self._finish(None)
             case events.GiveUp():
                 missing = self._network.missing() if self._network is not None and not self.ready.is_set() else ""
-                self._finish(f"{effect.message}; no node has {missing}" if missing else effect.message)
+                self._finish(f"{effect.message}; no node has {missing}" if missing else effect.message, effect.fits)
 
     def _death(self, identity: Identity) -> tuple[str, str]:
         how = self._incarnations.ends.get(identity, "")
@@ -359,9 +356,9 @@ class Supervisor:
             wanted = [role for role in present if role.value in self.config.run.standby_roles]
             self._incarnations.keep_warm(wanted, self._loop.time())
 
-    def _finish(self, failure: str | None) -> None:
+    def _finish(self, failure: str | None, fits: int = 0) -> None:
         if failure is not None and not self.ended.done():
-            self.ended.set_exception(ContextDoesNotFit(failure, self._fits) if self._fits else StartError(failure))
+            self.ended.set_exception(ContextDoesNotFit(failure, fits) if fits else StartError(failure))
         elif not self.ended.done():
             self.ended.set_result(None)
 

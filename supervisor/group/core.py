@@ -83,6 +83,7 @@ class Process:
     restart_at: float = 0.0
     deaths: list[float] = field(default_factory=list)
     last_words: str = ""
+    fits: int = 0  # tokens of context that it would have room for, if that is why it fails
     early_words: list[str] = field(
         default_factory=list
     )  # the same of each incarnation since one was ready, or said otherwise
@@ -154,7 +155,7 @@ class Group:
                     process.moved_at = now
                 process.beaten_at, process.step, process.phase = now, event.step, event.phase
             case SaidFailed():
-                process.last_words = event.message
+                process.last_words, process.fits = event.message, event.fits
         return []
 
     def _spawn(self, process: Process, now: float) -> Spawn:
@@ -163,7 +164,7 @@ class Group:
         process.state = State.STARTING
         process.started_at = process.beaten_at = process.moved_at = now
         process.ready_at, process.step, process.phase = 0.0, 0, ""
-        process.last_words = ""
+        process.last_words, process.fits = "", 0
         return Spawn(process.identity, process.incarnation)
 
     def _ready(self, process: Process, now: float) -> list[Effect]:
@@ -240,7 +241,7 @@ class Group:
         was_killed = not words and event.code < 0
         words = words or f"{process.identity} ended without a word ({exit_text(event.code)})"
         if not self.was_ready and not (self._serves and (was_killed or process.proven)):
-            return self._stopped(process) if self.stopping else self._give_up(words)
+            return self._stopped(process) if self.stopping else self._give_up(words, process.fits)
         died = TellDied(process.identity, process.incarnation)
         if process.on_trial:
             process.state = State.STOPPED
@@ -358,9 +359,9 @@ class Group:
         process.state = State.STOPPED
         return self._ask_next()
 
-    def _give_up(self, message: str) -> list[Effect]:
+    def _give_up(self, message: str, fits: int = 0) -> list[Effect]:
         self.gave_up = True
-        return [GiveUp(message)]
+        return [GiveUp(message, fits)]
 
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""

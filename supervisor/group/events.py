@@ -27,11 +27,12 @@ class Beaten(Struct, frozen=True, tag="beat"):
 
 
 class SaidFailed(Struct, frozen=True, tag="failed"):
-    """The process's last words."""
+    """The process's last words. fits: see `Failed`."""
 
     identity: Identity
     incarnation: Incarnation
     message: str
+    fits: int = 0
 
 
 class Start(Struct, frozen=True, tag="start"):
@@ -120,9 +121,10 @@ class AllStopped(Struct, frozen=True, tag="all_stopped"):
 
 
 class GiveUp(Struct, frozen=True, tag="give_up"):
-    """Kill all and end with this text."""
+    """Kill all and end with this text. fits: tokens of context with which a new start would go further; 0: none would."""
 
     message: str
+    fits: int = 0
 
 
 Effect = Spawn | TellDied | AskToStop | EndSteps | Replace | Kill | Changed | AllReady | AllStopped | GiveUp

@@ -43,6 +43,19 @@ def test_a_failed_start_ends_with_the_childs_own_words() -> None:
     assert group.handle(Exited(WORKER, incarnation, 1), 1001.0) == [GiveUp("no memory")]
 
 
+def test_a_start_that_would_go_further_with_a_shorter_context_says_so() -> None:
+    """Once the mesh was ready it is a death as any other."""
+    group = started()
+    incarnation = group.processes[WORKER].incarnation
+    group.handle(SaidFailed(WORKER, incarnation, "no room", 448), 1001.0)
+    assert group.handle(Exited(WORKER, incarnation, 1), 1001.0) == [GiveUp("no room", 448)]
+    group = started()
+    incarnation = group.processes[WORKER].incarnation
+    ready(group, FRONTEND), ready(group, WORKER)
+    group.handle(SaidFailed(WORKER, incarnation, "no room", 448), 1001.0)
+    assert not any(isinstance(effect, GiveUp) for effect in group.handle(Exited(WORKER, incarnation, 1), 1001.0))
+
+
 def test_a_kill_during_the_start_spares_the_clients_of_those_that_serve() -> None:
     group = Group([FRONTEND, WORKER, OTHER], 3, 60.0)
     group.handle(Start(), 1000.0)
