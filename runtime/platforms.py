@@ -77,6 +77,24 @@ class Cuda(Platform):
         return len(list(Path("/dev").glob("nvidia[0-9]*"))) or 1
 
 
+def with_devices(ids: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables under which a process sees these GPUs (--device-ids) alone; empty: those that it sees now. ValueError."""
+    if not ids:
+        return dict(environment)
+    wanted = [part.strip() for part in ids.split(",")]
+    numbers = [part.isdecimal() for part in wanted]
+    if not all(wanted) or len(set(wanted)) < len(wanted) or any(numbers) != all(numbers):
+        raise ValueError(f"--device-ids {ids}: must be numbers of GPUs or UUIDs, each once, as 2,3")
+    visible = [part for part in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
+    if visible and numbers[0]:
+        if outside := [part for part in wanted if int(part) >= len(visible)]:
+            raise ValueError(
+                f"--device-ids {ids}: {outside[0]} is none of the {len(visible)} GPUs of CUDA_VISIBLE_DEVICES={','.join(visible)}"
+            )
+        wanted = [visible[int(part)] for part in wanted]
+    return {**environment, "CUDA_VISIBLE_DEVICES": ",".join(wanted)}
+
+
 class Fake(Platform):
     """No model at all (workers/fake.py)."""
 

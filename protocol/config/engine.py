@@ -104,6 +104,13 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
     device: Annotated[str, Meta(description="where the model runs: auto, cpu, cuda, fake, or a plug-in's name")] = (
         "auto"
     )
+    device_ids: Annotated[
+        str,
+        Meta(
+            description="GPUs of this node's workers, by number or by UUID, as 2,3; numbers count those of CUDA_VISIBLE_DEVICES",
+            extra=PER_NODE,
+        ),
+    ] = ""
     numa_bind: Annotated[
         bool, Meta(description="each worker stays on the CPUs and in the memory of its GPU's NUMA node", extra=PER_NODE)
     ] = False

@@ -7,7 +7,7 @@ from typing import Any, get_origin
 
 from meshlm.supervisor.settings import flags, vllm_flags
 from meshlm.supervisor.settings.sizes import size_parser
-from meshlm.supervisor.settings.variables import SETTERS
+from meshlm.supervisor.settings.variables import set_variable
 from meshlm.supervisor.settings.vllm_table import ABSENT, NEEDLESS, ONLY, OVERRIDES, RENAMED, SWITCHES, VARIABLES
 
 
@@ -57,7 +57,7 @@ def settings_of(arguments: Mapping[str, Any]) -> dict[str, object]:
 
 def _set(name: str, flag: str, value: Any) -> None:
     try:
-        SETTERS[flag](value)
+        set_variable(VARIABLES[flag], value)
     except argparse.ArgumentTypeError as error:
         raise ValueError(f"LLM: {name}: {error}") from None
 
@@ -76,6 +76,8 @@ def _value(setting: flags.Setting, value: Any) -> object:
     extra = (setting.meta.extra or {}) if setting.meta else {}
     if isinstance(value, dict):
         return json.dumps(value)
+    if setting.name == "device_ids" and isinstance(value, list | tuple):
+        return ",".join(map(str, value))
     if not isinstance(value, str):
         return list(value) if isinstance(value, tuple) else value
     if get_origin(setting.kind) is tuple:

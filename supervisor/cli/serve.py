@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import contextlib
 import os
-import re
 import signal
 import sys
 import time
@@ -71,10 +70,6 @@ def config_of(arguments: argparse.Namespace) -> MeshConfig:
         streams.json_from_here()
     if idle := vllm_env.without_effect(os.environ):
         streams.complain(f"meshlm: {idle}", "warning")
-    if not re.fullmatch(r"(/[^/?#\s]+)*", config.server.root_path):
-        raise UsageError(
-            f"--root-path {config.server.root_path}: must be like /llm or /a/b, without a slash at its end"
-        )
     return with_files(with_keys(config))
 
 

@@ -20,6 +20,7 @@ import msgspec
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.runtime import platforms
 from meshlm.runtime.streams import as_json, forgiving
 from meshlm.supervisor.settings.vllm_env import ADMIN_API_KEYS, API_KEYS
 
@@ -69,7 +70,7 @@ def variables_of(
     environment = {name: value for name, value in ours.items() if name not in (*API_KEYS, *ADMIN_API_KEYS)}
     environment["PYTHONSAFEPATH"] = "1"
     if role is Role.WORKER:
-        environment.update(of_workers)
+        environment = {**platforms.with_devices(config.worker.device_ids, environment), **of_workers}
         if "OMP_WAIT_POLICY" not in environment:
             environment.setdefault("GOMP_SPINCOUNT", SPINS)
         if config.resolved is not None and config.resolved.device == "cpu":

@@ -1,6 +1,7 @@
 """Whether a model and this host can be split as the flags say; asked before any process starts. No torch."""
 
 import os
+from collections.abc import Mapping
 
 from meshlm.protocol.config import ParallelConfig
 from meshlm.protocol.model import ModelSpec
@@ -8,8 +9,19 @@ from meshlm.runtime import platforms
 from meshlm.supervisor.errors import UsageError
 
 
-def check(parallel: ParallelConfig, spec: ModelSpec, device: str, here: int, *, whole_experts: bool = False) -> None:
-    """UsageError names the flag, and what would do. `here`: workers of this node. whole_experts: none is split over ranks."""
+def check(
+    parallel: ParallelConfig,
+    spec: ModelSpec,
+    device: str,
+    here: int,
+    *,
+    whole_experts: bool = False,
+    environment: Mapping[str, str] = os.environ,
+) -> None:
+    """UsageError names the flag, and what would do. `here`: workers of this node. whole_experts: none is split over ranks.
+
+    environment: that of the workers.
+    """
     platform = platforms.named(device)
     if not platform.forms_groups and (parallel.workers_per_rank > 1 or whole_experts):
         raise UsageError(
@@ -26,7 +38,7 @@ def check(parallel: ParallelConfig, spec: ModelSpec, device: str, here: int, *, 
         raise UsageError(
             f"--pipeline-parallel-size {stages}: does not divide the model's {layers} layers; {_divisors(layers)} do"
         )
-    if (have := platform.num_devices(os.environ)) is not None:
+    if (have := platform.num_devices(environment)) is not None:
         _check_devices(parallel, here, have)
 
 

@@ -8,6 +8,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
+import re
 import socket
 import sys
 from pathlib import Path
@@ -158,6 +159,7 @@ def _check_flags(config: MeshConfig, files: model_files.ModelFiles, platform: Pl
     observing.check(config.observability)
     if config.server.grpc and not importlib.util.find_spec("smg_grpc_proto"):
         raise UsageError("--grpc: its packages are not installed; pip install 'meshlm[grpc]'")
+    _check_address(config.server)
     if (config.server.fingerprint_mode == "custom") != bool(config.server.fingerprint_value):
         raise UsageError("--fingerprint-value: goes with --fingerprint-mode custom, and the other way round")
     _check_template_kwargs(config.server.default_chat_template_kwargs)
@@ -191,7 +193,26 @@ def _check_flags(config: MeshConfig, files: model_files.ModelFiles, platform: Pl
         raise UsageError(f"--compile {config.worker.compile}: it needs --gguf-weights decoded for a .gguf file")
     _check_profiling(config, device)
     whole_experts, here = config.experts.enable_expert_parallel, len(layout.places(config)[1])
-    parallel.check(config.parallel, files.spec, device, here, whole_experts=whole_experts)
+    environment = _environment(config.worker.device_ids, device)
+    parallel.check(config.parallel, files.spec, device, here, whole_experts=whole_experts, environment=environment)
+
+
+def _environment(device_ids: str, device: str) -> dict[str, str]:
+    """Those of workers. UsageError for GPUs that cannot be theirs."""
+    if device_ids and device != "cuda":
+        raise UsageError(f"--device-ids {device_ids}: it is for GPUs, not for --device {device}; leave it out")
+    try:
+        return platforms.with_devices(device_ids, os.environ)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _check_address(server: ServerConfig) -> None:
+    if not re.fullmatch(r"(/[^/?#\s]+)*", server.root_path):
+        raise UsageError(f"--root-path {server.root_path}: must be like /llm or /a/b, without a slash at its end")
+    if server.grpc and (server.root_path or server.enable_per_request_metrics):
+        flag = "--root-path" if server.root_path else "--enable-per-request-metrics"
+        raise UsageError(f"{flag}: it is for HTTP, not for --grpc; leave it out")
 
 
 def _check_parsers(server: ServerConfig) -> None:

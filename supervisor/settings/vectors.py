@@ -85,5 +85,8 @@ def _check(config: MeshConfig, files: ModelFiles) -> None:
         raise UsageError(f"--compile {config.worker.compile}: it is not there for encoders; use none")
     if spec.encoder_only and config.model.gguf_weights == "packed":
         raise UsageError("--gguf-weights packed: weights of an encoder are decoded; use auto")
+    if spec.encoder_only and config.cache.num_gpu_blocks_override is not None:
+        wanted = config.cache.num_gpu_blocks_override
+        raise UsageError(f"--num-gpu-blocks-override {wanted}: an encoder has no KV cache; leave it out")
     if spec.encoder_only and config.cache.kv_cache_dtype != "auto":
         raise UsageError(f"--kv-cache-dtype {config.cache.kv_cache_dtype}: an encoder has no KV cache; use auto")

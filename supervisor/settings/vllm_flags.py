@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from meshlm.runtime.attention_packages import PACKAGES
 from meshlm.runtime.streams import complain
-from meshlm.supervisor.settings.variables import SETTERS
+from meshlm.supervisor.settings.variables import set_variable
 from meshlm.supervisor.settings.vllm_table import (
     ABSENT,
     ABSENT_VALUES,
@@ -75,7 +75,7 @@ class _Sets(_Flag):
 
     def take(self, parser: argparse.ArgumentParser, flag: str, values: Any) -> None:
         try:
-            SETTERS[flag](values)
+            set_variable(VARIABLES[flag], values)
         except argparse.ArgumentTypeError as error:
             parser.error(f"{flag}: {error}")
 

@@ -22,7 +22,7 @@ RENAMED = {
 }
 
 # vLLM's flag -> the variable that it sets for this process and all that it starts (variables.py).
-VARIABLES = {"--hf-token": "HF_TOKEN", "--device-ids": "CUDA_VISIBLE_DEVICES"}
+VARIABLES = {"--hf-token": "HF_TOKEN"}
 
 # Flags of older vLLMs -> the key of --hf-overrides that they are.
 OVERRIDES = {"--rope-scaling": "rope_scaling", "--rope-theta": "rope_theta"}

@@ -1,11 +1,15 @@
 """A server behind a proxy's path, --root-path: the proxy may take it off or leave it; keys are asked for either way."""
 
+import re
+from typing import Any
+
 import httpx
 import pytest
 from scripted import Scripted
 
 from meshlm.protocol.config import ServerConfig
-from meshlm.supervisor.cli import main
+from meshlm.supervisor.errors import UsageError
+from meshlm.supervisor.settings import flags, resolve
 
 
 @pytest.mark.parametrize("prefix", ["", "/llm/v2"])
@@ -33,7 +37,17 @@ async def test_another_path_is_none() -> None:
         assert (await http.get("/llm/llm/health")).status_code == 404
 
 
-@pytest.mark.parametrize("path", ["llm", "/llm/", "/llm?a=b", "/a//b"])
-def test_what_is_no_path(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["serve", "--device", "fake", "--root-path", path]) == 2
-    assert "--root-path" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        *(({"root_path": path}, f"--root-path {path}: must be like") for path in ("llm", "/llm/", "/llm?a=b", "/a//b")),
+        ({"grpc": True, "root_path": "/llm"}, "--root-path: it is for HTTP, not for --grpc"),
+        (
+            {"grpc": True, "enable_per_request_metrics": True},
+            "--enable-per-request-metrics: it is for HTTP, not for --grpc",
+        ),
+    ],
+)
+def test_what_cannot_be_honoured(values: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(text)):
+        resolve.resolve(flags.build({"device": "fake", **values}, None))

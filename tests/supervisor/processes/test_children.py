@@ -82,6 +82,10 @@ def test_workers_on_a_cpu_have_large_pages_unless_the_user_has_said_otherwise(de
     assert found == {"A": "b", "XDG_CACHE_HOME": "/c", "GOMP_SPINCOUNT": SPINS, "PYTHONSAFEPATH": "1"}
     given = {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1", "OMP_WAIT_POLICY": "passive"}
     assert variables_of(Role.WORKER, config, given, {}) == {**given, "PYTHONSAFEPATH": "1"}
+    ids = msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, device_ids="1"))
+    visible = {"CUDA_VISIBLE_DEVICES": "4,5"}
+    assert variables_of(Role.WORKER, ids, visible, {})["CUDA_VISIBLE_DEVICES"] == "5"
+    assert variables_of(Role.FRONTEND, ids, visible, {})["CUDA_VISIBLE_DEVICES"] == "4,5"
     assert variables_of(Role.SCHEDULER, config, {"VLLM_API_KEY": "secret"}, {"X": "y"}) == {"PYTHONSAFEPATH": "1"}
 
 
