@@ -86,14 +86,14 @@ def test_tokens_of_several_ranks(
     monkeypatch.setattr(served_engines, "OUTPUT", 4)
     monkeypatch.setattr(served_engines, "PROMPTS", served_engines.PROMPTS[-2:])
     expected = made(case, tmp_path)
-    lock, alone = (
-        threading.Lock(),
-        load.load_transformers,
-    )  # transformers changes torch while it loads: one thread at a time
+    # While transformers loads a model it changes torch for all threads, its default dtype too: one at a time, and nothing beside it.
+    lock, loaded, alone = threading.Lock(), threading.Barrier(tp * pp, timeout=60), load.load_transformers
 
     def in_turns(*arguments: Any) -> TransformersModel:
         with lock:
-            return alone(*arguments)
+            model = alone(*arguments)
+        loaded.wait()
+        return model
 
     monkeypatch.setattr(load, "load_transformers", in_turns)
     engines = Engines(tmp_path, 60, "auto", tp=tp, pp=pp, model_impl="transformers")
