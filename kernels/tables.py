@@ -1,8 +1,9 @@
 """Constants that were measured, by GPU: kernels/<op>/tables/<gpu>.json, in the tree and in the wheel.
 
 Written by `python -P -m meshlm.kernels.<op>.tune` on that GPU, read once per process by <op>/kernel.py. A GPU without a table gets
-the nearest one's, which the log says once. What no table of this very GPU has is remembered when it is asked for; the tuner of a
-worker's start measures that and adds what it found (`add`), before anything is captured. Nothing is tuned while serving.
+that of the same processor with other memory (an H100 SXM that of an H200), or else the nearest one's, which the log says once. What no
+table of this processor has is remembered when it is asked for; the tuner of a worker's start measures that and adds what it found
+(`add`), before anything is captured. Nothing is tuned while serving.
 """
 
 import json
@@ -35,23 +36,30 @@ def name_of(gpu: str) -> str:
 @cache
 def read(op: str) -> Table:
     """The table of kernels/<op> for the current GPU. Without a GPU (interpreter, tests) the fallback's."""
-    folder = FOLDER / op / "tables"
     if not torch.cuda.is_available():
-        return _load(folder / f"{FALLBACK}.json")
-    own = folder / f"{name_of(torch.cuda.get_device_name())}.json"
-    if own.exists():
-        return _load(own)
-    found = {path.stem: _load(path) for path in sorted(folder.glob("*.json"))}
-    facts = this_gpu()
+        return _load(FOLDER / op / "tables" / f"{FALLBACK}.json")
+    if (table := own(op)) is not None:
+        return table
+    found, facts = _all(op), this_gpu()
     chosen = nearest({name: table["gpu"] for name, table in found.items()}, facts)
-    _log.warning("kernels/%s has no table for %s: it runs with %s's; see %s.tune", op, facts["name"], chosen, op)
+    if not is_alike(found[chosen]):
+        _log.warning("kernels/%s has no table for %s: it runs with %s's; see %s.tune", op, facts["name"], chosen, op)
     return found[chosen]
 
 
 def own(op: str) -> Table | None:
-    """The table of this very GPU, if there is one: for what means nothing on another."""
+    """The table of this very GPU, if there is one: what its tuners add to."""
     path = FOLDER / op / "tables" / f"{name_of(torch.cuda.get_device_name())}.json"
     return _load(path) if path.exists() else None
+
+
+def alike(op: str) -> Table | None:
+    """The table of this very GPU or of one with the same processor, if there is one: for what means nothing on another."""
+    return own(op) or next((table for table in _all(op).values() if is_alike(table)), None)
+
+
+def _all(op: str) -> dict[str, Table]:
+    return {path.stem: _load(path) for path in sorted((FOLDER / op / "tables").glob("*.json"))}
 
 
 def remembered(function: Callable[..., T]) -> "_lru_cache_wrapper[T]":
@@ -62,12 +70,12 @@ def remembered(function: Callable[..., T]) -> "_lru_cache_wrapper[T]":
 
 
 def products(op: str) -> dict[tuple[Any, ...], list[list[Any]]]:
-    """What the table of this very GPU says of products, if there is one: by outputs, inputs and maybe use, choices by rows. What it
+    """What the table of this processor says of products, if there is one: by outputs, inputs and maybe use, choices by rows. What it
     lacks may have been added.
 
     A choice: for rows above so many, up to so many, and what.
     """
-    table = own(op) if torch.cuda.is_available() else None
+    table = alike(op) if torch.cuda.is_available() else None
     added = {key: entry["rows"] for key, entry in _added.get(op, {}).items()}
     return {**added, **by_key((table or {"products": []})["products"])}
 
@@ -88,9 +96,9 @@ def ask(op: str, key: tuple[Any, ...]) -> None:
 
 
 def asked() -> list[tuple[str, tuple[Any, ...]]]:
-    """Operations and keys that were asked for, and that no table of this very GPU in the tree has."""
+    """Operations and keys that were asked for, and that no table of this processor in the tree has."""
     gpu = torch.cuda.is_available()
-    known = {op: _keys(own(op) if gpu else None) for op in {op for op, _ in _asked}}
+    known = {op: _keys(alike(op) if gpu else None) for op in {op for op, _ in _asked}}
     return [(op, key) for op, key in _asked if key not in known[op]]
 
 
@@ -132,9 +140,19 @@ def for_rows(choices: Iterable[tuple[int, int, T]], rows: int) -> T | None:
     return next((choice for over, to, choice in choices if over < rows <= to), None)
 
 
-def is_own(table: Table) -> bool:
-    """Whether the table is of this very GPU. Without a GPU any is."""
-    return not torch.cuda.is_available() or name_of(table["gpu"]["name"]) == name_of(torch.cuda.get_device_name())
+def is_alike(table: Table) -> bool:
+    """Whether the table is of this GPU's processor: compute capability and multiprocessors. Without a GPU any is."""
+    return not torch.cuda.is_available() or processor(table["gpu"]) == processor(this_gpu())
+
+
+def is_kin(table: Table) -> bool:
+    """Whether the table is of a GPU of this compute capability, with more or fewer multiprocessors. Without a GPU any is."""
+    return not torch.cuda.is_available() or table["gpu"]["capability"] == this_gpu()["capability"]
+
+
+def processor(gpu: dict[str, Any]) -> tuple[int, ...]:
+    """What tells processors apart: compute capability and number of multiprocessors. An H100 SXM and an H200 have the same."""
+    return (*gpu["capability"], gpu["multiprocessors"])
 
 
 def nearest(known: dict[str, dict[str, Any]], gpu: dict[str, Any]) -> str:

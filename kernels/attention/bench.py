@@ -1,14 +1,16 @@
 """Attention against the roofline, on the GPU that is there.
 
-    python -P -m meshlm.kernels.attention.bench [--tune | --seen] [--json FILE]
+    python -P -m meshlm.kernels.attention.bench [--tune | --seen | --dims] [--json FILE]
 
 Decode counts the bytes of keys and values read; prefill counts 4 q k d operations for each key that a query sees. --tune tries many
-tile shapes and prints the best of each case. --seen times what few models' queries see: chunks of positions, slopes of heads.
+tile shapes and prints the best of each case. --seen times what few models' queries see: chunks of positions, slopes of heads. --dims
+times prompts of heads of other sizes, and with windows, by prefill.py and by hopper.py.
 """
 
 import argparse
 import itertools
 import json
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ import torch
 from meshlm.kernels.attention.decode import Rope, decode
 from meshlm.kernels.attention.kernel import PLAIN, Columns, Extras
 from meshlm.kernels.attention.prefill import prefill
-from meshlm.kernels.attention.tiles import decode_tiles
+from meshlm.kernels.attention.tiles import decode_tiles, prefill_tiles, tile_of_head
 from meshlm.kernels.measure import keep, microseconds
 
 PAGE = 16
@@ -30,6 +32,17 @@ CHUNKS = [
 ]  # of one prompt: tokens of earlier steps, which are in pages, and of this one
 HEADS = [(32, 8, 128), (16, 8, 128)]
 CHUNK, SCOUT, BLOOM = 8192, (40, 8, 128), (32, 32, 128)  # Llama 4 Scout's chunks and heads; those of BLOOM 7B
+OTHER_HEADS = [  # and their models' windows, 0: none
+    ((64, 8, 64), (0, 128)),  # gpt-oss
+    ((32, 32, 80), (0,)),  # Phi-2
+    ((32, 32, 96), (0, 2047)),  # Phi-3-mini
+    ((32, 8, 112), (0,)),
+    ((32, 16, 128), (0, 1024)),  # Gemma 3 27B
+    ((128, 128, 192), (0,)),  # DeepSeek-V3's prompts
+    ((8, 4, 256), (0, 1024)),  # Gemma 3 4B
+    ((16, 8, 256), (0, 4096)),  # Gemma 2 9B
+]
+OTHER_PREFILLS = [(1, 512), (4, 512), (1, 2048), (8, 1024), (1, 8192)]
 SEEN_DECODES = [(1, 6144), (32, 6144), (32, 30720)]  # contexts that end in the middle of a chunk, at 3/4 of one
 SEEN_PREFILLS = [(1, 8192, 0), (1, 4096, 30720), (1, 16384, 0)]  # requests, tokens, those before
 
@@ -141,6 +154,41 @@ def bench_prefill(
     return result
 
 
+def bench_dims() -> list[dict[str, Any]]:
+    """Prompts by both kernels, and whether hopper.py gives what prefill.py gives there."""
+    from meshlm.kernels.attention import hopper
+    from meshlm.kernels.attention.proof import Variant, prove
+
+    found = []
+    for shape, windows in OTHER_HEADS:
+        heads, kv_heads, dim = shape
+        for window in windows:
+            device = torch.device("cuda")
+            reason = prove(Variant(heads, kv_heads, dim, PAGE, torch.bfloat16, window > 0, False), device)
+            for n, tokens in OTHER_PREFILLS:
+                extras = Extras(window=window)
+                at, total = columns(n, 0, tokens)
+                cache = torch.randn(2, total, PAGE, kv_heads, dim, device=device, dtype=torch.bfloat16)
+                query = torch.randn(n * tokens, heads, dim, device=device, dtype=torch.bfloat16)
+                qkv = torch.randn(n * tokens, (heads + 2 * kv_heads) * dim, device=device, dtype=torch.bfloat16)
+                out = torch.empty_like(query)
+                given = (query, cache[0], cache[1], at, dim**-0.5, out)
+                own = tile_of_head(prefill_tiles(n * tokens * heads), dim)
+                usual = microseconds(partial(prefill, *given, extras=extras, qkv=qkv, tiles=own), 5)
+                result: dict[str, Any] = {
+                    "prefill": [n, tokens],
+                    "heads": shape,
+                    "window": window,
+                    "us": round(usual, 1),
+                }
+                if hopper.fits(query, cache[0]):
+                    by_hopper = microseconds(partial(hopper.prefill, *given, extras=extras, qkv=qkv), 5)
+                    result |= {"hopper_us": round(by_hopper, 1), "differs": reason}
+                found.append(result)
+                print(json.dumps(result), flush=True)
+    return found
+
+
 def bench_seen() -> list[dict[str, Any]]:
     """Chunks and slopes, each beside the same without."""
     slopes = Extras(slopes=2.0 ** -torch.linspace(0.25, 8.0, BLOOM[0], device="cuda"))
@@ -157,8 +205,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--seen", action="store_true", help="chunks and slopes alone")
+    parser.add_argument("--dims", action="store_true", help="heads of other sizes alone, prompts by both kernels")
     parser.add_argument("--json")
     arguments = parser.parse_args()
+    if arguments.dims:
+        keep(bench_dims(), arguments.json)
+        return
     results = bench_seen() if arguments.seen else []
     for result in results:
         print(json.dumps(result), flush=True)

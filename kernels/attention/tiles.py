@@ -20,11 +20,11 @@ USUAL_KEYS = 512  # that a prompt token sees, where nothing is known of its prom
 def _table() -> tuple[float, list[dict[str, int]], list[dict[str, int]]]:
     """Programs per multiprocessor and tiles of a decode, tiles of a prompt. The first that fits is used.
 
-    Those that a whole step has chosen (`group_to`, benchmarks/tune_step.py) are for the very GPU.
+    Those that a whole step has chosen (`group_to`, benchmarks/tune_step.py) are for that processor.
     """
     table = tables.read("attention")
-    own = tables.is_own(table)
-    decode = [entry for entry in table["decode"] if own or "group_to" not in entry]
+    alike = tables.is_alike(table)
+    decode = [entry for entry in table["decode"] if alike or "group_to" not in entry]
     return table["programs_per_multiprocessor"], decode, table["prefill"]
 
 
@@ -40,10 +40,10 @@ def prefill_tiles(work: int) -> Tile:
 def hopper_from(dim: int) -> float:
     """Query-key pairs x query heads of a step's prompts from which on hopper.py is the faster, with heads of so many numbers.
 
-    Infinity where no table of this very GPU says so.
+    Infinity where no table of this compute capability says so.
     """
     table = tables.read("attention")
-    return float(table.get("hopper_from", {}).get(str(dim), math.inf)) if tables.is_own(table) else math.inf
+    return float(table.get("hopper_from", {}).get(str(dim), math.inf)) if tables.is_kin(table) else math.inf
 
 
 def hopper_wave(heads: int, kv_heads: int, device: torch.device) -> int:

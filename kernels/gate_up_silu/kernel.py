@@ -75,7 +75,7 @@ Key = tuple[int, int]  # rows and columns of the weight
 
 @tables.remembered
 def _table() -> dict[Key, list[tuple[int, int, Shape]]]:
-    """Rows above, up to, and the shape. Nothing without a table of this very GPU."""
+    """Rows above, up to, and the shape. Nothing without a table of this processor."""
     return {
         key: [(over, to, Shape(*shape)) for over, to, shape in rows]
         for key, rows in tables.products("gate_up_silu").items()

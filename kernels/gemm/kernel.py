@@ -33,7 +33,7 @@ _log = logging.getLogger("meshlm.kernels")
 
 @tables.remembered
 def _table() -> Table:
-    """Nothing without a table of this very GPU: another one's choices mean little."""
+    """Nothing without a table of this processor: another one's choices mean little."""
     if not torch.cuda.is_available() or library() is None:
         return {}
     return entries(tables.products("gemm"))

@@ -229,14 +229,14 @@ BESIDE = 2 << 10  # bytes of shared memory that a program needs beside its tiles
 
 @tables.remembered
 def shape_of(outputs: int, inputs: int, gate: bool, way: str = "") -> Tile:
-    """The tile shape: as chosen in whole steps on this very GPU (benchmarks/tune_step.py), else the first entry of the table that fits.
+    """The tile shape: as whole steps have chosen on this processor (benchmarks/tune_step.py), else the first entry of the table that fits.
 
     way: "sends" or "receives" packets: there BLOCK_N is of pairs, and here each program costs the reading of all packets; or "8 bits".
     """
     if not way:
         tables.ask("gemv", (outputs, inputs, gate))
     table = tables.read("gemv")
-    for entry in table.get("in_steps", []) if tables.is_own(table) else []:
+    for entry in table.get("in_steps", []) if tables.is_alike(table) else []:
         if tuple(entry.get(name, "") for name in EXACT) == (outputs, inputs, gate, way):
             return _with_room(entry["tile"], inputs, 2 if gate or way == "sends" else 1, 1 if way == "8 bits" else 2)
     if not way and (tile := _found(outputs, inputs, gate)):

@@ -4,7 +4,7 @@
     few     kernels/moe_few: up to a tile of rows, not sorted
     many    kernels/moe_align and grouped_gemm: sorted rows
 
-As tune.py found it for this very GPU and these sizes; other sizes get tiles that fit the rows that an expert has on average.
+As tune.py found it for this processor and these sizes; other sizes get tiles that fit the rows that an expert has on average.
 """
 
 from functools import cache
@@ -48,8 +48,8 @@ SHAPES: dict[str, type[one.Shape] | type[few.Shape] | type[many.Shape]] = {
 
 @cache
 def _table() -> dict[Layer, list[tuple[int, int, Plan]]]:
-    """Rows above, up to, and the plan. Nothing without a table of this very GPU."""
-    table = tables.own("grouped_gemm") if torch.cuda.is_available() else None
+    """Rows above, up to, and the plan. Nothing without a table of this processor."""
+    table = tables.alike("grouped_gemm") if torch.cuda.is_available() else None
     return {
         Layer(*(each[name] for name in Layer._fields)): [
             (over, to, Plan(kind, SHAPES[kind](*gate), SHAPES[kind](*down)))

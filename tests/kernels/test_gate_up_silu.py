@@ -48,11 +48,11 @@ def test_every_tile_is_taken_once() -> None:
     assert A._replace(programs=2).grid(1000, 64, torch.device("cpu")) == (16,)
 
 
-def test_shapes_go_by_the_table_of_this_very_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shapes_go_by_the_table_of_this_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"products": [{"outputs": 128, "inputs": 64, "rows": [[700, 1024, [128, 64, 64, 8, 3]]]}]}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for table, shape in ((found, Shape(128, 64, 64, 8, 3)), (None, None)):
-        monkeypatch.setattr(tables, "own", lambda op, table=table: table)
+        monkeypatch.setattr(tables, "alike", lambda op, table=table: table)
         kernel._table.cache_clear()
         kernel.shape_for.cache_clear()
         assert kernel.shape_for(701, 128, 64) == kernel.shape_for(1024, 128, 64) == shape

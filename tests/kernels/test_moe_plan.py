@@ -46,7 +46,7 @@ def test_entries_of_a_table_are_read_as_they_were_written(monkeypatch: pytest.Mo
         64: Plan("many", Many(16, 64, 128, 4, 3), Many(16, 128, 128, 4, 3, True, 2)),
     }
     table = {"layers": [{**QWEN3._asdict(), "rows": tune.entries(plans)}]}
-    monkeypatch.setattr(tables, "own", lambda op: table)
+    monkeypatch.setattr(tables, "alike", lambda op: table)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     plan._table.cache_clear()
     plan.plan_for.cache_clear()
@@ -72,7 +72,7 @@ def test_tiles_of_warps_apart_are_for_what_they_were_checked_with(monkeypatch: p
     """Other weights get the tiles that are taken without a measurement, and warm those up."""
     apart = Many(128, 128, 64, 4, 4, apart=True)
     table = {"layers": [{**QWEN3._asdict(), "rows": [[0, 4096, "many", list(apart), list(apart)]]}]}
-    monkeypatch.setattr(tables, "own", lambda op: table)
+    monkeypatch.setattr(tables, "alike", lambda op: table)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     plan._table.cache_clear()
     plan.plan_for.cache_clear()

@@ -25,7 +25,14 @@ MINE = {"name": "NVIDIA New 7", "capability": [9, 0], "multiprocessors": 114}
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
-    for cached in (tables.read, tiles._table, gemv.most_bytes, gemv.shape_of, gemv.shared_bytes):
+    for cached in (
+        tables.read,
+        tiles._table,
+        tiles.hopper_from,
+        gemv.most_bytes,
+        gemv.shape_of,
+        gemv.shared_bytes,
+    ):
         cached.cache_clear()
 
 
@@ -60,6 +67,32 @@ def test_a_gpu_without_a_table_runs_with_anothers_and_says_so_once(
         tables.read("gemv")
     (record,) = caplog.records
     assert "has no table for NVIDIA New 7" in record.message
+
+
+def test_a_gpu_with_the_same_processor_has_its_table(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An H100 SXM is an H200 with other memory: what was measured of products and tiles counts for both, and nothing is said."""
+    another_gpu(monkeypatch, {**H200, "name": "NVIDIA H100 80GB HBM3"}, 227 << 10)
+    with caplog.at_level(logging.WARNING):
+        assert tables.read("gemv") == tables._load(tables.FOLDER / "gemv" / "tables" / "nvidia_h200.json")
+    assert not caplog.records
+    assert tables.products("gemm")
+    assert tables.alike("grouped_gemm")
+    assert tables.own("grouped_gemm") is None
+    assert tiles.hopper_from(128) < float("inf")
+
+
+def test_a_smaller_processor_has_hopper_s_attention_and_no_other_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    another_gpu(monkeypatch, MINE, 227 << 10)
+    assert tables.products("gemm") == {}
+    assert tables.alike("grouped_gemm") is None
+    assert tiles.hopper_from(128) < float("inf")
+    ada = {"name": "L40", "capability": [8, 9], "multiprocessors": 114}
+    another_gpu(monkeypatch, ada, 99 << 10)
+    for cached in (tables.read, tiles.hopper_from):
+        cached.cache_clear()
+    assert tiles.hopper_from(128) == float("inf")
 
 
 def another_gpu(monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], shared: int) -> None:

@@ -324,7 +324,7 @@ def test_a_shape_that_broke_the_gpu_is_not_tried_again(error: Exception, left: i
 def test_gemm_reads_what_was_added(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm, "library", lambda: object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(tables, "own", lambda op: None)
+    monkeypatch.setattr(tables, "alike", lambda op: None)
     tables.add([("gemm", core.entry_of("gemm", (64, 64), {32: A}))])
     assert gemm._table() == {(64, 64): [gemm.Entry(27, 32, A)]}
 
