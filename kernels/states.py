@@ -4,6 +4,9 @@ A request's tokens, its position and its row of the block tables are the step's 
 *piece* is a run of a prompt's tokens within one block, so that a state which is left behind a block's end stands behind a piece.
 
 States lie in two halves (workers/kv/layout.py): line `l` of `half` lines each is place l % half of half l // half.
+
+A CUDA graph has room for as many pieces as any step has that fits it, and the device cuts the prompts (`Pieces.of_columns`): those of
+no prompt have no tokens, and their programs end at once.
 """
 
 from typing import NamedTuple
@@ -13,7 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meshlm.kernels.attention.kernel import Columns
+
 PIECE = 128  # tokens, at most
+MOST_PROMPTS = 64  # of a step that is replayed: room for more costs memory for the states between pieces
 
 
 class Pieces(NamedTuple):
@@ -39,6 +45,75 @@ class Pieces(NamedTuple):
         both = torch.tensor([number for line in (*pieces, *ranges) for number in line], dtype=torch.int32)
         both = both.to(device, non_blocking=True)
         return cls(both[: 3 * len(pieces)].view(-1, 3), both[3 * len(pieces) :].view(-1, 2))
+
+    @classmethod
+    def of_columns(cls, at: Columns, tokens: int, block_size: int, most: int = PIECE) -> "Pieces":
+        """Of all requests with more than one token, of which there are MOST_PROMPTS at most, cut by the device.
+
+        at, tokens: of the step or, padded, of a CUDA graph. What is no prompt's are pieces of no tokens, and prompts of no pieces.
+        """
+        num_prompts = max(1, min(MOST_PROMPTS, at.n, tokens // 2))
+        num_pieces = most_pieces(tokens, num_prompts, block_size, most)
+        both = torch.zeros(3 * num_pieces + 2 * num_prompts, dtype=torch.int32, device=at.ends.device)
+        pieces, prompts = both[: 3 * num_pieces].view(-1, 3), both[3 * num_pieces :].view(-1, 2)
+        _cut[(at.n,)](
+            at.starts, at.ends, pieces, prompts, at.n, num_pieces, num_prompts,
+            PAGE=block_size, MOST=most, REQUESTS=triton.next_power_of_2(at.n), WIDE=64, num_warps=1,
+        )  # fmt: skip
+        return cls(pieces, prompts)
+
+
+def most_pieces(tokens: int, prompts: int, block_size: int, most: int = PIECE) -> int:
+    """The largest number of pieces of so many prompts that have so many tokens together.
+
+    A run of L tokens within a block is less than L / most + 1 pieces, and c tokens stand in c / block_size + 2 blocks at most.
+    """
+    return tokens // most + tokens // block_size + 2 * prompts + 1
+
+
+@triton.jit
+def _runs(start, count, PAGE: tl.constexpr, MOST: tl.constexpr):
+    """Tokens of a prompt up to its first block's end, and the pieces of that run, of the whole blocks behind it, and of the rest."""
+    head = tl.minimum(count, PAGE - start % PAGE)
+    rest = count - head
+    whole = (rest // PAGE) * ((PAGE + MOST - 1) // MOST)
+    return head, (head + MOST - 1) // MOST, whole, (rest % PAGE + MOST - 1) // MOST
+
+
+@triton.jit(do_not_specialize=["n", "num_pieces", "num_prompts"])
+def _cut(
+    starts, ends, pieces, prompts, n, num_pieces, num_prompts,
+    PAGE: tl.constexpr, MOST: tl.constexpr, REQUESTS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """A program for a request: its pieces stand behind those of the requests before it."""
+    request, r = tl.program_id(0), tl.arange(0, REQUESTS)
+    here = r < n
+    start = tl.load(starts + r, mask=here, other=0)
+    count = tl.load(ends + r, mask=here, other=0) - tl.load(ends + r - 1, mask=here & (r > 0), other=0)
+    _, first, whole, last = _runs(start, count, PAGE, MOST)
+    num = tl.where(count > 1, first + whole + last, 0)
+    own = tl.sum(tl.where(r == request, num, 0), axis=0)
+    if own == 0:
+        return
+    before = tl.sum(tl.where(r < request, num, 0), axis=0)
+    nth = tl.sum(tl.where((r < request) & (count > 1), 1, 0), axis=0)
+    if nth < num_prompts:
+        tl.store(prompts + 2 * nth, before)
+        tl.store(prompts + 2 * nth + 1, own)
+    begin = tl.sum(tl.where(r == request, start, 0), axis=0)
+    tokens = tl.sum(tl.where(r == request, count, 0), axis=0)
+    head, in_head, _, _ = _runs(begin, tokens, PAGE, MOST)
+    each: tl.constexpr = (PAGE + MOST - 1) // MOST
+    for base in range(0, own, WIDE):
+        j = base + tl.arange(0, WIDE)
+        behind = tl.maximum(j - in_head, 0)
+        of_block = (behind % each) * MOST
+        at = tl.where(j < in_head, j * MOST, head + (behind // each) * PAGE + of_block)
+        most = tl.where(j < in_head, head - at, tl.minimum(PAGE - of_block, tokens - at))
+        line, there = pieces + 3 * (before + j), (j < own) & (before + j < num_pieces)
+        tl.store(line, request, mask=there)
+        tl.store(line + 1, at, mask=there)
+        tl.store(line + 2, tl.minimum(most, MOST), mask=there)
 
 
 @triton.jit

@@ -178,7 +178,7 @@ def prefill(
     keys that each sees, where they are known: with many, hopper.py does it all.
     """
     tokens, heads, dim = query.shape
-    pays = (num_pairs if num_pairs is not None else tokens * USUAL_KEYS) * heads >= hopper_from(dim)
+    pays = (num_pairs if num_pairs is not None else tokens * USUAL_KEYS) * heads >= hopper_from(dim, extras.window)
     if (
         pays
         and not extras.chunk

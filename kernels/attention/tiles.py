@@ -37,13 +37,15 @@ def prefill_tiles(work: int) -> Tile:
 
 
 @cache
-def hopper_from(dim: int) -> float:
+def hopper_from(dim: int, window: int = 0) -> float:
     """Query-key pairs x query heads of a step's prompts from which on hopper.py is the faster, with heads of so many numbers.
 
-    Infinity where no table of this compute capability says so.
+    Infinity where no table of this compute capability says so, and for windows (0: none) that are shorter than it says.
     """
     table = tables.read("attention")
-    return float(table.get("hopper_from", {}).get(str(dim), math.inf)) if tables.is_kin(table) else math.inf
+    if not tables.is_kin(table) or 0 < window < table.get("hopper_windows", {}).get(str(dim), math.inf):
+        return math.inf
+    return float(table.get("hopper_from", {}).get(str(dim), math.inf))
 
 
 def hopper_wave(heads: int, kv_heads: int, device: torch.device) -> int:

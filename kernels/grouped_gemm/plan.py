@@ -76,10 +76,12 @@ def usual_plan(rows: int, layer: Layer, *, one_row: bool = True) -> Plan:
     """The plan that is taken without a measurement. one_row: as in `plan_for`."""
     if rows == 1 and one_row and max(layer.hidden, layer.wide) <= MOST_INPUTS:
         return Plan("one", one.Shape(2, 4, 3, 2), one.Shape(2, 4))
-    if rows <= few.MOST_ROWS:
+    each = rows * layer.topk / layer.experts
+    if rows <= few.MOST_ROWS and not (
+        rows > 16 and each <= 12
+    ):  # of many small experts each has a tile of 16 sorted rows
         wide_tile, deep = few.Shape(64, 64, 4, 5), few.Shape(64, 128, 4, 3)
         return Plan("few", few.Shape(32, 128, 4, 5), deep) if rows <= 16 else Plan("few", wide_tile, wide_tile)
-    each = rows * layer.topk / layer.experts
     if each <= 32:
         block_m = 16 if each <= 12 else 32
         gate, down = many.Shape(block_m, 64, 128, 4, 3, programs=2), many.Shape(block_m, 128, 128, 4, 3, programs=2)

@@ -95,6 +95,8 @@ def _sums(
 ):  # fmt: skip
     piece, p, n = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_N)
     token, size = piece_of(pieces, ends, piece)
+    if size == 0:
+        return
     there, numbers = p < channels, n < N
     inside, line = there[:, None] & numbers[None, :], p[:, None] * N + n[None, :]
     rates = tl.load(a + line, mask=inside, other=0.0)
@@ -148,6 +150,8 @@ def _scan(
 ):  # fmt: skip
     piece, p, n = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_N)
     token, size = piece_of(pieces, ends, piece)
+    if size == 0:
+        return
     there, numbers = p < channels, n < N
     inside, line = there[:, None] & numbers[None, :], p[:, None] * N + n[None, :]
     rates = tl.load(a + line, mask=inside, other=0.0)

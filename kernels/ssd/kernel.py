@@ -24,6 +24,8 @@ def _states(
 ):  # fmt: skip
     at, head = tl.program_id(0), tl.program_id(1)
     token, size = piece_of(pieces, ends, at)
+    if size == 0:
+        return
     t, p, n = tl.arange(0, PIECE), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
     here = t < size
     step = tl.load(dt + (token + t) * dt_stride + head, mask=here, other=0.0)
@@ -82,6 +84,8 @@ def _scan(
 ):  # fmt: skip
     at, head = tl.program_id(0), tl.program_id(1)
     token, size = piece_of(pieces, ends, at)
+    if size == 0:
+        return
     t, p, n = tl.arange(0, PIECE), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
     here = t < size
     group = (head // EACH) * N + n[None, :]

@@ -129,7 +129,7 @@ def test_it_is_chosen_by_what_prompts_see(
     query, keys, values, at = make([(40, 33)], 4, 2, 64, torch.float32)
     qkv, out = step_of(keys, values, at, 4), torch.zeros_like(query)
     monkeypatch.undo()
-    monkeypatch.setattr(checked, "hopper_from", lambda dim: 6 * 10**6)
+    monkeypatch.setattr(checked, "hopper_from", lambda dim, window: 6 * 10**6)
     monkeypatch.setattr(hopper, "prefill", lambda *_, **options: ran.append(sorted(options)))
     monkeypatch.setattr(proof, "_proven", {proof.variant_of(query, keys, PLAIN)} if known else set())
     checked.prefill(query, keys, values, at, 0.125, out, qkv=qkv, num_pairs=num_pairs)

@@ -30,6 +30,8 @@ def test_a_plan_for_any_number_of_rows(layer: Layer) -> None:
         if isinstance(found.gate, Many) and isinstance(found.down, Many):
             assert found.gate.block_m == found.down.block_m, "rows are sorted once for both"
     assert plan.usual_plan(1, MIXTRAL).kind == "few", "a row of 14,336 is too long for one program"
+    assert [plan.usual_plan(rows, QWEN3).kind for rows in (16, 17, 64)] == ["few", "many", "many"], "as it was measured"
+    assert plan.usual_plan(64, MIXTRAL).kind == "few", "each expert is read once"
 
 
 def test_every_size_has_candidates_that_gate_and_down_share() -> None:

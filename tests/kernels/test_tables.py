@@ -83,6 +83,14 @@ def test_a_gpu_with_the_same_processor_has_its_table(
     assert tiles.hopper_from(128) < float("inf")
 
 
+def test_hopper_s_attention_is_for_windows_that_are_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    another_gpu(monkeypatch, H200, 227 << 10)
+    assert tiles.hopper_from(64) == float("inf"), "measured, and slower"
+    assert tiles.hopper_from(128, 1024) == float("inf")
+    assert tiles.hopper_from(256, 512) == float("inf")
+    assert tiles.hopper_from(256, 1024) == tiles.hopper_from(256) < tiles.hopper_from(128)
+
+
 def test_a_smaller_processor_has_hopper_s_attention_and_no_other_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     another_gpu(monkeypatch, MINE, 227 << 10)
     assert tables.products("gemm") == {}

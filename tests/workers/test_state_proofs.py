@@ -19,6 +19,7 @@ from meshlm.kernels.attention.kernel import Columns
 from meshlm.kernels.causal_conv.kernel import causal_conv
 from meshlm.kernels.ssd.kernel import chunk_scan
 from meshlm.kernels.ssd.update import state_update
+from meshlm.kernels.states import Pieces
 from meshlm.protocol.model import StateSpec
 from meshlm.workers.attention.torch_backend import TorchAttention
 from meshlm.workers.batch import KnownRequests, Prompt, StepInputs
@@ -27,7 +28,7 @@ from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.inputs import TorchInputs
 from meshlm.workers.models.qwen3_next import GatedDeltaNet
 from meshlm.workers.states import model_proof, proof, triton_states
-from meshlm.workers.states.triton_states import TritonStates
+from meshlm.workers.states.triton_states import TritonStates, pieces_of
 
 if torch.cuda.is_available():
     pytest.skip("by the interpreter; cuda/test_hybrid.py has the GPU", allow_module_level=True)
@@ -46,10 +47,36 @@ def reason(state: StateSpec) -> str:
     return proof.of_kernels(state, 48, torch.float32, torch.float32, CPU)
 
 
+def in_graphs(state: StateSpec, page: int = 48) -> str:
+    proof.of_graphs.cache_clear()
+    return proof.of_graphs(state, page, torch.float32, torch.float32, CPU)
+
+
 @pytest.mark.parametrize("state", [MAMBA2, GROUPS, SHORT, DELTA, MAMBA], ids=KINDS)
 def test_the_kernels_are_right(state: StateSpec) -> None:
     """Pieces as long as they get, chunks behind a state, checkpoints, decodes, in parts of one product."""
     assert reason(state) == ""
+
+
+@pytest.mark.parametrize("state", [MAMBA2, GROUPS, SHORT, DELTA, MAMBA], ids=KINDS)
+def test_as_a_graph_launches_them(state: StateSpec) -> None:
+    """Nobody knows which requests decode, and padding, which is not a number, changes nothing."""
+    assert in_graphs(state) == ""
+
+
+def test_pages_that_are_longer_than_a_piece_in_a_graph() -> None:
+    assert in_graphs(GROUPS, 200) == ""
+
+
+def test_a_graph_that_cuts_prompts_wrongly_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*given: Any) -> Pieces:
+        found = right(*given)
+        found.pieces[1, 2] -= 1
+        return found
+
+    right = Pieces.of_columns
+    monkeypatch.setattr(Pieces, "of_columns", wrong)
+    assert "of the norm away from plain torch" in in_graphs(GROUPS)
 
 
 def test_a_scan_that_is_wrong_behind_its_first_tokens_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +133,7 @@ class KernelsOfStates:
 
         def states(group: int) -> TritonStates:
             self.used += 1
-            return TritonStates(whole, group, block_size)
+            return TritonStates(whole, group, block_size, pieces_of(whole, block_size))
 
         attention.states = states  # type: ignore[method-assign, assignment]
         return attention

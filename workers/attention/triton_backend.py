@@ -15,6 +15,7 @@ from meshlm.kernels.attention.proof import Variant
 from meshlm.kernels.attention.seen_proof import prove_chunks, prove_heads, prove_slopes
 from meshlm.kernels.attention.tiles import LARGE_DIM, decode_tiles, most_parts, tile_of_head
 from meshlm.kernels.lightning_index.proof import IndexShape, prove_index
+from meshlm.kernels.states import Pieces
 from meshlm.protocol.model import ModelSpec, StateSpec
 from meshlm.workers.attention.aux_stream import AuxStream
 from meshlm.workers.attention.sparse_latent import Chosen, LastChoice
@@ -22,7 +23,7 @@ from meshlm.workers.attention.triton_latent import LatentWorkspace, TritonLatent
 from meshlm.workers.attention.triton_sparse import TritonSparseAttention
 from meshlm.workers.batch import UNKNOWN, LayerCache, StepInputs
 from meshlm.workers.layers.ops import AttentionShape, LatentShape, LayerStep
-from meshlm.workers.states.triton_states import KINDS, TritonStates
+from meshlm.workers.states.triton_states import KINDS, TritonStates, pieces_of
 
 WORKSPACE_FLOATS = 1 << 22
 MOST_RANK = 512
@@ -62,6 +63,7 @@ class TritonAttention:
         assert batch.columns is not None
         self._batch, self._workspace, self._side = batch, workspace, side
         self._block_size, self._states = block_size, dict[int, TritonStates]()
+        self._pieces: Pieces | None = None  # of the prompts, for all groups with states
         columns = batch.columns
         self._longest = columns.blocks.shape[1] * block_size
         self._latent = TritonLatentAttention(batch, latent, side)
@@ -139,9 +141,11 @@ class TritonAttention:
         return self._latent.attend(query, latent, lines, columns, heads, scale)
 
     def states(self, group: int) -> TritonStates:
+        if not self._states:
+            self._pieces = pieces_of(self._batch, self._block_size)
         found = self._states.get(group)
         if found is None:
-            found = self._states[group] = TritonStates(self._batch, group, self._block_size)
+            found = self._states[group] = TritonStates(self._batch, group, self._block_size, self._pieces)
         return found
 
     def _decode(
@@ -184,9 +188,20 @@ def _without_states(state: StateSpec, page: int, dtype: torch.dtype, device: tor
         return f"it has kernels for gated delta nets with heads of 32 to 256, these have {state.state_size} and {state.head_dim}"
     from meshlm.workers.states import proof
 
-    ssm = torch.float32 if state.dtype == "float32" else dtype
-    reason = proof.of_kernels(state, page, ssm, dtype, device)
+    reason = proof.of_kernels(state, page, _ssm(state, dtype), dtype, device)
     return f"its kernels for the states of {state.kind} are not right on this GPU: {reason}" if reason else ""
+
+
+def states_in_graphs(state: StateSpec, page: int, dtype: torch.dtype, device: torch.device) -> str:
+    """Why CUDA graphs must not hold prompts with such states here; "" when they may."""
+    from meshlm.workers.states import proof
+
+    reason = proof.of_graphs(state, page, _ssm(state, dtype), dtype, device)
+    return f"prompts with the states of {state.kind} are not right in graphs on this GPU: {reason}" if reason else ""
+
+
+def _ssm(state: StateSpec, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if state.dtype == "float32" else dtype
 
 
 @cache

@@ -48,6 +48,11 @@ class StepColumns:
         longest = (self.starts + self.counts).max(initial=0)
         return Contexts(int(longest), float(pairs.sum()), int(self.starts[lone].sum()))
 
+    @property
+    def num_prompts(self) -> int:
+        """Requests with more than one token."""
+        return int((self.counts > 1).sum())
+
     def places(self) -> NDArray[np.int64]:
         """The places of the requests that sample."""
         return np.arange(self.n) if self.samples is None else np.flatnonzero(self.samples)

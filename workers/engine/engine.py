@@ -304,8 +304,10 @@ class ModelEngine:
             return self.together.course(step, self.graphs, graph=not why_no_graph, across=across, rebalance=asked)
         if why_no_graph:
             return Course(None)
-        contexts = None if step.uniform else step.contexts()
-        return Course(self.graphs.find(step.t, step.n, uniform=step.uniform, contexts=contexts))
+        if step.uniform:
+            return Course(self.graphs.find(step.t, step.n, uniform=True))
+        seen, prompts = step.contexts(), step.num_prompts
+        return Course(self.graphs.find(step.t, step.n, uniform=False, contexts=seen, num_prompts=prompts))
 
     def _step(self, plan: StepPlan, received_ns: int) -> PendingStep:
         begun_ns = time.monotonic_ns()

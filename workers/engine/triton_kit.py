@@ -2,6 +2,7 @@
 
 import gc
 import math
+from collections.abc import Callable
 
 import numpy as np
 import structlog
@@ -14,9 +15,11 @@ from meshlm.kernels.gate_up_silu import kernel as gate_up_silu
 from meshlm.kernels.mla import tiles as latent_tiles
 from meshlm.kernels.precompile import precompiled
 from meshlm.kernels.small_m_gemm import kernel as small_m_gemm
+from meshlm.kernels.states import MOST_PROMPTS
 from meshlm.kernels.tuning.products import ProductBench, Setting
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.attention.triton_backend import states_in_graphs
 from meshlm.workers.batch import StepInputs
 from meshlm.workers.cuda import tuning
 from meshlm.workers.cuda.tuning import Ranks, Tuner
@@ -55,13 +58,16 @@ class TritonKit:
 
     def graphs(self, engine: ModelEngine) -> tuple[Dispatcher, Captures]:
         worker, resolved = engine.config.worker, engine.resolved
-        mode, why = mode_of(worker, states=engine.spec.state is not None)
+        state = engine.spec.state
+        mode, why = mode_of(worker, lambda: self._why_no_prompts(engine))
         if why:
             _log.info("CUDA graphs", mode=mode, asked=worker.cudagraph_mode, reason=why)
         parameters = engine.model.active_parameters()
         rows, tokens = resolved.max_num_seqs, resolved.max_num_batched_tokens
         together = engine.together is not None
-        keys = graph_keys(mode, rows, tokens, worker.cudagraph_capture_sizes, parameters, together=together)
+        keys = graph_keys(
+            mode, rows, tokens, worker.cudagraph_capture_sizes, parameters, together=together, states=state is not None
+        )
         keys = [key for key in keys if key.tokens <= (worker.max_cudagraph_capture_size or key.tokens)]
         if engine.together is not None:
             keys += [
@@ -74,10 +80,28 @@ class TritonKit:
             votes = torch.full((8,), float(worked), dtype=engine.dtype, device=engine.device)
             return int(engine.comm.all_reduce(votes)[0].item()) == size
 
-        agree = on_all_ranks if size > 1 else None
-        step_time = of_model(engine.spec, parameters, engine.layout.dtype.itemsize)
-        graphs = Dispatcher(keys, self._padded, agree if engine.together is None else engine.together.vote, step_time)
+        agree: Callable[[bool], bool] | None = on_all_ranks if size > 1 else None
+        if engine.together is not None:
+            agree = engine.together.vote
+        if state is None:
+            step_time = of_model(engine.spec, parameters, engine.layout.dtype.itemsize)
+            graphs = Dispatcher(keys, self._padded, agree, step_time)
+        else:  # few layers attend, so contexts make no step much longer, and launching one takes the host very long
+            graphs = Dispatcher(keys, self._padded, agree, most_prompts=MOST_PROMPTS)
         return graphs, Captures(graphs, self._inputs.clear)
+
+    def _why_no_prompts(self, engine: ModelEngine) -> str:
+        """Why graphs must hold decodes alone; "" where they may hold prompts too. The same on all ranks of a group."""
+        state = engine.spec.state
+        if state is None:
+            return ""
+        if engine.together is not None:
+            return "prompts of a model with recurrent states are launched kernel by kernel where ranks step together"
+        reason = states_in_graphs(state, engine.rows.block_size, engine.dtype, engine.device)
+        if engine.shard.tp_size == 1:
+            return reason
+        votes = engine.comm.all_reduce(torch.full((8,), float(not reason), dtype=engine.dtype, device=engine.device))
+        return reason if int(votes[0].item()) == engine.shard.tp_size else reason or "another rank has found them wrong"
 
     def _prove_attention(self, engine: ModelEngine, *, launched: bool) -> None:
         """Hopper's attention is used for this model's layers where it gives, on this GPU, what the other kernel gives."""
@@ -88,7 +112,7 @@ class TritonKit:
             return
         cap = spec.attn_logit_softcapping
         for kv_heads, dim, windowed in _attention_kinds(spec):
-            if hopper_from(dim) == math.inf:
+            if hopper_from(dim, spec.sliding_window if windowed else 0) == math.inf:
                 continue
             shape = (spec.num_attention_heads, kv_heads, dim, engine.layout.block_size)
             variant = Variant(*shape, engine.dtype, windowed, cap > 0, spec.attention_sinks)

@@ -24,6 +24,9 @@ MIXED_TOKENS = [
 ]  # as scheduler_proc/budget.py ends steps
 MIXED_REQUESTS = [72, 288]  # 64 and 256 streams, and one that is padding; larger ones for --max-num-seqs and one
 LAUNCHES_S = 0.028  # twice what the host needs to launch a step kernel by kernel: longer steps need no graph
+STATES_LAUNCHES_S = (
+    0.116  # ... of models with recurrent states, which have four times as many kernels (Granite 4 H tiny: 58 ms)
+)
 LONG_LAUNCHES_S = 0.016  # ... or little more than that, where contexts are long: there a graph is much the slower
 TOGETHER_TOKENS = [
     *MIXED_TOKENS,
@@ -65,13 +68,16 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 
 def graph_keys(
     mode: str, max_num_seqs: int, max_num_batched_tokens: int, sizes: tuple[int, ...], num_parameters: int,
-    *, together: bool = False,
+    *, together: bool = False, states: bool = False,
 ) -> list[Key]:  # fmt: skip
-    """All graphs of a --cudagraph-mode. `sizes`: --cudagraph-capture-sizes, of decodes. together: of ranks that step together.
+    """All graphs of a --cudagraph-mode. `sizes`: --cudagraph-capture-sizes, of decodes. together: of ranks that step together;
+    states: of a model with recurrent ones.
 
     Mixed graphs end where a step of so many parameters takes the GPU longer than its launches take the host.
     """
-    mixed, launches_s = (TOGETHER_TOKENS, TOGETHER_LAUNCHES_S) if together else (MIXED_TOKENS, LAUNCHES_S)
+    mixed, launches_s = MIXED_TOKENS, STATES_LAUNCHES_S if states else LAUNCHES_S
+    if together:
+        mixed, launches_s = TOGETHER_TOKENS, TOGETHER_LAUNCHES_S
     if mode == "NONE":
         return []
     decodes = [size for size in sizes if size <= max_num_seqs] or decode_sizes(max_num_seqs)
@@ -98,16 +104,18 @@ class Dispatcher:
         capture: Callable[[Key], None],
         agree: Callable[[bool], bool] | None = None,
         step_time: StepTime | None = None,
+        most_prompts: int | None = None,
     ) -> None:
         """agree: of a group, whose ranks must have the same graphs: whether a capture worked on all, told whether it did here.
 
-        step_time: of this model, where contexts decide too.
+        step_time: of this model, where contexts decide too. most_prompts: for which mixed graphs have room, where that is limited.
         """
         self._wanted = keys
         self._keep(keys)
         self.misses: Counter[str] = Counter()
         self.replays: Counter[str] = Counter()
         self._capture, self._agree, self._step_time = capture, agree, step_time
+        self._most_prompts = most_prompts
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         self._refused: set[Key] = set()  # parts of steps that could not be captured
         self._missed: Counter[Key] = Counter()
@@ -122,6 +130,7 @@ class Dispatcher:
         uniform: bool,
         halves: bool = False,
         contexts: Contexts | None = None,
+        num_prompts: int = 0,
     ) -> Key | None:
         """The smallest graph that holds the step; None (and a counted miss, unless it is of halves) when there is none.
 
@@ -135,6 +144,9 @@ class Dispatcher:
         fitting = [key for key in mixed if key.tokens >= num_tokens and key.requests > num_requests]
         if fitting and self._is_long(num_tokens, contexts):
             self.miss("long_context")
+            return None
+        if fitting and self._most_prompts is not None and num_prompts > self._most_prompts:
+            self.miss("too_many_prompts")
             return None
         if fitting:
             key = self._there(fitting, PATIENCE_MIXED)

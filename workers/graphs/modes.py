@@ -1,19 +1,20 @@
 """Which --cudagraph-mode a worker uses: what was asked, as far as the model and the backend allow it. Pure; used by the kit."""
 
+from collections.abc import Callable
+
 from meshlm.protocol.config.engine import WorkerConfig
 
 
-def mode_of(worker: WorkerConfig, *, states: bool) -> tuple[str, str]:
-    """The mode and, where it is not the one that was asked for, why. states: the model has recurrent states.
+def mode_of(worker: WorkerConfig, why_no_prompts: Callable[[], str]) -> tuple[str, str]:
+    """The mode and, where it is not the one that was asked for, why.
 
-    The pieces of prompts of such a model are made by the host (workers/states), so graphs hold its decodes alone.
+    why_no_prompts: why graphs must hold decodes alone; "" where they may hold prompts. Asked where it matters.
     """
     asked = worker.cudagraph_mode
     if worker.enforce_eager:
         return "NONE", "--enforce-eager" if asked != "NONE" else ""
     if worker.profile_layers:
         return "NONE", "--profile-layers" if asked != "NONE" else ""
-    if not states or asked in ("NONE", "FULL_DECODE_ONLY"):
+    if asked in ("NONE", "FULL_DECODE_ONLY") or not (why := why_no_prompts()):
         return asked, ""
-    why = "prompts of a model with recurrent states are launched kernel by kernel"
     return ("NONE" if asked == "PIECEWISE" else "FULL_DECODE_ONLY"), why

@@ -1,11 +1,13 @@
 """Triton's kernels for recurrent states are used where this very GPU shows, at each start, that they give what plain torch gives.
 
 `of_kernels` asks the kernels alone, with the sizes of the model's states and pages: prompts in several pieces, chunks behind a state,
-prompts that cross a block's end with a checkpoint and without, decodes. model_proof.py asks the whole stage with its own weights.
+prompts that cross a block's end with a checkpoint and without, decodes. `of_graphs` asks them as CUDA graphs of mixed steps launch
+them, beside padding that is not a number. model_proof.py asks the whole stage with its own weights.
 What is wrong, or cannot be compiled or launched, is said in words, and plain torch computes.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -18,11 +20,11 @@ from triton.runtime.errors import TritonError
 from meshlm.kernels.attention.kernel import Columns
 from meshlm.kernels.states import PIECE
 from meshlm.protocol.model import StateSpec
-from meshlm.workers.batch import KnownRequests, Prompt, RequestLens, StateCache, StepInputs
+from meshlm.workers.batch import UNKNOWN, KnownRequests, Prompt, RequestLens, StateCache, StepInputs
 from meshlm.workers.engine.columns import StepColumns, columns_of
 from meshlm.workers.states.random_mixer import RandomMixer
 from meshlm.workers.states.torch_states import TorchStates
-from meshlm.workers.states.triton_states import TritonStates
+from meshlm.workers.states.triton_states import TritonStates, pieces_of
 
 NEAR = 0.03  # of norms: rounding to 16 bits in a convolution, a scan and a state makes less
 LONG = PIECE + 37
@@ -88,12 +90,43 @@ def both_inputs(step: StepColumns, tables: Tensor) -> tuple[StepInputs, StepInpu
     return plain, kernels
 
 
+PADDING = 3  # requests and tokens of nobody
+
+
+def padded(kernels: StepInputs) -> StepInputs:
+    """A step as a CUDA graph has it: nobody knows its requests, and some of them and of its tokens are padding."""
+    at, positions = kernels.columns, kernels.positions
+    assert at is not None
+    dummies = at.rows.new_full((PADDING,), at.blocks.shape[0] - 1)
+    columns = Columns(
+        torch.cat((at.rows, dummies)),
+        torch.cat((at.starts, torch.zeros_like(dummies))),
+        torch.cat((at.ends, at.ends[-1:].expand(PADDING))),
+        at.n + PADDING,
+        at.blocks,
+    )
+    more = torch.cat((positions, positions.new_zeros(PADDING)))
+    return replace(kernels, input_ids=more, positions=more, num_decodes=UNKNOWN, columns=columns, known=None)
+
+
 @cache
 def of_kernels(state: StateSpec, page: int, ssm: torch.dtype, dtype: torch.dtype, device: torch.device) -> str:
     """Why the kernels must not be used for such states; "" when they may be. ssm: of the states of heads; dtype: of all else."""
+    return _reason(state, page, ssm, dtype, device, in_graphs=False)
+
+
+@cache
+def of_graphs(state: StateSpec, page: int, ssm: torch.dtype, dtype: torch.dtype, device: torch.device) -> str:
+    """Why CUDA graphs must not hold prompts of such states; "" when they may. See `of_kernels`."""
+    return _reason(state, page, ssm, dtype, device, in_graphs=True)
+
+
+def _reason(
+    state: StateSpec, page: int, ssm: torch.dtype, dtype: torch.dtype, device: torch.device, *, in_graphs: bool
+) -> str:
     try:
         with torch.inference_mode():
-            worst = _worst(state, page, ssm, dtype, device)
+            worst = _worst(state, page, ssm, dtype, device, in_graphs=in_graphs)
     except torch.OutOfMemoryError:
         raise
     except FAULTS as error:
@@ -101,9 +134,11 @@ def of_kernels(state: StateSpec, page: int, ssm: torch.dtype, dtype: torch.dtype
     return "" if worst <= NEAR else f"they are {worst:.3g} of the norm away from plain torch"  # NaN is not near
 
 
-def _worst(state: StateSpec, page: int, ssm: torch.dtype, dtype: torch.dtype, device: torch.device) -> float:
+def _worst(
+    state: StateSpec, page: int, ssm: torch.dtype, dtype: torch.dtype, device: torch.device, *, in_graphs: bool
+) -> float:
     history, random = requests(page), torch.Generator(device).manual_seed(1)
-    tables = torch.zeros(len(history), 32, dtype=torch.int32, device=device)
+    tables = torch.zeros(len(history) + 1, 32, dtype=torch.int32, device=device)
     for row, one in enumerate(history):
         tables[row, : len(one.table)] = torch.tensor(one.table)
     caches = [_cache(state, ssm, dtype, device) for _ in range(2)]
@@ -114,9 +149,11 @@ def _worst(state: StateSpec, page: int, ssm: torch.dtype, dtype: torch.dtype, de
         plain, kernels = both_inputs(step, tables)
         given = torch.randn(step.t, layer.width, generator=random, device=device).to(dtype)
         wanted = layer.run(given, TorchStates(plain, 0, page), caches[0])
-        found = layer.run(given, TritonStates(kernels, 0, page), caches[1])
+        if in_graphs:
+            kernels, given = padded(kernels), torch.cat((given, given.new_full((PADDING, layer.width), torch.nan)))
+        found = layer.run(given, TritonStates(kernels, 0, page, pieces_of(kernels, page)), caches[1])
         errors += [
-            (one.float() - other.float()).norm() / other.float().norm()
+            (one[: step.t].float() - other.float()).norm() / other.float().norm()
             for one, other in zip(found, wanted, strict=True)
         ]
     pages = torch.tensor(sorted({page for one in history for page in one.table}), device=device)

@@ -17,20 +17,31 @@ from meshlm.workers.batch import UNKNOWN, StateCache, StepInputs
 KINDS = ("mamba2", "short_conv", "gated_delta_net", "mamba")  # that these kernels serve, where they are proven
 
 
-class TritonStates:
-    """See `StepStates`. Made once for the layers of a group."""
+def pieces_of(batch: StepInputs, block_size: int) -> Pieces | None:
+    """The prompts of a step, the same for all groups; None where all requests decode. In a graph, whose requests nobody knows, the
+    device cuts them."""
+    columns = batch.columns
+    assert columns is not None
+    if batch.num_decodes == columns.n:
+        return None
+    if batch.num_decodes == UNKNOWN:
+        return Pieces.of_columns(columns, len(batch.input_ids), block_size)
+    assert batch.known is not None
+    first = batch.num_decodes
+    prompts = [(first + nth, one.start, one.num_tokens) for nth, one in enumerate(batch.known.prompts)]
+    return Pieces.of(prompts, block_size, batch.device)
 
-    def __init__(self, batch: StepInputs, group: int, block_size: int) -> None:
+
+class TritonStates:
+    """See `StepStates`. Made once for the layers of a group. In a graph every request is asked whether it decodes."""
+
+    def __init__(self, batch: StepInputs, group: int, block_size: int, pieces: Pieces | None) -> None:
+        """pieces: by `pieces_of`."""
         columns = batch.columns
-        assert columns is not None and batch.num_decodes != UNKNOWN  # noqa: PT018
-        self._page, self._num = block_size, batch.num_decodes
+        assert columns is not None
+        self._page, self._pieces = block_size, pieces
+        self._num = columns.n if batch.num_decodes == UNKNOWN else batch.num_decodes
         self._at = Columns(columns.rows, columns.starts, columns.ends, columns.n, batch.block_tables[group])
-        self._pieces: Pieces | None = None
-        if batch.num_decodes < columns.n:
-            assert batch.known is not None, "a CUDA graph of prompts"
-            first = batch.num_decodes
-            prompts = [(first + nth, one.start, one.num_tokens) for nth, one in enumerate(batch.known.prompts)]
-            self._pieces = Pieces.of(prompts, block_size, batch.device)
 
     def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache, *, silu: bool = True) -> Tensor:
         """See `StepStates.conv`."""

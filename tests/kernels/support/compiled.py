@@ -124,6 +124,7 @@ def states() -> None:
         Columns(ints(2), ints(2), ints(2), 2, ints(2, 16)),
         Pieces.of([(0, 0, tokens)], 544, torch.device("cpu")),
     )
+    Pieces.of_columns(at, tokens, 544)
     q, v, gate = empty(tokens, 16, 128), empty(tokens, 32, 128), empty(tokens, 32)
     given: list[Any] = [q, q.clone(), v, gate, gate.clone(), torch.empty(32), torch.empty(32)]
     given += [empty(2, 8, 16, 128, 128), torch.empty_like(v), at]

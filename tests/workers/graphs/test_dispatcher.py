@@ -184,3 +184,22 @@ def test_a_new_group_s_ranks_begin_alike(monkeypatch: pytest.MonkeyPatch) -> Non
     assert steps.find(4, 4, uniform=True) == Key(4, 4)
     assert steps.find(9, 2, uniform=False, halves=True) is None
     assert not steps.misses["too_many_tokens"], "a step that is not halved is asked for anew"
+
+
+def test_mixed_graphs_have_room_for_some_prompts_alone() -> None:
+    """Where each costs memory: of states between its pieces."""
+    keys = graph_keys("FULL", 256, 8192, (), SMALL_MODEL, states=True)
+    steps = Dispatcher(keys, lambda key: None, most_prompts=2)
+    for key in keys:
+        steps._graphs[key] = None  # type: ignore[assignment]
+    assert steps.find(500, 40, uniform=False, num_prompts=2) == Key(512, 72)
+    assert steps.find(500, 40, uniform=False, num_prompts=3) is None
+    assert steps.find(40, 40, uniform=True) == Key(40, 40)
+    assert steps.misses == {"too_many_prompts": 1}
+
+
+def test_models_with_states_have_larger_mixed_graphs() -> None:
+    """Launching their kernels takes the host longer."""
+    usual, states = (graph_keys("FULL", 64, 8192, (), 9 * 10**9, states=with_) for with_ in (False, True))
+    assert max(key.tokens for key in usual) == 896
+    assert max(key.tokens for key in states) == 3584
