@@ -21,7 +21,16 @@ T = TypeVar("T")
 Table = dict[str, Any]
 FOLDER = Path(__file__).parent
 FALLBACK = "nvidia_h200"
-KEYS = ("outputs", "inputs", "use", "gate")  # of an entry for a product: those of them that its operation tells apart
+KEYS = (
+    "outputs",
+    "inputs",
+    "use",
+    "gate",
+    "experts",
+    "topk",
+    "hidden",
+    "wide",
+)  # of an entry: those of them that its operation tells apart
 _added: dict[str, dict[tuple[Any, ...], Table]] = {}  # by operation and key: entries that the tuner found
 _asked: dict[tuple[str, tuple[Any, ...]], None] = {}  # in the order in which they were asked for
 _remembered: list[Any] = []
@@ -54,8 +63,15 @@ def own(op: str) -> Table | None:
 
 
 def alike(op: str) -> Table | None:
-    """The table of this very GPU or of one with the same processor, if there is one: for what means nothing on another."""
-    return own(op) or next((table for table in _all(op).values() if is_alike(table)), None)
+    """What the tables of this processor say, if there are any, this very GPU's first: for what means nothing on another."""
+    found = [table for table in (own(op), *_all(op).values()) if table is not None and is_alike(table)]
+    if not found:
+        return None
+    merged = dict(found[0])
+    for name in ("products", "layers"):
+        entries = {key_of(entry): entry for table in reversed(found) for entry in table.get(name, [])}
+        merged.update({name: list(entries.values())} if name in merged else {})
+    return merged
 
 
 def _all(op: str) -> dict[str, Table]:
@@ -103,10 +119,10 @@ def asked() -> list[tuple[str, tuple[Any, ...]]]:
 
 
 def _keys(table: Table | None) -> set[tuple[Any, ...]]:
-    """Keys of a table in the tree; tiles that whole steps have chosen are of these very sizes too."""
+    """Keys of a table in the tree; tiles that whole steps have chosen are of these very sizes too, and layers are of experts."""
     table = table or {}
     in_steps = [entry for entry in table.get("in_steps", []) if "way" not in entry]
-    return {key_of(entry) for entry in [*table.get("products", []), *in_steps]}
+    return {key_of(entry) for entry in [*table.get("products", []), *table.get("layers", []), *in_steps]}
 
 
 def added(op: str, key: tuple[Any, ...]) -> Table | None:

@@ -7,8 +7,8 @@
 As tune.py found it for this processor and these sizes; other sizes get tiles that fit the rows that an expert has on average.
 """
 
-from functools import cache
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +20,7 @@ from meshlm.kernels.moe_gemv import kernel as one
 
 PARTS_ROWS = 128  # of more the norm behind would read more than a sum by a kernel of its own costs
 MOST_INPUTS = 8192  # of a gemv: a program keeps a row of them
+SHORT_LINE = 2048  # inputs
 
 
 class Layer(NamedTuple):
@@ -46,10 +47,14 @@ SHAPES: dict[str, type[one.Shape] | type[few.Shape] | type[many.Shape]] = {
 }
 
 
-@cache
-def _table() -> dict[Layer, list[tuple[int, int, Plan]]]:
-    """Rows above, up to, and the plan. Nothing without a table of this processor."""
-    table = tables.alike("grouped_gemm") if torch.cuda.is_available() else None
+Entry = tuple[int, int, Plan]  # rows above, up to, and the plan
+WIDEST = len(many.Shape._fields)  # numbers of a shape, at most
+KINDS = tuple(SHAPES)
+
+
+def known_plans() -> dict[Layer, list[Entry]]:
+    """What the table of this processor has. Without a GPU the fallback's."""
+    table = tables.alike("grouped_gemm") if torch.cuda.is_available() else tables.read("grouped_gemm")
     return {
         Layer(*(each[name] for name in Layer._fields)): [
             (over, to, Plan(kind, SHAPES[kind](*gate), SHAPES[kind](*down)))
@@ -59,9 +64,40 @@ def _table() -> dict[Layer, list[tuple[int, int, Plan]]]:
     }
 
 
-@cache
+def encoded(plan: Plan) -> tuple[int, ...]:
+    """The plan as numbers, for the tuner's tables: its kind and both shapes, each filled up with -1."""
+    shapes = ([*map(int, shape), *[-1] * (WIDEST - len(shape))] for shape in (plan.gate, plan.down))
+    return (KINDS.index(plan.kind), *(number for shape in shapes for number in shape))
+
+
+def decoded(numbers: Sequence[int]) -> Plan:
+    """See `encoded`."""
+    kind = KINDS[numbers[0]]
+    gate, down = (_shape(kind, numbers[begin : begin + WIDEST]) for begin in (1, 1 + WIDEST))
+    return Plan(kind, gate, down)
+
+
+def _shape(kind: str, numbers: Sequence[Any]) -> one.Shape | few.Shape | many.Shape:
+    make = SHAPES[kind]
+    found = make(*numbers[: len(make._fields)])
+    return found._replace(flat=bool(found.flat), apart=bool(found.apart)) if isinstance(found, many.Shape) else found
+
+
+@tables.remembered
+def _table() -> dict[Layer, list[Entry]]:
+    """Without a table of this processor what the tuner has found alone."""
+    found = {
+        Layer(*key): [(over, to, decoded(config)) for over, to, config in entry["rows"]]
+        for key, entry in tables.all_added("grouped_gemm").items()
+    }
+    return {**found, **(known_plans() if torch.cuda.is_available() else {})}
+
+
+@tables.remembered
 def plan_for(rows: int, layer: Layer, *, apart: bool = True, one_row: bool = True) -> Plan:
     """apart: whether hopper.py may compute it (`many.has_apart`). one_row: whether moe_gemv may, which has no epilogue."""
+    if one_row:
+        tables.ask("grouped_gemm", tuple(layer))
     found = tables.for_rows(_table().get(layer, []), rows)
     if found is None or (not apart and is_apart(found)) or (not one_row and found.kind == "one"):
         return usual_plan(rows, layer, one_row=one_row)
@@ -75,7 +111,7 @@ def is_apart(plan: Plan) -> bool:
 def usual_plan(rows: int, layer: Layer, *, one_row: bool = True) -> Plan:
     """The plan that is taken without a measurement. one_row: as in `plan_for`."""
     if rows == 1 and one_row and max(layer.hidden, layer.wide) <= MOST_INPUTS:
-        return Plan("one", one.Shape(2, 4, 3, 2), one.Shape(2, 4))
+        return one_row_plan(layer)
     each = rows * layer.topk / layer.experts
     if rows <= few.MOST_ROWS and not (
         rows > 16 and each <= 12
@@ -89,6 +125,13 @@ def usual_plan(rows: int, layer: Layer, *, one_row: bool = True) -> Plan:
     if each <= 96:
         return Plan("many", many.Shape(64, 64, 64, 4, 4), many.Shape(64, 128, 64, 4, 4))
     return Plan("many", many.Shape(128, 128, 64, 8, 3), many.Shape(128, 256, 64, 8, 3))
+
+
+def one_row_plan(layer: Layer) -> Plan:
+    """Short lines one by one in many programs, as whole steps of Qwen3-30B-A3B chose; of longer ones eight programs have no room."""
+    if layer.hidden <= SHORT_LINE:
+        return Plan("one", one.Shape(1, 1, 2, 8), one.Shape(4, 4))
+    return Plan("one", one.Shape(2, 4, 3, 2), one.Shape(2, 4))
 
 
 def fp8_plan(rows: int, layer: Layer, block_k: int) -> Plan:

@@ -31,6 +31,7 @@ BYTES_AT_ONCE = 400 << 20  # of weights that a graph reads, at least: many times
 SHARED_BYTES = 226 << 10
 TURN_S, TURNS = 0.004, 3
 FAR = 1.08  # times the fastest of its kind
+CUDA = torch.device("cuda")
 Run = Callable[[], object]
 
 
@@ -45,9 +46,11 @@ class Case(NamedTuple):
 class Bench:
     """One layer's experts, and tokens for it."""
 
-    def __init__(self, layer: Layer, rows: int) -> None:
+    def __init__(
+        self, layer: Layer, rows: int, device: torch.device = CUDA, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         self.layer, self.rows = layer, rows
-        make: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+        make: dict[str, Any] = {"device": device, "dtype": dtype}
         count, topk, hidden, wide = layer
         touched = min(count, rows * topk)
         copies = max(1, min(16, BYTES_AT_ONCE // (2 * touched * hidden * wide)))
@@ -56,8 +59,8 @@ class Bench:
         self.cases = [
             Case(
                 torch.randn(rows, hidden, **make),
-                torch.rand(rows, count, device="cuda").topk(topk, dim=1).indices.to(torch.int32),
-                torch.rand(rows, topk, device="cuda"),
+                torch.rand(rows, count, device=device).topk(topk, dim=1).indices.to(torch.int32),
+                torch.rand(rows, topk, device=device),
             )
             for _ in range(copies)
         ]
@@ -65,7 +68,7 @@ class Bench:
         most = max(entries, most_tiles(entries, count, 128) * 128)
         self.inner = torch.randn(most, wide, **make)
         self.out = torch.empty(most, hidden, **make)
-        self.parts = torch.empty(topk, min(rows, PARTS_ROWS), hidden, device="cuda")
+        self.parts = torch.empty(topk, min(rows, PARTS_ROWS), hidden, device=device)
         self.whole = torch.empty(rows, hidden, **make)
 
     def gate(self, kind: str, shape: Any) -> Run:

@@ -20,11 +20,13 @@ Work = Generator[float, None, Times]
 PLAIN: Config = ()
 GAIN = 0.985  # of the plain way's time, at most
 DOWN_TO = 0.85  # a choice is for rows from so much of those it was measured with
+DOWN_TO_OF = {"grouped_gemm": 0.5}  # ... of experts, whose weights are what their time is made of
 NEAR = (
     2  # rows between two measured sizes, one at most so many times the other, are the larger one's where both have won
 )
 NAMES = {
     "gemv": ("outputs", "inputs", "gate"),
+    "grouped_gemm": ("experts", "topk", "hidden", "wide"),
     "gemm": ("outputs", "inputs"),
     "small_m_gemm": ("outputs", "inputs", "use"),
     "gate_up_silu": ("outputs", "inputs"),
@@ -34,7 +36,7 @@ OF_ONE_SIZE = ("gemm",)  # a library's algorithm: known for the measured number 
 
 
 class Case(NamedTuple):
-    """A product of so many rows."""
+    """A product, or a layer of experts, of so many rows."""
 
     op: str
     key: Key
@@ -83,7 +85,9 @@ def entry_of(op: str, key: Key, choices: dict[int, Config]) -> Table:
     for size, config in sorted(choices.items()):
         if config != PLAIN:
             between = won and size <= NEAR * before and op not in OF_ONE_SIZE
-            rows.append([before if between else max(before, int(DOWN_TO * size)), size, list(config)])
+            rows.append(
+                [before if between else max(before, int(DOWN_TO_OF.get(op, DOWN_TO) * size)), size, list(config)]
+            )
         before, won = size, config != PLAIN
     measured = [[size, list(config)] for size, config in sorted(choices.items())]
     return {**dict(zip(NAMES[op], key, strict=True)), "rows": rows, "measured": measured}

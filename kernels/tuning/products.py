@@ -4,6 +4,7 @@
     gemm           cuBLAS's algorithms, beside its first choice
     small_m_gemm   some rows: tiles, beside the product as `gemm` computes it and the kernel behind it
     gate_up_silu   many rows: tiles, beside the product and the gate
+    grouped_gemm   a layer of experts (experts.py): kernels and tiles, beside those that follow from rules
 
 Weights are random and of several layers, so that each comes from memory. Compiling is what takes long, so few candidates are tried
 where time is short; `full` tries all.
@@ -25,12 +26,14 @@ from meshlm.kernels.gemm import tune as gemm_tune
 from meshlm.kernels.gemm.cublaslt import TYPES, library
 from meshlm.kernels.gemv import bench as gemv_bench
 from meshlm.kernels.gemv import kernel as gemv
+from meshlm.kernels.grouped_gemm.plan import Layer
 from meshlm.kernels.measure import replay_us
 from meshlm.kernels.norm.kernel import add_rms_norm, rms_norm
 from meshlm.kernels.precompile import precompiled
 from meshlm.kernels.silu_mul.kernel import silu_mul
 from meshlm.kernels.small_m_gemm import kernel as small_m_gemm
 from meshlm.kernels.small_m_gemm import tune as small_m_tune
+from meshlm.kernels.tuning import experts
 from meshlm.kernels.tuning.core import PLAIN, Case, Config, Key, Work
 
 T = TypeVar("T")
@@ -39,7 +42,7 @@ COMPILE_S = 1.5  # of a few candidates, several at a time
 PIECE_S = 0.05  # of anything else
 TURNS = 3
 FAR = 1.05  # times the fastest: not timed again
-FEW = 6  # candidates that are compiled where time is short
+FEW, MANY = 6, 40  # candidates that are compiled where time is short; of experts at most
 SIZES = {
     "gemv": [1],
     "gemm": [16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192],
@@ -71,6 +74,9 @@ class ProductBench:
 
     def sizes(self, op: str, key: Key) -> list[int]:
         """Nothing is tried that this GPU has no kernel for."""
+        if op == "grouped_gemm":
+            wanted = experts.sizes(Layer(*key), self._device, full=self._full) if self._dtype == torch.bfloat16 else []
+            return [size for size in wanted if size <= self._max_rows]
         if self._dtype not in TYPES or (op == "gemm" and library() is None):
             return []
         if op == "gate_up_silu" and (not pdl.supported() or key[0] % 16 or key[1] % 8):  # it reads by TMA
@@ -86,7 +92,7 @@ class ProductBench:
             yield COMPILE_S
             _compile(runs, weights[0], self._device)
         self._residual.zero_()
-        expected = runs[PLAIN](weights[0])
+        expected = runs[PLAIN](weights[0]).clone()  # experts write all results to one place
         right = {PLAIN: runs[PLAIN]}
         for config, run in runs.items():
             yield PIECE_S
@@ -113,6 +119,9 @@ class ProductBench:
 
     def _weights_of(self, case: Case) -> list[Tensor]:
         """Enough of them that each comes from memory; those of the last case, if they are of these sizes."""
+        if case.op == "grouped_gemm":
+            self._weights = ((0, 0), [])
+            return [torch.empty(0, device=self._device)]  # a run has its own
         outputs, inputs = case.key[:2]
         shape = (outputs * 2 if case.op == "gemv" and case.key[2] else outputs, inputs)
         if self._weights[0] != shape:
@@ -124,6 +133,8 @@ class ProductBench:
 
     def _runs(self, case: Case) -> dict[Config, Run]:
         """The plain way and all candidates."""
+        if case.op == "grouped_gemm":
+            return self._of_experts(case)
         inputs = case.key[1]
         make: dict[str, Any] = {"device": self._device, "dtype": self._dtype}
         x, norm = torch.randn(case.rows, inputs, **make), torch.ones(inputs, **make)
@@ -134,6 +145,15 @@ class ProductBench:
         if case.op == "small_m_gemm":
             return self._of_small_m(case, x)
         return self._of_gate_up(case, x)
+
+    def _of_experts(self, case: Case) -> dict[Config, Run]:
+        layer = Layer(*case.key)
+        runs = experts.Runs(layer, case.rows, self._device, self._dtype)
+        usual, *others = experts.candidates(layer, case.rows, most=MANY if self._full else FEW)
+        found: dict[Config, Run] = {PLAIN: lambda _: runs.of(usual)}
+        for each in others:
+            found[experts.config_of(each)] = lambda _, each=each: runs.of(each)  # type: ignore[misc]
+        return found
 
     def _of_gemv(self, case: Case, x: Tensor, norm: Tensor) -> dict[Config, Run]:
         outputs, inputs, gate = case.key

@@ -34,6 +34,13 @@ def test_a_plan_for_any_number_of_rows(layer: Layer) -> None:
     assert plan.usual_plan(64, MIXTRAL).kind == "few", "each expert is read once"
 
 
+@pytest.mark.parametrize(
+    ("hidden", "gate"), [(1536, One(1, 1, 2, 8)), (2048, One(1, 1, 2, 8)), (4096, One(2, 4, 3, 2))]
+)
+def test_a_row_s_lines_have_room(hidden: int, gate: One) -> None:
+    assert plan.usual_plan(1, Layer(64, 6, hidden, 512)).gate == gate
+
+
 def test_every_size_has_candidates_that_gate_and_down_share() -> None:
     for layer in (QWEN3, MIXTRAL):
         for rows in tune.ROWS:

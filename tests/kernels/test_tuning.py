@@ -192,7 +192,7 @@ def test_a_table_of_the_tree_is_not_asked_for_again(monkeypatch: pytest.MonkeyPa
     """Its own choices win over what was added, and only sizes that it lacks are measured."""
     tree = {"gpu": MADE_BY["gpu"], "products": [{"outputs": 256, "inputs": 128, "use": "gate", "rows": []}]}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(tables, "own", lambda op: tree if op == "small_m_gemm" else None)
+    monkeypatch.setattr(tables, "alike", lambda op: tree if op == "small_m_gemm" else None)
     tables.add([("small_m_gemm", core.entry_of("small_m_gemm", (256, 128, "gate"), {16: (16, 64, 64, 1, 4, 3)}))])
     assert small_m_gemm.shape_for(16, 256, 128, "gate") is None
     assert small_m_gemm.shape_for(16, 512, 128, "gate") is None
