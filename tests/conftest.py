@@ -13,6 +13,7 @@ if not Path("/dev/nvidiactl").exists():
 
 # The files that take longest (8 s and more of one core). They are begun first, so that no core waits for another's last one.
 SLOW = (
+    "kernels/test_compiles.py",
     "simulation/test_histories.py",
     "engine/test_near_transformers.py",
     "workers/test_triton_latent.py",

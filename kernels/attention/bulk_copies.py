@@ -2,7 +2,8 @@
 
 What earlier steps computed comes page by page, the step's own tokens in one piece. Numbers of others reach nobody: a page that is not
 the request's, before its window or behind its last full one, is not read but filled with zeros, and of its last page only its own
-tokens are.
+tokens are. Pages that are longer than a tile, or no part of it (models with recurrent states have such), are SHARES pages of PAGE
+tokens here, which lie side by side.
 """
 
 from triton.experimental import gluon
@@ -22,9 +23,18 @@ TAIL = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0]))  # of a pa
 
 
 @gluon.jit
+def _page_of(table, nth, SHARES: gl.constexpr):
+    """The place of a request's nth page of PAGE tokens, which must be its own."""
+    if SHARES == 1:
+        return gl.load(table + nth)
+    else:
+        return gl.load(table + nth // SHARES) * SHARES + nth % SHARES
+
+
+@gluon.jit
 def _bring_edge(
     pages, pointer, full, stage, nth, row_limit, table, start, oldest_page, column,
-    PAGE: gl.constexpr, STRIDE: gl.constexpr, DIM: gl.constexpr, KEYS: gl.constexpr, PARTS: gl.constexpr, by_page,
+    PAGE: gl.constexpr, SHARES: gl.constexpr, STRIDE: gl.constexpr, DIM: gl.constexpr, KEYS: gl.constexpr, PARTS: gl.constexpr, by_page,
 ):  # fmt: skip
     """A tile of the context whose first or last pages are not the request's, or whose last page is shared with this step."""
     PAGES: gl.constexpr = KEYS // PAGE
@@ -33,7 +43,7 @@ def _bring_edge(
     first = nth // PAGE
     has_rest = (rest > 0) & (whole_pages < first + PAGES)
     if has_rest:
-        page = gl.load(table + whole_pages)
+        page = _page_of(table, whole_pages, SHARES)
         r = gl.arange(0, PAGE, gl.SliceLayout(1, TAIL))
         c = gl.arange(0, WIDE_, gl.SliceLayout(0, TAIL))
         line = (page.to(gl.int64) * PAGE + r) * STRIDE + column
@@ -48,7 +58,7 @@ def _bring_edge(
     for p in range(PAGES):
         nth_page = first + p
         is_own = (nth_page < whole_pages) & (nth_page >= oldest_page)
-        page = gl.load(table + nth_page, mask=is_own, other=0)
+        page = _page_of(table, gl.where(is_own, nth_page, whole_pages), SHARES)  # what is not its own is not asked for
         row = gl.where(is_own, page * PAGE, row_limit)  # what is behind the last row arrives as zeros
         by_tail = (nth_page == whole_pages) & (rest > 0)
         for part in gl.static_range(PARTS):
@@ -73,7 +83,8 @@ def place(tile, num_masked, context_masked, masked_of_context, own_masked, num_c
 def producer(
     pages, pointer, step, buffer, all_full, all_free, of_values: gl.constexpr, row_limit, table, start, oldest, before, kv,
     num_masked, context_masked, masked_of_context, own_masked, num_context, total,
-    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, SHARES: gl.constexpr, KEYS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Brings the tiles of keys, or of values, one after the other."""
     PARTS: gl.constexpr = (DIM + WIDE_ - 1) // WIDE_
@@ -94,7 +105,7 @@ def producer(
             if (nth + KEYS <= start) & (first >= oldest_page):
                 rows = ()
                 for p in gl.static_range(PAGES):
-                    rows = rows + (gl.load(table + first + p) * PAGE,)  # type: ignore[assignment]
+                    rows = rows + (_page_of(table, first + p, SHARES) * PAGE,)  # type: ignore[assignment]
                 mbarrier.wait(free, turn)
                 mbarrier.expect(full, KEYS * WIDE_ * PARTS * 2)
                 for p in gl.static_range(PAGES):
@@ -105,7 +116,7 @@ def producer(
                 mbarrier.wait(free, turn)
                 _bring_edge(
                     pages, pointer, full, stage, nth, row_limit, table, start, oldest_page, column,
-                    PAGE, KV_HEADS * DIM, DIM, KEYS, PARTS, by_page,
+                    PAGE, SHARES, KV_HEADS * DIM, DIM, KEYS, PARTS, by_page,
                 )  # fmt: skip
         else:
             mbarrier.wait(free, turn)

@@ -5,6 +5,7 @@ groups of four warps multiply (wgmma), 64 rows each, and take the scores of the 
 (Shah et al. 2024, "FlashAttention-3").
 """
 
+import math
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from meshlm.kernels.attention.kernel import PLAIN, Columns, Extras
 from meshlm.kernels.attention.tiles import HOPPER_ROWS
 
 KEYS = 128  # of a tile, and half as many where a head has more than 128 numbers
+LEAST_PAGE = 8  # tokens of a bulk copy: so many lines are swizzled together
 
 SCORES_OF = {keys: gl.NVMMADistributedLayout([3, 0], [4, 1], [16, keys, 16]) for keys in (KEYS, KEYS // 2)}
 SCORES_LARGE, SCORES_SMALL = gl.constexpr(SCORES_OF[KEYS]), gl.constexpr(SCORES_OF[KEYS // 2])
@@ -182,7 +184,7 @@ def _consumer(
 def _prefill(
     key_pages, value_pages, step, query, keys, values, out, blocks, blocks_stride, rows, starts, ends, sinks, n, skip, fewest,
     row_limit, scale, cap, window,
-    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, BLOCK_Q: gl.constexpr,
+    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, SHARES: gl.constexpr, BLOCK_Q: gl.constexpr,
     KEYS: gl.constexpr, STAGES: gl.constexpr, CAP: gl.constexpr, SINKS: gl.constexpr, WINDOW: gl.constexpr, SEARCH: gl.constexpr,
 ):  # fmt: skip
     # Late tiles of a prompt have the most keys: they go first. Tiles of one kv head run together, so its keys stay in the L2 cache.
@@ -250,12 +252,12 @@ def _prefill(
             (producer, (
                 key_pages, keys, step, k_buffer, k_full, k_free, False, row_limit, table, start, oldest, before, kv,
                 num_masked, context_masked, masked_of_context, own_masked, num_context, total,
-                HEADS, KV_HEADS, DIM, PAGE, KEYS, STAGES,
+                HEADS, KV_HEADS, DIM, PAGE, SHARES, KEYS, STAGES,
             )),
             (producer, (
                 value_pages, values, step, v_buffer, v_full, v_free, True, row_limit, table, start, oldest, before, kv,
                 num_masked, context_masked, masked_of_context, own_masked, num_context, total,
-                HEADS, KV_HEADS, DIM, PAGE, KEYS, STAGES,
+                HEADS, KV_HEADS, DIM, PAGE, SHARES, KEYS, STAGES,
             )),
         ],
         [4, 1, 1],
@@ -268,14 +270,19 @@ def keys_of(dim: int) -> int:
     return KEYS if dim <= 2 * WIDE else KEYS // 2
 
 
+def part_of_page(page: int, dim: int) -> int:
+    """Tokens that a bulk copy brings: a page, or the largest part of it of which tiles of keys are made."""
+    return math.gcd(page, keys_of(dim))
+
+
 def fits(query: Tensor, keys: Tensor) -> bool:
-    """Whether `prefill` can: pages are whole in a tile of keys, and lines begin at multiples of 16 bytes."""
+    """Whether `prefill` can: pages, or equal parts of them, are whole in a tile of keys, and lines begin at multiples of 16 bytes."""
     if not query.is_cuda or torch.cuda.get_device_capability(query.device) != (9, 0):
         return False
     dim, page = query.shape[2], keys.shape[1]
     if (
         query.shape[1] // keys.shape[2] > HOPPER_ROWS
-        or page > keys_of(dim)
+        or part_of_page(page, dim) < LEAST_PAGE
         or dim % 8
         or not WIDE // 2 < dim <= 4 * WIDE
     ):
@@ -300,15 +307,16 @@ def prefill(
     tokens, heads, dim = query.shape
     blocks, page, kv_heads, _ = keys.shape
     rows, width = blocks * page, kv_heads * dim
-    block_q = HOPPER_ROWS // (heads // kv_heads)
+    block_q, part = HOPPER_ROWS // (heads // kv_heads), part_of_page(page, dim)
 
     def pages(of: Tensor) -> Any:
-        return TensorDescriptor(of.view(rows, width), [rows, width], [width, 1], [page, WIDE], LAYOUT)
+        return TensorDescriptor(of.view(rows, width), [rows, width], [width, 1], [part, WIDE], LAYOUT)
 
     step = TensorDescriptor(qkv, list(qkv.shape), [qkv.stride(0), 1], [keys_of(dim), WIDE], LAYOUT)
     _prefill[((tokens - skip) // block_q + at.n - skip, kv_heads)](
         pages(keys), pages(values), step, query, keys, values, out, at.blocks, at.blocks.stride(0), at.rows, at.starts, at.ends,
         query if extras.sinks is None else extras.sinks, at.n, skip, fewest, rows, scale, extras.cap, extras.window,
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page, BLOCK_Q=block_q, KEYS=keys_of(dim), STAGES=4 if dim <= WIDE else 2,
-        CAP=extras.cap > 0, SINKS=extras.sinks is not None, WINDOW=extras.window > 0, SEARCH=256, num_warps=4,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=part, SHARES=page // part, BLOCK_Q=block_q, KEYS=keys_of(dim),
+        STAGES=4 if dim <= WIDE else 2, CAP=extras.cap > 0, SINKS=extras.sinks is not None, WINDOW=extras.window > 0, SEARCH=256,
+        num_warps=4,
     )  # fmt: skip

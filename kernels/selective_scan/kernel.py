@@ -102,9 +102,13 @@ def _sums(
     rates = tl.load(a + line, mask=inside, other=0.0)
     h, total = tl.zeros((BLOCK, BLOCK_N), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for begin in range(0, size, 4):
-        (step0, value0, key0), (step1, value1, key1), (step2, value2, key2), (step3, value3, key3) = _four(
+        first, second, third, fourth = _four(
             x, dt, b, x_stride, dt_stride, b_stride, token + begin, size - begin - 1, p, n, there, numbers
-        )  # fmt: skip
+        )
+        step0, value0, key0 = first  # Triton 3.6 takes no tuples of tuples apart at once
+        step1, value1, key1 = second
+        step2, value2, key2 = third
+        step3, value3, key3 = fourth
         h = _behind(h, step0, value0, key0, rates)
         h = _behind(h, step1, value1, key1, rates)
         h = _behind(h, step2, value2, key2, rates)
@@ -161,9 +165,11 @@ def _scan(
     for begin in range(0, size, 4):  # the tokens beyond the piece's end are its last one, and are not stored
         t, last = token + begin, size - begin - 1
         t1, t2, t3 = _behind_first(t, last)
-        (step0, value0, key0), (step1, value1, key1), (step2, value2, key2), (step3, value3, key3) = _four(
-            x, dt, b, x_stride, dt_stride, b_stride, t, last, p, n, there, numbers
-        )  # fmt: skip
+        first, second, third, fourth = _four(x, dt, b, x_stride, dt_stride, b_stride, t, last, p, n, there, numbers)
+        step0, value0, key0 = first
+        step1, value1, key1 = second
+        step2, value2, key2 = third
+        step3, value3, key3 = fourth
         query0, query1 = _line(c, c_stride, t, n, numbers), _line(c, c_stride, t1, n, numbers)
         query2, query3 = _line(c, c_stride, t2, n, numbers), _line(c, c_stride, t3, n, numbers)
         z0, z1 = _line(gate, gate_stride, t, p, there), _line(gate, gate_stride, t1, p, there)

@@ -89,9 +89,25 @@ def test_heads_of_any_size(shape: tuple[int, int, int]) -> None:
 
 
 @on_hopper
-@pytest.mark.parametrize("page", [8, 32, 64, 128])
+@pytest.mark.parametrize("page", [8, 32, 64, 128, 400, 528])
 def test_pages_of_any_size(page: int) -> None:
+    """Those that are no part of a tile come in parts."""
     check((8, 2, 128), page, WIDE)
+    check((8, 2, 256), page, WIDE, Extras(window=200))
+
+
+def test_what_a_bulk_copy_brings() -> None:
+    assert [hopper.part_of_page(page, 128) for page in (8, 16, 128, 400, 528, 1056, 256)] == [
+        8,
+        16,
+        128,
+        16,
+        16,
+        32,
+        128,
+    ]
+    assert hopper.part_of_page(256, 256) == 64
+    assert hopper.part_of_page(20, 128) < hopper.LEAST_PAGE, "refused"
 
 
 @on_hopper

@@ -1,4 +1,7 @@
-"""Kernels compile for a Hopper GPU, with the Triton that is installed; also where there is no GPU (support/compiled.py)."""
+"""Kernels compile for a Hopper GPU, by the Triton that is installed and by the oldest one that may be; also where there is no GPU.
+
+The interpreter takes much that a compiler refuses, and each Triton refuses something else: GPUs have other versions than this machine.
+"""
 
 import os
 import subprocess
@@ -7,15 +10,57 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).parent / "support/compiled.py"
+HERE = Path(__file__).parent
+OLDEST = "triton-3.6.0"  # beside the packages of the virtual environment (Makefile)
+LEFT_OUT = (
+    "test_allreduce_rmsnorm.py",  # ranks that wait for one another: support/compiled.py has their kernels
+    "test_compiles.py",
+    "test_cpu_packed.py",
+    "test_cpu_proof.py",
+    "test_cpu_rounded.py",
+    "test_gemv_parts.py",  # likewise
+    "test_ggml.py",
+    "test_precompile.py",  # has kernels that must not compile
+    "test_tables.py",
+    "test_tuning.py",
+)
 
 
-@pytest.mark.parametrize(("what", "least"), [("products", 17), ("attention", 12), ("states", 9)])
-def test_kernels_compile(what: str, least: int, tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+def environment(triton: str, folder: Path) -> dict[str, str]:
+    """Of a process with this Triton and nothing compiled."""
+    found = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTEST_ADDOPTS")}
+    path = [str(HERE / "support")]
+    if triton == "oldest":
+        installed = Path(sys.prefix) / OLDEST
+        if not installed.exists():
+            pytest.skip(f"{OLDEST} is not there: `make setup` installs it")
+        path.insert(0, str(installed))
+    return {**found, "TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": os.pathsep.join(path)}
+
+
+@pytest.mark.parametrize("triton", ["installed", "oldest"])
+@pytest.mark.parametrize(
+    ("what", "least"), [("products", 17), ("sums", 4), ("attention", 12), ("states", 13), ("hopper", 5)]
+)
+def test_kernels_compile(what: str, least: int, triton: str, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-P", str(PROGRAM), what], env=environment, capture_output=True, text=True, check=False
-    )
+        [sys.executable, "-P", str(HERE / "support/compiled.py"), what],
+        env=environment(triton, tmp_path), capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert len(done.stdout.splitlines()) >= least, done.stdout
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("triton", ["installed", "oldest"])
+def test_kernels_of_all_tests_compile(triton: str, tmp_path: Path) -> None:
+    tests = [str(path) for path in sorted(HERE.glob("test_*.py")) if path.name not in LEFT_OUT]
+    tests += [str(HERE.parent / "workers" / name) for name in ("test_triton_latent.py", "test_triton_sparse.py")]
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "--tb=no", "-p", "compile_only", "-p", "no:cacheprovider"]
+    found = tmp_path / "compiled"
+    variables = {**environment(triton, tmp_path), "COMPILED": str(found)}
+    done = subprocess.run([*command, *tests], env=variables, capture_output=True, text=True, check=False, timeout=390)
+    assert found.exists(), done.stdout[-2000:] + done.stderr[-2000:]
+    lines = found.read_text().splitlines()
+    assert not [line for line in lines if " " in line]
+    assert len(lines) >= 64, lines

@@ -82,6 +82,17 @@ def products() -> None:
     mxfp4_experts.few(rows, packed, chosen, None, empty(32, 256), mxfp4_experts.Shape(16, 32, 4, 3))
 
 
+def sums() -> None:
+    """Sums over ranks, by packets and by flags, in both types of words."""
+    from meshlm.kernels.allreduce_rmsnorm.kernel import Workspace, allreduce_rmsnorm
+
+    for dtype in (torch.bfloat16, torch.float32):
+        x, places = empty(5, 72, dtype=dtype), torch.zeros(2, dtype=torch.int64)
+        room = Workspace(0, 2, 5, 72, (places, places, places), ints(5), 2)
+        for rows in (1, 5):
+            allreduce_rmsnorm(x[:rows], x[:rows].clone(), x[0], 1e-5, room)
+
+
 def attention() -> None:
     """Prompts and decodes: plain, with windows, chunks, slopes, caps and sinks, of 8-bit caches, of large heads."""
     from meshlm.kernels.attention.decode import decode
@@ -143,7 +154,26 @@ def states() -> None:
     causal_conv(x, empty(4096, 4), None, empty(2, 8, 2048, 3), at, 2, pieces, 528)
 
 
+def hopper() -> None:
+    """Kernels in Gluon: attention with pages that are parts of a tile and that are not, windows, large heads; experts."""
+    from meshlm.kernels.attention import hopper as attention_on_hopper
+    from meshlm.kernels.attention.kernel import Columns, Extras
+    from meshlm.kernels.grouped_gemm import kernel as grouped_gemm
+
+    at = Columns(ints(4), ints(4), ints(4), 4, ints(4, 32))
+    for dim, page, extras in ((128, 16, Extras()), (128, 528, Extras(window=1024)), (256, 1056, Extras(cap=30.0))):
+        query, keys, qkv = empty(64, 8, dim), empty(64, page, 2, dim), empty(64, 12 * dim)
+        attention_on_hopper.prefill(query, keys, keys, at, 0.1, torch.empty_like(query), extras=extras, qkv=qkv)
+    tiles = grouped_gemm.Shape(128, 128, 64, 4, 3, apart=True)
+    rows, gate_up, down = empty(512, 512), empty(16, 1024, 512), empty(16, 512, 512)
+    grouped_gemm.sorted_gemm(
+        rows, gate_up, empty(512, 512), tiles, ints(16), ints(512), 2, 512, gate=True, owners=ints(64)
+    )
+    grouped_gemm.sorted_gemm(rows, down, empty(512, 512), tiles, ints(16), entries=512, owners=ints(64))
+
+
 if __name__ == "__main__":
     driver.set_active(Hopper())
     jit.JITFunction.run = _only_compile
-    {"products": products, "attention": attention, "states": states}[sys.argv[1]]()
+    parts = {part.__name__: part for part in (products, sums, attention, states, hopper)}
+    parts[sys.argv[1]]()
