@@ -51,7 +51,7 @@ def measure(arguments: argparse.Namespace, layout: str) -> dict[str, Any]:
     given = vars(parser.parse_args(shlex.split(layout)))
     found: dict[str, Any] = {"layout": layout}
     begun = time.perf_counter()
-    llm = LLM(arguments.model, **SETTINGS, **given)
+    llm = LLM(arguments.model, **{**SETTINGS, **given})
     found["start_s"] = round(time.perf_counter() - begun, 1)
     try:
         found["lat_ms"] = {f"batch_{batch}": latency_ms(llm, batch, 5 if batch == 1 else 3) for batch in arguments.lat}

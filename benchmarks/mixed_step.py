@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 
 from meshlm.protocol.ids import StepId
+from meshlm.protocol.kv import KVSpec
 from meshlm.protocol.step_edge import NewRow, StepPlan
 
 LONGEST = 1024  # prompt
@@ -29,12 +31,12 @@ MOST = 8192  # tokens of a step that computes contexts
 RUNS, STEPS, PROFILED = 3, 60, 5
 
 
-def rows_of(decodes: int, tokens: int, context: int, block_size: int) -> list[NewRow]:
+def rows_of(decodes: int, tokens: int, context: int, block_size: int, specs: Sequence[KVSpec] = ()) -> list[NewRow]:
     """Decodes' first, then prompts of so many tokens together."""
     from engine_step import prompts
 
     counts = [min(LONGEST, tokens - done) for done in range(0, tokens, LONGEST)]
-    rows = prompts(decodes + len(counts), max(context, *counts), block_size, RESERVE).new_rows
+    rows = prompts(decodes + len(counts), max(context, *counts), block_size, RESERVE, specs).new_rows
     lengths = [context] * decodes + counts
     return [
         msgspec.structs.replace(row, token_ids=row.token_ids[: 4 * length], num_prompt_tokens=length)
@@ -131,7 +133,7 @@ def main() -> None:
     engine = make_engine(arguments.model, ["--max-num-seqs", most, "--cudagraph-capture", "start", *extra])
     results = []
     for decodes, tokens in steps:
-        rows = rows_of(decodes, tokens, arguments.context, engine.facts.block_size)
+        rows = rows_of(decodes, tokens, arguments.context, engine.facts.block_size, engine.facts.kv_specs)
         for plan in contexts(rows):
             engine.step(plan, 0).wait()
         plan = mixed(rows, decodes)

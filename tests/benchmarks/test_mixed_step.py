@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("triton")
+from meshlm.protocol.kv import FullAttention, RecurrentState
 from meshlm.protocol.step_edge import StepPlan
 
 BLOCK, CONTEXT = 16, 1088
@@ -63,3 +64,10 @@ def test_a_trace_is_summed_by_kernel(mixed_step: ModuleType) -> None:
         ("norm", 3.0, 0.0),
     ]
     assert found[0]["us_per_step"] == 20.0 / mixed_step.PROFILED
+
+
+def test_models_with_several_groups_have_pages_of_each(mixed_step: ModuleType) -> None:
+    specs = (FullAttention(), RecurrentState())
+    rows = mixed_step.rows_of(2, 100, 40, BLOCK, specs)
+    blocks = -(-(100 + mixed_step.RESERVE) // BLOCK)
+    assert [len(ints(row.block_ids)) for row in rows] == [2 * blocks] * 3
