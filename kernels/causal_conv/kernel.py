@@ -81,6 +81,8 @@ def _leave(
 ):  # fmt: skip
     prompt, c = prompts + 2 * tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     first, num = tl.load(prompt), tl.load(prompt + 1)
+    if num == 0:
+        return
     token, count, start, table = request_of(tl.load(pieces + 3 * first), rows, starts, ends, tables, stride)
     inside, earlier = c < channels, tl.where(start > 0, channels, 0)
     read = tl.load(table + tl.maximum(start - 1, 0) // PAGE).to(tl.int64)

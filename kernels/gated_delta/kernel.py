@@ -98,6 +98,8 @@ def _pass(
     prompt, head, n = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     t, d = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     first, num = tl.load(prompts + 2 * prompt), tl.load(prompts + 2 * prompt + 1)
+    if num == 0:
+        return
     _, count, start, table = request_of(tl.load(pieces + 3 * first), rows, starts, ends, tables, stride)
     within = n[:, None] * K + d[None, :]
     inside = (n < V)[:, None] & (d < K)[None, :]

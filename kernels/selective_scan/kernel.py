@@ -126,6 +126,8 @@ def _pass(
 ):  # fmt: skip
     prompt, p, n = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_N)
     first, num = tl.load(prompts + 2 * prompt), tl.load(prompts + 2 * prompt + 1)
+    if num == 0:
+        return
     _, count, start, table = request_of(tl.load(pieces + 3 * first), rows, starts, ends, tables, stride)
     there = p < channels
     inside, line = there[:, None] & (n < N)[None, :], p[:, None] * N + n[None, :]

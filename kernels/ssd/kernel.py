@@ -54,6 +54,8 @@ def _pass(
     prompt, head, p = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
     n = tl.arange(0, BLOCK_N)
     first, num = tl.load(prompts + 2 * prompt), tl.load(prompts + 2 * prompt + 1)
+    if num == 0:
+        return
     _, count, start, table = request_of(tl.load(pieces + 3 * first), rows, starts, ends, tables, stride)
     inside = (p < P)[:, None] & (n < N)[None, :]
     within = p[:, None] * N + n[None, :]
