@@ -16,15 +16,9 @@ from meshlm.protocol.control_edge import MeshStats
 from meshlm.protocol.counts import HOP
 from meshlm.protocol.ids import FinishReason
 from meshlm.protocol.token_edge import First
+from meshlm.runtime import buckets
 from meshlm.runtime.counts import LONGEST_HOP_S
 
-# vLLM's buckets; those of time between tokens and of whole requests begin lower, where small models are.
-_TTFT: tuple[float, ...] = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0)
-_TTFT += (7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
-_ITL: tuple[float, ...] = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75)
-_ITL += (1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
-_LONG: tuple[float, ...] = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0)
-_LONG += (50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
 _REFUSALS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _CHOICES = (1, 2, 5, 10, 20)
 _HERE, _CACHED = "local_compute", "local_cache_hit"
@@ -49,12 +43,6 @@ _GRAPH_COUNTERS = (
     ("cudagraph_misses", "Steps that were launched kernel by kernel.", "reason"),
     ("dbo_steps_off", "Steps whose halves did not take turns although --enable-dbo asks for it.", "reason"),
 )
-
-
-def token_buckets(max_model_len: int) -> tuple[int, ...]:
-    """1, 2, 5, 10, 20, 50 ... up to the context's length."""
-    powers = range(len(str(max_model_len)))
-    return tuple(value for power in powers for digit in (1, 2, 5) if (value := digit * 10**power) <= max_model_len)
 
 
 class EngineMetrics:
@@ -117,20 +105,20 @@ class Families:
     """The metrics of requests, without their labels' values."""
 
     def __init__(self, max_model_len: int) -> None:
-        tokens = token_buckets(max_model_len)
+        tokens = buckets.of_tokens(max_model_len)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"meshlm:{name}", text, _ENGINE, buckets=buckets)
+        def histogram(name: str, text: str, limits: tuple[float, ...]) -> Histogram:
+            return Histogram(f"meshlm:{name}", text, _ENGINE, buckets=limits)
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"meshlm:{name}", text, (*_ENGINE, *labels))
 
-        self.ttft = histogram("time_to_first_token_seconds", "Time to first token.", _TTFT)
-        self.itl = histogram("inter_token_latency_seconds", "Time between tokens.", _ITL)
-        self.e2e = histogram("e2e_request_latency_seconds", "Whole request.", _LONG)
-        self.tpot = histogram("request_time_per_output_token_seconds", "Mean time per output token.", _ITL)
+        self.ttft = histogram("time_to_first_token_seconds", "Time to first token.", buckets.TTFT)
+        self.itl = histogram("inter_token_latency_seconds", "Time between tokens.", buckets.ITL)
+        self.e2e = histogram("e2e_request_latency_seconds", "Whole request.", buckets.LONG)
+        self.tpot = histogram("request_time_per_output_token_seconds", "Mean time per output token.", buckets.ITL)
         self.phases = tuple(
-            histogram(f"request_{name}_time_seconds", text, _LONG)
+            histogram(f"request_{name}_time_seconds", text, buckets.LONG)
             for name, text in (
                 ("queue", "From a request's arrival at its scheduler to its place in the batch."),
                 ("prefill", "From its place in the batch to its first token."),

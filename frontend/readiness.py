@@ -5,12 +5,12 @@ import contextlib
 from functools import partial
 
 from meshlm.frontend.errors import HttpError
-from meshlm.frontend.figures import Figures
 from meshlm.frontend.request_tracker import RequestTracker
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.config.resolved import Resolved
 from meshlm.protocol.control_edge import MeshStats, RankStats
 from meshlm.protocol.ids import COORDINATOR, ErrorKind, Identity
+from meshlm.runtime.figures import Figures
 from meshlm.runtime.mesh import Mesh
 
 STOPPING = "this server is stopping"

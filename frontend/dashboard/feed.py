@@ -21,11 +21,11 @@ from meshlm.frontend.dashboard import requests
 from meshlm.frontend.dashboard.others import OtherFrontends
 from meshlm.frontend.dashboard.snapshot import Facts, Known, Snapshots, news_view
 from meshlm.frontend.errors import HttpError
-from meshlm.frontend.figures import Figures
 from meshlm.frontend.responses import Response
 from meshlm.protocol.control_edge import AskProcesses, AskRequests, FrontendRequests, MeshProcesses, News
 from meshlm.protocol.dashboard import History
 from meshlm.protocol.ids import Role
+from meshlm.runtime.figures import Figures
 
 PERIOD_S, STEADY_S = 0.1, 0.5
 SETTLES_S = 1.0

@@ -83,6 +83,8 @@ class Background:
         supervisor = io.Supervisor(self.config, members, StartDisplay(process=process))
         client = Client()
         client.max_deaths = allowed(self.config.run.max_restarts)
+        if self.config.resolved is not None:
+            client.counts.max_model_len = self.config.resolved.max_model_len
         client.mesh = Mesh(Identity(Role.FRONTEND, 0), Incarnation(time.time_ns()), self.config, client)
         try:
             await supervisor.start()

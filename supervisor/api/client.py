@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from meshlm.protocol.columns import pack_i32, unpack_i32
 from meshlm.protocol.control_edge import MeshStats
-from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.ids import COORDINATOR, ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.logprobs import positions_of
 from meshlm.protocol.text_edge import (
     Abort,
@@ -33,7 +33,9 @@ from meshlm.protocol.text_edge import (
 )
 from meshlm.runtime.deaths import MAX_DEATHS, Death, one_more, too_many
 from meshlm.runtime.errors import LinkDown, LinkFull
+from meshlm.runtime.figures import Figures
 from meshlm.runtime.mesh import Mesh
+from meshlm.supervisor.api.metrics import Counts, Metric
 from meshlm.supervisor.api.outputs import RequestOutput, logprobs_of
 from meshlm.supervisor.api.placing import Message, Placing
 from meshlm.supervisor.api.sequences import Generated, Run
@@ -69,6 +71,7 @@ class Client:
         self._asked: dict[int, Question] = {}
         self._placing = Placing(self)
         self._next = 0
+        self.counts, self.figures = Counts(), Figures()
 
     def on_message(self, peer: Identity, message: Struct) -> None:
         match message:
@@ -77,6 +80,7 @@ class Client:
             case Accepted():
                 for handle in message.handles:
                     if handle in self._rows:
+                        self._rows[handle].num_prompt = message.num_prompt_tokens
                         request = self._rows[handle].request
                         if message.prompt_token_ids:
                             request.prompt_token_ids = unpack_i32(message.prompt_token_ids).tolist()
@@ -89,6 +93,7 @@ class Client:
                 if question is not None and not question.answer.done():
                     question.answer.set_result(message)
             case MeshStats():
+                self.figures.take(message)
                 self._mesh_serves = message.serving
                 self._note_serving()
 
@@ -203,6 +208,12 @@ class Client:
             with contextlib.suppress(LinkDown, LinkFull):
                 self.mesh.send(peer, Abort(names))
 
+    async def metrics(self, model: str) -> list[Metric]:
+        """What was counted here, and the ranks' figures of this moment."""
+        assert self.mesh is not None
+        mesh = self.mesh
+        return self.counts.snapshot(await self.figures.fresh(lambda ask: mesh.send(COORDINATOR, ask)), model)
+
     async def tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Ask a detokenizer for the ids of each prompt. ValueError when it refuses one."""
         replies = [self._ask(Tokenize(self.new_handle(), prompt)) for prompt in prompts]
@@ -274,12 +285,16 @@ class Client:
         if row in message.prompt_logprobs:
             request.prompt_logprobs = [None, *map(logprobs_of, positions_of(message.prompt_logprobs[row]))]
         if row in message.first and not known.begun:  # taken up again, it finds its own tokens
-            known.begun = True
+            known.begun, known.first_at = True, time.monotonic()
             request.num_cached_tokens = message.first[row].num_cached_tokens
+            waited_s = known.first_at - known.opened_at
+            known.engine = self.counts.begun(message.first[row], waited_s, known.num_prompt)
 
     def _finish(self, handle: int, row: Generated, end: Finished) -> None:
         output = row.output
         output.finish_reason, output.stop_reason = end.reason.value, end.stop_reason
+        now, sizes = time.monotonic(), (row.num_prompt, len(output.token_ids))
+        self.counts.ended(row.engine, end.reason, sizes, (now - row.opened_at, now - row.first_at))
         if end.reason is FinishReason.ERROR:
             row.run.errors.append(end.message)
         self._end(handle)

@@ -21,6 +21,7 @@ from meshlm.supervisor.api.arguments import refuse, settings_of
 from meshlm.supervisor.api.background import Background
 from meshlm.supervisor.api.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence, search
 from meshlm.supervisor.api.enqueued import Enqueued, finished
+from meshlm.supervisor.api.metrics import Metric
 from meshlm.supervisor.api.offline_prompts import Asked, Given, OnePrompt, Sizes, many, of_generate, of_tokenization
 from meshlm.supervisor.api.outputs import CompletionOutput, Logprob, RequestOutput
 from meshlm.supervisor.api.sampling import (
@@ -346,6 +347,11 @@ class LLM:
         """What a method of `worker_extension_cls` gives, in the order of the workers. Arguments and results are values of JSON; other
         results come as text. timeout: in seconds. ValueError says what went wrong."""
         return self._background.ask(rpc.call(self._supervisor, method, timeout, args, kwargs))
+
+    def get_metrics(self) -> list[Metric]:
+        """The figures of /metrics as vLLM's classes (metrics.py), of sequences those that have ended, of ranks those of this moment."""
+        assert self._config.resolved is not None
+        return self._background.ask(self._client.metrics(self._config.resolved.served_names[0]))
 
     def shutdown(self) -> None:
         """End all processes. RuntimeError from any call afterwards, but this one."""

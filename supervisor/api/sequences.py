@@ -2,6 +2,7 @@
 caller waits for. Owned by client.py."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -35,13 +36,19 @@ class Run:
 class Generated:
     """Choice number `choice` of `submit`, whose tokens are in `output`."""
 
-    __slots__ = ("begun", "choice", "deaths", "had", "output", "peer", "request", "run", "submit")
+    __slots__ = (
+        "begun", "choice", "deaths", "engine", "first_at", "had", "num_prompt", "opened_at", "output", "peer", "request", "run",
+        "submit",
+    )  # fmt: skip
 
     def __init__(self, request: RequestOutput, submit: Submit, choice: int, run: Run) -> None:
         self.request, self.output, self.run = request, request.outputs[choice], run
         self.submit, self.choice = submit, choice
         self.peer: Identity | None = None  # the detokenizer that has it
         self.begun = False  # its first token came
+        self.opened_at = self.first_at = time.monotonic()
+        self.engine = ""  # the rank that has begun it
+        self.num_prompt = 0  # tokens of its prompt, once they are known
         self.had = 0  # tokens at this attempt's begin
         self.deaths: tuple[Death, ...] = ()  # that it met since the last token
 

@@ -61,6 +61,9 @@ SPINS = "1000"
 # Of glibc's malloc, where weights and KV caches of a CPU worker lie: pages of 2 MiB, which are read a fifth faster than those of 4 KiB,
 # for what is smaller than such a page too (docs/performance.md, "On a CPU"). What is larger than 32 MiB is given back when it is freed.
 LARGE_PAGES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432"
+# a x b + c is rounded once in Triton's kernels, as their tolerances assume: 3.9 does so unless told otherwise, and warns; later ones
+# will not.
+FUSED = ("TRITON_DEFAULT_FP_FUSION", "1")
 
 
 def variables_of(
@@ -71,6 +74,7 @@ def variables_of(
     environment["PYTHONSAFEPATH"] = "1"
     if role is Role.WORKER:
         environment = {**platforms.with_devices(config.worker.device_ids, environment), **of_workers}
+        environment.setdefault(*FUSED)
         if "OMP_WAIT_POLICY" not in environment:
             environment.setdefault("GOMP_SPINCOUNT", SPINS)
         if config.resolved is not None and config.resolved.device == "cpu":

@@ -25,6 +25,16 @@ assert one.outputs[0].token_ids == tokens[3:], one
 assert one.outputs[1].token_ids == tokens[3:]
 assert one.finished and one.outputs[0].finish_reason == "length"
 assert two.prompt_token_ids == [400, 401]
+from meshlm.supervisor.api.metrics import Counter, Histogram
+figures = {(figure.name, figure.labels.get("finished_reason")): figure for figure in llm.get_metrics()}
+assert all(figure.labels["model_name"] == "mine" and figure.labels["engine"] == "0" for figure in figures.values())
+assert figures["meshlm:prompt_tokens", None] == Counter("meshlm:prompt_tokens", {"model_name": "mine", "engine": "0"}, 10)
+assert figures["meshlm:generation_tokens", None].value == 24
+assert figures["meshlm:request_success", "length"].value == 4
+assert figures["meshlm:num_requests_running", None].value == 0
+assert figures["meshlm:prefix_cache_queries", None].value > 0
+assert isinstance(figures["meshlm:time_to_first_token_seconds", None], Histogram)
+assert figures["meshlm:time_to_first_token_seconds", None].count == 4
 assert llm.collective_rpc("format", args=["{}-{x}", 1], kwargs={"x": 2}) == ["1-2"]
 try:
     llm.collective_rpc("reload_weights")

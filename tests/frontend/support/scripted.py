@@ -13,7 +13,6 @@ from meshlm.frontend.choice import Choice, RowDetails
 from meshlm.frontend.dashboard.feed import Feed
 from meshlm.frontend.dashboard.snapshot import Facts
 from meshlm.frontend.errors import HttpError
-from meshlm.frontend.figures import Figures
 from meshlm.frontend.parse import ParsedRequest
 from meshlm.frontend.rate_limits import RateLimits
 from meshlm.frontend.responses import Response
@@ -37,6 +36,7 @@ from meshlm.protocol.text_edge import (
     TokenizeReply,
 )
 from meshlm.protocol.token_edge import First
+from meshlm.runtime.figures import Figures
 from meshlm.runtime.io_processors import IOProcessor
 
 NUM_PROMPT, NUM_CACHED = 12, 4

@@ -79,8 +79,13 @@ def test_workers_on_a_cpu_have_large_pages_unless_the_user_has_said_otherwise(de
     config = resolve.resolve(flags.build({"device": device}, None))
     found = variables_of(Role.WORKER, config, {"A": "b"}, {"XDG_CACHE_HOME": "/c"})
     assert found.pop("GLIBC_TUNABLES", None) == (LARGE_PAGES if device == "cpu" else None)
-    assert found == {"A": "b", "XDG_CACHE_HOME": "/c", "GOMP_SPINCOUNT": SPINS, "PYTHONSAFEPATH": "1"}
-    given = {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1", "OMP_WAIT_POLICY": "passive"}
+    usual = {"GOMP_SPINCOUNT": SPINS, "PYTHONSAFEPATH": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
+    assert found == {"A": "b", "XDG_CACHE_HOME": "/c", **usual}
+    given = {
+        "GLIBC_TUNABLES": "glibc.malloc.arena_max=1",
+        "OMP_WAIT_POLICY": "passive",
+        "TRITON_DEFAULT_FP_FUSION": "0",
+    }
     assert variables_of(Role.WORKER, config, given, {}) == {**given, "PYTHONSAFEPATH": "1"}
     ids = msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, device_ids="1"))
     visible = {"CUDA_VISIBLE_DEVICES": "4,5"}

@@ -1,4 +1,5 @@
-"""The mesh's figures as the coordinator tells them, once a second and when they are asked for. Owned by io.py."""
+"""The mesh's figures as the coordinator tells them, once a second and when they are asked for. Owned by a frontend's io.py, and by the
+Python API's client, which stands in a frontend's place."""
 
 import asyncio
 import contextlib
@@ -7,7 +8,7 @@ from collections.abc import Callable
 from meshlm.protocol.control_edge import AskStats, MeshStats
 from meshlm.runtime.errors import LinkDown
 
-# /metrics and /load wait so long for the ranks' newest figures, then answer with those of the last second.
+# Readers wait so long for the ranks' newest figures, then answer with those of the last second.
 FRESH_S = 0.5
 
 

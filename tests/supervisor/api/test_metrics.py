@@ -1,0 +1,113 @@
+"""LLM.get_metrics: what sequences took and what ranks are at, in vLLM's classes."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from msgspec import Struct
+
+from meshlm.protocol.columns import pack_i32
+from meshlm.protocol.control_edge import AskStats, MeshStats, RankStats
+from meshlm.protocol.ids import COORDINATOR, FinishReason, Identity, Role
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.text_edge import Accepted, Finished, Submit, TextDeltas, TextPrompt
+from meshlm.protocol.token_edge import First
+from meshlm.supervisor.api.client import Client, name_of
+from meshlm.supervisor.api.metrics import Counter, Counts, Gauge, Histogram, Metric
+from meshlm.supervisor.api.outputs import CompletionOutput, RequestOutput
+
+DETOKENIZER = Identity(Role.DETOKENIZER)
+
+
+def rank(number: int = 0, *, queries: int = 0, incarnation: int = 1) -> RankStats:
+    return RankStats(number, 3, 2, 0.5, queries, queries // 2, 1, 0, 0, incarnation=incarnation)
+
+
+def value(metrics: list[Metric], name: str, engine: str = "0", **labels: str) -> Any:
+    wanted = {"model_name": "m", "engine": engine, **labels}
+    (found,) = [metric for metric in metrics if metric.name == f"meshlm:{name}" and metric.labels == wanted]
+    return found.value if isinstance(found, Counter | Gauge) else found
+
+
+def test_what_ranks_are_at() -> None:
+    found = Counts().snapshot(MeshStats(True, ranks=(rank(), rank(1))), "m")
+    for engine in ("0", "1"):
+        assert value(found, "num_requests_running", engine) == 3.0
+        assert value(found, "num_requests_waiting", engine) == 2.0
+        assert value(found, "kv_cache_usage_perc", engine) == 0.5
+        assert value(found, "num_preemptions", engine) == 1
+        assert value(found, "request_success", engine, finished_reason="stop") == 0
+
+
+def test_counters_of_a_rank_never_fall() -> None:
+    """A scheduler that took another one's place counts from 0."""
+    counts = Counts()
+    counts.snapshot(MeshStats(True, ranks=(rank(queries=100),)), "m")
+    counts.snapshot(MeshStats(True, ranks=(rank(queries=120),)), "m")
+    found = counts.snapshot(MeshStats(True, ranks=(rank(queries=7, incarnation=2),)), "m")
+    assert value(found, "prefix_cache_queries") == 127
+
+
+def test_histograms_have_the_limits_of_prometheus() -> None:
+    counts = Counts()
+    counts.max_model_len = 100
+    engine = counts.begun(First(4, 20_000, 30_000), 0.05, 12)
+    counts.ended(engine, FinishReason.LENGTH, (12, 5), (1.5, 0.4))
+    counts.ended("", FinishReason.ABORT, (0, 0), (1.0, 0.0))
+    found = counts.snapshot(MeshStats(True), "m")
+    assert value(found, "prompt_tokens") == 12
+    assert value(found, "prompt_tokens_cached") == 4
+    assert value(found, "generation_tokens") == 5
+    ttft: Histogram = value(found, "time_to_first_token_seconds")
+    assert (ttft.count, ttft.sum) == (1, 0.05)
+    assert (ttft.buckets["0.04"], ttft.buckets["0.06"], ttft.buckets["+Inf"]) == (0, 1, 1)
+    prompt: Histogram = value(found, "request_prompt_tokens")
+    assert list(prompt.buckets) == ["1.0", "2.0", "5.0", "10.0", "20.0", "50.0", "100.0", "+Inf"]
+    assert prompt.buckets["10.0"] == 0 < prompt.buckets["20.0"] == 1
+    assert value(found, "request_time_per_output_token_seconds").sum == pytest.approx(0.1)
+    assert value(found, "request_success", finished_reason="length") == 1
+    assert value(found, "request_success", "", finished_reason="abort") == 1
+    assert value(found, "e2e_request_latency_seconds", "").count == 0, "it had no token"
+
+
+class StubMesh:
+    """A detokenizer that answers with two tokens, computed by rank 1, and a coordinator that tells its figures."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def peers(self, role: Role) -> list[Identity]:
+        return [DETOKENIZER]
+
+    def send(self, peer: Identity, message: Struct) -> None:
+        if isinstance(message, AskStats):
+            assert peer == COORDINATOR
+            self._client.on_message(peer, MeshStats(True, ranks=(rank(), rank(1)), asked=True))
+        elif isinstance(message, Submit):
+            handle = message.handles[0]
+            self._client.on_message(peer, Accepted((handle,), 3))
+            first = TextDeltas(
+                pack_i32([handle]), pack_i32([0]), b"", pack_i32([7]), ["x"], first={0: First(1, dp_rank=1)}
+            )
+            self._client.on_message(peer, first)
+            end = [Finished(0, FinishReason.STOP)]
+            self._client.on_message(peer, TextDeltas(pack_i32([handle]), pack_i32([1]), b"", pack_i32([8]), ["y"], end))
+
+
+def test_the_client_counts_what_it_hears() -> None:
+    async def run() -> list[Metric]:
+        client = Client()
+        mesh: Any = StubMesh(client)
+        client.mesh = mesh
+        submit = Submit((client.new_handle(),), (name_of("r", 0),), TextPrompt("a"), SamplingParams())
+        await client.run(iter([(submit, RequestOutput("r", "a", [], [CompletionOutput(0)]))]), None)
+        return await client.metrics("m")
+
+    found = asyncio.run(run())
+    assert value(found, "prompt_tokens", "1") == 3
+    assert value(found, "prompt_tokens_cached", "1") == 1
+    assert value(found, "generation_tokens", "1") == 2
+    assert value(found, "request_success", "1", finished_reason="stop") == 1
+    assert value(found, "time_to_first_token_seconds", "1").count == 1
+    assert value(found, "request_generation_tokens", "1").sum == 2
+    assert value(found, "num_requests_running", "0") == 3.0
