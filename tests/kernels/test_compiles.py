@@ -34,7 +34,7 @@ def environment(triton: str, folder: Path) -> dict[str, str]:
     if triton == "oldest":
         installed = Path(sys.prefix) / OLDEST
         if not installed.exists():
-            pytest.skip(f"{OLDEST} is not there: `make setup` installs it")
+            pytest.skip(f"{OLDEST} is not there: `make test` fetches it")
         path.insert(0, str(installed))
     found["TRITON_DEFAULT_FP_FUSION"] = "1"  # as workers have it (supervisor/processes/children.py)
     return {**found, "TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": os.pathsep.join(path)}
