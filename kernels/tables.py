@@ -21,16 +21,8 @@ T = TypeVar("T")
 Table = dict[str, Any]
 FOLDER = Path(__file__).parent
 FALLBACK = "nvidia_h200"
-KEYS = (
-    "outputs",
-    "inputs",
-    "use",
-    "gate",
-    "experts",
-    "topk",
-    "hidden",
-    "wide",
-)  # of an entry: those of them that its operation tells apart
+# Of an entry, those of them that its operation tells apart.
+KEYS = ("outputs", "inputs", "use", "gate", "experts", "topk", "hidden", "wide")
 _added: dict[str, dict[tuple[Any, ...], Table]] = {}  # by operation and key: entries that the tuner found
 _asked: dict[tuple[str, tuple[Any, ...]], None] = {}  # in the order in which they were asked for
 _remembered: list[Any] = []

@@ -86,8 +86,9 @@ class ProductBench:
     def measure(self, case: Case) -> Work:
         """See `Bench.measure`."""
         yield PIECE_S
-        weights = self._weights_of(case)
-        runs = self._runs(case)
+        weights, runs = (
+            self._of_experts(case) if case.op == "grouped_gemm" else (self._weights_of(case), self._runs(case))
+        )
         if case.op != "gemm":
             yield COMPILE_S
             _compile(runs, weights[0], self._device)
@@ -119,9 +120,6 @@ class ProductBench:
 
     def _weights_of(self, case: Case) -> list[Tensor]:
         """Enough of them that each comes from memory; those of the last case, if they are of these sizes."""
-        if case.op == "grouped_gemm":
-            self._weights = ((0, 0), [])
-            return [torch.empty(0, device=self._device)]  # a run has its own
         outputs, inputs = case.key[:2]
         shape = (outputs * 2 if case.op == "gemv" and case.key[2] else outputs, inputs)
         if self._weights[0] != shape:
@@ -133,8 +131,6 @@ class ProductBench:
 
     def _runs(self, case: Case) -> dict[Config, Run]:
         """The plain way and all candidates."""
-        if case.op == "grouped_gemm":
-            return self._of_experts(case)
         inputs = case.key[1]
         make: dict[str, Any] = {"device": self._device, "dtype": self._dtype}
         x, norm = torch.randn(case.rows, inputs, **make), torch.ones(inputs, **make)
@@ -146,14 +142,16 @@ class ProductBench:
             return self._of_small_m(case, x)
         return self._of_gate_up(case, x)
 
-    def _of_experts(self, case: Case) -> dict[Config, Run]:
+    def _of_experts(self, case: Case) -> tuple[list[Tensor], dict[Config, Run]]:
+        """Runs have weights of their own, of a whole layer."""
+        self._weights = ((0, 0), [])  # their memory is free before others are made
         layer = Layer(*case.key)
         runs = experts.Runs(layer, case.rows, self._device, self._dtype)
         usual, *others = experts.candidates(layer, case.rows, most=MANY if self._full else FEW)
         found: dict[Config, Run] = {PLAIN: lambda _: runs.of(usual)}
         for each in others:
             found[experts.config_of(each)] = lambda _, each=each: runs.of(each)  # type: ignore[misc]
-        return found
+        return [torch.empty(0, device=self._device)], found
 
     def _of_gemv(self, case: Case, x: Tensor, norm: Tensor) -> dict[Config, Run]:
         outputs, inputs, gate = case.key

@@ -94,6 +94,7 @@ class Client:
                     question.answer.set_result(message)
             case MeshStats():
                 self.figures.take(message)
+                self.counts.take(message)
                 self._mesh_serves = message.serving
                 self._note_serving()
 
@@ -200,10 +201,11 @@ class Client:
     def _abort(self, run: Run) -> None:
         """Nobody waits for what was sent."""
         assert self.mesh is not None
-        left = {handle: row.name for handle, row in self._rows.items() if row.run is run}
-        for handle in left:
+        left = {handle: row for handle, row in self._rows.items() if row.run is run}
+        for handle, row in left.items():
             del self._rows[handle]
-        names = tuple(left.values())
+            self.counts.given_up(row.engine)
+        names = tuple(row.name for row in left.values())
         for peer in self.mesh.peers(Role.DETOKENIZER):
             with contextlib.suppress(LinkDown, LinkFull):
                 self.mesh.send(peer, Abort(names))

@@ -349,7 +349,7 @@ class LLM:
         return self._background.ask(rpc.call(self._supervisor, method, timeout, args, kwargs))
 
     def get_metrics(self) -> list[Metric]:
-        """The figures of /metrics as vLLM's classes (metrics.py), of sequences those that have ended, of ranks those of this moment."""
+        """What ranks are at and what sequences took that have ended, under names of /metrics, in vLLM's classes (metrics.py)."""
         assert self._config.resolved is not None
         return self._background.ask(self._client.metrics(self._config.resolved.served_names[0]))
 

@@ -1,7 +1,8 @@
-"""`LLM.get_metrics`: the figures of /metrics, as vLLM's Python API gives them, for a mesh without a frontend.
+"""`LLM.get_metrics`: figures of the ranks and of the sequences that have ended, in the classes of vLLM's Python API.
 
-What sequences took is counted here as the client hears of it; the ranks' own figures come with the mesh's. Names are those of /metrics,
-without the `_total` that Prometheus wants behind counters.
+An `LLM` has no frontend. What sequences took is counted here as the client hears of it; the ranks' own figures come with the mesh's.
+Names are those of /metrics, without the `_total` that Prometheus wants behind counters; of what /metrics has besides (times between
+tokens, steps, processes) nothing is here.
 """
 
 from bisect import bisect_left
@@ -54,13 +55,6 @@ class Gauge(Metric):
 
 
 @dataclass
-class Vector(Metric):
-    """Counters in a row. vLLM has one, of speculative decoding; no metric here is of this kind."""
-
-    values: list[int]
-
-
-@dataclass
 class Histogram(Metric):
     """Observations. buckets: how many were at most so large, by the limit as Prometheus writes it; `+Inf` has them all."""
 
@@ -106,9 +100,7 @@ class Counts:
     def __init__(self) -> None:
         self.max_model_len = 1
         self._engines: dict[str, OfEngine] = {}
-        self._ranks: dict[
-            tuple[str, str], dict[int, int]
-        ] = {}  # a rank's counter: its value by the scheduler's incarnation
+        self._ranks: dict[tuple[int, str], dict[int, int]] = {}  # a rank's counter, by its scheduler's incarnation
 
     def engine(self, number: str) -> OfEngine:
         """Of this rank; "": of none yet."""
@@ -140,10 +132,19 @@ class Counts:
         if generation > 1:
             found.observed["tpot"].add(decode_s / (generation - 1))
 
-    def snapshot(self, stats: MeshStats, model: str) -> list[Metric]:
-        """All metrics. stats: the mesh's figures of this moment."""
+    def given_up(self, engine: str) -> None:
+        """Nobody waits for a sequence any more: as at /metrics it is counted and has no latency."""
+        self.engine(engine).finished[FinishReason.ABORT] += 1
+
+    def take(self, stats: MeshStats) -> None:
+        """The mesh's figures came: a scheduler that dies before the next ones has counted these."""
         for rank in stats.ranks:
             self.engine(str(rank.dp_rank))
+            for name in _COUNTERS:
+                self._ranks.setdefault((rank.dp_rank, name), {})[rank.incarnation] = getattr(rank, name)
+
+    def snapshot(self, stats: MeshStats, model: str) -> list[Metric]:
+        """All metrics. stats: the mesh's figures of this moment, which were taken."""
         return [*self._of_ranks(stats.ranks, model), *self._of_sequences(model)]
 
     def _of_ranks(self, ranks: Iterable[RankStats], model: str) -> Iterator[Metric]:
@@ -152,9 +153,7 @@ class Counts:
             for name, value in _GAUGES.items():
                 yield Gauge(f"meshlm:{name}", labels, float(value(rank)))
             for name in _COUNTERS:
-                known = self._ranks.setdefault((str(rank.dp_rank), name), {})
-                known[rank.incarnation] = getattr(rank, name)
-                yield Counter(f"meshlm:{name}", labels, sum(known.values()))
+                yield Counter(f"meshlm:{name}", labels, sum(self._ranks[rank.dp_rank, name].values()))
 
     def _of_sequences(self, model: str) -> Iterator[Metric]:
         for number, engine in sorted(self._engines.items()):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from device import MARKS
+from measured import measured
 
 from meshlm.kernels import tables
 from meshlm.kernels.grouped_gemm import plan
@@ -19,7 +20,7 @@ from meshlm.kernels.moe_few.kernel import MOST_ROWS
 from meshlm.kernels.moe_few.kernel import Shape as Few
 from meshlm.kernels.moe_gemv.kernel import Shape as One
 from meshlm.kernels.tuning import core, experts, products
-from meshlm.kernels.tuning.core import PLAIN, Case, Times
+from meshlm.kernels.tuning.core import PLAIN, Case
 from meshlm.kernels.tuning.products import ProductBench, Setting
 
 pytestmark = MARKS
@@ -74,16 +75,6 @@ def test_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert experts.sizes(GRANITE, torch.device("cuda", 0), full=False) == []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 << 30, 80 << 30))
     assert experts.sizes(GRANITE, torch.device("cuda", 0), full=False) == experts.SIZES
-
-
-def measured(bench: ProductBench, case: Case) -> Times:
-    work = bench.measure(case)
-    try:
-        while True:
-            assert 0 < next(work) <= products.COMPILE_S
-    except StopIteration as end:
-        times: Times = end.value
-        return times
 
 
 @pytest.mark.parametrize("rows", [1, 5, 130])

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+from measured import measured
 from triton.runtime.errors import OutOfResources
 
 from meshlm.kernels import pdl, tables
@@ -14,7 +15,7 @@ from meshlm.kernels.gemm import tune as gemm_tune
 from meshlm.kernels.gemv import kernel as gemv
 from meshlm.kernels.small_m_gemm import kernel as small_m_gemm
 from meshlm.kernels.tuning import core, products
-from meshlm.kernels.tuning.core import PLAIN, Case, Times
+from meshlm.kernels.tuning.core import PLAIN, Case
 from meshlm.kernels.tuning.products import ProductBench, Setting
 
 
@@ -23,16 +24,6 @@ def fresh() -> Iterator[None]:
     tables.forget(all_of_it=True)
     yield
     tables.forget(all_of_it=True)
-
-
-def measured(bench: ProductBench, case: Case) -> Times:
-    work = bench.measure(case)
-    try:
-        while True:
-            assert 0 < next(work) <= products.COMPILE_S
-    except StopIteration as end:
-        times: Times = end.value
-        return times
 
 
 def made_up(times: list[float]) -> Callable[[products.Run, list[Tensor]], products.Timer]:

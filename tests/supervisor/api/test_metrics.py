@@ -29,8 +29,14 @@ def value(metrics: list[Metric], name: str, engine: str = "0", **labels: str) ->
     return found.value if isinstance(found, Counter | Gauge) else found
 
 
+def taken(counts: Counts, *ranks: RankStats) -> list[Metric]:
+    stats = MeshStats(True, ranks=ranks)
+    counts.take(stats)
+    return counts.snapshot(stats, "m")
+
+
 def test_what_ranks_are_at() -> None:
-    found = Counts().snapshot(MeshStats(True, ranks=(rank(), rank(1))), "m")
+    found = taken(Counts(), rank(), rank(1))
     for engine in ("0", "1"):
         assert value(found, "num_requests_running", engine) == 3.0
         assert value(found, "num_requests_waiting", engine) == 2.0
@@ -40,11 +46,11 @@ def test_what_ranks_are_at() -> None:
 
 
 def test_counters_of_a_rank_never_fall() -> None:
-    """A scheduler that took another one's place counts from 0."""
+    """A scheduler that took another one's place counts from 0; nobody need have asked while the first one lived."""
     counts = Counts()
-    counts.snapshot(MeshStats(True, ranks=(rank(queries=100),)), "m")
-    counts.snapshot(MeshStats(True, ranks=(rank(queries=120),)), "m")
-    found = counts.snapshot(MeshStats(True, ranks=(rank(queries=7, incarnation=2),)), "m")
+    counts.take(MeshStats(True, ranks=(rank(queries=100),)))
+    counts.take(MeshStats(True, ranks=(rank(queries=120),)))
+    found = taken(counts, rank(queries=7, incarnation=2))
     assert value(found, "prefix_cache_queries") == 127
 
 
@@ -111,3 +117,23 @@ def test_the_client_counts_what_it_hears() -> None:
     assert value(found, "time_to_first_token_seconds", "1").count == 1
     assert value(found, "request_generation_tokens", "1").sum == 2
     assert value(found, "num_requests_running", "0") == 3.0
+
+
+def test_who_gives_up_is_counted_and_has_no_latency() -> None:
+    async def run() -> list[Metric]:
+        client = Client()
+        mesh: Any = StubMesh(client)
+        client.mesh = mesh
+        mesh.send = lambda peer, message: StubMesh.send(mesh, peer, message) if isinstance(message, AskStats) else None
+        submit = Submit((client.new_handle(),), (name_of("r", 0),), TextPrompt("a"), SamplingParams())
+        asked = asyncio.ensure_future(
+            client.run(iter([(submit, RequestOutput("r", "a", [], [CompletionOutput(0)]))]), None)
+        )
+        await asyncio.sleep(0)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        return await client.metrics("m")
+
+    found = asyncio.run(run())
+    assert value(found, "request_success", "", finished_reason="abort") == 1
+    assert value(found, "e2e_request_latency_seconds", "").count == 0
