@@ -187,12 +187,12 @@ def main() -> None:
                     on_hopper[case] = hopper_us
         print(f"heads {shape}: timed", flush=True)
     found = {**decode_table(decodes), "prefill": prefill_table(prefills), **hopper_table(prefills, on_hopper)}
-    before = tables.own("attention") or {"decode": []}
-    found["decode"] = [entry for entry in before["decode"] if "group_to" in entry] + found[
-        "decode"
-    ]  # of benchmarks/tune_step.py
-    found["hopper_from"] = {**before.get("hopper_from", {}), **found["hopper_from"]}  # other heads: bench.py --dims
-    found["hopper_windows"] = before.get("hopper_windows", {})
+    before = (tables.own("attention") or {"decode": []})["decode"]  # benchmarks/tune_step.py finds those of groups
+    found["decode"] = [entry for entry in before if "group_to" in entry] + found["decode"]
+    known = tables.read("attention")  # perhaps another GPU's, and its other heads count here too (bench.py --dims)
+    if tables.is_kin(known):
+        found["hopper_from"] = {**known.get("hopper_from", {}), **found["hopper_from"]}
+        found["hopper_windows"] = known.get("hopper_windows", {})
     path = tables.write("attention", found, arguments.folder)
     print(path, json.dumps(json.loads(path.read_text())))
 

@@ -113,9 +113,8 @@ def usual_plan(rows: int, layer: Layer, *, one_row: bool = True) -> Plan:
     if rows == 1 and one_row and max(layer.hidden, layer.wide) <= MOST_INPUTS:
         return one_row_plan(layer)
     each = rows * layer.topk / layer.experts
-    if rows <= few.MOST_ROWS and not (
-        rows > 16 and each <= 12
-    ):  # of many small experts each has a tile of 16 sorted rows
+    sorts = rows > 16 and each <= 12  # of many small experts each has a tile of 16 sorted rows
+    if rows <= few.MOST_ROWS and not sorts:
         wide_tile, deep = few.Shape(64, 64, 4, 5), few.Shape(64, 128, 4, 3)
         return Plan("few", few.Shape(32, 128, 4, 5), deep) if rows <= 16 else Plan("few", wide_tile, wide_tile)
     if each <= 32:

@@ -270,3 +270,5 @@ def test_the_tuner_of_attention_keeps_what_steps_have_chosen(
     monkeypatch.setattr(attention_tune, "time_prefill", lambda *_: (times, None))
     found = run_tune(monkeypatch, attention_tune, known, tmp_path)
     assert found["decode"] == [*of_groups, {"block_n": 64, "warps": 2, "stages": 2}]
+    assert {"96", "128", "256"} <= found["hopper_from"].keys(), "heads that were not measured now are as before"
+    assert found["hopper_windows"] == {"256": 1024}
