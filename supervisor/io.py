@@ -34,6 +34,7 @@ from meshlm.supervisor.settings import changes
 
 TICK_S = 0.1
 STEPS_END_S = 2.0  # so long the mesh has to end its steps, before its processes are asked to end
+GONE_S = 10.0  # that killed processes have for being gone: a GPU's driver takes some time to free what they had
 KILL_AFTER_S = 5.0  # a child asked to stop has its drain time and this much more
 
 
@@ -57,7 +58,7 @@ class Supervisor:
         self._asked: AskedOperations | None = None
         self._steps_end: asyncio.Task[None] | None = None
         self._incarnations = Incarnations(lambda: self.config, self._do)
-        self._begun = False
+        self._begun = self._closed = False
         self._network: network.Head | network.Guest | None = None
         if config.node is not None:
             self._network = network.Guest(config, self) if config.node.head else network.Head(config, self)
@@ -114,7 +115,8 @@ class Supervisor:
             self._timer.cancel()
         if self._steps_end is not None:
             self._steps_end.cancel()
-        self._incarnations.kill_all()
+        self._closed = True
+        await self._incarnations.end_all(GONE_S)
         self._status.close()
         if self._mesh:
             await self._mesh.close()
@@ -200,6 +202,8 @@ class Supervisor:
     # --- the group's decisions ---
 
     def _do(self, event: rolling.Event) -> None:
+        if self._closed:  # whoever ends now is not to be followed by another
+            return
         if isinstance(event, rolling.Restart):
             self._incarnations.end_warm()
         for effect in self._group.roll(event, self._clock()):

@@ -7,6 +7,7 @@ It does what the group decided and tells the group what became of that. Asking a
 """
 
 import asyncio
+import contextlib
 import signal
 from collections.abc import Callable, Iterable
 
@@ -35,6 +36,8 @@ class Incarnations:
         self._had: set[Identity] = set()  # places that have had an incarnation
         self._warm: dict[Role, Child] = {}
         self._warm_at: dict[Role, float] = {}  # not before
+        self._alive: set[Child] = set()  # all, those too that have lost their place
+        self._all_gone = asyncio.Event()
 
     def of(self, identity: Identity) -> Child | None:
         """The incarnation that is in that place now."""
@@ -74,6 +77,7 @@ class Incarnations:
         except OSError as error:
             self._loop.call_soon(failed, error.strerror or str(error))
             return None
+        self._alive.add(child)
         child.watch(self._loop, self._exited)
         return child
 
@@ -146,10 +150,21 @@ class Incarnations:
             standby.kill()
 
     def kill_all(self) -> None:
-        for child in (*self._children.values(), *self.standbys()):
+        for child in self._alive:
             child.kill()
 
+    async def end_all(self, limit_s: float) -> None:
+        """Kill all and wait until they are gone, but no longer than that: then their ports and their GPU's memory are free."""
+        self.kill_all()
+        self._all_gone.clear()
+        if self._alive:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._all_gone.wait(), limit_s)
+
     def _exited(self, child: Child, code: int) -> None:
+        self._alive.discard(child)
+        if not self._alive:
+            self._all_gone.set()
         if self._standbys.get(child.identity) is child:
             del self._standbys[child.identity]
             self._do(rolling.Prepared(child.identity, core.exit_text(code)))

@@ -92,6 +92,19 @@ async def test_a_life_ends_once(seen: Seen) -> None:
     seen.incarnations.kill(WORKER)  # nobody is there
 
 
+async def test_all_are_gone_when_they_were_to_be_ended(seen: Seen) -> None:
+    """A killed process holds its port and its memory for a moment more."""
+    await seen.incarnations.end_all(0.0)  # nobody is there
+    seen.incarnations.spawn(WORKER, Incarnation(5))
+    seen.incarnations.prepare(Identity(Role.WORKER, 1))
+    seen.incarnations.keep_warm([Role.SCHEDULER], 100.0)
+    seen.incarnations.keep_warm([Role.SCHEDULER], 100.0 + WARM_AFTER_S)
+    assert len(born) == 3
+    await seen.incarnations.end_all(LIMIT_S)
+    assert [child.over.is_set() for child in born] == [True] * 3
+    assert not seen.incarnations.pids()
+
+
 async def test_a_worker_that_follows_another_measures_nothing(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests wait for it, and it computes with the kernels that the other had."""
     told: list[tuple[Identity, str]] = []
