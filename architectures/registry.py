@@ -89,6 +89,7 @@ _OWN = {
     "Qwen3NextForCausalLM": _Module("qwen3_next", "qwen3next"),
     "Qwen3_5ForCausalLM": _Module("qwen3_5", "qwen35"),
     "Qwen3_5MoeForCausalLM": _Module("qwen3_5", "qwen35moe"),
+    "WhisperForConditionalGeneration": _Module("whisper"),
 }
 _SAME_KINDS = {"nemotron_h_moe": "nemotron_h"}
 """Kinds of .gguf files that llama.cpp keeps apart, and one family reads."""

@@ -8,7 +8,7 @@ from meshlm.protocol.ids import ErrorKind
 from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.tasks import Pool
-from meshlm.protocol.text_edge import Submit
+from meshlm.protocol.text_edge import SoundPrompt, Submit
 from meshlm.runtime.errors import RequestError
 
 POOLS = SamplingParams(max_tokens=1)  # nothing is sampled
@@ -39,6 +39,14 @@ def checked_prompt(token_ids: "array[int]", submit: Submit, vocab_size: int, max
         )
         raise RequestError(ErrorKind.INVALID, text, "prompt")
     return token_ids
+
+
+def check_sound(submit: Submit, *, hears: bool) -> None:
+    """RequestError where a sound is missing, or nobody hears it."""
+    if hears == isinstance(submit.prompt, SoundPrompt):
+        return
+    text = "this model writes down sounds: it needs one" if hears else "this model hears no sounds"
+    raise RequestError(ErrorKind.INVALID, text, "prompt")
 
 
 def left_embeds(embeds: PromptEmbeds | None, whole: int, left: int, submit: Submit) -> PromptEmbeds | None:

@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from meshlm.detokenizer import replies
-from meshlm.detokenizer.admission import checked_prompt, checked_sampling, left_embeds
+from meshlm.detokenizer.admission import check_sound, checked_prompt, checked_sampling, left_embeds
 from meshlm.detokenizer.attempts import Attempts
 from meshlm.detokenizer.batch import FrontendBatch, is_long
 from meshlm.detokenizer.decode import TokenTable
@@ -45,9 +45,18 @@ class Detokenizer(Attempts):
     """See the module docstring."""
 
     def __init__(
-        self, table: TokenTable, vocab_size: int, max_model_len: int, retry_window_s: float = 60.0, incarnation: int = 0
+        self,
+        table: TokenTable,
+        vocab_size: int,
+        max_model_len: int,
+        retry_window_s: float = 60.0,
+        incarnation: int = 0,
+        *,
+        hears: bool = False,
     ) -> None:
+        """hears: the model writes down sounds, and nothing else."""
         super().__init__(table, retry_window_s)
+        self._hears = hears
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
         self._incarnation = incarnation
         self.jobs: dict[int, list[RequestState]] = {}
@@ -158,6 +167,7 @@ class Detokenizer(Attempts):
             if event.error is not None:
                 raise event.error
             assert event.token_ids is not None
+            check_sound(submit, hears=self._hears)
             prompt = checked_prompt(event.token_ids, submit, self.vocab_size, self.max_model_len)
             embeds = left_embeds(event.embeds, len(event.token_ids), len(prompt), submit)
             sampling = [checked_sampling(submit, places[s.request_id], len(prompt), self.max_model_len) for s in now]

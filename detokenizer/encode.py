@@ -18,6 +18,7 @@ from meshlm.protocol.text_edge import (
     JoinedPrompt,
     PairPrompt,
     Prompt,
+    SoundPrompt,
     TextPrompt,
     TokenPrompt,
 )
@@ -60,6 +61,8 @@ class Encoder:
                 return self._infilled(prompt) if prompt.suffix else self._ids(prompt.text, prompt.add_special_tokens)
             case ChatPrompt():
                 return self._ids(self.render(prompt), prompt.add_special_tokens)
+            case SoundPrompt():
+                return self.encode(prompt.prompt)
             case PairPrompt():
                 return self._pair(prompt, None)[0]
             case JoinedPrompt(parts=parts):

@@ -32,6 +32,7 @@ from meshlm.protocol.text_edge import (
     Detokenize,
     DetokenizeReply,
     EmbedsPrompt,
+    SoundPrompt,
     TextDeltas,
     Tokenize,
     TokenizeReply,
@@ -118,7 +119,8 @@ class DetokenizerApp:
         self._grammars = Grammars(special, may_end=bool(resolved.eos_token_ids), can_write=spelling.can_write)
         vocab_size = resolved.spec.vocab_size
         window_s = mesh.config.server.retry_window
-        self._core = Detokenizer(table, vocab_size, resolved.max_model_len, window_s, mesh.incarnation)
+        hears, longest = resolved.speech is not None, resolved.max_model_len
+        self._core = Detokenizer(table, vocab_size, longest, window_s, mesh.incarnation, hears=hears)
         self._core.max_deaths = allowed(mesh.config.run.max_restarts)
         self._do_all(self._early)
         self._next_question()
@@ -151,7 +153,9 @@ class DetokenizerApp:
     def _perform(self, effect: Effect) -> None:
         assert self._mesh is not None
         match effect:
-            case Encode(prompt=TokenPrompt() | EmbedsPrompt(), bad_words=(), grammar=None):
+            case Encode(
+                prompt=TokenPrompt() | EmbedsPrompt() | SoundPrompt(prompt=TokenPrompt()), bad_words=(), grammar=None
+            ):
                 event = self._encode(effect)  # nothing that would take long
                 self._do(event)
                 if self._core is not None and event.job in self._core.jobs:  # more of its choices wait

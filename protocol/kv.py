@@ -93,6 +93,18 @@ class EncoderOnly(KeepsAll, frozen=True, tag="encoder"):
         return 0
 
 
+class CrossAttention(KeepsAll, frozen=True, tag="cross"):
+    """Keys and values of what an encoder made of the request's sound: `length` of them in one page, which its first step fills. Every
+    token sees them all. Requests share none of it, nor anything that was computed with it."""
+
+    length: int
+    carried: ClassVar[bool] = True
+
+    def num_held(self, block_size: int, num_tokens: int, step_tokens: int = 1) -> int:
+        """See KeepsAll."""
+        return 1
+
+
 class RecurrentState(Struct, frozen=True, tag="state"):
     """One state of fixed size of each sequence (state-space layers), in one page, which is overwritten as the sequence grows.
 
@@ -123,7 +135,7 @@ class RecurrentState(Struct, frozen=True, tag="state"):
         return self.mode != "none" and (block + 1) % self.every == 0
 
 
-KVSpec = FullAttention | SlidingWindow | ChunkedAttention | Latent | EncoderOnly | RecurrentState
+KVSpec = FullAttention | SlidingWindow | ChunkedAttention | Latent | EncoderOnly | CrossAttention | RecurrentState
 
 
 class KVGroup(Struct, frozen=True):
@@ -140,7 +152,8 @@ _STATE = RecurrentState()
 
 
 def caches_of(model: ModelSpec, state: RecurrentState = _STATE) -> list[tuple[int, KVSpec]]:
-    """Layer and KVSpec of each cache, in the order of layers: most have one, some a state beside their keys and values, some none.
+    """Layer and KVSpec of each cache, in the order of layers: most have one, some a state or what they see of an encoder beside their
+    keys and values, some none.
 
     state: the spec of recurrent states.
     """
@@ -150,6 +163,8 @@ def caches_of(model: ModelSpec, state: RecurrentState = _STATE) -> list[tuple[in
             found.append((layer, spec))
         if model.has_state(layer):
             found.append((layer, state))
+        if model.speech is not None:
+            found.append((layer, CrossAttention(model.speech.max_source_positions)))
     return found
 
 
@@ -224,6 +239,26 @@ def block_size_with_states(block_size: int, token_bytes: int, state_bytes: int) 
     """Tokens of a block, at least `block_size`, of which the keys and values of one layer take the bytes of one layer's state."""
     needed = -(-state_bytes // token_bytes) if token_bytes else 0
     return block_size if needed <= block_size else -(-needed // BLOCK_STEP) * BLOCK_STEP
+
+
+def block_size_with_sounds(block_size: int, layers: int, length: int, max_model_len: int) -> int:
+    """Tokens of a block, at least `block_size`, with which the longest request of a model of so many layers takes little more than the
+    least memory, and has few groups.
+
+    One page has `length` tokens of an encoder for some of the layers, or a block of tokens for several times as many.
+    """
+    kinds = (FullAttention(), CrossAttention(length))
+    specs: list[KVSpec] = [spec for _ in range(layers) for spec in kinds]
+
+    def taken(size: int) -> tuple[int, int]:
+        """Memory, and the number of groups."""
+        groups = make_groups(specs, size, {kinds[0]: 1, kinds[1]: -(-length // size)}, max_model_len)
+        return pages_of([group.spec for group in groups], size, max_model_len) * groups[0].page_bytes, len(groups)
+
+    longest = max(block_size, -(-length // BLOCK_STEP) * BLOCK_STEP)
+    found = {size: taken(size) for size in range(longest, block_size - 1, -BLOCK_STEP)}
+    enough = GOOD_ENOUGH * min(found.values())[0]
+    return min((groups, memory, -size) for size, (memory, groups) in found.items() if memory <= enough)[2] * -1
 
 
 def waste(groups: Sequence[KVGroup], cache_bytes: dict[KVSpec, int], page_bytes: int, num_tokens: int) -> float:

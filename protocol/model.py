@@ -5,6 +5,8 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
+from meshlm.protocol.sound import HOP
+
 
 class RopeSpec(Struct, frozen=True, kw_only=True):
     """Rotary position embedding. Field names are Hugging Face's `rope_scaling` / `rope_parameters`."""
@@ -166,6 +168,22 @@ class AltUpSpec(Struct, frozen=True, kw_only=True):
     activation_sparsity_pattern: tuple[float, ...]  # by layer: the part of an MLP's gates that is to be zero
 
 
+class SpeechSpec(Struct, frozen=True, kw_only=True):
+    """The encoder of a model that hears (Whisper), and what it hears of a sound. Names are Hugging Face's."""
+
+    num_mel_bins: int
+    encoder_layers: int
+    encoder_attention_heads: int
+    encoder_ffn_dim: int
+    max_source_positions: int  # states of a sound, to which each layer of the decoder attends
+    suppress_tokens: tuple[int, ...] = ()  # that the decoder never writes
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the sounds that it takes: shorter ones are followed by silence. Two windows make a state."""
+        return 2 * self.max_source_positions * HOP
+
+
 class FullHeadsSpec(Struct, frozen=True, kw_only=True):
     """The heads of layers that see all, where layers that slide have others (Gemma 4)."""
 
@@ -285,6 +303,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     attention_layers: tuple[bool, ...] = ()  # which layers have attention; empty: all
     mlp_layers: tuple[bool, ...] = ()  # which layers have an MLP or experts; empty: all
     transformers: TransformersSpec | None = None
+    speech: SpeechSpec | None = None  # whose states the layers attend to, beside the tokens before
 
     def has_attention(self, layer: int) -> bool:
         """Whether this layer attends to earlier tokens."""

@@ -20,6 +20,7 @@ from meshlm.protocol.lockstep import StepGroup
 from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.sleeping import Sleeping
+from meshlm.protocol.sound import Sound
 from meshlm.protocol.tasks import GENERATE, PoolKind, Task
 from meshlm.protocol.token_edge import LogprobColumns
 
@@ -59,6 +60,7 @@ class NewRow(Struct, frozen=True, omit_defaults=True):
     sampling: SamplingParams
     task: Task = GENERATE
     embeds: PromptEmbeds | None = None  # vectors of the prompt that the first layer gets instead of its tokens'
+    sound: Sound | None = None  # that the encoder gets before the first of its tokens is computed
 
 
 class StepPlan(Struct, frozen=True, tag="plan", omit_defaults=True):

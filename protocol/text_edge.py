@@ -9,6 +9,7 @@ from msgspec import Struct
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, RequestId
 from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.sound import Sound
 from meshlm.protocol.tasks import GENERATE, Task
 from meshlm.protocol.token_edge import First, LogprobColumns
 
@@ -32,6 +33,13 @@ class EmbedsPrompt(Struct, frozen=True, tag="embeds"):
 
     token_ids: bytes
     embeds: PromptEmbeds
+
+
+class SoundPrompt(Struct, frozen=True, tag="sound"):
+    """What stands before the text that a model writes of a sound, and the sound."""
+
+    prompt: "TokenPrompt | JoinedPrompt"
+    sound: Sound
 
 
 class ChatPrompt(Struct, frozen=True, tag="chat"):
@@ -63,7 +71,7 @@ class JoinedPrompt(Struct, frozen=True, tag="joined"):
     parts: tuple[TextPrompt | TokenPrompt, ...]
 
 
-Prompt = TextPrompt | TokenPrompt | ChatPrompt | PairPrompt | JoinedPrompt | EmbedsPrompt
+Prompt = TextPrompt | TokenPrompt | ChatPrompt | PairPrompt | JoinedPrompt | EmbedsPrompt | SoundPrompt
 
 
 def num_bytes_of(prompt: Prompt) -> int:
@@ -78,6 +86,8 @@ def num_bytes_of(prompt: Prompt) -> int:
             return sum(map(num_bytes_of, parts))
         case EmbedsPrompt(embeds=embeds):
             return len(prompt.token_ids) + len(embeds.data)
+        case SoundPrompt(prompt=begin, sound=sound):
+            return num_bytes_of(begin) + len(sound.samples)
         case PairPrompt(first=first, second=second):
             return len((first + second).encode("utf-8", "surrogatepass"))
         case ChatPrompt():

@@ -4,6 +4,7 @@ Called by the supervisor. Each key is read, has no effect on what is served, or 
 to refuse a model. The rules are vLLM's.
 """
 
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +67,14 @@ def with_eos(generation: GenerationConfig, of_tokenizer: int | None, vocab_size:
     )
 
 
-def of_model(folder: Path, config: dict[str, Any]) -> GenerationConfig:
-    """A model's own: its generation_config.json, or where there is none what its config.json says. ModelFilesError."""
+def of_model(folder: Path, config: dict[str, Any], honoured: Set[str] = frozenset()) -> GenerationConfig:
+    """A model's own: its generation_config.json, or where there is none what its config.json says. ModelFilesError.
+
+    honoured: further keys, which are others' to read.
+    """
     if (folder / FILE).is_file():
         settings, where = read_json(folder / FILE), str(folder / FILE)
-        notes = _notes(settings, where)
+        notes = _notes({name: value for name, value in settings.items() if name not in honoured}, where)
         if settings.get("eos_token_id") is None:
             settings["eos_token_id"] = config.get("eos_token_id")
     else:

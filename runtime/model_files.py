@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from meshlm.architectures import text_part
 from meshlm.protocol.model import ModelSpec
+from meshlm.protocol.sound import SpeechTokens
 from meshlm.runtime import (
     chat_templates,
     checkpoint_files,
@@ -21,6 +22,7 @@ from meshlm.runtime import (
     model_config,
     object_store,
     pooling_config,
+    speech_files,
     tokenizer_config,
     transformers_models,
 )
@@ -62,6 +64,7 @@ class ModelFiles(Struct, frozen=True, kw_only=True):
     modules: pooling_config.SentenceTransformer | None = None  # what sentence-transformers' files say
     config: dict[str, Any] = {}  # config.json, with --hf-overrides
     tokenizer_eos: int | None = None  # the token that the tokenizer calls the end of a text
+    speech: SpeechTokens | None = None  # of a model that writes down sounds
     notes: tuple[str, ...] = ()  # what a user should know of these files
 
 
@@ -255,7 +258,11 @@ def _from_folder(path: Path, name: str, asked: _Asked) -> ModelFiles:
         raise ModelFilesError(
             f"{url}: safetensors are what is streamed, there are none; download it, and serve the folder"
         )
-    generation = of_model(path, config)
+    honoured = speech_files.KEYS if spec.speech is not None else frozenset[str]()
+    generation, speech = of_model(path, config, honoured), None
+    if spec.speech is not None:
+        speech, never = speech_files.speech_tokens(path, spec, config)
+        spec = msgspec.structs.replace(spec, speech=msgspec.structs.replace(spec.speech, suppress_tokens=never))
     return ModelFiles(
         name=name,
         path=path,
@@ -267,6 +274,7 @@ def _from_folder(path: Path, name: str, asked: _Asked) -> ModelFiles:
         chat_templates=_of_folder(path),
         modules=pooling_config.of_folder(path),
         config=config,
+        speech=speech,
         notes=notes,
     )
 

@@ -335,6 +335,7 @@ class Batching:
                 sampling=request.work.sampling,
                 task=request.work.task,
                 embeds=request.work.embeds,
+                sound=request.work.sound,
             )
         )
 

@@ -115,6 +115,15 @@ class StateCache:
     group: int  # whose block tables it has
 
 
+class CrossCache(NamedTuple):
+    """What one layer of the decoder sees of an encoder's states, by page (protocol/kv.py: CrossAttention)."""
+
+    keys: Tensor  # [pages, at least length, num_kv_heads, head_dim]
+    values: Tensor
+    group: int  # whose block tables it has; a request's place 0 names its page
+    length: int
+
+
 @dataclass(frozen=True, slots=True)
 class LayerCache:
     """One layer's KV memory, by block and, for writing, by slot (workers/kv/layout.py)."""
@@ -125,6 +134,7 @@ class LayerCache:
     v_scale: float = 1.0
     group: int = 0  # whose slots and block tables it has
     state: StateCache | None = None  # of a layer that has one; its keys and values are empty, unless it attends, too
+    cross: CrossCache | None = None  # of a layer that sees an encoder's states, too
 
     def flat(self) -> tuple[Tensor, Tensor]:
         """Both as [num_blocks * block_size, num_kv_heads, head_dim]."""

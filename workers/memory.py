@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.kv import pages_of
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers import kv_capacity
 from meshlm.workers.attention.backend import Backend
@@ -32,7 +33,9 @@ def num_pages(config: MeshConfig, budget: int, layout: KVLayout) -> int:
     count = kv_capacity.num_blocks(config, budget, layout.page_bytes, layout.specs, block_size=layout.block_size)
     if config.cache.num_gpu_blocks_override is not None:
         return count
-    return min(count, len(layout.specs) * -(-resolved.max_num_seqs * resolved.max_model_len // layout.block_size))
+    at_once = pages_of(layout.specs, layout.block_size, resolved.max_model_len)
+    tokens = len(layout.specs) * -(-resolved.max_num_seqs * resolved.max_model_len // layout.block_size)
+    return min(count, max(tokens, resolved.max_num_seqs * at_once))
 
 
 def taken_by_others() -> int:

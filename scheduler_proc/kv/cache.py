@@ -10,7 +10,15 @@ from itertools import chain
 from math import gcd
 
 from meshlm.protocol.ids import BlockId
-from meshlm.protocol.kv import EncoderOnly, FullAttention, KVSpec, RecurrentState, longest_request, pages_of
+from meshlm.protocol.kv import (
+    CrossAttention,
+    EncoderOnly,
+    FullAttention,
+    KVSpec,
+    RecurrentState,
+    longest_request,
+    pages_of,
+)
 from meshlm.scheduler_proc.kv import hashes
 from meshlm.scheduler_proc.kv.groups import kinds_of
 from meshlm.scheduler_proc.kv.pool import BlockPool
@@ -34,7 +42,8 @@ class KVCache:
         prefix_caching: bool = True,
         step_tokens: int = 1,
     ) -> None:
-        self.block_size, self.prefix_caching = block_size, prefix_caching
+        alike = not any(isinstance(spec, CrossAttention) for spec in specs)  # what equal tokens have in their pages
+        self.block_size, self.prefix_caching = block_size, prefix_caching and alike
         self.pool = BlockPool(num_pages)
         self._specs, self._step_tokens = specs or (FullAttention(),), step_tokens
         self._kinds = kinds_of(self._specs, block_size)

@@ -40,9 +40,11 @@ class Kind:
 
         num_computed: the tokens before that step.
         """
-        if not isinstance(self.spec, RecurrentState):
+        if not self.carried:
             return range(begin, end)
         first = [0] if begin == 0 else []
+        if not isinstance(self.spec, RecurrentState):
+            return first
         if self.spec.mode == "all":
             return first + [row for row in range(max(begin, 1), end) if self.spec.is_place(row - 1)]
         if begin and num_computed == begin * self.block_size and self.spec.is_place(begin - 1):

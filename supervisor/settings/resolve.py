@@ -82,6 +82,7 @@ def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         eos_token_ids=generation.eos_token_ids,
+        speech=files.speech,
         pooling=pooling,
         logits_processors=_logits_processors(config),
         general_plugins=bool(plugins.names(plugins.GENERAL, os.environ)),

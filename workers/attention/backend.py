@@ -12,7 +12,7 @@ from meshlm.runtime.attention_packages import PACKAGES
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.attention.sparse_latent import Chosen, LastChoice
 from meshlm.workers.attention.torch_backend import TorchAttention
-from meshlm.workers.batch import StepInputs
+from meshlm.workers.batch import CrossCache, StepInputs
 from meshlm.workers.layers.ops import AttentionShape, LatentShape, LayerStep
 from meshlm.workers.states.step import StepStates
 
@@ -43,6 +43,10 @@ class StepAttention(Protocol):
         Both may be changed. The latents are in the cache afterwards, normed and with their keys rotated. chosen: a query attends to the
         tokens that this chooses, whose keys are in the cache afterwards, behind the latents, or to the last index's choice.
         """
+        ...
+
+    def attend_cross(self, query: Tensor, cache: CrossCache, scale: float) -> Tensor:
+        """query [t, heads, d] -> [t, heads, d]: each token sees all that an encoder left for its request."""
         ...
 
     def states(self, group: int) -> StepStates:

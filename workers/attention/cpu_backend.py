@@ -8,7 +8,7 @@ from meshlm.kernels.cpu import kernel
 from meshlm.kernels.cpu.library import library
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.rotated import RotatedAttention
-from meshlm.workers.batch import LayerCache, StepInputs
+from meshlm.workers.batch import CrossCache, LayerCache, StepInputs
 
 
 class CpuAttention(RotatedAttention):
@@ -26,6 +26,13 @@ class CpuAttention(RotatedAttention):
             assert batch.lens is not None
             self._spans[heads] = kernel.spans(batch.lens.query_lens, batch.num_decodes, *heads)
         return self._spans[heads]
+
+    def attend_cross(self, query: Tensor, cache: CrossCache, scale: float) -> Tensor:
+        """See `StepAttention.attend_cross`: as if each token stood behind the last of what the encoder left, in one long block."""
+        spans = self.spans(query.shape[1], cache.keys.shape[2])
+        behind = torch.full((len(query),), cache.length - 1)
+        tables = self._batch.block_tables[cache.group]
+        return kernel.attention(query, cache.keys, cache.values, tables, behind, spans, Seen(scale))
 
     def run(self, query: Tensor, cache: LayerCache, seen: Seen) -> Tensor:
         """See `RotatedAttention.run`."""

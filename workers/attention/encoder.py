@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.sparse_latent import Chosen, LastChoice
-from meshlm.workers.batch import StepInputs
+from meshlm.workers.batch import CrossCache, StepInputs
 from meshlm.workers.layers.ops import AttentionShape, LatentShape, LayerStep
 from meshlm.workers.layers.rope import apply_rope
 from meshlm.workers.states.step import StepStates
@@ -60,6 +60,10 @@ class EncoderAttention:
     def states(self, group: int) -> StepStates:
         """See `StepAttention.states`."""
         raise AssertionError("an encoder has no recurrent states")
+
+    def attend_cross(self, query: Tensor, cache: CrossCache, scale: float) -> Tensor:
+        """See `StepAttention`."""
+        raise NotImplementedError("nothing stands behind this encoder")
 
     def attend_latent(
         self,

@@ -3,11 +3,12 @@
 from abc import ABC, abstractmethod
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from meshlm.kernels.attention.seen import Seen
 from meshlm.workers.attention.sparse_latent import Choice, Chosen, LastChoice, attend_choice, choose
-from meshlm.workers.batch import LayerCache, StepInputs
+from meshlm.workers.batch import CrossCache, LayerCache, StepInputs
 from meshlm.workers.layers.ops import AttentionShape, LatentShape, LayerStep
 from meshlm.workers.states.torch_states import TorchStates
 
@@ -54,6 +55,20 @@ class RotatedAttention(ABC):
             assert self._choice is not None
             return heads.values(attend_choice(absorbed, self._choice, cache, heads.rank, scale))
         return heads.values(self.run(absorbed, cache, Seen(scale))[..., : heads.rank])
+
+    def attend_cross(self, query: Tensor, cache: CrossCache, scale: float) -> Tensor:
+        """In plain torch, one request after the other, over its page as it lies there."""
+        batch, length = self._batch, cache.length
+        assert batch.lens is not None
+        counts = [1] * batch.num_decodes + list(batch.lens.query_lens)
+        out, begin = torch.empty_like(query), 0
+        for page, count in zip(batch.block_tables[cache.group][:, 0].tolist(), counts, strict=True):
+            lines = query[begin : begin + count], cache.keys[page, :length], cache.values[page, :length]
+            q, k, v = (one.transpose(0, 1)[None] for one in lines)
+            found = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
+            out[begin : begin + count] = found[0].transpose(0, 1)
+            begin += count
+        return out
 
     @abstractmethod
     def run(self, query: Tensor, cache: LayerCache, seen: Seen) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshlm.kernels.attention.decode import Rope, decode
-from meshlm.kernels.attention.kernel import Columns, Extras
+from meshlm.kernels.attention.kernel import PLAIN, Columns, Extras
 from meshlm.kernels.attention.prefill import prefill
 from meshlm.kernels.attention.proof import Variant
 from meshlm.kernels.attention.seen_proof import prove_chunks, prove_heads, prove_slopes
@@ -21,7 +21,7 @@ from meshlm.workers.attention.aux_stream import AuxStream
 from meshlm.workers.attention.sparse_latent import Chosen, LastChoice
 from meshlm.workers.attention.triton_latent import LatentWorkspace, TritonLatentAttention
 from meshlm.workers.attention.triton_sparse import TritonSparseAttention
-from meshlm.workers.batch import UNKNOWN, LayerCache, StepInputs
+from meshlm.workers.batch import UNKNOWN, CrossCache, LayerCache, StepInputs
 from meshlm.workers.layers.ops import AttentionShape, LatentShape, LayerStep
 from meshlm.workers.states.triton_states import KINDS, TritonStates, pieces_of
 
@@ -64,6 +64,7 @@ class TritonAttention:
         self._batch, self._workspace, self._side = batch, workspace, side
         self._block_size, self._states = block_size, dict[int, TritonStates]()
         self._pieces: Pieces | None = None  # of the prompts, for all groups with states
+        self._alone: tuple[Tensor, Tensor, Tensor] | None = None  # columns of the tokens, each as a request of its own
         columns = batch.columns
         self._longest = columns.blocks.shape[1] * block_size
         self._latent = TritonLatentAttention(batch, latent, side)
@@ -83,13 +84,13 @@ class TritonAttention:
         if decodes == columns.n:
             out = torch.empty(qkv.shape[0], heads.num_heads, heads.head_dim, dtype=qkv.dtype, device=qkv.device)
             rope = Rope(table, heads.norms, heads.eps, heads.num_heads)
-            self._decode(qkv, cache, scale, out, extras, heads, rope)
+            self._decode(qkv, cache, scale, out, extras, rope)
             return out
         query = ops.rope_cache(qkv, batch, table, cache, heads)
         out = torch.empty_like(query)
         if decodes:
             self._side.both(
-                lambda: self._decode(query, cache, scale, out, extras, heads, None),
+                lambda: self._decode(query, cache, scale, out, extras, None),
                 lambda: self._prompts(query, qkv, cache, scale, out, extras),
             )
         else:
@@ -140,6 +141,16 @@ class TritonAttention:
         ops.latent_cache(query, latent, batch, table, cache, heads)
         return self._latent.attend(query, latent, lines, columns, heads, scale)
 
+    def attend_cross(self, query: Tensor, cache: CrossCache, scale: float) -> Tensor:
+        """Each token as a request that decodes: it stands behind the last of what the encoder left, in one long block."""
+        if self._alone is None:
+            self._alone = _alone(self._columns[cache.group], len(query), cache.length)
+        out = torch.empty_like(query)
+        blocks = self._batch.block_tables[cache.group]
+        columns = Columns(*self._alone, len(query), blocks)
+        self._split(query, (cache.keys, cache.values), columns, cache.length, scale, out, PLAIN, None)
+        return out
+
     def states(self, group: int) -> TritonStates:
         if not self._states:
             self._pieces = pieces_of(self._batch, self._block_size)
@@ -149,25 +160,34 @@ class TritonAttention:
         return found
 
     def _decode(
+        self, query: Tensor, cache: LayerCache, scale: float, out: Tensor, extras: Extras, rope: Rope | None
+    ) -> None:
+        both, columns = (cache.keys, cache.values), self._decodes[cache.group]
+        self._split(query, both, columns, self._longest, scale, out, extras, rope)
+
+    def _split(
         self,
         query: Tensor,
-        cache: LayerCache,
+        cache: tuple[Tensor, Tensor],
+        columns: Columns,
+        longest: int,
         scale: float,
         out: Tensor,
         extras: Extras,
-        heads: AttentionShape,
         rope: Rope | None,
     ) -> None:
-        requests = self._num
-        group = heads.num_heads // heads.num_kv_heads
-        tiles = decode_tiles(requests * heads.num_kv_heads, self._longest, query.device, group)
-        splits, block_n, warps, stages = tile_of_head(tiles, heads.head_dim)
-        scratch = self._workspace.of(requests, (heads.num_heads, heads.num_kv_heads), splits, heads.head_dim)
+        """Decodes of `columns`, whose contexts have up to `longest` tokens. cache: keys and values."""
+        keys, values = cache
+        _, heads, dim = out.shape
+        kv_heads = keys.shape[2]
+        tiles = decode_tiles(columns.n * kv_heads, longest, query.device, heads // kv_heads)
+        splits, block_n, warps, stages = tile_of_head(tiles, dim)
+        scratch = self._workspace.of(columns.n, (heads, kv_heads), splits, dim)
         decode(
             query,
-            cache.keys,
-            cache.values,
-            self._decodes[cache.group],
+            keys,
+            values,
+            columns,
             scale,
             out,
             scratch,
@@ -178,6 +198,13 @@ class TritonAttention:
             warps=warps,
             stages=stages,
         )
+
+
+def _alone(columns: Columns, tokens: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, starts and ends of a step's tokens, each as a request of its own whose context has `length` tokens."""
+    each = torch.arange(1, tokens + 1, dtype=torch.int32, device=columns.rows.device)
+    nth = torch.searchsorted(columns.ends[: columns.n], each).clamp(max=columns.n - 1)
+    return columns.rows[nth], torch.full_like(each, length - 1), each
 
 
 def _without_states(state: StateSpec, page: int, dtype: torch.dtype, device: torch.device) -> str:
@@ -278,6 +305,8 @@ class TritonBackend:
             return f"it supports latents of up to {MOST_RANK}, this model has kv_lora_rank {spec.mla.kv_lora_rank}"
         if spec.state is not None:
             return _without_states(spec.state, block_size, dtype, device)
+        if spec.speech is not None:  # whose blocks have any length
+            return _wrong(spec, device, dtype, block_size)
         if block_size & (block_size - 1) or block_size < 8:
             return f"--block-size {block_size} is not a power of two from 8 up"
         return _wrong(spec, device, dtype, block_size)

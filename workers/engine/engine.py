@@ -41,6 +41,7 @@ from meshlm.workers.graphs.dispatcher import HEAD, MIXED_TOKENS, MODEL, WHOLE, K
 from meshlm.workers.kv.layout import KVLayout
 from meshlm.workers.kv.scales import scales_of
 from meshlm.workers.models.parts import choose_parts
+from meshlm.workers.models.whisper import Whisper
 from meshlm.workers.moe.placement.balancer import Balancer, Experts
 from meshlm.workers.nvtx import mark_layers
 from meshlm.workers.output.details import Details, prompt_logprobs
@@ -223,6 +224,9 @@ class ModelEngine:
 
     def _full_step(self, caches: list[LayerCache]) -> None:
         self.compute.caches = caches
+        if isinstance(self.model, Whisper):
+            with torch.inference_mode():
+                self.model.hear(torch.zeros(1, device=self.device), [0] * len(self.layout.specs), caches)
         self.dummy_step(self.full_counts())
         if self.shard.is_last:
             self.head.warm_up()
@@ -342,6 +346,8 @@ class ModelEngine:
         for part in parts:
             self.graphs.prepare(part)  # before `begin`: the host's time for it says nothing about the step
         begin = self._timeline.mark()
+        if self.rows.sounds:
+            self._hear()
         of_prompt: list[Details] = []
         pooled: PooledVectors | None = None
         if key is not None:
@@ -370,6 +376,16 @@ class ModelEngine:
             failed={int(places[line]): why for line, why in constraint.failed.items()},
         )
         return PendingStep(result, tokens, (found, of_prompt), (before, begin, self._last), pooled)
+
+    def _hear(self) -> None:
+        """Has the encoder hear the sounds of the requests that begin in this step, one after the other."""
+        assert isinstance(self.model, Whisper)
+        for sound, pages in self.rows.sounds:
+            samples = torch.frombuffer(bytearray(sound.samples), dtype=torch.float32)
+            if self.device.type == "cuda":  # the host does not wait for the copy
+                samples = samples.pin_memory().to(self.device, non_blocking=True)
+            self.model.hear(samples, pages, self.compute.caches)
+        self.rows.sounds.clear()
 
     def _replay(self, parts: list[Key], constraint: Constraint) -> None:
         """The step's graph; with grammars the model's, beside which the host makes masks, and the head's."""

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from meshlm.protocol.sound import Sound
 from meshlm.protocol.step_edge import NewRow, StepPlan
 from meshlm.protocol.tasks import Pool
 from meshlm.workers.engine.changes import I32, Changes
@@ -102,6 +103,9 @@ class DeviceRows:
         self._num_blocks = np.zeros(rows, np.int64)
         self.pools: dict[int, Pool] = {}  # rows that want a vector
         self.embeds = RowEmbeds()
+        self.sounds: list[
+            tuple[Sound, list[int]]
+        ] = []  # of requests that begin in the next step, and their pages by group
 
     def _view_sampling(self, rows: int) -> None:
         def ints(begin: int, width: int = 1) -> Tensor:
@@ -163,6 +167,9 @@ class DeviceRows:
         if self.table.processors is not None and self.table.processors.take(new):
             self.table.by_torch_until[row] = ALWAYS
         self.embeds.take(row, new.embeds)
+        if new.sound is not None:
+            pages = np.frombuffer(new.block_ids, np.int32)[: self.num_groups] * self._shares
+            self.sounds.append((new.sound, pages.tolist()))
         self.second_from[row] = 0
         if isinstance(new.task, Pool):
             self.pools[row] = new.task
@@ -220,3 +227,4 @@ class DeviceRows:
             self.table.processors.reset()
         self.pools.clear()
         self.embeds.reset()
+        self.sounds.clear()

@@ -11,6 +11,7 @@ Recurrent states share the pages: a tensor is two halves of bytes then, which at
 halves of its heads and channels. A block is made as long as a state is large.
 """
 
+from dataclasses import replace
 from math import prod
 from typing import NamedTuple, assert_never
 
@@ -20,12 +21,14 @@ from torch import Tensor
 from meshlm.protocol.config.engine import CacheConfig
 from meshlm.protocol.kv import (
     ChunkedAttention,
+    CrossAttention,
     EncoderOnly,
     FullAttention,
     KVSpec,
     Latent,
     RecurrentState,
     SlidingWindow,
+    block_size_with_sounds,
     block_size_with_states,
     caches_of,
     make_groups,
@@ -34,7 +37,7 @@ from meshlm.protocol.kv import (
     waste,
 )
 from meshlm.protocol.model import ModelSpec, StateSpec
-from meshlm.workers.batch import LayerCache, StateCache
+from meshlm.workers.batch import CrossCache, LayerCache, StateCache
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.kv_capacity import CHECKPOINT_TOKENS, state_spec
 
@@ -51,6 +54,8 @@ def cache_shape(spec: KVSpec, model: ModelSpec, num_pages: int, block_size: int)
             return 2, num_pages, block_size, model.num_key_value_heads, model.head_dim
         case Latent(rank, rotary, index):
             return num_pages, block_size, 1, rank + rotary + index
+        case CrossAttention(length):
+            return 2, num_pages, -(-length // block_size) * block_size, model.num_key_value_heads, model.head_dim
         case RecurrentState():
             raise AssertionError("a state has no tokens")
     assert_never(spec)
@@ -124,8 +129,13 @@ class KVLayout:
     ) -> None:
         """model: the whole of it. cache, model_dtype: what states need to know."""
         self.dtype, self._local, self._half_bytes = dtype, shard.local(model), 0
-        kinds = {kind for _, kind in caches_of(model) if not kind.carried}
-        of_kind = {kind: prod(cache_shape(kind, self._local, 1, 1)) * dtype.itemsize for kind in kinds}
+        if model.speech is not None:
+            length = model.speech.max_source_positions
+            block_size = block_size_with_sounds(block_size, model.num_hidden_layers, length, max_model_len)
+        kinds = {kind for _, kind in caches_of(model) if not isinstance(kind, RecurrentState)}
+        of_kind: dict[KVSpec, int] = {
+            kind: prod(cache_shape(kind, self._local, 1, block_size)) * dtype.itemsize // block_size for kind in kinds
+        }
         layer_bytes, _ = shares(of_kind)
         self.states: StateLayout | None = None
         cache = cache or CacheConfig()
@@ -152,11 +162,15 @@ class KVLayout:
         ]
         self.num_tensors = 1 + max((place.tensor for place in self.places), default=0)
         self.page_bytes = self.num_tensors * (2 * self._half_bytes or block_size * layer_bytes)
-        self.waste = 0.0  # of a request's pages, in a model with states
+        self.waste = 0.0  # of a request's pages, in a model with states or an encoder
         if self.states:
             size = max(len(group.layers) for group in groups)
             used = {kind: 2 * self.states.half_bytes if kind.carried else block_size * layer_bytes for _, kind in found}
             self.waste = waste(groups, used, size * 2 * self._half_bytes, max_model_len)
+        elif model.speech is not None:
+            token = min(of_kind.values())
+            used = {kind: token * (kind.length if isinstance(kind, CrossAttention) else block_size) for kind in of_kind}
+            self.waste = waste(groups, used, self.page_bytes, max_model_len)
 
     @property
     def tensor_dtype(self) -> torch.dtype:
@@ -169,7 +183,12 @@ class KVLayout:
         found: list[LayerCache] = [LayerCache(nothing, nothing)] * self.num_layers
         for place in sorted(self.places, key=lambda place: self.specs[place.group].carried):
             spec, tensor = self.specs[place.group], tensors[place.tensor]
-            if self.states and spec.carried:
+            if isinstance(spec, CrossAttention):
+                at, shape = found[place.layer], cache_shape(spec, self._local, tensor.shape[1], self.block_size)
+                both = tensor.view(shape)
+                cross = CrossCache(both[0], both[1], place.group, spec.length)
+                found[place.layer] = replace(at, cross=cross)
+            elif self.states and spec.carried:
                 at = found[place.layer]
                 state = self.states.view(tensor, place.group)
                 found[place.layer] = LayerCache(at.keys, at.values, at.k_scale, at.v_scale, at.group, state)
@@ -183,7 +202,7 @@ class KVLayout:
                 elif (share := self.shares[place.group]) > 1:
                     size = cache_shape(spec, self._local, tensor.shape[1] * share, self.block_size)
                     tensor = tensor.view(size)[:, place.nth :]
-                elif self._local.full_heads is not None:
+                elif self._local.full_heads is not None or self._local.speech is not None:
                     tensor = tensor.view(cache_shape(spec, self._local, tensor.shape[1], self.block_size))
                 found[place.layer] = LayerCache(tensor[0], tensor[1], *scales[place.layer], place.group)
         if self._local.num_kv_shared_layers:
@@ -194,7 +213,7 @@ class KVLayout:
         """The shape of each tensor."""
         if self.states:
             return 2, num_pages, self._half_bytes
-        if self._local.full_heads is not None:
+        if self._local.full_heads is not None or self._local.speech is not None:
             return 2, num_pages, self.block_size, self._unit // 2
         return cache_shape(self.specs[0], self._local, num_pages, self.block_size)
 

@@ -108,6 +108,8 @@ class Engines(Model):
                 if cache.keys.numel():
                     own = [page * engine.layout.shares[cache.group] for page in others]
                     cache.keys[own] = cache.values[own] = torch.nan
+                if cache.cross is not None:
+                    cache.cross.keys[others] = cache.cross.values[others] = torch.nan
                 if cache.state is not None:
                     cache.state.ssm[:, others] = cache.state.conv[:, others] = torch.nan
 

@@ -1,0 +1,29 @@
+"""A recorded sound on its way from the client to the encoder of a model that hears."""
+
+from msgspec import Struct
+
+SAMPLE_RATE = 16_000  # samples a second
+WINDOW, HOP = 400, 160  # samples of which a model hears the pitches, and from one such window to the next
+ITEM_BYTES = 4
+
+
+class Sound(Struct, frozen=True):
+    """One channel at SAMPLE_RATE. `samples` are float32, little-endian, from -1 to 1."""
+
+    samples: bytes
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.samples) // ITEM_BYTES
+
+
+class SpeechTokens(Struct, frozen=True, kw_only=True):
+    """The tokens by which a model is told what to write of a sound (generation_config.json of Whisper)."""
+
+    start: int  # that a text begins with
+    languages: dict[str, int] = {}  # by ISO 639-1 code, without marks around it; none: the model knows English alone
+    tasks: dict[str, int] = {}  # transcribe, translate; none likewise
+    no_timestamps: int  # the token behind it is that of 0.00 seconds, and so on in steps of 0.02
+    previous: int = -1  # that text of before stands behind; -1: the model takes none
+    not_first: tuple[int, ...] = ()  # that no answer begins with
+    seconds: int = 30  # of a sound that the encoder takes at once

@@ -1,0 +1,187 @@
+"""Whisper (Radford et al. 2022): an encoder that hears, and a decoder whose layers attend to what it has heard.
+
+    encoder:  x = gelu(conv(gelu(conv(mel)))) + positions;  layers of attention and MLP behind norms;  a norm
+    decoder:  x = x + attention(norm(x));  x = x + cross attention(norm(x));  x = x + mlp(norm(x))
+
+The encoder computes a request's sound when the request begins, alone, so that what it gives does not depend on others; each layer
+of the decoder keeps its keys and values of that in a page of the request (protocol/kv.py: CrossAttention). Keys have no bias.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshlm.protocol.model import ModelSpec, SpeechSpec
+from meshlm.workers.batch import CrossCache, LayerCache
+from meshlm.workers.distributed.shard import WHOLE, Shard
+from meshlm.workers.forward_context import ForwardContext
+from meshlm.workers.layers.linear import Linear
+from meshlm.workers.layers.norm import LayerNorm
+from meshlm.workers.layers.ops import ACTIVATIONS, Ops
+from meshlm.workers.layers.partial_sum import PartialSum
+from meshlm.workers.models.layer_norm import LayerNormAttention, LayerNormDecoder, LayerNormLayer, UngatedMLP
+from meshlm.workers.models.mel import Mel
+
+
+def _parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape), requires_grad=False)
+
+
+class _Biases(nn.Module):
+    """Biases of queries and values."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.q, self.v = _parameter(size), _parameter(size)
+
+    def whole(self) -> nn.Parameter:
+        """Of query, key and value in one product."""
+        return nn.Parameter(torch.cat((self.q, torch.zeros_like(self.q), self.v)), requires_grad=False)
+
+
+class WhisperAttention(LayerNormAttention):
+    """Self-attention of the decoder."""
+
+    def make(self, spec: ModelSpec) -> None:
+        """See `Attention.make`."""
+        super().make(spec)
+        self.biases = _Biases(spec.hidden_size)
+
+    def prepare(self, ops: Ops) -> None:
+        """See `Attention.prepare`."""
+        super().prepare(ops)
+        self.qkv.bias = self.biases.whole()
+
+
+class CrossAttentionLayer(nn.Module):
+    """Attention of the decoder to what the encoder has heard."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        hidden = spec.hidden_size
+        self.q, self.kv = Linear(hidden, hidden, bias=True), Linear(hidden, 2 * hidden, bias=False)
+        self.v_bias = _parameter(hidden)
+        self.o = Linear(hidden, hidden, bias=True)
+        self._shape, self._scale = (spec.num_attention_heads, spec.head_dim), spec.head_dim**-0.5
+
+    def keep(self, states: Tensor, cache: CrossCache, page: int, ops: Ops) -> None:
+        """The keys and values of a sound's states [length, hidden] go to the page."""
+        keys, values = self.kv(states, ops).unflatten(1, (2, *self._shape)).unbind(1)
+        cache.keys[page, : len(states)] = keys
+        cache.values[page, : len(states)] = values + self.v_bias.view(self._shape)
+
+    def forward(self, x: Tensor, cache: CrossCache, context: ForwardContext) -> Tensor:
+        """x [t, hidden] -> what is added to the residual."""
+        query = self.q(x, context.ops).unflatten(1, self._shape)
+        found: Tensor = self.o(context.attention.attend_cross(query, cache, self._scale).flatten(1), context.ops)
+        return found
+
+
+class WhisperLayer(LayerNormLayer):
+    """See the module docstring."""
+
+    attention_type = WhisperAttention
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__(spec, layer)
+        self.cross = CrossAttentionLayer(spec)
+        self.cross_norm = LayerNorm(spec.hidden_size, spec.rms_norm_eps, bias=True)
+
+    def forward(
+        self, x: PartialSum, cache: LayerCache, context: ForwardContext, normed: Tensor | None = None
+    ) -> PartialSum:
+        """See `LayerNormLayer.forward`."""
+        assert isinstance(self.mlp, UngatedMLP)
+        assert isinstance(self.mlp_norm, LayerNorm)
+        assert cache.cross is not None
+        hidden, ops = x.value, context.ops
+        out = self.attention.attend(self.attention.qkv(self.attention_norm(hidden), ops), cache, context)
+        hidden = hidden + self.attention.o(out, ops)
+        hidden = hidden + self.cross(self.cross_norm(hidden), cache.cross, context)
+        return PartialSum(hidden + ops.finish_sum(self.mlp.of_normed(self.mlp_norm(hidden), ops), hidden.dtype))
+
+
+class _EncoderLayer(nn.Module):
+    """All states see one another."""
+
+    def __init__(self, hidden: int, heads: int, wide: int, eps: float) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = (LayerNorm(hidden, eps, bias=True) for _ in range(2))
+        self.qkv, self.o = Linear(hidden, 3 * hidden, bias=False), Linear(hidden, hidden, bias=True)
+        self.biases = _Biases(hidden)
+        self.up, self.down = Linear(hidden, wide, bias=True), Linear(wide, hidden, bias=True)
+        self._heads = heads
+
+    def forward(self, x: Tensor, act: str, ops: Ops) -> Tensor:
+        """x [length, hidden] -> the same of the next layer."""
+        lines = self.qkv(self.attention_norm(x), ops).unflatten(1, (3, self._heads, -1)).permute(1, 2, 0, 3)[:, None]
+        found = F.scaled_dot_product_attention(*lines.unbind(0))
+        x = x + self.o(found[0].transpose(0, 1).flatten(1), ops)
+        added: Tensor = self.down(ACTIVATIONS[act](self.up(self.mlp_norm(x), ops)), ops)
+        return x + added
+
+
+class WhisperEncoder(nn.Module):
+    """See the module docstring. It is on one worker whole."""
+
+    def __init__(self, spec: ModelSpec, speech: SpeechSpec) -> None:
+        super().__init__()
+        hidden, bins = spec.hidden_size, speech.num_mel_bins
+        self._act, self._speech = spec.hidden_act, speech
+        self.first, self.first_bias = _parameter(hidden, bins, 3), _parameter(hidden)
+        self.second, self.second_bias = _parameter(hidden, hidden, 3), _parameter(hidden)
+        self.positions = _parameter(speech.max_source_positions, hidden)
+        sizes = (hidden, speech.encoder_attention_heads, speech.encoder_ffn_dim, spec.rms_norm_eps)
+        self.layers = nn.ModuleList(_EncoderLayer(*sizes) for _ in range(speech.encoder_layers))
+        self.norm = LayerNorm(hidden, spec.rms_norm_eps, bias=True)
+
+    def prepare(self, device: torch.device) -> None:
+        """Computes, after loading, what is computed once."""
+        self._mel = Mel(self._speech, device)
+        for layer in self.layers:
+            assert isinstance(layer, _EncoderLayer)
+            layer.qkv.bias = layer.biases.whole()
+
+    def forward(self, samples: Tensor, ops: Ops) -> Tensor:
+        """Samples float32 [n] -> states [max_source_positions, hidden]."""
+        act = ACTIVATIONS[self._act]
+        x = self._mel(samples).to(self.first.dtype)[None]
+        x = act(F.conv1d(x, self.first, self.first_bias, padding=1))
+        x = act(F.conv1d(x, self.second, self.second_bias, stride=2, padding=1))[0].t()
+        x = x + self.positions
+        for layer in self.layers:
+            x = layer(x, self._act, ops)
+        found: Tensor = self.norm(x)
+        return found
+
+
+class Whisper(LayerNormDecoder):
+    """See `Decoder`: the decoder is what the engine knows, the encoder is asked by `hear`."""
+
+    layer_type = WhisperLayer
+
+    def __init__(self, spec: ModelSpec, max_len: int, shard: Shard = WHOLE) -> None:
+        super().__init__(spec, max_len, shard)
+        assert spec.speech is not None
+        self.encoder = WhisperEncoder(spec, spec.speech)
+        self._never = torch.empty(0, dtype=torch.int64)
+
+    def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
+        """See `Decoder.prepare`."""
+        super().prepare(device, dtype)
+        self.encoder.prepare(device)
+        assert self.spec.speech is not None
+        self._never = torch.tensor(self.spec.speech.suppress_tokens, dtype=torch.int64, device=device)
+
+    def hear(self, samples: Tensor, pages: list[int], caches: list[LayerCache]) -> None:
+        """A request's sound, float32 [n], into its pages, by group."""
+        states = self.encoder(samples, self.ops)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            assert isinstance(layer, WhisperLayer)
+            assert cache.cross is not None
+            layer.cross.keep(states, cache.cross, pages[cache.cross.group], self.ops)
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `Decoder.logits`. Tokens that are never written have no chance."""
+        found = super().logits(hidden, out)
+        return found.index_fill_(1, self._never, -torch.inf) if len(self._never) else found
