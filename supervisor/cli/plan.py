@@ -72,8 +72,10 @@ def memory(config: MeshConfig) -> Iterator[tuple[str, str]]:
         yield "KV cache", "none"
         return
     yield "KV cache of a token", f"{per_token} bytes, over all layers"
-    longest = per_token * resolved.max_model_len
-    yield "KV cache of the longest request", f"{_size(longest)} ({resolved.max_model_len} tokens)"
+    heard = 0 if spec.speech is None else spec.speech.max_source_positions
+    longest = per_token * (resolved.max_model_len + heard)
+    said = f"{resolved.max_model_len} tokens" + (f", and {heard} states of a sound" if heard else "")
+    yield "KV cache of the longest request", f"{_size(longest)} ({said})"
     if config.cache.num_gpu_blocks_override is not None:
         yield "KV cache", f"{config.cache.num_gpu_blocks_override} blocks (--num-gpu-blocks-override)"
         return
@@ -93,7 +95,9 @@ def memory(config: MeshConfig) -> Iterator[tuple[str, str]]:
     else:
         yield (
             "KV cache",
-            f"{_size(budget)} ({why}): {budget // per_token} tokens, {budget // longest} requests at their longest",
+            f"{_size(budget)} ({why}): "
+            + (f"{budget // per_token} tokens, " if not heard else "")
+            + f"{budget // longest} requests at their longest",
         )
 
 

@@ -35,6 +35,7 @@ from meshlm.supervisor.settings import (
     observing,
     parallel,
     quantization,
+    speech,
     states,
     vectors,
 )
@@ -57,6 +58,7 @@ def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
         raise UsageError(str(error)) from None
     pooling = vectors.pooling_of(config, files, platform.name)
     config = msgspec.structs.replace(config, server=_with_parsers(config.server, family, pools=pooling is not None))
+    speech.check(config, files.spec, pools=pooling is not None)
     _check_flags(config, files, platform, family)
     _check_io_processor(config.server.io_processor_plugin, pools=pooling is not None)
     limit = files.spec.max_position_embeddings

@@ -28,6 +28,7 @@ from meshlm.protocol.model import (
     MoESpec,
     PerLayerInputSpec,
     RopeSpec,
+    SpeechSpec,
     StateSpec,
 )
 from meshlm.workers.distributed.shard import WHOLE
@@ -69,8 +70,12 @@ LAYER_NORMS: dict[str, LayerNormSpec] = {
     "Mpt": LayerNormSpec(),
     "MPT": LayerNormSpec(),
     "Falcon": LayerNormSpec(parallel=2),
+    "Whisper": LayerNormSpec(learned_positions=True),
 }
 """Families with layer norms, by what the names of their architectures begin with."""
+SPEECH = SpeechSpec(
+    num_mel_bins=3, encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=6, max_source_positions=5
+)
 
 
 def test_two_families_of_one_name_are_refused() -> None:
@@ -168,6 +173,8 @@ def test_weights_fill_the_parameters_of_the_model(architecture: str, tied: bool)
             "per_layer_input": PerLayerInputSpec(hidden_size_per_layer_input=3, vocab_size_per_layer_input=5),
             "moe": MoESpec(num_experts=1, num_experts_per_tok=1, moe_intermediate_size=5, beside_mlp=True),
         }
+    if architecture.startswith("Whisper"):
+        of_experts = {"mlp_bias": True, "output_bias": True, "speech": SPEECH}
     spec = spec_of(
         **of_encoder,
         **of_states,

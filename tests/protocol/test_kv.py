@@ -9,11 +9,13 @@ from tiny_models import spec_of
 
 from meshlm.protocol.kv import (
     ChunkedAttention,
+    CrossAttention,
     FullAttention,
     KVGroup,
     KVSpec,
     Latent,
     SlidingWindow,
+    block_size_with_sounds,
     caches_of,
     longest_request,
     make_groups,
@@ -162,3 +164,23 @@ def test_pages_of_unequal_layers_have_equal_bytes(
         assert tensors * BLOCK * unit <= page
         if set(share.values()) != {1}:
             assert {specs[layer] for layer in group.layers} == {group.spec}
+
+
+@pytest.mark.parametrize(("layers", "most"), [(4, 1.16), (6, 1.06), (12, 1.06), (24, 1.06), (32, 1.09)])
+def test_a_request_that_hears_takes_little_more_than_what_it_keeps(layers: int, most: float) -> None:
+    """Of Whisper's sizes: 1,500 states of a sound and 448 tokens, in few groups whose pages have equal bytes."""
+    length, context = 1500, 448
+    size = block_size_with_sounds(16, layers, length, context)
+    assert size % 16 == 0
+    kinds: tuple[KVSpec, KVSpec] = (FULL, CrossAttention(length))
+    specs = [spec for _ in range(layers) for spec in kinds]
+    found = make_groups(specs, size, {FULL: 1, kinds[1]: -(-length // size)}, context)
+    assert len({group.page_bytes for group in found}) == 1
+    assert len(found) <= 5
+    assert sorted(layer for group in found for layer in group.layers) == list(range(2 * layers))
+    taken = pages_of([group.spec for group in found], size, context) * found[0].page_bytes
+    assert layers * (length + context) <= taken <= most * layers * (length + context)
+
+
+def test_blocks_are_no_shorter_than_asked_for() -> None:
+    assert block_size_with_sounds(600, 4, 1500, 448) >= 600

@@ -12,7 +12,14 @@ from two_hosts import HEAD_PORT, address_of
 
 from meshlm.protocol import config as cfg
 from meshlm.protocol.ids import HEAD, Identity, Role
-from meshlm.protocol.kv import ChunkedAttention, FullAttention, KVSpec, RecurrentState, SlidingWindow
+from meshlm.protocol.kv import (
+    ChunkedAttention,
+    CrossAttention,
+    FullAttention,
+    KVSpec,
+    RecurrentState,
+    SlidingWindow,
+)
 from meshlm.protocol.tasks import PoolKind
 from meshlm.runtime import tcp
 from meshlm.supervisor.settings import layout
@@ -30,6 +37,7 @@ STATES: tuple[tuple[KVSpec, ...], ...] = (
     (FullAttention(), RecurrentState("all", 2), RecurrentState("all", 2)),
     (FullAttention(), SlidingWindow(4), RecurrentState("align", 2)),
     (RecurrentState("none"),),
+    (FullAttention(), CrossAttention(2)),
 )
 RETRY_WINDOW_S = 1.5
 PEER_TIMEOUT_S = 0.8

@@ -243,6 +243,16 @@ def _wrong_heads(variant: Variant, device: torch.device) -> str:
     return f"its attention of heads of {variant.dim} is not right on this GPU: {reason}" if reason else ""
 
 
+def _wrong_pages(spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device) -> str:
+    """Why it cannot read pages of sounds, which have any length, and blocks that go with them."""
+    assert spec.speech is not None
+    shape = (spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim)
+    for page in (block_size, -(-spec.speech.max_source_positions // block_size) * block_size):
+        if reason := _wrong_heads(Variant(*shape, page, dtype, windowed=False, capped=False), device):
+            return f"with blocks of {page} tokens {reason}"
+    return ""
+
+
 def _head_sizes(spec: ModelSpec) -> set[tuple[int, int]]:
     """Key-value heads of the layers that attend, and their size; latents have kernels of their own."""
     layers = (spec.of_layer(n) for n in range(spec.num_hidden_layers) if spec.has_attention(n))
@@ -305,8 +315,8 @@ class TritonBackend:
             return f"it supports latents of up to {MOST_RANK}, this model has kv_lora_rank {spec.mla.kv_lora_rank}"
         if spec.state is not None:
             return _without_states(spec.state, block_size, dtype, device)
-        if spec.speech is not None:  # whose blocks have any length
-            return _wrong(spec, device, dtype, block_size)
+        if spec.speech is not None:
+            return _wrong_pages(spec, block_size, dtype, device)
         if block_size & (block_size - 1) or block_size < 8:
             return f"--block-size {block_size} is not a power of two from 8 up"
         return _wrong(spec, device, dtype, block_size)

@@ -116,15 +116,17 @@ def _backend(config: MeshConfig, device: torch.device, placement: WorkerPlacemen
 
 
 def _with_pages(config: MeshConfig, spec: ModelSpec, placement: WorkerPlacement) -> tuple[ModelSpec, int]:
-    """This worker's part of the model, its states named as the cache holds them, and the tokens of a block: states make it longer."""
+    """This worker's part of the model, its states named as the cache holds them, and the tokens of a block: states and sounds make it
+    longer."""
     resolved, cache = config.resolved, config.cache
     assert resolved is not None
-    if spec.state is None:
+    if spec.state is None and spec.speech is None:
         return spec, cache.block_size
     dtype = DTYPES[resolved.dtype]
     held = dtype if cache.kv_cache_dtype == "auto" else torch.float8_e4m3fn
     layout = KVLayout(resolved.spec, cache.block_size, resolved.max_model_len, held, placement.shard, cache, dtype)
-    assert layout.states is not None
+    if layout.states is None or spec.state is None:
+        return spec, layout.block_size
     ssm = str(layout.states.ssm).removeprefix("torch.")
     return replace(spec, state=replace(spec.state, dtype=ssm)), layout.block_size
 

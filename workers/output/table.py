@@ -13,8 +13,8 @@ EDITS = 16  # ids of a request whose logits kernels/penalties edits
 
 
 def edits(params: SamplingParams) -> list[tuple[int, float, int]] | None:
-    """Bias, bad words of one token, min_tokens and tokens that come not first as (id, what is added, before which output index), each id
-    once; None where that is not enough."""
+    """Bias, bad words of one token, min_tokens and tokens that come not first as (id, what is added, before which output index), each
+    id once; None where that is not enough."""
     stops = dict.fromkeys(params.stop_token_ids + params.eos_token_ids) if params.min_tokens else {}
     found = [(token, -np.inf, params.min_tokens) for token in stops]
     found += [(token, -np.inf, 1) for token in params.not_first_token_ids if token not in stops]

@@ -5,7 +5,15 @@ from itertools import count
 from meshlm.protocol.admit_edge import EngineRequest
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
-from meshlm.protocol.kv import ChunkedAttention, FullAttention, KVSpec, Latent, RecurrentState, SlidingWindow
+from meshlm.protocol.kv import (
+    ChunkedAttention,
+    CrossAttention,
+    FullAttention,
+    KVSpec,
+    Latent,
+    RecurrentState,
+    SlidingWindow,
+)
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.scheduler_proc.kv.cache import KVCache
 from meshlm.scheduler_proc.request import Request
@@ -37,13 +45,27 @@ class Device:
     def compute(self, request: Request, num_tokens: int) -> None:
         """Its next tokens, each from what its attention sees in the pages."""
         self.goes_on(request)
+        self.hears(request)
         for position in range(request.num_computed, request.num_computed + num_tokens):
-            for group in range(len(self.specs)):
+            for group, spec in enumerate(self.specs):
+                if isinstance(spec, CrossAttention):
+                    continue
                 known = (group, request.work.cache_salt, tuple(request.tokens[: position + 1]))
                 self.slots[self._slot(request, group, position)] = known
         for position in (request.num_computed, request.num_computed + num_tokens - 1):
             self.sees(request, position)
         request.num_computed += num_tokens
+
+    def hears(self, request: Request) -> None:
+        """The first step of a request fills its page, and all later ones find that there, wherever their tokens stand."""
+        for group, spec in enumerate(self.specs):
+            if isinstance(spec, CrossAttention):
+                pages = set(request.blocks[group :: len(self.specs)])
+                assert len(pages) == 1
+                page = pages.pop()
+                if not request.num_computed:
+                    self.slots.update(dict.fromkeys(((page, at) for at in range(BLOCK)), request))
+                assert all(self.slots[page, at] is request for at in range(BLOCK)), "another's sound"
 
     def goes_on(self, request: Request) -> None:
         """States are read before the step writes any."""
@@ -56,7 +78,7 @@ class Device:
 
     def sees(self, request: Request, position: int) -> None:
         for group, spec in enumerate(self.specs):
-            if isinstance(spec, RecurrentState):
+            if isinstance(spec, RecurrentState | CrossAttention):
                 continue
             first = max(0, position - spec.window + 1) if isinstance(spec, SlidingWindow) else 0
             if isinstance(spec, ChunkedAttention):
@@ -114,4 +136,6 @@ GROUPS: tuple[tuple[KVSpec, ...], ...] = (
     (FULL, RecurrentState("none")),
     (FULL, SlidingWindow(6), RecurrentState("align"), RecurrentState("align")),
     (FULL, SlidingWindow(6), RecurrentState("all", 3)),
+    (FULL, CrossAttention(3)),
+    (FULL, SlidingWindow(6), CrossAttention(4), CrossAttention(4)),
 )

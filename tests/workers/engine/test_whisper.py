@@ -23,7 +23,14 @@ from meshlm.workers.models.mel import Mel
 from meshlm.workers.models.whisper import Whisper
 
 BEFORE = [8, *range(60, 110)]  # of a block of 64 tokens, which the answer outgrows
-PROMPTS = [[*BEFORE, 1, 2, 6, 9], [1, 3, 6, 9], [*BEFORE, 1, 2, 6, 9], [*BEFORE, *BEFORE[:45], 1, 4, 6], [1, 2, 5], [*BEFORE, 1, 2]]
+PROMPTS = [
+    [*BEFORE, 1, 2, 6, 9],
+    [1, 3, 6, 9],
+    [*BEFORE, 1, 2, 6, 9],
+    [*BEFORE, *BEFORE[:45], 1, 4, 6],
+    [1, 2, 5],
+    [*BEFORE, 1, 2],
+]
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +52,7 @@ def test_it_hears_what_transformers_hears(model: tuple[Path, Any]) -> None:
     ours = load(model[0])
     assert isinstance(ours, Whisper)
     assert ours.spec.speech is not None
+    assert ours.spec.architecture == "WhisperForConditionalGeneration"
     heard = Mel(ours.spec.speech, CPU)(torch.from_numpy(small_whisper.samples(1)))
     torch.testing.assert_close(heard, small_whisper.features(1)[0], atol=2e-5, rtol=1e-4)
     with torch.inference_mode():

@@ -1,0 +1,33 @@
+"""Flags that a model which writes down sounds does not go with. Called by resolve.py."""
+
+from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.model import ModelSpec
+from meshlm.supervisor.errors import UsageError
+
+
+def check(config: MeshConfig, spec: ModelSpec, *, pools: bool) -> None:
+    """UsageError for flags that cannot be honoured. pools: the server is to give vectors."""
+    if spec.speech is None:
+        return
+    parallel, cache = config.parallel, config.cache
+    if pools:
+        raise UsageError(
+            f"--runner pooling: {spec.architecture} writes down sounds, and gives no vectors; leave it out"
+        )
+    for flag, size in (
+        ("--tensor-parallel-size", parallel.tensor_parallel_size),
+        ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
+    ):
+        if size > 1:
+            raise UsageError(
+                f"{flag} {size}: one worker has all of {spec.architecture}; use --data-parallel-size for more of them"
+            )
+    if cache.kv_cache_dtype != "auto":
+        why = f"what {spec.architecture} hears is not kept in 8 bits"
+        raise UsageError(f"--kv-cache-dtype {cache.kv_cache_dtype}: {why}; use auto")
+    if spec.quantization is not None:
+        raise UsageError(
+            f"--quantization {spec.quantization.method}: it is not there for {spec.architecture}; leave it out"
+        )
+    if config.server.grpc:
+        raise UsageError(f"--grpc: its service takes no sounds, which {spec.architecture} needs; leave it out")
