@@ -41,12 +41,18 @@ def checked_prompt(token_ids: "array[int]", submit: Submit, vocab_size: int, max
     return token_ids
 
 
-def check_sound(submit: Submit, *, hears: bool) -> None:
-    """RequestError where a sound is missing, or nobody hears it."""
-    if hears == isinstance(submit.prompt, SoundPrompt):
-        return
-    text = "this model writes down sounds: it needs one" if hears else "this model hears no sounds"
-    raise RequestError(ErrorKind.INVALID, text, "prompt")
+def check_sound(submit: Submit, most_samples: int) -> None:
+    """RequestError where a sound is missing, or has not 1 to `most_samples` samples. 0: the model hears none."""
+    sound = submit.prompt.sound if isinstance(submit.prompt, SoundPrompt) else None
+    text = ""
+    if sound is None and most_samples:
+        text = "this model writes down sounds: it needs one"
+    elif sound is not None and not most_samples:
+        text = "this model hears no sounds"
+    elif sound is not None and not 0 < sound.num_samples <= most_samples:
+        text = f"the sound has {sound.num_samples} samples; it must have 1 to {most_samples}"
+    if text:
+        raise RequestError(ErrorKind.INVALID, text, "prompt")
 
 
 def left_embeds(embeds: PromptEmbeds | None, whole: int, left: int, submit: Submit) -> PromptEmbeds | None:

@@ -51,12 +51,11 @@ class Detokenizer(Attempts):
         max_model_len: int,
         retry_window_s: float = 60.0,
         incarnation: int = 0,
-        *,
-        hears: bool = False,
+        most_samples: int = 0,
     ) -> None:
-        """hears: the model writes down sounds, and nothing else."""
+        """most_samples: of the sounds that the model writes down, and it does nothing else; 0: it hears none."""
         super().__init__(table, retry_window_s)
-        self._hears = hears
+        self._most_samples = most_samples
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
         self._incarnation = incarnation
         self.jobs: dict[int, list[RequestState]] = {}
@@ -167,7 +166,7 @@ class Detokenizer(Attempts):
             if event.error is not None:
                 raise event.error
             assert event.token_ids is not None
-            check_sound(submit, hears=self._hears)
+            check_sound(submit, self._most_samples)
             prompt = checked_prompt(event.token_ids, submit, self.vocab_size, self.max_model_len)
             embeds = left_embeds(event.embeds, len(event.token_ids), len(prompt), submit)
             sampling = [checked_sampling(submit, places[s.request_id], len(prompt), self.max_model_len) for s in now]

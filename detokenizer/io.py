@@ -119,8 +119,9 @@ class DetokenizerApp:
         self._grammars = Grammars(special, may_end=bool(resolved.eos_token_ids), can_write=spelling.can_write)
         vocab_size = resolved.spec.vocab_size
         window_s = mesh.config.server.retry_window
-        hears, longest = resolved.speech is not None, resolved.max_model_len
-        self._core = Detokenizer(table, vocab_size, longest, window_s, mesh.incarnation, hears=hears)
+        samples = 0 if resolved.spec.speech is None else resolved.spec.speech.num_samples
+        longest, life = resolved.max_model_len, mesh.incarnation
+        self._core = Detokenizer(table, vocab_size, longest, window_s, life, samples)
         self._core.max_deaths = allowed(mesh.config.run.max_restarts)
         self._do_all(self._early)
         self._next_question()

@@ -20,6 +20,7 @@ LIMITS = (
     "max-concurrent-bytes",
     "max-incoming-bytes",
     "max-body-bytes",
+    "max-audio-bytes",
     "max-num-seqs",
     "drain-timeout",
 )
@@ -76,7 +77,11 @@ class HttpError(Exception):
 
 
 _TEXT = "this server gives text; --runner pooling serves vectors"
-_VECTORS = "this server gives no text: it gives vectors (--runner), or was started by meshlm launch render"
+_VECTORS = (
+    "this server takes no texts to go on with: it gives vectors (--runner), writes down sounds (/v1/audio/transcriptions), or was "
+    "started by meshlm launch render"
+)
+NO_SOUNDS = "this server's model takes texts, and writes down no sounds (as Whisper does)"
 _LORA = "LoRA adapters are not supported"
 # Paths that vLLM has: why they are not here, or what there is instead.
 NOT_SERVED = {
@@ -85,7 +90,8 @@ NOT_SERVED = {
         _TEXT,
     ),
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), _TEXT),
-    **dict.fromkeys(("/v1/completions", "/v1/chat/completions", "/v1/messages"), _VECTORS),
+    **dict.fromkeys(("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"), _VECTORS),
+    **dict.fromkeys(("/v1/responses", "/v1/conversations"), _VECTORS),
     **dict.fromkeys(
         (f"/v1/{kind}/{verb}" for kind in ("completions", "chat/completions") for verb in ("render", "derender")),
         _VECTORS,
@@ -104,7 +110,7 @@ NOT_SERVED = {
     ),
     **dict.fromkeys(("/reset_mm_cache", "/reset_encoder_cache"), "only text is supported"),
     "/readyz": "not supported; GET /ready says whether requests are served",
-    **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations"), "only text is supported"),
+    **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations"), NO_SOUNDS),
     **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), _LORA),
     **dict.fromkeys(
         (

@@ -9,7 +9,7 @@ import random
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
@@ -25,6 +25,7 @@ from meshlm.frontend.interval import Interval
 from meshlm.frontend.pacing import Pace, most_waiting
 from meshlm.frontend.rate_limits import RateLimits
 from meshlm.frontend.responses import Response, WholeResponse, trace_headers
+from meshlm.frontend.speech.stream import SpeechStream
 from meshlm.frontend.stream_response import StreamResponse
 from meshlm.frontend.turn import TurnResponse
 from meshlm.frontend.vectors.answers import VectorsResponse
@@ -37,6 +38,7 @@ from meshlm.runtime.errors import RequestError
 from meshlm.runtime.io_processors import IOProcessor
 
 WRONG_RUNNER = "this server gives vectors, and no text (--runner)"
+Prepared = TypeVar("Prepared")
 MANY_CHOICES = 256  # whose answer is written away from the loop
 
 
@@ -74,6 +76,7 @@ class Backend(operating.Operates, Protocol):
 
 
 WholeAnswer = WholeResponse | TurnResponse | VectorsResponse
+StreamAnswer = StreamResponse | TurnResponse | SpeechStream
 
 
 class Form(NamedTuple):
@@ -83,13 +86,15 @@ class Form(NamedTuple):
     whole: Callable[[parse.ParsedRequest, str, int, str, Callable[[], None]], WholeAnswer]
     stream: Callable[
         [parse.ParsedRequest, str, int, str, Callable[[], None], Callable[[bytes], None], retry.Progress | None],
-        StreamResponse | TurnResponse,
+        StreamAnswer,
     ]
     id_headers: tuple[str, ...] = ("X-Request-Id",)  # with the name of the request
     named_by_header: bool = True  # a client's X-Request-Id is in the answer's id
     before_end: Callable[[], Awaitable[None]] | None = (
         None  # awaited when all is said, before the client has the end of it
     )
+    # Awaited once the request is admitted, with its id and its rank: the request that is to be sent.
+    before_start: Callable[[parse.ParsedRequest, str, int], Awaitable[parse.ParsedRequest]] | None = None
 
 
 OPENAI = Form(WholeResponse, StreamResponse)
@@ -149,7 +154,7 @@ class Generation:
         started, created = time.monotonic(), int(time.time())
         end = asyncio.Event()
         writer = EventWriter(dict(request.scope), request.scope["meshlm.send"], self.unsent)
-        answer: WholeAnswer | StreamResponse
+        answer: WholeAnswer | StreamAnswer
         has = submits.position(ask, again)
         if ask.stream:
             progress = retry.Progress(has) if has else None
@@ -158,14 +163,20 @@ class Generation:
             answer = form.whole(ask, request_id, created, model, end.set)
         answer.trace_headers = trace_headers(request.headers)
         rank = submits.dp_rank(request.headers)
-        asked = await self.submits_of(answer, ask, rank, again, has.cuts if has is not None else ())
         status = 200
         opened: list[Choice] = []
         asking: asyncio.Future[None] | None = None  # asks for more while the answer is made
-        if ask.beams or len(asked) > 1:
-            asks = self._search(answer, ask, rank, end) if ask.beams else self._open(asked, opened)
-            asking = asyncio.ensure_future(asks)
         try:
+            if form.before_start is not None:
+                prepared = await _unless_disconnected(request, form.before_start(ask, request_id, rank))
+                if prepared is None:
+                    status = 499
+                    return None
+                ask = answer.ask = prepared
+            asked = await self.submits_of(answer, ask, rank, again, has.cuts if has is not None else ())
+            if ask.beams or len(asked) > 1:
+                asks = self._search(answer, ask, rank, end) if ask.beams else self._open(asked, opened)
+                asking = asyncio.ensure_future(asks)
             if asking is None:
                 opened += answer.choices
                 backend.open(*asked[0])
@@ -207,7 +218,7 @@ class Generation:
 
     async def submits_of(
         self,
-        answer: WholeAnswer | StreamResponse,
+        answer: WholeAnswer | StreamAnswer,
         ask: parse.ParsedRequest,
         rank: int,
         again: retry.IdempotencyKey | None,
@@ -241,7 +252,7 @@ class Generation:
 
     async def _search(
         self,
-        answer: WholeAnswer | StreamResponse,
+        answer: WholeAnswer | StreamAnswer,
         ask: parse.ParsedRequest,
         rank: int,
         end: asyncio.Event,
@@ -257,7 +268,7 @@ class Generation:
     async def _stream(
         self,
         request: Request,
-        answer: StreamResponse | TurnResponse,
+        answer: StreamAnswer,
         writer: EventWriter,
         end: asyncio.Event,
         form: Form,
@@ -306,6 +317,23 @@ async def _ended_before_disconnect(request: Request, end: asyncio.Event) -> bool
         return ended.done()
     finally:
         ended.cancel()
+        left.cancel()
+
+
+async def _unless_disconnected(request: Request, work: Awaitable[Prepared]) -> Prepared | None:
+    """What the work gives; None, and no more of it is done, when the client leaves first."""
+    done = asyncio.ensure_future(work)
+    left = asyncio.ensure_future(disconnected(request))
+    try:
+        await asyncio.wait({done, left}, return_when=asyncio.FIRST_COMPLETED)
+        if done.done():
+            return done.result()
+        done.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await done  # it ends what it has begun
+        return None
+    finally:
+        done.cancel()
         left.cancel()
 
 

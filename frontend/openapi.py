@@ -91,7 +91,8 @@ def _operation(op: Operation, method: str, refs: Refs, keys: bool, served: Serve
             for p in op.parameters
         ]
     if op.body is not None:
-        found["requestBody"] = {"required": True, "content": {"application/json": {"schema": refs[op.body]}}}
+        kind = "multipart/form-data" if op.is_form else "application/json"
+        found["requestBody"] = {"required": True, "content": {kind: {"schema": refs[op.body]}}}
     found["responses"] = {"200": _success(op, refs)}
     for status in sorted(errors):
         found["responses"][str(status)] = _error(status, {"application/json": {"schema": refs[op.error]}})
@@ -112,6 +113,8 @@ def _success(op: Operation, refs: Refs) -> Json:
     if isinstance(op.answers, str):
         return {"description": "As it is.", "content": _text(op.answers)}
     content = {"application/json": {"schema": refs[op.answers]}}
+    for media_type in op.texts:
+        content |= _text(media_type)
     if not op.streams:
         return {"description": "The answer.", "content": content}
     return {
@@ -158,7 +161,7 @@ def page(api: Json) -> str:
 
 def _section(method: str, path: str, operation: Json, api: Json) -> str:
     rows = [(p["name"], p["schema"], p["in"], p["description"]) for p in operation.get("parameters", ())]
-    body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
+    body = next((one["schema"] for one in operation.get("requestBody", {}).get("content", {}).values()), None)
     fields = _table("Parameters", rows) + (_fields("Body", body, api) if body else "")
     answers = []
     for status, answer in operation["responses"].items():

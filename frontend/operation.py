@@ -10,6 +10,7 @@ from meshlm.frontend.errors import STATUS
 from meshlm.frontend.retry import KEY, MAX_KEY_LENGTH
 
 TEXT, METRICS, HTML = "text/plain", "text/plain; version=0.0.4; charset=utf-8", "text/html; charset=utf-8"
+SRT, VTT = "application/x-subrip", "text/vtt"
 EVENTS = "text/event-stream"
 Json = dict[str, Any]
 
@@ -31,7 +32,7 @@ class Operation(NamedTuple):
     handler: str
     answers: type[Struct] | GenericAlias | str | None
     summary: str
-    body: type[Struct] | None = None
+    body: type[Struct] | None = None  # JSON, or with `is_form` multipart/form-data
     methods: tuple[str, ...] = ("GET",)
     errors: tuple[int, ...] = (503,)  # a server that stops says so on every path
     parameters: tuple[Parameter, ...] = ()
@@ -39,6 +40,8 @@ class Operation(NamedTuple):
     plain_errors: tuple[int, ...] = ()  # statuses whose body is text
     is_open: bool = False  # needs no key
     error: type[Struct] = responses.ErrorResponse
+    is_form: bool = False
+    texts: tuple[str, ...] = ()  # content types that the answer has instead, where they are asked for
 
     @property
     def generates(self) -> bool:

@@ -13,6 +13,7 @@ from meshlm.frontend.operator_operations import DASHBOARD, DEVELOPMENT, DOCUMENT
 from meshlm.frontend.rendering import schema as rendering
 from meshlm.frontend.responses_api import schema as responses_api
 from meshlm.frontend.retry import KEY, LAST_ID
+from meshlm.frontend.speech.operations import SPEECH
 from meshlm.frontend.vectors import schema as vectors
 from meshlm.runtime.api_keys import ADMIN, INFERENCE
 
@@ -355,7 +356,7 @@ _TEXTS = ("/render", "/derender")  # ends of the paths that ask the tokenizer al
 # Requests for which the mesh computes: those that are refused while it is full.
 SUBMITS = frozenset(
     op.path
-    for op in (*OPERATIONS, *VECTORS)
+    for op in (*OPERATIONS, *VECTORS, *SPEECH)
     if op in VECTORS or (op.generates and "{" not in op.path and not op.path.endswith(_TEXTS))
 )
 ADMIN_PATHS = {"/start_profile", "/stop_profile", "/settings", *(op.path for op in (*DEVELOPMENT, *DASHBOARD))}
@@ -377,15 +378,16 @@ def served(
     documentation: bool,
     development: bool,
     pooling: bool = False,
+    speech: bool = False,
     tokenizer_info: bool = False,
     renders_only: bool = False,
     dashboard: bool = False,
 ) -> tuple[Operation, ...]:
-    """All routes of a server that gives vectors, gives text (--runner), or renders it alone; with or without its documentation
-    (--disable-fastapi-docs), its dashboard (--max-dashboards), those for development (--server-dev-mode) and the tokenizer's
-    (--enable-tokenizer-info-endpoint)."""
+    """All routes of a server that gives vectors, gives text (--runner), writes down sounds, or renders texts alone; with or without its
+    documentation (--disable-fastapi-docs), its dashboard (--max-dashboards), those for development (--server-dev-mode) and the
+    tokenizer's (--enable-tokenizer-info-endpoint)."""
     of_both = (op for op in OPERATIONS if not op.generates and not op.path.startswith(OF_TEXT))
-    own = (*of_both, *VECTORS) if pooling else OPERATIONS
+    own = (*of_both, *(VECTORS if pooling else SPEECH)) if pooling or speech else OPERATIONS
     if renders_only:
         own = tuple(op for op in OPERATIONS if not op.generates or op.path.endswith(("render", "derender")))
     own += (TOKENIZER_INFO if tokenizer_info else ()) + (DASHBOARD if dashboard else ())

@@ -11,6 +11,7 @@ from msgspec import Struct
 from meshlm.frontend.messages import request_schema as anthropic
 from meshlm.frontend.responses_api import request_schema as responses_api
 from meshlm.frontend.schema import MAX_BAD_WORDS, MAX_LOGPROB_IDS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, MAX_TOKENS
+from meshlm.frontend.speech import request_schema as speech
 from meshlm.runtime.messages import NEED_CONTENT, PARTS
 from meshlm.runtime.structured_outputs import MAX_CHOICES as MAX_CHOICES_OF_TEXT
 
@@ -66,6 +67,7 @@ def refine(schemas: Json, served: Served) -> None:
         served.names, served.max_logprobs, takes_tools=served.takes_tools, takes_priorities=served.takes_priorities
     )
     refined |= responses_api.of_conversations()
+    speech.refine(schemas, served.names, takes_priorities=served.takes_priorities)
     refined["ResponsesRequest"]["structured_outputs"] = _or_null(*_constraints())
     either: Json = {"anyOf": [_TEXT, _ids(served, 1)]}
     items = {"type": "array", "items": either, "minItems": 1, "maxItems": 2048}

@@ -40,6 +40,7 @@ from meshlm.frontend.schema import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from meshlm.frontend.speech import routes as speech_routes
 from meshlm.frontend.vectors import processed
 from meshlm.frontend.vectors import routes as vector_routes
 from meshlm.protocol.columns import pack_i32
@@ -75,6 +76,8 @@ class Routes:
         reads = Reads(self._read, self._ask, self._chat, self._completion, self._again, self._check_model)
         self.rendering = Rendering(backend, self._generation, reads)
         self.scoring = Scoring(backend.resolved, self._generation, reads)
+        of_speech = speech_routes.Reads(partial(self._body, is_json=False), self._again, self._check_model)
+        self.speech = speech_routes.SpeechRoutes(backend, self._generation, of_speech)
         self.dashboard = DashboardRoutes(backend)
         self.operator = OperatorRoutes(backend, self._read)
         self.keys = ApiKeys.of_server(backend.config.server)
@@ -114,6 +117,7 @@ class Routes:
             documentation=not server.disable_fastapi_docs,
             development=server.server_dev_mode,
             pooling=self._backend.resolved.pooling is not None,
+            speech=self._backend.resolved.speech is not None,
             tokenizer_info=server.enable_tokenizer_info_endpoint,
             renders_only=self._backend.resolved.renders_only,
             dashboard=server.max_dashboards > 0,
@@ -355,7 +359,7 @@ class Routes:
                 return await asyncio.to_thread(read, request, raw)
 
     @asynccontextmanager
-    async def _body(self, request: Request) -> AsyncIterator[bytes]:
+    async def _body(self, request: Request, is_json: bool = True) -> AsyncIterator[bytes]:
         """The body, refused as soon as it is too long. It counts as incoming until it is read."""
         if (coding := request.headers.get("content-encoding", "identity").lower()) != "identity":
             raise HttpError(400, f"the body is sent in the content-encoding {coding[:40]!r}; send it as it is")
@@ -375,7 +379,7 @@ class Routes:
                         raise HttpError(503, BODIES, kind="overloaded_error")
                     held += len(part)
                 parts.append(part)
-                if size - len(part) < bodies.BEGINNINGS[0] <= size:
+                if is_json and size - len(part) < bodies.BEGINNINGS[0] <= size:
                     async with self._reads_large:  # before all the rest is read
                         await asyncio.to_thread(bodies.check_counts, b"".join(parts))
             raw = b"".join(parts)

@@ -6,17 +6,15 @@ from typing import Any, NamedTuple
 
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.prompt_embeds import ITEM_BYTES
-from meshlm.protocol.text_edge import EmbedsPrompt, Prompt, TextPrompt, TokenPrompt
+from meshlm.protocol.sound import SAMPLE_RATE, Sound
+from meshlm.protocol.text_edge import EmbedsPrompt, JoinedPrompt, Prompt, SoundPrompt, TextPrompt, TokenPrompt
 from meshlm.runtime import tensor_files
 
 GIVEN = ("prompt_embeds", "prompt_token_ids", "prompt")  # the first that is there counts
 OnePrompt = str | Sequence[int] | Mapping[str, Any]
 NOT_SUPPORTED = {
-    **dict.fromkeys(
-        ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"), "images, sound and video are not supported"
-    ),
+    **dict.fromkeys(("multi_modal_uuids", "mm_processor_kwargs"), "images and video are not supported"),
     "prompt_is_token_ids": "a prompt is text, token ids or vectors",
-    **dict.fromkeys(("encoder_prompt", "decoder_prompt"), "encoder-decoder models are not supported"),
     "token_type_ids": "LLM.score gives a pair's texts their types",
 }
 
@@ -55,10 +53,14 @@ def of_generate(item: Any, *, add_special_tokens: bool = True, sizes: Sizes | No
     if not isinstance(item, Mapping):
         prompt = _prompt(item, add_special_tokens)
         return Given(prompt, prompt.text if isinstance(prompt, TextPrompt) else None)
+    if "encoder_prompt" in item or "decoder_prompt" in item:
+        item = _of_both(item)
+    if heard := item.get("multi_modal_data"):
+        return _of_sound({name: value for name, value in item.items() if name != "multi_modal_data"}, heard)
     for name, value in item.items():
         if name in NOT_SUPPORTED and value is not None and not (isinstance(value, Mapping | list) and not value):
             raise ValueError(f"a prompt's {name!r}: not supported; {NOT_SUPPORTED[name]}")
-        if name not in NOT_SUPPORTED and name not in (*GIVEN, "cache_salt"):
+        if name not in NOT_SUPPORTED and name not in (*GIVEN, "cache_salt", "multi_modal_data"):
             raise ValueError(f"a prompt has no key {name!r}; it has 'prompt' or 'prompt_token_ids', and 'cache_salt'")
     given = [(name, item[name]) for name in GIVEN if item.get(name) is not None]
     if not given:
@@ -72,6 +74,49 @@ def of_generate(item: Any, *, add_special_tokens: bool = True, sizes: Sizes | No
     name, value = given[0]
     prompt = _vectors(value, sizes) if name == "prompt_embeds" else _prompt(value, add_special_tokens)
     return Given(prompt, text, salt or "")
+
+
+def _of_both(item: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What an encoder and a decoder get, as one prompt: the sound of the one, and text or ids of the other."""
+    if more := item.keys() - {"encoder_prompt", "decoder_prompt"}:
+        raise ValueError(f"a prompt's {min(more)!r}: beside 'encoder_prompt' and 'decoder_prompt' there is nothing")
+    of_encoder, of_decoder = item.get("encoder_prompt"), item.get("decoder_prompt")
+    if not isinstance(of_encoder, Mapping) or of_encoder.get("prompt") or of_encoder.get("prompt_token_ids"):
+        raise ValueError("a prompt's 'encoder_prompt': must be a dict with 'multi_modal_data' and an empty 'prompt'")
+    if isinstance(of_decoder, Mapping):
+        found = dict(of_decoder)
+    else:
+        found = {"prompt" if isinstance(of_decoder, str) else "prompt_token_ids": of_decoder}
+    return {**found, "multi_modal_data": of_encoder.get("multi_modal_data")}
+
+
+def _of_sound(item: Mapping[str, Any], heard: Any) -> Given:
+    """A sound, and what stands before the text that is written of it, without special tokens that nobody named."""
+    if not isinstance(heard, Mapping) or heard.keys() != {"audio"}:
+        raise ValueError("a prompt's 'multi_modal_data': must be a dict with 'audio', and nothing else is supported")
+    given = of_generate(item, add_special_tokens=False)
+    if not isinstance(given.prompt, TextPrompt | TokenPrompt):
+        raise ValueError("a prompt's 'multi_modal_data': goes with 'prompt' or 'prompt_token_ids'")
+    prompt = given.prompt if isinstance(given.prompt, TokenPrompt) else JoinedPrompt((given.prompt,))
+    return given._replace(prompt=SoundPrompt(prompt, _sound(heard["audio"])))
+
+
+def _sound(audio: Any) -> Sound:
+    """An array of samples, or such an array and its rate."""
+    import numpy as np
+
+    if isinstance(audio, list) and len(audio) == 1:
+        audio = audio[0]
+    samples, rate = audio if isinstance(audio, tuple) and len(audio) == 2 else (audio, SAMPLE_RATE)
+    if rate != SAMPLE_RATE:
+        raise ValueError(f"a prompt's 'audio': its rate is {rate}; give it at {SAMPLE_RATE} samples a second")
+    try:
+        found = np.asarray(samples, np.float32)
+    except (TypeError, ValueError):
+        raise ValueError("a prompt's 'audio': must be an array of samples, or that and its rate") from None
+    if found.ndim != 1 or not found.size or not np.isfinite(found).all():
+        raise ValueError("a prompt's 'audio': must be one channel of finite samples, and not empty")
+    return Sound(found.astype("<f4").tobytes())
 
 
 def _vectors(tensor: Any, sizes: Sizes | None) -> EmbedsPrompt:

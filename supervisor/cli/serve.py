@@ -23,7 +23,7 @@ from meshlm.supervisor.cli.display import StartDisplay
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.nodes import joining
 from meshlm.supervisor.processes import rundir
-from meshlm.supervisor.settings import context, flags, layout, resolve, vllm_env
+from meshlm.supervisor.settings import context, flags, layout, resolve, speech, vllm_env
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -85,6 +85,7 @@ def _run_mesh(config: MeshConfig, renders_only: bool, at_most: int | None) -> No
     headless = config.network.headless
     with contextlib.nullcontext() if headless else resolve.claim_port(config.server.address, config.server.port):
         config = resolve.resolve(config, at_most)
+        speech.check_packages(config)
         if renders_only:
             assert config.resolved is not None
             resolved = msgspec.structs.replace(config.resolved, renders_only=True)

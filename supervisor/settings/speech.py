@@ -1,8 +1,20 @@
 """Flags that a model which writes down sounds does not go with. Called by resolve.py."""
 
+import importlib.util
+
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.model import ModelSpec
 from meshlm.supervisor.errors import UsageError
+
+
+def check_packages(config: MeshConfig) -> None:
+    """UsageError where frontends could not read the sounds of a model that writes them down."""
+    assert config.resolved is not None
+    missing = [name for name in ("av", "python_multipart") if not importlib.util.find_spec(name)]
+    if config.resolved.speech is not None and missing:
+        raise UsageError(
+            f"{config.resolved.spec.architecture}: packages that read sounds are not installed; pip install 'meshlm[audio]'"
+        )
 
 
 def check(config: MeshConfig, spec: ModelSpec, *, pools: bool) -> None:

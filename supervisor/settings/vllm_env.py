@@ -26,11 +26,19 @@ def _color(text: str) -> str:
     return found
 
 
-def _seconds(text: str) -> float:
+def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
         raise ValueError("a number is expected") from None
+
+
+def _mebibytes(text: str) -> int:
+    return int(_number(text) * (1 << 20))
+
+
+def _whole(text: str) -> int:
+    return int(_number(text))
 
 
 def _switch(text: str) -> bool:
@@ -44,9 +52,11 @@ HONOURED: dict[str, tuple[str, Callable[[str], object]]] = {
     "VLLM_LOGGING_LEVEL": ("log_level", _level),
     "VLLM_LOGGING_COLOR": ("log_color", _color),
     "VLLM_TORCH_PROFILER_DIR": ("profiler_dir", str),
-    "VLLM_ENGINE_READY_TIMEOUT_S": ("startup_timeout", _seconds),
-    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": ("step_timeout", _seconds),
+    "VLLM_ENGINE_READY_TIMEOUT_S": ("startup_timeout", _number),
+    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": ("step_timeout", _number),
     "VLLM_SERVER_DEV_MODE": ("server_dev_mode", _switch),
+    "VLLM_MAX_AUDIO_CLIP_FILESIZE_MB": ("max_audio_bytes", _mebibytes),
+    "VLLM_MAX_AUDIO_DECODE_DURATION_S": ("max_audio_seconds", _whole),
     "VLLM_ENABLE_RESPONSES_API_STORE": ("responses_store", lambda text: "" if _switch(text) else "off"),
 }
 """Variable -> our setting, and how its text is read."""

@@ -120,7 +120,7 @@ NEEDLESS = {
 }
 
 _LORA = "LoRA adapters are not there yet"
-_MEDIA = "images and sound are not there yet"
+_MEDIA = "images are not there yet"
 _CLASSES = "the processes' code is MeshLM's own"
 _CONFIG = "serve a folder with the config.json that you want"
 _PREFILL = "--max-num-batched-tokens bounds what prompts may take of a step"
@@ -256,7 +256,7 @@ ONLY = {
     "--safetensors-load-strategy": (("auto", "lazy"), "weights are mapped from disk"),
     "--logprobs-mode": (("raw_logprobs",), "logprobs are the model's own, before temperature and penalties"),
     "--response-role": (("assistant",), "answers are the assistant's"),
-    "--limit-mm-per-prompt": (("image=0", "video=0", "audio=0"), _MEDIA),
+    "--limit-mm-per-prompt": (("image=0", "video=0", "audio=0", "audio=1"), _MEDIA),
     "--mm-processor-cache-type": (("lru", "shm"), "there are no images"),
     "--distributed-executor-backend": (("mp", "uni"), "the supervisor starts one worker per GPU; other hosts --join"),
     "--data-parallel-backend": (("mp",), "the supervisor starts one scheduler per rank; other hosts --join"),

@@ -17,8 +17,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 PAGES = [
     page
     for page in sorted((EXAMPLES.parent / "docs" / "api").glob("*.md"))
-    # test_vectors.py and test_grpc.py run two, another test below the third.
-    if page.name not in ("embeddings.md", "grpc.md", "python.md")
+    # test_vectors.py and test_grpc.py run two, another test below the third; the first needs a model that writes down sounds.
+    if page.name not in ("audio.md", "embeddings.md", "grpc.md", "python.md")
 ]
 
 

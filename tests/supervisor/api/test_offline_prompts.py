@@ -1,10 +1,12 @@
 """Prompts of `LLM.generate`: nothing that they ask for is ignored."""
 
+import numpy as np
 import pytest
 import torch
 
 from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.text_edge import EmbedsPrompt, TextPrompt, TokenPrompt
+from meshlm.protocol.sound import Sound
+from meshlm.protocol.text_edge import EmbedsPrompt, JoinedPrompt, SoundPrompt, TextPrompt, TokenPrompt
 from meshlm.supervisor.api.offline_prompts import NOT_SUPPORTED, Given, Sizes, many, of_generate, of_tokenization
 from meshlm.supervisor.api.tokenizer import chat_prompt
 
@@ -85,6 +87,60 @@ def test_what_are_no_vectors(value: object, said: str) -> None:
         of_generate({"prompt_embeds": value}, sizes=Sizes(8, 100))
     with pytest.raises(ValueError, match="enable_prompt_embeds"):
         of_generate({"prompt_embeds": value})
+
+
+SAMPLES = np.array([0.5, -0.25, 0.0])
+SOUND = Sound(SAMPLES.astype(np.float32).tobytes())
+IDS, START = TokenPrompt(pack_i32([1, 2])), JoinedPrompt((TextPrompt("<|start|>", False),))
+AUDIO = {"audio": (SAMPLES, 16_000)}
+
+
+@pytest.mark.parametrize(
+    ("item", "given"),
+    [
+        ({"prompt": "<|start|>", "multi_modal_data": AUDIO}, Given(SoundPrompt(START, SOUND), "<|start|>")),
+        ({"prompt_token_ids": [1, 2], "multi_modal_data": {"audio": SAMPLES}}, Given(SoundPrompt(IDS, SOUND), None)),
+        (
+            {"prompt_token_ids": [1, 2], "multi_modal_data": {"audio": [AUDIO["audio"]]}},
+            Given(SoundPrompt(IDS, SOUND), None),
+        ),
+        (
+            {"encoder_prompt": {"prompt": "", "multi_modal_data": AUDIO}, "decoder_prompt": "<|start|>"},
+            Given(SoundPrompt(START, SOUND), "<|start|>"),
+        ),
+        (
+            {"encoder_prompt": {"multi_modal_data": AUDIO}, "decoder_prompt": {"prompt_token_ids": [1, 2]}},
+            Given(SoundPrompt(IDS, SOUND), None),
+        ),
+        (
+            {"encoder_prompt": {"multi_modal_data": AUDIO}, "decoder_prompt": [1, 2]},
+            Given(SoundPrompt(IDS, SOUND), None),
+        ),
+    ],
+)
+def test_sounds(item: object, given: Given) -> None:
+    assert of_generate(item) == given
+
+
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        ({"prompt": "a", "multi_modal_data": {"image": 1}}, "'multi_modal_data': must be a dict with 'audio'"),
+        ({"prompt": "a", "multi_modal_data": [SAMPLES]}, "'multi_modal_data': must be a dict with 'audio'"),
+        ({"prompt": "a", "multi_modal_data": {"audio": (SAMPLES, 8000)}}, "'audio': its rate is 8000"),
+        ({"prompt": "a", "multi_modal_data": {"audio": SAMPLES[None]}}, "'audio': must be one channel"),
+        ({"prompt": "a", "multi_modal_data": {"audio": SAMPLES[:0]}}, "'audio': must be one channel"),
+        ({"prompt": "a", "multi_modal_data": {"audio": [np.nan, 1.0]}}, "'audio': must be one channel of finite"),
+        ({"prompt": "a", "multi_modal_data": {"audio": "talk.wav"}}, "'audio': must be an array"),
+        ({"multi_modal_data": AUDIO}, "a prompt that is a dict needs"),
+        ({"encoder_prompt": "a", "decoder_prompt": "b"}, "'encoder_prompt': must be a dict with 'multi_modal_data'"),
+        ({"encoder_prompt": {"prompt": "a"}, "decoder_prompt": "b"}, "'encoder_prompt': must be a dict"),
+        ({"encoder_prompt": {}, "decoder_prompt": "b", "prompt": "c"}, "a prompt's 'prompt': beside 'encoder_prompt'"),
+    ],
+)
+def test_what_are_no_sounds(item: object, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        of_generate(item)
 
 
 def test_what_the_tokenizer_is_told() -> None:

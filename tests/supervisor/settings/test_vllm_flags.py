@@ -67,7 +67,7 @@ def test_no_images_are_what_there_is(capsys: pytest.CaptureFixture[str]) -> None
     assert config_of("m", "--limit-mm-per-prompt", asks) == config_of("m")
     with pytest.raises(SystemExit, match="2"):
         main.run(["serve", "--limit-mm-per-prompt", '{"image": 0, "video": 1}'])
-    assert "images and sound are not there yet" in capsys.readouterr().err
+    assert "images are not there yet" in capsys.readouterr().err
 
 
 def test_to_ask_for_the_absence_of_what_is_absent_is_fine(capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,10 +89,15 @@ def sound(nth: int) -> Sound:
 
 def features(nth: int) -> torch.Tensor:
     """What transformers hears of it: float32 [1, bins, windows]."""
+    return features_of(samples(nth))
+
+
+def features_of(given: NDArray[np.float32]) -> torch.Tensor:
+    """The same of these samples."""
     import transformers
 
     heard = transformers.WhisperFeatureExtractor(
         feature_size=BINS, chunk_length=SECONDS, sampling_rate=SAMPLE_RATE, n_fft=400, hop_length=160
     )
-    found: torch.Tensor = heard(samples(nth), sampling_rate=SAMPLE_RATE, return_tensors="pt")["input_features"]
+    found: torch.Tensor = heard(given, sampling_rate=SAMPLE_RATE, return_tensors="pt")["input_features"]
     return found

@@ -1,0 +1,38 @@
+"""The language of a sound: the likeliest of the languages' tokens behind the start. It is a request of its own, of one token, before
+the others. Called by routes.py."""
+
+from typing import Any
+
+from meshlm.frontend import submits
+from meshlm.frontend.beams import Step
+from meshlm.frontend.choice import Choice
+from meshlm.frontend.parse import ParsedRequest
+from meshlm.protocol.columns import pack_i32
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.sound import Sound, SpeechTokens
+from meshlm.protocol.text_edge import SoundPrompt, TextParams, TokenPrompt
+
+
+async def find(backend: Any, ask: ParsedRequest, speech: SpeechTokens, sound: Sound, request_id: str, rank: int) -> str:
+    """The code of the language. `backend` is generation.py's, `ask` the request that follows. HttpError."""
+    step = Step(f"{request_id}-language")
+    codes = {token: code for code, token in speech.languages.items()}
+    one = ask._replace(
+        prompts=[SoundPrompt(TokenPrompt(pack_i32([speech.start])), sound)],
+        sampling=SamplingParams(temperature=0.0, logprobs=0, allowed_token_ids=tuple(codes)),
+        seed=0,
+        text=TextParams(),
+        max_tokens=1,
+        logprobs=0,
+    )
+    opened: list[Choice] = []
+    try:
+        for choices, submit in list(submits.build_each(step, one, backend.new_handle, rank)):
+            opened += choices
+            backend.open(choices, submit)
+        await step.end.wait()
+    finally:
+        backend.close(opened)
+    if step.error is not None:
+        raise step.error
+    return codes[step.found[0].token.token_id]

@@ -1,0 +1,206 @@
+"""The fields of a form and a sound's samples to what the mesh is asked: a prompt for each piece of the sound. Pure; HttpError names the
+field at fault. Called by routes.py, in a thread."""
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from meshlm.frontend import bodies, limits, sampling_params
+from meshlm.frontend.errors import HttpError
+from meshlm.frontend.parse import ParsedRequest
+from meshlm.frontend.schema import Common
+from meshlm.frontend.speech.schema import (
+    ASKS_FOR_NOTHING,
+    NEEDLESS,
+    NOT_SUPPORTED,
+    SpeechRequest,
+    SpeechTask,
+    TranscriptionRequest,
+    TranslationRequest,
+)
+from meshlm.protocol.columns import pack_i32
+from meshlm.protocol.config import Resolved, ServerConfig
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.sound import SAMPLE_RATE, Sound, SpeechTokens
+from meshlm.protocol.text_edge import JoinedPrompt, Prompt, SoundPrompt, TextParams, TextPrompt, TokenPrompt
+
+if TYPE_CHECKING:
+    from meshlm.frontend.speech.sound_files import Samples
+
+KINDS: Mapping[SpeechTask, type[SpeechRequest]] = {"transcribe": TranscriptionRequest, "translate": TranslationRequest}
+ENGLISH = "en"
+
+
+class Piece(NamedTuple):
+    """A part of the sound that the encoder takes at once."""
+
+    sound: Sound
+    begin_s: float
+
+    @property
+    def length_s(self) -> float:
+        return self.sound.num_samples / SAMPLE_RATE
+
+
+class Heard:
+    """One sound and what is to be written of it. `language` is empty until it is known."""
+
+    def __init__(self, body: SpeechRequest, task: SpeechTask, speech: SpeechTokens, language: str) -> None:
+        self.task, self.speech, self.language = task, speech, language
+        self.response_format, self.temperature = body.response_format, body.temperature
+        self.pieces: list[Piece] = []
+        self._text = body.prompt.strip()
+
+    @property
+    def tells_times(self) -> bool:
+        """Whether the answer says when something is said."""
+        return self.response_format in ("verbose_json", "srt", "vtt")
+
+    @property
+    def zero(self) -> int:
+        """The token of 0.00 s; all behind it are times, too."""
+        return self.speech.no_timestamps + 1
+
+    @property
+    def seconds(self) -> float:
+        return sum(piece.length_s for piece in self.pieces)
+
+    @property
+    def language_written(self) -> str:
+        return ENGLISH if self.task == "translate" else self.language
+
+    def cut(self, samples: "Samples") -> None:
+        """Fills in the pieces of the sound."""
+        from meshlm.frontend.speech import pieces  # numpy, which other servers do without
+
+        for begin, end in pieces.ranges(samples, self.speech.seconds):
+            data = samples[begin:end].astype("<f4", copy=False).tobytes()
+            self.pieces.append(Piece(Sound(data), begin / SAMPLE_RATE))
+
+    def prompts(self) -> list[Prompt]:
+        """One for each piece. Where the language is not known yet, another one stands for it."""
+        ids = [self.speech.start]
+        if languages := self.speech.languages:
+            ids.append(languages[self.language] if self.language else next(iter(languages.values())))
+            ids.append(self.speech.tasks[self.task])
+        ids.append(self.zero if self.tells_times else self.speech.no_timestamps)  # a time makes the model tell more of them
+        start, begin = TokenPrompt(pack_i32(ids)), None
+        if self._text:
+            before = TokenPrompt(pack_i32([self.speech.previous]))
+            begin = JoinedPrompt((before, TextPrompt(f" {self._text}", add_special_tokens=False), start))
+        return [SoundPrompt(begin or start, piece.sound) for piece in self.pieces]
+
+
+def body_of(fields: dict[str, Any], task: SpeechTask) -> tuple[SpeechRequest, tuple[str, ...]]:
+    """The form as its Struct, and the names of fields that nobody knows."""
+    for name in NOT_SUPPORTED.keys() & fields.keys():
+        if fields.pop(name) not in ASKS_FOR_NOTHING.get(name, ()):
+            raise HttpError(400, f"{name}: {NOT_SUPPORTED[name]}", name)
+    for name in NEEDLESS:
+        fields.pop(name, None)
+    if task == "transcribe" and fields.pop("to_language", None):
+        text = "a transcript is in the language of the sound; /v1/audio/translations gives English"
+        raise HttpError(400, f"to_language: {text}", "to_language")
+    if "vllm_xargs" in fields:
+        try:
+            fields["vllm_xargs"] = msgspec.json.decode(fields["vllm_xargs"])
+        except (msgspec.DecodeError, TypeError) as error:
+            raise HttpError(400, f"vllm_xargs: is no JSON: {error}", "vllm_xargs") from None
+    return bodies.converted(fields, KINDS[task])
+
+
+def heard_of(body: SpeechRequest, task: SpeechTask, resolved: Resolved) -> Heard:
+    """What is to be written, before the sound is looked at: refuses what does not go together, or what the model cannot do."""
+    speech = resolved.speech
+    assert speech is not None
+    times = body.response_format in ("verbose_json", "srt", "vtt")
+    if body.stream and times:
+        text = f"{body.response_format} is not streamed; text and json are"
+        raise HttpError(400, f"response_format: {text}", "response_format")
+    for name in ("stream_include_usage", "stream_continuous_usage_stats"):
+        if getattr(body, name) and not body.stream:
+            raise HttpError(400, f"{name} needs stream: true", name)
+    if "word" in body.timestamp_granularities:
+        text = "word: the times of words are not supported; those of a segment are"
+        raise HttpError(400, f"timestamp_granularities: {text}", "timestamp_granularities")
+    if body.timestamp_granularities and body.response_format != "verbose_json":
+        raise HttpError(400, "timestamp_granularities: needs response_format verbose_json", "timestamp_granularities")
+    if body.prompt.strip() and speech.previous < 0:
+        raise HttpError(400, "prompt: this model takes no text of before", "prompt")
+    to_language = getattr(body, "to_language", None)
+    if to_language not in (None, ENGLISH):
+        raise HttpError(
+            400, f"to_language: {to_language[:40]!r} is not supported; translations are English", "to_language"
+        )
+    return Heard(body, task, speech, _language(body.language, task, speech, resolved.served_names[0]))
+
+
+def _language(given: str | None, task: SpeechTask, speech: SpeechTokens, model: str) -> str:
+    """The code of the sound's language; empty where it is to be found."""
+    code = (given or "").lower()
+    if not speech.languages:
+        if task == "translate":
+            raise HttpError(400, f"model: {model} knows English alone, and translates nothing", "model")
+        if code not in ("", ENGLISH):
+            raise HttpError(400, f"language: {code[:40]!r}: {model} knows English (en) alone", "language")
+        return ENGLISH
+    if task not in speech.tasks:
+        raise HttpError(400, f"model: {model} has no token for the task {task}", "model")
+    if code and code not in speech.languages:
+        known = ", ".join(sorted(speech.languages))
+        raise HttpError(400, f"language: {code[:40]!r} is no language of {model}; it knows {known}", "language")
+    return code
+
+
+def asked(
+    body: SpeechRequest, unknown: tuple[str, ...], heard: Heard, resolved: Resolved, server: ServerConfig
+) -> ParsedRequest:
+    """What the mesh is asked, a prompt for each piece of `heard`."""
+    prompts, sampling, text = heard.prompts(), _sampling(body, heard, resolved), TextParams()
+    limits.check(prompts, sampling, text, "", len(prompts), False, resolved)
+    lengths = (resolved.max_output_tokens, body.max_completion_tokens, resolved.generation_defaults.get("max_tokens"))
+    return ParsedRequest(
+        prompts=prompts,
+        sampling=sampling,
+        seed=None if body.seed is None else body.seed & 0x7FFF_FFFF_FFFF_FFFF,
+        text=text,
+        max_tokens=min((int(one) for one in lengths if one is not None), default=None),
+        cap_max_tokens=True,
+        num_choices=1,
+        num_returned=1,
+        stream=body.stream,
+        include_usage=server.enable_force_include_usage or body.stream_include_usage,
+        continuous_usage=server.enable_force_include_usage
+        or (body.stream_include_usage and body.stream_continuous_usage_stats),
+        echo=False,
+        logprobs=sampling.logprobs,
+        prompt_logprobs=-1,
+        return_token_ids=False,
+        priority=body.priority,
+        cache_salt="",
+        timeout_s=body.timeout or 0.0,
+        is_chat=False,
+        unknown_fields=unknown,
+        client_names={"max_tokens": "max_completion_tokens"},
+        request_id=body.request_id or "",
+    )
+
+
+def _sampling(body: SpeechRequest, heard: Heard, resolved: Resolved) -> SamplingParams:
+    """As for texts, but that nothing is drawn unless the client says so. Log-probabilities tell which characters a token brought."""
+    common = Common(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
+        repetition_penalty=body.repetition_penalty,
+        vllm_xargs=body.vllm_xargs,
+    )
+    found = sampling_params.of(common, resolved, 0 if heard.tells_times else -1, -1)
+    # The model may say itself that there are no times, where its prompt does not.
+    bias = {heard.speech.no_timestamps: -math.inf} if heard.tells_times else {}
+    return msgspec.structs.replace(found, logit_bias=bias, not_first_token_ids=heard.speech.not_first)

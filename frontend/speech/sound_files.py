@@ -1,0 +1,134 @@
+"""Sound files to samples, by FFmpeg's libraries (PyAV). HttpError names `file`. Called by routes.py, in a thread.
+
+A file comes from whoever may ask, so FFmpeg may use few of its demuxers and decoders: none that opens other files or addresses, as
+those of playlists do, and none of pictures. What a file may become in memory is bounded while it is decoded, not by what the file says.
+"""
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshlm.frontend.errors import HttpError
+from meshlm.frontend.speech.extra import not_installed
+from meshlm.protocol.sound import SAMPLE_RATE
+
+Samples = NDArray[np.float32]
+
+DEMUXERS = ("wav", "mp3", "flac", "ogg", "matroska", "mov", "aac", "aiff", "mpeg")  # matroska: webm, too; mov: mp4, m4a
+_PCM = (
+    "alaw",
+    "mulaw",
+    "s8",
+    "u8",
+    *(f"{kind}{order}" for kind in ("s16", "s24", "s32", "f32", "f64") for order in ("le", "be")),
+)
+DECODERS = (
+    *("aac", "alac", "flac", "opus", "vorbis", "mp1float", "mp2", "mp2float", "mp3", "mp3float"),
+    *(f"pcm_{kind}" for kind in _PCM),
+)
+OPTIONS = {"format_whitelist": ",".join(DEMUXERS), "codec_whitelist": ",".join(DECODERS), "protocol_whitelist": "none"}
+RATES = (1_000, 768_000)  # samples a second; of fewer, a small frame would become a large one
+TAKEN = "send a sound as wav, mp3, flac, ogg, webm, m4a or mp4"
+
+
+def decode(data: bytes, max_seconds: float) -> Samples:
+    """The file's first sound as float32[n], one channel at SAMPLE_RATE, from -1 to 1. A file with no sample of a sound is refused, and
+    one that is longer than `max_seconds`."""
+    av = _library()
+    try:
+        with av.open(io.BytesIO(data), options=OPTIONS, metadata_errors="ignore") as container:
+            found = list(_Decoding(av, container, max_seconds).samples())
+    except (av.FFmpegError, ValueError) as error:
+        raise _refused(f"this is no sound file that can be read ({_shown(error)}); {TAKEN}") from None
+    samples = np.concatenate(found) if found else np.zeros(0, np.float32)
+    if not len(samples):
+        raise _refused("there is no sound in this file")
+    np.nan_to_num(samples, copy=False, nan=0.0, posinf=1.0, neginf=-1.0)
+    return np.clip(samples, -1.0, 1.0, out=samples)
+
+
+class _Decoding:
+    """One file on its way."""
+
+    def __init__(self, av: Any, container: Any, max_seconds: float) -> None:
+        self._av, self._container, self._max_seconds = av, container, max_seconds
+        self._left = int(max_seconds * SAMPLE_RATE)
+        self._resampler: Any = None
+        self._kind: tuple[Any, ...] = ()  # of the frames that the resampler takes
+
+    def samples(self) -> Iterator[Samples]:
+        """Packets that cannot be decoded are left out, as where a recording broke off, as long as more can."""
+        num_bad = num_good = 0
+        for packet in self._container.demux(self._stream()):
+            try:
+                frames = packet.decode()
+            except self._av.error.InvalidDataError:
+                num_bad += 1
+                continue
+            num_good += bool(frames)
+            for frame in frames:
+                yield from self._resampled(frame)
+        yield from self._rest()
+        if num_bad > num_good:
+            raise _refused(f"most of this file cannot be decoded; {TAKEN}")
+
+    def _stream(self) -> Any:
+        if not self._container.streams.audio:
+            raise _refused("there is no sound in this file")
+        stream = self._container.streams.audio[0]
+        context = stream.codec_context
+        if context is None or context.codec.name not in DECODERS:
+            name = "unknown" if context is None else context.codec.name
+            raise _refused(f"the codec {name} is not read; {TAKEN}")
+        return stream
+
+    def _resampled(self, frame: Any) -> Iterator[Samples]:
+        rate = frame.sample_rate
+        if not RATES[0] <= rate <= RATES[1]:
+            raise _refused(f"{rate} samples a second; {RATES[0]} to {RATES[1]} are read")
+        if frame.samples / rate * SAMPLE_RATE > self._left + SAMPLE_RATE:  # before it takes memory
+            self._too_long()
+        kind = (frame.format.name, frame.layout.name, rate)
+        if kind != self._kind:
+            yield from self._rest()
+            self._kind, self._resampler = kind, self._av.AudioResampler(format="fltp", rate=SAMPLE_RATE)
+        frame.pts = None  # the samples follow each other, whatever the file says of when
+        yield from self._mixed(self._resampler.resample(frame))
+
+    def _rest(self) -> Iterator[Samples]:
+        """What the resampler still has."""
+        if self._resampler is not None:
+            yield from self._mixed(self._resampler.resample(None))
+            self._resampler = None
+
+    def _mixed(self, frames: list[Any]) -> Iterator[Samples]:
+        """The mean of the channels: FFmpeg's own mix makes a sound that all have louder."""
+        for frame in frames:
+            channels = frame.to_ndarray()  # float32[channels, samples]
+            self._left -= channels.shape[1]
+            if self._left < 0:
+                self._too_long()
+            yield channels.mean(axis=0, dtype=np.float32)
+
+    def _too_long(self) -> None:
+        raise _refused(f"this sound is longer than {self._max_seconds:g} seconds (--max-audio-seconds)")
+
+
+def _library() -> Any:
+    try:
+        import av
+    except ImportError:
+        raise not_installed("PyAV (av)") from None
+    return av
+
+
+def _refused(text: str) -> HttpError:
+    return HttpError(400, f"file: {text}", "file")
+
+
+def _shown(error: Exception) -> str:
+    """The reason without the number and the name that FFmpeg gives it."""
+    return getattr(error, "strerror", "") or str(error)

@@ -1,0 +1,118 @@
+"""A streamed answer to a sound: server-sent events, each of which is an event of OpenAI's and a chunk of vLLM's. Pure but for `write`.
+
+Pieces of a long sound are computed beside each other, and told in their order: what comes early waits.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from meshlm.frontend.choice import Choice, RowDetails
+from meshlm.frontend.errors import error_object
+from meshlm.frontend.parse import ParsedRequest
+from meshlm.frontend.responses import Json, Response
+from meshlm.frontend.retry import Progress
+from meshlm.frontend.speech import texts
+from meshlm.frontend.speech.parse import Heard
+from meshlm.protocol.ids import FinishReason
+from meshlm.protocol.text_edge import Finished
+
+_encode = msgspec.json.Encoder().encode
+_DONE = b"data: [DONE]\n\n"
+_OBJECTS = {"transcribe": "transcription.chunk", "translate": "translation.chunk"}
+
+
+class SpeechStream(Response):
+    """The answer of one request. `write` takes complete events."""
+
+    def __init__(
+        self,
+        ask: ParsedRequest,
+        request_id: str,
+        created: int,
+        model: str,
+        on_end: Callable[[], None],
+        write: Callable[[bytes], None],
+        progress: Progress | None = None,
+        *,
+        heard: Heard,
+    ) -> None:
+        super().__init__(ask, request_id, created, model, on_end)
+        self._write, self._heard = write, heard
+        self._joiner: texts.Joiner | None = None  # once the language is known
+        self._told: list[str] = []
+        self._piece = 0  # that is told now
+        self._waiting: dict[int, list[str]] = {}  # texts of pieces behind it
+        self._ended: dict[int, Finished] = {}  # by piece
+
+    def row(self, choice: Choice, num_tokens: int, text: str, details: RowDetails | None) -> None:
+        """Tells a row of the piece whose turn it is; others wait."""
+        if self.is_refused:
+            return
+        finished = None
+        if details is not None:
+            self.note(choice, details)
+            finished = details.finished
+        if finished is not None and finished.reason is FinishReason.ERROR:
+            self.ended()
+            return
+        self._waiting.setdefault(choice.index, []).append(text)
+        if finished is not None:
+            self._ended[choice.index] = finished
+        self._tell()
+        if finished is not None:
+            self.ended()
+
+    def _tell(self) -> None:
+        """Sends what is there of the piece whose turn it is, and of those behind it that follow."""
+        if self._joiner is None:
+            self._joiner = texts.Joiner(texts.separator(self._heard.language_written))
+        while True:
+            new = self._joiner.push(self._piece, "".join(self._waiting.pop(self._piece, ())))
+            if new:
+                self._told.append(new)
+                self._write(self._event("transcript.text.delta", [_choice(new)], {"delta": new}, self._usage_so_far()))
+            if self._piece not in self._ended:
+                return
+            self._piece += 1
+
+    def _event(self, kind: str, choices: list[Json], extra: Json, usage: Json | None) -> bytes:
+        frame = {"type": kind, **extra, **self.frame(_OBJECTS[self._heard.task], choices)}
+        if usage is not None:
+            frame["usage"] = usage
+        return b"data: " + _encode(frame) + b"\n\n"
+
+    def _usage_so_far(self) -> Json | None:
+        return self._tokens() if self.ask.continuous_usage else None
+
+    def _tokens(self) -> Json:
+        """By the names of vLLM's and of OpenAI's."""
+        usage = self.usage()
+        prompt, output = usage["prompt_tokens"], usage["completion_tokens"]
+        names: Json = {"type": "tokens", "input_tokens": prompt, "output_tokens": output}
+        return {**names, "prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+
+    def last_events(self) -> bytes:
+        """The whole text with the usage, or the error; then [DONE]. A client that asks for the usage in vLLM's way gets it in a chunk
+        without choices."""
+        if self.error is not None:
+            error = error_object(self.error.message, self.error.kind, self.error.param, self.error.status)
+            return b"data: " + _encode(error) + b"\n\n" + _DONE
+        last, before = [_choice("", self._finish())], b""
+        if self.ask.include_usage:
+            before = self._event("transcript.text.delta", last, {"delta": ""}, self._usage_so_far())
+            last = []
+        return before + self._event("transcript.text.done", last, {"text": "".join(self._told)}, self._tokens()) + _DONE
+
+    def _finish(self) -> Finished:
+        """The end of the last piece, or of one that its length ended."""
+        cut = (end for end in self._ended.values() if end.reason is FinishReason.LENGTH)
+        return next(cut, self._ended[len(self.choices) - 1])
+
+
+def _choice(text: str, finished: Finished | None = None) -> Json:
+    ended: dict[str, Any] = {"finish_reason": None, "stop_reason": None}
+    if finished is not None:
+        ended = {"finish_reason": finished.reason.value, "stop_reason": finished.stop_reason}
+    return {"index": 0, "delta": {"content": text}, **ended}

@@ -1,0 +1,228 @@
+"""What a form asks of the mesh, and what is refused by the name of its field."""
+
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from request_fields import names
+from sounds import (
+    DE,
+    EN,
+    ENGLISH,
+    NO_TIMES,
+    PREVIOUS,
+    SPEECH,
+    START,
+    TRANSCRIBE,
+    TRANSLATE,
+    pieces,
+    resolved,
+    tone,
+)
+
+from meshlm.frontend import submits
+from meshlm.frontend.errors import HttpError
+from meshlm.frontend.parse import ParsedRequest
+from meshlm.frontend.schema import NEEDLESS as NEEDLESS_ANYWHERE
+from meshlm.frontend.speech import parse
+from meshlm.frontend.speech.schema import NEEDLESS, NOT_SUPPORTED, SpeechTask, TranslationRequest
+from meshlm.protocol.columns import pack_i32
+from meshlm.protocol.config import MeshConfig, Resolved, ServerConfig
+from meshlm.protocol.sound import SpeechTokens
+from meshlm.protocol.text_edge import JoinedPrompt, SoundPrompt, TextPrompt, TokenPrompt
+
+VLLM = names(
+    """
+    file model language hotwords prompt response_format timestamp_granularities stream stream_include_usage
+    stream_continuous_usage_stats vllm_xargs to_language use_beam_search n length_penalty include_stop_str_in_output
+    temperature top_p top_k min_p seed frequency_penalty repetition_penalty presence_penalty max_completion_tokens
+    """
+)
+OPENAI = names(
+    """
+    file model chunking_strategy include keywords known_speaker_names known_speaker_references language languages
+    prompt response_format stream temperature timestamp_granularities
+    """
+)
+
+
+def ask(
+    task: SpeechTask = "transcribe",
+    sound: NDArray[np.float32] | None = None,
+    server: ServerConfig | None = None,
+    model: Resolved | None = None,
+    **fields: Any,
+) -> ParsedRequest:
+    model = model or resolved()
+    body, unknown = parse.body_of({"file": b"x", **fields}, task)
+    heard = parse.heard_of(body, task, model)
+    heard.cut(tone(1.0) if sound is None else sound)
+    return parse.asked(body, unknown, heard, model, server or ServerConfig())
+
+
+def prefix(asked: ParsedRequest, piece: int = 0) -> TokenPrompt | JoinedPrompt:
+    prompt = asked.prompts[piece]
+    assert isinstance(prompt, SoundPrompt)
+    return prompt.prompt
+
+
+def tokens(*ids: int) -> TokenPrompt:
+    return TokenPrompt(pack_i32(ids))
+
+
+def refused(fields: dict[str, Any], task: SpeechTask = "transcribe", speech: SpeechTokens = SPEECH) -> HttpError:
+    with pytest.raises(HttpError) as caught:
+        ask(task, model=resolved(speech), **fields)
+    assert caught.value.param in caught.value.message
+    return caught.value
+
+
+def test_every_field_of_vllms_and_openais_has_an_answer() -> None:
+    known = set(TranslationRequest.__struct_fields__) | NOT_SUPPORTED.keys() | NEEDLESS.keys()
+    assert (VLLM | OPENAI) - known == set()
+    assert set(TranslationRequest.__struct_fields__) & (NOT_SUPPORTED.keys() | NEEDLESS.keys()) == set()
+
+
+@pytest.mark.parametrize(
+    ("task", "fields", "ids"),
+    [
+        ("transcribe", {"language": "de"}, (START, DE, TRANSCRIBE, NO_TIMES)),
+        ("transcribe", {"language": "EN"}, (START, EN, TRANSCRIBE, NO_TIMES)),
+        ("translate", {"language": "de", "to_language": "en"}, (START, DE, TRANSLATE, NO_TIMES)),
+        ("transcribe", {"language": "de", "response_format": "text"}, (START, DE, TRANSCRIBE, NO_TIMES)),
+        ("transcribe", {"language": "de", "response_format": "srt"}, (START, DE, TRANSCRIBE, NO_TIMES + 1)),
+        ("transcribe", {"language": "de", "response_format": "vtt"}, (START, DE, TRANSCRIBE, NO_TIMES + 1)),
+        ("transcribe", {"language": "de", "response_format": "verbose_json"}, (START, DE, TRANSCRIBE, NO_TIMES + 1)),
+    ],
+)
+def test_what_stands_before_the_text(task: SpeechTask, fields: dict[str, Any], ids: tuple[int, ...]) -> None:
+    assert prefix(ask(task, **fields)) == tokens(*ids)
+
+
+def test_a_model_that_knows_english_alone() -> None:
+    model = resolved(ENGLISH)
+    assert prefix(ask(model=model)) == tokens(START, NO_TIMES)
+    assert prefix(ask(model=model, language="en", response_format="srt")) == tokens(START, NO_TIMES + 1)
+    assert refused({"language": "de"}, speech=ENGLISH).param == "language"
+    assert refused({}, "translate", ENGLISH).param == "model"
+    assert refused({"prompt": "a"}, speech=ENGLISH).param == "prompt"
+
+
+def test_the_text_of_before_stands_in_each_piece() -> None:
+    asked = ask(sound=pieces(), language="de", prompt=" Dr. Who \n")
+    wanted = JoinedPrompt(
+        (tokens(PREVIOUS), TextPrompt(" Dr. Who", add_special_tokens=False), tokens(START, DE, TRANSCRIBE, NO_TIMES))
+    )
+    assert [prefix(asked, piece) for piece in range(len(asked.prompts))] == [wanted] * 3
+    assert prefix(ask(language="de", prompt="  ")) == tokens(START, DE, TRANSCRIBE, NO_TIMES)
+
+
+def test_the_pieces_are_the_sound() -> None:
+    asked = ask(sound=pieces(), language="de")
+    data = b"".join(prompt.sound.samples for prompt in asked.prompts if isinstance(prompt, SoundPrompt))
+    assert data == pieces().tobytes()
+    assert (asked.num_choices, len(asked.prompts)) == (1, 3)
+
+
+def test_how_tokens_are_drawn() -> None:
+    model = resolved(generation_defaults={"temperature": 0.7, "top_p": 0.8, "max_tokens": 448})
+    plain = ask(model=model, language="de")
+    assert (plain.sampling.temperature, plain.sampling.top_p, plain.max_tokens, plain.cap_max_tokens) == (
+        0,
+        0.8,
+        448,
+        True,
+    )
+    assert plain.sampling.not_first_token_ids == SPEECH.not_first
+    assert (plain.sampling.logit_bias, plain.sampling.logprobs, plain.logprobs) == ({}, -1, -1)
+    assert plain.sampling.eos_token_ids == model.eos_token_ids
+    timed = ask(language="de", response_format="verbose_json")
+    assert (timed.sampling.logit_bias, timed.sampling.logprobs, timed.logprobs) == ({NO_TIMES: -math.inf}, 0, 0)
+    given = ask(
+        language="de", temperature="0.5", top_p="0.9", top_k="4", min_p="0.1", frequency_penalty="0.2", seed="7",
+        presence_penalty="0.3", repetition_penalty="1.1", max_completion_tokens="9", priority="3", timeout="2.5",
+    )  # fmt: skip
+    found = given.sampling
+    assert (found.temperature, found.top_p, found.top_k, found.min_p) == (0.5, 0.9, 4, 0.1)
+    assert (found.frequency_penalty, found.presence_penalty, found.repetition_penalty) == (0.2, 0.3, 1.1)
+    assert (given.seed, given.max_tokens, given.priority, given.timeout_s) == (7, 9, 3, 2.5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"file": None}, "file"),
+        ({"language": "xx"}, "language"),
+        ({"language": "german"}, "language"),
+        ({"response_format": "xml"}, "response_format"),
+        ({"response_format": "diarized_json"}, "response_format"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": "-1"}, "temperature"),
+        ({"top_p": "0"}, "top_p"),
+        ({"seed": "1.5"}, "seed"),
+        ({"stream": "maybe"}, "stream"),
+        ({"stream": "true", "response_format": "verbose_json"}, "response_format"),
+        ({"stream": "true", "response_format": "vtt"}, "response_format"),
+        ({"stream_include_usage": "true"}, "stream_include_usage"),
+        ({"stream_continuous_usage_stats": "1"}, "stream_continuous_usage_stats"),
+        ({"timestamp_granularities": ["word"], "response_format": "verbose_json"}, "timestamp_granularities"),
+        ({"timestamp_granularities": ["segment"]}, "timestamp_granularities"),
+        ({"timestamp_granularities": ["line"]}, "timestamp_granularities"),
+        ({"max_completion_tokens": "0"}, "max_completion_tokens"),
+        ({"to_language": "fr"}, "to_language"),
+        ({"to_language": "en"}, "to_language"),
+        ({"vllm_xargs": "{"}, "vllm_xargs"),
+        ({"vllm_xargs": "[]"}, "vllm_xargs"),
+        ({"vllm_xargs": '{"a": 1}'}, "vllm_xargs"),
+        ({"use_beam_search": "true"}, "use_beam_search"),
+        ({"n": "2"}, "n"),
+        ({"length_penalty": "0.5"}, "length_penalty"),
+        ({"hotwords": "MeshLM"}, "hotwords"),
+        ({"include": ["logprobs"]}, "include"),
+        ({"chunking_strategy": '{"type": "server_vad"}'}, "chunking_strategy"),
+        ({"known_speaker_names": ["a"]}, "known_speaker_names"),
+    ],
+)
+def test_refusals_name_the_field(fields: dict[str, Any], param: str) -> None:
+    error = refused({"language": "de", **fields})
+    assert (error.status, error.param) == (400, param)
+
+
+def test_a_translation_is_english() -> None:
+    assert refused({"to_language": "fr"}, "translate").param == "to_language"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"use_beam_search": "false", "n": "1", "length_penalty": "1.0", "chunking_strategy": "auto"},
+        {"include_stop_str_in_output": "true", "user": "me"},
+        {"timestamp_granularities": ["segment"], "response_format": "verbose_json"},
+    ],
+)
+def test_what_asks_for_nothing_is_taken(fields: dict[str, Any]) -> None:
+    form: dict[str, Any] = {"response_format": fields.get("response_format", "json"), "language": "de"}
+    assert ask(**form, **{k: v for k, v in fields.items() if k not in form}) == ask(**form)
+
+
+def test_unknown_fields_are_told() -> None:
+    needless: dict[str, Any] = dict.fromkeys((name for name in NEEDLESS_ANYWHERE if "." not in name), "a")
+    assert ask(language="de", zeta="1", **needless).unknown_fields == ("zeta",)
+
+
+def test_a_prompt_that_is_too_long() -> None:
+    assert refused({"prompt": "a" * (1 << 20) + "b"}).param == "prompt"
+
+
+def test_texts_and_sounds_go_to_their_own_models() -> None:
+    config = MeshConfig(resolved=resolved())
+    asked = ask(language="de")
+    assert submits.permitted(asked, "", config).prompts == asked.prompts
+    with pytest.raises(HttpError, match="takes no texts") as caught:
+        submits.permitted(asked._replace(prompts=[TextPrompt("a")]), "", config)
+    assert caught.value.status == 404
+    with pytest.raises(HttpError, match="writes down no sounds"):
+        submits.permitted(asked, "", msgspec.structs.replace(config, resolved=resolved(None)))
