@@ -85,7 +85,9 @@ class Heard:
         if languages := self.speech.languages:
             ids.append(languages[self.language] if self.language else next(iter(languages.values())))
             ids.append(self.speech.tasks[self.task])
-        ids.append(self.zero if self.tells_times else self.speech.no_timestamps)  # a time makes the model tell more of them
+        ids.append(
+            self.zero if self.tells_times else self.speech.no_timestamps
+        )  # a time makes the model tell more of them
         start, begin = TokenPrompt(pack_i32(ids)), None
         if self._text:
             before = TokenPrompt(pack_i32([self.speech.previous]))
