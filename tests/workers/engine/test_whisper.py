@@ -10,6 +10,8 @@ import pytest
 import small_whisper
 import torch
 from bench import COORDINATOR, DETOKENIZER, LIFE, Bench, limits
+from engine_driver import engine, prompts_of
+from near_transformers import LENGTHS, errors, expected, history
 from served_engines import LENGTH, OUTPUT, STEP, Engines
 from small_models import CPU, load
 
@@ -84,3 +86,18 @@ def test_tokens_are_transformers(backend: str, model: tuple[Path, Any]) -> None:
     assert len({tuple(tokens) for tokens in bench.tokens.values()}) == len(PROMPTS), "sounds make the difference"
     assert bench.core.batching.num_preemptions > 0, "memory was to be too little"
     assert not any(bench.cached.values()), "equal tokens of other sounds are no prefix"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_plain_torch_is_as_near_as_transformers(dtype: str, tmp_path: Path) -> None:
+    """As where a GPU has no kernels: exact in float32, and no worse than transformers in bfloat16."""
+    theirs = small_whisper.Hearing(small_whisper.made(tmp_path, small_whisper.LARGER), prompts_of(LENGTHS))
+    settings: dict[str, Any] = {"attention_backend": "torch", "kv_cache_memory": 64 << 20, "max_model_len": 448}
+    made = engine(tmp_path, load_format="auto", device="cpu", dtype=dtype, **settings)
+    driver = history(made, [small_whisper.sound(nth) for nth in range(2)])
+    if dtype == "float32":
+        found = torch.stack([seen.logits for seen in driver.seen])
+        torch.testing.assert_close(found, expected(theirs, driver), atol=2e-4, rtol=2e-4)
+    else:
+        ours, error = errors(theirs, driver)
+        assert ours <= 1.1 * error, f"mean error {ours:.4f}, transformers' own {error:.4f}"

@@ -10,6 +10,7 @@ import torch
 
 from meshlm.protocol.ids import Row, StepId
 from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.sound import Sound
 from meshlm.protocol.step_edge import NewRow, StepPlan
 from meshlm.protocol.tasks import GENERATE, Pool
 from meshlm.supervisor.settings import flags, resolve
@@ -68,9 +69,15 @@ class Driver:
     """Rows 0 .. n - 1 with prompts of their own, stepped as a scheduler would."""
 
     def __init__(
-        self, made: ModelEngine, prompts: list[list[int]], params: SamplingParams, tasks: dict[int, Pool] | None = None
+        self,
+        made: ModelEngine,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        tasks: dict[int, Pool] | None = None,
+        sounds: list[Sound] | None = None,
     ) -> None:
-        """tasks: of the rows that want a vector instead of tokens."""
+        """tasks: of the rows that want a vector instead of tokens. sounds: of all rows, for a model that hears."""
+        self._sounds = sounds
         self.engine, self.prompts, self.params, self.tasks = made, prompts, params, tasks or {}
         self.strict = False  # no step may wait for the device
         self.spoils = False  # what no row sees any more is NaN before each step, as if others had it
@@ -90,7 +97,8 @@ class Driver:
         own = np.arange(row * blocks, (row + 1) * blocks, dtype=np.int32)
         told = np.array(tokens, np.int32).tobytes()
         task = self.tasks.get(row, GENERATE)
-        return NewRow(Row(row), told, len(self.prompts[row]), own.tobytes(), self.params, task)
+        sound = None if self._sounds is None else self._sounds[row]
+        return NewRow(Row(row), told, len(self.prompts[row]), own.tobytes(), self.params, task, sound=sound)
 
     def _listen(self, head: TorchHead) -> None:
         """This head keeps no logits: note them as it makes them."""

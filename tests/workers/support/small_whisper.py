@@ -51,17 +51,55 @@ NAMES = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|fr|>",
 NAMES += ["<|nospeech|>", "<|startofprev|>", "<|notimestamps|>", *(f"<|{nth * 0.02:.2f}|>" for nth in range(51))]
 
 
-def made(folder: Path, **generation: Any) -> Any:
+LARGER: dict[str, Any] = {
+    "vocab_size": 4099,
+    "d_model": 512,
+    "encoder_attention_heads": 8,
+    "encoder_ffn_dim": 1024,
+    "decoder_attention_heads": 8,
+    "decoder_ffn_dim": 1024,
+    "max_target_positions": 448,
+    "init_std": 0.05,
+}
+"""For GPUs: heads of 64."""
+
+
+class Hearing:
+    """transformers' model as one that is given ids alone: it knows which sound goes with which prompt. Used by near_transformers.py."""
+
+    def __init__(self, theirs: Any, prompts: list[list[int]]) -> None:
+        self._theirs, self._prompts = theirs, prompts
+
+    def to(self, device: torch.device) -> None:
+        self._theirs.to(device)
+
+    def bfloat16(self) -> None:
+        self._theirs.bfloat16()
+
+    def named_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        return []
+
+    def __call__(self, ids: torch.Tensor) -> Any:
+        told = ids[0].tolist()
+        nth = next(nth for nth, prompt in enumerate(self._prompts) if told[: len(prompt)] == prompt)
+        heard = features(nth).to(ids.device, self._theirs.dtype)
+        return self._theirs(input_features=heard, decoder_input_ids=ids)
+
+
+def made(folder: Path, sizes: dict[str, Any] | None = None, **generation: Any) -> Any:
     """The folder's files, and transformers' model with their weights. generation: further keys of generation_config.json."""
     import transformers
 
     torch.manual_seed(0)
-    theirs = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**CONFIG)).eval().float()
+    config = transformers.WhisperConfig(**{**CONFIG, **(sizes or {})})
+    theirs = transformers.WhisperForConditionalGeneration(config).eval().float()
     for name, parameter in theirs.named_parameters():
         if parameter.dim() == 1:  # norms and biases
             parameter.data += torch.randn_like(parameter) * 0.3
         if name.endswith("decoder.embed_tokens.weight"):
             parameter.data *= 0.1  # what attention finds decides, not the last token
+        if sizes is not None:
+            parameter.data = parameter.data.bfloat16().float()  # which a GPU has them in
     theirs.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps(GENERATION | generation))
     (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))

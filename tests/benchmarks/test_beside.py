@@ -1,0 +1,96 @@
+"""benchmarks/beside.py: jobs leave nothing behind, what is known is not measured again, and a whole run on the fake device."""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import psutil
+import pytest
+import tokenizers
+from cpu_steps import MODEL
+
+VOCAB = 32_000
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(child.pid, flush=True)
+time.sleep(60 if len(sys.argv) > 1 else 0)
+sys.exit(3)
+"""
+
+
+@pytest.fixture
+def beside(benchmark_module: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark_module("beside")
+
+
+def test_flags_are_of_both_engines(beside: ModuleType) -> None:
+    model = beside.Model.of("/models/llama@--quantization fp8 --enforce-eager --max-num-seqs 8")
+    assert model.name == "llama --quantization fp8 --enforce-eager --max-num-seqs 8"
+    assert model.settings == {"quantization": "fp8", "enforce_eager": True, "max_num_seqs": 8}
+    for name in ("meshlm", "vllm"):
+        command = beside.Engine(name, "0", (), 8000, "/site").server(model, beside.SHORT)
+        assert command[-5:] == ["--quantization", "fp8", "--enforce-eager", "--max-num-seqs", "8"]
+        assert "--no-enable-prefix-caching" in command
+
+
+@pytest.mark.parametrize(
+    ("more", "limit_s", "said"), [([], 30.0, "exit code 3"), (["long"], 0.5, "took longer than 0.5 s")]
+)
+def test_a_job_leaves_nothing_behind(
+    beside: ModuleType, more: list[str], limit_s: float, said: str, tmp_path: Path
+) -> None:
+    log, engine = tmp_path / "log", beside.Engine("meshlm", "", (), 8000)
+    with pytest.raises((RuntimeError, TimeoutError), match=said):
+        beside.finished([sys.executable, "-c", PARENT, *more], engine, log, limit_s)
+    if log.read_text():
+        assert not psutil.pid_exists(int(log.read_text().split()[0]))
+
+
+def test_what_is_known_is_not_measured_again(
+    beside: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {"m": {"meshlm": {"offline": {"batch_1_ms": 5.0}, "serve": {"error": "took longer than 1 s"}}}}
+    path = tmp_path / "out.json"
+    path.write_text(json.dumps({"models": known}))
+    asked: list[tuple[str, str]] = []
+
+    def measured(_: Any, model: Any, engine: Any, kind: str) -> dict[str, int]:
+        asked.append((model.name, kind))
+        return {"found": len(asked)}
+
+    monkeypatch.setattr(beside.Run, "_measured", measured)
+    arguments = argparse.Namespace(models=["/a/m", "/a/n"], only=["offline", "serve"], json=str(path))
+    beside.Run(arguments, tmp_path).go_through(beside.Engine("meshlm", "", (), 8000))
+    assert asked == [("m", "serve"), ("n", "offline"), ("n", "serve")]
+    kept = json.loads(path.read_text())["models"]
+    assert kept["m"]["meshlm"] == {"offline": {"batch_1_ms": 5.0}, "serve": {"found": 1}}
+    assert kept["n"]["meshlm"] == {"offline": {"found": 2}, "serve": {"found": 3}}
+
+
+@pytest.mark.mesh
+def test_a_whole_run(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    sizes = {"vocab_size": VOCAB, "max_position_embeddings": 4096}
+    (folder / "config.json").write_text(json.dumps({**MODEL, **sizes}))
+    words = {f"w{nth}": nth for nth in range(VOCAB)}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
+    talk = [{"conversations": [{"value": "w5 " * 9}, {"value": "w6 " * 7}]}]
+    loaded = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    loaded.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    loaded.save(str(folder / "tokenizer.json"))
+    (tmp_path / "talk.json").write_text(json.dumps(talk))
+    script = Path(__file__).parents[2] / "benchmarks" / "beside.py"
+    command = [sys.executable, "-P", str(script), str(folder), "--device", "fake", "--streams", "2", "--batches", "1"]
+    command += ["--sharegpt", str(tmp_path / "talk.json"), "--requests", "3", "--json", str(tmp_path / "out.json")]
+    subprocess.run(command, cwd="/", check=True, timeout=100, capture_output=True)
+    found = json.loads((tmp_path / "out.json").read_text())["models"]["model"]["meshlm"]
+    assert found["offline"]["offline"]["output_tokens"] == 3 * 7
+    assert found["offline"]["batch_1_ms"] > 0
+    assert (found["serve"]["c2"]["completed"], found["serve"]["c2"]["failed"]) == (8, 0)
