@@ -4,9 +4,9 @@
                                    [--gpus 0 1] [--streams 64 256] [--limit-s 400] [--device fake]
 
 MODEL is a folder, or folder@flags of both servers: "llama3-8b@--quantization fp8". FOLDER has vLLM's packages (PYTHONPATH); without it
-MeshLM runs alone. Each engine has a GPU and half of the cores, and goes through the models by itself; the client of servers is vLLM's own
-where it is there. A job that takes longer than its limit is ended with all processes that it started, and said to be so.
-Figures are written to the JSON after each job, and what stands there is not measured again: a run that was broken off goes on.
+MeshLM runs alone. Each engine has a GPU and half of the cores, and goes through the models by itself; the client of servers is
+vLLM's own where it is there. A job that takes longer than its limit is ended with all processes that it started, and said to be
+so. Figures are written to the JSON after each job, and what stands there is not measured again: a run that was broken off goes on.
 """
 
 import argparse
