@@ -58,4 +58,6 @@ class Sleeper:
             found += [cache.keys, cache.values]
             if cache.state is not None:
                 found += [cache.state.ssm, cache.state.conv]
+            if cache.cross is not None:
+                found += [cache.cross.keys, cache.cross.values]
         return found
