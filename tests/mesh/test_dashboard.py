@@ -8,6 +8,7 @@ import httpx
 import pytest
 from browser import Browser
 from serving import Serving, serving
+from waiting import until
 
 pytestmark = pytest.mark.mesh
 ROLES = ("supervisor", "frontend", "detokenizer", "coordinator", "scheduler", "worker")
@@ -57,11 +58,13 @@ def test_it_draws_the_mesh_and_what_goes_over_its_links(server: Serving, page: B
 
 def test_a_kill_is_shown_as_it_heals_and_the_answer_goes_on(server: Serving, page: Browser) -> None:
     ask(page, 300)
-    # Watched in the page: a worker that is away for half a second may be back before the next question from here.
-    watch = f"() => {{ window.wasAway ||= !{box('worker/0')}.classList.contains('is-ready'); }}"
-    assert page.run(f"new MutationObserver({watch}).observe({box('worker/0')}, {{attributes: true}}) === undefined")
-    os.kill(server.pid("worker"), signal.SIGKILL)
-    page.until("window.wasAway === true")
+    killed = server.pid("worker")
+    os.kill(killed, signal.SIGKILL)
+    until(lambda: server.pid("worker") not in (0, killed))
+    started = server.pid("worker")
+    os.kill(started, signal.SIGSTOP)  # it takes as long to start as the page takes to see that it is away
+    page.until(f"!{box('worker/0')}.classList.contains('is-ready')")
+    os.kill(started, signal.SIGCONT)
     page.until(f"{box('worker/0')}.textContent.includes('↻1') && {box('worker/0')}.classList.contains('is-ready')")
     page.until("/worker.0 is ready again after/.test(byId('news-lines').textContent)")
     page.until("/worker.0 died and is started again .*signal 9/.test(byId('news-lines').textContent)")
