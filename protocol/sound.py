@@ -5,6 +5,7 @@ from msgspec import Struct
 SAMPLE_RATE = 16_000  # samples a second
 WINDOW, HOP = 400, 160  # samples of which a model hears the pitches, and from one such window to the next
 ITEM_BYTES = 4
+SPOKEN_TIMES = "spoken_times"  # of SamplingParams.extra_args: true where the text is to say when things are said
 
 
 class Sound(Struct, frozen=True):
@@ -26,4 +27,5 @@ class SpeechTokens(Struct, frozen=True, kw_only=True):
     no_timestamps: int  # the token behind it is that of 0.00 seconds, and so on in steps of 0.02
     previous: int = -1  # that text of before stands behind; -1: the model takes none
     not_first: tuple[int, ...] = ()  # that no answer begins with
+    latest_first: int = -1  # of a text with times: the first one is no later than so many steps of 0.02 s; -1: it may be any
     seconds: int = 30  # of a sound that the encoder takes at once

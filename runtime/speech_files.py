@@ -16,7 +16,7 @@ from meshlm.runtime.json_files import read_json
 
 KEYS = words("""
     lang_to_id task_to_id is_multilingual no_timestamps_token_id prev_sot_token_id begin_suppress_tokens suppress_tokens
-    return_timestamps forced_decoder_ids alignment_heads max_length
+    return_timestamps forced_decoder_ids alignment_heads max_length max_initial_timestamp_index
 """)
 """Of generation_config.json: read here, said by requests instead (return_timestamps, forced_decoder_ids), of times of words, which are
 refused (alignment_heads), or the context itself (max_length)."""
@@ -40,7 +40,7 @@ def speech_tokens(folder: Path, spec: ModelSpec, config: dict[str, Any]) -> tupl
     if settings.get("is_multilingual") is False:
         languages, tasks = {}, {}
     start, without = (_id(settings, name, where) for name in ("decoder_start_token_id", "no_timestamps_token_id"))
-    previous = settings.get("prev_sot_token_id")
+    previous, latest = settings.get("prev_sot_token_id"), settings.get("max_initial_timestamp_index")
     found = SpeechTokens(
         start=start,
         languages={_code(name, where): token for name, token in languages.items()},
@@ -48,6 +48,7 @@ def speech_tokens(folder: Path, spec: ModelSpec, config: dict[str, Any]) -> tupl
         no_timestamps=without,
         previous=-1 if previous is None else _id(settings, "prev_sot_token_id", where),
         not_first=_list(settings, "begin_suppress_tokens", where),
+        latest_first=-1 if latest is None else _id(settings, "max_initial_timestamp_index", where),
         seconds=spec.speech.num_samples // SAMPLE_RATE,
     )
     never = _list(settings, "suppress_tokens", where)

@@ -1,7 +1,6 @@
 """The fields of a form and a sound's samples to what the mesh is asked: a prompt for each piece of the sound. Pure; HttpError names the
 field at fault. Called by routes.py, in a thread."""
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +22,7 @@ from meshlm.frontend.speech.schema import (
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.config import Resolved, ServerConfig
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.sound import SAMPLE_RATE, Sound, SpeechTokens
+from meshlm.protocol.sound import SAMPLE_RATE, SPOKEN_TIMES, Sound, SpeechTokens
 from meshlm.protocol.text_edge import JoinedPrompt, Prompt, SoundPrompt, TextParams, TextPrompt, TokenPrompt
 
 if TYPE_CHECKING:
@@ -85,9 +84,8 @@ class Heard:
         if languages := self.speech.languages:
             ids.append(languages[self.language] if self.language else next(iter(languages.values())))
             ids.append(self.speech.tasks[self.task])
-        ids.append(
-            self.zero if self.tells_times else self.speech.no_timestamps
-        )  # a time makes the model tell more of them
+        if not self.tells_times:
+            ids.append(self.speech.no_timestamps)
         start, begin = TokenPrompt(pack_i32(ids)), None
         if self._text:
             before = TokenPrompt(pack_i32([self.speech.previous]))
@@ -203,6 +201,6 @@ def _sampling(body: SpeechRequest, heard: Heard, resolved: Resolved) -> Sampling
         vllm_xargs=body.vllm_xargs,
     )
     found = sampling_params.of(common, resolved, 0 if heard.tells_times else -1, -1)
-    # The model may say itself that there are no times, where its prompt does not.
-    bias = {heard.speech.no_timestamps: -math.inf} if heard.tells_times else {}
-    return msgspec.structs.replace(found, logit_bias=bias, not_first_token_ids=heard.speech.not_first)
+    if heard.tells_times:
+        found = msgspec.structs.replace(found, extra_args={**found.extra_args, SPOKEN_TIMES: True})
+    return msgspec.structs.replace(found, not_first_token_ids=heard.speech.not_first)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from meshlm.protocol.columns import ints
 from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.sound import SPOKEN_TIMES
 from meshlm.protocol.text_edge import ChatPrompt, EmbedsPrompt, Prompt, Submit, TokenPrompt
 from meshlm.runtime import logits_processors, tensor_files
 from meshlm.runtime.errors import RequestError
@@ -66,7 +67,8 @@ class Submits:
         """Asks the logits processors whether they take these. ValueError."""
         assert self._config.resolved is not None
         names = self._config.resolved.logits_processors
-        if params.extra_args and not names:
+        own = {SPOKEN_TIMES} if self._config.resolved.speech is not None else set[str]()
+        if (params.extra_args or {}).keys() - own and not names:
             raise ValueError("SamplingParams.extra_args: there are no logits_processors that would read them")
         if names:
             try:

@@ -50,6 +50,7 @@ from meshlm.workers.output.lexical import lexical_head
 from meshlm.workers.output.pooled_heads import PooledHeads, load_dense
 from meshlm.workers.output.pooler import PooledVectors, Pooler
 from meshlm.workers.output.processors import Processors
+from meshlm.workers.output.spoken_times import SpokenTimes
 from meshlm.workers.output.vocabulary import loader
 from meshlm.workers.weights.load import DTYPES, load_model, reload_experts, weight_bytes
 
@@ -116,8 +117,9 @@ class ModelEngine:
         specs, self._block_size = self.layout.specs, self.layout.block_size
         shares = self.layout.shares
         self.rows = DeviceRows(rows, resolved.max_model_len, self._block_size, device, len(specs), shares)
-        if resolved.logits_processors and samples:
-            kinds = logits_processors.loaded(resolved.logits_processors)
+        kinds = logits_processors.loaded(resolved.logits_processors)
+        kinds += [SpokenTimes] if resolved.speech is not None else []
+        if kinds and samples:
             self.rows.table.processors = Processors(kinds, config, device, rows)
         self.inputs = kit.inputs(self.rows, samples=samples)
         self.pooler = Pooler(
