@@ -27,5 +27,7 @@ class SpeechTokens(Struct, frozen=True, kw_only=True):
     no_timestamps: int  # the token behind it is that of 0.00 seconds, and so on in steps of 0.02
     previous: int = -1  # that text of before stands behind; -1: the model takes none
     not_first: tuple[int, ...] = ()  # that no answer begins with
-    latest_first: int = -1  # of a text with times: the first one is no later than so many steps of 0.02 s; -1: it may be any
+    latest_first: int = (
+        -1
+    )  # of a text with times: the first one is no later than so many steps of 0.02 s; -1: it may be any
     seconds: int = 30  # of a sound that the encoder takes at once

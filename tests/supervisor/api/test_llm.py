@@ -13,7 +13,9 @@ from meshlm.supervisor.api.offline_prompts import of_generate
 
 @pytest.fixture
 def llm_of(monkeypatch: pytest.MonkeyPatch) -> Any:
-    resolved = SimpleNamespace(eos_token_ids=(), logits_processors=(), spec=SimpleNamespace(vocab_size=9), pooling=None)
+    resolved = SimpleNamespace(
+        eos_token_ids=(), logits_processors=(), speech=None, spec=SimpleNamespace(vocab_size=9), pooling=None
+    )
 
     def resolve(config: MeshConfig, at_most: int | None) -> Any:
         return SimpleNamespace(model=config.model, scheduler=config.scheduler, server=config.server, resolved=resolved)
