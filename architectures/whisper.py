@@ -1,4 +1,4 @@
-"""Whisper (Radford et al. 2022): an encoder of sounds, and a decoder with layer norms and learned positions that attends to it."""
+"""Whisper (Radford et al. 2022): an encoder of audio, and a decoder with layer norms and learned positions that attends to it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from meshlm.architectures.config_values import integer, words
 from meshlm.architectures.family import Family, Weight
 from meshlm.architectures.layer_norms import layer_norm_spec, layer_norm_weights, named, renaming
-from meshlm.protocol.model import LayerNormSpec, ModelSpec, SpeechSpec
+from meshlm.protocol.model import AudioEncoderSpec, LayerNormSpec, ModelSpec
 
 _NAMES = {
     "hidden_size": "d_model",
@@ -30,14 +30,14 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     keys = {"eps": "layer_norm_eps", "act": "activation_function"}
     order = LayerNormSpec(learned_positions=True)
     spec = layer_norm_spec({**named(config, _NAMES), **sizes}, architecture, order, **keys, grouped=False)
-    speech = SpeechSpec(
+    speech = AudioEncoderSpec(
         num_mel_bins=integer(config, "num_mel_bins"),
         encoder_layers=integer(config, "encoder_layers"),
         encoder_attention_heads=heads,
         encoder_ffn_dim=integer(config, "encoder_ffn_dim"),
         max_source_positions=integer(config, "max_source_positions"),
     )
-    return replace(spec, output_bias=True, speech=speech)
+    return replace(spec, output_bias=True, audio_encoder=speech)
 
 
 def _weights(spec: ModelSpec) -> Iterator[Weight]:
@@ -60,10 +60,10 @@ def _weights(spec: ModelSpec) -> Iterator[Weight]:
             ("encoder_attn_layer_norm.bias", "cross_norm.bias", (hidden,)),
         ):
             yield Weight(f"{stem}.{name}", "", parameter, shape, layer=layer)
-    yield from _encoder(hidden, spec.speech)
+    yield from _encoder(hidden, spec.audio_encoder)
 
 
-def _encoder(hidden: int, speech: SpeechSpec | None) -> Iterator[Weight]:
+def _encoder(hidden: int, speech: AudioEncoderSpec | None) -> Iterator[Weight]:
     assert speech is not None
     wide = speech.encoder_ffn_dim
     found: list[tuple[str, str, tuple[int, ...]]] = [

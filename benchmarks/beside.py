@@ -265,18 +265,8 @@ class Run:
         return engine._replace(gpu="", site=self._arguments.vllm or "")
 
     def _client(self, model: Model, engine: Engine, work: targets.Work, out: Path) -> list[str]:
-        command = targets.MESHLM
-        if self._arguments.vllm:
-            command = VLLM
-        return [
-            *(*command, "bench", "serve", "--backend", "openai", "--base-url", f"http://127.0.0.1:{engine.port}"),
-            *("--endpoint", "/v1/completions", "--model", model.folder, "--dataset-name", "random"),
-            *("--random-input-len", str(work.input_len), "--random-output-len", "128", "--request-rate", "inf"),
-            *("--num-prompts", str(work.prompts), "--num-warmups", str(work.warmups)),
-            *("--max-concurrency", str(work.streams), "--ignore-eos", "--temperature", "0"),
-            *("--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,90,99"),
-            *("--save-result", "--result-dir", str(out.parent), "--result-filename", out.name),
-        ]
+        program = VLLM if self._arguments.vllm else targets.MESHLM
+        return [*targets.client_command(program, engine.port, out, work), "--model", model.folder]
 
 
 def streams(count: int) -> targets.Work:

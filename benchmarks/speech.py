@@ -1,9 +1,9 @@
-"""Whisper with dummy weights on this machine: an encoder's time, a text's, and how many sounds at once; transformers beside it.
+"""Whisper with dummy weights on this machine: an encoder's time, a text's, and how many audio at once; transformers beside it.
 
     python -P benchmarks/speech.py [--sizes tiny base small] [--device cpu] [--tokens 100] [--streams 8] [--json FILE]
 
-Sounds are 30 s of noise. `first_s` is a request of one token: sending the file, decoding it, hearing it. `whole_s` has so many tokens,
-`real_time` is how many seconds of sound that many requests at once get written down in a second. Of transformers: its encoder, and its
+Audio are 30 s of noise. `first_s` is a request of one token: sending the file, decoding it, hearing it. `whole_s` has so many tokens,
+`real_time` is how many seconds of audio that many requests at once get written down in a second. Of transformers: its encoder, and its
 decoder's greedy steps with a cache, in the same process and with as many threads as there are cores; no file, no server.
 """
 
@@ -131,12 +131,12 @@ def of_transformers(config: dict[str, Any], arguments: argparse.Namespace) -> di
 
     known = {name: value for name, value in config.items() if name not in ("architectures", "model_type")}
     model = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**known)).eval()
-    heard = torch.randn(1, config["num_mel_bins"], 3000)
+    features = torch.randn(1, config["num_mel_bins"], 3000)
     with torch.inference_mode():
         times = []
         for _ in range(4):
             begun = time.perf_counter()
-            states = model.model.encoder(heard).last_hidden_state
+            states = model.model.encoder(features).last_hidden_state
             times.append(time.perf_counter() - begun)
         cache, ids = None, torch.tensor([[TOKENS["start"], TOKENS["en"], TOKENS["transcribe"], TOKENS["no_times"]]])
         begun = time.perf_counter()

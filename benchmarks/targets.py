@@ -92,13 +92,20 @@ def served(model: str, folder: Path, flags: list[str], works: dict[str, Work]) -
     return found
 
 
+def client_command(program: list[str], port: int, out: Path, work: Work) -> list[str]:
+    """`bench serve` of either program, which leaves its figures in `out`."""
+    return [
+        *(*program, "bench", "serve", "--backend", "openai", "--base-url", f"http://127.0.0.1:{port}"),
+        *("--endpoint", "/v1/completions", "--dataset-name", "random", "--random-input-len", str(work.input_len)),
+        *("--random-output-len", "128", "--request-rate", "inf", "--num-prompts", str(work.prompts)),
+        *("--num-warmups", str(work.warmups), "--max-concurrency", str(work.streams), "--ignore-eos"),
+        *("--temperature", "0", "--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,90,99"),
+        *("--save-result", "--result-dir", str(out.parent), "--result-filename", out.name),
+    ]
+
+
 def client(out: Path, work: Work) -> dict[str, Any]:
-    command = [*MESHLM, "bench", "serve", "--port", str(PORT), "--backend", "openai", "--endpoint", "/v1/completions"]
-    command += ["--dataset-name", "random", "--random-input-len", str(work.input_len), "--random-output-len", "128"]
-    command += ["--num-prompts", str(work.prompts), "--num-warmups", str(work.warmups), "--request-rate", "inf"]
-    command += ["--max-concurrency", str(work.streams), "--ignore-eos", "--temperature", "0"]
-    command += ["--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,90,99"]
-    command += ["--save-result", "--result-filename", str(out)]
+    command = client_command(MESHLM, PORT, out, work)
     busy, idle = device_seconds()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     time.sleep(1.2)  # the mesh's figures come once a second

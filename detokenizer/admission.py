@@ -8,7 +8,7 @@ from meshlm.protocol.ids import ErrorKind
 from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.tasks import Pool
-from meshlm.protocol.text_edge import SoundPrompt, Submit
+from meshlm.protocol.text_edge import AudioPrompt, Submit
 from meshlm.runtime.errors import RequestError
 
 POOLS = SamplingParams(max_tokens=1)  # nothing is sampled
@@ -41,16 +41,16 @@ def checked_prompt(token_ids: "array[int]", submit: Submit, vocab_size: int, max
     return token_ids
 
 
-def check_sound(submit: Submit, most_samples: int) -> None:
-    """RequestError where a sound is missing, or has not 1 to `most_samples` samples. 0: the model hears none."""
-    sound = submit.prompt.sound if isinstance(submit.prompt, SoundPrompt) else None
+def check_audio(submit: Submit, max_audio_samples: int) -> None:
+    """RequestError where audio is missing, or has not 1 to `max_audio_samples` samples. 0: the model takes no audio."""
+    audio = submit.prompt.audio if isinstance(submit.prompt, AudioPrompt) else None
     text = ""
-    if sound is None and most_samples:
-        text = "this model writes down sounds: it needs one"
-    elif sound is not None and not most_samples:
-        text = "this model hears no sounds"
-    elif sound is not None and not 0 < sound.num_samples <= most_samples:
-        text = f"the sound has {sound.num_samples} samples; it must have 1 to {most_samples}"
+    if audio is None and max_audio_samples:
+        text = "this model transcribes audio: the prompt needs some"
+    elif audio is not None and not max_audio_samples:
+        text = "this model takes no audio"
+    elif audio is not None and not 0 < audio.num_samples <= max_audio_samples:
+        text = f"the audio has {audio.num_samples} samples; it must have 1 to {max_audio_samples}"
     if text:
         raise RequestError(ErrorKind.INVALID, text, "prompt")
 

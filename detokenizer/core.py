@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from meshlm.detokenizer import replies
-from meshlm.detokenizer.admission import check_sound, checked_prompt, checked_sampling, left_embeds
+from meshlm.detokenizer.admission import check_audio, checked_prompt, checked_sampling, left_embeds
 from meshlm.detokenizer.attempts import Attempts
 from meshlm.detokenizer.batch import FrontendBatch, is_long
 from meshlm.detokenizer.decode import TokenTable
@@ -51,11 +51,11 @@ class Detokenizer(Attempts):
         max_model_len: int,
         retry_window_s: float = 60.0,
         incarnation: int = 0,
-        most_samples: int = 0,
+        max_audio_samples: int = 0,
     ) -> None:
-        """most_samples: of the sounds that the model writes down, and it does nothing else; 0: it hears none."""
+        """max_audio_samples: of one request's audio, for a model that transcribes and does nothing else; 0: the model takes none."""
         super().__init__(table, retry_window_s)
-        self._most_samples = most_samples
+        self._max_audio_samples = max_audio_samples
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
         self._incarnation = incarnation
         self.jobs: dict[int, list[RequestState]] = {}
@@ -166,7 +166,7 @@ class Detokenizer(Attempts):
             if event.error is not None:
                 raise event.error
             assert event.token_ids is not None
-            check_sound(submit, self._most_samples)
+            check_audio(submit, self._max_audio_samples)
             prompt = checked_prompt(event.token_ids, submit, self.vocab_size, self.max_model_len)
             embeds = left_embeds(event.embeds, len(event.token_ids), len(prompt), submit)
             sampling = [checked_sampling(submit, places[s.request_id], len(prompt), self.max_model_len) for s in now]

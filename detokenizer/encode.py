@@ -13,12 +13,12 @@ from meshlm.detokenizer.templates import ChatTemplate
 from meshlm.protocol.ids import ErrorKind
 from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.text_edge import (
+    AudioPrompt,
     ChatPrompt,
     EmbedsPrompt,
     JoinedPrompt,
     PairPrompt,
     Prompt,
-    SoundPrompt,
     TextPrompt,
     TokenPrompt,
 )
@@ -61,7 +61,7 @@ class Encoder:
                 return self._infilled(prompt) if prompt.suffix else self._ids(prompt.text, prompt.add_special_tokens)
             case ChatPrompt():
                 return self._ids(self.render(prompt), prompt.add_special_tokens)
-            case SoundPrompt():
+            case AudioPrompt():
                 return self.encode(prompt.prompt)
             case PairPrompt():
                 return self._pair(prompt, None)[0]

@@ -27,12 +27,12 @@ from meshlm.protocol.counts import Counted, ProcessCounts
 from meshlm.protocol.grammar import Grammar
 from meshlm.protocol.ids import COORDINATOR, ErrorKind, Identity, Incarnation
 from meshlm.protocol.text_edge import (
+    AudioPrompt,
     Cancel,
     ChatPrompt,
     Detokenize,
     DetokenizeReply,
     EmbedsPrompt,
-    SoundPrompt,
     TextDeltas,
     Tokenize,
     TokenizeReply,
@@ -119,7 +119,7 @@ class DetokenizerApp:
         self._grammars = Grammars(special, may_end=bool(resolved.eos_token_ids), can_write=spelling.can_write)
         vocab_size = resolved.spec.vocab_size
         window_s = mesh.config.server.retry_window
-        samples = 0 if resolved.spec.speech is None else resolved.spec.speech.num_samples
+        samples = 0 if resolved.spec.audio_encoder is None else resolved.spec.audio_encoder.num_samples
         longest, life = resolved.max_model_len, mesh.incarnation
         self._core = Detokenizer(table, vocab_size, longest, window_s, life, samples)
         self._core.max_deaths = allowed(mesh.config.run.max_restarts)
@@ -155,7 +155,7 @@ class DetokenizerApp:
         assert self._mesh is not None
         match effect:
             case Encode(
-                prompt=TokenPrompt() | EmbedsPrompt() | SoundPrompt(prompt=TokenPrompt()), bad_words=(), grammar=None
+                prompt=TokenPrompt() | EmbedsPrompt() | AudioPrompt(prompt=TokenPrompt()), bad_words=(), grammar=None
             ):
                 event = self._encode(effect)  # nothing that would take long
                 self._do(event)

@@ -13,7 +13,7 @@ from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, Req
 from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.tasks import Pool
-from meshlm.protocol.text_edge import Finished, PositionLogprobs, PromptLogprobs, RequestEvent, SoundPrompt, Submit
+from meshlm.protocol.text_edge import AudioPrompt, Finished, PositionLogprobs, PromptLogprobs, RequestEvent, Submit
 from meshlm.protocol.token_edge import Ended, First
 from meshlm.runtime.deaths import Death
 
@@ -235,5 +235,5 @@ class RequestState:
             task=replace(task, second_from=self.second_from) if isinstance(task, Pool) and self.second_from else task,
             num_crashes=self.num_crashes if len(self.output_token_ids) == self.crashed_at else 0,
             embeds=self.embeds,
-            sound=prompt.sound if isinstance(prompt, SoundPrompt) else None,
+            audio=prompt.audio if isinstance(prompt, AudioPrompt) else None,
         )

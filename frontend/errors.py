@@ -78,10 +78,10 @@ class HttpError(Exception):
 
 _TEXT = "this server gives text; --runner pooling serves vectors"
 _VECTORS = (
-    "this server takes no texts to go on with: it gives vectors (--runner), writes down sounds (/v1/audio/transcriptions), or was "
+    "this server takes no texts to go on with: it gives vectors (--runner), transcribes audio (/v1/audio/transcriptions), or was "
     "started by meshlm launch render"
 )
-NO_SOUNDS = "this server's model takes texts, and writes down no sounds (as Whisper does)"
+NO_AUDIO = "this server's model takes texts, and transcribes no audio (as Whisper does)"
 _LORA = "LoRA adapters are not supported"
 # Paths that vLLM has: why they are not here, or what there is instead.
 NOT_SERVED = {
@@ -110,7 +110,7 @@ NOT_SERVED = {
     ),
     **dict.fromkeys(("/reset_mm_cache", "/reset_encoder_cache"), "only text is supported"),
     "/readyz": "not supported; GET /ready says whether requests are served",
-    **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations"), NO_SOUNDS),
+    **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations"), NO_AUDIO),
     **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), _LORA),
     **dict.fromkeys(
         (

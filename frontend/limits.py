@@ -16,12 +16,12 @@ from meshlm.protocol.grammar import Grammar, GrammarKind
 from meshlm.protocol.prompt_embeds import MAX_EMBEDS_BYTES
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import (
+    AudioPrompt,
     ChatPrompt,
     EmbedsPrompt,
     JoinedPrompt,
     PairPrompt,
     Prompt,
-    SoundPrompt,
     TextParams,
     TextPrompt,
     TokenPrompt,
@@ -125,8 +125,8 @@ def check_prompt(prompt: Prompt, truncates: bool, resolved: Resolved) -> None:
     match prompt:
         case TokenPrompt(token_ids=ids) | EmbedsPrompt(token_ids=ids):
             check_num_ids(len(ids) // 4, truncates, resolved)
-        case SoundPrompt(prompt=begin):
-            check_prompt(begin, truncates, resolved)  # the sound has a limit of its own
+        case AudioPrompt(prompt=begin):
+            check_prompt(begin, truncates, resolved)  # the audio has a limit of its own
         case JoinedPrompt(parts=parts):
             for part in parts:
                 check_prompt(part, truncates, resolved)

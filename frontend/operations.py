@@ -383,7 +383,7 @@ def served(
     renders_only: bool = False,
     dashboard: bool = False,
 ) -> tuple[Operation, ...]:
-    """All routes of a server that gives vectors, gives text (--runner), writes down sounds, or renders texts alone; with or without its
+    """All routes of a server that gives vectors, gives text (--runner), transcribes audio, or renders texts alone; with or without its
     documentation (--disable-fastapi-docs), its dashboard (--max-dashboards), those for development (--server-dev-mode) and the
     tokenizer's (--enable-tokenizer-info-endpoint)."""
     of_both = (op for op in OPERATIONS if not op.generates and not op.path.startswith(OF_TEXT))

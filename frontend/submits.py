@@ -14,11 +14,11 @@ import msgspec
 
 from meshlm.frontend import parse, retry
 from meshlm.frontend.choice import Choice
-from meshlm.frontend.errors import NO_SOUNDS, HttpError
+from meshlm.frontend.errors import NO_AUDIO, HttpError
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Handle, RequestId
 from meshlm.protocol.tasks import Pool
-from meshlm.protocol.text_edge import Retry, SoundPrompt, Submit
+from meshlm.protocol.text_edge import AudioPrompt, Retry, Submit
 
 
 class Answer(Protocol):
@@ -28,7 +28,7 @@ class Answer(Protocol):
     choices: list[Choice]
 
 
-NO_TEXTS = "this server's model writes down sounds (/v1/audio/transcriptions), and takes no texts"
+NO_TEXTS = "this server's model transcribes audio (/v1/audio/transcriptions), and takes no texts"
 _OF_THE_SYSTEM = random.SystemRandom()
 
 
@@ -99,9 +99,9 @@ def build_each(
 
 def permitted(ask: parse.ParsedRequest, api_key: str, config: MeshConfig) -> parse.ParsedRequest:
     """What a server with this configuration lets a key ask for. HttpError."""
-    hears = config.resolved is not None and config.resolved.speech is not None
-    if hears != any(isinstance(prompt, SoundPrompt) for prompt in ask.prompts):
-        raise HttpError(404, NO_TEXTS if hears else NO_SOUNDS, kind="not_found_error")
+    transcribes = config.resolved is not None and config.resolved.speech is not None
+    if transcribes != any(isinstance(prompt, AudioPrompt) for prompt in ask.prompts):
+        raise HttpError(404, NO_TEXTS if transcribes else NO_AUDIO, kind="not_found_error")
     if ask.priority and config.scheduler.scheduling_policy != "priority":
         raise HttpError(400, "priority: requests wait in order of arrival (--scheduling-policy)", "priority")
     server = config.server

@@ -6,13 +6,13 @@ it can never overtake it.
 
 from msgspec import Struct
 
+from meshlm.protocol.audio import Audio
 from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.counts import Counted, ProcessCounts
 from meshlm.protocol.ids import ErrorKind, Handle, Identity, Incarnation, RequestId
 from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.sleeping import AWAKE, Sleeping
-from meshlm.protocol.sound import Sound
 from meshlm.protocol.tasks import GENERATE, Pool, Task
 
 
@@ -32,7 +32,7 @@ class EngineRequest(Struct, frozen=True, omit_defaults=True):
     num_crashes: int = 0  # workers, at other ranks, that died with it in a step since its last token
     task: Task = GENERATE
     embeds: PromptEmbeds | None = None  # vectors of the prompt that stand in the place of tokens
-    sound: Sound | None = None  # that the text is of
+    audio: Audio | None = None  # that the text is of
 
     @property
     def reads_prefix_cache(self) -> bool:

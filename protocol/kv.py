@@ -94,7 +94,7 @@ class EncoderOnly(KeepsAll, frozen=True, tag="encoder"):
 
 
 class CrossAttention(KeepsAll, frozen=True, tag="cross"):
-    """Keys and values of what an encoder made of the request's sound: `length` of them in one page, which its first step fills. Every
+    """Keys and values of what an encoder made of the request's audio: `length` of them in one page, which its first step fills. Every
     token sees them all. Requests share none of it, nor anything that was computed with it."""
 
     length: int
@@ -163,8 +163,8 @@ def caches_of(model: ModelSpec, state: RecurrentState = _STATE) -> list[tuple[in
             found.append((layer, spec))
         if model.has_state(layer):
             found.append((layer, state))
-        if model.speech is not None:
-            found.append((layer, CrossAttention(model.speech.max_source_positions)))
+        if model.audio_encoder is not None:
+            found.append((layer, CrossAttention(model.audio_encoder.max_source_positions)))
     return found
 
 
@@ -241,7 +241,7 @@ def block_size_with_states(block_size: int, token_bytes: int, state_bytes: int) 
     return block_size if needed <= block_size else -(-needed // BLOCK_STEP) * BLOCK_STEP
 
 
-def block_size_with_sounds(block_size: int, layers: int, length: int, max_model_len: int) -> int:
+def block_size_with_cross_attention(block_size: int, layers: int, length: int, max_model_len: int) -> int:
     """Tokens of a block, at least `block_size`, with which the longest request of a model of so many layers takes little more than the
     least memory, and has few groups.
 

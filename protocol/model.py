@@ -5,7 +5,7 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from meshlm.protocol.sound import HOP
+from meshlm.protocol.audio import HOP
 
 
 class RopeSpec(Struct, frozen=True, kw_only=True):
@@ -168,19 +168,19 @@ class AltUpSpec(Struct, frozen=True, kw_only=True):
     activation_sparsity_pattern: tuple[float, ...]  # by layer: the part of an MLP's gates that is to be zero
 
 
-class SpeechSpec(Struct, frozen=True, kw_only=True):
-    """The encoder of a model that hears (Whisper), and what it hears of a sound. Names are Hugging Face's."""
+class AudioEncoderSpec(Struct, frozen=True, kw_only=True):
+    """The audio encoder of a speech-to-text model (Whisper). Names are Hugging Face's."""
 
     num_mel_bins: int
     encoder_layers: int
     encoder_attention_heads: int
     encoder_ffn_dim: int
-    max_source_positions: int  # states of a sound, to which each layer of the decoder attends
+    max_source_positions: int  # encoder states of a request, to which each layer of the decoder attends
     suppress_tokens: tuple[int, ...] = ()  # that the decoder never writes
 
     @property
     def num_samples(self) -> int:
-        """Samples of the sounds that it takes: shorter ones are followed by silence. Two windows make a state."""
+        """Samples of the audio that it takes: shorter ones are followed by silence. Two windows make a state."""
         return 2 * self.max_source_positions * HOP
 
 
@@ -286,7 +286,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     use_double_wide_mlp: bool = False  # layers that share keys and values have MLPs of twice the intermediate size
     num_kv_shared_layers: int = 0  # so many of the last layers use keys and values of an earlier one: see kv_source
     mla: MLASpec | None = None  # head_dim is that of queries then, and the one key-value head is the latent
-    text_part: bool = False  # the checkpoint also has parts for images or sound, which are not loaded
+    text_part: bool = False  # the checkpoint also has parts for images or audio, which are not loaded
     encoder_only: bool = False  # each token sees all tokens of its prompt, and there is no KV cache
     type_vocab_size: int = 0  # of an encoder: kinds of tokens, of which a pair's second text is another
     position_offset: int = 0  # the row of the position table that the first token gets
@@ -303,7 +303,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     attention_layers: tuple[bool, ...] = ()  # which layers have attention; empty: all
     mlp_layers: tuple[bool, ...] = ()  # which layers have an MLP or experts; empty: all
     transformers: TransformersSpec | None = None
-    speech: SpeechSpec | None = None  # whose states the layers attend to, beside the tokens before
+    audio_encoder: AudioEncoderSpec | None = None  # to whose output each layer attends, beside the tokens before
 
     def has_attention(self, layer: int) -> bool:
         """Whether this layer attends to earlier tokens."""

@@ -53,7 +53,7 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
     eos_token_ids: tuple[int, ...] = ()  # the model's end-of-sequence ids; empty with ignore_eos
     logit_bias: dict[int, float] = {}
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
-    not_first_token_ids: tuple[int, ...] = ()  # that output does not begin with
+    begin_suppress_token_ids: tuple[int, ...] = ()  # that output does not begin with
     logprobs: int = -1  # -1: none; k >= 0: the sampled token's and the k most likely
     prompt_logprobs: int = -1  # -1: none; k >= 0, for every prompt token but the first
     logprob_token_ids: tuple[int, ...] = ()  # with `logprobs`, their number: these tokens' instead of the likeliest

@@ -13,6 +13,7 @@ the most that it can be.
 
 from msgspec import Struct
 
+from meshlm.protocol.audio import Audio
 from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.ids import Row, StepId
 from meshlm.protocol.kv import KVSpec
@@ -20,7 +21,6 @@ from meshlm.protocol.lockstep import StepGroup
 from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.sleeping import Sleeping
-from meshlm.protocol.sound import Sound
 from meshlm.protocol.tasks import GENERATE, PoolKind, Task
 from meshlm.protocol.token_edge import LogprobColumns
 
@@ -60,7 +60,7 @@ class NewRow(Struct, frozen=True, omit_defaults=True):
     sampling: SamplingParams
     task: Task = GENERATE
     embeds: PromptEmbeds | None = None  # vectors of the prompt that the first layer gets instead of its tokens'
-    sound: Sound | None = None  # that the encoder gets before the first of its tokens is computed
+    audio: Audio | None = None  # that the encoder gets before the first of its tokens is computed
 
 
 class StepPlan(Struct, frozen=True, tag="plan", omit_defaults=True):

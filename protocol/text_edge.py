@@ -6,10 +6,10 @@ seed. The frontend's handles are echoed in every answer, so a batch of deltas ne
 
 from msgspec import Struct
 
+from meshlm.protocol.audio import Audio
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, RequestId
 from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.sound import Sound
 from meshlm.protocol.tasks import GENERATE, Task
 from meshlm.protocol.token_edge import First, LogprobColumns
 
@@ -35,11 +35,11 @@ class EmbedsPrompt(Struct, frozen=True, tag="embeds"):
     embeds: PromptEmbeds
 
 
-class SoundPrompt(Struct, frozen=True, tag="sound"):
-    """What stands before the text that a model writes of a sound, and the sound."""
+class AudioPrompt(Struct, frozen=True, tag="audio"):
+    """What stands before the text that a model writes of an audio clip, and the audio."""
 
     prompt: "TokenPrompt | JoinedPrompt"
-    sound: Sound
+    audio: Audio
 
 
 class ChatPrompt(Struct, frozen=True, tag="chat"):
@@ -71,7 +71,7 @@ class JoinedPrompt(Struct, frozen=True, tag="joined"):
     parts: tuple[TextPrompt | TokenPrompt, ...]
 
 
-Prompt = TextPrompt | TokenPrompt | ChatPrompt | PairPrompt | JoinedPrompt | EmbedsPrompt | SoundPrompt
+Prompt = TextPrompt | TokenPrompt | ChatPrompt | PairPrompt | JoinedPrompt | EmbedsPrompt | AudioPrompt
 
 
 def num_bytes_of(prompt: Prompt) -> int:
@@ -86,8 +86,8 @@ def num_bytes_of(prompt: Prompt) -> int:
             return sum(map(num_bytes_of, parts))
         case EmbedsPrompt(embeds=embeds):
             return len(prompt.token_ids) + len(embeds.data)
-        case SoundPrompt(prompt=begin, sound=sound):
-            return num_bytes_of(begin) + len(sound.samples)
+        case AudioPrompt(prompt=begin, audio=audio):
+            return num_bytes_of(begin) + len(audio.samples)
         case PairPrompt(first=first, second=second):
             return len((first + second).encode("utf-8", "surrogatepass"))
         case ChatPrompt():

@@ -11,8 +11,8 @@ import msgspec
 from msgspec import Struct
 
 from meshlm.architectures import text_part
+from meshlm.protocol.audio import SpeechTokens
 from meshlm.protocol.model import ModelSpec
-from meshlm.protocol.sound import SpeechTokens
 from meshlm.runtime import (
     chat_templates,
     checkpoint_files,
@@ -64,7 +64,7 @@ class ModelFiles(Struct, frozen=True, kw_only=True):
     modules: pooling_config.SentenceTransformer | None = None  # what sentence-transformers' files say
     config: dict[str, Any] = {}  # config.json, with --hf-overrides
     tokenizer_eos: int | None = None  # the token that the tokenizer calls the end of a text
-    speech: SpeechTokens | None = None  # of a model that writes down sounds
+    speech: SpeechTokens | None = None  # of a model that transcribes audio
     notes: tuple[str, ...] = ()  # what a user should know of these files
 
 
@@ -258,11 +258,13 @@ def _from_folder(path: Path, name: str, asked: _Asked) -> ModelFiles:
         raise ModelFilesError(
             f"{url}: safetensors are what is streamed, there are none; download it, and serve the folder"
         )
-    honoured = speech_files.KEYS if spec.speech is not None else frozenset[str]()
+    honoured = speech_files.KEYS if spec.audio_encoder is not None else frozenset[str]()
     generation, speech = of_model(path, config, honoured), None
-    if spec.speech is not None:
+    if spec.audio_encoder is not None:
         speech, never = speech_files.speech_tokens(path, spec, config)
-        spec = msgspec.structs.replace(spec, speech=msgspec.structs.replace(spec.speech, suppress_tokens=never))
+        spec = msgspec.structs.replace(
+            spec, audio_encoder=msgspec.structs.replace(spec.audio_encoder, suppress_tokens=never)
+        )
     return ModelFiles(
         name=name,
         path=path,

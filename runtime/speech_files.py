@@ -1,4 +1,4 @@
-"""What a folder says of a model that writes down sounds: by which tokens it is told what to write, and what it hears of a sound.
+"""The files of a speech-to-text model: the tokens that tell it what to write, and the audio features that its encoder takes.
 
 Called by the supervisor.
 """
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from meshlm.architectures.config_values import shown, words
-from meshlm.protocol.model import ModelSpec, SpeechSpec
-from meshlm.protocol.sound import HOP, SAMPLE_RATE, WINDOW, SpeechTokens
+from meshlm.protocol.audio import HOP, SAMPLE_RATE, WINDOW, SpeechTokens
+from meshlm.protocol.model import AudioEncoderSpec, ModelSpec
 from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.generation_config import FILE
 from meshlm.runtime.json_files import read_json
@@ -26,10 +26,10 @@ PREPROCESSOR = "preprocessor_config.json"
 def speech_tokens(folder: Path, spec: ModelSpec, config: dict[str, Any]) -> tuple[SpeechTokens, tuple[int, ...]]:
     """The tokens, and those that are never written. config: config.json, which says some of it where generation_config.json does not.
 
-    ModelFilesError for what is missing, and for sounds that the encoder would have to hear otherwise.
+    ModelFilesError for what is missing, and for audio features that are not Whisper's.
     """
-    assert spec.speech is not None
-    _check_preprocessor(folder, spec.speech)
+    assert spec.audio_encoder is not None
+    _check_preprocessor(folder, spec.audio_encoder)
     where = folder / FILE
     settings = {**config, **(read_json(where) if where.is_file() else {})}
     languages, tasks = _ids(settings, "lang_to_id", where), _ids(settings, "task_to_id", where)
@@ -47,18 +47,18 @@ def speech_tokens(folder: Path, spec: ModelSpec, config: dict[str, Any]) -> tupl
         tasks=tasks,
         no_timestamps=without,
         previous=-1 if previous is None else _id(settings, "prev_sot_token_id", where),
-        not_first=_list(settings, "begin_suppress_tokens", where),
-        latest_first=-1 if latest is None else _id(settings, "max_initial_timestamp_index", where),
-        seconds=spec.speech.num_samples // SAMPLE_RATE,
+        begin_suppress_tokens=_list(settings, "begin_suppress_tokens", where),
+        max_initial_timestamp_index=-1 if latest is None else _id(settings, "max_initial_timestamp_index", where),
+        seconds=spec.audio_encoder.num_samples // SAMPLE_RATE,
     )
     never = _list(settings, "suppress_tokens", where)
-    others = (start, without, *found.languages.values(), *tasks.values(), *found.not_first, *never)
+    others = (start, without, *found.languages.values(), *tasks.values(), *found.begin_suppress_tokens, *never)
     if outside := [token for token in (*others, max(found.previous, 0)) if not 0 <= token < spec.vocab_size]:
         raise ModelFilesError(f"{where}: token {outside[0]} is none of the {spec.vocab_size} of the vocabulary")
     return found, never
 
 
-def _check_preprocessor(folder: Path, speech: SpeechSpec) -> None:
+def _check_preprocessor(folder: Path, speech: AudioEncoderSpec) -> None:
     if speech.num_samples % SAMPLE_RATE:
         raise ModelFilesError(
             f"{folder}/config.json: max_source_positions {speech.max_source_positions} are no whole number of seconds, "
@@ -75,6 +75,7 @@ def _check_preprocessor(folder: Path, speech: SpeechSpec) -> None:
         "chunk_length": speech.num_samples // SAMPLE_RATE,
         "dither": 0.0,
         "padding_value": 0.0,
+        "do_normalize": False,
     }
     for name, value in wanted.items():
         if said.get(name, value) != value:

@@ -326,18 +326,9 @@ class Batching:
         request.move(RequestState.RUNNING)
         self._token_bytes += self._bytes_of_step(request)
         builder.new_row_bytes += sizes.of_new_row(request)
-        builder.new_rows.append(
-            NewRow(
-                row=request.row,
-                token_ids=request.tokens.tobytes(),
-                num_prompt_tokens=request.num_prompt,
-                block_ids=pack_i32(request.blocks),
-                sampling=request.work.sampling,
-                task=request.work.task,
-                embeds=request.work.embeds,
-                sound=request.work.sound,
-            )
-        )
+        work, tokens, blocks = request.work, request.tokens.tobytes(), pack_i32(request.blocks)
+        given = (work.sampling, work.task, work.embeds, work.audio)
+        builder.new_rows.append(NewRow(request.row, tokens, request.num_prompt, blocks, *given))
 
     def _count_misses(self, request: Request) -> None:
         """Counts why tokens of a request that starts were not in the prefix cache, and which KV groups had fewer than others."""

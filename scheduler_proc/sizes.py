@@ -19,8 +19,8 @@ def of_new_row(request: Request) -> int:
     ids = len(params.logit_bias) + len(params.allowed_token_ids) + len(params.stop_token_ids)
     grammar = len(params.grammar.text.encode()) if params.grammar is not None else 0
     embeds = 0 if request.work.embeds is None else len(request.work.embeds.data)
-    sound = 0 if request.work.sound is None else len(request.work.sound.samples)
-    return embeds + sound + 500 + 8 * len(request.tokens) + BIAS_BYTES * (ids + len(params.eos_token_ids)) + grammar
+    audio = 0 if request.work.audio is None else len(request.work.audio.samples)
+    return embeds + audio + 500 + 8 * len(request.tokens) + BIAS_BYTES * (ids + len(params.eos_token_ids)) + grammar
 
 
 def of_token(params: SamplingParams) -> int:

@@ -58,7 +58,7 @@ class Supervisor:
         self._asked: AskedOperations | None = None
         self._steps_end: asyncio.Task[None] | None = None
         self._incarnations = Incarnations(lambda: self.config, self._do)
-        self._begun = self._closed = False
+        self._begun = False
         self._network: network.Head | network.Guest | None = None
         if config.node is not None:
             self._network = network.Guest(config, self) if config.node.head else network.Head(config, self)
@@ -115,7 +115,6 @@ class Supervisor:
             self._timer.cancel()
         if self._steps_end is not None:
             self._steps_end.cancel()
-        self._closed = True
         await self._incarnations.end_all(GONE_S)
         self._status.close()
         if self._mesh:
@@ -202,8 +201,6 @@ class Supervisor:
     # --- the group's decisions ---
 
     def _do(self, event: rolling.Event) -> None:
-        if self._closed:  # whoever ends now is not to be followed by another
-            return
         if isinstance(event, rolling.Restart):
             self._incarnations.end_warm()
         for effect in self._group.roll(event, self._clock()):

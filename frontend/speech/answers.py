@@ -1,4 +1,4 @@
-"""What a client reads of a sound when all is written. Pure; streamed answers are stream.py's. Called by generation.py."""
+"""What a client reads of an audio clip when all is written. Pure; streamed answers are stream.py's. Called by generation.py."""
 
 import math
 from typing import Any
@@ -8,7 +8,7 @@ import msgspec
 from meshlm.frontend.operation import SRT, TEXT, VTT
 from meshlm.frontend.responses import WholeResponse
 from meshlm.frontend.speech import texts
-from meshlm.frontend.speech.parse import Heard
+from meshlm.frontend.speech.parse import Transcription
 from meshlm.frontend.speech.schema import DurationUsage, TranscriptionResponse, TranscriptionSegment
 from meshlm.frontend.speech.segments import Segment, segments_of
 
@@ -16,15 +16,15 @@ _encode = msgspec.json.Encoder().encode
 
 
 class SpeechResponse(WholeResponse):
-    """The answer, whose choices are the pieces in order."""
+    """The answer, whose choices are the chunks in order."""
 
-    def __init__(self, *arguments: Any, heard: Heard) -> None:
+    def __init__(self, *arguments: Any, transcription: Transcription) -> None:
         super().__init__(*arguments)
-        self._heard = heard
+        self._transcription = transcription
 
     def body(self) -> bytes:
         """The answer in the form that was asked for; call after the end, when `error` is None."""
-        match self._heard.response_format:
+        match self._transcription.response_format:
             case "json":
                 return _encode(TranscriptionResponse(self._text(), usage=self._usage()))
             case "text":
@@ -40,27 +40,29 @@ class SpeechResponse(WholeResponse):
                 return _encode(self._verbose())
 
     def _text(self) -> str:
-        joiner = texts.Joiner(texts.separator(self._heard.language_written))
+        joiner = texts.Joiner(texts.separator(self._transcription.language_written))
         return "".join(joiner.push(choice.index, self._written(choice.index)) for choice in self.choices)
 
-    def _written(self, piece: int) -> str:
-        return "".join(self._texts.get(piece, ()))
+    def _written(self, chunk: int) -> str:
+        return "".join(self._texts.get(chunk, ()))
 
     def _segments(self) -> list[Segment]:
-        heard, found = self._heard, list[Segment]()
+        transcription, found = self._transcription, list[Segment]()
         ends = self.ask.sampling.eos_token_ids
-        for place, piece in enumerate(heard.pieces):
+        for place, chunk in enumerate(transcription.chunks):
             positions = self._logprobs.get(place, [])
-            found += segments_of(positions, self._written(place), heard.zero, ends, piece.begin_s, piece.length_s)
+            found += segments_of(
+                positions, self._written(place), transcription.zero, ends, chunk.begin_s, chunk.length_s
+            )
         return found
 
     def _usage(self) -> DurationUsage | msgspec.UnsetType:
-        if self._heard.task == "translate":
+        if self._transcription.task == "translate":
             return msgspec.UNSET
-        return DurationUsage("duration", math.ceil(self._heard.seconds))
+        return DurationUsage("duration", math.ceil(self._transcription.seconds))
 
     def _verbose(self) -> TranscriptionResponse:
-        heard = self._heard
+        transcription = self._transcription
         segments = [
             TranscriptionSegment(
                 id=number,
@@ -69,7 +71,7 @@ class SpeechResponse(WholeResponse):
                 end=segment.end_s,
                 text=segment.text,
                 tokens=list(segment.token_ids),
-                temperature=heard.temperature,
+                temperature=transcription.temperature,
                 avg_logprob=segment.avg_logprob,
                 compression_ratio=segment.compression_ratio,
                 no_speech_prob=None,
@@ -77,5 +79,11 @@ class SpeechResponse(WholeResponse):
             for number, segment in enumerate(self._segments())
         ]
         return TranscriptionResponse(
-            self._text(), heard.task, heard.language, heard.seconds, segments, None, self._usage()
+            self._text(),
+            transcription.task,
+            transcription.language,
+            transcription.seconds,
+            segments,
+            None,
+            self._usage(),
         )

@@ -5,5 +5,5 @@ from meshlm.frontend.errors import HttpError
 
 def not_installed(package: str) -> HttpError:
     """The answer where a package is missing."""
-    text = f"sounds need {package}, which is not installed at the server: pip install 'meshlm[audio]'"
+    text = f"audio need {package}, which is not installed at the server: pip install 'meshlm[audio]'"
     return HttpError(500, text, kind="internal_error")

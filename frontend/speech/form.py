@@ -12,7 +12,7 @@ FILE = "file"
 
 
 class _Parts:
-    """Collects what the parser finds: callbacks of python-multipart, which gets the body in one piece."""
+    """Collects what the parser finds: callbacks of python-multipart, which gets the body in one chunk."""
 
     def __init__(self) -> None:
         self.found: list[tuple[str, bytes]] = []

@@ -1,5 +1,5 @@
-"""The language of a sound: the likeliest of the languages' tokens behind the start. It is a request of its own, of one token, before
-the others. Called by routes.py."""
+"""Language detection: the likeliest of the languages' tokens behind the start. It is a request of its own, of one token, before the
+others. Called by routes.py."""
 
 from typing import Any
 
@@ -7,18 +7,18 @@ from meshlm.frontend import submits
 from meshlm.frontend.beams import Step
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.parse import ParsedRequest
+from meshlm.protocol.audio import Audio, SpeechTokens
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.sound import Sound, SpeechTokens
-from meshlm.protocol.text_edge import SoundPrompt, TextParams, TokenPrompt
+from meshlm.protocol.text_edge import AudioPrompt, TextParams, TokenPrompt
 
 
-async def find(backend: Any, ask: ParsedRequest, speech: SpeechTokens, sound: Sound, request_id: str, rank: int) -> str:
+async def find(backend: Any, ask: ParsedRequest, speech: SpeechTokens, audio: Audio, request_id: str, rank: int) -> str:
     """The code of the language. `backend` is generation.py's, `ask` the request that follows. HttpError."""
     step = Step(f"{request_id}-language")
     codes = {token: code for code, token in speech.languages.items()}
     one = ask._replace(
-        prompts=[SoundPrompt(TokenPrompt(pack_i32([speech.start])), sound)],
+        prompts=[AudioPrompt(TokenPrompt(pack_i32([speech.start])), audio)],
         sampling=SamplingParams(temperature=0.0, logprobs=0, allowed_token_ids=tuple(codes)),
         seed=0,
         text=TextParams(),

@@ -1,4 +1,4 @@
-"""The routes of a server whose model writes down sounds, as operations.py has those of others."""
+"""The routes of a server whose model transcribes audio, as operations.py has those of others."""
 
 from meshlm.frontend.operation import ASKS, NAMED, SRT, TEXT, VTT, Operation
 from meshlm.frontend.speech import schema
@@ -21,6 +21,6 @@ def _operation(name: str, summary: str, body: type[schema.SpeechRequest]) -> Ope
 
 
 SPEECH = (
-    _operation("transcriptions", "Write down what is said in a sound.", schema.TranscriptionRequest),
-    _operation("translations", "Write down in English what is said in a sound.", schema.TranslationRequest),
+    _operation("transcriptions", "Write down what is said in an audio clip.", schema.TranscriptionRequest),
+    _operation("translations", "Write down in English what is said in an audio clip.", schema.TranslationRequest),
 )

@@ -1,4 +1,4 @@
-"""The fields of a form and a sound's samples to what the mesh is asked: a prompt for each piece of the sound. Pure; HttpError names the
+"""The fields of a form and samples of audio to what the mesh is asked: a prompt for each chunk of the audio. Pure; HttpError names the
 field at fault. Called by routes.py, in a thread."""
 
 from collections.abc import Mapping
@@ -19,41 +19,41 @@ from meshlm.frontend.speech.schema import (
     TranscriptionRequest,
     TranslationRequest,
 )
+from meshlm.protocol.audio import SAMPLE_RATE, WHISPER_TIMESTAMPS, Audio, SpeechTokens
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.config import Resolved, ServerConfig
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.sound import SAMPLE_RATE, SPOKEN_TIMES, Sound, SpeechTokens
-from meshlm.protocol.text_edge import JoinedPrompt, Prompt, SoundPrompt, TextParams, TextPrompt, TokenPrompt
+from meshlm.protocol.text_edge import AudioPrompt, JoinedPrompt, Prompt, TextParams, TextPrompt, TokenPrompt
 
 if TYPE_CHECKING:
-    from meshlm.frontend.speech.sound_files import Samples
+    from meshlm.frontend.speech.audio_files import Samples
 
 KINDS: Mapping[SpeechTask, type[SpeechRequest]] = {"transcribe": TranscriptionRequest, "translate": TranslationRequest}
 ENGLISH = "en"
 
 
-class Piece(NamedTuple):
-    """A part of the sound that the encoder takes at once."""
+class AudioChunk(NamedTuple):
+    """A part of the audio that the encoder takes at once."""
 
-    sound: Sound
+    audio: Audio
     begin_s: float
 
     @property
     def length_s(self) -> float:
-        return self.sound.num_samples / SAMPLE_RATE
+        return self.audio.num_samples / SAMPLE_RATE
 
 
-class Heard:
-    """One sound and what is to be written of it. `language` is empty until it is known."""
+class Transcription:
+    """One audio clip and what is to be written of it. `language` is empty until it is known."""
 
     def __init__(self, body: SpeechRequest, task: SpeechTask, speech: SpeechTokens, language: str) -> None:
         self.task, self.speech, self.language = task, speech, language
         self.response_format, self.temperature = body.response_format, body.temperature
-        self.pieces: list[Piece] = []
+        self.chunks: list[AudioChunk] = []
         self._text = body.prompt.strip()
 
     @property
-    def tells_times(self) -> bool:
+    def has_timestamps(self) -> bool:
         """Whether the answer says when something is said."""
         return self.response_format in ("verbose_json", "srt", "vtt")
 
@@ -64,33 +64,33 @@ class Heard:
 
     @property
     def seconds(self) -> float:
-        return sum(piece.length_s for piece in self.pieces)
+        return sum(chunk.length_s for chunk in self.chunks)
 
     @property
     def language_written(self) -> str:
         return ENGLISH if self.task == "translate" else self.language
 
     def cut(self, samples: "Samples") -> None:
-        """Fills in the pieces of the sound."""
-        from meshlm.frontend.speech import pieces  # numpy, which other servers do without
+        """Fills in the chunks of the audio."""
+        from meshlm.frontend.speech import chunks  # numpy, which other servers do without
 
-        for begin, end in pieces.ranges(samples, self.speech.seconds):
+        for begin, end in chunks.ranges(samples, self.speech.seconds):
             data = samples[begin:end].astype("<f4", copy=False).tobytes()
-            self.pieces.append(Piece(Sound(data), begin / SAMPLE_RATE))
+            self.chunks.append(AudioChunk(Audio(data), begin / SAMPLE_RATE))
 
     def prompts(self) -> list[Prompt]:
-        """One for each piece. Where the language is not known yet, another one stands for it."""
+        """One for each chunk. Where the language is not known yet, another one stands for it."""
         ids = [self.speech.start]
         if languages := self.speech.languages:
             ids.append(languages[self.language] if self.language else next(iter(languages.values())))
             ids.append(self.speech.tasks[self.task])
-        if not self.tells_times:
+        if not self.has_timestamps:
             ids.append(self.speech.no_timestamps)
         start, begin = TokenPrompt(pack_i32(ids)), None
         if self._text:
             before = TokenPrompt(pack_i32([self.speech.previous]))
             begin = JoinedPrompt((before, TextPrompt(f" {self._text}", add_special_tokens=False), start))
-        return [SoundPrompt(begin or start, piece.sound) for piece in self.pieces]
+        return [AudioPrompt(begin or start, chunk.audio) for chunk in self.chunks]
 
 
 def body_of(fields: dict[str, Any], task: SpeechTask) -> tuple[SpeechRequest, tuple[str, ...]]:
@@ -101,7 +101,7 @@ def body_of(fields: dict[str, Any], task: SpeechTask) -> tuple[SpeechRequest, tu
     for name in NEEDLESS:
         fields.pop(name, None)
     if task == "transcribe" and fields.pop("to_language", None):
-        text = "a transcript is in the language of the sound; /v1/audio/translations gives English"
+        text = "a transcript is in the language of the audio; /v1/audio/translations gives English"
         raise HttpError(400, f"to_language: {text}", "to_language")
     if "vllm_xargs" in fields:
         try:
@@ -111,8 +111,8 @@ def body_of(fields: dict[str, Any], task: SpeechTask) -> tuple[SpeechRequest, tu
     return bodies.converted(fields, KINDS[task])
 
 
-def heard_of(body: SpeechRequest, task: SpeechTask, resolved: Resolved) -> Heard:
-    """What is to be written, before the sound is looked at: refuses what does not go together, or what the model cannot do."""
+def transcription_of(body: SpeechRequest, task: SpeechTask, resolved: Resolved) -> Transcription:
+    """What is to be written, before the audio is looked at: refuses what does not go together, or what the model cannot do."""
     speech = resolved.speech
     assert speech is not None
     times = body.response_format in ("verbose_json", "srt", "vtt")
@@ -134,11 +134,11 @@ def heard_of(body: SpeechRequest, task: SpeechTask, resolved: Resolved) -> Heard
         raise HttpError(
             400, f"to_language: {to_language[:40]!r} is not supported; translations are English", "to_language"
         )
-    return Heard(body, task, speech, _language(body.language, task, speech, resolved.served_names[0]))
+    return Transcription(body, task, speech, _language(body.language, task, speech, resolved.served_names[0]))
 
 
 def _language(given: str | None, task: SpeechTask, speech: SpeechTokens, model: str) -> str:
-    """The code of the sound's language; empty where it is to be found."""
+    """The code of the audio's language; empty where it is to be found."""
     code = (given or "").lower()
     if not speech.languages:
         if task == "translate":
@@ -155,10 +155,14 @@ def _language(given: str | None, task: SpeechTask, speech: SpeechTokens, model: 
 
 
 def asked(
-    body: SpeechRequest, unknown: tuple[str, ...], heard: Heard, resolved: Resolved, server: ServerConfig
+    body: SpeechRequest,
+    unknown: tuple[str, ...],
+    transcription: Transcription,
+    resolved: Resolved,
+    server: ServerConfig,
 ) -> ParsedRequest:
-    """What the mesh is asked, a prompt for each piece of `heard`."""
-    prompts, sampling, text = heard.prompts(), _sampling(body, heard, resolved), TextParams()
+    """What the mesh is asked, a prompt for each chunk of `transcription`."""
+    prompts, sampling, text = transcription.prompts(), _sampling(body, transcription, resolved), TextParams()
     limits.check(prompts, sampling, text, "", len(prompts), False, resolved)
     lengths = (resolved.max_output_tokens, body.max_completion_tokens, resolved.generation_defaults.get("max_tokens"))
     return ParsedRequest(
@@ -188,7 +192,7 @@ def asked(
     )
 
 
-def _sampling(body: SpeechRequest, heard: Heard, resolved: Resolved) -> SamplingParams:
+def _sampling(body: SpeechRequest, transcription: Transcription, resolved: Resolved) -> SamplingParams:
     """As for texts, but that nothing is drawn unless the client says so. Log-probabilities tell which characters a token brought."""
     common = Common(
         temperature=body.temperature,
@@ -200,7 +204,7 @@ def _sampling(body: SpeechRequest, heard: Heard, resolved: Resolved) -> Sampling
         repetition_penalty=body.repetition_penalty,
         vllm_xargs=body.vllm_xargs,
     )
-    found = sampling_params.of(common, resolved, 0 if heard.tells_times else -1, -1)
-    if heard.tells_times:
-        found = msgspec.structs.replace(found, extra_args={**found.extra_args, SPOKEN_TIMES: True})
-    return msgspec.structs.replace(found, not_first_token_ids=heard.speech.not_first)
+    found = sampling_params.of(common, resolved, 0 if transcription.has_timestamps else -1, -1)
+    if transcription.has_timestamps:
+        found = msgspec.structs.replace(found, extra_args={**found.extra_args, WHISPER_TIMESTAMPS: True})
+    return msgspec.structs.replace(found, begin_suppress_token_ids=transcription.speech.begin_suppress_tokens)

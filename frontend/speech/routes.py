@@ -1,6 +1,6 @@
-"""The routes for sounds: a form to prompts for the mesh. Called by server.py's table of routes.
+"""The routes for audio: a form to prompts for the mesh. Called by server.py's table of routes.
 
-A body counts as incoming until its sound is decoded, in one of a few threads. Then it is a request like others; where the client does
+A body counts as incoming until its audio is decoded, in one of a few threads. Then it is a request like others; where the client does
 not say the language, a step before it finds that (language.py).
 """
 
@@ -22,11 +22,11 @@ from meshlm.frontend.messages.routes import check_last_id
 from meshlm.frontend.parse import ParsedRequest
 from meshlm.frontend.speech import form, language, parse
 from meshlm.frontend.speech.answers import SpeechResponse
-from meshlm.frontend.speech.parse import Heard
+from meshlm.frontend.speech.parse import Transcription
 from meshlm.frontend.speech.schema import LISTS, SpeechTask
 from meshlm.frontend.speech.stream import SpeechStream
 
-DECODED_AT_ONCE = 2  # sounds; each may take --max-audio-seconds of samples
+DECODED_AT_ONCE = 2  # audio; each may take --max-audio-seconds of samples
 PREFIXES: dict[SpeechTask, str] = {"transcribe": "transcribe-", "translate": "translate-"}
 
 
@@ -39,10 +39,10 @@ class Reads(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """One request: what the mesh is asked, of which sound, the model's name, and whether it may come again."""
+    """One request: what the mesh is asked, of which audio, the model's name, and whether it may come again."""
 
     ask: ParsedRequest
-    heard: Heard
+    transcription: Transcription
     model: str
     again: retry.IdempotencyKey | None
 
@@ -65,26 +65,32 @@ class SpeechRoutes:
     async def _answer(self, request: Request, task: SpeechTask) -> HttpResponse | None:
         async with self._reads.body(request) as raw, self._decoders:
             asked = await asyncio.to_thread(self._read, request, raw, task)
-        heard, prepare = asked.heard, None
-        if not heard.language:
-            prepare = partial(self._with_language, heard)
-        made = Form(partial(SpeechResponse, heard=heard), partial(SpeechStream, heard=heard), before_start=prepare)
+        transcription, prepare = asked.transcription, None
+        if not transcription.language:
+            prepare = partial(self._with_language, transcription)
+        made = Form(
+            partial(SpeechResponse, transcription=transcription),
+            partial(SpeechStream, transcription=transcription),
+            before_start=prepare,
+        )
         try:
             return await self._generation.answer(request, asked.ask, asked.model, PREFIXES[task], asked.again, made)
         except HttpError as error:
-            if error.param == "prompt" and "--max-concurrent-bytes" in error.message:  # the sound is what is large
+            if error.param == "prompt" and "--max-concurrent-bytes" in error.message:  # the audio is what is large
                 raise HttpError(error.status, error.message, form.FILE, error.kind) from None
             raise
 
-    async def _with_language(self, heard: Heard, ask: ParsedRequest, request_id: str, rank: int) -> ParsedRequest:
-        """The request with the prompts of the language that is heard in the first piece."""
-        sound = heard.pieces[0].sound
-        heard.language = await language.find(self._backend, ask, heard.speech, sound, request_id, rank)
-        return ask._replace(prompts=heard.prompts())
+    async def _with_language(
+        self, transcription: Transcription, ask: ParsedRequest, request_id: str, rank: int
+    ) -> ParsedRequest:
+        """The request with the prompts of the language that is transcription in the first chunk."""
+        audio = transcription.chunks[0].audio
+        transcription.language = await language.find(self._backend, ask, transcription.speech, audio, request_id, rank)
+        return ask._replace(prompts=transcription.prompts())
 
     def _read(self, request: Request, raw: bytes, task: SpeechTask) -> Asked:
         """What the body asks for. It changes nothing here."""
-        from meshlm.frontend.speech import sound_files  # numpy, which other servers do without
+        from meshlm.frontend.speech import audio_files  # numpy, which other servers do without
 
         resolved, server = self._backend.resolved, self._backend.config.server
         fields = form.fields_of(form.read(request.headers.get("content-type", ""), raw), LISTS)
@@ -92,12 +98,12 @@ class SpeechRoutes:
         again = self._reads.again(request, _identity(fields))
         body, unknown = parse.body_of(fields, task)
         model = self._reads.check_model(body.model)
-        heard = parse.heard_of(body, task, resolved)
+        transcription = parse.transcription_of(body, task, resolved)
         if len(body.file) > server.max_audio_bytes:
             text = f"file: {len(body.file)} bytes; at most {server.max_audio_bytes} are taken (--max-audio-bytes)"
             raise HttpError(413, text, form.FILE)
-        heard.cut(sound_files.decode(body.file, server.max_audio_seconds))
-        return Asked(parse.asked(body, unknown, heard, resolved, server), heard, model, again)
+        transcription.cut(audio_files.decode(body.file, server.max_audio_seconds))
+        return Asked(parse.asked(body, unknown, transcription, resolved, server), transcription, model, again)
 
 
 def _identity(fields: dict[str, Any]) -> bytes:

@@ -27,14 +27,14 @@ _SPEAKERS = "speakers are not told apart"
 NOT_SUPPORTED = {
     "hotwords": "Whisper has none; name such words in prompt",
     "keywords": "not supported; name such words in prompt",
-    "languages": "not supported; give language, or none for the language that is heard first",
+    "languages": "not supported; give language, or none for the language that is transcription first",
     "include": "log-probabilities of a transcript are not supported",
-    "chunking_strategy": "only auto is supported: a long sound is cut at its quietest places",
+    "chunking_strategy": "only auto is supported: a long audio is cut at its quietest places",
     "known_speaker_names": _SPEAKERS,
     "known_speaker_references": _SPEAKERS,
-    "use_beam_search": "not supported for sounds",
-    "n": "there is one answer for a sound",
-    "length_penalty": "beams are not supported for sounds",
+    "use_beam_search": "not supported for audio",
+    "n": "there is one answer for an audio clip",
+    "length_penalty": "beams are not supported for audio",
 }
 # ... and their values that ask for nothing, as a form has them; an empty one never does.
 ASKS_FOR_NOTHING = {
@@ -47,11 +47,11 @@ NEEDLESS = {"include_stop_str_in_output": "no text ends the answer"}
 
 
 class SpeechRequest(Struct, frozen=True, kw_only=True):
-    """The fields that both routes take. `file` is a sound file."""
+    """The fields that both routes take. `file` is an audio file."""
 
     file: bytes
     model: str | None = None
-    language: str | None = None  # ISO 639-1, of the sound; none: it is found
+    language: str | None = None  # ISO 639-1, of the audio; none: it is found
     prompt: str = ""
     response_format: ResponseFormat = "json"
     timestamp_granularities: list[Literal["word", "segment"]] = []
@@ -59,7 +59,7 @@ class SpeechRequest(Struct, frozen=True, kw_only=True):
     stream: bool = False
     stream_include_usage: bool = False
     stream_continuous_usage_stats: bool = False
-    max_completion_tokens: Count | None = None  # of each piece of a long sound
+    max_completion_tokens: Count | None = None  # of each chunk of a long audio
     seed: Seed | None = None
     top_p: Share | None = None
     top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
@@ -90,7 +90,7 @@ class DurationUsage(Struct):
 
 
 class TranscriptionSegment(Struct):
-    """What is said from `start` to `end`, in seconds of the whole sound. seek: where its piece begins, in 0.01 s."""
+    """What is said from `start` to `end`, in seconds of the whole audio. seek: where its chunk begins, in 0.01 s."""
 
     id: int
     seek: int

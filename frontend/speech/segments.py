@@ -1,4 +1,4 @@
-"""What was said when: the tokens of a piece to segments, by the tokens between them that are times. Pure; called by answers.py."""
+"""What was said when: the tokens of a chunk to segments, by the tokens between them that are times. Pure; called by answers.py."""
 
 import zlib
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 
 class Segment(NamedTuple):
-    """What is said from `begin_s` to `end_s` of the whole sound."""
+    """What is said from `begin_s` to `end_s` of the whole audio."""
 
     begin_s: float
     end_s: float
     text: str
     token_ids: tuple[int, ...]
     avg_logprob: float
-    seek_s: float  # where its piece begins
+    seek_s: float  # where its chunk begins
 
     @property
     def compression_ratio(self) -> float:
@@ -44,8 +44,8 @@ def segments_of(
     begin_s: float,
     length_s: float,
 ) -> list[Segment]:
-    """The segments of a piece that begins at `begin_s` of the sound and takes `length_s`; without any time there is one, as long as the
-    piece. `positions` and `text` are its output's; `zero` is the token of 0.00 s, `ends` are tokens that end a text."""
+    """The segments of a chunk that begins at `begin_s` of the audio and takes `length_s`; without any time there is one, as long as the
+    chunk. `positions` and `text` are its output's; `zero` is the token of 0.00 s, `ends` are tokens that end a text."""
     found: list[Segment] = []
     open_, since, at = _Open(), 0.0, 0
 

@@ -1,6 +1,6 @@
-"""A streamed answer to a sound: server-sent events, each of which is an event of OpenAI's and a chunk of vLLM's. Pure but for `write`.
+"""A streamed transcription: server-sent events, each of which is an event of OpenAI's and a chunk of vLLM's. Pure but for `write`.
 
-Pieces of a long sound are computed beside each other, and told in their order: what comes early waits.
+Chunks of long audio are computed beside each other, and told in their order: what comes early waits.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from meshlm.frontend.parse import ParsedRequest
 from meshlm.frontend.responses import Json, Response
 from meshlm.frontend.retry import Progress
 from meshlm.frontend.speech import texts
-from meshlm.frontend.speech.parse import Heard
+from meshlm.frontend.speech.parse import Transcription
 from meshlm.protocol.ids import FinishReason
 from meshlm.protocol.text_edge import Finished
 
@@ -36,18 +36,18 @@ class SpeechStream(Response):
         write: Callable[[bytes], None],
         progress: Progress | None = None,
         *,
-        heard: Heard,
+        transcription: Transcription,
     ) -> None:
         super().__init__(ask, request_id, created, model, on_end)
-        self._write, self._heard = write, heard
+        self._write, self._transcription = write, transcription
         self._joiner: texts.Joiner | None = None  # once the language is known
         self._told: list[str] = []
-        self._piece = 0  # that is told now
-        self._waiting: dict[int, list[str]] = {}  # texts of pieces behind it
-        self._ended: dict[int, Finished] = {}  # by piece
+        self._chunk = 0  # that is told now
+        self._waiting: dict[int, list[str]] = {}  # texts of chunks behind it
+        self._ended: dict[int, Finished] = {}  # by chunk
 
     def row(self, choice: Choice, num_tokens: int, text: str, details: RowDetails | None) -> None:
-        """Tells a row of the piece whose turn it is; others wait."""
+        """Tells a row of the chunk whose turn it is; others wait."""
         if self.is_refused:
             return
         finished = None
@@ -65,20 +65,20 @@ class SpeechStream(Response):
             self.ended()
 
     def _tell(self) -> None:
-        """Sends what is there of the piece whose turn it is, and of those behind it that follow."""
+        """Sends what is there of the chunk whose turn it is, and of those behind it that follow."""
         if self._joiner is None:
-            self._joiner = texts.Joiner(texts.separator(self._heard.language_written))
+            self._joiner = texts.Joiner(texts.separator(self._transcription.language_written))
         while True:
-            new = self._joiner.push(self._piece, "".join(self._waiting.pop(self._piece, ())))
+            new = self._joiner.push(self._chunk, "".join(self._waiting.pop(self._chunk, ())))
             if new:
                 self._told.append(new)
                 self._write(self._event("transcript.text.delta", [_choice(new)], {"delta": new}, self._usage_so_far()))
-            if self._piece not in self._ended:
+            if self._chunk not in self._ended:
                 return
-            self._piece += 1
+            self._chunk += 1
 
     def _event(self, kind: str, choices: list[Json], extra: Json, usage: Json | None) -> bytes:
-        frame = {"type": kind, **extra, **self.frame(_OBJECTS[self._heard.task], choices)}
+        frame = {"type": kind, **extra, **self.frame(_OBJECTS[self._transcription.task], choices)}
         if usage is not None:
             frame["usage"] = usage
         return b"data: " + _encode(frame) + b"\n\n"
@@ -106,7 +106,7 @@ class SpeechStream(Response):
         return before + self._event("transcript.text.done", last, {"text": "".join(self._told)}, self._tokens()) + _DONE
 
     def _finish(self) -> Finished:
-        """The end of the last piece, or of one that its length ended."""
+        """The end of the last chunk, or of one that its length ended."""
         cut = (end for end in self._ended.values() if end.reason is FinishReason.LENGTH)
         return next(cut, self._ended[len(self.choices) - 1])
 

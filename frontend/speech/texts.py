@@ -1,4 +1,4 @@
-"""The texts of pieces as one, and segments as subtitles. Pure; called by answers.py and stream.py."""
+"""The texts of chunks as one, and segments as subtitles. Pure; called by answers.py and stream.py."""
 
 import re
 from collections.abc import Iterable
@@ -10,31 +10,31 @@ NO_SPACES = ("ja", "lo", "my", "th", "yue", "zh")  # languages that write words 
 
 
 def separator(language: str) -> str:
-    """What stands between the texts of two pieces."""
+    """What stands between the texts of two chunks."""
     return "" if language in NO_SPACES else " "
 
 
 class Joiner:
-    """Joins the texts of pieces, which come in their order and in any parts: each without space around it, and a separator between."""
+    """Joins the texts of chunks, which come in their order and in any parts: each without space around it, and a separator between."""
 
     def __init__(self, between: str) -> None:
         self._between = between
-        self._piece = -1
-        self._space = ""  # that may be the end of the piece
-        self._in_piece = self._has_said = False
+        self._chunk = -1
+        self._space = ""  # that may be the end of the chunk
+        self._in_chunk = self._has_said = False
 
-    def push(self, piece: int, text: str) -> str:
-        """What the next part of this piece's text adds. Tokens that are times come in one part each, and are left out."""
-        if piece != self._piece:
-            self._piece, self._space, self._in_piece = piece, "", False
+    def push(self, chunk: int, text: str) -> str:
+        """What the next part of this chunk's text adds. Tokens that are times come in one part each, and are left out."""
+        if chunk != self._chunk:
+            self._chunk, self._space, self._in_chunk = chunk, "", False
         text = self._space + TIMES.sub("", text)
         said = text.rstrip()
         self._space = text[len(said) :]
         if not said:
             return ""
-        if not self._in_piece:
+        if not self._in_chunk:
             said = (self._between if self._has_said else "") + said.lstrip()
-        self._in_piece = self._has_said = True
+        self._in_chunk = self._has_said = True
         return said
 
 

@@ -4,9 +4,9 @@ from typing import Literal
 
 from msgspec import Struct
 
+from meshlm.protocol.audio import SpeechTokens
 from meshlm.protocol.model import ModelSpec
 from meshlm.protocol.pooling import PoolingSpec
-from meshlm.protocol.sound import SpeechTokens
 
 
 class Resolved(Struct, frozen=True, kw_only=True):
@@ -31,6 +31,6 @@ class Resolved(Struct, frozen=True, kw_only=True):
     general_plugins: bool = False  # there are some, which every process calls first
     stat_loggers: bool = False  # there are some, which frontends tell of figures
     renders_only: bool = False  # texts and templates without a model: no rank is there (meshlm launch render)
-    speech: SpeechTokens | None = None  # of a model that writes down sounds, and serves nothing else
+    speech: SpeechTokens | None = None  # of a model that transcribes audio, and serves nothing else
     pooling: PoolingSpec | None = None  # what its vectors are, where it serves those and no text
     digest: str  # of everything above and the flags: names a run's configuration in logs

@@ -51,11 +51,11 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     ] = 0
     detokenizers: Annotated[int, Meta(ge=0, le=256, description="text processes; 0: as many by the same rule")] = 0
     max_body_bytes: Annotated[int, Meta(ge=1024, description="larger bodies get 413", extra={"bytes": True})] = 32 << 20
-    max_audio_bytes: Annotated[int, Meta(ge=1024, description="larger sound files get 413", extra={"bytes": True})] = (
+    max_audio_bytes: Annotated[int, Meta(ge=1024, description="larger audio files get 413", extra={"bytes": True})] = (
         25 << 20
     )
     max_audio_seconds: Annotated[
-        int, Meta(ge=1, le=86400, description="sounds that are longer get 400, whatever few bytes their files have")
+        int, Meta(ge=1, le=86400, description="audio that are longer get 400, whatever few bytes their files have")
     ] = 600
     max_incoming_bytes: Annotated[
         int,

@@ -4,10 +4,10 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from meshlm.protocol.audio import SAMPLE_RATE, Audio
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.prompt_embeds import ITEM_BYTES
-from meshlm.protocol.sound import SAMPLE_RATE, Sound
-from meshlm.protocol.text_edge import EmbedsPrompt, JoinedPrompt, Prompt, SoundPrompt, TextPrompt, TokenPrompt
+from meshlm.protocol.text_edge import AudioPrompt, EmbedsPrompt, JoinedPrompt, Prompt, TextPrompt, TokenPrompt
 from meshlm.runtime import tensor_files
 
 GIVEN = ("prompt_embeds", "prompt_token_ids", "prompt")  # the first that is there counts
@@ -55,8 +55,8 @@ def of_generate(item: Any, *, add_special_tokens: bool = True, sizes: Sizes | No
         return Given(prompt, prompt.text if isinstance(prompt, TextPrompt) else None)
     if "encoder_prompt" in item or "decoder_prompt" in item:
         item = _of_both(item)
-    if heard := item.get("multi_modal_data"):
-        return _of_sound({name: value for name, value in item.items() if name != "multi_modal_data"}, heard)
+    if data := item.get("multi_modal_data"):
+        return _of_audio({name: value for name, value in item.items() if name != "multi_modal_data"}, data)
     for name, value in item.items():
         if name in NOT_SUPPORTED and value is not None and not (isinstance(value, Mapping | list) and not value):
             raise ValueError(f"a prompt's {name!r}: not supported; {NOT_SUPPORTED[name]}")
@@ -77,7 +77,7 @@ def of_generate(item: Any, *, add_special_tokens: bool = True, sizes: Sizes | No
 
 
 def _of_both(item: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What an encoder and a decoder get, as one prompt: the sound of the one, and text or ids of the other."""
+    """What an encoder and a decoder get, as one prompt: the audio of the one, and text or ids of the other."""
     if more := item.keys() - {"encoder_prompt", "decoder_prompt"}:
         raise ValueError(f"a prompt's {min(more)!r}: beside 'encoder_prompt' and 'decoder_prompt' there is nothing")
     of_encoder, of_decoder = item.get("encoder_prompt"), item.get("decoder_prompt")
@@ -90,18 +90,18 @@ def _of_both(item: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**found, "multi_modal_data": of_encoder.get("multi_modal_data")}
 
 
-def _of_sound(item: Mapping[str, Any], heard: Any) -> Given:
-    """A sound, and what stands before the text that is written of it, without special tokens that nobody named."""
-    if not isinstance(heard, Mapping) or heard.keys() != {"audio"}:
+def _of_audio(item: Mapping[str, Any], data: Any) -> Given:
+    """An audio clip, and what stands before the text that is written of it, without special tokens that nobody named."""
+    if not isinstance(data, Mapping) or data.keys() != {"audio"}:
         raise ValueError("a prompt's 'multi_modal_data': must be a dict with 'audio', and nothing else is supported")
     given = of_generate(item, add_special_tokens=False)
     if not isinstance(given.prompt, TextPrompt | TokenPrompt):
         raise ValueError("a prompt's 'multi_modal_data': goes with 'prompt' or 'prompt_token_ids'")
     prompt = given.prompt if isinstance(given.prompt, TokenPrompt) else JoinedPrompt((given.prompt,))
-    return given._replace(prompt=SoundPrompt(prompt, _sound(heard["audio"])))
+    return given._replace(prompt=AudioPrompt(prompt, _audio(data["audio"])))
 
 
-def _sound(audio: Any) -> Sound:
+def _audio(audio: Any) -> Audio:
     """An array of samples, or such an array and its rate."""
     import numpy as np
 
@@ -116,7 +116,7 @@ def _sound(audio: Any) -> Sound:
         raise ValueError("a prompt's 'audio': must be an array of samples, or that and its rate") from None
     if found.ndim != 1 or not found.size or not np.isfinite(found).all():
         raise ValueError("a prompt's 'audio': must be one channel of finite samples, and not empty")
-    return Sound(found.astype("<f4").tobytes())
+    return Audio(found.astype("<f4").tobytes())
 
 
 def _vectors(tensor: Any, sizes: Sizes | None) -> EmbedsPrompt:

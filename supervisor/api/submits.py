@@ -5,9 +5,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from meshlm.protocol.audio import WHISPER_TIMESTAMPS
 from meshlm.protocol.columns import ints
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.sound import SPOKEN_TIMES
 from meshlm.protocol.text_edge import ChatPrompt, EmbedsPrompt, Prompt, Submit, TokenPrompt
 from meshlm.runtime import logits_processors, tensor_files
 from meshlm.runtime.errors import RequestError
@@ -67,7 +67,7 @@ class Submits:
         """Asks the logits processors whether they take these. ValueError."""
         assert self._config.resolved is not None
         names = self._config.resolved.logits_processors
-        own = {SPOKEN_TIMES} if self._config.resolved.speech is not None else set[str]()
+        own = {WHISPER_TIMESTAMPS} if self._config.resolved.speech is not None else set[str]()
         if (params.extra_args or {}).keys() - own and not names:
             raise ValueError("SamplingParams.extra_args: there are no logits_processors that would read them")
         if names:

@@ -72,9 +72,9 @@ def memory(config: MeshConfig) -> Iterator[tuple[str, str]]:
         yield "KV cache", "none"
         return
     yield "KV cache of a token", f"{per_token} bytes, over all layers"
-    heard = 0 if spec.speech is None else spec.speech.max_source_positions
-    longest = per_token * (resolved.max_model_len + heard)
-    said = f"{resolved.max_model_len} tokens" + (f", and {heard} states of a sound" if heard else "")
+    encoder = 0 if spec.audio_encoder is None else spec.audio_encoder.max_source_positions
+    longest = per_token * (resolved.max_model_len + encoder)
+    said = f"{resolved.max_model_len} tokens" + (f", and {encoder} encoder states" if encoder else "")
     yield "KV cache of the longest request", f"{_size(longest)} ({said})"
     if config.cache.num_gpu_blocks_override is not None:
         yield "KV cache", f"{config.cache.num_gpu_blocks_override} blocks (--num-gpu-blocks-override)"
@@ -96,7 +96,7 @@ def memory(config: MeshConfig) -> Iterator[tuple[str, str]]:
         yield (
             "KV cache",
             f"{_size(budget)} ({why}): "
-            + (f"{budget // per_token} tokens, " if not heard else "")
+            + (f"{budget // per_token} tokens, " if not encoder else "")
             + f"{budget // longest} requests at their longest",
         )
 

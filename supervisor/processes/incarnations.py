@@ -38,6 +38,7 @@ class Incarnations:
         self._warm_at: dict[Role, float] = {}  # not before
         self._alive: set[Child] = set()  # all, those too that have lost their place
         self._all_gone = asyncio.Event()
+        self._ending = False
 
     def of(self, identity: Identity) -> Child | None:
         """The incarnation that is in that place now."""
@@ -66,7 +67,7 @@ class Incarnations:
         return replace(config, worker=replace(config.worker, tune="kept"))
 
     def _not_started(self, identity: Identity, incarnation: Incarnation, why: str) -> None:
-        self._do(events.Exited(identity, incarnation, 1, f"{identity} could not be started: {why}"))
+        self._tell(events.Exited(identity, incarnation, 1, f"{identity} could not be started: {why}"))
 
     def _started(
         self, identity: Identity, incarnation: Incarnation, failed: Callable[[str], None], *, standby: bool = False
@@ -118,11 +119,11 @@ class Incarnations:
     def prepare(self, identity: Identity) -> None:
         """Load a standby."""
         child = self._started(
-            identity, Incarnation(0), lambda why: self._do(rolling.Prepared(identity, why)), standby=True
+            identity, Incarnation(0), lambda why: self._tell(rolling.Prepared(identity, why)), standby=True
         )
         if child is not None:
             self._standbys[identity] = child
-            child.when_loaded(self._loop, lambda child: self._do(rolling.Prepared(child.identity)))
+            child.when_loaded(self._loop, lambda child: self._tell(rolling.Prepared(child.identity)))
 
     def end_stuck(self, identity: Identity) -> bool:
         """faulthandler writes its stacks, then it is killed. Was it stopped? Then it is killed as it is: woken, it would work on, and
@@ -153,8 +154,14 @@ class Incarnations:
         for child in self._alive:
             child.kill()
 
+    def _tell(self, event: rolling.Event) -> None:
+        if not self._ending:
+            self._do(event)
+
     async def end_all(self, limit_s: float) -> None:
-        """Kill all and wait until they are gone, but no longer than that: then their ports and their GPU's memory are free."""
+        """Kill all and wait until they are gone, but no longer than that: then their ports and their GPU's memory are free. The group
+        is told of no end any more, so that nobody is started again."""
+        self._ending = True
         self.kill_all()
         self._all_gone.clear()
         if self._alive:
@@ -167,7 +174,7 @@ class Incarnations:
             self._all_gone.set()
         if self._standbys.get(child.identity) is child:
             del self._standbys[child.identity]
-            self._do(rolling.Prepared(child.identity, core.exit_text(code)))
+            self._tell(rolling.Prepared(child.identity, core.exit_text(code)))
             return
         if not child.incarnation:  # it never had a place
             role = child.identity.role
@@ -179,4 +186,4 @@ class Incarnations:
             del self._children[child.identity]
             self.ends[child.identity] = core.exit_text(code)
         # Its last words may still be in the inbox: let the loop read them first.
-        self._loop.call_soon(self._do, events.Exited(child.identity, child.incarnation, code))
+        self._loop.call_soon(self._tell, events.Exited(child.identity, child.incarnation, code))

@@ -21,6 +21,7 @@ from meshlm.architectures.registry import (
 )
 from meshlm.protocol.model import (
     AltUpSpec,
+    AudioEncoderSpec,
     FullHeadsSpec,
     HeadSpec,
     LayerNormSpec,
@@ -28,7 +29,6 @@ from meshlm.protocol.model import (
     MoESpec,
     PerLayerInputSpec,
     RopeSpec,
-    SpeechSpec,
     StateSpec,
 )
 from meshlm.workers.distributed.shard import WHOLE
@@ -73,7 +73,7 @@ LAYER_NORMS: dict[str, LayerNormSpec] = {
     "Whisper": LayerNormSpec(learned_positions=True),
 }
 """Families with layer norms, by what the names of their architectures begin with."""
-SPEECH = SpeechSpec(
+SPEECH = AudioEncoderSpec(
     num_mel_bins=3, encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=6, max_source_positions=5
 )
 
@@ -174,7 +174,7 @@ def test_weights_fill_the_parameters_of_the_model(architecture: str, tied: bool)
             "moe": MoESpec(num_experts=1, num_experts_per_tok=1, moe_intermediate_size=5, beside_mlp=True),
         }
     if architecture.startswith("Whisper"):
-        of_experts = {"mlp_bias": True, "output_bias": True, "speech": SPEECH}
+        of_experts = {"mlp_bias": True, "output_bias": True, "audio_encoder": SPEECH}
     spec = spec_of(
         **of_encoder,
         **of_states,

@@ -21,14 +21,14 @@ import torch
 from numpy.typing import NDArray
 from serving import Serving, serving
 
-from meshlm.frontend.speech.pieces import ranges
-from meshlm.protocol.sound import SAMPLE_RATE
+from meshlm.frontend.speech.chunks import ranges
+from meshlm.protocol.audio import SAMPLE_RATE
 
 pytestmark = pytest.mark.mesh
 PATH, LONGEST = "/v1/audio/transcriptions", 40
 
 
-class Heard:
+class Transformers:
     """A folder with a model, and what transformers writes."""
 
     def __init__(self, folder: Path) -> None:
@@ -64,7 +64,7 @@ def written(tokens: list[int]) -> str:
 
 
 def wav(samples: NDArray[np.float32]) -> bytes:
-    """A file whose samples are float32, so that the model hears the very same."""
+    """A file whose samples are float32, so that the model gets the very same."""
     data = samples.astype("<f4").tobytes()
     kind = struct.pack("<HHIIHH", 3, 1, SAMPLE_RATE, 4 * SAMPLE_RATE, 4, 32)
     body = b"WAVEfmt " + struct.pack("<I", len(kind)) + kind + b"data" + struct.pack("<I", len(data)) + data
@@ -72,13 +72,13 @@ def wav(samples: NDArray[np.float32]) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def heard(tmp_path_factory: pytest.TempPathFactory) -> Heard:
-    return Heard(tmp_path_factory.mktemp("whisper"))
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Transformers:
+    return Transformers(tmp_path_factory.mktemp("whisper"))
 
 
 @pytest.fixture(scope="module")
-def server(heard: Heard) -> Iterator[Serving]:
-    with serving("--device", "cpu", "--served-model-name", "tiny", command=("serve", str(heard.folder))) as found:
+def server(theirs: Transformers) -> Iterator[Serving]:
+    with serving("--device", "cpu", "--served-model-name", "tiny", command=("serve", str(theirs.folder))) as found:
         yield found
 
 
@@ -87,16 +87,16 @@ def ask(server: Serving, samples: NDArray[np.float32], **fields: str) -> httpx.R
     return httpx.post(f"{server.url}{PATH}", files={"file": ("a.wav", wav(samples))}, data=fields, timeout=60)
 
 
-def test_its_text_is_transformers(server: Serving, heard: Heard) -> None:
-    sounds = [small_whisper.samples(nth, seconds) for nth, seconds in enumerate((0.7, 1.0, 0.2, 2.6))]
-    with ThreadPoolExecutor(len(sounds)) as pool:
-        answers = list(pool.map(lambda samples: ask(server, samples), sounds))
-    assert [answer.json()["text"] for answer in answers] == [heard.text(one, [1, 2, 6, 9]) for one in sounds]
+def test_its_text_is_transformers(server: Serving, theirs: Transformers) -> None:
+    audio = [small_whisper.samples(nth, seconds) for nth, seconds in enumerate((0.7, 1.0, 0.2, 2.6))]
+    with ThreadPoolExecutor(len(audio)) as pool:
+        answers = list(pool.map(lambda samples: ask(server, samples), audio))
+    assert [answer.json()["text"] for answer in answers] == [theirs.text(one, [1, 2, 6, 9]) for one in audio]
     assert answers[3].json()["usage"] == {"type": "duration", "seconds": 3}
-    assert len({answer.text for answer in answers}) == 4, "sounds make the difference"
+    assert len({answer.text for answer in answers}) == 4, "audio make the difference"
 
 
-def test_openais_client_the_language_and_the_prompt(server: Serving, heard: Heard) -> None:
+def test_openais_client_the_language_and_the_prompt(server: Serving, theirs: Transformers) -> None:
     client, samples = openai.OpenAI(base_url=f"{server.url}/v1", api_key="-"), small_whisper.samples(5)
     found = client.audio.transcriptions.create(
         model="tiny",
@@ -106,23 +106,23 @@ def test_openais_client_the_language_and_the_prompt(server: Serving, heard: Hear
     )
     code = found.language
     token = small_whisper.GENERATION["lang_to_id"][f"<|{code}|>"]
-    logits = heard._theirs(
+    logits = theirs._theirs(
         input_features=small_whisper.features_of(samples), decoder_input_ids=torch.tensor([[1]])
     ).logits[0, -1]
     assert token == 2 + int(logits[2:5].argmax())
     given = client.audio.transcriptions.create(
         model="tiny", file=("a.wav", wav(samples)), language="de", prompt="w70 w71", temperature=0
     )
-    loaded = tokenizers.Tokenizer.from_file(str(heard.folder / "tokenizer.json"))
+    loaded = tokenizers.Tokenizer.from_file(str(theirs.folder / "tokenizer.json"))
     prompt = [8, *loaded.encode(" w70 w71", add_special_tokens=False).ids, 1, 3, 6, 9]
-    assert given.text == written(heard.tokens(samples, prompt, 128 - len(prompt)))
+    assert given.text == written(theirs.tokens(samples, prompt, 128 - len(prompt)))
     english = httpx.post(
         f"{server.url}/v1/audio/translations",
         files={"file": ("a.wav", wav(samples))},
         data={"language": "de"},
         timeout=60,
     )  # which OpenAI's package has deprecated
-    assert english.json() == {"text": written(heard.tokens(samples, [1, 3, 5, 9], 124))}
+    assert english.json() == {"text": written(theirs.tokens(samples, [1, 3, 5, 9], 124))}
 
 
 def test_what_it_does_not_serve(server: Serving) -> None:
@@ -135,9 +135,9 @@ def test_what_it_does_not_serve(server: Serving) -> None:
 
 
 @pytest.mark.parametrize("role", ["worker", "scheduler", "coordinator", "detokenizer"])
-def test_a_death_loses_no_word(role: str, server: Serving, heard: Heard) -> None:
+def test_a_death_loses_no_word(role: str, server: Serving, theirs: Transformers) -> None:
     samples = small_whisper.samples(7, 20.0)
-    expected = heard.text(samples, [1, 2, 6, 9])
+    expected = theirs.text(samples, [1, 2, 6, 9])
     fields = {"language": "en", "stream": "true", "max_completion_tokens": str(LONGEST)}
     files = {"file": ("a.wav", wav(samples))}
     deltas: list[str] = []
@@ -172,7 +172,7 @@ asked = [
 ]
 for output in llm.generate(asked, SamplingParams(temperature=0.0, max_tokens=12)):
     print(*output.outputs[0].token_ids)
-with_times = SamplingParams(temperature=0.0, max_tokens=12, extra_args={"spoken_times": True})
+with_times = SamplingParams(temperature=0.0, max_tokens=12, extra_args={"whisper_timestamps": True})
 print(*llm.generate(asked[0] | {"prompt_token_ids": [1, 2, 6]}, with_times)[0].outputs[0].token_ids)
 try:
     llm.generate("hello")
@@ -181,19 +181,19 @@ except Exception as error:
 """
 
 
-def test_from_python(heard: Heard, tmp_path: Path) -> None:
+def test_from_python(theirs: Transformers, tmp_path: Path) -> None:
     samples = small_whisper.samples(3)
     samples.tofile(tmp_path / "samples")
-    command = [sys.executable, "-P", "-c", OFFLINE, str(heard.folder), str(tmp_path / "samples")]
+    command = [sys.executable, "-P", "-c", OFFLINE, str(theirs.folder), str(tmp_path / "samples")]
     ran = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=100, check=False)
     first, second, timed, refused = ran.stdout.splitlines()
     for line, prompt, times in ((first, [1, 2, 6, 9], False), (second, [1, 3, 6, 9], False), (timed, [1, 2, 6], True)):
-        expected = greedy_from_any(heard, samples, prompt, times=times)
+        expected = greedy_from_any(theirs, samples, prompt, times=times)
         assert [int(token) for token in line.split()] == expected
-    assert "this model writes down sounds" in refused
+    assert "this model transcribes audio" in refused
 
 
-def greedy_from_any(heard: Heard, samples: NDArray[np.float32], prompt: list[int], *, times: bool) -> list[int]:
+def greedy_from_any(theirs: Transformers, samples: NDArray[np.float32], prompt: list[int], *, times: bool) -> list[int]:
     """As `Heard.tokens`, where the first token may be any that is written at all. times: by transformers' rules of times, for which
     all ids from 10 on are some, in so small a vocabulary."""
     import transformers
@@ -206,7 +206,7 @@ def greedy_from_any(heard: Heard, samples: NDArray[np.float32], prompt: list[int
         features, found = small_whisper.features_of(samples), list[int]()
         while len(found) < 12 and (not found or found[-1] != 0):
             ids = torch.tensor([prompt + found])
-            logits = heard._theirs(input_features=features, decoder_input_ids=ids).logits[:, -1]
+            logits = theirs._theirs(input_features=features, decoder_input_ids=ids).logits[:, -1]
             logits[:, 60] = -torch.inf
             found.append(int((rules(ids, logits) if times else logits).argmax()))
     return found

@@ -15,7 +15,7 @@ from meshlm.protocol.kv import (
     KVSpec,
     Latent,
     SlidingWindow,
-    block_size_with_sounds,
+    block_size_with_cross_attention,
     caches_of,
     longest_request,
     make_groups,
@@ -168,9 +168,9 @@ def test_pages_of_unequal_layers_have_equal_bytes(
 
 @pytest.mark.parametrize(("layers", "most"), [(4, 1.16), (6, 1.06), (12, 1.06), (24, 1.06), (32, 1.09)])
 def test_a_request_that_hears_takes_little_more_than_what_it_keeps(layers: int, most: float) -> None:
-    """Of Whisper's sizes: 1,500 states of a sound and 448 tokens, in few groups whose pages have equal bytes."""
+    """Of Whisper's sizes: 1,500 states of an audio clip and 448 tokens, in few groups whose pages have equal bytes."""
     length, context = 1500, 448
-    size = block_size_with_sounds(16, layers, length, context)
+    size = block_size_with_cross_attention(16, layers, length, context)
     assert size % 16 == 0
     kinds: tuple[KVSpec, KVSpec] = (FULL, CrossAttention(length))
     specs = [spec for _ in range(layers) for spec in kinds]
@@ -183,4 +183,4 @@ def test_a_request_that_hears_takes_little_more_than_what_it_keeps(layers: int, 
 
 
 def test_blocks_are_no_shorter_than_asked_for() -> None:
-    assert block_size_with_sounds(600, 4, 1500, 448) >= 600
+    assert block_size_with_cross_attention(600, 4, 1500, 448) >= 600

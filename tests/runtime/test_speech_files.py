@@ -1,4 +1,4 @@
-"""What a folder must say of a model that writes down sounds, and what is refused by name."""
+"""What a folder must say of a model that writes down audio, and what is refused by name."""
 
 import json
 import shutil

@@ -63,7 +63,7 @@ class EncoderAttention:
 
     def attend_cross(self, query: Tensor, cache: CrossCache, scale: float) -> Tensor:
         """See `StepAttention`."""
-        raise NotImplementedError("nothing stands behind this encoder")
+        raise AssertionError("an encoder has no cross-attention")
 
     def attend_latent(
         self,

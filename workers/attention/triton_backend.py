@@ -244,10 +244,10 @@ def _wrong_heads(variant: Variant, device: torch.device) -> str:
 
 
 def _wrong_pages(spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device) -> str:
-    """Why it cannot read pages of sounds, which have any length, and blocks that go with them."""
-    assert spec.speech is not None
+    """Why it cannot read pages of audio, which have any length, and blocks that go with them."""
+    assert spec.audio_encoder is not None
     shape = (spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim)
-    for page in (block_size, -(-spec.speech.max_source_positions // block_size) * block_size):
+    for page in (block_size, -(-spec.audio_encoder.max_source_positions // block_size) * block_size):
         if reason := _wrong_heads(Variant(*shape, page, dtype, windowed=False, capped=False), device):
             return f"with blocks of {page} tokens {reason}"
     return ""
@@ -315,7 +315,7 @@ class TritonBackend:
             return f"it supports latents of up to {MOST_RANK}, this model has kv_lora_rank {spec.mla.kv_lora_rank}"
         if spec.state is not None:
             return _without_states(spec.state, block_size, dtype, device)
-        if spec.speech is not None:
+        if spec.audio_encoder is not None:
             return _wrong_pages(spec, block_size, dtype, device)
         if block_size & (block_size - 1) or block_size < 8:
             return f"--block-size {block_size} is not a power of two from 8 up"

@@ -19,7 +19,7 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.step_edge import StepPlan, StepResult
 from meshlm.protocol.tasks import PoolKind
-from meshlm.runtime import logits_processors, platforms
+from meshlm.runtime import platforms
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers import memory
 from meshlm.workers.attention.backend import Backend
@@ -34,6 +34,7 @@ from meshlm.workers.engine.compute import Compute
 from meshlm.workers.engine.kit import Kit
 from meshlm.workers.engine.micro_batches import reads_across
 from meshlm.workers.engine.pending import PendingStep
+from meshlm.workers.engine.row_audio import SILENCE
 from meshlm.workers.engine.rows import NOTHING, DeviceRows
 from meshlm.workers.engine.sleeper import Sleeper
 from meshlm.workers.engine.together import Course, Together
@@ -41,7 +42,6 @@ from meshlm.workers.graphs.dispatcher import HEAD, MIXED_TOKENS, MODEL, WHOLE, K
 from meshlm.workers.kv.layout import KVLayout
 from meshlm.workers.kv.scales import scales_of
 from meshlm.workers.models.parts import choose_parts
-from meshlm.workers.models.whisper import Whisper
 from meshlm.workers.moe.placement.balancer import Balancer, Experts
 from meshlm.workers.nvtx import mark_layers
 from meshlm.workers.output.details import Details, prompt_logprobs
@@ -49,8 +49,7 @@ from meshlm.workers.output.grammars import Constraint, Grammars
 from meshlm.workers.output.lexical import lexical_head
 from meshlm.workers.output.pooled_heads import PooledHeads, load_dense
 from meshlm.workers.output.pooler import PooledVectors, Pooler
-from meshlm.workers.output.processors import Processors
-from meshlm.workers.output.spoken_times import SpokenTimes
+from meshlm.workers.output.processors import processors_of
 from meshlm.workers.output.vocabulary import loader
 from meshlm.workers.weights.load import DTYPES, load_model, reload_experts, weight_bytes
 
@@ -117,10 +116,8 @@ class ModelEngine:
         specs, self._block_size = self.layout.specs, self.layout.block_size
         shares = self.layout.shares
         self.rows = DeviceRows(rows, resolved.max_model_len, self._block_size, device, len(specs), shares)
-        kinds = logits_processors.loaded(resolved.logits_processors)
-        kinds += [SpokenTimes] if resolved.speech is not None else []
-        if kinds and samples:
-            self.rows.table.processors = Processors(kinds, config, device, rows)
+        if samples:
+            self.rows.table.processors = processors_of(config, device, rows)
         self.inputs = kit.inputs(self.rows, samples=samples)
         self.pooler = Pooler(
             PooledHeads(
@@ -154,7 +151,7 @@ class ModelEngine:
         held = self.layout.tokens_held(count, resolved.max_model_len)
         cache = "none, an encoder needs none" if self.spec.encoder_only else f"{held} tokens"
         shown = {"weights": f"{gib:.2f} GiB", "KV cache": cache}
-        if self.layout.states:
+        if self.layout.states or self.spec.audio_encoder is not None:
             shown["KV blocks"] = f"{self._block_size} tokens, {self.layout.waste:.1%} of their bytes unused"
         facts = EngineFacts(count, self._block_size, rows, resolved.spec.vocab_size, shown)
         pooled = 4 * self._pooled_size()
@@ -226,9 +223,8 @@ class ModelEngine:
 
     def _full_step(self, caches: list[LayerCache]) -> None:
         self.compute.caches = caches
-        if isinstance(self.model, Whisper):
-            with torch.inference_mode():
-                self.model.hear(torch.zeros(1, device=self.device), [0] * len(self.layout.specs), caches)
+        if self.spec.audio_encoder is not None:
+            self.rows.audio.take(SILENCE, [0] * len(self.layout.specs))
         self.dummy_step(self.full_counts())
         if self.shard.is_last:
             self.head.warm_up()
@@ -246,6 +242,7 @@ class ModelEngine:
         )
         with torch.inference_mode():  # as steps run: a compiler takes other tensors for another case
             self.inputs.send(step, n, NOTHING, 0, np.arange(n))
+            self.rows.audio.encode(self.model, self.compute.caches)
             self.compute.eager(step)
 
     # --- steps ---
@@ -324,20 +321,13 @@ class ModelEngine:
         wanted = self.rows.table.of_prompt(step.rows, step.starts, self.rows.num_prompt[step.rows])
         pooling = self.rows.pooling(step)
         embeds = self.rows.embeds.of_step(step)
-        eager_together = (
-            bool(constraint) and self.together is not None
-        )  # ranks that step together replay the same graphs
-        why_no_graph = (
-            "prompt_logprobs"
-            if len(wanted)
-            else "pooling"
-            if pooling
-            else "prompt_embeds"
-            if embeds
-            else "grammar"
-            if eager_together
-            else ""
-        )
+        reasons = {
+            "prompt_logprobs": len(wanted),
+            "pooling": pooling,
+            "prompt_embeds": embeds,
+            "grammar": bool(constraint) and self.together is not None,  # who steps together replays the same graphs
+        }
+        why_no_graph = next((reason for reason, asked in reasons.items() if asked), "")
         key, cut, rebalance = self._course(step, plan, why_no_graph)
         parts = [key._replace(part=part) for part in ((MODEL, HEAD) if constraint else (WHOLE,))] if key else []
         if self.balancer is not None:
@@ -348,8 +338,7 @@ class ModelEngine:
         for part in parts:
             self.graphs.prepare(part)  # before `begin`: the host's time for it says nothing about the step
         begin = self._timeline.mark()
-        if self.rows.sounds:
-            self._hear()
+        self.rows.audio.encode(self.model, self.compute.caches)
         of_prompt: list[Details] = []
         pooled: PooledVectors | None = None
         if key is not None:
@@ -378,16 +367,6 @@ class ModelEngine:
             failed={int(places[line]): why for line, why in constraint.failed.items()},
         )
         return PendingStep(result, tokens, (found, of_prompt), (before, begin, self._last), pooled)
-
-    def _hear(self) -> None:
-        """Has the encoder hear the sounds of the requests that begin in this step, one after the other."""
-        assert isinstance(self.model, Whisper)
-        for sound, pages in self.rows.sounds:
-            samples = torch.frombuffer(bytearray(sound.samples), dtype=torch.float32)
-            if self.device.type == "cuda":  # the host does not wait for the copy
-                samples = samples.pin_memory().to(self.device, non_blocking=True)
-            self.model.hear(samples, pages, self.compute.caches)
-        self.rows.sounds.clear()
 
     def _replay(self, parts: list[Key], constraint: Constraint) -> None:
         """The step's graph; with grammars the model's, beside which the host makes masks, and the head's."""

@@ -116,11 +116,11 @@ def _backend(config: MeshConfig, device: torch.device, placement: WorkerPlacemen
 
 
 def _with_pages(config: MeshConfig, spec: ModelSpec, placement: WorkerPlacement) -> tuple[ModelSpec, int]:
-    """This worker's part of the model, its states named as the cache holds them, and the tokens of a block: states and sounds make it
+    """This worker's part of the model, its states named as the cache holds them, and the tokens of a block: states and audio make it
     longer."""
     resolved, cache = config.resolved, config.cache
     assert resolved is not None
-    if spec.state is None and spec.speech is None:
+    if spec.state is None and spec.audio_encoder is None:
         return spec, cache.block_size
     dtype = DTYPES[resolved.dtype]
     held = dtype if cache.kv_cache_dtype == "auto" else torch.float8_e4m3fn

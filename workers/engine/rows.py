@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshlm.protocol.sound import Sound
 from meshlm.protocol.step_edge import NewRow, StepPlan
 from meshlm.protocol.tasks import Pool
 from meshlm.workers.engine.changes import I32, Changes
 from meshlm.workers.engine.columns import StepColumns
+from meshlm.workers.engine.row_audio import RowAudio
 from meshlm.workers.engine.row_embeds import RowEmbeds
 from meshlm.workers.memory import zeros
 from meshlm.workers.output.grammars import unconstrained
@@ -103,9 +103,7 @@ class DeviceRows:
         self._num_blocks = np.zeros(rows, np.int64)
         self.pools: dict[int, Pool] = {}  # rows that want a vector
         self.embeds = RowEmbeds()
-        self.sounds: list[
-            tuple[Sound, list[int]]
-        ] = []  # of requests that begin in the next step, and their pages by group
+        self.audio = RowAudio(device)
 
     def _view_sampling(self, rows: int) -> None:
         def ints(begin: int, width: int = 1) -> Tensor:
@@ -167,14 +165,12 @@ class DeviceRows:
         if self.table.processors is not None and self.table.processors.take(new):
             self.table.by_torch_until[row] = ALWAYS
         self.embeds.take(row, new.embeds)
-        if new.sound is not None:
-            pages = np.frombuffer(new.block_ids, np.int32)[: self.num_groups] * self._shares
-            self.sounds.append((new.sound, pages.tolist()))
         self.second_from[row] = 0
         if isinstance(new.task, Pool):
             self.pools[row] = new.task
             self.second_from[row] = new.task.second_from
         blocks = np.frombuffer(new.block_ids, np.int32).reshape(-1, self.num_groups) * self._shares
+        self.audio.take(new.audio, blocks[0].tolist() if len(blocks) else ())
         self.num_prompt[row] = new.num_prompt_tokens
         self._num_blocks[row] = len(blocks)
         changes.run(self._tokens_at + row * self._width, np.frombuffer(new.token_ids, np.int32))
@@ -227,4 +223,4 @@ class DeviceRows:
             self.table.processors.reset()
         self.pools.clear()
         self.embeds.reset()
-        self.sounds.clear()
+        self.audio.reset()

@@ -205,11 +205,11 @@ class TritonKit:
         spec = engine.spec
         if spec.mla is None:
             counts_of_heads = {spec.num_key_value_heads, *(kv_heads for kv_heads, _, _ in _attention_kinds(spec))}
-            heard = [] if spec.speech is None else [spec.speech.max_source_positions]
+            encoder = [] if spec.audio_encoder is None else [spec.audio_encoder.max_source_positions]
             some = (
                 warm_sizes(kv_heads, most, context, engine.device, spec.num_attention_heads // kv_heads)
                 for kv_heads in sorted(counts_of_heads)
-                for context in (longest, *heard)
+                for context in (longest, *encoder)
             )
             decodes = sorted(set[int]().union(*some))
         else:

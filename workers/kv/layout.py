@@ -28,7 +28,7 @@ from meshlm.protocol.kv import (
     Latent,
     RecurrentState,
     SlidingWindow,
-    block_size_with_sounds,
+    block_size_with_cross_attention,
     block_size_with_states,
     caches_of,
     make_groups,
@@ -129,9 +129,9 @@ class KVLayout:
     ) -> None:
         """model: the whole of it. cache, model_dtype: what states need to know."""
         self.dtype, self._local, self._half_bytes = dtype, shard.local(model), 0
-        if model.speech is not None:
-            length = model.speech.max_source_positions
-            block_size = block_size_with_sounds(block_size, model.num_hidden_layers, length, max_model_len)
+        if model.audio_encoder is not None:
+            length = model.audio_encoder.max_source_positions
+            block_size = block_size_with_cross_attention(block_size, model.num_hidden_layers, length, max_model_len)
         kinds = {kind for _, kind in caches_of(model) if not isinstance(kind, RecurrentState)}
         of_kind: dict[KVSpec, int] = {
             kind: prod(cache_shape(kind, self._local, 1, block_size)) * dtype.itemsize // block_size for kind in kinds
@@ -167,7 +167,7 @@ class KVLayout:
             size = max(len(group.layers) for group in groups)
             used = {kind: 2 * self.states.half_bytes if kind.carried else block_size * layer_bytes for _, kind in found}
             self.waste = waste(groups, used, size * 2 * self._half_bytes, max_model_len)
-        elif model.speech is not None:
+        elif model.audio_encoder is not None:
             token = min(of_kind.values())
             used = {kind: token * (kind.length if isinstance(kind, CrossAttention) else block_size) for kind in of_kind}
             self.waste = waste(groups, used, self.page_bytes, max_model_len)
@@ -202,7 +202,7 @@ class KVLayout:
                 elif (share := self.shares[place.group]) > 1:
                     size = cache_shape(spec, self._local, tensor.shape[1] * share, self.block_size)
                     tensor = tensor.view(size)[:, place.nth :]
-                elif self._local.full_heads is not None or self._local.speech is not None:
+                elif self._local.full_heads is not None or self._local.audio_encoder is not None:
                     tensor = tensor.view(cache_shape(spec, self._local, tensor.shape[1], self.block_size))
                 found[place.layer] = LayerCache(tensor[0], tensor[1], *scales[place.layer], place.group)
         if self._local.num_kv_shared_layers:
@@ -213,7 +213,7 @@ class KVLayout:
         """The shape of each tensor."""
         if self.states:
             return 2, num_pages, self._half_bytes
-        if self._local.full_heads is not None or self._local.speech is not None:
+        if self._local.full_heads is not None or self._local.audio_encoder is not None:
             return 2, num_pages, self.block_size, self._unit // 2
         return cache_shape(self.specs[0], self._local, num_pages, self.block_size)
 

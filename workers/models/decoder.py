@@ -4,7 +4,7 @@
 key and value projections are one product, gate and up projections another; a layer has two sums over the tensor-parallel ranks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar, Protocol
 
@@ -300,6 +300,10 @@ class Decoder(nn.Module):
         """The last norm."""
         assert self.norm is not None
         return self.ops.norm(x, (self.norm.weight, self.norm.eps))[0]
+
+    def encode_audio(self, samples: Tensor, pages: Sequence[int], caches: list[LayerCache]) -> None:
+        """Encodes a request's audio, float32 [n], into its pages, which stand by group; for models with an audio encoder."""
+        raise AssertionError(f"{self.spec.architecture} has no audio encoder")
 
     def token_projection(self) -> Tensor | None:
         """[any, hidden], where the model projects the states that embeddings are made of."""

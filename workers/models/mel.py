@@ -1,4 +1,4 @@
-"""What Whisper hears of a sound: the loudness of bands of pitch, in steps of time (Radford et al. 2022, section 2.2).
+"""The log-mel spectrogram that Whisper's encoder takes (Radford et al. 2022, section 2.2).
 
 Bands are as wide as the ear tells apart, by the scale of Slaney's Auditory Toolbox (1998): even up to 1,000 Hz, then each 6.4^(1/27)
 times as high as the one before. A band is a triangle over frequencies, whose area is one.
@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshlm.protocol.model import SpeechSpec
-from meshlm.protocol.sound import HOP, SAMPLE_RATE, WINDOW
+from meshlm.protocol.audio import HOP, SAMPLE_RATE, WINDOW
+from meshlm.protocol.model import AudioEncoderSpec
 
 EVEN_HZ, EVEN_TO_HZ, RATIO = 200 / 3, 1000.0, math.log(6.4) / 27  # a step below, its end, the logarithm of a step above
 HIGHEST_HZ = 8000.0
@@ -33,16 +33,16 @@ def filters(num_bins: int) -> Tensor:
     return (rising.minimum(falling).clamp(min=0.0) * 2.0 / (high - low)).float()
 
 
-class Mel:
+class LogMelSpectrogram:
     """Its tables for one device."""
 
-    def __init__(self, speech: SpeechSpec, device: torch.device) -> None:
+    def __init__(self, speech: AudioEncoderSpec, device: torch.device) -> None:
         self._speech = speech
         self._filters = filters(speech.num_mel_bins).to(device)
         self._window = torch.hann_window(WINDOW, device=device, dtype=torch.float32)
 
     def __call__(self, samples: Tensor) -> Tensor:
-        """Samples float32 [n], n of them at most being those of the encoder's sounds -> float32 [bins, 2 x max_source_positions]."""
+        """Samples float32 [n], n of them at most being those of the encoder's audio -> float32 [bins, 2 x max_source_positions]."""
         whole = F.pad(samples, (0, self._speech.num_samples - len(samples)))
         waves = torch.stft(whole, WINDOW, HOP, window=self._window, return_complex=True)
         loudness = (self._filters @ waves[:, :-1].abs().square()).clamp(min=QUIETEST).log10()

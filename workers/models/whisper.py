@@ -1,17 +1,19 @@
-"""Whisper (Radford et al. 2022): an encoder that hears, and a decoder whose layers attend to what it has heard.
+"""Whisper (Radford et al. 2022): an audio encoder, and a decoder with cross-attention to its states.
 
     encoder:  x = gelu(conv(gelu(conv(mel)))) + positions;  layers of attention and MLP behind norms;  a norm
     decoder:  x = x + attention(norm(x));  x = x + cross attention(norm(x));  x = x + mlp(norm(x))
 
-The encoder computes a request's sound when the request begins, alone, so that what it gives does not depend on others; each layer
+The encoder computes a request's audio when the request begins, alone, so that what it gives does not depend on others; each layer
 of the decoder keeps its keys and values of that in a page of the request (protocol/kv.py: CrossAttention). Keys have no bias.
 """
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshlm.protocol.model import ModelSpec, SpeechSpec
+from meshlm.protocol.model import AudioEncoderSpec, ModelSpec
 from meshlm.workers.batch import CrossCache, LayerCache
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.forward_context import ForwardContext
@@ -20,15 +22,15 @@ from meshlm.workers.layers.norm import LayerNorm
 from meshlm.workers.layers.ops import ACTIVATIONS, Ops
 from meshlm.workers.layers.partial_sum import PartialSum
 from meshlm.workers.models.layer_norm import LayerNormAttention, LayerNormDecoder, LayerNormLayer, UngatedMLP
-from meshlm.workers.models.mel import Mel
+from meshlm.workers.models.mel import LogMelSpectrogram
 
 
 def _parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape), requires_grad=False)
 
 
-class _OfSounds(Linear):
-    """A product of all states of a sound, for which torch's own is the fastest on any device: its weight is not packed."""
+class UnpackedLinear(Linear):
+    """A product of all states of an audio clip, for which torch's own is the fastest on any device: its weight is not packed."""
 
     def prepare(self, ops: Ops) -> None:
         """See `Linear.prepare`."""
@@ -37,7 +39,7 @@ class _OfSounds(Linear):
         return F.linear(x, self.weight, self.bias)
 
 
-class _Biases(nn.Module):
+class QueryValueBias(nn.Module):
     """Biases of queries and values."""
 
     def __init__(self, size: int) -> None:
@@ -55,7 +57,7 @@ class WhisperAttention(LayerNormAttention):
     def make(self, spec: ModelSpec) -> None:
         """See `Attention.make`."""
         super().make(spec)
-        self.biases = _Biases(spec.hidden_size)
+        self.biases = QueryValueBias(spec.hidden_size)
 
     def prepare(self, ops: Ops) -> None:
         """See `Attention.prepare`."""
@@ -64,18 +66,18 @@ class WhisperAttention(LayerNormAttention):
 
 
 class CrossAttentionLayer(nn.Module):
-    """Attention of the decoder to what the encoder has heard."""
+    """Cross-attention of the decoder to the encoder's states."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         hidden = spec.hidden_size
-        self.q, self.kv = Linear(hidden, hidden, bias=True), _OfSounds(hidden, 2 * hidden, bias=False)
+        self.q, self.kv = Linear(hidden, hidden, bias=True), UnpackedLinear(hidden, 2 * hidden, bias=False)
         self.v_bias = _parameter(hidden)
         self.o = Linear(hidden, hidden, bias=True)
         self._shape, self._scale = (spec.num_attention_heads, spec.head_dim), spec.head_dim**-0.5
 
     def keep(self, states: Tensor, cache: CrossCache, page: int, ops: Ops) -> None:
-        """The keys and values of a sound's states [length, hidden] go to the page."""
+        """The keys and values of an audio clip's states [length, hidden] go to the page."""
         keys, values = self.kv(states, ops).unflatten(1, (2, *self._shape)).unbind(1)
         cache.keys[page, : len(states)] = keys
         cache.values[page, : len(states)] = values + self.v_bias.view(self._shape)
@@ -117,9 +119,9 @@ class _EncoderLayer(nn.Module):
     def __init__(self, hidden: int, heads: int, wide: int, eps: float) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = (LayerNorm(hidden, eps, bias=True) for _ in range(2))
-        self.qkv, self.o = _OfSounds(hidden, 3 * hidden, bias=False), _OfSounds(hidden, hidden, bias=True)
-        self.biases = _Biases(hidden)
-        self.up, self.down = _OfSounds(hidden, wide, bias=True), _OfSounds(wide, hidden, bias=True)
+        self.qkv, self.o = UnpackedLinear(hidden, 3 * hidden, bias=False), UnpackedLinear(hidden, hidden, bias=True)
+        self.biases = QueryValueBias(hidden)
+        self.up, self.down = UnpackedLinear(hidden, wide, bias=True), UnpackedLinear(wide, hidden, bias=True)
         self._heads = heads
 
     def forward(self, x: Tensor, act: str, ops: Ops) -> Tensor:
@@ -134,7 +136,7 @@ class _EncoderLayer(nn.Module):
 class WhisperEncoder(nn.Module):
     """See the module docstring. It is on one worker whole."""
 
-    def __init__(self, spec: ModelSpec, speech: SpeechSpec) -> None:
+    def __init__(self, spec: ModelSpec, speech: AudioEncoderSpec) -> None:
         super().__init__()
         hidden, bins = spec.hidden_size, speech.num_mel_bins
         self._act, self._speech = spec.hidden_act, speech
@@ -147,7 +149,7 @@ class WhisperEncoder(nn.Module):
 
     def prepare(self, device: torch.device) -> None:
         """Computes, after loading, what is computed once."""
-        self._mel = Mel(self._speech, device)
+        self._mel = LogMelSpectrogram(self._speech, device)
         for layer in self.layers:
             assert isinstance(layer, _EncoderLayer)
             layer.qkv.bias = layer.biases.whole()
@@ -166,25 +168,25 @@ class WhisperEncoder(nn.Module):
 
 
 class Whisper(LayerNormDecoder):
-    """See `Decoder`: the decoder is what the engine knows, the encoder is asked by `hear`."""
+    """See `Decoder`: the decoder is what the engine knows, `encode_audio` runs the encoder."""
 
     layer_type = WhisperLayer
 
     def __init__(self, spec: ModelSpec, max_len: int, shard: Shard = WHOLE) -> None:
         super().__init__(spec, max_len, shard)
-        assert spec.speech is not None
-        self.encoder = WhisperEncoder(spec, spec.speech)
+        assert spec.audio_encoder is not None
+        self.encoder = WhisperEncoder(spec, spec.audio_encoder)
         self._never = torch.empty(0, dtype=torch.int64)
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
         """See `Decoder.prepare`."""
         super().prepare(device, dtype)
         self.encoder.prepare(device)
-        assert self.spec.speech is not None
-        self._never = torch.tensor(self.spec.speech.suppress_tokens, dtype=torch.int64, device=device)
+        assert self.spec.audio_encoder is not None
+        self._never = torch.tensor(self.spec.audio_encoder.suppress_tokens, dtype=torch.int64, device=device)
 
-    def hear(self, samples: Tensor, pages: list[int], caches: list[LayerCache]) -> None:
-        """A request's sound, float32 [n], into its pages, by group."""
+    def encode_audio(self, samples: Tensor, pages: Sequence[int], caches: list[LayerCache]) -> None:
+        """See `Decoder.encode_audio`."""
         states = self.encoder(samples, self.ops)
         for layer, cache in zip(self.layers, caches, strict=True):
             assert isinstance(layer, WhisperLayer)

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.step_edge import NewRow
+from meshlm.runtime import logits_processors
 from meshlm.workers.output.logits_processor import AddedRequest, BatchUpdate, LogitsBatch, LogitsProcessor
+from meshlm.workers.output.timestamp_rules import TimestampRules
 
 
 class _Used:
@@ -93,6 +95,16 @@ class Processors:
                 name = type(used.processor).__name__
                 raise ValueError(f"logits processor {name}: made {tuple(found.shape)} of {tuple(part.shape)}")
             logits[index] = found.to(logits.dtype)
+
+
+def processors_of(config: MeshConfig, device: torch.device, max_rows: int) -> Processors | None:
+    """Those of --logits-processors and of installed packages, and those that the model itself needs; None: there are none.
+    ProcessorError."""
+    assert config.resolved is not None
+    kinds = logits_processors.loaded(config.resolved.logits_processors)
+    if config.resolved.speech is not None:
+        kinds.append(TimestampRules)
+    return Processors(kinds, config, device, max_rows) if kinds else None
 
 
 def _batch(

@@ -133,8 +133,8 @@ def _apply_special(logits: Tensor, at: SampleRows, table: SamplingTable, tokens:
         if int(at.output_index[place]) < params.min_tokens:
             stops = params.stop_token_ids + params.eos_token_ids
             line.index_fill_(0, put(np.array(stops, np.int64), line.device), -torch.inf)
-        if params.not_first_token_ids and not at.output_index[place]:
-            line.index_fill_(0, put(np.array(params.not_first_token_ids, np.int64), line.device), -torch.inf)
+        if params.begin_suppress_token_ids and not at.output_index[place]:
+            line.index_fill_(0, put(np.array(params.begin_suppress_token_ids, np.int64), line.device), -torch.inf)
         if params.logit_bias:
             ids = put(np.array(list(params.logit_bias), np.int64), line.device)
             line[ids] += put(np.array(list(params.logit_bias.values()), np.float32), line.device).to(line.dtype)

@@ -17,7 +17,7 @@ def edits(params: SamplingParams) -> list[tuple[int, float, int]] | None:
     id once; None where that is not enough."""
     stops = dict.fromkeys(params.stop_token_ids + params.eos_token_ids) if params.min_tokens else {}
     found = [(token, -np.inf, params.min_tokens) for token in stops]
-    found += [(token, -np.inf, 1) for token in params.not_first_token_ids if token not in stops]
+    found += [(token, -np.inf, 1) for token in params.begin_suppress_token_ids if token not in stops]
     found += [(token, bias, ALWAYS) for token, bias in params.logit_bias.items()]
     found += [(word[0], -np.inf, ALWAYS) for word in params.bad_words_token_ids]
     longer = any(len(word) > 1 for word in params.bad_words_token_ids)
@@ -64,7 +64,7 @@ class SamplingTable:
             params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         )
         always = bool(params.logit_bias or params.allowed_token_ids or params.bad_words_token_ids)
-        until = params.min_tokens or (1 if params.not_first_token_ids else 0)
+        until = params.min_tokens or (1 if params.begin_suppress_token_ids else 0)
         self.by_torch_until[row] = 0 if edits(params) is not None else ALWAYS if always else until
         if always or until:
             self.special[row] = params

@@ -17,7 +17,7 @@ class StubMesh:
 
     def __init__(self, tokenizer: Path, flush: Callable[[], None]) -> None:
         self.timeline = Timeline(Identity(Role.DETOKENIZER, 0))
-        spec = SimpleNamespace(vocab_size=49152, type_vocab_size=0, speech=None)
+        spec = SimpleNamespace(vocab_size=49152, type_vocab_size=0, audio_encoder=None)
         resolved = SimpleNamespace(
             tokenizer_path=str(tokenizer), chat_templates={}, spec=spec, max_model_len=1000, pooling=None
         )

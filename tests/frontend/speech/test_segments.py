@@ -1,9 +1,9 @@
 """Tokens to segments, and segments to subtitles."""
 
 import pytest
+from audio_clips import ZERO, position
 from hypothesis import given
 from hypothesis import strategies as st
-from sounds import ZERO, position
 
 from meshlm.frontend.speech import texts
 from meshlm.frontend.speech.segments import Segment, segments_of
@@ -44,7 +44,7 @@ def test_times_are_where_their_tokens_are(tokens: Tokens, segments: list[tuple[f
     assert [one[:3] for one in found(tokens, length_s=10)] == segments
 
 
-def test_a_piece_has_its_place_in_the_sound() -> None:
+def test_a_chunk_has_its_place_in_the_sound() -> None:
     (one,) = found([at(0.5), A, at(1)], begin_s=29.5)
     assert (one.begin_s, one.end_s, one.seek_s, one.token_ids, one.avg_logprob) == (30.0, 30.5, 29.5, (5,), -0.5)
     assert 0 < one.compression_ratio < 1
@@ -80,13 +80,13 @@ def test_vtt() -> None:
 
 def joined(parts: list[list[str]], between: str = " ") -> str:
     joiner = texts.Joiner(between)
-    return "".join(joiner.push(place, text) for place, piece in enumerate(parts) for text in piece)
+    return "".join(joiner.push(place, text) for place, chunk in enumerate(parts) for text in chunk)
 
 
 @given(st.lists(st.lists(st.text("a \n", max_size=3), max_size=4), max_size=4))
-def test_parts_make_the_text_that_whole_pieces_make(parts: list[list[str]]) -> None:
-    assert joined(parts) == joined([["".join(piece)] for piece in parts])
-    assert joined(parts) == " ".join(text for piece in parts if (text := "".join(piece).strip()))
+def test_parts_make_the_text_that_whole_chunks_make(parts: list[list[str]]) -> None:
+    assert joined(parts) == joined([["".join(chunk)] for chunk in parts])
+    assert joined(parts) == " ".join(text for chunk in parts if (text := "".join(chunk).strip()))
 
 
 def test_times_and_separators() -> None:

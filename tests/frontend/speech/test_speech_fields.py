@@ -5,9 +5,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from numpy.typing import NDArray
-from request_fields import names
-from sounds import (
+from audio_clips import (
     DE,
     EN,
     ENGLISH,
@@ -17,10 +15,12 @@ from sounds import (
     START,
     TRANSCRIBE,
     TRANSLATE,
-    pieces,
+    chunks,
     resolved,
     tone,
 )
+from numpy.typing import NDArray
+from request_fields import names
 
 from meshlm.frontend import submits
 from meshlm.frontend.errors import HttpError
@@ -28,10 +28,10 @@ from meshlm.frontend.parse import ParsedRequest
 from meshlm.frontend.schema import NEEDLESS as NEEDLESS_ANYWHERE
 from meshlm.frontend.speech import parse
 from meshlm.frontend.speech.schema import NEEDLESS, NOT_SUPPORTED, SpeechTask, TranslationRequest
+from meshlm.protocol.audio import SpeechTokens
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.config import MeshConfig, Resolved, ServerConfig
-from meshlm.protocol.sound import SpeechTokens
-from meshlm.protocol.text_edge import JoinedPrompt, SoundPrompt, TextPrompt, TokenPrompt
+from meshlm.protocol.text_edge import AudioPrompt, JoinedPrompt, TextPrompt, TokenPrompt
 
 VLLM = names(
     """
@@ -50,21 +50,21 @@ OPENAI = names(
 
 def ask(
     task: SpeechTask = "transcribe",
-    sound: NDArray[np.float32] | None = None,
+    audio: NDArray[np.float32] | None = None,
     server: ServerConfig | None = None,
     model: Resolved | None = None,
     **fields: Any,
 ) -> ParsedRequest:
     model = model or resolved()
     body, unknown = parse.body_of({"file": b"x", **fields}, task)
-    heard = parse.heard_of(body, task, model)
-    heard.cut(tone(1.0) if sound is None else sound)
-    return parse.asked(body, unknown, heard, model, server or ServerConfig())
+    transcription = parse.transcription_of(body, task, model)
+    transcription.cut(tone(1.0) if audio is None else audio)
+    return parse.asked(body, unknown, transcription, model, server or ServerConfig())
 
 
-def prefix(asked: ParsedRequest, piece: int = 0) -> TokenPrompt | JoinedPrompt:
-    prompt = asked.prompts[piece]
-    assert isinstance(prompt, SoundPrompt)
+def prefix(asked: ParsedRequest, chunk: int = 0) -> TokenPrompt | JoinedPrompt:
+    prompt = asked.prompts[chunk]
+    assert isinstance(prompt, AudioPrompt)
     return prompt.prompt
 
 
@@ -110,19 +110,19 @@ def test_a_model_that_knows_english_alone() -> None:
     assert refused({"prompt": "a"}, speech=ENGLISH).param == "prompt"
 
 
-def test_the_text_of_before_stands_in_each_piece() -> None:
-    asked = ask(sound=pieces(), language="de", prompt=" Dr. Who \n")
+def test_the_text_of_before_stands_in_each_chunk() -> None:
+    asked = ask(audio=chunks(), language="de", prompt=" Dr. Who \n")
     wanted = JoinedPrompt(
         (tokens(PREVIOUS), TextPrompt(" Dr. Who", add_special_tokens=False), tokens(START, DE, TRANSCRIBE, NO_TIMES))
     )
-    assert [prefix(asked, piece) for piece in range(len(asked.prompts))] == [wanted] * 3
+    assert [prefix(asked, chunk) for chunk in range(len(asked.prompts))] == [wanted] * 3
     assert prefix(ask(language="de", prompt="  ")) == tokens(START, DE, TRANSCRIBE, NO_TIMES)
 
 
-def test_the_pieces_are_the_sound() -> None:
-    asked = ask(sound=pieces(), language="de")
-    data = b"".join(prompt.sound.samples for prompt in asked.prompts if isinstance(prompt, SoundPrompt))
-    assert data == pieces().tobytes()
+def test_the_chunks_are_the_sound() -> None:
+    asked = ask(audio=chunks(), language="de")
+    data = b"".join(prompt.audio.samples for prompt in asked.prompts if isinstance(prompt, AudioPrompt))
+    assert data == chunks().tobytes()
     assert (asked.num_choices, len(asked.prompts)) == (1, 3)
 
 
@@ -135,11 +135,11 @@ def test_how_tokens_are_drawn() -> None:
         448,
         True,
     )
-    assert plain.sampling.not_first_token_ids == SPEECH.not_first
+    assert plain.sampling.begin_suppress_token_ids == SPEECH.begin_suppress_tokens
     assert (plain.sampling.logit_bias, plain.sampling.logprobs, plain.logprobs) == ({}, -1, -1)
     assert plain.sampling.eos_token_ids == model.eos_token_ids
     timed = ask(language="de", response_format="verbose_json")
-    assert (timed.sampling.extra_args, timed.sampling.logprobs, timed.logprobs) == ({"spoken_times": True}, 0, 0)
+    assert (timed.sampling.extra_args, timed.sampling.logprobs, timed.logprobs) == ({"whisper_timestamps": True}, 0, 0)
     given = ask(
         language="de", temperature="0.5", top_p="0.9", top_k="4", min_p="0.1", frequency_penalty="0.2", seed="7",
         presence_penalty="0.3", repetition_penalty="1.1", max_completion_tokens="9", priority="3", timeout="2.5",
@@ -223,5 +223,5 @@ def test_texts_and_sounds_go_to_their_own_models() -> None:
     with pytest.raises(HttpError, match="takes no texts") as caught:
         submits.permitted(asked._replace(prompts=[TextPrompt("a")]), "", config)
     assert caught.value.status == 404
-    with pytest.raises(HttpError, match="writes down no sounds"):
+    with pytest.raises(HttpError, match="transcribes no audio"):
         submits.permitted(asked, "", msgspec.structs.replace(config, resolved=resolved(None)))

@@ -8,9 +8,9 @@ import httpx
 import msgspec
 import openai
 import pytest
+from audio_clips import DE, EN, JA, NO_TIMES, START, TRANSCRIBE, TRANSLATE, ZERO, Speaking, audio_file, chunks, tone
 from openai.types.audio import Transcription, TranscriptionVerbose, Translation
 from openai_client import client_of
-from sounds import DE, EN, JA, NO_TIMES, START, TRANSCRIBE, TRANSLATE, ZERO, Speaking, pieces, sound_file, tone
 
 from meshlm.frontend import openapi
 from meshlm.frontend.operations import OPERATIONS, VECTORS, served
@@ -20,11 +20,11 @@ from meshlm.frontend.speech.schema import TranscriptionResponse
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.ids import ErrorKind, FinishReason
-from meshlm.protocol.text_edge import Finished, SoundPrompt, TokenPrompt
+from meshlm.protocol.text_edge import AudioPrompt, Finished, TokenPrompt
 
 PATH, ENGLISH_PATH = "/v1/audio/transcriptions", "/v1/audio/translations"
-WAV = sound_file(tone(1.5))
-LONG = sound_file(pieces())
+WAV = audio_file(tone(1.5))
+LONG = audio_file(chunks())
 PIECES = [[(40, " One"), (41, " two. ")], [(42, " Three")], [(43, " four"), (44, ".")]]
 Json = dict[str, Any]
 
@@ -59,7 +59,7 @@ async def events(backend: Speaking, fields: Json, **more: Any) -> list[Json]:
 
 
 def prefixes(backend: Speaking) -> list[TokenPrompt]:
-    return [submit.prompt.prompt for submit in backend.submits if isinstance(submit.prompt, SoundPrompt)]  # type: ignore[misc]
+    return [submit.prompt.prompt for submit in backend.submits if isinstance(submit.prompt, AudioPrompt)]  # type: ignore[misc]
 
 
 # --- whole answers ---
@@ -90,7 +90,7 @@ async def test_the_language_is_found_first() -> None:
     answer = await post(backend, {"response_format": "verbose_json", "seed": "5"})
     first, second = backend.submits
     assert prefixes(backend) == [TokenPrompt(pack_i32(ids)) for ids in ([START], [START, DE, TRANSCRIBE])]
-    assert first.prompt.sound == second.prompt.sound  # type: ignore[union-attr]
+    assert first.prompt.audio == second.prompt.audio  # type: ignore[union-attr]
     assert first.max_tokens == 1
     assert set(first.sampling.allowed_token_ids) == {EN, DE, JA}
     assert (first.sampling.temperature, second.sampling.seed) == (0.0, 5)
@@ -145,7 +145,7 @@ async def test_texts(form: Any, media_type: str, text: str) -> None:
     assert found == text
 
 
-async def test_pieces_are_joined_in_order() -> None:
+async def test_chunks_are_joined_in_order() -> None:
     backend = Speaking()
     backend.written, backend.backwards = PIECES, True
     assert (await post(backend, {"language": "de"}, file=LONG)).json()["text"] == "One two. Three four."
@@ -247,7 +247,7 @@ async def test_a_request_that_is_refused_has_its_status(stream: str, language_fa
     [
         (b"hello", {}, 400, "file"),
         (b"", {}, 400, "file"),
-        (sound_file(tone(9.0, 8_000), rate=8_000), {}, 400, "file"),
+        (audio_file(tone(9.0, 8_000), rate=8_000), {}, 400, "file"),
         (bytes(200_001), {}, 413, "file"),
         (WAV, {"model": "other"}, 404, "model"),
         (WAV, {"language": "xx"}, 400, "language"),
@@ -267,14 +267,14 @@ async def test_bodies_have_their_limit() -> None:
     backend = Speaking(ServerConfig(responses_store="off", max_body_bytes=10_000))
     assert "--max-body-bytes" in (await post(backend, status=413)).text
     backend = Speaking(ServerConfig(responses_store="off", max_incoming_bytes=70_000))
-    large = sound_file(tone(6.0))
+    large = audio_file(tone(6.0))
     assert "--max-incoming-bytes" in (await post(backend, file=large, status=503)).text
     assert backend.routes._incoming.num_bytes == 0
 
 
 async def test_a_large_sound_is_no_json() -> None:
     """Bytes that would be more arrays than a body of JSON may have are taken."""
-    await post(Speaking(), {"language": "de"}, file=sound_file(tone(1.0)) + b"[" * (5 << 20))
+    await post(Speaking(), {"language": "de"}, file=audio_file(tone(1.0)) + b"[" * (5 << 20))
 
 
 async def test_what_has_no_room_is_the_file() -> None:
@@ -373,7 +373,7 @@ async def test_a_model_of_sounds_serves_nothing_of_texts() -> None:
             assert (await client.get(path)).status_code == 200
     text_model = Speaking(speech=None)
     for path in (PATH, ENGLISH_PATH):
-        assert "writes down no sounds" in (await post(text_model, path=path, status=404)).text
+        assert "transcribes no audio" in (await post(text_model, path=path, status=404)).text
 
 
 def test_which_routes_there_are() -> None:

@@ -1,18 +1,18 @@
 """What messages of `messages.py` carry: every field differs from its default."""
 
 from meshlm.protocol import admit_edge as admit
-from meshlm.protocol import control_edge as control
 from meshlm.protocol import (
+    audio,
     counts,
     dashboard,
     grammar,
     prompt_embeds,
     sampling,
     sleeping,
-    sound,
     tasks,
     timeline,
 )
+from meshlm.protocol import control_edge as control
 from meshlm.protocol import step_edge as step
 from meshlm.protocol import text_edge as text
 from meshlm.protocol import token_edge as token
@@ -43,7 +43,7 @@ GRAMMAR = grammar.Grammar(
     grammar.ThinkingBudget(512, "</think>", "<think>", False),
 )
 EMBEDS = prompt_embeds.PromptEmbeds("bfloat16", ((3, 2), (9, 1)), b"\x01\x02" * 6)
-SOUND = sound.Sound(pack_f32([0.5, -0.25]))
+AUDIO = audio.Audio(pack_f32([0.5, -0.25]))
 SAMPLING = sampling.SamplingParams(
     max_tokens=99,
     min_tokens=2,
@@ -59,7 +59,7 @@ SAMPLING = sampling.SamplingParams(
     eos_token_ids=(2,),
     logit_bias={7: -100.0, 70000: 1.5},
     allowed_token_ids=(1, 2, 3),
-    not_first_token_ids=(9,),
+    begin_suppress_token_ids=(9,),
     logprobs=0,
     prompt_logprobs=4,
     logprob_token_ids=(3, 4),
@@ -82,7 +82,7 @@ WORK = admit.EngineRequest(
     num_crashes=3,
     task=tasks.Pool(tasks.PoolKind.MEAN),
     embeds=EMBEDS,
-    sound=SOUND,
+    audio=AUDIO,
 )
 MEMBER = control.Member(SCHEDULER, LIFE, "ipc:///run/meshlm/scheduler-3", True, "tcp://10.0.0.2:5700", "0a1b")
 STANDBY = control.StandbyReport(Role.WORKER, 4712, "standby", 1750000000.5, 1 << 26)
@@ -119,7 +119,7 @@ COLUMNS = token.LogprobColumns(
     top_ids=pack_i32([8, -1]),
     top_logprobs=pack_f32([-0.25, -1.0]),
 )
-NEW_ROW = step.NewRow(Row(4), pack_i32([1, 2]), 2, pack_i32([10, 11]), SAMPLING, WORK.task, EMBEDS, SOUND)
+NEW_ROW = step.NewRow(Row(4), pack_i32([1, 2]), 2, pack_i32([10, 11]), SAMPLING, WORK.task, EMBEDS, AUDIO)
 TOKEN_LOGPROB = text.TokenLogprob(220, -0.125, 1, " ", b" ")
 POSITION = text.PositionLogprobs(TOKEN_LOGPROB, 1, (TOKEN_LOGPROB, text.TokenLogprob(9, -2.0, 2, "�", b"\xff")))
 GRAPHS = control.GraphCounts({"decode": 9}, {"too_many_tokens": 2}, 5, {"few_tokens": 3}, (40, 20))

@@ -3,6 +3,7 @@
 from enum import Enum
 
 from message_parts import (
+    AUDIO,
     CHAT,
     COLUMNS,
     COUNTED,
@@ -32,7 +33,6 @@ from message_parts import (
     SAMPLING,
     SCHEDULER,
     SLEEPING,
-    SOUND,
     SPAN,
     STANDBY,
     STARTED,
@@ -106,7 +106,7 @@ FULL: tuple[Struct, ...] = (
     EMBEDS_PROMPT,
     EMBEDS,
     text.JoinedPrompt((text.TextPrompt("Grüße", False), text.TokenPrompt(pack_i32([1, 2])))),
-    text.SoundPrompt(text.TokenPrompt(pack_i32([1, 2])), SOUND),
+    text.AudioPrompt(text.TokenPrompt(pack_i32([1, 2])), AUDIO),
     text.Tokenize(Handle(6), text.TextPrompt("a", False), True, True, True),
     text.Detokenize(Handle(7), pack_i32([1]), text.TextParams(("x",))),
     text.Accepted((Handle(1),), 3, pack_i32([1, 2, 3]), "abc", "a", 1.5, (5,)),

@@ -45,7 +45,7 @@ class Device:
     def compute(self, request: Request, num_tokens: int) -> None:
         """Its next tokens, each from what its attention sees in the pages."""
         self.goes_on(request)
-        self.hears(request)
+        self.encodes(request)
         for position in range(request.num_computed, request.num_computed + num_tokens):
             for group, spec in enumerate(self.specs):
                 if isinstance(spec, CrossAttention):
@@ -56,7 +56,7 @@ class Device:
             self.sees(request, position)
         request.num_computed += num_tokens
 
-    def hears(self, request: Request) -> None:
+    def encodes(self, request: Request) -> None:
         """The first step of a request fills its page, and all later ones find that there, wherever their tokens stand."""
         for group, spec in enumerate(self.specs):
             if isinstance(spec, CrossAttention):
@@ -65,7 +65,7 @@ class Device:
                 page = pages.pop()
                 if not request.num_computed:
                     self.slots.update(dict.fromkeys(((page, at) for at in range(BLOCK)), request))
-                assert all(self.slots[page, at] is request for at in range(BLOCK)), "another's sound"
+                assert all(self.slots[page, at] is request for at in range(BLOCK)), "another's audio"
 
     def goes_on(self, request: Request) -> None:
         """States are read before the step writes any."""

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from meshlm.protocol.audio import Audio
 from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.sound import Sound
-from meshlm.protocol.text_edge import EmbedsPrompt, JoinedPrompt, SoundPrompt, TextPrompt, TokenPrompt
+from meshlm.protocol.text_edge import AudioPrompt, EmbedsPrompt, JoinedPrompt, TextPrompt, TokenPrompt
 from meshlm.supervisor.api.offline_prompts import NOT_SUPPORTED, Given, Sizes, many, of_generate, of_tokenization
 from meshlm.supervisor.api.tokenizer import chat_prompt
 
@@ -90,31 +90,31 @@ def test_what_are_no_vectors(value: object, said: str) -> None:
 
 
 SAMPLES = np.array([0.5, -0.25, 0.0])
-SOUND = Sound(SAMPLES.astype(np.float32).tobytes())
+AUDIO = Audio(SAMPLES.astype(np.float32).tobytes())
 IDS, START = TokenPrompt(pack_i32([1, 2])), JoinedPrompt((TextPrompt("<|start|>", False),))
-AUDIO = {"audio": (SAMPLES, 16_000)}
+AUDIO_DATA = {"audio": (SAMPLES, 16_000)}
 
 
 @pytest.mark.parametrize(
     ("item", "given"),
     [
-        ({"prompt": "<|start|>", "multi_modal_data": AUDIO}, Given(SoundPrompt(START, SOUND), "<|start|>")),
-        ({"prompt_token_ids": [1, 2], "multi_modal_data": {"audio": SAMPLES}}, Given(SoundPrompt(IDS, SOUND), None)),
+        ({"prompt": "<|start|>", "multi_modal_data": AUDIO_DATA}, Given(AudioPrompt(START, AUDIO), "<|start|>")),
+        ({"prompt_token_ids": [1, 2], "multi_modal_data": {"audio": SAMPLES}}, Given(AudioPrompt(IDS, AUDIO), None)),
         (
-            {"prompt_token_ids": [1, 2], "multi_modal_data": {"audio": [AUDIO["audio"]]}},
-            Given(SoundPrompt(IDS, SOUND), None),
+            {"prompt_token_ids": [1, 2], "multi_modal_data": {"audio": [AUDIO_DATA["audio"]]}},
+            Given(AudioPrompt(IDS, AUDIO), None),
         ),
         (
-            {"encoder_prompt": {"prompt": "", "multi_modal_data": AUDIO}, "decoder_prompt": "<|start|>"},
-            Given(SoundPrompt(START, SOUND), "<|start|>"),
+            {"encoder_prompt": {"prompt": "", "multi_modal_data": AUDIO_DATA}, "decoder_prompt": "<|start|>"},
+            Given(AudioPrompt(START, AUDIO), "<|start|>"),
         ),
         (
-            {"encoder_prompt": {"multi_modal_data": AUDIO}, "decoder_prompt": {"prompt_token_ids": [1, 2]}},
-            Given(SoundPrompt(IDS, SOUND), None),
+            {"encoder_prompt": {"multi_modal_data": AUDIO_DATA}, "decoder_prompt": {"prompt_token_ids": [1, 2]}},
+            Given(AudioPrompt(IDS, AUDIO), None),
         ),
         (
-            {"encoder_prompt": {"multi_modal_data": AUDIO}, "decoder_prompt": [1, 2]},
-            Given(SoundPrompt(IDS, SOUND), None),
+            {"encoder_prompt": {"multi_modal_data": AUDIO_DATA}, "decoder_prompt": [1, 2]},
+            Given(AudioPrompt(IDS, AUDIO), None),
         ),
     ],
 )
@@ -132,7 +132,7 @@ def test_sounds(item: object, given: Given) -> None:
         ({"prompt": "a", "multi_modal_data": {"audio": SAMPLES[:0]}}, "'audio': must be one channel"),
         ({"prompt": "a", "multi_modal_data": {"audio": [np.nan, 1.0]}}, "'audio': must be one channel of finite"),
         ({"prompt": "a", "multi_modal_data": {"audio": "talk.wav"}}, "'audio': must be an array"),
-        ({"multi_modal_data": AUDIO}, "a prompt that is a dict needs"),
+        ({"multi_modal_data": AUDIO_DATA}, "a prompt that is a dict needs"),
         ({"encoder_prompt": "a", "decoder_prompt": "b"}, "'encoder_prompt': must be a dict with 'multi_modal_data'"),
         ({"encoder_prompt": {"prompt": "a"}, "decoder_prompt": "b"}, "'encoder_prompt': must be a dict"),
         ({"encoder_prompt": {}, "decoder_prompt": "b", "prompt": "c"}, "a prompt's 'prompt': beside 'encoder_prompt'"),

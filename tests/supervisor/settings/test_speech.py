@@ -1,4 +1,4 @@
-"""Flags that a model which hears does not go with: refused by name, with what would do."""
+"""Flags that a speech-to-text model does not go with: refused by name, with what would do."""
 
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,13 @@ def test_what_a_folder_says_of_speech(folder: Path) -> None:
     resolved = resolve.resolve(flags.build({"model": str(folder), "device": "cpu"}, None)).resolved
     assert resolved is not None
     assert resolved.speech is not None
-    assert resolved.spec.speech is not None
+    assert resolved.spec.audio_encoder is not None
     speech = resolved.speech
     assert (speech.start, speech.no_timestamps, speech.previous, speech.seconds) == (1, 9, 8, 1)
     assert speech.languages == {"en": 2, "de": 3, "fr": 4}
     assert speech.tasks == {"translate": 5, "transcribe": 6}
-    assert speech.not_first == (7,)
-    assert resolved.spec.speech.suppress_tokens == (5, 20)
+    assert speech.begin_suppress_tokens == (7,)
+    assert resolved.spec.audio_encoder.suppress_tokens == (5, 20)
     assert (resolved.max_model_len, resolved.eos_token_ids) == (128, (0,))
 
 
@@ -37,10 +37,10 @@ def test_what_a_folder_says_of_speech(folder: Path) -> None:
     [
         ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2: one worker has all of Whisper"),
         ({"pipeline_parallel_size": 3}, "--pipeline-parallel-size 3: one worker has all of Whisper"),
-        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8: what Whisper"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8: keys and values of the encoder of Whisper"),
         ({"quantization": "fp8"}, "--quantization fp8: it is not there for Whisper"),
         ({"runner": "pooling"}, "--runner pooling: Whisper"),
-        ({"grpc": True}, "--grpc: its service takes no sounds"),
+        ({"grpc": True}, "--grpc: its service takes no audio"),
         ({"compile": "inductor"}, "--compile inductor"),
     ],
 )
@@ -54,5 +54,5 @@ def test_what_a_sound_takes_is_shown(folder: Path) -> None:
     config = resolve.resolve(flags.build({"model": str(folder), "device": "cpu", "kv_cache_memory": 1 << 30}, None))
     said = dict(plan.memory(config))
     assert said["KV cache of a token"].startswith(f"{3 * 2 * 48 * 4} bytes")
-    assert said["KV cache of the longest request"] == "0.2 MiB (128 tokens, and 50 states of a sound)"
+    assert said["KV cache of the longest request"] == "0.2 MiB (128 tokens, and 50 encoder states)"
     assert said["KV cache"].endswith(f": {(1 << 30) // (1152 * 178)} requests at their longest")

@@ -1,6 +1,6 @@
-"""A model that hears behind a scheduler: tokens stay transformers' own, in chunks, preempted, and beside requests with other sounds.
+"""Whisper behind a scheduler: tokens stay transformers' own, in chunks, preempted, and beside requests with other audio.
 
-What no request needs any more is overwritten with NaN before each step, so whoever sees another's sound, or none, is seen.
+What no request needs any more is overwritten with NaN before each step, so whoever sees another's audio, or none, is seen.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ from meshlm.protocol.ids import Handle, RequestId
 from meshlm.protocol.kv import CrossAttention, FullAttention
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.runtime.events import Received
-from meshlm.workers.models.mel import Mel
+from meshlm.workers.models.mel import LogMelSpectrogram
 from meshlm.workers.models.whisper import Whisper
 
 BEFORE = [8, *range(60, 110)]  # of a block of 64 tokens, which the answer outgrows
@@ -50,13 +50,13 @@ def greedy(theirs: Any, nth: int, prompt: list[int], tokens: list[int]) -> list[
     return found
 
 
-def test_it_hears_what_transformers_hears(model: tuple[Path, Any]) -> None:
+def test_features_and_encoder_states_are_transformers(model: tuple[Path, Any]) -> None:
     ours = load(model[0])
     assert isinstance(ours, Whisper)
-    assert ours.spec.speech is not None
+    assert ours.spec.audio_encoder is not None
     assert ours.spec.architecture == "WhisperForConditionalGeneration"
-    heard = Mel(ours.spec.speech, CPU)(torch.from_numpy(small_whisper.samples(1)))
-    torch.testing.assert_close(heard, small_whisper.features(1)[0], atol=2e-5, rtol=1e-4)
+    features = LogMelSpectrogram(ours.spec.audio_encoder, CPU)(torch.from_numpy(small_whisper.samples(1)))
+    torch.testing.assert_close(features, small_whisper.features(1)[0], atol=2e-5, rtol=1e-4)
     with torch.inference_mode():
         states = ours.encoder(torch.from_numpy(small_whisper.samples(1)), ours.ops)
         expected = model[1].model.encoder(small_whisper.features(1)).last_hidden_state[0]
@@ -73,7 +73,7 @@ def test_tokens_are_transformers(backend: str, model: tuple[Path, Any]) -> None:
         for nth, prompt in enumerate(PROMPTS):
             sampling = SamplingParams(max_tokens=OUTPUT, temperature=0.0)
             work = EngineRequest(
-                RequestId(f"r{nth}"), Handle(nth), pack_i32(prompt), sampling, sound=small_whisper.sound(nth)
+                RequestId(f"r{nth}"), Handle(nth), pack_i32(prompt), sampling, audio=small_whisper.audio(nth)
             )
             bench.event(Received(COORDINATOR, LIFE, Assign(work, DETOKENIZER, LIFE)))
         bench.finish()
@@ -83,18 +83,18 @@ def test_tokens_are_transformers(backend: str, model: tuple[Path, Any]) -> None:
     assert CrossAttention(50) in engines.kv_specs
     assert bench.tokens == {nth: greedy(theirs, nth, PROMPTS[nth], tokens) for nth, tokens in bench.tokens.items()}
     assert all(len(tokens) == OUTPUT for tokens in bench.tokens.values())
-    assert len({tuple(tokens) for tokens in bench.tokens.values()}) == len(PROMPTS), "sounds make the difference"
+    assert len({tuple(tokens) for tokens in bench.tokens.values()}) == len(PROMPTS), "audio make the difference"
     assert bench.core.batching.num_preemptions > 0, "memory was to be too little"
-    assert not any(bench.cached.values()), "equal tokens of other sounds are no prefix"
+    assert not any(bench.cached.values()), "equal tokens of other audio are no prefix"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_plain_torch_is_as_near_as_transformers(dtype: str, tmp_path: Path) -> None:
     """As where a GPU has no kernels: exact in float32, and no worse than transformers in bfloat16."""
-    theirs = small_whisper.Hearing(small_whisper.made(tmp_path, small_whisper.LARGER), prompts_of(LENGTHS))
+    theirs = small_whisper.WithAudio(small_whisper.made(tmp_path, small_whisper.LARGER), prompts_of(LENGTHS))
     settings: dict[str, Any] = {"attention_backend": "torch", "kv_cache_memory": 64 << 20, "max_model_len": 448}
     made = engine(tmp_path, load_format="auto", device="cpu", dtype=dtype, **settings)
-    driver = history(made, [small_whisper.sound(nth) for nth in range(2)])
+    driver = history(made, [small_whisper.audio(nth) for nth in range(2)])
     if dtype == "float32":
         found = torch.stack([seen.logits for seen in driver.seen])
         torch.testing.assert_close(found, expected(theirs, driver), atol=2e-4, rtol=2e-4)

@@ -108,7 +108,7 @@ def test_bias_allowed_and_min_tokens() -> None:
     blocked = SamplingParams(temperature=0, min_tokens=2, eos_token_ids=(3,))
     assert draw(logits, [blocked], index=1) == [0]
     assert draw(logits, [blocked], index=2) == [3]
-    later = SamplingParams(temperature=0, not_first_token_ids=(3,))
+    later = SamplingParams(temperature=0, begin_suppress_token_ids=(3,))
     assert draw(logits, [later], index=0) == [0]
     assert draw(logits, [later], index=1) == [3]
 
@@ -159,10 +159,10 @@ def test_bad_words_of_one_token_are_the_kernels_and_others_torchs() -> None:
 
 def test_tokens_that_come_not_first_are_the_kernels() -> None:
     """A stop token that min_tokens holds back longer stands there once."""
-    params = SamplingParams(not_first_token_ids=(4, 5), min_tokens=3, eos_token_ids=(5,))
+    params = SamplingParams(begin_suppress_token_ids=(4, 5), min_tokens=3, eos_token_ids=(5,))
     assert edits(params) == [(5, -np.inf, 3), (4, -np.inf, 1)]
     table, rows = SamplingTable(2), np.array([0, 1], np.int32)
-    table.set(0, SamplingParams(not_first_token_ids=(4,), logit_bias={4: 1.0}))
-    table.set(1, SamplingParams(not_first_token_ids=tuple(range(20))))
+    table.set(0, SamplingParams(begin_suppress_token_ids=(4,), logit_bias={4: 1.0}))
+    table.set(1, SamplingParams(begin_suppress_token_ids=tuple(range(20))))
     assert table.need_torch(rows, np.array([0, 0])).tolist() == [0, 1]
     assert table.need_torch(rows, np.array([1, 1])).tolist() == [0], "a bias counts always"

@@ -8,9 +8,9 @@ import numpy as np
 import tokenizers
 import torch
 
+from meshlm.protocol.audio import Audio
 from meshlm.protocol.ids import Row, StepId
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.sound import Sound
 from meshlm.protocol.step_edge import NewRow, StepPlan
 from meshlm.protocol.tasks import GENERATE, Pool
 from meshlm.supervisor.settings import flags, resolve
@@ -74,10 +74,10 @@ class Driver:
         prompts: list[list[int]],
         params: SamplingParams,
         tasks: dict[int, Pool] | None = None,
-        sounds: list[Sound] | None = None,
+        audio: list[Audio] | None = None,
     ) -> None:
-        """tasks: of the rows that want a vector instead of tokens. sounds: of all rows, for a model that hears."""
-        self._sounds = sounds
+        """tasks: of the rows that want a vector instead of tokens. audio: of all rows, for a speech-to-text model."""
+        self._sounds = audio
         self.engine, self.prompts, self.params, self.tasks = made, prompts, params, tasks or {}
         self.strict = False  # no step may wait for the device
         self.spoils = False  # what no row sees any more is NaN before each step, as if others had it
@@ -97,8 +97,8 @@ class Driver:
         own = np.arange(row * blocks, (row + 1) * blocks, dtype=np.int32)
         told = np.array(tokens, np.int32).tobytes()
         task = self.tasks.get(row, GENERATE)
-        sound = None if self._sounds is None else self._sounds[row]
-        return NewRow(Row(row), told, len(self.prompts[row]), own.tobytes(), self.params, task, sound=sound)
+        audio = None if self._sounds is None else self._sounds[row]
+        return NewRow(Row(row), told, len(self.prompts[row]), own.tobytes(), self.params, task, audio=audio)
 
     def _listen(self, head: TorchHead) -> None:
         """This head keeps no logits: note them as it makes them."""

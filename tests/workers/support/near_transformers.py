@@ -9,8 +9,8 @@ import torch
 from engine_driver import MODEL, Driver, engine, in_bfloat16, prompts_of
 from numpy.typing import NDArray
 
+from meshlm.protocol.audio import Audio
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.sound import Sound
 from meshlm.protocol.tasks import PoolKind
 from meshlm.workers.engine.engine import ModelEngine
 
@@ -217,9 +217,9 @@ def qwen3(folder: Path) -> Any:
     return theirs
 
 
-def history(made: ModelEngine, sounds: list[Sound] | None = None) -> Driver:
+def history(made: ModelEngine, audio: list[Audio] | None = None) -> Driver:
     """A prompt in two chunks beside another one's decodes, decodes of both, one behind a cached prefix, one preempted."""
-    driver = Driver(made, prompts_of(LENGTHS), SamplingParams(max_tokens=16, temperature=0.0), sounds=sounds)
+    driver = Driver(made, prompts_of(LENGTHS), SamplingParams(max_tokens=16, temperature=0.0), audio=audio)
     driver.step({1: 40})
     driver.step({0: 200, 1: 1})
     driver.step({0: 133, 1: 1})

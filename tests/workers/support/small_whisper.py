@@ -1,4 +1,4 @@
-"""A small Whisper with random weights, transformers' own beside it, and sounds."""
+"""A small Whisper with random weights, transformers' own beside it, and audio."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import tokenizers
 import torch
 from numpy.typing import NDArray
 
-from meshlm.protocol.sound import SAMPLE_RATE, Sound
+from meshlm.protocol.audio import SAMPLE_RATE, Audio
 
 VOCAB, BINS, SECONDS = 211, 20, 1
 CONFIG: dict[str, Any] = {
@@ -64,8 +64,8 @@ LARGER: dict[str, Any] = {
 """For GPUs: heads of 64."""
 
 
-class Hearing:
-    """transformers' model as one that is given ids alone: it knows which sound goes with which prompt. Used by near_transformers.py."""
+class WithAudio:
+    """transformers' model as one that is given ids alone: it knows which audio goes with which prompt. Used by near_transformers.py."""
 
     def __init__(self, theirs: Any, prompts: list[list[int]]) -> None:
         self._theirs, self._prompts = theirs, prompts
@@ -82,8 +82,8 @@ class Hearing:
     def __call__(self, ids: torch.Tensor) -> Any:
         told = ids[0].tolist()
         nth = next(nth for nth, prompt in enumerate(self._prompts) if told[: len(prompt)] == prompt)
-        heard = features(nth).to(ids.device, self._theirs.dtype)
-        return self._theirs(input_features=heard, decoder_input_ids=ids)
+        found = features(nth).to(ids.device, self._theirs.dtype)
+        return self._theirs(input_features=found, decoder_input_ids=ids)
 
 
 def made(folder: Path, sizes: dict[str, Any] | None = None, **generation: Any) -> Any:
@@ -114,19 +114,19 @@ def made(folder: Path, sizes: dict[str, Any] | None = None, **generation: Any) -
 
 
 def samples(nth: int, seconds: float = 0.7) -> NDArray[np.float32]:
-    """A sound of its own for each number: some tones, and noise."""
+    """An audio clip of its own for each number: some tones, and noise."""
     draws = np.random.default_rng(nth)
     at = np.arange(int(seconds * SAMPLE_RATE)) / SAMPLE_RATE
     tones = sum(np.sin(2 * np.pi * pitch * at) for pitch in draws.uniform(80, 6000, 4))
     return np.asarray(0.1 * tones + 0.05 * draws.standard_normal(len(at)), np.float32)
 
 
-def sound(nth: int) -> Sound:
-    return Sound(samples(nth).tobytes())
+def audio(nth: int) -> Audio:
+    return Audio(samples(nth).tobytes())
 
 
 def features(nth: int) -> torch.Tensor:
-    """What transformers hears of it: float32 [1, bins, windows]."""
+    """transformers' features of it: float32 [1, bins, windows]."""
     return features_of(samples(nth))
 
 
@@ -134,8 +134,8 @@ def features_of(given: NDArray[np.float32]) -> torch.Tensor:
     """The same of these samples."""
     import transformers
 
-    heard = transformers.WhisperFeatureExtractor(
+    extractor = transformers.WhisperFeatureExtractor(
         feature_size=BINS, chunk_length=SECONDS, sampling_rate=SAMPLE_RATE, n_fft=400, hop_length=160
     )
-    found: torch.Tensor = heard(given, sampling_rate=SAMPLE_RATE, return_tensors="pt")["input_features"]
+    found: torch.Tensor = extractor(given, sampling_rate=SAMPLE_RATE, return_tensors="pt")["input_features"]
     return found

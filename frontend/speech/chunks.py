@@ -1,18 +1,18 @@
-"""Where a sound that is too long for the encoder is cut. Pure; called by parse.py."""
+"""Where an audio clip that is too long for the encoder is cut. Pure; called by parse.py."""
 
 from collections.abc import Iterator
 
 import numpy as np
 
-from meshlm.frontend.speech.sound_files import Samples
-from meshlm.protocol.sound import SAMPLE_RATE
+from meshlm.frontend.speech.audio_files import Samples
+from meshlm.protocol.audio import SAMPLE_RATE
 
-SEARCHED = SAMPLE_RATE  # samples: a piece ends in the last second that it may have ...
+SEARCHED = SAMPLE_RATE  # samples: a chunk ends in the last second that it may have ...
 WINDOW, STEP = SAMPLE_RATE // 10, SAMPLE_RATE // 100  # ... where 0.1 s have the least energy
 
 
 def ranges(samples: Samples, seconds: int) -> Iterator[tuple[int, int]]:
-    """First and last + 1 of the samples of each piece, of `seconds` at most; together they are all samples."""
+    """First and last + 1 of the samples of each chunk, of `seconds` at most; together they are all samples."""
     longest, begin = seconds * SAMPLE_RATE, 0
     while len(samples) - begin > longest:
         latest = begin + longest

@@ -1,4 +1,4 @@
-"""Sound files to samples, by FFmpeg's libraries (PyAV). HttpError names `file`. Called by routes.py, in a thread.
+"""Audio files to samples, by FFmpeg's libraries (PyAV). HttpError names `file`. Called by routes.py, in a thread.
 
 A file comes from whoever may ask, so FFmpeg may use few of its demuxers and decoders: none that opens other files or addresses, as
 those of playlists do, and none of pictures. What a file may become in memory is bounded while it is decoded, not by what the file says.
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.speech.extra import not_installed
-from meshlm.protocol.sound import SAMPLE_RATE
+from meshlm.protocol.audio import SAMPLE_RATE
 
 Samples = NDArray[np.float32]
 
@@ -31,23 +31,24 @@ DECODERS = (
 )
 OPTIONS = {"format_whitelist": ",".join(DEMUXERS), "codec_whitelist": ",".join(DECODERS), "protocol_whitelist": "none"}
 RATES = (1_000, 768_000)  # samples a second; of fewer, a small frame would become a large one
-TAKEN = "send a sound as wav, mp3, flac, ogg, webm, m4a or mp4"
+TAKEN = "send an audio clip as wav, mp3, flac, ogg, webm, m4a or mp4"
 
 
 def decode(data: bytes, max_seconds: float) -> Samples:
-    """The file's first sound as float32[n], one channel at SAMPLE_RATE, from -1 to 1. A file with no sample of a sound is refused, and
-    one that is longer than `max_seconds`."""
+    """The file's first audio stream as float32[n], one channel at SAMPLE_RATE. HttpError for a file without samples, with samples that
+    are no finite numbers, or longer than `max_seconds`."""
     av = _library()
     try:
         with av.open(io.BytesIO(data), options=OPTIONS, metadata_errors="ignore") as container:
             found = list(_Decoding(av, container, max_seconds).samples())
     except (av.FFmpegError, ValueError) as error:
-        raise _refused(f"this is no sound file that can be read ({_shown(error)}); {TAKEN}") from None
+        raise _refused(f"this is no audio file that can be read ({_shown(error)}); {TAKEN}") from None
     samples = np.concatenate(found) if found else np.zeros(0, np.float32)
     if not len(samples):
-        raise _refused("there is no sound in this file")
-    np.nan_to_num(samples, copy=False, nan=0.0, posinf=1.0, neginf=-1.0)
-    return np.clip(samples, -1.0, 1.0, out=samples)
+        raise _refused("there is no audio in this file")
+    if not np.isfinite(samples).all():
+        raise _refused("its samples are not all finite numbers")
+    return samples
 
 
 class _Decoding:
@@ -77,7 +78,7 @@ class _Decoding:
 
     def _stream(self) -> Any:
         if not self._container.streams.audio:
-            raise _refused("there is no sound in this file")
+            raise _refused("there is no audio in this file")
         stream = self._container.streams.audio[0]
         context = stream.codec_context
         if context is None or context.codec.name not in DECODERS:
@@ -105,7 +106,7 @@ class _Decoding:
             self._resampler = None
 
     def _mixed(self, frames: list[Any]) -> Iterator[Samples]:
-        """The mean of the channels: FFmpeg's own mix makes a sound that all have louder."""
+        """The mean of the channels: FFmpeg's own mix makes an audio clip that all have louder."""
         for frame in frames:
             channels = frame.to_ndarray()  # float32[channels, samples]
             self._left -= channels.shape[1]
@@ -114,7 +115,7 @@ class _Decoding:
             yield channels.mean(axis=0, dtype=np.float32)
 
     def _too_long(self) -> None:
-        raise _refused(f"this sound is longer than {self._max_seconds:g} seconds (--max-audio-seconds)")
+        raise _refused(f"this audio is longer than {self._max_seconds:g} seconds (--max-audio-seconds)")
 
 
 def _library() -> Any:

@@ -5,19 +5,19 @@
 - No time is before one that was written. A begin may be the end before it, an end is later than its begin.
 - Where all times together are likelier than any other token, the next token is a time.
 
-A request asks for it by `extra_args: {"spoken_times": true}`.
+A request asks for it by `extra_args: {"whisper_timestamps": true}`.
 """
 
 import torch
 from torch import Tensor
 
+from meshlm.protocol.audio import WHISPER_TIMESTAMPS
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.sound import SPOKEN_TIMES
 from meshlm.workers.output.logits_processor import BatchUpdate, LogitsBatch, LogitsProcessor
 
 
-class SpokenTimes(LogitsProcessor):
+class TimestampRules(LogitsProcessor):
     """See `LogitsProcessor`. It has no state: what may follow is a function of the tokens."""
 
     def __init__(self, config: MeshConfig, device: torch.device, max_rows: int) -> None:
@@ -25,12 +25,12 @@ class SpokenTimes(LogitsProcessor):
         assert config.resolved is not None
         speech = config.resolved.speech
         assert speech is not None
-        self._zero, self._latest_first = speech.no_timestamps + 1, speech.latest_first
+        self._zero, self._max_initial_timestamp_index = speech.no_timestamps + 1, speech.max_initial_timestamp_index
         self._text_end = min((*config.resolved.eos_token_ids, speech.no_timestamps))  # tokens of words are before it
 
     @classmethod
     def wants(cls, params: SamplingParams) -> bool:
-        return params.extra_args.get(SPOKEN_TIMES) is True
+        return params.extra_args.get(WHISPER_TIMESTAMPS) is True
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -62,8 +62,8 @@ class SpokenTimes(LogitsProcessor):
         banned = ids == self._zero - 1
         banned = banned | (times & (last & paired)) | ((ids < self._text_end) & (last & ~paired))
         banned = banned | (times & (ids < earliest)) | (~times & first)
-        if self._latest_first >= 0:
-            banned = banned | ((ids > self._zero + self._latest_first) & first)
+        if self._max_initial_timestamp_index >= 0:
+            banned = banned | ((ids > self._zero + self._max_initial_timestamp_index) & first)
         logits = logits.masked_fill(banned, -torch.inf)
         likely = logits.float()
         of_times = likely[:, self._zero :].logsumexp(1, keepdim=True)

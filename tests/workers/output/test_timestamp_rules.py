@@ -8,21 +8,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshlm.protocol.audio import SpeechTokens
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.sound import SpeechTokens
 from meshlm.workers.output.logits_processor import LogitsBatch
-from meshlm.workers.output.spoken_times import SpokenTimes
+from meshlm.workers.output.timestamp_rules import TimestampRules
 
 EOS, NO_TIMES, TICKS, LATEST = 20, 23, 12, 5
 ZERO, VOCAB = NO_TIMES + 1, NO_TIMES + 1 + TICKS
 WORD, TIME = st.integers(0, EOS - 1), st.integers(ZERO, VOCAB - 1)
 
 
-def processor(latest_first: int = LATEST) -> SpokenTimes:
-    speech = SpeechTokens(start=21, no_timestamps=NO_TIMES, latest_first=latest_first)
+def processor(max_initial_timestamp_index: int = LATEST) -> TimestampRules:
+    speech = SpeechTokens(start=21, no_timestamps=NO_TIMES, max_initial_timestamp_index=max_initial_timestamp_index)
     config = SimpleNamespace(resolved=SimpleNamespace(speech=speech, eos_token_ids=(EOS,)))
-    return SpokenTimes(cast("MeshConfig", config), torch.device("cpu"), 8)
+    return TimestampRules(cast("MeshConfig", config), torch.device("cpu"), 8)
 
 
 def batch_of(prompts: list[list[int]], outputs: list[list[int]]) -> LogitsBatch:
@@ -34,12 +34,14 @@ def batch_of(prompts: list[list[int]], outputs: list[list[int]]) -> LogitsBatch:
     return LogitsBatch(np.arange(len(prompts), dtype=np.int32), lens, np.array(list(map(len, prompts))), lambda: tokens)
 
 
-def theirs(logits: torch.Tensor, prompt: list[int], output: list[int], latest_first: int | None) -> torch.Tensor:
+def theirs(
+    logits: torch.Tensor, prompt: list[int], output: list[int], max_initial_timestamp_index: int | None
+) -> torch.Tensor:
     from transformers import GenerationConfig
     from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 
     config: Any = GenerationConfig(eos_token_id=EOS)
-    config.no_timestamps_token_id, config.max_initial_timestamp_index = NO_TIMES, latest_first
+    config.no_timestamps_token_id, config.max_initial_timestamp_index = NO_TIMES, max_initial_timestamp_index
     found = WhisperTimeStampLogitsProcessor(config, len(prompt))(torch.tensor([prompt + output]), logits[None])
     return cast("torch.Tensor", found[0])
 
@@ -69,7 +71,7 @@ def test_the_first_is_an_early_time_and_then_comes_a_word() -> None:
 
 
 def test_it_is_for_those_that_ask() -> None:
-    assert SpokenTimes.wants(SamplingParams(extra_args={"spoken_times": True}))
-    for other in ({}, {"spoken_times": 1}, {"spoken_times": "true"}):
-        assert not SpokenTimes.wants(SamplingParams(extra_args=other))
+    assert TimestampRules.wants(SamplingParams(extra_args={"whisper_timestamps": True}))
+    for other in ({}, {"whisper_timestamps": 1}, {"whisper_timestamps": "true"}):
+        assert not TimestampRules.wants(SamplingParams(extra_args=other))
     assert not processor().is_argmax_invariant()

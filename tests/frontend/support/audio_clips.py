@@ -1,4 +1,4 @@
-"""Sound files of a tone, made with PyAV, and a frontend whose model says what a test wants of sounds."""
+"""Audio files of a tone, made with PyAV, and a frontend whose model says what a test wants of audio."""
 
 import asyncio
 import io
@@ -14,8 +14,8 @@ from scripted import NUM_PROMPT, STOP, Scripted
 from tiny_models import resolved_of, spec_of
 
 from meshlm.frontend.choice import Choice, RowDetails
+from meshlm.protocol.audio import SpeechTokens
 from meshlm.protocol.config import Resolved, ServerConfig
-from meshlm.protocol.sound import SpeechTokens
 from meshlm.protocol.text_edge import Accepted, PositionLogprobs, Submit, TokenLogprob
 from meshlm.protocol.token_edge import First
 
@@ -27,7 +27,7 @@ SPEECH = SpeechTokens(
     tasks={"transcribe": TRANSCRIBE, "translate": TRANSLATE},
     no_timestamps=NO_TIMES,
     previous=PREVIOUS,
-    not_first=(5, 2),
+    begin_suppress_tokens=(5, 2),
     seconds=2,
 )
 ENGLISH = SpeechTokens(start=START, no_timestamps=NO_TIMES, seconds=2)
@@ -44,15 +44,15 @@ def tone(seconds: float, rate: int = 16_000, loud: float = 0.5) -> NDArray[np.fl
     return found
 
 
-def pieces() -> NDArray[np.float32]:
-    """A sound of five seconds that is cut into three pieces."""
+def chunks() -> NDArray[np.float32]:
+    """An audio clip of five seconds that is cut into three chunks."""
     found = tone(5.0)
     for second in (1.7, 3.4):
         found[round(second * 16_000) :][:3_200] = 0
     return found
 
 
-def sound_file(
+def audio_file(
     samples: NDArray[np.float32],
     form: str = "wav",
     codec: str = "pcm_s16le",
@@ -79,7 +79,7 @@ def position(token: int, num_chars: int, logprob: float = -0.5) -> PositionLogpr
 
 
 class Speaking(Scripted):
-    """A Scripted whose model hears `language` and writes `written`, a list of tokens for each piece; later pieces come first where
+    """A Scripted whose model detects `language` and writes `written`, a list of tokens for each chunk; later chunks come first where
     `backwards`."""
 
     def __init__(self, server: ServerConfig | None = None, speech: SpeechTokens | None = SPEECH) -> None:
@@ -89,7 +89,7 @@ class Speaking(Scripted):
         self.backwards = False
         self.language_fails = False
         self.asked = asyncio.Event()
-        self._said = defaultdict[int, asyncio.Event](asyncio.Event)  # by piece
+        self._said = defaultdict[int, asyncio.Event](asyncio.Event)  # by chunk
 
     def open(self, choices: list[Choice], submit: Submit) -> None:
         super().open(choices, submit)

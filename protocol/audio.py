@@ -1,0 +1,35 @@
+"""Audio on its way from the client to the encoder of a speech-to-text model, and the tokens that tell such a model what to write."""
+
+from msgspec import Struct
+
+SAMPLE_RATE = 16_000  # samples a second
+WINDOW, HOP = 400, 160  # samples of a window of the short-time Fourier transform, and from one window to the next
+ITEM_BYTES = 4
+WHISPER_TIMESTAMPS = (
+    "whisper_timestamps"  # of SamplingParams.extra_args: true where the text is to say when things are said
+)
+
+
+class Audio(Struct, frozen=True):
+    """One channel at SAMPLE_RATE. `samples` are float32, little-endian; the loudest that a file of integers can hold is 1."""
+
+    samples: bytes
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.samples) // ITEM_BYTES
+
+
+class SpeechTokens(Struct, frozen=True, kw_only=True):
+    """The tokens by which a model is told what to write of an audio clip (generation_config.json of Whisper)."""
+
+    start: int  # that a text begins with
+    languages: dict[str, int] = {}  # by ISO 639-1 code, without marks around it; none: the model knows English alone
+    tasks: dict[str, int] = {}  # transcribe, translate; none likewise
+    no_timestamps: int  # the token behind it is that of 0.00 seconds, and so on in steps of 0.02
+    previous: int = -1  # that text of before stands behind; -1: the model takes none
+    begin_suppress_tokens: tuple[int, ...] = ()  # that no answer begins with
+    max_initial_timestamp_index: int = (
+        -1
+    )  # of a text with times: the first one is no later than so many steps of 0.02 s; -1: it may be any
+    seconds: int = 30  # of an audio clip that the encoder takes at once
