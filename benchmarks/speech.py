@@ -1,4 +1,4 @@
-"""Whisper with dummy weights on this machine: an encoder's time, a text's, and how many audio at once; transformers beside it.
+"""Whisper with dummy weights on this machine: an encoder's time, a text's, and how many requests at once; transformers beside it.
 
     python -P benchmarks/speech.py [--sizes tiny base small] [--device cpu] [--tokens 100] [--streams 8] [--json FILE]
 

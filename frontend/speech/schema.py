@@ -29,7 +29,7 @@ NOT_SUPPORTED = {
     "keywords": "not supported; name such words in prompt",
     "languages": "not supported; give language, or none for the language that is transcription first",
     "include": "log-probabilities of a transcript are not supported",
-    "chunking_strategy": "only auto is supported: a long audio is cut at its quietest places",
+    "chunking_strategy": "only auto is supported: long audio is cut at its quietest places",
     "known_speaker_names": _SPEAKERS,
     "known_speaker_references": _SPEAKERS,
     "use_beam_search": "not supported for audio",
@@ -59,7 +59,7 @@ class SpeechRequest(Struct, frozen=True, kw_only=True):
     stream: bool = False
     stream_include_usage: bool = False
     stream_continuous_usage_stats: bool = False
-    max_completion_tokens: Count | None = None  # of each chunk of a long audio
+    max_completion_tokens: Count | None = None  # of each chunk of long audio
     seed: Seed | None = None
     top_p: Share | None = None
     top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None

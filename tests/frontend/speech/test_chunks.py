@@ -1,4 +1,4 @@
-"""Where a long audio is cut."""
+"""Where long audio is cut."""
 
 import numpy as np
 import pytest
