@@ -1,12 +1,14 @@
 """MeshLM and vLLM beside one another, each on a GPU of one host: the workloads of docs/performance.md for one model after another.
 
-    python -P benchmarks/beside.py MODEL ... [--vllm FOLDER] [--sharegpt FILE] [--json FILE] [--only offline serve long]
-                                   [--gpus 0 1] [--streams 64 256] [--limit-s 400] [--device fake]
+    python -P benchmarks/beside.py MODEL ... [--vllm FOLDER] [--sharegpt FILE] [--json FILE] [--only offline serve long longest]
+                                   [--gpus 0 1] [--engines meshlm vllm] [--streams 64 256] [--limit-s 400] [--port 8131]
+                                   [--device fake]
 
-MODEL is a folder, or folder@flags of both servers: "llama3-8b@--quantization fp8". FOLDER has vLLM's packages (PYTHONPATH); without it
-MeshLM runs alone. Each engine has a GPU and half of the cores, and goes through the models by itself; the client of servers is
-vLLM's own where it is there. A job that takes longer than its limit is ended with all processes that it started, and said to be
-so. Figures are written to the JSON after each job, and what stands there is not measured again: a run that was broken off goes on.
+MODEL is a folder, or folder@flags of both servers, or folder@flags@kinds of its own: "llama3-8b@--quantization fp8@offline".
+FOLDER has vLLM's packages (PYTHONPATH); without it MeshLM runs alone. `long` is 20 prompts of 32,000 tokens at 4 streams, `longest`
+three of 128,000. Each engine has a GPU and half of the cores, and goes through the models by itself; the client of servers is vLLM's
+own where it is there. A job that takes longer than its limit is ended with all processes that it started, and said to be so. Figures
+are written to the JSON after each job, and what stands there is not measured again: a run that was broken off goes on.
 """
 
 import argparse
@@ -30,11 +32,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 import targets
 
 HERE = Path(__file__).parent
-OFFLINE_REQUESTS, SHORT, LONG_CONTEXT = 1000, 4096, 32768
+OFFLINE_REQUESTS, SHORT = 1000, 4096
+KINDS = ("offline", "serve", "long", "longest")
+LONG = {"long": (32768, targets.Work(4, 20, 1, 32_000)), "longest": (131072, targets.Work(1, 3, 1, 128_000))}
 READY_S = 300.0
 VLLM = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main"]
 VLLM_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # would compile when it is first asked
+    "VLLM_USE_DEEP_GEMM": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -47,6 +54,7 @@ class Model(NamedTuple):
 
     folder: str
     flags: tuple[str, ...]
+    kinds: tuple[str, ...] = ()  # of work; none: those of --only
 
     @property
     def name(self) -> str:
@@ -54,8 +62,11 @@ class Model(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> "Model":
-        folder, _, flags = text.partition("@")
-        return cls(folder, tuple(shlex.split(flags)))
+        """ValueError for kinds that there are not."""
+        folder, flags, kinds = (text.split("@") + ["", ""])[:3]
+        if unknown := set(kinds.split()) - set(KINDS):
+            raise ValueError(f"{text}: no kinds of work are {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
+        return cls(folder, tuple(shlex.split(flags)), tuple(kinds.split()))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -100,7 +111,7 @@ class Engine(NamedTuple):
             "--port",
             str(self.port),
         ]
-        if length == SHORT:  # a client's warm-up repeats its first prompt
+        if length != LONG["long"][0]:  # a client's warm-up repeats its first prompt
             own.append("--no-enable-prefix-caching")
         if self.name == "vllm":
             begin = [*VLLM, "serve"]
@@ -187,7 +198,7 @@ class Run:
     def go_through(self, engine: Engine) -> None:
         for text in self._arguments.models:
             model = Model.of(text)
-            for kind in self._arguments.only:
+            for kind in model.kinds or self._arguments.only:
                 known = self.report["models"].get(model.name, {}).get(engine.name, {})
                 if kind in known and "error" not in known[kind]:
                     continue
@@ -248,8 +259,9 @@ class Run:
 
     def _serve(self, model: Model, engine: Engine, kind: str, log: Path, found: dict[str, Any]) -> None:
         length, works = SHORT, {f"c{count}": streams(count) for count in self._arguments.streams}
-        if kind == "long":
-            length, works = LONG_CONTEXT, {"c4": targets.Work(4, 20, 1, 32_000)}
+        if kind in LONG:
+            length, work = LONG[kind]
+            works = {f"c{work.streams}": work}
         with running(engine.server(model, length), engine, log) as server:
             found["ready_s"] = round(wait_ready(server, engine, log), 1)
             for name, work in works.items():
@@ -279,10 +291,10 @@ def engines(arguments: argparse.Namespace) -> list[Engine]:
     """MeshLM, and vLLM where its packages are; they share the cores."""
     cores, gpus = sorted(os.sched_getaffinity(0)), [*arguments.gpus, "", ""]
     half = len(cores) // 2 if arguments.vllm and len(cores) > 1 else len(cores)
-    found = [Engine("meshlm", gpus[0], tuple(cores[:half]), 8131, device=arguments.device)]
+    found = [Engine("meshlm", gpus[0], tuple(cores[:half]), arguments.port, device=arguments.device)]
     if arguments.vllm:
-        found.append(Engine("vllm", gpus[1], tuple(cores[half:]) or tuple(cores), 8132, arguments.vllm))
-    return found
+        found.append(Engine("vllm", gpus[1], tuple(cores[half:]) or tuple(cores), arguments.port + 1, arguments.vllm))
+    return [engine for engine in found if engine.name in arguments.engines]
 
 
 def machine() -> dict[str, Any]:
@@ -299,11 +311,13 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=OFFLINE_REQUESTS)
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 64])
     parser.add_argument("--streams", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--only", nargs="+", choices=("offline", "serve", "long"), default=["offline", "serve"])
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=["offline", "serve"])
     parser.add_argument("--gpus", nargs="*", default=[])
     parser.add_argument(
         "--limit-s", type=float, default=400.0, help="of one engine's offline run, and of each client's"
     )
+    parser.add_argument("--engines", nargs="+", choices=("meshlm", "vllm"), default=["meshlm", "vllm"])
+    parser.add_argument("--port", type=int, default=8131, help="of MeshLM's server; vLLM's has the next")
     parser.add_argument("--device", default="", help="of MeshLM")
     parser.add_argument("--json", default="")
     arguments = parser.parse_args()

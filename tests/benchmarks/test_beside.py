@@ -40,6 +40,19 @@ def test_flags_are_of_both_engines(beside: ModuleType) -> None:
         assert "--no-enable-prefix-caching" in command
 
 
+def test_a_model_may_name_its_own_work(beside: ModuleType) -> None:
+    model = beside.Model.of("/models/llama@@offline long")
+    assert (model.name, model.kinds, model.flags) == ("llama", ("offline", "long"), ())
+    with pytest.raises(ValueError, match="no kinds of work are wide; there are offline, serve, long, longest"):
+        beside.Model.of("/models/llama@--quantization fp8@wide")
+    length, work = beside.LONG["longest"]
+    assert "--no-enable-prefix-caching" in beside.Engine("vllm", "0", (), 8000).server(model, length)
+    assert "--no-enable-prefix-caching" not in beside.Engine("vllm", "0", (), 8000).server(
+        model, beside.LONG["long"][0]
+    )
+    assert work.input_len + 128 <= length
+
+
 @pytest.mark.parametrize(
     ("more", "limit_s", "said"), [([], 30.0, "exit code 3"), (["long"], 3.0, "took longer than 3 s")]
 )
