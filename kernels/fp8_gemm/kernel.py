@@ -59,8 +59,8 @@ def _fp8_gemm(
             y = tl.load(x_line + k[None, :])
             tile = tl.load(w_line + k[None, :])
         else:
-            y = tl.load(x_line + k[None, :], mask=(k < INPUTS)[None, :], other=0)
-            tile = tl.load(w_line + k[None, :], mask=(k < INPUTS)[None, :], other=0)
+            y = tl.load(x_line + k[None, :], mask=(k < INPUTS)[None, :], other=0.0)
+            tile = tl.load(w_line + k[None, :], mask=(k < INPUTS)[None, :], other=0.0)
         if UPCAST:
             y = y.to(tl.float32)
         tile = tile.to(y.dtype)

@@ -98,6 +98,13 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
             "auto: packed on a CPU; on a GPU decoded where a useful KV cache has room beside them"
         ),
     ] = "auto"
+    decoded_copy: Annotated[
+        Literal["auto", "never", "always"],
+        Meta(
+            description="on a GPU keep packed weights of 4 or 8 bits (GPTQ, AWQ, ...) decoded, too, for steps of more than 16 tokens; "
+            "auto: where the copy takes at most a quarter of what the weights leave for the KV cache"
+        ),
+    ] = "auto"
     cpu_exact: Annotated[
         bool,
         Meta(

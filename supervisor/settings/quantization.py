@@ -23,9 +23,21 @@ def as_asked(config: MeshConfig, files: ModelFiles) -> ModelFiles:
             can = "" if found else f"; while they are loaded they can be with {', '.join(sorted(online))}"
             raise UsageError(f"--quantization {asked}: the weights of {files.path} {what}{can}")
         files = msgspec.structs.replace(files, spec=msgspec.structs.replace(files.spec, quantization=online[asked]))
+    _check_copy(config, files)
     if config.worker.compile != "none" and files.spec.quantization is not None:
         raise UsageError(
             f"--compile {config.worker.compile}: it is not there for weights quantised with "
             f"{files.spec.quantization.method}; use none"
         )
     return files
+
+
+def _check_copy(config: MeshConfig, files: ModelFiles) -> None:
+    """UsageError where there are no packed weights of which a decoded copy could be kept, or not."""
+    found, wanted = files.spec.quantization, config.model.decoded_copy
+    if wanted == "auto":
+        return
+    if files.load_format == "gguf":
+        raise UsageError(f"--decoded-copy {wanted}: weights of a .gguf file take --gguf-weights; leave it out")
+    if found is None or not any(scheme.weight == "group" for scheme in found.schemes):
+        raise UsageError(f"--decoded-copy {wanted}: no weights of {files.path} are packed; leave it out")

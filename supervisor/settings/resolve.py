@@ -190,6 +190,10 @@ def _check_flags(config: MeshConfig, files: model_files.ModelFiles, platform: Pl
         )
     if config.worker.compile != "none" and not family.compiles:
         raise UsageError(f"--compile {config.worker.compile}: it is not there for {family.architecture}; use none")
+    if config.model.decoded_copy != "auto" and device != "cuda":
+        raise UsageError(
+            f"--decoded-copy {config.model.decoded_copy}: it is for a GPU, not for --device {device}; leave it out"
+        )
     if config.model.cpu_exact and device != "cpu":
         raise UsageError(f"--cpu-exact: it is for products on a CPU, not for --device {device}; leave it out")
     if config.worker.compile != "none" and files.load_format == "gguf" and config.model.gguf_weights != "decoded":

@@ -38,6 +38,13 @@ def test_products(rows: int, inputs: int, shape: Shape, rounds: bool, group: int
     near(found.sum(0) if shape.splits > 1 else found, expected, WIDE, 4.0)
 
 
+def test_inputs_that_end_within_a_tile() -> None:
+    w, w_scales = weight_of(64, 208, 0)
+    codes, x_scales = quantise(torch.randn(5, 208, device=DEVICE, dtype=WIDE) / 8, 0)
+    expected = reference.fp8_gemm(codes, x_scales, w, w_scales, None, torch.float32)
+    near(parts(codes, x_scales, w, w_scales, Shape(16, 32, 64, 1, 4, 2, swap=True), WIDE), expected, WIDE, 4.0)
+
+
 @pytest.mark.parametrize("rows", [3, 80])
 def test_whole_products_with_a_bias(rows: int) -> None:
     w, w_scales = weight_of(64, 1024, 0)

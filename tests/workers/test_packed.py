@@ -17,7 +17,7 @@ from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.torch_ops import TorchOps
-from meshlm.workers.quantization.packed import PackedLinear
+from meshlm.workers.quantization.packed import PACKED_ROWS, PackedLinear
 from meshlm.workers.quantization.packed_files import tensors_of
 from meshlm.workers.quantization.unquantized import UNQUANTIZED
 from meshlm.workers.weights.sources import sources
@@ -57,6 +57,39 @@ def as_on_a_gpu(self: PackedLinear, linear: Linear, ops: TorchOps) -> None:
     """Words stay, as a GPU has them."""
     self.weight = self._packed(linear)
     linear.weight = torch.nn.Parameter(self.weight.low, requires_grad=False)
+
+
+@pytest.mark.parametrize("name", ["gptq-act-order", "awq", "w8a16"])
+def test_values_beside_words_are_for_many_rows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same logits, for as few rows as the words take and for more; and what is kept is said to be."""
+    theirs, _ = write(tmp_path, KINDS[name])
+    expected = expected_of(theirs)
+    monkeypatch.setattr(cpu_ops, "available", lambda: False)
+
+    def finish(self: PackedLinear, linear: Linear, ops: TorchOps) -> None:
+        self.keeps_values = True
+        as_on_a_gpu(self, linear, ops)
+        assert self.weight is not None
+        linear.weight_values = torch.nn.Parameter(decode(self.weight, torch.float32), requires_grad=False)
+
+    monkeypatch.setattr(PackedLinear, "finish", as_on_a_gpu)
+    whole = load(tmp_path).active_parameters()
+    monkeypatch.setattr(PackedLinear, "finish", finish)
+    ours, packed_rows = load(tmp_path), []
+    assert ours.active_parameters() == whole
+    found = ours.ops.packed_linear
+
+    def counted(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+        packed_rows.append(len(x))
+        return found(x, weight, bias)
+
+    monkeypatch.setattr(ours.ops, "packed_linear", counted)
+    close(run(ours, caches(ours.spec, 24), [(TOKENS, 0, TABLE)]), expected)
+    assert len(TOKENS) > PACKED_ROWS
+    assert packed_rows == []
+    few = TOKENS[:PACKED_ROWS]
+    close(run(ours, caches(ours.spec, 24), [(few, 0, TABLE)]), expected[: len(few)])
+    assert set(packed_rows) == {PACKED_ROWS}
 
 
 @pytest.mark.parametrize("name", ["gptq-act-order", "awq", "w4a16-zeros", "w4a16-order", "w8a16", "mxfp4"])

@@ -16,7 +16,7 @@ from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.gguf_files import GGUFTensor
 from meshlm.workers.models.cpu_layers import fuse
 from meshlm.workers.models.decoder import Decoder
-from meshlm.workers.weights.gguf_form import GGUFPlan
+from meshlm.workers.weights.gguf_form import WeightsPlan
 from meshlm.workers.weights.gguf_source import GGUFTensorSource
 from meshlm.workers.weights.load import load_model, weight_bytes
 
@@ -67,7 +67,9 @@ def test_rounded_products_change_little_and_know_no_batch(case: str, tmp_path: P
     write_gguf(path, CASES[case])
     exact = load(path)
     with torch.inference_mode():
-        ours = load_model(resolved(path), torch.device("cpu"), 0, lambda done, total: None, plan=GGUFPlan(exact=False))
+        ours = load_model(
+            resolved(path), torch.device("cpu"), 0, lambda done, total: None, plan=WeightsPlan(exact=False)
+        )
     tokens = [chance.randrange(301) for _ in range(33)]
     expected = run(exact, caches(SPEC, 24), [(tokens, 0, TABLE)])
     found = run(ours, caches(SPEC, 24), [(tokens, 0, TABLE)])

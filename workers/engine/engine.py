@@ -77,7 +77,7 @@ class ModelEngine:
         def progress(done: int, total: int) -> None:
             report("weights", done // MB, total // MB, "MB")
 
-        plan = memory.gguf_plan(config, device, self._others, placement.shard, self._cache_dtype)
+        plan = memory.weights_plan(config, device, self._others, placement.shard, self._cache_dtype)
         self.model = load_model(resolved, device, config.model.seed or 0, progress, placement.shard, plan)
         choose_parts(self.model, config.worker, backend.name, self.dtype)
         if config.worker.profile_layers:

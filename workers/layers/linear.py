@@ -35,6 +35,10 @@ class Linear(nn.Module):
         self.method.finish(self, ops)
         self.fuses_norm, self.fuses_sum = self.method.fused(Fused.NORM), self.method.fused(Fused.ROW_PARALLEL)
 
+    def weights(self) -> list[nn.Parameter]:
+        """All forms of the weight that the layer has."""
+        return [one for name, one in self.named_parameters() if name in ("weight", "weight_values")]
+
     def forward(self, x: Tensor, ops: Ops) -> Tensor:
         return self.method.apply(self, x, ops)
 

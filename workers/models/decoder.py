@@ -363,7 +363,10 @@ class Decoder(nn.Module):
     def active_parameters(self) -> int:
         """The number of the layers' parameters that compute a token."""
         whole = sum(parameter.numel() for parameter in self.layers.parameters())
-        packed = sum(linear.inputs * linear.outputs - linear.weight.numel() for linear in linears_of(self.layers))
+        packed = sum(
+            linear.inputs * linear.outputs - sum(weight.numel() for weight in linear.weights())
+            for linear in linears_of(self.layers)
+        )
         return whole + packed - sum(module.idle_parameters() for module in self.modules() if isinstance(module, MoE))
 
     def warm_rows(self, most: int) -> set[int]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from meshlm.workers.layers.ops import Ops
 
 PARAMETERS = ("weight", "weight_scale", "weight_zero", "input_group")
+PACKED_ROWS = 16  # of up to so many rows a product with packed weights takes less time (docs/quantization.md)
 
 
 class PackedLinear:
@@ -31,6 +32,8 @@ class PackedLinear:
         self.scheme = scheme
         self.encode: Encode | None = self._encoded if scheme.online else None
         self.weight: PackedWeight | None = None
+        self.keeps_values = False
+        """Whether the layer has its values, too, for products of many rows; set before `finish`."""
         self._dtype = torch.get_default_dtype()  # the model's, while it is made
 
     def add_parameters(self, linear: "Linear") -> None:
@@ -57,6 +60,8 @@ class PackedLinear:
             linear.weight = nn.Parameter(ops.pack(decode(packed, self._dtype)), requires_grad=False)
             return
         self.weight = ops.proven(packed, self._dtype)
+        if self.keeps_values:
+            linear.weight_values = nn.Parameter(ops.pack(decode(packed, self._dtype)), requires_grad=False)
         linear.weight = nn.Parameter(packed.low, requires_grad=False)
 
     def values(self, linear: "Linear") -> Tensor:
@@ -65,13 +70,18 @@ class PackedLinear:
     def apply(self, linear: "Linear", x: Tensor, ops: "Ops") -> Tensor:
         if self.weight is None:
             return ops.linear(x, linear.weight, linear.bias, linear.outputs)
+        if self.keeps_values and x.shape[0] > PACKED_ROWS:
+            assert isinstance(linear.weight_values, Tensor)
+            return ops.linear(x, linear.weight_values, linear.bias, linear.outputs)
         return ops.packed_linear(x, self.weight, linear.bias)
 
     def variant(self) -> object:
-        return None if self.weight is None else self.weight.variant
+        return None if self.weight is None else (self.weight.variant, self.keeps_values)
 
     def warm_rows(self) -> set[int]:
-        return set() if self.weight is None else set(WARM_ROWS)
+        if self.weight is None:
+            return set()
+        return {rows for rows in WARM_ROWS if rows <= PACKED_ROWS} if self.keeps_values else set(WARM_ROWS)
 
     def fused(self, kind: Fused) -> bool:
         """A CPU has the values."""

@@ -24,8 +24,8 @@ class Form(Enum):
     VALUES = auto()  # decoded as they are read
 
 
-class GGUFPlan(NamedTuple):
-    """The facts that decide."""
+class WeightsPlan(NamedTuple):
+    """The facts that decide, also whether packed weights are decoded beside (decoded_copy.py)."""
 
     wanted: str = "auto"  # --gguf-weights
     device: str = "cpu"
@@ -35,9 +35,10 @@ class GGUFPlan(NamedTuple):
     cache: int | None = None  # --kv-cache-memory
     ranks: int = 1  # that compute one model together
     exact: bool = True  # --cpu-exact
+    copy: str = "auto"  # --decoded-copy
 
 
-def form_of(plan: GGUFPlan, decoded: int) -> tuple[Form, str]:
+def form_of(plan: WeightsPlan, decoded: int) -> tuple[Form, str]:
     """The form, and why. decoded: bytes of this worker's weights once they are decoded."""
     if plan.device == "cpu":
         return _on_a_cpu(plan)
@@ -58,7 +59,7 @@ def form_of(plan: GGUFPlan, decoded: int) -> tuple[Form, str]:
     return (Form.DECODED if needed <= plan.available else Form.PACKED), parts
 
 
-def _on_a_cpu(plan: GGUFPlan) -> tuple[Form, str]:
+def _on_a_cpu(plan: WeightsPlan) -> tuple[Form, str]:
     if plan.wanted == "decoded":
         return Form.VALUES, "--gguf-weights decoded"
     if plan.compiled:

@@ -26,8 +26,9 @@ from meshlm.workers.quantization.scale_tensor import ScaleTensor
 from meshlm.workers.quantization.scales import scale_rows, scale_tensors
 from meshlm.workers.weights import sharded_state
 from meshlm.workers.weights.check import check_finite, check_tensors
+from meshlm.workers.weights.decoded_copy import keep_values
 from meshlm.workers.weights.expert_tensors import MXFP4Source
-from meshlm.workers.weights.gguf_form import Form, GGUFPlan, form_of
+from meshlm.workers.weights.gguf_form import Form, WeightsPlan, form_of
 from meshlm.workers.weights.gguf_spans import SpannedParameter, keep_spans
 from meshlm.workers.weights.layouts import to_halves
 from meshlm.workers.weights.packed_parameter import PackedParameter, keep
@@ -48,11 +49,11 @@ def load_model(
     seed: int,
     progress: Callable[[int, int], None],
     shard: Shard = WHOLE,
-    plan: GGUFPlan | None = None,
+    plan: WeightsPlan | None = None,
 ) -> Decoder:
     """This shard of the model on its device, in its dtype. `progress` gets bytes done and in all. ProcessFatal.
 
-    plan: for a .gguf file; None: as --gguf-weights auto and --cpu-exact on a CPU.
+    plan: for packed weights; None: as --gguf-weights auto and --cpu-exact on a CPU, without decoded copies.
     """
     if resolved.spec.transformers is not None:
         return _of_transformers(resolved, device, seed, progress, shard)
@@ -69,7 +70,7 @@ def loaded(
     seed: int,
     progress: Callable[[int, int], None],
     shard: Shard = WHOLE,
-    plan: GGUFPlan | None = None,
+    plan: WeightsPlan | None = None,
 ) -> Decoder:
     """See `load_model`: before it is prepared, with the parameters that files fill."""
     spec, dtype = resolved.spec, DTYPES[resolved.dtype]
@@ -84,8 +85,9 @@ def loaded(
             use_methods(model)
             if keep_codes:
                 mxfp4_experts.use(model)
+        copied = 0 if plan is None else keep_values(model, plan, weight_bytes(model), dtype)
         if resolved.load_format == "sharded_state":
-            memory.check_weights(weight_bytes(model) + _decoded_bytes(model, device, dtype), device, 0)
+            memory.check_weights(weight_bytes(model) + _decoded_bytes(model, device, dtype) + copied, device, 0)
             _make_tensors(model, device)
             sharded_state.fill(model, resolved, progress)
             check_finite(model, resolved.model_path)
@@ -97,13 +99,13 @@ def loaded(
         kept: Kept = {}
         needed = weight_bytes(model) + _decoded_bytes(model, device, dtype)
         if resolved.load_format == "gguf":
-            plan = plan or GGUFPlan(compiled=dtype == torch.float32)
+            plan = plan or WeightsPlan(compiled=dtype == torch.float32)
             form, why = (Form.VALUES, "encoders read values") if spec.encoder_only else form_of(plan, needed)
             kept = _keep(model, tensors(), form, exact=plan.exact)
             say = _log.info if plan.device == "cuda" else _log.debug  # on a CPU there is little to choose
             say("weights of the .gguf file", form=form.name.lower(), reason=why)
             needed = max(needed, weight_bytes(model)) if form is Form.DECODED else weight_bytes(model)
-        memory.check_weights(needed, device, _redundant_bytes(model))
+        memory.check_weights(needed + copied, device, _redundant_bytes(model))
         _make_tensors(model, device)
         _fill(model, resolved, tensors(), kept, progress)
         _fill_redundant(model)

@@ -61,6 +61,21 @@ def test_forms_of_weights_are_of_gguf_files(smollm2: Path, tmp_path: Path) -> No
     assert resolve.resolve(flags.build({**compiled, "gguf_weights": "decoded"}, None)).resolved is not None
 
 
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+
+
+def test_decoded_copies_are_of_packed_weights_on_a_gpu(smollm2: Path, tmp_path: Path) -> None:
+    assert resolved(tmp_path / "awq", AWQ, device="cuda", decoded_copy="always").spec.quantization is not None
+    with pytest.raises(UsageError, match="--decoded-copy never: it is for a GPU, not for --device cpu; leave it out"):
+        resolved(tmp_path / "awq", AWQ, decoded_copy="never")
+    for name, written in (("plain", None), ("fp8", FP8)):
+        with pytest.raises(UsageError, match=r"--decoded-copy always: no weights of .* are packed; leave it out"):
+            resolved(tmp_path / name, written, device="cuda", decoded_copy="always")
+    asked: dict[str, object] = {"model": str(smollm2), "device": "cuda", "decoded_copy": "always"}
+    with pytest.raises(UsageError, match=r"--decoded-copy always: weights of a \.gguf file take --gguf-weights"):
+        resolve.resolve(flags.build(asked, None))
+
+
 def test_exact_products_are_of_cpus(smollm2: Path) -> None:
     asked: dict[str, object] = {"model": str(smollm2), "device": "cpu", "cpu_exact": True}
     assert resolve.resolve(flags.build(asked, None)).model.cpu_exact

@@ -21,20 +21,22 @@ from meshlm.kernels.packed_gemm.reference import PackedWeight, decode
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.quantization.gguf import GGUFLinear
 from meshlm.workers.quantization.packed import PackedLinear
-from meshlm.workers.weights.gguf_form import GGUFPlan
+from meshlm.workers.weights.gguf_form import WeightsPlan
 from meshlm.workers.weights.load import load_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize("mode", ["FULL", "NONE"])
+@pytest.mark.parametrize("copy", ["never", "auto"])
 @pytest.mark.parametrize("name", packed_models.KINDS)
-def test_error_is_no_worse_than_the_values_in_bfloat16(name: str, mode: str, tmp_path: Path) -> None:
-    """Prompts in chunks and behind a cached prefix, decodes, a preempted request."""
+def test_error_is_no_worse_than_the_values_in_bfloat16(name: str, copy: str, mode: str, tmp_path: Path) -> None:
+    """Prompts in chunks and behind a cached prefix, decodes, a preempted request; with values beside the words, and without."""
     theirs, _ = packed_models.write(tmp_path, packed_models.KINDS[name], **quantised_models.LARGER)
-    driver = history(engine(tmp_path, load_format="auto", cudagraph_mode=mode))
+    driver = history(engine(tmp_path, load_format="auto", cudagraph_mode=mode, decoded_copy=copy))
     method = driver.engine.model.get_submodule("layers.0.attention.qkv").method
     assert isinstance(method, PackedLinear)
+    assert method.keeps_values is (copy == "auto")
     assert isinstance(method.weight, PackedWeight)
     if method.weight.table is None:  # codes of a table are decoded for each product
         assert method.weight.one_row
@@ -49,7 +51,7 @@ def test_gguf_weights_are_packed_and_give_their_values(kinds: dict[str, str], tm
     write_gguf(path, kinds, SPEC)
     asked = msgspec.structs.replace(resolved(path), dtype="bfloat16", device="cuda")
     with torch.inference_mode():
-        model = load_model(asked, gpu, 0, lambda done, total: None, plan=GGUFPlan("packed", "cuda"))
+        model = load_model(asked, gpu, 0, lambda done, total: None, plan=WeightsPlan("packed", "cuda"))
         for name in ("attention.qkv", "mlp.down"):
             product = model.get_submodule(f"layers.0.{name}")
             assert isinstance(product, Linear)

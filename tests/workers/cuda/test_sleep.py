@@ -51,4 +51,4 @@ def test_memory_goes_and_comes(tmp_path: Path, mode: str) -> None:
             torch.testing.assert_close(row, same, atol=0, rtol=0)
         assert (sum(made.graph_counts().replays.values()) > replays) is (mode == "FULL")
         torch.cuda.empty_cache()
-        assert abs(torch.cuda.memory_reserved() - held) < 0.1 * whole + 2 * PIECE
+        assert torch.cuda.memory_reserved() - held < 0.1 * whole + 2 * PIECE  # what a start left over may have gone

@@ -2,10 +2,10 @@
 
 import pytest
 
-from meshlm.workers.weights.gguf_form import Form, GGUFPlan, form_of
+from meshlm.workers.weights.gguf_form import Form, WeightsPlan, form_of
 
 GB = 1 << 30
-H200 = GGUFPlan(device="cuda", compiled=False, available=130 * GB, request=4 * GB)
+H200 = WeightsPlan(device="cuda", compiled=False, available=130 * GB, request=4 * GB)
 
 
 @pytest.mark.parametrize(
