@@ -1,4 +1,4 @@
-"""Draws docs/images/dbo-*.svg from benchmarks/results/expert_parallel_h200.json and dbo_timeline_h200.json, in plain SVG.
+"""Draws docs/images/dbo-*.svg from benchmarks/results/expert_parallel*_h200.json and dbo_timeline_h200.json, in plain SVG.
 
     python -P benchmarks/overlap_plots.py
 
@@ -91,17 +91,17 @@ def timeline(traces: dict[str, Any], end_us: float = 2400.0) -> str:
     return "\n".join([*out, "</svg>"])
 
 
-def chart(title: str, lines: dict[str, list[tuple[int, float]]], left: int) -> str:
+def chart(title: str, lines: dict[str, list[tuple[int, float]]], left: int, begin: int) -> str:
     """How much faster, by tokens on a logarithmic axis."""
-    low, high, wide, tall, top = 0.5, 1.1, 360, 190, 40
+    low, high, wide, tall, top = 0.5, 1.2, 360, 190, begin + 40
     xs = sorted({tokens for points in lines.values() for tokens, _ in points})
 
     def place(tokens: float, ratio: float) -> tuple[float, float]:
         right = math.log2(tokens / xs[0]) / math.log2(xs[-1] / xs[0])
         return left + 50 + wide * right, top + tall * (high - ratio) / (high - low)
 
-    out = [f'<text x="{left + 50}" y="20" font-size="13">{title}</text>']
-    for tick in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1):
+    out = [f'<text x="{left + 50}" y="{begin + 20}" font-size="13">{title}</text>']
+    for tick in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2):
         y = place(xs[0], tick)[1]
         colour = "#777" if tick == 1.0 else "#ddd"
         out.append(f'<line x1="{left + 50}" x2="{left + 50 + wide}" y1="{y:.1f}" y2="{y:.1f}" stroke="{colour}"/>')
@@ -122,24 +122,29 @@ def chart(title: str, lines: dict[str, list[tuple[int, float]]], left: int) -> s
     return "\n".join(out)
 
 
-def speedups(steps: list[dict[str, Any]]) -> str:
+def speedups(runs: dict[str, list[dict[str, Any]]]) -> str:
+    """A row of charts for each run, by its name."""
+    tall = 310
     out = [
-        '<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="11" width="880" height="310">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="11" width="880" height="{tall * len(runs)}">',
         '<rect width="100%" height="100%" fill="white"/>',
     ]
-    for place, kind in enumerate(("prefill", "decode")):
-        lines: dict[str, list[tuple[int, float]]] = {}
-        for step in steps:
-            if step["kind"] == kind:
-                lines.setdefault(step["backend"], []).append((step["tokens"], step["speedup"]))
-        out.append(chart(f"{kind}: whole step / in halves, by tokens a rank", lines, 430 * place))
+    for row, (name, steps) in enumerate(runs.items()):
+        for place, kind in enumerate(("prefill", "decode")):
+            lines: dict[str, list[tuple[int, float]]] = {}
+            for step in steps:
+                if step["kind"] == kind:
+                    lines.setdefault(step["backend"], []).append((step["tokens"], step["speedup"]))
+            title = f"{name}, {kind}: whole step / in halves, by tokens a rank"
+            out.append(chart(title, lines, 430 * place, tall * row))
     return "\n".join([*out, "</svg>"])
 
 
 def main() -> None:
-    steps = json.loads((HERE / "results" / "expert_parallel_h200.json").read_text())["steps"]
+    files = {"two GPUs": "expert_parallel_h200.json", "four GPUs": "expert_parallel_4_h200.json"}
+    runs = {name: json.loads((HERE / "results" / file).read_text())["steps"] for name, file in files.items()}
     traces = json.loads((HERE / "results" / "dbo_timeline_h200.json").read_text())
-    (IMAGES / "dbo-speedup.svg").write_text(speedups(steps) + "\n")
+    (IMAGES / "dbo-speedup.svg").write_text(speedups(runs) + "\n")
     (IMAGES / "dbo-timeline.svg").write_text(timeline(traces) + "\n")
 
 

@@ -6,7 +6,9 @@ import msgspec
 from msgspec import Meta, Struct
 
 NO_STEP = 32768
-"""Tokens that are more than steps have: over NVLink halves took longer than whole steps at every size (docs/moe.md)."""
+"""Tokens that are more than steps have: over NVLink halves mostly take longer than whole steps (docs/moe.md)."""
+HALVED_RANKS, HALVED_TOKENS = 4, 2048
+"""From so many ranks and tokens of prompts a rank on they take less time, where tokens are written into other GPUs' memory."""
 
 
 class EPLBConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,8 +59,18 @@ class ExpertConfig(Struct, frozen=True, kw_only=True):
         int, Meta(ge=0, description="tokens of each rank from which on a step of decodes is halved")
     ] = NO_STEP
     dbo_prefill_token_threshold: Annotated[
-        int, Meta(ge=0, description="tokens of each rank from which on a step with prompts is halved")
-    ] = NO_STEP
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(
+            description="tokens of each rank from which on a step with prompts is halved; where none is given: "
+            f"{HALVED_TOKENS} with peer_memory and {HALVED_RANKS} ranks or more, else no step"
+        ),
+    ] = None
+
+    def prefill_threshold(self, num_ranks: int) -> int:
+        """--dbo-prefill-token-threshold, or what was measured for so many ranks."""
+        if self.dbo_prefill_token_threshold is not None:
+            return self.dbo_prefill_token_threshold
+        return HALVED_TOKENS if self.all2all_backend == "peer_memory" and num_ranks >= HALVED_RANKS else NO_STEP
 
     @property
     def eplb(self) -> EPLBConfig:

@@ -32,6 +32,7 @@ class Together:
 
     def __init__(self, experts: ExpertGroup, config: ExpertConfig) -> None:
         self.experts, self._config = experts, config
+        self._thresholds = config.dbo_decode_token_threshold, config.prefill_threshold(experts.size)
         self.turns = Turns(experts)
         self._exchange: StepExchange | None = None
         self._num_steps = 0
@@ -39,14 +40,12 @@ class Together:
 
     def warn(self, most_tokens: int) -> None:
         """Say so where no step, of up to so many tokens, will be halved although that was asked for."""
-        config = self._config
-        if config.enable_dbo and most_tokens < min(
-            config.dbo_decode_token_threshold, config.dbo_prefill_token_threshold
-        ):
+        decode, prefill = self._thresholds
+        if self._config.enable_dbo and most_tokens < min(decode, prefill):
             _log.warning(
                 "--enable-dbo: no step is halved: lower --dbo-prefill-token-threshold or --dbo-decode-token-threshold",
-                prefill=config.dbo_prefill_token_threshold,
-                decode=config.dbo_decode_token_threshold,
+                prefill=prefill,
+                decode=decode,
                 max_num_batched_tokens=most_tokens,
             )
 
@@ -102,7 +101,7 @@ class Together:
 
     def may_halve(self, num_tokens: int, *, uniform: bool) -> bool:
         """--dbo-decode-token-threshold and --dbo-prefill-token-threshold; a half has a token at least."""
-        decode, prefill = self._config.dbo_decode_token_threshold, self._config.dbo_prefill_token_threshold
+        decode, prefill = self._thresholds
         return self._config.enable_dbo and num_tokens >= max(2, decode if uniform else prefill)
 
     def _graph(self, agreed: StepAgreement, graphs: Dispatcher) -> Key | None:

@@ -143,6 +143,24 @@ def test_who_asks_for_halves_and_gets_none_is_told() -> None:
         assert len(logs) == told, config
 
 
+def test_halves_that_were_measured_to_be_faster_are_the_default() -> None:
+    """Of prompts that are written into the memory of three other GPUs at least."""
+    written = ExpertConfig(enable_dbo=True, all2all_backend="peer_memory")
+    for size, config, halved in (
+        (4, written, True),
+        (8, written, True),
+        (2, written, False),
+        (4, ExpertConfig(enable_dbo=True), False),
+        (4, ExpertConfig(all2all_backend="peer_memory"), False),
+    ):
+        together = Together(ExpertGroup(0, size, "0", torch.device("cpu")), config)
+        assert together.may_halve(2048, uniform=False) is halved, (size, config)
+        assert not together.may_halve(2047, uniform=False)
+        assert not together.may_halve(2048, uniform=True)
+    given = ExpertConfig(enable_dbo=True, all2all_backend="peer_memory", dbo_prefill_token_threshold=8192)
+    assert not Together(ExpertGroup(0, 4, "0", torch.device("cpu")), given).may_halve(4096, uniform=False)
+
+
 class Others:
     """In the place of a StepExchange: what all ranks agree on."""
 
