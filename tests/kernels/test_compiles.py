@@ -69,4 +69,4 @@ def test_kernels_of_all_tests_compile(tmp_path: Path) -> None:
     assert found.exists(), done.stdout[-2000:] + done.stderr[-2000:]
     lines = found.read_text().splitlines()
     assert not [line for line in lines if " " in line]
-    assert len(lines) >= 64, lines
+    assert len(lines) >= 64, f"{lines}, exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
