@@ -18,6 +18,7 @@ from torch import Tensor
 
 EVERYTHING, SLIDING, CHUNKS = 0, 1, 2  # what a kernel's SPAN says of the keys before a query that it sees
 CHUNKS_ = tl.constexpr(CHUNKS)
+PREFIX_STEP = 128  # tokens; the keys of any tile divide it
 
 
 @triton.jit
@@ -86,6 +87,25 @@ class Columns:
 
     def __init__(self, rows: Tensor, starts: Tensor, ends: Tensor, n: int, blocks: Tensor) -> None:
         self.rows, self.starts, self.ends, self.n, self.blocks = rows, starts, ends, n, blocks
+
+
+class SharedPrefixes:
+    """Which requests of a step that decode read the first keys of their contexts together, on the device. Nobody's, where all is zero.
+
+    items int32 [g, 4]: pieces of prefixes, each a tile of requests, its first key, the one behind its last, and its number among the
+    tile's. tiles int32 [t, r]: requests whose prefix is the same, those of -1 are none. tokens, parts int32 [n]: of each request's
+    prefix, how many keys it has and pieces it is cut into. Pieces begin at multiples of PREFIX_STEP and have whole ones.
+    """
+
+    __slots__ = ("items", "most_parts", "parts", "tiles", "tokens")
+
+    def __init__(self, items: Tensor, tiles: Tensor, tokens: Tensor, parts: Tensor, most_parts: int) -> None:
+        """most_parts: that any prefix is cut into, whatever the step."""
+        self.items, self.tiles, self.tokens, self.parts, self.most_parts = items, tiles, tokens, parts, most_parts
+
+    def slots(self, splits: int) -> int:
+        """Places for the parts of a context, a power of two: those of its prefix, then up to `splits` of the rest."""
+        return triton.next_power_of_2(self.most_parts + splits)
 
 
 class Extras:
