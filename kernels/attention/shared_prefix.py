@@ -12,28 +12,37 @@ import triton.language as tl
 from torch import Tensor
 
 from meshlm.kernels import pdl
-from meshlm.kernels.attention.kernel import EVERYTHING, PLAIN, PREFIX_STEP, Columns, Extras, SharedPrefixes, paged_tile
+from meshlm.kernels.attention.kernel import (
+    EVERYTHING,
+    ITEM,
+    PLAIN,
+    PREFIX_STEP,
+    Columns,
+    Extras,
+    SharedPrefixes,
+    paged_tile,
+)
 
 
 @triton.jit
 def _shared_prefix(
-    query, keys, values, parts, sums, items, tiles, blocks, blocks_stride, rows, starts, ends, slopes, scale, cap,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, REQUESTS: tl.constexpr, LINES: tl.constexpr,
+    query, keys, values, parts, sums, items, members, blocks, blocks_stride, rows, starts, ends, slopes, scale, cap,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, ITEM: tl.constexpr, LINES: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SLOTS: tl.constexpr, CAP: tl.constexpr, SLOPES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    kv, item = tl.program_id(0), tl.program_id(1)
-    tile = tl.load(items + item * 4)
-    first, last, slot = tl.load(items + item * 4 + 1), tl.load(items + item * 4 + 2), tl.load(items + item * 4 + 3)
+    kv, item = tl.program_id(0), items + tl.program_id(1) * ITEM
+    low, count = tl.load(item), tl.load(item + 1)
+    first, last, slot = tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
     real_group: tl.constexpr = HEADS // KV_HEADS
     m_at = tl.arange(0, GROUP)
     head = kv * real_group + m_at % LINES
-    request = tl.load(tiles + tile * REQUESTS + m_at // LINES, mask=m_at // LINES < REQUESTS, other=-1)
-    real = (request >= 0) & (m_at % LINES < real_group)
+    real = (m_at // LINES < count) & (m_at % LINES < real_group)
+    request = tl.load(members + low + m_at // LINES, mask=real, other=0)
     before = tl.load(ends + request - 1, mask=request > 0, other=0)
-    leader = tl.load(tiles + tile * REQUESTS)
+    leader = tl.load(members + low)
     if PDL:
         tl.extra.cuda.gdc_wait()
     if first >= last:  # a graph has room for more
@@ -82,14 +91,14 @@ def shared_prefix(
     assert extras.span == EVERYTHING
     assert PREFIX_STEP % block_n == 0
     _, page, kv_heads, dim = keys.shape
-    heads, requests = query.shape[1], shared.tiles.shape[1]
+    heads = query.shape[1]
     lines = triton.next_power_of_2(heads // kv_heads)
     parts, sums, _ = workspace
     _shared_prefix[(kv_heads, len(shared.items))](
-        query, keys, values, parts, sums, shared.items, shared.tiles, at.blocks, at.blocks.stride(0), at.rows, at.starts, at.ends,
+        query, keys, values, parts, sums, shared.items, shared.members, at.blocks, at.blocks.stride(0), at.rows, at.starts, at.ends,
         query if extras.slopes is None else extras.slopes, scale * extras.k_scale, extras.cap,
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page, REQUESTS=requests, LINES=lines,
-        GROUP=max(16, triton.next_power_of_2(requests * lines)), BLOCK_N=block_n, BLOCK_D=triton.next_power_of_2(dim),
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page, ITEM=ITEM, LINES=lines,
+        GROUP=max(16, triton.next_power_of_2(shared.tile * lines)), BLOCK_N=block_n, BLOCK_D=triton.next_power_of_2(dim),
         SLOTS=shared.slots(splits), CAP=extras.cap > 0, SLOPES=extras.slopes is not None, PDL=pdl.supported(),
         num_warps=warps, num_stages=stages,
         **({"launch_pdl": True} if pdl.supported() else {}),

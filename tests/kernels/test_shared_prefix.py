@@ -120,6 +120,7 @@ def test_pages_of_any_length(page: int) -> None:
     shared = share(keys, values, at, [([1, 0, 2], 144 if page == 144 else 256)], 4, 128)
     if page == 144:  # the page is the same, but whole steps of it count
         shared.tokens[:], shared.parts[:] = 128, 1
+        shared.items[0, 3] = 128
         shared.items[1] = 0
     expected = attention(query, keys, values, at, 0.2)
     near(both(query, (keys, values), at, shared, 0.2, 2), expected, torch.float32, 2)

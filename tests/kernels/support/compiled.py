@@ -118,7 +118,7 @@ def attention() -> None:
         decode(query[:4], keys, keys, at, 0.1, out[:4], room, splits, extras)
         if extras.window or extras.chunk or dim > 256:
             continue
-        shared = SharedPrefixes(ints(9, 4), ints(2, 16), ints(4), ints(4), 4)
+        shared = SharedPrefixes(ints(9, 5), ints(4), ints(4), ints(4), 16, 4)
         shared_prefix(query[:4], keys, keys, at, shared, 0.1, room, splits, extras)
         decode(query[:4], keys, keys, at, 0.1, out[:4], room, splits, extras, shared=shared)
 
