@@ -2,14 +2,15 @@
 
 import pytest
 import torch
-from device import DEVICE, MARKS, WIDE, near, needs_fp8
-from paged import make, share
+from device import DEVICE, MARKS, ON_GPU, WIDE, near, needs_fp8
+from paged import PAGE, make, share
 
 from meshlm.kernels import float8
 from meshlm.kernels.attention.decode import decode
 from meshlm.kernels.attention.kernel import PLAIN, Columns, Extras, SharedPrefixes
 from meshlm.kernels.attention.reference import attention
 from meshlm.kernels.attention.shared_prefix import shared_prefix
+from meshlm.kernels.attention.tiles import shared_tile, tile_of_head
 
 pytestmark = MARKS
 Cluster = tuple[list[int], int]
@@ -124,3 +125,65 @@ def test_pages_of_any_length(page: int) -> None:
         shared.items[1] = 0
     expected = attention(query, keys, values, at, 0.2)
     near(both(query, (keys, values), at, shared, 0.2, 2), expected, torch.float32, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="many requests, and CUDA graphs")
+@pytest.mark.parametrize(
+    ("shape", "tile"), [((32, 8, 128), 16), ((16, 8, 128), 32), ((32, 4, 128), 8), ((8, 4, 256), 32)]
+)
+def test_many_requests_and_a_graph(shape: tuple[int, int, int], tile: int) -> None:
+    """What decodes give that share nothing; a graph then takes steps whose clusters are others, or none."""
+    heads, kv_heads, dim = shape
+    n, splits = 64, 2
+    query, keys, values, at = make(decodes(*range(2100, 2100 + n)), *shape, torch.bfloat16)
+    clusters = [(list(range(40)), 2048), (list(range(43, 60)), 384)]
+    shared = share(keys, values, at, clusters, tile, 256)
+    keys.nan_to_num_(0.0)  # what nobody reads
+    values.nan_to_num_(0.0)
+    block_n, warps, stages = shared_tile(dim)
+    _, plain_n, plain_warps, plain_stages = tile_of_head((splits, 32, 2, 2), dim)
+    slots = shared.slots(splits)
+    workspace = (
+        torch.empty(n * heads * slots * dim, device=DEVICE),
+        torch.empty(n * heads * slots * 2, device=DEVICE),
+        torch.zeros(n * kv_heads, dtype=torch.int32, device=DEVICE),
+    )
+    found, plain = torch.empty_like(query), torch.empty_like(query)
+
+    def by(out: torch.Tensor, prefixes: SharedPrefixes | None) -> None:
+        if prefixes is not None:
+            shared_prefix(
+                query, keys, values, at, prefixes, 0.1, workspace, splits, block_n=block_n, warps=warps, stages=stages
+            )
+        decode(
+            query, keys, values, at, 0.1, out, workspace, splits, shared=prefixes,
+            block_n=plain_n, warps=plain_warps, stages=plain_stages,
+        )  # fmt: skip
+
+    by(plain, None)
+    by(found, shared)
+    near(found, plain, torch.bfloat16)
+    near(found, attention(query, keys, values, at, 0.1), torch.bfloat16, 2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):  # kernels begin while those before them end
+            by(found, shared)
+    others = [(list(range(60, 30, -1)), 384)]
+    pages = at.blocks[at.rows[:1].long()]
+    at.blocks[at.rows.long(), : 384 // PAGE] = pages[:, : 384 // PAGE]
+    query.normal_()
+    again = share(keys, values, at, others, tile, 128)
+    keys.nan_to_num_(0.0)
+    values.nan_to_num_(0.0)
+    for plan in (again, None):
+        for name in ("items", "members", "tokens", "parts"):
+            column = getattr(shared, name).zero_()
+            if plan is not None:
+                new = getattr(plan, name)
+                column[: len(new)] = new
+        found.fill_(7.0)
+        by(plain, None)
+        graph.replay()
+        near(found, plain, torch.bfloat16)
+    assert not workspace[2].any()

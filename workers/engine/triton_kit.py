@@ -260,6 +260,8 @@ def _shared_prefixes(engine: ModelEngine) -> PrefixTables | None:
     spec, rows = engine.spec, engine.rows
     if engine.config.worker.disable_cascade_attn or engine.together is not None or spec.mla is not None:
         return None
+    if rows.max_rows < 2:
+        return None
     groups = [group for group, kept in enumerate(engine.layout.specs) if isinstance(kept, FullAttention)]
     kinds = [kv_heads for kv_heads, dim in _full_attention(spec) if dim <= LARGE_DIM]
     if not groups or not kinds:
