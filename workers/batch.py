@@ -1,6 +1,7 @@
 """The explicit record that a model's forward takes, one step's tensors, and a layer's KV memory. Nothing about a step is global."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from meshlm.kernels.float8 import as_bytes, stored
 
 if TYPE_CHECKING:
-    from meshlm.kernels.attention.kernel import Columns
+    from meshlm.kernels.attention.kernel import Columns, SharedPrefixes
 
 
 UNKNOWN = -1  # num_decodes of a CUDA graph that any mix of requests is replayed with
@@ -100,6 +101,8 @@ class StepInputs:
 
     token_types: Tensor | None = None  # int64 [t], for encoders: 1 for a pair's second text; None: all are 0
     embeds: tuple[GivenEmbeds, ...] = ()  # that the first layer gets instead of those of input_ids
+    # By group of layers that see all tokens, beside columns: the decodes that read prefixes together.
+    shared: "Mapping[int, SharedPrefixes]" = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:

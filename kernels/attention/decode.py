@@ -5,6 +5,8 @@ kernel.py's.
 
 What was there before this step (columns, block tables, rotations, earlier keys and values) is read, or asked for, before the wait
 for the kernel before this one (kernels/pdl.py); what this step computes, behind it.
+
+With a shared prefix (shared_prefix.py) a request's own keys begin behind it: its first parts are there already, its own stand behind.
 """
 
 import triton
@@ -12,7 +14,16 @@ import triton.language as tl
 from torch import Tensor
 
 from meshlm.kernels import float8, pdl
-from meshlm.kernels.attention.kernel import CHUNKS, EVERYTHING, PLAIN, Columns, Extras, first_seen, paged_tile
+from meshlm.kernels.attention.kernel import (
+    CHUNKS,
+    EVERYTHING,
+    PLAIN,
+    Columns,
+    Extras,
+    SharedPrefixes,
+    first_seen,
+    paged_tile,
+)
 from meshlm.kernels.fp8 import within
 
 AHEAD = 64  # tokens whose keys and values are asked for before the query is there
@@ -89,12 +100,12 @@ def _combine(
 @triton.jit
 def _decode(
     query, keys, values, out, parts, sums, counters, blocks, blocks_stride, rows, starts, ends, sinks, slopes, scale, k_scale, v_scale,
-    cap, size, rope, q_weight, k_weight, eps,
+    cap, size, rope, q_weight, k_weight, eps, shared_tokens, shared_parts,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
     LINES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
     SPAN: tl.constexpr, FREE: tl.constexpr, SLOPES: tl.constexpr,
     ROPE: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr, AHEAD: tl.constexpr, AT_ONCE: tl.constexpr,
-    PDL: tl.constexpr,
+    SHARED: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -107,6 +118,10 @@ def _decode(
     begin = 0
     if SPAN:
         begin = tl.maximum(0, first_seen(start, size, SPAN))
+    before_own = 0  # parts that shared_prefix.py has left
+    if SHARED:
+        begin = tl.load(shared_tokens + request)
+        before_own = tl.load(shared_parts + request)
     tiles = tl.cdiv(length, BLOCK_N) - begin // BLOCK_N
     each = tl.cdiv(tiles, SPLITS)
     used = tl.cdiv(tiles, each)  # splits that have keys
@@ -186,26 +201,32 @@ def _decode(
         q, m, l, acc, whole, last, query_at, seen_from, table, keys, values, kv, scale, cap, slope, begin,
         PAGE, KV_HEADS, DIM, BLOCK_N, BLOCK_D, True, CAP, SPAN, SLOPES,
     )  # fmt: skip
-    if SPLITS == 1:
+    if SPLITS == 1 and not SHARED:
         acc = acc * (v_scale / tl.where(l == 0.0, 1.0, l))[:, None]
         tl.store(out + line[:, None] * DIM + d[None, :], acc.to(out.dtype.element_ty), mask=inside)
         return
-    if used == 1:
+    alone = used == 1
+    if SHARED:
+        alone = alone & (before_own == 0)
+    if alone:
         acc = acc * (v_scale / tl.where(l == 0.0, 1.0, l))[:, None]
         tl.store(out + line[:, None] * DIM + d[None, :], acc.to(out.dtype.element_ty), mask=inside)
         return
-    place = (request.to(tl.int64) * HEADS + head) * SPLITS + split
+    place = (request.to(tl.int64) * HEADS + head) * SLOTS + before_own + split
     tl.store(parts + place[:, None] * DIM + d[None, :], acc, mask=inside)
     tl.store(sums + place * 2, m, mask=real)
     tl.store(sums + place * 2 + 1, l, mask=real)
     tl.debug_barrier()
-    done = tl.atomic_add(counters + request * KV_HEADS + kv, 1, sem="acq_rel")
+    done = 0
+    if SPLITS > 1:
+        done = tl.atomic_add(counters + request * KV_HEADS + kv, 1, sem="acq_rel")
     if done == used - 1:  # the last to arrive combines, and leaves the counter as it was
-        tl.store(counters + request * KV_HEADS + kv, 0)
+        if SPLITS > 1:
+            tl.store(counters + request * KV_HEADS + kv, 0)
         first_head = before.to(tl.int64) * HEADS + kv * real_group
         _combine(
-            parts, sums, out + first_head * DIM, (request.to(tl.int64) * HEADS + kv * real_group) * SPLITS, used, real_group, v_scale,
-            DIM, LINES, BLOCK_D, SPLITS, AT_ONCE,
+            parts, sums, out + first_head * DIM, (request.to(tl.int64) * HEADS + kv * real_group) * SLOTS, before_own + used,
+            real_group, v_scale, DIM, LINES, BLOCK_D, SLOTS, AT_ONCE,
         )  # fmt: skip
 
 
@@ -229,6 +250,7 @@ def decode(
     splits: int,
     extras: Extras = PLAIN,
     rope: Rope | None = None,
+    shared: SharedPrefixes | None = None,
     *,
     block_n: int = 32,
     warps: int = 2,
@@ -238,12 +260,14 @@ def decode(
 
     With `rope`, query is the projection qkv [>= n, (heads + 2 kv_heads) d] as it is: heads are normed and rotated here, and the
     new keys and values are written to the cache, divided by the scales of `extras` if that is FP8. splits is a power of two.
-    workspace: float32 with room for [n, heads, splits, d] and [n, heads, splits, 2], int32 zeros [n, kv_heads] (left zero).
+    workspace: float32 with room for [n, heads, slots, d] and [n, heads, slots, 2], int32 zeros [n, kv_heads] (left zero); slots:
+    splits, or with `shared` those of `shared.slots`, of which shared_prefix.py has filled the first ones.
     """
     _, page, kv_heads, dim = keys.shape
     heads = rope.num_heads if rope is not None else query.shape[1]
     lines, block_d = triton.next_power_of_2(heads // kv_heads), triton.next_power_of_2(dim)
-    at_once = min(splits, max(1, COMBINED * 32 * warps // (lines * block_d)))
+    slots = splits if shared is None else shared.slots(splits)
+    at_once = min(slots, max(1, COMBINED * 32 * warps // (lines * block_d)))
     is_free = extras.span == EVERYTHING or (extras.span == CHUNKS and extras.chunk % block_n == 0)
     parts, sums, counters = workspace
     table = rope.table if rope is not None else sums
@@ -253,12 +277,13 @@ def decode(
         query, keys, values, out, parts, sums, counters, at.blocks, at.blocks.stride(0), at.rows, at.starts, at.ends,
         sinks, slopes, scale * extras.k_scale, extras.k_scale, extras.v_scale, extras.cap, extras.chunk or extras.window,
         table, *norms, rope.eps if rope is not None else 0.0,
+        None if shared is None else shared.tokens, None if shared is None else shared.parts,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page, GROUP=max(16, lines), LINES=lines,
         BLOCK_N=block_n, BLOCK_D=block_d, SPLITS=splits, CAP=extras.cap > 0,
         SINKS=extras.sinks is not None, SPAN=extras.span, FREE=is_free, SLOPES=extras.slopes is not None, ROPE=rope is not None,
         ROTARY=table.shape[-1] if rope is not None else 0,
         NORM=rope is not None and rope.norms is not None, FP8=float8.largest(keys.dtype),
-        AHEAD=AHEAD if query.is_cuda else 0, AT_ONCE=at_once, PDL=pdl.supported(),
+        AHEAD=AHEAD if query.is_cuda else 0, AT_ONCE=at_once, SHARED=shared is not None, SLOTS=slots, PDL=pdl.supported(),
         num_warps=warps, num_stages=stages,
         **({"launch_pdl": True} if pdl.supported() else {}),
     )  # fmt: skip

@@ -18,6 +18,7 @@ from torch import Tensor
 
 EVERYTHING, SLIDING, CHUNKS = 0, 1, 2  # what a kernel's SPAN says of the keys before a query that it sees
 CHUNKS_ = tl.constexpr(CHUNKS)
+PREFIX_STEP, ITEM = 128, 5  # of SharedPrefixes: tokens, which the keys of any tile divide; ints of an item
 
 
 @triton.jit
@@ -86,6 +87,29 @@ class Columns:
 
     def __init__(self, rows: Tensor, starts: Tensor, ends: Tensor, n: int, blocks: Tensor) -> None:
         self.rows, self.starts, self.ends, self.n, self.blocks = rows, starts, ends, n, blocks
+
+
+class SharedPrefixes:
+    """Which requests of a step that decode read the first keys of their contexts together, on the device. Nobody's, where all is zero.
+
+    members int32 [n]: requests, those with the same prefix beside one another. items int32 [g, ITEM]: pieces of prefixes, each for a
+    tile of members: the first of them and their number, the piece's first key and the one behind its last, and its place among the
+    prefix's pieces. tokens, parts int32 [n]: of each request's prefix, how many keys it has, and pieces it is cut into. Pieces begin
+    and end at multiples of PREFIX_STEP.
+    """
+
+    __slots__ = ("items", "members", "most_parts", "parts", "tile", "tokens")
+
+    def __init__(
+        self, items: Tensor, members: Tensor, tokens: Tensor, parts: Tensor, tile: int, most_parts: int
+    ) -> None:
+        """tile: requests of one at most. most_parts: pieces of any prefix at most, whatever the step."""
+        self.items, self.members, self.tokens, self.parts = items, members, tokens, parts
+        self.tile, self.most_parts = tile, most_parts
+
+    def slots(self, splits: int) -> int:
+        """Places for the parts of a context, a power of two: those of its prefix, then up to `splits` of the rest."""
+        return 1 << (self.most_parts + splits - 1).bit_length()
 
 
 class Extras:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,6 +15,9 @@ HOPPER_ROWS = 128  # of a tile of hopper.py: queries x query heads of a kv head
 MEASURED_DIM, LARGE_DIM = 128, 256
 Tile = tuple[int, int, int, int]
 USUAL_KEYS = 512  # that a prompt token sees, where nothing is known of its prompt
+SHARED_ROWS, SHARED_TILE = 64, (64, 4, 2)  # of shared_prefix.py: requests x query heads; keys of a tile, warps, stages
+SHARED_FEWEST = 4  # requests of a tile: models with more query heads for a kv head gain little
+SHARED_PROGRAMS = 2  # that a multiprocessor gets of a launch
 
 
 @cache
@@ -118,3 +122,46 @@ def splits_of(programs: int, per_multiprocessor: float, multiprocessors: int) ->
     """Parts of each context, a power of two."""
     wanted = per_multiprocessor * multiprocessors / programs
     return min(MAX_SPLITS, triton.next_power_of_2(int(wanted))) if wanted >= 2 else 1
+
+
+class SharedSizes(NamedTuple):
+    """How much a step's shared prefixes (kernel.py) may be, by its number of requests: a CUDA graph has room for that."""
+
+    tile: int  # requests of one
+    pieces: int  # of prefixes, that fill the GPU
+
+    def num_items(self, requests: int) -> int:
+        """Each of a cluster's tiles has one more than its share of the pieces, and there is no tile for each two requests."""
+        return self.pieces + requests // 2
+
+    def most_parts(self, requests: int) -> int:
+        """Pieces of one prefix, where all requests share it: what they leave is small then, however many requests there are."""
+        return min(MAX_SPLITS, -(-self.pieces // -(-requests // self.tile)))
+
+
+def shared_sizes(heads: int, kv_heads: int, multiprocessors: int) -> SharedSizes | None:
+    """Of layers with so many heads; None where a tile would have too few requests."""
+    requests = SHARED_ROWS // triton.next_power_of_2(heads // kv_heads)
+    if requests < SHARED_FEWEST:
+        return None
+    return SharedSizes(requests, -(-SHARED_PROGRAMS * multiprocessors // kv_heads))
+
+
+def shared_tile(dim: int) -> tuple[int, int, int]:
+    """Keys of a tile of shared_prefix.py, its warps and stages, for heads of up to 256 numbers."""
+    if dim <= MEASURED_DIM:
+        return SHARED_TILE
+    return 32, 8, 2
+
+
+def warm_shared(
+    sizes: SharedSizes, kinds: list[tuple[int, int]], most: int, longest: int, device: torch.device
+) -> list[int]:
+    """Numbers of requests, up to `most`, whose decodes have all variants of a launch with shared prefixes. kinds: heads of layers, of
+    queries and of keys."""
+    found: dict[tuple[object, ...], int] = {}
+    for requests in range(most, 1, -1):
+        tiles = [decode_tiles(requests * kv_heads, longest, device, heads // kv_heads) for heads, kv_heads in kinds]
+        parts = sizes.most_parts(requests)
+        found.setdefault(tuple((tile, triton.next_power_of_2(parts + tile[0])) for tile in tiles), requests)
+    return list(found.values())

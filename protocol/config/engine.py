@@ -178,6 +178,10 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
             description="attention implementation: auto, cpu, torch, triton, flash_attn or flashinfer (if installed), or a plug-in's"
         ),
     ] = "auto"
+    disable_cascade_attn: Annotated[
+        bool,
+        Meta(description="each decode reads the whole of its context, also where it shares a long prefix with others"),
+    ] = False
     logits_processors: Annotated[
         tuple[str, ...],
         Meta(

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from meshlm.kernels.attention.decode import Rope, decode
-from meshlm.kernels.attention.kernel import PLAIN, Columns, Extras
+from meshlm.kernels.attention.kernel import EVERYTHING, PLAIN, Columns, Extras, SharedPrefixes
 from meshlm.kernels.attention.prefill import prefill
 from meshlm.kernels.attention.proof import Variant
 from meshlm.kernels.attention.seen_proof import prove_chunks, prove_heads, prove_slopes
-from meshlm.kernels.attention.tiles import LARGE_DIM, decode_tiles, most_parts, tile_of_head
+from meshlm.kernels.attention.shared_prefix import shared_prefix
+from meshlm.kernels.attention.tiles import LARGE_DIM, decode_tiles, most_parts, shared_tile, tile_of_head
 from meshlm.kernels.lightning_index.proof import IndexShape, prove_index
 from meshlm.kernels.states import Pieces
 from meshlm.protocol.model import ModelSpec, StateSpec
@@ -42,6 +43,7 @@ class Workspace:
         self._most_parts = most_parts
         self._flat = torch.empty(WORKSPACE_FLOATS, device=device)
         self._counters = torch.zeros(most_parts, dtype=torch.int32, device=device)
+        self._shared: list[Tensor] = []  # the latest is the largest
 
     def of(self, requests: int, heads: tuple[int, int], splits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
         """Sums [requests, heads, splits, dim], maxima and weights [.., 2], and counters, flat. heads: of queries, of keys."""
@@ -52,6 +54,15 @@ class Workspace:
         used = requests * num_heads * splits if splits > 1 else 0
         assert used <= most
         return self._flat[: used * dim], self._flat[used * dim :], self._counters
+
+    def of_shared(self, requests: int, num_heads: int, slots: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The same for decodes that share prefixes. What needs more than was there gets a new room: graphs keep theirs."""
+        used = requests * num_heads * slots
+        if not self._shared or self._shared[-1].numel() < used * (dim + 2):
+            floats = 1 << (used * (dim + 2) - 1).bit_length()
+            self._shared.append(torch.empty(floats, device=self._flat.device))
+        flat = self._shared[-1]
+        return flat[: used * dim], flat[used * dim :], self._counters
 
 
 class TritonAttention:
@@ -81,21 +92,30 @@ class TritonAttention:
         scales = cache.k_scale, cache.v_scale
         extras = Extras(sliding_window, heads.softcap, heads.sinks, *scales, heads.chunk, heads.slopes)
         decodes, columns = self._batch.num_decodes, self._columns[cache.group]
-        if decodes == columns.n:
+        shared = self._shared(cache, heads, extras)
+        if decodes == columns.n and shared is None:
             out = torch.empty(qkv.shape[0], heads.num_heads, heads.head_dim, dtype=qkv.dtype, device=qkv.device)
             rope = Rope(table, heads.norms, heads.eps, heads.num_heads)
             self._decode(qkv, cache, scale, out, extras, rope)
             return out
         query = ops.rope_cache(qkv, batch, table, cache, heads)
         out = torch.empty_like(query)
-        if decodes:
+        if decodes == columns.n:
+            self._decode(query, cache, scale, out, extras, None, shared)
+        elif decodes:
             self._side.both(
-                lambda: self._decode(query, cache, scale, out, extras, None),
+                lambda: self._decode(query, cache, scale, out, extras, None, shared),
                 lambda: self._prompts(query, qkv, cache, scale, out, extras),
             )
         else:
             self._prompts(query, qkv, cache, scale, out, extras)
         return out
+
+    def _shared(self, cache: LayerCache, heads: AttentionShape, extras: Extras) -> SharedPrefixes | None:
+        """The prefixes that decodes of this layer read together: where queries see all keys before them."""
+        if extras.span != EVERYTHING or heads.head_dim > LARGE_DIM:
+            return None
+        return self._batch.shared.get(cache.group)
 
     def _prompts(
         self, query: Tensor, qkv: Tensor, cache: LayerCache, scale: float, out: Tensor, extras: Extras
@@ -160,10 +180,17 @@ class TritonAttention:
         return found
 
     def _decode(
-        self, query: Tensor, cache: LayerCache, scale: float, out: Tensor, extras: Extras, rope: Rope | None
+        self,
+        query: Tensor,
+        cache: LayerCache,
+        scale: float,
+        out: Tensor,
+        extras: Extras,
+        rope: Rope | None,
+        shared: SharedPrefixes | None = None,
     ) -> None:
         both, columns = (cache.keys, cache.values), self._decodes[cache.group]
-        self._split(query, both, columns, self._longest, scale, out, extras, rope)
+        self._split(query, both, columns, self._longest, scale, out, extras, rope, shared)
 
     def _split(
         self,
@@ -175,6 +202,7 @@ class TritonAttention:
         out: Tensor,
         extras: Extras,
         rope: Rope | None,
+        shared: SharedPrefixes | None = None,
     ) -> None:
         """Decodes of `columns`, whose contexts have up to `longest` tokens. cache: keys and values."""
         keys, values = cache
@@ -182,7 +210,15 @@ class TritonAttention:
         kv_heads = keys.shape[2]
         tiles = decode_tiles(columns.n * kv_heads, longest, query.device, heads // kv_heads)
         splits, block_n, warps, stages = tile_of_head(tiles, dim)
-        scratch = self._workspace.of(columns.n, (heads, kv_heads), splits, dim)
+        if shared is None:
+            scratch = self._workspace.of(columns.n, (heads, kv_heads), splits, dim)
+        else:
+            scratch = self._workspace.of_shared(columns.n, heads, shared.slots(splits), dim)
+            keys_of_tile, of_warps, of_stages = shared_tile(dim)
+            shared_prefix(
+                query, keys, values, columns, shared, scale, scratch, splits, extras,
+                block_n=keys_of_tile, warps=of_warps, stages=of_stages,
+            )  # fmt: skip
         decode(
             query,
             keys,
@@ -194,6 +230,7 @@ class TritonAttention:
             splits,
             extras,
             rope,
+            shared,
             block_n=block_n,
             warps=warps,
             stages=stages,

@@ -1,5 +1,7 @@
 """One step on the host: its plan's columns. Made by the engine before anything is launched; knows no device."""
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -7,17 +9,21 @@ from meshlm.protocol.step_edge import StepPlan
 from meshlm.workers.engine.changes import I32
 from meshlm.workers.graphs.step_time import Contexts
 
+if TYPE_CHECKING:
+    from meshlm.workers.engine.shared_prefixes import Clusters
+
 
 class StepColumns:
     """One step's requests, host side. n requests, t tokens."""
 
-    __slots__ = ("counts", "n", "rows", "samples", "starts", "t")
+    __slots__ = ("counts", "n", "rows", "samples", "shared", "starts", "t")
 
     def __init__(self, plan: StepPlan) -> None:
         self.rows, self.starts = np.frombuffer(plan.rows, np.int32), np.frombuffer(plan.starts, np.int32)
         self.n, self.t = len(self.rows), plan.num_tokens
         self.counts = np.frombuffer(plan.counts, np.int32) if plan.counts else np.ones(self.n, np.int32)
         self.samples = np.frombuffer(plan.samples, np.uint8).astype(np.bool_) if plan.samples else None
+        self.shared: Clusters | None = None  # its decodes that read prefixes together
 
     def halves(self, cut: int) -> "tuple[StepColumns, StepColumns]":
         """The first `cut` tokens and the rest, without samples. A request may be in both."""
@@ -46,7 +52,8 @@ class StepColumns:
         counts = self.counts[~lone].astype(np.float64)
         pairs = counts * (self.starts[~lone] + counts / 2)
         longest = (self.starts + self.counts).max(initial=0)
-        return Contexts(int(longest), float(pairs.sum()), int(self.starts[lone].sum()))
+        keys = int(self.starts[lone].sum()) - (0 if self.shared is None else self.shared.saved)
+        return Contexts(int(longest), float(pairs.sum()), keys)
 
     @property
     def num_prompts(self) -> int:

@@ -307,15 +307,17 @@ class ModelEngine:
             return self.together.course(step, self.graphs, graph=not why_no_graph, across=across, rebalance=asked)
         if why_no_graph:
             return Course(None)
-        if step.uniform:
-            return Course(self.graphs.find(step.t, step.n, uniform=True))
-        seen, prompts = step.contexts(), step.num_prompts
-        return Course(self.graphs.find(step.t, step.n, uniform=False, contexts=seen, num_prompts=prompts))
+        uniform, prompts, shared = step.uniform, step.num_prompts, step.shared is not None
+        seen = None if uniform else step.contexts()
+        key = self.graphs.find(step.t, step.n, uniform=uniform, contexts=seen, num_prompts=prompts, shared=shared)
+        if key is not None and not key.shared:
+            step.shared = None
+        return Course(key)
 
     def _step(self, plan: StepPlan, received_ns: int) -> PendingStep:
         begun_ns = time.monotonic_ns()
         changes, segments = self.rows.changes(plan)
-        step = StepColumns(plan)
+        step = self.rows.step(plan)
         places = step.places()
         constraint = self._constraint(plan, step.rows[places])
         wanted = self.rows.table.of_prompt(step.rows, step.starts, self.rows.num_prompt[step.rows])
@@ -329,7 +331,7 @@ class ModelEngine:
         }
         why_no_graph = next((reason for reason, asked in reasons.items() if asked), "")
         key, cut, rebalance = self._course(step, plan, why_no_graph)
-        parts = [key._replace(part=part) for part in ((MODEL, HEAD) if constraint else (WHOLE,))] if key else []
+        parts = [key.of(part) for part in ((MODEL, HEAD) if constraint else (WHOLE,))] if key else []
         if self.balancer is not None:
             self.balancer.before_step(asked=rebalance)
         self.inputs.send(step, key.requests if key else step.n, changes, segments, places)

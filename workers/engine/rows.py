@@ -4,7 +4,7 @@ A plan brings what has changed; that becomes segments of one host buffer, which 
 Padding requests of CUDA graphs use the row after the last. Owned by the stepper thread.
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from meshlm.workers.output.grammars import unconstrained
 from meshlm.workers.output.sampler import SampleRows
 from meshlm.workers.output.table import ALWAYS, EDITS, SamplingTable, edits
 from meshlm.workers.rows import Pooling, pooling
+
+if TYPE_CHECKING:
+    from meshlm.workers.engine.shared_prefixes import PrefixTables
 
 NOTHING = np.empty(0, np.int32)
 ALIGN = 16  # ints; Triton compiles another variant for pointers that are less aligned
@@ -104,6 +107,7 @@ class DeviceRows:
         self.pools: dict[int, Pool] = {}  # rows that want a vector
         self.embeds = RowEmbeds()
         self.audio = RowAudio(device)
+        self.prefixes: PrefixTables | None = None  # where kernels read those of several rows together
 
     def _view_sampling(self, rows: int) -> None:
         def ints(begin: int, width: int = 1) -> Tensor:
@@ -158,6 +162,14 @@ class DeviceRows:
             changes.singles(self._tokens_at + rows * self._width + starts, ids)
         return changes.packed()
 
+    def step(self, plan: StepPlan) -> StepColumns:
+        """The columns of a plan whose changes are known, and which of its decodes share prefixes."""
+        step = StepColumns(plan)
+        if self.prefixes is not None:
+            decodes = step.num_decodes
+            step.shared = self.prefixes.of_decodes(step.rows[:decodes], step.starts[:decodes])
+        return step
+
     def _take(self, new: NewRow, changes: Changes) -> None:
         """A request takes a row."""
         row, sampling = new.row, unconstrained(new.sampling)
@@ -173,6 +185,8 @@ class DeviceRows:
         self.audio.take(new.audio, blocks[0].tolist() if len(blocks) else ())
         self.num_prompt[row] = new.num_prompt_tokens
         self._num_blocks[row] = len(blocks)
+        if self.prefixes is not None:
+            self.prefixes.take(row, blocks[:, self.prefixes.group])
         changes.run(self._tokens_at + row * self._width, np.frombuffer(new.token_ids, np.int32))
         for table, column in zip(self._tables_at.tolist(), blocks.T, strict=True):
             changes.run(table + row * self._table, column)
@@ -224,3 +238,5 @@ class DeviceRows:
         self.pools.clear()
         self.embeds.reset()
         self.audio.reset()
+        if self.prefixes is not None:
+            self.prefixes.reset()

@@ -5,12 +5,14 @@ Two kernels do the rest on the device: `scatter` brings the changes to the rows,
 Ints of the buffer, for a step that is padded to `size` requests (stride: `size`, aligned):
 
     0       stride   2 stride  3 stride   4 stride                changes_at
-    | rows  | starts | ends    | places   | (unused)              | segments and data for kernels/prepare_inputs's `scatter`
+    | rows  | starts | ends    | places   | shared prefixes       | segments and data for kernels/prepare_inputs's `scatter`
 
 rows, starts, ends: see kernels/prepare_inputs; padding requests have the dummy row and no tokens. places: of the requests that sample,
-then of one that is padding. CUDA graphs keep the addresses: the buffer never moves. Owned by the engine; used by the stepper thread.
+then of one that is padding. Shared prefixes: see engine/shared_prefixes.py; left out where a step has none. CUDA graphs keep the
+addresses: the buffer never moves. Owned by the engine; used by the stepper thread.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshlm.kernels.attention.kernel import Columns
+from meshlm.kernels.attention.kernel import ITEM, Columns, SharedPrefixes
 from meshlm.kernels.prepare_inputs.kernel import prepare_inputs, scatter
 from meshlm.workers.batch import UNKNOWN, KnownRequests, Prompt, StepInputs
 from meshlm.workers.engine.changes import I32
@@ -63,13 +65,19 @@ class TritonInputs:
         """samples: whether tokens are sampled here (not on a stage of a pipeline before the last)."""
         self._rows, self._staging, self._device, self._samples = rows, staging, device, samples
         self._buffer = torch.zeros(INTS, dtype=torch.int32, device=device)
-        self._changes_at = 4 * aligned(rows.max_rows + 1)
         self._tables = rows.block_tables.unbind()
+
+    @property
+    def _changes_at(self) -> int:
+        most, prefixes = self._rows.max_rows + 1, self._rows.prefixes
+        return 4 * aligned(most) + (0 if prefixes is None else prefixes.offsets(most)[-1])
 
     def send(self, step: StepColumns, size: int, changes: I32, segments: int, places: NDArray[np.int64]) -> None:
         """Copy the step's columns, padded to `size` requests, and apply the changes: so many segments."""
         if not segments:
-            host = np.zeros(4 * aligned(size), np.int32)
+            prefixes = self._rows.prefixes if step.shared is not None else None
+            more = 0 if prefixes is None else prefixes.offsets(size)[-1]
+            host = np.zeros(4 * aligned(size) + more, np.int32)
             self._fill(host, step, size, places)
             self._staging.send(host, self._buffer)
             return
@@ -92,6 +100,9 @@ class TritonInputs:
         host[ends + n : named] = step.t
         host[named : named + sampling] = places
         host[named + sampling : named + size] = n
+        if step.shared is not None and self._rows.prefixes is not None:
+            packed = self._rows.prefixes.packed(step.shared, size)
+            host[4 * stride : 4 * stride + len(packed)] = packed
 
     def _apart(self, changes: I32) -> Tensor:
         """A copy on the GPU, of more than the buffer holds."""
@@ -116,18 +127,34 @@ class TritonInputs:
         begins = np.add.accumulate(step.counts) - step.counts
         columns = (column[first:].tolist() for column in (step.rows, step.starts, begins, step.counts))
         known = KnownRequests(first, first, tuple(map(Prompt, *columns)))
-        return replace(self._batch((step.n, step.t), first, count, padded=False), known=known)
+        batch = self._batch((step.n, step.t), first, count, padded=False)
+        return replace(batch, known=known, shared=self._shared(step.n) if step.shared is not None else {})
+
+    def _shared(self, size: int) -> Mapping[int, SharedPrefixes]:
+        """By group of layers, those of a step that was sent with them."""
+        prefixes = self._rows.prefixes
+        assert prefixes is not None
+        base, sizes = 4 * aligned(size), prefixes.sizes
+        items, members, tokens, parts = (base + at for at in prefixes.offsets(size)[:-1])
+        num_items = sizes.num_items(size)
+        lines = self._buffer[items : items + ITEM * num_items].view(num_items, ITEM)
+        columns = [self._buffer[at : at + size] for at in (members, tokens, parts)]
+        found = SharedPrefixes(lines, columns[0], columns[1], columns[2], sizes.tile, sizes.most_parts(size))
+        return {prefixes.group: found}
 
     def num_lines(self, requests: int) -> int:
         """Lines of the head in a step that is padded to so many requests, of which one may be more than run."""
         return min(requests, self._rows.max_rows)
 
-    def padded(self, requests: int, tokens: int) -> StepInputs:
-        """The tensors of any step that was sent and fits, padded: as many tokens as requests are decodes, which all sample."""
+    def padded(self, requests: int, tokens: int, *, shared: bool = False) -> StepInputs:
+        """The tensors of any step that was sent and fits, padded: as many tokens as requests are decodes, which all sample. shared:
+        it was sent with prefixes that are shared, or cleared."""
         if tokens == requests:
-            return self._batch((requests, tokens), requests, 0, padded=True)
-        count = self.num_lines(requests) if self._samples else 0
-        return self._batch((requests, tokens), UNKNOWN, count, padded=True)
+            batch = self._batch((requests, tokens), requests, 0, padded=True)
+        else:
+            count = self.num_lines(requests) if self._samples else 0
+            batch = self._batch((requests, tokens), UNKNOWN, count, padded=True)
+        return replace(batch, shared=self._shared(requests)) if shared else batch
 
     def halves(self, step: StepColumns, batch: StepInputs, cut: int) -> tuple[StepInputs, StepInputs]:
         return halves_of(batch, cut)
@@ -190,6 +217,7 @@ def halves_of(batch: StepInputs, cut: int) -> tuple[StepInputs, StepInputs]:
             columns=mine,
             known=batch.known and batch.known.within(part.start, part.stop),
             places=None,
+            shared={},
         )
         for part, num_decodes, mine in zip(parts, decodes, columns, strict=True)
     )

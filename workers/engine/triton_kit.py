@@ -10,13 +10,15 @@ import torch
 
 from meshlm.kernels.attention.cache_proof import CacheShape, prove_cache
 from meshlm.kernels.attention.proof import Variant, prove
-from meshlm.kernels.attention.tiles import hopper_from, hopper_wave, warm_sizes
+from meshlm.kernels.attention.tiles import LARGE_DIM, hopper_from, hopper_wave, shared_sizes, warm_shared, warm_sizes
 from meshlm.kernels.gate_up_silu import kernel as gate_up_silu
 from meshlm.kernels.mla import tiles as latent_tiles
+from meshlm.kernels.pdl import multiprocessors
 from meshlm.kernels.precompile import precompiled
 from meshlm.kernels.small_m_gemm import kernel as small_m_gemm
 from meshlm.kernels.states import MOST_PROMPTS
 from meshlm.kernels.tuning.products import ProductBench, Setting
+from meshlm.protocol.kv import FullAttention
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.attention.triton_backend import states_in_graphs
@@ -28,6 +30,7 @@ from meshlm.workers.engine.columns import StepColumns, columns_of
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.pending import Timeline, timeline_of
 from meshlm.workers.engine.rows import NOTHING, DeviceRows
+from meshlm.workers.engine.shared_prefixes import PrefixTables
 from meshlm.workers.engine.triton_inputs import Staging, TritonInputs
 from meshlm.workers.graphs import warm_up
 from meshlm.workers.graphs.captures import Captures
@@ -73,6 +76,7 @@ class TritonKit:
             keys += [
                 key._replace(halves=True) for key in keys if engine.together.may_halve(key.tokens, uniform=key.uniform)
             ]
+        engine.rows.prefixes = _shared_prefixes(engine)
         self._padded = PaddedStep(engine.compute, engine.shard, self._inputs, self._head)
         size = engine.shard.tp_size
 
@@ -225,6 +229,11 @@ class TritonKit:
         with torch.inference_mode():
             for key in warm_up.graphs(engine.graphs.keys, sizes, min(tokens, most * prompt)):
                 self._padded(key)
+            if rows.prefixes is not None:
+                kinds = [(spec.num_attention_heads, kv_heads) for kv_heads, _ in _full_attention(spec)]
+                numbers = warm_shared(rows.prefixes.sizes, kinds, most, longest, engine.device)
+                for key in warm_up.shared(engine.graphs.keys, numbers, most):
+                    self._padded(key)
             if engine.shard.is_last:
                 self._head.one_line()
                 self._head.warm_up_masks()
@@ -238,3 +247,24 @@ def _attention_kinds(spec: ModelSpec) -> list[tuple[int, int, bool]]:
     layers = [(spec.of_layer(n), spec.slides(n)) for n in range(spec.num_hidden_layers) if spec.has_attention(n)]
     found = ((one.num_key_value_heads, one.head_dim, slides and spec.sliding_window > 0) for one, slides in layers)
     return list(dict.fromkeys(found))
+
+
+def _full_attention(spec: ModelSpec) -> list[tuple[int, int]]:
+    """Key-value heads and their size, of the layers whose queries may see all keys before them."""
+    kinds = ((kv_heads, dim) for kv_heads, dim, windowed in _attention_kinds(spec) if not windowed)
+    return list(dict.fromkeys(kinds))
+
+
+def _shared_prefixes(engine: ModelEngine) -> PrefixTables | None:
+    """What finds the prefixes that decodes share; None where no kernel reads them together, or ranks see other batches than others."""
+    spec, rows = engine.spec, engine.rows
+    if engine.config.worker.disable_cascade_attn or engine.together is not None or spec.mla is not None:
+        return None
+    if rows.max_rows < 2:
+        return None
+    groups = [group for group, kept in enumerate(engine.layout.specs) if isinstance(kept, FullAttention)]
+    kinds = [kv_heads for kv_heads, dim in _full_attention(spec) if dim <= LARGE_DIM]
+    if not groups or not kinds:
+        return None
+    sizes = shared_sizes(spec.num_attention_heads, min(kinds), multiprocessors(engine.device))
+    return None if sizes is None else PrefixTables(groups[0], rows.block_size, rows.max_rows, sizes)

@@ -3,7 +3,8 @@
 A graph is keyed by its padded numbers of tokens and requests. Uniform decodes have as many tokens as requests; graphs of mixed steps
 take any composition of prompts, chunks and decodes that fits. A few are captured at the start, such that each step fits one; the others
 in idle time, and in the middle of work when one is asked for again and again: capturing keeps the host for as long as launching the
-step, and the GPU not at all.
+step, and the GPU not at all. Each may have a second one, for steps whose decodes share prefixes, which is captured when such steps ask
+for it again and again; until then they take the first.
 """
 
 from collections import Counter
@@ -36,6 +37,7 @@ TOGETHER_LAUNCHES_S = 0.17  # what the host needs to launch such a step in halve
 PATIENCE = 1  # steps that a mixed graph is missed by before it is captured in the middle of work
 PATIENCE_DECODES = 16  # ... and that a larger graph does instead: of decodes,
 PATIENCE_MIXED = 4  # and a mixed one, whose padding costs more
+PATIENCE_SHARED = 8  # ... and that a graph without shared prefixes does
 WIDEST = 2  # times the tokens of the graph that is missed
 _log = structlog.get_logger()
 
@@ -50,11 +52,21 @@ class Key(NamedTuple):
     requests: int
     halves: bool = False  # of the step take turns (engine/micro_batches.py)
     part: str = WHOLE  # of the step: with grammars the head waits for masks, and is a graph of its own
+    shared: bool = False  # decodes read shared prefixes together, where there are any (engine/shared_prefixes.py)
+
+    def of(self, part: str) -> "Key":
+        """The graph of this part of the step; the head knows nothing of prefixes."""
+        return self._replace(part=part, shared=self.shared and part != HEAD)
 
     @property
     def uniform(self) -> bool:
         """Decodes only."""
         return self.tokens == self.requests
+
+    @property
+    def kind(self) -> tuple[bool, str, bool]:
+        """What those have in common that launch the same kernels."""
+        return self.uniform, self.part, self.shared
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
@@ -131,15 +143,19 @@ class Dispatcher:
         halves: bool = False,
         contexts: Contexts | None = None,
         num_prompts: int = 0,
+        shared: bool = False,
     ) -> Key | None:
         """The smallest graph that holds the step; None (and a counted miss, unless it is of halves) when there is none.
 
+        shared: its decodes share prefixes. A graph without that does, too, as long as there is no other.
         A mixed graph has at least one request more than the step: lines of the head that sample nothing belong to it.
         """
         decodes, mixed = self._halved if halves else (self._decodes, self._mixed)
         if uniform:
             fitting = [key for key in decodes if key.requests >= num_requests]
             if fitting:
+                if shared and (key := self._for_shared(fitting)) is not None:
+                    return key
                 return self._there(fitting, PATIENCE_DECODES) or fitting[0]
         fitting = [key for key in mixed if key.tokens >= num_tokens and key.requests > num_requests]
         if fitting and self._is_long(num_tokens, contexts):
@@ -148,6 +164,8 @@ class Dispatcher:
         if fitting and self._most_prompts is not None and num_prompts > self._most_prompts:
             self.miss("too_many_prompts")
             return None
+        if fitting and shared and (key := self._for_shared(fitting)) is not None:
+            return key
         if fitting:
             key = self._there(fitting, PATIENCE_MIXED)
             if key is None and self._missed[fitting[0]] > PATIENCE:
@@ -179,6 +197,11 @@ class Dispatcher:
             return wanted
         return next((key for key in fitting if key in self._graphs and key.tokens <= WIDEST * wanted.tokens), None)
 
+    def _for_shared(self, fitting: list[Key]) -> Key | None:
+        """The one for shared prefixes, among those that could be captured."""
+        fitting = [key for key in (key._replace(shared=True) for key in fitting) if key not in self._refused]
+        return self._there(fitting, PATIENCE_SHARED) if fitting else None
+
     def miss(self, reason: str) -> None:
         """Count a step that is launched kernel by kernel."""
         self.misses[reason] += 1
@@ -205,7 +228,7 @@ class Dispatcher:
             self._capture(key)  # the same kernels, launched one by one
             return
         if key.part != HEAD:
-            self.replays["decode" if key.uniform else "mixed"] += 1
+            self.replays[("decode" if key.uniform else "mixed") + ("_shared" if key.shared else "")] += 1
         graph.replay()
 
     def first(self, *, everything: bool = False) -> list[Key]:
@@ -223,7 +246,7 @@ class Dispatcher:
 
         Raises when there is no memory, and what a GPU says on which nothing works any more.
         """
-        if not any((made.uniform, made.part) == (key.uniform, key.part) for made in self._graphs):
+        if not any(made.kind == key.kind for made in self._graphs):
             self._rehearse(key)  # the first of its kind: what is loaded or allocated for all
         graph = self._attempt(key)
         if graph is None and self._rehearse(key):  # more is to be loaded, and may not be while capturing
@@ -231,7 +254,7 @@ class Dispatcher:
             graph = self._attempt(key)
             if graph is not None:
                 self.misses["rehearsed"] += 1
-        if graph is None and key.part != WHOLE:
+        if graph is None and (key.part != WHOLE or key.shared):  # another way is there
             self._refused.add(key)
         elif graph is None:
             self._drop(key)

@@ -23,7 +23,7 @@ class PaddedStep:
             count = self._inputs.num_lines(key.requests)
             self._head.choose_kept(count, (rows, starts, ends), None if key.uniform else places[:count])
             return
-        batch = self._inputs.padded(key.requests, key.tokens)
+        batch = self._inputs.padded(key.requests, key.tokens, shared=key.shared)
         hidden = self._compute.padded(batch, halves_of(batch, cut_of(key.tokens)) if key.halves else None)
         if self._shard.is_last:
             last = hidden if batch.logits_indices is None else hidden[batch.logits_indices]

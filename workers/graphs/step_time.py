@@ -18,7 +18,7 @@ class Contexts(NamedTuple):
 
     longest: int  # tokens that a request has when the step is computed
     num_pairs: float  # of prompt tokens and the keys that each sees
-    num_keys: int  # of all decodes
+    num_keys: int  # of all decodes; those that are read once for several count once
 
 
 class StepTime(NamedTuple):

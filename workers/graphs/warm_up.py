@@ -37,3 +37,9 @@ def graphs(keys: list[Key], rows: set[int], most: int) -> list[Key]:
         max((key for key in keys if not key.uniform and most < key.tokens <= number), default=None) for number in rows
     }
     return decodes[:1] + list(mixed.values()) + sorted(key for key in wide if key is not None)
+
+
+def shared(keys: list[Key], numbers: list[int], max_rows: int) -> list[Key]:
+    """Steps whose decodes share prefixes: with so many requests, which have all kinds of launches, and with one more than may run."""
+    wide = [key for key in keys if not key.uniform and key.requests > max_rows]
+    return [key._replace(shared=True) for key in [*(Key(number, number) for number in numbers), *wide[:1]]]

@@ -94,10 +94,11 @@ def sums() -> None:
 
 
 def attention() -> None:
-    """Prompts and decodes: plain, with windows, chunks, slopes, caps and sinks, of 8-bit caches, of large heads."""
+    """Prompts and decodes: plain, with windows, chunks, slopes, caps and sinks, of 8-bit caches, of large heads, of shared prefixes."""
     from meshlm.kernels.attention.decode import decode
-    from meshlm.kernels.attention.kernel import Columns, Extras
+    from meshlm.kernels.attention.kernel import Columns, Extras, SharedPrefixes
     from meshlm.kernels.attention.prefill import prefill
+    from meshlm.kernels.attention.shared_prefix import shared_prefix
     from meshlm.kernels.attention.tiles import tile_of_head
 
     kinds = [
@@ -115,6 +116,11 @@ def attention() -> None:
         room = torch.empty(64 * 8 * splits * dim), torch.empty(64 * 8 * splits * 2), ints(64 * 2)
         prefill(query, keys, keys, at, 0.1, out, extras=extras, tiles=tile_of_head((64, 64, 4, 2), dim))
         decode(query[:4], keys, keys, at, 0.1, out[:4], room, splits, extras)
+        if extras.window or extras.chunk or dim > 256:
+            continue
+        shared = SharedPrefixes(ints(9, 5), ints(4), ints(4), ints(4), 16, 4)
+        shared_prefix(query[:4], keys, keys, at, shared, 0.1, room, splits, extras)
+        decode(query[:4], keys, keys, at, 0.1, out[:4], room, splits, extras, shared=shared)
 
 
 def states() -> None:

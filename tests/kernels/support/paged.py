@@ -3,7 +3,7 @@
 import torch
 from device import DEVICE
 
-from meshlm.kernels.attention.kernel import Columns
+from meshlm.kernels.attention.kernel import ITEM, Columns, SharedPrefixes
 
 PAGE = 16
 
@@ -57,3 +57,38 @@ def _overwrite(keys: torch.Tensor, values: torch.Tensor, at: Columns, firsts: li
     for row, first in zip(at.rows[: at.n].tolist(), firsts, strict=True):
         pages = at.blocks[row, : first // keys.shape[1]].long()
         keys[pages] = values[pages] = torch.nan
+
+
+def share(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    at: Columns,
+    clusters: list[tuple[list[int], int]],
+    tile: int,
+    piece: int,
+) -> SharedPrefixes:
+    """Let the requests of each cluster begin with its first one's pages, for so many tokens; what they had there is NaN.
+
+    tile: requests of one. piece: tokens, a multiple of PREFIX_STEP. There is room for two items more.
+    """
+    members, items = torch.zeros(at.n, dtype=torch.int32), []
+    tokens, parts = torch.zeros(2, at.n, dtype=torch.int32)
+    low = 0
+    for requests, length in clusters:
+        pages = length // keys.shape[1]
+        leader = at.blocks[at.rows[requests[0]], :pages].long()
+        for member in requests[1:]:
+            own = at.blocks[at.rows[member], :pages].long()
+            keys[own] = values[own] = torch.nan
+            at.blocks[at.rows[member], :pages] = leader.int()
+        tokens[requests], parts[requests] = length, -(-length // piece)
+        members[low : low + len(requests)] = torch.tensor(requests)
+        for begin in range(0, len(requests), tile):
+            count = min(tile, len(requests) - begin)
+            for first in range(0, length, piece):
+                items.append([low + begin, count, first, min(length, first + piece), first // piece])
+        low += len(requests)
+    items += [[0] * ITEM] * 2
+    lines = torch.tensor(items, dtype=torch.int32)
+    at_most = max(1, int(parts.max()))
+    return SharedPrefixes(lines.to(DEVICE), members.to(DEVICE), tokens.to(DEVICE), parts.to(DEVICE), tile, at_most)

@@ -71,7 +71,11 @@ def test_switches_and_values_of_vllm(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("disable_cascade_attn", False), ("distributed_executor_backend", "ray"), ("optimization_level", 0)],
+    [
+        ("disable_log_stats", False),
+        ("distributed_executor_backend", "ray"),
+        ("optimization_level", 0),
+    ],
 )
 def test_what_is_not_so_is_refused(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=name):

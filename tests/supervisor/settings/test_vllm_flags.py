@@ -127,9 +127,7 @@ def test_what_a_flag_asks_for_is_done(words: str, ours: str) -> None:
     assert config_of(*words.split()) == config_of(*ours.split())
 
 
-@pytest.mark.parametrize(
-    "flag", ["--no-disable-cascade-attn", "--no-enable-prompt-tokens-details", "--no-disable-log-stats"]
-)
+@pytest.mark.parametrize("flag", ["--no-enable-prompt-tokens-details", "--no-disable-log-stats"])
 def test_to_ask_against_what_is_always_so_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main.run(["serve", flag])

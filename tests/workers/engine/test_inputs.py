@@ -159,3 +159,75 @@ def test_each_group_is_attended_to_by_its_own_table(window: int, monkeypatch: py
             assert torch.equal(caches[1][group].values, caches[0][group].values)
     used = [{int(page) for page in cache.values.flatten(1).any(1).nonzero()} for cache in caches[0]]
     assert used[1] == {page + 100 for page in used[0]}
+
+
+LONG = 700
+
+
+def long_plans() -> list[StepPlan]:
+    """Prompts of which three begin with the same 36 blocks, and two others with the same 17, which the first of them computes; then
+    decodes, beside a prompt and alone."""
+    first, second = [*range(36)], [*range(40, 57)]
+    own = [list(range(begin, begin + 30)) for begin in range(60, 240, 30)]
+    tables = [first + own[0], second + own[1], first + own[2], own[3], second + own[4], first + own[5]]
+    lengths = [300, 200, 310, 20, 150, 293]
+
+    def plan(rows: list[int], starts: list[int], counts: list[int], new: list[int]) -> StepPlan:
+        news = [
+            NewRow(Row(row), bytes(4 * lengths[row]), lengths[row], pack_i32(tables[row]), SamplingParams())
+            for row in new
+        ]
+        columns = pack_i32(rows), pack_i32(starts), pack_i32(counts)
+        return StepPlan(1, StepId(1), columns[0], columns[1], columns[2], b"", sum(counts), new_rows=news)
+
+    return [
+        plan([0, 1, 3], [0, 0, 0], [300, 200, 20], [0, 1, 3]),
+        plan([2, 4], [288, 136], [22, 14], [2, 4]),
+        plan([2, 3, 0, 4, 1, 5], [310, 20, 300, 150, 200, 288], [1, 1, 1, 1, 1, 5], [5]),
+        plan([5, 4, 0, 1, 3, 2], [293, 151, 301, 201, 21, 311], [1] * 6, []),
+    ]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_shared_prefixes_change_nothing(padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernels make of steps whose decodes share prefixes is what plain torch makes of each request; also as a graph has it."""
+    from meshlm.kernels.attention.tiles import SharedSizes
+    from meshlm.workers.engine import shared_prefixes
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=8))
+    monkeypatch.setattr(shared_prefixes, "LEAST_SAVED", 1)
+    monkeypatch.setattr(shared_prefixes, "LEAST_OF_CLUSTER", 1)
+    torch.manual_seed(0)
+    ours, theirs = (DeviceRows(ROWS, LONG, BLOCK, CPU, 1) for _ in "ab")
+    theirs.prefixes = shared_prefixes.PrefixTables(0, BLOCK, ROWS, SharedSizes(2, 3))
+    torch_inputs, kernels = TorchInputs(ours), TritonInputs(theirs, AtOnce(), CPU)
+    shape, table = AttentionShape(4, 2, 16, None, 0.0), torch.rand(LONG, 16)
+    caches = [LayerCache(*torch.zeros(2, 300, BLOCK, 2, 16)) for _ in "ab"]
+    found = []
+    for plan in long_plans():
+        changes, segments = theirs.changes(plan)
+        step = theirs.step(plan)
+        size, tokens = (step.n + 1, step.t + 2 + (step.n == step.t)) if padded else (step.n, step.t)
+        kernels.send(step, size, changes, segments, step.places())
+        ours_batch = torch_inputs.of_step(send(ours, torch_inputs, plan))
+        if padded:
+            batch = kernels.padded(size, tokens, shared=step.shared is not None)
+        else:
+            batch = kernels.of_step(step)
+        found.append(step.shared and sorted(zip(step.shared.sizes.tolist(), step.shared.tokens.tolist(), strict=True)))
+        assert bool(batch.shared) == (step.shared is not None)
+        qkv = torch.randn(tokens, 8 * 16)
+        before = [cache.keys.clone() for cache in caches]
+        by_torch, by_kernels = (
+            backend.step(own, BLOCK).attend(
+                qkv[: own.input_ids.numel()].clone(), LayerStep(ops, own, table, cache), shape, 0.25
+            )
+            for backend, ops, own, cache in (
+                (TorchBackend(), TorchOps(), ours_batch, caches[0]),
+                (TritonBackend(), TritonOps(), batch, caches[1]),
+            )
+        )
+        torch.testing.assert_close(by_kernels[: step.t], by_torch[: step.t], atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(caches[1].keys, caches[0].keys, atol=2e-5, rtol=1e-4)
+        assert not torch.equal(before[0], caches[0].keys)
+    assert found == [None, None, [(2, 128), (2, 256)], [(2, 128), (3, 256)]]

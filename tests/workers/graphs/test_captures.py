@@ -9,7 +9,7 @@ import structlog
 import torch
 
 from meshlm.workers.graphs.captures import Captures
-from meshlm.workers.graphs.dispatcher import HEAD, MODEL, PATIENCE_DECODES, Dispatcher, Key
+from meshlm.workers.graphs.dispatcher import HEAD, MODEL, PATIENCE_DECODES, PATIENCE_SHARED, Dispatcher, Key
 
 KEYS = [Key(1, 1), Key(2, 2), Key(4, 4), Key(128, 5)]
 
@@ -223,3 +223,24 @@ def test_a_part_that_cannot_be_captured_is_launched_by_hand(gpu: Gpu) -> None:
     gpu.ran.clear()
     steps.replay(head)
     assert gpu.ran == [head]
+
+
+def test_a_shared_graph_that_cannot_be_captured_leaves_the_plain_one(gpu: Gpu) -> None:
+    shared = Key(4, 4, shared=True)
+    gpu.fail = {(shared, True): errors(2)}
+    steps = Dispatcher(list(KEYS), gpu.step)
+    in_idle_time(steps)
+    found = [steps.find(4, 4, uniform=True, shared=True) for _ in range(PATIENCE_SHARED + 1)]
+    assert found == [Key(4, 4)] * PATIENCE_SHARED + [shared]
+    steps.prepare(shared)
+    steps.replay(shared)
+    assert gpu.ran[-1] == shared
+    assert steps.keys == KEYS
+    assert steps.find(4, 4, uniform=True, shared=True) == Key(4, 4)
+    other = Key(2, 2, shared=True)
+    for _ in range(PATIENCE_SHARED + 1):
+        assert (key := steps.find(2, 2, uniform=True, shared=True)) is not None
+    assert key == other
+    steps.prepare(other)
+    steps.replay(other)
+    assert dict(steps.replays) == {"decode_shared": 1}

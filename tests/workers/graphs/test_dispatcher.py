@@ -9,16 +9,21 @@ from hypothesis import strategies as st
 pytest.importorskip("torch")
 from meshlm.scheduler_proc.budget import MOST_MIXED_TOKENS, on_grid
 from meshlm.workers.graphs.dispatcher import (
+    HEAD,
     MIXED_TOKENS,
+    MODEL,
     PATIENCE,
     PATIENCE_DECODES,
     PATIENCE_MIXED,
+    PATIENCE_SHARED,
+    WHOLE,
     WIDEST,
     Dispatcher,
     Key,
     decode_sizes,
     graph_keys,
 )
+from meshlm.workers.graphs.step_time import Contexts, StepTime
 
 SMALL_MODEL, LARGE_MODEL = 440_000_000, 7_000_000_000
 
@@ -203,3 +208,57 @@ def test_models_with_states_have_larger_mixed_graphs() -> None:
     usual, states = (graph_keys("FULL", 64, 8192, (), 9 * 10**9, states=with_) for with_ in (False, True))
     assert max(key.tokens for key in usual) == 896
     assert max(key.tokens for key in states) == 3584
+
+
+def shared_find(steps: Dispatcher, tokens: int, requests: int) -> Key | None:
+    return steps.find(tokens, requests, uniform=tokens == requests, shared=True)
+
+
+@pytest.mark.parametrize(("size", "plain"), [((50, 50), Key(56, 56)), ((300, 3), Key(384, 72))])
+def test_steps_that_share_prefixes_take_plain_graphs_until_they_have_asked_often(
+    size: tuple[int, int], plain: Key
+) -> None:
+    steps = dispatcher()
+    steps._graphs[plain] = object()  # type: ignore[assignment]
+    found = [shared_find(steps, *size) for _ in range(PATIENCE_SHARED + 2)]
+    assert found == [plain] * PATIENCE_SHARED + [plain._replace(shared=True)] * 2
+    assert steps.find(*size, uniform=plain.uniform) == plain
+    assert not steps.misses
+
+
+def test_a_larger_shared_graph_does_for_the_first_few_steps() -> None:
+    steps = dispatcher()
+    shared = Key(64, 64, shared=True)
+    steps._graphs[shared] = object()  # type: ignore[assignment]
+    assert shared_find(steps, 50, 50) == shared
+    assert shared_find(steps, 9, 9) == Key(16, 16)
+    assert steps.find(50, 50, uniform=True) == Key(56, 56)
+
+
+def test_shared_graphs_are_captured_for_nobody_else() -> None:
+    """Neither at the start nor in idle time; and a plain one that is dropped has no second one."""
+    steps = dispatcher()
+    assert not any(key.shared for key in [*steps.keys, *steps.first(everything=True)])
+    steps._keep([Key(8, 8)])
+    for _ in range(PATIENCE_SHARED + 1):
+        found = shared_find(steps, 9, 9)
+    assert found is None
+    assert shared_find(steps, 5, 5) == Key(8, 8)
+
+
+def test_long_contexts_decide_first() -> None:
+    """What a step reads once for many counts once (Contexts); what is long all the same is launched kernel by kernel."""
+    steps = Dispatcher(
+        graph_keys("FULL", 256, 8192, (), SMALL_MODEL), lambda key: None, step_time=StepTime(0.0, 0.0, 1.0)
+    )
+    contexts = Contexts(100_000, 0.0, 100_000)
+    for _ in range(PATIENCE_SHARED + 2):
+        assert steps.find(300, 3, uniform=False, contexts=contexts, shared=True) is None
+    assert dict(steps.misses) == {"long_context": PATIENCE_SHARED + 2}
+
+
+def test_the_head_has_one_graph() -> None:
+    key = Key(8, 8, shared=True)
+    assert key.of(MODEL) == Key(8, 8, part=MODEL, shared=True)
+    assert key.of(HEAD) == Key(8, 8, part=HEAD)
+    assert key.of(WHOLE) == key

@@ -27,6 +27,7 @@ from meshlm.workers.engine.changes import I32
 from meshlm.workers.engine.columns import columns_of
 from meshlm.workers.engine.compute import Compute
 from meshlm.workers.engine.rows import DeviceRows
+from meshlm.workers.engine.shared_prefixes import Clusters, PrefixTables
 from meshlm.workers.engine.triton_inputs import TritonInputs
 from meshlm.workers.graphs import warm_up
 from meshlm.workers.graphs.dispatcher import Key, graph_keys
@@ -125,9 +126,10 @@ class Case:
         self.decodes = tiles.warm_sizes(heads[1], max_rows, LENGTH, CPU)
 
     @torch.inference_mode()
-    def eager(self, counts: list[int]) -> None:
+    def eager(self, counts: list[int], shared: Clusters | None = None) -> None:
         n = len(counts)
         step = columns_of(np.zeros(n, np.int32), np.zeros(n, np.int32), np.array(counts, np.int32))
+        step.shared = shared
         self.inbox.send(step, n, np.empty(0, np.int32), 0, np.arange(n))
         self.compute.eager(step)
 
@@ -175,6 +177,36 @@ def test_a_start_leaves_no_kernel_to_be_compiled(
         logprobs.in_chunks(case.head.hidden[:count], case.head.sampled[:count].long(), 2, case.model.logits)
     assert case.launched - known == set()
     assert {name for name, _ in known} >= {"_small_m_gemm", "_sum_add_norm", "_gate_up_silu"}
+
+
+@pytest.mark.parametrize(("max_rows", "heads"), [(16, (8, 2)), (1, (4, 4)), (48, (8, 8)), (73, (4, 1)), (160, (16, 2))])
+def test_nor_one_of_steps_that_share_prefixes(
+    monkeypatch: pytest.MonkeyPatch, max_rows: int, heads: tuple[int, int]
+) -> None:
+    case = Case(monkeypatch, max_rows, heads)
+    sizes = tiles.shared_sizes(*heads, 132)
+    assert sizes is not None
+    case.rows.prefixes = PrefixTables(0, BLOCK, max_rows, sizes)
+    rows = small_m_gemm.warm_rows() | gate_up_silu.warm_rows()
+    for counts in warm_up.steps(case.decodes, rows, max_rows, LENGTH, TOKENS):
+        case.eager(counts)
+    for key in warm_up.graphs(case.keys, rows, min(TOKENS, max_rows * LENGTH)):
+        case.padded(key)
+    for key in warm_up.shared(case.keys, tiles.warm_shared(sizes, [heads], max_rows, LENGTH, CPU), max_rows):
+        case.padded(key)
+    known, case.launched = case.launched, set()
+    assert "_shared_prefix" in {name for name, _ in known}
+    for key in case.keys:
+        case.padded(key._replace(shared=True))
+    for count in range(2, max_rows + 1):
+        shared = Clusters(np.arange(2, dtype=np.int32), np.array([2]), np.array([128]))
+        case.eager([1] * count, shared)
+        if count > 2:
+            case.eager([1] * (count - 1) + [19], shared)
+    attention = {
+        found for found in case.launched if found[0] in ("_shared_prefix", "_decode", "_prefill", "_rope_cache")
+    }
+    assert attention - known == set()
 
 
 @pytest.mark.parametrize(("max_rows", "longest", "tokens"), [(4, 10, 64), (2, 64, 64), (64, 512, 512)])
