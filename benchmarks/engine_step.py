@@ -34,7 +34,7 @@ def make_engine(model: str, extra: list[str], placement: WorkerPlacement | None 
     values: dict[str, object] = {"model": model, "device": "cuda", "load_format": "dummy", "dtype": "bfloat16"}
     values["max_model_len"] = 4096
     for name, value in zip(extra[::2], extra[1::2], strict=True):
-        values[name.removeprefix("--").replace("-", "_")] = value
+        values[name.removeprefix("--").replace("-", "_")] = int(value) if value.isdecimal() else value
     config = resolve.resolve(flags.build(values, None))
     return make.make_engine(config, lambda *progress: None, placement)
 

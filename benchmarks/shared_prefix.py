@@ -149,7 +149,7 @@ class Case:
         heads, kv_heads, _ = self.shape
         pieces = -(-choice.programs * multiprocessors(self.device) // kv_heads)
         sizes = SharedSizes(choice.rows // (heads // kv_heads), pieces)
-        tables = PrefixTables(0, PAGE, self.n, sizes)
+        tables = PrefixTables(0, PAGE, self.n, sizes, 1)
         clusters = Clusters(np.arange(self.n, dtype=np.int32), np.array([self.n]), np.array([self.prefix]))
         flat = torch.from_numpy(tables.packed(clusters, self.n)).to(self.device)
         items, members, tokens, parts, end = tables.offsets(self.n)

@@ -17,9 +17,9 @@ from meshlm.kernels.attention.tiles import SharedSizes
 from meshlm.workers.engine.changes import I32
 from meshlm.workers.engine.rows import aligned
 
-LEAST_SAVED = 32_768
-"""Tokens that a step must not read again at the least, for its prefixes to be worth a kernel more. To be measured: 32,768 tokens are
-128 MiB of keys and values of a layer of Llama 3.1 8B."""
+LEAST_SAVED = 192 << 20
+"""Bytes of a layer's keys and values that a step must not read again at the least, for its prefixes to be worth a kernel more: with
+the heads of Llama 3.1 8B about 160 MiB break even on an H200, with those of Qwen3-30B-A3B about 200 (shared_prefix_h200.json)."""
 LEAST_OF_CLUSTER = 1_024  # ... and those of one cluster, for its place in the kernel
 I64 = NDArray[np.int64]
 Interval = tuple[int, int, int]
@@ -72,10 +72,11 @@ def partition(common: list[int]) -> list[Interval]:
 class PrefixTables:
     """The block tables of all rows, of one group of layers, and the clusters of the last step."""
 
-    def __init__(self, group: int, block_size: int, max_rows: int, sizes: SharedSizes) -> None:
-        """group: of layers that see all tokens. max_rows: of those that take part; a step has one more, which is padding."""
+    def __init__(self, group: int, block_size: int, max_rows: int, sizes: SharedSizes, token_bytes: int) -> None:
+        """group: of layers that see all tokens. max_rows: of those that take part; a step has one more, which is padding.
+        token_bytes: of a token's keys and values in a layer."""
         self.group, self.sizes = group, sizes
-        self._block_size, self._max_rows = block_size, max_rows
+        self._block_size, self._max_rows, self._token_bytes = block_size, max_rows, token_bytes
         self._order: list[tuple[bytes, int]] = []  # tables and their rows, sorted
         self._common: list[int] = []  # pages that each has in common with the one before
         self._tables: dict[int, bytes] = {}  # by row
@@ -153,7 +154,7 @@ class PrefixTables:
             np.array(column) for column in zip(*((end - first, n) for first, end, n in found), strict=True)
         )
         clusters = Clusters(members, sizes, lengths)
-        return clusters if clusters.saved >= LEAST_SAVED else None
+        return clusters if clusters.saved * self._token_bytes >= LEAST_SAVED else None
 
     # --- what the device gets ---
 

@@ -263,8 +263,10 @@ def _shared_prefixes(engine: ModelEngine) -> PrefixTables | None:
     if rows.max_rows < 2:
         return None
     groups = [group for group, kept in enumerate(engine.layout.specs) if isinstance(kept, FullAttention)]
-    kinds = [kv_heads for kv_heads, dim in _full_attention(spec) if dim <= LARGE_DIM]
+    kinds = [(kv_heads, dim) for kv_heads, dim in _full_attention(spec) if dim <= LARGE_DIM]
     if not groups or not kinds:
         return None
-    sizes = shared_sizes(spec.num_attention_heads, min(kinds), multiprocessors(engine.device))
-    return None if sizes is None else PrefixTables(groups[0], rows.block_size, rows.max_rows, sizes)
+    kv_heads, dim = min(kinds)
+    sizes = shared_sizes(spec.num_attention_heads, kv_heads, multiprocessors(engine.device))
+    token_bytes = 2 * kv_heads * dim * engine.layout.dtype.itemsize
+    return None if sizes is None else PrefixTables(groups[0], rows.block_size, rows.max_rows, sizes, token_bytes)

@@ -199,7 +199,7 @@ def test_shared_prefixes_change_nothing(padded: bool, monkeypatch: pytest.Monkey
     monkeypatch.setattr(shared_prefixes, "LEAST_OF_CLUSTER", 1)
     torch.manual_seed(0)
     ours, theirs = (DeviceRows(ROWS, LONG, BLOCK, CPU, 1) for _ in "ab")
-    theirs.prefixes = shared_prefixes.PrefixTables(0, BLOCK, ROWS, SharedSizes(2, 3))
+    theirs.prefixes = shared_prefixes.PrefixTables(0, BLOCK, ROWS, SharedSizes(2, 3), 1)
     torch_inputs, kernels = TorchInputs(ours), TritonInputs(theirs, AtOnce(), CPU)
     shape, table = AttentionShape(4, 2, 16, None, 0.0), torch.rand(LONG, 16)
     caches = [LayerCache(*torch.zeros(2, 300, BLOCK, 2, 16)) for _ in "ab"]

@@ -96,7 +96,7 @@ def trees(draw: st.DrawFn) -> list[I32]:
 @given(trees(), st.data())
 def test_what_is_found_is_shared(tables: list[I32], data: st.DataObject) -> None:
     """Whatever rows are taken, taken again and in whatever order a step has them."""
-    prefixes = PrefixTables(0, PAGE, 12, SIZES)
+    prefixes = PrefixTables(0, PAGE, 12, SIZES, 1)
     rows = data.draw(st.permutations(range(12)))[: len(tables)]
     for row in data.draw(st.lists(st.sampled_from(rows))):
         prefixes.take(row, data.draw(st.sampled_from(tables)))
@@ -168,7 +168,7 @@ def test_there_is_room_for_any_clusters(data: st.DataObject, heads: tuple[int, i
     counts = data.draw(st.lists(st.integers(2, 40), min_size=1, max_size=20))
     lengths = [PREFIX_STEP * data.draw(st.integers(1, 80)) for _ in counts]
     size = sum(counts) + data.draw(st.integers(0, 9))
-    prefixes = PrefixTables(0, PAGE, size, sizes)
+    prefixes = PrefixTables(0, PAGE, size, sizes, 1)
     places = np.array(data.draw(st.permutations(range(sum(counts)))), np.int32)
     clusters = Clusters(places, np.array(counts), np.array(lengths))
     check(prefixes.packed(clusters, size), clusters, prefixes, size)
@@ -180,7 +180,7 @@ def test_heads_that_fill_a_tile_alone_share_nothing() -> None:
 
 
 def test_a_step_like_the_last_one_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    prefixes = PrefixTables(0, PAGE, 4, SIZES)
+    prefixes = PrefixTables(0, PAGE, 4, SIZES, 1)
     table = np.arange(1, 40, dtype=np.int32)
     for row in range(3):
         prefixes.take(row, table)
@@ -203,7 +203,7 @@ def test_a_step_like_the_last_one_is_not_looked_at(monkeypatch: pytest.MonkeyPat
 def test_little_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_prefixes, "LEAST_SAVED", 512)
     monkeypatch.setattr(shared_prefixes, "LEAST_OF_CLUSTER", 256)
-    prefixes = PrefixTables(0, PAGE, 8, SIZES)
+    prefixes = PrefixTables(0, PAGE, 8, SIZES, 1)
     for row, first in enumerate((1, 1, 1, 500, 500, 900)):
         prefixes.take(row, np.arange(first, first + (17 if first == 1 else 8), dtype=np.int32))
     found = prefixes.of_decodes(ints(5, 4, 3, 2, 1, 0), ints(*[400] * 6))

@@ -186,7 +186,7 @@ def test_nor_one_of_steps_that_share_prefixes(
     case = Case(monkeypatch, max_rows, heads)
     sizes = tiles.shared_sizes(*heads, 132)
     assert sizes is not None
-    case.rows.prefixes = PrefixTables(0, BLOCK, max_rows, sizes)
+    case.rows.prefixes = PrefixTables(0, BLOCK, max_rows, sizes, 1)
     rows = small_m_gemm.warm_rows() | gate_up_silu.warm_rows()
     for counts in warm_up.steps(case.decodes, rows, max_rows, LENGTH, TOKENS):
         case.eager(counts)
