@@ -80,10 +80,10 @@ def _gpu() -> tuple[int, int]:
     return torch.cuda.mem_get_info()
 
 
-def check_weights(needed: int, device: torch.device, redundant: int = 0) -> None:
+def check_weights(needed: int, device: torch.device, redundant: int = 0, copied: int = 0) -> None:
     """ProcessFatal when the weights of this worker are larger than what its GPU has free, with what would do.
 
-    redundant: of these, bytes of redundant experts.
+    redundant, copied: of these, bytes of redundant experts, and of decoded copies (--decoded-copy).
     """
     if device.type != "cuda":
         return
@@ -94,6 +94,11 @@ def check_weights(needed: int, device: torch.device, redundant: int = 0) -> None
         raise ProcessFatal(
             f"--eplb-config num_redundant_experts: with {size_text(redundant)} of redundant experts the weights take "
             f"{size_text(needed)}, and this GPU has {size_text(free)} free; give less"
+        )
+    if needed - copied <= free:
+        raise ProcessFatal(
+            f"--decoded-copy: with {size_text(copied)} of decoded copies the weights take {size_text(needed)}, and this GPU has "
+            f"{size_text(free)} free; use never"
         )
     times = 2
     while needed / times > ROOM_FOR_WEIGHTS * total:

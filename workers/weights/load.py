@@ -87,7 +87,7 @@ def loaded(
                 mxfp4_experts.use(model)
         copied = 0 if plan is None else keep_values(model, plan, weight_bytes(model), dtype)
         if resolved.load_format == "sharded_state":
-            memory.check_weights(weight_bytes(model) + _decoded_bytes(model, device, dtype) + copied, device, 0)
+            memory.check_weights(weight_bytes(model) + _decoded_bytes(model, device, dtype) + copied, device, 0, copied)
             _make_tensors(model, device)
             sharded_state.fill(model, resolved, progress)
             check_finite(model, resolved.model_path)
@@ -105,7 +105,7 @@ def loaded(
             say = _log.info if plan.device == "cuda" else _log.debug  # on a CPU there is little to choose
             say("weights of the .gguf file", form=form.name.lower(), reason=why)
             needed = max(needed, weight_bytes(model)) if form is Form.DECODED else weight_bytes(model)
-        memory.check_weights(needed + copied, device, _redundant_bytes(model))
+        memory.check_weights(needed + copied, device, _redundant_bytes(model), copied)
         _make_tensors(model, device)
         _fill(model, resolved, tensors(), kept, progress)
         _fill_redundant(model)

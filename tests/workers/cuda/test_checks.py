@@ -78,6 +78,10 @@ def test_weights_that_do_not_fit_name_what_would(monkeypatch: pytest.MonkeyPatch
         memory.check_weights(75 * GIB, CUDA, 8 * GIB)
     with pytest.raises(ProcessFatal, match="--tensor-parallel-size"):
         memory.check_weights(130 * GIB, CUDA, 8 * GIB)
+    with pytest.raises(
+        ProcessFatal, match=r"^--decoded-copy: with 16.00 GiB .* 80.00 GiB, .* 70.00 GiB free; use never"
+    ):
+        memory.check_weights(80 * GIB, CUDA, 0, 16 * GIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10 * GIB, 80 * GIB))
     with pytest.raises(ProcessFatal, match="end what else runs on it"):
         memory.check_weights(16 * GIB, CUDA)
