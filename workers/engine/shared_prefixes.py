@@ -132,6 +132,8 @@ class PrefixTables:
         return self._clusters
 
     def _find(self, rows: I32, starts: I32) -> Clusters | None:
+        if max(self._common, default=0) * self._block_size < PREFIX_STEP:
+            return None  # nobody shares anything
         place_of = np.full(self._max_rows + 1, -1, np.int32)
         place_of[rows] = np.arange(len(rows))
         places = place_of[np.array([row for _, row in self._order], np.int64)]
