@@ -63,6 +63,7 @@ def test_kernels_of_all_tests_compile(tmp_path: Path) -> None:
     tests = [str(path) for path in sorted(HERE.glob("test_*.py")) if path.name not in LEFT_OUT]
     tests += [str(HERE.parent / "workers" / name) for name in ("test_triton_latent.py", "test_triton_sparse.py")]
     command = [sys.executable, "-P", "-m", "pytest", "-q", "--tb=no", "-p", "compile_only", "-p", "no:cacheprovider"]
+    command.append("--assert=plain")  # to say how thousands of numbers that nobody computed differ can take minutes
     found = tmp_path / "compiled"
     variables = {**environment("oldest", tmp_path), "COMPILED": str(found)}
     done = subprocess.run([*command, *tests], env=variables, capture_output=True, text=True, check=False, timeout=390)

@@ -1,6 +1,6 @@
 """A plugin of pytest: kernels that tests launch are compiled for a Hopper GPU, which need not be there, and not launched.
 
-    COMPILED=FILE python -P -m pytest -p compile_only tests/kernels/...
+    COMPILED=FILE python -P -m pytest --assert=plain -p compile_only tests/kernels/...
 
 What the tests say does not count. FILE gets a line for each kernel, and what the compiler said of those that it refused. Each kernel is
 compiled as it is launched first: that takes 40 s for all of them, where all variants take minutes.
