@@ -103,6 +103,7 @@ def test_a_plan_that_computes_something_else_is_not_timed(rows: int, monkeypatch
         for block_n in (16, 32)
     )
     monkeypatch.setattr(experts, "candidates", lambda layer, rows, most: [usual, other])
+    monkeypatch.setattr(grouped_tune, "BYTES_AT_ONCE", 1)
     right = experts.Runs.of
     monkeypatch.setattr(experts.Runs, "of", lambda self, one: right(self, one).mul_(1.1 if one == other else 1.0))
     bench = ProductBench(Setting(CPU, torch.float32, 8192), lambda run, weights: lambda: 10.0)

@@ -126,12 +126,15 @@ async def test_an_app_begins_before_it_is_told_anything(
 
 async def test_closed_before_it_is_read(context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> None:
     reader = Reader(context, address)
-    sent(context, address, [b"late"])
-    reader.inbox.start(asyncio.get_running_loop())
-    reader.inbox.close()
-    turns = asyncio.get_running_loop().create_future()
-    asyncio.get_running_loop().call_soon(asyncio.get_running_loop().call_soon, turns.set_result, None)
-    await turns
+    with context.socket(zmq.PUSH) as sock:
+        sock.setsockopt(zmq.LINGER, 0)  # nobody takes it
+        sock.connect(address)
+        sock.send(b"late")
+        reader.inbox.start(asyncio.get_running_loop())
+        reader.inbox.close()
+        turns = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_soon(asyncio.get_running_loop().call_soon, turns.set_result, None)
+        await turns
     assert reader.frames == []
 
 
