@@ -73,6 +73,8 @@ def _kept_turns(given: Any) -> int:
         if keep == "all":
             continue
         value = keep.get("value") if isinstance(keep, dict) and keep.get("type") == "thinking_turns" else None
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)  # JSON has no other numbers
         if type(value) is not int or value < 1:
             raise _wrong(f"{where}.keep", "must be 'all', or thinking_turns with a value of at least 1")
         found = min(found, value)

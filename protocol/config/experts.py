@@ -58,13 +58,17 @@ class ExpertConfig(Struct, frozen=True, kw_only=True):
     dbo_decode_token_threshold: Annotated[
         int, Meta(ge=0, description="tokens of each rank from which on a step of decodes is halved")
     ] = NO_STEP
-    dbo_prefill_token_threshold: Annotated[
-        Annotated[int, Meta(ge=0)] | None,
-        Meta(
-            description="tokens of each rank from which on a step with prompts is halved; where none is given: "
-            f"{HALVED_TOKENS} with peer_memory and {HALVED_RANKS} ranks or more, else no step"
-        ),
-    ] = None
+    dbo_prefill_token_threshold: (
+        Annotated[
+            int,
+            Meta(
+                ge=0,
+                description="tokens of each rank from which on a step with prompts is halved; where none is given: "
+                f"{HALVED_TOKENS} with peer_memory and {HALVED_RANKS} ranks or more, else no step",
+            ),
+        ]
+        | None
+    ) = None
 
     def prefill_threshold(self, num_ranks: int) -> int:
         """--dbo-prefill-token-threshold, or what was measured for so many ranks."""

@@ -65,6 +65,7 @@ async def test_a_conversation_becomes_a_chats(backend: Scripted, client: anthrop
         ("all", ["a", "b", "c"]),  # as Claude Code has it
         ({"type": "thinking_turns", "value": 2}, [None, "b", "c"]),
         ({"type": "thinking_turns", "value": 9}, ["a", "b", "c"]),
+        ({"type": "thinking_turns", "value": 2.0}, [None, "b", "c"]),
         (None, [None, None, "c"]),
     ],
 )

@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Literal, get_origin
 
 import pytest
 
@@ -26,6 +27,18 @@ def test_vllm_names() -> None:
     assert config.cache.enable_prefix_caching is False
     assert config.cache.kv_cache_memory == 2 << 30
     assert config.parallel.tensor_parallel_size == 2
+
+
+def test_every_number_can_be_given() -> None:
+    """A type that argparse cannot make of a word would refuse all that is given."""
+    numbers = [setting for setting in flags.settings() if setting.kind in (int, float)]
+    for setting in numbers:
+        assert vars(parse(setting.flag, "8"))[setting.name] == 8, setting.flag
+    assert len(numbers) > 50
+    kinds = {
+        setting.kind if isinstance(setting.kind, type) else get_origin(setting.kind) for setting in flags.settings()
+    }
+    assert kinds <= {bool, int, float, str, Literal, tuple}, kinds
 
 
 def test_several_of_a_choice() -> None:
