@@ -19,6 +19,7 @@ from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.ops import SummingOps
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.forward_context import ForwardContext
+from meshlm.workers.layers.embedding import Embedding
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.moe import MoE
@@ -29,31 +30,6 @@ from meshlm.workers.layers.rope import rope_table
 from meshlm.workers.layers.torch_ops import TorchOps, make_ops
 from meshlm.workers.models.classifier import Classifier
 from meshlm.workers.moe.registry import group_dispatch, no_dispatch
-
-
-class Embedding(nn.Module):
-    """Rows begin to end of a table; the other ranks have the rest. `rows` counts padding too.
-
-    Not nn.Embedding: its initialisation imports torch's compiler, two seconds of every start.
-    """
-
-    def __init__(self, rows: int, size: int, begin: int, end: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, size), requires_grad=False)
-        self.begin, self.end = begin, end
-        self.several = False  # ranks; they have met
-
-    def prepare(self, ops: Ops) -> None:
-        """It is the head's weight too: packed once, for both."""
-        self.weight = nn.Parameter(ops.pack(self.weight), requires_grad=False)
-
-    def forward(self, ids: Tensor, first: "DecoderLayer", ops: Ops) -> tuple[PartialSum, Tensor | None]:
-        """The residual, and what the first layer's norm makes of it where that comes for free (`Ops.embed`)."""
-        norm = (first.input_norm.weight, first.input_norm.eps)
-        if self.several:
-            return ops.embed_part(ids, self.weight, (self.begin, self.end), norm)
-        return ops.embed(ids, self.weight, norm, first.attention.qkv.weight)
-
 
 KVScale = tuple[float | None, float | None]
 """The scales of keys and values in an FP8 cache; None where the checkpoint has none."""
@@ -318,7 +294,8 @@ class Decoder(nn.Module):
         """The hidden states that the first layer gets; see `Embedding.forward`."""
         first = self.layers[0]
         assert self.embed is not None and isinstance(first, DecoderLayer)  # noqa: PT018
-        found: tuple[PartialSum, Tensor | None] = self.embed(ids, first, self.ops)
+        norm = first.input_norm.weight, first.input_norm.eps
+        found: tuple[PartialSum, Tensor | None] = self.embed(ids, norm, first.attention.qkv.weight, self.ops)
         return found
 
     def entered(self, x: PartialSum, batch: StepInputs) -> PartialSum:

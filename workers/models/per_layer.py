@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from meshlm.protocol.model import PerLayerInputSpec
 from meshlm.workers.batch import StepInputs
+from meshlm.workers.layers.embedding import Embedding
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import Ops
-from meshlm.workers.models.decoder import Embedding
 
 
 class PerLayerInputs(nn.Module):
