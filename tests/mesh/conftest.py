@@ -1,11 +1,26 @@
 """One mesh for all tests of a kind that do not harm it."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from typing import Any
 
 import httpx
 import pytest
 from http_clients import AUTH, FLAGS
 from serving import Serving, serving
+
+SHOWN = 80  # of the lines that a mesh said last
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Where a test fails, what the meshes of its fixtures said tells why."""
+    report = yield
+    given: dict[str, Any] = getattr(item, "funcargs", {})
+    if report.failed:
+        for name, server in given.items():
+            if isinstance(server, Serving):
+                report.sections.append((f"what {name} said", "\n".join(server.lines[-SHOWN:])))
+    return report
 
 
 @pytest.fixture(scope="session")
