@@ -352,6 +352,8 @@ class FrontendApp(Readiness):
             if self._mesh is not None:  # before start() there is nothing to send
                 self._send(sends)
             self._news.set()
+        elif peer.role is Role.COORDINATOR and self._operations is not None:
+            self._operations.coordinator_up()
 
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
         if peer.role is Role.DETOKENIZER:

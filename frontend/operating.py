@@ -41,6 +41,7 @@ class Operates(Protocol):
     def ranks(self) -> AskedRanks: ...
     async def operate(self, action: Action) -> OperationDone: ...
     async def fresh_stats(self) -> MeshStats: ...
+    async def certain_stats(self) -> MeshStats: ...
     def change(self, values: dict[str, str | int | float]) -> None: ...
 
 
@@ -88,7 +89,7 @@ async def pause(backend: Operates, query: Mapping[str, str]) -> dict[str, Any]:
 async def _drained(backend: Operates) -> None:
     """Waits until nothing runs in the paused mesh: requests that had begun have ended."""
     while True:
-        stats = await backend.fresh_stats()
+        stats = await backend.certain_stats()
         if not any(rank.num_running for rank in stats.ranks):
             return
         if not stats.paused:
@@ -138,7 +139,7 @@ async def wake_up(backend: Operates, tags: list[str]) -> None:
     wanted = tuple(tag for tag in tags if tag != SCHEDULING)
     if wanted or not tags:
         await _done(backend, WakeUp(wanted))
-    if SCHEDULING in tags or not _sleeping(await backend.fresh_stats()):
+    if SCHEDULING in tags or not _sleeping(await backend.certain_stats()):
         await resume(backend)
 
 

@@ -15,6 +15,7 @@ from meshlm.runtime.mesh import Mesh
 
 STOPPING = "this server is stopping"
 HOLD_S = 10.0  # how long a new request waits for a mesh that is starting, or replacing a process
+CERTAIN_S = 20.0  # how long an operation waits for figures while the coordinator is replaced
 
 
 class Readiness:
@@ -104,3 +105,11 @@ class Readiness:
     async def fresh_stats(self) -> MeshStats:
         assert self._mesh is not None
         return await self.figures.fresh(partial(self._mesh.send, COORDINATOR))
+
+    async def certain_stats(self) -> MeshStats:
+        """Of this moment, for what is decided by them. HttpError where the coordinator does not come back in time."""
+        assert self._mesh is not None
+        try:
+            return await self.figures.certain(partial(self._mesh.send, COORDINATOR), CERTAIN_S)
+        except TimeoutError:
+            raise HttpError.of(ErrorKind.OVERLOADED, "the coordinator does not tell what the ranks do") from None

@@ -10,6 +10,7 @@ from meshlm.runtime.errors import LinkDown
 
 # Readers wait so long for the ranks' newest figures, then answer with those of the last second.
 FRESH_S = 0.5
+AGAIN_S = 0.05  # between two questions to a coordinator that may be away
 
 
 class Figures:
@@ -27,9 +28,21 @@ class Figures:
 
     async def fresh(self, ask: Callable[[AskStats], None]) -> MeshStats:
         """The figures of this moment, or the last ones after FRESH_S; `ask` sends one question at a time."""
+        await self._renew(ask)
+        return self.now
+
+    async def certain(self, ask: Callable[[AskStats], None], limit_s: float) -> MeshStats:
+        """The figures of this moment, with those of a rank at least: a coordinator that is away is waited for. TimeoutError."""
+        async with asyncio.timeout(limit_s):
+            while True:
+                if await self._renew(ask) and self.now.ranks:
+                    return self.now
+                await asyncio.sleep(AGAIN_S)
+
+    async def _renew(self, ask: Callable[[AskStats], None]) -> bool:
         with contextlib.suppress(TimeoutError, LinkDown):
             async with asyncio.timeout(FRESH_S), self._asking:
                 self._answered.clear()
                 ask(AskStats())
-                await self._answered.wait()
-        return self.now
+                return await self._answered.wait()
+        return False

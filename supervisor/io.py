@@ -55,7 +55,6 @@ class Supervisor:
         self._timer: asyncio.TimerHandle | None = None
         self._mesh: Mesh | None = None
         self._status = control.ControlServer(self._answer)
-        self._asked: AskedOperations | None = None
         self._steps_end: asyncio.Task[None] | None = None
         self._incarnations = Incarnations(lambda: self.config, self._do)
         self._begun = False
@@ -75,6 +74,7 @@ class Supervisor:
         me = Identity(Role.SUPERVISOR, self.config.node.index if self.config.node else 0)
         self._mesh = Mesh(me, incarnation, self.config, self)
         self._mesh.on_refused = self._refused
+        self._asked = AskedOperations(self._mesh.send)
         try:
             await self._mesh.open()
             await self._status.open(self._run_dir)
@@ -153,7 +153,7 @@ class Supervisor:
                 self.operations.num_open[peer] = message.num_open
             case TimelinePart():
                 self.recordings.came(message)
-            case OperationDone() if self._asked is not None:
+            case OperationDone():
                 self._asked.answered(message)
             case edge.RankDrained():
                 self._ranks.drained(message.dp_rank)
@@ -170,13 +170,14 @@ class Supervisor:
             self.send(peer, edge.Refuse(True))
         if peer.role is Role.COORDINATOR:
             self._ranks.tell()  # it may have been started before the last change
+            self._asked.coordinator_up()
 
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
         """Deaths of children are the pidfds' to see."""
         if peer.role is Role.SUPERVISOR and self._network is not None:
             self._network.on_down(peer, reason)
             self.operations.node_lost(peer)
-        elif peer.role is Role.COORDINATOR and self._asked is not None:
+        elif peer.role is Role.COORDINATOR:
             self._asked.coordinator_lost()
 
     def flush(self) -> None:
@@ -184,8 +185,6 @@ class Supervisor:
 
     async def operate(self, action: Action) -> OperationDone:
         """Have it done in every worker of the mesh. TimeoutError."""
-        assert self._mesh is not None
-        self._asked = self._asked or AskedOperations(self._mesh.send)
         return await self._asked.ask(action)
 
     async def _end_steps(self) -> None:

@@ -88,18 +88,19 @@ def is_replaced(server: Serving, role: str, pid: int) -> bool:
     return any(one["pid"] not in (None, pid) for one in found)
 
 
-def test_a_scheduler_that_dies_at_the_wrong_time_is_waited_for(server: Serving) -> None:
+@pytest.mark.parametrize("role", ["scheduler", "coordinator"])
+def test_a_process_that_dies_at_the_wrong_time_is_waited_for(server: Serving, role: str) -> None:
     """Operations in the moment of its death are done by the next one."""
     with ThreadPoolExecutor(1) as pool:
         assert httpx.post(f"{server.url}/pause?mode=keep", timeout=60).json() == {"status": "paused"}
         running = pool.submit(complete, server, [600], 20)
-        os.kill(server.pid("scheduler"), signal.SIGKILL)
+        os.kill(server.pid(role), signal.SIGKILL)
         assert httpx.post(f"{server.url}/resume", timeout=60).json() == {"status": "resumed"}
         assert running.result(60)["choices"][0]["token_ids"] == reference([600], 20)
-        os.kill(server.pid("scheduler"), signal.SIGKILL)
+        os.kill(server.pid(role), signal.SIGKILL)
         do(server, "/sleep")
         assert sleeps(server) is True
-        os.kill(server.pid("scheduler"), signal.SIGKILL)
+        os.kill(server.pid(role), signal.SIGKILL)
         do(server, "/wake_up")
         assert complete(server, [601], 20)["choices"][0]["token_ids"] == reference([601], 20)
 

@@ -2,10 +2,12 @@
 
 import asyncio
 
+import pytest
 from msgspec import Struct
 
 from meshlm.protocol.ids import COORDINATOR, Identity
-from meshlm.protocol.operations import Operation, OperationDone, OperationId, Profile, combine
+from meshlm.protocol.operations import Operation, OperationDone, OperationId, Profile, Stop, combine
+from meshlm.runtime import operations
 from meshlm.runtime.errors import LinkDown
 from meshlm.runtime.operations import AskedOperations
 
@@ -38,12 +40,50 @@ async def test_each_answer_finds_its_question() -> None:
     asked.answered(OperationDone(first))
 
 
-async def test_a_coordinator_that_is_away_or_dies_is_not_waited_for() -> None:
-    assert (
-        await AskedOperations(Coordinator(here=False).send).ask(Profile(True))
-    ).error == "the coordinator is not there"
-    asked = AskedOperations(Coordinator().send)
+async def test_a_coordinator_that_is_away_is_waited_for() -> None:
+    coordinator = Coordinator(here=False)
+    asked = AskedOperations(coordinator.send)
     asking = asyncio.ensure_future(asked.ask(Profile(True)))
+    await asyncio.sleep(0)
+    asked.coordinator_up()  # it goes again at once
+    coordinator.here = True
+    asked.coordinator_up()
+    (operation,) = coordinator.heard
+    asked.answered(OperationDone(operation.id, paths=("a",)))
+    assert await asking == OperationDone(operation.id, paths=("a",))
+    asked.coordinator_up()
+    assert len(coordinator.heard) == 1
+
+
+async def test_what_a_coordinator_did_not_answer_is_asked_of_the_next_under_the_same_id() -> None:
+    coordinator = Coordinator()
+    asked = AskedOperations(coordinator.send)
+    asking = asyncio.ensure_future(asked.ask(Profile(True)))
+    await asyncio.sleep(0)
+    asked.coordinator_lost()
+    asked.coordinator_up()
+    first, second = coordinator.heard
+    assert first == second
+    asked.answered(OperationDone(first.id))
+    assert await asking == OperationDone(first.id)
+
+
+@pytest.mark.parametrize("here", [True, False])
+async def test_one_that_does_not_come_back_is_given_up(monkeypatch: pytest.MonkeyPatch, here: bool) -> None:
+    monkeypatch.setattr(operations, "HOLD_S", 0.01)
+    asked = AskedOperations(Coordinator(here).send)
+    asking = asyncio.ensure_future(asked.ask(Profile(True)))
+    await asyncio.sleep(0)
+    asked.coordinator_lost()
+    assert (await asking).error == (
+        "the coordinator died before it answered" if here else "the coordinator is not there"
+    )
+
+
+async def test_the_end_of_the_mesh_waits_for_no_coordinator() -> None:
+    assert (await AskedOperations(Coordinator(here=False).send).ask(Stop())).error == "the coordinator is not there"
+    asked = AskedOperations(Coordinator().send)
+    asking = asyncio.ensure_future(asked.ask(Stop()))
     await asyncio.sleep(0)
     asked.coordinator_lost()
     assert "the coordinator died" in (await asking).error
