@@ -20,7 +20,7 @@ from meshlm.kernels.mxfp4.reference import VALUES
 CHUNK, PLANE, PLANES = 256, 32, 8
 _WORDS = {5: torch.uint8, 6: torch.int16, 8: torch.int32}  # of the bits beyond the fourth
 BITS = (4, 5, 6, 8)
-WARM_ROWS = (1, 16, 32, 64, 128)
+WARM_ROWS = (1, 4, 8, 16, 32, 64, 128)
 """So many rows meet every variant of the kernels."""
 
 
@@ -53,6 +53,7 @@ class PackedWeight(NamedTuple):
         False  # the kernel of one row computes with it: it was proven to be right (workers/quantization/proofs.py)
     )
     some_rows: bool = False  # the same of the kernel of some rows
+    few_rows: bool = False  # and of kernels/packed_few
     columns: int = 0  # of x, where `order` brings some in that count for nothing; 0: as many as inputs
 
     @property

@@ -4,6 +4,7 @@
     gemm           cuBLAS's algorithms, beside its first choice
     small_m_gemm   some rows: tiles, beside the product as `gemm` computes it and the kernel behind it
     gate_up_silu   many rows: tiles, beside the product and the gate
+    packed_few     few rows times 4 bits (packed.py): tiles, beside what kernels/packed_gemm does
     grouped_gemm   a layer of experts (experts.py): kernels and tiles, beside those that follow from rules
 
 Weights are random and of several layers, so that each comes from memory. Compiling is what takes long, so few candidates are tried
@@ -29,11 +30,12 @@ from meshlm.kernels.gemv import kernel as gemv
 from meshlm.kernels.grouped_gemm.plan import Layer
 from meshlm.kernels.measure import replay_us
 from meshlm.kernels.norm.kernel import add_rms_norm, rms_norm
+from meshlm.kernels.packed_few import kernel as packed_few
 from meshlm.kernels.precompile import precompiled
 from meshlm.kernels.silu_mul.kernel import silu_mul
 from meshlm.kernels.small_m_gemm import kernel as small_m_gemm
 from meshlm.kernels.small_m_gemm import tune as small_m_tune
-from meshlm.kernels.tuning import experts
+from meshlm.kernels.tuning import experts, packed
 from meshlm.kernels.tuning.core import PLAIN, Case, Config, Key, Work
 
 T = TypeVar("T")
@@ -48,6 +50,7 @@ SIZES = {
     "gemm": [16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192],
     "small_m_gemm": [8, 16, 32, 64, 128],
     "gate_up_silu": [1024, 2048, 4096, 8192],
+    "packed_few": list(packed_few.SIZES),
 }
 ALL_SIZES = {**SIZES, "gemm": gemm_tune.ROWS, "small_m_gemm": small_m_tune.ROWS, "gate_up_silu": gate_up_tune.ROWS}
 Run = Callable[[Tensor], Tensor]  # from a weight to what the layer behind gets
@@ -86,9 +89,7 @@ class ProductBench:
     def measure(self, case: Case) -> Work:
         """See `Bench.measure`."""
         yield PIECE_S
-        weights, runs = (
-            self._of_experts(case) if case.op == "grouped_gemm" else (self._weights_of(case), self._runs(case))
-        )
+        weights, runs = self._ways(case)
         if case.op != "gemm":
             yield COMPILE_S
             _compile(runs, weights[0], self._device)
@@ -117,6 +118,15 @@ class ProductBench:
                 yield PIECE_S
                 taken[config].append(timer())
         return {config: sorted(times)[TURNS // 2] for config, times in taken.items() if len(times) == TURNS}
+
+    def _ways(self, case: Case) -> tuple[list[Tensor], dict[Config, Run]]:
+        """Weights, and the plain way and all candidates to multiply with one."""
+        if case.op == "grouped_gemm":
+            return self._of_experts(case)
+        if case.op == packed_few.OP:
+            self._weights = ((0, 0), [])  # their memory is free before others are made
+            return packed.ways(case, self._device, self._dtype, most=MANY if self._full else FEW)
+        return self._weights_of(case), self._runs(case)
 
     def _weights_of(self, case: Case) -> list[Tensor]:
         """Enough of them that each comes from memory; those of the last case, if they are of these sizes."""

@@ -17,7 +17,14 @@ from meshlm.kernels.tables import Table, key_of, name_of
 from meshlm.kernels.tuning.core import NAMES, Key
 
 FORMAT = 1
-LENGTHS = {"gemv": 4, "grouped_gemm": 19, "small_m_gemm": 6, "gate_up_silu": 7, "gemm": 10}  # of a choice
+LENGTHS = {
+    "gemv": 4,
+    "packed_few": 2,
+    "grouped_gemm": 19,
+    "small_m_gemm": 6,
+    "gate_up_silu": 7,
+    "gemm": 10,
+}  # of a choice
 _NOTE = "attempt-"
 
 

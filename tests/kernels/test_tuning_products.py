@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+from gluon_on_torch import on_torch
 from measured import measured
 from triton.runtime.errors import OutOfResources
 
 from meshlm.kernels import pdl, tables
 from meshlm.kernels.gemm import tune as gemm_tune
 from meshlm.kernels.gemv import kernel as gemv
+from meshlm.kernels.packed_few import kernel as packed_few
 from meshlm.kernels.small_m_gemm import kernel as small_m_gemm
 from meshlm.kernels.tuning import core, products
 from meshlm.kernels.tuning.core import PLAIN, Case
@@ -73,6 +75,16 @@ def test_small_products_are_proven_with_the_kernel_behind_them(use: str, monkeyp
         PLAIN: 9.0,
         shape: 5.0,
     }
+
+
+@pytest.mark.parametrize(
+    "kind", ["zeros, groups of 128", "symmetric, groups of 32", "minima, groups of 32", "zeros, groups of 256"]
+)
+@pytest.mark.usefixtures("small")
+def test_few_rows_of_packed_weights_beside_the_usual_kernels(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_few, "packed_few", on_torch(packed_few).packed_few)
+    times = measured(ProductBench(SETTING, made_up([9.0, 7.2, 7.0])), Case("packed_few", (48, 512, kind), 3))
+    assert times == {PLAIN: 9.0, (1, 2): 7.2, (2, 2): 7.0}
 
 
 @pytest.mark.usefixtures("small")

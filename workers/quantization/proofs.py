@@ -17,6 +17,7 @@ from meshlm.kernels.fp8_gemm.reference import Fp8Weight
 from meshlm.kernels.fp8_gemm.reference import fp8_gemm as fp8_reference
 from meshlm.kernels.gemv import kernel as row
 from meshlm.kernels.gemv import reference as row_reference
+from meshlm.kernels.packed_few import kernel as packed_few
 from meshlm.kernels.packed_gemm import gemv, reference
 from meshlm.kernels.packed_gemm import kernel as packed
 from meshlm.kernels.packed_gemm.reference import PackedWeight
@@ -28,6 +29,7 @@ NEAR = 0.05  # largest error, in standard deviations of what must come out, beyo
 STEP = 2**-7  # of it: results are rounded, and products of a gate are large where both factors are
 ROUNDING = 0.05  # mean distance of what 8 bits leave of normal numbers, at most
 COUNTS = (1, 20, 60, 100, 300)  # rows that meet all ways to multiply 8 bits
+FEW = packed_few.Shape(2, 2)
 MOST_INPUTS = 16384  # of a product of one row, all of which a program holds
 ROWS = 200  # outputs of a case: no multiple of any tile
 _log = structlog.get_logger()
@@ -78,7 +80,8 @@ def proven(weight: PackedWeight, dtype: torch.dtype) -> PackedWeight:
     one = gemv.takes(weight) and _one_row(kind, dtype, weight.inputs % 256 == 0, shape, device)
     shapes = tuple(packed.default_shape(rows, *sizes, device) for rows in (16, 32, 64))
     some = all(_some_rows(kind, dtype, weight.inputs % 256 == 0, shape, device) for shape in shapes)
-    return weight._replace(one_row=one, some_rows=some)
+    few = _few_rows(kind, dtype, weight.inputs % 256 == 0, device) if packed_few.takes(weight) else False
+    return weight._replace(one_row=one, some_rows=some, few_rows=few)
 
 
 Kind = tuple[int, int, int, bool, bool, torch.dtype]
@@ -93,6 +96,13 @@ def _one_row(kind: Kind, dtype: torch.dtype, whole: bool, shape: gemv.Shape, dev
 
     case = _case(kind, dtype, whole, 1, shape.splits, run, device)
     return holds("the packed kernel of one row", "tensor cores compute it", [case])
+
+
+@cache
+@_same_numbers
+def _few_rows(kind: Kind, dtype: torch.dtype, whole: bool, device: torch.device) -> bool:
+    case = _case(kind, dtype, whole, 3, 1, lambda x, w: packed_few.packed_few(x, w, FEW), device)
+    return holds("the packed kernel of few rows", "others compute them", [case])
 
 
 @cache

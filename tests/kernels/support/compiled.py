@@ -161,10 +161,12 @@ def states() -> None:
 
 
 def hopper() -> None:
-    """Kernels in Gluon: attention with pages that are parts of a tile and that are not, windows, large heads; experts."""
+    """Kernels in Gluon: attention with pages that are parts of a tile and that are not, windows, large heads; experts; 4-bit weights."""
     from meshlm.kernels.attention import hopper as attention_on_hopper
     from meshlm.kernels.attention.kernel import Columns, Extras
     from meshlm.kernels.grouped_gemm import kernel as grouped_gemm
+    from meshlm.kernels.packed_few import kernel as packed_few
+    from meshlm.kernels.packed_gemm.reference import PackedWeight
 
     at = Columns(ints(4), ints(4), ints(4), 4, ints(4, 32))
     for dim, page, extras in ((128, 16, Extras()), (128, 528, Extras(window=1024)), (256, 1056, Extras(cap=30.0))):
@@ -176,6 +178,18 @@ def hopper() -> None:
         rows, gate_up, empty(512, 512), tiles, ints(16), ints(512), 2, 512, gate=True, owners=ints(64)
     )
     grouped_gemm.sorted_gemm(rows, down, empty(512, 512), tiles, ints(16), entries=512, owners=ints(64))
+    for count, shape, group in (
+        (1, packed_few.Shape(2, 4), 128),
+        (5, packed_few.Shape(1, 8), 32),
+        (16, packed_few.Shape(1, 1), 256),
+    ):
+        scales, zeros = (
+            torch.empty(1100 // group + 1, 2048, dtype=torch.float16),
+            torch.empty(1100 // group + 1, 2048, dtype=torch.uint8),
+        )
+        weight = PackedWeight(ints(2048, 160), None, scales, zeros, group=group, inputs=1100)
+        packed_few.packed_few(empty(count, 1100), weight, shape)
+        packed_few.packed_few(empty(count, 1100), weight._replace(zeros=None, minima=scales), shape)
 
 
 if __name__ == "__main__":

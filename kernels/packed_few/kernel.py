@@ -1,0 +1,248 @@
+"""A product of up to 16 rows with a weight of 4 bits (packed_gemm/reference.py), on tensor cores:  out = x W^T
+
+Every thread loads the words that its own place in a tile of the tensor cores asks for, so that nothing moves between threads, as it
+does in kernels/packed_gemm. A word becomes four operands by a shift and one bit operation each: its nibbles j and j + 4, or-ed into
+the mantissas of two numbers, which are 128 (bfloat16) or 1024 (float16) too large. These are of inputs 128 apart, which may have
+scales of their own. So a row of x is two columns: one has the inputs of the lower nibbles and zeros between them, the other those
+of the upper ones. What is too large is taken off each group's sum by the sum of its inputs, which tensor cores find too, as a
+product with ones:
+
+    sum_k (base + code_k) x_k - (base + zero) sum_k x_k = sum_k (code_k - zero) x_k               then times the scale
+
+The warps of a program share its outputs and have chunks of their own; they add up at the end, in a fixed order. In Triton's Gluon
+dialect, for GPUs of compute capability 8.0 and later. Used where the tuner has measured that it is faster.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from meshlm.kernels import pdl, tables
+from meshlm.kernels.packed_gemm.arguments import constants, tensors
+from meshlm.kernels.packed_gemm.reference import CHUNK, PackedWeight
+
+OP = "packed_few"
+MOST_ROWS = 16
+SIZES = (1, 4, 8, 16)
+"""So many rows meet every variant that a tuned shape has."""
+# base + the codes that are in bits 0 to 3 and 16 to 19
+_BFLOAT16 = gl.constexpr("lop3.b32 $0, $1, 0x000F000F, 0x43004300, 0xEA;")
+_FLOAT16 = gl.constexpr("lop3.b32 $0, $1, 0x000F000F, 0x64006400, 0xEA;")
+
+
+@gluon.constexpr_function
+def _bits(dim: int, rank: int, first: int, end: int) -> list[list[int]]:
+    """The bases of a linear layout that go through a dimension from `first` to `end`, powers of two."""
+    found = []
+    while first < end:
+        found.append([first if at == dim else 0 for at in range(rank)])
+        first *= 2
+    return found
+
+
+@gluon.constexpr_function
+def _layout_of_words(TILES: int, WARPS: int) -> gl.DistributedLinearLayout:
+    """[WARPS, 16 * TILES outputs, 4, 8 words]: four threads have a line of 128 bytes, with their words side by side."""
+    registers = [*_bits(3, 4, 1, 8), *_bits(1, 4, 8, 16 * TILES)]
+    lanes = [*_bits(2, 4, 1, 4), *_bits(1, 4, 1, 8)]
+    return gl.DistributedLinearLayout(registers, lanes, _bits(0, 4, 1, WARPS), [], [WARPS, 16 * TILES, 4, 8])
+
+
+@gluon.constexpr_function
+def _layout_of_inputs(COLUMNS: int, WARPS: int) -> gl.DistributedLinearLayout:
+    """[WARPS, 4, 8 inputs, 2 halves, COLUMNS]."""
+    registers = [*_bits(2, 5, 1, 8), *_bits(3, 5, 1, 2), *_bits(4, 5, 8, COLUMNS)]
+    lanes = [*_bits(1, 5, 1, 4), *_bits(4, 5, 1, 8)]
+    return gl.DistributedLinearLayout(registers, lanes, _bits(0, 5, 1, WARPS), [], [WARPS, 4, 8, 2, COLUMNS])
+
+
+@gluon.constexpr_function
+def _along(layout: object, dim: int, rank: int) -> object:
+    """The layout of a range that goes along one dimension of another layout."""
+    for other in reversed(range(rank)):
+        if other != dim:
+            layout = gl.SliceLayout(other, layout)
+    return layout
+
+
+@gluon.jit
+def _range(SIZE: gl.constexpr, LAYOUT: gl.constexpr, DIM: gl.constexpr, RANK: gl.constexpr):
+    """0 to SIZE along a dimension; the others have one element."""
+    found = gl.arange(0, SIZE, _along(LAYOUT, DIM, RANK))
+    for other in gl.static_range(RANK):
+        if other != DIM:
+            found = gl.expand_dims(found, other)
+    return found
+
+
+@gluon.jit
+def _operand(
+    words, J: gl.constexpr, dtype: gl.constexpr, LAYOUT: gl.constexpr, OUTPUTS: gl.constexpr, WARPS: gl.constexpr
+):
+    """base + the codes of planes J and J + 4, [WARPS, OUTPUTS, 64], without a move."""
+    asm: gl.constexpr = _BFLOAT16 if dtype == gl.bfloat16 else _FLOAT16
+    both = gl.inline_asm_elementwise(asm, "=r,r", [words >> (4 * J)], dtype=gl.int32, is_pure=True, pack=1)
+    low = both.to(gl.int16).to(dtype, bitcast=True)
+    high = (both >> 16).to(gl.int16).to(dtype, bitcast=True)
+    pairs = gl.permute(gl.join(low, high), [0, 1, 3, 2, 4])
+    return gl.convert_layout(gl.reshape(pairs, [WARPS, OUTPUTS, 64]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _inputs(at, real, dtype: gl.constexpr, LAYOUT: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr):
+    """The inputs of these planes, [WARPS, 64, COLUMNS], without a move."""
+    found = gl.permute(gl.load(at, mask=real, other=0.0), [0, 2, 1, 3, 4])
+    return gl.convert_layout(gl.reshape(found, [WARPS, 64, COLUMNS]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _of_group(at, first, n, INPUTS: gl.constexpr, OUTPUTS: gl.constexpr, GROUP: gl.constexpr):
+    """What the groups of the inputs `first` have; behind the last input what the last group has."""
+    return gl.load(at + gl.minimum(first, INPUTS - 1) // GROUP * OUTPUTS + n)
+
+
+@gluon.jit
+def _ask_for(row, part, TURNS: gl.constexpr, WARPS: gl.constexpr, CHUNKS: gl.constexpr):
+    """All lines of the program are brought to the L2 cache."""
+    for turn in gl.static_range(TURNS):
+        asked = row + gl.minimum(turn * WARPS + part, CHUNKS - 1) * 32
+        gl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [asked], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def _packed_few(
+    x, low, scales, zeros, minima, bias, out, rows,
+    INPUTS: gl.constexpr, OUTPUTS: gl.constexpr, CHUNKS: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr, ZEROS: gl.constexpr,
+    MINIMA: gl.constexpr, BIAS: gl.constexpr, TILES: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """A program has 16 * TILES outputs. COLUMNS: two for each row."""
+    dtype: gl.constexpr = x.dtype.element_ty
+    BASE: gl.constexpr = 128.0 if dtype == gl.bfloat16 else 1024.0
+    RAISED: gl.constexpr = 0x43000000 if dtype == gl.bfloat16 else 0x44800000  # BASE in float32, and where its ones are
+    MANTISSA: gl.constexpr = 16 if dtype == gl.bfloat16 else 13
+    BLOCK: gl.constexpr = 16 * TILES
+    TURNS: gl.constexpr = (CHUNKS + WARPS - 1) // WARPS
+    SPAN: gl.constexpr = min(GROUP, 128) // 32  # planes that share a scale
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
+    WORDS: gl.constexpr = _layout_of_words(TILES, WARPS)
+    PLACES: gl.constexpr = _layout_of_inputs(COLUMNS, WARPS)
+
+    first = gl.program_id(0) * BLOCK
+    part = _range(WARPS, WORDS, 0, 4)
+    row = low + gl.minimum(first + _range(BLOCK, WORDS, 1, 4), OUTPUTS - 1).to(gl.int64) * (CHUNKS * 32)
+    line = row + part * 32 + _range(4, WORDS, 2, 4) * 8 + _range(8, WORDS, 3, 4)
+    column, half, x_part = _range(COLUMNS, PLACES, 4, 5), _range(2, PLACES, 3, 5), _range(WARPS, PLACES, 0, 5)
+    place = x_part * 256 + half * 128 + _range(4, PLACES, 1, 5) * 8 + _range(8, PLACES, 2, 5)
+    real = (column % 2 == half) & (column // 2 < rows)
+    x_at = x + column // 2 * INPUTS + place
+    o_part, o_half = _range(WARPS, SUMS, 0, 3), _range(COLUMNS, SUMS, 2, 3) % 2
+    group_at = o_part * 256 + o_half * 128
+    n = gl.minimum(first + _range(BLOCK, SUMS, 1, 3), OUTPUTS - 1)
+
+    ones = gl.full([WARPS, 16, 64], 1.0, dtype, LEFT)
+    total = gl.zeros([WARPS, BLOCK, COLUMNS], gl.float32, SUMS)
+    words = gl.load(line)
+    if PDL:
+        gdc_launch_dependents()
+        _ask_for(row, part, TURNS, WARPS, CHUNKS)
+        gdc_wait()
+    for turn in range(TURNS):
+        chunk = turn * WARPS
+        more = gl.load(line + (chunk + WARPS) * 32, mask=chunk + WARPS + part < CHUNKS, other=0)
+        for span in gl.static_range(4 // SPAN):
+            at = chunk * 256 + group_at + span * SPAN * 32
+            scale = _of_group(scales, at, n, INPUTS, OUTPUTS, GROUP)
+            off = BASE + ZERO
+            if ZEROS:
+                zero = _of_group(zeros, at, n, INPUTS, OUTPUTS, GROUP).to(gl.int32)
+                off = ((zero << MANTISSA) | RAISED).to(gl.float32, bitcast=True)
+            products = gl.zeros([WARPS, BLOCK, COLUMNS], gl.float32, SUMS)
+            sums = gl.zeros([WARPS, 16, COLUMNS], gl.float32, SUMS)
+            for j in gl.static_range(span * SPAN, (span + 1) * SPAN):
+                here = real
+                if INPUTS % 256 != 0 or CHUNKS % WARPS != 0:
+                    here = real & (chunk * 256 + j * 32 + place < INPUTS)
+                y = _inputs(x_at + chunk * 256 + j * 32, here, dtype, RIGHT, COLUMNS, WARPS)
+                products = mma_v2(_operand(words, j, dtype, LEFT, BLOCK, WARPS), y, products)
+                sums = mma_v2(ones, y, sums)
+            sums = gl.reshape(sums, [WARPS, 1, 16, COLUMNS]).broadcast_to([WARPS, TILES, 16, COLUMNS])
+            sums = gl.convert_layout(gl.reshape(sums, [WARPS, BLOCK, COLUMNS]), SUMS, assert_trivial=True)
+            if MINIMA:
+                least = _of_group(minima, at, n, INPUTS, OUTPUTS, GROUP)
+                total += (products - BASE * sums) * scale.to(gl.float32) + least.to(gl.float32) * sums
+            else:
+                total += (products - off * sums) * scale.to(gl.float32)
+        words = more
+    found = gl.sum(gl.sum(gl.reshape(total, [WARPS, BLOCK, COLUMNS // 2, 2]), axis=3), axis=0)
+    n = first + gl.arange(0, BLOCK, gl.SliceLayout(1, found.type.layout))
+    m = gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, found.type.layout))
+    there = (n < OUTPUTS)[:, None] & (m < rows)[None, :]
+    if BIAS:
+        found += gl.load(bias + n, mask=n < OUTPUTS, other=0.0).to(gl.float32)[:, None]
+    gl.store(out + m[None, :] * OUTPUTS + n[:, None], found.to(dtype), mask=there)
+
+
+class Shape(NamedTuple):
+    """Times 16 outputs of a program; its warps, between which chunks are shared out. Powers of two."""
+
+    tiles: int
+    warps: int
+
+
+SHAPES = [Shape(tiles, warps) for tiles in (1, 2) for warps in (1, 2, 4, 8, 16)]
+
+
+def default_shape(outputs: int, inputs: int, device: torch.device) -> Shape:
+    """A shape that gives every multiprocessor some warps, and these several chunks."""
+    tiles = 2 if outputs >= 64 * pdl.multiprocessors(device) else 1
+    chunks, warps = triton.cdiv(inputs, CHUNK), 1
+    while warps < 8 and 2 * warps <= chunks:
+        warps *= 2
+    return Shape(tiles, warps)
+
+
+def kind_of(weight: PackedWeight) -> str:
+    """What the tuner tells weights apart by, beside their sizes."""
+    way = "zeros" if weight.zeros is not None else "minima" if weight.minima is not None else "symmetric"
+    return f"{way}, groups of {min(weight.group, CHUNK)}"
+
+
+@tables.remembered
+def shape_for(rows: int, outputs: int, inputs: int, kind: str) -> Shape | None:
+    """The shape that was measured to be faster than what kernels/packed_gemm does; None where none was."""
+    key = outputs, inputs, kind
+    tables.ask(OP, key)
+    choices = [(over, to, Shape(*shape)) for over, to, shape in tables.products(OP).get(key, [])]
+    return tables.for_rows(choices, rows)
+
+
+def takes(weight: PackedWeight) -> bool:
+    """4 bits that stand for integers; no group has a part of a plane, or of a half of a chunk and of the other one."""
+    return weight.bits == 4 and weight.table is None and (weight.group in (32, 64) or weight.group % 128 == 0)
+
+
+def packed_few(x: Tensor, weight: PackedWeight, shape: Shape, bias: Tensor | None = None) -> Tensor:
+    """x [m, inputs] in the packed order, m up to MOST_ROWS, of 16 bits -> [m, outputs]. ValueError for more rows."""
+    rows = x.shape[0]
+    if rows > MOST_ROWS:
+        raise ValueError(f"{rows} rows, {MOST_ROWS} at most")
+    out = torch.empty(rows, weight.outputs, dtype=x.dtype, device=x.device)
+    use_pdl = x.is_cuda and pdl.supported()
+    low, _, scales, zeros, minima, _ = tensors(weight)
+    given = {name: value for name, value in constants(weight).items() if name not in ("BITS", "TABLE")}
+    _packed_few[(triton.cdiv(weight.outputs, 16 * shape.tiles),)](
+        x, low, scales, zeros, minima, x if bias is None else bias, out, rows, **given, BIAS=bias is not None, TILES=shape.tiles,
+        COLUMNS=max(8, 2 * triton.next_power_of_2(rows)), WARPS=shape.warps, PDL=use_pdl, num_warps=shape.warps,
+        **({"launch_pdl": True} if use_pdl else {}),
+    )  # fmt: skip
+    return out
