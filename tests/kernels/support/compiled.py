@@ -161,7 +161,7 @@ def states() -> None:
 
 
 def hopper() -> None:
-    """Kernels in Gluon: attention with pages that are parts of a tile and that are not, windows, large heads; experts; 4-bit weights."""
+    """Kernels in Gluon: attention with pages that are parts of a tile and that are not, windows, large heads; experts; 4 bits."""
     from meshlm.kernels.attention import hopper as attention_on_hopper
     from meshlm.kernels.attention.kernel import Columns, Extras
     from meshlm.kernels.grouped_gemm import kernel as grouped_gemm
