@@ -32,24 +32,19 @@ UP = tl.constexpr(2.0**126)
 
 _PLANES: tl.constexpr = tl.constexpr(
     """{
-    .reg .b32 digits, sign, t, s;
-    mov.b32 digits, 0x01C001C0;
-    mov.b32 sign, 0x80008000;
+    .reg .b32 mask, t, s;
+    mov.b32 mask, 0x81C081C0;
+    and.b32 $0, $4, mask;
+    shl.b32 t, $4, 3;
+    and.b32 $1, t, mask;
     shl.b32 t, $4, 6;
-    shl.b32 s, $4, 12;
-    and.b32 s, s, sign;
-    lop3.b32 $0, t, digits, s, 0xEA;
-    shl.b32 t, $4, 2;
-    shl.b32 s, $4, 8;
-    and.b32 s, s, sign;
-    lop3.b32 $1, t, digits, s, 0xEA;
-    shr.u32 t, $4, 2;
-    shl.b32 s, $4, 4;
-    and.b32 s, s, sign;
-    lop3.b32 $2, t, digits, s, 0xEA;
+    and.b32 $2, t, mask;
     shr.u32 t, $4, 6;
-    and.b32 s, $4, sign;
-    lop3.b32 $3, t, digits, s, 0xEA;
+    shr.u32 s, $4, 4;
+    and.b32 t, t, 0x01800180;
+    lop3.b32 t, s, 0x00400040, t, 0xEA;
+    shl.b32 s, $4, 4;
+    lop3.b32 $3, s, 0x80008000, t, 0xEA;
     }"""
 )
 
@@ -63,8 +58,12 @@ def planes_of(words):
 @triton.jit
 def value_of(words, scale, P: tl.constexpr, dtype: tl.constexpr):
     """The weights of plane P. words int16 [n, 32], scale int32 [n, 1]: four e8m0."""
-    code = (words.to(tl.int32) >> (4 * P)).to(tl.uint32) & 15
-    number = ((code & 7) << 22 | (code & 8) << 28).to(tl.float32, bitcast=True) * UP
+    word = words.to(tl.int32)
+    if P < 3:
+        bits = (word << (3 * P)) & 0x81C0
+    else:
+        bits = ((word >> 6) & 0x0180) | ((word >> 4) & 0x0040) | ((word << 4) & 0x8000)
+    number = (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True) * UP
     power = (scale >> (8 * P)).to(tl.uint32) & 255
     return (number * tl.where(power == 0, 0x400000, power << 23).to(tl.float32, bitcast=True)).to(dtype)
 

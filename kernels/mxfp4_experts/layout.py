@@ -1,9 +1,11 @@
 """MXFP4 weights of experts as kernel.py reads them: 64 bytes of a row hold the codes of 128 inputs, a word their four scales.
 
-    codes int16 [..., outputs, chunks, 32]: bits 4 p .. 4 p + 3 of word j are the code of input 32 p + j of the chunk
+    codes int16 [..., outputs, chunks, 32]: word j has the codes of inputs 32 p + j of the chunk, p = 0 to 3
     scales uint8 [..., outputs, chunks, 4]: e8m0 of inputs 32 p .. 32 p + 31
 
-A row has whole chunks; behind the last input codes are 0 and scales 127 (a factor of 1). The format itself: kernels/mxfp4.
+A code is a sign and three digits. Those of the first three stand so that a shift by 0, 3 and 6 brings them where sign, exponent and
+mantissa of a bfloat16 are; those of the fourth have the bits that are left (`PLACES`). A row has whole chunks; behind the last
+input codes are 0 and scales 127 (a factor of 1). The format itself: kernels/mxfp4.
 """
 
 from itertools import pairwise
@@ -18,6 +20,8 @@ from meshlm.kernels.mxfp4.reference import GROUP, VALUES, decode_mxfp4
 PLANES = 4  # groups of a chunk
 CHUNK = PLANES * GROUP  # inputs
 ONE = 127  # the scale that changes nothing
+PLACES = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (10, 13, 14, 11))
+"""In a word: where the bits of its four codes stand, of each the lowest first."""
 
 
 class MXFP4Weight(NamedTuple):
@@ -52,7 +56,11 @@ def pack(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     blocks, scales = F.pad(blocks, (0, 0, 0, missing)), F.pad(scales, (0, missing), value=ONE)
     codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)  # [..., groups, 32]
     planes = codes.unflatten(-2, (-1, PLANES)).to(torch.int32)
-    words = sum(planes[..., nth, :] << 4 * nth for nth in range(PLANES))
+    words = sum(
+        (planes[..., nth, :] >> bit & 1) << place
+        for nth, places in enumerate(PLACES)
+        for bit, place in enumerate(places)
+    )
     assert isinstance(words, Tensor)
     return words.to(torch.int16).flatten(-2), scales
 
@@ -60,6 +68,7 @@ def pack(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 def unpack(weight: MXFP4Weight, dtype: torch.dtype) -> Tensor:
     """The values [..., outputs, inputs] of some experts, or of one."""
     words = weight.codes.unflatten(-1, (-1, GROUP)).to(torch.int32)
-    planes = torch.stack([words >> 4 * nth & 15 for nth in range(PLANES)], dim=-2).flatten(-3, -2)  # [..., groups, 32]
+    codes = [sum((words >> place & 1) << bit for bit, place in enumerate(places)) for places in PLACES]
+    planes = torch.stack([torch.as_tensor(each) for each in codes], dim=-2).flatten(-3, -2)  # [..., groups, 32]
     blocks = (planes[..., ::2] | planes[..., 1::2] << 4).to(torch.uint8)
     return decode_mxfp4(blocks, weight.scales, dtype)[..., : weight.inputs]

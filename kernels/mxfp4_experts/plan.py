@@ -1,29 +1,87 @@
 """How experts with MXFP4 weights are computed for so many rows: with which kernel, in which tiles.
 
 On an H200 one row takes as long as bytes are on their way: tiles of little shared memory with many stages are read the fastest.
+kernels/mxfp4_few takes the place of kernel.py where the tuner of a start has measured that it is faster.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from meshlm.kernels.grouped_gemm.plan import PARTS_ROWS
+from meshlm.kernels import tables
+from meshlm.kernels.grouped_gemm.plan import PARTS_ROWS, Layer
 from meshlm.kernels.moe_align.kernel import counted_at_once
 from meshlm.kernels.mxfp4_experts.kernel import LEAST_ROWS, Shape
+from meshlm.kernels.mxfp4_few import kernel as direct
+
+OP = "mxfp4_few"
 
 FEW_ROWS = 16  # of more, sorted rows take less time
 
 
+class Direct(NamedTuple):
+    """Shapes of kernels/mxfp4_few."""
+
+    gate: direct.Shape
+    down: direct.Shape
+
+
 class Plan(NamedTuple):
-    """kind: few or many, as in kernel.py. Gate and down have the same block_m: rows are sorted once for both."""
+    """kind: few or many, as in kernel.py. Gate and down have the same block_m: rows are sorted once for both. direct: by
+    kernels/mxfp4_few, of sorted rows in tiles of block_m."""
 
     kind: str
     gate: Shape
     down: Shape
+    direct: Direct | None = None
+
+    @property
+    def block_m(self) -> int:
+        return self.gate.block_m
 
 
-def plan_for(rows: int, num_topk: int, num_experts: int) -> Plan:
+@tables.remembered
+def _table() -> dict[Layer, list[tuple[int, int, Plan]]]:
+    return {
+        Layer(*key): [(over, to, decoded(numbers)) for over, to, numbers in rows]
+        for key, rows in tables.products(OP).items()
+    }
+
+
+@tables.remembered
+def plan_for(rows: int, layer: Layer, *, direct: bool) -> Plan:
+    """direct: whether kernels/mxfp4_few may compute it."""
+    if direct:
+        tables.ask(OP, tuple(layer))
+        found = tables.for_rows(_table().get(layer, []), rows)
+        if found is not None:
+            return found
+    return usual_plan(rows, layer)
+
+
+def usual_plan(rows: int, layer: Layer) -> Plan:
+    """The plan that is taken without a measurement."""
     if rows <= FEW_ROWS:
         return Plan("few", Shape(FEW_ROWS, 32, 4, 8), Shape(FEW_ROWS, 64, 4, 8))
-    return Plan("many", *_tiles(rows * num_topk / num_experts))
+    return Plan("many", *_tiles(rows * layer.topk / layer.experts))
+
+
+def decoded(numbers: Sequence[Any]) -> Plan:
+    """A plan of the tuner's tables: rows of a tile, 0 where they are not sorted; tiles and warps of gate and of down."""
+    block_m, *shapes = numbers
+    unused = Shape(block_m or FEW_ROWS, 0, 0, 0)
+    return Plan(
+        "many" if block_m else "few", unused, unused, Direct(direct.Shape(*shapes[:2]), direct.Shape(*shapes[2:]))
+    )
+
+
+def candidates(rows: int, layer: Layer) -> list[tuple[int, ...]]:
+    """Plans of kernels/mxfp4_few that the tuner tries, encoded, the likeliest first."""
+    shapes = [(2, 4, 1, 4), (2, 8, 1, 8), (2, 4, 2, 4), (4, 4, 2, 4), (2, 2, 1, 2), (4, 8, 2, 8)]
+    each = rows * layer.topk / layer.experts
+    heights = [0] if rows <= direct.MOST_ROWS else []
+    if rows > 4:
+        heights.append(16 if each <= 12 else 32)
+    return [(height, *shape) for shape in shapes for height in heights]
 
 
 def batched_shapes(most: int) -> tuple[Shape, Shape]:
@@ -41,15 +99,16 @@ def _tiles(each: float) -> tuple[Shape, Shape]:
     return Shape(128, 128, 8, 3), Shape(128, 128, 8, 3)
 
 
-def warm_rows(num_topk: int, num_experts: int, most: int) -> set[int]:
+def warm_rows(layer: Layer, most: int, *, direct: bool) -> set[int]:
     """So many rows, up to `most`, meet every variant of the kernels that steps may use."""
     seen, found = set(), set()
     for rows in range(1, most + 1):
-        plan = plan_for(rows, num_topk, num_experts)
-        entries = rows * num_topk
+        plan = plan_for(rows, layer, direct=direct)
+        entries = rows * layer.topk
         variant: tuple[object, ...] = plan, rows <= PARTS_ROWS, counted_at_once(entries)
         if plan.kind == "few":
-            variant = plan, entries <= num_experts, max(LEAST_ROWS, 1 << (rows - 1).bit_length())
+            least = LEAST_ROWS if plan.direct is None else 8
+            variant = plan, entries <= layer.experts, max(least, 1 << (rows - 1).bit_length())
         if variant not in seen:
             seen.add(variant)
             found.add(rows)

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from meshlm.kernels import pdl, tables
+from meshlm.kernels.packed_few.layouts import bits, range_of
 from meshlm.kernels.packed_gemm.arguments import constants, tensors
 from meshlm.kernels.packed_gemm.reference import CHUNK, PackedWeight
 
@@ -37,48 +38,19 @@ _FLOAT16 = gl.constexpr("lop3.b32 $0, $1, 0x000F000F, 0x64006400, 0xEA;")
 
 
 @gluon.constexpr_function
-def _bits(dim: int, rank: int, first: int, end: int) -> list[list[int]]:
-    """The bases of a linear layout that go through a dimension from `first` to `end`, powers of two."""
-    found = []
-    while first < end:
-        found.append([first if at == dim else 0 for at in range(rank)])
-        first *= 2
-    return found
-
-
-@gluon.constexpr_function
 def _layout_of_words(TILES: int, WARPS: int) -> gl.DistributedLinearLayout:
     """[WARPS, 16 * TILES outputs, 4, 8 words]: four threads have a line of 128 bytes, with their words side by side."""
-    registers = [*_bits(3, 4, 1, 8), *_bits(1, 4, 8, 16 * TILES)]
-    lanes = [*_bits(2, 4, 1, 4), *_bits(1, 4, 1, 8)]
-    return gl.DistributedLinearLayout(registers, lanes, _bits(0, 4, 1, WARPS), [], [WARPS, 16 * TILES, 4, 8])
+    registers = [*bits(3, 4, 1, 8), *bits(1, 4, 8, 16 * TILES)]
+    lanes = [*bits(2, 4, 1, 4), *bits(1, 4, 1, 8)]
+    return gl.DistributedLinearLayout(registers, lanes, bits(0, 4, 1, WARPS), [], [WARPS, 16 * TILES, 4, 8])
 
 
 @gluon.constexpr_function
 def _layout_of_inputs(COLUMNS: int, WARPS: int) -> gl.DistributedLinearLayout:
     """[WARPS, 4, 8 inputs, 2 halves, COLUMNS]."""
-    registers = [*_bits(2, 5, 1, 8), *_bits(3, 5, 1, 2), *_bits(4, 5, 8, COLUMNS)]
-    lanes = [*_bits(1, 5, 1, 4), *_bits(4, 5, 1, 8)]
-    return gl.DistributedLinearLayout(registers, lanes, _bits(0, 5, 1, WARPS), [], [WARPS, 4, 8, 2, COLUMNS])
-
-
-@gluon.constexpr_function
-def _along(layout: object, dim: int, rank: int) -> object:
-    """The layout of a range that goes along one dimension of another layout."""
-    for other in reversed(range(rank)):
-        if other != dim:
-            layout = gl.SliceLayout(other, layout)
-    return layout
-
-
-@gluon.jit
-def _range(SIZE: gl.constexpr, LAYOUT: gl.constexpr, DIM: gl.constexpr, RANK: gl.constexpr):
-    """0 to SIZE along a dimension; the others have one element."""
-    found = gl.arange(0, SIZE, _along(LAYOUT, DIM, RANK))
-    for other in gl.static_range(RANK):
-        if other != DIM:
-            found = gl.expand_dims(found, other)
-    return found
+    registers = [*bits(2, 5, 1, 8), *bits(3, 5, 1, 2), *bits(4, 5, 8, COLUMNS)]
+    lanes = [*bits(1, 5, 1, 4), *bits(4, 5, 1, 8)]
+    return gl.DistributedLinearLayout(registers, lanes, bits(0, 5, 1, WARPS), [], [WARPS, 4, 8, 2, COLUMNS])
 
 
 @gluon.jit
@@ -138,16 +110,16 @@ def _packed_few(
     PLACES: gl.constexpr = _layout_of_inputs(COLUMNS, WARPS)
 
     first = gl.program_id(0) * BLOCK
-    part = _range(WARPS, WORDS, 0, 4)
-    row = low + gl.minimum(first + _range(BLOCK, WORDS, 1, 4), OUTPUTS - 1).to(gl.int64) * (CHUNKS * 32)
-    line = row + part * 32 + _range(4, WORDS, 2, 4) * 8 + _range(8, WORDS, 3, 4)
-    column, half, x_part = _range(COLUMNS, PLACES, 4, 5), _range(2, PLACES, 3, 5), _range(WARPS, PLACES, 0, 5)
-    place = x_part * 256 + half * 128 + _range(4, PLACES, 1, 5) * 8 + _range(8, PLACES, 2, 5)
+    part = range_of(WARPS, WORDS, 0, 4)
+    row = low + gl.minimum(first + range_of(BLOCK, WORDS, 1, 4), OUTPUTS - 1).to(gl.int64) * (CHUNKS * 32)
+    line = row + part * 32 + range_of(4, WORDS, 2, 4) * 8 + range_of(8, WORDS, 3, 4)
+    column, half, x_part = range_of(COLUMNS, PLACES, 4, 5), range_of(2, PLACES, 3, 5), range_of(WARPS, PLACES, 0, 5)
+    place = x_part * 256 + half * 128 + range_of(4, PLACES, 1, 5) * 8 + range_of(8, PLACES, 2, 5)
     real = (column % 2 == half) & (column // 2 < rows)
     x_at = x + column // 2 * INPUTS + place
-    o_part, o_half = _range(WARPS, SUMS, 0, 3), _range(COLUMNS, SUMS, 2, 3) % 2
+    o_part, o_half = range_of(WARPS, SUMS, 0, 3), range_of(COLUMNS, SUMS, 2, 3) % 2
     group_at = o_part * 256 + o_half * 128
-    n = gl.minimum(first + _range(BLOCK, SUMS, 1, 3), OUTPUTS - 1)
+    n = gl.minimum(first + range_of(BLOCK, SUMS, 1, 3), OUTPUTS - 1)
 
     ones = gl.full([WARPS, 16, 64], 1.0, dtype, LEFT)
     total = gl.zeros([WARPS, BLOCK, COLUMNS], gl.float32, SUMS)

@@ -20,7 +20,11 @@ Work = Generator[float, None, Times]
 PLAIN: Config = ()
 GAIN = 0.985  # of the plain way's time, at most
 DOWN_TO = 0.85  # a choice is for rows from so much of those it was measured with
-DOWN_TO_OF = {"grouped_gemm": 0.5, "packed_few": 0.25}  # ... where the weights are what their time is made of
+DOWN_TO_OF = {
+    "grouped_gemm": 0.5,
+    "packed_few": 0.25,
+    "mxfp4_few": 0.25,
+}  # ... where the weights are what their time is made of
 NEAR = (
     2  # rows between two measured sizes, one at most so many times the other, are the larger one's where both have won
 )
@@ -28,6 +32,7 @@ NAMES = {
     "gemv": ("outputs", "inputs", "gate"),
     "packed_few": ("outputs", "inputs", "use"),
     "grouped_gemm": ("experts", "topk", "hidden", "wide"),
+    "mxfp4_few": ("experts", "topk", "hidden", "wide"),
     "gemm": ("outputs", "inputs"),
     "small_m_gemm": ("outputs", "inputs", "use"),
     "gate_up_silu": ("outputs", "inputs"),

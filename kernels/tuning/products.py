@@ -6,6 +6,7 @@
     gate_up_silu   many rows: tiles, beside the product and the gate
     packed_few     few rows times 4 bits (packed.py): tiles, beside what kernels/packed_gemm does
     grouped_gemm   a layer of experts (experts.py): kernels and tiles, beside those that follow from rules
+    mxfp4_few      a layer of experts with MXFP4 weights: tiles, beside what kernels/mxfp4_experts does
 
 Weights are random and of several layers, so that each comes from memory. Compiling is what takes long, so few candidates are tried
 where time is short; `full` tries all.
@@ -35,7 +36,7 @@ from meshlm.kernels.precompile import precompiled
 from meshlm.kernels.silu_mul.kernel import silu_mul
 from meshlm.kernels.small_m_gemm import kernel as small_m_gemm
 from meshlm.kernels.small_m_gemm import tune as small_m_tune
-from meshlm.kernels.tuning import experts, packed
+from meshlm.kernels.tuning import experts, mxfp4, packed
 from meshlm.kernels.tuning.core import PLAIN, Case, Config, Key, Work
 
 T = TypeVar("T")
@@ -77,8 +78,9 @@ class ProductBench:
 
     def sizes(self, op: str, key: Key) -> list[int]:
         """Nothing is tried that this GPU has no kernel for."""
-        if op == "grouped_gemm":
-            wanted = experts.sizes(Layer(*key), self._device, full=self._full) if self._dtype == torch.bfloat16 else []
+        if op in ("grouped_gemm", mxfp4.OP):
+            every = experts.sizes if op == "grouped_gemm" else mxfp4.sizes
+            wanted = every(Layer(*key), self._device, full=self._full) if self._dtype == torch.bfloat16 else []
             return [size for size in wanted if size <= self._max_rows]
         if self._dtype not in TYPES or (op == "gemm" and library() is None):
             return []
@@ -123,6 +125,9 @@ class ProductBench:
         """Weights, and the plain way and all candidates to multiply with one."""
         if case.op == "grouped_gemm":
             return self._of_experts(case)
+        if case.op == mxfp4.OP:
+            self._weights = ((0, 0), [])
+            return mxfp4.ways(case, self._device, self._dtype, most=MANY if self._full else FEW)
         if case.op == packed_few.OP:
             self._weights = ((0, 0), [])  # their memory is free before others are made
             return packed.ways(case, self._device, self._dtype, most=MANY if self._full else FEW)

@@ -2,6 +2,7 @@
 gives; in Triton's interpreter, with made-up times."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from device import MARKS
+from gluon_on_torch import on_torch
 from measured import measured
 
 from meshlm.kernels import tables
@@ -19,6 +21,11 @@ from meshlm.kernels.grouped_gemm.plan import Layer, Plan
 from meshlm.kernels.moe_few.kernel import MOST_ROWS
 from meshlm.kernels.moe_few.kernel import Shape as Few
 from meshlm.kernels.moe_gemv.kernel import Shape as One
+from meshlm.kernels.mxfp4_experts import kernel as mxfp4_experts
+from meshlm.kernels.mxfp4_experts import plan as mxfp4_plan
+from meshlm.kernels.mxfp4_experts import runs
+from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight, unpack
+from meshlm.kernels.mxfp4_few import kernel as mxfp4_few
 from meshlm.kernels.tuning import core, experts, products
 from meshlm.kernels.tuning.core import PLAIN, Case
 from meshlm.kernels.tuning.products import ProductBench, Setting
@@ -127,3 +134,49 @@ def test_what_was_found_is_used_and_a_table_of_the_tree_wins(monkeypatch: pytest
     tables.forget()
     assert plan.plan_for(64, GRANITE) == PLANS[2]
     assert tables.asked() == []
+
+
+MXFP4 = Layer(5, 2, 160, 96)
+
+
+@pytest.mark.parametrize("rows", [1, 9, 40])
+def test_mxfp4_experts_beside_the_usual_kernels(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter has no products of bfloat16, so both are computed alike here."""
+    theirs, shape = on_torch(mxfp4_few), mxfp4_few.Shape(2, 2)
+    monkeypatch.setattr(mxfp4_few, "few", theirs.few)
+    monkeypatch.setattr(mxfp4_few, "sorted_rows", theirs.sorted_rows)
+
+    def few(x: Tensor, w: MXFP4Weight, experts: Tensor, weights: Tensor | None, out: Tensor, *given: Any) -> Tensor:
+        return theirs.few(x, w, experts, weights, out, shape, given[-1])  # type: ignore[no-any-return]
+
+    def sorted_rows(x: Tensor, w: MXFP4Weight, out: Tensor, own: Any, rows: Any, **given: Any) -> Tensor:
+        return theirs.sorted_rows(x, w, out, shape, own.block_m, rows, **given)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(mxfp4_experts, "few", few)
+    monkeypatch.setattr(mxfp4_experts, "sorted_rows", sorted_rows)
+    monkeypatch.setattr(runs, "BYTES_AT_ONCE", 1)
+    monkeypatch.setattr(products, "FEW", 2)
+    times = iter([9.0, 7.2, 7.0])
+
+    def begin(run: products.Run, weights: list[Tensor]) -> products.Timer:
+        time = next(times)
+        return lambda: time
+
+    case = Case("mxfp4_few", tuple(MXFP4), rows)
+    found = measured(ProductBench(Setting(CPU, torch.bfloat16, 8192), begin), case)
+    first, second = mxfp4_plan.candidates(rows, MXFP4)[:2]
+    assert found == {PLAIN: 9.0, first: 7.2, second: 7.0}
+
+
+def test_sizes_of_mxfp4_experts() -> None:
+    bench = ProductBench(Setting(CPU, torch.bfloat16, 100))
+    assert bench.sizes("mxfp4_few", tuple(MXFP4)) == [1, 64, 16, 4]
+    assert bench.sizes("mxfp4_few", (2, 4, 160, 96)) == [], "a rank's experts"
+    assert ProductBench(Setting(CPU, torch.float16, 100)).sizes("mxfp4_few", tuple(MXFP4)) == []
+    assert max(ProductBench(Setting(CPU, torch.bfloat16, 8192, full=True)).sizes("mxfp4_few", tuple(MXFP4))) == 512
+
+
+def test_random_mxfp4_weights_have_nothing_behind_the_last_input() -> None:
+    values = unpack(runs.random_weight(2, 3, 360, CPU)._replace(inputs=384), torch.float32)
+    assert not values[..., 360:].any()
+    assert (values[..., :360] != 0).float().mean() > 0.8

@@ -99,9 +99,10 @@ def unsupported_scheme(scheme: QuantizationScheme, inputs: tuple[int, int]) -> s
 
 def _mxfp4(given: ExpertWeights) -> Experts:
     from meshlm.workers.moe.experts.mxfp4 import MXFP4Experts
+    from meshlm.workers.moe.experts.proof import may_be_direct
 
     assert given.packed is not None
-    return MXFP4Experts(given.packed, given.extras, given.act)
+    return MXFP4Experts(given.packed, given.extras, given.act, direct=may_be_direct(given.packed))
 
 
 def _mxfp4_batched(given: ExpertWeights) -> Experts:

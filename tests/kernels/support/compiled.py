@@ -165,6 +165,10 @@ def hopper() -> None:
     from meshlm.kernels.attention import hopper as attention_on_hopper
     from meshlm.kernels.attention.kernel import Columns, Extras
     from meshlm.kernels.grouped_gemm import kernel as grouped_gemm
+    from meshlm.kernels.moe_epilogue.kernel import Epilogue
+    from meshlm.kernels.mxfp4_experts.kernel import Parts, Rows
+    from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight
+    from meshlm.kernels.mxfp4_few import kernel as mxfp4_few
     from meshlm.kernels.packed_few import kernel as packed_few
     from meshlm.kernels.packed_gemm.reference import PackedWeight
 
@@ -190,6 +194,22 @@ def hopper() -> None:
         weight = PackedWeight(ints(2048, 160), None, scales, zeros, group=group, inputs=1100)
         packed_few.packed_few(empty(count, 1100), weight, shape)
         packed_few.packed_few(empty(count, 1100), weight._replace(zeros=None, minima=scales), shape)
+    above, below = (
+        MXFP4Weight(
+            torch.zeros(8, outputs, 128, dtype=torch.int16), torch.zeros(8, outputs, 16, dtype=torch.uint8), 500
+        )
+        for outputs in (1000, 500)
+    )
+    for count in (1, 12):
+        experts, tile = ints(count, 4), mxfp4_few.Shape(2, 4)
+        mxfp4_few.few(
+            empty(count, 500), above, experts, None, empty(4 * count, 500), tile, Epilogue(empty(8, 1000), 1.7, 7.0)
+        )
+        mxfp4_few.few(empty(4 * count, 500), below, experts, torch.empty(count, 4), torch.empty(4, count, 500), tile)
+    order, parts = Rows(ints(512), ints(8), ints(16), 4, 160), Parts(ints(40, 4), torch.empty(40, 4))
+    for block_m in (16, 32):
+        mxfp4_few.sorted_rows(empty(40, 500), above, empty(512, 500), tile, block_m, order, gate=True)
+        mxfp4_few.sorted_rows(empty(512, 500), below, torch.empty(4, 40, 500), tile, block_m, order, parts=parts)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,11 @@ products use are here, no more.
 """
 
 import importlib.util
-import math
 import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +21,7 @@ _OPERATORS = (
     "add",
     "sub",
     "mul",
+    "truediv",
     "floordiv",
     "mod",
     "and",
@@ -46,6 +47,15 @@ class Value:
 
     def to(self, dtype: torch.dtype, *, bitcast: bool = False) -> "Value":
         return Value(self.held.view(dtype) if bitcast else self.held.to(dtype))
+
+    def __bool__(self) -> bool:
+        return bool(self.held)
+
+    def __neg__(self) -> "Value":
+        return Value(-self.held)
+
+    def __index__(self) -> int:
+        return int(self.held)
 
     def broadcast_to(self, shape: list[int]) -> "Value":
         return Value(self.held.broadcast_to(shape))
@@ -97,10 +107,21 @@ def _held(value: Any) -> Any:
     return value.held if isinstance(value, Value) else value
 
 
+def _both(one: Any, other: Any) -> tuple[Tensor, Tensor]:
+    """Two operands, of which a number is of the other's type."""
+    one, other = _held(one), _held(other)
+    like = one if isinstance(one, Tensor) else other
+    dtype = like.dtype if isinstance(like, Tensor) else torch.int32
+    return torch.as_tensor(one, dtype=None if isinstance(one, Tensor) else dtype), torch.as_tensor(
+        other, dtype=None if isinstance(other, Tensor) else dtype
+    )
+
+
 class Kernel:
     """A function that other functions of the dialect call, and that is launched."""
 
-    program = 0
+    program: tuple[int, ...] = ()
+    grid: tuple[int, ...] = ()
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -109,11 +130,12 @@ class Kernel:
     def __call__(self, *given: Any, **named: Any) -> Any:
         return self._function(*given, **named)
 
-    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*given: Any, **named: Any) -> None:
             named = {name: value for name, value in named.items() if name not in ("num_warps", "launch_pdl")}
             pointers = [Pointer(one) if isinstance(one, Tensor) else one for one in given]
-            for Kernel.program in range(math.prod(grid)):
+            Kernel.grid = grid
+            for Kernel.program in product(*(range(size) for size in grid)):
                 self._function(*pointers, **named)
 
         return launch
@@ -129,12 +151,51 @@ def _store(pointer: Pointer, value: Value, mask: Any = None) -> None:
     pointer.memory.view(-1)[at[real]] = value.held.broadcast_to(at.shape)[real]
 
 
+_WORD = 0xFFFFFFFF
+
+
+def _prmt(one: Tensor, other: Tensor, chosen: Tensor) -> Tensor:
+    both, found = one | other << 32, torch.zeros_like(one)
+    for at in range(4):
+        found |= (both >> 8 * (chosen >> 4 * at & 7) & 0xFF) << 8 * at
+    return found
+
+
+def _times(one: Tensor, other: Tensor, third: Tensor) -> Tensor:
+    """Two products of bfloat16, and sums."""
+    found = torch.zeros_like(one)
+    for at in (0, 16):
+        a, b, c = ((each >> at & 0xFFFF).to(torch.int16).view(torch.bfloat16).double() for each in (one, other, third))
+        found |= (a * b + c).to(torch.bfloat16).view(torch.int16).long().bitwise_and(0xFFFF) << at
+    return found
+
+
+_INSTRUCTIONS: dict[str, Callable[..., Tensor]] = {
+    "mov.b32": lambda a: a,
+    "and.b32": lambda a, b: a & b,
+    "shl.b32": lambda a, b: a << b & _WORD,
+    "shr.u32": lambda a, b: a >> b,
+    "lop3.b32": lambda a, b, c, _: a & b | c,  # with 0xEA
+    "prmt.b32": _prmt,
+    "mad.lo.u32": lambda a, b, c: a * b + c & _WORD,
+    "fma.rn.bf16x2": _times,
+}
+
+
 def _asm(text: str, constraints: str, given: list[Any], **_: Any) -> Value:
+    """Runs PTX with one result, on words."""
     if text.startswith("prefetch"):
         return Value(torch.zeros((), dtype=torch.int32))
-    found = re.fullmatch(r"lop3\.b32 \$0, \$1, (0x\w+), (0x\w+), 0xEA;", text)
-    assert found, f"no stand-in for {text!r}"
-    return Value(given[0].held & int(found[1], 16) | int(found[2], 16))
+    words = torch.broadcast_tensors(*(one.held.long() & _WORD for one in given))
+    held = {f"${nth + 1}": word for nth, word in enumerate(words)}
+    for line in re.split(r"[;{}]", text):
+        if (parts := line.split(None, 1)) and parts[0] != ".reg":
+            to, *operands = (each.strip() for each in parts[1].split(","))
+            assert parts[0] != "lop3.b32" or operands[-1] == "0xEA"
+            values = (held[each] if each in held else torch.full_like(words[0], int(each, 0)) for each in operands)
+            held[to] = _INSTRUCTIONS[parts[0]](*values)
+    found = held["$0"]
+    return Value(torch.where(found > _WORD >> 1, found - (1 << 32), found).to(torch.int32))
 
 
 def _language() -> ModuleType:
@@ -143,13 +204,20 @@ def _language() -> ModuleType:
         setattr(gl, name, getattr(torch, name))
     for name in ("SliceLayout", "DotOperandLayout", "NVMMADistributedLayout", "DistributedLinearLayout"):
         setattr(gl, name, lambda *_: None)
+    gl.BlockedLayout = lambda *_: None
     gl.constexpr = lambda value: value
     gl.static_range = range
-    gl.program_id = lambda axis: Kernel.program
+    gl.program_id = lambda axis: Value(torch.tensor(Kernel.program[axis], dtype=torch.int32))
     gl.arange = lambda first, end, layout: Value(torch.arange(first, end, dtype=torch.int32))
     gl.full = lambda shape, value, dtype, layout=None: Value(torch.full(shape, value, dtype=dtype))
     gl.zeros = lambda shape, dtype, layout=None: Value(torch.zeros(shape, dtype=dtype))
-    gl.minimum = lambda one, other: Value(torch.minimum(torch.as_tensor(_held(one)), torch.as_tensor(_held(other))))
+    gl.num_programs = lambda axis: Kernel.grid[axis]
+    gl.minimum = lambda one, other: Value(torch.minimum(*_both(one, other)))
+    gl.maximum = lambda one, other: Value(torch.maximum(*_both(one, other)))
+    gl.where = lambda mask, one, other: Value(torch.where(mask.held, *_both(one, other)))
+    gl.exp = lambda value: Value(value.held.exp())
+    gl.min = lambda value, axis: Value(value.held.amin(axis))
+    gl.split = lambda value: tuple(Value(part) for part in value.held.unbind(-1))
     gl.expand_dims = lambda value, dim: Value(value.held.unsqueeze(dim))
     gl.permute = lambda value, dims: Value(value.held.permute(dims))
     gl.reshape = lambda value, shape: Value(value.held.reshape(shape))
@@ -158,6 +226,13 @@ def _language() -> ModuleType:
     gl.sum = lambda value, axis: Value(value.held.sum(axis))
     gl.load, gl.store, gl.inline_asm_elementwise = _load, _store, _asm
     return gl  # type: ignore[no-any-return]
+
+
+def _range(*given: Any) -> Iterator[Any]:
+    """A kernel's loop counts in tensors where one of its ends is one."""
+    is_value = any(isinstance(one, Value) for one in given)
+    for nth in range(*(one.__index__() if isinstance(one, Value) else one for one in given)):
+        yield Value(torch.tensor(nth, dtype=torch.int32)) if is_value else nth
 
 
 def _jit(function: Callable[..., Any] | None = None, **_: Any) -> Any:
@@ -193,6 +268,12 @@ def on_torch(module: ModuleType) -> Any:
     assert spec is not None
     assert spec.loader is not None
     found = importlib.util.module_from_spec(spec)
+    layouts = "meshlm.kernels.packed_few.layouts"  # whose functions kernels call
+    before = sys.modules.pop(layouts, None)
+    found.range = _range  # type: ignore[attr-defined]
     with _stand_ins():
         spec.loader.exec_module(found)
+    sys.modules.pop(layouts, None)
+    if before is not None:
+        sys.modules[layouts] = before
     return found

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from meshlm.kernels.grouped_gemm.plan import PARTS_ROWS
-from meshlm.kernels.moe_align.kernel import align, most_tiles
+from meshlm.kernels.grouped_gemm.plan import PARTS_ROWS, Layer
 from meshlm.kernels.moe_sum.kernel import sum_parts, weighted_sum
-from meshlm.kernels.mxfp4_experts import kernel
-from meshlm.kernels.mxfp4_experts.plan import batched_shapes, plan_for, warm_rows
+from meshlm.kernels.mxfp4_experts import kernel, layer
+from meshlm.kernels.mxfp4_experts.kernel import Parts
+from meshlm.kernels.mxfp4_experts.plan import Plan, batched_shapes, plan_for, warm_rows
 from meshlm.workers.moe.experts.epilogues import epilogues
 from meshlm.workers.moe.parts import (
     ActivationFormat,
@@ -42,25 +42,37 @@ class MXFP4Experts(_MXFP4):
     leaves: tuple[WeightAndReduce, ...] = (WeightAndReduce.PARTS, WeightAndReduce.DONE)
     chunks = True
 
+    def __init__(
+        self, packed: PackedExperts, extras: ExpertExtras | None = None, act: str = "silu", *, direct: bool = False
+    ) -> None:
+        """direct: whether kernels/mxfp4_few may compute with these weights, where it is faster."""
+        super().__init__(packed, extras, act)
+        self._direct = direct
+
+    def _layer(self, num_topk: int) -> Layer:
+        return Layer(self._num_experts, num_topk, self._hidden, self._wide)
+
+    def plan(self, rows: int, num_topk: int) -> Plan:
+        """How it computes so many rows."""
+        return plan_for(rows, self._layer(num_topk), direct=self._direct)
+
     def left(self, rows: int, num_topk: int, allowed: tuple[WeightAndReduce, ...]) -> WeightAndReduce:
         """The norm behind sums up the parts of few rows."""
         parts = rows <= PARTS_ROWS and WeightAndReduce.PARTS in allowed
         return WeightAndReduce.PARTS if parts else WeightAndReduce.DONE
 
     def warm_rows(self, num_topk: int, most: int) -> set[int]:
-        return warm_rows(num_topk, self._num_experts, most)
+        return warm_rows(self._layer(num_topk), most, direct=self._direct)
 
     def workspaces(self, x: tuple[int, ...], num_topk: int, left: WeightAndReduce) -> tuple[WorkspaceShape, ...]:
         """What stands between gate and down; and results before they are summed."""
         rows = x[0]
-        plan = plan_for(rows, num_topk, self._num_experts)
+        plan = self.plan(rows, num_topk)
+        count = layer.num_rows(plan, rows, num_topk, self._num_experts)
+        inner = WorkspaceShape((count, self._wide), self.dtype)
+        results = WorkspaceShape((count, self._hidden), self.dtype)
         if plan.kind == "few":
-            inner = WorkspaceShape((rows * num_topk, self._wide), self.dtype)
             results = WorkspaceShape((num_topk, rows, self._hidden), torch.float32)
-        else:
-            most = most_tiles(rows * num_topk, self._num_experts, plan.gate.block_m) * plan.gate.block_m
-            inner = WorkspaceShape((most, self._wide), self.dtype)
-            results = WorkspaceShape((most, self._hidden), self.dtype)
         return (inner,) if left is WeightAndReduce.PARTS else (inner, results)
 
     def apply(self, given: Dispatched, out: Tensor, workspaces: tuple[Tensor, ...], left: WeightAndReduce) -> None:
@@ -68,23 +80,16 @@ class MXFP4Experts(_MXFP4):
         (experts, weights), inner = given.routing, workspaces[0]
         if not len(experts):
             return
-        kind, gate, down = plan_for(len(experts), experts.shape[1], self._num_experts)
-        if kind == "few":
-            parts = out if left is WeightAndReduce.PARTS else workspaces[1]
-            kernel.few(given.x, self._gate_up, experts, None, inner, gate, self._above)
-            kernel.few(inner, self._down, experts, weights, parts, down, self._below)
-            if left is WeightAndReduce.DONE:
-                sum_parts(parts, out)
-            return
-        ids, positions, ends, owners = align(experts, self._num_experts, gate.block_m)
-        rows = kernel.Rows(ids, ends, owners, experts.shape[1], experts.numel())
-        kernel.sorted_rows(given.x, self._gate_up, inner, gate, rows, gate=True, epilogue=self._above)
+        plan = self.plan(*experts.shape)
+        order, to = layer.order(plan, experts, self._num_experts), Parts(experts, weights)
+        layer.gate(plan, given.x, self._gate_up, experts, order, inner, self._above)
         if left is WeightAndReduce.PARTS:
-            to = kernel.Parts(experts, weights)
-            kernel.sorted_rows(inner, self._down, out, down, rows, parts=to, epilogue=self._below)
+            layer.down(plan, inner, self._down, to, order, out, self._below, parts=True)
+        elif order is None:
+            sum_parts(layer.down(plan, inner, self._down, to, None, workspaces[1], self._below, parts=True), out)
         else:
-            kernel.sorted_rows(inner, self._down, workspaces[1], down, rows, epilogue=self._below)
-            weighted_sum(workspaces[1], positions, weights, out)
+            results = layer.down(plan, inner, self._down, to, order, workspaces[1], self._below, parts=False)
+            weighted_sum(results, order.positions, weights, out)
 
 
 class MXFP4BatchedExperts(_MXFP4):

@@ -4,15 +4,19 @@ start, that they give what plain torch gives: one row, few and many, sorted and 
 What is wrong, or cannot be compiled or launched, is said in words; weights are decoded then, or plain torch computes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 
+import structlog
 import torch
 from torch import Tensor
 from triton.runtime.errors import TritonError
 
+from meshlm.kernels import tables
 from meshlm.kernels.moe_routing.reference import Rule, select_experts
+from meshlm.kernels.mxfp4_experts import plan
 from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight, chunks_of
+from meshlm.kernels.mxfp4_few import kernel as mxfp4_few
 from meshlm.workers.moe.dispatch.none import NoDispatch, NoDispatchBatched
 from meshlm.workers.moe.experts.mxfp4 import MXFP4BatchedExperts, MXFP4Experts
 from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
@@ -31,8 +35,11 @@ from meshlm.workers.moe.parts import (
 EXPERTS, TOPK, HIDDEN, WIDE = 32, 4, 352, 224  # eleven groups of MXFP4, and seven
 ROWS = (1, 10, 40, 200, 600, 2000)  # that meet each height of a tile
 BATCHED_ROWS = (10, 60, 200, 600)
+DIRECT = {3: (0, 2, 4, 1, 4), 40: (16, 2, 4, 1, 4), 300: (32, 2, 4, 2, 2)}
+"""Plans of kernels/mxfp4_few that are proven, by rows."""
 NEAR = 0.05  # of a row's norm: rounding to 16 bits makes 0.01 of it
 SWIGLU = 1.702, 1.0
+_log = structlog.get_logger()
 FAULTS = (TritonError, RuntimeError, ValueError, TypeError, AssertionError)
 Pair = tuple[Experts, Experts]  # in plain torch, and by kernels
 
@@ -50,14 +57,38 @@ def of_extras(dtype: torch.dtype, device: torch.device, act: str = "silu") -> st
     return _reason(lambda: _of_extras(dtype, device, act), dtype, device)
 
 
+def may_be_direct(packed: PackedExperts) -> bool:
+    """Whether kernels/mxfp4_few may compute with these weights, where a table or the tuner says that it is faster. Where one says so
+    already, it is proven; the tuner proves what it measures. Waits for the device."""
+    if packed.dtype != torch.bfloat16 or not packed.down.codes.is_cuda:
+        return False
+    if not all(mxfp4_few.moderate(weight) for weight in (packed.gate_up, packed.down)):
+        return False
+    return not tables.products(plan.OP) or _is_direct_right(packed.down.codes.device)
+
+
+@cache
+def _is_direct_right(device: torch.device) -> bool:
+    dtype = torch.bfloat16
+    reason = _attempted(lambda: (_error(_of_direct(dtype, device), rows, dtype, device) for rows in DIRECT))
+    if reason:
+        _log.warning("kernels of a few rows of MXFP4 experts are not used", reason=reason)
+    return not reason
+
+
 def _reason(make: Callable[[], tuple[Pair, Pair]], dtype: torch.dtype, device: torch.device) -> str:
+    def errors() -> Iterator[float]:
+        contiguous, batched = make()
+        yield from (_error(contiguous, rows, dtype, device) for rows in ROWS)
+        yield from (_error(batched, rows, dtype, device) for rows in BATCHED_ROWS)
+
+    return _attempted(errors)
+
+
+def _attempted(errors: Callable[[], Iterable[float]]) -> str:
     try:
         with torch.inference_mode():
-            contiguous, batched = make()
-            worst = max(
-                *(_error(contiguous, rows, dtype, device) for rows in ROWS),
-                *(_error(batched, rows, dtype, device) for rows in BATCHED_ROWS),
-            )
+            worst = max(errors())
     except torch.OutOfMemoryError:
         raise
     except FAULTS as error:
@@ -95,7 +126,21 @@ def _extras(dtype: torch.dtype, random: torch.Generator) -> ExpertExtras:
     return ExpertExtras(above, below, SWIGLU)
 
 
-def _of_mxfp4(dtype: torch.dtype, device: torch.device) -> tuple[Pair, Pair]:
+class _Direct(MXFP4Experts):
+    """By kernels/mxfp4_few, whatever is faster."""
+
+    def plan(self, rows: int, num_topk: int) -> plan.Plan:
+        return plan.decoded(DIRECT[rows])
+
+
+def _of_direct(dtype: torch.dtype, device: torch.device) -> Pair:
+    packed, extras = _packed(dtype, device)
+    return ReferenceExperts(packed.gate_up.codes, packed.down.codes, "silu", None, extras, packed), _Direct(
+        packed, extras
+    )
+
+
+def _packed(dtype: torch.dtype, device: torch.device) -> tuple[PackedExperts, ExpertExtras]:
     random = torch.Generator(device).manual_seed(1)
 
     def weight(outputs: int, inputs: int) -> MXFP4Weight:
@@ -105,8 +150,11 @@ def _of_mxfp4(dtype: torch.dtype, device: torch.device) -> tuple[Pair, Pair]:
 
         return MXFP4Weight(some(-(1 << 15), 1 << 15, 32).to(torch.int16), some(119, 124, 4).to(torch.uint8), inputs)
 
-    packed = PackedExperts(weight(2 * WIDE, HIDDEN), weight(HIDDEN, WIDE), dtype)
-    extras = _extras(dtype, random)
+    return PackedExperts(weight(2 * WIDE, HIDDEN), weight(HIDDEN, WIDE), dtype), _extras(dtype, random)
+
+
+def _of_mxfp4(dtype: torch.dtype, device: torch.device) -> tuple[Pair, Pair]:
+    packed, extras = _packed(dtype, device)
     given = packed.gate_up.codes, packed.down.codes, "silu", None, extras, packed
     return (
         (ReferenceExperts(*given), MXFP4Experts(packed, extras)),

@@ -1,0 +1,63 @@
+"""A layer of experts with MXFP4 weights, by a plan (plan.py): what workers, the tuner of a start and the bench compute."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from meshlm.kernels.moe_align.kernel import align, most_tiles
+from meshlm.kernels.moe_epilogue.kernel import PLAIN, Epilogue
+from meshlm.kernels.mxfp4_experts import kernel
+from meshlm.kernels.mxfp4_experts.kernel import Parts, Rows
+from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight
+from meshlm.kernels.mxfp4_experts.plan import Plan
+from meshlm.kernels.mxfp4_few import kernel as direct
+
+
+class Order(NamedTuple):
+    """Sorted rows; and where each entry is among them, int32 [m, topk]."""
+
+    rows: Rows
+    positions: Tensor
+
+
+def num_rows(plan: Plan, rows: int, num_topk: int, num_experts: int) -> int:
+    """Rows between gate and down."""
+    if plan.kind == "few":
+        return rows * num_topk
+    return most_tiles(rows * num_topk, num_experts, plan.block_m) * plan.block_m
+
+
+def order(plan: Plan, experts: Tensor, num_experts: int) -> Order | None:
+    """The order of the entries of experts [m, topk]; None where they are not sorted."""
+    if plan.kind == "few":
+        return None
+    ids, positions, ends, owners = align(experts, num_experts, plan.block_m)
+    return Order(Rows(ids, ends, owners, experts.shape[1], experts.numel()), positions)
+
+
+def gate(
+    plan: Plan, x: Tensor, w: MXFP4Weight, experts: Tensor, given: Order | None, inner: Tensor, epilogue: Epilogue = PLAIN
+) -> Tensor:  # fmt: skip
+    """x [m, hidden] -> inner [num_rows, wide]."""
+    if given is None:
+        if plan.direct is not None:
+            return direct.few(x, w, experts, None, inner, plan.direct.gate, epilogue)
+        return kernel.few(x, w, experts, None, inner, plan.gate, epilogue)
+    if plan.direct is not None:
+        return direct.sorted_rows(x, w, inner, plan.direct.gate, plan.block_m, given.rows, gate=True, epilogue=epilogue)
+    return kernel.sorted_rows(x, w, inner, plan.gate, given.rows, gate=True, epilogue=epilogue)
+
+
+def down(
+    plan: Plan, inner: Tensor, w: MXFP4Weight, to: Parts, given: Order | None, out: Tensor, epilogue: Epilogue = PLAIN, *, parts: bool
+) -> Tensor:  # fmt: skip
+    """inner -> parts (always of rows that are not sorted), float32 [topk, m, hidden], weighted; or [num_rows, hidden], sorted."""
+    if given is None:
+        if plan.direct is not None:
+            return direct.few(inner, w, to.experts, to.weights, out, plan.direct.down, epilogue)
+        return kernel.few(inner, w, to.experts, to.weights, out, plan.down, epilogue)
+    leaving = to if parts else None
+    if plan.direct is not None:
+        shape = plan.direct.down
+        return direct.sorted_rows(inner, w, out, shape, plan.block_m, given.rows, parts=leaving, epilogue=epilogue)
+    return kernel.sorted_rows(inner, w, out, plan.down, given.rows, parts=leaving, epilogue=epilogue)

@@ -1,0 +1,361 @@
+"""Products of a few rows of each expert with its MXFP4 weights, as kernels/mxfp4_experts computes them, without moves between threads.
+
+As in kernels/packed_few every thread loads the words that its own place in a tile of the tensor cores asks for. A word of 32 bits
+holds the codes of two neighbouring inputs in each of four groups (mxfp4_experts/layout.py): a group's two make an operand, as
+bfloat16 of 2^-126 times their value, exactly, and one multiplication makes it the weights, where no scale is more than 2
+(`moderate`). The warps of a program share its columns and have chunks of their own; they add up at the end, in a fixed order.
+
+    few       up to 16 rows, not sorted: each expert that is touched is read once (kernels/moe_few)
+    sorted    rows as kernels/moe_align orders them, in tiles of 16 or 32
+
+In Triton's Gluon dialect, for bfloat16 and GPUs of compute capability 8.0 and later. Used where the tuner has measured that it is
+faster.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from meshlm.kernels import pdl
+from meshlm.kernels.moe_align.kernel import ROWS as _ROWS
+from meshlm.kernels.moe_align.kernel import most_tiles
+from meshlm.kernels.moe_epilogue.kernel import PLAIN, Epilogue
+from meshlm.kernels.mxfp4_experts.kernel import Parts, Rows
+from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight
+from meshlm.kernels.packed_few.layouts import along, bits, range_of, spread
+
+MOST_ROWS = 16  # that are not sorted
+MARK = gl.constexpr(_ROWS)  # moe_align: what an owner's number of rows is multiplied by
+MOST_SCALE = 128  # as e8m0: 2
+PAIR = gl.constexpr(2)  # chunks that a warp asks for at once
+NONE = gl.constexpr(0x7FFFFFFF)  # an entry behind all others
+
+# A plane's codes of two inputs, as bfloat16 of 2^-126 times their value, times the group's factor.
+_HEAD = """{
+    .reg .b32 t, s, none;
+    mov.b32 none, 0x80008000;
+    """
+_TAIL = """
+    fma.rn.bf16x2 $0, t, $2, none;
+    }"""
+_CODES = (
+    "and.b32 t, $1, 0x81C081C0;",
+    "shl.b32 t, $1, 3; and.b32 t, t, 0x81C081C0;",
+    "shl.b32 t, $1, 6; and.b32 t, t, 0x81C081C0;",
+    """shr.u32 t, $1, 6; shr.u32 s, $1, 4; and.b32 t, t, 0x01800180; lop3.b32 t, s, 0x00400040, t, 0xEA;
+    shl.b32 s, $1, 4; lop3.b32 t, s, 0x80008000, t, 0xEA;""",
+)
+_PLANE_0, _PLANE_1, _PLANE_2, _PLANE_3 = (gl.constexpr(_HEAD + codes + _TAIL) for codes in _CODES)
+# Byte P of a scale in each half, where the exponents of two numbers are.
+_FACTOR_0, _FACTOR_1, _FACTOR_2, _FACTOR_3 = (
+    gl.constexpr(f"{{ .reg .b32 t; prmt.b32 t, $1, 0, 0x4{p}4{p}; mad.lo.u32 $0, t, 128, 0x3F003F00; }}")
+    for p in range(4)
+)
+
+
+@gluon.constexpr_function
+def _layout_of_words(TILES: int, WARPS: int) -> gl.DistributedLinearLayout:
+    """[WARPS, 16 * TILES outputs, 4, 4 words]: four threads have the 64 bytes of a chunk."""
+    registers = [*bits(3, 4, 1, 4), *bits(1, 4, 8, 16 * TILES)]
+    lanes = [*bits(2, 4, 1, 4), *bits(1, 4, 1, 8)]
+    return gl.DistributedLinearLayout(registers, lanes, bits(0, 4, 1, WARPS), [], [WARPS, 16 * TILES, 4, 4])
+
+
+@gluon.constexpr_function
+def _layout_of_inputs(COLUMNS: int, WARPS: int) -> gl.DistributedLinearLayout:
+    """[WARPS, 4, 8 inputs, COLUMNS]."""
+    registers = [*bits(2, 4, 1, 8), *bits(3, 4, 8, COLUMNS)]
+    lanes = [*bits(1, 4, 1, 4), *bits(3, 4, 1, 8)]
+    return gl.DistributedLinearLayout(registers, lanes, bits(0, 4, 1, WARPS), [], [WARPS, 4, 8, COLUMNS])
+
+
+@gluon.jit
+def _operand(words, scale, P: gl.constexpr, LAYOUT: gl.constexpr, LINES: gl.constexpr, WARPS: gl.constexpr):
+    """The weights of plane P, [WARPS, LINES, 32], without a move. scale: [WARPS, LINES, 1, 1]."""
+    plane: gl.constexpr = (_PLANE_0 if P == 0 else _PLANE_1) if P < 2 else (_PLANE_2 if P == 2 else _PLANE_3)
+    factor: gl.constexpr = (_FACTOR_0 if P == 0 else _FACTOR_1) if P < 2 else (_FACTOR_2 if P == 2 else _FACTOR_3)
+    times = gl.inline_asm_elementwise(factor, "=r,r", [scale], dtype=gl.int32, is_pure=True, pack=1)
+    both = gl.inline_asm_elementwise(plane, "=r,r,r", [words, times], dtype=gl.int32, is_pure=True, pack=1)
+    low = both.to(gl.int16).to(gl.bfloat16, bitcast=True)
+    high = (both >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    pairs = gl.permute(gl.join(low, high), [0, 1, 3, 2, 4])
+    return gl.convert_layout(gl.reshape(pairs, [WARPS, LINES, 32]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _inputs(at, LAYOUT: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr):
+    """The inputs of a plane, [WARPS, 32, COLUMNS], without a move."""
+    found = gl.reshape(gl.load(at), [WARPS, 4, 4, 2, COLUMNS])
+    found = gl.reshape(gl.permute(found, [0, 2, 1, 3, 4]), [WARPS, 32, COLUMNS])
+    return gl.convert_layout(found, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _products(
+    x, token, codes, scales, expert, column,
+    INPUTS: gl.constexpr, OUTPUTS: gl.constexpr, HALVES: gl.constexpr, TILES: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """float32 [16 * TILES, COLUMNS]: an expert's lines (of gate, then of up) for rows of x. token: [1, 1, 1, COLUMNS]."""
+    LINES: gl.constexpr = 16 * TILES
+    BLOCK: gl.constexpr = LINES // HALVES
+    CHUNKS: gl.constexpr = (INPUTS + 127) // 128
+    TURNS: gl.constexpr = (CHUNKS + PAIR * WARPS - 1) // (PAIR * WARPS)
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
+    WORDS: gl.constexpr = _layout_of_words(TILES, WARPS)
+    PLACES: gl.constexpr = _layout_of_inputs(COLUMNS, WARPS)
+
+    nth = range_of(LINES, WORDS, 1, 4)
+    output = gl.minimum(column * BLOCK + nth % BLOCK, OUTPUTS - 1)
+    part = range_of(WARPS, WORDS, 0, 4) * PAIR
+    line = ((expert * HALVES + nth // BLOCK).to(gl.int64) * OUTPUTS + output) * CHUNKS + part
+    words_at = codes + line * 16 + range_of(4, WORDS, 2, 4) * 4 + range_of(4, WORDS, 3, 4)
+    scales_at = scales + line
+    x_part = range_of(WARPS, PLACES, 0, 4) * (PAIR * 128)
+    inside = range_of(4, PLACES, 1, 4) * 8 + range_of(8, PLACES, 2, 4)
+    x_at = x + token.to(gl.int64) * INPUTS
+
+    total = gl.zeros([WARPS, LINES, COLUMNS], gl.float32, SUMS)
+    words_0 = gl.load(words_at, mask=part < CHUNKS, other=0)
+    words_1 = gl.load(words_at + 16, mask=part + 1 < CHUNKS, other=0)
+    scale_0 = gl.load(scales_at, mask=part < CHUNKS, other=0)
+    scale_1 = gl.load(scales_at + 1, mask=part + 1 < CHUNKS, other=0)
+    for turn in range(TURNS):
+        first = turn * (PAIR * WARPS)
+        following = first + PAIR * WARPS
+        more_0 = gl.load(words_at + following * 16, mask=following + part < CHUNKS, other=0)
+        more_1 = gl.load(words_at + following * 16 + 16, mask=following + part + 1 < CHUNKS, other=0)
+        more_scale_0 = gl.load(scales_at + following, mask=following + part < CHUNKS, other=0)
+        more_scale_1 = gl.load(scales_at + following + 1, mask=following + part + 1 < CHUNKS, other=0)
+        for half in gl.static_range(PAIR):
+            words = words_0 if half == 0 else words_1
+            scale = scale_0 if half == 0 else scale_1
+            for p in gl.static_range(4):
+                k = (first + half) * 128 + p * 32 + x_part
+                if INPUTS % 32 == 0:
+                    k = gl.minimum(k, INPUTS - 32) + inside  # behind the last input codes are zeros: any input will do
+                else:
+                    k = gl.minimum(k + inside, INPUTS - 1)
+                y = _inputs(x_at + k, RIGHT, COLUMNS, WARPS)
+                total = mma_v2(_operand(words, scale, p, LEFT, LINES, WARPS), y, total)
+        words_0, words_1, scale_0, scale_1 = more_0, more_1, more_scale_0, more_scale_1
+    return gl.sum(total, axis=0)
+
+
+@gluon.jit
+def _activated(gate, up, dtype: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr):
+    """See kernels/moe_epilogue."""
+    gate = gate.to(dtype).to(gl.float32)
+    up = up.to(dtype).to(gl.float32)
+    if ALPHA > 0 and LIMIT == 0:
+        gate = (gate / (1.0 + gl.exp(-ALPHA * (gate + 0.044715 * gate * gate * gate)))).to(dtype).to(gl.float32)
+    elif ALPHA > 0:
+        gate = gl.minimum(gate, LIMIT)
+        up = gl.minimum(gl.maximum(up, -LIMIT), LIMIT) + 1.0
+        gate = gate / (1.0 + gl.exp(-ALPHA * gate))
+    else:
+        gate = (gate / (1.0 + gl.exp(-gate))).to(dtype).to(gl.float32)
+    return gate * up
+
+
+@gluon.jit
+def _result(
+    total, biases, expert, column,
+    OUTPUTS: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, BLOCK: gl.constexpr,
+    COLUMNS: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """float32 [BLOCK, COLUMNS], with the biases, of gate and up what kernels/moe_epilogue makes of them; and the outputs [BLOCK, 1]."""
+    if GATE:
+        gate, up = gl.split(gl.permute(gl.reshape(total, [2, BLOCK, COLUMNS]), [1, 2, 0]))
+        HALF: gl.constexpr = gate.type.layout
+        n = column * BLOCK + range_of(BLOCK, HALF, 0, 2)
+        if BIAS:
+            bias = biases + expert.to(gl.int64) * (2 * OUTPUTS) + n
+            gate += gl.load(bias, mask=n < OUTPUTS, other=0.0).to(gl.float32)
+            up += gl.load(bias + OUTPUTS, mask=n < OUTPUTS, other=0.0).to(gl.float32)
+        return _activated(gate, up, dtype, ALPHA, LIMIT), n
+    else:
+        WHOLE: gl.constexpr = total.type.layout
+        n = column * BLOCK + range_of(BLOCK, WHOLE, 0, 2)
+        if BIAS:
+            total += gl.load(biases + expert.to(gl.int64) * OUTPUTS + n, mask=n < OUTPUTS, other=0.0).to(gl.float32)
+        return total, n
+
+
+@gluon.jit
+def _entries(experts, expert, rows, TOPK: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """The entries of the rows that go to the expert; -1: a row does not."""
+    m = gl.arange(0, COLUMNS, LAYOUT)
+    entry = gl.full([COLUMNS], -1, gl.int32, LAYOUT)
+    for j in gl.static_range(TOPK):
+        one = gl.load(experts + m * TOPK + j, mask=m < rows, other=-1)
+        entry = gl.where((one == expert) & (one >= 0), m * TOPK + j, entry)
+    return entry
+
+
+@gluon.jit
+def _say_nothing(
+    experts, out, column, rows,
+    TOPK: gl.constexpr, OUTPUTS: gl.constexpr, BLOCK: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Zeros for what goes nowhere."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, WARPS], [1, 0])
+    m, n = range_of(COLUMNS, LAYOUT, 0, 2), column * BLOCK + range_of(BLOCK, LAYOUT, 1, 2)
+    for j in gl.static_range(TOPK):
+        nowhere = (m < rows) & (gl.load(experts + m * TOPK + j, mask=m < rows, other=0) < 0)
+        gl.store(
+            out + (j * rows + m).to(gl.int64) * OUTPUTS + n,
+            gl.zeros([COLUMNS, BLOCK], gl.float32, LAYOUT),
+            mask=nowhere & (n < OUTPUTS),
+        )
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def _few(
+    x, codes, scales, experts, weights, biases, out, rows,
+    TOPK: gl.constexpr, INPUTS: gl.constexpr, OUTPUTS: gl.constexpr, GATE: gl.constexpr, BY_ENTRY: gl.constexpr, BIAS: gl.constexpr,
+    ALPHA: gl.constexpr, LIMIT: gl.constexpr, TILES: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """A program belongs to an expert, or to an entry, of which an expert's first computes it."""
+    HALVES: gl.constexpr = 2 if GATE else 1
+    BLOCK: gl.constexpr = 16 * TILES // HALVES
+    TOKENS: gl.constexpr = along(_layout_of_inputs(COLUMNS, WARPS), 3, 4)
+    column, lead = gl.program_id(0), gl.program_id(1)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if not GATE:  # noqa: SIM102 (a constant of the compiler, and a value of the device)
+        if lead == 0:
+            _say_nothing(experts, out, column, rows, TOPK, OUTPUTS, BLOCK, COLUMNS, WARPS)
+    expert = gl.load(experts + lead) if BY_ENTRY else lead
+    entry = _entries(experts, expert, rows, TOPK, COLUMNS, TOKENS)
+    foremost = gl.min(gl.where(entry >= 0, entry, NONE), axis=0)
+    live = foremost == lead if BY_ENTRY else foremost != NONE
+    if live:
+        token = gl.minimum(gl.arange(0, COLUMNS, TOKENS), rows - 1) if GATE else gl.maximum(entry, 0)
+        total = _products(
+            x, spread(token, 3, 4), codes, scales, expert, column,
+            INPUTS, OUTPUTS, HALVES, TILES, COLUMNS, WARPS,
+        )  # fmt: skip
+        found, n = _result(
+            total, biases, expert, column, OUTPUTS, GATE, BIAS, ALPHA, LIMIT, BLOCK, COLUMNS, x.dtype.element_ty
+        )
+        PLACES: gl.constexpr = along(found.type.layout, 1, 2)
+        again = _entries(experts, expert, rows, TOPK, COLUMNS, PLACES)
+        there = gl.expand_dims(again >= 0, 0) & (n < OUTPUTS)
+        place = again
+        if not GATE:
+            found = found * gl.expand_dims(gl.load(weights + again, mask=again >= 0, other=0.0), 0)
+            place = again % TOPK * rows + gl.arange(0, COLUMNS, PLACES)
+        gl.store(out + gl.expand_dims(place.to(gl.int64) * OUTPUTS, 0) + n, found.to(out.dtype.element_ty), mask=there)
+
+
+@gluon.jit(do_not_specialize=["rows", "entries"])
+def _sorted(
+    x, codes, scales, ids, ends, owners, experts, weights, biases, out, rows, entries,
+    EXPERTS: gl.constexpr, TOPK: gl.constexpr, INPUTS: gl.constexpr, OUTPUTS: gl.constexpr, GATE: gl.constexpr, PARTS: gl.constexpr,
+    BIAS: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, TILES: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """A program has a tile of COLUMNS rows. gate: x is in the order of tokens. PARTS: out [TOPK, rows, OUTPUTS], with zeros for the
+    entries of experts that go nowhere."""
+    HALVES: gl.constexpr = 2 if GATE else 1
+    BLOCK: gl.constexpr = 16 * TILES // HALVES
+    TOKENS: gl.constexpr = along(_layout_of_inputs(COLUMNS, WARPS), 3, 4)
+    tile, column = gl.program_id(0), gl.program_id(1)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if PARTS:
+        FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+        flat_n = column * BLOCK + gl.arange(0, BLOCK, FLAT)
+        for nth in range(tile, entries, gl.num_programs(0)):
+            if gl.load(experts + nth) < 0:
+                to = out + (nth % TOPK * rows + nth // TOPK).to(gl.int64) * OUTPUTS
+                gl.store(
+                    to + flat_n, gl.zeros([BLOCK], gl.float32, FLAT).to(out.dtype.element_ty), mask=flat_n < OUTPUTS
+                )
+    if tile < gl.load(ends + (EXPERTS - 1)):
+        expert = gl.load(owners + tile) % MARK
+        row = tile * COLUMNS + gl.arange(0, COLUMNS, TOKENS)
+        token = gl.maximum(gl.load(ids + row), 0) // TOPK if GATE else row
+        total = _products(
+            x, spread(token, 3, 4), codes, scales, expert, column,
+            INPUTS, OUTPUTS, HALVES, TILES, COLUMNS, WARPS,
+        )  # fmt: skip
+        found, n = _result(
+            total, biases, expert, column, OUTPUTS, GATE, BIAS, ALPHA, LIMIT, BLOCK, COLUMNS, x.dtype.element_ty
+        )
+        PLACES: gl.constexpr = along(found.type.layout, 1, 2)
+        place = tile * COLUMNS + gl.arange(0, COLUMNS, PLACES)
+        stays = place >= 0
+        if GATE or PARTS:
+            again = gl.load(ids + place)
+            stays = again >= 0
+        if PARTS:
+            found = found * gl.expand_dims(gl.load(weights + again, mask=stays, other=0.0), 0)
+            place = gl.where(stays, again % TOPK * rows + again // TOPK, 0)
+        there = gl.expand_dims(stays, 0) & (n < OUTPUTS)
+        gl.store(out + gl.expand_dims(place.to(gl.int64) * OUTPUTS, 0) + n, found.to(out.dtype.element_ty), mask=there)
+
+
+class Shape(NamedTuple):
+    """Times 16 lines of the weight that a program has (of a gate half as many of up's); its warps. Powers of two."""
+
+    tiles: int
+    warps: int
+
+
+def moderate(weight: MXFP4Weight) -> bool:
+    """Whether no scale is more than 2, which the kernels here need: times 2^126 it must be a bfloat16. Waits for the device."""
+    return bool((weight.scales <= MOST_SCALE).all())
+
+
+def few(
+    x: Tensor, w: MXFP4Weight, experts: Tensor, weights: Tensor | None, out: Tensor, shape: Shape, epilogue: Epilogue = PLAIN
+) -> Tensor:  # fmt: skip
+    """See `meshlm.kernels.mxfp4_experts.kernel.few`: of up to MOST_ROWS rows, of bfloat16."""
+    (rows, num_topk), num_experts, gate = experts.shape, w.codes.shape[0], weights is None
+    assert rows <= MOST_ROWS
+    outputs = w.codes.shape[1] // 2 if gate else w.codes.shape[1]
+    by_entry = experts.numel() <= num_experts
+    block = 16 * shape.tiles // (2 if gate else 1)
+    _few[(triton.cdiv(outputs, block), experts.numel() if by_entry else num_experts)](
+        x, w.codes.view(torch.int32), w.scales.view(torch.int32), experts, x if weights is None else weights,
+        x if epilogue.bias is None else epilogue.bias, out, rows, TOPK=num_topk, INPUTS=w.inputs, OUTPUTS=outputs, GATE=gate,
+        BY_ENTRY=by_entry, **_options(shape, x, epilogue, max(8, triton.next_power_of_2(rows))),
+    )  # fmt: skip
+    return out
+
+
+def sorted_rows(
+    x: Tensor, w: MXFP4Weight, out: Tensor, shape: Shape, block_m: int, rows: Rows, *, gate: bool = False, parts: Parts | None = None,
+    epilogue: Epilogue = PLAIN,
+) -> Tensor:  # fmt: skip
+    """See `meshlm.kernels.mxfp4_experts.kernel.sorted_rows`: in tiles of block_m rows, for which they were sorted."""
+    num_experts = w.codes.shape[0]
+    outputs = w.codes.shape[1] // 2 if gate else w.codes.shape[1]
+    most, block = most_tiles(rows.entries, num_experts, block_m), 16 * shape.tiles // (2 if gate else 1)
+    _sorted[(max(1, most), triton.cdiv(outputs, block))](
+        x, w.codes.view(torch.int32), w.scales.view(torch.int32), rows.ids, rows.ends, rows.owners,
+        rows.ids if parts is None else parts.experts, x if parts is None else parts.weights,
+        x if epilogue.bias is None else epilogue.bias, out, out.shape[-2], 0 if parts is None else parts.experts.numel(),
+        EXPERTS=num_experts, TOPK=rows.num_topk, INPUTS=w.inputs, OUTPUTS=outputs, GATE=gate, PARTS=parts is not None,
+        **_options(shape, x, epilogue, block_m),
+    )  # fmt: skip
+    return out
+
+
+def _options(shape: Shape, x: Tensor, epilogue: Epilogue, columns: int) -> dict[str, Any]:
+    use_pdl = x.is_cuda and pdl.supported()
+    return {
+        "BIAS": epilogue.bias is not None, "ALPHA": epilogue.alpha, "LIMIT": epilogue.limit, "TILES": shape.tiles, "COLUMNS": columns,
+        "WARPS": shape.warps, "PDL": use_pdl, "num_warps": shape.warps, **({"launch_pdl": True} if use_pdl else {}),
+    }  # fmt: skip
