@@ -1,9 +1,10 @@
 """How fast a linear layer is in each format of weights: the shapes of Llama-3.1-8B at several numbers of rows.
 
-    python -P benchmarks/weights.py [--rows 1 8 64 2048] [--sweep] [--json FILE]
+    python -P benchmarks/weights.py [--rows 1 8 64 2048] [--sweep | --few] [--json FILE]
 
 Each figure is the time of one product, from a CUDA graph over as many copies of the weight as do not fit into the L2 cache, beside the
-time that its bytes take at 4.3 TB/s and that of cuBLAS in bfloat16. --sweep times shapes of the packed kernel and prints the best.
+time that its bytes take at 4.3 TB/s and that of cuBLAS in bfloat16. --sweep times shapes of the packed kernel and prints the best,
+--few those of kernels/packed_few (up to 16 rows times 4 bits).
 """
 
 import argparse
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from meshlm.kernels.fp8_gemm import kernel as fp8_kernel
 from meshlm.kernels.measure import keep, replay_us
+from meshlm.kernels.packed_few import kernel as packed_few
 from meshlm.kernels.packed_gemm import gemv, kernel, reference
 from meshlm.kernels.packed_gemm.kernel import Shape
 from meshlm.kernels.packed_gemm.reference import PackedWeight
@@ -216,6 +218,35 @@ def one_row(names: list[str], kinds: list[str]) -> list[dict[str, Any]]:
     return report
 
 
+def few_rows(names: list[str], rows: list[int], kinds: list[str]) -> list[dict[str, Any]]:
+    """Shapes of kernels/packed_few, and in their midst what kernels/packed_gemm takes (shape None)."""
+    report = []
+    for kind, name, m in itertools.product(kinds, names, [m for m in rows if m <= packed_few.MOST_ROWS]):
+        outputs, inputs = SIZES[name]
+        weights = copies_of(packed(outputs, inputs, *FORMATS[kind]))
+        if not packed_few.takes(weights[0]):
+            continue
+        x = torch.randn(m, inputs, device="cuda", dtype=torch.bfloat16)
+        expected = reference.packed_linear(x, weights[0]).float()
+
+        def run(w: PackedWeight, shape: packed_few.Shape | None, x: Tensor = x) -> Tensor:
+            return kernel.usual_product(x, w) if shape is None else packed_few.packed_few(x, w, shape)
+
+        tries: list[packed_few.Shape | None] = [None, *packed_few.SHAPES]
+        for shape in tries:
+            error = float((run(weights[0], shape).float() - expected).abs().max() / expected.std())
+            if not error < 0.05:
+                print("WRONG", kind, name, m, shape, error)
+        found = timed_all([(shape, [partial(run, w, shape) for w in weights]) for shape in tries])
+        floor = size_of(weights[0]) / TB_S * 1e6
+        best = "; ".join(f"{us:.1f} {tuple(shape) if shape else 'usual'}" for us, shape in found[:4])
+        usual = next((us for us, shape in found if shape is None), 0.0)
+        print(f"{kind} {name} m={m}: bytes {floor:.1f} us; {best}; usual {usual:.1f}", flush=True)
+        facts = {"format": kind, "product": name, "rows": m, "bytes_us": floor, "kernel": "packed_few"}
+        report += [{**facts, "us": us, "shape": shape} for us, shape in found]
+    return report
+
+
 def timed_all(tries: list[tuple[Any, list[Callable[[], Any]]]]) -> list[tuple[float, Any]]:
     """The times of these, the fastest first; what cannot be compiled or launched is said and left out."""
     with precompiled():
@@ -310,14 +341,16 @@ def main() -> None:
     parser.add_argument("--products", nargs="+", default=list(SIZES))
     parser.add_argument("--formats", nargs="+", default=list(FORMATS))
     parser.add_argument("--sweep", action="store_true", help="the shapes of the packed kernel")
+    parser.add_argument("--few", action="store_true", help="the shapes of kernels/packed_few, beside what is used else")
     parser.add_argument("--json")
     arguments = parser.parse_args()
     check()
-    found = (
-        sweep(arguments.products, arguments.rows, arguments.formats)
-        if arguments.sweep
-        else table(arguments.rows, arguments.formats)
-    )
+    if arguments.few:
+        found = few_rows(arguments.products, arguments.rows, arguments.formats)
+    elif arguments.sweep:
+        found = sweep(arguments.products, arguments.rows, arguments.formats)
+    else:
+        found = table(arguments.rows, arguments.formats)
     keep(found, arguments.json)
 
 
