@@ -20,7 +20,7 @@ from torch import Tensor
 from meshlm.kernels.fp8_gemm import kernel as fp8_kernel
 from meshlm.kernels.measure import keep, replay_us
 from meshlm.kernels.packed_few import kernel as packed_few
-from meshlm.kernels.packed_gemm import gemv, kernel, reference
+from meshlm.kernels.packed_gemm import kernel, reference
 from meshlm.kernels.packed_gemm.kernel import Shape
 from meshlm.kernels.packed_gemm.reference import PackedWeight
 from meshlm.kernels.precompile import precompiled
@@ -174,46 +174,6 @@ def fp8(names: list[str], rows: list[int], *, every: bool) -> list[dict[str, Any
             f"{best}; chosen {chosen:.1f}",
             flush=True,
         )
-        report += [{**facts, "us": us, "shape": shape} for us, shape in found]
-    return report
-
-
-def one_row(names: list[str], kinds: list[str]) -> list[dict[str, Any]]:
-    """Shapes of the packed kernel of one row."""
-    report = []
-    for kind, name in itertools.product(kinds, names):
-        outputs, inputs = SIZES[name]
-        weights = copies_of(packed(outputs, inputs, *FORMATS[kind]))
-        if not gemv.takes(weights[0]):
-            continue
-        x = torch.randn(1, inputs, device="cuda", dtype=torch.bfloat16)
-        tries = [
-            gemv.Shape(block_n, splits, warps, stages)
-            for block_n, splits, warps, stages in itertools.product((16, 32, 64, 128), (1, 2, 4, 8), (2, 4, 8), (2, 4))
-            if 200 <= outputs // block_n * splits <= 2000
-            and inputs // 256 >= 2 * splits
-            and block_n // warps in (4, 8, 16)
-        ]
-
-        def run(w: PackedWeight, shape: gemv.Shape, x: Tensor = x) -> Tensor:
-            found = gemv.parts(x, w, shape)
-            return (
-                found
-                if shape.splits == 1
-                else kernel.sum_parts(found, torch.empty(1, w.outputs, dtype=x.dtype, device="cuda"))
-            )
-
-        expected = reference.packed_linear(x, weights[0]).float()
-        error = float((run(weights[0], tries[0]).float() - expected).abs().max() / expected.std())
-        if not error < 0.05:
-            print("WRONG", kind, name, error)
-        found = timed_all([(shape, [lambda w=w, s=shape: run(w, s) for w in weights]) for shape in tries])
-        floor = size_of(weights[0]) / TB_S * 1e6
-        best = "; ".join(f"{us:.1f} {tuple(shape)}" for us, shape in found[:6])
-        print(
-            f"{kind} {name} one row: bytes {floor:.1f} us; {best}; worst of {len(found)} {found[-1][0]:.1f}", flush=True
-        )
-        facts = {"format": kind, "product": name, "rows": 1, "bytes_us": floor}
         report += [{**facts, "us": us, "shape": shape} for us, shape in found]
     return report
 
