@@ -123,7 +123,7 @@ def _packed_few(
 
     ones = gl.full([WARPS, 16, 64], 1.0, dtype, LEFT)
     total = gl.zeros([WARPS, BLOCK, COLUMNS], gl.float32, SUMS)
-    words = gl.load(line)
+    words = gl.load(line, mask=part < CHUNKS, other=0)
     if PDL:
         gdc_launch_dependents()
         _ask_for(row, part, TURNS, WARPS, CHUNKS)

@@ -32,6 +32,7 @@ SIZES = [
     (3, 32, 768, Shape(2, 2)),  # a warp has no chunk in the last turn
     (5, 40, 320, Shape(1, 2)),  # half a chunk is not there
     (16, 16, 480, Shape(1, 2)),
+    (2, 16, 256, Shape(1, 4)),  # three warps have nothing
 ]
 
 
