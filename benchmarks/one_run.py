@@ -37,6 +37,12 @@ class Job(NamedTuple):
     beside: bool = False  # vLLM is measured in the same run
 
 
+def step(name: str, model: str, *flags: str, batches: tuple[str, ...] = ("1",)) -> Job:
+    """Decode steps of the engine alone."""
+    command = ("engine_step.py", f"{{models}}/{model}", "--batch", *batches, "--context", "512", "--json", "{out}")
+    return Job(name, (*command, *flags), 120)
+
+
 def beside(name: str, *models: str, kinds: tuple[str, ...] = BESIDE, limit_s: int = 1200) -> Job:
     """MeshLM and vLLM through these models, each on a GPU of its own."""
     command = ("beside.py", *(f"{{models}}/{model}" for model in models), "--only", *kinds, "--json", "{out}")
@@ -51,14 +57,13 @@ JOBS = (
     Job("mxfp4_experts_direct", ("-m", "meshlm.kernels.mxfp4_experts.bench", "--direct", "--json", "{out}"), 240),
     Job("prefill_attention", ("-m", "meshlm.kernels.attention.bench", "--json", "{out}"), 240),
     Job("shared_prefix_steps", ("shared_prefix.py", "--quick", "--engine", "{models}/llama3-8b", "--json", "{out}"), 180),
+    step("kernels_llama3_8b_fp8", "llama3-8b", "--kernels", "--quantization", "fp8", batches=("1", "64")),
+    step("kernels_llama3_8b_awq", "llama3-8b+awq", "--kernels", batches=("1", "64")),
     beside("beside_llama3_8b_awq", "llama3-8b+awq"),
     beside("beside_llama3_8b_fp8", "llama3-8b@--quantization fp8"),
     beside("beside_qwen2.5_7b", "qwen2.5-7b"),
     beside("beside_long", "llama3-8b", kinds=("long", "longest")),
-    *(
-        Job(f"step_{name}", ("engine_step.py", f"{{models}}/{name}", "--batch", "1", "--context", "512", "--json", "{out}"), 120)
-        for name in DENSE
-    ),
+    *(step(f"step_{name}", name) for name in DENSE),
 )  # fmt: skip
 
 
