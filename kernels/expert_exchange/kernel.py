@@ -68,7 +68,7 @@ def _send(
     tl.store(line + K + nth, bits, mask=nth < K)
     if not WHOLE:  # noqa: SIM102 - a kernel decides the one when it is compiled, the other when it runs
         if tl.max(mine.to(tl.int32), axis=0) > 0:
-            to = tl.load(inboxes + peer).to(tl.pointer_type(x.dtype.element_ty)) + at * HIDDEN
+            to = tl.multiple_of(tl.load(inboxes + peer).to(tl.pointer_type(x.dtype.element_ty)), 16) + at * HIDDEN
             for begin in range(0, HIDDEN, BLOCK):
                 column = begin + tl.arange(0, BLOCK)
                 inside = column < HIDDEN
@@ -85,7 +85,8 @@ def _give_back(
     at = (peer * n + row).to(tl.int64)
     local = tl.load(lines + at * (2 * K) + nth, mask=nth < K, other=-1)
     if tl.max(local, axis=0) >= 0:
-        to = tl.load(results + peer).to(tl.pointer_type(sums.dtype.element_ty)) + (RANK * n + row).to(tl.int64) * HIDDEN
+        to = tl.multiple_of(tl.load(results + peer).to(tl.pointer_type(sums.dtype.element_ty)), 16)
+        to += (RANK * n + row).to(tl.int64) * HIDDEN
         for begin in range(0, HIDDEN, BLOCK):
             column = begin + tl.arange(0, BLOCK)
             inside = column < HIDDEN

@@ -29,12 +29,13 @@ class Hopper:
 
 
 _run = jit.JITFunction.run
+made: dict[str, Any] = {}  # the last of each name
 
 
 def _only_compile(self: Any, *given: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-    made = _run(self, *given, grid=grid, warmup=True, **options)
-    print(self.fn.__module__, self.fn.__name__, len(made.asm["cubin"]), flush=True)
-    return made
+    found = made[self.fn.__name__] = _run(self, *given, grid=grid, warmup=True, **options)
+    print(self.fn.__module__, self.fn.__name__, len(found.asm["cubin"]), flush=True)
+    return found
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -121,6 +122,22 @@ def attention() -> None:
         shared = SharedPrefixes(ints(9, 5), ints(4), ints(4), ints(4), 16, 4)
         shared_prefix(query[:4], keys, keys, at, shared, 0.1, room, splits, extras)
         decode(query[:4], keys, keys, at, 0.1, out[:4], room, splits, extras, shared=shared)
+
+
+def exchange() -> None:
+    """Rows to peers and back, 16 bytes at a time: what is known of a peer's memory is an address alone."""
+    from meshlm.kernels.expert_exchange import kernel
+
+    at, inbox, results = torch.zeros(4, dtype=torch.int64), empty(256, 2048), empty(256, 2048)
+    room = kernel.Room(0, inbox, ints(256, 16), results, at, at, at, at, ints(2), ints(1), [], [])
+    kernel.send(empty(64, 2048), ints(64, 8), torch.empty(64, 8), 64, room, kernel.Owners(32, 32, 0))
+    kernel.give_back(empty(256, 2048), 64, 8, room)
+    kernel.add(ints(64, 8), 64, room, kernel.Owners(32, 32, 0))
+    kernel.wait(kernel.ROWS, room)
+    for name in ("_send", "_give_back", "_add"):
+        text = made[name].asm["ptx"]
+        assert "st.global.v4.b32" in text, name
+        assert ".global.b16" not in text, name
 
 
 def states() -> None:
@@ -215,5 +232,5 @@ def hopper() -> None:
 if __name__ == "__main__":
     driver.set_active(Hopper())
     jit.JITFunction.run = _only_compile
-    parts = {part.__name__: part for part in (products, sums, attention, states, hopper)}
+    parts = {part.__name__: part for part in (products, sums, attention, exchange, states, hopper)}
     parts[sys.argv[1]]()
