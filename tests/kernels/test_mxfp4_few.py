@@ -21,8 +21,8 @@ DTYPE = torch.bfloat16
 EXPERTS, TOPK = 5, 2
 SIZES = [
     (160, 96),
-    (300, 304),
-]  # hidden and wide: rows of two chunks and of one, whose last planes are missing; of three, whose last is cut
+    (300, 48),
+]  # hidden and wide: two chunks and one, whose last planes are missing; three and one, whose last are cut
 
 
 def some_weights(experts: int, outputs: int, inputs: int) -> tuple[MXFP4Weight, Tensor]:

@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 from device import DEVICE, MARKS, WIDE, needs_fp8
+from gluon_on_torch import on_torch
 from structlog.testing import capture_logs
 
 from meshlm.kernels.fp8_gemm.reference import Fp8Weight
+from meshlm.kernels.packed_few import kernel as packed_few
 from meshlm.kernels.packed_gemm import gemv, pairs
 from meshlm.kernels.quantise_int8.reference import Int8Weight
 from meshlm.workers.quantization import proofs
@@ -26,11 +28,12 @@ EIGHT_BITS = [(0, 0, False), (0, 0, True), (128, 128, False), (0, None, False)]
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    for proof in (proofs._one_row, proofs._some_rows, proofs._fp8, proofs._fp8_row, proofs._int8):
+    for proof in (proofs._one_row, proofs._few_rows, proofs._some_rows, proofs._fp8, proofs._fp8_row, proofs._int8):
         proof.cache_clear()
     if DEVICE.type != "cuda":
         monkeypatch.setattr(proofs, "COUNTS", (1, 70))
         monkeypatch.setattr(proofs, "ROWS", 72)
+        monkeypatch.setattr(packed_few, "packed_few", on_torch(packed_few).packed_few)
 
 
 @pytest.mark.parametrize("kind", KINDS if DEVICE.type == "cuda" else KINDS[2:3])
@@ -38,6 +41,7 @@ def test_packed_kernels(kind: proofs.Kind) -> None:
     found = proofs.proven(proofs.random_packed(kind, 512, DEVICE), WIDE)
     assert found.one_row == (kind[1] >= 32)
     assert found.some_rows
+    assert found.few_rows == (kind[0] == 4)
 
 
 @needs_fp8
@@ -77,6 +81,16 @@ def test_what_is_wrong_is_not_used(how: str, which: int, monkeypatch: pytest.Mon
     assert (found.one_row, found.some_rows) == (again.one_row, again.some_rows) == (False, True)
     assert [entry["event"] for entry in said] == [
         "the packed kernel of one row is not right on this GPU: tensor cores compute it"
+    ]
+
+
+def test_few_rows_that_are_wrong_are_computed_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_few, "packed_few", lambda x, weight, shape: torch.zeros(len(x), weight.outputs))
+    with capture_logs() as said:
+        found = proofs.proven(proofs.random_packed(KINDS[1], 512, DEVICE), WIDE)
+    assert (found.one_row, found.few_rows, found.some_rows) == (True, False, True)
+    assert [entry["event"] for entry in said] == [
+        "the packed kernel of few rows is not right on this GPU: others compute them"
     ]
 
 

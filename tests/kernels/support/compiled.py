@@ -199,34 +199,25 @@ def hopper() -> None:
         rows, gate_up, empty(512, 512), tiles, ints(16), ints(512), 2, 512, gate=True, owners=ints(64)
     )
     grouped_gemm.sorted_gemm(rows, down, empty(512, 512), tiles, ints(16), entries=512, owners=ints(64))
-    for count, shape, group in (
-        (1, packed_few.Shape(2, 4), 128),
-        (5, packed_few.Shape(1, 8), 32),
-        (16, packed_few.Shape(1, 1), 256),
-    ):
-        scales, zeros = (
-            torch.empty(1100 // group + 1, 2048, dtype=torch.float16),
-            torch.empty(1100 // group + 1, 2048, dtype=torch.uint8),
-        )
+    for count, shape, group in ((1, packed_few.Shape(2, 4), 128), (16, packed_few.Shape(1, 8), 32)):
+        groups = -(-1100 // group)
+        scales, zeros = torch.empty(groups, 2048, dtype=torch.float16), torch.empty(groups, 2048, dtype=torch.uint8)
         weight = PackedWeight(ints(2048, 160), None, scales, zeros, group=group, inputs=1100)
         packed_few.packed_few(empty(count, 1100), weight, shape)
-        packed_few.packed_few(empty(count, 1100), weight._replace(zeros=None, minima=scales), shape)
+    packed_few.packed_few(empty(5, 1100), weight._replace(zeros=None, minima=scales), packed_few.Shape(1, 1))
     above, below = (
         MXFP4Weight(
             torch.zeros(8, outputs, 128, dtype=torch.int16), torch.zeros(8, outputs, 16, dtype=torch.uint8), 500
         )
         for outputs in (1000, 500)
     )
-    for count in (1, 12):
-        experts, tile = ints(count, 4), mxfp4_few.Shape(2, 4)
-        mxfp4_few.few(
-            empty(count, 500), above, experts, None, empty(4 * count, 500), tile, Epilogue(empty(8, 1000), 1.7, 7.0)
-        )
-        mxfp4_few.few(empty(4 * count, 500), below, experts, torch.empty(count, 4), torch.empty(4, count, 500), tile)
+    experts, tile = ints(12, 4), mxfp4_few.Shape(2, 4)
+    epilogue = Epilogue(empty(8, 1000), 1.7, 7.0)
+    mxfp4_few.few(empty(12, 500), above, experts, None, empty(48, 500), tile, epilogue)
+    mxfp4_few.few(empty(4, 500), below, experts[:1], torch.empty(1, 4), torch.empty(4, 1, 500), tile)
     order, parts = Rows(ints(512), ints(8), ints(16), 4, 160), Parts(ints(40, 4), torch.empty(40, 4))
-    for block_m in (16, 32):
-        mxfp4_few.sorted_rows(empty(40, 500), above, empty(512, 500), tile, block_m, order, gate=True)
-        mxfp4_few.sorted_rows(empty(512, 500), below, torch.empty(4, 40, 500), tile, block_m, order, parts=parts)
+    mxfp4_few.sorted_rows(empty(40, 500), above, empty(512, 500), tile, 16, order, gate=True)
+    mxfp4_few.sorted_rows(empty(512, 500), below, torch.empty(4, 40, 500), tile, 32, order, parts=parts)
 
 
 if __name__ == "__main__":
