@@ -19,6 +19,7 @@ from meshlm.supervisor.cli.main import run
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.models.decoder import Decoder
+from meshlm.workers.weights import sharded_state
 from meshlm.workers.weights.load import load_model, loaded
 from meshlm.workers.weights.sharded_state import save_rank
 
@@ -79,6 +80,15 @@ def test_weights_that_were_quantised_are_not_quantised_again(tmp_path: Path) -> 
     with pytest.raises(
         ProcessFatal, match=r"part-0.safetensors: it was saved for quantization 'fp8', and '' is wanted"
     ):
+        model(tmp_path / "saved", "sharded_state", Shard())
+
+
+def test_files_whose_tensors_are_laid_out_otherwise_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path)
+    monkeypatch.setattr(sharded_state, "LAYOUT", sharded_state.LAYOUT + 1)
+    with pytest.raises(ProcessFatal, match=f"it was saved for layout {sharded_state.LAYOUT - 1}, and "):
         model(tmp_path / "saved", "sharded_state", Shard())
 
 

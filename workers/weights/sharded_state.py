@@ -23,6 +23,9 @@ from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer
 
 _KEY = "meshlm"
+LAYOUT = (
+    1  # of packed tensors; another one where kernels read them in another order (1: kernels/mxfp4_experts/layout.py)
+)
 
 
 class _Made(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +37,7 @@ class _Made(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: int
     pipeline_parallel_size: int
     rank: int
+    layout: int = 0
     kv_scales: tuple[tuple[float | None, float | None], ...] = ()  # by layer of this worker
 
 
@@ -46,6 +50,7 @@ def _made(resolved: Resolved, shard: Shard) -> _Made:
         tensor_parallel_size=shard.tp_size,
         pipeline_parallel_size=shard.pp_size,
         rank=shard.rank,
+        layout=LAYOUT,
     )
 
 
