@@ -2,12 +2,13 @@
 
 A table names its GPU and the versions that its times are of; another one's is named and not used. Several processes may write at
 once: each writes a file of its own and puts it in the place of the last one, so none reads half a table. While a shape is measured a
-note of it lies in the folder: where a process has ended in the midst of it (a kernel may break a GPU), nobody tries that shape again.
+note of it lies in the folder: where processes have ended in the midst of it (a kernel may break a GPU), nobody tries that shape again.
 """
 
 import contextlib
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,7 @@ LENGTHS = {
     "gemm": 10,
 }  # of a choice
 _NOTE = "attempt-"
+TWICE = 2
 
 
 class Store:
@@ -45,8 +47,20 @@ class Store:
         return [(op, entry) for op in NAMES for entry in self._read(op)]
 
     def ended(self) -> list[tuple[str, Key]]:
-        """Shapes in the midst of which a process has ended: nobody should measure them again."""
+        """Shapes that nobody should measure again: they have broken a GPU, or twice a process has ended in their midst. Once may have
+        been somebody's wish."""
+        notes = list(self._notes())
         found = []
+        for shape, times in Counter(shape for _, shape, _ in notes).items():
+            if times < TWICE and not any(broken for _, other, broken in notes if other == shape):
+                continue
+            found.append(shape)
+            at = next(note for note, other, _ in notes if other == shape)
+            self._say(f"processes ended while they measured {shape[0]} {list(shape[1])}: not tried again ({at})")
+        return found
+
+    def _notes(self) -> Iterator[tuple[Path, tuple[str, Key], bool]]:
+        """Those of processes that are gone: of which shape, and whether it has broken the GPU."""
         for note in sorted(self.folder.glob(f"{_NOTE}*.json")):
             pid = note.stem.removeprefix(_NOTE)
             if pid.isdecimal() and int(pid) != os.getpid() and _alive(int(pid)):
@@ -54,9 +68,7 @@ class Store:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 read = json.loads(note.read_text("utf-8"))
                 if len(read["key"]) == len(NAMES[read["op"]]):
-                    found.append((read["op"], tuple(read["key"])))
-                    self._say(f"a process ended while it measured {read['op']} {read['key']}: not tried again ({note})")
-        return found
+                    yield note, (read["op"], tuple(read["key"])), bool(read.get("broken"))
 
     def keep(self, op: str, entry: Table) -> None:
         """Adds an entry, in the place of that of the same key. Raises OSError where nothing can be written."""
@@ -73,8 +85,8 @@ class Store:
     def attempt(self, op: str, key: Key) -> Iterator[None]:
         """A note in the folder for as long as it takes; it stays if the process does not come back, or has lost its GPU."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        note = self.folder / f"{_NOTE}{os.getpid()}.json"
-        note.write_text(json.dumps({"op": op, "key": key}))
+        note, said = self.folder / f"{_NOTE}{os.getpid()}.json", {"op": op, "key": key}
+        note.write_text(json.dumps(said))
         broken = False
         try:
             yield
@@ -82,8 +94,13 @@ class Store:
             broken = "CUDA error" in str(error)  # this process can do nothing more with its GPU, and ends
             raise
         finally:
-            if not broken:
+            if broken:
+                note.write_text(json.dumps({**said, "broken": True}))
+            else:
                 note.unlink(missing_ok=True)
+                for other, shape, _ in list(self._notes()):
+                    if shape == (op, key):
+                        other.unlink(missing_ok=True)  # it did not end this process
 
     def _read(self, op: str) -> list[Table]:
         path = self.path(op)

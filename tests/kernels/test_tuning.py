@@ -292,18 +292,36 @@ def test_writers_at_once_do_not_tear_it(tmp_path: Path) -> None:
     assert [path.name for path in store.path("gemm").parent.iterdir()] == ["nvidia_new_7.json"]
 
 
-def test_a_shape_in_the_midst_of_which_a_process_ended_is_not_tried_again(tmp_path: Path) -> None:
+def ends_within(store: Store) -> None:
+    """A process that does not come back from a shape."""
+    pid = os.fork()
+    if pid == 0:
+        with store.attempt("gemv", (64, 64, True)):
+            os._exit(0)  # nothing is tidied up
+    os.waitpid(pid, 0)
+
+
+def test_a_shape_in_the_midst_of_which_two_processes_ended_is_not_tried_again(tmp_path: Path) -> None:
+    """One may have been ended by its user."""
     said: list[str] = []
     store = store_in(tmp_path, said)
     with store.attempt("gemm", (64, 64)):
         assert list(tmp_path.glob("attempt-*"))
-        pid = os.fork()
-        if pid == 0:
-            with store.attempt("gemv", (64, 64, True)):
-                os._exit(0)  # nothing is tidied up
-        os.waitpid(pid, 0)
+        ends_within(store)
+    assert store.ended() == []
+    assert not said
+    ends_within(store)
     assert store.ended() == [("gemv", (64, 64, True))]
     assert "not tried again" in said[0]
+
+
+def test_a_shape_that_a_process_comes_back_from_is_forgiven(tmp_path: Path) -> None:
+    store = store_in(tmp_path, [])
+    ends_within(store)
+    with store.attempt("gemv", (64, 64, True)):
+        pass
+    ends_within(store)
+    assert store.ended() == []
 
 
 @pytest.mark.parametrize(
