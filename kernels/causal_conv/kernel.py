@@ -6,6 +6,7 @@ Decodes are one launch: a program has a request and some channels. Prompts are t
 program, first read the state that the request had, then others leave the new ones.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -46,29 +47,46 @@ def _update(
 
 
 @triton.jit
+def _weight(weight, packed, c, channels, k: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr, dtype: tl.constexpr):
+    """That of input t - K + 1 + k, float32 [BLOCK]. PACKED: the four of a channel are a word of 64 bits."""
+    if PACKED:
+        return ((packed >> (16 * k)) & 0xFFFF).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    else:
+        return tl.load(weight + c * K + k, mask=c < channels, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _pieces(
     x, weight, bias, out, state, pieces, rows, starts, ends, tables, stride, x_stride, half_stride, page_stride, channels,
     HALF: tl.constexpr, K: tl.constexpr, PAGE: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     piece, c = pieces + tl.program_id(0) * 3, tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token, _, start, table = request_of(tl.load(piece), rows, starts, ends, tables, stride)
-    size, part = tl.load(piece + 2), tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
-    if tl.program_id(2) * TOKENS >= size:
+    size, begin = tl.load(piece + 2), tl.program_id(2) * TOKENS
+    if begin >= size:
         return
-    t = tl.load(piece + 1) + part
+    first, part = tl.load(piece + 1) + begin, begin + tl.arange(0, TOKENS)
+    t = first + tl.arange(0, TOKENS)
     inside = (part < size)[:, None] & (c < channels)[None, :]
-    read = tl.load(table + tl.maximum(start - 1, 0) // PAGE).to(tl.int64)
-    at = state + read * page_stride + (c // HALF) * half_stride + (c % HALF) * (K - 1)
+    dtype: tl.constexpr = x.dtype.element_ty
+    packed = c.to(tl.int64)
+    if PACKED:
+        packed = tl.load(weight + c, mask=c < channels, other=0)
     y = tl.zeros((TOKENS, BLOCK), tl.float32)
     if BIAS:
         y += tl.load(bias + c, mask=c < channels, other=0.0).to(tl.float32)[None, :]
+    if (first < K - 1) & (start > 0):  # its first tokens see inputs of an earlier step
+        read = tl.load(table + (start - 1) // PAGE).to(tl.int64)
+        at = state + read * page_stride + (c // HALF) * half_stride + (c % HALF) * (K - 1)
+        for k in tl.static_range(K - 1):
+            i = t - (K - 1) + k
+            value = tl.load(at[None, :] + (K - 1 + i)[:, None], mask=inside & (i < 0)[:, None], other=0.0)
+            y += value.to(tl.float32) * _weight(weight, packed, c, channels, k, K, PACKED, dtype)[None, :]
     for k in tl.static_range(K):
         i = t - (K - 1) + k
-        here, earlier = inside & (i >= 0)[:, None], inside & (i < tl.where(start > 0, 0, -K))[:, None]
-        value = tl.load(x + (token + i)[:, None] * x_stride + c[None, :], mask=here, other=0.0).to(tl.float32)
-        value += tl.load(at[None, :] + (K - 1 + i)[:, None], mask=earlier, other=0.0).to(tl.float32)
-        y += value * tl.load(weight + c * K + k, mask=c < channels, other=0.0).to(tl.float32)[None, :]
+        value = tl.load(x + (token + i)[:, None] * x_stride + c[None, :], mask=inside & (i >= 0)[:, None], other=0.0)
+        y += value.to(tl.float32) * _weight(weight, packed, c, channels, k, K, PACKED, dtype)[None, :]
     if SILU:
         y = y / (1.0 + tl.exp(-y))
     tl.store(out + (token + t)[:, None] * channels + c[None, :], y.to(out.dtype.element_ty), mask=inside)
@@ -139,9 +157,11 @@ def causal_conv(
     if pieces is not None:
         lines = pieces.pieces
         small = BLOCK // 2
+        packed = kernel == 4 and weight.element_size() == 2 and weight.dtype == x.dtype
+        packed = packed and weight.is_contiguous() and weight.storage_offset() % kernel == 0
         _pieces[(len(lines), triton.cdiv(channels, small), PIECE // TOKENS)](
             x,
-            weight,
+            weight.view(torch.int64) if packed else weight,
             given,
             out,
             state,
@@ -152,6 +172,7 @@ def causal_conv(
             SILU=silu,
             TOKENS=TOKENS,
             BLOCK=small,
+            PACKED=packed,
         )
         _leave[(len(pieces.prompts), blocks)](
             x, state, lines, pieces.prompts, *shared, **sizes, BLOCK=BLOCK, num_warps=2
