@@ -2,7 +2,8 @@
 
 1. Each piece and head: what the piece adds to the state, S = sum over t of exp(L_end - L_t) dt_t x_t B_t^T, with L the sum of dt A.
 2. Each prompt and head, piece by piece: the state before each piece takes the place of S; states are read from and left in their pages.
-3. Each piece and head: y_t = sum over s <= t of exp(L_t - L_s) (C_t B_s) dt_s x_s + exp(L_t) C_t h + D x_t.
+3. Each piece and some heads of a group: y_t = sum over s <= t of exp(L_t - L_s) (C_t B_s) dt_s x_s + exp(L_t) C_t h + D x_t. C_t B_s
+   is the same for these heads, and L and dt were left by the first launch.
 """
 
 import torch
@@ -11,14 +12,17 @@ import triton.language as tl
 from torch import Tensor
 
 from meshlm.kernels.attention.kernel import Columns
+from meshlm.kernels.pdl import multiprocessors
 from meshlm.kernels.ssd.reference import TimeSteps
 from meshlm.kernels.ssd.update import high_of
 from meshlm.kernels.states import PIECE, Pieces, left_in, piece_of, request_of, time_step
 
+MOST_HEADS = 4  # of a program of the last launch
+
 
 @triton.jit
 def _states(
-    x, dt, a, b, bias, low, high, states, decays, pieces, ends, x_stride, dt_stride, b_stride,
+    x, dt, a, b, bias, low, high, states, decays, sums, pieces, ends, x_stride, dt_stride, b_stride,
     HEADS: tl.constexpr, EACH: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
     PIECE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -33,6 +37,9 @@ def _states(
     seen = t[:, None] >= t[None, :]
     total = tl.sum(tl.where(seen, (step * tl.load(a + head))[None, :], 0.0), axis=1)
     end = tl.sum(step * tl.load(a + head), axis=0)
+    of_steps = sums + (at * HEADS + head).to(tl.int64) * (2 * PIECE) + t
+    tl.store(of_steps, total)
+    tl.store(of_steps + PIECE, step)
     value = tl.load(
         x + (token + t)[:, None] * x_stride + head * P + p[None, :], mask=here[:, None] & (p < P)[None, :], other=0.0
     )
@@ -80,34 +87,37 @@ def _pass(
 
 @triton.jit
 def _scan(
-    x, dt, a, b, c, d, bias, low, high, states, out, pieces, ends, x_stride, dt_stride, b_stride, c_stride,
+    x, b, c, d, sums, states, out, pieces, ends, x_stride, b_stride, c_stride,
     HEADS: tl.constexpr, EACH: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
-    PIECE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    PIECE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, MINE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    at, head = tl.program_id(0), tl.program_id(1)
+    """MINE: heads of a program, of one group: they have the same products of C and B."""
+    at, first = tl.program_id(0), tl.program_id(1) * MINE
     token, size = piece_of(pieces, ends, at)
     if size == 0:
         return
     t, p, n = tl.arange(0, PIECE), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
     here = t < size
-    group = (head // EACH) * N + n[None, :]
-    wide = here[:, None] & (n < N)[None, :]
+    group = (first // EACH) * N + n[None, :]
+    wide, narrow = here[:, None] & (n < N)[None, :], here[:, None] & (p < P)[None, :]
     keys = tl.load(b + (token + t)[:, None] * b_stride + group, mask=wide, other=0.0)
     queries = tl.load(c + (token + t)[:, None] * c_stride + group, mask=wide, other=0.0)
-    step = tl.load(dt + (token + t) * dt_stride + head, mask=here, other=0.0)
-    step = tl.where(here, time_step(step, tl.load(bias + head), low, high), 0.0)
-    seen = t[:, None] >= t[None, :]
-    total = tl.sum(tl.where(seen, (step * tl.load(a + head))[None, :], 0.0), axis=1)
-    decay = tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf")))
-    weights = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * decay * step[None, :]
-    narrow = here[:, None] & (p < P)[None, :]
-    values = tl.load(x + (token + t)[:, None] * x_stride + head * P + p[None, :], mask=narrow, other=0.0)
-    y = tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
-    before = states + ((at * HEADS + head).to(tl.int64) * P + p[None, :]) * N + n[:, None]
-    h = tl.load(before, mask=(p < P)[None, :] & (n < N)[:, None], other=0.0)
-    y += tl.exp(total)[:, None] * tl.dot(queries, h.to(queries.dtype), input_precision=PRECISION)
-    y += tl.load(d + head) * values.to(tl.float32)
-    tl.store(out + ((token + t)[:, None] * HEADS + head) * P + p[None, :], y.to(out.dtype.element_ty), mask=narrow)
+    products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+    for head in tl.range(first, first + MINE, num_stages=STAGES):
+        place = (at * HEADS + head).to(tl.int64)
+        values = tl.load(x + (token + t)[:, None] * x_stride + head * P + p[None, :], mask=narrow, other=0.0)
+        h = tl.load(
+            states + (place * P + p[None, :]) * N + n[:, None], mask=(p < P)[None, :] & (n < N)[:, None], other=0.0
+        )
+        total = tl.load(sums + place * (2 * PIECE) + t)
+        step = tl.load(sums + place * (2 * PIECE) + PIECE + t)
+        fades = tl.where(t[:, None] >= t[None, :], total[:, None] - total[None, :], float("-inf"))
+        weights = (products * tl.exp(fades) * step[None, :]).to(values.dtype)
+        y = tl.dot(queries, h.to(queries.dtype), input_precision=PRECISION) * tl.exp(total)[:, None]
+        y = tl.dot(weights, values, y, input_precision=PRECISION)
+        y += tl.load(d + head) * values.to(tl.float32)
+        tl.store(out + ((token + t)[:, None] * HEADS + head) * P + p[None, :], y.to(out.dtype.element_ty), mask=narrow)
 
 
 def chunk_scan(
@@ -133,16 +143,26 @@ def chunk_scan(
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
     sizes = {"HEADS": heads, "P": width, "N": numbers, "BLOCK_N": block_n}
     tile = {"EACH": each, "PIECE": PIECE, "BLOCK_P": block_p, "PRECISION": precision, "num_warps": 8}
+    sums = torch.empty(len(lines), heads, 2, PIECE, dtype=torch.float32, device=x.device)  # of the steps, and the steps
     dt, limits = steps.dt, (steps.bias, steps.low, high_of(steps))
     _states[(len(lines), heads)](
-        x, dt, a, b, *limits, states, decays, lines, at.ends, x.stride(0), dt.stride(0), b.stride(0), **sizes, **tile
-    )
+        x, dt, a, b, *limits, states, decays, sums, lines, at.ends, x.stride(0), dt.stride(0), b.stride(0), **sizes, **tile
+    )  # fmt: skip
     part = min(block_p, 16)
     _pass[(len(pieces.prompts), heads, triton.cdiv(width, part))](
         states, decays, state, lines, pieces.prompts, at.rows, at.starts, at.ends, at.blocks, at.blocks.stride(0),
         state.stride(0), state.stride(1), HALF=state.shape[2], PAGE=page, BLOCK_P=part, **sizes, num_warps=4,
     )  # fmt: skip
-    _scan[(len(lines), heads)](
-        x, dt, a, b, c, d, *limits, states, out, lines, at.ends,
-        x.stride(0), dt.stride(0), b.stride(0), c.stride(0), **sizes, **tile,
+    mine = _heads_of_a_program(len(lines), heads, each, x.device)
+    _scan[(len(lines), heads // mine)](
+        x, b, c, d, sums, states, out, lines, at.ends, x.stride(0), b.stride(0), c.stride(0), **sizes, **tile, MINE=mine,
+        STAGES=1 if x.dtype == torch.float32 else 2,
     )  # fmt: skip
+
+
+def _heads_of_a_program(num_pieces: int, heads: int, each: int, device: torch.device) -> int:
+    """As many as leave every multiprocessor some programs, up to MOST_HEADS. each: heads of a group."""
+    mine = 1
+    while mine < MOST_HEADS and each % (2 * mine) == 0 and num_pieces * heads >= 4 * mine * multiprocessors(device):
+        mine *= 2
+    return mine

@@ -10,6 +10,7 @@ from state_requests import PAGE, STEPS, Requests, columns_of, halves, left, spli
 from meshlm.kernels.attention.kernel import Columns
 from meshlm.kernels.causal_conv import reference as conv_reference
 from meshlm.kernels.causal_conv.kernel import causal_conv
+from meshlm.kernels.ssd import kernel as ssd_kernel
 from meshlm.kernels.ssd import reference as ssd_reference
 from meshlm.kernels.ssd.kernel import chunk_scan
 from meshlm.kernels.ssd.update import state_update
@@ -48,8 +49,17 @@ def test_causal_conv(requests: Requests, dtype: torch.dtype, channels: int, kern
 @pytest.mark.parametrize("requests", STEPS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("sizes", "limit"), [((4, 2, 16, 16), None), ((3, 1, 24, 40), 0.2)])
-def test_ssd(requests: Requests, dtype: torch.dtype, sizes: tuple[int, int, int, int], limit: float | None) -> None:
+def test_ssd(
+    requests: Requests,
+    dtype: torch.dtype,
+    sizes: tuple[int, int, int, int],
+    limit: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of two heads in a program, and of one."""
     heads, groups, width, numbers = sizes
+    monkeypatch.setattr(ssd_kernel, "multiprocessors", lambda device: 1)
+    assert ssd_kernel._heads_of_a_program(2, heads, heads // groups, DEVICE) == (2 if groups == 2 else 1)
     torch.manual_seed(0)
     at, (decodes, pieces) = columns_of(requests), split_of(requests)
     tokens = int(at.ends[-1])
