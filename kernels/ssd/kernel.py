@@ -1,6 +1,6 @@
 """Prompts through the state space of Mamba-2 (reference.py has the formula), in pieces (kernels/states.py) and three launches.
 
-1. Each piece and head: what the piece adds to the state, S = sum over t of exp(L_end - L_t) dt_t x_t B_t^T, with L the sum of dt A.
+1. Each piece and some heads of a group: what the piece adds to the state, S = sum over t of exp(L_end - L_t) dt_t x_t B_t^T, with L the sum of dt A.
 2. Each prompt and head, piece by piece: the state before each piece takes the place of S; states are read from and left in their pages.
 3. Each piece and some heads of a group: y_t = sum over s <= t of exp(L_t - L_s) (C_t B_s) dt_s x_s + exp(L_t) C_t h + D x_t. C_t B_s
    is the same for these heads, and L and dt were left by the first launch.
@@ -17,39 +17,54 @@ from meshlm.kernels.ssd.reference import TimeSteps
 from meshlm.kernels.ssd.update import high_of
 from meshlm.kernels.states import PIECE, Pieces, left_in, piece_of, request_of, time_step
 
-MOST_HEADS = 4  # of a program of the last launch
+MOST_HEADS = 4  # of a program of the first and the last launch
+
+
+@triton.jit
+def _sums_until(values, SIZE: tl.constexpr):
+    """The sum of values [SIZE] up to each, by sixteens: within them, and of those before."""
+    lines = values.reshape(SIZE // 16, 16)
+    nth, line = tl.arange(0, 16), tl.arange(0, SIZE // 16)
+    within = tl.sum(tl.where((nth[None, :] <= nth[:, None])[None, :, :], lines[:, None, :], 0.0), axis=2)
+    whole = tl.sum(lines, axis=1)
+    before = tl.sum(tl.where(line[None, :] < line[:, None], whole[None, :], 0.0), axis=1)
+    return (within + before[:, None]).reshape(SIZE)
 
 
 @triton.jit
 def _states(
     x, dt, a, b, bias, low, high, states, decays, sums, pieces, ends, x_stride, dt_stride, b_stride,
     HEADS: tl.constexpr, EACH: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
-    PIECE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    PIECE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, MINE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    at, head = tl.program_id(0), tl.program_id(1)
+    """MINE: heads of a program, of one group: they have the same B."""
+    at, first = tl.program_id(0), tl.program_id(1) * MINE
     token, size = piece_of(pieces, ends, at)
     if size == 0:
         return
     t, p, n = tl.arange(0, PIECE), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
     here = t < size
-    step = tl.load(dt + (token + t) * dt_stride + head, mask=here, other=0.0)
-    step = tl.where(here, time_step(step, tl.load(bias + head), low, high), 0.0)
-    seen = t[:, None] >= t[None, :]
-    total = tl.sum(tl.where(seen, (step * tl.load(a + head))[None, :], 0.0), axis=1)
-    end = tl.sum(step * tl.load(a + head), axis=0)
-    of_steps = sums + (at * HEADS + head).to(tl.int64) * (2 * PIECE) + t
-    tl.store(of_steps, total)
-    tl.store(of_steps + PIECE, step)
-    value = tl.load(
-        x + (token + t)[:, None] * x_stride + head * P + p[None, :], mask=here[:, None] & (p < P)[None, :], other=0.0
-    )
-    left = value.to(tl.float32) * (step * tl.exp(end - total))[:, None]
-    key = b + (token + t)[:, None] * b_stride + (head // EACH) * N + n[None, :]
+    key = b + (token + t)[:, None] * b_stride + (first // EACH) * N + n[None, :]
     keys = tl.load(key, mask=here[:, None] & (n < N)[None, :], other=0.0)
-    added = tl.dot(tl.trans(left.to(keys.dtype)), keys, input_precision=PRECISION)
-    to = states + ((at * HEADS + head).to(tl.int64) * P + p[:, None]) * N + n[None, :]
-    tl.store(to, added.to(states.dtype.element_ty), mask=(p < P)[:, None] & (n < N)[None, :])
-    tl.store(decays + at * HEADS + head, tl.exp(end))
+    for head in tl.range(first, first + MINE, num_stages=STAGES):
+        place = (at * HEADS + head).to(tl.int64)
+        step = tl.load(dt + (token + t) * dt_stride + head, mask=here, other=0.0)
+        value = tl.load(
+            x + (token + t)[:, None] * x_stride + head * P + p[None, :],
+            mask=here[:, None] & (p < P)[None, :],
+            other=0.0,
+        )
+        step = tl.where(here, time_step(step, tl.load(bias + head), low, high), 0.0)
+        total = _sums_until(step * tl.load(a + head), PIECE)
+        end = tl.sum(step * tl.load(a + head), axis=0)
+        tl.store(sums + place * (2 * PIECE) + t, total)
+        tl.store(sums + place * (2 * PIECE) + PIECE + t, step)
+        left = value.to(tl.float32) * (step * tl.exp(end - total))[:, None]
+        added = tl.dot(tl.trans(left.to(keys.dtype)), keys, input_precision=PRECISION)
+        to = states + (place * P + p[:, None]) * N + n[None, :]
+        tl.store(to, added.to(states.dtype.element_ty), mask=(p < P)[:, None] & (n < N)[None, :])
+        tl.store(decays + place, tl.exp(end))
 
 
 @triton.jit
@@ -145,7 +160,9 @@ def chunk_scan(
     tile = {"EACH": each, "PIECE": PIECE, "BLOCK_P": block_p, "PRECISION": precision, "num_warps": 8}
     sums = torch.empty(len(lines), heads, 2, PIECE, dtype=torch.float32, device=x.device)  # of the steps, and the steps
     dt, limits = steps.dt, (steps.bias, steps.low, high_of(steps))
-    _states[(len(lines), heads)](
+    mine = _heads_of_a_program(len(lines), heads, each, x.device)
+    tile |= {"MINE": mine, "STAGES": 1 if x.dtype == torch.float32 else 2}
+    _states[(len(lines), heads // mine)](
         x, dt, a, b, *limits, states, decays, sums, lines, at.ends, x.stride(0), dt.stride(0), b.stride(0), **sizes, **tile
     )  # fmt: skip
     part = min(block_p, 16)
@@ -153,10 +170,8 @@ def chunk_scan(
         states, decays, state, lines, pieces.prompts, at.rows, at.starts, at.ends, at.blocks, at.blocks.stride(0),
         state.stride(0), state.stride(1), HALF=state.shape[2], PAGE=page, BLOCK_P=part, **sizes, num_warps=4,
     )  # fmt: skip
-    mine = _heads_of_a_program(len(lines), heads, each, x.device)
     _scan[(len(lines), heads // mine)](
-        x, b, c, d, sums, states, out, lines, at.ends, x.stride(0), b.stride(0), c.stride(0), **sizes, **tile, MINE=mine,
-        STAGES=1 if x.dtype == torch.float32 else 2,
+        x, b, c, d, sums, states, out, lines, at.ends, x.stride(0), b.stride(0), c.stride(0), **sizes, **tile
     )  # fmt: skip
 
 
