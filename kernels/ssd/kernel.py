@@ -1,6 +1,7 @@
 """Prompts through the state space of Mamba-2 (reference.py has the formula), in pieces (kernels/states.py) and three launches.
 
-1. Each piece and some heads of a group: what the piece adds to the state, S = sum over t of exp(L_end - L_t) dt_t x_t B_t^T, with L the sum of dt A.
+1. Each piece and some heads of a group: what the piece adds to the state, S = sum over t of exp(L_end - L_t) dt_t x_t B_t^T, with L
+   the sum of dt A.
 2. Each prompt and head, piece by piece: the state before each piece takes the place of S; states are read from and left in their pages.
 3. Each piece and some heads of a group: y_t = sum over s <= t of exp(L_t - L_s) (C_t B_s) dt_s x_s + exp(L_t) C_t h + D x_t. C_t B_s
    is the same for these heads, and L and dt were left by the first launch.
