@@ -2,8 +2,9 @@
 
 As in kernels/packed_few every thread loads the words that its own place in a tile of the tensor cores asks for. A word of 32 bits
 holds the codes of two neighbouring inputs in each of four groups (mxfp4_experts/layout.py): a group's two make an operand, as
-bfloat16 of 2^-126 times their value, exactly, and one multiplication makes it the weights, where no scale is more than 2
-(`moderate`). The warps of a program share its columns and have chunks of their own; they add up at the end, in a fixed order.
+bfloat16 of 2^-126 times their value, exactly, and one multiplication makes it 2^-64 times the weights, for any scale up to 2^65
+(`moderate`); inputs are multiplied by 2^64. The warps of a program share its columns and have chunks of their own; they add up at
+the end, in a fixed order.
 
     few       up to 16 rows, not sorted: each expert that is touched is read once (kernels/moe_few)
     sorted    rows as kernels/moe_align orders them, in tiles of 16 or 32
@@ -32,7 +33,8 @@ from meshlm.kernels.packed_few.layouts import along, bits, range_of, spread
 
 MOST_ROWS = 16  # that are not sorted
 MARK = gl.constexpr(_ROWS)  # moe_align: what an owner's number of rows is multiplied by
-MOST_SCALE = 128  # as e8m0: 2
+MOST_SCALE = 192  # as e8m0: 2^65
+UP = gl.constexpr(2.0**64)
 PAIR = gl.constexpr(2)  # chunks that a warp asks for at once
 NONE = gl.constexpr(0x7FFFFFFF)  # an entry behind all others
 
@@ -52,9 +54,9 @@ _CODES = (
     shl.b32 s, $1, 4; lop3.b32 t, s, 0x80008000, t, 0xEA;""",
 )
 _PLANE_0, _PLANE_1, _PLANE_2, _PLANE_3 = (gl.constexpr(_HEAD + codes + _TAIL) for codes in _CODES)
-# Byte P of a scale in each half, where the exponents of two numbers are.
+# 2^62 times the scale in byte P, in each half: what brings codes to 2^-64 times the weights.
 _FACTOR_0, _FACTOR_1, _FACTOR_2, _FACTOR_3 = (
-    gl.constexpr(f"{{ .reg .b32 t; prmt.b32 t, $1, 0, 0x4{p}4{p}; mad.lo.u32 $0, t, 128, 0x3F003F00; }}")
+    gl.constexpr(f"{{ .reg .b32 t; prmt.b32 t, $1, 0, 0x4{p}4{p}; mad.lo.u32 $0, t, 128, 0x1F001F00; }}")
     for p in range(4)
 )
 
@@ -77,7 +79,7 @@ def _layout_of_inputs(COLUMNS: int, WARPS: int) -> gl.DistributedLinearLayout:
 
 @gluon.jit
 def _operand(words, scale, P: gl.constexpr, LAYOUT: gl.constexpr, LINES: gl.constexpr, WARPS: gl.constexpr):
-    """The weights of plane P, [WARPS, LINES, 32], without a move. scale: [WARPS, LINES, 1, 1]."""
+    """2^-64 times the weights of plane P, [WARPS, LINES, 32], without a move. scale: [WARPS, LINES, 1, 1]."""
     plane: gl.constexpr = (_PLANE_0 if P == 0 else _PLANE_1) if P < 2 else (_PLANE_2 if P == 2 else _PLANE_3)
     factor: gl.constexpr = (_FACTOR_0 if P == 0 else _FACTOR_1) if P < 2 else (_FACTOR_2 if P == 2 else _FACTOR_3)
     times = gl.inline_asm_elementwise(factor, "=r,r", [scale], dtype=gl.int32, is_pure=True, pack=1)
@@ -90,8 +92,8 @@ def _operand(words, scale, P: gl.constexpr, LAYOUT: gl.constexpr, LINES: gl.cons
 
 @gluon.jit
 def _inputs(at, LAYOUT: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr):
-    """The inputs of a plane, [WARPS, 32, COLUMNS], without a move."""
-    found = gl.reshape(gl.load(at), [WARPS, 4, 4, 2, COLUMNS])
+    """2^64 times the inputs of a plane, [WARPS, 32, COLUMNS], without a move."""
+    found = gl.reshape(gl.load(at) * UP, [WARPS, 4, 4, 2, COLUMNS])
     found = gl.reshape(gl.permute(found, [0, 2, 1, 3, 4]), [WARPS, 32, COLUMNS])
     return gl.convert_layout(found, LAYOUT, assert_trivial=True)
 
@@ -314,7 +316,7 @@ class Shape(NamedTuple):
 
 
 def moderate(weight: MXFP4Weight) -> bool:
-    """Whether no scale is more than 2, which the kernels here need: times 2^126 it must be a bfloat16. Waits for the device."""
+    """Whether no scale is more than 2^65, which the kernels here need: times 2^62 it must be a bfloat16. Waits for the device."""
     return bool((weight.scales <= MOST_SCALE).all())
 
 

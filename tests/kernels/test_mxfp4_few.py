@@ -105,10 +105,24 @@ def test_other_activations(epilogue: Epilogue) -> None:
     near(inner, reference.by_entry(x, values, experts, gate=True, epilogue=epilogue), DTYPE)
 
 
+@pytest.mark.parametrize("exponent", [60, 100, 150, 190])
+def test_any_scale(exponent: int) -> None:
+    """Of as many sizes as models could have; inputs make up for it, so that results are of about 1."""
+    x, experts, weights = case(2, 160)
+    down, values = some_weights(EXPERTS, 32, 160)
+    shift = exponent - 123
+    weight, size = down._replace(scales=down.scales + shift), 2.0**-shift
+    entries = x.repeat_interleave(TOPK, 0).float() * size
+    parts = torch.zeros(TOPK, 2, 32, device=DEVICE)
+    KERNELS.few(entries.to(DTYPE), weight, experts, weights, parts, Shape(2, 2))
+    found = reference.by_entry((entries / size).to(DTYPE), values, experts).float().view(2, TOPK, 32)
+    near(parts, (found * weights[:, :, None]).transpose(0, 1), DTYPE, 2.0)
+
+
 def test_scales_that_it_cannot_have() -> None:
     weight, _ = some_weights(2, 16, 64)
     assert kernel.moderate(weight)
-    weight.scales[0, 3, 1] = 128
+    weight.scales[0, 3, 1] = 192
     assert kernel.moderate(weight)
-    weight.scales[0, 3, 1] = 129
+    weight.scales[0, 3, 1] = 193
     assert not kernel.moderate(weight)
