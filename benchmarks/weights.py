@@ -20,6 +20,7 @@ from torch import Tensor
 from meshlm.kernels.fp8_gemm import kernel as fp8_kernel
 from meshlm.kernels.measure import keep, replay_us
 from meshlm.kernels.packed_few import kernel as packed_few
+from meshlm.kernels.packed_few import plan
 from meshlm.kernels.packed_gemm import kernel, reference
 from meshlm.kernels.packed_gemm.kernel import Shape
 from meshlm.kernels.packed_gemm.reference import PackedWeight
@@ -181,18 +182,18 @@ def fp8(names: list[str], rows: list[int], *, every: bool) -> list[dict[str, Any
 def few_rows(names: list[str], rows: list[int], kinds: list[str]) -> list[dict[str, Any]]:
     """Shapes of kernels/packed_few, and in their midst what kernels/packed_gemm takes (shape None)."""
     report = []
-    for kind, name, m in itertools.product(kinds, names, [m for m in rows if m <= packed_few.MOST_ROWS]):
+    for kind, name, m in itertools.product(kinds, names, [m for m in rows if m <= plan.MOST_ROWS]):
         outputs, inputs = SIZES[name]
         weights = copies_of(packed(outputs, inputs, *FORMATS[kind]))
-        if not packed_few.takes(weights[0]):
+        if not plan.takes(weights[0]):
             continue
         x = torch.randn(m, inputs, device="cuda", dtype=torch.bfloat16)
         expected = reference.packed_linear(x, weights[0]).float()
 
-        def run(w: PackedWeight, shape: packed_few.Shape | None, x: Tensor = x) -> Tensor:
+        def run(w: PackedWeight, shape: plan.Shape | None, x: Tensor = x) -> Tensor:
             return kernel.usual_product(x, w) if shape is None else packed_few.packed_few(x, w, shape)
 
-        tries: list[packed_few.Shape | None] = [None, *packed_few.SHAPES]
+        tries: list[plan.Shape | None] = [None, *plan.SHAPES]
         for shape in tries:
             error = float((run(weights[0], shape).float() - expected).abs().max() / expected.std())
             if not error < 0.05:

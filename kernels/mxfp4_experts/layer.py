@@ -10,7 +10,6 @@ from meshlm.kernels.mxfp4_experts import kernel
 from meshlm.kernels.mxfp4_experts.kernel import Parts, Rows
 from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight
 from meshlm.kernels.mxfp4_experts.plan import Plan
-from meshlm.kernels.mxfp4_few import kernel as direct
 
 
 class Order(NamedTuple):
@@ -39,12 +38,15 @@ def gate(
     plan: Plan, x: Tensor, w: MXFP4Weight, experts: Tensor, given: Order | None, inner: Tensor, epilogue: Epilogue = PLAIN
 ) -> Tensor:  # fmt: skip
     """x [m, hidden] -> inner [num_rows, wide]."""
-    if given is None:
-        if plan.direct is not None:
-            return direct.few(x, w, experts, None, inner, plan.direct.gate, epilogue)
-        return kernel.few(x, w, experts, None, inner, plan.gate, epilogue)
     if plan.direct is not None:
-        return direct.sorted_rows(x, w, inner, plan.direct.gate, plan.block_m, given.rows, gate=True, epilogue=epilogue)
+        from meshlm.kernels.mxfp4_few import kernel as direct  # its dialect takes long to import
+
+        shape = plan.direct.gate
+        if given is None:
+            return direct.few(x, w, experts, None, inner, shape, epilogue)
+        return direct.sorted_rows(x, w, inner, shape, plan.block_m, given.rows, gate=True, epilogue=epilogue)
+    if given is None:
+        return kernel.few(x, w, experts, None, inner, plan.gate, epilogue)
     return kernel.sorted_rows(x, w, inner, plan.gate, given.rows, gate=True, epilogue=epilogue)
 
 
@@ -52,12 +54,14 @@ def down(
     plan: Plan, inner: Tensor, w: MXFP4Weight, to: Parts, given: Order | None, out: Tensor, epilogue: Epilogue = PLAIN, *, parts: bool
 ) -> Tensor:  # fmt: skip
     """inner -> parts (always of rows that are not sorted), float32 [topk, m, hidden], weighted; or [num_rows, hidden], sorted."""
-    if given is None:
-        if plan.direct is not None:
-            return direct.few(inner, w, to.experts, to.weights, out, plan.direct.down, epilogue)
-        return kernel.few(inner, w, to.experts, to.weights, out, plan.down, epilogue)
     leaving = to if parts else None
     if plan.direct is not None:
+        from meshlm.kernels.mxfp4_few import kernel as direct  # its dialect takes long to import
+
         shape = plan.direct.down
+        if given is None:
+            return direct.few(inner, w, to.experts, to.weights, out, shape, epilogue)
         return direct.sorted_rows(inner, w, out, shape, plan.block_m, given.rows, parts=leaving, epilogue=epilogue)
+    if given is None:
+        return kernel.few(inner, w, to.experts, to.weights, out, plan.down, epilogue)
     return kernel.sorted_rows(inner, w, out, plan.down, given.rows, parts=leaving, epilogue=epilogue)

@@ -11,7 +11,7 @@ from meshlm.kernels import tables
 from meshlm.kernels.grouped_gemm.plan import PARTS_ROWS, Layer
 from meshlm.kernels.moe_align.kernel import counted_at_once
 from meshlm.kernels.mxfp4_experts.kernel import LEAST_ROWS, Shape
-from meshlm.kernels.mxfp4_few import kernel as direct
+from meshlm.kernels.mxfp4_few import shapes
 
 OP = "mxfp4_few"
 
@@ -21,8 +21,8 @@ FEW_ROWS = 16  # of more, sorted rows take less time
 class Direct(NamedTuple):
     """Shapes of kernels/mxfp4_few."""
 
-    gate: direct.Shape
-    down: direct.Shape
+    gate: shapes.Shape
+    down: shapes.Shape
 
 
 class Plan(NamedTuple):
@@ -67,21 +67,21 @@ def usual_plan(rows: int, layer: Layer) -> Plan:
 
 def decoded(numbers: Sequence[Any]) -> Plan:
     """A plan of the tuner's tables: rows of a tile, 0 where they are not sorted; tiles and warps of gate and of down."""
-    block_m, *shapes = numbers
+    block_m, *tiles = numbers
     unused = Shape(block_m or FEW_ROWS, 0, 0, 0)
     return Plan(
-        "many" if block_m else "few", unused, unused, Direct(direct.Shape(*shapes[:2]), direct.Shape(*shapes[2:]))
+        "many" if block_m else "few", unused, unused, Direct(shapes.Shape(*tiles[:2]), shapes.Shape(*tiles[2:]))
     )
 
 
 def candidates(rows: int, layer: Layer) -> list[tuple[int, ...]]:
     """Plans of kernels/mxfp4_few that the tuner tries, encoded, the likeliest first."""
-    shapes = [(2, 4, 1, 4), (2, 8, 1, 8), (2, 4, 2, 4), (4, 4, 2, 4), (2, 2, 1, 2), (4, 8, 2, 8)]
+    tiles = [(2, 4, 1, 4), (2, 8, 1, 8), (2, 4, 2, 4), (4, 4, 2, 4), (2, 2, 1, 2), (4, 8, 2, 8)]
     each = rows * layer.topk / layer.experts
-    heights = [0] if rows <= direct.MOST_ROWS else []
+    heights = [0] if rows <= shapes.MOST_ROWS else []
     if rows > 4:
         heights.append(16 if each <= 12 else 32)
-    return [(height, *shape) for shape in shapes for height in heights]
+    return [(height, *shape) for shape in tiles for height in heights]
 
 
 def batched_shapes(most: int) -> tuple[Shape, Shape]:

@@ -13,7 +13,7 @@ In Triton's Gluon dialect, for bfloat16 and GPUs of compute capability 8.0 and l
 faster.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -29,11 +29,10 @@ from meshlm.kernels.moe_align.kernel import most_tiles
 from meshlm.kernels.moe_epilogue.kernel import PLAIN, Epilogue
 from meshlm.kernels.mxfp4_experts.kernel import Parts, Rows
 from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight
+from meshlm.kernels.mxfp4_few.shapes import MOST_ROWS, Shape
 from meshlm.kernels.packed_few.layouts import along, bits, range_of, spread
 
-MOST_ROWS = 16  # that are not sorted
 MARK = gl.constexpr(_ROWS)  # moe_align: what an owner's number of rows is multiplied by
-MOST_SCALE = 192  # as e8m0: 2^65
 UP = gl.constexpr(2.0**64)
 PAIR = gl.constexpr(2)  # chunks that a warp asks for at once
 NONE = gl.constexpr(0x7FFFFFFF)  # an entry behind all others
@@ -306,18 +305,6 @@ def _sorted(
             place = gl.where(stays, again % TOPK * rows + again // TOPK, 0)
         there = gl.expand_dims(stays, 0) & (n < OUTPUTS)
         gl.store(out + gl.expand_dims(place.to(gl.int64) * OUTPUTS, 0) + n, found.to(out.dtype.element_ty), mask=there)
-
-
-class Shape(NamedTuple):
-    """Times 16 lines of the weight that a program has (of a gate half as many of up's); its warps. Powers of two."""
-
-    tiles: int
-    warps: int
-
-
-def moderate(weight: MXFP4Weight) -> bool:
-    """Whether no scale is more than 2^65, which the kernels here need: times 2^62 it must be a bfloat16. Waits for the device."""
-    return bool((weight.scales <= MOST_SCALE).all())
 
 
 def few(

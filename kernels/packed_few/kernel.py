@@ -13,8 +13,6 @@ The warps of a program share its outputs and have chunks of their own; they add 
 dialect, for GPUs of compute capability 8.0 and later. Used where the tuner has measured that it is faster.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 from torch import Tensor
@@ -23,15 +21,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from meshlm.kernels import pdl, tables
+from meshlm.kernels import pdl
 from meshlm.kernels.packed_few.layouts import bits, range_of
+from meshlm.kernels.packed_few.plan import MOST_ROWS, Shape
 from meshlm.kernels.packed_gemm.arguments import constants, tensors
-from meshlm.kernels.packed_gemm.reference import CHUNK, PackedWeight
+from meshlm.kernels.packed_gemm.reference import PackedWeight
 
-OP = "packed_few"
-MOST_ROWS = 16
-SIZES = (1, 4, 8, 16)
-"""So many rows meet every variant that a tuned shape has."""
 # base + the codes that are in bits 0 to 3 and 16 to 19
 _BFLOAT16 = gl.constexpr("lop3.b32 $0, $1, 0x000F000F, 0x43004300, 0xEA;")
 _FLOAT16 = gl.constexpr("lop3.b32 $0, $1, 0x000F000F, 0x64006400, 0xEA;")
@@ -162,45 +157,6 @@ def _packed_few(
     if BIAS:
         found += gl.load(bias + n, mask=n < OUTPUTS, other=0.0).to(gl.float32)[:, None]
     gl.store(out + m[None, :] * OUTPUTS + n[:, None], found.to(dtype), mask=there)
-
-
-class Shape(NamedTuple):
-    """Times 16 outputs of a program; its warps, between which chunks are shared out. Powers of two."""
-
-    tiles: int
-    warps: int
-
-
-SHAPES = [Shape(tiles, warps) for tiles in (1, 2) for warps in (1, 2, 4, 8, 16)]
-
-
-def default_shape(outputs: int, inputs: int, device: torch.device) -> Shape:
-    """A shape that gives every multiprocessor some warps, and these several chunks."""
-    tiles = 2 if outputs >= 64 * pdl.multiprocessors(device) else 1
-    chunks, warps = triton.cdiv(inputs, CHUNK), 1
-    while warps < 8 and 2 * warps <= chunks:
-        warps *= 2
-    return Shape(tiles, warps)
-
-
-def kind_of(weight: PackedWeight) -> str:
-    """What the tuner tells weights apart by, beside their sizes."""
-    way = "zeros" if weight.zeros is not None else "minima" if weight.minima is not None else "symmetric"
-    return f"{way}, groups of {min(weight.group, CHUNK)}"
-
-
-@tables.remembered
-def shape_for(rows: int, outputs: int, inputs: int, kind: str) -> Shape | None:
-    """The shape that was measured to be faster than what kernels/packed_gemm does; None where none was."""
-    key = outputs, inputs, kind
-    tables.ask(OP, key)
-    choices = [(over, to, Shape(*shape)) for over, to, shape in tables.products(OP).get(key, [])]
-    return tables.for_rows(choices, rows)
-
-
-def takes(weight: PackedWeight) -> bool:
-    """4 bits that stand for integers; no group has a part of a plane, or of a half of a chunk and of the other one."""
-    return weight.bits == 4 and weight.table is None and (weight.group in (32, 64) or weight.group % 128 == 0)
 
 
 def packed_few(x: Tensor, weight: PackedWeight, shape: Shape, bias: Tensor | None = None) -> Tensor:

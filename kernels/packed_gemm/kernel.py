@@ -19,7 +19,7 @@ from torch import Tensor
 from meshlm.kernels import pdl, tables
 from meshlm.kernels.gemm.kernel import gemm
 from meshlm.kernels.moe_sum.kernel import sum_parts
-from meshlm.kernels.packed_few import kernel as packed_few
+from meshlm.kernels.packed_few import plan
 from meshlm.kernels.packed_gemm import gemv, pairs
 from meshlm.kernels.packed_gemm.arguments import constants, outputs_for, tensors
 from meshlm.kernels.packed_gemm.reference import CHUNK, PLANE, PackedWeight
@@ -323,9 +323,11 @@ def one_row_of(weight: PackedWeight) -> tuple[Callable[..., Tensor], gemv.Shape]
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """x [m, inputs] -> [m, outputs]."""
     x = x.contiguous() if weight.order is None else x.index_select(1, weight.order)
-    if weight.few_rows and x.shape[0] <= packed_few.MOST_ROWS:
-        shape = packed_few.shape_for(x.shape[0], weight.outputs, weight.inputs, packed_few.kind_of(weight))
+    if weight.few_rows and x.shape[0] <= plan.MOST_ROWS:
+        shape = plan.shape_for(x.shape[0], weight.outputs, weight.inputs, plan.kind_of(weight))
         if shape is not None:
+            from meshlm.kernels.packed_few import kernel as packed_few  # its dialect takes long to import
+
             return packed_few.packed_few(x, weight, shape, bias)
     return usual_product(x, weight, bias)
 

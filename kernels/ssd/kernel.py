@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from meshlm.kernels.attention.kernel import Columns
-from meshlm.kernels.pdl import multiprocessors
 from meshlm.kernels.ssd.reference import TimeSteps
 from meshlm.kernels.ssd.update import high_of
 from meshlm.kernels.states import PIECE, Pieces, left_in, piece_of, request_of, time_step
@@ -161,7 +160,7 @@ def chunk_scan(
     tile = {"EACH": each, "PIECE": PIECE, "BLOCK_P": block_p, "PRECISION": precision, "num_warps": 8}
     sums = torch.empty(len(lines), heads, 2, PIECE, dtype=torch.float32, device=x.device)  # of the steps, and the steps
     dt, limits = steps.dt, (steps.bias, steps.low, high_of(steps))
-    mine = _heads_of_a_program(len(lines), heads, each, x.device)
+    mine = _heads_of_a_program(each)
     tile |= {"MINE": mine, "STAGES": 1 if x.dtype == torch.float32 else 2}
     _states[(len(lines), heads // mine)](
         x, dt, a, b, *limits, states, decays, sums, lines, at.ends, x.stride(0), dt.stride(0), b.stride(0), **sizes, **tile
@@ -176,9 +175,9 @@ def chunk_scan(
     )  # fmt: skip
 
 
-def _heads_of_a_program(num_pieces: int, heads: int, each: int, device: torch.device) -> int:
-    """As many as leave every multiprocessor some programs, up to MOST_HEADS. each: heads of a group."""
+def _heads_of_a_program(each: int) -> int:
+    """each: heads of a group. The same for all steps, so that none has a kernel of its own."""
     mine = 1
-    while mine < MOST_HEADS and each % (2 * mine) == 0 and num_pieces * heads >= 4 * mine * multiprocessors(device):
+    while mine < MOST_HEADS and each % (2 * mine) == 0:
         mine *= 2
     return mine

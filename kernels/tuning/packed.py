@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from meshlm.kernels.gemm import tune as gemm_tune
-from meshlm.kernels.packed_few import kernel as packed_few
-from meshlm.kernels.packed_few.kernel import Shape
+from meshlm.kernels.packed_few import plan
+from meshlm.kernels.packed_few.plan import Shape
 from meshlm.kernels.packed_gemm import kernel as packed_gemm
 from meshlm.kernels.packed_gemm.reference import CHUNK, PLANE, PackedWeight
 from meshlm.kernels.tuning.core import PLAIN, Case, Config, Key
@@ -29,7 +29,7 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype, *, most: int) -> 
 
 
 def random_weight(key: Key, device: torch.device) -> PackedWeight:
-    """A weight of these sizes and this kind (packed_few.kind_of). What stands for one group counts for many where it is as fast."""
+    """A weight of these sizes and this kind (packed_few/plan.py). What stands for one group counts for many where it is as fast."""
     outputs, inputs, kind = key
     way, group = kind.split(", groups of ")
     groups = -(-inputs // int(group))
@@ -44,9 +44,9 @@ def random_weight(key: Key, device: torch.device) -> PackedWeight:
 
 def _candidates(weight: PackedWeight, device: torch.device) -> list[Shape]:
     """The likeliest first: those whose warps have several chunks each, and that give every multiprocessor some."""
-    usual = packed_few.default_shape(weight.outputs, weight.inputs, device)
+    usual = plan.default_shape(weight.outputs, weight.inputs, device)
     chunks = weight.low.shape[1] // PLANE
-    fitting = [shape for shape in packed_few.SHAPES if shape.warps <= chunks]
+    fitting = [shape for shape in plan.SHAPES if shape.warps <= chunks]
 
     def distance(shape: Shape) -> tuple[int, int]:
         return abs(shape.warps.bit_length() - usual.warps.bit_length()), abs(shape.tiles - usual.tiles)
@@ -55,4 +55,6 @@ def _candidates(weight: PackedWeight, device: torch.device) -> list[Shape]:
 
 
 def _few(x: Tensor, weight: PackedWeight, shape: Shape, low: Tensor) -> Tensor:
+    from meshlm.kernels.packed_few import kernel as packed_few  # its dialect takes long to import
+
     return packed_few.packed_few(x, weight._replace(low=low), shape)

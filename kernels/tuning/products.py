@@ -31,7 +31,7 @@ from meshlm.kernels.gemv import kernel as gemv
 from meshlm.kernels.grouped_gemm.plan import Layer
 from meshlm.kernels.measure import replay_us
 from meshlm.kernels.norm.kernel import add_rms_norm, rms_norm
-from meshlm.kernels.packed_few import kernel as packed_few
+from meshlm.kernels.packed_few import plan as packed_few
 from meshlm.kernels.precompile import precompiled
 from meshlm.kernels.silu_mul.kernel import silu_mul
 from meshlm.kernels.small_m_gemm import kernel as small_m_gemm

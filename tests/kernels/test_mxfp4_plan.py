@@ -8,7 +8,7 @@ from meshlm.kernels import tables
 from meshlm.kernels.grouped_gemm.plan import Layer
 from meshlm.kernels.mxfp4_experts import layer as layers
 from meshlm.kernels.mxfp4_experts import plan
-from meshlm.kernels.mxfp4_few.kernel import MOST_ROWS, Shape
+from meshlm.kernels.mxfp4_few.shapes import MOST_ROWS, Shape
 from meshlm.kernels.tuning import core
 
 GPT_OSS = Layer(32, 4, 2880, 2880)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from meshlm.kernels import tables
 from meshlm.kernels.packed_few import kernel as few
-from meshlm.kernels.packed_few.kernel import Shape
+from meshlm.kernels.packed_few import plan
+from meshlm.kernels.packed_few.plan import Shape
 from meshlm.kernels.packed_gemm import kernel
 from meshlm.kernels.packed_gemm.reference import PackedWeight
 from meshlm.kernels.tuning import core
@@ -41,7 +42,7 @@ SIZES = [
 def test_products(kind: str, group: int, dtype: torch.dtype) -> None:
     for rows, outputs, inputs, shape in SIZES:
         weight, values = weight_of(kind, outputs, inputs, 4, group)
-        assert few.takes(weight)
+        assert plan.takes(weight)
         x = torch.randn(rows, inputs, device=DEVICE, dtype=dtype) / inputs**0.5
         near(KERNELS.packed_few(x, weight, shape), x.float() @ values.t(), dtype)
 
@@ -58,7 +59,7 @@ def test_a_bias_and_what_is_far_from_one() -> None:
     ("kind", "bits", "group"), [("symmetric", 6, 16), ("minima", 5, 32), ("table", 4, 64), ("zeros", 8, 128)]
 )
 def test_what_it_does_not_take(kind: str, bits: int, group: int) -> None:
-    assert not few.takes(weight_of(kind, 8, 512, bits, group)[0])
+    assert not plan.takes(weight_of(kind, 8, 512, bits, group)[0])
 
 
 def test_more_rows_than_it_has_are_refused() -> None:
@@ -69,7 +70,7 @@ def test_more_rows_than_it_has_are_refused() -> None:
 
 def test_every_size_has_a_shape() -> None:
     for outputs, inputs in ((6144, 4096), (576, 576), (4096, 14336), (28672, 4096), (16, 32)):
-        assert few.default_shape(outputs, inputs, DEVICE) in few.SHAPES
+        assert plan.default_shape(outputs, inputs, DEVICE) in plan.SHAPES
 
 
 def test_it_computes_what_it_was_measured_to_be_faster_with(monkeypatch: pytest.MonkeyPatch) -> None:

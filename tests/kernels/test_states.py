@@ -54,12 +54,10 @@ def test_ssd(
     dtype: torch.dtype,
     sizes: tuple[int, int, int, int],
     limit: float | None,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of two heads in a program, and of one."""
     heads, groups, width, numbers = sizes
-    monkeypatch.setattr(ssd_kernel, "multiprocessors", lambda device: 1)
-    assert ssd_kernel._heads_of_a_program(2, heads, heads // groups, DEVICE) == (2 if groups == 2 else 1)
+    assert ssd_kernel._heads_of_a_program(heads // groups) == (2 if groups == 2 else 1)
     torch.manual_seed(0)
     at, (decodes, pieces) = columns_of(requests), split_of(requests)
     tokens = int(at.ends[-1])

@@ -26,6 +26,7 @@ from meshlm.kernels.mxfp4_experts import plan as mxfp4_plan
 from meshlm.kernels.mxfp4_experts import runs
 from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight, unpack
 from meshlm.kernels.mxfp4_few import kernel as mxfp4_few
+from meshlm.kernels.mxfp4_few.shapes import Shape as MXFP4Shape
 from meshlm.kernels.tuning import core, experts, products
 from meshlm.kernels.tuning.core import PLAIN, Case
 from meshlm.kernels.tuning.products import ProductBench, Setting
@@ -142,7 +143,7 @@ MXFP4 = Layer(3, 2, 64, 32)
 @pytest.mark.parametrize("rows", [1, 9, 40])
 def test_mxfp4_experts_beside_the_usual_kernels(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter has no products of bfloat16, so both are computed alike here."""
-    theirs, shape = on_torch(mxfp4_few), mxfp4_few.Shape(2, 2)
+    theirs, shape = on_torch(mxfp4_few), MXFP4Shape(2, 2)
     monkeypatch.setattr(mxfp4_few, "few", theirs.few)
     monkeypatch.setattr(mxfp4_few, "sorted_rows", theirs.sorted_rows)
 

@@ -17,7 +17,7 @@ from meshlm.kernels.fp8_gemm.reference import Fp8Weight
 from meshlm.kernels.fp8_gemm.reference import fp8_gemm as fp8_reference
 from meshlm.kernels.gemv import kernel as row
 from meshlm.kernels.gemv import reference as row_reference
-from meshlm.kernels.packed_few import kernel as packed_few
+from meshlm.kernels.packed_few import plan as packed_few
 from meshlm.kernels.packed_gemm import gemv, reference
 from meshlm.kernels.packed_gemm import kernel as packed
 from meshlm.kernels.packed_gemm.reference import PackedWeight
@@ -101,7 +101,9 @@ def _one_row(kind: Kind, dtype: torch.dtype, whole: bool, shape: gemv.Shape, dev
 @cache
 @_same_numbers
 def _few_rows(kind: Kind, dtype: torch.dtype, whole: bool, device: torch.device) -> bool:
-    case = _case(kind, dtype, whole, 3, 1, lambda x, w: packed_few.packed_few(x, w, FEW), device)
+    from meshlm.kernels.packed_few import kernel  # its dialect takes long to import
+
+    case = _case(kind, dtype, whole, 3, 1, lambda x, w: kernel.packed_few(x, w, FEW), device)
     return holds("the packed kernel of few rows", "others compute them", [case])
 
 

@@ -186,7 +186,9 @@ def hopper() -> None:
     from meshlm.kernels.mxfp4_experts.kernel import Parts, Rows
     from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight
     from meshlm.kernels.mxfp4_few import kernel as mxfp4_few
+    from meshlm.kernels.mxfp4_few.shapes import Shape as MXFP4Shape
     from meshlm.kernels.packed_few import kernel as packed_few
+    from meshlm.kernels.packed_few.plan import Shape
     from meshlm.kernels.packed_gemm.reference import PackedWeight
 
     at = Columns(ints(4), ints(4), ints(4), 4, ints(4, 32))
@@ -199,19 +201,19 @@ def hopper() -> None:
         rows, gate_up, empty(512, 512), tiles, ints(16), ints(512), 2, 512, gate=True, owners=ints(64)
     )
     grouped_gemm.sorted_gemm(rows, down, empty(512, 512), tiles, ints(16), entries=512, owners=ints(64))
-    for count, shape, group in ((1, packed_few.Shape(2, 4), 128), (16, packed_few.Shape(1, 8), 32)):
+    for count, shape, group in ((1, Shape(2, 4), 128), (16, Shape(1, 8), 32)):
         groups = -(-1100 // group)
         scales, zeros = torch.empty(groups, 2048, dtype=torch.float16), torch.empty(groups, 2048, dtype=torch.uint8)
         weight = PackedWeight(ints(2048, 160), None, scales, zeros, group=group, inputs=1100)
         packed_few.packed_few(empty(count, 1100), weight, shape)
-    packed_few.packed_few(empty(5, 1100), weight._replace(zeros=None, minima=scales), packed_few.Shape(1, 1))
+    packed_few.packed_few(empty(5, 1100), weight._replace(zeros=None, minima=scales), Shape(1, 1))
     above, below = (
         MXFP4Weight(
             torch.zeros(8, outputs, 128, dtype=torch.int16), torch.zeros(8, outputs, 16, dtype=torch.uint8), 500
         )
         for outputs in (1000, 500)
     )
-    experts, tile = ints(12, 4), mxfp4_few.Shape(2, 4)
+    experts, tile = ints(12, 4), MXFP4Shape(2, 4)
     epilogue = Epilogue(empty(8, 1000), 1.7, 7.0)
     mxfp4_few.few(empty(12, 500), above, experts, None, empty(48, 500), tile, epilogue)
     mxfp4_few.few(empty(4, 500), below, experts[:1], torch.empty(1, 4), torch.empty(4, 1, 500), tile)

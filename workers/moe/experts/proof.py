@@ -16,7 +16,7 @@ from meshlm.kernels import tables
 from meshlm.kernels.moe_routing.reference import Rule, select_experts
 from meshlm.kernels.mxfp4_experts import plan
 from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight, chunks_of
-from meshlm.kernels.mxfp4_few import kernel as mxfp4_few
+from meshlm.kernels.mxfp4_few import shapes as mxfp4_few
 from meshlm.workers.moe.dispatch.none import NoDispatch, NoDispatchBatched
 from meshlm.workers.moe.experts.mxfp4 import MXFP4BatchedExperts, MXFP4Experts
 from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts

@@ -1,0 +1,20 @@
+"""What kernel.py takes, and its tiles. Without Gluon, which takes long to import."""
+
+from typing import NamedTuple
+
+from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight
+
+MOST_ROWS = 16  # that are not sorted
+MOST_SCALE = 192  # as e8m0: 2^65
+
+
+class Shape(NamedTuple):
+    """Times 16 lines of the weight that a program has (of a gate half as many of up's); its warps. Powers of two."""
+
+    tiles: int
+    warps: int
+
+
+def moderate(weight: MXFP4Weight) -> bool:
+    """Whether no scale is more than 2^65, which the kernels here need: times 2^62 it must be a bfloat16. Waits for the device."""
+    return bool((weight.scales <= MOST_SCALE).all())
