@@ -22,6 +22,7 @@ LENGTHS = {
     "gemv": 4,
     "packed_few": 2,
     "grouped_gemm": 19,
+    "mxfp4_few": 5,
     "small_m_gemm": 6,
     "gate_up_silu": 7,
     "gemm": 10,

@@ -21,7 +21,7 @@ from meshlm.kernels.gemv import kernel as gemv
 from meshlm.kernels.small_m_gemm import kernel as small_m_gemm
 from meshlm.kernels.tuning import commit, core
 from meshlm.kernels.tuning.core import PLAIN, Case, Config, Work
-from meshlm.kernels.tuning.store import Store
+from meshlm.kernels.tuning.store import LENGTHS, Store
 
 MADE_BY = {
     "gpu": {"name": "NVIDIA New 7", "capability": [9, 0], "multiprocessors": 114},
@@ -217,6 +217,17 @@ def test_a_table_is_read_back(tmp_path: Path) -> None:
     assert store_in(tmp_path, said).load() == [("gemv", other), ("gemm", entry)]
     assert not said
     assert store.path("gemm") == tmp_path / "gemm" / "tables" / "nvidia_new_7.json"  # as in the tree
+
+
+@pytest.mark.parametrize("op", core.NAMES)
+def test_choices_of_every_operation_are_read_back(op: str, tmp_path: Path) -> None:
+    said: list[str] = []
+    key = tuple("gate" if name == "use" else 64 for name in core.NAMES[op])
+    entry = core.entry_of(op, key, {1: tuple(range(LENGTHS[op])), 64: PLAIN})
+    store_in(tmp_path, said).keep(op, entry)
+    assert store_in(tmp_path, said).load() == [(op, entry)]
+    assert tables.key_of(entry) == key
+    assert not said
 
 
 @pytest.mark.parametrize(

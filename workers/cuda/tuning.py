@@ -31,7 +31,14 @@ from meshlm.workers.engine import ProgressReport
 
 QUICK_S = 8.0  # before the worker is ready
 FULL_S = 420.0  # for so long other ranks wait for the first without giving up
-OF_EXPERTS = ("moe_align", "moe_few", "moe_gemv", "moe_sum")  # kernels beside those that name an operation
+BESIDE = (
+    "moe_align",
+    "moe_few",
+    "moe_gemv",
+    "moe_sum",
+    "mxfp4_experts",
+    "packed_gemm",
+)  # kernels that no operation is named after
 Entries = list[tuple[str, Table]]
 _log = structlog.get_logger()
 
@@ -174,7 +181,7 @@ def default_folder(made_by: dict[str, Any]) -> Path:
 
 def versions() -> dict[str, str]:
     """The versions that times depend on. Our kernels': a digest of their code."""
-    ops = [*core.NAMES, *OF_EXPERTS]
+    ops = [*core.NAMES, *BESIDE]
     code = b"".join((tables.FOLDER / op / "kernel.py").read_bytes() for op in sorted(ops))
     return {
         "torch": torch.__version__,
