@@ -1,12 +1,12 @@
 """Experts with MXFP4 weights beside what the GPU allows: the bytes of the experts that are touched, and a bfloat16 product.
 
     python -P -m meshlm.kernels.mxfp4_experts.bench [--experts 32] [--topk 4] [--hidden 2880] [--wide 2880] [--rows 1 8 64 1024]
-        [--tile 16 64 4 4 | --direct 0 2 4 1 4] [--json FILE]
+        [--tile 16 64 4 4 | --direct 0 1 4 3 2 4 1] [--json FILE]
 
 The default sizes are gpt-oss-20b's. Gate and down are timed apart in CUDA graphs, with tokens that choose at random, each choice with
 other experts, so that weights come from memory. --tile: block_m, block_n, warps and stages in the place of the plan's. --direct: by
-kernels/mxfp4_few, with rows of a tile (0: they are not sorted), tiles and warps of gate and of down; without numbers the fastest of all
-that the tuner tries.
+kernels/mxfp4_few, with rows of a tile (0: they are not sorted), tiles, warps and depth of gate and of down (0 0 0:
+not by it); without numbers the fastest of all that the tuner tries.
 """
 
 import argparse

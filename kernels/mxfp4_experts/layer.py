@@ -55,7 +55,7 @@ def down(
 ) -> Tensor:  # fmt: skip
     """inner -> parts (always of rows that are not sorted), float32 [topk, m, hidden], weighted; or [num_rows, hidden], sorted."""
     leaving = to if parts else None
-    if plan.direct is not None:
+    if plan.direct is not None and plan.direct.down is not None:
         from meshlm.kernels.mxfp4_few import kernel as direct  # its dialect takes long to import
 
         shape = plan.direct.down

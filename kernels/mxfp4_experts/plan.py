@@ -14,15 +14,16 @@ from meshlm.kernels.mxfp4_experts.kernel import LEAST_ROWS, Shape
 from meshlm.kernels.mxfp4_few import shapes
 
 OP = "mxfp4_few"
+OWN = (0, 0, 0)  # in a table: what kernel.py computes
 
 FEW_ROWS = 16  # of more, sorted rows take less time
 
 
 class Direct(NamedTuple):
-    """Shapes of kernels/mxfp4_few."""
+    """Shapes of kernels/mxfp4_few; None: kernel.py computes it."""
 
     gate: shapes.Shape
-    down: shapes.Shape
+    down: shapes.Shape | None
 
 
 class Plan(NamedTuple):
@@ -66,22 +67,26 @@ def usual_plan(rows: int, layer: Layer) -> Plan:
 
 
 def decoded(numbers: Sequence[Any]) -> Plan:
-    """A plan of the tuner's tables: rows of a tile, 0 where they are not sorted; tiles and warps of gate and of down."""
-    block_m, *tiles = numbers
-    unused = Shape(block_m or FEW_ROWS, 0, 0, 0)
+    """A plan of the tuner's tables: rows of a tile, 0 where they are not sorted; tiles, warps and depth of gate and of down (`OWN`)."""
+    block_m, *shape = numbers
+    tiles = _tiles(12 if block_m <= LEAST_ROWS else 32)
+    down = tuple(shape[3:])
     return Plan(
-        "many" if block_m else "few", unused, unused, Direct(shapes.Shape(*tiles[:2]), shapes.Shape(*tiles[2:]))
+        "many" if block_m else "few",
+        *tiles,
+        Direct(shapes.Shape(*shape[:3]), None if down == OWN else shapes.Shape(*down)),
     )
 
 
 def candidates(rows: int, layer: Layer) -> list[tuple[int, ...]]:
     """Plans of kernels/mxfp4_few that the tuner tries, encoded, the likeliest first."""
-    tiles = [(2, 4, 1, 4), (2, 8, 1, 8), (2, 4, 2, 4), (4, 4, 2, 4), (2, 2, 1, 2), (4, 8, 2, 8)]
-    each = rows * layer.topk / layer.experts
+    if rows <= 4:
+        gates, downs = [(1, 4, 3), (2, 2, 1), (1, 2, 2)], [(2, 4, 1), (1, 4, 3), (1, 2, 2)]
+        return [(0, *gate, *down) for gate in gates for down in downs]
+    pairs = [((2, 2, 1), OWN), ((2, 2, 1), (2, 2, 1)), ((2, 4, 1), (2, 4, 1)), ((1, 2, 1), OWN), ((1, 2, 1), (2, 2, 1))]
     heights = [0] if rows <= shapes.MOST_ROWS else []
-    if rows > 4:
-        heights.append(16 if each <= 12 else 32)
-    return [(height, *shape) for shape in tiles for height in heights]
+    heights.append(16 if rows * layer.topk / layer.experts <= 12 else 32)
+    return [(height, *gate, *down) for gate, down in pairs for height in heights]
 
 
 def batched_shapes(most: int) -> tuple[Shape, Shape]:

@@ -90,26 +90,76 @@ def _operand(words, scale, P: gl.constexpr, LAYOUT: gl.constexpr, LINES: gl.cons
 
 
 @gluon.jit
-def _inputs(at, LAYOUT: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr):
+def _inputs(loaded, LAYOUT: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr):
     """2^64 times the inputs of a plane, [WARPS, 32, COLUMNS], without a move."""
-    found = gl.reshape(gl.load(at) * UP, [WARPS, 4, 4, 2, COLUMNS])
+    found = gl.reshape(loaded * UP, [WARPS, 4, 4, 2, COLUMNS])
     found = gl.reshape(gl.permute(found, [0, 2, 1, 3, 4]), [WARPS, 32, COLUMNS])
     return gl.convert_layout(found, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _load_inputs(x_at, x_part, inside, chunk, P: gl.constexpr, INPUTS: gl.constexpr):
+    """What plane P of the warps' chunks from `chunk` on is multiplied by."""
+    k = chunk * 128 + P * 32 + x_part
+    if INPUTS % 32 == 0:
+        k = gl.minimum(k, INPUTS - 32) + inside  # behind the last input codes are zeros: any input will do
+    else:
+        k = gl.minimum(k + inside, INPUTS - 1)
+    return gl.load(x_at + k)
+
+
+@gluon.jit
+def _asked(words_at, scales_at, part, chunk, CHUNKS: gl.constexpr):
+    """The words of a turn's chunks, and their scales."""
+    found = ()
+    for nth in gl.static_range(PAIR):
+        real = chunk + nth + part < CHUNKS
+        words = gl.load(words_at + (chunk + nth) * 16, mask=real, other=0)
+        found = found + (words, gl.load(scales_at + chunk + nth, mask=real, other=0))
+    return found
+
+
+@gluon.jit
+def _added(
+    total, others, found, x_at, x_part, inside, chunk,
+    INPUTS: gl.constexpr, LINES: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """total and the products of a turn's chunks, of which `found` was loaded.
+
+    others: those of every other plane, since tensor cores wait for the last product of a sum.
+    """
+    SUMS: gl.constexpr = total.type.layout
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
+    EARLY: gl.constexpr = COLUMNS == 8  # there is room in registers for all inputs
+    inputs = ()
+    for nth in gl.static_range(4 * PAIR if EARLY else 0):
+        inputs = inputs + (_load_inputs(x_at, x_part, inside, chunk + nth // 4, nth % 4, INPUTS),)
+    if PDL and EARLY:  # said again it does nothing, but the compiler moves no load behind it
+        gdc_launch_dependents()
+    for nth in gl.static_range(4 * PAIR):
+        loaded = inputs[nth] if EARLY else _load_inputs(x_at, x_part, inside, chunk + nth // 4, nth % 4, INPUTS)
+        weights = _operand(found[nth // 4 * 2], found[nth // 4 * 2 + 1], nth % 4, LEFT, LINES, WARPS)
+        if nth % 2 == 0 or not EARLY:
+            total = mma_v2(weights, _inputs(loaded, RIGHT, COLUMNS, WARPS), total)
+        else:
+            others = mma_v2(weights, _inputs(loaded, RIGHT, COLUMNS, WARPS), others)
+    return total, others
 
 
 @gluon.jit
 def _products(
     x, token, codes, scales, expert, column,
     INPUTS: gl.constexpr, OUTPUTS: gl.constexpr, HALVES: gl.constexpr, TILES: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr,
+    DEPTH: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """float32 [16 * TILES, COLUMNS]: an expert's lines (of gate, then of up) for rows of x. token: [1, 1, 1, COLUMNS]."""
+    """float32 [16 * TILES, COLUMNS]: an expert's lines (of gate, then of up) for rows of x. token: [1, 1, 1, COLUMNS]. DEPTH: turns
+    that are under way at once."""
     LINES: gl.constexpr = 16 * TILES
     BLOCK: gl.constexpr = LINES // HALVES
     CHUNKS: gl.constexpr = (INPUTS + 127) // 128
     TURNS: gl.constexpr = (CHUNKS + PAIR * WARPS - 1) // (PAIR * WARPS)
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
     WORDS: gl.constexpr = _layout_of_words(TILES, WARPS)
     PLACES: gl.constexpr = _layout_of_inputs(COLUMNS, WARPS)
 
@@ -124,29 +174,27 @@ def _products(
     x_at = x + token.to(gl.int64) * INPUTS
 
     total = gl.zeros([WARPS, LINES, COLUMNS], gl.float32, SUMS)
-    words_0 = gl.load(words_at, mask=part < CHUNKS, other=0)
-    words_1 = gl.load(words_at + 16, mask=part + 1 < CHUNKS, other=0)
-    scale_0 = gl.load(scales_at, mask=part < CHUNKS, other=0)
-    scale_1 = gl.load(scales_at + 1, mask=part + 1 < CHUNKS, other=0)
-    for turn in range(TURNS):
-        first = turn * (PAIR * WARPS)
-        following = first + PAIR * WARPS
-        more_0 = gl.load(words_at + following * 16, mask=following + part < CHUNKS, other=0)
-        more_1 = gl.load(words_at + following * 16 + 16, mask=following + part + 1 < CHUNKS, other=0)
-        more_scale_0 = gl.load(scales_at + following, mask=following + part < CHUNKS, other=0)
-        more_scale_1 = gl.load(scales_at + following + 1, mask=following + part + 1 < CHUNKS, other=0)
-        for half in gl.static_range(PAIR):
-            words = words_0 if half == 0 else words_1
-            scale = scale_0 if half == 0 else scale_1
-            for p in gl.static_range(4):
-                k = (first + half) * 128 + p * 32 + x_part
-                if INPUTS % 32 == 0:
-                    k = gl.minimum(k, INPUTS - 32) + inside  # behind the last input codes are zeros: any input will do
-                else:
-                    k = gl.minimum(k + inside, INPUTS - 1)
-                y = _inputs(x_at + k, RIGHT, COLUMNS, WARPS)
-                total = mma_v2(_operand(words, scale, p, LEFT, LINES, WARPS), y, total)
-        words_0, words_1, scale_0, scale_1 = more_0, more_1, more_scale_0, more_scale_1
+    others = total
+    ahead = ()
+    for turn in gl.static_range(DEPTH if DEPTH < TURNS else TURNS):
+        ahead = ahead + (_asked(words_at, scales_at, part, turn * (PAIR * WARPS), CHUNKS),)
+    if DEPTH < TURNS:
+        for begin in range(0, TURNS, DEPTH):
+            for turn in gl.static_range(DEPTH):
+                chunk = (begin + turn) * (PAIR * WARPS)
+                ahead = ahead + (_asked(words_at, scales_at, part, chunk + DEPTH * (PAIR * WARPS), CHUNKS),)
+                total, others = _added(
+                    total, others, ahead[0], x_at, x_part, inside, chunk, INPUTS, LINES, COLUMNS, WARPS, PDL
+                )
+                ahead = ahead[1:]
+    else:
+        for turn in gl.static_range(TURNS):
+            chunk = turn * (PAIR * WARPS)
+            total, others = _added(
+                total, others, ahead[turn], x_at, x_part, inside, chunk, INPUTS, LINES, COLUMNS, WARPS, PDL
+            )
+    if COLUMNS == 8:
+        total += others
     return gl.sum(total, axis=0)
 
 
@@ -222,7 +270,8 @@ def _say_nothing(
 def _few(
     x, codes, scales, experts, weights, biases, out, rows,
     TOPK: gl.constexpr, INPUTS: gl.constexpr, OUTPUTS: gl.constexpr, GATE: gl.constexpr, BY_ENTRY: gl.constexpr, BIAS: gl.constexpr,
-    ALPHA: gl.constexpr, LIMIT: gl.constexpr, TILES: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+    ALPHA: gl.constexpr, LIMIT: gl.constexpr, TILES: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr, DEPTH: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """A program belongs to an expert, or to an entry, of which an expert's first computes it."""
     HALVES: gl.constexpr = 2 if GATE else 1
@@ -243,7 +292,7 @@ def _few(
         token = gl.minimum(gl.arange(0, COLUMNS, TOKENS), rows - 1) if GATE else gl.maximum(entry, 0)
         total = _products(
             x, spread(token, 3, 4), codes, scales, expert, column,
-            INPUTS, OUTPUTS, HALVES, TILES, COLUMNS, WARPS,
+            INPUTS, OUTPUTS, HALVES, TILES, COLUMNS, WARPS, DEPTH, PDL,
         )  # fmt: skip
         found, n = _result(
             total, biases, expert, column, OUTPUTS, GATE, BIAS, ALPHA, LIMIT, BLOCK, COLUMNS, x.dtype.element_ty
@@ -263,7 +312,7 @@ def _sorted(
     x, codes, scales, ids, ends, owners, experts, weights, biases, out, rows, entries,
     EXPERTS: gl.constexpr, TOPK: gl.constexpr, INPUTS: gl.constexpr, OUTPUTS: gl.constexpr, GATE: gl.constexpr, PARTS: gl.constexpr,
     BIAS: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, TILES: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr,
-    PDL: gl.constexpr,
+    DEPTH: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A program has a tile of COLUMNS rows. gate: x is in the order of tokens. PARTS: out [TOPK, rows, OUTPUTS], with zeros for the
     entries of experts that go nowhere."""
@@ -289,7 +338,7 @@ def _sorted(
         token = gl.maximum(gl.load(ids + row), 0) // TOPK if GATE else row
         total = _products(
             x, spread(token, 3, 4), codes, scales, expert, column,
-            INPUTS, OUTPUTS, HALVES, TILES, COLUMNS, WARPS,
+            INPUTS, OUTPUTS, HALVES, TILES, COLUMNS, WARPS, DEPTH, PDL,
         )  # fmt: skip
         found, n = _result(
             total, biases, expert, column, OUTPUTS, GATE, BIAS, ALPHA, LIMIT, BLOCK, COLUMNS, x.dtype.element_ty
@@ -346,5 +395,6 @@ def _options(shape: Shape, x: Tensor, epilogue: Epilogue, columns: int) -> dict[
     use_pdl = x.is_cuda and pdl.supported()
     return {
         "BIAS": epilogue.bias is not None, "ALPHA": epilogue.alpha, "LIMIT": epilogue.limit, "TILES": shape.tiles, "COLUMNS": columns,
-        "WARPS": shape.warps, "PDL": use_pdl, "num_warps": shape.warps, **({"launch_pdl": True} if use_pdl else {}),
+        "WARPS": shape.warps, "DEPTH": shape.depth, "PDL": use_pdl, "num_warps": shape.warps,
+        **({"launch_pdl": True} if use_pdl else {}),
     }  # fmt: skip

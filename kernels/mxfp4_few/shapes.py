@@ -9,10 +9,12 @@ MOST_SCALE = 192  # as e8m0: 2^65
 
 
 class Shape(NamedTuple):
-    """Times 16 lines of the weight that a program has (of a gate half as many of up's); its warps. Powers of two."""
+    """Times 16 lines of the weight that a program has (of a gate half as many of up's); its warps (powers of two); turns
+    of its loop whose weights are asked for ahead."""
 
     tiles: int
     warps: int
+    depth: int = 1
 
 
 def moderate(weight: MXFP4Weight) -> bool:

@@ -62,16 +62,91 @@ def _operand(
 
 
 @gluon.jit
-def _inputs(at, real, dtype: gl.constexpr, LAYOUT: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr):
-    """The inputs of these planes, [WARPS, 64, COLUMNS], without a move."""
-    found = gl.permute(gl.load(at, mask=real, other=0.0), [0, 2, 1, 3, 4])
+def _inputs(loaded, LAYOUT: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr):
+    """The inputs of two planes, [WARPS, 64, COLUMNS], without a move."""
+    found = gl.permute(loaded, [0, 2, 1, 3, 4])
     return gl.convert_layout(gl.reshape(found, [WARPS, 64, COLUMNS]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _load_inputs(x_at, place, real, chunk, J: gl.constexpr, INPUTS: gl.constexpr, WHOLE: gl.constexpr):
+    """What planes J and J + 4 are multiplied by."""
+    here = real
+    if not WHOLE:
+        here = real & (chunk * 256 + J * 32 + place < INPUTS)
+    return gl.load(x_at + chunk * 256 + J * 32, mask=here, other=0.0)
 
 
 @gluon.jit
 def _of_group(at, first, n, INPUTS: gl.constexpr, OUTPUTS: gl.constexpr, GROUP: gl.constexpr):
     """What the groups of the inputs `first` have; behind the last input what the last group has."""
     return gl.load(at + gl.minimum(first, INPUTS - 1) // GROUP * OUTPUTS + n)
+
+
+@gluon.jit
+def _asked(
+    line, real, scales, offsets, group_at, n, chunk,
+    INPUTS: gl.constexpr, OUTPUTS: gl.constexpr, GROUP: gl.constexpr, SPAN: gl.constexpr, OFFSETS: gl.constexpr,
+):  # fmt: skip
+    """What is loaded of the weight for the warps' chunks from `chunk` on: words, then of each span its scales and offsets."""
+    found = (gl.load(line + chunk * 32, mask=real, other=0),)
+    for span in gl.static_range(4 // SPAN):
+        at = chunk * 256 + group_at + span * SPAN * 32
+        found = found + (_of_group(scales, at, n, INPUTS, OUTPUTS, GROUP),)
+        if OFFSETS:
+            found = found + (_of_group(offsets, at, n, INPUTS, OUTPUTS, GROUP),)
+    return found
+
+
+@gluon.jit
+def _added(
+    total, found, ones, x_at, place, real, chunk,
+    INPUTS: gl.constexpr, ZERO: gl.constexpr, ZEROS: gl.constexpr, MINIMA: gl.constexpr, WHOLE: gl.constexpr, SPAN: gl.constexpr,
+    BLOCK: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """total and the products of the chunks from `chunk` on, of which `found` was loaded. WHOLE: all of x is there."""
+    BASE: gl.constexpr = 128.0 if dtype == gl.bfloat16 else 1024.0
+    RAISED: gl.constexpr = 0x43000000 if dtype == gl.bfloat16 else 0x44800000  # BASE in float32, and where its ones are
+    MANTISSA: gl.constexpr = 16 if dtype == gl.bfloat16 else 13
+    EACH: gl.constexpr = 2 if ZEROS or MINIMA else 1
+    SUMS: gl.constexpr = total.type.layout
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
+    EARLY: gl.constexpr = COLUMNS == 8  # there is room in registers for all inputs
+    APART: gl.constexpr = EARLY and SPAN > 1
+    inputs = ()
+    for j in gl.static_range(4 if EARLY else 0):
+        inputs = inputs + (_load_inputs(x_at, place, real, chunk, j, INPUTS, WHOLE),)
+    if PDL and EARLY:  # said again it does nothing, but the compiler moves no load behind it
+        gdc_launch_dependents()
+    for span in gl.static_range(4 // SPAN):
+        scale = found[1 + span * EACH]
+        off = BASE + ZERO
+        if ZEROS:
+            off = ((found[2 + span * EACH].to(gl.int32) << MANTISSA) | RAISED).to(gl.float32, bitcast=True)
+        products = gl.zeros([WARPS, BLOCK, COLUMNS], gl.float32, SUMS)
+        sums = gl.zeros([WARPS, 16, COLUMNS], gl.float32, SUMS)
+        others, sums_of_others = products, sums  # of every other plane: tensor cores wait for the last product of a sum
+        for j in gl.static_range(span * SPAN, (span + 1) * SPAN):
+            loaded = inputs[j] if EARLY else _load_inputs(x_at, place, real, chunk, j, INPUTS, WHOLE)
+            y = _inputs(loaded, RIGHT, COLUMNS, WARPS)
+            codes = _operand(found[0], j, dtype, LEFT, BLOCK, WARPS)
+            if APART and j % 2 == 1:
+                others = mma_v2(codes, y, others)
+                sums_of_others = mma_v2(ones, y, sums_of_others)
+            else:
+                products = mma_v2(codes, y, products)
+                sums = mma_v2(ones, y, sums)
+        if APART:
+            products += others
+            sums += sums_of_others
+        sums = gl.reshape(sums, [WARPS, 1, 16, COLUMNS]).broadcast_to([WARPS, BLOCK // 16, 16, COLUMNS])
+        sums = gl.convert_layout(gl.reshape(sums, [WARPS, BLOCK, COLUMNS]), SUMS, assert_trivial=True)
+        if MINIMA:
+            total += (products - BASE * sums) * scale.to(gl.float32) + found[2 + span * EACH].to(gl.float32) * sums
+        else:
+            total += (products - off * sums) * scale.to(gl.float32)
+    return total
 
 
 @gluon.jit
@@ -88,19 +163,17 @@ def _ask_for(row, part, TURNS: gl.constexpr, WARPS: gl.constexpr, CHUNKS: gl.con
 def _packed_few(
     x, low, scales, zeros, minima, bias, out, rows,
     INPUTS: gl.constexpr, OUTPUTS: gl.constexpr, CHUNKS: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr, ZEROS: gl.constexpr,
-    MINIMA: gl.constexpr, BIAS: gl.constexpr, TILES: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+    MINIMA: gl.constexpr, BIAS: gl.constexpr, TILES: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr, DEPTH: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
-    """A program has 16 * TILES outputs. COLUMNS: two for each row."""
+    """A program has 16 * TILES outputs. COLUMNS: two for each row. DEPTH: turns of the weight that are under way at once."""
     dtype: gl.constexpr = x.dtype.element_ty
-    BASE: gl.constexpr = 128.0 if dtype == gl.bfloat16 else 1024.0
-    RAISED: gl.constexpr = 0x43000000 if dtype == gl.bfloat16 else 0x44800000  # BASE in float32, and where its ones are
-    MANTISSA: gl.constexpr = 16 if dtype == gl.bfloat16 else 13
     BLOCK: gl.constexpr = 16 * TILES
     TURNS: gl.constexpr = (CHUNKS + WARPS - 1) // WARPS
     SPAN: gl.constexpr = min(GROUP, 128) // 32  # planes that share a scale
+    OFFSETS: gl.constexpr = ZEROS or MINIMA
+    WHOLE: gl.constexpr = INPUTS % 256 == 0 and CHUNKS % (WARPS * DEPTH) == 0
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
     WORDS: gl.constexpr = _layout_of_words(TILES, WARPS)
     PLACES: gl.constexpr = _layout_of_inputs(COLUMNS, WARPS)
 
@@ -116,40 +189,53 @@ def _packed_few(
     group_at = o_part * 256 + o_half * 128
     n = gl.minimum(first + range_of(BLOCK, SUMS, 1, 3), OUTPUTS - 1)
 
-    ones = gl.full([WARPS, 16, 64], 1.0, dtype, LEFT)
+    offsets = zeros if ZEROS else minima
+
+    ones = gl.full([WARPS, 16, 64], 1.0, dtype, gl.DotOperandLayout(0, SUMS, 2))
     total = gl.zeros([WARPS, BLOCK, COLUMNS], gl.float32, SUMS)
-    words = gl.load(line, mask=part < CHUNKS, other=0)
+    ahead = ()
+    for turn in gl.static_range(DEPTH):
+        within = turn * WARPS + part < CHUNKS
+        ahead = ahead + (
+            _asked(line, within, scales, offsets, group_at, n, turn * WARPS, INPUTS, OUTPUTS, GROUP, SPAN, OFFSETS),
+        )
     if PDL:
         gdc_launch_dependents()
-        _ask_for(row, part, TURNS, WARPS, CHUNKS)
+        if DEPTH < TURNS:
+            _ask_for(row, part, TURNS, WARPS, CHUNKS)
         gdc_wait()
-    for turn in range(TURNS):
-        chunk = turn * WARPS
-        more = gl.load(line + (chunk + WARPS) * 32, mask=chunk + WARPS + part < CHUNKS, other=0)
-        for span in gl.static_range(4 // SPAN):
-            at = chunk * 256 + group_at + span * SPAN * 32
-            scale = _of_group(scales, at, n, INPUTS, OUTPUTS, GROUP)
-            off = BASE + ZERO
-            if ZEROS:
-                zero = _of_group(zeros, at, n, INPUTS, OUTPUTS, GROUP).to(gl.int32)
-                off = ((zero << MANTISSA) | RAISED).to(gl.float32, bitcast=True)
-            products = gl.zeros([WARPS, BLOCK, COLUMNS], gl.float32, SUMS)
-            sums = gl.zeros([WARPS, 16, COLUMNS], gl.float32, SUMS)
-            for j in gl.static_range(span * SPAN, (span + 1) * SPAN):
-                here = real
-                if INPUTS % 256 != 0 or CHUNKS % WARPS != 0:
-                    here = real & (chunk * 256 + j * 32 + place < INPUTS)
-                y = _inputs(x_at + chunk * 256 + j * 32, here, dtype, RIGHT, COLUMNS, WARPS)
-                products = mma_v2(_operand(words, j, dtype, LEFT, BLOCK, WARPS), y, products)
-                sums = mma_v2(ones, y, sums)
-            sums = gl.reshape(sums, [WARPS, 1, 16, COLUMNS]).broadcast_to([WARPS, TILES, 16, COLUMNS])
-            sums = gl.convert_layout(gl.reshape(sums, [WARPS, BLOCK, COLUMNS]), SUMS, assert_trivial=True)
-            if MINIMA:
-                least = _of_group(minima, at, n, INPUTS, OUTPUTS, GROUP)
-                total += (products - BASE * sums) * scale.to(gl.float32) + least.to(gl.float32) * sums
-            else:
-                total += (products - off * sums) * scale.to(gl.float32)
-        words = more
+    if DEPTH < TURNS:
+        for begin in range(0, TURNS, DEPTH):
+            for turn in gl.static_range(DEPTH):
+                chunk = (begin + turn) * WARPS
+                later = chunk + DEPTH * WARPS
+                ahead = ahead + (
+                    _asked(
+                        line,
+                        later + part < CHUNKS,
+                        scales,
+                        offsets,
+                        group_at,
+                        n,
+                        later,
+                        INPUTS,
+                        OUTPUTS,
+                        GROUP,
+                        SPAN,
+                        OFFSETS,
+                    ),
+                )
+                total = _added(
+                    total, ahead[0], ones, x_at, place, real, chunk,
+                    INPUTS, ZERO, ZEROS, MINIMA, WHOLE, SPAN, BLOCK, COLUMNS, WARPS, PDL, dtype,
+                )  # fmt: skip
+                ahead = ahead[1:]
+    else:
+        for turn in gl.static_range(TURNS):
+            total = _added(
+                total, ahead[turn], ones, x_at, place, real, turn * WARPS,
+                INPUTS, ZERO, ZEROS, MINIMA, WHOLE, SPAN, BLOCK, COLUMNS, WARPS, PDL, dtype,
+            )  # fmt: skip
     found = gl.sum(gl.sum(gl.reshape(total, [WARPS, BLOCK, COLUMNS // 2, 2]), axis=3), axis=0)
     n = first + gl.arange(0, BLOCK, gl.SliceLayout(1, found.type.layout))
     m = gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, found.type.layout))
@@ -170,7 +256,8 @@ def packed_few(x: Tensor, weight: PackedWeight, shape: Shape, bias: Tensor | Non
     given = {name: value for name, value in constants(weight).items() if name not in ("BITS", "TABLE")}
     _packed_few[(triton.cdiv(weight.outputs, 16 * shape.tiles),)](
         x, low, scales, zeros, minima, x if bias is None else bias, out, rows, **given, BIAS=bias is not None, TILES=shape.tiles,
-        COLUMNS=max(8, 2 * triton.next_power_of_2(rows)), WARPS=shape.warps, PDL=use_pdl, num_warps=shape.warps,
+        COLUMNS=max(8, 2 * triton.next_power_of_2(rows)), WARPS=shape.warps,
+        DEPTH=min(shape.depth, triton.cdiv(given["CHUNKS"], shape.warps)), PDL=use_pdl, num_warps=shape.warps,
         **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
     return out

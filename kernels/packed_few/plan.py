@@ -2,10 +2,7 @@
 
 from typing import NamedTuple
 
-import torch
-import triton
-
-from meshlm.kernels import pdl, tables
+from meshlm.kernels import tables
 from meshlm.kernels.packed_gemm.reference import CHUNK, PackedWeight
 
 OP = "packed_few"
@@ -15,22 +12,19 @@ SIZES = (1, 4, 8, 16)
 
 
 class Shape(NamedTuple):
-    """Times 16 outputs of a program; its warps, between which chunks are shared out. Powers of two."""
+    """Times 16 outputs of a program; its warps, which share out the chunks (powers of two); chunks that each asks for at once."""
 
     tiles: int
     warps: int
+    depth: int = 1
 
 
-SHAPES = [Shape(tiles, warps) for tiles in (1, 2) for warps in (1, 2, 4, 8, 16)]
+SHAPES = [Shape(tiles, warps, depth) for tiles in (1, 2) for warps in (1, 2, 4, 8, 16) for depth in (1, 4)]
 
 
-def default_shape(outputs: int, inputs: int, device: torch.device) -> Shape:
-    """A shape that gives every multiprocessor some warps, and these several chunks."""
-    tiles = 2 if outputs >= 64 * pdl.multiprocessors(device) else 1
-    chunks, warps = triton.cdiv(inputs, CHUNK), 1
-    while warps < 8 and 2 * warps <= chunks:
-        warps *= 2
-    return Shape(tiles, warps)
+def shapes_of(chunks: int) -> list[Shape]:
+    """Those that differ for a weight of so many chunks, with a chunk for each warp."""
+    return [shape for shape in SHAPES if shape.warps <= chunks and (shape.depth == 1 or chunks > shape.warps)]
 
 
 def kind_of(weight: PackedWeight) -> str:

@@ -68,6 +68,18 @@ def _states(
 
 
 @triton.jit
+def _of_piece(
+    states, decays, pieces, table, piece, head, start, count, within, inside,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """What a piece adds to the state, what it leaves of the one before, and the page that the state behind it goes to."""
+    added = tl.load(states + (piece * HEADS + head).to(tl.int64) * SIZE + within, mask=inside, other=0.0)
+    decay = tl.load(decays + piece * HEADS + head)
+    end = tl.load(pieces + 3 * piece + 1) + tl.load(pieces + 3 * piece + 2)
+    return added.to(tl.float32), decay, left_in(table, start, end, count, PAGE)
+
+
+@triton.jit
 def _pass(
     states, decays, state, pieces, prompts, rows, starts, ends, tables, stride, half_stride, page_stride,
     HEADS: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr,
@@ -86,18 +98,23 @@ def _pass(
     h = tl.load(
         at + read * page_stride, mask=(p < P)[:, None] & (n < tl.where(start > 0, N, 0))[None, :], other=0.0
     ).to(tl.float32)
+    added, decay, page = _of_piece(
+        states, decays, pieces, table, first, head, start, count, within, inside, HEADS, P * N, PAGE
+    )
     for piece in range(first, first + num):
+        following = tl.minimum(piece + 1, first + num - 1)  # asked for before this one's state is written
+        later, later_decay, later_page = _of_piece(
+            states, decays, pieces, table, following, head, start, count, within, inside, HEADS, P * N, PAGE
+        )
         place = states + (piece * HEADS + head).to(tl.int64) * (P * N) + within
-        added = tl.load(place, mask=inside, other=0.0).to(tl.float32)
         tl.store(place, h.to(states.dtype.element_ty), mask=inside)
-        h = tl.load(decays + piece * HEADS + head) * h + added
-        end = tl.load(pieces + 3 * piece + 1) + tl.load(pieces + 3 * piece + 2)
-        page = left_in(table, start, end, count, PAGE)
+        h = decay * h + added
         tl.store(
             at + page * page_stride,
             h.to(state.dtype.element_ty),
             mask=(p < P)[:, None] & (n < tl.where(page >= 0, N, 0))[None, :],
         )
+        added, decay, page = later, later_decay, later_page
 
 
 @triton.jit
@@ -157,21 +174,24 @@ def chunk_scan(
     block_p, block_n = (max(16, triton.next_power_of_2(size)) for size in (width, numbers))
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
     sizes = {"HEADS": heads, "P": width, "N": numbers, "BLOCK_N": block_n}
-    tile = {"EACH": each, "PIECE": PIECE, "BLOCK_P": block_p, "PRECISION": precision, "num_warps": 8}
+    tile = {"EACH": each, "PIECE": PIECE, "BLOCK_P": block_p, "PRECISION": precision}
     sums = torch.empty(len(lines), heads, 2, PIECE, dtype=torch.float32, device=x.device)  # of the steps, and the steps
     dt, limits = steps.dt, (steps.bias, steps.low, high_of(steps))
     mine = _heads_of_a_program(each)
-    tile |= {"MINE": mine, "STAGES": 1 if x.dtype == torch.float32 else 2}
+    tile |= {"MINE": mine}
     _states[(len(lines), heads // mine)](
-        x, dt, a, b, *limits, states, decays, sums, lines, at.ends, x.stride(0), dt.stride(0), b.stride(0), **sizes, **tile
+        x, dt, a, b, *limits, states, decays, sums, lines, at.ends, x.stride(0), dt.stride(0), b.stride(0), **sizes, **tile,
+        STAGES=1, num_warps=4,
     )  # fmt: skip
-    part = min(block_p, 16)
+    part = min(block_p, 4)
     _pass[(len(pieces.prompts), heads, triton.cdiv(width, part))](
         states, decays, state, lines, pieces.prompts, at.rows, at.starts, at.ends, at.blocks, at.blocks.stride(0),
-        state.stride(0), state.stride(1), HALF=state.shape[2], PAGE=page, BLOCK_P=part, **sizes, num_warps=4,
+        state.stride(0), state.stride(1), HALF=state.shape[2], PAGE=page, BLOCK_P=part, **sizes, num_warps=1,
     )  # fmt: skip
+    # Of 16 bits and in one stage Triton 3.6 computes other sums.
     _scan[(len(lines), heads // mine)](
-        x, b, c, d, sums, states, out, lines, at.ends, x.stride(0), b.stride(0), c.stride(0), **sizes, **tile
+        x, b, c, d, sums, states, out, lines, at.ends, x.stride(0), b.stride(0), c.stride(0), **sizes, **tile,
+        STAGES=1 if x.dtype == torch.float32 else 2, num_warps=8,
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype, *, most: int) -> 
     words = [weight.low, *(torch.randint_like(weight.low, -(2**31), 2**31 - 1) for _ in range(copies - 1))]
     x = torch.randn(case.rows, weight.inputs, device=device, dtype=dtype)
     runs: dict[Config, Run] = {PLAIN: lambda low: packed_gemm.usual_product(x, weight._replace(low=low))}
-    for shape in _candidates(weight, device)[:most]:
+    for shape in _candidates(weight)[:most]:
         runs[tuple(shape)] = partial(_few, x, weight, shape)
     return words, runs
 
@@ -42,16 +42,15 @@ def random_weight(key: Key, device: torch.device) -> PackedWeight:
     )  # fmt: skip
 
 
-def _candidates(weight: PackedWeight, device: torch.device) -> list[Shape]:
-    """The likeliest first: those whose warps have several chunks each, and that give every multiprocessor some."""
-    usual = plan.default_shape(weight.outputs, weight.inputs, device)
+def _candidates(weight: PackedWeight) -> list[Shape]:
+    """The likeliest first: those that were the fastest for the products of Llama-3.1-8B (benchmarks/weights.py --few)."""
     chunks = weight.low.shape[1] // PLANE
-    fitting = [shape for shape in plan.SHAPES if shape.warps <= chunks]
+    usual = min(8, 1 << (chunks.bit_length() - 1))
 
-    def distance(shape: Shape) -> tuple[int, int]:
-        return abs(shape.warps.bit_length() - usual.warps.bit_length()), abs(shape.tiles - usual.tiles)
+    def distance(shape: Shape) -> tuple[bool, int, int]:
+        return shape.warps not in (usual, usual // 2), shape.tiles, -shape.depth
 
-    return sorted(fitting, key=distance)
+    return sorted(plan.shapes_of(chunks), key=distance)
 
 
 def _few(x: Tensor, weight: PackedWeight, shape: Shape, low: Tensor) -> Tensor:

@@ -20,9 +20,9 @@ from meshlm.kernels.tuning.core import NAMES, Key
 FORMAT = 1
 LENGTHS = {
     "gemv": 4,
-    "packed_few": 2,
+    "packed_few": 3,
     "grouped_gemm": 19,
-    "mxfp4_few": 5,
+    "mxfp4_few": 7,
     "small_m_gemm": 6,
     "gate_up_silu": 7,
     "gemm": 10,

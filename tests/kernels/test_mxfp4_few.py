@@ -52,7 +52,17 @@ def epilogues(hidden: int, wide: int) -> tuple[Epilogue, Epilogue]:
 
 
 @pytest.mark.parametrize(("hidden", "wide"), SIZES)
-@pytest.mark.parametrize(("rows", "shape"), [(1, Shape(2, 2)), (2, Shape(2, 1)), (9, Shape(4, 4)), (16, Shape(2, 2))])
+@pytest.mark.parametrize(
+    ("rows", "shape"),
+    [
+        (1, Shape(2, 2)),
+        (2, Shape(2, 1, 2)),
+        (3, Shape(1, 1, 3)),
+        (9, Shape(4, 4)),
+        (16, Shape(2, 2)),
+        (16, Shape(2, 1, 2)),
+    ],
+)
 def test_few_rows(rows: int, shape: Shape, hidden: int, wide: int) -> None:
     (above, below), (x, experts, weights) = epilogues(hidden, wide), case(rows, hidden)
     (gate_up, values), (down, values_down) = (
@@ -63,7 +73,7 @@ def test_few_rows(rows: int, shape: Shape, hidden: int, wide: int) -> None:
     KERNELS.few(x, gate_up, experts, None, inner, shape, above)
     near(inner, reference.by_entry(x, values, experts, gate=True, epilogue=above), DTYPE)
     parts = torch.full((TOPK, rows, hidden), torch.nan, device=DEVICE)
-    KERNELS.few(inner, down, experts, weights, parts, shape._replace(tiles=shape.tiles // 2), below)
+    KERNELS.few(inner, down, experts, weights, parts, shape._replace(tiles=max(1, shape.tiles // 2)), below)
     found = reference.by_entry(inner, values_down, experts, epilogue=below).float().view(rows, TOPK, hidden)
     near(parts, (found * weights[:, :, None]).transpose(0, 1), DTYPE, 2.0)
 

@@ -25,14 +25,17 @@ def test_the_rules_hold_until_something_faster_was_measured() -> None:
     for rows in (1, 16, 17, 100, 1000, 8192):
         assert plan.plan_for(rows, GPT_OSS, direct=True) == plan.usual_plan(rows, GPT_OSS)
     assert tables.asked() == [("mxfp4_few", tuple(GPT_OSS))]
-    choices: dict[int, core.Config] = {1: (0, 2, 4, 1, 4), 4: (), 16: (16, 2, 8, 1, 8), 64: (16, 4, 4, 2, 4), 256: ()}
+    choices: dict[int, core.Config] = {
+        1: (0, 2, 4, 1, 1, 4, 3), 4: (), 16: (16, 2, 8, 1, 1, 8, 1), 64: (16, 4, 4, 1, 0, 0, 0), 256: (),
+    }  # fmt: skip
     tables.add([("mxfp4_few", core.entry_of("mxfp4_few", tuple(GPT_OSS), choices))])
     found = {rows: plan.plan_for(rows, GPT_OSS, direct=True) for rows in (1, 3, 16, 40, 200)}
-    assert found[1].direct == plan.Direct(Shape(2, 4), Shape(1, 4))
+    assert found[1].direct == plan.Direct(Shape(2, 4), Shape(1, 4, 3))
     assert found[1].kind == "few"
     assert found[3] == plan.usual_plan(3, GPT_OSS)
     assert (found[16].kind, found[16].block_m) == ("many", 16)
-    assert found[40].direct == plan.Direct(Shape(4, 4), Shape(2, 4))
+    assert found[40].direct == plan.Direct(Shape(4, 4), None)
+    assert found[40].down == plan.usual_plan(40, GPT_OSS).down, "sorted in tiles of as many rows"
     assert found[200] == plan.usual_plan(200, GPT_OSS)
     assert plan.plan_for(1, GPT_OSS, direct=False) == plan.usual_plan(1, GPT_OSS)
     assert plan.plan_for(1, GPT_OSS._replace(topk=2), direct=True).direct is None
@@ -41,19 +44,20 @@ def test_the_rules_hold_until_something_faster_was_measured() -> None:
 @pytest.mark.parametrize("rows", [1, 4, 16, 64, 256, 512])
 def test_candidates_take_the_rows(rows: int) -> None:
     found = plan.candidates(rows, GPT_OSS)
-    assert len(found) == len(set(found)) > 5
+    assert len(found) == len(set(found)) >= 5
     for numbers in found:
         chosen = plan.decoded(numbers)
         assert chosen.kind == "many" or rows <= MOST_ROWS
         assert chosen.direct is not None
-        assert chosen.direct.gate.tiles >= 2, "of gate, and of up"
         assert layers.num_rows(chosen, rows, 4, 32) >= rows * 4
 
 
 @pytest.mark.parametrize("direct", [False, True])
 def test_rows_of_the_warm_up_meet_every_variant(direct: bool) -> None:
     if direct:
-        choices: dict[int, core.Config] = {1: (0, 2, 4, 1, 4), 4: (0, 2, 8, 1, 8), 16: (16, 2, 8, 1, 8)}
+        choices: dict[int, core.Config] = {
+            1: (0, 2, 4, 1, 1, 4, 1), 4: (0, 2, 8, 1, 1, 8, 1), 16: (16, 2, 8, 1, 1, 8, 1),
+        }  # fmt: skip
         tables.add([("mxfp4_few", core.entry_of("mxfp4_few", tuple(GPT_OSS), choices))])
     warm = plan.warm_rows(GPT_OSS, 600, direct=direct)
     plans = {plan.plan_for(rows, GPT_OSS, direct=direct) for rows in range(1, 601)}

@@ -34,6 +34,9 @@ SIZES = [
     (5, 40, 320, Shape(1, 2)),  # half a chunk is not there
     (16, 16, 480, Shape(1, 2)),
     (2, 16, 256, Shape(1, 4)),  # three warps have nothing
+    (1, 40, 1024, Shape(1, 2, 2)),  # all is asked for at once
+    (4, 40, 1280, Shape(2, 1, 2)),  # twice, and once more for a chunk
+    (9, 16, 1184, Shape(1, 2, 4)),
 ]
 
 
@@ -68,9 +71,16 @@ def test_more_rows_than_it_has_are_refused() -> None:
         few.packed_few(torch.randn(17, 256, device=DEVICE), weight, Shape(1, 1))
 
 
-def test_every_size_has_a_shape() -> None:
-    for outputs, inputs in ((6144, 4096), (576, 576), (4096, 14336), (28672, 4096), (16, 32)):
-        assert plan.default_shape(outputs, inputs, DEVICE) in plan.SHAPES
+@pytest.mark.parametrize("chunks", [1, 2, 3, 16, 56])
+def test_every_size_has_shapes(chunks: int) -> None:
+    """None of them twice: what is asked for ahead cannot be more than there is."""
+    found = plan.shapes_of(chunks)
+    assert {(each.tiles, each.warps, min(each.depth, -(-chunks // each.warps))) for each in found} >= {
+        (1, 1, 1),
+        (2, 1, 1),
+    }
+    assert len({(each.tiles, each.warps, min(each.depth, -(-chunks // each.warps))) for each in found}) == len(found)
+    assert all(each.warps <= chunks for each in found)
 
 
 def test_it_computes_what_it_was_measured_to_be_faster_with(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,9 +89,11 @@ def test_it_computes_what_it_was_measured_to_be_faster_with(monkeypatch: pytest.
     weight = weight._replace(one_row=True, some_rows=True)
     calls: list[tuple[int, Shape]] = []
 
+    compute = KERNELS.packed_few
+
     def noted(x: Tensor, weight: PackedWeight, shape: Shape, bias: Tensor | None = None) -> Tensor:
         calls.append((x.shape[0], shape))
-        return KERNELS.packed_few(x, weight, shape, bias)  # type: ignore[no-any-return]
+        return compute(x, weight, shape, bias)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(few, "packed_few", noted)
     tables.forget(all_of_it=True)
@@ -92,7 +104,7 @@ def test_it_computes_what_it_was_measured_to_be_faster_with(monkeypatch: pytest.
     assert calls == []
     key = (48, 512, "zeros, groups of 128")
     assert tables.asked() == [("packed_few", key)]
-    tables.add([("packed_few", core.entry_of("packed_few", key, {1: (), 4: (1, 2), 8: ()}))])
+    tables.add([("packed_few", core.entry_of("packed_few", key, {1: (), 4: (1, 2, 1), 8: ()}))])
     for rows in (1, 3, 5):
         x = torch.randn(rows, 512, device=DEVICE, dtype=torch.float16) / 512**0.5
         near(kernel.packed_linear(x, weight._replace(few_rows=True)), x.float() @ values.t(), torch.float16, 2.0)
