@@ -288,12 +288,13 @@ def streams(count: int) -> targets.Work:
 
 
 def engines(arguments: argparse.Namespace) -> list[Engine]:
-    """MeshLM, and vLLM where its packages are; they share the cores."""
+    """MeshLM, and vLLM where its packages are; they share the cores, and with one GPU `--engines` says whose turn it is."""
     cores, gpus = sorted(os.sched_getaffinity(0)), [*arguments.gpus, "", ""]
-    half = len(cores) // 2 if arguments.vllm and len(cores) > 1 else len(cores)
+    both = arguments.vllm and len(arguments.engines) > 1 and len(cores) > 1
+    half = len(cores) // 2 if both else len(cores)
     found = [Engine("meshlm", gpus[0], tuple(cores[:half]), arguments.port, device=arguments.device)]
     if arguments.vllm:
-        found.append(Engine("vllm", gpus[1], tuple(cores[half:]) or tuple(cores), arguments.port + 1, arguments.vllm))
+        found.append(Engine("vllm", gpus[1] or gpus[0], tuple(cores[half:]) or tuple(cores), arguments.port + 1, arguments.vllm))
     return [engine for engine in found if engine.name in arguments.engines]
 
 
