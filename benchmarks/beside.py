@@ -294,7 +294,9 @@ def engines(arguments: argparse.Namespace) -> list[Engine]:
     half = len(cores) // 2 if both else len(cores)
     found = [Engine("meshlm", gpus[0], tuple(cores[:half]), arguments.port, device=arguments.device)]
     if arguments.vllm:
-        found.append(Engine("vllm", gpus[1] or gpus[0], tuple(cores[half:]) or tuple(cores), arguments.port + 1, arguments.vllm))
+        found.append(
+            Engine("vllm", gpus[1] or gpus[0], tuple(cores[half:]) or tuple(cores), arguments.port + 1, arguments.vllm)
+        )
     return [engine for engine in found if engine.name in arguments.engines]
 
 

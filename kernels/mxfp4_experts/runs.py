@@ -17,14 +17,18 @@ HIGHEST = 128  # rows of a tile
 CUDA = torch.device("cuda")
 
 
-def random_weight(experts: int, outputs: int, inputs: int, device: torch.device) -> MXFP4Weight:
+def random_weight(
+    experts: int, outputs: int, inputs: int, device: torch.device, random: torch.Generator | None = None
+) -> MXFP4Weight:
     """Any codes, and scales of about 1/100."""
     chunks = chunks_of(inputs)
-    codes = torch.randint(-(1 << 15), 1 << 15, (experts, outputs, chunks * GROUP), dtype=torch.int16, device=device)
+    sizes = experts, outputs, chunks * GROUP
+    codes = torch.randint(-(1 << 15), 1 << 15, sizes, dtype=torch.int16, device=device, generator=random)
     there = torch.arange(CHUNK).view(PLANES, GROUP) < inputs - (chunks - 1) * CHUNK  # of the last chunk's inputs
     bits = torch.tensor([sum(1 << place for place in places) for places in PLACES])
     codes[..., -GROUP:] &= (there * bits[:, None]).sum(0).to(torch.int16).to(device)
-    scales = torch.randint(118, 124, (experts, outputs, chunks * 4), dtype=torch.uint8, device=device)
+    sizes = experts, outputs, chunks * PLANES
+    scales = torch.randint(118, 124, sizes, dtype=torch.uint8, device=device, generator=random)
     return MXFP4Weight(codes, scales, inputs)
 
 

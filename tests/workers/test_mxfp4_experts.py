@@ -6,10 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from expert_files import EXPERT, as_mxfp4, change
+from gluon_on_torch import on_torch
 from small_models import caches, load, resolved, run
 
 from meshlm.kernels.mxfp4.reference import decode_mxfp4
+from meshlm.kernels.mxfp4_experts import kernel as usual
 from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight, encode, unpack
+from meshlm.kernels.mxfp4_few import kernel as mxfp4_few
+from meshlm.kernels.tuning.store import LENGTHS
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.models.decoder import Decoder
@@ -142,3 +146,26 @@ def test_kernels_prove_themselves(bfloat16: None, monkeypatch: pytest.MonkeyPatc
     assert "of a row's norm away from plain torch" in proof.of_mxfp4.__wrapped__(torch.float16, device)
     monkeypatch.setattr("meshlm.kernels.mxfp4_experts.kernel.few", None)
     assert "the kernels fail: TypeError" in proof.of_mxfp4.__wrapped__(torch.float16, device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is for the interpreter")
+def test_kernels_of_few_rows_prove_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each plan that is proven, and what is wrong is found. The interpreter has no products of bfloat16: those that the usual kernels
+    compute are computed alike."""
+    theirs, shape = on_torch(mxfp4_few), mxfp4_few.Shape(2, 2)
+    monkeypatch.setattr(mxfp4_few, "few", theirs.few)
+    monkeypatch.setattr(mxfp4_few, "sorted_rows", theirs.sorted_rows)
+    monkeypatch.setattr(
+        usual,
+        "sorted_rows",
+        lambda x, w, out, own, *given, **named: theirs.sorted_rows(x, w, out, shape, own.block_m, *given, **named),
+    )
+    assert {len(numbers) for numbers in proof.DIRECT.values()} == {LENGTHS["mxfp4_few"]}
+    plans = proof.DIRECT
+    monkeypatch.setattr(proof, "DIRECT", {1: plans[1], 3: plans[3], 20: plans[40]})
+    for name, value in (("EXPERTS", 5), ("HIDDEN", 160), ("WIDE", 96)):  # no whole chunks
+        monkeypatch.setattr(proof, name, value)
+    device = torch.device("cpu")
+    assert proof._is_direct_right.__wrapped__(device)
+    monkeypatch.setattr(mxfp4_few, "few", lambda x, w, experts, weights, out, *given: out.zero_())
+    assert not proof._is_direct_right.__wrapped__(device)

@@ -29,7 +29,7 @@ NEAR = 0.05  # largest error, in standard deviations of what must come out, beyo
 STEP = 2**-7  # of it: results are rounded, and products of a gate are large where both factors are
 ROUNDING = 0.05  # mean distance of what 8 bits leave of normal numbers, at most
 COUNTS = (1, 20, 60, 100, 300)  # rows that meet all ways to multiply 8 bits
-FEW = packed_few.Shape(2, 2)
+FEW = {3: packed_few.Shape(2, 2), 1: packed_few.Shape(1, 1, 2)}  # by rows; of the second all is asked for at once
 MOST_INPUTS = 16384  # of a product of one row, all of which a program holds
 ROWS = 200  # outputs of a case: no multiple of any tile
 _log = structlog.get_logger()
@@ -103,8 +103,11 @@ def _one_row(kind: Kind, dtype: torch.dtype, whole: bool, shape: gemv.Shape, dev
 def _few_rows(kind: Kind, dtype: torch.dtype, whole: bool, device: torch.device) -> bool:
     from meshlm.kernels.packed_few import kernel  # its dialect takes long to import
 
-    case = _case(kind, dtype, whole, 3, 1, lambda x, w: kernel.packed_few(x, w, FEW), device)
-    return holds("the packed kernel of few rows", "others compute them", [case])
+    def run(x: Tensor, weight: PackedWeight) -> Tensor:
+        return kernel.packed_few(x, weight, FEW[len(x)])
+
+    cases = [_case(kind, dtype, whole, rows, 1, run, device) for rows in FEW]
+    return holds("the packed kernel of few rows", "others compute them", cases)
 
 
 @cache

@@ -15,7 +15,8 @@ from triton.runtime.errors import TritonError
 from meshlm.kernels import tables
 from meshlm.kernels.moe_routing.reference import Rule, select_experts
 from meshlm.kernels.mxfp4_experts import plan
-from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight, chunks_of
+from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight
+from meshlm.kernels.mxfp4_experts.runs import random_weight
 from meshlm.kernels.mxfp4_few import shapes as mxfp4_few
 from meshlm.workers.moe.dispatch.none import NoDispatch, NoDispatchBatched
 from meshlm.workers.moe.experts.mxfp4 import MXFP4BatchedExperts, MXFP4Experts
@@ -35,7 +36,7 @@ from meshlm.workers.moe.parts import (
 EXPERTS, TOPK, HIDDEN, WIDE = 32, 4, 352, 224  # eleven groups of MXFP4, and seven
 ROWS = (1, 10, 40, 200, 600, 2000)  # that meet each height of a tile
 BATCHED_ROWS = (10, 60, 200, 600)
-DIRECT = {3: (0, 2, 4, 1, 4), 40: (16, 2, 4, 1, 4), 300: (32, 2, 4, 2, 2)}
+DIRECT = {1: (0, 1, 4, 3, 1, 2, 2), 3: (0, 2, 2, 1, 2, 4, 1), 40: (16, 2, 2, 1, 0, 0, 0), 300: (32, 2, 4, 1, 2, 2, 1)}
 """Plans of kernels/mxfp4_few that are proven, by rows."""
 NEAR = 0.05  # of a row's norm: rounding to 16 bits makes 0.01 of it
 SWIGLU = 1.702, 1.0
@@ -144,11 +145,7 @@ def _packed(dtype: torch.dtype, device: torch.device) -> tuple[PackedExperts, Ex
     random = torch.Generator(device).manual_seed(1)
 
     def weight(outputs: int, inputs: int) -> MXFP4Weight:
-        def some(low: int, high: int, each: int) -> Tensor:
-            sizes = EXPERTS, outputs, chunks_of(inputs) * each
-            return torch.randint(low, high, sizes, generator=random, device=device)
-
-        return MXFP4Weight(some(-(1 << 15), 1 << 15, 32).to(torch.int16), some(119, 124, 4).to(torch.uint8), inputs)
+        return random_weight(EXPERTS, outputs, inputs, device, random)
 
     return PackedExperts(weight(2 * WIDE, HIDDEN), weight(HIDDEN, WIDE), dtype), _extras(dtype, random)
 
