@@ -138,6 +138,17 @@ def end(process: "subprocess.Popen[bytes]") -> None:
             time.sleep(0.1)
 
 
+_leaders: set["subprocess.Popen[bytes]"] = set()  # of the processes that run
+
+
+def end_all(number: int, frame: object) -> None:
+    """When this is ended nothing stays on the GPUs."""
+    for process in tuple(_leaders):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    os._exit(128 + number)
+
+
 @contextlib.contextmanager
 def running(command: list[str], engine: Engine, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
     """A process that leads a group of its own, on the engine's GPU and cores."""
@@ -147,10 +158,12 @@ def running(command: list[str], engine: Engine, log: Path) -> Iterator["subproce
         )
     if engine.cores:
         os.sched_setaffinity(process.pid, engine.cores)
+    _leaders.add(process)
     try:
         yield process
     finally:
         end(process)
+        _leaders.discard(process)
 
 
 def finished(command: list[str], engine: Engine, log: Path, limit_s: float) -> None:
@@ -324,6 +337,8 @@ def main() -> None:
     parser.add_argument("--device", default="", help="of MeshLM")
     parser.add_argument("--json", default="")
     arguments = parser.parse_args()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end_all)
     with tempfile.TemporaryDirectory(prefix="beside-") as name:
         run = Run(arguments, Path(name))
         run.report["machine"] = {**machine(), "command": shlex.join(sys.argv)}

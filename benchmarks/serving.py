@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
-MESHLM = Path(sys.executable).parent / "meshlm"
+MESHLM = [sys.executable, "-P", "-m", "meshlm.supervisor"]
 START_LIMIT_S = 300.0
 
 
@@ -47,7 +47,7 @@ class Mesh:
         self._ready = threading.Event()
         own = ["--host", "127.0.0.1", "--port", str(self.port), "--run-dir", str(self.run_dir)]
         self.process = subprocess.Popen(
-            [str(MESHLM), "serve", *own, *flags],
+            [*MESHLM, "serve", *own, *flags],
             stderr=subprocess.PIPE,
             text=True,
             cwd="/",

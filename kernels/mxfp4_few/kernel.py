@@ -30,7 +30,7 @@ from meshlm.kernels.moe_epilogue.kernel import PLAIN, Epilogue
 from meshlm.kernels.mxfp4_experts.kernel import Parts, Rows
 from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight
 from meshlm.kernels.mxfp4_few.shapes import MOST_ROWS, Shape
-from meshlm.kernels.packed_few.layouts import along, bits, range_of, spread
+from meshlm.kernels.packed_few.layouts import along, bits, nothing, range_of, spread
 
 MARK = gl.constexpr(_ROWS)  # moe_align: what an owner's number of rows is multiplied by
 UP = gl.constexpr(2.0**64)
@@ -111,7 +111,7 @@ def _load_inputs(x_at, x_part, inside, chunk, P: gl.constexpr, INPUTS: gl.conste
 @gluon.jit
 def _asked(words_at, scales_at, part, chunk, CHUNKS: gl.constexpr):
     """The words of a turn's chunks, and their scales."""
-    found = ()
+    found = nothing()
     for nth in gl.static_range(PAIR):
         real = chunk + nth + part < CHUNKS
         words = gl.load(words_at + (chunk + nth) * 16, mask=real, other=0)
@@ -132,7 +132,7 @@ def _added(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
     EARLY: gl.constexpr = COLUMNS == 8  # there is room in registers for all inputs
-    inputs = ()
+    inputs = nothing()
     for nth in gl.static_range(4 * PAIR if EARLY else 0):
         inputs = inputs + (_load_inputs(x_at, x_part, inside, chunk + nth // 4, nth % 4, INPUTS),)
     if PDL and EARLY:  # said again it does nothing, but the compiler moves no load behind it
@@ -175,7 +175,7 @@ def _products(
 
     total = gl.zeros([WARPS, LINES, COLUMNS], gl.float32, SUMS)
     others = total
-    ahead = ()
+    ahead = nothing()
     for turn in gl.static_range(DEPTH if DEPTH < TURNS else TURNS):
         ahead = ahead + (_asked(words_at, scales_at, part, turn * (PAIR * WARPS), CHUNKS),)
     if DEPTH < TURNS:

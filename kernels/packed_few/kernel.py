@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from meshlm.kernels import pdl
-from meshlm.kernels.packed_few.layouts import bits, range_of
+from meshlm.kernels.packed_few.layouts import bits, nothing, range_of
 from meshlm.kernels.packed_few.plan import MOST_ROWS, Shape
 from meshlm.kernels.packed_gemm.arguments import constants, tensors
 from meshlm.kernels.packed_gemm.reference import PackedWeight
@@ -89,7 +89,7 @@ def _asked(
     INPUTS: gl.constexpr, OUTPUTS: gl.constexpr, GROUP: gl.constexpr, SPAN: gl.constexpr, OFFSETS: gl.constexpr,
 ):  # fmt: skip
     """What is loaded of the weight for the warps' chunks from `chunk` on: words, then of each span its scales and offsets."""
-    found = (gl.load(line + chunk * 32, mask=real, other=0),)
+    found = nothing() + (gl.load(line + chunk * 32, mask=real, other=0),)
     for span in gl.static_range(4 // SPAN):
         at = chunk * 256 + group_at + span * SPAN * 32
         found = found + (_of_group(scales, at, n, INPUTS, OUTPUTS, GROUP),)
@@ -114,7 +114,7 @@ def _added(
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
     EARLY: gl.constexpr = COLUMNS == 8  # there is room in registers for all inputs
     APART: gl.constexpr = EARLY and SPAN > 1
-    inputs = ()
+    inputs = nothing()
     for j in gl.static_range(4 if EARLY else 0):
         inputs = inputs + (_load_inputs(x_at, place, real, chunk, j, INPUTS, WHOLE),)
     if PDL and EARLY:  # said again it does nothing, but the compiler moves no load behind it
@@ -193,7 +193,7 @@ def _packed_few(
 
     ones = gl.full([WARPS, 16, 64], 1.0, dtype, gl.DotOperandLayout(0, SUMS, 2))
     total = gl.zeros([WARPS, BLOCK, COLUMNS], gl.float32, SUMS)
-    ahead = ()
+    ahead = nothing()
     for turn in gl.static_range(DEPTH):
         within = turn * WARPS + part < CHUNKS
         ahead = ahead + (

@@ -36,3 +36,9 @@ def spread(values, DIM: gl.constexpr, RANK: gl.constexpr):
 def range_of(SIZE: gl.constexpr, LAYOUT: gl.constexpr, DIM: gl.constexpr, RANK: gl.constexpr):
     """0 to SIZE along a dimension; the others have one element."""
     return spread(gl.arange(0, SIZE, along(LAYOUT, DIM, RANK)), DIM, RANK)
+
+
+@gluon.jit
+def nothing():
+    """A tuple of tensors that more are added to."""
+    return ()

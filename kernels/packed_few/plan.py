@@ -19,12 +19,20 @@ class Shape(NamedTuple):
     depth: int = 1
 
 
-SHAPES = [Shape(tiles, warps, depth) for tiles in (1, 2) for warps in (1, 2, 4, 8, 16) for depth in (1, 4)]
+MOST_WARPS = 8
 
 
 def shapes_of(chunks: int) -> list[Shape]:
-    """Those that differ for a weight of so many chunks, with a chunk for each warp."""
-    return [shape for shape in SHAPES if shape.warps <= chunks and (shape.depth == 1 or chunks > shape.warps)]
+    """Those that may be the fastest for a weight of so many chunks, the likeliest first: of Llama-3.1-8B's products these were, of
+    others with 1, 2 and 16 warps none (benchmarks/weights.py --few)."""
+    warps = min(MOST_WARPS, 1 << (chunks.bit_length() - 1))
+    return [
+        Shape(tiles, each, depth)
+        for tiles in (1, 2)
+        for depth in (4, 1)
+        for each in sorted({warps, max(1, warps // 2)})
+        if depth == 1 or chunks > each
+    ]
 
 
 def kind_of(weight: PackedWeight) -> str:

@@ -23,7 +23,7 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype, *, most: int) -> 
     words = [weight.low, *(torch.randint_like(weight.low, -(2**31), 2**31 - 1) for _ in range(copies - 1))]
     x = torch.randn(case.rows, weight.inputs, device=device, dtype=dtype)
     runs: dict[Config, Run] = {PLAIN: lambda low: packed_gemm.usual_product(x, weight._replace(low=low))}
-    for shape in _candidates(weight)[:most]:
+    for shape in plan.shapes_of(weight.low.shape[1] // PLANE)[:most]:
         runs[tuple(shape)] = partial(_few, x, weight, shape)
     return words, runs
 
@@ -40,17 +40,6 @@ def random_weight(key: Key, device: torch.device) -> PackedWeight:
         low, None, scales, zeros, -8 * scales if way == "minima" else None, group=int(group), zero=8 if way == "symmetric" else 0,
         inputs=inputs, one_row=True, some_rows=True,
     )  # fmt: skip
-
-
-def _candidates(weight: PackedWeight) -> list[Shape]:
-    """The likeliest first: those that were the fastest for the products of Llama-3.1-8B (benchmarks/weights.py --few)."""
-    chunks = weight.low.shape[1] // PLANE
-    usual = min(8, 1 << (chunks.bit_length() - 1))
-
-    def distance(shape: Shape) -> tuple[bool, int, int]:
-        return shape.warps not in (usual, usual // 2), shape.tiles, -shape.depth
-
-    return sorted(plan.shapes_of(chunks), key=distance)
 
 
 def _few(x: Tensor, weight: PackedWeight, shape: Shape, low: Tensor) -> Tensor:

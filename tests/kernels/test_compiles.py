@@ -40,7 +40,15 @@ def environment(triton: str, folder: Path) -> dict[str, str]:
     return {**found, "TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": os.pathsep.join(path)}
 
 
-SECTIONS = [("products", 17), ("sums", 4), ("attention", 18), ("exchange", 6), ("states", 13), ("hopper", 12)]
+SECTIONS = [
+    ("products", 17),
+    ("sums", 4),
+    ("attention", 18),
+    ("exchange", 6),
+    ("states", 13),
+    ("hopper", 12),
+    ("roundings", 3),
+]
 LAUNCHED_BY_TESTS = ("products", "attention")
 
 

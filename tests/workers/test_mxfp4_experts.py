@@ -13,6 +13,7 @@ from meshlm.kernels.mxfp4.reference import decode_mxfp4
 from meshlm.kernels.mxfp4_experts import kernel as usual
 from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight, encode, unpack
 from meshlm.kernels.mxfp4_few import kernel as mxfp4_few
+from meshlm.kernels.mxfp4_few.shapes import Shape
 from meshlm.kernels.tuning.store import LENGTHS
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.distributed.shard import Shard
@@ -152,7 +153,7 @@ def test_kernels_prove_themselves(bfloat16: None, monkeypatch: pytest.MonkeyPatc
 def test_kernels_of_few_rows_prove_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each plan that is proven, and what is wrong is found. The interpreter has no products of bfloat16: those that the usual kernels
     compute are computed alike."""
-    theirs, shape = on_torch(mxfp4_few), mxfp4_few.Shape(2, 2)
+    theirs, shape = on_torch(mxfp4_few), Shape(2, 2)
     monkeypatch.setattr(mxfp4_few, "few", theirs.few)
     monkeypatch.setattr(mxfp4_few, "sorted_rows", theirs.sorted_rows)
     monkeypatch.setattr(
