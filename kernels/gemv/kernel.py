@@ -155,7 +155,7 @@ def _products(
                 )  # fmt: skip
             else:
                 h = _row(x, residual, norm_weight, stream, k, first, eps, K, NORM, ADD, PDL)
-            if ROUNDED and K < BLOCK_K:  # ptxas 13.0 spoils roundings of numbers that it knows to be the same
+            if ROUNDED and K < BLOCK_K:  # ptxas 12.8 spoils roundings of numbers that it knows to be the same
                 h = tl.where(k < K, h, k.to(tl.float32) * 1e-30)
             if ROUNDED == BLOCK_K and not STATIC:
                 h, y_scale = codes_of(h, out.dtype.element_ty, PAIRS)

@@ -9,8 +9,9 @@ product with ones:
 
     sum_k (base + code_k) x_k - (base + zero) sum_k x_k = sum_k (code_k - zero) x_k               then times the scale
 
-The warps of a program share its outputs and have chunks of their own; they add up at the end, in a fixed order. In Triton's Gluon
-dialect, for GPUs of compute capability 8.0 and later. Used where the tuner has measured that it is faster.
+The warps of a program share its outputs and have chunks of their own; they add up at the end, in a fixed order. What a chunk takes of
+the weight, scales and zero points too, is asked for DEPTH turns ahead, the first while the kernel before this one still runs. In
+Triton's Gluon dialect, for GPUs of compute capability 8.0 and later. Used where the tuner has measured that it is faster.
 """
 
 import torch
@@ -188,7 +189,6 @@ def _packed_few(
     o_part, o_half = range_of(WARPS, SUMS, 0, 3), range_of(COLUMNS, SUMS, 2, 3) % 2
     group_at = o_part * 256 + o_half * 128
     n = gl.minimum(first + range_of(BLOCK, SUMS, 1, 3), OUTPUTS - 1)
-
     offsets = zeros if ZEROS else minima
 
     ones = gl.full([WARPS, 16, 64], 1.0, dtype, gl.DotOperandLayout(0, SUMS, 2))
@@ -209,21 +209,9 @@ def _packed_few(
             for turn in gl.static_range(DEPTH):
                 chunk = (begin + turn) * WARPS
                 later = chunk + DEPTH * WARPS
+                within = later + part < CHUNKS
                 ahead = ahead + (
-                    _asked(
-                        line,
-                        later + part < CHUNKS,
-                        scales,
-                        offsets,
-                        group_at,
-                        n,
-                        later,
-                        INPUTS,
-                        OUTPUTS,
-                        GROUP,
-                        SPAN,
-                        OFFSETS,
-                    ),
+                    _asked(line, within, scales, offsets, group_at, n, later, INPUTS, OUTPUTS, GROUP, SPAN, OFFSETS),
                 )
                 total = _added(
                     total, ahead[0], ones, x_at, place, real, chunk,

@@ -11,6 +11,7 @@ import os
 import pytest
 import triton
 from compiled import Hopper
+from machine_code import roundings_onto_nothing
 from triton.runtime import driver, jit
 
 run = jit.JITFunction.run
@@ -23,7 +24,10 @@ def only_compile(self, *given, grid, warmup, **options):  # type: ignore[no-unty
         return None
     found[name] = ""
     try:
-        return run(self, *given, grid=grid, warmup=True, **options)
+        kernel = run(self, *given, grid=grid, warmup=True, **options)
+        if "e4m3x2" in kernel.asm["ptx"] and (wrong := roundings_onto_nothing(kernel.asm["cubin"])):
+            found[name] = f"roundings beside what nothing has written: {wrong}"
+        return kernel
     except Exception as error:
         found[name] = f"{type(error).__name__}: {' '.join(str(error).split())[-400:]}"
         raise

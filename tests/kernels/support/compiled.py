@@ -3,15 +3,11 @@
 Run as a program, without TRITON_INTERPRET. Prints a line for each kernel, with what stands in local memory because registers ran out.
 """
 
-import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
-import triton
+from machine_code import roundings_onto_nothing
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
@@ -228,23 +224,15 @@ def hopper() -> None:
 
 
 def roundings() -> None:
-    """One row in 8-bit floats, of inputs that are no power of two: ptxas has merged roundings with what no instruction had written."""
+    """One row in 8-bit floats, of inputs that are no power of two: see machine_code.py."""
     from meshlm.kernels.fp8_gemm.reference import Fp8Weight
     from meshlm.kernels.gemv.kernel import gemv
 
     for inputs, known in ((5120, None), (14336, None), (14336, torch.empty(1))):
         codes = torch.empty(256, inputs, dtype=torch.float8_e4m3fn)
         gemv(empty(1, inputs), Fp8Weight(codes, torch.empty(256, 1), 0, 0, known))
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(made["_products"].asm["cubin"])
-            file.flush()
-            program = Path(str(triton.__file__)).parent / "backends/nvidia/bin/nvdisasm"
-            text = subprocess.run([program, "-c", file.name], capture_output=True, text=True, check=True).stdout
-        written: set[str] = set()
-        for line in re.findall(r"(F2FP\S*E4M3\S*PACK_AB_MERGE_C .*?) ;", text):
-            to, _, _, onto = line.split(None, 1)[1].split(", ")
-            assert onto.removesuffix(".reuse") in written | {"RZ"}, f"{inputs} inputs: {line}"
-            written.add(to)
+        found = roundings_onto_nothing(made["_products"].asm["cubin"])
+        assert not found, f"{inputs} inputs: {found}"
 
 
 if __name__ == "__main__":
