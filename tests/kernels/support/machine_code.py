@@ -14,7 +14,8 @@ MERGE = re.compile(r"(F2FP\S*E4M3\S*PACK_AB_MERGE_C .*?) ;")
 def roundings_onto_nothing(cubin: bytes) -> list[str]:
     """Roundings to 8-bit floats that put their two results beside what no rounding has written: in a register, or zeros.
 
-    ptxas of CUDA 12.8, which Triton 3.6 brings, does it where it knows that numbers are the same; what comes out is whatever the register had held.
+    ptxas of CUDA 12.8, which Triton 3.6 brings, does it where it knows that numbers are the same; what comes out is what the
+    register had held.
     """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
