@@ -6,9 +6,10 @@
 
 MODEL is a folder, or folder@flags of both servers, or folder@flags@kinds of its own: "llama3-8b@--quantization fp8@offline".
 FOLDER has vLLM's packages (PYTHONPATH); without it MeshLM runs alone. `long` is 20 prompts of 32,000 tokens at 4 streams, `longest`
-three of 128,000. Each engine has a GPU and half of the cores, and goes through the models by itself; the client of servers is vLLM's
-own where it is there. A job that takes longer than its limit is ended with all processes that it started, and said to be so. Figures
-are written to the JSON after each job, and what stands there is not measured again: a run that was broken off goes on.
+three of 128,000. Each engine has a GPU and half of the cores, and goes through the models by itself; with one GPU they take turns, with
+all cores. The client of servers is vLLM's own where it is there. A job that takes longer than its limit is ended with all processes
+that it started, and said to be so. Figures are written to the JSON after each job, and what stands there is not measured again: a run
+that was broken off goes on.
 """
 
 import argparse
@@ -300,10 +301,15 @@ def streams(count: int) -> targets.Work:
     return targets.Work(count, prompts, warm_ups)
 
 
+def in_turn(arguments: argparse.Namespace) -> bool:
+    """Whether one engine goes through all models, then the other: there is one GPU for both."""
+    return len(arguments.gpus) == 1
+
+
 def engines(arguments: argparse.Namespace) -> list[Engine]:
-    """MeshLM, and vLLM where its packages are; they share the cores, and with one GPU `--engines` says whose turn it is."""
+    """MeshLM, and vLLM where its packages are; they share the cores, where they do not take turns."""
     cores, gpus = sorted(os.sched_getaffinity(0)), [*arguments.gpus, "", ""]
-    both = arguments.vllm and len(arguments.engines) > 1 and len(cores) > 1
+    both = arguments.vllm and len(arguments.engines) > 1 and len(cores) > 1 and not in_turn(arguments)
     half = len(cores) // 2 if both else len(cores)
     found = [Engine("meshlm", gpus[0], tuple(cores[:half]), arguments.port, device=arguments.device)]
     if arguments.vllm:
@@ -345,6 +351,8 @@ def main() -> None:
         threads = [threading.Thread(target=run.go_through, args=(engine,)) for engine in engines(arguments)]
         for thread in threads:
             thread.start()
+            if in_turn(arguments):
+                thread.join()
         for thread in threads:
             thread.join()
 

@@ -25,6 +25,7 @@ DENSE = (
     "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "mistral-7b", "mistral-nemo", "gemma2-2b", "gemma2-9b", "gemma3-4b",
     "gemma3-12b", "gemma3-27b", "phi3-mini", "phi4",
 )  # fmt: skip
+OTHERS = ("gpt-oss-20b", "qwen3-30b-a3b", "granite-4-h-tiny", "gemma3-4b", "bamba-9b", "gemma3-27b")
 
 
 class Job(NamedTuple):
@@ -34,7 +35,7 @@ class Job(NamedTuple):
     command: tuple[str, ...]
     limit_s: int
     gpus: int = 1
-    beside: bool = False  # vLLM is measured in the same run
+    beside: bool = False  # vLLM is measured in the same run: on a GPU of its own, or when it is its turn
 
 
 def step(name: str, model: str, *flags: str, batches: tuple[str, ...] = ("1",)) -> Job:
@@ -44,7 +45,7 @@ def step(name: str, model: str, *flags: str, batches: tuple[str, ...] = ("1",)) 
 
 
 def beside(name: str, *models: str, kinds: tuple[str, ...] = BESIDE, limit_s: int = 1200) -> Job:
-    """MeshLM and vLLM through these models, each on a GPU of its own."""
+    """MeshLM and vLLM through these models."""
     command = ("beside.py", *(f"{{models}}/{model}" for model in models), "--only", *kinds, "--json", "{out}")
     return Job(
         name, (*command, "--vllm", "{vllm}", "--sharegpt", "{sharegpt}", "--gpus", "{gpus}"), limit_s, 2, beside=True
@@ -63,6 +64,7 @@ JOBS = (
     beside("beside_llama3_8b_fp8", "llama3-8b@--quantization fp8"),
     beside("beside_qwen2.5_7b", "qwen2.5-7b"),
     beside("beside_long", "llama3-8b", kinds=("long", "longest")),
+    *(beside(f"beside_{name}", name) for name in OTHERS),
     *(step(f"step_{name}", name) for name in DENSE),
 )  # fmt: skip
 
@@ -82,7 +84,7 @@ def why_not(job: Job, given: argparse.Namespace, left_s: float) -> str:
     """Why a job is not begun; "" when it is."""
     if (given.out / f"{job.name}.json").exists() and not job.beside:  # beside.py goes on by itself
         return "its figures are there"
-    if len(given.gpus) < job.gpus:
+    if len(given.gpus) < job.gpus and not job.beside:
         return f"it takes {job.gpus} GPUs"
     if job.beside and not given.vllm:
         return "it compares with vLLM (--vllm)"

@@ -2,8 +2,9 @@
 
     python -P benchmarks/shapes.py [NAME ...] --tokenizer FOLDER --into FOLDER
 
-Without names all are written. NAME+awq has 4-bit weights in groups of 128 with zero points, NAME+fp8 8-bit floats in blocks of 128. The
-tokenizer's files are taken from another model's folder; where its ids are more than the model has, the model gets as many.
+Without names all of the list here are written; the folders of benchmarks/models are names, too. NAME+awq has 4-bit weights in groups
+of 128 with zero points, NAME+fp8 8-bit floats in blocks of 128. The tokenizer's files are taken from another model's folder; where its
+ids are more than the model has, the model gets as many.
 """
 
 import argparse
@@ -27,6 +28,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
         "head_dim": 128, "max_position_embeddings": 40960, "attention_bias": False, "use_sliding_window": False,
+    },
+    "qwen3-moe": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6, "head_dim": 128, "max_position_embeddings": 40960, "attention_bias": False, "use_sliding_window": False,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
     },
     "mistral": {
         "architectures": ["MistralForCausalLM"], "model_type": "mistral", "vocab_size": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-5,
@@ -66,6 +72,9 @@ SHAPES: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "qwen3-8b": ("qwen3", (4096, 36, 32, 8, 12288), {}),
     "qwen3-14b": ("qwen3", (5120, 40, 40, 8, 17408), {}),
     "qwen3-32b": ("qwen3", (5120, 64, 64, 8, 25600), {}),
+    "qwen3-30b-a3b": (
+        "qwen3-moe", (2048, 48, 32, 4, 6144), {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    ),
     "mistral-7b": ("mistral", (4096, 32, 32, 8, 14336), {"max_position_embeddings": 32768}),
     "mistral-nemo": ("mistral", (5120, 40, 32, 8, 14336), {"head_dim": 128, "vocab_size": 131072}),
     "gemma2-2b": ("gemma2", (2304, 26, 8, 4, 9216), {}),
@@ -83,17 +92,22 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
 }
+MODELS = Path(__file__).parent / "models"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
 def config_of(name: str, least_ids: int = 0) -> dict[str, Any]:
     """The config.json of NAME or NAME+WEIGHTS, with room for so many ids. KeyError for a name that is not here."""
     shape, _, weights = name.partition("+")
-    family, sizes, own = SHAPES[shape]
-    config = {
-        "max_position_embeddings": 131072, "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-        **FAMILIES[family], **dict(zip(FIELDS, sizes, strict=True)), **own,
-    }  # fmt: skip
+    whole = MODELS / shape / "config.json"
+    if shape not in SHAPES and whole.exists():
+        config = json.loads(whole.read_text("utf-8"))
+    else:
+        family, sizes, own = SHAPES[shape]
+        config = {
+            "max_position_embeddings": 131072, "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+            **FAMILIES[family], **dict(zip(FIELDS, sizes, strict=True)), **own,
+        }  # fmt: skip
     if least_ids > config["vocab_size"]:
         config["vocab_size"] = -(-least_ids // 64) * 64
     quantization = WEIGHTS[weights]

@@ -41,7 +41,8 @@ def test_what_is_not_begun(one_run: ModuleType, tmp_path: Path) -> None:
     job, beside = one_run.Job("a", ("x.py",), 60), one_run.beside("b", "llama3-8b")
     assert one_run.why_not(job, given(tmp_path), 61.0) == ""
     assert "60 s, and 59 are left" in one_run.why_not(job, given(tmp_path), 59.0)
-    assert "2 GPUs" in one_run.why_not(beside, given(tmp_path), 1e6)
+    assert "2 GPUs" in one_run.why_not(job._replace(gpus=2), given(tmp_path), 1e6)
+    assert one_run.why_not(beside, given(tmp_path, vllm="site"), 1e6) == "", "one after the other"
     assert "--vllm" in one_run.why_not(beside, given(tmp_path, gpus=["0", "1"]), 1e6)
     (tmp_path / "a.json").write_text("{}")
     assert "there" in one_run.why_not(job, given(tmp_path), 1e6)
