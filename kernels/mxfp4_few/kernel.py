@@ -30,7 +30,7 @@ from meshlm.kernels.moe_epilogue.kernel import PLAIN, Epilogue
 from meshlm.kernels.mxfp4_experts.kernel import Parts, Rows
 from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight
 from meshlm.kernels.mxfp4_few.shapes import MOST_ROWS, Shape
-from meshlm.kernels.packed_few.layouts import along, bits, nothing, range_of, spread
+from meshlm.kernels.packed_few.layouts import along, bits, hold, nothing, range_of, spread
 
 MARK = gl.constexpr(_ROWS)  # moe_align: what an owner's number of rows is multiplied by
 UP = gl.constexpr(2.0**64)
@@ -135,8 +135,8 @@ def _added(
     inputs = nothing()
     for nth in gl.static_range(4 * PAIR if EARLY else 0):
         inputs = inputs + (_load_inputs(x_at, x_part, inside, chunk + nth // 4, nth % 4, INPUTS),)
-    if PDL and EARLY:  # said again it does nothing, but the compiler moves no load behind it
-        gdc_launch_dependents()
+    if PDL and EARLY:
+        hold(WARPS)
     for nth in gl.static_range(4 * PAIR):
         loaded = inputs[nth] if EARLY else _load_inputs(x_at, x_part, inside, chunk + nth // 4, nth % 4, INPUTS)
         weights = _operand(found[nth // 4 * 2], found[nth // 4 * 2 + 1], nth % 4, LEFT, LINES, WARPS)

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from meshlm.kernels import pdl
-from meshlm.kernels.packed_few.layouts import bits, nothing, range_of
+from meshlm.kernels.packed_few.layouts import bits, hold, nothing, range_of
 from meshlm.kernels.packed_few.plan import MOST_ROWS, Shape
 from meshlm.kernels.packed_gemm.arguments import constants, tensors
 from meshlm.kernels.packed_gemm.reference import PackedWeight
@@ -118,8 +118,8 @@ def _added(
     inputs = nothing()
     for j in gl.static_range(4 if EARLY else 0):
         inputs = inputs + (_load_inputs(x_at, place, real, chunk, j, INPUTS, WHOLE),)
-    if PDL and EARLY:  # said again it does nothing, but the compiler moves no load behind it
-        gdc_launch_dependents()
+    if PDL and EARLY:
+        hold(WARPS)
     for span in gl.static_range(4 // SPAN):
         scale = found[1 + span * EACH]
         off = BASE + ZERO

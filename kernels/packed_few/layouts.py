@@ -42,3 +42,13 @@ def range_of(SIZE: gl.constexpr, LAYOUT: gl.constexpr, DIM: gl.constexpr, RANK: 
 def nothing():
     """A tuple of tensors that more are added to."""
     return ()
+
+
+@gluon.jit
+def hold(WARPS: gl.constexpr):
+    """Loads above are asked for here: the compiler moves none behind this. For GPUs that have PDL (kernels/pdl.py). That the kernel
+    behind may begin has been said before; to say it again does nothing."""
+    thread = gl.arange(0, 32 * WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1
+    )

@@ -184,7 +184,7 @@ _INSTRUCTIONS: dict[str, Callable[..., Tensor]] = {
 
 def _asm(text: str, constraints: str, given: list[Any], **_: Any) -> Value:
     """Runs PTX with one result, on words."""
-    if text.startswith("prefetch"):
+    if text.startswith(("prefetch", "griddepcontrol")):
         return Value(torch.zeros((), dtype=torch.int32))
     words = torch.broadcast_tensors(*(one.held.long() & _WORD for one in given))
     held = {f"${nth + 1}": word for nth, word in enumerate(words)}
