@@ -14,7 +14,7 @@ from meshlm.kernels.mxfp4_experts.kernel import LEAST_ROWS, Shape
 from meshlm.kernels.mxfp4_few import shapes
 
 OP = "mxfp4_few"
-OWN = (0, 0, 0)  # in a table: what kernel.py computes
+USUAL = (0, 0, 0)  # in a table: kernel.py computes it
 
 FEW_ROWS = 16  # of more, sorted rows take less time
 
@@ -67,14 +67,14 @@ def usual_plan(rows: int, layer: Layer) -> Plan:
 
 
 def decoded(numbers: Sequence[Any]) -> Plan:
-    """A plan of the tuner's tables: rows of a tile, 0 where they are not sorted; tiles, warps and depth of gate and of down (`OWN`)."""
+    """A plan of the tuner's tables: rows of a tile, 0 if they are not sorted; tiles, warps and depth of gate, and of down or USUAL."""
     block_m, *shape = numbers
     tiles = _tiles(12 if block_m <= LEAST_ROWS else 32)
     down = tuple(shape[3:])
     return Plan(
         "many" if block_m else "few",
         *tiles,
-        Direct(shapes.Shape(*shape[:3]), None if down == OWN else shapes.Shape(*down)),
+        Direct(shapes.Shape(*shape[:3]), None if down == USUAL else shapes.Shape(*down)),
     )
 
 
@@ -83,7 +83,13 @@ def candidates(rows: int, layer: Layer) -> list[tuple[int, ...]]:
     if rows <= 4:
         gates, downs = [(1, 4, 3), (2, 2, 1), (1, 2, 2)], [(2, 4, 1), (1, 4, 3), (1, 2, 2)]
         return [(0, *gate, *down) for gate in gates for down in downs]
-    pairs = [((2, 2, 1), OWN), ((2, 2, 1), (2, 2, 1)), ((2, 4, 1), (2, 4, 1)), ((1, 2, 1), OWN), ((1, 2, 1), (2, 2, 1))]
+    pairs = [
+        ((2, 2, 1), USUAL),
+        ((2, 2, 1), (2, 2, 1)),
+        ((2, 4, 1), (2, 4, 1)),
+        ((1, 2, 1), USUAL),
+        ((1, 2, 1), (2, 2, 1)),
+    ]
     heights = [0] if rows <= shapes.MOST_ROWS else []
     heights.append(16 if rows * layer.topk / layer.experts <= 12 else 32)
     return [(height, *gate, *down) for gate, down in pairs for height in heights]

@@ -30,7 +30,7 @@ from meshlm.kernels.moe_epilogue.kernel import PLAIN, Epilogue
 from meshlm.kernels.mxfp4_experts.kernel import Parts, Rows
 from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight
 from meshlm.kernels.mxfp4_few.shapes import MOST_ROWS, Shape
-from meshlm.kernels.packed_few.layouts import along, bits, hold, nothing, range_of, spread
+from meshlm.kernels.packed_few.layouts import along, bits, empty_tuple, pin_loads, range_of, spread
 
 MARK = gl.constexpr(_ROWS)  # moe_align: what an owner's number of rows is multiplied by
 UP = gl.constexpr(2.0**64)
@@ -109,9 +109,9 @@ def _load_inputs(x_at, x_part, inside, chunk, P: gl.constexpr, INPUTS: gl.conste
 
 
 @gluon.jit
-def _asked(words_at, scales_at, part, chunk, CHUNKS: gl.constexpr):
+def _load_weights(words_at, scales_at, part, chunk, CHUNKS: gl.constexpr):
     """The words of a turn's chunks, and their scales."""
-    found = nothing()
+    found = empty_tuple()
     for nth in gl.static_range(PAIR):
         real = chunk + nth + part < CHUNKS
         words = gl.load(words_at + (chunk + nth) * 16, mask=real, other=0)
@@ -120,23 +120,20 @@ def _asked(words_at, scales_at, part, chunk, CHUNKS: gl.constexpr):
 
 
 @gluon.jit
-def _added(
+def _accumulate(
     total, others, found, x_at, x_part, inside, chunk,
-    INPUTS: gl.constexpr, LINES: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+    INPUTS: gl.constexpr, LINES: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """total and the products of a turn's chunks, of which `found` was loaded.
-
-    others: those of every other plane, since tensor cores wait for the last product of a sum.
-    """
+    """total and the products of a turn's chunks, of which `found` was loaded. EARLY: all inputs are loaded first, and the
+    products of every other plane go to `others`, since tensor cores wait for the last product of a sum."""
     SUMS: gl.constexpr = total.type.layout
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
-    EARLY: gl.constexpr = COLUMNS == 8  # there is room in registers for all inputs
-    inputs = nothing()
+    inputs = empty_tuple()
     for nth in gl.static_range(4 * PAIR if EARLY else 0):
         inputs = inputs + (_load_inputs(x_at, x_part, inside, chunk + nth // 4, nth % 4, INPUTS),)
     if PDL and EARLY:
-        hold(WARPS)
+        pin_loads(WARPS)
     for nth in gl.static_range(4 * PAIR):
         loaded = inputs[nth] if EARLY else _load_inputs(x_at, x_part, inside, chunk + nth // 4, nth % 4, INPUTS)
         weights = _operand(found[nth // 4 * 2], found[nth // 4 * 2 + 1], nth % 4, LEFT, LINES, WARPS)
@@ -160,6 +157,7 @@ def _products(
     CHUNKS: gl.constexpr = (INPUTS + 127) // 128
     TURNS: gl.constexpr = (CHUNKS + PAIR * WARPS - 1) // (PAIR * WARPS)
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    EARLY: gl.constexpr = COLUMNS == 8  # there is room in registers
     WORDS: gl.constexpr = _layout_of_words(TILES, WARPS)
     PLACES: gl.constexpr = _layout_of_inputs(COLUMNS, WARPS)
 
@@ -175,25 +173,27 @@ def _products(
 
     total = gl.zeros([WARPS, LINES, COLUMNS], gl.float32, SUMS)
     others = total
-    ahead = nothing()
+    prefetched = empty_tuple()
     for turn in gl.static_range(DEPTH if DEPTH < TURNS else TURNS):
-        ahead = ahead + (_asked(words_at, scales_at, part, turn * (PAIR * WARPS), CHUNKS),)
+        prefetched = prefetched + (_load_weights(words_at, scales_at, part, turn * (PAIR * WARPS), CHUNKS),)
     if DEPTH < TURNS:
         for begin in range(0, TURNS, DEPTH):
             for turn in gl.static_range(DEPTH):
                 chunk = (begin + turn) * (PAIR * WARPS)
-                ahead = ahead + (_asked(words_at, scales_at, part, chunk + DEPTH * (PAIR * WARPS), CHUNKS),)
-                total, others = _added(
-                    total, others, ahead[0], x_at, x_part, inside, chunk, INPUTS, LINES, COLUMNS, WARPS, PDL
+                prefetched = prefetched + (
+                    _load_weights(words_at, scales_at, part, chunk + DEPTH * (PAIR * WARPS), CHUNKS),
                 )
-                ahead = ahead[1:]
+                total, others = _accumulate(
+                    total, others, prefetched[0], x_at, x_part, inside, chunk, INPUTS, LINES, COLUMNS, WARPS, EARLY, PDL
+                )
+                prefetched = prefetched[1:]
     else:
         for turn in gl.static_range(TURNS):
             chunk = turn * (PAIR * WARPS)
-            total, others = _added(
-                total, others, ahead[turn], x_at, x_part, inside, chunk, INPUTS, LINES, COLUMNS, WARPS, PDL
+            total, others = _accumulate(
+                total, others, prefetched[turn], x_at, x_part, inside, chunk, INPUTS, LINES, COLUMNS, WARPS, EARLY, PDL
             )
-    if COLUMNS == 8:
+    if EARLY:
         total += others
     return gl.sum(total, axis=0)
 

@@ -10,7 +10,7 @@ product with ones:
     sum_k (base + code_k) x_k - (base + zero) sum_k x_k = sum_k (code_k - zero) x_k               then times the scale
 
 The warps of a program share its outputs and have chunks of their own; they add up at the end, in a fixed order. What a chunk takes of
-the weight, scales and zero points too, is asked for DEPTH turns ahead, the first while the kernel before this one still runs. In
+the weight, scales and zero points too, is prefetched DEPTH turns ahead, the first while the kernel before this one still runs. In
 Triton's Gluon dialect, for GPUs of compute capability 8.0 and later. Used where the tuner has measured that it is faster.
 """
 
@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from meshlm.kernels import pdl
-from meshlm.kernels.packed_few.layouts import bits, hold, nothing, range_of
+from meshlm.kernels.packed_few.layouts import bits, empty_tuple, pin_loads, range_of
 from meshlm.kernels.packed_few.plan import MOST_ROWS, Shape
 from meshlm.kernels.packed_gemm.arguments import constants, tensors
 from meshlm.kernels.packed_gemm.reference import PackedWeight
@@ -85,12 +85,12 @@ def _of_group(at, first, n, INPUTS: gl.constexpr, OUTPUTS: gl.constexpr, GROUP: 
 
 
 @gluon.jit
-def _asked(
+def _load_weights(
     line, real, scales, offsets, group_at, n, chunk,
     INPUTS: gl.constexpr, OUTPUTS: gl.constexpr, GROUP: gl.constexpr, SPAN: gl.constexpr, OFFSETS: gl.constexpr,
 ):  # fmt: skip
     """What is loaded of the weight for the warps' chunks from `chunk` on: words, then of each span its scales and offsets."""
-    found = nothing() + (gl.load(line + chunk * 32, mask=real, other=0),)
+    found = empty_tuple() + (gl.load(line + chunk * 32, mask=real, other=0),)
     for span in gl.static_range(4 // SPAN):
         at = chunk * 256 + group_at + span * SPAN * 32
         found = found + (_of_group(scales, at, n, INPUTS, OUTPUTS, GROUP),)
@@ -100,7 +100,7 @@ def _asked(
 
 
 @gluon.jit
-def _added(
+def _accumulate(
     total, found, ones, x_at, place, real, chunk,
     INPUTS: gl.constexpr, ZERO: gl.constexpr, ZEROS: gl.constexpr, MINIMA: gl.constexpr, WHOLE: gl.constexpr, SPAN: gl.constexpr,
     BLOCK: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr, dtype: gl.constexpr,
@@ -115,11 +115,11 @@ def _added(
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
     EARLY: gl.constexpr = COLUMNS == 8  # there is room in registers for all inputs
     APART: gl.constexpr = EARLY and SPAN > 1
-    inputs = nothing()
+    inputs = empty_tuple()
     for j in gl.static_range(4 if EARLY else 0):
         inputs = inputs + (_load_inputs(x_at, place, real, chunk, j, INPUTS, WHOLE),)
     if PDL and EARLY:
-        hold(WARPS)
+        pin_loads(WARPS)
     for span in gl.static_range(4 // SPAN):
         scale = found[1 + span * EACH]
         off = BASE + ZERO
@@ -193,11 +193,13 @@ def _packed_few(
 
     ones = gl.full([WARPS, 16, 64], 1.0, dtype, gl.DotOperandLayout(0, SUMS, 2))
     total = gl.zeros([WARPS, BLOCK, COLUMNS], gl.float32, SUMS)
-    ahead = nothing()
+    prefetched = empty_tuple()
     for turn in gl.static_range(DEPTH):
         within = turn * WARPS + part < CHUNKS
-        ahead = ahead + (
-            _asked(line, within, scales, offsets, group_at, n, turn * WARPS, INPUTS, OUTPUTS, GROUP, SPAN, OFFSETS),
+        prefetched = prefetched + (
+            _load_weights(
+                line, within, scales, offsets, group_at, n, turn * WARPS, INPUTS, OUTPUTS, GROUP, SPAN, OFFSETS
+            ),
         )
     if PDL:
         gdc_launch_dependents()
@@ -210,18 +212,20 @@ def _packed_few(
                 chunk = (begin + turn) * WARPS
                 later = chunk + DEPTH * WARPS
                 within = later + part < CHUNKS
-                ahead = ahead + (
-                    _asked(line, within, scales, offsets, group_at, n, later, INPUTS, OUTPUTS, GROUP, SPAN, OFFSETS),
+                prefetched = prefetched + (
+                    _load_weights(
+                        line, within, scales, offsets, group_at, n, later, INPUTS, OUTPUTS, GROUP, SPAN, OFFSETS
+                    ),
                 )
-                total = _added(
-                    total, ahead[0], ones, x_at, place, real, chunk,
+                total = _accumulate(
+                    total, prefetched[0], ones, x_at, place, real, chunk,
                     INPUTS, ZERO, ZEROS, MINIMA, WHOLE, SPAN, BLOCK, COLUMNS, WARPS, PDL, dtype,
                 )  # fmt: skip
-                ahead = ahead[1:]
+                prefetched = prefetched[1:]
     else:
         for turn in gl.static_range(TURNS):
-            total = _added(
-                total, ahead[turn], ones, x_at, place, real, turn * WARPS,
+            total = _accumulate(
+                total, prefetched[turn], ones, x_at, place, real, turn * WARPS,
                 INPUTS, ZERO, ZEROS, MINIMA, WHOLE, SPAN, BLOCK, COLUMNS, WARPS, PDL, dtype,
             )  # fmt: skip
     found = gl.sum(gl.sum(gl.reshape(total, [WARPS, BLOCK, COLUMNS // 2, 2]), axis=3), axis=0)

@@ -39,13 +39,13 @@ def range_of(SIZE: gl.constexpr, LAYOUT: gl.constexpr, DIM: gl.constexpr, RANK: 
 
 
 @gluon.jit
-def nothing():
-    """A tuple of tensors that more are added to."""
+def empty_tuple():
+    """A tuple that tensors are added to. (Its type, unlike that of `()`, is not of its length.)"""
     return ()
 
 
 @gluon.jit
-def hold(WARPS: gl.constexpr):
+def pin_loads(WARPS: gl.constexpr):
     """Loads above are asked for here: the compiler moves none behind this. For GPUs that have PDL (kernels/pdl.py). That the kernel
     behind may begin has been said before; to say it again does nothing."""
     thread = gl.arange(0, 32 * WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]))

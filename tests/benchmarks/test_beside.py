@@ -25,6 +25,17 @@ sys.exit(3)
 """
 
 
+ENDED = """
+import pathlib, signal, sys
+sys.path.insert(0, sys.argv[1])
+import beside
+signal.signal(signal.SIGTERM, beside.end_all)
+with beside.running([sys.executable, "-c", sys.argv[2], "long"], beside.Engine("meshlm", "", (), 0), pathlib.Path(sys.argv[3])):
+    print("runs", flush=True)
+    signal.pause()
+"""
+
+
 @pytest.fixture
 def beside(benchmark_module: Callable[[str], ModuleType]) -> ModuleType:
     return benchmark_module("beside")
@@ -107,3 +118,21 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert found["offline"]["offline"]["output_tokens"] == 3 * 7
     assert found["offline"]["batch_1_ms"] > 0
     assert (found["serve"]["c2"]["completed"], found["serve"]["c2"]["failed"]) == (8, 0)
+
+
+def test_it_ends_what_it_started_when_it_is_ended(beside: ModuleType, tmp_path: Path) -> None:
+    """Or a server would keep a GPU's memory from the runs that come after it."""
+    log = tmp_path / "log"
+    words = [sys.executable, "-P", "-c", ENDED, str(beside.HERE), PARENT, str(log)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "runs\n"
+        (leader,) = psutil.Process(process.pid).children()
+        while not log.read_text():
+            assert leader.is_running()
+        started = [leader, psutil.Process(int(log.read_text()))]
+        process.terminate()
+        assert process.wait(20) == 128 + 15
+    gone, alive = psutil.wait_procs(started, timeout=20)
+    assert not alive
+    assert len(gone) == 2
