@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import triton
 
 from meshlm.kernels.allreduce_rmsnorm.kernel import Workspace
-from meshlm.kernels.gemv.kernel import Turn, gemv, shape_of
+from meshlm.kernels.gemv.kernel import Turn, gemv, parts_of, shape_of
 from meshlm.kernels.measure import keep, microseconds
 
 # outputs, inputs, gate, norm; Qwen3-0.6B, then Llama-3.1-8B
@@ -51,9 +51,9 @@ PARTS = [
 CHOICES = list(itertools.product((1, 2, 4, 8, 16), (4, 8), (2, 3, 4), (1, 2, 4)))
 
 
-def fitting(inputs: int, gate: bool) -> list[tuple[int, int, int, int]]:
+def fitting(inputs: int, gate: bool, way: str = "") -> list[tuple[int, int, int, int]]:
     """The tiles of which not too few are in flight, and which have room in a multiprocessor's shared memory."""
-    line = triton.next_power_of_2(inputs) * (4 if gate else 2)  # bytes of a tile's row
+    line = sum(parts_of(inputs, way)) * (4 if gate or way == "sends" else 2)  # bytes of a tile's row
     return [c for c in CHOICES if 32 << 10 <= c[0] * line * (c[2] - 1) * c[3] <= 224 << 10]
 
 
@@ -77,7 +77,7 @@ def time_part(part: tuple[int, int, int, bool, str], tune: bool) -> dict[tuple[i
     if way == "receives":
         options = {"receives": turn, "norm": torch.ones_like(x[0]), "residual": residual, "eps": 1e-6}
     found: dict[tuple[int, int, int, int], float] = {}
-    for choice in [shape_of(outputs, inputs, gate, way), *(fitting(inputs, gate or way == "sends") if tune else [])]:
+    for choice in [shape_of(outputs, inputs, gate, way), *(fitting(inputs, gate, way) if tune else [])]:
 
         def run(c: tuple[int, int, int, int] = choice) -> None:
             for weight in weights:

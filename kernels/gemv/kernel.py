@@ -8,8 +8,9 @@
 W may be 8-bit floats with scales of its rows, or of groups of a row's inputs; y is rounded to such as kernels/quantise_fp8 does it.
 
 A program computes BLOCK_N outputs, then the next such block, up to the end; there are as many programs as run at once. It keeps y in
-registers. Its tiles of the weight are one stream of asynchronous copies, STAGES deep, so that the memory is never without requests; the
-stream starts while the kernel before this one still runs (PDL). Tensor cores would add nothing for one row.
+registers, in one part or in two (`parts_of`): a power of two of inputs, and the rest. Its tiles of the weight are one stream of
+asynchronous copies, STAGES deep, so that the memory is never without requests; the stream starts while the kernel before this one
+still runs (PDL). Tensor cores would add nothing for one row.
 
 Products that are parts of a sum over ranks (bfloat16) need no kernel for the sum:
 
@@ -37,38 +38,58 @@ from torch import Tensor
 from meshlm.kernels import packets, pdl, tables
 from meshlm.kernels.allreduce_rmsnorm.kernel import Workspace
 from meshlm.kernels.fp8_gemm.reference import Fp8Weight
-from meshlm.kernels.gemv.rounding import codes_of, in_8_bits
+from meshlm.kernels.gemv.rounding import codes_of, in_8_bits, in_model_dtype, scale_of
+from meshlm.kernels.gemv.tile import ROW, load, times_row
 from meshlm.kernels.packets import FOR_EVER
+
+LEAST_REST = 1024  # inputs of a second part: with fewer a thread's copies would be too small to be asynchronous
+
+
+def parts_of(inputs: int, way: str = "") -> tuple[int, int]:
+    """The powers of two that hold a row's inputs: of the first part, and of the second, 0 where that spares nothing.
+
+    way: products that send or receive packets have one part.
+    """
+    one = triton.next_power_of_2(inputs)
+    rest = max(LEAST_REST, triton.next_power_of_2(max(1, inputs - one // 2)))
+    return (one // 2, rest) if one // 2 < inputs and one // 2 + rest < one and way in ("", "8 bits") else (one, 0)
 
 
 @triton.jit
-def _tile(weight, n, k, real, K: tl.constexpr, WHOLE: tl.constexpr):
-    at = weight + n[:, None].to(tl.int64) * K + k[None, :]
-    if WHOLE:
-        return tl.load(at)
-    return tl.load(at, mask=real[:, None] & (k < K)[None, :], other=0.0)
+def _stream(x, residual, stream, k, first, K: tl.constexpr, ADD: tl.constexpr):
+    """x + residual at k, float32; the first program stores it."""
+    h = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+    if ADD:
+        h += tl.load(residual + k, mask=k < K, other=0.0).to(tl.float32)
+        h = h.to(stream.dtype.element_ty).to(tl.float32)
+        if first == 0:
+            tl.store(stream + k, h.to(stream.dtype.element_ty), mask=k < K)
+    return h
 
 
 @triton.jit
 def _row(
-    x, residual, norm_weight, stream, k, first, eps,
-    K: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    x, residual, norm_weight, stream, k, k_rest, first, eps,
+    K: tl.constexpr, REST: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y float32 [BLOCK_K]; the first program stores the stream."""
+    """y float32, at k and at k_rest."""
     if NORM:
-        factor = tl.load(norm_weight + k, mask=k < K, other=0.0)
+        factor = tl.load(norm_weight + k, mask=k < K, other=0.0).to(tl.float32)
+        if REST:
+            factor_rest = tl.load(norm_weight + k_rest, mask=k_rest < K, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    h = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+    h = _stream(x, residual, stream, k, first, K, NORM and ADD)
+    rest = _stream(x, residual, stream, k_rest, first, K, NORM and ADD) if REST else h
     if NORM:
-        if ADD:
-            h += tl.load(residual + k, mask=k < K, other=0.0).to(tl.float32)
-            h = h.to(stream.dtype.element_ty).to(tl.float32)
-            if first == 0:
-                tl.store(stream + k, h.to(stream.dtype.element_ty), mask=k < K)
-        scale = tl.rsqrt(tl.sum(h * h, axis=0) / K + eps)
-        h *= factor.to(tl.float32) * scale
-    return h
+        squares = tl.sum(h * h, axis=0)
+        if REST:
+            squares += tl.sum(rest * rest, axis=0)
+        scale = tl.rsqrt(squares / K + eps)
+        h *= factor * scale
+        if REST:
+            rest *= factor_rest * scale
+    return h, rest
 
 
 @triton.jit
@@ -95,42 +116,29 @@ def _summed_row(
     return tl.interleave(line * (inverse * scale), odd * (inverse * scale_odd))
 
 
-@triton.jit
-def _dot(w, h, scales, n, real, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
-    """w [BLOCK_N, BLOCK_K] times h, float32 [BLOCK_N]. GROUP: inputs that share one of w's scales; 0: there are none."""
-    product = w.to(tl.float32) * h[None, :]
-    if GROUP == 0:
-        result = tl.sum(product, axis=1)
-    elif GROUP == BLOCK_K:
-        result = tl.sum(product, axis=1) * tl.load(scales + n, mask=real, other=0.0)
-    else:
-        groups: tl.constexpr = (K + GROUP - 1) // GROUP
-        nth = tl.arange(0, BLOCK_K // GROUP)
-        inside = real[:, None] & (nth < groups)[None, :]
-        found = tl.load(scales + n[:, None] * groups + nth[None, :], mask=inside, other=0.0)
-        result = tl.sum(tl.sum(tl.reshape(product, (BLOCK_N, BLOCK_K // GROUP, GROUP)), axis=2) * found, axis=1)
-    return result
-
-
 def _products(
     x, residual, norm_weight, weight, scales, given, bias, out, stream, inboxes, turns, nth, blocks, eps, patience,
     K: tl.constexpr, OUTPUTS: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
     SENDS: tl.constexpr, RECEIVES: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, WAIT: tl.constexpr,
     GROUP: tl.constexpr, ROUNDED: tl.constexpr, STATIC: tl.constexpr, PAIRS: tl.constexpr, LATE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """GATE and SENDS read two rows of the weight for each of BLOCK_N: gate and up, or the two columns of a packet.
 
-    GROUP, ROUNDED: inputs that share a scale of the weight, and of y; 0: there are none. LATE: the kernel
+    GROUP, ROUNDED: inputs that share a scale of the weight, and of y; ROW: all of a row; 0: there are none. LATE: the kernel
     behind may begin when all tiles are asked for, so that its own requests come when these end, and not before.
+    REST: inputs behind BLOCK_K, as a power of two, the second part of a row; 0: there is one part.
     """
     if PDL and not LATE:
         tl.extra.cuda.gdc_launch_dependents()
     first = tl.program_id(0)
     nth_row, k = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    k_rest = BLOCK_K + tl.arange(0, REST if REST else BLOCK_K)
     lines: tl.constexpr = OUTPUTS // 2 if SENDS else OUTPUTS
-    whole: tl.constexpr = (K == BLOCK_K) and (lines % BLOCK_N == 0)
+    whole: tl.constexpr = (K >= BLOCK_K) and (lines % BLOCK_N == 0)
+    whole_rest: tl.constexpr = (K == BLOCK_K + REST) and (lines % BLOCK_N == 0)
     h = tl.zeros((BLOCK_K,), tl.float32)
+    rest = tl.zeros((REST if REST else 1,), tl.float32)
     turn = 0
     y_scale = 1.0
     if SENDS:
@@ -139,12 +147,14 @@ def _products(
         n = block * BLOCK_N + nth_row
         real = n < lines
         if SENDS:
-            w = _tile(weight, 2 * n, k, real, K, whole)
-            w_odd = _tile(weight, 2 * n + 1, k, real, K, whole)
+            w = load(weight, 2 * n, k, real, K, whole)
+            w_odd = load(weight, 2 * n + 1, k, real, K, whole)
         else:
-            w = _tile(weight, n, k, real, K, whole)
+            w = load(weight, n, k, real, K, whole)
+        w_rest = load(weight, n, k_rest, real, K, whole_rest) if REST else w
         if GATE:
-            w_up = _tile(weight, n + OUTPUTS, k, real, K, whole)
+            w_up = load(weight, n + OUTPUTS, k, real, K, whole)
+            w_up_rest = load(weight, n + OUTPUTS, k_rest, real, K, whole_rest) if REST else w_up
         if PDL and LATE and block + (STAGES - 1) * tl.num_programs(0) >= blocks:
             tl.extra.cuda.gdc_launch_dependents()
         if block == first:  # in the loop, because the stream of copies starts where the loop does
@@ -154,17 +164,29 @@ def _products(
                     K, BLOCK_K, RANK, SIZE, STRIDE, WAIT, PDL,
                 )  # fmt: skip
             else:
-                h = _row(x, residual, norm_weight, stream, k, first, eps, K, NORM, ADD, PDL)
-            if ROUNDED and K < BLOCK_K:  # ptxas 12.8 spoils roundings of numbers that it knows to be the same
-                h = tl.where(k < K, h, k.to(tl.float32) * 1e-30)
-            if ROUNDED == BLOCK_K and not STATIC:
-                h, y_scale = codes_of(h, out.dtype.element_ty, PAIRS)
-            elif ROUNDED:
-                h = in_8_bits(h, given, out.dtype.element_ty, K, BLOCK_K, ROUNDED, STATIC)
+                h, h_rest = _row(x, residual, norm_weight, stream, k, k_rest, first, eps, K, REST, NORM, ADD, PDL)
+                if ROUNDED == ROW and not STATIC:
+                    h = in_model_dtype(h, k, out.dtype.element_ty, K, BLOCK_K, PAIRS)
+                    largest = tl.max(tl.abs(h), axis=0)
+                    if REST:
+                        h_rest = in_model_dtype(h_rest, k_rest, out.dtype.element_ty, K, BLOCK_K + REST, PAIRS)
+                        largest = tl.maximum(largest, tl.max(tl.abs(h_rest), axis=0))
+                    y_scale = scale_of(largest)
+                    h = codes_of(h, y_scale)
+                    if REST:
+                        h_rest = codes_of(h_rest, y_scale)
+                elif ROUNDED:
+                    h = in_8_bits(h, k, given, out.dtype.element_ty, K, BLOCK_K, BLOCK_K, ROUNDED, STATIC)
+                    if REST:
+                        h_rest = in_8_bits(
+                            h_rest, k_rest, given, out.dtype.element_ty, K, BLOCK_K + REST, REST, ROUNDED, STATIC
+                        )
+                if REST:
+                    rest = h_rest
             if SENDS:
                 turn = tl.load(turns) + nth
-        result = _dot(w, h, scales, n, real, K, BLOCK_N, BLOCK_K, GROUP)
-        if ROUNDED == BLOCK_K and not STATIC:
+        result = times_row(w, w_rest, h, rest, scales, n, real, K, BLOCK_N, BLOCK_K, REST, GROUP)
+        if ROUNDED == ROW and not STATIC:
             result *= y_scale
         if SENDS:
             odd = tl.sum(w_odd.to(tl.float32) * h[None, :], axis=1)
@@ -176,8 +198,8 @@ def _products(
             packets.send(there, packets.words_of(result, odd, True)[None, :], turn, real[None, :])
         else:
             if GATE:
-                up = _dot(w_up, h, scales, n + OUTPUTS, real, K, BLOCK_N, BLOCK_K, GROUP)
-                if ROUNDED == BLOCK_K and not STATIC:
+                up = times_row(w_up, w_up_rest, h, rest, scales, n + OUTPUTS, real, K, BLOCK_N, BLOCK_K, REST, GROUP)
+                if ROUNDED == ROW and not STATIC:
                     up *= y_scale
                 result = result / (1.0 + tl.exp(-result)) * up
             if BIAS:
@@ -270,7 +292,7 @@ def _with_room(tile: list[int], inputs: int, lines: int, size: int = 2) -> Tile:
     lines: of the weight for each of BLOCK_N. size: bytes of a number.
     """
     block_n, warps, stages, programs = tile
-    line = lines * triton.next_power_of_2(inputs) * size
+    line = lines * sum(parts_of(inputs)) * size
     workspace = shared_bytes() - BESIDE
     while stages > 2 and block_n * line * (stages - 1) > workspace:
         stages -= 1
@@ -314,7 +336,7 @@ def gemv(
     way = "sends" if sends else "receives" if receives else "8 bits" if eight_bits else ""
     block_n, warps, stages, per_sm = shape or shape_of(outputs, inputs, gate, way)
     blocks = triton.cdiv(outputs // 2 if sends else outputs, block_n)
-    block_k = triton.next_power_of_2(inputs)
+    block_k, rest = parts_of(inputs, way)
     beside = [residual if residual is not None else x, norm if norm is not None else x, stream]
     turn, size, stride, wait = sends or receives, 1, 1, packets.PLAIN
     if turn is not None:
@@ -334,55 +356,10 @@ def gemv(
         K=inputs, OUTPUTS=outputs, NORM=norm is not None, ADD=residual is not None, GATE=gate, BIAS=bias is not None,
         SENDS=sends is not None, RECEIVES=receives is not None, RANK=turn.workspace.rank if turn else 0,
         SIZE=size, STRIDE=stride, WAIT=wait,
-        GROUP=(fp8.group or block_k) if eight_bits else 0, ROUNDED=0 if fp8.rounded is None else fp8.rounded or block_k,
+        GROUP=(fp8.group or ROW.value) if eight_bits else 0, ROUNDED=0 if fp8.rounded is None else fp8.rounded or ROW.value,
         STATIC=fp8.input_scale is not None, PAIRS=x.is_cuda and x.dtype == torch.bfloat16,
         LATE=turn is None and weight.numel() * weight.element_size() >= LATE_BYTES,
-        BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages, PDL=pdl.supported(), num_warps=warps, num_stages=stages,
+        BLOCK_N=block_n, BLOCK_K=block_k, REST=rest, STAGES=stages, PDL=pdl.supported(), num_warps=warps, num_stages=stages,
         **({"launch_pdl": True} if pdl.supported() else {}),
     )  # fmt: skip
     return out, stream
-
-
-@triton.jit(do_not_specialize=["patience"], do_not_specialize_on_alignment=["out"])
-def _side_by_side(
-    out, inboxes, turns, width, patience,
-    RANK: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr,
-    WAIT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """out, width: words of two columns. turns: the turn, and how many programs have read it; the last one advances it."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    peer = tl.program_id(1)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    turn = tl.load(turns)
-    here = ((turn & 1) * SIZE + peer) * STRIDE + tl.minimum(at, WORDS - 1)
-    even, odd = packets.receive(tl.load(inboxes + RANK), here, turn, patience, 1, STRIDE, True, WAIT)
-    place = peer * WORDS + at
-    tl.store(out + place, packets.words_of(even, odd, True), mask=(at < WORDS) & (place < width))
-    tl.debug_barrier()  # every thread has read the turn
-    if tl.atomic_add(turns + 1, 1) == tl.num_programs(0) * SIZE - 1:
-        tl.store(turns + 1, 0)
-        tl.store(turns, turn + 1)
-
-
-WORDS_EACH = 1024  # of a program
-
-
-def side_by_side(out: Tensor, turn: Turn) -> Tensor:
-    """out [1, width], an even width: columns that a gemv of each rank has sent in this turn, those of rank 0 first.
-
-    A room of its own, whose turns are the number, 1 at first, and 0. Its halves are as safe as those of sums: what is sent in turn
-    t + 1 comes behind the sender's kernel of turn t.
-    """
-    workspace, width = turn.workspace, out.shape[1]
-    words = workspace.columns // 2
-    use_pdl, warps = out.is_cuda and pdl.supported(), 4
-    wait = packets.wait(1, words, True, WORDS_EACH // (32 * warps)) if out.is_cuda else packets.PLAIN
-    assert out.dtype == torch.bfloat16 and width % 2 == 0 and workspace.rows == 1  # noqa: PT018
-    _side_by_side[(triton.cdiv(words, WORDS_EACH), workspace.size)](
-        out.view(torch.int32), workspace.packets, workspace.turns, width // 2, turn.patience,
-        RANK=workspace.rank, WORDS=words, BLOCK=WORDS_EACH, STRIDE=words, SIZE=workspace.size, WAIT=wait, PDL=use_pdl,
-        num_warps=warps, **({"launch_pdl": True} if use_pdl else {}),
-    )  # fmt: skip
-    return out

@@ -107,7 +107,7 @@ def test_rope_cache_in_fp8(kind: torch.dtype, least: float) -> None:
 @pytest.mark.parametrize(
     ("group", "rounded", "known"), [(0, 0, False), (0, 0, True), (128, 128, False), (0, None, False)]
 )
-@pytest.mark.parametrize("inputs", [320, 5120] if ON_GPU else [320])
+@pytest.mark.parametrize("inputs", [320, 2304, 5120, 18944] if ON_GPU else [320, 2304])
 def test_gemv_of_8_bit_floats(inputs: int, group: int, rounded: int | None, known: bool) -> None:
     torch.manual_seed(0)
     outputs = 12
@@ -130,7 +130,7 @@ def test_gemv_of_8_bit_floats(inputs: int, group: int, rounded: int | None, know
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("outputs", "inputs"), [(48, 64), (100, 576), (7, 1536), (520, 2048)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(48, 64), (100, 576), (7, 1536), (520, 2048), (6, 2304), (5, 5000), (3, 17480)])
 def test_gemv(outputs: int, inputs: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, residual = torch.randn(2, 1, inputs, device=DEVICE).to(dtype)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from meshlm.kernels.allreduce_rmsnorm.kernel import Workspace, allreduce_rmsnorm
 from meshlm.kernels.embedding import kernel as embedding
-from meshlm.kernels.gemv.kernel import Turn, gemv, pays, side_by_side
+from meshlm.kernels.gemv.kernel import Turn, gemv, pays
+from meshlm.kernels.gemv.side_by_side import side_by_side
 from meshlm.kernels.packets import FOR_EVER
 
 
