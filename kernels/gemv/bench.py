@@ -8,6 +8,8 @@ Many copies of each weight take turns, so that none is read from the cache.
 import argparse
 import itertools
 import json
+from collections import Counter
+from math import log2
 from typing import Any
 
 import torch
@@ -48,6 +50,7 @@ PARTS = [
     (4, 32064, 4096, False, "sends"),
 ]
 # BLOCK_N, warps, stages, programs per multiprocessor
+WANTED = 128 << 10  # bytes; tiles that whole steps have chosen have 64 to 192 KiB under way
 CHOICES = list(itertools.product((1, 2, 4, 8, 16), (4, 8), (2, 3, 4), (1, 2, 4)))
 
 
@@ -55,6 +58,20 @@ def fitting(inputs: int, gate: bool, way: str = "") -> list[tuple[int, int, int,
     """The tiles of which not too few are in flight, and which have room in a multiprocessor's shared memory."""
     line = sum(parts_of(inputs, way)) * (4 if gate or way == "sends" else 2)  # bytes of a tile's row
     return [c for c in CHOICES if 32 << 10 <= c[0] * line * (c[2] - 1) * c[3] <= 224 << 10]
+
+
+def likely(inputs: int, gate: bool, each: int) -> list[tuple[int, int, int, int]]:
+    """Of tiles with as many outputs and warps the `each` whose programs together have most nearly WANTED bytes under way on a
+    multiprocessor; those first that are nearest."""
+    line = sum(parts_of(inputs)) * (4 if gate else 2)
+    near = sorted(fitting(inputs, gate), key=lambda c: abs(log2(c[0] * line * (c[2] - 1) * c[3] / WANTED)))
+    taken: Counter[tuple[int, int]] = Counter()
+    found = []
+    for choice in near:
+        taken[choice[:2]] += 1
+        if taken[choice[:2]] <= each:
+            found.append(choice)
+    return found
 
 
 def turn_alone(size: int, columns: int) -> tuple[Turn, object]:

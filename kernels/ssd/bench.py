@@ -3,7 +3,8 @@
     python -P -m meshlm.kernels.ssd.bench [--json FILE] [--reference]
 
 Bytes of a decode: each state read once and written once; beside it a copy of as many bytes. FLOP of a scan: its products in pieces.
---reference: beside them mamba_ssm's kernels, where that package is installed. Shapes of Bamba-9B and of Nemotron-H-8B.
+--reference: beside them the kernels of mamba_ssm, and vLLM's, which are made of those, where these packages are installed. Shapes
+of Bamba-9B and of Nemotron-H-8B.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from meshlm.kernels.ssd.update import state_update
 from meshlm.kernels.states import PIECE, Pieces
 
 SHAPES = {"bamba-9b": (128, 64, 128, 1), "nemotron-h-8b": (128, 64, 128, 8)}  # heads, P, N, groups
+REFERENCE_CHUNK = 256  # tokens of a piece
 DECODES, PROMPTS, PAGE = (1, 16, 64, 256), (256, 2048, 8192), 1056
 
 
@@ -97,13 +99,32 @@ def convolution(name: str, counts: list[int]) -> dict[str, Any]:
     return {"what": what, "us": round(taken, 2), "tb_s": round(2 * tokens * channels * 2 / taken / 1e6, 3)}
 
 
-def reference(name: str, tokens: int) -> dict[str, Any]:
+def of_mamba_ssm(name: str, tokens: int) -> float:
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined  # type: ignore[import-not-found]
 
     x, steps, a, b, c, d, _, _ = inputs(tokens, 1, name, torch.bfloat16)
-    given = (x[None], steps.values()[None], a, b[None], c[None], 256)
-    taken = microseconds(lambda: launch(mamba_chunk_scan_combined, *given, d))
-    return {"what": f"mamba_ssm scan {name} {tokens}", "us": round(taken, 2)}
+    given = (x[None], steps.values()[None], a, b[None], c[None], REFERENCE_CHUNK)
+    return microseconds(lambda: launch(mamba_chunk_scan_combined, *given, d))
+
+
+def of_vllm(name: str, tokens: int) -> float:
+    from vllm.model_executor.layers.mamba.ops import ssd_combined  # type: ignore[import-not-found]
+
+    x, steps, a, b, c, d, _, out = inputs(tokens, 1, name, torch.bfloat16)
+    chunks = tokens // REFERENCE_CHUNK
+    ends = torch.arange(chunks + 1, dtype=torch.int32, device="cuda") * REFERENCE_CHUNK
+    last, sequences = ends[:1] + chunks - 1, torch.zeros(chunks, dtype=torch.int32, device="cuda")
+    given = (x, steps.dt, a, b, c, REFERENCE_CHUNK, ends[:: max(1, chunks)], ends, last, sequences, out, d)
+
+    def run() -> None:
+        ssd_combined.mamba_chunk_scan_combined_varlen(
+            *given, dt_bias=steps.bias, dt_softplus=True, state_dtype=torch.bfloat16
+        )
+
+    return microseconds(run)
+
+
+REFERENCES = {"mamba_ssm": of_mamba_ssm, "vllm": of_vllm}
 
 
 def measured(has_reference: bool) -> Iterator[dict[str, Any]]:
@@ -113,8 +134,9 @@ def measured(has_reference: bool) -> Iterator[dict[str, Any]]:
                 yield decode(name, requests, dtype)
         for tokens in PROMPTS:
             yield prompt(name, tokens)
-            if has_reference and find_spec("mamba_ssm"):
-                yield reference(name, tokens)
+            for package, timed in REFERENCES.items() if has_reference else ():
+                if find_spec(package):
+                    yield {"what": f"{package} scan {name} {tokens}", "us": round(timed(name, tokens), 2)}
         for counts in ([1] * 64, [2048], [2048] * 4):
             yield convolution(name, counts)
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshlm.kernels import pdl, tables
+from meshlm.kernels import pdl
 from meshlm.kernels.gate_up_silu import kernel as gate_up_silu
 from meshlm.kernels.gate_up_silu import tune as gate_up_tune
 from meshlm.kernels.gemm import kernel as gemm
@@ -184,12 +184,8 @@ class ProductBench:
     def _tiles(self, outputs: int, inputs: int, gate: bool) -> list[gemv.Tile]:
         """The tile that is used without a measurement, and others that have room."""
         usual = gemv.shape_of(outputs, inputs, gate)
-        fitting = gemv_bench.fitting(inputs, gate)
-        if not self._full:
-            table = tables.read("gemv")
-            known = {tuple(entry["tile"]) for entry in [*table["tiles"], *table.get("in_steps", [])]}
-            fitting = [tile for tile in fitting if tile in known][:FEW]
-        return list(dict.fromkeys([usual, *fitting]))
+        others = gemv_bench.likely(inputs, gate, 2) if self._full else gemv_bench.likely(inputs, gate, 1)[:FEW]
+        return list(dict.fromkeys([usual, *others]))
 
     def _of_gemm(self, case: Case, x: Tensor) -> dict[Config, Run]:
         products = gemm.products_of(self._device, self._dtype)

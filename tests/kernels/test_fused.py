@@ -130,7 +130,9 @@ def test_gemv_of_8_bit_floats(inputs: int, group: int, rounded: int | None, know
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("outputs", "inputs"), [(48, 64), (100, 576), (7, 1536), (520, 2048), (6, 2304), (5, 5000), (3, 17480)])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(48, 64), (100, 576), (7, 1536), (520, 2048), (6, 2304), (5, 5000), (3, 17480)]
+)
 def test_gemv(outputs: int, inputs: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, residual = torch.randn(2, 1, inputs, device=DEVICE).to(dtype)
