@@ -7,13 +7,16 @@ It does for many models, without loading them, what `meshlm tune MODEL` does for
 """
 
 import argparse
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import shapes
 import torch
 import triton
+
+sys.path.insert(0, str(Path(__file__).parent))
+import shapes
 
 from meshlm.kernels import tables
 from meshlm.kernels.gemv.kernel import most_bytes

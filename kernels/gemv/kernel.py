@@ -236,12 +236,12 @@ def pays(weight: Tensor, rows: int) -> bool:
 
 @tables.remembered
 def _lost() -> frozenset[tuple[int, int]]:
-    """Sizes of weights with which cuBLAS was the faster one, as the tuner of a start has found."""
-    return frozenset(
-        (outputs * (2 if gate else 1), inputs)
-        for (outputs, inputs, gate), entry in tables.all_added("gemv").items()
-        if entry["measured"] and not entry["rows"]
-    )
+    """Sizes of weights with which cuBLAS was the faster one, as the tuner has found: there is no tile."""
+    table = tables.read("gemv")
+    in_steps = table.get("in_steps", []) if tables.is_alike(table) else []
+    lost = [tables.key_of(entry) for entry in in_steps if not entry["tile"]]
+    lost += [key for key, entry in tables.all_added("gemv").items() if entry["measured"] and not entry["rows"]]
+    return frozenset((outputs * (2 if gate else 1), inputs) for outputs, inputs, gate in lost)
 
 
 Tile = tuple[int, int, int, int]  # BLOCK_N, warps, stages, programs per multiprocessor
@@ -261,7 +261,7 @@ def shape_of(outputs: int, inputs: int, gate: bool, way: str = "") -> Tile:
         tables.ask("gemv", (outputs, inputs, gate))
     table = tables.read("gemv")
     for entry in table.get("in_steps", []) if tables.is_alike(table) else []:
-        if tuple(entry.get(name, "") for name in EXACT) == (outputs, inputs, gate, way):
+        if entry["tile"] and tuple(entry.get(name, "") for name in EXACT) == (outputs, inputs, gate, way):
             return _with_room(entry["tile"], inputs, 2 if gate or way == "sends" else 1, 1 if way == "8 bits" else 2)
     if not way and (tile := _found(outputs, inputs, gate)):
         return _with_room(tile, inputs, 2 if gate else 1)
@@ -335,6 +335,9 @@ def gemv(
     stream = torch.empty_like(x) if residual is not None else x
     way = "sends" if sends else "receives" if receives else "8 bits" if eight_bits else ""
     block_n, warps, stages, per_sm = shape or shape_of(outputs, inputs, gate, way)
+    if shape is None and x.element_size() > 2:
+        lines, tile = 2 if gate or sends else 1, [block_n, warps, stages, per_sm]
+        block_n, warps, stages, per_sm = _with_room(tile, inputs, lines, weight.element_size())
     blocks = triton.cdiv(outputs // 2 if sends else outputs, block_n)
     block_k, rest = parts_of(inputs, way)
     beside = [residual if residual is not None else x, norm if norm is not None else x, stream]

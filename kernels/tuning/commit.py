@@ -2,8 +2,8 @@
 
     python -P -m meshlm.kernels.tuning.commit DIR [--into FOLDER]
 
-A table of the tree counts for all versions of its GPU, so this is for who keeps the tree. Sizes for which cuBLAS won at one row stay
-out: a table of gemv has no word for them.
+A table of the tree counts for all versions of its GPU, so this is for who keeps the tree. Where cuBLAS won at one row the table of gemv
+has no tile.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def _for_tree(op: str, entry: Table) -> Table:
     if op != "gemv":
         return {name: value for name, value in entry.items() if name not in OF_TUNER}
     key = {name: entry[name] for name in NAMES[op]}
-    return {**key, "tile": entry["rows"][0][2]} if entry["rows"] else {}
+    return {**key, "tile": entry["rows"][0][2] if entry["rows"] else []}
 
 
 def commit(folder: Path, into: Path) -> list[Path]:

@@ -134,6 +134,19 @@ def test_what_whole_steps_have_chosen_is_for_that_gpu(monkeypatch: pytest.Monkey
         assert tiles.decode_tiles(8, 512, torch.device("cuda", 0), 4)[1] == block_n
 
 
+def test_what_a_table_has_no_tile_for_cublas_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = {"outputs": 64, "inputs": 32, "gate": True, "tile": []}
+    of_gemv = {"gpu": H200, "most_bytes": 1 << 20, "tiles": [{"tile": [1, 4, 2, 1]}], "in_steps": [lost]}
+    monkeypatch.setattr(tables, "read", {"gemv": of_gemv}.__getitem__)
+    for facts, pays in ((H200, False), (MINE, True)):
+        another_gpu(monkeypatch, facts, 227 << 10)
+        for cached in (gemv.most_bytes, gemv._lost, gemv.shape_of):
+            cached.cache_clear()
+        assert gemv.pays(torch.empty(128, 32), 1) == pays
+        assert gemv.pays(torch.empty(64, 32), 1)
+        assert gemv.shape_of(64, 32, True) == (1, 4, 2, 1)
+
+
 @pytest.mark.parametrize("shared", [99 << 10, 163 << 10, 227 << 10])
 def test_tiles_of_a_large_gpu_fit_a_small_one(monkeypatch: pytest.MonkeyPatch, shared: int) -> None:
     """One that is compiled but has no room ends a start. On an H200 nothing is cut but for streams that no tuner has seen."""
