@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +24,7 @@ INPUTS = (64, 1024, 3072, 4096, 8192, 14336, 16384)
 MINE = {"name": "NVIDIA New 7", "capability": [9, 0], "multiprocessors": 114}
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> None:
+def _clear() -> None:
     for cached in (
         tables.read,
         tiles._table,
@@ -32,8 +32,16 @@ def fresh() -> None:
         gemv.most_bytes,
         gemv.shape_of,
         gemv.shared_bytes,
+        gemv._lost,
     ):
         cached.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    _clear()
+    yield
+    _clear()
 
 
 def test_names() -> None:
@@ -140,8 +148,7 @@ def test_what_a_table_has_no_tile_for_cublas_computes(monkeypatch: pytest.Monkey
     monkeypatch.setattr(tables, "read", {"gemv": of_gemv}.__getitem__)
     for facts, pays in ((H200, False), (MINE, True)):
         another_gpu(monkeypatch, facts, 227 << 10)
-        for cached in (gemv.most_bytes, gemv._lost, gemv.shape_of):
-            cached.cache_clear()
+        _clear()
         assert gemv.pays(torch.empty(128, 32), 1) == pays
         assert gemv.pays(torch.empty(64, 32), 1)
         assert gemv.shape_of(64, 32, True) == (1, 4, 2, 1)
