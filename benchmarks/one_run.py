@@ -65,7 +65,7 @@ JOBS = (
     beside("beside_qwen2.5_7b", "qwen2.5-7b"),
     beside("beside_long", "llama3-8b", kinds=("long", "longest")),
     *(beside(f"beside_{name}", name) for name in OTHERS),
-    *(step(f"step_{name}", name) for name in DENSE),
+    Job("dense_steps", ("dense_steps.py", *(f"{{models}}/{name}" for name in DENSE), "--json", "{out}"), 420),
 )  # fmt: skip
 
 
