@@ -247,7 +247,7 @@ def _lost() -> frozenset[tuple[int, int]]:
 Tile = tuple[int, int, int, int]  # BLOCK_N, warps, stages, programs per multiprocessor
 SHARED_BYTES = 227 << 10  # of an H200, for one program
 EXACT = ("outputs", "inputs", "gate", "way")  # what a tile was chosen for in whole steps
-LATE_BYTES = 32 << 20  # of a weight: behind a smaller one the next kernel may begin at once (docs/performance.md)
+LATE_BYTES = 1 << 62  # of a weight: behind a smaller one the next kernel may begin at once (docs/performance.md)
 BESIDE = 2 << 10  # bytes of shared memory that a program needs beside its tiles of the weight, at most
 
 
