@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import triton
 
 from meshlm.kernels.allreduce_rmsnorm.kernel import Workspace
-from meshlm.kernels.gemv.kernel import Turn, gemv, parts_of, shape_of
+from meshlm.kernels.gemv.kernel import Turn, fold_of, gemv, parts_of, shape_of
 from meshlm.kernels.measure import keep, microseconds
 
 # outputs, inputs, gate, norm; Qwen3-0.6B, then Llama-3.1-8B
@@ -56,15 +56,21 @@ CHOICES = list(itertools.product((1, 2, 4, 8, 16), (4, 8), (2, 3, 4), (1, 2, 4))
 
 def fitting(inputs: int, gate: bool, way: str = "") -> list[tuple[int, int, int, int]]:
     """The tiles of which not too few are in flight, and which have room in a multiprocessor's shared memory."""
-    line = sum(parts_of(inputs, way)) * (4 if gate or way == "sends" else 2)  # bytes of a tile's row
-    return [c for c in CHOICES if 32 << 10 <= c[0] * line * (c[2] - 1) * c[3] <= 224 << 10]
+    lines = 2 if gate or way == "sends" else 1
+    return [c for c in CHOICES if 32 << 10 <= under_way(c, inputs, lines, way) <= 224 << 10]
+
+
+def under_way(tile: tuple[int, int, int, int], inputs: int, lines: int, way: str = "") -> int:
+    """Bytes of a weight of bfloat16 that the programs of a multiprocessor have asked for at a time."""
+    block_n, warps, stages, programs = tile
+    return lines * block_n * sum(parts_of(inputs, fold_of(warps, 2), way)) * 2 * (stages - 1) * programs
 
 
 def likely(inputs: int, gate: bool, each: int) -> list[tuple[int, int, int, int]]:
     """Of tiles with as many outputs and warps the `each` whose programs together have most nearly WANTED bytes under way on a
     multiprocessor; those first that are nearest."""
-    line = sum(parts_of(inputs)) * (4 if gate else 2)
-    near = sorted(fitting(inputs, gate), key=lambda c: abs(log2(c[0] * line * (c[2] - 1) * c[3] / WANTED)))
+    lines = 2 if gate else 1
+    near = sorted(fitting(inputs, gate), key=lambda c: abs(log2(under_way(c, inputs, lines) / WANTED)))
     taken: Counter[tuple[int, int]] = Counter()
     found = []
     for choice in near:

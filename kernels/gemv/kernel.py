@@ -42,17 +42,24 @@ from meshlm.kernels.gemv.rounding import codes_of, in_8_bits, in_model_dtype, sc
 from meshlm.kernels.gemv.tile import ROW, load, times_row
 from meshlm.kernels.packets import FOR_EVER
 
-LEAST_REST = 1024  # inputs of a second part: with fewer a thread's copies would be too small to be asynchronous
+ONE_PART = 4096  # inputs up to which a row has one part: two cost such short sums more than they spare
 
 
-def parts_of(inputs: int, way: str = "") -> tuple[int, int]:
+def parts_of(inputs: int, fold: int, way: str = "") -> tuple[int, int]:
     """The powers of two that hold a row's inputs: of the first part, and of the second, 0 where that spares nothing.
 
-    way: products that send or receive packets have one part.
+    fold: numbers that the threads of a program load at once; a second part has so many at least, so that both lie among the threads
+    alike, and are added before anything is passed between these. way: products that send or receive packets have one part.
     """
     one = triton.next_power_of_2(inputs)
-    rest = max(LEAST_REST, triton.next_power_of_2(max(1, inputs - one // 2)))
-    return (one // 2, rest) if one // 2 < inputs and one // 2 + rest < one and way in ("", "8 bits") else (one, 0)
+    rest = max(fold, triton.next_power_of_2(max(1, inputs - one // 2)))
+    two = inputs > ONE_PART and one // 2 < inputs and one // 2 + rest < one and way in ("", "8 bits")
+    return (one // 2, rest) if two else (one, 0)
+
+
+def fold_of(warps: int, size: int) -> int:
+    """Numbers of `size` bytes that the threads of a program load at once: 16 bytes each."""
+    return 32 * warps * 16 // size
 
 
 @triton.jit
@@ -120,16 +127,15 @@ def _products(
     x, residual, norm_weight, weight, scales, given, bias, out, stream, inboxes, turns, nth, blocks, eps, patience,
     K: tl.constexpr, OUTPUTS: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
     SENDS: tl.constexpr, RECEIVES: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, WAIT: tl.constexpr,
-    GROUP: tl.constexpr, ROUNDED: tl.constexpr, STATIC: tl.constexpr, PAIRS: tl.constexpr, LATE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, ROUNDED: tl.constexpr, STATIC: tl.constexpr, PAIRS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, REST: tl.constexpr, FOLD: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """GATE and SENDS read two rows of the weight for each of BLOCK_N: gate and up, or the two columns of a packet.
 
-    GROUP, ROUNDED: inputs that share a scale of the weight, and of y; ROW: all of a row; 0: there are none. LATE: the kernel
-    behind may begin when all tiles are asked for, so that its own requests come when these end, and not before.
-    REST: inputs behind BLOCK_K, as a power of two, the second part of a row; 0: there is one part.
+    GROUP, ROUNDED: inputs that share a scale of the weight, and of y; ROW: all of a row; 0: there are none. REST: inputs behind
+    BLOCK_K, as a power of two, the second part of a row; 0: there is one part. FOLD: numbers that the threads load at once.
     """
-    if PDL and not LATE:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     first = tl.program_id(0)
     nth_row, k = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
@@ -155,8 +161,6 @@ def _products(
         if GATE:
             w_up = load(weight, n + OUTPUTS, k, real, K, whole)
             w_up_rest = load(weight, n + OUTPUTS, k_rest, real, K, whole_rest) if REST else w_up
-        if PDL and LATE and block + (STAGES - 1) * tl.num_programs(0) >= blocks:
-            tl.extra.cuda.gdc_launch_dependents()
         if block == first:  # in the loop, because the stream of copies starts where the loop does
             if RECEIVES:
                 h = _summed_row(
@@ -185,7 +189,7 @@ def _products(
                     rest = h_rest
             if SENDS:
                 turn = tl.load(turns) + nth
-        result = times_row(w, w_rest, h, rest, scales, n, real, K, BLOCK_N, BLOCK_K, REST, GROUP)
+        result = times_row(w, w_rest, h, rest, scales, n, real, K, BLOCK_N, BLOCK_K, REST, FOLD, GROUP)
         if ROUNDED == ROW and not STATIC:
             result *= y_scale
         if SENDS:
@@ -198,7 +202,9 @@ def _products(
             packets.send(there, packets.words_of(result, odd, True)[None, :], turn, real[None, :])
         else:
             if GATE:
-                up = times_row(w_up, w_up_rest, h, rest, scales, n + OUTPUTS, real, K, BLOCK_N, BLOCK_K, REST, GROUP)
+                up = times_row(
+                    w_up, w_up_rest, h, rest, scales, n + OUTPUTS, real, K, BLOCK_N, BLOCK_K, REST, FOLD, GROUP
+                )
                 if ROUNDED == ROW and not STATIC:
                     up *= y_scale
                 result = result / (1.0 + tl.exp(-result)) * up
@@ -247,7 +253,6 @@ def _lost() -> frozenset[tuple[int, int]]:
 Tile = tuple[int, int, int, int]  # BLOCK_N, warps, stages, programs per multiprocessor
 SHARED_BYTES = 227 << 10  # of an H200, for one program
 EXACT = ("outputs", "inputs", "gate", "way")  # what a tile was chosen for in whole steps
-LATE_BYTES = 1 << 62  # of a weight: behind a smaller one the next kernel may begin at once (docs/performance.md)
 BESIDE = 2 << 10  # bytes of shared memory that a program needs beside its tiles of the weight, at most
 
 
@@ -292,7 +297,7 @@ def _with_room(tile: list[int], inputs: int, lines: int, size: int = 2) -> Tile:
     lines: of the weight for each of BLOCK_N. size: bytes of a number.
     """
     block_n, warps, stages, programs = tile
-    line = lines * sum(parts_of(inputs)) * size
+    line = lines * sum(parts_of(inputs, fold_of(warps, size))) * size
     workspace = shared_bytes() - BESIDE
     while stages > 2 and block_n * line * (stages - 1) > workspace:
         stages -= 1
@@ -339,7 +344,8 @@ def gemv(
         lines, tile = 2 if gate or sends else 1, [block_n, warps, stages, per_sm]
         block_n, warps, stages, per_sm = _with_room(tile, inputs, lines, weight.element_size())
     blocks = triton.cdiv(outputs // 2 if sends else outputs, block_n)
-    block_k, rest = parts_of(inputs, way)
+    fold = fold_of(warps, weight.element_size())
+    block_k, rest = parts_of(inputs, fold, way)
     beside = [residual if residual is not None else x, norm if norm is not None else x, stream]
     turn, size, stride, wait = sends or receives, 1, 1, packets.PLAIN
     if turn is not None:
@@ -361,8 +367,7 @@ def gemv(
         SIZE=size, STRIDE=stride, WAIT=wait,
         GROUP=(fp8.group or ROW.value) if eight_bits else 0, ROUNDED=0 if fp8.rounded is None else fp8.rounded or ROW.value,
         STATIC=fp8.input_scale is not None, PAIRS=x.is_cuda and x.dtype == torch.bfloat16,
-        LATE=turn is None and weight.numel() * weight.element_size() >= LATE_BYTES,
-        BLOCK_N=block_n, BLOCK_K=block_k, REST=rest, STAGES=stages, PDL=pdl.supported(), num_warps=warps, num_stages=stages,
+        BLOCK_N=block_n, BLOCK_K=block_k, REST=rest, FOLD=fold, STAGES=stages, PDL=pdl.supported(), num_warps=warps, num_stages=stages,
         **({"launch_pdl": True} if pdl.supported() else {}),
     )  # fmt: skip
     return out, stream

@@ -74,8 +74,17 @@ def test_it_writes_the_models_and_goes_on_behind_what_is_there(tmp_path: Path) -
     ]
     command += ["--minutes", "0", "--only", "kernels_llama3_8b_fp8", "kernels_llama3_8b_awq", "dense_steps"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert [line.partition(":")[0] for line in said] == ["kernels_llama3_8b_fp8", "kernels_llama3_8b_awq", "dense_steps"]
+    assert [line.partition(":")[0] for line in said] == [
+        "kernels_llama3_8b_fp8",
+        "kernels_llama3_8b_awq",
+        "dense_steps",
+    ]
     assert "its figures are there" in said[0]
     assert "0 are left" in said[1]
     assert "0 are left" in said[2]
-    assert {path.name for path in (tmp_path / "models").iterdir()} >= {"llama3-8b", "llama3-8b+awq", "qwen3-0.6b", "phi4"}
+    assert {path.name for path in (tmp_path / "models").iterdir()} >= {
+        "llama3-8b",
+        "llama3-8b+awq",
+        "qwen3-0.6b",
+        "phi4",
+    }

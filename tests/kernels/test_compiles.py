@@ -48,6 +48,7 @@ SECTIONS = [
     ("states", 13),
     ("hopper", 12),
     ("roundings", 3),
+    ("two_parts", 4),
 ]
 LAUNCHED_BY_TESTS = ("products", "attention")
 

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 import torch
-from machine_code import roundings_onto_nothing
+from machine_code import exchanges, roundings_onto_nothing
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
@@ -235,8 +235,20 @@ def roundings() -> None:
         assert not found, f"{inputs} inputs: {found}"
 
 
+def two_parts() -> None:
+    """A row in two parts: what its threads pass to one another is what they do for one part."""
+    from meshlm.kernels.gemv.kernel import gemv
+
+    for gate in (False, True):
+        found = {}
+        for inputs in (4096, 5120):
+            gemv(empty(1, inputs), empty(2048, inputs), gate=gate, shape=(2, 4, 3, 2))
+            found[inputs] = exchanges(made["_products"].asm["cubin"])
+        assert found[5120] <= found[4096], found
+
+
 if __name__ == "__main__":
     driver.set_active(Hopper())
     jit.JITFunction.run = _only_compile
-    parts = {part.__name__: part for part in (products, sums, attention, exchange, states, hopper, roundings)}
+    parts = {part.__name__: part for part in (products, sums, attention, exchange, states, hopper, roundings, two_parts)}
     parts[sys.argv[1]]()

@@ -17,10 +17,7 @@ def roundings_onto_nothing(cubin: bytes) -> list[str]:
     ptxas of CUDA 12.8, which Triton 3.6 brings, does it where it knows that numbers are the same; what comes out is what the
     register had held.
     """
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([NVDISASM, "-c", file.name], capture_output=True, text=True, check=True).stdout
+    text = _text(cubin)
     written, found = {"RZ"}, []
     for line in MERGE.findall(text):
         to, _, _, onto = line.split(None, 1)[1].split(", ")
@@ -28,3 +25,15 @@ def roundings_onto_nothing(cubin: bytes) -> list[str]:
             found.append(line)
         written.add(to)
     return found
+
+
+def exchanges(cubin: bytes) -> int:
+    """Barriers, and values passed between the threads of a warp."""
+    return len(re.findall(r"BAR\.SYNC|SHFL", _text(cubin)))
+
+
+def _text(cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([NVDISASM, "-c", file.name], capture_output=True, text=True, check=True).stdout
