@@ -267,13 +267,13 @@ def shape_of(outputs: int, inputs: int, gate: bool, way: str = "") -> Tile:
     table = tables.read("gemv")
     for entry in table.get("in_steps", []) if tables.is_alike(table) else []:
         if entry["tile"] and tuple(entry.get(name, "") for name in EXACT) == (outputs, inputs, gate, way):
-            return _with_room(entry["tile"], inputs, 2 if gate or way == "sends" else 1, 1 if way == "8 bits" else 2)
+            return _with_room(entry["tile"], inputs, 2 if gate or way == "sends" else 1, way)
     if not way and (tile := _found(outputs, inputs, gate)):
         return _with_room(tile, inputs, 2 if gate else 1)
     for entry in table["tiles"]:
         fits = inputs <= entry.get("inputs_to", inputs) and outputs <= entry.get("outputs_to", outputs)
         if fits and gate == entry.get("gate", gate) and way == entry.get("way", ""):
-            return _with_room(entry["tile"], inputs, 2 if gate or way == "sends" else 1, 1 if way == "8 bits" else 2)
+            return _with_room(entry["tile"], inputs, 2 if gate or way == "sends" else 1, way)
     if way:  # a table made before there were such
         block_n, warps, stages, programs = shape_of(outputs, inputs, gate)
         return (
@@ -291,13 +291,14 @@ def _found(outputs: int, inputs: int, gate: bool) -> list[int] | None:
     return found[0][2] if found else None
 
 
-def _with_room(tile: list[int], inputs: int, lines: int, size: int = 2) -> Tile:
+def _with_room(tile: list[int], inputs: int, lines: int, way: str = "", size: int = 2) -> Tile:
     """The tile of a table, or less of it where that is of a GPU with more shared memory.
 
     lines: of the weight for each of BLOCK_N. size: bytes of a number.
     """
     block_n, warps, stages, programs = tile
-    line = lines * sum(parts_of(inputs, fold_of(warps, size))) * size
+    size = 1 if way == "8 bits" else size
+    line = lines * sum(parts_of(inputs, fold_of(warps, size), way)) * size
     workspace = shared_bytes() - BESIDE
     while stages > 2 and block_n * line * (stages - 1) > workspace:
         stages -= 1
@@ -342,7 +343,7 @@ def gemv(
     block_n, warps, stages, per_sm = shape or shape_of(outputs, inputs, gate, way)
     if shape is None and x.element_size() > 2:
         lines, tile = 2 if gate or sends else 1, [block_n, warps, stages, per_sm]
-        block_n, warps, stages, per_sm = _with_room(tile, inputs, lines, weight.element_size())
+        block_n, warps, stages, per_sm = _with_room(tile, inputs, lines, way, weight.element_size())
     blocks = triton.cdiv(outputs // 2 if sends else outputs, block_n)
     fold = fold_of(warps, weight.element_size())
     block_k, rest = parts_of(inputs, fold, way)

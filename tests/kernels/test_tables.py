@@ -166,6 +166,8 @@ def test_tiles_of_a_large_gpu_fit_a_small_one(monkeypatch: pytest.MonkeyPatch, s
     ]
     for way, outputs, inputs in shapes:
         for gate in (False, True) if way != "sends" else (False,):
+            if inputs > 16384 and (gate or way):
+                continue  # no model is so wide, and no rank has so much of a layer
             block_n, warps, stages, programs = gemv.shape_of(outputs, inputs, gate, way)
             lines = block_n * (2 if gate or way == "sends" else 1)
             held = sum(gemv.parts_of(inputs, gemv.fold_of(warps, 2), way))

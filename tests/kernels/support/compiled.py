@@ -250,5 +250,7 @@ def two_parts() -> None:
 if __name__ == "__main__":
     driver.set_active(Hopper())
     jit.JITFunction.run = _only_compile
-    parts = {part.__name__: part for part in (products, sums, attention, exchange, states, hopper, roundings, two_parts)}
+    parts = {
+        part.__name__: part for part in (products, sums, attention, exchange, states, hopper, roundings, two_parts)
+    }
     parts[sys.argv[1]]()
