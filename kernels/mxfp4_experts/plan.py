@@ -1,7 +1,8 @@
 """How experts with MXFP4 weights are computed for so many rows: with which kernel, in which tiles.
 
 On an H200 one row takes as long as bytes are on their way: tiles of little shared memory with many stages are read the fastest.
-kernels/mxfp4_few takes the place of kernel.py where the tuner of a start has measured that it is faster.
+kernels/mxfp4_few takes the place of kernel.py where the tuner of a start has measured that it is faster. Of many rows the tuner
+compares tiles of kernel.py: in tiles of 256 rows a weight is decoded half as often.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from meshlm.kernels.mxfp4_experts.kernel import LEAST_ROWS, Shape
 from meshlm.kernels.mxfp4_few import shapes
 
 OP = "mxfp4_few"
+MANY_OP = "mxfp4_experts"  # kernel.py's tiles of many rows
+MANY = 96  # rows of an expert, on average: of more the tuner compares tiles
 USUAL = (0, 0, 0)  # in a table: kernel.py computes it
 
 FEW_ROWS = 16  # of more, sorted rows take less time
@@ -56,7 +59,36 @@ def plan_for(rows: int, layer: Layer, *, direct: bool) -> Plan:
         found = tables.for_rows(_table().get(layer, []), rows)
         if found is not None:
             return found
+    if rows * layer.topk > MANY * layer.experts:
+        tables.ask(MANY_OP, tuple(layer))
+        found = _of_many(layer, rows)
+        if found is not None:
+            return found
     return usual_plan(rows, layer)
+
+
+@tables.remembered
+def _table_of_many() -> dict[Layer, list[tuple[int, int, Plan]]]:
+    return {
+        Layer(*key): [(over, to, decoded_many(numbers)) for over, to, numbers in rows]
+        for key, rows in tables.products(MANY_OP).items()
+    }
+
+
+def _of_many(layer: Layer, rows: int) -> Plan | None:
+    """What the tuner chose; of more rows than any that were measured, what it chose for the most."""
+    choices = _table_of_many().get(layer, [])
+    return tables.for_rows(choices, min(rows, max((to for _, to, _ in choices), default=rows)))
+
+
+def decoded_many(numbers: Sequence[Any]) -> Plan:
+    """A plan of the tuner's tables for many rows: the shapes of gate and of down."""
+    return Plan("many", Shape(*numbers[:4]), Shape(*numbers[4:]))
+
+
+def candidates_of_many() -> list[tuple[int, ...]]:
+    """Plans for many rows that the tuner tries, encoded, the likeliest first."""
+    return [(256, 64, 8, stages, 256, 128, 8, stages) for stages in (3, 2)]
 
 
 def usual_plan(rows: int, layer: Layer) -> Plan:

@@ -13,7 +13,7 @@ from meshlm.kernels.mxfp4_experts.layout import CHUNK, PLACES, PLANES, MXFP4Weig
 from meshlm.kernels.mxfp4_experts.plan import Plan
 
 BYTES_AT_ONCE = 400 << 20  # of weights that are read for all choices, at least
-HIGHEST = 128  # rows of a tile
+HIGHEST = 256  # rows of a tile
 CUDA = torch.device("cuda")
 
 

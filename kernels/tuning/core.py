@@ -24,6 +24,7 @@ DOWN_TO_OF = {
     "grouped_gemm": 0.5,
     "packed_few": 0.25,
     "mxfp4_few": 0.25,
+    "mxfp4_experts": 0.5,
 }  # ... where the weights are what their time is made of
 NEAR = (
     2  # rows between two measured sizes, one at most so many times the other, are the larger one's where both have won
@@ -33,6 +34,7 @@ NAMES = {
     "packed_few": ("outputs", "inputs", "use"),
     "grouped_gemm": ("experts", "topk", "hidden", "wide"),
     "mxfp4_few": ("experts", "topk", "hidden", "wide"),
+    "mxfp4_experts": ("experts", "topk", "hidden", "wide"),
     "gemm": ("outputs", "inputs"),
     "small_m_gemm": ("outputs", "inputs", "use"),
     "gate_up_silu": ("outputs", "inputs"),

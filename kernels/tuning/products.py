@@ -7,6 +7,7 @@
     packed_few     few rows times 4 bits (packed.py): tiles, beside what kernels/packed_gemm does
     grouped_gemm   a layer of experts (experts.py): kernels and tiles, beside those that follow from rules
     mxfp4_few      a layer of experts with MXFP4 weights: tiles, beside what kernels/mxfp4_experts does
+    mxfp4_experts  the same with many rows: that kernel's tiles
 
 Weights are random and of several layers, so that each comes from memory. Compiling is what takes long, so few candidates are tried
 where time is short; `full` tries all.
@@ -78,10 +79,14 @@ class ProductBench:
 
     def sizes(self, op: str, key: Key) -> list[int]:
         """Nothing is tried that this GPU has no kernel for."""
-        if op in ("grouped_gemm", mxfp4.OP):
-            every = experts.sizes if op == "grouped_gemm" else mxfp4.sizes
-            wanted = every(Layer(*key), self._device, full=self._full) if self._dtype == torch.bfloat16 else []
+        if self._dtype == torch.bfloat16 and op in mxfp4.OPS:
+            wanted = mxfp4.sizes(op, Layer(*key), self._device, full=self._full)
             return [size for size in wanted if size <= self._max_rows]
+        if self._dtype == torch.bfloat16 and op == "grouped_gemm":
+            wanted = experts.sizes(Layer(*key), self._device, full=self._full)
+            return [size for size in wanted if size <= self._max_rows]
+        if op in (*mxfp4.OPS, "grouped_gemm"):
+            return []
         if self._dtype not in TYPES or (op == "gemm" and library() is None):
             return []
         if op == "gate_up_silu" and (not pdl.supported() or key[0] % 16 or key[1] % 8):  # it reads by TMA
@@ -125,7 +130,7 @@ class ProductBench:
         """Weights, and the plain way and all candidates to multiply with one."""
         if case.op == "grouped_gemm":
             return self._of_experts(case)
-        if case.op == mxfp4.OP:
+        if case.op in mxfp4.OPS:
             self._weights = ((0, 0), [])
             return mxfp4.ways(case, self._device, self._dtype, most=MANY if self._full else FEW)
         if case.op == packed_few.OP:

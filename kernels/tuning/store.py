@@ -23,6 +23,7 @@ LENGTHS = {
     "packed_few": 3,
     "grouped_gemm": 19,
     "mxfp4_few": 7,
+    "mxfp4_experts": 8,
     "small_m_gemm": 6,
     "gate_up_silu": 7,
     "gemm": 10,

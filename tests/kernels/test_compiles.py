@@ -46,7 +46,7 @@ SECTIONS = [
     ("attention", 18),
     ("exchange", 6),
     ("states", 13),
-    ("hopper", 12),
+    ("hopper", 16),
     ("roundings", 3),
     ("two_parts", 4),
 ]

@@ -71,17 +71,19 @@ def test_few_rows(rows: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sorted_rows(dtype: torch.dtype) -> None:
-    rows = 45
+@pytest.mark.parametrize(
+    ("rows", "shape"), [(45, SHAPE), (300, kernel.Shape(256, 64, 8, 2)), (300, kernel.Shape(256, 64, 8, 3))]
+)
+def test_sorted_rows(rows: int, shape: kernel.Shape, dtype: torch.dtype) -> None:
     (above, below), (x, experts, weights) = epilogues(dtype), case(rows, dtype)
     (gate_up, values), (down, values_down) = (
         some_weights(EXPERTS, 2 * WIDE, HIDDEN),
         some_weights(EXPERTS, HIDDEN, WIDE),
     )
-    ids, positions, ends, owners = moe_align.align(experts, EXPERTS, SHAPE.block_m)
+    ids, positions, ends, owners = moe_align.align(experts, EXPERTS, shape.block_m)
     order = kernel.Rows(ids, ends, owners, TOPK, experts.numel())
     inner = torch.zeros(len(ids), WIDE, device=DEVICE, dtype=dtype)
-    kernel.sorted_rows(x, gate_up, inner, SHAPE, order, gate=True, epilogue=above)
+    kernel.sorted_rows(x, gate_up, inner, shape, order, gate=True, epilogue=above)
     real = (experts >= 0).flatten()
     place = positions.flatten().long()[real]
     near(inner[place], reference.by_entry(x, values, experts, gate=True, epilogue=above)[real], dtype, 4.0)
@@ -89,10 +91,10 @@ def test_sorted_rows(dtype: torch.dtype) -> None:
     entries[real] = inner[place]
     expected = reference.by_entry(entries, values_down, experts, epilogue=below)
     out = torch.full((len(ids), HIDDEN), torch.nan, device=DEVICE, dtype=dtype)
-    kernel.sorted_rows(inner, down, out, SHAPE, order, epilogue=below)
+    kernel.sorted_rows(inner, down, out, shape, order, epilogue=below)
     near(out[place], expected[real], dtype, 6.0)
     parts = torch.full((TOPK, rows, HIDDEN), torch.nan, device=DEVICE)
-    kernel.sorted_rows(inner, down, parts, SHAPE, order, parts=kernel.Parts(experts, weights), epilogue=below)
+    kernel.sorted_rows(inner, down, parts, shape, order, parts=kernel.Parts(experts, weights), epilogue=below)
     weighted = expected.float().view(rows, TOPK, HIDDEN) * (weights * (experts >= 0))[:, :, None]
     near(parts, weighted.transpose(0, 1), dtype, 6.0)
 

@@ -8,6 +8,7 @@ from meshlm.kernels import tables
 from meshlm.kernels.grouped_gemm.plan import Layer
 from meshlm.kernels.mxfp4_experts import layer as layers
 from meshlm.kernels.mxfp4_experts import plan
+from meshlm.kernels.mxfp4_experts.kernel import Shape as Tile
 from meshlm.kernels.mxfp4_few.shapes import MOST_ROWS, Shape
 from meshlm.kernels.tuning import core
 
@@ -24,7 +25,7 @@ def fresh() -> Iterator[None]:
 def test_the_rules_hold_until_something_faster_was_measured() -> None:
     for rows in (1, 16, 17, 100, 1000, 8192):
         assert plan.plan_for(rows, GPT_OSS, direct=True) == plan.usual_plan(rows, GPT_OSS)
-    assert tables.asked() == [("mxfp4_few", tuple(GPT_OSS))]
+    assert tables.asked() == [("mxfp4_few", tuple(GPT_OSS)), ("mxfp4_experts", tuple(GPT_OSS))]
     choices: dict[int, core.Config] = {
         1: (0, 2, 4, 1, 1, 4, 3), 4: (), 16: (16, 2, 8, 1, 1, 8, 1), 64: (16, 4, 4, 1, 0, 0, 0), 256: (),
     }  # fmt: skip
@@ -39,6 +40,21 @@ def test_the_rules_hold_until_something_faster_was_measured() -> None:
     assert found[200] == plan.usual_plan(200, GPT_OSS)
     assert plan.plan_for(1, GPT_OSS, direct=False) == plan.usual_plan(1, GPT_OSS)
     assert plan.plan_for(1, GPT_OSS._replace(topk=2), direct=True).direct is None
+
+
+def test_many_rows_have_the_tiles_that_were_measured() -> None:
+    """Down to half of the least number that was measured, and up to any."""
+    tall = plan.candidates_of_many()[0]
+    choices: dict[int, core.Config] = {2048: (), 8192: tall}
+    tables.add([("mxfp4_experts", core.entry_of("mxfp4_experts", tuple(GPT_OSS), choices))])
+    found = {rows: plan.plan_for(rows, GPT_OSS, direct=True) for rows in (700, 2048, 4096, 4097, 8192, 16384, 50_000)}
+    for rows in (700, 2048, 4096):
+        assert found[rows] == plan.usual_plan(rows, GPT_OSS)
+    for rows in (4097, 8192, 16384, 50_000):
+        assert found[rows] == plan.Plan("many", Tile(256, 64, 8, 3), Tile(256, 128, 8, 3))
+        assert layers.num_rows(found[rows], rows, 4, 32) >= rows * 4
+    tables.add([("mxfp4_experts", core.entry_of("mxfp4_experts", tuple(GPT_OSS), {2048: (), 8192: ()}))])
+    assert plan.plan_for(50_000, GPT_OSS, direct=True) == plan.usual_plan(50_000, GPT_OSS)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 16, 64, 256, 512])

@@ -175,6 +175,10 @@ def test_sizes_of_mxfp4_experts() -> None:
     assert bench.sizes("mxfp4_few", (2, 4, 64, 32)) == [], "a rank's experts"
     assert ProductBench(Setting(CPU, torch.float16, 100)).sizes("mxfp4_few", tuple(MXFP4)) == []
     assert max(ProductBench(Setting(CPU, torch.bfloat16, 8192, full=True)).sizes("mxfp4_few", tuple(MXFP4))) == 512
+    many = ProductBench(Setting(CPU, torch.bfloat16, 8192))
+    assert many.sizes("mxfp4_experts", (32, 4, 2880, 2880)) == [8192, 2048]
+    assert many.sizes("mxfp4_experts", (128, 4, 2880, 2880)) == [8192], "with fewer an expert has hardly any"
+    assert ProductBench(Setting(CPU, torch.float16, 8192)).sizes("mxfp4_experts", (32, 4, 2880, 2880)) == []
 
 
 def test_random_mxfp4_weights_have_nothing_behind_the_last_input() -> None:

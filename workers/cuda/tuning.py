@@ -36,7 +36,6 @@ BESIDE = (
     "moe_few",
     "moe_gemv",
     "moe_sum",
-    "mxfp4_experts",
     "packed_gemm",
 )  # kernels that no operation is named after
 Entries = list[tuple[str, Table]]
@@ -182,7 +181,8 @@ def default_folder(made_by: dict[str, Any]) -> Path:
 def versions() -> dict[str, str]:
     """The versions that times depend on. Our kernels': a digest of their code."""
     ops = [*core.NAMES, *BESIDE]
-    code = b"".join((tables.FOLDER / op / "kernel.py").read_bytes() for op in sorted(ops))
+    files = [file for op in sorted(ops) for file in sorted((tables.FOLDER / op).glob("*.py"))]
+    code = b"".join(file.read_bytes() for file in files)
     return {
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "",

@@ -184,6 +184,7 @@ def hopper() -> None:
     from meshlm.kernels.attention.kernel import Columns, Extras
     from meshlm.kernels.grouped_gemm import kernel as grouped_gemm
     from meshlm.kernels.moe_epilogue.kernel import Epilogue
+    from meshlm.kernels.mxfp4_experts import kernel as mxfp4_experts
     from meshlm.kernels.mxfp4_experts.kernel import Parts, Rows
     from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight
     from meshlm.kernels.mxfp4_few import kernel as mxfp4_few
@@ -221,6 +222,19 @@ def hopper() -> None:
     order, parts = Rows(ints(512), ints(8), ints(16), 4, 160), Parts(ints(40, 4), torch.empty(40, 4))
     mxfp4_few.sorted_rows(empty(40, 500), above, empty(512, 500), tile, 16, order, gate=True)
     mxfp4_few.sorted_rows(empty(512, 500), below, torch.empty(4, 40, 500), tile, 32, order, parts=parts)
+    for stages in (2, 3):
+        mxfp4_experts.sorted_rows(
+            empty(40, 500),
+            above,
+            empty(512, 500),
+            mxfp4_experts.Shape(256, 64, 8, stages),
+            order,
+            gate=True,
+            epilogue=epilogue,
+        )
+        mxfp4_experts.sorted_rows(
+            empty(512, 500), below, empty(512, 500), mxfp4_experts.Shape(256, 128, 8, stages), order
+        )
 
 
 def roundings() -> None:
