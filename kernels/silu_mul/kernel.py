@@ -1,4 +1,8 @@
-"""The gate of a gated MLP:  out = silu(gate) * up,  silu(x) = x / (1 + exp(-x))        (Shazeer 2020, SwiGLU).
+"""The gate of a gated MLP:  out = act(gate) * up        (Shazeer 2020: SwiGLU, GEGLU, ReGLU)
+
+    silu(x) = x / (1 + exp(-x))
+    gelu_pytorch_tanh(x) = x / (1 + exp(-2 u)),  u = sqrt(2 / pi) (x + 0.044715 x^3)
+    gelu(x) = x (1 + erf(x / sqrt(2))) / 2;  relu(x) = max(x, 0);  relu2(x) = relu(x)^2
 
 gate and up are the halves of one row, as the joint projection leaves them.
 """
@@ -10,9 +14,26 @@ from torch import Tensor
 
 from meshlm.kernels import pdl
 
+ACTS = ("silu", "gelu_pytorch_tanh", "gelu", "relu", "relu2")  # in the order of the kernel's ACT
+
 
 @triton.jit
-def _silu_mul(gate_up, out, columns, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _activated(x, ACT: tl.constexpr):
+    if ACT == 0:
+        found = x / (1.0 + tl.exp(-x))
+    elif ACT == 1:
+        found = x / (1.0 + tl.exp(tl.minimum(-1.5957691216057308 * (x + 0.044715 * x * x * x), 80.0)))
+    elif ACT == 2:
+        found = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        found = tl.maximum(x, 0.0)
+        if ACT == 4:
+            found *= found
+    return found
+
+
+@triton.jit
+def _act_mul(gate_up, out, columns, ACT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -22,19 +43,26 @@ def _silu_mul(gate_up, out, columns, BLOCK: tl.constexpr, PDL: tl.constexpr):
     from_ = gate_up + row * (2 * columns) + at
     gate = tl.load(from_, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(from_ + columns, mask=inside, other=0.0).to(tl.float32)
-    # Rounded after silu, as the unfused operations round.
-    act = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
+    # Rounded after the activation, as the unfused operations round.
+    act = _activated(gate, ACT).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * columns + at, (act * up).to(out.dtype.element_ty), mask=inside)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """[m, 2n], dense -> [m, n]."""
+    return act_mul(gate_up, "silu")
+
+
+def act_mul(gate_up: Tensor, act: str) -> Tensor:
+    """[m, 2n], dense -> [m, n]. act: one of ACTS; ValueError for another."""
+    if act not in ACTS:
+        raise ValueError(f"{act}: no activation of {', '.join(ACTS)}")
     rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, columns, dtype=gate_up.dtype, device=gate_up.device)
     block = 512 if rows < 64 else min(4096, triton.next_power_of_2(columns))
     use_pdl = gate_up.is_cuda and pdl.supported()
-    _silu_mul[(rows, triton.cdiv(columns, block))](
-        gate_up, out, columns, BLOCK=block, PDL=use_pdl, num_warps=max(4, block // 512),
+    _act_mul[(rows, triton.cdiv(columns, block))](
+        gate_up, out, columns, ACT=ACTS.index(act), BLOCK=block, PDL=use_pdl, num_warps=max(4, block // 512),
         **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
     return out

@@ -38,6 +38,10 @@ def test_silu_mul(shape: tuple[int, int], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x = torch.randn(shape[0], 2 * shape[1], device=DEVICE).to(dtype) * 3
     near(gate.silu_mul(x), gate_reference.silu_mul(x), dtype)
+    for act in gate.ACTS:
+        near(gate.act_mul(x, act), gate_reference.act_mul(x, act), dtype)
+    with pytest.raises(ValueError, match="swish"):
+        gate.act_mul(x, "swish")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

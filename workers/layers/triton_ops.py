@@ -27,7 +27,7 @@ from meshlm.kernels.quantise_fp8.kernel import quantise
 from meshlm.kernels.quantise_int8 import kernel as quantise_int8
 from meshlm.kernels.quantise_int8.reference import Int8Weight
 from meshlm.kernels.rope_cache.kernel import rope_cache
-from meshlm.kernels.silu_mul.kernel import silu_mul
+from meshlm.kernels.silu_mul.kernel import act_mul, silu_mul
 from meshlm.kernels.small_m_gemm.kernel import shape_for, small_m_gemm
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.layers.ops import AttentionShape, LatentShape, RouterWeights
@@ -178,6 +178,9 @@ class TritonOps(Composed):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return silu_mul(gate_up)
+
+    def act_mul(self, gate_up: Tensor, act: str) -> Tensor:
+        return act_mul(gate_up, act)
 
     def rope_cache(
         self, qkv: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, heads: AttentionShape
