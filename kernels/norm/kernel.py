@@ -16,11 +16,17 @@ from meshlm.kernels import pdl
 
 
 @triton.jit
-def _rms_norm(x, residual, weight, out, stride, columns, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm(
+    x, residual, weight, out, stride, columns, eps, ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < columns
     scale = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     if ADD:
         stream = tl.load(residual + row * columns + at, mask=inside, other=0.0)
         added = tl.load(x + row * stride + at, mask=inside, other=0.0).to(tl.float32) + stream.to(tl.float32)
@@ -33,6 +39,12 @@ def _rms_norm(x, residual, weight, out, stride, columns, eps, ADD: tl.constexpr,
 
 
 MANY_PARTS = 6
+FEW_ROWS = 16  # whose products are Triton's kernels, which ask for their weights early; cuBLAS's take no part in that
+
+
+def _between_few_rows(x: Tensor) -> bool:
+    """Whether kernels before and behind take part in programmatic dependent launch."""
+    return len(x) <= FEW_ROWS and x.is_cuda and pdl.supported()
 
 
 def _warps(block: int) -> int:
@@ -44,7 +56,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows, columns = x.shape
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(columns)
-    _rms_norm[(rows,)](x, x, weight, out, x.stride(0), columns, eps, ADD=False, BLOCK=block, num_warps=_warps(block))
+    use_pdl = _between_few_rows(x)
+    _rms_norm[(rows,)](
+        x, x, weight, out, x.stride(0), columns, eps, ADD=False, BLOCK=block, PDL=use_pdl, num_warps=_warps(block),
+        **({"launch_pdl": True} if use_pdl else {}),
+    )  # fmt: skip
     return out
 
 
@@ -78,9 +94,11 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     rows, columns = x.shape
     out = torch.empty_like(residual)
     block = triton.next_power_of_2(columns)
+    use_pdl = _between_few_rows(x)
     _rms_norm[(rows,)](
-        x, residual, weight, out, x.stride(0), columns, eps, ADD=True, BLOCK=block, num_warps=_warps(block)
-    )
+        x, residual, weight, out, x.stride(0), columns, eps, ADD=True, BLOCK=block, PDL=use_pdl, num_warps=_warps(block),
+        **({"launch_pdl": True} if use_pdl else {}),
+    )  # fmt: skip
     return out
 
 
