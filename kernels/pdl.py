@@ -9,11 +9,20 @@ from functools import cache
 
 import torch
 
+FEW_ROWS = (
+    16  # whose products are often kernels of ours, which ask for their weights early; cuBLAS's take no part in this
+)
+
 
 @cache
 def supported() -> bool:
     """Whether kernels here are launched so."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+
+
+def between_few(rows: int, device: torch.device) -> bool:
+    """Whether a kernel between products of so many rows is launched so."""
+    return rows <= FEW_ROWS and device.type == "cuda" and supported()
 
 
 @cache

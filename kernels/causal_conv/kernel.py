@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meshlm.kernels import pdl
 from meshlm.kernels.attention.kernel import Columns
 from meshlm.kernels.states import PIECE, Pieces, left_in, request_of
 
@@ -22,7 +23,11 @@ TOKENS = 32  # of a piece, of a program: more would not stay in registers
 def _update(
     x, weight, bias, out, state, rows, starts, ends, tables, stride, x_stride, half_stride, page_stride, channels,
     HALF: tl.constexpr, K: tl.constexpr, PAGE: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     request, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token, count, start, table = request_of(request, rows, starts, ends, tables, stride)
     if count != 1:
@@ -151,9 +156,11 @@ def causal_conv(
     blocks = triton.cdiv(channels, BLOCK)
     given = weight if bias is None else bias
     if num_decodes:
+        use_pdl = pdl.between_few(num_decodes, x.device)
         _update[(num_decodes, blocks)](
-            x, weight, given, out, state, *shared, **sizes, BIAS=bias is not None, SILU=silu, BLOCK=BLOCK, num_warps=2
-        )
+            x, weight, given, out, state, *shared, **sizes, BIAS=bias is not None, SILU=silu, BLOCK=BLOCK, PDL=use_pdl, num_warps=2,
+            **({"launch_pdl": True} if use_pdl else {}),
+        )  # fmt: skip
     if pieces is not None:
         lines = pieces.pieces
         small = BLOCK // 2

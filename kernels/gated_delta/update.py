@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meshlm.kernels import pdl
 from meshlm.kernels.attention.kernel import Columns
 from meshlm.kernels.gated_delta.reference import EPS
 from meshlm.kernels.states import request_of, softplus
@@ -15,8 +16,11 @@ def _update(
     q, k, v, a, b, rate, bias, out, state, rows, starts, ends, tables, stride,
     q_stride, k_stride, v_stride, a_stride, b_stride, half_stride, page_stride, scale, eps,
     HEADS: tl.constexpr, EACH: tl.constexpr, HALF: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     request, head, n = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     token, count, start, table = request_of(request, rows, starts, ends, tables, stride)
     if count != 1:
@@ -73,10 +77,11 @@ def rule_update(
     check_strides(q, k, v, a, b)
     heads, width = v.shape[1:]
     numbers = k.shape[2]
-    block_v = min(triton.next_power_of_2(width), 32)
+    block_v, use_pdl = min(triton.next_power_of_2(width), 32), pdl.between_few(num, v.device)
     _update[(num, heads, triton.cdiv(width, block_v))](
         q, k, v, a, b, rate, bias, out, state, at.rows, at.starts, at.ends, at.blocks, at.blocks.stride(0),
         q.stride(0), k.stride(0), v.stride(0), a.stride(0), b.stride(0), state.stride(0), state.stride(1), numbers**-0.5, EPS,
         HEADS=heads, EACH=heads // k.shape[1], HALF=state.shape[2], K=numbers, V=width, PAGE=page,
-        BLOCK_K=triton.next_power_of_2(numbers), BLOCK_V=block_v, num_warps=4,
+        BLOCK_K=triton.next_power_of_2(numbers), BLOCK_V=block_v, PDL=use_pdl, num_warps=4,
+        **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip

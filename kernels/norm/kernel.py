@@ -39,12 +39,6 @@ def _rms_norm(
 
 
 MANY_PARTS = 6
-FEW_ROWS = 16  # whose products are Triton's kernels, which ask for their weights early; cuBLAS's take no part in that
-
-
-def _between_few_rows(x: Tensor) -> bool:
-    """Whether kernels before and behind take part in programmatic dependent launch."""
-    return len(x) <= FEW_ROWS and x.is_cuda and pdl.supported()
 
 
 def _warps(block: int) -> int:
@@ -56,7 +50,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows, columns = x.shape
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(columns)
-    use_pdl = _between_few_rows(x)
+    use_pdl = pdl.between_few(rows, x.device)
     _rms_norm[(rows,)](
         x, x, weight, out, x.stride(0), columns, eps, ADD=False, BLOCK=block, PDL=use_pdl, num_warps=_warps(block),
         **({"launch_pdl": True} if use_pdl else {}),
@@ -94,7 +88,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     rows, columns = x.shape
     out = torch.empty_like(residual)
     block = triton.next_power_of_2(columns)
-    use_pdl = _between_few_rows(x)
+    use_pdl = pdl.between_few(rows, x.device)
     _rms_norm[(rows,)](
         x, residual, weight, out, x.stride(0), columns, eps, ADD=True, BLOCK=block, PDL=use_pdl, num_warps=_warps(block),
         **({"launch_pdl": True} if use_pdl else {}),

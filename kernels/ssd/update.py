@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meshlm.kernels import pdl
 from meshlm.kernels.attention.kernel import Columns
 from meshlm.kernels.ssd.reference import TimeSteps
 from meshlm.kernels.states import request_of, time_step
@@ -16,8 +17,11 @@ def _update(
     x, dt, a, b, c, d, bias, low, high, out, state, rows, starts, ends, tables, stride,
     x_stride, dt_stride, b_stride, c_stride, half_stride, page_stride,
     HEADS: tl.constexpr, EACH: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     request, head, p = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
     n = tl.arange(0, BLOCK_N)
     token, count, start, table = request_of(request, rows, starts, ends, tables, stride)
@@ -65,11 +69,12 @@ def state_update(
     state [2, pages, half, P, N]; out [t, heads, P]. page: tokens of a block.
     """
     heads, width = x.shape[1:]
-    block_p = min(triton.next_power_of_2(width), 32)
+    block_p, use_pdl = min(triton.next_power_of_2(width), 32), pdl.between_few(num, x.device)
     _update[(num, heads, triton.cdiv(width, block_p))](
         x, steps.dt, a, b, c, d, steps.bias, steps.low, high_of(steps), out, state,
         at.rows, at.starts, at.ends, at.blocks, at.blocks.stride(0),
         x.stride(0), steps.dt.stride(0), b.stride(0), c.stride(0), state.stride(0), state.stride(1),
         HEADS=heads, EACH=heads // b.shape[1], HALF=state.shape[2], P=width, N=b.shape[2], PAGE=page,
-        BLOCK_P=block_p, BLOCK_N=triton.next_power_of_2(b.shape[2]), num_warps=4,
+        BLOCK_P=block_p, BLOCK_N=triton.next_power_of_2(b.shape[2]), PDL=use_pdl, num_warps=4,
+        **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
