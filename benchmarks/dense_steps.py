@@ -34,8 +34,14 @@ def bytes_read(config: dict[str, Any], folder: Path) -> int:
     return sum(BYTES * prod(weights[name].shape) for name in read)
 
 
+def config_of(folder: Path) -> dict[str, Any]:
+    """Its config.json."""
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text("utf-8"))
+    return found
+
+
 def measure(folder: Path, context: int, extra: list[str]) -> dict[str, Any]:
-    read = bytes_read(json.loads((folder / "config.json").read_text("utf-8")), folder)
+    read = bytes_read(config_of(folder), folder)
     engine = engine_step.make_engine(str(folder), extra)
     found = engine_step.measure(engine, 1, context, STEPS, kernels=False)
     floor_ms = read / BYTES_A_SECOND * 1e3
@@ -56,6 +62,9 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--json")
     given, extra = parser.parse_known_args()
+    quantised = [folder.name for folder in given.folders if "quantization_config" in config_of(folder)]
+    if quantised or any(word.startswith("--quantization") for word in extra):
+        parser.error(f"weights are bfloat16 here, so no --quantization and no quantised models: {', '.join(quantised)}")
     report: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "context": given.context}
     report["results"] = []
     for folder in given.folders:

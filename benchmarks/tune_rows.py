@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 sys.path.insert(0, str(Path(__file__).parent))
 import shapes
@@ -23,6 +22,7 @@ from meshlm.kernels.gemv.kernel import most_bytes
 from meshlm.kernels.tuning import core
 from meshlm.kernels.tuning.products import ProductBench, Setting
 from meshlm.kernels.tuning.store import Store
+from meshlm.workers.cuda.tuning import versions
 
 BYTES = 2  # of a weight's number: bfloat16
 
@@ -55,13 +55,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--quick", action="store_true", help="six tiles of each instead of some twenty")
     given = parser.parse_args()
-    made_by = {
-        "gpu": tables.this_gpu(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "cuda": str(torch.version.cuda),
-    }
-    store = Store(given.tuning_dir, made_by, print)
+    if unknown := set(given.names) - set(dense):
+        parser.error(f"no dense models of shapes.py are {', '.join(sorted(unknown))}; there are {', '.join(dense)}")
+    store = Store(given.tuning_dir, {"gpu": tables.this_gpu(), **versions()}, print)
     device, end = torch.device("cuda"), time.monotonic() + 60 * given.minutes
     bench = ProductBench(Setting(device, torch.bfloat16, 1, full=not given.quick))
     for op, entry in store.load():

@@ -20,7 +20,7 @@ def supported() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
 
 
-def between_few(rows: int, device: torch.device) -> bool:
+def for_few_rows(rows: int, device: torch.device) -> bool:
     """Whether a kernel between products of so many rows is launched so."""
     return rows <= FEW_ROWS and device.type == "cuda" and supported()
 

@@ -156,7 +156,7 @@ def causal_conv(
     blocks = triton.cdiv(channels, BLOCK)
     given = weight if bias is None else bias
     if num_decodes:
-        use_pdl = pdl.between_few(num_decodes, x.device)
+        use_pdl = pdl.for_few_rows(num_decodes, x.device)
         _update[(num_decodes, blocks)](
             x, weight, given, out, state, *shared, **sizes, BIAS=bias is not None, SILU=silu, BLOCK=BLOCK, PDL=use_pdl, num_warps=2,
             **({"launch_pdl": True} if use_pdl else {}),

@@ -77,7 +77,7 @@ def rule_update(
     check_strides(q, k, v, a, b)
     heads, width = v.shape[1:]
     numbers = k.shape[2]
-    block_v, use_pdl = min(triton.next_power_of_2(width), 32), pdl.between_few(num, v.device)
+    block_v, use_pdl = min(triton.next_power_of_2(width), 32), pdl.for_few_rows(num, v.device)
     _update[(num, heads, triton.cdiv(width, block_v))](
         q, k, v, a, b, rate, bias, out, state, at.rows, at.starts, at.ends, at.blocks, at.blocks.stride(0),
         q.stride(0), k.stride(0), v.stride(0), a.stride(0), b.stride(0), state.stride(0), state.stride(1), numbers**-0.5, EPS,

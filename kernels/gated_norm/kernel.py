@@ -40,7 +40,7 @@ def gated_norm(y: Tensor, gate: Tensor, weight: Tensor | None, eps: float, group
     y, gate = (each if each.stride(1) == 1 else each.contiguous() for each in (y, gate))
     rows, columns = y.shape
     out = torch.empty(rows, columns, dtype=y.dtype, device=y.device)
-    block, use_pdl = triton.next_power_of_2(group), pdl.between_few(rows, y.device)
+    block, use_pdl = triton.next_power_of_2(group), pdl.for_few_rows(rows, y.device)
     _gated_norm[(rows, columns // group)](
         y, gate, y if weight is None else weight, out, y.stride(0), gate.stride(0), columns, eps,
         GROUP=group, SHARED=weight is not None and len(weight) == group, BEFORE=before, NORM=weight is not None,

@@ -257,25 +257,26 @@ BESIDE = 2 << 10  # bytes of shared memory that a program needs beside its tiles
 
 
 @tables.remembered
-def shape_of(outputs: int, inputs: int, gate: bool, way: str = "") -> Tile:
+def shape_of(outputs: int, inputs: int, gate: bool, way: str = "", size: int = 2) -> Tile:
     """The tile shape: as whole steps chose it on this processor (benchmarks/tune_step.py), else the first entry of the table that fits.
 
     way: "sends" or "receives" packets: there BLOCK_N is of pairs, and here each program costs the reading of all packets; or "8 bits".
+    size: bytes of a weight's number, of which shared memory must hold a tile.
     """
     if not way:
         tables.ask("gemv", (outputs, inputs, gate))
-    table = tables.read("gemv")
+    table, lines = tables.read("gemv"), 2 if gate or way == "sends" else 1
     for entry in table.get("in_steps", []) if tables.is_alike(table) else []:
         if entry["tile"] and tuple(entry.get(name, "") for name in EXACT) == (outputs, inputs, gate, way):
-            return _with_room(entry["tile"], inputs, 2 if gate or way == "sends" else 1, way)
+            return _with_room(entry["tile"], inputs, lines, way, size)
     if not way and (tile := _found(outputs, inputs, gate)):
-        return _with_room(tile, inputs, 2 if gate else 1)
+        return _with_room(tile, inputs, lines, way, size)
     for entry in table["tiles"]:
         fits = inputs <= entry.get("inputs_to", inputs) and outputs <= entry.get("outputs_to", outputs)
         if fits and gate == entry.get("gate", gate) and way == entry.get("way", ""):
-            return _with_room(entry["tile"], inputs, 2 if gate or way == "sends" else 1, way)
+            return _with_room(entry["tile"], inputs, lines, way, size)
     if way:  # a table made before there were such
-        block_n, warps, stages, programs = shape_of(outputs, inputs, gate)
+        block_n, warps, stages, programs = shape_of(outputs, inputs, gate, size=size)
         return (
             (block_n, warps, stages, programs)
             if way in ("receives", "8 bits")
@@ -291,13 +292,12 @@ def _found(outputs: int, inputs: int, gate: bool) -> list[int] | None:
     return found[0][2] if found else None
 
 
-def _with_room(tile: list[int], inputs: int, lines: int, way: str = "", size: int = 2) -> Tile:
+def _with_room(tile: list[int], inputs: int, lines: int, way: str, size: int) -> Tile:
     """The tile of a table, or less of it where that is of a GPU with more shared memory.
 
     lines: of the weight for each of BLOCK_N. size: bytes of a number.
     """
     block_n, warps, stages, programs = tile
-    size = 1 if way == "8 bits" else size
     line = lines * sum(parts_of(inputs, fold_of(warps, size), way)) * size
     workspace = shared_bytes() - BESIDE
     while stages > 2 and block_n * line * (stages - 1) > workspace:
@@ -340,10 +340,7 @@ def gemv(
     out = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
     stream = torch.empty_like(x) if residual is not None else x
     way = "sends" if sends else "receives" if receives else "8 bits" if eight_bits else ""
-    block_n, warps, stages, per_sm = shape or shape_of(outputs, inputs, gate, way)
-    if shape is None and x.element_size() > 2:
-        lines, tile = 2 if gate or sends else 1, [block_n, warps, stages, per_sm]
-        block_n, warps, stages, per_sm = _with_room(tile, inputs, lines, way, weight.element_size())
+    block_n, warps, stages, per_sm = shape or shape_of(outputs, inputs, gate, way, weight.element_size())
     blocks = triton.cdiv(outputs // 2 if sends else outputs, block_n)
     fold = fold_of(warps, weight.element_size())
     block_k, rest = parts_of(inputs, fold, way)

@@ -50,7 +50,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows, columns = x.shape
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(columns)
-    use_pdl = pdl.between_few(rows, x.device)
+    use_pdl = pdl.for_few_rows(rows, x.device)
     _rms_norm[(rows,)](
         x, x, weight, out, x.stride(0), columns, eps, ADD=False, BLOCK=block, PDL=use_pdl, num_warps=_warps(block),
         **({"launch_pdl": True} if use_pdl else {}),
@@ -88,7 +88,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     rows, columns = x.shape
     out = torch.empty_like(residual)
     block = triton.next_power_of_2(columns)
-    use_pdl = pdl.between_few(rows, x.device)
+    use_pdl = pdl.for_few_rows(rows, x.device)
     _rms_norm[(rows,)](
         x, residual, weight, out, x.stride(0), columns, eps, ADD=True, BLOCK=block, PDL=use_pdl, num_warps=_warps(block),
         **({"launch_pdl": True} if use_pdl else {}),

@@ -213,7 +213,7 @@ def scan_update(
     x, gate and dt (before softplus) [t, channels] and b, c [t, N] may be strided by token; a float32 [channels, N]; d float32
     [channels]; state [2, pages, half, 1, N]; out [t, channels]. page: tokens of a block.
     """
-    (channels, numbers), use_pdl = a.shape, pdl.between_few(num, x.device)
+    (channels, numbers), use_pdl = a.shape, pdl.for_few_rows(num, x.device)
     _update[(num, triton.cdiv(channels, BLOCK))](
         x, dt, a, b, c, d, gate, out, state, at.rows, at.starts, at.ends, at.blocks, at.blocks.stride(0),
         x.stride(0), dt.stride(0), b.stride(0), c.stride(0), gate.stride(0), state.stride(0), state.stride(1), channels,

@@ -69,7 +69,7 @@ def state_update(
     state [2, pages, half, P, N]; out [t, heads, P]. page: tokens of a block.
     """
     heads, width = x.shape[1:]
-    block_p, use_pdl = min(triton.next_power_of_2(width), 32), pdl.between_few(num, x.device)
+    block_p, use_pdl = min(triton.next_power_of_2(width), 32), pdl.for_few_rows(num, x.device)
     _update[(num, heads, triton.cdiv(width, block_p))](
         x, steps.dt, a, b, c, d, steps.bias, steps.low, high_of(steps), out, state,
         at.rows, at.starts, at.ends, at.blocks, at.blocks.stride(0),

@@ -14,6 +14,7 @@ where time is short; `full` tries all.
 """
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -79,14 +80,11 @@ class ProductBench:
 
     def sizes(self, op: str, key: Key) -> list[int]:
         """Nothing is tried that this GPU has no kernel for."""
-        if self._dtype == torch.bfloat16 and op in mxfp4.OPS:
-            wanted = mxfp4.sizes(op, Layer(*key), self._device, full=self._full)
-            return [size for size in wanted if size <= self._max_rows]
-        if self._dtype == torch.bfloat16 and op == "grouped_gemm":
-            wanted = experts.sizes(Layer(*key), self._device, full=self._full)
-            return [size for size in wanted if size <= self._max_rows]
         if op in (*mxfp4.OPS, "grouped_gemm"):
-            return []
+            if self._dtype != torch.bfloat16:
+                return []
+            layer, every = Layer(*key), partial(mxfp4.sizes, op) if op in mxfp4.OPS else experts.sizes
+            return [size for size in every(layer, self._device, full=self._full) if size <= self._max_rows]
         if self._dtype not in TYPES or (op == "gemm" and library() is None):
             return []
         if op == "gate_up_silu" and (not pdl.supported() or key[0] % 16 or key[1] % 8):  # it reads by TMA
