@@ -104,7 +104,7 @@ def time_part(part: tuple[int, int, int, bool, str], tune: bool) -> dict[tuple[i
 
         def run(c: tuple[int, int, int, int] = choice) -> None:
             for weight in weights:
-                gemv(x, weight, gate=gate, shape=c, **options)
+                gemv(x, weight, gate="silu" if gate else "", shape=c, **options)
 
         try:
             found.setdefault(choice, microseconds(run, 5) / copies)
@@ -140,7 +140,7 @@ def bench(shape: tuple[int, int, bool, bool], tune: bool) -> dict[str, Any]:
 
         def run(c: tuple[int, int, int, int] = choice) -> None:
             for weight in weights:
-                gemv(x, weight, gate=gate, shape=c, **options)
+                gemv(x, weight, gate="silu" if gate else "", shape=c, **options)
 
         try:
             found.append((microseconds(run, 5) / copies, choice))

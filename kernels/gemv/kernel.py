@@ -1,9 +1,10 @@
 """Products of one row with a weight, bound by reading the weight once; the norm before and the gate after come for free.
 
+    x = x / sqrt(mean(x^2) + eps) * own_weight        (OWN: a norm before the sum; rounded to the stream's dtype)
     h = x + residual                                  (NORM with a residual; rounded to the stream's dtype)
     y = h / sqrt(mean(h^2) + eps) * norm_weight       (NORM)
     out = y W^T + bias
-    out = silu(y W_gate^T) * (y W_up^T)               (GATE: W holds the gate's rows, then the up projection's)
+    out = act(y W_gate^T) * (y W_up^T)                (GATE: W holds the gate's rows, then the up projection's; kernels/silu_mul)
 
 W may be 8-bit floats with scales of its rows, or of groups of a row's inputs; y is rounded to such as kernels/quantise_fp8 does it.
 
@@ -41,6 +42,7 @@ from meshlm.kernels.fp8_gemm.reference import Fp8Weight
 from meshlm.kernels.gemv.rounding import codes_of, in_8_bits, in_model_dtype, scale_of
 from meshlm.kernels.gemv.tile import ROW, load, times_row
 from meshlm.kernels.packets import FOR_EVER
+from meshlm.kernels.silu_mul.kernel import ACTS, activated
 
 ONE_PART = 4096  # inputs up to which a row has one part: two cost such short sums more than they spare
 
@@ -63,36 +65,56 @@ def fold_of(warps: int, size: int) -> int:
 
 
 @triton.jit
-def _stream(x, residual, stream, k, first, K: tl.constexpr, ADD: tl.constexpr):
-    """x + residual at k, float32; the first program stores it."""
-    h = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
-    if ADD:
-        h += tl.load(residual + k, mask=k < K, other=0.0).to(tl.float32)
-        h = h.to(stream.dtype.element_ty).to(tl.float32)
-        if first == 0:
-            tl.store(stream + k, h.to(stream.dtype.element_ty), mask=k < K)
+def _added(h, residual, stream, k, first, K: tl.constexpr):
+    """h + residual at k, float32; the first program stores it."""
+    h += tl.load(residual + k, mask=k < K, other=0.0).to(tl.float32)
+    h = h.to(stream.dtype.element_ty).to(tl.float32)
+    if first == 0:
+        tl.store(stream + k, h.to(stream.dtype.element_ty), mask=k < K)
     return h
 
 
 @triton.jit
+def _inverse(h, rest, eps, K: tl.constexpr, REST: tl.constexpr):
+    """1 / sqrt(mean + eps) of the squares of a row, in one part or two."""
+    squares = tl.sum(h * h, axis=0)
+    if REST:
+        squares += tl.sum(rest * rest, axis=0)
+    return tl.rsqrt(squares / K + eps)
+
+
+@triton.jit
+def _weights(norm_weight, k, k_rest, K: tl.constexpr, REST: tl.constexpr):
+    """Of a norm, float32, at k and at k_rest."""
+    factor = tl.load(norm_weight + k, mask=k < K, other=0.0).to(tl.float32)
+    return factor, tl.load(norm_weight + k_rest, mask=k_rest < K, other=0.0).to(tl.float32) if REST else factor
+
+
+@triton.jit
 def _row(
-    x, residual, norm_weight, stream, k, k_rest, first, eps,
-    K: tl.constexpr, REST: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    x, residual, norm_weight, own_weight, stream, k, k_rest, first, eps, own_eps,
+    K: tl.constexpr, REST: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, OWN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y float32, at k and at k_rest."""
     if NORM:
-        factor = tl.load(norm_weight + k, mask=k < K, other=0.0).to(tl.float32)
-        if REST:
-            factor_rest = tl.load(norm_weight + k_rest, mask=k_rest < K, other=0.0).to(tl.float32)
+        factor, factor_rest = _weights(norm_weight, k, k_rest, K, REST)
+    if OWN:
+        own, own_rest = _weights(own_weight, k, k_rest, K, REST)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    h = _stream(x, residual, stream, k, first, K, NORM and ADD)
-    rest = _stream(x, residual, stream, k_rest, first, K, NORM and ADD) if REST else h
-    if NORM:
-        squares = tl.sum(h * h, axis=0)
+    h = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+    rest = tl.load(x + k_rest, mask=k_rest < K, other=0.0).to(tl.float32) if REST else h
+    if OWN:
+        scale = _inverse(h, rest, own_eps, K, REST)
+        h = (h * scale * own).to(stream.dtype.element_ty).to(tl.float32)
         if REST:
-            squares += tl.sum(rest * rest, axis=0)
-        scale = tl.rsqrt(squares / K + eps)
+            rest = (rest * scale * own_rest).to(stream.dtype.element_ty).to(tl.float32)
+    if NORM and ADD:
+        h = _added(h, residual, stream, k, first, K)
+        if REST:
+            rest = _added(rest, residual, stream, k_rest, first, K)
+    if NORM:
+        scale = _inverse(h, rest, eps, K, REST)
         h *= factor * scale
         if REST:
             rest *= factor_rest * scale
@@ -124,10 +146,11 @@ def _summed_row(
 
 
 def _products(
-    x, residual, norm_weight, weight, scales, given, bias, out, stream, inboxes, turns, nth, blocks, eps, patience,
-    K: tl.constexpr, OUTPUTS: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
-    SENDS: tl.constexpr, RECEIVES: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, WAIT: tl.constexpr,
-    GROUP: tl.constexpr, ROUNDED: tl.constexpr, STATIC: tl.constexpr, PAIRS: tl.constexpr,
+    x, residual, norm_weight, own_weight, weight, scales, given, bias, out, stream, inboxes, turns, nth, blocks,
+    eps, own_eps, patience,
+    K: tl.constexpr, OUTPUTS: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, OWN: tl.constexpr, GATE: tl.constexpr,
+    ACT: tl.constexpr, BIAS: tl.constexpr, SENDS: tl.constexpr, RECEIVES: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
+    STRIDE: tl.constexpr, WAIT: tl.constexpr, GROUP: tl.constexpr, ROUNDED: tl.constexpr, STATIC: tl.constexpr, PAIRS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, REST: tl.constexpr, FOLD: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """GATE and SENDS read two rows of the weight for each of BLOCK_N: gate and up, or the two columns of a packet.
@@ -168,7 +191,9 @@ def _products(
                     K, BLOCK_K, RANK, SIZE, STRIDE, WAIT, PDL,
                 )  # fmt: skip
             else:
-                h, h_rest = _row(x, residual, norm_weight, stream, k, k_rest, first, eps, K, REST, NORM, ADD, PDL)
+                h, h_rest = _row(
+                    x, residual, norm_weight, own_weight, stream, k, k_rest, first, eps, own_eps, K, REST, NORM, ADD, OWN, PDL,
+                )  # fmt: skip
                 if ROUNDED == ROW and not STATIC:
                     h = in_model_dtype(h, k, out.dtype.element_ty, K, BLOCK_K, PAIRS)
                     largest = tl.max(tl.abs(h), axis=0)
@@ -207,7 +232,7 @@ def _products(
                 )
                 if ROUNDED == ROW and not STATIC:
                     up *= y_scale
-                result = result / (1.0 + tl.exp(-result)) * up
+                result = activated(result, ACT) * up
             if BIAS:
                 result += tl.load(bias + n, mask=real, other=0.0).to(tl.float32)
             tl.store(out + n, result.to(out.dtype.element_ty), mask=real)
@@ -324,23 +349,26 @@ def gemv(
     norm: Tensor | None = None,
     residual: Tensor | None = None,
     eps: float = 0.0,
-    gate: bool = False,
+    own: tuple[Tensor, float] | None = None,
+    gate: str = "",
     shape: tuple[int, int, int, int] | None = None,
     sends: Turn | None = None,
     receives: Turn | None = None,
 ) -> tuple[Tensor, Tensor]:
     """x [1, k]; weight [n, k] (gate: [2 n, k]) -> out [1, n] and the stream x + residual [1, k] (else x).
 
+    gate: one of ACTS, or none. own: weight and eps of a norm of x alone, before it is added: with norm and residual, without receives.
     sends: out stays empty, its columns are on their way. receives: x stands for what comes; with norm and residual. Neither is there
     for a weight of 8-bit floats.
     """
     inputs, fp8 = x.shape[1], Fp8Weight(weight, x, rounded=None) if isinstance(weight, Tensor) else weight
     weight, eight_bits = fp8.codes, not isinstance(weight, Tensor)
     outputs = weight.shape[0] // 2 if gate else weight.shape[0]
+    assert own is None or (residual is not None and norm is not None and receives is None)
     out = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
     stream = torch.empty_like(x) if residual is not None else x
     way = "sends" if sends else "receives" if receives else "8 bits" if eight_bits else ""
-    block_n, warps, stages, per_sm = shape or shape_of(outputs, inputs, gate, way, weight.element_size())
+    block_n, warps, stages, per_sm = shape or shape_of(outputs, inputs, bool(gate), way, weight.element_size())
     blocks = triton.cdiv(outputs // 2 if sends else outputs, block_n)
     fold = fold_of(warps, weight.element_size())
     block_k, rest = parts_of(inputs, fold, way)
@@ -356,13 +384,13 @@ def gemv(
                 size, stride, True, max(1, block_k // (64 * warps)), (receives.workspace.rank + 1) % size
             )
     (_gemv_of_sum if receives else _gemv)[(min(blocks, per_sm * pdl.multiprocessors(x.device)),)](
-        x, *beside[:2], weight, fp8.scales, x if fp8.input_scale is None else fp8.input_scale,
+        x, *beside[:2], x if own is None else own[0], weight, fp8.scales, x if fp8.input_scale is None else fp8.input_scale,
         bias if bias is not None else x, out, beside[2],
         turn.workspace.packets if turn else x, turn.workspace.turns if turn else x, turn.nth if turn else 0, blocks, eps,
-        turn.patience if turn else 0,
-        K=inputs, OUTPUTS=outputs, NORM=norm is not None, ADD=residual is not None, GATE=gate, BIAS=bias is not None,
-        SENDS=sends is not None, RECEIVES=receives is not None, RANK=turn.workspace.rank if turn else 0,
-        SIZE=size, STRIDE=stride, WAIT=wait,
+        0.0 if own is None else own[1], turn.patience if turn else 0,
+        K=inputs, OUTPUTS=outputs, NORM=norm is not None, ADD=residual is not None, OWN=own is not None, GATE=bool(gate),
+        ACT=ACTS.index(gate) if gate else 0, BIAS=bias is not None, SENDS=sends is not None, RECEIVES=receives is not None,
+        RANK=turn.workspace.rank if turn else 0, SIZE=size, STRIDE=stride, WAIT=wait,
         GROUP=(fp8.group or ROW.value) if eight_bits else 0, ROUNDED=0 if fp8.rounded is None else fp8.rounded or ROW.value,
         STATIC=fp8.input_scale is not None, PAIRS=x.is_cuda and x.dtype == torch.bfloat16,
         BLOCK_N=block_n, BLOCK_K=block_k, REST=rest, FOLD=fold, STAGES=stages, PDL=pdl.supported(), num_warps=warps, num_stages=stages,

@@ -1,5 +1,6 @@
 """RMSNorm, with the addition to the residual stream in front of it.
 
+    x = x / sqrt(mean(x^2) + eps) * own              (a norm of x alone, before it is added; rounded as a separate norm would be)
     residual += x            (add_rms_norm only; rounded to the stream's dtype, as a separate addition would be)
     out = residual / sqrt(mean(residual^2) + eps) * weight        (Zhang and Sennrich 2019, eq. 4)
 
@@ -16,26 +17,35 @@ from meshlm.kernels import pdl
 
 
 @triton.jit
+def _normed(line, factor, columns, eps):
+    """line and factor float32; nothing is beside the columns."""
+    return line * tl.rsqrt(tl.sum(line * line, axis=0) / columns + eps) * factor
+
+
+@triton.jit
 def _rms_norm(
-    x, residual, weight, out, stride, columns, eps, ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x, residual, weight, own, out, stride, columns, eps, own_eps,
+    ADD: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < columns
-    scale = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    if OWN:
+        own_factor = tl.load(own + at, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    line = tl.load(x + row * stride + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         stream = tl.load(residual + row * columns + at, mask=inside, other=0.0)
-        added = tl.load(x + row * stride + at, mask=inside, other=0.0).to(tl.float32) + stream.to(tl.float32)
-        line = added.to(stream.dtype).to(tl.float32)
-        tl.store(residual + row * columns + at, line.to(stream.dtype), mask=inside)
-    else:
-        line = tl.load(x + row * stride + at, mask=inside, other=0.0).to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(line * line, axis=0) / columns + eps)
-    tl.store(out + row * columns + at, (line * inverse * scale).to(out.dtype.element_ty), mask=inside)
+        if OWN:
+            line = _normed(line, own_factor, columns, own_eps).to(stream.dtype).to(tl.float32)
+        line = (line + stream.to(tl.float32)).to(stream.dtype)
+        tl.store(residual + row * columns + at, line, mask=inside)
+        line = line.to(tl.float32)
+    tl.store(out + row * columns + at, _normed(line, factor, columns, eps).to(out.dtype.element_ty), mask=inside)
 
 
 MANY_PARTS = 6
@@ -52,7 +62,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     block = triton.next_power_of_2(columns)
     use_pdl = pdl.for_few_rows(rows, x.device)
     _rms_norm[(rows,)](
-        x, x, weight, out, x.stride(0), columns, eps, ADD=False, BLOCK=block, PDL=use_pdl, num_warps=_warps(block),
+        x, x, weight, x, out, x.stride(0), columns, eps, 0.0, ADD=False, OWN=False, BLOCK=block, PDL=use_pdl, num_warps=_warps(block),
         **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
     return out
@@ -60,49 +70,61 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @triton.jit
 def _sum_add_norm(
-    parts, residual, weight, out, stride, columns, eps, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    parts, residual, weight, own, out, stride, columns, eps, own_eps,
+    SPLITS: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < columns
-    scale = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    if OWN:
+        own_factor = tl.load(own + at, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
     stream = tl.load(residual + row * columns + at, mask=inside, other=0.0)
     total = tl.zeros((BLOCK,), tl.float32)
     for split in tl.static_range(SPLITS):
         total += tl.load(parts + split * stride + row * columns + at, mask=inside, other=0.0)
-    line = (total.to(stream.dtype).to(tl.float32) + stream.to(tl.float32)).to(stream.dtype)
+    line = total.to(stream.dtype).to(tl.float32)
+    if OWN:
+        line = _normed(line, own_factor, columns, own_eps).to(stream.dtype).to(tl.float32)
+    line = (line + stream.to(tl.float32)).to(stream.dtype)
     tl.store(residual + row * columns + at, line, mask=inside)
-    line = line.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(line * line, axis=0) / columns + eps)
-    tl.store(out + row * columns + at, (line * inverse * scale).to(out.dtype.element_ty), mask=inside)
+    line = _normed(line.to(tl.float32), factor, columns, eps)
+    tl.store(out + row * columns + at, line.to(out.dtype.element_ty), mask=inside)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """residual [m, n] += x [m, n] (or the sum of x [s, m, n], float32), in place; the norm of that [m, n]."""
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, own: tuple[Tensor, float] | None = None
+) -> Tensor:
+    """residual [m, n] += x [m, n] (or the sum of x [s, m, n], float32), in place; the norm of that [m, n].
+
+    own: weight and eps of a norm of x, or of that sum, before it is added.
+    """
     if x.dim() == 3:
-        return _add_parts(x, residual, weight, eps)
+        return _add_parts(x, residual, weight, eps, own)
     rows, columns = x.shape
     out = torch.empty_like(residual)
+    own_weight, own_eps = own or (x, 0.0)
     block = triton.next_power_of_2(columns)
     use_pdl = pdl.for_few_rows(rows, x.device)
     _rms_norm[(rows,)](
-        x, residual, weight, out, x.stride(0), columns, eps, ADD=True, BLOCK=block, PDL=use_pdl, num_warps=_warps(block),
-        **({"launch_pdl": True} if use_pdl else {}),
+        x, residual, weight, own_weight, out, x.stride(0), columns, eps, own_eps,
+        ADD=True, OWN=own is not None, BLOCK=block, PDL=use_pdl, num_warps=_warps(block), **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
     return out
 
 
-def _add_parts(parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _add_parts(parts: Tensor, residual: Tensor, weight: Tensor, eps: float, own: tuple[Tensor, float] | None) -> Tensor:
     splits, rows, columns = parts.shape
     out = torch.empty_like(residual)
+    own_weight, own_eps = own or (parts, 0.0)
     block, use_pdl = triton.next_power_of_2(columns), parts.is_cuda and pdl.supported()
     warps = _warps(block) if splits < MANY_PARTS else min(16, max(4, block // 128))  # all parts are asked for at once
     _sum_add_norm[(rows,)](
-        parts, residual, weight, out, rows * columns, columns, eps,
-        SPLITS=splits, BLOCK=block, PDL=use_pdl, num_warps=warps, **({"launch_pdl": True} if use_pdl else {}),
+        parts, residual, weight, own_weight, out, rows * columns, columns, eps, own_eps,
+        SPLITS=splits, OWN=own is not None, BLOCK=block, PDL=use_pdl, num_warps=warps, **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
     return out

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from meshlm.kernels import pdl
 
-ACTS = ("silu", "gelu_pytorch_tanh", "gelu", "relu", "relu2")  # in the order of the kernel's ACT
+ACTS = ("silu", "gelu_pytorch_tanh", "gelu", "relu", "relu2")  # by ACT
 
 
 @triton.jit
-def _activated(x, ACT: tl.constexpr):
+def activated(x, ACT: tl.constexpr):
+    """x float32. ACT: place in ACTS."""
     if ACT == 0:
         found = x / (1.0 + tl.exp(-x))
     elif ACT == 1:
@@ -44,7 +45,7 @@ def _act_mul(gate_up, out, columns, ACT: tl.constexpr, BLOCK: tl.constexpr, PDL:
     gate = tl.load(from_, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(from_ + columns, mask=inside, other=0.0).to(tl.float32)
     # Rounded after the activation, as the unfused operations round.
-    act = _activated(gate, ACT).to(out.dtype.element_ty).to(tl.float32)
+    act = activated(gate, ACT).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * columns + at, (act * up).to(out.dtype.element_ty), mask=inside)
 
 

@@ -181,7 +181,7 @@ class ProductBench:
 
         runs: dict[Config, Run] = {PLAIN: plain}
         for tile in self._tiles(outputs, inputs, gate):
-            runs[tile] = lambda w, tile=tile: gemv.gemv(x, w, gate=gate, shape=tile, **options)[0]  # type: ignore[misc]
+            runs[tile] = lambda w, tile=tile: gemv.gemv(x, w, gate="silu" if gate else "", shape=tile, **options)[0]  # type: ignore[misc]
         return runs
 
     def _tiles(self, outputs: int, inputs: int, gate: bool) -> list[gemv.Tile]:

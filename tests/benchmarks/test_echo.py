@@ -30,7 +30,7 @@ def test_what_is_sent_comes_back_from_all_peers(echo: ModuleType, size: int) -> 
     for _ in range(3):  # steps of two sums: both halves of the inboxes
         stream = torch.zeros(1, COLUMNS, dtype=BF16, device=DEVICE)
         sent = one_row.send(x, weight, None)
-        _, stream = one_row.norm_linear(sent, stream, (norm, 1e-6), following, None, gate=False)
+        _, stream = one_row.norm_linear(sent, stream, (norm, 1e-6), following, None, gate="")
         assert torch.equal(stream, size * weight[:, 3][None])
         normed = one_row.norm(one_row.send(x, weight, None), stream, norm, 1e-6)
         assert torch.equal(stream, 2 * size * weight[:, 3][None])

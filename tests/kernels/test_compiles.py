@@ -41,7 +41,7 @@ def environment(triton: str, folder: Path) -> dict[str, str]:
 
 
 SECTIONS = [
-    ("products", 17),
+    ("products", 19),
     ("sums", 4),
     ("attention", 18),
     ("exchange", 6),

@@ -1,5 +1,7 @@
 """Norms, the gate and rope_cache against their references, at odd shapes."""
 
+from typing import Any
+
 import pytest
 import torch
 from device import DEVICE, DTYPES, MARKS, ON_GPU, WIDE, near, near_in_fp8, needs_fp8
@@ -30,6 +32,25 @@ def test_rms_norm(shape: tuple[int, int], dtype: torch.dtype) -> None:
     ours, theirs = residual.clone(), residual.clone()
     near(norm.add_rms_norm(x, ours, weight, 1e-5), norm_reference.add_rms_norm(x, theirs, weight, 1e-5), dtype)
     assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("parts", [0, 1, 3])
+def test_a_norm_of_what_is_added_before_it_is(parts: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """parts: float32 parts of the sum; 0: it is whole."""
+    torch.manual_seed(0)
+    x = torch.randn(parts, *shape, device=DEVICE) if parts else torch.randn(shape, device=DEVICE).to(dtype)
+    residual = torch.randn(shape, device=DEVICE).to(dtype)
+    weight, own = torch.rand(2, shape[1], device=DEVICE) + 0.5
+    whole = x.sum(0).to(dtype) if parts else x
+    ours, theirs = residual.clone(), residual.clone()
+    found = norm.add_rms_norm(x, ours, weight, 1e-5, (own, 1e-2))
+    near(found, norm_reference.add_rms_norm(whole, theirs, weight, 1e-5, (own, 1e-2)), dtype, 2)
+    near(ours, theirs, dtype)
+    again = residual.clone()
+    norm.add_rms_norm(norm.rms_norm(whole, own, 1e-2), again, weight, 1e-5)
+    near(ours, again, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -124,13 +145,22 @@ def test_gemv_of_8_bit_floats(inputs: int, group: int, rounded: int | None, know
     for options in (
         {"bias": torch.randn(2 * outputs, device=DEVICE).to(WIDE)},
         {"norm": norm, "residual": residual, "eps": 1e-5},
-        {"norm": norm, "residual": residual, "eps": 1e-5, "gate": True},
+        {"norm": norm, "residual": residual, "eps": 1e-5, "gate": "silu"},
+        {"norm": norm, "residual": residual, "eps": 1e-5, "own": (norm + 0.25, 1e-3), "gate": "gelu"},
     ):
         ours, stream = gemv.gemv(x, weight, **options)
         theirs, expected = gemv_reference.gemv(x, weight, **options)
         error = (ours.float() - theirs.float()).norm() / theirs.float().norm()
         assert float(error) <= (0.02 if ON_GPU or rounded is None else 0.35), "the interpreter loses carries"
-        assert torch.equal(stream, expected)
+        same_stream(stream, expected, options)
+
+
+def same_stream(ours: torch.Tensor, theirs: torch.Tensor, options: dict[str, Any]) -> None:
+    """To the last bit, if no norm is summed up before it."""
+    if "own" in options:
+        near(ours, theirs, ours.dtype)
+    else:
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -147,9 +177,12 @@ def test_gemv(outputs: int, inputs: int, dtype: torch.dtype) -> None:
         {"bias": bias},
         {"norm": norm_weight, "eps": 1e-5},
         {"norm": norm_weight, "residual": residual, "eps": 1e-5},
-        {"norm": norm_weight, "residual": residual, "eps": 1e-5, "gate": True},
+        {"norm": norm_weight, "residual": residual, "eps": 1e-5, "gate": "silu"},
+        {"norm": norm_weight, "residual": residual, "eps": 1e-5, "own": (norm_weight.float() + 0.25, 1e-3)},
+        {"norm": norm_weight, "residual": residual, "eps": 1e-5, "own": (norm_weight, 1e-3), "gate": "relu2"},
+        {"gate": "gelu_pytorch_tanh"},
     ):
         ours, stream = gemv.gemv(x, weight, **options)
         theirs, expected = gemv_reference.gemv(x, weight, **options)
         near(ours, theirs, dtype, 2)
-        assert torch.equal(stream, expected)
+        same_stream(stream, expected, options)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from meshlm.kernels.moe_routing.reference import Rule, select_experts
 from meshlm.kernels.norm.kernel import add_rms_norm
+from meshlm.kernels.silu_mul.reference import act_mul
 from meshlm.kernels.small_m_gemm import kernel, reference, tune
 from meshlm.kernels.small_m_gemm.kernel import Shape, small_m_gemm
 from meshlm.workers.layers.ops import RouterWeights
@@ -77,11 +78,11 @@ def test_entries_of_a_table() -> None:
     assert tune.entries(found) == [[1, 8, list(a)], [16, 32, list(b)], [32, 64, list(b)]]
 
 
-@pytest.mark.parametrize("gate", [False, True])
-def test_ops_go_by_the_table(gate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gate", ["", "silu", "gelu"])
+def test_ops_go_by_the_table(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from meshlm.workers.layers import triton_ops
 
-    shape, use = SHAPES[0], "gate" if gate else "product"
+    shape, use = SHAPES[0], "gate" if gate == "silu" else "product"
     table = {(64, 256, "parts"): [(1, 16, shape)], (128, 64, use): [(1, 8, shape._replace(splits=1))]}
     monkeypatch.setattr(kernel, "_table", lambda: table)
     kernel.shape_for.cache_clear()
@@ -98,9 +99,8 @@ def test_ops_go_by_the_table(gate: bool, monkeypatch: pytest.MonkeyPatch) -> Non
         normed = torch.nn.functional.rms_norm(expected_stream.float(), (64,), eps=1e-6).half()
         out, stream = ops.norm_linear(made, (norm, 1e-6), following, None, 128, gate=gate)
         near(stream, expected_stream, torch.float16, 4.0)
-        near(
-            out, reference.gate(normed, following) if gate else reference.product(normed, following), torch.float16, 8.0
-        )
+        expected = reference.product(normed, following)
+        near(out, act_mul(expected, gate) if gate else expected, torch.float16, 8.0)
     kernel.shape_for.cache_clear()
 
 

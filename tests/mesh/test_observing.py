@@ -18,12 +18,13 @@ pytestmark = pytest.mark.mesh
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 PROCESSES = {"frontend/0", "detokenizer/0", "coordinator/0", "scheduler/0", "worker/0"}
 STEP = {"plan", "launch", "step", "result", "decode", "write"}
+LONG = 1800  # tokens, 5 seconds of them: `meshlm trace` starts and ends meanwhile
 
 
 def test_a_request_s_trace_goes_through_a_death_and_a_timeline_shows_all_processes(tmp_path: Path) -> None:
     flags = ("--device", "fake", "--fake-step-ms", "3", "--max-model-len", "4096")
     with collector() as there, serving(*flags, "--otlp-traces-endpoint", f"http://127.0.0.1:{there.grpc}") as server:
-        body = {"prompt": [300] * 20, "max_tokens": 900, "ignore_eos": True, "stream": True, "return_token_ids": True}
+        body = {"prompt": [300] * 20, "max_tokens": LONG, "ignore_eos": True, "stream": True, "return_token_ids": True}
         headers = {"traceparent": PARENT}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers, timeout=60) as answer:
             lines = (json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {"))
@@ -32,11 +33,11 @@ def test_a_request_s_trace_goes_through_a_death_and_a_timeline_shows_all_process
             assert done.returncode == 0, done.stderr
             os.kill(server.pid("scheduler"), signal.SIGKILL)
             ids = [token for line in (first, *lines) for token in line["choices"][0].get("token_ids") or []]
-        assert ids == reference([300] * 20, 900)
+        assert ids == reference([300] * 20, LONG)
 
         root = there.root(first["id"])
         assert (root["trace"], root["parent"]) == (PARENT[3:35], PARENT[36:52])
-        assert root["attributes"]["gen_ai.usage.completion_tokens"] == 900
+        assert root["attributes"]["gen_ai.usage.completion_tokens"] == LONG
         hops = {span["name"]: span["attributes"]["meshlm.process"] for span in there.children(root)}
         assert hops == {
             "encode": "detokenizer/0",

@@ -79,12 +79,12 @@ def test_a_capture_that_failed_leaves_no_turn_behind(monkeypatch: pytest.MonkeyP
     sums = one_row.OneRow(workspace, lambda count: addresses)
     part = sums.send_row(torch.zeros(1, dtype=torch.int64), weight, 0)
     if not under_way:
-        sums.norm_linear(part, None, (line[0], 1e-6), weight, None, gate=False)
+        sums.norm_linear(part, None, (line[0], 1e-6), weight, None, gate="")
     again = sums.send_row(torch.zeros(1, dtype=torch.int64), weight, 0)
     assert turns == [0, 0]
     with pytest.raises(AssertionError, match="not been received"):
         sums.send(line, weight, None)
-    assert sums.norm_linear(again, None, (line[0], 1e-6), weight, None, gate=False) is not None
+    assert sums.norm_linear(again, None, (line[0], 1e-6), weight, None, gate="") is not None
     assert sums.send(line, weight, None) is not None
 
 

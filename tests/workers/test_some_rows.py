@@ -7,11 +7,16 @@ import torch
 from two_layers import same_states, two_layers
 
 pytest.importorskip("triton")
+from torch import Tensor
+
+from meshlm.kernels.norm import kernel as norms
+from meshlm.kernels.norm.kernel import rms_norm
 from meshlm.kernels.small_m_gemm.kernel import Shape
 from meshlm.workers.layers import triton_ops
 from meshlm.workers.layers.torch_ops import TorchOps
 from meshlm.workers.layers.triton_ops import TritonOps
 from meshlm.workers.models import decoder
+from meshlm.workers.models.gemma import Gemma
 
 if torch.cuda.is_available():
     pytest.skip("these tensors are on the CPU, where only the interpreter's kernels run", allow_module_level=True)
@@ -54,3 +59,22 @@ def test_the_same_states(
 ) -> None:
     same_states(two_layers(64, **settings), TritonOps(), lengths, last=last)
     assert used == (uses if sum(lengths) > 1 else set())
+
+
+@pytest.mark.parametrize("last", [True, False], ids=["last", "stage"])
+@pytest.mark.parametrize("lengths", [[1, 1, 5], [1], [9, 9]])
+@pytest.mark.parametrize("act", ["gelu_pytorch_tanh", "silu"])
+def test_norms_of_what_is_added_are_left_to_the_norm_behind(
+    used: set[str], act: str, lengths: list[int], last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma: of parts of a sum, of a whole sum, and in the product of one row."""
+    alone: list[int] = []
+
+    def counted(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        alone.append(x.shape[0])
+        return rms_norm(x, weight, eps)
+
+    monkeypatch.setattr(norms, "rms_norm", counted)
+    same_states(two_layers(64, Gemma, hidden_act=act), TritonOps(), lengths, last=last)
+    several = 1 if sum(lengths) > 1 else 0  # the first layer's first norm, where no product has it
+    assert len(alone) == several + (not last)

@@ -57,7 +57,7 @@ class OneRow:
         weight: Tensor,
         bias: Tensor | None,
         *,
-        gate: bool,
+        gate: str,
     ) -> tuple[Tensor, Tensor] | None:
         """See `Ops.norm_linear`, of the sum in flight, whose shape x has. None, and it is still in flight: not for this weight."""
         residual = self._zeros if residual is None else residual

@@ -21,7 +21,7 @@ class SummingOps:
         """whole: all layers are here, so that a step ends with a norm."""
         self.base, self._comm = base, comm
         self._one_row = comm.one_row if whole else None
-        self.pack, self.linear, self.rms_norm, self.silu_mul = base.pack, base.linear, base.rms_norm, base.silu_mul
+        self.pack, self.linear, self.rms_norm = base.pack, base.linear, base.rms_norm
         self.act_mul, self.rows, self.add_rms_norm = base.act_mul, base.rows, base.add_rms_norm
         self.select_experts, self.latent_cache = base.select_experts, base.latent_cache
         self.head_products, self.packed_linear = base.head_products, base.packed_linear
@@ -51,6 +51,9 @@ class SummingOps:
                 return self._comm.all_reduce(x.value)
             case _:
                 return self.base.finish_sum(x, dtype)
+
+    def own_norm(self, x: PartialSum, residual: Tensor, norm: tuple[Tensor, float]) -> PartialSum:
+        return self.base.own_norm(PartialSum(self.finish_sum(x, residual.dtype)), residual, norm)
 
     def embed(
         self, ids: Tensor, table: Tensor, norm: tuple[Tensor, float], following: Tensor
@@ -112,7 +115,7 @@ class SummingOps:
         bias: Tensor | None,
         outputs: int,
         *,
-        gate: bool = False,
+        gate: str = "",
     ) -> tuple[Tensor, Tensor]:
         """See `Ops.norm_linear`. Three ways to sum: in the product itself, in one kernel with the norm, before both."""
         if x.kind is Kind.IN_FLIGHT:
@@ -125,7 +128,7 @@ class SummingOps:
             return self.base.norm_linear(self._summed(x), norm, packed, bias, outputs, gate=gate)
         normed, residual = fused
         out = self.base.linear(normed, packed, bias, outputs)
-        return (self.base.silu_mul(out) if gate else out), residual
+        return (self.base.act_mul(out, gate) if gate else out), residual
 
     def norm_fp8_linear(
         self,
@@ -134,11 +137,11 @@ class SummingOps:
         weight: Fp8Weight,
         bias: Tensor | None,
         *,
-        gate: bool = False,
+        gate: str = "",
     ) -> tuple[Tensor, Tensor]:
         """See `Ops.norm_fp8_linear`."""
         fused = self._fused_norm(x, norm)
         if fused is None:
             return self.base.norm_fp8_linear(self._summed(x), norm, weight, bias, gate=gate)
         out = self.base.fp8_linear(fused[0], weight, bias)
-        return (self.base.silu_mul(out) if gate else out), fused[1]
+        return (self.base.act_mul(out, gate) if gate else out), fused[1]

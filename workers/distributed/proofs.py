@@ -97,7 +97,7 @@ def parts(made: "Symmetric", shard: Shard, columns: int) -> Iterator[Result]:
             part = one_row.send(x, weight, None)
             assert part is not None
             if nth < 3:
-                found = one_row.norm_linear(part, stream, (norm, 1e-6), following, None, gate=False)
+                found = one_row.norm_linear(part, stream, (norm, 1e-6), following, None, gate="")
                 assert found is not None
                 out, stream = found
             else:

@@ -35,9 +35,6 @@ class CpuOps(Composed):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         return kernel.add_rms_norm(x, residual, weight, eps)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return kernel.silu_mul(gate_up)
-
     def act_mul(self, gate_up: Tensor, act: str) -> Tensor:
         return kernel.act_mul(gate_up, act)
 
@@ -49,9 +46,11 @@ class CpuOps(Composed):
         bias: Tensor | None,
         outputs: int,
         *,
-        gate: bool = False,
+        gate: str = "",
     ) -> tuple[Tensor, Tensor]:
-        return kernel.norm_linear(x.value, x.residual, *norm, packed, bias, outputs, gate)
+        by_silu = gate == "silu"
+        out, residual = kernel.norm_linear(x.value, x.residual, *norm, packed, bias, outputs, by_silu)
+        return (self.act_mul(out, gate) if gate and not by_silu else out), residual
 
     def rope_cache(
         self, qkv: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, heads: AttentionShape

@@ -48,7 +48,7 @@ class Linear(nn.Module):
             return ops.row_parallel_linear(x, self.weight, self.bias, self.outputs, residual)
         return ops.term(self.method.apply(self, x, ops), residual)
 
-    def after_norm(self, x: PartialSum, norm: RMSNorm, ops: Ops, *, gate: bool = False) -> tuple[Tensor, Tensor]:
+    def after_norm(self, x: PartialSum, norm: RMSNorm, ops: Ops, *, gate: str = "") -> tuple[Tensor, Tensor]:
         """See `Ops.norm_linear`."""
         if self.fuses_norm:
             return ops.norm_linear(x, (norm.weight, norm.eps), self.weight, self.bias, self.outputs, gate=gate)
@@ -56,7 +56,7 @@ class Linear(nn.Module):
             return ops.norm_fp8_linear(x, (norm.weight, norm.eps), self.eight_bits, self.bias, gate=gate)
         normed, residual = ops.norm(x, (norm.weight, norm.eps))
         out = self.method.apply(self, normed, ops)
-        return (ops.silu_mul(out) if gate else out), residual
+        return (ops.act_mul(out, gate) if gate else out), residual
 
 
 class Matrix(Linear):

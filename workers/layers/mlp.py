@@ -28,11 +28,8 @@ class MLP(nn.Module):
 
     def activated(self, x: PartialSum, norm: RMSNorm, ops: Ops) -> tuple[Tensor, Tensor]:
         """act(gate) * up of the norm, before the down projection; and the residual with x in it."""
-        hidden, residual = self.gate_up.after_norm(x, norm, ops, gate=self._act == "silu")
-        return (hidden if self._act == "silu" else ops.act_mul(hidden, self._act)), residual
+        return self.gate_up.after_norm(x, norm, ops, gate=self._act)
 
     def of_normed(self, x: Tensor, ops: Ops) -> PartialSum:
         """The MLP of what is normed already, without a residual."""
-        hidden = self.gate_up(x, ops)
-        hidden = ops.silu_mul(hidden) if self._act == "silu" else ops.act_mul(hidden, self._act)
-        return self.down.row_parallel(hidden, None, ops)
+        return self.down.row_parallel(ops.act_mul(self.gate_up(x, ops), self._act), None, ops)

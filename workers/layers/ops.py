@@ -130,7 +130,7 @@ class Ops(Protocol):
         weight: Fp8Weight,
         bias: Tensor | None,
         *,
-        gate: bool = False,
+        gate: str = "",
     ) -> tuple[Tensor, Tensor]:
         """As `norm_linear`, in 8 bits."""
         ...
@@ -190,12 +190,12 @@ class Ops(Protocol):
         """y, gate [m, n] -> [m, n]: kernels/gated_norm."""
         ...
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """[m, 2n] -> silu(first half) * second half."""
+    def act_mul(self, gate_up: Tensor, act: str) -> Tensor:
+        """[m, 2n] -> act(first half) * second half. act: one of ACTIVATIONS."""
         ...
 
-    def act_mul(self, gate_up: Tensor, act: str) -> Tensor:
-        """The same with another of ACTIVATIONS."""
+    def own_norm(self, x: PartialSum, residual: Tensor, norm: tuple[Tensor, float]) -> PartialSum:
+        """The norm of the sum alone, to be added to the residual. x has none yet."""
         ...
 
     def norm(self, x: PartialSum, norm: tuple[Tensor, float]) -> tuple[Tensor, Tensor]:
@@ -210,11 +210,11 @@ class Ops(Protocol):
         bias: Tensor | None,
         outputs: int,
         *,
-        gate: bool = False,
+        gate: str = "",
     ) -> tuple[Tensor, Tensor]:
-        """linear of `norm`, with `gate` followed by silu_mul; and the new residual.
+        """linear of `norm`; and the new residual.
 
-        norm: its weight and eps. outputs: rows of the weight.
+        norm: its weight and eps. outputs: rows of the weight. gate: act_mul with it follows; empty: nothing does.
         """
         ...
 

@@ -24,8 +24,12 @@ class Kind(Enum):
 
 
 class PartialSum(NamedTuple):
-    """A sum [m, n] and the residual [m, n] that it is to be added to; None: the sum is the residual."""
+    """A sum [m, n] and the residual [m, n] that it is to be added to; None: the sum is the residual.
+
+    own_norm: weight and eps of a norm of the sum alone, to be taken before it is added. Only `Ops.own_norm` makes a sum that has one.
+    """
 
     value: Tensor
     kind: Kind = Kind.WHOLE
     residual: Tensor | None = None
+    own_norm: tuple[Tensor, float] | None = None

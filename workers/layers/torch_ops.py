@@ -17,7 +17,7 @@ from meshlm.workers.layers.rope import apply_rope, apply_rope_to_neighbours
 
 
 class Composed:
-    """embed and norm_linear by their parts; the rarer activations in plain torch."""
+    """embed and norm_linear by their parts; activations in plain torch."""
 
     def rows(self, ids: Tensor, table: Tensor, size: int) -> Tensor:
         return F.embedding(ids, table)
@@ -56,6 +56,9 @@ class Composed:
 
     def term(self, x: Tensor, residual: Tensor | None) -> PartialSum:
         return PartialSum(x, Kind.WHOLE, residual)
+
+    def own_norm(self: "Ops", x: PartialSum, residual: Tensor, norm: tuple[Tensor, float]) -> PartialSum:
+        return PartialSum(self.rms_norm(self.finish_sum(x, residual.dtype), *norm), residual=residual)
 
     def embed(
         self: "Ops", ids: Tensor, table: Tensor, norm: tuple[Tensor, float], following: Tensor
@@ -131,12 +134,12 @@ class Composed:
         bias: Tensor | None,
         outputs: int,
         *,
-        gate: bool = False,
+        gate: str = "",
     ) -> tuple[Tensor, Tensor]:
         y, residual = self.norm(x, norm)
         out = self.linear(y, packed, bias, outputs)
         del y  # its memory is part of what the gate's result gets
-        return (self.silu_mul(out) if gate else out), residual
+        return (self.act_mul(out, gate) if gate else out), residual
 
     def norm_fp8_linear(
         self: "Ops",
@@ -145,11 +148,11 @@ class Composed:
         weight: Fp8Weight,
         bias: Tensor | None,
         *,
-        gate: bool = False,
+        gate: str = "",
     ) -> tuple[Tensor, Tensor]:
         y, residual = self.norm(x, norm)
         out = self.fp8_linear(y, weight, bias)
-        return (self.silu_mul(out) if gate else out), residual
+        return (self.act_mul(out, gate) if gate else out), residual
 
 
 class TorchOps(Composed):
@@ -167,10 +170,6 @@ class TorchOps(Composed):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         residual += x
         return _rms_norm(residual, weight, eps)
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
 
     def rope_cache(
         self, qkv: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, heads: AttentionShape

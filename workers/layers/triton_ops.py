@@ -27,7 +27,7 @@ from meshlm.kernels.quantise_fp8.kernel import quantise
 from meshlm.kernels.quantise_int8 import kernel as quantise_int8
 from meshlm.kernels.quantise_int8.reference import Int8Weight
 from meshlm.kernels.rope_cache.kernel import rope_cache
-from meshlm.kernels.silu_mul.kernel import act_mul, silu_mul
+from meshlm.kernels.silu_mul.kernel import act_mul
 from meshlm.kernels.small_m_gemm.kernel import shape_for, small_m_gemm
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.layers.ops import AttentionShape, LatentShape, RouterWeights
@@ -87,11 +87,13 @@ class TritonOps(Composed):
         weight: Fp8Weight,
         bias: Tensor | None,
         *,
-        gate: bool = False,
+        gate: str = "",
     ) -> tuple[Tensor, Tensor]:
         one = x.kind is Kind.WHOLE and x.value.shape[0] == 1 and weight.one_row
         if one and not (gate and bias is not None):
-            return gemv(x.value, weight, bias, norm=norm[0], residual=x.residual, eps=norm[1], gate=gate)
+            return gemv(
+                x.value, weight, bias, norm=norm[0], residual=x.residual, eps=norm[1], own=x.own_norm, gate=gate
+            )
         return super().norm_fp8_linear(x, norm, weight, bias, gate=gate)
 
     def takes_int8(self, weight: Int8Weight, dtype: torch.dtype) -> bool:
@@ -117,9 +119,20 @@ class TritonOps(Composed):
 
     def finish_sum(self, x: PartialSum, dtype: torch.dtype) -> Tensor:
         """Rounded before it is added, as the norm rounds it."""
-        if x.kind is not Kind.SPLIT_K:
-            return x.value
-        return sum_parts(x.value, torch.empty(x.value.shape[1:], dtype=dtype, device=x.value.device))
+        found = x.value
+        if x.kind is Kind.SPLIT_K:
+            found = sum_parts(found, torch.empty(found.shape[1:], dtype=dtype, device=found.device))
+        return found if x.own_norm is None else norms.rms_norm(found, *x.own_norm)
+
+    def own_norm(self, x: PartialSum, residual: Tensor, norm: tuple[Tensor, float]) -> PartialSum:
+        """Left to the norm behind, whose kernel takes both."""
+        return x._replace(residual=residual, own_norm=norm)
+
+    def norm(self, x: PartialSum, norm: tuple[Tensor, float]) -> tuple[Tensor, Tensor]:
+        if x.own_norm is None:
+            return super().norm(x, norm)
+        assert x.residual is not None
+        return norms.add_rms_norm(x.value, x.residual, *norm, x.own_norm), x.residual
 
     def norm_linear(
         self,
@@ -129,15 +142,19 @@ class TritonOps(Composed):
         bias: Tensor | None,
         outputs: int,
         *,
-        gate: bool = False,
+        gate: str = "",
     ) -> tuple[Tensor, Tensor]:
-        rows, use = x.value.shape[-2], "gate" if gate else "product"
+        rows, by_silu = x.value.shape[-2], gate == "silu"
+        use = "gate" if by_silu else "product"
         if x.kind is Kind.WHOLE and pays(packed, rows) and not (gate and bias is not None):
-            return gemv(x.value, packed, bias, norm=norm[0], residual=x.residual, eps=norm[1], gate=gate)
+            return gemv(
+                x.value, packed, bias, norm=norm[0], residual=x.residual, eps=norm[1], own=x.own_norm, gate=gate
+            )
         if bias is None and (few := shape_for(rows, *packed.shape, use)) is not None:
             y, residual = self.norm(x, norm)
-            return small_m_gemm(y, packed, few, use), residual
-        if gate and bias is None and (many := gate_up_silu.shape_for(rows, *packed.shape)) is not None:
+            out = small_m_gemm(y, packed, few, use)
+            return (self.act_mul(out, gate) if gate and not by_silu else out), residual
+        if by_silu and bias is None and (many := gate_up_silu.shape_for(rows, *packed.shape)) is not None:
             y, residual = self.norm(x, norm)
             return gate_up_silu.gate_up_silu(y, packed, many), residual
         return super().norm_linear(x, norm, packed, bias, outputs, gate=gate)
@@ -166,7 +183,7 @@ class TritonOps(Composed):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Norm and routing are one kernel where there are few rows; of some more the choice adds up parts of the product."""
         added = x.kind is Kind.WHOLE or (x.kind is Kind.SPLIT_K and x.residual is not None)
-        if router.bias is None and added and fused_routing.takes(x.value):
+        if router.bias is None and added and x.own_norm is None and fused_routing.takes(x.value):
             return fused_routing.norm_route(
                 x.value, x.residual, norm, router.packed, router.rule, router.correction_bias, slots
             )
@@ -175,9 +192,6 @@ class TritonOps(Composed):
             logits = small_m_gemm(y, router.packed, shape, "parts")
             return y, residual, *select_experts(logits, router.rule, router.correction_bias, slots)
         return super().norm_route(x, norm, router, slots)
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return silu_mul(gate_up)
 
     def act_mul(self, gate_up: Tensor, act: str) -> Tensor:
         return act_mul(gate_up, act)

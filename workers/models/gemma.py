@@ -16,7 +16,6 @@ from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.norm import RMSNorm
-from meshlm.workers.layers.ops import Ops
 from meshlm.workers.layers.partial_sum import PartialSum
 from meshlm.workers.models.decoder import Decoder, DecoderLayer
 
@@ -38,15 +37,12 @@ class GemmaLayer(DecoderLayer):
         ops = context.ops
         qkv, residual = self.attention.qkv.after_norm(x, self.input_norm, ops)
         out = self.attention.attend(qkv, cache, context)
-        x = _normed(self.attention.o.row_parallel(out, None, ops), residual, self.attention_out_norm, ops)
+        norm = self.attention_out_norm
+        x = ops.own_norm(self.attention.o.row_parallel(out, None, ops), residual, (norm.weight, norm.eps))
         assert isinstance(self.mlp, MLP)
         hidden, residual = self.mlp.activated(x, self.post_norm, ops)
-        return _normed(self.mlp.down.row_parallel(hidden, None, ops), residual, self.mlp_out_norm, ops)
-
-
-def _normed(x: PartialSum, residual: Tensor, norm: RMSNorm, ops: Ops) -> PartialSum:
-    """The norm of the sum alone, to be added to the residual."""
-    return PartialSum(ops.rms_norm(ops.finish_sum(x, residual.dtype), norm.weight, norm.eps), residual=residual)
+        norm = self.mlp_out_norm
+        return ops.own_norm(self.mlp.down.row_parallel(hidden, None, ops), residual, (norm.weight, norm.eps))
 
 
 class Sandwich(Decoder):

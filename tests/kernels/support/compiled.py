@@ -67,8 +67,11 @@ def products() -> None:
         Fp8Weight(codes, torch.empty(2048, 8), 128, 128),
     )
     for weight in weights:
-        for gate in (False, True):
+        for gate in ("", "silu"):
             gemv(x, weight, norm=empty(1024), residual=x, eps=1e-5, gate=gate, shape=(2, 4, 3, 2))
+    own = empty(1024), 1e-5
+    for act in ("gelu", "gelu_pytorch_tanh"):
+        gemv(x, weights[0], norm=own[0], residual=x, eps=1e-5, own=own, gate=act, shape=(2, 4, 3, 2))
     words, scales = ints(2048, 128), torch.empty(8, 2048, dtype=torch.float16)
     pairs.parts(x, PackedWeight(words, None, scales, zero=8, group=128, inputs=1024), packed_gemv.Shape(32, 2, 4, 2))
     rows, gate_up, chosen = empty(8, 512), empty(16, 512, 512), ints(8, 4)
@@ -253,7 +256,7 @@ def two_parts() -> None:
     """A row in two parts: what its threads pass to one another is what they do for one part."""
     from meshlm.kernels.gemv.kernel import gemv
 
-    for gate in (False, True):
+    for gate in ("", "silu"):
         found = {}
         for inputs in (4096, 5120):
             gemv(empty(1, inputs), empty(2048, inputs), gate=gate, shape=(2, 4, 3, 2))

@@ -22,7 +22,7 @@ class Sum(NamedTuple):
     weights: list[torch.Tensor]
     bias: torch.Tensor  # of rank 0
     following: torch.Tensor | None
-    gate: bool
+    gate: str
 
 
 def random_of(seed: int, *shape: int) -> torch.Tensor:
@@ -36,7 +36,7 @@ def steps(size: int) -> list[list[Sum]]:
         count = chance.randint(1, 4)
         sums_of_step = []
         for nth in range(count):
-            seed, gate = 1000 * step + 100 * nth, nth % 2 == 0
+            seed, gate = 1000 * step + 100 * nth, "" if nth % 2 else "silu"
             sums_of_step.append(
                 Sum(
                     [random_of(seed + rank, 1, INPUTS) for rank in range(size)],
