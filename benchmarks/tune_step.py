@@ -1,6 +1,6 @@
 """Tiles of a decode step of one request, chosen by what the whole step takes; kept in the kernels' tables of this GPU.
 
-    python -P benchmarks/tune_step.py MODEL [--tp 1] [--context 576] [--passes 3] [--json FILE] [--dry]
+    python -P benchmarks/tune_step.py MODEL [--tp 1] [--context 576] [--passes 3] [--minutes 60] [--json FILE] [--dry]
 
 What a kernel costs depends on those around it: with PDL each begins while the one before still runs, and the space that it leaves on
 the multiprocessors decides how much of that comes true. So tiles that are the best alone (kernels/gemv/tune.py, attention/tune.py) are
@@ -10,7 +10,9 @@ Dummy weights. --tp: the products of one of so many ranks, on one GPU (echo.py).
 
 import argparse
 import json
+import math
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,8 +111,9 @@ class Step:
             plan = experts.plan_for(1, self.layer)
             self.start |= {name: tuple(getattr(plan, which)) for name, which in EXPERTS.items()}
 
-    def _shape_of(self, outputs: int, inputs: int, gate: bool, way: str = "") -> Tile:
-        chosen = self._choice.get((outputs, inputs, gate, way)) or self._usual(outputs, inputs, gate, way)
+    def _shape_of(self, outputs: int, inputs: int, gate: bool, way: str = "", size: int = 2) -> Tile:
+        """See `meshlm.kernels.gemv.kernel.shape_of`."""
+        chosen = self._choice.get((outputs, inputs, gate, way)) or self._usual(outputs, inputs, gate, way, size)
         self._seen[outputs, inputs, gate, way] = chosen
         return chosen
 
@@ -148,12 +151,14 @@ class Step:
         return replay_us(graph, REPLAYS)
 
 
-def descend(step: Step, passes: int) -> tuple[Choice, list[dict[str, Any]]]:
-    """One size after the other, until nothing is gained."""
+def descend(step: Step, passes: int, until: float = math.inf) -> tuple[Choice, list[dict[str, Any]]]:
+    """One size after the other, until nothing is gained or time.monotonic() is `until`, with what was found by then."""
     chosen, report = dict(step.start), []
     for number in range(passes):
         before = dict(chosen)
         for name in list(chosen):
+            if time.monotonic() >= until:
+                break
             tiles = NEAR.get(name, near_gemv)(chosen[name])
             usual, *times = step.timed([chosen, *({**chosen, name: tile} for tile in tiles)])
             best = min(times)
@@ -224,6 +229,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1, help="ranks, of which one is tuned")
     parser.add_argument("--context", type=int, default=576)
     parser.add_argument("--passes", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=60.0, help="to search for; the size under way is finished")
     parser.add_argument("--json")
     parser.add_argument("--dry", action="store_true", help="write no table")
     arguments = parser.parse_args()
@@ -231,8 +237,9 @@ def main() -> None:
         parser.error(
             f"no table of this GPU for {', '.join(ops)}: run python -P -m meshlm.kernels.{ops[0]}.tune, or --dry"
         )
+    until = time.monotonic() + 60 * arguments.minutes
     step = Step(arguments.model, arguments.context, arguments.tp)
-    chosen, report = descend(step, arguments.passes)
+    chosen, report = descend(step, arguments.passes, until)
     before, after = step.timed([step.start, chosen])
     print(f"step {before:.1f} -> {after:.1f} us: {chosen}", flush=True)
     if not arguments.dry:

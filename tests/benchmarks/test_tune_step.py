@@ -1,6 +1,7 @@
 """What benchmarks/tune_step.py tries next and what it writes into the tables (no GPU: nothing is timed)."""
 
 import importlib.util
+import inspect
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 pytest.importorskip("triton")
 from meshlm.kernels import tables
 from meshlm.kernels.attention import tiles
+from meshlm.kernels.gemv import kernel as gemv
 from meshlm.kernels.grouped_gemm.plan import Layer
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "tune_step.py"
@@ -74,6 +76,35 @@ def test_no_neighbour_of_gemv_is_beyond_the_limits(tune_step: ModuleType, tile: 
     assert near
     assert all(1 <= n <= 64 and 1 <= w <= 8 and 2 <= s <= 6 and 1 <= p <= 16 for n, w, s, p in near)
     assert all(size & (size - 1) == 0 for n, w, _, p in near for size in (n, w, p))
+
+
+def test_it_is_asked_as_the_tables_are(tune_step: ModuleType) -> None:
+    """Its choice stands in the place of kernels/gemv's own."""
+    asked, usual = (inspect.signature(one).parameters for one in (tune_step.Step._shape_of, gemv.shape_of))
+    assert [*asked.values()][1:] == [*usual.values()]
+
+
+class Sizes:
+    """Stands for a step whose time is the sum of its tiles' rows; each look takes a minute."""
+
+    def __init__(self) -> None:
+        self.start = {QKV: (8, 4, 3, 2), GATE: (8, 4, 3, 2)}
+        self.now = 0.0
+
+    def timed(self, choices: list[dict[Any, tuple[int, ...]]]) -> list[float]:
+        self.now += 60
+        return [float(sum(tile[0] for tile in one.values())) for one in choices]
+
+
+def test_it_ends_in_time_with_what_it_has(tune_step: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Sizes()
+    monkeypatch.setattr(tune_step.time, "monotonic", lambda: step.now)
+    chosen, report = tune_step.descend(step, 9, 180)
+    assert [chosen[name][0] for name in (QKV, GATE)] == [2, 4]
+    assert len(report) == 3
+    chosen, report = tune_step.descend(Sizes(), 9)
+    assert [chosen[name][0] for name in (QKV, GATE)] == [1, 1]
+    assert len(report) == 8  # the last pass found nothing
 
 
 def test_neighbours_of_a_tile_of_attention(tune_step: ModuleType) -> None:
