@@ -2,9 +2,10 @@
 
     python -P -m meshlm.kernels.attention.bench [--tune | --seen | --dims] [--json FILE]
 
-Decode counts the bytes of keys and values read; prefill counts 4 q k d operations for each key that a query sees. --tune tries many
+Decode counts the bytes of keys and values read; prefill counts 4 q k d operations for each key that a query sees, and has hopper.py
+beside prefill.py where the GPU and the heads fit it. --tune tries many
 tile shapes and prints the best of each case. --seen times what few models' queries see: chunks of positions, slopes of heads. --dims
-times prompts of heads of other sizes, and with windows, by prefill.py and by hopper.py.
+times prompts of heads of other sizes, and with windows.
 """
 
 import argparse
@@ -45,6 +46,10 @@ OTHER_HEADS = [  # and their models' windows, 0: none
 OTHER_PREFILLS = [(1, 512), (4, 512), (1, 2048), (8, 1024), (1, 8192)]
 SEEN_DECODES = [(1, 6144), (32, 6144), (32, 30720)]  # contexts that end in the middle of a chunk, at 3/4 of one
 SEEN_PREFILLS = [(1, 8192, 0), (1, 4096, 30720), (1, 16384, 0)]  # requests, tokens, those before
+
+
+Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Columns, float, torch.Tensor]
+"""What a kernel of prompts takes, from query to out."""
 
 
 def columns(n: int, start: int, count: int) -> tuple[Columns, int]:
@@ -145,7 +150,11 @@ def bench_prefill(
     result: dict[str, Any] = {"prefill": [n, tokens], "heads": shape, **named(extras), "us": round(best, 1)}
     if start:
         result["start"] = start
-    result["tflop_s"] = round(n * 4 * pairs(tokens, start, extras.chunk) * heads * dim / best / 1e6)
+    operations = n * 4 * pairs(tokens, start, extras.chunk) * heads * dim
+    result["tflop_s"] = round(operations / best / 1e6)
+    given = (query, cache[0], cache[1], at, dim**-0.5, out)
+    if not tune and (by_hopper := hopper_us(given, extras, qkv)) is not None:
+        result |= {"hopper_us": round(by_hopper, 1), "hopper_tflop_s": round(operations / by_hopper / 1e6)}
     if tune:
         result["best"] = [
             {"us": round(us, 1), "tiles": tiles} for us, tiles in sorted(found, key=lambda each: each[0])[:4]
@@ -154,9 +163,17 @@ def bench_prefill(
     return result
 
 
+def hopper_us(given: Given, extras: Extras, qkv: torch.Tensor) -> float | None:
+    """Microseconds of hopper.py; None on other GPUs and for heads that it does not take."""
+    from meshlm.kernels.attention import hopper
+
+    if not hopper.fits(given[0], given[1]):
+        return None
+    return microseconds(partial(hopper.prefill, *given, extras=extras, qkv=qkv), 5)
+
+
 def bench_dims() -> list[dict[str, Any]]:
     """Prompts by both kernels, and whether hopper.py gives what prefill.py gives there."""
-    from meshlm.kernels.attention import hopper
     from meshlm.kernels.attention.proof import Variant, prove
 
     found = []
@@ -181,8 +198,7 @@ def bench_dims() -> list[dict[str, Any]]:
                     "window": window,
                     "us": round(usual, 1),
                 }
-                if hopper.fits(query, cache[0]):
-                    by_hopper = microseconds(partial(hopper.prefill, *given, extras=extras, qkv=qkv), 5)
+                if (by_hopper := hopper_us(given, extras, qkv)) is not None:
                     result |= {"hopper_us": round(by_hopper, 1), "differs": reason}
                 found.append(result)
                 print(json.dumps(result), flush=True)
