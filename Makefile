@@ -12,7 +12,7 @@ export PYTHONSAFEPATH := 1
 # Without bytecode each process of a mesh compiles its modules at its start, and each of pytest's its tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup serve test test-gpu check bench sizes clean dist sbom audit docs image
+.PHONY: setup environments serve test test-gpu check bench sizes clean dist sbom audit docs image
 
 setup: $(STAMP) $(MODEL) $(VENV)/.prometheus
 
@@ -62,6 +62,9 @@ $(BROWSER)/.installed: tests/browser/requirements.txt $(STAMP)
 	@$(BIN)/uv pip install -q --python $(BROWSER)/bin/python -r tests/browser/requirements.txt
 	@touch $@
 
+# What tests need beside the packages of the project.
+environments: setup $(VENV)/triton-3.6.0 $(CLIENTS)/.installed $(AIPERF)/.installed $(BROWSER)/.installed
+
 serve: setup
 	@$(BIN)/meshlm serve $(ARGS)
 
@@ -69,7 +72,7 @@ serve: setup
 # One thread of torch's for each process of pytest: several take a quarter more CPU there, since they wait by spinning.
 # Exit code 5: ARGS names none of that kind.
 test: export OMP_NUM_THREADS := 1
-test: setup $(VENV)/triton-3.6.0 $(CLIENTS)/.installed $(AIPERF)/.installed $(BROWSER)/.installed
+test: environments
 	@$(BIN)/pytest -m "not gpu and not mesh" -n auto --dist loadfile --no-loadscope-reorder $(ARGS) || [ $$? -eq 5 ]
 	@$(BIN)/pytest -m "mesh and not gpu" -n 3 --dist loadfile $(ARGS) || [ $$? -eq 5 ]
 

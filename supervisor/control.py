@@ -95,9 +95,11 @@ class ControlServer:
         self._server: asyncio.Server | None = None
 
     async def open(self, run_dir: Path) -> None:
-        path = run_dir / STATUS_SOCKET
-        path.unlink(missing_ok=True)
-        self._server = await asyncio.start_unix_server(self._talk, path=str(path), limit=MAX_REQUEST_BYTES)
+        """The socket is there when it listens: whoever finds it is answered."""
+        begun = run_dir / "new.sock"
+        begun.unlink(missing_ok=True)
+        self._server = await asyncio.start_unix_server(self._talk, path=str(begun), limit=MAX_REQUEST_BYTES)
+        begun.replace(run_dir / STATUS_SOCKET)
 
     def close(self) -> None:
         if self._server is not None:

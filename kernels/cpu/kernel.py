@@ -52,9 +52,11 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def act_mul(gate_up: Tensor, act: str) -> Tensor:
-    """[m, 2n] -> act(gate) * up [m, n]; act: silu, gelu or gelu_pytorch_tanh."""
+    """[m, 2n] -> act(gate) * up [m, n]; act: silu, gelu or gelu_pytorch_tanh. ValueError for another."""
     if act == "silu":
         return silu_mul(gate_up)
+    if act not in ("gelu", "gelu_pytorch_tanh"):
+        raise ValueError(f"{act}: no activation of silu, gelu, gelu_pytorch_tanh")
     m, n = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(m, n)
     call().meshlm_gelu_mul(gate_up.contiguous().data_ptr(), out.data_ptr(), m, n, act == "gelu_pytorch_tanh")

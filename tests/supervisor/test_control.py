@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -41,3 +43,21 @@ async def test_each_asker_has_a_place_of_its_own(tmp_path: Path) -> None:
                 await attached(tmp_path, Role.FRONTEND, taken)
         server.close()
         assert await asyncio.wait_for(asyncio.to_thread(link.recv, 1), 10) == b"", "the mesh has ended"
+
+
+async def test_whoever_finds_the_socket_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between a socket's making and its listening it refuses."""
+    begin, found = asyncio.start_unix_server, []
+
+    async def begun(*given: Any, **named: Any) -> asyncio.Server:
+        server = await begin(*given, **named)
+        found.append((tmp_path / "status.sock").exists())
+        return server
+
+    monkeypatch.setattr(asyncio, "start_unix_server", begun)
+    server = control.ControlServer(lambda request: {"ready": True})
+    await server.open(tmp_path)
+    assert found == [False]
+    assert await asyncio.to_thread(os.listdir, tmp_path) == ["status.sock"]
+    assert await asyncio.to_thread(control.ask, tmp_path, {"command": "status"}) == {"ready": True}
+    server.close()
