@@ -24,9 +24,10 @@ def _normed(line, factor, columns, eps):
 
 @triton.jit
 def _rms_norm(
-    x, residual, weight, own, out, stride, columns, eps, own_eps,
-    ADD: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x, residual, weight, own, out, stride, part, columns, eps, own_eps,
+    SPLITS: tl.constexpr, ADD: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """stride: from a row of x to the next. SPLITS: parts of x, `part` apart; 0: x is whole."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -37,9 +38,16 @@ def _rms_norm(
         own_factor = tl.load(own + at, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    line = tl.load(x + row * stride + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         stream = tl.load(residual + row * columns + at, mask=inside, other=0.0)
+    if SPLITS:
+        line = tl.zeros((BLOCK,), tl.float32)
+        for split in tl.static_range(SPLITS):
+            line += tl.load(x + split * part + row * stride + at, mask=inside, other=0.0)
+        line = line.to(out.dtype.element_ty).to(tl.float32)
+    else:
+        line = tl.load(x + row * stride + at, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
         if OWN:
             line = _normed(line, own_factor, columns, own_eps).to(stream.dtype).to(tl.float32)
         line = (line + stream.to(tl.float32)).to(stream.dtype)
@@ -62,69 +70,29 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     block = triton.next_power_of_2(columns)
     use_pdl = pdl.for_few_rows(rows, x.device)
     _rms_norm[(rows,)](
-        x, x, weight, x, out, x.stride(0), columns, eps, 0.0, ADD=False, OWN=False, BLOCK=block, PDL=use_pdl, num_warps=_warps(block),
-        **({"launch_pdl": True} if use_pdl else {}),
+        x, x, weight, x, out, x.stride(0), 0, columns, eps, 0.0, SPLITS=0, ADD=False, OWN=False, BLOCK=block, PDL=use_pdl,
+        num_warps=_warps(block), **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
     return out
-
-
-@triton.jit
-def _sum_add_norm(
-    parts, residual, weight, own, out, stride, columns, eps, own_eps,
-    SPLITS: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    inside = at < columns
-    factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    if OWN:
-        own_factor = tl.load(own + at, mask=inside, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    stream = tl.load(residual + row * columns + at, mask=inside, other=0.0)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for split in tl.static_range(SPLITS):
-        total += tl.load(parts + split * stride + row * columns + at, mask=inside, other=0.0)
-    line = total.to(stream.dtype).to(tl.float32)
-    if OWN:
-        line = _normed(line, own_factor, columns, own_eps).to(stream.dtype).to(tl.float32)
-    line = (line + stream.to(tl.float32)).to(stream.dtype)
-    tl.store(residual + row * columns + at, line, mask=inside)
-    line = _normed(line.to(tl.float32), factor, columns, eps)
-    tl.store(out + row * columns + at, line.to(out.dtype.element_ty), mask=inside)
 
 
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, own: tuple[Tensor, float] | None = None
 ) -> Tensor:
-    """residual [m, n] += x [m, n] (or the sum of x [s, m, n], float32), in place; the norm of that [m, n].
+    """residual [m, n] += x [m, n] (or the sum of x [s, m, n], float32, dense), in place; the norm of that [m, n].
 
     own: weight and eps of a norm of x, or of that sum, before it is added.
     """
-    if x.dim() == 3:
-        return _add_parts(x, residual, weight, eps, own)
-    rows, columns = x.shape
+    rows, columns = residual.shape
+    splits = x.shape[0] if x.dim() == 3 else 0
     out = torch.empty_like(residual)
     own_weight, own_eps = own or (x, 0.0)
     block = triton.next_power_of_2(columns)
-    use_pdl = pdl.for_few_rows(rows, x.device)
-    _rms_norm[(rows,)](
-        x, residual, weight, own_weight, out, x.stride(0), columns, eps, own_eps,
-        ADD=True, OWN=own is not None, BLOCK=block, PDL=use_pdl, num_warps=_warps(block), **({"launch_pdl": True} if use_pdl else {}),
-    )  # fmt: skip
-    return out
-
-
-def _add_parts(parts: Tensor, residual: Tensor, weight: Tensor, eps: float, own: tuple[Tensor, float] | None) -> Tensor:
-    splits, rows, columns = parts.shape
-    out = torch.empty_like(residual)
-    own_weight, own_eps = own or (parts, 0.0)
-    block, use_pdl = triton.next_power_of_2(columns), parts.is_cuda and pdl.supported()
+    use_pdl = x.is_cuda and pdl.supported() if splits else pdl.for_few_rows(rows, x.device)
     warps = _warps(block) if splits < MANY_PARTS else min(16, max(4, block // 128))  # all parts are asked for at once
-    _sum_add_norm[(rows,)](
-        parts, residual, weight, own_weight, out, rows * columns, columns, eps, own_eps,
-        SPLITS=splits, OWN=own is not None, BLOCK=block, PDL=use_pdl, num_warps=warps, **({"launch_pdl": True} if use_pdl else {}),
+    _rms_norm[(rows,)](
+        x, residual, weight, own_weight, out, x.stride(-2), rows * columns, columns, eps, own_eps,
+        SPLITS=splits, ADD=True, OWN=own is not None, BLOCK=block, PDL=use_pdl, num_warps=warps,
+        **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
     return out
