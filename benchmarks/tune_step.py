@@ -96,7 +96,8 @@ class Step:
         triton_experts.plan_for = self._plan_for  # type: ignore[assignment]
         self.layer: experts.Layer | None = None  # of experts that one row has a kernel for
         placement = echo.EchoPlacement(ranks) if ranks > 1 else None
-        self.engine = engine_step.make_engine(model, ["--max-num-seqs", 8] if placement else [], placement)
+        flags = ["--tune", "off", *(["--max-num-seqs", "8"] if placement else [])]
+        self.engine = engine_step.make_engine(model, flags, placement)
         self.engine.graphs._agree = None  # a tile that does not fit the GPU is no reason to end, as it is in a group
         prompt = engine_step.prompts(1, context, self.engine.facts.block_size, 64)
         self.engine.step(prompt, 0).wait()
