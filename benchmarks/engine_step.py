@@ -30,11 +30,12 @@ from meshlm.workers.engine.engine import ModelEngine
 MOST = 8192  # tokens of a step that computes contexts
 
 
-def make_engine(model: str, extra: list[str], placement: WorkerPlacement | None = None) -> ModelEngine:
+def make_engine(model: str, extra: Sequence[str | int], placement: WorkerPlacement | None = None) -> ModelEngine:
+    """extra: flags, each with its value."""
     values: dict[str, object] = {"model": model, "device": "cuda", "load_format": "dummy", "dtype": "bfloat16"}
     values["max_model_len"] = 4096
     for name, value in zip(extra[::2], extra[1::2], strict=True):
-        values[name.removeprefix("--").replace("-", "_")] = int(value) if value.isdecimal() else value
+        values[str(name).removeprefix("--").replace("-", "_")] = int(value) if str(value).isdecimal() else value
     config = resolve.resolve(flags.build(values, None))
     return make.make_engine(config, lambda *progress: None, placement)
 

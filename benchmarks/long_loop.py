@@ -228,7 +228,7 @@ def main() -> None:
     longest = arguments.prompt + arguments.output + 128
     begun = time.perf_counter()
     flags = ["--max-model-len", longest, "--max-num-batched-tokens", 8192]
-    engine = make_engine(arguments.model, [*flags, *(int(each) if each.isdigit() else each for each in extra)])
+    engine = make_engine(arguments.model, [*flags, *extra])
     shape = arguments.prompt, arguments.output
     report: dict[str, Any] = {"model": Path(arguments.model).name, "torch": torch.__version__, **vars(arguments)}
     report |= {"gpu": torch.cuda.get_device_name() if engine.device.type == "cuda" else "none"}

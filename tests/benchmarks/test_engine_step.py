@@ -1,12 +1,26 @@
 """benchmarks/engine_step.py: the tables of models with several groups of layers, stepped on a CPU."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 
 from meshlm.protocol.kv import FullAttention, RecurrentState, SlidingWindow
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+}
 
 
 @pytest.fixture
@@ -22,3 +36,12 @@ def test_each_group_has_a_column(engine_step: ModuleType) -> None:
     tables = [np.frombuffer(new.block_ids, np.int32) for new in plan.new_rows]
     assert [len(table) for table in tables] == [9, 9, 9]
     assert len(set(np.concatenate(tables).tolist())) == 3 * (3 + 1 + 3), "rows share none"
+
+
+def test_flags_are_words_or_numbers(engine_step: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Other benchmarks say numbers as such."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    monkeypatch.setattr(engine_step.make, "make_engine", lambda config, *rest: config)
+    given = ["--max-num-seqs", 8, "--max-model-len", "512", "--tune", "off", "--device", "cpu"]
+    config = engine_step.make_engine(str(tmp_path), given)
+    assert (config.scheduler.max_num_seqs, config.model.max_model_len, config.worker.tune) == (8, 512, "off")
