@@ -9,9 +9,8 @@ from functools import cache
 
 import torch
 
-FEW_ROWS = (
-    16  # whose products are often kernels of ours, which ask for their weights early; cuBLAS's take no part in this
-)
+FEW_ROWS = 16
+"""Products of so many are often kernels of ours, which ask for their weights early; cuBLAS's take no part in this."""
 
 
 @cache

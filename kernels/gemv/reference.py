@@ -6,7 +6,7 @@ from torch import Tensor
 
 from meshlm.kernels.fp8_gemm.reference import Fp8Weight, fp8_gemm
 from meshlm.kernels.quantise_fp8.reference import quantise
-from meshlm.kernels.silu_mul.reference import ACTS
+from meshlm.kernels.silu_mul.reference import ACTIVATIONS
 
 
 def of_8_bits(y: Tensor, weight: Fp8Weight) -> Tensor:
@@ -42,7 +42,7 @@ def gemv(
         out = of_8_bits(y.to(x.dtype), weight)
     if gate:
         first, second = out.chunk(2, dim=-1)
-        out = ACTS[gate](first) * second
+        out = ACTIVATIONS[gate](first) * second
     if bias is not None:
         out = out + bias.float()
     return out.to(x.dtype), stream

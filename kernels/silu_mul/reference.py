@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
-ACTS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "gelu": F.gelu,
@@ -20,4 +20,4 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def act_mul(gate_up: Tensor, act: str) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    return (ACTS[act](gate.float()).to(gate.dtype).float() * up.float()).to(gate.dtype)
+    return (ACTIVATIONS[act](gate.float()).to(gate.dtype).float() * up.float()).to(gate.dtype)

@@ -36,7 +36,9 @@ BESIDE = (
     "moe_few",
     "moe_gemv",
     "moe_sum",
+    "norm",
     "packed_gemm",
+    "silu_mul",
 )  # kernels that no operation is named after
 Entries = list[tuple[str, Table]]
 _log = structlog.get_logger()

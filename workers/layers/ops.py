@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from meshlm.kernels.fp8_gemm.reference import Fp8Weight
@@ -66,15 +65,6 @@ class LatentShape:
     def values(self, found: Tensor, out: Tensor | None = None) -> Tensor:
         """Weighted sums of latents [t, heads, rank] -> those of values [t, heads, wide]."""
         return self._values(found, out)
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "relu": F.relu,
-    "relu2": lambda x: F.relu(x).square(),
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
 
 
 class LayerStep(NamedTuple):
@@ -191,7 +181,7 @@ class Ops(Protocol):
         ...
 
     def act_mul(self, gate_up: Tensor, act: str) -> Tensor:
-        """[m, 2n] -> act(first half) * second half. act: one of ACTIVATIONS."""
+        """[m, 2n] -> act(first half) * second half. act: one of ACTIVATIONS (kernels/silu_mul)."""
         ...
 
     def own_norm(self, x: PartialSum, residual: Tensor, norm: tuple[Tensor, float]) -> PartialSum:

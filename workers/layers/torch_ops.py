@@ -10,8 +10,9 @@ from meshlm.kernels.moe_routing.reference import Rule, select_experts
 from meshlm.kernels.moe_slots.reference import slots_of
 from meshlm.kernels.packed_gemm.reference import PackedWeight, packed_linear
 from meshlm.kernels.quantise_int8.reference import Int8Weight
+from meshlm.kernels.silu_mul.reference import ACTIVATIONS
 from meshlm.workers.batch import LayerCache, StepInputs
-from meshlm.workers.layers.ops import ACTIVATIONS, AttentionShape, HeadProducts, LatentShape, Ops, RouterWeights
+from meshlm.workers.layers.ops import AttentionShape, HeadProducts, LatentShape, Ops, RouterWeights
 from meshlm.workers.layers.partial_sum import Kind, PartialSum
 from meshlm.workers.layers.rope import apply_rope, apply_rope_to_neighbours
 

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshlm.kernels.silu_mul.reference import ACTIVATIONS
 from meshlm.protocol.model import HeadSpec, ModelSpec
 from meshlm.workers.layers.norm import LayerNorm
-from meshlm.workers.layers.ops import ACTIVATIONS
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     **ACTIVATIONS,

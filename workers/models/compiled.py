@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshlm.kernels.silu_mul.reference import ACTIVATIONS
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.backend import StepAttention
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.mlp import MLP
-from meshlm.workers.layers.ops import ACTIVATIONS
 from meshlm.workers.models.decoder import Decoder, DecoderLayer
 
 Weights = tuple[Tensor, Tensor | None]  # of a product: weight, bias

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshlm.kernels.silu_mul.reference import ACTIVATIONS
 from meshlm.protocol.model import AltUpSpec, ModelSpec, PerLayerInputSpec
 from meshlm.workers.attention.backend import StepAttention
 from meshlm.workers.batch import LayerCache, StepInputs, with_given
@@ -24,7 +25,7 @@ from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.norm import RMSNorm
-from meshlm.workers.layers.ops import ACTIVATIONS, Ops
+from meshlm.workers.layers.ops import Ops
 from meshlm.workers.layers.partial_sum import PartialSum
 from meshlm.workers.models.gemma import Gemma, GemmaLayer
 from meshlm.workers.models.kv_sharing import SharedKV, SharingAttention, share_all

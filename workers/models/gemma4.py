@@ -14,6 +14,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
+from meshlm.kernels.silu_mul.reference import ACTIVATIONS
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.backend import StepAttention
 from meshlm.workers.batch import LayerCache, StepInputs, with_given
@@ -23,7 +24,7 @@ from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.moe import MoE
 from meshlm.workers.layers.norm import RMSNorm
-from meshlm.workers.layers.ops import ACTIVATIONS, Ops
+from meshlm.workers.layers.ops import Ops
 from meshlm.workers.layers.partial_sum import PartialSum
 from meshlm.workers.models.decoder import Attention
 from meshlm.workers.models.gemma import Gemma, GemmaLayer

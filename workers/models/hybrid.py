@@ -5,13 +5,14 @@ A mixer with a state stands in the place of attention (mamba2.py), so a layer, i
 
 from torch import Tensor, nn
 
+from meshlm.kernels.silu_mul.reference import ACTIVATIONS
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.moe import MoE
 from meshlm.workers.layers.norm import RMSNorm
-from meshlm.workers.layers.ops import ACTIVATIONS, Ops
+from meshlm.workers.layers.ops import Ops
 from meshlm.workers.layers.partial_sum import PartialSum
 from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer
 from meshlm.workers.models.layer_norm import UngatedMLP

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshlm.kernels.silu_mul.reference import ACTIVATIONS
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.shard import WHOLE, Shard
@@ -19,7 +20,7 @@ from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.moe import MoE
 from meshlm.workers.layers.norm import LayerNorm
-from meshlm.workers.layers.ops import ACTIVATIONS, Ops
+from meshlm.workers.layers.ops import Ops
 from meshlm.workers.layers.partial_sum import PartialSum
 from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer
 

@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshlm.kernels.silu_mul.reference import ACTIVATIONS
 from meshlm.protocol.model import AudioEncoderSpec, ModelSpec
 from meshlm.workers.batch import CrossCache, LayerCache
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.norm import LayerNorm
-from meshlm.workers.layers.ops import ACTIVATIONS, Ops
+from meshlm.workers.layers.ops import Ops
 from meshlm.workers.layers.partial_sum import PartialSum
 from meshlm.workers.models.layer_norm import LayerNormAttention, LayerNormDecoder, LayerNormLayer, UngatedMLP
 from meshlm.workers.models.mel import LogMelSpectrogram

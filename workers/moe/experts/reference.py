@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight, unpack
-from meshlm.workers.layers.ops import ACTIVATIONS
+from meshlm.kernels.silu_mul.reference import ACTIVATIONS
 from meshlm.workers.moe.parts import (
     ActivationFormat,
     Dispatched,
