@@ -22,8 +22,8 @@ _encode = msgspec.json.Encoder().encode
 
 
 class StreamResponse(Response):
-    """Streamed: every row becomes a chunk at once. `write` takes complete events. With `progress` they have ids, and those that
-    the client has are left out."""
+    """Streamed: every row becomes a chunk at once, one whose tokens are no text yet, too (clients take the time between chunks for
+    that between tokens). `write` takes complete events. With `progress` they have ids, and those that the client has are left out."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class StreamResponse(Response):
         affixes = choice.affixes
         if affixes is None or details is not None:
             self._detailed(choice, num_tokens, text, details or NO_DETAILS)
-        elif text:
+        elif text or num_tokens:
             self._emit(choice, affixes[0] + _encode(text) + affixes[1])
 
     def _detailed(self, choice: Choice, num_tokens: int, text: str, details: RowDetails) -> None:
@@ -67,7 +67,7 @@ class StreamResponse(Response):
         self.note(choice, details)
         affixes = choice.affixes
         if finished is None and logprobs is None and affixes is not None:
-            if text:
+            if text or num_tokens:
                 self._emit(choice, affixes[0] + _encode(text) + affixes[1])
         elif not failed:
             self._general(choice, num_tokens, text, finished, logprobs)

@@ -278,7 +278,7 @@ def test_the_first_time_counts_for_created() -> None:
 def test_the_ids_of_a_chat() -> None:
     ask = asking(is_chat=True, include_usage=True)
     events = stream(ask, [(0, [1], "a", False), (0, [2, 3], "", False), (0, [4], "b", False), (0, [5], "", True)])
-    assert [name for name, _ in events] == ["0", "1", "4", "5e", "5e.u", "5e.d"]
+    assert [name for name, _ in events] == ["0", "1", "3", "4", "5e", "5e.u", "5e.d"]
 
 
 # --- the tracker ---

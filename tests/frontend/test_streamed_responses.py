@@ -49,6 +49,7 @@ def test_streamed_chat() -> None:
     assert role == [{"index": 0, "delta": {"role": "assistant", "content": ""}, **nothing}]
     assert words == [
         [{"index": 0, "delta": {"content": "Hé"}, **nothing}],
+        [{"index": 0, "delta": {"content": ""}, **nothing}],  # a token came
         [{"index": 0, "delta": {"content": ' "w"\n'}, **nothing}],
     ]
     assert last == [{"index": 0, "delta": {}, **nothing, "finish_reason": "stop", "stop_reason": 2}]
