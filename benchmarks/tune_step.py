@@ -99,7 +99,7 @@ class Step:
         flags = ["--tune", "off", *(["--max-num-seqs", "8"] if placement else [])]
         self.engine = engine_step.make_engine(model, flags, placement)
         self.engine.graphs._agree = None  # a tile that does not fit the GPU is no reason to end, as it is in a group
-        prompt = engine_step.prompts(1, context, self.engine.facts.block_size, 64)
+        prompt = engine_step.prompts(1, context, self.engine.facts.block_size, 64, self.engine.facts.kv_specs)
         self.engine.step(prompt, 0).wait()
         self.engine.step(engine_step.decodes(1, context), 0).wait()
         longest = self.engine.rows.block_tables.shape[-1] * self.engine.facts.block_size
