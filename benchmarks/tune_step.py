@@ -103,6 +103,7 @@ class Step:
         self.engine.step(prompt, 0).wait()
         self.engine.step(engine_step.decodes(1, context), 0).wait()
         longest = self.engine.rows.block_tables.shape[-1] * self.engine.facts.block_size
+        longest = min(longest, SHORT_CONTEXT) if context <= SHORT_CONTEXT else longest  # as its graph is launched
         device, spec = self.engine.device, self.engine.spec
         self.group = spec.num_attention_heads // spec.num_key_value_heads
         self.start: Choice = dict(self._seen)

@@ -95,6 +95,9 @@ class StepInputs:
     lens: RequestLens | None = None
     columns: "Columns | None" = None  # the requests on the device, for backends that read those (triton)
     known: KnownRequests | None = None  # beside columns, outside of CUDA graphs
+    # In a CUDA graph for certain contexts, in keys: what each token of a prompt sees, about; what a decode sees at the most. 0: unknown
+    seen: int = 0
+    longest: int = 0
     places: Tensor | None = (
         None  # int32 [l], beside columns: the requests whose logits they are; None: all of them, in order
     )

@@ -77,7 +77,7 @@ class TritonAttention:
         self._pieces: Pieces | None = None  # of the prompts, for all groups with states
         self._alone: tuple[Tensor, Tensor, Tensor] | None = None  # columns of the tokens, each as a request of its own
         columns = batch.columns
-        self._longest = columns.blocks.shape[1] * block_size
+        self._longest = batch.longest or columns.blocks.shape[1] * block_size
         self._latent = TritonLatentAttention(batch, latent, side)
         self._sparse = TritonSparseAttention(batch, latent)
         self._num = columns.n if batch.num_decodes == UNKNOWN else batch.num_decodes
@@ -132,11 +132,11 @@ class TritonAttention:
     def _pairs(self, most: int) -> int | None:
         """Prompt tokens x the keys that each sees in a layer where it sees so many at most (0: any number).
 
-        None in a graph, whose prompts are not known.
+        None in a graph whose prompts are not known.
         """
-        known = self._batch.known
+        known, each = self._batch.known, self._batch.seen
         if known is None:
-            return None
+            return len(self._batch.input_ids) * (min(each, most) if most else each) if each else None
         seen = ((prompt.num_tokens, prompt.start + prompt.num_tokens // 2) for prompt in known.prompts)
         return sum(count * (min(keys, most) if most else keys) for count, keys in seen)
 

@@ -308,7 +308,7 @@ class ModelEngine:
         if why_no_graph:
             return Course(None)
         uniform, prompts, shared = step.uniform, step.num_prompts, step.shared is not None
-        seen = None if uniform else step.contexts()
+        seen = step.contexts() if self.graphs.asks_for_contexts(step.n, uniform=uniform) else None
         key = self.graphs.find(step.t, step.n, uniform=uniform, contexts=seen, num_prompts=prompts, shared=shared)
         if key is not None and not key.shared:
             step.shared = None

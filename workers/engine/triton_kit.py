@@ -10,7 +10,15 @@ import torch
 
 from meshlm.kernels.attention.cache_proof import CacheShape, prove_cache
 from meshlm.kernels.attention.proof import Variant, prove
-from meshlm.kernels.attention.tiles import LARGE_DIM, hopper_from, hopper_wave, shared_sizes, warm_shared, warm_sizes
+from meshlm.kernels.attention.tiles import (
+    LARGE_DIM,
+    decode_tiles,
+    hopper_from,
+    hopper_wave,
+    shared_sizes,
+    warm_shared,
+    warm_sizes,
+)
 from meshlm.kernels.gate_up_silu import kernel as gate_up_silu
 from meshlm.kernels.mla import tiles as latent_tiles
 from meshlm.kernels.pdl import multiprocessors
@@ -34,10 +42,10 @@ from meshlm.workers.engine.shared_prefixes import PrefixTables
 from meshlm.workers.engine.triton_inputs import Staging, TritonInputs
 from meshlm.workers.graphs import warm_up
 from meshlm.workers.graphs.captures import Captures
-from meshlm.workers.graphs.dispatcher import Dispatcher, graph_keys
+from meshlm.workers.graphs.dispatcher import SHORT, Dispatcher, Key, graph_keys
 from meshlm.workers.graphs.modes import mode_of
 from meshlm.workers.graphs.padded import PaddedStep
-from meshlm.workers.graphs.step_time import of_model
+from meshlm.workers.graphs.step_time import LONG_CONTEXT, SHORT_CONTEXT, of_model
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.output.logits_sampler import LINES, LogitsSampler
 from meshlm.workers.states.step import WrongStates
@@ -68,9 +76,13 @@ class TritonKit:
         parameters = engine.model.active_parameters()
         rows, tokens = resolved.max_num_seqs, resolved.max_num_batched_tokens
         together = engine.together is not None
+        long = resolved.max_model_len > LONG_CONTEXT and _attends_by_splits(engine.spec) and not together
         keys = graph_keys(
-            mode, rows, tokens, worker.cudagraph_capture_sizes, parameters, together=together, states=state is not None
-        )
+            mode, rows, tokens, worker.cudagraph_capture_sizes, parameters,
+            together=together, states=state is not None, long=long,
+        )  # fmt: skip
+        if not together:
+            keys += _short_decodes(engine, keys)
         keys = [key for key in keys if key.tokens <= (worker.max_cudagraph_capture_size or key.tokens)]
         if engine.together is not None:
             keys += [
@@ -247,6 +259,28 @@ def _attention_kinds(spec: ModelSpec) -> list[tuple[int, int, bool]]:
     layers = [(spec.of_layer(n), spec.slides(n)) for n in range(spec.num_hidden_layers) if spec.has_attention(n)]
     found = ((one.num_key_value_heads, one.head_dim, slides and spec.sliding_window > 0) for one, slides in layers)
     return list(dict.fromkeys(found))
+
+
+def _short_decodes(engine: ModelEngine, keys: list[Key]) -> list[Key]:
+    """Graphs of decodes whose attention has other tiles where contexts are short than where they are as long as they may be."""
+    spec, longest = engine.spec, engine.rows.block_tables.shape[-1] * engine.rows.block_size
+    if spec.mla is not None or longest <= SHORT_CONTEXT:
+        return []
+
+    def differ(requests: int) -> bool:
+        return any(
+            len({decode_tiles(requests * kv_heads, most, engine.device, group) for most in (SHORT_CONTEXT, longest)})
+            > 1
+            for kv_heads, group in kinds
+        )
+
+    kinds = {(kv_heads, spec.num_attention_heads // kv_heads) for kv_heads, _, _ in _attention_kinds(spec)}
+    return [key._replace(contexts=SHORT) for key in keys if key.uniform and differ(key.requests)]
+
+
+def _attends_by_splits(spec: ModelSpec) -> bool:
+    """Whether it matters to a launch of attention how long contexts may be."""
+    return spec.mla is None and spec.state is None and not spec.attention_chunk_size and bool(_full_attention(spec))
 
 
 def _full_attention(spec: ModelSpec) -> list[tuple[int, int]]:

@@ -4,7 +4,8 @@ A graph is keyed by its padded numbers of tokens and requests. Uniform decodes h
 take any composition of prompts, chunks and decodes that fits. A few are captured at the start, such that each step fits one; the others
 in idle time, and in the middle of work when one is asked for again and again: capturing keeps the host for as long as launching the
 step, and the GPU not at all. Each may have a second one, for steps whose decodes share prefixes, which is captured when such steps ask
-for it again and again; until then they take the first.
+for it again and again; until then they take the first. Attention of few requests is launched in other ways where contexts are short or
+long, so these have graphs of their own (step_time.py).
 """
 
 from collections import Counter
@@ -15,7 +16,7 @@ import structlog
 import torch
 
 from meshlm.workers.graphs.recorder import Recorder
-from meshlm.workers.graphs.step_time import FLOP_PER_S, LONG_CONTEXT, Contexts, StepTime
+from meshlm.workers.graphs.step_time import FLOP_PER_S, LONG_CONTEXT, SHORT_CONTEXT, Contexts, StepTime
 
 MAX_DECODES = 1024
 MIXED_TOKENS = [
@@ -24,11 +25,15 @@ MIXED_TOKENS = [
     *range(2560, 4097, 512),
 ]  # as scheduler_proc/budget.py ends steps
 MIXED_REQUESTS = [72, 288]  # 64 and 256 streams, and one that is padding; larger ones for --max-num-seqs and one
+LONG_REQUESTS = [5, 9]  # behind long contexts: so few that these are split among programs
+LONG_GRID = 256  # tokens of such a step: few sizes, since attention's tiles make most of them alike
 LAUNCHES_S = 0.028  # twice what the host needs to launch a step kernel by kernel: longer steps need no graph
 STATES_LAUNCHES_S = (
     0.116  # ... of models with recurrent states, which have four times as many kernels (Granite 4 H tiny: 58 ms)
 )
-LONG_LAUNCHES_S = 0.016  # ... or little more than that, where contexts are long: there a graph is much the slower
+LONG_LAUNCHES_S = (
+    0.016  # ... or little more than that, where contexts are long: there a graph for any requests is much the slower
+)
 TOGETHER_TOKENS = [
     *MIXED_TOKENS,
     *range(4608, 8193, 512),
@@ -43,6 +48,7 @@ _log = structlog.get_logger()
 
 
 WHOLE, MODEL, HEAD = "", "model", "head"
+ANY, SHORT, LONG = "", "short", "long"
 
 
 class Key(NamedTuple):
@@ -53,10 +59,13 @@ class Key(NamedTuple):
     halves: bool = False  # of the step take turns (engine/micro_batches.py)
     part: str = WHOLE  # of the step: with grammars the head waits for masks, and is a graph of its own
     shared: bool = False  # decodes read shared prefixes together, where there are any (engine/shared_prefixes.py)
+    contexts: str = ANY  # of decodes: SHORT; of mixed steps: LONG
 
     def of(self, part: str) -> "Key":
-        """The graph of this part of the step; the head knows nothing of prefixes."""
-        return self._replace(part=part, shared=self.shared and part != HEAD)
+        """The graph of this part of the step; the head knows nothing of contexts."""
+        if part == HEAD:
+            return self._replace(part=part, shared=False, contexts=ANY)
+        return self._replace(part=part)
 
     @property
     def uniform(self) -> bool:
@@ -64,9 +73,9 @@ class Key(NamedTuple):
         return self.tokens == self.requests
 
     @property
-    def kind(self) -> tuple[bool, str, bool]:
+    def kind(self) -> tuple[bool, str, bool, str]:
         """What those have in common that launch the same kernels."""
-        return self.uniform, self.part, self.shared
+        return self.uniform, self.part, self.shared, self.contexts
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
@@ -80,10 +89,10 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 
 def graph_keys(
     mode: str, max_num_seqs: int, max_num_batched_tokens: int, sizes: tuple[int, ...], num_parameters: int,
-    *, together: bool = False, states: bool = False,
+    *, together: bool = False, states: bool = False, long: bool = False,
 ) -> list[Key]:  # fmt: skip
     """All graphs of a --cudagraph-mode. `sizes`: --cudagraph-capture-sizes, of decodes. together: of ranks that step together;
-    states: of a model with recurrent ones.
+    states: of a model with recurrent ones; long: contexts may be.
 
     Mixed graphs end where a step of so many parameters takes the GPU longer than its launches take the host.
     """
@@ -97,13 +106,14 @@ def graph_keys(
     if mode != "FULL_DECODE_ONLY":
         most_requests = max_num_seqs + 1
         requests = [size for size in MIXED_REQUESTS if size < most_requests] + [most_requests]
-        keys += [
-            Key(tokens, most)
-            for tokens in mixed
-            for most in requests
-            if most < tokens <= max(max_num_batched_tokens, MIXED_TOKENS[0])
-            and 2 * num_parameters * tokens / FLOP_PER_S <= launches_s
-        ]
+        few = {min(size, most_requests) for size in LONG_REQUESTS} if long else set()
+        for tokens in mixed:
+            if tokens > max(max_num_batched_tokens, MIXED_TOKENS[0]):
+                break
+            if 2 * num_parameters * tokens / FLOP_PER_S > launches_s:
+                break
+            keys += [Key(tokens, most) for most in requests if most < tokens]
+            keys += [Key(tokens, most, contexts=LONG) for most in few if tokens % LONG_GRID == 0]
     return sorted(keys)
 
 
@@ -156,8 +166,12 @@ class Dispatcher:
             if fitting:
                 if shared and (key := self._for_shared(fitting)) is not None:
                     return key
-                return self._there(fitting, PATIENCE_DECODES) or fitting[0]
+                return self._for_short(self._there(fitting, PATIENCE_DECODES) or fitting[0], contexts)
         fitting = [key for key in mixed if key.tokens >= num_tokens and key.requests > num_requests]
+        if contexts is not None and contexts.longest >= LONG_CONTEXT and not shared:
+            key = self._for_long(num_tokens, num_requests)
+            if key is not None:
+                return key
         if fitting and self._is_long(num_tokens, contexts):
             self.miss("long_context")
             return None
@@ -197,6 +211,25 @@ class Dispatcher:
             return wanted
         return next((key for key in fitting if key in self._graphs and key.tokens <= WIDEST * wanted.tokens), None)
 
+    def asks_for_contexts(self, num_requests: int, *, uniform: bool) -> bool:
+        """Whether `find` needs them."""
+        return not uniform or any(key.requests >= num_requests for key in self._short)
+
+    def _for_short(self, key: Key, contexts: Contexts | None) -> Key:
+        """The one for short contexts, if there is one and they are."""
+        if contexts is None or contexts.longest > SHORT_CONTEXT:
+            return key
+        short = key._replace(contexts=SHORT)
+        return short if short in self._graphs else key
+
+    def _for_long(self, num_tokens: int, num_requests: int) -> Key | None:
+        """The one for long contexts, if it is captured or its turn has come."""
+        wanted = next((key for key in self._long if key.tokens >= num_tokens and key.requests > num_requests), None)
+        if wanted is None or wanted in self._graphs:
+            return wanted
+        self._missed[wanted] += 1
+        return wanted if self._missed[wanted] > PATIENCE else None
+
     def _for_shared(self, fitting: list[Key]) -> Key | None:
         """The one for shared prefixes, among those that could be captured."""
         fitting = [key for key in (key._replace(shared=True) for key in fitting) if key not in self._refused]
@@ -228,17 +261,19 @@ class Dispatcher:
             self._capture(key)  # the same kernels, launched one by one
             return
         if key.part != HEAD:
-            self.replays[("decode" if key.uniform else "mixed") + ("_shared" if key.shared else "")] += 1
+            more = "_shared" if key.shared else "_long" if key.contexts == LONG else ""
+            self.replays[("decode" if key.uniform else "mixed") + more] += 1
         graph.replay()
 
     def first(self, *, everything: bool = False) -> list[Key]:
         """What to capture at the start: keys from which no step is far, or all.
 
         Those are of powers of two, and the longest of decodes and for each number of requests. Large ones first: the others fit in
-        their memory.
+        their memory. None has a long context at first.
         """
         longest = {key.requests: key for key in self._mixed}.values()
-        some = {key for key in self.keys if key.tokens & (key.tokens - 1) == 0} | {*self._decodes[-1:], *longest}
+        powers = {key for key in self.keys if key.tokens & (key.tokens - 1) == 0 and key.contexts != LONG}
+        some = powers | {*self._decodes[-1:], *longest}
         return sorted(self.keys if everything else some, key=lambda key: (not key.uniform, -key.tokens))
 
     def make(self, key: Key) -> None:
@@ -263,7 +298,7 @@ class Dispatcher:
 
     def background(self) -> None:
         """Capture one more graph: decodes first, the largest first (the others fit in its memory)."""
-        for keys in (self._decodes, self._mixed, *self._halved):
+        for keys in (self._decodes, self._short, self._mixed, self._long, *self._halved):
             for key in reversed(keys):
                 if key not in self._graphs:
                     self.make(key)
@@ -284,7 +319,8 @@ class Dispatcher:
 
     def _keep(self, keys: list[Key]) -> None:
         self.keys = keys
-        whole, halved = [key for key in keys if not key.halves], [key for key in keys if key.halves]
+        self._short, self._long = ([key for key in keys if key.contexts == which] for which in (SHORT, LONG))
+        whole, halved = ([key for key in keys if key.halves == are and key.contexts == ANY] for are in (False, True))
         self._decodes = [key for key in whole if key.uniform]
         self._mixed = [key for key in whole if not key.uniform]
         self._halved = ([key for key in halved if key.uniform], [key for key in halved if not key.uniform])

@@ -3,11 +3,14 @@
 The same launches for each step that fits, whatever its requests. Used by the dispatcher.
 """
 
+from dataclasses import replace
+
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.engine.compute import Compute
 from meshlm.workers.engine.micro_batches import cut_of
 from meshlm.workers.engine.triton_inputs import TritonInputs, halves_of
-from meshlm.workers.graphs.dispatcher import HEAD, MODEL, Key
+from meshlm.workers.graphs.dispatcher import HEAD, LONG, MODEL, SHORT, Key
+from meshlm.workers.graphs.step_time import LONG_CONTEXT, SHORT_CONTEXT
 from meshlm.workers.output.logits_sampler import LogitsSampler
 
 
@@ -24,6 +27,10 @@ class PaddedStep:
             self._head.choose_kept(count, (rows, starts, ends), None if key.uniform else places[:count])
             return
         batch = self._inputs.padded(key.requests, key.tokens, shared=key.shared)
+        if key.contexts == LONG:
+            batch = replace(batch, seen=LONG_CONTEXT)
+        elif key.contexts == SHORT:
+            batch = replace(batch, longest=SHORT_CONTEXT)
         hidden = self._compute.padded(batch, halves_of(batch, cut_of(key.tokens)) if key.halves else None)
         if self._shard.is_last:
             last = hidden if batch.logits_indices is None else hidden[batch.logits_indices]

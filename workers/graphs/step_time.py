@@ -1,7 +1,9 @@
 """How long the GPU is busy with a step at the least, contexts included. Pure; the dispatcher asks whether launching it takes longer.
 
 A CUDA graph of mixed steps holds any requests, so its attention is launched for as many as fit and as if their contexts were short: the
-contexts of its decodes are not split among programs, and its prompts have the kernel that is faster where they see few keys.
+contexts of its decodes are not split among programs, and its prompts have the kernel that is faster where they see few keys. Those
+for a few requests with long contexts do both. A decode's tiles are of the longest context that a request may have (--max-model-len),
+but for a few requests which all have short ones.
 """
 
 from typing import NamedTuple
@@ -11,6 +13,7 @@ from meshlm.protocol.model import ModelSpec
 FLOP_PER_S = 6e14  # of a large matrix product, at most
 BYTES_PER_S = 4e12  # of keys and values, at most
 LONG_CONTEXT = 4096  # tokens; steps in which nobody sees more are as they were measured, in graphs
+SHORT_CONTEXT = 8192  # tokens; up to so many tables of attention have tiles for decodes of few requests
 
 
 class Contexts(NamedTuple):

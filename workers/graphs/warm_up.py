@@ -3,7 +3,7 @@ nothing."""
 
 from collections.abc import Iterator
 
-from meshlm.workers.graphs.dispatcher import Key
+from meshlm.workers.graphs.dispatcher import ANY, SHORT, Key
 
 
 def steps(
@@ -28,15 +28,16 @@ def graphs(keys: list[Key], rows: set[int], most: int) -> list[Key]:
 
     rows: as for `steps`, which have up to `most` tokens; with few requests the padding of a graph makes them more.
     """
-    decodes = [key for key in keys if key.uniform]
-    mixed: dict[int, Key] = {}
+    decodes = [key for key in keys if key.uniform and key.contexts == ANY]
+    short = [key for key in keys if key.contexts == SHORT]
+    mixed: dict[tuple[int, str], Key] = {}
     for key in keys:
         if not key.uniform:
-            mixed.setdefault(key.requests, key)
+            mixed.setdefault((key.requests, key.contexts), key)
     wide = {
         max((key for key in keys if not key.uniform and most < key.tokens <= number), default=None) for number in rows
     }
-    return decodes[:1] + list(mixed.values()) + sorted(key for key in wide if key is not None)
+    return decodes[:1] + short + list(mixed.values()) + sorted(key for key in wide if key is not None)
 
 
 def shared(keys: list[Key], numbers: list[int], max_rows: int) -> list[Key]:

@@ -10,6 +10,7 @@ pytest.importorskip("torch")
 from meshlm.scheduler_proc.budget import MOST_MIXED_TOKENS, on_grid
 from meshlm.workers.graphs.dispatcher import (
     HEAD,
+    LONG,
     MIXED_TOKENS,
     MODEL,
     PATIENCE,
@@ -258,7 +259,7 @@ def test_long_contexts_decide_first() -> None:
 
 
 def test_the_head_has_one_graph() -> None:
-    key = Key(8, 8, shared=True)
-    assert key.of(MODEL) == Key(8, 8, part=MODEL, shared=True)
+    key = Key(8, 8, shared=True, contexts=LONG)
+    assert key.of(MODEL) == Key(8, 8, part=MODEL, shared=True, contexts=LONG)
     assert key.of(HEAD) == Key(8, 8, part=HEAD)
     assert key.of(WHOLE) == key

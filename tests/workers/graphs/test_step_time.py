@@ -7,8 +7,17 @@ pytest.importorskip("torch")
 from tiny_models import spec_of
 
 from meshlm.workers.engine.columns import columns_of
-from meshlm.workers.graphs.dispatcher import LONG_LAUNCHES_S, PATIENCE, Dispatcher, Key, graph_keys
-from meshlm.workers.graphs.step_time import LONG_CONTEXT, Contexts, StepTime, of_model
+from meshlm.workers.graphs.dispatcher import (
+    ANY,
+    LONG,
+    LONG_LAUNCHES_S,
+    PATIENCE,
+    SHORT,
+    Dispatcher,
+    Key,
+    graph_keys,
+)
+from meshlm.workers.graphs.step_time import LONG_CONTEXT, SHORT_CONTEXT, Contexts, StepTime, of_model
 
 PARAMETERS = 8_000_000_000
 LLAMA = StepTime(2 * PARAMETERS / 6e14, 32 * 4 * 32 * 128 / 6e14, 32 * 2 * 8 * 128 * 2 / 4e12)  # of 8B parameters
@@ -38,6 +47,89 @@ def test_a_step_that_is_launched_no_faster_than_it_runs_keeps_its_graph() -> Non
     few = Contexts(32_000, 128 * 16_000, 32_000)
     assert LLAMA.of(131, few) < LONG_LAUNCHES_S
     assert found(131, few)[0] == Key(256, 72)
+
+
+SEEN = Contexts(32_000, 508 * 16_000, 96_000)
+
+
+def with_long() -> Dispatcher:
+    return Dispatcher(graph_keys("FULL", 1024, 8192, (), PARAMETERS, long=True), lambda key: None, step_time=LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "requests", "key"),
+    [
+        (512, 4, Key(512, 5, contexts=LONG)),
+        (512, 5, Key(512, 9, contexts=LONG)),
+        (513, 8, Key(768, 9, contexts=LONG)),
+        (131, 4, Key(256, 5, contexts=LONG)),
+    ],
+)
+def test_a_few_requests_with_long_contexts_have_graphs_of_their_own(tokens: int, requests: int, key: Key) -> None:
+    graphs = with_long()
+    asked = [graphs.find(tokens, requests, uniform=False, contexts=SEEN) for _ in range(PATIENCE + 2)]
+    assert [found for found in asked if found is not None and found.contexts == LONG] == [key] * 2
+    assert asked[0] != key
+    graphs._graphs[key] = object()  # type: ignore[assignment]
+    assert graphs.find(tokens, requests, uniform=False, contexts=SEEN) == key
+    short = SEEN._replace(longest=LONG_CONTEXT - 1)
+    again = [graphs.find(tokens, requests, uniform=False, contexts=short) for _ in range(PATIENCE + 1)][-1]
+    assert again is not None
+    assert again.contexts == ANY
+
+
+def test_more_requests_and_longer_steps_with_long_contexts_are_launched_by_hand() -> None:
+    graphs = with_long()
+    for tokens, requests in ((512, 9), (1024, 64)):
+        for _ in range(PATIENCE + 2):
+            assert graphs.find(tokens, requests, uniform=False, contexts=SEEN) is None
+    assert dict(graphs.misses) == {"long_context": 2 * (PATIENCE + 2)}
+    assert graphs.find(1500, 4, uniform=False, contexts=SEEN) is None, (
+        "it takes so long that launching it costs nothing"
+    )
+    for _ in range(PATIENCE + 2):
+        assert graphs.find(512, 4, uniform=False, contexts=SEEN, shared=True) is None, "its decodes read prefixes once"
+
+
+def test_graphs_for_long_contexts_are_captured_last() -> None:
+    """At the start nobody has such a context."""
+    graphs, order = with_long(), list[Key]()
+
+    def make(key: Key) -> None:
+        order.append(key)
+        graphs._graphs[key] = object()  # type: ignore[assignment]
+
+    assert not any(key.contexts == LONG for key in graphs.first())
+    graphs.make = make  # type: ignore[method-assign]
+    while not graphs.complete:
+        graphs.background()
+    assert [key.contexts == LONG for key in order] == sorted(key.contexts == LONG for key in order)
+    assert {(key.tokens, key.requests) for key in order if key.contexts == LONG} == {
+        (tokens, requests) for tokens in (256, 512, 768, 1024) for requests in (5, 9)
+    }
+
+
+def test_a_server_of_one_request_has_them_too() -> None:
+    keys = graph_keys("FULL", 1, 8192, (), PARAMETERS, long=True)
+    assert {key.requests for key in keys if key.contexts == LONG} == {2}
+    assert not any(key.contexts == LONG for key in graph_keys("FULL", 1, 8192, (), PARAMETERS))
+    assert not any(key.contexts == LONG for key in graph_keys("FULL_DECODE_ONLY", 1, 8192, (), PARAMETERS, long=True))
+
+
+def test_decodes_with_short_contexts_have_graphs_of_their_own() -> None:
+    keys = graph_keys("FULL", 64, 8192, (), PARAMETERS)
+    short = [Key(size, size, contexts=SHORT) for size in (1, 2)]
+    graphs = Dispatcher([*keys, *short], lambda key: None, step_time=LLAMA)
+    assert set(short) <= set(graphs.first()), "contexts are short at first"
+    seen = Contexts(SHORT_CONTEXT, 0.0, SHORT_CONTEXT)
+    assert graphs.find(1, 1, uniform=True, contexts=seen) == Key(1, 1), "until it is captured"
+    graphs._graphs.update({key: object() for key in short})  # type: ignore[misc]
+    assert graphs.find(1, 1, uniform=True, contexts=seen) == short[0]
+    assert graphs.find(1, 1, uniform=True, contexts=seen._replace(longest=SHORT_CONTEXT + 1)) == Key(1, 1)
+    assert graphs.find(1, 1, uniform=True) == Key(1, 1)
+    assert graphs.find(4, 4, uniform=True, contexts=seen) == Key(4, 4)
+    assert [graphs.asks_for_contexts(count, uniform=True) for count in (1, 2, 3)] == [True, True, False]
+    assert graphs.asks_for_contexts(3, uniform=False)
 
 
 def test_what_no_graph_holds_is_too_long_for_that_reason() -> None:

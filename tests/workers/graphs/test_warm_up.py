@@ -20,9 +20,11 @@ from meshlm.kernels.gate_up_silu.kernel import Shape as Tile
 from meshlm.kernels.small_m_gemm import kernel as small_m_gemm
 from meshlm.kernels.small_m_gemm.kernel import Shape
 from meshlm.protocol.model import ModelSpec
+from meshlm.workers.attention import triton_backend
 from meshlm.workers.attention.triton_backend import TritonBackend
 from meshlm.workers.batch import LayerCache
 from meshlm.workers.distributed.shard import WHOLE
+from meshlm.workers.engine import triton_kit
 from meshlm.workers.engine.changes import I32
 from meshlm.workers.engine.columns import columns_of
 from meshlm.workers.engine.compute import Compute
@@ -30,8 +32,9 @@ from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.engine.shared_prefixes import Clusters, PrefixTables
 from meshlm.workers.engine.triton_inputs import TritonInputs
 from meshlm.workers.graphs import warm_up
-from meshlm.workers.graphs.dispatcher import Key, graph_keys
+from meshlm.workers.graphs.dispatcher import LONG, SHORT, Key, graph_keys
 from meshlm.workers.graphs.padded import PaddedStep
+from meshlm.workers.graphs.step_time import LONG_CONTEXT, SHORT_CONTEXT
 from meshlm.workers.layers.triton_ops import TritonOps
 from meshlm.workers.models import decoder
 from meshlm.workers.output import logprobs
@@ -106,6 +109,7 @@ class Case:
             rms_norm_eps=1e-6,
             qk_norm=True,
         )
+        self.spec = spec
         model = decoder.Decoder(spec, LENGTH).to(torch.bfloat16)
         model.prepare(CPU, torch.bfloat16)
         self.rows = DeviceRows(max_rows, LENGTH, BLOCK, CPU)
@@ -116,7 +120,7 @@ class Case:
         self.compute.caches = [
             LayerCache(*torch.zeros(2, 1, BLOCK, heads[1], 16, dtype=torch.bfloat16)) for _ in range(2)
         ]
-        self.keys = graph_keys("FULL", max_rows, TOKENS, (), 10**6)
+        self.keys = graph_keys("FULL", max_rows, TOKENS, (), 10**6, long=True)
         width = (heads[0] + 2 * heads[1]) * 16
         sizes = [(64, heads[0] * 16, "parts"), (64, 96, "parts"), (192, 64, "gate"), (width, 64, "product")]
         split = [(over, to, shape._replace(splits=1 + (over == 192))) for over, to, shape in SMALL_M_GEMM]
@@ -218,9 +222,51 @@ def test_prompts_of_as_many_rows_as_there_are_kinds(max_rows: int, longest: int,
     assert all(len(counts) <= max_rows and max(counts) <= longest for counts in found)
 
 
+def test_attention_in_graphs_for_long_contexts_is_launched_for_those(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of prompts by the keys that they will see, of decodes in as many parts as so few requests have."""
+    case, pairs, parts = Case(monkeypatch, 48, (8, 2)), list[int | None](), list[int]()
+    monkeypatch.setattr(triton_backend, "prefill", lambda *_, num_pairs, **__: pairs.append(num_pairs))
+    monkeypatch.setattr(triton_backend, "decode", lambda *found, **_: parts.append(found[7]))
+    for key in (Key(256, 5, contexts=LONG), Key(256, 49)):
+        case.padded(key)
+    assert pairs == [256 * LONG_CONTEXT] * 2 + [None] * 2, "two layers"
+    few, many = parts[0], parts[-1]
+    assert few > many
+
+
+def test_attention_in_graphs_for_short_contexts_is_launched_for_those(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, longest = Case(monkeypatch, 48, (8, 2)), list[int]()
+
+    def some(programs: int, most: int, *_: object) -> tiles.Tile:
+        longest.append(most)
+        return 1, 32, 2, 2
+
+    monkeypatch.setattr(triton_backend, "decode_tiles", some)
+    for key in (Key(2, 2, contexts=SHORT), Key(2, 2)):
+        case.padded(key)
+    assert longest == [SHORT_CONTEXT] * 2 + [LENGTH] * 2, "two layers"
+
+
+@pytest.mark.parametrize(("context", "sizes"), [(SHORT_CONTEXT, []), (2 * SHORT_CONTEXT, [1, 2])])
+def test_which_decodes_have_other_tiles_where_contexts_are_short(
+    monkeypatch: pytest.MonkeyPatch, context: int, sizes: list[int]
+) -> None:
+    def some(programs: int, longest: int, *_: object) -> tiles.Tile:
+        return 1, 16 if programs <= 4 and longest <= SHORT_CONTEXT else 32, 2, 2
+
+    case = Case(monkeypatch, 48, (8, 2))
+    monkeypatch.setattr(triton_kit, "decode_tiles", some)
+    rows = SimpleNamespace(block_tables=torch.zeros(1, 1, context // BLOCK), block_size=BLOCK)
+    engine: Any = SimpleNamespace(spec=case.spec, rows=rows, device=CPU)
+    found = triton_kit._short_decodes(engine, case.keys)
+    assert found == [Key(size, size, contexts=SHORT) for size in sizes]
+
+
 def test_graphs_of_each_kind() -> None:
     """Decodes, mixed ones by their requests, and the widest of each kind of products that no step by hand has."""
     decodes, mixed = [Key(1, 1), Key(2, 2)], [Key(tokens, 3) for tokens in (128, 256, 512, 1024)]
     assert warm_up.graphs([*decodes, *mixed], set(), 200) == [decodes[0], mixed[0]]
     assert warm_up.graphs([*decodes, *mixed], {100, 300, 700}, 200) == [decodes[0], mixed[0], mixed[1], mixed[2]]
     assert warm_up.graphs([*decodes, *mixed], {9999}, 1024) == [decodes[0], mixed[0]]
+    short, long = Key(1, 1, contexts=SHORT), Key(256, 3, contexts=LONG)
+    assert warm_up.graphs([*decodes, short, *mixed, long], set(), 200) == [decodes[0], short, mixed[0], long]
