@@ -70,6 +70,15 @@ def test_few_rows(rows: int, dtype: torch.dtype) -> None:
     near(parts, (found * weights[:, :, None]).transpose(0, 1), dtype, 6.0)
 
 
+def test_stages_that_have_no_room_are_left_out() -> None:
+    found = [
+        kernel._options(kernel.Shape(rows, 64, 8, 3), torch.zeros(1, dtype=dtype), kernel.PLAIN, rows)["STAGES"]
+        for rows in (16, 128, 256)
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
+    assert found == [3, 3, 3, 3, 3, 1]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("rows", "shape"), [(45, SHAPE), (300, kernel.Shape(256, 64, 8, 2)), (300, kernel.Shape(256, 64, 8, 3))]
