@@ -303,8 +303,9 @@ def batched_rows(
 def _options(shape: Shape, x: Tensor, epilogue: Epilogue, block_m: int) -> dict[str, Any]:
     use_pdl = x.is_cuda and pdl.supported()
     room = SHARED_BYTES // (block_m * CHUNK * x.element_size())  # for stages of x; weights' are small beside it
+    stages = min(shape.stages, max(1, room))
     return {
         "BIAS": epilogue.bias is not None, "ALPHA": epilogue.alpha, "LIMIT": epilogue.limit, "BLOCK_M": block_m,
-        "BLOCK_N": shape.block_n, "STAGES": min(shape.stages, max(1, room)), "ASM": x.is_cuda and x.dtype == torch.bfloat16, "PDL": use_pdl,
+        "BLOCK_N": shape.block_n, "STAGES": stages, "ASM": x.is_cuda and x.dtype == torch.bfloat16, "PDL": use_pdl,
         "num_warps": shape.warps, **({"launch_pdl": True} if use_pdl else {}),
     }  # fmt: skip

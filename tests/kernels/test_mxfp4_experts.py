@@ -7,7 +7,7 @@ from torch import Tensor
 
 from meshlm.kernels.grouped_gemm import reference
 from meshlm.kernels.moe_align import kernel as moe_align
-from meshlm.kernels.moe_epilogue.kernel import Epilogue
+from meshlm.kernels.moe_epilogue.kernel import PLAIN, Epilogue
 from meshlm.kernels.mxfp4.reference import GROUP, decode_mxfp4
 from meshlm.kernels.mxfp4_experts import kernel
 from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight, pack, unpack
@@ -72,7 +72,7 @@ def test_few_rows(rows: int, dtype: torch.dtype) -> None:
 
 def test_stages_that_have_no_room_are_left_out() -> None:
     found = [
-        kernel._options(kernel.Shape(rows, 64, 8, 3), torch.zeros(1, dtype=dtype), kernel.PLAIN, rows)["STAGES"]
+        kernel._options(kernel.Shape(rows, 64, 8, 3), torch.zeros(1, dtype=dtype), PLAIN, rows)["STAGES"]
         for rows in (16, 128, 256)
         for dtype in (torch.bfloat16, torch.float32)
     ]

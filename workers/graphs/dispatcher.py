@@ -25,7 +25,7 @@ MIXED_TOKENS = [
     *range(2560, 4097, 512),
 ]  # as scheduler_proc/budget.py ends steps
 MIXED_REQUESTS = [72, 288]  # 64 and 256 streams, and one that is padding; larger ones for --max-num-seqs and one
-LONG_REQUESTS = [5, 9]  # behind long contexts: so few that these are split among programs
+LONG_REQUESTS = [5, 9, 17, 33]  # behind long contexts: so few that these are split among programs
 LONG_GRID = 256  # tokens of such a step: few sizes, since attention's tiles make most of them alike
 LAUNCHES_S = 0.028  # twice what the host needs to launch a step kernel by kernel: longer steps need no graph
 STATES_LAUNCHES_S = (

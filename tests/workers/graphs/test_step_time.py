@@ -62,6 +62,7 @@ def with_long() -> Dispatcher:
         (512, 4, Key(512, 5, contexts=LONG)),
         (512, 5, Key(512, 9, contexts=LONG)),
         (513, 8, Key(768, 9, contexts=LONG)),
+        (1024, 32, Key(1024, 33, contexts=LONG)),
         (131, 4, Key(256, 5, contexts=LONG)),
     ],
 )
@@ -80,7 +81,7 @@ def test_a_few_requests_with_long_contexts_have_graphs_of_their_own(tokens: int,
 
 def test_more_requests_and_longer_steps_with_long_contexts_are_launched_by_hand() -> None:
     graphs = with_long()
-    for tokens, requests in ((512, 9), (1024, 64)):
+    for tokens, requests in ((512, 33), (1024, 64)):
         for _ in range(PATIENCE + 2):
             assert graphs.find(tokens, requests, uniform=False, contexts=SEEN) is None
     assert dict(graphs.misses) == {"long_context": 2 * (PATIENCE + 2)}
@@ -105,7 +106,7 @@ def test_graphs_for_long_contexts_are_captured_last() -> None:
         graphs.background()
     assert [key.contexts == LONG for key in order] == sorted(key.contexts == LONG for key in order)
     assert {(key.tokens, key.requests) for key in order if key.contexts == LONG} == {
-        (tokens, requests) for tokens in (256, 512, 768, 1024) for requests in (5, 9)
+        (tokens, requests) for tokens in (256, 512, 768, 1024) for requests in (5, 9, 17, 33)
     }
 
 
