@@ -42,7 +42,7 @@ from meshlm.workers.engine.shared_prefixes import PrefixTables
 from meshlm.workers.engine.triton_inputs import Staging, TritonInputs
 from meshlm.workers.graphs import warm_up
 from meshlm.workers.graphs.captures import Captures
-from meshlm.workers.graphs.dispatcher import SHORT, Dispatcher, Key, graph_keys
+from meshlm.workers.graphs.dispatcher import SHORT, Dispatcher, Key, graph_keys, long_requests
 from meshlm.workers.graphs.modes import mode_of
 from meshlm.workers.graphs.padded import PaddedStep
 from meshlm.workers.graphs.step_time import LONG_CONTEXT, SHORT_CONTEXT, of_model
@@ -76,11 +76,9 @@ class TritonKit:
         parameters = engine.model.active_parameters()
         rows, tokens = resolved.max_num_seqs, resolved.max_num_batched_tokens
         together = engine.together is not None
-        long = resolved.max_model_len > LONG_CONTEXT and _attends_by_splits(engine.spec) and not together
         keys = graph_keys(
-            mode, rows, tokens, worker.cudagraph_capture_sizes, parameters,
-            together=together, states=state is not None, long=long,
-        )  # fmt: skip
+            mode, rows, tokens, worker.cudagraph_capture_sizes, parameters, together=together, states=state is not None
+        )
         if not together:
             keys += _short_decodes(engine, keys)
         keys = [key for key in keys if key.tokens <= (worker.max_cudagraph_capture_size or key.tokens)]
@@ -101,7 +99,7 @@ class TritonKit:
             agree = engine.together.vote
         if state is None:
             step_time = of_model(engine.spec, parameters, engine.layout.dtype.itemsize)
-            graphs = Dispatcher(keys, self._padded, agree, step_time)
+            graphs = Dispatcher(keys, self._padded, agree, step_time, long=_long_requests(engine))
         else:  # few layers attend, so contexts make no step much longer, and launching one takes the host very long
             graphs = Dispatcher(keys, self._padded, agree, most_prompts=MOST_PROMPTS)
         return graphs, Captures(graphs, self._inputs.clear)
@@ -241,6 +239,8 @@ class TritonKit:
         with torch.inference_mode():
             for key in warm_up.graphs(engine.graphs.keys, sizes, min(tokens, most * prompt)):
                 self._padded(key)
+            for key in warm_up.long(engine.graphs.keys, _long_requests(engine)):
+                self._padded(key)
             if rows.prefixes is not None:
                 kinds = [(spec.num_attention_heads, kv_heads) for kv_heads, _ in _full_attention(spec)]
                 numbers = warm_shared(rows.prefixes.sizes, kinds, most, longest, engine.device)
@@ -278,9 +278,19 @@ def _short_decodes(engine: ModelEngine, keys: list[Key]) -> list[Key]:
     return [key._replace(contexts=SHORT) for key in keys if key.uniform and differ(key.requests)]
 
 
-def _attends_by_splits(spec: ModelSpec) -> bool:
-    """Whether it matters to a launch of attention how long contexts may be."""
-    return spec.mla is None and spec.state is None and not spec.attention_chunk_size and bool(_full_attention(spec))
+def _long_requests(engine: ModelEngine) -> list[int]:
+    """Of graphs for long contexts; none where it does not matter to a launch of attention how long these are."""
+    spec, resolved = engine.spec, engine.resolved
+    short = resolved.max_model_len <= LONG_CONTEXT or engine.together is not None
+    if (
+        short
+        or spec.mla is not None
+        or spec.state is not None
+        or spec.attention_chunk_size
+        or not _full_attention(spec)
+    ):
+        return []
+    return long_requests(resolved.max_num_seqs)
 
 
 def _full_attention(spec: ModelSpec) -> list[tuple[int, int]]:

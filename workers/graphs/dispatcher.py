@@ -5,11 +5,11 @@ take any composition of prompts, chunks and decodes that fits. A few are capture
 in idle time, and in the middle of work when one is asked for again and again: capturing keeps the host for as long as launching the
 step, and the GPU not at all. Each may have a second one, for steps whose decodes share prefixes, which is captured when such steps ask
 for it again and again; until then they take the first. Attention of few requests is launched in other ways where contexts are short or
-long, so these have graphs of their own (step_time.py).
+long, so these have graphs of their own (step_time.py), mixed steps with long ones when they ask for them.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import structlog
@@ -26,7 +26,6 @@ MIXED_TOKENS = [
 ]  # as scheduler_proc/budget.py ends steps
 MIXED_REQUESTS = [72, 288]  # 64 and 256 streams, and one that is padding; larger ones for --max-num-seqs and one
 LONG_REQUESTS = [5, 9, 17, 33]  # behind long contexts: so few that these are split among programs
-LONG_GRID = 256  # tokens of such a step: few sizes, since attention's tiles make most of them alike
 LAUNCHES_S = 0.028  # twice what the host needs to launch a step kernel by kernel: longer steps need no graph
 STATES_LAUNCHES_S = (
     0.116  # ... of models with recurrent states, which have four times as many kernels (Granite 4 H tiny: 58 ms)
@@ -89,10 +88,10 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 
 def graph_keys(
     mode: str, max_num_seqs: int, max_num_batched_tokens: int, sizes: tuple[int, ...], num_parameters: int,
-    *, together: bool = False, states: bool = False, long: bool = False,
+    *, together: bool = False, states: bool = False,
 ) -> list[Key]:  # fmt: skip
     """All graphs of a --cudagraph-mode. `sizes`: --cudagraph-capture-sizes, of decodes. together: of ranks that step together;
-    states: of a model with recurrent ones; long: contexts may be.
+    states: of a model with recurrent ones.
 
     Mixed graphs end where a step of so many parameters takes the GPU longer than its launches take the host.
     """
@@ -106,15 +105,19 @@ def graph_keys(
     if mode != "FULL_DECODE_ONLY":
         most_requests = max_num_seqs + 1
         requests = [size for size in MIXED_REQUESTS if size < most_requests] + [most_requests]
-        few = {min(size, most_requests) for size in LONG_REQUESTS} if long else set()
-        for tokens in mixed:
-            if tokens > max(max_num_batched_tokens, MIXED_TOKENS[0]):
-                break
-            if 2 * num_parameters * tokens / FLOP_PER_S > launches_s:
-                break
-            keys += [Key(tokens, most) for most in requests if most < tokens]
-            keys += [Key(tokens, most, contexts=LONG) for most in few if tokens % LONG_GRID == 0]
+        keys += [
+            Key(tokens, most)
+            for tokens in mixed
+            for most in requests
+            if most < tokens <= max(max_num_batched_tokens, MIXED_TOKENS[0])
+            and 2 * num_parameters * tokens / FLOP_PER_S <= launches_s
+        ]
     return sorted(keys)
+
+
+def long_requests(max_num_seqs: int) -> list[int]:
+    """Requests of the graphs for long contexts, one of them padding."""
+    return sorted({min(size, max_num_seqs + 1) for size in LONG_REQUESTS})
 
 
 class Dispatcher:
@@ -127,17 +130,19 @@ class Dispatcher:
         agree: Callable[[bool], bool] | None = None,
         step_time: StepTime | None = None,
         most_prompts: int | None = None,
+        long: Sequence[int] = (),
     ) -> None:
         """agree: of a group, whose ranks must have the same graphs: whether a capture worked on all, told whether it did here.
 
         step_time: of this model, where contexts decide too. most_prompts: for which mixed graphs have room, where that is limited.
+        long: numbers of requests of graphs for long contexts; none where those are no others.
         """
         self._wanted = keys
         self._keep(keys)
         self.misses: Counter[str] = Counter()
         self.replays: Counter[str] = Counter()
         self._capture, self._agree, self._step_time = capture, agree, step_time
-        self._most_prompts = most_prompts
+        self._most_prompts, self._long = most_prompts, long
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         self._refused: set[Key] = set()  # parts of steps that could not be captured
         self._missed: Counter[Key] = Counter()
@@ -168,10 +173,8 @@ class Dispatcher:
                     return key
                 return self._for_short(self._there(fitting, PATIENCE_DECODES) or fitting[0], contexts)
         fitting = [key for key in mixed if key.tokens >= num_tokens and key.requests > num_requests]
-        if contexts is not None and contexts.longest >= LONG_CONTEXT and not shared:
-            key = self._for_long(num_tokens, num_requests)
-            if key is not None:
-                return key
+        if fitting and contexts is not None and not shared and (key := self._for_long(fitting, num_requests, contexts)):
+            return key
         if fitting and self._is_long(num_tokens, contexts):
             self.miss("long_context")
             return None
@@ -222,13 +225,16 @@ class Dispatcher:
         short = key._replace(contexts=SHORT)
         return short if short in self._graphs else key
 
-    def _for_long(self, num_tokens: int, num_requests: int) -> Key | None:
-        """The one for long contexts, if it is captured or its turn has come."""
-        wanted = next((key for key in self._long if key.tokens >= num_tokens and key.requests > num_requests), None)
-        if wanted is None or wanted in self._graphs:
+    def _for_long(self, fitting: list[Key], num_requests: int, contexts: Contexts) -> Key | None:
+        """The one for long contexts, if they are, and it is captured or its turn has come."""
+        requests = next((most for most in self._long if most > num_requests), None)
+        if requests is None or contexts.longest < LONG_CONTEXT:
+            return None
+        wanted = Key(fitting[0].tokens, requests, contexts=LONG)
+        if wanted in self._graphs:
             return wanted
         self._missed[wanted] += 1
-        return wanted if self._missed[wanted] > PATIENCE else None
+        return wanted if self._missed[wanted] > PATIENCE and wanted not in self._refused else None
 
     def _for_shared(self, fitting: list[Key]) -> Key | None:
         """The one for shared prefixes, among those that could be captured."""
@@ -269,11 +275,10 @@ class Dispatcher:
         """What to capture at the start: keys from which no step is far, or all.
 
         Those are of powers of two, and the longest of decodes and for each number of requests. Large ones first: the others fit in
-        their memory. None has a long context at first.
+        their memory.
         """
         longest = {key.requests: key for key in self._mixed}.values()
-        powers = {key for key in self.keys if key.tokens & (key.tokens - 1) == 0 and key.contexts != LONG}
-        some = powers | {*self._decodes[-1:], *longest}
+        some = {key for key in self.keys if key.tokens & (key.tokens - 1) == 0} | {*self._decodes[-1:], *longest}
         return sorted(self.keys if everything else some, key=lambda key: (not key.uniform, -key.tokens))
 
     def make(self, key: Key) -> None:
@@ -289,7 +294,7 @@ class Dispatcher:
             graph = self._attempt(key)
             if graph is not None:
                 self.misses["rehearsed"] += 1
-        if graph is None and (key.part != WHOLE or key.shared):  # another way is there
+        if graph is None and (key.part != WHOLE or key.shared or key.contexts):  # another way is there
             self._refused.add(key)
         elif graph is None:
             self._drop(key)
@@ -298,7 +303,7 @@ class Dispatcher:
 
     def background(self) -> None:
         """Capture one more graph: decodes first, the largest first (the others fit in its memory)."""
-        for keys in (self._decodes, self._short, self._mixed, self._long, *self._halved):
+        for keys in (self._decodes, self._short, self._mixed, *self._halved):
             for key in reversed(keys):
                 if key not in self._graphs:
                     self.make(key)
@@ -319,7 +324,7 @@ class Dispatcher:
 
     def _keep(self, keys: list[Key]) -> None:
         self.keys = keys
-        self._short, self._long = ([key for key in keys if key.contexts == which] for which in (SHORT, LONG))
+        self._short = [key for key in keys if key.contexts == SHORT]
         whole, halved = ([key for key in keys if key.halves == are and key.contexts == ANY] for are in (False, True))
         self._decodes = [key for key in whole if key.uniform]
         self._mixed = [key for key in whole if not key.uniform]

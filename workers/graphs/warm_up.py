@@ -1,9 +1,9 @@
 """The steps that a start runs, so that no later one has to compile: one of each kind of launch. Used by the engine; launches
 nothing."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from meshlm.workers.graphs.dispatcher import ANY, SHORT, Key
+from meshlm.workers.graphs.dispatcher import ANY, LONG, SHORT, Key
 
 
 def steps(
@@ -30,14 +30,20 @@ def graphs(keys: list[Key], rows: set[int], most: int) -> list[Key]:
     """
     decodes = [key for key in keys if key.uniform and key.contexts == ANY]
     short = [key for key in keys if key.contexts == SHORT]
-    mixed: dict[tuple[int, str], Key] = {}
+    mixed: dict[int, Key] = {}
     for key in keys:
         if not key.uniform:
-            mixed.setdefault((key.requests, key.contexts), key)
+            mixed.setdefault(key.requests, key)
     wide = {
         max((key for key in keys if not key.uniform and most < key.tokens <= number), default=None) for number in rows
     }
     return decodes[:1] + short + list(mixed.values()) + sorted(key for key in wide if key is not None)
+
+
+def long(keys: list[Key], requests: Sequence[int]) -> list[Key]:
+    """Mixed steps behind long contexts: prompts have the kernel for few tokens in the shortest, that for many keys in the longest."""
+    tokens = [key.tokens for key in keys if not key.uniform]
+    return [Key(number, most, contexts=LONG) for most in requests for number in sorted({*tokens[:1], *tokens[-1:]})]
 
 
 def shared(keys: list[Key], numbers: list[int], max_rows: int) -> list[Key]:

@@ -16,6 +16,7 @@ from meshlm.workers.graphs.dispatcher import (
     Dispatcher,
     Key,
     graph_keys,
+    long_requests,
 )
 from meshlm.workers.graphs.step_time import LONG_CONTEXT, SHORT_CONTEXT, Contexts, StepTime, of_model
 
@@ -52,8 +53,9 @@ def test_a_step_that_is_launched_no_faster_than_it_runs_keeps_its_graph() -> Non
 SEEN = Contexts(32_000, 508 * 16_000, 96_000)
 
 
-def with_long() -> Dispatcher:
-    return Dispatcher(graph_keys("FULL", 1024, 8192, (), PARAMETERS, long=True), lambda key: None, step_time=LLAMA)
+def with_long(max_num_seqs: int = 1024) -> Dispatcher:
+    keys = graph_keys("FULL", max_num_seqs, 8192, (), PARAMETERS)
+    return Dispatcher(keys, lambda key: None, step_time=LLAMA, long=long_requests(max_num_seqs))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +63,7 @@ def with_long() -> Dispatcher:
     [
         (512, 4, Key(512, 5, contexts=LONG)),
         (512, 5, Key(512, 9, contexts=LONG)),
-        (513, 8, Key(768, 9, contexts=LONG)),
+        (513, 8, Key(640, 9, contexts=LONG)),
         (1024, 32, Key(1024, 33, contexts=LONG)),
         (131, 4, Key(256, 5, contexts=LONG)),
     ],
@@ -92,29 +94,22 @@ def test_more_requests_and_longer_steps_with_long_contexts_are_launched_by_hand(
         assert graphs.find(512, 4, uniform=False, contexts=SEEN, shared=True) is None, "its decodes read prefixes once"
 
 
-def test_graphs_for_long_contexts_are_captured_last() -> None:
-    """At the start nobody has such a context."""
-    graphs, order = with_long(), list[Key]()
-
-    def make(key: Key) -> None:
-        order.append(key)
-        graphs._graphs[key] = object()  # type: ignore[assignment]
-
-    assert not any(key.contexts == LONG for key in graphs.first())
-    graphs.make = make  # type: ignore[method-assign]
-    while not graphs.complete:
-        graphs.background()
-    assert [key.contexts == LONG for key in order] == sorted(key.contexts == LONG for key in order)
-    assert {(key.tokens, key.requests) for key in order if key.contexts == LONG} == {
-        (tokens, requests) for tokens in (256, 512, 768, 1024) for requests in (5, 9, 17, 33)
-    }
+def test_graphs_for_long_contexts_are_captured_for_nobody_else() -> None:
+    """Neither at the start nor in idle time; one that cannot be captured leaves its steps to the host."""
+    graphs = with_long()
+    assert not any(key.contexts == LONG for key in graphs.first(everything=True))
+    wanted = Key(512, 5, contexts=LONG)
+    assert [graphs.find(512, 4, uniform=False, contexts=SEEN) for _ in range(PATIENCE + 1)][-1] == wanted
+    graphs._refused.add(wanted)
+    assert graphs.find(512, 4, uniform=False, contexts=SEEN) is None
+    assert graphs.misses["long_context"] == PATIENCE + 1
 
 
 def test_a_server_of_one_request_has_them_too() -> None:
-    keys = graph_keys("FULL", 1, 8192, (), PARAMETERS, long=True)
-    assert {key.requests for key in keys if key.contexts == LONG} == {2}
-    assert not any(key.contexts == LONG for key in graph_keys("FULL", 1, 8192, (), PARAMETERS))
-    assert not any(key.contexts == LONG for key in graph_keys("FULL_DECODE_ONLY", 1, 8192, (), PARAMETERS, long=True))
+    assert long_requests(1) == [2]
+    graphs = with_long(1)
+    found = [graphs.find(512, 1, uniform=False, contexts=SEEN) for _ in range(PATIENCE + 1)][-1]
+    assert found == Key(512, 2, contexts=LONG)
 
 
 def test_decodes_with_short_contexts_have_graphs_of_their_own() -> None:

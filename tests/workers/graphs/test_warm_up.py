@@ -32,7 +32,7 @@ from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.engine.shared_prefixes import Clusters, PrefixTables
 from meshlm.workers.engine.triton_inputs import TritonInputs
 from meshlm.workers.graphs import warm_up
-from meshlm.workers.graphs.dispatcher import LONG, SHORT, Key, graph_keys
+from meshlm.workers.graphs.dispatcher import LONG, SHORT, Key, graph_keys, long_requests
 from meshlm.workers.graphs.padded import PaddedStep
 from meshlm.workers.graphs.step_time import LONG_CONTEXT, SHORT_CONTEXT
 from meshlm.workers.layers.triton_ops import TritonOps
@@ -120,7 +120,7 @@ class Case:
         self.compute.caches = [
             LayerCache(*torch.zeros(2, 1, BLOCK, heads[1], 16, dtype=torch.bfloat16)) for _ in range(2)
         ]
-        self.keys = graph_keys("FULL", max_rows, TOKENS, (), 10**6, long=True)
+        self.keys = graph_keys("FULL", max_rows, TOKENS, (), 10**6)
         width = (heads[0] + 2 * heads[1]) * 16
         sizes = [(64, heads[0] * 16, "parts"), (64, 96, "parts"), (192, 64, "gate"), (width, 64, "product")]
         split = [(over, to, shape._replace(splits=1 + (over == 192))) for over, to, shape in SMALL_M_GEMM]
@@ -163,6 +163,9 @@ def test_a_start_leaves_no_kernel_to_be_compiled(
         case.eager(counts)
     for key in warm_up.graphs(case.keys, rows, min(TOKENS, max_rows * LENGTH)):
         case.padded(key)
+    few = long_requests(max_rows)
+    for key in warm_up.long(case.keys, few):
+        case.padded(key)
     case.head.one_line()
     known, case.launched = case.launched, set()
     assert len(known) > 15
@@ -177,6 +180,8 @@ def test_a_start_leaves_no_kernel_to_be_compiled(
         case.eager([5] * min(2, max_rows) + [1] * (count - 2))
     for key in case.keys:
         case.padded(key)
+        for requests in () if key.uniform else few:
+            case.padded(Key(key.tokens, requests, contexts=LONG))
     for count in range(1, max_rows + 1):  # lines whose log-probabilities are asked for
         logprobs.in_chunks(case.head.hidden[:count], case.head.sampled[:count].long(), 2, case.model.logits)
     assert case.launched - known == set()
@@ -268,5 +273,8 @@ def test_graphs_of_each_kind() -> None:
     assert warm_up.graphs([*decodes, *mixed], set(), 200) == [decodes[0], mixed[0]]
     assert warm_up.graphs([*decodes, *mixed], {100, 300, 700}, 200) == [decodes[0], mixed[0], mixed[1], mixed[2]]
     assert warm_up.graphs([*decodes, *mixed], {9999}, 1024) == [decodes[0], mixed[0]]
-    short, long = Key(1, 1, contexts=SHORT), Key(256, 3, contexts=LONG)
-    assert warm_up.graphs([*decodes, short, *mixed, long], set(), 200) == [decodes[0], short, mixed[0], long]
+    short = Key(1, 1, contexts=SHORT)
+    assert warm_up.graphs([*decodes, short, *mixed], set(), 200) == [decodes[0], short, mixed[0]]
+    long = [Key(tokens, requests, contexts=LONG) for requests in (5, 9) for tokens in (128, 1024)]
+    assert warm_up.long([*decodes, *mixed], (5, 9)) == long
+    assert warm_up.long(decodes, (5, 9)) == [], "no mixed step has a graph"
