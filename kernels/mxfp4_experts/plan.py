@@ -118,6 +118,7 @@ def candidates(rows: int, layer: Layer) -> list[tuple[int, ...]]:
     pairs = [
         ((2, 2, 1), USUAL),
         ((2, 2, 1), (2, 2, 1)),
+        ((4, 2, 1), (2, 2, 1)),
         ((2, 4, 1), (2, 4, 1)),
         ((1, 2, 1), USUAL),
         ((1, 2, 1), (2, 2, 1)),

@@ -172,11 +172,14 @@ class ProductBench:
         return [torch.empty(0, device=self._device)], found
 
     def _of_gemv(self, case: Case, x: Tensor, norm: Tensor) -> dict[Config, Run]:
+        """With the norm that is in front of gate and up, of query, key and value, and of the head: whatever has more outputs than
+        inputs. What each program does before it reads decides how many there should be."""
         outputs, inputs, gate = case.key
-        options: dict[str, Any] = {"norm": norm, "eps": 1e-6} if gate else {}
+        normed = gate or outputs > inputs
+        options: dict[str, Any] = {"norm": norm, "eps": 1e-6} if normed else {}
 
         def plain(w: Tensor) -> Tensor:
-            out = F.linear(rms_norm(x, norm, 1e-6) if gate else x, w)
+            out = F.linear(rms_norm(x, norm, 1e-6) if normed else x, w)
             return silu_mul(out) if gate else out
 
         runs: dict[Config, Run] = {PLAIN: plain}

@@ -1,6 +1,7 @@
 """What the tuner of a start tries for products, in Triton's interpreter: what computes the same is timed, and nothing else can win."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -53,8 +54,8 @@ SETTING = Setting(torch.device("cpu"), torch.float16, 8192)
 
 @pytest.mark.parametrize(
     "case",
-    [Case("gemv", (16, 64, True), 1), Case("gemv", (32, 64, False), 1)],
-    ids=["gate", "product"],
+    [Case("gemv", (16, 64, True), 1), Case("gemv", (32, 64, False), 1), Case("gemv", (96, 64, False), 1)],
+    ids=["gate", "product", "product behind a norm"],
 )
 @pytest.mark.usefixtures("small")
 def test_candidates_that_compute_the_same_are_timed(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,6 +64,24 @@ def test_candidates_that_compute_the_same_are_timed(case: Case, monkeypatch: pyt
     times = measured(ProductBench(SETTING, made_up([9.0, 7.2, 7.0])), case)
     assert times == {PLAIN: 9.0, tiles[0]: 7.2, tiles[1]: 7.0}
     assert core.fastest(times) == tiles[1]
+
+
+@pytest.mark.parametrize(("key", "normed"), [((16, 64, True), True), ((64, 64, False), False), ((96, 64, False), True)])
+@pytest.mark.usefixtures("small")
+def test_one_row_is_measured_with_the_norm_that_is_in_front(
+    key: tuple[int, int, bool], normed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gate and up, query, key and value, the head: not what has no more outputs than inputs."""
+    given, usual = list[bool](), gemv.gemv
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        given.append(options.get("norm") is not None)
+        return usual(*arguments, **options)
+
+    monkeypatch.setattr(gemv, "gemv", noted)
+    monkeypatch.setattr(ProductBench, "_tiles", lambda *_: [(2, 1, 2, 1)])
+    measured(ProductBench(SETTING, made_up([9.0, 7.2])), Case("gemv", key, 1))
+    assert set(given) == {normed}
 
 
 @pytest.mark.parametrize("use", ["product", "parts", "gate"])
