@@ -244,9 +244,7 @@ class Parts(NamedTuple):
 
 
 LEAST_ROWS, MOST_ROWS = 16, 64  # of a tile of few rows
-SHARED_BYTES = (
-    227 << 10
-)  # of an H200, for one program; float32 rows of large tiles outgrow it in as many stages as 16-bit ones have
+SHARED_BYTES = 227 << 10  # of an H200, for one program: stages of large tiles of float32 rows outgrow it
 
 
 def few(

@@ -172,8 +172,8 @@ class ProductBench:
         return [torch.empty(0, device=self._device)], found
 
     def _of_gemv(self, case: Case, x: Tensor, norm: Tensor) -> dict[Config, Run]:
-        """With the norm that is in front of gate and up, of query, key and value, and of the head: whatever has more outputs than
-        inputs. What each program does before it reads decides how many there should be."""
+        """With the norm that is in front of gate and up and of query, key and value, which have more outputs than inputs: what each
+        program does before it multiplies decides how many there should be."""
         outputs, inputs, gate = case.key
         normed = gate or outputs > inputs
         options: dict[str, Any] = {"norm": norm, "eps": 1e-6} if normed else {}

@@ -71,7 +71,7 @@ def test_candidates_that_compute_the_same_are_timed(case: Case, monkeypatch: pyt
 def test_one_row_is_measured_with_the_norm_that_is_in_front(
     key: tuple[int, int, bool], normed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gate and up, query, key and value, the head: not what has no more outputs than inputs."""
+    """Gate and up, query, key and value: not what has no more outputs than inputs."""
     given, usual = list[bool](), gemv.gemv
 
     def noted(*arguments: Any, **options: Any) -> Any:

@@ -267,30 +267,25 @@ def _short_decodes(engine: ModelEngine, keys: list[Key]) -> list[Key]:
     if spec.mla is not None or longest <= SHORT_CONTEXT:
         return []
 
-    def differ(requests: int) -> bool:
-        return any(
-            len({decode_tiles(requests * kv_heads, most, engine.device, group) for most in (SHORT_CONTEXT, longest)})
-            > 1
-            for kv_heads, group in kinds
-        )
-
     kinds = {(kv_heads, spec.num_attention_heads // kv_heads) for kv_heads, _, _ in _attention_kinds(spec)}
+
+    def differ(requests: int) -> bool:
+        of_short, of_any = (
+            [decode_tiles(requests * kv_heads, most, engine.device, group) for kv_heads, group in kinds]
+            for most in (SHORT_CONTEXT, longest)
+        )
+        return of_short != of_any
+
     return [key._replace(contexts=SHORT) for key in keys if key.uniform and differ(key.requests)]
 
 
 def _long_requests(engine: ModelEngine) -> list[int]:
     """Of graphs for long contexts; none where it does not matter to a launch of attention how long these are."""
     spec, resolved = engine.spec, engine.resolved
-    short = resolved.max_model_len <= LONG_CONTEXT or engine.together is not None
-    if (
-        short
-        or spec.mla is not None
-        or spec.state is not None
-        or spec.attention_chunk_size
-        or not _full_attention(spec)
-    ):
+    if resolved.max_model_len <= LONG_CONTEXT or engine.together is not None:
         return []
-    return long_requests(resolved.max_num_seqs)
+    splits = spec.mla is None and spec.state is None and not spec.attention_chunk_size and _full_attention(spec)
+    return long_requests(resolved.max_num_seqs) if splits else []
 
 
 def _full_attention(spec: ModelSpec) -> list[tuple[int, int]]:
