@@ -30,7 +30,9 @@ LAUNCHES_S = 0.028  # twice what the host needs to launch a step kernel by kerne
 STATES_LAUNCHES_S = (
     0.116  # ... of models with recurrent states, which have four times as many kernels (Granite 4 H tiny: 58 ms)
 )
-LONG_LAUNCHES_S = 0.016  # ... or little more than that, where contexts are long: a graph for any requests is much the slower
+LONG_LAUNCHES_S = (
+    0.016  # ... or little more than that, where contexts are long: a graph for any requests is much the slower
+)
 TOGETHER_TOKENS = [
     *MIXED_TOKENS,
     *range(4608, 8193, 512),
