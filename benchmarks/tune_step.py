@@ -2,10 +2,9 @@
 
     python -P benchmarks/tune_step.py MODEL [--tp 1] [--context 576] [--passes 3] [--minutes 60] [--json FILE] [--dry]
 
-What a kernel costs depends on those around it: with PDL each begins while the one before still runs, and the space that it leaves on
-the multiprocessors decides how much of that comes true. So tiles that are the best alone (kernels/gemv/tune.py, attention/tune.py) are
-only the beginning: attention, then one product after the other, and experts' tries its tiles' neighbours, and the best stays.
-Dummy weights. --tp: the products of one of so many ranks, on one GPU (echo.py).
+As kernels/tuning/steps.py says: tiles that are the best alone (kernels/gemv/tune.py, attention/tune.py) are only the beginning;
+attention, then one product after the other, and experts' tries its tiles' neighbours, and the best stays. `meshlm tune MODEL` does that
+for products that no table of the tree has. Dummy weights. --tp: the products of one of so many ranks, on one GPU (echo.py).
 """
 
 import argparse
@@ -27,6 +26,8 @@ from meshlm.kernels.grouped_gemm import plan as experts
 from meshlm.kernels.grouped_gemm import tune as experts_tune
 from meshlm.kernels.measure import keep, replay_us
 from meshlm.kernels.precompile import precompiled
+from meshlm.kernels.tuning import steps
+from meshlm.kernels.tuning.steps import Tile
 from meshlm.workers.attention import triton_backend
 from meshlm.workers.graphs.dispatcher import Key
 from meshlm.workers.moe.experts import triton as triton_experts
@@ -36,30 +37,10 @@ import echo
 import engine_step
 
 TURNS, REPLAYS = 5, 20
-GAIN = 0.998  # of the step's time, at most
 DECODE = "decode"
 EXPERTS = {"expert gate": "gate", "expert down": "down"}
 KEY = Key(1, 1)
-Tile = tuple[int, int, int, int]
 Choice = dict[Any, Tile]  # by (outputs, inputs, gate, way), DECODE and those of EXPERTS
-
-
-def near_gemv(tile: Tile) -> list[Tile]:
-    """Tiles with one or two sizes doubled or halved. A tile is rows, warps, stages, programs per multiprocessor."""
-    rows, warps, stages, programs = tile
-    found = {(rows, warps, stages + 1, programs), (rows, warps, stages - 1, programs)}
-    for by in (2, 0.5):
-        found |= {(int(rows * by), warps, stages, programs), (rows, int(warps * by), stages, programs)}
-        found |= {(rows, warps, stages, int(programs * by)), (int(rows * by), int(warps * by), stages, programs)}
-        found |= {
-            (int(rows * by), warps, stages, int(programs / by)),
-            (rows, int(warps * by), stages, int(programs / by)),
-        }
-        found |= {(int(rows * by), int(warps * by), stages, int(programs / by))}
-    limits = ((1, 64), (1, 8), (2, 6), (1, 16))
-    return sorted(
-        t for t in found - {tile} if all(low <= size <= high for size, (low, high) in zip(t, limits, strict=True))
-    )
 
 
 def near_decode(tile: Tile) -> list[Tile]:
@@ -78,7 +59,7 @@ def near_decode(tile: Tile) -> list[Tile]:
 
 def near_down(tile: Tile) -> list[Tile]:
     """The same of an expert's down projection, which has rows and warps alone."""
-    return sorted({(*near[:2], *tile[2:]) for near in near_gemv(tile)} - {tile})
+    return sorted({(*near[:2], *tile[2:]) for near in steps.near(tile)} - {tile})
 
 
 NEAR: dict[object, Callable[[Tile], list[Tile]]] = {DECODE: near_decode, "expert down": near_down}
@@ -155,22 +136,17 @@ class Step:
 
 def descend(step: Step, passes: int, until: float = math.inf) -> tuple[Choice, list[dict[str, Any]]]:
     """One size after the other, until nothing is gained or time.monotonic() is `until`, with what was found by then."""
-    chosen, report = dict(step.start), []
-    for number in range(passes):
-        before = dict(chosen)
-        for name in list(chosen):
-            if time.monotonic() >= until:
-                break
-            tiles = NEAR.get(name, near_gemv)(chosen[name])
-            usual, *times = step.timed([chosen, *({**chosen, name: tile} for tile in tiles)])
-            best = min(times)
-            if best <= GAIN * usual:
-                chosen = {**chosen, name: tiles[times.index(best)]}
-            line = {"pass": number + 1, "kernel": str(name), "step_us": round(usual, 1), "best_us": round(best, 1)}
-            report.append({**line, "tile": chosen[name]})
-            print(json.dumps(report[-1]), flush=True)
-        if chosen == before:
-            break
+    report: list[dict[str, Any]] = []
+
+    def note(number: int, name: object, usual: float, best: float, tile: Tile) -> None:
+        line = {"pass": number, "kernel": str(name), "step_us": round(usual, 1), "best_us": round(best, 1)}
+        report.append({**line, "tile": tile})
+        print(json.dumps(report[-1]), flush=True)
+
+    chosen = steps.descend(
+        step.start, step.timed, passes=passes, is_over=lambda: time.monotonic() >= until,
+        near_of=lambda name: NEAR.get(name, steps.near), note=note,
+    )  # fmt: skip
     return chosen, report
 
 

@@ -51,33 +51,6 @@ class Kept:
         self.of[op] = {**MADE_BY, **values}
 
 
-def test_neighbours_of_a_tile_of_gemv(tune_step: ModuleType) -> None:
-    near = tune_step.near_gemv((4, 4, 3, 2))
-    assert near == sorted(set(near))
-    assert (4, 4, 3, 2) not in near
-    alone = {
-        (8, 4, 3, 2),
-        (2, 4, 3, 2),
-        (4, 8, 3, 2),
-        (4, 2, 3, 2),
-        (4, 4, 2, 2),
-        (4, 4, 4, 2),
-        (4, 4, 3, 4),
-        (4, 4, 3, 1),
-    }
-    rows_and_warps = {(8, 8, 3, 2), (2, 2, 3, 2)}
-    against_programs = {(8, 4, 3, 1), (2, 4, 3, 4), (4, 8, 3, 1), (4, 2, 3, 4), (8, 8, 3, 1), (2, 2, 3, 4)}
-    assert {*near} == alone | rows_and_warps | against_programs
-
-
-@pytest.mark.parametrize("tile", [(1, 1, 2, 1), (64, 8, 6, 16), (1, 8, 4, 16)])
-def test_no_neighbour_of_gemv_is_beyond_the_limits(tune_step: ModuleType, tile: tuple[int, int, int, int]) -> None:
-    near = tune_step.near_gemv(tile)
-    assert near
-    assert all(1 <= n <= 64 and 1 <= w <= 8 and 2 <= s <= 6 and 1 <= p <= 16 for n, w, s, p in near)
-    assert all(size & (size - 1) == 0 for n, w, _, p in near for size in (n, w, p))
-
-
 def test_it_is_asked_as_the_tables_are(tune_step: ModuleType) -> None:
     """Its choice stands in the place of kernels/gemv's own."""
     asked, usual = (inspect.signature(one).parameters for one in (tune_step.Step._shape_of, gemv.shape_of))

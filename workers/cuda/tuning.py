@@ -10,7 +10,8 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,9 +21,11 @@ import triton
 from triton.runtime.errors import TritonError
 
 from meshlm.kernels import tables
+from meshlm.kernels.gemv import kernel as gemv
 from meshlm.kernels.tables import Table
-from meshlm.kernels.tuning import core
+from meshlm.kernels.tuning import core, steps
 from meshlm.kernels.tuning.core import Bench, Case, Key, Work
+from meshlm.kernels.tuning.steps import Choice
 from meshlm.kernels.tuning.store import Store
 from meshlm.protocol.config import MeshConfig
 from meshlm.workers.distributed.communicator import Communicator
@@ -31,6 +34,8 @@ from meshlm.workers.engine import ProgressReport
 
 QUICK_S = 8.0  # before the worker is ready
 FULL_S = 420.0  # for so long other ranks wait for the first without giving up
+STEPS_S = 90.0  # of whole steps, after that
+STEP_PASSES = 2
 BESIDE = (
     "moe_align",
     "moe_few",
@@ -40,7 +45,10 @@ BESIDE = (
     "packed_gemm",
     "silu_mul",
 )  # kernels that no operation is named after
+ONE_ROW, STEPS = "gemv", (0, 0, False)  # the key of a note that whole steps are being measured
 Entries = list[tuple[str, Table]]
+TimedSteps = Callable[[list[Choice], Callable[[Choice], None]], list[float]]
+"""Microseconds of a step with each choice, which is in use once the function that it gets was called with it."""
 _log = structlog.get_logger()
 
 
@@ -124,8 +132,18 @@ class Tuner:
         def time_left() -> float:
             return begin + bound_s - self._clock()
 
-        try:
+        with self._may_end_early():
             outcome = core.tune(asked, _Noted(bench, store), known, keep, time_left)
+            if found:
+                took_s = round(self._clock() - begin, 1)
+                left = f"{outcome.left} are left for the next start" if outcome.left else ""
+                _log.info("kernels tuned", shapes=len(found), seconds=took_s, kept_in=str(store.folder), left=left)
+
+    @contextmanager
+    def _may_end_early(self) -> Iterator[None]:
+        """What goes wrong inside is said, and products keep what they have. Raises if the GPU itself has failed."""
+        try:
+            yield
         except torch.OutOfMemoryError:
             _log.warning("no memory to tune in: products keep the kernels that they have")
         except OSError as error:
@@ -140,11 +158,39 @@ class Tuner:
             if self._ranks.device.type == "cuda":
                 torch.cuda.synchronize()  # raises if the GPU itself has failed: the next incarnation measures nothing
             _log.warning("tuning has ended early", reason=next(iter(str(error).splitlines()), ""))
-        else:
-            if found:
-                took_s = round(self._clock() - begin, 1)
-                left = f"{outcome.left} are left for the next start" if outcome.left else ""
-                _log.info("kernels tuned", shapes=len(found), seconds=took_s, kept_in=str(store.folder), left=left)
+
+    def measure_steps(self, timed: TimedSteps) -> bool:
+        """One row's tiles by whole decode steps (--tune full), of the sizes that no table of the tree has and that have a tile. Whether
+        others than before were chosen. Not of tensor-parallel ranks, which would have to launch every step together."""
+        if self._mode != "full" or self._store is None or self._ranks.shard.tp_size > 1:
+            return False
+        store, begin = self._store, self._clock()
+        asked = [key for op, key in tables.asked() if op == ONE_ROW]
+        start = {key: gemv.shape_of(*key) for key in asked if (tables.added(ONE_ROW, key) or {"rows": [1]})["rows"]}
+        if not start or (ONE_ROW, STEPS) in store.ended():
+            return False
+        chosen = start
+        with self._may_end_early():
+            with store.attempt(ONE_ROW, STEPS):
+                chosen = steps.descend(
+                    start, lambda choices: timed(choices, _use), passes=STEP_PASSES,
+                    is_over=lambda: self._clock() - begin >= STEPS_S,
+                )  # fmt: skip
+            found = _entries({key: tile for key, tile in chosen.items() if tile != start[key]})
+            for op, entry in found:
+                store.keep(op, entry)
+            took_s = round(self._clock() - begin, 1)
+            _log.info("tiles of one row by whole steps", shapes=len(found), seconds=took_s, kept_in=str(store.folder))
+        _use(chosen)
+        return chosen != start
+
+
+def _entries(choice: Choice) -> Entries:
+    return [(ONE_ROW, {**core.entry_of(ONE_ROW, key, {1: tile}), "full": True}) for key, tile in choice.items()]
+
+
+def _use(choice: Choice) -> None:
+    tables.add(_entries(choice))
 
 
 class _Noted:

@@ -39,6 +39,7 @@ from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.pending import Timeline, timeline_of
 from meshlm.workers.engine.rows import NOTHING, DeviceRows
 from meshlm.workers.engine.shared_prefixes import PrefixTables
+from meshlm.workers.engine.timed_steps import TimedSteps
 from meshlm.workers.engine.triton_inputs import Staging, TritonInputs
 from meshlm.workers.graphs import warm_up
 from meshlm.workers.graphs.captures import Captures
@@ -211,6 +212,10 @@ class TritonKit:
         self._warm_up(engine)
         if engine.spec.state is not None:
             self._prove_states(engine)
+        if engine.config.worker.tune == "full" and engine.shard.size == 1 and engine.model.parts is None:
+            timed = TimedSteps(engine, self._inputs, self._padded)
+            if self._tuner(engine).measure_steps(timed):
+                self._warm_up(engine)
 
     def _warm_up(self, engine: ModelEngine) -> None:
         rows, resolved = engine.rows, engine.resolved

@@ -13,13 +13,14 @@ pytest.importorskip("triton")
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from meshlm.kernels import tables
+from meshlm.kernels.gemv import kernel as gemv
 from meshlm.kernels.small_m_gemm import kernel as small_m_gemm
 from meshlm.kernels.tuning import core
 from meshlm.kernels.tuning.core import PLAIN, Case, Work
 from meshlm.kernels.tuning.store import Store
 from meshlm.protocol.config import MeshConfig, WorkerConfig
 from meshlm.workers.cuda import tuning
-from meshlm.workers.cuda.tuning import QUICK_S, Entries, Ranks, Tuner
+from meshlm.workers.cuda.tuning import QUICK_S, STEPS_S, Entries, Ranks, Tuner
 from meshlm.workers.distributed.communicator import SINGLE_RANK, SingleRank
 from meshlm.workers.distributed.shard import WHOLE, Shard
 
@@ -80,6 +81,88 @@ def test_a_second_start_measures_nothing(tmp_path: Path) -> None:
     assert not start("quick", tmp_path, 1, second)
     assert (len(first.measured), second.measured) == (2, [])
     assert small_m_gemm.shape_for(16, 256, 128, "gate") == SHAPE
+
+
+QKV, DOWN, LOST = (96, 64, False), (64, 160, False), (80, 64, False)
+
+
+class Steps:
+    """A step that takes as long as its tiles have programs, half a minute a look."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.now, self.error = 0.0, error
+        self.used: list[dict[Any, Any]] = []
+
+    def __call__(self, choices: list[Any], use: Any) -> list[float]:
+        self.now += 30.0
+        for choice in choices:
+            use(choice)
+            assert all(gemv.shape_of(*key) == tile for key, tile in choice.items()), "it is in use"
+        self.used += choices
+        if self.error:
+            raise self.error
+        return [float(sum(tile[3] for tile in choice.values())) for choice in choices]
+
+
+def in_steps(folder: Path, timed: Steps, mode: str = "full", ranks: Ranks = ALONE) -> bool:
+    """As a worker starts, whose first steps ask for the tiles of three sizes, of which cuBLAS had won one."""
+    store = Store(folder, MADE_BY, print)
+    of_start = Tuner(mode, store, ranks, lambda: timed.now)
+    of_start.use_kept()
+    tables.add([("gemv", core.entry_of("gemv", LOST, {1: PLAIN}))])
+    for key in (QKV, DOWN, LOST):
+        gemv.shape_of(*key)
+    return of_start.measure_steps(timed)
+
+
+def test_whole_steps_choose_one_row_s_tiles(tmp_path: Path) -> None:
+    """Of those that have one; the choice is used, and kept for later starts."""
+    usual = {key: gemv.shape_of(*key) for key in (QKV, DOWN)}
+    assert min(tile[3] for tile in usual.values()) > 1
+    timed = Steps()
+    assert in_steps(tmp_path, timed)
+    assert all(choice.keys() == {QKV, DOWN} for choice in timed.used)
+    chosen = {key: gemv.shape_of(*key) for key in (QKV, DOWN)}
+    assert all(chosen[key][3] < usual[key][3] for key in chosen)
+    tables.forget(all_of_it=True)
+    Tuner("quick", Store(tmp_path, MADE_BY, print), ALONE).use_kept()
+    assert {key: gemv.shape_of(*key) for key in (QKV, DOWN)} == chosen
+    assert not in_steps(tmp_path, Steps()), "a second time finds nothing more"
+    assert not list(tmp_path.glob("attempt-*"))
+
+
+def test_whole_steps_have_a_bound(tmp_path: Path) -> None:
+    timed = Steps()
+    in_steps(tmp_path, timed)
+    assert timed.now <= STEPS_S
+
+
+@pytest.mark.parametrize("mode", ["quick", "kept", "off"])
+def test_only_full_tuning_measures_whole_steps(mode: str, tmp_path: Path) -> None:
+    timed = Steps()
+    assert not in_steps(tmp_path, timed, mode)
+    assert not timed.used
+
+
+def test_ranks_do_not_measure_whole_steps(tmp_path: Path) -> None:
+    timed = Steps()
+    assert not in_steps(tmp_path, timed, ranks=Ranks(Shard(tp_size=2), SINGLE_RANK, CPU, torch.bfloat16, 64))
+    assert not timed.used
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no"), torch.OutOfMemoryError("none"), PTXASError("no")])
+def test_whole_steps_that_fail_leave_the_tiles_as_they_were(error: Exception, tmp_path: Path) -> None:
+    usual = {key: gemv.shape_of(*key) for key in (QKV, DOWN)}
+    assert not in_steps(tmp_path, Steps(error))
+    assert {key: gemv.shape_of(*key) for key in (QKV, DOWN)} == usual
+    assert not Store(tmp_path, MADE_BY, print).load()
+
+
+def test_whole_steps_that_ended_processes_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Store, "ended", lambda store: [(tuning.ONE_ROW, tuning.STEPS)])
+    timed = Steps()
+    assert not in_steps(tmp_path, timed)
+    assert not timed.used
 
 
 def test_a_start_with_an_empty_cache_takes_no_longer_than_the_bound(tmp_path: Path) -> None:

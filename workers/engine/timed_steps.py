@@ -1,0 +1,80 @@
+"""Times decode steps of a lone request on this worker's GPU with other tiles of one row, before there are requests (--tune full).
+
+In CUDA graphs, as such steps are served. Used by triton_kit.py.
+"""
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from meshlm.kernels.measure import replay_us
+from meshlm.kernels.precompile import precompiled
+from meshlm.kernels.tuning.products import attempted
+from meshlm.kernels.tuning.steps import Choice
+from meshlm.workers.engine.columns import columns_of
+from meshlm.workers.engine.rows import NOTHING
+from meshlm.workers.engine.triton_inputs import TritonInputs
+from meshlm.workers.graphs.dispatcher import Key
+from meshlm.workers.graphs.recorder import Recorder
+
+if TYPE_CHECKING:
+    from meshlm.workers.engine.engine import ModelEngine
+
+CONTEXT = 576  # tokens of the request
+TURNS, REPLAYS = 5, 20
+KEY = Key(1, 1)
+
+
+class TimedSteps:
+    """See `meshlm.workers.cuda.tuning.TimedSteps`. The KV cache is there, and holds nothing yet."""
+
+    def __init__(self, engine: "ModelEngine", inputs: TritonInputs, padded: Callable[[Key], None]) -> None:
+        """padded: launches the step of a graph."""
+        self._engine, self._inputs, self._padded = engine, inputs, padded
+
+    def __call__(self, choices: list[Choice], use: Callable[[Choice], None]) -> list[float]:
+        """Medians, in turns."""
+        with torch.inference_mode():
+            self._send()
+            self._compile(choices, use)
+            recorder = Recorder()
+            graphs = [self._captured(recorder, choice, use) for choice in choices]
+            turns = [[self._replayed(graph) for graph in graphs] for _ in range(TURNS)]
+            self._inputs.clear()
+        return [sorted(times)[TURNS // 2] for times in zip(*turns, strict=True)]
+
+    def _send(self) -> None:
+        """The dummy row, behind a context of block 0."""
+        start = min(CONTEXT, self._engine.resolved.max_model_len - 1)
+        row, starts = np.full(1, self._engine.rows.max_rows, np.int32), np.full(1, start, np.int32)
+        self._inputs.send(columns_of(row, starts, np.ones(1, np.int32)), 1, NOTHING, 0, np.arange(1))
+
+    def _compile(self, choices: list[Choice], use: Callable[[Choice], None]) -> None:
+        """Several kernels at a time, of so many layers as have them all."""
+        compute = self._engine.compute
+        caches = compute.caches
+        try:
+            with self._engine.model.shortened() as layers, precompiled():
+                compute.caches = caches[:layers]
+                for choice in choices:
+                    use(choice)
+                    self._launch()
+        finally:
+            compute.caches = caches
+
+    def _captured(
+        self, recorder: Recorder, choice: Choice, use: Callable[[Choice], None]
+    ) -> torch.cuda.CUDAGraph | None:
+        """None where a tile does not fit this GPU."""
+        use(choice)
+        self._launch()  # loads what a capture must not load
+        return attempted(lambda: recorder.record(lambda: self._padded(KEY)), self._engine.device)
+
+    def _launch(self) -> None:
+        attempted(lambda: self._padded(KEY), self._engine.device)
+
+    def _replayed(self, graph: torch.cuda.CUDAGraph | None) -> float:
+        return math.inf if graph is None else replay_us(graph, REPLAYS)
