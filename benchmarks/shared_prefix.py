@@ -100,7 +100,7 @@ class Case:
         self.rope = Rope(torch.cat((angles.cos(), angles.sin()), dim=1), None, 1e-6, heads)
         self.positions = self.at.starts.long()
         self.slots = blocks[:, -1].long() * PAGE + PAGE - 1
-        self.tiles = decode_tiles(n * kv_heads, LONGEST, self.device, heads // kv_heads)
+        self.tiles = decode_tiles(n * kv_heads, LONGEST, self.device, heads // kv_heads, dim)
 
     def workspace(self, slots: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         heads, kv_heads, dim = self.shape

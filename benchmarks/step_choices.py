@@ -75,9 +75,9 @@ class Step:
         mine = rows == self._requests and use == "product" and (outputs, inputs) == self._projection
         return self.choice.projection if mine and self.choice.projection else self._shape(rows, outputs, inputs, use)
 
-    def _decode_tiles(self, programs: int, longest: int, device: torch.device, group: int) -> Tile:
+    def _decode_tiles(self, programs: int, longest: int, device: torch.device, group: int, dim: int) -> Tile:
         mine = self.choice.attention if programs % self._requests == 0 else None
-        return mine or decode_tiles(programs, longest, device, group)
+        return mine or decode_tiles(programs, longest, device, group, dim)
 
     def graph(self, choice: Choice) -> torch.cuda.CUDAGraph | None:
         """None where it does not fit the GPU."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from meshlm.kernels import tables
-from meshlm.kernels.attention.tiles import MAX_SPLITS, decode_tiles
+from meshlm.kernels.attention.tiles import MAX_SPLITS, MEASURED_DIM, decode_tiles
 from meshlm.kernels.attention.tune import SHORT_CONTEXT
 from meshlm.kernels.gemv import kernel as gemv
 from meshlm.kernels.grouped_gemm import plan as experts
@@ -89,7 +89,8 @@ class Step:
         self.group = spec.num_attention_heads // spec.num_key_value_heads
         self.start: Choice = dict(self._seen)
         if ranks == 1:  # the attention of a rank's few heads is not what the table's entries tell apart
-            self.start = {DECODE: decode_tiles(spec.num_key_value_heads, longest, device, self.group), **self.start}
+            usual = decode_tiles(spec.num_key_value_heads, longest, device, self.group, spec.head_dim)
+            self.start = {DECODE: usual, **self.start}
         if self.layer is not None:
             plan = experts.plan_for(1, self.layer)
             self.start |= {name: tuple(getattr(plan, which)) for name, which in EXPERTS.items()}
@@ -108,8 +109,8 @@ class Step:
         chosen = {which: experts.one.Shape(*known[name]) for name, which in EXPERTS.items() if name in known}
         return plan._replace(**chosen)
 
-    def _decode_tiles(self, programs: int, longest: int, device: torch.device, group: int) -> Tile:
-        return self._choice.get(DECODE) or decode_tiles(programs, longest, device, group)
+    def _decode_tiles(self, programs: int, longest: int, device: torch.device, group: int, dim: int) -> Tile:
+        return self._choice.get(DECODE) or decode_tiles(programs, longest, device, group, dim)
 
     def timed(self, choices: list[Choice]) -> list[float]:
         """Microseconds of the step with each, medians, in turns."""
@@ -165,9 +166,11 @@ def lone(known: list[dict[str, Any]], parts: int) -> dict[str, Any] | None:
     return where if parts > 1 else None
 
 
-def write(chosen: Choice, group: int, layer: experts.Layer | None = None, usual_parts: int = 0) -> None:
-    """Into the tables: of gemv by exact sizes; of attention for lone requests, by how many query heads a kv head has, up to these; of a
-    layer's experts for one row. usual_parts: of the context, without a choice."""
+def write(
+    chosen: Choice, group: int, layer: experts.Layer | None = None, usual_parts: int = 0, dim: int = MEASURED_DIM
+) -> None:
+    """Into the tables: of gemv by exact sizes; of attention for lone requests, by how many query heads a kv head has, up to these, and
+    for large heads from their numbers on; of a layer's experts for one row. usual_parts: of the context, without a choice."""
     if layer is not None:
         plan = experts.Plan("one", *(experts.one.Shape(*chosen[name]) for name in EXPERTS))
         experts_tune.write(layer, {1: plan})
@@ -181,19 +184,24 @@ def write(chosen: Choice, group: int, layer: experts.Layer | None = None, usual_
     if DECODE not in chosen:
         return
     table = dict(tables.own("attention") or {})
-    others = [entry for entry in table["decode"] if entry.get("group_to") != group]
+    large = {"dim_from": dim} if dim > MEASURED_DIM else {}
+    others = [entry for entry in table["decode"] if _heads(entry) != _heads({"group_to": group, **large})]
     parts, *tile_of_part = chosen[DECODE]
     where = lone([entry for entry in others if "group_to" not in entry], max(parts, usual_parts))
     if where is None:
         print("attention: a lone request's context is not split; its tiles stay", flush=True)
         return
     fewer = {"splits_to": parts} if parts < usual_parts else {}
-    mine = {**where, **fewer, **dict(zip(("block_n", "warps", "stages"), tile_of_part, strict=True)), "group_to": group}
-    known = sorted(
-        [mine, *(entry for entry in others if "group_to" in entry)], key=lambda entry: int(entry["group_to"])
-    )
+    tile = dict(zip(("block_n", "warps", "stages"), tile_of_part, strict=True))
+    mine = {**where, **fewer, **tile, "group_to": group, **large}
+    known = sorted([mine, *(entry for entry in others if "group_to" in entry)], key=_heads)
     table["decode"] = known + [entry for entry in others if "group_to" not in entry]
     tables.write("attention", _values(table))
+
+
+def _heads(entry: dict[str, Any]) -> tuple[int, int]:
+    """What heads an entry is for, in the order in which a table has them: large ones first."""
+    return -int(entry.get("dim_from", 0)), int(entry.get("group_to", 0))
 
 
 def _values(table: tables.Table) -> tables.Table:
@@ -221,7 +229,7 @@ def main() -> None:
     before, after = step.timed([step.start, chosen])
     print(f"step {before:.1f} -> {after:.1f} us: {chosen}", flush=True)
     if not arguments.dry:
-        write(chosen, step.group, step.layer, step.start.get(DECODE, (0,))[0])
+        write(chosen, step.group, step.layer, step.start.get(DECODE, (0,))[0], step.engine.spec.head_dim)
     facts = {"model": Path(arguments.model).name, "tp": arguments.tp, "context": arguments.context}
     keep(report, arguments.json, **facts, before_us=round(before, 1), after_us=round(after, 1))
 

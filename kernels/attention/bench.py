@@ -72,7 +72,7 @@ def bench_decode(
     query = torch.randn(n, (heads + 2 * kv_heads) * dim, device="cuda", dtype=torch.bfloat16)
     out = torch.empty(n, heads, dim, device="cuda", dtype=torch.bfloat16)
     rope = Rope(torch.randn(context, dim, device="cuda"), None, 1e-6, heads)  # as in a model's decode
-    usual = decode_tiles(n * kv_heads, context, query.device, heads // kv_heads)
+    usual = decode_tiles(n * kv_heads, context, query.device, heads // kv_heads, dim)
     own = usual[0]
     choices: list[tuple[int, int, int, int]] = [usual]
     if tune:

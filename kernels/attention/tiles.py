@@ -75,10 +75,12 @@ def tile_of_head(tile: Tile, dim: int) -> Tile:
 ANY_GROUP = 1 << 16
 
 
-def decode_tiles(programs: int, longest: int, device: torch.device, group: int = ANY_GROUP) -> Tile:
-    """Parts of each context (a power of two), keys of a tile, warps, stages, of a decode.
+def decode_tiles(
+    programs: int, longest: int, device: torch.device, group: int = ANY_GROUP, dim: int = MEASURED_DIM
+) -> Tile:
+    """Parts of each context (a power of two), keys of a tile, warps, stages, of a decode; as `tile_of_head` takes it.
 
-    programs: requests x kv heads. Contexts are of up to `longest` tokens; a kv head has `group` query heads.
+    programs: requests x kv heads. Contexts are of up to `longest` tokens; a kv head has `group` query heads of `dim` numbers.
 
     Enough parts to fill the GPU. A lone request of a short context is bound by latency: there the smallest tile wins on an H200, which
     loses a third at 32k; and with many query heads for a kv head fewer parts may, since one program puts all of them together.
@@ -87,14 +89,17 @@ def decode_tiles(programs: int, longest: int, device: torch.device, group: int =
     splits = splits_of(programs, per_multiprocessor, torch.cuda.get_device_properties(device).multi_processor_count)
     for entry in tiles:
         fits = splits >= entry.get("splits_from", 1) and longest <= entry.get("longest_to", longest)
+        fits = fits and dim >= entry.get("dim_from", dim)
         if fits and entry.get("group_from", group) <= group <= entry.get("group_to", group):
             return min(splits, entry.get("splits_to", splits)), entry["block_n"], entry["warps"], entry["stages"]
     raise AssertionError("the last entry of a table fits all")
 
 
-def warm_sizes(kv_heads: int, most: int, longest: int, device: torch.device, group: int = ANY_GROUP) -> list[int]:
+def warm_sizes(
+    kv_heads: int, most: int, longest: int, device: torch.device, group: int = ANY_GROUP, dim: int = MEASURED_DIM
+) -> list[int]:
     """Numbers of requests, 1 and `most` among them, whose decodes have all the tiles that any up to `most` has: each is compiled."""
-    return one_of_each(lambda requests: decode_tiles(requests * kv_heads, longest, device, group), most)
+    return one_of_each(lambda requests: decode_tiles(requests * kv_heads, longest, device, group, dim), most)
 
 
 def one_of_each(variant: Callable[[int], object], most: int) -> list[int]:
@@ -155,13 +160,15 @@ def shared_tile(dim: int) -> tuple[int, int, int]:
 
 
 def warm_shared(
-    sizes: SharedSizes, kinds: list[tuple[int, int]], most: int, longest: int, device: torch.device
+    sizes: SharedSizes, kinds: list[tuple[int, int, int]], most: int, longest: int, device: torch.device
 ) -> list[int]:
     """Numbers of requests, up to `most`, whose decodes have all variants of a launch with shared prefixes. kinds: heads of layers, of
-    queries and of keys."""
+    queries and of keys, and their numbers."""
     found: dict[tuple[object, ...], int] = {}
     for requests in range(most, 1, -1):
-        tiles = [decode_tiles(requests * kv_heads, longest, device, heads // kv_heads) for heads, kv_heads in kinds]
+        tiles = [
+            decode_tiles(requests * kv_heads, longest, device, heads // kv_heads, dim) for heads, kv_heads, dim in kinds
+        ]
         parts = sizes.most_parts(requests)
         found.setdefault(tuple((tile, triton.next_power_of_2(parts + tile[0])) for tile in tiles), requests)
     return list(found.values())

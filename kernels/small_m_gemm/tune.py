@@ -93,7 +93,7 @@ class Layers:
         self.at, blocks = columns(self.rows, CONTEXT - 1, 1)
         self.caches = torch.randn(LAYERS, 2, blocks, PAGE, kv_heads, self.dim, **make)
         self.rope = Rope(torch.randn(CONTEXT, self.dim, device="cuda"), None, 1e-6, heads)
-        self.tiles = decode_tiles(self.rows * kv_heads, 8192, self.caches.device, heads // kv_heads)
+        self.tiles = decode_tiles(self.rows * kv_heads, 8192, self.caches.device, heads // kv_heads, self.dim)
         splits = self.tiles[0]
         self.workspace = (
             torch.empty(self.rows * heads * splits * self.dim, device="cuda"),

@@ -162,8 +162,8 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
         Literal["off", "kept", "quick", "full"],
         Meta(
             description="kernels for sizes that no table of this GPU has. quick: use what earlier starts have measured, and measure "
-            "up to 8 seconds before the worker is ready; full: up to 9 minutes, more of them, and one row's in whole steps; kept: measure "
-            "nothing; off: use nothing"
+            "up to 8 seconds before the worker is ready; full: up to 9 minutes, more of them, and one row's in whole steps; "
+            "kept: measure nothing; off: use nothing"
         ),
     ] = "quick"
     tuning_dir: Annotated[

@@ -108,6 +108,9 @@ def test_what_is_chosen_is_added_to_the_tables(tune_step: ModuleType, monkeypatc
     assert kept.of["attention"]["decode"] == [groups[0], mine, groups[1], ALONE, USUAL]
     tune_step.write({tune_step.DECODE: (32, 16, 1, 2)}, 4)
     assert kept.of["attention"]["decode"] == [groups[0], {**ALONE, "group_to": 4}, groups[1], ALONE, USUAL]
+    tune_step.write({tune_step.DECODE: (32, 64, 4, 2)}, 2, dim=256)
+    large = {**ALONE, "block_n": 64, "warps": 4, "group_to": 2, "dim_from": 256}
+    assert kept.of["attention"]["decode"] == [large, groups[0], {**ALONE, "group_to": 4}, groups[1], ALONE, USUAL]
     assert kept.of["attention"]["prefill"] == [{"rows": 64}]
 
 

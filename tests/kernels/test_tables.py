@@ -131,7 +131,11 @@ def test_what_whole_steps_have_chosen_is_for_that_gpu(monkeypatch: pytest.Monkey
     of_gemv = {"gpu": H200, "tiles": [{"tile": [1, 4, 2, 1]}], "in_steps": [sends, in_steps]}
     usual = {"block_n": 64, "warps": 2, "stages": 2}
     of_attention = {"gpu": H200, "programs_per_multiprocessor": 4.0, "prefill": [], "decode": []}
-    of_attention["decode"] = [{**usual, "block_n": 16, "group_to": 4}, usual]
+    of_attention["decode"] = [
+        {**usual, "block_n": 32, "group_to": 4, "dim_from": 256},
+        {**usual, "block_n": 16, "group_to": 4},
+        usual,
+    ]
     monkeypatch.setattr(tables, "read", {"gemv": of_gemv, "attention": of_attention}.__getitem__)
     for facts, tile, block_n in ((H200, (8, 1, 4, 16), 16), (MINE, (1, 4, 2, 1), 64)):
         another_gpu(monkeypatch, facts, 227 << 10)
@@ -140,6 +144,7 @@ def test_what_whole_steps_have_chosen_is_for_that_gpu(monkeypatch: pytest.Monkey
         assert gemv.shape_of(64, 32, False) == tile
         assert gemv.shape_of(64, 32, False, "sends")[1:] == ((1, 3, 8) if facts is H200 else (4, 2, 1))
         assert tiles.decode_tiles(8, 512, torch.device("cuda", 0), 4)[1] == block_n
+        assert tiles.decode_tiles(8, 512, torch.device("cuda", 0), 4, 256)[1] == (32 if facts is H200 else 64)
 
 
 def test_what_a_table_has_no_tile_for_cublas_computes(monkeypatch: pytest.MonkeyPatch) -> None:

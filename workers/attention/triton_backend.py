@@ -208,7 +208,7 @@ class TritonAttention:
         keys, values = cache
         _, heads, dim = out.shape
         kv_heads = keys.shape[2]
-        tiles = decode_tiles(columns.n * kv_heads, longest, query.device, heads // kv_heads)
+        tiles = decode_tiles(columns.n * kv_heads, longest, query.device, heads // kv_heads, dim)
         splits, block_n, warps, stages = tile_of_head(tiles, dim)
         if shared is None:
             scratch = self._workspace.of(columns.n, (heads, kv_heads), splits, dim)

@@ -223,11 +223,11 @@ class TritonKit:
         most = rows.max_rows
         spec = engine.spec
         if spec.mla is None:
-            counts_of_heads = {spec.num_key_value_heads, *(kv_heads for kv_heads, _, _ in _attention_kinds(spec))}
+            kinds = {(spec.num_key_value_heads, spec.head_dim), *(kind[:2] for kind in _attention_kinds(spec))}
             encoder = [] if spec.audio_encoder is None else [spec.audio_encoder.max_source_positions]
             some = (
-                warm_sizes(kv_heads, most, context, engine.device, spec.num_attention_heads // kv_heads)
-                for kv_heads in sorted(counts_of_heads)
+                warm_sizes(kv_heads, most, context, engine.device, spec.num_attention_heads // kv_heads, dim)
+                for kv_heads, dim in sorted(kinds)
                 for context in (longest, *encoder)
             )
             decodes = sorted(set[int]().union(*some))
@@ -247,8 +247,8 @@ class TritonKit:
             for key in warm_up.long(engine.graphs.keys, _long_requests(engine)):
                 self._padded(key)
             if rows.prefixes is not None:
-                kinds = [(spec.num_attention_heads, kv_heads) for kv_heads, _ in _full_attention(spec)]
-                numbers = warm_shared(rows.prefixes.sizes, kinds, most, longest, engine.device)
+                full = [(spec.num_attention_heads, kv_heads, dim) for kv_heads, dim in _full_attention(spec)]
+                numbers = warm_shared(rows.prefixes.sizes, full, most, longest, engine.device)
                 for key in warm_up.shared(engine.graphs.keys, numbers, most):
                     self._padded(key)
             if engine.shard.is_last:
@@ -272,11 +272,11 @@ def _short_decodes(engine: ModelEngine, keys: list[Key]) -> list[Key]:
     if spec.mla is not None or longest <= SHORT_CONTEXT:
         return []
 
-    kinds = {(kv_heads, spec.num_attention_heads // kv_heads) for kv_heads, _, _ in _attention_kinds(spec)}
+    kinds = [(kv_heads, spec.num_attention_heads // kv_heads, dim) for kv_heads, dim, _ in _attention_kinds(spec)]
 
     def differ(requests: int) -> bool:
         of_short, of_any = (
-            [decode_tiles(requests * kv_heads, most, engine.device, group) for kv_heads, group in kinds]
+            [decode_tiles(requests * kv_heads, most, engine.device, group, dim) for kv_heads, group, dim in kinds]
             for most in (SHORT_CONTEXT, longest)
         )
         return of_short != of_any

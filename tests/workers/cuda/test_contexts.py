@@ -41,9 +41,9 @@ def steps_of(driver: Driver) -> None:
 def test_logits_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: int) -> None:
     """seen: with the most each prompt token is said to see so much that Hopper's kernel is the one for it."""
 
-    def tiles_of(programs: int, longest: int, device: torch.device, group: int) -> tiles.Tile:
+    def tiles_of(programs: int, longest: int, device: torch.device, group: int, dim: int) -> tiles.Tile:
         """As if the table ended at BORDER."""
-        return usual(programs, longest if longest <= BORDER else 1 << 16, device, group)
+        return usual(programs, longest if longest <= BORDER else 1 << 16, device, group, dim)
 
     usual = tiles.decode_tiles
     for module in (triton_kit, triton_backend):

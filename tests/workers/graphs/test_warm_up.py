@@ -201,7 +201,7 @@ def test_nor_one_of_steps_that_share_prefixes(
         case.eager(counts)
     for key in warm_up.graphs(case.keys, rows, min(TOKENS, max_rows * LENGTH)):
         case.padded(key)
-    for key in warm_up.shared(case.keys, tiles.warm_shared(sizes, [heads], max_rows, LENGTH, CPU), max_rows):
+    for key in warm_up.shared(case.keys, tiles.warm_shared(sizes, [(*heads, 16)], max_rows, LENGTH, CPU), max_rows):
         case.padded(key)
     known, case.launched = case.launched, set()
     assert "_shared_prefix" in {name for name, _ in known}
