@@ -19,27 +19,23 @@ from typing import Any
 import torch
 
 from meshlm.kernels import tables
-from meshlm.kernels.attention.tiles import MAX_SPLITS, MEASURED_DIM, decode_tiles
-from meshlm.kernels.attention.tune import SHORT_CONTEXT
+from meshlm.kernels.attention.tiles import MAX_SPLITS, MEASURED_DIM, SHORT_CONTEXT, decode_tiles
 from meshlm.kernels.gemv import kernel as gemv
 from meshlm.kernels.grouped_gemm import plan as experts
 from meshlm.kernels.grouped_gemm import tune as experts_tune
-from meshlm.kernels.measure import keep, replay_us
-from meshlm.kernels.precompile import precompiled
+from meshlm.kernels.measure import keep
 from meshlm.kernels.tuning import steps
 from meshlm.kernels.tuning.steps import Tile
 from meshlm.workers.attention import triton_backend
-from meshlm.workers.graphs.dispatcher import Key
+from meshlm.workers.engine.timed_steps import TimedSteps
 from meshlm.workers.moe.experts import triton as triton_experts
 
 sys.path.insert(0, str(Path(__file__).parent))
 import echo
 import engine_step
 
-TURNS, REPLAYS = 5, 20
 DECODE = "decode"
 EXPERTS = {"expert gate": "gate", "expert down": "down"}
-KEY = Key(1, 1)
 Choice = dict[Any, Tile]  # by (outputs, inputs, gate, way), DECODE and those of EXPERTS
 
 
@@ -79,10 +75,10 @@ class Step:
         placement = echo.EchoPlacement(ranks) if ranks > 1 else None
         flags = ["--tune", "off", *(["--max-num-seqs", "8"] if placement else [])]
         self.engine = engine_step.make_engine(model, flags, placement)
-        self.engine.graphs._agree = None  # a tile that does not fit the GPU is no reason to end, as it is in a group
         prompt = engine_step.prompts(1, context, self.engine.facts.block_size, 64, self.engine.facts.kv_specs)
         self.engine.step(prompt, 0).wait()
         self.engine.step(engine_step.decodes(1, context), 0).wait()
+        self._timed = TimedSteps(self.engine, self.engine.inputs, self.engine.graphs._capture, 0, context)
         longest = self.engine.rows.block_tables.shape[-1] * self.engine.facts.block_size
         longest = min(longest, SHORT_CONTEXT) if context <= SHORT_CONTEXT else longest  # as its graph is launched
         device, spec = self.engine.device, self.engine.spec
@@ -114,25 +110,10 @@ class Step:
 
     def timed(self, choices: list[Choice]) -> list[float]:
         """Microseconds of the step with each, medians, in turns."""
-        launch, padded = self.engine.compute, self.engine.graphs._capture
-        with torch.inference_mode(), self.engine.model.shortened() as layers, precompiled():
-            caches, launch.caches = launch.caches, launch.caches[:layers]
-            for self._choice in choices:
-                padded(KEY)
-            launch.caches = caches
-        graphs = []
-        for self._choice in choices:
-            self.engine.graphs._graphs.pop(KEY, None)
-            with torch.inference_mode():
-                self.engine.graphs.make(KEY)
-            graphs.append(self.engine.graphs._graphs.get(KEY))  # None where the tile does not fit the GPU
-        turns = [[self._replays(graph) for graph in graphs] for _ in range(TURNS)]
-        return [sorted(times)[TURNS // 2] for times in zip(*turns, strict=True)]
+        return self._timed(choices, self._use)
 
-    def _replays(self, graph: torch.cuda.CUDAGraph | None) -> float:
-        if graph is None:
-            return float("inf")
-        return replay_us(graph, REPLAYS)
+    def _use(self, choice: Choice) -> None:
+        self._choice = choice
 
 
 def descend(step: Step, passes: int, until: float = math.inf) -> tuple[Choice, list[dict[str, Any]]]:

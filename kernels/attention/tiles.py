@@ -13,6 +13,7 @@ from meshlm.kernels import tables
 MAX_SPLITS = 32
 HOPPER_ROWS = 128  # of a tile of hopper.py: queries x query heads of a kv head
 MEASURED_DIM, LARGE_DIM = 128, 256
+SHORT_CONTEXT = 8192  # tokens: a lone request up to here is bound by latency, and has tiles of its own
 Tile = tuple[int, int, int, int]
 USUAL_KEYS = 512  # that a prompt token sees, where nothing is known of its prompt
 SHARED_ROWS, SHARED_TILE = 64, (64, 4, 2)  # of shared_prefix.py: requests x query heads; keys of a tile, warps, stages

@@ -19,10 +19,9 @@ from meshlm.kernels import tables
 from meshlm.kernels.attention import bench
 from meshlm.kernels.attention.decode import Rope, decode
 from meshlm.kernels.attention.prefill import prefill
-from meshlm.kernels.attention.tiles import MAX_SPLITS, splits_of
+from meshlm.kernels.attention.tiles import MAX_SPLITS, SHORT_CONTEXT, splits_of
 from meshlm.kernels.measure import microseconds
 
-SHORT_CONTEXT = 8192  # a lone request up to here is bound by latency
 PER_MULTIPROCESSOR = (2.0, 4.0, 8.0)
 DECODE_TILES = [(16, 1, 2), (32, 1, 2), (32, 2, 2), (64, 2, 2), (64, 4, 2)]
 PREFILL_TILES = [(64, 4, 2), (64, 4, 3), (64, 8, 2), (64, 8, 3), (128, 8, 2)]

@@ -140,7 +140,8 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
     cudagraph_capture: Annotated[
         Literal["behind", "start"],
         Meta(
-            description="behind: a few CUDA graphs before the worker is ready, the others in idle time; start: all before"
+            description="behind: a few CUDA graphs before the worker is ready, the others in idle time; start: all before, but for "
+            "those of steps with shared prefixes or long contexts, which are captured when such steps come"
         ),
     ] = "behind"
     compile: Annotated[

@@ -1,6 +1,6 @@
-"""Times decode steps of a lone request on this worker's GPU with other tiles of one row, before there are requests (--tune full).
+"""Times decode steps of a lone request on this worker's GPU, in CUDA graphs, as such steps are served, with other tiles.
 
-In CUDA graphs, as such steps are served. Used by triton_kit.py.
+Used by triton_kit.py, before there are requests (--tune full), and by benchmarks/tune_step.py.
 """
 
 import math
@@ -29,28 +29,33 @@ KEY = Key(1, 1)
 
 
 class TimedSteps:
-    """See `meshlm.workers.cuda.tuning.TimedSteps`. The KV cache is there, and holds nothing yet."""
+    """See `meshlm.workers.cuda.tuning.TimedSteps`. The KV cache is there."""
 
-    def __init__(self, engine: "ModelEngine", inputs: TritonInputs, padded: Callable[[Key], None]) -> None:
-        """padded: launches the step of a graph."""
+    def __init__(
+        self,
+        engine: "ModelEngine",
+        inputs: TritonInputs,
+        padded: Callable[[Key], None],
+        row: int | None = None,
+        context: int = CONTEXT,
+    ) -> None:
+        """padded: launches the step of a graph. row: of the request, which has so many tokens; none: the dummy row, whose pages are
+        all block 0, which must hold nothing yet."""
         self._engine, self._inputs, self._padded = engine, inputs, padded
+        self._row = engine.rows.max_rows if row is None else row
+        self._start = min(context, engine.resolved.max_model_len - 1)
 
     def __call__(self, choices: list[Choice], use: Callable[[Choice], None]) -> list[float]:
         """Medians, in turns."""
         with torch.inference_mode():
-            self._send()
+            step = columns_of(*(np.full(1, value, np.int32) for value in (self._row, self._start, 1)))
+            self._inputs.send(step, 1, NOTHING, 0, np.arange(1))
             self._compile(choices, use)
             recorder = Recorder()
             graphs = [self._captured(recorder, choice, use) for choice in choices]
             turns = [[self._replayed(graph) for graph in graphs] for _ in range(TURNS)]
             self._inputs.clear()
         return [sorted(times)[TURNS // 2] for times in zip(*turns, strict=True)]
-
-    def _send(self) -> None:
-        """The dummy row, behind a context of block 0."""
-        start = min(CONTEXT, self._engine.resolved.max_model_len - 1)
-        row, starts = np.full(1, self._engine.rows.max_rows, np.int32), np.full(1, start, np.int32)
-        self._inputs.send(columns_of(row, starts, np.ones(1, np.int32)), 1, NOTHING, 0, np.arange(1))
 
     def _compile(self, choices: list[Choice], use: Callable[[Choice], None]) -> None:
         """Several kernels at a time, of so many layers as have them all."""

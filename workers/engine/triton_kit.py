@@ -12,6 +12,7 @@ from meshlm.kernels.attention.cache_proof import CacheShape, prove_cache
 from meshlm.kernels.attention.proof import Variant, prove
 from meshlm.kernels.attention.tiles import (
     LARGE_DIM,
+    SHORT_CONTEXT,
     decode_tiles,
     hopper_from,
     hopper_wave,
@@ -46,7 +47,7 @@ from meshlm.workers.graphs.captures import Captures
 from meshlm.workers.graphs.dispatcher import SHORT, Dispatcher, Key, graph_keys, long_requests
 from meshlm.workers.graphs.modes import mode_of
 from meshlm.workers.graphs.padded import PaddedStep
-from meshlm.workers.graphs.step_time import LONG_CONTEXT, SHORT_CONTEXT, of_model
+from meshlm.workers.graphs.step_time import LONG_CONTEXT, of_model
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.output.logits_sampler import LINES, LogitsSampler
 from meshlm.workers.states.step import WrongStates
@@ -100,9 +101,10 @@ class TritonKit:
             agree = engine.together.vote
         if state is None:
             step_time = of_model(engine.spec, parameters, engine.layout.dtype.itemsize)
-            graphs = Dispatcher(keys, self._padded, agree, step_time, long=_long_requests(engine))
+            long = _long_requests(engine)
+            graphs = Dispatcher(keys, self._padded, agree, step_time, long=long, short_context=SHORT_CONTEXT)
         else:  # few layers attend, so contexts make no step much longer, and launching one takes the host very long
-            graphs = Dispatcher(keys, self._padded, agree, most_prompts=MOST_PROMPTS)
+            graphs = Dispatcher(keys, self._padded, agree, most_prompts=MOST_PROMPTS, short_context=SHORT_CONTEXT)
         return graphs, Captures(graphs, self._inputs.clear)
 
     def _why_no_prompts(self, engine: ModelEngine) -> str:
@@ -271,7 +273,6 @@ def _short_decodes(engine: ModelEngine, keys: list[Key]) -> list[Key]:
     spec, longest = engine.spec, engine.rows.block_tables.shape[-1] * engine.rows.block_size
     if spec.mla is not None or longest <= SHORT_CONTEXT:
         return []
-
     kinds = [(kv_heads, spec.num_attention_heads // kv_heads, dim) for kv_heads, dim, _ in _attention_kinds(spec)]
 
     def differ(requests: int) -> bool:

@@ -16,7 +16,7 @@ import structlog
 import torch
 
 from meshlm.workers.graphs.recorder import Recorder
-from meshlm.workers.graphs.step_time import FLOP_PER_S, LONG_CONTEXT, SHORT_CONTEXT, Contexts, StepTime
+from meshlm.workers.graphs.step_time import FLOP_PER_S, LONG_CONTEXT, Contexts, StepTime
 
 MAX_DECODES = 1024
 MIXED_TOKENS = [
@@ -131,18 +131,20 @@ class Dispatcher:
         step_time: StepTime | None = None,
         most_prompts: int | None = None,
         long: Sequence[int] = (),
+        short_context: int = 0,
     ) -> None:
         """agree: of a group, whose ranks must have the same graphs: whether a capture worked on all, told whether it did here.
 
         step_time: of this model, where contexts decide too. most_prompts: for which mixed graphs have room, where that is limited.
-        long: numbers of requests of graphs for long contexts; none where those are no others.
+        long: numbers of requests of graphs for long contexts; none where those are no others. short_context: the longest of which
+        there are graphs for short ones.
         """
         self._wanted = keys
         self._keep(keys)
         self.misses: Counter[str] = Counter()
         self.replays: Counter[str] = Counter()
         self._capture, self._agree, self._step_time = capture, agree, step_time
-        self._most_prompts, self._long = most_prompts, long
+        self._most_prompts, self._long, self._short_context = most_prompts, long, short_context
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         self._refused: set[Key] = set()  # parts of steps that could not be captured
         self._missed: Counter[Key] = Counter()
@@ -220,7 +222,7 @@ class Dispatcher:
 
     def _for_short(self, key: Key, contexts: Contexts | None) -> Key:
         """The one for short contexts, if there is one and they are."""
-        if contexts is None or contexts.longest > SHORT_CONTEXT:
+        if contexts is None or contexts.longest > self._short_context:
             return key
         short = key._replace(contexts=SHORT)
         return short if short in self._graphs else key

@@ -5,12 +5,13 @@ The same launches for each step that fits, whatever its requests. Used by the di
 
 from dataclasses import replace
 
+from meshlm.kernels.attention.tiles import SHORT_CONTEXT
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.engine.compute import Compute
 from meshlm.workers.engine.micro_batches import cut_of
 from meshlm.workers.engine.triton_inputs import TritonInputs, halves_of
 from meshlm.workers.graphs.dispatcher import HEAD, LONG, MODEL, SHORT, Key
-from meshlm.workers.graphs.step_time import LONG_CONTEXT, SHORT_CONTEXT
+from meshlm.workers.graphs.step_time import LONG_CONTEXT
 from meshlm.workers.output.logits_sampler import LogitsSampler
 
 

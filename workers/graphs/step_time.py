@@ -13,7 +13,6 @@ from meshlm.protocol.model import ModelSpec
 FLOP_PER_S = 6e14  # of a large matrix product, at most
 BYTES_PER_S = 4e12  # of keys and values, at most
 LONG_CONTEXT = 4096  # tokens; steps in which nobody sees more are as they were measured, in graphs
-SHORT_CONTEXT = 8192  # tokens; up to so many tables of attention have tiles for decodes of few requests
 
 
 class Contexts(NamedTuple):

@@ -58,13 +58,19 @@ class Gpu:
         self.chosen = choice
 
 
-@pytest.mark.parametrize(("length", "context"), [(4096, CONTEXT), (100, 99)])
-def test_medians_of_turns(monkeypatch: pytest.MonkeyPatch, length: int, context: int) -> None:
+@pytest.mark.parametrize(
+    ("length", "request_", "row", "context"),
+    [(4096, (), 16, CONTEXT), (100, (), 16, 99), (4096, (0, 700), 0, 700)],
+    ids=["dummy row", "short model", "a request of its own"],
+)
+def test_medians_of_turns(
+    monkeypatch: pytest.MonkeyPatch, length: int, request_: tuple[int, ...], row: int, context: int
+) -> None:
     gpu = Gpu(monkeypatch, [9.0, 5.0, 7.0, 8.0, 6.0], length)
     assert TURNS == 5
-    assert TimedSteps(gpu.engine, gpu.inputs, gpu.launch)([FITS, LARGE], gpu.use) == [7.0, math.inf]
+    assert TimedSteps(gpu.engine, gpu.inputs, gpu.launch, *request_)([FITS, LARGE], gpu.use) == [7.0, math.inf]
     ((step, size),) = gpu.sent
-    assert (size, step.n, step.t, step.rows.tolist(), step.starts.tolist()) == (1, 1, 1, [16], [context])
+    assert (size, step.n, step.t, step.rows.tolist(), step.starts.tolist()) == (1, 1, 1, [row], [context])
     assert gpu.layers == [2, 2, 3, 3, 3, 3], "compiled of some layers, then launched and captured whole"
     assert gpu.compute.caches == [0, 1, 2]
     assert gpu.cleared == 1

@@ -18,9 +18,9 @@ from meshlm.workers.graphs.dispatcher import (
     graph_keys,
     long_requests,
 )
-from meshlm.workers.graphs.step_time import LONG_CONTEXT, SHORT_CONTEXT, Contexts, StepTime, of_model
+from meshlm.workers.graphs.step_time import LONG_CONTEXT, Contexts, StepTime, of_model
 
-PARAMETERS = 8_000_000_000
+PARAMETERS, SHORT_CONTEXT = 8_000_000_000, 8192
 LLAMA = StepTime(2 * PARAMETERS / 6e14, 32 * 4 * 32 * 128 / 6e14, 32 * 2 * 8 * 128 * 2 / 4e12)  # of 8B parameters
 
 
@@ -115,7 +115,7 @@ def test_a_server_of_one_request_has_them_too() -> None:
 def test_decodes_with_short_contexts_have_graphs_of_their_own() -> None:
     keys = graph_keys("FULL", 64, 8192, (), PARAMETERS)
     short = [Key(size, size, contexts=SHORT) for size in (1, 2)]
-    graphs = Dispatcher([*keys, *short], lambda key: None, step_time=LLAMA)
+    graphs = Dispatcher([*keys, *short], lambda key: None, step_time=LLAMA, short_context=SHORT_CONTEXT)
     assert set(short) <= set(graphs.first()), "contexts are short at first"
     seen = Contexts(SHORT_CONTEXT, 0.0, SHORT_CONTEXT)
     assert graphs.find(1, 1, uniform=True, contexts=seen) == Key(1, 1), "until it is captured"

@@ -15,6 +15,7 @@ from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from meshlm.kernels.attention import tiles
+from meshlm.kernels.attention.tiles import SHORT_CONTEXT
 from meshlm.kernels.gate_up_silu import kernel as gate_up_silu
 from meshlm.kernels.gate_up_silu.kernel import Shape as Tile
 from meshlm.kernels.small_m_gemm import kernel as small_m_gemm
@@ -34,7 +35,7 @@ from meshlm.workers.engine.triton_inputs import TritonInputs
 from meshlm.workers.graphs import warm_up
 from meshlm.workers.graphs.dispatcher import LONG, SHORT, Key, graph_keys, long_requests
 from meshlm.workers.graphs.padded import PaddedStep
-from meshlm.workers.graphs.step_time import LONG_CONTEXT, SHORT_CONTEXT
+from meshlm.workers.graphs.step_time import LONG_CONTEXT
 from meshlm.workers.layers.triton_ops import TritonOps
 from meshlm.workers.models import decoder
 from meshlm.workers.output import logprobs
