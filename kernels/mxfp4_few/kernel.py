@@ -2,9 +2,9 @@
 
 As in kernels/packed_few every thread loads the words that its own place in a tile of the tensor cores asks for. A word of 32 bits
 holds the codes of two neighbouring inputs in each of four groups (mxfp4_experts/layout.py): a group's two make an operand, as
-bfloat16 of 2^-126 times their value, exactly, and one multiplication makes it 2^-64 times the weights, for any scale up to 2^65
-(`moderate`); inputs are multiplied by 2^64. The warps of a program share its columns and have chunks of their own; they add up at
-the end, in a fixed order.
+bfloat16 of 2^-126 times their value, exactly, and one multiplication, by 2^126 times the group's scale, makes it the weights, for any
+scale up to 2 (`moderate`). The warps of a program share its columns and have chunks of their own; they add up at the end, in a fixed
+order.
 
     few       up to 16 rows, not sorted: each expert that is touched is read once (kernels/moe_few)
     sorted    rows as kernels/moe_align orders them, in tiles of 16 or 32
@@ -33,17 +33,19 @@ from meshlm.kernels.mxfp4_few.shapes import MOST_ROWS, Shape
 from meshlm.kernels.packed_few.layouts import along, bits, empty_tuple, pin_loads, range_of, spread
 
 MARK = gl.constexpr(_ROWS)  # moe_align: what an owner's number of rows is multiplied by
-UP = gl.constexpr(2.0**64)
 PAIR = gl.constexpr(2)  # chunks that a warp asks for at once
 NONE = gl.constexpr(0x7FFFFFFF)  # an entry behind all others
 
-# A plane's codes of two inputs, as bfloat16 of 2^-126 times their value, times the group's factor.
-_HEAD = """{
-    .reg .b32 t, s, none;
+# A plane's codes of two inputs, as bfloat16 of 2^-126 times their value, times the group's factor: one half of $2, in both halves.
+_HEAD = """{{
+    .reg .b32 t, s, none, both;
+    .reg .b16 low, high;
     mov.b32 none, 0x80008000;
+    mov.b32 {{low, high}}, $2;
+    mov.b32 both, {{{half}, {half}}};
     """
 _TAIL = """
-    fma.rn.bf16x2 $0, t, $2, none;
+    fma.rn.bf16x2 $0, t, both, none;
     }"""
 _CODES = (
     "and.b32 t, $1, 0x81C081C0;",
@@ -52,11 +54,9 @@ _CODES = (
     """shr.u32 t, $1, 6; shr.u32 s, $1, 4; and.b32 t, t, 0x01800180; lop3.b32 t, s, 0x00400040, t, 0xEA;
     shl.b32 s, $1, 4; lop3.b32 t, s, 0x80008000, t, 0xEA;""",
 )
-_PLANE_0, _PLANE_1, _PLANE_2, _PLANE_3 = (gl.constexpr(_HEAD + codes + _TAIL) for codes in _CODES)
-# 2^62 times the scale in byte P, in each half: what brings codes to 2^-64 times the weights.
-_FACTOR_0, _FACTOR_1, _FACTOR_2, _FACTOR_3 = (
-    gl.constexpr(f"{{ .reg .b32 t; prmt.b32 t, $1, 0, 0x4{p}4{p}; mad.lo.u32 $0, t, 128, 0x1F001F00; }}")
-    for p in range(4)
+_PLANE_0, _PLANE_1, _PLANE_2, _PLANE_3 = (
+    gl.constexpr(_HEAD.format(half=half) + codes + _TAIL)
+    for codes, half in zip(_CODES, ("low", "low", "high", "high"), strict=True)
 )
 
 
@@ -77,12 +77,10 @@ def _layout_of_inputs(COLUMNS: int, WARPS: int) -> gl.DistributedLinearLayout:
 
 
 @gluon.jit
-def _operand(words, scale, P: gl.constexpr, LAYOUT: gl.constexpr, LINES: gl.constexpr, WARPS: gl.constexpr):
-    """2^-64 times the weights of plane P, [WARPS, LINES, 32], without a move. scale: [WARPS, LINES, 1, 1]."""
+def _operand(words, factors, P: gl.constexpr, LAYOUT: gl.constexpr, LINES: gl.constexpr, WARPS: gl.constexpr):
+    """The weights of plane P, [WARPS, LINES, 32], without a move. factors: `_factors` of that plane, [WARPS, LINES, 1, 1]."""
     plane: gl.constexpr = (_PLANE_0 if P == 0 else _PLANE_1) if P < 2 else (_PLANE_2 if P == 2 else _PLANE_3)
-    factor: gl.constexpr = (_FACTOR_0 if P == 0 else _FACTOR_1) if P < 2 else (_FACTOR_2 if P == 2 else _FACTOR_3)
-    times = gl.inline_asm_elementwise(factor, "=r,r", [scale], dtype=gl.int32, is_pure=True, pack=1)
-    both = gl.inline_asm_elementwise(plane, "=r,r,r", [words, times], dtype=gl.int32, is_pure=True, pack=1)
+    both = gl.inline_asm_elementwise(plane, "=r,r,r", [words, factors], dtype=gl.int32, is_pure=True, pack=1)
     low = both.to(gl.int16).to(gl.bfloat16, bitcast=True)
     high = (both >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
     pairs = gl.permute(gl.join(low, high), [0, 1, 3, 2, 4])
@@ -90,9 +88,16 @@ def _operand(words, scale, P: gl.constexpr, LAYOUT: gl.constexpr, LINES: gl.cons
 
 
 @gluon.jit
+def _factors(scales):
+    """2^126 times the scales of planes 0 and 2, and of 1 and 3, as bfloat16 in the halves of a word."""
+    scales += 0x7E7E7E7E
+    return (scales << 7) & 0x7F807F80, (scales >> 1) & 0x7F807F80
+
+
+@gluon.jit
 def _inputs(loaded, LAYOUT: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr):
-    """2^64 times the inputs of a plane, [WARPS, 32, COLUMNS], without a move."""
-    found = gl.reshape(loaded * UP, [WARPS, 4, 4, 2, COLUMNS])
+    """The inputs of a plane, [WARPS, 32, COLUMNS], without a move."""
+    found = gl.reshape(loaded, [WARPS, 4, 4, 2, COLUMNS])
     found = gl.reshape(gl.permute(found, [0, 2, 1, 3, 4]), [WARPS, 32, COLUMNS])
     return gl.convert_layout(found, LAYOUT, assert_trivial=True)
 
@@ -135,8 +140,10 @@ def _accumulate(
     if PDL and EARLY:
         pin_loads(WARPS)
     for nth in gl.static_range(4 * PAIR):
+        if nth % 4 == 0:
+            factors = _factors(found[nth // 4 * 2 + 1])
         loaded = inputs[nth] if EARLY else _load_inputs(x_at, x_part, inside, chunk + nth // 4, nth % 4, INPUTS)
-        weights = _operand(found[nth // 4 * 2], found[nth // 4 * 2 + 1], nth % 4, LEFT, LINES, WARPS)
+        weights = _operand(found[nth // 4 * 2], factors[nth % 2], nth % 4, LEFT, LINES, WARPS)
         if nth % 2 == 0 or not EARLY:
             total = mma_v2(weights, _inputs(loaded, RIGHT, COLUMNS, WARPS), total)
         else:
@@ -174,22 +181,21 @@ def _products(
     total = gl.zeros([WARPS, LINES, COLUMNS], gl.float32, SUMS)
     others = total
     prefetched = empty_tuple()
+    STEP: gl.constexpr = PAIR * WARPS
     for turn in gl.static_range(DEPTH if DEPTH < TURNS else TURNS):
-        prefetched = prefetched + (_load_weights(words_at, scales_at, part, turn * (PAIR * WARPS), CHUNKS),)
+        prefetched = prefetched + (_load_weights(words_at, scales_at, part, turn * STEP, CHUNKS),)
     if DEPTH < TURNS:
         for begin in range(0, TURNS, DEPTH):
             for turn in gl.static_range(DEPTH):
-                chunk = (begin + turn) * (PAIR * WARPS)
-                prefetched = prefetched + (
-                    _load_weights(words_at, scales_at, part, chunk + DEPTH * (PAIR * WARPS), CHUNKS),
-                )
+                chunk = (begin + turn) * STEP
+                prefetched = prefetched + (_load_weights(words_at, scales_at, part, chunk + DEPTH * STEP, CHUNKS),)
                 total, others = _accumulate(
                     total, others, prefetched[0], x_at, x_part, inside, chunk, INPUTS, LINES, COLUMNS, WARPS, EARLY, PDL
                 )
                 prefetched = prefetched[1:]
     else:
         for turn in gl.static_range(TURNS):
-            chunk = turn * (PAIR * WARPS)
+            chunk = turn * STEP
             total, others = _accumulate(
                 total, others, prefetched[turn], x_at, x_part, inside, chunk, INPUTS, LINES, COLUMNS, WARPS, EARLY, PDL
             )

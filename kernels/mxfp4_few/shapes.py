@@ -5,7 +5,7 @@ from typing import NamedTuple
 from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight
 
 MOST_ROWS = 16  # that are not sorted
-MOST_SCALE = 192  # as e8m0: 2^65
+MOST_SCALE = 128  # as e8m0: 2
 
 
 class Shape(NamedTuple):
@@ -18,5 +18,5 @@ class Shape(NamedTuple):
 
 
 def moderate(weight: MXFP4Weight) -> bool:
-    """Whether no scale is more than 2^65, which the kernels here need: times 2^62 it must be a bfloat16. Waits for the device."""
+    """Whether no scale is more than 2, which the kernels here need: times 2^126 it must be a bfloat16. Waits for the device."""
     return bool((weight.scales <= MOST_SCALE).all())

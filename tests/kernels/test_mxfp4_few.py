@@ -115,7 +115,7 @@ def test_other_activations(epilogue: Epilogue) -> None:
     near(inner, reference.by_entry(x, values, experts, gate=True, epilogue=epilogue), DTYPE)
 
 
-@pytest.mark.parametrize("exponent", [60, 100, 150, 190])
+@pytest.mark.parametrize("exponent", [5, 60, 100, 126])
 def test_any_scale(exponent: int) -> None:
     """Of as many sizes as models could have; inputs make up for it, so that results are of about 1."""
     x, experts, weights = case(2, 160)
@@ -132,7 +132,7 @@ def test_any_scale(exponent: int) -> None:
 def test_scales_that_it_cannot_have() -> None:
     weight, _ = some_weights(2, 16, 64)
     assert moderate(weight)
-    weight.scales[0, 3, 1] = 192
+    weight.scales[0, 3, 1] = 128
     assert moderate(weight)
-    weight.scales[0, 3, 1] = 193
+    weight.scales[0, 3, 1] = 129
     assert not moderate(weight)

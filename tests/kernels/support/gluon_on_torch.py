@@ -154,13 +154,6 @@ def _store(pointer: Pointer, value: Value, mask: Any = None) -> None:
 _WORD = 0xFFFFFFFF
 
 
-def _prmt(one: Tensor, other: Tensor, chosen: Tensor) -> Tensor:
-    both, found = one | other << 32, torch.zeros_like(one)
-    for at in range(4):
-        found |= (both >> 8 * (chosen >> 4 * at & 7) & 0xFF) << 8 * at
-    return found
-
-
 def _times(one: Tensor, other: Tensor, third: Tensor) -> Tensor:
     """Two products of bfloat16, and sums."""
     found = torch.zeros_like(one)
@@ -176,10 +169,12 @@ _INSTRUCTIONS: dict[str, Callable[..., Tensor]] = {
     "shl.b32": lambda a, b: a << b & _WORD,
     "shr.u32": lambda a, b: a >> b,
     "lop3.b32": lambda a, b, c, _: a & b | c,  # with 0xEA
-    "prmt.b32": _prmt,
-    "mad.lo.u32": lambda a, b, c: a * b + c & _WORD,
     "fma.rn.bf16x2": _times,
 }
+
+
+def _names(halves: str) -> list[str]:
+    return [each.strip() for each in halves.strip("{}").split(",")]
 
 
 def _asm(text: str, constraints: str, given: list[Any], **_: Any) -> Value:
@@ -188,12 +183,19 @@ def _asm(text: str, constraints: str, given: list[Any], **_: Any) -> Value:
         return Value(torch.zeros((), dtype=torch.int32))
     words = torch.broadcast_tensors(*(one.held.long() & _WORD for one in given))
     held = {f"${nth + 1}": word for nth, word in enumerate(words)}
-    for line in re.split(r"[;{}]", text):
+    for line in re.sub(r"^{|}$", "", text.strip()).split(";"):
         if (parts := line.split(None, 1)) and parts[0] != ".reg":
-            to, *operands = (each.strip() for each in parts[1].split(","))
-            assert parts[0] != "lop3.b32" or operands[-1] == "0xEA"
-            values = (held[each] if each in held else torch.full_like(words[0], int(each, 0)) for each in operands)
-            held[to] = _INSTRUCTIONS[parts[0]](*values)
+            to, *operands = (each.strip() for each in re.findall(r"\s*{.*?}|[^,]+", parts[1]))
+            if to.startswith("{"):  # a word becomes its halves
+                for half, shift in zip(_names(to), (0, 16), strict=True):
+                    held[half] = held[operands[0]] >> shift & 0xFFFF
+            elif operands[0].startswith("{"):  # halves become a word
+                low, high = (held[half] for half in _names(operands[0]))
+                held[to] = low | high << 16
+            else:
+                assert parts[0] != "lop3.b32" or operands[-1] == "0xEA"
+                values = (held[each] if each in held else torch.full_like(words[0], int(each, 0)) for each in operands)
+                held[to] = _INSTRUCTIONS[parts[0]](*values)
     found = held["$0"]
     return Value(torch.where(found > _WORD >> 1, found - (1 << 32), found).to(torch.int32))
 
