@@ -1,10 +1,7 @@
 """Products of a few rows of each expert with its MXFP4 weights, as kernels/mxfp4_experts computes them, without moves between threads.
 
-As in kernels/packed_few every thread loads the words that its own place in a tile of the tensor cores asks for. A word of 32 bits
-holds the codes of two neighbouring inputs in each of four groups (mxfp4_experts/layout.py): a group's two make an operand, as
-bfloat16 of 2^-126 times their value, exactly, and one multiplication, by 2^126 times the group's scale, makes it the weights, for any
-scale up to 2 (`moderate`). The warps of a program share its columns and have chunks of their own; they add up at the end, in a fixed
-order.
+As in kernels/packed_few every thread loads the words that its own place in a tile of the tensor cores asks for (operands.py). The warps
+of a program share its columns and have chunks of their own; they add up at the end, in a fixed order.
 
     few       up to 16 rows, not sorted: each expert that is touched is read once (kernels/moe_few)
     sorted    rows as kernels/moe_align orders them, in tiles of 16 or 32
@@ -29,77 +26,13 @@ from meshlm.kernels.moe_align.kernel import most_tiles
 from meshlm.kernels.moe_epilogue.kernel import PLAIN, Epilogue
 from meshlm.kernels.mxfp4_experts.kernel import Parts, Rows
 from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight
+from meshlm.kernels.mxfp4_few.operands import factors_of, layout_of_inputs, layout_of_words, left_operand, right_operand
 from meshlm.kernels.mxfp4_few.shapes import MOST_ROWS, Shape
-from meshlm.kernels.packed_few.layouts import along, bits, empty_tuple, pin_loads, range_of, spread
+from meshlm.kernels.packed_few.layouts import along, empty_tuple, pin_loads, range_of, spread
 
 MARK = gl.constexpr(_ROWS)  # moe_align: what an owner's number of rows is multiplied by
 PAIR = gl.constexpr(2)  # chunks that a warp asks for at once
 NONE = gl.constexpr(0x7FFFFFFF)  # an entry behind all others
-
-# A plane's codes of two inputs, as bfloat16 of 2^-126 times their value, times the group's factor: one half of $2, in both halves.
-_HEAD = """{{
-    .reg .b32 t, s, none, both;
-    .reg .b16 low, high;
-    mov.b32 none, 0x80008000;
-    mov.b32 {{low, high}}, $2;
-    mov.b32 both, {{{half}, {half}}};
-    """
-_TAIL = """
-    fma.rn.bf16x2 $0, t, both, none;
-    }"""
-_CODES = (
-    "and.b32 t, $1, 0x81C081C0;",
-    "shl.b32 t, $1, 3; and.b32 t, t, 0x81C081C0;",
-    "shl.b32 t, $1, 6; and.b32 t, t, 0x81C081C0;",
-    """shr.u32 t, $1, 6; shr.u32 s, $1, 4; and.b32 t, t, 0x01800180; lop3.b32 t, s, 0x00400040, t, 0xEA;
-    shl.b32 s, $1, 4; lop3.b32 t, s, 0x80008000, t, 0xEA;""",
-)
-_PLANE_0, _PLANE_1, _PLANE_2, _PLANE_3 = (
-    gl.constexpr(_HEAD.format(half=half) + codes + _TAIL)
-    for codes, half in zip(_CODES, ("low", "low", "high", "high"), strict=True)
-)
-
-
-@gluon.constexpr_function
-def _layout_of_words(TILES: int, WARPS: int) -> gl.DistributedLinearLayout:
-    """[WARPS, 16 * TILES outputs, 4, 4 words]: four threads have the 64 bytes of a chunk."""
-    registers = [*bits(3, 4, 1, 4), *bits(1, 4, 8, 16 * TILES)]
-    lanes = [*bits(2, 4, 1, 4), *bits(1, 4, 1, 8)]
-    return gl.DistributedLinearLayout(registers, lanes, bits(0, 4, 1, WARPS), [], [WARPS, 16 * TILES, 4, 4])
-
-
-@gluon.constexpr_function
-def _layout_of_inputs(COLUMNS: int, WARPS: int) -> gl.DistributedLinearLayout:
-    """[WARPS, 4, 8 inputs, COLUMNS]."""
-    registers = [*bits(2, 4, 1, 8), *bits(3, 4, 8, COLUMNS)]
-    lanes = [*bits(1, 4, 1, 4), *bits(3, 4, 1, 8)]
-    return gl.DistributedLinearLayout(registers, lanes, bits(0, 4, 1, WARPS), [], [WARPS, 4, 8, COLUMNS])
-
-
-@gluon.jit
-def _operand(words, factors, P: gl.constexpr, LAYOUT: gl.constexpr, LINES: gl.constexpr, WARPS: gl.constexpr):
-    """The weights of plane P, [WARPS, LINES, 32], without a move. factors: `_factors` of that plane, [WARPS, LINES, 1, 1]."""
-    plane: gl.constexpr = (_PLANE_0 if P == 0 else _PLANE_1) if P < 2 else (_PLANE_2 if P == 2 else _PLANE_3)
-    both = gl.inline_asm_elementwise(plane, "=r,r,r", [words, factors], dtype=gl.int32, is_pure=True, pack=1)
-    low = both.to(gl.int16).to(gl.bfloat16, bitcast=True)
-    high = (both >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
-    pairs = gl.permute(gl.join(low, high), [0, 1, 3, 2, 4])
-    return gl.convert_layout(gl.reshape(pairs, [WARPS, LINES, 32]), LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
-def _factors(scales):
-    """2^126 times the scales of planes 0 and 2, and of 1 and 3, as bfloat16 in the halves of a word."""
-    scales += 0x7E7E7E7E
-    return (scales << 7) & 0x7F807F80, (scales >> 1) & 0x7F807F80
-
-
-@gluon.jit
-def _inputs(loaded, LAYOUT: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr):
-    """The inputs of a plane, [WARPS, 32, COLUMNS], without a move."""
-    found = gl.reshape(loaded, [WARPS, 4, 4, 2, COLUMNS])
-    found = gl.reshape(gl.permute(found, [0, 2, 1, 3, 4]), [WARPS, 32, COLUMNS])
-    return gl.convert_layout(found, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -141,13 +74,13 @@ def _accumulate(
         pin_loads(WARPS)
     for nth in gl.static_range(4 * PAIR):
         if nth % 4 == 0:
-            factors = _factors(found[nth // 4 * 2 + 1])
+            factors = factors_of(found[nth // 4 * 2 + 1])
         loaded = inputs[nth] if EARLY else _load_inputs(x_at, x_part, inside, chunk + nth // 4, nth % 4, INPUTS)
-        weights = _operand(found[nth // 4 * 2], factors[nth % 2], nth % 4, LEFT, LINES, WARPS)
+        weights = left_operand(found[nth // 4 * 2], factors[nth % 2], nth % 4, LEFT, LINES, WARPS)
         if nth % 2 == 0 or not EARLY:
-            total = mma_v2(weights, _inputs(loaded, RIGHT, COLUMNS, WARPS), total)
+            total = mma_v2(weights, right_operand(loaded, RIGHT, COLUMNS, WARPS), total)
         else:
-            others = mma_v2(weights, _inputs(loaded, RIGHT, COLUMNS, WARPS), others)
+            others = mma_v2(weights, right_operand(loaded, RIGHT, COLUMNS, WARPS), others)
     return total, others
 
 
@@ -165,8 +98,8 @@ def _products(
     TURNS: gl.constexpr = (CHUNKS + PAIR * WARPS - 1) // (PAIR * WARPS)
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     EARLY: gl.constexpr = COLUMNS == 8  # there is room in registers
-    WORDS: gl.constexpr = _layout_of_words(TILES, WARPS)
-    PLACES: gl.constexpr = _layout_of_inputs(COLUMNS, WARPS)
+    WORDS: gl.constexpr = layout_of_words(TILES, WARPS)
+    PLACES: gl.constexpr = layout_of_inputs(COLUMNS, WARPS)
 
     nth = range_of(LINES, WORDS, 1, 4)
     output = gl.minimum(column * BLOCK + nth % BLOCK, OUTPUTS - 1)
@@ -282,7 +215,7 @@ def _few(
     """A program belongs to an expert, or to an entry, of which an expert's first computes it."""
     HALVES: gl.constexpr = 2 if GATE else 1
     BLOCK: gl.constexpr = 16 * TILES // HALVES
-    TOKENS: gl.constexpr = along(_layout_of_inputs(COLUMNS, WARPS), 3, 4)
+    TOKENS: gl.constexpr = along(layout_of_inputs(COLUMNS, WARPS), 3, 4)
     column, lead = gl.program_id(0), gl.program_id(1)
     if PDL:
         gdc_launch_dependents()
@@ -324,7 +257,7 @@ def _sorted(
     entries of experts that go nowhere."""
     HALVES: gl.constexpr = 2 if GATE else 1
     BLOCK: gl.constexpr = 16 * TILES // HALVES
-    TOKENS: gl.constexpr = along(_layout_of_inputs(COLUMNS, WARPS), 3, 4)
+    TOKENS: gl.constexpr = along(layout_of_inputs(COLUMNS, WARPS), 3, 4)
     tile, column = gl.program_id(0), gl.program_id(1)
     if PDL:
         gdc_launch_dependents()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+HELPERS = ("meshlm.kernels.packed_few.layouts", "meshlm.kernels.mxfp4_few.operands")  # whose functions kernels call
 _OPERATORS = (
     "add",
     "sub",
@@ -270,12 +271,12 @@ def on_torch(module: ModuleType) -> Any:
     assert spec is not None
     assert spec.loader is not None
     found = importlib.util.module_from_spec(spec)
-    layouts = "meshlm.kernels.packed_few.layouts"  # whose functions kernels call
-    before = sys.modules.pop(layouts, None)
+    before = {name: sys.modules.pop(name, None) for name in HELPERS}
     found.range = _range  # type: ignore[attr-defined]
     with _stand_ins():
         spec.loader.exec_module(found)
-    sys.modules.pop(layouts, None)
-    if before is not None:
-        sys.modules[layouts] = before
+    for name, helper in before.items():
+        sys.modules.pop(name, None)
+        if helper is not None:
+            sys.modules[name] = helper
     return found

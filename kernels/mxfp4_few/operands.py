@@ -1,0 +1,76 @@
+"""Operands of tensor cores out of words of MXFP4 codes and out of rows, without moves between threads.
+
+A word of 32 bits holds the codes of two neighbouring inputs in each of four groups, its planes (mxfp4_experts/layout.py). A plane's two
+make an operand, as bfloat16 of 2^-126 times their value, exactly, and one multiplication, by 2^126 times the group's scale, makes it
+the weights, for any scale up to 2 (`shapes.moderate`).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from meshlm.kernels.packed_few.layouts import bits
+
+# A plane's codes of two inputs, as bfloat16 of 2^-126 times their value, times the group's factor: one half of $2, in both halves.
+_HEAD = """{{
+    .reg .b32 t, s, none, both;
+    .reg .b16 low, high;
+    mov.b32 none, 0x80008000;
+    mov.b32 {{low, high}}, $2;
+    mov.b32 both, {{{half}, {half}}};
+    """
+_TAIL = """
+    fma.rn.bf16x2 $0, t, both, none;
+    }"""
+_CODES = (
+    "and.b32 t, $1, 0x81C081C0;",
+    "shl.b32 t, $1, 3; and.b32 t, t, 0x81C081C0;",
+    "shl.b32 t, $1, 6; and.b32 t, t, 0x81C081C0;",
+    """shr.u32 t, $1, 6; shr.u32 s, $1, 4; and.b32 t, t, 0x01800180; lop3.b32 t, s, 0x00400040, t, 0xEA;
+    shl.b32 s, $1, 4; lop3.b32 t, s, 0x80008000, t, 0xEA;""",
+)
+_PLANE_0, _PLANE_1, _PLANE_2, _PLANE_3 = (
+    gl.constexpr(_HEAD.format(half=half) + codes + _TAIL)
+    for codes, half in zip(_CODES, ("low", "low", "high", "high"), strict=True)
+)
+
+
+@gluon.constexpr_function
+def layout_of_words(TILES: int, WARPS: int) -> gl.DistributedLinearLayout:
+    """[WARPS, 16 * TILES outputs, 4, 4 words]: four threads have the 64 bytes of a chunk."""
+    registers = [*bits(3, 4, 1, 4), *bits(1, 4, 8, 16 * TILES)]
+    lanes = [*bits(2, 4, 1, 4), *bits(1, 4, 1, 8)]
+    return gl.DistributedLinearLayout(registers, lanes, bits(0, 4, 1, WARPS), [], [WARPS, 16 * TILES, 4, 4])
+
+
+@gluon.constexpr_function
+def layout_of_inputs(COLUMNS: int, WARPS: int) -> gl.DistributedLinearLayout:
+    """[WARPS, 4, 8 inputs, COLUMNS]."""
+    registers = [*bits(2, 4, 1, 8), *bits(3, 4, 8, COLUMNS)]
+    lanes = [*bits(1, 4, 1, 4), *bits(3, 4, 1, 8)]
+    return gl.DistributedLinearLayout(registers, lanes, bits(0, 4, 1, WARPS), [], [WARPS, 4, 8, COLUMNS])
+
+
+@gluon.jit
+def left_operand(words, factors, P: gl.constexpr, LAYOUT: gl.constexpr, LINES: gl.constexpr, WARPS: gl.constexpr):
+    """The weights of plane P, [WARPS, LINES, 32], without a move. factors: `factors_of` of that plane, [WARPS, LINES, 1, 1]."""
+    plane: gl.constexpr = (_PLANE_0 if P == 0 else _PLANE_1) if P < 2 else (_PLANE_2 if P == 2 else _PLANE_3)
+    both = gl.inline_asm_elementwise(plane, "=r,r,r", [words, factors], dtype=gl.int32, is_pure=True, pack=1)
+    low = both.to(gl.int16).to(gl.bfloat16, bitcast=True)
+    high = (both >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    pairs = gl.permute(gl.join(low, high), [0, 1, 3, 2, 4])
+    return gl.convert_layout(gl.reshape(pairs, [WARPS, LINES, 32]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def factors_of(scales):
+    """2^126 times the scales of planes 0 and 2, and of 1 and 3, as bfloat16 in the halves of a word."""
+    scales += 0x7E7E7E7E
+    return (scales << 7) & 0x7F807F80, (scales >> 1) & 0x7F807F80
+
+
+@gluon.jit
+def right_operand(loaded, LAYOUT: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr):
+    """The inputs of a plane, [WARPS, 32, COLUMNS], without a move."""
+    found = gl.reshape(loaded, [WARPS, 4, 4, 2, COLUMNS])
+    found = gl.reshape(gl.permute(found, [0, 2, 1, 3, 4]), [WARPS, 32, COLUMNS])
+    return gl.convert_layout(found, LAYOUT, assert_trivial=True)
