@@ -56,6 +56,7 @@ def precompiled(progress: Progress = lambda done, total: None, threads: int | No
 
     with (
         launchers_apart(),
+        parsed_in_turn(),
         _pool(threads or min(THREADS, len(os.sched_getaffinity(0)))) as pool,
         _ahead(mode_class, pool) as mode,
     ):
@@ -91,6 +92,27 @@ def launchers_apart() -> Iterator[None]:
         yield
     finally:
         build._load_module_from_path = load
+
+
+@contextmanager
+def parsed_in_turn() -> Iterator[None]:
+    """Inside one thread at a time has Python parse a kernel's source.
+
+    CPython 3.11 counts how deep it is in a syntax tree for all threads together: a second one that begins while the first has given its
+    lock away ends with "AST constructor recursion depth mismatch".
+    """
+    function: Any = jit.JITCallable
+    parse, lock = function.parse, threading.Lock()
+
+    def parse_in_turn(self: Any) -> Any:
+        with lock:
+            return parse(self)
+
+    function.parse = parse_in_turn
+    try:
+        yield
+    finally:
+        function.parse = parse
 
 
 def _pool(threads: int) -> ThreadPoolExecutor:

@@ -1,8 +1,10 @@
 """Kernels are compiled side by side, ahead of their launch: for an H200 that need not be there, whose driver only counts."""
 
 import gc
+import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.errors import CompilationError
 from triton.runtime import build
 from triton.runtime.driver import driver
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITCallable, JITFunction
 
 from meshlm.kernels import precompile
-from meshlm.kernels.precompile import launchers_apart, precompiled
+from meshlm.kernels.precompile import launchers_apart, parsed_in_turn, precompiled
 
 PATCHED = (tl, tl.core, tl.math, *(value for value in vars(tl.core).values() if isinstance(value, type)))
 COMPILED = [(owner, dict(vars(owner))) for owner in PATCHED]  # no test has run yet
@@ -223,6 +225,23 @@ def test_a_launcher_that_is_loaded_again_is_nobody_elses(tmp_path: Path) -> None
     with launchers_apart():
         modules = [build._load_module_from_path("twin", path) for path in (first, second, first)]
     assert [module.launch() for module in modules] == [1, 2, 1]
+
+
+def test_one_thread_parses_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside: list[int] = []
+
+    def parse(kernel: None) -> int:
+        inside.append(1)
+        for _ in range(100):
+            os.sched_yield()  # another thread's turn
+        found = len(inside)
+        inside.pop()
+        return found
+
+    monkeypatch.setattr(JITCallable, "parse", parse)
+    with parsed_in_turn(), ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(lambda _: JITCallable.parse(None), range(200))) == {1}
+    assert JITCallable.parse is parse, "as it was"
 
 
 def test_this_triton_can() -> None:
