@@ -1,19 +1,30 @@
-"""How many tokens the KV cache of gemma-3-4b holds with its two kinds of groups, and with one that keeps every block.
+"""How many tokens the KV cache of a Gemma holds with its two kinds of groups, and with one that keeps every block.
 
 By the worker's planning of memory and the scheduler's KVCache: requests come one after the other, are computed in chunks and decode,
 until the next one finds no blocks. No weights, no device.
 
-python -P benchmarks/kv_groups.py [--memory-gib 40] [--max-model-len 32768] [--json FILE]
+python -P benchmarks/kv_groups.py [--model gemma3-4b] [--memory-gib 40] [--max-model-len 32768] [--request-tokens N ...]
+                                  [--vllm FOLDER] [--json FILE]
+
+The model is one of benchmarks/shapes.py. FOLDER has vLLM's packages: its planner and its KVCacheManager get the same bytes, the same
+requests and the same chunks then (vLLM itself gets somewhat fewer bytes from the same GPU). `capacity` is what vLLM says at its start,
+where it counts a step's tokens for each request.
 """
 
 import argparse
 import json
+import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import tokenizers
 import torch
 from msgspec.structs import replace
+
+sys.path.insert(0, str(Path(__file__).parent))
+import shapes
 
 from meshlm.protocol.admit_edge import EngineRequest
 from meshlm.protocol.columns import pack_i32
@@ -29,32 +40,12 @@ from meshlm.workers import memory
 from meshlm.workers.kv.layout import KVLayout
 
 DECODES = 256  # tokens that each request has decoded when they are counted
-GEMMA_3_4B = {
-    "architectures": ["Gemma3ForCausalLM"],
-    "model_type": "gemma3_text",
-    "vocab_size": 262144,
-    "hidden_size": 2560,
-    "intermediate_size": 10240,
-    "num_hidden_layers": 34,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "rope_local_base_freq": 10000.0,
-    "sliding_window": 1024,
-    "sliding_window_pattern": 6,
-    "query_pre_attn_scalar": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "torch_dtype": "bfloat16",
-}
 
 
-def configured(max_model_len: int) -> MeshConfig:
-    """What the supervisor makes of gemma-3-4b's config.json."""
+def configured(model: str, max_model_len: int) -> MeshConfig:
+    """What the supervisor makes of the model's config.json."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(GEMMA_3_4B))
+        (Path(folder) / "config.json").write_text(json.dumps(shapes.config_of(model)))
         tokenizers.Tokenizer(tokenizers.models.BPE()).save(f"{folder}/tokenizer.json")
         values: dict[str, object] = {"model": folder, "device": "cpu", "load_format": "dummy"}
         return resolve.resolve(flags.build({**values, "max_model_len": max_model_len, "max_num_seqs": 1024}, None))
@@ -65,21 +56,26 @@ def request_of(number: int, num_tokens: int) -> Request:
     return Request(work, Identity(Role.DETOKENIZER), Incarnation(1), num_tokens + 1)
 
 
-def held(config: MeshConfig, model: ModelSpec, budget: int) -> dict[str, int]:
-    """Pages within `budget` bytes, and the tokens of as many requests of the longest length as decode side by side in them."""
+def steps(length: int, chunk: int) -> list[int]:
+    """Tokens of each step of a request: its prompt in chunks, and DECODES tokens."""
+    prompt = length - DECODES
+    return [min(chunk, prompt - done) for done in range(0, prompt, chunk)] + [1] * DECODES
+
+
+def held(config: MeshConfig, model: ModelSpec, budget: int, length: int) -> dict[str, int]:
+    """Pages within `budget` bytes, and the tokens of as many requests of `length` as decode side by side in them."""
     resolved = config.resolved
     assert resolved is not None
-    length, chunk = resolved.max_model_len, resolved.max_num_batched_tokens
-    layout = KVLayout(model, config.cache.block_size, length, torch.bfloat16)
+    chunk = resolved.max_num_batched_tokens
+    layout = KVLayout(model, config.cache.block_size, resolved.max_model_len, torch.bfloat16)
     num_pages = memory.num_pages(config, budget, layout)
     at_once = step_tokens(chunk, config.scheduler.async_depth, 0)
     cache = KVCache(num_pages, layout.block_size, layout.specs, step_tokens=at_once)
     running: list[Request] = []
     while True:
         request = request_of(len(running), length)
-        while request.num_computed < length:
-            left = length - DECODES - request.num_computed
-            if cache.grow(request, request.num_computed + max(1, min(chunk, left))) is None:
+        for count in steps(length, chunk):
+            if cache.grow(request, request.num_computed + count, running) is None:
                 tokens = sum(len(one.tokens) for one in running)
                 cache.free(request)
                 cache.check(running)
@@ -89,33 +85,94 @@ def held(config: MeshConfig, model: ModelSpec, budget: int) -> dict[str, int]:
                     "pages": num_pages,
                     "tokens": tokens,
                 }
-            request.num_computed += max(1, min(chunk, left))
+            request.num_computed += count
         running.append(request)
 
 
+def held_by_vllm(config: MeshConfig, model: ModelSpec, budget: int, length: int) -> dict[str, int]:
+    """The same by vLLM's groups, blocks and KVCacheManager, with as many tokens in flight as MeshLM has."""
+    from vllm import SamplingParams as VllmSampling
+    from vllm.utils.hashing import sha256_cbor
+    from vllm.v1.core import kv_cache_utils as planner
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+    from vllm.v1.request import Request as VllmRequest
+
+    resolved = config.resolved
+    assert resolved is not None
+    chunk, block = resolved.max_num_batched_tokens, config.cache.block_size
+    in_flight = step_tokens(chunk, config.scheduler.async_depth, 0)
+    own: dict[str, Any] = {
+        "block_size": block,
+        "num_kv_heads": model.num_key_value_heads,
+        "head_size": model.head_dim,
+        "dtype": torch.bfloat16,
+    }
+    layers: dict[str, Any] = {}
+    for layer, slides in enumerate(model.sliding_layers):
+        window = model.sliding_window if slides else 0
+        layers[f"{layer}"] = SlidingWindowSpec(**own, sliding_window=window) if window else FullAttentionSpec(**own)
+    engine = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=resolved.max_model_len),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+        cache_config=SimpleNamespace(num_gpu_blocks_override=None),
+        kv_transfer_config=None,
+        max_in_flight_tokens=in_flight,
+    )
+    groups = planner.get_kv_cache_groups(engine, layers)
+    plan = planner.get_kv_cache_config_from_groups(engine, groups, budget)
+    manager = KVCacheManager(
+        plan, resolved.max_model_len, scheduler_block_size=block, hash_block_size=block, max_in_flight_tokens=in_flight
+    )
+    planner.init_none_hash(sha256_cbor)
+    found = {
+        "groups": len(groups),
+        "pages": plan.num_blocks,
+        "capacity": planner.get_kv_cache_capacity(engine, plan)[0],
+    }
+    hasher, count = planner.get_request_block_hasher(block, sha256_cbor), 0
+    while True:
+        sampling = VllmSampling(max_tokens=DECODES + 1, ignore_eos=True)
+        request = VllmRequest(f"r{count}", [count] * (length - DECODES), sampling, None, block_hasher=hasher)
+        for tokens in steps(length, chunk):
+            if manager.allocate_slots(request, tokens) is None:
+                return {**found, "tokens": count * length}
+            request.num_computed_tokens += tokens
+            if request.num_computed_tokens >= request.num_prompt_tokens:
+                request.append_output_token_ids(count)
+        count += 1
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", default="gemma3-4b", choices=[name for name in shapes.SHAPES if "gemma" in name])
     parser.add_argument("--memory-gib", type=float, default=40)
     parser.add_argument("--max-model-len", type=int, default=32768)
-    parser.add_argument("--json", help="file for the results")
-    arguments = parser.parse_args()
-    config = configured(arguments.max_model_len)
-    assert config.resolved is not None
-    budget, model = int(arguments.memory_gib * 2**30), config.resolved.spec
-    grouped, every = (
-        held(config, model, budget),
-        held(config, replace(model, sliding_window=0, sliding_layers=()), budget),
+    parser.add_argument(
+        "--request-tokens", type=int, nargs="+", help="of each request; else the most that there may be"
     )
-    result = {
-        "memory_gib": arguments.memory_gib,
-        "max_model_len": arguments.max_model_len,
-        "grouped": grouped,
-        "every": every,
-    }
-    result["times"] = round(grouped["tokens"] / every["tokens"], 2)
-    print(json.dumps(result))
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(result, indent=1) + "\n")
+    parser.add_argument("--vllm", default="", help="folder with vLLM's packages, or several with colons between")
+    parser.add_argument("--json", help="file for the results")
+    given = parser.parse_args()
+    config = configured(given.model, given.max_model_len)
+    assert config.resolved is not None
+    budget, model = int(given.memory_gib * 2**30), config.resolved.spec
+    keeps_all = replace(model, sliding_window=0, sliding_layers=())
+    sys.path += given.vllm.split(":") if given.vllm else []  # behind what is installed
+    results: list[dict[str, Any]] = []
+    for length in given.request_tokens or [given.max_model_len]:
+        grouped, every = held(config, model, budget, length), held(config, keeps_all, budget, length)
+        times = round(grouped["tokens"] / max(1, every["tokens"]), 2)
+        results.append({"request_tokens": length, "grouped": grouped, "every": every, "times": times})
+        if given.vllm:
+            results[-1]["vllm"] = held_by_vllm(config, model, budget, length)
+    report = {
+        "model": given.model, "memory_gib": given.memory_gib, "max_model_len": given.max_model_len, "results": results,
+    }  # fmt: skip
+    print(json.dumps(report))
+    if given.json:
+        Path(given.json).write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -234,7 +234,7 @@ class Batching:
     def _grow(self, builder: PlanBuilder, request: Request, needed: int) -> bool:
         """Blocks for `needed` tokens, by preempting from the end of the order: nothing there is planned yet, as planning goes
         from the front. False when the request itself had to go."""
-        while (blocks := self.kv.grow(request, needed)) is None:
+        while (blocks := self.kv.grow(request, needed, self.running)) is None:
             victim = self.running[-1]
             self.preempt(victim, "decode")
             if victim is request:
@@ -245,7 +245,7 @@ class Batching:
     def _grow_prompt(self, builder: PlanBuilder, request: Request, needed: int, later: list[Request]) -> bool:
         """Blocks for `needed` tokens, if need be by preempting prompts that come later. False when that is not enough."""
         victims = [victim for victim in later if victim.state is RequestState.RUNNING]
-        while (blocks := self.kv.grow(request, needed)) is None:
+        while (blocks := self.kv.grow(request, needed, builder.decodes)) is None:
             if not victims:
                 return False
             self.preempt(victims.pop(), "prefill")
@@ -277,7 +277,7 @@ class Batching:
                 continue
             num_cached = self.kv.match(request)
             count = self._startable(builder, request, num_cached, left)
-            if not count or self.kv.grow(request, num_cached + count) is None:
+            if not count or self.kv.grow(request, num_cached + count, builder.decodes) is None:
                 self.kv.free(request)
                 return
             self._start(builder, request, at, num_cached)

@@ -5,7 +5,7 @@ goes to the workers. It only grows. What no token can see any more is given back
 table stay, and mean nothing. Pure; owned by batching.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from math import gcd
 
@@ -174,10 +174,11 @@ class KVCache:
         request.capacity = len(found) * self.block_size
         self.pool.touch(self._held(request))
 
-    def grow(self, request: Request, num_tokens: int) -> list[BlockId] | None:
+    def grow(self, request: Request, num_tokens: int, others: Iterable[Request] = ()) -> list[BlockId] | None:
         """Blocks for its first `num_tokens` tokens: the rows that its table grows by. None when too few are free.
 
-        What no token can see that is still to be computed is given back first, a few blocks at once, or all where memory is short.
+        What no token can see that is still to be computed is given back first, a few blocks at once, or all where memory is short; then
+        the others do so, too. These have no tokens of a prompt in the step that is being planned, which would see more than those behind.
         """
         blocks, pool, width = request.blocks, self.pool, self.num_groups
         if self._keeps_none:
@@ -186,18 +187,16 @@ class KVCache:
         if request.num_computed >= request.free_at and self._freeing:
             self._free_unseen(request)
         if self._carried:
-            return self._grow_carrying(request, num_tokens)
+            return self._grow_carrying(request, num_tokens, others)
         count = -(-num_tokens // self.block_size) * width - len(blocks)
-        if count > pool.num_free:
-            self._free_unseen(request)
-            if count > pool.num_free:
-                return None
+        if count > pool.num_free and not self._makes_room(count, request, others):
+            return None
         grown = pool.allocate(count)
         blocks += grown
         request.capacity = len(blocks) // width * self.block_size
         return grown
 
-    def _grow_carrying(self, request: Request, num_tokens: int) -> list[BlockId] | None:
+    def _grow_carrying(self, request: Request, num_tokens: int, others: Iterable[Request]) -> list[BlockId] | None:
         """`grow` where some groups carry a page on: it gets further places in their tables, unless what it holds is to be left."""
         blocks, pool, width = request.blocks, self.pool, self.num_groups
         begin, end = len(blocks) // width, -(-num_tokens // self.block_size)
@@ -214,10 +213,8 @@ class KVCache:
         computed = request.num_computed or request.capacity  # one that begins has what was found in the cache
         fresh = [kind.fresh(begin, end, computed) for kind in self._kinds]
         count = sum(kind.width * len(rows) for kind, rows in zip(self._kinds, fresh, strict=True))
-        if count > pool.num_free:
-            self._free_unseen(request)
-            if count > pool.num_free:
-                return None
+        if count > pool.num_free and not self._makes_room(count, request, others):
+            return None
         pages = iter(pool.allocate(count))
         for row in range(begin, end):
             for kind, rows in zip(self._kinds, fresh, strict=True):
@@ -225,6 +222,15 @@ class KVCache:
                 blocks += (next(pages) if row in rows else blocks[before + n] for n in range(kind.width))
         request.capacity = end * self.block_size
         return blocks[begin * width :]
+
+    def _makes_room(self, count: int, request: Request, others: Iterable[Request]) -> bool:
+        """Whether so many pages are free once this request, and if need be the others, gave back what they cannot see."""
+        self._free_unseen(request)
+        if count > self.pool.num_free and self._freeing:
+            latest = self._freed_at_once - self.block_size  # a block at least was computed since they last gave back
+            for other in [one for one in others if one.free_at - one.num_computed <= latest]:
+                self._free_unseen(other)
+        return count <= self.pool.num_free
 
     def _free_unseen(self, request: Request) -> None:
         """Drafts may be refused and computed again, so only tokens that are known count as computed."""

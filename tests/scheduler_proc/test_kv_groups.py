@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 from tiny_models import resolved_of, spec_of
 
 from meshlm.protocol.config import CacheConfig, MeshConfig, WorkerConfig
+from meshlm.protocol.ids import RequestId
 from meshlm.protocol.kv import FullAttention, RecurrentState, SlidingWindow
 from meshlm.protocol.model import ModelSpec, StateSpec
 from meshlm.protocol.step_edge import StepPlan, StepResult
 from meshlm.scheduler_proc.limits import MAX_CRASHES
+from meshlm.scheduler_proc.request import RequestState
 from meshlm.workers.fake import FakeEngine
 from meshlm.workers.fake_tokens import expected_token
 
@@ -109,6 +111,27 @@ def test_a_request_decodes_in_less_than_its_layers_would_keep() -> None:
         bench.step()
     assert bench.core.batching.num_preemptions == 0
     assert bench.tokens[1] == generated([7] * 30, 98), "its 128 tokens in all groups would be 96 pages"
+    bench.finish()
+
+
+def test_nobody_waits_or_is_preempted_for_blocks_that_no_one_sees() -> None:
+    """Two requests keep 7 blocks of 3 pages each, of which no token sees 10 pages; the third needs 18 pages where 16 are free."""
+    device = Device(two_kinds(6), 58)
+    bench = Bench(LIMITS, 0, 0, model=device)
+    pool = bench.core.batching.kv.pool
+    for handle in (1, 2):
+        bench.assign(handle, [handle] * 6, 50)
+    while pool.num_free > 16:
+        bench.step()
+    assert pool.num_free == 16
+    bench.assign(3, [3] * 24, 8)
+    for _ in range(2):
+        bench.step()
+    assert bench.core.requests[RequestId("r3")].state is RequestState.RUNNING, "it waits for blocks that others keep"
+    while bench.plans:
+        bench.step()
+    assert bench.core.batching.num_preemptions == 0
+    assert bench.tokens == {1: generated([1] * 6, 50), 2: generated([2] * 6, 50), 3: generated([3] * 24, 8)}
     bench.finish()
 
 

@@ -284,6 +284,24 @@ def test_which_group_limited_a_hit_is_told() -> None:
     assert hit < 24
 
 
+def test_where_memory_is_short_others_give_back_what_they_no_longer_see() -> None:
+    """Blocks that decodes leave are given back eight at once; while they are kept nobody is short of them."""
+    device = Device((FULL, SlidingWindow(4), SlidingWindow(4)), 40)
+    first = device.start([1, 2, 3, 4], chunk=4)
+    assert first is not None
+    while first.num_computed < 32:
+        first.tokens.append(5)
+        assert device.go_on(first, 1, first.num_computed)
+    kept = device.kv.pool.num_free
+    assert kept == 40 - 8 * 3, "nothing was given back yet"
+    other = request_of([7] * 36)
+    assert device.kv.grow(other, 36) is None, "nine blocks, of three pages each"
+    assert device.kv.grow(other, 36, [first]) is not None
+    assert device.kv.pool.num_free == kept - 9 * 3 + 2 * 7, "the last block is in sight"
+    device.running.append(other)
+    device.check()
+
+
 def test_a_hit_at_the_end_of_a_chunk_needs_none_of_its_blocks() -> None:
     """And one within a chunk needs those of that chunk alone. Blocks are of four tokens, chunks of eight."""
     device = Device((FULL, ChunkedAttention(8)), 40)

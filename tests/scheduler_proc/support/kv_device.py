@@ -92,7 +92,7 @@ class Device:
         hit = self.kv.match(request)
         assert hit < len(tokens)
         chunk = min(chunk, len(tokens) - hit)
-        if self.kv.grow(request, hit + chunk) is None:
+        if self.kv.grow(request, hit + chunk, self.running) is None:
             self.kv.free(request)
             return None
         request.num_computed = hit
@@ -102,7 +102,7 @@ class Device:
         return request
 
     def go_on(self, request: Request, num_tokens: int, num_known: int) -> bool:
-        if self.kv.grow(request, request.num_computed + num_tokens) is None:
+        if self.kv.grow(request, request.num_computed + num_tokens, self.running) is None:
             return False
         self.compute(request, num_tokens)
         self.kv.cache_full(request, min(num_known, request.num_computed))
