@@ -184,8 +184,13 @@ def test_clients_that_never_read_are_cut_off(keyed: Serving, client: httpx.Clien
     with undisturbed(client), connect(keyed, receive_buffer=4096) as sock:
         sock.sendall(post(body, "X-Request-Id: deaf"))
         assert "abort" in logged(keyed, "id=cmpl-deaf", 30)
-        with pytest.raises((ConnectionResetError, BrokenPipeError, http.client.IncompleteRead)):
-            check_choices(sock, 16, body["prompt"], 3900)  # type: ignore[arg-type]
+        received = b""
+        with contextlib.suppress(ConnectionResetError):
+            while more := sock.recv(MB):
+                received += more
+        assert received.startswith(b"HTTP/1.1 200 ")
+        assert b"[DONE]" not in received
+        assert not received.endswith(b"\r\n0\r\n\r\n"), "it looks like the end of an answer"
     until(lambda: is_free(client))
 
 
