@@ -135,6 +135,18 @@ def test_nobody_waits_or_is_preempted_for_blocks_that_no_one_sees() -> None:
     bench.finish()
 
 
+@pytest.mark.parametrize("num_pages", range(56, 72))
+def test_blocks_that_a_prompt_sees_in_this_step_are_nobody_elses(num_pages: int) -> None:
+    """The last chunk of a prompt sees more than the tokens behind it, and the rest of its step is for whom memory is short."""
+    device = Device(two_kinds(6), num_pages)
+    bench = Bench(LIMITS, 0, 0, model=device)
+    prompts = {1: [1] * 8, 2: list(range(104)), 3: list(range(50, 78))}
+    for handle, prompt in prompts.items():
+        bench.assign(handle, prompt, 12)
+    bench.finish()
+    assert {one: bench.tokens[one] for one in prompts} == {one: generated(prompts[one], 12) for one in prompts}
+
+
 @pytest.mark.parametrize("drafts", [0, 3])
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
