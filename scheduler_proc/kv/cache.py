@@ -178,7 +178,7 @@ class KVCache:
         """Blocks for its first `num_tokens` tokens: the rows that its table grows by. None when too few are free.
 
         What no token can see that is still to be computed is given back first, a few blocks at once, or all where memory is short; then
-        the others do so, too. These have no tokens of a prompt in the step that is being planned, which would see more than those behind.
+        the others do so, too. None of these has tokens of a prompt in the step that is being planned, which see more than those behind.
         """
         blocks, pool, width = request.blocks, self.pool, self.num_groups
         if self._keeps_none:
