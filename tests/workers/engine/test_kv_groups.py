@@ -37,7 +37,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt-oss": ("GptOssConfig", {**MOE["gpt-oss"][1], "sliding_window": WINDOW, "num_hidden_layers": 4}),
 }
-PAGES = {"mistral": 9, "gemma2": 23, "gemma3": 78, "gpt-oss": 23, "llama4": 26, "gemma4": 40}
+PAGES = {"mistral": 9, "gemma2": 23, "gemma3": 82, "gpt-oss": 23, "llama4": 26, "gemma4": 40}
 
 
 @pytest.fixture(params=CASES, scope="module")
