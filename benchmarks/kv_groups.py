@@ -8,7 +8,8 @@ python -P benchmarks/kv_groups.py [--model gemma3-4b] [--memory-gib 40] [--max-m
 
 The model is one of benchmarks/shapes.py. FOLDER has vLLM's packages: its planner and its KVCacheManager get the same bytes, the same
 requests and the same chunks then (vLLM itself gets somewhat fewer bytes from the same GPU). `capacity` is what vLLM says at its start,
-where it counts a step's tokens for each request.
+where it counts a step's tokens for each request. `found` is what a request finds cached of PREFIX tokens that it shares with one
+that decodes, and with one that has ended.
 """
 
 import argparse
@@ -40,6 +41,7 @@ from meshlm.workers import memory
 from meshlm.workers.kv.layout import KVLayout
 
 DECODES = 256  # tokens that each request has decoded when they are counted
+PREFIX, OWN = 32768, 1024  # tokens that two requests share, and of each alone
 
 
 def configured(model: str, max_model_len: int) -> MeshConfig:
@@ -51,9 +53,9 @@ def configured(model: str, max_model_len: int) -> MeshConfig:
         return resolve.resolve(flags.build({**values, "max_model_len": max_model_len, "max_num_seqs": 1024}, None))
 
 
-def request_of(number: int, num_tokens: int) -> Request:
-    work = EngineRequest(RequestId(f"r{number}"), Handle(number), pack_i32([number] * num_tokens), SamplingParams())
-    return Request(work, Identity(Role.DETOKENIZER), Incarnation(1), num_tokens + 1)
+def request_of(number: int, tokens: list[int]) -> Request:
+    work = EngineRequest(RequestId(f"r{number}"), Handle(number), pack_i32(tokens), SamplingParams())
+    return Request(work, Identity(Role.DETOKENIZER), Incarnation(1), len(tokens) + 1)
 
 
 def steps(length: int, chunk: int) -> list[int]:
@@ -62,19 +64,24 @@ def steps(length: int, chunk: int) -> list[int]:
     return [min(chunk, prompt - done) for done in range(0, prompt, chunk)] + [1] * DECODES
 
 
-def held(config: MeshConfig, model: ModelSpec, budget: int, length: int) -> dict[str, int]:
-    """Pages within `budget` bytes, and the tokens of as many requests of `length` as decode side by side in them."""
+def cache_of(config: MeshConfig, model: ModelSpec, budget: int) -> tuple[KVCache, KVLayout]:
+    """The scheduler's, with the pages that a worker has room for within `budget` bytes."""
     resolved = config.resolved
     assert resolved is not None
-    chunk = resolved.max_num_batched_tokens
     layout = KVLayout(model, config.cache.block_size, resolved.max_model_len, torch.bfloat16)
     num_pages = memory.num_pages(config, budget, layout)
-    at_once = step_tokens(chunk, config.scheduler.async_depth, 0)
-    cache = KVCache(num_pages, layout.block_size, layout.specs, step_tokens=at_once)
+    at_once = step_tokens(resolved.max_num_batched_tokens, config.scheduler.async_depth, 0)
+    return KVCache(num_pages, layout.block_size, layout.specs, step_tokens=at_once), layout
+
+
+def held(config: MeshConfig, model: ModelSpec, budget: int, length: int) -> dict[str, int]:
+    """Pages within `budget` bytes, and the tokens of as many requests of `length` as decode side by side in them."""
+    assert config.resolved is not None
+    cache, layout = cache_of(config, model, budget)
     running: list[Request] = []
     while True:
-        request = request_of(len(running), length)
-        for count in steps(length, chunk):
+        request = request_of(len(running), [len(running)] * length)
+        for count in steps(length, config.resolved.max_num_batched_tokens):
             if cache.grow(request, request.num_computed + count, running) is None:
                 tokens = sum(len(one.tokens) for one in running)
                 cache.free(request)
@@ -82,11 +89,30 @@ def held(config: MeshConfig, model: ModelSpec, budget: int, length: int) -> dict
                 return {
                     "groups": len(layout.specs),
                     "page_bytes": layout.page_bytes,
-                    "pages": num_pages,
+                    "pages": cache.pool.num_blocks,
                     "tokens": tokens,
                 }
             request.num_computed += count
         running.append(request)
+
+
+def found(config: MeshConfig, model: ModelSpec, budget: int) -> list[int]:
+    """Of PREFIX shared tokens: what another request finds while the first decodes, and when it has ended."""
+    assert config.resolved is not None
+    cache, _ = cache_of(config, model, budget)
+    first = request_of(1, [0] * PREFIX + [1] * OWN)
+    for count in steps(PREFIX + OWN, config.resolved.max_num_batched_tokens):
+        assert cache.grow(first, first.num_computed + count) is not None
+        first.num_computed += count
+        cache.cache_full(first, first.num_computed)
+    hits: list[int] = []
+    for number in (2, 3):
+        other = request_of(number, [0] * PREFIX + [number] * OWN)
+        hits.append(cache.match(other))
+        cache.free(other)
+        if number == 2:
+            cache.free(first)
+    return hits
 
 
 def held_by_vllm(config: MeshConfig, model: ModelSpec, budget: int, length: int) -> dict[str, int]:
@@ -126,7 +152,7 @@ def held_by_vllm(config: MeshConfig, model: ModelSpec, budget: int, length: int)
         plan, resolved.max_model_len, scheduler_block_size=block, hash_block_size=block, max_in_flight_tokens=in_flight
     )
     planner.init_none_hash(sha256_cbor)
-    found = {
+    facts = {
         "groups": len(groups),
         "pages": plan.num_blocks,
         "capacity": planner.get_kv_cache_capacity(engine, plan)[0],
@@ -137,7 +163,7 @@ def held_by_vllm(config: MeshConfig, model: ModelSpec, budget: int, length: int)
         request = VllmRequest(f"r{count}", [count] * (length - DECODES), sampling, None, block_hasher=hasher)
         for tokens in steps(length, chunk):
             if manager.allocate_slots(request, tokens) is None:
-                return {**found, "tokens": count * length}
+                return {**facts, "tokens": count * length}
             request.num_computed_tokens += tokens
             if request.num_computed_tokens >= request.num_prompt_tokens:
                 request.append_output_token_ids(count)
@@ -167,8 +193,10 @@ def main() -> None:
         results.append({"request_tokens": length, "grouped": grouped, "every": every, "times": times})
         if given.vllm:
             results[-1]["vllm"] = held_by_vllm(config, model, budget, length)
+    hits = {"grouped": found(config, model, budget), "every": found(config, keeps_all, budget)}
     report = {
         "model": given.model, "memory_gib": given.memory_gib, "max_model_len": given.max_model_len, "results": results,
+        "prefix": PREFIX, "found": hits,
     }  # fmt: skip
     print(json.dumps(report))
     if given.json:

@@ -34,5 +34,7 @@ def test_gemma_3_27b_holds_what_vllm_holds_in_the_same_bytes(benchmark_module: C
     budget = int(committed["memory_gib"] * 2**30)
     assert all(one["grouped"]["tokens"] >= one["vllm"]["tokens"] > 0 for one in committed["results"])
     short = committed["results"][-1]
-    found = groups.held(config, config.resolved.spec, budget, short["request_tokens"])
-    assert found["tokens"] >= short["vllm"]["tokens"]
+    held = groups.held(config, config.resolved.spec, budget, short["request_tokens"])
+    assert held["tokens"] >= short["vllm"]["tokens"]
+    hits = groups.found(config, config.resolved.spec, budget)
+    assert hits == committed["found"]["grouped"] == committed["found"]["every"] == [groups.PREFIX] * 2
