@@ -11,9 +11,9 @@ import psutil
 import pytest
 import zmq
 from fake_answers import reference
-from hosts import free_ports, made_keys, on_rank, states, stream
+from hosts import PORTS, made_keys, on_rank, states, stream
 from serving import Serving
-from waiting import until
+from waiting import free_ports, until
 
 from meshlm.protocol.channels import MAX_FRAME_BYTES
 from meshlm.protocol.digest import schema_digest
@@ -32,7 +32,7 @@ class Mesh:
     def __init__(self, folder: Path) -> None:
         self.key_file = made_keys(folder / "key")
         self.keys = load(self.key_file)
-        address = f"tcp://127.0.0.1:{free_ports('127.0.0.1')}"
+        address = f"tcp://127.0.0.1:{free_ports(PORTS, '127.0.0.1')}"
         flags = ("--device", "fake", "-dp", "2", "--key-file", self.key_file, "--data-parallel-size-local", "1")
         self.head = Serving(*flags, "--listen", address)
         self.node = Serving(*flags, "--headless", "--join", address, "--data-parallel-start-rank", "1")

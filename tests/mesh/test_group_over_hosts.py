@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from hosts import LINKS, LoopbackLink, NamespaceLink, free_ports, link_of, made_keys, states, stream
+from hosts import LINKS, PORTS, LoopbackLink, NamespaceLink, link_of, made_keys, states, stream
 from serving import Serving
 from split_models import FLAGS, PROMPTS, greedy, reference, small_model
-from waiting import until
+from waiting import free_ports, until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(180)]
 GROUP = ("--load-format", "dummy", "-tp", "2", "--nnodes", "2", "--max-restarts", "50", "--peer-timeout", "1")
@@ -26,7 +26,7 @@ class TwoHosts:
     """The head with worker 0, the node with worker 1."""
 
     def __init__(self, link: LoopbackLink | NamespaceLink, key_file: str, model: str) -> None:
-        self.link, self.master_port = link, free_ports("127.0.0.1")
+        self.link, self.master_port = link, free_ports(PORTS, "127.0.0.1")
         flags = (*FLAGS, *GROUP, "--model", model, "--key-file", key_file, "--master-port", str(self.master_port))
         self.head = Serving(*flags, *link.head_flags)
         self.node = Serving(*flags, "--headless", "--node-rank", "1", *link.node_flags, prefix=link.prefix)

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import zmq
 from msgspec import Struct
+from waiting import free_ports
 
 from meshlm.protocol.config import MeshConfig, NetworkConfig, Node, RunConfig
 from meshlm.protocol.control_edge import Join, Member, Members
@@ -62,7 +63,7 @@ class Pair:
 
     def __init__(self, tmp_path: Path) -> None:
         self.key_file = write_keys(tmp_path / "key")
-        self.port = free_ports()
+        self.port = free_ports(2, "127.0.0.1", "127.0.0.2")
         self.seen = {COORDINATOR: Seen(), SCHEDULER: Seen()}
         self.head = self.make(tmp_path / "head", COORDINATOR, self.key_file)
         self.node = self.make(tmp_path / "node", SCHEDULER, self.key_file)
@@ -95,12 +96,6 @@ class Pair:
         await until(lambda: len(self.seen[COORDINATOR].messages) > before[COORDINATOR])
         self.head.send(SCHEDULER, Members(Epoch(1), ()))
         await until(lambda: not self.head._peers[SCHEDULER].session._unacked)
-
-
-def free_ports() -> int:
-    """Two in a row that nobody has now."""
-    with zmq.Context() as context, context.socket(zmq.PULL) as sock:
-        return 2 * (sock.bind_to_random_port("tcp://127.0.0.1", 12_000, 28_000) // 2)
 
 
 async def until(true: Callable[[], bool], limit_s: float = LIMIT_S) -> None:

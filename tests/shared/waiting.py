@@ -28,9 +28,22 @@ def ports() -> range:
     return range(first, first + each)
 
 
-def free_port() -> int:
+_given = random.choice(ports())
+"""All ports from where this process began up to here are given away: whoever got one may not have bound it yet."""
+
+
+def free_ports(count: int, *hosts: str) -> int:
+    """The first of this many ports in a row that are free on all these addresses, and that nobody is given until all others were."""
+    global _given
     while True:
-        port = random.choice(ports())
-        with socket.socket() as sock, contextlib.suppress(OSError):
-            sock.bind(("127.0.0.1", port))
-            return port
+        first = _given if _given + count <= ports().stop else ports().start
+        _given = first + count
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+            for host in hosts:
+                for port in range(first, first + count):
+                    held.enter_context(socket.socket()).bind((host, port))
+            return first
+
+
+def free_port() -> int:
+    return free_ports(1, "127.0.0.1")

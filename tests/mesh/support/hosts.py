@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import random
-import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from typing import Protocol
 import httpx
 from fake_answers import reference
 from serving import MESHLM, Serving
-from waiting import ports
+from waiting import free_ports
 
 HEAD, HEAD_SEEN, NODE, NODE_SEEN = "127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4"
 PORTS = 12
@@ -121,7 +120,7 @@ class ProxyLink:
     def __init__(self) -> None:
         self.prefix: tuple[str, ...] = ()
         self.proxy = Proxy()
-        head, node = free_ports(HEAD, HEAD_SEEN), free_ports(NODE, NODE_SEEN)
+        head, node = free_ports(PORTS, HEAD, HEAD_SEEN), free_ports(PORTS, NODE, NODE_SEEN)
         self.head_flags = (
             *("--listen", f"tcp://{HEAD}:{head}", "--advertise-host", HEAD_SEEN),
             *("--mesh-port-range", f"{head + 2}-{head + PORTS - 1}"),
@@ -145,26 +144,15 @@ class ProxyLink:
         self.proxy.close()
 
 
-def free_ports(*hosts: str) -> int:
-    """The first of PORTS ports in a row that are free on all these addresses."""
-    while True:
-        first = random.choice(ports()[:-PORTS])
-        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
-            for host in hosts:
-                for port in range(first, first + PORTS):
-                    held.enter_context(socket.socket()).bind((host, port))
-            return first
-
-
 class LoopbackLink:
     """Two addresses of the loopback interface, and nothing that could be cut."""
 
     def __init__(self) -> None:
         self.prefix: tuple[str, ...] = ()
         self.address = HEAD
-        port = free_ports(HEAD)
+        port = free_ports(PORTS, HEAD)
         self.head_flags = ("--listen", f"tcp://{HEAD}:{port}")
-        self.node_flags = ("--join", f"tcp://{HEAD}:{port}", "--listen", f"tcp://{NODE}:{free_ports(NODE)}")
+        self.node_flags = ("--join", f"tcp://{HEAD}:{port}", "--listen", f"tcp://{NODE}:{free_ports(PORTS, NODE)}")
 
 
 class NamespaceLink:
@@ -175,7 +163,7 @@ class NamespaceLink:
         self._name, self._here, self._there = f"mlm{os.getpid()}", f"mlh{os.getpid()}", f"mln{os.getpid()}"
         head, node = f"10.213.{number}.1", f"10.213.{number}.2"
         self.address = head
-        port = free_ports(HEAD)
+        port = free_ports(PORTS, HEAD)
         self.prefix = ("ip", "netns", "exec", self._name)
         self.head_flags = ("--listen", f"tcp://{head}:{port}")
         self.node_flags = ("--join", f"tcp://{head}:{port}")
