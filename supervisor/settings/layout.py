@@ -234,7 +234,27 @@ def with_node(config: MeshConfig) -> MeshConfig:
         port = tcp.parse(network.listen)[1]
         _claim(f"--listen {network.listen}", address, port)
         _claim(f"--listen {network.listen}", address, port + 1)
-    return msgspec.structs.replace(config, node=node, parallel=_with_master(config))
+    config = msgspec.structs.replace(config, node=node, parallel=_with_master(config))
+    if not network.headless:
+        _check_apart(config, address)
+    return config
+
+
+def _check_apart(config: MeshConfig, address: str) -> None:
+    """StartError when a socket of the mesh may take the HTTP port of this node, whose address this is, before a frontend listens."""
+    server, network, parallel = config.server, config.network, config.parallel
+    first, last = tcp.parse_range(network.mesh_port_range) if network.mesh_port_range else (0, 0)
+    listen = tcp.parse(network.listen)[1]
+    meeting = [parallel.master_port + rank for rank in _spanning(parallel)]
+    for flag, host, ports in (
+        (f"--listen {network.listen}", address, range(listen, listen + 2)),
+        (f"--mesh-port-range {network.mesh_port_range}", address, range(first, last + 1)),
+        (f"--master-port {parallel.master_port}", parallel.master_addr, meeting),
+    ):
+        if server.port in ports and server.address in ("0.0.0.0", "::", host):
+            raise StartError(
+                f"{flag}: --port {server.port} of the HTTP server is one of these; give one of the two others"
+            )
 
 
 def _with_master(config: MeshConfig) -> ParallelConfig:

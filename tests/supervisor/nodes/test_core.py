@@ -7,12 +7,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from waiting import free_ports
 
-from meshlm.protocol.config import MeshConfig, NetworkConfig, ParallelConfig
+from meshlm.protocol.config import MeshConfig, NetworkConfig, ParallelConfig, ServerConfig
 from meshlm.protocol.control_edge import NodeJoin, NodeRefused, NodeReport, NodeWelcome, ProcessReport, StandbyReport
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.supervisor.cli import main
-from meshlm.supervisor.errors import UsageError
+from meshlm.supervisor.errors import StartError, UsageError
 from meshlm.supervisor.nodes import agreement
 from meshlm.supervisor.nodes.core import Nodes
 from meshlm.supervisor.settings import layout
@@ -124,6 +125,38 @@ def test_flags_that_do_not_fit(network: dict[str, object], parallel: dict[str, o
     with pytest.raises(UsageError) as refused:
         layout.check(config(network, **parallel))
     assert text in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("network", "parallel", "text"),
+    [
+        ({}, {}, ""),
+        ({"mesh_port_range": "PORT-PORT"}, {}, "--mesh-port-range"),
+        ({"listen": "tcp://127.0.0.1:PORT"}, {}, "--listen"),
+        ({"listen": "tcp://127.0.0.1:BELOW"}, {}, "--listen"),
+        ({"listen": "tcp://127.0.0.2:BELOW", "mesh_port_range": "PORT-PORT"}, {}, ""),
+        ({}, {"nnodes": 2, "tensor_parallel_size": 2, "master_port": "PORT"}, "--master-port"),
+    ],
+)
+def test_a_port_of_the_mesh_is_not_the_http_servers(
+    network: dict[str, str], parallel: dict[str, object], text: str
+) -> None:
+    """A mesh socket bound it before the frontend listened, which then failed."""
+    first = free_ports(4, "127.0.0.1", "127.0.0.2")
+    port = first + 3
+    network = {
+        name: value.replace("PORT", str(port)).replace("BELOW", str(port - 1)) for name, value in network.items()
+    }
+    made = config(
+        {"listen": f"tcp://127.0.0.1:{first}", **network},
+        **{name: port if value == "PORT" else value for name, value in parallel.items()},
+    )
+    made = msgspec.structs.replace(made, server=ServerConfig(host="127.0.0.1", port=port))
+    if not text:
+        assert layout.with_node(made).node
+        return
+    with pytest.raises(StartError, match=rf"{text} .*: --port {port} of the HTTP server"):
+        layout.with_node(made)
 
 
 def test_from_python_a_mesh_has_one_node() -> None:
