@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -102,12 +101,10 @@ def main(
         _run_plugins(identity)
     process = _Process(config, identity, Incarnation(incarnation), make_app())
     code = uvloop.run(process.run())
-    if threading.active_count() > 1:
-        # An interpreter that ends waits for threads: for a long prompt that is being encoded, say. While a daemon's is in a
-        # library's C++ code it takes the process down with an abort.
-        streams.flush()
-        os._exit(code)
-    sys.exit(code)
+    # An interpreter that ends waits for threads (for a long prompt that is being encoded, say), and in its end libraries' C++ code may
+    # abort or report what it holds.
+    streams.flush()
+    os._exit(code)
 
 
 def _run_plugins(identity: Identity) -> None:

@@ -4,9 +4,11 @@ import atexit
 import gc
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
 import pytest
+from triton_interpreter import hasten
 
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
@@ -78,3 +80,5 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)  # nanobind speaks of leaks where its types are not taken apart
+    if interpreter := sys.modules.get("triton.runtime.interpreter"):
+        hasten(interpreter)

@@ -1,8 +1,11 @@
 """Ranks of a group as processes, where kernels run in the interpreter and peer memory is shared memory."""
 
 import multiprocessing
+import sys
 from collections.abc import Callable
 from typing import Any
+
+from triton_interpreter import hasten
 
 CONTEXT = multiprocessing.get_context("spawn")
 
@@ -10,7 +13,7 @@ CONTEXT = multiprocessing.get_context("spawn")
 def answers_of(size: int, run_rank: Callable[..., None], *arguments: Any, limit_s: float = 90) -> dict[int, Any]:
     """What each rank said: run_rank(rank, *arguments, answers) puts (rank, answer)."""
     answers = CONTEXT.Queue()
-    ranks = [CONTEXT.Process(target=run_rank, args=(rank, *arguments, answers)) for rank in range(size)]
+    ranks = [CONTEXT.Process(target=_run, args=(run_rank, rank, *arguments, answers)) for rank in range(size)]
     for process in ranks:
         process.start()
     try:
@@ -19,3 +22,9 @@ def answers_of(size: int, run_rank: Callable[..., None], *arguments: Any, limit_
         for process in ranks:
             process.kill()
             process.join()
+
+
+def _run(run_rank: Callable[..., None], *arguments: Any) -> None:
+    if interpreter := sys.modules.get("triton.runtime.interpreter"):
+        hasten(interpreter)
+    run_rank(*arguments)
