@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from attacks import ATTACKS
 from control_plane import machine
-from serving import Mesh
+from live_mesh import Mesh
 
 ANSWER_LIMIT_S = 60.0
 SAMPLE_S = 0.25

@@ -267,7 +267,7 @@ class Run:
                     return [one.ids for one in tokenizer.encode_batch_fast(texts)]
 
                 reading = data.Reading(self._arguments.sharegpt, self._arguments.requests, 0)
-                found = [(encode([one.prompt])[0], one.output_len) for one in data.sharegpt(reading, encode, None)]
+                found = [(encode([str(one.prompt)])[0], one.output_len) for one in data.sharegpt(reading, encode, None)]
             path.write_text(json.dumps(found))
             return path
 

@@ -30,7 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from control_plane import machine
-from serving import Mesh, Place
+from live_mesh import Mesh, Place
 from streams import READ_LIMIT_S, Answer, Ask, Gap, Stream, counted, draw_asks, num_equal, verdict
 
 ROLES = ("worker", "scheduler", "detokenizer", "coordinator", "frontend")
@@ -115,7 +115,13 @@ class Chaos:
         self.gaps += stream.gaps
         if found != "right":
             at = next((i for i, (a, b) in enumerate(zip(answer.token_ids, wanted.token_ids)) if a != b), None)
-            failure = {"verdict": found, "ask": stream.ask.body, "got": answer, "wanted": wanted, "differs_at": at}
+            failure: dict[str, Any] = {
+                "verdict": found,
+                "ask": stream.ask.body,
+                "got": answer,
+                "wanted": wanted,
+                "differs_at": at,
+            }
             failure |= {"retries": stream.retries, "ended_at": time.monotonic()}
             print(f"{found}: request {stream.ask.number} {answer.error}", file=sys.stderr)
             if len(self.failures) < KEPT_FAILURES:

@@ -22,13 +22,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import floor
 
 TICKS = os.sysconf("SC_CLK_TCK")
-MESHLM = Path(sys.executable).parent / "meshlm"
+MESHLM = str(Path(sys.executable).parent / "meshlm")
 
 
 class Reader(asyncio.Protocol):
@@ -88,7 +89,7 @@ async def load(
         body = json.dumps(
             {"prompt": [300 + number] * 32, "max_tokens": tokens, "ignore_eos": True, "stream": True, "n": n}
         ).encode()
-        _, reader = await loop.create_connection(lambda body=body: Reader(body), "127.0.0.1", port)
+        _, reader = await loop.create_connection(partial(Reader, body), "127.0.0.1", port)
         readers.append(reader)
     await asyncio.gather(*(reader.done for reader in readers))
     return time.perf_counter() - begun, readers

@@ -76,7 +76,7 @@ async def num_tokens(port: int) -> float:
 async def turns(port: int, pids: dict[str, int], arguments: argparse.Namespace) -> dict[str, Any]:
     """CPU µs per token with a watcher and without, turn by turn."""
     loop = asyncio.get_running_loop()
-    idle = {}
+    idle: dict[bool, float] = {}
     for watched in (False, True):
         watcher = (await loop.create_connection(Watcher, "127.0.0.1", port))[1] if watched else None
         await asyncio.sleep(0.5)
@@ -98,10 +98,10 @@ async def turns(port: int, pids: dict[str, int], arguments: argparse.Namespace) 
             _, watcher = await loop.create_connection(Watcher, "127.0.0.1", port)
         await asyncio.sleep(0.3)
         begun, count = time.perf_counter(), await num_tokens(port)
-        before = {name: control_plane.run_seconds(pid) for name, pid in pids.items()}
+        ran = {name: control_plane.run_seconds(pid) for name, pid in pids.items()}
         seen = watcher.events if watcher is not None else 0
         await asyncio.sleep(arguments.turn)
-        used = {name: control_plane.run_seconds(pid) - before[name] for name, pid in pids.items()}
+        used = {name: control_plane.run_seconds(pid) - ran[name] for name, pid in pids.items()}
         seconds, count = time.perf_counter() - begun, await num_tokens(port) - count
         found[watched].append(
             {**{name: value * 1e6 / count for name, value in used.items()}, "tokens/s": count / seconds}
@@ -167,7 +167,8 @@ def paints(port: int, shots: Path | None) -> dict[str, Any]:
     from browser import Browser
 
     paint = "Math.round(performance.getEntriesByName('first-contentful-paint')[0]?.startTime ?? 0)"
-    cold, warm = [], []
+    cold: list[float] = []
+    warm: list[float] = []
     for number in range(COLD_BROWSERS):
         browser = Browser()
         try:

@@ -52,7 +52,7 @@ def timed(one: Callable[[], object]) -> float:
         graph.replay()
     end.record()
     torch.cuda.synchronize()
-    return begin.elapsed_time(end) * 1e3 / ROUNDS / REPLAYS
+    return float(begin.elapsed_time(end)) * 1e3 / ROUNDS / REPLAYS
 
 
 def one_round(way: Dispatcher, x: Tensor, routing: Routing) -> Tensor:
@@ -66,12 +66,13 @@ def bare(group: ExpertGroup, sent: Tensor) -> Tensor:
 
 def measure(rank: int, size: int, folder: str, answers: Any) -> None:
     torch.cuda.set_device(rank)
-    device, found = torch.device("cuda", rank), []
+    device = torch.device("cuda", rank)
+    found: list[dict[str, Any]] = []
     moe, shard = (
         MoESpec(num_experts=EXPERTS, num_experts_per_tok=TOPK, moe_intermediate_size=768),
         Shard(ep_rank=rank, ep_size=size),
     )
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocab_size": 1,
         "intermediate_size": 1,
         "num_hidden_layers": 1,

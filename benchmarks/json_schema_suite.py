@@ -62,7 +62,8 @@ def measure() -> dict[str, Any]:
     suite, tokenizer, grammars = json.loads(SUITE.read_text("utf-8")), byte_tokenizer(), Grammars({})
     counts: Counter[str] = Counter()
     refused: Counter[str] = Counter()
-    wrong, not_written = [], []
+    wrong: list[Any] = []
+    not_written: list[Any] = []
     for keyword, groups in suite["groups"].items():
         for group in groups:
             counts["schemas"] += 1

@@ -46,8 +46,8 @@ def rows_of(decodes: int, tokens: int, context: int, block_size: int, specs: Seq
 
 def columns(rows: list[NewRow], starts: list[int], counts: list[int], new: list[NewRow]) -> StepPlan:
     packed = ([row.row for row in rows], starts, counts)
-    lines = (np.array(line, np.int32).tobytes() for line in packed)
-    return StepPlan(1, StepId(1), *lines, b"", sum(counts), new_rows=new)
+    numbers, first, each = (np.array(line, np.int32).tobytes() for line in packed)
+    return StepPlan(1, StepId(1), numbers, first, each, b"", sum(counts), new_rows=new)
 
 
 def contexts(rows: list[NewRow]) -> list[StepPlan]:

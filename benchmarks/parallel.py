@@ -127,10 +127,9 @@ def graph_us(work: Any, torch: Any) -> float:
 
 def mesh(arguments: argparse.Namespace, extra: list[str]) -> dict[str, Any]:
     """Tokens per second of one layout."""
-    from step_timeline import TextDeltas
-
     from meshlm import LLM, SamplingParams
     from meshlm.protocol.control_edge import MeshStats
+    from meshlm.protocol.text_edge import TextDeltas
 
     (pp,), (dp,) = arguments.pp, arguments.dp
     values: dict[str, Any] = {
@@ -186,7 +185,7 @@ def mesh(arguments: argparse.Namespace, extra: list[str]) -> dict[str, Any]:
 
 
 def num_steps(graphs: Any) -> int:
-    return sum(graphs.replays.values()) + sum(graphs.misses.values())
+    return int(sum(graphs.replays.values()) + sum(graphs.misses.values()))
 
 
 def by_rank(said: list[Any]) -> dict[str, dict[str, float]]:

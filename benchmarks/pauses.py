@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from control_plane import machine
-from serving import Mesh, Place
+from live_mesh import Mesh, Place
 from streams import Ask, Stream
 
 ROLES = ("detokenizer", "scheduler", "coordinator", "worker", "frontend")

@@ -63,12 +63,15 @@ def choices(layers: int) -> dict[str, Callable[[str], bool]]:
     def of(names: tuple[str, ...]) -> Callable[[str], bool]:
         return lambda name: name.endswith(names)
 
+    def but(names: tuple[str, ...]) -> Callable[[str], bool]:
+        return lambda name: not name.endswith(names)
+
     def down_of(numbers: list[int]) -> Callable[[str], bool]:
         return lambda name: name.endswith("down_proj") and int(name.split(".")[2]) in numbers
 
     found: dict[str, Callable[[str], bool]] = {"all": lambda name: True}
     found |= {f"only {kind}": of(names) for kind, names in KINDS.items()}
-    found |= {f"all but {kind}": (lambda name, names=names: not name.endswith(names)) for kind, names in KINDS.items()}
+    found |= {f"all but {kind}": but(names) for kind, names in KINDS.items()}
     found |= {f"only down of layer {n}": down_of([n]) for n in (0, 1, layers // 2, layers - 1)}
     return found
 

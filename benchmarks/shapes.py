@@ -117,7 +117,7 @@ def config_of(name: str, least_ids: int = 0) -> dict[str, Any]:
 def num_ids(tokenizer: Path) -> int:
     """One more than the largest id of a tokenizer.json."""
     read = json.loads((tokenizer / TOKENIZER[0]).read_text("utf-8"))
-    ids = [*read["model"]["vocab"].values(), *(token["id"] for token in read.get("added_tokens", []))]
+    ids: list[int] = [*read["model"]["vocab"].values(), *(token["id"] for token in read.get("added_tokens", []))]
     return max(ids) + 1
 
 

@@ -126,7 +126,7 @@ class Case:
         prefixes, scale = self._prefixes(choice), dim**-0.5
         splits, block_n, warps, stages = self.tiles
         room = self.workspace(prefixes.slots(splits))
-        options = {"block_n": choice.block_n, "warps": choice.warps, "stages": choice.stages}
+        options: dict[str, Any] = {"block_n": choice.block_n, "warps": choice.warps, "stages": choice.stages}
         rotated = torch.randn_like(self.out)
 
         def run() -> None:
@@ -229,8 +229,9 @@ def report(results: Iterator[dict[str, Any]], path: str | None) -> None:
 
 def plan(rows: range, starts: int, counts: int, new: list[NewRow]) -> StepPlan:
     n = len(rows)
-    columns = (np.full(n, value, np.int32).tobytes() for value in (starts, counts))
-    return StepPlan(1, StepId(1), np.array(rows, np.int32).tobytes(), *columns, b"", n * counts, new_rows=new)
+    numbers = np.array(rows, np.int32).tobytes()
+    first, each = (np.full(n, value, np.int32).tobytes() for value in (starts, counts))
+    return StepPlan(1, StepId(1), numbers, first, each, b"", n * counts, new_rows=new)
 
 
 def steps(arguments: argparse.Namespace, extra: list[str]) -> Iterator[dict[str, Any]]:

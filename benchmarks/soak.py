@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from control_plane import machine
-from serving import Mesh
+from live_mesh import Mesh
 from streams import Stream, draw_asks
 
 SAMPLE_S = 2.0

@@ -60,9 +60,9 @@ class Step:
 
     def __init__(self, model: str, requests: int, context: int) -> None:
         self.choice, self._requests, self._projection = Choice(), requests, (0, 0)  # no choice while the engine is made
-        self._shape = triton_ops.shape_for
-        triton_ops.shape_for = self._shape_for  # type: ignore[assignment]
-        triton_backend.decode_tiles = self._decode_tiles  # type: ignore[assignment]
+        self._shape = triton_ops.shape_for  # type: ignore[attr-defined]
+        triton_ops.shape_for = self._shape_for  # type: ignore[assignment,attr-defined]
+        triton_backend.decode_tiles = self._decode_tiles  # type: ignore[assignment,attr-defined]
         self.engine = engine_step.make_engine(model, [])
         engine_step.fill(self.engine, requests, context, RESERVE)
         self.engine.step(engine_step.decodes(requests, context), 0).wait()

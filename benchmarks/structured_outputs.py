@@ -102,7 +102,8 @@ def library(tokenizer: str) -> dict[str, Any]:
         LLMatcher(vocabulary.tokenizer, compiled, limits=limits(), log_level=0)
         compile_ms = 1e3 * (time.perf_counter() - begun)
         counts["compiled"] += 1
-        masks, pushes = [], []
+        masks: list[float] = []
+        pushes: list[float] = []
         for seed in range(5):
             text, mask_us, push_us, ended = sample(compiled, seed)
             masks, pushes = masks + mask_us, pushes + push_us

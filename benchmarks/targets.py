@@ -129,7 +129,7 @@ def latency(model: str, batch: int, folder: Path) -> float:
     command = [*MESHLM, "bench", "latency", "--model", model, *COMMON, "--input-len", "512", "--output-len", "128"]
     command += ["--batch-size", str(batch), "--num-iters-warmup", "2", "--num-iters", "5", "--output-json", str(out)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    return round(json.loads(out.read_text())["avg_latency"] * 1e3, 1)
+    return round(float(json.loads(out.read_text())["avg_latency"]) * 1e3, 1)
 
 
 def machine() -> dict[str, Any]:

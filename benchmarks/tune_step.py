@@ -24,10 +24,12 @@ from meshlm.kernels.gemv import kernel as gemv
 from meshlm.kernels.grouped_gemm import plan as experts
 from meshlm.kernels.grouped_gemm import tune as experts_tune
 from meshlm.kernels.measure import keep
+from meshlm.kernels.moe_gemv import kernel as one
 from meshlm.kernels.tuning import steps
 from meshlm.kernels.tuning.steps import Tile
 from meshlm.workers.attention import triton_backend
 from meshlm.workers.engine.timed_steps import TimedSteps
+from meshlm.workers.engine.triton_inputs import TritonInputs
 from meshlm.workers.moe.experts import triton as triton_experts
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -69,8 +71,8 @@ class Step:
         self._seen: dict[tuple[int, int, bool, str], Tile] = {}
         self._usual = gemv.shape_of
         gemv.shape_of = self._shape_of  # type: ignore[assignment]
-        triton_backend.decode_tiles = self._decode_tiles  # type: ignore[assignment]
-        triton_experts.plan_for = self._plan_for  # type: ignore[assignment]
+        triton_backend.decode_tiles = self._decode_tiles  # type: ignore[assignment,attr-defined]
+        triton_experts.plan_for = self._plan_for  # type: ignore[assignment,attr-defined]
         self.layer: experts.Layer | None = None  # of experts that one row has a kernel for
         placement = echo.EchoPlacement(ranks) if ranks > 1 else None
         flags = ["--tune", "off", *(["--max-num-seqs", "8"] if placement else [])]
@@ -78,6 +80,7 @@ class Step:
         prompt = engine_step.prompts(1, context, self.engine.facts.block_size, 64, self.engine.facts.kv_specs)
         self.engine.step(prompt, 0).wait()
         self.engine.step(engine_step.decodes(1, context), 0).wait()
+        assert isinstance(self.engine.inputs, TritonInputs)
         self._timed = TimedSteps(self.engine, self.engine.inputs, self.engine.graphs._capture, 0, context)
         longest = self.engine.rows.block_tables.shape[-1] * self.engine.facts.block_size
         longest = min(longest, SHORT_CONTEXT) if context <= SHORT_CONTEXT else longest  # as its graph is launched
@@ -102,7 +105,7 @@ class Step:
         if plan.kind != "one":
             return plan
         self.layer, known = layer, self._choice
-        chosen = {which: experts.one.Shape(*known[name]) for name, which in EXPERTS.items() if name in known}
+        chosen: dict[str, Any] = {which: one.Shape(*known[name]) for name, which in EXPERTS.items() if name in known}
         return plan._replace(**chosen)
 
     def _decode_tiles(self, programs: int, longest: int, device: torch.device, group: int, dim: int) -> Tile:
@@ -153,7 +156,7 @@ def write(
     """Into the tables: of gemv by exact sizes; of attention for lone requests, by how many query heads a kv head has, up to these, and
     for large heads from their numbers on; of a layer's experts for one row. usual_parts: of the context, without a choice."""
     if layer is not None:
-        plan = experts.Plan("one", *(experts.one.Shape(*chosen[name]) for name in EXPERTS))
+        plan = experts.Plan("one", *(one.Shape(*chosen[name]) for name in EXPERTS))
         experts_tune.write(layer, {1: plan})
     table = dict(tables.own("gemv") or {})
     kept = {tuple(each.get(name, "") for name in gemv.EXACT): each for each in table.get("in_steps", [])}
@@ -173,8 +176,8 @@ def write(
         print("attention: a lone request's context is not split; its tiles stay", flush=True)
         return
     fewer = {"splits_to": parts} if parts < usual_parts else {}
-    tile = dict(zip(("block_n", "warps", "stages"), tile_of_part, strict=True))
-    mine = {**where, **fewer, **tile, "group_to": group, **large}
+    sizes = dict(zip(("block_n", "warps", "stages"), tile_of_part, strict=True))
+    mine = {**where, **fewer, **sizes, "group_to": group, **large}
     known = sorted([mine, *(entry for entry in others if "group_to" in entry)], key=_heads)
     table["decode"] = known + [entry for entry in others if "group_to" not in entry]
     tables.write("attention", _values(table))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from meshlm.kernels.fp8_gemm import kernel as fp8_kernel
 from meshlm.kernels.measure import keep, replay_us
+from meshlm.kernels.moe_sum.kernel import sum_parts
 from meshlm.kernels.packed_few import kernel as packed_few
 from meshlm.kernels.packed_few import plan
 from meshlm.kernels.packed_gemm import kernel, reference
@@ -119,7 +120,7 @@ def product(x: Tensor, weight: PackedWeight, shape: Shape) -> Tensor:
     found = kernel.parts(x, weight, shape)
     if shape.splits == 1:
         return found
-    return kernel.sum_parts(found, torch.empty(x.shape[0], weight.outputs, dtype=x.dtype, device=x.device))
+    return sum_parts(found, torch.empty(x.shape[0], weight.outputs, dtype=x.dtype, device=x.device))
 
 
 class Fp8:
@@ -154,7 +155,7 @@ class Fp8:
 
 
 def summed(parts: Tensor) -> Tensor:
-    return kernel.sum_parts(parts, torch.empty(parts.shape[1:], dtype=torch.bfloat16, device="cuda"))
+    return sum_parts(parts, torch.empty(parts.shape[1:], dtype=torch.bfloat16, device="cuda"))
 
 
 def fp8(names: list[str], rows: list[int], *, every: bool) -> list[dict[str, Any]]:
@@ -229,7 +230,7 @@ def sweep(names: list[str], rows: list[int], kinds: list[str]) -> list[dict[str,
         weights = copies_of(packed(outputs, inputs, *FORMATS[kind]))
         x = torch.randn(m, inputs, device="cuda", dtype=torch.bfloat16)
         tries = shapes_to_try(m, outputs, inputs)
-        found = timed_all([(shape, [lambda w=w, x=x, s=shape: product(x, w, s) for w in weights]) for shape in tries])
+        found = timed_all([(shape, [partial(product, x, w, shape) for w in weights]) for shape in tries])
         floor = size_of(weights[0]) / TB_S * 1e6
         best = "; ".join(f"{us:.1f} {tuple(shape)}" for us, shape in found[:6])
         print(
@@ -245,7 +246,7 @@ def table(rows: list[int], kinds: list[str]) -> list[dict[str, Any]]:
     for name, (outputs, inputs) in SIZES.items():
         plain = [torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
         xs = {m: torch.randn(m, inputs, device="cuda", dtype=torch.bfloat16) for m in rows}
-        usual = {m: timed([lambda w=w, x=x: F.linear(x, w) for w in plain]) for m, x in xs.items()}
+        usual = {m: timed([partial(F.linear, x, w) for w in plain]) for m, x in xs.items()}
         facts = {"product": name, "bytes_us": plain[0].nbytes / TB_S * 1e6}
         report += [{"format": "bfloat16, cuBLAS", "rows": m, "us": us, **facts} for m, us in usual.items()]
         print(
@@ -261,9 +262,7 @@ def table(rows: list[int], kinds: list[str]) -> list[dict[str, Any]]:
                 for x in xs.values():
                     kernel.packed_linear(x, weights[kind][0])
         for kind in kinds:
-            found = {
-                m: timed([lambda w=w, x=x: kernel.packed_linear(x, w) for w in weights[kind]]) for m, x in xs.items()
-            }
+            found = {m: timed([partial(kernel.packed_linear, x, w) for w in weights[kind]]) for m, x in xs.items()}
             facts["bytes_us"] = size_of(weights[kind][0]) / TB_S * 1e6
             report += [{"format": kind, "rows": m, "us": us, **facts} for m, us in found.items()]
             shown = ", ".join(f"m={m} {us:.1f} us ({usual[m] / us:.2f} x)" for m, us in found.items())

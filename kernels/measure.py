@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-def microseconds(run: Callable[[], None], repeats: int = 20) -> float:
+def microseconds(run: Callable[[], object], repeats: int = 20) -> float:
     """Median over graph replays: no launch cost."""
     run()
     torch.cuda.synchronize()

@@ -108,7 +108,7 @@ def of_mamba_ssm(name: str, tokens: int) -> float:
 
 
 def of_vllm(name: str, tokens: int) -> float:
-    from vllm.model_executor.layers.mamba.ops import ssd_combined  # type: ignore[import-not-found]
+    from vllm.model_executor.layers.mamba.ops import ssd_combined
 
     x, steps, a, b, c, d, _, out = inputs(tokens, 1, name, torch.bfloat16)
     chunks = tokens // REFERENCE_CHUNK

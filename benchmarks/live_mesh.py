@@ -10,14 +10,15 @@ import subprocess
 import sys
 import tempfile
 import threading
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NamedTuple
 
 MESHLM = [sys.executable, "-P", "-m", "meshlm.supervisor"]
 START_LIMIT_S = 300.0
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True)
+class Place:
     """One process as `meshlm status` shows it."""
 
     role: str
@@ -79,7 +80,7 @@ class Mesh:
                 writer.close()
         except (OSError, ValueError, TimeoutError):
             return []
-        rows = [Place(*(row[name] for name in Place._fields)) for row in reply["processes"]]
+        rows = [Place(*(row[field.name] for field in fields(Place))) for row in reply["processes"]]
         return [row for row in rows if row.role != "supervisor"]
 
     def stop(self) -> int:
