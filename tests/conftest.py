@@ -4,7 +4,6 @@ import atexit
 import gc
 import importlib.util
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -80,5 +79,4 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)  # nanobind speaks of leaks where its types are not taken apart
-    if interpreter := sys.modules.get("triton.runtime.interpreter"):
-        hasten(interpreter)
+    hasten()

@@ -7,12 +7,13 @@ import hashlib
 import ipaddress
 import os
 import socket
+from collections.abc import Container
 from pathlib import Path
 
 import msgspec
 import psutil
 
-from meshlm.protocol.config import MeshConfig, Node, ParallelConfig, log_levels
+from meshlm.protocol.config import MeshConfig, NetworkConfig, Node, ParallelConfig, log_levels
 from meshlm.protocol.ids import Identity, Role
 from meshlm.runtime import keys, tcp
 from meshlm.supervisor.errors import StartError, UsageError
@@ -147,6 +148,8 @@ def check(config: MeshConfig) -> None:
         raise _RanksElsewhere("--listen tcp://HOST:PORT is needed where other nodes have some of the ranks")
     if network.mesh_port_range:
         _check_port_range(config, len(ranks) + len(workers))
+    if network.listen and not network.headless:
+        _check_http_port(config)
 
 
 def check_alone(config: MeshConfig) -> None:
@@ -192,6 +195,23 @@ def _check_port_range(config: MeshConfig, num_inner: int) -> None:
         )
 
 
+def _check_http_port(config: MeshConfig) -> None:
+    """It is held for the mesh, not listened on, until a frontend does: a tcp socket of the mesh could bind it before. StartError when
+    the address of --listen or --master-addr is not found."""
+    server, network, parallel = config.server, config.network, config.parallel
+    address, port = _address(network.listen, ""), tcp.parse(network.listen)[1]
+    taken: list[tuple[str, str, Container[int]]] = [(f"--listen {network.listen}", address, (port, port + 1))]
+    if network.mesh_port_range:
+        first, last = tcp.parse_range(network.mesh_port_range)
+        taken.append((f"--mesh-port-range {network.mesh_port_range}", address, range(first, last + 1)))
+    if spanning := _spanning(parallel):
+        meeting = [parallel.master_port + rank for rank in spanning]
+        taken.append((f"--master-port {parallel.master_port}", _master_address(network, parallel), meeting))
+    for flag, where, ports in taken:
+        if server.port in ports and server.address in ("0.0.0.0", "::", where):
+            raise UsageError(f"{flag}: --port {server.port}, where HTTP is served, is one of these ports")
+
+
 def _check_endpoint(flag: str, value: str, key_file: str) -> None:
     try:
         host, port = tcp.parse(value)
@@ -234,38 +254,21 @@ def with_node(config: MeshConfig) -> MeshConfig:
         port = tcp.parse(network.listen)[1]
         _claim(f"--listen {network.listen}", address, port)
         _claim(f"--listen {network.listen}", address, port + 1)
-    config = msgspec.structs.replace(config, node=node, parallel=_with_master(config))
-    if not network.headless:
-        _check_apart(config, address)
-    return config
-
-
-def _check_apart(config: MeshConfig, address: str) -> None:
-    """StartError when a socket of the mesh may take the HTTP port of this node, whose address this is, before a frontend listens."""
-    server, network, parallel = config.server, config.network, config.parallel
-    first, last = tcp.parse_range(network.mesh_port_range) if network.mesh_port_range else (0, 0)
-    listen = tcp.parse(network.listen)[1]
-    meeting = [parallel.master_port + rank for rank in _spanning(parallel)]
-    for flag, host, ports in (
-        (f"--listen {network.listen}", address, range(listen, listen + 2)),
-        (f"--mesh-port-range {network.mesh_port_range}", address, range(first, last + 1)),
-        (f"--master-port {parallel.master_port}", parallel.master_addr, meeting),
-    ):
-        if server.port in ports and server.address in ("0.0.0.0", "::", host):
-            raise StartError(
-                f"{flag}: --port {server.port} of the HTTP server is one of these; give one of the two others"
-            )
+    return msgspec.structs.replace(config, node=node, parallel=_with_master(config))
 
 
 def _with_master(config: MeshConfig) -> ParallelConfig:
     """Sets the address where groups that span nodes meet; StartError when the head cannot listen there."""
     network, parallel = config.network, config.parallel
-    host = parallel.master_addr or tcp.parse(network.join or network.listen)[0]
-    address = _resolved("--master-addr", host, parallel.master_port)
-    parallel = msgspec.structs.replace(parallel, master_addr=address)
+    parallel = msgspec.structs.replace(parallel, master_addr=_master_address(network, parallel))
     for rank in _spanning(parallel) if not network.join else ():
         _claim("--master-addr, --master-port", parallel.master_addr, parallel.master_port + rank)
     return parallel
+
+
+def _master_address(network: NetworkConfig, parallel: ParallelConfig) -> str:
+    host = parallel.master_addr or tcp.parse(network.join or network.listen)[0]
+    return _resolved("--master-addr", host, parallel.master_port)
 
 
 def index(config: MeshConfig) -> int:

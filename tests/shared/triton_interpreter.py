@@ -3,12 +3,16 @@
 import dataclasses
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
 
-def hasten(interpreter: Any) -> None:
-    """`interpreter`: triton.runtime.interpreter, before it has run a kernel."""
+def hasten() -> None:
+    """Before it has run a kernel, and after all that imports Triton where anything does."""
+    interpreter: Any = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is None:
+        return
     builder, language = interpreter.interpreter_builder, interpreter.tl
     # Each sum of integers is computed in 64 bits too, for an assertion that is left out: it needs `debug`.
     assert not builder.options.debug

@@ -1,7 +1,6 @@
 """Ranks of a group as processes, where kernels run in the interpreter and peer memory is shared memory."""
 
 import multiprocessing
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +24,5 @@ def answers_of(size: int, run_rank: Callable[..., None], *arguments: Any, limit_
 
 
 def _run(run_rank: Callable[..., None], *arguments: Any) -> None:
-    if interpreter := sys.modules.get("triton.runtime.interpreter"):
-        hasten(interpreter)
+    hasten()
     run_rank(*arguments)

@@ -7,13 +7,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from waiting import free_ports
 
 from meshlm.protocol.config import MeshConfig, NetworkConfig, ParallelConfig, ServerConfig
 from meshlm.protocol.control_edge import NodeJoin, NodeRefused, NodeReport, NodeWelcome, ProcessReport, StandbyReport
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.supervisor.cli import main
-from meshlm.supervisor.errors import StartError, UsageError
+from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.nodes import agreement
 from meshlm.supervisor.nodes.core import Nodes
 from meshlm.supervisor.settings import layout
@@ -128,35 +127,32 @@ def test_flags_that_do_not_fit(network: dict[str, object], parallel: dict[str, o
 
 
 @pytest.mark.parametrize(
-    ("network", "parallel", "text"),
+    ("host", "network", "parallel", "text"),
     [
-        ({}, {}, ""),
-        ({"mesh_port_range": "PORT-PORT"}, {}, "--mesh-port-range"),
-        ({"listen": "tcp://127.0.0.1:PORT"}, {}, "--listen"),
-        ({"listen": "tcp://127.0.0.1:BELOW"}, {}, "--listen"),
-        ({"listen": "tcp://127.0.0.2:BELOW", "mesh_port_range": "PORT-PORT"}, {}, ""),
-        ({}, {"nnodes": 2, "tensor_parallel_size": 2, "master_port": "PORT"}, "--master-port"),
+        ("0.0.0.0", {}, {}, ""),
+        ("127.0.0.1", {"mesh_port_range": "7990-8010"}, {}, "--mesh-port-range 7990-8010"),
+        ("127.0.0.1", {"listen": "tcp://127.0.0.1:8000"}, {}, "--listen tcp://127.0.0.1:8000"),
+        ("127.0.0.1", {"listen": "tcp://localhost:7999"}, {}, "--listen tcp://localhost:7999"),
+        ("127.0.0.1", {"listen": "tcp://127.0.0.2:7999", "mesh_port_range": "7990-8010"}, {}, ""),
+        ("0.0.0.0", {"listen": "tcp://127.0.0.2:7999"}, {}, "--listen tcp://127.0.0.2:7999"),
+        ("127.0.0.1", {}, {"master_port": 8000}, "--master-port 8000"),
+        ("127.0.0.1", {}, {"master_port": 8000, "master_addr": "127.0.0.2"}, ""),
+        ("0.0.0.0", {}, {"master_port": 8000, "master_addr": "127.0.0.2"}, "--master-port 8000"),
     ],
 )
 def test_a_port_of_the_mesh_is_not_the_http_servers(
-    network: dict[str, str], parallel: dict[str, object], text: str
+    host: str, network: dict[str, object], parallel: dict[str, object], text: str, tmp_path: Path
 ) -> None:
-    """A mesh socket bound it before the frontend listened, which then failed."""
-    first = free_ports(4, "127.0.0.1", "127.0.0.2")
-    port = first + 3
-    network = {
-        name: value.replace("PORT", str(port)).replace("BELOW", str(port - 1)) for name, value in network.items()
-    }
-    made = config(
-        {"listen": f"tcp://127.0.0.1:{first}", **network},
-        **{name: port if value == "PORT" else value for name, value in parallel.items()},
-    )
-    made = msgspec.structs.replace(made, server=ServerConfig(host="127.0.0.1", port=port))
+    """A socket of the mesh bound it before the frontend listened, which then failed."""
+    key_file = str(tmp_path / "key")
+    assert main.run(["keys", key_file]) == 0
+    made = config({**LISTEN, "key_file": key_file, **network}, nnodes=2, tensor_parallel_size=2, **parallel)
+    made = msgspec.structs.replace(made, server=ServerConfig(host=host, port=8000))
     if not text:
-        assert layout.with_node(made).node
+        layout.check(made)
         return
-    with pytest.raises(StartError, match=rf"{text} .*: --port {port} of the HTTP server"):
-        layout.with_node(made)
+    with pytest.raises(UsageError, match=f"{text}: --port 8000, where HTTP is served"):
+        layout.check(made)
 
 
 def test_from_python_a_mesh_has_one_node() -> None:
