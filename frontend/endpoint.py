@@ -18,9 +18,7 @@ from meshlm.frontend.rate_limits import RateLimits
 from meshlm.protocol.ids import ErrorKind
 from meshlm.runtime.api_keys import ApiKey, ApiKeys
 
-UNKNOWN_KEY = HttpError(
-    401, "Unauthorized: send a valid key ('Authorization: Bearer KEY', 'X-Api-Key: KEY')", kind="authentication_error"
-)
+UNKNOWN_KEY = "Unauthorized: send a valid key ('Authorization: Bearer KEY', 'X-Api-Key: KEY')"
 NO_SCOPE = "Forbidden: this key is not for %s (--api-key-file, --admin-api-key)"
 NO_ADMIN = (
     "Forbidden: this server has no key for admin, and others than this host reach it; start it with --admin-api-key"
@@ -127,9 +125,9 @@ class KeyCheck:
         given = (headers.get(b"authorization", b"").removeprefix(b"Bearer "), headers.get(b"x-api-key", b""))
         found = self._keys.find(given)
         if found is None:
-            raise (
-                UNKNOWN_KEY if self._keys or self._keys.has_admin else HttpError(403, NO_ADMIN, kind="permission_error")
-            )
+            if not (self._keys or self._keys.has_admin):
+                raise HttpError(403, NO_ADMIN, kind="permission_error")
+            raise HttpError(401, UNKNOWN_KEY, kind="authentication_error")
         if wanted and wanted not in found.scopes:
             raise HttpError(403, NO_SCOPE % wanted, kind="permission_error")
         if scope["method"] == "POST" and scope["path"] in SUBMITS:

@@ -388,7 +388,7 @@ class FrontendApp(Readiness):
         """Open requests still get the reason; after a hand-over their connections break, since others serve who asks again."""
         if not self._handing_over:
             self._send(self._tracker.end_all(STOPPING))
-            self._questions.fail(HttpError.of(ErrorKind.OVERLOADED, STOPPING))
+            self._questions.fail(STOPPING)
         if self._listener is not None:
             self._is_stopping = True
             await self._listener.stop()

@@ -59,8 +59,8 @@ class Questions:
             if detokenizer == peer and not future.done():
                 future.set_result(None)
 
-    def fail(self, error: Exception) -> None:
-        """Everybody who waits gets this error."""
+    def fail(self, reason: str) -> None:
+        """Everybody who waits gets an error of their own with this reason."""
         for _, future in self._open.values():
             if not future.done():
-                future.set_exception(error)
+                future.set_exception(HttpError.of(ErrorKind.OVERLOADED, reason))

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from meshlm.protocol.operations import Profile, ResetPrefixCache
 from meshlm.protocol.text_edge import Submit
 from meshlm.supervisor.api.arguments import refuse
-from meshlm.supervisor.api.background import unless_ended
+from meshlm.supervisor.api.background import end_of, unless_ended
 from meshlm.supervisor.api.engine_args import EngineArgs
 from meshlm.supervisor.api.llm import LLM
 from meshlm.supervisor.api.offline_prompts import OnePrompt, of_generate, of_tokenization
@@ -219,10 +219,8 @@ class AsyncLLM:
 
     @property
     def dead_error(self) -> StartError:
-        """The reason of the mesh's end."""
-        ended = self._llm._background.supervisor.ended
-        found = ended.exception() if ended.done() and not ended.cancelled() else None
-        return found if isinstance(found, StartError) else StartError("the mesh has ended")
+        """The reason of the mesh's end, as an error of the caller's own."""
+        return end_of(self._llm._background.supervisor)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End all processes; what still runs ends with an error."""

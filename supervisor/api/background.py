@@ -20,7 +20,7 @@ from meshlm.runtime.mesh import Mesh
 from meshlm.supervisor import io
 from meshlm.supervisor.api.client import Client
 from meshlm.supervisor.cli.display import StartDisplay
-from meshlm.supervisor.errors import StartError
+from meshlm.supervisor.errors import ContextDoesNotFit, StartError
 from meshlm.supervisor.processes import rundir
 from meshlm.supervisor.settings import layout
 
@@ -138,5 +138,14 @@ async def unless_ended(supervisor: io.Supervisor, work: Coroutine[Any, Any, T]) 
             return task.result()
     finally:
         task.cancel()
-    supervisor.ended.result()
-    raise StartError("the mesh has ended")
+    raise end_of(supervisor)
+
+
+def end_of(supervisor: io.Supervisor) -> StartError:
+    """Why the mesh has ended. An error that is raised again and again keeps the frames of all who raised it, so each call gets one of
+    its own."""
+    ended = supervisor.ended
+    found = ended.exception() if ended.done() and not ended.cancelled() else None
+    if isinstance(found, ContextDoesNotFit):
+        return ContextDoesNotFit(str(found), found.fits)
+    return StartError(str(found) if isinstance(found, StartError) else "the mesh has ended")

@@ -1,5 +1,8 @@
 """Each request that gets an error instead of an answer is counted by its reason, which has few values whatever clients send."""
 
+import gc
+import types
+
 import httpx
 import pytest
 from scripted import Scripted
@@ -38,3 +41,36 @@ async def test_refusals_of_requests_for_answers_are_counted() -> None:
         await client.post("/v1/completions", json={"prompt": "x"}, headers=key)
         await client.post("/tokenize", json={"prompt": 1.5}, headers=key)  # asks for no answer
     assert backend.refusals == ["unauthorized", "invalid", "max_waiting"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "key", "status"),
+    [
+        ("GET", "/v1/models", "wrong", 401),
+        ("POST", "/v1/completions", "wrong", 401),
+        ("POST", "/v1/completions", "secret", 400),
+        ("GET", "/settings", "secret", 403),
+        ("GET", "/nowhere", "secret", 404),
+        ("GET", "/v1/completions", "secret", 405),
+    ],
+)
+async def test_a_refusal_leaves_nothing_behind(method: str, path: str, key: str, status: int) -> None:
+    """An exception that outlives its request keeps the frames that raised it, with what the client sent."""
+    server = ServerConfig(responses_store="off", api_key=("secret",), admin_api_key=("other",))
+    transport = httpx.ASGITransport(Scripted(server).app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+
+        async def refused() -> None:
+            answer = await client.request(method, path, headers={"Authorization": f"Bearer {key}"})
+            assert answer.status_code == status
+
+        await refused()
+        before = num_frames_kept()
+        for _ in range(20):
+            await refused()
+        assert num_frames_kept() - before < 20
+
+
+def num_frames_kept() -> int:
+    gc.collect()
+    return sum(isinstance(one, types.TracebackType) for one in gc.get_objects())
