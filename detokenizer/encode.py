@@ -246,12 +246,21 @@ def _is_reference(part: Any) -> bool:
 
 
 def _call(call: Any) -> Any:
+    """A call with its arguments as an object. Those that are none, as where max_tokens cut them, are shown as text: an answer that was
+    given must do as history."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or isinstance(function.get("arguments"), dict | list):
         return call
+    text = function.get("arguments") or "{}"
+    if not isinstance(text, str):
+        wrong = f"tool_calls: the arguments of {function.get('name')!r} are neither text nor an object"
+        raise RequestError(ErrorKind.INVALID, wrong, "messages")
     try:
-        arguments = msgspec.json.decode(function.get("arguments") or "{}")
-    except (msgspec.DecodeError, TypeError) as error:
-        text = f"tool_calls: the arguments of {function.get('name')!r} are not valid JSON: {error}"
-        raise RequestError(ErrorKind.INVALID, text, "messages") from None
+        arguments = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        arguments = text
+    if arguments is None:
+        arguments = {}
+    elif not isinstance(arguments, dict | list):
+        arguments = {"arguments": text}
     return {**call, "function": {**function, "arguments": arguments}}

@@ -4,7 +4,8 @@ the model cannot write. Pure."""
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
-from urllib.parse import unquote
+
+from meshlm.runtime.schema_references import target
 
 _SCHEMAS = ("items", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else", "unevaluatedProperties",
             "unevaluatedItems", "additionalItems")  # fmt: skip
@@ -105,22 +106,6 @@ def leave_out(schema: Any, can_write: Callable[[str], bool]) -> str:
     return first
 
 
-def _target(root: Any, reference: Any) -> Any:
-    """The schema that a reference within the document names; True where it names none: the library says so."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        return True
-    found = root
-    for step in filter(None, reference[1:].split("/")):
-        key = unquote(step).replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict) and key in found:
-            found = found[key]
-        elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
-            found = found[int(key)]
-        else:
-            return True
-    return found
-
-
 def has_end(root: Any) -> bool:
     """Whether any value of the schema is finite. One that requires itself again and again has none."""
     order: list[dict[str, Any]] = []  # inner schemas before those that need them, but for circles
@@ -135,7 +120,7 @@ def has_end(root: Any) -> bool:
         elif id(part) not in seen:
             seen.add(id(part))
             waiting.append((part, True))
-            waiting += [(inner, False) for inner in (*_parts(part), _target(root, part.get("$ref")))]
+            waiting += [(inner, False) for inner in (*_parts(part), target(root, part.get("$ref")))]
     ending: set[int] = set()
     for _ in range(_ROUNDS):
         before = len(ending)
@@ -155,7 +140,7 @@ def _ends(part: dict[str, Any], root: Any, ending: set[int]) -> bool:
 
     if "enum" in part or "const" in part:
         return True
-    if "$ref" in part and not known(_target(root, part["$ref"])):
+    if "$ref" in part and not known(target(root, part["$ref"])):
         return False
     for name, enough in (("allOf", all), ("anyOf", any), ("oneOf", any)):
         if isinstance(found := part.get(name), list) and found and not enough(map(known, found)):

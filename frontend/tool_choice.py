@@ -16,23 +16,17 @@ from meshlm.frontend.schema import ChatRequest
 from meshlm.frontend.structured import GUIDED
 from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.grammar import Grammar
+from meshlm.runtime import schema_references
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.parsers import registry
 from meshlm.runtime.parsers.calls import CallStructure, Structure, Tools
 from meshlm.runtime.parsers.parameter_structure import ParameterStructure
+from meshlm.runtime.schema_references import pointer_step
 from meshlm.runtime.structured_outputs import json_schema
 from meshlm.runtime.structured_outputs import structural_tag as made_tag
 
 Json = dict[str, Any]
 NO_PARAMETERS: Json = {"type": "object", "properties": {}, "additionalProperties": False}
-DATA = ("const", "enum", "default", "examples")  # keywords whose values are no schemas
-NAMED = (
-    "properties",
-    "patternProperties",
-    "$defs",
-    "definitions",
-    "dependentSchemas",
-)  # whose values are schemas by name
 MAX_DEPTH = 100
 
 
@@ -172,7 +166,7 @@ def _parameters(tools: list[Json]) -> Tools:
     found = {}
     for tool in tools:
         given = tool["function"].get("parameters")
-        found[tool["function"]["name"]] = NO_PARAMETERS if given is None else given
+        found[tool["function"]["name"]] = NO_PARAMETERS if given is None else schema_references.with_pointers(given)
     return found
 
 
@@ -183,7 +177,7 @@ def schema(choice: ToolChoice) -> Json:
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{_escaped(name)}"}},
+            "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{pointer_step(name)}"}},
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
@@ -226,12 +220,12 @@ def _not_held(what: object) -> HttpError:
 
 def definitions(tools: Tools) -> Json:
     """The tools' schemas as definitions of a larger one."""
-    return {name: _moved_schema(of_object(given), f"#/$defs/{_escaped(name)}") for name, given in tools.items()}
+    return {name: _moved(of_object(given), f"#/$defs/{pointer_step(name)}") for name, given in tools.items()}
 
 
 def own(given: Mapping[str, Any]) -> Json:
     """A tool's schema on its own."""
-    return _moved_schema(of_object(given), "#")
+    return _moved(of_object(given), "#")
 
 
 def of_object(given: Mapping[str, Any]) -> Json:
@@ -240,30 +234,8 @@ def of_object(given: Mapping[str, Any]) -> Json:
     return dict(given) if says else {"type": "object", **given}
 
 
-def _moved_schema(given: Json, base: str) -> Json:
-    return dict(_moved(given, base, 0))
-
-
-def _moved(part: Any, base: str, depth: int) -> Any:
-    """A schema whose references to itself point to its new place."""
-    if depth > MAX_DEPTH:
-        raise HttpError(400, f"tools: a schema is nested more than {MAX_DEPTH} deep", "tools")
-    if isinstance(part, list):
-        return [_moved(item, base, depth + 1) for item in part]
-    if not isinstance(part, dict):
-        return part
-    found: Json = {}
-    for key, value in part.items():
-        if key in NAMED and isinstance(value, dict):
-            found[key] = {name: _moved(inner, base, depth + 1) for name, inner in value.items()}
-        else:
-            found[key] = value if key in DATA else _moved(value, base, depth + 1)
-    target = part.get("$ref")
-    if isinstance(target, str) and target.startswith("#"):
-        found["$ref"] = base + target[1:]
-    return found
-
-
-def _escaped(name: str) -> str:
-    """A name within a JSON pointer."""
-    return name.replace("~", "~0").replace("/", "~1")
+def _moved(given: Json, base: str) -> Json:
+    try:
+        return schema_references.moved(given, base, MAX_DEPTH)
+    except schema_references.TooDeep:
+        raise HttpError(400, f"tools: a schema is nested more than {MAX_DEPTH} deep", "tools") from None

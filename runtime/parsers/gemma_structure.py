@@ -12,15 +12,13 @@ from typing import Any
 from msgspec import Struct
 
 from meshlm.runtime.parsers.list_structures import PythonStructure, Tools
-from meshlm.runtime.parsers.parameter_structure import ANY, resolved
+from meshlm.runtime.parsers.parameter_structure import ANY
+from meshlm.runtime.schema_reader import SAYS_NOTHING, SchemaReader
 
 Json = dict[str, Any]
 MAX_DEPTH = 8  # of objects and lists in the model's own form; deeper ones are JSON
 _NAME, _KEY = re.compile(r"[\w.-]+"), re.compile(r"[\w.-]+")
-_SAYS_NOTHING = frozenset(
-    ("title", "description", "default", "examples", "deprecated", "$comment", "$defs", "definitions")
-)
-_OF_OBJECT = _SAYS_NOTHING | {"type", "properties", "required", "additionalProperties"}
+_OF_OBJECT = SAYS_NOTHING | {"type", "properties", "required", "additionalProperties"}
 _COMMA: Json = {"type": "regex", "pattern": r"\s{0,2},\s{0,2}"}
 _ARGUMENTS: Json = {"type": "json_schema", "json_schema": {"type": "object"}}
 
@@ -53,7 +51,7 @@ class GemmaStructure(Struct, frozen=True):
         if given is None:
             return _sequence(head, {"type": "or", "elements": [self._any_object(), _ARGUMENTS]}, blanks)
         try:
-            return _sequence(head, self._value(given, given, 0), blanks)
+            return _sequence(head, self._value(given, SchemaReader(given), 0), blanks)
         except ValueError as error:
             raise ValueError(f"{error}, of the tool {name!r}") from None
 
@@ -68,32 +66,27 @@ class GemmaStructure(Struct, frozen=True):
     def _text(self) -> Json:
         return {"type": "tag", "begin": self.escape, "content": ANY, "end": self.escape}
 
-    def _value(self, schema: Any, root: Mapping[str, Any], depth: int) -> Json:
+    def _value(self, schema: Any, reader: SchemaReader, depth: int) -> Json:
         """A value in the model's own form, or as JSON."""
-        found = resolved(schema, root)
-        own = {name: root[name] for name in ("$defs", "definitions") if name in root}
-        as_json: Json = {
-            "type": "json_schema",
-            "json_schema": {**own, **schema} if isinstance(schema, Mapping) else schema,
-        }
+        found = reader.resolved(schema)
+        as_json: Json = {"type": "json_schema", "json_schema": reader.alone(schema)}
         if not isinstance(found, Mapping):
             return as_json
-        if "enum" in found or "const" in found:
-            values = found["enum"] if "enum" in found else [found["const"]]
+        if (values := reader.values(found)) is not None:
             texts = [text for value in values for text in self._spellings(value)]
             return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in texts]}
-        said = found.keys() - _SAYS_NOTHING
+        said = found.keys() - SAYS_NOTHING
         if found.get("type") == "string":
             return self._text() if said == {"type"} else as_json
         if found.get("type") == "object" and "properties" in said and said <= _OF_OBJECT and depth < MAX_DEPTH:
-            return self._object(found, root, depth)
+            return self._object(found, reader, depth)
         if found.get("type") == "array" and said == {"type", "items"} and depth < MAX_DEPTH:
-            return self._list(found["items"], root, depth)
+            return self._list(found["items"], reader, depth)
         if said == {"anyOf"} and isinstance(found["anyOf"], list) and depth < MAX_DEPTH:
-            return {"type": "or", "elements": [self._value(one, root, depth + 1) for one in found["anyOf"]]}
+            return {"type": "or", "elements": [self._value(one, reader, depth + 1) for one in found["anyOf"]]}
         return as_json
 
-    def _object(self, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> Json:
+    def _object(self, schema: Mapping[str, Any], reader: SchemaReader, depth: int) -> Json:
         properties, required = schema.get("properties") or {}, schema.get("required") or []
         if not isinstance(properties, Mapping):
             raise ValueError("properties must be an object")
@@ -105,13 +98,13 @@ class GemmaStructure(Struct, frozen=True):
                 raise ValueError(f"the parameter name {key!r}")
             head = {"type": "regex", "pattern": rf"{re.escape(key)}\s?:\s?"}
             elements.append(
-                {"content": _sequence(head, self._value(value, root, depth + 1)), "required": key in required}
+                {"content": _sequence(head, self._value(value, reader, depth + 1)), "required": key in required}
             )
         opens, closes = ({"type": "regex", "pattern": pattern} for pattern in (r"\{\s{0,2}", r"\s{0,2}\}"))
         return _sequence(opens, {"type": "joined", "separator": _COMMA, "elements": elements}, closes)
 
-    def _list(self, items: Any, root: Mapping[str, Any], depth: int) -> Json:
-        one = self._value(items, root, depth + 1)
+    def _list(self, items: Any, reader: SchemaReader, depth: int) -> Json:
+        one = self._value(items, reader, depth + 1)
         several = _sequence(one, {"type": "star", "content": _sequence(_COMMA, one)})
         opens, closes = ({"type": "const_string", "value": bracket} for bracket in "[]")
         return _sequence(opens, {"type": "optional", "content": several}, closes)

@@ -11,8 +11,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from meshlm.runtime.parsers import typed_values
-from meshlm.runtime.parsers.parameter_structure import properties_of, resolved
+from meshlm.runtime.parsers.parameter_structure import properties_of
+from meshlm.runtime.schema_reader import SAYS_NOTHING, SchemaReader
 
 Json = dict[str, Any]
 Tools = Mapping[str, Mapping[str, Any] | None]  # the schema of each strict tool by its name; None: any arguments
@@ -172,30 +172,29 @@ def _rest_of_call(name: str, given: Mapping[str, Any] | None) -> Json:
 
 
 def _parameters(given: Mapping[str, Any]) -> Json:
-    (properties, required), elements = properties_of(given), []
+    reader = SchemaReader(given)
+    (properties, required), elements = properties_of(reader), []
     for key, schema in properties.items():
         if not _OF_PYTHON.fullmatch(key):
             raise ValueError(f"the parameter name {key!r}")
-        content = _sequence({"type": "regex", "pattern": rf"{re.escape(key)}\s?=\s?"}, _value(schema, given))
+        content = _sequence({"type": "regex", "pattern": rf"{re.escape(key)}\s?=\s?"}, _value(schema, reader))
         elements.append({"content": content, "required": key in required})
     return {"type": "joined", "separator": _COMMA, "elements": elements}
 
 
-def _value(schema: Any, root: Mapping[str, Any]) -> Json:
+def _value(schema: Any, reader: SchemaReader) -> Json:
     """A value as JSON, or as Python where that writes it otherwise. The parser reads both."""
-    found = resolved(schema, root)
+    found = reader.resolved(schema)
     if not isinstance(found, Mapping):
         return {"type": "json_schema", "json_schema": schema}
-    if "enum" in found or "const" in found:
-        values = found["enum"] if "enum" in found else [found["const"]]
+    if (values := reader.values(found)) is not None:
         texts = [text for value in values for text in _spellings(value)]
         return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in texts]}
-    if found.get("type") == "string" and not found.keys() - {"type", "title", "description", "default", "examples"}:
+    if found.get("type") == "string" and not found.keys() - SAYS_NOTHING - {"type"}:
         return _TEXT
-    own = {name: root[name] for name in ("$defs", "definitions") if name in root}
-    ways: list[Json] = [{"type": "json_schema", "json_schema": {**own, **schema}}]
+    ways: list[Json] = [{"type": "json_schema", "json_schema": reader.alone(schema)}]
     if found.keys() & {"type", "anyOf"} and not found.keys() & {"allOf", "oneOf", "not", "if"}:
-        kinds = typed_values.kinds(found)
+        kinds = reader.kinds(found)
         texts = [text for kind, spelled in _SPELLINGS.items() if kind in kinds for text in spelled]
         ways += [{"type": "const_string", "value": text} for text in texts]
     return {"type": "or", "elements": ways}

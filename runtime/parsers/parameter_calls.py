@@ -1,8 +1,7 @@
 """Calls whose parameters stand each between tags, and have the types of the tool's schema. Pure."""
 
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from msgspec import Struct
 
@@ -10,6 +9,7 @@ from meshlm.runtime.parsers import typed_values
 from meshlm.runtime.parsers.scan import Steps
 from meshlm.runtime.parsers.streamed_calls import Answer
 from meshlm.runtime.parsers.tags import Tags
+from meshlm.runtime.schema_reader import SchemaReader
 
 _NAME = re.compile(r"[^<>{}\s\"']+")
 
@@ -90,11 +90,11 @@ class ParameterForm(Struct, frozen=True):
         return found
 
     def _parameters(self, answer: Answer, name: str, parameter: Parameter) -> Steps[None]:
-        tool, now, comma = answer.tools.get(name), parameter, ""
+        tool, now, comma = SchemaReader(answer.tools.get(name)), parameter, ""
         while True:
             kinds = now.kinds
             if kinds is None:
-                kinds = frozenset(typed_values.kinds(typed_values.schema_of(tool, now.name)))
+                kinds = frozenset(tool.kinds_of(now.name))
             answer.add(f"{comma}{typed_values.quoted(now.name)}:")
             comma = ","
             yield from self._value(answer, kinds, tool)
@@ -104,7 +104,7 @@ class ParameterForm(Struct, frozen=True):
                 return
             now = follows
 
-    def _value(self, answer: Answer, kinds: frozenset[str], tool: Mapping[str, Any] | None) -> Steps[None]:
+    def _value(self, answer: Answer, kinds: frozenset[str], tool: SchemaReader) -> Steps[None]:
         """A value and its closing tag. A string is given out as it comes, any other value when it is complete."""
         if self.trims:
             yield from answer.take("\n")
@@ -125,7 +125,7 @@ class ParameterForm(Struct, frozen=True):
             value.take(tag)
         value.stop()
 
-    def _ends_without_tag(self, answer: Answer, tag: str, tool: Mapping[str, Any] | None) -> Steps[bool]:
+    def _ends_without_tag(self, answer: Answer, tag: str, tool: SchemaReader) -> Steps[bool]:
         """Whether a value has ended before this tag: a parameter that the tool has is opened, or the call ends and what stands behind
         calls follows."""
         answer.at -= len(tag)
@@ -134,7 +134,7 @@ class ParameterForm(Struct, frozen=True):
         if tag == f"\n{self.parameter}":
             key, end = yield from answer.upto(Tags(self.key_end))
             found = self.key(key) if end else None
-            ends = found is not None and typed_values.schema_of(tool, found.name) is not None
+            ends = found is not None and tool.declares(found.name)
         else:
             yield from answer.blanks()
             ends = bool(self.after) and bool((yield from answer.ahead(self.after)))

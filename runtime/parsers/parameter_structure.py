@@ -11,22 +11,20 @@ from typing import Any
 from msgspec import Struct
 
 from meshlm.runtime.parsers import typed_values
+from meshlm.runtime.schema_reader import MAX_DEPTH, SAYS_NOTHING, SchemaReader
 
 Json = dict[str, Any]
 ANY: Json = {"type": "any_text"}
 _BLANKS: Json = {"type": "regex", "pattern": r"\s{0,3}"}
-_SAYS_NOTHING = frozenset(
-    {"type", "title", "description", "default", "examples", "deprecated", "anyOf", "oneOf", "$comment"}
-)
-
-
+_OF_TEXT = SAYS_NOTHING | {"type", "anyOf", "oneOf", "nullable"}  # what may be said of free text
 _OF_THE_WHOLE = (
     "patternProperties", "minProperties", "maxProperties", "anyOf", "oneOf", "allOf", "not", "if", "$ref",
 )  # fmt: skip
 
 
-def properties_of(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def properties_of(reader: SchemaReader) -> tuple[dict[str, Any], list[str]]:
     """The schemas of a tool's parameters, and the names of those that must be there. ValueError: what cannot be held of them all."""
+    given = reader.resolved(reader.root)
     properties, required = given.get("properties") or {}, given.get("required") or []
     if not isinstance(properties, dict):
         raise ValueError("properties must be an object")
@@ -53,28 +51,36 @@ class ParameterStructure(Struct, frozen=True):
         what of a schema cannot be held."""
         if given is None:
             return ANY
-        (properties, required), elements = properties_of(given), [_BLANKS]
+        reader = SchemaReader(given)
+        (properties, required), elements = properties_of(reader), [_BLANKS]
         for key, schema in properties.items():
             if any(mark in key for mark in "<>\"'\n"):
                 raise ValueError(f"the parameter name {key!r}")
-            both = {"type": "sequence", "elements": [self._parameter(key, schema, given), _BLANKS]}
+            both = {"type": "sequence", "elements": [self._parameter(key, schema, reader), _BLANKS]}
             elements.append(both if key in required else {"type": "optional", "content": both})
         return {"type": "sequence", "elements": elements}
 
-    def _parameter(self, key: str, schema: Any, root: Mapping[str, Any]) -> Json:
-        found = resolved(schema, root)
-        kinds = typed_values.kinds(found)
-        if isinstance(found, Mapping) and ("enum" in found or "const" in found):
-            values = found["enum"] if "enum" in found else [found["const"]]
-            return {"type": "or", "elements": [self._value(key, value, kinds) for value in values]}
-        if "string" not in kinds:
-            own = {name: root[name] for name in ("$defs", "definitions") if name in root}
-            held = {"type": "json_schema", "json_schema": {**own, **schema} if isinstance(schema, Mapping) else schema}
-            opens = {"type": "const_string", "value": self.parameter.replace("KEY", key)}
-            closes = {"type": "const_string", "value": self.parameter_close}
-            return {"type": "sequence", "elements": [opens, held, closes]}
-        _check_text(key, found)
-        return {"type": "tag", "begin": self._opens_text(key), "content": ANY, "end": self.parameter_close}
+    def _parameter(self, key: str, schema: Any, reader: SchemaReader) -> Json:
+        kinds, branches = reader.kinds(schema), reader.branches(schema)
+        listed = [reader.values(branch) for branch in branches]
+        others = [branch for branch, values in zip(branches, listed, strict=True) if values is None]
+        if any("string" in reader.kinds(branch) for branch in others):
+            for branch in branches:
+                _check_text(key, branch, reader)
+            return {"type": "tag", "begin": self._opens_text(key), "content": ANY, "end": self.parameter_close}
+        if others and "string" not in kinds:
+            return self._json(key, reader.alone(schema))
+        ways = [self._value(key, value, kinds) for values in listed for value in values or ()]
+        ways += [self._json(key, reader.alone(branch)) for branch in others]
+        if not ways:
+            raise ValueError(f"the parameter {key!r}, which no value fits,")
+        return {"type": "or", "elements": ways}
+
+    def _json(self, key: str, schema: Any) -> Json:
+        """A value that is written as JSON."""
+        opens = {"type": "const_string", "value": self.parameter.replace("KEY", key)}
+        closes = {"type": "const_string", "value": self.parameter_close}
+        return {"type": "sequence", "elements": [opens, {"type": "json_schema", "json_schema": schema}, closes]}
 
     def _opens_text(self, key: str) -> str:
         return (self.parameter_of_text or self.parameter).replace("KEY", key)
@@ -90,27 +96,13 @@ class ParameterStructure(Struct, frozen=True):
         return {"type": "const_string", "value": f"{opens}{text}{self.parameter_close}"}
 
 
-def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """The schema that a reference to a definition stands for."""
-    for _ in range(8):
-        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
-        if not isinstance(reference, str):
-            return schema
-        _, _, path = reference.partition("#/")
-        group, _, name = path.partition("/")
-        target = (root.get(group) or {}).get(name.replace("~1", "/").replace("~0", "~")) if path else None
-        if target is None:
-            return schema
-        schema = target
-    return schema
-
-
-def _check_text(key: str, schema: Any) -> None:
+def _check_text(key: str, schema: Any, reader: SchemaReader, depth: int = 0) -> None:
     """ValueError for keywords that would have to be held within a text."""
+    schema = reader.resolved(schema)
     if not isinstance(schema, Mapping):
         return
-    if wrong := sorted(schema.keys() - _SAYS_NOTHING):
-        raise ValueError(f"{wrong[0]} of the parameter {key!r}, which may be text")
+    if (wrong := sorted(schema.keys() - _OF_TEXT)) or depth > MAX_DEPTH:
+        raise ValueError(f"{(wrong or ['a union'])[0]} of the parameter {key!r}, which may be text")
     for name in ("anyOf", "oneOf"):
         for branch in schema.get(name) or ():
-            _check_text(key, branch)
+            _check_text(key, branch, reader, depth + 1)

@@ -1,7 +1,9 @@
-"""Arguments that are written without types: each gets what its JSON schema allows, else it is a string. Pure."""
+"""Arguments that are written without types: each gets what its JSON schema allows, else it is a string. Pure.
 
-from collections.abc import Mapping, Set
-from typing import Any
+Which types a schema allows, runtime/schema_reader.py reads.
+"""
+
+from collections.abc import Set
 
 import msgspec
 
@@ -13,29 +15,6 @@ _FIRST = {
     "boolean": "tTfF",
     "null": "nN",
 }
-
-
-def kinds(schema: Any) -> set[str]:
-    """The types that a schema takes; one without any word of them takes objects and arrays beside strings."""
-    if not isinstance(schema, Mapping):
-        return set()
-    found, todo = set[str](), [schema]
-    for _ in range(100):  # a client's schema may be without end; what lies below is taken as text
-        if not todo:
-            break
-        now = todo.pop()
-        kind = now.get("type")
-        found.update(name for name in (kind if isinstance(kind, list) else [kind]) if isinstance(name, str))
-        found.update(_KIND_OF[type(value)] for value in _list(now.get("enum")) if type(value) in _KIND_OF)
-        for name in ("anyOf", "oneOf", "allOf"):
-            todo += [other for other in _list(now.get(name)) if isinstance(other, Mapping)]
-    return found or {"object", "array"}
-
-
-def schema_of(tool: Mapping[str, Any] | None, name: str) -> Any:
-    """The schema of one parameter of a tool; None where nothing is said of it."""
-    properties = (tool or {}).get("properties")
-    return properties.get(name) if isinstance(properties, dict) else None
 
 
 def is_text(first: str, allowed: Set[str]) -> bool:
@@ -65,10 +44,3 @@ def quoted(text: str) -> str:
 def escaped(text: str) -> str:
     """A part of a JSON string that means this text."""
     return msgspec.json.encode(text).decode()[1:-1]
-
-
-_KIND_OF = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
-
-
-def _list(found: Any) -> list[Any]:
-    return found if isinstance(found, list) else []

@@ -96,6 +96,17 @@ def test_required_calls_are_read(value: list[dict[str, Any]]) -> None:
     assert found(forced_calls.REQUIRED, [text]) == found(forced_calls.REQUIRED, list(text)) == ("", calls)
 
 
+def test_a_required_call_that_is_cut_is_no_content() -> None:
+    """Wherever max_tokens cuts the list: what is no call yet is not shown, what is one is."""
+    text = json.dumps(GOOD[1])
+    for end in range(len(text)):
+        for pieces in ([text[:end]], list(text[:end])):
+            content, calls = found(forced_calls.REQUIRED, pieces)
+            assert content == "", text[:end]
+            assert [call.name for call in calls] == ["weather", "time"][: len(calls)]
+            assert all(call.arguments in text for call in calls)
+
+
 def test_a_named_call_is_read() -> None:
     text = ' {"city": "Bern"}'
     named = forced_calls.named("weather")

@@ -122,6 +122,54 @@ def test_parameters_between_tags_keep_to_the_schema_and_are_read(vocabulary: Voc
     assert not takes(made, vocabulary, in_tags(parser, "other", {}))
 
 
+REFERRED: dict[str, Any] = {  # as pydantic and others write it
+    "$ref": "#/$defs/Args",
+    "$defs": {
+        "Args": {
+            "type": "object",
+            "properties": {
+                "color": {"anyOf": [{"$ref": "#/$defs/Color"}, {"type": "null"}]},
+                "count": {"allOf": [{"$ref": "#/$defs/Count"}], "description": "How many."},
+                "exact": {"const": 5},
+                "either": {"oneOf": [{"$ref": "#/$defs/Color"}, {"$ref": "#/$defs/Place"}]},
+                "where": {"$ref": "#/$defs/Alias"},
+                "same": {"$ref": "#/$defs/Args/properties/count"},
+            },
+            "required": ["count"],
+            "additionalProperties": False,
+        },
+        "Color": {"type": "string", "enum": ["red", "green"]},
+        "Count": {"type": "integer", "minimum": 1, "maximum": 9},
+        "Alias": {"$ref": "#/$defs/Place"},
+        "Place": {
+            "type": "object",
+            "properties": {"x": {"$ref": "#/$defs/Count"}},
+            "required": ["x"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("parser", OF_PARAMETERS)
+def test_what_stands_behind_references_is_held_and_read(vocabulary: Vocabulary, parser: str) -> None:
+    """The grammar and the parser read one schema alike."""
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": REFERRED, "strict": True}}]
+    made = matcher(vocabulary, parser, tools=tools)
+    for arguments in (
+        {"color": "red", "count": 3, "exact": 5, "either": "green", "where": {"x": 2}, "same": 9},
+        {"color": None, "count": 1, "either": {"x": 2}},
+    ):
+        text = in_tags(parser, "weather", arguments)
+        assert takes(made, vocabulary, text), text
+        finder = TOOL_PARSERS[parser].finder({"weather": REFERRED})
+        _, (call,) = joined(finder.push(text) + finder.finish())
+        assert json.loads(call.arguments) == arguments
+        jsonschema.validate(json.loads(call.arguments), REFERRED)
+    for wrong in ({"count": 10}, {"count": 1, "color": "blue"}, {"count": 1, "exact": 6}, {"count": 1, "where": {}}):
+        assert not takes(made, vocabulary, in_tags(parser, "weather", wrong)), wrong
+
+
 @pytest.mark.parametrize(
     ("schema", "said"),
     [
@@ -317,6 +365,26 @@ def test_forced_calls_keep_to_the_schemas(vocabulary: Vocabulary) -> None:
     named = matcher(vocabulary, "", tool_choice={"type": "function", "function": {"name": "weather"}})
     assert takes(named, vocabulary, '{"city": "Rome"}')
     assert not takes(named, vocabulary, '{"city": "Paris"}')
+
+
+def test_forced_calls_of_schemas_with_names_of_their_own(vocabulary: Vocabulary) -> None:
+    """A schema's $id and $anchor name the same things where it is a part of a larger one."""
+    parameters = {
+        "$id": "https://a.example/tool",
+        "type": "object",
+        "properties": {"n": {"$ref": "#count"}, "c": {"$ref": "color"}},
+        "required": ["n", "c"],
+        "$defs": {"x": {"$anchor": "count", "type": "integer"}, "y": {"$id": "color", "enum": ["red"]}},
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    for choice, write in (
+        ("required", '[{"name": "f", "parameters": %s}]'),
+        ({"type": "function", "function": {"name": "f"}}, "%s"),
+    ):
+        made = matcher(vocabulary, "", tools=tools, tool_choice=choice)
+        assert takes(made, vocabulary, write % '{"n": 5, "c": "red"}')
+        for wrong in ('{"n": "5", "c": "red"}', '{"n": 5, "c": "blue"}'):
+            assert not takes(made, vocabulary, write % wrong)
 
 
 def test_a_forced_call_of_gpt_oss(vocabulary: Vocabulary) -> None:

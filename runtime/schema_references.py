@@ -1,0 +1,170 @@
+"""References within a JSON schema: what `$ref` names, by pointer, `$id` or `$anchor`. Pure.
+
+Used by whoever reads a schema (schema_reader.py) or makes a grammar of one (frontend/tool_choice.py, detokenizer/json_schemas.py).
+Nothing here recurses, so no schema of a client is too deep or too long for it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from urllib.parse import unquote, urljoin
+
+import msgspec
+
+Json = dict[str, Any]
+DATA = ("const", "enum", "default", "examples")  # keywords whose values are no schemas
+NAMED = (
+    "properties",
+    "patternProperties",
+    "$defs",
+    "definitions",
+    "dependentSchemas",
+)  # whose values are schemas by name
+_MARKS = (b'"$id"', b'"$anchor"')
+_PLACE = ("$id", "$anchor")
+
+
+class TooDeep(ValueError):
+    """A schema is nested deeper than whoever asked takes."""
+
+
+def target(root: Any, reference: Any) -> Any:
+    """The schema that a pointer within the document names; None where it names none."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    if reference != "#" and not reference.startswith("#/"):
+        return None
+    found = root
+    for step in reference.split("/")[1:]:
+        key = unquote(step).replace("~1", "/").replace("~0", "~")
+        if isinstance(found, Mapping) and key in found:
+            found = found[key]
+        elif isinstance(found, list) and key.isdecimal() and len(key) < 10 and int(key) < len(found):
+            found = found[int(key)]
+        else:
+            return None
+    return found
+
+
+def pointer_step(name: str) -> str:
+    """A name within a JSON pointer."""
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def with_pointers(schema: Json) -> Json:
+    """The schema with each reference as a pointer from its root, so that it needs no `$id` and no `$anchor`."""
+    try:
+        written = msgspec.json.encode(schema)
+    except RecursionError:
+        written = _MARKS[0]
+    return moved(schema, "#") if any(mark in written for mark in _MARKS) else schema
+
+
+def moved(schema: Json, base: str, max_depth: int | None = None) -> Json:
+    """A copy that stands at the pointer `base` of another document, with its references into itself as pointers to there. References to
+    what is not in it stay as they are. TooDeep."""
+    places = _places(schema)
+    found: Json = copied(schema, lambda part, uri: _point(part, uri, places, base), max_depth)
+    return found
+
+
+def extracted(schema: Mapping[str, Any], root: Any) -> Json:
+    """A schema within a document as one of its own, with all that its references name."""
+    names = dict[str, str]()
+
+    def point(part: Json, uri: str) -> None:
+        reference = part.get("$ref")
+        if target(root, reference) is not None:
+            part["$ref"] = f"#/$defs/{names.setdefault(reference, str(len(names)))}"  # type: ignore[arg-type]
+
+    bare = {name: value for name, value in schema.items() if name not in ("$defs", "definitions")}
+    found, definitions = copied(bare, point), dict[str, Any]()
+    while len(definitions) < len(names):
+        for reference, name in list(names.items())[len(definitions) :]:
+            definitions[name] = copied(target(root, reference), point)
+    return {**found, "$defs": definitions} if definitions else found
+
+
+def copied(schema: Any, change: Callable[[Json, str], None], max_depth: int | None = None) -> Any:
+    """A copy in which `change` was called with each schema and the URI against which its references are read. TooDeep."""
+    copy: list[Any] = [schema]
+    # What is still to copy: where its copy goes, the URI, whether it is a mapping of names to schemas, and its depth.
+    waiting: list[tuple[Any, Any, str, bool, int]] = [(copy, 0, "", False, 0)]
+    while waiting:
+        holder, key, uri, is_named, depth = waiting.pop()
+        if max_depth is not None and depth > max_depth:
+            raise TooDeep
+        part = holder[key]
+        if isinstance(part, list):
+            holder[key] = part = list(part)
+            waiting += [(part, index, uri, False, depth + 1) for index in range(len(part))]
+        elif isinstance(part, Mapping):
+            holder[key] = part = dict(part)
+            if not is_named:
+                uri = _uri_of(part, uri)
+                change(part, uri)
+            for name, inner in part.items():
+                if is_named or name not in DATA:
+                    names = not is_named and name in NAMED and isinstance(inner, Mapping)
+                    waiting.append((part, name, uri, names, depth if names else depth + 1))
+    return copy[0]
+
+
+def _point(part: Json, uri: str, places: Mapping[str, str], base: str) -> None:
+    """The reference of this schema as a pointer; its names for others go, as nothing needs them any more. Changes it."""
+    reference = part.get("$ref")
+    if isinstance(reference, str):
+        document, _, fragment = _joined(uri, reference).partition("#")
+        if (not fragment or fragment.startswith("/")) and document in places:
+            part["$ref"] = base + places[document] + fragment
+        elif (place := places.get(f"{document}#{fragment}")) is not None:
+            part["$ref"] = base + place
+    for name in _PLACE:
+        if isinstance(part.get(name), str):
+            del part[name]
+
+
+def _places(schema: Any) -> dict[str, str]:
+    """The pointers of what has a name of its own: documents by URI, anchors by URI#name. The root is the URI ""."""
+    found = {"": ""}
+    for part, pointer, uri in _schemas(schema):
+        named = part.get("$id")
+        if isinstance(named, str) and named.startswith("#"):  # an anchor, as older drafts write it
+            found.setdefault(uri + named, pointer)
+        elif isinstance(named, str):
+            found.setdefault(uri, pointer)
+        for keyword in ("$anchor", "$dynamicAnchor"):
+            if isinstance(anchor := part.get(keyword), str):
+                found.setdefault(f"{uri}#{anchor}", pointer)
+    return found
+
+
+def _schemas(schema: Any) -> Iterator[tuple[Mapping[str, Any], str, str]]:
+    """Each schema of the document with its pointer and the URI of the document that it is in."""
+    waiting: list[tuple[Any, str, str, bool]] = [(schema, "", "", False)]
+    while waiting:
+        part, pointer, uri, is_named = waiting.pop()
+        if isinstance(part, list):
+            waiting += [(inner, f"{pointer}/{index}", uri, False) for index, inner in enumerate(part)]
+        elif isinstance(part, Mapping):
+            if not is_named:
+                uri = _uri_of(part, uri)
+                yield part, pointer, uri
+            for name, inner in part.items():
+                if (is_named or name not in DATA) and isinstance(inner, list | Mapping):
+                    names = not is_named and name in NAMED and isinstance(inner, Mapping)
+                    waiting.append((inner, f"{pointer}/{pointer_step(name)}", uri, names))
+
+
+def _uri_of(part: Mapping[str, Any], uri: str) -> str:
+    named = part.get("$id")
+    return _joined(uri, named).partition("#")[0] if isinstance(named, str) and not named.startswith("#") else uri
+
+
+def _joined(uri: str, reference: str) -> str:
+    """A URI, read against another one."""
+    if reference.startswith("#"):  # also of a URN, against which nothing else can be read
+        return uri + reference
+    try:
+        return urljoin(uri, reference)
+    except ValueError:
+        return reference
