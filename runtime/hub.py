@@ -10,7 +10,19 @@ from typing import NamedTuple
 from meshlm.runtime import gguf_files
 from meshlm.runtime.errors import ModelFilesError
 
-_NOT_ALL = ["original/*", "consolidated*", "*.pth"]  # the same weights a second time, which nothing reads
+_NOT_ALL = [
+    *("original/*", "consolidated*", "*.pth"),  # the same weights a second time, which nothing reads
+    *("optimizer.*", "scheduler.*", "rng_state*", "random_states*", "training_args.*"),  # of the training
+]
+_SMALL = ("*.json", "*.txt", "*.model", "*.jinja")
+_WEIGHTS = {
+    "safetensors": ("*.safetensors",),
+    "sharded_state": ("*.safetensors",),
+    "pt": ("*.bin", "*.pt"),
+    "auto": ("*.safetensors", "*.bin", "*.pt"),
+    "dummy": (),
+}
+"""What --load-format reads: the files of the first pattern that the repository has."""
 _LEXICAL = ("sparse_linear.pt", "colbert_linear.pt")  # BGE-M3's
 _TOKENIZER = (
     "tokenizer*",
@@ -56,11 +68,20 @@ class HubName(NamedTuple):
             ) from None
 
 
-def model(source: HubName, *, code: bool) -> Path:
-    """A model's folder. code: with the Python files that come with it."""
-    more = ("*.py",) if code else ()
-    found = source.fetched("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", *_LEXICAL, *more)
-    return found if any(found.glob("*.safetensors")) else source.fetched("*.bin")
+def model(source: HubName, *, code: bool, load_format: str = "auto") -> Path:
+    """A model's folder, with weights of this format alone. code: with the Python files that come with it. ModelFilesError."""
+    if load_format not in _WEIGHTS:
+        raise ModelFilesError(
+            f"--load-format {load_format}: {source.flag} {source.name} names no file of it; {source.name}:Q4_K_M does"
+        )
+    small = (*_SMALL, *(("*.py",) if code else ()))
+    if not _WEIGHTS[load_format]:
+        return source.fetched(*small)
+    for number, pattern in enumerate(_WEIGHTS[load_format]):
+        found = source.fetched(pattern, *(() if number else (*small, *_LEXICAL)))
+        if any(found.glob(pattern)):
+            break
+    return found
 
 
 def tokenizer(source: HubName) -> Path:

@@ -134,6 +134,8 @@ def _without_effect(model: str, tokenizer: str, asked: "_Asked", *, spec: ModelS
             ("--code-revision", asked.code_revision),
         )
         notes += [f"{flag} has no effect: {path}" for flag, value in own if value]
+    elif asked.load_format == "dummy" and hub.split_name(model)[1]:
+        notes.append(f"--load-format dummy: {model} is downloaded all the same, a .gguf file tells what its model is")
     named = tokenizer or model
     if asked.tokenizer_revision and Path(named).expanduser().exists():
         notes.append(f"--tokenizer-revision has no effect: {named} is a path, not a name on the hub")
@@ -170,7 +172,11 @@ def _locate(model: str, asked: "_Asked") -> Path:
     if path.suffix == ".gguf" or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ModelFilesError(f"MODEL {model}: no such file or folder")
     source = hub.HubName(name, asked.revision, asked.download_dir)
-    return hub.gguf(source, quant) if quant else hub.model(source, code=asked.trust_remote_code)
+    if not quant:
+        return hub.model(source, code=asked.trust_remote_code, load_format=asked.load_format)
+    if asked.load_format not in ("auto", "gguf", "dummy"):
+        raise ModelFilesError(f"--load-format {asked.load_format}: {model} is a .gguf file")
+    return hub.gguf(source, quant)
 
 
 def _tokenizer(model: str, tokenizer: str, asked: "_Asked") -> Path | None:

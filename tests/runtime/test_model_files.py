@@ -123,6 +123,60 @@ def test_weights_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wei
     assert len(calls) == asked
 
 
+@pytest.mark.parametrize(
+    ("load_format", "fetched"),
+    [
+        ("auto", ["model.safetensors"]),
+        ("safetensors", ["model.safetensors"]),
+        ("pt", ["pytorch_model.bin"]),
+        ("dummy", []),
+    ],
+)
+def test_of_the_hub_only_weights_of_the_format_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load_format: str, fetched: list[str]
+) -> None:
+    """A repository often has both formats; --load-format dummy is for those who want neither."""
+    there = {
+        "config.json": json.dumps(CONFIG).encode(),
+        "model.safetensors": safetensors(),
+        "pytorch_model.bin": b"",
+        "optimizer.pt": b"",
+        "training_args.bin": b"",
+    }
+
+    def snapshot_download(model: str, allow_patterns: list[str], ignore_patterns: list[str], **_: object) -> str:
+        for name, content in there.items():
+            if any(fnmatch.fnmatch(name, one) for one in allow_patterns) and not any(
+                fnmatch.fnmatch(name, one) for one in ignore_patterns
+            ):
+                (tmp_path / name).write_bytes(content)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert resolve_model("owner/name", load_format=load_format).load_format == load_format.replace(
+        "auto", "safetensors"
+    )
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["config.json", *fetched]
+
+
+@pytest.mark.parametrize(
+    ("model", "load_format", "why"),
+    [
+        ("owner/name", "gguf", "MODEL owner/name names no file of it; owner/name:Q4_K_M does"),
+        ("owner/name:Q4_K_M", "safetensors", "owner/name:Q4_K_M is a .gguf file"),
+    ],
+)
+def test_a_format_that_a_hub_name_cannot_have_is_told_before_a_download(
+    monkeypatch: pytest.MonkeyPatch, model: str, load_format: str, why: str
+) -> None:
+    def snapshot_download(*_: object, **__: object) -> str:
+        raise AssertionError("nothing is to be fetched")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(ModelFilesError, match=f"--load-format {load_format}: {why}"):
+        resolve_model(model, load_format=load_format)
+
+
 GGUFS = ("m-Q4_K_M-00001-of-00002.gguf", "m-Q4_K_M-00002-of-00002.gguf", "m.Q8_0.gguf", "IQ2_M/m-IQ2_M.gguf")
 
 
