@@ -29,6 +29,7 @@ from meshlm.frontend.responses_api.records import CONVERSATION, Chunk, Stored
 from meshlm.frontend.responses_api.schema import ENCRYPTED, ResponsesRequest
 from meshlm.frontend.retry import IdempotencyKey, Progress
 from meshlm.frontend.turn import TurnResponse
+from meshlm.protocol.config.server import STORE_OFF
 
 Json = dict[str, Any]
 POLL_S = 0.2  # how often a stream looks for events that another frontend writes
@@ -52,7 +53,7 @@ class ResponseRoutes:
         server, run = backend.config.server, backend.config.run
         path: Path | None = Path(server.responses_store or Path(run.run_dir) / shelf.FILE)
         self._shelf = shelf.Shelf(
-            None if server.responses_store == shelf.OFF else path,
+            None if server.responses_store == STORE_OFF else path,
             server.responses_store_count,
             server.responses_store_bytes,
         )

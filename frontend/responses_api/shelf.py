@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # sqlite3 is loaded with the file
     from meshlm.frontend.responses_api.store import Store
 
 Found = TypeVar("Found")
-FILE, OFF = "responses.sqlite", "off"
+FILE = "responses.sqlite"
 
 
 class Shelf:

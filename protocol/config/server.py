@@ -7,6 +7,8 @@ from msgspec import Meta, Struct
 
 from meshlm.protocol.config.structured_outputs import StructuredOutputsConfig
 
+STORE_OFF = "off"  # of responses_store
+
 
 class ServerConfig(Struct, frozen=True, kw_only=True):
     """The HTTP server: addresses, limits, time limits, and fields of answers."""

@@ -70,7 +70,17 @@ def config_of(arguments: argparse.Namespace) -> MeshConfig:
         streams.json_from_here()
     if idle := vllm_env.without_effect(os.environ):
         streams.complain(f"meshlm: {idle}", "warning")
+    if idle := of_the_head(config):
+        streams.complain(
+            f"meshlm: without effect on a --headless node, since the head alone serves HTTP: {idle}", "warning"
+        )
     return with_files(with_keys(config))
+
+
+def of_the_head(config: MeshConfig) -> str:
+    """The flags of a headless node that only the head heeds, in one line; "" where there are none."""
+    asked = [one for one in flags.settings() if one.section == "server" and config.network.headless]
+    return ", ".join(one.flag for one in asked if getattr(config.server, one.name) != one.default)
 
 
 def run_mesh(config: MeshConfig, *, renders_only: bool = False) -> int:

@@ -122,6 +122,7 @@ def check(config: MeshConfig) -> None:
         log_levels.parse(config.run.log_level)
     except ValueError as error:
         raise UsageError(f"--log-level {config.run.log_level}: {error}") from None
+    _check_head_only(config)
     config = settled(config)
     network, parallel = config.network, config.parallel
     if network.headless and parallel.data_parallel_hybrid_lb and parallel.nnodes == 1:
@@ -150,6 +151,15 @@ def check(config: MeshConfig) -> None:
         _check_port_range(config, len(ranks) + len(workers))
     if network.listen and not network.headless:
         _check_http_port(config)
+
+
+def _check_head_only(config: MeshConfig) -> None:
+    """The head alone has frontends and detokenizers. UsageError for numbers of them on another node."""
+    if not config.network.headless:
+        return
+    for flag, wanted in (("--frontends", config.server.frontends), ("--detokenizers", config.server.detokenizers)):
+        if wanted:
+            raise UsageError(f"{flag} {wanted}: the head has these processes, and a --headless node none; leave it out")
 
 
 def check_alone(config: MeshConfig) -> None:

@@ -20,6 +20,7 @@ from meshlm.architectures.family import Family
 from meshlm.architectures.registry import family_of
 from meshlm.protocol.config import MeshConfig, Resolved, ServerConfig
 from meshlm.protocol.config.model import AUTO_LEN
+from meshlm.protocol.config.server import STORE_OFF
 from meshlm.runtime import generation_config, io_processors, logits_processors, model_files, numa, platforms, plugins
 from meshlm.runtime.attention_packages import PACKAGES
 from meshlm.runtime.errors import ModelFilesError, RequestError
@@ -254,7 +255,7 @@ def _check_structured_outputs(server: ServerConfig) -> None:
 
 def _check_store(file: str) -> None:
     """UsageError for a file of responses that no frontend could write."""
-    if file in ("", "of"):
+    if file in ("", STORE_OFF):
         return
     path = Path(file)
     if not path.parent.is_dir() or path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):

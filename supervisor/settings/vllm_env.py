@@ -6,6 +6,7 @@ A flag and a file (--config) win over a variable, MESHLM_API_KEY over VLLM_API_K
 import re
 from collections.abc import Callable, Mapping
 
+from meshlm.protocol.config.server import STORE_OFF
 from meshlm.supervisor.errors import UsageError
 
 LEVELS = {"critical": "error", "fatal": "error", "warn": "warning"}
@@ -57,7 +58,7 @@ HONOURED: dict[str, tuple[str, Callable[[str], object]]] = {
     "VLLM_SERVER_DEV_MODE": ("server_dev_mode", _switch),
     "VLLM_MAX_AUDIO_CLIP_FILESIZE_MB": ("max_audio_bytes", _mebibytes),
     "VLLM_MAX_AUDIO_DECODE_DURATION_S": ("max_audio_seconds", _whole),
-    "VLLM_ENABLE_RESPONSES_API_STORE": ("responses_store", lambda text: "" if _switch(text) else "off"),
+    "VLLM_ENABLE_RESPONSES_API_STORE": ("responses_store", lambda text: "" if _switch(text) else STORE_OFF),
 }
 """Variable -> our setting, and how its text is read."""
 

@@ -77,7 +77,7 @@ def test_sbatch_starts_the_other_nodes_and_waits_for_them(tmp_path: Path) -> Non
         '#!/bin/bash\necho "srun $*"\nwhile [[ $1 == --* ]]; do shift; done\n'
         'for SLURM_PROCID in 0 1; do SLURM_PROCID=$SLURM_PROCID "$@" & done\nwait\necho "nodes ended"\n'
     )
-    environment = job(tmp_path, SLURM_JOB_NUM_NODES="3", SLURM_JOB_ID="77")
+    environment = job(tmp_path, SLURM_JOB_NUM_NODES="3", SLURM_JOB_ID="77", MESHLM_HEAD_FLAGS="--frontends 2")
     done = subprocess.run(
         ["bash", str(SBATCH), "some/model", "-dp", "3"],
         env=environment, capture_output=True, text=True, timeout=60, check=True,
@@ -85,6 +85,7 @@ def test_sbatch_starts_the_other_nodes_and_waits_for_them(tmp_path: Path) -> Non
     started = [line.split() for line in done.stdout.splitlines() if line.startswith("started ")]
     (head,) = (words for words in started if "--headless" not in words)
     nodes = [words for words in started if "--headless" in words]
+    assert [value_of(words, "--frontends") for words in (head, *nodes)] == ["2", None, None]
     assert value_of(head, "--listen") == "tcp://10.0.0.1:5600"
     assert sorted(str(value_of(words, "--node-rank")) for words in nodes) == ["1", "2"]
     for words in nodes:

@@ -11,7 +11,7 @@ import pytest
 from meshlm.protocol.config import MeshConfig, NetworkConfig, ParallelConfig, ServerConfig
 from meshlm.protocol.control_edge import NodeJoin, NodeRefused, NodeReport, NodeWelcome, ProcessReport, StandbyReport
 from meshlm.protocol.ids import Identity, Incarnation, Role
-from meshlm.supervisor.cli import main
+from meshlm.supervisor.cli import main, serve
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.nodes import agreement
 from meshlm.supervisor.nodes.core import Nodes
@@ -153,6 +153,22 @@ def test_a_port_of_the_mesh_is_not_the_http_servers(
         return
     with pytest.raises(UsageError, match=f"{text}: --port 8000, where HTTP is served"):
         layout.check(made)
+
+
+@pytest.mark.parametrize("flag", ["frontends", "detokenizers"])
+def test_a_node_without_http_has_no_processes_of_it(flag: str, tmp_path: Path) -> None:
+    """The numbers were taken there, and no such process started."""
+    key_file = str(tmp_path / "key")
+    assert main.run(["keys", key_file]) == 0
+    node = config({**JOIN, "key_file": key_file}, data_parallel_size=2, data_parallel_start_rank=1)
+    layout.check(node)
+    server = ServerConfig(**{flag: 2})  # type: ignore[arg-type]  # a number for either
+    with pytest.raises(UsageError, match=f"--{flag} 2: the head has these processes"):
+        layout.check(msgspec.structs.replace(node, server=server))
+    assert (
+        serve.of_the_head(msgspec.structs.replace(node, server=ServerConfig(port=9000, grpc=True))) == "--port, --grpc"
+    )
+    assert serve.of_the_head(MeshConfig(server=ServerConfig(port=9000))) == ""
 
 
 def test_from_python_a_mesh_has_one_node() -> None:
