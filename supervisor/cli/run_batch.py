@@ -100,6 +100,8 @@ def _config(arguments: argparse.Namespace) -> MeshConfig:
     if arguments.enable_metrics and arguments.url:
         given = {"host": arguments.url, **given}
     config = flags.build(given, arguments.config, environment)
+    if idle := vllm_env.without_effect(os.environ):
+        streams.complain(f"meshlm: {idle}", "warning")
     for name in ("api_key_file", "ssl_certfile"):
         if getattr(config.server, name):
             raise UsageError(

@@ -68,37 +68,49 @@ API_KEYS = ("MESHLM_API_KEY", "VLLM_API_KEY")
 ADMIN_API_KEYS = ("MESHLM_ADMIN_API_KEY",)
 """Likewise, for --admin-api-key."""
 
-FULFILLED = {
-    "VLLM_DISABLE_LOG_LOGO",
-    "VLLM_PLUGINS",
-    "VLLM_DO_NOT_TRACK",
-    "VLLM_NO_USAGE_STATS",
-    "VLLM_USAGE_SOURCE",
-    "VLLM_ENABLE_V1_MULTIPROCESSING",
-    "VLLM_WORKER_MULTIPROC_METHOD",
-    "VLLM_USE_V1",
-    "VLLM_BUILD_COMMIT",
-    "VLLM_BUILD_PIPELINE",
-    "VLLM_BUILD_URL",
-    "VLLM_IMAGE_TAG",
-    "VLLM_MAIN_CUDA_VERSION",
-    "VLLM_TARGET_DEVICE",
-    "VLLM_DOCKER_BUILD_CONTEXT",
+_ON, _OFF = ("1", "true"), ("0", "false")
+_BUILD = "it says how vLLM was built"
+_ANY: tuple[str, ...] = ()
+
+FULFILLED: dict[str, tuple[tuple[str, ...], str]] = {
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": (_OFF, "the model's context is the limit"),
+    "VLLM_BUILD_COMMIT": (_ANY, _BUILD),
+    "VLLM_BUILD_PIPELINE": (_ANY, _BUILD),
+    "VLLM_BUILD_URL": (_ANY, _BUILD),
+    "VLLM_CONFIGURE_LOGGING": (_ON, "--log-level and --log-format"),
+    "VLLM_DEBUG_LOG_API_SERVER_RESPONSE": (_OFF, "answers are never logged"),
+    "VLLM_DISABLE_LOG_LOGO": (_ON, "there is no logo"),
+    "VLLM_DOCKER_BUILD_CONTEXT": (_ANY, _BUILD),
+    "VLLM_DO_NOT_TRACK": (_ON, "nothing is collected or sent"),
+    "VLLM_ENABLE_V1_MULTIPROCESSING": (_ON, "every part is a process of its own"),
+    "VLLM_IMAGE_TAG": (_ANY, _BUILD),
+    "VLLM_LOGGING_STREAM": (("ext://sys.stderr",), "logs go to stderr"),
+    "VLLM_MAIN_CUDA_VERSION": (_ANY, _BUILD),
+    "VLLM_NO_USAGE_STATS": (_ON, "nothing is collected or sent"),
+    "VLLM_PLUGINS": (_ANY, "it is read where plug-ins are loaded"),
+    "VLLM_TARGET_DEVICE": (_ANY, _BUILD),
+    "VLLM_USAGE_SOURCE": (_ANY, "nothing is collected or sent"),
+    "VLLM_USE_MODELSCOPE": (_OFF, "models come from the Hugging Face hub"),
+    "VLLM_USE_V1": (_ON, "there is one engine"),
+    "VLLM_WORKER_MULTIPROC_METHOD": (("spawn",), "processes are programs of their own, none is forked"),
 }
-"""They are read where they count (plug-ins), ask for what is the case (nothing is collected or sent, every part is a process), or say
-how vLLM was built."""
+"""Variable -> values that ask for what is the case (_ANY: all of them), and what is the case, for whoever asks for another."""
+
+REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
+    "VLLM_BATCH_INVARIANT": (
+        _OFF,
+        "answers may depend on what else is computed in a step, as far as the device's arithmetic does; leave it out",
+    ),
+}
+"""Variable -> values that ask for nothing, and why another ends the start: answers do not have the property that it asks for."""
 
 INSTEAD = {
-    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "the model's context is the limit",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "see --disable-custom-all-reduce",
     "VLLM_ATTENTION_BACKEND": "--attention-backend",
-    "VLLM_BATCH_INVARIANT": "results may depend on the batch",
     "VLLM_CACHE_ROOT": "XDG_CACHE_HOME and TRITON_CACHE_DIR",
-    "VLLM_CONFIGURE_LOGGING": "--log-level and --log-format",
     "VLLM_CPU_KVCACHE_SPACE": "--kv-cache-memory 4G",
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "--cpu-threads",
     "VLLM_CPU_OMP_THREADS_BIND": "--cpu-threads",
-    "VLLM_DEBUG_LOG_API_SERVER_RESPONSE": "answers are never logged",
     "VLLM_DP_MASTER_IP": "--master-addr",
     "VLLM_DP_MASTER_PORT": "--master-port",
     "VLLM_DP_RANK": "--data-parallel-start-rank",
@@ -108,10 +120,8 @@ INSTEAD = {
     "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "what dies is started again",
     "VLLM_LOGGING_CONFIG_PATH": "--log-level and --log-format",
     "VLLM_LOGGING_PREFIX": "each line names its process",
-    "VLLM_LOGGING_STREAM": "logs go to stderr",
     "VLLM_LOG_STATS_INTERVAL": "GET /metrics",
     "VLLM_PORT": "--mesh-port-range",
-    "VLLM_USE_MODELSCOPE": "models come from the Hugging Face hub",
 }
 """Without effect, and what there is instead."""
 
@@ -122,6 +132,9 @@ KUBERNETES = re.compile(r"VLLM(_\w+)?_(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|
 def settings_of(environment: Mapping[str, str]) -> dict[str, object]:
     """The settings that the environment gives, by name. UsageError names the variable."""
     found: dict[str, object] = {}
+    for variable, (values, why) in REFUSED.items():
+        if not _is_one_of(text := environment.get(variable, ""), values):
+            raise UsageError(f"{variable}={text}: {why}")
     for variable, (setting, read) in HONOURED.items():
         if text := environment.get(variable):
             try:
@@ -152,11 +165,22 @@ def check_key(where: str, key: str) -> None:
 
 def without_effect(environment: Mapping[str, str]) -> str:
     """One line that names the variables that are set and do nothing; "" when there are none."""
-    known = {*HONOURED, *API_KEYS, *FULFILLED}
-    found = [name for name in sorted(environment) if name.startswith("VLLM_") and name not in known]
-    said = [
-        name + (f" ({INSTEAD[name]})" if name in INSTEAD else "")
-        for name in found
-        if not (KUBERNETES.fullmatch(name) or (name.endswith("_PORT") and "://" in environment[name]))
-    ]
+    known = {*HONOURED, *API_KEYS, *REFUSED}
+    found = {name: environment[name] for name in sorted(environment) if name.startswith("VLLM_") and name not in known}
+    said = [told for name, text in found.items() if (told := _told(name, text))]
     return f"set in the environment and without effect: {', '.join(said)}" if said else ""
+
+
+def _told(name: str, text: str) -> str:
+    """A variable that does nothing, and what there is instead; "" where it asks for what is the case, or is not vLLM's."""
+    if KUBERNETES.fullmatch(name) or (name.endswith("_PORT") and "://" in text):
+        return ""
+    if name not in FULFILLED:
+        return name + (f" ({INSTEAD[name]})" if name in INSTEAD else "")
+    values, so = FULFILLED[name]
+    return "" if values == _ANY or _is_one_of(text, values) else f"{name}={text} ({so})"
+
+
+def _is_one_of(text: str, values: tuple[str, ...]) -> bool:
+    """An empty text asks for nothing."""
+    return text.strip().lower() in ("", *values)

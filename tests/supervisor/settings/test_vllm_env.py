@@ -85,7 +85,7 @@ def test_what_has_no_effect_is_named_in_one_line() -> None:
     }
     line = vllm_env.without_effect(environment)
     assert line == (
-        "set in the environment and without effect: VLLM_GC_DEBUG, VLLM_USE_MODELSCOPE (models come from the Hugging Face hub)"
+        "set in the environment and without effect: VLLM_GC_DEBUG, VLLM_USE_MODELSCOPE=True (models come from the Hugging Face hub)"
     )
     assert vllm_env.without_effect({"VLLM_API_KEY": "k", "VLLM_NO_USAGE_STATS": "1"}) == ""
 
@@ -100,14 +100,55 @@ def test_what_kubernetes_sets_for_a_service_is_not_vllms() -> None:
 def test_the_table_names_variables_that_there_are() -> None:
     """The list is of vLLM 0.26."""
     names = set((Path(__file__).parents[1] / "vllm_env_names.txt").read_text().split())
-    ours = {*vllm_env.HONOURED, *vllm_env.FULFILLED, *vllm_env.INSTEAD, "VLLM_API_KEY"}
+    tables = (vllm_env.HONOURED, vllm_env.FULFILLED, vllm_env.INSTEAD, vllm_env.REFUSED, ("VLLM_API_KEY",))
+    ours = {name for table in tables for name in table}
     assert ours - names <= OLDER
-    assert len(vllm_env.HONOURED) + len(vllm_env.FULFILLED) + len(vllm_env.INSTEAD) + 1 == len(ours), (
-        "each has one answer"
-    )
-    silent = {*vllm_env.HONOURED, *vllm_env.FULFILLED, "VLLM_API_KEY"}
-    line = vllm_env.without_effect(dict.fromkeys(names, "1"))
+    assert sum(map(len, tables)) == len(ours), "each has one answer"
+    line = vllm_env.without_effect(dict.fromkeys(names, "neither"))
+    silent = {name for name, (values, _) in vllm_env.FULFILLED.items() if not values}
+    silent |= {*vllm_env.HONOURED, *vllm_env.REFUSED, "VLLM_API_KEY"}
     assert {name for name in names if f" {name}" not in line} == names & silent
+
+
+def test_the_document_names_what_is_honoured_and_refused() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "from-vllm.md").read_text("utf-8")
+    assert [name for name in (*vllm_env.HONOURED, *vllm_env.REFUSED) if f"`{name}" not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("asks", "text"),
+    [
+        (
+            {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+            "VLLM_ENABLE_V1_MULTIPROCESSING=0 (every part is a process of its own)",
+        ),
+        (
+            {"VLLM_WORKER_MULTIPROC_METHOD": "fork"},
+            "VLLM_WORKER_MULTIPROC_METHOD=fork (processes are programs of their",
+        ),
+        ({"VLLM_USE_V1": "0"}, "VLLM_USE_V1=0 (there is one engine)"),
+        ({"VLLM_NO_USAGE_STATS": "0"}, "VLLM_NO_USAGE_STATS=0 (nothing is collected or sent)"),
+        ({"VLLM_CONFIGURE_LOGGING": "0"}, "VLLM_CONFIGURE_LOGGING=0 (--log-level and --log-format)"),
+    ],
+)
+def test_a_value_that_is_not_the_case_is_named(asks: dict[str, str], text: str) -> None:
+    """It was taken for what is the case, whatever it said."""
+    assert text in vllm_env.without_effect(asks)
+
+
+def test_a_value_that_asks_for_what_is_the_case_is_not_named() -> None:
+    for name, (values, _) in vllm_env.FULFILLED.items():
+        for value in ("", *values, *(value.title() for value in values)):
+            assert vllm_env.without_effect({name: value}) == "", (name, value)
+
+
+def test_a_property_of_answers_that_they_do_not_have_ends_the_start() -> None:
+    with pytest.raises(
+        UsageError, match="VLLM_BATCH_INVARIANT=1: answers may depend on what else is computed in a step"
+    ):
+        vllm_env.settings_of({"VLLM_BATCH_INVARIANT": "1"})
+    for nothing in ("", "0", "False"):
+        assert vllm_env.settings_of({"VLLM_BATCH_INVARIANT": nothing}) == {}
 
 
 @pytest.mark.parametrize("words", [("m\udcff",), ("--served-model-name", "a", "\udcff"), ("--run-dir", "\udcff")])
