@@ -125,13 +125,16 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
         tuple[str, ...],
         Meta(description="CPUs of this node's workers, like 0-3,8, in the place of all of the node's", extra=PER_NODE),
     ] = ()
-    enforce_eager: Annotated[bool, Meta(description="no CUDA graphs")] = False
+    enforce_eager: Annotated[bool, Meta(description="no CUDA graphs, and nothing compiled")] = False
     cudagraph_mode: Annotated[
         Literal["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"],
         Meta(description="CUDA graph mode"),
     ] = "FULL"
     cudagraph_capture_sizes: Annotated[
-        tuple[int, ...], Meta(description="batch sizes to capture; default by max-num-seqs")
+        tuple[int, ...],
+        Meta(
+            description="tokens of the CUDA graphs, of decodes (up to max-num-seqs) and of steps with prompts (128 or more)"
+        ),
     ] = ()
     max_cudagraph_capture_size: (
         Annotated[int, Meta(ge=1, description="tokens of the largest CUDA graph; default: where launches cost nothing")]

@@ -68,6 +68,8 @@ def _check(name: str, flag: str, value: Any) -> None:
         raise ValueError(f"LLM: {name}: {ABSENT[flag]}")
     if flag in ONLY and not vllm_flags.is_only(flag, value):
         raise ValueError(f"LLM: {name}={value!r}: {ONLY[flag][1]}")
+    if flag in ONLY:
+        vllm_flags.say_only(flag, value)
     if flag in NEEDLESS and value is not False:
         vllm_flags.say_needless(flag)
 

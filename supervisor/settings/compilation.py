@@ -8,11 +8,19 @@ from msgspec.structs import replace
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.config.engine import WorkerConfig
+from meshlm.runtime import graph_sizes
 from meshlm.supervisor.errors import UsageError
 
 FLAG = "--compilation-config"
 MODES = get_args(get_args(get_type_hints(WorkerConfig, include_extras=True)["cudagraph_mode"])[0])
 NONE, COMPILE = (0, "NONE"), (3, "VLLM_COMPILE")
+_FUSED = "since MeshLM's fused kernels stand where vLLM compiles"
+_WHOLE_MODES = {
+    "PIECEWISE": "no step is captured in pieces: those with prompts are captured whole, and decodes, which have no graphs of "
+    "their own, are padded to them; FULL has both",
+    "FULL_AND_PIECEWISE": "it is taken as FULL: steps with prompts are captured whole, too",
+}
+_OF_GRAPHS = ("cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_capture_size")
 _WHOLE = "steps are captured whole, attention too (docs/adr/0004); leave it out"
 # Key -> values that ask for what is the case anyway, and why others are refused.
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -60,7 +68,73 @@ def settled(config: MeshConfig) -> MeshConfig:
         said = getattr(config.worker, name)
         if said != getattr(default, name) and said != value:
             raise UsageError(f"{FLAG}: {name} {value} is not what --{name.replace('_', '-')} says; give one of them")
-    return replace(config, worker=replace(config.worker, **changes))
+    config = replace(config, worker=replace(config.worker, **changes))
+    if _asked_mode(config.worker) in NONE and config.worker.compile != "none":
+        raise UsageError(
+            f"{FLAG}: mode 0 compiles nothing, and --compile {config.worker.compile} does; give one of them"
+        )
+    return config
+
+
+def without_compiler(config: MeshConfig) -> tuple[MeshConfig, list[str]]:
+    """With --enforce-eager nothing is compiled, as in vLLM, and a line says so."""
+    worker = config.worker
+    if not worker.enforce_eager or worker.compile == "none":
+        return config, []
+    said = f"--enforce-eager: nothing is compiled, so --compile {worker.compile} has no effect"
+    only = "--cudagraph-mode NONE takes the graphs alone"
+    return replace(config, worker=replace(worker, compile="none")), [f"{said}; {only}"]
+
+
+def notes(config: MeshConfig, device: str) -> list[str]:
+    """What is not done as vLLM does it by the same name. Of a settled configuration."""
+    worker, found = config.worker, list[str]()
+    if _asked_mode(worker) in COMPILE and worker.compile == "none" and not worker.enforce_eager:
+        found.append(f"{FLAG}: mode 3: nothing is compiled, {_FUSED}; --compile inductor is the setting")
+    if worker.cudagraph_mode in _WHOLE_MODES and not worker.enforce_eager:
+        found.append(f"cudagraph_mode {worker.cudagraph_mode}: {_WHOLE_MODES[worker.cudagraph_mode]}")
+    if device != "cuda":
+        asked = [name for name in _OF_GRAPHS if getattr(worker, name) != getattr(WorkerConfig(), name)]
+        found = [note for note in found if not note.startswith("cudagraph_mode")]
+        found += [f"{name} has no effect: there are no CUDA graphs on --device {device}" for name in asked]
+    return found
+
+
+def check_sizes(worker: WorkerConfig, max_num_seqs: int, max_num_batched_tokens: int) -> list[str]:
+    """What is to be said of --cudagraph-capture-sizes. UsageError where no graph, or none of one kind that is asked for, fits."""
+    mode, most = worker.cudagraph_mode, worker.max_cudagraph_capture_size
+    given = worker.cudagraph_capture_sizes
+    if not given or worker.enforce_eager or mode == "NONE":
+        return []
+    flag = f"--cudagraph-capture-sizes {' '.join(map(str, given))}"
+    sizes = [size for size in given if most is None or size <= most]
+    decodes = graph_sizes.of_decodes(sizes, max_num_seqs) if mode != "PIECEWISE" else []
+    mixed = graph_sizes.of_mixed(sizes, max_num_batched_tokens) if mode != "FULL_DECODE_ONLY" else []
+    if not decodes and not mixed:
+        limit = "" if most is None else f", none above --max-cudagraph-capture-size {most}"
+        raise UsageError(
+            f"{flag}: none of these is the size of a graph with --cudagraph-mode {mode}: of decodes they are at most --max-num-seqs "
+            f"({max_num_seqs}), of steps with prompts {graph_sizes.LEAST_MIXED} to --max-num-batched-tokens "
+            f"({max_num_batched_tokens}){limit}"
+        )
+    found = []
+    if unused := [size for size in given if size not in decodes and size not in mixed]:
+        found.append(f"--cudagraph-capture-sizes: no step has a graph of {', '.join(map(str, unused))} tokens")
+    if not decodes and mode != "PIECEWISE":
+        found.append(f"{flag}: steps of decodes are padded to {mixed[0]} tokens; a size up to --max-num-seqs is theirs")
+    if not mixed and mode != "FULL_DECODE_ONLY":
+        found.append(
+            f"{flag}: steps with prompts have no graph; one of {graph_sizes.LEAST_MIXED} tokens or more is theirs"
+        )
+    return found
+
+
+def _asked_mode(worker: WorkerConfig) -> Any:
+    """What `mode` of --compilation-config asks for, in the form of NONE and COMPILE; None where it is not there."""
+    given = json.loads(worker.compilation_config or "{}")
+    if isinstance(given, dict):
+        given = given.get("mode", given.get("level"))
+    return given.upper() if isinstance(given, str) else given
 
 
 def _change(key: str, value: Any) -> dict[str, Any]:

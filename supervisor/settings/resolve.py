@@ -47,10 +47,8 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
     """The same tree with `resolved` set. UsageError for a wrong flag or file. at_most: of --max-model-len auto, tokens that fit."""
-    config = compilation.settled(layout.settled(config))
+    config, said = compilation.without_compiler(compilation.settled(layout.settled(config)))
     files, generation = _read_files(config)
-    for note in (*files.notes, *generation.notes):
-        print(f"meshlm: {note}", file=sys.stderr)
     family = family_of(files.spec.architecture)
     assert family is not None  # its files were read with it
     try:
@@ -69,6 +67,9 @@ def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
         raise UsageError(f"--max-model-len {max_model_len}: the model's context is {limit}; give at most that")
     max_num_seqs = config.scheduler.max_num_seqs or platform.max_num_seqs
     budget = _token_budget(config, platform, max_num_seqs, max_model_len, whole=files.spec.encoder_only)
+    said += [*compilation.notes(config, platform.name), *compilation.check_sizes(config.worker, max_num_seqs, budget)]
+    for note in (*said, *files.notes, *generation.notes):
+        print(f"meshlm: {note}", file=sys.stderr)
     resolved = Resolved(
         spec=files.spec,
         model_path=str(files.path),

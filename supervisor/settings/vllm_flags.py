@@ -22,6 +22,7 @@ from meshlm.supervisor.settings.vllm_table import (
     ONLY,
     OVERRIDES,
     RENAMED,
+    SAID,
     SWITCHES,
     VALUES,
     VARIABLES,
@@ -68,6 +69,7 @@ class _Only(_Flag):
     def take(self, parser: argparse.ArgumentParser, flag: str, values: Any) -> None:
         if not is_only(flag, values):
             parser.error(f"{flag} {values}: {ONLY[flag][1]}")
+        say_only(flag, values)
 
 
 class _Sets(_Flag):
@@ -120,6 +122,12 @@ def refuse(parser: argparse.ArgumentParser, reasons: Mapping[str, str]) -> None:
 def say_needless(flag: str) -> None:
     """Tells the user that a flag has no effect, and why nothing is lost."""
     complain(f"meshlm: {flag} is not needed: {NEEDLESS[flag][1]}", "warning")
+
+
+def say_only(flag: str, value: object) -> None:
+    """Tells the user what a value that is taken does not mean here, where vLLM does more by it."""
+    if flag in SAID:
+        complain(f"meshlm: {flag} {value}: {ONLY[flag][1]}", "warning")
 
 
 def is_only(flag: str, value: object) -> bool:

@@ -247,6 +247,12 @@ ABSENT = {
     "--fail-on-environ-validation": "VLLM_ variables have no effect",
 }
 
+_LEVELS = (
+    "nothing is compiled (--compile inductor is the setting); CUDA graphs and fused kernels are always there, and --enforce-eager "
+    "takes the graphs away"
+)
+# Flags of ONLY whose reason is said where they are taken, too: a user of vLLM expects something else of them.
+SAID = ("--optimization-level", "-O")
 # Taken with the values that name what is done anyway; with others refused.
 ONLY = {
     "--tokenizer-mode": (("auto", "hf", "fast"), "tokenizer.json is what is read"),
@@ -260,11 +266,8 @@ ONLY = {
     "--data-parallel-backend": (("mp",), "the supervisor starts one scheduler per rank; other hosts --join"),
     "-dpb": (("mp",), "the supervisor starts one scheduler per rank; other hosts --join"),
     "--prefix-caching-hash-algo": (("sha256",), "prefixes are hashed with sha256"),
-    "--optimization-level": (
-        ("2", "3"),
-        "CUDA graphs and fused kernels are always there; --enforce-eager takes the graphs away",
-    ),
-    "-O": (("2", "3"), "CUDA graphs and fused kernels are always there; --enforce-eager takes the graphs away"),
+    "--optimization-level": (("2", "3"), _LEVELS),
+    "-O": (("2", "3"), _LEVELS),
     "--uvicorn-log-level": (
         ("info", "debug", "trace"),
         "there is no uvicorn; --log-level is for all processes, --disable-log-requests silences the line per request",

@@ -79,11 +79,11 @@ class TritonKit:
         rows, tokens = resolved.max_num_seqs, resolved.max_num_batched_tokens
         together = engine.together is not None
         keys = graph_keys(
-            mode, rows, tokens, worker.cudagraph_capture_sizes, parameters, together=together, states=state is not None
-        )
+            mode, rows, tokens, worker.cudagraph_capture_sizes, parameters,
+            most_tokens=worker.max_cudagraph_capture_size, together=together, states=state is not None,
+        )  # fmt: skip
         if not together:
             keys += _short_decodes(engine, keys)
-        keys = [key for key in keys if key.tokens <= (worker.max_cudagraph_capture_size or key.tokens)]
         if engine.together is not None:
             keys += [
                 key._replace(halves=True) for key in keys if engine.together.may_halve(key.tokens, uniform=key.uniform)

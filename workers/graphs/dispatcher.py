@@ -8,6 +8,7 @@ for it again and again; until then they take the first. Attention of few request
 long, so these have graphs of their own (step_time.py), mixed steps with long ones when they ask for them.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -15,12 +16,13 @@ from typing import NamedTuple
 import structlog
 import torch
 
+from meshlm.runtime import graph_sizes
 from meshlm.workers.graphs.recorder import Recorder
 from meshlm.workers.graphs.step_time import FLOP_PER_S, LONG_CONTEXT, Contexts, StepTime
 
 MAX_DECODES = 1024
 MIXED_TOKENS = [
-    *range(128, 1025, 128),
+    *range(graph_sizes.LEAST_MIXED, 1025, 128),
     *range(1280, 2049, 256),
     *range(2560, 4097, 512),
 ]  # as scheduler_proc/budget.py ends steps
@@ -88,19 +90,23 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 
 def graph_keys(
     mode: str, max_num_seqs: int, max_num_batched_tokens: int, sizes: tuple[int, ...], num_parameters: int,
-    *, together: bool = False, states: bool = False,
+    *, most_tokens: int | None = None, together: bool = False, states: bool = False,
 ) -> list[Key]:  # fmt: skip
-    """All graphs of a --cudagraph-mode. `sizes`: --cudagraph-capture-sizes, of decodes. together: of ranks that step together;
-    states: of a model with recurrent ones.
+    """All graphs of a --cudagraph-mode. `sizes`: --cudagraph-capture-sizes, of decodes and of mixed steps; most_tokens:
+    --max-cudagraph-capture-size. together: of ranks that step together; states: of a model with recurrent ones.
 
-    Mixed graphs end where a step of so many parameters takes the GPU longer than its launches take the host.
+    Without either, mixed graphs end where a step of so many parameters takes the GPU longer than its launches take the host.
     """
     mixed, launches_s = MIXED_TOKENS, STATES_LAUNCHES_S if states else LAUNCHES_S
     if together:
         mixed, launches_s = TOGETHER_TOKENS, TOGETHER_LAUNCHES_S
+    if sizes:
+        mixed, launches_s = graph_sizes.of_mixed(sizes, max_num_batched_tokens), math.inf
+    elif most_tokens is not None:
+        mixed, launches_s = TOGETHER_TOKENS, math.inf
     if mode == "NONE":
         return []
-    decodes = [size for size in sizes if size <= max_num_seqs] or decode_sizes(max_num_seqs)
+    decodes = graph_sizes.of_decodes(sizes, max_num_seqs) if sizes else decode_sizes(max_num_seqs)
     keys = [Key(size, size) for size in decodes] if mode != "PIECEWISE" else []
     if mode != "FULL_DECODE_ONLY":
         most_requests = max_num_seqs + 1
@@ -112,7 +118,7 @@ def graph_keys(
             if most < tokens <= max(max_num_batched_tokens, MIXED_TOKENS[0])
             and 2 * num_parameters * tokens / FLOP_PER_S <= launches_s
         ]
-    return sorted(keys)
+    return sorted(key for key in keys if most_tokens is None or key.tokens <= most_tokens)
 
 
 def long_requests(max_num_seqs: int) -> list[int]:

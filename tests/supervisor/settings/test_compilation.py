@@ -48,6 +48,7 @@ def test_what_means_the_same_is_taken(given: Any, changes: dict[str, Any]) -> No
         ("true", "a JSON object is expected"),
         ({"mode": 1}, "mode 1: there are 0 .NONE. and 3 .VLLM_COMPILE."),
         ({"mode": True}, "mode True: there are"),
+        ({"mode": 0, "backend": "eager"}, "mode 0 compiles nothing, and --compile eager does; give one of them"),
         (2, "mode 2: there are"),
         ({"cudagraph_mode": "SOME"}, "cudagraph_mode SOME: there are NONE, PIECEWISE, FULL"),
         ({"cudagraph_capture_sizes": []}, "a list of numbers from 1 up"),
@@ -98,3 +99,74 @@ def test_all_ways_to_write_it() -> None:
 def test_every_key_of_vllm_is_known_or_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["serve", "nowhere", "-cc.splitting_ops", "[]"]) == 2
     assert "--compilation-config: splitting_ops []: " in capsys.readouterr().err
+
+
+def test_what_is_not_done_as_vllm_does_it_is_said() -> None:
+    """mode 3 compiled nothing, and PIECEWISE captured whole steps, without a word."""
+
+    def said(given: Any = "", device: str = "cuda", **settings: Any) -> list[str]:
+        text = json.dumps(given) if given != "" else ""
+        config = MeshConfig(worker=WorkerConfig(compilation_config=text, **settings))
+        return compilation.notes(compilation.settled(config), device)
+
+    for given in (3, {"mode": 3}, {"level": "VLLM_COMPILE"}):
+        assert said(given) == [
+            "--compilation-config: mode 3: nothing is compiled, since MeshLM's fused kernels stand where vLLM compiles; "
+            "--compile inductor is the setting"
+        ]
+    assert said(3, compile="inductor") == said(0) == said() == said(cudagraph_mode="FULL_DECODE_ONLY") == []
+    for mode, text in (("PIECEWISE", "no step is captured in pieces"), ("FULL_AND_PIECEWISE", "it is taken as FULL")):
+        assert said({"cudagraph_mode": mode})[0].startswith(f"cudagraph_mode {mode}: {text}")
+    assert said(device="cpu", cudagraph_capture_sizes=(8,)) == [
+        "cudagraph_capture_sizes has no effect: there are no CUDA graphs on --device cpu"
+    ]
+
+
+def test_eager_compiles_nothing() -> None:
+    """As in vLLM; --compile inductor went on compiling."""
+    asked = MeshConfig(worker=WorkerConfig(enforce_eager=True, compile="inductor"))
+    found, (note,) = compilation.without_compiler(asked)
+    assert found.worker.compile == "none"
+    assert note.startswith("--enforce-eager: nothing is compiled, so --compile inductor has no effect")
+    for other in (
+        MeshConfig(worker=WorkerConfig(compile="inductor")),
+        MeshConfig(worker=WorkerConfig(enforce_eager=True)),
+    ):
+        assert compilation.without_compiler(other) == (other, [])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"cudagraph_capture_sizes": (8, 64, 128, 512)}, []),
+        ({"cudagraph_capture_sizes": (8, 100, 128)}, ["no step has a graph of 100 tokens"]),
+        (
+            {"cudagraph_capture_sizes": (8, 9999)},
+            ["no step has a graph of 9999 tokens", "steps with prompts have no graph"],
+        ),
+        ({"cudagraph_capture_sizes": (256, 512)}, ["steps of decodes are padded to 256 tokens"]),
+        ({"cudagraph_capture_sizes": (8, 16), "cudagraph_mode": "FULL_DECODE_ONLY"}, []),
+        ({"cudagraph_capture_sizes": (9999,), "enforce_eager": True}, []),
+    ],
+)
+def test_sizes_that_no_graph_has_are_said(settings: dict[str, Any], said: list[str]) -> None:
+    found = compilation.check_sizes(WorkerConfig(**settings), 64, 2048)
+    assert len(found) == len(said)
+    for line, part in zip(found, said, strict=True):
+        assert part in line
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"cudagraph_capture_sizes": (100,)},
+        {"cudagraph_capture_sizes": (4096, 8192)},
+        {"cudagraph_capture_sizes": (128,), "cudagraph_mode": "FULL_DECODE_ONLY"},
+        {"cudagraph_capture_sizes": (8,), "cudagraph_mode": "PIECEWISE"},
+        {"cudagraph_capture_sizes": (512,), "max_cudagraph_capture_size": 256},
+    ],
+)
+def test_sizes_of_which_no_graph_can_be_made_end_the_start(settings: dict[str, Any]) -> None:
+    """Those of the default were captured instead."""
+    with pytest.raises(UsageError, match=r"--cudagraph-capture-sizes .*: none of these is the size of a graph"):
+        compilation.check_sizes(WorkerConfig(**settings), 64, 2048)

@@ -57,6 +57,7 @@ def test_what_has_one_meaning_is_taken_with_it_alone(flag: str, capsys: pytest.C
     allowed, why = table.ONLY[flag]
     for value in allowed:
         assert config_of("m", flag, value) == config_of("m")
+        assert capsys.readouterr().err == (f"meshlm: {flag} {value}: {why}\n" if flag in table.SAID else "")
     with pytest.raises(SystemExit, match="2"):
         main.run(["serve", flag, "other"])
     assert capsys.readouterr().err.startswith(f"meshlm serve: error: {flag} other: {why}")
@@ -125,6 +126,14 @@ def test_a_value_that_means_something_else_is_refused(words: str, capsys: pytest
 )
 def test_what_a_flag_asks_for_is_done(words: str, ours: str) -> None:
     assert config_of(*words.split()) == config_of(*ours.split())
+
+
+def test_a_value_that_means_less_than_in_vllm_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """-O3 compiled nothing without a word."""
+    config_of("-O3")
+    assert capsys.readouterr().err.startswith("meshlm: -O 3: nothing is compiled (--compile inductor is the setting)")
+    settings_of({"optimization_level": 2})
+    assert capsys.readouterr().err.startswith("meshlm: --optimization-level 2: nothing is compiled")
 
 
 @pytest.mark.parametrize("flag", ["--no-enable-prompt-tokens-details", "--no-disable-log-stats"])

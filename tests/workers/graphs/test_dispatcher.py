@@ -105,6 +105,23 @@ def test_modes(mode: str, uniform: bool, mixed: bool) -> None:
     assert any(not key.uniform for key in keys) == mixed
 
 
+@pytest.mark.parametrize("num_parameters", [SMALL_MODEL, LARGE_MODEL])
+def test_own_sizes_are_those_of_all_graphs(num_parameters: int) -> None:
+    """Mixed graphs had the usual sizes whatever was asked for, and decodes where none of them fitted."""
+
+    def tokens(sizes: tuple[int, ...], uniform: bool, mode: str = "FULL", **more: int) -> list[int]:
+        keys = graph_keys(mode, 64, 2048, sizes, num_parameters, **more)  # type: ignore[arg-type]
+        return sorted({key.tokens for key in keys if key.uniform == uniform})
+
+    sizes = (8, 64, 100, 128, 200, 2048, 4096)
+    assert tokens(sizes, uniform=True) == [8, 64]
+    assert tokens(sizes, uniform=False) == [128, 200, 2048]
+    assert tokens((256, 512), uniform=True) == tokens((8,), uniform=False) == []
+    assert tokens((), uniform=False, most_tokens=2048)[-1] == 2048, "whatever a step's launches take"
+    assert tokens((), uniform=False, most_tokens=200) == [128]
+    assert tokens((), uniform=True, most_tokens=16)[-1] == 16
+
+
 def test_own_sizes_and_a_miss_with_its_reason() -> None:
     steps = Dispatcher(graph_keys("FULL_DECODE_ONLY", 256, 8192, (4, 16), SMALL_MODEL), lambda key: None)
     assert steps.find(5, 5, uniform=True) == Key(16, 16)
