@@ -133,8 +133,8 @@ def settings_of(environment: Mapping[str, str]) -> dict[str, object]:
     """The settings that the environment gives, by name. UsageError names the variable."""
     found: dict[str, object] = {}
     for variable, (values, why) in REFUSED.items():
-        if not _is_one_of(text := environment.get(variable, ""), values):
-            raise UsageError(f"{variable}={text}: {why}")
+        if not _is_one_of(environment.get(variable, ""), values):
+            raise UsageError(f"{variable}={environment[variable]}: {why}")
     for variable, (setting, read) in HONOURED.items():
         if text := environment.get(variable):
             try:
