@@ -41,6 +41,7 @@ _RANK_COUNTERS = (
 _GRAPH_COUNTERS = (
     ("cudagraph_replays", "Steps that were replayed from a CUDA graph.", "kind"),
     ("cudagraph_misses", "Steps that were launched kernel by kernel.", "reason"),
+    ("dbo_steps", "Steps whose halves took turns (--enable-dbo).", "kind"),
     ("dbo_steps_off", "Steps whose halves did not take turns although --enable-dbo asks for it.", "reason"),
 )
 
@@ -253,8 +254,9 @@ class Metrics:
             )
             for counter, count in zip(self._counters, counts, strict=True):
                 counter.labels(*engine, str(rank.incarnation)).set(count)
+            graphs = rank.graphs
             for counter, named in zip(
-                self._graphs, (rank.graphs.replays, rank.graphs.misses, rank.graphs.whole), strict=True
+                self._graphs, (graphs.replays, graphs.misses, graphs.halved, graphs.whole), strict=True
             ):
                 for label, count in named.items():
                     counter.labels(*engine, str(rank.graphs.incarnation), label).set(count)

@@ -292,6 +292,7 @@ class GraphCounts(Struct, frozen=True, omit_defaults=True):
     whole: dict[str, int] = {}  # steps that were not halved with --enable-dbo, by reason
     # Tokens that the experts of each rank had in the last window that was looked at (--enable-eplb), over all layers.
     expert_loads: tuple[int, ...] = ()
+    halved: dict[str, int] = {}  # steps whose halves took turns, by kind
 
 
 class RankStats(Struct, frozen=True, omit_defaults=True):

@@ -31,12 +31,32 @@ def check(config: MeshConfig, spec: ModelSpec, device: str) -> None:
         raise UsageError(f"{PARALLEL}: the ranks of several meshes behind an outer balancer cannot share experts")
     if not config.lockstep:
         return
+    if config.worker.enable_sleep_mode:
+        raise UsageError(
+            f"--enable-sleep-mode: ranks that share experts ({PARALLEL}, --data-parallel-size 2 or more) do not sleep; leave it out"
+        )
     if experts.all2all_backend == "peer_memory" and device == "cpu":
         raise UsageError("--all2all-backend peer_memory: it needs GPUs; use allgather_reducescatter or all_to_all")
     if config.node is not None:
         raise UsageError(f"{PARALLEL}: data-parallel ranks that share experts must be on one node")
     if parallel.pipeline_parallel_size > 1:
         raise UsageError(f"{PARALLEL}: with --data-parallel-size above 1 there is no pipeline; leave out -pp")
+
+
+def notes(config: MeshConfig, max_num_seqs: int, max_num_batched_tokens: int) -> list[str]:
+    """That --enable-dbo halves no step: a step of decodes has a token for each request, one with prompts up to its budget."""
+    settings = config.experts
+    decode, prefill = (
+        settings.dbo_decode_token_threshold,
+        settings.prefill_threshold(config.parallel.data_parallel_size),
+    )
+    if not settings.enable_dbo or max(2, decode) <= max_num_seqs or prefill <= max_num_batched_tokens:
+        return []
+    return [
+        f"--enable-dbo: no step is halved: --dbo-prefill-token-threshold is {prefill} and a step has at most {max_num_batched_tokens} "
+        f"tokens, --dbo-decode-token-threshold is {decode} and at most {max_num_seqs} requests decode; lower one of them "
+        "(docs/moe.md has what halves gain)"
+    ]
 
 
 def _check_balancing(config: MeshConfig, spec: ModelSpec, device: str) -> None:

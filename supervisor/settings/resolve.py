@@ -68,6 +68,7 @@ def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
     max_num_seqs = config.scheduler.max_num_seqs or platform.max_num_seqs
     budget = _token_budget(config, platform, max_num_seqs, max_model_len, whole=files.spec.encoder_only)
     said += [*compilation.notes(config, platform.name), *compilation.check_sizes(config.worker, max_num_seqs, budget)]
+    said += experts.notes(config, max_num_seqs, budget)
     for note in (*said, *files.notes, *generation.notes):
         print(f"meshlm: {note}", file=sys.stderr)
     resolved = Resolved(
@@ -177,6 +178,8 @@ def _check_flags(config: MeshConfig, files: model_files.ModelFiles, platform: Pl
             raise UsageError("--fake-lockstep: it needs --device fake")
         if config.node is not None or config.parallel.pipeline_parallel_size > 1:
             raise UsageError("--fake-lockstep: it needs one node, and no pipeline")
+        if config.worker.enable_sleep_mode:
+            raise UsageError("--fake-lockstep: ranks that step together do not sleep; leave out --enable-sleep-mode")
     kv_cache.check(config, files.spec, platform)
     states.check(config.cache, files.spec)
     try:

@@ -88,7 +88,6 @@ class ModelEngine:
         self.together = Together(placement.experts(device), config.experts) if config.lockstep else None
         self.balancer: Balancer | None = None
         if self.together is not None:
-            self.together.warn(resolved.max_num_batched_tokens)
             self.balancer = self._make_balancer(self.together.experts)
             slots = self.balancer is not None
             if config.experts.all2all_backend == "peer_memory":
@@ -271,11 +270,12 @@ class ModelEngine:
         return ""
 
     def graph_counts(self) -> GraphCounts:
-        whole = dict(self.together.whole) if self.together is not None else {}
+        whole, halved = ({}, {}) if self.together is None else (dict(self.together.whole), dict(self.together.halved))
         loads = self.balancer.loads if self.balancer is not None else ()
+        counts = GraphCounts(whole=whole, halved=halved, expert_loads=loads)
         if self.device.type == "cpu":
-            return GraphCounts(whole=whole, expert_loads=loads)
-        return GraphCounts(dict(self.graphs.replays), dict(self.graphs.misses), whole=whole, expert_loads=loads)
+            return counts
+        return replace(counts, replays=dict(self.graphs.replays), misses=dict(self.graphs.misses))
 
     def join(self, exchange: StepExchange | None) -> None:
         """See `LockstepEngine`. CUDA graphs hold the communicator of the experts: those of an earlier group are gone."""

@@ -6,8 +6,6 @@ Owned by the engine; used by the stepper thread.
 from collections import Counter
 from typing import NamedTuple
 
-import structlog
-
 from meshlm.protocol.config import ExpertConfig
 from meshlm.protocol.lockstep import StepAgreement
 from meshlm.workers.distributed.expert_group import ExpertGroup
@@ -15,8 +13,6 @@ from meshlm.workers.distributed.lockstep import StepExchange
 from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.engine.micro_batches import Turns, cut_of
 from meshlm.workers.graphs.dispatcher import Dispatcher, Key
-
-_log = structlog.get_logger()
 
 
 class Course(NamedTuple):
@@ -36,18 +32,8 @@ class Together:
         self.turns = Turns(experts)
         self._exchange: StepExchange | None = None
         self._num_steps = 0
+        self.halved: Counter[str] = Counter()  # steps whose halves took turns, by kind
         self.whole: Counter[str] = Counter()  # steps that were not halved with --enable-dbo, by reason
-
-    def warn(self, most_tokens: int) -> None:
-        """Say so where no step, of up to so many tokens, will be halved although that was asked for."""
-        decode, prefill = self._thresholds
-        if self._config.enable_dbo and most_tokens < min(decode, prefill):
-            _log.warning(
-                "--enable-dbo: no step is halved: lower --dbo-prefill-token-threshold or --dbo-decode-token-threshold",
-                prefill=prefill,
-                decode=decode,
-                max_num_batched_tokens=most_tokens,
-            )
 
     def join(self, exchange: StepExchange | None) -> None:
         """See `LockstepEngine.join`."""
@@ -88,7 +74,9 @@ class Together:
             num_tokens = num_tokens if key is None else key.tokens
         self.experts.num_tokens = num_tokens
         halves = key.halves if key is not None else agreed.micro_batches and agreed.fewest_tokens > cut_of(num_tokens)
-        if self._config.enable_dbo and not halves and step.t:
+        if halves:
+            self.halved["decode" if agreed.uniform else "mixed"] += 1
+        elif self._config.enable_dbo and step.t:
             long_enough = self.may_halve(step.t, uniform=step.uniform)
             own = "few_tokens" if not long_enough else "reads_across" if across else ""
             self.whole[own or ("uneven_ranks" if agreed.micro_batches else "other_rank")] += 1

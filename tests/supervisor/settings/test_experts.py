@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from tiny_models import spec_of
 
-from meshlm.protocol.config import ExpertConfig, MeshConfig, Node, ParallelConfig
+from meshlm.protocol.config import ExpertConfig, MeshConfig, Node, ParallelConfig, WorkerConfig
 from meshlm.protocol.model import MoESpec
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.settings import experts
@@ -139,3 +139,34 @@ def test_a_backend_that_the_device_cannot_run() -> None:
         UsageError, match=r"^--all2all-backend peer_memory: it needs GPUs; use allgather_reducescatter or"
     ):
         experts.check(config(settings, data_parallel_size=2), MIXED, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("settings", "dp", "told"),
+    [
+        ({}, 2, False),
+        ({"enable_dbo": True}, 2, True),
+        ({"enable_dbo": True, "dbo_prefill_token_threshold": 8192}, 2, False),
+        ({"enable_dbo": True, "dbo_prefill_token_threshold": 8193}, 2, True),
+        ({"enable_dbo": True, "dbo_decode_token_threshold": 64}, 2, False),
+        ({"enable_dbo": True, "dbo_decode_token_threshold": 65}, 2, True),
+        ({"enable_dbo": True, "all2all_backend": "peer_memory"}, 2, True),
+        ({"enable_dbo": True, "all2all_backend": "peer_memory"}, 4, False),
+    ],
+)
+def test_halves_that_no_step_will_have_are_said_before_the_start(
+    settings: dict[str, object], dp: int, told: bool
+) -> None:
+    """A step of decodes has a token for each request at most. Its own worker's log had said it, minutes later and of prompts alone."""
+    given = config(msgspec.convert({"enable_expert_parallel": True, **settings}, ExpertConfig), data_parallel_size=dp)
+    found = experts.notes(given, max_num_seqs=64, max_num_batched_tokens=8192)
+    assert [note.startswith("--enable-dbo: no step is halved: ") for note in found] == [True] * told
+
+
+def test_ranks_that_step_together_do_not_sleep() -> None:
+    """Every call of /sleep would be refused."""
+    sleeps = msgspec.structs.replace(config(data_parallel_size=2), worker=WorkerConfig(enable_sleep_mode=True))
+    with pytest.raises(UsageError, match=r"^--enable-sleep-mode: ranks that share experts"):
+        experts.check(sleeps, MIXED, "cuda")
+    alone = msgspec.structs.replace(sleeps, parallel=ParallelConfig(tensor_parallel_size=2))
+    experts.check(alone, MIXED, "cuda")

@@ -10,7 +10,11 @@ from meshlm.supervisor.settings import flags, resolve
 
 @pytest.mark.parametrize(
     ("more", "text"),
-    [({"device": "cpu"}, "needs --device fake"), ({"pipeline_parallel_size": 2}, "no pipeline")],
+    [
+        ({"device": "cpu"}, "needs --device fake"),
+        ({"pipeline_parallel_size": 2}, "no pipeline"),
+        ({"enable_sleep_mode": True}, "do not sleep"),
+    ],
 )
 def test_what_cannot_is_refused(smollm2: Path, more: dict[str, object], text: str) -> None:
     settings = {"model": str(smollm2), "device": "fake", "fake_lockstep": True, **more}

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-import structlog
 import tokenizers
 import torch
 from cpu_steps import MODEL, OUTPUT, PROMPTS, alone, new, step, tokens_of
@@ -130,19 +129,6 @@ def test_a_group_that_is_made_anew_before_all_have_come(
     assert both(pool, [lambda: empty(ranks[0]), lambda: empty(ranks[1])]) == [[], []]
 
 
-def test_who_asks_for_halves_and_gets_none_is_told() -> None:
-    group = ExpertGroup(0, 2, "0", torch.device("cpu"))
-    for config, told in (
-        (ExpertConfig(), 0),
-        (ExpertConfig(enable_dbo=True), 1),
-        (ExpertConfig(enable_dbo=True, dbo_prefill_token_threshold=8192), 0),
-        (ExpertConfig(enable_dbo=True, dbo_decode_token_threshold=64), 0),
-    ):
-        with structlog.testing.capture_logs() as logs:
-            Together(group, config).warn(8192)
-        assert len(logs) == told, config
-
-
 def test_halves_that_were_measured_to_be_faster_are_the_default() -> None:
     """Of prompts that are written into the memory of three other GPUs at least."""
     written = ExpertConfig(enable_dbo=True, all2all_backend="peer_memory")
@@ -196,3 +182,4 @@ def test_why_a_step_is_not_halved_is_counted(
     course = together.course(columns, Graphs(), graph=False, across=across)  # type: ignore[arg-type]
     assert bool(course.cut) == (not reason)
     assert dict(together.whole) == ({reason: 1} if reason else {})
+    assert dict(together.halved) == ({} if reason else {"mixed": 1})
