@@ -19,6 +19,7 @@ from meshlm.runtime.json_files import read_json, read_text
 
 Convert = Literal["embed", "classify"]
 SequenceKind = Literal["CLS", "LAST", "MEAN"]
+_POOLING_TYPES = ("pooling_type", "seq_pooling_type", "tok_pooling_type")  # auto: what the model's files say
 _MODES = {"cls_token": PoolKind.CLS, "mean_tokens": PoolKind.MEAN, "lasttoken": PoolKind.LAST}
 _TRANSFORMER, _POOLING, _NORMALIZE, _DENSE = "Transformer", "Pooling", "Normalize", "Dense"
 ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid", "SiLU")
@@ -55,10 +56,13 @@ class SentenceTransformer(Struct, frozen=True, kw_only=True):
 def read_pooler_config(text: str) -> PoolerConfig:
     """ModelFilesError names the field at fault."""
     try:
-        found = msgspec.json.decode(text or "{}", type=PoolerConfig)
+        said = msgspec.json.decode(text or "{}")
+        if isinstance(said, dict):
+            said = {name: value for name, value in said.items() if not (name in _POOLING_TYPES and value == "auto")}
+        found = msgspec.convert(said, PoolerConfig)
     except msgspec.MsgspecError as error:
         raise ModelFilesError(f"--pooler-config: {error}") from None
-    given = [name for name in ("pooling_type", "seq_pooling_type", "tok_pooling_type") if getattr(found, name)]
+    given = [name for name in _POOLING_TYPES if getattr(found, name)]
     if "pooling_type" in given and len(given) > 1:
         raise ModelFilesError(f"--pooler-config: pooling_type and {given[1]} exclude each other")
     if found.logit_sigma == 0:

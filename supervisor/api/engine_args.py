@@ -31,6 +31,13 @@ class EngineArgs(_Fields):  # type: ignore[misc]  # whose fields are made of the
         found = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: value for name, value in found.items() if value is not None}
 
+    def keys(self) -> list[str]:
+        """Makes `LLM(**args)` what it reads like."""
+        return list(self.given())
+
+    def __getitem__(self, name: str) -> Any:
+        return self.given()[name]
+
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Give a program the flags of `meshlm serve`."""

@@ -130,7 +130,7 @@ def whole_parser() -> argparse.ArgumentParser:
 
 def _parser(argv: list[str]) -> argparse.ArgumentParser:
     parser = _OneLineParser(prog="meshlm", description="Serve large language models from a mesh of processes.")
-    parser.add_argument("--version", action="version", version=f"meshlm {__version__}")
+    parser.add_argument("-v", "--version", action="version", version=f"meshlm {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_OneLineParser)
     wanted = next((word.replace("-", "_") for word in argv if not word.startswith("-")), None)
     for name in COMMANDS if wanted not in COMMANDS else (wanted,):

@@ -40,11 +40,19 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "cudagraph_num_of_warmups": ((0, 1), "each kernel is launched once before a capture"),
     "debug_dump_path": ((None,), "TORCH_TRACE names a folder for tlparse (docs/profiling.md)"),
     "cache_dir": (("",), "compiled functions are kept below $XDG_CACHE_HOME/meshlm/inductor"),
-    "compile_cache_save_format": (("binary",), "the folder of compiled functions has torch's files as they are"),
+    "compile_cache_save_format": (
+        ("binary", "unpacked"),
+        "the folder of compiled functions has torch's files as they are",
+    ),
     "fast_moe_cold_start": ((None,), "experts are never compiled"),
 }
+# Keys of older vLLMs, and what their values ask of cudagraph_mode; None: what is the case without it.
+OLDER: dict[str, dict[bool, str | None]] = {
+    "full_cuda_graph": {True: "FULL", False: None},
+    "use_cudagraph": {True: None, False: "NONE"},
+}
 TAKEN = ("mode", "level", "cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_capture_size")
-KNOWN = (*TAKEN, "dynamic_shapes_config", *ONLY)
+KNOWN = (*TAKEN, "dynamic_shapes_config", *OLDER, *ONLY)
 
 
 def settled(config: MeshConfig) -> MeshConfig:
@@ -93,7 +101,7 @@ def notes(config: MeshConfig, device: str) -> list[str]:
         found.append(f"{FLAG}: mode 3: nothing is compiled, {_FUSED}; --compile inductor is the setting")
     if worker.cudagraph_mode in _WHOLE_MODES and not worker.enforce_eager:
         found.append(f"cudagraph_mode {worker.cudagraph_mode}: {_WHOLE_MODES[worker.cudagraph_mode]}")
-    if device != "cuda":
+    if device in ("cpu", "fake"):
         asked = [name for name in _OF_GRAPHS if getattr(worker, name) != getattr(WorkerConfig(), name)]
         found = [note for note in found if not note.startswith("cudagraph_mode")]
         found += [f"{name} has no effect: there are no CUDA graphs on --device {device}" for name in asked]
@@ -153,6 +161,12 @@ def _change(key: str, value: Any) -> dict[str, Any]:
         if value is not None and not _counts(value):
             raise UsageError(f"{FLAG}: {key} {value}: a number from 1 up is expected")
         return {} if value is None else {key: value}
+    if key in OLDER:
+        if not isinstance(value, bool):
+            raise UsageError(
+                f"{FLAG}: {key} {json.dumps(value)}: true or false is expected; cudagraph_mode is its newer name"
+            )
+        return {} if (mode := OLDER[key][value]) is None else {"cudagraph_mode": mode}
     if key == "dynamic_shapes_config":
         return _shapes(value)
     if key == "backend" and value == "eager":

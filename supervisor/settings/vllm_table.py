@@ -63,6 +63,10 @@ VALUES = {
     },
 }
 
+_EXCHANGES = (
+    "peer_memory writes rows into the other GPUs' memory (one host), all_to_all sends each rank what its experts need, and "
+    "allgather_reducescatter, the default, sends all to all"
+)
 # Values of our settings that only vLLM has: what to do instead.
 ABSENT_VALUES = {
     "load_format": {
@@ -72,6 +76,21 @@ ABSENT_VALUES = {
         "modelexpress": "serve safetensors, which are mapped from disk or streamed from s3://",
         "npcache": "serve safetensors, which are mapped from disk",
         "mistral": "serve the folder in the format of transformers",
+    },
+    "all2all_backend": {
+        **dict.fromkeys(("deepep_high_throughput", "deepep_v2"), f"DeepEP is not used; {_EXCHANGES}"),
+        **dict.fromkeys(
+            ("flashinfer_all2allv", "flashinfer_nvlink_two_sided"), f"FlashInfer is not used; {_EXCHANGES}"
+        ),
+        **dict.fromkeys(("mori", "mori_high_throughput", "mori_low_latency"), f"MoRI is not used; {_EXCHANGES}"),
+        "nixl_ep": f"NIXL is not used; {_EXCHANGES}",
+    },
+    "kv_cache_dtype": {
+        "float16": "auto keeps keys and values in the model's dtype (--dtype)",
+        "bfloat16": "auto keeps keys and values in the model's dtype (--dtype)",
+        "fp8_inc": "fp8 is e4m3",
+        "fp8_ds_mla": "latents of MLA are not kept in 8 bits; auto",
+        "nvfp4": "keys and values are kept in 8 bits (fp8, fp8_e5m2) or in the model's dtype (auto)",
     },
     "model_impl": {"terratorch": "transformers is the only other library"},
 }
@@ -115,6 +134,7 @@ NEEDLESS = {
     "--mm-ipc-gpu-memory-gb": (1, "there are no images"),
     "--enable-ep-weight-filter": (0, "each rank reads the weights of its own experts alone"),
     "--enable-cumem-allocator": (0, "--enable-sleep-mode needs no allocator of its own"),
+    "--allow-deprecated-quantization": (0, "no method of quantisation needs to be allowed"),
     "--cudagraph-metrics": (0, "GET /metrics always counts replays and misses of CUDA graphs"),
 }
 
@@ -133,7 +153,8 @@ _STEPS = "steps are not logged; --profiler-dir writes traces, GET /metrics has h
 _COMPILING = "compilations are not watched; GET /metrics counts steps without a CUDA graph"
 _TIMEOUTS = "--startup-timeout and --step-timeout are the settings"
 
-_QUANTISED = "weights are served as their files have them; none are quantised while they are loaded"
+_QUANTISED = "--quantization is the setting: fp8 and bitsandbytes quantise plain weights while they are loaded; what others are their files say"
+_ONE_MESH = "one mesh computes prompts and answers; KV transfer between meshes is not there yet"
 # Asks for what is not there: refused, with what to do instead.
 ABSENT = {
     "--enable-lora": _LORA,
@@ -193,7 +214,6 @@ ABSENT = {
     "--dp-supervisor-probe-timeout-s": _PER_RANK,
     "--dp-supervisor-probe-failure-threshold": _PER_RANK,
     "--quantization-config": _QUANTISED,
-    "--allow-deprecated-quantization": _QUANTISED,
     "--model-class-overrides": _CLASSES,
     "--model-weights": "weights lie in the model's folder",
     "--override-attention-dtype": "--dtype is the setting for all layers",
@@ -241,10 +261,13 @@ ABSENT = {
     "--spec-tokens": _SPECULATION,
     "--diffusion-config": "generation goes token by token",
     "-dc": "generation goes token by token",
-    "--ec-transfer-config": _MEDIA,
+    "--ec-transfer-config": "what encoders compute stays in the worker that computed it; no other mesh can have it",
+    "--prefill-only": _ONE_MESH,
+    "--decode-only": _ONE_MESH,
+    "--quantization-param-path": "scales of an FP8 KV cache are the checkpoint's, or --calculate-kv-scales finds them",
     "-ac": "--attention-backend is the setting",
     "--weight-transfer-config": "weights come from disk; meshlm restart worker reads them again",
-    "--fail-on-environ-validation": "VLLM_ variables have no effect",
+    "--fail-on-environ-validation": "VLLM_ variables without effect are named at the start, and do not end it",
 }
 
 _LEVELS = (

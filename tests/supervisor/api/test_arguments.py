@@ -38,7 +38,7 @@ def test_vllms_names_and_values() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("quantization_config", "x", "weights are served as their files have them"),
+        ("quantization_config", "x", "--quantization is the setting: fp8 and bitsandbytes"),
         ("enable_lora", True, "LoRA"),
         ("max_model_len", "long", "max_model_len"),
         ("kv_cache_memory", "1X", "no size"),

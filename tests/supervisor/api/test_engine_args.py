@@ -21,6 +21,7 @@ def test_a_field_for_each_setting_and_vllms_names() -> None:
     settings = {name: value for name, value in asdict(args).items() if name != "model"}
     assert settings_of(settings) == settings_of({name: settings[name] for name in args.given() if name != "model"})
     assert args == EngineArgs(**asdict(args))
+    assert dict(**args) == args.given(), "as LLM(**args) reads it"
 
 
 def test_what_cannot_be_is_said_at_once() -> None:

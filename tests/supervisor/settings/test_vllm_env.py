@@ -11,7 +11,12 @@ from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.settings import flags, vllm_env
 from meshlm.supervisor.settings.config_file import expand
 
-OLDER = {"VLLM_ATTENTION_BACKEND", "VLLM_TORCH_PROFILER_DIR", "VLLM_USE_V1"}  # of versions before 0.26
+OLDER = {
+    "VLLM_ATTENTION_BACKEND",
+    "VLLM_TORCH_CUDA_PROFILE",
+    "VLLM_TORCH_PROFILER_DIR",
+    "VLLM_USE_V1",
+}  # of versions before 0.26
 
 
 def parsed(*words: str) -> dict[str, object]:

@@ -230,6 +230,69 @@ def test_values_that_only_vllm_has(capsys: pytest.CaptureFixture[str]) -> None:
     assert config_of("--model-impl", "vllm", "--load-format", "runai_streamer").model.model_impl == "meshlm"
 
 
+@pytest.mark.parametrize("setting", ["all2all_backend", "kv_cache_dtype"])
+def test_a_value_that_only_vllm_has_gets_advice(setting: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line that says what to do instead: it was "invalid choice", as for a misspelling."""
+    flag = f"--{setting.replace('_', '-')}"
+    for value, instead in table.ABSENT_VALUES[setting].items():
+        with pytest.raises(SystemExit, match="2"):
+            config_of(flag, value)
+        assert capsys.readouterr().err.splitlines()[-1].endswith(f"argument {flag}: {value}: {instead}")
+        with pytest.raises(ValueError, match=f"LLM: {setting}: {value}: "):
+            settings_of({setting: value})
+
+
+# Commands as vLLM's own pages write them, and what is said of them where they are not simply taken.
+COMMANDS = [
+    ("m --tensor-parallel-size 2", ""),
+    ("m --reasoning-parser deepseek_r1", ""),
+    ("m --block-size 16 --num-gpu-blocks-override 1000 --gpu-memory-utilization 0.9 --max-num-batched-tokens 8192", ""),
+    ("--model unsloth/Qwen3-0.6B-GGUF:Q4_K_M --tokenizer Qwen/Qwen3-0.6B", ""),
+    ("m --quantization fp8 --tensor-parallel-size 4 --gpu-memory-utilization 0.95", ""),
+    ("m --quantization fp8 --dtype half --kv-cache-dtype fp8_e4m3", ""),
+    ("m --quantization gguf --tokenizer meta-llama/Llama-2-70b-chat", ""),
+    ("m --generation-config vllm", ""),
+    ("m --load-format dummy --enforce-eager", ""),
+    ("m --trust_remote_code --revision main --tokenizer-revision main", ""),
+    ("m --compilation_config.mode=NONE", ""),
+    ("m -cc.backend=eager", ""),
+    ("m -cc.compile_cache_save_format=unpacked", ""),
+    ("m --nnodes 2 --node-rank 1 --headless", ""),
+    ("m --api-key k --enable-tokenizer-info-endpoint", ""),
+    ("m --attention-backend flashinfer", "is taken as auto: it needs the package flashinfer"),
+    (
+        "m --data-parallel-size 2 --enable-expert-parallel --enable-dbo --all2all-backend deepep_low_latency",
+        "is taken as peer_memory",
+    ),
+    ("m --all2all-backend deepep_high_throughput", "DeepEP is not used; peer_memory"),
+    ("m --cpu-offload-gb 10", "weights stay on the device"),
+    ("--prefill-only --ec-transfer-config {}", "one mesh computes prompts and answers"),
+    ("m --ec-transfer-config {}", "what encoders compute stays in the worker"),
+    ("m --kv-transfer-config {}", "KV transfer between meshes is not there yet"),
+    ("m --quantization-config {}", "--quantization is the setting"),
+    ("m --quantization-param-path file", "scales of an FP8 KV cache"),
+    ("m --allowed-media-domains upload.wikimedia.org", "images are not there yet"),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), COMMANDS)
+def test_commands_of_vllms_pages(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is taken as it stands, or one line says what to do instead."""
+    try:
+        config_of(*vllm_flags.with_json(vllm_flags.with_dashes(words.split())))
+    except SystemExit:
+        assert said
+    err = capsys.readouterr().err
+    assert said in err if said else err == ""
+
+
+def test_the_version_as_vllm_says_it(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("-v", "--version"):
+        with pytest.raises(SystemExit, match="0"):
+            main.run([flag])
+        assert capsys.readouterr().out.startswith("meshlm ")
+
+
 def test_numbers_of_tokens() -> None:
     config = config_of("--max-model-len", "25.6k", "--max-num-batched-tokens", "8K")
     assert (config.model.max_model_len, config.scheduler.max_num_batched_tokens) == (25600, 8192)
