@@ -153,7 +153,10 @@ _STEPS = "steps are not logged; --profiler-dir writes traces, GET /metrics has h
 _COMPILING = "compilations are not watched; GET /metrics counts steps without a CUDA graph"
 _TIMEOUTS = "--startup-timeout and --step-timeout are the settings"
 
-_QUANTISED = "--quantization is the setting: fp8 and bitsandbytes quantise plain weights while they are loaded; what others are their files say"
+_QUANTISED = (
+    "--quantization is the setting: fp8 and bitsandbytes quantise plain weights while they are loaded; what others are their files "
+    "say"
+)
 _ONE_MESH = "one mesh computes prompts and answers; KV transfer between meshes is not there yet"
 # Asks for what is not there: refused, with what to do instead.
 ABSENT = {

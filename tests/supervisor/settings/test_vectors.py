@@ -64,6 +64,12 @@ def test_what_they_are(tmp_path: Path, minilm: Path) -> None:
         16,
         (16, 64),
     )
+    auto = (
+        '{"pooling_type": "auto", "use_activation": true, "enable_chunked_processing": true, "max_embed_len": 3072000}'
+    )
+    plain = '{"use_activation": true, "enable_chunked_processing": true, "max_embed_len": 3072000}'
+    found = [pooling(tmp_path, QWEN3, runner="pooling", pooler_config=text) for text in (auto, plain)]
+    assert found[0] == found[1], "auto is what the model's files say"
     every = pooling(tmp_path, QWEN3, runner="pooling", pooler_config='{"pooling_type": "ALL"}')
     assert every is not None
     assert every.tasks == ("token_embed", "embed")
