@@ -34,7 +34,7 @@ def read(text: str) -> tuple[list[str], list[str]]:
 def main() -> int:
     program = shutil.which("pip-audit", path=str(Path(sys.executable).parent)) or shutil.which("pip-audit")
     if program is None:
-        print("audit: pip-audit is not installed; pip install 'meshlm[release]'", file=sys.stderr)
+        print("audit: pip-audit is not installed; pip install '.[release]' in the tree", file=sys.stderr)
         return 1
     try:
         environment = {**os.environ, "PIP_AUDIT_PROGRESS_SPINNER": "off"}

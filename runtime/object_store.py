@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from meshlm.runtime.errors import ModelFilesError
+from meshlm.runtime.extras import how_to_install
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://.+")
 _FETCHED = ("*.json", "*.txt", "*.model", "*.jinja")
@@ -96,7 +97,7 @@ def folder_of(url: str) -> RemotePath:
     try:
         system, path = fsspec.core.url_to_fs(url)
     except ImportError as error:
-        raise ModelFilesError(f"{url}: {error}; pip install 'meshlm[objects]' has s3fs and gcsfs") from None
+        raise ModelFilesError(f"{url}: {error}; {how_to_install('objects')}") from None
     except (ValueError, OSError) as error:
         raise ModelFilesError(f"{url}: {error}") from None
     return RemotePath(url, system, PurePosixPath(path))

@@ -16,6 +16,7 @@ from meshlm.architectures import text_part
 from meshlm.architectures.registry import family_of
 from meshlm.protocol.model import ModelSpec, TransformersSpec
 from meshlm.runtime.errors import ModelFilesError
+from meshlm.runtime.extras import how_to_install
 from meshlm.runtime.model_config import near
 
 LIMIT_S = 300
@@ -75,7 +76,7 @@ def parse_config(
 def describe(config: dict[str, Any], folder: Path, code: RemoteCode) -> ModelSpec:
     """The shape of the model of this config.json. ModelFilesError says why it cannot be served."""
     if not installed():
-        raise ModelFilesError("transformers is not installed; pip install 'meshlm[transformers]'")
+        raise ModelFilesError(f"transformers is not installed; {how_to_install('transformers')}")
     source = source_of(config, code)
     try:
         done = subprocess.run(

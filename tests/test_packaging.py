@@ -1,9 +1,14 @@
 """The tree is the architecture: folders, links and the installed package agree."""
 
+import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+
+import pytest
+
+from meshlm.runtime.extras import how_to_install
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = {
@@ -18,6 +23,27 @@ FOLDERS = {
     "runtime",
     "supervisor",
 }
+
+
+def test_nobody_is_told_to_install_what_no_index_has() -> None:
+    """MeshLM is on no index, and its name there is anybody's: who says `pip install meshlm` invites a stranger's code."""
+    told = re.compile(r"""pip3? install[^\n`]*["' ]meshlm\b""")
+    named = re.compile(r"""["'( ]meshlm\[\w""")
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    files = [
+        ROOT / name for name in tracked.split("\0") if name.endswith((".py", ".md", ".toml", ".yaml", ".sh", "file"))
+    ]
+    own = {Path(__file__), ROOT / "pyproject.toml", ROOT / "CHANGELOG.md"}
+    texts = {file: file.read_text("utf-8") for file in files if file not in own and file.is_file()}
+    assert [str(file) for file, text in texts.items() if told.search(text) or named.search(text)] == []
+    assert len(texts) > 500
+
+
+@pytest.mark.parametrize("extra", ["audio", "grpc", "objects", "otel", "top", "transformers"])
+def test_what_is_missing_is_installed_by_its_own_name(extra: str) -> None:
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][extra]
+    assert how_to_install(extra) == f"pip install {' '.join(repr(name) for name in wanted)}"
+    assert how_to_install("nothing") == "pip install '.[nothing]' in MeshLM's source tree"
 
 
 def test_every_folder_has_its_link() -> None:

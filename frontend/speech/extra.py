@@ -1,9 +1,10 @@
-"""The packages of meshlm[audio], which servers of other models do without."""
+"""The packages of the extra `audio`, which servers of other models do without."""
 
 from meshlm.frontend.errors import HttpError
+from meshlm.runtime.extras import how_to_install
 
 
 def not_installed(package: str) -> HttpError:
     """The answer where a package is missing."""
-    text = f"audio need {package}, which is not installed at the server: pip install 'meshlm[audio]'"
+    text = f"audio need {package}, which is not installed at the server: {how_to_install('audio')}"
     return HttpError(500, text, kind="internal_error")

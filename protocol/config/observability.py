@@ -18,7 +18,9 @@ class ObservabilityConfig(Struct, frozen=True, kw_only=True):
     ] = 0.01
     otlp_traces_endpoint: Annotated[
         str,
-        Meta(description="address of an OpenTelemetry collector, which gets a trace of each request (meshlm[otel])"),
+        Meta(
+            description="address of an OpenTelemetry collector, which gets a trace of each request (packages of the extra otel)"
+        ),
     ] = ""
     collect_detailed_traces: Annotated[
         tuple[DetailedTraces, ...],

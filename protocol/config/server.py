@@ -21,7 +21,8 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     ] = ""
     port: Annotated[int, Meta(ge=1, le=65535, description="port to listen on")] = 8000
     grpc: Annotated[
-        bool, Meta(description="the port speaks gRPC (vllm.grpc.engine) in the place of HTTP; needs meshlm[grpc]")
+        bool,
+        Meta(description="the port speaks gRPC (vllm.grpc.engine) in the place of HTTP; packages of the extra grpc"),
     ] = False
     api_key: Annotated[
         tuple[str, ...], Meta(description="clients must send one of these as Bearer token", extra={"repeat": True})

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import msgspec
 
 from meshlm.protocol.dashboard import History, NewsView, Snapshot
+from meshlm.runtime.extras import how_to_install
 from meshlm.supervisor.cli import terminal
 from meshlm.supervisor.errors import StartError, UsageError
 
@@ -15,7 +16,7 @@ SILENCE_S = 10.0  # of a server that sends an event each second
 AGAIN_S = 1.0
 RATES_S = 2.0  # what rates cover
 LEAST_S, MOST_S = 0.1, 5.0  # between events, as GET /dashboard/events takes them
-NEEDS_RICH = "meshlm top needs rich: pip install 'meshlm[top]'"
+NEEDS_RICH = f"meshlm top needs rich: {how_to_install('top')}"
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -5,6 +5,7 @@ import os
 from urllib.parse import urlsplit
 
 from meshlm.protocol.config import ObservabilityConfig
+from meshlm.runtime.extras import how_to_install
 from meshlm.supervisor.errors import UsageError
 
 PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
@@ -30,7 +31,7 @@ def check(config: ObservabilityConfig) -> None:
         raise UsageError(f"{flag}: give a URL, http://HOST:4317 say")
     name = f"opentelemetry.exporter.otlp.proto.{EXPORTERS[protocol]}"
     if not _is_there("opentelemetry.sdk") or not _is_there(name):
-        raise UsageError(f"{flag}: its packages are not installed; pip install 'meshlm[otel]'")
+        raise UsageError(f"{flag}: its packages are not installed; {how_to_install('otel')}")
 
 
 def _is_there(name: str) -> bool:

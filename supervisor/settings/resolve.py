@@ -24,6 +24,7 @@ from meshlm.protocol.config.server import STORE_OFF
 from meshlm.runtime import generation_config, io_processors, logits_processors, model_files, numa, platforms, plugins
 from meshlm.runtime.attention_packages import PACKAGES
 from meshlm.runtime.errors import ModelFilesError, RequestError
+from meshlm.runtime.extras import how_to_install
 from meshlm.runtime.messages import check_template_kwargs
 from meshlm.runtime.parsers import registry
 from meshlm.runtime.platforms import Platform
@@ -164,7 +165,7 @@ def _check_flags(config: MeshConfig, files: model_files.ModelFiles, platform: Pl
         raise UsageError("--enable-auto-tool-choice: needs --tool-call-parser")
     observing.check(config.observability)
     if config.server.grpc and not importlib.util.find_spec("smg_grpc_proto"):
-        raise UsageError("--grpc: its packages are not installed; pip install 'meshlm[grpc]'")
+        raise UsageError(f"--grpc: its packages are not installed; {how_to_install('grpc')}")
     _check_address(config.server)
     if (config.server.fingerprint_mode == "custom") != bool(config.server.fingerprint_value):
         raise UsageError("--fingerprint-value: goes with --fingerprint-mode custom, and the other way round")

@@ -4,6 +4,7 @@ import importlib.util
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.model import ModelSpec
+from meshlm.runtime.extras import how_to_install
 from meshlm.supervisor.errors import UsageError
 
 
@@ -13,7 +14,7 @@ def check_packages(config: MeshConfig) -> None:
     missing = [name for name in ("av", "python_multipart") if not importlib.util.find_spec(name)]
     if config.resolved.speech is not None and missing:
         raise UsageError(
-            f"{config.resolved.spec.architecture}: packages that read audio are not installed; pip install 'meshlm[audio]'"
+            f"{config.resolved.spec.architecture}: packages that read audio are not installed; {how_to_install('audio')}"
         )
 
 

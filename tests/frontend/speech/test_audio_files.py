@@ -160,4 +160,4 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.
     with pytest.raises(HttpError) as caught:
         audio_files.decode(b"", 600)
     assert caught.value.status == 500
-    assert "pip install 'meshlm[audio]'" in caught.value.message
+    assert "pip install 'av>=15'" in caught.value.message

@@ -69,4 +69,4 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.
     with pytest.raises(HttpError) as caught:
         form.read("multipart/form-data; boundary=a", b"")
     assert caught.value.status == 500
-    assert "pip install 'meshlm[audio]'" in caught.value.message
+    assert "pip install 'av>=15' 'python-multipart>=0.0.20'" in caught.value.message
