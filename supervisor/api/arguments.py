@@ -33,10 +33,12 @@ def settings_of(arguments: Mapping[str, Any]) -> dict[str, object]:
         tables = (ABSENT, ONLY, NEEDLESS, SWITCHES, VARIABLES, OVERRIDES)
         if ours not in known and not any(flag in table or opposite in table for table in tables):
             raise TypeError(f"LLM: unknown argument {name!r}")
-        asked = opposite if value is False and opposite in (*SWITCHES, *ABSENT) else flag
+        asked = opposite if value is False and opposite in (*SWITCHES, *ABSENT, *NEEDLESS) else flag
         if value is None:
             continue
         if ours == "logits_processors":
+            if not isinstance(value, list | tuple):
+                raise ValueError(f"LLM: {name}: a list of classes, or of their names, is expected")
             value = [one if isinstance(one, str) else _class_name(one) for one in value]
         if ours in known:
             found[ours] = _value(known[ours], value)
@@ -70,7 +72,7 @@ def _check(name: str, flag: str, value: Any) -> None:
         raise ValueError(f"LLM: {name}={value!r}: {ONLY[flag][1]}")
     if flag in ONLY:
         vllm_flags.say_only(flag, value)
-    if flag in NEEDLESS and value is not False:
+    if flag in NEEDLESS and (value is not False or flag.startswith("--no-")):
         vllm_flags.say_needless(flag)
 
 
@@ -78,6 +80,12 @@ def _value(setting: flags.Setting, value: Any) -> object:
     extra = (setting.meta.extra or {}) if setting.meta else {}
     if isinstance(value, dict):
         return json.dumps(value)
+    if setting.name == "compilation_config" and isinstance(value, int):
+        return json.dumps(value)
+    if setting.name == "hf_overrides" and callable(value):
+        raise ValueError("LLM: hf_overrides: a dict of keys of config.json is expected, no function")
+    if setting.name == "dtype" and type(value).__module__ == "torch":
+        return str(value).removeprefix("torch.")
     if setting.name == "device_ids" and isinstance(value, list | tuple):
         return ",".join(map(str, value))
     if not isinstance(value, str):

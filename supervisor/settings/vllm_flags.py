@@ -134,7 +134,10 @@ def is_only(flag: str, value: object) -> bool:
     """Whether this value, or each of a list with commas, or each `key=value` of a JSON object, names what is done anyway."""
     if isinstance(value, str) and value.startswith("{"):
         value = _json_value(value)
-    parts = [f"{key}={one}" for key, one in value.items()] if isinstance(value, Mapping) else str(value).split(",")
+    if isinstance(value, Mapping):
+        parts = [f"{key}={one}" for key, one in value.items()]
+    else:
+        parts = [str(one) for one in value] if isinstance(value, list | tuple) else str(value).split(",")
     return all(part in ONLY[flag][0] for part in parts)
 
 

@@ -71,10 +71,46 @@ def test_switches_and_values_of_vllm(capsys: pytest.CaptureFixture[str]) -> None
     assert "--attention-backend FLASHINFER is taken as auto" in said
 
 
+# Defaults of LLM() in vLLM, and what lm-evaluation-harness and the like give it, which ask for nothing that is not there.
+HARMLESS: list[dict[str, object]] = [
+    {"disable_log_stats": False},
+    {"disable_log_stats": True},
+    {"enable_lora": False, "max_lora_rank": 16, "max_loras": 1, "fully_sharded_loras": False, "lora_dtype": "auto"},
+    {"swap_space": 4, "max_seq_len_to_capture": 8192, "cpu_offload_gb": 0, "skip_tokenizer_init": False},
+    {"ignore_patterns": "original/**/*"},
+    {"ignore_patterns": ["original/**/*"]},
+    {"kv_offloading_backend": "native", "dcp_comm_backend": "ag_rs", "mm_encoder_tp_mode": "weights"},
+    {"dcp_kv_cache_interleave_size": 1, "cp_kv_cache_interleave_size": 1, "offload_backend": "auto"},
+    {"offload_group_size": 0, "offload_num_in_group": 1, "offload_prefetch_step": 1, "logits_processors": []},
+]
+
+
+@pytest.mark.parametrize("given", HARMLESS)
+def test_what_asks_for_nothing_is_taken(given: dict[str, object]) -> None:
+    assert flags.build(settings_of(given), None) == flags.build({}, None)
+
+
+def test_values_as_python_has_them() -> None:
+    """vLLM takes a mode alone, and a dtype of torch."""
+
+    class Dtype:
+        def __str__(self) -> str:
+            return "torch.bfloat16"
+
+    Dtype.__module__ = "torch"
+    config = flags.build(settings_of({"compilation_config": 3, "dtype": Dtype()}), None)
+    assert (config.worker.compilation_config, config.model.dtype) == ("3", "bfloat16")
+    for name, value, said in (
+        ("hf_overrides", lambda config: config, "a dict of keys of config.json is expected"),
+        ("logits_processors", True, "a list of classes, or of their names"),
+    ):
+        with pytest.raises(ValueError, match=f"LLM: {name}: {said}"):
+            settings_of({name: value})
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("disable_log_stats", False),
         ("distributed_executor_backend", "ray"),
         ("optimization_level", 0),
     ],

@@ -136,7 +136,7 @@ def test_a_value_that_means_less_than_in_vllm_says_so(capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.startswith("meshlm: --optimization-level 2: nothing is compiled")
 
 
-@pytest.mark.parametrize("flag", ["--no-enable-prompt-tokens-details", "--no-disable-log-stats"])
+@pytest.mark.parametrize("flag", ["--no-enable-prompt-tokens-details", "--no-enable-request-id-headers"])
 def test_to_ask_against_what_is_always_so_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main.run(["serve", flag])
