@@ -3,7 +3,6 @@
 MeshLM is on no package index, so its own name installs nothing there: the packages themselves are named.
 """
 
-import importlib.metadata
 import re
 
 _REQUIREMENT = re.compile(r"""([^;]+?)\s*;.*\bextra\s*==\s*["']([\w-]+)["']""")
@@ -11,6 +10,8 @@ _REQUIREMENT = re.compile(r"""([^;]+?)\s*;.*\bextra\s*==\s*["']([\w-]+)["']""")
 
 def how_to_install(extra: str) -> str:
     """The command for these packages: pip install 'rich>=14'."""
+    import importlib.metadata  # of those alone who lack something
+
     try:
         listed = importlib.metadata.requires("meshlm") or []
     except importlib.metadata.PackageNotFoundError:  # its folders are on PYTHONPATH
