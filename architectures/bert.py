@@ -16,7 +16,7 @@ from meshlm.architectures.encoder import (
     layer_norm_eps,
     norm_weights,
 )
-from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Serves, Weight
 from meshlm.protocol.model import HeadSpec, ModelSpec
 
 UNREAD = r"pooler\..*|cls\..*|lm_head\..*|.*position_ids|.*token_type_ids|qa_outputs\..*"
@@ -134,6 +134,7 @@ def _token_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 FAMILY = Family(
     architecture="BertModel",
     model_type="bert",
+    serves=Serves.VECTORS,
     spec=_spec,
     weights=bert_weights,
     keys=KEYS,
@@ -189,6 +190,6 @@ FAMILIES = (
     ),
     FAMILY,
     OTHER._replace(architecture="BertForMaskedLM"),
-    OTHER._replace(architecture="BertForSequenceClassification", spec=_sequence_spec),
-    OTHER._replace(architecture="BertForTokenClassification", spec=_token_spec),
+    OTHER._replace(architecture="BertForSequenceClassification", spec=_sequence_spec, serves=Serves.CLASSES),
+    OTHER._replace(architecture="BertForTokenClassification", spec=_token_spec, serves=Serves.TOKEN_CLASSES),
 )

@@ -24,6 +24,16 @@ class Split(Enum):
     EXPERT = "expert"  # an expert's own INTERMEDIATE, which is whole where each rank has some of the experts
 
 
+class Serves(Enum):
+    """What a family's models do for clients."""
+
+    TEXT = "text"  # they go on with a text
+    VECTORS = "vectors"  # one of a text, or one of each of its tokens
+    CLASSES = "classes"  # scores of a text, or of each of its tokens
+    TOKEN_CLASSES = "token_classes"
+    TRANSCRIPTIONS = "transcriptions"
+
+
 class Layout(Enum):
     """How a family's files hold a tensor of a layer, where it is not a row for each output."""
 
@@ -92,6 +102,12 @@ class GGUFFamily(NamedTuple):
     interleaved_heads: bool = False  # rows of query and key heads are stored for rotating neighbours; we rotate halves
 
 
+def stem_of(architecture: str) -> str:
+    """The name that a decoder of text shares with the same decoder for vectors and classes; "" where it has no such name."""
+    ending = next((one for one in ("ForCausalLM", "LMHeadModel") if architecture.endswith(one)), "")
+    return architecture.removesuffix(ending) if ending else ""
+
+
 class ExpertTensors(NamedTuple):
     """How a family's files hold the matrices of all experts of a layer in one tensor, each with a row for each input.
 
@@ -126,6 +142,7 @@ class Family(NamedTuple):
     experts: ExpertTensors | None = None
     layouts: Mapping[str, Layout] = {}  # of tensors of a layer, by the stem of their renamed names; not in .gguf files
     gguf: GGUFFamily | None = None
+    serves: Serves = Serves.TEXT
     float16: bool = True  # whether its numbers fit
     compiles: bool = True  # whether --compile inductor knows its layers (workers/models/compiled.py)
     model: str = "meshlm.workers.models.decoder:Decoder"  # module and class that compute it

@@ -1,6 +1,7 @@
 """Mamba (Gu and Dao 2023) and Falcon Mamba (TII 2024), which norms what its scan gets: no attention and no MLP."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Literal
 
 from msgspec.structs import replace
@@ -20,14 +21,14 @@ _NAMES = {
     "mamba_conv_bias": "use_conv_bias",
     "mamba_proj_bias": "use_bias",
 }
-_NORMS: dict[str, Literal["none", "plain"]] = {"MambaForCausalLM": "none", "FalconMambaForCausalLM": "plain"}
+_Norms = Literal["none", "plain"]
 
 
-def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+def _spec(config: dict[str, Any], architecture: str, norms: _Norms = "none") -> ModelSpec:
     if (act := config.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise ValueError(f"hidden_act {shown(act)} is not supported; supported: silu")
     layers, hidden = integer(config, "num_hidden_layers"), integer(config, "hidden_size")
-    state = mamba_state(config, (True,) * layers, _NORMS[architecture], _NAMES)
+    state = mamba_state(config, (True,) * layers, norms, _NAMES)
     if (
         config.get("intermediate_size") is not None
     ):  # as with transformers, whatever expand is: Falcon-Mamba-7B's says 16
@@ -55,9 +56,10 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 
 def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     """llama.cpp has one name for both."""
-    if metadata.get("ssm.dt_b_c_rms", False):
-        architecture = "FalconMambaForCausalLM"
-    state = mamba_gguf(metadata, (True,) * int(metadata.get("block_count")), _NORMS[architecture])
+    norms: _Norms = "plain" if metadata.get("ssm.dt_b_c_rms", False) else "none"
+    if norms == "plain":
+        architecture = _FALCON.architecture
+    state = mamba_gguf(metadata, (True,) * int(metadata.get("block_count")), norms)
     return stateful_gguf(metadata, architecture, state, (state.num_heads // 2, 2))
 
 
@@ -96,6 +98,7 @@ _MAMBA = Family(
 _FALCON = _MAMBA._replace(
     architecture="FalconMambaForCausalLM",
     model_type="falcon_mamba",
+    spec=partial(_spec, norms="plain"),
     gguf=None,
     keys=_MAMBA.keys | words("mixer_rms_eps use_falcon_mambapy"),
 )

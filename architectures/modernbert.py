@@ -15,7 +15,7 @@ from meshlm.architectures.encoder import (
     layer_norm_eps,
     norm_weights,
 )
-from meshlm.architectures.family import Family, Weight
+from meshlm.architectures.family import Family, Serves, Weight
 from meshlm.protocol.model import ModelSpec, RopeSpec
 
 _OWN = frozenset(
@@ -106,6 +106,7 @@ def _renamed(name: str) -> str:
 FAMILY = Family(
     architecture="ModernBertModel",
     model_type="modernbert",
+    serves=Serves.VECTORS,
     spec=_spec,
     weights=_weights,
     keys=KEYS | _OWN,
@@ -117,6 +118,6 @@ FAMILY = Family(
 FAMILIES = (
     FAMILY,
     FAMILY._replace(architecture="ModernBertForMaskedLM"),
-    FAMILY._replace(architecture="ModernBertForSequenceClassification", spec=_sequence_spec),
-    FAMILY._replace(architecture="ModernBertForTokenClassification", spec=_sequence_spec),
+    FAMILY._replace(architecture="ModernBertForSequenceClassification", spec=_sequence_spec, serves=Serves.CLASSES),
+    FAMILY._replace(architecture="ModernBertForTokenClassification", spec=_sequence_spec, serves=Serves.TOKEN_CLASSES),
 )

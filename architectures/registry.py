@@ -8,7 +8,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from meshlm.architectures.family import Family, Weight
+from meshlm.architectures.family import Family, Serves, Weight, stem_of
 from meshlm.protocol.model import ModelSpec
 
 
@@ -93,13 +93,13 @@ _OWN = {
 }
 _SAME_KINDS = {"nemotron_h_moe": "nemotron_h"}
 """Kinds of .gguf files that llama.cpp keeps apart, and one family reads."""
-_CAUSAL, _SEQUENCE, _TOKENS = "ForCausalLM", "ForSequenceClassification", "ForTokenClassification"
+_SEQUENCE, _TOKENS = "ForSequenceClassification", "ForTokenClassification"
 _OF_ENCODERS = ("Model", "ForMaskedLM", _SEQUENCE, _TOKENS)
 _VECTORS = {
     **{
-        f"{name.removesuffix(_CAUSAL)}{suffix}": _Module(found.name)
-        for name, found in _OWN.items()
-        if name.endswith(_CAUSAL)
+        f"{stem}{suffix}": _Module(found.name)
+        for stem, found in ((stem_of(name), found) for name, found in _OWN.items())
+        if stem
         for suffix in ("Model", _SEQUENCE, _TOKENS)
     },
     **dict.fromkeys(("Qwen2ForRewardModel", "Qwen2ForProcessRewardModel"), _Module("qwen2")),
@@ -136,6 +136,15 @@ def families() -> dict[str, Family]:
 def family_of(architecture: str) -> Family | None:
     """The family with this name in config.json's `architectures`."""
     return _family(architecture) if architecture in _FAMILIES or architecture in _UNLISTED else None
+
+
+def serves(spec: ModelSpec) -> Serves:
+    """What this model does for clients: what its family says, and of a plug-in's that says nothing what its spec leaves it."""
+    family = family_of(spec.architecture)
+    found = Serves.TEXT if family is None else family.serves
+    if found is not Serves.TEXT:
+        return found
+    return Serves.CLASSES if spec.head is not None else Serves.VECTORS if spec.encoder_only else Serves.TEXT
 
 
 def gguf_kinds() -> tuple[str, ...]:

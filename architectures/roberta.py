@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from meshlm.architectures.bert import OTHER, bert_spec, bert_weights, of_sequences, of_tokens
 from meshlm.architectures.config_values import integer
-from meshlm.architectures.family import Weight
+from meshlm.architectures.family import Serves, Weight
 from meshlm.protocol.model import ModelSpec
 
 _DENSE_AND_OUT = ("classifier.dense", "classifier.out_proj")
@@ -40,7 +40,12 @@ FAMILIES = tuple(
     for family in (
         OTHER._replace(architecture="Model", spec=_spec),
         OTHER._replace(architecture="ForMaskedLM", spec=_spec),
-        OTHER._replace(architecture="ForSequenceClassification", spec=_sequence_spec, weights=_sequence_weights),
-        OTHER._replace(architecture="ForTokenClassification", spec=_token_spec),
+        OTHER._replace(
+            architecture="ForSequenceClassification",
+            spec=_sequence_spec,
+            weights=_sequence_weights,
+            serves=Serves.CLASSES,
+        ),
+        OTHER._replace(architecture="ForTokenClassification", spec=_token_spec, serves=Serves.TOKEN_CLASSES),
     )
 ) + (OTHER._replace(architecture="BgeM3EmbeddingModel", model_type="xlm-roberta", defaults=_DEFAULTS, spec=_m3_spec),)

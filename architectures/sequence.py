@@ -10,32 +10,33 @@ from msgspec.structs import replace
 
 from meshlm.architectures.config_values import shown
 from meshlm.architectures.encoder import KEYS, classifier, head_weights
-from meshlm.architectures.family import Family, Weight
+from meshlm.architectures.family import Family, Serves, Weight, stem_of
 from meshlm.protocol.model import HeadSpec, ModelSpec
 
-_CAUSAL = "ForCausalLM"
 _OWN = KEYS | frozenset(("classifier_from_token", "is_original_qwen3_reranker", "method", "score_bias"))
 _UNREAD = r"(model\.)?lm_head\..*"
 
 
 def vector_families(family: Family) -> tuple[Family, ...]:
     """The families for vectors and classes that a family of decoders brings along."""
-    if not family.architecture.endswith(_CAUSAL):
+    stem = stem_of(family.architecture)
+    if not stem:
         return ()
-    stem = family.architecture.removesuffix(_CAUSAL)
     unread = f"({family.unread})|{_UNREAD}" if family.unread else _UNREAD
     plain = family._replace(
         gguf=None, compiles=False, keys=family.keys | _OWN, unread=unread, rename=family.rename or str
     )
     found = [
-        plain._replace(architecture=f"{stem}Model", spec=_without_projection(family)),
+        plain._replace(architecture=f"{stem}Model", spec=_without_projection(family), serves=Serves.VECTORS),
         plain._replace(
             architecture=f"{stem}ForSequenceClassification",
+            serves=Serves.CLASSES,
             spec=_with_head(family, _score),
             weights=_weights(family, ("score",)),
         ),
         plain._replace(
             architecture=f"{stem}ForTokenClassification",
+            serves=Serves.TOKEN_CLASSES,
             spec=_with_head(family, _of_tokens),
             weights=_weights(family, ("score",)),
         ),
@@ -43,7 +44,12 @@ def vector_families(family: Family) -> tuple[Family, ...]:
     if family.architecture == "Qwen2ForCausalLM":
         weights = _weights(family, ("score.0", "score.2"))
         found += [
-            plain._replace(architecture=f"Qwen2For{name}RewardModel", spec=_with_head(family, head), weights=weights)
+            plain._replace(
+                architecture=f"Qwen2For{name}RewardModel",
+                serves=Serves.CLASSES,
+                spec=_with_head(family, head),
+                weights=weights,
+            )
             for name, head in (("", _reward), ("Process", _process_reward))
         ]
     return tuple(found)

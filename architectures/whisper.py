@@ -6,7 +6,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import integer, words
-from meshlm.architectures.family import Family, Weight
+from meshlm.architectures.family import Family, Serves, Weight
 from meshlm.architectures.layer_norms import layer_norm_spec, layer_norm_weights, named, renaming
 from meshlm.protocol.model import AudioEncoderSpec, LayerNormSpec, ModelSpec
 
@@ -109,6 +109,7 @@ _OUTSIDE = {
 FAMILY = Family(
     architecture="WhisperForConditionalGeneration",
     model_type="whisper",
+    serves=Serves.TRANSCRIPTIONS,
     spec=_spec,
     weights=_weights,
     keys=words("""

@@ -11,6 +11,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from meshlm.architectures.config_values import shown
+from meshlm.architectures.family import Serves, stem_of
+from meshlm.architectures.registry import serves
 from meshlm.protocol.model import ModelSpec
 from meshlm.protocol.pooling import DenseSpec, PoolingSpec, PoolingTask
 from meshlm.protocol.tasks import PoolKind
@@ -78,11 +80,11 @@ def with_head_of(config: dict[str, Any], token_ids: tuple[int, ...]) -> dict[str
     """The config.json of a model that gives text as that of a classifier whose logits are those of these tokens. ModelFilesError."""
     names, own = config.get("architectures"), "--pooler-config: returned_token_ids"
     name = str(names[0]) if isinstance(names, list) and names else ""
-    if not name.endswith("ForCausalLM"):
+    if not stem_of(name):
         raise ModelFilesError(f"{own}: they are tokens of a model that gives text; {name or 'this'} is none")
     if config.get("classifier_from_token"):
         raise ModelFilesError(f"{own}: it does not go with classifier_from_token")
-    name = f"{name.removesuffix('ForCausalLM')}ForSequenceClassification"
+    name = f"{stem_of(name)}ForSequenceClassification"
     return {**config, "architectures": [name], "classifier_from_token": list(token_ids)}
 
 
@@ -193,7 +195,7 @@ def pooling_spec(
     spec: ModelSpec, config: dict[str, Any], modules: SentenceTransformer | None, pooler: PoolerConfig, convert: Convert
 ) -> PoolingSpec:
     """What the model serves. config: its config.json. ModelFilesError."""
-    tokens = str(spec.architecture).endswith("ForTokenClassification")
+    tokens = serves(spec) is Serves.TOKEN_CLASSES
     kind = PoolKind.CLS if spec.encoder_only else PoolKind.LAST
     if spec.head is not None and config.get("classifier_pooling") == "mean":
         kind = PoolKind.MEAN

@@ -13,7 +13,7 @@ import msgspec
 import setproctitle
 import uvloop
 
-from meshlm.protocol.config import MeshConfig, ServerConfig
+from meshlm.protocol.config import MeshConfig, Resolved, ServerConfig
 from meshlm.protocol.ids import Identity, Role
 from meshlm.runtime import logs, streams, tls
 from meshlm.runtime.api_keys import KeyFileError, read_file
@@ -173,7 +173,10 @@ async def _serve(config: MeshConfig, display: StartDisplay) -> None:
         if signal.getsignal(number) is not signal.SIG_IGN or number != signal.SIGHUP:  # `nohup` has it ignored
             loop.add_signal_handler(number, on_signal)
     assert config.resolved is not None
-    display.line(f"starting {config.resolved.served_names[0]} on {config.resolved.device} in {config.resolved.dtype}")
+    display.line(
+        f"starting {config.resolved.served_names[0]} on {config.resolved.device} in {config.resolved.dtype}"
+        f"{_instead_of_text(config.resolved)}"
+    )
     try:
         await supervisor.start()
         announce = loop.create_task(_announce(supervisor, display))
@@ -196,6 +199,15 @@ async def _announce(supervisor: io.Supervisor, display: StartDisplay) -> None:
     if not server.has_keys:
         display.line(*_who_reaches(server))
     display.line(f"ready: {address}   (Ctrl-C stops)")
+
+
+def _instead_of_text(resolved: Resolved) -> str:
+    """What the server does for clients, where it does not go on with texts."""
+    if resolved.speech is not None:
+        return ": it transcribes audio, and takes no completions"
+    if resolved.pooling is not None:
+        return f": it gives vectors ({', '.join(resolved.pooling.tasks)}), and takes no completions"
+    return ""
 
 
 def _who_reaches(server: ServerConfig) -> tuple[str, str]:

@@ -1,5 +1,7 @@
 """Whether a model serves text or vectors, and which flags go with vectors. Called by resolve.py. UsageError."""
 
+from meshlm.architectures.family import Serves
+from meshlm.architectures.registry import serves
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.pooling import PoolingSpec
 from meshlm.runtime import pooling_config
@@ -62,8 +64,7 @@ def _asked(config: MeshConfig) -> tuple[str, str]:
 
 def _for_vectors(files: ModelFiles) -> str:
     """ "only": it can give nothing else; "first": its files say that vectors are what it is for; "": text."""
-    name = files.spec.architecture
-    if files.spec.encoder_only or files.spec.head is not None or name.endswith("Model"):
+    if serves(files.spec) in (Serves.VECTORS, Serves.CLASSES, Serves.TOKEN_CLASSES):
         return "only"
     return "first" if files.modules is not None else ""
 

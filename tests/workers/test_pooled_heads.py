@@ -37,13 +37,18 @@ def close(found: bytes, expected: torch.Tensor) -> None:
     )
 
 
+OWN = {"GPT2": {"num_key_value_heads": 6}}
+
+
 @pytest.mark.parametrize("labels", [1, 4])
-@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Phi3"])
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Phi3", "GPT2"])
 def test_sequence_classifiers_equal_transformers(name: str, labels: int, tmp_path: Path) -> None:
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**{**SIZES, "pad_token_id": 0, "num_labels": labels})
+    config = getattr(transformers, f"{name}Config")(
+        **{**SIZES, **OWN.get(name, {}), "pad_token_id": 0, "num_labels": labels}
+    )
     theirs = getattr(transformers, f"{name}ForSequenceClassification")(config).eval().float()
     theirs.save_pretrained(tmp_path)
     driver = Driver(loaded(tmp_path), PROMPTS, GREEDY, CLASSIFY)

@@ -241,7 +241,7 @@ class _Random:
         self.dtype = "F32"
 
     def part(self, dim: int, begin: int, end: int) -> Tensor:
-        shape, salt = list(self.shape), self._name
+        shape, salt = list(self.shape or (1,)), self._name  # some hold one number
         if self._device.type != "cpu":
             shape[dim] = end - begin
             salt = f"{salt} {begin}"
@@ -254,7 +254,7 @@ class _Random:
         return made.narrow(dim, begin, end - begin) if self._device.type == "cpu" else made
 
     def whole(self) -> Tensor:
-        return self.part(0, 0, self.shape[0])
+        return self.part(0, 0, self.shape[0] if self.shape else 1)
 
 
 def _dummy(spec: ModelSpec, device: torch.device, seed: int) -> Iterator[tuple[str, Source]]:

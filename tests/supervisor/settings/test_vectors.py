@@ -49,6 +49,34 @@ def test_who_gives_vectors(tmp_path: Path, settings: dict[str, Any], serves: boo
     assert (pooling(tmp_path, QWEN3, **settings) is not None) == serves
 
 
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"],
+    "vocab_size": 300,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "tasks"),
+    [
+        ("GPT2LMHeadModel", {}, ()),
+        ("GPT2LMHeadModel", {"runner": "generate"}, ()),
+        ("GPT2LMHeadModel", {"runner": "pooling"}, ("embed", "token_embed")),
+        ("GPT2Model", {}, ("embed", "token_embed")),
+        ("GPT2ForSequenceClassification", {}, ("classify", "token_classify")),
+        ("GPT2ForTokenClassification", {}, ("token_classify",)),
+    ],
+)
+def test_the_registry_says_what_a_family_does_and_not_how_its_name_is_spelled(
+    tmp_path: Path, architecture: str, settings: dict[str, Any], tasks: tuple[str, ...]
+) -> None:
+    found = pooling(tmp_path, {**GPT2, "architectures": [architecture]}, **settings)
+    assert (() if found is None else found.tasks) == tasks
+
+
 def test_what_they_are(tmp_path: Path, minilm: Path) -> None:
     last = pooling(tmp_path, QWEN3, runner="pooling")
     assert last is not None

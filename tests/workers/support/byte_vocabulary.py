@@ -10,12 +10,17 @@ from meshlm.workers.output.vocabulary import Vocabulary
 EOS = 2
 
 
-def byte_vocabulary(vocab_size: int) -> Vocabulary:
+def byte_tokenizer(vocab_size: int) -> Tokenizer:
     letters = {byte: letter for letter, byte in byte_alphabet().items()}
     size = min(vocab_size, 256)
     tokenizer = Tokenizer(models.BPE(vocab={letters[byte]: byte for byte in range(size)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def byte_vocabulary(vocab_size: int) -> Vocabulary:
+    tokenizer = byte_tokenizer(vocab_size)
     return Vocabulary(LoadedTokenizer(tokenizer, {}, frozenset({EOS}), True), vocab_size, (EOS,))
 
 

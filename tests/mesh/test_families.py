@@ -1,0 +1,67 @@
+"""Every family of the registry answers through the whole mesh, with small random weights.
+
+test_whisper.py has the one that transcribes, tests/workers/test_vector_families.py every name of those that give vectors.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from family_models import folder_of
+from serving import Serving, serving
+
+from meshlm.architectures.family import Family, Serves
+from meshlm.architectures.registry import families
+
+pytestmark = pytest.mark.mesh
+FLAGS = ("--device", "cpu", "--cpu-threads", "1", "--dtype", "float32", "--kv-cache-memory", "64M")
+
+
+def serving_what(*wanted: Serves) -> dict[str, Family]:
+    return {name: family for name, family in families().items() if family.serves in wanted}
+
+
+def vector_families() -> Iterator[str]:
+    """All encoders, and of decoders one name for each class that computes them."""
+    of_model: dict[str, list[str]] = {}
+    for name, family in serving_what(Serves.VECTORS, Serves.CLASSES, Serves.TOKEN_CLASSES).items():
+        of_model.setdefault(family.model, []).append(name)
+    for nth, (model, names) in enumerate(sorted(of_model.items())):
+        is_encoder = model.endswith((":Bert", ":ModernBert"))
+        yield from names if is_encoder else [names[nth % len(names)]]
+
+
+def answer_of(server: Serving, path: str, **body: Any) -> Any:
+    answer = httpx.post(f"{server.url}{path}", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def starting_line(server: Serving) -> str:
+    return next(line for line in server.lines if "starting " in line)
+
+
+@pytest.mark.parametrize("architecture", list(serving_what(Serves.TEXT)))
+def test_a_completion(architecture: str, tmp_path: Path) -> None:
+    folder = str(folder_of(architecture, tmp_path))
+    with serving(folder, *FLAGS, "--load-format", "dummy", "--max-model-len", "64") as server:
+        found = answer_of(server, "/v1/completions", prompt="hello", max_tokens=3, ignore_eos=True)
+        assert "completions" not in starting_line(server)
+    assert (found["usage"]["prompt_tokens"], found["usage"]["completion_tokens"]) == (5, 3)
+
+
+@pytest.mark.parametrize("architecture", list(vector_families()))
+def test_a_vector(architecture: str, tmp_path: Path) -> None:
+    folder = str(folder_of(architecture, tmp_path))
+    with serving(folder, *FLAGS, "--load-format", "dummy", "--max-model-len", "64") as server:
+        (found,) = answer_of(server, "/pooling", input="hello")["data"]
+        refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "hello"}, timeout=60)
+        assert "it gives vectors (" in starting_line(server)
+    assert len(found["data"]) > 0
+    assert refused.status_code == 404
+
+
+def test_families_that_transcribe_have_a_test_of_their_own() -> None:
+    assert list(serving_what(Serves.TRANSCRIPTIONS)) == ["WhisperForConditionalGeneration"]
