@@ -41,6 +41,11 @@ def checked_prompt(token_ids: "array[int]", submit: Submit, vocab_size: int, max
     return token_ids
 
 
+def producible(words: tuple[tuple[int, ...], ...], vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    """Of these sequences those that the model can write: a tokenizer may know tokens that the model has no logits for."""
+    return tuple(word for word in words if max(word) < vocab_size)
+
+
 def check_audio(submit: Submit, max_audio_samples: int) -> None:
     """RequestError where audio is missing, or has not 1 to `max_audio_samples` samples. 0: the model takes no audio."""
     audio = submit.prompt.audio if isinstance(submit.prompt, AudioPrompt) else None

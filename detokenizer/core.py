@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from meshlm.detokenizer import replies
-from meshlm.detokenizer.admission import check_audio, checked_prompt, checked_sampling, left_embeds
+from meshlm.detokenizer.admission import check_audio, checked_prompt, checked_sampling, left_embeds, producible
 from meshlm.detokenizer.attempts import Attempts
 from meshlm.detokenizer.batch import FrontendBatch, is_long
 from meshlm.detokenizer.decode import TokenTable
@@ -182,11 +182,10 @@ class Detokenizer(Attempts):
         ]
         encode_s = self.now - requests[0].submitted_at
         self.counts.histograms["request_encode_time_seconds"].observe(encode_s)
+        banned = producible(event.bad_words, self.vocab_size)
         for request, params in zip(now, sampling, strict=True):
             request.encode_s = encode_s
-            request.begin(
-                self.table, prompt, replace(params, bad_words_token_ids=event.bad_words, grammar=event.grammar)
-            )
+            request.begin(self.table, prompt, replace(params, bad_words_token_ids=banned, grammar=event.grammar))
             request.second_from = event.second_from
             request.embeds = embeds
             effects += self._admit(request)

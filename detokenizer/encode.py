@@ -1,7 +1,7 @@
 """Prompts to token ids, in threads: a 2,000-token prompt takes 4 ms, which no running stream should wait for. Called by io.py."""
 
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -22,6 +22,7 @@ from meshlm.protocol.text_edge import (
     TextPrompt,
     TokenPrompt,
 )
+from meshlm.runtime import bad_words
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.tokenizer_files import LoadedTokenizer
 
@@ -155,15 +156,15 @@ class Encoder:
         prefix, suffix = self._ids(prompt.text, False), self._ids(prompt.suffix, False)
         return infilled(prefix, suffix, begin, self._tokenizer.token_to_id)
 
-    def bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """The sequences of tokens that are these words, at the begin of a text and behind a space; as vLLM chooses them."""
-        found = []
-        for word in words:
-            bare, spaced = self._ids(word.lstrip(), False), self._ids(" " + word.lstrip(), False)
-            found.append(tuple(bare))
-            if spaced and bare and spaced[0] != bare[0] and len(spaced) == len(bare):
-                found.append(tuple(spaced))
-        return tuple(ids for ids in dict.fromkeys(found) if ids)
+    def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The sequences of tokens that write these words (runtime/bad_words.py)."""
+        if not words:
+            return ()
+        return bad_words.sequences(words, self._each, self._tokenizer.id_to_token, self._tokenizer.token_to_id)
+
+    def _each(self, texts: list[str]) -> list[tuple[int, ...]]:
+        texts = [text.lower() for text in texts] if self._lower_case else texts
+        return [tuple(found.ids) for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def _ids(self, text: str, add_special_tokens: bool) -> "array[int]":
         text = text.lower() if self._lower_case else text

@@ -8,6 +8,7 @@ from meshlm.frontend.errors import HttpError
 from meshlm.frontend.parse import ParsedRequest
 from meshlm.protocol.ids import ErrorKind
 from meshlm.protocol.text_edge import Prompt, num_bytes_of
+from meshlm.runtime import bad_words
 
 SEQUENCE_BYTES = 16 << 10  # of one sequence in all processes, without its prompt
 ID_BYTES, BIAS_BYTES = (
@@ -24,7 +25,7 @@ def cost_of(ask: ParsedRequest) -> int:
     prompts = sum(map(num_bytes_of, ask.prompts))
     ids = ask.sampling
     listed = ID_BYTES * (len(ids.stop_token_ids) + len(ids.allowed_token_ids)) + BIAS_BYTES * len(ids.logit_bias)
-    listed += ID_BYTES * 2 * sum(map(len, ask.text.bad_words))  # a token for each character, and again behind a space
+    listed += ID_BYTES * bad_words.num_ids(ask.text.bad_words)
     if ids.grammar is not None:
         listed += GRAMMAR_COPIES * len(ids.grammar.text)
     num_sequences = len(ask.prompts) * ask.num_choices

@@ -349,17 +349,3 @@ def test_a_broken_tokenizer_config_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "tokenizer_config.json").write_text(text, "utf-8", "surrogateescape")
     with pytest.raises(ProcessFatal, match=r"tokenizer_config.json: "):
         tokenizer_files.load(tmp_path)
-
-
-def test_bad_words_are_their_tokens_alone_and_behind_a_space(loaded: tokenizer_files.LoadedTokenizer) -> None:
-    """As vLLM chooses them: with a space only where that makes as many tokens, of which the first is another."""
-    encoder = Encoder(loaded, {})
-
-    def ids(text: str) -> tuple[int, ...]:
-        return tuple(loaded.tokenizer.encode(text, add_special_tokens=False).ids)
-
-    assert encoder.bad_words(["Paris", "  Paris"]) == (ids("Paris"), ids(" Paris"))
-    two = "unhappily"
-    assert len(ids(two)) != len(ids(f" {two}"))
-    assert encoder.bad_words([two]) == (ids(two),)
-    assert encoder.bad_words([]) == ()

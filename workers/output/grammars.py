@@ -145,6 +145,9 @@ class RowMatcher:
         self._output: list[int] = []
         self._special = bool(sampling.allowed_token_ids or sampling.bad_words_token_ids or sampling.min_tokens)
         self.error = ""
+        self._banned: dict[tuple[int, ...], list[tuple[int, ...]]] = {}  # words, by the token before their last one
+        for word in sampling.bad_words_token_ids:
+            self._banned.setdefault(word[-2:-1], []).append(word)
 
     @property
     def is_over(self) -> bool:
@@ -200,7 +203,8 @@ class RowMatcher:
         if sampling.allowed_token_ids:
             ends_with_grammar = self._matcher is not None and not self._until
             words &= self._vocabulary.mask_of(sampling.allowed_token_ids) | (ends if ends_with_grammar else 0)
-        for *before, last in sampling.bad_words_token_ids:
+        ends_with = tuple(self._output[-1:])
+        for *before, last in (*self._banned.get((), ()), *(self._banned.get(ends_with, ()) if ends_with else ())):
             if not before or self._output[-len(before) :] == before:
                 words[last >> 5] &= ~_bit(last)
         if len(self._output) < sampling.min_tokens:

@@ -15,7 +15,6 @@ from torch import Tensor
 from meshlm.workers.output.draws import uniforms
 from meshlm.workers.output.table import SamplingTable
 
-ANY_TOKEN = -1
 MIN_TEMPERATURE = 1e-5  # below: greedy
 
 
@@ -138,21 +137,5 @@ def _apply_special(logits: Tensor, at: SampleRows, table: SamplingTable, tokens:
         if params.logit_bias:
             ids = put(np.array(list(params.logit_bias), np.int64), line.device)
             line[ids] += put(np.array(list(params.logit_bias.values()), np.float32), line.device).to(line.dtype)
-        if params.bad_words_token_ids:
-            end = int(at.lens[place])
-            _ban_words(line, params.bad_words_token_ids, tokens[row, int(at.prompt_lens[place]) : end])
-
-
-def _ban_words(line: Tensor, words: tuple[tuple[int, ...], ...], output: Tensor) -> None:
-    """The last token of a word may not come where the rest of it stands at the end of the output. The host does not wait to see."""
-    words = tuple(word for word in words if len(word) - 1 <= len(output))
-    if not words:
-        return
-    longest = max(map(len, words)) - 1
-    begins = np.full((len(words), longest), ANY_TOKEN, np.int32)
-    for nth, word in enumerate(words):
-        begins[nth, longest + 1 - len(word) :] = word[:-1]
-    begin = put(begins, line.device)
-    stands = ((begin == output[len(output) - longest :]) | (begin == ANY_TOKEN)).all(dim=1)
-    last = put(np.array([word[-1] for word in words], np.int64), line.device)
-    line.index_add_(0, last, torch.where(stands, -torch.inf, 0.0).to(line.dtype))
+        if (banned := table.banned_words.get(row)) is not None:
+            banned.ban(line, tokens[row, int(at.prompt_lens[place]) : int(at.lens[place])])

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshlm.protocol.sampling import SamplingParams
+from meshlm.workers.output.banned_words import BannedWords
 from meshlm.workers.output.processors import Processors
 
 ALWAYS: Final = np.iinfo(np.int32).max
@@ -45,6 +46,7 @@ class SamplingTable:
             max_rows, np.int64
         )  # output index: tokens before it need more than the kernels do
         self.special: dict[int, SamplingParams] = {}
+        self.banned_words: dict[int, BannedWords] = {}
         self.logprob_token_ids: dict[int, tuple[int, ...]] = {}  # rows that want those of certain tokens
         self.processors: Processors | None = None  # of logits; set by the engine
 
@@ -70,6 +72,9 @@ class SamplingTable:
             self.special[row] = params
         else:
             self.special.pop(row, None)
+        self.banned_words.pop(row, None)
+        if params.bad_words_token_ids:
+            self.banned_words[row] = BannedWords(params.bad_words_token_ids)
         self.logprob_token_ids.pop(row, None)
         if params.logprob_token_ids:
             self.logprob_token_ids[row] = params.logprob_token_ids

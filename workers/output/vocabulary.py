@@ -45,7 +45,17 @@ class Vocabulary:
         return ""
 
     def tokens_of(self, text: bytes) -> list[int]:
-        return self.tokenizer.tokenize_bytes(text)
+        """Of ids that have logits: where the tokenizer has one beyond them, the text is written in the others, the longest first."""
+        found = self.tokenizer.tokenize_bytes(text)
+        return found if max(found, default=0) < len(self._texts) else self._written_out(text)
+
+    def _written_out(self, text: bytes) -> list[int]:
+        known = {part: token for token, part in enumerate(self._texts) if part and part in text}
+        found = []
+        while text and (part := max(filter(text.startswith, known), key=len, default=b"")):
+            found.append(known[part])
+            text = text[len(part) :]
+        return found
 
     def _mask_of(self, tokens: Iterable[int]) -> I32:
         bits = np.zeros(self.num_words * 32, np.uint8)

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from llguidance import LLMatcher
+from tokenizers import AddedToken
 
 from meshlm.protocol.grammar import Grammar, GrammarKind, ThinkingBudget
 from meshlm.protocol.ids import Row, StepId
@@ -92,3 +93,12 @@ def test_a_row_whose_reasoning_is_over_has_no_mask(vocabulary: Vocabulary) -> No
     """So nothing waits for its tokens any more."""
     made = begun(vocabulary, TAGS, vocabulary.tokens_of(b" a</think>"))
     assert not made.of_step(np.array([0], np.int32))
+
+
+def test_a_closing_text_that_the_model_has_no_logits_for_is_written_in_other_tokens(smollm2: Path) -> None:
+    loaded = tokenizer_files.load(smollm2)
+    loaded.tokenizer.add_tokens([AddedToken("</think>")])
+    assert loaded.tokenizer.token_to_id("</think>") == VOCAB
+    short = Vocabulary(loaded, VOCAB, (EOS,))
+    assert written(short, ThinkingBudget(2, "</think>"), " a a a a") == " a a</think> a a"
+    assert max(short.tokens_of(b"</think>")) < VOCAB
