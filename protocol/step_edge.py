@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from meshlm.protocol.audio import Audio
 from meshlm.protocol.control_edge import GraphCounts
-from meshlm.protocol.ids import Row, StepId
+from meshlm.protocol.ids import ErrorKind, Row, StepId
 from meshlm.protocol.kv import KVSpec
 from meshlm.protocol.lockstep import StepGroup
 from meshlm.protocol.prompt_embeds import PromptEmbeds
@@ -151,6 +151,13 @@ class LastPlan(Struct, frozen=True, tag="standing"):
     step: int
 
 
+class RowFailed(Struct, frozen=True, omit_defaults=True):
+    """Why the request of a row ends with an error, while the others of its step go on."""
+
+    message: str
+    kind: ErrorKind = ErrorKind.INVALID  # its own parameters leave no token
+
+
 class StepResult(Struct, frozen=True, tag="result", omit_defaults=True):
     """The tokens of one step, in batch order: one per sampling request, or as many as `counts` says."""
 
@@ -168,9 +175,7 @@ class StepResult(Struct, frozen=True, tag="result", omit_defaults=True):
     gap_ns: int = 0  # that the device was idle before it, since the step before
     counts: bytes = b""  # int32[number of samples], 0 .. 1 + num_drafts each; b"" means one each
     pooled: dict[int, bytes] = {}  # batch place -> float32: the vector of a Pool whose prompt is computed now
-    failed: dict[
-        int, str
-    ] = {}  # batch place -> why its request ends with an error (its grammar); its token here is none
+    failed: dict[int, RowFailed] = {}  # batch place -> why its request ends with an error; its token here is none
 
 
 class StepFailed(Struct, frozen=True, tag="failed"):

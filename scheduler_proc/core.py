@@ -25,6 +25,7 @@ from meshlm.protocol.sleeping import AWAKE, after
 from meshlm.protocol.step_edge import (
     GrammarReady,
     LastPlan,
+    RowFailed,
     StepFailed,
     StepPlan,
     StepResult,
@@ -164,7 +165,7 @@ class Scheduler:
                 self.load.worker(stats.graphs, event.incarnation)
             case GrammarReady() as grammar if grammar.session == self.session:
                 for request in self.table.grammars.ready(event.sender, grammar):
-                    self.table.fail_grammar(request, output, grammar.error)
+                    self.table.fail_row(request, output, RowFailed(grammar.error))
             case StepFailed() as failed:
                 self._step_failed(failed, output)
             case AttachTokens() as attach:

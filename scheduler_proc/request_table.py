@@ -9,6 +9,8 @@ from collections.abc import Collection, Container
 from meshlm.protocol.admit_edge import Assign, GiveBack, Readmit
 from meshlm.protocol.columns import pack_i32, unpack_i32
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.step_edge import RowFailed
 from meshlm.protocol.token_edge import AttachTokens, Ended, StillThere, TokenDeltas
 from meshlm.runtime.events import Send
 from meshlm.scheduler_proc.batching import Batching, tokens_of
@@ -87,11 +89,13 @@ class RequestTable:
         output.end(request, reason, message, kind, param)
         self.drop(request)
 
-    def fail_grammar(self, request: Request, output: Output, message: str) -> None:
-        """End a request whose grammar the workers cannot follow, with the client's name of it."""
-        grammar = request.work.sampling.grammar
-        param = grammar.param if grammar is not None else ""
-        self.finish(request, output, FinishReason.ERROR, f"{param}: {message}", ErrorKind.INVALID, param.split(".")[0])
+    def fail_row(self, request: Request, output: Output, failed: RowFailed) -> None:
+        """End a request that its worker has no token for. Where its own parameters leave none, the error names one of them."""
+        param = _constraint(request.work.sampling) if failed.kind is ErrorKind.INVALID else ""
+        kind, message = (
+            (ErrorKind.INVALID, f"{param}: {failed.message}") if param else (ErrorKind.INTERNAL, failed.message)
+        )
+        self.finish(request, output, FinishReason.ERROR, message, kind, param.split(".")[0])
 
     def too_long(self, detokenizer: Identity, deltas: TokenDeltas, text: str) -> list[Send]:
         """No frame holds these rows of ours: their requests end where they were before."""
@@ -169,3 +173,17 @@ class RequestTable:
             if request.work.handle == attach.handle:
                 known = tokens_of(request, attach.from_index)
                 output.of(request.detokenizer).row(attach.handle, attach.from_index, known)
+
+
+def _constraint(params: SamplingParams) -> str:
+    """The name that the client gave to what leaves the fewest tokens; empty: nothing is left out."""
+    if params.grammar is not None and params.grammar.param:
+        return params.grammar.param
+    said = {
+        "allowed_token_ids": params.allowed_token_ids,
+        "bad_words": params.bad_words_token_ids,
+        "vllm_xargs": params.extra_args,
+        "logit_bias": params.logit_bias,
+        "min_tokens": params.min_tokens,
+    }
+    return next((name for name, value in said.items() if value), "")

@@ -107,7 +107,7 @@ class Results:
                 continue
             count = next(counts)
             if place in result.failed and alive:
-                self._table.fail_grammar(request, output, result.failed[place])
+                self._table.fail_row(request, output, result.failed[place])
                 alive = False
             if alive:
                 if record.num_drafts and record.num_drafts[place]:

@@ -1,6 +1,7 @@
 """Greedy and temperature sampling over the whole vocabulary, without a sort and with one pass over the logits.
 
     greedy (temperature below 1e-5): the first index of the largest logit
+    NONE_LEFT or NOT_NUMBERS, and 0 behind the request's tokens, where no token can be chosen (outcomes.py)
     else: the first id whose cumulative softmax(logits / temperature) exceeds u        (inversion; Devroye 1986, ch. III.2)
 
 u is draw i of the request: SplitMix64 of (seed, output index) as in workers/output/draws.py (Steele et al. 2014), so that a stream
@@ -13,7 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meshlm.kernels.sample import outcomes
+
 CHUNK = 4096
+NONE_LEFT, NOT_NUMBERS = tl.constexpr(outcomes.NONE_LEFT), tl.constexpr(outcomes.NOT_NUMBERS)
 
 
 @triton.jit
@@ -31,7 +35,7 @@ def _partial(
     top = tl.max(x, axis=0)
     to = line * CHUNKS + chunk
     tl.store(best + to, top)
-    tl.store(best_at + to, tl.min(tl.where(x == top, at, 2147483647), axis=0))
+    tl.store(best_at + to, tl.min(tl.where(x == x, tl.where(x == top, at, 2147483647), NOT_NUMBERS), axis=0))
     if temperature >= 1e-5:
         scaled = x / temperature
         limit = tl.max(scaled, axis=0)
@@ -68,11 +72,11 @@ def _pick(
     temperature = tl.load(temperatures + row)
     c = tl.arange(0, WIDE)
     here = line * CHUNKS + c
+    tops = tl.load(best + here, mask=c < CHUNKS, other=float("-inf"))
+    ids = tl.load(best_at + here, mask=c < CHUNKS, other=2147483647)
+    top = tl.max(tops, axis=0)
     if temperature < 1e-5:
-        tops = tl.load(best + here, mask=c < CHUNKS, other=float("-inf"))
-        ids = tl.load(best_at + here, mask=c < CHUNKS, other=2147483647)
-        token = tl.min(tl.where(tops == tl.max(tops, axis=0), ids, 2147483647), axis=0)
-        token = tl.where(token < vocab, token, 0)  # nothing equals a NaN
+        token = tl.min(tl.where(tops == top, ids, 2147483647), axis=0)
     else:
         limits = tl.load(most + here, mask=c < CHUNKS, other=float("-inf"))
         limit = tl.max(limits, axis=0)
@@ -93,10 +97,12 @@ def _pick(
         hit = (within.to(tl.float64) > left) & (weight > 0.0)
         first = tl.min(tl.where(hit, at, 2147483647), axis=0)
         final = tl.max(tl.where(weight > 0.0, at, 0), axis=0)
-        token = tl.minimum(first, final)
+        token = tl.where(top == float("inf"), NOT_NUMBERS, tl.minimum(first, final))
+    token = tl.where(top == float("-inf"), NONE_LEFT, token)
+    token = tl.where(tl.min(ids, axis=0) < 0, NOT_NUMBERS, token)
     tl.store(out + line, token)
     if count > 0:
-        tl.store(tokens + row * tokens_stride + length, token)
+        tl.store(tokens + row * tokens_stride + length, tl.maximum(token, 0))
 
 
 class Rows:

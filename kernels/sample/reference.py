@@ -1,7 +1,11 @@
 """What sample/kernel.py computes, in plain torch and float64."""
 
+import math
+
 import torch
 from torch import Tensor
+
+from meshlm.kernels.sample.outcomes import NONE_LEFT, NOT_NUMBERS
 
 MASK = (1 << 64) - 1
 
@@ -16,9 +20,16 @@ def uniform(seed: int, index: int) -> float:
 
 
 def sample(logits: Tensor, temperatures: list[float], draws: list[float]) -> list[int]:
-    """One id for each line."""
+    """One id, or outcome, for each line."""
     found = []
     for line, temperature, draw in zip(logits, temperatures, draws, strict=True):
+        top = float(line.float().max())
+        if math.isnan(top) or (top == math.inf and temperature >= 1e-5):
+            found.append(NOT_NUMBERS)
+            continue
+        if top == -math.inf:
+            found.append(NONE_LEFT)
+            continue
         if temperature < 1e-5:
             found.append(int(line.float().argmax()))
             continue

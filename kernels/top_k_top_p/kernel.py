@@ -1,6 +1,6 @@
 """min-p, top-k and top-p over the whole vocabulary, without a sort and without the host.
 
-Excluded logits become -inf, in place:
+Excluded logits become -inf, in place; a line with an infinite one, or one that is not a number, stays as it is:
 
     keep token i  <=>  logits[i] >= max(a, b, c)      with z = logits / temperature
     a = temperature * (max z + ln min_p)                                              (min-p; Nguyen et al. 2024)
@@ -152,18 +152,21 @@ def _top_k_top_p(
     sums = tl.zeros((BLOCK // GROUP,), tl.float32)
     for begin in tl.range(0, vocab, BLOCK, num_stages=STAGES):
         at = begin + inner
-        x = tl.load(line + at, mask=at < vocab, other=float("-inf"))
-        peak = tl.max(x.to(tl.float32), axis=1)
+        x = tl.load(line + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+        x = tl.where(x == x, x, float("inf"))
+        peak = tl.max(x, axis=1)
         group = begin // GROUP + own
-        tl.store(peaks + group, peak.to(x.dtype), mask=group < groups)
+        tl.store(peaks + group, peak.to(peaks.dtype.element_ty), mask=group < groups)
         higher = tl.maximum(tops, peak)
         if only_nucleus:
             base = tl.where(higher == float("-inf"), 0.0, higher)
-            part = tl.sum(tl.exp2((x.to(tl.float32) - base[:, None]) * steep), axis=1)
+            part = tl.sum(tl.exp2((x - base[:, None]) * steep), axis=1)
             sums = sums * tl.exp2((tops - base) * steep) + part
         tops = higher
     tl.debug_barrier()  # the peaks are read by other threads than wrote them
     top = tl.max(tops, axis=0)
+    if top == float("inf"):  # or not a number: nothing can be drawn of it (kernels/sample)
+        return
     high = _key(top) >> SPARE
     top = tl.where(top == float("-inf"), 0.0, top)  # a line without tokens stays as it is
     low = tl.full((), LOWEST >> SPARE, tl.int32)

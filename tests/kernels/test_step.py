@@ -8,6 +8,7 @@ from device import DEVICE, MARKS, ON_GPU
 from meshlm.kernels.prepare_inputs import kernel, reference
 from meshlm.kernels.sample import kernel as sampling
 from meshlm.kernels.sample import reference as sampling_reference
+from meshlm.kernels.sample.outcomes import NONE_LEFT, NOT_NUMBERS
 
 pytestmark = MARKS
 
@@ -89,19 +90,27 @@ def test_sample(vocab: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")  # the interpreter's numpy
-def test_not_a_number_gives_an_id_of_the_vocabulary() -> None:
-    """A model that overflows spoils its own text: an id that does not exist would be looked up, in logits and elsewhere."""
-    logits = torch.full((3, 5000), torch.nan, device=DEVICE)
-    logits[1] = torch.arange(5000.0)
-    nothing = torch.zeros(3, 2, dtype=torch.int32, device=DEVICE)
-    heats = torch.tensor([0.0, 0.0, 1.0], device=DEVICE)
-    state = sampling.Rows(heats, nothing, nothing[:, 0].contiguous(), torch.zeros_like(nothing))
-    columns = (torch.arange(3), torch.zeros(3), torch.arange(1, 4))
+@pytest.mark.parametrize("heat", [0.0, 1.0])
+@pytest.mark.parametrize("vocab", [100, 10007])
+def test_lines_that_no_token_can_be_chosen_of(heat: float, vocab: int) -> None:
+    """They are told from tokens; the row's next token is one of the vocabulary, since steps behind look it up."""
+    logits = torch.arange(float(vocab), device=DEVICE).repeat(7, 1)
+    logits[0], logits[1] = torch.nan, -torch.inf
+    logits[2, vocab - 3], logits[3, 0] = torch.nan, torch.nan
+    logits[4], logits[5, 7] = -torch.inf, torch.inf
+    logits[4, vocab - 1] = -1e30
+    nothing = torch.zeros(7, 2, dtype=torch.int32, device=DEVICE)
+    heats = torch.full((7,), heat, device=DEVICE)
+    state = sampling.Rows(heats, nothing, nothing[:, 0].contiguous(), torch.full_like(nothing, 5))
+    columns = (torch.arange(7), torch.zeros(7), torch.arange(1, 8))
     on_device = tuple(column.int().to(DEVICE) for column in columns)
-    out = torch.zeros(3, dtype=torch.int32, device=DEVICE)
-    sampling.sample(logits, on_device, None, state, sampling.workspace(3, 5000, DEVICE), out)  # type: ignore[arg-type]
-    assert out.tolist() == [0, 4999, 0]
-    assert state.tokens[:, 1].tolist() == [0, 4999, 0]
+    out = torch.zeros(7, dtype=torch.int32, device=DEVICE)
+    sampling.sample(logits, on_device, None, state, sampling.workspace(7, vocab, DEVICE), out)  # type: ignore[arg-type]
+    infinite = 7 if heat == 0 else NOT_NUMBERS
+    assert out[:6].tolist() == [NOT_NUMBERS, NONE_LEFT, NOT_NUMBERS, NOT_NUMBERS, vocab - 1, infinite]
+    assert 0 <= int(out[6]) < vocab
+    assert sampling_reference.sample(logits[:6], [heat] * 6, [0.5] * 6) == out[:6].tolist()
+    assert state.tokens[:6, 1].tolist() == [0, 0, 0, 0, vocab - 1, max(infinite, 0)]
 
 
 def test_draws_are_those_of_the_host() -> None:

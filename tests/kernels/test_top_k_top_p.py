@@ -153,6 +153,20 @@ def test_logits_that_are_minus_infinity() -> None:
         assert counts(top_k_top_p(logits[4:], [one])) == [0]
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")  # the interpreter's numpy
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spoilt", [float("nan"), INF])
+def test_a_line_with_what_is_no_number_stays_so(dtype: torch.dtype, spoilt: float) -> None:
+    """Else it would be drawn from as if the model were sound (kernels/sample says that it is not)."""
+    torch.manual_seed(6)
+    parameters: list[Parameters] = [(1.0, 0.0, 5, 1.0), (0.7, 0.0, 0, 0.9), (1.0, 0.2, 0, 1.0), (1.0, 0.1, 9, 0.5)]
+    logits = torch.randn(4, 1001, device=DEVICE).to(dtype)
+    logits[:, 700] = spoilt
+    got = top_k_top_p(logits, parameters)
+    whole = torch.int32 if dtype == torch.float32 else torch.int16
+    assert torch.equal(got.view(whole), logits.view(whole))
+
+
 def test_rows_are_found_by_place() -> None:
     """Lines 0 and 1 belong to requests 2 and 0, which live in rows 1 and 4. The stride is not the vocabulary's size."""
     torch.manual_seed(5)

@@ -1,14 +1,16 @@
 """A request with a grammar waits until its workers have compiled it, and nobody waits for it."""
 
+from typing import Any
+
 import pytest
 from bench import DETOKENIZER, LIFE, WORKER, Bench, limits, reference
 
 from meshlm.protocol.admit_edge import Assign, EngineRequest
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.grammar import Grammar, GrammarKind
-from meshlm.protocol.ids import COORDINATOR, FinishReason, Handle, RequestId
+from meshlm.protocol.ids import COORDINATOR, ErrorKind, FinishReason, Handle, RequestId
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import GrammarReady, PrepareGrammar, StepResult
+from meshlm.protocol.step_edge import GrammarReady, PrepareGrammar, RowFailed, StepResult
 from meshlm.runtime.events import Received, Send
 from meshlm.scheduler_proc import grammars
 
@@ -22,9 +24,9 @@ class GrammarBench(Bench):
         self.asked = [*getattr(self, "asked", []), *(s.message for s in sends if isinstance(s.message, PrepareGrammar))]
         super().take(sends)
 
-    def give(self, handle: int, text: str = "", max_tokens: int = 4) -> None:
+    def give(self, handle: int, text: str = "", max_tokens: int = 4, **params: Any) -> None:
         grammar = Grammar(GrammarKind.COMPILED, text, "guided_regex.x") if text else None
-        sampling = SamplingParams(max_tokens=max_tokens, grammar=grammar)
+        sampling = SamplingParams(max_tokens=max_tokens, grammar=grammar, **params)
         work = EngineRequest(
             RequestId(f"r{handle}"), Handle(handle), pack_i32(PROMPT), sampling, arrival_s=float(handle)
         )
@@ -121,13 +123,42 @@ def test_a_row_that_fails_ends_alone() -> None:
         bench.step()
     plan, place = bench.plans.popleft(), handles.index(Handle(1))
     result = bench.model.run(plan)
-    failed = StepResult(result.session, result.step, result.token_ids, done_ns=1, failed={place: "no token is left"})
+    failed = StepResult(
+        result.session, result.step, result.token_ids, done_ns=1, failed={place: RowFailed("no token is left")}
+    )
     before = len(bench.tokens.get(1, []))
     bench.event(Received(WORKER, LIFE, failed))
     assert bench.refused == {1: "guided_regex: guided_regex.x: no token is left"}
     assert len(bench.tokens[1]) == before
     bench.finish()
     assert bench.tokens[2] == reference(PROMPT, 4)
+
+
+@pytest.mark.parametrize(
+    ("params", "failed", "told"),
+    [
+        (
+            {"allowed_token_ids": (5,)},
+            RowFailed("no token is left"),
+            ("allowed_token_ids: no token is left", "allowed_token_ids"),
+        ),
+        ({"bad_words_token_ids": ((5,),)}, RowFailed("no token is left"), ("bad_words: no token is left", "bad_words")),
+        ({"min_tokens": 2}, RowFailed("no token is left"), ("min_tokens: no token is left", "min_tokens")),
+        ({}, RowFailed("no token is left"), ("no token is left", "")),
+        ({"allowed_token_ids": (5,)}, RowFailed("no numbers", ErrorKind.INTERNAL), ("no numbers", "")),
+    ],
+)
+def test_a_row_without_a_token_names_what_left_none(
+    params: dict[str, Any], failed: RowFailed, told: tuple[str, str]
+) -> None:
+    """A client's parameter, with 400; else it is the server's fault."""
+    bench = GrammarBench(limits(), 16, 4)
+    bench.give(1, **params)
+    plan = bench.plans.popleft()
+    result = bench.model.run(plan)
+    bench.event(Received(WORKER, LIFE, StepResult(result.session, result.step, result.token_ids, failed={0: failed})))
+    assert bench.refused == {1: f"{told[1]}: {told[0]}"}
+    assert bench.error_kinds == {1: ErrorKind.INVALID if told[1] else ErrorKind.INTERNAL}
 
 
 def test_a_row_with_a_grammar_has_no_drafts() -> None:

@@ -208,4 +208,4 @@ def test_a_row_with_a_grammar_to_which_nothing_is_left_fails_alone() -> None:
     failing = msgspec.structs.replace(failing, sampling=params)
     result = fake.step(plan([0, 1], [0, 0], [9, 9], [plain, failing]), 0).wait()
     assert ints(result.token_ids)[0] == expected_token(prompt, VOCAB)
-    assert "no token is left" in result.failed[1]
+    assert "no token is left" in result.failed[1].message

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.control_edge import GraphCounts
-from meshlm.protocol.step_edge import StepPlan, StepResult
+from meshlm.protocol.step_edge import RowFailed, StepPlan, StepResult
 from meshlm.protocol.tasks import PoolKind
 from meshlm.runtime import platforms
 from meshlm.runtime.errors import ProcessFatal
@@ -366,9 +366,9 @@ class ModelEngine:
             token_ids=b"",
             received_ns=received_ns,
             launched_ns=self._timeline.launched_ns(begun_ns),
-            failed={int(places[line]): why for line, why in constraint.failed.items()},
+            failed={int(places[line]): RowFailed(why) for line, why in constraint.failed.items()},
         )
-        return PendingStep(result, tokens, (found, of_prompt), (before, begin, self._last), pooled)
+        return PendingStep(result, tokens, (found, of_prompt), (before, begin, self._last), pooled, places)
 
     def _replay(self, parts: list[Key], constraint: Constraint) -> None:
         """The step's graph; with grammars the model's, beside which the host makes masks, and the head's."""

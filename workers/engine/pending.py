@@ -7,15 +7,19 @@ than a type.
 import time
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from meshlm.protocol.step_edge import StepResult
 from meshlm.protocol.token_edge import LogprobColumns
 from meshlm.workers.engine.changes import I32
+from meshlm.workers.output import failures
 from meshlm.workers.output.details import Details
 from meshlm.workers.output.pooler import PooledVectors
 
+NO_PLACES = np.empty(0, np.int64)
 DEPTH = 8  # steps whose tokens may be on their way at the same time
 
 
@@ -109,11 +113,12 @@ class PendingStep:
         details: tuple[list[Details], list[Details]],
         marks: tuple[Mark, Mark, Mark],
         pooled: PooledVectors | None = None,
+        places: NDArray[np.int64] = NO_PLACES,
     ) -> None:
-        """details: of sampled tokens, of prompts. marks: before, begin, end."""
+        """details: of sampled tokens, of prompts. marks: before, begin, end. places: in the batch, of the tokens."""
         self._result, self._tokens, self._details = result, tokens, details
         self._before, self._begin, self._end = marks
-        self._pooled = pooled
+        self._pooled, self._places = pooled, places
 
     def wait(self) -> StepResult:
         self._end.synchronize()
@@ -130,7 +135,7 @@ class PendingStep:
             gpu_ns=int(self._begin.elapsed_time(self._end) * 1e6),
             gap_ns=int(self._before.elapsed_time(self._begin) * 1e6),
             pooled=self._pooled.by_place() if self._pooled is not None else {},
-            failed=result.failed,
+            failed={**failures.of_tokens(self._tokens, self._places), **result.failed},
         )
 
 

@@ -351,7 +351,8 @@ class Grammars:
         for matchers, tokens, mark in unread:
             mark.synchronize()
             for line, matcher in matchers.items():
-                matcher.push(int(tokens[line]))
+                if (token := int(tokens[line])) >= 0:  # else no token could be chosen, and the row ends
+                    matcher.push(token)
 
 
 class Constraint:

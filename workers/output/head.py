@@ -24,7 +24,8 @@ from meshlm.workers.output.sampler import SampleRows, put, sample
 class Head(Protocol):
     """A device's way to choose tokens. Nothing in it waits for the device."""
 
-    sampled: Tensor  # int32 [l] or longer: the last step's tokens, in the order of its sampling requests
+    # int32 [l] or longer: the last step's tokens (or outcomes: kernels/sample/outcomes.py), in the order of its sampling requests
+    sampled: Tensor
 
     def take_mask(self, count: int) -> I32:
         """Where the masks of so many lines are written, int32 [count, vocab / 32]."""
@@ -74,7 +75,9 @@ class TorchHead:
             masks.apply(logits, self._mask)
             self._mask = None
         self.sampled = sample(logits, at, table, self._rows.tokens).int()
-        self._rows.tokens[put(at.rows.astype(np.int64), self._device), put(at.lens, self._device)] = self.sampled
+        self._rows.tokens[put(at.rows.astype(np.int64), self._device), put(at.lens, self._device)] = self.sampled.clamp(
+            min=0
+        )
 
     def finish(self, at: SampleRows, places: NDArray[np.int64]) -> list[Details]:
         """Row by row, as if each were alone: equal logits are then in the same order whatever others ask for."""
@@ -84,7 +87,7 @@ class TorchHead:
         widths = self._rows.table.logprobs[at.rows]
         found = []
         for nth, line in enumerate(np.flatnonzero(widths >= 0).tolist()):
-            width, token = int(widths[line]), self.sampled[line : line + 1].long()
+            width, token = int(widths[line]), self.sampled[line : line + 1].long().clamp_(min=0)
             packed = logprobs.packed(raw[nth : nth + 1], token, width, self._chosen(int(at.rows[line])))
             found.append(Details(packed, [Part(int(places[line]), 0, 1, width)]))
         return found

@@ -129,7 +129,7 @@ class LogitsSampler:
                 masks.apply(logits, mask.of(lines))
             token_ids = sample(logits, some, table, self._rows.tokens).int()
             where = put(np.stack((some.rows.astype(np.int64), some.lens)), self._device)
-            self._rows.tokens[where[0], where[1]] = token_ids
+            self._rows.tokens[where[0], where[1]] = token_ids.clamp(min=0)
             self.sampled[index] = token_ids
 
     def logprobs(self, rows: NDArray[np.int32], places: NDArray[np.int64], table: SamplingTable) -> list[Details]:
@@ -161,7 +161,7 @@ class LogitsSampler:
                 padded[nth, : len(one)] = one
             chosen = put(padded, self._device)
         index = put(lines, self._device)
-        hidden, token_ids = self.hidden[index], self.sampled[index].long()
+        hidden, token_ids = self.hidden[index], self.sampled[index].long().clamp_(min=0)
         packed = logprobs.in_chunks(hidden, token_ids, max(widths), self._model.logits, chosen)
         named = zip(places[lines].tolist(), widths, strict=True)
         return [Details(packed, [Part(place, nth, nth + 1, width) for nth, (place, width) in enumerate(named)])]
@@ -177,4 +177,4 @@ class LogitsSampler:
     def warm_up(self) -> None:
         """The largest log-probability chunk that a step may need beside its own, so that memory is profiled with it."""
         lines = min(len(self.hidden), logprobs.LINES)
-        logprobs.packed(self._model.logits(self.hidden[:lines]), self.sampled[:lines].long(), 1)
+        logprobs.packed(self._model.logits(self.hidden[:lines]), self.sampled[:lines].long().clamp_(min=0), 1)

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from meshlm.kernels.sample.outcomes import NONE_LEFT, NOT_NUMBERS
 from meshlm.workers.output.draws import uniforms
 from meshlm.workers.output.table import SamplingTable
 
@@ -36,7 +37,10 @@ def put(values: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def sample(logits: Tensor, at: SampleRows, table: SamplingTable, tokens: Tensor) -> Tensor:
-    """Token ids int64 [l] for logits [l, vocab] (changed in place). `tokens` int32 [max_rows, len]: all tokens by row."""
+    """Token ids int64 [l] for logits [l, vocab] (changed in place); an outcome (kernels/sample/outcomes.py) where none can be chosen.
+
+    `tokens` int32 [max_rows, len]: all tokens by row.
+    """
     rows = at.rows
     if table.special:
         _apply_special(logits, at, table, tokens)
@@ -48,7 +52,7 @@ def sample(logits: Tensor, at: SampleRows, table: SamplingTable, tokens: Tensor)
     temperature = table.temperature[rows]
     greedy = temperature < MIN_TEMPERATURE
     if greedy.all():
-        return logits.argmax(dim=-1)
+        return _likeliest(logits)
     device = logits.device
     scale = put(np.where(greedy, 1.0, temperature), device)
     scaled = logits.float() / scale[:, None]
@@ -58,14 +62,31 @@ def sample(logits: Tensor, at: SampleRows, table: SamplingTable, tokens: Tensor)
     drawn = _draw(scaled, put(uniforms(table.seed[rows], at.output_index), device))
     if not greedy.any():
         return drawn
-    return torch.where(put(greedy, device), logits.argmax(dim=-1), drawn)
+    return torch.where(put(greedy, device), _likeliest(logits), drawn)
+
+
+def _likeliest(logits: Tensor) -> Tensor:
+    """The first of the largest logits; what is not a number is larger than all, so the chosen logit tells of it."""
+    token = logits.argmax(dim=-1)
+    return _or_outcome(token, logits.gather(1, token[:, None]).squeeze(1))
 
 
 def _draw(scaled: Tensor, uniform: Tensor) -> Tensor:
     """The first token whose cumulative probability exceeds uniform * total. float64 sums: 128k terms add up exactly enough."""
     cumulative = torch.softmax(scaled, dim=-1).double().cumsum(dim=-1)
-    threshold = uniform[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, threshold, right=True).squeeze(1).clamp_(max=scaled.shape[1] - 1)
+    total = cumulative[:, -1:]
+    token = torch.searchsorted(cumulative, uniform[:, None] * total, right=True).squeeze(1)
+    token.clamp_(max=scaled.shape[1] - 1)
+    if scaled.device.type == "cpu" and bool(total.isfinite().all()):
+        return token
+    top = scaled.amax(dim=-1)
+    return _or_outcome(token, top.masked_fill_(top == torch.inf, torch.nan))  # whose softmax is not a number
+
+
+def _or_outcome(token: Tensor, logit: Tensor) -> Tensor:
+    """The tokens, or what the largest logit says of a line that has none."""
+    token = token.masked_fill(logit == -torch.inf, NONE_LEFT)
+    return token.masked_fill(logit.isnan(), NOT_NUMBERS)
 
 
 def _top_k_top_p(scaled: Tensor, rows: NDArray[np.int32], table: SamplingTable) -> None:

@@ -240,6 +240,7 @@ FULL: tuple[Struct, ...] = (
         528,
     ),
     step.LastPlan(77, 76, 5),
+    (ROW_FAILED := step.RowFailed("no numbers", ErrorKind.INTERNAL)),
     step.StepResult(
         77,
         StepId(5),
@@ -253,7 +254,7 @@ FULL: tuple[Struct, ...] = (
         5,
         pack_i32([1]),
         {2: pack_f32([0.5])},
-        {0: "no token"},
+        {0: ROW_FAILED},
     ),
     step.StepFailed(77, StepId(5), "out of memory"),
     step.PrepareGrammar(77, 3, "start: A"),

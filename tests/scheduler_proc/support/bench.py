@@ -7,7 +7,7 @@ from rolling_hash import extend, generate, vector_of
 
 from meshlm.protocol.admit_edge import Assign, EngineRequest, Load
 from meshlm.protocol.columns import ints, pack_i32
-from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.kv import KVSpec
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import Reset, StepPlan, StepResult, WorkerReady
@@ -141,6 +141,7 @@ class Bench:
         self.ended: dict[int, FinishReason] = {}
         self.pooled: dict[int, bytes] = {}
         self.refused: dict[int, str] = {}
+        self.error_kinds: dict[int, ErrorKind] = {}
         self.cached: dict[int, int] = {}
         self.returned: set[int] = set()
         self.num_crashes: dict[int, int] = {}  # of those
@@ -195,6 +196,7 @@ class Bench:
             self.ended[handles[end.row]] = end.reason
             if end.reason is FinishReason.ERROR:
                 self.refused[handles[end.row]] = f"{end.param}: {end.message}"
+                self.error_kinds[handles[end.row]] = end.kind
         self.pooled.update((handles[row], vector) for row, vector in deltas.pooled.items())
 
     def event(self, event: Received | PeerUp | PeerLost) -> None:

@@ -15,6 +15,7 @@ from cpu_steps import LENGTH, MODEL, OUTPUT, PROMPTS, VOCAB, alone, new, step, t
 from llguidance import LLMatcher
 
 from meshlm.protocol.control_edge import GraphCounts
+from meshlm.protocol.ids import ErrorKind
 from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.supervisor.settings import flags, resolve
@@ -162,3 +163,34 @@ def test_a_row_whose_grammar_leaves_nothing_fails_alone(made: ModelEngine) -> No
     result = step(made, [(0, 0, 5, True), (1, 0, 25, True)], [new(0, PROMPTS[0], bad), new(1, PROMPTS[1], fine)])
     assert list(result.failed) == [0]
     assert tokens_of(result)[1] == ord("a")
+
+
+@pytest.mark.parametrize("heat", [0.0, 0.9])
+def test_a_row_that_no_token_is_left_for_fails_alone(made: ModelEngine, heat: float) -> None:
+    """Its request's parameters are at fault, and no id is made up; a step that was planned already computes it once more."""
+    fine = SamplingParams(temperature=0.9, seed=5)
+    expected = alone(made, PROMPTS[1], fine)[:2]
+    bad = SamplingParams(temperature=heat, allowed_token_ids=(5,), bad_words_token_ids=((5,),), logprobs=1)
+    first = step(made, [(0, 0, 5, True), (1, 0, 25, True)], [new(0, PROMPTS[0], bad), new(1, PROMPTS[1], fine)])
+    second = step(made, [(0, 5, 1, True), (1, 25, 1, True)], [])
+    for nth, result in enumerate((first, second)):
+        assert {place: failed.kind for place, failed in result.failed.items()} == {0: ErrorKind.INVALID}
+        assert tokens_of(result)[1] == expected[nth]
+
+
+def test_a_row_whose_logits_are_not_numbers_fails_alone(made: ModelEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one whose model overflows: a server's fault, whatever the request allows."""
+    logits = made.model.logits
+
+    def spoil(hidden: torch.Tensor) -> torch.Tensor:
+        found = logits(hidden)
+        found[0] = torch.nan
+        return found
+
+    fine = SamplingParams(temperature=0.9, seed=5)
+    expected = alone(made, PROMPTS[1], fine)[0]
+    monkeypatch.setattr(made.model, "logits", spoil)
+    bad = SamplingParams(temperature=0.7, allowed_token_ids=(5, 6))
+    result = step(made, [(0, 0, 5, True), (1, 0, 25, True)], [new(0, PROMPTS[0], bad), new(1, PROMPTS[1], fine)])
+    assert {place: failed.kind for place, failed in result.failed.items()} == {0: ErrorKind.INTERNAL}
+    assert tokens_of(result)[1] == expected

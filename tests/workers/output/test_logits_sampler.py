@@ -11,6 +11,7 @@ from torch import Tensor
 from meshlm.kernels.attention.kernel import Columns
 from meshlm.kernels.penalties import kernel as penalties
 from meshlm.kernels.prepare_inputs.reference import scatter
+from meshlm.kernels.sample.outcomes import NONE_LEFT, NOT_NUMBERS
 from meshlm.protocol.ids import Row, StepId
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import NewRow, StepPlan
@@ -63,7 +64,7 @@ class Model:
 class Case:
     """Each row has a request of one of the KINDS, with a prompt of 3 tokens and an output of 7."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, chunk: int, kinds: list[SamplingParams] = KINDS) -> None:
         monkeypatch.setattr(logits_sampler, "LINES_BY_TORCH", 2)
         monkeypatch.setattr(logprobs, "LINES", 2)
         self.model = Model()
@@ -74,11 +75,11 @@ class Case:
         self.tokens[:, 5:] = self.tokens[:, 4:5]
         new = [
             NewRow(Row(row), self.tokens[row].tobytes(), 3, np.zeros(1, np.int32).tobytes(), params)
-            for row, params in enumerate(KINDS)
+            for row, params in enumerate(kinds)
         ]
         changes, segments = self.rows.changes(StepPlan(1, StepId(1), b"", b"", b"", b"", 0, new_rows=new))
         scatter(torch.from_numpy(changes.copy()), segments, self.rows.state)
-        for row, params in enumerate(KINDS):
+        for row, params in enumerate(kinds):
             self.table.set(row, params)
         self.hidden = torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(1))
 
@@ -239,3 +240,23 @@ def test_masked_lines_beside_others(monkeypatch: pytest.MonkeyPatch, chunk: int,
             masks.apply(logits, of_lines(allowed))
         assert found == sample(logits, case.at(rows), case.table, tokens).tolist()
         assert all(found[line] in some for line, some in allowed.items())
+
+
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:All-NaN slice")  # the interpreter's numpy
+def test_rows_that_no_token_can_be_chosen_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernels and by torch; what stands behind the row's tokens is a token all the same, since the next step looks it up."""
+    every = tuple(range(VOCAB))
+    nothing = [
+        SamplingParams(temperature=0.0, min_tokens=30, stop_token_ids=every, logprobs=1),
+        SamplingParams(temperature=1.0, allowed_token_ids=(8,), bad_words_token_ids=((8,),), logprobs=1),
+    ]
+    case = Case(monkeypatch, CHUNK, [*nothing, *KINDS[2:]])
+    case.hidden[3] = torch.nan  # top-k, drawn
+    case.hidden[5] = torch.nan  # top-p and a penalty
+    rows = list(range(ROWS))
+    found, details = case.step(rows, None)
+    assert found[:2] == [NONE_LEFT, NONE_LEFT]
+    assert (found[3], found[5]) == (NOT_NUMBERS, NOT_NUMBERS)
+    assert min(found[2], found[4], found[6]) >= 0
+    assert case.rows.tokens[[0, 1, 3, 5], 10].tolist() == [0] * 4
+    assert sorted(place for one in details for place in one.columns()) == [0, 1, 3, 4, 6]

@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshlm.kernels.sample.outcomes import NONE_LEFT, NOT_NUMBERS
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.workers.output.draws import uniforms
 from meshlm.workers.output.logprobs import columns
@@ -111,6 +114,44 @@ def test_bias_allowed_and_min_tokens() -> None:
     later = SamplingParams(temperature=0, begin_suppress_token_ids=(3,))
     assert draw(logits, [later], index=0) == [0]
     assert draw(logits, [later], index=1) == [3]
+
+
+@pytest.mark.parametrize("heat", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(allowed_token_ids=(5, 6), bad_words_token_ids=((5,), (6,))),
+        SamplingParams(allowed_token_ids=(9,), min_tokens=3, eos_token_ids=(9,)),
+        SamplingParams(min_tokens=1, stop_token_ids=tuple(range(VOCAB))),
+        SamplingParams(allowed_token_ids=(4,), begin_suppress_token_ids=(4,), top_k=3, top_p=0.5, min_p=0.2),
+    ],
+)
+def test_a_row_that_nothing_is_left_for_gets_no_token(params: SamplingParams, heat: float) -> None:
+    """Not token 0 or the last one; its neighbours get theirs."""
+    params = msgspec.structs.replace(params, temperature=heat)
+    plain = SamplingParams(temperature=0.0, allowed_token_ids=(7,))
+    drawn = SamplingParams(temperature=1.0, seed=3)
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
+    first, none, last = draw(logits, [plain, params, drawn])
+    assert (first, none) == (7, NONE_LEFT)
+    assert last == draw(logits[2:], [drawn])[0]
+
+
+@pytest.mark.parametrize("spoilt", [torch.nan, torch.inf])
+@pytest.mark.parametrize("where", [slice(None), slice(3, 4), slice(VOCAB - 1, None)])
+def test_logits_that_are_not_numbers_give_no_token(spoilt: float, where: slice) -> None:
+    """Also beside an allowlist, which is not at fault. The largest of logits may be infinite where nothing is drawn."""
+    logits = torch.zeros(5, VOCAB)
+    logits[:, where] = spoilt
+    params = [SamplingParams(temperature=heat) for heat in (0.0, 1.0)]
+    params += [
+        SamplingParams(top_k=4, top_p=0.9),
+        SamplingParams(min_p=0.1),
+        SamplingParams(allowed_token_ids=(3, VOCAB - 1)),
+    ]
+    greedy, *drawn = draw(logits, params)
+    assert drawn == [NOT_NUMBERS] * 4
+    assert greedy == (NOT_NUMBERS if spoilt is torch.nan else where.start or 0)
 
 
 def test_logprob_columns() -> None:

@@ -1,0 +1,21 @@
+"""What the rows are told whose step gave them no token: the outcomes of samplers (kernels/sample/outcomes.py), in words."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshlm.kernels.sample.outcomes import NONE_LEFT
+from meshlm.protocol.ids import ErrorKind
+from meshlm.protocol.step_edge import RowFailed
+
+NO_TOKEN = RowFailed(
+    "no token is left: what the request allows, bans and forbids to end (min_tokens) leaves none that may come"
+)
+NO_NUMBER = RowFailed("the model's logits are not numbers", ErrorKind.INTERNAL)
+
+
+def of_tokens(tokens: NDArray[np.int32], places: NDArray[np.int64]) -> dict[int, RowFailed]:
+    """By place in the batch, where `tokens` [l] has an outcome. places [l]: of the requests that sampled."""
+    if not len(tokens) or tokens.min() >= 0:
+        return {}
+    lines = np.flatnonzero(tokens < 0)
+    return {int(places[line]): NO_TOKEN if tokens[line] == NONE_LEFT else NO_NUMBER for line in lines}
