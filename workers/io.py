@@ -41,6 +41,7 @@ from meshlm.workers.engines import make_engine, ready
 from meshlm.workers.extension import Extension
 from meshlm.workers.kv.mirror import PrefixCacheMirror
 from meshlm.workers.operations import Operations
+from meshlm.workers.profiler import load_profiler
 
 IDLE_AFTER_S = 0.05  # without a plan, background work is done: between two requests, not between two steps
 BETWEEN_S = 0.001  # two pieces of it: a plan comes first
@@ -126,6 +127,7 @@ class WorkerApp:
             sleeps = mesh.config.worker.enable_sleep_mode
             if sleeps and not self._until_awake(lambda: loop.call_soon_threadsafe(answer, None)):
                 return
+            load_profiler(mesh.config.worker.profiler_dir)
             engine = make_engine(mesh.config, mesh.identity.index, self._membership, report)
             extension = Extension.of(mesh.config.worker.worker_extension_cls, engine, mesh.identity.index)
         except BaseException as error:  # whoever waits for the engine raises it

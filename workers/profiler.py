@@ -3,11 +3,19 @@
 Used by the stepper thread only (io.py): the profiler records the operations of the thread that starts it, and all of the GPU's.
 """
 
+import importlib
 import time
 from pathlib import Path
 from typing import Any
 
 from meshlm.protocol.operations import OperationDone, OperationId
+
+
+def load_profiler(folder: str) -> None:
+    """What a trace needs, before the worker is ready: to import torch takes seconds, or a minute from a cold disk, in which a worker
+    of --device fake, which has no other use for it, took no step and gave /start_profile no answer."""
+    if folder:
+        importlib.import_module("torch.profiler")
 
 
 class Profiler:

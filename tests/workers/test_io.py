@@ -157,6 +157,21 @@ async def test_grammars_are_compiled_beside_the_steps(smollm2: Path, monkeypatch
     await app.stop()
 
 
+async def test_what_a_trace_needs_is_imported_before_the_worker_is_ready(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Torch was imported by the first /start_profile of a fake device: it took no step meanwhile, and the request got no answer."""
+    loaded: list[str] = []
+    monkeypatch.setattr(io, "load_profiler", loaded.append)
+    monkeypatch.setattr(io, "make_engine", lambda *arguments: Engine(None))
+    app, mesh = io.WorkerApp(), Mesh(smollm2)
+    settings: dict[str, object] = {"model": str(smollm2), "device": "fake", "profiler_dir": str(tmp_path)}
+    mesh.config = resolve.resolve(flags.build(settings, None))
+    await app.start(mesh)  # type: ignore[arg-type]
+    assert loaded == [str(tmp_path)]
+    await app.stop()
+
+
 async def test_a_worker_that_is_asked_again_does_not_do_it_twice(
     smollm2: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

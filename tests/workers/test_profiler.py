@@ -1,6 +1,8 @@
 """Traces hold the operations between start and stop; misuse is an answer, not an exception."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -23,6 +25,14 @@ def test_a_trace_of_what_ran(tmp_path: Path) -> None:
     assert Path(path).name.startswith("worker-0.")
     names = {event.get("name") for event in json.loads(Path(path).read_text())["traceEvents"]}
     assert "aten::cumsum" in names
+
+
+def test_only_who_takes_traces_imports_torch_for_them() -> None:
+    script = (
+        "import sys; from meshlm.workers.profiler import load_profiler; load_profiler(''); assert 'torch' not in sys.modules; "
+        "load_profiler('folder'); assert 'torch.profiler' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-P", "-c", script], check=True, cwd="/", timeout=300)
 
 
 def test_misuse_is_answered(tmp_path: Path) -> None:
