@@ -74,6 +74,17 @@ class ModelEngine:
             config.cache.kv_cache_dtype, self.dtype, device, backend, latent=self.spec.mla is not None
         )
 
+        self.layout = KVLayout(
+            resolved.spec,
+            config.cache.block_size,
+            resolved.max_model_len,
+            self._cache_dtype,
+            placement.shard,
+            config.cache,
+            self.dtype,
+        )
+        self._check_cache()
+
         def progress(done: int, total: int) -> None:
             report("weights", done // MB, total // MB, "MB")
 
@@ -102,15 +113,6 @@ class ModelEngine:
         if not (self.shard.is_first and self.shard.is_last):
             self.intermediate_tensors = torch.zeros(tokens, hidden, dtype=self.dtype, device=device)
         rows, samples = resolved.max_num_seqs, self.shard.is_last
-        self.layout = KVLayout(
-            resolved.spec,
-            config.cache.block_size,
-            resolved.max_model_len,
-            self._cache_dtype,
-            placement.shard,
-            config.cache,
-            self.dtype,
-        )
         self._kv_scales = scales_of(self)
         specs, self._block_size = self.layout.specs, self.layout.block_size
         shares = self.layout.shares
@@ -200,13 +202,24 @@ class ModelEngine:
 
     # --- memory ---
 
+    def _known_bytes(self) -> int | None:
+        """The KV cache's, where they are known without the weights: from --kv-cache-memory, or of a device that says so."""
+        wanted = self.config.cache.kv_cache_memory
+        return platforms.named(self.resolved.device).kv_cache_bytes() if wanted is None else wanted
+
+    def _check_cache(self) -> None:
+        """Before the weights are loaded, which takes minutes: what the longest request needs. ProcessFatal as of `_num_pages`."""
+        known = self._known_bytes()
+        if known is None and self.config.cache.num_gpu_blocks_override is not None:
+            known = 0  # its number counts, not these bytes
+        if known is not None and not self.spec.encoder_only:
+            memory.num_pages(self.config, known, self.layout)
+
     def _num_pages(self, report: ProgressReport) -> int:
         if self.spec.encoder_only:
             self._full_step(self.make_caches(0))  # what does not fit is known before the first request
             return 0
-        wanted = self.config.cache.kv_cache_memory
-        if wanted is None:
-            wanted = platforms.named(self.resolved.device).kv_cache_bytes()
+        wanted = self._known_bytes()
         if wanted is None and self.device.type != "cuda":
             raise ProcessFatal(
                 f"--device {self.resolved.device}: it does not say how much KV cache it has; --kv-cache-memory"
