@@ -10,6 +10,7 @@ STATUS = {
     ErrorKind.OVERLOADED: 503,
     ErrorKind.TIMEOUT: 504,
     ErrorKind.INTERNAL: 500,
+    ErrorKind.POISON: 400,
     ErrorKind.CONFLICT: 422,
 }
 RETRY_AFTER_S = 1

@@ -18,7 +18,11 @@ if TYPE_CHECKING:  # prometheus_client must not be imported before its directory
     from meshlm.frontend.metrics import Metrics
 
 CHOICES_AT_ONCE = 256  # a millisecond or two
-_FAILURES = (ErrorKind.INTERNAL, ErrorKind.TIMEOUT)  # of a request that was let in; all else refuses it
+_FAILURES = (
+    ErrorKind.INTERNAL,
+    ErrorKind.TIMEOUT,
+    ErrorKind.POISON,
+)  # of a request that was let in; all else refuses it
 
 
 def observe_tokens(metrics: "Metrics", tracker: RequestTracker, feed: Feed) -> None:

@@ -77,3 +77,4 @@ class ErrorKind(Enum):
     TIMEOUT = "timeout_error"  # 504: its deadline passed
     INTERNAL = "internal_error"  # 500
     CONFLICT = "idempotency_error"  # 422: the Idempotency-Key stands for another request, or another connection has it
+    POISON = "poison_request_error"  # 400: processes of the mesh died with it in hand; it is not to be sent again

@@ -69,6 +69,7 @@ class Batching:
         self.now_ns = 0  # of the plan that is being made
         self.cache_queries = 0  # tokens
         self.cache_hits = 0  # tokens
+        self._on_trial: Request | None = None  # the suspect (suspects.py) that is computed, until its next token
         self._token_bytes = 0  # of the running requests' log-probabilities and vectors in each step
         self._free_rows = [Row(row) for row in reversed(range(min(num_rows, limits.max_num_seqs)))]
         self._removed_rows: list[Row] = []
@@ -269,10 +270,9 @@ class Batching:
         at = 0
         while at < len(self.waiting) and self._free_rows and left > 0:
             request = self.waiting[at]
-            if request.num_output_placeholders or (request.grammar is not None and request.grammar.missing):
-                at += 1  # preempted with results outstanding, or its grammar is being compiled: others may pass
-                continue
-            if self.drains and not request.has_begun:
+            # It was preempted with results outstanding, or its grammar is being compiled: others may pass.
+            waits = request.num_output_placeholders or (request.grammar is not None and request.grammar.missing)
+            if waits or (self.drains and not request.has_begun) or self._waits_for_trial(request):
                 at += 1
                 continue
             num_cached = self.kv.match(request)
@@ -283,6 +283,14 @@ class Batching:
             self._start(builder, request, at, num_cached)
             left -= count
             self._advance(builder, request, count, len(request.tokens))
+
+    def _waits_for_trial(self, request: Request) -> bool:
+        """Whether a suspect is being computed, and the request is another one, or new. If not, it is the suspect's turn."""
+        most, now = self.limits.max_crashes, self._on_trial
+        busy = now is not None and now.state is RequestState.RUNNING and now.is_suspect(most)
+        if not busy:
+            self._on_trial = request if request.is_suspect(most) else None
+        return busy and (request.is_suspect(most) or not request.has_begun)
 
     def _cut(self, start: int, count: int, left: int) -> int:
         """The number of `count` tokens from `start` on that a step with room for `left` computes."""

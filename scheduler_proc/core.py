@@ -43,9 +43,10 @@ from meshlm.scheduler_proc.operations import Operations
 from meshlm.scheduler_proc.output import Output
 from meshlm.scheduler_proc.pausing import ended_by
 from meshlm.scheduler_proc.plan import Inflight
-from meshlm.scheduler_proc.request import Request, RequestState
+from meshlm.scheduler_proc.request import Request
 from meshlm.scheduler_proc.request_table import RequestTable
 from meshlm.scheduler_proc.results import Results
+from meshlm.scheduler_proc.suspects import Suspects
 from meshlm.scheduler_proc.workers import Workers
 
 AT_ONCE = (Stop, Pause, Resume, AbortRunning)  # operations that need no worker that is ready
@@ -60,6 +61,7 @@ class Scheduler:
         self.table = RequestTable(limits, self.workers)
         self.load = self.table.load
         self.results = Results(self.table)
+        self.suspects = Suspects(self.table, limits.max_crashes)
         self.operations = Operations(self.workers.all)
         self.lockstep = Lockstep(limits.async_depth + 1, limits.num_workers) if limits.lockstep else None
         self.inflight: deque[Inflight] = deque()
@@ -167,7 +169,7 @@ class Scheduler:
                 for request in self.table.grammars.ready(event.sender, grammar):
                     self.table.fail_row(request, output, RowFailed(grammar.error))
             case StepFailed() as failed:
-                self._step_failed(failed, output)
+                return self._step_failed(failed, output)
             case AttachTokens() as attach:
                 self.table.attach(attach, output)
             case Disown() as disown:
@@ -199,12 +201,8 @@ class Scheduler:
         if event.identity.role is Role.WORKER:
             if self.lockstep is not None:
                 self.lockstep.lost()
-            crashed = dict.fromkeys(request for record in self.inflight for request in record.batch)
+            self.suspects.worker_died([request for record in self.inflight for request in record.batch], output)
             self._lose_workers()
-            for request in crashed:
-                if request.state is not RequestState.FINISHED and request.crashed() >= self.limits.max_crashes:
-                    text = f"given up: its worker died {self.limits.max_crashes} times, each time before the next token"
-                    self.table.finish(request, output, FinishReason.ERROR, text)
             return self.workers.lost(event.identity, event.incarnation)
         elif event.identity.role is Role.DETOKENIZER:
             self.table.detokenizer_lost(event.identity, event.incarnation)
@@ -303,15 +301,15 @@ class Scheduler:
                     return self.operations.answer(operation)
         return self.operations.send(operation)
 
-    def _step_failed(self, failed: StepFailed, output: Output) -> None:
-        """The requests of the step end; what it would have written to the cache cannot be trusted."""
+    def _step_failed(self, failed: StepFailed, output: Output) -> list[Send]:
+        """The request that a step fails for ends, and those that shared the step are computed anew; what it would have written to the
+        cache cannot be trusted (nor does the worker keep it)."""
         if failed.session != self.session or not self.inflight:
-            return
-        record = self._finished()
-        for request in dict.fromkeys(record.batch):
-            if request.state is not RequestState.FINISHED:
-                self.table.finish(request, output, FinishReason.ERROR, f"the model failed: {failed.message}")
-        self.batching.kv.reset_prefix_cache(self.batching.running)
+            return []
+        self.suspects.step_failed(self._finished().batch, failed.message, output)
+        self._lose_workers()  # the steps behind it have the same rows, and would fail with others in them
+        self._next_step = 1
+        return self.workers.begin(output.now_ns / 1e9)
 
     # --- steps ---
 

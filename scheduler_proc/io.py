@@ -9,13 +9,12 @@ from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.protocol.step_edge import StepFailed, StepPlan, StepResult
 from meshlm.protocol.token_edge import TokenDeltas
 from meshlm.runtime.about import about, requests
-from meshlm.runtime.deaths import allowed
 from meshlm.runtime.errors import LinkDown, MessageTooLong, ProcessFatal
 from meshlm.runtime.events import Event, PeerLost, PeerUp, Received, Send, Tick
 from meshlm.runtime.mesh import Mesh
 from meshlm.scheduler_proc.core import Scheduler
 from meshlm.scheduler_proc.estimates import Estimates
-from meshlm.scheduler_proc.limits import MAX_CRASHES, Limits
+from meshlm.scheduler_proc.limits import Limits
 
 TICK_S = 1.0
 
@@ -39,7 +38,6 @@ def limits_of(config: MeshConfig, index: int) -> Limits:
         by_priority=config.scheduler.scheduling_policy == "priority",
         num_workers=parallel.workers_per_rank,
         first_worker=index * parallel.workers_per_rank,
-        max_crashes=allowed(config.run.max_restarts, MAX_CRASHES),
         lockstep=config.lockstep,
         sleep_mode=config.worker.enable_sleep_mode and not config.lockstep,
         kv_metrics_sample=shown.kv_cache_metrics_sample if shown.kv_cache_metrics else 0.0,

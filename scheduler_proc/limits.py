@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-MAX_CRASHES = 4  # fewer than the default of --max-restarts
+MAX_CRASHES = 2  # the first may be anybody's doing
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -19,7 +19,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     by_priority: bool = False
     num_workers: int = 1
     first_worker: int = 0
-    max_crashes: int = MAX_CRASHES  # of workers under a request that got no token between them
+    max_crashes: int = MAX_CRASHES  # of workers under a request that got no token between them, before it is suspected
     dp_rank: int = 0  # its number, as clients know it
     lockstep: bool = False  # it steps together with the other ranks
     sleep_mode: bool = False  # its workers may sleep

@@ -143,6 +143,14 @@ class Request:
         self.crashed_at = len(self.tokens)
         return self.num_crashes
 
+    def suspect(self, max_crashes: int) -> None:
+        """A step with it failed: it is computed apart from other suspects until its next token."""
+        self.num_crashes, self.crashed_at = max_crashes, len(self.tokens)
+
+    def is_suspect(self, max_crashes: int) -> bool:
+        """Whether its workers died so often, or a step with it failed, since its last token."""
+        return self.num_crashes >= max_crashes and self.crashed_at == len(self.tokens)
+
     def move(self, state: RequestState) -> None:
         """Change state. InvalidTransition when the table has no such entry."""
         if state not in TRANSITIONS[self.state]:

@@ -136,6 +136,7 @@ def test_the_log_names_the_requests_of_a_step_that_is_lost() -> None:
     assert mesh.lines == [
         {"event": "steps are lost", "steps": [first.step], "reason": "a kernel failed", "requests": "r1"}
     ]
+    hear(app, (WORKER, WorkerReady(mesh.last(Reset).session, 8, 4, 64, 64, 997)))  # what was behind it is planned anew
     app.on_peer_down(WORKER, LIFE, "the process died")
     assert mesh.lines[1]["reason"] == "worker/0: the process died"
     assert mesh.lines[1]["requests"] == "r2"

@@ -151,6 +151,7 @@ def test_among_others(data: st.DataObject) -> None:
     bench = Bench(
         limits(
             max_model_len=32,
+            max_crashes=4,
             max_num_seqs=draw(st.integers(1, 6)),
             max_num_batched_tokens=draw(st.integers(6, 40)),
             async_depth=draw(st.integers(1, 3)),

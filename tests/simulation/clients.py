@@ -31,6 +31,7 @@ from meshlm.protocol.text_edge import (
 )
 from meshlm.runtime.mesh import Mesh
 from meshlm.runtime.tokenizer_files import LoadedTokenizer, byte_alphabet
+from meshlm.scheduler_proc.limits import MAX_CRASHES
 
 
 def _tokenizer() -> LoadedTokenizer:
@@ -186,6 +187,10 @@ class Client:
             return
         got, wanted, name = self.got[choice.index], self.expected, choice.submit.request_ids[0]
         got.end = finished.reason
+        if finished.kind is ErrorKind.POISON:
+            deaths = running().world.num_deaths[Role.WORKER]
+            assert deaths >= MAX_CRASHES, f"{name} is blamed for {deaths} deaths: {finished.message}"
+            return  # alone in its worker whenever that was killed: as if it had done it
         assert got.end is not FinishReason.ERROR, f"{name} ended with an error: {finished.message}"
         assert got.tokens == wanted.tokens, f"{name} got {got.tokens} instead of {wanted.tokens}"
         assert got.text == wanted.text, f"{name} got {got.text!r} instead of {wanted.text!r}"

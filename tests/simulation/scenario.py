@@ -42,7 +42,7 @@ STATES: tuple[tuple[KVSpec, ...], ...] = (
 RETRY_WINDOW_S = 1.5
 PEER_TIMEOUT_S = 0.8
 MAX_MODEL_LEN = 40
-MAX_WORKER_DEATHS = 3  # one less than those (MAX_CRASHES) after which a scheduler gives up what it computed then
+MAX_WORKER_DEATHS = 3  # more than those (MAX_CRASHES) after which a request that was alone in its worker is refused
 MAX_DEATHS = 4  # one less than those (runtime/deaths.py) after which a request is given up
 MAX_CUTS = 1  # each end of a link may lose the other, and a request's attempt with it
 

@@ -7,6 +7,7 @@ drawn from generators that are seeded per process and per link, so that a seed r
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, cast
@@ -52,6 +53,7 @@ class World:
         self.processes: dict[Identity, Process] = {}  # those that live
         self.identities: list[Identity] = []
         self.num_frames = self.num_ports = 0
+        self.num_deaths: Counter[Role] = Counter()
         self.whole_from = BEGIN_S  # what was killed is started again by then
         self._queue: list[tuple[float, int, Timer]] = []
         self._number = 0
@@ -123,6 +125,7 @@ class World:
         process = self.processes.pop(identity, None)
         if process is None:
             return None
+        self.num_deaths[identity.role] += 1
         self.tell(None, "ends" if by_itself else "kills", identity, f"({process.incarnation})")
         process.alive = False
         for inbox in process.inboxes:
