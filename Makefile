@@ -37,6 +37,12 @@ $(VENV)/triton-3.6.0: $(STAMP)
 	@rm -rf $@.part; $(BIN)/python -m pip install -q --no-deps --target $@.part triton==3.6.0 && rm -rf $@ && mv $@.part $@ \
 		|| echo "[setup] Triton 3.6.0 cannot be had: kernels are compiled by the installed one alone"
 
+# llama.cpp says which tokens a .gguf file means (tests/runtime/test_llama_cpp.py). Where it cannot be had a line says so, and its tests are skipped.
+$(VENV)/xllamacpp-2026.10.11549: $(STAMP)
+	@echo "[setup] fetching llama.cpp for the tests (34 MB)"
+	@rm -rf $@.part; $(BIN)/python -m pip install -q --no-deps --target $@.part xllamacpp==2026.10.11549 && rm -rf $@ && mv $@.part $@ \
+		|| echo "[setup] llama.cpp cannot be had: tokenizers of .gguf files are not compared with it"
+
 # Prometheus checks deploy/monitoring; where it cannot be had a line says so, and its tests are skipped.
 $(VENV)/.prometheus: $(STAMP)
 	@$(BIN)/python -P tests/deploy/support/prometheus.py && mkdir -p $@
@@ -63,7 +69,7 @@ $(BROWSER)/.installed: tests/browser/requirements.txt $(STAMP)
 	@touch $@
 
 # What tests need beside the packages of the project.
-environments: setup $(VENV)/triton-3.6.0 $(CLIENTS)/.installed $(AIPERF)/.installed $(BROWSER)/.installed
+environments: setup $(VENV)/triton-3.6.0 $(VENV)/xllamacpp-2026.10.11549 $(CLIENTS)/.installed $(AIPERF)/.installed $(BROWSER)/.installed
 
 serve: setup
 	@$(BIN)/meshlm serve $(ARGS)

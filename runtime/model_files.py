@@ -18,6 +18,7 @@ from meshlm.runtime import (
     checkpoint_files,
     gguf_files,
     gguf_model,
+    gguf_vocabulary,
     hub,
     model_config,
     object_store,
@@ -114,14 +115,26 @@ def resolve_model(
         changes["load_format"] = "dummy"
     if (found := _tokenizer(model, tokenizer, asked)) is not None:
         changes["tokenizer_path"] = found
-    changes["tokenizer_eos"] = tokenizer_config.eos_token_id(changes.get("tokenizer_path", files.tokenizer_path))
+    changes["tokenizer_eos"], of_tokenizer = _of_tokenizer(changes.get("tokenizer_path", files.tokenizer_path))
     try:
         templates = _templates(changes.get("tokenizer_path")) or files.chat_templates
         changes["chat_templates"] = chat_templates.choose(chat_template, templates) if chat_template else templates
     except ValueError as error:
         raise ModelFilesError(str(error)) from None
-    changes["notes"] = (*files.notes, *_without_effect(model, tokenizer, asked, spec=files.spec))
+    changes["notes"] = (*files.notes, *of_tokenizer, *_without_effect(model, tokenizer, asked, spec=files.spec))
     return msgspec.structs.replace(files, **changes)
+
+
+def _of_tokenizer(path: Path) -> tuple[int | None, tuple[str, ...]]:
+    """The token that the tokenizer calls the end of a text, and notes for the user. ModelFilesError where none can be built of it."""
+    if path.suffix != ".gguf":
+        return tokenizer_config.eos_token_id(path), ()
+    try:
+        vocabulary = gguf_vocabulary.read(path, merges=False)
+        gguf_vocabulary.check(vocabulary)
+    except gguf_files.GGUFError as error:
+        raise ModelFilesError(str(error)) from None
+    return vocabulary.ids.get("eos"), gguf_vocabulary.notes(vocabulary)
 
 
 def _without_effect(model: str, tokenizer: str, asked: "_Asked", *, spec: ModelSpec) -> list[str]:
@@ -207,14 +220,14 @@ def _from_gguf(path: Path, name: str, model_impl: ModelImpl) -> ModelFiles:
     if model_impl == "transformers":
         raise ModelFilesError(f"--model-impl transformers: {path} is read by our own models alone; give a folder")
     spec, fields, notes = gguf_model.read_spec(path)
-    eos = [fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    ends = gguf_vocabulary.ends_of_text(gguf_vocabulary.read(path, merges=False))
     return ModelFiles(
         name=name if hub.split_name(name)[1] else Path(name).name,
         path=path,
         tokenizer_path=path,
         load_format="gguf",
         spec=spec,
-        generation=GenerationConfig(eos_token_ids=tuple(sorted({token for token in eos if isinstance(token, int)}))),
+        generation=GenerationConfig(eos_token_ids=ends),
         chat_templates=chat_templates.of_gguf(fields),
         modules=pooling_config.of_gguf(path, fields),
         notes=notes,

@@ -114,7 +114,7 @@ def test_metadata_that_asks_for_nothing(tmp_path: Path) -> None:
     changes = {"llama.expert_count": number(0), "llama.rope.scaling.attn_factor": (F32, struct.pack("<f", 1.0))}
     changes |= {"general.sampling.top_k": number(5), "maker.version": number(3), "llama.attention.causal": (7, b"\1")}
     (tmp_path / "m.gguf").write_bytes(header(changes))
-    sampling, unknown = sorted(resolve_model(str(tmp_path / "m.gguf")).notes)
+    sampling, unknown = sorted(resolve_model(str(tmp_path / "m.gguf"), tokenizer=str(tmp_path)).notes)
     assert "general.sampling.top_k" in sampling
     assert "unknown metadata is ignored: maker.version" in unknown
 

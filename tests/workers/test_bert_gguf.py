@@ -41,7 +41,7 @@ def written(theirs: Any, folder: Path, **changes: Any) -> Path:
 def test_a_gguf_file_is_the_same_model(tmp_path: Path) -> None:
     theirs = saved("Bert", tmp_path)
     path = written(theirs, tmp_path)
-    files = resolve_model(str(path))
+    files = resolve_model(str(path), tokenizer=str(tmp_path))
     assert files.modules is not None
     assert (files.modules.kind, files.modules.normalize) == (PoolKind.MEAN, True)
     spec = resolve_model(str(tmp_path)).spec

@@ -48,6 +48,9 @@ def writer_of(path: Path, architecture: str, spec: ModelSpec, each: int = 0) -> 
     writer.add_feed_forward_length(spec.intermediate_size)
     writer.add_head_count(spec.num_attention_heads)
     writer.add_head_count_kv(spec.num_key_value_heads)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([f"token {index}" for index in range(spec.vocab_size)])
     return writer
 
 
