@@ -35,7 +35,14 @@ class Target:
 
     async def post(self, path: str, body: bytes, *headers: str, read: int = -1) -> bytes:
         """One request; what came first of its answer (all of it: `read` -1). `read` 0: leave without waiting."""
-        lines = (f"POST {path} HTTP/1.1", "Host: x", "Connection: close", f"Content-Length: {len(body)}", *headers)
+        lines = (
+            f"POST {path} HTTP/1.1",
+            "Host: localhost",
+            "Connection: close",
+            "Content-Type: application/json",
+            f"Content-Length: {len(body)}",
+            *headers,
+        )
         data = b""
         try:
             reader, writer = await self.connect()
@@ -114,7 +121,7 @@ async def keyed_streams_that_reconnect(to: Target) -> None:
 
 
 async def pipelined_heads(to: Target) -> None:
-    heads = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 20_000
+    heads = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 20_000
 
     async def attack() -> None:
         try:
@@ -178,19 +185,24 @@ async def slow_readers(to: Target) -> None:
     body = encoded(prompt="x", n=64, max_tokens=min(1000, to.max_model_len // 2), ignore_eos=True, stream=True)
     await _held(
         to,
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body,
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        % len(body)
+        + body,
         16,
         reads=False,
     )
 
 
 async def unfinished_bodies(to: Target) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (30 << 20)
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        % (30 << 20)
+    )
     await _held(to, head + b" " * (29 << 20), 40)
 
 
 async def unfinished_heads(to: Target) -> None:
-    await _held(to, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 30_000, 400)
+    await _held(to, b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * 30_000, 400)
 
 
 async def _held(to: Target, data: bytes, count: int, *, reads: bool = True) -> None:

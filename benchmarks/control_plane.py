@@ -46,7 +46,8 @@ class Reader(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.begun = time.perf_counter()
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
         transport.write(head % len(self._body) + self._body)
 
     def data_received(self, data: bytes) -> None:

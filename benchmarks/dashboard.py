@@ -45,7 +45,7 @@ class Watcher(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
-        transport.write(b"GET /dashboard/events HTTP/1.1\r\nHost: x\r\n\r\n")
+        transport.write(b"GET /dashboard/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
 
     def data_received(self, data: bytes) -> None:
         self.events += data.count(b"data: {")
@@ -67,7 +67,7 @@ async def stream(port: int, number: int) -> None:
 async def num_tokens(port: int) -> float:
     """The tokens that clients have had, which the frontend counts."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
     lines = (await reader.read()).decode().splitlines()
     writer.close()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("meshlm:generation_tokens_total{"))

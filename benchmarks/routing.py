@@ -74,9 +74,8 @@ class Client:
         begun, answer = time.perf_counter(), list[int]()
         try:
             reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 20)
-            head = (
-                f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(text)}\r\n\r\n"
-            )
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+            head += f"Content-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n"
             writer.write(head.encode() + text)
             if b" 200 " not in await reader.readline():
                 raise OSError("refused")

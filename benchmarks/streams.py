@@ -132,7 +132,9 @@ class Stream:
 
     def _request(self) -> bytes:
         body = json.dumps(self.ask.body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
+        )
         head += "Content-Type: application/json\r\n"
         if self.keyed:
             head += f"Idempotency-Key: {self._key}\r\n"

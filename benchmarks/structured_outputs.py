@@ -213,7 +213,7 @@ async def streamed(port: int, number: int, gaps: list[float], until: float) -> N
 
 async def asked(writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     writer.write(head.encode() + data)
     await writer.drain()
 

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from meshlm.frontend.errors import HttpError, why_not_served
-from meshlm.frontend.operations import OPERATIONS, SUBMITS, scope_of
+from meshlm.frontend.operations import OPERATIONS, SETTINGS, SUBMITS, scope_of
 from meshlm.frontend.operator_operations import DASHBOARD
 from meshlm.frontend.rate_limits import RateLimits
 from meshlm.protocol.ids import ErrorKind
@@ -22,6 +22,10 @@ UNKNOWN_KEY = "Unauthorized: send a valid key ('Authorization: Bearer KEY', 'X-A
 NO_SCOPE = "Forbidden: this key is not for %s (--api-key-file, --admin-api-key)"
 NO_ADMIN = (
     "Forbidden: this server has no key for admin, and others than this host reach it; start it with --admin-api-key"
+)
+NO_KEY_FOR_SETTINGS = (
+    "Forbidden: settings change with a key alone; start the server with --admin-api-key, or use `meshlm set` on its "
+    "host"
 )
 OPEN_ROUTES = {op.path for op in (*OPERATIONS, *DASHBOARD) if op.is_open}
 Scope = dict[str, Any]
@@ -120,6 +124,8 @@ class KeyCheck:
         """HttpError for a request that is not let in."""
         wanted = scope_of(scope["path"])
         if not self._keys.asks_for(wanted):
+            if scope["path"] == SETTINGS and scope["method"] == "POST":
+                raise HttpError(403, NO_KEY_FOR_SETTINGS, kind="permission_error")
             return
         headers = dict(scope["headers"])
         given = (headers.get(b"authorization", b"").removeprefix(b"Bearer "), headers.get(b"x-api-key", b""))

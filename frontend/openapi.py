@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from meshlm.frontend.operation import EVENTS, Operation, Parameter
-from meshlm.frontend.operations import ADMIN_PATHS, SUBMITS
+from meshlm.frontend.operations import ADMIN_PATHS, PROBES, SUBMITS
 from meshlm.frontend.request_schema import Served, refine
 from meshlm.frontend.schema import NEEDLESS, NOT_SUPPORTED
 
@@ -19,10 +19,11 @@ Refs = dict[type | GenericAlias, dict[str, Any]]
 REASONS = {
     400: "A field or header is not allowed, or not supported; `param` names it.",
     401: "The API key is missing or wrong.",
-    403: "The API key is for something else (--api-key-file, --admin-api-key).",
+    403: "The API key is for something else (--api-key-file, --admin-api-key); without keys: it comes from a web page of elsewhere.",
     404: "There is no such model, or nothing of the kind.",
     409: "It cannot be done now.",
     413: "The body is too large (--max-body-bytes).",
+    415: "The body does not say that it is JSON, or a form where one is taken.",
     422: "The Idempotency-Key names another request.",
     429: "The key has asked too often (its limits in --api-key-file); try again after Retry-After seconds.",
     500: "The request was given up.",
@@ -75,6 +76,8 @@ def _operation(op: Operation, method: str, refs: Refs, keys: bool, served: Serve
     errors = {*op.errors, *((401, 403) if (keys and not op.is_open) or op.path in ADMIN_PATHS else ())}
     if keys and method == "POST" and op.path in SUBMITS:
         errors.add(429)
+    if not keys and op.path not in PROBES:
+        errors |= {403} | ({415} if op.body is not None else set())
     found: Json = {
         "operationId": f"{method.lower()}{re.sub('[^a-z]+', '_', op.path)}".rstrip("_"),
         "summary": op.summary,

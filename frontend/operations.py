@@ -359,7 +359,9 @@ SUBMITS = frozenset(
     for op in (*OPERATIONS, *VECTORS, *SPEECH)
     if op in VECTORS or (op.generates and "{" not in op.path and not op.path.endswith(_TEXTS))
 )
-ADMIN_PATHS = {"/start_profile", "/stop_profile", "/settings", *(op.path for op in (*DEVELOPMENT, *DASHBOARD))}
+PROBES = frozenset(("/health", "/ready", "/ping"))  # load balancers ask by names of their own; there is no data in them
+SETTINGS = "/settings"
+ADMIN_PATHS = {"/start_profile", "/stop_profile", SETTINGS, *(op.path for op in (*DEVELOPMENT, *DASHBOARD))}
 INFORMATION = {"/v1/models", "/version", "/load", "/metrics", *(op.path for op in DOCUMENTATION)}
 
 

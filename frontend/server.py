@@ -43,6 +43,7 @@ from meshlm.frontend.schema import (
 from meshlm.frontend.speech import routes as speech_routes
 from meshlm.frontend.vectors import processed
 from meshlm.frontend.vectors import routes as vector_routes
+from meshlm.frontend.web_pages import WebPages
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.text_edge import Detokenize, DetokenizeReply, Prompt, Tokenize, TokenizeReply
 from meshlm.runtime.api_keys import ApiKeys
@@ -83,7 +84,7 @@ class Routes:
         self.keys = ApiKeys.of_server(backend.config.server)
 
     def app(self) -> Any:
-        """The ASGI application: the path of a proxy, CORS, then the key check, then the gate, then the routes."""
+        """The ASGI application: the path of a proxy, what web pages may, CORS, then the key check, then the gate, then the routes."""
         paths: dict[str, dict[str, Endpoint]] = {}
         for op in self._operations():
             endpoint = Endpoint(attrgetter(op.handler)(self), self._backend.refused)
@@ -95,15 +96,17 @@ class Routes:
         server = self._backend.config.server
         cors = Middleware(
             CORSMiddleware,
-            allow_origins=server.allowed_origins,
+            allow_origins=server.cors_origins,
             allow_methods=server.allowed_methods,
             allow_headers=server.allowed_headers,
             allow_credentials=server.allow_credentials,
+            allow_private_network=True,
         )
         return Starlette(
             routes=routes,
             middleware=[
                 Middleware(RootPath, root=server.root_path),
+                Middleware(WebPages, server=server, refused=self._backend.refused),
                 cors,
                 Middleware(KeyCheck, keys=self.keys, rates=self._backend.rates, refused=self._backend.refused),
                 Middleware(LoadShedder, refusal=self._backend.refusal, refused=self._backend.refused),

@@ -171,7 +171,23 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     default_chat_template_kwargs: Annotated[
         str, Meta(description="JSON object for the chat template, under a request's chat_template_kwargs")
     ] = ""
-    allowed_origins: Annotated[tuple[str, ...], Meta(description="CORS origins", extra={"json": True})] = ("*",)
+    allowed_origins: (
+        Annotated[
+            tuple[str, ...],
+            Meta(
+                description="origins whose web pages may ask (CORS); default: with API keys all, without any none",
+                extra={"json": True},
+            ),
+        ]
+        | None
+    ) = None
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="without API keys: other names of this host that clients may call it by, .example.com for all below, * for any",
+            extra={"json": True},
+        ),
+    ] = ()
     allowed_methods: Annotated[tuple[str, ...], Meta(description="CORS methods", extra={"json": True})] = ("*",)
     allowed_headers: Annotated[tuple[str, ...], Meta(description="CORS headers", extra={"json": True})] = ("*",)
     allow_credentials: Annotated[bool, Meta(description="CORS: cookies and the like")] = False
@@ -193,9 +209,19 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     disable_log_requests: Annotated[bool, Meta(description="no log line per request")] = False
 
     @property
+    def has_api_keys(self) -> bool:
+        """Whether a client needs a key. A certificate is none: a browser shows it whatever page asks."""
+        return bool(self.api_key or self.api_key_file)
+
+    @property
     def has_keys(self) -> bool:
         """Whether a client needs a key, or a certificate in its place."""
-        return bool(self.api_key or self.api_key_file) or (bool(self.ssl_certfile) and self.ssl_cert_reqs == 2)
+        return self.has_api_keys or (bool(self.ssl_certfile) and self.ssl_cert_reqs == 2)
+
+    @property
+    def cors_origins(self) -> tuple[str, ...]:
+        """The origins whose web pages may ask, `*` for all."""
+        return (("*",) if self.has_api_keys else ()) if self.allowed_origins is None else self.allowed_origins
 
     @property
     def address(self) -> str:

@@ -198,6 +198,10 @@ async def _announce(supervisor: io.Supervisor, display: StartDisplay) -> None:
     address = f"{host}:{server.port} (gRPC)" if server.grpc else f"{scheme}://{host}:{server.port}/v1"
     if not server.has_keys:
         display.line(*_who_reaches(server))
+    if not server.has_api_keys and "*" in server.cors_origins:
+        display.line(
+            "warning: no API key is set and --allowed-origins has *: every web page may use the server", "warning"
+        )
     display.line(f"ready: {address}   (Ctrl-C stops)")
 
 

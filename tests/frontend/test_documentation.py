@@ -22,7 +22,7 @@ def client(**server: Any) -> httpx.AsyncClient:
         refused=lambda seconds: None,
         rates=None,
     )
-    return httpx.AsyncClient(transport=httpx.ASGITransport(Routes(backend).app()), base_url="http://x")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(Routes(backend).app()), base_url="http://localhost")
 
 
 @pytest.mark.parametrize("op", DOCUMENTATION, ids=lambda op: op.path)

@@ -22,7 +22,7 @@ async def score(body: dict[str, Any], status: int = 200) -> tuple[Any, Scripted]
     server.pieces = ("a",)
     server.logprobs = (PositionLogprobs(entry(9), 1, tuple(entry(token) for token in SHARES)),)
     transport = httpx.ASGITransport(app=server.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         answer = await client.post("/generative_scoring", json=body)
     assert answer.status_code == status, answer.text
     return answer.json(), server

@@ -319,7 +319,9 @@ async def test_ready_tells_a_link_of_any_process() -> None:
         refused=id,
         rates=None,
     )
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(Routes(backend).app()), base_url="http://x") as http:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(Routes(backend).app()), base_url="http://localhost"
+    ) as http:
         answer = await http.get("/ready")
     assert (answer.status_code, answer.text) == (503, "worker/0 hears nothing")
 

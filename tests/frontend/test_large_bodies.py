@@ -29,7 +29,8 @@ def client(**server: Any) -> tuple[Routes, httpx.AsyncClient]:
         rates=None,
     )
     routes = Routes(backend)
-    return routes, httpx.AsyncClient(transport=httpx.ASGITransport(routes.app()), base_url="http://x")
+    transport, headers = httpx.ASGITransport(routes.app()), {"Content-Type": "application/json"}
+    return routes, httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -1,7 +1,6 @@
 """The prompts of a large request are asked for as its sequences begin: never too many at once, and all of them in the end."""
 
 import asyncio
-import json
 import random
 from collections import Counter
 
@@ -67,8 +66,8 @@ class Windowed(Scripted):
 
 async def ask(backend: Windowed, **body: object) -> httpx.Response:
     transport = httpx.ASGITransport(app=backend.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=LIMIT_S) as client:
-        return await client.post("/v1/completions", content=json.dumps({"max_tokens": 2, **body}))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=LIMIT_S) as client:
+        return await client.post("/v1/completions", json={"max_tokens": 2, **body})
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -66,7 +66,7 @@ async def test_429_in_the_form_of_the_route(tmp_path: Path, path: str, body: obj
     backend = Scripted(ServerConfig(api_key_file=str(tmp_path / "keys"), responses_store="off"))
     backend.rates = RateLimits(str(tmp_path))
     transport = httpx.ASGITransport(backend.routes.app())
-    async with httpx.AsyncClient(transport=transport, base_url="http://x", headers=HEADERS) as http:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=HEADERS) as http:
         first = await http.post("/v1/completions", json={"prompt": "a"})
         again = await http.post(path, json=body)
         models = await http.get("/v1/models")
@@ -93,7 +93,7 @@ async def test_429_in_the_form_of_the_route(tmp_path: Path, path: str, body: obj
     ],
 )
 async def test_who_may_use_routes_for_development(server: ServerConfig, key: str, status: int) -> None:
-    http = httpx.AsyncClient(transport=httpx.ASGITransport(Scripted(server).app), base_url="http://x")
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(Scripted(server).app), base_url="http://localhost")
     async with http:
         answer = await http.get("/server_info", headers={"Authorization": f"Bearer {key}"} if key else {})
     assert answer.status_code == status, answer.text

@@ -33,7 +33,7 @@ def test_the_reason_is_a_flag_or_what_the_status_means(error: HttpError, reason:
 async def test_refusals_of_requests_for_answers_are_counted() -> None:
     backend = Scripted(ServerConfig(responses_store="off", api_key=("secret",)))
     transport = httpx.ASGITransport(backend.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         await client.post("/v1/completions", json={"prompt": "x"})
         key = {"Authorization": "Bearer secret"}
         await client.post("/v1/completions", json={"prompt": 1.5}, headers=key)

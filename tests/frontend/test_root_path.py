@@ -15,7 +15,7 @@ from meshlm.supervisor.settings import flags, resolve
 @pytest.mark.parametrize("prefix", ["", "/llm/v2"])
 async def test_requests_come_with_it_or_without(prefix: str) -> None:
     backend = Scripted(ServerConfig(root_path="/llm/v2", api_key=("one",), responses_store="off"))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(backend.app), base_url="http://x") as http:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(backend.app), base_url="http://localhost") as http:
         health = await http.get(f"{prefix}/health")
         refused = await http.get(f"{prefix}/v1/models")
         key = {"Authorization": "Bearer one"}
@@ -31,7 +31,7 @@ async def test_requests_come_with_it_or_without(prefix: str) -> None:
 
 async def test_another_path_is_none() -> None:
     backend = Scripted(ServerConfig(root_path="/llm"))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(backend.app), base_url="http://x") as http:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(backend.app), base_url="http://localhost") as http:
         assert (await http.get("/llmore/health")).status_code == 404
         assert (await http.get("/llm")).status_code == 404
         assert (await http.get("/llm/llm/health")).status_code == 404

@@ -66,12 +66,14 @@ BAD = [
     (b'{"prompt": "\xff\xfe"}', 400, ""),
 ]
 
+JSON = {"Content-Type": "application/json"}
+
 
 @pytest.mark.parametrize(("body", "status", "param"), BAD, ids=range(len(BAD)))
 def test_bad_bodies_and_a_stream_beside_them(fake: Serving, body: str | bytes, status: int, param: str) -> None:
     with ThreadPoolExecutor(1) as pool:
         beside = pool.submit(stream_ids, fake, [400, 401], 60)
-        answer = httpx.post(f"{fake.url}/v1/completions", content=body, timeout=30)
+        answer = httpx.post(f"{fake.url}/v1/completions", content=body, headers=JSON, timeout=30)
         assert answer.status_code == status, answer.text
         error = answer.json()["error"]
         assert error["message"]
@@ -91,7 +93,7 @@ def test_bad_chats(fake: Serving) -> None:
 
 
 def test_a_huge_body_is_refused(fake: Serving) -> None:
-    answer = httpx.post(f"{fake.url}/v1/completions", content=b" " * 100_000_000, timeout=60)
+    answer = httpx.post(f"{fake.url}/v1/completions", content=b" " * 100_000_000, headers=JSON, timeout=60)
     assert answer.status_code == 413
 
 

@@ -33,7 +33,7 @@ def scripted(**server: Any) -> Scripted:
 
 
 def client(backend: Scripted) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(backend.app), base_url="http://x")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(backend.app), base_url="http://localhost")
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -170,7 +170,7 @@ async def test_a_pace_that_cannot_be_is_refused(every: str) -> None:
 async def test_a_thousand_dashboards_leave_the_server_as_it_is() -> None:
     """Two are let in, all others are refused by name, and whoever is there goes on to see."""
     backend = scripted()
-    ask = b"GET /dashboard/events HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    ask = b"GET /dashboard/events HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     async with asyncio.timeout(LIMIT_S), listening(backend) as port:
         first = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
         for reader, writer in first:
@@ -204,7 +204,7 @@ async def test_a_client_that_reads_nothing_is_dropped(monkeypatch: pytest.Monkey
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect(("127.0.0.1", port))
-            client.sendall(b"GET /dashboard/events HTTP/1.1\r\nHost: x\r\n\r\n")
+            client.sendall(b"GET /dashboard/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
             await until(lambda: bool(backend.feed._watchers))
             await until(lambda: not backend.feed._watchers)
             assert len(backend.feed._tasks) <= 2

@@ -69,7 +69,7 @@ async def test_an_answer_of_nothing_is_an_empty_text(
 
 async def test_events_come_in_anthropics_order(backend: Scripted) -> None:
     backend.pieces = ["a</think>", "b", CALL]
-    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(backend.app), base_url="http://x")
+    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(backend.app), base_url="http://localhost")
     body = {"model": "tiny", "max_tokens": 5, "messages": USER, "stream": True, "tools": TOOLS}
     answer = await http.post("/v1/messages", json=body)
     assert answer.headers["content-type"].startswith("text/event-stream")

@@ -29,7 +29,7 @@ class Texts(Scripted):
 
 async def post(server: Scripted, path: str, body: Any, status: int = 200) -> Any:
     transport = httpx.ASGITransport(app=server.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         answer = await client.post(path, json=body)
     assert answer.status_code == status, answer.text
     return answer.text if answer.headers["content-type"].startswith("text/event-stream") else answer.json()
@@ -246,7 +246,7 @@ async def test_information_needs_its_flags_and_tells_no_key() -> None:
     server = Scripted(ServerConfig(server_dev_mode=True, enable_tokenizer_info_endpoint=True, api_key=("s3cret",)))
     transport = httpx.ASGITransport(app=server.app)
     headers = {"Authorization": "Bearer s3cret"}
-    async with httpx.AsyncClient(transport=transport, base_url="http://x", headers=headers) as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:
         text = (await client.get("/server_info")).json()
         found = (await client.get("/server_info?config_format=json")).json()
         assert isinstance(text["meshlm_config"], str)
@@ -254,6 +254,8 @@ async def test_information_needs_its_flags_and_tells_no_key() -> None:
         assert "s3cret" not in json.dumps([text, found])
         assert (await client.get("/server_info?config_format=x")).status_code == 400
         assert (await client.get("/tokenizer_info")).json()["tokenizer_class"]
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=Scripted().app), base_url="http://x") as client:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=Scripted().app), base_url="http://localhost"
+    ) as client:
         assert "--server-dev-mode" in (await client.get("/server_info")).text
         assert "--enable-tokenizer-info-endpoint" in (await client.get("/tokenizer_info")).text

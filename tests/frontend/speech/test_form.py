@@ -11,7 +11,7 @@ from meshlm.frontend.speech import form
 
 def encoded(data: dict[str, str | list[str]], file: bytes = b"") -> tuple[str, bytes]:
     """As a client sends it."""
-    request = httpx.Request("POST", "http://x", data=data, files={"file": ("a.wav", file)})
+    request = httpx.Request("POST", "http://localhost", data=data, files={"file": ("a.wav", file)})
     return request.headers["content-type"], request.read()
 
 

@@ -44,7 +44,7 @@ async def post(
     headers: dict[str, str] | None = None,
 ) -> httpx.Response:
     transport = httpx.ASGITransport(app=backend.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         answer = await client.post(path, data=fields or {}, files={"file": ("a.wav", file)}, headers=headers)
     assert answer.status_code == status, answer.text
     return answer
@@ -287,7 +287,7 @@ async def test_what_has_no_room_is_the_file() -> None:
 async def test_a_body_that_is_no_form() -> None:
     backend = Speaking()
     transport = httpx.ASGITransport(app=backend.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         answer = await client.post(PATH, json={"model": "tiny"})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Content-Type")
         answer = await client.post(PATH, files={"model": (None, "tiny")})
@@ -331,7 +331,7 @@ async def test_a_client_that_leaves_ends_its_request(finds_language: bool) -> No
     backend = Speaking()
     backend.go.clear()
     fields = {} if finds_language else {"language": "de"}
-    request = httpx.Request("POST", f"http://x{PATH}", data=fields, files={"file": ("a.wav", WAV)})
+    request = httpx.Request("POST", f"http://localhost{PATH}", data=fields, files={"file": ("a.wav", WAV)})
     messages = [{"type": "http.request", "body": request.read(), "more_body": False}]
     sent = list[Json]()
 
@@ -359,7 +359,7 @@ async def test_a_client_that_leaves_ends_its_request(finds_language: bool) -> No
 async def test_a_model_of_sounds_serves_nothing_of_texts() -> None:
     backend = Speaking()
     transport = httpx.ASGITransport(app=backend.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         for path in (
             *("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"),
             *("/v1/conversations", "/v1/embeddings", "/inference/v1/generate", "/generative_scoring"),

@@ -25,7 +25,7 @@ OFF: Any = {"type": "disabled"}
 def client_of(backend: Scripted, **settings: Any) -> anthropic.AsyncAnthropic:
     http = httpx2.AsyncClient(transport=httpx2.ASGITransport(backend.app))
     return anthropic.AsyncAnthropic(
-        **{"base_url": "http://x", "api_key": "none", "max_retries": 0, "http_client": http, **settings}
+        **{"base_url": "http://localhost", "api_key": "none", "max_retries": 0, "http_client": http, **settings}
     )
 
 

@@ -33,7 +33,7 @@ Json = dict[str, Any]
 
 def client_of(backend: Scripted, api_key: str = "none") -> openai.AsyncOpenAI:
     http = httpx2.AsyncClient(transport=httpx2.ASGITransport(backend.app))
-    return openai.AsyncOpenAI(base_url="http://x/v1", api_key=api_key, max_retries=0, http_client=http)
+    return openai.AsyncOpenAI(base_url="http://localhost/v1", api_key=api_key, max_retries=0, http_client=http)
 
 
 async def ended(client: openai.AsyncOpenAI, response_id: str) -> openai.types.responses.Response:

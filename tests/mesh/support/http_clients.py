@@ -112,7 +112,7 @@ def connect(mesh: Serving, receive_buffer: int = 0) -> socket.socket:
 
 
 def head(method: str, path: str, *more: str) -> bytes:
-    lines = (f"{method} {path} HTTP/1.1", "Host: mesh", f"Authorization: Bearer {KEY}", *more)
+    lines = (f"{method} {path} HTTP/1.1", "Host: localhost", f"Authorization: Bearer {KEY}", *more)
     return "".join(f"{line}\r\n" for line in lines).encode() + b"\r\n"
 
 
