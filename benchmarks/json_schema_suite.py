@@ -55,11 +55,16 @@ def accepts(grammar: str, text: str, tokenizer: Any) -> bool:
 
 def measure() -> dict[str, Any]:
     """What becomes of all schemas and instances of the suite."""
+    from meshlm.detokenizer.grammar_cache import GrammarCache
     from meshlm.detokenizer.grammars import Grammars
     from meshlm.protocol.grammar import Grammar, GrammarKind
     from meshlm.runtime.errors import RequestError
 
-    suite, tokenizer, grammars = json.loads(SUITE.read_text("utf-8")), byte_tokenizer(), Grammars({})
+    suite, tokenizer, grammars = (
+        json.loads(SUITE.read_text("utf-8")),
+        byte_tokenizer(),
+        GrammarCache(Grammars({}).translated),
+    )
     counts: Counter[str] = Counter()
     refused: Counter[str] = Counter()
     wrong: list[Any] = []

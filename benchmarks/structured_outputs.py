@@ -50,12 +50,13 @@ def library(tokenizer: str) -> dict[str, Any]:
     import numpy as np
     from llguidance import LLMatcher
 
+    from meshlm.detokenizer.grammar_cache import GrammarCache
     from meshlm.detokenizer.grammars import Grammars
     from meshlm.protocol.grammar import Grammar, GrammarKind
     from meshlm.runtime import tokenizer_files
     from meshlm.runtime.errors import RequestError
     from meshlm.runtime.grammars import limits
-    from meshlm.workers.output.vocabulary import Vocabulary
+    from meshlm.runtime.vocabulary import Vocabulary
 
     loaded = tokenizer_files.load(Path(tokenizer))
     size = loaded.tokenizer.get_vocab_size(with_added_tokens=True)
@@ -64,7 +65,7 @@ def library(tokenizer: str) -> dict[str, Any]:
     vocabulary = Vocabulary(loaded, size, (eos,))
     built_ms = 1e3 * (time.perf_counter() - begun)
     closing = {vocabulary.tokens_of(part)[0] for part in (b'"', b"}", b"]", b"null", b"0")}
-    grammars = Grammars({})
+    grammars = GrammarCache(Grammars({}).translated)
     words = np.empty(vocabulary.num_words, np.int32)
 
     def sample(text: str, seed: int) -> tuple[str, list[float], list[float], bool]:

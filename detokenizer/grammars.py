@@ -1,16 +1,13 @@
-"""What a client asks of the text's form, in the language of the library that matches it: llguidance's. Called by io.py in a thread.
+"""What a client asks of the text's form, in the language of the library that matches it: llguidance's.
 
-The library compiles without the vocabulary here, so that each mistake is refused before the request is admitted; workers compile the
-same text with it (workers/output/grammars.py). It is imported with the first grammar: most meshes see none.
+Called by grammar_child.py, in a process that may die of it (grammar_cache.py): the library recurses as deep as a schema's references
+and a grammar's rules do, and takes as long as they want.
 """
 
 import json
 import re
-import threading
 from collections.abc import Callable
 from typing import Any
-
-import msgspec
 
 from meshlm.detokenizer.json_schemas import (
     close_objects,
@@ -22,15 +19,11 @@ from meshlm.detokenizer.json_schemas import (
 )
 from meshlm.detokenizer.structural_tags import GrammarError, StructuralTag, to_lark
 from meshlm.protocol.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
-from meshlm.protocol.ids import ErrorKind
-from meshlm.runtime.errors import RequestError
 from meshlm.runtime.grammars import limits
-
-CACHED = 128  # grammars, refused ones too
 
 
 class Grammars:
-    """Safe to call from several threads."""
+    """`translated` is what its name says, in this process."""
 
     def __init__(
         self, special: dict[str, int], *, may_end: bool = True, can_write: Callable[[str], bool] = lambda text: True
@@ -38,33 +31,9 @@ class Grammars:
         """special: the ids of special tokens by their text. may_end: the model has a token that ends its text. can_write: its tokens
         make up this text."""
         self._special, self._may_end, self._can_write = special, may_end, can_write
-        self._lock = threading.Lock()
-        self._known: dict[Grammar, tuple[str, str]] = {}  # the text, or what is wrong; those used last stand last
 
-    def knows(self, grammar: Grammar) -> bool:
-        """Whether `compile` takes no time."""
-        return _asked(grammar) in self._known
-
-    def compile(self, grammar: Grammar) -> Grammar:
-        """The same constraint as the library's text. RequestError names the client's field and what is wrong."""
-        asked = _asked(grammar)
-        with self._lock:
-            found = self._known.pop(asked, None)
-        found = found or self._translated(asked)
-        with self._lock:
-            self._known[asked] = found
-            if len(self._known) > CACHED:
-                del self._known[next(iter(self._known))]
-        text, error = found
-        if error:
-            raise RequestError(ErrorKind.INVALID, f"{grammar.param}: {error}", grammar.param.split(".")[0])
-        begins_after = "" if grammar.opens_with else grammar.begins_after
-        return Grammar(GrammarKind.COMPILED, text, grammar.param, begins_after=begins_after, thinking=grammar.thinking)
-
-    def _translated(self, grammar: Grammar) -> tuple[str, str]:
-        """The text, or what is wrong with the grammar."""
-        if grammar.kind is GrammarKind.FREE:
-            return "", ""
+    def translated(self, grammar: Grammar) -> tuple[str, str]:
+        """The library's text, or what is wrong with the grammar."""
         from llguidance import LLMatcher
 
         if not self._may_end:
@@ -116,12 +85,6 @@ class Grammars:
 
     def _tags(self, grammar: Grammar) -> StructuralTag:
         return StructuralTag(self._special, lambda schema: self._schema(grammar, schema))
-
-
-def _asked(grammar: Grammar) -> Grammar:
-    """What decides the library's text."""
-    begins_after = grammar.begins_after if grammar.opens_with else ""
-    return msgspec.structs.replace(grammar, param="", thinking=None, begins_after=begins_after)
 
 
 def _parsed(text: str) -> Any:

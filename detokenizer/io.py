@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import msgspec
@@ -18,9 +18,8 @@ from meshlm.detokenizer.core import Detokenizer
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.encode import Encoder
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event
-from meshlm.detokenizer.grammars import Grammars
+from meshlm.detokenizer.grammar_threads import MORE_THREADS, GrammarSandbox, GrammarThreads, nobody_waits
 from meshlm.detokenizer.questions import Question, Questions
-from meshlm.detokenizer.spelling import Spelling
 from meshlm.protocol.admit_edge import Admit, Refused
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.counts import Counted, ProcessCounts
@@ -79,11 +78,11 @@ class DetokenizerApp:
         self._mesh: Mesh | None = None
         self._core: Detokenizer | None = None
         self._encoder: Encoder | None = None
-        self._grammars: Grammars | None = None
+        self._grammars: GrammarThreads | None = None
+        self._sandbox: GrammarSandbox | None = None
         self._num_threads = min(MOST_ENCODE_THREADS, max(2, len(os.sched_getaffinity(0)) // 2))
         self._threads = ThreadPoolExecutor(self._num_threads, "encode")
         self._large_threads = ThreadPoolExecutor(max(1, self._num_threads // 4), "encode-large")
-        self._grammar_threads = ThreadPoolExecutor(max(1, self._num_threads // 4), "grammar")
         self._question_thread = ThreadPoolExecutor(1, "question")
         self._questions = Questions()
         self._answers = False  # the thread of questions is busy
@@ -114,9 +113,10 @@ class DetokenizerApp:
             )
         except RequestError as error:
             raise ProcessFatal(f"--chat-template: {error.message}") from None
-        special = {table.text[token] or "": token for token in table.special if token < len(table)}
-        spelling = Spelling(table)
-        self._grammars = Grammars(special, may_end=bool(resolved.eos_token_ids), can_write=spelling.can_write)
+        self._sandbox = GrammarSandbox(resolved, self._log_failure)
+        self._grammars = GrammarThreads(self._sandbox.translate, self._sandbox.most_threads + MORE_THREADS)
+        if resolved.device == "cuda" and resolved.pooling is None and resolved.eos_token_ids:
+            self._sandbox.start()  # a GPU's mesh has the memory, and the time
         vocab_size = resolved.spec.vocab_size
         window_s = mesh.config.server.retry_window
         samples = 0 if resolved.spec.audio_encoder is None else resolved.spec.audio_encoder.num_samples
@@ -174,10 +174,30 @@ class DetokenizerApp:
             return
         self._waiting[ask.job] = size
         self._waiting_bytes += size
-        assert self._grammars is not None
-        if ask.grammar is not None and not self._grammars.knows(ask.grammar):
-            self._grammar_threads.submit(self._encode_large, ask)
-        elif size > LARGE_BYTES:
+        if ask.grammar is None:
+            self._encode_soon(ask)
+            return
+        assert self._grammars is not None and self._core is not None and self._mesh is not None  # noqa: PT018
+        try:
+            known = self._grammars.known(ask.grammar)
+        except RequestError as error:
+            self._compiled(ask, error)
+            return
+        if known is not None:
+            self._compiled(ask, known)
+            return
+        done = partial(self._mesh.call_soon_threadsafe, self._compiled, ask)
+        self._grammars.submit(ask.grammar, partial(self._core.is_wanted, ask.job), done)
+
+    def _compiled(self, ask: Encode, found: Grammar | RequestError) -> None:
+        """Its grammar is compiled, or refused."""
+        if isinstance(found, RequestError):
+            self._encoded([Encoded(ask.job, error=found)])
+        else:
+            self._encode_soon(msgspec.structs.replace(ask, grammar=found))
+
+    def _encode_soon(self, ask: Encode) -> None:
+        if self._waiting.get(ask.job, 0) > LARGE_BYTES:
             self._large_threads.submit(self._encode_large, ask)
         else:
             self._to_encode.append(ask)
@@ -245,7 +265,7 @@ class DetokenizerApp:
             self._mesh.call_soon_threadsafe(self._encoded, events)
 
     def _encode_large(self, ask: Encode) -> None:
-        """Encodes in a thread for large prompts or for new grammars."""
+        """Encodes in a thread for large prompts."""
         assert self._mesh is not None
         self._mesh.call_soon_threadsafe(self._encoded, [self._encode(ask)])
 
@@ -261,11 +281,10 @@ class DetokenizerApp:
     def _encode_now(self, ask: Encode) -> Encoded:
         assert self._encoder is not None
         assert self._core is not None
-        assert self._grammars is not None
-        if not self._core.is_wanted(ask.job):  # its client left
-            return Encoded(ask.job, error=RequestError(ErrorKind.INVALID, "nobody waits for it"))
+        if not self._core.is_wanted(ask.job):
+            return Encoded(ask.job, error=nobody_waits())
         try:
-            grammar = None if ask.grammar is None else self._compiled(ask.grammar)
+            grammar = ask.grammar
             embeds = ask.prompt.embeds if isinstance(ask.prompt, EmbedsPrompt) else None
             if isinstance(ask.prompt, ChatPrompt) and ask.prompt.embeds:
                 ids, embeds = self._encoder.encode_mixed(ask.prompt)
@@ -282,18 +301,6 @@ class DetokenizerApp:
             self._log_failure("the tokenizer failed")
             text = f"the prompt cannot be encoded: {error}"
             return Encoded(ask.job, error=RequestError(ErrorKind.INVALID, text, "prompt"))
-
-    def _compiled(self, grammar: Grammar) -> Grammar:
-        """RequestError for what is no grammar, or what the library cannot bear."""
-        assert self._grammars is not None
-        try:
-            return self._grammars.compile(grammar)
-        except RequestError:
-            raise
-        except BaseException as error:  # a panic of the library's is no Exception; the client waits for an answer
-            self._log_failure("the grammar library failed")
-            text = f"{grammar.param}: the grammar cannot be compiled: {error}"
-            raise RequestError(ErrorKind.INVALID, text, grammar.param.split(".")[0]) from None
 
     def _log_failure(self, what: str) -> None:
         """With what is raised just now, which no client's text alone should have been able to raise."""
@@ -382,5 +389,8 @@ class DetokenizerApp:
         self._to_encode.clear()
         self._to_admit.clear()
         self._questions = Questions()
-        for threads in (self._threads, self._large_threads, self._grammar_threads, self._question_thread):
+        for grammars in (self._sandbox, self._grammars):
+            if grammars is not None:
+                grammars.close()
+        for threads in (self._threads, self._large_threads, self._question_thread):
             threads.shutdown(wait=False, cancel_futures=True)

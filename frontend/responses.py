@@ -97,7 +97,10 @@ class Response:
             self.error = self._as_client_knows(finished.kind, finished.message, finished.param)
 
     def _as_client_knows(self, kind: ErrorKind, message: str, param: str) -> HttpError:
-        return HttpError.of(kind, message, self.ask.client_names.get(param, param))
+        name = self.ask.client_names.get(param, param)
+        if name != param and message.startswith((f"{param}:", f"{param}.")):
+            message = name + message.removeprefix(param)
+        return HttpError.of(kind, message, name)
 
     def num_prompt_tokens(self) -> int:
         return sum(accepted.num_prompt_tokens for accepted in self.prompt.values())

@@ -23,6 +23,7 @@ from meshlm.protocol.sleeping import KV_CACHE
 from meshlm.protocol.step_edge import RowFailed, StepPlan, StepResult
 from meshlm.protocol.tasks import PoolKind
 from meshlm.protocol.token_edge import LogprobColumns
+from meshlm.runtime.vocabulary import loader
 from meshlm.workers import kv_capacity
 from meshlm.workers.distributed.lockstep import StepExchange
 from meshlm.workers.distributed.membership import Membership
@@ -39,7 +40,6 @@ from meshlm.workers.fake_tokens import (
     vectors,
 )
 from meshlm.workers.output.grammars import COMPUTED, Constraint, Grammars
-from meshlm.workers.output.vocabulary import loader
 from meshlm.workers.rows import I32, I64, RowTable, StepArrays
 
 DEFAULT_CACHE_TOKENS = 1 << 20

@@ -9,7 +9,7 @@ from meshlm.frontend.errors import HttpError
 from meshlm.frontend.generation import Form
 from meshlm.frontend.messages.format import MessageFormat
 from meshlm.frontend.messages.schema import Conversation, CountTokensRequest, MessagesRequest
-from meshlm.frontend.messages.translate import chat_request, renamed
+from meshlm.frontend.messages.translate import NAMES, chat_request, renamed
 from meshlm.frontend.parse import ParsedRequest
 from meshlm.frontend.retry import LAST_ID, Progress
 from meshlm.frontend.turn import TurnResponse
@@ -39,7 +39,7 @@ def _parsed(body: Conversation, unknown: tuple[str, ...], resolved: Resolved, se
         ask = parse.chat(chat_request(body, server), unknown, resolved, server)
     except HttpError as error:
         raise renamed(error) from None
-    return ask
+    return ask._replace(client_names={**NAMES, "prompt": "messages"})
 
 
 def check_last_id(last_id: str) -> None:

@@ -137,8 +137,7 @@ def renamed(error: HttpError) -> HttpError:
 
 def parsed(ask: ParsedRequest, request: ResponsesRequest) -> ParsedRequest:
     """The same request, with the names of this API for what the mesh may refuse."""
-    names = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"}
-    return ask._replace(client_names=names, request_id=(request.request_id or "").removeprefix("resp_"))
+    return ask._replace(client_names=NAMES, request_id=(request.request_id or "").removeprefix("resp_"))
 
 
 def repeated(request: ResponsesRequest, ask: ParsedRequest, *, stores: bool) -> Json:

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from meshlm.detokenizer.grammar_cache import GrammarCache
 from meshlm.detokenizer.grammars import Grammars
 from meshlm.detokenizer.json_schemas import close_objects, has_end
 from meshlm.protocol.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from meshlm.protocol.ids import ErrorKind
 from meshlm.runtime import tokenizer_files
 from meshlm.runtime.errors import RequestError
-from meshlm.workers.output.vocabulary import Vocabulary
+from meshlm.runtime.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.model
 PERSON = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
@@ -30,8 +31,8 @@ def vocabulary(smollm2: Path) -> Vocabulary:
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Grammars:
-    return Grammars({"<|im_start|>": 1, "<|im_end|>": 2, "<file_sep>": 5})
+def grammars() -> GrammarCache:
+    return GrammarCache(Grammars({"<|im_start|>": 1, "<|im_end|>": 2, "<file_sep>": 5}).translated)
 
 
 def made(kind: str, text: Any, **options: Any) -> Grammar:
@@ -111,7 +112,7 @@ READ = [
 
 @pytest.mark.parametrize(("kind", "text", "options", "texts"), READ)
 def test_texts_that_fit(
-    grammars: Grammars, vocabulary: Vocabulary, kind: str, text: Any, options: dict[str, Any], texts: dict[str, str]
+    grammars: GrammarCache, vocabulary: Vocabulary, kind: str, text: Any, options: dict[str, Any], texts: dict[str, str]
 ) -> None:
     compiled = grammars.compile(made(kind, text, **options))
     assert {each: reads(vocabulary.tokenizer, compiled, each) for each in texts} == texts
@@ -165,22 +166,23 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("kind", "text", "told"), WRONG, ids=range(len(WRONG)))
-def test_what_is_no_grammar_is_refused_by_its_field(grammars: Grammars, kind: str, text: Any, told: str) -> None:
+def test_what_is_no_grammar_is_refused_by_its_field(grammars: GrammarCache, kind: str, text: Any, told: str) -> None:
     asked = made(kind, text)
     for _ in range(2):  # the second time from the cache
         with pytest.raises(RequestError, match=told) as raised:
             grammars.compile(asked)
         assert (raised.value.kind, raised.value.param) == (ErrorKind.INVALID, "field")
         assert raised.value.message.startswith("field.part: ")
-        assert grammars.knows(asked)
+        with pytest.raises(RequestError, match=told):
+            grammars.known(asked)
 
 
 def test_a_model_without_an_end_has_no_grammars() -> None:
     with pytest.raises(RequestError, match="no end-of-sequence token"):
-        Grammars({}, may_end=False).compile(made("regex", "a"))
+        GrammarCache(Grammars({}, may_end=False).translated).compile(made("regex", "a"))
 
 
-def test_reasoning_that_may_stand_before(grammars: Grammars, vocabulary: Vocabulary) -> None:
+def test_reasoning_that_may_stand_before(grammars: GrammarCache, vocabulary: Vocabulary) -> None:
     """It is part of the grammar where its opening text tells it; elsewhere it is the worker's to wait for its end."""
     compiled = grammars.compile(made("json_schema", CLOSED, opens_with="<think>", begins_after="</think>"))
     assert compiled.begins_after == ""
@@ -191,13 +193,13 @@ def test_reasoning_that_may_stand_before(grammars: Grammars, vocabulary: Vocabul
     assert reads(vocabulary.tokenizer, assumed, '{"age": 1}') == "whole"
 
 
-def test_the_cache_forgets_what_was_used_longest_ago(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshlm.detokenizer.grammars.CACHED", 2)
-    small = Grammars({})
+def test_the_cache_forgets_what_was_used_longest_ago(grammars: GrammarCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshlm.detokenizer.grammar_cache.CACHED", 2)
+    small = GrammarCache(Grammars({}).translated)
     one, two, three = (made("regex", text) for text in ("a", "b", "c"))
     for asked in (one, two, one, three):
         small.compile(asked)
-    assert [small.knows(asked) for asked in (one, two, three)] == [True, False, True]
+    assert [small.known(asked) is not None for asked in (one, two, three)] == [True, False, True]
 
 
 @pytest.mark.parametrize(

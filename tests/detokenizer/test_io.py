@@ -13,7 +13,7 @@ from msgspec import Struct
 from stub_mesh import LIFE, StubMesh
 
 from meshlm.detokenizer.encode import Encoder
-from meshlm.detokenizer.grammars import Grammars
+from meshlm.detokenizer.grammar_threads import GrammarSandbox
 from meshlm.detokenizer.io import DetokenizerApp
 from meshlm.protocol.admit_edge import Admit
 from meshlm.protocol.columns import ints, pack_i32
@@ -163,16 +163,16 @@ async def test_what_many_prompts_become_leaves_turns_of_the_loop_to_others(
 
 async def test_a_new_grammar_holds_up_nobody(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is compiled in a thread of its own; what is no grammar, and a panic of the library's, is answered with its field."""
-    released, real = threading.Event(), Grammars._translated
+    released, real = threading.Event(), GrammarSandbox.translate
 
-    def translated(self: Grammars, grammar: Grammar) -> tuple[str, str]:
+    def translate(self: GrammarSandbox, grammar: Grammar) -> tuple[str, str]:
         if grammar.text == "slow":
             assert released.wait(30)
         if grammar.text == "panic":
             raise Panic("called `Option::unwrap()` on a `None` value")
         return real(self, grammar)
 
-    monkeypatch.setattr(Grammars, "_translated", translated)
+    monkeypatch.setattr(GrammarSandbox, "translate", translate)
     app = DetokenizerApp()
     mesh = AdmittingMesh(smollm2, app.flush, 2)
     stub: Any = mesh

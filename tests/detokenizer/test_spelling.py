@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from meshlm.detokenizer.decode import TokenTable
+from meshlm.detokenizer.grammar_cache import GrammarCache
 from meshlm.detokenizer.grammars import Grammars
 from meshlm.detokenizer.spelling import Spelling
 from meshlm.protocol.grammar import Grammar, GrammarKind
@@ -21,8 +22,8 @@ from meshlm.protocol.step_edge import NewRow, StepPlan
 from meshlm.runtime import tokenizer_files
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.tokenizer_files import LoadedTokenizer
+from meshlm.runtime.vocabulary import Vocabulary
 from meshlm.workers.output import grammars as of_rows
-from meshlm.workers.output.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.model
 EOS, ROW = 2, np.array([0], np.int32)
@@ -38,7 +39,7 @@ class Model:
         loaded = tokenizer_files.load(path)
         self.vocabulary = Vocabulary(loaded, 49152, (EOS,))
         self.spelling = Spelling(TokenTable(loaded))
-        self.grammars = Grammars({}, can_write=self.spelling.can_write)
+        self.grammars = GrammarCache(Grammars({}, can_write=self.spelling.can_write).translated)
 
     def writes(self, kind: str, value: Any, draws: "np.random.Generator") -> str:
         """RequestError says what is refused."""

@@ -9,6 +9,7 @@ import pytest
 from answering import STOP, body, chunks, give, streamed, whole
 from parsing import asked, body_of
 
+from meshlm.detokenizer.grammar_cache import GrammarCache
 from meshlm.detokenizer.grammars import Grammars
 from meshlm.frontend import tool_choice
 from meshlm.frontend.errors import HttpError
@@ -238,7 +239,7 @@ def test_answers_to_a_forced_choice(choice: object, said: str, finish_reason: st
 
 
 def test_the_library_takes_the_grammars_of_calls() -> None:
-    grammars = Grammars({"<tool_call>": 5, "</tool_call>": 6})
+    grammars = GrammarCache(Grammars({"<tool_call>": 5, "</tool_call>": 6}).translated)
     for server, choice in ((PLAIN, "required"), (PLAIN, NAMED), (QWEN3, "auto")):
         grammar = grammar_of(server, tool_choice=choice)
         assert grammar is not None

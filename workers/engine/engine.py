@@ -21,6 +21,7 @@ from meshlm.protocol.step_edge import RowFailed, StepPlan, StepResult
 from meshlm.protocol.tasks import PoolKind
 from meshlm.runtime import platforms
 from meshlm.runtime.errors import ProcessFatal
+from meshlm.runtime.vocabulary import loader
 from meshlm.workers import memory
 from meshlm.workers.attention.backend import Backend
 from meshlm.workers.batch import LayerCache
@@ -50,7 +51,6 @@ from meshlm.workers.output.lexical import lexical_head
 from meshlm.workers.output.pooled_heads import PooledHeads, load_dense
 from meshlm.workers.output.pooler import PooledVectors, Pooler
 from meshlm.workers.output.processors import processors_of
-from meshlm.workers.output.vocabulary import loader
 from meshlm.workers.weights.load import DTYPES, load_model, reload_experts, weight_bytes
 
 MB = 1 << 20

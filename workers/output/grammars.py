@@ -10,7 +10,6 @@ only the end, the text ends whatever min_tokens says; where nothing is left at a
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -22,15 +21,14 @@ from numpy.typing import NDArray
 from meshlm.protocol.grammar import ThinkingBudget
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import NewRow, StepPlan
-from meshlm.runtime.grammars import limits
-from meshlm.workers.output.vocabulary import Vocabulary
+from meshlm.runtime.grammars import first_matcher, told
+from meshlm.runtime.vocabulary import Vocabulary
 from meshlm.workers.rows import I32
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
 CACHED = 128  # compiled grammars that are kept for rows to come
-MAX_COMPILE_S = 10.0  # a grammar that takes longer is refused: its masks would take long, too
 MOST_THREADS = 8  # of masks, and half the cores: others have work too
 AT_ONCE = 8  # masks that are worth to wake threads for
 MAX_UNREAD = 4  # steps whose tokens may wait to be read here: their buffers are used again
@@ -173,7 +171,7 @@ class RowMatcher:
         elif self._matcher is None or self.error or self._matcher.is_stopped():
             return
         elif not self._matcher.consume_token(token):
-            self.error = f"its matcher went no further: {_told(self._matcher.get_error())}"
+            self.error = f"its matcher went no further: {told(self._matcher.get_error())}"
 
     @property
     def _forced(self) -> int:
@@ -190,7 +188,7 @@ class RowMatcher:
             words[:] = self._vocabulary.mask_of((self._forced,))
             return
         if not self._until and not self.error and self._matcher is not None and self._matcher.is_error():
-            self.error = _told(self._matcher.get_error())
+            self.error = told(self._matcher.get_error())
         if self._until or self.error or self._matcher is None:
             words[:] = -1
         if self._special and not self.error:
@@ -214,13 +212,6 @@ class RowMatcher:
                 words |= may_end
         if not words.any():
             self.error = "with allowed_token_ids, bad_words and stop tokens no token is left that it allows"
-
-
-def _told(error: str) -> str:
-    """The library's words, for a client. It forces bytes that no token has, and then takes no other."""
-    if "forced bytes: got" in error:
-        return f"this model's vocabulary has no token for what must come next ({error.partition('; ')[2]})"[:300]
-    return error.removesuffix("<non-verbose/>").strip()[:300]
 
 
 def _bit(token: int) -> np.int32:
@@ -258,26 +249,11 @@ class Grammars:
     def _ready(self, text: str) -> "tuple[LLMatcher | None, str]":
         if not text:
             return None, ""
-        from llguidance import LLMatcher
-
         vocabulary = self.prepare()
         with self._lock:
             found = self._compiled.pop(text, None)
         if found is None:
-            begun = time.monotonic()
-            matcher = LLMatcher(vocabulary.tokenizer, text, limits=limits(), log_level=0)
-            words = np.empty(vocabulary.num_words, np.int32)
-            first = matcher.deep_copy()
-            first.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-            error = (
-                _told(matcher.get_error())
-                or vocabulary.lack(matcher.deep_copy().compute_ff_bytes())
-                or _told(first.get_error())
-            )
-            if not error and not words.any():
-                error = "no text fits it"
-            if not error and (took_s := time.monotonic() - begun) > MAX_COMPILE_S:
-                error = f"it takes {took_s:.0f} s to compile; at most {MAX_COMPILE_S:.0f} are allowed"
+            matcher, error = first_matcher(vocabulary, text)
             found = (None, error) if error else (matcher, "")
         with self._lock:
             self._compiled[text] = found

@@ -19,7 +19,7 @@ class StubMesh:
         self.timeline = Timeline(Identity(Role.DETOKENIZER, 0))
         spec = SimpleNamespace(vocab_size=49152, type_vocab_size=0, audio_encoder=None)
         resolved = SimpleNamespace(
-            tokenizer_path=str(tokenizer), chat_templates={}, spec=spec, max_model_len=1000, pooling=None
+            device="cpu", tokenizer_path=str(tokenizer), chat_templates={}, spec=spec, max_model_len=1000, pooling=None
         )
         resolved.eos_token_ids = (2,)
         server = SimpleNamespace(retry_window=60.0)

@@ -18,9 +18,9 @@ from meshlm.protocol.ids import Row, StepId
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import NewRow, StepPlan
 from meshlm.runtime import tokenizer_files
+from meshlm.runtime.vocabulary import CHARACTER, Vocabulary
 from meshlm.workers.output import grammars as of_rows
 from meshlm.workers.output.grammars import COMPUTED, Grammars
-from meshlm.workers.output.vocabulary import CHARACTER, Vocabulary
 
 pytestmark = pytest.mark.model
 VOCAB, EOS = 49152 + 8, 2  # eight lines of logits without a token
@@ -248,13 +248,6 @@ def test_a_matcher_that_meets_a_limit_fails_its_row(grammars: Grammars, vocabula
             break
         push(grammars, vocabulary.tokens_of(b"a")[0])
     assert "lexer" in constraint.failed[0]
-
-
-def test_a_grammar_that_takes_too_long_is_refused_by_that_limit(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(of_rows, "MAX_COMPILE_S", 0.0)
-    assert "to compile; at most 0" in grammars.compile(of_regex("a"))
 
 
 def test_rows_are_forgotten(grammars: Grammars) -> None:

@@ -12,6 +12,7 @@ from llguidance import LLMatcher
 from strict_calls import TOOLS, matcher, takes
 
 from meshlm.detokenizer import grammars as detokenizer
+from meshlm.detokenizer.grammar_cache import GrammarCache
 from meshlm.frontend import tool_choice
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.schema import ChatRequest
@@ -21,7 +22,7 @@ from meshlm.runtime.errors import RequestError
 from meshlm.runtime.parsers.calls import Structure, joined
 from meshlm.runtime.parsers.parameter_structure import ParameterStructure
 from meshlm.runtime.parsers.registry import TOOL_PARSERS
-from meshlm.workers.output.vocabulary import Vocabulary
+from meshlm.runtime.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.model
 FORMS = [name for name, parser in TOOL_PARSERS.items() if isinstance(parser.structure, Structure)]
@@ -326,7 +327,7 @@ def test_a_list_behind_reasoning_is_at_its_beginning_too(vocabulary: Vocabulary,
     grammar = tool_choice.grammar(tool_choice.read(request), request, server)
     assert grammar is not None
     grammar = msgspec.structs.replace(grammar, opens_with="[THINK]", begins_after="[/THINK]")
-    made = LLMatcher(vocabulary.tokenizer, detokenizer.Grammars({}).compile(grammar).text)
+    made = LLMatcher(vocabulary.tokenizer, GrammarCache(detokenizer.Grammars({}).translated).compile(grammar).text)
     for before in ("", "[THINK]hm[/THINK]", "\n[THINK][/THINK]\n"):
         assert takes(made, vocabulary, f'{before}[weather(city="Bern")]'), before
         assert not takes(made, vocabulary, f'{before}[weather(city="Paris")]'), before

@@ -12,7 +12,7 @@ from meshlm.frontend.errors import HttpError
 from meshlm.runtime import tokenizer_files
 from meshlm.runtime.parsers.calls import joined
 from meshlm.runtime.parsers.registry import TOOL_PARSERS
-from meshlm.workers.output.vocabulary import Vocabulary
+from meshlm.runtime.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.model
 

@@ -12,8 +12,8 @@ from meshlm.protocol.ids import Row, StepId
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import NewRow, StepPlan
 from meshlm.runtime import tokenizer_files
+from meshlm.runtime.vocabulary import Vocabulary
 from meshlm.workers.output.grammars import COMPUTED, Grammars
-from meshlm.workers.output.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.model
 VOCAB, EOS, PROMPT = 49152, 2, [5, 6, 7]

@@ -5,7 +5,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from meshlm.protocol.grammar import Grammar, GrammarKind
 from meshlm.runtime.tokenizer_files import LoadedTokenizer, byte_alphabet
-from meshlm.workers.output.vocabulary import Vocabulary
+from meshlm.runtime.vocabulary import Vocabulary
 
 EOS = 2
 

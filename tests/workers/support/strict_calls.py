@@ -6,10 +6,11 @@ import msgspec
 from llguidance import LLMatcher
 
 from meshlm.detokenizer import grammars as detokenizer
+from meshlm.detokenizer.grammar_cache import GrammarCache
 from meshlm.frontend import tool_choice
 from meshlm.frontend.schema import ChatRequest
 from meshlm.protocol.config import ServerConfig
-from meshlm.workers.output.vocabulary import Vocabulary
+from meshlm.runtime.vocabulary import Vocabulary
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -28,7 +29,7 @@ def matcher(vocabulary: Vocabulary, parser: str, reasoning: str = "", **fields: 
     request = msgspec.convert({"messages": [], "tools": TOOLS, **fields}, ChatRequest)
     grammar = tool_choice.grammar(tool_choice.read(request), request, server)
     assert grammar is not None
-    return LLMatcher(vocabulary.tokenizer, detokenizer.Grammars({}).compile(grammar).text)
+    return LLMatcher(vocabulary.tokenizer, GrammarCache(detokenizer.Grammars({}).translated).compile(grammar).text)
 
 
 def takes(made: LLMatcher, vocabulary: Vocabulary, text: str) -> bool:

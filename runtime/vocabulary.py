@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshlm.protocol.config import Resolved
 from meshlm.runtime import tokenizer_files
-from meshlm.workers.rows import I32
 
 if TYPE_CHECKING:
     import llguidance
@@ -32,7 +32,7 @@ class Vocabulary:
         self.num_words = -(-vocab_size // 32)
         read = _read(loaded, self._texts, eos) or _told(loaded, self._texts, eos)
         self.tokenizer: llguidance.LLTokenizer = read.with_slices(_slices(read))
-        self.mask_of: Callable[[tuple[int, ...]], I32] = lru_cache(MASKS)(self._mask_of)
+        self.mask_of: Callable[[tuple[int, ...]], NDArray[np.int32]] = lru_cache(MASKS)(self._mask_of)
 
     def bytes_of(self, token: int) -> bytes:
         return self._texts[token] if 0 <= token < len(self._texts) else b""
@@ -57,7 +57,7 @@ class Vocabulary:
             text = text[len(part) :]
         return found
 
-    def _mask_of(self, tokens: Iterable[int]) -> I32:
+    def _mask_of(self, tokens: Iterable[int]) -> NDArray[np.int32]:
         bits = np.zeros(self.num_words * 32, np.uint8)
         bits[list(tokens)] = 1
         return np.packbits(bits, bitorder="little").view(np.int32)

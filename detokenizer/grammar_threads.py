@@ -1,0 +1,112 @@
+"""Compiles grammars: in children of this process, in threads that wait for them, and with a cache of those that are known.
+
+Owned by io.py. `known` and `submit` are called in its loop, and `done` of `submit` in a thread.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+from msgspec import Struct
+
+from meshlm.detokenizer.grammar_cache import GrammarCache, Translate, Unknown
+from meshlm.protocol.config import Resolved
+from meshlm.protocol.grammar import Grammar
+from meshlm.protocol.ids import ErrorKind
+from meshlm.runtime.errors import RequestError
+from meshlm.runtime.sandbox.lanes import Busy, Lanes
+from meshlm.runtime.sandbox.limits import MIB, ChildDied, Limit, Limits
+from meshlm.runtime.sandbox.sandbox import Sandbox, SandboxFailed
+
+# A worker's process of masks has more of everything (workers/output/mask_process.py): what compiles here compiles there.
+LIMITS = Limits(cpu_s=2.0, memory_bytes=512 * MIB, stack_bytes=4 * MIB, niceness=5)
+BUSY = "too many grammars wait to be compiled; try again"
+MORE_THREADS = 4  # than grammars may wait, for those that find no place
+
+
+class GrammarChild(Struct, frozen=True):
+    """What the fork server loads: the argument of grammar_child.py."""
+
+    tokenizer_path: str
+    vocab_size: int
+    eos: tuple[int, ...]
+
+    @staticmethod
+    def argument(resolved: Resolved) -> bytes:
+        eos = tuple(resolved.eos_token_ids)
+        return msgspec.msgpack.encode(GrammarChild(resolved.tokenizer_path, resolved.spec.vocab_size, eos))
+
+
+class GrammarSandbox:
+    """`translate` for a model, in children of this process."""
+
+    def __init__(self, resolved: Resolved, log_failure: Callable[[str], None]) -> None:
+        self._sandbox = Sandbox("meshlm.detokenizer.grammar_child", GrammarChild.argument(resolved), "grammars")
+        self._lanes = Lanes(self._sandbox, LIMITS)
+        self._log_failure = log_failure
+
+    @property
+    def most_threads(self) -> int:
+        """That wait in `translate` at a time."""
+        return self._lanes.most_threads
+
+    def start(self) -> None:
+        """Load the vocabulary, in another process, before the first grammar comes."""
+        self._sandbox.start()
+
+    def translate(self, grammar: Grammar) -> tuple[str, str]:
+        try:
+            answer = self._lanes.run(msgspec.msgpack.encode(grammar))
+            return msgspec.msgpack.decode(answer, type=tuple[str, str])
+        except Busy:
+            raise Unknown(ErrorKind.OVERLOADED, BUSY) from None
+        except ChildDied as died:
+            if died.limit is Limit.CPU:
+                raise Unknown(ErrorKind.INVALID, f"{died.message} to compile") from None
+            if not died.is_of_the_job:
+                raise Unknown(ErrorKind.OVERLOADED, f"{died.message}; try again") from None
+            return "", died.message
+        except SandboxFailed as failed:
+            self._log_failure("the grammar library failed")
+            raise Unknown(ErrorKind.INVALID, f"the grammar cannot be compiled: {failed}") from None
+
+    def close(self) -> None:
+        self._sandbox.close()
+
+
+class GrammarThreads:
+    """See the module docstring. `translate` may wait, in as many threads."""
+
+    def __init__(self, translate: Translate, num_threads: int) -> None:
+        self._cache = GrammarCache(translate)
+        self._threads = ThreadPoolExecutor(num_threads, "grammar")
+
+    def known(self, grammar: Grammar) -> Grammar | None:
+        """See GrammarCache."""
+        return self._cache.known(grammar)
+
+    def submit(
+        self, grammar: Grammar, is_wanted: Callable[[], bool], done: Callable[[Grammar | RequestError], None]
+    ) -> None:
+        """`done` gets the compiled grammar, or why there is none. is_wanted: somebody still waits for it."""
+        self._threads.submit(self._compile, grammar, is_wanted, done)
+
+    def _compile(
+        self, grammar: Grammar, is_wanted: Callable[[], bool], done: Callable[[Grammar | RequestError], None]
+    ) -> None:
+        try:
+            found: Grammar | RequestError = self._cache.compile(grammar) if is_wanted() else nobody_waits()
+        except RequestError as error:
+            found = error
+        except BaseException as error:  # the client waits for an answer
+            field = grammar.param.split(".")[0]
+            found = RequestError(ErrorKind.INTERNAL, f"{grammar.param}: the grammar cannot be compiled: {error}", field)
+        done(found)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def nobody_waits() -> RequestError:
+    """Of a request whose client left."""
+    return RequestError(ErrorKind.INVALID, "nobody waits for it")

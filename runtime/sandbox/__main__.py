@@ -1,0 +1,3 @@
+from meshlm.runtime.sandbox.fork_server import main
+
+main()
