@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Raw, Struct
 
+from meshlm.frontend.answer_fields import ANSWER, NEEDLESS, PROMPT, asks_for_nothing, why_refused
 from meshlm.frontend.errors import HttpError
-from meshlm.frontend.schema import ASKS_FOR_NOTHING, NEEDLESS, NOT_SUPPORTED, StreamOptions
 
 Body = TypeVar("Body", bound=Struct)
 
@@ -54,7 +54,7 @@ def converted(raw: dict[str, Any], kind: type[Body]) -> tuple[Body, tuple[str, .
     for name in kind.__struct_fields__:
         if isinstance(given := raw.get(name), str) and getattr(value, name) is None:
             raise HttpError(400, f"{name}: the text {given!r} is no null", name)
-    return value, _unknown(raw, kind)
+    return value, _unknown(raw, value)
 
 
 def fields_of(
@@ -124,20 +124,26 @@ def _too_many(json: bytes, of: bytes = b'[{,"') -> str:
     return f"the body has more than {MAX_VALUES} values" if counts.get(b",", 0) > MAX_VALUES else ""
 
 
-def _unknown(raw: dict[str, Any], kind: type[Struct]) -> tuple[str, ...]:
-    """The names of the fields that nobody knows. HttpError for those that are known and not supported."""
-    found = sorted(raw.keys() - set(kind.__struct_fields__))
-    for name in found:
-        if name in NOT_SUPPORTED and raw[name] is not None and not _asks_for_nothing(name, raw[name]):
-            raise HttpError(400, f"{name}: {NOT_SUPPORTED[name]}", name)
-    if isinstance(options := raw.get("stream_options"), dict):
-        found += sorted(f"stream_options.{name}" for name in options.keys() - set(StreamOptions.__struct_fields__))
-    return tuple(name for name in found if name not in NOT_SUPPORTED and name not in NEEDLESS)
-
-
-def _asks_for_nothing(name: str, value: Any) -> bool:
-    neutral = ASKS_FOR_NOTHING.get(name)
-    return not value if neutral is None else value in neutral
+def _unknown(raw: dict[str, Any], value: Struct, before: str = "") -> tuple[str, ...]:
+    """The names of the fields that nobody knows, also of objects within. HttpError for one that would change the answer."""
+    kind, found = type(value), list[str]()
+    changes = getattr(kind, "changes", None)
+    for name in sorted(raw.keys() - set(kind.__struct_fields__)):
+        full = f"{before}{name}"
+        if changes is not None:
+            why = why_refused(name, changes)
+        else:
+            why = why_refused(full, (PROMPT, ANSWER)) if before else ""
+        if why and not asks_for_nothing(name, raw[name]):
+            instead = getattr(kind, "names_here", {}).get(name)
+            raise HttpError(400, f"{full}: {f'not supported on this path; {instead} is' if instead else why}", full)
+        if not why and name not in NEEDLESS and full not in NEEDLESS:
+            found.append(full)
+    for name in kind.__struct_fields__:
+        inner = getattr(value, name)
+        if isinstance(inner, Struct) and isinstance(given := raw.get(name), dict):
+            found += _unknown(given, inner, f"{before}{name}.")
+    return tuple(found)
 
 
 def _bad_byte(body: bytes) -> int:

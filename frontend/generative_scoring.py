@@ -6,7 +6,7 @@ Each item makes a prompt with the query, whose next token's log-probabilities ar
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from meshlm.frontend import bodies, limits, prompts, retry
+from meshlm.frontend.answer_fields import ANSWER, PROMPT
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.generation import Form, Generation
 from meshlm.frontend.parse import ParsedRequest
@@ -32,6 +33,8 @@ Items = Annotated[list[str | list[int]], Meta(min_length=1, max_length=prompts.M
 class GenerativeScoringRequest(Struct, frozen=True, kw_only=True):
     """POST /generative_scoring. Each item is put behind the query, or before it, and the score is the likelihood that the first of
     label_token_ids comes next: among these alone, or without apply_softmax among all tokens."""
+
+    changes: ClassVar[tuple[str, ...]] = (PROMPT, ANSWER)
 
     query: str | list[int]
     items: Items

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
+from meshlm.frontend.answer_fields import GROUPS, NEEDLESS
 from meshlm.frontend.operation import EVENTS, Operation, Parameter
 from meshlm.frontend.operations import ADMIN_PATHS, PROBES, SUBMITS
 from meshlm.frontend.request_schema import Served, refine
-from meshlm.frontend.schema import NEEDLESS, NOT_SUPPORTED
 
 Json = dict[str, Any]
 Refs = dict[type | GenericAlias, dict[str, Any]]
@@ -64,11 +64,11 @@ def document(operations: Sequence[Operation], version: str, keys: bool, served: 
 
 
 def _description() -> str:
-    refused = "; ".join(f"`{name}`: {why}" for name, why in NOT_SUPPORTED.items())
+    refused = ", ".join(f"`{name}`" for name in sorted({name for group in GROUPS.values() for name in group}))
     return (
-        "The API of OpenAI and vLLM, and Anthropic's messages. Fields of theirs that are not supported are refused by name, with "
-        f"status 400, where they ask for something: {refused}. Without effect: {', '.join(f'`{name}`' for name in NEEDLESS)}. "
-        "Other unknown fields are ignored."
+        "The API of OpenAI and vLLM, and Anthropic's messages. A field that changes the answer, of these or of another server, is "
+        "honoured where a path has it, and refused by name, with status 400, where it has not and the field asks for something: "
+        f"{refused}. Without effect: {', '.join(f'`{name}`' for name in NEEDLESS)}. Other unknown fields are ignored."
     )
 
 

@@ -219,6 +219,8 @@ def _template_kwargs(request: ChatRequest) -> dict[str, Any]:
     if request.reasoning_effort is not None:
         wanted["reasoning_effort"] = request.reasoning_effort
         wanted.setdefault("enable_thinking", request.reasoning_effort != "none")
+    if request.verbosity is not None:
+        wanted["verbosity"] = request.verbosity
     return wanted
 
 

@@ -114,7 +114,7 @@ def _fields(served: Served) -> Json:
     found: Json = {
         "model": {"enum": [*served.names, None]},
         "messages": {"type": "array", "minItems": 1, "items": _message()},
-        "tools": _or_null({"type": "array", "items": _tool(), "minItems": 1}) if served.takes_tools else _NULL,
+        "tools": _or_null({"type": "array", "items": _tool()}) if served.takes_tools else {"enum": [[], None]},
         "response_format": _or_null(*_formats()),
         "structured_outputs": _or_null(*_constraints()),
         "guided_choice": _or_null(_choice()),
@@ -147,12 +147,17 @@ def _formats() -> list[Json]:
     schema: Json = {"type": "object", "description": "A JSON schema."}
     named: Json = {"name": {"type": "string"}, "schema": schema, "strict": _or_null({"type": "boolean"})}
     of_schema: Json = {"type": "object", "required": ["name", "schema"], "properties": named}
+    plain: list[Json] = [{"type": {"const": kind}} for kind in ("text", "json_object")]
     kinds: list[Json] = [
-        {"type": {"const": "text"}},
-        {"type": {"const": "json_object"}},
         {"type": {"const": "json_schema"}, "json_schema": of_schema},
+        {"type": {"const": "json_object"}, "schema": schema},
+        {"type": {"const": "json_object"}, "value": schema},
+        {"type": {"const": "regex"}, "value": {"type": "string"}},
+        {"type": {"const": "grammar"}, "grammar": {"type": "string"}},
     ]
-    return [{"type": "object", "required": list(kind), "properties": kind} for kind in kinds]
+    return [
+        {"type": "object", "required": list(kind), "properties": kind, "additionalProperties": _NULL} for kind in plain
+    ] + [{"type": "object", "required": list(kind), "properties": kind} for kind in kinds]
 
 
 def _choice() -> Json:

@@ -3,9 +3,11 @@
 msgspec checks types and ranges and its message names the field; what needs more than one field is checked in parse.py.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
+
+from meshlm.frontend.answer_fields import ANSWER, PROMPT
 
 MAX_CHOICES = 128  # per prompt
 MAX_SEQUENCES = 4096  # prompts x choices
@@ -16,42 +18,6 @@ MAX_LOGPROB_IDS = 128
 MAX_PATTERN = 1024  # tokens
 MAX_TOKENS = 1 << 30
 MAX_TIMEOUT_S = 1e9
-
-_MEDIA = "images and sound are not supported"
-_KV_TRANSFER = "KV transfer is not supported"
-_FUNCTIONS = "not supported; send tools, its newer name"
-# Fields of vLLM and OpenAI that decide what the answer is: to ignore them, as unknown fields are, would be a wrong answer.
-NOT_SUPPORTED = {
-    "mm_processor_kwargs": _MEDIA,
-    "media_io_kwargs": _MEDIA,
-    "audio": "only text is supported",
-    "logits_processors": "not supported",
-    "kv_transfer_params": _KV_TRANSFER,
-    "ec_transfer_params": _KV_TRANSFER,
-    "functions": _FUNCTIONS,
-    "function_call": _FUNCTIONS,
-    "web_search_options": "not supported; nothing is searched",
-    "moderation": "not supported; nothing is moderated",
-    "verbosity": "not supported; ask for it in a message",
-}
-# The values of these fields that ask for nothing; of the others, those that are false or empty.
-ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
-    "function_call": ("none", "auto"),
-    "web_search_options": (),
-    "verbosity": ("medium",),
-}
-# Fields that are known and change nothing here: why.
-NEEDLESS = {
-    "metadata": "nothing is stored",
-    "store": "nothing is stored",
-    "prediction": "it makes an answer sooner, not another one",
-    "prompt_cache_key": "prefixes are cached for all requests",
-    "prompt_cache_options": "prefixes are cached for all requests",
-    "prompt_cache_retention": "prefixes are cached while there is room",
-    "safety_identifier": "it names the client's user, as user does",
-    "service_tier": "there is one tier",
-    "stream_options.include_obfuscation": "no chunk has padding",
-}
 
 Temperature = Annotated[float, Meta(ge=0.0, le=100.0)]
 Share = Annotated[float, Meta(gt=0.0, le=1.0)]
@@ -78,6 +44,8 @@ TOOL_CHOICE = {
 GUIDED_JSON = {"description": "A JSON schema, as an object or as JSON text.", "type": ["object", "string", "null"]}
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
+Verbosity = Literal["low", "medium", "high"]
+
 
 class StreamOptions(Struct, frozen=True):
     include_usage: bool | None = None
@@ -93,7 +61,9 @@ class RepetitionDetection(Struct, frozen=True):
 
 
 class Common(Struct, frozen=True, kw_only=True):
-    """The fields that both endpoints take."""
+    """The fields that both endpoints take. changes: what fields of other servers would change here (answer_fields.py)."""
+
+    changes: ClassVar[tuple[str, ...]] = (PROMPT, ANSWER)
 
     model: str | None = None
     stream: bool | None = None
@@ -121,6 +91,10 @@ class Common(Struct, frozen=True, kw_only=True):
     guided_whitespace_pattern: str | None = None
     guided_decoding_backend: str | None = None
     structural_tag: str | None = None
+    grammar: str | None = None  # llama.cpp's, and SGLang's ebnf
+    ebnf: str | None = None
+    regex: str | None = None  # SGLang's
+    json_schema: Annotated[Any, Meta(extra_json_schema=GUIDED_JSON)] = None  # llama.cpp's and SGLang's
     stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -174,6 +148,7 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: ReasoningEffort | None = None
+    verbosity: Verbosity | None = None  # the template's variable of that name
     return_prompt_text: bool | None = None
     return_assistant_tokens_mask: bool = False  # of the render route
     include_reasoning: bool = True
@@ -185,6 +160,8 @@ class ChatRequest(Common, frozen=True, kw_only=True):
 
 class TokenizeRequest(Struct, frozen=True, kw_only=True):
     """POST /tokenize: `prompt`, or `messages`."""
+
+    changes: ClassVar[tuple[str, ...]] = (PROMPT,)
 
     model: str | None = None
     prompt: str | None = None

@@ -3,6 +3,7 @@
 Called by parse.py. HttpError names the field; what is in it, runtime/structured_outputs.py checks.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -14,14 +15,26 @@ from meshlm.protocol.grammar import Grammar, GrammarKind
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.structured_outputs import json_schema, made, of_kind, of_structured_outputs, structural_tag
 
-GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_json_object")
+# Fields that are one constraint -> its kind: those of vLLM before structured_outputs, of llama.cpp and of SGLang.
+PLAIN = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "guided_json_object": "json_object",
+    "structural_tag": "structural_tag",
+    "grammar": "grammar",
+    "ebnf": "grammar",
+    "regex": "regex",
+    "json_schema": "json",
+}
 
 
 def grammar(request: Common, server: ServerConfig) -> Grammar | None:
     """The request's constraint; None where it has none."""
     config = server.structured_outputs
     try:
-        found = [*_of_response_format(request.response_format, config), *_of_guided(request, config)]
+        found = [*_of_response_format(request.response_format, config), *_of_plain(request, config)]
         if request.structured_outputs is not None:
             found.append(of_structured_outputs(request.structured_outputs, config))
     except RequestError as error:
@@ -37,13 +50,25 @@ def grammar(request: Common, server: ServerConfig) -> Grammar | None:
     return found[0]
 
 
-def _of_response_format(format: dict[str, Any] | None, config: StructuredOutputsConfig) -> list[Grammar]:
+def _of_response_format(format: Any, config: StructuredOutputsConfig) -> list[Grammar]:
     field = "response_format"
     match format:
-        case None | {"type": "text"}:
+        case None:
             return []
-        case {"type": "json_object"}:
+        case {"type": "text", **rest} if not _given(rest):
+            return []
+        case {"type": "json_object", **rest} if not _given(rest):
             return [made(GrammarKind.JSON_OBJECT, "", f"{field}.type", config)]
+        case {"type": "json_object" | "json", "schema": dict() as schema, **rest} if not _given(rest):  # llama.cpp's
+            return [json_schema(schema, f"{field}.schema", config)]
+        case {"type": "json_object" | "json", "value": dict() as schema, **rest} if not _given(rest):  # TGI's
+            return [json_schema(schema, f"{field}.value", config)]
+        case {"type": "text" | "json_object" as kind, **rest}:
+            raise HttpError(400, f"{field}: type {kind!r} has no {_given(rest)[0][:40]!r}", field)
+        case {"type": "regex", "value": pattern}:
+            return [of_kind("regex", pattern, f"{field}.value", config)]
+        case {"type": "grammar", "grammar": grammar}:
+            return [of_kind("grammar", grammar, f"{field}.grammar", config)]
         case {"type": "json_schema", "json_schema": {"schema": dict() as schema} as named}:
             strict = named.get("strict")
             if strict is not None and not isinstance(strict, bool):
@@ -54,19 +79,24 @@ def _of_response_format(format: dict[str, Any] | None, config: StructuredOutputs
         case {"type": "structural_tag"}:
             return [structural_tag(format, field, config)]
     kind = format.get("type") if isinstance(format, dict) else format
-    known = "'text', 'json_object', 'json_schema' and 'structural_tag' are"
+    known = "'text', 'json_object', 'json_schema', 'structural_tag', 'regex' and 'grammar' are"
     raise HttpError(400, f"{field}: type {str(kind)[:40]!r} is not supported; {known}", field)
 
 
-def _of_guided(request: Common, config: StructuredOutputsConfig) -> list[Grammar]:
-    """The spellings of vLLM before structured_outputs; the options are those fields' own."""
+def _given(fields: Mapping[Any, Any]) -> list[str]:
+    """The names of those that are not null."""
+    return [str(name) for name, value in fields.items() if value is not None]
+
+
+def _of_plain(request: Common, config: StructuredOutputsConfig) -> list[Grammar]:
+    """The constraints that are fields of their own; the options are those fields' own."""
     found = [
-        of_kind(name.removeprefix("guided_"), value, name, config)
-        for name in GUIDED
-        if (value := getattr(request, name)) is not None and value is not False
+        of_kind(kind, value, name, config)
+        for name, kind in PLAIN.items()
+        if (value := getattr(request, name)) is not None
+        and value is not False
+        and not (value == "" and kind == "grammar")
     ]
-    if request.structural_tag is not None:
-        found.append(structural_tag(request.structural_tag, "structural_tag", config))
     if (pattern := request.guided_whitespace_pattern) is not None:
         found = [msgspec.structs.replace(one, whitespace_pattern=pattern) for one in found]
     if request.guided_decoding_backend not in (None, "", "auto", "guidance"):

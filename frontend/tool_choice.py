@@ -13,7 +13,7 @@ from meshlm.frontend import structured
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.prompts import check_shapes
 from meshlm.frontend.schema import ChatRequest
-from meshlm.frontend.structured import GUIDED
+from meshlm.frontend.structured import PLAIN
 from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.grammar import Grammar
 from meshlm.runtime import schema_references
@@ -69,7 +69,7 @@ def grammar(choice: ToolChoice, request: ChatRequest, server: ServerConfig) -> G
         field = "tool_choice" if choice.forces else "tools"
         raise HttpError(400, f"{field}: a forced or strict call does not go with use_beam_search", field)
     if choice.forces:
-        if any(getattr(request, name) is not None for name in ("structured_outputs", *GUIDED, "structural_tag")):
+        if any(getattr(request, name) is not None for name in ("structured_outputs", *PLAIN)):
             raise HttpError(400, "tool_choice: a forced call goes with no other constraint of the text", "tool_choice")
         found = _in_channels(choice, server) if has_channels(server) else _forced(choice, server, bool(strict))
         return msgspec.structs.replace(found, whitespace_pattern=request.guided_whitespace_pattern or "")
@@ -120,15 +120,15 @@ def _made(make: Callable[[], Grammar]) -> Grammar:
 
 def _choice(request: ChatRequest) -> ToolChoice:
     check_shapes([], request.tools)
-    if request.tools == []:
-        raise HttpError(400, "tools: give at least one tool, or leave the field out", "tools")
     choice = request.tool_choice
+    if request.tools == [] and choice == "auto":
+        return NO_CALLS
     if choice in (None, "none"):
         looks = choice is None and bool(request.tools)
         return ToolChoice(_parameters(request.tools or []) if looks else {})
     if choice not in ("auto", "required") and not isinstance(choice, dict):
         raise HttpError(400, "tool_choice: 'none', 'auto', 'required' or a function is expected", "tool_choice")
-    if request.tools is None:
+    if not request.tools:
         raise HttpError(
             400, f"tool_choice: {choice if isinstance(choice, str) else 'a function'!r} needs tools", "tool_choice"
         )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
+import msgspec
 from msgspec import Raw
 
 from meshlm.frontend import bodies, parse
@@ -9,7 +10,7 @@ from meshlm.frontend.errors import HttpError
 from meshlm.frontend.generation import Form
 from meshlm.frontend.messages.format import MessageFormat
 from meshlm.frontend.messages.schema import Conversation, CountTokensRequest, MessagesRequest
-from meshlm.frontend.messages.translate import NAMES, chat_request, renamed
+from meshlm.frontend.messages.translate import NAMES, chat_request, left_out, renamed
 from meshlm.frontend.parse import ParsedRequest
 from meshlm.frontend.retry import LAST_ID, Progress
 from meshlm.frontend.turn import TurnResponse
@@ -31,12 +32,19 @@ def read_count(
 ) -> tuple[ParsedRequest, str]:
     """POST /v1/messages/count_tokens: a request whose prompt is the same."""
     body, unknown = bodies.decode(raw, CountTokensRequest, check, longest)
-    return _parsed(body, unknown, resolved, server), body.model
+    return _parsed(body, unknown, resolved, server, counts=True), body.model
 
 
-def _parsed(body: Conversation, unknown: tuple[str, ...], resolved: Resolved, server: ServerConfig) -> ParsedRequest:
+def _parsed(
+    body: Conversation, unknown: tuple[str, ...], resolved: Resolved, server: ServerConfig, *, counts: bool = False
+) -> ParsedRequest:
+    """counts: nothing is generated, so tools need no parser, and are shown as where they may be called."""
     try:
-        ask = parse.chat(chat_request(body, server), unknown, resolved, server)
+        chat = chat_request(body, server)
+        if counts and chat.tools and chat.tool_choice != "none":
+            chat = msgspec.structs.replace(chat, tool_choice="none")
+            server = msgspec.structs.replace(server, exclude_tools_when_tool_choice_none=False)
+        ask = parse.chat(chat, (*unknown, *left_out(body)), resolved, server)
     except HttpError as error:
         raise renamed(error) from None
     return ask._replace(client_names={**NAMES, "prompt": "messages"})

@@ -3,10 +3,12 @@
 `answers` have a test that compares them with the client's own types.
 """
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
+from meshlm.frontend.answer_fields import ANSWER, PROMPT
 from meshlm.frontend.schema import MAX_TOKENS, Count, Share, Temperature
 
 Json = dict[str, Any]
@@ -18,7 +20,7 @@ class Thinking(Struct, frozen=True):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
-    display: Literal["summarized", "omitted"] | None = None
+    display: Literal["summarized", "updates", "omitted"] | None = None  # a text model's reasoning is told as it is
 
 
 class ToolChoice(Struct, frozen=True):
@@ -39,6 +41,8 @@ class OutputConfig(Struct, frozen=True):
 
 class Conversation(Struct, frozen=True, kw_only=True):
     """The fields that make the prompt. `cache_control` and the like change nothing: prefixes are cached for all requests."""
+
+    changes: ClassVar[tuple[str, ...]] = (PROMPT,)
 
     model: str
     messages: list[Json]
@@ -63,6 +67,18 @@ class CountTokensRequest(Conversation, frozen=True, kw_only=True):
 class MessagesRequest(Conversation, frozen=True, kw_only=True):
     """POST /v1/messages."""
 
+    changes: ClassVar[tuple[str, ...]] = (PROMPT, ANSWER)
+    names_here: ClassVar[Mapping[str, str]] = {
+        "stop": "stop_sequences",
+        **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), "max_tokens"),
+        **dict.fromkeys(
+            ("response_format", "structured_outputs", "guided_json", "json_schema"), "output_config.format"
+        ),
+        "output_format": "output_config.format",
+        "reasoning_effort": "output_config.effort",
+        "thinking_token_budget": "thinking.budget_tokens",
+    }
+
     max_tokens: Count
     stop_sequences: list[str] | None = None
     stream: bool = False
@@ -74,13 +90,6 @@ class MessagesRequest(Conversation, frozen=True, kw_only=True):
     container: Any = None
     diagnostics: Any = None
     inference_geo: Any = None
-
-
-# Fields that ask for what is not there. Empty values ask for nothing.
-REFUSED = {
-    "mcp_servers": "not supported; give tools, whose calls the client answers",
-    "container": "not supported; no code is run",
-}
 
 
 class TextBlock(Struct, frozen=True, tag="text"):

@@ -4,10 +4,12 @@ Called by server.py's routes. Content that is not text is refused by its type.
 """
 
 import json
+import re
 from typing import Any
 
+from meshlm.frontend.answer_fields import REFUSED_MESSAGES
 from meshlm.frontend.errors import HttpError
-from meshlm.frontend.messages.schema import REFUSED, Conversation, MessagesRequest, Thinking
+from meshlm.frontend.messages.schema import Conversation, MessagesRequest, Thinking
 from meshlm.frontend.schema import ChatRequest
 from meshlm.protocol.config import ServerConfig
 
@@ -15,6 +17,8 @@ Json = dict[str, Any]
 # Claude Code's first system block has another text in each request, which would leave nothing of a prompt in the prefix cache.
 CLEARS_THINKING, ALL_TURNS = "clear_thinking_20251015", 1 << 30
 BILLING = "x-anthropic-billing-header"
+# Tools that Anthropic's server runs: a model is not told of them here, since nobody would answer.
+SERVER_TOOLS = re.compile(r"(web_search|web_fetch|code_execution|tool_search_tool_\w+|mcp_toolset|advisor)(_\d{8})?")
 # The name of a field in a chat's refusal -> its name here.
 NAMES = {
     "max_completion_tokens": "max_tokens",
@@ -27,7 +31,7 @@ NAMES = {
 
 def chat_request(request: Conversation, server: ServerConfig) -> ChatRequest:
     """The same as a chat. What generation alone needs is added where the body is for that."""
-    for field, why in REFUSED.items():
+    for field, why in REFUSED_MESSAGES.items():
         if getattr(request, field, None):
             raise HttpError(400, f"{field}: {why}", field)
     keeps = _kept_turns(request.context_management)
@@ -105,7 +109,7 @@ def _template_kwargs(request: Conversation) -> Json | None:
 
 def _think(thinking: Thinking | None, fields: Json, server: ServerConfig) -> None:
     """Adds what `thinking` asks for beside the template's switches."""
-    if thinking is None:
+    if thinking is None or "max_tokens" not in fields:  # without it nothing is generated
         return
     if thinking.type == "enabled" and not server.reasoning_parser:
         raise _wrong("thinking", "the server tells no reasoning from an answer (--reasoning-parser)")
@@ -245,22 +249,35 @@ def _string(block: Json, name: str, where: str) -> str:
 def _tools(request: Conversation) -> Json:
     """tools and tool_choice."""
     found: Json = {}
-    if request.tools:
-        found["tools"] = [_tool(tool, f"tools.{place}") for place, tool in enumerate(request.tools)]
+    tools = [_tool(tool, f"tools.{place}") for place, tool in enumerate(request.tools or ()) if not _is_run(tool)]
+    if tools:
+        found["tools"] = tools
     choice = request.tool_choice
     if choice is None:
         return found
-    if choice.type in ("any", "tool") and not request.tools:
+    if choice.type in ("any", "tool") and not tools:
         raise _wrong("tool_choice", f"{choice.type!r} needs tools")
     if choice.type == "tool":
-        names = [tool["function"]["name"] for tool in found["tools"]]
+        names = [tool["function"]["name"] for tool in tools]
         if choice.name not in names:
             raise _wrong("tool_choice.name", f"there is no tool {(choice.name or '')[:40]!r}")
         found["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
-    elif request.tools:
+    elif tools:
         found["tool_choice"] = "required" if choice.type == "any" else choice.type
     found["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     return found
+
+
+def _is_run(tool: Json) -> bool:
+    """Whether a server would run it."""
+    return isinstance(kind := tool.get("type"), str) and SERVER_TOOLS.fullmatch(kind) is not None
+
+
+def left_out(request: Conversation) -> tuple[str, ...]:
+    """The types of tools that the model is not told of, as unknown fields are named."""
+    return tuple(
+        f"tools of type {kind}" for kind in sorted({tool["type"] for tool in request.tools or () if _is_run(tool)})
+    )
 
 
 def _tool(tool: Json, where: str) -> Json:

@@ -1,9 +1,10 @@
 """The bodies and answers of the routes in this folder; names are vLLM's."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from meshlm.frontend.answer_fields import ANSWER, PROMPT
 from meshlm.frontend.response_schema import (
     ChatCompletionLogProbs,
     ChatCompletionResponse,
@@ -17,6 +18,8 @@ from meshlm.frontend.schema import ChatRequest, CompletionRequest, RequestName, 
 class GenerateRequest(Struct, frozen=True, kw_only=True):
     """POST /inference/v1/generate, and what the render routes answer. `sampling_params` has vLLM's names; max_tokens that is not among
     them is what the context leaves."""
+
+    changes: ClassVar[tuple[str, ...]] = (PROMPT, ANSWER)
 
     token_ids: Annotated[list[TokenId], Meta(min_length=1)]
     sampling_params: dict[str, Any]
@@ -90,6 +93,8 @@ class Generated(Struct, frozen=True, kw_only=True):
 class DerenderChatRequest(Struct, frozen=True, kw_only=True):
     """POST /v1/chat/completions/derender."""
 
+    changes: ClassVar[tuple[str, ...]] = (PROMPT, ANSWER)
+
     generate_response: Generated
     model: str | None = None
     prompt_tokens: Annotated[int, Meta(ge=0)] | None = None
@@ -98,6 +103,8 @@ class DerenderChatRequest(Struct, frozen=True, kw_only=True):
 
 class DerenderCompletionRequest(Struct, frozen=True, kw_only=True):
     """POST /v1/completions/derender: an answer for each prompt."""
+
+    changes: ClassVar[tuple[str, ...]] = (PROMPT, ANSWER)
 
     generate_responses: Annotated[list[Generated], Meta(min_length=1)]
     model: str | None = None

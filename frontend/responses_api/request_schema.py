@@ -3,7 +3,7 @@ frontend/request_schema.py."""
 
 from typing import Any
 
-from meshlm.frontend.responses_api.schema import REFUSED
+from meshlm.frontend.answer_fields import REFUSED_RESPONSES
 
 Json = dict[str, Any]
 _TEXT: Json = {"type": "string", "minLength": 1}
@@ -32,7 +32,9 @@ def fields(names: tuple[str, ...], max_logprobs: int, *, takes_tools: bool, take
         "previous_response_id": {"description": "A response that is stored.", **_or_null(_TEXT)},
         "tools": _or_null({"type": "array", "items": _tool()}) if takes_tools else {"enum": [[], None]},
         "tool_choice": _choice(),
-        "text": _or_null(_object([], format=_or_null(*_formats()), verbosity={"enum": ["medium", None]})),
+        "text": _or_null(
+            _object([], format=_or_null(*_formats()), verbosity={"enum": ["low", "medium", "high", None]})
+        ),
         "stop": _or_null(stop, {"type": "array", "items": stop, "maxItems": 64}),
         "logit_bias": _or_null(bias),
         "top_logprobs": _or_null({"type": "integer", "minimum": 0, **most}),
@@ -40,7 +42,7 @@ def fields(names: tuple[str, ...], max_logprobs: int, *, takes_tools: bool, take
         "vllm_xargs": {"description": "For the server's logits processors (--logits-processors).", **_NULL},
         "conversation": {"description": "The id of a conversation.", **_or_null(_TEXT)},
         "previous_input_messages": _previous(),
-        **dict.fromkeys(REFUSED, _NULL),
+        **dict.fromkeys(REFUSED_RESPONSES, _NULL),
     }
     if not takes_priorities:
         found["priority"] = {"const": 0}

@@ -348,7 +348,7 @@ def asked(
     fields: ResponsesRequest, unknown: tuple[str, ...], before: list[Json], resolved: Any, server: Any
 ) -> ParsedRequest:
     """The request as the mesh is asked it. `before`: the items of the conversation so far."""
-    chat = translate.chat_request(fields, before)
+    chat, unknown = translate.chat_request(fields, before), (*unknown, *tools.left_out(fields))
     try:
         return translate.parsed(parse.chat(chat, unknown, resolved, server), fields)
     except HttpError as error:

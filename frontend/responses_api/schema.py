@@ -1,9 +1,11 @@
 """The body of POST /v1/responses, and its answer. What msgspec cannot say is checked in translate.py and items.py."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
+from meshlm.frontend.answer_fields import ANSWER, PROMPT
 from meshlm.frontend.schema import (
     MAX_TOKENS,
     Count,
@@ -14,6 +16,7 @@ from meshlm.frontend.schema import (
     Share,
     StreamOptions,
     Temperature,
+    Verbosity,
 )
 
 Json = dict[str, Any]
@@ -42,11 +45,23 @@ class Reasoning(Struct, frozen=True):
 
 class Text(Struct, frozen=True):
     format: Json | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Verbosity | None = None
 
 
 class ResponsesRequest(Struct, frozen=True, kw_only=True):
     """POST /v1/responses."""
+
+    changes: ClassVar[tuple[str, ...]] = (PROMPT, ANSWER)
+    names_here: ClassVar[Mapping[str, str]] = {
+        "messages": "input",
+        "system": "instructions",
+        **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens"),
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+        "verbosity": "text.verbosity",
+        "logprobs": "top_logprobs",
+        "truncate_prompt_tokens": "truncation",
+    }
 
     input: str | list[Json] | None = None
     model: str | None = None
@@ -97,14 +112,6 @@ class ResponsesRequest(Struct, frozen=True, kw_only=True):
     access_programs: Any = None
     enable_response_messages: bool = False
     previous_input_messages: list[Json] | None = None
-
-
-# Fields that ask for what is not there. Empty values ask for nothing.
-REFUSED = {
-    "prompt": "prompt templates are not supported; send the text as instructions and input",
-    "context_management": "not supported; truncation 'auto' shortens what is too long",
-    "image": "only text is supported",
-}
 
 
 class OutputTokenLogprob(Struct, frozen=True):

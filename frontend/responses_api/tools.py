@@ -1,7 +1,8 @@
 """tools and tool_choice of a request to those of a chat. Pure; HttpError names what is wrong.
 
-A namespace holds functions: the model knows each by NAMESPACE__NAME, and its calls come back with both names. Tools that a server would
-run (web search, code interpreter, MCP) are refused where the model might call one: nobody here would answer.
+A namespace holds functions: the model knows each by NAMESPACE__NAME, and its calls come back with both names. Tools that are no
+functions (web search, code interpreter, MCP), which a server would run, are not told to the model, since nobody here would answer: a
+log line names their types. They cannot be chosen.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +17,6 @@ _FIELDS = ("name", "description", "parameters", "strict")
 class Tool(NamedTuple):
     """One tool that a request names. `chat` is its form in a chat, None for a tool that is no function."""
 
-    where: str
     kind: str
     name: str
     namespace: str | None
@@ -44,23 +44,40 @@ def chat_fields(request: ResponsesRequest) -> Json:
         kind = choice.get("type")
         if kind == "function":
             (named,) = _named([choice], tools, "there is no tool {!r}")
+            if named.chat is None:
+                text = f"tools of type {named.kind[:40]!r} are not called here; functions are"
+                raise HttpError(400, f"tool_choice: {text}", "tool_choice")
             choice = {"type": "function", "function": {"name": named.flat_name}}
         elif kind == "allowed_tools":
             tools, choice = _allowed(choice, tools)
         else:
             text = f"type {str(kind)[:40]!r} is not supported; 'function' and 'allowed_tools' are"
             raise HttpError(400, f"tool_choice: {text}", "tool_choice")
-    if choice == "none":
-        tools = [tool for tool in tools if tool.chat is not None]  # the others are not called either
-    for tool in tools:
-        if tool.chat is None:
-            text = f"tools of type {tool.kind[:40]!r} are not supported; those of type 'function' and 'namespace' are"
-            raise HttpError(400, f"{tool.where}: {text}", "tools")
+    tools = [tool for tool in tools if tool.chat is not None]
     if not tools:
         if choice not in (None, "auto", "none"):
-            raise HttpError(400, f"tool_choice: {str(choice)[:40]!r} needs tools", "tool_choice")
+            raise HttpError(400, f"tool_choice: {str(choice)[:40]!r} needs tools of type 'function'", "tool_choice")
         return {}
     return {"tools": [tool.chat for tool in tools], "tool_choice": choice}
+
+
+def left_out(request: ResponsesRequest) -> tuple[str, ...]:
+    """The types of tools that the model is not told of, as unknown fields are named."""
+    kinds = {tool.kind for tool in listed(request.tools) if tool.chat is None}
+    return tuple(f"tools of type {kind}" for kind in sorted(kinds))
+
+
+def repeated(tools: list[Json] | None) -> list[Json]:
+    """The tools as an answer repeats them: each function says all that it may say."""
+
+    def filled(tool: Json) -> Json:
+        if tool.get("type") == "namespace":
+            return {**tool, "tools": [filled(one) for one in tool["tools"]]}
+        if tool.get("type") != "function":
+            return tool
+        return {"description": None, "parameters": None, **tool, "strict": bool(tool.get("strict"))}
+
+    return [filled(tool) for tool in tools or ()]
 
 
 def _allowed(choice: Json, tools: list[Tool]) -> tuple[list[Tool], Any]:
@@ -111,8 +128,8 @@ def listed(tools: list[Json] | None) -> list[Tool]:
 def _tool(tool: Json, where: str, namespace: str | None) -> Tool:
     kind = tool.get("type")
     if kind != "function":
-        return Tool(where, str(kind), str(tool.get("name") or kind), namespace, None)
-    found = Tool(where, kind, _name(tool, where), namespace, None)
+        return Tool(str(kind), str(tool.get("name") or kind), namespace, None)
+    found = Tool(kind, _name(tool, where), namespace, None)
     function = {name: tool[name] for name in _FIELDS if tool.get(name) is not None} | {"name": found.flat_name}
     return found._replace(chat={"type": "function", "function": function})
 

@@ -2,10 +2,11 @@
 
 from typing import Any
 
+from meshlm.frontend.answer_fields import REFUSED_RESPONSES
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.parse import ParsedRequest
 from meshlm.frontend.responses_api import items, previous, tools
-from meshlm.frontend.responses_api.schema import LOGPROBS, REFUSED, ResponsesRequest
+from meshlm.frontend.responses_api.schema import LOGPROBS, ResponsesRequest
 from meshlm.frontend.schema import ChatRequest
 
 Json = dict[str, Any]
@@ -47,7 +48,7 @@ _SAME = (
 
 def check(request: ResponsesRequest) -> None:
     """Refuses what is not there, and fields that do not fit each other."""
-    for field, why in REFUSED.items():
+    for field, why in REFUSED_RESPONSES.items():
         if getattr(request, field):
             raise HttpError(400, f"{field}: {why}", field)
     if not request.input and not request.previous_input_messages:
@@ -104,6 +105,8 @@ def chat_request(request: ResponsesRequest, before: list[Json]) -> ChatRequest:
         fields["truncate_prompt_tokens"] = -1
     if request.reasoning is not None:
         fields["reasoning_effort"] = request.reasoning.effort
+    if request.text is not None:
+        fields["verbosity"] = request.text.verbosity
     if (form := request.text.format if request.text is not None else None) is not None:
         fields["response_format"] = _response_format(form)
         if request.structured_outputs is not None:
@@ -150,7 +153,7 @@ def repeated(request: ResponsesRequest, ask: ParsedRequest, *, stores: bool) -> 
         "background": bool(request.background),
         "store": stores,
         "metadata": request.metadata or {},
-        "tools": request.tools or [],
+        "tools": tools.repeated(request.tools),
         "tool_choice": request.tool_choice or default,
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "max_output_tokens": request.max_output_tokens,

@@ -3,10 +3,11 @@
 msgspec checks types and ranges and its message names the field; what needs more than one field is checked in parse.py.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from meshlm.frontend.answer_fields import ANSWER
 from meshlm.frontend.schema import (
     MAX_TIMEOUT_S,
     MAX_TOKENS,
@@ -48,6 +49,8 @@ NEEDLESS = {"include_stop_str_in_output": "no text ends the answer"}
 
 class SpeechRequest(Struct, frozen=True, kw_only=True):
     """The fields that both routes take. `file` is an audio file."""
+
+    changes: ClassVar[tuple[str, ...]] = (ANSWER,)
 
     file: bytes
     model: str | None = None

@@ -124,7 +124,9 @@ def write_encoded(answer: VectorsResponse, body: EncodingCommon, kind: str) -> b
 
 def packed(vector: "array[float]", body: EncodingCommon) -> bytes:
     """A vector in the dtype and the order of bytes that the client wants."""
-    order = {"little": "<", "big": ">", "native": "<" if sys.byteorder == "little" else ">"}[body.endianness]
+    order = {"little": "<", "big": ">", "native": "<" if sys.byteorder == "little" else ">"}[
+        body.endianness or "native"
+    ]
     if body.embed_dtype == "float16":
         most = 65504.0
         inside = [value if -most <= value <= most else math.copysign(most, value) for value in vector]
@@ -135,7 +137,7 @@ def packed(vector: "array[float]", body: EncodingCommon) -> bytes:
             "H", [min(bit + 0x7FFF + (bit >> 16 & 1), 0xFFFFFFFF) >> 16 for bit in bits]
         )  # to the nearest, ties to even
         return _ordered(halves, order)
-    if body.embed_dtype in ROUNDERS:
+    if body.embed_dtype is not None and body.embed_dtype in ROUNDERS:
         return bytes(map(ROUNDERS[body.embed_dtype], vector))
     return _ordered(vector, order)
 
@@ -157,7 +159,14 @@ def _bytes(answer: VectorsResponse, body: EncodingCommon, kind: str) -> bytes:
         rows = answer.of_tokens(choice)[1] if of_tokens else 0
         shape = [rows, len(vector) // rows] if rows else [len(vector)]
         where = {"start": begin, "end": begin + len(parts[-1]), "shape": shape}
-        data.append({"index": place, "embed_dtype": body.embed_dtype, "endianness": body.endianness, **where})
+        data.append(
+            {
+                "index": place,
+                "embed_dtype": body.embed_dtype or "float32",
+                "endianness": body.endianness or "native",
+                **where,
+            }
+        )
         begin += len(parts[-1])
     answer.media_type = BYTES
     if body.encoding_format == "bytes":

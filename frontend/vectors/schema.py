@@ -1,9 +1,10 @@
 """The bodies of the endpoints for vectors and scores, and of their answers: OpenAI's, Cohere's and vLLM's fields."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from meshlm.frontend.answer_fields import PROMPT, VECTORS
 from meshlm.frontend.schema import MAX_TOKENS, RequestName
 from meshlm.protocol.pooling import PoolingTask
 
@@ -17,6 +18,8 @@ Limit = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 
 class VectorsCommon(Struct, frozen=True, kw_only=True):
     """The fields that all of them take."""
+
+    changes: ClassVar[tuple[str, ...]] = (PROMPT, VECTORS)
 
     model: str | None = None
     user: str | None = None
@@ -45,9 +48,9 @@ class EncodingCommon(InputCommon, frozen=True, kw_only=True):
 
     dimensions: int | None = None
     normalize: bool | None = None  # older vLLM's name of use_activation
-    encoding_format: EncodingFormat = "float"
-    embed_dtype: EmbedDType = "float32"
-    endianness: Endianness = "native"
+    encoding_format: EncodingFormat | None = None  # float
+    embed_dtype: EmbedDType | None = None  # float32
+    endianness: Endianness | None = None  # native
 
 
 class EmbeddingRequest(EncodingCommon, frozen=True, kw_only=True):
@@ -97,6 +100,8 @@ class RerankRequest(ScoringCommon, frozen=True, kw_only=True):
 
 class CohereEmbedRequest(Struct, frozen=True, kw_only=True):
     """POST /v2/embed, by Cohere's API."""
+
+    changes: ClassVar[tuple[str, ...]] = (PROMPT, VECTORS)
 
     model: str | None = None
     input_type: str | None = None

@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import pytest
 from msgspec import Struct
 from parsing import ENDPOINTS, ask, refused
@@ -18,18 +19,44 @@ from request_fields import (
 )
 
 from meshlm.frontend import bodies
-from meshlm.frontend.errors import why_not_served
+from meshlm.frontend.answer_fields import ASKS_FOR_NOTHING, GROUPS, NEEDLESS, OF_ANSWER, OF_PROMPT
+from meshlm.frontend.errors import HttpError, why_not_served
+from meshlm.frontend.messages.schema import MessagesRequest
 from meshlm.frontend.operations import served
+from meshlm.frontend.rendering.schema import BatchChatRequest, DerenderChatRequest
+from meshlm.frontend.responses_api.schema import ResponsesRequest
 from meshlm.frontend.schema import (
-    ASKS_FOR_NOTHING,
-    NEEDLESS,
-    NOT_SUPPORTED,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     StreamOptions,
     TokenizeRequest,
 )
+
+# Fields that change no answer on any path: who asks, for which model, in what order, for how long something is kept.
+NAMES_AND_PLACES = {"model", "user", "user_profile_id", "workspace_id", "request_id", "priority", "cache_salt", "cache_control",
+                    "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "diagnostics", "inference_geo",
+                    "file", "language", "to_language"}  # fmt: skip
+# What is said in the words of one path alone, so that no other path's client says it.
+OF_ONE_PATH = {"token_ids", "features", "assistant_tokens_mask", "token_offsets", "generate_response", "generate_responses",
+               "prompt_tokens", "chat_request", "completion_request", "items", "label_token_ids", "apply_softmax", "item_first",
+               "return_token_strs", "data", "queries", "text_1", "text_2", "data_1", "data_2", "texts", "response_format",
+               "timestamp_granularities", "stream_include_usage", "stream_continuous_usage_stats"}  # fmt: skip
+SERVED = {
+    op.body
+    for pooling, speech in ((False, False), (True, False), (False, True))
+    for op in served(documentation=True, development=True, pooling=pooling, speech=speech)
+    if isinstance(op.body, type)
+}
+
+
+def changes_of(kind: type[Struct]) -> tuple[str, ...]:
+    found: tuple[str, ...] = getattr(kind, "changes", ())
+    return found
+
+
+CHANGED = sorted(filter(changes_of, SERVED), key=lambda kind: kind.__name__)
+ASKING: dict[str, object] = {"verbosity": "low", "parallel_tool_calls": False, "truncate": 5, "modalities": ["audio"]}
 
 
 @pytest.mark.parametrize(
@@ -43,31 +70,67 @@ from meshlm.frontend.schema import (
     ],
 )
 def test_every_field_is_honoured_refused_or_needless(kind: type[Struct], names: frozenset[str], prefix: str) -> None:
-    known = NOT_SUPPORTED.keys() | NEEDLESS.keys()
+    known = OF_PROMPT.keys() | OF_ANSWER.keys() | NEEDLESS.keys()
     left = names - set(kind.__struct_fields__)
     assert {f"{prefix}{name}" for name in left} - known == set()
 
 
-def test_a_field_has_one_answer() -> None:
-    assert NOT_SUPPORTED.keys() & NEEDLESS.keys() == set()
-    for kind in (CompletionRequest, ChatRequest):
-        assert set(kind.__struct_fields__) & (NOT_SUPPORTED.keys() | NEEDLESS.keys()) == set()
-    assert ASKS_FOR_NOTHING.keys() <= NOT_SUPPORTED.keys()
+def test_every_route_that_generates_says_what_changes_its_answers() -> None:
+    assert {kind.__name__ for kind in SERVED if not changes_of(kind)} == {
+        *("DetokenizeRequest", "ConversationRequest", "MetadataRequest", "ItemsRequest"),  # no answer of a model's
+        *("Settings", "AbortRequest", "CollectiveRpcRequest", "ScaleRequest"),  # of operators
+    }
+    assert {"ChatRequest", "MessagesRequest", "ResponsesRequest", "GenerateRequest", "EmbeddingRequest"} <= {
+        kind.__name__ for kind in CHANGED
+    }
 
 
-@pytest.mark.parametrize("endpoint", ENDPOINTS)
-@pytest.mark.parametrize("field", NOT_SUPPORTED)
-def test_what_would_change_the_answer_is_not_ignored(endpoint: str, field: str) -> None:
-    assert ask(endpoint, **{field: None}) == ask(endpoint)
-    raised, error = refused(endpoint, {field: {"type": "object"}})
-    assert (raised.status, error["param"]) == (400, field)
-    assert "supported" in str(error["message"])
+def test_what_a_route_honours_the_table_has() -> None:
+    """So that no other route ignores it."""
+    table = {field for group in GROUPS.values() for field in group}
+    for kind in CHANGED:
+        assert set(kind.__struct_fields__) - table - NAMES_AND_PLACES - OF_ONE_PATH == set(), kind.__name__
+    assert table & (NEEDLESS.keys() | NAMES_AND_PLACES) == set()
+    assert ASKS_FOR_NOTHING.keys() <= table
 
 
-@pytest.mark.parametrize("value", [{}, "", [], False])
-def test_an_empty_value_of_another_field_asks_for_nothing(value: object) -> None:
-    for field in NOT_SUPPORTED.keys() - ASKS_FOR_NOTHING.keys():
-        assert ask("chat", **{field: value}) == ask("chat")
+def least(kind: type[Struct]) -> dict[str, object]:
+    """A body that the type takes."""
+    some = {"model": "tiny", "messages": [{}], "max_tokens": 1, "token_ids": [1], "sampling_params": {}, "query": "a", "items": ["a"],
+            "label_token_ids": [1], "documents": ["a"], "generate_response": {"choices": []},
+            "generate_responses": [{"choices": []}], "file": b"a"}  # fmt: skip
+    found = {name: some[name] for name in kind.__struct_fields__ if name in some and name not in ("documents", "query")}
+    required = {field.name for field in msgspec.structs.fields(kind) if field.required}
+    found |= {name: some[name] for name in required}
+    if kind is BatchChatRequest:
+        found["messages"] = [[{}]]
+    return found
+
+
+def not_taken(kind: type[Struct]) -> list[str]:
+    """The fields that would change an answer of the route and are not its own."""
+    found = {field for group in changes_of(kind) for field in GROUPS[group] if "." not in field}
+    return sorted(found - set(kind.__struct_fields__))
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_what_would_change_the_answer_is_not_ignored(kind: type[Struct]) -> None:
+    """Over all routes and all fields: one that the route does not take is refused by its name, and may be null."""
+    assert len(not_taken(kind)) > 50
+    for field in not_taken(kind):
+        assert bodies.converted({**least(kind), field: None}, kind)[1] == ()
+        with pytest.raises(HttpError) as caught:
+            bodies.converted({**least(kind), field: ASKING.get(field, {"some": "object"})}, kind)
+        assert (caught.value.status, caught.value.param) == (400, field)
+        assert caught.value.message.startswith(f"{field}: ")
+        assert len(caught.value.message) > len(field) + 10
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_other_servers_neutral_values_ask_for_nothing(kind: type[Struct]) -> None:
+    for field in not_taken(kind):
+        for value in ASKS_FOR_NOTHING.get(field, ({}, "", [], False, 0)):
+            assert bodies.converted({**least(kind), field: value}, kind)[1] == (), (field, value)
 
 
 @pytest.mark.parametrize(
@@ -76,12 +139,15 @@ def test_an_empty_value_of_another_field_asks_for_nothing(value: object) -> None
         ({"function_call": "none"}, True),
         ({"function_call": {"name": "f"}}, False),
         ({"web_search_options": {}}, False),
-        ({"verbosity": "medium"}, True),
-        ({"verbosity": "low"}, False),
-        ({"return_token_offsets": False}, True),
         ({"vllm_xargs": {"a": 1}}, False),
         ({"ec_transfer_params": {"a": 1}}, False),
         ({"logprob_token_ids": [1, 2]}, False),
+        ({"repeat_penalty": 1.0, "typical_p": 1, "mirostat": 0, "min_keep": 0, "samplers": []}, True),
+        ({"repeat_penalty": 1.1}, False),
+        ({"format": "json"}, False),
+        ({"thread": {"id": "msg_1"}}, False),
+        ({"reasoning": {"effort": "high"}}, False),
+        ({"extra_body": {"top_k": 5}}, False),
     ],
 )
 def test_values_that_ask_for_nothing(fields: dict[str, object], fine: bool) -> None:
@@ -89,6 +155,31 @@ def test_values_that_ask_for_nothing(fields: dict[str, object], fine: bool) -> N
         assert ask("chat", **fields) == ask("chat")
     else:
         assert refused("chat", fields)[1]["param"] == next(iter(fields))
+
+
+def test_objects_within_a_body_are_looked_at_too() -> None:
+    body = {"model": "m", "max_tokens": 1, "messages": [], "output_config": {"effort": "low", "new": 1}}
+    assert bodies.converted(body, MessagesRequest)[1] == ("output_config.new",)
+    with pytest.raises(HttpError, match=r"output_config\.task_budget: not supported"):
+        bodies.converted({**body, "output_config": {"task_budget": {"total": 5}}}, MessagesRequest)
+    asked = {"generate_response": {"choices": []}, "chat_request": {"messages": [], "thread": "a"}}
+    with pytest.raises(HttpError, match=r"chat_request\.thread: not supported"):
+        bodies.converted(asked, DerenderChatRequest)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "instead"),
+    [
+        (ResponsesRequest, "guided_json", "structured_outputs"),
+        (ResponsesRequest, "response_format", "text.format"),
+        (ResponsesRequest, "max_tokens", "max_output_tokens"),
+        (MessagesRequest, "stop", "stop_sequences"),
+        (MessagesRequest, "guided_json", "output_config.format"),
+    ],
+)
+def test_a_refusal_says_the_name_of_the_path(kind: type[Struct], field: str, instead: str) -> None:
+    with pytest.raises(HttpError, match=instead):
+        bodies.converted({**least(kind), field: {"a": 1}}, kind)
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)

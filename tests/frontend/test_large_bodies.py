@@ -49,7 +49,12 @@ async def test_large_ones_are_read_in_a_thread_one_after_the_other(path: str, mo
             reading -= 1
 
     monkeypatch.setattr(bodies, "decode", noted)
-    fields = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "tokens": [1], "model": "no such"}
+    of_path: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "x"},
+        "/detokenize": {"tokens": [1]},
+        "/tokenize": {"prompt": "x"},
+    }
+    fields = {**of_path.get(path, {"messages": [{"role": "user", "content": "x"}]}), "model": "no such"}
     routes, http = client()
     async with http:
         large = json.dumps({**fields, "user": LONG})

@@ -22,6 +22,9 @@ STRICT: dict[str, object] = {"tools": [{"type": "function", "function": {"name":
         (ASKS, True),
         ({**ASKS, "tool_choice": "auto"}, True),
         ({**ASKS, "tool_choice": "none"}, False),
+        ({"tools": []}, False),
+        ({"tools": [], "tool_choice": "auto"}, False),
+        ({"tools": [], "tool_choice": "none"}, False),
     ],
 )
 def test_which_answers_may_have_calls(fields: dict[str, object], reads: bool) -> None:
@@ -53,8 +56,7 @@ def test_which_answers_may_have_calls(fields: dict[str, object], reads: bool) ->
         ({**ASKS, "tool_choice": "required", "use_beam_search": True}, READS, "tool_choice", "use_beam_search"),
         ({**STRICT, "use_beam_search": True}, READS, "tools", "use_beam_search"),
         ({"tool_choice": "auto"}, READS, "tool_choice", "'auto' needs tools"),
-        ({"tools": [], "tool_choice": "auto"}, READS, "tools", "at least one tool"),
-        ({"tools": []}, ServerConfig(), "tools", "at least one tool"),
+        ({"tools": [], "tool_choice": "required"}, READS, "tool_choice", "'required' needs tools"),
     ],
 )
 def test_what_is_refused(fields: dict[str, object], server: ServerConfig, param: str, text: str) -> None:

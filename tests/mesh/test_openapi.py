@@ -12,8 +12,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode, checks
 from serving import Serving, serving
 
+from meshlm.frontend.answer_fields import OF_ANSWER, OF_PROMPT, OF_VECTORS
+from meshlm.frontend.operations import served
 from meshlm.frontend.operator_operations import DEVELOPMENT
-from meshlm.frontend.schema import MAX_TOKENS, NOT_SUPPORTED
+from meshlm.frontend.schema import MAX_TOKENS
+from meshlm.frontend.structured import PLAIN
 
 pytestmark = pytest.mark.mesh
 
@@ -57,13 +60,27 @@ def brief(case: Any) -> None:
 
 # Schemas, patterns and grammars are texts of languages of their own. Here are some of each.
 WRITTEN = {
-    "json": {"type": "object"}, "regex": "[a-c]+", "grammar": 'root ::= "a"+', "schema": {"enum": [1, "b"]},
-    "structural_tag": '{"format": {"type": "const_string", "value": "a"}}', "whitespace_pattern": " ?",
-}  # fmt: skip
-CONSTRAINTS = (
-    "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-    "guided_json_object", "structural_tag",
-)  # fmt: skip
+    "json": {"type": "object"},
+    "json_schema": {"type": "object"},
+    "schema": {"enum": [1, "b"]},
+    "regex": "[a-c]+",
+    "grammar": 'root ::= "a"+',
+    "ebnf": 'root ::= "a"+',
+    "structural_tag": '{"format": {"type": "const_string", "value": "a"}}',
+    "whitespace_pattern": " ?",
+}
+FORMS: dict[str, Any] = {  # what may stand beside a type of response_format
+    "text": {"schema": None},
+    "json_object": {"value": WRITTEN["schema"]},
+    "regex": {"value": WRITTEN["regex"]},
+    "grammar": {"grammar": WRITTEN["grammar"]},
+}
+FIELDS = {
+    op.path: set(op.body.__struct_fields__)
+    for op in served(documentation=True, development=True, dashboard=True, tokenizer_info=True)
+    if isinstance(op.body, type)
+}
+CONSTRAINTS = ("response_format", "structured_outputs", *PLAIN)
 
 
 def constrain(body: dict[str, Any]) -> None:
@@ -73,7 +90,10 @@ def constrain(body: dict[str, Any]) -> None:
         del body[name]
     if given:
         body.pop("allowed_token_ids", None)  # which may leave no token of the grammar
-    fields = (body, body.get("structured_outputs"), (body.get("response_format") or {}).get("json_schema"))
+    form = body.get("response_format") or {}
+    if form.get("type") in FORMS:
+        body["response_format"] = form = {"type": form["type"], **FORMS[form["type"]]}
+    fields = (body, body.get("structured_outputs"), form.get("json_schema"))
     for some in filter(None, fields):
         for name, text in WRITTEN.items():
             for spelling in (name, f"guided_{name}"):
@@ -97,9 +117,8 @@ def consistent(case: Any) -> None:
     if not isinstance(case.body, dict):
         return
     body = case.body
-    declared = case.operation.body[0].definition.get("properties", ())
-    for name in NOT_SUPPORTED:
-        if name not in declared:
+    for name in {*OF_PROMPT, *OF_ANSWER, *OF_VECTORS}:
+        if name not in FIELDS[case.path]:
             body.pop(name, None)  # an additional property by this name is refused: the operation's text says so
     several = body.get("messages") or ()
     for message in itertools.chain(*several) if case.path.endswith("/batch") else several:

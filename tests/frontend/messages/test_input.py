@@ -146,9 +146,9 @@ VLLM |= {"chat_template_kwargs"}
 async def test_no_field_of_the_clients_is_ignored_in_silence(backend: Scripted) -> None:
     from anthropic.types import message_count_tokens_params, message_create_params
 
-    from meshlm.frontend.schema import NEEDLESS, NOT_SUPPORTED
+    from meshlm.frontend.answer_fields import NEEDLESS, OF_ANSWER, OF_PROMPT
 
-    known = NEEDLESS.keys() | NOT_SUPPORTED.keys()
+    known = NEEDLESS.keys() | OF_ANSWER.keys() | OF_PROMPT.keys()
     names = VLLM | set(message_create_params.MessageCreateParamsStreaming.__annotations__)
     assert names - known - set(MessagesRequest.__struct_fields__) == set()
     counted = set(message_count_tokens_params.MessageCountTokensParams.__annotations__)

@@ -9,6 +9,7 @@ from scripted import Scripted
 
 from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.ids import ErrorKind
+from meshlm.protocol.text_edge import ChatPrompt
 
 Json = dict[str, Any]
 BAD: list[tuple[Json, str]] = [
@@ -39,7 +40,11 @@ BAD: list[tuple[Json, str]] = [
     ({"stop_sequences": [""]}, "stop_sequences: each"),
     ({"tools": [{"name": "f"}]}, "tools.0.input_schema"),
     ({"tools": [{"name": "", "input_schema": {}}]}, "tools.0.name"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0: tools of type 'web_search"),
+    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0: tools of type 'bash_20250124'"),
+    (
+        {"tools": [{"type": "web_search_20250305", "name": "web_search"}], "tool_choice": {"type": "any"}},
+        "tool_choice: 'any' needs tools",
+    ),
     ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "rain"}}, "tool_choice.name: there is no tool 'rain'"),
     ({"tool_choice": {"type": "any"}}, "tool_choice: 'any' needs tools"),
     ({"tools": TOOLS, "tool_choice": {"type": "some"}}, "tool_choice"),
@@ -57,6 +62,10 @@ BAD: list[tuple[Json, str]] = [
         "context_management.edits.0.keep",
     ),
     ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
+    ({"thread": {"type": "continue", "message_id": "msg_1"}}, "thread: not supported on this path"),
+    ({"guided_json": {"type": "object"}}, "guided_json: not supported on this path; output_config.format is"),
+    ({"response_format": {"type": "json_object"}}, "response_format: not supported on this path"),
+    ({"output_config": {"task_budget": {"type": "tokens", "total": 5}}}, "output_config.task_budget: not supported"),
 ]
 
 
@@ -79,6 +88,30 @@ async def test_thinking_needs_a_parser() -> None:
         with pytest.raises(anthropic.BadRequestError, match="--reasoning-parser"):
             await client.messages.create(model="tiny", messages=USER, max_tokens=9, thinking=enabled)
         await client.messages.create(model="tiny", messages=USER, max_tokens=9, thinking={"type": "adaptive"})
+
+
+async def test_a_server_that_reads_no_calls_counts_the_tokens_of_tools_and_of_thinking() -> None:
+    """Nothing is generated, so nothing is to be read. The tools are in the prompt."""
+    backend = Scripted(ServerConfig(exclude_tools_when_tool_choice_none=True))
+    async with client_of(backend) as client:
+        with pytest.raises(anthropic.BadRequestError, match="--tool-call-parser"):
+            await client.messages.create(model="tiny", messages=USER, tools=TOOLS, max_tokens=1)
+        enabled: Any = {"type": "enabled", "budget_tokens": 1024}
+        found = await client.messages.count_tokens(model="tiny", messages=USER, tools=TOOLS, thinking=enabled)
+        assert found.input_tokens
+        (question,) = backend.questions
+        assert isinstance(question.prompt, ChatPrompt)
+        assert b"weather" in question.prompt.tools_json
+
+
+async def test_tools_of_anthropics_server_are_left_out(backend: Scripted, client: anthropic.AsyncAnthropic) -> None:
+    """As Claude Code may send them beside its own; a log line names them. Its display "updates" is taken."""
+    tools: Any = [{"type": "web_search_20250305", "name": "web_search", "max_uses": 8}, *TOOLS]
+    thinking: Any = {"type": "adaptive", "display": "updates"}
+    await client.messages.create(model="tiny", messages=USER, tools=tools, max_tokens=1, thinking=thinking)
+    assert b"web_search" not in backend.prompt.tools_json
+    assert b"weather" in backend.prompt.tools_json
+    assert backend.ignored_fields == ("tools of type web_search_20250305",)
 
 
 async def test_errors_have_anthropics_form(backend: Scripted, client: anthropic.AsyncAnthropic) -> None:

@@ -16,8 +16,8 @@ from request_fields import names
 from scripted import Scripted
 from whole_and_streamed import both
 
+from meshlm.frontend.answer_fields import NEEDLESS, OF_ANSWER, OF_PROMPT
 from meshlm.frontend.responses_api.schema import ResponsesRequest
-from meshlm.frontend.schema import NEEDLESS, NOT_SUPPORTED
 
 Json = dict[str, Any]
 
@@ -79,7 +79,7 @@ async def test_a_message_that_is_not_complete_is_gone_on_with(backend: Scripted,
 
 
 async def test_parameters_arrive_and_come_back(backend: Scripted, client: openai.AsyncOpenAI) -> None:
-    extra = {"top_k": 3, "repetition_penalty": 1.5, "seed": 7, "stop": ["a"], "presence_penalty": 0.5, "min_tokens": 1}
+    extra = {"top_k": 3, "repetition_penalty": 1.5, "seed": 7, "stop": ["a"], "presence_penalty": 0.5, "zeta": 1}
     answer = await both(
         client,
         max_output_tokens=7,
@@ -87,7 +87,7 @@ async def test_parameters_arrive_and_come_back(backend: Scripted, client: openai
         top_p=0.25,
         metadata={"a": "b"},
         reasoning={"effort": "none", "summary": "auto"},
-        text={"format": {"type": "text"}, "verbosity": "medium"},
+        text={"format": {"type": "text"}, "verbosity": "low"},
         truncation="auto",
         user="me",
         service_tier="auto",
@@ -104,8 +104,8 @@ async def test_parameters_arrive_and_come_back(backend: Scripted, client: openai
     assert submit.text.stop == ("a",)
     assert submit.text.truncate_prompt_tokens > 0
     template = msgspec.json.decode(backend.prompt.template_kwargs_json)
-    assert template == {"reasoning_effort": "none", "enable_thinking": False}
-    assert backend.ignored_fields == ("min_tokens",) * 2, "it is a chat's alone, as in vLLM"
+    assert template == {"reasoning_effort": "none", "enable_thinking": False, "verbosity": "low"}
+    assert backend.ignored_fields == ("zeta",) * 2
     found = answer.to_dict()
     assert {name: found[name] for name in ("metadata", "user", "truncation", "max_output_tokens", "temperature")} == {
         "metadata": {"a": "b"},
@@ -191,5 +191,8 @@ VLLM = names(
 
 def test_no_field_of_the_clients_is_ignored_in_silence() -> None:
     all_names = VLLM | set(response_create_params.ResponseCreateParamsStreaming.__annotations__)
-    assert all_names - NEEDLESS.keys() - NOT_SUPPORTED.keys() - set(ResponsesRequest.__struct_fields__) == set()
+    assert (
+        all_names - NEEDLESS.keys() - OF_ANSWER.keys() - OF_PROMPT.keys() - set(ResponsesRequest.__struct_fields__)
+        == set()
+    )
     assert set(FunctionToolParam.__annotations__) >= {"name", "parameters", "strict", "type", "description"}

@@ -1,7 +1,7 @@
 """Tools of POST /v1/responses: which of them the model knows, and calls that are forced."""
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import openai
@@ -24,7 +24,9 @@ async def test_functions_of_a_namespace(backend: Scripted, client: openai.AsyncO
     assert time == {"name": "time"}
     call: Any = answer.output[-1].to_dict()
     assert (call["name"], call["namespace"]) == ("weather", "earth")
-    assert answer.to_dict()["tools"] == asked
+    said = {"description": None, "strict": False}
+    inner: Any = [{**one, **said} for one in cast("Any", NAMESPACE)["tools"]]
+    assert answer.to_dict()["tools"] == [{**NAMESPACE, "tools": inner}, {**said, "parameters": None, **asked[1]}]
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": "rain"}
     await both(client, tools=asked, input=[{"role": "user", "content": "hi"}, call, result])
     assert messages_of(backend)[1]["tool_calls"][0]["function"]["name"] == "earth__weather"
@@ -33,16 +35,38 @@ async def test_functions_of_a_namespace(backend: Scripted, client: openai.AsyncO
         assert backend.submits[-1].sampling.grammar is not None
 
 
-async def test_tools_of_servers_may_be_there_where_none_is_called(
+async def test_tools_that_a_server_would_run_are_left_out_and_named(
     backend: Scripted, client: openai.AsyncOpenAI
 ) -> None:
-    asked: Any = [{"type": "web_search_preview"}, {"type": "code_interpreter", "container": "c"}, *TOOLS]
-    await both(client, tools=asked, tool_choice="none")
+    """As Codex sends one with each turn. They come back as they are."""
+    asked: Any = [{"type": "web_search", "external_web_access": False}, {"type": "code_interpreter", "container": "c"}]
+    answer: Any = await both(client, tools=[*asked, *TOOLS])
+    assert [tool["function"]["name"] for tool in msgspec.json.decode(backend.prompt.tools_json)] == ["weather", "time"]
+    assert set(backend.ignored_fields) == {"tools of type code_interpreter", "tools of type web_search"}
+    echoed: Any = answer.to_dict()["tools"]
+    assert echoed[:2] == asked
+    for choice in ("auto", "none"):
+        await both(client, tools=asked, tool_choice=choice)
+        assert backend.prompt.tools_json == b""
     only: Any = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "time"}]}
-    await both(client, tools=asked, tool_choice=only)
+    await both(client, tools=[*asked, *TOOLS], tool_choice=only)
     assert [tool["function"]["name"] for tool in msgspec.json.decode(backend.prompt.tools_json)] == ["time"]
-    with pytest.raises(openai.BadRequestError, match=r"tools\[0\]: tools of type 'web_search_preview'"):
-        await client.responses.create(model="tiny", input="hi", tools=asked)
+
+
+async def test_an_answer_repeats_all_of_a_function(backend: Scripted, client: openai.AsyncOpenAI) -> None:
+    """By Open Responses' schema each function has these fields, in the answer and in the three events that hold one."""
+    tools: Any = [
+        {"type": "function", "name": "a"},
+        {"type": "function", "name": "b", "strict": True, "parameters": {}},
+    ]
+    stream = await client.responses.create(model="tiny", input="hi", tools=tools, stream=True)
+    snapshots = [event.response.to_dict() async for event in stream if hasattr(event, "response")]
+    assert len(snapshots) == 3
+    for found in snapshots:
+        assert found["tools"] == [
+            {"type": "function", "name": "a", "description": None, "parameters": None, "strict": False},
+            {"type": "function", "name": "b", "description": None, "parameters": {}, "strict": True},
+        ]
 
 
 async def test_only_allowed_tools_are_told(backend: Scripted, client: openai.AsyncOpenAI) -> None:

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from request_fields import names
 
 from meshlm.frontend import submits
+from meshlm.frontend.answer_fields import NEEDLESS as NEEDLESS_ANYWHERE
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.parse import ParsedRequest
-from meshlm.frontend.schema import NEEDLESS as NEEDLESS_ANYWHERE
 from meshlm.frontend.speech import parse
 from meshlm.frontend.speech.schema import NEEDLESS, NOT_SUPPORTED, SpeechTask, TranslationRequest
 from meshlm.protocol.audio import SpeechTokens

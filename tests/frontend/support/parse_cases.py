@@ -3,6 +3,7 @@
 from parsing import EOS, USER
 
 from meshlm.protocol.columns import pack_i32
+from meshlm.protocol.grammar import GrammarKind
 from meshlm.protocol.sampling import RepetitionDetection
 from meshlm.protocol.text_edge import TextPrompt, TokenPrompt
 
@@ -96,6 +97,16 @@ TAKEN: list[tuple[str, dict[str, object], str, object]] = [
     ("both", {"guided_grammar": "start: A"}, "sampling.grammar.text", "start: A"),
     ("both", {"guided_json_object": True}, "sampling.grammar.param", "guided_json_object"),
     ("both", {"structural_tag": "{}"}, "sampling.grammar.text", "{}"),
+    ("both", {"grammar": 'root ::= "a"'}, "sampling.grammar.text", 'root ::= "a"'),  # llama.cpp's
+    ("both", {"grammar": "", "json_schema": None}, "sampling.grammar", None),
+    ("both", {"json_schema": {"type": "object"}}, "sampling.grammar.text", '{"type":"object"}'),
+    ("both", {"ebnf": 'root ::= "a"'}, "sampling.grammar.text", 'root ::= "a"'),  # SGLang's
+    ("both", {"regex": "a+"}, "sampling.grammar.kind", GrammarKind.REGEX),
+    ("both", {"response_format": {"type": "json_object", "value": {}}}, "sampling.grammar.text", "{}"),  # TGI's
+    ("both", {"response_format": {"type": "json_object", "schema": {}}}, "sampling.grammar.text", "{}"),
+    ("both", {"response_format": {"type": "json", "value": {}}}, "sampling.grammar.text", "{}"),
+    ("both", {"response_format": {"type": "regex", "value": "a+"}}, "sampling.grammar.text", "a+"),
+    ("both", {"response_format": {"type": "json_object", "schema": None}}, "sampling.grammar.text", ""),
     ("both", {"logprob_token_ids": []}, "sampling.logprob_token_ids", ()),
     ("both", {"repetition_detection": {}}, "sampling.repetition_detection", None),
     ("both", {"repetition_detection": ROUND}, "sampling.repetition_detection", RepetitionDetection(4, 1, 3)),
@@ -177,6 +188,7 @@ CHATS: list[tuple[dict[str, object], dict[str, object]]] = [
     ({"chat_template": "{{ x }}"}, {"chat_template": "{{ x }}"}),
     ({"chat_template_kwargs": {"x": 1}}, {"template_kwargs_json": b'{"x":1}'}),
     ({"reasoning_effort": "low"}, {"template_kwargs_json": b'{"reasoning_effort":"low","enable_thinking":true}'}),
+    ({"verbosity": "low"}, {"template_kwargs_json": b'{"verbosity":"low"}'}),
     ({"documents": [{"a": "b"}]}, {"template_kwargs_json": b'{"documents":[{"a":"b"}]}'}),
     (
         {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},

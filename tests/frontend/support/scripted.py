@@ -70,6 +70,7 @@ class Scripted:
         self.closed: list[Choice] = []
         self.answers: list[Response] = []
         self.ignored_fields: tuple[str, ...] = ()
+        self.questions = list[Tokenize]()
         self._budget = Budget(1 << 30)
         self.refusals: list[str] = []  # by reason
         self._handle = 0
@@ -161,6 +162,7 @@ class Scripted:
         """As many tokens as the messages' JSON has bytes."""
         assert isinstance(message, Tokenize)
         assert isinstance(message.prompt, ChatPrompt | TextPrompt)
+        self.questions.append(message)
         size = len(message.prompt.messages_json) if isinstance(message.prompt, ChatPrompt) else len(message.prompt.text)
         return TokenizeReply(message.handle, pack_i32([1] * size), max_model_len=self.resolved.max_model_len)
 

@@ -76,6 +76,12 @@ def test_numbers() -> None:
     }
 
 
+def test_null_is_a_default() -> None:
+    null: Any = {"encoding_format": None, "embed_dtype": None, "endianness": None}
+    assert encoded([[0.5, -1.0]], **null)[0] == encoded([[0.5, -1.0]])[0]
+    assert encoded([[0.5]], **{**null, "encoding_format": "base64"})[0] == encoded([[0.5]], encoding_format="base64")[0]
+
+
 @pytest.mark.parametrize("endianness", ["native", "little", "big"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_base64(dtype: str, endianness: str) -> None:
