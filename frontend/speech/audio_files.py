@@ -1,9 +1,11 @@
-"""Audio files to samples, by FFmpeg's libraries (PyAV). HttpError names `file`. Called by routes.py, in a thread.
+"""Audio files to samples, by FFmpeg's libraries (PyAV). HttpError names `file`. Called by
+audio_child.py, in a process that may die of it: what a file says of itself, FFmpeg takes memory for.
 
 A file comes from whoever may ask, so FFmpeg may use few of its demuxers and decoders: none that opens other files or addresses, as
 those of playlists do, and none of pictures. What a file may become in memory is bounded while it is decoded, not by what the file says.
 """
 
+import errno
 import io
 from collections.abc import Iterator
 from typing import Any
@@ -42,6 +44,8 @@ def decode(data: bytes, max_seconds: float) -> Samples:
         with av.open(io.BytesIO(data), options=OPTIONS, metadata_errors="ignore") as container:
             found = list(_Decoding(av, container, max_seconds).samples())
     except (av.FFmpegError, ValueError) as error:
+        if getattr(error, "errno", 0) == errno.ENOMEM:
+            raise MemoryError from None
         raise _refused(f"this is no audio file that can be read ({_shown(error)}); {TAKEN}") from None
     samples = np.concatenate(found) if found else np.zeros(0, np.float32)
     if not len(samples):

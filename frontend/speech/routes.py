@@ -1,7 +1,7 @@
 """The routes for audio: a form to prompts for the mesh. Called by server.py's table of routes.
 
-A body counts as incoming until its audio is decoded, in one of a few threads. Then it is a request like others; where the client does
-not say the language, a step before it finds that (language.py).
+A body counts as incoming until its audio is decoded, in a child of this process. Then it is a request like others; where the client
+does not say the language, a step before it finds that (language.py).
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from meshlm.frontend.messages.routes import check_last_id
 from meshlm.frontend.parse import ParsedRequest
 from meshlm.frontend.speech import form, language, parse
 from meshlm.frontend.speech.answers import SpeechResponse
+from meshlm.frontend.speech.audio_decoder import AudioDecoder
 from meshlm.frontend.speech.parse import Transcription
 from meshlm.frontend.speech.schema import LISTS, SpeechTask
 from meshlm.frontend.speech.stream import SpeechStream
@@ -53,6 +54,8 @@ class SpeechRoutes:
     def __init__(self, backend: Backend, generation: Generation, reads: Reads) -> None:
         self._backend, self._generation, self._reads = backend, generation, reads
         self._decoders = asyncio.Semaphore(DECODED_AT_ONCE)
+        server = backend.config.server
+        self._decoder = AudioDecoder(server.max_audio_bytes, server.max_audio_seconds)
 
     async def transcriptions(self, request: Request) -> HttpResponse | None:
         """POST /v1/audio/transcriptions."""
@@ -90,8 +93,6 @@ class SpeechRoutes:
 
     def _read(self, request: Request, raw: bytes, task: SpeechTask) -> Asked:
         """What the body asks for. It changes nothing here."""
-        from meshlm.frontend.speech import audio_files  # numpy, which other servers do without
-
         resolved, server = self._backend.resolved, self._backend.config.server
         fields = form.fields_of(form.read(request.headers.get("content-type", ""), raw), LISTS)
         check_last_id(request.headers.get(retry.LAST_ID, ""))
@@ -102,7 +103,7 @@ class SpeechRoutes:
         if len(body.file) > server.max_audio_bytes:
             text = f"file: {len(body.file)} bytes; at most {server.max_audio_bytes} are taken (--max-audio-bytes)"
             raise HttpError(413, text, form.FILE)
-        transcription.cut(audio_files.decode(body.file, server.max_audio_seconds))
+        transcription.cut(self._decoder.decode(body.file))
         return Asked(parse.asked(body, unknown, transcription, resolved, server), transcription, model, again)
 
 

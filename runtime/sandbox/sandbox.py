@@ -155,6 +155,10 @@ class Sandbox:
             self._is_closed = True
             self._end()
 
+    def __del__(self) -> None:
+        """Nobody can ask any more."""
+        self._end()
+
     def _end(self) -> None:
         if self._control is not None:
             self._control.close()
