@@ -1,11 +1,9 @@
 """The port of a frontend with --grpc: the service, health for probes, and reflection. Owned by io.py, as http_listener.py is."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeAlias
+from collections.abc import Awaitable, Callable, Mapping
 
 import grpc
-from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
@@ -14,8 +12,9 @@ from meshlm.frontend import watched_files
 from meshlm.frontend.endpoint import take
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.grpc.certificates import Certificates
+from meshlm.frontend.grpc.incoming import Handler, Incoming, refusing
 from meshlm.frontend.grpc.servicer import NAME, GrpcBackend, Servicer
-from meshlm.frontend.rate_limits import RateLimits
+from meshlm.frontend.web_pages import MAX_SHOWN, OTHER_SITE
 from meshlm.runtime.api_keys import ADMIN, INFERENCE, ApiKeys
 
 HEALTH_S = 0.5  # how often readiness is looked at
@@ -28,15 +27,14 @@ SUBMITS = frozenset(f"/{NAME}/{method}" for method in ("Generate", "Embed"))  # 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
-Handler: TypeAlias = "grpc.RpcMethodHandler[Message, Message]"  # types of its stubs, not of the library
 
+class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Before a message of a call is read: asks for one of the API keys in its metadata, `authorization: Bearer KEY`, for one with the
+    method's scope, whether it may ask that often, and whether the mesh takes requests."""
 
-class KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Asks for one of the API keys in the call's metadata, `authorization: Bearer KEY`, for one with the method's scope, and whether it
-    may ask that often."""
-
-    def __init__(self, keys: ApiKeys, rates: RateLimits) -> None:
-        self._keys, self._rates = keys, rates
+    def __init__(self, backend: GrpcBackend, keys: ApiKeys) -> None:
+        self._backend, self._keys = backend, keys
+        self._incoming = Incoming(backend.config.server)
 
     async def intercept_service(
         self,
@@ -44,58 +42,47 @@ class KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "Handler":
         method = handler_call_details.method
-        wanted = scope_of(method)
-        if method.startswith(OPEN_SERVICES) or not self._keys.asks_for(wanted):
-            return await continuation(handler_call_details)
-        metadata = dict(handler_call_details.invocation_metadata or ())
-        given = str(metadata.get("authorization", "")).removeprefix("Bearer ").encode()
-        found = self._keys.find((given,))
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
-        if found is None:
-            text = "send a valid key as metadata 'authorization: Bearer KEY'"
-            return _refusing(handler, grpc.StatusCode.UNAUTHENTICATED, text)
-        if wanted and wanted not in found.scopes:
-            return _refusing(handler, grpc.StatusCode.PERMISSION_DENIED, f"this key is not for {wanted}")
-        if method in SUBMITS:
-            try:
-                take(self._rates, found)
-            except HttpError as error:
-                return _refusing(handler, grpc.StatusCode.RESOURCE_EXHAUSTED, error.message)
-        return handler
+        try:
+            self._check(method, dict(handler_call_details.invocation_metadata or ()))
+        except HttpError as error:
+            if method in SUBMITS:
+                self._backend.refused(error)
+            return refusing(error)
+        return self._incoming.reading(method, handler)
+
+    def _check(self, method: str, metadata: Mapping[str, str | bytes]) -> None:
+        """HttpError for a call that is not let in."""
+        if method.startswith(OPEN_SERVICES):
+            return
+        self._check_page(metadata)
+        wanted = scope_of(method)
+        if self._keys.asks_for(wanted):
+            given = str(metadata.get("authorization", "")).removeprefix("Bearer ").encode()
+            found = self._keys.find((given,))
+            if found is None:
+                raise HttpError(401, "send a valid key as metadata 'authorization: Bearer KEY'")
+            if wanted and wanted not in found.scopes:
+                raise HttpError(403, f"this key is not for {wanted}")
+            if method in SUBMITS:
+                take(self._backend.rates, found)
+        if method in SUBMITS and (reason := self._backend.refusal(attaches=False)):
+            raise HttpError(503, reason, kind="overloaded_error")
+
+    def _check_page(self, metadata: Mapping[str, str | bytes]) -> None:
+        """What gRPC-Web brings through a proxy: a page of another origin asks nothing of a server without an API key."""
+        origin, site = metadata.get("origin"), metadata.get("sec-fetch-site")
+        server = self._backend.config.server
+        is_program = (origin is None and site is None) or site == "same-origin"
+        if not (server.has_api_keys or is_program or {"*", origin} & {*server.cors_origins}):
+            raise HttpError(403, OTHER_SITE.format(origin=str(origin)[:MAX_SHOWN]))
 
 
 def scope_of(method: str) -> str:
     """Gives the scope that a key must have to call this method; "": any key will do."""
     return ADMIN if method in ADMIN_METHODS else "" if method in INFORMATION else INFERENCE
-
-
-def _refusing(handler: "Handler", code: grpc.StatusCode, text: str) -> "Handler":
-    """A handler of the same kind that ends every call."""
-
-    async def unary(request: Any, context: "grpc.aio.ServicerContext[Any, Any]") -> Any:
-        await context.abort(code, text)
-
-    async def stream(request: Any, context: "grpc.aio.ServicerContext[Any, Any]") -> Any:
-        await unary(request, context)
-        yield Message()
-
-    codecs = {
-        "request_deserializer": handler.request_deserializer,
-        "response_serializer": handler.response_serializer,
-    }
-    if handler.request_streaming:
-        make = (
-            grpc.stream_stream_rpc_method_handler
-            if handler.response_streaming
-            else grpc.stream_unary_rpc_method_handler
-        )
-    else:
-        make = (
-            grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
-        )
-    return make(stream if handler.response_streaming else unary, **codecs)
 
 
 class GrpcListener:
@@ -106,10 +93,11 @@ class GrpcListener:
         server = backend.config.server
         self._keys = ApiKeys.of_server(server)
         self._server = grpc.aio.server(
-            interceptors=[KeyCheck(self._keys, backend.rates)],
+            interceptors=[CallGate(backend, self._keys)],
             options=[
                 ("grpc.so_reuseport", 1),  # several frontends share the port
                 ("grpc.max_receive_message_length", server.max_body_bytes),
+                ("grpc.http2.bdp_probe", 0),  # windows do not grow: of a message that nobody reads 64 KiB come
                 ("grpc.max_send_message_length", -1),
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),  # routers ping idle connections
                 ("grpc.keepalive_permit_without_calls", 1),

@@ -51,11 +51,11 @@ def generation(request: pb.GenerateRequest, resolved: Resolved, server: ServerCo
 def embedding(request: pb.EmbedRequest, config: MeshConfig) -> parse.ParsedRequest:
     """An Embed call."""
     assert config.resolved is not None
-    ids = list(request.tokenized.input_ids)
+    ids = request.tokenized.input_ids
     if not ids:
         raise HttpError(400, "tokenized: give at least one token id", "tokenized")
     limits.check_num_ids(len(ids), False, config.resolved)
-    body = msgspec.json.encode({"input": ids, **_name(request.request_id)})
+    body = msgspec.json.encode({"input": list(ids), **_name(request.request_id)})
     asked, unknown = bodies.decode(body, EmbeddingRequest, longest=config.resolved.max_model_len)
     return vectors.embeddings(asked, unknown, config)
 

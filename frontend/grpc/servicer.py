@@ -9,7 +9,8 @@ import io
 import time
 import uuid
 import zipfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
@@ -21,10 +22,12 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as service
 
 from meshlm.frontend import operating, submits
+from meshlm.frontend.bodies import LARGE_BYTES
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.generation import Backend
 from meshlm.frontend.grpc import requests
 from meshlm.frontend.grpc.answers import GrpcResponse
+from meshlm.frontend.parse import ParsedRequest
 from meshlm.frontend.responses import Response, trace_headers
 from meshlm.frontend.vectors.answers import VectorsResponse
 from meshlm.protocol.control_edge import RankStats
@@ -34,8 +37,12 @@ NAME = "vllm.grpc.engine.VllmEngine"
 CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND,
+    408: grpc.StatusCode.DEADLINE_EXCEEDED,
     409: grpc.StatusCode.FAILED_PRECONDITION,
+    413: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }  # by HTTP's; others are INTERNAL
@@ -80,6 +87,7 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
     def __init__(self, backend: GrpcBackend) -> None:
         self._backend = backend
         self._started = time.monotonic()
+        self._reads_large = asyncio.Lock()
         self._open: dict[tuple[str, str], Response] = {}  # by the API key and the id
 
     # --- generation ---
@@ -87,7 +95,8 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
     async def Generate(self, request: pb.GenerateRequest, context: "Context") -> AsyncIterator[pb.GenerateResponse]:
         """Streams chunks and the end of each choice, or with stream false the ends alone."""
         try:
-            ask = requests.generation(request, self._backend.resolved, self._backend.config.server)
+            read = partial(requests.generation, request, self._backend.resolved, self._backend.config.server)
+            ask = await self._parsed(request, read)
             ask = submits.permitted(ask, key_of(context), self._backend.config)
             rank = requests.dp_rank(request)
             news = asyncio.Event()
@@ -105,6 +114,13 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
                         return
         except HttpError as error:
             await refuse(context, error)
+
+    async def _parsed(self, request: Message, read: Callable[[], ParsedRequest]) -> ParsedRequest:
+        """What `read` makes of the message. Of a large one in a thread, so that no stream waits for it; one after the other."""
+        if request.ByteSize() <= LARGE_BYTES:
+            return read()
+        async with self._reads_large:
+            return await asyncio.to_thread(read)
 
     def _named(self, request_id: str) -> tuple[str, int, str]:
         """The id, the time and the model of an answer."""
@@ -147,9 +163,8 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
     async def Embed(self, request: pb.EmbedRequest, context: "Context") -> pb.EmbedResponse:
         """Gives the vector of one prompt, as POST /v1/embeddings does."""
         try:
-            ask = submits.permitted(
-                requests.embedding(request, self._backend.config), key_of(context), self._backend.config
-            )
+            ask = await self._parsed(request, partial(requests.embedding, request, self._backend.config))
+            ask = submits.permitted(ask, key_of(context), self._backend.config)
             end = asyncio.Event()
             answer = VectorsResponse(ask, *self._named(request.request_id), end.set, write=lambda _: b"")
             async with self._running(answer, "Embed", context):

@@ -7,33 +7,73 @@ from typing import Any
 import grpc
 import pytest
 
-from meshlm.frontend.grpc.listener import KeyCheck, scope_of
+from meshlm.frontend.errors import HttpError
+from meshlm.frontend.grpc.listener import CallGate, scope_of
 from meshlm.frontend.grpc.servicer import NAME
 from meshlm.frontend.rate_limits import RateLimits
+from meshlm.protocol.config import MeshConfig, ServerConfig
 from meshlm.runtime.api_keys import ADMIN, INFERENCE, ApiKeys
 
 NO_RATES = RateLimits("")
-PASSED = grpc.unary_unary_rpc_method_handler(lambda request, context: request)
 
 
-async def answer(keys: ApiKeys, method: str, key: str, rates: RateLimits = NO_RATES) -> grpc.StatusCode | None:
-    """The status with which the call is refused; None when it is let through."""
+async def let_in(request: Any, context: Any) -> Any:
+    raise NotImplementedError
+
+
+PASSED = grpc.unary_unary_rpc_method_handler(let_in, request_deserializer=bytes)
+
+
+class Gate:
+    """What the gate asks of the process."""
+
+    def __init__(self, rates: RateLimits, server: ServerConfig) -> None:
+        self.rates, self.config = rates, MeshConfig(server=server)
+        self.reason = ""  # why no request is taken
+        self.refusals: list[str] = []
+
+    def refusal(self, *, attaches: bool) -> str:
+        return self.reason
+
+    def refused(self, error: HttpError) -> None:
+        self.refusals.append(error.reason())
+
+
+async def status(gate: Any, keys: ApiKeys, method: str, *metadata: tuple[str, str]) -> grpc.StatusCode | None:
+    """The status with which the call is refused before anything of it is read; None when it is let through."""
 
     async def found(details: Any) -> Any:
         return PASSED
 
-    metadata = (("authorization", f"Bearer {key}"),) if key else ()
     details: Any = SimpleNamespace(method=f"/{NAME}/{method}", invocation_metadata=metadata)
-    handler = await KeyCheck(keys, rates).intercept_service(found, details)
-    if handler is PASSED:
-        return None
+    handler: Any = await CallGate(gate, keys).intercept_service(found, details)
     refused: list[grpc.StatusCode] = []
+
+    class Ended(Exception):
+        pass
 
     async def abort(code: grpc.StatusCode, text: str) -> None:
         refused.append(code)
+        raise Ended
 
-    await handler.unary_unary(None, SimpleNamespace(abort=abort))
-    return refused[0]
+    class Read(Exception):
+        pass
+
+    async def read() -> None:
+        raise Read
+
+    try:
+        await anext(handler.stream_stream(None, SimpleNamespace(abort=abort, read=read)))
+    except Ended:
+        return refused[0]
+    except Read:
+        pass
+    return None
+
+
+async def answer(keys: ApiKeys, method: str, key: str, rates: RateLimits = NO_RATES) -> grpc.StatusCode | None:
+    metadata = (("authorization", f"Bearer {key}"),) if key else ()
+    return await status(Gate(rates, ServerConfig()), keys, method, *metadata)
 
 
 @pytest.mark.parametrize(
@@ -70,3 +110,31 @@ def test_without_keys_admin_methods_are_for_this_host() -> None:
     assert asyncio.run(answer(ApiKeys((), "", admin_is_open=True), "FlushCache", "")) is None
     assert asyncio.run(answer(ApiKeys((), ""), "FlushCache", "")) is denied
     assert asyncio.run(answer(ApiKeys((), ""), "Generate", "")) is None
+
+
+@pytest.mark.parametrize(
+    ("metadata", "refused"),
+    [
+        ({}, False),
+        ({"origin": "https://evil.example"}, True),
+        ({"sec-fetch-site": "cross-site"}, True),
+        ({"origin": "https://chat.example", "sec-fetch-site": "same-origin"}, False),
+        ({"origin": "https://app.example"}, False),
+    ],
+)
+async def test_pages_of_elsewhere_ask_nothing_without_a_key(metadata: dict[str, str], refused: bool) -> None:
+    """gRPC-Web, through a proxy."""
+    server = ServerConfig(allowed_origins=("https://app.example",))
+    found = await status(Gate(NO_RATES, server), ApiKeys((), ""), "Generate", *metadata.items())
+    assert found is (grpc.StatusCode.PERMISSION_DENIED if refused else None)
+    keyed = ServerConfig(api_key=("one",))
+    key = ("authorization", "Bearer one")
+    assert await status(Gate(NO_RATES, keyed), ApiKeys(("one",), ""), "Generate", key, *metadata.items()) is None
+
+
+async def test_a_mesh_that_takes_no_requests_reads_none() -> None:
+    gate = Gate(NO_RATES, ServerConfig())
+    gate.reason = "too many open requests (--max-concurrent-requests)"
+    assert await status(gate, ApiKeys((), ""), "Generate") is grpc.StatusCode.UNAVAILABLE
+    assert await status(gate, ApiKeys((), ""), "GetLoads") is None
+    assert gate.refusals == ["max_concurrent_requests"]
