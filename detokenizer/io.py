@@ -71,6 +71,25 @@ def load_ahead(config: MeshConfig) -> None:
             _load(config.resolved.tokenizer_path)
 
 
+def encoder_of(config: MeshConfig) -> tuple[Encoder, TokenTable]:
+    """What turns prompts into tokens, and the vocabulary. ProcessFatal for one, or a chat template, that cannot be used."""
+    resolved = config.resolved
+    assert resolved is not None
+    loaded, table = _load(resolved.tokenizer_path)
+    pooling = resolved.pooling
+    try:
+        encoder = Encoder(
+            loaded,
+            resolved.chat_templates,
+            config.model.chat_template_content_format,
+            lower_case=pooling is not None and pooling.lower_case,
+            types=resolved.spec.type_vocab_size > 1,
+        )
+    except RequestError as error:
+        raise ProcessFatal(f"--chat-template: {error.message}") from None
+    return encoder, table
+
+
 class DetokenizerApp:
     """See `meshlm.runtime.process.App`."""
 
@@ -101,18 +120,7 @@ class DetokenizerApp:
             raise ProcessFatal("the configuration is not resolved")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._mesh = mesh
-        loaded, table = _load(resolved.tokenizer_path)
-        try:
-            pooling = resolved.pooling
-            self._encoder = Encoder(
-                loaded,
-                resolved.chat_templates,
-                mesh.config.model.chat_template_content_format,
-                lower_case=pooling is not None and pooling.lower_case,
-                types=resolved.spec.type_vocab_size > 1,
-            )
-        except RequestError as error:
-            raise ProcessFatal(f"--chat-template: {error.message}") from None
+        self._encoder, table = encoder_of(mesh.config)
         self._sandbox = GrammarSandbox(resolved, self._log_failure)
         self._grammars = GrammarThreads(self._sandbox.translate, self._sandbox.most_threads + MORE_THREADS)
         if resolved.device == "cuda" and resolved.pooling is None and resolved.eos_token_ids:

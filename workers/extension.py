@@ -17,22 +17,33 @@ _log = structlog.get_logger()
 NONE = "start the server with --worker-extension-cls to have methods that can be called"
 
 
+def kind_of(name: str) -> Any:
+    """The class `module.Class` or `module:Class`. ProcessFatal where there is none."""
+    module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # a module may raise anything, and the user must read whose it is
+        raise _failed(name, error) from None
+
+
+def _failed(name: str, error: Exception) -> ProcessFatal:
+    return ProcessFatal(f"--worker-extension-cls {name}: {type(error).__name__}: {error}".splitlines()[0])
+
+
 class Extension:
     """One object of the class, with the attributes `engine`, `rank` (the worker's number in the mesh) and, where the engine has them,
     `model` and `device`."""
 
     def __init__(self, name: str, engine: Engine, rank: int) -> None:
         """name: `module.Class` or `module:Class`. ProcessFatal."""
-        module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
+        kind = kind_of(name)
         try:
-            kind = getattr(importlib.import_module(module), attribute)
             self._made: Any = kind()
             self._made.engine, self._made.rank = engine, rank
             for shown in ("model", "device"):
                 setattr(self._made, shown, getattr(engine, shown, None))
         except Exception as error:  # it may raise anything, and the user must read whose it is
-            what = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise ProcessFatal(f"--worker-extension-cls {name}: {what}") from None
+            raise _failed(name, error) from None
 
     @classmethod
     def of(cls, name: str, engine: Engine, rank: int) -> "Extension | None":

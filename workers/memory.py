@@ -9,6 +9,7 @@ from torch import Tensor
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.kv import pages_of
+from meshlm.runtime import platforms
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers import kv_capacity
 from meshlm.workers.attention.backend import Backend
@@ -36,6 +37,30 @@ def num_pages(config: MeshConfig, budget: int, layout: KVLayout) -> int:
     at_once = pages_of(layout.specs, layout.block_size, resolved.max_model_len)
     tokens = len(layout.specs) * -(-resolved.max_num_seqs * resolved.max_model_len // layout.block_size)
     return min(count, max(tokens, resolved.max_num_seqs * at_once))
+
+
+def layout_of(config: MeshConfig, shard: Shard, cache_dtype: torch.dtype, dtype: torch.dtype) -> KVLayout:
+    """Of one worker's KV cache. dtype: the model's."""
+    resolved, cache = config.resolved, config.cache
+    assert resolved is not None
+    return KVLayout(resolved.spec, cache.block_size, resolved.max_model_len, cache_dtype, shard, cache, dtype)
+
+
+def known_bytes(config: MeshConfig) -> int | None:
+    """The KV cache's, where they are known without the weights: from --kv-cache-memory, or of a device that says so."""
+    assert config.resolved is not None
+    wanted = config.cache.kv_cache_memory
+    return platforms.named(config.resolved.device).kv_cache_bytes() if wanted is None else wanted
+
+
+def check_known(config: MeshConfig, layout: KVLayout) -> None:
+    """Before the weights are read, which takes minutes: whether the longest request has room. ProcessFatal as of `num_pages`."""
+    assert config.resolved is not None
+    known = known_bytes(config)
+    if known is None and config.cache.num_gpu_blocks_override is not None:
+        known = 0  # its number counts, not these bytes
+    if known is not None and not config.resolved.spec.encoder_only:
+        num_pages(config, known, layout)
 
 
 def taken_by_others() -> int:

@@ -56,7 +56,7 @@ class LLM:
         if idle := vllm_env.without_effect(os.environ):
             warnings.warn(idle, stacklevel=2)
         layout.check_alone(config)
-        self._background = context.fitting(lambda at_most: Background(resolve.resolve(config, at_most)))
+        self._background = context.fitting(lambda at_most: Background(resolve.for_mesh(config, at_most)))
         self._config = self._background.config
         self._supervisor, self._client = self._background.supervisor, self._background.client
         self._submits = Submits(self._config, self._client)

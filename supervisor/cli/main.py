@@ -72,7 +72,7 @@ def run(argv: list[str]) -> int:
         if argv[:1] == ["serve"] and (word := flag_help.asked(argv)) is not None:
             print("\n".join(flag_help.lines(word)))
             return 0
-        argv = flag_help.plain(argv)
+        argv = _with_form(flag_help.plain(argv))
         if argv[:1] == ["serve"] and _wants_json(argv):
             json_from_here()
         if argv[:1] == ["serve"]:
@@ -94,6 +94,15 @@ def run(argv: list[str]) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _with_form(argv: list[str]) -> list[str]:
+    """`serve --dry-run MODEL`: the word behind it is not its form, unless it is one."""
+    if argv[:1] != ["serve"]:
+        return argv
+    following = [*argv[1:], ""]
+    bare = ("--dry-run" if after in ("text", "json") else "--dry-run=text" for after in following)
+    return [form if word == "--dry-run" else word for word, form in zip(argv, bare, strict=True)]
 
 
 def _command(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.ArgumentParser:

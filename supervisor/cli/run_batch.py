@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _answer_here(arguments: argparse.Namespace, config: MeshConfig, at_most: int | None) -> int:
     host = config.server.address
     with resolve.claim_port(host, config.server.port):
-        config = resolve.resolve(config, at_most)
+        config = resolve.for_mesh(config, at_most)
         base = rundir.base_dir(os.environ)
         rundir.remove_dead(base)
         with rundir.taken(base / f"{rundir.LLM_PREFIX}{secrets.token_hex(4)}") as path:

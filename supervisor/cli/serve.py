@@ -18,7 +18,7 @@ from meshlm.protocol.ids import Identity, Role
 from meshlm.runtime import logs, streams, tls
 from meshlm.runtime.api_keys import KeyFileError, read_file
 from meshlm.supervisor import io
-from meshlm.supervisor.cli import plan
+from meshlm.supervisor.cli import checks, plan
 from meshlm.supervisor.cli.display import StartDisplay
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.nodes import joining
@@ -37,7 +37,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         nargs="?",
         const="text",
         choices=("text", "json"),
-        help="start nothing: print the resolved configuration, the memory, and which processes would start where",
+        help="start nothing: print the resolved configuration, the memory, and which processes would start; refuse what a start would",
     )
     parser.set_defaults(run=run)
 
@@ -48,15 +48,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def dry_run(config: MeshConfig, form: str) -> int:
-    """Print what would be started. UsageError and StartError as a start would have them, but for what only processes can tell."""
+    """Print what would be started. UsageError and StartError as a start would have them, but for what is known when the weights are
+    read, or a GPU has computed."""
     layout.check(config)
     if not config.network.headless:
         resolve.claim_port(config.server.address, config.server.port).close()
-    config = resolve.resolve(config)
+    config = resolve.for_mesh(config)
     if form == "json":
         sys.stdout.write(plan.as_json(config, run_dir(config)).decode() + "\n")
     else:
         print("\n".join(plan.lines(config, run_dir(config))))
+    sys.stdout.flush()
+    checks.check(config)
     return 0
 
 
@@ -94,7 +97,7 @@ def _run_mesh(config: MeshConfig, renders_only: bool, at_most: int | None) -> No
     setproctitle.setproctitle("meshlm: supervisor")  # a key among the arguments is nobody's business in `ps`
     headless = config.network.headless
     with contextlib.nullcontext() if headless else resolve.claim_port(config.server.address, config.server.port):
-        config = resolve.resolve(config, at_most)
+        config = resolve.for_mesh(config, at_most)
         speech.check_packages(config)
         if renders_only:
             assert config.resolved is not None

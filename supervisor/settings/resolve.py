@@ -30,6 +30,7 @@ from meshlm.runtime.parsers import registry
 from meshlm.runtime.platforms import Platform
 from meshlm.supervisor.errors import StartError, UsageError
 from meshlm.supervisor.settings import (
+    attention,
     compilation,
     experts,
     kv_cache,
@@ -72,6 +73,8 @@ def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
     said += experts.notes(config, max_num_seqs, budget)
     for note in (*said, *files.notes, *generation.notes):
         print(f"meshlm: {note}", file=sys.stderr)
+    dtype = _dtype(config, platform, files.spec.dtype, family)
+    attention.check(config, files.spec, platform.name, dtype)
     resolved = Resolved(
         spec=files.spec,
         model_path=str(files.path),
@@ -83,7 +86,7 @@ def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
         max_output_tokens=generation.max_output_tokens,
         load_format=files.load_format,
         device=platform.name,
-        dtype=_dtype(config, platform, files.spec.dtype, family),
+        dtype=dtype,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
@@ -98,6 +101,19 @@ def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
     config = msgspec.structs.replace(config, resolved=resolved)
     digest = hashlib.sha256(msgspec.json.encode(config)).hexdigest()[:12]
     return msgspec.structs.replace(config, resolved=msgspec.structs.replace(resolved, digest=digest))
+
+
+def for_mesh(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
+    """The same for a mesh, whose detokenizers need a tokenizer; what is wrong with it they say, who read it."""
+    config = resolve(config, at_most)
+    assert config.resolved is not None
+    path = Path(config.resolved.tokenizer_path)
+    if config.network.headless:
+        return config
+    folder = path if path.is_dir() else path.parent
+    if path.suffix != ".gguf" and not (path / "tokenizer.json" if path.is_dir() else path).is_file():
+        raise UsageError(f"{folder}: no tokenizer.json there; give a folder or file that has one with --tokenizer")
+    return config
 
 
 def _check_io_processor(name: str, *, pools: bool) -> None:

@@ -19,7 +19,6 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.step_edge import RowFailed, StepPlan, StepResult
 from meshlm.protocol.tasks import PoolKind
-from meshlm.runtime import platforms
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.vocabulary import loader
 from meshlm.workers import memory
@@ -40,7 +39,6 @@ from meshlm.workers.engine.rows import NOTHING, DeviceRows
 from meshlm.workers.engine.sleeper import Sleeper
 from meshlm.workers.engine.together import Course, Together
 from meshlm.workers.graphs.dispatcher import HEAD, MIXED_TOKENS, MODEL, WHOLE, Key
-from meshlm.workers.kv.layout import KVLayout
 from meshlm.workers.kv.scales import scales_of
 from meshlm.workers.models.parts import choose_parts
 from meshlm.workers.moe.placement.balancer import Balancer, Experts
@@ -74,16 +72,8 @@ class ModelEngine:
             config.cache.kv_cache_dtype, self.dtype, device, backend, latent=self.spec.mla is not None
         )
 
-        self.layout = KVLayout(
-            resolved.spec,
-            config.cache.block_size,
-            resolved.max_model_len,
-            self._cache_dtype,
-            placement.shard,
-            config.cache,
-            self.dtype,
-        )
-        self._check_cache()
+        self.layout = memory.layout_of(config, placement.shard, self._cache_dtype, self.dtype)
+        memory.check_known(config, self.layout)
 
         def progress(done: int, total: int) -> None:
             report("weights", done // MB, total // MB, "MB")
@@ -202,24 +192,11 @@ class ModelEngine:
 
     # --- memory ---
 
-    def _known_bytes(self) -> int | None:
-        """The KV cache's, where they are known without the weights: from --kv-cache-memory, or of a device that says so."""
-        wanted = self.config.cache.kv_cache_memory
-        return platforms.named(self.resolved.device).kv_cache_bytes() if wanted is None else wanted
-
-    def _check_cache(self) -> None:
-        """Before the weights are loaded, which takes minutes: what the longest request needs. ProcessFatal as of `_num_pages`."""
-        known = self._known_bytes()
-        if known is None and self.config.cache.num_gpu_blocks_override is not None:
-            known = 0  # its number counts, not these bytes
-        if known is not None and not self.spec.encoder_only:
-            memory.num_pages(self.config, known, self.layout)
-
     def _num_pages(self, report: ProgressReport) -> int:
         if self.spec.encoder_only:
             self._full_step(self.make_caches(0))  # what does not fit is known before the first request
             return 0
-        wanted = self._known_bytes()
+        wanted = memory.known_bytes(self.config)
         if wanted is None and self.device.type != "cuda":
             raise ProcessFatal(
                 f"--device {self.resolved.device}: it does not say how much KV cache it has; --kv-cache-memory"

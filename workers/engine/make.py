@@ -13,6 +13,7 @@ from meshlm.protocol.model import ModelSpec
 from meshlm.runtime import platforms, plugins
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.logits_processors import ProcessorError
+from meshlm.workers import memory
 from meshlm.workers.attention import backend as backends
 from meshlm.workers.attention.backend import Backend
 from meshlm.workers.cuda import kernel_cache
@@ -22,7 +23,6 @@ from meshlm.workers.distributed.placement import WorkerPlacement
 from meshlm.workers.engine import ProgressReport
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.kit import Kit, TorchKit
-from meshlm.workers.kv.layout import KVLayout
 from meshlm.workers.states.step import WrongStates
 from meshlm.workers.weights.load import DTYPES
 
@@ -62,14 +62,14 @@ def torch_engine(
 ) -> ModelEngine:
     """The engine on a device of torch without CUDA graphs; a platform of another package may bring its own kit."""
     torch.set_grad_enabled(False)
-    return ModelEngine(config, device, _backend(config, device, placement), kit, report, placement)
+    return ModelEngine(config, device, choose_backend(config, device, placement), kit, report, placement)
 
 
 def _gpu_engine(config: MeshConfig, report: ProgressReport, placement: WorkerPlacement) -> ModelEngine:
     torch.set_grad_enabled(False)
     check_gpu()
     gpu = placement.take_gpu()
-    backend = _backend(config, gpu, placement)
+    backend = choose_backend(config, gpu, placement)
     if not backend.graphs:
         _say_why(config, gpu, placement)
         return _in_memory(lambda: ModelEngine(config, gpu, backend, TorchKit(), report, placement))
@@ -103,7 +103,8 @@ def _without_kernels(
     return ModelEngine(config, gpu, backends.BACKENDS["torch"](), TorchKit(), report, placement)
 
 
-def _backend(config: MeshConfig, device: torch.device, placement: WorkerPlacement) -> Backend:
+def choose_backend(config: MeshConfig, device: torch.device, placement: WorkerPlacement) -> Backend:
+    """The attention of this worker. ProcessFatal says why there is none as it was asked for."""
     assert config.resolved is not None
     name, spec = config.worker.attention_backend, placement.shard.local(config.resolved.spec)
     order = platforms.named(config.resolved.device).attention_backends
@@ -124,7 +125,7 @@ def _with_pages(config: MeshConfig, spec: ModelSpec, placement: WorkerPlacement)
         return spec, cache.block_size
     dtype = DTYPES[resolved.dtype]
     held = dtype if cache.kv_cache_dtype == "auto" else torch.float8_e4m3fn
-    layout = KVLayout(resolved.spec, cache.block_size, resolved.max_model_len, held, placement.shard, cache, dtype)
+    layout = memory.layout_of(config, placement.shard, held, dtype)
     if layout.states is None or spec.state is None:
         return spec, layout.block_size
     ssm = str(layout.states.ssm).removeprefix("torch.")

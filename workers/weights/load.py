@@ -77,14 +77,7 @@ def loaded(
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        tensors: Callable[[], Iterable[tuple[str, Source]]]
-        tensors = partial(sources, weights_of_model(resolved), resolved.load_format, spec, device, seed)
-        keep_codes = mxfp4_experts.kept(resolved, tensors, shard, device, dtype)
-        with torch.device("meta"):
-            model = model_class(spec)(spec, resolved.max_model_len, shard)
-            use_methods(model)
-            if keep_codes:
-                mxfp4_experts.use(model)
+        model, tensors = described(resolved, device, seed, shard)
         copied = 0 if plan is None else keep_values(model, plan, weight_bytes(model), dtype)
         if resolved.load_format == "sharded_state":
             memory.check_weights(weight_bytes(model) + _decoded_bytes(model, device, dtype) + copied, device, 0, copied)
@@ -92,10 +85,6 @@ def loaded(
             sharded_state.fill(model, resolved, progress)
             check_finite(model, resolved.model_path)
             return model
-        if resolved.load_format == "gguf":
-            tensors = partial(iter, list(tensors()))  # to step over the vocabulary in its header takes a while
-        if resolved.load_format != "dummy":
-            check_tensors(tensors(), resolved)
         kept: Kept = {}
         needed = weight_bytes(model) + _decoded_bytes(model, device, dtype)
         if resolved.load_format == "gguf":
@@ -113,6 +102,30 @@ def loaded(
     finally:
         torch.set_default_dtype(default)
     return model
+
+
+def described(
+    resolved: Resolved, device: torch.device, seed: int, shard: Shard = WHOLE
+) -> tuple[Decoder, Callable[[], Iterable[tuple[str, Source]]]]:
+    """This shard with parameters on the meta device, and the tensors that are to fill them, held against each other by their names,
+    shapes and types: no weight is read. ProcessFatal. The default dtype of torch must be the model's."""
+    spec, dtype = resolved.spec, DTYPES[resolved.dtype]
+    tensors: Callable[[], Iterable[tuple[str, Source]]]
+    tensors = partial(sources, weights_of_model(resolved), resolved.load_format, spec, device, seed)
+    keep_codes = mxfp4_experts.kept(resolved, tensors, shard, device, dtype)
+    with torch.device("meta"):
+        model = model_class(spec)(spec, resolved.max_model_len, shard)
+        use_methods(model)
+        if keep_codes:
+            mxfp4_experts.use(model)
+    if resolved.load_format == "sharded_state":
+        sharded_state.check(model, resolved)
+        return model, tensors
+    if resolved.load_format == "gguf":
+        tensors = partial(iter, list(tensors()))  # to step over the vocabulary in its header takes a while
+    if resolved.load_format != "dummy":
+        check_tensors(tensors(), resolved)
+    return model, tensors
 
 
 def _keep(model: Decoder, tensors: Iterable[tuple[str, Source]], form: Form, *, exact: bool) -> Kept:

@@ -80,17 +80,14 @@ def fill(model: Decoder, resolved: Resolved, progress: Callable[[int, int], None
     """Fills the parameters. ProcessFatal names the file, and what does not fit this worker."""
     from safetensors import SafetensorError, safe_open
 
-    try:
-        files = shard_files(Path(resolved.model_path), model.shard.rank)
-    except ModelFilesError as error:
-        raise ProcessFatal(str(error)) from None
+    files = _files(model, resolved)
     missing = dict(model.named_parameters())
     total, done = sum(parameter.nbytes for parameter in missing.values()), 0
     progress(0, total)
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
-                _check(file, (opened.metadata() or {}).get(_KEY, ""), model, resolved)
+                _take_scales(model, _made_for(file, (opened.metadata() or {}).get(_KEY, ""), model, resolved))
                 for name in opened.keys():  # noqa: SIM118 - not a dict
                     parameter = missing.pop(name, None)
                     if parameter is None:
@@ -110,8 +107,27 @@ def fill(model: Decoder, resolved: Resolved, progress: Callable[[int, int], None
         raise ProcessFatal(f"{files[0]}: tensor {sorted(missing)[0]} is missing (and {len(missing) - 1} more)")
 
 
-def _check(file: Path, said: str, model: Decoder, resolved: Resolved) -> None:
-    """Refuses a file that was made for another worker."""
+def check(model: Decoder, resolved: Resolved) -> None:
+    """ProcessFatal names a file that is not there, or was made for another worker. Their headers alone are read."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in _files(model, resolved):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                _made_for(file, (opened.metadata() or {}).get(_KEY, ""), model, resolved)
+        except (SafetensorError, OSError) as error:
+            raise ProcessFatal(f"{file}: cannot be read, perhaps cut short ({error})") from None
+
+
+def _files(model: Decoder, resolved: Resolved) -> tuple[Path, ...]:
+    try:
+        return shard_files(Path(resolved.model_path), model.shard.rank)
+    except ModelFilesError as error:
+        raise ProcessFatal(str(error)) from None
+
+
+def _made_for(file: Path, said: str, model: Decoder, resolved: Resolved) -> _Made:
+    """What the file says of itself. Refuses one that was made for another worker."""
     try:
         found = msgspec.json.decode(said, type=_Made)
     except msgspec.MsgspecError:
@@ -122,6 +138,10 @@ def _check(file: Path, said: str, model: Decoder, resolved: Resolved) -> None:
             raise ProcessFatal(
                 f"{file}: it was saved for {name} {getattr(found, name)!r}, and {getattr(wanted, name)!r} is wanted"
             )
+    return found
+
+
+def _take_scales(model: Decoder, found: _Made) -> None:
     for layer, scales in zip(model.layers, found.kv_scales, strict=True):
         if isinstance(layer, DecoderLayer) and isinstance(layer.attention, Attention):
             layer.attention.kv_scale = scales

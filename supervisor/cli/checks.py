@@ -1,0 +1,43 @@
+"""What processes would refuse at their start, for `meshlm serve --dry-run`: each kind is asked by a process that ends with its answer.
+
+Called by serve.py. The modules that answer are detokenizer/check.py and workers/check.py.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import msgspec
+
+from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.ids import Role
+from meshlm.supervisor.errors import StartError
+from meshlm.supervisor.settings import layout
+
+MODULES = {Role.DETOKENIZER: "meshlm.detokenizer.check", Role.WORKER: "meshlm.workers.check"}
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # what is asked for needs none
+
+
+def check(config: MeshConfig) -> None:
+    """Of a resolved configuration: StartError with the first refusal of a process of this node."""
+    roles = {identity.role for identity in layout.identities(config)}
+    asked = {
+        role: subprocess.Popen(
+            [sys.executable, "-P", "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **NO_GPU},
+        )
+        for role, module in MODULES.items()
+        if role in roles
+    }
+    text = msgspec.json.encode(config)
+    answers = {
+        role: process.communicate(text, timeout=config.run.startup_timeout)[0] for role, process in asked.items()
+    }
+    for role, said in answers.items():
+        if said.strip():
+            raise StartError(f"{role.value}: {json.loads(said.splitlines()[-1])['error']}")
+        if asked[role].returncode:
+            raise StartError(f"{role.value}: the process that looks what it would refuse has failed")
