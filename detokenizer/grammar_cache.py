@@ -77,7 +77,7 @@ class GrammarCache:
 def _asked(grammar: Grammar) -> Grammar:
     """What decides the library's text."""
     begins_after = grammar.begins_after if grammar.opens_with else ""
-    return msgspec.structs.replace(grammar, param="", thinking=None, begins_after=begins_after)
+    return msgspec.structs.replace(grammar, param="", thinking=None, begins_after=begins_after, calls="", tools=())
 
 
 def _told(grammar: Grammar, found: _Compiled) -> Grammar:
@@ -85,7 +85,13 @@ def _told(grammar: Grammar, found: _Compiled) -> Grammar:
         raise _refused(grammar, found.error, ErrorKind.INVALID)
     begins_after = "" if grammar.opens_with else grammar.begins_after
     return Grammar(
-        GrammarKind.COMPILED, found.text, grammar.param, begins_after=begins_after, thinking=grammar.thinking
+        GrammarKind.COMPILED,
+        found.text,
+        grammar.param,
+        begins_after=begins_after,
+        thinking=grammar.thinking,
+        calls=grammar.calls,
+        tools=grammar.tools,
     )
 
 

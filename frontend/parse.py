@@ -189,6 +189,7 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
         reasoning_between=reasoning.before_grammar(server, opened, request.continue_final_message)
         if begins_with_reasoning and not (in_channels and grammar is not None)  # that has the reasoning in it
         else ("", ""),
+        calls=(parser, tuple(choice.tools)) if begins_with_reasoning else ("", ()),
     )
     tags = (
         *(reasoning.tags(server.reasoning_parser) if begins_with_reasoning else ()),
@@ -251,8 +252,10 @@ def _ask(
     tool_grammar: Grammar | None = None,
     thinking_budget: ThinkingBudget | None = None,
     reasoning_between: tuple[str, str] = ("", ""),
+    calls: tuple[str, tuple[str, ...]] = ("", ()),
 ) -> ParsedRequest:
-    """The part that both endpoints share. reasoning_between: see `reasoning.before_grammar`."""
+    """The part that both endpoints share. reasoning_between: see `reasoning.before_grammar`. calls: the tool parser whose calls end
+    reasoning, and the tools' names."""
     _check_common(request, len(prompts), num_choices)
     options = request.stream_options or StreamOptions()
     force_usage = server.enable_force_include_usage
@@ -278,6 +281,8 @@ def _ask(
         grammar = msgspec.structs.replace(
             grammar, opens_with=opens_with, begins_after=begins_after, thinking=thinking_budget
         )
+        if thinking_budget is not None or begins_after:
+            grammar = msgspec.structs.replace(grammar, calls=calls[0], tools=calls[1])
         sampling = msgspec.structs.replace(sampling, grammar=grammar)
     stops, truncation = _stops(request.stop), _truncation(request, resolved, None if cap_max_tokens else max_tokens)
     prompts = embeds.checked(prompts, sampling, num_choices, truncation, request.truncation_side or "left")

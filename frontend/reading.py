@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from meshlm.frontend.parse import ParsedRequest
-from meshlm.frontend.reasoning import Splitter
 from meshlm.runtime.parsers import registry
 from meshlm.runtime.parsers.calls import Call, Finder, Part, ToolParser
 from meshlm.runtime.parsers.reasoning import ReasoningParser
+from meshlm.runtime.parsers.splitter import Splitter
 from meshlm.runtime.parsers.tags import Lexer
 
 if TYPE_CHECKING:  # few servers need them

@@ -47,3 +47,5 @@ class Grammar(Struct, frozen=True, omit_defaults=True):
     begins_after: str = ""  # the constraint begins behind this text (the end of reasoning); empty: at once
     opens_with: str = ""  # with begins_after: only where the text opens with this one; else at once
     thinking: ThinkingBudget | None = None  # of the reasoning before the constraint begins
+    calls: str = ""  # a tool parser: a call of its form ends that reasoning too, where it is one of `tools`
+    tools: tuple[str, ...] = ()  # the names that the request has

@@ -1,11 +1,13 @@
 """The engine of a worker, by its device, and what the scheduler is told of it."""
 
+import os
 from collections.abc import Callable
 
-from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.config import MeshConfig, ServerConfig
 from meshlm.protocol.step_edge import WorkerReady
 from meshlm.runtime import platforms, plugins
 from meshlm.runtime.errors import ProcessFatal
+from meshlm.runtime.parsers import registry
 from meshlm.workers.distributed.membership import Membership
 from meshlm.workers.engine import Engine, EngineFacts, ProgressReport
 
@@ -19,7 +21,18 @@ def load_ahead(config: MeshConfig) -> None:
 def make_engine(config: MeshConfig, worker: int, membership: Membership, report: ProgressReport) -> Engine:
     """The engine of the configured device for worker number `worker`; torch is imported only where it is needed."""
     assert config.resolved is not None
+    load_parsers(config.server)
     return engine_of(config.resolved.device)(config, worker, membership, report)
+
+
+def load_parsers(server: ServerConfig) -> None:
+    """Those of plug-ins, where rows need one to know where their reasoning ends. ProcessFatal."""
+    if registry.is_own(server.tool_call_parser, server.reasoning_parser):
+        return
+    try:
+        registry.load(os.environ, server.tool_parser_plugin, server.reasoning_parser_plugin)
+    except (plugins.PluginError, registry.ParserError) as error:
+        raise ProcessFatal(str(error)) from None
 
 
 def engine_of(device: str) -> Callable[[MeshConfig, int, Membership, ProgressReport], Engine]:

@@ -49,6 +49,11 @@ class Lexer:
         self._held = text[keep:]
         return [*parts, text[at:keep]]
 
+    @property
+    def held(self) -> str:
+        """The text that may be the begin of a tag."""
+        return self._held
+
     def finish(self) -> str:
         """The text that was held back, when none follows."""
         held, self._held = self._held, ""

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from parsing import USER, asked, body_of
 
-from meshlm.frontend.reasoning import Splitter
 from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.text_edge import PositionLogprobs
 from meshlm.runtime.parsers.reasoning import ReasoningParser
+from meshlm.runtime.parsers.splitter import Splitter
 
 OPEN, CLOSE = "<think>", "</think>"
 

@@ -9,12 +9,12 @@ from tool_formats import SAME_AS
 
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.parse import ParsedRequest
-from meshlm.frontend.reasoning import Splitter
 from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.grammar import GrammarKind, ThinkingBudget
 from meshlm.runtime.parsers import budgets
 from meshlm.runtime.parsers.calls import Call, ToolParser, joined
 from meshlm.runtime.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, reasoning_parser
+from meshlm.runtime.parsers.splitter import Splitter
 
 TOOLS: dict[str, dict[str, object]] = {"time": {}}
 GRANITE = "Here is my thought process:"

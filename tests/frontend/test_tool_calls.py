@@ -13,11 +13,11 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 
 from meshlm.frontend.reading import Reader, Said
-from meshlm.frontend.reasoning import Splitter
 from meshlm.protocol.text_edge import Finished
 from meshlm.runtime.parsers.calls import Call, joined
 from meshlm.runtime.parsers.reasoning import ReasoningParser
 from meshlm.runtime.parsers.registry import TOOL_PARSERS
+from meshlm.runtime.parsers.splitter import Splitter
 from meshlm.runtime.parsers.tools.hermes import CLOSE, OPEN
 
 BERN = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bärn"}}\n</tool_call>'

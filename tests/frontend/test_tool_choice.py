@@ -181,6 +181,19 @@ def test_a_forced_choice_is_a_grammar_and_needs_no_parser() -> None:
     assert (required.opens_with, required.begins_after) == ("", "</think>")
 
 
+def test_workers_know_which_calls_end_the_reasoning() -> None:
+    """As readers of the answer do, so that a budget closes no reasoning in a call, and a constraint does not wait for ever."""
+    budget = grammar_of(QWEN3, thinking_token_budget=9)
+    assert budget is not None
+    assert (budget.calls, budget.tools) == ("hermes", ("weather",))
+    forced = grammar_of(QWEN3, tool_choice="required")  # whose calls are JSON, behind the reasoning
+    assert forced is not None
+    assert (forced.calls, forced.begins_after) == ("", "</think>")
+    form = asked("chat", body_of("chat", ASKS), server=QWEN3).sampling.grammar
+    assert form is not None
+    assert (form.calls, form.tools) == ("", ())
+
+
 def test_a_strict_tool_is_a_structural_tag() -> None:
     tag = grammar_of(QWEN3)
     assert tag is not None

@@ -18,11 +18,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from meshlm.protocol.grammar import ThinkingBudget
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import NewRow, StepPlan
 from meshlm.runtime.grammars import first_matcher, told
 from meshlm.runtime.vocabulary import Vocabulary
+from meshlm.workers.output.reasoning import Budget, Reasoning
 from meshlm.workers.rows import I32
 
 if TYPE_CHECKING:
@@ -81,65 +81,23 @@ class _Unread(NamedTuple):
     mark: Mark
 
 
-class _Thinking:
-    """How far a row's reasoning is within its budget. `forced`: the token that must come next; -1: none."""
-
-    def __init__(self, budget: ThinkingBudget, vocabulary: Vocabulary) -> None:
-        self._vocabulary, self._assumed = vocabulary, budget.assumed
-        self._open, self._close = budget.open.encode(), budget.close.encode()
-        self._closing = list[int]()  # tokens that are forced yet
-        self._budget = self._left = budget.num_tokens
-        self._tail, self._opens = b"", bool(budget.open)  # `opens`: the opening text may still come
-        self.is_over = False
-        self._check()
-
-    def _check(self) -> None:
-        """Force the rest of the closing text where the budget is spent."""
-        if self._left <= 0 and not self.is_over and not self._closing and not self._may_open():
-            begun = next(n for n in range(len(self._close) - 1, -1, -1) if self._tail.endswith(self._close[:n]))
-            self._closing = self._vocabulary.tokens_of(self._close[begun:])
-        self.forced = self._closing[0] if self._closing else -1
-
-    def _may_open(self) -> bool:
-        """Whether the opening text has to come yet, or has begun."""
-        return self._opens and (not self._assumed or bool(self._tail.strip()))
-
-    def push(self, token: int) -> None:
-        """One more output token of the row."""
-        if self.is_over:
-            return
-        if self._closing:
-            del self._closing[0]
-            self.is_over = not self._closing
-        else:
-            self._tail += self._vocabulary.bytes_of(token)
-            self._left -= 1
-            if self._opens:
-                self._look_for_opening()
-            self.is_over |= self._close in self._tail
-            self._tail = self._tail if self._opens else self._tail[-len(self._close) :]
-        self._check()
-
-    def _look_for_opening(self) -> None:
-        """The opening text does not count, nor does what may be a part of it."""
-        start = self._tail.lstrip()
-        if start.startswith(self._open):
-            self._opens, self._tail = False, start.removeprefix(self._open)
-            self._left = self._budget
-        elif not self._open.startswith(start):
-            self._opens, self.is_over = False, not self._assumed
-
-
 class RowMatcher:
     """One row's constraint; `matcher` is None for any text. `error`: why its text cannot go on."""
 
     def __init__(self, matcher: "LLMatcher | None", vocabulary: Vocabulary, sampling: SamplingParams) -> None:
-        assert sampling.grammar is not None
-        budget = sampling.grammar.thinking
-        self._thinking = None if budget is None else _Thinking(budget, vocabulary)
+        grammar = sampling.grammar
+        assert grammar is not None
         self._matcher, self._vocabulary, self._sampling = matcher, vocabulary, sampling
-        self._until = sampling.grammar.begins_after.encode()  # free text goes on up to this; empty: it is over
-        self._tail = b""
+        self._waits = bool(grammar.begins_after)  # for the end of the reasoning: free text goes on up to it
+        self._must_follow = (
+            self._waits and matcher is not None and not matcher.is_accepting()
+        )  # something, behind reasoning
+        self._reasoning: Reasoning | None = None
+        if self._waits or grammar.thinking is not None:
+            self._reasoning = Reasoning(grammar, vocabulary)
+        self._thinking: Budget | None = None
+        if grammar.thinking is not None and self._reasoning is not None:
+            self._thinking = Budget(grammar.thinking, vocabulary, self._reasoning)
         self._output: list[int] = []
         self._special = bool(sampling.allowed_token_ids or sampling.bad_words_token_ids or sampling.min_tokens)
         self.error = ""
@@ -156,16 +114,13 @@ class RowMatcher:
     def push(self, token: int) -> None:
         """One more output token of the row. What comes behind the end of the text is nobody's."""
         self._output.append(token)
+        rest = b""
+        if self._reasoning is not None and self._reasoning.is_open:
+            rest = self._reasoning.push(token)
         if self._thinking is not None:
             self._thinking.push(token)
-        if self._until:
-            self._tail += self._vocabulary.bytes_of(token)
-            begin = self._tail.find(self._until)
-            if begin < 0:
-                self._tail = self._tail[-len(self._until) :]
-                return
-            rest = self._tail[begin + len(self._until) :]
-            self._until = b""
+        if self._waits and self._reasoning is not None:
+            self._waits = self._reasoning.is_open
             if rest and self._matcher is not None:  # a token that reaches beyond the end of the free text
                 self._matcher.try_consume_tokens(self._vocabulary.tokens_of(rest))
         elif self._matcher is None or self.error or self._matcher.is_stopped():
@@ -180,17 +135,22 @@ class RowMatcher:
     @property
     def computes(self) -> "LLMatcher | None":
         """The library's matcher, where its mask is needed; None where any token may come, or none can, or a certain one must."""
-        return None if self._until or self.error or self._forced >= 0 else self._matcher
+        return None if self._waits or self.error or self._forced >= 0 else self._matcher
 
     def finish(self, words: I32) -> None:
         """The mask of the next token [words], once the matcher has computed it; see `error` afterwards."""
         if self._forced >= 0 and not self.error:
             words[:] = self._vocabulary.mask_of((self._forced,))
             return
-        if not self._until and not self.error and self._matcher is not None and self._matcher.is_error():
+        if not self._waits and not self.error and self._matcher is not None and self._matcher.is_error():
             self.error = told(self._matcher.get_error())
-        if self._until or self.error or self._matcher is None:
+        if self._waits or self.error or self._matcher is None:
             words[:] = -1
+        ends_early = self._waits and self._must_follow and self._reasoning is not None and not self._reasoning.may_end
+        if ends_early and not self.error:
+            words &= ~self._vocabulary.mask_of(
+                self._vocabulary.eos
+            )  # an answer of reasoning alone would lack what it must have
         if self._special and not self.error:
             self._restrict(words)
 
@@ -199,7 +159,7 @@ class RowMatcher:
         sampling, ends = self._sampling, self._vocabulary.mask_of(self._vocabulary.eos)
         may_end = words & ends
         if sampling.allowed_token_ids:
-            ends_with_grammar = self._matcher is not None and not self._until
+            ends_with_grammar = self._matcher is not None and not self._waits
             words &= self._vocabulary.mask_of(sampling.allowed_token_ids) | (ends if ends_with_grammar else 0)
         ends_with = tuple(self._output[-1:])
         for *before, last in (*self._banned.get((), ()), *(self._banned.get(ends_with, ()) if ends_with else ())):
@@ -281,7 +241,8 @@ class Grammars:
     def _row(self, new: NewRow) -> RowMatcher:
         assert new.sampling.grammar is not None
         compiled, error = self._ready(new.sampling.grammar.text)
-        row = RowMatcher(None if compiled is None else compiled.deep_copy(), self.prepare(), new.sampling)
+        matcher = None if compiled is None else compiled.deep_copy()
+        row = RowMatcher(matcher, self.prepare(), new.sampling)
         for token in np.frombuffer(new.token_ids, np.int32)[new.num_prompt_tokens :].tolist():
             row.push(token)
         row.error = error or row.error

@@ -41,6 +41,8 @@ GRAMMAR = grammar.Grammar(
     "</think>",
     "<think>",
     grammar.ThinkingBudget(512, "</think>", "<think>", False),
+    "hermes",
+    ("f",),
 )
 EMBEDS = prompt_embeds.PromptEmbeds("bfloat16", ((3, 2), (9, 1)), b"\x01\x02" * 6)
 AUDIO = audio.Audio(pack_f32([0.5, -0.25]))
