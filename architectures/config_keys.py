@@ -86,6 +86,11 @@ class Foreign(ValueError):
     """A key that changes what the model computes, in a way that is not honoured."""
 
 
+def is_needless(name: str) -> bool:
+    """Whether this key has no part in what a model computes."""
+    return name in NEEDLESS or bool(_NEEDLESS.fullmatch(name))
+
+
 def check(config: dict[str, Any], architecture: str, honoured: Set[str] = frozenset()) -> tuple[str, ...]:
     """The keys that are not known, of those that ask for something. Foreign names one that is not honoured.
 
@@ -93,7 +98,7 @@ def check(config: dict[str, Any], architecture: str, honoured: Set[str] = frozen
     """
     unknown = []
     for name, value in config.items():
-        if value is None or name in HONOURED or name in honoured or name in NEEDLESS or _NEEDLESS.fullmatch(name):
+        if value is None or name in HONOURED or name in honoured or is_needless(name):
             continue
         if name in ONLY_TRUE:
             neutral = value is True

@@ -9,7 +9,15 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import integer, number
-from meshlm.architectures.dense import Norms, dense_gguf, dense_spec, dense_weights, layer_types, sliding_window
+from meshlm.architectures.dense import (
+    Norms,
+    activation,
+    dense_gguf,
+    dense_spec,
+    dense_weights,
+    layer_types,
+    sliding_window,
+)
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
 from meshlm.protocol.model import ModelSpec, RopeSpec
 
@@ -33,8 +41,9 @@ _LARGEST = 46  # layers of the 27B model, whose query scale a .gguf file does no
 
 def gemma_spec(config: dict[str, Any], architecture: str, every: int, rope: RopeSpec | None = None) -> ModelSpec:
     """The ModelSpec of Gemma 2 and 3. Without layer_types, the last of `every` layers sees all. KeyError, ValueError."""
-    act = config.get("hidden_activation")
-    spec = dense_spec({**config, "hidden_act": "gelu_pytorch_tanh" if act is None else act}, architecture, rope)
+    key = "hidden_activation"
+    act = activation({key: config.get(key) or "gelu_pytorch_tanh"}, key)
+    spec = dense_spec({**config, "hidden_act": act}, architecture, rope)
     kinds = layer_types(config)
     sliding = layers_that_slide(spec, every) if kinds is None else tuple(kind == "sliding_attention" for kind in kinds)
     window = sliding_window(config)

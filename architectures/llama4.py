@@ -54,12 +54,15 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
         temperature = number(config["attn_scale"], "attn_scale"), number(config["floor_scale"], "floor_scale")
         if not temperature[1]:
             raise ValueError("floor_scale is 0; it must be positive")
+    normed = boolean(config, "use_qk_norm")
+    if normed:  # heads are normed behind their rotation, which takes away what YaRN and LongRoPE multiply them by
+        spec = replace(spec, rope=replace(spec.rope, attention_factor=1.0))
     return replace(
         spec,
         sliding_layers=chunked,
         attention_chunk_size=chunk if any(chunked) else 0,
         no_rope_layers=without,
-        qk_norm=boolean(config, "use_qk_norm"),
+        qk_norm=normed,
         attn_temperature=temperature,
         moe=checked(moe),
     )

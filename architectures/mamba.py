@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from meshlm.architectures.config_values import boolean, integer, number, shown, words
+from meshlm.architectures.config_values import boolean, integer, number, words
 from meshlm.architectures.dense import decoder_weights
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
 from meshlm.architectures.mamba2 import CONTEXT, renamed, stateful_gguf
@@ -25,8 +25,6 @@ _Norms = Literal["none", "plain"]
 
 
 def _spec(config: dict[str, Any], architecture: str, norms: _Norms = "none") -> ModelSpec:
-    if (act := config.get("hidden_act", "silu")) not in ("silu", "swish"):
-        raise ValueError(f"hidden_act {shown(act)} is not supported; supported: silu")
     layers, hidden = integer(config, "num_hidden_layers"), integer(config, "hidden_size")
     state = mamba_state(config, (True,) * layers, norms, _NAMES)
     if (

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from meshlm.architectures.config_values import boolean, integer, number, shown, words
+from meshlm.architectures.config_values import boolean, integer, number, words
 from meshlm.architectures.dense import decoder_weights
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
 from meshlm.architectures.states import (
@@ -33,8 +33,6 @@ CONTEXT = 1 << 20  # no length is too long for a state; files name none
 
 
 def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    if (act := config.get("hidden_act", "silu")) not in ("silu", "swish"):
-        raise ValueError(f"hidden_act {shown(act)} is not supported; supported: silu")
     layers, hidden = integer(config, "num_hidden_layers"), integer(config, "hidden_size")
     state = mamba2_state(config, (True,) * layers, _NAMES)
     return ModelSpec(

@@ -38,6 +38,7 @@ _NAMES = {
     "mamba_expand": "expand",
     "mamba_chunk_size": "chunk_size",
     "mamba_conv_bias": "use_conv_bias",
+    "mamba_proj_bias": "use_bias",  # mamba_proj_bias stands in its files, and nobody reads it
 }
 _EPS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")  # of RMS norms, either
 _LETTERS = {"M": "state", "*": "attention", "-": "mlp", "E": "moe"}

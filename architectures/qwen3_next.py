@@ -18,7 +18,7 @@ from meshlm.architectures.dense import (
 )
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Split, Weight
 from meshlm.architectures.moe import GGUF_KEYS, expert_weights, gguf_moe, layers_with_experts, moe_spec
-from meshlm.architectures.states import GGUF_STATE, dtype_of_states, layers_of
+from meshlm.architectures.states import GGUF_STATE, check_activation, dtype_of_states, layers_of
 from meshlm.protocol.model import ModelSpec, MoESpec, StateSpec
 
 _EVERY = 4  # of so many layers the last attends
@@ -43,6 +43,7 @@ _SIZES = {
 
 def gated_delta_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     """The sizes of everything but MLPs and experts. KeyError, ValueError."""
+    check_activation(config)
     spec = dense_spec(config, architecture)
     if config.get("layer_types") is None:
         every = integer(config, "full_attention_interval", _EVERY)

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from meshlm.architectures.config_values import boolean, integer, number, words
 from meshlm.architectures.family import GGUFMetadata, MetadataError, Split, Weight
+from meshlm.architectures.states import check_activation
 from meshlm.protocol.model import ModelSpec, StateSpec
 
 GGUF_STATE = words("ssm.conv_kernel ssm.inner_size ssm.state_size ssm.time_step_rank")
@@ -22,6 +23,7 @@ def mamba_state(
     def key(name: str) -> str:
         return (names or {}).get(name, name)
 
+    check_activation(config)
     hidden = integer(config, "hidden_size")
     if config.get(key("mamba_dt_rank"), "auto") in (None, "auto"):
         config = {**config, key("mamba_dt_rank"): -(-hidden // 16)}

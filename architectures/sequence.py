@@ -62,6 +62,10 @@ def _without_projection(family: Family) -> Callable[[dict[str, Any], str], Model
     return spec
 
 
+def _has_bias(spec: ModelSpec) -> bool:
+    return spec.layer_norms is not None and spec.layer_norms.head_bias
+
+
 def _unbiased(spec: ModelSpec) -> ModelSpec:
     """Without the bias of logits, which goes with the output projection."""
     order = spec.layer_norms
@@ -72,7 +76,12 @@ def _with_head(
     family: Family, head: Callable[[dict[str, Any]], HeadSpec]
 ) -> Callable[[dict[str, Any], str], ModelSpec]:
     def spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-        found, own = _unbiased(family.spec(config, architecture)), head(config)
+        text, own = family.spec(config, architecture), head(config)
+        if own.token_ids and (text.logit_scale != 1 or text.final_logit_softcapping or _has_bias(text)):
+            raise ValueError(
+                f"classifier_from_token: logits of {family.architecture} are more than a product: scaled, capped, or with a bias"
+            )
+        found = _unbiased(text)
         return replace(found, head=own, tie_word_embeddings=found.tie_word_embeddings or not own.token_ids)
 
     return spec

@@ -31,6 +31,12 @@ _INFINITE: tuple[Any, ...] = (
 )  # the last is transformers 5's JSON
 
 
+def check_activation(config: dict[str, Any]) -> None:
+    """Mixers with a state have SiLU behind their convolution and their gate, whatever MLPs have. ValueError."""
+    if (act := config.get("hidden_act", "silu")) not in ("silu", "swish"):
+        raise ValueError(f"hidden_act {shown(act)} is not supported beside layers with a state; supported: silu")
+
+
 def mamba2_state(
     config: dict[str, Any], layers: tuple[bool, ...], names: Mapping[str, str] | None = None, *, expands: bool = True
 ) -> StateSpec:
@@ -55,6 +61,7 @@ def mamba2_state(
         raise ValueError(
             f"{key('mamba_n_heads')} {heads} heads of {each} are not {key('mamba_expand')} times hidden_size {hidden}"
         )
+    check_activation(config)
     return StateSpec(
         kind="mamba2",
         layers=layers,

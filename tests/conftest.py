@@ -18,6 +18,7 @@ SLOW = (
     "simulation/test_histories.py",
     "engine/test_near_transformers.py",
     "mesh/test_families.py",
+    "workers/test_config_keys.py",
     "workers/test_triton_latent.py",
     "workers/test_gguf_spans.py",
     "workers/test_state_proofs.py",

@@ -80,7 +80,7 @@ def test_gemma_3() -> None:
     [
         (GEMMA2 | {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0; it must be positive"),
         (GEMMA2 | {"final_logit_softcapping": -1.0}, "final_logit_softcapping must be a number that is not negative"),
-        (GEMMA2 | {"hidden_activation": "relu"}, "hidden_act 'relu' is not supported"),
+        (GEMMA2 | {"hidden_activation": "relu"}, "hidden_activation 'relu' is not supported"),
         (GEMMA2 | {"use_bidirectional_attention": True}, "use_bidirectional_attention True changes"),
         (GEMMA2 | {"rope_local_base_freq": 1e4}, "rope_local_base_freq 10000.0 changes"),
         (GEMMA2 | {"sliding_window": None}, "sliding_window must be positive where layers slide"),

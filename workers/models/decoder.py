@@ -357,7 +357,14 @@ class Decoder(nn.Module):
         return [layer.attention.kv_scale for layer in self.layers if isinstance(layer, DecoderLayer)]
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[l, hidden] -> [l, vocab]; with `out` (GPU: weights are not packed) into that."""
+        """[l, hidden] -> [l, vocab]; with `out` (GPU: weights are not packed) into that. Of any model, scaled and capped as it says."""
+        found, scale, cap = self.projected(hidden, out), self.spec.logit_scale, self.spec.final_logit_softcapping
+        if scale != 1:
+            found.mul_(scale)
+        return found.div_(cap).tanh_().mul_(cap) if cap else found
+
+    def projected(self, hidden: Tensor, out: Tensor | None) -> Tensor:
+        """The output projection; see `logits`."""
         plain = self.head is None or self.head.fuses_norm
         if self.shard.tp_size > 1:
             if self.comm.one_row is not None and plain:

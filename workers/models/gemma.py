@@ -74,11 +74,6 @@ class Gemma(Sandwich):
         """Scaled by the root of their size, which is rounded to their dtype first."""
         return PartialSum(self.embedding(ids).mul_(self._embedding_scale)), None
 
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """See `Decoder.logits`."""
-        found, cap = super().logits(hidden, out), self.spec.final_logit_softcapping
-        return found.div_(cap).tanh_().mul_(cap) if cap else found
-
 
 class ScaledLayer(DecoderLayer):
     """A plain layer, of a model that is more than its layers: nothing that knows plain decoders alone may take it for one."""

@@ -126,7 +126,7 @@ class Entry(nn.Module):
 
 
 class LayerNormDecoder(Decoder):
-    """See `Decoder`. Logits may have a bias, and may be multiplied by a number."""
+    """See `Decoder`. Logits may have a bias."""
 
     layer_type = LayerNormLayer
 
@@ -164,11 +164,11 @@ class LayerNormDecoder(Decoder):
         found: Tensor = self.norm(x.value)
         return found
 
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """See `Decoder.logits`."""
+    def projected(self, hidden: Tensor, out: Tensor | None) -> Tensor:
+        """See `Decoder.projected`; logits may have a bias."""
         if self.project_out is not None:
             hidden = self.project_out(hidden, self.ops)
-        found = super().logits(hidden, out)
+        found: Tensor = super().projected(hidden, out)
         if self.head_bias is not None:
             found.add_(self.head_bias)
-        return found if self.spec.logit_scale == 1 else found.mul_(self.spec.logit_scale)
+        return found

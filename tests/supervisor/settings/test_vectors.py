@@ -77,6 +77,13 @@ def test_the_registry_says_what_a_family_does_and_not_how_its_name_is_spelled(
     assert (() if found is None else found.tasks) == tasks
 
 
+def test_logits_that_are_more_than_a_product_are_no_classifier(tmp_path: Path) -> None:
+    """Their rows alone would leave out what multiplies or caps them."""
+    config = {**QWEN3, "architectures": ["CohereForCausalLM"], "logit_scale": 0.5, "num_key_value_heads": 4}
+    with pytest.raises(UsageError, match="logits of CohereForCausalLM are more than a product"):
+        pooling(tmp_path, config, runner="pooling", pooler_config=RETURNED)
+
+
 def test_what_they_are(tmp_path: Path, minilm: Path) -> None:
     last = pooling(tmp_path, QWEN3, runner="pooling")
     assert last is not None

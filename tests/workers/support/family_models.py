@@ -87,7 +87,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Mamba2ForCausalLM": STATES["mamba2"],
     "BambaForCausalLM": STATES["bamba"],
     "GraniteMoeHybridForCausalLM": STATES["granite"],
-    "NemotronHForCausalLM": STATES["nemotron-experts"],
+    "NemotronHForCausalLM": (STATES["nemotron-experts"][0], STATES["nemotron-experts"][1] | {"time_step_min": 1e-12}),
     "FalconH1ForCausalLM": STATES["falcon-h1"],
     "MambaForCausalLM": STATES["mamba"],
     "FalconMambaForCausalLM": STATES["falcon-mamba"],
