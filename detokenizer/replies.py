@@ -54,6 +54,11 @@ def _detokenized(ask: Detokenize, table: TokenTable, vocab_size: int) -> Detoken
     if bad is not None:
         text = f"token id {bad} is outside the vocabulary 0..{vocab_size - 1}"
         raise RequestError(ErrorKind.INVALID, text, "tokens")
+    if ask.each:
+        shown = [table.show(token) for token in ids]
+        return DetokenizeReply(
+            ask.handle, texts=tuple(text for text, _ in shown), token_bytes=tuple(data for _, data in shown)
+        )
     if ask.output is not None:
         decoder = table.decoder(ask.output.skip_special_tokens, ask.output.keep_special_tokens)
         texts = [decoder.push(token) for token in ids]

@@ -177,6 +177,7 @@ def _constraints() -> list[Json]:
     options: Json = {
         "disable_any_whitespace": {"type": "boolean"},
         "disable_additional_properties": {"type": "boolean"},
+        "strict": {"type": "boolean"},
         "whitespace_pattern": _or_null({"type": "string"}),
     }
     return [

@@ -120,8 +120,8 @@ class ChatCompletionResponse(Struct):
     usage: UsageInfo
     system_fingerprint: str | None
     service_tier: str | None
-    kv_transfer_params: None
-    ec_transfer_params: None
+    kv_transfer_params: dict[str, Any] | None  # of what was derendered
+    ec_transfer_params: dict[str, Any] | None
     metrics: PerRequestTimingMetrics | None
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
@@ -160,8 +160,8 @@ class CompletionResponse(Struct):
     usage: UsageInfo
     system_fingerprint: str | None
     service_tier: str | None
-    kv_transfer_params: None
-    ec_transfer_params: None
+    kv_transfer_params: dict[str, Any] | None  # of what was derendered
+    ec_transfer_params: dict[str, Any] | None
     metrics: PerRequestTimingMetrics | None
 
 

@@ -180,9 +180,14 @@ class WholeResponse(Response):
         usage = self.usage()
         usage["prompt_tokens_details"] |= nulls.PROMPT_DETAILS
         rest: Json = {**nulls.ANSWER, "usage": usage, "system_fingerprint": self.fingerprint, **self.times()}
+        rest |= self.passed_on()
         if self.ask.is_chat:
             rest = {**nulls.CHAT, **rest, **self._of_prompt(kept[0]), **self.prompt_text(kept[0])}
         return _encode({**self.frame(kind, entries), **rest})
+
+    def passed_on(self) -> Json:
+        """Fields of an answer that came with its tokens from elsewhere (rendering/derender.py)."""
+        return {}
 
     def _best(self) -> list[Choice]:
         """All choices, or with best_of the likeliest of each prompt."""

@@ -227,6 +227,7 @@ class Detokenize(Struct, frozen=True, tag="detokenize"):
     handle: Handle
     token_ids: bytes
     output: TextParams | None = None  # decode them as the output of a request with these; None: all that they are
+    each: bool = False  # each for itself instead, as log-probabilities name tokens
 
 
 class Cancel(Struct, frozen=True, tag="cancel"):
@@ -320,6 +321,8 @@ class DetokenizeReply(Struct, frozen=True, tag="detokenized"):
     error: str = ""
     param: str = ""
     kind: ErrorKind = ErrorKind.INVALID  # of the error
+    texts: tuple[str, ...] = ()  # with `each`, and their bytes
+    token_bytes: tuple[bytes, ...] = ()
 
 
 DetokenizerToFrontend = Accepted | Rejected | TextDeltas | TokenizeReply | DetokenizeReply

@@ -14,7 +14,7 @@ from meshlm.runtime.errors import RequestError
 
 MAX_CHOICES = 4096
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "strict", "whitespace_pattern")
 
 
 def json_schema(schema: Any, param: str, config: StructuredOutputsConfig, *, strict: bool = True) -> Grammar:
@@ -41,7 +41,7 @@ def of_structured_outputs(
         text = f"give one of {', '.join(KINDS)}" + (f", not {' and '.join(given)}" if given else "")
         raise _wrong(f"{param}: {text}")
     (kind,) = given
-    for name in OPTIONS[:2]:
+    for name in OPTIONS[:3]:
         if not isinstance(fields.get(name), bool | None):
             raise _wrong(f"{param}.{name}: must be true or false")
     pattern = fields.get("whitespace_pattern")
@@ -50,6 +50,7 @@ def of_structured_outputs(
     found = of_kind(kind, fields[kind], f"{param}.{kind}", config)
     return msgspec.structs.replace(
         found,
+        strict=fields.get("strict") is not False,
         any_whitespace=found.any_whitespace and not fields.get("disable_any_whitespace"),
         additional_properties=found.additional_properties and not fields.get("disable_additional_properties"),
         whitespace_pattern=pattern or "",

@@ -27,6 +27,8 @@ def check(ask: ParsedRequest) -> None:
     if (grammar := ask.sampling.grammar) is not None and grammar.begins_after:
         field = grammar.param.split(".")[0]
         raise HttpError(400, f"{field}: begins behind the reasoning, which token ids alone do not tell", field)
+    if ask.echo:
+        raise HttpError(400, "echo: an answer of token ids has no prompt in it", "echo")
     if ask.prompt_only:
         raise HttpError(400, "max_tokens: 0 asks for no token", "max_tokens")
 
@@ -85,6 +87,8 @@ def _constraint(grammar: Grammar) -> Json:
     elif grammar.kind in (GrammarKind.CHOICE, GrammarKind.JSON_SCHEMA):
         value = msgspec.json.decode(grammar.text)
     found: Json = {"json" if grammar.kind is GrammarKind.JSON_SCHEMA else grammar.kind.value: value}
+    if not grammar.strict:
+        found["strict"] = False
     if not grammar.any_whitespace:
         found["disable_any_whitespace"] = True
     if not grammar.additional_properties:
@@ -96,7 +100,7 @@ def _sampling(ask: ParsedRequest) -> Json:
     """With vLLM's names, and what is not asked for left out."""
     sampling, text = ask.sampling, ask.text
     found: Json = {"n": ask.num_choices, **{name: getattr(sampling, name) for name in SAME}}
-    ends = set(sampling.eos_token_ids)
+    ends, grammar = set(sampling.eos_token_ids), sampling.grammar
     wanted: Json = {
         "seed": ask.seed,
         "stop": list(text.stop) or None,
@@ -111,6 +115,9 @@ def _sampling(ask: ParsedRequest) -> Json:
         "ignore_eos": not ends or None,
         "include_stop_str_in_output": text.include_stop_str_in_output or None,
         "skip_special_tokens": None if text.skip_special_tokens else False,
-        "structured_outputs": None if sampling.grammar is None else _constraint(sampling.grammar),
+        "structured_outputs": None if grammar is None or grammar.kind is GrammarKind.FREE else _constraint(grammar),
+        "thinking_token_budget": None if grammar is None or grammar.thinking is None else grammar.thinking.num_tokens,
+        "extra_args": sampling.extra_args or None,
+        "timeout": ask.timeout_s or None,
     }
     return found | {name: value for name, value in wanted.items() if value is not None}

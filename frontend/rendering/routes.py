@@ -19,12 +19,13 @@ from meshlm.frontend.rendering.schema import (
     BatchChatRequest,
     DerenderChatRequest,
     DerenderCompletionRequest,
+    Generated,
     GenerateRequest,
 )
 from meshlm.frontend.responses import Json, WholeResponse
 from meshlm.frontend.schema import ChatRequest, CompletionRequest
 from meshlm.frontend.stream_response import StreamResponse
-from meshlm.protocol.columns import unpack_i32
+from meshlm.protocol.columns import pack_i32, unpack_i32
 from meshlm.protocol.text_edge import Detokenize, Prompt, TextPrompt, Tokenize, TokenizeReply, TokenPrompt
 
 Parsed = tuple[parse.ParsedRequest, str, retry.IdempotencyKey | None]
@@ -116,6 +117,7 @@ class Rendering:
         self._reads.check_model(body.model)
         asked = body.chat_request or ChatRequest(messages=[{"role": "user", "content": ""}])
         ask = parse.chat(asked, unknown, self._backend.resolved, self._backend.config.server)
+        ask = derender.plain(ask) if body.chat_request is None else ask
         return body, derender.checked(ask, [body.generate_response], self._backend.resolved.max_model_len)
 
     async def derender_completion(self, request: Request) -> HttpResponse | None:
@@ -136,18 +138,27 @@ class Rendering:
         return body, derender.checked(ask, body.generate_responses, self._backend.resolved.max_model_len)
 
     async def _derendered(
-        self, request: Request, ask: parse.ParsedRequest, found: list[Any], counts: list[int], model: str | None
+        self, request: Request, ask: parse.ParsedRequest, found: list[Generated], counts: list[int], model: str | None
     ) -> HttpResponse | None:
         self._backend.ignored(ask.unknown_fields, request.url.path)
         name = found[0].request_id or f"{'chatcmpl-' if ask.is_chat else 'cmpl-'}{uuid.uuid4().hex}"
-        answer = WholeResponse(ask, name, int(time.time()), self._reads.check_model(model), lambda: None)
+        served = self._reads.check_model(model)
+        answer = derender.DerenderedResponse(ask, name, int(time.time()), served, lambda: None, found)
+        texts: derender.Texts = {}
+        if needed := derender.named_ids(found):
+            each = Detokenize(self._backend.new_handle(), pack_i32(needed), each=True)
+            if (reply := await self._reads.ask(request, each)) is None:
+                return None
+            texts = dict(zip(needed, zip(reply.texts, reply.token_bytes, strict=True), strict=True))
         for prompt_index, one in enumerate(found):
             for entry in one.choices:
                 ids = derender.ids_of(entry)
                 reply = await self._reads.ask(request, Detokenize(self._backend.new_handle(), ids, ask.text))
                 if reply is None:
                     return None
-                derender.tell(answer, prompt_index, entry, counts[prompt_index], reply.text)
+                answer.tell(prompt_index, entry, counts[prompt_index], reply, texts)
+        if answer.error is not None:
+            raise answer.error
         return HttpResponse(await asyncio.to_thread(answer.body), media_type="application/json")
 
     # --- generation ---

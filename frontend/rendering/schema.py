@@ -88,6 +88,9 @@ class Generated(Struct, frozen=True, kw_only=True):
     choices: list[GenerateChoice]
     request_id: str = ""
     usage: PlainUsage | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    ec_transfer_params: dict[str, Any] | None = None
 
 
 class DerenderChatRequest(Struct, frozen=True, kw_only=True):

@@ -15,6 +15,7 @@ from meshlm.protocol.ids import FinishReason
 
 Json = dict[str, Any]
 _encode = msgspec.json.Encoder().encode
+EXTRA = {"extra_args": "vllm_xargs"}  # SamplingParams' name of it
 OF_PYTHON = ("detokenize", "output_kind", "skip_clone", "flat_logprobs")  # vLLM's, that say nothing of the tokens
 
 
@@ -22,7 +23,7 @@ def completion_of(body: GenerateRequest) -> Json:
     """The fields of a completion that asks for the same."""
     if body.sampling_params.get("prompt_embeds") is not None:
         raise HttpError(400, "sampling_params.prompt_embeds: not supported; the prompt is token_ids", "sampling_params")
-    sampling = {name: value for name, value in body.sampling_params.items() if name not in OF_PYTHON}
+    sampling = {EXTRA.get(name, name): value for name, value in body.sampling_params.items() if name not in OF_PYTHON}
     rest: Json = {
         "model": body.model,
         "stream": body.stream,

@@ -165,6 +165,8 @@ def consistent(case: Any) -> None:
     if case.path not in (*GENERATION, *LIKE_THEM):
         return
     constrain(body)
+    if case.path.endswith("/completions/render"):
+        body.pop("echo", None)  # the answer of token ids has no prompt in it
     if len(json.dumps(several)) > LONG_CHAT:
         body["truncate_prompt_tokens"] = 256  # else it is longer than the context
     for name in ("max_tokens", "max_completion_tokens"):

@@ -4,13 +4,17 @@ import json
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from scripted import NUM_PROMPT, Scripted
 
+from meshlm.frontend.rendering.schema import GenerateRequest
+from meshlm.frontend.rendering.tokens import completion_of
 from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.text_edge import Detokenize, DetokenizeReply, TextPrompt, Tokenize, TokenizeReply, TokenPrompt
 
+ECHO = {"prompt": "a", "echo": True}
 USER = {"role": "user", "content": "hi"}
 
 
@@ -19,12 +23,16 @@ class Texts(Scripted):
 
     async def ask(self, message: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply:
         if isinstance(message, Detokenize):
-            return DetokenizeReply(message.handle, bytes(ints(message.token_ids)).decode())
+            ids = list(ints(message.token_ids))
+            if message.each:
+                return DetokenizeReply(
+                    message.handle, texts=tuple(map(chr, ids)), token_bytes=tuple(bytes((token,)) for token in ids)
+                )
+            return DetokenizeReply(message.handle, bytes(ids).decode(), pack_i32([1] * len(ids)))
         text = message.prompt.text if isinstance(message.prompt, TextPrompt) else "chat"
         places = pack_i32([place for at in range(len(text)) for place in (at, at + 1)]) if message.want_offsets else b""
         mask = b"\1\0\0\1" if message.want_assistant_mask else b""  # of "chat"
-        ids = pack_i32(list(text.encode()))
-        return TokenizeReply(message.handle, ids, (), places, 2048, assistant_mask=mask)
+        return TokenizeReply(message.handle, pack_i32(list(text.encode())), (), places, 2048, assistant_mask=mask)
 
 
 async def post(server: Scripted, path: str, body: Any, status: int = 200) -> Any:
@@ -69,6 +77,7 @@ async def test_a_rendered_prompt_is_taken_as_it_is() -> None:
         {"choice": ["yes", "no"]},
         {"grammar": 'root ::= "a"+'},
         {"json_object": True},
+        {"json": {"type": "string", "minLength": 1, "not": {"const": "a"}}, "strict": False},
     ],
 )
 async def test_a_rendered_constraint_is_the_same_one(constraint: dict[str, Any]) -> None:
@@ -79,6 +88,40 @@ async def test_a_rendered_constraint_is_the_same_one(constraint: dict[str, Any])
     one, other = (submit.sampling.grammar for submit in server.submits)
     assert one is not None
     assert one == other
+
+
+async def test_all_that_decides_the_tokens_is_rendered() -> None:
+    """Not least what no SamplingParams of the client's has: a lenient schema, a budget of reasoning, arguments of processors."""
+    server = Texts(ServerConfig(reasoning_parser="deepseek_r1", responses_store="off"))
+    lenient = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}, "strict": False}}
+    for fields in (
+        {"timeout": 5.0, "min_tokens": 2},
+        {"response_format": lenient},
+        {"thinking_token_budget": 7},
+    ):
+        server.submits.clear()
+        (rendered,) = await post(server, "/v1/completions/render", {"prompt": "ab", **fields})
+        await post(server, "/inference/v1/generate", rendered)
+        await post(server, "/v1/completions", {"prompt": list(b"ab"), **fields, "max_tokens": 16})
+        one, other = server.submits
+        assert one.deadline_s is None or abs(one.deadline_s - other.deadline_s) < 5
+        assert (one.deadline_s is None) == (other.deadline_s is None)
+        grammars = [submit.sampling.grammar for submit in (one, other)]
+        if grammars[0] is not None:
+            assert grammars[1] is not None
+            assert msgspec.structs.replace(grammars[0], param="") == msgspec.structs.replace(grammars[1], param="")
+        same = [msgspec.structs.replace(submit.sampling, grammar=None) for submit in (one, other)]
+        assert same[0] == same[1]
+        assert (grammars[0] is None) == ("timeout" in fields)
+
+
+async def test_the_arguments_of_logits_processors_are_rendered() -> None:
+    """By SamplingParams' name of them."""
+    server = Texts(None, msgspec.structs.replace(Texts().resolved, logits_processors=("a.b:C",)))
+    (rendered,) = await post(server, "/v1/completions/render", {"prompt": "ab", "vllm_xargs": {"a": 1}})
+    assert rendered["sampling_params"]["extra_args"] == {"a": 1}
+    body = msgspec.convert({"token_ids": [1], "sampling_params": rendered["sampling_params"]}, GenerateRequest)
+    assert completion_of(body)["vllm_xargs"] == {"a": 1}
 
 
 async def test_a_constraint_behind_reasoning_cannot_be_rendered() -> None:
@@ -112,7 +155,8 @@ async def test_a_rendered_chat() -> None:
     [
         ({"prompt": "a", "use_beam_search": True}, "use_beam_search"),
         ({"prompt": "a", "best_of": 2}, "best_of"),
-        ({"prompt": "a", "echo": True, "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "a", "echo": True}, "echo"),
+        ({"prompt": "a", "echo": True, "max_tokens": 0}, "echo"),
         ({"prompt": "a", "max_tokens": 1 << 20}, "max_tokens"),
         ({"prompt": "a" * (1 << 14)}, "prompt"),
         ({"prompt": [1000000]}, "prompt"),
@@ -188,11 +232,92 @@ async def test_derendered_tokens_are_an_answer() -> None:
     assert found["usage"]["prompt_tokens"] == 3
 
 
+def generated(text: str, reason: str = "stop", **fields: Any) -> dict[str, Any]:
+    return {
+        "request_id": "r",
+        "choices": [{"index": 0, "token_ids": list(text.encode()), "finish_reason": reason}],
+        **fields,
+    }
+
+
+async def test_without_the_request_all_text_is_content() -> None:
+    """Nothing says then that the model was to reason or to call."""
+    server = Texts(ServerConfig(reasoning_parser="deepseek_r1", responses_store="off"))
+    found = await post(server, "/v1/chat/completions/derender", {"generate_response": generated("yes")})
+    assert found["choices"][0]["message"]["content"] == "yes"
+    assert found["choices"][0]["message"]["reasoning"] is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "text", "reason", "shown", "stop_reason"),
+    [
+        ({"stop": ["zz", "lo"]}, "hello", "stop", "hel", "lo"),
+        ({"stop": ["lo"], "include_stop_str_in_output": True}, "hello", "stop", "hello", "lo"),
+        ({"stop": ["lo"]}, "hello", "length", "hello", None),
+        ({"stop": ["he"], "min_tokens": 4}, "hello", "stop", "hello", None),  # it was not what has ended the text
+        ({"stop_token_ids": [ord("o")]}, "hello", "stop", "hell", ord("o")),
+        ({}, "hell\2", "stop", "hell", None),  # the model's end
+        ({"ignore_eos": True}, "hell\2", "stop", "hell\2", None),
+    ],
+)
+async def test_what_ends_a_text_is_no_part_of_it(
+    fields: dict[str, Any], text: str, reason: str, shown: str, stop_reason: object
+) -> None:
+    server = Texts()
+    body = {"generate_response": generated(text, reason), "chat_request": {"messages": [USER], **fields}}
+    (choice,) = (await post(server, "/v1/chat/completions/derender", body))["choices"]
+    assert (choice["message"]["content"], choice["stop_reason"]) == (shown, stop_reason)
+    plain = {"generate_responses": [generated(text, reason)], "completion_request": {"prompt": "a", **fields}}
+    (choice,) = (await post(server, "/v1/completions/derender", plain))["choices"]
+    assert (choice["text"], choice["stop_reason"]) == (shown, stop_reason)
+
+
+async def test_what_came_with_the_tokens_is_passed_on() -> None:
+    """Log-probabilities name tokens by their texts then."""
+
+    def entry(token: int | str) -> dict[str, Any]:
+        return {"token": f"token_id:{token}" if isinstance(token, int) else token, "logprob": -0.5, "bytes": None}
+
+    positions = [{**entry(ord(one)), "top_logprobs": [entry(ord(one)), entry("own")]} for one in "ab"]
+    more: dict[str, Any] = {"prompt_logprobs": [None, {"5": {"logprob": -1.0, "rank": 1, "decoded_token": "x"}}]}
+    given = generated("ab", **more, kv_transfer_params={"a": 1}, ec_transfer_params=None)
+    given["choices"][0]["logprobs"] = {"content": positions}
+    server = Texts()
+    asked = {"messages": [USER], "logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+    found = await post(server, "/v1/chat/completions/derender", {"generate_response": given, "chat_request": asked})
+    assert found["kv_transfer_params"] == {"a": 1}
+    assert found["prompt_logprobs"] == more["prompt_logprobs"]
+    assert found["prompt_token_ids"] is None
+    (choice,) = found["choices"]
+    assert choice["token_ids"] == [97, 98]
+    named = [{"token": name, "logprob": -0.5, "bytes": list(name.encode())} for name in ("a", "b", "own")]
+    assert choice["logprobs"] == {
+        "content": [
+            {**named[0], "top_logprobs": [named[0], named[2]]},
+            {**named[1], "top_logprobs": [named[1], named[2]]},
+        ]
+    }
+    found = await post(server, "/v1/completions/derender", {"generate_responses": [generated("z"), given]})
+    first, second = found["choices"]
+    assert found["kv_transfer_params"] == {"a": 1}
+    assert (first["prompt_logprobs"], second["prompt_logprobs"]) == (None, more["prompt_logprobs"])
+    assert second["logprobs"]["tokens"] == ["a", "b"]
+    assert second["logprobs"]["text_offset"] == [0, 1]
+    assert second["logprobs"]["top_logprobs"][0] == {"a": -0.5, "own": -0.5}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "name"),
     [
         ("chat/completions", {"generate_response": {"choices": []}}, "choices"),
         ("chat/completions", {"generate_response": {"choices": [{"index": 0, "token_ids": [1] * 9999}]}}, "token_ids"),
+        ("chat/completions", {"generate_response": {"choices": [{"index": 0, "token_ids": []}]}}, "token_ids"),
+        ("chat/completions", {"generate_response": {"choices": [{"index": 0, "token_ids": None}]}}, "token_ids"),
+        (
+            "completions",
+            {"generate_responses": [{"choices": [{"index": 0, "token_ids": [97]}]}], "completion_request": ECHO},
+            "echo",
+        ),
         ("completions", {"generate_responses": []}, "generate_responses"),
         ("completions", {"generate_responses": [{"choices": []}], "prompt_tokens": [1, 2]}, "prompt_tokens"),
     ],

@@ -108,7 +108,7 @@ FULL: tuple[Struct, ...] = (
     text.JoinedPrompt((text.TextPrompt("Grüße", False), text.TokenPrompt(pack_i32([1, 2])))),
     text.AudioPrompt(text.TokenPrompt(pack_i32([1, 2])), AUDIO),
     text.Tokenize(Handle(6), text.TextPrompt("a", False), True, True, True),
-    text.Detokenize(Handle(7), pack_i32([1]), text.TextParams(("x",))),
+    text.Detokenize(Handle(7), pack_i32([1]), text.TextParams(("x",)), True),
     text.Accepted((Handle(1),), 3, pack_i32([1, 2, 3]), "abc", "a", 1.5, (5,)),
     text.Rejected((Handle(1), Handle(2)), ErrorKind.INVALID, "too long", "prompt"),
     TOKEN_LOGPROB,
@@ -133,7 +133,7 @@ FULL: tuple[Struct, ...] = (
         Handle(6), pack_i32([1]), ("a",), pack_i32([0, 1]), 2048, "no", "prompt", ErrorKind.OVERLOADED, b"\x01"
     ),
     text.Cancel(Handle(7)),
-    text.DetokenizeReply(Handle(7), "a", pack_i32([1]), "no", "tokens", ErrorKind.OVERLOADED),
+    text.DetokenizeReply(Handle(7), "a", pack_i32([1]), "no", "tokens", ErrorKind.OVERLOADED, ("a",), (b"a",)),
     # detokenizer <-> coordinator -> scheduler
     WORK,
     LOST,
