@@ -25,10 +25,18 @@ def _token_entry(token: TokenLogprob) -> Json:
     return {"token": token.text, "logprob": max(token.logprob, -9999.0), "bytes": list(token.token_bytes)}
 
 
-def chat_logprobs(positions: Sequence[PositionLogprobs]) -> Json:
-    """choices[].logprobs of a chat answer."""
+def chat_logprobs(positions: Sequence[PositionLogprobs], *, has_sampled: bool) -> Json:
+    """choices[].logprobs of a chat answer. has_sampled: top_logprobs begin with the token itself where it is not one of them."""
+
+    def top(position: PositionLogprobs) -> tuple[TokenLogprob, ...]:
+        if not has_sampled or any(token.token_id == position.token.token_id for token in position.top):
+            return position.top
+        return position.token, *position.top
+
     return {
-        "content": [{**_token_entry(p.token), "top_logprobs": [_token_entry(top) for top in p.top]} for p in positions]
+        "content": [
+            {**_token_entry(p.token), "top_logprobs": [_token_entry(token) for token in top(p)]} for p in positions
+        ]
     }
 
 

@@ -231,9 +231,11 @@ class Traces(Struct):
 
 
 class ServerInfo(Struct):
-    """`meshlm_config` as text, or with config_format=json as an object. Keys and passwords are left out."""
+    """The configurations as text, or with config_format=json as objects. Keys and passwords are left out. `vllm_config`: what vLLM
+    has too, by its names."""
 
     meshlm_config: str | dict[str, Any]
+    vllm_config: str | dict[str, Any]
     meshlm_env: dict[str, str]
     system_env: dict[str, str | int | None]
 

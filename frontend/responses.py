@@ -213,7 +213,8 @@ class WholeResponse(Response):
             entry["message"] = {"role": "assistant", **nulls.MESSAGE, **self._said(choice, text)}
             positions = self._logprobs.get(choice.index)
             wanted = self.ask.logprobs >= 0 and positions is not None and not self.ask.hides_tokens
-            entry["logprobs"] = chat_logprobs(self.shown(positions or [])) if wanted else None
+            certain = bool(self.ask.sampling.logprob_token_ids)
+            entry["logprobs"] = chat_logprobs(self.shown(positions or []), has_sampled=certain) if wanted else None
         else:
             entry["text"] = self.prompt[choice.prompt_index].prompt_text + text if self.ask.echo else text
             entry["logprobs"] = self._completion_logprobs(choice)

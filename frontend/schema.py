@@ -130,7 +130,7 @@ class CompletionRequest(Common, frozen=True, kw_only=True):
     prompt_embeds: str | list[str] | None = None  # base64 of tensors [tokens, hidden] that torch.save wrote
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = None
-    logprobs: Annotated[int, Meta(ge=0)] | None = None
+    logprobs: Logprobs | None = None
     suffix: str | None = None
 
 

@@ -132,7 +132,8 @@ class StreamResponse(Response):
             if not entry["delta"] and finished is None and logprobs is None and self._plain:
                 return  # what came may be a part of a tag
             if logprobs:
-                entry["logprobs"] = chat_logprobs(self.shown(logprobs))
+                certain = bool(self.ask.sampling.logprob_token_ids)
+                entry["logprobs"] = chat_logprobs(self.shown(logprobs), has_sampled=certain)
         else:
             entry["text"] = text
             if logprobs:

@@ -1,5 +1,6 @@
 """POST /inference/v1/generate: token ids in, token ids out. Its body is read as a completion's; its answers are made here."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -8,10 +9,12 @@ from meshlm.frontend.choice import Choice, RowDetails
 from meshlm.frontend.errors import HttpError, error_object
 from meshlm.frontend.generation import Form
 from meshlm.frontend.logprobs import by_id, chat_logprobs
+from meshlm.frontend.parse import ParsedRequest
 from meshlm.frontend.rendering.schema import GenerateRequest
 from meshlm.frontend.responses import WholeResponse, visible_reason
 from meshlm.frontend.stream_response import StreamResponse
 from meshlm.protocol.ids import FinishReason
+from meshlm.protocol.text_edge import PositionLogprobs
 
 Json = dict[str, Any]
 _encode = msgspec.json.Encoder().encode
@@ -37,6 +40,13 @@ def completion_of(body: GenerateRequest) -> Json:
     return {**sampling, **rest, "prompt": body.token_ids, "priority": body.priority, "return_token_ids": True}
 
 
+def _logprobs(ask: ParsedRequest, positions: Sequence[PositionLogprobs] | None) -> Json | None:
+    """As vLLM: of no further token, and beside certain ones, top_logprobs has the sampled one."""
+    if positions is None or ask.logprobs < 0:
+        return None
+    return chat_logprobs(by_id(positions), has_sampled=ask.logprobs == 0 or bool(ask.sampling.logprob_token_ids))
+
+
 class WholeTokens(WholeResponse):
     """An answer that is not streamed."""
 
@@ -49,10 +59,9 @@ class WholeTokens(WholeResponse):
 
     def _tokens(self, choice: Choice) -> Json:
         assert choice.finished is not None
-        positions = self._logprobs.get(choice.index)
         return {
             "index": choice.index,
-            "logprobs": chat_logprobs(by_id(positions)) if positions is not None and self.ask.logprobs >= 0 else None,
+            "logprobs": _logprobs(self.ask, self._logprobs.get(choice.index)),
             "finish_reason": visible_reason(choice.finished),
             "token_ids": choice.token_ids.tolist(),
             "routed_experts": None,
@@ -68,10 +77,9 @@ class StreamedTokens(StreamResponse):
             self.note(choice, details)
         failed = finished is not None and finished.reason is FinishReason.ERROR
         if not failed and (num_tokens or finished is not None):
-            logprobs = details.logprobs if details is not None else None
             entry = {
                 "index": choice.index,
-                "logprobs": chat_logprobs(by_id(logprobs)) if logprobs is not None and self.ask.logprobs >= 0 else None,
+                "logprobs": _logprobs(self.ask, details.logprobs if details is not None else None),
                 "finish_reason": visible_reason(finished) if finished is not None else None,
                 "token_ids": choice.token_ids[len(choice.token_ids) - num_tokens :].tolist(),
                 "routed_experts": None,

@@ -63,7 +63,7 @@ class ResponseFormat:
         if self._kind != "message":
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             self._open("message", "msg", {"role": "assistant", "content": []}, part)
-        logprobs = chat_logprobs(self._pending)["content"] if self._pending else []
+        logprobs = chat_logprobs(self._pending, has_sampled=False)["content"] if self._pending else []
         self._pending = []
         self._logprobs += logprobs
         self._delta("response.output_text.delta", text, {"content_index": 0, "logprobs": logprobs})

@@ -375,6 +375,12 @@ async def test_information_needs_its_flags_and_tells_no_key() -> None:
         text = (await client.get("/server_info")).json()
         found = (await client.get("/server_info?config_format=json")).json()
         assert isinstance(text["meshlm_config"], str)
+        assert isinstance(text["vllm_config"], str)
+        theirs = found["vllm_config"]  # what TRL's client and vLLM's own tests read
+        assert theirs["model_config"]["logprobs_mode"] == "raw_logprobs"
+        assert theirs["model_config"]["max_logprobs"] == 20
+        assert theirs["parallel_config"]["data_parallel_size"] == 1
+        assert theirs["weight_transfer_config"] is None
         assert found["meshlm_config"]["server"]["api_key"] == "***"
         assert "s3cret" not in json.dumps([text, found])
         assert (await client.get("/server_info?config_format=x")).status_code == 400
