@@ -27,7 +27,7 @@ from meshlm.runtime import (
     tokenizer_config,
     transformers_models,
 )
-from meshlm.runtime.errors import ModelFilesError
+from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.runtime.generation_config import GenerationConfig, of_model
 from meshlm.runtime.json_files import parse_object, read_json
 
@@ -358,12 +358,12 @@ def _of_projection(folder: Path) -> dict[str, Any]:
 
 def _token_id(folder: Path, text: Any) -> int:
     """The id of a token that classifier_from_token names. ModelFilesError."""
-    from tokenizers import Tokenizer
+    from meshlm.runtime import tokenizer_files  # the library, which most starts do not need
 
     try:
-        found = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(str(text))
-    except Exception as error:  # tokenizers raises nothing narrower
-        raise ModelFilesError(f"{folder}/tokenizer.json: {error}") from None
+        found = tokenizer_files.load(folder).tokenizer.token_to_id(str(text))
+    except ProcessFatal as error:
+        raise ModelFilesError(str(error)) from None
     if found is None:
         raise ModelFilesError(f"classifier_from_token: the tokenizer has no token {text!r}")
     return int(found)

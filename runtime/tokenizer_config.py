@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from meshlm.runtime.errors import ModelFilesError
+from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.runtime.json_files import read_json
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -88,7 +88,11 @@ def read(folder: Path) -> TokenizerConfig:
 
 
 def eos_token_id(tokenizer: Path) -> int | None:
-    """The id of the tokenizer's eos_token: it ends a text beside those of a generation config, as in vLLM. ModelFilesError."""
+    """The id of the tokenizer's eos_token: it ends a text beside those of a generation config, as in vLLM. ModelFilesError.
+
+    Most tokenizer.json say it themselves. Where another file adds the token, its id is the one that it gets where texts are encoded,
+    so the tokenizer is loaded as it is there.
+    """
     folder, file = (tokenizer, tokenizer / "tokenizer.json") if tokenizer.is_dir() else (tokenizer.parent, tokenizer)
     if tokenizer.suffix == ".gguf" or not file.is_file():
         return None
@@ -102,7 +106,14 @@ def eos_token_id(tokenizer: Path) -> int | None:
     index = next((token.id for token in found.added_tokens if token.content == text), None)
     if index is None and isinstance(found.model.vocab, dict):
         index = found.model.vocab.get(text)
-    return index if isinstance(index, int) else None
+    if isinstance(index, int):
+        return index
+    from meshlm.runtime import tokenizer_files  # 40 ms that most starts do not need
+
+    try:
+        return tokenizer_files.load(tokenizer).tokenizer.token_to_id(text)
+    except ProcessFatal as error:
+        raise ModelFilesError(str(error)) from None
 
 
 def _optional(file: Path) -> dict[str, Any]:

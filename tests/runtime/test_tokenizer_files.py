@@ -160,8 +160,30 @@ def test_the_same_as_transformers(case: str, tmp_path: Path) -> None:
 def test_a_tokenizers_end_that_only_the_vocabulary_knows(tmp_path: Path) -> None:
     folder = written(tmp_path, byte_level(), {"tokenizer_config.json": {"eos_token": "hello"}})
     assert eos_token_id(folder) == eos_token_id(folder / "tokenizer.json") == byte_level().token_to_id("hello")
-    written(tmp_path, byte_level(), {"tokenizer_config.json": {"eos_token": "nowhere"}})
-    assert eos_token_id(folder) is None
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {
+            "tokenizer_config.json": {
+                "eos_token": "<end>",
+                "added_tokens_decoder": {"400": token("<end>", special=True)},
+            }
+        },
+        {"tokenizer_config.json": {"eos_token": "<end>"}, "added_tokens.json": {"<tool>": 290, "<end>": 291}},
+        {"special_tokens_map.json": {"eos_token": "<end>"}, "added_tokens.json": {"<end>": 290}},
+        {"tokenizer_config.json": {"eos_token": "<end>"}},
+    ],
+)
+def test_an_end_that_another_file_adds_has_one_id(files: dict[str, object], tmp_path: Path) -> None:
+    """The supervisor's is the one that texts are encoded with, and transformers'."""
+    from transformers import AutoTokenizer
+
+    fast = {**FAST, **files.get("tokenizer_config.json", {})}  # type: ignore[dict-item]
+    folder = written(tmp_path, byte_level(), {**files, "tokenizer_config.json": fast})
+    theirs = AutoTokenizer.from_pretrained(folder).eos_token_id
+    assert eos_token_id(folder) == load(folder).tokenizer.encode("<end>").ids[0] == theirs
 
 
 @pytest.mark.parametrize(
