@@ -31,6 +31,7 @@ class Serves(Enum):
     VECTORS = "vectors"  # one of a text, or one of each of its tokens
     CLASSES = "classes"  # scores of a text, or of each of its tokens
     TOKEN_CLASSES = "token_classes"
+    REWARDS = "rewards"  # scores of each of a text's tokens, or of the last
     TRANSCRIPTIONS = "transcriptions"
 
 

@@ -46,7 +46,7 @@ def vector_families(family: Family) -> tuple[Family, ...]:
         found += [
             plain._replace(
                 architecture=f"Qwen2For{name}RewardModel",
-                serves=Serves.CLASSES,
+                serves=Serves.REWARDS,
                 spec=_with_head(family, head),
                 weights=weights,
             )
@@ -120,4 +120,5 @@ def _reward(config: dict[str, Any]) -> HeadSpec:
 
 
 def _process_reward(config: dict[str, Any]) -> HeadSpec:
-    return HeadSpec(num_labels=2, layers=2, bias=(True, True), act="relu", activation="softmax")
+    """Of the steps of a solution, each of which ends in the token <extra_0>; vLLM has its id likewise."""
+    return HeadSpec(num_labels=2, layers=2, bias=(True, True), act="relu", activation="softmax", step_tag_id=151651)

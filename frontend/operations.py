@@ -343,9 +343,10 @@ VECTORS = (
     Operation(
         "/invocations",
         "invocations",
-        vectors.EmbeddingResponse,
-        "For SageMaker: as the route that the body's fields name, which is /v1/embeddings with input.",
-        vectors.EmbeddingRequest,
+        vectors.PoolingResponse,
+        "For SageMaker: as the route that the body's fields name: with input or messages /v1/embeddings, /classify or /pooling, "
+        "by what the model does first.",
+        vectors.PoolingRequest,
         ("POST",),
         ASKS,
         NAMED[:2],

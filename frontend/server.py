@@ -55,8 +55,12 @@ INVOCATIONS = (
     ("query", "/rerank"),
     ("text_1", "/score"),
     ("queries", "/score"),
-    ("input", "/v1/embeddings"),
+    ("data_1", "/score"),
+    ("task", "/pooling"),
+    ("data", "/pooling"),
 )
+# Where the fields are input or messages: by what the model does unasked.
+OF_TASK = {"embed": "/v1/embeddings", "classify": "/classify"}
 BODIES = "this server is reading as many bytes of bodies as it may (--max-incoming-bytes)"
 FREE_BODY_BYTES = 64 << 10  # a body's first bytes do not count: small requests are served beside large ones
 
@@ -239,9 +243,12 @@ class Routes:
         async with self._body(request) as raw:
             fields = bodies.fields_of(raw)
         paths = {op.path: op.handler for op in self._operations()}
-        path = next((path for field, path in INVOCATIONS if field in fields and path in paths), "")
+        pooling = self._backend.resolved.pooling
+        inputs = "" if pooling is None else OF_TASK.get(pooling.tasks[0], "/pooling")
+        forms = [one for one in (*INVOCATIONS, ("input", inputs), ("messages", inputs)) if one[1] in paths]
+        path = next((path for field, path in forms if field in fields), "")
         if not path:
-            wanted = ", ".join(f"{field} ({path})" for field, path in INVOCATIONS if path in paths)
+            wanted = ", ".join(f"{field} ({path})" for field, path in forms)
             raise HttpError(400, f"the body is for no route that is served; it needs one of {wanted}")
         named = Request({**request.scope, "path": path}, request.receive)
         named._body = raw

@@ -211,6 +211,7 @@ class HeadSpec(Struct, frozen=True, kw_only=True):
     token_ids: tuple[
         int, ...
     ] = ()  # the output projection's rows of these tokens are the classifier's; two: their difference
+    step_tag_id: int = -1  # tasks for tokens give the scores of this token alone; -1: of all
 
 
 class TransformersSpec(Struct, frozen=True, kw_only=True):

@@ -195,7 +195,7 @@ def pooling_spec(
     spec: ModelSpec, config: dict[str, Any], modules: SentenceTransformer | None, pooler: PoolerConfig, convert: Convert
 ) -> PoolingSpec:
     """What the model serves. config: its config.json. ModelFilesError."""
-    tokens = serves(spec) is Serves.TOKEN_CLASSES
+    what = serves(spec)
     kind = PoolKind.CLS if spec.encoder_only else PoolKind.LAST
     if spec.head is not None and config.get("classifier_pooling") == "mean":
         kind = PoolKind.MEAN
@@ -207,6 +207,7 @@ def pooling_spec(
     every = bool({"ALL", "STEP"} & {pooler.pooling_type, pooler.tok_pooling_type}) or str(pooler.task).startswith(
         "token"
     )
+    every = every or (what is Serves.REWARDS and asked is None and pooler.task is None)
     if convert != "classify" and (pooler.logit_mean is not None or pooler.logit_sigma is not None):
         raise ModelFilesError(
             "--pooler-config: logit_mean and logit_sigma are of a classifier's logits; the model embeds"
@@ -227,7 +228,8 @@ def pooling_spec(
     if convert == "classify":
         if spec.head is None:
             raise ModelFilesError(f"--convert classify: {spec.architecture} has no classifier")
-        tasks: tuple[PoolingTask, ...] = ("token_classify",) if tokens else ("classify", "token_classify")
+        tasks: tuple[PoolingTask, ...] = ("classify", "token_classify")
+        tasks = tasks[1:] if what is Serves.TOKEN_CLASSES else tasks
         size = spec.head.num_labels
     else:
         tasks = ("token_embed",) if unpooled else ("embed", "token_embed")
@@ -275,8 +277,15 @@ def pooling_spec(
         logit_mean=pooler.logit_mean or 0.0,
         logit_sigma=1.0 if pooler.logit_sigma is None else pooler.logit_sigma,
         edges=_edges(spec, config),
-        step_tag_id=-1 if pooler.step_tag_id is None else pooler.step_tag_id,
+        step_tag_id=_step_tag(spec, pooler),
     )
+
+
+def _step_tag(spec: ModelSpec, pooler: PoolerConfig) -> int:
+    """The token whose vectors alone are given; -1: all tokens' are."""
+    if pooler.step_tag_id is not None:
+        return pooler.step_tag_id
+    return -1 if spec.head is None or "ALL" in (pooler.pooling_type, pooler.tok_pooling_type) else spec.head.step_tag_id
 
 
 def _edges(spec: ModelSpec, config: dict[str, Any]) -> dict[str, tuple[int, int]]:

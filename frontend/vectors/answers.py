@@ -186,7 +186,7 @@ def write_classes(answer: VectorsResponse, spec: PoolingSpec) -> bytes:
     for place, vector in enumerate(answer.vectors()):
         probs = vector.tolist()
         best = max(range(len(probs)), key=probs.__getitem__)
-        label = spec.labels[best] if best < len(spec.labels) else None
+        label = spec.labels[best] if best < len(spec.labels) else f"LABEL_{best}"  # as transformers names it
         data.append({"index": place, "label": label, "probs": probs, "num_classes": len(probs)})
     return answer.listed(data)
 

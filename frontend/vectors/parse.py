@@ -257,9 +257,9 @@ def cohere(body: CohereEmbedRequest, unknown: tuple[str, ...], config: MeshConfi
     if len(texts) > MAX_PROMPTS:
         raise HttpError(400, f"texts: at most {MAX_PROMPTS}", "texts")
     before = ""
-    if body.input_type is not None and spec.prompts:
+    if body.input_type is not None:
         if body.input_type not in spec.prompts:
-            names = ", ".join(sorted(spec.prompts))
+            names = ", ".join(sorted(spec.prompts)) or "none"
             raise HttpError(
                 400, f"input_type: the model has no prompt {body.input_type!r}; it has {names}", "input_type"
             )

@@ -148,7 +148,7 @@ class PoolingResponse(Struct):
 
 class ClassificationData(Struct):
     index: int
-    label: str | None
+    label: str
     probs: list[float]
     num_classes: int
 

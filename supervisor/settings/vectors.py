@@ -64,7 +64,7 @@ def _asked(config: MeshConfig) -> tuple[str, str]:
 
 def _for_vectors(files: ModelFiles) -> str:
     """ "only": it can give nothing else; "first": its files say that vectors are what it is for; "": text."""
-    if serves(files.spec) in (Serves.VECTORS, Serves.CLASSES, Serves.TOKEN_CLASSES):
+    if serves(files.spec) in (Serves.VECTORS, Serves.CLASSES, Serves.TOKEN_CLASSES, Serves.REWARDS):
         return "only"
     return "first" if files.modules is not None else ""
 

@@ -19,7 +19,7 @@ def entry(token: int) -> TokenLogprob:
 
 async def post(server: Scripted, path: str, body: Any, status: int = 200) -> Any:
     transport = httpx.ASGITransport(app=server.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         answer = await client.post(path, json=body)
     assert answer.status_code == status, answer.text
     return answer.text if answer.headers["content-type"].startswith("text/event-stream") else answer.json()

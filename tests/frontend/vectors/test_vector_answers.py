@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from meshlm.frontend.choice import Choice, RowDetails
@@ -177,6 +178,9 @@ def test_classes() -> None:
     task = Pool(PoolKind.CLS, PoolHead.CLASSIFY, True)
     found, _ = answered([[0.25, 0.75]], lambda answer: answers.write_classes(answer, spec), task)
     assert json.loads(found)["data"] == [{"index": 0, "label": "good", "probs": [0.25, 0.75], "num_classes": 2}]
+    spec = replace(spec, labels=())  # config.json has no id2label
+    found, _ = answered([[0.25, 0.75], [2.0]], lambda answer: answers.write_classes(answer, spec), task)
+    assert [one["label"] for one in json.loads(found)["data"]] == ["LABEL_1", "LABEL_0"]
 
 
 def test_cosines_are_scores() -> None:

@@ -174,7 +174,10 @@ def test_cohere(config: MeshConfig) -> None:
     with pytest.raises(HttpError, match="it has search_query"):
         asked(named, "/v2/embed", texts=["a"], input_type="other")
     two = {"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
-    assert asked(config, "/v2/embed", inputs=[two], input_type="any").ask.prompts == [TextPrompt("a\nb")]
+    assert asked(config, "/v2/embed", inputs=[two]).ask.prompts == [TextPrompt("a\nb")]
+    with pytest.raises(HttpError, match="the model has no prompt 'any'; it has none") as error:
+        asked(config, "/v2/embed", texts=["a"], input_type="any")
+    assert (error.value.status, error.value.param) == (400, "input_type")
 
 
 def test_a_server_of_text_has_none(config: MeshConfig) -> None:

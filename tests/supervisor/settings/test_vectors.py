@@ -122,6 +122,26 @@ def test_what_they_are(tmp_path: Path, minilm: Path) -> None:
     assert good_or_bad.pool("token_classify").step_tag_id == 7
 
 
+def test_reward_models_score_each_token(tmp_path: Path) -> None:
+    """As in vLLM; that of processes each step of a solution, whose last token is known."""
+    qwen2 = {**QWEN3, "architectures": ["Qwen2ForRewardModel"], "num_labels": 1}
+    reward = pooling(tmp_path, qwen2)
+    assert reward is not None
+    assert (reward.tasks, reward.pool("token_classify").step_tag_id) == (("token_classify", "classify"), -1)
+    last = pooling(tmp_path, qwen2, pooler_config='{"pooling_type": "LAST"}')
+    assert last is not None
+    assert last.tasks == ("classify", "token_classify")
+    process = {**qwen2, "architectures": ["Qwen2ForProcessRewardModel"]}
+    for config, tag in (
+        ("", 151651),
+        ('{"step_tag_id": 7, "pooling_type": "STEP"}', 7),
+        ('{"pooling_type": "ALL"}', -1),
+    ):
+        steps = pooling(tmp_path, process, pooler_config=config)
+        assert steps is not None
+        assert (steps.tasks[0], steps.pool("token_classify").step_tag_id) == ("token_classify", tag)
+
+
 RETURNED = '{"pooling_type": "STEP", "step_tag_id": 7, "returned_token_ids": [2, 5]}'
 BAD = [
     ({"runner": "generate", "convert": "embed"}, "--convert embed: it needs --runner pooling"),
