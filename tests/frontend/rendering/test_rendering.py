@@ -95,9 +95,9 @@ async def test_all_that_decides_the_tokens_is_rendered() -> None:
     server = Texts(ServerConfig(reasoning_parser="deepseek_r1", responses_store="off"))
     lenient = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}, "strict": False}}
     for fields in (
-        {"timeout": 5.0, "min_tokens": 2},
-        {"response_format": lenient},
-        {"thinking_token_budget": 7},
+        {"seed": 1, "timeout": 5.0, "min_tokens": 2},
+        {"seed": 1, "response_format": lenient},
+        {"seed": 1, "thinking_token_budget": 7},
     ):
         server.submits.clear()
         (rendered,) = await post(server, "/v1/completions/render", {"prompt": "ab", **fields})
