@@ -12,6 +12,7 @@ from meshlm.frontend.retry import KEY, MAX_KEY_LENGTH
 TEXT, METRICS, HTML = "text/plain", "text/plain; version=0.0.4; charset=utf-8", "text/html; charset=utf-8"
 SRT, VTT = "application/x-subrip", "text/vtt"
 EVENTS = "text/event-stream"
+WITH_SLASHES = ("model", "item_id")
 Json = dict[str, Any]
 
 
@@ -42,6 +43,12 @@ class Operation(NamedTuple):
     error: type[Struct] = responses.ErrorResponse
     is_form: bool = False
     texts: tuple[str, ...] = ()  # content types that the answer has instead, where they are asked for
+
+    @property
+    def pattern(self) -> str:
+        """The path as the router has it: a parameter at its end may have slashes, where clients have made the names."""
+        name = next((name for name in WITH_SLASHES if self.path.endswith(f"{{{name}}}")), "")
+        return self.path.replace(f"{{{name}}}", f"{{{name}:path}}") if name else self.path
 
     @property
     def generates(self) -> bool:

@@ -92,11 +92,8 @@ class Routes:
         paths: dict[str, dict[str, Endpoint]] = {}
         for op in self._operations():
             endpoint = Endpoint(attrgetter(op.handler)(self), self._backend.refused)
-            paths.setdefault(op.path, {}).update(dict.fromkeys(op.methods, endpoint))
-        routes = [
-            Route(path.replace("{model}", "{model:path}"), ByMethod(endpoints), methods=list(endpoints))
-            for path, endpoints in paths.items()
-        ]
+            paths.setdefault(op.pattern, {}).update(dict.fromkeys(op.methods, endpoint))
+        routes = [Route(path, ByMethod(endpoints), methods=list(endpoints)) for path, endpoints in paths.items()]
         server = self._backend.config.server
         cors = Middleware(
             CORSMiddleware,

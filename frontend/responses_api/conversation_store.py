@@ -2,6 +2,7 @@
 
 import sqlite3
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ SCHEMA = """
 CREATE TABLE IF NOT EXISTS conversations(
     id TEXT PRIMARY KEY, key TEXT NOT NULL, created INTEGER NOT NULL, metadata BLOB NOT NULL, used REAL NOT NULL,
     size INTEGER NOT NULL);
+CREATE INDEX IF NOT EXISTS conversations_by_owner ON conversations(key, used, size);
 CREATE TABLE IF NOT EXISTS items(
     conversation TEXT NOT NULL, place INTEGER NOT NULL, id TEXT NOT NULL, data BLOB NOT NULL, PRIMARY KEY(conversation, place));
 """
@@ -41,7 +43,8 @@ class Conversations:
         ).fetchone()
         if row is None:
             return None
-        self._db.execute("UPDATE conversations SET used = ? WHERE id = ?", (now, name))
+        with suppress(sqlite3.OperationalError):  # a disk that is full can be read
+            self._db.execute("UPDATE conversations SET used = ? WHERE id = ?", (now, name))
         return Conversation(*row)
 
     def delete(self, name: str) -> None:

@@ -96,6 +96,13 @@ class ResponseFormat:
         self.events.clear()
         return events
 
+    def is_not_stored(self) -> None:
+        """After the end: the answer says so."""
+        assert self._final is not None
+        self._final["store"] = False
+        if self.last_events:
+            self.last_events = self._event(f"response.{self._final['status']}", {"response": self._final})
+
     def body(self, turn: TurnResponse) -> bytes:
         return _encode(self._final)
 

@@ -83,6 +83,10 @@ class ResponseRoutes:
         body = body._replace(fields=fields)
         ask = await self._parsed(fields, body.unknown, before, len(body.raw))
         name = again.key if again else ask.request_id or uuid.uuid4().hex
+        if stores and "/" in name:
+            raise HttpError(
+                400, "request_id: a response that is stored is found by it in a path, so it has no '/'", "request_id"
+            )
         if fields.background:
             return await self._begin(request, body, ask, f"resp_{name}", key)
         answering = Answering(fields, ask, stores=stores)
@@ -150,12 +154,20 @@ class ResponseRoutes:
         return msgspec.structs.replace(fields, input=resolved)
 
     async def _keep(self, answering: "Answering", fields: ResponsesRequest, key: str) -> None:
-        """Stores an answer, before its client has the end of it."""
+        """Stores an answer, before its client has the end of it. Where the store fails it is answered all the same, and says `store`
+        false."""
         turn = answering.turn
         assert turn is not None
         status, answer = answering.format.outcome()
         new = self._stored(turn.request_id, key, fields, status, turn.created, answer)
-        if not await self._shelf.put(new):
+        try:
+            is_kept = await self._shelf.put(new)
+        except HttpError as error:
+            if error.status < 500 or new.previous.startswith(CONVERSATION):  # which would lack this turn
+                raise
+            answering.format.is_not_stored()
+            return
+        if not is_kept:
             raise HttpError(400, f"request_id: there is another response {turn.request_id!r}", "request_id")
 
     @staticmethod

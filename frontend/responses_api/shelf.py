@@ -12,15 +12,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
+import structlog
 
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.responses_api.records import Chunk, Conversation, Stored, Written
+from meshlm.runtime.logs import Limited
 
 if TYPE_CHECKING:  # sqlite3 is loaded with the file
     from meshlm.frontend.responses_api.store import Store
 
 Found = TypeVar("Found")
+FULL = "this key's responses that are computed in the background take all the room of the store; try again when some are ended"
 FILE = "responses.sqlite"
+
+_log = Limited(structlog.get_logger())
 
 
 class Shelf:
@@ -36,15 +41,22 @@ class Shelf:
     async def _do(self, work: "Callable[[Store], Found]") -> Found:
         import sqlite3
 
+        from meshlm.frontend.responses_api.store import StoreFull
+
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "responses")
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(self._open()))
+        except StoreFull:
+            raise HttpError(503, FULL, kind="overloaded_error") from None
         except sqlite3.Error as error:
-            raise HttpError(500, f"the store of responses failed: {error}", kind="internal_error") from None
+            raise self._failed(str(error)) from None
         except OSError as error:
-            text = f"the store of responses failed: {error.strerror}"
-            raise HttpError(500, text, kind="internal_error") from None
+            raise self._failed(error.strerror or str(error)) from None
+
+    def _failed(self, cause: str) -> HttpError:
+        _log.error("the store of responses failed", cause=cause, file=str(self.path))
+        return HttpError(500, f"the store of responses failed: {cause}", kind="internal_error")
 
     def _open(self) -> "Store":
         from meshlm.frontend.responses_api.store import Store

@@ -2,13 +2,14 @@
 
 A response that is computed in the background has a holder, the frontend that computes it, whose lease runs out if it dies. Its events
 are written here before any client has them, together with the number of tokens that they tell: who takes it over goes on exactly there.
-Nothing of a response is found without the key that it was made with. What is used least goes first when there is too much.
+Nothing of a response is found without the key that it was made with. When there is too much, the key that has the most loses what it
+uses least: no key's responses make room for another one's as long as it has less.
 """
 
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -26,8 +27,7 @@ CREATE TABLE IF NOT EXISTS responses(
     previous TEXT NOT NULL, salt TEXT NOT NULL, used REAL NOT NULL, size INTEGER NOT NULL, holder TEXT NOT NULL, lease REAL,
     tokens INTEGER NOT NULL, next_event INTEGER NOT NULL, attempts INTEGER NOT NULL,
     answer BLOB NOT NULL, items BLOB NOT NULL, request BLOB NOT NULL);
-CREATE INDEX IF NOT EXISTS by_size ON responses(size);
-CREATE INDEX IF NOT EXISTS by_use ON responses(used);
+CREATE INDEX IF NOT EXISTS by_owner ON responses(key, used, size);
 CREATE INDEX IF NOT EXISTS leased ON responses(lease) WHERE lease IS NOT NULL;
 CREATE TABLE IF NOT EXISTS item_ids(id TEXT NOT NULL, response TEXT NOT NULL, PRIMARY KEY(id, response)) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS by_response ON item_ids(response);
@@ -37,6 +37,10 @@ CREATE TABLE IF NOT EXISTS events(
 
 
 _COLUMNS = ", ".join(Stored.__struct_fields__)
+
+
+class StoreFull(Exception):
+    """There is no room for one more that is computed in the background; those that are computed are not forgotten."""
 
 
 class Store:
@@ -54,7 +58,8 @@ class Store:
         with self._transaction():
             for statement in (_SCHEMA + conversation_store.SCHEMA).split(";"):
                 self._db.execute(statement)
-            self._db.execute(f"PRAGMA user_version={VERSION}")
+            if version != VERSION:
+                self._db.execute(f"PRAGMA user_version={VERSION}")
 
         self.conversations = conversation_store.Conversations(self._db)
 
@@ -67,13 +72,14 @@ class Store:
         try:
             yield
         except BaseException:
-            self._db.execute("ROLLBACK")
+            if self._db.in_transaction:  # a full disk has ended it already
+                self._db.execute("ROLLBACK")
             raise
         self._db.execute("COMMIT")
 
     def put(self, new: Stored, now: float, chunk: Chunk | None = None) -> bool:
         """Adds a response with its first events, in the place of one of the same name and key that is ended. False where another has
-        the name."""
+        the name. StoreFull."""
         size = len(new.answer) + len(new.items) + len(new.request)
         values = {name: getattr(new, name) for name in Stored.__struct_fields__} | {"used": now, "size": size}
         names = ", ".join(values)
@@ -91,7 +97,7 @@ class Store:
                 self._add(new.id, chunk)
             if changed and new.status in ENDED:
                 self._end_turn(new.id)
-            self._fit()
+            self._fit(new.key if new.lease is not None else None)
         return changed > 0
 
     def get(self, response_id: str, key: str, now: float) -> Stored | None:
@@ -102,7 +108,8 @@ class Store:
         ).fetchone()
         if row is None:
             return None
-        self._db.execute("UPDATE responses SET used = ? WHERE id = ?", (now, response_id))
+        with suppress(sqlite3.OperationalError):  # a disk that is full can be read
+            self._db.execute("UPDATE responses SET used = ? WHERE id = ?", (now, response_id))
         return _stored(row)
 
     def delete(self, response_id: str, key: str) -> bool:
@@ -236,21 +243,39 @@ class Store:
         self._db.execute("DELETE FROM events WHERE response = ?", (response_id,))
         self._db.execute("DELETE FROM item_ids WHERE response = ?", (response_id,))
 
-    def _fit(self) -> None:
-        """Forgets what is used least, until the rest fits. What is being computed stays."""
-        both = "SELECT size FROM responses UNION ALL SELECT size FROM conversations"
-        count, size = self._db.execute(f"SELECT count(*), coalesce(sum(size), 0) FROM ({both})").fetchone()
-        while count > self._max_count or size > self._max_bytes:
-            row = self._db.execute(
-                "SELECT id, size, used FROM responses WHERE lease IS NULL UNION ALL SELECT id, size, used FROM conversations "
-                "ORDER BY used LIMIT 1"
-            ).fetchone()
-            if row is None:
-                return
-            self._db.execute("DELETE FROM responses WHERE id = ?", row[:1])
-            self._forget(row[0])
-            self.conversations.delete(row[0])
-            count, size = count - 1, size - row[1]
+    def _fit(self, begins: str | None = None) -> None:
+        """Forgets until the rest fits: of the key that has the most, by what there is too much of, what it uses least. What is being
+        computed stays. `begins`: the key for which one begins to be computed; StoreFull where that is the key with the most and
+        nothing else of it can go."""
+        all_of_both = "SELECT key, size FROM responses UNION ALL SELECT key, size FROM conversations"
+        count, size = self._db.execute(f"SELECT count(*), coalesce(sum(size), 0) FROM ({all_of_both})").fetchone()
+        if count <= self._max_count and size <= self._max_bytes:
+            return
+        rows = self._db.execute(f"SELECT key, count(*), sum(size) FROM ({all_of_both}) GROUP BY key")
+        shares = {key: (num, num_bytes) for key, num, num_bytes in rows}
+        while shares and (count > self._max_count or size > self._max_bytes):
+            unit = 0 if count > self._max_count else 1
+            key = max(shares, key=lambda one: shares[one][unit])
+            if (found := self._least_used(key)) is None:
+                if key == begins:
+                    raise StoreFull
+                del shares[key]  # all of it is being computed
+                continue
+            name, freed = found
+            self._db.execute("DELETE FROM responses WHERE id = ?", (name,))
+            self._forget(name)
+            self.conversations.delete(name)
+            shares[key] = (shares[key][0] - 1, shares[key][1] - freed)
+            count, size = count - 1, size - freed
+
+    def _least_used(self, key: str) -> tuple[str, int] | None:
+        """The name and the size of what this key uses least, of what is ended."""
+        row: tuple[str, int] | None = self._db.execute(
+            "SELECT id, size FROM (SELECT id, size, used FROM responses WHERE key = :key AND lease IS NULL "
+            "UNION ALL SELECT id, size, used FROM conversations WHERE key = :key) ORDER BY used LIMIT 1",
+            {"key": key},
+        ).fetchone()
+        return row
 
 
 def _stored(row: Sequence[object]) -> Stored:

@@ -1,5 +1,6 @@
 """The file that keeps responses."""
 
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,8 @@ import msgspec
 import pytest
 
 from meshlm.frontend.responses_api import store
-from meshlm.frontend.responses_api.records import Chunk, Stored, Written
-from meshlm.frontend.responses_api.store import Store
+from meshlm.frontend.responses_api.records import Chunk, Conversation, Stored, Written
+from meshlm.frontend.responses_api.store import Store, StoreFull
 
 LEAST = b'{"output": [], "x": "%b"}' % (b"x" * 80)
 AGAIN = b'{"output": [], "by": "it"}'
@@ -81,3 +82,72 @@ def test_many_events_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.Monke
         after, found = chunks[-1].first, found + len(chunks)
     assert found == 9
     shelf.close()
+
+
+def kept(shelf: Store, key: str, names: list[str]) -> list[str]:
+    return [name for name in names if shelf.get(name, key, 99.0) is not None]
+
+
+def test_a_key_that_has_more_makes_room_for_those_that_have_less(tmp_path: Path) -> None:
+    """One key's small requests took the places of all others' responses."""
+    shelf = Store(tmp_path / "s", 10, 1 << 20)
+    shelf.put(stored("a", key="one"), 0.0)
+    shelf.put(stored("b", key="two"), 0.1)
+    shelf.put_conversation(Conversation("conv_c", "three", 0, b"{}"), [], 0.2)
+    many = [str(number) for number in range(40)]
+    for number, name in enumerate(many):
+        shelf.put(stored(name, key="many"), 1.0 + number)
+    assert kept(shelf, "one", ["a"]) == ["a"]
+    assert kept(shelf, "two", ["b"]) == ["b"]
+    assert shelf.conversations.get("conv_c", "three", 99.0) is not None
+    assert kept(shelf, "many", many) == many[-7:]
+    for number in range(5):
+        shelf.put(stored(f"one{number}", key="one"), 50.0 + number)
+    assert len(kept(shelf, "many", many)) == 4, "the key with the most has lost what it used least"
+    assert len(kept(shelf, "one", ["a", *(f"one{number}" for number in range(5))])) == 4
+    shelf.close()
+
+
+def test_large_responses_make_room_of_their_own_key(tmp_path: Path) -> None:
+    shelf = Store(tmp_path / "s", 99, 1000)
+    for name in "ab":
+        shelf.put(stored(name, key="one"), 0.0)
+    for number in range(9):
+        shelf.put(stored(str(number), key="large", answer=b'{"output": [], "x": "%b"}' % (b"x" * 300)), 1.0 + number)
+    assert kept(shelf, "one", ["a", "b"]) == ["a", "b"]
+    assert kept(shelf, "large", [str(number) for number in range(9)]) == ["7", "8"]
+    shelf.put(stored("huge", key="large", answer=b'{"output": [], "x": "%b"}' % (b"x" * 2000)), 200.0)
+    assert kept(shelf, "large", ["7", "8", "huge"]) == []
+    assert kept(shelf, "one", ["a", "b"]) == ["a", "b"]
+    shelf.close()
+
+
+def test_what_is_computed_for_one_key_takes_no_room_of_others(tmp_path: Path) -> None:
+    shelf = Store(tmp_path / "s", 4, 1 << 20)
+    shelf.put(stored("a", key="one"), 0.0)
+    for number in range(3):
+        assert shelf.put(stored(str(number), key="many", status="queued", lease=99.0, holder="h"), 1.0)
+    with pytest.raises(StoreFull):
+        shelf.put(stored("4", key="many", status="queued", lease=99.0, holder="h"), 2.0)
+    assert kept(shelf, "many", ["0", "1", "2", "4"]) == ["0", "1", "2"]
+    assert kept(shelf, "one", ["a"]) == ["a"]
+    shelf.write("h", [Written("0", None, 1, 1, "completed", LEAST)], 50.0)
+    assert shelf.put(stored("4", key="many", status="queued", lease=99.0, holder="h"), 3.0)
+    assert kept(shelf, "many", ["0", "1", "2", "4"]) == ["1", "2", "4"]
+    shelf.close()
+
+
+def test_a_full_disk_is_told_as_what_it_is_and_can_be_read(tmp_path: Path) -> None:
+    shelf = Store(tmp_path / "s", 99, 1 << 30)
+    shelf.put(stored("a"), 0.0)
+    full(shelf)
+    with pytest.raises(sqlite3.OperationalError, match="full"):
+        shelf.put(stored("b", answer=b'{"output": [], "x": "%b"}' % (b"x" * 100_000)), 1.0)
+    assert kept(shelf, "k", ["a", "b"]) == ["a"]
+    shelf.close()
+
+
+def full(shelf: Store) -> None:
+    """No page more."""
+    (pages,) = shelf._db.execute("PRAGMA page_count").fetchone()
+    shelf._db.execute(f"PRAGMA max_page_count = {pages}")

@@ -163,3 +163,65 @@ async def test_a_server_may_store_nothing() -> None:
                 await client.post("/responses", body={"model": "tiny", "input": "hi", field: True}, cast_to=object)
         with pytest.raises(openai.NotFoundError):
             await client.responses.retrieve(answer.id)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_where_the_store_fails_the_answer_comes_all_the_same(frontends: Frontend, stream: bool) -> None:
+    """It was computed: the client gets it, and reads that it is not stored."""
+    backend = frontends()
+    async with client_of(backend) as client:
+        first = await client.responses.create(model="tiny", input="hi")
+        break_store(backend)
+        body: Any = {"reasoning": OFF}
+        answer: Any = await client.responses.create(model="tiny", input="x" * 100_000, stream=stream, extra_body=body)
+        if stream:
+            events = [event async for event in answer]
+            assert [event.sequence_number for event in events] == list(range(len(events)))
+            answer = events[-1].response
+        assert (answer.status, answer.output_text) == ("completed", "Hello you")
+        assert answer.to_dict()["store"] is False
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(answer.id)
+        assert await client.responses.retrieve(first.id) == first
+
+
+async def test_a_conversation_that_would_lack_a_turn_says_why(frontends: Frontend) -> None:
+    backend = frontends()
+    async with client_of(backend) as client:
+        conversation = await client.conversations.create()
+        break_store(backend)
+        with pytest.raises(openai.InternalServerError, match="database or disk is full"):
+            await client.responses.create(model="tiny", input="x" * 100_000, conversation=conversation.id)
+        with pytest.raises(openai.InternalServerError, match="database or disk is full"):
+            await client.responses.create(model="tiny", input="x" * 100_000, background=True)
+
+
+def break_store(backend: Scripted) -> None:
+    """Its disk is full."""
+    shelf = backend.routes.responses._shelf
+    assert shelf._store is not None
+    (pages,) = shelf._store._db.execute("PRAGMA page_count").fetchone()
+    shelf._store._db.execute(f"PRAGMA max_page_count = {pages}")
+
+
+async def test_a_name_that_no_path_reaches_is_refused(frontends: Frontend) -> None:
+    async with client_of(frontends()) as client:
+        for fields in ({}, {"background": True}):
+            with pytest.raises(openai.BadRequestError, match="request_id"):
+                await client.responses.create(model="tiny", input="hi", extra_body={"request_id": "a/b", **fields})
+        answer = await client.responses.create(model="tiny", input="hi", extra_body={"request_id": "a/b"}, store=False)
+        assert answer.id == "resp_a/b"
+        named = await client.responses.create(model="tiny", input="hi", extra_body={"request_id": "a?c#d%2f.."})
+        assert (await client.responses.retrieve(named.id)).id == named.id
+
+
+async def test_an_item_with_a_slash_in_its_name_is_found(frontends: Frontend) -> None:
+    async with client_of(frontends()) as client:
+        conversation = await client.conversations.create()
+        item: Any = {"type": "message", "role": "user", "content": "hi", "id": "a/b"}
+        await client.conversations.items.create(conversation.id, items=[item])
+        found = await client.conversations.items.retrieve("a/b", conversation_id=conversation.id)
+        assert found.to_dict()["id"] == "a/b"
+        await client.conversations.items.delete("a/b", conversation_id=conversation.id)
+        with pytest.raises(openai.NotFoundError):
+            await client.conversations.items.retrieve("a/b", conversation_id=conversation.id)
