@@ -6,6 +6,8 @@ from meshlm.supervisor.settings.flags import Setting, settings
 
 EVERYTHING = ("", "all", "page")
 GROUPS = "listgroup"
+OF_VLLM = {"frontend": "server", "loadconfig": "model", "compilationconfig": "worker", "deviceconfig": "worker"}
+"""Groups of vLLM's help that have another name here."""
 
 
 def asked(words: Sequence[str]) -> str | None:
@@ -25,7 +27,7 @@ def lines(word: str) -> list[str]:
     groups = list(dict.fromkeys(setting.section for setting in every))
     if word == GROUPS:
         return [f"groups for --help=GROUP: {', '.join(groups)}"]
-    group = word.removesuffix("config")  # vLLM's groups are called ModelConfig and so on
+    group = OF_VLLM.get(word, word.removesuffix("config"))  # vLLM's groups are called ModelConfig and so on
     if group in groups:
         return [line for setting in every if setting.section == group for line in _shown(setting)]
     plain_word = word.strip("-").replace("_", "-")

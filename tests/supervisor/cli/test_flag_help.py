@@ -12,6 +12,8 @@ from meshlm.supervisor.cli import main
         ("--max-model-len", "--max-model-len", "--max-num-seqs"),
         ("max_model_len", "--max-model-len", "--max-num-seqs"),
         ("ModelConfig", "--served-model-name", "--host"),
+        ("Frontend", "--host", "--served-model-name"),
+        ("LoadConfig", "--load-format", "--host"),
         ("server", "--host", "--served-model-name"),
         ("listgroup", "scheduler, worker", "--host"),
         ("nonsense", "no flag speaks of 'nonsense'", "--host"),
