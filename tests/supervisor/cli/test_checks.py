@@ -1,6 +1,7 @@
 """`meshlm serve --dry-run` refuses, with an exit code, what a worker or detokenizer would refuse before it reads weights."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,29 @@ def test_what_is_known_before_weights_are_read(
     out, err = capfd.readouterr()
     assert said.format(folder=folder) in err
     assert code == 2 or "processes of this node:" in out, "the plan is printed all the same"
+
+
+def test_who_is_asked_gets_no_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys are the frontends' alone."""
+    asked: list[tuple[str, dict[str, str]]] = []
+
+    class Asked:
+        returncode = 0
+
+        def __init__(self, _: list[str], stdin: int, env: dict[str, str], **__: object) -> None:
+            asked.append((os.read(stdin, 1 << 20).decode(), env))
+
+        def communicate(self, **_: object) -> tuple[bytes, bytes]:
+            return b"", b""
+
+    monkeypatch.setenv("MESHLM_ADMIN_API_KEY", "secret-admin")
+    monkeypatch.setattr("meshlm.supervisor.cli.checks.subprocess.Popen", Asked)
+    assert dry_run(folder, "--api-key", "secret-client") == 0
+    assert len(asked) == 2
+    for config, environment in asked:
+        assert json.loads(config)["model"]["model"] == str(folder)
+        assert "secret" not in config + str(environment)
+        assert environment["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_a_node_without_detokenizers_needs_no_tokenizer(folder: Path, tmp_path: Path) -> None:
