@@ -8,8 +8,9 @@ from msgspec import Struct
 
 from meshlm.coordinator.core import Coordinator, Event
 from meshlm.coordinator.lockstep import Lockstep
-from meshlm.protocol.admit_edge import Assign
+from meshlm.protocol.admit_edge import Admit, Assign
 from meshlm.protocol.ids import Identity, Incarnation
+from meshlm.runtime import in_hand
 from meshlm.runtime.about import about
 from meshlm.runtime.errors import LinkDown, MessageTooLong
 from meshlm.runtime.events import PeerLost, Received, Tick
@@ -68,7 +69,8 @@ class CoordinatorApp:
     def on_message(self, peer: Identity, message: Struct) -> None:
         if self._mesh is not None:
             begin_ns = time.monotonic_ns()
-            self._do(Received(peer, self._mesh.incarnation_of(peer), message))
+            name = message.work.request_id if isinstance(message, Admit) else ""
+            in_hand.holding(name, self._do, Received(peer, self._mesh.incarnation_of(peer), message))
             if self._mesh.timeline.on:
                 self._mesh.timeline.note(type(message).__name__, "loop", begin_ns)
 
@@ -84,6 +86,9 @@ class CoordinatorApp:
 
     def beat(self) -> tuple[int, str]:
         return self._ticks, "routing"
+
+    def num_requests(self) -> int:
+        return len(self._core.owner) + len(self._core.held) if self._core is not None else 0
 
     async def drain(self, limit_s: float) -> None:
         """Frontends end first and wait for their requests; nothing is left then."""

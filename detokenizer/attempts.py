@@ -16,11 +16,12 @@ from meshlm.detokenizer.request_state import REPETITION_DETECTED, RequestState, 
 from meshlm.protocol.admit_edge import AbortRequests, Admit, Readmit, Routed, SchedulerIncarnation
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.counts import DETOKENIZER
-from meshlm.protocol.ids import COORDINATOR, FinishReason, Identity, RequestId, Role
+from meshlm.protocol.ids import COORDINATOR, ErrorKind, FinishReason, Identity, RequestId, Role
 from meshlm.protocol.token_edge import Disown, StillThere
 from meshlm.runtime.counts import Counts
-from meshlm.runtime.deaths import MAX_DEATHS, one_more, too_many
+from meshlm.runtime.deaths import MAX_DEATHS, one_more, poison, too_many
 from meshlm.runtime.events import PeerLost, PeerUp, Send
+from meshlm.runtime.in_hand import short
 
 
 class Attempts(Journal):
@@ -32,6 +33,7 @@ class Attempts(Journal):
         super().__init__(table, retry_window_s)
         self._incarnations = Incarnations()
         self._aborts = Aborts()
+        self._spares: dict[Identity, bool] = {}  # whether it is known what its last incarnation died of
         self.counts = Counts(DETOKENIZER)
 
     # --- one attempt ---
@@ -134,7 +136,23 @@ class Attempts(Journal):
     def _lost(self, event: PeerLost) -> list[Effect]:
         """The coordinator or a scheduler died, or cannot be reached."""
         self._incarnations.lost(event.identity, event.incarnation)
-        return self._leave(event.identity)
+        self._spares[event.identity] = bool(event.in_hand)
+        return self._blame(event.identity.role, event.in_hand) + self._leave(event.identity)
+
+    def _blame(self, role: Role, in_hand: tuple[str, ...]) -> list[Effect]:
+        """A process died with these in hand. What two die of is refused, as its client sent it: with all choices of the prompt."""
+        if not in_hand:
+            return []
+        named = [request for request in self.by_handle.values() if short(request.work_id) in in_hand]
+        prompts = {request_id for request in named for request_id in request.submit.request_ids}
+        effects: list[Effect] = []
+        for request in [request for request in self.by_handle.values() if request.request_id in prompts]:
+            request.num_in_hand += 1
+            if text := poison(role, request.num_in_hand):
+                row = self._row(request, [], "")
+                self._finish_row(request, row, FinishReason.ERROR, None, text, ErrorKind.POISON)
+                effects += self._say_abort((request.work_id,))
+        return effects
 
     def _leave(self, scheduler: Identity) -> list[Effect]:
         """Requests of this scheduler's earlier incarnations go on elsewhere."""
@@ -163,8 +181,9 @@ class Attempts(Journal):
     def _admit_again(self, request: RequestState) -> list[Effect]:
         """Go on from the journal after a death: of a scheduler that had it, or of the coordinator while it had it."""
         role = Role.COORDINATOR if request.scheduler is None else Role.SCHEDULER
+        died = COORDINATOR if request.scheduler is None else request.scheduler.scheduler
         before = () if len(request.output_token_ids) > request.begun_with else request.deaths
-        request.deaths = one_more(before, role, self.now)
+        request.deaths = before if self._spares.get(died) else one_more(before, role, self.now)
         request.begun_with = len(request.output_token_ids)
         if text := too_many(request.deaths, self.max_deaths):
             self._finish_row(request, self._row(request, [], ""), FinishReason.ERROR, None, text)

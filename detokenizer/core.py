@@ -37,6 +37,7 @@ from meshlm.protocol.text_edge import (
 from meshlm.protocol.token_edge import AttachTokens, Ended, TokenDeltas
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.events import PeerLost, PeerUp, Received, Send, Tick
+from meshlm.runtime.in_hand import hold
 
 ADMIT_AT_ONCE = 16  # choices of a prompt: each is an Admit with the prompt's tokens
 
@@ -145,7 +146,8 @@ class Detokenizer(Attempts):
         if isinstance(submit.task, Pool) and keep:
             truncation = Truncation(keep, submit.text.truncation_side)
         grammar = submit.sampling.grammar
-        return [*effects, Encode(self._next_job, submit.prompt, submit.text.bad_words, grammar, truncation)]
+        named = (requests[0].request_id, submit.suspect)
+        return [*effects, Encode(self._next_job, submit.prompt, submit.text.bad_words, grammar, truncation, *named)]
 
     def is_wanted(self, job: int) -> bool:
         """Whether somebody waits for this prompt still. Threads ask before they begin."""
@@ -215,7 +217,8 @@ class Detokenizer(Attempts):
                 effects += self._stranger(sender, handle) if row not in ended else ()
                 continue
             if start != len(request.output_token_ids) or count != 1 or request.slow or row in detailed:
-                effects += self._known(sender, request, start, tokens[begin:end], ended.get(row), row, deltas)
+                with hold(request.request_id):
+                    effects += self._known(sender, request, start, tokens[begin:end], ended.get(row), row, deltas)
                 frontend = None  # that may have begun another batch
                 continue
             if request.frontend is not frontend:

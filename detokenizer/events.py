@@ -41,6 +41,8 @@ class Encode(Struct, frozen=True):
     bad_words: tuple[str, ...] = ()
     grammar: Grammar | None = None
     truncation: Truncation | None = None
+    name: str = ""  # of the request
+    suspect: bool = False  # see Submit
 
 
 Effect = Encode | Send

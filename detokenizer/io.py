@@ -32,6 +32,7 @@ from meshlm.protocol.text_edge import (
     Detokenize,
     DetokenizeReply,
     EmbedsPrompt,
+    Submit,
     TextDeltas,
     Tokenize,
     TokenizeReply,
@@ -39,11 +40,12 @@ from meshlm.protocol.text_edge import (
     num_bytes_of,
 )
 from meshlm.protocol.token_edge import HANDLED, TokenDeltas
-from meshlm.runtime import tokenizer_files
+from meshlm.runtime import in_hand, tokenizer_files
 from meshlm.runtime.about import about
 from meshlm.runtime.deaths import allowed
 from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong, ProcessFatal, RequestError
 from meshlm.runtime.events import PeerLost, PeerUp, Received, Tick
+from meshlm.runtime.in_hand import question_name
 from meshlm.runtime.mesh import Mesh
 from meshlm.runtime.parsers import budgets
 from meshlm.runtime.tokenizer_files import LoadedTokenizer
@@ -102,6 +104,7 @@ class DetokenizerApp:
         self._num_threads = min(MOST_ENCODE_THREADS, max(2, len(os.sched_getaffinity(0)) // 2))
         self._threads = ThreadPoolExecutor(self._num_threads, "encode")
         self._large_threads = ThreadPoolExecutor(max(1, self._num_threads // 4), "encode-large")
+        self._suspect_thread = ThreadPoolExecutor(1, "encode-suspect")
         self._question_thread = ThreadPoolExecutor(1, "question")
         self._questions = Questions()
         self._answers = False  # the thread of questions is busy
@@ -163,7 +166,10 @@ class DetokenizerApp:
         assert self._mesh is not None
         match effect:
             case Encode(
-                prompt=TokenPrompt() | EmbedsPrompt() | AudioPrompt(prompt=TokenPrompt()), bad_words=(), grammar=None
+                suspect=False,
+                prompt=TokenPrompt() | EmbedsPrompt() | AudioPrompt(prompt=TokenPrompt()),
+                bad_words=(),
+                grammar=None,
             ):
                 event = self._encode(effect)  # nothing that would take long
                 self._do(event)
@@ -205,7 +211,9 @@ class DetokenizerApp:
             self._encode_soon(msgspec.structs.replace(ask, grammar=found))
 
     def _encode_soon(self, ask: Encode) -> None:
-        if self._waiting.get(ask.job, 0) > LARGE_BYTES:
+        if ask.suspect:
+            self._suspect_thread.submit(self._encode_large, ask)
+        elif self._waiting.get(ask.job, 0) > LARGE_BYTES:
             self._large_threads.submit(self._encode_large, ask)
         else:
             self._to_encode.append(ask)
@@ -280,9 +288,9 @@ class DetokenizerApp:
     def _encode(self, ask: Encode) -> Encoded:
         """Encodes one prompt; called in any thread."""
         if self._mesh is None or not self._mesh.timeline.on:
-            return self._encode_now(ask)
+            return in_hand.holding(ask.name, self._encode_now, ask)
         begin_ns = time.monotonic_ns()
-        encoded = self._encode_now(ask)
+        encoded = in_hand.holding(ask.name, self._encode_now, ask)
         self._mesh.timeline.note("encode", threading.current_thread().name, begin_ns)
         return encoded
 
@@ -334,7 +342,8 @@ class DetokenizerApp:
         assert self._core is not None
         core, ask = self._core, question.message
         try:
-            reply = replies.answer(ask, self._encoder, core.table, core.vocab_size, core.max_model_len)
+            with in_hand.hold(question_name(question.sender, ask.handle)):
+                reply = replies.answer(ask, self._encoder, core.table, core.vocab_size, core.max_model_len)
         except BaseException as error:  # a panic of the tokenizer's is no Exception; the client waits for an answer
             self._log_failure("the tokenizer failed")
             kind = TokenizeReply if isinstance(ask, Tokenize) else DetokenizeReply
@@ -356,7 +365,8 @@ class DetokenizerApp:
                 return
         incarnation = self._mesh.incarnation_of(peer) if self._mesh is not None else Incarnation(0)
         begin_ns = time.monotonic_ns() if self._mesh is not None and self._mesh.timeline.on else 0
-        self._do(Received(peer, incarnation, message))
+        name = message.request_ids[0] if isinstance(message, Submit) else ""
+        in_hand.holding(name, self._do, Received(peer, incarnation, message))
         if begin_ns and self._mesh is not None and isinstance(message, TokenDeltas) and message.timings_ns:
             step, planned_ns, *_ = message.timings_ns
             self._mesh.timeline.note("decode", "loop", begin_ns, flow=planned_ns, facts={"step": step})
@@ -368,7 +378,8 @@ class DetokenizerApp:
 
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
         self._questions.lost(peer)
-        self._do(PeerLost(peer, incarnation))
+        named = self._mesh.in_hand_of(peer, incarnation) if self._mesh is not None else ()
+        self._do(PeerLost(peer, incarnation, named))
 
     def flush(self) -> None:
         if self._num_new:
@@ -390,6 +401,9 @@ class DetokenizerApp:
         core = self._core
         return (core.num_tokens, f"{len(core.by_id)} requests") if core else (0, "starting")
 
+    def num_requests(self) -> int:
+        return len(self._core.by_id) if self._core is not None else 0
+
     async def drain(self, limit_s: float) -> None:
         """Frontends end first and wait for their requests; nothing is left then."""
 
@@ -400,5 +414,5 @@ class DetokenizerApp:
         for grammars in (self._sandbox, self._grammars):
             if grammars is not None:
                 grammars.close()
-        for threads in (self._threads, self._large_threads, self._question_thread):
+        for threads in (self._threads, self._large_threads, self._suspect_thread, self._question_thread):
             threads.shutdown(wait=False, cancel_futures=True)

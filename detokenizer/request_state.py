@@ -57,6 +57,7 @@ class RequestState:
         "logprobs",
         "measured",
         "num_crashes",
+        "num_in_hand",
         "num_measured",
         "num_told",
         "output_token_ids",
@@ -111,6 +112,7 @@ class RequestState:
         self.scheduler: SchedulerIncarnation | None = None  # which has this attempt
         self.heard = False  # tokens of this attempt came
         self.deaths: tuple[Death, ...] = ()  # of schedulers and the coordinator, that it met since the last token
+        self.num_in_hand = 0  # deaths of schedulers and the coordinator that had it in hand
         self.begun_with = 0  # tokens that there were after the last such death
         self.num_crashes = 0  # deaths of workers at ranks that gave it back, without a token between them ...
         self.crashed_at = 0  # ... and its tokens then

@@ -28,6 +28,7 @@ class Choice:
         "index",
         "last_at",
         "logprobs",
+        "num_in_hand",
         "num_prompt_tokens",
         "num_told",
         "opened_at",
@@ -57,6 +58,7 @@ class Choice:
         self.num_prompt_tokens = 0  # once its prompt is encoded
         self.num_told = 0  # first tokens that connections before had, and their frontends counted
         self.begun_with = 0  # tokens at this attempt's begin
+        self.num_in_hand = 0  # deaths of detokenizers that had it in hand
         self.deaths: tuple[Death, ...] = ()  # that it met since the last token
         self.retried: tuple[tuple[float, str], ...] = ()  # when its detokenizer was lost, and it went on at another
         self.orphan_since = 0.0  # without a detokenizer; 0: it has one, or nobody has looked yet

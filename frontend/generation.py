@@ -23,6 +23,7 @@ from meshlm.frontend.fingerprint import system_fingerprint
 from meshlm.frontend.http import ByteBudget, EventWriter
 from meshlm.frontend.interval import Interval
 from meshlm.frontend.pacing import Pace, most_waiting
+from meshlm.frontend.poison import PoisonBodies
 from meshlm.frontend.rate_limits import RateLimits
 from meshlm.frontend.responses import Response, WholeResponse, trace_headers
 from meshlm.frontend.speech.stream import SpeechStream
@@ -59,6 +60,7 @@ class Backend(operating.Operates, Protocol):
     rates: RateLimits
     io_processor: IOProcessor | None
     feed: Feed
+    poison: PoisonBodies
 
     def admit(self, ask: parse.ParsedRequest) -> int: ...
     def release(self, cost: int) -> None: ...

@@ -19,6 +19,7 @@ from meshlm.frontend.dashboard.snapshot import Facts
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.http_listener import HttpListener, Listener
 from meshlm.frontend.parse import ParsedRequest
+from meshlm.frontend.poison import PoisonBodies
 from meshlm.frontend.questions import FULL, Questions
 from meshlm.frontend.rate_limits import RateLimits
 from meshlm.frontend.readiness import STOPPING, Readiness
@@ -29,6 +30,7 @@ from meshlm.frontend.stat_loggers import StatLoggers, ended_request
 from meshlm.protocol.control_edge import (
     AskRequests,
     ChangeSettings,
+    Died,
     FrontendRequests,
     MeshProcesses,
     MeshStats,
@@ -87,6 +89,7 @@ class FrontendApp(Readiness):
         self._traces: Traces | None = None
         self._log = RequestLog()
         self.rates = RateLimits("")
+        self.poison = PoisonBodies()
         self.io_processor: io_processors.IOProcessor | None = None
         self._stat_loggers = StatLoggers(structlog.get_logger())
         self._budget = Budget(0)
@@ -95,7 +98,7 @@ class FrontendApp(Readiness):
 
     async def start(self, mesh: Mesh) -> dict[str, str]:
         self._mesh, self.config = mesh, mesh.config
-        self._operations = AskedOperations(mesh.send)
+        self._operations, self._questions.asker = AskedOperations(mesh.send), mesh.identity
         self.rates = RateLimits(mesh.config.run.run_dir)
         self.draws = submits.draws_of(mesh.config.model.seed, mesh.identity.index)
         if mesh.config.resolved is None:
@@ -227,19 +230,15 @@ class FrontendApp(Readiness):
     async def ask(self, message: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply:
         """Asks a detokenizer. A waiting question counts towards the budget; when its client leaves (cancelled), that is told."""
         assert self._mesh is not None
-        most = self._tracker.max_deaths
         size = self._budget.open_question(message.prompt if isinstance(message, Tokenize) else message.token_ids)
         try:
             async with asyncio.timeout(ASK_TIMEOUT_S):
-                for _ in range(most):
-                    target = await self.any_detokenizer()
-                    if (reply := await self._questions.ask(target, message, self._mesh.send)) is not None:
-                        return reply  # else its detokenizer died: another one knows the same
+                most = self._tracker.max_deaths
+                return await self._questions.ask_any(message, self.any_detokenizer, self._mesh.send, most)
         except TimeoutError:
             raise HttpError(504, "the detokenizer did not answer", kind="timeout_error") from None
         finally:
             self._budget.close_question(size)
-        raise HttpError.of(ErrorKind.INTERNAL, f"given up: its detokenizer died {most} times before it answered")
 
     async def operate(self, action: Action) -> OperationDone:
         """Have it done in every worker."""
@@ -337,6 +336,8 @@ class FrontendApp(Readiness):
                 self.feed.told(message)
             case Shutdown(handover=True):
                 self._handing_over = True
+            case Died():
+                self.poison.learn(message)
             case MeshStats():
                 if self._mesh is not None:
                     self._metrics.mesh(message)
@@ -357,8 +358,9 @@ class FrontendApp(Readiness):
 
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
         if peer.role is Role.DETOKENIZER:
-            self._send(self._tracker.detokenizer_down(peer, time.monotonic()))
-            self._questions.detokenizer_lost(peer)
+            named = self._mesh.in_hand_of(peer, incarnation) if self._mesh is not None else ()
+            self._send(self._tracker.detokenizer_down(peer, time.monotonic(), named))
+            self._questions.detokenizer_lost(peer, named)
         elif peer.role is Role.COORDINATOR:
             self._queue_full = False
             if self._operations is not None:
@@ -369,6 +371,9 @@ class FrontendApp(Readiness):
 
     def beat(self) -> tuple[int, str]:
         return self._ticks, f"{self.num_open} requests"
+
+    def num_requests(self) -> int:
+        return self.num_open
 
     async def drain(self, limit_s: float) -> None:
         """Refuse new requests, or leave them to other frontends; wait for the open ones."""

@@ -2,14 +2,17 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterator
 
 from msgspec import Struct
 
 from meshlm.frontend.errors import HttpError
-from meshlm.protocol.ids import ErrorKind, Handle, Identity
+from meshlm.protocol.ids import ErrorKind, Handle, Identity, Role
 from meshlm.protocol.text_edge import Cancel, Detokenize, DetokenizeReply, Tokenize, TokenizeReply
+from meshlm.runtime.deaths import poison
 from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong
+from meshlm.runtime.in_hand import question_name
 
 FULL = "the queue is full; try again"
 Answer = asyncio.Future[TokenizeReply | DetokenizeReply | None]
@@ -18,8 +21,11 @@ Answer = asyncio.Future[TokenizeReply | DetokenizeReply | None]
 class Questions:
     """See the module docstring."""
 
+    asker = Identity(Role.FRONTEND)
+
     def __init__(self) -> None:
         self._open: dict[Handle, tuple[Identity, Answer]] = {}
+        self._blamed: Counter[Handle] = Counter()  # deaths of detokenizers that had one in hand
 
     @contextlib.contextmanager
     def asked(self, detokenizer: Identity, handle: Handle) -> Iterator[Answer]:
@@ -30,6 +36,24 @@ class Questions:
             yield future
         finally:
             del self._open[handle]
+
+    async def ask_any(
+        self,
+        message: Tokenize | Detokenize,
+        target: Callable[[], Awaitable[Identity]],
+        send: Callable[[Identity, Struct], None],
+        most: int,
+    ) -> TokenizeReply | DetokenizeReply:
+        """Asks one detokenizer after the other, which all know the same, until one lives to answer; `most` deaths are too many."""
+        try:
+            for _ in range(most):
+                if (reply := await self.ask(await target(), message, send)) is not None:
+                    return reply
+                if text := poison(Role.DETOKENIZER, self._blamed[message.handle]):
+                    raise HttpError.of(ErrorKind.POISON, text)
+        finally:
+            self._blamed.pop(message.handle, None)
+        raise HttpError.of(ErrorKind.INTERNAL, f"given up: its detokenizer died {most} times before it answered")
 
     async def ask(
         self, target: Identity, message: Tokenize | Detokenize, send: Callable[[Identity, Struct], None]
@@ -54,9 +78,10 @@ class Questions:
         if found is not None and not found[1].done():
             found[1].set_result(reply)
 
-    def detokenizer_lost(self, peer: Identity) -> None:
-        for detokenizer, future in self._open.values():
+    def detokenizer_lost(self, peer: Identity, in_hand: Collection[str] = ()) -> None:
+        for handle, (detokenizer, future) in self._open.items():
             if detokenizer == peer and not future.done():
+                self._blamed[handle] += question_name(self.asker, handle) in in_hand
                 future.set_result(None)
 
     def fail(self, reason: str) -> None:

@@ -24,8 +24,9 @@ from meshlm.protocol.text_edge import (
     TextDeltas,
     piece_len,
 )
-from meshlm.runtime.deaths import MAX_DEATHS, one_more, too_many
+from meshlm.runtime.deaths import MAX_DEATHS, one_more, poison, too_many
 from meshlm.runtime.events import Send
+from meshlm.runtime.in_hand import short
 
 ORPHAN_S = 10.0  # how long requests wait for a detokenizer
 DONE = 4  # its place in TextDeltas.timings_ns
@@ -89,14 +90,29 @@ class RequestTracker:
         self._look_again()
         return self.place()
 
-    def detokenizer_down(self, identity: Identity, now: float) -> list[Send]:
+    def detokenizer_down(self, identity: Identity, now: float, in_hand: tuple[str, ...] = ()) -> list[Send]:
         """A detokenizer was lost: its choices go on at another one, after what their clients have."""
         self.load.pop(identity, None)
         if self._told_to == identity:
             self._told_to, self._num_told = None, 0
-        for choice in [choice for choice in self.by_handle.values() if choice.detokenizer == identity]:
-            self._again(choice, now)
-        return self.place()
+        there = [choice for choice in self.by_handle.values() if choice.detokenizer == identity]
+        refusals = self._blame(there, in_hand)
+        for choice in there:
+            if choice.finished is None:
+                self._again(choice, now, spared=bool(in_hand))
+        return refusals + self.place()
+
+    def _blame(self, there: list[Choice], in_hand: tuple[str, ...]) -> list[Send]:
+        """A detokenizer died with these in hand. A client's request is refused as a whole."""
+        sinks = {choice.sink for choice in there if in_hand and short(choice.submit.request_ids[0]) in in_hand}
+        sends: list[Send] = []
+        for sink in sinks:
+            for choice in sink.choices:
+                choice.num_in_hand += 1
+                choice.submit = msgspec.structs.replace(choice.submit, suspect=True)
+            if text := poison(Role.DETOKENIZER, max(choice.num_in_hand for choice in sink.choices)):
+                sends += self._end([one for one in sink.choices if one.finished is None], ErrorKind.POISON, text)
+        return [send for send in sends if send.to in self.load]
 
     def _look_again(self) -> None:
         """Has `place` look at all orphans, that one first whose logprobs are told."""
@@ -132,12 +148,13 @@ class RequestTracker:
             self._told_to, self._num_told = None, 0
         return sends
 
-    def _again(self, choice: Choice, now: float) -> None:
-        """Another attempt for a choice whose detokenizer died, unless that was one death too many."""
+    def _again(self, choice: Choice, now: float, *, spared: bool = False) -> None:
+        """Another attempt for a choice whose detokenizer died, unless that was one death too many. spared: it died of others."""
         self.by_handle.pop(choice.handle, None)
         have = len(choice.token_ids)
         choice.retried += ((now, "detokenizer_lost"),)
-        choice.deaths = one_more(() if have > choice.begun_with else choice.deaths, Role.DETOKENIZER, now)
+        before = () if have > choice.begun_with else choice.deaths
+        choice.deaths = before if spared else one_more(before, Role.DETOKENIZER, now)
         choice.begun_with = have
         if text := too_many(choice.deaths, self.max_deaths):
             choice.detokenizer = None

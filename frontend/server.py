@@ -31,6 +31,7 @@ from meshlm.frontend.model_card import model_card
 from meshlm.frontend.operation import HTML, METRICS, Operation
 from meshlm.frontend.operations import served
 from meshlm.frontend.operator_routes import OperatorRoutes
+from meshlm.frontend.poison import name_of
 from meshlm.frontend.rendering.routes import Reads, Rendering
 from meshlm.frontend.request_schema import Served
 from meshlm.frontend.responses_api import routes as responses_api
@@ -46,6 +47,7 @@ from meshlm.frontend.vectors import routes as vector_routes
 from meshlm.frontend.web_pages import WebPages
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.text_edge import Detokenize, DetokenizeReply, Prompt, Tokenize, TokenizeReply
+from meshlm.runtime import in_hand
 from meshlm.runtime.api_keys import ApiKeys
 
 # Of POST /invocations: the field that says which route a body is for; the first that is there counts.
@@ -359,11 +361,11 @@ class Routes:
     async def _read(self, request: Request, read: Callable[[Request, bytes], Asked]) -> Asked:
         """What `read`, which changes nothing here, makes of the body. Of a large one in a thread, so that no stream waits for it; one
         after the other."""
-        async with self._body(request) as raw:
+        async with self._body(request) as raw, self._backend.poison.turn(name := name_of(request.url.path, raw)):
             if len(raw) <= bodies.LARGE_BYTES:
-                return read(request, raw)
+                return in_hand.holding(name, read, request, raw)
             async with self._reads_large:
-                return await asyncio.to_thread(read, request, raw)
+                return await asyncio.to_thread(in_hand.holding, name, read, request, raw)
 
     @asynccontextmanager
     async def _body(self, request: Request, is_json: bool = True) -> AsyncIterator[bytes]:

@@ -61,6 +61,7 @@ class Died(Struct, frozen=True, tag="died"):
 
     identity: Identity
     incarnation: Incarnation
+    in_hand: tuple[str, ...] = ()  # the requests that it worked on then, by name (runtime/in_hand.py)
 
 
 class Shutdown(Struct, frozen=True, tag="shutdown"):

@@ -189,6 +189,7 @@ class Submit(Struct, frozen=True, tag="submit"):
     dp_rank: int = -1  # -1: the coordinator chooses
     retry: Retry | None = None
     task: Task = GENERATE
+    suspect: bool = False  # a detokenizer died with it in hand: it is encoded beside no other suspect
 
 
 class Abort(Struct, frozen=True, tag="abort"):

@@ -20,7 +20,8 @@ from meshlm.protocol.ids import Identity
 SIZE = 256 << 10
 _HEADER = struct.Struct("8sQqq")  # magic, bytes ever written, incarnation, pid
 _MAGIC = b"MLMBOX1\n"
-_BEAT, _DATA = 512, 4096  # where the last beat and the events begin
+_BEAT, HANDS, _DATA = 512, 2048, 4096  # where the last beat, what is in hand (in_hand.py) and the events begin
+HANDS_BYTES = _DATA - HANDS
 _POSITION = struct.Struct("Q")
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 SUFFIX, BEFORE = ".events", ".before"
@@ -42,6 +43,7 @@ class BlackBox:
             self._map = mmap.mmap(file, _DATA + SIZE)
         finally:
             os.close(file)
+        self.hands = memoryview(self._map)[HANDS:_DATA]
         self._position = 0
         self._lock = threading.Lock()
         _HEADER.pack_into(self._map, 0, _MAGIC, 0, incarnation, os.getpid())
@@ -69,6 +71,15 @@ class BlackBox:
         self._map[_BEAT : _BEAT + len(line) + 1] = line + b"\n"
 
 
+def incarnation_in(file: int) -> int:
+    """Whose box it is. ValueError for another file."""
+    data = os.pread(file, _HEADER.size, 0)
+    if len(data) < _HEADER.size or not data.startswith(_MAGIC):
+        raise ValueError("this is no black box")
+    incarnation: int = _HEADER.unpack(data)[2]
+    return incarnation
+
+
 class Contents(NamedTuple):
     """What a ring holds. `position` is where the next read goes on."""
 
@@ -94,7 +105,7 @@ def read(file: int, since: int = 0) -> Contents:
     if begin > since:
         lines = lines[1:]  # the rest of one
     events = [event for line in lines if line and (event := _object(line)) is not None]
-    beat = _object(data[_BEAT:_DATA].partition(b"\n")[0]) or {}
+    beat = _object(data[_BEAT:HANDS].partition(b"\n")[0]) or {}
     return Contents(incarnation, pid, beat, events, position, begin - since)
 
 

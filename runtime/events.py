@@ -28,6 +28,7 @@ class PeerLost(Struct, frozen=True):
 
     identity: Identity
     incarnation: Incarnation
+    in_hand: tuple[str, ...] = ()  # the requests that it died with in hand, as far as it is known
 
 
 class Tick(Struct, frozen=True):

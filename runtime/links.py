@@ -73,6 +73,15 @@ class Links:
         self.peers: dict[Identity, Peer] = {}
         self.newcomers = Newcomers(me, config)
         self.hello = Hello("", "")
+        self.in_hand: dict[
+            tuple[Identity, Incarnation], tuple[str, ...]
+        ] = {}  # the requests of processes that died with some
+
+    def note_death(self, died: control.Died) -> None:
+        """Keeps what it had in hand, as long as it is the last of its place that died."""
+        self.in_hand = {dead: names for dead, names in self.in_hand.items() if dead[0] != died.identity}
+        if died.in_hand:
+            self.in_hand[died.identity, died.incarnation] = died.in_hand
 
     def address_of(self, identity: Identity) -> str:
         """The address where a process of this host listens."""

@@ -16,6 +16,7 @@ import structlog
 
 from meshlm.protocol.config import RunConfig, log_levels
 from meshlm.protocol.ids import Identity
+from meshlm.runtime import in_hand
 from meshlm.runtime.black_box import BlackBox, path_of
 from meshlm.runtime.log_writer import LogWriter
 from meshlm.runtime.readable import readable
@@ -49,6 +50,7 @@ def keep(run_dir: Path, identity: Identity, incarnation: int) -> BlackBox | None
     except OSError as error:
         complain(f"{identity}: no last events are kept: {error.strerror}", "warning")
         return None
+    in_hand.begin(_box)
     record("process began", process=str(identity), pid=os.getpid())
     return _box
 

@@ -139,6 +139,10 @@ class Mesh:
         link = self._peers.get(peer)
         return link.session.peer_incarnation if link and link.session.state is SessionState.OPEN else Incarnation(0)
 
+    def in_hand_of(self, peer: Identity, incarnation: Incarnation) -> tuple[str, ...]:
+        """The requests that this incarnation died with in hand, if the supervisor said so."""
+        return self._links.in_hand.get((peer, incarnation), ())
+
     def sent(self) -> dict[str, int]:
         """The messages of each open link's present session, by the peer's name."""
         links = self._peers.items()
@@ -261,8 +265,8 @@ class Mesh:
             return
         if type(message) is control.Died:
             self._on_died(message)
-            if self.identity.role is not Role.SUPERVISOR:  # other nodes' supervisors tell each other
-                return
+            if self.identity.role not in (Role.SUPERVISOR, message.identity.role):
+                return  # other nodes' supervisors tell each other; a frontend hears what frontends before it died of
         self._listener.on_message(sender, message)
 
     def _on_opened(self, sender: Identity, link: Peer, opened: Opened) -> None:
@@ -305,6 +309,7 @@ class Mesh:
             self._limited.error("no link", peer=str(member.identity), reason=str(error))
 
     def _on_died(self, died: control.Died) -> None:
+        self._links.note_death(died)
         if (link := self._peers.get(died.identity)) is None:
             return
         incarnation = link.session.peer_incarnation  # maybe an earlier one, of whose death nobody told

@@ -28,7 +28,7 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.config.log_levels import level_of
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.protocol.timeline import RecordTimeline
-from meshlm.runtime import logs, numa, streams
+from meshlm.runtime import in_hand, logs, numa, streams
 from meshlm.runtime.errors import ContextTooLong, ProcessFatal
 from meshlm.runtime.mesh import Mesh
 
@@ -53,6 +53,10 @@ class App(Protocol):
 
     def beat(self) -> tuple[int, str]:
         """Step count and phase, as the thread that works left them."""
+        ...
+
+    def num_requests(self) -> int:
+        """How many requests it has: a death without any is none of theirs."""
         ...
 
     async def drain(self, limit_s: float) -> None:
@@ -240,6 +244,7 @@ class _Process:
 
     def _say_beat(self) -> None:
         step, phase = self._app.beat()
+        in_hand.count(self._app.num_requests())
         rss = int(os.pread(self._statm, 256, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE")
         self._mesh.tell_supervisor(control.Heartbeat(step, phase, rss, self._mesh.sent()))
         if self._box is not None:

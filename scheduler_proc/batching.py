@@ -21,6 +21,7 @@ from meshlm.protocol.kv import KVSpec, step_tokens
 from meshlm.protocol.step_edge import HASH_BYTES, NewRow, StepPlan, WorkerReady
 from meshlm.protocol.tasks import PoolKind
 from meshlm.runtime.counts import Counts
+from meshlm.runtime.in_hand import hold
 from meshlm.scheduler_proc import sizes
 from meshlm.scheduler_proc.budget import StepBudget
 from meshlm.scheduler_proc.kv.cache import KVCache
@@ -28,6 +29,7 @@ from meshlm.scheduler_proc.kv.residency import Residency
 from meshlm.scheduler_proc.limits import Limits
 from meshlm.scheduler_proc.plan import Inflight, PlanBuilder
 from meshlm.scheduler_proc.request import Request, RequestState
+from meshlm.scheduler_proc.trial import Trial
 
 OrderKey = tuple[int, float, str]
 QUEUE_SAMPLE = 64  # waiting requests that are looked at to know how much work waits
@@ -69,7 +71,7 @@ class Batching:
         self.now_ns = 0  # of the plan that is being made
         self.cache_queries = 0  # tokens
         self.cache_hits = 0  # tokens
-        self._on_trial: Request | None = None  # the suspect (suspects.py) that is computed, until its next token
+        self._trial = Trial(limits.max_crashes)
         self._token_bytes = 0  # of the running requests' log-probabilities and vectors in each step
         self._free_rows = [Row(row) for row in reversed(range(min(num_rows, limits.max_num_seqs)))]
         self._removed_rows: list[Row] = []
@@ -272,25 +274,25 @@ class Batching:
             request = self.waiting[at]
             # It was preempted with results outstanding, or its grammar is being compiled: others may pass.
             waits = request.num_output_placeholders or (request.grammar is not None and request.grammar.missing)
-            if waits or (self.drains and not request.has_begun) or self._waits_for_trial(request):
+            if waits or (self.drains and not request.has_begun) or self._trial.keeps_waiting(request):
                 at += 1
                 continue
-            num_cached = self.kv.match(request)
-            count = self._startable(builder, request, num_cached, left)
-            if not count or self.kv.grow(request, num_cached + count, builder.decodes) is None:
-                self.kv.free(request)
+            with hold(request.work.request_id):
+                count = self._begin(builder, request, at, left)
+            if not count:
                 return
-            self._start(builder, request, at, num_cached)
             left -= count
-            self._advance(builder, request, count, len(request.tokens))
 
-    def _waits_for_trial(self, request: Request) -> bool:
-        """Whether a suspect is being computed, and the request is another one, or new. If not, it is the suspect's turn."""
-        most, now = self.limits.max_crashes, self._on_trial
-        busy = now is not None and now.state is RequestState.RUNNING and now.is_suspect(most)
-        if not busy:
-            self._on_trial = request if request.is_suspect(most) else None
-        return busy and (request.is_suspect(most) or not request.has_begun)
+    def _begin(self, builder: PlanBuilder, request: Request, at: int, left: int) -> int:
+        """Have the step compute the first tokens of waiting request number `at`; their number, 0 where there is no room."""
+        num_cached = self.kv.match(request)
+        count = self._startable(builder, request, num_cached, left)
+        if not count or self.kv.grow(request, num_cached + count, builder.decodes) is None:
+            self.kv.free(request)
+            return 0
+        self._start(builder, request, at, num_cached)
+        self._advance(builder, request, count, len(request.tokens))
+        return count
 
     def _cut(self, start: int, count: int, left: int) -> int:
         """The number of `count` tokens from `start` on that a step with room for `left` computes."""

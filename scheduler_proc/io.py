@@ -4,10 +4,12 @@ import time
 
 from msgspec import Struct
 
+from meshlm.protocol.admit_edge import Assign
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.protocol.step_edge import StepFailed, StepPlan, StepResult
 from meshlm.protocol.token_edge import TokenDeltas
+from meshlm.runtime import in_hand
 from meshlm.runtime.about import about, requests
 from meshlm.runtime.errors import LinkDown, MessageTooLong, ProcessFatal
 from meshlm.runtime.events import Event, PeerLost, PeerUp, Received, Send, Tick
@@ -126,7 +128,8 @@ class SchedulerApp:
         if isinstance(message, StepFailed) and self._core is not None and message.session == self._core.session:
             self._say_lost(message.message, 1)
         incarnation = self._mesh.incarnation_of(peer) if self._mesh is not None else Incarnation(0)
-        self._do(Received(peer, incarnation, message))
+        name = message.work.request_id if isinstance(message, Assign) else ""
+        in_hand.holding(name, self._do, Received(peer, incarnation, message))
 
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
         self._do(PeerUp(peer, incarnation))
@@ -167,6 +170,9 @@ class SchedulerApp:
         if not core.serving:
             return core.num_steps, "its workers sleep" if core.workers.asleep else "waiting for its workers"
         return core.num_steps, f"{len(core.requests)} requests" if core.requests else "idle"
+
+    def num_requests(self) -> int:
+        return len(self._core.requests) if self._core is not None else 0
 
     async def drain(self, limit_s: float) -> None:
         """Frontends end first and wait for their requests; nothing is left then."""

@@ -2,7 +2,7 @@
 
 All requests of a step that ends so are under suspicion, though one at most has done it. Most deaths are nobody's doing, so after the
 first all go on together. Those under whom a worker died `max_crashes` times without a token between them, and those of a step that
-failed, are suspects: of these one at a time is computed (`Batching` sees to that) until it gets its next token, beside others that
+failed, are suspects: of these one at a time is computed (trial.py) until it gets its next token, beside others that
 run well, and nobody new begins meanwhile. When it happens again the one suspect in the step has done it, and ends; whoever shared
 the step with it goes on.
 """

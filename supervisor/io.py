@@ -6,6 +6,7 @@ Used by `meshlm serve` and by the Python API, each in an event loop of its own.
 import asyncio
 import signal
 import time
+from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from meshlm.supervisor.settings import changes
 TICK_S = 0.1
 STEPS_END_S = 2.0  # so long the mesh has to end its steps, before its processes are asked to end
 GONE_S = 10.0  # that killed processes have for being gone: a GPU's driver takes some time to free what they had
+MAX_IN_HAND = 64
 KILL_AFTER_S = 5.0  # a child asked to stop has its drain time and this much more
 
 
@@ -48,6 +50,7 @@ class Supervisor:
         self._display, self.line = display, display.line
         self._run_dir, self._drain_s = Path(config.run.run_dir), config.run.drain_timeout
         self._dead: dict[Identity, edge.Died] = {}  # the last incarnation that ended, of each that has had one
+        self._in_hand: deque[edge.Died] = deque(maxlen=MAX_IN_HAND)  # deaths of frontends, for those that follow them
         self._group = rolling.Rolling.of(members, config)
         self.operations = Operations(self._group, self._do, self._refuse, self.stop, self._elsewhere, self.send)
         self._loop = asyncio.get_running_loop()
@@ -164,7 +167,7 @@ class Supervisor:
             if self._network is not None:
                 self._network.on_up(peer)
             return
-        for died in self._dead.values():
+        for died in (*self._in_hand, *self._dead.values()):
             self.send(peer, died)
         if peer.role is Role.FRONTEND and self.operations.refusing:
             self.send(peer, edge.Refuse(True))
@@ -212,7 +215,8 @@ class Supervisor:
             case events.TellDied():
                 if not self._group.restarting:
                     self._display.line(*self._death(effect.identity))
-                died = edge.Died(effect.identity, effect.incarnation)
+                left = self._incarnations.left.get(effect.identity)
+                died = edge.Died(effect.identity, effect.incarnation, left.in_hand if left is not None else ())
                 self.tell_died(died)
                 if self._network is not None:
                     self._network.died(died)
@@ -320,6 +324,8 @@ class Supervisor:
         if self._dead.setdefault(died.identity, died).incarnation > died.incarnation:
             return  # another node has not heard of the later one yet
         self._dead[died.identity] = died
+        if died.identity.role is Role.FRONTEND and died.in_hand:
+            self._in_hand.append(died)
         for peer in (one for role in Role if role is not Role.SUPERVISOR for one in self._mesh.peers(role)):
             self.send(peer, died)
 

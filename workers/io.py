@@ -31,6 +31,7 @@ from meshlm.protocol.step_edge import (
     WorkerAsleep,
     WorkerStats,
 )
+from meshlm.runtime import in_hand
 from meshlm.runtime.errors import LinkDown, MessageTooLong
 from meshlm.runtime.mesh import Mesh
 from meshlm.workers.distributed.lockstep import LockstepEngine, SocketExchange, StepAborted, StepExchange
@@ -75,7 +76,8 @@ class WorkerApp:
         self._exchanges: dict[int, StepExchange] = {}  # by session, for the stepper
         self._session = 0  # of the newest Reset
         self._counts = GraphCounts()  # as the scheduler knows them
-        self._last = (0, 0)  # session and step of the last plan that came
+        self._last = (0, 0)  # session and step of the last plan that came ...
+        self._num_plans = self._num_rows = 0  # ... the number of all, and the requests of the last one
         self._phase = "loading"
 
     async def start(self, mesh: Mesh) -> dict[str, str]:
@@ -260,6 +262,7 @@ class WorkerApp:
                     self._say(result)
                 self._note_device(plan, result)
             self._completed += 1
+            in_hand.count(self.num_requests())
 
     def _note_device(self, plan: StepPlan, result: StepResult) -> None:
         """The step on the device: by its own clock where it has one, behind the step before."""
@@ -302,6 +305,8 @@ class WorkerApp:
         match message:
             case StepPlan():
                 self._last = (message.session, message.step)
+                self._num_plans, self._num_rows = self._num_plans + 1, len(message.rows) // 4
+                in_hand.count(self._num_rows)
                 self._directory.apply(message)
                 self._plans.put((message, time.monotonic_ns()))
             case Reset():
@@ -390,6 +395,9 @@ class WorkerApp:
         """Launched is not done: a device that hangs leaves both threads in good spirits but for one."""
         ended = self._completed + self._failed_launches
         return ended, STEPPING if ended < self._launched else self._phase
+
+    def num_requests(self) -> int:
+        return self._num_rows if self._completed + self._failed_launches < self._num_plans else 0
 
     async def drain(self, limit_s: float) -> None:
         """Frontends end first and wait for their requests; nothing is left then."""

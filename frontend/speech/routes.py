@@ -20,12 +20,14 @@ from meshlm.frontend.errors import HttpError
 from meshlm.frontend.generation import Backend, Form, Generation
 from meshlm.frontend.messages.routes import check_last_id
 from meshlm.frontend.parse import ParsedRequest
+from meshlm.frontend.poison import name_of
 from meshlm.frontend.speech import form, language, parse
 from meshlm.frontend.speech.answers import SpeechResponse
 from meshlm.frontend.speech.audio_decoder import AudioDecoder
 from meshlm.frontend.speech.parse import Transcription
 from meshlm.frontend.speech.schema import LISTS, SpeechTask
 from meshlm.frontend.speech.stream import SpeechStream
+from meshlm.runtime import in_hand
 
 DECODED_AT_ONCE = 2  # audio; each may take --max-audio-seconds of samples
 PREFIXES: dict[SpeechTask, str] = {"transcribe": "transcribe-", "translate": "translate-"}
@@ -67,7 +69,9 @@ class SpeechRoutes:
 
     async def _answer(self, request: Request, task: SpeechTask) -> HttpResponse | None:
         async with self._reads.body(request) as raw, self._decoders:
-            asked = await asyncio.to_thread(self._read, request, raw, task)
+            name = name_of(request.url.path, raw)
+            async with self._backend.poison.turn(name):
+                asked = await asyncio.to_thread(in_hand.holding, name, self._read, request, raw, task)
         transcription, prepare = asked.transcription, None
         if not transcription.language:
             prepare = partial(self._with_language, transcription)

@@ -116,10 +116,11 @@ class Client:
         if peer.role is not Role.DETOKENIZER:
             return
         now = time.monotonic()
+        in_hand = self.mesh.in_hand_of(peer, incarnation) if self.mesh is not None else ()
         for old in [old for old, row in self._rows.items() if row.peer == peer]:
             row = self._rows[old]
             new = self.new_handle()
-            if given_up := row.again(new, now, self.max_deaths):
+            if given_up := row.again(new, now, self.max_deaths, in_hand):
                 row.run.errors.append(given_up)
                 self._end(old)
             else:

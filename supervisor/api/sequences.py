@@ -11,7 +11,8 @@ import msgspec
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import Handle, Identity, RequestId, Role
 from meshlm.protocol.text_edge import Submit
-from meshlm.runtime.deaths import Death, one_more, too_many
+from meshlm.runtime.deaths import Death, one_more, poison, too_many
+from meshlm.runtime.in_hand import short
 from meshlm.supervisor.api.outputs import RequestOutput
 
 
@@ -37,8 +38,8 @@ class Generated:
     """Choice number `choice` of `submit`, whose tokens are in `output`."""
 
     __slots__ = (
-        "begun", "choice", "deaths", "engine", "first_at", "had", "num_prompt", "opened_at", "output", "peer", "request", "run",
-        "submit",
+        "begun", "choice", "deaths", "engine", "first_at", "had", "num_in_hand", "num_prompt", "opened_at", "output", "peer", "request",
+        "run", "submit",
     )  # fmt: skip
 
     def __init__(self, request: RequestOutput, submit: Submit, choice: int, run: Run) -> None:
@@ -50,6 +51,7 @@ class Generated:
         self.engine = ""  # the rank that has begun it
         self.num_prompt = 0  # tokens of its prompt, once they are known
         self.had = 0  # tokens at this attempt's begin
+        self.num_in_hand = 0  # deaths of detokenizers that had it in hand
         self.deaths: tuple[Death, ...] = ()  # that it met since the last token
 
     @property
@@ -57,15 +59,18 @@ class Generated:
         """The request's name in the mesh."""
         return self.submit.request_ids[self.choice]
 
-    def again(self, handle: Handle, now: float, max_deaths: int) -> str:
+    def again(self, handle: Handle, now: float, max_deaths: int, in_hand: tuple[str, ...] = ()) -> str:
         """Make its own Submit of what it was a part of, to go on after the tokens that are here; why not, when it is given up."""
         have = len(self.output.token_ids)
-        self.deaths = one_more(() if have > self.had else self.deaths, Role.DETOKENIZER, now)
+        before = () if have > self.had else self.deaths
+        self.deaths = before if in_hand else one_more(before, Role.DETOKENIZER, now)
+        self.num_in_hand += short(self.name) in in_hand
         self.had = have
         self.alone(handle)
         delivered = pack_i32(self.output.token_ids)
-        self.submit = msgspec.structs.replace(self.submit, attempt=self.submit.attempt + 1, delivered=delivered)
-        return too_many(self.deaths, max_deaths)
+        suspect, attempt = self.num_in_hand > 0, self.submit.attempt + 1
+        self.submit = msgspec.structs.replace(self.submit, attempt=attempt, delivered=delivered, suspect=suspect)
+        return poison(Role.DETOKENIZER, self.num_in_hand) or too_many(self.deaths, max_deaths)
 
     def alone(self, handle: Handle) -> None:
         """Make its own Submit of what it was a part of."""

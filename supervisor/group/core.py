@@ -248,7 +248,7 @@ class Group:
             return [died, *self._withdraw(words, now), *self._gone(process)]
         if process.leaves_at is not None:
             return [died, *self._gone(process)]
-        if text := self._too_often(process, words, now):
+        if not event.has_requests and (text := self._too_often(process, words, now)):
             return self._stopped(process) if self.stopping else self._give_up(text)
         process.state = State.BACKOFF
         process.restarts += 1

@@ -12,6 +12,7 @@ class Exited(Struct, frozen=True, tag="exited"):
     incarnation: Incarnation
     code: int
     reason: str = ""  # why it could not be started at all
+    has_requests: bool = False  # it had some, one of which may have done it
 
 
 class BecameReady(Struct, frozen=True, tag="ready"):

@@ -10,11 +10,13 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from msgspec.structs import replace
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.runtime import black_box, in_hand
 from meshlm.supervisor.group import core, events, rolling
 from meshlm.supervisor.processes.children import Child
 
@@ -32,6 +34,7 @@ class Incarnations:
         self._children: dict[Identity, Child] = {}
         self.environment: dict[str, str] = {}  # variables of workers
         self.ends: dict[Identity, str] = {}  # how the last incarnation of each has ended
+        self.left: dict[Identity, in_hand.Left] = {}  # ... and which requests it had
         self._standbys: dict[Identity, Child] = {}
         self._had: set[Identity] = set()  # places that have had an incarnation
         self._warm: dict[Role, Child] = {}
@@ -185,5 +188,10 @@ class Incarnations:
         if self._children.get(child.identity) is child:
             del self._children[child.identity]
             self.ends[child.identity] = core.exit_text(code)
+        box = black_box.path_of(Path(self._config().run.run_dir), child.identity)
+        self.left[child.identity] = left = in_hand.left_by(box, child.incarnation)
         # Its last words may still be in the inbox: let the loop read them first.
-        self._loop.call_soon(self._tell, events.Exited(child.identity, child.incarnation, code))
+        exited = events.Exited(
+            child.identity, child.incarnation, code, has_requests=bool(left.num_requests or left.in_hand)
+        )
+        self._loop.call_soon(self._tell, exited)

@@ -3,12 +3,12 @@
 import pytest
 from journal_bench import S0, S1, Bench, admits, admitted, token_ids
 
-from meshlm.protocol.admit_edge import RankLost, Readmit, SchedulerIncarnation
+from meshlm.protocol.admit_edge import AbortRequests, Admit, RankLost, Readmit, SchedulerIncarnation
 from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.ids import COORDINATOR, FinishReason, Handle, Incarnation
 from meshlm.protocol.token_edge import StillThere
 from meshlm.runtime.deaths import MAX_DEATHS, WINDOW_S
-from meshlm.runtime.events import Send
+from meshlm.runtime.events import PeerLost, Send
 
 # --- schedulers die ---
 
@@ -182,6 +182,26 @@ def test_a_move_is_no_attempt_without_a_token() -> None:
             bench.up(S0, life + 1)
     assert effects == []
     assert [row[4] for row in bench.news()] == [FinishReason.ERROR]
+
+
+def test_what_processes_died_with_in_hand_is_refused_alone() -> None:
+    """A scheduler and the coordinator: each may have been killed by it. Who was only there has met no death."""
+    bench = Bench()
+    poison, other = admitted(bench.submit("p")), admitted(bench.submit("oo"))
+    in_hand = (poison.work.request_id,)
+    for request in (poison, other):
+        bench.routed(request, S0)
+    again = admits(bench.event(PeerLost(S0, Incarnation(1), in_hand)))
+    assert {admit.work.request_id for admit in again} == {"p", "oo"}
+    assert bench.news() == []
+    assert bench.event(PeerLost(COORDINATOR, Incarnation(1), in_hand)) == []
+    assert [(handle, end) for _, handle, _, _, end in bench.news()] == [(1, FinishReason.ERROR)]
+    for life in range(2, 3 * MAX_DEATHS):
+        sent = [one.message for one in bench.up(COORDINATOR, life) if isinstance(one, Send)]
+        assert [one.work.request_id for one in sent if isinstance(one, Admit)] == ["oo"]
+        assert [one for one in sent if isinstance(one, AbortRequests)] == [AbortRequests(in_hand)]
+        bench.event(PeerLost(COORDINATOR, Incarnation(life), ("another's",)))
+    assert bench.news() == []
 
 
 def test_deaths_of_workers_go_with_a_request_until_its_next_token() -> None:

@@ -28,6 +28,7 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Abort, Cancel, Detokenize, DetokenizeReply, Finished, Submit, TextPrompt
 from meshlm.runtime.deaths import MAX_DEATHS
 from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong
+from meshlm.runtime.in_hand import question_name
 
 ONE, OTHER = Identity(Role.DETOKENIZER, 0), Identity(Role.DETOKENIZER, 1)
 LIFE = Incarnation(1)
@@ -43,7 +44,12 @@ class StubMesh:
         self.full: set[Identity] = set()
         self.down: set[Identity] = set()
         self.too_long = False
+        self.in_hand: tuple[str, ...] = ()
+        self.identity = Identity(Role.FRONTEND)
         self.failure = self.blocked = ""
+
+    def in_hand_of(self, peer: Identity, incarnation: Incarnation) -> tuple[str, ...]:
+        return self.in_hand
 
     def send(self, peer: Identity, message: Struct) -> None:
         if peer in self.full:
@@ -130,6 +136,24 @@ async def test_a_question_that_kills_detokenizers_is_given_up() -> None:
         await asyncio.wait_for(asked, LIMIT_S)
     assert told.value.status == 500
     assert mesh.sent.empty()
+
+
+async def test_a_question_that_detokenizers_had_in_hand_is_refused_at_the_second_death() -> None:
+    app, mesh = started(ONE)
+    asked = asyncio.ensure_future(app.ask(Detokenize(Handle(7), b"")))
+    other = asyncio.ensure_future(app.ask(Detokenize(Handle(8), b"")))
+    mesh.in_hand = (question_name(mesh.identity, 7),)
+    for life in (1, 2):
+        await mesh.next()
+        await mesh.next()
+        app.on_peer_down(ONE, Incarnation(life), "the process died")
+        app.on_peer_up(ONE, Incarnation(life + 1))
+    with pytest.raises(HttpError, match="processes died 2 times while they worked on this request") as told:
+        await asyncio.wait_for(asked, LIMIT_S)
+    assert (told.value.status, told.value.kind) == (400, "poison_request_error")
+    await mesh.next()
+    app.on_message(ONE, DetokenizeReply(Handle(8), "x"))
+    assert (await asyncio.wait_for(other, LIMIT_S)).error == ""
 
 
 async def test_what_is_open_when_its_time_is_over_is_told_why() -> None:

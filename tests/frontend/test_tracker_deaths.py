@@ -142,6 +142,27 @@ def test_a_request_that_kills_detokenizers_is_given_up(most: int) -> None:
     assert f"its detokenizer died {most} times within 60 s" in text
 
 
+def test_what_detokenizers_died_with_in_hand_is_refused_alone() -> None:
+    """The second time; with all of its client's request. Who was only there has met no death."""
+    tracker = a_desk(D0)
+    poison, _ = opened(tracker, "p", n=2)
+    other, _ = opened(tracker, "o")
+    for number in range(3 * MAX_DEATHS):
+        in_hand = (poison.choices[0].submit.request_ids[0],) if number < 2 else ("another's",)
+        tracker.detokenizer_down(D0, float(number), in_hand)
+        sends = tracker.detokenizer_up(D0)
+        tracker.check()
+        suspects = {
+            send.message.request_ids[0]: send.message.suspect for send in sends if isinstance(send.message, Submit)
+        }
+        assert suspects == ({"p-0": True, "p-1": True} if number == 0 else {}) | {"o-0": False}
+    assert [kind for kind, _, _ in poison.errors.values()] == [ErrorKind.POISON] * 2
+    assert (
+        "processes died 2 times while they worked on this request, the last time its detokenizer" in poison.errors[0][1]
+    )
+    assert not other.errors
+
+
 def test_a_request_that_gets_tokens_survives_any_number_of_deaths() -> None:
     tracker = a_desk(D0)
     client, _ = opened(tracker)

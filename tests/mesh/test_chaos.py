@@ -105,8 +105,9 @@ def test_a_step_that_never_ends_costs_its_request_and_not_the_mesh() -> None:
     flags = ("--device", "fake", "--fake-step-ms", "600000", "--step-timeout", "1", "--max-model-len", "4096")
     with serving(*flags) as server:
         answer, _ = timed(server, {"max_tokens": 4})
-        assert answer.status_code == 500
-        assert "its worker died 4 times" in answer.json()["error"]["message"]
+        assert answer.status_code == 400
+        assert answer.json()["error"]["type"] == "poison_request_error"
+        assert "its worker died 2 times" in answer.json()["error"]["message"]
         line = server.wait_for("worker/0 is replaced")
         assert "does not end for 1 s (--step-timeout)" in line
         assert "in step" in (Path(server.run_dir) / "worker-0.stacks.txt").read_text()

@@ -30,6 +30,9 @@ class App:
     def beat(self):
         return 0, ""
 
+    def num_requests(self):
+        return 0
+
     async def drain(self, limit_s):
         print("drained", flush=True)
 

@@ -113,5 +113,8 @@ class Supervisor:
     def beat(self) -> tuple[int, str]:
         return 0, ""
 
+    def num_requests(self) -> int:
+        return 0
+
     async def drain(self, limit_s: float) -> None: ...
     async def stop(self) -> None: ...

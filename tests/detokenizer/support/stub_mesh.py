@@ -29,6 +29,9 @@ class StubMesh:
         self.log = SimpleNamespace(exception=self.logged.append)
         self._flush, self._loop = flush, asyncio.get_running_loop()
 
+    def in_hand_of(self, peer: Identity, incarnation: Incarnation) -> tuple[str, ...]:
+        return ()
+
     def incarnation_of(self, peer: Identity) -> Incarnation:
         return LIFE
 

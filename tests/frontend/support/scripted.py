@@ -14,6 +14,7 @@ from meshlm.frontend.dashboard.feed import Feed
 from meshlm.frontend.dashboard.snapshot import Facts
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.parse import ParsedRequest
+from meshlm.frontend.poison import PoisonBodies
 from meshlm.frontend.rate_limits import RateLimits
 from meshlm.frontend.responses import Response
 from meshlm.frontend.scaling import AskedRanks
@@ -54,6 +55,7 @@ class Scripted:
         self.config = MeshConfig(server=server or ServerConfig(responses_store="off"), resolved=resolved)
         self.resolved = resolved
         self.rates = RateLimits("")
+        self.poison = PoisonBodies()
         self.io_processor: IOProcessor | None = None
         self.draws = random.Random(1)
         self.pieces: Sequence[str] = ("Hello", " you")

@@ -39,6 +39,9 @@ class StubMesh:
         self.sent: list[Struct] = []
         self._client, self._later = client, later
 
+    def in_hand_of(self, peer: Identity, incarnation: Incarnation) -> tuple[str, ...]:
+        return ()
+
     def peers(self, role: Role) -> list[Identity]:
         return [DETOKENIZER]
 
@@ -141,7 +144,11 @@ class SilentMesh:
         self.there, self.sent, self.full = list(there), list[tuple[Identity, Struct]](), False
         self.timers: list[Callable[[], None]] = []
         self.too_long = False
+        self.in_hand: tuple[str, ...] = ()  # of whoever is lost
         self._news = asyncio.Event()
+
+    def in_hand_of(self, peer: Identity, incarnation: Incarnation) -> tuple[str, ...]:
+        return self.in_hand
 
     def peers(self, role: Role) -> list[Identity]:
         return self.there

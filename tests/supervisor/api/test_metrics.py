@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.control_edge import AskStats, MeshStats, RankStats
-from meshlm.protocol.ids import COORDINATOR, FinishReason, Identity, Role
+from meshlm.protocol.ids import COORDINATOR, FinishReason, Identity, Incarnation, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Accepted, Finished, Submit, TextDeltas, TextPrompt
 from meshlm.protocol.token_edge import First
@@ -81,6 +81,9 @@ class StubMesh:
 
     def __init__(self, client: Client) -> None:
         self._client = client
+
+    def in_hand_of(self, peer: Identity, incarnation: Incarnation) -> tuple[str, ...]:
+        return ()
 
     def peers(self, role: Role) -> list[Identity]:
         return [DETOKENIZER]

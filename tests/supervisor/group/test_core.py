@@ -125,6 +125,23 @@ def test_restart_at_once_then_with_backoff_then_give_up() -> None:
     assert isinstance(die(group, WORKER, 1004.0)[0], GiveUp)
 
 
+def test_deaths_with_requests_end_no_mesh() -> None:
+    """One of them may have done it, and whoever places them again finds it. Those without any count as ever."""
+    group = started(max_restarts=2)
+    ready(group, FRONTEND)
+    ready(group, WORKER)
+    for number in range(20):
+        now = 1002.0 + number * 2.0
+        process = group.processes[WORKER]
+        effects = group.handle(Exited(WORKER, process.incarnation, -11, has_requests=True), now)
+        effects += [] if len(effects) > 1 else group.handle(Tick(), process.restart_at)
+        assert [type(effect) for effect in effects] == [TellDied, Spawn]
+        ready(group, WORKER, process.restart_at)
+        group.check()
+    died = [die(group, WORKER, 1060.0 + number) + group.handle(Tick(), 1060.9 + number) for number in range(3)]
+    assert [isinstance(effects[0], GiveUp) for effects in died] == [False, False, True]
+
+
 def test_a_loop_of_slow_starts_that_fail_alike_ends_too() -> None:
     """Each takes minutes, so that never many deaths are within one window."""
     group = started(max_restarts=2)
