@@ -13,6 +13,7 @@ import msgspec
 
 from meshlm.frontend.bodies import fields_of
 from meshlm.frontend.errors import HttpError
+from meshlm.protocol.parts import joined
 
 KEY, LAST_ID = "Idempotency-Key", "Last-Event-ID"
 MAX_KEY_LENGTH = 255
@@ -43,7 +44,7 @@ def read(keys: Sequence[str], last_id: str, path: str, api_key: str, body: bytes
     (key,) = keys
     if not 1 <= len(key) <= MAX_KEY_LENGTH or not (key.isascii() and key.isprintable()):
         raise HttpError(400, f"{KEY}: must be 1 to {MAX_KEY_LENGTH} printable ASCII characters", KEY)
-    name = hashlib.sha256(b"\0".join((path.encode(), api_key.encode(), key.encode()))).hexdigest()[:32]
+    name = hashlib.sha256(joined(path.encode(), api_key.encode(), key.encode())).hexdigest()[:32]
     return IdempotencyKey(name, _digest(fields_of(body)), last_id)
 
 

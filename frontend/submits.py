@@ -17,6 +17,7 @@ from meshlm.frontend.choice import Choice
 from meshlm.frontend.errors import NO_AUDIO, HttpError
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Handle, RequestId
+from meshlm.protocol.parts import joined
 from meshlm.protocol.tasks import Pool
 from meshlm.protocol.text_edge import AudioPrompt, Retry, Submit
 
@@ -112,8 +113,7 @@ def permitted(ask: parse.ParsedRequest, api_key: str, config: MeshConfig) -> par
 
 def salt_of(api_key: str, cache_salt: str) -> str:
     """The salt of the prefixes of one API key: `cached_tokens`, and the time to the first token, tell it nothing of another key's."""
-    digest = hashlib.sha256(b"\0".join((api_key.encode(), cache_salt.encode())))
-    return digest.hexdigest()[:32]
+    return hashlib.sha256(joined(api_key.encode(), cache_salt.encode())).hexdigest()[:32]
 
 
 def dp_rank(headers: Mapping[str, str]) -> int:

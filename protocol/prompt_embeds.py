@@ -8,6 +8,8 @@ from typing import Literal
 
 from msgspec import Struct
 
+from meshlm.protocol.parts import joined
+
 EmbedsDType = Literal["float32", "float16", "bfloat16"]
 ITEM_BYTES: dict[EmbedsDType, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 MAX_EMBEDS_BYTES = 32 << 20  # of one prompt; the messages that carry it hold twice that
@@ -56,7 +58,7 @@ class PromptEmbeds(Struct, frozen=True):
         """The vectors of the positions begin to end, for a key of what is computed from them; where they stand is part of it."""
         size = self.row_bytes
         parts = [
-            b"%d %d\0" % (first - begin, count) + self.data[place * size : (place + count) * size]
+            (b"%d" % (first - begin), self.data[place * size : (place + count) * size])
             for first, count, place in self.parts(begin, end)
         ]
-        return b"".join(parts)
+        return joined(*(each for part in parts for each in part))

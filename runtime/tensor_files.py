@@ -26,6 +26,7 @@ STORAGES: dict[str, EmbedsDType] = {
     "torch HalfStorage": "float16",
     "torch BFloat16Storage": "bfloat16",
 }
+EXPONENT_BITS: dict[EmbedsDType, int] = {"float32": 0x7F80_0000, "float16": 0x7C00, "bfloat16": 0x7F80}
 TENSOR, PARAMETER, HOOKS = (
     "torch._utils _rebuild_tensor_v2",
     "torch._utils _rebuild_parameter",
@@ -85,7 +86,19 @@ def prompt_of_rows(
         raise NotATensor(f"it has {len(raw)} bytes; at most {MAX_EMBEDS_BYTES} are taken for one prompt")
     if len(raw) != count * width * ITEM_BYTES[dtype]:
         raise NotATensor("its numbers are not as many as its shape says")
+    _check_finite(raw, dtype, width)
     return EmbedsPrompt(token_ids(raw, count, vocab_size), PromptEmbeds(dtype, ((0, count),), raw))
+
+
+def _check_finite(raw: bytes, dtype: EmbedsDType, width: int) -> None:
+    """NotATensor where a number is infinite or none at all: every bit of its exponent is set."""
+    import numpy as np  # a frontend without such prompts does without
+
+    exponent = EXPONENT_BITS[dtype]
+    bits = np.frombuffer(raw, f"<u{ITEM_BYTES[dtype]}")
+    if len(found := np.flatnonzero((bits & exponent) == exponent)):
+        row, column = divmod(int(found[0]), width)
+        raise NotATensor(f"number {column} of its vector {row} is not finite")
 
 
 def token_ids(raw: bytes, count: int, vocab_size: int) -> bytes:

@@ -4,6 +4,7 @@ import hashlib
 from array import array
 from typing import NamedTuple
 
+from meshlm.protocol.parts import joined
 from meshlm.protocol.prompt_embeds import PromptEmbeds
 
 _ROOT = bytes(hashlib.sha256().digest_size)  # the parent of a first block
@@ -17,12 +18,11 @@ class ExtraKeys(NamedTuple):
     embeds: PromptEmbeds | None = None
 
     def key(self, index: int, block_size: int) -> bytes:
-        """The key of block number `index`."""
-        salt = b"salt\0" + self.cache_salt.encode() if self.cache_salt and not index else b""
-        if self.embeds is None:
-            return salt
-        found = self.embeds.bytes_of(index * block_size, (index + 1) * block_size)
-        return salt + b"embeds\0" + self.embeds.dtype.encode() + b"\0" + found if found else salt
+        """The key of block number `index`; empty where nothing but its tokens counts."""
+        parts = [b"salt", self.cache_salt.encode()] if self.cache_salt and not index else []
+        if self.embeds is not None and (found := self.embeds.bytes_of(index * block_size, (index + 1) * block_size)):
+            parts += [b"embeds", self.embeds.dtype.encode(), found]
+        return joined(*parts)
 
 
 def extend(hashes: list[bytes], extra: ExtraKeys, token_ids: "array[int]", block_size: int, num_tokens: int) -> None:

@@ -12,6 +12,7 @@ import msgspec
 
 from meshlm import __version__
 from meshlm.protocol.config import MeshConfig, Resolved
+from meshlm.protocol.parts import joined
 from meshlm.runtime.gguf_files import files_of
 from meshlm.runtime.object_store import AnyPath, folder_of
 from meshlm.supervisor.settings import flags
@@ -50,7 +51,7 @@ def _model_digest(config: MeshConfig, resolved: Resolved) -> str:
         digest.update(b"dummy %d" % (config.model.seed or 0))
     else:
         for sample in _samples(_weights(resolved)):
-            digest.update(sample)
+            digest.update(joined(sample))
     return digest.hexdigest()[:12]
 
 

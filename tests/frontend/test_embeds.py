@@ -91,6 +91,22 @@ def test_what_does_not_go_with_them_is_refused_by_name(fields: dict[str, Any], p
     assert (raised.value.status, raised.value.param) == (400, param)
 
 
+@pytest.mark.parametrize("spoilt", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_what_is_no_finite_number_is_refused(dtype: torch.dtype, spoilt: float) -> None:
+    """All that a model computes of it is no number either. The largest number of the type is one."""
+    rows = torch.randn(3, HIDDEN).to(dtype)
+    rows[2, 0] = torch.finfo(dtype).max
+    rows[1, 0] = torch.finfo(dtype).tiny / 4
+    assert len(ask(prompt_embeds=saved(rows)).prompts) == 1
+    rows[2, 1] = spoilt
+    with pytest.raises(HttpError, match="number 1 of its vector 2 is not finite") as refused:
+        ask(prompt_embeds=saved(rows))
+    assert (refused.value.status, refused.value.param) == (400, "prompt_embeds")
+    with pytest.raises(HttpError, match="not finite"):
+        chat(part(rows))
+
+
 def test_a_server_takes_none_unless_it_is_told_to() -> None:
     with pytest.raises(HttpError, match="--enable-prompt-embeds") as raised:
         ask(SERVER)

@@ -28,6 +28,7 @@ from meshlm.kernels.tuning.core import Bench, Case, Key, Work
 from meshlm.kernels.tuning.steps import Choice
 from meshlm.kernels.tuning.store import Store
 from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.parts import joined
 from meshlm.workers.distributed.communicator import Communicator
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.engine import ProgressReport
@@ -230,7 +231,7 @@ def versions() -> dict[str, str]:
     """The versions that times depend on. Our kernels': a digest of their code."""
     ops = [*core.NAMES, *BESIDE]
     files = [file for op in sorted(ops) for file in sorted((tables.FOLDER / op).glob("*.py"))]
-    code = b"".join(file.read_bytes() for file in files)
+    code = joined(*(file.read_bytes() for file in files))
     return {
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "",

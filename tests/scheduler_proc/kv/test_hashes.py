@@ -2,6 +2,7 @@
 
 from array import array
 
+from meshlm.protocol.parts import joined
 from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.scheduler_proc.kv import hashes
 from meshlm.scheduler_proc.kv.hashes import ExtraKeys
@@ -46,3 +47,28 @@ def test_a_chain_may_be_made_piece_by_piece() -> None:
         hashes.extend(found, extra, TOKENS, 4, num_tokens)
         assert len(found) == num_tokens // 4
     assert found == chain(extra)
+
+
+def test_no_salt_stands_for_another_and_vectors() -> None:
+    """A client chooses its salt, which must not spell out another's salt with the vectors behind it."""
+    vectors = embeds(1, 2, first=0)._replace(cache_salt="s")
+    assert vectors.embeds is not None
+    begins = ["s", "s\0", "s" + chr(6) + "\0" * 7]
+    texts = [f"{begin}embeds\0float32\0{tail}" for begin in begins for tail in ("0 2\0\1\2", "\1\2")]
+    first = chain(vectors)[0]
+    assert first not in {chain(ExtraKeys(text))[0] for text in texts}
+
+
+def test_no_two_lists_of_parts_are_joined_alike() -> None:
+    lists = [
+        (),
+        (b"",),
+        (b"", b""),
+        (b"ab",),
+        (b"a", b"b"),
+        (b"a\0b",),
+        (b"a", b"\0b"),
+        (b"a\0", b"b"),
+        (b"salt", b"a"),
+    ]
+    assert len({joined(*parts) for parts in lists}) == len(lists)
