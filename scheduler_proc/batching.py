@@ -327,9 +327,12 @@ class Batching:
         insort(self.running, request, key=self._key)
         request.row = self._free_rows.pop()
         request.num_computed = num_cached
-        if request.num_cached == -1:
+        found = min(request.num_computed, request.num_prompt)
+        if request.num_cached >= 0:  # it begins anew before its first token: after a death nothing may be left of what was found
+            request.num_cached = request.num_reused = min(request.num_cached, found)
+        elif request.num_cached == -1:
             request.started_ns = builder.now_ns
-            request.num_cached = request.num_reused = min(request.num_computed, request.num_prompt)
+            request.num_cached = request.num_reused = found
             self.cache_queries += len(request.tokens)
             self.cache_hits += request.num_computed
             self._count_misses(request)

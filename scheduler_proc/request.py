@@ -122,7 +122,7 @@ class Request:
         self.crashed_at = self.num_given if work.num_crashes else 0  # ... and its tokens at the last one
         self.arrived_ns = self.started_ns = 0  # here, and in the batch for the first time
         self.preempted_ns: tuple[int, ...] = ()  # when it was preempted
-        self.num_cached = -1  # prompt tokens found cached at first; -1: not scheduled yet, -2: told
+        self.num_cached = -1  # prompt tokens found cached, the fewest time; -1: not scheduled yet, -2: told
         self.num_reused = -1  # the same; stays
         self.prompt_logprobs: list[LogprobColumns] = []
         self.grammar: RequestGrammar | None = None

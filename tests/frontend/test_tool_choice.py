@@ -189,7 +189,7 @@ def test_workers_know_which_calls_end_the_reasoning() -> None:
     forced = grammar_of(QWEN3, tool_choice="required")  # whose calls are JSON, behind the reasoning
     assert forced is not None
     assert (forced.calls, forced.begins_after) == ("", "</think>")
-    fields = {"response_format": {"type": "json_object"}}
+    fields: dict[str, object] = {"response_format": {"type": "json_object"}}
     form = asked("chat", body_of("chat", fields), server=QWEN3).sampling.grammar
     assert form is not None
     assert (form.calls, form.tools) == ("", ())

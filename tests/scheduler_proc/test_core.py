@@ -292,6 +292,27 @@ def test_the_first_token_is_told_with_what_was_cached() -> None:
     assert bench.started == {"r1": 0, "r2": 8}
 
 
+def test_what_was_cached_at_a_worker_that_died_is_computed_anew_and_said_so() -> None:
+    bench = Bench(limits(), 64, 4)
+    bench.assign(1, list(range(10)), 2)
+    bench.finish()
+    bench.assign(2, list(range(10)), 2)
+    assert bench.plans, "its first step is on its way, with 8 tokens from the cache"
+    bench.lose_worker()
+    bench.finish()
+    assert (bench.cached[2], bench.started["r2"]) == (0, 0)
+
+
+def test_what_a_request_computed_before_it_was_preempted_was_not_cached_for_it() -> None:
+    bench = Bench(limits(), 64, 4)
+    prompt = [7 * n % 50 for n in range(90)]  # three steps
+    bench.assign(1, prompt, 2)
+    bench.step()
+    bench.core.batching.preempt(bench.core.requests[RequestId("r1")], "cache_full")
+    bench.finish()
+    assert (bench.tokens[1], bench.cached[1]) == (reference(prompt, 2), 0)
+
+
 def test_graph_counts_go_to_the_coordinator_once_and_again_to_a_new_one() -> None:
     bench = Bench(limits(), 64, 4)
     counts = GraphCounts({"decode": 3}, {"off": 1})
