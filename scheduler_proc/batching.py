@@ -328,7 +328,9 @@ class Batching:
         request.row = self._free_rows.pop()
         request.num_computed = num_cached
         found = min(request.num_computed, request.num_prompt)
-        if request.num_cached >= 0:  # it begins anew before its first token: after a death nothing may be left of what was found
+        if (
+            request.num_cached >= 0
+        ):  # it begins anew before its first token: after a death nothing may be left of what was found
             request.num_cached = request.num_reused = min(request.num_cached, found)
         elif request.num_cached == -1:
             request.started_ns = builder.now_ns
