@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from meshlm.architectures.quantization_keys import names, one_of, only
+from meshlm.architectures.quantization_keys import names, one_of, only, same
 from meshlm.protocol.model import QuantizationScheme, QuantizationSpec
 
 BLOCK = 64  # codes that share a scale
@@ -16,7 +16,9 @@ def read_bitsandbytes(config: dict[str, Any]) -> QuantizationSpec:
     """quant_method bitsandbytes. llm_int8_threshold means nothing to 4 bits."""
     only(config, _SETTINGS)
     one_of(config, "load_in_8bit", (False, None))
+    one_of(config, "_load_in_8bit", (False, None))
     one_of(config, "load_in_4bit", (True,))
+    same(config, "load_in_4bit", "_load_in_4bit")
     one_of(config, "bnb_4bit_quant_storage", ("uint8", None))
     kind = one_of(config, "bnb_4bit_quant_type", ("nf4", "fp4"))
     return spec_of(kind, names(config, "llm_int8_skip_modules"), online=False)

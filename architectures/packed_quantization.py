@@ -6,7 +6,7 @@ from typing import Any, Literal
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import shown
-from meshlm.architectures.quantization_keys import names, one_of, only
+from meshlm.architectures.quantization_keys import names, one_of, only, same
 from meshlm.protocol.model import QuantizationScheme, QuantizationSpec
 
 GROUPS = (32, 64, 128, -1)
@@ -28,6 +28,8 @@ def read_gptq(config: dict[str, Any]) -> QuantizationSpec:
     of_head = one_of(config, "lm_head", (True, False, None))
     for key in ("checkpoint_format", "format"):
         one_of(config, key, ("gptq", "gptq_v2", None))
+    same(config, "checkpoint_format", "format")
+    _same_names(config)
     second = "gptq_v2" in (config.get("checkpoint_format"), config.get("format"))
     usual = _gptq_scheme(config, ("Linear",), "gptq_v2" if second else "gptq")
     ignore, schemes = ([] if of_head else ["lm_head"]), []
@@ -55,8 +57,7 @@ def _gptq_scheme(
     targets: tuple[str, ...],
     files: Literal["", "gptq", "gptq_v2", "awq", "compressed-tensors", "bitsandbytes", "mxfp4"],
 ) -> QuantizationScheme:
-    for key in ("sym", "desc_act"):
-        one_of(config, key, (True, False, None))
+    one_of(config, "desc_act", (True, False, None))
     return QuantizationScheme(
         targets=targets,
         weight="group",
@@ -64,9 +65,16 @@ def _gptq_scheme(
         bits=one_of(config, "bits", (4, 8)),
         weight_group=one_of(config, "group_size", GROUPS),
         zeros=True,
+        symmetric=one_of(config, "sym", (True, False, None)),
         files=files,
         act_order=bool(config.get("desc_act")),
     )
+
+
+def _same_names(config: dict[str, Any]) -> None:
+    """AWQ has other names for two keys, and a file may have both. ValueError where they differ."""
+    same(config, "bits", "w_bit")
+    same(config, "group_size", "q_group_size")
 
 
 def read_awq(config: dict[str, Any]) -> QuantizationSpec:
@@ -76,6 +84,7 @@ def read_awq(config: dict[str, Any]) -> QuantizationSpec:
     if not isinstance(version, str) or version.lower() != "gemm":
         raise ValueError(f"version {shown(version)} is not supported; supported: gemm")
     one_of(config, "zero_point", (True,))
+    _same_names(config)
     bits, group = ("bits", "group_size") if "bits" in config else ("w_bit", "q_group_size")
     excepted = tuple(f"re:.*{re.escape(name)}" for name in names(config, "modules_to_not_convert"))
     scheme = QuantizationScheme(

@@ -78,6 +78,7 @@ def read_fp8(config: dict[str, Any]) -> QuantizationSpec:
         config, "quant_method activation_scheme weight_block_size ignored_layers modules_to_not_convert fmt dequantize"
     )
     one_of(config, "fmt", ("e4m3", None))
+    one_of(config, "dequantize", (False, None))
     dynamic = one_of(config, "activation_scheme", ("dynamic", "static")) == "dynamic"
     block = config.get("weight_block_size")
     ignore = (*names(config, "ignored_layers"), *names(config, "modules_to_not_convert"), "lm_head")

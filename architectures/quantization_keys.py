@@ -21,6 +21,13 @@ def one_of(config: dict[str, Any], key: str, choices: tuple[Any, ...]) -> Any:
     return value
 
 
+def same(config: dict[str, Any], key: str, other: str) -> None:
+    """Two keys that say one thing."""
+    one, two = config.get(key), config.get(other)
+    if one is not None and two is not None and one != two:
+        raise ValueError(f"{key} {shown(one)} and {other} {shown(two)} contradict each other")
+
+
 def names(config: dict[str, Any], key: str) -> tuple[str, ...]:
     """Names of layers, and regular expressions that can be compiled."""
     found = config.get(key) or []

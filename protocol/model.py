@@ -46,6 +46,7 @@ class QuantizationScheme(Struct, frozen=True, kw_only=True):
     bits: int = 8  # of a weight; with less than 8, or with weight "group", several codes share a word
     weight_group: int = 0  # inputs of a weight's row that share a scale; -1: all
     zeros: bool = False  # files hold a zero point for each scale
+    symmetric: bool | None = None  # zero points are the middle of the codes; None: files do not say
     files: Literal["", "gptq", "gptq_v2", "awq", "compressed-tensors", "bitsandbytes", "mxfp4"] = (
         ""  # how they lay out words of codes
     )

@@ -3,7 +3,6 @@
 The supervisor calls it before a process starts; workers read the files that it chose. It imports no torch.
 """
 
-import contextlib
 import json
 import re
 import struct
@@ -189,11 +188,16 @@ class Quantised(NamedTuple):
         except ValueError as error:
             raise ModelFilesError(f"{self.where}: quant_method {found.name}: {error}") from None
 
-    def while_loading(self) -> QuantizationSpec | None:
-        """The same quantisation of dummy weights; None where these stay plain."""
-        with contextlib.suppress(ModelFilesError):
-            return while_loading(self.read())
-        return None
+    def while_loading(self, *, of_text_part: bool = False) -> QuantizationSpec:
+        """The same quantisation of dummy weights. ModelFilesError where none can be made."""
+        plain = """--hf-overrides '{"quantization_config": null}' serves plain dummy weights"""
+        try:
+            made = while_loading(self.read(of_text_part=of_text_part))
+        except ModelFilesError as error:
+            raise ModelFilesError(f"{error}; {plain}") from None
+        if made is None:
+            raise ModelFilesError(f"{self.said}, and dummy weights of that kind cannot be made; {plain}")
+        return made
 
     def notes(self) -> tuple[str, ...]:
         """The notes about it that a user should read."""

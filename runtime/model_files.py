@@ -269,10 +269,9 @@ def _from_folder(path: Path, name: str, asked: _Asked) -> ModelFiles:
         weights = checkpoint_files.weight_files(where, "auto" if load_format == "gguf" else load_format)
         checkpoint_files.check_headers(weights, where, spec.quantization, of_text_part=spec.text_part)
         found, notes = weights.load_format, notes + weights.notes
-    elif quantised is not None:
-        made = quantised.while_loading()
-        spec = msgspec.structs.replace(spec, quantization=made)
-        notes = (*notes, f"{quantised.said}; dummy weights are {'too' if made else 'not'}")
+    elif quantised is not None and config.get("quantization_config", ...) is not None:
+        spec = msgspec.structs.replace(spec, quantization=quantised.while_loading(of_text_part=spec.text_part))
+        notes = (*notes, f"{quantised.said}; dummy weights are too")
     if url and found == "pt":
         raise ModelFilesError(
             f"{url}: safetensors are what is streamed, there are none; download it, and serve the folder"

@@ -38,6 +38,7 @@ from meshlm.supervisor.settings import (
     observing,
     parallel,
     quantization,
+    rotation,
     speech,
     states,
     vectors,
@@ -67,6 +68,8 @@ def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
     max_model_len = _context_length(config, longest if at_most is None else min(longest, at_most))
     if max_model_len > limit:
         raise UsageError(f"--max-model-len {max_model_len}: the model's context is {limit}; give at most that")
+    for note in rotation.notes(files.spec, max_model_len):
+        print(f"meshlm: {note}", file=sys.stderr)
     max_num_seqs = config.scheduler.max_num_seqs or platform.max_num_seqs
     budget = _token_budget(config, platform, max_num_seqs, max_model_len, whole=files.spec.encoder_only)
     said += [*compilation.notes(config, platform.name), *compilation.check_sizes(config.worker, max_num_seqs, budget)]

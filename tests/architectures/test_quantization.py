@@ -9,6 +9,7 @@ from meshlm.architectures.quantization import formats, register, scheme_of
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 MX = "mxfp4-pack-quantized"
 MXFP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False}
 PACKED = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
@@ -68,6 +69,13 @@ def compressed(weights: Any = ARGUMENTS, inputs: Any = None, **changes: Any) -> 
         ({**GPTQ, "desc_act": 1}, "desc_act 1 is not supported"),
         ({**AWQ, "version": "gemv"}, "version 'gemv' is not supported; supported: gemm"),
         ({**AWQ, "zero_point": False}, "zero_point False"),
+        ({**FP8, "dequantize": True}, "dequantize True is not supported"),
+        ({**GPTQ, "checkpoint_format": "gptq", "format": "gptq_v2"}, "checkpoint_format 'gptq' and format 'gptq_v2' contradict"),
+        ({**GPTQ, "w_bit": 8}, "bits 4 and w_bit 8 contradict each other"),
+        ({**GPTQ, "sym": "yes"}, "sym 'yes' is not supported"),
+        ({**AWQ, "q_group_size": 64}, "group_size 128 and q_group_size 64 contradict each other"),
+        ({**BNB, "_load_in_8bit": True}, "_load_in_8bit"),
+        ({**BNB, "_load_in_4bit": False}, "load_in_4bit True and _load_in_4bit False contradict each other"),
         ({**AWQ, "bits": 8}, "bits 8 is not supported; supported: 4"),
     ],
 )  # fmt: skip

@@ -135,8 +135,37 @@ def test_what_is_not_quantised(tmp_path: Path, files: dict[str, object]) -> None
 
 
 def test_dummy_weights_need_no_files(tmp_path: Path) -> None:
-    config = {**CONFIG, "quantization_config": {"quant_method": "fp8"}}
+    config = {**CONFIG, "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
     folder = folder_with(tmp_path, **{"config.json": config, "model.safetensors": None})
     found = resolve_model(folder, load_format="dummy")
     assert found.load_format == "dummy"
-    assert "dummy weights are not" in found.notes[0]
+    assert found.spec.quantization is not None
+    assert "dummy weights are too" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("file", "settings", "said"),
+    [
+        ("config.json", {"quant_method": "fbgemm_fp8"}, r"quantised \(quant_method 'fbgemm_fp8'\); supported"),
+        ("config.json", {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_method 'modelopt'"),
+        ("config.json", {"quant_method": "torchao", "quant_type": {}}, "quant_method 'torchao'"),
+        ("config.json", {"quant_method": "quark"}, "quant_method 'quark'"),
+        ("config.json", {"quant_method": "fp8"}, "activation_scheme None is not supported"),
+        (
+            "config.json",
+            {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {"a": {}}},
+            "format 'nvfp4-pack-quantized' is not supported",
+        ),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}, "quant_algo 'NVFP4'"),
+    ],
+)
+def test_dummy_weights_of_what_cannot_be_quantised_are_plain_only_by_demand(
+    tmp_path: Path, file: str, settings: dict[str, object], said: str
+) -> None:
+    config = {**CONFIG, "quantization_config": settings} if file == "config.json" else CONFIG
+    files: dict[str, object] = {"config.json": config, "model.safetensors": None}
+    folder = folder_with(tmp_path, **(files | ({} if file == "config.json" else {file: settings})))
+    with pytest.raises(ModelFilesError, match=rf"{said}.*quantization_config\": null"):
+        resolve_model(folder, load_format="dummy")
+    plain = resolve_model(folder, load_format="dummy", hf_overrides='{"quantization_config": null}')
+    assert plain.spec.quantization is None

@@ -1,11 +1,11 @@
 """GPTQ, AWQ and pack-quantized checkpoints compute what their formats say, whole and in shards; what is wrong with one is named."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
-from packed_models import KINDS, gptq, write
+from packed_models import KINDS, Packed, gptq, write
 from safetensors.torch import save_file
 from sharded_models import load_shards, logits_of, together
 from small_models import caches, load, run
@@ -151,6 +151,26 @@ def test_settings_of_some_layers(tmp_path: Path) -> None:
     theirs, tensors = write(tmp_path, kind._replace(config=gptq(sym=True, dynamic={r"-:model\.layers\.0\.mlp": {}})))
     close(run(load(tmp_path), caches(load(tmp_path).spec, 24), [(TOKENS, 0, TABLE)]), expected_of(theirs))
     assert "model.layers.0.mlp.down_proj.weight" in tensors
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("says", [{"checkpoint_format": "gptq"}, {"checkpoint_format": "gptq_v2"}, {}])
+@pytest.mark.parametrize("sym", [True, None])
+@pytest.mark.parametrize("files", ["gptq", "gptq_v2"])
+def test_zero_points_of_symmetric_weights_tell_how_they_are_written(
+    files: str, sym: bool | None, says: dict[str, Any], bits: int, tmp_path: Path
+) -> None:
+    """Whatever checkpoint_format says of them."""
+    kind = Packed(gptq(sym=sym, bits=bits, **says), files, bits=bits, symmetric=True)
+    theirs, _ = write(tmp_path, kind)
+    model = load(tmp_path)
+    close(run(model, caches(model.spec, 24), [(TOKENS, 0, TABLE)]), expected_of(theirs))
+
+
+def test_other_zero_points_contradict_sym_true(tmp_path: Path) -> None:
+    write(tmp_path, Packed(gptq(sym=True), "gptq"))
+    with pytest.raises(ProcessFatal, match=r"qzeros: quantization_config says sym true, and zero points are not all 7"):
+        load(tmp_path)
 
 
 UP, QUERY = "model.layers.1.mlp.up_proj.", "model.layers.1.self_attn.q_proj."

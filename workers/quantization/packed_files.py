@@ -9,7 +9,7 @@
                          [outputs / 8, groups], weight_g_idx [inputs], weight_shape [2]
 
 Words of 32 bits hold 8 codes of 4 bits or 4 of 8, the first in the lowest bits; AWQ's in an order of its own. GPTQ's zero points are
-one less than they mean (not gptq_v2's).
+one less than they mean (not gptq_v2's); those of symmetric weights are taken as what they must mean.
 """
 
 import torch
@@ -122,9 +122,7 @@ def packed_rows(name: str, source: Source, found: ScaleTensor, part: WeightSlice
         case _, "weight":
             codes = _fields(_cut(source, outputs, _words(inputs, each)), scheme.bits)
         case (("gptq" | "gptq_v2"), "weight_zero"):
-            plus = 1 if scheme.files == "gptq" else 0
-            zeros = _fields(_cut(source, groups, _words(outputs, each)), scheme.bits).to(torch.int32) + plus
-            return zeros.clamp(max=255).to(torch.uint8).t()
+            return _gptq_zeros(name, _fields(_cut(source, groups, _words(outputs, each)), scheme.bits), scheme).t()
         case "awq", "weight_zero":
             return _awq(_cut(source, groups, _words(outputs, each))).t()
         case _, "weight_zero":
@@ -134,6 +132,22 @@ def packed_rows(name: str, source: Source, found: ScaleTensor, part: WeightSlice
         case _:
             return _scales(name, _cut(source, groups, outputs).t())
     return codes if scheme.bits == 8 else codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def _gptq_zeros(name: str, stored: Tensor, scheme: QuantizationScheme) -> Tensor:
+    """Zero points [groups, outputs]. Where all are the middle of the codes, whichever of both ways they are written in tells itself:
+    checkpoints say the wrong one, or none. ProcessFatal: `sym` is true, and they are others."""
+    middle = 1 << scheme.bits - 1
+    if scheme.symmetric is not False:
+        if bool((stored == stored.flatten()[0]).all()) and int(stored.flatten()[0]) in (middle - 1, middle):
+            return torch.full_like(stored, middle)
+        if scheme.symmetric:
+            raise ProcessFatal(
+                f"tensor {name}: quantization_config says sym true, and zero points are not all {middle - 1} or all {middle}; "
+                "with sym false they are taken as they are"
+            )
+    plus = 1 if scheme.files == "gptq" else 0
+    return (stored.to(torch.int32) + plus).clamp(max=255).to(torch.uint8)
 
 
 def _mxfp4(name: str, source: Source, found: ScaleTensor, spans: tuple[tuple[int, int], ...]) -> Tensor:
