@@ -56,8 +56,10 @@ SECURITY = [
     f"| request | a body | {mib(SERVER.max_body_bytes)} |",
 ]
 FROM_VLLM = [
-    f"A body has at most {bodies.MAX_CONTAINERS:,} arrays and objects, {bodies.MAX_TEXTS:,} texts and names, {bodies.MAX_VALUES:,} values and "
-    f"{bodies.MAX_FIELDS:,} fields (400)",
+    f"A body has at most {bodies.MAX_CONTAINERS:,} arrays and objects, {bodies.MAX_TEXTS:,} texts and names, ",
+    f"{bodies.MAX_VALUES:,} values and {bodies.MAX_FIELDS:,} fields (400)",
+    f"At most {schema.MAX_BAD_WORDS:,} words, {schema.MAX_STOP_STRINGS} `stop` texts of {schema.MAX_STOP_LENGTH:,} characters; "
+    f"`repetition_detection` patterns of at most {schema.MAX_PATTERN:,} tokens",
     f"{connection.MAX_HEADER_BYTES >> 10} KiB\n  and {connection.MAX_HEADER_FIELDS} fields (431)",
     f"{limits.MAX_LISTED_IDS:,} ids of `logit_bias`",
     f"{admission.MAX_PROMPT_LOGPROBS:,} entries of `prompt_logprobs` for a prompt ({limits.MAX_PROMPT_LOGPROBS:,} for all prompts",
