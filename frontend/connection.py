@@ -7,6 +7,7 @@ touches a body, wherever a read ends, and what stands behind one waiting request
 
 import re
 import time
+import uuid
 from typing import Any, NamedTuple
 
 import httptools
@@ -236,7 +237,8 @@ class MeshProtocol(HttpToolsProtocol):
             return
         if active is None or not self._in_body or not active.response_started:
             body = HttpError(status, message).body()
-            fields = [*self.server_state.default_headers, (b"content-type", b"application/json")]
+            name = (b"x-request-id", uuid.uuid4().hex.encode())
+            fields = [*self.server_state.default_headers, (b"content-type", b"application/json"), name]
             head = STATUS_LINE[status] + b"".join(b"%b: %b\r\n" % field for field in fields)
             self.transport.write(head + b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(body), body))
         if active is not None:

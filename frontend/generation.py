@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from meshlm.frontend import operating, parse, retry, submits
+from meshlm.frontend.answer_headers import NAME
 from meshlm.frontend.beams import Search
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.dashboard.feed import Feed
@@ -36,6 +37,7 @@ from meshlm.protocol.tasks import GENERATE
 from meshlm.protocol.text_edge import Detokenize, DetokenizeReply, Submit, Tokenize, TokenizeReply
 from meshlm.runtime import logits_processors
 from meshlm.runtime.errors import RequestError
+from meshlm.runtime.figures import Figures
 from meshlm.runtime.io_processors import IOProcessor
 
 WRONG_RUNNER = "this server gives vectors, and no text (--runner)"
@@ -61,6 +63,7 @@ class Backend(operating.Operates, Protocol):
     io_processor: IOProcessor | None
     feed: Feed
     poison: PoisonBodies
+    figures: Figures
 
     def admit(self, ask: parse.ParsedRequest) -> int: ...
     def release(self, cost: int) -> None: ...
@@ -153,6 +156,7 @@ class Generation:
         name = again.key if again else header or ask.request_id or uuid.uuid4().hex
         request_id = prefix + name[:128]
         shown = request.headers.get("x-request-id") or request_id  # a client's own name comes back as it was
+        request.scope.get(NAME, [""])[0] = shown  # also of a refusal
         started, created = time.monotonic(), int(time.time())
         end = asyncio.Event()
         writer = EventWriter(dict(request.scope), request.scope["meshlm.send"], self.unsent)

@@ -19,6 +19,7 @@ from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
 from meshlm.frontend import bodies, information, limits, openapi, parse, prompts, retry
+from meshlm.frontend.answer_headers import AnswerHeaders
 from meshlm.frontend.dashboard.routes import DashboardRoutes
 from meshlm.frontend.endpoint import ByMethod, Endpoint, KeyCheck, RootPath, json_response, plain_error
 from meshlm.frontend.errors import HttpError
@@ -29,18 +30,13 @@ from meshlm.frontend.load_shedder import LoadShedder
 from meshlm.frontend.messages import routes as anthropic
 from meshlm.frontend.model_card import model_card
 from meshlm.frontend.operation import HTML, METRICS, Operation
-from meshlm.frontend.operations import served
+from meshlm.frontend.operations import SUBMITS, served
 from meshlm.frontend.operator_routes import OperatorRoutes
 from meshlm.frontend.poison import name_of
 from meshlm.frontend.rendering.routes import Reads, Rendering
 from meshlm.frontend.request_schema import Served
 from meshlm.frontend.responses_api import routes as responses_api
-from meshlm.frontend.schema import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
+from meshlm.frontend.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from meshlm.frontend.speech import routes as speech_routes
 from meshlm.frontend.vectors import processed
 from meshlm.frontend.vectors import routes as vector_routes
@@ -90,7 +86,8 @@ class Routes:
         self.keys = ApiKeys.of_server(backend.config.server)
 
     def app(self) -> Any:
-        """The ASGI application: the path of a proxy, what web pages may, CORS, then the key check, then the gate, then the routes."""
+        """The ASGI application: the answers' own headers, the path of a proxy, what web pages may, CORS, then the key check, then the
+        gate, then the routes."""
         paths: dict[str, dict[str, Endpoint]] = {}
         for op in self._operations():
             endpoint = Endpoint(attrgetter(op.handler)(self), self._backend.refused)
@@ -105,7 +102,7 @@ class Routes:
             allow_credentials=server.allow_credentials,
             allow_private_network=True,
         )
-        return Starlette(
+        app = Starlette(
             routes=routes,
             middleware=[
                 Middleware(RootPath, root=server.root_path),
@@ -116,6 +113,7 @@ class Routes:
             ],
             exception_handlers={HTTPException: plain_error},
         )
+        return AnswerHeaders(app, lambda: self._backend.figures.now, SUBMITS)
 
     def _operations(self) -> tuple[Operation, ...]:
         server = self._backend.config.server
