@@ -2,7 +2,8 @@
 
     python -P deploy/image.py [--base IMAGE] [--suite SUITE --mirror URL --site FOLDER] [--ca FILE] [-- FLAGS of buildah build]
 
-Without --base the base is a minimal system (debootstrap), for places that reach no registry; CUDA is what torch's wheel brings.
+Without --base the base is a minimal system (debootstrap) of this machine's own suite and sources, for places that reach no registry;
+CUDA is what torch's wheel brings.
 --ca is for networks whose proxy has a certificate authority of its own: pip trusts it while the image is built, and the image does not
 keep it.
 Needs buildah, debootstrap without --base, and psutil. The image is kept as `meshlm`.
@@ -22,6 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+sys.path.insert(0, str(Path(__file__).parent))
+import apt_sources
 
 ROOT = Path(__file__).parents[1]
 BASE, IMAGE = "localhost/meshlm-base", "meshlm"
@@ -115,14 +119,18 @@ def ask(port: int, body: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--base", default="", help="the image to build on, as CUDA_IMAGE of the Dockerfile")
-    parser.add_argument("--suite", default="bookworm")
-    parser.add_argument("--mirror", default="http://deb.debian.org/debian")
+    parser.add_argument("--suite", default=apt_sources.own_suite(), help="of that base; default: this machine's own")
+    parser.add_argument("--mirror", default="", help="its packages; default: where this machine takes its own from")
     parser.add_argument("--site", default="", help="a folder of files to add to that base, such as etc/pip.conf")
     parser.add_argument("--ca", default="", help="a file of certificate authorities that pip trusts while it builds")
     parser.add_argument("--check", action="store_true", help="look at the image that is there")
     words = sys.argv[1:]
     more = words[words.index("--") + 1 :] if "--" in words else []
     arguments = parser.parse_args(words[: len(words) - len(more) - ("--" in words)])
+    if not (arguments.check or arguments.base):
+        arguments.mirror = arguments.mirror or apt_sources.mirror_of(arguments.suite)
+        if not arguments.mirror:
+            parser.error(f"--mirror: /etc/apt has no source of {arguments.suite or 'a suite'}; name one, with --suite")
     if not arguments.check:
         build(arguments.base or make_base(arguments.suite, arguments.mirror, arguments.site), arguments.ca, more)
     check()
