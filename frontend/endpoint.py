@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from meshlm.frontend.errors import HttpError, why_not_served
-from meshlm.frontend.operations import OPERATIONS, SETTINGS, SUBMITS, scope_of
+from meshlm.frontend.operations import COUNTED, OPERATIONS, SETTINGS, SUBMITS, scope_of
 from meshlm.frontend.operator_operations import DASHBOARD
 from meshlm.frontend.rate_limits import RateLimits
 from meshlm.protocol.ids import ErrorKind
@@ -136,7 +136,7 @@ class KeyCheck:
             raise HttpError(401, UNKNOWN_KEY, kind="authentication_error")
         if wanted and wanted not in found.scopes:
             raise HttpError(403, NO_SCOPE % wanted, kind="permission_error")
-        if scope["method"] == "POST" and scope["path"] in SUBMITS:
+        if scope["method"] == "POST" and scope["path"] in COUNTED:
             take(self._rates, found)
         scope["meshlm.key"] = found.key.decode()
 

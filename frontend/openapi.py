@@ -11,7 +11,8 @@ import msgspec
 
 from meshlm.frontend.answer_fields import GROUPS, NEEDLESS
 from meshlm.frontend.operation import EVENTS, Operation, Parameter
-from meshlm.frontend.operations import ADMIN_PATHS, PROBES, SUBMITS
+from meshlm.frontend.operations import ADMIN_PATHS, COUNTED, PROBES
+from meshlm.frontend.page_policy import HEADERS, source
 from meshlm.frontend.request_schema import Served, refine
 
 Json = dict[str, Any]
@@ -74,7 +75,7 @@ def _description() -> str:
 
 def _operation(op: Operation, method: str, refs: Refs, keys: bool, served: Served) -> Json:
     errors = {*op.errors, *((401, 403) if (keys and not op.is_open) or op.path in ADMIN_PATHS else ())}
-    if keys and method == "POST" and op.path in SUBMITS:
+    if keys and method == "POST" and op.path in COUNTED:
         errors.add(429)
     if not keys and op.path not in PROBES:
         errors |= {403} | ({415} if op.body is not None else set())
@@ -145,6 +146,11 @@ _STYLE = (
     "details{border:1px solid #8886;border-radius:6px;margin:.5rem 0;padding:.5rem 1rem}code,pre{font:13px ui-monospace,monospace}"
     "table{border-collapse:collapse}td,th{border-bottom:1px solid #8884;padding:.2rem .6rem;text-align:left;vertical-align:top}"
 )
+PAGE_HEADERS = {
+    **HEADERS,
+    "Content-Security-Policy": f"default-src 'none'; style-src {source(_STYLE)}; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+}
 
 
 def page(api: Json) -> str:

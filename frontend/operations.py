@@ -3,8 +3,6 @@ describes it, so no route is without description."""
 
 from types import GenericAlias
 
-from msgspec import Struct
-
 from meshlm.frontend import generative_scoring, schema
 from meshlm.frontend import response_schema as responses
 from meshlm.frontend.messages import schema as anthropic
@@ -14,7 +12,7 @@ from meshlm.frontend.rendering import schema as rendering
 from meshlm.frontend.responses_api import schema as responses_api
 from meshlm.frontend.retry import KEY, LAST_ID
 from meshlm.frontend.speech.operations import SPEECH
-from meshlm.frontend.vectors import schema as vectors
+from meshlm.frontend.vectors.operations import VECTORS
 from meshlm.runtime.api_keys import ADMIN, INFERENCE
 
 _GENERATES = (
@@ -322,37 +320,6 @@ OPERATIONS = (
     ),
 )  # fmt: skip
 
-
-def _vectors(
-    paths: tuple[str, ...], answers: type[Struct], summary: str, body: type[Struct], handler: str = "vectors"
-) -> tuple[Operation, ...]:
-    return tuple(Operation(path, handler, answers, summary, body, ("POST",), ASKS, NAMED[:2]) for path in paths)
-
-
-VECTORS = (
-    *_vectors(("/v1/embeddings",), vectors.EmbeddingResponse, "Vectors of texts.", vectors.EmbeddingRequest),
-    *_vectors(("/v2/embed",), vectors.CohereEmbedResponse, "Vectors of texts, by Cohere's API.", vectors.CohereEmbedRequest),
-    *_vectors(
-        ("/pooling",), vectors.PoolingResponse, "Vectors of texts or of their tokens, or scores.", vectors.PoolingRequest, "pooling"
-    ),
-    *_vectors(("/classify",), vectors.ClassificationResponse, "The classes of texts.", vectors.ClassificationRequest),
-    *_vectors(("/score", "/v1/score"), vectors.ScoreResponse, "How well texts go with others.", vectors.ScoreRequest),
-    *_vectors(
-        ("/rerank", "/v1/rerank", "/v2/rerank"), vectors.RerankResponse, "Documents, the best for a query first.", vectors.RerankRequest
-    ),
-    Operation(
-        "/invocations",
-        "invocations",
-        vectors.PoolingResponse,
-        "For SageMaker: as the route that the body's fields name: with input or messages /v1/embeddings, /classify or /pooling, "
-        "by what the model does first.",
-        vectors.PoolingRequest,
-        ("POST",),
-        ASKS,
-        NAMED[:2],
-    ),
-)  # fmt: skip
-
 _TEXTS = ("/render", "/derender")  # ends of the paths that ask the tokenizer alone
 # Requests for which the mesh computes: those that are refused while it is full.
 SUBMITS = frozenset(
@@ -373,6 +340,12 @@ def scope_of(path: str) -> str:
     return "" if path in INFORMATION or path.startswith("/v1/models/") else INFERENCE
 
 
+# Requests that count for their key's limits: those that compute or read texts.
+COUNTED = SUBMITS | {
+    op.path
+    for op in OPERATIONS
+    if "POST" in op.methods and "{" not in op.path and not op.is_open and scope_of(op.path) == INFERENCE
+}
 OF_TEXT = ("/v1/conversations", "/v1/messages", "/v1/responses", "/invocations")
 
 

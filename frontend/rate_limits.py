@@ -1,9 +1,9 @@
 """How much a key may ask for in a minute: requests, and tokens of prompts and answers. Owned by io.py; both listeners ask it.
 
 Only keys of --api-key-file with `rpm=` or `tpm=` have limits. A level is a bucket that a minute fills: requests are taken out as they
-come, tokens when an answer has ended, since nobody knows before how many they are; a key whose tokens are below zero waits. The levels
-of a key are one small file in the run directory, so that all frontends count together and a frontend that dies forgets nothing.
-Two frontends that take from one key in the same microseconds may count it once.
+come, also those for the tokenizer alone, tokens when an answer has ended, since nobody knows before how many there are; a key whose
+tokens are below zero waits. The levels of a key are one small file in the run directory, so that all frontends count together and a
+frontend that dies forgets nothing. Two frontends that take from one key in the same microseconds may count it once.
 """
 
 import hashlib
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from meshlm.frontend.responses import Response
+from meshlm.protocol.text_edge import Detokenize, DetokenizeReply, Tokenize, TokenizeReply
 from meshlm.runtime.api_keys import ApiKey, Limits
 
 _RECORD = struct.Struct("ddd")  # requests and tokens that are left, and when that was
@@ -25,6 +26,13 @@ class _Levels(NamedTuple):
     requests: float
     tokens: float
     at: float
+
+
+def num_tokens(question: Tokenize | Detokenize, reply: TokenizeReply | DetokenizeReply) -> int:
+    """The tokens that the tokenizer made, or read."""
+    if isinstance(reply, TokenizeReply):
+        return len(reply.token_ids) // 4
+    return len(question.token_ids) // 4 if isinstance(question, Detokenize) else 0
 
 
 class RateLimits:

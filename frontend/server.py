@@ -33,6 +33,7 @@ from meshlm.frontend.operation import HTML, METRICS, Operation
 from meshlm.frontend.operations import SUBMITS, served
 from meshlm.frontend.operator_routes import OperatorRoutes
 from meshlm.frontend.poison import name_of
+from meshlm.frontend.rate_limits import num_tokens
 from meshlm.frontend.rendering.routes import Reads, Rendering
 from meshlm.frontend.request_schema import Served
 from meshlm.frontend.responses_api import routes as responses_api
@@ -133,7 +134,7 @@ class Routes:
         return json_response(self._document())
 
     async def docs(self, request: Request) -> HttpResponse:
-        return HttpResponse(openapi.page(self._document()), media_type=HTML)
+        return HttpResponse(openapi.page(self._document()), media_type=HTML, headers=openapi.PAGE_HEADERS)
 
     def _document(self) -> dict[str, Any]:
         keys = bool(self.keys)
@@ -231,6 +232,8 @@ class Routes:
             left.cancel()
         if reply.error:
             raise HttpError.of(reply.kind, reply.error, reply.param)
+        if request.url.path not in SUBMITS:  # else they count with the answer
+            self._backend.rates.used(request.scope.get("meshlm.key", ""), num_tokens(question, reply))
         return reply
 
     # --- generation ---

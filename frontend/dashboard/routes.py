@@ -4,7 +4,6 @@ Called by server.py.
 """
 
 import asyncio
-import base64
 import gzip
 import hashlib
 from functools import cache
@@ -18,6 +17,7 @@ from meshlm.frontend.connection import EXTENSION
 from meshlm.frontend.dashboard.feed import PERIOD_S, STALL_S, Feed, Watcher
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.operation import EVENTS, HTML
+from meshlm.frontend.page_policy import HEADERS, source
 
 JSON = "application/json"
 MAX_EVERY_S = STALL_S / 2
@@ -38,15 +38,6 @@ SCRIPTS = (
     ),
     "start",
 )  # in their order, since one uses what those before it have said
-# Data and files that are not the page. What it may do is in Page.policy.
-HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-cache",
-}
 Receive = Any
 Send = Any
 
@@ -76,16 +67,11 @@ def page() -> Page:
         "<script></script>", f"<script>{script}</script>"
     )
     policy = (
-        f"default-src 'none'; script-src {_source(script)}; style-src {_source(style)}; connect-src 'self'; img-src 'self' data:; "
+        f"default-src 'none'; script-src {source(script)}; style-src {source(style)}; connect-src 'self'; img-src 'self' data:; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
     )
     content = text.encode()
     return Page(content, gzip.compress(content, 9, mtime=0), f'"{hashlib.sha256(content).hexdigest()[:20]}"', policy)
-
-
-def _source(text: str) -> str:
-    """Names this text to a browser, which runs or applies no other."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 class DashboardRoutes:

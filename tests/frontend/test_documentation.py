@@ -1,5 +1,8 @@
 """The pages that describe the API are served with the key that all but the probes need, or not at all."""
 
+import base64
+import hashlib
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,3 +72,18 @@ async def test_other_methods_are_named() -> None:
             answer = await http.request("PATCH", op.path)
             assert answer.status_code == 405
             assert set(op.methods) <= set(answer.headers["allow"].split(", "))
+
+
+@pytest.mark.parametrize("path", ["/docs", "/redoc"])
+async def test_the_page_does_nothing_and_is_in_no_other(path: str) -> None:
+    async with client() as http:
+        answer = await http.get(path)
+    rules = dict(rule.strip().partition(" ")[::2] for rule in answer.headers["content-security-policy"].split(";"))
+    (style,) = re.findall("<style>(.*?)</style>", answer.text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    assert rules["style-src"] == f"'sha256-{digest}'"
+    assert "script-src" not in rules
+    assert {rules[name] for name in ("default-src", "frame-ancestors", "base-uri", "form-action")} == {"'none'"}
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert "<script" not in answer.text
+    assert " style=" not in answer.text

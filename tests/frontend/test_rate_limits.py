@@ -1,13 +1,19 @@
 """A key that asks too often gets 429 and the time to wait; all frontends of a host count together."""
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from scripted import Scripted
 
+from meshlm.frontend.operations import ADMIN_PATHS, COUNTED, INFORMATION, OPERATIONS, PROBES
 from meshlm.frontend.rate_limits import RateLimits
+from meshlm.frontend.speech.operations import SPEECH
+from meshlm.frontend.vectors.operations import VECTORS
 from meshlm.protocol.config import ServerConfig
+from meshlm.protocol.text_edge import Detokenize, DetokenizeReply, Tokenize, TokenizeReply
 from meshlm.runtime.api_keys import SCOPES, ApiKey, Limits
 
 KEY = ApiKey(b"k", SCOPES, Limits(rpm=2, tpm=100))
@@ -78,6 +84,49 @@ async def test_429_in_the_form_of_the_route(tmp_path: Path, path: str, body: obj
     assert found == error
     assert backend.submits[0].request_ids
     assert backend.answers[0].ask.api_key == "often"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "tokens"),
+    [
+        ("/tokenize", {"prompt": "a b"}, 3),  # a byte is a token here
+        ("/detokenize", {"tokens": [5, 6, 7, 8]}, 4),
+        ("/v1/messages/count_tokens", {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}, 31),
+        ("/v1/completions/render", {"prompt": ["a", "bc"]}, 3),
+        ("/v1/chat/completions/render", {"messages": [{"role": "user", "content": "a"}]}, 31),
+        ("/v1/completions/derender", {"generate_responses": [{"choices": [{"index": 0, "token_ids": [5, 6]}]}]}, 2),
+    ],
+)
+async def test_the_tokenizer_alone_counts_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, body: object, tokens: int
+) -> None:
+    (tmp_path / "keys").write_text("often rpm=1 tpm=1000\n")
+    backend = Scripted(ServerConfig(api_key_file=str(tmp_path / "keys"), responses_store="off"))
+    backend.rates = RateLimits(str(tmp_path))
+    monkeypatch.setattr(backend, "ask", partial(answered, backend.ask))
+    used: list[int] = []
+    monkeypatch.setattr(backend.rates, "used", lambda name, num: used.append(num))
+    transport = httpx.ASGITransport(backend.routes.app())
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=HEADERS) as http:
+        first = await http.post(path, json=body)
+        again = await http.post(path, json=body)
+        answer = await http.post("/v1/completions", json={"prompt": "a"})
+    assert (first.status_code, again.status_code, answer.status_code) == (200, 429, 429), first.text
+    assert sum(used) == tokens
+
+
+async def answered(tokenized: Any, message: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply:
+    if isinstance(message, Detokenize):
+        return DetokenizeReply(message.handle, "text")
+    reply: TokenizeReply = await tokenized(message)
+    return reply
+
+
+def test_what_counts_is_all_that_computes_or_reads_texts() -> None:
+    asked = {op.path for op in (*OPERATIONS, *VECTORS, *SPEECH) if op.methods == ("POST",) and op.body is not None}
+    without_limits = {path for path in asked if "{" in path} | {"/settings"}
+    assert asked - without_limits <= COUNTED
+    assert not COUNTED & (ADMIN_PATHS | INFORMATION | PROBES)
 
 
 @pytest.mark.parametrize(

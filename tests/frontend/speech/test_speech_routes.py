@@ -13,10 +13,11 @@ from openai.types.audio import Transcription, TranscriptionVerbose, Translation
 from openai_client import client_of
 
 from meshlm.frontend import openapi
-from meshlm.frontend.operations import OPERATIONS, VECTORS, served
+from meshlm.frontend.operations import OPERATIONS, served
 from meshlm.frontend.request_schema import Served
 from meshlm.frontend.speech.operations import SPEECH as ROUTES
 from meshlm.frontend.speech.schema import TranscriptionResponse
+from meshlm.frontend.vectors.operations import VECTORS
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.ids import ErrorKind, FinishReason
