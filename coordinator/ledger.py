@@ -104,6 +104,8 @@ class Rank:
             incarnation=self.incarnation,
             counts=self.counts,
             sleeping=load.sleeping,
+            kv_cache_tokens=load.kv_cache_tokens,
+            kv_cache_requests=load.kv_cache_requests,
         )
 
     @property

@@ -12,7 +12,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from meshlm.frontend.exposition import INCARNATION, exposition, scrape
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.control_edge import MeshStats
+from meshlm.protocol.control_edge import MeshStats, RankStats
 from meshlm.protocol.counts import HOP
 from meshlm.protocol.ids import FinishReason
 from meshlm.protocol.token_edge import First
@@ -144,6 +144,9 @@ class Families:
         )
 
 
+_CACHE_SIZES = ("kv_cache_size_tokens", "kv_cache_max_concurrency")
+
+
 def cache_config(config: MeshConfig) -> dict[str, str]:
     """Settings of the KV cache, by vLLM's names."""
     cache, resolved = config.cache, config.resolved
@@ -200,9 +203,21 @@ class Metrics:
         self._known: set[str] = set()
         self._cache = cache
         self._info: Gauge | None = None
+        self._cache_sizes: dict[tuple[str, str], tuple[str, str]] = {}  # of each engine, as it was told last
         if cache is not None:
-            text = "The settings of the KV cache; its value is 1."
-            self._info = _shared("cache_config_info", text, *_ENGINE, *cache)
+            text = "The KV cache: settings, tokens held, requests of the full context held. 1; 0 of what is no more."
+            self._info = _shared("cache_config_info", text, *_ENGINE, *cache, *_CACHE_SIZES)
+
+    def _tell_cache(self, rank: RankStats) -> None:
+        """The settings and sizes of a rank's KV cache, which are others after its workers were started anew."""
+        if self._info is None or self._cache is None or not rank.kv_cache_requests:
+            return
+        engine = (self._model, str(rank.dp_rank))
+        sizes = (str(rank.kv_cache_tokens), f"{rank.kv_cache_requests:.2f}")
+        if (before := self._cache_sizes.get(engine, sizes)) != sizes:
+            self._info.labels(*engine, *self._cache.values(), *before).set(0)
+        self._cache_sizes[engine] = sizes
+        self._info.labels(*engine, *self._cache.values(), *sizes).set(1)
 
     def engine(self, engine: str) -> EngineMetrics:
         engine = engine or self._unplaced
@@ -238,8 +253,7 @@ class Metrics:
         self._known = engines
         for rank in stats.ranks:
             engine = (self._model, str(rank.dp_rank))
-            if self._info is not None and self._cache is not None:
-                self._info.labels(*engine, *self._cache.values()).set(1)
+            self._tell_cache(rank)
             for level, state in enumerate(_SLEEP_STATES):
                 self._sleep.labels(*engine, state).set(rank.sleeping.level == level)
             values = (rank.num_running, rank.num_waiting, rank.kv_cache_usage)

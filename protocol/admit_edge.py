@@ -182,6 +182,8 @@ class Load(Struct, frozen=True, tag="load"):
     paused: bool = False  # it plans no step, as an operator wants it
     counts: ProcessCounts | None = None  # for /metrics; None: as it said last
     sleeping: Sleeping = AWAKE  # its workers
+    kv_cache_tokens: int = 0  # of requests of the full context that decode side by side ...
+    kv_cache_requests: float = 0.0  # ... and their number
 
 
 SchedulerToCoordinator = Load

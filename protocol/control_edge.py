@@ -314,6 +314,8 @@ class RankStats(Struct, frozen=True, omit_defaults=True):
     incarnation: int = 0  # of the scheduler, whose counts begin at 0 with it
     counts: ProcessCounts = ProcessCounts()
     sleeping: Sleeping = AWAKE
+    kv_cache_tokens: int = 0
+    kv_cache_requests: float = 0.0
 
 
 class QueueFull(Struct, frozen=True, tag="queue_full"):

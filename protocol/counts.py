@@ -66,7 +66,9 @@ SCHEDULER: Mapping[str, Metric] = {
     "step_launch_time_seconds": _hop("From a plan's arrival at the worker to the launch of its step."),
     "step_device_time_seconds": _hop("That the device computed a step."),
     "step_return_time_seconds": _hop("From a step's end on the device to its result at the scheduler."),
-    "iteration_tokens_total": Metric("histogram", "Tokens that a step computed.", buckets=_STEP_TOKENS),
+    "iteration_tokens_total": Metric(
+        "histogram", "Prompt tokens that a step computed and tokens that it made.", buckets=_STEP_TOKENS
+    ),
     "num_requests_waiting_by_reason": Metric(
         "gauge", "Requests that wait for a place in the batch, by reason.", "reason"
     ),

@@ -13,6 +13,7 @@ it is here. Instead each step takes its share of the running requests: as many s
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from math import isfinite
 
 from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.counts import SCHEDULER
@@ -60,6 +61,8 @@ class Batching:
         self.pool_kinds, self._pooled_bytes = pool_kinds, pooled_bytes
         at_once = step_tokens(limits.max_num_batched_tokens, limits.async_depth, self.max_drafts)
         self.kv = KVCache(num_blocks, block_size, kv_specs, limits.prefix_caching, at_once)
+        self.most_requests = self.kv.side_by_side(limits.max_model_len)  # of the full context
+        self.most_tokens = int(self.most_requests * limits.max_model_len) if isfinite(self.most_requests) else 0
         if limits.kv_metrics_sample:
             self.kv.pool.residency = Residency(limits.kv_metrics_sample, self.counts)
         most, itl_s = limits.max_num_batched_tokens, limits.max_itl_s

@@ -86,6 +86,8 @@ class LoadReporter:
             answers=self.answers,
             paused=self.paused,
             sleeping=self.sleeping,
+            kv_cache_tokens=batching.most_tokens,
+            kv_cache_requests=batching.most_requests,
             counts=batching.counts.told() if self._tells_counts else None,
         )
         self._tells_counts = False

@@ -27,6 +27,7 @@ class Results:
     def __init__(self, table: RequestTable) -> None:
         self._table = table
         self._last_done_ns = 0
+        self._num_given = 0  # tokens of the last result that requests got
 
     def begin(self) -> None:
         """Other workers compute from now on: no step of theirs has ended yet."""
@@ -35,6 +36,7 @@ class Results:
     def take(self, record: Inflight, result: StepResult, output: Output) -> None:
         """`record` is the step that this is the result of."""
         self._learn(record, result)
+        self._num_given = 0
         self._table.load.prompt_tokens += record.num_tokens - record.num_decode_tokens
         tokens = ints(result.token_ids)
         if (
@@ -86,6 +88,7 @@ class Results:
                 drop(request)
         load.generation_tokens += len(batch)
         load.live_tokens += len(batch) - num_dead
+        self._num_given += len(batch) - num_dead
 
     def _tokens_with_details(self, record: Inflight, result: StepResult, tokens: list[int], output: Output) -> None:
         """A step with unfinished prompts, logprobs or several tokens a row, request by request."""
@@ -135,12 +138,12 @@ class Results:
             request.num_computed -= count
 
     def time(self, record: Inflight, result: StepResult, now_ns: int) -> None:
-        """Observes how long each hop of the step took, up to this scheduler."""
+        """Observes how long each hop of the step took, up to this scheduler, and its tokens. Called behind `take`."""
         hops = self._table.batching.counts.histograms
         hops["step_send_time_seconds"].between(record.planned_ns, result.received_ns)
         hops["step_launch_time_seconds"].between(result.received_ns, result.launched_ns)
         hops["step_return_time_seconds"].between(result.done_ns, now_ns)
-        hops["iteration_tokens_total"].observe(record.num_tokens)
+        hops["iteration_tokens_total"].observe(record.num_tokens - record.num_decode_tokens + self._num_given)
 
     def _learn(self, record: Inflight, result: StepResult) -> None:
         """The device's time for this step: its own word, or from launch or the end of the step before, whichever was later."""

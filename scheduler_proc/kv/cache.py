@@ -7,7 +7,7 @@ table stay, and mean nothing. Pure; owned by batching.py.
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from math import gcd
+from math import gcd, inf
 
 from meshlm.protocol.ids import BlockId
 from meshlm.protocol.kv import (
@@ -74,6 +74,11 @@ class KVCache:
     def holds(self, num_tokens: int) -> bool:
         """Whether one request of `num_tokens` tokens fits."""
         return pages_of(self._specs, self.block_size, num_tokens, self._step_tokens) <= self.pool.num_blocks
+
+    def side_by_side(self, num_tokens: int) -> float:
+        """How many requests of so many tokens, all decoding, fill the cache; infinite where they hold nothing of it."""
+        held = pages_of(self._specs, self.block_size, num_tokens)
+        return self.pool.num_blocks / held if held else inf
 
     def longest(self, max_len: int) -> int:
         """The most tokens of one request that fit, below `max_len`."""

@@ -26,11 +26,27 @@ def said(queries, incarnation, replays=0, worker=0):
 """
 
 
-def told(script: str, *arguments: str) -> str:
-    command = [sys.executable, "-P", "-c", SAID + script + "print(exposition().decode())", *arguments]
+def told(script: str, *arguments: str, said: str = SAID) -> str:
+    command = [sys.executable, "-P", "-c", said + script + "print(exposition().decode())", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_the_sizes_of_a_kv_cache_are_those_of_its_workers_now() -> None:
+    """As vLLM names them; not before they are known, and 0 for what they were before the workers were started anew."""
+    script = """
+for sizes in ((0, 0.0), (8192, 2.0), (8192, 2.0), (6144, 1.5)):
+    rank = RankStats(3, 0, 0, 0.0, 0, 0, 0, 0, 0, kv_cache_tokens=sizes[0], kv_cache_requests=sizes[1])
+    metrics.mesh(MeshStats(True, ranks=(rank, RankStats(4, 0, 0, 0.0, 0, 0, 0, 0, 0, kv_cache_requests=float("inf")))))
+"""
+    said = SAID.replace('Metrics("m", 4096)', 'Metrics("n", 4096, cache={"block_size": "16"})')
+    lines = {line for line in told(script, said=said).splitlines() if "cache_config_info{" in line}
+    of = 'meshlm:cache_config_info{block_size="16",engine="%s",kv_cache_max_concurrency="%s",'
+    of += 'kv_cache_size_tokens="%s",model_name="n"} %s'
+    assert lines == {
+        of % each for each in (("3", "2.00", "8192", "0.0"), ("3", "1.50", "6144", "1.0"), ("4", "inf", "0", "1.0"))
+    }
 
 
 def test_graph_counts_by_engine_and_reason() -> None:

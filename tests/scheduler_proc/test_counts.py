@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from bench import COORDINATOR, LIFE, WORKER, Bench
+from bench import COORDINATOR, LIFE, WORKER, Bench, reference
 from small_model import SMALL
 
 from meshlm.protocol.admit_edge import Load, ReportLoad
@@ -82,7 +82,26 @@ def test_each_hop_of_a_step_is_observed() -> None:
     told = counts(bench.core).histograms
     hops = {name.split("_")[1]: round(one.total, 6) for name, one in told.items() if name.startswith("step_")}
     assert hops == {"schedule": 0.0, "send": 0.001, "launch": 0.002, "device": 0.004, "return": 0.002}
-    assert told["iteration_tokens_total"].total == 4
+    assert told["iteration_tokens_total"].total == 5  # four of the prompt, and the one that it gave
+
+
+def test_steps_have_the_prompts_tokens_and_those_that_they_generate() -> None:
+    """As in vLLM: 9 + 10 for each request, though the last token is never computed."""
+    bench = Bench(limits(), 64, 4)
+    for handle in range(1, 11):
+        bench.assign(handle, [handle, *range(8)], 10)
+    bench.finish()
+    told = counts(bench.core).histograms["iteration_tokens_total"]
+    assert told.total == 190
+
+
+def test_a_token_that_comes_behind_the_end_is_not_generated() -> None:
+    bench = Bench(limits(async_depth=2), 64, 4)
+    prompt = [1] * 9
+    (first, *_) = reference(prompt, 1)
+    bench.assign(1, prompt, 10, stop=(first,))
+    bench.finish()
+    assert counts(bench.core).histograms["iteration_tokens_total"].total == 10
 
 
 def test_clocks_of_other_hosts_are_not_compared() -> None:

@@ -35,7 +35,24 @@ def stats(num_ranks: int) -> MeshStats:
     graphs = GraphCounts({"decode": 9}, {"off": 1}, 7, {"few_tokens": 1}, halved={"mixed": 1})
     ranks = tuple(
         RankStats(
-            rank, RUNNING // num_ranks, 0, 0.5, 8, 4, 2, 0, 0, graphs, 10**9, 10**7, 3, filled(dict(counts.SCHEDULER))
+            *(
+                rank,
+                RUNNING // num_ranks,
+                0,
+                0.5,
+                8,
+                4,
+                2,
+                0,
+                0,
+                graphs,
+                10**9,
+                10**7,
+                3,
+                filled(dict(counts.SCHEDULER)),
+            ),
+            kv_cache_tokens=8192,
+            kv_cache_requests=2.0,
         )
         for rank in range(num_ranks)
     )

@@ -175,6 +175,8 @@ FULL: tuple[Struct, ...] = (
         True,
         COUNTS,
         SLEEPING,
+        16,
+        17.5,
     ),
     # counts of processes
     HISTOGRAM,
