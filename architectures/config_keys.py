@@ -52,6 +52,8 @@ NEUTRAL: dict[str, frozenset[Any]] = dict.fromkeys(
     "mlp_hidden_act": frozenset(("silu",)),
     "position_embedding_type": frozenset(("rope", "rotary")),
     "norm_type": frozenset(("rms_norm", "rmsnorm")),
+    "scoring_func": frozenset(("softmax",)),
+    "topk_method": frozenset(("greedy",)),
 }
 MATHS = frozenset(NEUTRAL) | words("""
     attention_multiplier scale_depth dim_model_base attn_logit_softcapping final_logit_softcapping

@@ -67,7 +67,10 @@ def num_labels(config: dict[str, Any]) -> int:
 
 def scores(config: dict[str, Any], labels: int) -> str:
     """The function that makes scores of logits, by what the file says of the model's training. ValueError."""
-    if (kind := config.get("problem_type")) in _SCORES:
+    kind = config.get("problem_type")
+    if kind is not None and (not isinstance(kind, str) or kind not in _SCORES):
+        raise ValueError(f"problem_type {shown(kind)} is not supported; supported: {', '.join(_SCORES)}")
+    if kind is not None:
         return "sigmoid" if _SCORES[kind] == "softmax" and labels < 2 else _SCORES[kind]
     trained = config.get("sentence_transformers")
     name = trained.get("activation_fn") if isinstance(trained, dict) else None

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from meshlm.architectures.config_values import integer, number, shown, words
 from meshlm.architectures.dense import dense_gguf, dense_spec, dense_weights, one_window
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata
+from meshlm.architectures.rope import rope_kind
 from meshlm.protocol.model import ModelSpec
 
 _WANTED: dict[str, Any] = {"use_qk_norm": True, "norm_type": "rms", "use_cla": False, "use_rotary_pos_emb": True}
@@ -31,7 +32,7 @@ def _stretched(config: dict[str, Any]) -> dict[str, Any]:
     if not all(isinstance(each, dict) for each in given):
         return config
     rope: dict[str, Any] = given[0] | given[1]
-    if rope.get("rope_type", rope.get("type")) != "dynamic" or not rope.get("alpha"):
+    if rope_kind(rope) != "dynamic" or not rope.get("alpha"):
         return config
     if foreign := sorted(rope.keys() - _WITH_ALPHA):
         raise ValueError(f"rope_type dynamic with alpha does not know {foreign[0]} (rope_scaling, rope_parameters)")

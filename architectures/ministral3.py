@@ -24,7 +24,7 @@ _ROPE = {
 
 
 def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    given = config.get("rope_parameters") or config.get("rope_scaling") or _ROPE
+    given = ((config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})) or _ROPE
     plain = {key: value for key, value in given.items() if key not in (_BETA, _CONTEXT)}
     spec = dense_spec({**config, "rope_scaling": None, "rope_parameters": plain}, architecture)
     spec = replace(

@@ -34,6 +34,11 @@ _OWN = frozenset(
 def _thetas(config: dict[str, Any]) -> tuple[float, float]:
     """Gives the RoPE bases of global and of local layers, from keys of their own or by kind of layer."""
     by_kind = config.get("rope_parameters") or {}
+    if not isinstance(by_kind, dict) or (foreign := by_kind.keys() - {"full_attention", "sliding_attention"}):
+        what = sorted(foreign)[0] if isinstance(by_kind, dict) else shown(by_kind)
+        raise ValueError(f"rope_parameters holds {what}; supported: full_attention, sliding_attention")
+    if config.get("position_embedding_type") not in (None, "absolute", "rope"):  # whichever it says, positions rotate
+        raise ValueError(f"position_embedding_type {shown(config['position_embedding_type'])} is not supported")
     found = []
     for kind, key, default in (
         ("full_attention", "global_rope_theta", 160000.0),
@@ -72,6 +77,8 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 
 def _sequence_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     """A product, its function and a norm before the classifier."""
+    if (kind := config.get("classifier_pooling")) not in (None, "cls", "mean"):
+        raise ValueError(f"classifier_pooling {shown(kind)} is not supported; supported: cls, mean")
     act, bias = encoder_activation(config, "classifier_activation"), boolean(config, "classifier_bias")
     return replace(
         _spec(config, architecture), head=classifier(config, layers=2, bias=(bias, True), act=act, norm=True)

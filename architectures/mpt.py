@@ -51,6 +51,8 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
             raise ValueError(f"attn_config.{key} {shown(value)} is not supported; supported: {shown(_ONLY[key][0])}")
     if attention.get("alibi") is not True:
         raise ValueError(f"attn_config.alibi must be true for {architecture}: learned positions are not supported")
+    if config.get("norm_type") not in (None, "layernorm", "low_precision_layernorm"):
+        raise ValueError(f"norm_type {shown(config['norm_type'])} is not supported; supported: layernorm")
     if config.get("no_bias") is False:
         raise ValueError(f"no_bias false is not supported for {architecture}")
     if config.get("logit_scale") is not None:

@@ -44,8 +44,7 @@ def rope_spec(config: dict[str, Any]) -> RopeSpec:
         if old[key] != new[key]:
             raise ValueError(f"rope_scaling and rope_parameters differ in {key}")
     raw = {key: value for key, value in (old | new).items() if value is not None and key not in _NEEDLESS}
-    kind = raw.get("rope_type", raw.get("type", "default"))
-    kind = "default" if kind == "mrope" else kind
+    kind = rope_kind(raw)
     if not isinstance(kind, str) or kind not in ROPE_KEYS:
         raise ValueError(f"rope_type {shown(kind)} is not supported; supported: {', '.join(ROPE_KEYS)}")
     needed, allowed = ROPE_KEYS[kind]
@@ -65,6 +64,16 @@ def rope_spec(config: dict[str, Any]) -> RopeSpec:
     if kind == "llama3" and spec.high_freq_factor < spec.low_freq_factor:
         raise ValueError("high_freq_factor must not be below low_freq_factor")
     return spec
+
+
+def rope_kind(raw: dict[str, Any]) -> Any:
+    """The rope_type, or `type` as older files name it. ValueError where they differ."""
+    kinds = [
+        "default" if raw[key] == "mrope" else raw[key] for key in ("rope_type", "type") if raw.get(key) is not None
+    ]
+    if len(kinds) > 1 and kinds[0] != kinds[1]:
+        raise ValueError(f"rope_type {shown(raw['rope_type'])} and type {shown(raw['type'])} differ")
+    return kinds[0] if kinds else "default"
 
 
 def ropes_by_kind(config: dict[str, Any], theta: Any, sliding_theta: Any) -> tuple[RopeSpec, RopeSpec]:

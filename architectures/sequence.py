@@ -13,7 +13,9 @@ from meshlm.architectures.encoder import KEYS, classifier, head_weights
 from meshlm.architectures.family import Family, Serves, Weight, stem_of
 from meshlm.protocol.model import HeadSpec, ModelSpec
 
-_OWN = KEYS | frozenset(("classifier_from_token", "is_original_qwen3_reranker", "method", "score_bias"))
+_OWN = (KEYS - {"position_embedding_type"}) | frozenset(
+    ("classifier_from_token", "is_original_qwen3_reranker", "method", "score_bias")
+)
 _UNREAD = r"(model\.)?lm_head\..*"
 
 

@@ -23,6 +23,9 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     for key, value in (("norm_type", "layer_norm"), ("mlp_type", "default")):
         if config.get(key) not in (None, value):
             raise ValueError(f"{key} {shown(config[key])} is not supported; supported: {value}")
+    if config.get("activation_function") not in (None, config.get("hidden_act")):  # the older name
+        both = f"{shown(config['activation_function'])} and hidden_act {shown(config.get('hidden_act'))}"
+        raise ValueError(f"activation_function {both} differ")
     bias = boolean(config, "use_bias")
     given = {**config, "attention_bias": bias, "mlp_bias": bias}
     spec = layer_norm_spec(given, architecture, _ORDER, eps="norm_epsilon")

@@ -28,6 +28,8 @@ def parse_config(config: dict[str, Any], path: Path) -> tuple[ModelSpec, tuple[s
     try:
         unknown = config_keys.check(config, architecture, family.keys)
         spec = family.spec({**family.defaults, **config}, architecture)
+        _check_dtype(config)
+        _check_layer_types({**family.defaults, **config}, family, spec)
     except KeyError as error:
         raise ModelFilesError(f"{where}: key {error} is missing") from None
     except (TypeError, ValueError, ArithmeticError) as error:
@@ -43,6 +45,37 @@ def parse_config(config: dict[str, Any], path: Path) -> tuple[ModelSpec, tuple[s
             f"{where}: num_nextn_predict_layers {spec.num_nextn_predict_layers}: the layers that draft further tokens are not loaded"
         )
     return spec, tuple(notes)
+
+
+_DTYPES = ("float32", "float16", "bfloat16", "float64", "float", "half")
+
+
+def _check_dtype(config: dict[str, Any]) -> None:
+    """ValueError for a type of numbers that no file of weights has."""
+    for key in ("dtype", "torch_dtype"):
+        value = config.get(key)
+        if value is not None and str(value).removeprefix("torch.") not in _DTYPES:
+            raise ValueError(f"{key} {shown(value)} is unknown; known: {', '.join(_DTYPES)}")
+
+
+def _check_layer_types(config: dict[str, Any], family: Family, spec: ModelSpec) -> None:
+    """ValueError for kinds of layers where the family has one kind and reads none: what the file asks for would not be done."""
+    kinds = config.get("layer_types")
+    if not isinstance(kinds, list):
+        return
+    try:
+        plain = family.spec({**config, "layer_types": ["full_attention"] * len(kinds)}, family.architecture)
+    except (TypeError, ValueError, ArithmeticError, KeyError):
+        return
+    if plain != spec:
+        return
+    no_window = not config.get("sliding_window") or config.get("use_sliding_window") is False
+    for layer, kind in enumerate(kinds):
+        slides = kind == "sliding_attention" and (no_window or (layer < spec.num_hidden_layers and spec.slides(layer)))
+        if kind != "full_attention" and not slides:
+            raise ValueError(
+                f"layer_types holds {shown(kind)} for layer {layer}; {family.architecture} has full_attention"
+            )
 
 
 def _family(config: dict[str, Any], path: Path) -> Family:
