@@ -33,6 +33,7 @@ def compressed(weights: Any = ARGUMENTS, inputs: Any = None, **changes: Any) -> 
         ({**FP8, "scale_fmt": "ue8m0"}, "scale_fmt 'ue8m0' is not supported"),
         ({**FP8, "ignored_layers": "lm_head"}, "ignored_layers must be a list of names"),
         (compressed(format="marlin-24"), "format 'marlin-24' is not supported; supported: float-quantized"),
+        (compressed(quantization_status="weird"), "quantization_status 'weird' is not supported; supported: initialized"),
         (compressed(config_groups=1), "config_groups must name groups"),
         (compressed(config_groups={"a": None}), "config_groups: a: it must be an object"),
         (compressed({**ARGUMENTS, "num_bits": 4}), "group_0: weights: num_bits 4 is not supported; supported: 8"),
