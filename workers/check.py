@@ -6,7 +6,6 @@ A GPU is asked for nothing: what its kernels cannot do is known when a worker ha
 
 import contextlib
 
-import structlog
 import torch
 
 from meshlm.protocol.config import MeshConfig
@@ -61,5 +60,4 @@ def _check(config: MeshConfig, shard: Shard) -> None:
 
 
 if __name__ == "__main__":
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))  # stdout is the answer's
     answer(check)

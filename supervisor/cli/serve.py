@@ -54,6 +54,7 @@ def dry_run(config: MeshConfig, form: str) -> int:
     if not config.network.headless:
         resolve.claim_port(config.server.address, config.server.port).close()
     config = resolve.for_mesh(config)
+    speech.check_packages(config)
     if form == "json":
         sys.stdout.write(plan.as_json(config, run_dir(config)).decode() + "\n")
     else:

@@ -12,7 +12,7 @@ def check_packages(config: MeshConfig) -> None:
     """UsageError where frontends could not read the audio of a model that writes them down."""
     assert config.resolved is not None
     missing = [name for name in ("av", "python_multipart") if not importlib.util.find_spec(name)]
-    if config.resolved.speech is not None and missing:
+    if config.resolved.speech is not None and missing and not config.network.headless:
         raise UsageError(
             f"{config.resolved.spec.architecture}: packages that read audio are not installed; {how_to_install('audio')}"
         )

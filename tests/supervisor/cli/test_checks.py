@@ -79,6 +79,20 @@ def test_what_is_known_before_weights_are_read(
     assert code == 2 or "processes of this node:" in out, "the plan is printed all the same"
 
 
+def test_a_plug_in_of_frontends_that_cannot_be_had(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Frontends load it, so a start said it when all was ready but them."""
+    site = tmp_path / "site"
+    (site / "bad-1.0.dist-info").mkdir(parents=True)
+    (site / "bad-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: bad\nVersion: 1.0\n")
+    (site / "bad-1.0.dist-info" / "entry_points.txt").write_text("[meshlm.io_processors]\nbad = nowhere_at_all:Bad\n")
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")])))
+    assert dry_run(folder, "--io-processor-plugin", "bad", "--runner", "pooling") == 1
+    assert "frontend: plug-in bad" in capfd.readouterr().err
+
+
 def test_who_is_asked_gets_no_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys are the frontends' alone."""
     asked: list[tuple[str, dict[str, str]]] = []

@@ -3,12 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import small_whisper
 
+from meshlm.protocol.config import NetworkConfig
 from meshlm.supervisor.cli import plan
 from meshlm.supervisor.errors import UsageError
-from meshlm.supervisor.settings import flags, resolve
+from meshlm.supervisor.settings import flags, resolve, speech
 
 
 @pytest.fixture(scope="module")
@@ -56,3 +58,13 @@ def test_what_a_sound_takes_is_shown(folder: Path) -> None:
     assert said["KV cache of a token"].startswith(f"{3 * 2 * 48 * 4} bytes")
     assert said["KV cache of the longest request"] == "0.2 MiB (128 tokens, and 50 encoder states)"
     assert said["KV cache"].endswith(f": {(1 << 30) // (1152 * 178)} requests at their longest")
+
+
+def test_packages_that_read_audio_are_the_heads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node without frontends reads none."""
+    given: dict[str, object] = {"model": str(folder), "device": "cpu"}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = resolve.resolve(flags.build(given, None))
+    with pytest.raises(UsageError, match="packages that read audio are not installed; pip install 'av"):
+        speech.check_packages(config)
+    speech.check_packages(msgspec.structs.replace(config, network=NetworkConfig(headless=True)))
