@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshlm.protocol.sleeping import TAGS, WEIGHTS
 from meshlm.workers.released import Released
+from meshlm.workers.weights.model_tensors import tensors_of
 
 if TYPE_CHECKING:
     from meshlm.workers.engine.engine import ModelEngine
@@ -51,8 +52,7 @@ class Sleeper:
 
     def _tensors(self, tag: str) -> list[Tensor]:
         if tag == WEIGHTS:
-            model = self._engine.model
-            return [*model.parameters(), *model.buffers()]
+            return tensors_of(self._engine.model)
         found: list[Tensor] = []
         for cache in self._engine.compute.caches:
             found += [cache.keys, cache.values]
