@@ -1,8 +1,9 @@
 """What the metrics observe of requests: of tokens as they come, of sequences when they end. Called by io.py.
 
 As in vLLM each sequence is a request of its own; `n` and the longest choice are observed once for each prompt. A request that was
-refused is observed nowhere, and one whose client left is counted as aborted and has no latency. With an Idempotency-Key a sequence
-goes on without its client: the connection that sees its end counts it.
+refused is observed nowhere, and one without a token has no latency. Where the client left a sequence is counted as aborted, with its
+latency up to the last token that came, since its tokens count, too. With an Idempotency-Key it goes on without its client: the connection
+that sees its end counts it.
 """
 
 from collections.abc import Iterator
@@ -53,11 +54,11 @@ def observe_end(metrics: "Metrics", answer: Response, max_model_len: int) -> Ite
         if number % CHOICES_AT_ONCE == 0:
             yield
         finished, engine = choice.finished, metrics.engine(choice.engine)
-        if finished is None and choice.submit.retry is None:
-            engine.finished(FinishReason.ABORT)
-        if finished is None or _was_told(choice) or _was_refused(choice):
+        if finished is None and choice.submit.retry is not None:
             continue
-        engine.finished(finished.reason)
+        if _was_told(choice) or _was_refused(choice):
+            continue
+        engine.finished(FinishReason.ABORT if finished is None else finished.reason)
         if choice.first_at:
             _observe_sequence(metrics, answer, choice, max_model_len)
             whole.setdefault(choice.prompt_index, []).append(choice)

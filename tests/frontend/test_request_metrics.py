@@ -149,13 +149,25 @@ def test_what_the_scheduler_refuses_is_observed_nowhere(tracker: RequestTracker)
     assert client.end() == {}
 
 
-def test_a_client_that_leaves_has_no_latency(tracker: RequestTracker) -> None:
+def test_the_latency_of_what_a_client_left_is_observed(tracker: RequestTracker) -> None:
+    """Up to its last token: the tokens count, so histograms without it would not fit them."""
     client = Client(tracker)
     client.accepted(7)
     client.row(0, [1], 10.5)
+    client.row(0, [2], 10.75)
     assert client.seen()
     tracker.close(client.choices)
-    assert client.end() == {"finished/2": [FinishReason.ABORT]}
+    seen = client.end()
+    assert (seen["finished/2"], seen["e2e/2"], seen["tpot/2"]) == ([FinishReason.ABORT], [0.75], [0.25])
+    assert (seen["prompt/2"], seen["generation/2"], seen["longest/2"]) == ([7], [2], [2])
+
+
+def test_what_a_client_left_before_its_first_token_has_no_latency(tracker: RequestTracker) -> None:
+    client = Client(tracker)
+    client.accepted(7)
+    tracker.close(client.choices)
+    (seen,) = client.end().values()
+    assert seen == [FinishReason.ABORT]
 
 
 def test_a_keyed_request_is_counted_once(tracker: RequestTracker) -> None:
