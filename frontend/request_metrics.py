@@ -2,8 +2,8 @@
 
 As in vLLM each sequence is a request of its own; `n` and the longest choice are observed once for each prompt. A request that was
 refused is observed nowhere, and one without a token has no latency. Where the client left a sequence is counted as aborted, with its
-latency up to the last token that came, since its tokens count, too. With an Idempotency-Key it goes on without its client: the connection
-that sees its end counts it.
+latency up to the last token that came, since its tokens count, too. With an Idempotency-Key it goes on without its client: the
+connection that sees its end counts it.
 """
 
 from collections.abc import Iterator
