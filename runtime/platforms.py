@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshlm.runtime import plugins
+from meshlm.runtime import host_memory, plugins
 
-CPU_SHARE = 0.25  # of the memory that is free now
+CPU_SHARE = 0.25  # of the memory that is available now
 CPU_MOST = 4 << 30
 
 
@@ -52,8 +52,7 @@ class Cpu(Platform):
     forms_groups = stores_fp8 = True
 
     def kv_cache_bytes(self) -> int | None:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return min(int(free * CPU_SHARE), CPU_MOST)
+        return min(int(host_memory.available() * CPU_SHARE), CPU_MOST)
 
 
 class Cuda(Platform):

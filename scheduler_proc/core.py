@@ -124,9 +124,7 @@ class Scheduler:
         serving, effects = self.serving, []
         if self.lockstep is not None:
             effects = self.lockstep.report(has_work=bool(self.requests))
-            serving = serving or bool(
-                self.lockstep.incarnation
-            )  # while the group prepares, requests wait where they are
+            serving = self.lockstep.serves(serving, self.batching.now_ns)
         load = self.load.load(self.batching, serving, self.num_steps)
         return effects if load is None else [*effects, Send(COORDINATOR, load)]
 

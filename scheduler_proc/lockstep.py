@@ -9,6 +9,10 @@ from meshlm.protocol.ids import COORDINATOR, Epoch, Incarnation
 from meshlm.protocol.lockstep import JointOrder, JointRank, JointReport, Phase, StepGroup
 from meshlm.runtime.events import Send
 
+PATIENCE_NS = (
+    30_000_000_000  # a member that is lost is back within seconds; with a large model its workers load for longer
+)
+
 
 class Lockstep:
     """`begin`, `lost` and `prepared` say what became of the workers; `may_step`, `stepped` and `finished` are asked for each step."""
@@ -20,6 +24,7 @@ class Lockstep:
         self._wanted = self._built = Epoch(0)  # groups: 0 is none
         self._follows = False  # the workers are as the newest order wants them
         self._told: tuple[object, ...] = ()
+        self._together_ns = 0  # when all workers had last met; 0: never
 
     # --- workers ---
 
@@ -36,6 +41,13 @@ class Lockstep:
         """All workers have answered the session that `follow` asked for, or one of their own."""
         if self._wanted == self._built:
             self._follows = True
+
+    def serves(self, together: bool, now_ns: int) -> bool:
+        """Whether requests may come here: its workers have met, or did so until just now and will again, so that requests wait where
+        they are. Those that have never met, or not for PATIENCE_NS, give no token: their mesh is not ready."""
+        if together:
+            self._together_ns = now_ns
+        return together or bool(self.incarnation and self._together_ns and now_ns - self._together_ns < PATIENCE_NS)
 
     # --- orders ---
 

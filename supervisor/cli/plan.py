@@ -110,7 +110,7 @@ def _budget(config: MeshConfig, weights: int) -> tuple[int | None, str]:
     platform = platforms.named(resolved.device)
     if (budget := platform.kv_cache_bytes()) is not None:
         rule = (
-            "a quarter of the free memory, 4 GiB at most"
+            "a quarter of the available memory, 4 GiB at most"
             if resolved.device == "cpu"
             else f"as --device {resolved.device} has it"
         )

@@ -8,10 +8,12 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from meshlm.runtime import host_memory
 from meshlm.supervisor.doctor.findings import Finding, State, failed, ok, warning
 
 GIB = 1 << 30
 SHM_NEEDED = 1 << 30  # NCCL's and torch's segments of one host with several GPUs
+MEMORY_NEEDED = 4 * GIB
 FILES_NEEDED = 4096  # links of 100 processes and some thousand clients
 _TIME_ERROR = 5  # adjtimex(2): the clock is not synchronised
 
@@ -22,7 +24,7 @@ def findings() -> list[Finding]:
         shared_memory(Path("/dev/shm")),
         open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
         locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
-        memory(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+        memory(host_memory.total(), host_memory.available()),
         clock(_clock_state()),
         compiler(shutil.which(os.environ.get("CC", "") or "gcc") or shutil.which("cc") or "", _header()),
     ]
@@ -71,12 +73,12 @@ def locked_memory(soft: int) -> Finding:
     )
 
 
-def memory(whole: int) -> Finding:
-    found = f"{whole / GIB:.1f} GiB"
-    if whole < 4 * GIB:
-        return warning(
-            "memory", found, "the processes of a mesh take about 1 GiB, and weights pass through memory on their way"
-        )
+def memory(whole: int, available: int) -> Finding:
+    """Both as far as the limits of control groups let this process have it."""
+    found = f"{available / GIB:.1f} of {whole / GIB:.1f} GiB available"
+    if available < MEMORY_NEEDED:
+        advice = "the processes of a mesh take about 1 GiB, and weights pass through memory on their way"
+        return warning("memory", found, f"{advice}; end what else has it, or raise the container's limit")
     return ok("memory", found)
 
 

@@ -5,6 +5,7 @@ import msgspec
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.model import ModelSpec
 from meshlm.supervisor.errors import UsageError
+from meshlm.supervisor.settings import layout
 
 PARALLEL = "--enable-expert-parallel"
 COMMUNICATORS = {"cpu": "torch_gloo", "cuda": "torch_nccl"}
@@ -37,7 +38,7 @@ def check(config: MeshConfig, spec: ModelSpec, device: str) -> None:
         )
     if experts.all2all_backend == "peer_memory" and device == "cpu":
         raise UsageError("--all2all-backend peer_memory: it needs GPUs; use allgather_reducescatter or all_to_all")
-    if config.node is not None:
+    if layout.has_others(config):
         raise UsageError(f"{PARALLEL}: data-parallel ranks that share experts must be on one node")
     if parallel.pipeline_parallel_size > 1:
         raise UsageError(f"{PARALLEL}: with --data-parallel-size above 1 there is no pipeline; leave out -pp")
@@ -75,7 +76,7 @@ def _check_balancing(config: MeshConfig, spec: ModelSpec, device: str) -> None:
         raise UsageError(
             "--enable-eplb: it needs --data-parallel-size or --tensor-parallel-size 2; experts move between ranks"
         )
-    if parallel.data_parallel_size == 1 and (parallel.pipeline_parallel_size > 1 or config.node is not None):
+    if parallel.data_parallel_size == 1 and (parallel.pipeline_parallel_size > 1 or layout.has_others(config)):
         raise UsageError("--enable-eplb: tensor-parallel ranks that move experts are one stage, on one node")
     if eplb.use_async:
         raise UsageError("--eplb-config use_async: experts move between two steps, not beside them; leave it out")

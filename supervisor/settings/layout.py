@@ -43,6 +43,13 @@ def places(config: MeshConfig) -> tuple[range, range]:
     return range(first, first + count), range(first * per_rank, (first + count) * per_rank)
 
 
+def has_others(config: MeshConfig) -> bool:
+    """Whether other nodes have some of the mesh's workers, as the flags say: `MeshConfig.node` is set later."""
+    parallel = balancing.own_part(config.parallel)
+    _, here = places(msgspec.structs.replace(config, parallel=parallel))
+    return len(here) < parallel.data_parallel_size * parallel.workers_per_rank
+
+
 def _even_places(parallel: ParallelConfig, per_rank: int) -> tuple[range, range]:
     """--nnodes: all workers evenly over the nodes; a scheduler is where its first worker is."""
     if parallel.data_parallel_size_local is not None or parallel.data_parallel_start_rank:

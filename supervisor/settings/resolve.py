@@ -196,7 +196,7 @@ def _check_flags(config: MeshConfig, files: model_files.ModelFiles, platform: Pl
     if config.worker.fake_lockstep:
         if device != "fake":
             raise UsageError("--fake-lockstep: it needs --device fake")
-        if config.node is not None or config.parallel.pipeline_parallel_size > 1:
+        if layout.has_others(config) or config.parallel.pipeline_parallel_size > 1:
             raise UsageError("--fake-lockstep: it needs one node, and no pipeline")
         if config.worker.enable_sleep_mode:
             raise UsageError("--fake-lockstep: ranks that step together do not sleep; leave out --enable-sleep-mode")

@@ -8,7 +8,7 @@ from bench import COORDINATOR, DETOKENIZER, LIFE, VOCAB, Model, limits, referenc
 
 from meshlm.coordinator.joint import State
 from meshlm.coordinator.lockstep import Lockstep
-from meshlm.protocol.admit_edge import Assign, EngineRequest
+from meshlm.protocol.admit_edge import Assign, EngineRequest, Load
 from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.lockstep import JointReport, StepGroup
@@ -34,6 +34,8 @@ class Rank:
         self.num_plans = self.num_empty = self.num_sessions = 0
         self.tokens: list[int] = []
         self.reason: FinishReason | None = None
+        self.serving = False  # as the coordinator knows it
+        self.meets = True  # its worker finds those of the other ranks
 
 
 class Net:
@@ -66,8 +68,12 @@ class Net:
                     rank.model.rows.clear()
                     rank.group = reset.group
                     rank.num_sessions += 1
+                    if not rank.meets:
+                        continue
                     facts = WorkerReady(reset.session, NUM_BLOCKS, BLOCK_SIZE, 64, 64, VOCAB)
                     self.tell(rank, Received(rank.worker, rank.incarnation, facts))
+                case Load() as load:
+                    rank.serving = load.serving
                 case StepPlan() as plan:
                     assert rank.group is not None, "a step without the others"
                     rank.plans.append(plan)
@@ -100,6 +106,13 @@ class Net:
         work = EngineRequest(name, Handle(number), pack_i32(prompt), SamplingParams(max_tokens=max_tokens))
         self.tell(self.ranks[number], Received(COORDINATOR, LIFE, Assign(work, DETOKENIZER, LIFE)))
 
+    def pass_by(self, seconds: int) -> None:
+        """Nothing happens for so long."""
+        for _ in range(seconds):
+            self.now += 1.0
+            for rank in self.ranks:
+                self.tell(rank, Tick(0.0))
+
     def step(self) -> bool:
         """All ranks compute one step, if all of one group are at it."""
         if not all(rank.plans for rank in self.ranks) or len({rank.group for rank in self.ranks}) > 1:
@@ -114,6 +127,31 @@ class Net:
             if not self.step():
                 return
         raise AssertionError("they never rest")
+
+
+def test_ranks_that_never_meet_are_not_ready() -> None:
+    """Nor are those that do not meet again: a green /ready means that a token can be made."""
+    net = Net()
+    for rank in net.ranks:
+        rank.meets = False
+    for number in range(2):
+        net.start(number)
+    net.pass_by(60)
+    assert [rank.serving for rank in net.ranks] == [False, False]
+    for rank in net.ranks:
+        rank.meets = True
+    for number in range(2):
+        net.kill(number)
+        net.start(number)
+    assert [rank.serving for rank in net.ranks] == [True, True]
+    net.pass_by(600)
+    for rank in net.ranks:
+        rank.meets = False
+    net.kill(1)
+    net.start(1)
+    assert net.ranks[0].serving, "they will meet again: its requests wait where they are"
+    net.pass_by(60)
+    assert not net.ranks[0].serving
 
 
 def started(num_ranks: int = 2) -> Net:

@@ -42,7 +42,8 @@ def asked(count: int, **changes: Any) -> dict[str, Any]:
         (host.open_files(1024), State.WARNING, "LimitNOFILE"),
         (host.open_files(resource.RLIM_INFINITY), State.OK, ""),
         (host.locked_memory(8 << 20), State.OK, "LimitMEMLOCK"),
-        (host.memory(2 << 30), State.WARNING, "1 GiB"),
+        (host.memory(64 << 30, 2 << 30), State.WARNING, "1 GiB"),
+        (host.memory(64 << 30, 60 << 30), State.OK, ""),
         (host.clock(5), State.WARNING, "chrony"),
         (host.clock(0), State.OK, ""),
         (host.clock(None), State.WARNING, "NTP"),
@@ -112,6 +113,24 @@ def test_keys_that_others_can_read(tmp_path: Path) -> None:
     path.write_text("{}")
     assert settings.mesh_keys(str(path)).state is State.FAILED
     assert NetworkConfig().key_file == ""
+
+
+PROBE = """
+import psutil
+sockets = psutil.Process().net_connections("inet")
+wide = [one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN and one.laddr.ip not in ("127.0.0.1", "::1")]
+if wide:
+    sys.exit(f"it listens on {wide}")
+"""
+
+
+def test_the_check_listens_for_this_host_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = communication._PROGRAM.replace("numbers = torch.full", f"{PROBE}numbers = torch.full")
+    assert PROBE in program
+    monkeypatch.setattr(communication, "_PROGRAM", program)
+    found = communication.finding(0)
+    assert found.state is State.OK, found
+    assert communication.environment({"GLOO_SOCKET_IFNAME": "eth7"})["GLOO_SOCKET_IFNAME"] == "eth7"
 
 
 def test_processes_sum() -> None:

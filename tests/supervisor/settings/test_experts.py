@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from tiny_models import spec_of
 
-from meshlm.protocol.config import ExpertConfig, MeshConfig, Node, ParallelConfig, WorkerConfig
+from meshlm.protocol.config import ExpertConfig, MeshConfig, ParallelConfig, WorkerConfig
 from meshlm.protocol.model import MoESpec
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.settings import experts
@@ -12,11 +12,10 @@ from meshlm.supervisor.settings import experts
 DENSE = spec_of()
 MIXED = spec_of(moe=MoESpec(num_experts=12, num_experts_per_tok=2, moe_intermediate_size=8))
 EP = ExpertConfig(enable_expert_parallel=True)
-NODE = Node(index=0, id="a", address="10.0.0.1")
 
 
-def config(expert_settings: ExpertConfig = EP, node: Node | None = None, **parallel: object) -> MeshConfig:
-    return MeshConfig(experts=expert_settings, parallel=msgspec.convert(parallel, ParallelConfig), node=node)
+def config(expert_settings: ExpertConfig = EP, **parallel: object) -> MeshConfig:
+    return MeshConfig(experts=expert_settings, parallel=msgspec.convert(parallel, ParallelConfig))
 
 
 @pytest.mark.parametrize(
@@ -28,7 +27,10 @@ def config(expert_settings: ExpertConfig = EP, node: Node | None = None, **paral
         ),
         (config(data_parallel_size=2, tensor_parallel_size=4), "8 ranks .* 12 experts; 1, 2, 3, 4, 6, 12 do$"),
         (config(data_parallel_size=2, pipeline_parallel_size=2), "leave out -pp"),
-        (config(data_parallel_size=2, node=NODE), "one node"),
+        (config(data_parallel_size=2, nnodes=2), "one node"),
+        (config(data_parallel_size=2, nnodes=2, node_rank=1), "one node"),
+        (config(data_parallel_size=2, data_parallel_size_local=1), "one node"),
+        (config(data_parallel_size=2, data_parallel_start_rank=1), "one node"),
         (config(data_parallel_size=2, data_parallel_hybrid_lb=True), "outer balancer"),
         (config(data_parallel_size=2, data_parallel_external_lb=True, data_parallel_rank=1), "outer balancer"),
     ],
@@ -50,7 +52,7 @@ def test_a_model_without_experts() -> None:
         (config(data_parallel_size=4), True),
         (config(data_parallel_size=2, tensor_parallel_size=2), True),
         (config(tensor_parallel_size=4, pipeline_parallel_size=2), False),
-        (config(tensor_parallel_size=4, node=NODE), False),
+        (config(tensor_parallel_size=4, nnodes=2), False),
         (config(ExpertConfig(), data_parallel_size=5), False),
     ],
 )
@@ -75,9 +77,9 @@ def test_dual_batch_overlap_needs_tokens_that_travel(given: MeshConfig, text: st
         experts.check(given, MIXED, "cuda")
 
 
-def balanced(eplb: str = "{}", dp: int = 2, tp: int = 1, node: Node | None = None, **parallel: object) -> MeshConfig:
+def balanced(eplb: str = "{}", dp: int = 2, tp: int = 1, **parallel: object) -> MeshConfig:
     settings = ExpertConfig(enable_expert_parallel=True, enable_eplb=True, eplb_config=eplb)
-    return config(settings, node, data_parallel_size=dp, tensor_parallel_size=tp, **parallel)
+    return config(settings, data_parallel_size=dp, tensor_parallel_size=tp, **parallel)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +91,7 @@ def balanced(eplb: str = "{}", dp: int = 2, tp: int = 1, node: Node | None = Non
         ),
         (balanced(dp=1), "--enable-eplb: it needs --data-parallel-size or --tensor-parallel-size 2"),
         (balanced(dp=1, tp=2, pipeline_parallel_size=2), "--enable-eplb: .* are one stage, on one node$"),
-        (balanced(dp=1, tp=2, node=NODE), "--enable-eplb: .* are one stage, on one node$"),
+        (balanced(dp=1, tp=2, nnodes=2), "--enable-eplb: .* are one stage, on one node$"),
         (
             balanced('{"num_redundant_experts": 14}', dp=1, tp=2),
             "num_redundant_experts 14: with 12 every rank has all .* at most that",

@@ -13,6 +13,7 @@ from meshlm.supervisor.settings import flags, resolve
     [
         ({"device": "cpu"}, "needs --device fake"),
         ({"pipeline_parallel_size": 2}, "no pipeline"),
+        ({"data_parallel_size": 2, "nnodes": 2}, "needs one node"),
         ({"enable_sleep_mode": True}, "do not sleep"),
     ],
 )
