@@ -4,11 +4,17 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import packed_models
 import pytest
+import quantised_models
+import small_whisper
 import tokenizers
 import torch
 from cpu_steps import MODEL
+from family_models import folder_of
+from safetensors.torch import save_file
 
+from meshlm.architectures.registry import architectures
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers import check
@@ -70,3 +76,32 @@ def test_shards_that_files_are_not_of(folder: Path) -> None:
         ProcessFatal, match=r"model-rank-0-part-0.safetensors: `meshlm save-sharded-state` has not written it"
     ):
         asked(folder, load_format="sharded_state")
+
+
+@pytest.mark.parametrize("name", [*packed_models.KINDS, *quantised_models.KINDS])
+def test_quantised_checkpoints_are_looked_at_for_a_gpu_without_one(name: str, folder: Path) -> None:
+    """Those that a worker serves are not refused, and a tensor that is not there is."""
+    if name in packed_models.KINDS:
+        _, tensors = packed_models.write(folder, packed_models.KINDS[name])
+    else:
+        _, tensors = quantised_models.write(folder, quantised_models.KINDS[name])
+    asked(folder, device="cuda", load_format="auto")
+    left = {key: tensor for key, tensor in tensors.items() if "layers.1.mlp.up_proj" not in key}
+    save_file(left, folder / "model.safetensors")
+    with pytest.raises(ProcessFatal, match=r"missing: layers\.1\.mlp\.up_proj"):
+        asked(folder, device="cuda", load_format="auto")
+
+
+@pytest.mark.parametrize("architecture", sorted(architectures()))
+def test_every_family_is_looked_at_for_a_gpu_without_one(architecture: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    if architecture == "WhisperForConditionalGeneration":
+        small_whisper.made(folder)
+    else:
+        folder_of(architecture, folder)
+    dtype = torch.get_default_dtype()
+    try:
+        asked(folder, device="cuda")
+    finally:
+        torch.set_default_dtype(dtype)
