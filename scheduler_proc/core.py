@@ -12,6 +12,7 @@ from meshlm.protocol.ids import COORDINATOR, FinishReason, Identity, RequestId, 
 from meshlm.protocol.lockstep import JointOrder
 from meshlm.protocol.operations import (
     AbortRunning,
+    CallWorkers,
     Operation,
     OperationDone,
     Pause,
@@ -281,6 +282,8 @@ class Scheduler:
             case ResetPrefixCache(preempt=preempt):
                 if not self.batching.reset_prefix_cache(preempt=preempt):
                     return self.operations.answer(operation, f"{len(self.batching.running)} requests run")
+            case CallWorkers():  # the weights may be others from now on
+                self.batching.kv.reset_prefix_cache(self.batching.running)
             case Pause() | AbortRunning() as action:
                 if isinstance(action, Pause):
                     self.load.paused, self.batching.drains = True, action.wait

@@ -14,6 +14,10 @@ from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.engine import Engine
 
 _log = structlog.get_logger()
+LOST = (
+    "what it changes, weights too, is in the memory of these workers alone: one that is started anew after a death, a scaling or a "
+    "sleep of level 2 loads the model's files; the prefix cache is forgotten at each call"
+)
 NONE = "start the server with --worker-extension-cls to have methods that can be called"
 
 
@@ -36,7 +40,7 @@ class Extension:
 
     def __init__(self, name: str, engine: Engine, rank: int) -> None:
         """name: `module.Class` or `module:Class`. ProcessFatal."""
-        kind = kind_of(name)
+        kind, self._has_warned = kind_of(name), False
         try:
             self._made: Any = kind()
             self._made.engine, self._made.rank = engine, rank
@@ -50,12 +54,19 @@ class Extension:
         """None where the flag is not given."""
         return cls(name, engine, rank) if name else None
 
+    def _warn(self) -> None:
+        """Once in the mesh's log: nobody but this worker knows what its method does."""
+        if not self._has_warned and self._made.rank == 0:
+            _log.warning("a worker extension was called", note=LOST)
+        self._has_warned = True
+
     def call(self, operation_id: OperationId, asked: CallWorkers) -> OperationDone:
         """Its result as JSON, what JSON has not as text; or what went wrong."""
         kind = type(self._made).__name__
         method = None if asked.method.startswith("_") else getattr(type(self._made), asked.method, None)
         if not callable(method):
             return OperationDone(operation_id, f"method: {kind} has no {asked.method!r}")
+        self._warn()
         try:
             given = msgspec.json.decode(asked.arguments)
             result = method(self._made, *given["args"], **given["kwargs"])

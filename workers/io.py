@@ -17,7 +17,7 @@ from msgspec import Struct
 from meshlm.protocol.control_edge import STEPPING, GraphCounts
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.protocol.lockstep import StepGroup
-from meshlm.protocol.operations import Operation, ResetPrefixCache
+from meshlm.protocol.operations import CallWorkers, Operation, ResetPrefixCache
 from meshlm.protocol.sleeping import AWAKE, Sleeping
 from meshlm.protocol.step_edge import (
     GrammarReady,
@@ -312,7 +312,7 @@ class WorkerApp:
             case Reset():
                 self._on_reset(message)
             case Operation():
-                if isinstance(message.action, ResetPrefixCache):
+                if isinstance(message.action, ResetPrefixCache | CallWorkers):
                     self._directory.reset_prefix_cache()
                 self._plans.put((message, 0))
             case PrepareGrammar():

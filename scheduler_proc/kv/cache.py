@@ -24,6 +24,7 @@ from meshlm.scheduler_proc.kv.groups import kinds_of
 from meshlm.scheduler_proc.kv.pool import BlockPool
 from meshlm.scheduler_proc.request import Request
 
+NEVER = 1 << 30  # blocks: of a request whose blocks are not cached any more
 FREED_AT_ONCE = (
     8  # blocks that a request which decodes gives back together: one by one costs the planner more than all the rest
 )
@@ -342,11 +343,11 @@ class KVCache:
         return self.pool.take_changes()
 
     def reset_prefix_cache(self, running: Sequence[Request]) -> None:
-        """No block's content can be trusted any more, nor what these requests hold."""
+        """No block's content can be trusted any more, nor what these requests hold and what they compute with it."""
         self._sending.clear()
         self.pool.reset_prefix_cache()
         for request in running:
-            request.num_cached_blocks = len(request.blocks) // self.num_groups
+            request.num_cached_blocks = NEVER
 
     def check(self, running: Sequence[Request]) -> None:
         """AssertionError when the state contradicts itself."""

@@ -4,7 +4,15 @@ from bench import COORDINATOR, LIFE, WORKER, Bench, limits, reference
 from msgspec import Struct
 
 from meshlm.protocol.ids import Identity, Role
-from meshlm.protocol.operations import Operation, OperationDone, OperationId, Profile, ResetPrefixCache, Stop
+from meshlm.protocol.operations import (
+    CallWorkers,
+    Operation,
+    OperationDone,
+    OperationId,
+    Profile,
+    ResetPrefixCache,
+    Stop,
+)
 from meshlm.protocol.step_edge import Reset, WorkerReady
 from meshlm.runtime.events import PeerLost, PeerUp, Received, Send
 from meshlm.scheduler_proc.core import Scheduler
@@ -58,6 +66,26 @@ def test_it_fails_while_requests_run_or_computes_them_anew() -> None:
     bench.finish()
     assert bench.core.load.prompt_tokens >= before + len(prompt)
     assert bench.tokens[1] == reference(prompt, 20)
+
+
+def test_what_was_computed_before_a_worker_extension_was_called_is_found_by_nobody() -> None:
+    """Its method may have changed the weights. Nor is it found what a running request computes on top of its older tokens."""
+    bench, prompt = Bench(limits(), 64, 4), list(range(40))
+    call = Operation(OperationId("c"), CallWorkers("scale", b"{}"))
+    bench.assign(1, prompt, 30)
+    for _ in range(5):
+        bench.step()
+    assert received(bench.core, COORDINATOR, call) == [Send(WORKER, call)]
+    bench.directory.reset_prefix_cache()
+    bench.core.check()
+    bench.finish()
+    assert bench.directory.columns() == (b"", b"")
+    again = prompt + bench.tokens[1]
+    bench.assign(2, again, 2)
+    bench.finish()
+    bench.assign(3, again, 2)
+    bench.finish()
+    assert (bench.cached[2], bench.cached[3]) == (0, 68)
 
 
 def test_it_waits_for_workers_and_is_done_again_after_a_death() -> None:

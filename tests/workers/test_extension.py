@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from meshlm.protocol.operations import CallWorkers, OperationDone, OperationId
 from meshlm.runtime.errors import ProcessFatal
@@ -61,3 +62,14 @@ def test_what_goes_wrong_is_named_and_the_worker_goes_on(engine: Any) -> None:
         with pytest.raises(ProcessFatal, match=f"--worker-extension-cls {name}: "):
             Extension(name, engine, 0)
     assert Extension.of("", engine, 0) is None
+
+
+def test_the_log_says_once_that_changes_are_lost_with_the_worker(engine: Any) -> None:
+    with capture_logs() as logs:
+        for rank in (0, 1):
+            extension = Extension("mine_f.Mine", engine, rank)
+            for _ in range(3):
+                called(extension, "scale", 2)
+    (line,) = logs
+    assert line["log_level"] == "warning"
+    assert "loads the model's files" in line["note"]
