@@ -45,8 +45,8 @@ class SchemaReader:
             schema = found
         if not said or not isinstance(schema, Mapping):
             return schema
-        both = (schema.keys() & said.keys()) - SAYS_NOTHING
-        return {"allOf": [schema, said]} if both else {**schema, **said}
+        differ = any(schema[name] != said[name] for name in (schema.keys() & said.keys()) - SAYS_NOTHING)
+        return {"allOf": [schema, said]} if differ else {**schema, **said}
 
     def kinds(self, schema: Any) -> set[str]:
         """The types that a schema takes; one without any word of them takes objects and arrays beside strings."""

@@ -46,7 +46,7 @@ def checked(ask: ParsedRequest, found: Sequence[Generated], context: int) -> Par
     return ask._replace(
         num_choices=len(choices),
         num_returned=len(choices),
-        logprobs=max(tops, default=-1),
+        logprobs=ask.logprobs if tops and ask.logprobs >= 0 else max(tops, default=-1),
         prompt_logprobs=-1,
         beams=False,
     )
@@ -115,7 +115,7 @@ class DerenderedResponse(WholeResponse):
         text, stop_reason = _ended(ask, reason, ids[-1], reply.text, num_chars[-1] if num_chars else 0)
         choice.token_ids = ids
         choice.finished = Finished(0, reason, stop_reason, len(ids))
-        logprobs = _positions(entry, ids, num_chars, texts)
+        logprobs = _positions(entry, ids, num_chars, texts, ask.logprobs)
         self.row(choice, len(ids), text, RowDetails(choice.finished, logprobs=logprobs))
 
 
@@ -150,9 +150,9 @@ def _id_of(token: ChatCompletionLogProb) -> int | None:
 
 
 def _positions(
-    entry: GenerateChoice, ids: "array[int]", num_chars: Sequence[int], texts: Texts
+    entry: GenerateChoice, ids: "array[int]", num_chars: Sequence[int], texts: Texts, num_top: int
 ) -> list[PositionLogprobs]:
-    """The log-probabilities with the texts of the tokens that they name by id."""
+    """The log-probabilities with the texts of the tokens that they name by id; `num_top` of the likeliest at most."""
     content = _content(entry)
     cut = {token: data for token, (text, data) in texts.items() if text.encode() != data}
     aligned = len(content) == len(ids) == len(num_chars)
@@ -170,6 +170,8 @@ def _positions(
 
         own = of(position)
         found.append(
-            PositionLogprobs(own, num_chars[place] if aligned else len(own.text), tuple(map(of, position.top_logprobs)))
+            PositionLogprobs(
+                own, num_chars[place] if aligned else len(own.text), tuple(map(of, position.top_logprobs[:num_top]))
+            )
         )
     return found

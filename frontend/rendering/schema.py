@@ -80,6 +80,7 @@ class PlainUsage(Struct, frozen=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     total_tokens: int = 0
+    prompt_tokens_details: dict[str, Any] | None = None
 
 
 class Generated(Struct, frozen=True, kw_only=True):
@@ -87,6 +88,8 @@ class Generated(Struct, frozen=True, kw_only=True):
 
     choices: list[GenerateChoice]
     request_id: str = ""
+    model: str | None = None
+    created: int | None = None
     usage: PlainUsage | None = None
     prompt_logprobs: PromptLogprobs | None = None
     kv_transfer_params: dict[str, Any] | None = None

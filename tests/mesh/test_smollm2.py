@@ -28,6 +28,7 @@ WORDS = TEXT.split()
 PROMPTS = [" ".join(WORDS[(7 * p + i) % len(WORDS)] for i in range(3 + 11 * p)) for p in range(20)]
 ASKED = PROMPTS[1::2]
 NUM_TOKENS = 32
+LENIENT = {"name": "a", "schema": {"type": "string", "minLength": 2, "not": {"const": "a"}}, "strict": False}
 
 
 Pairs = list[tuple[list[int], list[int]]]  # prompt ids, output ids
@@ -176,6 +177,35 @@ def test_logprobs_and_echo(smol: Serving) -> None:
     assert choice["text"].startswith("The sky is")
     assert choice["logprobs"]["token_logprobs"][0] is None
     assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": 24, "logprobs": True, "top_logprobs": 3, "temperature": 1.5, "seed": 5},
+        {"max_tokens": 24, "temperature": 0, "stop": [" capital", "zz"], "logprobs": True, "return_token_ids": True},
+        {"max_tokens": 24, "temperature": 0, "prompt_logprobs": 1, "n": 2},
+        {"max_tokens": 9, "temperature": 0, "response_format": {"type": "json_schema", "json_schema": LENIENT}},
+    ],
+)
+def test_a_chat_in_three_steps_is_the_chat(smol: Serving, fields: dict[str, Any]) -> None:
+    """Rendered, generated and derendered, its answer is what the chat's own route gives, but for the prompt's ids."""
+
+    def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        answer = httpx.post(f"{smol.url}{path}", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    chat = {"messages": [{"role": "user", "content": "What is the capital of Österreich? 🙂"}], **fields}
+    whole = post("/v1/chat/completions", chat)
+    request = post("/v1/chat/completions/render", chat)
+    generated = post("/inference/v1/generate", request)
+    asked = {"generate_response": generated, "chat_request": chat, "prompt_tokens": len(request["token_ids"])}
+    found = post("/v1/chat/completions/derender", asked)
+    assert found["choices"] == whole["choices"]
+    assert found["prompt_logprobs"] == whole["prompt_logprobs"]
+    assert found["usage"]["total_tokens"] == whole["usage"]["total_tokens"]
 
 
 def test_vectors_of_tokens_give_the_tokens_text(smol: Serving, oracle: Oracle) -> None:

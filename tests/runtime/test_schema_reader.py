@@ -147,6 +147,15 @@ def test_names_of_schemas_become_pointers() -> None:
     )
 
 
+def test_what_stands_beside_a_reference_counts_too() -> None:
+    reader = SchemaReader({"$defs": DEFS})
+    assert reader.resolved({"type": "object", "$ref": "#/$defs/Args"}) == DEFS["Args"]  # as /v1/messages makes it
+    other = {"properties": {"m": {"type": "null"}}}
+    both = reader.resolved({**other, "$ref": "#/$defs/Args"})
+    assert both == {"allOf": [DEFS["Args"], other]}
+    assert [SchemaReader({**both, "$defs": DEFS}).kinds_of(name) for name in "nm"] == [{"integer"}, {"null"}]
+
+
 @pytest.mark.parametrize(
     ("pointer", "found"), [("#/a/1", 5), ("#", {"a": [4, 5]}), ("#/a/2", None), ("#x", None), (3, None)]
 )
