@@ -43,4 +43,6 @@ function duration(seconds) {
   return seconds < 7200 ? `${Math.round(seconds / 60)} min` : `${Math.round(seconds / 3600)} h`;
 }
 
+const measured = (seconds) => (seconds ? duration(seconds) : "-"); // 0: nothing was
+
 const clock = (wallSeconds) => new Date(wallSeconds * 1000).toLocaleTimeString();

@@ -1,5 +1,6 @@
 // A chat with the model.
 
+const UNSET = "model's default";
 const SLIDERS = [
   ["temperature", "Temperature", 0, 2, 0.05, 0.7],
   ["top_p", "Top p", 0.05, 1, 0.05, 1],
@@ -9,14 +10,32 @@ const SLIDERS = [
   ["frequency_penalty", "Frequency penalty", -2, 2, 0.1, 0],
   ["max_tokens", "Most tokens", 1, 4096, 1, 256],
 ];
+/** A slider says nothing until it is moved: what it would say is the model's to know (generation_config.json). */
+const sampling = new Map();
 for (const [name, title, least, most, step, value] of SLIDERS) {
   const slider = el("input", { type: "range", id: `slider-${name}`, min: least, max: most, step, value });
-  const shown = el("output", { for: `slider-${name}` }, String(value));
-  slider.addEventListener("input", () => say(shown, slider.value));
+  const shown = el("output", { for: `slider-${name}` }, UNSET);
+  const setting = {
+    moved: false,
+    value: () => (setting.moved || slider.value !== slider.defaultValue ? Number(slider.value) : undefined),
+    reset() {
+      setting.moved = false;
+      slider.value = slider.defaultValue;
+      say(shown, UNSET);
+    },
+  };
+  slider.addEventListener("input", () => {
+    setting.moved = true;
+    say(shown, slider.value);
+  });
+  sampling.set(name, setting);
   byId("sampling").append(el("label", { for: slider.id }, `${title} `, shown, slider));
 }
+byId("unset").addEventListener("click", () => sampling.forEach((setting) => setting.reset()));
 
-const talk = { messages: [], controller: null };
+/** One conversation: an answer that is still on its way belongs to the one that it was asked in. */
+const fresh = () => ({ messages: [], controller: null });
+let talk = fresh();
 
 function turn(role) {
   const node = el("article", { class: `turn ${role}` }, el("h3", {}, role));
@@ -33,7 +52,7 @@ function body() {
     stream: true,
     stream_options: { include_usage: true },
   };
-  for (const [name] of SLIDERS) asked[name] = Number(byId(`slider-${name}`).value);
+  sampling.forEach((setting, name) => (asked[name] = setting.value())); // what is undefined is left out
   if (tools) asked.tools = JSON.parse(tools);
   return JSON.stringify(asked);
 }
@@ -73,20 +92,26 @@ function answerView(node) {
   };
 }
 
+function showAnswering(isAnswering) {
+  byId("send").disabled = isAnswering;
+  byId("stop").disabled = !isAnswering;
+}
+
 async function converse(text) {
+  const mine = talk;
+  const tell = (news) => mine === talk && say(byId("said"), news);
   turn("user").append(el("pre", {}, text));
-  talk.messages.push({ role: "user", content: text });
+  mine.messages.push({ role: "user", content: text });
   const view = answerView(turn("assistant"));
   const begun = performance.now();
   let first = 0;
   let usage = null;
-  talk.controller = new AbortController();
-  byId("send").disabled = true;
-  byId("stop").disabled = false;
-  say(byId("said"), "waiting");
+  mine.controller = new AbortController();
+  showAnswering(true);
+  tell("waiting");
   try {
     const answer = await fetch("v1/chat/completions", {
-      method: "POST", headers: { "Content-Type": "application/json", ...headers() }, body: body(), signal: talk.controller.signal,
+      method: "POST", headers: { "Content-Type": "application/json", ...headers() }, body: body(), signal: mine.controller.signal,
     });
     if (!answer.ok) throw new Error(await failure(answer));
     await readEvents(answer, (data) => {
@@ -95,24 +120,26 @@ async function converse(text) {
       if (chunk.error) throw new Error(chunk.error.message);
       usage = chunk.usage ?? usage;
       const delta = chunk.choices[0]?.delta;
-      if (!delta) return;
-      if (!first && (delta.content || delta.reasoning || delta.tool_calls)) first = performance.now();
+      if (!delta || mine !== talk) return;
+      if (!first && (delta.content || delta.reasoning || delta.tool_calls)) {
+        first = performance.now();
+        tell(`answering; first token after ${duration((first - begun) / 1000)}`);
+      }
       view.take(delta);
       byId("talk").scrollTop = byId("talk").scrollHeight;
     });
     const seconds = (performance.now() - first) / 1000;
     const rate = usage && usage.completion_tokens > 1 ? `, ${number((usage.completion_tokens - 1) / seconds)} tokens/s` : "";
-    say(byId("said"), first ? `first token after ${duration((first - begun) / 1000)}${usage ? `, ${usage.completion_tokens} tokens` : ""}${rate}` : "nothing was said");
+    tell(first ? `first token after ${duration((first - begun) / 1000)}${usage ? `, ${usage.completion_tokens} tokens` : ""}${rate}` : "nothing was said");
   } catch (error) {
     const stopped = error.name === "AbortError";
     if (!stopped) view.fail(error.message);
-    say(byId("said"), stopped ? "stopped" : "failed");
+    tell(stopped ? "stopped" : "failed");
   } finally {
     const calls = view.calls.filter(Boolean).map(({ id, type, function: called }) => ({ id, type, function: called }));
-    if (view.text || calls.length) talk.messages.push({ role: "assistant", content: view.text || null, ...(calls.length ? { tool_calls: calls } : {}) });
-    else talk.messages.pop();
-    byId("send").disabled = false;
-    byId("stop").disabled = true;
+    if (view.text || calls.length) mine.messages.push({ role: "assistant", content: view.text || null, ...(calls.length ? { tool_calls: calls } : {}) });
+    else mine.messages.pop();
+    if (mine === talk) showAnswering(false);
   }
 }
 
@@ -131,8 +158,10 @@ byId("message").addEventListener("keydown", (event) => {
 });
 byId("stop").addEventListener("click", () => talk.controller?.abort());
 byId("clear").addEventListener("click", () => {
-  talk.controller?.abort();
-  talk.messages = [];
+  const before = talk;
+  talk = fresh();
+  before.controller?.abort();
   byId("talk").replaceChildren();
   say(byId("said"), "");
+  showAnswering(false);
 });

@@ -37,7 +37,7 @@ function showProcesses(snapshot) {
   const all = [...snapshot.processes, ...snapshot.standbys.map((one) => ({ ...one, name: `${one.name} (standby ${one.pid})` }))];
   const make = () => plainRow(["name", "node", "state", "doing", "restarts#", "uptime#", "memory#", "pid#"]);
   rows(byId("processes"), all, (one) => one.name, make, ({ cells }, one) => {
-    const texts = [one.name, one.node, one.state, one.phase, String(one.restarts), duration(one.uptime_s), megabytes(one.rss_bytes), String(one.pid || "-")];
+    const texts = [one.name, one.node, one.state, one.phase, String(one.restarts), measured(one.uptime_s), megabytes(one.rss_bytes), String(one.pid || "-")];
     texts.forEach((text, place) => say(cells[place], text));
     set(cells[2], { class: stateClass(one.state) });
   });

@@ -1,20 +1,15 @@
 """The page in a real browser, before a frontend whose model says what the test wants."""
 
-import asyncio
 import json
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from browser import Browser
-from scripted import Scripted
+from dashboard_site import Site
 
-from meshlm.frontend import http
-from meshlm.frontend.connection import Timeouts
 from meshlm.frontend.dashboard.requests import Noted
-from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.control_edge import MeshProcesses, News, ProcessReport
 from meshlm.protocol.ids import FinishReason, Identity, Incarnation, Role
 from meshlm.protocol.text_edge import Finished
@@ -24,57 +19,9 @@ HOSTILE = "<script>window.pwned = 1</script><img src=x onerror='window.pwned = 1
 LIMIT_S = 20
 
 
-class Site:
-    """A frontend that listens, in a thread of its own."""
-
-    def __init__(self) -> None:
-        self.port = 0
-        self._loop = asyncio.new_event_loop()
-        self._up = threading.Event()
-        self._down = asyncio.Event()
-        self.backend: Any = None
-        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),))
-        self._thread.start()
-        assert self._up.wait(LIMIT_S)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/dashboard"
-
-    async def _serve(self) -> None:
-        settings = ServerConfig(
-            responses_store="off", api_key=("secret",), enable_auto_tool_choice=True, tool_call_parser="hermes"
-        )
-        self.backend = Scripted(settings)
-        listener = http.listen("127.0.0.1", 0)
-        server = http.make_server(self.backend.app, Timeouts(60, 60, 60), self.backend.routes.unsent)
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        self.port = listener.getsockname()[1]
-        while not server.started:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        self._up.set()
-        await self._down.wait()
-        self.backend.feed.close()
-        server.should_exit = True
-        await serving
-
-    def do(self, action: Callable[[], Any]) -> Any:
-        """What `action` gives in the frontend's loop."""
-
-        async def done() -> Any:
-            return action()
-
-        return asyncio.run_coroutine_threadsafe(done(), self._loop).result(LIMIT_S)
-
-    def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._down.set)
-        self._thread.join(LIMIT_S)
-        self._loop.close()
-
-
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
-    found = Site()
+    found = Site(api_key=("secret",), enable_auto_tool_choice=True, tool_call_parser="hermes")
     yield found
     found.stop()
 
@@ -157,6 +104,69 @@ def test_the_conversation_and_the_sliders_go_with_the_next_message(page: Browser
     said = [(message["role"], message["content"]) for message in json.loads(prompt.messages_json)]
     assert said == [("system", "Be brief"), ("user", "Hi"), ("assistant", "Hello you"), ("user", "And?")]
     assert (submit.sampling.temperature, submit.max_tokens) == (1.5, 7)
+
+
+def test_a_new_conversation_has_nothing_of_an_answer_that_was_on_its_way(page: Browser, site: Site) -> None:
+    """The answer that was cut off stood at the beginning of the next conversation."""
+
+    def half() -> None:
+        site.backend.pieces = ("One", " two", " three")
+        site.backend.stops_at = 2
+
+    def whole() -> None:
+        site.backend.pieces = ("Hello", " you")
+        site.backend.stops_at = -1
+
+    site.do(half)
+    ask(page, "Count!")
+    page.until("document.querySelector('.turn.assistant .content')?.textContent === 'One two'")
+    site.do(whole)
+    page.run("window.before = talk; byId('clear').click()")
+    ask(page, "Hi")
+    page.until("byId('said').textContent.startsWith('first token after')")
+    page.until("before.messages.length === 2")  # the answer that was cut off has ended, where it belongs
+    assert page.run("talk.messages.map((message) => message.content).join()") == "Hi,Hello you"
+    assert page.run("document.querySelectorAll('.turn').length") == 2
+    prompt = site.do(lambda: site.backend.prompt)
+    assert [message["content"] for message in json.loads(prompt.messages_json)] == ["Hi"]
+
+
+def test_while_tokens_come_it_says_so(page: Browser, site: Site) -> None:
+    def half() -> None:
+        site.backend.pieces = ("One", " two", " three")
+        site.backend.stops_at = 2
+
+    site.do(half)
+    site.do(site.backend.go.clear)
+    ask(page, "Count!")
+    page.until("byId('said').textContent === 'waiting'")
+    site.do(site.backend.go.set)
+    page.until("byId('said').textContent.startsWith('answering; first token after')")
+    page.run("byId('clear').click()")
+    assert page.run("byId('said').textContent") == ""
+    assert not page.run("byId('send').disabled")
+
+
+def test_a_slider_that_nobody_moved_is_the_models(page: Browser) -> None:
+    asked = "Object.keys(JSON.parse(body())).sort().join()"
+    plain = "messages,model,stream,stream_options"
+    assert page.run(asked) == plain
+    assert page.run("document.querySelector('#sampling output').textContent") == "model's default"
+    page.run("byId('slider-top_p').value = 1; byId('slider-top_p').dispatchEvent(new Event('input'))")
+    assert page.run("JSON.parse(body()).top_p") == 1
+    assert page.run("document.querySelector('output[for=slider-top_p]').textContent") == "1"
+    page.run("byId('unset').click()")
+    assert page.run(asked) == plain
+
+
+def test_a_figure_of_what_was_not_measured_is_none(site: Site, browser: Browser) -> None:
+    browser.open(site.url)
+    browser.run("sessionStorage.setItem('meshlm.key', 'secret')")
+    browser.open(site.url)
+    browser.until("byId('tile-generated').textContent === '0'")
+    for name in ("ttft50", "ttft90", "ttft99", "itl50", "itl90", "itl99"):
+        assert browser.text(f"#tile-{name}") == "-"
+    assert browser.run("measured(0.0004)") == "400 µs"
 
 
 def test_a_call_of_a_tool_is_shown(page: Browser, site: Site) -> None:
