@@ -47,7 +47,7 @@ class AudioDecoder:
             answer = self._sandbox.run(data, self._limits, WALL_S)
         except ChildDied as died:
             if died.is_of_the_job:
-                raise HttpError(400, f"file: {died.message} to decode", "file") from None
+                raise HttpError(400, f"file: it cannot be decoded: {died.message}", "file") from None
             raise HttpError.of(ErrorKind.OVERLOADED, f"file: {died.message}; try again", "file") from None
         except SandboxFailed as failed:
             raise HttpError.of(ErrorKind.INTERNAL, f"the audio cannot be decoded: {failed}", "file") from None

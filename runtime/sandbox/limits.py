@@ -77,12 +77,10 @@ def died_of(status: int, limits: Limits) -> ChildDied:
     if number in (signal.SIGPROF, signal.SIGXCPU):
         return ChildDied(Limit.CPU, f"it takes more than {limits.cpu_s:g} s of CPU time")
     if number in (signal.SIGSEGV, signal.SIGBUS) or code == TOO_DEEP:
-        return ChildDied(
-            Limit.STACK, f"it is nested too deeply: it takes more than {limits.stack_bytes // MIB} MiB of stack"
-        )
-    if (
-        number in (signal.SIGABRT, signal.SIGILL, signal.SIGTRAP) or code == OUT_OF_MEMORY
-    ):  # how allocators end a process
+        stack = f"more than {limits.stack_bytes // MIB} MiB of stack"
+        return ChildDied(Limit.STACK, f"it is nested too deeply ({stack}), or ends the library that reads it")
+    allocators = (signal.SIGABRT, signal.SIGILL, signal.SIGTRAP)  # how they end a process
+    if number in allocators or code == OUT_OF_MEMORY:
         return ChildDied(Limit.MEMORY, f"it takes more than {limits.memory_bytes // MIB} MiB of memory")
     how = f"signal {number}" if number else f"exit code {code}"
     return ChildDied(Limit.KILLED, f"the process that had it ended ({how})")

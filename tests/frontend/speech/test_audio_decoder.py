@@ -63,11 +63,11 @@ async def test_a_size_that_a_file_claims_takes_no_memory_here() -> None:
 
 def test_time_and_the_end_of_a_child_are_told_apart(decoder: AudioDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder, "_limits", Limits(cpu_s=0.001, memory_bytes=512 * MIB, stack_bytes=8 * MIB))
-    with pytest.raises(HttpError, match="of CPU time to decode") as refused:
+    with pytest.raises(HttpError, match=r"cannot be decoded: it takes more than 0.001 s of CPU time") as refused:
         decoder.decode(audio_file(tone(50.0)))
     assert refused.value.status == 400
     monkeypatch.setattr(decoder, "_limits", Limits(cpu_s=9.0, memory_bytes=4 * MIB, stack_bytes=8 * MIB))
-    with pytest.raises(HttpError, match="more than 4 MiB of memory to decode") as refused:
+    with pytest.raises(HttpError, match=r"more than (4 MiB of memory|8 MiB of stack)") as refused:
         decoder.decode(audio_file(tone(50.0)))
     assert refused.value.status == 400
     monkeypatch.setattr(audio_decoder, "WALL_S", 0.0)
