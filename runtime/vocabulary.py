@@ -1,14 +1,12 @@
 """The vocabulary as the matchers of grammars need it: the bytes of each token, and bits for sets of tokens. No torch."""
 
 from collections.abc import Callable, Iterable
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshlm.protocol.config import Resolved
 from meshlm.runtime import tokenizer_files
 
 if TYPE_CHECKING:
@@ -108,12 +106,3 @@ class _Names:
     def __call__(self, text: str) -> list[int]:
         found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return found
-
-
-def loader(resolved: Resolved) -> Callable[[], Vocabulary]:
-    """Loads the vocabulary of the configured model."""
-    return partial(_load, resolved.tokenizer_path, resolved.spec.vocab_size, resolved.eos_token_ids)
-
-
-def _load(path: str, vocab_size: int, eos: tuple[int, ...]) -> Vocabulary:
-    return Vocabulary(tokenizer_files.load(Path(path)), vocab_size, eos)

@@ -23,7 +23,6 @@ from meshlm.protocol.sleeping import KV_CACHE
 from meshlm.protocol.step_edge import RowFailed, StepPlan, StepResult
 from meshlm.protocol.tasks import PoolKind
 from meshlm.protocol.token_edge import LogprobColumns
-from meshlm.runtime.vocabulary import loader
 from meshlm.workers import kv_capacity
 from meshlm.workers.distributed.lockstep import StepExchange
 from meshlm.workers.distributed.membership import Membership
@@ -40,6 +39,7 @@ from meshlm.workers.fake_tokens import (
     vectors,
 )
 from meshlm.workers.output.grammars import COMPUTED, Constraint, Grammars
+from meshlm.workers.output.mask_process import MaskProcess
 from meshlm.workers.rows import I32, I64, RowTable, StepArrays
 
 DEFAULT_CACHE_TOKENS = 1 << 20
@@ -94,7 +94,7 @@ class FakeEngine:
         self._written = np.zeros(0, np.uint64)  # the states of the last step's tokens
         self._groups = np.arange(len(specs), dtype=np.uint64)  # added to what a group's slots hold: groups differ
         self._state = np.zeros(num_blocks * block_size, np.uint64)
-        self.grammars = Grammars(loader(resolved))
+        self.grammars = Grammars(MaskProcess(resolved))
         self._free_at = 0.0
         self._without: tuple[str, ...] = ()  # what sleeps
         self._exchange: StepExchange | None = None  # with other ranks, if they step together

@@ -164,8 +164,7 @@ class Sandbox:
             self._control.close()
             self._control = None
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+            self._process.kill()  # the thread that started it reaps it
             self._process = None
 
 

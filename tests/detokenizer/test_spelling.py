@@ -24,6 +24,7 @@ from meshlm.runtime.errors import RequestError
 from meshlm.runtime.tokenizer_files import LoadedTokenizer
 from meshlm.runtime.vocabulary import Vocabulary
 from meshlm.workers.output import grammars as of_rows
+from meshlm.workers.output.matchers import Matchers
 
 pytestmark = pytest.mark.model
 EOS, ROW = 2, np.array([0], np.int32)
@@ -44,7 +45,7 @@ class Model:
     def writes(self, kind: str, value: Any, draws: "np.random.Generator") -> str:
         """RequestError says what is refused."""
         compiled = self.grammars.compile(Grammar(GrammarKind(kind), json.dumps(value), "field", any_whitespace=False))
-        rows = of_rows.Grammars(lambda: self.vocabulary)
+        rows = of_rows.Grammars(Matchers(lambda: self.vocabulary))
         assert rows.compile(compiled.text) == ""
         new = NewRow(Row(0), ROW.tobytes(), 1, b"", SamplingParams(grammar=compiled, eos_token_ids=(EOS,)))
         rows.apply(StepPlan(1, StepId(1), b"", b"", b"", b"", 0, new_rows=[new]))
@@ -117,7 +118,7 @@ def test_a_schema_of_which_no_text_can_be_written(model: Model, schema: dict[str
 
 def test_a_pattern_that_needs_such_a_byte_is_refused_by_the_byte(model: Model) -> None:
     compiled = model.grammars.compile(Grammar(GrammarKind.REGEX, f"ab{LACKED}", "field"))
-    assert "no token with the byte 0xf1" in of_rows.Grammars(lambda: model.vocabulary).compile(compiled.text)
+    assert "no token with the byte 0xf1" in of_rows.Grammars(Matchers(lambda: model.vocabulary)).compile(compiled.text)
 
 
 def test_tokens_of_several_bytes_make_up_a_text() -> None:

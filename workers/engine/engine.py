@@ -20,7 +20,6 @@ from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.step_edge import RowFailed, StepPlan, StepResult
 from meshlm.protocol.tasks import PoolKind
 from meshlm.runtime.errors import ProcessFatal
-from meshlm.runtime.vocabulary import loader
 from meshlm.workers import memory
 from meshlm.workers.attention.backend import Backend
 from meshlm.workers.batch import LayerCache
@@ -46,6 +45,7 @@ from meshlm.workers.nvtx import mark_layers
 from meshlm.workers.output.details import Details, prompt_logprobs
 from meshlm.workers.output.grammars import Constraint, Grammars
 from meshlm.workers.output.lexical import lexical_head
+from meshlm.workers.output.mask_process import MaskProcess
 from meshlm.workers.output.pooled_heads import PooledHeads, load_dense
 from meshlm.workers.output.pooler import PooledVectors, Pooler
 from meshlm.workers.output.processors import processors_of
@@ -119,7 +119,7 @@ class ModelEngine:
                 lexical_head(self.model, resolved, device),
             )
         )
-        self.grammars = Grammars(loader(resolved))
+        self.grammars = Grammars(MaskProcess(resolved))
         self._loads_vocabulary = device.type == "cuda" and self.shard.is_last and bool(resolved.eos_token_ids)
         self.head = kit.head(self.model, self.rows, self.dtype, samples=samples)
         self.compute = Compute(

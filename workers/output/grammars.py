@@ -1,18 +1,13 @@
-"""Rows whose text keeps to a grammar: their matchers, and the masks of the tokens that may come next. No torch.
+"""Rows whose text keeps to a grammar, on the worker's side: their tokens, and the masks that matchers make of them. No torch.
 
-The matcher (llguidance) of a row is advanced by the row's own tokens and is rebuilt from them where the row begins anew, so it is a
-function of the tokens alone. Owned by the engine and used by its stepper thread, but for `compile`, which other threads call. The
-library and the vocabulary are loaded with the first grammar.
-
-What a request says of tokens by their ids (allowed_token_ids, bad_words, min_tokens) is applied here, too: where the grammar leaves
-only the end, the text ends whatever min_tokens says; where nothing is left at all the request ends with an error.
+Owned by the engine and used by its stepper thread, but for `compile`, which other threads call. The matchers are in a process that may
+die of a grammar (mask_process.py). A row is a function of its tokens, which are kept here: when that process died, all rows begin
+anew in the next one, one by one, so that the row that it dies of is known, and ends with an error; others go on.
 """
 
-import os
-import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -20,18 +15,36 @@ from numpy.typing import NDArray
 
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import NewRow, StepPlan
-from meshlm.runtime.grammars import first_matcher, told
-from meshlm.runtime.vocabulary import Vocabulary
-from meshlm.workers.output.reasoning import Budget, Reasoning
+from meshlm.workers.output.matchers import RowBegins, Turn, Turned
 from meshlm.workers.rows import I32
 
-if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher
-
-CACHED = 128  # compiled grammars that are kept for rows to come
-MOST_THREADS = 8  # of masks, and half the cores: others have work too
-AT_ONCE = 8  # masks that are worth to wake threads for
 MAX_UNREAD = 4  # steps whose tokens may wait to be read here: their buffers are used again
+MOST_DEATHS = 2  # of the process of masks, of nothing that is known, while it has a row
+ANEW_S = 20.0  # for all rows that begin anew in a process of masks; the others wait for that
+
+
+class MatchersLost(Exception):
+    """The process of the matchers ended; the text says why. `by_grammar`: because of what it had to do."""
+
+    def __init__(self, message: str, *, by_grammar: bool) -> None:
+        super().__init__(message)
+        self.message, self.by_grammar = message, by_grammar
+
+
+class Backend(Protocol):
+    """Where the matchers are."""
+
+    @property
+    def num_words(self) -> int:
+        """Of a mask."""
+        ...
+
+    def start(self) -> None: ...
+    def compile(self, text: str) -> str: ...
+
+    def turn(self, turn: Turn, words: I32) -> Turned:
+        """See Matchers. MatchersLost when it ended, with all rows."""
+        ...
 
 
 class Mark(Protocol):
@@ -76,247 +89,180 @@ def unconstrained(sampling: SamplingParams) -> SamplingParams:
 class _Unread(NamedTuple):
     """Tokens that were sampled for rows with a grammar, on their way to the host."""
 
-    matchers: "dict[int, RowMatcher]"  # by their lines in tokens
+    rows: "dict[int, ConstrainedRow]"  # by their lines in tokens
     tokens: I32
     mark: Mark
 
 
-class RowMatcher:
-    """One row's constraint; `matcher` is None for any text. `error`: why its text cannot go on."""
+class ConstrainedRow:
+    """One row's constraint. `error`: why its text cannot go on."""
 
-    def __init__(self, matcher: "LLMatcher | None", vocabulary: Vocabulary, sampling: SamplingParams) -> None:
-        grammar = sampling.grammar
-        assert grammar is not None
-        self._matcher, self._vocabulary, self._sampling = matcher, vocabulary, sampling
-        self._waits = bool(grammar.begins_after)  # for the end of the reasoning: free text goes on up to it
-        self._must_follow = (
-            self._waits and matcher is not None and not matcher.is_accepting()
-        )  # something, behind reasoning
-        self._reasoning: Reasoning | None = None
-        if self._waits or grammar.thinking is not None:
-            self._reasoning = Reasoning(grammar, vocabulary)
-        self._thinking: Budget | None = None
-        if grammar.thinking is not None and self._reasoning is not None:
-            self._thinking = Budget(grammar.thinking, vocabulary, self._reasoning)
-        self._output: list[int] = []
-        self._special = bool(sampling.allowed_token_ids or sampling.bad_words_token_ids or sampling.min_tokens)
+    __slots__ = ("error", "is_over", "num_deaths", "num_sent", "number", "output", "sampling")
+
+    def __init__(self, number: int, sampling: SamplingParams, output: list[int]) -> None:
+        self.number, self.sampling, self.output = number, sampling, output
+        self.num_sent = -1  # tokens of the output that its matcher has; -1: it has none
+        self.is_over = False  # any token may come from now on
         self.error = ""
-        self._banned: dict[tuple[int, ...], list[tuple[int, ...]]] = {}  # words, by the token before their last one
-        for word in sampling.bad_words_token_ids:
-            self._banned.setdefault(word[-2:-1], []).append(word)
-
-    @property
-    def is_over(self) -> bool:
-        """Any token may come from now on."""
-        thinks = self._thinking is not None and not self._thinking.is_over
-        return self._matcher is None and not self._special and not thinks and not self.error
-
-    def push(self, token: int) -> None:
-        """One more output token of the row. What comes behind the end of the text is nobody's."""
-        self._output.append(token)
-        rest = b""
-        if self._reasoning is not None and self._reasoning.is_open:
-            rest = self._reasoning.push(token)
-        if self._thinking is not None:
-            self._thinking.push(token)
-        if self._waits and self._reasoning is not None:
-            self._waits = self._reasoning.is_open
-            if rest and self._matcher is not None:  # a token that reaches beyond the end of the free text
-                self._matcher.try_consume_tokens(self._vocabulary.tokens_of(rest))
-        elif self._matcher is None or self.error or self._matcher.is_stopped():
-            return
-        elif not self._matcher.consume_token(token):
-            self.error = f"its matcher went no further: {told(self._matcher.get_error())}"
-
-    @property
-    def _forced(self) -> int:
-        return -1 if self._thinking is None else self._thinking.forced
-
-    @property
-    def computes(self) -> "LLMatcher | None":
-        """The library's matcher, where its mask is needed; None where any token may come, or none can, or a certain one must."""
-        return None if self._waits or self.error or self._forced >= 0 else self._matcher
-
-    def finish(self, words: I32) -> None:
-        """The mask of the next token [words], once the matcher has computed it; see `error` afterwards."""
-        if self._forced >= 0 and not self.error:
-            words[:] = self._vocabulary.mask_of((self._forced,))
-            return
-        if not self._waits and not self.error and self._matcher is not None and self._matcher.is_error():
-            self.error = told(self._matcher.get_error())
-        if self._waits or self.error or self._matcher is None:
-            words[:] = -1
-        ends_early = self._waits and self._must_follow and self._reasoning is not None and not self._reasoning.may_end
-        if ends_early and not self.error:
-            words &= ~self._vocabulary.mask_of(
-                self._vocabulary.eos
-            )  # an answer of reasoning alone would lack what it must have
-        if self._special and not self.error:
-            self._restrict(words)
-
-    def _restrict(self, words: I32) -> None:
-        """Applies what the request says of ids. The text may always end where nothing else is left of the grammar."""
-        sampling, ends = self._sampling, self._vocabulary.mask_of(self._vocabulary.eos)
-        may_end = words & ends
-        if sampling.allowed_token_ids:
-            ends_with_grammar = self._matcher is not None and not self._waits
-            words &= self._vocabulary.mask_of(sampling.allowed_token_ids) | (ends if ends_with_grammar else 0)
-        ends_with = tuple(self._output[-1:])
-        for *before, last in (*self._banned.get((), ()), *(self._banned.get(ends_with, ()) if ends_with else ())):
-            if not before or self._output[-len(before) :] == before:
-                words[last >> 5] &= ~_bit(last)
-        if len(self._output) < sampling.min_tokens:
-            stops = sampling.stop_token_ids + sampling.eos_token_ids
-            words &= ~self._vocabulary.mask_of(stops)
-            if not words.any():
-                words |= may_end
-        if not words.any():
-            self.error = "with allowed_token_ids, bad_words and stop tokens no token is left that it allows"
-
-
-def _bit(token: int) -> np.int32:
-    return np.uint32(1 << (token & 31)).view(np.int32)
+        self.num_deaths = 0
 
 
 class Grammars:
-    """See the module docstring. `load` gives the vocabulary."""
+    """See the module docstring."""
 
-    def __init__(self, load: Callable[[], Vocabulary]) -> None:
-        self._load = load
-        self._lock = threading.Lock()
-        self._vocabulary: Vocabulary | None = None
-        self._compiled: dict[str, tuple[LLMatcher | None, str]] = {}  # or the error; those used last stand last
-        self.rows: dict[int, RowMatcher] = {}
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.rows: dict[int, ConstrainedRow] = {}
+        self._removed: list[int] = []
+        self._last = 0
         self._unread: list[_Unread] = []
-        self._executor: LLExecutor | None = None
-        self._num_threads = min(MOST_THREADS, len(os.sched_getaffinity(0)) // 2)
-
-    def prepare(self) -> Vocabulary:
-        """Loads the vocabulary, if it is not there yet: half a second for a large one, in which no other thread runs."""
-        with self._lock:
-            if self._vocabulary is None:
-                self._vocabulary = self._load()
-            return self._vocabulary
 
     def prepare_ahead(self) -> None:
-        """Loads the vocabulary in a thread. What is wrong with it, the first grammar says."""
-        ThreadPoolExecutor(1, "vocabulary").submit(self.prepare)
+        """Has the vocabulary loaded. What is wrong with it, the first grammar says."""
+        self._backend.start()
 
     def compile(self, text: str) -> str:
         """Have the grammar ready for rows; why it cannot be. Called in any thread."""
-        return self._ready(text)[1]
-
-    def _ready(self, text: str) -> "tuple[LLMatcher | None, str]":
-        if not text:
-            return None, ""
-        vocabulary = self.prepare()
-        with self._lock:
-            found = self._compiled.pop(text, None)
-        if found is None:
-            matcher, error = first_matcher(vocabulary, text)
-            found = (None, error) if error else (matcher, "")
-        with self._lock:
-            self._compiled[text] = found
-            if len(self._compiled) > CACHED:
-                del self._compiled[next(iter(self._compiled))]
-        return found
+        return self._backend.compile(text)
 
     # --- the stepper thread ---
 
     def reset(self) -> None:
         """Forget all rows."""
-        self.rows.clear()
+        for row in list(self.rows):
+            self._remove(row)
         self._unread.clear()
 
     def apply(self, plan: StepPlan) -> None:
         """Rows that go, rows that come."""
         if self.rows and plan.removed_rows:
             for row in np.frombuffer(plan.removed_rows, np.int32).tolist():
-                self.rows.pop(row, None)
+                self._remove(row)
         for new in plan.new_rows:
-            self.rows.pop(new.row, None)
+            self._remove(new.row)
             if new.sampling.grammar is not None:
-                self.rows[new.row] = self._row(new)
+                self._add(new)
 
-    def _row(self, new: NewRow) -> RowMatcher:
-        assert new.sampling.grammar is not None
-        compiled, error = self._ready(new.sampling.grammar.text)
-        matcher = None if compiled is None else compiled.deep_copy()
-        row = RowMatcher(matcher, self.prepare(), new.sampling)
-        for token in np.frombuffer(new.token_ids, np.int32)[new.num_prompt_tokens :].tolist():
-            row.push(token)
-        row.error = error or row.error
-        return row
+    def _add(self, new: NewRow) -> None:
+        self._last += 1
+        output = np.frombuffer(new.token_ids, np.int32)[new.num_prompt_tokens :].tolist()
+        self.rows[new.row] = ConstrainedRow(self._last, new.sampling, output)
+
+    def _remove(self, row: int) -> None:
+        found = self.rows.pop(row, None)
+        if found is not None and found.num_sent >= 0:
+            self._removed.append(found.number)
 
     def of_step(self, rows: I32) -> "Constraint":
         """The constraint of a step in which these rows sample."""
         if not self.rows:
             return Constraint(self, {})
         found = {line: self.rows[row] for line, row in enumerate(rows.tolist()) if row in self.rows}
-        return Constraint(self, {line: matcher for line, matcher in found.items() if not matcher.is_over})
+        return Constraint(self, {line: row for line, row in found.items() if not row.is_over})
 
-    def mask(self, matchers: dict[int, RowMatcher], take: "Callable[[int], I32] | None") -> TokenMask:
+    def mask(self, rows: dict[int, ConstrainedRow], take: "Callable[[int], I32] | None") -> TokenMask:
         """The masks of the next tokens of these lines. Waits for the tokens of earlier steps."""
         self.advance()
-        count = len(matchers)
-        words = np.empty((count, self.prepare().num_words), np.int32) if take is None else take(count)
-        compute = [(found, nth) for nth, row in enumerate(matchers.values()) if (found := row.computes) is not None]
-        if self._num_threads > 1 and len(compute) >= AT_ONCE:
-            self._in_threads(compute, words)
-        else:
-            for matcher, nth in compute:
-                matcher.unsafe_compute_mask_ptr(words[nth].ctypes.data, words[nth].nbytes)
-        for row, each in zip(matchers.values(), words, strict=True):
-            row.finish(each)
-        return TokenMask(np.fromiter(matchers, np.intp), words)
+        count = len(rows)
+        words = np.empty((count, self._backend.num_words), np.int32) if take is None else take(count)
+        lines = [
+            line for line, row in enumerate(rows.values()) if not row.error
+        ]  # others may be in steps planned before
+        go_on = [row for row in rows.values() if not row.error]
+        masks = words if len(go_on) == count else np.empty((len(go_on), words.shape[1]), np.int32)
+        try:
+            if go_on:
+                self._turn(go_on, masks)
+        except MatchersLost:
+            self._anew(go_on, masks)
+        if masks is not words:
+            words[:] = -1
+            words[lines] = masks
+        return TokenMask(np.fromiter(rows, np.intp), words)
 
-    def _in_threads(self, compute: "list[tuple[LLMatcher, int]]", words: I32) -> None:
-        from llguidance import LLExecutor
+    def _turn(self, rows: list[ConstrainedRow], words: I32) -> None:
+        """The masks of these rows, whose matchers learn what is new."""
+        begins = [
+            RowBegins(row.number, row.sampling, np.array(row.output, np.int32).tobytes())
+            for row in rows
+            if row.num_sent < 0
+        ]
+        pushed = [
+            (row.number, np.array(row.output[row.num_sent :], np.int32).tobytes())
+            for row in rows
+            if 0 <= row.num_sent < len(row.output)
+        ]
+        turned = self._backend.turn(Turn([row.number for row in rows], begins, pushed, self._removed), words)
+        self._removed = []
+        for row in rows:
+            row.num_sent = len(row.output)
+            row.error = turned.errors.get(row.number, "")
+            row.is_over = row.number in turned.over
 
-        self._executor = self._executor or LLExecutor(self._num_threads)
-        self._executor.unsafe_compute_mask_ptr(compute, words.ctypes.data, words.strides[0], len(words))
+    def _anew(self, rows: list[ConstrainedRow], words: I32) -> None:
+        """The matchers of all rows are gone: these begin anew, each by itself, and those that end the process of matchers fail."""
+        self._forget_sent()
+        until = time.monotonic() + ANEW_S
+        for row, each in zip(rows, words, strict=True):
+            row.num_deaths += 1
+            while True:
+                try:
+                    if time.monotonic() > until:
+                        raise MatchersLost("its masks could not be made anew in time", by_grammar=True)
+                    self._turn([row], each[None])
+                    break
+                except MatchersLost as lost:
+                    self._forget_sent()
+                    row.num_deaths += not lost.by_grammar
+                    if lost.by_grammar or row.num_deaths > MOST_DEATHS:
+                        row.error, each[:] = lost.message, -1
+                        break
 
-    def sampled(self, matchers: dict[int, RowMatcher], tokens: I32, mark: Mark) -> None:
+    def _forget_sent(self) -> None:
+        self._removed = []
+        for row in self.rows.values():
+            row.num_sent = -1
+
+    def sampled(self, rows: dict[int, ConstrainedRow], tokens: I32, mark: Mark) -> None:
         """The tokens of these lines are on the host behind the mark."""
-        self._unread.append(_Unread(matchers, tokens, mark))
+        self._unread.append(_Unread(rows, tokens, mark))
         if len(self._unread) > MAX_UNREAD:
             self.advance()
 
     def advance(self) -> None:
         """Reads all tokens that are on their way."""
         unread, self._unread = self._unread, []
-        for matchers, tokens, mark in unread:
+        for rows, tokens, mark in unread:
             mark.synchronize()
-            for line, matcher in matchers.items():
-                if (token := int(tokens[line])) >= 0:  # else no token could be chosen, and the row ends
-                    matcher.push(token)
+            for line, row in rows.items():
+                row.output.append(int(tokens[line]))
 
 
 class Constraint:
     """One step's rows with a grammar, by their lines among those that sample; few steps have any."""
 
-    __slots__ = ("_grammars", "_matchers", "failed")
+    __slots__ = ("_grammars", "_rows", "failed")
 
-    def __init__(self, grammars: Grammars, matchers: dict[int, RowMatcher]) -> None:
-        self._grammars, self._matchers = grammars, matchers
+    def __init__(self, grammars: Grammars, rows: dict[int, ConstrainedRow]) -> None:
+        self._grammars, self._rows = grammars, rows
         self.failed: dict[int, str] = {}  # by line: why the row's text cannot go on
 
     def __bool__(self) -> bool:
-        return bool(self._matchers)
+        return bool(self._rows)
 
     def has(self, line: int) -> bool:
-        return line in self._matchers
+        return line in self._rows
 
     def mask(self, take: Callable[[int], I32] | None = None) -> TokenMask | None:
         """Called when the model is launched: what follows waits for the tokens of the step before. take: where masks are written, of so
         many lines."""
-        if not self._matchers:
+        if not self._rows:
             return None
-        mask = self._grammars.mask(self._matchers, take)
-        self.failed = {line: matcher.error for line, matcher in self._matchers.items() if matcher.error}
+        mask = self._grammars.mask(self._rows, take)
+        self.failed = {line: row.error for line, row in self._rows.items() if row.error}
         return mask
 
     def sampled(self, tokens: I32, mark: Mark) -> None:
         """The step's tokens [lines] are on the host behind the mark."""
-        if self._matchers:
-            self._grammars.sampled(self._matchers, tokens, mark)
+        if self._rows:
+            self._grammars.sampled(self._rows, tokens, mark)

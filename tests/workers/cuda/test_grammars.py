@@ -22,6 +22,7 @@ from engine_driver import MODEL, Driver, engine, prompts_of
 
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.output.grammars import Grammars
+from meshlm.workers.output.matchers import Matchers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 LENGTHS = [40, 333, 129, 17]
@@ -32,7 +33,7 @@ FORMS = {0: "[a-f]{5}[0-9]{6}", 1: "(one|two|six)(one|two|six)(one|two|six)", 3:
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelEngine:
     folder: Path = tmp_path_factory.mktemp("model")
     found = engine(folder, cudagraph_mode=request.param)
-    found.grammars = Grammars(lambda: byte_vocabulary(int(str(MODEL["vocab_size"]))))
+    found.grammars = Grammars(Matchers(lambda: byte_vocabulary(int(str(MODEL["vocab_size"])))))
     return found
 
 

@@ -22,6 +22,7 @@ from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.make import make_engine
 from meshlm.workers.output.grammars import Grammars
+from meshlm.workers.output.matchers import Matchers
 
 
 @pytest.fixture(scope="module", params=["cpu", "torch"])
@@ -112,7 +113,7 @@ def test_a_cpu_has_no_graphs_and_its_steps_are_done_when_they_are_launched(made:
 
 def test_rows_with_a_grammar_beside_others(made: ModelEngine) -> None:
     """Whatever the chunks, the others' tokens are what they were; log-probabilities are the model's own."""
-    made.grammars = Grammars(lambda: byte_vocabulary(VOCAB))
+    made.grammars = Grammars(Matchers(lambda: byte_vocabulary(VOCAB)))
     plain = SamplingParams(temperature=0.9, seed=5)
     expected = alone(made, PROMPTS[0], plain)
     forms = {1: "[0-9]{4}[x-z]+", 2: "(ab|cd){3}"}
@@ -136,14 +137,14 @@ def test_rows_with_a_grammar_beside_others(made: ModelEngine) -> None:
             found[row].append(token)
     assert found[0] == expected
     for row, form in forms.items():
-        matcher = LLMatcher(made.grammars.prepare().tokenizer, LLMatcher.grammar_from_regex(form))
+        matcher = LLMatcher(byte_vocabulary(VOCAB).tokenizer, LLMatcher.grammar_from_regex(form))
         assert len(found[row]) == OUTPUT - 1
         assert matcher.try_consume_tokens(found[row]) == OUTPUT - 1
 
 
 def test_a_row_with_a_grammar_that_begins_anew(made: ModelEngine) -> None:
     """Preempted after some tokens, it goes on as it would have."""
-    made.grammars = Grammars(lambda: byte_vocabulary(VOCAB))
+    made.grammars = Grammars(Matchers(lambda: byte_vocabulary(VOCAB)))
     params = SamplingParams(temperature=1.2, seed=3, grammar=of_regex("[a-f]{2}[0-9]{2}[a-f]{2}"), eos_token_ids=(EOS,))
     prompt, tokens = PROMPTS[0], list[int]()
     tokens += tokens_of(step(made, [(0, 0, 5, True)], [new(0, prompt, params)]))
@@ -157,7 +158,7 @@ def test_a_row_with_a_grammar_that_begins_anew(made: ModelEngine) -> None:
 
 
 def test_a_row_whose_grammar_leaves_nothing_fails_alone(made: ModelEngine) -> None:
-    made.grammars = Grammars(lambda: byte_vocabulary(VOCAB))
+    made.grammars = Grammars(Matchers(lambda: byte_vocabulary(VOCAB)))
     bad = SamplingParams(grammar=of_regex("ab"), allowed_token_ids=(5,), eos_token_ids=(EOS,))
     fine = SamplingParams(grammar=of_regex("ab"), eos_token_ids=(EOS,))
     result = step(made, [(0, 0, 5, True), (1, 0, 25, True)], [new(0, PROMPTS[0], bad), new(1, PROMPTS[1], fine)])

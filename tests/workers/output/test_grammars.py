@@ -21,6 +21,7 @@ from meshlm.runtime import tokenizer_files
 from meshlm.runtime.vocabulary import CHARACTER, Vocabulary
 from meshlm.workers.output import grammars as of_rows
 from meshlm.workers.output.grammars import COMPUTED, Grammars
+from meshlm.workers.output.matchers import Matchers
 
 pytestmark = pytest.mark.model
 VOCAB, EOS = 49152 + 8, 2  # eight lines of logits without a token
@@ -48,7 +49,7 @@ def vocabulary(smollm2: Path) -> Vocabulary:
 
 @pytest.fixture
 def grammars(vocabulary: Vocabulary) -> Grammars:
-    return Grammars(lambda: vocabulary)
+    return Grammars(Matchers(lambda: vocabulary))
 
 
 def of_schema(schema: dict[str, Any]) -> str:
@@ -126,7 +127,7 @@ def text_of(vocabulary: Vocabulary, tokens: list[int]) -> str:
 @settings(max_examples=25, deadline=None)
 @given(schema=st.sampled_from(SCHEMAS), seed=st.integers(0, 1 << 32))
 def test_whatever_is_drawn_is_valid(vocabulary: Vocabulary, schema: dict[str, Any], seed: int) -> None:
-    made = Grammars(lambda: vocabulary)
+    made = Grammars(Matchers(lambda: vocabulary))
     made.apply(plan(new(of_schema(schema))))
     text = text_of(vocabulary, written(made, drawing(vocabulary, seed)))
     jsonschema.validate(json.loads(text), schema)
@@ -136,13 +137,13 @@ def test_whatever_is_drawn_is_valid(vocabulary: Vocabulary, schema: dict[str, An
 @given(schema=st.sampled_from(SCHEMAS), seed=st.integers(0, 1 << 32), cut=st.integers(0, 20))
 def test_a_row_that_begins_anew_goes_on(vocabulary: Vocabulary, schema: dict[str, Any], seed: int, cut: int) -> None:
     """After a preemption, or the death of any process: the masks are those that it would have had."""
-    made = Grammars(lambda: vocabulary)
+    made = Grammars(Matchers(lambda: vocabulary))
     made.apply(plan(new(of_schema(schema))))
     tokens = written(made, drawing(vocabulary, seed))
-    other = Grammars(lambda: vocabulary)
+    other = Grammars(Matchers(lambda: vocabulary))
     cut = min(cut, len(tokens) - 1)
     other.apply(plan(new(of_schema(schema), output=tuple(tokens[:cut]))))
-    one = Grammars(lambda: vocabulary)
+    one = Grammars(Matchers(lambda: vocabulary))
     one.apply(plan(new(of_schema(schema))))
     for token in tokens[:cut]:
         push(one, token)
@@ -212,7 +213,7 @@ def test_the_constraint_begins_behind_the_reasoning(grammars: Grammars, vocabula
         push(grammars, token)
     push(grammars, vocabulary.tokens_of(b">")[0])
     assert {vocabulary.bytes_of(token) for token in allowed(grammars)} == {b"%d" % digit for digit in range(10)}
-    again = Grammars(lambda: vocabulary)
+    again = Grammars(Matchers(lambda: vocabulary))
     again.apply(plan(new(of_regex("[0-9]"), after="</think>", output=(*reasoning, vocabulary.tokens_of(b">")[0]))))
     assert allowed(again) == allowed(grammars)
 
@@ -295,7 +296,7 @@ def test_tokenizers_that_the_library_reads_or_is_told(decoder: Any) -> None:
     if decoder is not None:
         tokenizer.decoder = decoder
     loaded = tokenizer_files.LoadedTokenizer(tokenizer, {}, frozenset({8}), isinstance(decoder, decoders.ByteLevel))
-    made = Grammars(lambda: Vocabulary(loaded, 12, (8,)))
+    made = Grammars(Matchers(lambda: Vocabulary(loaded, 12, (8,))))
     made.apply(plan(new(of_regex("[ab][0-2]"), eos=8)))
     seen = [allowed_of(made, 12)]
     for token in (1, 4):

@@ -20,6 +20,7 @@ from meshlm.runtime.parsers.registry import tool_parser
 from meshlm.runtime.parsers.splitter import Splitter
 from meshlm.runtime.vocabulary import Vocabulary
 from meshlm.workers.output.grammars import COMPUTED, Grammars
+from meshlm.workers.output.matchers import Matchers
 from meshlm.workers.output.reasoning import MAX_UNSURE, Reasoning
 
 pytestmark = pytest.mark.model
@@ -34,7 +35,7 @@ def vocabulary(smollm2: Path) -> Vocabulary:
 def begun(
     vocabulary: Vocabulary, budget: ThinkingBudget | None, output: list[int], text: str = "", calls: str = ""
 ) -> Grammars:
-    made = Grammars(lambda: vocabulary)
+    made = Grammars(Matchers(lambda: vocabulary))
     after = "" if not text else "</think>" if budget is None else budget.close
     grammar = Grammar(
         GrammarKind.COMPILED, text, "field", begins_after=after, thinking=budget, calls=calls, tools=("f",)
@@ -103,6 +104,7 @@ def test_a_constraint_begins_behind_the_forced_end(vocabulary: Vocabulary) -> No
 def test_a_row_whose_reasoning_is_over_has_no_mask(vocabulary: Vocabulary) -> None:
     """So nothing waits for its tokens any more."""
     made = begun(vocabulary, TAGS, vocabulary.tokens_of(b" a</think>"))
+    assert forced(made) is None  # its matcher reads the tokens with the next mask
     assert not made.of_step(np.array([0], np.int32))
 
 

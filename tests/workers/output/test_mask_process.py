@@ -1,0 +1,229 @@
+"""The process of a worker's matchers: masks are what matchers make, a row that ends it is alone, and a worker's threads run on."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from grammar_bombs import chain_of_objects
+from llguidance import LLMatcher
+
+from meshlm.protocol.grammar import Grammar, GrammarKind
+from meshlm.protocol.ids import Row, StepId
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.step_edge import NewRow, StepPlan
+from meshlm.runtime import tokenizer_files
+from meshlm.runtime.sandbox.limits import MIB, Limits
+from meshlm.runtime.vocabulary import Vocabulary
+from meshlm.workers.output import grammars as grammars_module
+from meshlm.workers.output import mask_process
+from meshlm.workers.output.grammars import COMPUTED, Grammars, MatchersLost
+from meshlm.workers.output.mask_process import MaskProcess
+from meshlm.workers.output.matchers import Matchers, RowBegins, Turn, Turned
+from meshlm.workers.rows import I32
+
+pytestmark = pytest.mark.model
+VOCAB, EOS = 49152, 2
+DIGITS, LETTERS = LLMatcher.grammar_from_regex("[0-9]{40}"), LLMatcher.grammar_from_regex("[a-z]+")
+SCHEMA = LLMatcher.grammar_from_json_schema(json.dumps({"type": "array", "items": {"enum": ["x", 1, None]}}))
+BOMB = LLMatcher.grammar_from_json_schema(json.dumps(chain_of_objects(12_000)))
+
+
+def resolved(smollm2: Path) -> Any:
+    return SimpleNamespace(tokenizer_path=str(smollm2), spec=SimpleNamespace(vocab_size=VOCAB), eos_token_ids=(EOS,))
+
+
+@pytest.fixture(scope="module")
+def process(smollm2: Path) -> Iterator[MaskProcess]:
+    made = MaskProcess(resolved(smollm2))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def vocabulary(smollm2: Path) -> Vocabulary:
+    return Vocabulary(tokenizer_files.load(smollm2), VOCAB, (EOS,))
+
+
+def new(row: int, text: str, output: tuple[int, ...] = (), **params: Any) -> NewRow:
+    sampling = SamplingParams(grammar=Grammar(GrammarKind.COMPILED, text, "field"), eos_token_ids=(EOS,), **params)
+    return NewRow(Row(row), np.array([5, *output], np.int32).tobytes(), 1, b"", sampling)
+
+
+def plan(*news: NewRow, removed: tuple[int, ...] = ()) -> StepPlan:
+    gone = np.array(removed, np.int32).tobytes()
+    return StepPlan(1, StepId(1), b"", b"", b"", b"", 0, removed_rows=gone, new_rows=list(news))
+
+
+def stepped(made: Grammars, rows: list[int], seed: int) -> tuple[list[bytes], dict[int, str]]:
+    """Draws a token for each row; the masks, and what failed by row."""
+    constraint = made.of_step(np.array(rows, np.int32))
+    mask = constraint.mask()
+    assert mask is not None
+    dice = np.random.default_rng(seed)
+    tokens = np.array([dice.choice(np.flatnonzero(line)) for line in mask.allowed(VOCAB)], np.int32)
+    constraint.sampled(tokens, COMPUTED)
+    return [line.tobytes() for line in mask.words], {rows[line]: why for line, why in constraint.failed.items()}
+
+
+def test_masks_are_those_of_the_matchers(process: MaskProcess, vocabulary: Vocabulary) -> None:
+    """Of rows that come, go, begin anew and are replaced; at the child's threads, too."""
+    both = Grammars(process), Grammars(Matchers(lambda: vocabulary))
+    texts = [(DIGITS, LETTERS, SCHEMA)[row % 3] for row in range(12)]
+    for text in {*texts}:
+        assert [made.compile(text) for made in both] == ["", ""]
+    for made in both:
+        made.apply(plan(*(new(row, text) for row, text in enumerate(texts))))
+    for step in range(30):
+        rows = [row for row in range(12) if (row + step) % 4]
+        one, other = (stepped(made, rows, step) for made in both)
+        assert one == other
+        again = step % 12
+        for made in both:
+            made.advance()
+            made.apply(plan(new(again, texts[again], tuple(made.rows[again].output)), removed=((again + 1) % 12,)))
+            made.apply(plan(new((again + 1) % 12, texts[(again + 1) % 12], min_tokens=3)))
+    for made in both:
+        made.reset()
+
+
+def test_what_cannot_be_compiled_is_told(process: MaskProcess) -> None:
+    assert "regex" in process.compile(LLMatcher.grammar_from_regex("(a"))
+    assert process.compile(DIGITS) == ""
+    assert process.compile("") == ""
+
+
+def test_a_grammar_that_ends_the_process_is_refused_and_rows_go_on(
+    process: MaskProcess, vocabulary: Vocabulary
+) -> None:
+    """The detokenizer refuses it before; here nothing is trusted either."""
+    made, alone = Grammars(process), Grammars(Matchers(lambda: vocabulary))
+    for each in (made, alone):
+        each.apply(plan(new(0, DIGITS), new(1, SCHEMA)))
+    assert stepped(made, [0, 1], 1) == stepped(alone, [0, 1], 1)
+    assert "nested too deeply" in made.compile(BOMB)
+    assert stepped(made, [0, 1], 2) == stepped(alone, [0, 1], 2)
+    made.apply(plan(new(2, BOMB)))
+    masks, failed = stepped(made, [0, 1, 2], 3)
+    assert failed.keys() == {2}
+    assert "nested too deeply" in failed[2]
+    assert masks[:2] == stepped(alone, [0, 1], 3)[0]
+    assert stepped(made, [0, 1, 2], 4)[1] == failed  # a step that was planned before
+
+
+def test_whatever_ends_the_process_rows_go_on(process: MaskProcess, vocabulary: Vocabulary) -> None:
+    made, alone = Grammars(process), Grammars(Matchers(lambda: vocabulary))
+    for each in (made, alone):
+        each.apply(plan(new(0, DIGITS), new(1, LETTERS)))
+    for step in range(4):
+        os.kill(process._opened().child.pid, signal.SIGKILL)
+        assert stepped(made, [0, 1], step) == stepped(alone, [0, 1], step)
+
+
+def test_masks_that_take_too_long_end_their_row(process: MaskProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU time counts, of one answer."""
+    session = process._opened()
+    monkeypatch.setattr(mask_process, "LOOK_S", 0.01)
+    monkeypatch.setattr(mask_process, "MOST_CPU_S", -1.0)
+    turn = Turn([1], [RowBegins(1, new(0, DIGITS).sampling, np.zeros(3_000_000, np.int32).tobytes())])
+    with pytest.raises(MatchersLost, match="CPU time") as lost:
+        process.turn(turn, np.zeros((1, process.num_words), np.int32))
+    assert lost.value.by_grammar
+    assert process._session is not session
+
+
+class Dying:
+    """A backend that ends with certain rows."""
+
+    num_words = 1
+
+    def __init__(self, *deadly: int, by_grammar: bool = True) -> None:
+        self.deadly, self._by_grammar, self._has = set(deadly), by_grammar, set[int]()
+        self.num_deaths = 0
+
+    def start(self) -> None: ...
+
+    def compile(self, text: str) -> str:
+        return text
+
+    def turn(self, turn: Turn, words: I32) -> Turned:
+        self._has |= {begins.number for begins in turn.begins}
+        assert {*turn.wanted, *(number for number, _ in turn.pushed)} <= self._has, "of a row that it has not"
+        if self.deadly & {*turn.wanted}:
+            self._has.clear()
+            self.num_deaths += 1
+            raise MatchersLost("it ended", by_grammar=self._by_grammar)
+        words[:] = 7
+        return Turned()
+
+
+def test_the_row_at_fault_is_found() -> None:
+    backend = Dying(2)
+    made = Grammars(backend)
+    made.apply(plan(*(new(row, "") for row in range(4))))
+    for _ in range(3):
+        constraint = made.of_step(np.arange(4, dtype=np.int32))
+        mask = constraint.mask()
+        assert mask is not None
+        assert constraint.failed == {1: "it ended"}
+        assert mask.words[:, 0].tolist() == [7, -1, 7, 7]
+    assert backend.num_deaths == 2
+
+
+def test_a_row_that_is_there_again_and_again_is_given_up() -> None:
+    backend = Dying(1, by_grammar=False)
+    made = Grammars(backend)
+    made.apply(plan(new(0, ""), new(1, "")))
+    constraint = made.of_step(np.arange(2, dtype=np.int32))
+    constraint.mask()
+    assert constraint.failed == {0: "it ended"}
+    assert backend.num_deaths <= 2 + grammars_module.MOST_DEATHS
+
+
+def test_time_to_begin_anew_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars_module, "ANEW_S", -1.0)
+    made = Grammars(Dying(1))
+    made.apply(plan(new(0, ""), new(1, "")))
+    constraint = made.of_step(np.arange(2, dtype=np.int32))
+    constraint.mask()
+    assert constraint.failed.keys() == {0, 1}
+
+
+def test_the_vocabulary_is_loaded_elsewhere(smollm2: Path) -> None:
+    """This interpreter's other threads run on: a heartbeat is never late for it."""
+    made = MaskProcess(resolved(smollm2))
+    latest = [0.0]
+    done = threading.Event()
+
+    def beat() -> None:
+        before = time.monotonic()
+        while not done.wait(0.005):
+            latest[0], before = max(latest[0], time.monotonic() - before), time.monotonic()
+
+    heart = threading.Thread(target=beat)
+    heart.start()
+    before = time.process_time()
+    assert made.compile(DIGITS) == ""
+    took = time.process_time() - before
+    done.set()
+    heart.join()
+    made.close()
+    assert took < 0.2, "the work was done here"
+    assert latest[0] < 1.0
+
+
+def test_limits_leave_room_for_what_the_detokenizer_lets_pass() -> None:
+    from meshlm.detokenizer.grammar_threads import LIMITS as narrow
+
+    wide: Limits = mask_process.LIMITS
+    assert wide.stack_bytes >= 8 * narrow.stack_bytes
+    assert wide.memory_bytes >= 8 * narrow.memory_bytes
+    assert narrow.cpu_s * 2 <= mask_process.MOST_CPU_S
+    assert wide.memory_bytes > 1024 * MIB

@@ -1,0 +1,179 @@
+"""The process in which a worker's matchers are: a child of the sandbox, which may die of a grammar, and the worker does not.
+
+The stepper asks for masks and finds them in memory that both share; a thread of grammars has new ones compiled over a socket of its
+own, while masks are made. The vocabulary is loaded in the fork server, so the worker's interpreter never waits for it, and a child that
+died has a successor within milliseconds.
+"""
+
+import contextlib
+import mmap
+import os
+import select
+import socket
+import struct
+import threading
+import time
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from meshlm.protocol.config import Resolved
+from meshlm.runtime.sandbox.limits import MIB, ChildDied, Limit, Limits
+from meshlm.runtime.sandbox.sandbox import Child, Sandbox, SandboxFailed
+from meshlm.workers.output.grammars import MatchersLost
+from meshlm.workers.output.matchers import Turn, Turned
+from meshlm.workers.rows import I32
+
+# Ten times what a grammar had to compile in before it came here (detokenizer/grammar_threads.py).
+STACK_BYTES = 64 * MIB
+LIMITS = Limits(memory_bytes=6144 * MIB, stack_bytes=STACK_BYTES)
+SHARED_BYTES = 32 * MIB  # of masks at a time
+MOST_CPU_S = 5.0  # of one answer
+MOST_WALL_S = 120.0
+LOOK_S = 0.1  # between two looks at the clock of a child that takes long
+LENGTH = struct.Struct("<I")
+
+
+class MaskChild(Struct, frozen=True):
+    """What the fork server loads: the argument of mask_child.py."""
+
+    tokenizer_path: str
+    vocab_size: int
+    eos: tuple[int, ...]
+
+
+class _Session:
+    """One child, with the memory that it shares."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        with contextlib.ExitStack() as closing, contextlib.ExitStack() as on_error:
+            memory = os.memfd_create("masks")
+            closing.callback(os.close, memory)
+            os.ftruncate(memory, SHARED_BYTES)
+            self.map = mmap.mmap(memory, SHARED_BYTES)
+            self.compiles, theirs = socket.socketpair()
+            closing.callback(theirs.close)
+            on_error.callback(self.compiles.close)
+            self.child: Child = sandbox.open(LIMITS, (memory, theirs.fileno()))
+            on_error.pop_all()
+        self.words = np.frombuffer(self.map, np.int32)
+
+    def ask(self, connected: socket.socket, message: bytes) -> bytes:
+        """The answer. ChildDied."""
+        before, until = self.child.cpu_s(), time.monotonic() + MOST_WALL_S
+        try:
+            send(connected, message)
+            poll = select.poll()
+            poll.register(connected, select.POLLIN)
+            while not poll.poll(LOOK_S * 1000):
+                if self.child.cpu_s() - before > MOST_CPU_S:
+                    raise ChildDied(Limit.CPU, f"it takes more than {MOST_CPU_S:g} s of CPU time")
+                if time.monotonic() > until:
+                    raise ChildDied(Limit.WALL, f"it was not done within {MOST_WALL_S:g} s; the host is busy")
+            if (answer := receive(connected)) is not None:
+                return answer
+        except ConnectionError:
+            pass
+        raise self.child.died()
+
+    def close(self) -> None:
+        self.child.close()
+        self.compiles.close()
+
+
+class MaskProcess:
+    """See the module docstring; `grammars.Backend`."""
+
+    def __init__(self, resolved: Resolved) -> None:
+        eos = tuple(resolved.eos_token_ids)
+        argument = MaskChild(resolved.tokenizer_path, resolved.spec.vocab_size, eos)
+        self._sandbox = Sandbox("meshlm.workers.output.mask_child", msgspec.msgpack.encode(argument), "masks")
+        self.num_words = -(-resolved.spec.vocab_size // 32)
+        self._opening, self._compiling = threading.Lock(), threading.Lock()
+        self._session: _Session | None = None
+
+    def start(self) -> None:
+        self._sandbox.start()
+
+    def compile(self, text: str) -> str:
+        """Why no row can have the grammar; "" once rows may. Waits while the vocabulary is loaded."""
+        with self._compiling:
+            try:
+                session = self._opened()
+            except SandboxFailed as failed:
+                return f"the grammar cannot be compiled: {failed}"
+            if not text:
+                return ""
+            try:
+                return session.ask(session.compiles, text.encode("utf-8", "surrogatepass")).decode()
+            except ChildDied as died:
+                self._drop(session)
+                return died.message
+
+    def turn(self, turn: Turn, words: I32) -> Turned:
+        at_once = SHARED_BYTES // (4 * self.num_words)
+        errors: dict[int, str] = {}
+        over: list[int] = []
+        for begin in range(0, len(turn.wanted), at_once):
+            wanted = turn.wanted[begin : begin + at_once]
+            asked = Turn(wanted, turn.begins, turn.pushed, turn.removed) if not begin else Turn(wanted)
+            turned = self._asked(asked, words[begin : begin + len(wanted)])
+            errors |= turned.errors
+            over += turned.over
+        return Turned(errors, over)
+
+    def _asked(self, turn: Turn, words: I32) -> Turned:
+        session = None
+        try:
+            session = self._opened()
+            turned = msgspec.msgpack.decode(
+                session.ask(session.child.socket, msgspec.msgpack.encode(turn)), type=Turned
+            )
+        except SandboxFailed as failed:
+            raise MatchersLost(f"there is no process for its masks: {failed}", by_grammar=False) from None
+        except ChildDied as died:
+            if session is not None:
+                self._drop(session)
+            raise MatchersLost(f"its masks cannot be made: {died.message}", by_grammar=died.is_of_the_job) from None
+        words[:] = session.words[: words.size].reshape(words.shape)
+        return turned
+
+    def _opened(self) -> _Session:
+        """The child that lives, or a new one. SandboxFailed."""
+        with self._opening:
+            if self._session is None:
+                self._session = _Session(self._sandbox)
+            return self._session
+
+    def _drop(self, session: _Session) -> None:
+        with self._opening:
+            if self._session is session:
+                session.close()
+                self._session = None
+
+    def close(self) -> None:
+        with self._opening:
+            if self._session is not None:
+                self._session.close()
+                self._session = None
+        self._sandbox.close()
+
+
+def send(connected: socket.socket, message: bytes) -> None:
+    connected.sendall(LENGTH.pack(len(message)) + message)
+
+
+def receive(connected: socket.socket) -> bytes | None:
+    """One message; None at the end."""
+    head = _exactly(connected, LENGTH.size)
+    return None if head is None else _exactly(connected, LENGTH.unpack(head)[0])
+
+
+def _exactly(connected: socket.socket, length: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < length:
+        if not (piece := connected.recv(length - len(data))):
+            return None
+        data += piece
+    return bytes(data)
