@@ -2,8 +2,10 @@
 
 import msgspec
 
-from meshlm.architectures.quantization import formats
+from meshlm.architectures.quantization import formats, scheme_of
+from meshlm.architectures.registry import weights_of
 from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.model_files import ModelFiles
 from meshlm.supervisor.errors import UsageError
 
@@ -24,12 +26,39 @@ def as_asked(config: MeshConfig, files: ModelFiles) -> ModelFiles:
             raise UsageError(f"--quantization {asked}: the weights of {files.path} {what}{can}")
         files = msgspec.structs.replace(files, spec=msgspec.structs.replace(files.spec, quantization=online[asked]))
     _check_copy(config, files)
+    _check_experts(config, files.spec)
     if config.worker.compile != "none" and files.spec.quantization is not None:
         raise UsageError(
             f"--compile {config.worker.compile}: it is not there for weights quantised with "
             f"{files.spec.quantization.method}; use none"
         )
     return files
+
+
+def _check_experts(config: MeshConfig, spec: ModelSpec) -> None:
+    """UsageError for experts whose weights no kernel takes so, or whose activations nobody sends."""
+    if spec.quantization is None or spec.moe is None:
+        return
+    names = [weight.name.removesuffix(".weight") for weight in weights_of(spec).values() if weight.expert == 0]
+    for name in names:
+        scheme = scheme_of(spec.quantization, name)
+        if scheme is None:
+            continue
+        if scheme.weight == "group" or scheme.integers:
+            method = spec.quantization.method
+            raise UsageError(
+                f"quantization_config: {name} is an expert's; experts of method {method} are not supported"
+            )
+        if scheme.activation == "static":
+            raise UsageError(
+                f"quantization_config: {name} is an expert's; activation scales in the file are not supported for these"
+            )
+        sent = scheme.activation != "none"
+        if sent and config.lockstep and config.experts.all2all_backend == "peer_memory":
+            raise UsageError(
+                "--all2all-backend peer_memory: it sends no 8-bit activations, which the experts of this model want; "
+                "use allgather_reducescatter or all_to_all"
+            )
 
 
 def _check_copy(config: MeshConfig, files: ModelFiles) -> None:

@@ -7,8 +7,9 @@ import pytest
 from model_folders import CONFIG, folder_with
 
 from meshlm.protocol.config import Resolved
+from meshlm.runtime.model_files import resolve_model
 from meshlm.supervisor.errors import UsageError
-from meshlm.supervisor.settings import flags, resolve
+from meshlm.supervisor.settings import flags, quantization, resolve
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 
@@ -100,3 +101,46 @@ def test_layers_have_ranges_where_there_are_layers_and_a_gpu(
 ) -> None:
     with pytest.raises(UsageError, match=f"--profile-layers: {said}"):
         resolved(tmp_path, None, profile_layers=True, **changed)
+
+
+MIXTRAL = {
+    **CONFIG,
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 2,
+}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+SHARED = {"device": "cuda", "enable_expert_parallel": True, "data_parallel_size": 2, "all2all_backend": "peer_memory"}
+
+
+@pytest.mark.parametrize(
+    ("written", "settings", "said"),
+    [
+        (FP8, SHARED, "--all2all-backend peer_memory: it sends no 8-bit activations"),
+        (None, {**SHARED, "quantization": "fp8"}, "--all2all-backend peer_memory: it sends no 8-bit activations"),
+        (GPTQ, {}, "experts.0.w1 is an expert's; experts of method gptq are not supported"),
+        (None, {"quantization": "bitsandbytes"}, "is an expert's; experts of method bitsandbytes are not supported"),
+        (
+            {**FP8, "activation_scheme": "static"},
+            {"load_format": "auto"},
+            "is an expert's; activation scales in the file are not supported",
+        ),
+    ],
+)
+def test_experts_are_refused_before_anything_is_loaded(
+    written: Any, settings: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    model = folder_with(tmp_path, **{"config.json": {**MIXTRAL, "quantization_config": written}})
+    with pytest.raises(UsageError, match=said):
+        resolve.resolve(flags.build({"device": "cpu", "load_format": "dummy", **settings, "model": model}, None))
+
+
+@pytest.mark.parametrize(
+    ("written", "changed"),
+    [(FP8, {"all2all_backend": "all_to_all"}), (FP8, {"data_parallel_size": 1}), (None, {})],
+)
+def test_what_experts_may_have(written: Any, changed: dict[str, Any], tmp_path: Path) -> None:
+    model = folder_with(tmp_path, **{"config.json": {**MIXTRAL, "quantization_config": written}})
+    files = resolve_model(model, load_format="dummy")
+    assert quantization.as_asked(flags.build({**SHARED, **changed, "model": model}, None), files) is files
