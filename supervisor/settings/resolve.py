@@ -33,6 +33,7 @@ from meshlm.supervisor.settings import (
     attention,
     compilation,
     experts,
+    idle,
     kv_cache,
     layout,
     observing,
@@ -74,6 +75,7 @@ def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
     budget = _token_budget(config, platform, max_num_seqs, max_model_len, whole=files.spec.encoder_only)
     said += [*compilation.notes(config, platform.name), *compilation.check_sizes(config.worker, max_num_seqs, budget)]
     said += experts.notes(config, max_num_seqs, budget)
+    said += idle.notes(config, idle.Facts(platform.name, files.speech is not None))
     for note in (*said, *files.notes, *generation.notes):
         print(f"meshlm: {note}", file=sys.stderr)
     dtype = _dtype(config, platform, files.spec.dtype, family)

@@ -21,7 +21,7 @@ def llm_of(monkeypatch: pytest.MonkeyPatch) -> Any:
         return SimpleNamespace(model=config.model, scheduler=config.scheduler, server=config.server, resolved=resolved)
 
     client = SimpleNamespace(new_handle=iter(range(1, 100)).__next__)
-    monkeypatch.setattr("meshlm.supervisor.settings.resolve.resolve", resolve)
+    monkeypatch.setattr("meshlm.supervisor.settings.resolve.for_mesh", resolve)
     monkeypatch.setattr(
         llm_module,
         "Background",
