@@ -97,6 +97,9 @@ class Results:
         at = 0
         for place, request in enumerate(record.batch):
             alive = request.state is not RequestState.FINISHED
+            if place in result.failed and alive:
+                self._table.fail_row(request, output, result.failed[place])
+                alive = False
             if place in result.prompt_logprobs and alive:
                 if place in record.firsts:  # perhaps again, after a preemption or the worker's death
                     request.prompt_logprobs.clear()
@@ -109,9 +112,6 @@ class Results:
             if not samples[place]:
                 continue
             count = next(counts)
-            if place in result.failed and alive:
-                self._table.fail_row(request, output, result.failed[place])
-                alive = False
             if alive:
                 if record.num_drafts and record.num_drafts[place]:
                     self._count_drafts(record.num_drafts[place], count - 1)

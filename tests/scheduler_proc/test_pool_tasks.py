@@ -1,12 +1,14 @@
 """Requests for a vector of their prompt: one answer, made of KV that is really theirs, and no tokens."""
 
+import msgspec
 import pytest
 from bench import LIFE, WORKER, Bench, limits, reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rolling_hash import pooled_reference
 
-from meshlm.protocol.ids import FinishReason
+from meshlm.protocol.ids import ErrorKind, FinishReason
+from meshlm.protocol.step_edge import RowFailed
 from meshlm.protocol.tasks import ALONE_BYTES, Pool, PoolKind
 from meshlm.protocol.token_edge import TokenDeltas
 from meshlm.runtime.events import PeerLost, PeerUp, Received
@@ -183,3 +185,19 @@ def test_among_others(data: st.DataObject) -> None:
         else:
             assert bench.pooled[handle] == pooled_reference(prompt, task.kind)
             assert bench.ended[handle] is FinishReason.STOP
+
+
+def test_a_vector_that_its_worker_refuses_ends_the_request_with_an_error() -> None:
+    bench = Bench(limits(), 16, 4)
+    bench.assign(1, PROMPT, 5, task=LAST)
+    bench.assign(2, PROMPT[:5], 5, task=LAST)
+    while bench.plans:
+        handles = [request.handle for request in bench.core.inflight[0].batch]
+        result = bench.model.run(bench.plans.popleft())
+        bad = [place for place in result.pooled if handles[place] == 1]
+        failed = {place: RowFailed("not finite", ErrorKind.INTERNAL) for place in bad}
+        pooled = {place: vector for place, vector in result.pooled.items() if place not in bad}
+        bench.event(Received(WORKER, LIFE, msgspec.structs.replace(result, failed=failed, pooled=pooled)))
+    assert (bench.refused, list(bench.pooled)) == ({1: ": not finite"}, [2])
+    assert bench.error_kinds == {1: ErrorKind.INTERNAL}
+    assert not bench.core.requests

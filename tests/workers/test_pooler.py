@@ -18,6 +18,7 @@ from sharded_models import Threads, communicators, shards
 from small_models import SMALL
 
 from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.ids import ErrorKind
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.tasks import Pool, PoolKind
 from meshlm.supervisor.settings import flags, resolve
@@ -145,3 +146,19 @@ def test_ranks_of_a_group(tp: int, pp: int, tmp_path: Path) -> None:
 def placed(config: MeshConfig, shard: Shard, comm: Threads) -> ModelEngine:
     report: Callable[..., None] = lambda *news: None  # noqa: E731
     return make_engine(config, report, Placed(shard, comm))
+
+
+@pytest.mark.parametrize("spoilt", [torch.nan, torch.inf])
+def test_a_vector_that_is_not_finite_is_an_error_of_its_request_alone(
+    small: tuple[Any, ModelEngine], spoilt: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JSON would say null for each of its numbers."""
+    _, ours = small
+    ours.reset()
+    finish = ours.pooler._finish
+    weights = torch.tensor([[1.0], [spoilt]])
+    monkeypatch.setattr(ours.pooler, "_finish", lambda states, task: finish(states, task) * weights)
+    driver = Driver(ours, [[5, 9], [7, 8]], GREEDY, {row: Pool(PoolKind.LAST) for row in range(2)})
+    driver.step({0: 2, 1: 2})
+    assert list(driver.pooled) == [0]
+    assert {place: failed.kind for place, failed in driver.result.failed.items()} == {1: ErrorKind.INTERNAL}

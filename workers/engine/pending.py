@@ -123,6 +123,8 @@ class PendingStep:
     def wait(self) -> StepResult:
         self._end.synchronize()
         result = self._result
+        pooled = self._pooled.by_place() if self._pooled is not None else {}
+        failed = {**failures.of_tokens(self._tokens, self._places), **failures.of_vectors(pooled)}
         return StepResult(
             session=result.session,
             step=result.step,
@@ -134,8 +136,8 @@ class PendingStep:
             done_ns=time.monotonic_ns(),
             gpu_ns=int(self._begin.elapsed_time(self._end) * 1e6),
             gap_ns=int(self._before.elapsed_time(self._begin) * 1e6),
-            pooled=self._pooled.by_place() if self._pooled is not None else {},
-            failed={**failures.of_tokens(self._tokens, self._places), **result.failed},
+            pooled={place: vector for place, vector in pooled.items() if place not in failed},
+            failed={**failed, **result.failed},
         )
 
 
