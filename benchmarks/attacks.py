@@ -35,14 +35,10 @@ class Target:
 
     async def post(self, path: str, body: bytes, *headers: str, read: int = -1) -> bytes:
         """One request; what came first of its answer (all of it: `read` -1). `read` 0: leave without waiting."""
-        lines = (
-            f"POST {path} HTTP/1.1",
-            "Host: localhost",
-            "Connection: close",
-            "Content-Type: application/json",
-            f"Content-Length: {len(body)}",
-            *headers,
-        )
+        named = {header.partition(":")[0] for header in headers}
+        usual = ("Host: localhost", "Connection: close", "Content-Type: application/json")
+        own = (header for header in usual if header.partition(":")[0] not in named)
+        lines = (f"POST {path} HTTP/1.1", *own, f"Content-Length: {len(body)}", *headers)
         data = b""
         try:
             reader, writer = await self.connect()
@@ -205,6 +201,30 @@ async def unfinished_heads(to: Target) -> None:
     await _held(to, b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * 30_000, 400)
 
 
+# --- a browser on this host, and a page of elsewhere ---
+
+
+async def cross_site_page(to: Target) -> None:
+    """What a page may send unasked, and what it would send by a name of its own that leads here: all of it is refused."""
+    ask = encoded(prompt="x", n=64, max_tokens=min(1000, to.max_model_len // 2), ignore_eos=True)
+    settings = encoded(max_concurrent_requests=1)
+    from_page = ("Origin: https://evil.example", "Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: no-cors")
+    rebound = ("Host: evil.example", "Origin: http://evil.example", "Sec-Fetch-Site: same-origin")
+    tries = [
+        *((path, body, from_page) for path, body in (("/v1/completions", ask), ("/settings", settings))),
+        ("/v1/completions", ask, ("Content-Type: text/plain", *from_page)),
+        ("/v1/completions", ask, ("Content-Type: text/plain",)),  # of a browser that says nothing of itself
+        ("/v1/completions", ask, rebound),
+        ("/settings", settings, ()),
+    ]
+    await to.repeat(lambda: to.post(*_spread(to.dice.choice(tries))))
+
+
+def _spread(one: tuple[str, bytes, tuple[str, ...]]) -> tuple[Any, ...]:
+    path, body, headers = one
+    return path, body, *headers
+
+
 async def _held(to: Target, data: bytes, count: int, *, reads: bool = True) -> None:
     """Connections that stay open as they are; one that the server closes is opened anew."""
 
@@ -246,8 +266,10 @@ ATTACKS: dict[str, Callable[[Target], Awaitable[None]]] = {
         slow_readers,
         unfinished_bodies,
         unfinished_heads,
+        cross_site_page,
     )
 }
+LETS_NOTHING_IN = ("cross_site_page",)  # of these no request is to be answered
 
 
 async def main(name: str, port: str, vocab_size: str, max_model_len: str, seconds: str) -> None:
