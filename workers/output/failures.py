@@ -18,7 +18,8 @@ NO_VECTOR = RowFailed("the numbers of the model's vector are not finite", ErrorK
 
 def of_vectors(pooled: dict[int, bytes]) -> dict[int, RowFailed]:
     """By place in the batch, where a vector of float32 has a number that is infinite or none at all."""
-    sums = {place: np.frombuffer(vector, np.float32).sum(dtype=np.float64) for place, vector in pooled.items()}
+    with np.errstate(invalid="ignore"):  # inf - inf
+        sums = {place: np.frombuffer(vector, np.float32).sum(dtype=np.float64) for place, vector in pooled.items()}
     return {place: NO_VECTOR for place, found in sums.items() if not np.isfinite(found)}
 
 
