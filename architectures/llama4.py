@@ -37,7 +37,8 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     chunk = integer(config, "attention_chunk_size", 0)
     if chunk < 0:
         raise ValueError(f"attention_chunk_size is {chunk}; it must be positive, or null")
-    chunked = _chunked(config, without) if 0 < chunk < spec.max_position_embeddings else ()
+    named = _chunked(config, without)
+    chunked = named if 0 < chunk < spec.max_position_embeddings else ()
     if integer(config, "num_experts_per_tok") != 1:
         raise ValueError(
             f"num_experts_per_tok {config['num_experts_per_tok']} is not supported for {architecture}; it must be 1"

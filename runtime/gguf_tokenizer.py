@@ -26,7 +26,7 @@ def build(path: Path) -> tuple[Tokenizer, dict[str, str]]:
         return _wordpiece(vocabulary) if vocabulary.kind == "bert" else _pairs(vocabulary)
     except GGUFError as error:
         raise ProcessFatal(str(error)) from None
-    except (*UNREADABLE, KeyError) as error:
+    except (*UNREADABLE, LookupError) as error:
         raise ProcessFatal(f"{path}: not a readable tokenizer ({type(error).__name__}: {error})") from None
 
 
@@ -54,10 +54,9 @@ def _merged(vocabulary: Vocabulary) -> Tokenizer:
     """By the merges of the file: over GPT-2's stand-ins for bytes, or over characters with bytes for those that are no token."""
     pre = vocabulary.pre_tokenizer
     ids = {token: index for index, token in enumerate(vocabulary.tokens)}
+    pairs = vocabulary.fields.get("tokenizer.ggml.merges", [])
     # A space may begin what is merged.
-    merges = [
-        (text[: (at := text.index(" ", 1))], text[at + 1 :]) for text in vocabulary.fields["tokenizer.ggml.merges"]
-    ]
+    merges = [(text[: (at := text.index(" ", 1))], text[at + 1 :]) for text in pairs]
     unknown = vocabulary.ids.get("unk")
     try:
         tokenizer = Tokenizer(

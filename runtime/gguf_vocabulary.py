@@ -40,6 +40,7 @@ _KEYS = {
 }
 _SENTENCEPIECE_IDS = {"unk": 0, "bos": 1, "eos": 2}  # where a file of kind llama does not say
 _MERGES = ("tokenizer.ggml.merges", "tokenizer.ggml.scores")
+_FLAGS = ("add_bos_token", "add_eos_token", "add_space_prefix", "normalizer.lowercase", "normalizer.strip_accents")
 _NOT_APPLIED = ("tokenizer.ggml.suppress_tokens",)
 _ENDS = frozenset(
     [
@@ -110,6 +111,7 @@ class Vocabulary(Struct, frozen=True, kw_only=True):
     """The tokens of a file."""
 
     path: Path
+    keys: frozenset[str]  # of the file, also of those that were not read
     fields: dict[str, Any]  # of "tokenizer.", and general.name
     kind: str
     tokens: list[str]
@@ -144,9 +146,13 @@ class Vocabulary(Struct, frozen=True, kw_only=True):
 def read(path: Path, *, merges: bool = True) -> Vocabulary:
     """The tokens of this file. GGUFError names what it says that cannot be. merges: with merges and scores, for which the supervisor
     has no use."""
-    fields = read_header(
-        path, lambda name: name == "general.name" or (name.startswith("tokenizer.") and (merges or name not in _MERGES))
-    ).fields
+    keys: set[str] = set()
+
+    def wanted(name: str) -> bool:
+        keys.add(name)
+        return name == "general.name" or (name.startswith("tokenizer.") and (merges or name not in _MERGES))
+
+    fields = read_header(path, wanted).fields
     kind = str(fields.get("tokenizer.ggml.model"))
     tokens = _texts(path, fields)
     types = fields.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
@@ -155,7 +161,13 @@ def read(path: Path, *, merges: bool = True) -> Vocabulary:
     if unknown := [kind for kind in set(types) if kind not in _TYPES]:
         raise GGUFError(f"{path}: tokenizer.ggml.token_type {unknown[0]!r:.60} is unknown; known: 0 to {max(_TYPES)}")
     return Vocabulary(
-        path=path, fields=fields, kind=kind, tokens=tokens, types=types, ids=_ids(path, kind, fields, tokens)
+        path=path,
+        keys=frozenset(keys),
+        fields=fields,
+        kind=kind,
+        tokens=tokens,
+        types=types,
+        ids=_ids(path, kind, fields, tokens),
     )
 
 
@@ -171,6 +183,11 @@ def check(vocabulary: Vocabulary) -> None:
             f"{path}: tokenizer.ggml.pre {pre!r:.60} is unknown, and how texts are split decides their tokens; "
             f"known: {', '.join(sorted(filter(None, PRE_TOKENIZERS)))}; give a tokenizer with --tokenizer"
         )
+    for name in _FLAGS:
+        vocabulary.flag(name, False)
+    needed = {"llama": "scores", "bert": "tokens"}.get(kind, "merges")
+    if f"tokenizer.ggml.{needed}" not in vocabulary.keys and pre != "kimi-k2":  # which may have none
+        raise GGUFError(f"{path}: no tokenizer.ggml.{needed} there; give a tokenizer with --tokenizer")
     if not vocabulary.tokens:
         raise GGUFError(f"{path}: no tokenizer.ggml.tokens there; give a tokenizer with --tokenizer")
 

@@ -108,12 +108,14 @@ def write(path: Path, case: Case) -> Path:
     gone = set(tokens[len(tokens) - len(case.texts) :]) if case.texts else set()
     writer.add_token_list([*tokens[: len(tokens) - len(case.texts)], *case.texts])
     writer.add_token_types([*types[:-1], case.fields.get("last_type", types[-1])])
-    if case.kind == "llama":
+    if case.fields.get("without"):
+        pass
+    elif case.kind == "llama":
         writer.add_token_scores([0.0 if kind != 1 else -float(nth) for nth, kind in enumerate(types)])
     else:
         writer.add_token_merges([merge for merge in merges if merge.replace(" ", "") not in gone])
     for key, value in {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **case.fields}.items():
-        if key in ("pre", "last_type"):
+        if key in ("pre", "last_type", "without"):
             continue
         add = writer.add_bool if isinstance(value, bool) else writer.add_uint32
         add(f"tokenizer.ggml.{key}", value)
@@ -247,6 +249,10 @@ def test_words_in_pieces(minilm: Path, tmp_path: Path) -> None:
     ("case", "said"),
     [
         (Case(fields={"pre": "made-up"}), "tokenizer.ggml.pre 'made-up' is unknown"),
+        (Case("llama", fields={"without": True}), "no tokenizer.ggml.scores there"),
+        (Case("gemma4", fields={"without": True}), "no tokenizer.ggml.merges there"),
+        (Case(fields={"without": True}), "no tokenizer.ggml.merges there"),
+        (Case(fields={"add_eos_token": 1}), "metadata tokenizer.ggml.add_eos_token is 1, and must be true or false"),
         (Case("rwkv"), "tokenizer.ggml.model 'rwkv' is not supported"),
         (Case(fields={"last_type": 9}), "tokenizer.ggml.token_type 9 is unknown; known: 0 to 6"),
         (Case(fields={"eos_token_id": 99_999}), "tokenizer.ggml.eos_token_id is 99999; the tokens are 0 to"),

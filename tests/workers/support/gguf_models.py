@@ -51,6 +51,7 @@ def writer_of(path: Path, architecture: str, spec: ModelSpec, each: int = 0) -> 
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     writer.add_token_list([f"token {index}" for index in range(spec.vocab_size)])
+    writer.add_token_merges(["to ken"])
     return writer
 
 
