@@ -4,9 +4,7 @@ from msgspec import Struct
 
 from meshlm.protocol.admit_edge import Admit, Refused
 from meshlm.protocol.ids import ErrorKind, Identity, Incarnation
-
-HOLD_S = 60.0  # a request waits so long for a rank that is starting
-RESUME_HOLD_S = 600.0  # and one that ran already, since its client reads: a large model loads for minutes
+from meshlm.runtime.patience import BEGUN_S, NEW_S
 
 
 class Held(Struct, frozen=True):
@@ -34,4 +32,4 @@ def hold(sender: Identity, incarnation: Incarnation, admit: Admit, now: float) -
 
 
 def _patience_s(admit: Admit) -> float:
-    return RESUME_HOLD_S if admit.work.attempt or admit.work.output_token_ids else HOLD_S
+    return BEGUN_S if admit.work.attempt or admit.work.output_token_ids else NEW_S

@@ -27,8 +27,8 @@ from meshlm.protocol.text_edge import (
 from meshlm.runtime.deaths import MAX_DEATHS, one_more, poison, too_many
 from meshlm.runtime.events import Send
 from meshlm.runtime.in_hand import short
+from meshlm.runtime.patience import BEGUN_S, NEW_S
 
-ORPHAN_S = 10.0  # how long requests wait for a detokenizer
 DONE = 4  # its place in TextDeltas.timings_ns
 DEADLINE_GRACE_S = 1.0  # schedulers look once a second
 PLACED_AT_ONCE = 1 << 6  # choices, in one turn of the loop; a piece of log-probabilities takes as long
@@ -288,10 +288,10 @@ class RequestTracker:
         late: list[Choice] = []
         for choice in self.orphans:
             choice.orphan_since = choice.orphan_since or now
-            if now - choice.orphan_since > ORPHAN_S and self._target(choice.submit) is None:
+            if now - choice.orphan_since > _patience_s(choice) and self._target(choice.submit) is None:
                 late.append(choice)
         for choice in late:
-            self._fail(choice, ErrorKind.OVERLOADED, f"no detokenizer was there for {ORPHAN_S:.0f} s", "")
+            self._fail(choice, ErrorKind.OVERLOADED, f"no detokenizer was there for {_patience_s(choice):.0f} s", "")
 
     def expire(self, wall_s: float) -> list[Send]:
         """End what is past its deadline (wall clock), whoever should have said so and is stuck or dead. A little later than its
@@ -394,3 +394,7 @@ class RequestTracker:
         assert self.unaccepted <= self.by_handle.keys(), "a prompt that nobody has is waited for"
         for identity, count in self.load.items():
             assert count == sum(1 for choice in self.by_handle.values() if choice.detokenizer == identity)
+
+
+def _patience_s(choice: Choice) -> float:
+    return BEGUN_S if choice.token_ids else NEW_S

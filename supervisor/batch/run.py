@@ -19,7 +19,7 @@ from meshlm.supervisor.batch import lines
 
 CONCURRENT = 512  # requests on their way: each waits in a thread
 AHEAD = 2 * CONCURRENT  # lines that are read before the first of them is answered
-ATTEMPTS = 8  # connections that a request may lose
+LOST_S = 600.0  # so long a request is asked again without an answer: frontends may die one after the other, and models load for minutes
 AGAIN_S = 1.0
 FULL_S = 3600.0  # so long a request waits for a server that has no room
 ANSWER_S = 24 * 3600.0  # OpenAI's window of a batch
@@ -117,17 +117,17 @@ def _answer(server: Server, request: lines.Request | lines.LineError, ended: thr
         return False, lines.failed(request.custom_id, 400, str(request))
     body = json.dumps(request.body, ensure_ascii=True).encode()
     headers = {"Idempotency-Key": uuid.uuid4().hex}
-    lost, full_since = 0, 0.0
+    lost_since = full_since = 0.0
     while True:
         try:
             status, answer = server.post(request.path, body, headers)
         except (OSError, http.client.HTTPException) as error:
-            lost += 1
-            if lost == ATTEMPTS or ended.is_set():
+            lost_since = lost_since or time.monotonic()
+            if ended.is_set() or time.monotonic() - lost_since > LOST_S:
                 return False, lines.failed(request.custom_id, 500, f"no answer: {str(error) or type(error).__name__}")
             ended.wait(AGAIN_S)
             continue
-        full_since = full_since or time.monotonic()
+        lost_since, full_since = 0.0, full_since or time.monotonic()
         if status != 503 or ended.is_set() or time.monotonic() - full_since > FULL_S:
             return _line(request.custom_id, status, answer)
         ended.wait(AGAIN_S)

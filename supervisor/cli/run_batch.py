@@ -153,7 +153,7 @@ async def _run(arguments: argparse.Namespace, config: MeshConfig, display: Start
 
 
 def _answer(arguments: argparse.Namespace, server: Server, ended: threading.Event | None = None) -> int:
-    """Answers the file, and says how many lines were answered."""
+    """Answers the file, and says how many lines were answered; 1 where any was not."""
     with (
         files.requests(arguments.input_file) as source,
         files.answers(arguments.output_file, arguments.output_tmp_dir) as out,
@@ -167,4 +167,4 @@ def _answer(arguments: argparse.Namespace, server: Server, ended: threading.Even
     print(
         f"{counts.answered} requests answered, {counts.failed} with an error: {arguments.output_file}", file=sys.stderr
     )
-    return 0
+    return 1 if counts.failed else 0

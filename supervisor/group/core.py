@@ -10,8 +10,8 @@ before they were ready. A process that is silent, or whose step does not end, is
 until the mesh has ended: while frontends finish their requests these still need everybody else.
 
 Processes may be added to a running mesh and taken out of it, one change at a time. New ones are on trial until all of them are
-ready: when one fails they are all taken away again, and nothing else is touched. Those that leave are not started again; they are
-asked to stop when they are drained, or at their deadline.
+ready: when one fails by itself, or dies too often, they are all taken away again, and nothing else is touched. Those that leave are
+not started again; they are asked to stop when they are drained, or at their deadline.
 """
 
 import signal
@@ -230,6 +230,8 @@ class Group:
             if process.state in (State.STARTING, State.READY):
                 process.state = State.STOPPING
                 effects.append(Kill(process.identity))
+            elif process.state is State.BACKOFF:
+                effects += self._gone(process)
         return effects
 
     # --- deaths ---
@@ -243,12 +245,13 @@ class Group:
         if not self.was_ready and not (self._serves and (was_killed or process.proven)):
             return self._stopped(process) if self.stopping else self._give_up(words, process.fits)
         died = TellDied(process.identity, process.incarnation)
-        if process.on_trial:
+        if process.on_trial and not ((was_killed or process.proven) and not self._too_often(process, words, now)):
             process.state = State.STOPPED
             return [died, *self._withdraw(words, now), *self._gone(process)]
         if process.leaves_at is not None:
             return [died, *self._gone(process)]
-        if not event.has_requests and (text := self._too_often(process, words, now)):
+        counts = not (event.has_requests or process.on_trial)
+        if counts and (text := self._too_often(process, words, now)):
             return self._stopped(process) if self.stopping else self._give_up(text)
         process.state = State.BACKOFF
         process.restarts += 1

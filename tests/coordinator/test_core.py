@@ -3,7 +3,6 @@
 import msgspec
 from coordinator_bench import D0, D1, F0, F1, LIFE, S0, S1, S2, Bench, admit, assigned, load, member, only, stats, told
 
-from meshlm.coordinator.held import HOLD_S
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.admit_edge import (
     AbortRequests,
@@ -16,6 +15,7 @@ from meshlm.protocol.admit_edge import (
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import HEAD, ErrorKind, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.runtime.events import Send
+from meshlm.runtime.patience import NEW_S
 
 # --- membership ---
 
@@ -361,7 +361,7 @@ def test_a_dead_detokenizers_held_requests_are_dropped() -> None:
     bench.says(D1, admit("b", handle=1))
     bench.lost(D0)
     bench.join(D0, life=2)
-    refused = only(bench.tick(HOLD_S), Refused)
+    refused = only(bench.tick(NEW_S), Refused)
     assert [send.to for send in refused] == [D1]
 
 

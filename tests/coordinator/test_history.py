@@ -7,7 +7,6 @@ from coordinator_bench import D0, F0, LIFE, S0, S1, S2, Bench, admit, load
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshlm.coordinator.held import HOLD_S, RESUME_HOLD_S
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.admit_edge import (
     AbortRequests,
@@ -22,6 +21,7 @@ from meshlm.protocol.admit_edge import (
 )
 from meshlm.protocol.ids import HEAD, Handle, Identity, RequestId
 from meshlm.runtime.events import PeerLost, Received, Send, Tick
+from meshlm.runtime.patience import BEGUN_S, NEW_S
 
 
 @dataclass
@@ -181,7 +181,7 @@ def test_any_history_leaves_every_request_with_one_owner_and_one_end(data: st.Da
             for name in sorted(gone):
                 mesh.abort(name)
         elif action == "tick":
-            mesh.tick(draw(st.sampled_from([1.0, HOLD_S / 2])))
+            mesh.tick(draw(st.sampled_from([1.0, NEW_S / 2])))
         elif action == "rejoin":
             mesh.join(D0)
         elif action == "give back":
@@ -200,7 +200,7 @@ def test_any_history_leaves_every_request_with_one_owner_and_one_end(data: st.Da
         mesh.start(identity)
         mesh.report(identity)
     mesh.give_back()
-    mesh.tick(RESUME_HOLD_S)  # the end of what waits for a rank of its own
+    mesh.tick(BEGUN_S)  # the end of what waits for a rank of its own
     assert not mesh.core.held
     for identity, fake in mesh.schedulers.items():
         assert set(mesh.core.ranks[identity].requests) == set(fake.requests)

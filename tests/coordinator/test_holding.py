@@ -4,7 +4,6 @@ import msgspec
 import pytest
 from coordinator_bench import D0, S0, S1, WALL_S, Bench, admit, assigned, load, only
 
-from meshlm.coordinator.held import HOLD_S, RESUME_HOLD_S
 from meshlm.protocol.admit_edge import (
     AbortRequests,
     Assign,
@@ -13,6 +12,7 @@ from meshlm.protocol.admit_edge import (
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import ErrorKind, Handle, Identity, RequestId
 from meshlm.runtime.events import Send
+from meshlm.runtime.patience import BEGUN_S, NEW_S
 
 
 def test_requests_wait_for_a_rank_and_go_in_order() -> None:
@@ -31,20 +31,20 @@ def test_a_rank_that_never_comes_is_a_refusal_in_words() -> None:
     bench.says(D0, admit("a", handle=1))
     bench.now = 1.0
     bench.says(D0, admit("b", handle=2))
-    assert only(bench.tick(HOLD_S - 1.5), Refused) == []
+    assert only(bench.tick(NEW_S - 1.5), Refused) == []
     (send,) = only(bench.tick(0.5), Refused)
     assert send.to == D0
     assert send.message == Refused(Handle(1), ErrorKind.OVERLOADED, "no scheduler was ready within 60 s")
     (send,) = only(bench.tick(1.0), Refused)
     assert isinstance(send.message, Refused)
     assert send.message.handle == 2
-    assert only(bench.tick(HOLD_S), Refused) == []
+    assert only(bench.tick(NEW_S), Refused) == []
 
 
 def test_a_stream_that_ran_already_waits_longer_for_a_rank() -> None:
     bench = Bench(D0)
     bench.says(D0, admit("a", attempt=1))
-    assert only(bench.tick(RESUME_HOLD_S - 1.0), Refused) == []
+    assert only(bench.tick(BEGUN_S - 1.0), Refused) == []
     (send,) = only(bench.tick(1.0), Refused)
     assert isinstance(send.message, Refused)
     assert "600 s" in send.message.message
@@ -93,7 +93,7 @@ def test_a_rank_that_does_not_exist_is_refused_at_once(ranks: tuple[Identity, ..
 def test_a_rank_of_its_own_that_never_serves_is_named() -> None:
     bench = Bench(D0, S0)
     bench.says(D0, admit("a", dp_rank=1))
-    (send,) = only(bench.tick(HOLD_S), Refused)
+    (send,) = only(bench.tick(NEW_S), Refused)
     assert isinstance(send.message, Refused)
     assert send.message.message == "no scheduler of rank 1 was ready within 60 s"
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tracker_bench import D0, D1, D2, Client, a_desk, deltas, opened, truth, word
 
 from meshlm.frontend import request_tracker
-from meshlm.frontend.request_tracker import ORPHAN_S, RequestTracker
+from meshlm.frontend.request_tracker import RequestTracker
 from meshlm.protocol import text_edge
 from meshlm.protocol.columns import ints
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, RequestId
@@ -26,6 +26,7 @@ from meshlm.protocol.text_edge import (
 )
 from meshlm.runtime.deaths import MAX_DEATHS, WINDOW_S
 from meshlm.runtime.events import Send
+from meshlm.runtime.patience import BEGUN_S, NEW_S
 
 # --- detokenizers come and go ---
 
@@ -71,12 +72,28 @@ def test_orphans_expire_in_words() -> None:
     tracker = RequestTracker()
     client, _ = opened(tracker)
     tracker.expire_orphans(100.0)
-    tracker.expire_orphans(100.0 + ORPHAN_S)
+    tracker.expire_orphans(100.0 + NEW_S)
     assert tracker.orphans
     for _ in range(2):
-        tracker.expire_orphans(101.0 + ORPHAN_S)
-    assert client.errors == {0: (ErrorKind.OVERLOADED, "no detokenizer was there for 10 s", "")}
+        tracker.expire_orphans(101.0 + NEW_S)
+    assert client.errors == {0: (ErrorKind.OVERLOADED, "no detokenizer was there for 60 s", "")}
     assert tracker.detokenizer_up(D0) == []
+
+
+def test_a_begun_stream_waits_for_a_detokenizer_as_long_as_for_a_rank() -> None:
+    tracker = a_desk(D0)
+    client, _ = opened(tracker, "a")
+    tracker.deltas(deltas((client.choices[0], 0, [truth("a-0", 0)])), D0, 1.0)
+    tracker.detokenizer_down(D0, 100.0)
+    for at in (100.0, 99.0 + BEGUN_S):
+        tracker.expire_orphans(at)
+    assert not client.errors
+    (send,) = tracker.detokenizer_up(D0)
+    assert isinstance(send.message, Submit)
+    tracker.detokenizer_down(D0, 1000.0)
+    for at in (1000.0, 1001.0 + BEGUN_S):
+        tracker.expire_orphans(at)
+    assert client.errors == {0: (ErrorKind.OVERLOADED, "no detokenizer was there for 600 s", "")}
 
 
 def test_an_orphans_time_is_its_own() -> None:
@@ -95,7 +112,7 @@ def test_an_orphans_time_is_its_own() -> None:
     tracker.expire_orphans(140.0)
     late, _ = opened(tracker, "c")
     tracker.expire_orphans(145.0)
-    tracker.expire_orphans(141.0 + ORPHAN_S)
+    tracker.expire_orphans(141.0 + NEW_S)
     assert [bool(one.errors) for one in (waiting, late)] == [True, False]
     tracker.check()
 
@@ -297,7 +314,7 @@ def _live_through(data: st.DataObject) -> None:
         elif action == "turn":
             mesh.take(mesh.tracker.place())
         elif action == "expire":
-            for at in (1.0, 2.0 + ORPHAN_S):
+            for at in (1.0, 2.0 + NEW_S):
                 mesh.tracker.expire_orphans(at)
         elif action == "close" and (here := [client for client in mesh.clients if not client.closed]):
             client = draw(st.sampled_from(here))

@@ -346,7 +346,7 @@ def test_a_batch_with_a_mesh_of_its_own(tmp_path: Path) -> None:
     flags = ("--device", "fake", "--max-model-len", "512", "--max-num-seqs", "16")
     command = [MESHLM, "run-batch", "-i", str(source), "-o", str(out), *flags]
     ended = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=100)
-    assert ended.returncode == 0, ended.stderr
+    assert ended.returncode == 1, "a line failed"
     assert "100 requests answered, 1 with an error" in ended.stderr
     *found, broken = [json.loads(line) for line in out.read_text().splitlines()]
     assert [one["custom_id"] for one in found] == [str(number) for number in range(100)]

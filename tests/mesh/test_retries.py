@@ -7,9 +7,11 @@ import json
 import os
 import re
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,7 +21,7 @@ import pytest
 import torch
 from fake_answers import VOCAB, reference
 from http_clients import connect, error_of, metric, post
-from serving import Serving, serving
+from serving import MESHLM, Serving, serving
 from waiting import until
 
 from meshlm.protocol.prompt_embeds import PromptEmbeds
@@ -340,3 +342,42 @@ def test_a_prompt_of_vectors_outlives_every_process_but_its_frontend(two: Servin
                             os.kill(int(process["pid"]), signal.SIGKILL)
     assert not roles
     assert ids == reference(tokens_of_embeds(embeds, VOCAB), LONG)
+
+
+def test_a_batch_outlives_the_deaths_of_its_frontends(tmp_path: Path) -> None:
+    """Each of its requests goes on by its key."""
+    prompts = [[1000 + number] * 5 for number in range(24)]
+    body = {"max_tokens": 300, "ignore_eos": True, "return_token_ids": True}
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": {"prompt": prompt, **body}}
+        for number, prompt in enumerate(prompts)
+    ]
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = ("--device", "fake", "--fake-step-ms", "50", "--max-model-len", "4096", "--max-restarts", "1000")
+    with serving(*flags) as server:
+        command = [MESHLM, "run-batch", "-i", str(source), "-o", str(out), "--server", server.url]
+        batch = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd="/")
+        num_kills = 0
+        try:
+            while batch.poll() is None and num_kills < 5:
+                until(lambda: batch.poll() is not None or asked_by(batch.pid) == len(prompts))
+                os.kill(server.pid("frontend"), signal.SIGKILL)
+                num_kills += 1
+                server.wait_for("frontend/0 is ready")
+            _, said = batch.communicate(timeout=120)
+        finally:
+            batch.kill()
+            batch.wait()
+    assert batch.returncode == 0, said
+    assert num_kills >= 3
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    for prompt, one in zip(prompts, found, strict=True):
+        assert one["response"]["body"]["choices"][0]["token_ids"] == reference(prompt, 300)
+
+
+def asked_by(pid: int) -> int:
+    """The connections that this process has."""
+    with contextlib.suppress(psutil.Error):
+        return sum(one.status == psutil.CONN_ESTABLISHED for one in psutil.Process(pid).net_connections("tcp"))
+    return 0

@@ -1,5 +1,6 @@
 """Batches through a small server: every line gets its line, in order, whatever is wrong with others."""
 
+import argparse
 import http.server
 import io
 import json
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from meshlm.supervisor.batch import files, lines, run
+from meshlm.supervisor.cli import run_batch
 from meshlm.supervisor.errors import StartError, UsageError
 
 
@@ -127,6 +129,25 @@ def test_a_broken_line_gets_an_error_and_the_others_run(peer: Peer, monkeypatch:
     assert {key for _, _, key in peer.seen} == {"Bearer secret"}
     keys = [key for _, key, _ in peer.seen]
     assert (len(keys), len(set(keys))) == (7, 5), "asked again by the same key"
+
+
+def test_a_request_outlives_any_number_of_frontends(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By the same key, as long as the server may come back; a line that fails all the same is the command's exit code."""
+    monkeypatch.setattr(run, "AGAIN_S", 0.001)
+    peer.troubles += ["lost"] * 30
+    out = tmp_path / "out"
+    arguments = argparse.Namespace(input_file=str(tmp_path / "in"), output_file=str(out), output_tmp_dir=None)
+    (tmp_path / "in").write_bytes(line("a", "lost"))
+    assert run_batch._answer(arguments, run.Server.of(peer.url, "")) == 0
+    assert [one["response"]["body"] for one in answers_of(out.read_bytes())] == [{"text": "lost"}]
+    assert len(peer.seen) == 32
+    assert len({key for _, key, _ in peer.seen}) == 1
+    monkeypatch.setattr(run, "LOST_S", 0.01)
+    peer.troubles += ["lost"] * 10_000
+    assert run_batch._answer(arguments, run.Server.of(peer.url, "")) == 1
+    assert answers_of(out.read_bytes())[0]["error"]["error"]["message"].startswith("no answer: ")
 
 
 def test_a_server_that_is_gone_is_not_waited_for(peer: Peer) -> None:

@@ -2,6 +2,7 @@
 
 from group_bench import FRONTEND, NEW, OTHER, WORKER, die, ready, running
 
+from meshlm.supervisor.group.core import State
 from meshlm.supervisor.group.events import (
     Add,
     AskToStop,
@@ -37,6 +38,37 @@ def test_a_failed_addition_touches_nothing_else() -> None:
     assert die(group, NEW, 1002.1) == [TellDied(NEW, gone), Changed("no such device")]
     assert set(group.processes) == {FRONTEND, WORKER}
     assert not group.changing
+
+
+def test_a_death_does_not_undo_an_addition() -> None:
+    """Of one that was killed, or was ready already: it is started again, as at any other time."""
+    group = running()
+    group.handle(Add((NEW, OTHER)), 1002.0)
+    assert [type(effect) for effect in die(group, NEW, 1003.0)] == [TellDied, Spawn]
+    ready(group, OTHER)
+    effects = group.handle(Exited(OTHER, group.processes[OTHER].incarnation, 1), 1004.0)
+    assert [type(effect) for effect in effects] == [TellDied, Spawn]
+    assert group.changing
+    assert ready(group, NEW, 1005.0) == []
+    assert ready(group, OTHER, 1005.0) == [Changed()]
+    group.check()
+
+
+def test_an_addition_that_is_killed_again_and_again_is_undone() -> None:
+    group = running(max_restarts=2)
+    group.handle(Add((NEW, OTHER)), 1002.0)
+    for number in range(2):
+        assert type(die(group, NEW, 1003.0 + number)[0]) is TellDied
+        group.handle(Tick(), 1003.9 + number)
+    assert isinstance(die(group, OTHER, 1005.0)[1], Spawn)
+    die(group, OTHER, 1005.1)  # it waits for its turn to be started
+    assert group.processes[OTHER].state is State.BACKOFF
+    (told, changed) = die(group, NEW, 1005.11)
+    assert isinstance(told, TellDied)
+    assert isinstance(changed, Changed)
+    assert "NEW" not in changed.failure
+    assert set(group.processes) == {FRONTEND, WORKER}
+    group.check()
 
 
 def test_an_addition_that_takes_too_long_is_taken_back() -> None:
