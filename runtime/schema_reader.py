@@ -9,11 +9,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from meshlm.runtime.schema_references import extracted, target
+from meshlm.runtime.schema_references import TooLarge, extracted, target
 
 MAX_DEPTH = 32  # of combinations within combinations; references that are nothing else do not count
-MAX_SCHEMAS = 1000  # that one question looks at
-MAX_PATTERN, MAX_NAME, MAX_REPEATS = 256, 128, 2  # of patternProperties: what a pattern may cost
+MAX_SCHEMAS = 1000  # that one question looks at ...
+MAX_STEPS = 100_000  # ... and all questions about one document
+MAX_COPIED = 50_000  # schemas that are made documents of their own
+MAX_PATTERNS, MAX_PATTERN, MAX_NAME, MAX_REPEATS = 100, 256, 128, 2  # of patternProperties: what they may cost
 SAYS_NOTHING = frozenset(
     {"title", "description", "default", "examples", "deprecated", "$comment", "$defs", "definitions"}
 )
@@ -28,20 +30,51 @@ class SchemaReader:
 
     def __init__(self, root: Any) -> None:
         self.root = root
+        self._left = 0  # schemas that this question may still look at
+        self._steps_left, self._copies_left = MAX_STEPS, MAX_COPIED
+        self.is_exhausted = False  # something was not looked at
+
+    def check(self) -> None:
+        """ValueError where an answer may be wrong, as something was not looked at: a constraint must not be made of it."""
+        if self.is_exhausted:
+            raise ValueError("a schema with more references and unions than are read")
+
+    def _begin(self) -> None:
+        """A question."""
         self._left = MAX_SCHEMAS
+
+    def _step(self) -> bool:
+        """Whether one more schema may be looked at."""
+        self._left -= 1
+        self._steps_left -= 1
+        if self._left < 0 or self._steps_left < 0:
+            self.is_exhausted = True
+            return False
+        return True
+
+    def _copy(self) -> None:
+        self._copies_left -= 1
+        if self._copies_left < 0:
+            raise TooLarge("a schema whose references are to be copied too often")
 
     def resolved(self, schema: Any) -> Any:
         """The schema that a reference, or an allOf of one, stands for, with what is said beside it; itself where it is neither."""
+        self._begin()
+        return self._resolved(schema)
+
+    def _resolved(self, schema: Any) -> Any:
         said: dict[str, Any] = {}
-        for _ in range(MAX_SCHEMAS):
-            if not isinstance(schema, Mapping):
-                break
+        while isinstance(schema, Mapping):
             found, keyword = target(self.root, schema.get("$ref")), "$ref"
             if found is None and len(only := _list(schema.get("allOf"))) == 1:
                 found, keyword = only[0], "allOf"
             if not isinstance(found, Mapping):
                 break
-            said = {**{name: value for name, value in schema.items() if name != keyword}, **said}
+            if not self._step():
+                break
+            for name, value in schema.items():
+                if name != keyword:
+                    said.setdefault(name, value)
             schema = found
         if not said or not isinstance(schema, Mapping):
             return schema
@@ -50,26 +83,27 @@ class SchemaReader:
 
     def kinds(self, schema: Any) -> set[str]:
         """The types that a schema takes; one without any word of them takes objects and arrays beside strings."""
-        self._left = MAX_SCHEMAS
+        self._begin()
         found = self._kinds(schema, frozenset())
         return set(found) if found else {"object", "array"}
 
     def kinds_of(self, name: str) -> set[str]:
         """The types that a property of the document's objects takes."""
-        self._left = MAX_SCHEMAS
+        self._begin()
         return self.kinds(self._property(self.root, name, frozenset(), declared=False))
 
     def declares(self, name: str) -> bool:
         """Whether the document names this property."""
-        self._left = MAX_SCHEMAS
+        self._begin()
         return self._property(self.root, name, frozenset(), declared=True) is not None
 
     def branches(self, schema: Any) -> list[Any]:
         """The schemas of which a value fits one, where the schema says no more than that; else itself alone."""
+        self._begin()
         waiting, found = [(schema, 0)], list[Any]()
-        while waiting and len(found) < MAX_SCHEMAS:
+        while waiting and self._step():
             one, depth = waiting.pop()
-            one = self.resolved(one)
+            one = self._resolved(one)
             said = one.keys() - SAYS_NOTHING if isinstance(one, Mapping) else set[str]()
             inner = (
                 _list(one[next(iter(said))]) if len(said) == 1 and said <= set(_COMBINED) and depth < MAX_DEPTH else []
@@ -90,15 +124,19 @@ class SchemaReader:
 
     def alone(self, schema: Any) -> Any:
         """The schema as a document of its own, in which its references name what they name here."""
-        return extracted(schema, self.root) if isinstance(schema, Mapping) else schema
+        return extracted(schema, self.root, self._copy) if isinstance(schema, Mapping) else schema
 
     def _may_go_on(self, schema: Any, above: frozenset[int]) -> bool:
-        self._left -= 1
-        return isinstance(schema, Mapping) and id(schema) not in above and len(above) <= MAX_DEPTH and self._left >= 0
+        if not isinstance(schema, Mapping) or id(schema) in above:
+            return False
+        if len(above) > MAX_DEPTH:
+            self.is_exhausted = True
+            return False
+        return self._step()
 
     def _kinds(self, schema: Any, above: frozenset[int]) -> frozenset[str] | None:
         """None: it says nothing of types."""
-        schema = self.resolved(schema)
+        schema = self._resolved(schema)
         if not self._may_go_on(schema, above):
             return None
         above |= {id(schema)}
@@ -118,7 +156,7 @@ class SchemaReader:
 
     def _property(self, schema: Any, name: str, above: frozenset[int], *, declared: bool) -> Any:
         """The schema of a property, made of all that is said of it; None where nothing is."""
-        schema = self.resolved(schema)
+        schema = self._resolved(schema)
         if not self._may_go_on(schema, above):
             return None
         above |= {id(schema)}
@@ -143,8 +181,8 @@ def _own(schema: Mapping[str, Any], name: str, *, declared: bool) -> list[Any]:
     if declared:
         return found
     unsure = list[Any]()
-    for pattern, one in patterns.items() if isinstance(patterns, Mapping) else ():
-        fits = _fits(pattern, name)
+    for place, (pattern, one) in enumerate(patterns.items() if isinstance(patterns, Mapping) else ()):
+        fits = _fits(pattern, name) if place < MAX_PATTERNS else None
         (unsure if fits is None else found if fits else []).append(one)
     if not found:
         others = [schema[key] for key in ("additionalProperties", "unevaluatedProperties") if key in schema]

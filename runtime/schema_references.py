@@ -23,13 +23,20 @@ _MARKS = (b'"$id"', b'"$anchor"')
 _PLACE = ("$id", "$anchor")
 
 
+MAX_POINTER = 4096  # characters; a longer one names nothing
+
+
 class TooDeep(ValueError):
     """A schema is nested deeper than whoever asked takes."""
 
 
+class TooLarge(ValueError):
+    """A schema is larger than whoever asked takes."""
+
+
 def target(root: Any, reference: Any) -> Any:
     """The schema that a pointer within the document names; None where it names none."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
+    if not isinstance(reference, str) or not reference.startswith("#") or len(reference) > MAX_POINTER:
         return None
     if reference != "#" and not reference.startswith("#/"):
         return None
@@ -67,20 +74,27 @@ def moved(schema: Json, base: str, max_depth: int | None = None) -> Json:
     return found
 
 
-def extracted(schema: Mapping[str, Any], root: Any) -> Json:
-    """A schema within a document as one of its own, with all that its references name."""
-    names = dict[str, str]()
+def extracted(schema: Mapping[str, Any], root: Any, take: Callable[[], None] = lambda: None) -> Json:
+    """A schema within a document as one of its own, with all that its references name. `take` is called for each schema in it."""
+    names, waiting = dict[str, str](), list[tuple[str, Any]]()
 
     def point(part: Json, uri: str) -> None:
+        take()
         reference = part.get("$ref")
-        if target(root, reference) is not None:
-            part["$ref"] = f"#/$defs/{names.setdefault(reference, str(len(names)))}"  # type: ignore[arg-type]
+        if not isinstance(reference, str):
+            return
+        if reference not in names:
+            if (found := target(root, reference)) is None:
+                return
+            names[reference] = str(len(names))
+            waiting.append((names[reference], found))
+        part["$ref"] = f"#/$defs/{names[reference]}"
 
     bare = {name: value for name, value in schema.items() if name not in ("$defs", "definitions")}
     found, definitions = copied(bare, point), dict[str, Any]()
-    while len(definitions) < len(names):
-        for reference, name in list(names.items())[len(definitions) :]:
-            definitions[name] = copied(target(root, reference), point)
+    while waiting:
+        name, one = waiting.pop()
+        definitions[name] = copied(one, point)
     return {**found, "$defs": definitions} if definitions else found
 
 
@@ -112,7 +126,7 @@ def copied(schema: Any, change: Callable[[Json, str], None], max_depth: int | No
 def _point(part: Json, uri: str, places: Mapping[str, str], base: str) -> None:
     """The reference of this schema as a pointer; its names for others go, as nothing needs them any more. Changes it."""
     reference = part.get("$ref")
-    if isinstance(reference, str):
+    if isinstance(reference, str) and len(reference) <= MAX_POINTER:
         document, _, fragment = _joined(uri, reference).partition("#")
         if (not fragment or fragment.startswith("/")) and document in places:
             part["$ref"] = base + places[document] + fragment
@@ -126,37 +140,55 @@ def _point(part: Json, uri: str, places: Mapping[str, str], base: str) -> None:
 def _places(schema: Any) -> dict[str, str]:
     """The pointers of what has a name of its own: documents by URI, anchors by URI#name. The root is the URI ""."""
     found = {"": ""}
-    for part, pointer, uri in _schemas(schema):
+    for part, path, uri in _schemas(schema):
         named = part.get("$id")
-        if isinstance(named, str) and named.startswith("#"):  # an anchor, as older drafts write it
-            found.setdefault(uri + named, pointer)
-        elif isinstance(named, str):
-            found.setdefault(uri, pointer)
-        for keyword in ("$anchor", "$dynamicAnchor"):
-            if isinstance(anchor := part.get(keyword), str):
-                found.setdefault(f"{uri}#{anchor}", pointer)
+        names = [
+            f"{uri}#{part[keyword]}" for keyword in ("$anchor", "$dynamicAnchor") if isinstance(part.get(keyword), str)
+        ]
+        if isinstance(named, str):  # one with # is an anchor, as older drafts write it
+            names.append(uri + named if named.startswith("#") else uri)
+        if names and (pointer := _pointer(path)) is not None:
+            for name in names:
+                found.setdefault(name, pointer)
     return found
 
 
-def _schemas(schema: Any) -> Iterator[tuple[Mapping[str, Any], str, str]]:
-    """Each schema of the document with its pointer and the URI of the document that it is in."""
-    waiting: list[tuple[Any, str, str, bool]] = [(schema, "", "", False)]
+Path = tuple[Any, Any] | None  # the path of what a part is in, and its place there; None: the root
+
+
+def _pointer(path: Path) -> str | None:
+    """None for one that is too long."""
+    steps, length = list[str](), 0
+    while path is not None:
+        path, step = path
+        length += 1 + len(str(step))
+        if length > MAX_POINTER:
+            return None
+        steps.append(pointer_step(str(step)))
+    return "".join(f"/{step}" for step in reversed(steps))
+
+
+def _schemas(schema: Any) -> Iterator[tuple[Mapping[str, Any], Path, str]]:
+    """Each schema of the document with its path and the URI of the document that it is in."""
+    waiting: list[tuple[Any, Path, str, bool]] = [(schema, None, "", False)]
     while waiting:
-        part, pointer, uri, is_named = waiting.pop()
+        part, path, uri, is_named = waiting.pop()
         if isinstance(part, list):
-            waiting += [(inner, f"{pointer}/{index}", uri, False) for index, inner in enumerate(part)]
+            waiting += [(inner, (path, index), uri, False) for index, inner in enumerate(part)]
         elif isinstance(part, Mapping):
             if not is_named:
                 uri = _uri_of(part, uri)
-                yield part, pointer, uri
+                yield part, path, uri
             for name, inner in part.items():
                 if (is_named or name not in DATA) and isinstance(inner, list | Mapping):
                     names = not is_named and name in NAMED and isinstance(inner, Mapping)
-                    waiting.append((inner, f"{pointer}/{pointer_step(name)}", uri, names))
+                    waiting.append((inner, (path, name), uri, names))
 
 
 def _uri_of(part: Mapping[str, Any], uri: str) -> str:
     named = part.get("$id")
+    if isinstance(named, str) and len(named) > MAX_POINTER:
+        return uri
     return _joined(uri, named).partition("#")[0] if isinstance(named, str) and not named.startswith("#") else uri
 
 

@@ -51,9 +51,12 @@ class GemmaStructure(Struct, frozen=True):
         if given is None:
             return _sequence(head, {"type": "or", "elements": [self._any_object(), _ARGUMENTS]}, blanks)
         try:
-            return _sequence(head, self._value(given, SchemaReader(given), 0), blanks)
+            reader = SchemaReader(given)
+            found = _sequence(head, self._value(given, reader, 0), blanks)
+            reader.check()
         except ValueError as error:
             raise ValueError(f"{error}, of the tool {name!r}") from None
+        return found
 
     def _any_object(self) -> Json:
         """An object of texts and of what JSON writes, as tools that are not strict may have it."""
@@ -69,22 +72,26 @@ class GemmaStructure(Struct, frozen=True):
     def _value(self, schema: Any, reader: SchemaReader, depth: int) -> Json:
         """A value in the model's own form, or as JSON."""
         found = reader.resolved(schema)
-        as_json: Json = {"type": "json_schema", "json_schema": reader.alone(schema)}
-        if not isinstance(found, Mapping):
-            return as_json
+        own = self._own(found, reader, depth) if isinstance(found, Mapping) else None
+        return {"type": "json_schema", "json_schema": reader.alone(schema)} if own is None else own
+
+    def _own(self, found: Mapping[str, Any], reader: SchemaReader, depth: int) -> Json | None:
+        """None for what only JSON can hold."""
         if (values := reader.values(found)) is not None:
             texts = [text for value in values for text in self._spellings(value)]
             return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in texts]}
         said = found.keys() - SAYS_NOTHING
         if found.get("type") == "string":
-            return self._text() if said == {"type"} else as_json
-        if found.get("type") == "object" and "properties" in said and said <= _OF_OBJECT and depth < MAX_DEPTH:
+            return self._text() if said == {"type"} else None
+        if depth >= MAX_DEPTH:
+            return None
+        if found.get("type") == "object" and "properties" in said and said <= _OF_OBJECT:
             return self._object(found, reader, depth)
-        if found.get("type") == "array" and said == {"type", "items"} and depth < MAX_DEPTH:
+        if found.get("type") == "array" and said == {"type", "items"}:
             return self._list(found["items"], reader, depth)
-        if said == {"anyOf"} and isinstance(found["anyOf"], list) and depth < MAX_DEPTH:
+        if said == {"anyOf"} and isinstance(found["anyOf"], list):
             return {"type": "or", "elements": [self._value(one, reader, depth + 1) for one in found["anyOf"]]}
-        return as_json
+        return None
 
     def _object(self, schema: Mapping[str, Any], reader: SchemaReader, depth: int) -> Json:
         properties, required = schema.get("properties") or {}, schema.get("required") or []

@@ -179,6 +179,7 @@ def _parameters(given: Mapping[str, Any]) -> Json:
             raise ValueError(f"the parameter name {key!r}")
         content = _sequence({"type": "regex", "pattern": rf"{re.escape(key)}\s?=\s?"}, _value(schema, reader))
         elements.append({"content": content, "required": key in required})
+    reader.check()
     return {"type": "joined", "separator": _COMMA, "elements": elements}
 
 

@@ -58,10 +58,12 @@ class ParameterStructure(Struct, frozen=True):
                 raise ValueError(f"the parameter name {key!r}")
             both = {"type": "sequence", "elements": [self._parameter(key, schema, reader), _BLANKS]}
             elements.append(both if key in required else {"type": "optional", "content": both})
+        reader.check()
         return {"type": "sequence", "elements": elements}
 
     def _parameter(self, key: str, schema: Any, reader: SchemaReader) -> Json:
         kinds, branches = reader.kinds(schema), reader.branches(schema)
+        reader.check()
         listed = [reader.values(branch) for branch in branches]
         others = [branch for branch, values in zip(branches, listed, strict=True) if values is None]
         if any("string" in reader.kinds(branch) for branch in others):
