@@ -113,7 +113,7 @@ def read_compressed_tensors(config: dict[str, Any]) -> QuantizationSpec:
     one_of(config, "format", _FORMATS_OF_FILES)
     one_of(config, "quantization_status", (None, "initialized", "calibration", "frozen", "compressed"))
     sparsity = config.get("sparsity_config") or {}
-    if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
+    if not isinstance(sparsity, dict) or (sparsity and sparsity.get("format") != "dense"):
         raise ValueError(f"sparsity_config {shown(sparsity)} is not supported")
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not groups:

@@ -1,9 +1,12 @@
 """What is read of a quantization_config, and what is refused by name."""
 
+import contextlib
 from typing import Any
 
 import pytest
 
+from meshlm.architectures import bitsandbytes_quantization, packed_quantization, quantization
+from meshlm.architectures.config_values import words
 from meshlm.architectures.quantization import formats, register, scheme_of
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
@@ -127,3 +130,66 @@ def test_awq_excepts_layers_by_parts_of_their_names() -> None:
     assert scheme_of(spec, "model.layers.0.self_attn.o_proj") is None
     assert scheme_of(spec, "lm_head") is None
     assert scheme_of(spec, "model.layers.0.self_attn.q_proj") is not None
+
+
+VALUES: tuple[Any, ...] = (
+    True,
+    False,
+    4,
+    8,
+    32,
+    64,
+    128,
+    -1,
+    [64, 64],
+    [128, 128],
+    "static",
+    "dynamic",
+    "gptq",
+    "gptq_v2",
+)
+VALUES += ("nf4", "fp4", "e4m3", "gemm", "uint8", "int32", "x", ["x"], {"-:x": {}}, {"x": 1}, {"format": "dense"})
+SAYS_NOTHING = words("""
+    quant_method damp_percent damp_auto_increment static_groups true_sequential model_name_or_path model_file_base_name quantizer meta
+    tokenizer dataset batch_size use_cuda_fp16 use_exllama disable_exllama exllama_config max_input_length pad_token_id
+    cache_block_outputs block_name_to_quantize module_name_preceding_first_block modules_in_block_to_quantize model_seqlen mse
+    act_group_aware backend do_fuse fuse_max_seq_len modules_to_fuse quant_type version kv_cache_scheme quantization_status
+    global_compression_ratio dequantize llm_int8_threshold bnb_4bit_compute_dtype bnb_4bit_use_double_quant
+""")
+"""How a checkpoint was made, with what it was run, and what its tensors tell themselves (layers that are quantised, nested scales).
+dequantize: how transformers computes with MXFP4; of FP8 it is refused."""
+WHOLE: dict[str, dict[str, Any]] = {
+    "fp8": FP8,
+    "gptq": GPTQ,
+    "awq": AWQ,
+    "bitsandbytes": BNB,
+    "compressed-tensors": compressed(),
+    "mxfp4": {"quant_method": "mxfp4"},
+}
+
+
+@pytest.mark.parametrize("method", WHOLE)
+def test_no_key_is_read_and_dropped(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each key that is taken changes what is read, or is refused with any value but one that asks for nothing."""
+    known: set[str] = set()
+    for module in (quantization, packed_quantization, bitsandbytes_quantization):
+        monkeypatch.setattr(module, "only", lambda config, names: known.update(names.split()))
+    read, plain = formats()[method].read, WHOLE[method]
+    usual = read(plain)
+    monkeypatch.undo()
+    for key in sorted(known - SAYS_NOTHING - plain.keys()):
+        assert _changes(read, {**plain, key: None}, key, usual), key
+    for key in sorted(plain.keys() - SAYS_NOTHING):
+        assert _changes(read, plain, key, usual), key
+
+
+def _changes(read: Any, config: dict[str, Any], key: str, usual: Any) -> bool:
+    """Whether some value changes what is read, or at most one beside null, false and the usual is taken at all."""
+    taken = []
+    for value in VALUES:
+        with contextlib.suppress(ValueError):
+            found = read({**config, key: value})
+            if found != usual:
+                return True
+            taken.append(value)
+    return len([value for value in taken if value is not False]) <= 1

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import encoder_models
 import pytest
 import torch
 from config_changes import NOT_CHANGED, Change, changes
@@ -17,15 +18,19 @@ from small_models import SMALL
 from meshlm.architectures.config_keys import is_needless
 from meshlm.architectures.registry import family_of
 from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.tasks import Pool, PoolKind
 from meshlm.supervisor.errors import UsageError
 
 PROMPTS = [[5, 9, 200, 3, 77], [3 + 31 * n % 200 for n in range(23)], [7 + (29 * n + n * n) % 200 for n in range(37)]]
 TOLERANCE = 3e-5  # of the largest logit
 SEEN = 1e-3  # by so much of the largest logit they differ where one of these is another
 ALWAYS_SEEN = ("multiplier", "scaling", "softcapping", "eps", "epsilon", "logit_scale", "attn_scale")
-BASES = {name: case for name, case in CASES.items() if not name.startswith(("PhiMoE", "MPT"))} | {
+KINDS = ("Model", "ForSequenceClassification", "ForTokenClassification")
+BASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: case for name, case in CASES.items() if not name.startswith(("PhiMoE", "MPT"))},
     "FalconH1ForCausalLM normed": STATES["falcon-h1-normed"],
     "GraniteMoeHybridForCausalLM dense": STATES["granite-dense"],
+    **{f"{stem}{kind}": (f"{stem}{kind}", {}) for stem in encoder_models.CASES for kind in KINDS},
 }
 ASIDE = {
     ("NemotronHForCausalLM", "attention_bias"): "transformers makes no biases there",
@@ -45,8 +50,12 @@ class Model(NamedTuple):
     model: Any
 
     def logits(self) -> torch.Tensor:
+        """Behind each prompt; of an encoder the states of all tokens, of a classifier its logits."""
         with torch.no_grad():
-            return torch.stack([self.model(torch.tensor([prompt])).logits[0, -1] for prompt in PROMPTS])
+            found = [self.model(torch.tensor([prompt])) for prompt in PROMPTS]
+        if type(self.model).__name__.endswith("ForCausalLM") or type(self.model).__name__.endswith("LMHeadModel"):
+            return torch.stack([one.logits[0, -1] for one in found])
+        return torch.cat([(one.logits if "logits" in one else one.last_hidden_state).flatten() for one in found])
 
 
 def made(case: tuple[str, dict[str, Any]], **changed: Any) -> Model:
@@ -54,8 +63,14 @@ def made(case: tuple[str, dict[str, Any]], **changed: Any) -> Model:
 
     torch.manual_seed(0)
     name, own = case
-    config = getattr(transformers, name)(**{**SMALL, "initializer_range": 0.2, **own, **changed})
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    stem = name.partition("For")[0].removesuffix("Model")
+    if stem in encoder_models.CASES:
+        values = encoder_models.SIZES | encoder_models.CASES[stem] | own
+        config = getattr(transformers, f"{stem}Config")(**{**values, **changed, "attn_implementation": "eager"})
+        model = getattr(transformers, name)(config).eval().float()
+    else:
+        config = getattr(transformers, name)(**{**SMALL, "initializer_range": 0.2, **own, **changed})
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     for parameter_name, parameter in model.named_parameters():
         if parameter.dim() == 1 or parameter_name.endswith("bias"):
             parameter.data += torch.randn_like(parameter) * 0.3
@@ -70,7 +85,13 @@ def served(theirs: Model, folder: Path) -> torch.Tensor:
     theirs.model.save_pretrained(folder)
     settings: dict[str, Any] = {"device": "cpu", "dtype": "float32", "load_format": "auto", "cpu_threads": 1}
     made = engine(folder, max_model_len=128, max_num_seqs=64, kv_cache_memory=256 << 20, **settings)
-    return Driver(made, PROMPTS, SamplingParams(temperature=0.0)).step({n: len(one) for n, one in enumerate(PROMPTS)})
+    pooling, whole = made.resolved.pooling, {row: len(prompt) for row, prompt in enumerate(PROMPTS)}
+    if pooling is None:
+        return Driver(made, PROMPTS, SamplingParams(temperature=0.0)).step(whole)
+    task = pooling.pool(pooling.tasks[0], activation=False) if made.model.spec.head else Pool(PoolKind.ALL)
+    driver = Driver(made, PROMPTS, SamplingParams(temperature=0.0), dict.fromkeys(whole, task))
+    driver.step(whole)
+    return torch.cat([torch.frombuffer(bytearray(driver.pooled[row]), dtype=torch.float32) for row in whole])
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 from meshlm.architectures.config_values import words
 
 ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "silu", "relu")
-_ACTIVATION_KEYS = frozenset(
-    ("hidden_act", "hidden_activation", "activation_function", "activation", "mlp_hidden_act", "mamba_hidden_act")
-)
+_ACTIVATION_KEYS = words("""
+    hidden_act hidden_activation activation_function activation mlp_hidden_act mamba_hidden_act classifier_activation
+""")
 _TABLE: dict[str, tuple[Any, ...]] = {
     "sliding_window": (5, None),
     "attention_chunk_size": (4,),
@@ -59,7 +59,6 @@ _TABLE: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (0.7, None),
     "attn_logit_softcapping": (0.6, None),
     "norm_type": ("low_precision_layernorm",),
-    "position_embedding_type": ("nope", "rope"),
     "altup_active_idx": (1,),
     "altup_coef_clip": (0.01,),
     "vocab_size_per_layer_input": (150,),
@@ -104,6 +103,11 @@ _TABLE: dict[str, tuple[Any, ...]] = {
     "global_head_dim": (8,),
     "mtp_num_hidden_layers": (1,),
     "num_nextn_predict_layers": (2,),
+    "type_vocab_size": (3,),
+    "local_attention": (6, 12),
+    "global_attn_every_n_layers": (3,),
+    "classifier_pooling": ("cls", "mean"),
+    "position_embedding_type": ("nope", "rope", "relative_key"),
     "indexer_types": (["full", "full", "shared"], ["full", "full", "full"]),
     "mlp_layer_types": (["dense", "sparse", "dense"],),
     "no_rope_layers": ([1, 1, 0],),
@@ -149,7 +153,7 @@ NOT_CHANGED = words("""
     rotary_emb_base rotary_pct rope_interleave indexer_rope_interleave theta experts_per_token num_experts_per_tok
     initial_context_length hidden_activation activation_function scoring_func topk_method topk_group n_group norm_topk_prob
     norm_type normalization_function mlp_type fc_type ffn_config position_embedding_type parallel_attn block_norm_eps
-    tie_embedding use_pos_enc
+    tie_embedding use_pos_enc global_rope_theta local_rope_theta layer_norm_eps type_vocab_size
 
     moe_latent_size attn_output_gate attn_rotary_emb cla_share_factor enable_moe_block for_llm_compressor
     layernorm_full_attention_beta layernorm_linear_attention_beta layernorm_mlp_beta logit_scale per_layer_config qk_norm_type
@@ -162,6 +166,7 @@ NOT_CHANGED = words("""
     skip_bias_add skip_bias_add_qkv summary_activation summary_proj_to_labels summary_type summary_use_proj
     mtp_num_hidden_layers mamba_ssm_cache_dtype mtp_hybrid_override_pattern mtp_layers_block_type mtp_transformer_layers
     mtp_use_dedicated_embeddings num_mtp_layers num_mtp_modules num_nextn_predict_layers use_mtp
+    sbert_ce_default_activation_function sentence_transformers reference_compile repad_logits_with_grad sparse_pred_ignore_index
 """)
 """In some family no other value of these is tried: sizes, which the shapes of tensors hold; older names of keys that are tried, or
 names that transformers' class has not; what is taken with one value only (tests/architectures); what trains or drafts."""
