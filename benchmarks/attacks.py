@@ -225,6 +225,55 @@ def _spread(one: tuple[str, bytes, tuple[str, ...]]) -> tuple[Any, ...]:
     return path, body, *headers
 
 
+# --- grammars that a library dies of, or is busy with ---
+
+
+async def grammars_that_overflow(to: Target) -> None:
+    """Each another one, so that nothing is remembered."""
+
+    def chain(length: int) -> bytes:
+        name = f"n{to.dice.random()}"
+        links = {
+            f"d{n}": {"type": "object", "properties": {name: {"$ref": f"#/$defs/d{n + 1}"}}, "required": [name]}
+            for n in range(length)
+        }
+        schema = {"$defs": {**links, f"d{length}": {"type": "null"}}, "$ref": "#/$defs/d0"}
+        return encoded(prompt="x", max_tokens=2, structured_outputs={"json": schema})
+
+    def rules(length: int) -> bytes:
+        name = f"r{to.dice.randrange(1 << 30)}_"
+        lines = [f"{name}{n}: {name}{n + 1}" for n in range(length)]
+        grammar = "\n".join([f"start: {name}0", *lines, f'{name}{length}: "a"'])
+        return encoded(prompt="x", max_tokens=2, structured_outputs={"grammar": grammar})
+
+    async def attack() -> None:
+        await to.post("/v1/completions", to.dice.choice((chain(1_000), chain(1_200), rules(6_000))))
+
+    await to.repeat(attack)
+
+
+async def grammars_that_take_long(to: Target) -> None:
+    async def attack() -> None:
+        schema = {"type": "integer", "multipleOf": 999_983 + 2 * to.dice.randrange(1 << 16)}
+        await to.post("/v1/completions", encoded(prompt="x", max_tokens=2, structured_outputs={"json": schema}))
+
+    await to.repeat(attack, clients=8)
+
+
+async def grammars_with_costly_masks(to: Target) -> None:
+    """They compile, and each token's mask takes as long as the limits allow. The last one has ever more readings of its text."""
+    patterns = ("((a{1,1000}){1,1000}){1,1000}", "(a?){1,1000}(a{1,1000}|b){1,1000}", "(a|b)*a(a|b){20}c")
+    ambiguous = 'start: e\ne: e e | "a" | "aa" | "aaa" | "b"'
+
+    async def attack() -> None:
+        given = to.dice.choice(({"regex": to.dice.choice(patterns)}, {"grammar": ambiguous}))
+        await to.post(
+            "/v1/completions", encoded(prompt="x", max_tokens=200, structured_outputs=given, n=8, temperature=1)
+        )
+
+    await to.repeat(attack)
+
+
 async def _held(to: Target, data: bytes, count: int, *, reads: bool = True) -> None:
     """Connections that stay open as they are; one that the server closes is opened anew."""
 
@@ -267,6 +316,9 @@ ATTACKS: dict[str, Callable[[Target], Awaitable[None]]] = {
         unfinished_bodies,
         unfinished_heads,
         cross_site_page,
+        grammars_that_overflow,
+        grammars_that_take_long,
+        grammars_with_costly_masks,
     )
 }
 LETS_NOTHING_IN = ("cross_site_page",)  # of these no request is to be answered

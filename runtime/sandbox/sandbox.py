@@ -26,6 +26,7 @@ END_S = 60.0  # of a child that closed its socket
 ONE_THREAD = {
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), "1"),
     "TOKENIZERS_PARALLELISM": "false",
+    "GLIBC_TUNABLES": "",  # a worker's large pages, each of which a child would copy with its first write
 }
 
 

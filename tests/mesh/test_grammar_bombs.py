@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_answers import complete, reference
-from grammar_bombs import GRAMMARS, SCHEMAS, SLOW, chain_of_objects
+from grammar_bombs import GRAMMARS, PATTERNS, SCHEMAS, SLOW, chain_of_objects
 from serving import Serving, serving
 
 pytestmark = pytest.mark.mesh
@@ -88,11 +88,11 @@ def test_each_way_in_is_a_refusal_by_its_field(mesh: Serving, field: str) -> Non
     assert pids(mesh) == before
 
 
-@pytest.mark.parametrize("name", [*SCHEMAS, *GRAMMARS])
+@pytest.mark.parametrize("name", [*SCHEMAS, *GRAMMARS, *PATTERNS])
 def test_nothing_of_them_ends_a_process(mesh: Serving, name: str) -> None:
     """Refused or not, also where masks are made of it."""
     before = pids(mesh)
-    given = {"json": SCHEMAS[name]} if name in SCHEMAS else {"grammar": GRAMMARS[name]}
+    given = {"json": SCHEMAS.get(name), "grammar": GRAMMARS.get(name), "regex": PATTERNS.get(name)}
     answer = posted(mesh, CHAT, {"messages": MESSAGES, "max_tokens": 40, "structured_outputs": given})
     assert answer.status_code in (200, 400), answer.text[:300]
     is_served(mesh)

@@ -54,7 +54,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 PATTERNS = {
     "repeated": "a{1,10000}{1,10000}",
     "thrice": "((a{1,1000}){1,1000}){1,1000}",
-    "nested": "(" * 5000 + "a" + ")" * 5000,
+    "nested groups": "(" * 5000 + "a" + ")" * 5000,
     "optional": "(a?){1,1000}(a{1,1000}|b){1,1000}",
 }
 GRAMMARS = {

@@ -1,6 +1,7 @@
 """Rows with a grammar: whatever is drawn from their masks fits it, and a matcher is a function of the row's tokens."""
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -249,6 +250,23 @@ def test_a_matcher_that_meets_a_limit_fails_its_row(grammars: Grammars, vocabula
             break
         push(grammars, vocabulary.tokens_of(b"a")[0])
     assert "lexer" in constraint.failed[0]
+
+
+def test_no_mask_takes_long(grammars: Grammars, vocabulary: Vocabulary) -> None:
+    """A grammar that has ever more readings of its text ends by a limit, before a mask of it keeps the rows beside it waiting."""
+    grammars.apply(plan(new('start: e\ne: e e | "a" | "aa" | "aaa" | "b"')))
+    dice, longest, failed = np.random.default_rng(0), 0.0, ""
+    for _ in range(300):
+        begun = time.thread_time()
+        constraint = grammars.of_step(np.array([0], np.int32))
+        mask = constraint.mask()
+        longest = max(longest, time.thread_time() - begun)
+        assert mask is not None
+        if failed := constraint.failed.get(0, ""):
+            break
+        push(grammars, int(dice.choice([token for token in np.flatnonzero(mask.allowed(VOCAB)[0]) if token != EOS])))
+    assert "Too many items" in failed
+    assert longest < 0.1, "350 ms, with the limit of before"
 
 
 def test_rows_are_forgotten(grammars: Grammars) -> None:

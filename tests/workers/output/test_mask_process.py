@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -217,6 +219,12 @@ def test_the_vocabulary_is_loaded_elsewhere(smollm2: Path) -> None:
     made.close()
     assert took < 0.2, "the work was done here"
     assert latest[0] < 1.0
+
+
+def test_the_process_has_no_torch() -> None:
+    """Nor has the fork server: its pages are those of the vocabulary."""
+    script = "import sys, meshlm.workers.output.mask_child; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-P", "-c", script], check=True, cwd="/")
 
 
 def test_limits_leave_room_for_what_the_detokenizer_lets_pass() -> None:
