@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from meshlm.protocol.ids import StepId
+from meshlm.protocol.ids import ErrorKind, StepId
+from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import NewRow, StepPlan
 
@@ -113,3 +114,26 @@ def test_texts_keep_to_their_grammars_and_others_are_what_they_were(made: ModelE
             assert set(found[row][end:]) == {EOS}, "behind the end only ends may follow"
         same = sum(one == other for one, other in zip(plain[2], found[2], strict=True))
         assert same == len(plain[2])
+
+
+def test_rows_that_no_token_can_be_chosen_for_fail_alone(made: ModelEngine) -> None:
+    """By the kernels, in graphs and without (keys and values that are not numbers), and by torch (an allowlist that is banned): nothing
+    waits for the device, steps that were launched already go on, and the neighbour has its tokens."""
+    made.reset()
+    fresh, vocab = news(made, False), int(str(MODEL["vocab_size"]))
+    no_numbers = np.full(LENGTHS[3] * int(str(MODEL["hidden_size"])), 0x7FC0, np.uint16).tobytes()
+    spoilt = msgspec.structs.replace(fresh[3], embeds=PromptEmbeds("bfloat16", ((0, LENGTHS[3]),), no_numbers))
+    nothing = SamplingParams(temperature=0.8, allowed_token_ids=(5,), bad_words_token_ids=((5,),), logprobs=1)
+    banned = msgspec.structs.replace(fresh[0], sampling=nothing)
+    plans = [plan(1, {row: (0, LENGTHS[row], True) for row in (3, 0, 2)}, [spoilt, banned, fresh[2]])]
+    plans += [plan(2 + n, {row: (LENGTHS[row] + n, 1, True) for row in (3, 0, 2)}, []) for n in range(8)]
+    launched = [made.step(plans[0], 0)]
+    for one, behind in zip(plans, [*plans[1:], None], strict=True):
+        launched += [made.step(behind, 0)] if behind is not None else []
+        result = launched.pop(0).wait()
+        assert {place: failed.kind for place, failed in result.failed.items()} == {
+            0: ErrorKind.INTERNAL,
+            1: ErrorKind.INVALID,
+        }
+        assert 0 <= np.frombuffer(result.token_ids, np.int32)[2] < vocab, one.step
+    made.reset()
