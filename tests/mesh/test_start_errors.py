@@ -114,7 +114,7 @@ def starts(llama: Path) -> Iterator[dict[str, Future[str]]]:
         yield {
             "cut weights": pool.submit(refused, USAGE, str(cut), "--device", "cpu"),
             "other weights": pool.submit(refused, FAILED, str(other), "--device", "cpu"),
-            "no tokenizer": pool.submit(refused, FAILED, str(no_tokenizer), "--device", "fake"),
+            "no tokenizer": pool.submit(refused, USAGE, str(no_tokenizer), "--device", "fake"),
             "bad tokenizer": pool.submit(refused, FAILED, str(bad_tokenizer), "--device", "fake"),
             "little memory": pool.submit(refused, FAILED, *memory),
             "no GPU": pool.submit(refused, FAILED, str(llama), "--device", "cuda"),
