@@ -76,12 +76,18 @@ def bert_weights(spec: ModelSpec, head: tuple[str, ...] = POOLER_AND_CLASSIFIER)
     yield from head_weights(spec, head[-len(spec.head.bias) :] if spec.head is not None else ())
 
 
+_TOKENIZERS = ("bert", "t5")  # of .gguf files: BERT's, XLM-R's
+
+
 def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
-    """The spec of a .gguf file: what it does not say is as llama.cpp has it, biases everywhere and GELU. RoBERTa's files are of this
-    kind, too, with other tokenizers, and are refused."""
+    """The spec of a .gguf file: what it does not say is as llama.cpp has it, biases everywhere and GELU. XLM-R's files are of this
+    kind, too: their positions begin at 0, since the rows before that of the first token are left out. RoBERTa's are refused."""
     kind = metadata.fields.get("tokenizer.ggml.model")
-    if kind != "bert":
-        raise MetadataError(f"tokenizer.ggml.model {shown(kind)} is not supported for {metadata.kind}; supported: bert")
+    if kind not in _TOKENIZERS:
+        known = ", ".join(_TOKENIZERS)
+        raise MetadataError(
+            f"tokenizer.ggml.model {shown(kind)} is not supported for {metadata.kind}; supported: {known}"
+        )
     tables = {name: metadata.shapes.get(f"{name}.weight", ()) for name in ("position_embd", "token_types")}
     for name, shape in tables.items():
         if len(shape) != 2:

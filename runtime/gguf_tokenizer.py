@@ -23,16 +23,17 @@ def build(path: Path) -> tuple[Tokenizer, dict[str, str]]:
     try:
         vocabulary = read(path)
         check(vocabulary)
-        return _wordpiece(vocabulary) if vocabulary.kind == "bert" else _pairs(vocabulary)
+        return _wordpiece(vocabulary) if vocabulary.kind == "bert" else _pieces(vocabulary)
     except GGUFError as error:
         raise ProcessFatal(str(error)) from None
     except (*UNREADABLE, LookupError) as error:
         raise ProcessFatal(f"{path}: not a readable tokenizer ({type(error).__name__}: {error})") from None
 
 
-def _pairs(vocabulary: Vocabulary) -> tuple[Tokenizer, dict[str, str]]:
-    """Of a vocabulary whose pieces are merged in pairs."""
-    tokenizer = _sentencepiece(vocabulary) if vocabulary.kind == "llama" else _merged(vocabulary)
+def _pieces(vocabulary: Vocabulary) -> tuple[Tokenizer, dict[str, str]]:
+    """Of a vocabulary whose pieces are merged in pairs, or chosen by their likelihoods."""
+    make = {"llama": _sentencepiece, "t5": _unigram}.get(vocabulary.kind, _merged)
+    tokenizer = make(vocabulary)
     control = vocabulary.control
     user = {index for index, kind in enumerate(vocabulary.types) if kind == USER_DEFINED} - control
     strips = any(part in str(vocabulary.fields.get("general.name", "")).lower() for part in _PHI3)
@@ -107,6 +108,27 @@ def _sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
     return tokenizer
 
 
+def _unigram(vocabulary: Vocabulary) -> Tokenizer:
+    """T5's and XLM-R's: the likeliest pieces of a text, in which characters are replaced and spaces joined first."""
+    scores = [
+        0.0 if kind == USER_DEFINED else float(score)
+        for kind, score in zip(vocabulary.types, vocabulary.fields["tokenizer.ggml.scores"], strict=True)
+    ]
+    pieces = list(zip(vocabulary.tokens, scores, strict=True))
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=vocabulary.ids.get("unk"), byte_fallback=False))
+    steps: list[Any] = []
+    if charsmap := vocabulary.fields.get("tokenizer.ggml.precompiled_charsmap"):
+        steps.append(normalizers.Precompiled(bytes(value & 255 for value in charsmap)))
+    joins = vocabulary.flag("remove_extra_whitespaces", False)
+    if joins:
+        steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" +"), " ")]
+    if joins or vocabulary.flag("add_space_prefix", False):
+        steps.append(normalizers.Replace(Regex(r"\A(?= *[^ ])"), " "))
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Metaspace(replacement="▁", prepend_scheme="always")
+    return tokenizer
+
+
 def _merges_of(ids: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
     """Of a file that stores none: a pair merges if the result is a token, better scores first."""
     ranked: list[tuple[float, int, int, str, str]] = []
@@ -121,12 +143,13 @@ def _merges_of(ids: dict[str, int], scores: list[float]) -> list[tuple[str, str]
 
 def _add_bos_and_eos(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
     """Add the tokens that a prompt begins or ends with."""
-    default = vocabulary.kind == "llama" or vocabulary.pre_tokenizer.add_bos
+    ends = vocabulary.flag("add_eos_token", vocabulary.kind == "t5")
+    default = vocabulary.kind == "llama" or (vocabulary.kind != "t5" and vocabulary.pre_tokenizer.add_bos)
     begins = vocabulary.flag("add_bos_token", default)
     if vocabulary.kind == "gemma4":
         begins = True  # files say false by mistake, and llama.cpp goes by the model
     pieces, found = ["$A"], []
-    for name, wanted in (("bos", begins), ("eos", vocabulary.flag("add_eos_token", False))):
+    for name, wanted in (("bos", begins), ("eos", ends)):
         index = vocabulary.ids.get(name)
         if wanted and index is None and f"tokenizer.ggml.add_{name}_token" in vocabulary.fields:
             raise GGUFError(

@@ -14,7 +14,7 @@ from meshlm.runtime.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 _TYPES = frozenset((0, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE))
-KINDS = ("gpt2", "llama", "gemma4", "bert")
+KINDS = ("gpt2", "llama", "gemma4", "bert", "t5")
 """Values of tokenizer.ggml.model that are read."""
 _KEYS = {
     **{
@@ -38,9 +38,16 @@ _KEYS = {
     "sep": "seperator_token_id",  # llama.cpp's spelling
     "pad": "padding_token_id",
 }
-_SENTENCEPIECE_IDS = {"unk": 0, "bos": 1, "eos": 2}  # where a file of kind llama does not say
+_IDS = {"llama": {"unk": 0, "bos": 1, "eos": 2}, "t5": {"pad": 0, "eos": 1, "unk": 2}}  # where a file does not say
 _MERGES = ("tokenizer.ggml.merges", "tokenizer.ggml.scores")
-_FLAGS = ("add_bos_token", "add_eos_token", "add_space_prefix", "normalizer.lowercase", "normalizer.strip_accents")
+_FLAGS = (
+    "add_bos_token",
+    "add_eos_token",
+    "add_space_prefix",
+    "remove_extra_whitespaces",
+    "normalizer.lowercase",
+    "normalizer.strip_accents",
+)
 _NOT_APPLIED = ("tokenizer.ggml.suppress_tokens",)
 _ENDS = frozenset(
     [
@@ -185,7 +192,7 @@ def check(vocabulary: Vocabulary) -> None:
         )
     for name in _FLAGS:
         vocabulary.flag(name, False)
-    needed = {"llama": "scores", "bert": "tokens"}.get(kind, "merges")
+    needed = {"llama": "scores", "t5": "scores", "bert": "tokens"}.get(kind, "merges")
     if f"tokenizer.ggml.{needed}" not in vocabulary.keys and pre != "kimi-k2":  # which may have none
         raise GGUFError(f"{path}: no tokenizer.ggml.{needed} there; give a tokenizer with --tokenizer")
     if not vocabulary.tokens:
@@ -237,7 +244,7 @@ def _texts(path: Path, fields: dict[str, Any]) -> list[str]:
 
 
 def _ids(path: Path, kind: str, fields: dict[str, Any], tokens: list[str]) -> dict[str, int]:
-    found = {name: index for name, index in _SENTENCEPIECE_IDS.items() if kind == "llama" and index < len(tokens)}
+    found = {name: index for name, index in _IDS.get(kind, {}).items() if index < len(tokens)}
     for name, key in _KEYS.items():
         index = fields.get(f"tokenizer.ggml.{key}")
         if index is None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import struct
 import subprocess
 import sys
 import unicodedata
@@ -90,6 +91,34 @@ class Case(NamedTuple):
     fields: Mapping[str, Any] = MappingProxyType({})
     texts: tuple[str, ...] = ()  # of tokens, in the place of the last ones
     name: str = "m"
+    charsmap: Mapping[str, str] = MappingProxyType({})
+
+
+def charsmap(replaced: Mapping[str, str]) -> bytes:
+    """Texts and what stands for them, as SentencePiece has them: a double array, in which each node's children have a block of 256."""
+    trie: dict[int, Any] = {}
+    texts = b""
+    for text, other in replaced.items():
+        node = trie
+        for byte in text.encode():
+            node = node.setdefault(byte, {})
+        node[0] = len(texts)
+        texts += other.encode() + b"\0"
+    units = [0] * 256
+
+    def place(node: dict[int, Any], at: int, label: int) -> None:
+        begin = len(units)
+        units.extend([0] * 256)
+        units[at] = label | (0 in node) << 8 | (at ^ begin) << 10
+        for byte, inner in node.items():
+            if byte:
+                place(inner, begin ^ byte, byte)
+            else:
+                units[begin] = inner | 1 << 31
+
+    place(trie, 0, 0)
+    blob = struct.pack(f"<{len(units)}I", *units)
+    return struct.pack("<I", len(blob)) + blob + texts
 
 
 def write(path: Path, case: Case) -> Path:
@@ -103,7 +132,7 @@ def write(path: Path, case: Case) -> Path:
     types = [1] * len(tokens)
     types[: len(SPECIAL)] = [2] + [3] * (len(SPECIAL) - 1)
     types[len(SPECIAL)] = 4
-    if tokens[len(SPECIAL) + 1].startswith("<0x"):
+    if tokens[len(SPECIAL) + 1].startswith("<0x") and case.kind != "t5":
         types[len(SPECIAL) + 1 : len(SPECIAL) + 257] = [6] * 256
     gone = set(tokens[len(tokens) - len(case.texts) :]) if case.texts else set()
     writer.add_token_list([*tokens[: len(tokens) - len(case.texts)], *case.texts])
@@ -112,6 +141,10 @@ def write(path: Path, case: Case) -> Path:
         pass
     elif case.kind == "llama":
         writer.add_token_scores([0.0 if kind != 1 else -float(nth) for nth, kind in enumerate(types)])
+    elif case.kind == "t5":
+        writer.add_token_scores([0.0 if kind != 1 else -1 - nth / 500 for nth, kind in enumerate(types)])
+        if case.charsmap:
+            writer.add_precompiled_charsmap(charsmap(case.charsmap))
     else:
         writer.add_token_merges([merge for merge in merges if merge.replace(" ", "") not in gone])
     for key, value in {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **case.fields}.items():
@@ -159,6 +192,16 @@ CASES |= {
     "llama": Case("llama", "default"),
     "llama without a prefix": Case("llama", "default", {"add_space_prefix": False, "add_bos_token": False}),
     "gemma4": Case("gemma4", None),
+    "t5": Case("t5", None),
+    "t5 with a prefix": Case("t5", None, {"add_space_prefix": True, "add_bos_token": True}),
+    "XLM-R": Case(
+        "t5",
+        None,
+        {"add_space_prefix": True, "remove_extra_whitespaces": True, "add_bos_token": True, "add_eos_token": True},
+        charsmap=dict.fromkeys("\t\n\r\u00a0\u2003\u3000\u0085", " ")
+        | {"ﬁ": "fi", "e\u0301": "é", "Ａ": "A", "\u200b": ""},
+    ),
+    "T5 with BOS by key alone": Case("t5", None, {"add_eos_token": False}),
     "bos and eos": Case(fields={"add_bos_token": True, "add_eos_token": True}),
     "no bos": Case(pre="llama-bpe", fields={"add_bos_token": False}),
     "a space before": Case(pre="gpt-2", fields={"add_space_prefix": True}),

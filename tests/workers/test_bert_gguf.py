@@ -57,6 +57,20 @@ def test_a_gguf_file_is_the_same_model(tmp_path: Path) -> None:
         same(driver.pooled[row], theirs(torch.tensor([prompt])).last_hidden_state[0])
 
 
+def test_xlm_r_in_a_gguf_file(tmp_path: Path) -> None:
+    """Its positions begin behind that of padding, and the file leaves out the rows before."""
+    theirs = saved("XLMRoberta", tmp_path, hidden_act="gelu")
+    path, spec = tmp_path / "m.gguf", resolve_model(str(tmp_path)).spec
+    assert spec.position_offset == 2
+    positions = theirs.embeddings.position_embeddings.weight.detach()[spec.position_offset :]
+    keys = {**KEYS, "tokenizer.ggml.model": "t5", "attention.layer_norm_epsilon": spec.rms_norm_eps}
+    write_model(tmp_path, path, "bert", spec, theirs.state_dict(), keys, {"position_embd.weight": positions})
+    driver = Driver(loaded(tmp_path, **of(path)), PROMPTS, GREEDY, {row: Pool(PoolKind.ALL) for row in WHOLE})
+    driver.step(WHOLE)
+    for row, prompt in enumerate(PROMPTS):
+        same(driver.pooled[row], theirs(torch.tensor([prompt])).last_hidden_state[0])
+
+
 def test_weights_of_a_quantised_file_are_decoded(tmp_path: Path) -> None:
     theirs = saved("Bert", tmp_path, hidden_size=64, num_attention_heads=4, intermediate_size=96)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.BERT, 3)
@@ -79,7 +93,10 @@ def test_weights_of_a_quantised_file_are_decoded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model 't5' is not supported for bert; supported: bert"),
+        (
+            {"tokenizer.ggml.model": "gpt2"},
+            "tokenizer.ggml.model 'gpt2' is not supported for bert; supported: bert, t5",
+        ),
         ({"attention.causal": True}, "bert.attention.causal must be false"),
         ({"pooling_type": 4}, "bert.pooling_type 4 is not supported"),
     ],
