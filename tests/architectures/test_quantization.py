@@ -184,7 +184,7 @@ def test_no_key_is_read_and_dropped(method: str, monkeypatch: pytest.MonkeyPatch
 
 
 def _changes(read: Any, config: dict[str, Any], key: str, usual: Any) -> bool:
-    """Whether some value changes what is read, or at most one beside null, false and the usual is taken at all."""
+    """Whether some value changes what is read, or at most one beside null and false is taken at all."""
     taken = []
     for value in VALUES:
         with contextlib.suppress(ValueError):
@@ -192,4 +192,5 @@ def _changes(read: Any, config: dict[str, Any], key: str, usual: Any) -> bool:
             if found != usual:
                 return True
             taken.append(value)
-    return len([value for value in taken if value is not False]) <= 1
+    switch = any(value is True for value in taken) and any(value is False for value in taken)
+    return not switch and len([value for value in taken if value is not False]) <= 1
