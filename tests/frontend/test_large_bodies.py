@@ -12,6 +12,7 @@ from parsing import RESOLVED
 from waiting import until
 
 from meshlm.frontend import bodies, limits
+from meshlm.frontend.poison import PoisonBodies
 from meshlm.frontend.server import Routes
 from meshlm.protocol.config import MeshConfig, ServerConfig
 
@@ -27,6 +28,7 @@ def client(**server: Any) -> tuple[Routes, httpx.AsyncClient]:
         refusal=lambda *, attaches: "",
         refused=lambda seconds: None,
         rates=None,
+        poison=PoisonBodies(),
     )
     routes = Routes(backend)
     transport, headers = httpx.ASGITransport(routes.app()), {"Content-Type": "application/json"}
