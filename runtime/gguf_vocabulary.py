@@ -181,6 +181,8 @@ def read(path: Path, *, merges: bool = True) -> Vocabulary:
 def check(vocabulary: Vocabulary) -> None:
     """GGUFError names what no tokenizer can be built of."""
     path, kind, pre = vocabulary.path, vocabulary.kind, vocabulary.fields.get("tokenizer.ggml.pre", "")
+    if "tokenizer.ggml.model" not in vocabulary.keys:
+        raise GGUFError(f"{path}: there is no tokenizer in it (tokenizer.ggml.model); give one with --tokenizer")
     if kind not in KINDS:
         raise GGUFError(
             f"{path}: tokenizer.ggml.model {kind!r:.60} is not supported ({', '.join(KINDS)}); give one with --tokenizer"

@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from gguf_models import add_vocabulary
 from quantised_models import Quantised, Reference, compressed, fp8, quantised
 from safetensors.torch import load_file, save_file
 from sharded_models import load_shards, logits_of, together
@@ -141,6 +142,7 @@ def as_gguf(folder: Path, path: Path, *, split: bool) -> None:
     assert mla is not None
     assert moe is not None
     writer = gguf.GGUFWriter(path, "deepseek2")
+    add_vocabulary(writer, spec.vocab_size)
     writer.add_block_count(spec.num_hidden_layers)
     writer.add_context_length(spec.max_position_embeddings)
     writer.add_embedding_length(spec.hidden_size)

@@ -48,11 +48,16 @@ def writer_of(path: Path, architecture: str, spec: ModelSpec, each: int = 0) -> 
     writer.add_feed_forward_length(spec.intermediate_size)
     writer.add_head_count(spec.num_attention_heads)
     writer.add_head_count_kv(spec.num_key_value_heads)
+    add_vocabulary(writer, spec.vocab_size)
+    return writer
+
+
+def add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
+    """A tokenizer, which no text is given to."""
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
-    writer.add_token_list([f"token {index}" for index in range(spec.vocab_size)])
+    writer.add_token_list([f"token {index}" for index in range(size)])
     writer.add_token_merges(["to ken"])
-    return writer
 
 
 def write_gguf(
