@@ -7,6 +7,7 @@ decodes as it would a stranger's. A child that died is told with the limit that 
 import contextlib
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -39,7 +40,7 @@ class Child:
 
     def __init__(self, connected: socket.socket, status: int, limits: Limits) -> None:
         self.socket, self._status, self._limits = connected, status, limits
-        self.pid = 0
+        self.pid, self._pidfd = 0, -1
 
     def began(self, within_s: float = START_S) -> None:
         """Waits until it is forked. SandboxFailed when it cannot be."""
@@ -47,6 +48,8 @@ class Child:
         if len(data) < STARTED.size:
             raise SandboxFailed("no process could be started for it")
         (self.pid,) = STARTED.unpack(data)
+        with contextlib.suppress(ProcessLookupError):
+            self._pidfd = os.pidfd_open(self.pid)
 
     def died(self) -> ChildDied:
         """Why its socket closed before its answer."""
@@ -62,12 +65,19 @@ class Child:
         except OSError:
             return 0.0
 
+    def kill(self) -> None:
+        """Whoever waits for its socket sees that end. `close` is still to be called."""
+        if self._pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
     def close(self) -> None:
-        """It is killed, if it is still there."""
+        """It is killed, if it is still there. No thread waits for it any more."""
         self.socket.close()
-        if self._status >= 0:
-            os.close(self._status)
-            self._status = -1
+        for descriptor in (self._status, self._pidfd):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._status = self._pidfd = -1
 
 
 class Sandbox:

@@ -29,8 +29,10 @@ from meshlm.workers.rows import I32
 STACK_BYTES = 64 * MIB
 LIMITS = Limits(memory_bytes=6144 * MIB, stack_bytes=STACK_BYTES)
 SHARED_BYTES = 32 * MIB  # of masks at a time
-MOST_CPU_S = 5.0  # of one answer
+MOST_CPU_S = 5.0  # of all threads, for the masks of one step
+COMPILE_CPU_S = 60.0  # likewise while one grammar is compiled, which the detokenizer has seen to take 2 s at most, beside others' masks
 MOST_WALL_S = 120.0
+TRIES = 3  # of a grammar that another thing's end took with it
 LOOK_S = 0.1  # between two looks at the clock of a child that takes long
 LENGTH = struct.Struct("<I")
 
@@ -47,19 +49,17 @@ class _Session:
     """One child, with the memory that it shares."""
 
     def __init__(self, sandbox: Sandbox) -> None:
-        with contextlib.ExitStack() as closing, contextlib.ExitStack() as on_error:
+        with contextlib.ExitStack() as closing:
             memory = os.memfd_create("masks")
             closing.callback(os.close, memory)
             os.ftruncate(memory, SHARED_BYTES)
             self.map = mmap.mmap(memory, SHARED_BYTES)
             self.compiles, theirs = socket.socketpair()
             closing.callback(theirs.close)
-            on_error.callback(self.compiles.close)
             self.child: Child = sandbox.open(LIMITS, (memory, theirs.fileno()))
-            on_error.pop_all()
         self.words = np.frombuffer(self.map, np.int32)
 
-    def ask(self, connected: socket.socket, message: bytes) -> bytes:
+    def ask(self, connected: socket.socket, message: bytes, most_cpu_s: float) -> bytes:
         """The answer. ChildDied."""
         before, until = self.child.cpu_s(), time.monotonic() + MOST_WALL_S
         try:
@@ -67,8 +67,8 @@ class _Session:
             poll = select.poll()
             poll.register(connected, select.POLLIN)
             while not poll.poll(LOOK_S * 1000):
-                if self.child.cpu_s() - before > MOST_CPU_S:
-                    raise ChildDied(Limit.CPU, f"it takes more than {MOST_CPU_S:g} s of CPU time")
+                if self.child.cpu_s() - before > most_cpu_s:
+                    raise ChildDied(Limit.CPU, f"it takes more than {most_cpu_s:g} s of CPU time")
                 if time.monotonic() > until:
                     raise ChildDied(Limit.WALL, f"it was not done within {MOST_WALL_S:g} s; the host is busy")
             if (answer := receive(connected)) is not None:
@@ -77,9 +77,11 @@ class _Session:
             pass
         raise self.child.died()
 
-    def close(self) -> None:
-        self.child.close()
+    def __del__(self) -> None:
+        """No thread has it any more."""
         self.compiles.close()
+        if (child := getattr(self, "child", None)) is not None:
+            child.close()
 
 
 class MaskProcess:
@@ -99,17 +101,22 @@ class MaskProcess:
     def compile(self, text: str) -> str:
         """Why no row can have the grammar; "" once rows may. Waits while the vocabulary is loaded."""
         with self._compiling:
-            try:
-                session = self._opened()
-            except SandboxFailed as failed:
-                return f"the grammar cannot be compiled: {failed}"
-            if not text:
-                return ""
-            try:
-                return session.ask(session.compiles, text.encode("utf-8", "surrogatepass")).decode()
-            except ChildDied as died:
-                self._drop(session)
-                return died.message
+            error = ""
+            for _ in range(TRIES):
+                try:
+                    session = self._opened()
+                except SandboxFailed as failed:
+                    return f"the grammar cannot be compiled: {failed}"
+                if not text:
+                    return ""
+                try:
+                    return session.ask(session.compiles, _bytes(text), COMPILE_CPU_S).decode()
+                except ChildDied as died:
+                    self._drop(session)
+                    error = died.message
+                    if died.is_of_the_job:
+                        break
+            return error
 
     def turn(self, turn: Turn, words: I32) -> Turned:
         at_once = SHARED_BYTES // (4 * self.num_words)
@@ -128,7 +135,7 @@ class MaskProcess:
         try:
             session = self._opened()
             turned = msgspec.msgpack.decode(
-                session.ask(session.child.socket, msgspec.msgpack.encode(turn)), type=Turned
+                session.ask(session.child.socket, msgspec.msgpack.encode(turn), MOST_CPU_S), type=Turned
             )
         except SandboxFailed as failed:
             raise MatchersLost(f"there is no process for its masks: {failed}", by_grammar=False) from None
@@ -147,17 +154,20 @@ class MaskProcess:
             return self._session
 
     def _drop(self, session: _Session) -> None:
+        """It ends; another thread that waits for it sees that."""
+        session.child.kill()
         with self._opening:
             if self._session is session:
-                session.close()
                 self._session = None
 
     def close(self) -> None:
         with self._opening:
-            if self._session is not None:
-                self._session.close()
-                self._session = None
+            self._session = None
         self._sandbox.close()
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
 
 
 def send(connected: socket.socket, message: bytes) -> None:

@@ -235,3 +235,21 @@ def test_limits_leave_room_for_what_the_detokenizer_lets_pass() -> None:
     assert wide.memory_bytes >= 8 * narrow.memory_bytes
     assert narrow.cpu_s * 2 <= mask_process.MOST_CPU_S
     assert wide.memory_bytes > 1024 * MIB
+
+
+def test_a_grammar_is_compiled_whatever_ends_the_process_meanwhile(
+    process: MaskProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Masks of a row that end it take the grammar with them that is compiled in it: that is no refusal."""
+    real, killed = mask_process.send, list[int]()
+
+    def send(connected: Any, message: bytes) -> None:
+        if len(killed) < 2:
+            session = process._opened()
+            killed.append(session.child.pid)
+            process._drop(session)
+        real(connected, message)
+
+    monkeypatch.setattr(mask_process, "send", send)
+    assert process.compile(LETTERS) == ""
+    assert len({*killed, process._opened().child.pid}) == 3
