@@ -63,7 +63,7 @@ class GrammarCache:
         try:
             text, error = self._translate(asked)
         except Unknown as unknown:
-            raise _refused(grammar, unknown.message, unknown.kind) from None
+            raise refused(grammar, unknown.message, unknown.kind) from None
         found = _Compiled(text, error, len(asked.text) + len(text))
         with self._lock:
             self._num_bytes -= replaced.num_bytes if (replaced := self._known.pop(asked, None)) is not None else 0
@@ -82,7 +82,7 @@ def _asked(grammar: Grammar) -> Grammar:
 
 def _told(grammar: Grammar, found: _Compiled) -> Grammar:
     if found.error:
-        raise _refused(grammar, found.error, ErrorKind.INVALID)
+        raise refused(grammar, found.error, ErrorKind.INVALID)
     begins_after = "" if grammar.opens_with else grammar.begins_after
     return Grammar(
         GrammarKind.COMPILED,
@@ -95,5 +95,6 @@ def _told(grammar: Grammar, found: _Compiled) -> Grammar:
     )
 
 
-def _refused(grammar: Grammar, message: str, kind: ErrorKind) -> RequestError:
+def refused(grammar: Grammar, message: str, kind: ErrorKind) -> RequestError:
+    """With the client's name of it."""
     return RequestError(kind, f"{grammar.param}: {message}", grammar.param.split(".")[0])

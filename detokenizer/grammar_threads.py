@@ -3,13 +3,14 @@
 Owned by io.py. `known` and `submit` are called in its loop, and `done` of `submit` in a thread.
 """
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 from msgspec import Struct
 
-from meshlm.detokenizer.grammar_cache import GrammarCache, Translate, Unknown
+from meshlm.detokenizer.grammar_cache import GrammarCache, Translate, Unknown, refused
 from meshlm.protocol.config import Resolved
 from meshlm.protocol.grammar import Grammar
 from meshlm.protocol.ids import ErrorKind
@@ -21,7 +22,7 @@ from meshlm.runtime.sandbox.sandbox import Sandbox, SandboxFailed
 # A worker's process of masks has more of everything (workers/output/mask_process.py): what compiles here compiles there.
 LIMITS = Limits(cpu_s=2.0, memory_bytes=512 * MIB, stack_bytes=4 * MIB, niceness=5)
 BUSY = "too many grammars wait to be compiled; try again"
-MORE_THREADS = 4  # than grammars may wait, for those that find no place
+MAX_WAITING = 1024  # grammars; new ones get 503 beyond
 
 
 class GrammarChild(Struct, frozen=True):
@@ -46,9 +47,9 @@ class GrammarSandbox:
         self._log_failure = log_failure
 
     @property
-    def most_threads(self) -> int:
-        """That wait in `translate` at a time."""
-        return self._lanes.most_threads
+    def num_threads(self) -> int:
+        """That should call `translate`."""
+        return self._lanes.num_threads
 
     def start(self) -> None:
         """Load the vocabulary, in another process, before the first grammar comes."""
@@ -80,6 +81,8 @@ class GrammarThreads:
     def __init__(self, translate: Translate, num_threads: int) -> None:
         self._cache = GrammarCache(translate)
         self._threads = ThreadPoolExecutor(num_threads, "grammar")
+        self._num_waiting = 0  # those that are compiled, too
+        self._lock = threading.Lock()
 
     def known(self, grammar: Grammar) -> Grammar | None:
         """See GrammarCache."""
@@ -89,7 +92,13 @@ class GrammarThreads:
         self, grammar: Grammar, is_wanted: Callable[[], bool], done: Callable[[Grammar | RequestError], None]
     ) -> None:
         """`done` gets the compiled grammar, or why there is none. is_wanted: somebody still waits for it."""
-        self._threads.submit(self._compile, grammar, is_wanted, done)
+        with self._lock:
+            is_full = self._num_waiting >= MAX_WAITING
+            self._num_waiting += not is_full
+        if is_full:
+            done(refused(grammar, BUSY, ErrorKind.OVERLOADED))
+        else:
+            self._threads.submit(self._compile, grammar, is_wanted, done)
 
     def _compile(
         self, grammar: Grammar, is_wanted: Callable[[], bool], done: Callable[[Grammar | RequestError], None]
@@ -99,8 +108,9 @@ class GrammarThreads:
         except RequestError as error:
             found = error
         except BaseException as error:  # the client waits for an answer
-            field = grammar.param.split(".")[0]
-            found = RequestError(ErrorKind.INTERNAL, f"{grammar.param}: the grammar cannot be compiled: {error}", field)
+            found = refused(grammar, f"the grammar cannot be compiled: {error}", ErrorKind.INTERNAL)
+        with self._lock:
+            self._num_waiting -= 1
         done(found)
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from meshlm.detokenizer.core import Detokenizer
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.encode import Encoder
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event
-from meshlm.detokenizer.grammar_threads import MORE_THREADS, GrammarSandbox, GrammarThreads, nobody_waits
+from meshlm.detokenizer.grammar_threads import GrammarSandbox, GrammarThreads, nobody_waits
 from meshlm.detokenizer.questions import Question, Questions
 from meshlm.protocol.admit_edge import Admit, Refused
 from meshlm.protocol.config import MeshConfig
@@ -125,7 +125,7 @@ class DetokenizerApp:
         self._mesh = mesh
         self._encoder, table = encoder_of(mesh.config)
         self._sandbox = GrammarSandbox(resolved, self._log_failure)
-        self._grammars = GrammarThreads(self._sandbox.translate, self._sandbox.most_threads + MORE_THREADS)
+        self._grammars = GrammarThreads(self._sandbox.translate, self._sandbox.num_threads)
         if resolved.device == "cuda" and resolved.pooling is None and resolved.eos_token_ids:
             self._sandbox.start()  # a GPU's mesh has the memory, and the time
         vocab_size = resolved.spec.vocab_size

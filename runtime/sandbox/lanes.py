@@ -24,28 +24,28 @@ class LaneConfig(Struct, frozen=True, kw_only=True):
     num_quick: int = 2  # children at a time
     quick_cpu_s: float = 0.1
     num_slow: int = 1
-    max_waiting: int = 64  # for a quick child; Busy beyond
-    max_slow_waiting: int = 4
+    max_slow_waiting: int = 4  # Busy beyond
     wall_s: float = 300.0
 
 
 DEFAULT = LaneConfig()
+ANY = 1 << 30
 
 
 class Lanes:
-    """See the module docstring. Called in threads: of them, no fewer than may be here at a time find a place to wait."""
+    """See the module docstring. `run` is called in threads, of which there should be `num_threads`; others wait for one of them."""
 
     def __init__(self, sandbox: Sandbox, limits: Limits, config: LaneConfig = DEFAULT) -> None:
         """limits: of a slow job."""
         self._sandbox, self._limits, self._config = sandbox, limits, config
-        self._quick = _Lane(config.num_quick, config.max_waiting)
+        self._quick = _Lane(config.num_quick, ANY)
         self._slow = _Lane(config.num_slow, config.max_slow_waiting)
 
     @property
-    def most_threads(self) -> int:
-        """That can be in `run`."""
+    def num_threads(self) -> int:
+        """So many that those in the slow lane leave enough to the quick one."""
         config = self._config
-        return config.num_quick + config.num_slow + config.max_waiting + config.max_slow_waiting
+        return 2 * config.num_quick + config.num_slow + config.max_slow_waiting
 
     def run(self, job: bytes) -> bytes:
         """Its answer. ChildDied, SandboxFailed, Busy."""

@@ -16,7 +16,7 @@ from grammar_bombs import GRAMMARS, PATTERNS, SCHEMAS, SLOW
 
 from meshlm.detokenizer import grammar_threads
 from meshlm.detokenizer.grammar_cache import GrammarCache, Unknown
-from meshlm.detokenizer.grammar_threads import GrammarSandbox
+from meshlm.detokenizer.grammar_threads import GrammarSandbox, GrammarThreads
 from meshlm.protocol.grammar import Grammar, GrammarKind
 from meshlm.protocol.ids import ErrorKind
 from meshlm.runtime.errors import RequestError
@@ -137,6 +137,36 @@ def test_what_is_remembered_has_a_bound() -> None:
     with pytest.raises(RequestError) as busy:
         GrammarCache(_busy).compile(asked[0])
     assert busy.value.kind is ErrorKind.OVERLOADED
+
+
+def test_many_new_ones_at_once_wait_and_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a burst of clients brings them; beyond MAX_WAITING a client is told to try again."""
+    monkeypatch.setattr(grammar_threads, "MAX_WAITING", 300)
+    begin, ended = threading.Event(), threading.Semaphore(0)
+    told: list[Grammar | RequestError] = []
+
+    def translate(grammar: Grammar) -> tuple[str, str]:
+        assert begin.wait(30)
+        return grammar.text, ""
+
+    def done(found: Grammar | RequestError) -> None:
+        told.append(found)
+        ended.release()
+
+    threads = GrammarThreads(translate, 9)
+    for number in range(301):
+        threads.submit(of_schema({"const": number}), lambda: True, done)
+    (refused,) = told
+    assert isinstance(refused, RequestError)
+    assert (refused.kind, refused.param) == (ErrorKind.OVERLOADED, "field")
+    begin.set()
+    for _ in range(301):
+        assert ended.acquire(timeout=30)
+    assert sum(isinstance(found, Grammar) for found in told) == 300
+    threads.submit(of_schema({"const": "again"}), lambda: True, done)
+    assert ended.acquire(timeout=30)
+    assert isinstance(told[-1], Grammar)
+    threads.close()
 
 
 def _busy(grammar: Grammar) -> tuple[str, str]:
