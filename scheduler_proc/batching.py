@@ -85,6 +85,7 @@ class Batching:
 
     def enqueue(self, request: Request) -> None:
         insort(self.waiting, request, key=self._key)
+        self._trial.enqueued(request)
 
     def remove(self, request: Request) -> None:
         """Take a finished request out and free what it holds."""
@@ -134,32 +135,47 @@ class Batching:
     # --- planning ---
 
     def plan(
-        self, session: int, step: StepId, now_ns: int, *, may_be_empty: bool = False
+        self, session: int, step: StepId, now_ns: int, *, may_be_empty: bool = False, is_idle: bool = True
     ) -> tuple[StepPlan, Inflight] | None:
-        """The next step, or None when nothing can be computed now and no other rank needs it."""
+        """The next step, or None when nothing can be computed now and no other rank needs it. is_idle: no request is in flight."""
         builder = PlanBuilder(self._removed_rows, now_ns, self.limits.num_stages > 1, self.kv.num_groups)
         self.now_ns = now_ns
         if self.kv.pool.residency is not None:
             self.kv.pool.residency.now_ns = now_ns
-        before = self.num_preemptions
-        prompts = self._plan_decodes(builder)
-        if self.max_drafts:
-            self._plan_drafts(builder)
-        if prompts or self.waiting:
-            context = prompts[0].num_computed if prompts else 0
-            left = self.budget.prefill_limit(builder.num_tokens, self._outstanding(prompts), context)
-            left = self._plan_prompts(builder, prompts, left)
-            if self.num_preemptions == before:
-                self._plan_waiting(builder, left)
+        if not self._plan_trial(builder, is_idle=is_idle):
+            before = self.num_preemptions
+            prompts = self._plan_decodes(builder, self.running)
+            if self.max_drafts:
+                self._plan_drafts(builder)
+            if prompts or self.waiting:
+                context = prompts[0].num_computed if prompts else 0
+                left = self.budget.prefill_limit(builder.num_tokens, self._outstanding(prompts), context)
+                left = self._plan_prompts(builder, prompts, left)
+                if self.num_preemptions == before:
+                    self._plan_waiting(builder, left)
         if not (len(builder) or may_be_empty):
             return None
         self._removed_rows = []
         return builder.finish(session, step, self.kv.take_changes())
 
-    def _plan_decodes(self, builder: PlanBuilder) -> list[Request]:
+    def _plan_trial(self, builder: PlanBuilder, *, is_idle: bool) -> bool:
+        """Plans a step of one suspect alone. False: there is none that may run, and the step is everybody's."""
+        left = self.limits.max_num_batched_tokens
+        if (suspect := self._trial.now) is not None:
+            self._plan_prompts(builder, self._plan_decodes(builder, [suspect]), left)
+            return True
+        if (suspect := self._trial.next()) is None or (self.drains and not suspect.has_begun):
+            return False
+        if is_idle:
+            if not self._begin(builder, suspect, self.waiting.index(suspect), left):
+                return False  # others have the memory
+            self._trial.begin(suspect)
+        return True
+
+    def _plan_decodes(self, builder: PlanBuilder, running: list[Request]) -> list[Request]:
         """Plans the decodes in one lean loop: with hundreds of them its length is the scheduler's cost. Returns running requests with
         more than one token to compute."""
-        running, left = self.running, self.limits.max_num_batched_tokens
+        left = self.limits.max_num_batched_tokens
         stages = self.limits.num_stages
         if stages > 1:
             left = min(left, -(-len(running) // stages))
@@ -276,8 +292,8 @@ class Batching:
         while at < len(self.waiting) and self._free_rows and left > 0:
             request = self.waiting[at]
             # It was preempted with results outstanding, or its grammar is being compiled: others may pass.
-            waits = request.num_output_placeholders or (request.grammar is not None and request.grammar.missing)
-            if waits or (self.drains and not request.has_begun) or self._trial.keeps_waiting(request):
+            waits = request.num_output_placeholders or request.lacks_grammar
+            if waits or (self.drains and not request.has_begun) or request.is_suspect(self.limits.max_crashes):
                 at += 1
                 continue
             with hold(request.work.request_id):

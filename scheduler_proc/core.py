@@ -305,9 +305,16 @@ class Scheduler:
     def _step_failed(self, failed: StepFailed, output: Output) -> list[Send]:
         """The request that a step fails for ends, and those that shared the step are computed anew; what it would have written to the
         cache cannot be trusted (nor does the worker keep it)."""
-        if failed.session != self.session or not self.inflight:
+        record = next(
+            (one for one in self.inflight if one.step == failed.step), None
+        )  # results of steps before it may still come
+        if failed.session != self.session or record is None:
             return []
-        self.suspects.step_failed(self._finished().batch, failed.message, output)
+        self.suspects.step_failed(record.batch, failed.message, output, apart=self.lockstep is None)
+        if self.lockstep is not None:  # a result that no frame holds: the step was computed, with the other ranks
+            self._finished()
+            self.batching.kv.reset_prefix_cache(self.batching.running)
+            return []
         self._lose_workers()  # the steps behind it have the same rows, and would fail with others in them
         self._next_step = 1
         return self.workers.begin(output.now_ns / 1e9)
@@ -334,7 +341,8 @@ class Scheduler:
             return []
         goes_on = bool(self.batching.running)
         step = StepId(self._next_step)
-        planned = self.batching.plan(self.session, step, now_ns, may_be_empty=lockstep is not None)
+        is_idle = not any(record.batch for record in self.inflight)
+        planned = self.batching.plan(self.session, step, now_ns, may_be_empty=lockstep is not None, is_idle=is_idle)
         if planned is None:
             return []
         if lockstep is not None:

@@ -118,8 +118,10 @@ class Request:
         self.extra_keys = hashes.ExtraKeys(work.cache_salt, work.embeds)  # that go into them
         self.num_computed = 0  # tokens whose KV is written once all sent steps have run
         self.num_output_placeholders = 0
-        self.num_crashes = work.num_crashes  # deaths of its worker without a token between them ...
-        self.crashed_at = self.num_given if work.num_crashes else 0  # ... and its tokens at the last one
+        self.num_crashes = work.num_crashes  # deaths of its worker between which it did not get on ...
+        self.crashed_at = (
+            self.num_given if work.num_crashes else 0
+        )  # ... and its tokens at the last one, with those under way
         self.arrived_ns = self.started_ns = 0  # here, and in the batch for the first time
         self.preempted_ns: tuple[int, ...] = ()  # when it was preempted
         self.num_cached = -1  # prompt tokens found cached, the fewest time; -1: not scheduled yet, -2: told
@@ -133,23 +135,28 @@ class Request:
         return self.num_cached != -1 or len(self.tokens) > self.num_prompt
 
     @property
+    def lacks_grammar(self) -> bool:
+        """Whether its workers have not compiled its grammar yet."""
+        return self.grammar is not None and bool(self.grammar.missing)
+
+    @property
     def order(self) -> tuple[int, float, str]:
         """Among requests by priority: lower first, then earlier."""
         return (self.work.priority, self.work.arrival_s, self.work.request_id)
 
     def crashed(self) -> int:
-        """The request's worker died with it in a step; gives how often that was since its last token."""
-        self.num_crashes = 1 if len(self.tokens) > self.crashed_at else self.num_crashes + 1
-        self.crashed_at = len(self.tokens)
+        """The request's worker died with it in a step; gives how often that was since it got on. It may have died of any token that was
+        under way, so the tokens that were do not count as getting on."""
+        self.suspect(1 if len(self.tokens) > self.crashed_at else self.num_crashes + 1)
         return self.num_crashes
 
-    def suspect(self, max_crashes: int) -> None:
-        """A step with it failed: it is computed apart from other suspects until its next token."""
-        self.num_crashes, self.crashed_at = max_crashes, len(self.tokens)
+    def suspect(self, num_crashes: int) -> None:
+        """So many workers have died with it by now, or a step with it has failed, which counts as as many."""
+        self.num_crashes, self.crashed_at = num_crashes, len(self.tokens) + self.num_output_placeholders
 
     def is_suspect(self, max_crashes: int) -> bool:
-        """Whether its workers died so often, or a step with it failed, since its last token."""
-        return self.num_crashes >= max_crashes and self.crashed_at == len(self.tokens)
+        """Whether its workers died so often, or a step with it failed, since it got on."""
+        return self.num_crashes >= max_crashes and len(self.tokens) <= self.crashed_at
 
     def move(self, state: RequestState) -> None:
         """Change state. InvalidTransition when the table has no such entry."""

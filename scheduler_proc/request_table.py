@@ -151,7 +151,7 @@ class RequestTable:
         for request_id in list(self.by_id) if ask.everything else ask.request_ids:
             request = self.by_id.get(request_id)
             if request is not None and request.state in leaving:
-                num_crashes = request.num_crashes if request.crashed_at == len(request.tokens) else 0
+                num_crashes = request.num_crashes if request.crashed_at >= len(request.tokens) else 0
                 self.load.give_back(request.work, request.detokenizer, request.incarnation, num_crashes)
                 self.remove(request)
         for one in self.detokenizers.take_early(None if ask.everything else ask.request_ids):

@@ -1,10 +1,9 @@
 """Whose fault it was that a worker died or a step failed. Pure; owned by core.py.
 
 All requests of a step that ends so are under suspicion, though one at most has done it. Most deaths are nobody's doing, so after the
-first all go on together. Those under whom a worker died `max_crashes` times without a token between them, and those of a step that
-failed, are suspects: of these one at a time is computed (trial.py) until it gets its next token, beside others that
-run well, and nobody new begins meanwhile. When it happens again the one suspect in the step has done it, and ends; whoever shared
-the step with it goes on.
+first all go on together. Those under whom a worker died `max_crashes` times without that they got on between, and those of a step that
+failed, are suspects: one of them at a time is computed, alone in its steps, until it gets on (trial.py). When it happens then, that
+one has done it, and ends. Nobody is blamed for what happens in company.
 """
 
 from collections.abc import Iterable
@@ -24,26 +23,21 @@ class Suspects:
     def worker_died(self, in_steps: Iterable[Request], output: Output) -> None:
         """A worker died with these in the steps in flight."""
         here = _living(in_steps)
-        suspects = here if len(here) == 1 else self._suspects(here)
         for request in here:
             request.crashed()
-        if len(suspects) == 1 and suspects[0].is_suspect(self._max_crashes):
-            deaths = suspects[0].num_crashes
+        if len(here) == 1 and here[0].is_suspect(self._max_crashes):
+            deaths = here[0].num_crashes
             text = f"refused: its worker died {deaths} times while it computed this request, each time before the next token"
-            self._table.finish(suspects[0], output, FinishReason.ERROR, text, ErrorKind.POISON)
+            self._table.finish(here[0], output, FinishReason.ERROR, text, ErrorKind.POISON)
 
-    def step_failed(self, batch: Iterable[Request], message: str, output: Output) -> None:
-        """A step of these failed, and its worker lives."""
+    def step_failed(self, batch: Iterable[Request], message: str, output: Output, *, apart: bool = True) -> None:
+        """A step of these failed, and its worker lives. apart: they may be computed again, one after the other."""
         here = _living(batch)
-        suspects = here if len(here) == 1 else self._suspects(here)
-        if len(suspects) == 1:
-            self._table.finish(suspects[0], output, FinishReason.ERROR, f"the model failed: {message}")
-            return
-        for request in here:
+        guilty = [] if apart and len(here) > 1 else here
+        for request in guilty:
+            self._table.finish(request, output, FinishReason.ERROR, f"the model failed: {message}")
+        for request in here if not guilty else ():
             request.suspect(self._max_crashes)
-
-    def _suspects(self, requests: list[Request]) -> list[Request]:
-        return [request for request in requests if request.is_suspect(self._max_crashes)]
 
 
 def _living(requests: Iterable[Request]) -> list[Request]:

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_answers import complete, reference
-from poison_plugin import KILLS, POISON, install
+from poison_plugin import FAILS, KILLS, POISON, install
 from serving import Serving, serving
 from waiting import until
 
@@ -75,3 +75,19 @@ def test_a_poison_is_refused_and_its_neighbours_finish(server: Serving, what: st
             assert one.result(timeout=120)["choices"][0]["token_ids"] == reference(prompt, COUNT)
     assert 2 * ATTACKS <= deaths(server, role) - before <= 3 * ATTACKS
     assert complete(server, [50, 51], 5)["choices"][0]["token_ids"] == reference([50, 51], 5), "the mesh lives"
+
+
+def test_a_step_that_fails_costs_one_request(server: Serving) -> None:
+    """Its neighbours' tokens are computed again, and no process dies."""
+    before = deaths(server, "worker")
+    neighbours = [[60 + number] for number in range(6)]
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(complete, server, prompt, COUNT) for prompt in neighbours]
+        for number in range(3):
+            body = {"prompt": [POISON, FAILS, number], "max_tokens": 4}
+            answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+            assert answer.status_code == 500, answer.text
+            assert answer.json()["error"]["message"] == "the model failed: IndexError: a row's parameters"
+        for prompt, one in zip(neighbours, asked, strict=True):
+            assert one.result(timeout=120)["choices"][0]["token_ids"] == reference(prompt, COUNT)
+    assert deaths(server, "worker") == before
