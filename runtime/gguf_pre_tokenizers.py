@@ -41,9 +41,13 @@ _CODE_WORDS = rf"{_ASCII_SYMBOL}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\
 _DEEPSEEK3 = (r"\p{N}{1,3}", _CJK, rf"{_CODE_WORDS}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}")
 _SPARK = (r"\p{N}{1,3}", _CJK, rf"{_CODE_WORDS}| ?[\p{{P}}\p{{S}}]+|[\r\n]|{_LAST_SPACE}", r"\p{N}")
 _EAST = "[一-鿿㐀-䶿豈-﫿぀-ゟ゠-ヿ･-ﾟ⼀-⿟เ-๿຀-໿ក-៿က-႟ꩠ-ꩿꧠ-꧿가-힯ᄀ-ᇿ]+"
-# Threes of digits counted from the last; the text before them stays with the first, and is split by the patterns that follow.
-_AFMOE_DIGITS = r"\P{N}*+\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))|\P{N}+"
-_AFMOE = (_AFMOE_DIGITS, _EAST, rf"{_CODE_WORDS}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}")
+# Threes of digits counted from the last. A run of digits is a piece first, so that it is counted once and not for each group of it; the
+# text before a run stays with its first group, and is split by the patterns that follow.
+_AFMOE_DIGITS = (
+    r"\P{N}*+\p{N}++|\P{N}++",
+    r"\A\P{N}*+\p{N}{1,2}(?=(?:\p{N}{3})*+\z)|\A\P{N}*+\p{N}{3}|\p{N}{3}",
+)
+_AFMOE = (*_AFMOE_DIGITS, _EAST, rf"{_CODE_WORDS}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}")
 _LATIN = (
     "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ"
     "\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ"
@@ -68,9 +72,12 @@ _YOUTU = (
     "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+",
     rf"{_MARKED_WORDS}|\p{{N}}|{_SYMBOLS_AND_SLASHES}|{_SPACES}",
 )
-# Threes of ASCII digits counted from the last.
-_FROM_THE_RIGHT = r"\p{N}+?(?=(?:[0-9]{3})+(?![0-9]))"
-_TINY_AYA = (_AFMOE_DIGITS, rf"{_MARKED_WORDS}|\p{{N}}{{1,3}}|{_SYMBOLS_AND_SLASHES}|{_SPACES}")
+# Likewise, of ASCII's digits, and what follows a run of them in another script stays with its last group.
+_FROM_THE_RIGHT = (
+    r"[0-9]++(?:(?![0-9])\p{N})*+",
+    r"\A[0-9]{1,2}(?=(?:[0-9]{3})++(?![0-9]))|[0-9]{3}(?=[0-9])",
+)
+_TINY_AYA = (*_AFMOE_DIGITS, rf"{_MARKED_WORDS}|\p{{N}}{{1,3}}|{_SYMBOLS_AND_SLASHES}|{_SPACES}")
 _K2_HORIZON = rf"{_CONTRACTIONS}|{_LEAD}[\p{{L}}\p{{M}}\u200c\u200d]+|\p{{N}}{{1,3}}|{_SYMBOLS}|{_SPACES}"
 _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 _BAILING = rf"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|{_LEAD}\p{{L}}+|\p{{N}}|{_SYMBOLS}|\s*[\r\n]|{_LAST_SPACE}"
@@ -140,7 +147,7 @@ def _named() -> dict[str, PreTokenizer]:
         "gpt-4o llama4 kanana2 talkie minimax-m2": gpt4o,
         "granite-embed-multi-97m": PreTokenizer((_GRANITE_EMBEDDING,), ignore_merges=True),
         "tiny_aya cohere2moe": PreTokenizer(_TINY_AYA),
-        "superbpe": PreTokenizer((r"\p{N}+", _FROM_THE_RIGHT)),
+        "superbpe": PreTokenizer((r"\p{N}+", *_FROM_THE_RIGHT)),
         "bailingmoe bailingmoe2 llada-moe": PreTokenizer((_BAILING,)),
         "seed-coder": PreTokenizer((_SEED,)),
         "ufakzeka": PreTokenizer((_UFAKZEKA,)),

@@ -5,6 +5,7 @@ import os
 import struct
 import subprocess
 import sys
+import time
 import unicodedata
 from collections.abc import Mapping
 from functools import cache
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 import gguf
 import pytest
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.runtime.gguf_pre_tokenizers import PRE_TOKENIZERS
@@ -56,6 +57,7 @@ TEXTS = [
     "https://example.com/a/b?c=d&e=f#g user@example.org C:\\dir\\file.txt",
     "▁low▁line ▁ Ġbyte Ċ",
     "0" * 50 + " " + "7" * 31,
+    "1456½ 12¾ 123⅓ 1234567² 1\n22\n333\n4444 a1b22c333d4444e55555f666666g",
 ]
 SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 USER = ["<tool>"]
@@ -236,6 +238,18 @@ def test_the_tokens_are_llama_cpps(name: str, compared: dict[str, tuple[Path, di
             found = ours.tokenizer.encode(text, add_special_tokens=special)
             assert found.ids == ids, (text, found.tokens, [vocabulary.tokens[token] for token in ids])
     assert list(ends_of_text(vocabulary)) == theirs["ends"]
+
+
+def test_no_text_takes_long_to_split() -> None:
+    """Long runs of one kind: their cost grows with their length and not with its square."""
+    runs = ("7", "a", "A", " ", "!", "aA", "\n ", "\u0301", "'")
+    for pre in set(PRE_TOKENIZERS.values()):
+        steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
+        split = pre_tokenizers.Sequence(steps).pre_tokenize_str
+        for run in runs:
+            begun = time.process_time()
+            split(run * 20_000)
+            assert time.process_time() - begun < 1, (pre, run)
 
 
 def test_pieces(compared: dict[str, tuple[Path, dict[str, Any] | None]]) -> None:
