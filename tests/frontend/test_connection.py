@@ -279,6 +279,20 @@ async def test_half_a_body_is_waited_for_so_long(sent: bytes) -> None:
     await connection.end()
 
 
+async def test_a_body_that_falls_silent_is_not_waited_for_by_what_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rate would grant it a second for each KiB that it sent at once."""
+    clock = Clock()
+    monkeypatch.setattr(connection_module, "time", clock)
+    connection = await Connection().feed(POST + b"Content-Length: 100000000\r\n\r\n" + b"x" * 1_000_000)
+    connection.protocol.check(clock.now, LIMITS)
+    connection.protocol.flow.resume_reading()  # the application has taken what came
+    clock.now += LIMITS.body + 0.1
+    connection.protocol.check(clock.now, LIMITS)
+    assert b"HTTP/1.1 408" in connection.transport.written
+    assert connection.transport.closing
+    await connection.end()
+
+
 async def test_a_byte_now_and_then_keeps_no_body_open(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(connection_module, "time", clock)

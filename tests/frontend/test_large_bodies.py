@@ -13,6 +13,7 @@ from waiting import until
 
 from meshlm.frontend import bodies, limits
 from meshlm.frontend.poison import PoisonBodies
+from meshlm.frontend.rate_limits import RateLimits
 from meshlm.frontend.server import Routes
 from meshlm.protocol.config import MeshConfig, ServerConfig
 
@@ -27,7 +28,7 @@ def client(**server: Any) -> tuple[Routes, httpx.AsyncClient]:
         version="1.2",
         refusal=lambda *, attaches: "",
         refused=lambda seconds: None,
-        rates=None,
+        rates=RateLimits(""),
         poison=PoisonBodies(),
     )
     routes = Routes(backend)
