@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +13,14 @@ from parsing import RESOLVED
 from waiting import until
 
 from meshlm.frontend import bodies, limits
+from meshlm.frontend.errors import HttpError
 from meshlm.frontend.poison import PoisonBodies
 from meshlm.frontend.rate_limits import RateLimits
 from meshlm.frontend.server import Routes
 from meshlm.protocol.config import MeshConfig, ServerConfig
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+MB = 1 << 20
 LONG = "x" * bodies.LARGE_BYTES
 
 
@@ -165,6 +168,39 @@ async def test_no_list_is_too_long_wherever_it_is(body: bytes) -> None:
         answer = await http.post("/v1/completions", content=body)
     assert answer.status_code == 400
     assert f"more than {bodies.MAX_IN_LIST} values" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("value", "most", "words"),
+    [
+        (b"[]", bodies.MAX_CONTAINERS - 2, "arrays and objects"),  # the body and the list itself are two
+        (b'""', bodies.MAX_TEXTS - 1, "texts and names"),  # the name is one
+        (b"1", bodies.MAX_VALUES + 1, "values"),
+    ],
+)
+def test_a_body_holds_so_much(value: bytes, most: int, words: str) -> None:
+    bodies.check_counts(b'{"x": [' + b",".join([value] * most) + b"]}")
+    with pytest.raises(HttpError, match=f"more than [0-9]+ {words}"):
+        bodies.check_counts(b'{"x": [' + b",".join([value] * (most + 1)) + b"]}")
+
+
+async def test_a_body_that_has_too_much_is_not_read_to_its_end() -> None:
+    """Thirty megabytes of empty lists would be kept, and looked at, for nothing."""
+    num_sent = 0
+
+    async def lists() -> AsyncIterator[bytes]:
+        nonlocal num_sent
+        yield b'{"prompt": ['
+        for _ in range(30):
+            num_sent += 1
+            yield b"[]," * (MB // 3)
+
+    _, http = client()
+    async with http:
+        answer = await http.post("/v1/completions", content=lists())
+    assert answer.status_code == 400
+    assert num_sent == 4, "four megabytes tell it"
+    assert "arrays and objects" in answer.json()["error"]["message"]
 
 
 def test_commas_in_texts_are_no_values() -> None:
