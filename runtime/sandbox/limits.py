@@ -53,12 +53,10 @@ class ChildDied(Exception):
 def enforce(limits: Limits) -> None:
     """Have the kernel hold this process to the limits from here on."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _, most = resource.getrlimit(resource.RLIMIT_STACK)
-    stack = limits.stack_bytes if most == resource.RLIM_INFINITY else min(limits.stack_bytes, most)
-    resource.setrlimit(resource.RLIMIT_STACK, (stack, most))
+    _lower(resource.RLIMIT_STACK, limits.stack_bytes)
     with open("/proc/self/statm", "rb") as statm:
         held = int(statm.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (held + limits.memory_bytes,) * 2)
+    _lower(resource.RLIMIT_AS, held + limits.memory_bytes)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write(OOM_FIRST)
     os.nice(limits.niceness)
@@ -66,8 +64,14 @@ def enforce(limits: Limits) -> None:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
         used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
-        hard = math.ceil(used + limits.cpu_s) + 1  # for a library that takes the timer's signal
-        resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
+        _lower(resource.RLIMIT_CPU, math.ceil(used + limits.cpu_s) + 1)  # for a library that takes the timer's signal
+
+
+def _lower(kind: int, limit: int) -> None:
+    """No more than what the host's own limit allows already."""
+    _, most = resource.getrlimit(kind)
+    limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
+    resource.setrlimit(kind, (limit, limit))
 
 
 def died_of(status: int, limits: Limits) -> ChildDied:

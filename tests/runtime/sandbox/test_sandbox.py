@@ -74,6 +74,22 @@ def test_within_the_limits_nothing_ends(sandbox: Sandbox) -> None:
     assert sandbox.run(b"recurse 60", deep, WALL_S) == b"touched"
 
 
+def test_limits_of_the_host_that_are_lower_stay() -> None:
+    """`ulimit -Hs 2048` say: a child begins all the same."""
+    script = f"""
+import resource
+from meshlm.runtime.sandbox.limits import Limits
+from meshlm.runtime.sandbox.sandbox import Sandbox
+for kind, most in ((resource.RLIMIT_STACK, {2 * MIB}), (resource.RLIMIT_AS, {2048 * MIB}), (resource.RLIMIT_CPU, 100)):
+    resource.setrlimit(kind, (most, most))
+wide = Limits(cpu_s=200.0, memory_bytes={8192 * MIB}, stack_bytes={64 * MIB})
+print(Sandbox("sandboxed", b"", "test").run(b"echo on", wide, {WALL_S}).decode(), flush=True)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(SUPPORT)}
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, env=environment)
+    assert done.stdout == "on\n", done.stderr
+
+
 def test_time_that_passes_is_not_the_jobs_fault(sandbox: Sandbox) -> None:
     sandbox.run(b"echo", LIMITS, WALL_S)  # it is loaded
     with pytest.raises(ChildDied, match="not done within") as died:
