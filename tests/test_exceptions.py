@@ -23,6 +23,7 @@ RAISED_ATTRIBUTES = {
     },  # of the group that was caught; of one step of one request
     "frontend/generation.py": {"answer.error"},  # of one request
     "frontend/grpc/servicer.py": {"answer.error"},
+    "frontend/rendering/routes.py": {"answer.error"},
     "frontend/responses_api/background.py": {"running.error"},
     "frontend/speech/language.py": {"step.error"},
     "supervisor/api/async_llm.py": {"self.dead_error"},  # a property, which makes one
@@ -136,7 +137,8 @@ def test_each_future_gets_an_error_of_its_own(tree: list[Source]) -> None:
         for node in ast.walk(module)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "set_exception"
     ]
-    of_one_future = {"workers/io.py"}  # what the thread that loads the model has caught, for the one who waits for it
+    # What a thread has caught, for the one who waits for it: that loads the model, that starts a process.
+    of_one_future = {"workers/io.py", "runtime/sandbox/sandbox.py"}
     found = {where.partition(":")[0] for where, value in calls if not is_made_there(value)}
     assert calls
     assert found == of_one_future

@@ -164,7 +164,7 @@ def check_fields(raw: bytes, kind: Descriptor, most: int = MAX_FIELDS) -> None:
                         waiting.append((at, min(at + size, end), field.message_type))
                     at += size
                 case _:  # groups, which proto3 has not
-                    raise DecodeError
+                    raise DecodeError("a group")
 
 
 def _varint(raw: bytes, at: int) -> tuple[int, int]:
@@ -176,4 +176,4 @@ def _varint(raw: bytes, at: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, at
         shift += 7
-    raise DecodeError
+    raise DecodeError("a number without an end")
