@@ -12,10 +12,13 @@ Attacker, clients and mesh share the machine's processors: with two of them an a
 
 import argparse
 import asyncio
+import atexit
 import json
 import os
+import shutil
 import statistics
 import sys
+import tempfile
 import time
 import urllib.request
 from itertools import pairwise
@@ -24,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from attacks import ATTACKS, LETS_NOTHING_IN
+from attacks import ATTACKS, KILLS, LETS_NOTHING_IN
 from control_plane import machine
 from live_mesh import Mesh
 
@@ -169,9 +172,26 @@ async def attacked(name: str, mesh: Mesh, arguments: argparse.Namespace) -> dict
         "replaced": replaced,
         "rss_mib_before": rss,
         "rss_mib_most": most,
-        "kept": not (replaced or is_let_in or any(part["failed"] or part["wrong"] for part in (beside, after)))
+        "kept": not (
+            (replaced and name not in KILLS)
+            or is_let_in
+            or any(part["failed"] or part["wrong"] for part in (beside, after))
+        )
         and slower <= arguments.within,
     }
+
+
+def buggy_mesh(flags: list[str]) -> Mesh:
+    """A mesh whose processes die of certain prompts."""
+    sys.path.append(str(Path(__file__).parents[1] / "tests" / "mesh" / "support"))
+    from poison_plugin import install
+
+    folder, before = tempfile.mkdtemp(), os.environ.get("PYTHONPATH", "")
+    atexit.register(shutil.rmtree, folder)  # processes that are started again read it too
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(install(Path(folder))), before]))
+    mesh = Mesh(flags)
+    os.environ["PYTHONPATH"] = before
+    return mesh
 
 
 def main(words: list[str] | None = None) -> None:
@@ -193,7 +213,7 @@ def main(words: list[str] | None = None) -> None:
     flags += ["--fake-step-ms", str(arguments.step_ms)] if arguments.device == "fake" else []
     load_before, found = os.getloadavg()[0], []
     for name in arguments.attacks or ATTACKS:
-        mesh = Mesh(flags)
+        mesh = Mesh(flags) if name not in KILLS else buggy_mesh(flags)
         try:
             mesh.wait_ready()
             found.append(asyncio.run(attacked(name, mesh, arguments)))

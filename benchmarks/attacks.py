@@ -274,6 +274,15 @@ async def grammars_with_costly_masks(to: Target) -> None:
     await to.repeat(attack)
 
 
+# --- requests that kill whoever has them in hand: attacked.py gives the mesh the bug (tests/mesh/support/poison_plugin.py) ---
+
+
+async def poison_requests(to: Target) -> None:
+    """One for a detokenizer, one for a worker: each is refused after its second death, or its third in company."""
+    for process in (1, 5):  # of poison_plugin.KILLS
+        await to.post("/v1/completions", encoded(prompt=[777, process, to.dice.randrange(100)], max_tokens=2))
+
+
 async def _held(to: Target, data: bytes, count: int, *, reads: bool = True) -> None:
     """Connections that stay open as they are; one that the server closes is opened anew."""
 
@@ -319,8 +328,10 @@ ATTACKS: dict[str, Callable[[Target], Awaitable[None]]] = {
         grammars_that_overflow,
         grammars_that_take_long,
         grammars_with_costly_masks,
+        poison_requests,
     )
 }
+KILLS = ("poison_requests",)  # which are replaced: whoever sends none of these is to see a pause at most
 LETS_NOTHING_IN = ("cross_site_page",)  # of these no request is to be answered
 
 

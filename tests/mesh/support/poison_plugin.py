@@ -57,7 +57,7 @@ def arm() -> None:
     elif role == "detokenizer":
         from meshlm.detokenizer.io import DetokenizerApp
 
-        _before(DetokenizerApp, "_encode_now", role, lambda ask: [ask.prompt.token_ids])
+        _before(DetokenizerApp, "_encode_now", role, lambda ask: [getattr(ask.prompt, "token_ids", b"")])
     elif role == "coordinator":
         from meshlm.coordinator.core import Coordinator
 
