@@ -43,7 +43,7 @@ def test_memory_goes_and_comes(tmp_path: Path, mode: str) -> None:
         assert used - torch.cuda.memory_allocated() >= whole
         assert held - torch.cuda.memory_reserved() > 0.95 * whole - 2 * PIECE  # weights' and the KV cache's pieces
         made.be_without((KV_CACHE,))
-        assert used - torch.cuda.memory_allocated() >= kv
+        assert used - torch.cuda.memory_allocated() > 0.95 * kv  # a library may have taken its workspace meanwhile
         assert held - torch.cuda.memory_reserved() > 0.95 * kv - PIECE
         made.be_without(())
         replays = sum(made.graph_counts().replays.values())
