@@ -1,9 +1,11 @@
 """The Python API: the same engine, no HTTP, no `__main__` guard."""
 
+import os
 from pathlib import Path
 
 import pytest
 from scripts import run
+from start_plugin import DIES_AT_START, install
 
 pytestmark = pytest.mark.mesh
 
@@ -247,18 +249,26 @@ print("done")
 
 
 GIVEN_UP = """
-import os, signal, threading
+import os, pathlib, signal, sys, threading
 from meshlm import LLM, SamplingParams
 from meshlm.supervisor.errors import StartError
-llm = LLM(device="fake", fake_step_ms=5, max_restarts=0)
-(worker,) = [pid for identity, pid in llm._supervisor._incarnations.pids().items() if identity.role.value == "worker"]
-threading.Timer(0.5, os.kill, (worker, signal.SIGKILL)).start()
+llm = LLM(device="fake", fake_step_ms=5, max_restarts=1, detokenizers=1)
+role, wish = os.environ["ROLE"], pathlib.Path(os.environ["DIES_AT_START"])
+(pid,) = [pid for identity, pid in llm._supervisor._incarnations.pids().items() if identity.role.value == role]
+def kill():
+    wish.write_text(role)
+    os.kill(pid, signal.SIGKILL)
+if os.environ["BUSY"]:
+    threading.Timer(0.5, kill).start()
+else:
+    kill()
 try:
     llm.generate([300, 301], SamplingParams(max_tokens=8000, ignore_eos=True), use_tqdm=False)
 except StartError as error:
-    assert "worker/0 died 1 times" in str(error), error
+    assert f"{role}/0 died 2 times" in str(error), error
+    assert "signal 11" in str(error), error
 else:
-    raise AssertionError("an answer without a worker")
+    raise AssertionError("an answer of a mesh that cannot be kept alive")
 llm.shutdown()
 print("done")
 """
@@ -301,8 +311,18 @@ def test_generate_outlives_any_process(tmp_path: Path) -> None:
     run(tmp_path, KILLS)
 
 
-def test_a_mesh_that_gives_up_ends_the_call(tmp_path: Path) -> None:
-    """With its reason: nobody would answer any more."""
+@pytest.mark.parametrize(
+    ("role", "busy"), [("worker", ""), ("worker", "busy"), ("scheduler", "busy"), ("detokenizer", "busy")]
+)
+def test_a_mesh_that_gives_up_ends_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, busy: str
+) -> None:
+    """With its reason: nobody would answer any more. What dies at its start dies of no request, whoever waits elsewhere."""
+    paths = [str(install(tmp_path)), os.environ.get("PYTHONPATH")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    monkeypatch.setenv(DIES_AT_START, str(tmp_path / "who"))
+    monkeypatch.setenv("ROLE", role)
+    monkeypatch.setenv("BUSY", busy)
     run(tmp_path, GIVEN_UP)
 
 
