@@ -17,7 +17,7 @@ from meshlm.protocol.ids import ErrorKind
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.sandbox.lanes import Busy, Lanes
 from meshlm.runtime.sandbox.limits import MIB, ChildDied, Limit, Limits
-from meshlm.runtime.sandbox.sandbox import Sandbox, SandboxFailed
+from meshlm.runtime.sandbox.sandbox import NoChild, Sandbox, SandboxFailed
 
 # A worker's process of masks has more of everything (workers/output/mask_process.py): what compiles here compiles there.
 LIMITS = Limits(cpu_s=2.0, memory_bytes=512 * MIB, stack_bytes=4 * MIB, niceness=5)
@@ -67,6 +67,8 @@ class GrammarSandbox:
             if not died.is_of_the_job:
                 raise Unknown(ErrorKind.OVERLOADED, f"{died.message}; try again") from None
             return "", died.message
+        except NoChild as failed:
+            raise Unknown(ErrorKind.OVERLOADED, f"it cannot be compiled now: {failed}; try again") from None
         except SandboxFailed as failed:
             self._log_failure("the grammar library failed")
             raise Unknown(ErrorKind.INVALID, f"the grammar cannot be compiled: {failed}") from None

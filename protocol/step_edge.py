@@ -155,7 +155,7 @@ class RowFailed(Struct, frozen=True, omit_defaults=True):
     """Why the request of a row ends with an error, while the others of its step go on."""
 
     message: str
-    kind: ErrorKind = ErrorKind.INVALID  # its own parameters leave no token
+    kind: ErrorKind = ErrorKind.INVALID  # its own parameters leave no token; OVERLOADED: the host was busy
 
 
 class StepResult(Struct, frozen=True, tag="result", omit_defaults=True):
@@ -191,7 +191,7 @@ class GrammarReady(Struct, frozen=True, tag="grammar_ready"):
 
     session: int
     number: int
-    error: str = ""
+    failed: RowFailed | None = None
 
 
 class WorkerStats(Struct, frozen=True, tag="stats"):

@@ -26,7 +26,6 @@ from meshlm.protocol.sleeping import AWAKE, after
 from meshlm.protocol.step_edge import (
     GrammarReady,
     LastPlan,
-    RowFailed,
     StepFailed,
     StepPlan,
     StepResult,
@@ -166,7 +165,8 @@ class Scheduler:
                 self.load.worker(stats.graphs, event.incarnation)
             case GrammarReady() as grammar if grammar.session == self.session:
                 for request in self.table.grammars.ready(event.sender, grammar):
-                    self.table.fail_row(request, output, RowFailed(grammar.error))
+                    if grammar.failed is not None:
+                        self.table.fail_row(request, output, grammar.failed)
             case StepFailed() as failed:
                 return self._step_failed(failed, output)
             case AttachTokens() as attach:

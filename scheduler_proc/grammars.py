@@ -71,4 +71,4 @@ class Grammars:
         if grammar is None:
             return ()
         grammar.missing.discard(worker)
-        return tuple(grammar.requests) if ready.error else ()
+        return tuple(grammar.requests) if ready.failed is not None else ()

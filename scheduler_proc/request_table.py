@@ -91,10 +91,9 @@ class RequestTable:
 
     def fail_row(self, request: Request, output: Output, failed: RowFailed) -> None:
         """End a request that its worker has no token for. Where its own parameters leave none, the error names one of them."""
-        param = _constraint(request.work.sampling) if failed.kind is ErrorKind.INVALID else ""
-        kind, message = (
-            (ErrorKind.INVALID, f"{param}: {failed.message}") if param else (ErrorKind.INTERNAL, failed.message)
-        )
+        param = _constraint(request.work.sampling) if failed.kind is not ErrorKind.INTERNAL else ""
+        kind = ErrorKind.INTERNAL if failed.kind is ErrorKind.INVALID and not param else failed.kind
+        message = f"{param}: {failed.message}" if param else failed.message
         self.finish(request, output, FinishReason.ERROR, message, kind, param.split(".")[0])
 
     def too_long(self, detokenizer: Identity, deltas: TokenDeltas, text: str) -> list[Send]:

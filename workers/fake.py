@@ -20,7 +20,7 @@ from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.kv import ChunkedAttention, EncoderOnly, FullAttention, SlidingWindow, caches_of, make_groups
 from meshlm.protocol.lockstep import StepAgreement
 from meshlm.protocol.sleeping import KV_CACHE
-from meshlm.protocol.step_edge import RowFailed, StepPlan, StepResult
+from meshlm.protocol.step_edge import StepPlan, StepResult
 from meshlm.protocol.tasks import PoolKind
 from meshlm.protocol.token_edge import LogprobColumns
 from meshlm.workers import kv_capacity
@@ -166,9 +166,7 @@ class FakeEngine:
                 done_ns=time.monotonic_ns(),
                 counts=b"" if counts is None else counts.tobytes(),
                 pooled=pooled,
-                failed={
-                    int(np.flatnonzero(arrays.samples)[line]): RowFailed(why) for line, why in constraint.failed.items()
-                },
+                failed={int(np.flatnonzero(arrays.samples)[line]): why for line, why in constraint.failed.items()},
             )
         )
 

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 from msgspec import Struct
 
@@ -20,7 +19,6 @@ from meshlm.protocol.lockstep import StepGroup
 from meshlm.protocol.operations import CallWorkers, Operation, ResetPrefixCache
 from meshlm.protocol.sleeping import AWAKE, Sleeping
 from meshlm.protocol.step_edge import (
-    GrammarReady,
     LastPlan,
     PrepareGrammar,
     Reset,
@@ -40,6 +38,7 @@ from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.engine import Engine, Pending
 from meshlm.workers.engines import make_engine, ready
 from meshlm.workers.extension import Extension
+from meshlm.workers.grammar_threads import GrammarThreads
 from meshlm.workers.kv.mirror import PrefixCacheMirror
 from meshlm.workers.operations import Operations
 from meshlm.workers.profiler import load_profiler
@@ -49,7 +48,6 @@ BETWEEN_S = 0.001  # two pieces of it: a plan comes first
 STATS_S = 1.0
 ASLEEP = "asleep"
 DROPPED = 2  # the level of sleep in which nobody has the weights
-GRAMMAR_THREADS = 2
 ANEW_S = 30.0  # a rank that is lost makes a new session within a second or two, one that hangs within --stall-timeout
 SWITCH_INTERVAL_S = 1e-4  # the stepper must not keep the loop waiting for its turn of 5 ms
 
@@ -63,7 +61,7 @@ class WorkerApp:
         self._plans: queue.SimpleQueue[tuple[StepPlan | Reset | Operation, int] | None] = queue.SimpleQueue()
         self._pending: queue.SimpleQueue[tuple[StepPlan, Pending] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._grammar_threads = ThreadPoolExecutor(GRAMMAR_THREADS, "grammar")
+        self._grammars = GrammarThreads(self._say)
         self._reset: Reset | None = None  # the scheduler's newest wish that came before the model was loaded
         self._wishes: queue.SimpleQueue[Reset | None] = queue.SimpleQueue()  # all of them, with --enable-sleep-mode
         self._sleeping = AWAKE
@@ -316,7 +314,8 @@ class WorkerApp:
                     self._directory.reset_prefix_cache()
                 self._plans.put((message, 0))
             case PrepareGrammar():
-                self._grammar_threads.submit(self._prepare_grammar, message)
+                assert self._engine is not None
+                self._grammars.submit(self._engine.grammars if self._shard.is_last else None, message)
             case ResetGroup():
                 if not self._membership.withdraw():
                     self._leave(message.reason)
@@ -352,17 +351,6 @@ class WorkerApp:
         assert self._mesh is not None
         if self._session == session:
             self._mesh.fatal("the ranks that step together lost one another, and none of them is gone")
-
-    def _prepare_grammar(self, ask: PrepareGrammar) -> None:
-        """Compiles in a thread of its own: the stepper waits for nobody."""
-        assert self._engine is not None
-        try:
-            error = self._engine.grammars.compile(ask.text) if self._shard.is_last else ""
-        except BaseException as panic:  # the library's panics are no Exceptions; the client waits for an answer
-            assert self._mesh is not None
-            self._mesh.log.exception("the grammar library failed")
-            error = f"the grammar cannot be compiled: {panic}"
-        self._say(GrammarReady(ask.session, ask.number, error))
 
     def _make_exchange(self, group: StepGroup) -> StepExchange:
         assert self._mesh is not None
@@ -403,7 +391,7 @@ class WorkerApp:
         """Frontends end first and wait for their requests; nothing is left then."""
 
     async def stop(self) -> None:
-        self._grammar_threads.shutdown(wait=False, cancel_futures=True)
+        self._grammars.close()
         self._wishes.put(None)
         self._plans.put(None)
         self._pending.put(None)

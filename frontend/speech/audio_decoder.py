@@ -12,7 +12,7 @@ from meshlm.frontend.errors import HttpError
 from meshlm.protocol.audio import SAMPLE_RATE
 from meshlm.protocol.ids import ErrorKind
 from meshlm.runtime.sandbox.limits import MIB, ChildDied, Limits
-from meshlm.runtime.sandbox.sandbox import Sandbox, SandboxFailed
+from meshlm.runtime.sandbox.sandbox import NoChild, Sandbox, SandboxFailed
 
 if TYPE_CHECKING:
     from meshlm.frontend.speech.audio_files import Samples
@@ -49,6 +49,8 @@ class AudioDecoder:
             if died.is_of_the_job:
                 raise HttpError(400, f"file: it cannot be decoded: {died.message}", "file") from None
             raise HttpError.of(ErrorKind.OVERLOADED, f"file: {died.message}; try again", "file") from None
+        except NoChild as failed:
+            raise HttpError.of(ErrorKind.OVERLOADED, f"file: {failed}; try again", "file") from None
         except SandboxFailed as failed:
             raise HttpError.of(ErrorKind.INTERNAL, f"the audio cannot be decoded: {failed}", "file") from None
         if answer[:1] != DECODED:

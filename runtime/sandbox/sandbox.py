@@ -35,6 +35,10 @@ class SandboxFailed(Exception):
     """The job failed, or no child could be had; the text says why."""
 
 
+class NoChild(SandboxFailed):
+    """No child could be had: that is no fault of the job's, which may go well another time."""
+
+
 class Child:
     """One child on its way. `socket` is connected to it."""
 
@@ -43,10 +47,10 @@ class Child:
         self.pid, self._pidfd = 0, -1
 
     def began(self, within_s: float = START_S) -> None:
-        """Waits until it is forked. SandboxFailed when it cannot be."""
+        """Waits until it is forked. NoChild when it cannot be."""
         data = _read(self._status, STARTED.size, within_s)
         if len(data) < STARTED.size:
-            raise SandboxFailed("no process could be started for it")
+            raise NoChild("no process could be started for it")
         (self.pid,) = STARTED.unpack(data)
         with contextlib.suppress(ProcessLookupError):
             self._pidfd = os.pidfd_open(self.pid)
@@ -98,7 +102,7 @@ class Sandbox:
     def _started(self) -> socket.socket:
         """The control socket of a fork server that lives."""
         if self._is_closed:
-            raise SandboxFailed("this process ends")
+            raise NoChild("this process ends")
         if self._process is not None and self._process.poll() is None and self._control is not None:
             return self._control
         self._end()
@@ -114,7 +118,13 @@ class Sandbox:
         return ours
 
     def open(self, limits: Limits, descriptors: Sequence[int] = ()) -> Child:
-        """A new child, with these descriptors. SandboxFailed."""
+        """A new child, with these descriptors. NoChild."""
+        try:
+            return self._opened(limits, descriptors)
+        except OSError as error:  # no descriptors, say
+            raise NoChild(f"no process could be started for it: {error}") from None
+
+    def _opened(self, limits: Limits, descriptors: Sequence[int]) -> Child:
         ours, theirs = socket.socketpair()
         read, write = os.pipe()
         child = Child(ours, read, limits)
@@ -143,7 +153,7 @@ class Sandbox:
                 except OSError as error:  # it died: a new one
                     self._end()
                     if is_last:
-                        raise SandboxFailed(f"no process could be started for it: {error}") from None
+                        raise NoChild(f"no process could be started for it: {error}") from None
 
     def run(self, job: bytes, limits: Limits, wall_s: float) -> bytes:
         """The answer of one child to one job. ChildDied, SandboxFailed."""

@@ -32,8 +32,8 @@ class GrammarBench(Bench):
         )
         self.event(Received(COORDINATOR, LIFE, Assign(work, DETOKENIZER, LIFE)))
 
-    def ready(self, ask: PrepareGrammar, error: str = "") -> None:
-        self.event(Received(WORKER, LIFE, GrammarReady(ask.session, ask.number, error)))
+    def ready(self, ask: PrepareGrammar, failed: RowFailed | None = None) -> None:
+        self.event(Received(WORKER, LIFE, GrammarReady(ask.session, ask.number, failed)))
 
 
 def test_it_waits_and_others_pass() -> None:
@@ -74,9 +74,24 @@ def test_what_cannot_be_compiled_ends_by_its_field() -> None:
     bench = GrammarBench(limits(), 16, 4)
     bench.give(1, "bad")
     bench.give(2, "bad")
-    bench.ready(bench.asked[0], "no text fits it")
+    bench.ready(bench.asked[0], RowFailed("no text fits it"))
     assert bench.refused == dict.fromkeys((1, 2), "guided_regex: guided_regex.x: no text fits it")
+    assert bench.error_kinds == dict.fromkeys((1, 2), ErrorKind.INVALID)
     assert not bench.core.requests
+
+
+def test_a_host_that_is_busy_is_no_fault_of_the_grammar() -> None:
+    """Its client is to try again (503), and nothing of the grammar is kept."""
+    bench = GrammarBench(limits(), 16, 4)
+    bench.give(1, "a")
+    bench.ready(bench.asked[0], RowFailed("it was not done; try again", ErrorKind.OVERLOADED))
+    assert bench.refused == {1: "guided_regex: guided_regex.x: it was not done; try again"}
+    assert bench.error_kinds == {1: ErrorKind.OVERLOADED}
+    assert not bench.core.requests
+    bench.give(2, "a")
+    bench.ready(bench.asked[1])
+    bench.finish()
+    assert bench.tokens[2] == reference(PROMPT, 4)
 
 
 @pytest.mark.parametrize("num_steps", range(4))

@@ -10,7 +10,7 @@ import pytest
 import structlog
 
 from meshlm.protocol.control_edge import GraphCounts
-from meshlm.protocol.ids import Identity, Role, StepId
+from meshlm.protocol.ids import ErrorKind, Identity, Role, StepId
 from meshlm.protocol.operations import (
     Operation,
     OperationDone,
@@ -23,6 +23,7 @@ from meshlm.protocol.step_edge import (
     GrammarReady,
     PrepareGrammar,
     Reset,
+    RowFailed,
     StepFailed,
     StepPlan,
     StepResult,
@@ -34,6 +35,7 @@ from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers import io
 from meshlm.workers.engine import EngineFacts, Pending
 from meshlm.workers.operations import Operations
+from meshlm.workers.output.matchers_lost import MatchersLost
 
 
 class Mesh:
@@ -78,6 +80,8 @@ class Grammars:
             assert self.released.wait(30)
         if text == "panic":
             raise BaseException("called `Option::unwrap()` on a `None` value")
+        if text == "busy":
+            raise MatchersLost("it was not done", by_grammar=False)
         return "no such rule" if text == "bad" else ""
 
 
@@ -143,15 +147,18 @@ async def test_grammars_are_compiled_beside_the_steps(smollm2: Path, monkeypatch
     """What is slow holds up neither others nor operations; each is answered, whatever becomes of it."""
     app, mesh = await start(smollm2, monkeypatch, None)
     scheduler, engine = Identity(Role.SCHEDULER, 0), app._engine
-    for number, text in enumerate(("slow", "bad", "panic", "fine")):
+    for number, text in enumerate(("slow", "bad", "panic", "fine", "busy")):
         app.on_message(scheduler, PrepareGrammar(5, number, text))
     app.on_message(scheduler, Operation(OperationId("b"), ResetPrefixCache()))
-    said = [await asyncio.wait_for(mesh.said.get(), 10) for _ in range(4)]
+    said = [await asyncio.wait_for(mesh.said.get(), 10) for _ in range(5)]
     assert OperationDone(OperationId("b")) in said
     answers = {one.number: one for one in said if isinstance(one, GrammarReady)}
-    assert answers.keys() == {1, 2, 3}
-    assert (answers[1].error, answers[3].error) == ("no such rule", "")
-    assert "cannot be compiled" in answers[2].error
+    assert answers.keys() == {1, 2, 3, 4}
+    assert (answers[1].failed, answers[3].failed) == (RowFailed("no such rule"), None)
+    panic = answers[2].failed
+    assert panic is not None
+    assert "cannot be compiled" in panic.message
+    assert answers[4].failed == RowFailed("it was not done; try again", ErrorKind.OVERLOADED)
     engine.grammars.released.set()  # type: ignore[union-attr]
     assert await asyncio.wait_for(mesh.said.get(), 10) == GrammarReady(5, 0)
     await app.stop()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.control_edge import GraphCounts
-from meshlm.protocol.step_edge import RowFailed, StepPlan, StepResult
+from meshlm.protocol.step_edge import StepPlan, StepResult
 from meshlm.protocol.tasks import PoolKind
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers import memory
@@ -356,7 +356,7 @@ class ModelEngine:
             token_ids=b"",
             received_ns=received_ns,
             launched_ns=self._timeline.launched_ns(begun_ns),
-            failed={int(places[line]): RowFailed(why) for line, why in constraint.failed.items()},
+            failed={int(places[line]): why for line, why in constraint.failed.items()},
         )
         return PendingStep(result, tokens, (found, of_prompt), (before, begin, self._last), pooled, places)
 

@@ -14,21 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import NewRow, StepPlan
+from meshlm.protocol.step_edge import NewRow, RowFailed, StepPlan
 from meshlm.workers.output.matchers import RowBegins, Turn, Turned
+from meshlm.workers.output.matchers_lost import TOO_LATE, MatchersLost
 from meshlm.workers.rows import I32
 
 MAX_UNREAD = 4  # steps whose tokens may wait to be read here: their buffers are used again
 MOST_DEATHS = 2  # of the process of masks, of nothing that is known, while it has a row
 ANEW_S = 20.0  # for all rows that begin anew in a process of masks; the others wait for that
-
-
-class MatchersLost(Exception):
-    """The process of the matchers ended; the text says why. `by_grammar`: because of what it had to do."""
-
-    def __init__(self, message: str, *, by_grammar: bool) -> None:
-        super().__init__(message)
-        self.message, self.by_grammar = message, by_grammar
 
 
 class Backend(Protocol):
@@ -40,7 +33,10 @@ class Backend(Protocol):
         ...
 
     def start(self) -> None: ...
-    def compile(self, text: str) -> str: ...
+
+    def compile(self, text: str) -> str:
+        """Why no row can have the grammar; "" once rows may. MatchersLost when that cannot be said."""
+        ...
 
     def turn(self, turn: Turn, words: I32) -> Turned:
         """See Matchers. MatchersLost when it ended, with all rows."""
@@ -95,15 +91,15 @@ class _Unread(NamedTuple):
 
 
 class ConstrainedRow:
-    """One row's constraint. `error`: why its text cannot go on."""
+    """One row's constraint. `failed`: why its text cannot go on."""
 
-    __slots__ = ("error", "is_over", "num_deaths", "num_sent", "number", "output", "sampling")
+    __slots__ = ("failed", "is_over", "num_deaths", "num_sent", "number", "output", "sampling")
 
     def __init__(self, number: int, sampling: SamplingParams, output: list[int]) -> None:
         self.number, self.sampling, self.output = number, sampling, output
         self.num_sent = -1  # tokens of the output that its matcher has; -1: it has none
         self.is_over = False  # any token may come from now on
-        self.error = ""
+        self.failed: RowFailed | None = None
         self.num_deaths = 0
 
 
@@ -122,7 +118,7 @@ class Grammars:
         self._backend.start()
 
     def compile(self, text: str) -> str:
-        """Have the grammar ready for rows; why it cannot be. Called in any thread."""
+        """See Backend. Called in any thread."""
         return self._backend.compile(text)
 
     # --- the stepper thread ---
@@ -166,9 +162,9 @@ class Grammars:
         count = len(rows)
         words = np.empty((count, self._backend.num_words), np.int32) if take is None else take(count)
         lines = [
-            line for line, row in enumerate(rows.values()) if not row.error
+            line for line, row in enumerate(rows.values()) if row.failed is None
         ]  # others may be in steps planned before
-        go_on = [row for row in rows.values() if not row.error]
+        go_on = [row for row in rows.values() if row.failed is None]
         masks = words if len(go_on) == count else np.empty((len(go_on), words.shape[1]), np.int32)
         try:
             if go_on:
@@ -196,7 +192,7 @@ class Grammars:
         self._removed = []
         for row in rows:
             row.num_sent = len(row.output)
-            row.error = turned.errors.get(row.number, "")
+            row.failed = RowFailed(error) if (error := turned.errors.get(row.number)) else None
             row.is_over = row.number in turned.over
 
     def _anew(self, rows: list[ConstrainedRow], words: I32) -> None:
@@ -205,18 +201,18 @@ class Grammars:
         until = time.monotonic() + ANEW_S
         for row, each in zip(rows, words, strict=True):
             row.num_deaths += 1
-            while True:
+            while time.monotonic() <= until:
                 try:
-                    if time.monotonic() > until:
-                        raise MatchersLost("its masks could not be made anew in time", by_grammar=True)
                     self._turn([row], each[None])
                     break
                 except MatchersLost as lost:
                     self._forget_sent()
                     row.num_deaths += not lost.by_grammar
                     if lost.by_grammar or row.num_deaths > MOST_DEATHS:
-                        row.error, each[:] = lost.message, -1
+                        row.failed, each[:] = lost.failed, -1
                         break
+            else:
+                row.failed, each[:] = TOO_LATE, -1
 
     def _forget_sent(self) -> None:
         self._removed = []
@@ -245,7 +241,7 @@ class Constraint:
 
     def __init__(self, grammars: Grammars, rows: dict[int, ConstrainedRow]) -> None:
         self._grammars, self._rows = grammars, rows
-        self.failed: dict[int, str] = {}  # by line: why the row's text cannot go on
+        self.failed: dict[int, RowFailed] = {}  # by line: why the row's text cannot go on
 
     def __bool__(self) -> bool:
         return bool(self._rows)
@@ -259,7 +255,7 @@ class Constraint:
         if not self._rows:
             return None
         mask = self._grammars.mask(self._rows, take)
-        self.failed = {line: row.error for line, row in self._rows.items() if row.error}
+        self.failed = {line: row.failed for line, row in self._rows.items() if row.failed is not None}
         return mask
 
     def sampled(self, tokens: I32, mark: Mark) -> None:

@@ -20,9 +20,9 @@ from msgspec import Struct
 
 from meshlm.protocol.config import Resolved
 from meshlm.runtime.sandbox.limits import MIB, ChildDied, Limit, Limits
-from meshlm.runtime.sandbox.sandbox import Child, Sandbox, SandboxFailed
-from meshlm.workers.output.grammars import MatchersLost
+from meshlm.runtime.sandbox.sandbox import Child, NoChild, Sandbox, SandboxFailed
 from meshlm.workers.output.matchers import Turn, Turned
+from meshlm.workers.output.matchers_lost import MatchersLost
 from meshlm.workers.rows import I32
 
 # Ten times what a grammar had to compile in before it came here (detokenizer/grammar_threads.py).
@@ -78,10 +78,10 @@ class _Session:
         raise self.child.died()
 
     def __del__(self) -> None:
-        """No thread has it any more."""
-        self.compiles.close()
-        if (child := getattr(self, "child", None)) is not None:
-            child.close()
+        """No thread has it any more. What it could not have at its beginning it lacks."""
+        for name in ("compiles", "child"):
+            if (held := getattr(self, name, None)) is not None:
+                held.close()
 
 
 class MaskProcess:
@@ -99,24 +99,23 @@ class MaskProcess:
         self._sandbox.start()
 
     def compile(self, text: str) -> str:
-        """Why no row can have the grammar; "" once rows may. Waits while the vocabulary is loaded."""
+        """See Backend. Waits while the vocabulary is loaded."""
         with self._compiling:
-            error = ""
             for _ in range(TRIES):
                 try:
                     session = self._opened()
                 except SandboxFailed as failed:
-                    return f"the grammar cannot be compiled: {failed}"
+                    raise MatchersLost(f"it cannot be compiled now: {failed}", by_grammar=False) from None
                 if not text:
                     return ""
                 try:
                     return session.ask(session.compiles, _bytes(text), COMPILE_CPU_S).decode()
                 except ChildDied as died:
                     self._drop(session)
-                    error = died.message
                     if died.is_of_the_job:
-                        break
-            return error
+                        return died.message
+                    why = died.message
+            raise MatchersLost(why, by_grammar=False)
 
     def turn(self, turn: Turn, words: I32) -> Turned:
         at_once = SHARED_BYTES // (4 * self.num_words)
@@ -150,7 +149,10 @@ class MaskProcess:
         """The child that lives, or a new one. SandboxFailed."""
         with self._opening:
             if self._session is None:
-                self._session = _Session(self._sandbox)
+                try:
+                    self._session = _Session(self._sandbox)
+                except OSError as error:  # of the memory that they share
+                    raise NoChild(f"no process could be started for it: {error}") from None
             return self._session
 
     def _drop(self, session: _Session) -> None:

@@ -261,7 +261,7 @@ FULL: tuple[Struct, ...] = (
     ),
     step.StepFailed(77, StepId(5), "out of memory"),
     step.PrepareGrammar(77, 3, "start: A"),
-    step.GrammarReady(77, 3, "no such rule"),
+    step.GrammarReady(77, 3, ROW_FAILED),
     step.WorkerStats(GRAPHS),
     # everyone <-> supervisor, everyone <-> coordinator
     control.Progress("weights", 12, 100, "MB"),

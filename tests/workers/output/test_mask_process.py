@@ -18,17 +18,18 @@ from grammar_bombs import chain_of_objects
 from llguidance import LLMatcher
 
 from meshlm.protocol.grammar import Grammar, GrammarKind
-from meshlm.protocol.ids import Row, StepId
+from meshlm.protocol.ids import ErrorKind, Row, StepId
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import NewRow, StepPlan
+from meshlm.protocol.step_edge import NewRow, RowFailed, StepPlan
 from meshlm.runtime import tokenizer_files
-from meshlm.runtime.sandbox.limits import MIB, Limits
+from meshlm.runtime.sandbox.limits import MIB, ChildDied, Limit, Limits
 from meshlm.runtime.vocabulary import Vocabulary
 from meshlm.workers.output import grammars as grammars_module
 from meshlm.workers.output import mask_process
-from meshlm.workers.output.grammars import COMPUTED, Grammars, MatchersLost
+from meshlm.workers.output.grammars import COMPUTED, Grammars
 from meshlm.workers.output.mask_process import MaskProcess
 from meshlm.workers.output.matchers import Matchers, RowBegins, Turn, Turned
+from meshlm.workers.output.matchers_lost import MatchersLost
 from meshlm.workers.rows import I32
 
 pytestmark = pytest.mark.model
@@ -72,7 +73,7 @@ def stepped(made: Grammars, rows: list[int], seed: int) -> tuple[list[bytes], di
     dice = np.random.default_rng(seed)
     tokens = np.array([dice.choice(np.flatnonzero(line)) for line in mask.allowed(VOCAB)], np.int32)
     constraint.sampled(tokens, COMPUTED)
-    return [line.tobytes() for line in mask.words], {rows[line]: why for line, why in constraint.failed.items()}
+    return [line.tobytes() for line in mask.words], {rows[line]: why.message for line, why in constraint.failed.items()}
 
 
 def test_masks_are_those_of_the_matchers(process: MaskProcess, vocabulary: Vocabulary) -> None:
@@ -174,7 +175,7 @@ def test_the_row_at_fault_is_found() -> None:
         constraint = made.of_step(np.arange(4, dtype=np.int32))
         mask = constraint.mask()
         assert mask is not None
-        assert constraint.failed == {1: "it ended"}
+        assert constraint.failed == {1: RowFailed("it ended")}
         assert mask.words[:, 0].tolist() == [7, -1, 7, 7]
     assert backend.num_deaths == 2
 
@@ -185,7 +186,7 @@ def test_a_row_that_is_there_again_and_again_is_given_up() -> None:
     made.apply(plan(new(0, ""), new(1, "")))
     constraint = made.of_step(np.arange(2, dtype=np.int32))
     constraint.mask()
-    assert constraint.failed == {0: "it ended"}
+    assert constraint.failed == {0: RowFailed("it ended; try again", ErrorKind.OVERLOADED)}
     assert backend.num_deaths <= 2 + grammars_module.MOST_DEATHS
 
 
@@ -196,6 +197,7 @@ def test_time_to_begin_anew_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None
     constraint = made.of_step(np.arange(2, dtype=np.int32))
     constraint.mask()
     assert constraint.failed.keys() == {0, 1}
+    assert {failed.kind for failed in constraint.failed.values()} == {ErrorKind.OVERLOADED}
 
 
 def test_the_vocabulary_is_loaded_elsewhere(smollm2: Path) -> None:
@@ -253,3 +255,35 @@ def test_a_grammar_is_compiled_whatever_ends_the_process_meanwhile(
     monkeypatch.setattr(mask_process, "send", send)
     assert process.compile(LETTERS) == ""
     assert len({*killed, process._opened().child.pid}) == 3
+
+
+@pytest.mark.parametrize(("limit", "is_busy"), [(limit, limit in (Limit.WALL, Limit.KILLED)) for limit in Limit])
+def test_a_grammar_is_at_fault_only_for_what_it_does(
+    process: MaskProcess, monkeypatch: pytest.MonkeyPatch, limit: Limit, is_busy: bool
+) -> None:
+    """A busy host, or one without memory, says nothing of it; its client is to try again."""
+
+    def ask(*arguments: object) -> bytes:
+        raise ChildDied(limit, "it ended")
+
+    monkeypatch.setattr(mask_process._Session, "ask", ask)
+    if not is_busy:
+        assert process.compile(LETTERS) == "it ended"
+        return
+    with pytest.raises(MatchersLost) as lost:
+        process.compile(LETTERS)
+    assert lost.value.failed == RowFailed("it ended; try again", ErrorKind.OVERLOADED)
+
+
+def test_a_host_without_room_for_the_process_is_no_fault_of_the_grammar(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def memfd_create(name: str) -> int:
+        raise OSError(24, "Too many open files")
+
+    made = MaskProcess(resolved(smollm2))
+    monkeypatch.setattr(os, "memfd_create", memfd_create)
+    with pytest.raises(MatchersLost, match="Too many open files") as lost:
+        made.compile(DIGITS)
+    assert lost.value.failed.kind is ErrorKind.OVERLOADED
+    made.close()
