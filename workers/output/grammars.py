@@ -183,11 +183,7 @@ class Grammars:
             for row in rows
             if row.num_sent < 0
         ]
-        pushed = [
-            (row.number, np.array(row.output[row.num_sent :], np.int32).tobytes())
-            for row in rows
-            if 0 <= row.num_sent < len(row.output)
-        ]
+        pushed = [(row.number, row.output[row.num_sent :]) for row in rows if 0 <= row.num_sent < len(row.output)]
         turned = self._backend.turn(Turn([row.number for row in rows], begins, pushed, self._removed), words)
         self._removed = []
         for row in rows:

@@ -15,7 +15,7 @@ import numpy as np
 from meshlm.runtime import tokenizer_files
 from meshlm.runtime.sandbox.fork_server import Handle
 from meshlm.runtime.vocabulary import Vocabulary
-from meshlm.workers.output.mask_process import SHARED_BYTES, STACK_BYTES, MaskChild, receive, send
+from meshlm.workers.output.mask_process import SHARED_BYTES, SPIN_S, STACK_BYTES, MaskChild, comes, receive, send
 from meshlm.workers.output.matchers import Matchers, Turn
 
 
@@ -31,7 +31,7 @@ def make(argument: bytes) -> Handle:
         connected = socket.socket(fileno=compiles)
         threading.Thread(target=_compile, args=(matchers, connected), daemon=True).start()
         words = np.frombuffer(mmap.mmap(memory, SHARED_BYTES), np.int32)
-        while (message := receive(turns)) is not None:
+        while comes(turns, None, SPIN_S) and (message := receive(turns)) is not None:
             turn = msgspec.msgpack.decode(message, type=Turn)
             count = len(turn.wanted)
             masks = words[: count * vocabulary.num_words].reshape(count, vocabulary.num_words)

@@ -34,7 +34,12 @@ COMPILE_CPU_S = 60.0  # likewise while one grammar is compiled, which the detoke
 MOST_WALL_S = 120.0
 TRIES = 3  # of a grammar that another thing's end took with it
 LOOK_S = 0.1  # between two looks at the clock of a child that takes long
+# For so long either side looks for what comes next before it sleeps, for to be woken may take as long as the masks themselves. Where
+# there are few cores, others have work for them.
+SPIN_CORES = 8
+SPIN_S = 0.002 if len(os.sched_getaffinity(0)) >= SPIN_CORES else 0.0
 LENGTH = struct.Struct("<I")
+PIECE = 1 << 16  # what most messages are within
 
 
 class MaskChild(Struct, frozen=True):
@@ -64,9 +69,8 @@ class _Session:
         before, until = self.child.cpu_s(), time.monotonic() + MOST_WALL_S
         try:
             send(connected, message)
-            poll = select.poll()
-            poll.register(connected, select.POLLIN)
-            while not poll.poll(LOOK_S * 1000):
+            spin_s = SPIN_S if connected is self.child.socket else 0.0  # a grammar's compiling takes longer
+            while not comes(connected, LOOK_S, spin_s):
                 if self.child.cpu_s() - before > most_cpu_s:
                     raise ChildDied(Limit.CPU, f"it takes more than {most_cpu_s:g} s of CPU time")
                 if time.monotonic() > until:
@@ -176,16 +180,23 @@ def send(connected: socket.socket, message: bytes) -> None:
     connected.sendall(LENGTH.pack(len(message)) + message)
 
 
+def comes(connected: socket.socket, within_s: float | None, spin_s: float) -> bool:
+    """Whether something does in time, or the end. None: waits for as long as it takes. spin_s: looks so long before it sleeps."""
+    poll = select.poll()
+    poll.register(connected, select.POLLIN)
+    until = time.monotonic() + spin_s
+    while time.monotonic() < until:
+        if poll.poll(0):
+            return True
+        os.sched_yield()  # whoever has work for this core goes first, what is waited for among them
+    return bool(poll.poll(None if within_s is None else within_s * 1000))
+
+
 def receive(connected: socket.socket) -> bytes | None:
-    """One message; None at the end."""
-    head = _exactly(connected, LENGTH.size)
-    return None if head is None else _exactly(connected, LENGTH.unpack(head)[0])
-
-
-def _exactly(connected: socket.socket, length: int) -> bytes | None:
+    """One message, behind which nothing is sent before it is answered; None at the end."""
     data = bytearray()
-    while len(data) < length:
-        if not (piece := connected.recv(length - len(data))):
+    while len(data) < LENGTH.size or len(data) < LENGTH.size + LENGTH.unpack_from(data)[0]:
+        if not (piece := connected.recv(PIECE)):
             return None
         data += piece
-    return bytes(data)
+    return bytes(data[LENGTH.size :])

@@ -42,7 +42,7 @@ class Turn(Struct, frozen=True, omit_defaults=True):
 
     wanted: list[int]
     begins: list[RowBegins] = []
-    pushed: list[tuple[int, bytes]] = []  # tokens of rows, int32
+    pushed: list[tuple[int, list[int]]] = []  # tokens of rows
     removed: list[int] = []
 
 
@@ -202,15 +202,16 @@ class Matchers:
             self._rows[begins.number] = self._begun(begins)
         for number, tokens in turn.pushed:
             row = self._rows[number]
-            for token in np.frombuffer(tokens, np.int32).tolist():
+            for token in tokens:
                 row.push(token)
         rows = [self._rows[number] for number in turn.wanted]
         compute = [(found, nth) for nth, row in enumerate(rows) if (found := row.computes) is not None]
         if self._num_threads > 1 and len(compute) >= AT_ONCE:
             self._in_threads(compute, words)
         else:
+            begin, size = words.ctypes.data, words.shape[1] * words.itemsize
             for matcher, nth in compute:
-                matcher.unsafe_compute_mask_ptr(words[nth].ctypes.data, words[nth].nbytes)
+                matcher.unsafe_compute_mask_ptr(begin + nth * words.strides[0], size)
         for row, each in zip(rows, words, strict=True):
             row.finish(each)
         errors = {number: row.error for number, row in zip(turn.wanted, rows, strict=True) if row.error}

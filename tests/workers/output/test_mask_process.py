@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -221,6 +222,53 @@ def test_the_vocabulary_is_loaded_elsewhere(smollm2: Path) -> None:
     made.close()
     assert took < 0.2, "the work was done here"
     assert latest[0] < 1.0
+
+
+@pytest.mark.parametrize("spin_s", [0.0, 60.0])
+def test_what_comes_is_seen_by_who_sleeps_and_by_who_looks(spin_s: float) -> None:
+    """Messages of any length, in pieces, and the end."""
+    ours, theirs = socket.socketpair()
+    messages = [b"", b"a", bytes(mask_process.PIECE), os.urandom(3 * mask_process.PIECE + 1)]
+
+    def answer() -> None:
+        with theirs:
+            for message in messages:
+                assert mask_process.comes(theirs, None, spin_s)
+                assert mask_process.receive(theirs) == message
+                mask_process.send(theirs, message[::-1])
+
+    other = threading.Thread(target=answer)
+    other.start()
+    with ours:
+        for message in messages:
+            mask_process.send(ours, message)
+            assert mask_process.comes(ours, 60.0, spin_s)
+            assert mask_process.receive(ours) == message[::-1]
+        assert mask_process.comes(ours, 60.0, spin_s)
+        assert mask_process.receive(ours) is None
+    other.join()
+
+
+def test_who_looks_sleeps_soon() -> None:
+    """A core is not kept by a process that has nothing to do; nor does anybody look where there are few."""
+    assert mask_process.SPIN_S <= 0.005
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        before = time.thread_time()
+        assert not mask_process.comes(ours, 0.5, 0.005)
+        assert time.thread_time() - before < 0.1
+
+
+def test_few_cores_are_left_to_others() -> None:
+    script = (
+        "import os; os.sched_getaffinity = lambda _: set(range({})); "
+        "from meshlm.workers.output.mask_process import SPIN_S; print(SPIN_S)"
+    )
+    found = [
+        subprocess.run([sys.executable, "-P", "-c", script.format(cores)], check=True, cwd="/", capture_output=True)
+        for cores in (2, 7, 8)
+    ]
+    assert [float(each.stdout) > 0 for each in found] == [False, False, True]
 
 
 def test_the_process_has_no_torch() -> None:
