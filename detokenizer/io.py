@@ -13,13 +13,12 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from meshlm.detokenizer import replies
 from meshlm.detokenizer.core import Detokenizer
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.encode import Encoder
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event
 from meshlm.detokenizer.grammar_threads import GrammarSandbox, GrammarThreads, nobody_waits
-from meshlm.detokenizer.questions import Question, Questions
+from meshlm.detokenizer.question_thread import QuestionThread
 from meshlm.protocol.admit_edge import Admit, Refused
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.counts import Counted, ProcessCounts
@@ -30,12 +29,10 @@ from meshlm.protocol.text_edge import (
     Cancel,
     ChatPrompt,
     Detokenize,
-    DetokenizeReply,
     EmbedsPrompt,
     Submit,
     TextDeltas,
     Tokenize,
-    TokenizeReply,
     TokenPrompt,
     num_bytes_of,
 )
@@ -45,7 +42,6 @@ from meshlm.runtime.about import about
 from meshlm.runtime.deaths import allowed
 from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong, ProcessFatal, RequestError
 from meshlm.runtime.events import PeerLost, PeerUp, Received, Tick
-from meshlm.runtime.in_hand import question_name
 from meshlm.runtime.mesh import Mesh
 from meshlm.runtime.parsers import budgets
 from meshlm.runtime.tokenizer_files import LoadedTokenizer
@@ -105,9 +101,7 @@ class DetokenizerApp:
         self._threads = ThreadPoolExecutor(self._num_threads, "encode")
         self._large_threads = ThreadPoolExecutor(max(1, self._num_threads // 4), "encode-large")
         self._suspect_thread = ThreadPoolExecutor(1, "encode-suspect")
-        self._question_thread = ThreadPoolExecutor(1, "question")
-        self._questions = Questions()
-        self._answers = False  # the thread of questions is busy
+        self._questions = QuestionThread(self._send, self._log_failure)
         self._waiting: dict[int, int] = {}  # by job: bytes of a prompt that is not encoded yet
         self._waiting_bytes = 0
         self._to_encode: deque[Encode] = deque()
@@ -135,7 +129,7 @@ class DetokenizerApp:
         self._core = Detokenizer(table, vocab_size, longest, window_s, life, samples)
         self._core.max_deaths = allowed(mesh.config.run.max_restarts)
         self._do_all(self._early)
-        self._next_question()
+        self._questions.begin(self._encoder, self._core, mesh.call_soon_threadsafe)
         self._tick()
         self.flush()
         return {"vocabulary": f"{vocab_size} tokens"}
@@ -323,42 +317,10 @@ class DetokenizerApp:
         assert self._mesh is not None
         self._mesh.log.exception(what)
 
-    # --- questions ---
-
-    def _question(self, peer: Identity, message: Tokenize | Detokenize) -> None:
-        if (refusal := self._questions.add(peer, message)) is not None:
-            self._send(peer, refusal)
-        self._next_question()
-
-    def _next_question(self) -> None:
-        if not self._answers and self._core is not None and (question := self._questions.take()) is not None:
-            self._answers = True
-            self._question_thread.submit(self._answer, question)
-
-    def _answer(self, question: Question) -> None:
-        """Answers in the thread of questions."""
-        assert self._mesh is not None
-        assert self._encoder is not None
-        assert self._core is not None
-        core, ask = self._core, question.message
-        try:
-            with in_hand.hold(question_name(question.sender, ask.handle)):
-                reply = replies.answer(ask, self._encoder, core.table, core.vocab_size, core.max_model_len)
-        except BaseException as error:  # a panic of the tokenizer's is no Exception; the client waits for an answer
-            self._log_failure("the tokenizer failed")
-            kind = TokenizeReply if isinstance(ask, Tokenize) else DetokenizeReply
-            reply = kind(ask.handle, error=f"the text cannot be tokenized: {error}", param="prompt")
-        self._mesh.call_soon_threadsafe(self._answered, question.sender, reply)
-
-    def _answered(self, to: Identity, reply: TokenizeReply | DetokenizeReply) -> None:
-        self._answers = False
-        self._send(to, reply)
-        self._next_question()
-
     def on_message(self, peer: Identity, message: Struct) -> None:
         match message:
             case Tokenize() | Detokenize():
-                self._question(peer, message)
+                self._questions.ask(peer, message)
                 return
             case Cancel():
                 self._questions.cancel(peer, message.handle)
@@ -410,9 +372,9 @@ class DetokenizerApp:
     async def stop(self) -> None:
         self._to_encode.clear()
         self._to_admit.clear()
-        self._questions = Questions()
+        self._questions.close()
         for grammars in (self._sandbox, self._grammars):
             if grammars is not None:
                 grammars.close()
-        for threads in (self._threads, self._large_threads, self._suspect_thread, self._question_thread):
+        for threads in (self._threads, self._large_threads, self._suspect_thread):
             threads.shutdown(wait=False, cancel_futures=True)

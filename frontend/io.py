@@ -11,7 +11,7 @@ import structlog
 from msgspec import Struct
 
 from meshlm import __version__
-from meshlm.frontend import plugins, request_metrics, submits
+from meshlm.frontend import metrics_start, plugins, request_metrics, submits
 from meshlm.frontend.budget import Budget
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.dashboard.feed import Feed
@@ -54,7 +54,6 @@ from meshlm.protocol.text_edge import (
     TokenizeReply,
 )
 from meshlm.runtime import io_processors
-from meshlm.runtime import metrics as shared_metrics
 from meshlm.runtime.about import about
 from meshlm.runtime.deaths import allowed
 from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong, ProcessFatal
@@ -68,7 +67,6 @@ if TYPE_CHECKING:
 TICK_S = 1.0
 ASK_TIMEOUT_S = 30.0
 MOVED_S = 0.1
-SERIES_FROM_START = 16  # engines whose series are there before their first request
 
 
 class FrontendApp(Readiness):
@@ -110,16 +108,7 @@ class FrontendApp(Readiness):
         self._tracker.num_detokenizers = mesh.config.server.detokenizers
         self._budget = Budget(mesh.config.server.max_concurrent_bytes)
         self._tracker.max_deaths = allowed(mesh.config.run.max_restarts)
-        if why := shared_metrics.prepare(mesh.config.run.run_dir, mesh.config.parallel.data_parallel_size):
-            mesh.log.warning("metrics are of this frontend alone", reason=why)
-        from meshlm.frontend import metrics  # after the directory is set
-
-        parallel = mesh.config.parallel
-        first = parallel.data_parallel_rank or 0
-        engines = range(first, first + min(parallel.data_parallel_size, SERIES_FROM_START))
-        named, most = self.resolved.served_names[0], self.resolved.max_model_len
-        self._metrics = metrics.Metrics(named, most, engines, metrics.cache_config(mesh.config))
-        self._scrape = metrics.scrape
+        self._metrics, self._scrape = metrics_start.begun(mesh.config, self.resolved, mesh.log)
         if mesh.config.observability.otlp_traces_endpoint:
             from meshlm.frontend.traces import Traces  # an extra, and 100 ms
 

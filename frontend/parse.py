@@ -6,14 +6,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from meshlm.frontend import embeds, limits, reasoning, sampling_params, structured, thinking, tool_choice
+from meshlm.frontend import embeds, limits, reasoning, sampling_params, stop_texts, structured, thinking, tool_choice
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.prompts import of_chat, of_completion, of_template
 from meshlm.frontend.schema import (
-    MAX_BAD_WORDS,
     MAX_SEQUENCES,
-    MAX_STOP_LENGTH,
-    MAX_STOP_STRINGS,
     ChatRequest,
     Common,
     CompletionRequest,
@@ -284,7 +281,10 @@ def _ask(
         if thinking_budget is not None or begins_after:
             grammar = msgspec.structs.replace(grammar, calls=calls[0], tools=calls[1])
         sampling = msgspec.structs.replace(sampling, grammar=grammar)
-    stops, truncation = _stops(request.stop), _truncation(request, resolved, None if cap_max_tokens else max_tokens)
+    stops, truncation = (
+        stop_texts.stops(request.stop),
+        _truncation(request, resolved, None if cap_max_tokens else max_tokens),
+    )
     prompts = embeds.checked(prompts, sampling, num_choices, truncation, request.truncation_side or "left")
     text = _text_params(request, stops, truncation)
     if request.use_beam_search:
@@ -340,7 +340,7 @@ def _text_params(request: Common, stops: tuple[str, ...], truncation: int) -> Te
         spaces_between_special_tokens=request.spaces_between_special_tokens,
         truncate_prompt_tokens=truncation,
         truncation_side=request.truncation_side or "left",
-        bad_words=_bad_words(request.bad_words or []),
+        bad_words=stop_texts.bad_words(request.bad_words or []),
     )
 
 
@@ -381,22 +381,3 @@ def _limited(name: str, value: int, server: ServerConfig, resolved: Resolved) ->
     if wanted > limit:
         raise HttpError(400, f"{name} {value} exceeds the server's limit of {limit} (--max-logprobs)", name)
     return wanted
-
-
-def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
-    stops = [stop] if isinstance(stop, str) else (stop or [])
-    if len(stops) > MAX_STOP_STRINGS:
-        raise HttpError(400, f"stop: {len(stops)} strings; at most {MAX_STOP_STRINGS} are allowed", "stop")
-    if any(not 1 <= len(text) <= MAX_STOP_LENGTH for text in stops):
-        raise HttpError(400, f"stop: each string must have 1 to {MAX_STOP_LENGTH} characters", "stop")
-    return tuple(stops)
-
-
-def _bad_words(words: list[str]) -> tuple[str, ...]:
-    if len(words) > MAX_BAD_WORDS:
-        raise HttpError(400, f"bad_words: {len(words)} words; at most {MAX_BAD_WORDS} are allowed", "bad_words")
-    if not all(1 <= len(word) <= MAX_STOP_LENGTH and word.strip() for word in words):
-        raise HttpError(
-            400, f"bad_words: each must have 1 to {MAX_STOP_LENGTH} characters, not blanks alone", "bad_words"
-        )
-    return tuple(words)

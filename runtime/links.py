@@ -1,6 +1,6 @@
 """The links of a Mesh: how they begin, where they lead, which of them go again; and what a Mesh tells its App. Used by mesh.py."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -9,7 +9,7 @@ import zmq
 from msgspec import Struct
 
 from meshlm.protocol import control_edge as control
-from meshlm.protocol.channels import BY_DIRECTION
+from meshlm.protocol.channels import BY_DIRECTION, are_linked
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.digest import schema_digest
 from meshlm.protocol.frames import FrameError, Kind, unpack
@@ -158,6 +158,28 @@ class Links:
     def address_of_member(self, member: control.Member) -> str:
         """The address at which this process reaches the member."""
         return member.address if self._remote is None else self._remote.route(member.node, member.address, member.tcp)
+
+    def as_member(self, *, ready: bool) -> control.Member:
+        """This process, as the coordinator names it to others."""
+        hello = self.hello
+        return control.Member(self._me, self._incarnation, hello.address, ready, hello.tcp, hello.node)
+
+    def meet(self, members: Sequence[control.Member], workers_per_rank: int) -> bool:
+        """Connect to those that the coordinator names and that are to be linked with this process. Whether there are new ones."""
+        self.newcomers.name(frozenset(member.identity for member in members))
+        has_new = False
+        for member in members:
+            link = self.peers.get(member.identity)
+            if link is not None:
+                if member.incarnation > link.session.peer_incarnation:
+                    self.retarget(link, member.tcp)
+            elif are_linked(self._me, member.identity, workers_per_rank):
+                try:
+                    self.connect(member.identity, self.address_of_member(member))
+                    has_new = True
+                except FrameError as error:
+                    self._log.error("no link", peer=str(member.identity), reason=str(error))
+        return has_new
 
     def retarget(self, link: Peer, address: str) -> None:
         """A new incarnation of a process of another node has another port."""

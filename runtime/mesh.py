@@ -13,7 +13,7 @@ import structlog
 from msgspec import Struct
 
 from meshlm.protocol import control_edge as control
-from meshlm.protocol.channels import MAX_MESSAGE_BYTES, WhenFull, are_linked
+from meshlm.protocol.channels import MAX_MESSAGE_BYTES, WhenFull
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.frames import FRAME_PREFIX_BYTES, HEADER_BYTES, FrameError, Kind, sender_of, unpack, unpack_numbers
 from meshlm.protocol.ids import COORDINATOR, Epoch, Identity, Incarnation, Role
@@ -284,29 +284,14 @@ class Mesh:
     def _join(self) -> None:
         if self.identity.role in (Role.COORDINATOR, Role.SUPERVISOR) or COORDINATOR not in self.peers(Role.COORDINATOR):
             return
-        hello = self._links.hello
-        member = control.Member(self.identity, self.incarnation, hello.address, self.ready, hello.tcp, hello.node)
-        self.send(COORDINATOR, control.Join(member))
+        self.send(COORDINATOR, control.Join(self._links.as_member(ready=self.ready)))
 
     def _on_members(self, members: control.Members) -> None:
         if (epoch := (self.incarnation_of(COORDINATOR), members.epoch)) <= self._epoch:
             return
         self._epoch = epoch
-        self._links.newcomers.name(frozenset(member.identity for member in members.members))
-        for member in members.members:
-            link = self._peers.get(member.identity)
-            if link is None:
-                if are_linked(self.identity, member.identity, self.config.parallel.workers_per_rank):
-                    self._meet(member)
-            elif member.incarnation > link.session.peer_incarnation:
-                self._links.retarget(link, member.tcp)
-
-    def _meet(self, member: control.Member) -> None:
-        try:
-            self._links.connect(member.identity, self._links.address_of_member(member))
+        if self._links.meet(members.members, self.config.parallel.workers_per_rank):
             self._greet()
-        except FrameError as error:
-            self._limited.error("no link", peer=str(member.identity), reason=str(error))
 
     def _on_died(self, died: control.Died) -> None:
         self._links.note_death(died)

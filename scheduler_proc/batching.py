@@ -23,8 +23,9 @@ from meshlm.protocol.step_edge import HASH_BYTES, NewRow, StepPlan, WorkerReady
 from meshlm.protocol.tasks import PoolKind
 from meshlm.runtime.counts import Counts
 from meshlm.runtime.in_hand import hold
-from meshlm.scheduler_proc import sizes
+from meshlm.scheduler_proc import batching_counts, sizes
 from meshlm.scheduler_proc.budget import StepBudget
+from meshlm.scheduler_proc.drafts import plan_drafts
 from meshlm.scheduler_proc.kv.cache import KVCache
 from meshlm.scheduler_proc.kv.residency import Residency
 from meshlm.scheduler_proc.limits import Limits
@@ -146,7 +147,7 @@ class Batching:
             before = self.num_preemptions
             prompts = self._plan_decodes(builder, self.running)
             if self.max_drafts:
-                self._plan_drafts(builder)
+                plan_drafts(builder, self.kv, self.max_drafts, self.limits.max_num_batched_tokens)
             if prompts or self.waiting:
                 context = prompts[0].num_computed if prompts else 0
                 left = self.budget.prefill_limit(builder.num_tokens, self._outstanding(prompts), context)
@@ -206,28 +207,6 @@ class Batching:
             request.num_output_placeholders += 1
         builder.num_tokens = len(decodes)
         return prompts
-
-    def _plan_drafts(self, builder: PlanBuilder) -> None:
-        """Plans drafts of the decodes: as many as budget, length and free memory allow. Nobody is preempted for them."""
-        left = self.limits.max_num_batched_tokens - builder.num_tokens
-        for request in builder.decodes:
-            virtual = len(request.tokens) + request.num_output_placeholders
-            most = self.max_drafts if request.grammar is None else 0  # a grammar's mask is of one token
-            count = min(most, request.max_len - virtual, left)
-            needed = virtual + count - 1  # the last one that may be sampled is not computed
-            if needed > request.capacity:
-                if (blocks := self.kv.grow(request, needed)) is not None:
-                    builder.grow(request.row, blocks)
-                else:
-                    count -= needed - request.capacity
-            builder.num_drafts.append(count)
-            left -= count
-            request.num_computed += count
-            request.num_output_placeholders += count
-        num_drafts = sum(builder.num_drafts)
-        builder.num_tokens += num_drafts
-        if not num_drafts:
-            builder.num_drafts = array("i")
 
     def _outstanding(self, prompts: list[Request]) -> int:
         """Prompt tokens that these and the waiting have to compute, but for what the cache has; the first of a queue stand for all."""
@@ -356,7 +335,7 @@ class Batching:
             request.num_cached = request.num_reused = found
             self.cache_queries += len(request.tokens)
             self.cache_hits += request.num_computed
-            self._count_misses(request)
+            batching_counts.count_misses(self.counts, self.kv, request)
         request.move(RequestState.RUNNING)
         self._token_bytes += self._bytes_of_step(request)
         builder.new_row_bytes += sizes.of_new_row(request)
@@ -364,29 +343,9 @@ class Batching:
         given = (work.sampling, work.task, work.embeds, work.audio)
         builder.new_rows.append(NewRow(request.row, tokens, request.num_prompt, blocks, *given))
 
-    def _count_misses(self, request: Request) -> None:
-        """Counts why tokens of a request that starts were not in the prefix cache, and which KV groups had fewer than others."""
-        missing = len(request.tokens) - request.num_computed
-        for reason, count in self.kv.missed(request).items():
-            missing -= count
-            self.counts.add("prefix_cache_miss_tokens", reason, count)
-        if missing:
-            self.counts.add("prefix_cache_miss_tokens", "unknown", missing)
-        for group, count in self.kv.limited.items():
-            self.counts.add("prefix_cache_limited_tokens", group, count)
-
-    def planned(self, duration_ns: int) -> None:
-        """A step was planned, which took so long."""
-        self.counts.histograms["step_schedule_time_seconds"].observe(duration_ns / 1e9)
-
     def count(self) -> None:
         """Brings the gauges of /metrics up to date."""
-        gauges = self.counts.gauges
-        deferred = sum(1 for r in self.waiting if r.grammar is not None and r.grammar.missing)
-        gauges["num_requests_waiting_by_reason"] = {"capacity": len(self.waiting) - deferred, "deferred": deferred}
-        gauges["kv_cache_blocks"] = self.kv.pool.states()
-        gauges["kv_cache_group_blocks"], fragmentation = self.kv.usage(self.running)
-        gauges["kv_cache_fragmentation_perc"] = {"": fragmentation}
+        batching_counts.gauge(self.counts, self.kv, self.running, self.waiting)
 
     def restore(self, facts: list[WorkerReady]) -> None:
         """The prefix cache of an earlier session, where all workers still have the same."""

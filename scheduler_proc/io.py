@@ -14,6 +14,7 @@ from meshlm.runtime.about import about, requests
 from meshlm.runtime.errors import LinkDown, MessageTooLong, ProcessFatal
 from meshlm.runtime.events import Event, PeerLost, PeerUp, Received, Send, Tick
 from meshlm.runtime.mesh import Mesh
+from meshlm.scheduler_proc import batching_counts
 from meshlm.scheduler_proc.core import Scheduler
 from meshlm.scheduler_proc.estimates import Estimates
 from meshlm.scheduler_proc.limits import Limits
@@ -144,7 +145,7 @@ class SchedulerApp:
         if self._core is None:
             return
         while effects := self._core.plan(now_ns := time.monotonic_ns()):
-            self._core.batching.planned(time.monotonic_ns() - now_ns)
+            batching_counts.planned(self._core.batching.counts, time.monotonic_ns() - now_ns)
             self._note_plan(effects[0].message, now_ns)
             self._send(effects)
         self._send(self._core.report())

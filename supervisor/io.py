@@ -6,7 +6,6 @@ Used by `meshlm serve` and by the Python API, each in an event loop of its own.
 import asyncio
 import signal
 import time
-from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from meshlm.supervisor.group import clock, events, rolling
 from meshlm.supervisor.group.operations import Operations
 from meshlm.supervisor.nodes import network
 from meshlm.supervisor.processes import caches, report, rundir
+from meshlm.supervisor.processes.deaths import KnownDeaths
 from meshlm.supervisor.processes.incarnations import Incarnations
 from meshlm.supervisor.ranks import Ranks
 from meshlm.supervisor.recordings import Recordings
@@ -36,7 +36,6 @@ from meshlm.supervisor.settings import changes
 TICK_S = 0.1
 STEPS_END_S = 2.0  # so long the mesh has to end its steps, before its processes are asked to end
 GONE_S = 10.0  # that killed processes have for being gone: a GPU's driver takes some time to free what they had
-MAX_IN_HAND = 64
 KILL_AFTER_S = 5.0  # a child asked to stop has its drain time and this much more
 
 
@@ -49,8 +48,7 @@ class Supervisor:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._display, self.line = display, display.line
         self._run_dir, self._drain_s = Path(config.run.run_dir), config.run.drain_timeout
-        self._dead: dict[Identity, edge.Died] = {}  # the last incarnation that ended, of each that has had one
-        self._in_hand: deque[edge.Died] = deque(maxlen=MAX_IN_HAND)  # deaths of frontends, for those that follow them
+        self._deaths = KnownDeaths()
         self._group = rolling.Rolling.of(members, config)
         self.operations = Operations(self._group, self._do, self._refuse, self.stop, self._elsewhere, self.send)
         self._loop = asyncio.get_running_loop()
@@ -167,7 +165,7 @@ class Supervisor:
             if self._network is not None:
                 self._network.on_up(peer)
             return
-        for died in (*self._in_hand, *self._dead.values()):
+        for died in self._deaths.for_newcomers():
             self.send(peer, died)
         if peer.role is Role.FRONTEND and self.operations.refusing:
             self.send(peer, edge.Refuse(True))
@@ -214,7 +212,8 @@ class Supervisor:
                 self._spawn(effect.identity, effect.incarnation)
             case events.TellDied():
                 if not self._group.restarting:
-                    self._display.line(*self._death(effect.identity))
+                    again, ends = effect.identity in self._group.processes, self._incarnations.ends
+                    self._display.line(*report.death(effect.identity, ends, is_started_again=again))
                 left = self._incarnations.left.get(effect.identity)
                 died = edge.Died(effect.identity, effect.incarnation, left.in_hand if left is not None else ())
                 self.tell_died(died)
@@ -251,11 +250,6 @@ class Supervisor:
             case events.GiveUp():
                 missing = self._network.missing() if self._network is not None and not self.ready.is_set() else ""
                 self._finish(f"{effect.message}; no node has {missing}" if missing else effect.message, effect.fits)
-
-    def _death(self, identity: Identity) -> tuple[str, str]:
-        how = self._incarnations.ends.get(identity, "")
-        again = identity in self._group.processes
-        return (f"{identity} died and is started again ({how})", "error") if again else (f"{identity} has left", "info")
 
     def _spawn(self, identity: Identity, incarnation: Incarnation) -> None:
         self.operations.num_open.pop(identity, None)
@@ -321,16 +315,13 @@ class Supervisor:
     def tell_died(self, died: edge.Died) -> None:
         """Tell all children of a death, here or on another node; those that come later, too."""
         assert self._mesh is not None
-        if self._dead.setdefault(died.identity, died).incarnation > died.incarnation:
-            return  # another node has not heard of the later one yet
-        self._dead[died.identity] = died
-        if died.identity.role is Role.FRONTEND and died.in_hand:
-            self._in_hand.append(died)
+        if not self._deaths.learn(died):
+            return
         for peer in (one for role in Role if role is not Role.SUPERVISOR for one in self._mesh.peers(role)):
             self.send(peer, died)
 
     def deaths(self) -> Iterable[edge.Died]:
-        return self._dead.values()
+        return self._deaths.last()
 
     def linked(self, role: Role) -> list[Identity]:
         return self._mesh.peers(role) if self._mesh is not None else []
@@ -350,17 +341,9 @@ class Supervisor:
         self._timer = self._loop.call_later(TICK_S, self._tick)  # first: a turn that fails is not the last
         if self._begun:
             self._do(events.Tick())
-            self._keep_warm()
+            self._incarnations.keep_warm(self._group.to_keep_warm(self.config.run.standby_roles), self._loop.time())
         if self._network is not None:
             self._network.tick()
-
-    def _keep_warm(self) -> None:
-        """Standbys of --standby-roles, for as long as all is as it should be."""
-        group = self._group
-        if group.was_ready and not (group.stopping or group.gave_up or group.restarting or group.changing):
-            present = {identity.role for identity in group.processes}
-            wanted = [role for role in present if role.value in self.config.run.standby_roles]
-            self._incarnations.keep_warm(wanted, self._loop.time())
 
     def _finish(self, failure: str | None, fits: int = 0) -> None:
         if failure is not None and not self.ended.done():

@@ -42,6 +42,7 @@ from meshlm.workers.grammar_threads import GrammarThreads
 from meshlm.workers.kv.mirror import PrefixCacheMirror
 from meshlm.workers.operations import Operations
 from meshlm.workers.profiler import load_profiler
+from meshlm.workers.step_timeline import StepTimeline
 
 IDLE_AFTER_S = 0.05  # without a plan, background work is done: between two requests, not between two steps
 BETWEEN_S = 0.001  # two pieces of it: a plan comes first
@@ -66,7 +67,8 @@ class WorkerApp:
         self._wishes: queue.SimpleQueue[Reset | None] = queue.SimpleQueue()  # all of them, with --enable-sleep-mode
         self._sleeping = AWAKE
         self._launched = self._failed_launches = 0  # steps; the stepper's
-        self._completed = self._done_ns = 0  # the completer's: steps, and the end of the last one
+        self._completed = 0  # the completer's
+        self._step_timeline = StepTimeline()
         self._membership = Membership()
         self._shard: Shard = WHOLE
         self._directory = PrefixCacheMirror()
@@ -190,9 +192,7 @@ class WorkerApp:
                 self._failed_launches += 1
                 self._failed(message, error)
                 continue
-            if self._mesh.timeline.on:
-                facts: dict[str, str | int] = {"step": message.step, "tokens": message.num_tokens}
-                self._mesh.timeline.note("launch", "stepper", begin_ns, flow=message.planned_ns, facts=facts)
+            self._step_timeline.launched(self._mesh.timeline, message, begin_ns)
             self._pending.put((message, pending))
 
     def _begin(self, engine: Engine, reset: Reset) -> bool:
@@ -249,6 +249,7 @@ class WorkerApp:
     # --- completer thread ---
 
     def _completer(self) -> None:
+        assert self._mesh is not None
         while (item := self._pending.get()) is not None:
             plan, pending = item
             try:
@@ -258,17 +259,9 @@ class WorkerApp:
             else:
                 if self._shard.reports:
                     self._say(result)
-                self._note_device(plan, result)
+                self._step_timeline.ended(self._mesh.timeline, plan, result)
             self._completed += 1
             in_hand.count(self.num_requests())
-
-    def _note_device(self, plan: StepPlan, result: StepResult) -> None:
-        """The step on the device: by its own clock where it has one, behind the step before."""
-        begin_ns = result.done_ns - result.gpu_ns if result.gpu_ns else max(result.launched_ns, self._done_ns)
-        self._done_ns = result.done_ns
-        if self._mesh is not None and self._mesh.timeline.on:
-            facts: dict[str, str | int] = {"step": plan.step, "tokens": plan.num_tokens}
-            self._mesh.timeline.note("step", "device", begin_ns, result.done_ns, plan.planned_ns, facts)
 
     def _say(self, message: Struct) -> None:
         """Sends a message to the scheduler, from any thread."""

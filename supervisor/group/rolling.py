@@ -8,7 +8,7 @@ others: they are replaced as one.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -128,6 +128,13 @@ class Rolling(Group):
     @property
     def restarting(self) -> bool:
         return self._step is not None or bool(self._queue)
+
+    def to_keep_warm(self, roles: Collection[str]) -> list[Role]:
+        """Those of --standby-roles that should have a standby, for as long as all is as it should be."""
+        if not self.was_ready or self.stopping or self.gave_up or self.restarting or self.changing:
+            return []
+        present = {identity.role for identity in self.processes}
+        return [role for role in present if role.value in roles]
 
     def _news(self) -> list[Effect]:
         said, self._said = self._said, []

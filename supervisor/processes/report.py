@@ -139,3 +139,10 @@ def _rss(pid: int) -> int:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
     except (OSError, IndexError):
         return 0
+
+
+def death(identity: Identity, ends: Mapping[Identity, str], *, is_started_again: bool) -> tuple[str, str]:
+    """What the operator reads of it, and the level of that line. `ends`: how the last incarnation of each has ended."""
+    if not is_started_again:
+        return f"{identity} has left", "info"
+    return f"{identity} died and is started again ({ends.get(identity, '')})", "error"
