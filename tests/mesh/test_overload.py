@@ -76,7 +76,9 @@ def test_a_full_queue_refuses_by_the_head_of_a_request() -> None:
             waits.sendall(post(body))
             until(lambda: metric(client, "num_requests_waiting") == 1)
             assert client.post("/v1/completions", json=body).status_code == 503
-            announces.sendall(head("POST", "/v1/completions", "Content-Length: 1000000"))
+            announces.sendall(
+                head("POST", "/v1/completions", "Content-Type: application/json", "Content-Length: 1000000")
+            )
             status, content = answer_of(announces)  # and the body never comes
             assert (status, b"--max-waiting" in content) == (503, True)
             assert metric(client, "request_refusal_seconds_count") >= 1
