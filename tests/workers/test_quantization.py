@@ -138,8 +138,9 @@ def test_what_does_not_fit_is_named(name: str, changed: dict[str, Tensor | None]
 
 
 def test_projections_that_are_one_product_are_quantised_alike(tmp_path: Path) -> None:
-    kind = KINDS["fp8-some"]._replace(ignore=("layers.1.mlp.up_proj",))
-    kind.config["modules_to_not_convert"] = ["lm_head", "model.layers.1.mlp.up_proj"]
+    kind = KINDS["fp8-some"]
+    config = {**kind.config, "modules_to_not_convert": ["lm_head", "model.layers.1.mlp.up_proj"]}
+    kind = kind._replace(config=config, ignore=("layers.1.mlp.up_proj",))
     write(tmp_path, kind)
     with pytest.raises(ProcessFatal, match=r"mlp.gate_proj, model.layers.1.mlp.up_proj are one product here"):
         load(tmp_path)
