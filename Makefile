@@ -37,7 +37,7 @@ $(VENV)/triton-3.6.0: $(STAMP)
 	@rm -rf $@.part; $(BIN)/python -m pip install -q --no-deps --target $@.part triton==3.6.0 && rm -rf $@ && mv $@.part $@ \
 		|| echo "[setup] Triton 3.6.0 cannot be had: kernels are compiled by the installed one alone"
 
-# llama.cpp says which tokens a .gguf file means (tests/runtime/test_llama_cpp.py). Where it cannot be had a line says so, and its tests are skipped.
+# llama.cpp says which tokens a .gguf file means (tests/runtime/model_files/test_llama_cpp.py). Where it cannot be had a line says so, and its tests are skipped.
 $(VENV)/xllamacpp-2026.10.11549: $(STAMP)
 	@echo "[setup] fetching llama.cpp for the tests (34 MB)"
 	@rm -rf $@.part; $(BIN)/python -m pip install -q --no-deps --target $@.part xllamacpp==2026.10.11549 && rm -rf $@ && mv $@.part $@ \

@@ -1,8 +1,8 @@
 """Every key of a config.json that is known: read, needless, or one that changes what a model computes and is not honoured.
 
 `check` refuses the last kind by name, unless the value asks for nothing, and names keys that it does not know. Called by
-runtime/model_config.py. The tables name keys of transformers' configuration classes and of models that are served as their own code
-has them.
+runtime/model_files/model_config.py. The tables name keys of transformers' configuration classes and of models that are served as
+their own code has them.
 """
 
 import re

@@ -1,6 +1,7 @@
 """Every key of a .gguf file's metadata that is known: read, needless, or one that changes what a model computes and is not honoured.
 
-Called by runtime/gguf_model.py. Keys of a model's shape begin with its architecture; their names are those of the GGUF specification.
+Called by runtime/model_files/gguf_model.py. Keys of a model's shape begin with its architecture; their names are those of the GGUF
+specification.
 """
 
 from collections.abc import Set

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshlm.protocol.ids import Row, StepId
+from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import NewRow, StepPlan
+from meshlm.protocol.wire.ids import Row, StepId
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers.engine import Engine
 from meshlm.workers.engine.engine import ModelEngine

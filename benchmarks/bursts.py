@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from meshlm import LLM, SamplingParams
-from meshlm.protocol.text_edge import TextDeltas
+from meshlm.protocol.edges.text import TextDeltas
 from meshlm.supervisor.bench.data import Reading, sharegpt
 
 IDS, WORDS = 512, 170  # tokens of a prompt of ids, words of one of text

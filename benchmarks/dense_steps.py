@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import engine_step
 
 from meshlm.architectures.registry import weights_of
-from meshlm.runtime.model_config import parse_config
+from meshlm.runtime.model_files.model_config import parse_config
 
 BYTES, BYTES_A_SECOND = 2, 4.3e12
 EMBEDDING = "model.embed_tokens.weight"

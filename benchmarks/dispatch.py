@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshlm.protocol.ids import Epoch
 from meshlm.protocol.model import ModelSpec, MoESpec
+from meshlm.protocol.wire.ids import Epoch
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.lockstep import StepAborted
 from meshlm.workers.distributed.shard import Shard

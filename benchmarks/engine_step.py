@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from meshlm.protocol.ids import Row, StepId
+from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.protocol.kv import KVSpec
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import NewRow, StepPlan
+from meshlm.protocol.wire.ids import Row, StepId
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers.distributed.placement import WorkerPlacement
 from meshlm.workers.engine import make

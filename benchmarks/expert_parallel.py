@@ -30,10 +30,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from meshlm.protocol.ids import Epoch, Row, StepId
+from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.protocol.lockstep import StepGroup
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import NewRow, StepPlan
+from meshlm.protocol.wire.ids import Epoch, Row, StepId
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers.distributed.lockstep import SocketExchange
 from meshlm.workers.distributed.membership import Membership

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from meshlm.architectures.registry import family_of
-from meshlm.protocol.admit_edge import EngineRequest
-from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.config.engine import CacheConfig
-from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.edges.admit import EngineRequest
 from meshlm.protocol.model import ModelSpec
 from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.protocol.wire.ids import Handle, Identity, Incarnation, RequestId, Role
 from meshlm.scheduler_proc.kv.cache import KVCache
 from meshlm.scheduler_proc.request import Request
 from meshlm.workers.kv.layout import KVLayout

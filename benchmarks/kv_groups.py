@@ -27,13 +27,13 @@ from msgspec.structs import replace
 sys.path.insert(0, str(Path(__file__).parent))
 import shapes
 
-from meshlm.protocol.admit_edge import EngineRequest
-from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.edges.admit import EngineRequest
 from meshlm.protocol.kv import step_tokens
 from meshlm.protocol.model import ModelSpec
 from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.protocol.wire.ids import Handle, Identity, Incarnation, RequestId, Role
 from meshlm.scheduler_proc.kv.cache import KVCache
 from meshlm.scheduler_proc.request import Request
 from meshlm.supervisor.settings import flags, resolve

@@ -30,9 +30,9 @@ from engine_step import make_engine
 from mixed_step import columns, kernels, run
 from step_budget import percentiles
 
-from meshlm.protocol.ids import Row, StepId
+from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import NewRow, StepPlan
+from meshlm.protocol.wire.ids import Row, StepId
 from meshlm.scheduler_proc import budget
 from meshlm.scheduler_proc.budget import StepBudget
 from meshlm.workers.attention.aux_stream import AuxStream

@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from engine_step import make_engine
 from mixed_step import columns, kernels, run
 
-from meshlm.protocol.ids import Row
+from meshlm.protocol.edges.step import NewRow
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import NewRow
+from meshlm.protocol.wire.ids import Row
 
 STEPS = 6
 

@@ -21,9 +21,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from meshlm.protocol.ids import StepId
+from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.protocol.kv import KVSpec
-from meshlm.protocol.step_edge import NewRow, StepPlan
+from meshlm.protocol.wire.ids import StepId
 
 LONGEST = 1024  # prompt
 RESERVE = 64  # tokens that a row has room for behind its context

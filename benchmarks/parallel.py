@@ -128,8 +128,8 @@ def graph_us(work: Any, torch: Any) -> float:
 def mesh(arguments: argparse.Namespace, extra: list[str]) -> dict[str, Any]:
     """Tokens per second of one layout."""
     from meshlm import LLM, SamplingParams
-    from meshlm.protocol.control_edge import MeshStats
-    from meshlm.protocol.text_edge import TextDeltas
+    from meshlm.protocol.edges.control import MeshStats
+    from meshlm.protocol.edges.text import TextDeltas
 
     (pp,), (dp,) = arguments.pp, arguments.dp
     values: dict[str, Any] = {

@@ -11,13 +11,13 @@ import time
 from array import array
 from pathlib import Path
 
-from meshlm.protocol.admit_edge import Assign, EngineRequest
-from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.edges.admit import Assign, EngineRequest
+from meshlm.protocol.edges.step import StepPlan, StepResult, WorkerReady
 from meshlm.protocol.kv import FullAttention, KVSpec, RecurrentState, SlidingWindow
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import StepPlan, StepResult, WorkerReady
-from meshlm.runtime.events import PeerUp, Received
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.protocol.wire.ids import Handle, Identity, Incarnation, RequestId, Role
+from meshlm.runtime.process.events import PeerUp, Received
 from meshlm.scheduler_proc.core import Scheduler
 from meshlm.scheduler_proc.kv import hashes
 from meshlm.scheduler_proc.limits import Limits

@@ -36,9 +36,9 @@ from meshlm.kernels.measure import keep, microseconds
 from meshlm.kernels.pdl import multiprocessors
 from meshlm.kernels.precompile import precompiled
 from meshlm.kernels.rope_cache.kernel import rope_cache
-from meshlm.protocol.ids import Row, StepId
+from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import NewRow, StepPlan
+from meshlm.protocol.wire.ids import Row, StepId
 from meshlm.workers.engine import shared_prefixes
 from meshlm.workers.engine.shared_prefixes import Clusters, PrefixTables
 

@@ -15,8 +15,8 @@ from msgspec import Struct
 from simulated_traffic import Job, Timing, Traffic
 
 from meshlm.coordinator import core as coordinator
-from meshlm.protocol import control_edge as control
-from meshlm.protocol.admit_edge import (
+from meshlm.protocol.edges import control
+from meshlm.protocol.edges.admit import (
     Admit,
     CoordinatorToScheduler,
     DetokenizerToCoordinator,
@@ -25,11 +25,11 @@ from meshlm.protocol.admit_edge import (
     Readmit,
     Refused,
 )
-from meshlm.protocol.ids import COORDINATOR, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.edges.step import Reset, StepPlan, StepResult, WorkerReady
+from meshlm.protocol.edges.token import TokenDeltas
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import Reset, StepPlan, StepResult, WorkerReady
-from meshlm.protocol.token_edge import TokenDeltas
-from meshlm.runtime import events
+from meshlm.protocol.wire.ids import COORDINATOR, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.runtime.process import events
 from meshlm.scheduler_proc import core as scheduler
 from meshlm.scheduler_proc.limits import Limits
 

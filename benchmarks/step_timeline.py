@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from meshlm import LLM, SamplingParams
-from meshlm.protocol.text_edge import TextDeltas
+from meshlm.protocol.edges.text import TextDeltas
 
 STAGES = ("plan and send", "wait for the GPU", "GPU", "return to scheduler", "decode and deliver")
 COLOURS = ("#4878a8", "#c8c8c8", "#58a066", "#d08a3c", "#a0589c")

@@ -53,9 +53,9 @@ def library(tokenizer: str) -> dict[str, Any]:
     from meshlm.detokenizer.grammar_cache import GrammarCache
     from meshlm.detokenizer.grammars import Grammars
     from meshlm.protocol.grammar import Grammar, GrammarKind
-    from meshlm.runtime import tokenizer_files
     from meshlm.runtime.errors import RequestError
     from meshlm.runtime.grammars import limits
+    from meshlm.runtime.model_files import tokenizer_files
     from meshlm.runtime.vocabulary import Vocabulary
 
     loaded = tokenizer_files.load(Path(tokenizer))

@@ -13,8 +13,9 @@ from meshlm.coordinator.lockstep import Lockstep
 from meshlm.coordinator.moves import Moves
 from meshlm.coordinator.operations import Operations
 from meshlm.coordinator.routing import Choice, Policy, Router
-from meshlm.protocol import control_edge as control
-from meshlm.protocol.admit_edge import (
+from meshlm.protocol.counts import Counted
+from meshlm.protocol.edges import control
+from meshlm.protocol.edges.admit import (
     AbortRequests,
     Admit,
     Assign,
@@ -29,12 +30,11 @@ from meshlm.protocol.admit_edge import (
     SchedulerIncarnation,
     Welcome,
 )
-from meshlm.protocol.counts import Counted
-from meshlm.protocol.ids import HEAD, Epoch, ErrorKind, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.lockstep import JointReport
 from meshlm.protocol.operations import Operation, OperationDone, OperationId, Pause, Resume, Sleep, Stop, WakeUp
 from meshlm.protocol.sleeping import AWAKE, Sleeping
-from meshlm.runtime.events import PeerLost, Received, Send, Tick
+from meshlm.protocol.wire.ids import HEAD, Epoch, ErrorKind, Identity, Incarnation, RequestId, Role
+from meshlm.runtime.process.events import PeerLost, Received, Send, Tick
 
 Event = Received | PeerLost | Tick
 

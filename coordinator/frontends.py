@@ -8,12 +8,12 @@ from meshlm.coordinator.held import Held
 from meshlm.coordinator.questions import Questions
 from meshlm.coordinator.queue_gate import QueueGate
 from meshlm.coordinator.routing import Router
-from meshlm.protocol import control_edge as control
-from meshlm.protocol.admit_edge import ReportLoad
 from meshlm.protocol.counts import CountsOf, ProcessCounts
-from meshlm.protocol.ids import Identity, RequestId, Role
+from meshlm.protocol.edges import control
+from meshlm.protocol.edges.admit import ReportLoad
 from meshlm.protocol.sleeping import Sleeping
-from meshlm.runtime.events import Send
+from meshlm.protocol.wire.ids import Identity, RequestId, Role
+from meshlm.runtime.process.events import Send
 
 
 class Frontends:

@@ -2,9 +2,9 @@
 
 from msgspec import Struct
 
-from meshlm.protocol.admit_edge import Admit, Refused
-from meshlm.protocol.ids import ErrorKind, Identity, Incarnation
-from meshlm.runtime.patience import BEGUN_S, NEW_S
+from meshlm.protocol.edges.admit import Admit, Refused
+from meshlm.protocol.wire.ids import ErrorKind, Identity, Incarnation
+from meshlm.runtime.mesh.patience import BEGUN_S, NEW_S
 
 
 class Held(Struct, frozen=True):

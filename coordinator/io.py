@@ -8,19 +8,19 @@ from msgspec import Struct
 
 from meshlm.coordinator.core import Coordinator, Event
 from meshlm.coordinator.lockstep import Lockstep
-from meshlm.protocol.admit_edge import Admit, Assign
-from meshlm.protocol.ids import Identity, Incarnation
-from meshlm.runtime import in_hand
-from meshlm.runtime.about import about
+from meshlm.protocol.edges.admit import Admit, Assign
+from meshlm.protocol.wire.ids import Identity, Incarnation
 from meshlm.runtime.errors import LinkDown, MessageTooLong
-from meshlm.runtime.events import PeerLost, Received, Tick
-from meshlm.runtime.mesh import Mesh
+from meshlm.runtime.mesh.mesh import Mesh
+from meshlm.runtime.process import in_hand
+from meshlm.runtime.process.about import about
+from meshlm.runtime.process.events import PeerLost, Received, Tick
 
 STATS_EVERY_S = 1.0
 
 
 class CoordinatorApp:
-    """See `meshlm.runtime.process.App`."""
+    """See `meshlm.runtime.process.process.App`."""
 
     def __init__(self) -> None:
         self._mesh: Mesh | None = None

@@ -15,8 +15,8 @@ from enum import Enum
 
 from msgspec import Struct
 
-from meshlm.protocol.ids import Epoch, Incarnation
 from meshlm.protocol.lockstep import JointOrder, JointReport, Phase
+from meshlm.protocol.wire.ids import Epoch, Incarnation
 
 
 class State(Enum):

@@ -5,10 +5,10 @@ Plain data with sums that are kept up to date; changed by routing.py.
 
 from dataclasses import dataclass, field
 
-from meshlm.protocol.admit_edge import Load, SchedulerIncarnation
-from meshlm.protocol.control_edge import GraphCounts, RankStats
 from meshlm.protocol.counts import ProcessCounts
-from meshlm.protocol.ids import Identity, Incarnation, RequestId
+from meshlm.protocol.edges.admit import Load, SchedulerIncarnation
+from meshlm.protocol.edges.control import GraphCounts, RankStats
+from meshlm.protocol.wire.ids import Identity, Incarnation, RequestId
 
 KV_WEIGHT = 4000.0  # a full KV cache, in decode tokens; little until it is nearly full
 

@@ -1,9 +1,9 @@
 """The coordinator's end of a group of ranks that step together: takes reports, gives orders. Owned by core.py."""
 
 from meshlm.coordinator.joint import Event, Joined, JointGroup, Lost, Pause, Reported, State, Tick
-from meshlm.protocol.ids import Identity, Role
 from meshlm.protocol.lockstep import JointReport
-from meshlm.runtime.events import Send
+from meshlm.protocol.wire.ids import Identity, Role
+from meshlm.runtime.process.events import Send
 
 
 class Lockstep:

@@ -3,8 +3,8 @@
 from typing import NoReturn
 
 from meshlm.coordinator.io import CoordinatorApp
-from meshlm.protocol.ids import Role
-from meshlm.runtime import process
+from meshlm.protocol.wire.ids import Role
+from meshlm.runtime.process import process
 
 
 def main() -> NoReturn:

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from meshlm.coordinator import rehome
 from meshlm.coordinator.ledger import Rank
 from meshlm.coordinator.routing import Router
-from meshlm.protocol.admit_edge import GiveBack
-from meshlm.protocol.ids import Identity, RequestId
-from meshlm.runtime.events import Send
+from meshlm.protocol.edges.admit import GiveBack
+from meshlm.protocol.wire.ids import Identity, RequestId
+from meshlm.runtime.process.events import Send
 
 MOVE_S = 3.0  # a request that should have moved and did not may be asked for again after this
 RESCUE_S = 0.1  # between two looks for room for what has no workers

@@ -8,7 +8,6 @@ from collections.abc import Collection
 
 from msgspec import Struct
 
-from meshlm.protocol.ids import Identity, Role
 from meshlm.protocol.operations import (
     Operation,
     OperationDone,
@@ -22,9 +21,10 @@ from meshlm.protocol.operations import (
     combine,
     limit_s,
 )
-from meshlm.runtime.events import Send
+from meshlm.protocol.wire.ids import Identity, Role
+from meshlm.runtime.process.events import Send
 
-HOLD_S = 20.0  # a scheduler is back in a few; less than the asker's own patience (runtime/operations.py)
+HOLD_S = 20.0  # a scheduler is back in a few; less than the asker's own patience (runtime/mesh/operations.py)
 REPEATABLE = Pause | Resume | ResetPrefixCache | Sleep | WakeUp
 
 

@@ -6,7 +6,7 @@ has one question at a time: a newer one takes the place of the older.
 
 from collections.abc import Iterable
 
-from meshlm.protocol.ids import Identity
+from meshlm.protocol.wire.ids import Identity
 
 
 class Questions:

@@ -10,7 +10,7 @@ from heapq import heapify, heapreplace
 
 from meshlm.coordinator.ledger import Rank
 from meshlm.coordinator.routing import PREFILL_WEIGHT
-from meshlm.protocol.ids import Identity, RequestId
+from meshlm.protocol.wire.ids import Identity, RequestId
 
 MOST_AT_ONCE = 256  # from one rank
 

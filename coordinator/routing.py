@@ -15,8 +15,8 @@ from msgspec import Struct
 
 from meshlm.coordinator.ledger import Entry, Rank
 from meshlm.coordinator.prefix_index import MAX_CHUNKS, Chain, Found, PrefixIndex, chain_of
-from meshlm.protocol.admit_edge import EngineRequest, Load, SchedulerIncarnation, Started
-from meshlm.protocol.ids import Identity, Incarnation, RequestId
+from meshlm.protocol.edges.admit import EngineRequest, Load, SchedulerIncarnation, Started
+from meshlm.protocol.wire.ids import Identity, Incarnation, RequestId
 
 Policy = Literal["cache-aware", "least-loaded", "round-robin"]
 Over = dict[Identity, Incarnation]  # schedulers whose incarnations up to this one have ended

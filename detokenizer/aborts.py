@@ -6,7 +6,7 @@ coordinator; and tokens that keep coming for a handle of nobody are answered to 
 
 from collections.abc import Container
 
-from meshlm.protocol.ids import RequestId
+from meshlm.protocol.wire.ids import RequestId
 
 STRANGER_ROWS = 4  # an abort takes a moment: so many rows of a handle until its scheduler is told, and told again
 MAX_REMEMBERED = 4096  # of each kind

@@ -4,11 +4,11 @@ from array import array
 
 import msgspec
 
-from meshlm.protocol.ids import ErrorKind
+from meshlm.protocol.edges.text import AudioPrompt, Submit
 from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.tasks import Pool
-from meshlm.protocol.text_edge import AudioPrompt, Submit
+from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime.errors import RequestError
 
 POOLS = SamplingParams(max_tokens=1)  # nothing is sampled

@@ -13,15 +13,15 @@ from meshlm.detokenizer.events import Effect
 from meshlm.detokenizer.incarnations import Incarnations
 from meshlm.detokenizer.journal import Journal
 from meshlm.detokenizer.request_state import REPETITION_DETECTED, RequestState, RequestStatus
-from meshlm.protocol.admit_edge import AbortRequests, Admit, Readmit, Routed, SchedulerIncarnation
-from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.counts import DETOKENIZER
-from meshlm.protocol.ids import COORDINATOR, ErrorKind, FinishReason, Identity, RequestId, Role
-from meshlm.protocol.token_edge import Disown, StillThere
-from meshlm.runtime.counts import Counts
-from meshlm.runtime.deaths import MAX_DEATHS, one_more, poison, too_many
-from meshlm.runtime.events import PeerLost, PeerUp, Send
-from meshlm.runtime.in_hand import short
+from meshlm.protocol.edges.admit import AbortRequests, Admit, Readmit, Routed, SchedulerIncarnation
+from meshlm.protocol.edges.token import Disown, StillThere
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.protocol.wire.ids import COORDINATOR, ErrorKind, FinishReason, Identity, RequestId, Role
+from meshlm.runtime.process.counts import Counts
+from meshlm.runtime.process.deaths import MAX_DEATHS, one_more, poison, too_many
+from meshlm.runtime.process.events import PeerLost, PeerUp, Send
+from meshlm.runtime.process.in_hand import short
 
 
 class Attempts(Journal):

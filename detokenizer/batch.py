@@ -7,11 +7,11 @@ from msgspec.structs import replace
 
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.request_state import NOBODY, RequestState
-from meshlm.protocol.columns import pack_i32, unpack_i32
+from meshlm.protocol.edges.text import Finished, PositionLogprobs, PromptLogprobs, TextDeltas
+from meshlm.protocol.edges.token import First, LogprobColumns, TokenDeltas
 from meshlm.protocol.logprobs import each_position, num_bytes_of_prompt
 from meshlm.protocol.tasks import ALONE_BYTES
-from meshlm.protocol.text_edge import Finished, PositionLogprobs, PromptLogprobs, TextDeltas
-from meshlm.protocol.token_edge import First, LogprobColumns, TokenDeltas
+from meshlm.protocol.wire.columns import pack_i32, unpack_i32
 
 ENTRY_BYTES = 50  # of a TokenLogprob and its position, without its own bytes, which its text has again
 MAX_BATCH_BYTES = 1 << 20  # a batch that has more takes no further rows: its frontend has other requests, too

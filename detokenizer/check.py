@@ -1,8 +1,8 @@
-"""What a detokenizer would refuse at its start, for `meshlm serve --dry-run` (runtime/checking.py)."""
+"""What a detokenizer would refuse at its start, for `meshlm serve --dry-run` (runtime/process/checking.py)."""
 
 from meshlm.detokenizer.io import encoder_of
 from meshlm.protocol.config import MeshConfig
-from meshlm.runtime.checking import answer
+from meshlm.runtime.process.checking import answer
 
 
 def check(config: MeshConfig) -> None:

@@ -17,11 +17,8 @@ from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, Truncation
 from meshlm.detokenizer.journal import is_of
 from meshlm.detokenizer.request_state import NOBODY, RequestState, RequestStatus
-from meshlm.protocol.admit_edge import Admit, RankLost, Readmit, Refused, Routed, SchedulerIncarnation
-from meshlm.protocol.columns import ints, unpack_i32
-from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
-from meshlm.protocol.tasks import Pool
-from meshlm.protocol.text_edge import (
+from meshlm.protocol.edges.admit import Admit, RankLost, Readmit, Refused, Routed, SchedulerIncarnation
+from meshlm.protocol.edges.text import (
     Abort,
     Accepted,
     Attach,
@@ -34,10 +31,13 @@ from meshlm.protocol.text_edge import (
     TextDeltas,
     TokenizeReply,
 )
-from meshlm.protocol.token_edge import AttachTokens, Ended, TokenDeltas
+from meshlm.protocol.edges.token import AttachTokens, Ended, TokenDeltas
+from meshlm.protocol.tasks import Pool
+from meshlm.protocol.wire.columns import ints, unpack_i32
+from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.runtime.errors import RequestError
-from meshlm.runtime.events import PeerLost, PeerUp, Received, Send, Tick
-from meshlm.runtime.in_hand import hold
+from meshlm.runtime.process.events import PeerLost, PeerUp, Received, Send, Tick
+from meshlm.runtime.process.in_hand import hold
 
 ADMIT_AT_ONCE = 16  # choices of a prompt: each is an Admit with the prompt's tokens
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from meshlm.protocol.logprobs import pending_after, shown
-from meshlm.runtime.tokenizer_files import LoadedTokenizer, token_bytes
+from meshlm.runtime.model_files.tokenizer_files import LoadedTokenizer, token_bytes
 
 _utf8 = codecs.getincrementaldecoder("utf-8")
 

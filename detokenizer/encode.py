@@ -10,9 +10,7 @@ from meshlm.detokenizer.events import Truncation
 from meshlm.detokenizer.infill import infilled
 from meshlm.detokenizer.mixed import Mixer
 from meshlm.detokenizer.templates import ChatTemplate
-from meshlm.protocol.ids import ErrorKind
-from meshlm.protocol.prompt_embeds import PromptEmbeds
-from meshlm.protocol.text_edge import (
+from meshlm.protocol.edges.text import (
     AudioPrompt,
     ChatPrompt,
     EmbedsPrompt,
@@ -22,9 +20,11 @@ from meshlm.protocol.text_edge import (
     TextPrompt,
     TokenPrompt,
 )
+from meshlm.protocol.prompt_embeds import PromptEmbeds
+from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime import bad_words
 from meshlm.runtime.errors import RequestError
-from meshlm.runtime.tokenizer_files import LoadedTokenizer
+from meshlm.runtime.model_files.tokenizer_files import LoadedTokenizer
 
 REASONING = (
     "reasoning_content",

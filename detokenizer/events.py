@@ -1,14 +1,14 @@
-"""What the core is told and what it answers, beside the events of all processes (runtime/events.py)."""
+"""What the core is told and what it answers, beside the events of all processes (runtime/process/events.py)."""
 
 from array import array
 
 from msgspec import Struct
 
+from meshlm.protocol.edges.text import Prompt
 from meshlm.protocol.grammar import Grammar
 from meshlm.protocol.prompt_embeds import PromptEmbeds
-from meshlm.protocol.text_edge import Prompt
 from meshlm.runtime.errors import RequestError
-from meshlm.runtime.events import PeerLost, PeerUp, Received, Send, Tick
+from meshlm.runtime.process.events import PeerLost, PeerUp, Received, Send, Tick
 
 
 class Truncation(Struct, frozen=True):

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from meshlm.protocol.grammar import Grammar, GrammarKind
-from meshlm.protocol.ids import ErrorKind
+from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime.errors import RequestError
 
 CACHED = 128  # grammars, refused ones too

@@ -15,8 +15,8 @@ from meshlm.detokenizer.grammar_threads import GrammarChild
 from meshlm.detokenizer.grammars import Grammars
 from meshlm.detokenizer.spelling import Spelling
 from meshlm.protocol.grammar import Grammar
-from meshlm.runtime import tokenizer_files
 from meshlm.runtime.grammars import first_matcher
+from meshlm.runtime.model_files import tokenizer_files
 from meshlm.runtime.sandbox.fork_server import Handle, answering
 from meshlm.runtime.vocabulary import Vocabulary
 

@@ -13,7 +13,7 @@ from msgspec import Struct
 from meshlm.detokenizer.grammar_cache import GrammarCache, Translate, Unknown, refused
 from meshlm.protocol.config import Resolved
 from meshlm.protocol.grammar import Grammar
-from meshlm.protocol.ids import ErrorKind
+from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.sandbox.lanes import Busy, Lanes
 from meshlm.runtime.sandbox.limits import MIB, ChildDied, Limit, Limits

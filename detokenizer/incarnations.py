@@ -4,8 +4,8 @@ attempts.py.
 Links have no order among each other: the coordinator may still send a request to a scheduler whose death is known here.
 """
 
-from meshlm.protocol.admit_edge import SchedulerIncarnation
-from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.protocol.edges.admit import SchedulerIncarnation
+from meshlm.protocol.wire.ids import Identity, Incarnation, Role
 
 
 class Incarnations:

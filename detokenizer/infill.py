@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Callable
 from typing import NamedTuple
 
-from meshlm.protocol.ids import ErrorKind
+from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime.errors import RequestError
 
 

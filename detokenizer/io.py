@@ -19,12 +19,10 @@ from meshlm.detokenizer.encode import Encoder
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event
 from meshlm.detokenizer.grammar_threads import GrammarSandbox, GrammarThreads, nobody_waits
 from meshlm.detokenizer.question_thread import QuestionThread
-from meshlm.protocol.admit_edge import Admit, Refused
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.counts import Counted, ProcessCounts
-from meshlm.protocol.grammar import Grammar
-from meshlm.protocol.ids import COORDINATOR, ErrorKind, Identity, Incarnation
-from meshlm.protocol.text_edge import (
+from meshlm.protocol.edges.admit import Admit, Refused
+from meshlm.protocol.edges.text import (
     AudioPrompt,
     Cancel,
     ChatPrompt,
@@ -36,15 +34,18 @@ from meshlm.protocol.text_edge import (
     TokenPrompt,
     num_bytes_of,
 )
-from meshlm.protocol.token_edge import HANDLED, TokenDeltas
-from meshlm.runtime import in_hand, tokenizer_files
-from meshlm.runtime.about import about
-from meshlm.runtime.deaths import allowed
+from meshlm.protocol.edges.token import HANDLED, TokenDeltas
+from meshlm.protocol.grammar import Grammar
+from meshlm.protocol.wire.ids import COORDINATOR, ErrorKind, Identity, Incarnation
 from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong, ProcessFatal, RequestError
-from meshlm.runtime.events import PeerLost, PeerUp, Received, Tick
-from meshlm.runtime.mesh import Mesh
+from meshlm.runtime.mesh.mesh import Mesh
+from meshlm.runtime.model_files import tokenizer_files
+from meshlm.runtime.model_files.tokenizer_files import LoadedTokenizer
 from meshlm.runtime.parsers import budgets
-from meshlm.runtime.tokenizer_files import LoadedTokenizer
+from meshlm.runtime.process import in_hand
+from meshlm.runtime.process.about import about
+from meshlm.runtime.process.deaths import allowed
+from meshlm.runtime.process.events import PeerLost, PeerUp, Received, Tick
 
 MOST_ENCODE_THREADS = 8  # and half the cores: others have work too
 LARGE_BYTES = (
@@ -89,7 +90,7 @@ def encoder_of(config: MeshConfig) -> tuple[Encoder, TokenTable]:
 
 
 class DetokenizerApp:
-    """See `meshlm.runtime.process.App`."""
+    """See `meshlm.runtime.process.process.App`."""
 
     def __init__(self) -> None:
         self._mesh: Mesh | None = None

@@ -10,10 +10,10 @@ from meshlm.detokenizer.events import Effect
 from meshlm.detokenizer.keyed import PARAM, TAKEN_OVER, Keyed
 from meshlm.detokenizer.replay import Replay
 from meshlm.detokenizer.request_state import NOBODY, RequestState, RequestStatus
-from meshlm.protocol import text_edge
-from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId
-from meshlm.protocol.text_edge import Attach, Detach, Finished, Rejected, Submit
-from meshlm.runtime.events import Send
+from meshlm.protocol.edges import text as text_edge
+from meshlm.protocol.edges.text import Attach, Detach, Finished, Rejected, Submit
+from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId
+from meshlm.runtime.process.events import Send
 
 
 class Journal:

@@ -7,9 +7,9 @@ from array import array
 from bisect import bisect_right
 
 from meshlm.detokenizer.decode import TokenTable
+from meshlm.protocol.edges.text import PositionLogprobs
+from meshlm.protocol.edges.token import LogprobColumns
 from meshlm.protocol.logprobs import each_position
-from meshlm.protocol.text_edge import PositionLogprobs
-from meshlm.protocol.token_edge import LogprobColumns
 
 ENTRY_BYTES = 130  # of one entry, as Python objects
 OBJECTS_BYTES = 400  # of columns, beside what is in them

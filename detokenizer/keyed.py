@@ -8,9 +8,9 @@ with its key begins anew.
 from collections.abc import Mapping
 
 from meshlm.detokenizer.request_state import RequestState, RequestStatus
-from meshlm.protocol.ids import ErrorKind, RequestId
+from meshlm.protocol.edges.text import Rejected, Submit, num_bytes_of
 from meshlm.protocol.logprobs import num_bytes_of_prompt
-from meshlm.protocol.text_edge import Rejected, Submit, num_bytes_of
+from meshlm.protocol.wire.ids import ErrorKind, RequestId
 
 MAX_BYTES = 64 << 20
 MAX_RUNNING_BYTES = 32 << 20

@@ -9,9 +9,9 @@ from array import array
 
 from tokenizers import AddedToken, Tokenizer
 
-from meshlm.protocol.ids import ErrorKind
+from meshlm.protocol.edges.text import EmbedsPrompt
 from meshlm.protocol.prompt_embeds import PLACEHOLDER, PromptEmbeds
-from meshlm.protocol.text_edge import EmbedsPrompt
+from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime.errors import RequestError
 
 _MARK = re.compile(r"<prompt_embeds:(\d+)>")

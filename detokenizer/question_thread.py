@@ -8,9 +8,9 @@ from meshlm.detokenizer import replies
 from meshlm.detokenizer.core import Detokenizer
 from meshlm.detokenizer.encode import Encoder
 from meshlm.detokenizer.questions import Question, Questions
-from meshlm.protocol.ids import Handle, Identity
-from meshlm.protocol.text_edge import Detokenize, DetokenizeReply, Tokenize, TokenizeReply
-from meshlm.runtime import in_hand
+from meshlm.protocol.edges.text import Detokenize, DetokenizeReply, Tokenize, TokenizeReply
+from meshlm.protocol.wire.ids import Handle, Identity
+from meshlm.runtime.process import in_hand
 
 Reply = TokenizeReply | DetokenizeReply
 

@@ -6,8 +6,8 @@ turns: a small one waits for one large one at most. A question whose client is g
 
 from typing import NamedTuple
 
-from meshlm.protocol.ids import ErrorKind, Handle, Identity
-from meshlm.protocol.text_edge import Detokenize, DetokenizeReply, Tokenize, TokenizeReply, num_bytes_of
+from meshlm.protocol.edges.text import Detokenize, DetokenizeReply, Tokenize, TokenizeReply, num_bytes_of
+from meshlm.protocol.wire.ids import ErrorKind, Handle, Identity
 
 LARGE_BYTES = 64 << 10
 MAX_BYTES = 64 << 20  # of all that wait, beyond which new ones get 503

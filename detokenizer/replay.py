@@ -6,8 +6,8 @@ The request goes on meanwhile. Rows of its new tokens come too early for its fro
 
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.request_state import RequestState
-from meshlm.protocol import text_edge
-from meshlm.protocol.text_edge import piece_len
+from meshlm.protocol.edges import text as text_edge
+from meshlm.protocol.edges.text import piece_len
 
 
 class Replay:

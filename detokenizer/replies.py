@@ -5,9 +5,9 @@ from array import array
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.encode import Encoder
 from meshlm.detokenizer.request_state import RequestState
-from meshlm.protocol.columns import pack_i32, unpack_i32
-from meshlm.protocol.ids import ErrorKind
-from meshlm.protocol.text_edge import Accepted, Detokenize, DetokenizeReply, Tokenize, TokenizeReply
+from meshlm.protocol.edges.text import Accepted, Detokenize, DetokenizeReply, Tokenize, TokenizeReply
+from meshlm.protocol.wire.columns import pack_i32, unpack_i32
+from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime.errors import RequestError
 
 

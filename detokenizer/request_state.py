@@ -8,14 +8,14 @@ from msgspec.structs import replace
 from meshlm.detokenizer.decode import Decoder, TokenTable
 from meshlm.detokenizer.kept_logprobs import KeptLogprobs
 from meshlm.detokenizer.stops import StopFinder
-from meshlm.protocol.admit_edge import EngineRequest, SchedulerIncarnation
-from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.edges.admit import EngineRequest, SchedulerIncarnation
+from meshlm.protocol.edges.text import AudioPrompt, Finished, PositionLogprobs, PromptLogprobs, RequestEvent, Submit
+from meshlm.protocol.edges.token import Ended, First
 from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.tasks import Pool
-from meshlm.protocol.text_edge import AudioPrompt, Finished, PositionLogprobs, PromptLogprobs, RequestEvent, Submit
-from meshlm.protocol.token_edge import Ended, First
-from meshlm.runtime.deaths import Death
+from meshlm.protocol.wire.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.runtime.process.deaths import Death
 
 
 class RequestStatus(Enum):

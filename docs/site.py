@@ -11,8 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshlm.protocol.channels import CHANNELS
-from meshlm.protocol.digest import union_members
+from meshlm.protocol.wire.channels import CHANNELS
+from meshlm.protocol.wire.digest import union_members
 from meshlm.supervisor.settings.flags import settings
 
 ROOT = Path(__file__).parents[1]
@@ -81,7 +81,8 @@ def protocol() -> Iterator[str]:
     """The reference of all messages between processes, from the table of channels."""
     yield "# Messages between processes"
     yield ""
-    yield "Who says what to whom. This page is made from `protocol/channels.py`, whose fields' meanings are in the modules beside it."
+    meanings = "whose fields' meanings are in the modules of protocol/edges."
+    yield f"Who says what to whom. This page is made from `protocol/wire/channels.py`, {meanings}"
     yield from ("", "| from | to | messages |", "|---|---|---|")
     kinds: dict[str, type] = {}
     for channel in CHANNELS:

@@ -1,13 +1,14 @@
-"""What a frontend would refuse at its start, for `meshlm serve --dry-run` (runtime/checking.py): plug-ins that it cannot load."""
+"""What a frontend would refuse at its start, for `meshlm serve --dry-run` (runtime/process/checking.py): plug-ins that it cannot
+load."""
 
 import os
 
 import structlog
 
 from meshlm.frontend import plugins
-from meshlm.frontend.stat_loggers import StatLoggers
+from meshlm.frontend.observe.stat_loggers import StatLoggers
 from meshlm.protocol.config import MeshConfig
-from meshlm.runtime.checking import answer
+from meshlm.runtime.process.checking import answer
 
 
 def check(config: MeshConfig) -> None:

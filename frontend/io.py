@@ -11,23 +11,25 @@ import structlog
 from msgspec import Struct
 
 from meshlm import __version__
-from meshlm.frontend import metrics_start, plugins, request_metrics, submits
-from meshlm.frontend.budget import Budget
-from meshlm.frontend.choice import Choice
+from meshlm.frontend import plugins
 from meshlm.frontend.dashboard.feed import Feed
 from meshlm.frontend.dashboard.snapshot import Facts
-from meshlm.frontend.errors import HttpError
-from meshlm.frontend.http_listener import HttpListener, Listener
-from meshlm.frontend.parse import ParsedRequest
-from meshlm.frontend.poison import PoisonBodies
-from meshlm.frontend.questions import FULL, Questions
-from meshlm.frontend.rate_limits import RateLimits
+from meshlm.frontend.http.budget import Budget
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.listener import HttpListener, Listener
+from meshlm.frontend.http.rate_limits import RateLimits
+from meshlm.frontend.observe import metrics_start, request_metrics
+from meshlm.frontend.observe.request_log import RequestLog
+from meshlm.frontend.observe.stat_loggers import StatLoggers, ended_request
+from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.responses import Response
+from meshlm.frontend.operator.scaling import AskedRanks
 from meshlm.frontend.readiness import STOPPING, Readiness
-from meshlm.frontend.request_log import RequestLog
-from meshlm.frontend.responses import Response
-from meshlm.frontend.scaling import AskedRanks
-from meshlm.frontend.stat_loggers import StatLoggers, ended_request
-from meshlm.protocol.control_edge import (
+from meshlm.frontend.requests import submits
+from meshlm.frontend.requests.choice import Choice
+from meshlm.frontend.requests.poison import PoisonBodies
+from meshlm.frontend.requests.questions import FULL, Questions
+from meshlm.protocol.edges.control import (
     AskRequests,
     ChangeSettings,
     Died,
@@ -41,9 +43,7 @@ from meshlm.protocol.control_edge import (
     SetRanks,
     Shutdown,
 )
-from meshlm.protocol.ids import ErrorKind, Handle, Identity, Incarnation, Role
-from meshlm.protocol.operations import Action, OperationDone
-from meshlm.protocol.text_edge import (
+from meshlm.protocol.edges.text import (
     Accepted,
     Detokenize,
     DetokenizeReply,
@@ -53,16 +53,18 @@ from meshlm.protocol.text_edge import (
     Tokenize,
     TokenizeReply,
 )
+from meshlm.protocol.operations import Action, OperationDone
+from meshlm.protocol.wire.ids import ErrorKind, Handle, Identity, Incarnation, Role
 from meshlm.runtime import io_processors
-from meshlm.runtime.about import about
-from meshlm.runtime.deaths import allowed
 from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong, ProcessFatal
-from meshlm.runtime.events import Send
-from meshlm.runtime.mesh import Mesh
-from meshlm.runtime.operations import AskedOperations
+from meshlm.runtime.mesh.mesh import Mesh
+from meshlm.runtime.mesh.operations import AskedOperations
+from meshlm.runtime.process.about import about
+from meshlm.runtime.process.deaths import allowed
+from meshlm.runtime.process.events import Send
 
 if TYPE_CHECKING:
-    from meshlm.frontend.traces import Traces
+    from meshlm.frontend.observe.traces import Traces
 
 TICK_S = 1.0
 ASK_TIMEOUT_S = 30.0
@@ -70,7 +72,7 @@ MOVED_S = 0.1
 
 
 class FrontendApp(Readiness):
-    """See `meshlm.runtime.process.App`; also the routes' Backend."""
+    """See `meshlm.runtime.process.process.App`; also the routes' Backend."""
 
     version = __version__
 
@@ -110,7 +112,7 @@ class FrontendApp(Readiness):
         self._tracker.max_deaths = allowed(mesh.config.run.max_restarts)
         self._metrics, self._scrape = metrics_start.begun(mesh.config, self.resolved, mesh.log)
         if mesh.config.observability.otlp_traces_endpoint:
-            from meshlm.frontend.traces import Traces  # an extra, and 100 ms
+            from meshlm.frontend.observe.traces import Traces  # an extra, and 100 ms
 
             self._traces = Traces(mesh.config.observability, str(mesh.identity), self.version, mesh.log)
         facts = Facts(str(mesh.identity), self.version, self.resolved.served_names[0])

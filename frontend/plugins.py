@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from meshlm.frontend.stat_loggers import StatLoggers
+from meshlm.frontend.observe.stat_loggers import StatLoggers
 from meshlm.protocol.config import MeshConfig
 from meshlm.runtime import io_processors
 from meshlm.runtime.errors import ProcessFatal

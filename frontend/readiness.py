@@ -4,14 +4,14 @@ import asyncio
 import contextlib
 from functools import partial
 
-from meshlm.frontend.errors import HttpError
-from meshlm.frontend.request_tracker import RequestTracker
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.requests.request_tracker import RequestTracker
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.config.resolved import Resolved
-from meshlm.protocol.control_edge import MeshStats, RankStats
-from meshlm.protocol.ids import COORDINATOR, ErrorKind, Identity
-from meshlm.runtime.figures import Figures
-from meshlm.runtime.mesh import Mesh
+from meshlm.protocol.edges.control import MeshStats, RankStats
+from meshlm.protocol.wire.ids import COORDINATOR, ErrorKind, Identity
+from meshlm.runtime.mesh.mesh import Mesh
+from meshlm.runtime.process.figures import Figures
 
 STOPPING = "this server is stopping"
 HOLD_S = 10.0  # how long a new request waits for a mesh that is starting, or replacing a process

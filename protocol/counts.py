@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
-from meshlm.protocol.ids import Identity
+from meshlm.protocol.wire.ids import Identity
 
 
 class HistogramCounts(Struct, frozen=True, array_like=True):

@@ -13,7 +13,7 @@ from enum import IntEnum
 
 from msgspec import Struct
 
-from meshlm.protocol.ids import Epoch, Incarnation
+from meshlm.protocol.wire.ids import Epoch, Incarnation
 
 
 class Phase(IntEnum):

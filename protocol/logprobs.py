@@ -9,9 +9,9 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
-from meshlm.protocol.columns import unpack_f32, unpack_i32
-from meshlm.protocol.text_edge import PositionLogprobs, PromptLogprobs, TokenLogprob
-from meshlm.protocol.token_edge import LogprobColumns
+from meshlm.protocol.edges.text import PositionLogprobs, PromptLogprobs, TokenLogprob
+from meshlm.protocol.edges.token import LogprobColumns
+from meshlm.protocol.wire.columns import unpack_f32, unpack_i32
 
 LONGEST_BEGIN = 3  # bytes of a character that is not whole, and so the most tokens that they can come from
 _utf8 = codecs.getincrementaldecoder("utf-8")

@@ -8,7 +8,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from meshlm.protocol.parts import joined
+from meshlm.protocol.wire.parts import joined
 
 EmbedsDType = Literal["float32", "float16", "bfloat16"]
 ITEM_BYTES: dict[EmbedsDType, int] = {"float32": 4, "float16": 2, "bfloat16": 2}

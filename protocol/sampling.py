@@ -1,7 +1,7 @@
 """What a request asks of the sampler and of the stop conditions.
 
 Built by the frontend from a request body, carried unchanged to the scheduler (stop conditions on ids) and
-the worker (the sampler). Stop *strings* are the detokenizer's: see `TextParams` in `text_edge.py`.
+the worker (the sampler). Stop *strings* are the detokenizer's: see `TextParams` in `edges/text.py`.
 """
 
 from collections.abc import Sequence

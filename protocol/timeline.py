@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from meshlm.protocol.ids import Identity
+from meshlm.protocol.wire.ids import Identity
 
 MAX_SECONDS = 60.0
 

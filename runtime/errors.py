@@ -1,6 +1,6 @@
 """The errors that cross module borders. Each says how much it ends."""
 
-from meshlm.protocol.ids import ErrorKind, Identity
+from meshlm.protocol.wire.ids import ErrorKind, Identity
 
 
 class ProcessFatal(Exception):

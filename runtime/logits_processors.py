@@ -8,8 +8,8 @@ import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from meshlm.protocol.ids import ErrorKind
 from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime import plugins
 from meshlm.runtime.errors import RequestError
 

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshlm.runtime import host_memory, plugins
+from meshlm.runtime import plugins
+from meshlm.runtime.process import host_memory
 
 CPU_SHARE = 0.25  # of the memory that is available now
 CPU_MOST = 4 << 30

@@ -6,8 +6,8 @@ point of `meshlm.architectures` names a `Family`, one of `meshlm.quantization` a
 `meshlm.tool_parsers` names a `ToolParser`, one of `meshlm.reasoning_parsers` a `ReasoningParser` (parsers/registry.py loads them in the
 supervisor and the frontends); their names are those for --tool-call-parser and --reasoning-parser. One of
 `meshlm.logits_processors` names a `LogitsProcessor` (logits_processors.py loads it), one of `meshlm.io_processors` an `IOProcessor`
-(io_processors.py), one of `meshlm.stat_loggers` a `StatLogger` (frontend/stat_loggers.py), one of `meshlm.platforms` a `Platform`
-(platforms.py), and one of `meshlm.general` a function that every process calls before anything else. MESHLM_PLUGINS (or
+(io_processors.py), one of `meshlm.stat_loggers` a `StatLogger` (frontend/observe/stat_loggers.py), one of `meshlm.platforms` a
+`Platform` (platforms.py), and one of `meshlm.general` a function that every process calls before anything else. MESHLM_PLUGINS (or
 VLLM_PLUGINS) names those to load (commas between); without it all are.
 
 A plug-in's import has LIMIT_S: what hangs is named. It happens in a thread, which is left behind then.

@@ -1,7 +1,7 @@
 """References within a JSON schema: what `$ref` names, by pointer, `$id` or `$anchor`. Pure.
 
-Used by whoever reads a schema (schema_reader.py) or makes a grammar of one (frontend/tool_choice.py, detokenizer/json_schemas.py).
-Nothing here recurses, so no schema of a client is too deep or too long for it.
+Used by whoever reads a schema (schema_reader.py) or makes a grammar of one (frontend/openai/tool_choice.py,
+detokenizer/json_schemas.py). Nothing here recurses, so no schema of a client is too deep or too long for it.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -9,7 +9,7 @@ import msgspec
 
 from meshlm.protocol.config import StructuredOutputsConfig
 from meshlm.protocol.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
-from meshlm.protocol.ids import ErrorKind
+from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime.errors import RequestError
 
 MAX_CHOICES = 4096

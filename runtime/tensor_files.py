@@ -14,10 +14,10 @@ import zipfile
 import zlib
 from typing import Any, NamedTuple
 
-from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.ids import ErrorKind
+from meshlm.protocol.edges.text import EmbedsPrompt
 from meshlm.protocol.prompt_embeds import ITEM_BYTES, MAX_EMBEDS_BYTES, EmbedsDType, PromptEmbeds
-from meshlm.protocol.text_edge import EmbedsPrompt
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime.errors import RequestError
 
 MAX_PICKLE_BYTES, MAX_MEMO = 1 << 14, 64

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshlm.runtime import tokenizer_files
+from meshlm.runtime.model_files import tokenizer_files
 
 if TYPE_CHECKING:
     import llguidance

@@ -15,14 +15,14 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from math import isfinite
 
-from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.counts import SCHEDULER
-from meshlm.protocol.ids import Row, StepId
+from meshlm.protocol.edges.step import HASH_BYTES, NewRow, StepPlan, WorkerReady
 from meshlm.protocol.kv import KVSpec, step_tokens
-from meshlm.protocol.step_edge import HASH_BYTES, NewRow, StepPlan, WorkerReady
 from meshlm.protocol.tasks import PoolKind
-from meshlm.runtime.counts import Counts
-from meshlm.runtime.in_hand import hold
+from meshlm.protocol.wire.columns import ints, pack_i32
+from meshlm.protocol.wire.ids import Row, StepId
+from meshlm.runtime.process.counts import Counts
+from meshlm.runtime.process.in_hand import hold
 from meshlm.scheduler_proc import batching_counts, sizes
 from meshlm.scheduler_proc.budget import StepBudget
 from meshlm.scheduler_proc.drafts import plan_drafts

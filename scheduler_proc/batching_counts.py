@@ -1,6 +1,6 @@
 """What /metrics says of a rank's queues, steps and prefix cache. Used by batching.py and io.py."""
 
-from meshlm.runtime.counts import Counts
+from meshlm.runtime.process.counts import Counts
 from meshlm.scheduler_proc.kv.cache import KVCache
 from meshlm.scheduler_proc.request import Request
 

@@ -6,9 +6,18 @@ flight, `report()` says what the coordinator should know of it. Called by io.py;
 
 from collections import deque
 
-from meshlm.protocol.admit_edge import AbortRequests, Assign, GiveBack, ReportLoad, Welcome
-from meshlm.protocol.columns import ints, unpack_i32
-from meshlm.protocol.ids import COORDINATOR, FinishReason, Identity, RequestId, Role, StepId
+from meshlm.protocol.edges.admit import AbortRequests, Assign, GiveBack, ReportLoad, Welcome
+from meshlm.protocol.edges.step import (
+    GrammarReady,
+    LastPlan,
+    StepFailed,
+    StepPlan,
+    StepResult,
+    WorkerAsleep,
+    WorkerReady,
+    WorkerStats,
+)
+from meshlm.protocol.edges.token import AttachTokens, Disown, StillThere
 from meshlm.protocol.lockstep import JointOrder
 from meshlm.protocol.operations import (
     AbortRunning,
@@ -23,18 +32,9 @@ from meshlm.protocol.operations import (
     WakeUp,
 )
 from meshlm.protocol.sleeping import AWAKE, after
-from meshlm.protocol.step_edge import (
-    GrammarReady,
-    LastPlan,
-    StepFailed,
-    StepPlan,
-    StepResult,
-    WorkerAsleep,
-    WorkerReady,
-    WorkerStats,
-)
-from meshlm.protocol.token_edge import AttachTokens, Disown, StillThere
-from meshlm.runtime.events import Event, PeerLost, PeerUp, Received, Send, Tick
+from meshlm.protocol.wire.columns import ints, unpack_i32
+from meshlm.protocol.wire.ids import COORDINATOR, FinishReason, Identity, RequestId, Role, StepId
+from meshlm.runtime.process.events import Event, PeerLost, PeerUp, Received, Send, Tick
 from meshlm.scheduler_proc.batching import Batching
 from meshlm.scheduler_proc.estimates import Estimates
 from meshlm.scheduler_proc.limits import Limits

@@ -6,8 +6,8 @@ Called by core.py. Pure. Knows nothing of requests that were taken in.
 from collections.abc import Collection
 from enum import Enum, auto
 
-from meshlm.protocol.admit_edge import Assign
-from meshlm.protocol.ids import Identity, Incarnation, RequestId
+from meshlm.protocol.edges.admit import Assign
+from meshlm.protocol.wire.ids import Identity, Incarnation, RequestId
 
 
 class Reach(Enum):

@@ -6,9 +6,9 @@ same grammar share it. What workers have compiled is forgotten with its last req
 
 from collections import deque
 
-from meshlm.protocol.ids import Identity
-from meshlm.protocol.step_edge import GrammarReady, PrepareGrammar
-from meshlm.runtime.events import Send
+from meshlm.protocol.edges.step import GrammarReady, PrepareGrammar
+from meshlm.protocol.wire.ids import Identity
+from meshlm.runtime.process.events import Send
 from meshlm.scheduler_proc.request import Request, RequestGrammar
 
 MAX_ASKED = 16  # grammars that a worker is asked for at once: steps go over the same link

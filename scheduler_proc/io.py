@@ -4,16 +4,16 @@ import time
 
 from msgspec import Struct
 
-from meshlm.protocol.admit_edge import Assign
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.ids import Identity, Incarnation, Role
-from meshlm.protocol.step_edge import StepFailed, StepPlan, StepResult
-from meshlm.protocol.token_edge import TokenDeltas
-from meshlm.runtime import in_hand
-from meshlm.runtime.about import about, requests
+from meshlm.protocol.edges.admit import Assign
+from meshlm.protocol.edges.step import StepFailed, StepPlan, StepResult
+from meshlm.protocol.edges.token import TokenDeltas
+from meshlm.protocol.wire.ids import Identity, Incarnation, Role
 from meshlm.runtime.errors import LinkDown, MessageTooLong, ProcessFatal
-from meshlm.runtime.events import Event, PeerLost, PeerUp, Received, Send, Tick
-from meshlm.runtime.mesh import Mesh
+from meshlm.runtime.mesh.mesh import Mesh
+from meshlm.runtime.process import in_hand
+from meshlm.runtime.process.about import about, requests
+from meshlm.runtime.process.events import Event, PeerLost, PeerUp, Received, Send, Tick
 from meshlm.scheduler_proc import batching_counts
 from meshlm.scheduler_proc.core import Scheduler
 from meshlm.scheduler_proc.estimates import Estimates
@@ -50,7 +50,7 @@ def limits_of(config: MeshConfig, index: int) -> Limits:
 
 
 class SchedulerApp:
-    """See `meshlm.runtime.process.App`."""
+    """See `meshlm.runtime.process.process.App`."""
 
     def __init__(self) -> None:
         self._mesh: Mesh | None = None

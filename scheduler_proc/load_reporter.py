@@ -5,10 +5,10 @@ Pure; owned by core.py, which says what happened. Each request is named once; co
 
 import msgspec
 
-from meshlm.protocol.admit_edge import EngineRequest, Load, Returned, Started
-from meshlm.protocol.control_edge import GraphCounts
-from meshlm.protocol.ids import Identity, Incarnation, RequestId
+from meshlm.protocol.edges.admit import EngineRequest, Load, Returned, Started
+from meshlm.protocol.edges.control import GraphCounts
 from meshlm.protocol.sleeping import AWAKE
+from meshlm.protocol.wire.ids import Identity, Incarnation, RequestId
 from meshlm.scheduler_proc.batching import Batching
 
 

@@ -5,9 +5,9 @@ with other members than before begins a session too, in which the workers build 
 computed again.
 """
 
-from meshlm.protocol.ids import COORDINATOR, Epoch, Incarnation
 from meshlm.protocol.lockstep import JointOrder, JointRank, JointReport, Phase, StepGroup
-from meshlm.runtime.events import Send
+from meshlm.protocol.wire.ids import COORDINATOR, Epoch, Incarnation
+from meshlm.runtime.process.events import Send
 
 PATIENCE_NS = (
     30_000_000_000  # a member that is lost is back within seconds; with a large model its workers load for longer

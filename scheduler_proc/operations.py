@@ -4,9 +4,9 @@ Each goes to all workers between the same two plans. When the workers' session e
 again at the beginning of the next session: those that have done it answer at once.
 """
 
-from meshlm.protocol.ids import COORDINATOR, Identity
 from meshlm.protocol.operations import Operation, OperationDone, OperationId, Sleep, WakeUp, combine
-from meshlm.runtime.events import Send
+from meshlm.protocol.wire.ids import COORDINATOR, Identity
+from meshlm.runtime.process.events import Send
 
 
 class Operations:

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity
+from meshlm.protocol.edges.token import Ended, First, LogprobColumns, TokenDeltas
 from meshlm.protocol.tasks import ALONE_BYTES
-from meshlm.protocol.token_edge import Ended, First, LogprobColumns, TokenDeltas
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle, Identity
 from meshlm.scheduler_proc import sizes
 from meshlm.scheduler_proc.request import Request
 

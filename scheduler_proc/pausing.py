@@ -3,8 +3,8 @@
 import re
 from collections.abc import Collection
 
-from meshlm.protocol.ids import RequestId
 from meshlm.protocol.operations import AbortRunning, Pause
+from meshlm.protocol.wire.ids import RequestId
 
 # A name in the mesh: its client's, what makes it unique, the choice's number, and what makes a later attempt unique.
 PARTS = re.compile(r"(.*?)(?:-[0-9a-f]{8})?-\d+(?:-[0-9a-f]{10,}-\d+)?")

@@ -2,9 +2,9 @@
 
 from array import array
 
-from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.ids import BlockId, Row, StepId
-from meshlm.protocol.step_edge import NewRow, StepPlan
+from meshlm.protocol.edges.step import NewRow, StepPlan
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.protocol.wire.ids import BlockId, Row, StepId
 from meshlm.scheduler_proc import sizes
 from meshlm.scheduler_proc.request import Request
 

@@ -11,10 +11,10 @@ from enum import Enum
 from functools import lru_cache
 from itertools import chain
 
-from meshlm.protocol.admit_edge import EngineRequest
-from meshlm.protocol.ids import BlockId, Identity, Incarnation, Row
+from meshlm.protocol.edges.admit import EngineRequest
+from meshlm.protocol.edges.token import LogprobColumns
 from meshlm.protocol.tasks import Pool
-from meshlm.protocol.token_edge import LogprobColumns
+from meshlm.protocol.wire.ids import BlockId, Identity, Incarnation, Row
 from meshlm.scheduler_proc.kv import hashes
 
 

@@ -6,13 +6,13 @@ and results.py brings their tokens. Whatever ends here is told to the coordinato
 
 from collections.abc import Collection, Container
 
-from meshlm.protocol.admit_edge import Assign, GiveBack, Readmit
-from meshlm.protocol.columns import pack_i32, unpack_i32
-from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId
+from meshlm.protocol.edges.admit import Assign, GiveBack, Readmit
+from meshlm.protocol.edges.step import RowFailed
+from meshlm.protocol.edges.token import AttachTokens, Ended, StillThere, TokenDeltas
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import RowFailed
-from meshlm.protocol.token_edge import AttachTokens, Ended, StillThere, TokenDeltas
-from meshlm.runtime.events import Send
+from meshlm.protocol.wire.columns import pack_i32, unpack_i32
+from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId
+from meshlm.runtime.process.events import Send
 from meshlm.scheduler_proc.batching import Batching, tokens_of
 from meshlm.scheduler_proc.detokenizers import Detokenizers, Reach
 from meshlm.scheduler_proc.grammars import Grammars

@@ -5,10 +5,10 @@ Pure; owned by core.py, which knows which step in flight a result belongs to. It
 
 from itertools import repeat
 
-from meshlm.protocol.admit_edge import Started
-from meshlm.protocol.columns import ints
-from meshlm.protocol.ids import FinishReason, Identity
-from meshlm.protocol.step_edge import StepResult
+from meshlm.protocol.edges.admit import Started
+from meshlm.protocol.edges.step import StepResult
+from meshlm.protocol.wire.columns import ints
+from meshlm.protocol.wire.ids import FinishReason, Identity
 from meshlm.scheduler_proc.output import Output, of_position
 from meshlm.scheduler_proc.plan import Inflight
 from meshlm.scheduler_proc.request import Request, RequestState

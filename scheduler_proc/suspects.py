@@ -8,7 +8,7 @@ one has done it, and ends. Nobody is blamed for what happens in company.
 
 from collections.abc import Iterable
 
-from meshlm.protocol.ids import ErrorKind, FinishReason
+from meshlm.protocol.wire.ids import ErrorKind, FinishReason
 from meshlm.scheduler_proc.output import Output
 from meshlm.scheduler_proc.request import Request, RequestState
 from meshlm.scheduler_proc.request_table import RequestTable

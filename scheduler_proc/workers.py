@@ -6,11 +6,11 @@ Several workers (tensor and pipeline parallelism) compute each step together. Wh
 collective; when an earlier scheduler died between sending a plan to one and to the next, likewise. Then they are told to disband.
 """
 
-from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.protocol.edges.step import LastPlan, Reset, ResetGroup, WorkerAsleep, WorkerReady
 from meshlm.protocol.lockstep import StepGroup
 from meshlm.protocol.sleeping import Sleeping
-from meshlm.protocol.step_edge import LastPlan, Reset, ResetGroup, WorkerAsleep, WorkerReady
-from meshlm.runtime.events import Send
+from meshlm.protocol.wire.ids import Identity, Incarnation, Role
+from meshlm.runtime.process.events import Send
 from meshlm.scheduler_proc.limits import Limits
 
 

@@ -14,8 +14,8 @@ import msgspec
 from msgspec import Struct
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.control_edge import ProcessReport, StandbyReport
-from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.protocol.edges.control import ProcessReport, StandbyReport
+from meshlm.protocol.wire.ids import Identity, Incarnation, Role
 from meshlm.supervisor.errors import StartError
 from meshlm.supervisor.processes.rundir import STATUS_SOCKET
 

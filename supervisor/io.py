@@ -12,14 +12,14 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from meshlm.protocol import control_edge as edge
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.ids import HEAD, Identity, Incarnation, Role
+from meshlm.protocol.edges import control as edge
 from meshlm.protocol.operations import Action, OperationDone, Stop
 from meshlm.protocol.timeline import TimelinePart
+from meshlm.protocol.wire.ids import HEAD, Identity, Incarnation, Role
 from meshlm.runtime.errors import LinkDown, ProcessFatal
-from meshlm.runtime.mesh import Mesh
-from meshlm.runtime.operations import AskedOperations
+from meshlm.runtime.mesh.mesh import Mesh
+from meshlm.runtime.mesh.operations import AskedOperations
 from meshlm.supervisor import control, requests_of_frontends
 from meshlm.supervisor.cli.display import StartDisplay
 from meshlm.supervisor.errors import ContextDoesNotFit, StartError

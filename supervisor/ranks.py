@@ -9,9 +9,9 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from meshlm.protocol import control_edge as edge
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.ids import COORDINATOR, Identity, Role
+from meshlm.protocol.edges import control as edge
+from meshlm.protocol.wire.ids import COORDINATOR, Identity, Role
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.group import events, rolling
 from meshlm.supervisor.group.scaling import Scaling

@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from meshlm.protocol.ids import HEAD, Identity, Role
 from meshlm.protocol.operations import Action, OperationDone, Profile
 from meshlm.protocol.timeline import MAX_SECONDS, RecordTimeline, TimelinePart
+from meshlm.protocol.wire.ids import HEAD, Identity, Role
 
 LATE_S = 5.0  # after the end of a recording: who has not told by then is left out
 FILE = "timeline.msgpack"

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 from msgspec import Struct
 from msgspec.structs import replace
 
-from meshlm.protocol.control_edge import AskRequests, FrontendRequests
-from meshlm.protocol.ids import Identity, Role
+from meshlm.protocol.edges.control import AskRequests, FrontendRequests
+from meshlm.protocol.wire.ids import Identity, Role
 
 
 def pass_on(

@@ -17,11 +17,11 @@ FOLDERS = (
 # An attribute that is raised: whose it is, and why the object that has it lives no longer than the request.
 RAISED_ATTRIBUTES = {
     "detokenizer/core.py": {"event.error"},  # an event is handled once
-    "frontend/beams.py": {
+    "frontend/requests/beams.py": {
         "errors.exceptions[0]",
         "step.error",
     },  # of the group that was caught; of one step of one request
-    "frontend/generation.py": {"answer.error"},  # of one request
+    "frontend/requests/generation.py": {"answer.error"},  # of one request
     "frontend/grpc/servicer.py": {"answer.error"},
     "frontend/rendering/routes.py": {"answer.error"},
     "frontend/responses_api/background.py": {"running.error"},

@@ -72,7 +72,7 @@ def test_no_pickle() -> None:
 @pytest.mark.parametrize("name", [*PROCESSES[:-1], "supervisor"])
 def test_a_process_imports_nothing_heavy_at_its_start(name: str) -> None:
     """In a fresh interpreter, as the mesh starts it. The supervisor is `meshlm serve`."""
-    begin = f"from meshlm.runtime import entry; sys.argv = ['', '{name}', str(os.getppid()), '--help']; entry.main()"
+    begin = f"from meshlm.runtime.process import entry; sys.argv = ['', '{name}', str(os.getppid()), '--help']; entry.main()"
     if name == "supervisor":
         begin = "from meshlm.supervisor.cli.main import main; main(['serve', '--help'])"
     heavy = {"torch", "triton", "numpy", "transformers", "openai", "httpx", "rich"}

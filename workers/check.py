@@ -1,4 +1,4 @@
-"""What a worker would refuse before it reads weights, for `meshlm serve --dry-run` (runtime/checking.py).
+"""What a worker would refuse before it reads weights, for `meshlm serve --dry-run` (runtime/process/checking.py).
 
 Its part of the model is made on torch's meta device and held against the headers of the weights, so this takes seconds and no memory.
 A GPU is asked for nothing: what its kernels cannot do is known when a worker has it.
@@ -9,9 +9,9 @@ import contextlib
 import torch
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.runtime.checking import answer
 from meshlm.runtime.errors import ContextTooLong, ProcessFatal
 from meshlm.runtime.logits_processors import ProcessorError, loaded
+from meshlm.runtime.process.checking import answer
 from meshlm.workers import memory
 from meshlm.workers.distributed.placement import WorkerPlacement
 from meshlm.workers.distributed.shard import Shard

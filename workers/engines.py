@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 
 from meshlm.protocol.config import MeshConfig, ServerConfig
-from meshlm.protocol.step_edge import WorkerReady
+from meshlm.protocol.edges.step import WorkerReady
 from meshlm.runtime import platforms, plugins
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.parsers import registry

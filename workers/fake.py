@@ -16,13 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.control_edge import GraphCounts
+from meshlm.protocol.edges.control import GraphCounts
+from meshlm.protocol.edges.step import StepPlan, StepResult
+from meshlm.protocol.edges.token import LogprobColumns
 from meshlm.protocol.kv import ChunkedAttention, EncoderOnly, FullAttention, SlidingWindow, caches_of, make_groups
 from meshlm.protocol.lockstep import StepAgreement
 from meshlm.protocol.sleeping import KV_CACHE
-from meshlm.protocol.step_edge import StepPlan, StepResult
 from meshlm.protocol.tasks import PoolKind
-from meshlm.protocol.token_edge import LogprobColumns
 from meshlm.workers import kv_capacity
 from meshlm.workers.distributed.lockstep import StepExchange
 from meshlm.workers.distributed.membership import Membership

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import structlog
 from msgspec import Struct
 
-from meshlm.protocol.step_edge import GrammarReady, PrepareGrammar, RowFailed
+from meshlm.protocol.edges.step import GrammarReady, PrepareGrammar, RowFailed
 from meshlm.workers.output.matchers_lost import MatchersLost
 
 if TYPE_CHECKING:

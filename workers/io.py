@@ -13,12 +13,8 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from meshlm.protocol.control_edge import STEPPING, GraphCounts
-from meshlm.protocol.ids import Identity, Incarnation, Role
-from meshlm.protocol.lockstep import StepGroup
-from meshlm.protocol.operations import CallWorkers, Operation, ResetPrefixCache
-from meshlm.protocol.sleeping import AWAKE, Sleeping
-from meshlm.protocol.step_edge import (
+from meshlm.protocol.edges.control import STEPPING, GraphCounts
+from meshlm.protocol.edges.step import (
     LastPlan,
     PrepareGrammar,
     Reset,
@@ -29,9 +25,13 @@ from meshlm.protocol.step_edge import (
     WorkerAsleep,
     WorkerStats,
 )
-from meshlm.runtime import in_hand
+from meshlm.protocol.lockstep import StepGroup
+from meshlm.protocol.operations import CallWorkers, Operation, ResetPrefixCache
+from meshlm.protocol.sleeping import AWAKE, Sleeping
+from meshlm.protocol.wire.ids import Identity, Incarnation, Role
 from meshlm.runtime.errors import LinkDown, MessageTooLong
-from meshlm.runtime.mesh import Mesh
+from meshlm.runtime.mesh.mesh import Mesh
+from meshlm.runtime.process import in_hand
 from meshlm.workers.distributed.lockstep import LockstepEngine, SocketExchange, StepAborted, StepExchange
 from meshlm.workers.distributed.membership import Membership
 from meshlm.workers.distributed.shard import WHOLE, Shard
@@ -54,7 +54,7 @@ SWITCH_INTERVAL_S = 1e-4  # the stepper must not keep the loop waiting for its t
 
 
 class WorkerApp:
-    """See `meshlm.runtime.process.App`."""
+    """See `meshlm.runtime.process.process.App`."""
 
     def __init__(self) -> None:
         self._mesh: Mesh | None = None

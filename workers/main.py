@@ -2,8 +2,8 @@
 
 from typing import NoReturn
 
-from meshlm.protocol.ids import Role
-from meshlm.runtime import process
+from meshlm.protocol.wire.ids import Role
+from meshlm.runtime.process import process
 from meshlm.workers.engines import load_ahead
 from meshlm.workers.io import WorkerApp
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import assert_never
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.ids import Identity
 from meshlm.protocol.operations import (
     AbortRunning,
     CallWorkers,
@@ -20,6 +19,7 @@ from meshlm.protocol.operations import (
     Stop,
     WakeUp,
 )
+from meshlm.protocol.wire.ids import Identity
 from meshlm.workers.extension import NONE, Extension
 from meshlm.workers.profiler import Profiler
 

@@ -1,7 +1,7 @@
 """A worker's steps in a recording of `meshlm trace`: when each was launched, and when it was on the device. Owned by io.py."""
 
-from meshlm.protocol.step_edge import StepPlan, StepResult
-from meshlm.runtime.timeline import Timeline
+from meshlm.protocol.edges.step import StepPlan, StepResult
+from meshlm.runtime.process.timeline import Timeline
 
 
 class StepTimeline:

@@ -16,16 +16,16 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import Struct
 
-from meshlm.frontend.choice import Choice
 from meshlm.frontend.dashboard import requests
 from meshlm.frontend.dashboard.others import OtherFrontends
 from meshlm.frontend.dashboard.snapshot import Facts, Known, Snapshots, news_view
-from meshlm.frontend.errors import HttpError
-from meshlm.frontend.responses import Response
-from meshlm.protocol.control_edge import AskProcesses, AskRequests, FrontendRequests, MeshProcesses, News
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.openai.responses import Response
+from meshlm.frontend.requests.choice import Choice
 from meshlm.protocol.dashboard import History
-from meshlm.protocol.ids import Role
-from meshlm.runtime.figures import Figures
+from meshlm.protocol.edges.control import AskProcesses, AskRequests, FrontendRequests, MeshProcesses, News
+from meshlm.protocol.wire.ids import Role
+from meshlm.runtime.process.figures import Figures
 
 PERIOD_S, STEADY_S = 0.1, 0.5
 SETTLES_S = 1.0

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from meshlm.frontend.dashboard.requests import MAX_ENDED, MAX_RUNNING
-from meshlm.protocol.control_edge import FrontendRequests
 from meshlm.protocol.dashboard import RequestView
+from meshlm.protocol.edges.control import FrontendRequests
 
 SILENT_S = 2.0  # a frontend that says nothing for so long has no running requests to show
 

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import NamedTuple
 
-from meshlm.frontend.choice import Choice, ResponseSink
-from meshlm.frontend.responses import Response, visible_reason
+from meshlm.frontend.openai.responses import Response, visible_reason
+from meshlm.frontend.requests.choice import Choice, ResponseSink
 from meshlm.protocol.dashboard import RequestView
-from meshlm.protocol.text_edge import Finished
-from meshlm.protocol.token_edge import First
+from meshlm.protocol.edges.text import Finished
+from meshlm.protocol.edges.token import First
 
 MAX_ENDED = 1000
 MAX_ERROR = 200  # characters of a message

@@ -1,6 +1,6 @@
 """GET /dashboard and what belongs to it. The page holds no data, so it needs no key; what it asks for does.
 
-Called by server.py.
+Called by routes.py.
 """
 
 import asyncio
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, Protocol
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
-from meshlm.frontend.connection import EXTENSION
 from meshlm.frontend.dashboard.feed import PERIOD_S, STALL_S, Feed, Watcher
-from meshlm.frontend.errors import HttpError
-from meshlm.frontend.operation import EVENTS, HTML
-from meshlm.frontend.page_policy import HEADERS, source
+from meshlm.frontend.http.connection import EXTENSION
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.page_policy import HEADERS, source
+from meshlm.frontend.routes.operation import EVENTS, HTML
 
 JSON = "application/json"
 MAX_EVERY_S = STALL_S / 2

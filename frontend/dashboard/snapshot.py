@@ -6,13 +6,13 @@ from itertools import chain
 import msgspec
 from msgspec import Struct
 
-from meshlm.frontend.choice import Choice
 from meshlm.frontend.dashboard import requests
 from meshlm.frontend.dashboard.others import OtherFrontends
 from meshlm.frontend.dashboard.recent import Rates, Times, percentiles
-from meshlm.protocol.control_edge import MeshProcesses, MeshStats, News, ProcessReport, RankStats, StandbyReport
+from meshlm.frontend.requests.choice import Choice
 from meshlm.protocol.dashboard import EdgeView, NewsView, Percentiles, ProcessView, RankView, RequestView
-from meshlm.protocol.ids import Role
+from meshlm.protocol.edges.control import MeshProcesses, MeshStats, News, ProcessReport, RankStats, StandbyReport
+from meshlm.protocol.wire.ids import Role
 
 FIGURES_S, RUNNING_S = 0.5, 1.0  # figures and the requests that run are made anew so often
 NEWS_S = 6.0  # of an event: longer than the longest time between two

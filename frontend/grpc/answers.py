@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from meshlm.frontend.choice import Choice, RowDetails
-from meshlm.frontend.parse import ParsedRequest
-from meshlm.frontend.responses import Response
-from meshlm.protocol.ids import FinishReason
+from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.responses import Response
+from meshlm.frontend.requests.choice import Choice, RowDetails
+from meshlm.protocol.edges.text import PositionLogprobs, PromptLogprobs
 from meshlm.protocol.logprobs import positions_of
-from meshlm.protocol.text_edge import PositionLogprobs, PromptLogprobs
+from meshlm.protocol.wire.ids import FinishReason
 
 ABORTED = "abort"
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import grpc
 
-from meshlm.frontend import watched_files
+from meshlm.frontend.http import watched_files
 from meshlm.protocol.config import ServerConfig
 from meshlm.runtime import tls
 

@@ -14,10 +14,10 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from meshlm.frontend.bodies import LARGE_BYTES
-from meshlm.frontend.errors import HttpError
 from meshlm.frontend.grpc.servicer import NAME, refuse
-from meshlm.frontend.http import ByteBudget
+from meshlm.frontend.http.bodies import LARGE_BYTES
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.server import ByteBudget
 from meshlm.protocol.config import ServerConfig
 
 GRACE_S = (

@@ -8,19 +8,19 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
-from meshlm.frontend import watched_files
-from meshlm.frontend.endpoint import take
-from meshlm.frontend.errors import HttpError
 from meshlm.frontend.grpc.certificates import Certificates
 from meshlm.frontend.grpc.incoming import Handler, Incoming, refusing
 from meshlm.frontend.grpc.servicer import NAME, GrpcBackend, Servicer
-from meshlm.frontend.web_pages import MAX_SHOWN, OTHER_SITE
+from meshlm.frontend.http import watched_files
+from meshlm.frontend.http.endpoint import take
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.web_pages import MAX_SHOWN, OTHER_SITE
 from meshlm.runtime.api_keys import ADMIN, INFERENCE, ApiKeys
 
 HEALTH_S = 0.5  # how often readiness is looked at
 STOP_S = 2.0  # for calls that ended to be read
 OPEN_SERVICES = (f"/{health.SERVICE_NAME}/",)  # for probes, which have no key
-# What a key must be for, by method, as frontend/operations.py has it by path: inference, but for these.
+# What a key must be for, by method, as frontend/routes/operations.py has it by path: inference, but for these.
 ADMIN_METHODS = frozenset(f"/{NAME}/{method}" for method in ("FlushCache", "StartProfile", "StopProfile"))
 INFORMATION = frozenset(f"/{NAME}/{method}" for method in ("HealthCheck", "GetModelInfo", "GetServerInfo", "GetLoads"))
 SUBMITS = frozenset(f"/{NAME}/{method}" for method in ("Generate", "Embed"))  # methods that count for a key's limits

@@ -10,9 +10,10 @@ from typing import Any
 import msgspec
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from meshlm.frontend import bodies, limits, parse
-from meshlm.frontend.errors import HttpError
-from meshlm.frontend.schema import CompletionRequest
+from meshlm.frontend.http import bodies
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.openai import limits, parse
+from meshlm.frontend.openai.schema import CompletionRequest
 from meshlm.frontend.vectors import parse as vectors
 from meshlm.frontend.vectors.schema import EmbeddingRequest
 from meshlm.protocol.config import MeshConfig, Resolved, ServerConfig

@@ -21,16 +21,17 @@ from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as service
 
-from meshlm.frontend import operating, submits
-from meshlm.frontend.bodies import LARGE_BYTES
-from meshlm.frontend.errors import HttpError
-from meshlm.frontend.generation import Backend
 from meshlm.frontend.grpc import requests
 from meshlm.frontend.grpc.answers import GrpcResponse
-from meshlm.frontend.parse import ParsedRequest
-from meshlm.frontend.responses import Response, trace_headers
+from meshlm.frontend.http.bodies import LARGE_BYTES
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.responses import Response, trace_headers
+from meshlm.frontend.operator import operating
+from meshlm.frontend.requests import submits
+from meshlm.frontend.requests.generation import Backend
 from meshlm.frontend.vectors.answers import VectorsResponse
-from meshlm.protocol.control_edge import RankStats
+from meshlm.protocol.edges.control import RankStats
 from meshlm.protocol.operations import ResetPrefixCache
 
 NAME = "vllm.grpc.engine.VllmEngine"

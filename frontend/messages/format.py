@@ -5,10 +5,10 @@ from typing import Any
 
 import msgspec
 
-from meshlm.frontend.errors import HttpError, anthropic_error
-from meshlm.frontend.turn import TurnResponse
-from meshlm.protocol.ids import FinishReason
-from meshlm.protocol.text_edge import Finished, PositionLogprobs
+from meshlm.frontend.http.errors import HttpError, anthropic_error
+from meshlm.frontend.openai.turn import TurnResponse
+from meshlm.protocol.edges.text import Finished, PositionLogprobs
+from meshlm.protocol.wire.ids import FinishReason
 
 Json = dict[str, Any]
 _encode = msgspec.json.Encoder().encode

@@ -1,8 +1,8 @@
-"""The JSON schema of Anthropic's bodies, where the types of schema.py do not say it. Called by frontend/request_schema.py."""
+"""The JSON schema of Anthropic's bodies, where the types of schema.py do not say it. Called by frontend/routes/request_schema.py."""
 
 from typing import Any
 
-from meshlm.frontend.schema import MAX_TOKENS
+from meshlm.frontend.openai.schema import MAX_TOKENS
 
 Json = dict[str, Any]
 _TEXT: Json = {"type": "string", "minLength": 1}

@@ -1,19 +1,20 @@
-"""The routes of Anthropic's API: a body to a chat's request, and from there on the path of every chat. Called by server.py."""
+"""The routes of Anthropic's API: a body to a chat's request, and from there on the path of every chat. Called by routes.py."""
 
 from collections.abc import Callable, Mapping
 
 import msgspec
 from msgspec import Raw
 
-from meshlm.frontend import bodies, parse
-from meshlm.frontend.errors import HttpError
-from meshlm.frontend.generation import Form
+from meshlm.frontend.http import bodies
+from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.messages.format import MessageFormat
 from meshlm.frontend.messages.schema import Conversation, CountTokensRequest, MessagesRequest
 from meshlm.frontend.messages.translate import NAMES, chat_request, left_out, renamed
-from meshlm.frontend.parse import ParsedRequest
-from meshlm.frontend.retry import LAST_ID, Progress
-from meshlm.frontend.turn import TurnResponse
+from meshlm.frontend.openai import parse
+from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.turn import TurnResponse
+from meshlm.frontend.requests.generation import Form
+from meshlm.frontend.requests.retry import LAST_ID, Progress
 from meshlm.protocol.config import Resolved, ServerConfig
 
 Check = Callable[[Mapping[str, Raw]], None]

@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
-from meshlm.frontend.answer_fields import ANSWER, PROMPT
-from meshlm.frontend.schema import MAX_TOKENS, Count, Share, Temperature
+from meshlm.frontend.openai.answer_fields import ANSWER, PROMPT
+from meshlm.frontend.openai.schema import MAX_TOKENS, Count, Share, Temperature
 
 Json = dict[str, Any]
 Effort = Literal["low", "medium", "high", "xhigh", "max"]

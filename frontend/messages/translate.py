@@ -1,16 +1,16 @@
 """A body of Anthropic's to the chat request that means the same. Pure; HttpError names the field as Anthropic does.
 
-Called by server.py's routes. Content that is not text is refused by its type.
+Called by routes.py's routes. Content that is not text is refused by its type.
 """
 
 import json
 import re
 from typing import Any
 
-from meshlm.frontend.answer_fields import REFUSED_MESSAGES
-from meshlm.frontend.errors import HttpError
+from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.messages.schema import Conversation, MessagesRequest, Thinking
-from meshlm.frontend.schema import ChatRequest
+from meshlm.frontend.openai.answer_fields import REFUSED_MESSAGES
+from meshlm.frontend.openai.schema import ChatRequest
 from meshlm.protocol.config import ServerConfig
 
 Json = dict[str, Any]

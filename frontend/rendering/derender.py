@@ -4,17 +4,14 @@ import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 
-from meshlm.frontend.choice import Choice, RowDetails
-from meshlm.frontend.errors import HttpError
-from meshlm.frontend.parse import ParsedRequest
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.response_schema import ChatCompletionLogProb, ChatCompletionLogProbsContent
+from meshlm.frontend.openai.responses import Json, WholeResponse
+from meshlm.frontend.openai.schema import MAX_SEQUENCES
 from meshlm.frontend.rendering.schema import GenerateChoice, Generated
-from meshlm.frontend.response_schema import ChatCompletionLogProb, ChatCompletionLogProbsContent
-from meshlm.frontend.responses import Json, WholeResponse
-from meshlm.frontend.schema import MAX_SEQUENCES
-from meshlm.protocol.columns import pack_i32, unpack_i32
-from meshlm.protocol.ids import FinishReason, Handle
-from meshlm.protocol.logprobs import LONGEST_BEGIN, pending_after, shown
-from meshlm.protocol.text_edge import (
+from meshlm.frontend.requests.choice import Choice, RowDetails
+from meshlm.protocol.edges.text import (
     Accepted,
     DetokenizeReply,
     Finished,
@@ -23,6 +20,9 @@ from meshlm.protocol.text_edge import (
     TextParams,
     TokenLogprob,
 )
+from meshlm.protocol.logprobs import LONGEST_BEGIN, pending_after, shown
+from meshlm.protocol.wire.columns import pack_i32, unpack_i32
+from meshlm.protocol.wire.ids import FinishReason, Handle
 
 REASONS = {reason.value: reason for reason in FinishReason} | {"tool_calls": FinishReason.STOP, None: FinishReason.STOP}
 _BY_ID = re.compile(r"token_id:(\d{1,10})")  # how /inference/v1/generate names a token

@@ -4,11 +4,11 @@ from typing import Any
 
 import msgspec
 
-from meshlm.frontend import embeds
-from meshlm.frontend.errors import HttpError
-from meshlm.frontend.parse import ParsedRequest
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.openai import embeds
+from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.protocol.edges.text import TextParams
 from meshlm.protocol.grammar import Grammar, GrammarKind
-from meshlm.protocol.text_edge import TextParams
 
 Json = dict[str, Any]
 SAME = (  # names of SamplingParams that are vLLM's too

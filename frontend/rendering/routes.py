@@ -1,4 +1,4 @@
-"""The routes of this folder, beside server.py's, which gives them its ways to read a body and to ask the mesh (`Reads`)."""
+"""The routes of this folder, beside routes.py's, which gives them its ways to read a body and to ask the mesh (`Reads`)."""
 
 import asyncio
 import time
@@ -11,9 +11,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
-from meshlm.frontend import bodies, limits, parse, retry
-from meshlm.frontend.errors import HttpError
-from meshlm.frontend.generation import Backend, Form, Generation
+from meshlm.frontend.http import bodies
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.openai import limits, parse
+from meshlm.frontend.openai.responses import Json, WholeResponse
+from meshlm.frontend.openai.schema import ChatRequest, CompletionRequest
+from meshlm.frontend.openai.stream_response import StreamResponse
 from meshlm.frontend.rendering import derender, render, tokens
 from meshlm.frontend.rendering.schema import (
     BatchChatRequest,
@@ -22,17 +25,16 @@ from meshlm.frontend.rendering.schema import (
     Generated,
     GenerateRequest,
 )
-from meshlm.frontend.responses import Json, WholeResponse
-from meshlm.frontend.schema import ChatRequest, CompletionRequest
-from meshlm.frontend.stream_response import StreamResponse
-from meshlm.protocol.columns import pack_i32, unpack_i32
-from meshlm.protocol.text_edge import Detokenize, Prompt, TextPrompt, Tokenize, TokenizeReply, TokenPrompt
+from meshlm.frontend.requests import retry
+from meshlm.frontend.requests.generation import Backend, Form, Generation
+from meshlm.protocol.edges.text import Detokenize, Prompt, TextPrompt, Tokenize, TokenizeReply, TokenPrompt
+from meshlm.protocol.wire.columns import pack_i32, unpack_i32
 
 Parsed = tuple[parse.ParsedRequest, str, retry.IdempotencyKey | None]
 
 
 class Reads(NamedTuple):
-    """What server.py does for every route."""
+    """What routes.py does for every route."""
 
     read: Callable[[Request, Callable[[Request, bytes], Any]], Awaitable[Any]]
     ask: Callable[[Request, Any], Awaitable[Any]]

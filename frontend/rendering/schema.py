@@ -4,15 +4,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from meshlm.frontend.answer_fields import ANSWER, PROMPT
-from meshlm.frontend.response_schema import (
+from meshlm.frontend.openai.answer_fields import ANSWER, PROMPT
+from meshlm.frontend.openai.response_schema import (
     ChatCompletionLogProbs,
     ChatCompletionResponse,
     FinishReason,
     PromptLogprobs,
     UsageInfo,
 )
-from meshlm.frontend.schema import ChatRequest, CompletionRequest, RequestName, StreamOptions, TokenId
+from meshlm.frontend.openai.schema import ChatRequest, CompletionRequest, RequestName, StreamOptions, TokenId
 
 
 class GenerateRequest(Struct, frozen=True, kw_only=True):

@@ -5,16 +5,16 @@ from typing import Any
 
 import msgspec
 
-from meshlm.frontend.choice import Choice, RowDetails
-from meshlm.frontend.errors import HttpError, error_object
-from meshlm.frontend.generation import Form
-from meshlm.frontend.logprobs import by_id, chat_logprobs
-from meshlm.frontend.parse import ParsedRequest
+from meshlm.frontend.http.errors import HttpError, error_object
+from meshlm.frontend.openai.logprobs import by_id, chat_logprobs
+from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.responses import WholeResponse, visible_reason
+from meshlm.frontend.openai.stream_response import StreamResponse
 from meshlm.frontend.rendering.schema import GenerateRequest
-from meshlm.frontend.responses import WholeResponse, visible_reason
-from meshlm.frontend.stream_response import StreamResponse
-from meshlm.protocol.ids import FinishReason
-from meshlm.protocol.text_edge import PositionLogprobs
+from meshlm.frontend.requests.choice import Choice, RowDetails
+from meshlm.frontend.requests.generation import Form
+from meshlm.protocol.edges.text import PositionLogprobs
+from meshlm.protocol.wire.ids import FinishReason
 
 Json = dict[str, Any]
 _encode = msgspec.json.Encoder().encode

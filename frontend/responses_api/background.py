@@ -13,17 +13,17 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 
-from meshlm.frontend import submits
-from meshlm.frontend.choice import Choice, RowDetails
-from meshlm.frontend.errors import HttpError
-from meshlm.frontend.generation import Backend, Generation
-from meshlm.frontend.parse import ParsedRequest
-from meshlm.frontend.responses import trace_headers
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.responses import trace_headers
+from meshlm.frontend.openai.turn import TurnResponse
+from meshlm.frontend.requests import submits
+from meshlm.frontend.requests.choice import Choice, RowDetails
+from meshlm.frontend.requests.generation import Backend, Generation
+from meshlm.frontend.requests.retry import IdempotencyKey
 from meshlm.frontend.responses_api.format import ResponseFormat
 from meshlm.frontend.responses_api.records import Chunk, Stored, Written
 from meshlm.frontend.responses_api.shelf import Shelf
-from meshlm.frontend.retry import IdempotencyKey
-from meshlm.frontend.turn import TurnResponse
 
 FLUSH_S, LEASE_S, LOOK_S = 0.05, 4.0, 1.0
 DEFER_S = 2.0  # until a response is tried again for which there was no room

@@ -9,8 +9,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
-from meshlm.frontend import bodies
-from meshlm.frontend.errors import HttpError
+from meshlm.frontend.http import bodies
+from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.responses_api import items, listing, shelf, translate
 from meshlm.frontend.responses_api.keys import key_of
 from meshlm.frontend.responses_api.records import CONVERSATION, Conversation

@@ -5,13 +5,13 @@ from typing import Any
 
 import msgspec
 
-from meshlm.frontend.errors import HttpError
-from meshlm.frontend.logprobs import chat_logprobs
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.openai.logprobs import chat_logprobs
+from meshlm.frontend.openai.turn import TurnResponse
 from meshlm.frontend.responses_api.items import sealed
-from meshlm.frontend.turn import TurnResponse
-from meshlm.protocol.columns import unpack_i32
-from meshlm.protocol.ids import FinishReason
-from meshlm.protocol.text_edge import Finished, PositionLogprobs
+from meshlm.protocol.edges.text import Finished, PositionLogprobs
+from meshlm.protocol.wire.columns import unpack_i32
+from meshlm.protocol.wire.ids import FinishReason
 
 Json = dict[str, Any]
 _encode = msgspec.json.Encoder().encode

@@ -8,7 +8,7 @@ import binascii
 import hashlib
 from typing import Any
 
-from meshlm.frontend.errors import HttpError
+from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.responses_api.tools import flat
 
 Json = dict[str, Any]

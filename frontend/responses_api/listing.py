@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 from starlette.datastructures import QueryParams
 
-from meshlm.frontend.errors import HttpError
+from meshlm.frontend.http.errors import HttpError
 
 Json = dict[str, Any]
 MAX_LISTED = 100

@@ -6,7 +6,7 @@ an answer, a call, or a call's result. Results there have no id: one belongs to 
 
 from typing import Any
 
-from meshlm.frontend.errors import HttpError
+from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.responses_api.items import TEXTS
 
 Json = dict[str, Any]

@@ -1,9 +1,9 @@
 """The JSON schema of bodies of /v1/responses and /v1/conversations, where the types of schema.py do not say it. Called by
-frontend/request_schema.py."""
+frontend/routes/request_schema.py."""
 
 from typing import Any
 
-from meshlm.frontend.answer_fields import REFUSED_RESPONSES
+from meshlm.frontend.openai.answer_fields import REFUSED_RESPONSES
 
 Json = dict[str, Any]
 _TEXT: Json = {"type": "string", "minLength": 1}

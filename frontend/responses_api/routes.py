@@ -1,6 +1,6 @@
 """The routes of /v1/responses: a body to a chat's request, and from there on the path of every chat; and what is stored of it.
 
-Called by server.py, which reads the bodies.
+Called by routes.py, which reads the bodies.
 """
 
 import asyncio
@@ -16,19 +16,20 @@ from msgspec import Raw
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
-from meshlm.frontend import bodies, limits, parse
-from meshlm.frontend.errors import HttpError
-from meshlm.frontend.generation import AlreadySent, Backend, Form, Generation, disconnected
-from meshlm.frontend.http import EventWriter
-from meshlm.frontend.parse import ParsedRequest
+from meshlm.frontend.http import bodies
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.server import EventWriter
+from meshlm.frontend.openai import limits, parse
+from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.turn import TurnResponse
+from meshlm.frontend.requests.generation import AlreadySent, Backend, Form, Generation, disconnected
+from meshlm.frontend.requests.retry import IdempotencyKey, Progress
 from meshlm.frontend.responses_api import background, conversations, items, listing, previous, shelf, tools, translate
 from meshlm.frontend.responses_api.background import Background, Running
 from meshlm.frontend.responses_api.format import ResponseFormat
 from meshlm.frontend.responses_api.keys import key_of
 from meshlm.frontend.responses_api.records import CONVERSATION, Chunk, Stored
 from meshlm.frontend.responses_api.schema import ENCRYPTED, ResponsesRequest
-from meshlm.frontend.retry import IdempotencyKey, Progress
-from meshlm.frontend.turn import TurnResponse
 from meshlm.protocol.config.server import STORE_OFF
 
 Json = dict[str, Any]

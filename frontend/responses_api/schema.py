@@ -5,8 +5,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
-from meshlm.frontend.answer_fields import ANSWER, PROMPT
-from meshlm.frontend.schema import (
+from meshlm.frontend.openai.answer_fields import ANSWER, PROMPT
+from meshlm.frontend.openai.schema import (
     MAX_TOKENS,
     Count,
     Penalty,

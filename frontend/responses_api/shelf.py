@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import structlog
 
-from meshlm.frontend.errors import HttpError
+from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.responses_api.records import Chunk, Conversation, Stored, Written
-from meshlm.runtime.logs import Limited
+from meshlm.runtime.process.logs import Limited
 
 if TYPE_CHECKING:  # sqlite3 is loaded with the file
     from meshlm.frontend.responses_api.store import Store

@@ -7,7 +7,7 @@ log line names their types. They cannot be chosen.
 
 from typing import Any, NamedTuple
 
-from meshlm.frontend.errors import HttpError
+from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.responses_api.schema import ResponsesRequest
 
 Json = dict[str, Any]

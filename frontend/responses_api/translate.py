@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from meshlm.frontend.answer_fields import REFUSED_RESPONSES
-from meshlm.frontend.errors import HttpError
-from meshlm.frontend.parse import ParsedRequest
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.openai.answer_fields import REFUSED_RESPONSES
+from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.schema import ChatRequest
 from meshlm.frontend.responses_api import items, previous, tools
 from meshlm.frontend.responses_api.schema import LOGPROBS, ResponsesRequest
-from meshlm.frontend.schema import ChatRequest
 
 Json = dict[str, Any]
 MAX_METADATA, MAX_METADATA_NAME, MAX_METADATA_TEXT = 16, 64, 512  # OpenAI's

@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from meshlm.frontend.operation import SRT, TEXT, VTT
-from meshlm.frontend.responses import WholeResponse
+from meshlm.frontend.openai.responses import WholeResponse
+from meshlm.frontend.routes.operation import SRT, TEXT, VTT
 from meshlm.frontend.speech import texts
 from meshlm.frontend.speech.parse import Transcription
 from meshlm.frontend.speech.schema import DurationUsage, TranscriptionResponse, TranscriptionSegment

@@ -4,7 +4,7 @@ import contextlib
 
 import msgspec
 
-from meshlm.frontend.errors import HttpError
+from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.speech import audio_files
 from meshlm.frontend.speech.audio_decoder import DECODED, REFUSED
 from meshlm.runtime.sandbox.fork_server import Handle, answering

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from meshlm.frontend.errors import HttpError
+from meshlm.frontend.http.errors import HttpError
 from meshlm.protocol.audio import SAMPLE_RATE
-from meshlm.protocol.ids import ErrorKind
+from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime.sandbox.limits import MIB, ChildDied, Limits
 from meshlm.runtime.sandbox.sandbox import NoChild, Sandbox, SandboxFailed
 

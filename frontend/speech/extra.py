@@ -1,6 +1,6 @@
 """The packages of the extra `audio`, which servers of other models do without."""
 
-from meshlm.frontend.errors import HttpError
+from meshlm.frontend.http.errors import HttpError
 from meshlm.runtime.extras import how_to_install
 
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from meshlm.frontend.errors import HttpError
-from meshlm.frontend.limits import MIN_PROMPT_BYTES
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.openai.limits import MIN_PROMPT_BYTES
 from meshlm.frontend.speech.extra import not_installed
 
 MAX_PARTS = 64

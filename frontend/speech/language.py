@@ -3,14 +3,14 @@ others. Called by routes.py."""
 
 from typing import Any
 
-from meshlm.frontend import submits
-from meshlm.frontend.beams import Step
-from meshlm.frontend.choice import Choice
-from meshlm.frontend.parse import ParsedRequest
+from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.requests import submits
+from meshlm.frontend.requests.beams import Step
+from meshlm.frontend.requests.choice import Choice
 from meshlm.protocol.audio import Audio, SpeechTokens
-from meshlm.protocol.columns import pack_i32
+from meshlm.protocol.edges.text import AudioPrompt, TextParams, TokenPrompt
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import AudioPrompt, TextParams, TokenPrompt
+from meshlm.protocol.wire.columns import pack_i32
 
 
 async def find(backend: Any, ask: ParsedRequest, speech: SpeechTokens, audio: Audio, request_id: str, rank: int) -> str:

@@ -1,6 +1,6 @@
 """The routes of a server whose model transcribes audio, as operations.py has those of others."""
 
-from meshlm.frontend.operation import ASKS, NAMED, SRT, TEXT, VTT, Operation
+from meshlm.frontend.routes.operation import ASKS, NAMED, SRT, TEXT, VTT, Operation
 from meshlm.frontend.speech import schema
 
 

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from meshlm.frontend import bodies, limits, sampling_params
-from meshlm.frontend.errors import HttpError
-from meshlm.frontend.parse import ParsedRequest
-from meshlm.frontend.schema import Common
+from meshlm.frontend.http import bodies
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.openai import limits, sampling_params
+from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.schema import Common
 from meshlm.frontend.speech.schema import (
     ASKS_FOR_NOTHING,
     NEEDLESS,
@@ -20,10 +21,10 @@ from meshlm.frontend.speech.schema import (
     TranslationRequest,
 )
 from meshlm.protocol.audio import SAMPLE_RATE, WHISPER_TIMESTAMPS, Audio, SpeechTokens
-from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.config import Resolved, ServerConfig
+from meshlm.protocol.edges.text import AudioPrompt, JoinedPrompt, Prompt, TextParams, TextPrompt, TokenPrompt
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import AudioPrompt, JoinedPrompt, Prompt, TextParams, TextPrompt, TokenPrompt
+from meshlm.protocol.wire.columns import pack_i32
 
 if TYPE_CHECKING:
     from meshlm.frontend.speech.audio_files import Samples

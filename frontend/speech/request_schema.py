@@ -1,4 +1,4 @@
-"""The JSON schema of the forms, where the types of schema.py do not say it. Called by frontend/request_schema.py."""
+"""The JSON schema of the forms, where the types of schema.py do not say it. Called by frontend/routes/request_schema.py."""
 
 from typing import Any
 

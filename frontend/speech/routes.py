@@ -1,4 +1,4 @@
-"""The routes for audio: a form to prompts for the mesh. Called by server.py's table of routes.
+"""The routes for audio: a form to prompts for the mesh. Called by routes.py's table of routes.
 
 A body counts as incoming until its audio is decoded, in a child of this process. Then it is a request like others; where the client
 does not say the language, a step before it finds that (language.py).
@@ -15,26 +15,26 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
-from meshlm.frontend import retry
-from meshlm.frontend.errors import HttpError
-from meshlm.frontend.generation import Backend, Form, Generation
+from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.messages.routes import check_last_id
-from meshlm.frontend.parse import ParsedRequest
-from meshlm.frontend.poison import name_of
+from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.requests import retry
+from meshlm.frontend.requests.generation import Backend, Form, Generation
+from meshlm.frontend.requests.poison import name_of
 from meshlm.frontend.speech import form, language, parse
 from meshlm.frontend.speech.answers import SpeechResponse
 from meshlm.frontend.speech.audio_decoder import AudioDecoder
 from meshlm.frontend.speech.parse import Transcription
 from meshlm.frontend.speech.schema import LISTS, SpeechTask
 from meshlm.frontend.speech.stream import SpeechStream
-from meshlm.runtime import in_hand
+from meshlm.runtime.process import in_hand
 
 DECODED_AT_ONCE = 2  # audio; each may take --max-audio-seconds of samples
 PREFIXES: dict[SpeechTask, str] = {"transcribe": "transcribe-", "translate": "translate-"}
 
 
 class Reads(NamedTuple):
-    """What server.py does for every route."""
+    """What routes.py does for every route."""
 
     body: Callable[[Request], AbstractAsyncContextManager[bytes]]
     again: Callable[[Request, bytes], retry.IdempotencyKey | None]

@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from meshlm.frontend.answer_fields import ANSWER
-from meshlm.frontend.schema import (
+from meshlm.frontend.openai.answer_fields import ANSWER
+from meshlm.frontend.openai.schema import (
     MAX_TIMEOUT_S,
     MAX_TOKENS,
     Count,

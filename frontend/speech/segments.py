@@ -4,7 +4,7 @@ import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from meshlm.protocol.text_edge import PositionLogprobs
+from meshlm.protocol.edges.text import PositionLogprobs
 
 TICK_S = 0.02  # from one time's token to the next
 LEAST_LOGPROB = -9999.0  # JSON has no infinity

@@ -8,15 +8,15 @@ from typing import Any
 
 import msgspec
 
-from meshlm.frontend.choice import Choice, RowDetails
-from meshlm.frontend.errors import error_object
-from meshlm.frontend.parse import ParsedRequest
-from meshlm.frontend.responses import Json, Response
-from meshlm.frontend.retry import Progress
+from meshlm.frontend.http.errors import error_object
+from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.responses import Json, Response
+from meshlm.frontend.requests.choice import Choice, RowDetails
+from meshlm.frontend.requests.retry import Progress
 from meshlm.frontend.speech import texts
 from meshlm.frontend.speech.parse import Transcription
-from meshlm.protocol.ids import FinishReason
-from meshlm.protocol.text_edge import Finished
+from meshlm.protocol.edges.text import Finished
+from meshlm.protocol.wire.ids import FinishReason
 
 _encode = msgspec.json.Encoder().encode
 _DONE = b"data: [DONE]\n\n"

@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from meshlm.frontend.choice import Choice, RowDetails
-from meshlm.frontend.parse import ParsedRequest
-from meshlm.frontend.responses import Response
+from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.responses import Response
+from meshlm.frontend.requests.choice import Choice, RowDetails
 from meshlm.frontend.vectors.float8 import ROUNDERS
 from meshlm.frontend.vectors.parse import Pairs
 from meshlm.frontend.vectors.schema import CohereEmbedRequest, EncodingCommon, RerankRequest

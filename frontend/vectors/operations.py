@@ -1,8 +1,8 @@
-"""The routes of servers that give vectors. A part of the table in frontend/operations.py."""
+"""The routes of servers that give vectors. A part of the table in frontend/routes/operations.py."""
 
 from msgspec import Struct
 
-from meshlm.frontend.operation import ASKS, NAMED, Operation
+from meshlm.frontend.routes.operation import ASKS, NAMED, Operation
 from meshlm.frontend.vectors import schema as vectors
 
 

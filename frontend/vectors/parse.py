@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from meshlm.frontend import limits
-from meshlm.frontend.errors import HttpError
-from meshlm.frontend.parse import ParsedRequest
-from meshlm.frontend.prompts import MAX_PROMPTS, of_chat, of_ids, of_template
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.openai import limits
+from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.prompts import MAX_PROMPTS, of_chat, of_ids, of_template
 from meshlm.frontend.vectors.schema import (
     ClassificationRequest,
     CohereEmbedRequest,
@@ -20,10 +20,10 @@ from meshlm.frontend.vectors.schema import (
     VectorsCommon,
 )
 from meshlm.protocol.config import MeshConfig, Resolved
+from meshlm.protocol.edges.text import PairPrompt, Prompt, TextParams, TextPrompt
 from meshlm.protocol.pooling import PoolingSpec, PoolingTask
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.tasks import Pool
-from meshlm.protocol.text_edge import PairPrompt, Prompt, TextParams, TextPrompt
 
 _INPUT: Mapping[str, str] = MappingProxyType({"prompt": "input"})
 MAX_PAIRS = 4096

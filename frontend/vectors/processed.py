@@ -1,4 +1,4 @@
-"""POST /pooling with `data`: an I/O processor's plug-in makes prompts of it, and the answer of their vectors. Called by server.py."""
+"""POST /pooling with `data`: an I/O processor's plug-in makes prompts of it, and the answer of their vectors. Called by routes.py."""
 
 import asyncio
 import time
@@ -7,14 +7,14 @@ from typing import Any
 
 import msgspec
 
-from meshlm.frontend import bodies
-from meshlm.frontend.errors import HttpError
-from meshlm.frontend.generation import Form
-from meshlm.frontend.parse import ParsedRequest
-from meshlm.frontend.stream_response import StreamResponse
+from meshlm.frontend.http import bodies
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.stream_response import StreamResponse
+from meshlm.frontend.requests.generation import Form
 from meshlm.frontend.vectors.answers import VectorsResponse
 from meshlm.frontend.vectors.routes import Asked
-from meshlm.protocol.ids import ErrorKind
+from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime import io_processors
 from meshlm.runtime.io_processors import IOProcessor, ProcessingError
 

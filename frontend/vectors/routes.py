@@ -1,14 +1,14 @@
-"""The routes for vectors and scores: a body to prompts for the mesh, and what it gives to an answer. Called by server.py."""
+"""The routes for vectors and scores: a body to prompts for the mesh, and what it gives to an answer. Called by routes.py."""
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from meshlm.frontend import bodies
-from meshlm.frontend.errors import HttpError
-from meshlm.frontend.generation import Backend, Form
-from meshlm.frontend.parse import ParsedRequest
-from meshlm.frontend.stream_response import StreamResponse
+from meshlm.frontend.http import bodies
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.stream_response import StreamResponse
+from meshlm.frontend.requests.generation import Backend, Form
 from meshlm.frontend.vectors import answers, parse
 from meshlm.frontend.vectors.answers import VectorsResponse
 from meshlm.frontend.vectors.schema import (
@@ -20,10 +20,10 @@ from meshlm.frontend.vectors.schema import (
     RerankRequest,
     ScoreRequest,
 )
-from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.config import MeshConfig, Resolved
+from meshlm.protocol.edges.text import Prompt, Tokenize, TokenizeReply, TokenPrompt, num_bytes_of
 from meshlm.protocol.pooling import PoolingSpec
-from meshlm.protocol.text_edge import Prompt, Tokenize, TokenizeReply, TokenPrompt, num_bytes_of
+from meshlm.protocol.wire.columns import ints, pack_i32
 
 Write = Callable[[VectorsResponse], bytes]
 

@@ -4,8 +4,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from meshlm.frontend.answer_fields import PROMPT, VECTORS
-from meshlm.frontend.schema import MAX_TOKENS, RequestName
+from meshlm.frontend.openai.answer_fields import PROMPT, VECTORS
+from meshlm.frontend.openai.schema import MAX_TOKENS, RequestName
 from meshlm.protocol.pooling import PoolingTask
 
 EncodingFormat = Literal["float", "base64", "bytes", "bytes_only"]

@@ -1,6 +1,6 @@
 """From which level on a process logs: `info`, or `info,worker=debug,frontend/1=error`, where the most particular word counts."""
 
-from meshlm.protocol.ids import Identity, Role
+from meshlm.protocol.wire.ids import Identity, Role
 
 LEVELS = ("debug", "info", "warning", "error")
 _ROLES = tuple(role.value for role in Role)

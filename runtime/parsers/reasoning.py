@@ -1,4 +1,4 @@
-"""How models write their reasoning before an answer. Pure data; frontend/reasoning.py reads with it."""
+"""How models write their reasoning before an answer. Pure data; frontend/openai/reasoning.py reads with it."""
 
 from collections.abc import Mapping
 from typing import Any, Literal

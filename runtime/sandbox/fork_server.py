@@ -21,7 +21,7 @@ from typing import NoReturn
 import msgspec
 import setproctitle
 
-from meshlm.runtime.entry import die_with
+from meshlm.runtime.process.entry import die_with
 from meshlm.runtime.sandbox.limits import OUT_OF_MEMORY, TOO_DEEP, Limits, enforce
 
 STARTED = struct.Struct("<i")  # the child's number

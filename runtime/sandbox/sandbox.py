@@ -109,7 +109,7 @@ class Sandbox:
         ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         with theirs, _file_of(self._argument) as argument:
             command = [
-                *(sys.executable, "-P", "-m", "meshlm.runtime.entry", "runtime.sandbox", str(os.getpid())),
+                *(sys.executable, "-P", "-m", "meshlm.runtime.process.entry", "runtime.sandbox", str(os.getpid())),
                 *("--target", self._target, "--title", self._title),
                 *("--argument", str(argument), "--control", str(theirs.fileno())),
             ]

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from math import gcd, inf
 
-from meshlm.protocol.ids import BlockId
 from meshlm.protocol.kv import (
     CrossAttention,
     EncoderOnly,
@@ -19,6 +18,7 @@ from meshlm.protocol.kv import (
     longest_request,
     pages_of,
 )
+from meshlm.protocol.wire.ids import BlockId
 from meshlm.scheduler_proc.kv import hashes
 from meshlm.scheduler_proc.kv.groups import kinds_of
 from meshlm.scheduler_proc.kv.pool import BlockPool

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
-from meshlm.protocol.ids import BlockId
 from meshlm.protocol.kv import KVSpec, RecurrentState
+from meshlm.protocol.wire.ids import BlockId
 
 NO_PLACE = 1 << 31  # blocks; no request has so many
 

@@ -4,8 +4,8 @@ import hashlib
 from array import array
 from typing import NamedTuple
 
-from meshlm.protocol.parts import joined
 from meshlm.protocol.prompt_embeds import PromptEmbeds
+from meshlm.protocol.wire.parts import joined
 
 _ROOT = bytes(hashlib.sha256().digest_size)  # the parent of a first block
 

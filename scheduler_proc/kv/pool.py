@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from operator import itemgetter
 
-from meshlm.protocol.ids import BlockId
+from meshlm.protocol.wire.ids import BlockId
 from meshlm.scheduler_proc.kv.residency import Residency
 
 

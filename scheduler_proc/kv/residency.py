@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Iterable
 from itertools import pairwise
 
-from meshlm.protocol.ids import BlockId
-from meshlm.runtime.counts import Counts
+from meshlm.protocol.wire.ids import BlockId
+from meshlm.runtime.process.counts import Counts
 
 KEPT_USES = 4
 

@@ -9,8 +9,8 @@ from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequen
 from concurrent.futures import Future
 from typing import Any, ClassVar
 
+from meshlm.protocol.edges.text import Submit
 from meshlm.protocol.operations import Profile, ResetPrefixCache
-from meshlm.protocol.text_edge import Submit
 from meshlm.supervisor.api.arguments import refuse
 from meshlm.supervisor.api.background import end_of, unless_ended
 from meshlm.supervisor.api.engine_args import EngineArgs

@@ -14,9 +14,9 @@ import msgspec
 import uvloop
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.ids import Identity, Incarnation, Role
-from meshlm.runtime.deaths import allowed
-from meshlm.runtime.mesh import Mesh
+from meshlm.protocol.wire.ids import Identity, Incarnation, Role
+from meshlm.runtime.mesh.mesh import Mesh
+from meshlm.runtime.process.deaths import allowed
 from meshlm.supervisor import io
 from meshlm.supervisor.api.client import Client
 from meshlm.supervisor.cli.display import StartDisplay

@@ -13,11 +13,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from meshlm.protocol.columns import pack_i32, unpack_i32
-from meshlm.protocol.control_edge import MeshStats
-from meshlm.protocol.ids import COORDINATOR, ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
-from meshlm.protocol.logprobs import positions_of
-from meshlm.protocol.text_edge import (
+from meshlm.protocol.edges.control import MeshStats
+from meshlm.protocol.edges.text import (
     Abort,
     Accepted,
     Attach,
@@ -31,10 +28,22 @@ from meshlm.protocol.text_edge import (
     Tokenize,
     TokenizeReply,
 )
-from meshlm.runtime.deaths import MAX_DEATHS, Death, one_more, too_many
+from meshlm.protocol.logprobs import positions_of
+from meshlm.protocol.wire.columns import pack_i32, unpack_i32
+from meshlm.protocol.wire.ids import (
+    COORDINATOR,
+    ErrorKind,
+    FinishReason,
+    Handle,
+    Identity,
+    Incarnation,
+    RequestId,
+    Role,
+)
 from meshlm.runtime.errors import LinkDown, LinkFull
-from meshlm.runtime.figures import Figures
-from meshlm.runtime.mesh import Mesh
+from meshlm.runtime.mesh.mesh import Mesh
+from meshlm.runtime.process.deaths import MAX_DEATHS, Death, one_more, too_many
+from meshlm.runtime.process.figures import Figures
 from meshlm.supervisor.api.metrics import Counts, Metric
 from meshlm.supervisor.api.outputs import RequestOutput, logprobs_of
 from meshlm.supervisor.api.placing import Message, Placing

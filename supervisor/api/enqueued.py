@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from meshlm.protocol.text_edge import Submit
+from meshlm.protocol.edges.text import Submit
 from meshlm.supervisor.api.background import Background, unless_ended
 from meshlm.supervisor.api.outputs import RequestOutput
 from meshlm.supervisor.api.sampling import SamplingParams

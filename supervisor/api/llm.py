@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from tqdm import tqdm
 
-from meshlm.protocol.columns import ints
+from meshlm.protocol.edges.text import Prompt, TextPrompt, TokenPrompt
 from meshlm.protocol.operations import Profile, ResetPrefixCache
-from meshlm.protocol.text_edge import Prompt, TextPrompt, TokenPrompt
+from meshlm.protocol.wire.columns import ints
 from meshlm.supervisor.api import rpc
 from meshlm.supervisor.api.arguments import refuse, settings_of
 from meshlm.supervisor.api.background import Background

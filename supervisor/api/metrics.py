@@ -9,9 +9,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from meshlm.protocol.control_edge import MeshStats, RankStats
-from meshlm.protocol.ids import FinishReason
-from meshlm.protocol.token_edge import First
+from meshlm.protocol.edges.control import MeshStats, RankStats
+from meshlm.protocol.edges.token import First
+from meshlm.protocol.wire.ids import FinishReason
 from meshlm.runtime import buckets
 
 _SEQUENCES = {  # names of histograms, by what is observed

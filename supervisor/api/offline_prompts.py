@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from meshlm.protocol.audio import SAMPLE_RATE, Audio
-from meshlm.protocol.columns import pack_i32
+from meshlm.protocol.edges.text import AudioPrompt, EmbedsPrompt, JoinedPrompt, Prompt, TextPrompt, TokenPrompt
 from meshlm.protocol.prompt_embeds import ITEM_BYTES
-from meshlm.protocol.text_edge import AudioPrompt, EmbedsPrompt, JoinedPrompt, Prompt, TextPrompt, TokenPrompt
+from meshlm.protocol.wire.columns import pack_i32
 from meshlm.runtime import tensor_files
 
 GIVEN = ("prompt_embeds", "prompt_token_ids", "prompt")  # the first that is there counts

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from meshlm.protocol.text_edge import PositionLogprobs
+from meshlm.protocol.edges.text import PositionLogprobs
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ import contextlib
 from collections import deque
 from typing import Protocol
 
-from meshlm.protocol.ids import Identity, Role
-from meshlm.protocol.text_edge import Detokenize, Submit, Tokenize
+from meshlm.protocol.edges.text import Detokenize, Submit, Tokenize
+from meshlm.protocol.wire.ids import Identity, Role
 from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong
-from meshlm.runtime.mesh import Mesh
+from meshlm.runtime.mesh.mesh import Mesh
 
 LOOK_AGAIN_S = 0.1
 

@@ -8,10 +8,10 @@ from enum import Enum
 from typing import Any
 
 from meshlm.protocol.config import StructuredOutputsConfig
+from meshlm.protocol.edges.text import TextParams
 from meshlm.protocol.grammar import Grammar
 from meshlm.protocol.sampling import RepetitionDetection
 from meshlm.protocol.sampling import SamplingParams as WireParams
-from meshlm.protocol.text_edge import TextParams
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.parsers import budgets
 from meshlm.runtime.structured_outputs import of_structured_outputs

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.ids import Handle, Identity, RequestId, Role
-from meshlm.protocol.text_edge import Submit
-from meshlm.runtime.deaths import Death, one_more, poison, too_many
-from meshlm.runtime.in_hand import short
+from meshlm.protocol.edges.text import Submit
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.protocol.wire.ids import Handle, Identity, RequestId, Role
+from meshlm.runtime.process.deaths import Death, one_more, poison, too_many
+from meshlm.runtime.process.in_hand import short
 from meshlm.supervisor.api.outputs import RequestOutput
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from meshlm.protocol.audio import WHISPER_TIMESTAMPS
-from meshlm.protocol.columns import ints
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.text_edge import ChatPrompt, EmbedsPrompt, Prompt, Submit, TokenPrompt
+from meshlm.protocol.edges.text import ChatPrompt, EmbedsPrompt, Prompt, Submit, TokenPrompt
+from meshlm.protocol.wire.columns import ints
 from meshlm.runtime import logits_processors, tensor_files
 from meshlm.runtime.errors import RequestError
 from meshlm.supervisor.api.client import Client, name_of

@@ -8,9 +8,9 @@ from typing import Any, Literal, overload
 
 import msgspec
 
-from meshlm.protocol.text_edge import ChatPrompt, Prompt, TextPrompt
+from meshlm.protocol.edges.text import ChatPrompt, Prompt, TextPrompt
 from meshlm.runtime.errors import RequestError
-from meshlm.runtime.messages import check_messages, check_template_kwargs, check_tools
+from meshlm.runtime.mesh.messages import check_messages, check_template_kwargs, check_tools
 
 
 class Tokenizer:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 from tqdm import tqdm
 
-from meshlm.protocol.columns import ints
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.ids import Handle
+from meshlm.protocol.edges.text import PairPrompt, Prompt, Submit, TextParams, TextPrompt, TokenPrompt
 from meshlm.protocol.pooling import PoolingSpec, PoolingTask
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.tasks import Pool, PoolHead, PoolKind
-from meshlm.protocol.text_edge import PairPrompt, Prompt, Submit, TextParams, TextPrompt, TokenPrompt
+from meshlm.protocol.wire.columns import ints
+from meshlm.protocol.wire.ids import Handle
 from meshlm.runtime import io_processors
 from meshlm.runtime.similarity import cosine, lines_of, max_sim, of_tokens
 from meshlm.supervisor.api.background import Background, unless_ended

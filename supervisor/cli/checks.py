@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.ids import Role
+from meshlm.protocol.wire.ids import Role
 from meshlm.supervisor.errors import StartError
 from meshlm.supervisor.processes.children import config_file, variables_of
 from meshlm.supervisor.settings import layout

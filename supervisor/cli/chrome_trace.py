@@ -7,8 +7,8 @@ launch, the device, the result, its text, the socket.
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from meshlm.protocol.ids import Role
 from meshlm.protocol.timeline import Span, TimelinePart
+from meshlm.protocol.wire.ids import Role
 
 ORDER = (Role.FRONTEND, Role.DETOKENIZER, Role.COORDINATOR, Role.SCHEDULER, Role.WORKER)
 CATEGORY = "meshlm"

@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import TextIO
 
-from meshlm.protocol.control_edge import News, Progress
-from meshlm.protocol.ids import Identity
-from meshlm.runtime import logs
-from meshlm.runtime.streams import forgiving, json_line
+from meshlm.protocol.edges.control import News, Progress
+from meshlm.protocol.wire.ids import Identity
+from meshlm.runtime.process import logs
+from meshlm.runtime.process.streams import forgiving, json_line
 
 EVERY_S = 5.0
 MAX_NEWS = 64

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from meshlm.runtime.readable import readable
+from meshlm.runtime.process.readable import readable
 from meshlm.supervisor.cli import serve
 from meshlm.supervisor.doctor import communication, gpus, host, settings
 from meshlm.supervisor.doctor.findings import Finding, State, exit_code

@@ -1,4 +1,4 @@
-"""The black boxes of a run directory (runtime/black_box.py), read and printed: for `meshlm logs` and `meshlm status --why`."""
+"""The black boxes of a run directory (runtime/process/black_box.py), read and printed: for `meshlm logs` and `meshlm status --why`."""
 
 import contextlib
 import os
@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshlm.protocol.ids import Role
-from meshlm.runtime import black_box
-from meshlm.runtime.black_box import BEFORE, SUFFIX, Contents
-from meshlm.runtime.readable import readable
+from meshlm.protocol.wire.ids import Role
+from meshlm.runtime.process import black_box
+from meshlm.runtime.process.black_box import BEFORE, SUFFIX, Contents
+from meshlm.runtime.process.readable import readable
 
 Event = dict[str, Any]
 SHOWN = 12  # events of a dead process

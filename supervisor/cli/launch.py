@@ -14,8 +14,8 @@ import time
 import msgspec
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.ids import Identity, Incarnation, Role
-from meshlm.runtime.streams import complain, json_from_here
+from meshlm.protocol.wire.ids import Identity, Incarnation, Role
+from meshlm.runtime.process.streams import complain, json_from_here
 from meshlm.supervisor import control
 from meshlm.supervisor.cli import serve, status
 from meshlm.supervisor.errors import UsageError

@@ -11,8 +11,8 @@ import sys
 from typing import NoReturn
 
 from meshlm import __version__
-from meshlm.runtime.entry import import_structlog
-from meshlm.runtime.streams import complain, flush, json_from_here, open_closed
+from meshlm.runtime.process.entry import import_structlog
+from meshlm.runtime.process.streams import complain, flush, json_from_here, open_closed
 from meshlm.supervisor.cli import flag_help
 from meshlm.supervisor.errors import StartError, UsageError
 from meshlm.supervisor.settings.config_file import expand

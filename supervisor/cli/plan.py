@@ -13,11 +13,11 @@ import msgspec
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.config.model import AUTO_LEN
-from meshlm.protocol.ids import Role
+from meshlm.protocol.wire.ids import Role
 from meshlm.runtime import platforms
-from meshlm.runtime.gguf_files import files_of
-from meshlm.runtime.object_store import AnyPath, folder_of
-from meshlm.runtime.readable import readable
+from meshlm.runtime.model_files.gguf_files import files_of
+from meshlm.runtime.model_files.object_store import AnyPath, folder_of
+from meshlm.runtime.process.readable import readable
 from meshlm.supervisor.settings import flags, layout
 
 GIB = 1 << 30

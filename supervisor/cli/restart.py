@@ -3,7 +3,7 @@
 import argparse
 import time
 
-from meshlm.protocol.ids import Identity
+from meshlm.protocol.wire.ids import Identity
 from meshlm.supervisor import control
 from meshlm.supervisor.cli import status
 from meshlm.supervisor.errors import StartError, UsageError

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from tqdm import tqdm
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.runtime import logs, streams
+from meshlm.runtime.process import logs, streams
 from meshlm.supervisor import io
 from meshlm.supervisor.batch import files
 from meshlm.supervisor.batch.run import Counts, Server

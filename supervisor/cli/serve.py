@@ -14,9 +14,10 @@ import setproctitle
 import uvloop
 
 from meshlm.protocol.config import MeshConfig, Resolved, ServerConfig
-from meshlm.protocol.ids import Identity, Role
-from meshlm.runtime import logs, streams, tls
+from meshlm.protocol.wire.ids import Identity, Role
+from meshlm.runtime import tls
 from meshlm.runtime.api_keys import KeyFileError, read_file
+from meshlm.runtime.process import logs, streams
 from meshlm.supervisor import io
 from meshlm.supervisor.cli import checks, plan
 from meshlm.supervisor.cli.display import StartDisplay

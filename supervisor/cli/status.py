@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from meshlm.runtime.readable import readable
+from meshlm.runtime.process.readable import readable
 from meshlm.supervisor import control
 from meshlm.supervisor.cli import events
 from meshlm.supervisor.errors import StartError, UsageError

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from meshlm.protocol.dashboard import NewsView, Percentiles, ProcessView, RankView, RequestView, Snapshot
-from meshlm.runtime.readable import readable
+from meshlm.runtime.process.readable import readable
 
 MAX_CELL = 48
 NUM_REQUESTS, NUM_NEWS = 8, 5

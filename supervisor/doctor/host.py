@@ -8,7 +8,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from meshlm.runtime import host_memory
+from meshlm.runtime.process import host_memory
 from meshlm.supervisor.doctor.findings import Finding, State, failed, ok, warning
 
 GIB = 1 << 30

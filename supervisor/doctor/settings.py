@@ -5,9 +5,10 @@ import shutil
 from pathlib import Path
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.runtime import keys, model_files
 from meshlm.runtime.api_keys import KeyFileError, read_file
 from meshlm.runtime.errors import ModelFilesError
+from meshlm.runtime.mesh import keys
+from meshlm.runtime.model_files import model_files
 from meshlm.supervisor.doctor.findings import Finding, failed, ok, warning
 from meshlm.supervisor.errors import StartError
 from meshlm.supervisor.processes import caches, rundir

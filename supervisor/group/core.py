@@ -19,8 +19,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from meshlm.protocol.control_edge import STEPPING
-from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.protocol.edges.control import STEPPING
+from meshlm.protocol.wire.ids import Identity, Incarnation, Role
 from meshlm.supervisor.group.events import (
     Add,
     AllReady,

@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from meshlm.protocol.ids import Identity, Incarnation
+from meshlm.protocol.wire.ids import Identity, Incarnation
 
 
 class Exited(Struct, frozen=True, tag="exited"):

@@ -11,8 +11,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from meshlm.protocol import control_edge as edge
-from meshlm.protocol.ids import Identity, Role
+from meshlm.protocol.edges import control as edge
+from meshlm.protocol.wire.ids import Identity, Role
 from meshlm.supervisor.group import rolling
 
 Answer = dict[str, Any]

@@ -15,7 +15,7 @@ from enum import Enum
 from msgspec import Struct
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.ids import Identity, Role
+from meshlm.protocol.wire.ids import Identity, Role
 from meshlm.supervisor.group import events
 from meshlm.supervisor.group.core import Group, Process, State, exit_text
 

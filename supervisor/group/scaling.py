@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.ids import Identity, Role
+from meshlm.protocol.wire.ids import Identity, Role
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.settings import parallel as sizes
 

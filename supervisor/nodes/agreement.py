@@ -12,9 +12,9 @@ import msgspec
 
 from meshlm import __version__
 from meshlm.protocol.config import MeshConfig, Resolved
-from meshlm.protocol.parts import joined
-from meshlm.runtime.gguf_files import files_of
-from meshlm.runtime.object_store import AnyPath, folder_of
+from meshlm.protocol.wire.parts import joined
+from meshlm.runtime.model_files.gguf_files import files_of
+from meshlm.runtime.model_files.object_store import AnyPath, folder_of
 from meshlm.supervisor.settings import flags
 
 SECTIONS = ("model", "cache", "scheduler", "worker", "parallel")

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from meshlm.protocol.control_edge import NodeJoin, NodeRefused, NodeReport, NodeWelcome, ProcessReport, StandbyReport
-from meshlm.protocol.ids import Identity, Role
+from meshlm.protocol.edges.control import NodeJoin, NodeRefused, NodeReport, NodeWelcome, ProcessReport, StandbyReport
+from meshlm.protocol.wire.ids import Identity, Role
 from meshlm.supervisor.nodes import agreement
 
 Places = tuple[int, int]  # first and number

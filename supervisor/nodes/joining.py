@@ -8,7 +8,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.runtime import keys, tcp
+from meshlm.runtime.mesh import keys, tcp
 from meshlm.supervisor.cli.display import StartDisplay
 from meshlm.supervisor.errors import StartError
 

@@ -6,11 +6,11 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from meshlm.protocol import control_edge as edge
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.ids import HEAD, Identity, Role
-from meshlm.protocol.session import RIVAL
+from meshlm.protocol.edges import control as edge
 from meshlm.protocol.timeline import RecordTimeline, TimelinePart
+from meshlm.protocol.wire.ids import HEAD, Identity, Role
+from meshlm.protocol.wire.session import RIVAL
 from meshlm.supervisor.control import MeshStatus, ProcessStatus, StandbyStatus
 from meshlm.supervisor.group.operations import Operations
 from meshlm.supervisor.nodes import agreement

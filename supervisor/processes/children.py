@@ -1,8 +1,8 @@
 """Child processes: spawn, notice their end, signal. Called by incarnations.py and launch.py.
 
 Children are separate programs, never forks of this one, in sessions of their own (a Ctrl-C in the terminal is for the
-supervisor alone), and ask the kernel to kill them when the supervisor dies (runtime/entry.py). The configuration is handed to each
-in memory, so that none depends on a file that could be removed or be somebody else's.
+supervisor alone), and ask the kernel to kill them when the supervisor dies (runtime/process/entry.py). The configuration is handed
+to each in memory, so that none depends on a file that could be removed or be somebody else's.
 """
 
 import asyncio
@@ -19,9 +19,9 @@ from pathlib import Path
 import msgspec
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.protocol.wire.ids import Identity, Incarnation, Role
 from meshlm.runtime import platforms
-from meshlm.runtime.streams import as_json, forgiving
+from meshlm.runtime.process.streams import as_json, forgiving
 from meshlm.supervisor.settings.vllm_env import ADMIN_API_KEYS, API_KEYS
 
 FOLDER = {
@@ -37,7 +37,7 @@ def command(identity: Identity, incarnation: Incarnation, descriptors: Mapping[s
     """The command line of a process of the mesh. `descriptors`: its flags for those that it inherits."""
     inherited = (word for flag, descriptor in descriptors.items() for word in (flag, str(descriptor)))
     return [
-        *(sys.executable, "-P", "-m", "meshlm.runtime.entry", FOLDER[identity.role], str(os.getpid())),
+        *(sys.executable, "-P", "-m", "meshlm.runtime.process.entry", FOLDER[identity.role], str(os.getpid())),
         *("--identity", str(identity), "--incarnation", str(incarnation), *inherited),
     ]
 

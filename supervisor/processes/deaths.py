@@ -3,8 +3,8 @@
 from collections import deque
 from collections.abc import Iterable
 
-from meshlm.protocol.control_edge import Died
-from meshlm.protocol.ids import Identity, Role
+from meshlm.protocol.edges.control import Died
+from meshlm.protocol.wire.ids import Identity, Role
 
 MAX_IN_HAND = 64
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.ids import Identity, Incarnation, Role
-from meshlm.runtime import black_box, in_hand
+from meshlm.protocol.wire.ids import Identity, Incarnation, Role
+from meshlm.runtime.process import black_box, in_hand
 from meshlm.supervisor.group import core, events, rolling
 from meshlm.supervisor.processes.children import Child
 

@@ -13,8 +13,8 @@ import psutil
 
 from meshlm import __version__
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.control_edge import Heartbeat, MeshProcesses, News
-from meshlm.protocol.ids import Identity
+from meshlm.protocol.edges.control import Heartbeat, MeshProcesses, News
+from meshlm.protocol.wire.ids import Identity
 from meshlm.supervisor.control import MeshStatus, ProcessStatus, StandbyStatus
 from meshlm.supervisor.group.core import Process
 from meshlm.supervisor.group.scaling import Scaling

@@ -15,9 +15,9 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from meshlm.protocol.ids import Identity
-from meshlm.runtime.black_box import BEFORE, SUFFIX
-from meshlm.runtime.streams import complain
+from meshlm.protocol.wire.ids import Identity
+from meshlm.runtime.process.black_box import BEFORE, SUFFIX
+from meshlm.runtime.process.streams import complain
 from meshlm.supervisor.errors import StartError
 
 STATUS_SOCKET = "status.sock"
@@ -146,7 +146,7 @@ def _open_to_all(path: Path) -> list[str]:
 
 
 def stacks_file(identity: Identity) -> str:
-    """The file to which a process writes its stacks on SIGUSR1 (runtime/process.py), in the run directory."""
+    """The file to which a process writes its stacks on SIGUSR1 (runtime/process/process.py), in the run directory."""
     return f"{identity.role.value}-{identity.index}.stacks.txt"
 
 

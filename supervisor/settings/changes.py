@@ -6,9 +6,9 @@ from typing import Any
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.config.changing import CHANGING, changed
 from meshlm.protocol.config.log_levels import level_of
-from meshlm.protocol.control_edge import ChangeSettings
-from meshlm.protocol.ids import Identity
-from meshlm.runtime import logs
+from meshlm.protocol.edges.control import ChangeSettings
+from meshlm.protocol.wire.ids import Identity
+from meshlm.runtime.process import logs
 
 
 def answer(

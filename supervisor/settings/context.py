@@ -6,7 +6,7 @@ Only a worker knows, when it has its weights. Called by serve.py, run_batch.py a
 from collections.abc import Callable
 from typing import TypeVar
 
-from meshlm.runtime import streams
+from meshlm.runtime.process import streams
 from meshlm.supervisor.errors import ContextDoesNotFit
 
 T = TypeVar("T")

@@ -14,8 +14,8 @@ import msgspec
 import psutil
 
 from meshlm.protocol.config import MeshConfig, NetworkConfig, Node, ParallelConfig, log_levels
-from meshlm.protocol.ids import Identity, Role
-from meshlm.runtime import keys, tcp
+from meshlm.protocol.wire.ids import Identity, Role
+from meshlm.runtime.mesh import keys, tcp
 from meshlm.supervisor.errors import StartError, UsageError
 from meshlm.supervisor.settings import balancing
 

@@ -6,7 +6,7 @@ from meshlm.architectures.quantization import formats, scheme_of
 from meshlm.architectures.registry import weights_of
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.model import ModelSpec
-from meshlm.runtime.model_files import ModelFiles
+from meshlm.runtime.model_files.model_files import ModelFiles
 from meshlm.supervisor.errors import UsageError
 
 

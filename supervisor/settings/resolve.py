@@ -21,13 +21,15 @@ from meshlm.architectures.registry import family_of
 from meshlm.protocol.config import MeshConfig, Resolved, ServerConfig
 from meshlm.protocol.config.model import AUTO_LEN
 from meshlm.protocol.config.server import STORE_OFF
-from meshlm.runtime import generation_config, io_processors, logits_processors, model_files, numa, platforms, plugins
+from meshlm.runtime import io_processors, logits_processors, platforms, plugins
 from meshlm.runtime.attention_packages import PACKAGES
 from meshlm.runtime.errors import ModelFilesError, RequestError
 from meshlm.runtime.extras import how_to_install
-from meshlm.runtime.messages import check_template_kwargs
+from meshlm.runtime.mesh.messages import check_template_kwargs
+from meshlm.runtime.model_files import generation_config, model_files
 from meshlm.runtime.parsers import registry
 from meshlm.runtime.platforms import Platform
+from meshlm.runtime.process import numa
 from meshlm.supervisor.errors import StartError, UsageError
 from meshlm.supervisor.settings import (
     attention,

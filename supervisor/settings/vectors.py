@@ -4,9 +4,9 @@ from meshlm.architectures.family import Serves
 from meshlm.architectures.registry import serves
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.pooling import PoolingSpec
-from meshlm.runtime import pooling_config
 from meshlm.runtime.errors import ModelFilesError
-from meshlm.runtime.model_files import ModelFiles
+from meshlm.runtime.model_files import pooling_config
+from meshlm.runtime.model_files.model_files import ModelFiles
 from meshlm.supervisor.errors import UsageError
 
 _TASKS = {"embedding": "embed", "score": "classify"}

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from meshlm.runtime.attention_packages import PACKAGES
-from meshlm.runtime.streams import complain
+from meshlm.runtime.process.streams import complain
 from meshlm.supervisor.settings.variables import set_variable
 from meshlm.supervisor.settings.vllm_table import (
     ABSENT,

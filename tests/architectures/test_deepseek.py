@@ -11,7 +11,7 @@ from meshlm.architectures.registry import weights_of
 from meshlm.protocol.kv import Latent, make_groups, spec_of_layers
 from meshlm.protocol.model import MLASpec
 from meshlm.runtime.errors import ModelFilesError
-from meshlm.runtime.model_config import parse_config
+from meshlm.runtime.model_files.model_config import parse_config
 
 LITE = Path(__file__).parents[2] / "benchmarks" / "models" / "deepseek-v2-lite" / "config.json"
 V3: dict[str, Any] = {

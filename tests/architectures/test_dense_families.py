@@ -8,7 +8,7 @@ from model_folders import CONFIG
 
 from meshlm.protocol.model import ModelSpec, RopeSpec
 from meshlm.runtime.errors import ModelFilesError
-from meshlm.runtime.model_config import parse_config
+from meshlm.runtime.model_files.model_config import parse_config
 
 
 def made(name: str, **keys: Any) -> ModelSpec:

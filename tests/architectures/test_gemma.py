@@ -10,7 +10,7 @@ from meshlm.architectures.family import GGUFMetadata
 from meshlm.architectures.registry import gguf_family
 from meshlm.protocol.model import ModelSpec, RopeSpec
 from meshlm.runtime.errors import ModelFilesError
-from meshlm.runtime.model_config import parse_config
+from meshlm.runtime.model_files.model_config import parse_config
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.settings import flags, resolve
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from meshlm.runtime.errors import ModelFilesError
-from meshlm.runtime.model_files import resolve_model
+from meshlm.runtime.model_files.model_files import resolve_model
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Gemma3nForCausalLM"],

@@ -8,7 +8,7 @@ import pytest
 
 from meshlm.protocol.model import FullHeadsSpec, ModelSpec
 from meshlm.runtime.errors import ModelFilesError
-from meshlm.runtime.model_files import resolve_model
+from meshlm.runtime.model_files.model_files import resolve_model
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Gemma4ForCausalLM"],

@@ -8,7 +8,7 @@ from model_folders import CONFIG
 
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ModelFilesError
-from meshlm.runtime.model_config import parse_config
+from meshlm.runtime.model_files.model_config import parse_config
 
 STATES = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8}
 

@@ -7,7 +7,7 @@ import pytest
 
 from meshlm.architectures.registry import family_of
 from meshlm.runtime.errors import ModelFilesError
-from meshlm.runtime.model_config import parse_config
+from meshlm.runtime.model_files.model_config import parse_config
 
 M2: dict[str, Any] = {
     "architectures": ["MiniMaxM2ForCausalLM"],

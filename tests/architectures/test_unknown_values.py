@@ -12,7 +12,7 @@ from meshlm.architectures.family import Serves
 from meshlm.architectures.registry import families
 from meshlm.protocol.model import ModelSpec, RopeSpec
 from meshlm.runtime.errors import ModelFilesError
-from meshlm.runtime.model_config import parse_config
+from meshlm.runtime.model_files.model_config import parse_config
 
 Place = tuple[str | int, ...]
 NAMES = [name for name, family in families().items() if family.serves is not Serves.TRANSCRIPTIONS]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from meshlm.runtime.model_config import parse_config
+from meshlm.runtime.model_files.model_config import parse_config
 
 COMMITTED = Path(__file__).parents[2] / "benchmarks" / "results" / "hybrid_pages.json"
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("triton")
-from meshlm.protocol.step_edge import StepPlan
+from meshlm.protocol.edges.step import StepPlan
 from meshlm.scheduler_proc import budget
 
 PROMPT, OUTPUT, STREAMS, REQUESTS = 5000, 8, 3, 7

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 pytest.importorskip("triton")
+from meshlm.protocol.edges.step import StepPlan
 from meshlm.protocol.kv import FullAttention, RecurrentState
-from meshlm.protocol.step_edge import StepPlan
 
 BLOCK, CONTEXT = 16, 1088
 

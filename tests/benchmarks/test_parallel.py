@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from types import ModuleType
 
-from meshlm.protocol.control_edge import GraphCounts, MeshStats, RankStats
+from meshlm.protocol.edges.control import GraphCounts, MeshStats, RankStats
 
 
 def rank(number: int, running: int, prompt: int, output: int, steps: int) -> RankStats:

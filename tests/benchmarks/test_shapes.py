@@ -10,7 +10,7 @@ import pytest
 
 from meshlm.architectures.quantization import formats
 from meshlm.architectures.registry import weights_of
-from meshlm.runtime.model_config import parse_config
+from meshlm.runtime.model_files.model_config import parse_config
 
 BILLIONS = {
     "llama3-1b": 1.24, "llama3-3b": 3.21, "llama3-8b": 8.03, "llama3-70b": 70.6,

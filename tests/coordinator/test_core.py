@@ -3,8 +3,8 @@
 import msgspec
 from coordinator_bench import D0, D1, F0, F1, LIFE, S0, S1, S2, Bench, admit, assigned, load, member, only, stats, told
 
-from meshlm.protocol import control_edge as control
-from meshlm.protocol.admit_edge import (
+from meshlm.protocol.edges import control
+from meshlm.protocol.edges.admit import (
     AbortRequests,
     Assign,
     Refused,
@@ -12,10 +12,10 @@ from meshlm.protocol.admit_edge import (
     Routed,
     SchedulerIncarnation,
 )
-from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.ids import HEAD, ErrorKind, Handle, Identity, Incarnation, RequestId, Role
-from meshlm.runtime.events import Send
-from meshlm.runtime.patience import NEW_S
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.protocol.wire.ids import HEAD, ErrorKind, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.runtime.mesh.patience import NEW_S
+from meshlm.runtime.process.events import Send
 
 # --- membership ---
 

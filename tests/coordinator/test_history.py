@@ -7,8 +7,8 @@ from coordinator_bench import D0, F0, LIFE, S0, S1, S2, Bench, admit, load
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshlm.protocol import control_edge as control
-from meshlm.protocol.admit_edge import (
+from meshlm.protocol.edges import control
+from meshlm.protocol.edges.admit import (
     AbortRequests,
     Admit,
     Assign,
@@ -19,9 +19,9 @@ from meshlm.protocol.admit_edge import (
     Routed,
     Started,
 )
-from meshlm.protocol.ids import HEAD, Handle, Identity, RequestId
-from meshlm.runtime.events import PeerLost, Received, Send, Tick
-from meshlm.runtime.patience import BEGUN_S, NEW_S
+from meshlm.protocol.wire.ids import HEAD, Handle, Identity, RequestId
+from meshlm.runtime.mesh.patience import BEGUN_S, NEW_S
+from meshlm.runtime.process.events import PeerLost, Received, Send, Tick
 
 
 @dataclass

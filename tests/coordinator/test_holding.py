@@ -4,15 +4,15 @@ import msgspec
 import pytest
 from coordinator_bench import D0, S0, S1, WALL_S, Bench, admit, assigned, load, only
 
-from meshlm.protocol.admit_edge import (
+from meshlm.protocol.edges.admit import (
     AbortRequests,
     Assign,
     Refused,
 )
-from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.ids import ErrorKind, Handle, Identity, RequestId
-from meshlm.runtime.events import Send
-from meshlm.runtime.patience import BEGUN_S, NEW_S
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.protocol.wire.ids import ErrorKind, Handle, Identity, RequestId
+from meshlm.runtime.mesh.patience import BEGUN_S, NEW_S
+from meshlm.runtime.process.events import Send
 
 
 def test_requests_wait_for_a_rank_and_go_in_order() -> None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from meshlm.coordinator.joint import Joined, JointGroup, Lost, Pause, Reported, Resume, State, Tell, Tick
-from meshlm.protocol.ids import Epoch, Incarnation
 from meshlm.protocol.lockstep import JointOrder, JointRank, JointReport
+from meshlm.protocol.wire.ids import Epoch, Incarnation
 
 # --- by hand ---
 

@@ -3,8 +3,8 @@
 import msgspec
 from coordinator_bench import D0, F0, LIFE, S0, S1, Bench, admit, assigned, load, only, stats
 
-from meshlm.protocol import control_edge as control
-from meshlm.protocol.admit_edge import (
+from meshlm.protocol.edges import control
+from meshlm.protocol.edges.admit import (
     Assign,
     GiveBack,
     Readmit,
@@ -13,8 +13,8 @@ from meshlm.protocol.admit_edge import (
     Routed,
     Started,
 )
-from meshlm.protocol.ids import HEAD, Handle, RequestId
-from meshlm.runtime.events import Send
+from meshlm.protocol.wire.ids import HEAD, Handle, RequestId
+from meshlm.runtime.process.events import Send
 
 
 def back(name: str, attempt: int = 0, handle: int = 1, num_crashes: int = 0) -> Returned:

@@ -7,8 +7,7 @@ from coordinator_bench import LIFE, load, member
 from meshlm.coordinator.core import Coordinator
 from meshlm.coordinator.lockstep import Lockstep
 from meshlm.coordinator.operations import HOLD_S, Operations
-from meshlm.protocol import control_edge as control
-from meshlm.protocol.ids import HEAD, Identity, Role
+from meshlm.protocol.edges import control
 from meshlm.protocol.lockstep import JointOrder, JointRank
 from meshlm.protocol.operations import (
     Action,
@@ -24,7 +23,8 @@ from meshlm.protocol.operations import (
     WakeUp,
     limit_s,
 )
-from meshlm.runtime.events import Received, Send
+from meshlm.protocol.wire.ids import HEAD, Identity, Role
+from meshlm.runtime.process.events import Received, Send
 
 ASKER, RANKS = Identity(Role.FRONTEND), [Identity(Role.SCHEDULER, number) for number in range(2)]
 NAME = OperationId("n")

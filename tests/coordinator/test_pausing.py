@@ -6,12 +6,12 @@ from msgspec import Struct
 from meshlm.coordinator.core import Coordinator
 from meshlm.coordinator.lockstep import Lockstep
 from meshlm.coordinator.operations import HOLD_S
-from meshlm.protocol.admit_edge import Welcome
-from meshlm.protocol.control_edge import SetRanks
-from meshlm.protocol.ids import HEAD, Incarnation
+from meshlm.protocol.edges.admit import Welcome
+from meshlm.protocol.edges.control import SetRanks
 from meshlm.protocol.operations import Operation, OperationDone, OperationId, Pause, Resume
 from meshlm.protocol.sleeping import AWAKE, TAGS, Sleeping
-from meshlm.runtime.events import PeerLost, Received, Send, Tick
+from meshlm.protocol.wire.ids import HEAD, Incarnation
+from meshlm.runtime.process.events import PeerLost, Received, Send, Tick
 
 
 def paused_at(bench: Bench) -> list[Send]:

@@ -3,11 +3,11 @@
 from coordinator_bench import D0, F0, S0, Bench, admit, load, member, only
 
 from meshlm.coordinator.queue_gate import LOOK_S, PAUSE_S
-from meshlm.protocol import control_edge as control
-from meshlm.protocol.admit_edge import Refused
-from meshlm.protocol.control_edge import QueueFull
-from meshlm.protocol.ids import Identity, Role
-from meshlm.runtime.events import Send
+from meshlm.protocol.edges import control
+from meshlm.protocol.edges.admit import Refused
+from meshlm.protocol.edges.control import QueueFull
+from meshlm.protocol.wire.ids import Identity, Role
+from meshlm.runtime.process.events import Send
 
 F1 = Identity(Role.FRONTEND, 1)
 

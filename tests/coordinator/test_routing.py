@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from meshlm.coordinator.ledger import Entry, Rank
 from meshlm.coordinator.prefix_index import PrefixIndex, chain_of, tokens_at
 from meshlm.coordinator.routing import MISS_WEIGHT, PREFILL_WEIGHT, Policy, Router
-from meshlm.protocol.admit_edge import EngineRequest, Load, SchedulerIncarnation, Started
-from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.edges.admit import EngineRequest, Load, SchedulerIncarnation, Started
 from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.protocol.wire.ids import Handle, Identity, Incarnation, RequestId, Role
 
 LIFE = Incarnation(1)
 names = (RequestId(f"r{number}") for number in range(10**9))

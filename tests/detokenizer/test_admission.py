@@ -5,9 +5,9 @@ from array import array
 import pytest
 
 from meshlm.detokenizer.admission import checked_prompt
-from meshlm.protocol.ids import Handle, RequestId
+from meshlm.protocol.edges.text import Submit, TextParams, TextPrompt
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import Submit, TextParams, TextPrompt
+from meshlm.protocol.wire.ids import Handle, RequestId
 
 
 @pytest.mark.parametrize(

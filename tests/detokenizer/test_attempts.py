@@ -3,12 +3,12 @@
 import pytest
 from journal_bench import S0, S1, Bench, admits, admitted, token_ids
 
-from meshlm.protocol.admit_edge import AbortRequests, Admit, RankLost, Readmit, SchedulerIncarnation
-from meshlm.protocol.columns import ints, pack_i32
-from meshlm.protocol.ids import COORDINATOR, FinishReason, Handle, Incarnation
-from meshlm.protocol.token_edge import StillThere
-from meshlm.runtime.deaths import MAX_DEATHS, WINDOW_S
-from meshlm.runtime.events import PeerLost, Send
+from meshlm.protocol.edges.admit import AbortRequests, Admit, RankLost, Readmit, SchedulerIncarnation
+from meshlm.protocol.edges.token import StillThere
+from meshlm.protocol.wire.columns import ints, pack_i32
+from meshlm.protocol.wire.ids import COORDINATOR, FinishReason, Handle, Incarnation
+from meshlm.runtime.process.deaths import MAX_DEATHS, WINDOW_S
+from meshlm.runtime.process.events import PeerLost, Send
 
 # --- schedulers die ---
 

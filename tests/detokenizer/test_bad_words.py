@@ -11,11 +11,12 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from meshlm.detokenizer.admission import producible
 from meshlm.detokenizer.encode import Encoder
 from meshlm.detokenizer.events import Encode, Encoded
-from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.ids import Handle, RequestId
+from meshlm.protocol.edges.text import Submit, TextParams, TokenPrompt
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import Submit, TextParams, TokenPrompt
-from meshlm.runtime import bad_words, tokenizer_files
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.protocol.wire.ids import Handle, RequestId
+from meshlm.runtime import bad_words
+from meshlm.runtime.model_files import tokenizer_files
 
 TEXT = """
 Paris unhappily president cat electrocardiogram Trump Donald sex fuck zebra Wolfgang mozzarella isn't 2024 naïve 北京 Kubernetes SQL

@@ -9,14 +9,14 @@ from journal_bench import F0, F1, S0, Bench, admits, admitted
 from meshlm.detokenizer.aborts import STRANGER_ROWS
 from meshlm.detokenizer.admission import checked_sampling
 from meshlm.detokenizer.events import Encode, Encoded
-from meshlm.protocol.admit_edge import AbortRequests, Refused
-from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.ids import COORDINATOR, ErrorKind, FinishReason, Handle, RequestId
+from meshlm.protocol.edges.admit import AbortRequests, Refused
+from meshlm.protocol.edges.text import Abort, Accepted, Attach, Rejected, Submit, TextDeltas, TextParams, TokenPrompt
+from meshlm.protocol.edges.token import Disown
 from meshlm.protocol.sampling import RepetitionDetection, SamplingParams
-from meshlm.protocol.text_edge import Abort, Accepted, Attach, Rejected, Submit, TextDeltas, TextParams, TokenPrompt
-from meshlm.protocol.token_edge import Disown
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.protocol.wire.ids import COORDINATOR, ErrorKind, FinishReason, Handle, RequestId
 from meshlm.runtime.errors import RequestError
-from meshlm.runtime.events import Send
+from meshlm.runtime.process.events import Send
 
 # --- refusals and aborts ---
 

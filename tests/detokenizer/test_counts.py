@@ -5,12 +5,12 @@ from array import array
 from journal_bench import F0, S0, S1, Bench, admitted
 
 from meshlm.detokenizer.events import Encode, Encoded
-from meshlm.protocol.admit_edge import Readmit, Routed
-from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.ids import COORDINATOR, FinishReason, Handle, Incarnation, RequestId
+from meshlm.protocol.edges.admit import Readmit, Routed
+from meshlm.protocol.edges.text import RequestEvent, Submit, TextDeltas, TextParams, TokenPrompt
+from meshlm.protocol.edges.token import Ended, First, TokenDeltas
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import RequestEvent, Submit, TextDeltas, TextParams, TokenPrompt
-from meshlm.protocol.token_edge import Ended, First, TokenDeltas
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.protocol.wire.ids import COORDINATOR, FinishReason, Handle, Incarnation, RequestId
 
 
 def test_the_times_of_a_request_are_observed_and_go_with_its_first_token() -> None:

@@ -11,13 +11,13 @@ from tokenizers import Tokenizer, models
 from meshlm.detokenizer.core import Detokenizer
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event
-from meshlm.protocol.columns import ints, pack_i32
-from meshlm.protocol.ids import COORDINATOR, FinishReason, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.edges.text import Submit, TextDeltas, TextParams, TokenPrompt
+from meshlm.protocol.edges.token import Ended, First, TokenDeltas
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import Submit, TextDeltas, TextParams, TokenPrompt
-from meshlm.protocol.token_edge import Ended, First, TokenDeltas
-from meshlm.runtime.events import PeerUp, Received
-from meshlm.runtime.tokenizer_files import LoadedTokenizer, byte_alphabet
+from meshlm.protocol.wire.columns import ints, pack_i32
+from meshlm.protocol.wire.ids import COORDINATOR, FinishReason, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.runtime.model_files.tokenizer_files import LoadedTokenizer, byte_alphabet
+from meshlm.runtime.process.events import PeerUp, Received
 
 FRONTENDS = [Identity(Role.FRONTEND, index) for index in range(2)]
 SCHEDULER, LIFE = Identity(Role.SCHEDULER), Incarnation(1)

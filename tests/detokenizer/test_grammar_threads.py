@@ -18,7 +18,7 @@ from meshlm.detokenizer import grammar_threads
 from meshlm.detokenizer.grammar_cache import GrammarCache, Unknown
 from meshlm.detokenizer.grammar_threads import GrammarSandbox, GrammarThreads
 from meshlm.protocol.grammar import Grammar, GrammarKind
-from meshlm.protocol.ids import ErrorKind
+from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.sandbox.limits import ChildDied, Limit
 from meshlm.runtime.sandbox.sandbox import NoChild, Sandbox

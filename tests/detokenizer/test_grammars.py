@@ -11,9 +11,9 @@ from meshlm.detokenizer.grammar_cache import GrammarCache
 from meshlm.detokenizer.grammars import Grammars
 from meshlm.detokenizer.json_schemas import close_objects, has_end
 from meshlm.protocol.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
-from meshlm.protocol.ids import ErrorKind
-from meshlm.runtime import tokenizer_files
+from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime.errors import RequestError
+from meshlm.runtime.model_files import tokenizer_files
 from meshlm.runtime.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.model

@@ -5,9 +5,9 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
 from meshlm.detokenizer.encode import Encoder
 from meshlm.detokenizer.infill import FORMATS
-from meshlm.protocol.text_edge import TextPrompt
+from meshlm.protocol.edges.text import TextPrompt
 from meshlm.runtime.errors import RequestError
-from meshlm.runtime.tokenizer_files import LoadedTokenizer
+from meshlm.runtime.model_files.tokenizer_files import LoadedTokenizer
 
 WORDS = ("<s>", "a", "b", "c", "d")
 

@@ -15,14 +15,14 @@ from stub_mesh import LIFE, StubMesh
 from meshlm.detokenizer.encode import Encoder
 from meshlm.detokenizer.grammar_threads import GrammarSandbox
 from meshlm.detokenizer.io import DetokenizerApp
-from meshlm.protocol.admit_edge import Admit
-from meshlm.protocol.columns import ints, pack_i32
+from meshlm.protocol.edges.admit import Admit
+from meshlm.protocol.edges.text import Prompt, Rejected, Submit, TextPrompt, TokenPrompt
 from meshlm.protocol.grammar import Grammar, GrammarKind
-from meshlm.protocol.ids import COORDINATOR, ErrorKind, Handle, Identity, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import Prompt, Rejected, Submit, TextPrompt, TokenPrompt
-from meshlm.runtime import tokenizer_files
+from meshlm.protocol.wire.columns import ints, pack_i32
+from meshlm.protocol.wire.ids import COORDINATOR, ErrorKind, Handle, Identity, RequestId, Role
 from meshlm.runtime.errors import MessageTooLong
+from meshlm.runtime.model_files import tokenizer_files
 
 
 class Panic(BaseException):

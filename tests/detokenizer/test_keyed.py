@@ -7,10 +7,7 @@ from journal_bench import token_ids
 from keyed_bench import ANSWER, F0, F1, LIFE, S0, WINDOW_S, Bench, Connection
 
 from meshlm.detokenizer import keyed
-from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, RequestId
-from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import (
+from meshlm.protocol.edges.text import (
     Abort,
     Attach,
     Delivered,
@@ -19,8 +16,11 @@ from meshlm.protocol.text_edge import (
     Submit,
     TokenPrompt,
 )
-from meshlm.protocol.token_edge import Ended, TokenDeltas
-from meshlm.runtime.events import PeerLost, Received
+from meshlm.protocol.edges.token import Ended, TokenDeltas
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle, RequestId
+from meshlm.runtime.process.events import PeerLost, Received
 
 
 def test_a_frontends_death_keeps_the_request_and_the_next_one_gets_all() -> None:

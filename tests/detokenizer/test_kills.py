@@ -16,15 +16,15 @@ from meshlm.coordinator import core as coordinator_core
 from meshlm.coordinator.core import Coordinator
 from meshlm.detokenizer.core import Detokenizer
 from meshlm.detokenizer.events import Effect, Encode, Encoded
-from meshlm.protocol import control_edge as control
-from meshlm.protocol.admit_edge import AbortRequests, Assign, Load
-from meshlm.protocol.columns import ints, pack_i32
-from meshlm.protocol.ids import COORDINATOR, FinishReason, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.edges import control
+from meshlm.protocol.edges.admit import AbortRequests, Assign, Load
+from meshlm.protocol.edges.text import Abort, Rejected, Submit, TextDeltas, TokenPrompt
+from meshlm.protocol.edges.token import Ended, First, TokenDeltas
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import Abort, Rejected, Submit, TextDeltas, TokenPrompt
-from meshlm.protocol.token_edge import Ended, First, TokenDeltas
-from meshlm.runtime.deaths import MAX_DEATHS
-from meshlm.runtime.events import PeerLost, PeerUp, Received
+from meshlm.protocol.wire.columns import ints, pack_i32
+from meshlm.protocol.wire.ids import COORDINATOR, FinishReason, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.runtime.process.deaths import MAX_DEATHS
+from meshlm.runtime.process.events import PeerLost, PeerUp, Received
 
 FRONTEND, DETOKENIZER = Identity(Role.FRONTEND), Identity(Role.DETOKENIZER)
 SCHEDULERS = (Identity(Role.SCHEDULER, 0), Identity(Role.SCHEDULER, 1))
@@ -199,7 +199,7 @@ Address = tuple[Identity, Incarnation]
 
 
 class World:
-    """Sessions as runtime/mesh.py gives them: in order, once, between two lives that have seen each other."""
+    """Sessions as runtime/mesh/mesh.py gives them: in order, once, between two lives that have seen each other."""
 
     def __init__(self) -> None:
         self.detokenizer = TheDetokenizer()

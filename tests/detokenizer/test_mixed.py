@@ -8,12 +8,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from meshlm.detokenizer.admission import left_embeds
 from meshlm.detokenizer.encode import Encoder
-from meshlm.protocol.ids import RequestId
+from meshlm.protocol.edges.text import ChatPrompt, EmbedsPrompt, Submit, TextParams, TextPrompt
 from meshlm.protocol.prompt_embeds import PromptEmbeds, mark
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import ChatPrompt, EmbedsPrompt, Submit, TextParams, TextPrompt
+from meshlm.protocol.wire.ids import RequestId
 from meshlm.runtime.errors import RequestError
-from meshlm.runtime.tokenizer_files import LoadedTokenizer
+from meshlm.runtime.model_files.tokenizer_files import LoadedTokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} end {% endfor %}"
 LAST_FIRST = "{% for m in messages | reverse %}{{ m.role }} {{ m.content }} end {% endfor %}"

@@ -14,11 +14,8 @@ from stub_mesh import LIFE, StubMesh
 from meshlm.detokenizer import io, replies
 from meshlm.detokenizer.io import DetokenizerApp
 from meshlm.detokenizer.questions import FULL, LARGE_BYTES, Questions
-from meshlm.protocol.admit_edge import Admit
-from meshlm.protocol.columns import ints, pack_i32
-from meshlm.protocol.ids import COORDINATOR, ErrorKind, Handle, Identity, RequestId, Role
-from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import (
+from meshlm.protocol.edges.admit import Admit
+from meshlm.protocol.edges.text import (
     Abort,
     Cancel,
     Detokenize,
@@ -29,6 +26,9 @@ from meshlm.protocol.text_edge import (
     Tokenize,
     TokenizeReply,
 )
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.wire.columns import ints, pack_i32
+from meshlm.protocol.wire.ids import COORDINATOR, ErrorKind, Handle, Identity, RequestId, Role
 
 F0, F1 = Identity(Role.FRONTEND, 0), Identity(Role.FRONTEND, 1)
 LARGE = "x" * (LARGE_BYTES + 1)

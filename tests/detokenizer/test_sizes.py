@@ -8,12 +8,9 @@ from keyed_bench import ANSWER, F0, F1, LIFE, WINDOW_S, Bench
 
 from meshlm.detokenizer import admission, journal
 from meshlm.detokenizer.admission import checked_sampling
-from meshlm.protocol import text_edge
-from meshlm.protocol.admit_edge import Admit
-from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.ids import COORDINATOR, ErrorKind, Handle, RequestId
-from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import (
+from meshlm.protocol.edges import text as text_edge
+from meshlm.protocol.edges.admit import Admit
+from meshlm.protocol.edges.text import (
     Abort,
     Accepted,
     Delivered,
@@ -27,8 +24,11 @@ from meshlm.protocol.text_edge import (
     TokenizeReply,
     TokenPrompt,
 )
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.protocol.wire.ids import COORDINATOR, ErrorKind, Handle, RequestId
 from meshlm.runtime.errors import RequestError
-from meshlm.runtime.events import PeerLost, Received, Send
+from meshlm.runtime.process.events import PeerLost, Received, Send
 
 
 @pytest.mark.parametrize("finished", [True, False])

@@ -15,13 +15,13 @@ from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.grammar_cache import GrammarCache
 from meshlm.detokenizer.grammars import Grammars
 from meshlm.detokenizer.spelling import Spelling
+from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.protocol.grammar import Grammar, GrammarKind
-from meshlm.protocol.ids import Row, StepId
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import NewRow, StepPlan
-from meshlm.runtime import tokenizer_files
+from meshlm.protocol.wire.ids import Row, StepId
 from meshlm.runtime.errors import RequestError
-from meshlm.runtime.tokenizer_files import LoadedTokenizer
+from meshlm.runtime.model_files import tokenizer_files
+from meshlm.runtime.model_files.tokenizer_files import LoadedTokenizer
 from meshlm.runtime.vocabulary import Vocabulary
 from meshlm.workers.output import grammars as of_rows
 from meshlm.workers.output.matchers import Matchers

@@ -14,10 +14,10 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from meshlm.detokenizer.encode import ContentFormat, Encoder
-from meshlm.protocol.text_edge import ChatPrompt
-from meshlm.runtime import tokenizer_files
+from meshlm.protocol.edges.text import ChatPrompt
 from meshlm.runtime.errors import RequestError
-from meshlm.runtime.tokenizer_files import LoadedTokenizer
+from meshlm.runtime.model_files import tokenizer_files
+from meshlm.runtime.model_files.tokenizer_files import LoadedTokenizer
 
 Json = dict[str, Any]
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "sep_token": "<sep>"}

@@ -18,14 +18,14 @@ from meshlm.detokenizer.encode import Encoder
 from meshlm.detokenizer.request_state import RequestState
 from meshlm.detokenizer.stops import StopFinder
 from meshlm.detokenizer.templates import ChatTemplate
-from meshlm.protocol.columns import pack_f32, pack_i32
-from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.edges.text import ChatPrompt, PromptLogprobs, Submit, TextPrompt
+from meshlm.protocol.edges.token import LogprobColumns
 from meshlm.protocol.logprobs import num_bytes_of_prompt, positions_of
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import ChatPrompt, PromptLogprobs, Submit, TextPrompt
-from meshlm.protocol.token_edge import LogprobColumns
-from meshlm.runtime import tokenizer_files
+from meshlm.protocol.wire.columns import pack_f32, pack_i32
+from meshlm.protocol.wire.ids import Handle, Identity, Incarnation, RequestId, Role
 from meshlm.runtime.errors import ProcessFatal, RequestError
+from meshlm.runtime.model_files import tokenizer_files
 
 TEXTS = [
     "Hello  world, it's 2024!",

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from meshlm.detokenizer.encode import Encoder
 from meshlm.detokenizer.events import Truncation
-from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.text_edge import JoinedPrompt, PairPrompt, TextPrompt, TokenPrompt
-from meshlm.runtime import tokenizer_files
+from meshlm.protocol.edges.text import JoinedPrompt, PairPrompt, TextPrompt, TokenPrompt
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.runtime.model_files import tokenizer_files
 
 WORDS = st.lists(st.sampled_from(["a", "dog", "unbelievable", "naïve", "Seven", "x1", "."]), max_size=14).map(" ".join)
 

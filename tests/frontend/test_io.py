@@ -12,23 +12,25 @@ from answering import asking as answers_asking
 from msgspec import Struct
 from parsing import RESOLVED
 
-from meshlm.frontend import readiness, request_log, request_tracker
-from meshlm.frontend.choice import Choice
+from meshlm.frontend import readiness
 from meshlm.frontend.dashboard.feed import Feed
 from meshlm.frontend.dashboard.snapshot import Facts
-from meshlm.frontend.errors import HttpError
+from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.io import FrontendApp
-from meshlm.frontend.questions import FULL
-from meshlm.frontend.responses import WholeResponse
-from meshlm.frontend.server import Routes
+from meshlm.frontend.observe import request_log
+from meshlm.frontend.openai.responses import WholeResponse
+from meshlm.frontend.requests import request_tracker
+from meshlm.frontend.requests.choice import Choice
+from meshlm.frontend.requests.questions import FULL
+from meshlm.frontend.routes.routes import Routes
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.control_edge import MeshStats, Shutdown
-from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.edges.control import MeshStats, Shutdown
+from meshlm.protocol.edges.text import Abort, Cancel, Detokenize, DetokenizeReply, Finished, Submit, TextPrompt
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import Abort, Cancel, Detokenize, DetokenizeReply, Finished, Submit, TextPrompt
-from meshlm.runtime.deaths import MAX_DEATHS
+from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong
-from meshlm.runtime.in_hand import question_name
+from meshlm.runtime.process.deaths import MAX_DEATHS
+from meshlm.runtime.process.in_hand import question_name
 
 ONE, OTHER = Identity(Role.DETOKENIZER, 0), Identity(Role.DETOKENIZER, 1)
 LIFE = Incarnation(1)

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from meshlm.frontend import main
-from meshlm.runtime import process
+from meshlm.runtime.process import process
 
 
 def test_threads_hand_over_to_the_loop_soon(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,12 @@ from hosts import PORTS, made_keys, on_rank, states, stream
 from serving import Serving
 from waiting import free_ports, until
 
-from meshlm.protocol.channels import MAX_FRAME_BYTES
-from meshlm.protocol.digest import schema_digest
-from meshlm.protocol.frames import Header, Kind, pack
-from meshlm.protocol.ids import Identity, Incarnation, Role
-from meshlm.protocol.session import Hello
-from meshlm.runtime.keys import Keys, load
+from meshlm.protocol.wire.channels import MAX_FRAME_BYTES
+from meshlm.protocol.wire.digest import schema_digest
+from meshlm.protocol.wire.frames import Header, Kind, pack
+from meshlm.protocol.wire.ids import Identity, Incarnation, Role
+from meshlm.protocol.wire.session import Hello
+from meshlm.runtime.mesh.keys import Keys, load
 
 pytestmark = pytest.mark.mesh
 LIMIT_S = 30

@@ -204,11 +204,11 @@ POOLED = """
 import os, signal, threading, time
 import numpy as np
 from meshlm import LLM
-from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.ids import RequestId
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.protocol.wire.ids import RequestId
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.tasks import Pool, PoolKind
-from meshlm.protocol.text_edge import Submit, TokenPrompt
+from meshlm.protocol.edges.text import Submit, TokenPrompt
 from meshlm.supervisor.api.outputs import CompletionOutput, RequestOutput
 from meshlm.workers.fake_tokens import expected_vector
 llm = LLM(device="fake", max_model_len="512", max_num_batched_tokens=64, max_num_seqs=8, kv_cache_memory="60M", fake_step_ms=10)

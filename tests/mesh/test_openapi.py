@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode, checks
 from serving import Serving, serving
 
-from meshlm.frontend.answer_fields import OF_ANSWER, OF_PROMPT, OF_VECTORS
-from meshlm.frontend.operations import served
-from meshlm.frontend.operator_operations import DEVELOPMENT
-from meshlm.frontend.schema import MAX_TOKENS
-from meshlm.frontend.structured import PLAIN
+from meshlm.frontend.openai.answer_fields import OF_ANSWER, OF_PROMPT, OF_VECTORS
+from meshlm.frontend.openai.schema import MAX_TOKENS
+from meshlm.frontend.openai.structured import PLAIN
+from meshlm.frontend.operator.operator_operations import DEVELOPMENT
+from meshlm.frontend.routes.operations import served
 
 pytestmark = pytest.mark.mesh
 

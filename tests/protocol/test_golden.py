@@ -18,10 +18,10 @@ from message_parts import DETOKENIZER, LIFE, SCHEDULER
 from messages import BY_NAME, EDGES, ENUMS, FULL, NAMES
 from msgspec import Struct
 
-from meshlm.protocol import digest, frames
-from meshlm.protocol import token_edge as token
-from meshlm.protocol.channels import BY_DIRECTION, CHANNELS, Channel
-from meshlm.protocol.ids import Handle
+from meshlm.protocol.edges import token
+from meshlm.protocol.wire import digest, frames
+from meshlm.protocol.wire.channels import BY_DIRECTION, CHANNELS, Channel
+from meshlm.protocol.wire.ids import Handle
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,7 +40,7 @@ def test_every_struct_of_every_edge_is_here_once() -> None:
 
 
 def test_every_edge_module_is_looked_at() -> None:
-    assert {path.stem for path in (ROOT / "protocol").glob("*_edge.py")} == {
+    assert {path.stem for path in (ROOT / "protocol" / "edges").glob("*.py")} - {"__init__"} == {
         module.__name__.rpartition(".")[2] for module in EDGES
     }
 
@@ -80,7 +80,7 @@ def test_bytes_mean_what_they_meant(name: str) -> None:
 
 @pytest.mark.parametrize("channel", CHANNELS, ids=lambda channel: f"{channel.sender.value}-{channel.receiver.value}")
 def test_a_channel_decodes_each_of_its_messages(channel: Channel) -> None:
-    """As runtime/mesh.py does: one decoder of the union, on a view of the frame."""
+    """As runtime/mesh/mesh.py does: one decoder of the union, on a view of the frame."""
     decode = msgspec.msgpack.Decoder(channel.messages).decode
     of_channel = [
         (name, value) for name, value in BY_NAME.items() if type(value) in digest.union_members(channel.messages)

@@ -14,7 +14,7 @@ from meshlm.runtime import plugins
 EACH = """
 import json, os
 from meshlm.architectures import quantization, registry
-from meshlm.frontend.stat_loggers import StatLoggers
+from meshlm.frontend.observe.stat_loggers import StatLoggers
 from meshlm.protocol.config import MeshConfig, ServerConfig
 from meshlm.runtime import io_processors, logits_processors, platforms, plugins
 from meshlm.runtime.parsers import registry as parsers

@@ -1,6 +1,6 @@
 """Two processes of two nodes in one loop, with real CURVE sockets: fuzzed frames, wrong keys, roles that are not theirs, silence.
 
-tests/runtime/test_link.py has the same for ipc and whole processes, tests/mesh/test_fuzz_tcp.py for the tcp sockets of a mesh.
+tests/runtime/mesh/test_link.py has the same for ipc and whole processes, tests/mesh/test_fuzz_tcp.py for the tcp sockets of a mesh.
 """
 
 import asyncio
@@ -16,14 +16,14 @@ from msgspec import Struct
 from waiting import free_ports
 
 from meshlm.protocol.config import MeshConfig, NetworkConfig, Node, RunConfig
-from meshlm.protocol.control_edge import Join, Member, Members
-from meshlm.protocol.digest import schema_digest
-from meshlm.protocol.frames import Header, Kind, pack
-from meshlm.protocol.ids import COORDINATOR, Epoch, Identity, Incarnation, Role
-from meshlm.protocol.session import Hello
-from meshlm.runtime import keys, tcp
-from meshlm.runtime.logs import Limited
-from meshlm.runtime.mesh import Mesh
+from meshlm.protocol.edges.control import Join, Member, Members
+from meshlm.protocol.wire.digest import schema_digest
+from meshlm.protocol.wire.frames import Header, Kind, pack
+from meshlm.protocol.wire.ids import COORDINATOR, Epoch, Identity, Incarnation, Role
+from meshlm.protocol.wire.session import Hello
+from meshlm.runtime.mesh import keys, tcp
+from meshlm.runtime.mesh.mesh import Mesh
+from meshlm.runtime.process.logs import Limited
 
 LIMIT_S = 15
 SCHEDULER = Identity(Role.SCHEDULER, 1)

@@ -8,9 +8,9 @@ import pytest
 
 from meshlm.architectures import registry
 from meshlm.architectures.registry import families
-from meshlm.frontend.stat_loggers import StatLoggers
+from meshlm.frontend.observe.stat_loggers import StatLoggers
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.control_edge import MeshStats
+from meshlm.protocol.edges.control import MeshStats
 from meshlm.runtime import io_processors, plugins
 from meshlm.runtime.plugins import ARCHITECTURES, BACKENDS, VARIABLE, PluginError
 
@@ -125,7 +125,7 @@ class Log:
 
 
 LOGGER = """
-from meshlm.frontend.stat_loggers import StatLogger
+from meshlm.frontend.observe.stat_loggers import StatLogger
 class FAMILY(StatLogger):
     def record(self, stats):
         raise RuntimeError("full disk")

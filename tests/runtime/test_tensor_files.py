@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshlm.protocol.columns import ints
+from meshlm.protocol.wire.columns import ints
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.tensor_files import kept, prompt_of
 

@@ -8,14 +8,14 @@ from bench import COORDINATOR, DETOKENIZER, LIFE, VOCAB, WORKER, Bench, limits, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshlm.protocol.admit_edge import AbortRequests, Assign, EngineRequest, GiveBack, Load, ReportLoad
-from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.control_edge import GraphCounts
-from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.edges.admit import AbortRequests, Assign, EngineRequest, GiveBack, Load, ReportLoad
+from meshlm.protocol.edges.control import GraphCounts
+from meshlm.protocol.edges.step import Reset, WorkerReady, WorkerStats
+from meshlm.protocol.edges.token import Disown
 from meshlm.protocol.sampling import RepetitionDetection, SamplingParams
-from meshlm.protocol.step_edge import Reset, WorkerReady, WorkerStats
-from meshlm.protocol.token_edge import Disown
-from meshlm.runtime.events import PeerLost, PeerUp, Received, Tick
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.protocol.wire.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.runtime.process.events import PeerLost, PeerUp, Received, Tick
 from meshlm.scheduler_proc.core import Scheduler
 from meshlm.scheduler_proc.limits import MAX_CRASHES
 from meshlm.scheduler_proc.request import Request

@@ -8,10 +8,10 @@ import pytest
 from bench import COORDINATOR, LIFE, WORKER, Bench, reference
 from small_model import SMALL
 
-from meshlm.protocol.admit_edge import Load, ReportLoad
 from meshlm.protocol.counts import ProcessCounts
-from meshlm.protocol.token_edge import TokenDeltas
-from meshlm.runtime.events import Received, Send, Tick
+from meshlm.protocol.edges.admit import Load, ReportLoad
+from meshlm.protocol.edges.token import TokenDeltas
+from meshlm.runtime.process.events import Received, Send, Tick
 from meshlm.scheduler_proc.core import Scheduler
 from meshlm.scheduler_proc.estimates import Estimates
 from meshlm.scheduler_proc.limits import Limits

@@ -1,8 +1,8 @@
 """Requests wait for the life of the detokenizer that they name, and for no other."""
 
-from meshlm.protocol.admit_edge import Assign, EngineRequest
-from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.edges.admit import Assign, EngineRequest
 from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.wire.ids import Handle, Identity, Incarnation, RequestId, Role
 from meshlm.scheduler_proc.detokenizers import Detokenizers, Reach
 
 ONE, OTHER = Identity(Role.DETOKENIZER, 0), Identity(Role.DETOKENIZER, 1)

@@ -4,7 +4,7 @@ import pytest
 from bench import Bench, limits
 from msgspec.structs import replace
 
-from meshlm.protocol.step_edge import StepResult
+from meshlm.protocol.edges.step import StepResult
 
 MS = 1_000_000
 

@@ -4,12 +4,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshlm.protocol.admit_edge import EngineRequest
-from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role, StepId
+from meshlm.protocol.edges.admit import EngineRequest
 from meshlm.protocol.kv import EncoderOnly
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.tasks import Pool, PoolKind
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.protocol.wire.ids import Handle, Identity, Incarnation, RequestId, Role, StepId
 from meshlm.scheduler_proc.batching import Batching
 from meshlm.scheduler_proc.limits import Limits
 from meshlm.scheduler_proc.request import Request, RequestState

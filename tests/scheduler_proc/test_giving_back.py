@@ -2,12 +2,12 @@
 
 from bench import COORDINATOR, DETOKENIZER, LIFE, OTHER, WORKER, Bench, limits, reference
 
-from meshlm.protocol.admit_edge import Assign, EngineRequest, GiveBack, Load, Readmit, Returned
-from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.ids import FinishReason, Handle, RequestId
+from meshlm.protocol.edges.admit import Assign, EngineRequest, GiveBack, Load, Readmit, Returned
+from meshlm.protocol.edges.token import StillThere
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.token_edge import StillThere
-from meshlm.runtime.events import PeerLost, PeerUp, Received, Send
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.protocol.wire.ids import FinishReason, Handle, RequestId
+from meshlm.runtime.process.events import PeerLost, PeerUp, Received, Send
 from meshlm.scheduler_proc.core import Scheduler
 from meshlm.scheduler_proc.limits import MAX_CRASHES
 from meshlm.scheduler_proc.request import RequestState

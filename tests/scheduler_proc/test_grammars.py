@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 from bench import DETOKENIZER, LIFE, WORKER, Bench, limits, reference
 
-from meshlm.protocol.admit_edge import Assign, EngineRequest
-from meshlm.protocol.columns import pack_i32
+from meshlm.protocol.edges.admit import Assign, EngineRequest
+from meshlm.protocol.edges.step import GrammarReady, PrepareGrammar, RowFailed, StepResult
 from meshlm.protocol.grammar import Grammar, GrammarKind
-from meshlm.protocol.ids import COORDINATOR, ErrorKind, FinishReason, Handle, RequestId
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import GrammarReady, PrepareGrammar, RowFailed, StepResult
-from meshlm.runtime.events import Received, Send
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.protocol.wire.ids import COORDINATOR, ErrorKind, FinishReason, Handle, RequestId
+from meshlm.runtime.process.events import Received, Send
 from meshlm.scheduler_proc import grammars
 
 PROMPT = [5, 6, 7, 8, 9]

@@ -7,14 +7,14 @@ from typing import Any
 from bench import COORDINATOR, DETOKENIZER, LIFE, WORKER, limits
 from msgspec import Struct
 
-from meshlm.protocol.admit_edge import Assign, EngineRequest
-from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.edges.admit import Assign, EngineRequest
+from meshlm.protocol.edges.step import Reset, StepFailed, StepPlan, StepResult, WorkerReady
+from meshlm.protocol.edges.token import Ended, TokenDeltas
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import Reset, StepFailed, StepPlan, StepResult, WorkerReady
-from meshlm.protocol.token_edge import Ended, TokenDeltas
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.protocol.wire.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.runtime.errors import MessageTooLong
-from meshlm.runtime.timeline import Timeline
+from meshlm.runtime.process.timeline import Timeline
 from meshlm.scheduler_proc.core import Scheduler
 from meshlm.scheduler_proc.io import SchedulerApp
 

@@ -5,12 +5,12 @@ from bench import COORDINATOR, DETOKENIZER, LIFE, WORKER, Bench, limits, referen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshlm.protocol.admit_edge import Assign, EngineRequest
-from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.ids import Handle, RequestId
+from meshlm.protocol.edges.admit import Assign, EngineRequest
+from meshlm.protocol.edges.step import Reset, StepFailed, WorkerReady
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import Reset, StepFailed, WorkerReady
-from meshlm.runtime.events import PeerUp, Received
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.protocol.wire.ids import Handle, RequestId
+from meshlm.runtime.process.events import PeerUp, Received
 from meshlm.scheduler_proc.batching import Batching
 from meshlm.scheduler_proc.core import Scheduler
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from tiny_models import resolved_of, spec_of
 
 from meshlm.protocol.config import CacheConfig, MeshConfig, WorkerConfig
-from meshlm.protocol.ids import RequestId
+from meshlm.protocol.edges.step import StepPlan, StepResult
 from meshlm.protocol.kv import FullAttention, RecurrentState, SlidingWindow
 from meshlm.protocol.model import ModelSpec, StateSpec
-from meshlm.protocol.step_edge import StepPlan, StepResult
+from meshlm.protocol.wire.ids import RequestId
 from meshlm.scheduler_proc.limits import MAX_CRASHES
 from meshlm.scheduler_proc.request import RequestState
 from meshlm.workers.fake import FakeEngine

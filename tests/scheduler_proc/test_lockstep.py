@@ -8,14 +8,14 @@ from bench import COORDINATOR, DETOKENIZER, LIFE, VOCAB, Model, limits, referenc
 
 from meshlm.coordinator.joint import State
 from meshlm.coordinator.lockstep import Lockstep
-from meshlm.protocol.admit_edge import Assign, EngineRequest, Load
-from meshlm.protocol.columns import ints, pack_i32
-from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.edges.admit import Assign, EngineRequest, Load
+from meshlm.protocol.edges.step import Reset, StepPlan, WorkerReady
+from meshlm.protocol.edges.token import TokenDeltas
 from meshlm.protocol.lockstep import JointReport, StepGroup
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import Reset, StepPlan, WorkerReady
-from meshlm.protocol.token_edge import TokenDeltas
-from meshlm.runtime.events import PeerLost, PeerUp, Received, Send, Tick
+from meshlm.protocol.wire.columns import ints, pack_i32
+from meshlm.protocol.wire.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.runtime.process.events import PeerLost, PeerUp, Received, Send, Tick
 from meshlm.scheduler_proc.core import Scheduler
 
 NUM_BLOCKS, BLOCK_SIZE = 64, 4

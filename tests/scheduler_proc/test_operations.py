@@ -3,7 +3,7 @@
 from bench import COORDINATOR, LIFE, WORKER, Bench, limits, reference
 from msgspec import Struct
 
-from meshlm.protocol.ids import Identity, Role
+from meshlm.protocol.edges.step import Reset, WorkerReady
 from meshlm.protocol.operations import (
     CallWorkers,
     Operation,
@@ -13,8 +13,8 @@ from meshlm.protocol.operations import (
     ResetPrefixCache,
     Stop,
 )
-from meshlm.protocol.step_edge import Reset, WorkerReady
-from meshlm.runtime.events import PeerLost, PeerUp, Received, Send
+from meshlm.protocol.wire.ids import Identity, Role
+from meshlm.runtime.process.events import PeerLost, PeerUp, Received, Send
 from meshlm.scheduler_proc.core import Scheduler
 
 TRACE = Operation(OperationId("t"), Profile(True))

@@ -2,12 +2,12 @@
 
 from msgspec import Struct
 
-from meshlm.protocol.admit_edge import Assign, EngineRequest
-from meshlm.protocol.columns import ints, pack_i32
-from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.edges.admit import Assign, EngineRequest
+from meshlm.protocol.edges.step import LastPlan, Reset, ResetGroup, StepPlan, StepResult, WorkerReady
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import LastPlan, Reset, ResetGroup, StepPlan, StepResult, WorkerReady
-from meshlm.runtime.events import PeerLost, PeerUp, Received, Send
+from meshlm.protocol.wire.columns import ints, pack_i32
+from meshlm.protocol.wire.ids import Handle, Identity, Incarnation, RequestId, Role
+from meshlm.runtime.process.events import PeerLost, PeerUp, Received, Send
 from meshlm.scheduler_proc.core import Scheduler
 from meshlm.scheduler_proc.limits import Limits
 

@@ -3,10 +3,10 @@
 import pytest
 from bench import COORDINATOR, LIFE, Bench, limits, reference
 
-from meshlm.protocol.admit_edge import Load
-from meshlm.protocol.ids import FinishReason, RequestId
+from meshlm.protocol.edges.admit import Load
 from meshlm.protocol.operations import AbortRunning, Action, Operation, OperationDone, OperationId, Pause, Resume
-from meshlm.runtime.events import Received
+from meshlm.protocol.wire.ids import FinishReason, RequestId
+from meshlm.runtime.process.events import Received
 from meshlm.scheduler_proc.pausing import ended_by
 
 

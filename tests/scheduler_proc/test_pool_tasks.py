@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rolling_hash import pooled_reference
 
-from meshlm.protocol.ids import ErrorKind, FinishReason
-from meshlm.protocol.step_edge import RowFailed
+from meshlm.protocol.edges.step import RowFailed
+from meshlm.protocol.edges.token import TokenDeltas
 from meshlm.protocol.tasks import ALONE_BYTES, Pool, PoolKind
-from meshlm.protocol.token_edge import TokenDeltas
-from meshlm.runtime.events import PeerLost, PeerUp, Received
+from meshlm.protocol.wire.ids import ErrorKind, FinishReason
+from meshlm.runtime.process.events import PeerLost, PeerUp, Received
 from meshlm.scheduler_proc import sizes
 
 LAST, MEAN, CLS = Pool(PoolKind.LAST), Pool(PoolKind.MEAN), Pool(PoolKind.CLS)

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 from bench import COORDINATOR, DETOKENIZER, LIFE, WORKER, Bench, limits
 
-from meshlm.protocol.admit_edge import Assign, EngineRequest
-from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.ids import Handle, RequestId
+from meshlm.protocol.edges.admit import Assign, EngineRequest
+from meshlm.protocol.edges.token import LogprobColumns, TokenDeltas
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.token_edge import LogprobColumns, TokenDeltas
-from meshlm.runtime.events import Received
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.protocol.wire.ids import Handle, RequestId
+from meshlm.runtime.process.events import Received
 
 
 class OfPrompts(Bench):

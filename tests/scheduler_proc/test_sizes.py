@@ -4,13 +4,13 @@ import msgspec
 import pytest
 from bench import COORDINATOR, DETOKENIZER, LIFE, WORKER, Bench, limits, reference
 
-from meshlm.protocol.admit_edge import Assign, EngineRequest
-from meshlm.protocol.columns import ints, pack_f32, pack_i32
-from meshlm.protocol.ids import FinishReason, Handle, RequestId
+from meshlm.protocol.edges.admit import Assign, EngineRequest
+from meshlm.protocol.edges.step import StepPlan
+from meshlm.protocol.edges.token import LogprobColumns, TokenDeltas
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import StepPlan
-from meshlm.protocol.token_edge import LogprobColumns, TokenDeltas
-from meshlm.runtime.events import Received, Send
+from meshlm.protocol.wire.columns import ints, pack_f32, pack_i32
+from meshlm.protocol.wire.ids import FinishReason, Handle, RequestId
+from meshlm.runtime.process.events import Received, Send
 from meshlm.scheduler_proc import sizes
 from meshlm.scheduler_proc.output import Output
 

@@ -3,11 +3,11 @@
 import pytest
 from bench import COORDINATOR, LIFE, WORKER, limits
 
-from meshlm.protocol.admit_edge import Load, Welcome
+from meshlm.protocol.edges.admit import Load, Welcome
+from meshlm.protocol.edges.step import Reset, WorkerAsleep
 from meshlm.protocol.operations import Operation, OperationDone, OperationId, Sleep, WakeUp
 from meshlm.protocol.sleeping import AWAKE, TAGS, WEIGHTS, Sleeping
-from meshlm.protocol.step_edge import Reset, WorkerAsleep
-from meshlm.runtime.events import PeerUp, Received, Send
+from meshlm.runtime.process.events import PeerUp, Received, Send
 from meshlm.scheduler_proc.core import Scheduler
 
 ASLEEP = Sleeping(TAGS, 1)

@@ -6,13 +6,13 @@ import random
 import pytest
 from bench import COORDINATOR, DETOKENIZER, LIFE, WORKER, Bench, Model, reference
 
-from meshlm.protocol.admit_edge import Assign, EngineRequest
-from meshlm.protocol.columns import ints, pack_i32
-from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, RequestId
+from meshlm.protocol.edges.admit import Assign, EngineRequest
+from meshlm.protocol.edges.step import Reset, StepFailed, StepPlan, StepResult
+from meshlm.protocol.edges.token import TokenDeltas
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import Reset, StepFailed, StepPlan, StepResult
-from meshlm.protocol.token_edge import TokenDeltas
-from meshlm.runtime.events import Received, Send
+from meshlm.protocol.wire.columns import ints, pack_i32
+from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle, RequestId
+from meshlm.runtime.process.events import Received, Send
 from meshlm.scheduler_proc.limits import Limits
 
 POISON = 990  # the first token of a prompt that kills

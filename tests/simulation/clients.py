@@ -14,23 +14,23 @@ from tokenizers import Tokenizer, decoders, models
 
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.stops import StopFinder
-from meshlm.frontend.choice import Choice, RowDetails
 from meshlm.frontend.dashboard.feed import Feed
 from meshlm.frontend.dashboard.snapshot import Facts
 from meshlm.frontend.io import FrontendApp
-from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.ids import ErrorKind, FinishReason, Identity, RequestId, Role
-from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.tasks import GENERATE, Pool, PoolKind
-from meshlm.protocol.text_edge import (
+from meshlm.frontend.requests.choice import Choice, RowDetails
+from meshlm.protocol.edges.text import (
     Accepted,
     Retry,
     Submit,
     TextParams,
     TokenPrompt,
 )
-from meshlm.runtime.mesh import Mesh
-from meshlm.runtime.tokenizer_files import LoadedTokenizer, byte_alphabet
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.tasks import GENERATE, Pool, PoolKind
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Identity, RequestId, Role
+from meshlm.runtime.mesh.mesh import Mesh
+from meshlm.runtime.model_files.tokenizer_files import LoadedTokenizer, byte_alphabet
 from meshlm.scheduler_proc.limits import MAX_CRASHES
 
 

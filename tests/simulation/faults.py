@@ -5,8 +5,8 @@ from enum import Enum
 
 from msgspec import Struct
 
-from meshlm.protocol.ids import Identity, Role
 from meshlm.protocol.operations import RebalanceExperts, ResetPrefixCache
+from meshlm.protocol.wire.ids import Identity, Role
 
 
 class Kind(Enum):

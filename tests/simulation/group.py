@@ -9,13 +9,13 @@ from typing import Any
 from mock_worker import VOCAB, Computed, Model
 from network import running
 
-from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.control_edge import GraphCounts
+from meshlm.protocol.edges.control import GraphCounts
+from meshlm.protocol.edges.step import Reset, StepPlan, StepResult
 from meshlm.protocol.kv import KVSpec
 from meshlm.protocol.lockstep import StepGroup
 from meshlm.protocol.operations import Operation
-from meshlm.protocol.step_edge import Reset, StepPlan, StepResult
 from meshlm.protocol.tasks import PoolKind
+from meshlm.protocol.wire.columns import pack_i32
 from meshlm.workers.distributed.membership import Incarnations
 from meshlm.workers.engine import NOT_BALANCED, EngineFacts
 from meshlm.workers.io import WorkerApp

@@ -15,9 +15,9 @@ from world import BEGIN_S, World
 
 from meshlm.coordinator.io import CoordinatorApp
 from meshlm.detokenizer.io import DetokenizerApp
-from meshlm.protocol.ids import COORDINATOR, HEAD, Identity, Role
-from meshlm.protocol.session import SessionState
-from meshlm.runtime.process import App
+from meshlm.protocol.wire.ids import COORDINATOR, HEAD, Identity, Role
+from meshlm.protocol.wire.session import SessionState
+from meshlm.runtime.process.process import App
 from meshlm.scheduler_proc.io import SchedulerApp
 
 LIMIT_S = 40.0  # simulated, after the last fault: longer than any timeout of the mesh but the coordinator's hold

@@ -1,4 +1,4 @@
-"""One life of a simulated process: its loop, its timers, and what runtime/process.py does around its App."""
+"""One life of a simulated process: its loop, its timers, and what runtime/process/process.py does around its App."""
 
 import random
 from collections.abc import Callable, Coroutine, Generator
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 from msgspec import Struct
 from network import Inbox, Outbox
 
-from meshlm.protocol.ids import Identity, Incarnation, Role
-from meshlm.runtime.mesh import Mesh
-from meshlm.runtime.process import LAST_WORDS_S, App
+from meshlm.protocol.wire.ids import Identity, Incarnation, Role
+from meshlm.runtime.mesh.mesh import Mesh
+from meshlm.runtime.process.process import LAST_WORDS_S, App
 
 if TYPE_CHECKING:
     from world import World
@@ -113,7 +113,7 @@ def drive(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 class Process:
-    """One life of a process, as runtime/process.py runs it."""
+    """One life of a process, as runtime/process/process.py runs it."""
 
     def __init__(
         self, world: "World", identity: Identity, incarnation: Incarnation, app: App, load_s: float, host: int

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 
 from rolling_hash import extend, generate, vector_of
 
-from meshlm.protocol.columns import ints
+from meshlm.protocol.edges.step import StepPlan
 from meshlm.protocol.kv import ChunkedAttention, FullAttention, KVSpec, SlidingWindow
-from meshlm.protocol.step_edge import StepPlan
 from meshlm.protocol.tasks import Pool, PoolKind
+from meshlm.protocol.wire.columns import ints
 
 VOCAB = 96
 

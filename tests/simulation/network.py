@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
-from meshlm.protocol.ids import Role
+from meshlm.protocol.wire.ids import Role
 
 if TYPE_CHECKING:
     from life import Loop, Process
@@ -32,7 +32,7 @@ def running() -> "Process":
 
 
 class Inbox:
-    """In the place of runtime/link.py's. What arrives together is read together."""
+    """In the place of runtime/mesh/link.py's. What arrives together is read together."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Connection:
 
 
 class Outbox:
-    """In the place of runtime/link.py's."""
+    """In the place of runtime/mesh/link.py's."""
 
     def __init__(self, context: object, address: str, prepare: object = None) -> None:
         self._process = process = running()

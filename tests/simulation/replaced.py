@@ -15,9 +15,9 @@ from network import Inbox, Outbox, running
 from meshlm.coordinator import io as coordinator_io
 from meshlm.detokenizer import io as detokenizer_io
 from meshlm.frontend import io as frontend_io
-from meshlm.runtime import links as links_module
-from meshlm.runtime import mesh as mesh_module
-from meshlm.runtime import remote as remote_module
+from meshlm.runtime.mesh import links as links_module
+from meshlm.runtime.mesh import mesh as mesh_module
+from meshlm.runtime.mesh import remote as remote_module
 from meshlm.scheduler_proc import io as scheduler_io
 from meshlm.supervisor.nodes import network as supervisor_network
 from meshlm.workers import io as worker_io

@@ -11,7 +11,6 @@ from tiny_models import resolved_of, spec_of
 from two_hosts import HEAD_PORT, address_of
 
 from meshlm.protocol import config as cfg
-from meshlm.protocol.ids import HEAD, Identity, Role
 from meshlm.protocol.kv import (
     ChunkedAttention,
     CrossAttention,
@@ -21,7 +20,8 @@ from meshlm.protocol.kv import (
     SlidingWindow,
 )
 from meshlm.protocol.tasks import PoolKind
-from meshlm.runtime import tcp
+from meshlm.protocol.wire.ids import HEAD, Identity, Role
+from meshlm.runtime.mesh import tcp
 from meshlm.supervisor.settings import layout
 
 BLOCK_SIZE = 2
@@ -43,7 +43,7 @@ RETRY_WINDOW_S = 1.5
 PEER_TIMEOUT_S = 0.8
 MAX_MODEL_LEN = 40
 MAX_WORKER_DEATHS = 3  # more than those (MAX_CRASHES) after which a request that was alone in its worker is refused
-MAX_DEATHS = 4  # one less than those (runtime/deaths.py) after which a request is given up
+MAX_DEATHS = 4  # one less than those (runtime/process/deaths.py) after which a request is given up
 MAX_CUTS = 1  # each end of a link may lose the other, and a request's attempt with it
 
 

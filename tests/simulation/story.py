@@ -2,12 +2,12 @@
 
 from msgspec import Struct
 
-from meshlm.protocol.admit_edge import Admit, Assign, EngineRequest, Load, Refused, Routed
-from meshlm.protocol.columns import ints
-from meshlm.protocol.control_edge import Died, Join, Members, MeshStats, QueueFull
-from meshlm.protocol.step_edge import StepPlan, StepResult
-from meshlm.protocol.text_edge import Submit, TextDeltas
-from meshlm.protocol.token_edge import TokenDeltas
+from meshlm.protocol.edges.admit import Admit, Assign, EngineRequest, Load, Refused, Routed
+from meshlm.protocol.edges.control import Died, Join, Members, MeshStats, QueueFull
+from meshlm.protocol.edges.step import StepPlan, StepResult
+from meshlm.protocol.edges.text import Submit, TextDeltas
+from meshlm.protocol.edges.token import TokenDeltas
+from meshlm.protocol.wire.columns import ints
 
 
 def _work(work: EngineRequest) -> str:

@@ -5,11 +5,11 @@ from typing import Any
 
 from msgspec import Struct
 
-from meshlm.protocol import control_edge as control
-from meshlm.protocol.ids import COORDINATOR, Identity, Incarnation, Role
+from meshlm.protocol.edges import control
 from meshlm.protocol.operations import Action, Operation, OperationId
+from meshlm.protocol.wire.ids import COORDINATOR, Identity, Incarnation, Role
 from meshlm.runtime.errors import LinkDown
-from meshlm.runtime.mesh import Mesh
+from meshlm.runtime.mesh.mesh import Mesh
 from meshlm.supervisor.nodes.network import Guest, Head
 
 

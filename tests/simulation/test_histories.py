@@ -22,8 +22,8 @@ from msgspec.structs import replace
 from replaced import simulated
 from scenario import STATES, make
 
+from meshlm.protocol.edges.step import StepPlan
 from meshlm.protocol.kv import ChunkedAttention, FullAttention, KVSpec, SlidingWindow
-from meshlm.protocol.step_edge import StepPlan
 from meshlm.protocol.tasks import PoolKind
 
 HISTORIES = int(os.environ.get("MESHLM_SIM_HISTORIES", "10000"))

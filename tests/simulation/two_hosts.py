@@ -1,11 +1,12 @@
-"""In the place of runtime/tcp.py, the keys, and threads: what runtime/remote.py and workers/io.py find in a simulated world."""
+"""In the place of runtime/mesh/tcp.py, the keys, and threads: what runtime/mesh/remote.py and workers/io.py find in a simulated
+world."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from meshlm.protocol.config import NetworkConfig
-from meshlm.runtime import tcp as real
+from meshlm.runtime.mesh import tcp as real
 
 if TYPE_CHECKING:
     from network import Inbox

@@ -1,6 +1,6 @@
 """A whole mesh in one thread: simulated time and network around the real Mesh, Sessions, Apps and cores.
 
-What is real: runtime/mesh.py and remote.py, protocol/, each App's io.py and every core. What is simulated: the event loop
+What is real: runtime/mesh/mesh.py and remote.py, protocol/, each App's io.py and every core. What is simulated: the event loop
 (`Loop`), the sockets (network.py), the workers' threads (group.py) and the supervisors (supervisors.py). Everything random is
 drawn from generators that are seeded per process and per link, so that a seed replays the same history.
 """
@@ -17,10 +17,10 @@ from network import Inbox, Killed, Outbox
 from story import show
 from supervisors import Supervisor
 
-from meshlm.protocol import control_edge as control
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.ids import HEAD, Identity, Incarnation, Role
-from meshlm.runtime.process import App
+from meshlm.protocol.edges import control
+from meshlm.protocol.wire.ids import HEAD, Identity, Incarnation, Role
+from meshlm.runtime.process.process import App
 
 if TYPE_CHECKING:
     from group import Group, Together

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.ids import Identity, Role
+from meshlm.protocol.wire.ids import Identity, Role
 from meshlm.supervisor import control
 from meshlm.supervisor.errors import StartError
 

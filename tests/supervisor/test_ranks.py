@@ -8,8 +8,8 @@ import pytest
 from msgspec import Struct
 
 from meshlm.protocol.config import MeshConfig, ParallelConfig
-from meshlm.protocol.control_edge import AskProcesses, RanksScaled, ScaleRanks, SetRanks
-from meshlm.protocol.ids import COORDINATOR, Identity, Role
+from meshlm.protocol.edges.control import AskProcesses, RanksScaled, ScaleRanks, SetRanks
+from meshlm.protocol.wire.ids import COORDINATOR, Identity, Role
 from meshlm.supervisor.group import events, rolling
 from meshlm.supervisor.ranks import Ranks
 from meshlm.supervisor.settings.layout import identities

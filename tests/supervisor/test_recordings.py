@@ -7,8 +7,8 @@ import msgspec
 import pytest
 from msgspec import Struct
 
-from meshlm.protocol.ids import HEAD, Identity, Role
 from meshlm.protocol.timeline import RecordTimeline, Span, TimelinePart
+from meshlm.protocol.wire.ids import HEAD, Identity, Role
 from meshlm.supervisor.recordings import LATE_S, Recordings
 
 WORKER, FRONTEND, NODE = Identity(Role.WORKER), Identity(Role.FRONTEND), Identity(Role.SUPERVISOR, 1)

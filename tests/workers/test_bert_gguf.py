@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from meshlm.protocol.tasks import Pool, PoolKind
 from meshlm.runtime.errors import ModelFilesError
-from meshlm.runtime.model_files import resolve_model
+from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.supervisor.errors import UsageError
 
 Q8_0 = gguf.GGMLQuantizationType.Q8_0

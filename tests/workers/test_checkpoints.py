@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshlm.architectures.family import Split, Weight
 from meshlm.runtime.errors import ProcessFatal
-from meshlm.runtime.model_files import resolve_model
+from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.workers.weights.check import check_finite
 from meshlm.workers.weights.load import load_model
 from meshlm.workers.weights.source import Mapped

@@ -11,7 +11,7 @@ from small_models import CLASSIC, SMALL, caches, load, run
 from meshlm.protocol.model import ModelSpec
 from meshlm.protocol.tasks import PoolKind
 from meshlm.runtime.errors import ModelFilesError
-from meshlm.runtime.model_files import resolve_model
+from meshlm.runtime.model_files.model_files import resolve_model
 
 _ROUTED: dict[str, Any] = {
     "head_dim": 16,

@@ -16,7 +16,7 @@ from small_models import MOE, SMALL, caches, load, resolved, run
 from meshlm.architectures.registry import weights_of
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
-from meshlm.runtime.model_files import resolve_model
+from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.workers.weights.load import load_model
 
 KINDS = {"mixtral": "llama", "qwen2-moe": "qwen2moe", "qwen3-moe": "qwen3moe", "gpt-oss": "gpt-oss"}

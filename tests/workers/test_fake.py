@@ -8,12 +8,12 @@ import pytest
 from byte_vocabulary import EOS, byte_vocabulary, of_regex
 from tiny_models import resolved_of, spec_of
 
-from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.config import CacheConfig, MeshConfig, WorkerConfig
-from meshlm.protocol.ids import Row, StepId
+from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import NewRow, StepPlan
 from meshlm.protocol.tasks import Pool, PoolKind
+from meshlm.protocol.wire.columns import ints, pack_i32
+from meshlm.protocol.wire.ids import Row, StepId
 from meshlm.workers.fake import FakeEngine
 from meshlm.workers.fake_tokens import expected_token, expected_vector
 from meshlm.workers.output.grammars import Grammars

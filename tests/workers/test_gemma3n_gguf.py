@@ -13,7 +13,7 @@ from small_models import GEMMA3N, SMALL, caches, load, run
 from meshlm.architectures.family import GGUFMetadata, MetadataError
 from meshlm.architectures.gemma3n import FAMILY
 from meshlm.protocol.model import ModelSpec
-from meshlm.runtime.model_files import resolve_model
+from meshlm.runtime.model_files.model_files import resolve_model
 
 
 def keys_of(spec: ModelSpec) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from small_models import GEMMA4, SMALL, caches, load, run
 from meshlm.architectures.family import GGUFMetadata, MetadataError
 from meshlm.architectures.gemma4 import FAMILY
 from meshlm.protocol.model import ModelSpec
-from meshlm.runtime.model_files import resolve_model
+from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.workers.models.gemma4 import Gemma4
 
 Q8_0 = GGMLQuantizationType.Q8_0

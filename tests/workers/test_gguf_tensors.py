@@ -14,7 +14,7 @@ from torch import Tensor
 from meshlm.architectures.registry import weights_of
 from meshlm.protocol.model import ModelSpec, MoESpec
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
-from meshlm.runtime.model_files import resolve_model
+from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.workers.weights.sources import sources
 
 CPU = torch.device("cpu")

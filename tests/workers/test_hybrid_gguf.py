@@ -13,7 +13,7 @@ from served_engines import made
 from meshlm.architectures.registry import weights_of
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ModelFilesError
-from meshlm.runtime.model_files import resolve_model
+from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.workers.weights.sources import sources
 
 _MAMBA2: dict[str, Any] = {

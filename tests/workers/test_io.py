@@ -9,17 +9,8 @@ from typing import Any
 import pytest
 import structlog
 
-from meshlm.protocol.control_edge import GraphCounts
-from meshlm.protocol.ids import ErrorKind, Identity, Role, StepId
-from meshlm.protocol.operations import (
-    Operation,
-    OperationDone,
-    OperationId,
-    Profile,
-    RebalanceExperts,
-    ResetPrefixCache,
-)
-from meshlm.protocol.step_edge import (
+from meshlm.protocol.edges.control import GraphCounts
+from meshlm.protocol.edges.step import (
     GrammarReady,
     PrepareGrammar,
     Reset,
@@ -30,6 +21,15 @@ from meshlm.protocol.step_edge import (
     WorkerReady,
     WorkerStats,
 )
+from meshlm.protocol.operations import (
+    Operation,
+    OperationDone,
+    OperationId,
+    Profile,
+    RebalanceExperts,
+    ResetPrefixCache,
+)
+from meshlm.protocol.wire.ids import ErrorKind, Identity, Role, StepId
 from meshlm.runtime.errors import MessageTooLong
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers import io

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from meshlm.protocol.ids import Epoch
 from meshlm.protocol.lockstep import StepAgreement, StepGroup
+from meshlm.protocol.wire.ids import Epoch
 from meshlm.workers.distributed.lockstep import SocketExchange, StepAborted
 
 LIMIT_S = 20

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from meshlm.protocol.model import ModelSpec
-from meshlm.runtime.checkpoint_files import is_needless
 from meshlm.runtime.errors import ContextTooLong, ProcessFatal
-from meshlm.runtime.model_files import resolve_model
+from meshlm.runtime.model_files.checkpoint_files import is_needless
+from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers import memory

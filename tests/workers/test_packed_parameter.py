@@ -13,7 +13,7 @@ from small_models import caches, load, resolved, run
 from meshlm.kernels.cpu import packed
 from meshlm.kernels.cpu.library import library
 from meshlm.runtime.errors import ProcessFatal
-from meshlm.runtime.gguf_files import GGUFTensor
+from meshlm.runtime.model_files.gguf_files import GGUFTensor
 from meshlm.workers.models.cpu_layers import fuse
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.weights.gguf_form import WeightsPlan

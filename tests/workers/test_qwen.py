@@ -15,7 +15,7 @@ from tiny_models import spec_of
 from torch import Tensor
 
 from meshlm.runtime.errors import ModelFilesError
-from meshlm.runtime.model_files import resolve_model
+from meshlm.runtime.model_files.model_files import resolve_model
 
 CONFIG: dict[str, Any] = {
     "architectures": ["QWenLMHeadModel"],

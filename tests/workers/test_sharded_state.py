@@ -13,7 +13,7 @@ from small_models import CPU, SMALL, resolved_of_files
 
 from meshlm.protocol.config import Resolved
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
-from meshlm.runtime.model_files import resolve_model
+from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.supervisor.cli import save_sharded_state
 from meshlm.supervisor.cli.main import run
 from meshlm.supervisor.settings import flags, resolve

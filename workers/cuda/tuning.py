@@ -28,7 +28,7 @@ from meshlm.kernels.tuning.core import Bench, Case, Key, Work
 from meshlm.kernels.tuning.steps import Choice
 from meshlm.kernels.tuning.store import Store
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.parts import joined
+from meshlm.protocol.wire.parts import joined
 from meshlm.workers.distributed.communicator import Communicator
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.engine import ProgressReport

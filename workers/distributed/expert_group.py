@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore
 
-from meshlm.protocol.ids import Epoch
 from meshlm.protocol.model import ModelSpec
+from meshlm.protocol.wire.ids import Epoch
 from meshlm.workers.distributed.connect import set_environment
 from meshlm.workers.distributed.lockstep import StepAborted
 

@@ -3,7 +3,7 @@
 import torch
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.ids import Epoch
+from meshlm.protocol.wire.ids import Epoch
 from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.membership import Meeting, Membership, meet

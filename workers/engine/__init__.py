@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 
-from meshlm.protocol.control_edge import GraphCounts
+from meshlm.protocol.edges.control import GraphCounts
+from meshlm.protocol.edges.step import StepPlan, StepResult
 from meshlm.protocol.kv import KVSpec
-from meshlm.protocol.step_edge import StepPlan, StepResult
 from meshlm.protocol.tasks import PoolKind
 
 if TYPE_CHECKING:

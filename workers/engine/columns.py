@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from meshlm.protocol.step_edge import StepPlan
+from meshlm.protocol.edges.step import StepPlan
 from meshlm.workers.engine.changes import I32
 from meshlm.workers.graphs.step_time import Contexts
 

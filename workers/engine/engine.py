@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.control_edge import GraphCounts
-from meshlm.protocol.step_edge import StepPlan, StepResult
+from meshlm.protocol.edges.control import GraphCounts
+from meshlm.protocol.edges.step import StepPlan, StepResult
 from meshlm.protocol.tasks import PoolKind
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers import memory

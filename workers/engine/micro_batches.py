@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 from greenlet import getcurrent, greenlet
 
-from meshlm.protocol.step_edge import StepPlan
+from meshlm.protocol.edges.step import StepPlan
 from meshlm.workers.distributed.expert_group import ExpertGroup
 
 T = TypeVar("T")

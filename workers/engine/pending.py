@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshlm.protocol.step_edge import StepResult
-from meshlm.protocol.token_edge import LogprobColumns
+from meshlm.protocol.edges.step import StepResult
+from meshlm.protocol.edges.token import LogprobColumns
 from meshlm.workers.engine.changes import I32
 from meshlm.workers.output import failures
 from meshlm.workers.output.details import Details

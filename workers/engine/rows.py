@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshlm.protocol.step_edge import NewRow, StepPlan
+from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.protocol.tasks import Pool
 from meshlm.workers.engine.changes import I32, Changes
 from meshlm.workers.engine.columns import StepColumns

@@ -4,8 +4,8 @@ Plans bring the changes; `WorkerReady` gives all of it to the next scheduler, wh
 that the requests that it takes up again find their tokens computed. Owned by io.py.
 """
 
-from meshlm.protocol.columns import ints, pack_i32
-from meshlm.protocol.step_edge import HASH_BYTES, StepPlan
+from meshlm.protocol.edges.step import HASH_BYTES, StepPlan
+from meshlm.protocol.wire.columns import ints, pack_i32
 
 MAX_KEPT = 1 << 20  # blocks that one message names: 36 MiB
 

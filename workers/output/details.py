@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshlm.protocol.token_edge import LogprobColumns
+from meshlm.protocol.edges.token import LogprobColumns
 from meshlm.workers.output import logprobs
 
 

@@ -4,8 +4,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshlm.kernels.sample.outcomes import NONE_LEFT
-from meshlm.protocol.ids import ErrorKind
-from meshlm.protocol.step_edge import RowFailed
+from meshlm.protocol.edges.step import RowFailed
+from meshlm.protocol.wire.ids import ErrorKind
 
 NO_TOKEN = RowFailed(
     "no token is left: what the request allows, bans and forbids to end (min_tokens) leaves none that may come"

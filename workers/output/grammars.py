@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from meshlm.protocol.edges.step import NewRow, RowFailed, StepPlan
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import NewRow, RowFailed, StepPlan
 from meshlm.workers.output.matchers import RowBegins, Turn, Turned
 from meshlm.workers.output.matchers_lost import TOO_LATE, MatchersLost
 from meshlm.workers.rows import I32

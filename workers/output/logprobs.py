@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshlm.protocol.token_edge import LogprobColumns
+from meshlm.protocol.edges.token import LogprobColumns
 
 LINES = 64
 

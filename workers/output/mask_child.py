@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from meshlm.runtime import tokenizer_files
+from meshlm.runtime.model_files import tokenizer_files
 from meshlm.runtime.sandbox.fork_server import Handle
 from meshlm.runtime.vocabulary import Vocabulary
 from meshlm.workers.output.mask_process import SHARED_BYTES, SPIN_S, STACK_BYTES, MaskChild, comes, receive, send

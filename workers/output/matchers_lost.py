@@ -1,7 +1,7 @@
 """What a grammar's request is told when there is no process that could do its work. Imported before a worker has numpy."""
 
-from meshlm.protocol.ids import ErrorKind
-from meshlm.protocol.step_edge import RowFailed
+from meshlm.protocol.edges.step import RowFailed
+from meshlm.protocol.wire.ids import ErrorKind
 
 TOO_LATE = RowFailed("its masks could not be made anew in time; the host is busy; try again", ErrorKind.OVERLOADED)
 

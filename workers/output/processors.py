@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.step_edge import NewRow
+from meshlm.protocol.edges.step import NewRow
 from meshlm.runtime import logits_processors
 from meshlm.workers.output.logits_processor import AddedRequest, BatchUpdate, LogitsBatch, LogitsProcessor
 from meshlm.workers.output.timestamp_rules import TimestampRules

@@ -11,8 +11,8 @@ from torch import Tensor
 from meshlm.architectures.quantization import FP8
 from meshlm.protocol.config import Resolved
 from meshlm.protocol.model import ModelSpec
-from meshlm.runtime.checkpoint_files import FLOATS, SCALE_OF_KV_CACHE, is_needless
 from meshlm.runtime.errors import ProcessFatal
+from meshlm.runtime.model_files.checkpoint_files import FLOATS, SCALE_OF_KV_CACHE, is_needless
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.quantization.scales import quantised_weights, scale_tensors
 from meshlm.workers.weights.source import Source

@@ -20,7 +20,7 @@ from meshlm.architectures.registry import family_of, weights_of
 from meshlm.kernels.cpu.packed import Rows
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ProcessFatal
-from meshlm.runtime.gguf_files import GGUFError, GGUFTensor, files_of, read_header
+from meshlm.runtime.model_files.gguf_files import GGUFError, GGUFTensor, files_of, read_header
 from meshlm.workers.weights.layouts import to_halves
 
 _FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # by ggml's numbers of types

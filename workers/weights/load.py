@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from meshlm.kernels.mxfp4_experts.layout import pack
 from meshlm.protocol.config import Resolved
-from meshlm.runtime.checkpoint_files import SCALE_OF_KV_CACHE
 from meshlm.runtime.errors import ProcessFatal
+from meshlm.runtime.model_files.checkpoint_files import SCALE_OF_KV_CACHE
 from meshlm.workers import memory
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.layers.linear import Linear

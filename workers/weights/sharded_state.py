@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from meshlm.protocol.config import MeshConfig, Resolved
-from meshlm.runtime.checkpoint_files import shard_files
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
+from meshlm.runtime.model_files.checkpoint_files import shard_files
 from meshlm.runtime.sharded_state import Request
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer

@@ -19,9 +19,9 @@ from meshlm.architectures.registry import family_of, weights_of
 from meshlm.architectures.text_part import text_tensor
 from meshlm.protocol.config import Resolved
 from meshlm.protocol.model import ModelSpec
-from meshlm.runtime.checkpoint_files import weight_files
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
-from meshlm.runtime.object_store import AnyPath, RemotePath, folder_of
+from meshlm.runtime.model_files.checkpoint_files import weight_files
+from meshlm.runtime.model_files.object_store import AnyPath, RemotePath, folder_of
 from meshlm.workers.weights.bitsandbytes import with_scales
 from meshlm.workers.weights.expert_tensors import by_expert
 from meshlm.workers.weights.gguf_delta import by_group, by_head

@@ -13,9 +13,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from meshlm.runtime.checkpoint_files import read_header
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
-from meshlm.runtime.object_store import RemotePath
+from meshlm.runtime.model_files.checkpoint_files import read_header
+from meshlm.runtime.model_files.object_store import RemotePath
 from meshlm.workers.weights.source import Source
 
 BLOCK = 16 << 20

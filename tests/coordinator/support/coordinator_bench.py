@@ -5,17 +5,17 @@ from typing import Any
 from msgspec import Struct
 
 from meshlm.coordinator.core import Coordinator
-from meshlm.protocol import control_edge as control
-from meshlm.protocol.admit_edge import (
+from meshlm.protocol.edges import control
+from meshlm.protocol.edges.admit import (
     Admit,
     Assign,
     EngineRequest,
     Load,
 )
-from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.runtime.events import PeerLost, Received, Send, Tick
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.protocol.wire.ids import Handle, Identity, Incarnation, RequestId, Role
+from meshlm.runtime.process.events import PeerLost, Received, Send, Tick
 
 F0, F1 = Identity(Role.FRONTEND), Identity(Role.FRONTEND, 1)
 D0, D1 = Identity(Role.DETOKENIZER), Identity(Role.DETOKENIZER, 1)

@@ -8,14 +8,14 @@ from tokenizers import Tokenizer, models
 from meshlm.detokenizer.core import Detokenizer
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event
-from meshlm.protocol.admit_edge import Admit, Routed
-from meshlm.protocol.columns import ints, pack_i32
-from meshlm.protocol.ids import COORDINATOR, FinishReason, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.edges.admit import Admit, Routed
+from meshlm.protocol.edges.text import Abort, Submit, TextDeltas, TextParams, TokenPrompt
+from meshlm.protocol.edges.token import Ended, First, TokenDeltas
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import Abort, Submit, TextDeltas, TextParams, TokenPrompt
-from meshlm.protocol.token_edge import Ended, First, TokenDeltas
-from meshlm.runtime.events import PeerLost, PeerUp, Received, Send
-from meshlm.runtime.tokenizer_files import LoadedTokenizer
+from meshlm.protocol.wire.columns import ints, pack_i32
+from meshlm.protocol.wire.ids import COORDINATOR, FinishReason, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.runtime.model_files.tokenizer_files import LoadedTokenizer
+from meshlm.runtime.process.events import PeerLost, PeerUp, Received, Send
 
 F0, F1 = Identity(Role.FRONTEND), Identity(Role.FRONTEND, 1)
 S0, S1 = Identity(Role.SCHEDULER), Identity(Role.SCHEDULER, 1)

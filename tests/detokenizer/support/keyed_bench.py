@@ -6,12 +6,8 @@ from journal_bench import LETTERS, TABLE, token_ids
 
 from meshlm.detokenizer.core import Detokenizer
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event
-from meshlm.protocol.admit_edge import AbortRequests, Admit, EngineRequest
-from meshlm.protocol.columns import ints, pack_f32, pack_i32
-from meshlm.protocol.ids import COORDINATOR, FinishReason, Handle, Identity, Incarnation, RequestId, Role
-from meshlm.protocol.logprobs import positions_of
-from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import (
+from meshlm.protocol.edges.admit import AbortRequests, Admit, EngineRequest
+from meshlm.protocol.edges.text import (
     Accepted,
     Detach,
     Finished,
@@ -23,8 +19,12 @@ from meshlm.protocol.text_edge import (
     TextParams,
     TokenPrompt,
 )
-from meshlm.protocol.token_edge import Ended, First, LogprobColumns, TokenDeltas
-from meshlm.runtime.events import PeerUp, Received, Send, Tick
+from meshlm.protocol.edges.token import Ended, First, LogprobColumns, TokenDeltas
+from meshlm.protocol.logprobs import positions_of
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.wire.columns import ints, pack_f32, pack_i32
+from meshlm.protocol.wire.ids import COORDINATOR, FinishReason, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.runtime.process.events import PeerUp, Received, Send, Tick
 
 F0, F1, S0 = Identity(Role.FRONTEND), Identity(Role.FRONTEND, 1), Identity(Role.SCHEDULER)
 WINDOW_S = 60.0

@@ -6,8 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from meshlm.protocol.config import ModelConfig, RunConfig
-from meshlm.protocol.ids import Identity, Incarnation, Role
-from meshlm.runtime.timeline import Timeline
+from meshlm.protocol.wire.ids import Identity, Incarnation, Role
+from meshlm.runtime.process.timeline import Timeline
 
 LIFE = Incarnation(1)
 

@@ -11,11 +11,11 @@ from msgspec import Struct
 from meshlm.frontend.dashboard import feed as feeds
 from meshlm.frontend.dashboard.feed import Feed
 from meshlm.frontend.dashboard.snapshot import Facts
-from meshlm.frontend.errors import HttpError
-from meshlm.protocol.control_edge import MeshProcesses, MeshStats, ProcessReport
+from meshlm.frontend.http.errors import HttpError
 from meshlm.protocol.dashboard import Snapshot
-from meshlm.protocol.ids import Identity, Incarnation, Role
-from meshlm.runtime.figures import Figures
+from meshlm.protocol.edges.control import MeshProcesses, MeshStats, ProcessReport
+from meshlm.protocol.wire.ids import Identity, Incarnation, Role
+from meshlm.runtime.process.figures import Figures
 
 LIMIT_S = 10
 

@@ -1,4 +1,4 @@
-"""Pages of other origins and a server without an API key, in a real browser: see frontend/web_pages.py."""
+"""Pages of other origins and a server without an API key, in a real browser: see frontend/http/web_pages.py."""
 
 import threading
 from collections.abc import Callable, Iterator

@@ -10,10 +10,10 @@ from browser import Browser
 from dashboard_site import Site
 
 from meshlm.frontend.dashboard.requests import Noted
-from meshlm.protocol.control_edge import MeshProcesses, News, ProcessReport
-from meshlm.protocol.ids import FinishReason, Identity, Incarnation, Role
-from meshlm.protocol.text_edge import Finished
-from meshlm.protocol.token_edge import First
+from meshlm.protocol.edges.control import MeshProcesses, News, ProcessReport
+from meshlm.protocol.edges.text import Finished
+from meshlm.protocol.edges.token import First
+from meshlm.protocol.wire.ids import FinishReason, Identity, Incarnation, Role
 
 HOSTILE = "<script>window.pwned = 1</script><img src=x onerror='window.pwned = 1'>"
 LIMIT_S = 20

@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 from answering import asking
 
-from meshlm.frontend.choice import Choice
 from meshlm.frontend.dashboard import requests
-from meshlm.frontend.errors import HttpError
-from meshlm.frontend.responses import WholeResponse
-from meshlm.frontend.submits import build_each
-from meshlm.protocol.ids import FinishReason, Handle
-from meshlm.protocol.text_edge import Finished
-from meshlm.protocol.token_edge import First
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.openai.responses import WholeResponse
+from meshlm.frontend.requests.choice import Choice
+from meshlm.frontend.requests.submits import build_each
+from meshlm.protocol.edges.text import Finished
+from meshlm.protocol.edges.token import First
+from meshlm.protocol.wire.ids import FinishReason, Handle
 
 
 def answer_of(num_choices: int = 1, name: str = "cmpl-1") -> Any:

@@ -16,10 +16,10 @@ import msgspec
 import pytest
 from scripted import Scripted
 
-from meshlm.frontend import http
-from meshlm.frontend.connection import Timeouts
 from meshlm.frontend.dashboard import feed as feeds
 from meshlm.frontend.dashboard import routes
+from meshlm.frontend.http import server as http
+from meshlm.frontend.http.connection import Timeouts
 from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.dashboard import History, Snapshot
 

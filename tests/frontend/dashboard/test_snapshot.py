@@ -9,7 +9,9 @@ from meshlm.frontend.dashboard import snapshot as module
 from meshlm.frontend.dashboard.others import SILENT_S, OtherFrontends
 from meshlm.frontend.dashboard.recent import Times
 from meshlm.frontend.dashboard.snapshot import Facts, Known, Snapshots
-from meshlm.protocol.control_edge import (
+from meshlm.protocol.counts import HistogramCounts, ProcessCounts
+from meshlm.protocol.dashboard import Snapshot
+from meshlm.protocol.edges.control import (
     FrontendRequests,
     GraphCounts,
     MeshProcesses,
@@ -19,9 +21,7 @@ from meshlm.protocol.control_edge import (
     RankStats,
     StandbyReport,
 )
-from meshlm.protocol.counts import HistogramCounts, ProcessCounts
-from meshlm.protocol.dashboard import Snapshot
-from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.protocol.wire.ids import Identity, Incarnation, Role
 
 WORKER = Identity(Role.WORKER, 1)
 

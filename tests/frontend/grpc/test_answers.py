@@ -4,11 +4,11 @@ from answering import Ends, asking, filled, logprob, of_prompt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshlm.frontend.choice import RowDetails
 from meshlm.frontend.grpc.answers import GrpcResponse
-from meshlm.protocol.ids import ErrorKind, FinishReason
-from meshlm.protocol.text_edge import Finished, PositionLogprobs, PromptLogprobs
-from meshlm.protocol.token_edge import First
+from meshlm.frontend.requests.choice import RowDetails
+from meshlm.protocol.edges.text import Finished, PositionLogprobs, PromptLogprobs
+from meshlm.protocol.edges.token import First
+from meshlm.protocol.wire.ids import ErrorKind, FinishReason
 
 
 def answering(*, stream: bool, n: int = 1, logprobs: int = -1, prompt_logprobs: int = -1) -> tuple[GrpcResponse, Ends]:

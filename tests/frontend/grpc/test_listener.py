@@ -7,10 +7,10 @@ from typing import Any
 import grpc
 import pytest
 
-from meshlm.frontend.errors import HttpError
 from meshlm.frontend.grpc.listener import CallGate, scope_of
 from meshlm.frontend.grpc.servicer import NAME
-from meshlm.frontend.rate_limits import RateLimits
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.rate_limits import RateLimits
 from meshlm.protocol.config import MeshConfig, ServerConfig
 from meshlm.runtime.api_keys import ADMIN, INFERENCE, ApiKeys
 

@@ -6,10 +6,10 @@ import pytest
 from parsing import RESOLVED, SERVER, ask
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from meshlm.frontend.errors import HttpError
 from meshlm.frontend.grpc import requests
-from meshlm.frontend.parse import ParsedRequest
-from meshlm.protocol.text_edge import TextPrompt, TokenPrompt
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.protocol.edges.text import TextPrompt, TokenPrompt
 
 
 def read(request: pb.GenerateRequest) -> ParsedRequest:

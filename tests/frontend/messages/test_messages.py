@@ -11,8 +11,8 @@ from anthropic_client import CALL, OFF, TOOLS, USER, both
 from scripted import NUM_CACHED, NUM_PROMPT, Scripted
 
 from meshlm.frontend.messages.schema import MessagesResponse
-from meshlm.protocol.ids import FinishReason
-from meshlm.protocol.text_edge import Finished
+from meshlm.protocol.edges.text import Finished
+from meshlm.protocol.wire.ids import FinishReason
 
 
 async def test_text(client: anthropic.AsyncAnthropic) -> None:

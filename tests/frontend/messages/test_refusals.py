@@ -8,8 +8,8 @@ from anthropic_client import TOOLS, USER, client_of
 from scripted import Scripted
 
 from meshlm.protocol.config import ServerConfig
-from meshlm.protocol.ids import ErrorKind
-from meshlm.protocol.text_edge import ChatPrompt
+from meshlm.protocol.edges.text import ChatPrompt
+from meshlm.protocol.wire.ids import ErrorKind
 
 Json = dict[str, Any]
 BAD: list[tuple[Json, str]] = [

@@ -10,9 +10,9 @@ from scripted import NUM_PROMPT, Scripted
 
 from meshlm.frontend.rendering.schema import GenerateRequest
 from meshlm.frontend.rendering.tokens import completion_of
-from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.config import ServerConfig
-from meshlm.protocol.text_edge import Detokenize, DetokenizeReply, TextPrompt, Tokenize, TokenizeReply, TokenPrompt
+from meshlm.protocol.edges.text import Detokenize, DetokenizeReply, TextPrompt, Tokenize, TokenizeReply, TokenPrompt
+from meshlm.protocol.wire.columns import ints, pack_i32
 
 ECHO = {"prompt": "a", "echo": True}
 USER = {"role": "user", "content": "hi"}

@@ -9,9 +9,9 @@ import openai
 import pytest
 from openai_client import CALL, LIMIT_S, OFF, TOOLS, Frontend, client_of, ended
 
-from meshlm.frontend.errors import HttpError
+from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.responses_api import background, routes
-from meshlm.protocol.ids import ErrorKind
+from meshlm.protocol.wire.ids import ErrorKind
 
 Json = dict[str, Any]
 

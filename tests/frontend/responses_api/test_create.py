@@ -18,8 +18,8 @@ from scripted import NUM_CACHED, NUM_PROMPT, Scripted
 from whole_and_streamed import both, lasting
 
 from meshlm.frontend.responses_api.schema import ResponsesResponse
-from meshlm.protocol.ids import FinishReason
-from meshlm.protocol.text_edge import Finished
+from meshlm.protocol.edges.text import Finished
+from meshlm.protocol.wire.ids import FinishReason
 
 
 async def test_text(client: openai.AsyncOpenAI) -> None:

@@ -7,7 +7,7 @@ import pytest
 from openai_client import NAMESPACE, TOOLS
 from scripted import Scripted
 
-from meshlm.protocol.ids import ErrorKind
+from meshlm.protocol.wire.ids import ErrorKind
 
 Json = dict[str, Any]
 BAD: list[tuple[Json, str]] = [

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from audio_clips import Speaking, audio_file, tone
 
-from meshlm.frontend.errors import HttpError
+from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.speech import audio_decoder
 from meshlm.frontend.speech.audio_decoder import AudioDecoder
 from meshlm.runtime.sandbox.limits import MIB, Limits

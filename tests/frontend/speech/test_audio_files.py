@@ -11,7 +11,7 @@ import pytest
 from audio_clips import audio_file, tone
 from numpy.typing import NDArray
 
-from meshlm.frontend.errors import HttpError
+from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.speech import audio_files
 from meshlm.protocol.audio import SAMPLE_RATE
 

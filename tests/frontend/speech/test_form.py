@@ -5,7 +5,7 @@ import sys
 import httpx
 import pytest
 
-from meshlm.frontend.errors import HttpError
+from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.speech import form
 
 

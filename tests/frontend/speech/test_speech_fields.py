@@ -22,16 +22,16 @@ from audio_clips import (
 from numpy.typing import NDArray
 from request_fields import names
 
-from meshlm.frontend import submits
-from meshlm.frontend.answer_fields import NEEDLESS as NEEDLESS_ANYWHERE
-from meshlm.frontend.errors import HttpError
-from meshlm.frontend.parse import ParsedRequest
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.openai.answer_fields import NEEDLESS as NEEDLESS_ANYWHERE
+from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.requests import submits
 from meshlm.frontend.speech import parse
 from meshlm.frontend.speech.schema import NEEDLESS, NOT_SUPPORTED, SpeechTask, TranslationRequest
 from meshlm.protocol.audio import SpeechTokens
-from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.config import MeshConfig, Resolved, ServerConfig
-from meshlm.protocol.text_edge import AudioPrompt, JoinedPrompt, TextPrompt, TokenPrompt
+from meshlm.protocol.edges.text import AudioPrompt, JoinedPrompt, TextPrompt, TokenPrompt
+from meshlm.protocol.wire.columns import pack_i32
 
 VLLM = names(
     """

@@ -12,16 +12,16 @@ from audio_clips import DE, EN, JA, NO_TIMES, START, TRANSCRIBE, TRANSLATE, ZERO
 from openai.types.audio import Transcription, TranscriptionVerbose, Translation
 from openai_client import client_of
 
-from meshlm.frontend import openapi
-from meshlm.frontend.operations import OPERATIONS, served
-from meshlm.frontend.request_schema import Served
+from meshlm.frontend.routes import openapi
+from meshlm.frontend.routes.operations import OPERATIONS, served
+from meshlm.frontend.routes.request_schema import Served
 from meshlm.frontend.speech.operations import SPEECH as ROUTES
 from meshlm.frontend.speech.schema import TranscriptionResponse
 from meshlm.frontend.vectors.operations import VECTORS
-from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.config import ServerConfig
-from meshlm.protocol.ids import ErrorKind, FinishReason
-from meshlm.protocol.text_edge import AudioPrompt, Finished, TokenPrompt
+from meshlm.protocol.edges.text import AudioPrompt, Finished, TokenPrompt
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.protocol.wire.ids import ErrorKind, FinishReason
 
 PATH, ENGLISH_PATH = "/v1/audio/transcriptions", "/v1/audio/translations"
 WAV = audio_file(tone(1.5))

@@ -7,14 +7,11 @@ from typing import Any, TypeVar
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from meshlm.frontend.choice import NO_DETAILS, Choice, RowDetails
-from meshlm.frontend.parse import ParsedRequest
-from meshlm.frontend.responses import Response, WholeResponse
-from meshlm.frontend.stream_response import StreamResponse
-from meshlm.protocol.columns import pack_f32, pack_i32
-from meshlm.protocol.ids import FinishReason, Handle, RequestId
-from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import (
+from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.responses import Response, WholeResponse
+from meshlm.frontend.openai.stream_response import StreamResponse
+from meshlm.frontend.requests.choice import NO_DETAILS, Choice, RowDetails
+from meshlm.protocol.edges.text import (
     Accepted,
     Finished,
     PositionLogprobs,
@@ -24,7 +21,10 @@ from meshlm.protocol.text_edge import (
     TextPrompt,
     TokenLogprob,
 )
-from meshlm.protocol.token_edge import First, LogprobColumns
+from meshlm.protocol.edges.token import First, LogprobColumns
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.wire.columns import pack_f32, pack_i32
+from meshlm.protocol.wire.ids import FinishReason, Handle, RequestId
 
 Json = dict[str, Any]
 FRAME = {"id": "cmpl-1", "created": 1700000000, "model": "tiny"}

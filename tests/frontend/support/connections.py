@@ -7,7 +7,7 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 
-from meshlm.frontend.connection import MeshProtocol, Timeouts
+from meshlm.frontend.http.connection import MeshProtocol, Timeouts
 
 LIMITS = Timeouts(header=5.0, body=7.0, send=9.0)
 Request = tuple[str, str, list[tuple[bytes, bytes]], bytes]

@@ -7,8 +7,8 @@ from typing import Any
 
 from scripted import Scripted
 
-from meshlm.frontend import http
-from meshlm.frontend.connection import Timeouts
+from meshlm.frontend.http import server as http
+from meshlm.frontend.http.connection import Timeouts
 from meshlm.protocol.config import ServerConfig
 
 LIMIT_S = 20

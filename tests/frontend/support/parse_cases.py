@@ -2,10 +2,10 @@
 
 from parsing import EOS, USER
 
-from meshlm.protocol.columns import pack_i32
+from meshlm.protocol.edges.text import TextPrompt, TokenPrompt
 from meshlm.protocol.grammar import GrammarKind
 from meshlm.protocol.sampling import RepetitionDetection
-from meshlm.protocol.text_edge import TextPrompt, TokenPrompt
+from meshlm.protocol.wire.columns import pack_i32
 
 TOOL = {"function": {"name": "f"}, "a": 1}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}

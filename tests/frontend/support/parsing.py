@@ -6,10 +6,11 @@ from functools import partial
 import pytest
 from tiny_models import resolved_of, spec_of
 
-from meshlm.frontend import bodies, limits, parse
-from meshlm.frontend.errors import HttpError
-from meshlm.frontend.parse import ParsedRequest
-from meshlm.frontend.schema import ChatRequest, CompletionRequest
+from meshlm.frontend.http import bodies
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.openai import limits, parse
+from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.schema import ChatRequest, CompletionRequest
 from meshlm.protocol.config import Resolved, ServerConfig
 
 VOCAB, MAX_LOGPROBS, EOS = 1000, 20, (2,)

@@ -8,23 +8,21 @@ from typing import Any
 from msgspec import Struct
 from parsing import RESOLVED
 
-from meshlm.frontend.budget import Budget
-from meshlm.frontend.choice import Choice, RowDetails
 from meshlm.frontend.dashboard.feed import Feed
 from meshlm.frontend.dashboard.snapshot import Facts
-from meshlm.frontend.errors import HttpError
-from meshlm.frontend.parse import ParsedRequest
-from meshlm.frontend.poison import PoisonBodies
-from meshlm.frontend.rate_limits import RateLimits
-from meshlm.frontend.responses import Response
-from meshlm.frontend.scaling import AskedRanks
-from meshlm.frontend.server import Routes
-from meshlm.protocol.columns import pack_i32
+from meshlm.frontend.http.budget import Budget
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.rate_limits import RateLimits
+from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.responses import Response
+from meshlm.frontend.operator.scaling import AskedRanks
+from meshlm.frontend.requests.choice import Choice, RowDetails
+from meshlm.frontend.requests.poison import PoisonBodies
+from meshlm.frontend.routes.routes import Routes
 from meshlm.protocol.config import MeshConfig, Resolved, ServerConfig
 from meshlm.protocol.config.changing import changed
-from meshlm.protocol.control_edge import AskProcesses, MeshProcesses, MeshStats
-from meshlm.protocol.ids import ErrorKind, FinishReason, Handle
-from meshlm.protocol.text_edge import (
+from meshlm.protocol.edges.control import AskProcesses, MeshProcesses, MeshStats
+from meshlm.protocol.edges.text import (
     Accepted,
     ChatPrompt,
     Detokenize,
@@ -36,9 +34,11 @@ from meshlm.protocol.text_edge import (
     Tokenize,
     TokenizeReply,
 )
-from meshlm.protocol.token_edge import First
-from meshlm.runtime.figures import Figures
+from meshlm.protocol.edges.token import First
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle
 from meshlm.runtime.io_processors import IOProcessor
+from meshlm.runtime.process.figures import Figures
 
 NUM_PROMPT, NUM_CACHED = 12, 4
 STOP = Finished(0, FinishReason.STOP)

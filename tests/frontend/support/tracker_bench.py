@@ -2,18 +2,18 @@
 
 import msgspec
 
-from meshlm.frontend.choice import Choice, RowDetails
-from meshlm.frontend.request_tracker import RequestTracker
-from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.ids import ErrorKind, FinishReason, Identity, RequestId, Role
-from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import (
+from meshlm.frontend.requests.choice import Choice, RowDetails
+from meshlm.frontend.requests.request_tracker import RequestTracker
+from meshlm.protocol.edges.text import (
     Accepted,
     Submit,
     TextDeltas,
     TextPrompt,
 )
-from meshlm.runtime.events import Send
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Identity, RequestId, Role
+from meshlm.runtime.process.events import Send
 
 D0, D1, D2 = (Identity(Role.DETOKENIZER, index) for index in range(3))
 

@@ -8,11 +8,11 @@ import time
 
 from meshlm.protocol import counts
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.control_edge import GraphCounts, MeshStats, RankStats
 from meshlm.protocol.counts import CountsOf, Metric, ProcessCounts
-from meshlm.protocol.ids import FinishReason, Identity, Role
-from meshlm.runtime.counts import Counts
-from meshlm.runtime.metrics import prepare
+from meshlm.protocol.edges.control import GraphCounts, MeshStats, RankStats
+from meshlm.protocol.wire.ids import FinishReason, Identity, Role
+from meshlm.runtime.process.counts import Counts
+from meshlm.runtime.process.metrics import prepare
 
 RUNNING = 10_000
 
@@ -63,7 +63,7 @@ def stats(num_ranks: int) -> MeshStats:
 def main() -> None:
     run_dir, num_ranks = sys.argv[1], int(sys.argv[2])
     assert prepare(run_dir, num_ranks) == ""
-    from meshlm.frontend.metrics import Metrics, cache_config, exposition
+    from meshlm.frontend.observe.metrics import Metrics, cache_config, exposition
 
     metrics, now = Metrics("m", 4096, range(num_ranks), cache_config(MeshConfig())), stats(num_ranks)
     metrics.mesh(now)

@@ -11,19 +11,19 @@ import pytest
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from meshlm.frontend.choice import Choice, RowDetails
-from meshlm.frontend.parse import ParsedRequest
+from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.requests.choice import Choice, RowDetails
 from meshlm.frontend.vectors import answers
 from meshlm.frontend.vectors.answers import VectorsResponse
 from meshlm.frontend.vectors.float8 import ROUNDERS
 from meshlm.frontend.vectors.parse import Pairs
 from meshlm.frontend.vectors.schema import CohereEmbedRequest, EmbeddingRequest, RerankRequest
-from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.ids import FinishReason, Handle, RequestId
+from meshlm.protocol.edges.text import Accepted, Finished, Submit, TextParams, TextPrompt
 from meshlm.protocol.pooling import PoolingSpec
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.tasks import Pool, PoolHead, PoolKind
-from meshlm.protocol.text_edge import Accepted, Finished, Submit, TextParams, TextPrompt
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.protocol.wire.ids import FinishReason, Handle, RequestId
 
 EMBED = Pool(PoolKind.MEAN, PoolHead.EMBED, True)
 F32 = NDArray[np.float32]

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from meshlm.frontend import submits
-from meshlm.frontend.errors import HttpError
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.requests import submits
 from meshlm.frontend.vectors.answers import VectorsResponse
 from meshlm.frontend.vectors.routes import Asked, read
-from meshlm.protocol.columns import ints
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.ids import Handle
+from meshlm.protocol.edges.text import ChatPrompt, PairPrompt, TextPrompt, TokenPrompt
 from meshlm.protocol.pooling import PoolingSpec
 from meshlm.protocol.tasks import Pool, PoolHead, PoolKind
-from meshlm.protocol.text_edge import ChatPrompt, PairPrompt, TextPrompt, TokenPrompt
+from meshlm.protocol.wire.columns import ints
+from meshlm.protocol.wire.ids import Handle
 from meshlm.supervisor.settings import flags, resolve
 
 EMBED = Pool(PoolKind.MEAN, PoolHead.EMBED, True)

@@ -12,11 +12,9 @@ from message_parts import DETOKENIZER, LIFE, SCHEDULER
 from messages import BY_NAME, ENUMS
 from msgspec import Struct
 
-from meshlm.protocol import (
-    frames,
-)
-from meshlm.protocol import token_edge as token
-from meshlm.protocol.ids import (
+from meshlm.protocol.edges import token
+from meshlm.protocol.wire import frames
+from meshlm.protocol.wire.ids import (
     Handle,
     Incarnation,
 )

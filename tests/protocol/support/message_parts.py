@@ -1,23 +1,9 @@
 """What messages of `messages.py` carry: every field differs from its default."""
 
-from meshlm.protocol import admit_edge as admit
-from meshlm.protocol import (
-    audio,
-    counts,
-    dashboard,
-    grammar,
-    prompt_embeds,
-    sampling,
-    sleeping,
-    tasks,
-    timeline,
-)
-from meshlm.protocol import control_edge as control
-from meshlm.protocol import step_edge as step
-from meshlm.protocol import text_edge as text
-from meshlm.protocol import token_edge as token
-from meshlm.protocol.columns import pack_f32, pack_i32
-from meshlm.protocol.ids import (
+from meshlm.protocol import audio, counts, dashboard, grammar, prompt_embeds, sampling, sleeping, tasks, timeline
+from meshlm.protocol.edges import admit, control, step, text, token
+from meshlm.protocol.wire.columns import pack_f32, pack_i32
+from meshlm.protocol.wire.ids import (
     ErrorKind,
     FinishReason,
     Handle,

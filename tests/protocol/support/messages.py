@@ -41,23 +41,11 @@ from message_parts import (
 )
 from msgspec import Struct
 
-from meshlm.protocol import admit_edge as admit
-from meshlm.protocol import control_edge as control
-from meshlm.protocol import (
-    frames,
-    grammar,
-    kv,
-    lockstep,
-    operations,
-    session,
-    tasks,
-    timeline,
-)
-from meshlm.protocol import step_edge as step
-from meshlm.protocol import text_edge as text
-from meshlm.protocol import token_edge as token
-from meshlm.protocol.columns import pack_f32, pack_i32
-from meshlm.protocol.ids import (
+from meshlm.protocol import grammar, kv, lockstep, operations, tasks, timeline
+from meshlm.protocol.edges import admit, control, step, text, token
+from meshlm.protocol.wire import frames, session
+from meshlm.protocol.wire.columns import pack_f32, pack_i32
+from meshlm.protocol.wire.ids import (
     Epoch,
     ErrorKind,
     FinishReason,

@@ -1,9 +1,9 @@
 """Two sessions over a network that does with their frames what a test says."""
 
-from meshlm.protocol.channels import WhenFull
-from meshlm.protocol.frames import unpack
-from meshlm.protocol.ids import Identity, Incarnation, Role
-from meshlm.protocol.session import (
+from meshlm.protocol.wire.channels import WhenFull
+from meshlm.protocol.wire.frames import unpack
+from meshlm.protocol.wire.ids import Identity, Incarnation, Role
+from meshlm.protocol.wire.session import (
     Delivered,
     Hello,
     Session,

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_device import BLOCK, FULL, GROUPS, Device, request_of
 
-from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.kv import ChunkedAttention, KVSpec, RecurrentState, SlidingWindow
+from meshlm.protocol.wire.columns import ints, pack_i32
 from meshlm.scheduler_proc.kv import cache, hashes
 from meshlm.scheduler_proc.kv.cache import FREED_AT_ONCE, KVCache
 

@@ -2,8 +2,8 @@
 
 from array import array
 
-from meshlm.protocol.parts import joined
 from meshlm.protocol.prompt_embeds import PromptEmbeds
+from meshlm.protocol.wire.parts import joined
 from meshlm.scheduler_proc.kv import hashes
 from meshlm.scheduler_proc.kv.hashes import ExtraKeys
 

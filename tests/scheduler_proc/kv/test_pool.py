@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshlm.protocol.columns import ints
-from meshlm.protocol.ids import StepId
-from meshlm.protocol.step_edge import HASH_BYTES, StepPlan
+from meshlm.protocol.edges.step import HASH_BYTES, StepPlan
+from meshlm.protocol.wire.columns import ints
+from meshlm.protocol.wire.ids import StepId
 from meshlm.scheduler_proc.kv.pool import BlockPool
 from meshlm.workers.kv.mirror import PrefixCacheMirror
 

@@ -5,15 +5,15 @@ from typing import Any
 
 from rolling_hash import extend, generate, vector_of
 
-from meshlm.protocol.admit_edge import Assign, EngineRequest, Load
-from meshlm.protocol.columns import ints, pack_i32
-from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.edges.admit import Assign, EngineRequest, Load
+from meshlm.protocol.edges.step import Reset, StepPlan, StepResult, WorkerReady
+from meshlm.protocol.edges.token import TokenDeltas
 from meshlm.protocol.kv import KVSpec
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import Reset, StepPlan, StepResult, WorkerReady
 from meshlm.protocol.tasks import Pool, PoolKind
-from meshlm.protocol.token_edge import TokenDeltas
-from meshlm.runtime.events import PeerLost, PeerUp, Received, Send
+from meshlm.protocol.wire.columns import ints, pack_i32
+from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.runtime.process.events import PeerLost, PeerUp, Received, Send
 from meshlm.scheduler_proc.core import Scheduler
 from meshlm.scheduler_proc.limits import Limits
 from meshlm.workers.kv.mirror import PrefixCacheMirror

@@ -2,9 +2,7 @@
 
 from itertools import count
 
-from meshlm.protocol.admit_edge import EngineRequest
-from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.edges.admit import EngineRequest
 from meshlm.protocol.kv import (
     ChunkedAttention,
     CrossAttention,
@@ -15,6 +13,8 @@ from meshlm.protocol.kv import (
     SlidingWindow,
 )
 from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.protocol.wire.ids import Handle, Identity, Incarnation, RequestId, Role
 from meshlm.scheduler_proc.kv.cache import KVCache
 from meshlm.scheduler_proc.request import Request
 

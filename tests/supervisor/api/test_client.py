@@ -10,10 +10,7 @@ import msgspec
 import pytest
 from msgspec import Struct
 
-from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, Role
-from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import (
+from meshlm.protocol.edges.text import (
     Abort,
     Attach,
     Finished,
@@ -24,8 +21,11 @@ from meshlm.protocol.text_edge import (
     Tokenize,
     TokenizeReply,
 )
-from meshlm.runtime.deaths import MAX_DEATHS, WINDOW_S
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, Role
 from meshlm.runtime.errors import LinkFull, MessageTooLong
+from meshlm.runtime.process.deaths import MAX_DEATHS, WINDOW_S
 from meshlm.supervisor.api.client import SENDS_A_TURN, Client, name_of
 from meshlm.supervisor.api.outputs import CompletionOutput, RequestOutput
 

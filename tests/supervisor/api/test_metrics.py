@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from msgspec import Struct
 
-from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.control_edge import AskStats, MeshStats, RankStats
-from meshlm.protocol.ids import COORDINATOR, FinishReason, Identity, Incarnation, Role
+from meshlm.protocol.edges.control import AskStats, MeshStats, RankStats
+from meshlm.protocol.edges.text import Accepted, Finished, Submit, TextDeltas, TextPrompt
+from meshlm.protocol.edges.token import First
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import Accepted, Finished, Submit, TextDeltas, TextPrompt
-from meshlm.protocol.token_edge import First
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.protocol.wire.ids import COORDINATOR, FinishReason, Identity, Incarnation, Role
 from meshlm.supervisor.api.client import Client, name_of
 from meshlm.supervisor.api.metrics import Counter, Counts, Gauge, Histogram, Metric
 from meshlm.supervisor.api.outputs import CompletionOutput, RequestOutput

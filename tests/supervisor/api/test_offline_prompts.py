@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from meshlm.protocol.audio import Audio
-from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.text_edge import AudioPrompt, EmbedsPrompt, JoinedPrompt, TextPrompt, TokenPrompt
+from meshlm.protocol.edges.text import AudioPrompt, EmbedsPrompt, JoinedPrompt, TextPrompt, TokenPrompt
+from meshlm.protocol.wire.columns import pack_i32
 from meshlm.supervisor.api.offline_prompts import NOT_SUPPORTED, Given, Sizes, many, of_generate, of_tokenization
 from meshlm.supervisor.api.tokenizer import chat_prompt
 

@@ -1,6 +1,6 @@
 """Log-probabilities in vLLM's form."""
 
-from meshlm.protocol.text_edge import PositionLogprobs, TokenLogprob
+from meshlm.protocol.edges.text import PositionLogprobs, TokenLogprob
 from meshlm.supervisor.api.outputs import Logprob, logprobs_of
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from chrome_format import check
 
-from meshlm.protocol.ids import Identity, Role
 from meshlm.protocol.timeline import Span, TimelinePart
+from meshlm.protocol.wire.ids import Identity, Role
 from meshlm.supervisor.cli import chrome_trace
 
 SCHEDULER, WORKER, DETOKENIZER = (Identity(role) for role in (Role.SCHEDULER, Role.WORKER, Role.DETOKENIZER))

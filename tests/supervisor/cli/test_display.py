@@ -2,8 +2,8 @@
 
 import io
 
-from meshlm.protocol.control_edge import Progress
-from meshlm.protocol.ids import Identity, Role
+from meshlm.protocol.edges.control import Progress
+from meshlm.protocol.wire.ids import Identity, Role
 from meshlm.supervisor.cli.display import StartDisplay
 
 WORKER = Identity(Role.WORKER, 0)

@@ -6,8 +6,8 @@ import pytest
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.config.changing import CHANGING, changed
-from meshlm.protocol.ids import Identity
-from meshlm.runtime.black_box import BlackBox, path_of
+from meshlm.protocol.wire.ids import Identity
+from meshlm.runtime.process.black_box import BlackBox, path_of
 from meshlm.supervisor.cli import events, main
 from meshlm.supervisor.cli.logs import _Reader
 from meshlm.supervisor.settings import changes

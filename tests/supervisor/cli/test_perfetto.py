@@ -5,8 +5,8 @@ from pathlib import Path
 
 from perfetto import perfetto
 
-from meshlm.protocol.ids import Identity, Role
 from meshlm.protocol.timeline import Span, TimelinePart
+from meshlm.protocol.wire.ids import Identity, Role
 from meshlm.supervisor.cli import chrome_trace
 
 SCHEDULER, WORKER = Identity(Role.SCHEDULER), Identity(Role.WORKER)

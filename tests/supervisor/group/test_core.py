@@ -4,7 +4,7 @@ from group_bench import FRONTEND, NEW, OTHER, WORKER, die, ready, running, start
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshlm.protocol.ids import Identity
+from meshlm.protocol.wire.ids import Identity
 from meshlm.supervisor.group.core import Group, State
 from meshlm.supervisor.group.events import (
     Add,

@@ -2,8 +2,8 @@
 
 from msgspec import Struct
 
-from meshlm.protocol.control_edge import RestartNews, RestartProcesses
-from meshlm.protocol.ids import Identity, Role
+from meshlm.protocol.edges.control import RestartNews, RestartProcesses
+from meshlm.protocol.wire.ids import Identity, Role
 from meshlm.supervisor.group import rolling
 from meshlm.supervisor.group.events import BecameReady, Start
 from meshlm.supervisor.group.operations import Operations

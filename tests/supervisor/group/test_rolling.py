@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshlm.protocol.ids import Identity, Role
+from meshlm.protocol.wire.ids import Identity, Role
 from meshlm.supervisor.group.core import State
 from meshlm.supervisor.group.events import (
     Add,

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from meshlm.protocol.config import MeshConfig, NetworkConfig, ParallelConfig, ServerConfig
-from meshlm.protocol.control_edge import NodeJoin, NodeRefused, NodeReport, NodeWelcome, ProcessReport, StandbyReport
-from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.protocol.edges.control import NodeJoin, NodeRefused, NodeReport, NodeWelcome, ProcessReport, StandbyReport
+from meshlm.protocol.wire.ids import Identity, Incarnation, Role
 from meshlm.supervisor.cli import main, serve
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.nodes import agreement

@@ -9,8 +9,8 @@ import pytest
 from msgspec import Struct
 
 from meshlm.protocol.config import MeshConfig, Node
-from meshlm.protocol.control_edge import ChangeSettings, Died, NodeJoin, NodeReport, NodeWelcome
-from meshlm.protocol.ids import HEAD, Identity, Incarnation, Role
+from meshlm.protocol.edges.control import ChangeSettings, Died, NodeJoin, NodeReport, NodeWelcome
+from meshlm.protocol.wire.ids import HEAD, Identity, Incarnation, Role
 from meshlm.supervisor import io
 from meshlm.supervisor.cli.display import StartDisplay
 from meshlm.supervisor.control import MeshStatus, StandbyStatus

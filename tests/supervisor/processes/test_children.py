@@ -12,7 +12,7 @@ import pytest
 from waiting import until
 
 from meshlm.protocol.config import MeshConfig, RunConfig, ServerConfig
-from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.protocol.wire.ids import Identity, Incarnation, Role
 from meshlm.supervisor.processes.children import FOLDER, LARGE_PAGES, SPINS, Child, config_file, variables_of
 from meshlm.supervisor.settings import flags, resolve
 
@@ -28,7 +28,7 @@ ctypes.CDLL(None).prctl({PR_SET_CHILD_SUBREAPER}, 1, 0, 0, 0)
 supervisor = subprocess.Popen([sys.executable, "-P", "-c", '''
 import os, signal, sys, time
 from meshlm.protocol.config import MeshConfig, RunConfig
-from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.protocol.wire.ids import Identity, Incarnation, Role
 from meshlm.supervisor.processes import children
 
 role, standby, delay, run_dir = sys.argv[1:]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.protocol.wire.ids import Identity, Incarnation, Role
 from meshlm.supervisor.group import events, rolling
 from meshlm.supervisor.processes import children, incarnations
 from meshlm.supervisor.processes.incarnations import WARM_AFTER_S, WARM_AGAIN_S, Incarnations

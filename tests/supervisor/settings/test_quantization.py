@@ -7,7 +7,7 @@ import pytest
 from model_folders import CONFIG, folder_with
 
 from meshlm.protocol.config import Resolved
-from meshlm.runtime.model_files import resolve_model
+from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.settings import flags, quantization, resolve
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from meshlm.protocol.ids import StepId
+from meshlm.protocol.edges.step import StepPlan
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import StepPlan
+from meshlm.protocol.wire.ids import StepId
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from meshlm.protocol.ids import ErrorKind, StepId
+from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import NewRow, StepPlan
+from meshlm.protocol.wire.ids import ErrorKind, StepId
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from meshlm.protocol.edges.step import NewRow
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import NewRow
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)

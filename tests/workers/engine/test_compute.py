@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshlm.protocol.ids import Row, StepId
+from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import NewRow, StepPlan
+from meshlm.protocol.wire.ids import Row, StepId
 from meshlm.workers.batch import StepInputs
 from meshlm.workers.distributed.shard import WHOLE
 from meshlm.workers.engine import triton_inputs

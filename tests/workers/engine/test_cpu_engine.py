@@ -14,10 +14,10 @@ from byte_vocabulary import EOS, byte_vocabulary, of_regex
 from cpu_steps import LENGTH, MODEL, OUTPUT, PROMPTS, VOCAB, alone, new, step, tokens_of
 from llguidance import LLMatcher
 
-from meshlm.protocol.control_edge import GraphCounts
-from meshlm.protocol.ids import ErrorKind
+from meshlm.protocol.edges.control import GraphCounts
 from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.make import make_engine

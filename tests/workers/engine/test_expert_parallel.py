@@ -15,10 +15,10 @@ from sharded_models import Threads
 from small_models import EXPERTS, SMALL
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.ids import Epoch, StepId
+from meshlm.protocol.edges.step import StepPlan
 from meshlm.protocol.lockstep import StepGroup
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import StepPlan
+from meshlm.protocol.wire.ids import Epoch, StepId
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers.batch import StepInputs
 from meshlm.workers.distributed.expert_group import ExpertGroup

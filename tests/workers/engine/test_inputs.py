@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshlm.protocol.columns import pack_i32
+from meshlm.protocol.wire.columns import pack_i32
 
 pytest.importorskip("triton")
 
-from meshlm.protocol.ids import Row, StepId
+from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import NewRow, StepPlan
+from meshlm.protocol.wire.ids import Row, StepId
 from meshlm.workers.attention.backend import Backend, TorchBackend
 from meshlm.workers.attention.triton_backend import TritonBackend
 from meshlm.workers.batch import LayerCache

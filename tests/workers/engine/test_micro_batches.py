@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from meshlm.kernels.attention.kernel import Columns
-from meshlm.protocol.ids import Row, StepId
+from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import NewRow, StepPlan
+from meshlm.protocol.wire.ids import Row, StepId
 from meshlm.workers.batch import UNKNOWN, StepInputs
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.engine.columns import columns_of

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshlm.kernels.prepare_inputs.reference import scatter
-from meshlm.protocol.ids import Row, StepId
+from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import NewRow, StepPlan
+from meshlm.protocol.wire.ids import Row, StepId
 from meshlm.workers.engine.rows import DeviceRows
 
 ROWS, LENGTH, SIZE = 5, 70, 16

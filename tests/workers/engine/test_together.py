@@ -13,10 +13,10 @@ import torch
 from cpu_steps import MODEL, OUTPUT, PROMPTS, alone, new, step, tokens_of
 
 from meshlm.protocol.config import ExpertConfig
-from meshlm.protocol.ids import Epoch, StepId
+from meshlm.protocol.edges.step import StepPlan
 from meshlm.protocol.lockstep import StepAgreement, StepGroup
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import StepPlan
+from meshlm.protocol.wire.ids import Epoch, StepId
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.lockstep import SocketExchange, StepAborted

@@ -15,12 +15,12 @@ from near_transformers import LENGTHS, errors, expected, history
 from served_engines import LENGTH, OUTPUT, STEP, Engines
 from small_models import CPU, load
 
-from meshlm.protocol.admit_edge import Assign, EngineRequest
-from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.ids import Handle, RequestId
+from meshlm.protocol.edges.admit import Assign, EngineRequest
 from meshlm.protocol.kv import CrossAttention, FullAttention
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.runtime.events import Received
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.protocol.wire.ids import Handle, RequestId
+from meshlm.runtime.process.events import Received
 from meshlm.workers.models.mel import LogMelSpectrogram
 from meshlm.workers.models.whisper import Whisper
 

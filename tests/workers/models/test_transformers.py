@@ -17,9 +17,9 @@ from small_models import BLOCK, CPU, SMALL, batch_of, caches, resolved_of_files
 
 from meshlm.protocol.config import ParallelConfig, Resolved
 from meshlm.protocol.model import ModelSpec, TransformersSpec
-from meshlm.runtime import transformers_models
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
-from meshlm.runtime.model_files import resolve_model
+from meshlm.runtime.model_files import transformers_models
+from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.settings.parallel import check
 from meshlm.workers.attention.torch_backend import TorchAttention

@@ -11,7 +11,7 @@ from expert_ranks import connected, together
 from torch import Tensor
 
 from meshlm.kernels.moe_routing.reference import Rule, select_experts
-from meshlm.protocol.ids import Epoch
+from meshlm.protocol.wire.ids import Epoch
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.lockstep import StepAborted

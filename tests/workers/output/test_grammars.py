@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 from tokenizers import Tokenizer, decoders, models
 
+from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.protocol.grammar import Grammar, GrammarKind
-from meshlm.protocol.ids import Row, StepId
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import NewRow, StepPlan
-from meshlm.runtime import tokenizer_files
+from meshlm.protocol.wire.ids import Row, StepId
+from meshlm.runtime.model_files import tokenizer_files
 from meshlm.runtime.vocabulary import CHARACTER, Vocabulary
 from meshlm.workers.output import grammars as of_rows
 from meshlm.workers.output.grammars import COMPUTED, Grammars

@@ -12,9 +12,9 @@ from meshlm.kernels.attention.kernel import Columns
 from meshlm.kernels.penalties import kernel as penalties
 from meshlm.kernels.prepare_inputs.reference import scatter
 from meshlm.kernels.sample.outcomes import NONE_LEFT, NOT_NUMBERS
-from meshlm.protocol.ids import Row, StepId
+from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import NewRow, StepPlan
+from meshlm.protocol.wire.ids import Row, StepId
 from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.graphs import dispatcher as graphs
 from meshlm.workers.output import logits_sampler, logprobs, masks

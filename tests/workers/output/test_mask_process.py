@@ -18,11 +18,11 @@ import pytest
 from grammar_bombs import chain_of_objects
 from llguidance import LLMatcher
 
+from meshlm.protocol.edges.step import NewRow, RowFailed, StepPlan
 from meshlm.protocol.grammar import Grammar, GrammarKind
-from meshlm.protocol.ids import ErrorKind, Row, StepId
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import NewRow, RowFailed, StepPlan
-from meshlm.runtime import tokenizer_files
+from meshlm.protocol.wire.ids import ErrorKind, Row, StepId
+from meshlm.runtime.model_files import tokenizer_files
 from meshlm.runtime.sandbox.limits import MIB, ChildDied, Limit, Limits
 from meshlm.runtime.vocabulary import Vocabulary
 from meshlm.workers.output import grammars as grammars_module

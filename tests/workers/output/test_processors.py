@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.ids import Row
+from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import NewRow, StepPlan
+from meshlm.protocol.wire.ids import Row
 from meshlm.runtime import logits_processors
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.logits_processors import ProcessorError

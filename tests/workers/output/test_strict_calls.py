@@ -13,12 +13,12 @@ from strict_calls import TOOLS, matcher, takes
 
 from meshlm.detokenizer import grammars as detokenizer
 from meshlm.detokenizer.grammar_cache import GrammarCache
-from meshlm.frontend import tool_choice
-from meshlm.frontend.errors import HttpError
-from meshlm.frontend.schema import ChatRequest
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.openai import tool_choice
+from meshlm.frontend.openai.schema import ChatRequest
 from meshlm.protocol.config import ServerConfig
-from meshlm.runtime import tokenizer_files
 from meshlm.runtime.errors import RequestError
+from meshlm.runtime.model_files import tokenizer_files
 from meshlm.runtime.parsers.calls import Structure, joined
 from meshlm.runtime.parsers.parameter_structure import ParameterStructure
 from meshlm.runtime.parsers.registry import TOOL_PARSERS

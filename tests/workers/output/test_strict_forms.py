@@ -8,8 +8,8 @@ import jsonschema
 import pytest
 from strict_calls import matcher, takes
 
-from meshlm.frontend.errors import HttpError
-from meshlm.runtime import tokenizer_files
+from meshlm.frontend.http.errors import HttpError
+from meshlm.runtime.model_files import tokenizer_files
 from meshlm.runtime.parsers.calls import joined
 from meshlm.runtime.parsers.registry import TOOL_PARSERS
 from meshlm.runtime.vocabulary import Vocabulary

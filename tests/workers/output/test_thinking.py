@@ -10,11 +10,11 @@ from llguidance import LLMatcher
 from numpy.typing import NDArray
 from tokenizers import AddedToken
 
+from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.protocol.grammar import Grammar, GrammarKind, ThinkingBudget
-from meshlm.protocol.ids import Row, StepId
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import NewRow, StepPlan
-from meshlm.runtime import tokenizer_files
+from meshlm.protocol.wire.ids import Row, StepId
+from meshlm.runtime.model_files import tokenizer_files
 from meshlm.runtime.parsers.reasoning import ReasoningParser
 from meshlm.runtime.parsers.registry import tool_parser
 from meshlm.runtime.parsers.splitter import Splitter

@@ -4,7 +4,7 @@ from llguidance import LLMatcher
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from meshlm.protocol.grammar import Grammar, GrammarKind
-from meshlm.runtime.tokenizer_files import LoadedTokenizer, byte_alphabet
+from meshlm.runtime.model_files.tokenizer_files import LoadedTokenizer, byte_alphabet
 from meshlm.runtime.vocabulary import Vocabulary
 
 EOS = 2

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from meshlm.protocol.ids import Row, StepId
+from meshlm.protocol.edges.step import NewRow, StepPlan, StepResult
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import NewRow, StepPlan, StepResult
+from meshlm.protocol.wire.ids import Row, StepId
 from meshlm.workers.engine.engine import ModelEngine
 
 VOCAB, BLOCK, LENGTH, OUTPUT = 211, 16, 128, 6

@@ -9,10 +9,10 @@ import tokenizers
 import torch
 
 from meshlm.protocol.audio import Audio
-from meshlm.protocol.ids import Row, StepId
+from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import NewRow, StepPlan
 from meshlm.protocol.tasks import GENERATE, Pool
+from meshlm.protocol.wire.ids import Row, StepId
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.make import make_engine

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from meshlm.protocol.ids import Epoch
+from meshlm.protocol.wire.ids import Epoch
 from meshlm.workers.distributed.expert_group import ExpertGroup
 
 LIMIT_S = 60

@@ -11,12 +11,12 @@ from msgspec.structs import replace
 from sharded_models import Threads, communicators, shards
 from small_models import SMALL
 
-from meshlm.protocol.admit_edge import Assign, EngineRequest
-from meshlm.protocol.columns import ints, pack_i32
-from meshlm.protocol.ids import Handle, RequestId
+from meshlm.protocol.edges.admit import Assign, EngineRequest
+from meshlm.protocol.edges.step import StepPlan, StepResult
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import StepPlan, StepResult
-from meshlm.runtime.events import Received
+from meshlm.protocol.wire.columns import ints, pack_i32
+from meshlm.protocol.wire.ids import Handle, RequestId
+from meshlm.runtime.process.events import Received
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers.distributed.communicator import Communicator
 from meshlm.workers.distributed.placement import WorkerPlacement

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from meshlm.protocol.config import Resolved
 from meshlm.protocol.model import ModelSpec
-from meshlm.runtime.model_files import ModelFiles, resolve_model
+from meshlm.runtime.model_files.model_files import ModelFiles, resolve_model
 from meshlm.workers.attention.backend import choose
 from meshlm.workers.batch import LayerCache, RequestLens, StepInputs
 from meshlm.workers.layers.torch_ops import TorchOps

@@ -7,8 +7,8 @@ from llguidance import LLMatcher
 
 from meshlm.detokenizer import grammars as detokenizer
 from meshlm.detokenizer.grammar_cache import GrammarCache
-from meshlm.frontend import tool_choice
-from meshlm.frontend.schema import ChatRequest
+from meshlm.frontend.openai import tool_choice
+from meshlm.frontend.openai.schema import ChatRequest
 from meshlm.protocol.config import ServerConfig
 from meshlm.runtime.vocabulary import Vocabulary
 

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 from small_models import CPU, SMALL, resolved_of_files
 
-from meshlm.runtime import object_store
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
-from meshlm.runtime.model_files import ModelFiles, resolve_model
+from meshlm.runtime.model_files import object_store
+from meshlm.runtime.model_files.model_files import ModelFiles, resolve_model
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.weights import streamed
 from meshlm.workers.weights.load import load_model

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from meshlm.protocol.config import Resolved
-from meshlm.runtime.checkpoint_files import is_needless
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
+from meshlm.runtime.model_files.checkpoint_files import is_needless
 from meshlm.workers import memory
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.models.transformers import interface

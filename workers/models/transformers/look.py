@@ -2,7 +2,7 @@
 cannot do is refused by name.
 
 `python -m meshlm.workers.models.transformers.look` reads a request from its standard input and writes a ModelSpec: the supervisor,
-which has no torch, runs it (runtime/transformers_models.py). Workers look again before they load.
+which has no torch, runs it (runtime/model_files/transformers_models.py). Workers look again before they load.
 """
 
 import sys
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from meshlm.architectures.transformers_backend import ARCHITECTURE
 from meshlm.protocol.model import ModelSpec, TransformersSpec
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
-from meshlm.runtime.transformers_models import Found, Request
+from meshlm.runtime.model_files.transformers_models import Found, Request
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.models.transformers import interface
 from meshlm.workers.models.transformers.config import class_of, config_of, in_one_line, quiet

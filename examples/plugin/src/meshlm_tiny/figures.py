@@ -4,9 +4,9 @@ import os
 
 import msgspec
 
-from meshlm.frontend.stat_loggers import EndedRequest, StatLogger
+from meshlm.frontend.observe.stat_loggers import EndedRequest, StatLogger
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.control_edge import MeshStats
+from meshlm.protocol.edges.control import MeshStats
 
 
 class Figures(StatLogger):

@@ -1,6 +1,6 @@
 """A small group and what happens to it."""
 
-from meshlm.protocol.ids import Identity, Role
+from meshlm.protocol.wire.ids import Identity, Role
 from meshlm.supervisor.group.core import Group
 from meshlm.supervisor.group.events import (
     BecameReady,

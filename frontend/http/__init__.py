@@ -1,0 +1,1 @@
+"""HTTP itself: the server, connections, bodies, and what stands around every route."""

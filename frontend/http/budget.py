@@ -1,0 +1,75 @@
+"""How much the open requests of this frontend may take: bytes, and questions to the tokenizer. Pure; owned by io.py.
+
+A request is counted before anything is made of it: its prompts for the frontend and, times their choices, for the processes behind it,
+and what each sequence takes beside its tokens. It counts until it is closed.
+"""
+
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.protocol.edges.text import Prompt, num_bytes_of
+from meshlm.protocol.wire.ids import ErrorKind
+from meshlm.runtime import bad_words
+
+SEQUENCE_BYTES = 16 << 10  # of one sequence in all processes, without its prompt
+ID_BYTES, BIAS_BYTES = (
+    40,
+    120,
+)  # of an id in a list, of an entry of logit_bias, in the process that has one for each sequence
+GRAMMAR_COPIES = 3  # of a sequence's grammar, as it is in messages and in the processes that have the sequence
+MAX_QUESTIONS = 256  # open /tokenize and /detokenize requests
+MAX_QUESTION_BYTES = 32 << 20  # of all of them
+
+
+def cost_of(ask: ParsedRequest) -> int:
+    """Bytes that a generation request takes, about."""
+    prompts = sum(map(num_bytes_of, ask.prompts))
+    ids = ask.sampling
+    listed = ID_BYTES * (len(ids.stop_token_ids) + len(ids.allowed_token_ids)) + BIAS_BYTES * len(ids.logit_bias)
+    listed += ID_BYTES * bad_words.num_ids(ask.text.bad_words)
+    if ids.grammar is not None:
+        listed += GRAMMAR_COPIES * len(ids.grammar.text)
+    num_sequences = len(ask.prompts) * ask.num_choices
+    return prompts * (1 + ask.num_choices) + num_sequences * (SEQUENCE_BYTES + listed)
+
+
+class Budget:
+    """See the module docstring. `max_bytes` is --max-concurrent-bytes."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self.num_questions = self.question_bytes = 0
+
+    def open(self, ask: ParsedRequest) -> int:
+        """Let a request in, whose cost is to be given to `close`. HttpError: 400 if it is too large for any time, 503 for now."""
+        cost = cost_of(ask)
+        if cost > self.max_bytes:
+            text = (
+                f"this request's prompts, times their choices, take about {cost} bytes; one request may take "
+                f"{self.max_bytes} (--max-concurrent-bytes)"
+            )
+            raise HttpError(400, text, "prompt" if len(ask.prompts) > 1 or ask.num_choices == 1 else "n")
+        if self.num_bytes + cost > self.max_bytes:
+            raise HttpError.of(
+                ErrorKind.OVERLOADED, "open requests take all bytes that they may (--max-concurrent-bytes)"
+            )
+        self.num_bytes += cost
+        return cost
+
+    def close(self, cost: int) -> None:
+        self.num_bytes -= cost
+
+    def open_question(self, asked: Prompt | bytes) -> int:
+        """Let a question to the tokenizer in, whose size is to be given to `close_question`. HttpError."""
+        size = len(asked) if isinstance(asked, bytes) else num_bytes_of(asked)
+        if self.num_questions >= MAX_QUESTIONS or (
+            self.num_questions and self.question_bytes + size > MAX_QUESTION_BYTES
+        ):
+            raise HttpError.of(ErrorKind.OVERLOADED, "too many texts wait to be tokenized; try again")
+        self.num_questions += 1
+        self.question_bytes += size
+        return size
+
+    def close_question(self, size: int) -> None:
+        self.num_questions -= 1
+        self.question_bytes -= size

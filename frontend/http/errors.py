@@ -1,0 +1,170 @@
+"""Refusals: OpenAI's error form, and Anthropic's for the paths of its API."""
+
+import msgspec
+
+from meshlm.protocol.wire.ids import ErrorKind
+
+STATUS = {
+    ErrorKind.INVALID: 400,
+    ErrorKind.NOT_FOUND: 404,
+    ErrorKind.OVERLOADED: 503,
+    ErrorKind.TIMEOUT: 504,
+    ErrorKind.INTERNAL: 500,
+    ErrorKind.POISON: 400,
+    ErrorKind.CONFLICT: 422,
+}
+RETRY_AFTER_S = 1
+MAX_MESSAGE = 2000
+LIMITS = (
+    "max-waiting",
+    "max-concurrent-requests",
+    "max-concurrent-bytes",
+    "max-incoming-bytes",
+    "max-body-bytes",
+    "max-audio-bytes",
+    "max-num-seqs",
+    "drain-timeout",
+)
+REASONS = {
+    401: "unauthorized",
+    403: "forbidden",
+    404: "not_found",
+    408: "slow_body",
+    409: "conflict",
+    413: "too_large",
+    422: "conflict",
+    429: "rate_limit",
+    503: "not_ready",
+}
+
+
+class HttpError(Exception):
+    """Ends one HTTP request with a status and OpenAI's error body."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str = "",
+        kind: str = "invalid_request_error",
+        retry_after_s: int = RETRY_AFTER_S,
+    ) -> None:
+        if len(message) > MAX_MESSAGE:  # it may quote what the client sent
+            message = message[:MAX_MESSAGE] + "..."
+        super().__init__(message)
+        self.status, self.message, self.param, self.kind = status, message, param, kind
+        self._retry_after_s = retry_after_s
+
+    @classmethod
+    def of(cls, kind: ErrorKind, message: str, param: str = "") -> "HttpError":
+        return cls(STATUS[kind], message, param, kind.value)
+
+    def reason(self) -> str:
+        """Why the request was refused, for /metrics: the flag that limits it, or what its status means; "" where it is no refusal."""
+        if self.status in (413, 429, 503):
+            for flag in LIMITS:
+                if f"--{flag}" in self.message:
+                    return flag.replace("-", "_")
+        return REASONS.get(self.status, "" if self.status >= 500 else "invalid")
+
+    def body(self, path: str = "") -> bytes:
+        """The body of the answer, in the form of the API that `path` belongs to."""
+        if is_anthropic(path):
+            return msgspec.json.encode(anthropic_error(self.message, self.status))
+        return msgspec.json.encode(error_object(self.message, self.kind, self.param, self.status))
+
+    def headers(self) -> dict[str, str]:
+        return {"Retry-After": str(self._retry_after_s)} if self.status in (429, 503) else {}
+
+
+_TEXT = "this server gives text; --runner pooling serves vectors"
+_VECTORS = (
+    "this server takes no texts to go on with: it gives vectors (--runner), transcribes audio (/v1/audio/transcriptions), or was "
+    "started by meshlm launch render"
+)
+NO_AUDIO = "this server's model takes texts, and transcribes no audio (as Whisper does)"
+_LORA = "LoRA adapters are not supported"
+# Paths that vLLM has: why they are not here, or what there is instead.
+NOT_SERVED = {
+    **dict.fromkeys(
+        ("/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score"),
+        _TEXT,
+    ),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), _TEXT),
+    **dict.fromkeys(("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"), _VECTORS),
+    **dict.fromkeys(("/v1/responses", "/v1/conversations"), _VECTORS),
+    **dict.fromkeys(
+        (f"/v1/{kind}/{verb}" for kind in ("completions", "chat/completions") for verb in ("render", "derender")),
+        _VECTORS,
+    ),
+    **dict.fromkeys(("/v1/chat/completions/batch", "/inference/v1/generate", "/generative_scoring"), _VECTORS),
+    "/tokenizer_info": "the server was started without --enable-tokenizer-info-endpoint",
+    **dict.fromkeys(
+        (
+            "/init_weight_transfer_engine",
+            "/start_weight_update",
+            "/start_draft_weight_update",
+            "/update_weights",
+            "/finish_weight_update",
+        ),
+        "weights are read at the start alone",
+    ),
+    **dict.fromkeys(("/reset_mm_cache", "/reset_encoder_cache"), "only text is supported"),
+    "/readyz": "not supported; GET /ready says whether requests are served",
+    **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations"), NO_AUDIO),
+    **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), _LORA),
+    **dict.fromkeys(
+        (
+            "/reset_prefix_cache",
+            "/rebalance_experts",
+            "/server_info",
+            "/pause",
+            "/resume",
+            "/is_paused",
+            "/sleep",
+            "/wake_up",
+            "/collective_rpc",
+            "/is_sleeping",
+            "/get_world_size",
+            "/abort_requests",
+            "/scale_elastic_ep",
+            "/is_scaling_elastic_ep",
+        ),
+        "the server was started without --server-dev-mode",
+    ),
+    **dict.fromkeys(("/dashboard", "/dashboard/events"), "the server was started with --max-dashboards 0"),
+    **dict.fromkeys(("/docs", "/redoc", "/openapi.json"), "the server was started with --disable-fastapi-docs"),
+}
+
+
+def why_not_served(path: str) -> str:
+    """Says why a path that vLLM has is not served here; empty for a path that nobody has."""
+    return NOT_SERVED.get(path, "")
+
+
+ANTHROPIC = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def is_anthropic(path: str) -> bool:
+    return path == ANTHROPIC or path.startswith(f"{ANTHROPIC}/")
+
+
+def anthropic_error(message: str, status: int) -> dict[str, object]:
+    """{"type": "error", "error": {type, message}}."""
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def error_object(message: str, kind: str, param: str, status: int) -> dict[str, dict[str, object]]:
+    """{"error": {message, type, param, code}}."""
+    return {"error": {"message": message, "type": kind, "param": param or None, "code": status}}

@@ -1,0 +1,154 @@
+"""GET /server_info and GET /tokenizer_info: what the server and its tokenizer are. Called in a thread, since they read files."""
+
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from meshlm.frontend.http.errors import HttpError
+from meshlm.protocol.config import MeshConfig, Resolved
+from meshlm.runtime.errors import ModelFilesError
+from meshlm.runtime.model_files.json_files import read_json
+
+SECRET = (
+    "api_key",
+    "hf_token",
+    "password",
+    "secret",
+)  # in the name of a setting or variable whose value nobody is told
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "tokenizers",
+    "numpy",
+    "pyzmq",
+    "msgspec",
+    "uvloop",
+    "starlette",
+    "uvicorn",
+)
+NOT_THERE = (
+    "lora_config",
+    "speculative_config",
+    "kv_transfer_config",
+    "ec_transfer_config",
+    "weight_transfer_config",
+)  # of vLLM's configuration
+LOCAL = ("vocab_file", "merges_file", "name_or_path")  # paths of the host where the file was made
+
+
+class Serves(Protocol):
+    """The part of the frontend that is told of."""
+
+    config: MeshConfig
+
+
+def server(backend: Serves, query: Mapping[str, str]) -> dict[str, Any]:
+    """The configuration without its keys, the environment's MESHLM_ variables, and the versions."""
+    wanted = query.get("config_format", "text")
+    if wanted not in ("text", "json"):
+        raise HttpError(400, "config_format: must be text or json", "config_format")
+    from importlib import metadata  # 20 ms, which the start does not need
+
+    config = _without_secrets(msgspec.to_builtins(backend.config))
+    versions: dict[str, str | int | None] = {
+        "python": sys.version,
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+    }
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    environment = {name: value for name, value in os.environ.items() if name.startswith(("MESHLM_", "VLLM_"))}
+    found = {"meshlm_config": config, "vllm_config": _without_secrets(vllm_config(backend.config))}
+    if wanted == "text":
+        found = {name: msgspec.json.format(msgspec.json.encode(value)).decode() for name, value in found.items()}
+    return {
+        **found,
+        "meshlm_env": {name: value for name, value in environment.items() if not _is_secret(name)},
+        "system_env": versions,
+    }
+
+
+def vllm_config(config: MeshConfig) -> dict[str, Any]:
+    """What of the configuration vLLM has too, as its clients look for it. null: what is not there."""
+    resolved, parallel, scheduler, cache = config.resolved, config.parallel, config.scheduler, config.cache
+    assert resolved is not None
+    return {
+        "model_config": {
+            "model": resolved.model_path,
+            "served_model_name": list(resolved.served_names),
+            "tokenizer": resolved.tokenizer_path,
+            "skip_tokenizer_init": False,
+            "trust_remote_code": config.model.trust_remote_code,
+            "revision": config.model.revision or None,
+            "dtype": f"torch.{resolved.dtype}",
+            "max_model_len": resolved.max_model_len,
+            "quantization": config.model.quantization or None,
+            "enforce_eager": config.worker.enforce_eager,
+            "max_logprobs": config.server.max_logprobs,
+            "logprobs_mode": "raw_logprobs",
+            "runner_type": "generate" if resolved.pooling is None else "pooling",
+            "seed": config.model.seed,
+        },
+        "cache_config": {
+            "block_size": cache.block_size,
+            "gpu_memory_utilization": cache.gpu_memory_utilization,
+            "cache_dtype": cache.kv_cache_dtype,
+            "enable_prefix_caching": cache.enable_prefix_caching,
+            "num_gpu_blocks_override": cache.num_gpu_blocks_override,
+        },
+        "parallel_config": {
+            "tensor_parallel_size": parallel.tensor_parallel_size,
+            "pipeline_parallel_size": parallel.pipeline_parallel_size,
+            "data_parallel_size": parallel.data_parallel_size,
+            "nnodes": parallel.nnodes,
+            "enable_expert_parallel": config.experts.enable_expert_parallel,
+            "enable_eplb": config.experts.enable_eplb,
+            "all2all_backend": config.experts.all2all_backend,
+        },
+        "scheduler_config": {
+            "max_num_seqs": resolved.max_num_seqs,
+            "max_num_batched_tokens": resolved.max_num_batched_tokens,
+            "enable_chunked_prefill": scheduler.enable_chunked_prefill,
+            "policy": scheduler.scheduling_policy,
+            "async_scheduling": scheduler.async_depth > 1,
+            "stream_interval": config.server.stream_interval,
+        },
+        "load_config": {"load_format": resolved.load_format, "download_dir": config.model.download_dir or None},
+        "device_config": {"device": resolved.device, "device_type": resolved.device},
+        **dict.fromkeys(NOT_THERE),
+    }
+
+
+def tokenizer(resolved: Resolved) -> dict[str, Any]:
+    """The tokenizer_config.json, with the chat template that is used; of a tokenizer without such a file its class alone."""
+    folder = Path(resolved.tokenizer_path)
+    file = (folder if folder.is_dir() else folder.parent) / "tokenizer_config.json"
+    try:
+        found = read_json(file) if file.exists() else {}
+    except ModelFilesError:
+        found = {}
+    found = {name: value for name, value in found.items() if name not in LOCAL}
+    found.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+    if (template := resolved.chat_templates.get("default")) is not None:
+        found["chat_template"] = template
+    return found
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: "***" if _is_secret(name) and inner else _without_secrets(inner) for name, inner in value.items()}
+    return [_without_secrets(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _is_secret(name: str) -> bool:
+    lower = name.lower()
+    return any(lower.endswith(word) for word in SECRET)

@@ -1,0 +1,392 @@
+"""A request body to what the mesh is asked: prompts and parameters. Pure; HttpError names the field at fault."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import msgspec
+
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.openai import (
+    embeds,
+    limits,
+    reasoning,
+    sampling_params,
+    stop_texts,
+    structured,
+    thinking,
+    tool_choice,
+)
+from meshlm.frontend.openai.prompts import of_chat, of_completion, of_template
+from meshlm.frontend.openai.schema import (
+    MAX_SEQUENCES,
+    ChatRequest,
+    Common,
+    CompletionRequest,
+    StreamOptions,
+)
+from meshlm.frontend.openai.tool_choice import NO_CALLS, ToolChoice
+from meshlm.protocol.config import Resolved, ServerConfig
+from meshlm.protocol.edges.text import Prompt, TextParams
+from meshlm.protocol.grammar import Grammar, GrammarKind, ThinkingBudget
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.tasks import GENERATE, Task
+from meshlm.runtime.parsers import budgets, registry
+from meshlm.runtime.parsers.calls import Tools
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; a generation config says nothing of it
+
+
+class ParsedRequest(NamedTuple):
+    """What one HTTP request asks of the mesh."""
+
+    prompts: list[Prompt]
+    sampling: SamplingParams  # its seed is drawn later
+    seed: int | None  # the client's
+    text: TextParams
+    max_tokens: int | None
+    num_choices: int  # per prompt, as generated
+    num_returned: int  # per prompt, as answered (best_of >= n)
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    echo: bool  # a completion's prompt is part of its answer
+    logprobs: int  # that the client reads; -1: none
+    prompt_logprobs: int
+    return_token_ids: bool  # the prompt's, and the answer's unless they are hidden
+    priority: int
+    cache_salt: str
+    timeout_s: float
+    is_chat: bool
+    unknown_fields: tuple[str, ...]
+    client_names: Mapping[str, str] = MappingProxyType({})  # of a field: the mesh's -> the client's, where they differ
+    cap_max_tokens: bool = False  # max_tokens is a default: where the context leaves fewer, they are what it gets
+    return_prompt_text: bool = False
+    prompt_only: bool = False  # max_tokens 0: what is generated, as something must be, is not shown
+    begins_with: str = ""  # a chat's last message, of which the answer is the rest
+    begins_with_reasoning: bool = False  # or may, as its reasoning parser tells
+    reasoning_parser: str = "qwen3"  # where it does
+    opened_reasoning: bool = False  # whose opening text is in the prompt or in the message that it is the rest of
+    changes_content: bool = False  # the reasoning parser does
+    include_reasoning: bool = True
+    tool_call_parser: str = ""  # how the model writes calls that the client wants to have; empty: it wants none
+    tools: Tools = MappingProxyType({})  # that may be called
+    tool_choice: ToolChoice = NO_CALLS
+    parallel_tool_calls: bool = True
+    tokens_as_ids: bool = False  # logprobs name tokens "token_id:5"
+    request_id: str = ""
+    beams: bool = False  # the choices are those of one beam search
+    length_penalty: float = 1.0
+    task: Task = GENERATE
+    return_token_offsets: bool = False
+    return_assistant_tokens_mask: bool = False
+    api_key: str = ""  # whose request it is; "": no key is asked for
+
+    @property
+    def hides_tokens(self) -> bool:
+        """Logprobs and ids of the answer would tell the reasoning that is left out."""
+        return self.begins_with_reasoning and not self.include_reasoning
+
+
+def completion(
+    request: CompletionRequest, unknown: tuple[str, ...], resolved: Resolved, server: ServerConfig
+) -> ParsedRequest:
+    """POST /v1/completions."""
+    thinking.check(request, server)
+    if request.suffix and (request.echo or request.truncate_prompt_tokens):
+        raise HttpError(400, "suffix: goes with neither echo nor truncate_prompt_tokens", "suffix")
+    returned = request.n or 1
+    generated = request.best_of or returned
+    if generated < returned:
+        raise HttpError(400, f"best_of ({generated}) must be at least n ({returned})", "best_of")
+    if generated > returned and request.stream:
+        raise HttpError(400, "best_of > n cannot be streamed", "best_of")
+    logprobs = _num_logprobs("logprobs", request.logprobs, request, server, resolved)
+    prompt_logprobs = request.prompt_logprobs
+    if request.echo and request.logprobs is not None and prompt_logprobs is None:
+        prompt_logprobs = request.logprobs
+    prompt_only = request.max_tokens == 0
+    if prompt_only and not request.echo:
+        raise HttpError(400, "max_tokens: must be at least 1; 0 needs echo: true", "max_tokens")
+    if prompt_only and request.logprob_token_ids:
+        raise HttpError(400, "logprob_token_ids: max_tokens 0 has no output token", "logprob_token_ids")
+    asked = request.max_tokens or (1 if prompt_only else DEFAULT_COMPLETION_TOKENS)
+    return _ask(
+        request,
+        unknown,
+        resolved,
+        server,
+        prompts=_prompts(request, resolved, server),
+        max_tokens=_at_most(resolved.max_output_tokens, asked),
+        num_choices=generated,
+        num_returned=returned,
+        echo=bool(request.echo),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        is_chat=False,
+        thinking_budget=thinking.of_completion(request, server),
+    )._replace(prompt_only=prompt_only)
+
+
+def _prompts(request: CompletionRequest, resolved: Resolved, server: ServerConfig) -> list[Prompt]:
+    """The prompts of a completion: vectors first, as in vLLM, then texts and ids."""
+    add_special, truncates = request.add_special_tokens is not False, bool(request.truncate_prompt_tokens)
+    if not request.prompt_embeds:
+        return of_completion(request.prompt, add_special, resolved, truncates, request.suffix or "")
+    found = embeds.of_completion(request, resolved, server)
+    if request.prompt:  # clients that must send one send "" or null
+        found += of_completion(request.prompt, add_special, resolved, truncates)
+    return found
+
+
+def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, server: ServerConfig) -> ParsedRequest:
+    """POST /v1/chat/completions."""
+    if not request.messages:
+        raise HttpError(400, "messages: give at least one message", "messages")
+    if request.top_logprobs and not request.logprobs:
+        raise HttpError(400, "top_logprobs needs logprobs: true", "top_logprobs")
+    if any(kind != "text" for kind in request.modalities or ()):
+        raise HttpError(400, "modalities: only text is supported", "modalities")
+    thinking.check(request, server)
+    choice = tool_choice.read(request)
+    in_channels = tool_choice.has_channels(server)
+    parser = server.tool_call_parser if choice.tools and (in_channels or not choice.forces) else ""
+    grammar = tool_choice.grammar(choice, request, server)
+    num_top = (request.top_logprobs or 0) if request.logprobs else None
+    logprobs = _num_logprobs("top_logprobs", num_top, request, server, resolved)
+    asked = request.max_completion_tokens or request.max_tokens
+    default = resolved.generation_defaults.get("max_tokens")
+    template_kwargs = of_template(_template_kwargs(request), server)
+    messages, vectors = embeds.of_chat(request, resolved, server)
+    prompt = of_chat(
+        messages,
+        tool_choice.shown(choice, request, server),
+        request.chat_template,
+        template_kwargs,
+        server,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        add_special_tokens=bool(request.add_special_tokens),
+        embeds=vectors,
+    )
+    num_choices = request.n or 1
+    begins_with_reasoning = reasoning.begins(
+        server.reasoning_parser, template_kwargs, request.messages, request.continue_final_message
+    )
+    opened = begins_with_reasoning and reasoning.opened(
+        server.reasoning_parser, template_kwargs, request.continue_final_message
+    )
+    ask = _ask(
+        request,
+        unknown,
+        resolved,
+        server,
+        prompts=[prompt],
+        max_tokens=_at_most(resolved.max_output_tokens, asked or (int(default) if default else None)),
+        cap_max_tokens=asked is None,
+        num_choices=num_choices,
+        num_returned=num_choices,
+        echo=False,
+        logprobs=logprobs,
+        prompt_logprobs=request.prompt_logprobs,
+        is_chat=True,
+        tool_grammar=grammar,
+        thinking_budget=thinking.of_chat(request, server, opened) if begins_with_reasoning else None,
+        reasoning_between=reasoning.before_grammar(server, opened, request.continue_final_message)
+        if begins_with_reasoning and not (in_channels and grammar is not None)  # that has the reasoning in it
+        else ("", ""),
+        calls=(parser, tuple(choice.tools)) if begins_with_reasoning else ("", ()),
+    )
+    tags = (
+        *(reasoning.tags(server.reasoning_parser) if begins_with_reasoning else ()),
+        *registry.tags_of_calls(parser),
+    )
+    return ask._replace(
+        text=msgspec.structs.replace(ask.text, keep_special_tokens=tags),
+        begins_with=_continued(request.messages[-1]) if request.echo else "",
+        begins_with_reasoning=begins_with_reasoning,
+        reasoning_parser=server.reasoning_parser,
+        changes_content=reasoning.changes_content(server.reasoning_parser),
+        opened_reasoning=opened,
+        include_reasoning=request.include_reasoning,
+        return_prompt_text=bool(request.return_prompt_text),
+        return_assistant_tokens_mask=request.return_assistant_tokens_mask,
+        tool_call_parser=parser,
+        tool_choice=choice,
+        tools=choice.tools,
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+    )
+
+
+def _template_kwargs(request: ChatRequest) -> dict[str, Any]:
+    """The variables that the request gives the template. A field of its own wins over the same name in chat_template_kwargs."""
+    wanted = dict(request.chat_template_kwargs or {})
+    if request.documents is not None:
+        wanted["documents"] = request.documents
+    if request.reasoning_effort is not None:
+        wanted["reasoning_effort"] = request.reasoning_effort
+        wanted.setdefault("enable_thinking", request.reasoning_effort != "none")
+    if request.verbosity is not None:
+        wanted["verbosity"] = request.verbosity
+    return wanted
+
+
+def _continued(message: dict[str, Any]) -> str:
+    """The text of an assistant's message, for an answer that shows it with what follows; parts are lines, as for the template."""
+    content = message.get("content") if message["role"] == "assistant" else None
+    if isinstance(content, list):
+        texts = [part if isinstance(part, str) else part.get("text", part.get("refusal", "")) for part in content]
+        return "\n".join(texts)
+    return content or ""
+
+
+def _ask(
+    request: Common,
+    unknown: tuple[str, ...],
+    resolved: Resolved,
+    server: ServerConfig,
+    *,
+    prompts: list[Prompt],
+    max_tokens: int | None,
+    num_choices: int,
+    num_returned: int,
+    echo: bool,
+    logprobs: int,
+    prompt_logprobs: int | None,
+    is_chat: bool,
+    cap_max_tokens: bool = False,
+    tool_grammar: Grammar | None = None,
+    thinking_budget: ThinkingBudget | None = None,
+    reasoning_between: tuple[str, str] = ("", ""),
+    calls: tuple[str, tuple[str, ...]] = ("", ()),
+) -> ParsedRequest:
+    """The part that both endpoints share. reasoning_between: see `reasoning.before_grammar`. calls: the tool parser whose calls end
+    reasoning, and the tools' names."""
+    _check_common(request, len(prompts), num_choices)
+    options = request.stream_options or StreamOptions()
+    force_usage = server.enable_force_include_usage
+    wanted = -1 if prompt_logprobs is None else _limited("prompt_logprobs", prompt_logprobs, server, resolved)
+    as_ids = request.return_tokens_as_token_ids
+    num_sequences, salt = len(prompts) * num_choices, request.cache_salt or ""
+    lists = {
+        "logit_bias": request.logit_bias or {},
+        "allowed_token_ids": request.allowed_token_ids or (),
+        "stop_token_ids": request.stop_token_ids or (),
+        "logprob_token_ids": request.logprob_token_ids or (),
+    }
+    limits.check_lists(lists, num_sequences)
+    # The best of several are chosen by their logprobs.
+    sampling = sampling_params.of(
+        request, resolved, max(logprobs, 0) if num_choices > num_returned else logprobs, wanted
+    )
+    grammar = tool_grammar or structured.grammar(request, server)
+    if thinking_budget is not None and grammar is None:
+        grammar = budgets.alone(thinking_budget)
+    if grammar is not None:
+        opens_with, begins_after = reasoning_between if grammar.kind is not GrammarKind.FREE else ("", "")
+        grammar = msgspec.structs.replace(
+            grammar, opens_with=opens_with, begins_after=begins_after, thinking=thinking_budget
+        )
+        if thinking_budget is not None or begins_after:
+            grammar = msgspec.structs.replace(grammar, calls=calls[0], tools=calls[1])
+        sampling = msgspec.structs.replace(sampling, grammar=grammar)
+    stops, truncation = (
+        stop_texts.stops(request.stop),
+        _truncation(request, resolved, None if cap_max_tokens else max_tokens),
+    )
+    prompts = embeds.checked(prompts, sampling, num_choices, truncation, request.truncation_side or "left")
+    text = _text_params(request, stops, truncation)
+    if request.use_beam_search:
+        sampling_params.check_beams(request, resolved, text)
+    limits.check(prompts, sampling, text, salt, num_sequences, bool(truncation), resolved)
+    return ParsedRequest(
+        prompts=prompts,
+        sampling=sampling,
+        seed=None if request.seed is None else request.seed & 0x7FFF_FFFF_FFFF_FFFF,
+        text=text,
+        max_tokens=max_tokens,
+        cap_max_tokens=cap_max_tokens,
+        num_choices=num_choices,
+        num_returned=num_returned,
+        stream=bool(request.stream),
+        include_usage=force_usage or bool(options.include_usage),
+        continuous_usage=force_usage or bool(options.include_usage and options.continuous_usage_stats),
+        echo=echo,
+        logprobs=logprobs,
+        prompt_logprobs=wanted,
+        return_token_ids=bool(request.return_token_ids),
+        priority=request.priority,
+        cache_salt=salt,
+        timeout_s=request.timeout or 0.0,
+        is_chat=is_chat,
+        unknown_fields=unknown,
+        client_names=_client_names(request) if is_chat else MappingProxyType({}),
+        tokens_as_ids=server.return_tokens_as_token_ids if as_ids is None else as_ids,
+        request_id=request.request_id or "",
+        beams=request.use_beam_search,
+        return_token_offsets=bool(request.return_token_offsets),
+        length_penalty=1.0 if request.length_penalty is None else request.length_penalty,
+    )
+
+
+def _check_common(request: Common, num_prompts: int, num_choices: int) -> None:
+    """Refuses fields that do not fit each other, and more sequences than one request may have."""
+    if request.stream_options is not None and not request.stream:
+        raise HttpError(400, "stream_options needs stream: true", "stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise HttpError(400, "prompt_logprobs are not available with stream: true", "prompt_logprobs")
+    if num_prompts * num_choices > MAX_SEQUENCES:
+        text = f"n: {num_prompts} prompts with {num_choices} choices each are more than {MAX_SEQUENCES} in one request"
+        raise HttpError(400, text, "n")
+
+
+def _text_params(request: Common, stops: tuple[str, ...], truncation: int) -> TextParams:
+    """The settings for the detokenizer."""
+    return TextParams(
+        stop=stops,
+        include_stop_str_in_output=request.include_stop_str_in_output,
+        skip_special_tokens=request.skip_special_tokens,
+        spaces_between_special_tokens=request.spaces_between_special_tokens,
+        truncate_prompt_tokens=truncation,
+        truncation_side=request.truncation_side or "left",
+        bad_words=stop_texts.bad_words(request.bad_words or []),
+    )
+
+
+def _at_most(limit: int | None, wanted: int | None) -> int | None:
+    """Lowers max_tokens to what a generation config of the command line allows. vLLM is silent too; `finish_reason` says it."""
+    return min((number for number in (limit, wanted) if number is not None), default=None)
+
+
+def _truncation(request: Common, resolved: Resolved, max_tokens: int | None) -> int:
+    """The number of the prompt's last tokens that stay; 0 keeps all."""
+    wanted = request.truncate_prompt_tokens
+    if wanted == 0:
+        raise HttpError(400, "truncate_prompt_tokens: 0 leaves no prompt", "truncate_prompt_tokens")
+    wanted = wanted or 0
+    return wanted if wanted >= 0 else max(1, resolved.max_model_len - (max_tokens or 1))
+
+
+def _client_names(request: Common) -> dict[str, str]:
+    """A chat has messages where the mesh has a prompt, and may have the newer name of max_tokens."""
+    newer = getattr(request, "max_completion_tokens", None) is not None
+    return {"prompt": "messages", **({"max_tokens": "max_completion_tokens"} if newer else {})}
+
+
+def _num_logprobs(name: str, asked: int | None, request: Common, server: ServerConfig, resolved: Resolved) -> int:
+    """The log-probabilities of each output token: so many of the likeliest, or those of certain tokens; -1: none."""
+    certain = len(set(request.logprob_token_ids or ()))
+    if asked is None:
+        if certain:
+            raise HttpError(400, "logprob_token_ids: needs logprobs", "logprob_token_ids")
+        return -1
+    return certain or _limited(name, asked, server, resolved)
+
+
+def _limited(name: str, value: int, server: ServerConfig, resolved: Resolved) -> int:
+    vocab_size = resolved.spec.vocab_size
+    limit = vocab_size if server.max_logprobs == -1 else server.max_logprobs
+    wanted = vocab_size if value == -1 else value
+    if wanted > limit:
+        raise HttpError(400, f"{name} {value} exceeds the server's limit of {limit} (--max-logprobs)", name)
+    return wanted

@@ -1,0 +1,168 @@
+"""The prompts of a request body, checked in outline, as the mesh takes them. Pure; HttpError names the field at fault.
+
+Called by parse.py and, for /tokenize, by routes.py. What a chat template makes of messages is the detokenizer's to see.
+"""
+
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.openai import limits
+from meshlm.frontend.openai.schema import TokenizeRequest
+from meshlm.protocol.config import Resolved, ServerConfig
+from meshlm.protocol.edges.text import ChatPrompt, EmbedsPrompt, Prompt, TextPrompt, TokenPrompt
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.runtime.errors import RequestError
+from meshlm.runtime.mesh.messages import check_messages, check_template_kwargs, check_tools
+
+MAX_PROMPTS = 2048
+
+
+def token_ids(name: str, ids: list[int], vocab_size: int) -> tuple[int, ...]:
+    """Ids that the vocabulary has, each once; HttpError names the field otherwise."""
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):  # in C: there may be many
+        token = next(token for token in ids if not 0 <= token < vocab_size)
+        raise HttpError(400, f"{name}: token id {token} is outside the vocabulary 0..{vocab_size - 1}", name)
+    return tuple(dict.fromkeys(ids))
+
+
+def of_completion(
+    prompt: Any, add_special: bool, resolved: Resolved, truncates: bool = False, suffix: str = ""
+) -> list[Prompt]:
+    """Text, token ids, or a list of either; text that a suffix follows."""
+    if prompt is None:
+        raise HttpError(400, "prompt: this field is required", "prompt")
+    many = isinstance(prompt, list) and (not prompt or not isinstance(prompt[0], int | float))
+    items = prompt if many else [prompt]
+    if not 1 <= len(items) <= MAX_PROMPTS:
+        raise HttpError(400, f"prompt: give 1 to {MAX_PROMPTS} prompts, got {len(items)}", "prompt")
+    for item in items:
+        if isinstance(item, list):
+            limits.check_num_ids(len(item), truncates, resolved)  # before anything looks at them
+    items.reverse()
+    found = []
+    while items:  # each is freed when it is read: to free millions of numbers at once takes as long as to make them
+        found.append(_prompt(items.pop(), add_special, resolved.spec.vocab_size, suffix))
+    return found
+
+
+def _prompt(item: Any, add_special: bool, vocab_size: int, suffix: str) -> Prompt:
+    if isinstance(item, str):
+        if not item:
+            raise HttpError(400, "prompt: must not be empty", "prompt")
+        return TextPrompt(item, add_special, suffix)
+    if suffix:
+        raise HttpError(400, "suffix: needs a prompt of text", "suffix")
+    if isinstance(item, list) and item and (ids := _whole_numbers(item)) is not None:
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            token_ids("prompt", ids, vocab_size)  # names the first one
+        return TokenPrompt(pack_i32(ids))
+    raise HttpError(400, "prompt: must be text, a list of token ids, or a list of either, none of them empty", "prompt")
+
+
+def of_ids(item: Any, resolved: Resolved, truncates: bool, name: str) -> TokenPrompt | None:
+    """Token ids; None where they are none. HttpError names those that are too many or unknown."""
+    if not isinstance(item, list) or not item:
+        return None
+    limits.check_num_ids(len(item), truncates, resolved)  # before anything looks at them
+    ids = _whole_numbers(item)
+    if ids is None:
+        return None
+    token_ids(name, [min(ids), max(ids)], resolved.spec.vocab_size)
+    return TokenPrompt(pack_i32(ids))
+
+
+def _whole_numbers(items: list[Any]) -> list[int] | None:
+    """The items where all are whole numbers, also as some languages write them: 5.0. No loop in Python for a million ids."""
+    kinds = set(map(type, items))
+    if kinds == {int}:
+        return items
+    if kinds <= {int, float} and all(map(float.is_integer, map(float, items))):
+        return list(map(int, items))
+    return None
+
+
+def of_template(wanted: dict[str, Any], server: ServerConfig) -> dict[str, Any]:
+    """The template's arguments: the server's own give way to the request's."""
+    try:
+        check_template_kwargs(wanted)
+    except RequestError as error:
+        raise HttpError(400, error.message, error.param) from None
+    if not server.default_chat_template_kwargs:
+        return wanted
+    return {**msgspec.json.decode(server.default_chat_template_kwargs), **wanted}
+
+
+def of_chat(
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    chat_template: str | None,
+    template_kwargs: dict[str, Any],
+    server: ServerConfig,
+    *,
+    add_generation_prompt: bool | UnsetType,
+    continue_final_message: bool,
+    add_special_tokens: bool = False,
+    embeds: tuple[EmbedsPrompt, ...] = (),
+) -> ChatPrompt:
+    """Messages and what else the template is given."""
+    if chat_template and not server.trust_request_chat_template:
+        text = "the server takes no template from a request, as one can keep it busy for ever (--trust-request-chat-template)"
+        raise HttpError(400, f"chat_template: {text}", "chat_template")
+    if continue_final_message and add_generation_prompt is True:
+        text = "continue_final_message and add_generation_prompt exclude each other"
+        raise HttpError(400, f"add_generation_prompt: {text}", "add_generation_prompt")
+    check_shapes(messages, tools)
+    return ChatPrompt(
+        messages_json=_json("messages", messages),
+        tools_json=_json("tools", [_deferred(tool) for tool in tools]) if tools else b"",
+        chat_template=chat_template or "",
+        template_kwargs_json=_json("chat_template_kwargs", template_kwargs) if template_kwargs else b"",
+        add_generation_prompt=not continue_final_message if add_generation_prompt is UNSET else add_generation_prompt,
+        continue_final_message=continue_final_message,
+        add_special_tokens=add_special_tokens,
+        embeds=embeds,
+    )
+
+
+def _deferred(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as templates read it: `defer_loading` is the function's, wherever a client says it, as in vLLM."""
+    if tool.get("defer_loading") is None:
+        return tool
+    return {**tool, "function": {"defer_loading": tool["defer_loading"], **tool["function"]}}
+
+
+def check_shapes(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> None:
+    try:
+        check_messages(messages)
+        check_tools(tools or [])
+    except RequestError as error:
+        raise HttpError.of(error.kind, error.message, error.param) from None
+
+
+def _json(field: str, value: Any) -> bytes:
+    try:
+        return msgspec.json.encode(value)
+    except RecursionError:
+        raise HttpError(400, f"{field}: nested too deeply", field) from None
+
+
+def of_tokenize(request: TokenizeRequest, server: ServerConfig) -> Prompt:
+    """POST /tokenize."""
+    if (request.prompt is None) == (request.messages is None):
+        raise HttpError(400, "give either prompt or messages", "prompt")
+    if request.prompt is not None:
+        return TextPrompt(request.prompt, request.add_special_tokens is not False)
+    assert request.messages is not None
+    return of_chat(
+        request.messages,
+        request.tools,
+        request.chat_template,
+        of_template(request.chat_template_kwargs or {}, server),
+        server,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        add_special_tokens=request.add_special_tokens is True,
+    )

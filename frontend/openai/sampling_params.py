@@ -1,0 +1,104 @@
+"""How a request's tokens are drawn. Pure; HttpError names the field at fault. Called by parse.py."""
+
+import math
+from typing import Any
+
+import msgspec
+
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.openai.prompts import token_ids
+from meshlm.frontend.openai.schema import Common
+from meshlm.protocol.config import Resolved
+from meshlm.protocol.edges.text import TextParams
+from meshlm.protocol.sampling import RepetitionDetection, SamplingParams
+
+MAX_ID_DIGITS = 10
+MAX_XARGS_BYTES = 16384
+
+
+def of(request: Common, resolved: Resolved, logprobs: int, prompt_logprobs: int) -> SamplingParams:
+    """The request's own values, else those of the generation config. logprobs, prompt_logprobs: -1 for none."""
+
+    def choose(name: str, neutral: float) -> float:
+        given = getattr(request, name)
+        return float(resolved.generation_defaults.get(name, neutral) if given is None else given)
+
+    vocab_size = resolved.spec.vocab_size
+    return SamplingParams(
+        min_tokens=request.min_tokens or 0,
+        temperature=choose("temperature", 1.0),
+        top_p=choose("top_p", 1.0),
+        top_k=max(0, int(choose("top_k", 0))),
+        min_p=choose("min_p", 0.0),
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=choose("repetition_penalty", 1.0),
+        stop_token_ids=token_ids("stop_token_ids", request.stop_token_ids or [], vocab_size),
+        eos_token_ids=() if request.ignore_eos else resolved.eos_token_ids,
+        logit_bias=_bias(request.logit_bias or {}, vocab_size),
+        allowed_token_ids=_allowed(request.allowed_token_ids, vocab_size),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        logprob_token_ids=token_ids("logprob_token_ids", request.logprob_token_ids or [], vocab_size),
+        repetition_detection=_repetition_detection(request),
+        extra_args=_extra_args(request.vllm_xargs or {}, resolved),
+    )
+
+
+def _repetition_detection(request: Common) -> RepetitionDetection | None:
+    wanted, name = request.repetition_detection, "repetition_detection"
+    if wanted is None or (wanted.max_pattern_size == 0 and wanted.min_pattern_size == 0):
+        return None
+    if wanted.min_pattern_size > wanted.max_pattern_size:
+        raise HttpError(400, f"{name}: min_pattern_size is at most max_pattern_size", name)
+    if wanted.min_count < 2:
+        raise HttpError(400, f"{name}: min_count must be at least 2; one time is no repetition", name)
+    return RepetitionDetection(wanted.max_pattern_size, max(1, wanted.min_pattern_size), wanted.min_count)
+
+
+def _extra_args(given: dict[str, Any], resolved: Resolved) -> dict[str, Any]:
+    """The arguments of logits processors, whose classes are asked later (generation.py)."""
+    if given and not resolved.logits_processors:
+        text = "vllm_xargs: the server has no logits processors that would read them (--logits-processors)"
+        raise HttpError(400, text, "vllm_xargs")
+    if len(msgspec.json.encode(given)) > MAX_XARGS_BYTES:
+        raise HttpError(400, f"vllm_xargs: at most {MAX_XARGS_BYTES} bytes", "vllm_xargs")
+    return given
+
+
+def _allowed(ids: list[int] | None, vocab_size: int) -> tuple[int, ...]:
+    if ids is not None and not ids:
+        raise HttpError(400, "allowed_token_ids: an empty list allows no token", "allowed_token_ids")
+    return token_ids("allowed_token_ids", ids or [], vocab_size)
+
+
+def _bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
+    found = {}
+    for key, value in bias.items():
+        if not (key.isascii() and key.isdecimal() and len(key) <= MAX_ID_DIGITS):
+            raise HttpError(400, f"logit_bias: {key[:20]!r} is no token id", "logit_bias")
+        token_ids("logit_bias", [int(key)], vocab_size)
+        if math.isnan(value):
+            raise HttpError(400, f"logit_bias: that of {key} is no number", "logit_bias")
+        found[int(key)] = min(100.0, max(-100.0, value))  # OpenAI's range
+    return found
+
+
+# Beam search takes the likeliest of the model's own log-probabilities, which these do not change.
+_OF_DRAWS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "eos_token_ids", "logprobs")
+
+
+def check_beams(request: Common, resolved: Resolved, text: TextParams) -> None:
+    """Refuses what the search would not heed, where the client asks for it; a generation config does not ask."""
+    asked = of(request, msgspec.structs.replace(resolved, generation_defaults={}), -1, -1)
+    neutral = SamplingParams()
+    names = [name for name in neutral.__struct_fields__ if name not in _OF_DRAWS]
+    refused = [name for name in names if getattr(asked, name) != getattr(neutral, name)]
+    refused += [name for name in ("stop", "bad_words") if getattr(text, name)]
+    refused += ["prompt_logprobs"] * (request.prompt_logprobs is not None)
+    refused += ["best_of"] * ((getattr(request, "best_of", None) or request.n or 1) != (request.n or 1))
+    refused += ["echo"] * bool(getattr(request, "echo", False) and getattr(request, "logprobs", None) is not None)
+    refused += ["max_tokens"] * (request.max_tokens == 0)
+    if refused:
+        name = {"bad_words_token_ids": "bad_words"}.get(refused[0], refused[0])
+        raise HttpError(400, f"{name}: does not go with use_beam_search", name)

@@ -1,0 +1,150 @@
+"""One turn of an assistant, for endpoints whose answers are a list of things said: reasoning, text, tool calls. Pure.
+
+generation.py makes it where it makes a chat's answer; what the things look like is the `TurnFormat`'s: messages/format.py,
+responses_api/format.py.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.reading import Reader, Said
+from meshlm.frontend.openai.responses import Response
+from meshlm.frontend.requests.choice import NO_DETAILS, Choice, RowDetails
+from meshlm.protocol.edges.text import Finished, PositionLogprobs
+from meshlm.protocol.wire.ids import FinishReason
+
+Json = dict[str, Any]
+
+
+class TurnFormat(Protocol):
+    """An endpoint's form of a turn. Events that are to be sent are taken from `events` after each row."""
+
+    events: list[bytes]
+    last_events: bytes  # that a stream's answer ends with, once the answer is stored where it is to be
+
+    def begin(self, turn: "TurnResponse") -> None: ...
+    def reasoning(self, text: str) -> None: ...
+    def text(self, text: str) -> None: ...
+    def logprobs(self, positions: list[PositionLogprobs]) -> None:
+        """Log-probabilities of the tokens of the text that follows."""
+        ...
+
+    def call(self, call: Json) -> None:
+        """A tool call in the form of OpenAI's deltas: one with a new index begins it, more of the same index has more arguments."""
+        ...
+
+    def end(self, turn: "TurnResponse", finished: Finished) -> None: ...
+    def failed(self, turn: "TurnResponse", error: HttpError) -> bytes:
+        """The events of a stream that cannot go on."""
+        ...
+
+    def body(self, turn: "TurnResponse") -> bytes: ...
+
+
+class Blocks:
+    """Hands what was said to a format, without white space that stands alone: between reasoning and a call, say, where a client that
+    sends the turn back would be refused an empty text. An answer that is nothing else keeps it."""
+
+    def __init__(self, form: TurnFormat) -> None:
+        self._form, self._space = form, ""
+        self._in_text = self._has_said = False
+
+    def said(self, said: Said) -> None:
+        if said.reasoning:
+            self._in_text = False
+            self._form.reasoning(said.reasoning)
+        calls = list(said.calls)
+        if calls and "id" not in calls[0]:  # the end of a call stands before the text that came with it
+            self._form.call(calls.pop(0))
+        if said.content:
+            self._text(said.content)
+        for call in calls:
+            self._in_text, self._has_said, self._space = False, True, ""
+            self._form.call(call)
+
+    def _text(self, text: str) -> None:
+        if not self._in_text:
+            self._space += text
+            if not self._space.strip():
+                return
+            text, self._space = self._space, ""
+            self._in_text = self._has_said = True
+        self._form.text(text)
+
+    def finish(self) -> None:
+        """No more follows."""
+        if self._space and not self._has_said:
+            self._form.text(self._space)
+
+
+class TurnResponse(Response):
+    """The answer to one request for one turn, streamed or whole."""
+
+    def __init__(
+        self,
+        ask: ParsedRequest,
+        request_id: str,
+        created: int,
+        model: str,
+        on_end: Callable[[], None],
+        write: Callable[[bytes], None] | None,
+        form: TurnFormat,
+    ) -> None:
+        super().__init__(ask, request_id, created, model, on_end)
+        self._form, self._write = form, write
+        self._blocks = Blocks(form)
+        self._reader: Reader | None = None
+        self.raw: list[str] = []  # the text of all tokens, where it is to be shown
+        self.num_reasoning_tokens = 0  # of the output, up to the last that brought reasoning
+
+    def row(self, choice: Choice, num_tokens: int, text: str, details: RowDetails | None) -> None:
+        details = details or NO_DETAILS
+        finished = details.finished
+        if self.is_refused:
+            return
+        self.note(choice, details)
+        if finished is not None and finished.reason is FinishReason.ERROR:
+            self.ended()
+            return
+        if self._reader is None:
+            self._reader = Reader(self.ask, self.request_id, choice.index)
+            self._form.begin(self)
+        if details.logprobs and not self.ask.hides_tokens:
+            self._form.logprobs(details.logprobs)
+        if self.ask.return_prompt_text:
+            self.raw.append(text)
+        said = self._reader.push(text, last=finished is not None)
+        if said.reasoning:
+            self.num_reasoning_tokens = len(choice.token_ids)
+        self._blocks.said(said)
+        if finished is not None:
+            self._blocks.finish()
+            self._form.end(self, finished)
+        self._send()
+        if finished is not None:
+            self.ended()
+
+    def _send(self) -> None:
+        """Sends all that a row brought in one piece."""
+        events = self._form.events
+        if self._write is not None and events:
+            self._write(b"".join(events))
+        events.clear()
+
+    @staticmethod
+    def now() -> int:
+        return int(time.time())
+
+    def num_output_tokens(self) -> int:
+        return sum(len(choice.token_ids) for choice in self.choices)
+
+    def body(self) -> bytes:
+        """The JSON answer; call after the end, when `error` is None."""
+        return self._form.body(self)
+
+    def last_events(self) -> bytes:
+        """The events that a stream ends with: those that the format kept for it, or the error."""
+        return self._form.last_events if self.error is None else self._form.failed(self, self.error)

@@ -1,0 +1,1 @@
+"""Routes for who operates a server."""

@@ -1,0 +1,357 @@
+"""One completion, from the parsed request to the last byte of its answer: submitted, awaited or streamed, and closed.
+
+Called by routes.py's routes; what outlives the request is the process's (`Backend`, io.py).
+"""
+
+import asyncio
+import contextlib
+import random
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response as HttpResponse
+
+from meshlm.frontend.dashboard.feed import Feed
+from meshlm.frontend.http.answer_headers import NAME
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.rate_limits import RateLimits
+from meshlm.frontend.http.server import ByteBudget, EventWriter
+from meshlm.frontend.openai import parse
+from meshlm.frontend.openai.fingerprint import system_fingerprint
+from meshlm.frontend.openai.responses import Response, WholeResponse, trace_headers
+from meshlm.frontend.openai.stream_response import StreamResponse
+from meshlm.frontend.openai.turn import TurnResponse
+from meshlm.frontend.operator import operating
+from meshlm.frontend.requests import retry, submits
+from meshlm.frontend.requests.beams import Search
+from meshlm.frontend.requests.choice import Choice
+from meshlm.frontend.requests.interval import Interval
+from meshlm.frontend.requests.pacing import Pace, most_waiting
+from meshlm.frontend.requests.poison import PoisonBodies
+from meshlm.frontend.speech.stream import SpeechStream
+from meshlm.frontend.vectors.answers import VectorsResponse
+from meshlm.protocol.config import MeshConfig, Resolved
+from meshlm.protocol.edges.text import Detokenize, DetokenizeReply, Submit, Tokenize, TokenizeReply
+from meshlm.protocol.tasks import GENERATE
+from meshlm.protocol.wire.ids import ErrorKind, Handle
+from meshlm.runtime import logits_processors
+from meshlm.runtime.errors import RequestError
+from meshlm.runtime.io_processors import IOProcessor
+from meshlm.runtime.process.figures import Figures
+
+WRONG_RUNNER = "this server gives vectors, and no text (--runner)"
+Prepared = TypeVar("Prepared")
+MANY_CHOICES = 256  # whose answer is written away from the loop
+
+
+class Backend(operating.Operates, Protocol):
+    """The part of the process (io.py) that the routes use."""
+
+    config: MeshConfig
+    resolved: Resolved
+    version: str
+
+    def not_ready_reason(self) -> str: ...
+    def blocked(self) -> str: ...
+    def refusal(self, *, attaches: bool) -> str: ...
+    def refused(self, error: HttpError, seconds: float = 0.0) -> None: ...
+    async def wait_serving(self) -> str: ...
+
+    draws: random.Random  # of seeds, for requests without one
+    rates: RateLimits
+    io_processor: IOProcessor | None
+    feed: Feed
+    poison: PoisonBodies
+    figures: Figures
+
+    def admit(self, ask: parse.ParsedRequest) -> int: ...
+    def release(self, cost: int) -> None: ...
+    def new_handle(self) -> Handle: ...
+    def open(self, choices: list[Choice], submit: Submit) -> None: ...
+    def close(self, choices: list[Choice]) -> None: ...
+    async def moved(self) -> None: ...
+    async def ask(self, message: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply: ...
+    def ignored(self, unknown_fields: tuple[str, ...], path: str) -> None: ...
+    def done(self, answer: Response, started: float, path: str, status: int) -> None: ...
+    async def load(self) -> int: ...
+    async def is_paused(self) -> bool: ...
+    def change(self, values: dict[str, str | int | float]) -> None: ...
+    async def metrics(self) -> bytes: ...
+
+
+WholeAnswer = WholeResponse | TurnResponse | VectorsResponse
+StreamAnswer = StreamResponse | TurnResponse | SpeechStream
+
+
+class Form(NamedTuple):
+    """The form of an endpoint's answers, whole and streamed. Both are made of the request, its id, when it came, the model's name and
+    what to call at the end; the streamed one also of what writes its events, and of what the client has of them."""
+
+    whole: Callable[[parse.ParsedRequest, str, int, str, Callable[[], None]], WholeAnswer]
+    stream: Callable[
+        [parse.ParsedRequest, str, int, str, Callable[[], None], Callable[[bytes], None], retry.Progress | None],
+        StreamAnswer,
+    ]
+    id_headers: tuple[str, ...] = ("X-Request-Id",)  # with the name of the request
+    named_by_header: bool = True  # a client's X-Request-Id is in the answer's id
+    before_end: Callable[[], Awaitable[None]] | None = (
+        None  # awaited when all is said, before the client has the end of it
+    )
+    # Awaited once the request is admitted, with its id and its rank: the request that is to be sent.
+    before_start: Callable[[parse.ParsedRequest, str, int], Awaitable[parse.ParsedRequest]] | None = None
+
+
+OPENAI = Form(WholeResponse, StreamResponse)
+
+
+class Generation:
+    """See the module docstring."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._fingerprint = system_fingerprint(backend.config, backend.version)
+        self.unsent = ByteBudget(backend.config.server.max_unsent_bytes)
+        self._processors: list[type[Any]] | None = None  # classes; None: not imported yet
+
+    async def answer(
+        self,
+        request: Request,
+        ask: parse.ParsedRequest,
+        model: str,
+        prefix: str,
+        again: retry.IdempotencyKey | None,
+        form: Form = OPENAI,
+    ) -> HttpResponse | None:
+        """The answer of one request; None when the client left before its end."""
+        backend = self._backend
+        if (ask.task is GENERATE) != (backend.resolved.pooling is None):
+            raise HttpError(404, WRONG_RUNNER, kind="not_found_error")
+        if reason := backend.refusal(attaches=again is not None) or await backend.wait_serving():
+            raise HttpError(503, reason, kind="overloaded_error")
+        ask = self.permitted(ask, request.scope.get("meshlm.key", ""))
+        if names := backend.resolved.logits_processors:
+            await self._check_processors(names, ask)
+        cost = backend.admit(ask)
+        try:
+            return await self._answered(request, ask, model, prefix, again, form)
+        finally:
+            backend.release(cost)
+
+    def permitted(self, ask: parse.ParsedRequest, api_key: str) -> parse.ParsedRequest:
+        """What the server lets this key ask for. HttpError."""
+        return submits.permitted(ask, api_key, self._backend.config)
+
+    async def _answered(
+        self,
+        request: Request,
+        ask: parse.ParsedRequest,
+        model: str,
+        prefix: str,
+        again: retry.IdempotencyKey | None,
+        form: Form,
+    ) -> HttpResponse | None:
+        backend = self._backend
+        header = request.headers.get("x-request-id") if form.named_by_header else ""
+        name = again.key if again else header or ask.request_id or uuid.uuid4().hex
+        request_id = prefix + name[:128]
+        shown = request.headers.get("x-request-id") or request_id  # a client's own name comes back as it was
+        request.scope.get(NAME, [""])[0] = shown  # also of a refusal
+        started, created = time.monotonic(), int(time.time())
+        end = asyncio.Event()
+        writer = EventWriter(dict(request.scope), request.scope["meshlm.send"], self.unsent)
+        answer: WholeAnswer | StreamAnswer
+        has = submits.position(ask, again)
+        if ask.stream:
+            progress = retry.Progress(has) if has else None
+            answer = form.stream(ask, request_id, created, model, end.set, writer.write, progress)
+        else:
+            answer = form.whole(ask, request_id, created, model, end.set)
+        answer.trace_headers = trace_headers(request.headers)
+        rank = submits.dp_rank(request.headers)
+        status = 200
+        opened: list[Choice] = []
+        asking: asyncio.Future[None] | None = None  # asks for more while the answer is made
+        try:
+            if form.before_start is not None:
+                prepared = await _unless_disconnected(request, form.before_start(ask, request_id, rank))
+                if prepared is None:
+                    status = 499
+                    return None
+                ask = answer.ask = prepared
+            asked = await self.submits_of(answer, ask, rank, again, has.cuts if has is not None else ())
+            if ask.beams or len(asked) > 1:
+                asks = self._search(answer, ask, rank, end) if ask.beams else self._open(asked, opened)
+                asking = asyncio.ensure_future(asks)
+            if asking is None:
+                opened += answer.choices
+                backend.open(*asked[0])
+            if ask.stream:
+                return await self._stream(request, answer, writer, end, form, shown)  # type: ignore[arg-type]
+            if not await _ended_before_disconnect(request, end):
+                status = 499
+                return None
+            if ask.beams and asking is not None:
+                await asking
+            if answer.error is not None:
+                raise answer.error
+            if form.before_end is not None:
+                await form.before_end()
+            # A quarter of a second, for as many as there may be.
+            long = ask.logprobs >= 0 or ask.prompt_logprobs >= 0 or len(answer.choices) > MANY_CHOICES
+            content = await asyncio.to_thread(answer.body) if long else answer.body()  # type: ignore[union-attr]
+            headers = dict.fromkeys(form.id_headers, shown) | answer.headers
+            return HttpResponse(content, media_type=answer.media_type, headers=headers)
+        except HttpError as error:
+            status = error.status
+            raise
+        finally:
+            if asking is not None:
+                asking.cancel()
+            backend.close(opened)
+            backend.done(answer, started, request.url.path, status)
+
+    async def _open(self, asked: list[tuple[list[Choice], Submit]], opened: list[Choice]) -> None:
+        """Ask for each prompt's choices, which `opened` gets, as those before them begin."""
+        pace = Pace(most_waiting(self._backend.config))
+        for choices, submit in asked:
+            while not pace.room(len(choices)):
+                await self._backend.moved()
+            opened += choices
+            self._backend.open(choices, submit)
+            pace.asked(choices)
+            await asyncio.sleep(0)  # a large request takes its turn with others' tokens
+
+    async def submits_of(
+        self,
+        answer: WholeAnswer | StreamAnswer,
+        ask: parse.ParsedRequest,
+        rank: int,
+        again: retry.IdempotencyKey | None,
+        cuts: tuple[int, ...],
+    ) -> list[tuple[list[Choice], Submit]]:
+        """The Submits of an answer, whose choices are there afterwards. `cuts`: by choice, what the client has."""
+        backend = self._backend
+        answer.fingerprint = self._fingerprint
+        answer.tells_times = backend.config.server.enable_per_request_metrics
+        asked: list[tuple[list[Choice], Submit]] = []
+        for one in submits.build_each(answer, ask, backend.new_handle, rank, again, cuts, backend.draws):
+            asked.append(one)
+            if len(ask.prompts) > 1:
+                await asyncio.sleep(0)  # a large request takes its turn with others' tokens
+        if ask.stream and (interval := backend.config.server.stream_interval) > 1:
+            spaced = Interval(answer, interval)
+            for choice in answer.choices:
+                choice.sink = spaced
+        return asked
+
+    async def _check_processors(self, names: tuple[str, ...], ask: parse.ParsedRequest) -> None:
+        """Asks the logits processors whether they take the request; their classes are imported for the first one."""
+        try:
+            if self._processors is None:
+                self._processors = await asyncio.to_thread(logits_processors.loaded, names)
+            logits_processors.check(self._processors, ask.sampling)
+        except RequestError as error:
+            raise HttpError.of(error.kind, error.message, error.param) from None
+        except logits_processors.ProcessorError as error:
+            raise HttpError.of(ErrorKind.INTERNAL, str(error)) from None
+
+    async def _search(
+        self,
+        answer: WholeAnswer | StreamAnswer,
+        ask: parse.ParsedRequest,
+        rank: int,
+        end: asyncio.Event,
+    ) -> None:
+        """Fills in the answer of a beam search, or its error."""
+        try:
+            await Search(self._backend, ask, answer.request_id, rank).fill(answer)
+        except HttpError as error:
+            answer.error = error
+        finally:
+            end.set()
+
+    async def _stream(
+        self,
+        request: Request,
+        answer: StreamAnswer,
+        writer: EventWriter,
+        end: asyncio.Event,
+        form: Form,
+        shown: str,
+    ) -> HttpResponse | None:
+        """Start with the first news, so that a refusal still has its HTTP status."""
+        names = [(name.lower().encode(), shown.encode("latin-1", "replace")) for name in form.id_headers]
+        pump = asyncio.ensure_future(_first_then_pump(writer, names))
+        try:
+            if not await _ended_before_disconnect(request, end):
+                return None
+            if not writer.started and answer.error is not None:
+                raise answer.error
+            if form.before_end is not None and answer.error is None:
+                try:
+                    await form.before_end()
+                except HttpError as error:  # the stream has begun: it says so
+                    answer.error = error
+            pump.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await pump
+            if not writer.started:
+                await writer.start(names)
+            if events := answer.last_events():
+                writer.write(events)
+            await writer.finish()
+            return AlreadySent()
+        finally:
+            pump.cancel()
+            writer.release()
+
+
+async def _first_then_pump(writer: EventWriter, headers: list[tuple[bytes, bytes]]) -> None:
+    """Send the headers when the first event waits, then whatever the socket could not take."""
+    await writer._wake.wait()
+    await writer.start(headers)
+    await writer.pump()
+
+
+async def _ended_before_disconnect(request: Request, end: asyncio.Event) -> bool:
+    """Wait for the end of the answer; False when the client leaves first."""
+    ended = asyncio.ensure_future(end.wait())
+    left = asyncio.ensure_future(disconnected(request))
+    try:
+        await asyncio.wait({ended, left}, return_when=asyncio.FIRST_COMPLETED)
+        return ended.done()
+    finally:
+        ended.cancel()
+        left.cancel()
+
+
+async def _unless_disconnected(request: Request, work: Awaitable[Prepared]) -> Prepared | None:
+    """What the work gives; None, and no more of it is done, when the client leaves first."""
+    done = asyncio.ensure_future(work)
+    left = asyncio.ensure_future(disconnected(request))
+    try:
+        await asyncio.wait({done, left}, return_when=asyncio.FIRST_COMPLETED)
+        if done.done():
+            return done.result()
+        done.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await done  # it ends what it has begun
+        return None
+    finally:
+        done.cancel()
+        left.cancel()
+
+
+async def disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class AlreadySent(HttpResponse):
+    """The response went out through the EventWriter."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Nothing is left to send."""

@@ -1,0 +1,169 @@
+"""POST /generative_scoring: how likely a model that writes text goes on behind each item with a certain token, as vLLM answers it.
+
+Each item makes a prompt with the query, whose next token's log-probabilities are asked for. Called by routes.py's table of routes.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.responses import Response as HttpResponse
+
+from meshlm.frontend.http import bodies
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.openai import limits, prompts
+from meshlm.frontend.openai.answer_fields import ANSWER, PROMPT
+from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.responses import WholeResponse
+from meshlm.frontend.openai.schema import MAX_LOGPROB_IDS, RequestName, TokenId
+from meshlm.frontend.openai.stream_response import StreamResponse
+from meshlm.frontend.rendering.routes import Parsed, Reads
+from meshlm.frontend.requests import retry
+from meshlm.frontend.requests.generation import Form, Generation
+from meshlm.protocol.config import Resolved
+from meshlm.protocol.edges.text import JoinedPrompt, PositionLogprobs, TextParams, TextPrompt, TokenPrompt
+from meshlm.protocol.sampling import SamplingParams
+
+_encode = msgspec.json.Encoder().encode
+Items = Annotated[list[str | list[int]], Meta(min_length=1, max_length=prompts.MAX_PROMPTS)]
+
+
+class GenerativeScoringRequest(Struct, frozen=True, kw_only=True):
+    """POST /generative_scoring. Each item is put behind the query, or before it, and the score is the likelihood that the first of
+    label_token_ids comes next: among these alone, or without apply_softmax among all tokens."""
+
+    changes: ClassVar[tuple[str, ...]] = (PROMPT, ANSWER)
+
+    query: str | list[int]
+    items: Items
+    label_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_LOGPROB_IDS)]
+    model: str | None = None
+    apply_softmax: bool = True
+    item_first: bool = False
+    add_special_tokens: bool = True  # around the query, where it is text; items have none
+    priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] = 0
+    request_id: RequestName | None = None
+
+
+class GenerativeScore(Struct):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoringUsage(Struct):
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: None
+
+
+class GenerativeScoringResponse(Struct):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[GenerativeScore]
+    usage: ScoringUsage
+
+
+def parse(body: GenerativeScoringRequest, unknown: tuple[str, ...], resolved: Resolved) -> ParsedRequest:
+    """A prompt for each item. One that is too long for the context loses its end, as in vLLM."""
+    labels = prompts.token_ids("label_token_ids", body.label_token_ids, resolved.spec.vocab_size)
+    query = _part("query", body.query, body.add_special_tokens, resolved)
+    asked = []
+    for item in body.items:
+        part = _part("items", item, False, resolved)
+        if not item and not body.query:
+            raise HttpError(400, "items: an empty item needs a query that is not empty", "items")
+        prompt = JoinedPrompt((part, query) if body.item_first else (query, part))
+        limits.check_prompt(prompt, True, resolved)
+        asked.append(prompt)
+    return ParsedRequest(
+        prompts=list(asked),
+        sampling=SamplingParams(temperature=0.0, logprobs=len(labels), logprob_token_ids=labels),
+        seed=0,
+        text=TextParams(truncate_prompt_tokens=max(1, resolved.max_model_len - 1), truncation_side="right"),
+        max_tokens=1,
+        num_choices=1,
+        num_returned=1,
+        stream=False,
+        include_usage=True,
+        continuous_usage=False,
+        echo=False,
+        logprobs=len(labels),
+        prompt_logprobs=-1,
+        return_token_ids=False,
+        priority=body.priority,
+        cache_salt="",
+        timeout_s=0.0,
+        is_chat=False,
+        unknown_fields=unknown,
+        client_names={"prompt": "items"},
+        request_id=body.request_id or "",
+    )
+
+
+def _part(name: str, given: str | list[int], special: bool, resolved: Resolved) -> TextPrompt | TokenPrompt:
+    if isinstance(given, str):
+        return TextPrompt(given, special)
+    if not given:
+        return TokenPrompt(b"")
+    found = prompts.of_ids(given, resolved, True, name)
+    assert found is not None  # whole numbers, as the schema says
+    return found
+
+
+def score_of(position: PositionLogprobs, labels: Sequence[int], *, apply_softmax: bool) -> float:
+    """The likelihood of the first label, among all labels with apply_softmax."""
+    found = {token.token_id: token.logprob for token in (*position.top, position.token)}
+    first = found[labels[0]]
+    if not apply_softmax:
+        return math.exp(first)
+    most = max(found[label] for label in labels)
+    if most == -math.inf:  # all are masked
+        return 1.0 / len(labels)
+    return math.exp(first - most) / sum(math.exp(found[label] - most) for label in labels)
+
+
+class ScoringResponse(WholeResponse):
+    """The answer, whose choices are the items' in order."""
+
+    def __init__(self, *arguments: Any, apply_softmax: bool) -> None:
+        super().__init__(*arguments)
+        self._apply_softmax = apply_softmax
+
+    def body(self) -> bytes:
+        labels = self.ask.sampling.logprob_token_ids
+        scores = [
+            score_of(self._logprobs[choice.index][0], labels, apply_softmax=self._apply_softmax)
+            for choice in self.choices
+        ]
+        data = [GenerativeScore(place, "score", score) for place, score in enumerate(scores)]
+        usage = self.usage()
+        told = ScoringUsage(usage["prompt_tokens"], usage["total_tokens"], usage["completion_tokens"], None)
+        return _encode(GenerativeScoringResponse(self.request_id, "list", self.created, self.model, data, told))
+
+
+class Scoring:
+    """The route."""
+
+    def __init__(self, resolved: Resolved, generation: Generation, reads: Reads) -> None:
+        self._resolved, self._generation, self._reads = resolved, generation, reads
+
+    async def score(self, request: Request) -> HttpResponse | None:
+        """POST /generative_scoring."""
+        (ask, model, again), apply_softmax = await self._reads.read(request, self._read)
+        form = Form(partial(ScoringResponse, apply_softmax=apply_softmax), StreamResponse)
+        return await self._generation.answer(request, ask, model, "generative-scoring-", again, form)
+
+    def _read(self, request: Request, raw: bytes) -> tuple[Parsed, bool]:
+        longest = max(bodies.MAX_IN_LIST, self._resolved.max_model_len)
+        body, unknown = bodies.decode(raw, GenerativeScoringRequest, longest=longest)
+        model = self._reads.check_model(body.model)
+        again: retry.IdempotencyKey | None = self._reads.again(request, raw)
+        return (parse(body, unknown, self._resolved), model, again), body.apply_softmax

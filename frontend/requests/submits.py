@@ -1,0 +1,127 @@
+"""What one HTTP request sends to the mesh: its Submits, their names and seeds. Called by generation.py.
+
+Without an Idempotency-Key names and seeds are drawn here; with one they are made from it, and so the same each time.
+"""
+
+import hashlib
+import random
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
+
+import msgspec
+
+from meshlm.frontend.http.errors import NO_AUDIO, HttpError
+from meshlm.frontend.openai import parse
+from meshlm.frontend.requests import retry
+from meshlm.frontend.requests.choice import Choice
+from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.edges.text import AudioPrompt, Retry, Submit
+from meshlm.protocol.tasks import Pool
+from meshlm.protocol.wire.ids import Handle, RequestId
+from meshlm.protocol.wire.parts import joined
+
+
+class Answer(Protocol):
+    """What is to have the choices: an answer, or a step of a search."""
+
+    request_id: str
+    choices: list[Choice]
+
+
+NO_TEXTS = "this server's model transcribes audio (/v1/audio/transcriptions), and takes no texts"
+_OF_THE_SYSTEM = random.SystemRandom()
+
+
+def draws_of(seed: int | None, index: int) -> random.Random:
+    """The generator of seeds of HTTP process `index`: the same from each start on with --seed, otherwise chance."""
+    return _OF_THE_SYSTEM if seed is None else random.Random(f"{seed} {index}")
+
+
+def position(ask: parse.ParsedRequest, again: retry.IdempotencyKey | None) -> retry.Position | None:
+    """The place where the client's stream goes on; None for an answer without event ids."""
+    num_choices = len(ask.prompts) * ask.num_choices
+    if again is None or not ask.stream or num_choices > retry.MAX_CHOICES:
+        return None
+    return retry.parse(again.last_id, num_choices)
+
+
+def build_each(
+    answer: Answer,
+    ask: parse.ParsedRequest,
+    new_handle: Callable[[], Handle],
+    rank: int,
+    again: retry.IdempotencyKey | None = None,
+    cuts: tuple[int, ...] = (),
+    draws: random.Random = _OF_THE_SYSTEM,
+) -> Iterator[tuple[list[Choice], Submit]]:
+    """One Submit per prompt, with a Choice for each sequence; fills answer.choices. `cuts`: by choice, what the client has. `draws`:
+    the seeds of prompts to which the client gives none. None may be sent before the last is built: an answer ends with its choices."""
+    if again is not None:
+        draws = random.Random(again.seed)
+    now = time.time()
+    for prompt_index, prompt in enumerate(ask.prompts):
+        seed = draws.getrandbits(63) if ask.seed is None else ask.seed
+        handles = tuple(new_handle() for _ in range(ask.num_choices))
+        first = prompt_index * ask.num_choices
+        unique = "" if again else f"-{uuid.uuid4().hex[:8]}"
+        names = tuple(RequestId(f"{answer.request_id}{unique}-{first + i}") for i in range(ask.num_choices))
+        mine = cuts[first : first + ask.num_choices]
+        submit = Submit(
+            handles=handles,
+            request_ids=names,
+            prompt=prompt,
+            sampling=msgspec.structs.replace(ask.sampling, seed=seed),
+            text=ask.text,
+            max_tokens=ask.max_tokens,
+            cap_max_tokens=ask.cap_max_tokens,
+            want_ids=ask.return_token_ids
+            or (ask.echo and ask.tokens_as_ids)
+            or (isinstance(ask.task, Pool) and ask.task.needs_prompt_ids),
+            want_text=ask.echo or ask.return_prompt_text,
+            priority=ask.priority,
+            cache_salt=ask.cache_salt,
+            arrival_s=now,
+            deadline_s=now + ask.timeout_s if ask.timeout_s else 0.0,
+            dp_rank=rank,
+            retry=Retry(again.key, again.body, mine) if again else None,
+            task=ask.task,
+        )
+        choices = []
+        for i, (handle, name) in enumerate(zip(handles, names, strict=True)):
+            # Its own Submit, for the case that it must be continued alone.
+            sampling = msgspec.structs.replace(ask.sampling, seed=(seed + i) & 0x7FFF_FFFF_FFFF_FFFF)
+            mark = Retry(again.key, again.body, mine[i : i + 1]) if again else None
+            own = msgspec.structs.replace(submit, handles=(handle,), request_ids=(name,), sampling=sampling, retry=mark)
+            choices.append(Choice(answer, first + i, prompt_index, own, handle))  # type: ignore[arg-type]
+        answer.choices += choices
+        yield choices, submit
+
+
+def permitted(ask: parse.ParsedRequest, api_key: str, config: MeshConfig) -> parse.ParsedRequest:
+    """What a server with this configuration lets a key ask for. HttpError."""
+    transcribes = config.resolved is not None and config.resolved.speech is not None
+    if transcribes != any(isinstance(prompt, AudioPrompt) for prompt in ask.prompts):
+        raise HttpError(404, NO_TEXTS if transcribes else NO_AUDIO, kind="not_found_error")
+    if ask.priority and config.scheduler.scheduling_policy != "priority":
+        raise HttpError(400, "priority: requests wait in order of arrival (--scheduling-policy)", "priority")
+    server = config.server
+    several = len(server.api_key) + len(server.admin_api_key) > 1 or bool(server.api_key_file)
+    salt = salt_of(api_key, ask.cache_salt) if several and config.cache.prefix_caching_per_key else ask.cache_salt
+    return ask._replace(cache_salt=salt, api_key=api_key)
+
+
+def salt_of(api_key: str, cache_salt: str) -> str:
+    """The salt of the prefixes of one API key: `cached_tokens`, and the time to the first token, tell it nothing of another key's."""
+    return hashlib.sha256(joined(api_key.encode(), cache_salt.encode())).hexdigest()[:32]
+
+
+def dp_rank(headers: Mapping[str, str]) -> int:
+    """The rank that the client chose; -1: none."""
+    value = headers.get("x-data-parallel-rank")
+    if value is None:
+        return -1
+    if not value.isdecimal() or len(value) > 6:
+        raise HttpError(400, f"X-data-parallel-rank: {value!r} is no rank number", "X-data-parallel-rank")
+    return int(value)

@@ -1,0 +1,1 @@
+"""The table of routes, what each does, and its documentation."""

@@ -1,0 +1,263 @@
+"""What the types of schema.py do not say of a body, in JSON schema: shapes of messages and tools, limits, and what this server has.
+
+Called by openapi.py. What parse.py, messages.py and prompts.py check is written down here again for readers; the test with schemathesis
+holds that requests made from it are served.
+"""
+
+from typing import Any
+
+from msgspec import Struct
+
+from meshlm.frontend.messages import request_schema as anthropic
+from meshlm.frontend.openai.schema import MAX_BAD_WORDS, MAX_LOGPROB_IDS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, MAX_TOKENS
+from meshlm.frontend.responses_api import request_schema as responses_api
+from meshlm.frontend.speech import request_schema as speech
+from meshlm.runtime.mesh.messages import NEED_CONTENT, PARTS
+from meshlm.runtime.structured_outputs import MAX_CHOICES as MAX_CHOICES_OF_TEXT
+
+Json = dict[str, Any]
+OF_TOKENS = ("GenerateRequest", "DerenderChatRequest", "DerenderCompletionRequest")
+_TEXT: Json = {"type": "string", "minLength": 1}
+_NULL: Json = {"type": "null"}
+
+
+class Served(Struct, frozen=True):
+    """The features of this server that the schema depends on."""
+
+    names: tuple[str, ...]
+    vocab_size: int
+    max_logprobs: int
+    takes_tools: bool
+    takes_templates: bool
+    takes_priorities: bool
+    tells_reasoning: bool = False
+    takes_embeds: bool = False
+
+
+OF_INPUTS = ("EmbeddingRequest", "PoolingRequest", "ClassificationRequest")  # of a server that gives vectors
+
+
+def refine(schemas: Json, served: Served) -> None:
+    """Say it of the bodies among these schemas."""
+    refined = {
+        name: _fields(served)
+        for name in ("ChatRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest", *OF_TOKENS)
+    }
+    refined["BatchChatRequest"] = _fields(served) | {
+        "messages": _conversations(), "tools": _NULL, "prompt_logprobs": _NULL
+    }  # fmt: skip
+    no_budget: Json = {"thinking_token_budget": {"enum": [-1, None]}}
+    for name in (
+        ["CompletionRequest"] if served.tells_reasoning else ["CompletionRequest", "ChatRequest", "BatchChatRequest"]
+    ):
+        refined[name] |= no_budget
+    refined["CompletionRequest"] |= {"prompt": _prompt(served), "logprobs": _up_to(served.max_logprobs)}
+    if served.takes_embeds:
+        refined["ChatRequest"]["messages"] = {"type": "array", "minItems": 1, "items": _message(takes_embeds=True)}
+    else:
+        refined["CompletionRequest"]["prompt_embeds"] = _NULL
+    of_messages = anthropic.fields(
+        served.names,
+        takes_tools=served.takes_tools,
+        tells_reasoning=served.tells_reasoning,
+        takes_priorities=served.takes_priorities,
+    )
+    refined |= {"MessagesRequest": of_messages, "CountTokensRequest": of_messages}
+    refined["ResponsesRequest"] = responses_api.fields(
+        served.names, served.max_logprobs, takes_tools=served.takes_tools, takes_priorities=served.takes_priorities
+    )
+    refined |= responses_api.of_conversations()
+    speech.refine(schemas, served.names, takes_priorities=served.takes_priorities)
+    refined["ResponsesRequest"]["structured_outputs"] = _or_null(*_constraints())
+    either: Json = {"anyOf": [_TEXT, _ids(served, 1)]}
+    items = {"type": "array", "items": either, "minItems": 1, "maxItems": 2048}
+    labels = {**_ids(served, 1), "maxItems": MAX_LOGPROB_IDS}
+    refined["GenerativeScoringRequest"] = _fields(served) | {"query": either, "items": items, "label_token_ids": labels}
+    for name in OF_INPUTS:
+        refined[name] = _fields(served) | {"input": _prompt(served), "messages": True}
+    for name, fields in refined.items():
+        if name in schemas:
+            properties = schemas[name]["properties"]
+            properties.update({field: schema for field, schema in fields.items() if field in properties})
+    if "ChatRequest" in schemas:
+        _describe(
+            schemas["ChatRequest"],
+            "stream_options needs stream: true; top_logprobs and logprob_token_ids need logprobs: true.",
+        )
+    if "CompletionRequest" in schemas:
+        schemas["CompletionRequest"]["required"] = [] if served.takes_embeds else ["prompt"]
+        text = "stream_options needs stream: true; max_tokens 0 needs echo: true; best_of is at least n"
+        _describe(schemas["CompletionRequest"], f"{text}; logprob_token_ids needs logprobs.")
+    if "ResponsesRequest" in schemas:
+        schemas["ResponsesRequest"]["required"] = ["input"]
+    for name in OF_INPUTS:
+        if name in schemas:
+            schemas[name]["oneOf"] = [_given("input", "messages"), _given("messages", "input")]
+    if "TokenizeRequest" in schemas:
+        schemas["TokenizeRequest"]["oneOf"] = [_given("prompt", "messages"), _given("messages", "prompt")]
+    if "DetokenizeRequest" in schemas:
+        schemas["DetokenizeRequest"]["properties"]["tokens"] = _ids(served, 0)
+
+
+def _describe(schema: Json, text: str) -> None:
+    schema["description"] = f"{schema.get('description', '')} {text}".strip()
+
+
+def _given(name: str, other: str) -> Json:
+    return {"required": [name], "properties": {name: {"not": _NULL}, other: _NULL}}
+
+
+def _fields(served: Served) -> Json:
+    """The schemas of fields by name, the same in all bodies that have them."""
+    stop = {**_TEXT, "maxLength": MAX_STOP_LENGTH}
+    bias = {"type": "object", "propertyNames": {"pattern": "^[0-9]{1,4}$"}, "additionalProperties": {"type": "number"}}
+    found: Json = {
+        "model": {"enum": [*served.names, None]},
+        "messages": {"type": "array", "minItems": 1, "items": _message()},
+        "tools": _or_null({"type": "array", "items": _tool()}) if served.takes_tools else {"enum": [[], None]},
+        "response_format": _or_null(*_formats()),
+        "structured_outputs": _or_null(*_constraints()),
+        "guided_choice": _or_null(_choice()),
+        "guided_decoding_backend": {"enum": ["auto", "guidance", "", None]},
+        "modalities": _or_null({"type": "array", "items": {"const": "text"}}),
+        "stop": _or_null(stop, {"type": "array", "items": stop, "maxItems": MAX_STOP_STRINGS}),
+        "stop_token_ids": _or_null(_ids(served, 0)),
+        "allowed_token_ids": _or_null(_ids(served, 1)),
+        "logit_bias": _or_null(bias),
+        "truncate_prompt_tokens": _or_null(
+            {"type": "integer", "minimum": -1, "maximum": MAX_TOKENS, "not": {"const": 0}}
+        ),
+        "prompt_logprobs": _up_to(served.max_logprobs),
+        "top_logprobs": _up_to(served.max_logprobs),
+        "bad_words": _or_null({"type": "array", "items": {**stop, "pattern": "[!-~]"}, "maxItems": MAX_BAD_WORDS}),
+        "logprob_token_ids": _or_null({**_ids(served, 0), "maxItems": MAX_LOGPROB_IDS}),
+    }
+    if not served.takes_priorities:
+        found["priority"] = {"const": 0}
+    if not served.takes_templates:
+        found["chat_template"] = {"enum": ["", None]}
+    return found  # fmt: skip
+
+
+def _or_null(*kinds: Json) -> Json:
+    return {"anyOf": [*kinds, _NULL]}
+
+
+def _formats() -> list[Json]:
+    schema: Json = {"type": "object", "description": "A JSON schema."}
+    named: Json = {"name": {"type": "string"}, "schema": schema, "strict": _or_null({"type": "boolean"})}
+    of_schema: Json = {"type": "object", "required": ["name", "schema"], "properties": named}
+    plain: list[Json] = [{"type": {"const": kind}} for kind in ("text", "json_object")]
+    kinds: list[Json] = [
+        {"type": {"const": "json_schema"}, "json_schema": of_schema},
+        {"type": {"const": "json_object"}, "schema": schema},
+        {"type": {"const": "json_object"}, "value": schema},
+        {"type": {"const": "regex"}, "value": {"type": "string"}},
+        {"type": {"const": "grammar"}, "grammar": {"type": "string"}},
+    ]
+    return [
+        {"type": "object", "required": list(kind), "properties": kind, "additionalProperties": _NULL} for kind in plain
+    ] + [{"type": "object", "required": list(kind), "properties": kind} for kind in kinds]
+
+
+def _choice() -> Json:
+    return {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_CHOICES_OF_TEXT}
+
+
+def _constraints() -> list[Json]:
+    """structured_outputs has one kind, and options."""
+    kinds: Json = {
+        "json": {"type": ["object", "string"], "description": "A JSON schema."},
+        "regex": {"type": "string"},
+        "choice": _choice(),
+        "grammar": {"type": "string", "description": "EBNF or Lark."},
+        "json_object": {"const": True},
+        "structural_tag": {"type": ["object", "string"]},
+    }
+    options: Json = {
+        "disable_any_whitespace": {"type": "boolean"},
+        "disable_additional_properties": {"type": "boolean"},
+        "strict": {"type": "boolean"},
+        "whitespace_pattern": _or_null({"type": "string"}),
+    }
+    return [
+        {"type": "object", "required": [name], "properties": {name: kind, **options}, "additionalProperties": False}
+        for name, kind in kinds.items()
+    ]
+
+
+def _up_to(most: int) -> Json:
+    limit = {} if most == -1 else {"maximum": most}
+    return _or_null({"type": "integer", "minimum": 0 if most != -1 else -1, **limit})
+
+
+def _ids(served: Served, least: int) -> Json:
+    token = {"type": "integer", "minimum": 0, "maximum": served.vocab_size - 1}
+    return {"type": "array", "items": token, **({"minItems": least} if least else {})}
+
+
+def _prompt(served: Served) -> Json:
+    ids = _ids(served, 1)
+    several = [{"type": "array", "items": kind, "minItems": 1} for kind in (_TEXT, ids)]
+    return {"description": "Text, token ids, or a list of either.", "anyOf": [_TEXT, ids, *several]}
+
+
+def _conversations() -> Json:
+    return {"type": "array", "minItems": 1, "items": {"type": "array", "minItems": 1, "items": _message()}}
+
+
+def _message(*, takes_embeds: bool = False) -> Json:
+    parts: list[Json] = [
+        {"type": "object", "required": ["type", key], "properties": {"type": {"const": kind}, key: {"type": "string"}}}
+        for kind, key in PARTS.items()
+    ]
+    if takes_embeds:
+        embeds = {
+            "type": {"const": "prompt_embeds"},
+            "data": {"type": "string", "description": "A saved tensor, base64"},
+        }
+        parts.append({"type": "object", "required": ["type", "data"], "properties": embeds})
+    content = {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": {"anyOf": parts}}]}
+    roles = [role for role in NEED_CONTENT if role != "tool"]
+    others: Json = {"role": {"enum": ["assistant", *roles]}, "content": content, "name": _or_null({"type": "string"})}
+    tool: Json = {"role": {"const": "tool"}, "content": content, "tool_call_id": _TEXT}
+    return {
+        "anyOf": [
+            {"type": "object", "required": ["role", "content"], "properties": others},
+            {"type": "object", "required": ["role", "content", "tool_call_id"], "properties": tool},
+            {"type": "object", "required": ["role", "tool_calls"], "properties": _assistant(content)},
+        ]
+    }
+
+
+def _assistant(content: Json) -> Json:
+    function = {
+        "type": "object",
+        "required": ["name"],
+        "properties": {"name": {"type": "string"}, "arguments": {"type": "string"}},
+    }
+    call = {
+        "type": "object",
+        "required": ["id", "function"],
+        "properties": {"id": {"type": "string"}, "type": {"const": "function"}, "function": function},
+    }
+    calls = {"type": "array", "minItems": 1, "items": call}
+    return {"role": {"const": "assistant"}, "content": _or_null(content), "tool_calls": calls}
+
+
+def _tool() -> Json:
+    function = {
+        "type": "object",
+        "required": ["name"],
+        "properties": {
+            "name": _TEXT,
+            "description": _or_null({"type": "string"}),
+            "parameters": _or_null({"type": "object"}),
+            "strict": {"enum": [False, None]},
+        },
+    }
+    return {
+        "type": "object",
+        "required": ["function"],
+        "properties": {"type": {"const": "function"}, "function": function},
+    }

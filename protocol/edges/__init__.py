@@ -1,0 +1,1 @@
+"""One module per edge: who says what to whom, as typed messages."""

@@ -1,0 +1,1 @@
+"""How messages travel: ids, columns, frames, sessions, channels, digests."""

@@ -1,0 +1,1 @@
+"""Links between processes over ZeroMQ, and operations that go over them."""

