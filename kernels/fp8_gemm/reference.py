@@ -19,7 +19,7 @@ class Fp8Weight(NamedTuple):
     group: int = 0  # inputs of the weight that share a scale; 0: all
     rounded: int | None = 0  # the same of x, which becomes 8-bit floats; None: it stays as it is
     input_scale: Tensor | None = None  # float32, one number for all of x; None: each row finds its own
-    one_row: bool = False  # kernels/gemv computes with it: it was proven to be right (workers/quantization/proofs.py)
+    one_row: bool = False  # kernels/gemv computes with it: it was proven to be right (workers/formats/self_test.py)
 
 
 def fp8_gemm(

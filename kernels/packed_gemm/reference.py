@@ -50,7 +50,7 @@ class PackedWeight(NamedTuple):
     zero: int = 0  # of all, where there are no `zeros`
     inputs: int = 0
     one_row: bool = (
-        False  # the kernel of one row computes with it: it was proven to be right (workers/quantization/proofs.py)
+        False  # the kernel of one row computes with it: it was proven to be right (workers/formats/self_test.py)
     )
     some_rows: bool = False  # the same of the kernel of some rows
     few_rows: bool = False  # and of kernels/packed_few

@@ -13,7 +13,7 @@ from meshlm.kernels.silu_mul.reference import act_mul
 from meshlm.kernels.small_m_gemm import kernel, reference, tune
 from meshlm.kernels.small_m_gemm.kernel import Shape, small_m_gemm
 from meshlm.workers.layers.ops import RouterWeights
-from meshlm.workers.layers.partial_sum import Kind, PartialSum
+from meshlm.workers.partial_sum import Kind, PartialSum
 
 pytestmark = MARKS
 SHAPES = [Shape(16, 32, 64, 2, 4, 3), Shape(32, 64, 64, 4, 4, 3), Shape(64, 128, 64, 2, 4, 3)]

@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from sharded_models import load_shards, logits_of, together
 from small_models import caches, load, run
 
+from meshlm.workers.formats.gguf import DecodedGGUF, GGUFFormat, Span
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.linear import Linear
-from meshlm.workers.quantization.gguf import DecodedGGUF, GGUFLinear, Span
 from meshlm.workers.weights import load as loading
 from meshlm.workers.weights.gguf_spans import keep_spans, merged
 from meshlm.workers.weights.load import weight_bytes
@@ -41,8 +41,8 @@ def test_logits_are_those_of_decoded_weights(case: str, tmp_path: Path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(loading, "keep", lambda model, tensors, exact: {})
         theirs = load(path)
-    kinds = {name: type(module.method) for name, module in ours.named_modules() if isinstance(module, Linear)}
-    packed = {name for name, kind in kinds.items() if kind is GGUFLinear}
+    kinds = {name: type(module.format) for name, module in ours.named_modules() if isinstance(module, Linear)}
+    packed = {name for name, kind in kinds.items() if kind is GGUFFormat}
     assert packed == {name for name in kinds if case != "some" or "gate_up" not in name}
     tokens = [chance.randrange(301) for _ in range(33)]
     expected = run(theirs, caches(SPEC, 24), [(tokens, 0, TABLE)])
@@ -70,10 +70,10 @@ def test_weights_that_are_decoded_on_the_device(tmp_path: Path, monkeypatch: pyt
     torch.testing.assert_close(run(ours, caches(SPEC, 24), [(tokens, 0, TABLE)]), expected, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("method", [GGUFLinear, DecodedGGUF])
+@pytest.mark.parametrize("method", [GGUFFormat, DecodedGGUF])
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_weights_that_are_multiplied_while_they_load(
-    method: type[GGUFLinear | DecodedGGUF], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: type[GGUFFormat | DecodedGGUF], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Granite's: codes cannot be, so those are decoded, and the others stay packed."""
     path, tokens = tmp_path / "m.gguf", list(range(20))
@@ -95,11 +95,11 @@ def test_weights_that_are_multiplied_while_they_load(
     torch.testing.assert_close(run(ours, caches(SPEC, 24), [(tokens, 0, TABLE)]), expected, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("method", [GGUFLinear, DecodedGGUF])
+@pytest.mark.parametrize("method", [GGUFFormat, DecodedGGUF])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_shards(
-    case: str, method: type[GGUFLinear | DecodedGGUF], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, method: type[GGUFFormat | DecodedGGUF], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks have rows of some products, and columns of others: half a block of a K-quant is decoded while it is read."""
     path, tokens = tmp_path / "m.gguf", list(range(20))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from meshlm.workers.distributed.proofs import Result, wrong
+from meshlm.workers.distributed.self_test import Result, wrong
 
 ONES = torch.ones(2, 3)
 

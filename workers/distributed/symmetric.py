@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshlm.kernels.allreduce_rmsnorm import kernel
 from meshlm.kernels.packets import FOR_EVER
-from meshlm.workers.distributed import proofs
+from meshlm.workers.distributed import self_test
 from meshlm.workers.distributed.communicator import FUSED_ROWS, Communicator, Distributed, side_by_side
 from meshlm.workers.distributed.one_row import OneRow
 from meshlm.workers.distributed.shard import Shard
@@ -30,7 +30,7 @@ ALIGNMENT = 16
 SIZES = (2, 4, 8)  # of groups, that torch has a two-shot kernel for
 DTYPES = (torch.bfloat16, torch.float32)  # that it sums
 TEST_POLLS = 1 << 21  # a second: packets that never come are no reason to hang at start
-FRESH_TURN = 1 << 16  # more than the proofs at start take
+FRESH_TURN = 1 << 16  # more than the self-tests at start take
 
 
 class Symmetric:
@@ -169,20 +169,24 @@ def make_symmetric(
         warnings.warn(f"no symmetric memory between these GPUs, NCCL sums: {failure}", RuntimeWarning, stacklevel=2)
         return plain
     assert made is not None
-    wrong = _said(lambda: proofs.wrong(proofs.sums(made, plain, shard, dtype)))
+    wrong = _said(lambda: self_test.wrong(self_test.sums(made, plain, shard, dtype)))
     if not all_say_yes(not wrong, group):
         warnings.warn(f"symmetric memory is wrong here, NCCL sums: {wrong}", RuntimeWarning, stacklevel=2)
         return plain
     if device.type == "cuda":
-        failure = _said(lambda: proofs.compile_all(made, shard, dtype, widest[1]))
+        failure = _said(lambda: self_test.compile_all(made, shard, dtype, widest[1]))
         all_say_yes(not failure, group)  # nobody waits for packets while a peer still compiles what sends them
-    wrong = _said(lambda: proofs.wrong(proofs.norms(made, shard, dtype, widest[1])))
+    wrong = _said(lambda: self_test.wrong(self_test.norms(made, shard, dtype, widest[1])))
     fused = all_say_yes(not wrong, group)
     if not fused:
         warnings.warn(
             f"kernels/allreduce_rmsnorm is wrong here, sums and norms are apart: {wrong}", RuntimeWarning, stacklevel=2
         )
-    wrong = _said(lambda: proofs.wrong(proofs.parts(made, shard, widest[1]))) if fused else "allreduce_rmsnorm is wrong"
+    wrong = (
+        _said(lambda: self_test.wrong(self_test.parts(made, shard, widest[1])))
+        if fused
+        else "allreduce_rmsnorm is wrong"
+    )
     one_row = all_say_yes(not wrong, group)
     if fused and not one_row:
         warnings.warn(

@@ -8,8 +8,8 @@ from meshlm.kernels.cpu import kernel, packed
 from meshlm.kernels.cpu.library import library
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.layers.ops import AttentionShape, HeadProducts
-from meshlm.workers.layers.partial_sum import PartialSum
 from meshlm.workers.layers.torch_ops import Composed
+from meshlm.workers.partial_sum import PartialSum
 
 
 def available() -> bool:

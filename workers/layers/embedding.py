@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from meshlm.workers.layers.ops import Ops
-from meshlm.workers.layers.partial_sum import PartialSum
+from meshlm.workers.partial_sum import PartialSum
 
 
 class Embedding(nn.Module):

@@ -1,15 +1,15 @@
-"""A linear layer of a model. How its weight is stored, and which kernel computes with it, is its `LinearMethod`'s affair."""
+"""A linear layer of a model. How its weight is stored, and which kernel computes with it, is its `WeightFormat`'s affair."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshlm.kernels.fp8_gemm.reference import Fp8Weight
+from meshlm.workers.formats.format import Fused, WeightFormat
+from meshlm.workers.formats.unquantized import UNQUANTIZED
 from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import Ops
-from meshlm.workers.layers.partial_sum import PartialSum
-from meshlm.workers.quantization.method import Fused, LinearMethod
-from meshlm.workers.quantization.unquantized import UNQUANTIZED
+from meshlm.workers.partial_sum import PartialSum
 
 
 class Linear(nn.Module):
@@ -25,28 +25,28 @@ class Linear(nn.Module):
         self.use(UNQUANTIZED)
         self.bias = nn.Parameter(torch.zeros(outputs), requires_grad=False) if bias else None
 
-    def use(self, method: LinearMethod) -> None:
+    def use(self, format: WeightFormat) -> None:
         """Sets another method than the unquantised one; called before loading."""
-        self.method = method
-        method.add_parameters(self)
+        self.format = format
+        format.add_parameters(self)
         self.fuses_norm = self.fuses_sum = False
 
     def prepare(self, ops: Ops) -> None:
-        self.method.finish(self, ops)
-        self.fuses_norm, self.fuses_sum = self.method.fused(Fused.NORM), self.method.fused(Fused.ROW_PARALLEL)
+        self.format.finish(self, ops)
+        self.fuses_norm, self.fuses_sum = self.format.fused(Fused.NORM), self.format.fused(Fused.ROW_PARALLEL)
 
     def weights(self) -> list[nn.Parameter]:
         """All forms of the weight that the layer has."""
         return [one for name, one in self.named_parameters() if name in ("weight", "weight_values")]
 
     def forward(self, x: Tensor, ops: Ops) -> Tensor:
-        return self.method.apply(self, x, ops)
+        return self.format.apply(self, x, ops)
 
     def row_parallel(self, x: Tensor, residual: Tensor | None, ops: Ops) -> PartialSum:
         """See `Ops.row_parallel_linear`."""
         if self.fuses_sum:
             return ops.row_parallel_linear(x, self.weight, self.bias, self.outputs, residual)
-        return ops.term(self.method.apply(self, x, ops), residual)
+        return ops.term(self.format.apply(self, x, ops), residual)
 
     def after_norm(self, x: PartialSum, norm: RMSNorm, ops: Ops, *, gate: str = "") -> tuple[Tensor, Tensor]:
         """See `Ops.norm_linear`."""
@@ -55,7 +55,7 @@ class Linear(nn.Module):
         if self.eight_bits is not None:
             return ops.norm_fp8_linear(x, (norm.weight, norm.eps), self.eight_bits, self.bias, gate=gate)
         normed, residual = ops.norm(x, (norm.weight, norm.eps))
-        out = self.method.apply(self, normed, ops)
+        out = self.format.apply(self, normed, ops)
         return (ops.act_mul(out, gate) if gate else out), residual
 
 
@@ -64,7 +64,7 @@ class Matrix(Linear):
 
     def prepare(self, ops: Ops) -> None:
         """The weight becomes its values, and nothing else is left."""
-        values = self.method.values(self)
+        values = self.format.values(self)
         self.use(UNQUANTIZED)
         self.weight = nn.Parameter(values, requires_grad=False)
         for name in self._parameters.keys() - {"weight", "bias"}:

@@ -7,7 +7,7 @@ from meshlm.workers.batch import StepInputs
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import Ops
-from meshlm.workers.layers.partial_sum import PartialSum
+from meshlm.workers.partial_sum import PartialSum
 
 
 class MLP(nn.Module):

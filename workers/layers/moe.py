@@ -12,17 +12,17 @@ from meshlm.kernels.moe_routing.reference import Rule
 from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight, chunks_of, encode
 from meshlm.protocol.model import ModelSpec, MoESpec, QuantizationScheme
 from meshlm.workers.batch import StepInputs
+from meshlm.workers.formats.format import Encode
+from meshlm.workers.formats.fp8 import FP8, ExpertScales, decoded, encoder, groups
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import Ops, RouterWeights
-from meshlm.workers.layers.partial_sum import Kind, PartialSum
 from meshlm.workers.moe.fused_moe import FusedMoE
 from meshlm.workers.moe.parts import Dispatcher, ExpertExtras, ExpertWeights, PackedExperts, Routing
 from meshlm.workers.moe.placement.replicas import Replicas
 from meshlm.workers.moe.registry import make_experts
-from meshlm.workers.quantization.fp8 import FP8, ExpertScales, decoded, encoder, groups
-from meshlm.workers.quantization.method import Encode
+from meshlm.workers.partial_sum import Kind, PartialSum
 
 ROUTING = (torch.int32, torch.float32)  # dtypes of experts and weights
 
@@ -71,7 +71,7 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.bias = nn.Parameter(torch.zeros(experts, outputs), requires_grad=False) if bias else None
         self.scheme: QuantizationScheme | None = None
-        self.encode: Encode | None = None  # see `LinearMethod.encode`
+        self.encode: Encode | None = None  # see `WeightFormat.encode`
         self.dtype = torch.get_default_dtype()  # the model's, while it is made
         self.inputs = inputs
         self.weight = nn.Parameter(torch.empty(experts, outputs, inputs), requires_grad=False)
@@ -100,7 +100,7 @@ class GroupedLinear(nn.Module):
         return self.weight.numel() + (0 if self.mxfp4() is None else self.weight_scale.numel())
 
     def use_fp8(self, scheme: QuantizationScheme) -> None:
-        """Before loading: weights are 8-bit floats, with scales as those of `Fp8Linear`."""
+        """Before loading: weights are 8-bit floats, with scales as those of `Fp8Format`."""
         experts, outputs, inputs = self.weight.shape
         scales = torch.empty(experts, outputs, groups(scheme, inputs), dtype=torch.float32)
         self.weight = nn.Parameter(torch.empty(experts, outputs, inputs, dtype=FP8), requires_grad=False)

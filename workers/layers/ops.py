@@ -14,7 +14,7 @@ from meshlm.kernels.moe_routing.reference import Rule
 from meshlm.kernels.packed_gemm.reference import PackedWeight
 from meshlm.kernels.quantise_int8.reference import Int8Weight
 from meshlm.workers.batch import LayerCache, StepInputs
-from meshlm.workers.layers.partial_sum import PartialSum
+from meshlm.workers.partial_sum import PartialSum
 
 
 class AttentionShape:

@@ -13,8 +13,8 @@ from meshlm.kernels.quantise_int8.reference import Int8Weight
 from meshlm.kernels.silu_mul.reference import ACTIVATIONS
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.layers.ops import AttentionShape, HeadProducts, LatentShape, Ops, RouterWeights
-from meshlm.workers.layers.partial_sum import Kind, PartialSum
 from meshlm.workers.layers.rope import apply_rope, apply_rope_to_neighbours
+from meshlm.workers.partial_sum import Kind, PartialSum
 
 
 class Composed:

@@ -30,10 +30,10 @@ from meshlm.kernels.rope_cache.kernel import rope_cache
 from meshlm.kernels.silu_mul.kernel import act_mul
 from meshlm.kernels.small_m_gemm.kernel import shape_for, small_m_gemm
 from meshlm.workers.batch import LayerCache, StepInputs
+from meshlm.workers.formats import self_test
 from meshlm.workers.layers.ops import AttentionShape, LatentShape, RouterWeights
-from meshlm.workers.layers.partial_sum import Kind, PartialSum
 from meshlm.workers.layers.torch_ops import Composed
-from meshlm.workers.quantization import proofs
+from meshlm.workers.partial_sum import Kind, PartialSum
 
 
 class TritonOps(Composed):
@@ -67,11 +67,11 @@ class TritonOps(Composed):
         return packed_linear(x, weight, bias)
 
     def proven(self, weight: PackedWeight, dtype: torch.dtype) -> PackedWeight:
-        return proofs.proven(weight, dtype)
+        return self_test.proven(weight, dtype)
 
     def proven_fp8(self, weight: Fp8Weight, dtype: torch.dtype) -> Fp8Weight | None:
         capable = fp8.takes(weight.group) and torch.cuda.get_device_capability() >= (8, 9)
-        return proofs.proven_fp8(weight, dtype) if capable else None
+        return self_test.proven_fp8(weight, dtype) if capable else None
 
     def fp8_linear(self, x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
         if x.shape[0] == 1 and weight.one_row:
@@ -97,7 +97,7 @@ class TritonOps(Composed):
         return super().norm_fp8_linear(x, norm, weight, bias, gate=gate)
 
     def takes_int8(self, weight: Int8Weight, dtype: torch.dtype) -> bool:
-        return proofs.takes_int8(weight, dtype)
+        return self_test.takes_int8(weight, dtype)
 
     def int8_linear(self, x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
         codes, scales, zeros = quantise_int8.quantise(

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import Ops
-from meshlm.workers.layers.partial_sum import PartialSum
 from meshlm.workers.models.decoder import Decoder, DecoderLayer
 from meshlm.workers.models.layer_norm import UngatedMLP
+from meshlm.workers.partial_sum import PartialSum
 
 
 def _number() -> nn.Parameter:

@@ -16,7 +16,6 @@ from meshlm.workers.attention.backend import StepAttention
 from meshlm.workers.batch import LayerCache, StepInputs, with_given
 from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
 from meshlm.workers.distributed.expert_group import ExpertGroup
-from meshlm.workers.distributed.ops import SummingOps
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.embedding import Embedding
@@ -25,11 +24,12 @@ from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.moe import MoE
 from meshlm.workers.layers.norm import LayerNorm, RMSNorm
 from meshlm.workers.layers.ops import AttentionShape, LayerStep, Ops
-from meshlm.workers.layers.partial_sum import Kind, PartialSum
 from meshlm.workers.layers.rope import rope_table
+from meshlm.workers.layers.summing_ops import SummingOps
 from meshlm.workers.layers.torch_ops import TorchOps, make_ops
 from meshlm.workers.models.classifier import Classifier
 from meshlm.workers.moe.registry import group_dispatch, no_dispatch
+from meshlm.workers.partial_sum import Kind, PartialSum
 
 KVScale = tuple[float | None, float | None]
 """The scales of keys and values in an FP8 cache; None where the checkpoint has none."""
@@ -178,7 +178,7 @@ class Decoder(nn.Module):
         self.ops = make_ops(device, dtype)
         if self.classifier is not None and self.spec.head is not None and self.spec.head.token_ids:
             if self.head is not None:
-                self.classifier.take(self.head.method.values(self.head))
+                self.classifier.take(self.head.format.values(self.head))
             else:
                 assert self.embed is not None
                 self.classifier.take(self.embed.weight.data)
@@ -331,7 +331,7 @@ class Decoder(nn.Module):
                 layer.attention.window,
                 layer.attention.chunk,
                 type(layer.mlp),
-                *(linear.method.variant() for linear in linears_of(layer)),
+                *(linear.format.variant() for linear in linears_of(layer)),
             )
             for layer in self.layers
             if isinstance(layer, DecoderLayer)
@@ -350,7 +350,7 @@ class Decoder(nn.Module):
         """So many tokens, up to `most`, meet every variant of the kernels of experts and of quantised weights."""
         some = next((module for module in self.modules() if isinstance(module, MoE)), None)  # all have the same sizes
         experts = set() if some is None else some.fused.experts.warm_rows(some.moe.num_experts_per_tok, most)
-        return experts.union(*(linear.method.warm_rows() for linear in linears_of(self)))
+        return experts.union(*(linear.format.warm_rows() for linear in linears_of(self)))
 
     def kv_scales(self) -> list[KVScale]:
         """The checkpoint's, by layer."""

@@ -15,9 +15,9 @@ from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.linear import Linear, Matrix
 from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import LatentShape, LayerStep, Ops
-from meshlm.workers.layers.partial_sum import PartialSum
 from meshlm.workers.layers.rope import yarn_mscale
 from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer
+from meshlm.workers.partial_sum import PartialSum
 
 LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is
 

@@ -15,9 +15,9 @@ from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.norm import LayerNorm, RMSNorm
 from meshlm.workers.layers.ops import LayerStep, Ops
-from meshlm.workers.layers.partial_sum import PartialSum
 from meshlm.workers.layers.rope import apply_rope, apply_rope_to_neighbours
 from meshlm.workers.models.deepseek import Deepseek, DeepseekLayer, LatentAttention
+from meshlm.workers.partial_sum import PartialSum
 
 _EPS = 1e-6
 

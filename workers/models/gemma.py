@@ -16,8 +16,8 @@ from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.norm import RMSNorm
-from meshlm.workers.layers.partial_sum import PartialSum
 from meshlm.workers.models.decoder import Decoder, DecoderLayer
+from meshlm.workers.partial_sum import PartialSum
 
 
 class GemmaLayer(DecoderLayer):

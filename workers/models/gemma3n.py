@@ -26,10 +26,10 @@ from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import Ops
-from meshlm.workers.layers.partial_sum import PartialSum
 from meshlm.workers.models.gemma import Gemma, GemmaLayer
 from meshlm.workers.models.kv_sharing import SharedKV, SharingAttention, share_all
 from meshlm.workers.models.per_layer import PerLayerInputs
+from meshlm.workers.partial_sum import PartialSum
 
 LEAST = 1e-5  # of a mean square that is divided by
 

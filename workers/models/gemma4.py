@@ -25,11 +25,11 @@ from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.moe import MoE
 from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import Ops
-from meshlm.workers.layers.partial_sum import PartialSum
 from meshlm.workers.models.decoder import Attention
 from meshlm.workers.models.gemma import Gemma, GemmaLayer
 from meshlm.workers.models.kv_sharing import SharedKV, SharingAttention, share_all
 from meshlm.workers.models.per_layer import PerLayerInputs
+from meshlm.workers.partial_sum import PartialSum
 
 
 class ScaledExperts(MoE):

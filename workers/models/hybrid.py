@@ -13,10 +13,10 @@ from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.moe import MoE
 from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import Ops
-from meshlm.workers.layers.partial_sum import PartialSum
 from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer
 from meshlm.workers.models.layer_norm import UngatedMLP
 from meshlm.workers.models.mamba2 import Mamba2Mixer
+from meshlm.workers.partial_sum import PartialSum
 
 
 class NoMixer(Attention):

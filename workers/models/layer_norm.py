@@ -21,8 +21,8 @@ from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.moe import MoE
 from meshlm.workers.layers.norm import LayerNorm
 from meshlm.workers.layers.ops import Ops
-from meshlm.workers.layers.partial_sum import PartialSum
 from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer
+from meshlm.workers.partial_sum import PartialSum
 
 
 def _parameter(*shape: int) -> nn.Parameter:

@@ -13,9 +13,9 @@ from meshlm.workers.batch import LayerCache
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.moe import MoE
 from meshlm.workers.layers.ops import Ops
-from meshlm.workers.layers.partial_sum import PartialSum
 from meshlm.workers.models.layer_norm import LayerNormDecoder, LayerNormLayer
 from meshlm.workers.moe.parts import NOWHERE, Routing
+from meshlm.workers.partial_sum import PartialSum
 
 
 def sparse_mixer(logits: Tensor, jitter: float, slots: Tensor) -> Routing:

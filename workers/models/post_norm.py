@@ -13,8 +13,8 @@ from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import Ops
-from meshlm.workers.layers.partial_sum import PartialSum
 from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer
+from meshlm.workers.partial_sum import PartialSum
 
 
 class PostNormLayer(DecoderLayer):

@@ -21,9 +21,9 @@ from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.norm import LayerNorm
 from meshlm.workers.layers.ops import Ops
-from meshlm.workers.layers.partial_sum import PartialSum
 from meshlm.workers.models.layer_norm import LayerNormAttention, LayerNormDecoder, LayerNormLayer, UngatedMLP
 from meshlm.workers.models.mel import LogMelSpectrogram
+from meshlm.workers.partial_sum import PartialSum
 
 
 def _parameter(*shape: int) -> nn.Parameter:

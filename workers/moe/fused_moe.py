@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from meshlm.runtime.errors import ProcessFatal
-from meshlm.workers.layers.partial_sum import PartialSum
 from meshlm.workers.moe.parts import (
     ActivationFormat,
     Combined,
@@ -26,6 +25,7 @@ from meshlm.workers.moe.parts import (
     WeightAndReduce,
     WorkspaceShape,
 )
+from meshlm.workers.partial_sum import PartialSum
 
 CHUNK = 16384
 """Rows that are computed at a time: what stands between gate and down is as large as this and no larger."""

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from meshlm.kernels.moe_epilogue.reference import clamped_swiglu
 from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight
-from meshlm.workers.layers.partial_sum import PartialSum
-from meshlm.workers.quantization.fp8 import ExpertScales
+from meshlm.workers.formats.fp8 import ExpertScales
+from meshlm.workers.partial_sum import PartialSum
 
 NOWHERE = -1
 """In the place of an expert: the row does not go to one (padding, or an expert of another rank)."""

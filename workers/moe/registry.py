@@ -11,7 +11,6 @@ from meshlm.protocol.model import MoESpec, QuantizationScheme
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.shard import Shard
-from meshlm.workers.layers.partial_sum import Kind
 from meshlm.workers.moe.dispatch.all_gather import AllGather
 from meshlm.workers.moe.dispatch.all_to_all import AllToAll
 from meshlm.workers.moe.dispatch.batches import InBatches
@@ -27,6 +26,7 @@ from meshlm.workers.moe.parts import (
     ExpertWeights,
     WeightAndReduce,
 )
+from meshlm.workers.partial_sum import Kind
 
 _log = structlog.get_logger()
 ACTS = "silu", "gelu_pytorch_tanh"  # of gates, that kernels compute (experts/epilogues.py)
@@ -78,7 +78,7 @@ def _unsupported_by_triton(weights: ExpertWeights) -> str | None:
     if gate_up.shape[2] % 8 or weights.down.shape[2] % 8:
         return "it computes experts whose sizes are multiples of 8"
     if (weights.extras is not None and scales is None) or weights.act != "silu":
-        from meshlm.workers.moe.experts.proof import of_extras
+        from meshlm.workers.moe.experts.self_test import of_extras
 
         act = "silu" if weights.extras is not None and weights.extras.swiglu is not None else weights.act
         return of_extras(dtype, gate_up.device, act) or None
@@ -99,7 +99,7 @@ def unsupported_scheme(scheme: QuantizationScheme, inputs: tuple[int, int]) -> s
 
 def _mxfp4(given: ExpertWeights) -> Experts:
     from meshlm.workers.moe.experts.mxfp4 import MXFP4Experts
-    from meshlm.workers.moe.experts.proof import may_be_direct
+    from meshlm.workers.moe.experts.self_test import may_be_direct
 
     assert given.packed is not None
     return MXFP4Experts(given.packed, given.extras, given.act, direct=may_be_direct(given.packed))

@@ -14,7 +14,7 @@ from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.model_files.checkpoint_files import FLOATS, SCALE_OF_KV_CACHE, is_needless
 from meshlm.workers.models.decoder import Decoder
-from meshlm.workers.quantization.scales import quantised_weights, scale_tensors
+from meshlm.workers.weights.scales import quantised_weights, scale_tensors
 from meshlm.workers.weights.source import Source
 from meshlm.workers.weights.sources import shapes
 

@@ -7,10 +7,10 @@ that is small beside its GPU can have both.
 import structlog
 import torch
 
+from meshlm.workers.formats.packed import PackedFormat
 from meshlm.workers.kv_capacity import size_text
 from meshlm.workers.layers.linear import Linear, Matrix
 from meshlm.workers.models.decoder import Decoder
-from meshlm.workers.quantization.packed import PackedLinear
 from meshlm.workers.weights.gguf_form import ACTIVATIONS_SHARE, WeightsPlan
 
 COPY_SHARE = 4  # of what the weights leave for a KV cache the copy takes one in so many bytes at most
@@ -38,7 +38,7 @@ def keep_values(model: Decoder, plan: WeightsPlan, weights: int, dtype: torch.dt
     weights: bytes of the model's parameters as files fill them.
     """
     linears = [one for one in model.modules() if isinstance(one, Linear) and not isinstance(one, Matrix)]
-    packed = [linear for linear in linears if isinstance(linear.method, PackedLinear)]
+    packed = [linear for linear in linears if isinstance(linear.format, PackedFormat)]
     if plan.device != "cuda" or not packed:
         return 0
     copy = sum(linear.outputs * linear.inputs for linear in packed) * dtype.itemsize
@@ -47,6 +47,6 @@ def keep_values(model: Decoder, plan: WeightsPlan, weights: int, dtype: torch.dt
     if not kept:
         return 0
     for linear in packed:
-        assert isinstance(linear.method, PackedLinear)
-        linear.method.keeps_values = True
+        assert isinstance(linear.format, PackedFormat)
+        linear.format.keeps_values = True
     return copy

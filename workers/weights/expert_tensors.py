@@ -1,7 +1,7 @@
 """Tensors that hold the matrices of all experts of a layer: each matrix becomes a tensor. A part of sources.py.
 
 They have a row for each input, or are MXFP4, which is decoded to the model's dtype while it is loaded (kernels/mxfp4), or kept as it
-is (workers/quantization/mxfp4_experts.py):
+is (workers/weights/mxfp4_experts.py):
 
     gate_up_proj [experts, hidden, 2 wide], down_proj [experts, wide, hidden]
     _blocks uint8 [experts, outputs, inputs / 32, 16], _scales uint8 [experts, outputs, inputs / 32]

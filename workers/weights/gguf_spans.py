@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from meshlm.kernels.packed_gemm.ggml import LAYOUTS
+from meshlm.workers.formats.gguf import DecodedGGUF, GGUFFormat, Span
 from meshlm.workers.layers.linear import Linear, Matrix
 from meshlm.workers.models.decoder import Decoder
-from meshlm.workers.quantization.gguf import DecodedGGUF, GGUFLinear, Span
 from meshlm.workers.weights.gguf_source import GGUFTensorSource
 from meshlm.workers.weights.slices import WeightSlice, place
 from meshlm.workers.weights.source import Source
@@ -45,7 +45,7 @@ class SpannedParameter:
 
 
 def keep_spans(
-    model: Decoder, tensors: Iterable[tuple[str, Source]], method: type[GGUFLinear | DecodedGGUF] = GGUFLinear
+    model: Decoder, tensors: Iterable[tuple[str, Source]], method: type[GGUFFormat | DecodedGGUF] = GGUFFormat
 ) -> dict[str, SpannedParameter]:
     """The weights of linear layers of which all parts can be loaded packed; their layers get the method for it."""
     parts: dict[str, dict[int, Span | None]] = {}

@@ -14,24 +14,23 @@ from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.model_files.checkpoint_files import SCALE_OF_KV_CACHE
 from meshlm.workers import memory
 from meshlm.workers.distributed.shard import WHOLE, Shard
+from meshlm.workers.formats.format import Encode
+from meshlm.workers.formats.gguf import DecodedGGUF
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.moe import GroupedLinear
 from meshlm.workers.models.decoder import Attention, Decoder
 from meshlm.workers.models.registry import model_class
-from meshlm.workers.quantization import mxfp4_experts, packed_files
-from meshlm.workers.quantization.gguf import DecodedGGUF
-from meshlm.workers.quantization.method import Encode
-from meshlm.workers.quantization.registry import use_methods
-from meshlm.workers.quantization.scale_tensor import ScaleTensor
-from meshlm.workers.quantization.scales import scale_rows, scale_tensors
-from meshlm.workers.weights import sharded_state
+from meshlm.workers.weights import mxfp4_experts, packed_files, sharded_state
 from meshlm.workers.weights.check import check_finite, check_tensors
 from meshlm.workers.weights.decoded_copy import keep_values
 from meshlm.workers.weights.expert_tensors import MXFP4Source
+from meshlm.workers.weights.formats_of_layers import use_formats
 from meshlm.workers.weights.gguf_form import Form, WeightsPlan, form_of
 from meshlm.workers.weights.gguf_spans import SpannedParameter, keep_spans
 from meshlm.workers.weights.layouts import to_halves
 from meshlm.workers.weights.packed_parameter import PackedParameter, keep
+from meshlm.workers.weights.scale_tensor import ScaleTensor
+from meshlm.workers.weights.scales import scale_rows, scale_tensors
 from meshlm.workers.weights.slices import WeightSlice, place
 from meshlm.workers.weights.source import Source
 from meshlm.workers.weights.sources import sources, weights_of_model
@@ -115,7 +114,7 @@ def described(
     keep_codes = mxfp4_experts.kept(resolved, tensors, shard, device, dtype)
     with torch.device("meta"):
         model = model_class(spec)(spec, resolved.max_model_len, shard)
-        use_methods(model)
+        use_formats(model)
         if keep_codes:
             mxfp4_experts.use(model)
     if resolved.load_format == "sharded_state":
@@ -293,7 +292,7 @@ def encoders_of(model: Decoder) -> dict[str, Encode]:
     """By the name of a weight: what quantises it while it is loaded."""
     found = {}
     for path, module in model.named_modules():
-        encode = module.method.encode if isinstance(module, Linear) else getattr(module, "encode", None)
+        encode = module.format.encode if isinstance(module, Linear) else getattr(module, "encode", None)
         if encode is not None and isinstance(module, Linear | GroupedLinear):
             found[f"{path}.weight"] = encode
     return found
@@ -343,7 +342,7 @@ def _clear_padding(name: str, parameter: Tensor, model: Decoder) -> int:
 
 
 def _decoded_bytes(model: Decoder, device: torch.device, dtype: torch.dtype) -> int:
-    """On a CPU the values of FP8 weights stay in memory (workers/quantization/fp8.py)."""
+    """On a CPU the values of FP8 weights stay in memory (workers/formats/fp8.py)."""
     codes = sum(parameter.numel() for parameter in model.parameters() if parameter.dtype == torch.float8_e4m3fn)
     return codes * dtype.itemsize if device.type == "cpu" else 0
 

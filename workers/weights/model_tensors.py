@@ -1,6 +1,6 @@
 """Every tensor that a loaded model keeps, wherever: for whoever must have them all (sleep). Called by the engine.
 
-Parameters and buffers are a part of them. After loading a `LinearMethod` and experts bring weights, scales, zero points and tables into
+Parameters and buffers are a part of them. After loading a `WeightFormat` and experts bring weights, scales, zero points and tables into
 forms of their own, which they keep in themselves; a model keeps what it computes once. What belongs to others is not the model's: the
 communicator, the ops' workspaces, peers' memory.
 """
@@ -14,7 +14,7 @@ from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.ops import AttentionShape
 from meshlm.workers.moe.fused_moe import FusedMoE
 
-_OWN = ("meshlm.workers.quantization", "meshlm.workers.moe.experts", "meshlm.workers.models", "meshlm.kernels")
+_OWN = ("meshlm.workers.formats", "meshlm.workers.moe.experts", "meshlm.workers.models", "meshlm.kernels")
 """Packages whose objects keep tensors of the model, where a module holds such an object."""
 
 
@@ -44,7 +44,7 @@ def _inside(one: Any) -> Iterator[Any]:
     elif isinstance(one, nn.Module | AttentionShape) or type(one).__module__.startswith(_OWN):
         yield from _attributes(one)
         if isinstance(one, Linear):  # a plug-in's method is of another package
-            yield from _attributes(one.method)
+            yield from _attributes(one.format)
 
 
 def _attributes(one: object) -> Iterator[Any]:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from meshlm.kernels.cpu import packed, proof
+from meshlm.workers.formats.unquantized import PackedGGUF
 from meshlm.workers.layers.linear import Linear, Matrix
 from meshlm.workers.models.decoder import Decoder
-from meshlm.workers.quantization.unquantized import PackedGGUF
 from meshlm.workers.weights.gguf_source import GGUFTensorSource
 from meshlm.workers.weights.slices import WeightSlice, place
 from meshlm.workers.weights.source import Source

@@ -13,13 +13,13 @@ from near_transformers import MIXTURES, errors, history, transformers_model
 
 from meshlm.kernels.moe_routing.reference import Rule, select_experts
 from meshlm.protocol.model import QuantizationScheme
-from meshlm.workers.layers.partial_sum import Kind
+from meshlm.workers.formats.fp8 import FP8, ExpertScales, groups
 from meshlm.workers.moe.dispatch.none import NoDispatch, NoDispatchBatched
 from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
 from meshlm.workers.moe.experts.triton import TritonBatchedExperts, TritonExperts
 from meshlm.workers.moe.fused_moe import FusedMoE
 from meshlm.workers.moe.parts import Dispatcher, ExpertExtras, ExpertWeights, Routing, WeightAndReduce
-from meshlm.workers.quantization.fp8 import FP8, ExpertScales, groups
+from meshlm.workers.partial_sum import Kind
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

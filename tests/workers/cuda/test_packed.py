@@ -18,9 +18,9 @@ from near_transformers import errors, history
 from small_models import resolved
 
 from meshlm.kernels.packed_gemm.reference import PackedWeight, decode
+from meshlm.workers.formats.gguf import GGUFFormat
+from meshlm.workers.formats.packed import PackedFormat
 from meshlm.workers.layers.linear import Linear
-from meshlm.workers.quantization.gguf import GGUFLinear
-from meshlm.workers.quantization.packed import PackedLinear
 from meshlm.workers.weights.gguf_form import WeightsPlan
 from meshlm.workers.weights.load import load_model
 
@@ -34,8 +34,8 @@ def test_error_is_no_worse_than_the_values_in_bfloat16(name: str, copy: str, mod
     """Prompts in chunks and behind a cached prefix, decodes, a preempted request; with values beside the words, and without."""
     theirs, _ = packed_models.write(tmp_path, packed_models.KINDS[name], **quantised_models.LARGER)
     driver = history(engine(tmp_path, load_format="auto", cudagraph_mode=mode, decoded_copy=copy))
-    method = driver.engine.model.get_submodule("layers.0.attention.qkv").method
-    assert isinstance(method, PackedLinear)
+    method = driver.engine.model.get_submodule("layers.0.attention.qkv").format
+    assert isinstance(method, PackedFormat)
     assert method.keeps_values is (copy == "auto")
     assert isinstance(method.weight, PackedWeight)
     if method.weight.table is None:  # codes of a table are decoded for each product
@@ -55,9 +55,9 @@ def test_gguf_weights_are_packed_and_give_their_values(kinds: dict[str, str], tm
         for name in ("attention.qkv", "mlp.down"):
             product = model.get_submodule(f"layers.0.{name}")
             assert isinstance(product, Linear)
-            assert isinstance(product.method, GGUFLinear)
-            assert all(weight.some_rows for weight in product.method.weights), "a proof failed"
-            values = torch.cat([decode(weight, torch.float32) for weight in product.method.weights])
+            assert isinstance(product.format, GGUFFormat)
+            assert all(weight.some_rows for weight in product.format.weights), "a proof failed"
+            values = torch.cat([decode(weight, torch.float32) for weight in product.format.weights])
             for rows in (1, 5, 50, 200):
                 x = torch.randn(rows, product.inputs, dtype=torch.bfloat16, device=gpu)
                 found, wanted = product(x, model.ops).float(), x.float() @ values.t()

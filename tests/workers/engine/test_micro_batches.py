@@ -14,13 +14,13 @@ from meshlm.workers.batch import UNKNOWN, StepInputs
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.engine.columns import columns_of
 from meshlm.workers.engine.micro_batches import Turns, cut_of, reads_across
-from meshlm.workers.layers.partial_sum import Kind, PartialSum
 from meshlm.workers.moe.dispatch.all_gather import AllGather
 from meshlm.workers.moe.dispatch.collective import Collective
 from meshlm.workers.moe.dispatch.members import Members
 from meshlm.workers.moe.experts.reference import ReferenceExperts
 from meshlm.workers.moe.fused_moe import FusedMoE
 from meshlm.workers.moe.parts import Dispatched, Routing, WeightAndReduce
+from meshlm.workers.partial_sum import Kind, PartialSum
 
 
 def group() -> ExpertGroup:

@@ -15,13 +15,13 @@ from meshlm.protocol.wire.ids import Epoch
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.lockstep import StepAborted
-from meshlm.workers.layers.partial_sum import Kind
 from meshlm.workers.moe.dispatch.members import Members
 from meshlm.workers.moe.dispatch.none import NoDispatch
 from meshlm.workers.moe.experts.reference import ReferenceExperts
 from meshlm.workers.moe.fused_moe import FusedMoE
 from meshlm.workers.moe.parts import ExpertWeights, Quantisation, Routing, WeightAndReduce
 from meshlm.workers.moe.registry import EXPERTS, GROUP_DISPATCHERS
+from meshlm.workers.partial_sum import Kind
 
 NUM, HIDDEN, WIDE, TOPK = 6, 16, 24, 3
 ROWS = ((3, 1), (0, 5), (1, 1), (4, 0), (7, 7))  # of the first and of all other ranks

@@ -17,7 +17,7 @@ from meshlm.kernels.quantise_fp8.reference import quantise
 from meshlm.protocol.model import QuantizationScheme
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.distributed.shard import Shard
-from meshlm.workers.layers.partial_sum import Kind
+from meshlm.workers.formats.fp8 import ExpertScales
 from meshlm.workers.moe.dispatch.none import NoDispatch, NoDispatchBatched
 from meshlm.workers.moe.experts import triton
 from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
@@ -25,7 +25,7 @@ from meshlm.workers.moe.experts.triton import TritonBatchedExperts, TritonExpert
 from meshlm.workers.moe.fused_moe import FusedMoE
 from meshlm.workers.moe.parts import ExpertWeights, Routing, WeightAndReduce
 from meshlm.workers.moe.registry import unsupported_scheme
-from meshlm.workers.quantization.fp8 import ExpertScales
+from meshlm.workers.partial_sum import Kind
 from meshlm.workers.weights.load import load_model, reload_experts
 
 IGNORED = ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"]

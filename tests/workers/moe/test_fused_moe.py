@@ -12,7 +12,6 @@ from meshlm.kernels.moe_routing.reference import Rule, select_experts
 from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight, encode, unpack
 from meshlm.protocol.model import MoESpec
 from meshlm.runtime.errors import ProcessFatal
-from meshlm.workers.layers.partial_sum import Kind, PartialSum
 from meshlm.workers.moe.dispatch.none import NoDispatch, NoDispatchBatched
 from meshlm.workers.moe.experts.reference import ReferenceExperts
 from meshlm.workers.moe.fused_moe import FusedMoE, refusal, workspaces
@@ -27,6 +26,7 @@ from meshlm.workers.moe.parts import (
     WorkspaceShape,
 )
 from meshlm.workers.moe.registry import EXPERTS, _other_activation, make_experts, no_dispatch
+from meshlm.workers.partial_sum import Kind, PartialSum
 
 NUM, HIDDEN, WIDE, TOPK = 6, 16, 24, 3
 Ranks = list[tuple[int, int]]  # of each rank: its first expert, and how many

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from meshlm.kernels.allreduce_rmsnorm import kernel
 from meshlm.workers.attention.backend import choose
-from meshlm.workers.distributed import proofs
+from meshlm.workers.distributed import self_test
 from meshlm.workers.distributed.communicator import Distributed
 from meshlm.workers.distributed.one_row import OneRow
-from meshlm.workers.distributed.ops import SummingOps
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.layers import cpu_ops
+from meshlm.workers.layers.summing_ops import SummingOps
 from meshlm.workers.layers.torch_ops import TorchOps
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.weights.load import load_model
@@ -91,7 +91,7 @@ def run_rank(
     with torch.inference_mode():
         one_row = one_row_of(rank, memory, more)
         made: Any = SimpleNamespace(one_row=one_row, device=CPU)
-        found.append(proofs.wrong(proofs.parts(made, shard, HIDDEN)))
+        found.append(self_test.wrong(self_test.parts(made, shard, HIDDEN)))
         model = load_model(resolved(Path(path), "dummy"), CPU, 0, lambda done, total: None, shard).to(BF16)
         model.rope = model.rope.float()
         model._head_weight = model._head_weight.to(BF16)

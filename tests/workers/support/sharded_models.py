@@ -15,8 +15,8 @@ from torch import Tensor
 from meshlm.workers.attention.backend import choose
 from meshlm.workers.batch import GivenEmbeds
 from meshlm.workers.distributed.communicator import side_by_side
-from meshlm.workers.distributed.ops import SummingOps
 from meshlm.workers.distributed.shard import Shard
+from meshlm.workers.layers.summing_ops import SummingOps
 from meshlm.workers.layers.torch_ops import TorchOps
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.weights.load import load_model

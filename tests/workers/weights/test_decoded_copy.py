@@ -7,8 +7,8 @@ import torch
 from packed_models import KINDS, write
 from small_models import resolved
 
+from meshlm.workers.formats.packed import PackedFormat
 from meshlm.workers.layers.linear import Linear
-from meshlm.workers.quantization.packed import PackedLinear
 from meshlm.workers.weights.decoded_copy import keep_values, pays
 from meshlm.workers.weights.gguf_form import WeightsPlan
 from meshlm.workers.weights.load import loaded
@@ -43,11 +43,11 @@ def test_packed_layers_are_told(tmp_path: Path) -> None:
     write(tmp_path, KINDS["awq-some"])
     model = loaded(resolved(tmp_path), torch.device("cpu"), 0, lambda done, total: None)
     linears = [one for one in model.modules() if isinstance(one, Linear)]
-    packed = [one for one in linears if isinstance(one.method, PackedLinear)]
+    packed = [one for one in linears if isinstance(one.format, PackedFormat)]
     assert 0 < len(packed) < len(linears)
     assert keep_values(model, WeightsPlan(device="cpu"), 0, torch.float16) == 0
     assert keep_values(model, H200._replace(copy="never"), 0, torch.float16) == 0
-    assert not any(one.method.keeps_values for one in packed if isinstance(one.method, PackedLinear))
+    assert not any(one.format.keeps_values for one in packed if isinstance(one.format, PackedFormat))
     taken = keep_values(model, H200, 0, torch.float16)
     assert taken == 2 * sum(one.inputs * one.outputs for one in packed)
-    assert all(one.method.keeps_values for one in packed if isinstance(one.method, PackedLinear))
+    assert all(one.format.keeps_values for one in packed if isinstance(one.format, PackedFormat))

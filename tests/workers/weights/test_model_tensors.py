@@ -16,13 +16,13 @@ from quantised_models import KINDS as FP8
 from small_models import SMALL, load
 from torch import Tensor
 
+from meshlm.workers.formats.gguf import GGUFFormat
+from meshlm.workers.formats.packed import PackedFormat
+from meshlm.workers.formats.unquantized import Unquantized
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.ops import Ops
 from meshlm.workers.models.decoder import Decoder
-from meshlm.workers.quantization.gguf import GGUFLinear
-from meshlm.workers.quantization.packed import PackedLinear
-from meshlm.workers.quantization.unquantized import Unquantized
 from meshlm.workers.weights import load as loading
 from meshlm.workers.weights.gguf_spans import keep_spans
 from meshlm.workers.weights.model_tensors import tensors_of
@@ -70,20 +70,20 @@ def loaded(folder: Path, config: dict[str, Any]) -> Decoder:
 
 @pytest.mark.parametrize("name", QUANTISED)
 def test_of_every_quantisation(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def finish(self: PackedLinear, linear: Linear, ops: Ops) -> None:
+    def finish(self: PackedFormat, linear: Linear, ops: Ops) -> None:
         """Words stay, as a GPU has them."""
         self.weight = self._packed(linear)
         for last in ("weight_scale", "weight_zero", "input_group"):
             linear._parameters.pop(last, None)
         linear.weight = torch.nn.Parameter(self.weight.low, requires_grad=False)
 
-    monkeypatch.setattr(PackedLinear, "finish", finish)
+    monkeypatch.setattr(PackedFormat, "finish", finish)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16}
     model = loaded(
         tmp_path, {**SMALL, **sizes, "architectures": ["LlamaForCausalLM"], "quantization_config": QUANTISED[name]}
     )
-    kinds = {type(linear.method).__name__ for linear in model.modules() if isinstance(linear, Linear)}
-    assert kinds & {"Fp8Linear", "PackedLinear", "Int8Linear"}
+    kinds = {type(linear.format).__name__ for linear in model.modules() if isinstance(linear, Linear)}
+    assert kinds & {"Fp8Format", "PackedFormat", "Int8Format"}
     check(model)
 
 
@@ -93,7 +93,7 @@ def test_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(loading, "keep", lambda model, tensors, exact: keep_spans(model, tensors))
     write_gguf(tmp_path / "m.gguf", {"v_proj": "Q6_K", "down": "Q6_K", "": "Q4_K"})
     model = load(tmp_path / "m.gguf")
-    assert any(isinstance(linear.method, GGUFLinear) for linear in model.modules() if isinstance(linear, Linear))
+    assert any(isinstance(linear.format, GGUFFormat) for linear in model.modules() if isinstance(linear, Linear))
     check(model)
 
 
@@ -105,8 +105,8 @@ def test_of_a_plug_ins_method(tmp_path: Path) -> None:
     Method.__module__ = "elsewhere"
     model = loaded(tmp_path, {**SMALL, "architectures": ["LlamaForCausalLM"]})
     linear = next(one for one in model.modules() if isinstance(one, Linear))
-    linear.method = Method()
-    linear.method.finish(linear, model.ops)
+    linear.format = Method()
+    linear.format.finish(linear, model.ops)
     check(model)
 
 

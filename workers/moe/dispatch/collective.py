@@ -9,7 +9,6 @@ from typing import Protocol
 from torch import Tensor
 
 from meshlm.workers.distributed.expert_group import ExpertGroup
-from meshlm.workers.layers.partial_sum import PartialSum
 from meshlm.workers.moe.dispatch.members import FINISHES, Members, padding
 from meshlm.workers.moe.dispatch.none import weighted_sum
 from meshlm.workers.moe.parts import (
@@ -22,6 +21,7 @@ from meshlm.workers.moe.parts import (
     Routing,
     WeightAndReduce,
 )
+from meshlm.workers.partial_sum import PartialSum
 
 
 class Way(Protocol):

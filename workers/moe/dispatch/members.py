@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlm.workers.distributed.expert_group import ExpertGroup
-from meshlm.workers.layers.partial_sum import Kind
 from meshlm.workers.moe.parts import NOWHERE, Routing, WeightAndReduce
+from meshlm.workers.partial_sum import Kind
 
 FINISHES = frozenset((WeightAndReduce.DONE, WeightAndReduce.SUM, WeightAndReduce.WEIGHTED_SUM))
 """What experts may leave to dispatchers between ranks: one row of each token is what travels back."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshlm.workers.layers.partial_sum import Kind, PartialSum
 from meshlm.workers.moe.parts import (
     NOWHERE,
     ActivationFormat,
@@ -21,6 +20,7 @@ from meshlm.workers.moe.parts import (
     Routing,
     WeightAndReduce,
 )
+from meshlm.workers.partial_sum import Kind, PartialSum
 
 
 def weighted_sum(out: Tensor, routing: Routing, left: WeightAndReduce) -> Tensor:

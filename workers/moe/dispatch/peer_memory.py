@@ -12,7 +12,6 @@ from torch import Tensor
 
 from meshlm.kernels.expert_exchange import kernel
 from meshlm.workers.distributed.peer_rooms import PeerRooms
-from meshlm.workers.layers.partial_sum import PartialSum
 from meshlm.workers.moe.dispatch.members import FINISHES, Members, unpacked
 from meshlm.workers.moe.dispatch.none import weighted_sum
 from meshlm.workers.moe.parts import (
@@ -25,6 +24,7 @@ from meshlm.workers.moe.parts import (
     Routing,
     WeightAndReduce,
 )
+from meshlm.workers.partial_sum import PartialSum
 
 COPIED = 512
 """Rows of a member from which on a half's are copied."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight, unpack
 from meshlm.kernels.silu_mul.reference import ACTIVATIONS
+from meshlm.workers.formats.fp8 import FP8, ExpertScales, decoded, rounded
 from meshlm.workers.moe.parts import (
     ActivationFormat,
     Dispatched,
@@ -20,7 +21,6 @@ from meshlm.workers.moe.parts import (
     WeightAndReduce,
     WorkspaceShape,
 )
-from meshlm.workers.quantization.fp8 import FP8, ExpertScales, decoded, rounded
 
 
 class ReferenceExperts:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshlm.kernels.fp8_gemm.reference import WARM_ROWS
 from meshlm.kernels.quantise_int8.reference import Int8Weight, quantise
 from meshlm.protocol.model import QuantizationScheme
-from meshlm.workers.quantization.method import Encode, Fused
+from meshlm.workers.formats.format import Encode, Fused
 
 if TYPE_CHECKING:
     from meshlm.workers.layers.linear import Linear
@@ -27,8 +27,8 @@ class _Rows(NamedTuple):
     values: Tensor | None  # packed, where integers are not multiplied
 
 
-class Int8Linear:
-    """See `meshlm.workers.quantization.method.LinearMethod`."""
+class Int8Format:
+    """See `meshlm.workers.formats.format.WeightFormat`."""
 
     def __init__(self, scheme: QuantizationScheme) -> None:
         self.scheme = scheme

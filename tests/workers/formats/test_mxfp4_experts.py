@@ -18,9 +18,9 @@ from meshlm.kernels.tuning.store import LENGTHS
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.models.decoder import Decoder
-from meshlm.workers.moe.experts import proof
+from meshlm.workers.moe.experts import self_test
 from meshlm.workers.moe.experts.epilogues import epilogues
-from meshlm.workers.quantization import mxfp4_experts
+from meshlm.workers.weights import mxfp4_experts
 from meshlm.workers.weights.expert_tensors import MXFP4Source
 from meshlm.workers.weights.load import reload_experts
 from meshlm.workers.weights.source import Mapped
@@ -130,23 +130,23 @@ def test_reasons_to_decode(tmp_path: Path) -> None:
 )
 def test_kernels_prove_themselves(bfloat16: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter: as they are, with another limit, and where they raise."""
-    monkeypatch.setattr(proof, "ROWS", (3,))
-    monkeypatch.setattr(proof, "BATCHED_ROWS", (2,))
-    monkeypatch.setattr(proof, "EXPERTS", 4)
-    monkeypatch.setattr(proof, "HIDDEN", 64)
-    monkeypatch.setattr(proof, "WIDE", 32)
+    monkeypatch.setattr(self_test, "ROWS", (3,))
+    monkeypatch.setattr(self_test, "BATCHED_ROWS", (2,))
+    monkeypatch.setattr(self_test, "EXPERTS", 4)
+    monkeypatch.setattr(self_test, "HIDDEN", 64)
+    monkeypatch.setattr(self_test, "WIDE", 32)
     device = torch.device("cpu")
-    for ask in (proof.of_mxfp4.__wrapped__, proof.of_extras.__wrapped__):
+    for ask in (self_test.of_mxfp4.__wrapped__, self_test.of_extras.__wrapped__):
         assert ask(torch.float16, device) == ""
     for act in ("gelu_pytorch_tanh", "relu2"):
-        assert proof.of_extras.__wrapped__(torch.float16, device, act) == ""
+        assert self_test.of_extras.__wrapped__(torch.float16, device, act) == ""
     module = "meshlm.workers.moe.experts.mxfp4"
     monkeypatch.setattr(
         f"{module}.epilogues", lambda extras, act: (epilogues(extras)[0]._replace(limit=3.0), epilogues(extras)[1])
     )
-    assert "of a row's norm away from plain torch" in proof.of_mxfp4.__wrapped__(torch.float16, device)
+    assert "of a row's norm away from plain torch" in self_test.of_mxfp4.__wrapped__(torch.float16, device)
     monkeypatch.setattr("meshlm.kernels.mxfp4_experts.kernel.few", None)
-    assert "the kernels fail: TypeError" in proof.of_mxfp4.__wrapped__(torch.float16, device)
+    assert "the kernels fail: TypeError" in self_test.of_mxfp4.__wrapped__(torch.float16, device)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is for the interpreter")
@@ -161,12 +161,12 @@ def test_kernels_of_few_rows_prove_themselves(monkeypatch: pytest.MonkeyPatch) -
         "sorted_rows",
         lambda x, w, out, own, *given, **named: theirs.sorted_rows(x, w, out, shape, own.block_m, *given, **named),
     )
-    assert {len(numbers) for numbers in proof.DIRECT.values()} == {LENGTHS["mxfp4_few"]}
-    plans = proof.DIRECT
-    monkeypatch.setattr(proof, "DIRECT", {1: plans[1], 3: plans[3], 20: plans[40]})
+    assert {len(numbers) for numbers in self_test.DIRECT.values()} == {LENGTHS["mxfp4_few"]}
+    plans = self_test.DIRECT
+    monkeypatch.setattr(self_test, "DIRECT", {1: plans[1], 3: plans[3], 20: plans[40]})
     for name, value in (("EXPERTS", 5), ("HIDDEN", 160), ("WIDE", 96)):  # no whole chunks
-        monkeypatch.setattr(proof, name, value)
+        monkeypatch.setattr(self_test, name, value)
     device = torch.device("cpu")
-    assert proof._is_direct_right.__wrapped__(device)
+    assert self_test._is_direct_right.__wrapped__(device)
     monkeypatch.setattr(mxfp4_few, "few", lambda x, w, experts, weights, out, *given: out.zero_())
-    assert not proof._is_direct_right.__wrapped__(device)
+    assert not self_test._is_direct_right.__wrapped__(device)

@@ -1,6 +1,6 @@
 """At each start: do sums through peer memory give what they must? Known numbers, every way of summing, both halves of the inboxes.
 
-Collective: all ranks of a group run the same proofs at the same time. Used by symmetric.py.
+Collective: all ranks of a group run the same tests at the same time. Used by symmetric.py.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ class Result(NamedTuple):
 
 
 def compile_all(made: "Symmetric", shard: Shard, dtype: torch.dtype, columns: int) -> None:
-    """Make the kernels of `norms` and `parts`, and what memory they share, such that no proof waits for a rank that compiles.
+    """Make the kernels of `norms` and `parts`, and what memory they share, such that no test waits for a rank that compiles.
 
     Where Triton cannot compile apart from launching, they are launched, on every rank as often; what comes of it means nothing.
     """

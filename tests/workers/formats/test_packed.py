@@ -14,12 +14,12 @@ from torch import Tensor
 from meshlm.kernels.packed_gemm.reference import PackedWeight, decode
 from meshlm.protocol.model import QuantizationScheme
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
+from meshlm.workers.formats.packed import PACKED_ROWS, PackedFormat
+from meshlm.workers.formats.unquantized import UNQUANTIZED
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.torch_ops import TorchOps
-from meshlm.workers.quantization.packed import PACKED_ROWS, PackedLinear
-from meshlm.workers.quantization.packed_files import tensors_of
-from meshlm.workers.quantization.unquantized import UNQUANTIZED
+from meshlm.workers.weights.packed_files import tensors_of
 from meshlm.workers.weights.sources import sources
 
 TABLE = [7, 3, 11, 0, 5, 9, 1, 2, 8, 4]
@@ -45,7 +45,7 @@ def test_logits_are_those_of_the_values(name: str, tmp_path: Path, monkeypatch: 
         ours = load(tmp_path)
         close(run(ours, caches(ours.spec, 24), [(TOKENS, 0, TABLE)]), expected)
     monkeypatch.setattr(cpu_ops, "available", lambda: False)
-    monkeypatch.setattr(PackedLinear, "finish", as_on_a_gpu)
+    monkeypatch.setattr(PackedFormat, "finish", as_on_a_gpu)
     ours = load(tmp_path)
     product = ours.get_submodule("layers.1.attention.qkv")
     assert isinstance(product, Linear)
@@ -53,7 +53,7 @@ def test_logits_are_those_of_the_values(name: str, tmp_path: Path, monkeypatch: 
     close(run(ours, caches(ours.spec, 24), [(TOKENS, 0, TABLE)]), expected)
 
 
-def as_on_a_gpu(self: PackedLinear, linear: Linear, ops: TorchOps) -> None:
+def as_on_a_gpu(self: PackedFormat, linear: Linear, ops: TorchOps) -> None:
     """Words stay, as a GPU has them."""
     self.weight = self._packed(linear)
     linear.weight = torch.nn.Parameter(self.weight.low, requires_grad=False)
@@ -66,15 +66,15 @@ def test_values_beside_words_are_for_many_rows(name: str, tmp_path: Path, monkey
     expected = expected_of(theirs)
     monkeypatch.setattr(cpu_ops, "available", lambda: False)
 
-    def finish(self: PackedLinear, linear: Linear, ops: TorchOps) -> None:
+    def finish(self: PackedFormat, linear: Linear, ops: TorchOps) -> None:
         self.keeps_values = True
         as_on_a_gpu(self, linear, ops)
         assert self.weight is not None
         linear.weight_values = torch.nn.Parameter(decode(self.weight, torch.float32), requires_grad=False)
 
-    monkeypatch.setattr(PackedLinear, "finish", as_on_a_gpu)
+    monkeypatch.setattr(PackedFormat, "finish", as_on_a_gpu)
     whole = load(tmp_path).active_parameters()
-    monkeypatch.setattr(PackedLinear, "finish", finish)
+    monkeypatch.setattr(PackedFormat, "finish", finish)
     ours, packed_rows = load(tmp_path), []
     assert ours.active_parameters() == whole
     found = ours.ops.packed_linear
@@ -96,7 +96,7 @@ def test_values_beside_words_are_for_many_rows(name: str, tmp_path: Path, monkey
 def test_shards(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank's inputs of row-parallel products are some of each group, where inputs are out of order."""
     theirs, _ = write(tmp_path, KINDS[name])
-    monkeypatch.setattr(PackedLinear, "finish", as_on_a_gpu)
+    monkeypatch.setattr(PackedFormat, "finish", as_on_a_gpu)
     found = together(load_shards(tmp_path, 2, 1), lambda model, comm: logits_of(model, comm, TOKENS))
     assert torch.equal(found[0], found[1])
     close(found[0], expected_of(theirs))
@@ -115,7 +115,7 @@ def test_a_quantised_head(name: str, stays: bool, tmp_path: Path, monkeypatch: p
     theirs, tensors = write(tmp_path, HEADS[name], vocab_size=240)
     assert "lm_head.weight" not in tensors
     if stays:
-        monkeypatch.setattr(PackedLinear, "finish", as_on_a_gpu)
+        monkeypatch.setattr(PackedFormat, "finish", as_on_a_gpu)
     ours, expected = load(tmp_path), expected_of(theirs)
     assert ours.head is not None
     assert ours.head.fuses_norm is not stays
@@ -136,9 +136,9 @@ def test_a_group_is_of_one_rank(tmp_path: Path) -> None:
 
 def test_zero_points_that_are_all_the_same_need_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, KINDS["gptq"])
-    monkeypatch.setattr(PackedLinear, "finish", as_on_a_gpu)
-    method = load(tmp_path).get_submodule("layers.0.mlp.down").method
-    assert isinstance(method, PackedLinear)
+    monkeypatch.setattr(PackedFormat, "finish", as_on_a_gpu)
+    method = load(tmp_path).get_submodule("layers.0.mlp.down").format
+    assert isinstance(method, PackedFormat)
     assert isinstance(method.weight, PackedWeight)
     assert method.weight.zeros is None
     assert method.weight.zero == 8
@@ -234,21 +234,21 @@ def test_unquantised_layers_are_not_touched(tmp_path: Path) -> None:
     model = load(tmp_path)
     kept = model.get_submodule("layers.1.mlp.down")
     assert isinstance(kept, Linear)
-    assert kept.method is UNQUANTIZED
+    assert kept.format is UNQUANTIZED
 
 
 @pytest.mark.parametrize("name", ["gptq-zeros", "w8a16", "gptq-act-order", "mxfp4"])
 def test_dummy_weights_are_packed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are the dummy weights of the plain model, to the nearest code."""
     write(tmp_path, KINDS[name])
-    monkeypatch.setattr(PackedLinear, "finish", as_on_a_gpu)
+    monkeypatch.setattr(PackedFormat, "finish", as_on_a_gpu)
     model = load(tmp_path, "dummy")
     product = model.get_submodule("layers.0.mlp.down")
     assert isinstance(product, Linear)
-    assert isinstance(product.method, PackedLinear)
-    assert product.method.weight is not None
-    values = decode(product.method.weight, torch.float32)
-    steps = product.method.weight.scales.float().max()
+    assert isinstance(product.format, PackedFormat)
+    assert product.format.weight is not None
+    values = decode(product.format.weight, torch.float32)
+    steps = product.format.weight.scales.float().max()
     source = dict(sources(tmp_path, "dummy", model.spec, torch.device("cpu"), 0))["model.layers.0.mlp.down_proj.weight"]
     widest = (
         2.0 if name == "mxfp4" else 0.51

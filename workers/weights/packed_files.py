@@ -19,7 +19,7 @@ from meshlm.architectures.packed_quantization import TENSORS, of_layer
 from meshlm.kernels.mxfp4.reference import NAN
 from meshlm.protocol.model import QuantizationScheme
 from meshlm.runtime.errors import ProcessFatal
-from meshlm.workers.quantization.scale_tensor import ScaleTensor
+from meshlm.workers.weights.scale_tensor import ScaleTensor
 from meshlm.workers.weights.slices import WeightSlice
 from meshlm.workers.weights.source import Source
 

@@ -6,15 +6,15 @@ from meshlm.architectures.packed_quantization import of_layer
 from meshlm.architectures.quantization import formats, scheme_of
 from meshlm.protocol.model import QuantizationScheme, QuantizationSpec
 from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.formats.format import WeightFormat
+from meshlm.workers.formats.fp8 import Fp8Format
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.moe import GroupedLinear
 from meshlm.workers.models.decoder import Decoder
-from meshlm.workers.quantization.fp8 import Fp8Linear
-from meshlm.workers.quantization.method import LinearMethod
 from meshlm.workers.weights.slices import WeightSlice, slices_of
 
 
-def use_methods(model: Decoder) -> None:
+def use_formats(model: Decoder) -> None:
     """Give each quantised layer of a model on the meta device its method. ProcessFatal names layers that cannot be as the file asks."""
     spec = model.spec.quantization
     if spec is None:
@@ -50,7 +50,7 @@ def _use_experts_method(
     scheme = _common(spec, stems)
     if scheme is None:
         return
-    if not isinstance(_method(spec, scheme), Fp8Linear):
+    if not isinstance(_method(spec, scheme), Fp8Format):
         raise ProcessFatal(
             f"quantization_config: {stems[0]} is an expert's; experts of method {spec.method} are not supported"
         )
@@ -86,10 +86,10 @@ def _check_split(stem: str, found: WeightSlice, scheme: QuantizationScheme) -> N
             )
 
 
-def _method(spec: QuantizationSpec, scheme: QuantizationScheme) -> LinearMethod:
+def _method(spec: QuantizationSpec, scheme: QuantizationScheme) -> WeightFormat:
     known = formats()
     if spec.method not in known:
         raise ProcessFatal(f"quantization {spec.method} is not supported; supported: {', '.join(sorted(known))}")
     module, _, name = known[spec.method].method.partition(":")
-    found: LinearMethod = getattr(import_module(module), name)(scheme)
+    found: WeightFormat = getattr(import_module(module), name)(scheme)
     return found

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from meshlm.kernels.packed_gemm.ggml import packed
 from meshlm.kernels.packed_gemm.reference import WARM_ROWS, PackedWeight, decode
-from meshlm.workers.quantization.method import Encode, Fused
-from meshlm.workers.quantization.unquantized import Unquantized
+from meshlm.workers.formats.format import Encode, Fused
+from meshlm.workers.formats.unquantized import Unquantized
 
 if TYPE_CHECKING:
     from meshlm.workers.layers.linear import Linear
@@ -26,8 +26,8 @@ class Span(NamedTuple):
     row_bytes: int
 
 
-class GGUFLinear:
-    """See `meshlm.workers.quantization.method.LinearMethod`. Until `finish` the weight is the file's bytes, span after span."""
+class GGUFFormat:
+    """See `meshlm.workers.formats.format.WeightFormat`. Until `finish` the weight is the file's bytes, span after span."""
 
     encode: Encode | None = None
 
@@ -74,10 +74,10 @@ class GGUFLinear:
 
 
 class DecodedGGUF(Unquantized):
-    """See `meshlm.workers.quantization.method.LinearMethod`. The file's bytes are loaded, and become values on the device."""
+    """See `meshlm.workers.formats.format.WeightFormat`. The file's bytes are loaded, and become values on the device."""
 
     def __init__(self, spans: tuple[Span, ...]) -> None:
-        self._file = GGUFLinear(spans)
+        self._file = GGUFFormat(spans)
 
     def add_parameters(self, linear: "Linear") -> None:
         self._file.add_parameters(linear)

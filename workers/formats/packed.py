@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshlm.kernels.packed_gemm.reference import CHUNK, PLANE, TABLES, WARM_ROWS, PackedWeight, decode, pack
 from meshlm.protocol.model import QuantizationScheme
 from meshlm.runtime.errors import ProcessFatal
-from meshlm.workers.quantization.method import Encode, Fused
+from meshlm.workers.formats.format import Encode, Fused
 
 if TYPE_CHECKING:
     from meshlm.workers.layers.linear import Linear
@@ -24,8 +24,8 @@ PARAMETERS = ("weight", "weight_scale", "weight_zero", "input_group")
 PACKED_ROWS = 16  # of up to so many rows a product with packed weights takes less time (docs/quantization.md)
 
 
-class PackedLinear:
-    """See `meshlm.workers.quantization.method.LinearMethod`."""
+class PackedFormat:
+    """See `meshlm.workers.formats.format.WeightFormat`."""
 
     def __init__(self, scheme: QuantizationScheme) -> None:
         """The scheme is that of a layer (`packed_quantization.of_layer`)."""

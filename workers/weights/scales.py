@@ -10,8 +10,8 @@ from meshlm.architectures.quantization import scheme_of
 from meshlm.architectures.registry import weights_of
 from meshlm.protocol.model import ModelSpec, QuantizationScheme
 from meshlm.runtime.errors import ProcessFatal
-from meshlm.workers.quantization.packed_files import packed_rows, tensors_of
-from meshlm.workers.quantization.scale_tensor import ScaleTensor
+from meshlm.workers.weights.packed_files import packed_rows, tensors_of
+from meshlm.workers.weights.scale_tensor import ScaleTensor
 from meshlm.workers.weights.slices import WeightSlice
 from meshlm.workers.weights.source import Source
 

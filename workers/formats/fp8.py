@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from meshlm.kernels.fp8_gemm.reference import WARM_ROWS as FP8_WARM_ROWS
 from meshlm.kernels.fp8_gemm.reference import Fp8Weight, quantised_rows
 from meshlm.protocol.model import QuantizationScheme
-from meshlm.workers.quantization.method import Encode, Fused
+from meshlm.workers.formats.format import Encode, Fused
 
 if TYPE_CHECKING:
     from meshlm.workers.layers.linear import Linear
@@ -39,8 +39,8 @@ class _Rows(NamedTuple):
     native: Fp8Weight | None = None  # they are multiplied as they are
 
 
-class Fp8Linear:
-    """See `meshlm.workers.quantization.method.LinearMethod`."""
+class Fp8Format:
+    """See `meshlm.workers.formats.format.WeightFormat`."""
 
     def __init__(self, scheme: QuantizationScheme) -> None:
         self.scheme = scheme

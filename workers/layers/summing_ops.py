@@ -11,7 +11,7 @@ from meshlm.kernels.fp8_gemm.reference import Fp8Weight
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.communicator import FUSED_ROWS, Communicator
 from meshlm.workers.layers.ops import AttentionShape, Ops, RouterWeights
-from meshlm.workers.layers.partial_sum import Kind, PartialSum
+from meshlm.workers.partial_sum import Kind, PartialSum
 
 
 class SummingOps:

@@ -1,6 +1,6 @@
-"""LinearMethod: how the weight of a linear layer is stored, and how the layer computes with it.
+"""WeightFormat: how the weight of a linear layer is stored, and how the layer computes with it.
 
-A `LinearMethod` belongs to one layer. Loading asks it for parameters, then to `finish`; a model asks which fused kernels may take the
+A `WeightFormat` belongs to one layer. Loading asks it for parameters, then to `finish`; a model asks which fused kernels may take the
 weight by themselves, once, when it is prepared. So nothing is decided in a step.
 """
 
@@ -26,7 +26,7 @@ Encode = Callable[[Tensor], dict[str, Tensor]]
 """Floats [rows, inputs] -> rows of the parameters that a layer keeps, by their names."""
 
 
-class LinearMethod(Protocol):
+class WeightFormat(Protocol):
     """The method of one linear layer."""
 
     encode: Encode | None

@@ -16,10 +16,10 @@ from meshlm.architectures.quantization import formats
 from meshlm.protocol.config import Resolved
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.workers.distributed.shard import Shard
+from meshlm.workers.formats.fp8 import Fp8Format
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.models.cpu_layers import fuse
-from meshlm.workers.quantization.fp8 import Fp8Linear
 from meshlm.workers.weights.load import load_model
 
 TABLE = [7, 3, 11, 0, 5, 9, 1, 2, 8, 4]
@@ -87,9 +87,9 @@ def test_weights_are_decoded_when_they_are_used_on_a_gpu(tmp_path: Path, monkeyp
     write(tmp_path, KINDS["fp8-static"])
     monkeypatch.setattr(cpu_ops, "available", lambda: False)
     expected = load(tmp_path)
-    finish = Fp8Linear.finish
+    finish = Fp8Format.finish
 
-    def elsewhere(self: Fp8Linear, linear: torch.nn.Module, ops: object) -> None:
+    def elsewhere(self: Fp8Format, linear: torch.nn.Module, ops: object) -> None:
         held, weight = linear, linear.weight
         seen = SimpleNamespace(
             outputs=held.outputs, weight=SimpleNamespace(device=SimpleNamespace(type="cuda"), data=weight.data),
@@ -98,7 +98,7 @@ def test_weights_are_decoded_when_they_are_used_on_a_gpu(tmp_path: Path, monkeyp
         finish(self, seen, ops)  # type: ignore[arg-type]
         assert weight.dtype == FP8
 
-    monkeypatch.setattr(Fp8Linear, "finish", elsewhere)
+    monkeypatch.setattr(Fp8Format, "finish", elsewhere)
     tokens = list(range(20))
     found = run(load(tmp_path), caches(expected.spec, 24), [(tokens, 0, TABLE)])
     assert torch.equal(found, run(expected, caches(expected.spec, 24), [(tokens, 0, TABLE)]))
@@ -191,6 +191,6 @@ def test_dummy_weights_are_of_the_kind_that_the_config_names(name: str, tmp_path
     model = load(tmp_path, "dummy")
     product = model.get_submodule("layers.0.mlp.down")
     assert isinstance(product, Linear)
-    assert isinstance(product.method, Fp8Linear)
+    assert isinstance(product.format, Fp8Format)
     tokens = list(range(9))
     assert run(model, caches(model.spec, 24), [(tokens, 0, TABLE)]).isfinite().all()

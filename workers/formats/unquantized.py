@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from meshlm.workers.quantization.method import Encode, Fused
+from meshlm.workers.formats.format import Encode, Fused
 
 if TYPE_CHECKING:
     from meshlm.workers.layers.linear import Linear
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Unquantized:
-    """See `meshlm.workers.quantization.method.LinearMethod`. Every fused kernel takes such a weight."""
+    """See `meshlm.workers.formats.format.WeightFormat`. Every fused kernel takes such a weight."""
 
     encode: Encode | None = None
 
