@@ -22,61 +22,106 @@ BLOCK_STEP = 16  # a block that is made longer for a state has a multiple of so 
 GOOD_ENOUGH = 1.05  # times the least memory: with that, the fewest groups
 
 
-class KeepsAll(Struct, frozen=True):
-    """A token sees all tokens before it: every block is kept while a request runs."""
+class KVPolicy(Struct, frozen=True):
+    """What is kept of a sequence for a layer, in which shape, and when another request may use it. Here: keys and values of all tokens.
 
-    keeps_all: ClassVar[bool] = True
-    carried: ClassVar[bool] = False  # whether one page moves on with the request
+    The scheduler and the workers ask the spec, never for its kind: another kind overrides what differs.
+    """
+
+    keeps_all: ClassVar[bool] = True  # every block is kept while a request runs
+    carried: ClassVar[bool] = False  # one page moves on with the request
+    shares_prefix: ClassVar[bool] = True  # equal tokens have equal pages
+    fills: ClassVar[Literal["attention", "cross", "state"]] = "attention"  # what of a layer's cache it is
+
+    def first_seen(self, position: int) -> int:
+        """The first token that the one at `position` sees; below 0 where it would be before the text."""
+        return 0
 
     def first_needed(self, block_size: int, num_computed: int) -> int:
         """The first block that the token at position `num_computed`, or any after it, can see."""
-        return 0
+        return max(0, self.first_seen(num_computed)) // block_size
 
     def num_held(self, block_size: int, num_tokens: int, step_tokens: int = 1) -> int:
         """Blocks of one group that a request of `num_tokens` holds at most, where a step computes up to `step_tokens` of it."""
         return -(-num_tokens // block_size)
 
+    def fresh_rows(self, block_size: int, begin: int, end: int, num_computed: int) -> Sequence[int]:
+        """The rows from `begin` up to `end` of a block table, which the next step adds, that get a page of their own.
 
-class FullAttention(KeepsAll, frozen=True, tag="full"):
-    """Keys and values of all tokens."""
+        num_computed: the tokens before that step.
+        """
+        return range(begin, end)
+
+    def step_end(self, block_size: int, start: int, count: int) -> int:
+        """So many of the `count` tokens of a prompt from `start` on that their step ends where a checkpoint is left; all of them where
+        there is no such place among them."""
+        return count
+
+    @property
+    def checkpoint_blocks(self) -> int:
+        """Blocks from one place of a checkpoint to the next; 0: none are left."""
+        return 0
+
+    def tokens_of_page(self, block_size: int) -> int:
+        """Tokens whose keys and values a page has."""
+        return block_size
+
+    def shape(self, num_heads: int, head_dim: int, num_pages: int, block_size: int) -> tuple[int, ...]:
+        """Of one layer's cache on one worker: the first of its halves are the keys, the last the values."""
+        return 2, num_pages, block_size, num_heads, head_dim
 
 
-class SlidingWindow(Struct, frozen=True, tag="sliding"):
-    """A token sees itself and the `window` - 1 tokens before it: blocks outside every window are freed while a request runs."""
+class FullAttention(KVPolicy, frozen=True, tag="full"):
+    """A token sees all tokens before it."""
+
+
+class _Span(KVPolicy, frozen=True):
+    """A token sees at most `span` tokens, itself among them: blocks before these are freed while a request runs."""
+
+    keeps_all: ClassVar[bool] = False
+
+    @property
+    def span(self) -> int:
+        """The most tokens that one token sees."""
+        raise NotImplementedError
+
+    def num_held(self, block_size: int, num_tokens: int, step_tokens: int = 1) -> int:
+        """The blocks that the tokens of one step see, where these begin within a block."""
+        seen = -(-(self.span - 1 + step_tokens) // block_size) + 1
+        return min(-(-num_tokens // block_size), seen)
+
+
+class SlidingWindow(_Span, frozen=True, tag="sliding"):
+    """A token sees itself and the `window` - 1 tokens before it."""
 
     window: int
-    keeps_all: ClassVar[bool] = False
-    carried: ClassVar[bool] = False
 
-    def first_needed(self, block_size: int, num_computed: int) -> int:
-        """See KeepsAll."""
-        unseen = num_computed - self.window + 1
-        return unseen // block_size if unseen > 0 else 0
+    @property
+    def span(self) -> int:
+        """The window."""
+        return self.window
 
-    def num_held(self, block_size: int, num_tokens: int, step_tokens: int = 1) -> int:
-        """See KeepsAll."""
-        seen = -(-(self.window - 1 + step_tokens) // block_size) + 1
-        return min(-(-num_tokens // block_size), seen)
+    def first_seen(self, position: int) -> int:
+        """The first token of the window."""
+        return position - self.window + 1
 
 
-class ChunkedAttention(Struct, frozen=True, tag="chunked"):
-    """A text is cut into chunks of `chunk` tokens, and a token sees those of its own up to itself: blocks of earlier ones are freed."""
+class ChunkedAttention(_Span, frozen=True, tag="chunked"):
+    """A text is cut into chunks of `chunk` tokens, and a token sees those of its own up to itself."""
 
     chunk: int
-    keeps_all: ClassVar[bool] = False
-    carried: ClassVar[bool] = False
 
-    def first_needed(self, block_size: int, num_computed: int) -> int:
-        """See KeepsAll."""
-        return num_computed // self.chunk * self.chunk // block_size
+    @property
+    def span(self) -> int:
+        """The chunk."""
+        return self.chunk
 
-    def num_held(self, block_size: int, num_tokens: int, step_tokens: int = 1) -> int:
-        """See KeepsAll."""
-        seen = -(-(self.chunk - 1 + step_tokens) // block_size) + 1
-        return min(-(-num_tokens // block_size), seen)
+    def first_seen(self, position: int) -> int:
+        """The first token of the chunk."""
+        return position // self.chunk * self.chunk
 
 
-class Latent(KeepsAll, frozen=True, tag="latent"):
+class Latent(KVPolicy, frozen=True, tag="latent"):
     """One line of numbers of each token: what keys and values are projected up from, the rotated key that all heads share, and where an
     index chooses tokens its key."""
 
@@ -84,28 +129,48 @@ class Latent(KeepsAll, frozen=True, tag="latent"):
     rotary: int
     index: int = 0
 
+    def shape(self, num_heads: int, head_dim: int, num_pages: int, block_size: int) -> tuple[int, ...]:
+        """One half, of one head: a line is key and value."""
+        return 1, num_pages, block_size, 1, self.rank + self.rotary + self.index
 
-class EncoderOnly(KeepsAll, frozen=True, tag="encoder"):
+
+class EncoderOnly(KVPolicy, frozen=True, tag="encoder"):
     """Tokens see one another within the step that computes their whole prompt, and nothing of them is kept."""
 
+    shares_prefix: ClassVar[bool] = False
+
     def num_held(self, block_size: int, num_tokens: int, step_tokens: int = 1) -> int:
-        """See KeepsAll."""
+        """None."""
         return 0
 
 
-class CrossAttention(KeepsAll, frozen=True, tag="cross"):
+class CrossAttention(KVPolicy, frozen=True, tag="cross"):
     """Keys and values of what an encoder made of the request's audio: `length` of them in one page, which its first step fills. Every
     token sees them all. Requests share none of it, nor anything that was computed with it."""
 
     length: int
     carried: ClassVar[bool] = True
+    shares_prefix: ClassVar[bool] = False
+    fills: ClassVar[Literal["attention", "cross", "state"]] = "cross"
 
     def num_held(self, block_size: int, num_tokens: int, step_tokens: int = 1) -> int:
-        """See KeepsAll."""
+        """The one page."""
         return 1
 
+    def fresh_rows(self, block_size: int, begin: int, end: int, num_computed: int) -> Sequence[int]:
+        """The first alone."""
+        return [0] if begin == 0 else []
 
-class RecurrentState(Struct, frozen=True, tag="state"):
+    def tokens_of_page(self, block_size: int) -> int:
+        """Those of the encoder."""
+        return self.length
+
+    def shape(self, num_heads: int, head_dim: int, num_pages: int, block_size: int) -> tuple[int, ...]:
+        """Room for `length` keys in whole blocks."""
+        return 2, num_pages, -(-self.length // block_size) * block_size, num_heads, head_dim
+
+
+class RecurrentState(KVPolicy, frozen=True, tag="state"):
     """One state of fixed size of each sequence (state-space layers), in one page, which is overwritten as the sequence grows.
 
     The page that a block's place in the table names holds the state behind that block's last token; while it is not full, behind the
@@ -119,20 +184,45 @@ class RecurrentState(Struct, frozen=True, tag="state"):
     every: int = 1  # blocks from one place to the next
     keeps_all: ClassVar[bool] = False
     carried: ClassVar[bool] = True
+    fills: ClassVar[Literal["attention", "cross", "state"]] = "state"
 
-    def first_needed(self, block_size: int, num_computed: int) -> int:
-        """See KeepsAll: it goes on from the state behind the token before."""
-        return max(0, num_computed - 1) // block_size
+    def first_seen(self, position: int) -> int:
+        """A token goes on from the state behind the one before it."""
+        return position - 1
 
     def num_held(self, block_size: int, num_tokens: int, step_tokens: int = 1) -> int:
-        """See KeepsAll."""
+        """The running state, and the checkpoints that a step may leave."""
         size = block_size * self.every
         most = {"none": 1, "align": 2, "all": -(-(1 + step_tokens) // size) + 1}[self.mode]
         return min(-(-num_tokens // size), most)
 
-    def is_place(self, block: int) -> bool:
+    def fresh_rows(self, block_size: int, begin: int, end: int, num_computed: int) -> Sequence[int]:
+        """The first, and each behind a checkpoint that is left."""
+        first = [0] if begin == 0 else []
+        if self.mode == "all":
+            return first + [row for row in range(max(begin, 1), end) if self._is_place(row - 1)]
+        if begin and num_computed == begin * block_size and self._is_place(begin - 1):
+            return [begin]
+        return first
+
+    def step_end(self, block_size: int, start: int, count: int) -> int:
+        """Where checkpoints are left at the end of steps alone: the last place within these tokens."""
+        size = self.every * block_size
+        end = (start + count) // size * size
+        return end - start if self.mode == "align" and end > start else count
+
+    @property
+    def checkpoint_blocks(self) -> int:
+        """`every`, unless there are none."""
+        return 0 if self.mode == "none" else self.every
+
+    def _is_place(self, block: int) -> bool:
         """Whether a checkpoint may be left behind this block."""
         return self.mode != "none" and (block + 1) % self.every == 0
+
+    def shape(self, num_heads: int, head_dim: int, num_pages: int, block_size: int) -> tuple[int, ...]:
+        """Layers say how large a state is (workers/kv/layout.py)."""
+        raise AssertionError("a state has no tokens")
 
 
 KVSpec = FullAttention | SlidingWindow | ChunkedAttention | Latent | EncoderOnly | CrossAttention | RecurrentState

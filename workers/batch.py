@@ -142,6 +142,15 @@ class LayerCache:
     state: StateCache | None = None  # of a layer that has one; its keys and values are empty, unless it attends, too
     cross: CrossCache | None = None  # of a layer that sees an encoder's states, too
 
+    def tensors(self) -> list[Tensor]:
+        """All memory of the layer: what sleep gives back, and what a page is moved from and to."""
+        found = [self.keys, self.values]
+        if self.state is not None:
+            found += [self.state.ssm, self.state.conv]
+        if self.cross is not None:
+            found += [self.cross.keys, self.cross.values]
+        return found
+
     def flat(self) -> tuple[Tensor, Tensor]:
         """Both as [num_blocks * block_size, num_kv_heads, head_dim]."""
         return self.keys.flatten(0, 1), self.values.flatten(0, 1)

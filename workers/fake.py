@@ -19,7 +19,7 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.edges.control import GraphCounts
 from meshlm.protocol.edges.step import StepPlan, StepResult
 from meshlm.protocol.edges.token import LogprobColumns
-from meshlm.protocol.kv import ChunkedAttention, EncoderOnly, FullAttention, SlidingWindow, caches_of, make_groups
+from meshlm.protocol.kv import FullAttention, caches_of, make_groups
 from meshlm.protocol.lockstep import StepAgreement
 from meshlm.protocol.sleeping import KV_CACHE
 from meshlm.protocol.tasks import PoolKind
@@ -70,7 +70,7 @@ class FakeEngine:
         budget = memory or max(DEFAULT_CACHE_TOKENS, resolved.max_model_len + block_size) * per_token
         layer_bytes = 8 * resolved.spec.num_key_value_heads * resolved.spec.head_dim
         state = kv_capacity.state_spec(config.cache, block_size)  # it takes a page of attention's
-        kinds = [FullAttention() if isinstance(one, EncoderOnly) else one for _, one in caches_of(resolved.spec, state)]
+        kinds = [one if one.num_held(1, 1) else FullAttention() for _, one in caches_of(resolved.spec, state)]
         groups = make_groups(kinds, block_size, layer_bytes, resolved.max_model_len)
         specs = tuple(group.spec for group in groups)
         num_blocks = kv_capacity.num_blocks(config, budget, groups[0].page_bytes, specs, drafts)
@@ -88,8 +88,7 @@ class FakeEngine:
         self._so_far = np.zeros((resolved.max_num_seqs, VECTOR_BYTES // 4))  # the vectors of prompts, by row
         self._lines: dict[int, NDArray[np.float64]] = {}  # of those that want one of each token
         self._rows = RowTable(resolved.max_num_seqs, resolved.max_model_len, block_size, len(specs))
-        self._windows = {nth: spec.window for nth, spec in enumerate(specs) if isinstance(spec, SlidingWindow)}
-        self._chunks = {nth: spec.chunk for nth, spec in enumerate(specs) if isinstance(spec, ChunkedAttention)}
+        self._spans = {nth: spec for nth, spec in enumerate(specs) if not (spec.keeps_all or spec.carried)}
         self._states = np.array([spec.carried for spec in specs])
         self._written = np.zeros(0, np.uint64)  # the states of the last step's tokens
         self._groups = np.arange(len(specs), dtype=np.uint64)  # added to what a group's slots hold: groups differ
@@ -305,17 +304,22 @@ class FakeEngine:
         """What the tokens before these left in the cache; something else, where a group's table lacks what a token here can see."""
         before = np.maximum(starts.astype(np.int64) - 1, 0)
         found = self._state[self._rows.slots(rows, before)] - self._groups
-        for group, chunk in self._chunks.items():  # the first token of a chunk sees nothing there
-            found[:, group] = np.where(starts % chunk, found[:, group], found[:, 0])
+        num_seen = {
+            group: np.array([start - max(0, spec.first_seen(start)) for start in starts.tolist()], np.int64)
+            for group, spec in self._spans.items()
+        }
+        for group, count in num_seen.items():  # the first token of a chunk sees nothing there
+            found[:, group] = np.where(count, found[:, group], found[:, 0])
         wrong = (found != found[:, :1]).any(1)
-        for group, window in self._windows.items():
-            wrong |= self._is_broken(rows, before, group, window)
+        for group, count in num_seen.items():
+            wrong |= self._is_broken(rows, before, group, count)
         return np.where(starts > 0, found[:, 0] + wrong, np.uint64(0))
 
-    def _is_broken(self, rows: I32, last: I64, group: int, window: int) -> NDArray[np.bool_]:
-        """Whether the slots of the `window` - 1 positions up to `last` do not follow from one another."""
-        positions = last[:, None] - np.arange(min(window - 1, int(last.max(initial=0)) + 1))
-        exist, positions, rows = positions >= 0, np.maximum(positions, 0), rows[:, None]
+    def _is_broken(self, rows: I32, last: I64, group: int, count: I64) -> NDArray[np.bool_]:
+        """Whether the slots of the `count` positions up to `last` do not follow from one another."""
+        back = np.arange(count.max(initial=0))
+        positions = last[:, None] - back
+        exist, positions, rows = back < count[:, None], np.maximum(positions, 0), rows[:, None]
         state = self._state[self._rows.slots(rows, positions)[..., group]] - self._groups[group]
         terms = (self._rows.tokens[rows, positions].astype(np.int64) + 1).astype(np.uint64)
         older = np.where(positions[:, :-1] > 0, state[:, 1:] * np.uint64(FACTOR), np.uint64(0))

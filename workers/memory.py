@@ -196,7 +196,7 @@ def make_caches(
 ) -> list[LayerCache]:
     """`count` pages, all zeros, as each layer sees them. ProcessFatal when they do not fit. `scales`: of an FP8 cache, by layer."""
     try:
-        tensors = [zeros(layout.shape(count), layout.tensor_dtype, device) for _ in range(layout.num_tensors)]
+        tensors = [zeros(layout.shape(count), torch.uint8, device) for _ in range(layout.num_tensors)]
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         raise ProcessFatal(f"no memory for {count} KV blocks: {str(error).splitlines()[0]}") from None
     if layout.dtype.itemsize > 1 or scales is None:

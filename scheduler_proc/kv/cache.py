@@ -9,15 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from math import gcd, inf
 
-from meshlm.protocol.kv import (
-    CrossAttention,
-    EncoderOnly,
-    FullAttention,
-    KVSpec,
-    RecurrentState,
-    longest_request,
-    pages_of,
-)
+from meshlm.protocol.kv import FullAttention, KVSpec, longest_request, pages_of
 from meshlm.protocol.wire.ids import BlockId
 from meshlm.scheduler_proc.kv import hashes
 from meshlm.scheduler_proc.kv.groups import kinds_of
@@ -43,8 +35,8 @@ class KVCache:
         prefix_caching: bool = True,
         step_tokens: int = 1,
     ) -> None:
-        alike = not any(isinstance(spec, CrossAttention) for spec in specs)  # what equal tokens have in their pages
-        self.block_size, self.prefix_caching = block_size, prefix_caching and alike
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching and all(spec.shares_prefix for spec in specs)
         self.pool = BlockPool(num_pages)
         self._specs, self._step_tokens = specs or (FullAttention(),), step_tokens
         self._kinds = kinds_of(self._specs, block_size)
@@ -61,7 +53,7 @@ class KVCache:
         self._sending: list[
             tuple[Request, bytes, Sequence[BlockId]]
         ] = []  # checkpoints of the step that is being planned
-        self._keeps_none = all(isinstance(spec, EncoderOnly) for spec in self._specs)
+        self._keeps_none = not pages_of(self._specs, block_size, block_size)
 
     @property
     def num_blocks(self) -> int:
@@ -117,12 +109,9 @@ class KVCache:
     def step_end(self, start: int, count: int) -> int:
         """So many of the `count` tokens of a prompt from `start` on that their step ends where a checkpoint is left, if there is such
         a place among them; else all of them."""
-        for kind in self._carried:
-            if self.prefix_caching and isinstance(kind.spec, RecurrentState) and kind.spec.mode == "align":
-                size = kind.spec.every * self.block_size
-                end = (start + count) // size * size
-                return end - start if end > start else count
-        return count
+        if not self.prefix_caching:
+            return count
+        return min((kind.spec.step_end(self.block_size, start, count) for kind in self._carried), default=count)
 
     def missed(self, request: Request) -> dict[str, int]:
         """Tokens of this request, the last one that was matched, that were not found, by reason; without those that nobody has seen."""
@@ -217,7 +206,7 @@ class KVCache:
             request.capacity = end * self.block_size
             return grown
         computed = request.num_computed or request.capacity  # one that begins has what was found in the cache
-        fresh = [kind.fresh(begin, end, computed) for kind in self._kinds]
+        fresh = [kind.spec.fresh_rows(self.block_size, begin, end, computed) for kind in self._kinds]
         count = sum(kind.width * len(rows) for kind, rows in zip(self._kinds, fresh, strict=True))
         if count > pool.num_free and not self._makes_room(count, request, others):
             return None

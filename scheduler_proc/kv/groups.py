@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
-from meshlm.protocol.kv import KVSpec, RecurrentState
+from meshlm.protocol.kv import KVSpec
 from meshlm.protocol.wire.ids import BlockId
 
 NO_PLACE = 1 << 31  # blocks; no request has so many
@@ -18,9 +18,7 @@ class Kind:
         self.spec, self.number, self.block_size = spec, number, block_size
         self.begin, self.end, self.width, self.carried = begin, end, end - begin, spec.carried
         self.name = str(spec.__struct_config__.tag) + (f"-{number}" if number else "")  # for /metrics
-        self.every = NO_PLACE  # blocks from one place of a checkpoint to the next
-        if isinstance(spec, RecurrentState) and spec.mode != "none":
-            self.every = spec.every
+        self.every = spec.checkpoint_blocks or NO_PLACE  # blocks from one place of a checkpoint to the next
         self._first_bytes = [bytes((first ^ number,)) for first in range(256)]  # of a key, by that of the hash
 
     def key(self, block_hash: bytes) -> bytes:
@@ -34,22 +32,6 @@ class Kind:
     def first_needed(self, num_computed: int) -> int:
         """The first block that tokens from position `num_computed` on can see."""
         return self.spec.first_needed(self.block_size, num_computed)
-
-    def fresh(self, begin: int, end: int, num_computed: int) -> Sequence[int]:
-        """The rows from `begin` up to `end` of a table, which the next step adds, that get a page of their own.
-
-        num_computed: the tokens before that step.
-        """
-        if not self.carried:
-            return range(begin, end)
-        first = [0] if begin == 0 else []
-        if not isinstance(self.spec, RecurrentState):
-            return first
-        if self.spec.mode == "all":
-            return first + [row for row in range(max(begin, 1), end) if self.spec.is_place(row - 1)]
-        if begin and num_computed == begin * self.block_size and self.spec.is_place(begin - 1):
-            first = [begin]
-        return first
 
     def places(self, begin: int, end: int) -> Sequence[int]:
         """Those of the rows from `begin` up to `end` behind which a checkpoint may be left."""

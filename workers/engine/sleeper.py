@@ -53,11 +53,4 @@ class Sleeper:
     def _tensors(self, tag: str) -> list[Tensor]:
         if tag == WEIGHTS:
             return tensors_of(self._engine.model)
-        found: list[Tensor] = []
-        for cache in self._engine.compute.caches:
-            found += [cache.keys, cache.values]
-            if cache.state is not None:
-                found += [cache.state.ssm, cache.state.conv]
-            if cache.cross is not None:
-                found += [cache.cross.keys, cache.cross.values]
-        return found
+        return [tensor for cache in self._engine.compute.caches for tensor in cache.tensors()]

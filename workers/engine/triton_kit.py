@@ -27,7 +27,6 @@ from meshlm.kernels.precompile import precompiled
 from meshlm.kernels.small_m_gemm import kernel as small_m_gemm
 from meshlm.kernels.states import MOST_PROMPTS
 from meshlm.kernels.tuning.products import ProductBench, Setting
-from meshlm.protocol.kv import FullAttention
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.attention.triton_backend import states_in_graphs
@@ -307,7 +306,7 @@ def _shared_prefixes(engine: ModelEngine) -> PrefixTables | None:
         return None
     if rows.max_rows < 2:
         return None
-    groups = [group for group, kept in enumerate(engine.layout.specs) if isinstance(kept, FullAttention)]
+    groups = [group for group, kept in enumerate(engine.layout.specs) if kept.keeps_all and kept.shares_prefix]
     kinds = [(kv_heads, dim) for kv_heads, dim in _full_attention(spec) if dim <= LARGE_DIM]
     if not groups or not kinds:
         return None

@@ -13,21 +13,14 @@ halves of its heads and channels. A block is made as long as a state is large.
 
 from dataclasses import replace
 from math import prod
-from typing import NamedTuple, assert_never
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from meshlm.protocol.config.engine import CacheConfig
 from meshlm.protocol.kv import (
-    ChunkedAttention,
-    CrossAttention,
-    EncoderOnly,
-    FullAttention,
     KVSpec,
-    Latent,
-    RecurrentState,
-    SlidingWindow,
     block_size_with_cross_attention,
     block_size_with_states,
     caches_of,
@@ -43,22 +36,6 @@ from meshlm.workers.kv_capacity import CHECKPOINT_TOKENS, state_spec
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 ALIGN = 16  # bytes; numbers of any dtype may begin there
-
-
-def cache_shape(spec: KVSpec, model: ModelSpec, num_pages: int, block_size: int) -> tuple[int, ...]:
-    """The shape of the tensor of one layer that attends. `model` is this worker's part of the model."""
-    match spec:
-        case FullAttention() if model.full_heads is not None:
-            return 2, num_pages, block_size, model.full_heads.num_key_value_heads, model.full_heads.head_dim
-        case FullAttention() | SlidingWindow() | ChunkedAttention() | EncoderOnly():
-            return 2, num_pages, block_size, model.num_key_value_heads, model.head_dim
-        case Latent(rank, rotary, index):
-            return num_pages, block_size, 1, rank + rotary + index
-        case CrossAttention(length):
-            return 2, num_pages, -(-length // block_size) * block_size, model.num_key_value_heads, model.head_dim
-        case RecurrentState():
-            raise AssertionError("a state has no tokens")
-    assert_never(spec)
 
 
 class StateLayout(NamedTuple):
@@ -128,15 +105,16 @@ class KVLayout:
         model_dtype: torch.dtype | None = None,
     ) -> None:
         """model: the whole of it. cache, model_dtype: what states need to know."""
-        self.dtype, self._local, self._half_bytes = dtype, shard.local(model), 0
+        self.dtype, self._local = dtype, shard.local(model)
         if model.audio_encoder is not None:
             length = model.audio_encoder.max_source_positions
             block_size = block_size_with_cross_attention(block_size, model.num_hidden_layers, length, max_model_len)
-        kinds = {kind for _, kind in caches_of(model) if not isinstance(kind, RecurrentState)}
+        kinds = {kind for _, kind in caches_of(model) if kind.fills != "state"}
         of_kind: dict[KVSpec, int] = {
-            kind: prod(cache_shape(kind, self._local, 1, block_size)) * dtype.itemsize // block_size for kind in kinds
+            kind: prod(self._shape(kind, 1, block_size)) * dtype.itemsize // block_size for kind in kinds
         }
         layer_bytes, _ = shares(of_kind)
+        self._halves = min((self._shape(kind, 1, block_size)[0] for kind in kinds), default=2)
         self.states: StateLayout | None = None
         cache = cache or CacheConfig()
         if self._local.state is not None:
@@ -145,14 +123,13 @@ class KVLayout:
             if not layer_bytes:  # blocks are for checkpoints alone
                 block_size = max(block_size, cache.mamba_block_size or CHECKPOINT_TOKENS)
             block_size = block_size_with_states(block_size, layer_bytes, 2 * self.states.half_bytes)
-            self._half_bytes = max(self.states.half_bytes, layer_bytes * block_size // 2)
         self.block_size = block_size
+        self._half_bytes = max(self.states.half_bytes if self.states else 0, layer_bytes * block_size // self._halves)
         found = caches_of(model, state_spec(cache, block_size)) if self.states else caches_of(model)
         every = {kind: of_kind.get(kind, layer_bytes) for _, kind in found}
         groups = make_groups([kind for _, kind in found], block_size, every, max_model_len)
         self.specs = tuple(group.spec for group in groups)
         self.shares = tuple(group.layers_per_tensor for group in groups)
-        self._unit = layer_bytes // dtype.itemsize  # numbers of a token in a tensor
         own = shard.layers(model.num_hidden_layers)
         self.num_layers = len(own)
         self.places = [
@@ -161,7 +138,7 @@ class KVLayout:
             for place, layer in enumerate(found[one][0] for one in group.layers if found[one][0] in own)
         ]
         self.num_tensors = 1 + max((place.tensor for place in self.places), default=0)
-        self.page_bytes = self.num_tensors * (2 * self._half_bytes or block_size * layer_bytes)
+        self.page_bytes = self.num_tensors * self._halves * self._half_bytes
         self.waste = 0.0  # of a request's pages, in a model with states or an encoder
         if self.states:
             size = max(len(group.layers) for group in groups)
@@ -169,53 +146,42 @@ class KVLayout:
             self.waste = waste(groups, used, size * 2 * self._half_bytes, max_model_len)
         elif model.audio_encoder is not None:
             token = min(of_kind.values())
-            used = {kind: token * (kind.length if isinstance(kind, CrossAttention) else block_size) for kind in of_kind}
+            used = {kind: token * kind.tokens_of_page(block_size) for kind in of_kind}
             self.waste = waste(groups, used, self.page_bytes, max_model_len)
 
-    @property
-    def tensor_dtype(self) -> torch.dtype:
-        """The dtype of the tensors that hold it."""
-        return torch.uint8 if self.states else self.dtype
+    def _shape(self, spec: KVSpec, num_pages: int, block_size: int) -> tuple[int, ...]:
+        """Of the cache of one layer that attends."""
+        full = self._local.full_heads if spec.keeps_all else None  # heads of layers without a window, where they differ
+        heads = full or self._local
+        return spec.shape(heads.num_key_value_heads, heads.head_dim, num_pages, block_size)
+
+    def shape(self, num_pages: int) -> tuple[int, int, int]:
+        """The shape of each tensor, of bytes: halves, pages, bytes of a half of a page."""
+        return self._halves, num_pages, self._half_bytes
 
     def caches(self, tensors: list[Tensor], scales: list[tuple[float, float]]) -> list[LayerCache]:
-        """The view of these tensors, which have `shape`, that each layer gets. scales stand by layer."""
+        """The view of these tensors (uint8), which have `shape`, that each layer gets. scales stand by layer."""
         nothing = torch.empty(0, dtype=self.dtype)
         found: list[LayerCache] = [LayerCache(nothing, nothing)] * self.num_layers
-        for place in sorted(self.places, key=lambda place: self.specs[place.group].carried):
-            spec, tensor = self.specs[place.group], tensors[place.tensor]
-            if isinstance(spec, CrossAttention):
-                at, shape = found[place.layer], cache_shape(spec, self._local, tensor.shape[1], self.block_size)
-                both = tensor.view(shape)
-                cross = CrossCache(both[0], both[1], place.group, spec.length)
-                found[place.layer] = replace(at, cross=cross)
-            elif self.states and spec.carried:
-                at = found[place.layer]
-                state = self.states.view(tensor, place.group)
-                found[place.layer] = LayerCache(at.keys, at.values, at.k_scale, at.v_scale, at.group, state)
-            elif isinstance(spec, Latent):
-                found[place.layer] = LayerCache(tensor, tensor, group=place.group)
+        for place in self.places:
+            spec, tensor, at = self.specs[place.group], tensors[place.tensor], found[place.layer]
+            if spec.fills == "state":
+                assert self.states is not None
+                found[place.layer] = replace(at, state=self.states.view(tensor, place.group))
+                continue
+            share = self.shares[place.group]
+            pages = tensor.view(self.dtype).view(self._shape(spec, tensor.shape[1] * share, self.block_size))
+            keys, values = pages[0, place.nth :], pages[-1, place.nth :]
+            if spec.fills == "cross":
+                found[place.layer] = replace(at, cross=CrossCache(keys, values, place.group, spec.tokens_of_page(0)))
             else:
-                if self.states:
-                    tensor = tensor.view(self.dtype).view(
-                        cache_shape(spec, self._local, tensor.shape[1], self.block_size)
-                    )
-                elif (share := self.shares[place.group]) > 1:
-                    size = cache_shape(spec, self._local, tensor.shape[1] * share, self.block_size)
-                    tensor = tensor.view(size)[:, place.nth :]
-                elif self._local.full_heads is not None or self._local.audio_encoder is not None:
-                    tensor = tensor.view(cache_shape(spec, self._local, tensor.shape[1], self.block_size))
-                found[place.layer] = LayerCache(tensor[0], tensor[1], *scales[place.layer], place.group)
+                k_scale, v_scale = scales[place.layer]
+                found[place.layer] = replace(
+                    at, keys=keys, values=values, k_scale=k_scale, v_scale=v_scale, group=place.group
+                )
         if self._local.num_kv_shared_layers:
             found = [found[self._local.kv_source(layer)] for layer in range(self.num_layers)]
         return found
-
-    def shape(self, num_pages: int) -> tuple[int, ...]:
-        """The shape of each tensor."""
-        if self.states:
-            return 2, num_pages, self._half_bytes
-        if self._local.full_heads is not None or self._local.audio_encoder is not None:
-            return 2, num_pages, self.block_size, self._unit // 2
-        return cache_shape(self.specs[0], self._local, num_pages, self.block_size)
 
     def tokens_held(self, num_pages: int, num_tokens: int) -> int:
         """Tokens of requests of `num_tokens` each that decode side by side in so many pages."""
