@@ -128,3 +128,13 @@ def test_of_many_kinds_the_one_asked_for_is_imported(statement: str, folder: str
     script = f"import sys; {statement}; print(*(name for name in sys.modules if name.startswith('meshlm.{folder}.')))"
     done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True, cwd="/")
     assert {name.rpartition(".")[2] for name in done.stdout.split()} & kinds == loaded
+
+
+def test_nobody_asks_a_kv_spec_for_its_kind() -> None:
+    """A spec owns its policy: no isinstance and no case outside protocol/kv.py."""
+    kinds = "FullAttention|SlidingWindow|ChunkedAttention|Latent|EncoderOnly|CrossAttention|RecurrentState"
+    asked = re.compile(rf"isinstance\([^)]*\b({kinds})\b|\bcase ({kinds})\(")
+    assert asked.search("if isinstance(spec, SlidingWindow):")
+    for folder in ("scheduler_proc", "workers", "coordinator", "supervisor"):
+        for path in (ROOT / folder).rglob("*.py"):
+            assert not asked.search(path.read_text("utf-8")), path

@@ -63,3 +63,12 @@ def extents(layout: KVLayout, caches: list[LayerCache], group: int) -> dict[int,
             address for line in lines for address in range(line.data_ptr(), line.data_ptr() + 4 * line.numel(), 4)
         )
     return found
+
+
+@pytest.mark.parametrize("heads", [(1, 16), (3, 16)])
+def test_one_enumeration_names_all_memory(heads: tuple[int, int]) -> None:
+    """What sleep gives back and what is counted are the same bytes."""
+    layout = KVLayout(model(*heads), BLOCK, 4096, torch.float32)
+    caches = make_caches(layout, PAGES, torch.device("cpu"))
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for cache in caches for one in cache.tensors()}
+    assert sum(one.nbytes() for one in storages.values()) == PAGES * layout.page_bytes
