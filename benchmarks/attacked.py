@@ -16,7 +16,6 @@ import atexit
 import json
 import os
 import shutil
-import statistics
 import sys
 import tempfile
 import time
@@ -26,64 +25,29 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-
+import harness
 from attacks import ATTACKS, KILLS, LETS_NOTHING_IN
-from control_plane import machine
-from live_mesh import Mesh
+from harness import KeptStream, Mesh, milliseconds
 
 ANSWER_LIMIT_S = 60.0
 SAMPLE_S = 0.25
 
 
-class Stream(asyncio.Protocol):
-    """One streaming completion: its text, and when its events came."""
-
-    def __init__(self, body: bytes) -> None:
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.times: list[float] = []
-        self._body, self._data = body, bytearray()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-        head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-        transport.write(head % len(self._body) + self._body)
-
-    def data_received(self, data: bytes) -> None:
-        self.times += [time.perf_counter()] * data.count(b"data: {")
-        self._data += data
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if not self.done.done():
-            self.done.set_result(None)
-
-    @property
-    def text(self) -> str | None:
-        """None of a stream that failed or broke."""
-        if self._data[9:12] != b"200" or b"data: [DONE]" not in self._data:
-            return None
-        events = [line[6:] for line in self._data.split(b"\n") if line.startswith(b"data: {")]
-        choices = [json.loads(event).get("choices") for event in events]
-        return "".join(choice[0]["text"] for choice in choices) if all(choices) else None
-
-
 class Honest:
-    """Clients that ask for the same texts again and again."""
+    """Clients that send the same requests again and again."""
 
     def __init__(self, port: int, streams: int, num_tokens: int) -> None:
-        prompts = [f"Tell me a story of number {number}." for number in range(streams)]
-        body = {"max_tokens": num_tokens, "ignore_eos": True, "temperature": 0, "stream": True}
-        self._bodies = [json.dumps({"prompt": prompt, **body}).encode() for prompt in prompts]
+        body = {"max_tokens": num_tokens, "temperature": 0}
+        self._bodies = [{"prompt": f"Tell me a story of number {number}.", **body} for number in range(streams)]
         self._port = port
         self.texts: list[str | None] = []
 
-    async def _one(self, body: bytes) -> Stream:
-        stream = Stream(body)
+    async def _one(self, body: dict[str, Any]) -> KeptStream:
         try:
-            await asyncio.get_running_loop().create_connection(lambda: stream, "127.0.0.1", self._port)
+            stream = await KeptStream.begin(self._port, body)
             await asyncio.wait_for(stream.done, ANSWER_LIMIT_S)
         except (OSError, TimeoutError):
-            pass  # it has no text then
+            return KeptStream(body)  # it has no text
         return stream
 
     async def alone(self) -> dict[str, Any]:
@@ -96,36 +60,32 @@ class Honest:
     async def beside(self, seconds: float) -> dict[str, Any]:
         """Each client one stream after the other, for so long."""
         until = time.perf_counter() + seconds
-        found: list[tuple[Stream, str | None]] = []
+        found: list[tuple[KeptStream, str | None]] = []
 
-        async def client(body: bytes, text: str | None) -> None:
+        async def client(body: dict[str, Any], text: str | None) -> None:
             while time.perf_counter() < until:
                 found.append((await self._one(body), text))
 
         await asyncio.gather(*(client(*pair) for pair in zip(self._bodies, self.texts, strict=True)))
         return self._report(found)
 
-    def _report(self, found: list[tuple[Stream, str | None]]) -> dict[str, Any]:
+    def _report(self, found: list[tuple[KeptStream, str | None]]) -> dict[str, Any]:
         gaps = [b - a for stream, _ in found for a, b in pairwise(stream.times)]
-        cuts = statistics.quantiles(gaps, n=100, method="inclusive") if len(gaps) > 1 else [0.0] * 99
+        texts = [(stream.text, expected) for stream, expected in found]
         return {
             "streams": len(found),
-            "failed": sum(stream.text is None for stream, _ in found),
-            "wrong": sum(stream.text is not None and stream.text != text for stream, text in found),
-            "itl_ms": {"p50": round(1e3 * cuts[49], 2), "p99": round(1e3 * cuts[98], 2), "max": milliseconds(gaps)},
+            "failed": sum(text is None for text, _ in texts),
+            "wrong": sum(text is not None and text != expected for text, expected in texts),
+            "itl_ms": milliseconds(gaps) or {"p50": 0.0, "p99": 0.0, "max": 0.0},
         }
-
-
-def milliseconds(gaps: list[float]) -> float:
-    return round(1e3 * max(gaps, default=0.0), 1)
 
 
 async def largest(mesh: Mesh, over: asyncio.Event) -> dict[str, float]:
     """Resident MiB by process, the most that was seen."""
     found: dict[str, float] = {}
     while not over.is_set():
-        for place in await mesh.places():
-            found[place.name] = max(found.get(place.name, 0.0), round(place.rss_bytes / 2**20, 1))
+        for name, mib in (await asyncio.to_thread(mesh.rss_mib)).items():
+            found[name] = max(found.get(name, 0.0), mib)
         await asyncio.sleep(SAMPLE_S)
     return found
 
@@ -138,7 +98,7 @@ def context_of(port: int) -> int:
 async def attacked(name: str, mesh: Mesh, arguments: argparse.Namespace) -> dict[str, Any]:
     max_model_len = await asyncio.to_thread(context_of, mesh.port)
     honest = Honest(mesh.port, arguments.streams, arguments.tokens)
-    alone, before = await honest.alone(), await mesh.places()
+    alone, pids, rss = await honest.alone(), mesh.pids(), mesh.rss_mib()
     over = asyncio.Event()
     memory = asyncio.ensure_future(largest(mesh, over))
     given = (name, str(mesh.port), str(arguments.vocab_size), str(max_model_len), str(arguments.seconds))
@@ -155,13 +115,11 @@ async def attacked(name: str, mesh: Mesh, arguments: argparse.Namespace) -> dict
         answers = b'{"it did not end": 1}'
     after = await honest.beside(1.0)
     over.set()
-    pids = {place.name: place.pid for place in before}
-    rss = {place.name: round(place.rss_bytes / 2**20, 1) for place in before}
-    replaced = [place.name for place in await mesh.places() if pids.get(place.name) != place.pid]
+    replaced = [name for name, pid in mesh.pids().items() if pids.get(name) != pid]
     slower = round(beside["itl_ms"]["p99"] / max(alone["itl_ms"]["p99"], 0.01), 2)
-    most = await memory
     answered = json.loads(answers or b"{}")
     is_let_in = name in LETS_NOTHING_IN and any(status.startswith("2") for status in answered)
+    is_harmed = any(run["failed"] or run["wrong"] for run in (beside, after)) or (replaced and name not in KILLS)
     return {
         "attack": name,
         "alone": alone,
@@ -171,13 +129,8 @@ async def attacked(name: str, mesh: Mesh, arguments: argparse.Namespace) -> dict
         "attacker_was_answered": answered,
         "replaced": replaced,
         "rss_mib_before": rss,
-        "rss_mib_most": most,
-        "kept": not (
-            (replaced and name not in KILLS)
-            or is_let_in
-            or any(part["failed"] or part["wrong"] for part in (beside, after))
-        )
-        and slower <= arguments.within,
+        "rss_mib_most": await memory,
+        "kept": not is_let_in and not is_harmed and slower <= arguments.within,
     }
 
 
@@ -188,15 +141,12 @@ def buggy_mesh(flags: list[str]) -> Mesh:
 
     folder, before = tempfile.mkdtemp(), os.environ.get("PYTHONPATH", "")
     atexit.register(shutil.rmtree, folder)  # processes that are started again read it too
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(install(Path(folder))), before]))
-    mesh = Mesh(flags)
-    os.environ["PYTHONPATH"] = before
-    return mesh
+    return Mesh(flags, PYTHONPATH=os.pathsep.join(filter(None, [str(install(Path(folder))), before])))
 
 
 def main(words: list[str] | None = None) -> None:
     """`words` of the command line; None: all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("attacks", nargs="*", metavar="ATTACK", help=", ".join(ATTACKS))
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--streams", type=int, default=4)
@@ -205,29 +155,20 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--step-ms", type=float, default=20.0, help="of the fake device")
     parser.add_argument("--vocab-size", type=int, default=49_152, help="of the model: the default one's")
     parser.add_argument("--within", type=float, default=3.0)
-    parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args(words)
     if unknown := set(arguments.attacks) - ATTACKS.keys():
         parser.error(f"no such attack: {', '.join(sorted(unknown))}")
-    flags = ["--device", arguments.device, "--disable-log-requests"]
+    flags = ["--device", arguments.device]
     flags += ["--fake-step-ms", str(arguments.step_ms)] if arguments.device == "fake" else []
-    load_before, found = os.getloadavg()[0], []
+    found = []
     for name in arguments.attacks or ATTACKS:
-        mesh = Mesh(flags) if name not in KILLS else buggy_mesh(flags)
-        try:
-            mesh.wait_ready()
+        with Mesh(flags) if name not in KILLS else buggy_mesh(flags) as mesh:
             found.append(asyncio.run(attacked(name, mesh, arguments)))
-        finally:
-            mesh.stop()
         print(json.dumps(found[-1]), file=sys.stderr, flush=True)
-    given = {name: value for name, value in vars(arguments).items() if name not in ("json", "attacks")}
-    where = {**machine(), "load_average_before": round(load_before, 1)}
-    record = {"benchmark": "attacked", "machine": where, "arguments": given, "attacks": found}
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    harness.keep(arguments.json, {"attacks": found})
     for result in found:
-        parts = (result["attack"], f"ITL p99 x {result['itl_p99_slower']}", "kept" if result["kept"] else "NOT KEPT")
-        print(*parts, sep="\t")
+        kept = "kept" if result["kept"] else "NOT KEPT"
+        print(result["attack"], f"ITL p99 x {result['itl_p99_slower']}", kept, sep="\t")
     sys.exit(not all(result["kept"] for result in found))
 
 

@@ -15,6 +15,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 READ_LIMIT_S = 30.0
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+)
 
 
 class Target:
@@ -74,7 +77,7 @@ def encoded(**body: Any) -> bytes:
     return json.dumps(body, separators=(",", ":")).encode()
 
 
-# --- point 1: messages that no frame holds ---
+# --- messages that no frame holds ---
 
 
 async def detokenize_many_ids(to: Target) -> None:
@@ -113,7 +116,7 @@ async def keyed_streams_that_reconnect(to: Target) -> None:
     await to.repeat(attack, clients=2)
 
 
-# --- point 2: heads ---
+# --- heads ---
 
 
 async def pipelined_heads(to: Target) -> None:
@@ -135,7 +138,7 @@ async def pipelined_heads(to: Target) -> None:
     await to.repeat(attack, clients=2)
 
 
-# --- point 6: small bodies, much memory ---
+# --- small bodies, much memory ---
 
 
 async def many_prompts_times_choices(to: Target) -> None:
@@ -155,7 +158,7 @@ async def abandoned_questions(to: Target) -> None:
     await to.repeat(lambda: to.post("/tokenize", body, read=0), clients=8, pause_s=0.2)
 
 
-# --- point 7: parsing, slow clients ---
+# --- parsing, slow clients ---
 
 
 async def many_ids(to: Target) -> None:
@@ -179,22 +182,11 @@ async def long_unknown_fields(to: Target) -> None:
 async def slow_readers(to: Target) -> None:
     """Streams of many choices that nobody reads."""
     body = encoded(prompt="x", n=64, max_tokens=min(1000, to.max_model_len // 2), ignore_eos=True, stream=True)
-    await _held(
-        to,
-        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-        % len(body)
-        + body,
-        16,
-        reads=False,
-    )
+    await _held(to, HEAD % len(body) + body, 16, reads=False)
 
 
 async def unfinished_bodies(to: Target) -> None:
-    head = (
-        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-        % (30 << 20)
-    )
-    await _held(to, head + b" " * (29 << 20), 40)
+    await _held(to, HEAD % (30 << 20) + b" " * (29 << 20), 40)
 
 
 async def unfinished_heads(to: Target) -> None:
@@ -217,12 +209,12 @@ async def cross_site_page(to: Target) -> None:
         ("/v1/completions", ask, rebound),
         ("/settings", settings, ()),
     ]
-    await to.repeat(lambda: to.post(*_spread(to.dice.choice(tries))))
 
+    async def attack() -> None:
+        path, body, headers = to.dice.choice(tries)
+        await to.post(path, body, *headers)
 
-def _spread(one: tuple[str, bytes, tuple[str, ...]]) -> tuple[Any, ...]:
-    path, body, headers = one
-    return path, body, *headers
+    await to.repeat(attack)
 
 
 # --- grammars that a library dies of, or is busy with ---
@@ -307,29 +299,7 @@ async def _held(to: Target, data: bytes, count: int, *, reads: bool = True) -> N
 
 
 ATTACKS: dict[str, Callable[[Target], Awaitable[None]]] = {
-    attack.__name__: attack
-    for attack in (
-        detokenize_many_ids,
-        bias_for_many_prompts,
-        allowed_ids_for_many_choices,
-        prompt_logprobs,
-        keyed_streams_that_reconnect,
-        pipelined_heads,
-        many_prompts_times_choices,
-        tokenize_long_texts,
-        abandoned_questions,
-        many_ids,
-        empty_lists,
-        long_unknown_fields,
-        slow_readers,
-        unfinished_bodies,
-        unfinished_heads,
-        cross_site_page,
-        grammars_that_overflow,
-        grammars_that_take_long,
-        grammars_with_costly_masks,
-        poison_requests,
-    )
+    name: value for name, value in globals().items() if asyncio.iscoroutinefunction(value) and not name.startswith("_")
 }
 KILLS = ("poison_requests",)  # which are replaced: whoever sends none of these is to see a pause at most
 LETS_NOTHING_IN = ("cross_site_page",)  # of these no request is to be answered

@@ -23,14 +23,15 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
+import harness
 import targets
+from harness import MESHLM
 
 HERE = Path(__file__).parent
 OFFLINE_REQUESTS, SHORT = 1000, 4096
@@ -118,7 +119,7 @@ class Engine(NamedTuple):
             begin = [*VLLM, "serve"]
             own += ["--host", "127.0.0.1", "--disable-uvicorn-access-log"]
         else:
-            begin = [*targets.MESHLM, "serve"]
+            begin = [*MESHLM, "serve"]
             own += ["--disable-log-requests", "--max-num-batched-tokens", "8192"]
             own += ["--device", self.device] if self.device else []
         return [*begin, model.folder, *own, *model.flags]
@@ -193,7 +194,7 @@ def wait_ready(process: "subprocess.Popen[bytes]", engine: Engine, log: Path) ->
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{engine.port}/{path}", timeout=1):
                 return time.monotonic() - begun
-        except (urllib.error.URLError, OSError):
+        except OSError:
             time.sleep(0.1)
     raise TimeoutError(f"no server in {READY_S:g} s: {last_words(log)}")
 
@@ -207,7 +208,7 @@ class Run:
         self._json = Path(arguments.json) if arguments.json else None
         self.report: dict[str, Any] = {"models": {}}
         if self._json is not None and self._json.exists():
-            self.report = json.loads(self._json.read_text())
+            self.report = {"models": json.loads(self._json.read_text())["models"]}
 
     def go_through(self, engine: Engine) -> None:
         for text in self._arguments.models:
@@ -234,8 +235,7 @@ class Run:
         with self._lock:
             self.report["models"].setdefault(model.name, {}).setdefault(engine.name, {})[kind] = found
             print(json.dumps({"model": model.name, "engine": engine.name, kind: found}), flush=True)
-            if self._json is not None:
-                self._json.write_text(json.dumps(self.report, indent=1) + "\n")
+            harness.keep(self._json, self.report)
 
     def _offline(self, model: Model, engine: Engine, log: Path, found: dict[str, Any]) -> None:
         out = log.with_suffix(".json")
@@ -291,7 +291,7 @@ class Run:
         return engine._replace(gpu="", site=self._arguments.vllm or "")
 
     def _client(self, model: Model, engine: Engine, work: targets.Work, out: Path) -> list[str]:
-        program = VLLM if self._arguments.vllm else targets.MESHLM
+        program = VLLM if self._arguments.vllm else MESHLM
         return [*targets.client_command(program, engine.port, out, work), "--model", model.folder]
 
 
@@ -319,14 +319,8 @@ def engines(arguments: argparse.Namespace) -> list[Engine]:
     return [engine for engine in found if engine.name in arguments.engines]
 
 
-def machine() -> dict[str, Any]:
-    import torch
-
-    return targets.machine() if torch.cuda.is_available() else {"cpu_cores": len(os.sched_getaffinity(0))}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = harness.parser(__doc__)
     parser.add_argument("models", nargs="+")
     parser.add_argument("--vllm", default="", help="folder with vLLM's packages")
     parser.add_argument("--sharegpt", default="", help="sharegpt_1000.json")
@@ -341,13 +335,11 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", choices=("meshlm", "vllm"), default=["meshlm", "vllm"])
     parser.add_argument("--port", type=int, default=8131, help="of MeshLM's server; vLLM's has the next")
     parser.add_argument("--device", default="", help="of MeshLM")
-    parser.add_argument("--json", default="")
     arguments = parser.parse_args()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end_all)
     with tempfile.TemporaryDirectory(prefix="beside-") as name:
         run = Run(arguments, Path(name))
-        run.report["machine"] = {**machine(), "command": shlex.join(sys.argv)}
         threads = [threading.Thread(target=run.go_through, args=(engine,)) for engine in engines(arguments)]
         for thread in threads:
             thread.start()

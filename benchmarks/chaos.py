@@ -19,7 +19,6 @@ import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -28,9 +27,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-
-from control_plane import machine
-from live_mesh import Mesh, Place
+import harness
+from harness import Mesh, Process
 from streams import READ_LIMIT_S, Answer, Ask, Gap, Stream, counted, draw_asks, num_equal, verdict
 
 ROLES = ("worker", "scheduler", "detokenizer", "coordinator", "frontend")
@@ -38,8 +36,7 @@ ROLES = ("worker", "scheduler", "detokenizer", "coordinator", "frontend")
 # many seconds: equal shares would leave no time for tokens.
 WEIGHTS = {
     "cpu": {"worker": 1, "scheduler": 1, "detokenizer": 3, "coordinator": 3, "frontend": 3},
-    "cuda": {"worker": 1, "scheduler": 1, "detokenizer": 1, "coordinator": 1, "frontend": 1},
-    "fake": {"worker": 1, "scheduler": 1, "detokenizer": 1, "coordinator": 1, "frontend": 1},
+    **dict.fromkeys(("cuda", "fake"), dict.fromkeys(ROLES, 1)),
 }
 TOO_EARLY_SHARE = 0.15  # of the kills do not wait for the mesh to heal
 SHORT_STOP_S = (0.5, 3.0)
@@ -54,7 +51,7 @@ class Fault:
     kind: str  # kill, stop, stuck
     process: str
     at: float
-    replaced_s: float = 0.0  # until another process has its place (ready)
+    replaced_s: float = 0.0  # until another process has its victim (ready)
     healed_s: float = 0.0  # until most streams flowed again
     pause_s: float = 0.0
     alone: bool = True  # no other fault in its pause
@@ -143,26 +140,30 @@ class Chaos:
             for client in self.clients:
                 if client.done():
                     client.result()  # it never ends by itself but by an error of this program
-            if self.mesh.process.poll() is not None:
+            if self.mesh.server.poll() is not None:
                 raise SystemExit("the mesh ended:\n" + "\n".join(self.mesh.lines[-20:]))
 
     async def _one_fault(self, kind: str, role: str) -> bool:
         """To a process of this role, "" for any; False when none is there."""
-        places = [place for place in await self.mesh.places() if place.pid and place.role in self.arguments.roles]
-        present = sorted({place.role for place in places if role in ("", place.role)})
+        processes = [
+            victim
+            for victim in await asyncio.to_thread(self.mesh.processes)
+            if victim.pid and victim.role in self.arguments.roles
+        ]
+        present = sorted({victim.role for victim in processes if role in ("", victim.role)})
         if not present:
             await asyncio.sleep(0.05)
             return False
         role = self.dice.choices(present, [WEIGHTS[self.arguments.device][name] for name in present])[0]
-        place = self.dice.choice([place for place in places if place.role == role])
-        fault = Fault(kind, place.name, time.monotonic())
+        victim = self.dice.choice([victim for victim in processes if victim.role == role])
+        fault = Fault(kind, victim.name, time.monotonic())
         self.faults.append(fault)
         with contextlib.suppress(ProcessLookupError):
             if kind == "kill":
-                os.kill(place.pid, signal.SIGKILL)
+                os.kill(victim.pid, signal.SIGKILL)
             else:
-                await self._stop(place, fault)
-        await self._heal(place, fault)
+                await self._stop(victim, fault)
+        await self._heal(victim, fault)
         await asyncio.sleep(self.dice.random() * self.arguments.spread_s)
         return True
 
@@ -173,41 +174,40 @@ class Chaos:
             return "stuck"
         return "stop" if draw < self.arguments.stuck_share + self.arguments.stop_share else "kill"
 
-    async def _stop(self, place: Place, fault: Fault) -> None:
+    async def _stop(self, victim: Process, fault: Fault) -> None:
         """SIGSTOP for a moment, or until the supervisor has replaced the process."""
-        os.kill(place.pid, signal.SIGSTOP)
+        os.kill(victim.pid, signal.SIGSTOP)
         if fault.kind == "stop":
             await asyncio.sleep(self.dice.uniform(*SHORT_STOP_S))
             with contextlib.suppress(ProcessLookupError):
-                os.kill(place.pid, signal.SIGCONT)
+                os.kill(victim.pid, signal.SIGCONT)
             return
-        while place.pid in [other.pid for other in await self.mesh.places()]:
+        while victim.pid in [other.pid for other in await asyncio.to_thread(self.mesh.processes)]:
             await asyncio.sleep(0.05)
             if time.monotonic() - fault.at > 4 * self.arguments.stall_timeout + 10:
                 self.verdicts["error"] += 1
-                print(f"{place.name} was stopped and never replaced", file=sys.stderr)
-                os.kill(place.pid, signal.SIGCONT)
+                print(f"{victim.name} was stopped and never replaced", file=sys.stderr)
+                os.kill(victim.pid, signal.SIGCONT)
                 return
 
-    async def _heal(self, place: Place, fault: Fault) -> None:
+    async def _heal(self, victim: Process, fault: Fault) -> None:
         """Wait until most streams have had a token since (or do not, where it should hit the mesh while it heals)."""
-        hasty = self.dice.random() < TOO_EARLY_SHARE
-        hasty = hasty and not self.arguments.script
+        hasty = self.dice.random() < TOO_EARLY_SHARE and not self.arguments.script
         limit = time.monotonic() + (self.dice.random() if hasty else self.arguments.heal_limit_s)
         while time.monotonic() < limit:
             flowing = sum(stream.last_at > fault.at + NOTICE_S for stream in self.running)
             if not fault.healed_s and flowing >= self.arguments.healed_share * len(self.running):
                 fault.healed_s = time.monotonic() - fault.at
-            if not fault.replaced_s and await self._replaced(place, fault):
+            if not fault.replaced_s and await self._replaced(victim, fault):
                 fault.replaced_s = time.monotonic() - fault.at
             if fault.healed_s and fault.replaced_s:
                 return
             await asyncio.sleep(0.03)
 
-    async def _replaced(self, place: Place, fault: Fault) -> bool:
-        for other in await self.mesh.places():
-            if other.name == place.name:
-                return other.state == "ready" and (other.pid != place.pid) == (fault.kind != "stop")
+    async def _replaced(self, victim: Process, fault: Fault) -> bool:
+        for other in await asyncio.to_thread(self.mesh.processes):
+            if other.name == victim.name:
+                return other.state == "ready" and (other.pid != victim.pid) == (fault.kind != "stop")
         return False
 
     # --- the end ---
@@ -276,9 +276,8 @@ def spread(values: list[float]) -> dict[str, Any]:
 
 
 def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False)
+    parser = harness.parser(__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--device", choices=["cpu", "cuda", "fake"], default="cpu")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--roles", nargs="+", choices=ROLES, default=list(ROLES), help="whose processes may die")
@@ -303,7 +302,7 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
 
 
 def serve_flags(arguments: argparse.Namespace, rest: list[str]) -> list[str]:
-    flags = ["--device", arguments.device, "--max-restarts", "100000", "--disable-log-requests"]
+    flags = ["--device", arguments.device, "--max-restarts", "100000"]
     flags += ["--stall-timeout", str(arguments.stall_timeout)]
     if arguments.device == "fake":
         flags += ["--fake-step-ms", "20", "--max-model-len", "4096"]
@@ -315,14 +314,13 @@ def serve_flags(arguments: argparse.Namespace, rest: list[str]) -> list[str]:
 async def play(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     mesh = Mesh(serve_flags(arguments, rest))
     try:
-        mesh.wait_ready()
         asks = draw_asks(arguments.streams, arguments.seed, tuple(arguments.tokens), arguments.device)
         chaos = Chaos(mesh, asks, arguments)
         await chaos.learn_reference()
         print(f"the undisturbed run is known; {len(asks)} requests", file=sys.stderr)
         await chaos.run()
         report = chaos.report()
-        report["processes"] = [asdict_of(place) for place in await mesh.places()]
+        report["processes"] = [summary(process) for process in mesh.processes()]
     finally:
         code = mesh.stop()
         if arguments.keep_logs:
@@ -334,17 +332,14 @@ async def play(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]
     return report
 
 
-def asdict_of(place: Place) -> dict[str, Any]:
-    return {"process": place.name, "state": place.state, "restarts": place.restarts, "rss_bytes": place.rss_bytes}
+def summary(process: Process) -> dict[str, Any]:
+    return {name: getattr(process, name) for name in ("name", "state", "restarts", "rss_bytes")}
 
 
 def main() -> int:
     arguments, rest = parse()
-    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    report = {"machine": machine(), "commit": head.stdout.strip(), "command": " ".join(sys.argv)}
-    report |= asyncio.run(play(arguments, rest))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    report = asyncio.run(play(arguments, rest))
+    harness.keep(arguments.json, report)
     print(json.dumps({name: value for name, value in report.items() if name not in ("faults", "failures")}, indent=1))
     failed = report["lost"] or report["duplicated"] or report["wrong"] or report["errors"] or report["exit_code"]
     return 1 if failed else 0

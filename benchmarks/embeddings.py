@@ -13,30 +13,30 @@ is asked the same after ours. What stands behind -- are flags of meshlm serve.
 
 import argparse
 import base64
+import contextlib
 import http.client
 import importlib.util
 import json
 import os
-import platform
 import random
 import shlex
-import signal
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-MESHLM = Path(sys.executable).parent / "meshlm"
-SERVE = [str(MESHLM)] if MESHLM.exists() else [sys.executable, "-P", "-m", "meshlm"]
-OURS = (*SERVE, "serve", "--disable-log-requests")
+sys.path.insert(0, str(Path(__file__).parent))
+import harness
+from harness import START_LIMIT_S, Mesh, cpu_seconds, descendants, free_port
+
 MODELS = Path(__file__).parent / "models"
-START_S = 600
 SETS = {"sentences": (6, 30), "passages": (60, 180)}  # words of a text
 BASELINE = """
 import json, sys, time
@@ -54,82 +54,30 @@ for line in sys.stdin:
 """
 
 
-TICKS = os.sysconf("SC_CLK_TCK")
-
-
-def cpu_s(root: int) -> float:
+def used_s(pid: int) -> float:
     """CPU seconds of a process and all that it has started."""
-    parents: dict[int, int] = {}
-    used: dict[int, float] = {}
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = file.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        pid = int(file.parent.name)
-        parents[pid], used[pid] = int(fields[1]), (int(fields[11]) + int(fields[12])) / TICKS
-    family = {root}
-    while more := {pid for pid, parent in parents.items() if parent in family} - family:
-        family |= more
-    return sum(used.get(pid, 0.0) for pid in family)
+    return sum(map(cpu_seconds, descendants(pid)))
 
 
-class Server:
-    """One `meshlm serve`."""
+def embed(port: int, inputs: list[Any], at_once: int, size: int) -> tuple[float, list[str]]:
+    """Seconds, and the vectors in base64: `size` inputs a request, so many requests at the same time."""
+    bodies = [inputs[at : at + size] for at in range(0, len(inputs), size)]
 
-    def __init__(self, port: int, *flags: str, command: Sequence[str] = OURS, ready: str = "/ready") -> None:
-        self.port, self._ready = port, ready
-        self._process = subprocess.Popen(
-            [*command, *flags, "--port", str(port)],
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONSAFEPATH": "1"},
-        )
-        begun = time.monotonic()
-        while not self._is_ready():
-            if self._process.poll() is not None or time.monotonic() - begun > START_S:
-                self.stop()
-                raise SystemExit(f"the server did not start: {' '.join(flags)}")
-            time.sleep(0.2)
+    def one(some: list[Any]) -> list[str]:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+        body = json.dumps({"input": some, "encoding_format": "base64"})
+        connection.request("POST", "/v1/embeddings", body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        found = json.loads(answer.read())
+        connection.close()
+        if answer.status != 200:
+            raise SystemExit(f"{answer.status}: {found}")
+        return [entry["embedding"] for entry in found["data"]]
 
-    def _is_ready(self) -> bool:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
-        try:
-            connection.request("GET", self._ready)
-            return connection.getresponse().status == 200
-        except OSError:
-            return False
-        finally:
-            connection.close()
-
-    def embed(self, inputs: list[Any], at_once: int, size: int) -> tuple[float, list[str]]:
-        """Seconds, and the vectors in base64: `size` inputs a request, so many requests at the same time."""
-        parts = [inputs[at : at + size] for at in range(0, len(inputs), size)]
-
-        def one(part: list[Any]) -> list[str]:
-            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
-            body = json.dumps({"input": part, "encoding_format": "base64"})
-            connection.request("POST", "/v1/embeddings", body, {"Content-Type": "application/json"})
-            answer = connection.getresponse()
-            found = json.loads(answer.read())
-            connection.close()
-            if answer.status != 200:
-                raise SystemExit(f"{answer.status}: {found}")
-            return [entry["embedding"] for entry in found["data"]]
-
-        with ThreadPoolExecutor(at_once) as threads:
-            begun = time.perf_counter()
-            found = [vector for vectors in threads.map(one, parts) for vector in vectors]
-            return time.perf_counter() - begun, found
-
-    def cpu_s(self) -> float:
-        return cpu_s(self._process.pid)
-
-    def stop(self) -> None:
-        self._process.send_signal(signal.SIGTERM)
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+    with ThreadPoolExecutor(at_once) as threads:
+        begun = time.perf_counter()
+        found = [vector for vectors in threads.map(one, bodies) for vector in vectors]
+        return time.perf_counter() - begun, found
 
 
 class Baseline:
@@ -138,6 +86,7 @@ class Baseline:
     def __init__(self, python: str, model: str, threads: int) -> None:
         command = [python, "-c", BASELINE, model, str(threads)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.pid = self._process.pid
         assert self._process.stdout is not None
         while (line := self._process.stdout.readline()) != "ready\n":
             if not line:
@@ -151,9 +100,6 @@ class Baseline:
         self._process.stdin.flush()
         seconds, vectors = json.loads(self._process.stdout.readline())
         return seconds, vectors
-
-    def cpu_s(self) -> float:
-        return cpu_s(self._process.pid)
 
     def stop(self) -> None:
         self._process.kill()
@@ -180,98 +126,96 @@ def on_cpu(args: argparse.Namespace) -> dict[str, Any]:
     lines = (Path(model) / "vocab.txt").read_text().splitlines()
     words = [word for word in lines if word.isalpha() and word.isascii() and len(word) > 2]
     threads = args.threads or len(os.sched_getaffinity(0))
-    server = Server(args.port, model, "--device", "cpu", "--cpu-threads", str(threads), *args.flags)
+    found: dict[str, Any] = {"threads": threads}
     baseline = Baseline(args.baseline, model, threads) if args.baseline else None
-    found: dict[str, Any] = {}
-    try:
+    with Mesh([model, "--device", "cpu", "--cpu-threads", str(threads), *args.flags]) as mesh:
         for name, lengths in SETS.items():
-            count = args.texts if name == "sentences" else args.texts // 4
-            texts = texts_of(words, lengths, count)
-            ours, theirs = [], []
-            server.embed(texts[:64], 1, 64)
-            if baseline is not None:
-                baseline.embed(texts[:64])
-            cpu: dict[str, list[float]] = {"ours": [], "theirs": []}
-            for _ in range(args.rounds):
-                before = server.cpu_s()
-                seconds, vectors = server.embed(texts, args.at_once, args.size)
-                ours.append(count / seconds)
-                cpu["ours"].append(count / max(server.cpu_s() - before, 0.01))
-                if baseline is not None:
-                    before = baseline.cpu_s()
-                    seconds, reference = baseline.embed(texts)
-                    theirs.append(count / seconds)
-                    cpu["theirs"].append(count / max(baseline.cpu_s() - before, 0.01))
-            row = {"texts": count, "words": lengths, "texts_per_s": max(ours), "all": ours, "texts_per_cpu_s": cpu}
-            if theirs:
-                cosine = least_cosine(vectors[: len(reference)], reference)
-                ratio = statistics.median(ours) / statistics.median(theirs)
-                row |= {"sentence_transformers": max(theirs), "all_theirs": theirs, "ratio": max(ours) / max(theirs)}
-                by_cpu = statistics.median(cpu["ours"]) / statistics.median(cpu["theirs"])
-                row |= {"median_ratio": ratio, "ratio_by_cpu_time": by_cpu, "least_cosine": cosine}
-            found[name] = row
-            print(name, json.dumps(row), flush=True)
-    finally:
-        server.stop()
-        if baseline is not None:
-            baseline.stop()
-    return {"threads": threads, **found}
+            texts = texts_of(words, lengths, args.texts if name == "sentences" else args.texts // 4)
+            found[name] = {"texts": len(texts), "words": lengths, **in_turns(mesh, baseline, texts, args)}
+            print(name, json.dumps(found[name]), flush=True)
+    if baseline is not None:
+        baseline.stop()
+    return found
+
+
+def in_turns(mesh: Mesh, baseline: Baseline | None, texts: list[str], args: argparse.Namespace) -> dict[str, Any]:
+    """Texts a second, by the clock and by the time of processors, the best of the rounds."""
+    rates: dict[str, list[float]] = {"ours": [], "theirs": []}
+    by_cpu: dict[str, list[float]] = {"ours": [], "theirs": []}
+    cosine = 1.0
+    for number in range(args.rounds + 1):
+        before = used_s(mesh.server.pid)
+        seconds, vectors = embed(mesh.port, texts, args.at_once, args.size)
+        if number:  # the first warms up
+            rates["ours"].append(len(texts) / seconds)
+            by_cpu["ours"].append(len(texts) / max(used_s(mesh.server.pid) - before, 0.01))
+        if baseline is None:
+            continue
+        before = used_s(baseline.pid)
+        seconds, reference = baseline.embed(texts)
+        if number:
+            rates["theirs"].append(len(texts) / seconds)
+            by_cpu["theirs"].append(len(texts) / max(used_s(baseline.pid) - before, 0.01))
+        cosine = least_cosine(vectors[: len(reference)], reference)
+    row: dict[str, Any] = {"texts_per_s": max(rates["ours"]), "all": rates, "texts_per_cpu_s": by_cpu}
+    if baseline is not None:
+        row |= {"sentence_transformers": max(rates["theirs"]), "least_cosine": cosine}
+        for name, each in (("median_ratio", rates), ("ratio_by_cpu_time", by_cpu)):
+            row[name] = statistics.median(each["ours"]) / statistics.median(each["theirs"])
+    return row
 
 
 def on_gpu(args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    ours = ("--device", "cuda", "--frontends", "4", "--detokenizers", "4", *args.flags)
-    for number, name in enumerate(("bert-large", "qwen3-embedding-0.6b")):
+    ours = ["--device", "cuda", "--frontends", "4", "--detokenizers", "4", *args.flags]
+    for name in ("bert-large", "qwen3-embedding-0.6b"):
         with tempfile.TemporaryDirectory() as folder:
-            config = json.loads((MODELS / name / "config.json").read_text())
-            (Path(folder) / "config.json").write_text(json.dumps(config))
+            shutil.copy(MODELS / name / "config.json", folder)
             write_tokenizer(Path(folder))
-            flags = (
-                folder,
-                "--load-format",
-                "dummy",
-                "--runner",
-                "pooling",
-                "--dtype",
-                "bfloat16",
-                "--no-enable-prefix-caching",
-            )
-            found[name] = measured(name, args, partial(Server, args.port + number, *flags, *ours))
+            flags = [folder, "--load-format", "dummy", "--runner", "pooling", "--dtype", "bfloat16"]
+            flags.append("--no-enable-prefix-caching")
+            with Mesh([*flags, *ours]) as mesh:
+                found[name] = by_length(name, args, mesh.port)
             if args.peer:
-                other = partial(
-                    Server, args.port + 10 + number, *flags, command=shlex.split(args.peer), ready="/health"
-                )
-                rows = measured(f"{name}, peer", args, other)
-                found[name] = {"ours": found[name], "peer": rows, "ratio": ratios(found[name], rows)}
+                port = free_port()
+                with peer([*shlex.split(args.peer), *flags, "--port", str(port)], port):
+                    rows = by_length(f"{name}, peer", args, port)
+                ratio = {length: found[name][length]["texts_per_s"] / rows[length]["texts_per_s"] for length in rows}
+                found[name] = {"ours": found[name], "peer": rows, "ratio": ratio}
     return found
 
 
-def measured(name: str, args: argparse.Namespace, start: Callable[[], Server]) -> dict[str, Any]:
-    """By length of the texts: of a server that is started for it."""
-    try:
-        server = start()
-    except SystemExit as error:
-        print(name, error, flush=True)
-        return {"error": str(error)}
+@contextlib.contextmanager
+def peer(command: list[str], port: int) -> Iterator[None]:
+    """Another server, once it says that it is ready."""
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as server:
+        try:
+            until = time.monotonic() + START_LIMIT_S
+            while True:
+                try:
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                    break
+                except OSError:
+                    if server.poll() is not None or time.monotonic() > until:
+                        raise SystemExit(f"it did not start: {shlex.join(command)}") from None
+                    time.sleep(0.2)
+            yield
+        finally:
+            server.terminate()
+
+
+def by_length(name: str, args: argparse.Namespace, port: int) -> dict[str, Any]:
+    """What a server gives, by the length of the texts."""
     rows: dict[str, Any] = {}
-    try:
-        for length in args.lengths.split(","):
-            draw = random.Random(int(length))
-            count = min(16384, max(1024, (1 << 20) // int(length)))
-            inputs = [[draw.randrange(1000, 30000) for _ in range(int(length))] for _ in range(count)]
-            server.embed(inputs[:512], 32, 16)
-            rates = [count / server.embed(inputs, 64, 32)[0] for _ in range(args.rounds)]
-            rows[length] = {"texts_per_s": max(rates), "tokens_per_s": max(rates) * int(length), "all": rates}
-            print(name, length, json.dumps(rows[length]), flush=True)
-    finally:
-        server.stop()
+    for length in map(int, args.lengths.split(",")):
+        draw = random.Random(length)
+        count = min(16384, max(1024, (1 << 20) // length))
+        inputs = [[draw.randrange(1000, 30000) for _ in range(length)] for _ in range(count)]
+        embed(port, inputs[:512], 32, 16)
+        rates = [count / embed(port, inputs, 64, 32)[0] for _ in range(args.rounds)]
+        rows[str(length)] = {"texts_per_s": max(rates), "tokens_per_s": max(rates) * length, "all": rates}
+        print(name, length, json.dumps(rows[str(length)]), flush=True)
     return rows
-
-
-def ratios(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
-    return {
-        key: ours[key]["texts_per_s"] / theirs[key]["texts_per_s"] for key in ours if key in theirs and key != "error"
-    }
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -290,7 +234,7 @@ def default_model() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = harness.parser(__doc__)
     parser.add_argument("--model", default="")
     parser.add_argument("--baseline", default="", help="a Python with sentence-transformers")
     parser.add_argument("--gpu", action="store_true")
@@ -301,14 +245,9 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=4)
     parser.add_argument("--size", type=int, default=64)
     parser.add_argument("--threads", type=int, default=0, help="of the worker and of the baseline; 0: one per core")
-    parser.add_argument("--port", type=int, default=8975)
-    parser.add_argument("--json", default="")
     parser.add_argument("flags", nargs="*")
     args = parser.parse_args()
-    found = on_gpu(args) if args.gpu else on_cpu(args)
-    found |= {"machine": platform.processor() or platform.machine(), "python": platform.python_version()}
-    if args.json:
-        Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
+    harness.keep(args.json, on_gpu(args) if args.gpu else on_cpu(args))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,18 @@
 """The GPU engine alone, without the mesh: how long a decode step takes, what the host spends on it, and on which kernels the GPU does.
 
-    python -P benchmarks/engine_step.py MODEL [--batch 1 64] [--context 1024] [--kernels] [--compile inductor] [--json FILE]
+    python -P benchmarks/engine_step.py MODEL [--batch 1 64] [--context 1024] [--kernels] [--floor] [--compile inductor] [--json FILE]
+                                       [engine flags]
 
 Two steps are in flight, as in the mesh. `step_ms` is the wall time per step, `host_ms` what `engine.step` takes to launch one,
-`graph_ms` a replay alone. Dummy weights.
+`graph_ms` a replay alone. `of_floor` is the step over the time in which its weights can be read. Dummy weights.
 """
 
-import argparse
 import json
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +20,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+sys.path.insert(0, str(Path(__file__).parent))
+import harness
+
+from meshlm.architectures.registry import weights_of
 from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.protocol.kv import KVSpec
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.ids import Row, StepId
+from meshlm.runtime.model_files.model_config import parse_config
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers.distributed.placement import WorkerPlacement
 from meshlm.workers.engine import make
 from meshlm.workers.engine.engine import ModelEngine
 
 MOST = 8192  # tokens of a step that computes contexts
+BYTES, BYTES_A_SECOND = 2, 4.3e12  # of a number in bfloat16; what an H200's memory gives
+EMBEDDING = "model.embed_tokens.weight"
 
 
 def make_engine(model: str, extra: Sequence[str | int], placement: WorkerPlacement | None = None) -> ModelEngine:
@@ -38,6 +47,19 @@ def make_engine(model: str, extra: Sequence[str | int], placement: WorkerPlaceme
         values[str(name).removeprefix("--").replace("-", "_")] = int(value) if str(value).isdecimal() else value
     config = resolve.resolve(flags.build(values, None))
     return make.make_engine(config, lambda *progress: None, placement)
+
+
+def bytes_read(config: dict[str, Any], folder: Path) -> int:
+    """Of weights, by a step of one token, in bfloat16. An embedding that is not the head's weight is not read."""
+    weights = weights_of(parse_config(config, folder)[0])
+    read = [name for name in weights if name != EMBEDDING or "lm_head.weight" not in weights]
+    return sum(BYTES * prod(weights[name].shape) for name in read)
+
+
+def with_floor(result: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A lone request's step beside the time of reading a dense model's weights."""
+    floor_ms = bytes_read(json.loads((folder / "config.json").read_text("utf-8")), folder) / BYTES_A_SECOND * 1e3
+    return {**result, "floor_ms": round(floor_ms, 3), "of_floor": round(result["step_ms"] / floor_ms, 3)}
 
 
 def block_table(row: int, blocks: int, specs: Sequence[KVSpec]) -> NDArray[np.int32]:
@@ -69,15 +91,8 @@ def prompts(batch: int, context: int, block_size: int, reserve: int, specs: Sequ
 
 
 def decodes(batch: int, start: int) -> StepPlan:
-    return StepPlan(
-        1,
-        StepId(2),
-        np.arange(batch, dtype=np.int32).tobytes(),
-        np.full(batch, start, np.int32).tobytes(),
-        b"",
-        b"",
-        batch,
-    )
+    rows, starts = np.arange(batch, dtype=np.int32), np.full(batch, start, np.int32)
+    return StepPlan(1, StepId(2), rows.tobytes(), starts.tobytes(), b"", b"", batch)
 
 
 def fill(engine: ModelEngine, batch: int, context: int, reserve: int) -> None:
@@ -155,24 +170,23 @@ def breakdown(work: Any, steps: int) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = harness.parser(__doc__)
     parser.add_argument("model")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--floor", action="store_true", help="of a dense model in bfloat16, for --batch 1")
     parser.add_argument("--compile", choices=["none", "inductor", "eager"], default="none")
-    parser.add_argument("--json")
     arguments, extra = parser.parse_known_args()
     engine = make_engine(arguments.model, [*extra, "--compile", arguments.compile])
     results = []
     for batch in arguments.batch:
-        results.append(measure(engine, batch, arguments.context, arguments.steps, arguments.kernels))
+        result = measure(engine, batch, arguments.context, arguments.steps, arguments.kernels)
+        results.append(with_floor(result, Path(arguments.model)) if arguments.floor and batch == 1 else result)
         print(json.dumps(results[-1], indent=1), flush=True)
-    if arguments.json:
-        report: dict[str, Any] = {"compile": arguments.compile}
-        report |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "model": Path(arguments.model).name}
-        Path(arguments.json).write_text(json.dumps({**report, "results": results}, indent=1) + "\n")
+    report = {"compile": arguments.compile, "model": Path(arguments.model).name, "results": results}
+    harness.keep(arguments.json, report)
 
 
 if __name__ == "__main__":

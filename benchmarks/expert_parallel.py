@@ -1,13 +1,11 @@
 """Steps of data-parallel ranks that share experts: by backend and by tokens a rank, with dual batch overlap and without, on GPUs.
 
-    python -P benchmarks/expert_parallel.py MODEL [--tokens 32 128 ...] [--backends ...] [--skew 4] [--json FILE] [--trace FILE]
+    python -P benchmarks/expert_parallel.py MODEL [--tokens 32 128 ...] [--backends ...] [--skew 4] [--json FILE]
 
 The engine alone, a process a GPU, no mesh; dummy weights, bfloat16; two steps are in flight. Prompts are of 1,024 tokens at most;
 decodes have a context of 96. `ms` is the wall time of a step without halves and with (the median of the turns, which alternate),
-`communication` the part of a whole step in which rank 0's GPU sends, or waits for what others send. `peer_memory, written` is
-peer_memory whose halves use no copy engines either. --skew: routers prefer the experts of rank 0 by such a factor; then experts
-move (--enable-eplb), and the same steps are measured again. --trace: kernels of two layers, of which benchmarks/overlap_plots.py
-draws the timeline.
+`communication` the part of a whole step in which rank 0's GPU sends, or waits for what others send.
+--skew: routers prefer the experts of rank 0 by such a factor; then experts move (--enable-eplb), and the same steps are measured again.
 """
 
 import argparse
@@ -29,6 +27,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+import harness
 
 from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.protocol.lockstep import StepGroup
@@ -43,14 +42,9 @@ from meshlm.workers.engine.make import make_engine
 from meshlm.workers.graphs.dispatcher import MAX_DECODES, Key
 
 TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-FEW = (128, 1024, 4096)
-BACKENDS = ("allgather_reducescatter", "all_to_all", "peer_memory", "peer_memory, written")
-LONGEST, CONTEXT, BLOCKS, REQUESTS = (
-    1024,
-    96,
-    10,
-    72,
-)  # of a prompt; of decodes, and blocks of each; of graphs of prompts
+BACKENDS = ("allgather_reducescatter", "all_to_all", "peer_memory")
+LONGEST, CONTEXT, BLOCKS = 1024, 96, 10  # tokens of a prompt; of a decode's context, and its blocks
+REQUESTS = 72  # of graphs of prompts
 GRAPHS_UP_TO = 8192  # tokens of prompts: as the mesh has them of this model
 TURNS, DECODES, PROMPTS = 3, 6, 4  # turns of each kind, and steps of a turn
 COMMUNICATION = ("nccl", "_send", "_give_back", "_signal", "_wait", "_add", "PtoP", "Peer")
@@ -155,10 +149,8 @@ class Steps:
             line["speedup"] = round(statistics.median(found[False]) / statistics.median(found[True]), 3)
         return line
 
-    def kernels(
-        self, kind: str, tokens: int, *, halves: bool
-    ) -> tuple[dict[str, Any], list[tuple[int, str, float, float]]]:
-        """Where one step's time goes; and what ran when: (stream, kernel, begin, µs) by begin."""
+    def kernels(self, kind: str, tokens: int, *, halves: bool) -> dict[str, Any]:
+        """Where one step's time goes."""
         self.halve(halves)
         plans = self.decodes if kind == "decode" else self.prompts
         self.run(plans, tokens, 2)
@@ -166,18 +158,17 @@ class Steps:
             self.run(plans, tokens, 1)
             torch.cuda.synchronize()
         raw = [event for event in profile.profiler.kineto_results.events() if "CUDA" in str(event.device_type())]
-        events = sorted((e.device_resource_id(), e.name(), e.start_ns() / 1e3, e.duration_ns() / 1e3) for e in raw)
-        events.sort(key=lambda event: event[2])
+        events = [(e.name(), e.start_ns() / 1e3, e.duration_ns() / 1e3) for e in raw]
         by_kernel: dict[str, list[float]] = {}
-        for _, name, _, us in events:
+        for name, _, us in events:
             by_kernel.setdefault(name[:60], []).append(us)
         longest = sorted(by_kernel.items(), key=lambda item: -sum(item[1]))[:16]
-        span = events[-1][2] + events[-1][3] - events[0][2]
-        sent = union([(at, at + us) for _, name, at, us in events if any(word in name for word in COMMUNICATION)])
+        span = max(at + us for _, at, us in events) - min(at for _, at, _ in events)
+        sent = union([(at, at + us) for name, at, us in events if any(word in name for word in COMMUNICATION)])
         line: dict[str, Any] = {"kind": kind, "tokens": tokens, "halves": halves, "step_us": round(span)}
         line |= {"communication_us": round(sent), "communication": round(sent / span, 3), "kernels": len(events)}
         line["longest"] = {name: f"{sum(us):.0f} us, {len(us)} times" for name, us in longest}
-        return line, events
+        return line
 
 
 def union(spans: list[tuple[float, float]]) -> float:
@@ -189,38 +180,25 @@ def union(spans: list[tuple[float, float]]) -> float:
     return total
 
 
-def some_layers(events: list[tuple[int, str, float, float]], layers: int) -> list[list[Any]]:
-    """The events of two layers in the middle of the step."""
-    begin, end = events[0][2], events[-1][2] + events[-1][3]
-    middle, wide = (begin + end) / 2, (end - begin) / layers
-    inside = [event for event in events if middle < event[2] < middle + 2.2 * wide]
-    return [[stream, name[:80], round(at - middle, 2), round(us, 2)] for stream, name, at, us in inside]
-
-
 def use(engine: ModelEngine, backend: str) -> None:
     assert engine.together is not None
-    engine.model.share_experts(engine.together.experts, backend.split(",")[0], slots=engine.balancer is not None)
-    if backend.endswith("written"):
-        for mixture in engine.model.mixtures():
-            mixture.fused.dispatcher.copied = 1 << 30  # type: ignore[attr-defined]
+    engine.model.share_experts(engine.together.experts, backend, slots=engine.balancer is not None)
 
 
 def by_backend(engine: ModelEngine, arguments: argparse.Namespace, rank: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {"steps": [], "profiles": [], "join_s": {}}
-    traces: dict[str, Any] = {}
-    steps, epoch, layers = Steps(engine, rank), 0, engine.spec.num_hidden_layers
+    steps, epoch = Steps(engine, rank), 0
     for backend in arguments.backends:
         use(engine, backend)
         engine.reset()
         epoch, begun = epoch + 1, time.perf_counter()
         engine.join(SocketExchange(folder, StepGroup(Epoch(epoch), arguments.ranks), rank))
         found["join_s"][backend] = round(time.perf_counter() - begun, 2)
-        few = backend in arguments.few
         for kind in ("prefill", "decode"):
             if kind == "decode":
                 steps.fill(min(max(arguments.tokens), 1024))
             for tokens in arguments.tokens:
-                if (not few or tokens in FEW) and (kind == "prefill" or tokens <= arguments.most_decodes):
+                if kind == "prefill" or tokens <= arguments.most_decodes:
                     if kind == "decode" and tokens > 1024:
                         steps.fill(tokens)
                     line = {"backend": backend, **steps.measure(kind, tokens)}
@@ -229,15 +207,10 @@ def by_backend(engine: ModelEngine, arguments: argparse.Namespace, rank: int, fo
                         print(json.dumps(line), flush=True)
             for tokens in [int(one.partition(":")[2]) for one in arguments.profiled if one.startswith(kind)]:
                 for halves in (False, True):
-                    line, events = steps.kernels(kind, tokens, halves=halves)
-                    found["profiles"].append({"backend": backend, **line})
-                    traces[f"{backend}, {kind}, {tokens}, {'halves' if halves else 'whole'}"] = some_layers(
-                        events, layers
-                    )
+                    line = {"backend": backend, **steps.kernels(kind, tokens, halves=halves)}
+                    found["profiles"].append(line)
                     if rank == 0:
-                        print(json.dumps({"backend": backend, **line}), flush=True)
-    if rank == 0 and arguments.trace:
-        Path(arguments.trace).write_text(json.dumps(traces) + "\n")
+                        print(json.dumps(line), flush=True)
     return found
 
 
@@ -301,29 +274,20 @@ def first_of(answers: Any, ranks: list[Any], limit_s: float) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = harness.parser(__doc__)
     parser.add_argument("model")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
-    parser.add_argument(
-        "--few",
-        nargs="*",
-        default=[BACKENDS[1], BACKENDS[3]],
-        help="backends that are measured at some of the sizes alone",
-    )
     parser.add_argument("--profiled", nargs="*", default=["prefill:1024", "prefill:4096", "decode:128"])
     parser.add_argument("--most-decodes", type=int, default=MAX_DECODES, help="of a rank: as many as have CUDA graphs")
     parser.add_argument("--skew", type=float, default=0.0)
     parser.add_argument("--redundant", type=int, default=16)
     parser.add_argument("--limit-s", type=float, default=240.0)
-    parser.add_argument("--json")
-    parser.add_argument("--trace")
     arguments = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     report: dict[str, Any] = {"model": Path(arguments.model).name, "ranks": arguments.ranks}
-    report |= {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "commit": os.environ.get("COMMIT", "")}
     with tempfile.TemporaryDirectory(prefix="mlm") as folder:
         ranks = [context.Process(target=one_rank, args=(arguments, n, folder, answers)) for n in range(arguments.ranks)]
         for process in ranks:
@@ -334,8 +298,7 @@ def main() -> None:
             for process in ranks:
                 process.kill()
     report |= found[0]
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n")
+    harness.keep(arguments.json, report)
     print(json.dumps({name: value for name, value in report.items() if name not in ("steps", "profiles")}))
 
 

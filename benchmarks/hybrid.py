@@ -3,104 +3,32 @@ long a prefix the cache finds, and which kind of group ended it.
 
 By the worker's layout and the scheduler's KVCache, for shapes of published models in bfloat16. No weights, no device.
 
-python -P benchmarks/hybrid.py [--memory-gib 40] [--max-model-len 32768] [--json FILE]
-python -P benchmarks/hybrid.py --steps [--shapes bamba-9b ...] [--batch 1 64] [--json FILE]
-
---steps: on a GPU, dummy weights: prompts and decode steps of these shapes by benchmarks/engine_step.py, each in a process of its own.
+    python -P benchmarks/hybrid.py [--memory-gib 40] [--max-model-len 32768] [--json FILE]
 """
 
-import argparse
 import json
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))
+import harness
+from kv_groups import request_of
+
 from meshlm.architectures.registry import family_of
 from meshlm.protocol.config.engine import CacheConfig
-from meshlm.protocol.edges.admit import EngineRequest
 from meshlm.protocol.model import ModelSpec
-from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.wire.columns import pack_i32
-from meshlm.protocol.wire.ids import Handle, Identity, Incarnation, RequestId, Role
 from meshlm.scheduler_proc.kv.cache import KVCache
 from meshlm.scheduler_proc.request import Request
 from meshlm.workers.kv.layout import KVLayout
 
 STEP, PREFIX, PROMPT = 8192, 20000, 20500  # tokens of a step; that two prompts share; of each
-_DENSE = {"vocab_size": 128000, "max_position_embeddings": 131072, "tie_word_embeddings": False}
+MODELS = Path(__file__).parent / "models"
 SHAPES: dict[str, dict[str, Any]] = {
-    "bamba-9b": json.loads((Path(__file__).parent / "models" / "bamba-9b" / "config.json").read_text("utf-8")),
-    "granite-4.0-h-small": {
-        **_DENSE,
-        "architectures": ["GraniteMoeHybridForCausalLM"],
-        "hidden_size": 4096,
-        "intermediate_size": 768,
-        "shared_intermediate_size": 1536,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_local_experts": 72,
-        "num_experts_per_tok": 10,
-        "layer_types": ["attention" if layer in (5, 15, 25, 35) else "mamba" for layer in range(40)],
-        "mamba_n_heads": 128,
-        "mamba_d_head": 64,
-        "mamba_d_state": 128,
-    },
-    "nemotron-h-8b": {
-        **_DENSE,
-        "architectures": ["NemotronHForCausalLM"],
-        "hidden_size": 4096,
-        "intermediate_size": 21504,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
-    },
-    "jamba-1.5-mini": {
-        **_DENSE,
-        "architectures": ["JambaForCausalLM"],
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
-    "falcon-h1-7b": {
-        **_DENSE,
-        "architectures": ["FalconH1ForCausalLM"],
-        "hidden_size": 3072,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 44,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "mamba_d_ssm": 3072,
-        "mamba_n_heads": 24,
-        "mamba_d_head": 128,
-        "mamba_d_state": 256,
-    },
-    "lfm2-1.2b": {
-        **_DENSE,
-        "architectures": ["Lfm2ForCausalLM"],
-        "hidden_size": 2048,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
-    },
-    "qwen3-next-80b-a3b": {
-        **_DENSE,
-        "architectures": ["Qwen3NextForCausalLM"],
-        "hidden_size": 2048,
-        "intermediate_size": 5120,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-    },
+    "bamba-9b": json.loads((MODELS / "bamba-9b" / "config.json").read_text("utf-8")),
+    **json.loads((MODELS / "hybrid_shapes.json").read_text("utf-8")),
 }
 
 
@@ -109,11 +37,6 @@ def spec_of(config: dict[str, Any]) -> ModelSpec:
     family = family_of(config["architectures"][0])
     assert family is not None
     return family.spec({**family.defaults, **config}, family.architecture)
-
-
-def request_of(number: int, tokens: list[int]) -> Request:
-    work = EngineRequest(RequestId(f"r{number}"), Handle(number), pack_i32(tokens), SamplingParams())
-    return Request(work, Identity(Role.DETOKENIZER), Incarnation(1), len(tokens) + 1)
 
 
 def computed(cache: KVCache, request: Request) -> int:
@@ -154,51 +77,19 @@ def measure(name: str, ssm: Any, mode: Any, budget: int, length: int) -> dict[st
     }
 
 
-def step_command(name: str, folder: Path, batches: list[int]) -> list[str]:
-    """What measures the steps of a shape, whose config.json is written to the folder; the results go there, too."""
-    (folder / "config.json").write_text(json.dumps(SHAPES[name]))
-    sizes = [str(batch) for batch in batches]
-    where = ["--json", str(folder / "steps.json"), "--max-num-seqs", str(max(batches))]
-    return [sys.executable, "-P", str(Path(__file__).parent / "engine_step.py"), str(folder), "--batch", *sizes, *where]
-
-
-def steps(names: list[str], batches: list[int]) -> list[dict[str, Any]]:
-    """Each shape's steps, or the last line of why it has none."""
-    found = []
-    for name in names:
-        with tempfile.TemporaryDirectory() as made:
-            done = subprocess.run(step_command(name, Path(made), batches), capture_output=True, text=True, check=False)
-            told = Path(made) / "steps.json"
-            result = (
-                json.loads(told.read_text()) if told.exists() else {"failed": done.stderr.strip().splitlines()[-1:]}
-            )
-        found.append({**result, "model": name})
-        print(json.dumps(found[-1]), flush=True)
-    return found
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", action="store_true")
+    parser = harness.parser(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--memory-gib", type=float, default=40)
     parser.add_argument("--max-model-len", type=int, default=32768)
-    parser.add_argument("--json", help="file for the results")
     arguments = parser.parse_args()
-    if arguments.steps:
-        measured = steps(arguments.shapes, arguments.batch)
-        if arguments.json:
-            Path(arguments.json).write_text(json.dumps(measured, indent=1) + "\n")
-        return
     budget, results = int(arguments.memory_gib * 2**30), []
     for name in arguments.shapes:
         for ssm, mode in (("auto", "align"), ("auto", "all"), ("float32", "align")):
             results.append(measure(name, ssm, mode, budget, arguments.max_model_len))
             print(json.dumps(results[-1]), flush=True)
-    if arguments.json:
-        told = {"memory_gib": arguments.memory_gib, "max_model_len": arguments.max_model_len, "results": results}
-        Path(arguments.json).write_text(json.dumps(told, indent=1) + "\n")
+    told = {"memory_gib": arguments.memory_gib, "max_model_len": arguments.max_model_len, "results": results}
+    harness.keep(arguments.json, told)
 
 
 if __name__ == "__main__":

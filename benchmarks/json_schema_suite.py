@@ -8,12 +8,15 @@ accepted would be a wrong answer (`wrong`). A valid one that is not is an answer
 another one than the grammar writes, in the order of its keys or in the form of a number, or the library enforces more than it says.
 """
 
-import argparse
 import json
+import sys
 from collections import Counter
 from itertools import permutations
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import harness
 
 SUITE = Path(__file__).parent / "json_schema_suite.json"
 MOST_ORDERS = 24  # in which an object's keys are tried
@@ -91,14 +94,11 @@ def measure() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser = harness.parser(__doc__)
     arguments = parser.parse_args()
     found = measure()
-    text = json.dumps(found, indent=1)
-    if arguments.json is not None:
-        arguments.json.write_text(text + "\n")
-    print(text)
+    harness.keep(arguments.json, found)
+    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 By the worker's planning of memory and the scheduler's KVCache: requests come one after the other, are computed in chunks and decode,
 until the next one finds no blocks. No weights, no device.
 
-python -P benchmarks/kv_groups.py [--model gemma3-4b] [--memory-gib 40] [--max-model-len 32768] [--request-tokens N ...]
-                                  [--vllm FOLDER] [--json FILE]
+    python -P benchmarks/kv_groups.py [--model gemma3-4b] [--memory-gib 40] [--max-model-len 32768] [--request-tokens N ...]
+                                      [--vllm FOLDER] [--json FILE]
 
 The model is one of benchmarks/shapes.py. FOLDER has vLLM's packages: its planner and its KVCacheManager get the same bytes, the same
 requests and the same chunks then (vLLM itself gets somewhat fewer bytes from the same GPU). `capacity` is what vLLM says at its start,
@@ -12,7 +12,6 @@ where it counts a step's tokens for each request. `found` is what a request find
 that decodes, and with one that has ended.
 """
 
-import argparse
 import json
 import sys
 import tempfile
@@ -25,6 +24,7 @@ import torch
 from msgspec.structs import replace
 
 sys.path.insert(0, str(Path(__file__).parent))
+import harness
 import shapes
 
 from meshlm.protocol.config import MeshConfig
@@ -86,12 +86,8 @@ def held(config: MeshConfig, model: ModelSpec, budget: int, length: int) -> dict
                 tokens = sum(len(one.tokens) for one in running)
                 cache.free(request)
                 cache.check(running)
-                return {
-                    "groups": len(layout.specs),
-                    "page_bytes": layout.page_bytes,
-                    "pages": cache.pool.num_blocks,
-                    "tokens": tokens,
-                }
+                facts = {"groups": len(layout.specs), "page_bytes": layout.page_bytes}
+                return {**facts, "pages": cache.pool.num_blocks, "tokens": tokens}
             request.num_computed += count
         running.append(request)
 
@@ -128,12 +124,8 @@ def held_by_vllm(config: MeshConfig, model: ModelSpec, budget: int, length: int)
     assert resolved is not None
     chunk, block = resolved.max_num_batched_tokens, config.cache.block_size
     in_flight = step_tokens(chunk, config.scheduler.async_depth, 0)
-    own: dict[str, Any] = {
-        "block_size": block,
-        "num_kv_heads": model.num_key_value_heads,
-        "head_size": model.head_dim,
-        "dtype": torch.bfloat16,
-    }
+    own: dict[str, Any] = {"block_size": block, "num_kv_heads": model.num_key_value_heads}
+    own |= {"head_size": model.head_dim, "dtype": torch.bfloat16}
     layers: dict[str, Any] = {}
     for layer, slides in enumerate(model.sliding_layers):
         window = model.sliding_window if slides else 0
@@ -152,11 +144,8 @@ def held_by_vllm(config: MeshConfig, model: ModelSpec, budget: int, length: int)
         plan, resolved.max_model_len, scheduler_block_size=block, hash_block_size=block, max_in_flight_tokens=in_flight
     )
     planner.init_none_hash(sha256_cbor)
-    facts = {
-        "groups": len(groups),
-        "pages": plan.num_blocks,
-        "capacity": planner.get_kv_cache_capacity(engine, plan)[0],
-    }
+    capacity = planner.get_kv_cache_capacity(engine, plan)[0]
+    facts = {"groups": len(groups), "pages": plan.num_blocks, "capacity": capacity}
     hasher, count = planner.get_request_block_hasher(block, sha256_cbor), 0
     while True:
         sampling = VllmSampling(max_tokens=DECODES + 1, ignore_eos=True)
@@ -171,7 +160,7 @@ def held_by_vllm(config: MeshConfig, model: ModelSpec, budget: int, length: int)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = harness.parser(__doc__)
     parser.add_argument("--model", default="gemma3-4b", choices=[name for name in shapes.SHAPES if "gemma" in name])
     parser.add_argument("--memory-gib", type=float, default=40)
     parser.add_argument("--max-model-len", type=int, default=32768)
@@ -179,7 +168,6 @@ def main() -> None:
         "--request-tokens", type=int, nargs="+", help="of each request; else the most that there may be"
     )
     parser.add_argument("--vllm", default="", help="folder with vLLM's packages, or several with colons between")
-    parser.add_argument("--json", help="file for the results")
     given = parser.parse_args()
     config = configured(given.model, given.max_model_len)
     assert config.resolved is not None
@@ -199,8 +187,7 @@ def main() -> None:
         "prefix": PREFIX, "found": hits,
     }  # fmt: skip
     print(json.dumps(report))
-    if given.json:
-        Path(given.json).write_text(json.dumps(report, indent=1) + "\n")
+    harness.keep(given.json, report)
 
 
 if __name__ == "__main__":

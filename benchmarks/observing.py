@@ -2,7 +2,7 @@
 deploy/monitoring/prometheus.yml says, and with a trace of each request.
 
     python -P benchmarks/observing.py [--modes alone looked-at traced] [--streams 200] [--tokens 200] [--step-ms 20] [--rounds 6]
-                                      [--turn 1.8] [--scrape-every 5] [--part NAME] [--json FILE]
+                                      [--turn 1.8] [--scrape-every 5] [--json FILE]
 
 Two meshes with the fake device run side by side, one of which sends its traces to a collector in this process; only one at a time has
 requests. Without `traced` there is one mesh, whose streams go on from turn to turn. Turns alternate, and each round has another order,
@@ -17,24 +17,19 @@ it takes there more than alone (`extra_ms_per_s`) is known to a few hundredths o
 import argparse
 import asyncio
 import contextlib
-import functools
 import http.server
 import json
-import os
 import random
 import statistics
-import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-import control_plane
-import dashboard
+import harness
+from harness import Mesh, Stream, run_seconds
 
 MODES = ("alone", "looked-at", "traced")
 PAUSE_S, SETTLE_S = 0.2, 0.4
@@ -55,43 +50,29 @@ class Collector(http.server.BaseHTTPRequestHandler):
         """Nobody reads it."""
 
 
-class Running(NamedTuple):
-    """A mesh: where it listens, and its processes."""
-
-    port: int
-    pids: dict[str, int]
-
-    def seconds(self) -> dict[str, float]:
-        return {name: control_plane.run_seconds(pid) for name, pid in self.pids.items()}
-
-
-@contextlib.contextmanager
-def mesh(*flags: str, **variables: str) -> Iterator[Running]:
-    port, run_dir = control_plane.free_port(), tempfile.mkdtemp(prefix="mlm")
-    words = ["serve", "--device", "fake", "--port", str(port), "--run-dir", run_dir, "--disable-log-requests", *flags]
-    server = subprocess.Popen(
-        [control_plane.MESHLM, *words], stderr=subprocess.PIPE, text=True, cwd="/", env={**os.environ, **variables}
-    )
-    assert server.stderr is not None
-    try:
-        if not any("ready: http" in line for line in server.stderr):
-            sys.exit("observing: the mesh does not start")
-        ask = [control_plane.MESHLM, "status", "--json", "--run-dir", run_dir]
-        status = json.loads(subprocess.run(ask, capture_output=True, text=True, check=True).stdout)
-        yield Running(port, {f"{one['role']}/{one['index']}": one["pid"] for one in status["processes"]})
-    finally:
-        server.terminate()
-        server.wait(timeout=60)
-        server.stderr.close()
-
-
-class Reader(control_plane.Reader):
+class Counted(Stream):
     """Counts the tokens of all streams: each is an event."""
 
     num_tokens = 0
 
     def data_received(self, data: bytes) -> None:
-        Reader.num_tokens += data.count(b"data: {")
+        Counted.num_tokens += data.count(b"data: {")
+
+
+class Watcher(Stream):
+    """A dashboard that is open: it reads the events."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        transport.write(b"GET /dashboard/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+
+
+async def scrape(port: int) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    await reader.read()
+    writer.close()
 
 
 class Streams:
@@ -117,68 +98,63 @@ class Streams:
     async def _one(self, port: int, number: int) -> None:
         length = 1 + (number * self._tokens) // self._count  # the first
         while True:
-            body = {"prompt": [300 + number] * 32, "max_tokens": length, "ignore_eos": True, "stream": True}
-            make = functools.partial(Reader, json.dumps(body).encode())
-            transport, reader = await asyncio.get_running_loop().create_connection(make, "127.0.0.1", port)
+            stream = await Counted.begin(port, {"prompt": [300 + number] * 32, "max_tokens": length})
             try:
-                await reader.done
+                await stream.done
             finally:
-                transport.abort()
+                stream.transport.abort()
             length = self._tokens
 
 
 class Turns:
-    """The turns of a part, one after the other."""
+    """Turns of measuring, one after the other."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
+    def __init__(self, arguments: argparse.Namespace, meshes: dict[str, Mesh]) -> None:
         self._arguments = arguments
+        self._pids = {mesh.port: mesh.pids() for mesh in meshes.values()}
         self.streams = Streams(arguments.streams, arguments.tokens)
         self._looked_s = 0.0  # of which no scrape has been made
 
-    async def turn(self, mode: str, found: Running) -> tuple[dict[str, float], float]:
+    async def turn(self, mode: str, found: Mesh) -> tuple[dict[str, float], float]:
         """CPU ms a second of each process, and tokens a second."""
         await self.streams.at(found.port)
-        watcher = None
-        if mode == "looked-at":
-            loop = asyncio.get_running_loop()
-            watcher = (await loop.create_connection(dashboard.Watcher, "127.0.0.1", found.port))[1]
+        watcher = await Watcher.begin(found.port, {}) if mode == "looked-at" else None
         await asyncio.sleep(SETTLE_S)
-        count, begun, before = Reader.num_tokens, time.perf_counter(), found.seconds()
+        count, begun, before = Counted.num_tokens, time.perf_counter(), self._seconds(found)
         await asyncio.sleep(self._arguments.turn / 2)
         if watcher is not None:
             await self._scrape(found.port)
         await asyncio.sleep(begun + self._arguments.turn - time.perf_counter())
-        after, seconds = found.seconds(), time.perf_counter() - begun
-        count = Reader.num_tokens - count
+        after, seconds = self._seconds(found), time.perf_counter() - begun
+        count = Counted.num_tokens - count
         if watcher is not None:
             watcher.transport.abort()
         return {name: (after[name] - before[name]) * 1e3 / seconds for name in after}, count / seconds
+
+    def _seconds(self, mesh: Mesh) -> dict[str, float]:
+        return {name: run_seconds(pid) for name, pid in self._pids[mesh.port].items()}
 
     async def _scrape(self, port: int) -> None:
         """Where the turns that were looked at make up the time between two scrapes."""
         self._looked_s += self._arguments.turn
         if self._looked_s >= self._arguments.scrape_every:
             self._looked_s -= self._arguments.scrape_every
-            await dashboard.num_tokens(port)
+            await scrape(port)
 
 
-async def rounds(meshes: dict[str, Running], arguments: argparse.Namespace) -> dict[str, Any]:
+async def rounds(meshes: dict[str, Mesh], arguments: argparse.Namespace) -> dict[str, Any]:
     modes = list(meshes)
     found: dict[str, list[tuple[dict[str, float], float]]] = {mode: [] for mode in modes}
-    turns = Turns(arguments)
+    turns = Turns(arguments, meshes)
     await turns.turn(modes[0], meshes[modes[0]])  # all is imported, and the streams no longer end together
     for number in range(arguments.rounds):
-        for place in range(len(modes)):
-            mode = modes[(number + place) % len(modes)]
+        for turn in range(len(modes)):
+            mode = modes[(number + turn) % len(modes)]
             found[mode].append(await turns.turn(mode, meshes[mode]))
     await turns.streams.at(0)
     whole = {mode: [(sum(used.values()), pace) for used, pace in ones] for mode, ones in found.items()}
     return {
-        "streams": arguments.streams,
-        "tokens_of_a_request": arguments.tokens,
-        "step_ms": arguments.step_ms,
-        "turn_s": arguments.turn,
-        "scrape_every_s": arguments.scrape_every,
+        "arguments": {name: value for name, value in vars(arguments).items() if name != "json"},
         "tokens_per_s": round(statistics.mean(pace for ones in whole.values() for _, pace in ones)),
         "median_ms_per_s_of_each_process": {
             mode: {name: round(statistics.median(used[name] for used, _ in ones), 2) for name in ones[0][0]}
@@ -207,66 +183,50 @@ def middle(values: list[float]) -> dict[str, float]:
     }
 
 
-def over_alone(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """How much more it takes than in the same round with nobody looking, over the rounds of all parts."""
-    found: dict[str, Any] = {}
-    for mode in MODES[1:]:
-        some = [part for part in parts if mode in part["cpu_ms_per_s"]]
-        if not some:
-            continue
-        pairs = {
-            key: [pair for part in some for pair in zip(part[key][mode], part[key]["alone"], strict=True)]
-            for key in ("cpu_ms_per_s", "cpu_us_per_token")
-        }
-        found[mode] = {
-            "rounds": len(pairs["cpu_ms_per_s"]),
-            "extra_ms_per_s": middle([here - alone for here, alone in pairs["cpu_ms_per_s"]]),
-            "ratio_per_token": middle([here / alone for here, alone in pairs["cpu_us_per_token"]]),
-        }
-    return found
+def over_alone(found: dict[str, Any], mode: str) -> dict[str, Any]:
+    """How much more it takes than in the same round with nobody looking."""
+
+    def pairs(key: str) -> list[tuple[float, float]]:
+        return list(zip(found[key][mode], found[key]["alone"], strict=True))
+
+    return {
+        "rounds": len(pairs("cpu_ms_per_s")),
+        "extra_ms_per_s": middle([here - alone for here, alone in pairs("cpu_ms_per_s")]),
+        "ratio_per_token": middle([here / alone for here, alone in pairs("cpu_us_per_token")]),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=200, help="of each request")
     parser.add_argument("--step-ms", type=float, default=20.0)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--turn", type=float, default=1.8, help="seconds of each measurement")
-    parser.add_argument(
-        "--scrape-every", type=float, default=5.0, help="seconds that are looked at between two scrapes"
-    )
-    parser.add_argument(
-        "--part", default="moderate", help="under which name the result is kept, beside earlier ones of that name"
-    )
-    parser.add_argument("--json", help="file for the results")
+    parser.add_argument("--scrape-every", type=float, default=5.0, help="seconds between two scrapes")
     arguments = parser.parse_args()
     if "alone" not in arguments.modes:
         parser.error("--modes: the others are compared with `alone`")
-    file = Path(arguments.json) if arguments.json else None
-    before = json.loads(file.read_text()) if file is not None and file.exists() else {}
-    parts = [*before.get("parts", {}).get(arguments.part, []), measured(arguments)]
-    report = {**before, "machine": control_plane.machine(), "parts": {**before.get("parts", {}), arguments.part: parts}}
-    report["over_alone"] = {name: over_alone(some) for name, some in report["parts"].items()}
-    print(json.dumps({**report["over_alone"][arguments.part], "tokens_per_s": parts[-1]["tokens_per_s"]}, indent=2))
-    if file is not None:
-        file.write_text(json.dumps(report, indent=2) + "\n")
+    found = measured(arguments)
+    more = {mode: over_alone(found, mode) for mode in arguments.modes if mode != "alone"}
+    print(json.dumps({**more, "tokens_per_s": found["tokens_per_s"]}, indent=2))
+    harness.keep(arguments.json, {"over_alone": more, **found})
 
 
 def measured(arguments: argparse.Namespace) -> dict[str, Any]:
-    flags = ("--fake-step-ms", str(arguments.step_ms), "--max-model-len", "4096")
+    flags = ["--device", "fake", "--fake-step-ms", str(arguments.step_ms), "--max-model-len", "4096"]
     with contextlib.ExitStack() as until_done:
         meshes = dict.fromkeys(
-            [mode for mode in arguments.modes if mode != "traced"], until_done.enter_context(mesh(*flags))
+            [mode for mode in arguments.modes if mode != "traced"], until_done.enter_context(Mesh(flags))
         )
         if "traced" not in arguments.modes:
             return asyncio.run(rounds(meshes, arguments))
         collector = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector)
         threading.Thread(target=collector.serve_forever, daemon=True).start()
-        where = ("--otlp-traces-endpoint", f"http://127.0.0.1:{collector.server_port}/v1/traces")
-        http_ = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
-        meshes["traced"] = until_done.enter_context(mesh(*flags, *where, **http_))
+        where = ["--otlp-traces-endpoint", f"http://127.0.0.1:{collector.server_port}/v1/traces"]
+        traced = Mesh([*flags, *where], OTEL_EXPORTER_OTLP_TRACES_PROTOCOL="http/protobuf")
+        meshes["traced"] = until_done.enter_context(traced)
         return {**asyncio.run(rounds(meshes, arguments)), "trace_bytes": Collector.num_bytes}
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 
 sys.path.insert(0, str(Path(__file__).parent))
+import harness
 
 SUMS_KIB = (8, 64, 256, 1024, 16384)
 IN_A_GRAPH, REPLAYS = 20, 10
@@ -84,7 +85,6 @@ def rank_of_engine(arguments: argparse.Namespace, extra: list[str]) -> dict[str,
     if size > 1:
         found["all_reduce_us"] = sums(engine.comm, getattr(engine.comm, "_plain", engine.comm), torch)
     found["gpu"] = torch.cuda.get_device_name()
-    found["torch"] = torch.__version__
     return found
 
 
@@ -244,7 +244,7 @@ def result(processes: "list[subprocess.Popen[str]]") -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = harness.parser(__doc__)
     parser.add_argument("model")
     parser.add_argument("--tp", type=int, nargs="*", default=[])
     parser.add_argument("--pp", type=int, nargs="*", default=[])
@@ -256,7 +256,6 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1024, help="for each GPU")
     parser.add_argument("--input-len", type=int, default=256)
     parser.add_argument("--output-len", type=int, default=256)
-    parser.add_argument("--json")
     parser.add_argument("--role", choices=["rank", "mesh"], help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--run-dir", help=argparse.SUPPRESS)
@@ -266,8 +265,7 @@ def main() -> None:
         print(json.dumps((rank_of_engine if arguments.role == "rank" else mesh)(arguments, extra)), flush=True)
         sys.stdout.flush()
         os._exit(0)  # communicators need not be taken down in order
-    report: dict[str, Any] = {"model": Path(arguments.model).name, "cpu_cores": len(os.sched_getaffinity(0))}
-    report["commit"] = os.environ.get("COMMIT", "")
+    report: dict[str, Any] = {"model": Path(arguments.model).name}
     for size in arguments.tp:
         with tempfile.TemporaryDirectory(prefix="mlm") as folder:
             words = ["--role", "rank", "--tp", str(size), "--run-dir", folder]
@@ -279,8 +277,7 @@ def main() -> None:
         found = result([start(arguments, ["--role", "mesh", "--pp", str(pp), "--dp", str(dp)])])
         report.setdefault("mesh", []).append(found)
         print(json.dumps(found), flush=True)
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n")
+    harness.keep(arguments.json, report)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ place and is ready. chaos.py kills all the time and compares every token; here t
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import random
 import signal
@@ -23,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-
-from control_plane import machine
-from live_mesh import Mesh, Place
+import harness
+from harness import Mesh, Process
 from streams import Ask, Stream
 
 ROLES = ("detokenizer", "scheduler", "coordinator", "worker", "frontend")
@@ -76,16 +74,16 @@ class Pauses:
                 return stream.last_at - begun
             await asyncio.sleep(0.02)
 
-    async def kill(self, place: Place) -> dict[str, float]:
+    async def kill(self, process: Process) -> dict[str, float]:
         at = time.monotonic()
-        os.kill(place.pid, signal.SIGKILL)
+        os.kill(process.pid, signal.SIGKILL)
         asked = asyncio.create_task(self.new_request())
         replaced = 0.0
         while not (replaced and asked.done() and self._flowing(at + NEW_AFTER_S)):
-            if not replaced and await self._replaced(place):
+            if not replaced and await self._replaced(process):
                 replaced = time.monotonic() - at
             if time.monotonic() - at > LIMIT_S:
-                raise SystemExit(f"after the death of {place.name} all was not well for {LIMIT_S:.0f} s")
+                raise SystemExit(f"after the death of {process.name} all was not well for {LIMIT_S:.0f} s")
             await asyncio.sleep(POLL_S)
         fresh = asked.result()
         gaps = [gap.end - gap.begin for s in self.streams for gap in s.gaps if gap.begin <= at + NEW_AFTER_S < gap.end]
@@ -94,9 +92,9 @@ class Pauses:
     def _flowing(self, since: float) -> bool:
         return len(self.streams) == self.arguments.streams and all(stream.last_at > since for stream in self.streams)
 
-    async def _replaced(self, place: Place) -> bool:
-        places = {one.name: one for one in await self.mesh.places()}
-        return place.name in places and places[place.name].state == "ready" and places[place.name].pid != place.pid
+    async def _replaced(self, process: Process) -> bool:
+        now = {one.name: one for one in await asyncio.to_thread(self.mesh.processes)}.get(process.name)
+        return now is not None and now.state == "ready" and now.pid != process.pid
 
     async def run(self) -> None:
         clients = [asyncio.create_task(self.client()) for _ in range(self.arguments.streams)]
@@ -104,8 +102,8 @@ class Pauses:
         for _ in range(self.arguments.rounds):
             for role in self.arguments.roles:
                 await asyncio.sleep(STEADY_S / len(ROLES) + 0.3 * self.dice.random())
-                place = self.dice.choice([place for place in await self.mesh.places() if place.role == role])
-                for name, value in (await self.kill(place)).items():
+                process = self.dice.choice([one for one in self.mesh.processes() if one.role == role])
+                for name, value in (await self.kill(process)).items():
                     self.found.setdefault(role, {}).setdefault(name, []).append(value)
         for client in clients:
             client.cancel()
@@ -119,36 +117,20 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False)
+    parser = harness.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--roles", nargs="+", choices=ROLES, default=list(ROLES))
     parser.add_argument("--model", help="folder with a tokenizer")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
     arguments, rest = parser.parse_known_args()
-    flags = ["--device", "fake", "--fake-step-ms", "10", "--max-model-len", "4096", "--disable-log-requests"]
-    load = os.getloadavg()[0]
-    mesh = Mesh([*([arguments.model] if arguments.model else []), *flags, "--max-restarts", "100000", *rest])
-    try:
-        mesh.wait_ready()
+    flags = ["--device", "fake", "--fake-step-ms", "10", "--max-model-len", "4096", "--max-restarts", "100000"]
+    with Mesh([*([arguments.model] if arguments.model else []), *flags, *rest]) as mesh:
         pauses = Pauses(mesh, arguments)
         asyncio.run(pauses.run())
-        rss = {place.name: round(place.rss_bytes / 2**20, 1) for place in asyncio.run(mesh.places())}
-    finally:
-        code = mesh.stop()
-    report: dict[str, Any] = {"benchmark": "pauses", "machine": machine(), "load_average_before": round(load, 1)}
-    report |= {
-        "rounds": arguments.rounds,
-        "streams": arguments.streams,
-        "tokenizer": Path(arguments.model or "").name,
-        "flags": rest,
-        "pauses_s": pauses.report(),
-        "rss_mib": rss,
-        "exit_code": code,
-    }
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        report: dict[str, Any] = {"pauses_s": pauses.report(), "rss_mib": mesh.rss_mib()}
+    report |= {"rounds": arguments.rounds, "streams": arguments.streams, "tokenizer": Path(arguments.model or "").name}
+    harness.keep(arguments.json, report)
     for role, found in report["pauses_s"].items():
         print(f"{role:12}", "  ".join(f"{name} {v['median']:.3f} ({v['longest']:.3f})" for name, v in found.items()))
     print(report["rss_mib"])

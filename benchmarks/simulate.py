@@ -9,10 +9,8 @@ only note when tokens come. The coordinator's cost is real: the CPU time of its 
 and decoding of a sample of its messages. It is not charged to the simulated clock: `coordinator_busy` says what it would be.
 """
 
-import argparse
 import gc
 import json
-import platform
 import sys
 import time
 from pathlib import Path
@@ -21,20 +19,13 @@ from typing import Any
 import msgspec
 
 sys.path.insert(0, str(Path(__file__).parent))
-
+import harness
 from simulated_mesh import World
 from simulated_traffic import fitted
 
 
-def machine() -> dict[str, object]:
-    cpu = next(
-        (line.partition(": ")[2] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ""
-    )
-    return {"cpu": cpu.strip(), "python": platform.python_version()}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = harness.parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--requests-per-rank", type=int, default=300)
     parser.add_argument("--max-requests", type=int, default=1_000_000, help="in one run, whatever the number of ranks")
@@ -46,11 +37,9 @@ def main() -> None:
     parser.add_argument("--ranks-per-detokenizer", type=int, default=16)
     parser.add_argument("--steps-from", default="engine_step_llama3-8b_h200.json", help="in benchmarks/results")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json")
     options = parser.parse_args()
     options.timing = fitted(Path(__file__).parent / "results" / options.steps_from)
     report: dict[str, Any] = {
-        "machine": machine(),
         "options": {name: value for name, value in vars(options).items() if name not in ("timing", "json")},
         "timing": msgspec.to_builtins(options.timing),
         "results": [],
@@ -68,8 +57,7 @@ def main() -> None:
                 row["wall_s"] = round(time.perf_counter() - begun, 1)
                 report["results"].append(row)
                 print(json.dumps(row), flush=True)
-                if options.json:
-                    Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
+                harness.keep(options.json, report)
 
 
 if __name__ == "__main__":

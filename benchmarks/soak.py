@@ -11,7 +11,7 @@ import asyncio
 import http.client
 import json
 import random
-import subprocess
+import statistics
 import sys
 import time
 from collections import Counter
@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-
-from control_plane import machine
-from live_mesh import Mesh
+import harness
+from harness import Mesh
 from streams import Stream, draw_asks
 
 SAMPLE_S = 2.0
@@ -78,8 +77,8 @@ class Soak:
     async def watch(self) -> None:
         told = self.begun
         while (now := time.monotonic()) < self.until:
-            for place in await self.mesh.places():
-                self.samples.setdefault(place.name, []).append((now - self.begun, place.rss_bytes))
+            for process in await asyncio.to_thread(self.mesh.processes):
+                self.samples.setdefault(process.name, []).append((now - self.begun, process.rss_bytes))
             if now - told > 30:
                 told = now
                 print(f"{self.until - now:5.0f} s left, {dict(self.counts)}", file=sys.stderr)
@@ -112,42 +111,29 @@ def memory(samples: list[tuple[float, int]], settled_s: float) -> dict[str, Any]
 
 def slope(points: list[tuple[float, float]]) -> float:
     """Least squares; 0 for fewer than two points."""
-    if len(points) < 2:
-        return 0.0
-    mean_x = sum(x for x, _ in points) / len(points)
-    mean_y = sum(y for _, y in points) / len(points)
-    over = sum((x - mean_x) * (y - mean_y) for x, y in points)
-    return over / sum((x - mean_x) ** 2 for x, _ in points)
+    return statistics.linear_regression(*zip(*points, strict=True)).slope if len(points) > 1 else 0.0
 
 
 async def play(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    flags = ["--device", arguments.device, "--disable-log-requests"]
+    flags = ["--device", arguments.device]
     if arguments.device == "fake":
         # A small cache is full soon: what the scheduler remembers of blocks would look like a leak until then.
         flags += ["--fake-step-ms", "5", "--max-model-len", "4096", "--kv-cache-memory", "400M"]
-    mesh = Mesh([*flags, *rest])
-    try:
-        mesh.wait_ready()
+    with Mesh([*flags, *rest]) as mesh:
         soak = Soak(mesh, arguments)
         await soak.run()
         return soak.report()
-    finally:
-        mesh.stop()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False)
+    parser = harness.parser(__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--device", choices=["cpu", "fake"], default="fake")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--settle", type=float, default=0.2, help="share of the time before the slope is taken")
     arguments, rest = parser.parse_known_args()
-    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    report = {"machine": machine(), "commit": head.stdout.strip(), "command": " ".join(sys.argv)}
-    report |= asyncio.run(play(arguments, rest))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    report = asyncio.run(play(arguments, rest))
+    harness.keep(arguments.json, report)
     print(json.dumps(report, indent=1))
 
 

@@ -9,29 +9,26 @@ decoder's greedy steps with a cache, in the same process and with as many thread
 
 import argparse
 import json
-import os
 import statistics
 import struct
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 
-PORT, SECONDS, RATE = 8141, 30, 16_000
-SIZES = {
-    "tiny": (384, 4, 6),
-    "base": (512, 6, 8),
-    "small": (768, 12, 12),
-    "medium": (1024, 24, 16),
-    "large-v3": (1280, 32, 20),
-}
+sys.path.insert(0, str(Path(__file__).parent))
+import harness
+from harness import Mesh
+
+SECONDS, RATE = 30, 16_000
+SIZES = {"tiny": (384, 4, 6), "base": (512, 6, 8), "small": (768, 12, 12), "medium": (1024, 24, 16)}
+SIZES["large-v3"] = (1280, 32, 20)
 VOCAB = 51866
 TOKENS = {"start": 50258, "en": 50259, "translate": 50359, "transcribe": 50360, "previous": 50362, "no_times": 50364}
 
@@ -52,11 +49,7 @@ def make(size: str, folder: Path) -> dict[str, Any]:
         "eos_token_id": 50257,
     }
     for part in ("encoder", "decoder"):
-        config |= {
-            f"{part}_layers": layers,
-            f"{part}_attention_heads": heads,
-            f"{part}_ffn_dim": 4 * hidden,
-        }
+        config |= {f"{part}_layers": layers, f"{part}_attention_heads": heads, f"{part}_ffn_dim": 4 * hidden}
     generation = {
         "decoder_start_token_id": TOKENS["start"],
         "no_timestamps_token_id": TOKENS["no_times"],
@@ -81,11 +74,11 @@ def noise(seed: int) -> bytes:
     return b"RIFF" + struct.pack("<I", len(body)) + body
 
 
-def ask(seed: int, tokens: int) -> float:
+def transcribe(port: int, seed: int, tokens: int) -> float:
     """Seconds for one request."""
     begun = time.perf_counter()
     answer = httpx.post(
-        f"http://127.0.0.1:{PORT}/v1/audio/transcriptions",
+        f"http://127.0.0.1:{port}/v1/audio/transcriptions",
         files={"file": ("noise.wav", noise(seed))},
         data={"language": "en", "max_completion_tokens": str(tokens)},
         timeout=600,
@@ -95,34 +88,17 @@ def ask(seed: int, tokens: int) -> float:
 
 
 def served(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
-    command = [sys.executable, "-P", "-m", "meshlm.supervisor", "serve", str(folder), "--load-format", "dummy"]
-    command += ["--device", arguments.device, "--port", str(PORT), "--disable-log-requests"]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL, cwd="/") as server:
-        try:
-            wait_ready(server)
-            ask(0, 2)
-            first = statistics.median(ask(seed, 1) for seed in range(3))
-            whole = statistics.median(ask(seed, arguments.tokens) for seed in range(3))
-            begun = time.perf_counter()
-            with ThreadPoolExecutor(arguments.streams) as pool:
-                list(pool.map(lambda seed: ask(seed, arguments.tokens), range(arguments.streams)))
-            together = time.perf_counter() - begun
-        finally:
-            server.terminate()
-            server.wait()
+    with Mesh([str(folder), "--load-format", "dummy", "--device", arguments.device]) as mesh:
+        post = partial(transcribe, mesh.port)
+        post(0, 2)
+        first = statistics.median(post(seed, 1) for seed in range(3))
+        whole = statistics.median(post(seed, arguments.tokens) for seed in range(3))
+        begun = time.perf_counter()
+        with ThreadPoolExecutor(arguments.streams) as pool:
+            list(pool.map(lambda seed: post(seed, arguments.tokens), range(arguments.streams)))
+        together = time.perf_counter() - begun
     real_time = arguments.streams * SECONDS / together
     return {"first_s": round(first, 3), "whole_s": round(whole, 3), "real_time": round(real_time, 1)}
-
-
-def wait_ready(server: "subprocess.Popen[bytes]") -> None:
-    while server.poll() is None:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{PORT}/ready", timeout=1).close()
-        except OSError:
-            time.sleep(0.1)
-        else:
-            return
-    raise SystemExit("the server ended")
 
 
 def of_transformers(config: dict[str, Any], arguments: argparse.Namespace) -> dict[str, float]:
@@ -149,19 +125,14 @@ def of_transformers(config: dict[str, Any], arguments: argparse.Namespace) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = harness.parser(__doc__)
     parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=["tiny", "base"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--json")
     arguments = parser.parse_args()
-    cpu = next(
-        line.partition(": ")[2] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    )
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
-    report: dict[str, Any] = {"machine": {"cpu": cpu, "cores": len(os.sched_getaffinity(0))}, "commit": commit.strip()}
-    report |= {"device": arguments.device, "tokens": arguments.tokens, "streams": arguments.streams, "sizes": {}}
+    report: dict[str, Any] = {"device": arguments.device, "tokens": arguments.tokens, "streams": arguments.streams}
+    report["sizes"] = {}
     for size in arguments.sizes:
         with tempfile.TemporaryDirectory() as name:
             config = make(size, Path(name))
@@ -170,8 +141,7 @@ def main() -> None:
                 found["transformers"] = of_transformers(config, arguments)
         report["sizes"][size] = found
         print(json.dumps({size: found}), flush=True)
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n")
+    harness.keep(arguments.json, report)
 
 
 if __name__ == "__main__":

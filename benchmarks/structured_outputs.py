@@ -15,21 +15,19 @@ the same length: each schema is that of the items of a long array.
 them brings a schema that nobody has seen. FLAGS go to the mesh, such as --device cpu.
 """
 
-import argparse
 import asyncio
+import contextlib
 import json
 import random
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
-from urllib.request import urlopen
+from typing import Any, ClassVar
 
 sys.path.insert(0, str(Path(__file__).parent))
-
-from control_plane import free_port, machine
+import harness
+from harness import KeptStream, Mesh, Stream
 
 Schema = dict[str, Any]
 # Such as people send: of tools, extraction, configuration files and APIs. The first twenty are those that are timed.
@@ -188,116 +186,90 @@ def offline(model: str, batch: int, tokens: int, rounds: int, flags: dict[str, A
 # --- streams ---
 
 
-async def streamed(port: int, number: int, gaps: list[float], until: float) -> None:
-    """The gaps between a plain stream's tokens, again and again."""
-    while time.monotonic() < until:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
-        body = {
-            "prompt": [300 + number] * 8,
-            "max_tokens": STREAM_TOKENS,
-            "ignore_eos": True,
-            "stream": True,
-            "seed": number,
-        }
-        await asked(writer, body)
-        last = 0.0
-        while (line := await reader.readline()) and time.monotonic() < until:
-            if line.startswith(b"data: {"):
-                now = time.perf_counter()
-                if last:
-                    gaps.append(now - last)
-                last = now
-            elif line.startswith(b"data: [DONE]"):
-                break
-        writer.close()
+class Gaps(Stream):
+    """The gaps between the tokens of all plain streams."""
+
+    found: ClassVar[list[float]] = []
+    last = 0.0
+
+    def data_received(self, data: bytes) -> None:
+        now = time.perf_counter()
+        if self.last:
+            Gaps.found += [now - self.last, *[0.0] * (data.count(b"data: {") - 1)]
+        self.last = now
 
 
-async def asked(writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
-    data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    writer.write(head.encode() + data)
-    await writer.drain()
+async def plain(port: int, number: int, until: float) -> None:
+    """A stream without a grammar, again and again."""
+    while (left := until - time.monotonic()) > 0:
+        stream = await Gaps.begin(port, {"prompt": [300 + number] * 8, "max_tokens": STREAM_TOKENS, "seed": number})
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stream.done, left)
+        stream.transport.abort()
 
 
 async def others(port: int, new_grammars: bool, until: float) -> int:
     """Short requests at RATE; each with a schema of its own, or with none."""
     number = 0
     while time.monotonic() < until:
-        body: dict[str, Any] = {"prompt": [500 + number % 1000] * 8, "max_tokens": 2, "ignore_eos": True}
+        body: dict[str, Any] = {"prompt": [500 + number % 1000] * 8, "max_tokens": 2}
         if new_grammars:
             schema = SCHEMAS[TIMED[number % 20]]
             body["structured_outputs"] = {"json": {**schema, "title": f"schema {number}"}}
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        await asked(writer, body)
-        status = await reader.readline()
-        assert b" 200 " in status, status + await reader.read(500)
-        writer.close()
+        stream = await KeptStream.begin(port, body)
+        await stream.done
+        assert stream.complete, bytes(stream.data[:500])
         number += 1
         await asyncio.sleep(1 / RATE)
     return number
 
 
 async def measure(port: int, new_grammars: bool) -> dict[str, float]:
-    gaps: list[float] = []
     until = time.monotonic() + STREAM_S
-    plain = [asyncio.create_task(streamed(port, number, gaps, until)) for number in range(STREAMS)]
+    tasks = [asyncio.create_task(plain(port, number, until)) for number in range(STREAMS)]
     await asyncio.sleep(1.0)
-    gaps.clear()
+    Gaps.found.clear()
     count = await others(port, new_grammars, until)
-    await asyncio.gather(*plain)
+    await asyncio.gather(*tasks)
     shares = {"p50_ms": 0.5, "p99_ms": 0.99, "p999_ms": 0.999}
-    return {"requests": count, **{name: round(1e3 * percentile(gaps, share), 3) for name, share in shares.items()}}
+    return {
+        "requests": count,
+        **{name: round(1e3 * percentile(Gaps.found, share), 3) for name, share in shares.items()},
+    }
 
 
 def streams(model: str, flags: list[str], rounds: int) -> dict[str, Any]:
-    port = free_port()
-    command = [sys.executable, "-P", "-m", "meshlm", "serve", model, "--host", "127.0.0.1", "--port", str(port), *flags]
-    with subprocess.Popen(command) as server:
-        try:
-            until = time.monotonic() + 240
-            while True:
-                assert server.poll() is None, "the mesh ended"
-                assert time.monotonic() < until, "the mesh is not ready"
-                try:
-                    urlopen(f"http://127.0.0.1:{port}/ready", timeout=5).close()
-                    break
-                except OSError:
-                    time.sleep(0.5)
-            asyncio.run(measure(port, True))
-            found: dict[str, list[dict[str, float]]] = {"plain": [], "new_schemas": []}
-            for _ in range(rounds):
-                found["plain"].append(asyncio.run(measure(port, False)))
-                found["new_schemas"].append(asyncio.run(measure(port, True)))
-        finally:
-            server.terminate()
+    found: dict[str, list[dict[str, float]]] = {"plain": [], "new_schemas": []}
+    with Mesh([model, *flags]) as mesh:
+        asyncio.run(measure(mesh.port, True))
+        for _ in range(rounds):
+            found["plain"].append(asyncio.run(measure(mesh.port, False)))
+            found["new_schemas"].append(asyncio.run(measure(mesh.port, True)))
     p99 = {name: statistics.median(each["p99_ms"] for each in turns) for name, turns in found.items()}
     more = 100 * (p99["new_schemas"] / p99["plain"] - 1)
     return {"streams": STREAMS, "rate": RATE, **found, "p99_more_percent": round(more, 2)}
 
 
 def main() -> None:
-    own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
-    flags = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
-    parser = argparse.ArgumentParser()
+    own, flags = sys.argv[1:], []
+    if "--" in own:
+        own, flags = own[: own.index("--")], own[own.index("--") + 1 :]
+    parser = harness.parser(__doc__)
     parser.add_argument("what", choices=("library", "offline", "streams"))
     parser.add_argument("model")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json")
-    ask = parser.parse_args(own)
-    if ask.what == "library":
-        found = library(ask.model)
-    elif ask.what == "offline":
+    given = parser.parse_args(own)
+    if given.what == "library":
+        found = library(given.model)
+    elif given.what == "offline":
         values = {flag.removeprefix("--").replace("-", "_"): value for flag, value in zip(flags[::2], flags[1::2])}
-        found = offline(ask.model, ask.batch, ask.tokens, ask.rounds, values)
+        found = offline(given.model, given.batch, given.tokens, given.rounds, values)
     else:
-        found = streams(ask.model, flags, ask.rounds)
+        found = streams(given.model, flags, given.rounds)
     print(json.dumps(found, indent=1, ensure_ascii=False))
-    if ask.json:
-        Path(ask.json).write_text(
-            json.dumps({"machine": machine(), ask.what: found}, indent=1, ensure_ascii=False) + "\n"
-        )
+    harness.keep(given.json, {given.what: found})
 
 
 if __name__ == "__main__":

@@ -7,22 +7,21 @@ The command lines are vLLM's, so that `vllm serve` and `vllm bench` repeat them 
 runs when it is asked for, is 20 prompts of 32,000 tokens at 4 streams, with the prefix cache on, as users have it.
 """
 
-import argparse
 import json
-import os
-import platform
 import re
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any, NamedTuple
 
-MESHLM = [sys.executable, "-P", "-m", "meshlm.supervisor"]
+sys.path.insert(0, str(Path(__file__).parent))
+import harness
+from harness import MESHLM
+
 PORT = 8111
 COMMON = ["--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", "4096"]
 SERVE = [*COMMON, "--no-enable-prefix-caching", "--disable-log-requests", "--max-num-batched-tokens", "8192"]
@@ -48,7 +47,7 @@ def wait_ready(server: subprocess.Popen[str], begun: float) -> float:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/ready", timeout=1):
                 return time.perf_counter() - begun
-        except (urllib.error.URLError, OSError):
+        except OSError:
             time.sleep(0.05)
     raise SystemExit(f"the server ended:\n{server.stderr.read() if server.stderr else ''}")
 
@@ -115,51 +114,33 @@ def client(out: Path, work: Work) -> dict[str, Any]:
     return {**found, "device_busy_s": round(busy, 2), "device_idle_share": round(idle / (busy + idle or 1), 4)}
 
 
-def offline(model: str, sharegpt: str, folder: Path) -> dict[str, Any]:
-    out = folder / "offline.json"
-    command = [*MESHLM, "bench", "throughput", "--model", model, *COMMON, "--dataset-name", "sharegpt"]
-    command += ["--dataset-path", sharegpt, "--num-prompts", "1000", "--num-warmups", "32", "--seed", "0"]
-    command += ["--max-num-batched-tokens", "16384", "--max-num-seqs", "1024", "--output-json", str(out)]
+def bench(out: Path, what: str, model: str, *words: str) -> dict[str, Any]:
+    """What `meshlm bench` leaves in `out`."""
+    command = [*MESHLM, "bench", what, "--model", model, *COMMON, *words, "--output-json", str(out)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return dict(json.loads(out.read_text()))
 
 
+def offline(model: str, sharegpt: str, folder: Path) -> dict[str, Any]:
+    words = ["--dataset-name", "sharegpt", "--dataset-path", sharegpt, "--num-prompts", "1000", "--num-warmups", "32"]
+    words += ["--seed", "0", "--max-num-batched-tokens", "16384", "--max-num-seqs", "1024"]
+    return bench(folder / "offline.json", "throughput", model, *words)
+
+
 def latency(model: str, batch: int, folder: Path) -> float:
-    out = folder / f"lat-{batch}.json"
-    command = [*MESHLM, "bench", "latency", "--model", model, *COMMON, "--input-len", "512", "--output-len", "128"]
-    command += ["--batch-size", str(batch), "--num-iters-warmup", "2", "--num-iters", "5", "--output-json", str(out)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    return round(float(json.loads(out.read_text())["avg_latency"]) * 1e3, 1)
-
-
-def machine() -> dict[str, Any]:
-    import torch
-    import triton
-
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "cpu_cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": os.environ.get("COMMIT") or commit.stdout.strip(),
-    }
+    words = ["--input-len", "512", "--output-len", "128", "--batch-size", str(batch)]
+    words += ["--num-iters-warmup", "2", "--num-iters", "5"]
+    return round(float(bench(folder / f"lat-{batch}.json", "latency", model, *words)["avg_latency"]) * 1e3, 1)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = harness.parser(__doc__)
     parser.add_argument("model")
     parser.add_argument("--sharegpt", help="sharegpt_1000.json")
     parser.add_argument("--only", nargs="+", default=["serve", "offline", "lat"])
-    parser.add_argument("--json")
     parser.add_argument("--flags", type=shlex.split, default=[], help="more flags of the servers")
     arguments = parser.parse_args()
-    report: dict[str, Any] = {
-        "machine": machine(),
-        "model": Path(arguments.model).name,
-        "flags": [*SERVE, *arguments.flags],
-    }
+    report: dict[str, Any] = {"model": Path(arguments.model).name, "flags": [*SERVE, *arguments.flags]}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if "serve" in arguments.only:
@@ -174,8 +155,7 @@ def main() -> None:
         if "lat" in arguments.only:
             report["lat_ms"] = {f"batch_{batch}": latency(arguments.model, batch, folder) for batch in (1, 64)}
             print(json.dumps(report["lat_ms"]), flush=True)
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n")
+    harness.keep(arguments.json, report)
 
 
 if __name__ == "__main__":

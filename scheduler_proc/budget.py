@@ -6,7 +6,7 @@ in the same number of steps, even steps take the least time. So prompts are spre
 each output token, and at least so many that the GPU is busy; more when they pile up. The longest step is the limit, by rates that are
 learned from finished steps: what a prompt token costs, and what each earlier token costs that it attends to. A step holds as many
 tokens of a long prompt as of a short one, so it takes longer the further the prompt is, up to the longest bearable wait
-(--max-itl-ms; docs/adr/0007-steps-of-long-prompts.md). benchmarks/step_budget.py tries the constants.
+(--max-itl-ms; docs/adr/0007-steps-of-long-prompts.md).
 """
 
 import math

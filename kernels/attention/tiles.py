@@ -25,7 +25,7 @@ SHARED_PROGRAMS = 2  # that a multiprocessor gets of a launch
 def _table() -> tuple[float, list[dict[str, int]], list[dict[str, int]]]:
     """Programs per multiprocessor and tiles of a decode, tiles of a prompt. The first that fits is used.
 
-    Those that a whole step has chosen (`group_to`, benchmarks/tune_step.py) are for that processor.
+    Those that a whole step has chosen (`group_to`, --tune full) are for that processor.
     """
     table = tables.read("attention")
     alike = tables.is_alike(table)

@@ -186,7 +186,7 @@ def main() -> None:
                     on_hopper[case] = hopper_us
         print(f"heads {shape}: timed", flush=True)
     found = {**decode_table(decodes), "prefill": prefill_table(prefills), **hopper_table(prefills, on_hopper)}
-    before = (tables.own("attention") or {"decode": []})["decode"]  # benchmarks/tune_step.py finds those of groups
+    before = (tables.own("attention") or {"decode": []})["decode"]  # whole steps found those of groups (--tune full)
     found["decode"] = [entry for entry in before if "group_to" in entry] + found["decode"]
     known = tables.read("attention")  # perhaps another GPU's, and its other heads count here too (bench.py --dims)
     if tables.is_kin(known):

@@ -283,7 +283,7 @@ BESIDE = 2 << 10  # bytes of shared memory that a program needs beside its tiles
 
 @tables.remembered
 def shape_of(outputs: int, inputs: int, gate: bool, way: str = "", size: int = 2) -> Tile:
-    """The tile shape: as whole steps chose it on this processor (benchmarks/tune_step.py), else the first entry of the table that fits.
+    """The tile shape: as whole steps chose it on this processor (--tune full), else the first entry of the table that fits.
 
     way: "sends" or "receives" packets: there BLOCK_N is of pairs, and here each program costs the reading of all packets; or "8 bits".
     size: bytes of a weight's number, of which shared memory must hold a tile.

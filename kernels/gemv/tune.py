@@ -138,7 +138,7 @@ def main() -> None:
         print(shape, f"gemv {min(times[shape].values()):.2f} us, cuBLAS {library:.2f} us", flush=True)
     parts = {part: time_part(part, tune=True) for part in PARTS}
     found = {"most_bytes": most_bytes(wins), "tiles": tiles_of_parts(parts) + tiles(times)}
-    found["in_steps"] = (tables.own("gemv") or {}).get("in_steps", [])  # benchmarks/tune_step.py finds those
+    found["in_steps"] = (tables.own("gemv") or {}).get("in_steps", [])  # whole steps found those (--tune full)
     path = tables.write("gemv", found, arguments.folder)
     print(path, json.dumps(json.loads(path.read_text())))
 

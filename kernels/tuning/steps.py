@@ -3,7 +3,7 @@
 What a kernel costs depends on those around it: with programmatic dependent launch each begins while the one before still runs, and the
 space that it leaves on the multiprocessors decides how much of that comes true. So tiles that are the best alone are only the
 beginning: one product after the other tries its tile's neighbours, and the best stays (coordinate descent). Called by
-workers/cuda/tuning.py and benchmarks/tune_step.py.
+workers/cuda/tuning.py.
 """
 
 from collections.abc import Callable

@@ -45,3 +45,13 @@ def test_flags_are_words_or_numbers(engine_step: ModuleType, monkeypatch: pytest
     given = ["--max-num-seqs", 8, "--max-model-len", "512", "--tune", "off", "--device", "cpu"]
     config = engine_step.make_engine(str(tmp_path), given)
     assert (config.scheduler.max_num_seqs, config.model.max_model_len, config.worker.tune) == (8, 512, "off")
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("qwen2.5-7b", 7.62 - 152064 * 3584e-9), ("gemma3-4b", 3.88), ("llama3-3b", 3.21)]
+)
+def test_an_embedding_that_is_no_head_is_not_read(
+    name: str, billions: float, engine_step: ModuleType, benchmark_module: Callable[[str], ModuleType]
+) -> None:
+    read = engine_step.bytes_read(benchmark_module("shapes").config_of(name), Path(name))
+    assert read / 2e9 == pytest.approx(billions, rel=0.01)

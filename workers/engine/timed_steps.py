@@ -1,6 +1,6 @@
 """Times decode steps of a lone request on this worker's GPU, in CUDA graphs, as such steps are served, with other tiles.
 
-Used by triton_kit.py, before there are requests (--tune full), and by benchmarks/tune_step.py.
+Used by triton_kit.py, before there are requests (--tune full).
 """
 
 import math
