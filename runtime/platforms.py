@@ -96,9 +96,9 @@ def with_devices(ids: str, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class Fake(Platform):
-    """No model at all (workers/fake.py)."""
+    """No model at all (workers/fake/engine.py)."""
 
-    name, engine = "fake", "meshlm.workers.fake:worker_engine"
+    name, engine = "fake", "meshlm.workers.fake.engine:worker_engine"
     max_num_seqs, max_num_batched_tokens = 1024, 8192
     attention_backends = ()
     has_weights, forms_groups = False, True

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from meshlm.kernels.penalties import kernel, reference
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.workers.output.sampler import SampleRows, _penalise
-from meshlm.workers.output.table import SamplingTable
+from meshlm.workers.output.sampler import _penalise, _penalised
+from meshlm.workers.rows.columns import RowColumns
+from meshlm.workers.rows.table import SampleRows
 
 pytestmark = MARKS
 OFF = (1.0, 0.0, 0.0)
@@ -125,7 +126,7 @@ def test_excluded_tokens_stay_excluded() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_as_the_general_sampler(dtype: torch.dtype) -> None:
     case = Case(7, 301, 100, SETTINGS)
-    table = SamplingTable(7)
+    table = RowColumns(7)
     for row, (repetition, presence, frequency) in enumerate(case.settings):
         table.set(
             row,
@@ -139,5 +140,5 @@ def test_as_the_general_sampler(dtype: torch.dtype) -> None:
     rows = np.arange(7, dtype=np.int32)[::-1].copy()
     at = SampleRows(rows, (case.lens - case.prompt_lens)[rows], case.lens[rows], case.prompt_lens[rows])
     theirs = logits.clone()
-    _penalise(theirs, np.flatnonzero(table.penalised[rows]), at, table, case.device(case.tokens))
+    _penalise(theirs, np.flatnonzero(_penalised(rows, table)), at, table, case.device(case.tokens))
     near(ours, theirs, dtype)

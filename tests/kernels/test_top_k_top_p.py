@@ -8,7 +8,7 @@ from torch import Tensor
 
 from meshlm.kernels.top_k_top_p import kernel, reference
 from meshlm.workers.output.sampler import _top_k_top_p
-from meshlm.workers.output.table import SamplingTable
+from meshlm.workers.rows.columns import RowColumns
 
 pytestmark = MARKS
 INF = float("inf")
@@ -191,9 +191,10 @@ def test_the_sampler_agrees() -> None:
         (1.0, 0.01, 0, 1.0),
         (0.8, 0.005, 25, 0.9),
     ]
-    table = SamplingTable(len(parameters))
-    table.temperature[:], table.min_p[:], table.top_k[:], table.top_p[:] = np.array(parameters).T
+    table = RowColumns(len(parameters))
+    for name, values in zip(("temperature", "min_p", "top_k", "top_p"), np.array(parameters).T, strict=True):
+        table[name][:] = values
     logits = torch.randn(len(parameters), 5000, device=DEVICE) * 2
-    scaled = logits / torch.from_numpy(table.temperature).to(DEVICE)[:, None]
+    scaled = logits / torch.from_numpy(table["temperature"]).to(DEVICE)[:, None]
     _top_k_top_p(scaled, np.arange(len(parameters), dtype=np.int32), table)
     assert torch.equal(top_k_top_p(logits, parameters) > -INF, scaled > -INF)

@@ -25,7 +25,7 @@ from serving import MESHLM, Serving, serving
 from waiting import until
 
 from meshlm.protocol.prompt_embeds import PromptEmbeds
-from meshlm.workers.fake_tokens import tokens_of_embeds
+from meshlm.workers.fake.tokens import tokens_of_embeds
 
 pytestmark = pytest.mark.mesh
 STEP_MS = 10

@@ -15,8 +15,8 @@ from meshlm.protocol.model import ModelSpec, StateSpec
 from meshlm.protocol.wire.ids import RequestId
 from meshlm.scheduler_proc.limits import MAX_CRASHES
 from meshlm.scheduler_proc.request import RequestState
-from meshlm.workers.fake import FakeEngine
-from meshlm.workers.fake_tokens import expected_token
+from meshlm.workers.fake.engine import FakeEngine
+from meshlm.workers.fake.tokens import expected_token
 
 VOCAB, CONTEXT, BLOCK, STEP = 1000, 128, 4, 32
 LIMITS = limits(max_model_len=CONTEXT, max_num_seqs=4, max_num_batched_tokens=STEP)

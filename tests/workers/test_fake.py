@@ -14,8 +14,8 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.tasks import Pool, PoolKind
 from meshlm.protocol.wire.columns import ints, pack_i32
 from meshlm.protocol.wire.ids import Row, StepId
-from meshlm.workers.fake import FakeEngine
-from meshlm.workers.fake_tokens import expected_token, expected_vector
+from meshlm.workers.fake.engine import FakeEngine
+from meshlm.workers.fake.tokens import expected_token, expected_vector
 from meshlm.workers.output.grammars import Grammars
 from meshlm.workers.output.matchers import Matchers
 
@@ -138,7 +138,7 @@ def test_a_wrong_block_shows_behind_drafts_too() -> None:
         fake = engine(drafts=3)
         first, _ = run(fake, plan([0, 1], [0, 0], [9, 9], [new(0, tokens, [5, 2, 7]), new(1, [1] * 9, [6, 3, 4])]))
         if wrong:
-            fake._rows.blocks[0, 1] = 3  # of the row's last tokens: they are another row's
+            fake._rows.blocks[:, 0, 1] = 3  # of the row's last tokens: they are another row's
         found = run(fake, drafting([0], [9], [3], 3, []))
         assert found
         assert (found[0] == expected_token([*tokens, first], VOCAB)) is not wrong

@@ -16,8 +16,9 @@ from meshlm.workers.layers.torch_ops import TorchOps
 from meshlm.workers.models.cpu_layers import fuse
 from meshlm.workers.models.decoder import Decoder, DecoderLayer
 from meshlm.workers.output import logprobs
-from meshlm.workers.output.sampler import SampleRows, sample
-from meshlm.workers.output.table import SamplingTable
+from meshlm.workers.output.sampler import sample
+from meshlm.workers.rows.columns import RowColumns
+from meshlm.workers.rows.table import SampleRows
 
 LENGTH = 120  # more than one block of 64 keys
 OTHERS = 17
@@ -140,7 +141,7 @@ PARAMS = [
 def drawn(logits: Tensor, params: list[SamplingParams], row: int) -> int:
     """What row `row` draws when all rows of logits are sampled together."""
     n = len(params)
-    table = SamplingTable(n)
+    table = RowColumns(n)
     for place, one in enumerate(params):
         table.set(place, one)
     tokens = torch.arange(40, dtype=torch.int32).repeat(n, 1)

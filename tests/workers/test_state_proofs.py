@@ -23,10 +23,10 @@ from meshlm.kernels.states import Pieces
 from meshlm.protocol.model import StateSpec
 from meshlm.workers.attention.torch_backend import TorchAttention
 from meshlm.workers.batch import KnownRequests, Prompt, StepInputs
-from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.inputs import TorchInputs
 from meshlm.workers.models.qwen3_next import GatedDeltaNet
+from meshlm.workers.rows.step_columns import StepColumns
 from meshlm.workers.states import model_proof, proof, triton_states
 from meshlm.workers.states.triton_states import TritonStates, pieces_of
 

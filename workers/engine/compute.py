@@ -13,12 +13,12 @@ from torch import Tensor
 from meshlm.workers.attention.backend import Backend
 from meshlm.workers.batch import GivenEmbeds, LayerCache, StepInputs
 from meshlm.workers.distributed.shard import Shard
-from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.engine.inputs import Inputs
 from meshlm.workers.engine.micro_batches import Turns
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.output.grammars import Constraint
 from meshlm.workers.output.head import Head
+from meshlm.workers.rows.step_columns import StepColumns
 
 
 class Compute:

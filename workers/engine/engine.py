@@ -27,14 +27,12 @@ from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.lockstep import StepExchange
 from meshlm.workers.distributed.placement import WorkerPlacement
 from meshlm.workers.engine import NOT_ASKED, NOT_BALANCED, EngineFacts, ProgressReport
-from meshlm.workers.engine.changes import I32
-from meshlm.workers.engine.columns import StepColumns, columns_of
 from meshlm.workers.engine.compute import Compute
 from meshlm.workers.engine.kit import Kit
 from meshlm.workers.engine.micro_batches import reads_across
 from meshlm.workers.engine.pending import PendingStep
 from meshlm.workers.engine.row_audio import SILENCE
-from meshlm.workers.engine.rows import NOTHING, DeviceRows
+from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.engine.sleeper import Sleeper
 from meshlm.workers.engine.together import Course, Together
 from meshlm.workers.graphs.dispatcher import HEAD, MIXED_TOKENS, MODEL, WHOLE, Key
@@ -49,6 +47,8 @@ from meshlm.workers.output.mask_process import MaskProcess
 from meshlm.workers.output.pooled_heads import PooledHeads, load_dense
 from meshlm.workers.output.pooler import PooledVectors, Pooler
 from meshlm.workers.output.processors import processors_of
+from meshlm.workers.rows.changes import I32, NOTHING
+from meshlm.workers.rows.step_columns import StepColumns, columns_of
 from meshlm.workers.weights.load import DTYPES, load_model, reload_experts, weight_bytes
 
 MB = 1 << 20
@@ -108,7 +108,7 @@ class ModelEngine:
         shares = self.layout.shares
         self.rows = DeviceRows(rows, resolved.max_model_len, self._block_size, device, len(specs), shares)
         if samples:
-            self.rows.table.processors = processors_of(config, device, rows)
+            self.rows.table.columns.processors = processors_of(config, device, rows)
         self.inputs = kit.inputs(self.rows, samples=samples)
         self.pooler = Pooler(
             PooledHeads(
@@ -310,7 +310,7 @@ class ModelEngine:
         step = self.rows.step(plan)
         places = step.places()
         constraint = self._constraint(plan, step.rows[places])
-        wanted = self.rows.table.of_prompt(step.rows, step.starts, self.rows.num_prompt[step.rows])
+        wanted = self.rows.table.columns.prompts_with_logprobs(step.rows, step.starts)
         pooling = self.rows.pooling(step)
         embeds = self.rows.embeds.of_step(step)
         reasons = {
@@ -346,7 +346,7 @@ class ModelEngine:
             self.comm.send(self.intermediate_tensors[: step.t])
         found: list[Details] = []
         if self.shard.is_last and len(places):
-            found = self.head.finish(self.rows.sample_rows(step, places), places)
+            found = self.head.finish(self.rows.table.sample_rows(step, places), places)
         tokens = self._timeline.fetch(self.head.sampled[: len(places)])
         before, self._last = self._last, self._timeline.mark()
         constraint.sampled(tokens, self._last)
@@ -377,13 +377,13 @@ class ModelEngine:
 
     def _prompt_logprobs(self, step: StepColumns, hidden: Tensor, wanted: NDArray[np.intp]) -> list[Details]:
         """The log-probabilities, for the requests at these places, of the prompt tokens that follow the positions of this step."""
-        found = []
+        found, columns = [], self.rows.table.columns
         for place in wanted.tolist():
             row, start, count = int(step.rows[place]), int(step.starts[place]), int(step.counts[place])
-            last = min(start + count, int(self.rows.num_prompt[row]) - 1)
+            last = min(start + count, int(columns["num_prompt_tokens"][row]) - 1)
             begin = int(step.counts[:place].sum())
             following = self.rows.tokens[row, start + 1 : last + 1]
-            width = int(self.rows.table.prompt_logprobs[row])
+            width = int(columns["prompt_logprobs"][row])
             states = hidden[begin : begin + last - start]
             found.append(prompt_logprobs(states, following, place, width, self.model.logits))
         return found

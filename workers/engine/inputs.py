@@ -11,12 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshlm.workers.batch import RequestLens, StepInputs
-from meshlm.workers.engine.changes import I32
-from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.output.sampler import put
-
-I64 = NDArray[np.int64]
+from meshlm.workers.rows.changes import I32, I64, unpacked
+from meshlm.workers.rows.step_columns import StepColumns
 
 
 class Inputs(Protocol):
@@ -42,25 +40,21 @@ class TorchInputs:
         self._rows, self._device = rows, rows.state.device
 
     def send(self, step: StepColumns, size: int, changes: I32, segments: int, places: NDArray[np.int64]) -> None:
-        if not segments:
-            return
-        table, data = changes[: 3 * segments].reshape(-1, 3), changes[3 * segments :]
-        to, begin, lengths = table.T.astype(np.int64)
-        within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        where, values = np.repeat(to, lengths) + within, data[np.repeat(begin, lengths) + within]
-        self._rows.state[put(where, self._device)] = put(values, self._device)
+        if segments:
+            places, values = unpacked(changes, segments)
+            self._rows.state[put(places, self._device)] = put(values, self._device)
 
     def of_step(self, step: StepColumns) -> StepInputs:
         rows, block_size, device = self._rows, self._rows.block_size, self._device
         query_ends = np.cumsum(step.counts)
         lens = step.starts.astype(np.int64) + step.counts
-        requests, positions = step.rows.astype(np.int64), step.starts.astype(np.int64)
-        token_rows = requests
-        if step.t > step.n:
-            token_rows = np.repeat(requests, step.counts)
-            within = np.arange(step.t) - np.repeat(query_ends - step.counts, step.counts)
-            positions = np.repeat(positions, step.counts) + within
-        of_token, at, nth = put(token_rows, device), put(positions, device), put(positions // block_size, device)
+        requests = step.rows.astype(np.int64)
+        token_rows, positions = step.of_tokens()
+        of_token, at, nth = (
+            put(token_rows.astype(np.int64), device),
+            put(positions, device),
+            put(positions // block_size, device),
+        )
         width, n = -(-int(lens.max()) // block_size), put(requests, device)
         num_decodes = step.num_decodes
         return StepInputs(
@@ -81,7 +75,7 @@ class TorchInputs:
             token_types=self._types(requests, token_rows, positions),
         )
 
-    def _types(self, requests: NDArray[np.int64], token_rows: NDArray[np.int64], positions: I64) -> Tensor | None:
+    def _types(self, requests: NDArray[np.int64], token_rows: I32, positions: I64) -> Tensor | None:
         """The types of all tokens, where some are of the second text of a pair."""
         second = self._rows.second_from
         if not second[requests].any():

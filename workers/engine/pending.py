@@ -14,10 +14,10 @@ from torch import Tensor
 
 from meshlm.protocol.edges.step import StepResult
 from meshlm.protocol.edges.token import LogprobColumns
-from meshlm.workers.engine.changes import I32
 from meshlm.workers.output import failures
 from meshlm.workers.output.details import Details
 from meshlm.workers.output.pooler import PooledVectors
+from meshlm.workers.rows.changes import I32
 
 NO_PLACES = np.empty(0, np.int64)
 DEPTH = 8  # steps whose tokens may be on their way at the same time

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshlm.protocol.prompt_embeds import EmbedsDType, PromptEmbeds
 from meshlm.workers.batch import GivenEmbeds
-from meshlm.workers.engine.columns import StepColumns
+from meshlm.workers.rows.step_columns import StepColumns
 
 _DTYPES: dict[EmbedsDType, torch.dtype] = {
     "float32": torch.float32,

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from meshlm.kernels.attention.kernel import ITEM, PREFIX_STEP
 from meshlm.kernels.attention.tiles import SharedSizes
-from meshlm.workers.engine.changes import I32
-from meshlm.workers.engine.rows import aligned
+from meshlm.workers.rows.changes import I32
+from meshlm.workers.rows.table import aligned
 
 LEAST_SAVED = 192 << 20
 """Bytes of a layer's keys and values that a step must not read again at the least, for its prefixes to be worth a kernel more: with

@@ -14,11 +14,11 @@ from meshlm.kernels.measure import replay_us
 from meshlm.kernels.precompile import precompiled
 from meshlm.kernels.tuning.products import attempted
 from meshlm.kernels.tuning.steps import Choice
-from meshlm.workers.engine.columns import columns_of
-from meshlm.workers.engine.rows import NOTHING
 from meshlm.workers.engine.triton_inputs import TritonInputs
 from meshlm.workers.graphs.dispatcher import Key
 from meshlm.workers.graphs.recorder import Recorder
+from meshlm.workers.rows.changes import NOTHING
+from meshlm.workers.rows.step_columns import columns_of
 
 if TYPE_CHECKING:
     from meshlm.workers.engine.engine import ModelEngine

@@ -10,9 +10,9 @@ from meshlm.protocol.config import ExpertConfig
 from meshlm.protocol.lockstep import StepAgreement
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.lockstep import StepExchange
-from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.engine.micro_batches import Turns, cut_of
 from meshlm.workers.graphs.dispatcher import Dispatcher, Key
+from meshlm.workers.rows.step_columns import StepColumns
 
 
 class Course(NamedTuple):

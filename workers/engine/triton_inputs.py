@@ -24,9 +24,10 @@ from torch import Tensor
 from meshlm.kernels.attention.kernel import ITEM, Columns, SharedPrefixes
 from meshlm.kernels.prepare_inputs.kernel import prepare_inputs, scatter
 from meshlm.workers.batch import UNKNOWN, KnownRequests, Prompt, StepInputs
-from meshlm.workers.engine.changes import I32
-from meshlm.workers.engine.columns import StepColumns
-from meshlm.workers.engine.rows import DeviceRows, aligned
+from meshlm.workers.engine.rows import DeviceRows
+from meshlm.workers.rows.changes import I32
+from meshlm.workers.rows.step_columns import StepColumns
+from meshlm.workers.rows.table import aligned
 
 INTS = 1 << 18  # more changes than fit beside the largest columns get a buffer of their own
 

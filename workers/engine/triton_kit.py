@@ -34,10 +34,9 @@ from meshlm.workers.batch import StepInputs
 from meshlm.workers.cuda import tuning
 from meshlm.workers.cuda.tuning import Ranks, Tuner
 from meshlm.workers.engine import ProgressReport
-from meshlm.workers.engine.columns import StepColumns, columns_of
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.pending import Timeline, timeline_of
-from meshlm.workers.engine.rows import NOTHING, DeviceRows
+from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.engine.shared_prefixes import PrefixTables
 from meshlm.workers.engine.timed_steps import TimedSteps
 from meshlm.workers.engine.triton_inputs import Staging, TritonInputs
@@ -49,6 +48,8 @@ from meshlm.workers.graphs.padded import PaddedStep
 from meshlm.workers.graphs.step_time import LONG_CONTEXT, of_model
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.output.logits_sampler import LINES, LogitsSampler
+from meshlm.workers.rows.changes import NOTHING
+from meshlm.workers.rows.step_columns import StepColumns, columns_of
 from meshlm.workers.states.step import WrongStates
 
 _log = structlog.get_logger()

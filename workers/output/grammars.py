@@ -17,7 +17,7 @@ from meshlm.protocol.edges.step import NewRow, RowFailed, StepPlan
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.workers.output.matchers import RowBegins, Turn, Turned
 from meshlm.workers.output.matchers_lost import TOO_LATE, MatchersLost
-from meshlm.workers.rows import I32
+from meshlm.workers.rows.changes import I32
 
 MAX_UNREAD = 4  # steps whose tokens may wait to be read here: their buffers are used again
 MOST_DEATHS = 2  # of the process of masks, of nothing that is known, while it has a row

@@ -11,14 +11,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshlm.workers.batch import StepInputs
-from meshlm.workers.engine.changes import I32
-from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.output import logprobs, masks
 from meshlm.workers.output.details import Details, Part
 from meshlm.workers.output.grammars import TokenMask
-from meshlm.workers.output.sampler import SampleRows, put, sample
+from meshlm.workers.output.sampler import put, sample
+from meshlm.workers.rows.changes import I32
+from meshlm.workers.rows.step_columns import StepColumns
+from meshlm.workers.rows.table import SampleRows
 
 
 class Head(Protocol):
@@ -67,14 +68,15 @@ class TorchHead:
         self._mask = mask
 
     def sample(self, hidden: Tensor, batch: StepInputs, step: StepColumns) -> None:
-        at, table = self._rows.sample_rows(step, step.places()), self._rows.table
+        table = self._rows.table
+        at, columns = table.sample_rows(step, step.places()), table.columns
         logits = self._model.logits(hidden)
-        wanted = np.flatnonzero(table.logprobs[at.rows] >= 0)
+        wanted = np.flatnonzero(columns["logprobs"][at.rows] >= 0)
         self._raw = logits[put(wanted, self._device)].clone() if len(wanted) else None
         if self._mask is not None:
             masks.apply(logits, self._mask)
             self._mask = None
-        self.sampled = sample(logits, at, table, self._rows.tokens).int()
+        self.sampled = sample(logits, at, columns, self._rows.tokens).int()
         self._rows.tokens[put(at.rows.astype(np.int64), self._device), put(at.lens, self._device)] = self.sampled.clamp(
             min=0
         )
@@ -84,7 +86,7 @@ class TorchHead:
         if self._raw is None:
             return []
         raw, self._raw = self._raw, None
-        widths = self._rows.table.logprobs[at.rows]
+        widths = self._rows.table.columns["logprobs"][at.rows]
         found = []
         for nth, line in enumerate(np.flatnonzero(widths >= 0).tolist()):
             width, token = int(widths[line]), self.sampled[line : line + 1].long().clamp_(min=0)
@@ -94,8 +96,8 @@ class TorchHead:
 
     def _chosen(self, row: int) -> Tensor | None:
         """The tokens whose log-probabilities a row wants, int64 [1, width]; None: the likeliest."""
-        ids = self._rows.table.logprob_token_ids.get(row)
-        return None if ids is None else put(np.array([ids], np.int64), self._device)
+        ids = self._rows.table.columns.params[row].logprob_token_ids
+        return put(np.array([ids], np.int64), self._device) if ids else None
 
     def warm_up(self) -> None:
         hidden = torch.zeros(self._rows.max_rows, self._model.spec.hidden_size, dtype=self._dtype, device=self._device)

@@ -14,16 +14,17 @@ from meshlm.kernels.sample import kernel as sampling
 from meshlm.kernels.token_mask.kernel import token_mask
 from meshlm.kernels.top_k_top_p import kernel as truncation
 from meshlm.workers.batch import StepInputs
-from meshlm.workers.engine.changes import I32
-from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.output import logprobs, masks
 from meshlm.workers.output.details import Details, Part
 from meshlm.workers.output.grammars import TokenMask
 from meshlm.workers.output.mask_staging import MaskStaging
-from meshlm.workers.output.sampler import SampleRows, put, sample
-from meshlm.workers.output.table import SamplingTable
+from meshlm.workers.output.sampler import put, sample
+from meshlm.workers.rows.changes import I32
+from meshlm.workers.rows.columns import RowColumns
+from meshlm.workers.rows.step_columns import StepColumns
+from meshlm.workers.rows.table import SampleRows
 
 LINES = 288  # of logits at a time: 256 streams and the prompts beside them (graphs.MIXED_REQUESTS); more are not faster
 LINES_BY_TORCH = 32  # a sort of one line takes several times its memory
@@ -47,13 +48,13 @@ class LogitsSampler:
         self._counts = penalties.workspace(lines, vocab, device)
         self._top_k_top_p_workspace = truncation.workspace(lines, vocab, dtype, device)
         self._workspace = sampling.workspace(lines, vocab, device)
-        of = rows.sampling
-        self._sampling = sampling.Rows(of.temperature, of.seeds, of.prompt_lens, rows.tokens)
-        self._limits = truncation.Limits(of.temperature, of.min_p, of.top_k, of.top_p)
-        self._penalties = penalties.Penalties(of.repetition, of.presence, of.frequency)
+        of = rows.columns
+        self._sampling = sampling.Rows(of["temperature"], of["seed"], of["num_prompt_tokens"], rows.tokens)
+        self._limits = truncation.Limits(of["temperature"], of["min_p"], of["top_k"], of["top_p"])
+        self._penalties = penalties.Penalties(of["repetition_penalty"], of["presence_penalty"], of["frequency_penalty"])
         self._mask: TokenMask | None = None
         self._masks = MaskStaging(count if lines else 0, vocab, device)
-        self._edits = penalties.Edits(of.num_edits, of.edit_ids, of.edit_adds, of.edit_untils)
+        self._edits = penalties.Edits(of["num_edits"], of["edit_ids"], of["edit_adds"], of["edit_untils"])
 
     def sample(self, hidden: Tensor, batch: StepInputs, step: StepColumns) -> None:
         self.choose(hidden, batch, masked=self._mask is not None)
@@ -114,12 +115,13 @@ class LogitsSampler:
         sampling.sample(logits, columns, some, self._sampling, self._workspace, out)
 
     def finish(self, at: SampleRows, places: NDArray[np.int64]) -> list[Details]:
-        self.by_torch(at, self._rows.table)
-        return self.logprobs(at.rows, places, self._rows.table)
+        columns = self._rows.table.columns
+        self.by_torch(at, columns)
+        return self.logprobs(at.rows, places, columns)
 
-    def by_torch(self, at: SampleRows, table: SamplingTable) -> None:
+    def by_torch(self, at: SampleRows, columns: RowColumns) -> None:
         """Sample again where the kernels could not do all that a request asks for. `at`: of all lines of the step."""
-        needy, mask = table.need_torch(at.rows, at.output_index), self._mask
+        needy, mask = columns.need_torch(at.rows, at.output_index), self._mask
         self._mask = None
         for begin in range(0, len(needy), LINES_BY_TORCH):
             lines = needy[begin : begin + LINES_BY_TORCH]
@@ -127,33 +129,33 @@ class LogitsSampler:
             logits = self._model.logits(self.hidden[index])
             if mask is not None:
                 masks.apply(logits, mask.of(lines))
-            token_ids = sample(logits, some, table, self._rows.tokens).int()
+            token_ids = sample(logits, some, columns, self._rows.tokens).int()
             where = put(np.stack((some.rows.astype(np.int64), some.lens)), self._device)
             self._rows.tokens[where[0], where[1]] = token_ids.clamp(min=0)
             self.sampled[index] = token_ids
 
-    def logprobs(self, rows: NDArray[np.int32], places: NDArray[np.int64], table: SamplingTable) -> list[Details]:
+    def logprobs(self, rows: NDArray[np.int32], places: NDArray[np.int64], columns: RowColumns) -> list[Details]:
         """The log-probabilities of the sampled tokens whose request wants them. rows and places are those of all lines of the step."""
-        wanted = np.flatnonzero(table.logprobs[rows] >= 0)
-        if not table.logprob_token_ids:
-            return self._logprobs(wanted, rows, places, table)
-        certain = np.array([row in table.logprob_token_ids for row in rows[wanted].tolist()], np.bool_)
-        found = self._logprobs(wanted[~certain], rows, places, table)
-        ids = [table.logprob_token_ids[row] for row in rows[wanted[certain]].tolist()]
-        return found + self._logprobs(wanted[certain], rows, places, table, ids)
+        wanted = np.flatnonzero(columns["logprobs"][rows] >= 0)
+        if not len(wanted):
+            return []
+        ids = [columns.params[row].logprob_token_ids for row in rows[wanted].tolist()]
+        certain = np.array([bool(one) for one in ids])
+        found = self._logprobs(wanted[~certain], rows, places, columns)
+        return found + self._logprobs(wanted[certain], rows, places, columns, [one for one in ids if one])
 
     def _logprobs(
         self,
         lines: NDArray[np.intp],
         rows: NDArray[np.int32],
         places: NDArray[np.int64],
-        table: SamplingTable,
+        columns: RowColumns,
         ids: list[tuple[int, ...]] | None = None,
     ) -> list[Details]:
         """Gives the log-probabilities of some lines: of the likeliest tokens, or of those that `ids` has for each line."""
         if not len(lines):
             return []
-        widths = table.logprobs[rows[lines]].tolist()
+        widths = columns["logprobs"][rows[lines]].tolist()
         chosen: Tensor | None = None
         if ids is not None:
             padded = np.zeros((len(lines), max(widths)), np.int64)

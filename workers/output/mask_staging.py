@@ -10,7 +10,7 @@ import torch
 
 from meshlm.kernels.token_mask.kernel import workspace
 from meshlm.workers.output.grammars import TokenMask
-from meshlm.workers.rows import I32
+from meshlm.workers.rows.changes import I32
 
 DEPTH = 2  # a step's masks are made when the step before has read its own
 

@@ -19,7 +19,7 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.runtime.grammars import first_matcher, told
 from meshlm.runtime.vocabulary import Vocabulary
 from meshlm.workers.output.reasoning import Budget, Reasoning
-from meshlm.workers.rows import I32
+from meshlm.workers.rows.changes import I32
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from meshlm.protocol.tasks import Pool, PoolKind
 from meshlm.workers.output.sampler import put
-from meshlm.workers.rows import Pooling
+from meshlm.workers.rows.extras.pooling import Pooling
 
 Finish = Callable[[Tensor, Pool], Tensor]
 """Pooled states float32 [n, hidden] -> what the task wants of them [n, any] (output/pooled_heads.py)."""

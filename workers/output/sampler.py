@@ -5,7 +5,7 @@ the likeliest token, min-p, top-k, top-p, draw.
 The draw inverts the cumulative distribution over token ids at one uniform number (draws.py).
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,22 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshlm.kernels.sample.outcomes import NONE_LEFT, NOT_NUMBERS
+from meshlm.workers.output.banned_words import banned_words
 from meshlm.workers.output.draws import uniforms
-from meshlm.workers.output.table import SamplingTable
+from meshlm.workers.rows.columns import RowColumns
+from meshlm.workers.rows.table import SampleRows
 
 MIN_TEMPERATURE = 1e-5  # below: greedy
-
-
-class SampleRows(NamedTuple):
-    """The rows that a sample is for; all columns have length l and stand on the host."""
-
-    rows: NDArray[np.int32]
-    output_index: NDArray[np.int64]  # of the token that is drawn
-    lens: NDArray[np.int64]  # tokens before it, prompt included
-    prompt_lens: NDArray[np.int64]
-
-    def some(self, places: NDArray[np.intp]) -> "SampleRows":
-        return SampleRows(self.rows[places], self.output_index[places], self.lens[places], self.prompt_lens[places])
 
 
 def put(values: NDArray[Any], device: torch.device) -> Tensor:
@@ -36,30 +26,31 @@ def put(values: NDArray[Any], device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)
 
 
-def sample(logits: Tensor, at: SampleRows, table: SamplingTable, tokens: Tensor) -> Tensor:
+def sample(logits: Tensor, at: SampleRows, columns: RowColumns, tokens: Tensor) -> Tensor:
     """Token ids int64 [l] for logits [l, vocab] (changed in place); an outcome (kernels/sample/outcomes.py) where none can be chosen.
 
     `tokens` int32 [max_rows, len]: all tokens by row.
     """
     rows = at.rows
-    if table.special:
-        _apply_special(logits, at, table, tokens)
-    if table.processors is not None:
-        table.processors.apply(logits, rows, at.lens, at.prompt_lens, tokens, argmax_invariant=False)
-    penalised = np.flatnonzero(table.penalised[rows])
+    listed = np.flatnonzero(columns["has_lists"][rows])
+    if len(listed):
+        _apply_lists(logits, listed, at, columns, tokens)
+    if columns.processors is not None:
+        columns.processors.apply(logits, rows, at.lens, at.prompt_lens, tokens, argmax_invariant=False)
+    penalised = np.flatnonzero(_penalised(rows, columns))
     if len(penalised):
-        _penalise(logits, penalised, at, table, tokens)
-    temperature = table.temperature[rows]
+        _penalise(logits, penalised, at, columns, tokens)
+    temperature = columns["temperature"][rows]
     greedy = temperature < MIN_TEMPERATURE
     if greedy.all():
         return _likeliest(logits)
     device = logits.device
     scale = put(np.where(greedy, 1.0, temperature), device)
     scaled = logits.float() / scale[:, None]
-    if table.processors is not None:
-        table.processors.apply(scaled, rows, at.lens, at.prompt_lens, tokens, argmax_invariant=True)
-    _top_k_top_p(scaled, rows, table)
-    drawn = _draw(scaled, put(uniforms(table.seed[rows], at.output_index), device))
+    if columns.processors is not None:
+        columns.processors.apply(scaled, rows, at.lens, at.prompt_lens, tokens, argmax_invariant=True)
+    _top_k_top_p(scaled, rows, columns)
+    drawn = _draw(scaled, put(uniforms(columns["seed"][rows], at.output_index), device))
     if not greedy.any():
         return drawn
     return torch.where(put(greedy, device), _likeliest(logits), drawn)
@@ -89,10 +80,10 @@ def _or_outcome(token: Tensor, logit: Tensor) -> Tensor:
     return token.masked_fill(logit.isnan(), NOT_NUMBERS)
 
 
-def _top_k_top_p(scaled: Tensor, rows: NDArray[np.int32], table: SamplingTable) -> None:
+def _top_k_top_p(scaled: Tensor, rows: NDArray[np.int32], columns: RowColumns) -> None:
     """min-p, top-k and top-p, each only where a row of the batch asks for it. Tokens outside become -inf."""
     vocab = scaled.shape[1]
-    min_p, top_k, top_p = table.min_p[rows], table.top_k[rows], table.top_p[rows]
+    min_p, top_k, top_p = columns["min_p"][rows], columns["top_k"][rows].astype(np.int64), columns["top_p"][rows]
     device = scaled.device
     if (min_p > 0).any():
         floor = scaled.amax(dim=-1, keepdim=True) + put(np.log(np.maximum(min_p, 1e-30)), device)[:, None]
@@ -113,7 +104,7 @@ def _top_k_top_p(scaled: Tensor, rows: NDArray[np.int32], table: SamplingTable) 
     scaled.scatter_(1, order, ordered)
 
 
-def _penalise(logits: Tensor, places: NDArray[np.intp], at: SampleRows, table: SamplingTable, tokens: Tensor) -> None:
+def _penalise(logits: Tensor, places: NDArray[np.intp], at: SampleRows, columns: RowColumns, tokens: Tensor) -> None:
     """Repetition over prompt and output, presence and frequency over output (Keskar et al. 2019; OpenAI's API)."""
     device, vocab = logits.device, logits.shape[1]
     rows = at.rows[places]
@@ -127,36 +118,45 @@ def _penalise(logits: Tensor, places: NDArray[np.intp], at: SampleRows, table: S
     counts = torch.zeros(shape, device=device).scatter_add_(1, ids, is_output.float())
     seen = torch.zeros(shape, device=device).scatter_add_(1, ids, valid.float()) > 0
 
-    def column(values: NDArray[np.float32]) -> Tensor:
-        return put(values[rows], device)[:, None]
+    def column(name: str) -> Tensor:
+        return put(columns[name][rows], device)[:, None]
 
     index = put(places, device)
     part = logits[index].float()
-    factor = torch.where(seen, column(table.repetition), 1.0)
+    factor = torch.where(seen, column("repetition_penalty"), 1.0)
     part = torch.where(part > 0, part / factor, part * factor)
-    part -= column(table.frequency) * counts + column(table.presence) * (counts > 0)
+    part -= column("frequency_penalty") * counts + column("presence_penalty") * (counts > 0)
     logits[index] = part.to(logits.dtype)
 
 
-def _apply_special(logits: Tensor, at: SampleRows, table: SamplingTable, tokens: Tensor) -> None:
+def _penalised(rows: NDArray[np.int32], columns: RowColumns) -> NDArray[np.bool_]:
+    found: NDArray[np.bool_] = columns["presence_penalty"][rows] != 0.0
+    found |= columns["frequency_penalty"][rows] != 0.0
+    found |= columns["repetition_penalty"][rows] != 1.0
+    return found
+
+
+def _apply_lists(logits: Tensor, places: NDArray[np.intp], at: SampleRows, columns: RowColumns, tokens: Tensor) -> None:
     """Rows with allowed ids, a bias, bad words, or tokens that may not come yet."""
-    for place, row in enumerate(at.rows.tolist()):
-        params = table.special.get(row)
-        if params is None:
-            continue
-        line = logits[place]
+    for place in places.tolist():
+        row, line = int(at.rows[place]), logits[place]
+        params = columns.params[row]
+
+        def ban(ids: tuple[int, ...], line: Tensor = line) -> None:
+            line.index_fill_(0, put(np.array(ids, np.int64), line.device), -torch.inf)
+
         if params.allowed_token_ids:
             allowed = put(np.array(params.allowed_token_ids, np.int64), line.device)
             kept = line[allowed].clone()
             line.fill_(-torch.inf)
             line[allowed] = kept
         if int(at.output_index[place]) < params.min_tokens:
-            stops = params.stop_token_ids + params.eos_token_ids
-            line.index_fill_(0, put(np.array(stops, np.int64), line.device), -torch.inf)
-        if params.begin_suppress_token_ids and not at.output_index[place]:
-            line.index_fill_(0, put(np.array(params.begin_suppress_token_ids, np.int64), line.device), -torch.inf)
+            ban(params.stop_token_ids + params.eos_token_ids)
+        if not at.output_index[place]:
+            ban(params.begin_suppress_token_ids)
         if params.logit_bias:
             ids = put(np.array(list(params.logit_bias), np.int64), line.device)
             line[ids] += put(np.array(list(params.logit_bias.values()), np.float32), line.device).to(line.dtype)
-        if (banned := table.banned_words.get(row)) is not None:
-            banned.ban(line, tokens[row, int(at.prompt_lens[place]) : int(at.lens[place])])
+        if params.bad_words_token_ids:
+            output = tokens[row, int(at.prompt_lens[place]) : int(at.lens[place])]
+            banned_words(params.bad_words_token_ids, line.device).ban(line, output)

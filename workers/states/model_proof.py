@@ -14,9 +14,9 @@ from meshlm.kernels.ssd.reference import TimeSteps
 from meshlm.workers.attention.backend import Backend, StepAttention, TorchBackend
 from meshlm.workers.attention.sparse_latent import Chosen, LastChoice
 from meshlm.workers.batch import StateCache, StepInputs
-from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.engine.inputs import TorchInputs
 from meshlm.workers.layers.ops import AttentionShape, LatentShape, LayerStep
+from meshlm.workers.rows.step_columns import StepColumns
 from meshlm.workers.states.proof import FAULTS, LONG, Request, step_of
 from meshlm.workers.states.step import StepStates
 

@@ -21,7 +21,7 @@ from meshlm.kernels.attention.kernel import Columns
 from meshlm.kernels.states import PIECE
 from meshlm.protocol.model import StateSpec
 from meshlm.workers.batch import UNKNOWN, KnownRequests, Prompt, RequestLens, StateCache, StepInputs
-from meshlm.workers.engine.columns import StepColumns, columns_of
+from meshlm.workers.rows.step_columns import StepColumns, columns_of
 from meshlm.workers.states.random_mixer import RandomMixer
 from meshlm.workers.states.torch_states import TorchStates
 from meshlm.workers.states.triton_states import TritonStates, pieces_of

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 from serving import Serving
 
-from meshlm.workers.fake_tokens import expected_token
+from meshlm.workers.fake.tokens import expected_token
 
 VOCAB = 49152
 

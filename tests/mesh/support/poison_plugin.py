@@ -69,6 +69,6 @@ def arm() -> None:
         _before(RequestTable, "assign", role, lambda assign, output: [assign.work.prompt_token_ids])
         _before(KVCache, "match", "scheduler that plans", lambda request: [request.work.prompt_token_ids])
     elif role == "worker":
-        from meshlm.workers.fake import FakeEngine
+        from meshlm.workers.fake.engine import FakeEngine
 
         _before(FakeEngine, "step", role, lambda plan, received_ns: [new.token_ids for new in plan.new_rows])

@@ -23,7 +23,7 @@ from meshlm.protocol.wire.digest import schema_digest
 from meshlm.protocol.wire.frames import HEADER_BYTES, Header, Kind, pack, unpack
 from meshlm.protocol.wire.ids import Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.wire.session import Hello
-from meshlm.workers.fake_tokens import expected_token
+from meshlm.workers.fake.tokens import expected_token
 
 pytestmark = pytest.mark.mesh
 Socket = zmq.Socket[bytes]

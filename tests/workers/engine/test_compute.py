@@ -14,8 +14,6 @@ from meshlm.protocol.wire.ids import Row, StepId
 from meshlm.workers.batch import StepInputs
 from meshlm.workers.distributed.shard import WHOLE
 from meshlm.workers.engine import triton_inputs
-from meshlm.workers.engine.changes import I32
-from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.engine.compute import Compute
 from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.engine.triton_inputs import TritonInputs
@@ -23,6 +21,8 @@ from meshlm.workers.graphs.dispatcher import HEAD, MODEL, Key
 from meshlm.workers.graphs.padded import PaddedStep
 from meshlm.workers.output.grammars import TokenMask
 from meshlm.workers.output.logits_sampler import LogitsSampler
+from meshlm.workers.rows.changes import I32
+from meshlm.workers.rows.step_columns import StepColumns
 
 if torch.cuda.is_available():
     pytest.skip("these tensors are on the CPU, where kernels run in the interpreter", allow_module_level=True)

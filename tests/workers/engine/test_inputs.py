@@ -18,14 +18,14 @@ from meshlm.protocol.wire.ids import Row, StepId
 from meshlm.workers.attention.backend import Backend, TorchBackend
 from meshlm.workers.attention.triton_backend import TritonBackend
 from meshlm.workers.batch import LayerCache
-from meshlm.workers.engine.changes import I32
-from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.engine.inputs import Inputs, TorchInputs
 from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.engine.triton_inputs import Staging, TritonInputs
 from meshlm.workers.layers.ops import AttentionShape, LayerStep, Ops
 from meshlm.workers.layers.torch_ops import TorchOps
 from meshlm.workers.layers.triton_ops import TritonOps
+from meshlm.workers.rows.changes import I32
+from meshlm.workers.rows.step_columns import StepColumns
 
 if torch.cuda.is_available():
     pytest.skip("these tensors are on the CPU, where kernels run in the interpreter", allow_module_level=True)

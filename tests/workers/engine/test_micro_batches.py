@@ -12,7 +12,6 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.ids import Row, StepId
 from meshlm.workers.batch import UNKNOWN, StepInputs
 from meshlm.workers.distributed.expert_group import ExpertGroup
-from meshlm.workers.engine.columns import columns_of
 from meshlm.workers.engine.micro_batches import Turns, cut_of, reads_across
 from meshlm.workers.moe.dispatch.all_gather import AllGather
 from meshlm.workers.moe.dispatch.collective import Collective
@@ -21,6 +20,7 @@ from meshlm.workers.moe.experts.reference import ReferenceExperts
 from meshlm.workers.moe.fused_moe import FusedMoE
 from meshlm.workers.moe.parts import Dispatched, Routing, WeightAndReduce
 from meshlm.workers.partial_sum import Kind, PartialSum
+from meshlm.workers.rows.step_columns import columns_of
 
 
 def group() -> ExpertGroup:

@@ -44,12 +44,12 @@ def test_a_new_row_brings_tokens_blocks_and_sampling() -> None:
     apply(rows, plan([new_row(3, [5, 6, 7], [11, 12], sampling)], []))
     assert rows.tokens[3, :4].tolist() == [5, 6, 7, 0]
     assert rows.block_tables[0, 3, :3].tolist() == [11, 12, 0]
-    assert float(rows.sampling.temperature[3]) == 0.5
-    halves = rows.sampling.seeds[3].numpy().view(np.uint32)
+    assert float(rows.columns["temperature"][3]) == 0.5
+    halves = rows.columns["seed"][3].numpy().view(np.uint32)
     assert int(halves[0]) | int(halves[1]) << 32 == 2**62 + 3
-    assert int(rows.sampling.prompt_lens[3]) == 3
-    limits = rows.sampling
-    assert (int(limits.top_k[3]), float(limits.top_p[3]), float(limits.min_p[3])) == (7, 0.25, 0.125)
+    assert int(rows.columns["num_prompt_tokens"][3]) == 3
+    limits = rows.columns
+    assert (int(limits["top_k"][3]), float(limits["top_p"][3]), float(limits["min_p"][3])) == (7, 0.25, 0.125)
     assert not rows.tokens[ROWS].any(), "the dummy row stays empty"
 
 

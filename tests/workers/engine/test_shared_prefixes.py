@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 from meshlm.kernels.attention.kernel import ITEM, PREFIX_STEP
 from meshlm.kernels.attention.tiles import SharedSizes, shared_sizes
 from meshlm.workers.engine import shared_prefixes
-from meshlm.workers.engine.changes import I32
 from meshlm.workers.engine.shared_prefixes import Clusters, Interval, PrefixTables, partition
+from meshlm.workers.rows.changes import I32
 
 SIZES = SharedSizes(4, 12)
 PAGE = 16

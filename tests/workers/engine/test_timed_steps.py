@@ -11,9 +11,9 @@ import torch
 
 pytest.importorskip("triton")
 from meshlm.workers.engine import timed_steps
-from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.engine.timed_steps import CONTEXT, KEY, TURNS, TimedSteps
 from meshlm.workers.graphs.dispatcher import Key
+from meshlm.workers.rows.step_columns import StepColumns
 
 FITS, LARGE = {"qkv": (1, 4, 3, 2)}, {"qkv": (64, 4, 6, 2)}
 

@@ -6,7 +6,6 @@ import pytest
 pytest.importorskip("torch")
 from tiny_models import spec_of
 
-from meshlm.workers.engine.columns import columns_of
 from meshlm.workers.graphs.dispatcher import (
     ANY,
     LONG,
@@ -19,6 +18,7 @@ from meshlm.workers.graphs.dispatcher import (
     long_requests,
 )
 from meshlm.workers.graphs.step_time import LONG_CONTEXT, Contexts, StepTime, of_model
+from meshlm.workers.rows.step_columns import columns_of
 
 PARAMETERS, SHORT_CONTEXT = 8_000_000_000, 8192
 LLAMA = StepTime(2 * PARAMETERS / 6e14, 32 * 4 * 32 * 128 / 6e14, 32 * 2 * 8 * 128 * 2 / 4e12)  # of 8B parameters

@@ -26,8 +26,6 @@ from meshlm.workers.attention.triton_backend import TritonBackend
 from meshlm.workers.batch import LayerCache
 from meshlm.workers.distributed.shard import WHOLE
 from meshlm.workers.engine import triton_kit
-from meshlm.workers.engine.changes import I32
-from meshlm.workers.engine.columns import columns_of
 from meshlm.workers.engine.compute import Compute
 from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.engine.shared_prefixes import Clusters, PrefixTables
@@ -40,6 +38,8 @@ from meshlm.workers.layers.triton_ops import TritonOps
 from meshlm.workers.models import decoder
 from meshlm.workers.output import logprobs
 from meshlm.workers.output.logits_sampler import LogitsSampler
+from meshlm.workers.rows.changes import I32
+from meshlm.workers.rows.step_columns import columns_of
 
 if torch.cuda.is_available():
     pytest.skip("these tensors are on the CPU, where nothing is compiled", allow_module_level=True)

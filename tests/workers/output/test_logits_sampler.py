@@ -21,8 +21,9 @@ from meshlm.workers.output import logits_sampler, logprobs, masks
 from meshlm.workers.output.details import Details, prompt_logprobs
 from meshlm.workers.output.grammars import TokenMask
 from meshlm.workers.output.logits_sampler import LogitsSampler
-from meshlm.workers.output.sampler import SampleRows, sample
-from meshlm.workers.output.table import ALWAYS, EDITS, SamplingTable, edits
+from meshlm.workers.output.sampler import sample
+from meshlm.workers.rows.columns import ALWAYS, EDITS, RowColumns, edits
+from meshlm.workers.rows.table import SampleRows
 
 if torch.cuda.is_available():
     pytest.skip("these tensors are on the CPU, where kernels run in the interpreter", allow_module_level=True)
@@ -68,7 +69,7 @@ class Case:
         monkeypatch.setattr(logits_sampler, "LINES_BY_TORCH", 2)
         monkeypatch.setattr(logprobs, "LINES", 2)
         self.model = Model()
-        self.rows, self.table = DeviceRows(ROWS, LENGTH, 16, CPU), SamplingTable(ROWS)
+        self.rows, self.table = DeviceRows(ROWS, LENGTH, 16, CPU), RowColumns(ROWS)
         self.head = LogitsSampler(cast(Any, self.model), self.rows, torch.float32, CPU, chunk)
         dice = np.random.default_rng(0)
         self.tokens = dice.integers(0, VOCAB, (ROWS, 10)).astype(np.int32)
@@ -130,7 +131,7 @@ def test_only_rows_that_need_it_are_sampled_by_torch(monkeypatch: pytest.MonkeyP
     case = Case(monkeypatch, CHUNK)
     seen: list[int] = []
 
-    def spy(logits: Tensor, at: SampleRows, table: SamplingTable, tokens: Tensor) -> Tensor:
+    def spy(logits: Tensor, at: SampleRows, table: RowColumns, tokens: Tensor) -> Tensor:
         seen.extend(at.rows.tolist())
         return sample(logits, at, table, tokens)
 
@@ -149,7 +150,7 @@ def test_what_the_kernels_edit() -> None:
     assert edits(SamplingParams(stop_token_ids=(4,))) == []
     assert edits(SamplingParams(min_tokens=3, stop_token_ids=(*stops, 99))) is None
     assert edits(SamplingParams(min_tokens=3, stop_token_ids=(4,), logit_bias={4: 1.0})) is None
-    table = SamplingTable(3)
+    table = RowColumns(3)
     table.set(0, SamplingParams(min_tokens=3, stop_token_ids=(*stops, 99)))
     table.set(1, SamplingParams(logit_bias=dict.fromkeys(range(EDITS + 1), 1.0)))
     table.set(2, SamplingParams(logit_bias=dict.fromkeys(stops, 1.0)))

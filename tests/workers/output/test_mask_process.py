@@ -31,7 +31,7 @@ from meshlm.workers.output.grammars import COMPUTED, Grammars
 from meshlm.workers.output.mask_process import MaskProcess
 from meshlm.workers.output.matchers import Matchers, RowBegins, Turn, Turned
 from meshlm.workers.output.matchers_lost import MatchersLost
-from meshlm.workers.rows import I32
+from meshlm.workers.rows.changes import I32
 
 pytestmark = pytest.mark.model
 VOCAB, EOS = 49152, 2

@@ -15,8 +15,9 @@ from meshlm.runtime.logits_processors import ProcessorError
 from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.output.logits_processor import BatchUpdate, LogitsBatch, LogitsProcessor
 from meshlm.workers.output.processors import Processors
-from meshlm.workers.output.sampler import SampleRows, sample
-from meshlm.workers.output.table import ALWAYS
+from meshlm.workers.output.sampler import sample
+from meshlm.workers.rows.columns import ALWAYS
+from meshlm.workers.rows.table import SampleRows
 
 VOCAB, ROWS, CPU = 20, 6, torch.device("cpu")
 
@@ -66,7 +67,7 @@ class Wrong(Follow):
 
 def rows_of(*kinds: type[LogitsProcessor]) -> DeviceRows:
     rows = DeviceRows(ROWS, 40, 16, CPU)
-    rows.table.processors = Processors(kinds, MeshConfig(), CPU, ROWS)
+    rows.table.columns.processors = Processors(kinds, MeshConfig(), CPU, ROWS)
     return rows
 
 
@@ -87,7 +88,7 @@ def drawn(rows: DeviceRows, lens: dict[int, int]) -> list[int]:
     at = SampleRows(np.array(list(lens), np.int32), count - 2, count, np.full(len(lens), 2))
     logits = torch.zeros(len(lens), VOCAB)
     logits[:, 3] = 1.0
-    found: list[int] = sample(logits, at, rows.table, rows.tokens).tolist()
+    found: list[int] = sample(logits, at, rows.table.columns, rows.tokens).tolist()
     return found
 
 
@@ -96,8 +97,8 @@ def greedy(**extra: object) -> SamplingParams:
 
 
 def used(rows: DeviceRows) -> Follow:
-    assert rows.table.processors is not None
-    processor = rows.table.processors._used[0].processor
+    assert rows.table.columns.processors is not None
+    processor = rows.table.columns.processors._used[0].processor
     assert isinstance(processor, Follow)
     return processor
 
@@ -106,7 +107,7 @@ def test_it_gets_the_rows_that_it_wants_and_their_tokens() -> None:
     rows = rows_of(Follow)
     plan(rows, {0: ([5, 6], greedy(step=2)), 1: ([5, 6], greedy()), 4: ([5, 6, 9], greedy(step=-1))})
     assert drawn(rows, {1: 2, 4: 3, 0: 2, ROWS: 2})[:3] == [3, 8, 8]  # and the row of padding
-    assert rows.table.by_torch_until[[0, 1, 4]].tolist() == [ALWAYS, 0, ALWAYS]
+    assert rows.table.columns["by_torch_until"][[0, 1, 4]].tolist() == [ALWAYS, 0, ALWAYS]
 
 
 def test_it_is_told_of_each_change_once_and_state_is_made_anew_from_tokens() -> None:

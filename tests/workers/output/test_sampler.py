@@ -13,8 +13,9 @@ from meshlm.kernels.sample.outcomes import NONE_LEFT, NOT_NUMBERS
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.workers.output.draws import uniforms
 from meshlm.workers.output.logprobs import columns
-from meshlm.workers.output.sampler import SampleRows, sample
-from meshlm.workers.output.table import ALWAYS, SamplingTable, edits
+from meshlm.workers.output.sampler import sample
+from meshlm.workers.rows.columns import ALWAYS, RowColumns, edits
+from meshlm.workers.rows.table import SampleRows
 
 VOCAB = 50
 
@@ -23,7 +24,7 @@ def draw(
     logits: torch.Tensor, params: list[SamplingParams], index: int = 0, history: list[list[int]] | None = None
 ) -> list[int]:
     n = len(params)
-    table = SamplingTable(n)
+    table = RowColumns(n)
     tokens = torch.zeros(n, 64, dtype=torch.int32)
     lens = np.ones(n, np.int64)
     for row, one in enumerate(params):
@@ -166,12 +167,12 @@ def test_logprob_columns() -> None:
 
 def test_prompt_logprobs_are_wanted_as_long_as_prompt_tokens_follow() -> None:
     """Not of the decodes behind them, which stay in their CUDA graph."""
-    table = SamplingTable(3)
+    table = RowColumns(3)
     for row, width in enumerate((0, -1, 5)):
-        table.set(row, SamplingParams(prompt_logprobs=width))
-    rows, prompt_lens = np.array([0, 1, 2, 2, 2], np.int32), np.full(5, 10, np.int64)
+        table.set(row, SamplingParams(prompt_logprobs=width), num_prompt_tokens=10)
+    rows = np.array([0, 1, 2, 2, 2], np.int32)
     starts = np.array([0, 0, 8, 9, 10], np.int32)  # the last token of a prompt is followed by none of it
-    assert table.of_prompt(rows, starts, prompt_lens).tolist() == [0, 2]
+    assert table.prompts_with_logprobs(rows, starts).tolist() == [0, 2]
 
 
 def test_a_bad_word_is_banned_where_its_begin_stands_in_the_output() -> None:
@@ -202,7 +203,7 @@ def test_tokens_that_come_not_first_are_the_kernels() -> None:
     """A stop token that min_tokens holds back longer stands there once."""
     params = SamplingParams(begin_suppress_token_ids=(4, 5), min_tokens=3, eos_token_ids=(5,))
     assert edits(params) == [(5, -np.inf, 3), (4, -np.inf, 1)]
-    table, rows = SamplingTable(2), np.array([0, 1], np.int32)
+    table, rows = RowColumns(2), np.array([0, 1], np.int32)
     table.set(0, SamplingParams(begin_suppress_token_ids=(4,), logit_bias={4: 1.0}))
     table.set(1, SamplingParams(begin_suppress_token_ids=tuple(range(20))))
     assert table.need_torch(rows, np.array([0, 0])).tolist() == [0, 1]

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshlm.protocol.edges.step import StepPlan
-from meshlm.workers.engine.changes import I32
 from meshlm.workers.graphs.step_time import Contexts
+from meshlm.workers.rows.changes import I32, I64
 
 if TYPE_CHECKING:
     from meshlm.workers.engine.shared_prefixes import Clusters
@@ -24,6 +24,13 @@ class StepColumns:
         self.counts = np.frombuffer(plan.counts, np.int32) if plan.counts else np.ones(self.n, np.int32)
         self.samples = np.frombuffer(plan.samples, np.uint8).astype(np.bool_) if plan.samples else None
         self.shared: Clusters | None = None  # its decodes that read prefixes together
+
+    def of_tokens(self) -> tuple[I32, I64]:
+        """The row and the position of each token."""
+        if self.t == self.n:
+            return self.rows, self.starts.astype(np.int64)
+        within = np.arange(self.t) - np.repeat(np.cumsum(self.counts) - self.counts, self.counts)
+        return np.repeat(self.rows, self.counts), np.repeat(self.starts, self.counts).astype(np.int64) + within
 
     def halves(self, cut: int) -> "tuple[StepColumns, StepColumns]":
         """The first `cut` tokens and the rest, without samples. A request may be in both."""

@@ -22,12 +22,13 @@ from meshlm.protocol.edges.token import LogprobColumns
 from meshlm.protocol.kv import FullAttention, caches_of, make_groups
 from meshlm.protocol.lockstep import StepAgreement
 from meshlm.protocol.sleeping import KV_CACHE
-from meshlm.protocol.tasks import PoolKind
+from meshlm.protocol.tasks import Pool, PoolKind
 from meshlm.workers import kv_capacity
 from meshlm.workers.distributed.lockstep import StepExchange
 from meshlm.workers.distributed.membership import Membership
 from meshlm.workers.engine import NOT_BALANCED, Done, EngineFacts, ProgressReport
-from meshlm.workers.fake_tokens import (
+from meshlm.workers.fake.rows import FakeRows, StepArrays
+from meshlm.workers.fake.tokens import (
     FACTOR,
     FIRST_TOKEN,
     INVERSE,
@@ -40,7 +41,8 @@ from meshlm.workers.fake_tokens import (
 )
 from meshlm.workers.output.grammars import COMPUTED, Constraint, Grammars
 from meshlm.workers.output.mask_process import MaskProcess
-from meshlm.workers.rows import I32, I64, RowTable, StepArrays
+from meshlm.workers.rows.changes import I32, I64
+from meshlm.workers.rows.extras.pooling import pooling
 
 DEFAULT_CACHE_TOKENS = 1 << 20
 VECTOR_BYTES = 4 * 8  # of a Pool
@@ -85,9 +87,10 @@ class FakeEngine:
             VECTOR_BYTES,
             specs,
         )
+        self._pools: dict[int, Pool] = {}  # rows that want a vector
         self._so_far = np.zeros((resolved.max_num_seqs, VECTOR_BYTES // 4))  # the vectors of prompts, by row
         self._lines: dict[int, NDArray[np.float64]] = {}  # of those that want one of each token
-        self._rows = RowTable(resolved.max_num_seqs, resolved.max_model_len, block_size, len(specs))
+        self._rows = FakeRows(resolved.max_num_seqs, resolved.max_model_len, block_size, len(specs))
         self._spans = {nth: spec for nth, spec in enumerate(specs) if not (spec.keeps_all or spec.carried)}
         self._states = np.array([spec.carried for spec in specs])
         self._written = np.zeros(0, np.uint64)  # the states of the last step's tokens
@@ -103,7 +106,8 @@ class FakeEngine:
         self._up, self._down = powers(FACTOR, longest), powers(INVERSE, longest)
 
     def reset(self) -> None:
-        self._rows.reset()
+        self._rows.table.columns.reset()
+        self._pools.clear()
         self.grammars.reset()
 
     def join(self, exchange: StepExchange | None) -> None:
@@ -132,7 +136,13 @@ class FakeEngine:
         if self._exchange is not None:
             self._num_together += 1
             self.agreed = self._exchange.agree(StepAgreement(self._num_together, plan.num_tokens, True, False))
+        for row in np.frombuffer(plan.removed_rows, np.int32).tolist() if self._pools else ():
+            self._pools.pop(row, None)
         self._rows.apply(plan)
+        for new in plan.new_rows:
+            self._pools.pop(new.row, None)
+            if isinstance(new.task, Pool):
+                self._pools[new.row] = new.task
         self._read_embeds(plan)
         self.grammars.apply(plan)
         num_drafts = self._draft(plan)
@@ -179,25 +189,26 @@ class FakeEngine:
     def _pool(self, plan: StepPlan, arrays: StepArrays) -> dict[int, bytes]:
         """The vectors of prompts that are computed now, made of what their slots hold."""
         found = {}
-        for pooling in self._rows.pooling(arrays):
-            lines, row = vectors(self._written[pooling.begin : pooling.end]), pooling.row
-            if pooling.is_first:
+        columns = self._rows.table.columns
+        for each in pooling(self._pools, arrays.rows, arrays.starts, arrays.counts, columns["num_prompt_tokens"]):
+            lines, row = vectors(self._written[each.begin : each.end]), each.row
+            if each.is_first:
                 self._so_far[row] = 0
-            match pooling.kind:
+            match each.kind:
                 case PoolKind.LAST:
                     self._so_far[row] = lines[-1]
                 case PoolKind.MEAN:
                     self._so_far[row] += lines.sum(0)
                 case PoolKind.SPLADE:
                     self._so_far[row] = np.maximum(self._so_far[row], lines.max(0))
-                case PoolKind.CLS if pooling.is_first:
+                case PoolKind.CLS if each.is_first:
                     self._so_far[row] = lines[0]
                 case PoolKind.ALL:
-                    self._lines[row] = np.concatenate((self._lines[row], lines)) if pooling.start else lines
-            if pooling.is_last:
-                divisor = pooling.num_prompt if pooling.kind is PoolKind.MEAN else 1
-                of_row = self._lines[row] if pooling.kind is PoolKind.ALL else self._so_far[row] / divisor
-                found[pooling.place] = of_row.astype(np.float32).tobytes()
+                    self._lines[row] = np.concatenate((self._lines[row], lines)) if each.start else lines
+            if each.is_last:
+                divisor = each.num_prompt if each.kind is PoolKind.MEAN else 1
+                of_row = self._lines[row] if each.kind is PoolKind.ALL else self._so_far[row] / divisor
+                found[each.place] = of_row.astype(np.float32).tobytes()
         return found
 
     def _draft(self, plan: StepPlan) -> I32 | None:
@@ -253,11 +264,13 @@ class FakeEngine:
         return np.concatenate([*tokens, np.empty(0, np.int32)]), counts
 
     def _logprobs(self, arrays: StepArrays, token_ids: I32, counts: I32 | None) -> dict[int, LogprobColumns]:
-        wanted = {}
+        wanted: dict[int, LogprobColumns] = {}
         at = 0
+        if (self._rows.table.columns["logprobs"][arrays.rows] < 0).all():
+            return wanted
         for nth, place in enumerate(np.flatnonzero(arrays.samples).tolist()):
             count = 1 if counts is None else int(counts[nth])
-            sampling = self._rows.sampling[int(arrays.rows[place])]
+            sampling = self._rows.table.columns.params[int(arrays.rows[place])]
             if sampling.logprobs >= 0:
                 found = columns(token_ids[at : at + count], sampling.logprobs, self._vocab_size)
                 if sampling.logprob_token_ids:
@@ -269,12 +282,12 @@ class FakeEngine:
 
     def _prompt_logprobs(self, arrays: StepArrays) -> dict[int, LogprobColumns]:
         """The log-probabilities of the prompt tokens that follow the positions of this step."""
-        wanted = {}
-        for place, (row, start, count) in enumerate(zip(arrays.rows, arrays.starts, arrays.counts, strict=True)):
-            width = self._rows.sampling[int(row)].prompt_logprobs
-            end = min(int(start + count), int(self._rows.num_prompt[row]) - 1)
-            if width >= 0 and start < end:
-                wanted[place] = columns(self._rows.tokens[row, start + 1 : end + 1], width, self._vocab_size)
+        rows, of_rows, wanted = self._rows, self._rows.table.columns, {}
+        for place in of_rows.prompts_with_logprobs(arrays.rows, arrays.starts).tolist():
+            row, start, count = int(arrays.rows[place]), int(arrays.starts[place]), int(arrays.counts[place])
+            end = min(start + count, int(of_rows["num_prompt_tokens"][row]) - 1)
+            width = int(of_rows["prompt_logprobs"][row])
+            wanted[place] = columns(rows.tokens[row, start + 1 : end + 1], width, self._vocab_size)
         return wanted
 
     def _write(self, arrays: StepArrays, has_new_rows: bool) -> None:

@@ -1,0 +1,156 @@
+"""The numbers that each row has, declared once: the host's table, the device's regions (table.py), its views of them
+(engine/rows.py) and what an empty row has all follow from `COLUMNS`. No torch: the fake worker has the same columns.
+
+A new sampling parameter is a field of `SamplingParams`, a `Column` here, and the mathematics that reads it.
+"""
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshlm.protocol.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from meshlm.workers.output.processors import Processors
+
+ALWAYS: Final = np.iinfo(np.int32).max
+EDITS = 16  # ids of a request whose logits kernels/penalties edits
+EMPTY = SamplingParams(temperature=0.0)  # of a row that nobody has, and of padding: it draws nothing
+
+
+class Column(NamedTuple):
+    """A number of each row, or `width` of them. The kernels see a number of 64 bits as two halves, the low one first."""
+
+    name: str
+    dtype: type[np.generic]  # of 32 or 64 bits
+    of_params: Callable[[SamplingParams], Any] | None  # None: the plan says it (`RowColumns.set`)
+    width: int = 1
+    on_device: bool = True
+
+
+def _field(name: str, dtype: type[np.generic], *, on_device: bool = True) -> Column:
+    """A column that is a field of SamplingParams."""
+    return Column(name, dtype, attrgetter(name), on_device=on_device)
+
+
+def edits(params: SamplingParams) -> list[tuple[int, float, int]] | None:
+    """Bias, bad words of one token, min_tokens and tokens that come not first as (id, what is added, before which output index), each
+    id once; None where that is not enough."""
+    if not _has_lists(params):
+        return []
+    stops = dict.fromkeys(params.stop_token_ids + params.eos_token_ids) if params.min_tokens else {}
+    found = [(token, -np.inf, params.min_tokens) for token in stops]
+    found += [(token, -np.inf, 1) for token in params.begin_suppress_token_ids if token not in stops]
+    found += [(token, bias, ALWAYS) for token, bias in params.logit_bias.items()]
+    found += [(word[0], -np.inf, ALWAYS) for word in params.bad_words_token_ids]
+    longer = any(len(word) > 1 for word in params.bad_words_token_ids)
+    if params.allowed_token_ids or longer or len(found) > EDITS or len({token for token, _, _ in found}) < len(found):
+        return None
+    return found
+
+
+def _has_always(params: SamplingParams) -> bool:
+    return bool(params.logit_bias or params.allowed_token_ids or params.bad_words_token_ids)
+
+
+def _has_lists(params: SamplingParams) -> bool:
+    return _has_always(params) or bool(params.min_tokens or params.begin_suppress_token_ids)
+
+
+def _edit(nth: int) -> Callable[[SamplingParams], list[float]]:
+    """That entry of all edits, padded."""
+
+    def of_params(params: SamplingParams) -> list[float]:
+        found = [edit[nth] for edit in edits(params) or ()]
+        return found + [0] * (EDITS - len(found))
+
+    return of_params
+
+
+def _by_torch_until(params: SamplingParams) -> int:
+    """The output index before which tokens need more than kernels/penalties, top_k_top_p and sample do."""
+    if edits(params) is not None:
+        return 0
+    return ALWAYS if _has_always(params) else params.min_tokens or 1
+
+
+COLUMNS = (
+    Column("num_prompt_tokens", np.int32, None),
+    _field("temperature", np.float32),
+    _field("min_p", np.float32),
+    Column("top_k", np.int32, lambda params: max(0, params.top_k)),  # 0: off
+    _field("top_p", np.float32),
+    _field("seed", np.uint64),
+    _field("repetition_penalty", np.float32),
+    _field("presence_penalty", np.float32),
+    _field("frequency_penalty", np.float32),
+    Column("num_edits", np.int32, lambda params: len(edits(params) or ())),
+    Column("edit_ids", np.int32, _edit(0), EDITS),
+    Column("edit_adds", np.float32, _edit(1), EDITS),
+    Column("edit_untils", np.int32, _edit(2), EDITS),
+    Column("by_torch_until", np.int32, _by_torch_until, on_device=False),
+    Column("has_lists", np.bool_, _has_lists, on_device=False),  # the general sampler looks at its ids
+    _field("logprobs", np.int32, on_device=False),
+    _field("prompt_logprobs", np.int32, on_device=False),
+)
+ON_DEVICE = tuple(column for column in COLUMNS if column.on_device)
+ON_HOST = tuple(column for column in COLUMNS if not column.on_device)
+
+
+def num_ints(column: Column) -> int:
+    """The ints that a row's numbers take."""
+    return np.dtype(column.dtype).itemsize // 4 * column.width
+
+
+def _record(columns: tuple[Column, ...]) -> np.dtype[Any]:
+    return np.dtype([(each.name, each.dtype, (each.width,) if each.width > 1 else ()) for each in columns])
+
+
+class RowColumns:
+    """The columns of all rows on the host: a step picks its rows by indexing, without a loop over requests. `params`: all that a
+    row's request asks for."""
+
+    def __init__(self, max_rows: int) -> None:
+        self._on_device, self._on_host = (np.zeros(max_rows, _record(columns)) for columns in (ON_DEVICE, ON_HOST))
+        self._by_name = {
+            column.name: (self._on_device if column.on_device else self._on_host)[column.name] for column in COLUMNS
+        }
+        self.params: dict[int, SamplingParams] = {}
+        self.processors: Processors | None = None  # of logits; set by the engine
+        self._write(slice(None), EMPTY, {"num_prompt_tokens": 0})
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        return self._by_name[name]
+
+    def set(self, row: int, params: SamplingParams, **of_plan: int) -> None:
+        """A request takes this row. of_plan: the columns that are not its parameters."""
+        self._write(row, params, of_plan)
+        self.params[row] = params
+
+    def _write(self, rows: int | slice, params: SamplingParams, of_plan: dict[str, int]) -> None:
+        for records, columns in ((self._on_device, ON_DEVICE), (self._on_host, ON_HOST)):
+            records[rows] = tuple(
+                of_plan.get(name, 0) if of_params is None else of_params(params) for name, _, of_params, _, _ in columns
+            )
+
+    def reset(self) -> None:
+        """Forget all requests: rows are taken anew."""
+        self.params.clear()
+        if self.processors is not None:
+            self.processors.reset()
+
+    def ints(self, row: int) -> NDArray[np.int32]:
+        """The numbers of a row that the device has, as ints, one column after the other."""
+        found: NDArray[np.int32] = self._on_device[row : row + 1].view(np.int32)
+        return found
+
+    def prompts_with_logprobs(self, rows: NDArray[np.int32], starts: NDArray[np.int32]) -> NDArray[np.intp]:
+        """Tells which of these rows want log-probabilities of prompt tokens that follow positions from `starts` on."""
+        return np.flatnonzero((self["prompt_logprobs"][rows] >= 0) & (starts < self["num_prompt_tokens"][rows] - 1))
+
+    def need_torch(self, rows: NDArray[np.int32], output_index: NDArray[np.int64]) -> NDArray[np.intp]:
+        """Tells which of these rows ask for more than kernels/penalties, top_k_top_p and sample do, for the token of this index."""
+        return np.flatnonzero(self["by_torch_until"][rows] > output_index)

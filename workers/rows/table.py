@@ -1,0 +1,120 @@
+"""The persistent batch rows: a plan brings only what changed, and all else is here. No torch: the fake worker has the same table.
+
+All rows are in one array of int32, on the device or (fake) in numpy: their tokens, a block table for each group of layers, and their
+columns (columns.py). This table knows where each of these begins, and makes the changes of a plan. Owned by the thread that steps.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshlm.protocol.edges.step import NewRow, StepPlan
+from meshlm.workers.output.grammars import unconstrained
+from meshlm.workers.rows.changes import I32, I64, NOTHING, Changes
+from meshlm.workers.rows.columns import ON_DEVICE, RowColumns, num_ints
+from meshlm.workers.rows.step_columns import StepColumns
+
+ALIGN = 16  # ints; Triton compiles another variant for pointers that are less aligned
+
+
+def aligned(count: int) -> int:
+    return -(-count // ALIGN) * ALIGN
+
+
+class SampleRows(NamedTuple):
+    """The rows that a sample is for; all columns have length l and stand on the host."""
+
+    rows: NDArray[np.int32]
+    output_index: NDArray[np.int64]  # of the token that is drawn
+    lens: NDArray[np.int64]  # tokens before it, prompt included
+    prompt_lens: NDArray[np.int64]
+
+    def some(self, places: NDArray[np.intp]) -> "SampleRows":
+        return SampleRows(self.rows[places], self.output_index[places], self.lens[places], self.prompt_lens[places])
+
+
+class Region(NamedTuple):
+    """A part of the array of all rows."""
+
+    begin: int
+    shape: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.begin + math.prod(self.shape)
+
+
+class RowTable:
+    """Row `max_rows` is the dummy of padding.
+
+    A page of a group of which several layers share a tensor (`shares` by group) is so many virtual pages, and the block table names the
+    first. The block tables of a row grow together.
+    """
+
+    def __init__(
+        self, max_rows: int, max_model_len: int, block_size: int, num_groups: int = 1, shares: tuple[int, ...] = ()
+    ) -> None:
+        self.max_rows, self.block_size, self.num_groups = max_rows, block_size, num_groups
+        self.num_rows = rows = max_rows + 1
+        self.width, self.table_width = aligned(max_model_len + 1), aligned(-(-max_model_len // block_size))
+        self._shares = np.array(shares or (1,) * num_groups, np.int32)
+        self.tokens = Region(0, (rows, self.width))
+        self.block_tables = Region(rows * self.width, (num_groups, rows, self.table_width))
+        self._table_at = self.block_tables.begin + np.arange(num_groups) * rows * self.table_width
+        self._column_ints = np.array([num_ints(column) for column in ON_DEVICE])
+        sizes = -(-rows * self._column_ints // ALIGN) * ALIGN
+        ends = self.block_tables.end + np.cumsum(sizes)
+        self.columns_at: I64 = ends - sizes
+        self.num_ints = int(ends[-1])
+        self.columns = RowColumns(rows)
+        self._num_blocks = np.zeros(rows, np.int64)
+
+    def changes(self, plan: StepPlan) -> tuple[I32, int]:
+        """The changes that a plan makes, as changes.py packs them, and their number of segments."""
+        if not (plan.new_rows or plan.block_rows or plan.input_ids):
+            return NOTHING, 0
+        changes = Changes()
+        for new in plan.new_rows:
+            self._add_row(new, changes)
+        if plan.block_rows:
+            rows = np.frombuffer(plan.block_rows, np.int32)
+            changes.singles(self._appended(rows), self.pages(plan.block_ids).ravel())
+        if plan.input_ids:  # a pipeline: the last stage sampled them
+            ids = np.frombuffer(plan.input_ids, np.int32)
+            rows, starts = (np.frombuffer(column, np.int32)[: len(ids)] for column in (plan.rows, plan.starts))
+            changes.singles(rows.astype(np.int64) * self.width + starts, ids)
+        return changes.packed()
+
+    def pages(self, block_ids: bytes) -> I32:
+        """int32 [blocks, groups]: what block tables name."""
+        found: I32 = np.frombuffer(block_ids, np.int32).reshape(-1, self.num_groups) * self._shares
+        return found
+
+    def _add_row(self, new: NewRow, changes: Changes) -> None:
+        """A request takes a row."""
+        row, blocks = new.row, self.pages(new.block_ids)
+        self.columns.set(row, unconstrained(new.sampling), num_prompt_tokens=new.num_prompt_tokens)
+        self._num_blocks[row] = len(blocks)
+        changes.run(row * self.width, np.frombuffer(new.token_ids, np.int32))
+        tables = self._table_at + row * self.table_width
+        changes.runs(tables, np.full(self.num_groups, len(blocks)), blocks.T.ravel())
+        changes.runs(self.columns_at + row * self._column_ints, self._column_ints, self.columns.ints(row))
+
+    def _appended(self, rows: I32) -> I64:
+        """Places of new blocks, in each group. A row may get several; its pairs stand together and in order."""
+        first = np.flatnonzero(np.concatenate(([True], rows[1:] != rows[:-1])))
+        lengths = np.diff(np.append(first, len(rows)))
+        nth = np.arange(len(rows)) - np.repeat(first, lengths)
+        within = rows.astype(np.int64) * self.table_width + self._num_blocks[rows] + nth
+        self._num_blocks[rows[first]] += lengths
+        places: I64 = (within[:, None] + self._table_at).ravel()
+        return places
+
+    def sample_rows(self, step: StepColumns, places: I64) -> SampleRows:
+        """The requests at these places, which sample."""
+        rows = step.rows[places]
+        lens = (step.starts + step.counts)[places].astype(np.int64)
+        prompt_lens = self.columns["num_prompt_tokens"][rows].astype(np.int64)
+        return SampleRows(rows, lens - prompt_lens, lens, prompt_lens)
