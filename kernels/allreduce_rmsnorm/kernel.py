@@ -161,8 +161,7 @@ def allreduce_rmsnorm(
     rows, columns = x.shape
     assert rows <= workspace.rows and columns == workspace.columns  # noqa: PT018
     out = torch.empty_like(residual)
-    use_pdl = x.is_cuda and pdl.supported()
-    options = {"launch_pdl": True} if use_pdl else {}
+    options = pdl.options(x)
     if sent is not None or (rows <= workspace.packet_rows and columns * x.dtype.itemsize % 4 == 0):
         count, pairs = words(columns, x.dtype), packets.pairs(x.dtype)
         block = triton.next_power_of_2(count)
@@ -171,13 +170,13 @@ def allreduce_rmsnorm(
         _by_packets[(rows,)](
             *(t.view(torch.int32) for t in (x, residual, weight, out)), workspace.packets, workspace.turns, sent or 0, eps, patience,
             RANK=workspace.rank, SIZE=workspace.size, ROWS=workspace.rows, WORDS=count, BLOCK=block, PAIRS=pairs, SENT=sent is not None,
-            WAIT=wait if x.is_cuda else packets.PLAIN, PDL=use_pdl, num_warps=warps, **options,
+            WAIT=wait if x.is_cuda else packets.PLAIN, num_warps=warps, **options,
         )  # fmt: skip
         return out
     block = triton.next_power_of_2(columns)
     _by_flags[(rows,)](
         x, residual, weight, out, workspace.inboxes, workspace.flags, workspace.turns, columns, eps, patience,
-        RANK=workspace.rank, SIZE=workspace.size, ROWS=workspace.rows, BLOCK=block, PDL=use_pdl,
+        RANK=workspace.rank, SIZE=workspace.size, ROWS=workspace.rows, BLOCK=block,
         num_warps=min(16, max(4, block // 256)), **options,
     )  # fmt: skip
     return out

@@ -174,14 +174,15 @@ def hopper_us(given: Given, extras: Extras, qkv: torch.Tensor) -> float | None:
 
 def bench_dims() -> list[dict[str, Any]]:
     """Prompts by both kernels, and whether hopper.py gives what prefill.py gives there."""
-    from meshlm.kernels.attention.proof import Variant, prove
+    from meshlm.kernels.attention.self_test import self_test_hopper
+    from meshlm.kernels.attention.tiles import Variant
 
     found = []
     for shape, windows in OTHER_HEADS:
         heads, kv_heads, dim = shape
         for window in windows:
             device = torch.device("cuda")
-            reason = prove(Variant(heads, kv_heads, dim, PAGE, torch.bfloat16, window > 0, False), device)
+            reason = self_test_hopper(Variant(heads, kv_heads, dim, PAGE, torch.bfloat16, window > 0, False), device)
             for n, tokens in OTHER_PREFILLS:
                 extras = Extras(window=window)
                 at, total = columns(n, 0, tokens)

@@ -283,7 +283,6 @@ def decode(
         SINKS=extras.sinks is not None, SPAN=extras.span, FREE=is_free, SLOPES=extras.slopes is not None, ROPE=rope is not None,
         ROTARY=table.shape[-1] if rope is not None else 0,
         NORM=rope is not None and rope.norms is not None, FP8=float8.largest(keys.dtype),
-        AHEAD=AHEAD if query.is_cuda else 0, AT_ONCE=at_once, SHARED=shared is not None, SLOTS=slots, PDL=pdl.supported(),
-        num_warps=warps, num_stages=stages,
-        **({"launch_pdl": True} if pdl.supported() else {}),
+        AHEAD=AHEAD if query.is_cuda else 0, AT_ONCE=at_once, SHARED=shared is not None, SLOTS=slots,
+        num_warps=warps, num_stages=stages, **pdl.options(query),
     )  # fmt: skip

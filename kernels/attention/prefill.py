@@ -10,8 +10,15 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from meshlm.kernels.attention.kernel import CHUNKS_, PLAIN, Columns, Extras, first_seen, paged_tile
-from meshlm.kernels.attention.proof import proven, variant_of
-from meshlm.kernels.attention.tiles import LARGE_DIM, USUAL_KEYS, hopper_from, prefill_tiles, tile_of_head
+from meshlm.kernels.attention.tiles import (
+    LARGE_DIM,
+    USUAL_KEYS,
+    hopper_from,
+    prefill_tiles,
+    tile_of_head,
+    variant_of,
+    verified,
+)
 
 
 @triton.jit
@@ -185,7 +192,7 @@ def prefill(
         and extras.slopes is None
         and qkv is not None
         and tiles is None
-        and proven(variant_of(query, keys, extras))
+        and variant_of(query, keys, extras) in verified
     ):
         from meshlm.kernels.attention import hopper  # its dialect takes long to import, and is not in every Triton
 

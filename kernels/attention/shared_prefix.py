@@ -99,7 +99,6 @@ def shared_prefix(
         query if extras.slopes is None else extras.slopes, scale * extras.k_scale, extras.cap,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page, ITEM=ITEM, LINES=lines,
         GROUP=max(16, triton.next_power_of_2(shared.tile * lines)), BLOCK_N=block_n, BLOCK_D=triton.next_power_of_2(dim),
-        SLOTS=shared.slots(splits), CAP=extras.cap > 0, SLOPES=extras.slopes is not None, PDL=pdl.supported(),
-        num_warps=warps, num_stages=stages,
-        **({"launch_pdl": True} if pdl.supported() else {}),
+        SLOTS=shared.slots(splits), CAP=extras.cap > 0, SLOPES=extras.slopes is not None,
+        num_warps=warps, num_stages=stages, **pdl.options(query),
     )  # fmt: skip

@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 import torch
 import triton
+from torch import Tensor
 
 from meshlm.kernels import tables
+from meshlm.kernels.attention.kernel import Extras
 
 MAX_SPLITS = 32
 HOPPER_ROWS = 128  # of a tile of hopper.py: queries x query heads of a kv head
@@ -51,6 +53,30 @@ def hopper_from(dim: int, window: int = 0) -> float:
     if not tables.is_kin(table) or 0 < window < table.get("hopper_windows", {}).get(str(dim), math.inf):
         return math.inf
     return float(table.get("hopper_from", {}).get(str(dim), math.inf))
+
+
+class Variant(NamedTuple):
+    """A kernel of hopper.py: the model's heads and pages, and what its queries see."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    page: int
+    dtype: torch.dtype
+    windowed: bool
+    capped: bool
+    sinks: bool = False
+
+
+verified: set[Variant] = set()
+"""Those that a self-test has found right in this process: no others are launched."""
+
+
+def variant_of(query: Tensor, keys: Tensor, extras: Extras) -> Variant:
+    """query [t, heads, d], keys [blocks, page, kv_heads, d]."""
+    _, heads, dim = query.shape
+    seen = extras.window > 0, extras.cap > 0, extras.sinks is not None
+    return Variant(heads, keys.shape[2], dim, keys.shape[1], keys.dtype, *seen)
 
 
 def hopper_wave(heads: int, kv_heads: int, device: torch.device) -> int:

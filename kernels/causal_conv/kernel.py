@@ -25,9 +25,7 @@ def _update(
     HALF: tl.constexpr, K: tl.constexpr, PAGE: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl.follow(PDL)
     request, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token, count, start, table = request_of(request, rows, starts, ends, tables, stride)
     if count != 1:
@@ -156,10 +154,9 @@ def causal_conv(
     blocks = triton.cdiv(channels, BLOCK)
     given = weight if bias is None else bias
     if num_decodes:
-        use_pdl = pdl.for_few_rows(num_decodes, x.device)
         _update[(num_decodes, blocks)](
-            x, weight, given, out, state, *shared, **sizes, BIAS=bias is not None, SILU=silu, BLOCK=BLOCK, PDL=use_pdl, num_warps=2,
-            **({"launch_pdl": True} if use_pdl else {}),
+            x, weight, given, out, state, *shared, **sizes, BIAS=bias is not None, SILU=silu, BLOCK=BLOCK, num_warps=2,
+            **pdl.options(x, num_decodes),
         )  # fmt: skip
     if pieces is not None:
         lines = pieces.pieces

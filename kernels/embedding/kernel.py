@@ -64,9 +64,7 @@ def _send(
     RANK: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """table: words of two columns."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl.follow(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < WORDS
     row = tl.load(ids).to(tl.int64) - first
@@ -80,13 +78,13 @@ def _send(
 
 def send(ids: Tensor, table: Tensor, first: int, turn: Turn) -> Tensor:
     """ids int [1], table [rows, n] bfloat16, of ids from `first` on: an empty [1, n] that stands for the sum on its way."""
-    workspace, use_pdl = turn.workspace, table.is_cuda and pdl.supported()
+    workspace = turn.workspace
     rows, columns = table.shape
     assert table.dtype == torch.bfloat16 and columns == workspace.columns and ids.shape == (1,)  # noqa: PT018
     words = columns // 2
     _send[(triton.cdiv(words, SENT),)](
         ids, table.view(torch.int32), workspace.packets, workspace.turns, turn.nth, first, rows,
-        RANK=workspace.rank, SIZE=workspace.size, STRIDE=workspace.rows * words, WORDS=words, BLOCK=SENT, PDL=use_pdl,
-        num_warps=4, **({"launch_pdl": True} if use_pdl else {}),
+        RANK=workspace.rank, SIZE=workspace.size, STRIDE=workspace.rows * words, WORDS=words, BLOCK=SENT,
+        num_warps=4, **pdl.options(table),
     )  # fmt: skip
     return torch.empty(1, columns, dtype=table.dtype, device=table.device)

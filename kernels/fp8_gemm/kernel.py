@@ -45,9 +45,7 @@ def _fp8_gemm(
     real, there = m < rows, n < OUTPUTS
     x_line = x + tl.where(real, m, 0)[:, None].to(tl.int64) * INPUTS
     w_line = w + tl.where(there, n, 0)[:, None].to(tl.int64) * INPUTS
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl.follow(PDL)
     kind: tl.constexpr = tl.int32 if INTEGERS else tl.float32
     if SWAP:
         total = tl.zeros((BLOCK_N, BLOCK_M), kind)
@@ -158,14 +156,13 @@ def parts(
     sizes, of = ((rows, outputs), dtype) if shape.splits == 1 else ((shape.splits, rows, outputs), torch.float32)
     out = torch.empty(sizes, dtype=of, device=x.device)
     each = triton.cdiv(triton.cdiv(inputs, shape.splits), shape.block_k) * shape.block_k
-    use_pdl = x.is_cuda and pdl.supported()
     tiles = triton.cdiv(outputs, shape.block_n) * triton.cdiv(rows, shape.block_m)
     _fp8_gemm[(tiles, shape.splits)](
         x, w, out, x if x_scales is None else x_scales, w_scales, *((x, x) if zeros is None else zeros), x if bias is None else
         bias, rows, INPUTS=inputs, OUTPUTS=outputs, EACH=each, X_GROUPS=x_groups, W_GROUPS=w_groups, BIAS=bias is not None,
         INTEGERS=x.dtype == torch.int8, ZEROS=zeros is not None, SWAP=shape.swap, UPCAST=not x.is_cuda and x.dtype != torch.int8,
-        BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, BLOCK_K=shape.block_k, STAGES=shape.stages, PDL=use_pdl,
-        num_warps=shape.warps, **({"launch_pdl": True} if use_pdl else {}),
+        BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, BLOCK_K=shape.block_k, STAGES=shape.stages,
+        num_warps=shape.warps, **pdl.options(x),
     )  # fmt: skip
     return out
 

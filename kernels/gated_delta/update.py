@@ -18,9 +18,7 @@ def _update(
     HEADS: tl.constexpr, EACH: tl.constexpr, HALF: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl.follow(PDL)
     request, head, n = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     token, count, start, table = request_of(request, rows, starts, ends, tables, stride)
     if count != 1:
@@ -77,11 +75,10 @@ def rule_update(
     check_strides(q, k, v, a, b)
     heads, width = v.shape[1:]
     numbers = k.shape[2]
-    block_v, use_pdl = min(triton.next_power_of_2(width), 32), pdl.for_few_rows(num, v.device)
+    block_v = min(triton.next_power_of_2(width), 32)
     _update[(num, heads, triton.cdiv(width, block_v))](
         q, k, v, a, b, rate, bias, out, state, at.rows, at.starts, at.ends, at.blocks, at.blocks.stride(0),
         q.stride(0), k.stride(0), v.stride(0), a.stride(0), b.stride(0), state.stride(0), state.stride(1), numbers**-0.5, EPS,
         HEADS=heads, EACH=heads // k.shape[1], HALF=state.shape[2], K=numbers, V=width, PAGE=page,
-        BLOCK_K=triton.next_power_of_2(numbers), BLOCK_V=block_v, PDL=use_pdl, num_warps=4,
-        **({"launch_pdl": True} if use_pdl else {}),
+        BLOCK_K=triton.next_power_of_2(numbers), BLOCK_V=block_v, num_warps=4, **pdl.options(v, num),
     )  # fmt: skip

@@ -13,9 +13,7 @@ def _gated_norm(
     y, gate, weight, out, y_stride, gate_stride, columns, eps,
     GROUP: tl.constexpr, SHARED: tl.constexpr, BEFORE: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl.follow(PDL)
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUP
     at = tl.arange(0, BLOCK)
     inside = at < GROUP
@@ -40,10 +38,10 @@ def gated_norm(y: Tensor, gate: Tensor, weight: Tensor | None, eps: float, group
     y, gate = (each if each.stride(1) == 1 else each.contiguous() for each in (y, gate))
     rows, columns = y.shape
     out = torch.empty(rows, columns, dtype=y.dtype, device=y.device)
-    block, use_pdl = triton.next_power_of_2(group), pdl.for_few_rows(rows, y.device)
+    block = triton.next_power_of_2(group)
     _gated_norm[(rows, columns // group)](
         y, gate, y if weight is None else weight, out, y.stride(0), gate.stride(0), columns, eps,
         GROUP=group, SHARED=weight is not None and len(weight) == group, BEFORE=before, NORM=weight is not None,
-        BLOCK=block, PDL=use_pdl, num_warps=min(16, max(1, block // 512)), **({"launch_pdl": True} if use_pdl else {}),
+        BLOCK=block, num_warps=min(16, max(1, block // 512)), **pdl.options(y, rows),
     )  # fmt: skip
     return out

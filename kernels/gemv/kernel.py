@@ -393,7 +393,7 @@ def gemv(
         RANK=turn.workspace.rank if turn else 0, SIZE=size, STRIDE=stride, WAIT=wait,
         GROUP=(fp8.group or ROW.value) if eight_bits else 0, ROUNDED=0 if fp8.rounded is None else fp8.rounded or ROW.value,
         STATIC=fp8.input_scale is not None, PAIRS=x.is_cuda and x.dtype == torch.bfloat16,
-        BLOCK_N=block_n, BLOCK_K=block_k, REST=rest, FOLD=fold, STAGES=stages, PDL=pdl.supported(), num_warps=warps, num_stages=stages,
-        **({"launch_pdl": True} if pdl.supported() else {}),
+        BLOCK_N=block_n, BLOCK_K=block_k, REST=rest, FOLD=fold, STAGES=stages, num_warps=warps, num_stages=stages,
+        **pdl.options(x),
     )  # fmt: skip
     return out, stream

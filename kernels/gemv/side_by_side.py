@@ -16,9 +16,7 @@ def _side_by_side(
     WAIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out, width: words of two columns. turns: the turn, and how many programs have read it; the last one advances it."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl.follow(PDL)
     peer = tl.program_id(1)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     turn = tl.load(turns)
@@ -43,12 +41,12 @@ def side_by_side(out: Tensor, turn: Turn) -> Tensor:
     """
     workspace, width = turn.workspace, out.shape[1]
     words = workspace.columns // 2
-    use_pdl, warps = out.is_cuda and pdl.supported(), 4
+    warps = 4
     wait = packets.wait(1, words, True, WORDS_EACH // (32 * warps)) if out.is_cuda else packets.PLAIN
     assert out.dtype == torch.bfloat16 and width % 2 == 0 and workspace.rows == 1  # noqa: PT018
     _side_by_side[(triton.cdiv(words, WORDS_EACH), workspace.size)](
         out.view(torch.int32), workspace.packets, workspace.turns, width // 2, turn.patience,
-        RANK=workspace.rank, WORDS=words, BLOCK=WORDS_EACH, STRIDE=words, SIZE=workspace.size, WAIT=wait, PDL=use_pdl,
-        num_warps=warps, **({"launch_pdl": True} if use_pdl else {}),
+        RANK=workspace.rank, WORDS=words, BLOCK=WORDS_EACH, STRIDE=words, SIZE=workspace.size, WAIT=wait,
+        num_warps=warps, **pdl.options(out),
     )  # fmt: skip
     return out

@@ -330,7 +330,6 @@ def _launch(
     if parts is None:
         slabs, rows = out.shape[:2]
         results = TensorDescriptor(out, [slabs, rows, outputs], [rows * outputs, outputs, 1], [1, block_m, block_n])
-    use_pdl = out.is_cuda and pdl.supported()
     _grouped_gemm[(max(1, programs),)](
         lines,
         TensorDescriptor(
@@ -345,7 +344,7 @@ def _launch(
         FLAT=shape.flat, TILES=shape.tiles, GROUP=GROUP, BLOCK_E=triton.next_power_of_2(num_experts),
         X_GROUPS=0 if scales[0] is None else scales[0].shape[-1], W_GROUPS=0 if scales[1] is None else scales[1].shape[-1],
         UPCAST=not out.is_cuda, BIAS=epilogue.bias is not None, ALPHA=epilogue.alpha, LIMIT=epilogue.limit, GATED=epilogue.gated,
-        ASKS=asks and use_pdl, PDL=use_pdl, num_warps=shape.warps, num_stages=shape.stages, **({"launch_pdl": True} if use_pdl else {}),
+        ASKS=asks and out.is_cuda and pdl.supported(), num_warps=shape.warps, num_stages=shape.stages, **pdl.options(out),
     )  # fmt: skip
 
 

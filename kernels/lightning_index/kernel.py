@@ -155,9 +155,7 @@ def _keep(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl.follow(PDL)
     token, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     slot = tl.load(slots + token)
     if slot >= 0:
@@ -170,5 +168,5 @@ def keep_keys(key: Tensor, slots: Tensor, cache: Tensor, begin: int) -> None:
     tokens, dim = key.shape
     _keep[(tokens,)](
         key, key.stride(0), slots, cache, DIM=dim, LINE=cache.shape[2], BEGIN=begin, BLOCK=triton.next_power_of_2(dim),
-        PDL=pdl.supported(), num_warps=1, **({"launch_pdl": True} if pdl.supported() else {}),
+        num_warps=1, **pdl.options(key),
     )  # fmt: skip

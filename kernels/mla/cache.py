@@ -20,9 +20,7 @@ def _write(
     HEADS: tl.constexpr, NOPE: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, LINE: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl.follow(PDL)
     token = tl.program_id(0).to(tl.int64)
     r, p, h = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_H)
     angles = table + tl.load(positions + token) * ROTARY + p // 2
@@ -72,6 +70,5 @@ def latent_cache(
     _write[(tokens,)](
         query, query.stride(0), latent, latent.stride(0), positions, slots, table, norm[0], cache, norm[1],
         HEADS=heads, NOPE=dim - rotary, RANK=rank, ROTARY=rotary, LINE=cache.shape[2], BLOCK_H=triton.next_power_of_2(heads),
-        BLOCK_R=triton.next_power_of_2(rank), BLOCK_P=triton.next_power_of_2(rotary), PDL=pdl.supported(), num_warps=4,
-        **({"launch_pdl": True} if pdl.supported() else {}),
+        BLOCK_R=triton.next_power_of_2(rank), BLOCK_P=triton.next_power_of_2(rotary), num_warps=4, **pdl.options(cache),
     )  # fmt: skip

@@ -138,8 +138,7 @@ def decode(
         width = min(triton.next_power_of_2(rank), COMBINED // most)
         _combine[(heads, at.n, -(-rank // width))](
             out, *workspace, at.blocks, at.blocks.stride(0), at.rows, at.starts, at.ends, tile.splits,
-            HEADS=heads, RANK=rank, BLOCK_N=tile.block_n, COLUMNS=width, SPLITS=most, PDL=pdl.supported(), num_warps=4,
-            **({"launch_pdl": True} if pdl.supported() else {}),
+            HEADS=heads, RANK=rank, BLOCK_N=tile.block_n, COLUMNS=width, SPLITS=most, num_warps=4, **pdl.options(query),
         )  # fmt: skip
 
 
@@ -157,7 +156,7 @@ def split_decode(
     """See `decode`. A request whose context one program has is in `out`; what several found of it, in the workspace."""
     heads, rank = absorbed.shape[1:]
     rotary = rotary or cache.shape[2] - rank
-    options: dict[str, int] = {"launch_pdl": True} if pdl.supported() else {}
+    options: dict[str, int] = {**pdl.options(query)}
     if tile.warps * tile.block_h == 128:  # so that a multiprocessor has room for two
         options["maxnreg"] = REGISTERS
     _decode[(-(-heads // tile.block_h), tile.splits, at.n)](
@@ -166,5 +165,5 @@ def split_decode(
         HEADS=heads, NOPE=query.shape[2] - rotary, RANK=rank, ROTARY=rotary, PAGE=cache.shape[1], LINE=cache.shape[2],
         BLOCK_H=tile.block_h, BLOCK_N=tile.block_n, BLOCK_R=triton.next_power_of_2(rank),
         BLOCK_P=max(16, triton.next_power_of_2(rotary)), OF_LINES=tile.of_lines, STAGES=tile.stages, ASKS=asks(cache, rank + rotary),
-        PDL=pdl.supported(), num_warps=tile.warps, num_stages=tile.stages, **options,
+        num_warps=tile.warps, num_stages=tile.stages, **options,
     )  # fmt: skip

@@ -130,8 +130,7 @@ def absorb_cache(
         query, query.stride(0), latent, latent.stride(0), positions, slots, table, norm[0], up, cache, absorbed, norm[1],
         HEADS=heads, NOPE=dim - rotary, WIDE=wide, RANK=rank, ROTARY=rotary, COLUMNS=COLUMNS,
         BLOCK_K=triton.next_power_of_2(dim - rotary), BLOCK_R=triton.next_power_of_2(rank),
-        BLOCK_P=triton.next_power_of_2(rotary), PDL=pdl.supported(), num_warps=4,
-        **({"launch_pdl": True} if pdl.supported() else {}),
+        BLOCK_P=triton.next_power_of_2(rotary), num_warps=4, **pdl.options(query),
     )  # fmt: skip
     return absorbed
 
@@ -155,5 +154,5 @@ def decode_values(
         out, found, *workspace, up, at.blocks, at.blocks.stride(0), at.rows, at.starts, at.ends, tile.splits,
         HEADS=heads, NOPE=up.shape[0] // heads - wide, WIDE=wide, RANK=rank, BLOCK_N=tile.block_n, VALUES=VALUES,
         AT_ONCE=AT_ONCE, MOST=triton.next_power_of_2(tile.splits), BLOCK_R=triton.next_power_of_2(rank),
-        PDL=pdl.supported(), num_warps=4, **({"launch_pdl": True} if pdl.supported() else {}),
+        num_warps=4, **pdl.options(query),
     )  # fmt: skip

@@ -58,9 +58,7 @@ def _align_few(
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ENTRIES: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """All of it. ENTRIES: a power of two, enough for them."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl.follow(PDL)
     chunk, every, at = tl.program_id(0), tl.arange(0, ENTRIES), tl.arange(0, BLOCK_E)
     entry = chunk * CHUNK + tl.arange(0, CHUNK)
     expert = tl.load(experts + entry, mask=entry < entries, other=-1)
@@ -82,9 +80,7 @@ def _count(
     experts, counts, entries, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """counts int32 [chunks + 1, EXPERTS]; nobody needs the last line yet."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl.follow(PDL)
     at = tl.arange(0, BLOCK_E)
     entry = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     expert = tl.load(experts + entry, mask=entry < entries, other=-1)
@@ -95,9 +91,7 @@ def _count(
 @triton.jit(do_not_specialize=["chunks"])
 def _sum_up(counts, chunks, EXPERTS: tl.constexpr, LINES: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr):
     """A chunk's counts become those of the chunks before it, the last line those of all."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl.follow(PDL)
     at = tl.program_id(0) * EACH + tl.arange(0, EACH)
     total = tl.zeros((EACH,), tl.int32)
     for first in range(0, chunks, LINES):
@@ -115,9 +109,7 @@ def _place(
     experts, counts, ids, positions, ends, owners, entries,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl.follow(PDL)
     chunk, at = tl.program_id(0), tl.arange(0, BLOCK_E)
     entry = chunk * CHUNK + tl.arange(0, CHUNK)
     expert = tl.load(experts + entry, mask=entry < entries, other=-1)
@@ -163,8 +155,7 @@ def align(experts: Tensor, num_experts: int, block: int) -> Order:
     workspace = torch.empty(sum(sizes), dtype=torch.int32, device=experts.device)
     ids, positions, ends, owners, counts = workspace.split(sizes)
     found = Order(ids[: tiles * block], positions[:entries].view(experts.shape), ends[:num_experts], owners[:tiles])
-    use_pdl, block_e = experts.is_cuda and pdl.supported(), triton.next_power_of_2(num_experts)
-    options: dict[str, int] = {"PDL": use_pdl, **({"launch_pdl": True} if use_pdl else {})}
+    options, block_e = pdl.options(experts), triton.next_power_of_2(num_experts)
     place: dict[str, int] = {"EXPERTS": num_experts, "BLOCK": block, "CHUNK": CHUNK, "BLOCK_E": block_e, "num_warps": 4}
     if at_once:
         _align_few[(chunks,)](experts, ids, positions, ends, owners, entries, ENTRIES=at_once, **place, **options)

@@ -69,9 +69,7 @@ def _few(
     lead = tl.program_id(1)
     m = tl.arange(0, BLOCK_M)
     inside = n < OUTPUTS
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl.follow(PDL)
     expert, entry, live = entries_of(
         experts, out, lead, n, rows, TOPK, OUTPUTS, GATE, BY_ENTRY, BLOCK_M, BLOCK_N
     )  # fmt: skip
@@ -176,7 +174,6 @@ def few(
     outputs = w.shape[1] // 2 if gate and epilogue.gated else w.shape[1]
     assert rows <= MOST_ROWS
     by_entry = experts.numel() <= num_experts
-    use_pdl = x.is_cuda and pdl.supported()
     _few[(triton.cdiv(outputs, shape.block_n), experts.numel() if by_entry else num_experts)](
         x, w, experts, experts if weights is None else weights, out, x if x_scales is None else x_scales,
         x if w_scales is None else w_scales, x if epilogue.bias is None else epilogue.bias, rows,
@@ -184,7 +181,7 @@ def few(
         BLOCK_M=max(LEAST_ROWS, triton.next_power_of_2(rows)), BLOCK_N=shape.block_n, BLOCK_K=shape.block_k,
         STAGES=shape.stages, X_GROUPS=0 if x_scales is None else x_scales.shape[-1],
         W_GROUPS=0 if w_scales is None else w_scales.shape[-1], UPCAST=not x.is_cuda, BIAS=epilogue.bias is not None,
-        ALPHA=epilogue.alpha, LIMIT=epilogue.limit, GATED=epilogue.gated, PDL=use_pdl, num_warps=shape.warps, num_stages=shape.stages,
-        **({"launch_pdl": True} if use_pdl else {}),
+        ALPHA=epilogue.alpha, LIMIT=epilogue.limit, GATED=epilogue.gated, num_warps=shape.warps, num_stages=shape.stages,
+        **pdl.options(x),
     )  # fmt: skip
     return out

@@ -63,9 +63,7 @@ def _down(
     tile = tl.load(
         w + line[:, :, None] * INPUTS + k[None, None, :], mask=real[:, :, None] & (k < INPUTS)[None, None, :], other=0.0
     )  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl.follow(PDL)
     scale = tl.load(weights + j, mask=j < TOPK, other=0.0)
     y = tl.load(x + j[:, None] * INPUTS + k[None, :], mask=inside, other=0.0).to(tl.float32) * scale[:, None]
     total = tl.sum(tile.to(tl.float32) * y[:, None, :], axis=0)
@@ -85,11 +83,10 @@ def gate_gemv(x: Tensor, w: Tensor, experts: Tensor, out: Tensor, shape: Shape) 
     """x [1, k], w [experts, 2 n, k], experts int32 [1, topk] -> out [topk, n]; of -1 zeros."""
     outputs, inputs = w.shape[1] // 2, w.shape[2]
     blocks = experts.numel() * triton.cdiv(outputs, shape.block_n)
-    use_pdl = x.is_cuda and pdl.supported()
     _gate[(min(blocks, shape.programs * pdl.multiprocessors(x.device)),)](
         x, w, experts, out, blocks, TOPK=experts.numel(), INPUTS=inputs, OUTPUTS=outputs, BLOCK_N=shape.block_n,
-        BLOCK_K=triton.next_power_of_2(inputs), STAGES=shape.stages, PDL=use_pdl, num_warps=shape.warps,
-        num_stages=shape.stages, **({"launch_pdl": True} if use_pdl else {}),
+        BLOCK_K=triton.next_power_of_2(inputs), STAGES=shape.stages, num_warps=shape.warps,
+        num_stages=shape.stages, **pdl.options(x),
     )  # fmt: skip
     return out
 
@@ -97,10 +94,9 @@ def gate_gemv(x: Tensor, w: Tensor, experts: Tensor, out: Tensor, shape: Shape) 
 def down_gemv(x: Tensor, w: Tensor, experts: Tensor, weights: Tensor, out: Tensor, shape: Shape) -> Tensor:
     """x [topk, k], w [experts, n, k], experts int32 [1, topk], weights float32 [1, topk] -> out [1, n]."""
     outputs, inputs = w.shape[1], w.shape[2]
-    use_pdl = x.is_cuda and pdl.supported()
     _down[(triton.cdiv(outputs, shape.block_n),)](
         x, w, experts, weights, out, TOPK=experts.numel(), INPUTS=inputs, OUTPUTS=outputs,
         BLOCK_J=triton.next_power_of_2(experts.numel()), BLOCK_N=shape.block_n, BLOCK_K=triton.next_power_of_2(inputs),
-        PDL=use_pdl, num_warps=shape.warps, **({"launch_pdl": True} if use_pdl else {}),
+        num_warps=shape.warps, **pdl.options(x),
     )  # fmt: skip
     return out

@@ -98,13 +98,11 @@ def norm_route(
     logits = torch.empty(rows, num_experts, dtype=torch.float32, device=w.device)
     experts = torch.empty(rows, rule.num_topk, dtype=torch.int32, device=w.device)
     weights = torch.empty(rows, rule.num_topk, dtype=torch.float32, device=w.device)
-    use_pdl = w.is_cuda and pdl.supported()
     _norm_route[(triton.cdiv(num_experts, EACH), rows)](
         x, x if residual is None else residual, norm[0], w, w if correction_bias is None else correction_bias,
         w if slots is None else slots, y, stream, logits, _counters(w.device), experts, weights, rows, norm[1],
         HIDDEN=hidden, SPLITS=x.shape[0] if parts else 0, ADD=residual is not None, SLOTS=slots is not None,
         BLOCK_H=triton.next_power_of_2(hidden), EACH=EACH, **constants(rule, num_experts),
-        CORRECTED=correction_bias is not None, PDL=use_pdl, num_warps=max(1, min(8, hidden // 2048)),
-        **({"launch_pdl": True} if use_pdl else {}),
+        CORRECTED=correction_bias is not None, num_warps=max(1, min(8, hidden // 2048)), **pdl.options(w),
     )  # fmt: skip
     return y, stream, experts, weights

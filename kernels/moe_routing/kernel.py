@@ -108,9 +108,7 @@ def _select_experts(
     GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP2: tl.constexpr, CORRECTED: tl.constexpr, SLOTS: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl.follow(PDL)
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK_E)
     if SPLITS:
@@ -152,11 +150,10 @@ def select_experts(
     tokens, num_experts = logits.shape[-2:]
     experts = torch.empty(tokens, rule.num_topk, dtype=torch.int32, device=logits.device)
     weights = torch.empty(tokens, rule.num_topk, dtype=torch.float32, device=logits.device)
-    use_pdl = logits.is_cuda and pdl.supported()
     _select_experts[(tokens,)](
         logits, logits if correction_bias is None else correction_bias, logits if slots is None else slots, experts, weights,
         logits.stride(-2), logits.shape[0] if logits.dim() == 3 else 0, **constants(rule, num_experts),
         CORRECTED=correction_bias is not None, SLOTS=slots is not None,
-        PDL=use_pdl, num_warps=1, **({"launch_pdl": True} if use_pdl else {}),
+        num_warps=1, **pdl.options(logits),
     )  # fmt: skip
     return experts, weights

@@ -17,9 +17,7 @@ def _slots_of(
 ):  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = at < total
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl.follow(PDL)
     line = tl.load(experts + at, mask=real, other=-1) + 1
     turn = (at // TOPK + first) % TURNS
     tl.store(slots + at, tl.load(table + line * TURNS + turn, mask=real, other=-1), mask=real)
@@ -29,10 +27,9 @@ def _slots_of(
 def slots_of(experts: Tensor, table: Tensor, counts: Tensor, first: int) -> Tensor:
     """See reference.py. All are dense."""
     slots = torch.empty_like(experts)
-    use_pdl = experts.is_cuda and pdl.supported()
     _slots_of[(triton.cdiv(experts.numel(), BLOCK),)](
         experts, table, counts, slots, experts.numel(), first,
         TOPK=experts.shape[1], TURNS=table.shape[1], BLOCK=BLOCK,
-        PDL=use_pdl, num_warps=4, **({"launch_pdl": True} if use_pdl else {}),
+        num_warps=4, **pdl.options(experts),
     )  # fmt: skip
     return slots

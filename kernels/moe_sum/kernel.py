@@ -15,9 +15,7 @@ def _weighted_sum(
     rows, positions, weights, out, columns,
     TOPK: tl.constexpr, WEIGHTED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl.follow(PDL)
     token = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -48,10 +46,9 @@ def weighted_sum(rows: Tensor, positions: Tensor, weights: Tensor | None, out: T
 def _launch(rows: Tensor, positions: Tensor | None, weights: Tensor | None, out: Tensor, num_topk: int) -> Tensor:
     tokens, columns = out.shape
     block = min(1024, triton.next_power_of_2(columns))
-    use_pdl = out.is_cuda and pdl.supported()
     _weighted_sum[(tokens, triton.cdiv(columns, block))](
         rows, rows if positions is None else positions, rows if weights is None else weights, out, columns,
         TOPK=num_topk, PARTS=positions is None,
-        WEIGHTED=weights is not None, BLOCK=block, PDL=use_pdl, num_warps=4, **({"launch_pdl": True} if use_pdl else {}),
+        WEIGHTED=weights is not None, BLOCK=block, num_warps=4, **pdl.options(out),
     )  # fmt: skip
     return out

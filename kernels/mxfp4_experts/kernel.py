@@ -137,9 +137,7 @@ def _few(
     """As in kernels/moe_few: a program belongs to an expert, or to an entry, of which an expert's first computes it."""
     column, lead, m = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK_M)
     n = column * BLOCK_N + tl.arange(0, BLOCK_N)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl.follow(PDL)
     expert, entry, live = entries_of(
         experts, out, lead, n, rows, TOPK, OUTPUTS, GATE, BY_ENTRY, BLOCK_M, BLOCK_N
     )  # fmt: skip
@@ -168,9 +166,7 @@ def _many(
     """most: tiles of rows that there may be; batched: of each expert, which has `rows` rows in x and out, ends being num_tokens.
     GATHER: x is in the order of tokens. PARTS: out [TOPK, rows, OUTPUTS], with zeros for the entries of experts that go nowhere."""
     across: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl.follow(PDL)
     if PARTS:
         for nth in tl.range(tl.program_id(0), entries, tl.num_programs(0)):
             if tl.load(experts + nth) < 0:
@@ -299,11 +295,10 @@ def batched_rows(
 
 
 def _options(shape: Shape, x: Tensor, epilogue: Epilogue, block_m: int) -> dict[str, Any]:
-    use_pdl = x.is_cuda and pdl.supported()
     room = SHARED_BYTES // (block_m * CHUNK * x.element_size())  # for stages of x; weights' are small beside it
     stages = min(shape.stages, max(1, room))
     return {
         "BIAS": epilogue.bias is not None, "ALPHA": epilogue.alpha, "LIMIT": epilogue.limit, "BLOCK_M": block_m,
-        "BLOCK_N": shape.block_n, "STAGES": stages, "ASM": x.is_cuda and x.dtype == torch.bfloat16, "PDL": use_pdl,
-        "num_warps": shape.warps, **({"launch_pdl": True} if use_pdl else {}),
+        "BLOCK_N": shape.block_n, "STAGES": stages, "ASM": x.is_cuda and x.dtype == torch.bfloat16,
+        "num_warps": shape.warps, **pdl.options(x),
     }  # fmt: skip

@@ -331,9 +331,7 @@ def sorted_rows(
 
 
 def _options(shape: Shape, x: Tensor, epilogue: Epilogue, columns: int) -> dict[str, Any]:
-    use_pdl = x.is_cuda and pdl.supported()
     return {
         "BIAS": epilogue.bias is not None, "ALPHA": epilogue.alpha, "LIMIT": epilogue.limit, "TILES": shape.tiles, "COLUMNS": columns,
-        "WARPS": shape.warps, "DEPTH": shape.depth, "PDL": use_pdl, "num_warps": shape.warps,
-        **({"launch_pdl": True} if use_pdl else {}),
+        "WARPS": shape.warps, "DEPTH": shape.depth, "num_warps": shape.warps, **pdl.options(x),
     }  # fmt: skip

@@ -68,10 +68,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows, columns = x.shape
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(columns)
-    use_pdl = pdl.for_few_rows(rows, x.device)
     _rms_norm[(rows,)](
-        x, x, weight, x, out, x.stride(0), 0, columns, eps, 0.0, SPLITS=0, ADD=False, OWN=False, BLOCK=block, PDL=use_pdl,
-        num_warps=_warps(block), **({"launch_pdl": True} if use_pdl else {}),
+        x, x, weight, x, out, x.stride(0), 0, columns, eps, 0.0, SPLITS=0, ADD=False, OWN=False, BLOCK=block,
+        num_warps=_warps(block), **pdl.options(x, rows),
     )  # fmt: skip
     return out
 
@@ -88,11 +87,9 @@ def add_rms_norm(
     out = torch.empty_like(residual)
     own_weight, own_eps = own or (x, 0.0)
     block = triton.next_power_of_2(columns)
-    use_pdl = x.is_cuda and pdl.supported() if splits else pdl.for_few_rows(rows, x.device)
     warps = _warps(block) if splits < MANY_PARTS else min(16, max(4, block // 128))  # all parts are asked for at once
     _rms_norm[(rows,)](
         x, residual, weight, own_weight, out, x.stride(-2), rows * columns, columns, eps, own_eps,
-        SPLITS=splits, ADD=True, OWN=own is not None, BLOCK=block, PDL=use_pdl, num_warps=warps,
-        **({"launch_pdl": True} if use_pdl else {}),
+        SPLITS=splits, ADD=True, OWN=own is not None, BLOCK=block, num_warps=warps, **pdl.options(x, 0 if splits else rows),
     )  # fmt: skip
     return out

@@ -243,13 +243,11 @@ def packed_few(x: Tensor, weight: PackedWeight, shape: Shape, bias: Tensor | Non
     if rows > MOST_ROWS:
         raise ValueError(f"{rows} rows, {MOST_ROWS} at most")
     out = torch.empty(rows, weight.outputs, dtype=x.dtype, device=x.device)
-    use_pdl = x.is_cuda and pdl.supported()
     low, _, scales, zeros, minima, _ = tensors(weight)
     given = {name: value for name, value in constants(weight).items() if name not in ("BITS", "TABLE")}
     _packed_few[(triton.cdiv(weight.outputs, 16 * shape.tiles),)](
         x, low, scales, zeros, minima, x if bias is None else bias, out, rows, **given, BIAS=bias is not None, TILES=shape.tiles,
         COLUMNS=max(8, 2 * triton.next_power_of_2(rows)), WARPS=shape.warps,
-        DEPTH=min(shape.depth, triton.cdiv(given["CHUNKS"], shape.warps)), PDL=use_pdl, num_warps=shape.warps,
-        **({"launch_pdl": True} if use_pdl else {}),
+        DEPTH=min(shape.depth, triton.cdiv(given["CHUNKS"], shape.warps)), num_warps=shape.warps, **pdl.options(x),
     )  # fmt: skip
     return out

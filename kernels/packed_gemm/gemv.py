@@ -147,10 +147,10 @@ def parts(x: Tensor, weight: PackedWeight, shape: Shape, bias: Tensor | None = N
     chunks = weight.low.shape[1] // PLANE
     assert shape.splits == 1 or bias is None
     out = outputs_for(x, weight, shape.splits)
-    use_pdl, each = x.is_cuda and pdl.supported(), triton.cdiv(chunks, shape.splits)
+    each = triton.cdiv(chunks, shape.splits)
     _packed_gemv[(triton.cdiv(weight.outputs, shape.block_n), shape.splits)](
         x, *tensors(weight), x if bias is None else bias, out, **constants(weight), EACH=each, BIAS=bias is not None,
-        BLOCK_N=shape.block_n, STAGES=shape.stages, LINES=triton.next_power_of_2(each), PDL=use_pdl, num_warps=shape.warps,
-        **({"launch_pdl": True} if use_pdl else {}),
+        BLOCK_N=shape.block_n, STAGES=shape.stages, LINES=triton.next_power_of_2(each), num_warps=shape.warps,
+        **pdl.options(x),
     )  # fmt: skip
     return out

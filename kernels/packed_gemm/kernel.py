@@ -214,9 +214,7 @@ def _decode(
     ZEROS: tl.constexpr, MINIMA: tl.constexpr, TABLE: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One chunk of BLOCK_N rows."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl.follow(PDL)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     chunk = tl.program_id(1)
     there, inside = n < OUTPUTS, tl.arange(0, 32)
@@ -255,10 +253,9 @@ SOON_DECODED_ROWS = 32  # the same where scales change from plane to plane, or c
 def decode(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """The values [outputs, inputs], in the order of the packed inputs."""
     out = torch.empty(weight.outputs, weight.inputs, dtype=dtype, device=weight.low.device)
-    use_pdl, block_n = out.is_cuda and pdl.supported(), 32
+    block_n = 32
     _decode[(triton.cdiv(weight.outputs, block_n), weight.low.shape[1] // PLANE)](
-        *tensors(weight), out, **constants(weight), BLOCK_N=block_n, PDL=use_pdl, num_warps=4,
-        **({"launch_pdl": True} if use_pdl else {}),
+        *tensors(weight), out, **constants(weight), BLOCK_N=block_n, num_warps=4, **pdl.options(out),
     )  # fmt: skip
     return out
 
@@ -300,14 +297,13 @@ def parts(x: Tensor, weight: PackedWeight, shape: Shape, bias: Tensor | None = N
     rows, chunks = x.shape[0], weight.low.shape[1] // PLANE
     assert shape.splits == 1 or bias is None
     out = outputs_for(x, weight, shape.splits)
-    use_pdl = x.is_cuda and pdl.supported()
     each = triton.cdiv(chunks, shape.splits)
     after = weight.group >= PLANE and weight.minima is None and weight.table is None and shape.block_m <= 32
     asm = shape.asm and x.is_cuda and after and weight.bits == 4 and x.dtype == torch.bfloat16
     _packed_gemm[(triton.cdiv(weight.outputs, shape.block_n), shape.splits, triton.cdiv(rows, shape.block_m))](
         x, *tensors(weight), x if bias is None else bias, out, rows, **constants(weight), EACH=each, BIAS=bias is not None,
         AFTER=after, SWAP=shape.swap, BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, STAGES=shape.stages,
-        LINES=triton.next_power_of_2(each), ASM=asm, PDL=use_pdl, num_warps=shape.warps, **({"launch_pdl": True} if use_pdl else {}),
+        LINES=triton.next_power_of_2(each), ASM=asm, num_warps=shape.warps, **pdl.options(x),
     )  # fmt: skip
     return out
 

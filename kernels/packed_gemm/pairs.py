@@ -70,9 +70,7 @@ def _plainly(words, pair_0, pair_1, pair_2, pair_3, zero, UPPER: tl.constexpr):
 @triton.jit
 def _as_pairs(x, pairs, backs, INPUTS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Words of inputs that are 128 apart, times the power of two; what undoes that."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl.follow(PDL)
     word = tl.arange(0, BLOCK)
     at = word // 128 * 256 + word % 128
     low = tl.load(x + at, mask=at < INPUTS, other=0.0).to(tl.float32)
@@ -163,20 +161,18 @@ def parts(x: Tensor, weight: PackedWeight, shape: Shape, bias: Tensor | None = N
     chunks = weight.low.shape[1] // PLANE
     assert shape.splits == 1 or bias is None
     out = outputs_for(x, weight, shape.splits)
-    use_pdl, each = x.is_cuda and pdl.supported(), triton.cdiv(chunks, shape.splits)
+    each, options = triton.cdiv(chunks, shape.splits), pdl.options(x)
     low, _, scales, zeros, _, _ = tensors(weight)
     given = {name: value for name, value in constants(weight).items() if name not in ("BITS", "MINIMA", "TABLE")}
     words = torch.empty(chunks * 128, dtype=torch.int32, device=x.device)
     back = torch.empty(1, dtype=torch.float32, device=x.device)
-    launch: dict[str, object] = {"launch_pdl": True} if use_pdl else {}
     _as_pairs[(1,)](
-        x, words, back, INPUTS=weight.inputs, WORDS=chunks * 128, BLOCK=triton.next_power_of_2(chunks * 128), PDL=use_pdl, num_warps=16,
-        **launch,
+        x, words, back, INPUTS=weight.inputs, WORDS=chunks * 128, BLOCK=triton.next_power_of_2(chunks * 128), num_warps=16,
+        **options,
     )  # fmt: skip
     _packed_pairs[(triton.cdiv(weight.outputs, shape.block_n), shape.splits)](
         words, back, low, scales, zeros, x if bias is None else bias, out, **given, EACH=each, BIAS=bias is not None,
-        BLOCK_N=shape.block_n, LINES=triton.next_power_of_2(each), STAGES=shape.stages, ASM=x.is_cuda, PDL=use_pdl,
-        num_warps=shape.warps,
-        **launch,
+        BLOCK_N=shape.block_n, LINES=triton.next_power_of_2(each), STAGES=shape.stages, ASM=x.is_cuda,
+        num_warps=shape.warps, **options,
     )  # fmt: skip
     return out

@@ -18,9 +18,7 @@ def _quantise(
     x, given, codes, scales, columns, groups,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, STATIC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl.follow(PDL)
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = group * SIZE + tl.arange(0, BLOCK)
     inside = (tl.arange(0, BLOCK) < SIZE) & (at < columns)
@@ -43,10 +41,9 @@ def quantise(x: Tensor, group: int, scale: Tensor | None = None) -> tuple[Tensor
     groups = triton.cdiv(columns, size)
     codes = torch.empty(rows, columns, dtype=DTYPE, device=x.device)
     scales = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
-    use_pdl = x.is_cuda and pdl.supported()
     if rows:
         _quantise[(rows, groups)](
             x, scales if scale is None else scale, codes, scales, columns, groups, SIZE=size, BLOCK=triton.next_power_of_2(size),
-            STATIC=scale is not None, PDL=use_pdl, num_warps=1 if size <= 256 else 4, **({"launch_pdl": True} if use_pdl else {}),
+            STATIC=scale is not None, num_warps=1 if size <= 256 else 4, **pdl.options(x),
         )  # fmt: skip
     return codes, scales

@@ -19,9 +19,7 @@ def _quantise(
     x, given, given_zero, codes, scales, zeros, columns,
     BLOCK: tl.constexpr, STATIC: tl.constexpr, ZERO: tl.constexpr, SYMMETRIC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl.follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < columns
@@ -51,11 +49,11 @@ def quantise(
     rows, columns = x.shape
     codes = torch.empty(rows, columns, dtype=torch.int8, device=x.device)
     scales, zeros = torch.empty(2, rows, 1, dtype=torch.float32, device=x.device)
-    block, use_pdl = triton.next_power_of_2(columns), x.is_cuda and pdl.supported()
+    block = triton.next_power_of_2(columns)
     if rows:
         _quantise[(rows,)](
             x, scales if scale is None else scale, zeros if zero is None else zero, codes, scales, zeros, columns, BLOCK=block,
-            STATIC=scale is not None, ZERO=zero is not None, SYMMETRIC=symmetric, PDL=use_pdl,
-            num_warps=min(16, max(4, block // 1024)), **({"launch_pdl": True} if use_pdl else {}),
+            STATIC=scale is not None, ZERO=zero is not None, SYMMETRIC=symmetric,
+            num_warps=min(16, max(4, block // 1024)), **pdl.options(x),
         )  # fmt: skip
     return codes, scales, zeros

@@ -24,9 +24,7 @@ def _update(
     x_stride, dt_stride, b_stride, c_stride, gate_stride, half_stride, page_stride, channels,
     HALF: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl.follow(PDL)
     request, p, n = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_N)
     token, count, start, table = request_of(request, rows, starts, ends, tables, stride)
     if count != 1:
@@ -213,12 +211,12 @@ def scan_update(
     x, gate and dt (before softplus) [t, channels] and b, c [t, N] may be strided by token; a float32 [channels, N]; d float32
     [channels]; state [2, pages, half, 1, N]; out [t, channels]. page: tokens of a block.
     """
-    (channels, numbers), use_pdl = a.shape, pdl.for_few_rows(num, x.device)
+    channels, numbers = a.shape
     _update[(num, triton.cdiv(channels, BLOCK))](
         x, dt, a, b, c, d, gate, out, state, at.rows, at.starts, at.ends, at.blocks, at.blocks.stride(0),
         x.stride(0), dt.stride(0), b.stride(0), c.stride(0), gate.stride(0), state.stride(0), state.stride(1), channels,
-        HALF=state.shape[2], N=numbers, PAGE=page, BLOCK=BLOCK, BLOCK_N=triton.next_power_of_2(numbers), PDL=use_pdl, num_warps=1,
-        **({"launch_pdl": True} if use_pdl else {}),
+        HALF=state.shape[2], N=numbers, PAGE=page, BLOCK=BLOCK, BLOCK_N=triton.next_power_of_2(numbers), num_warps=1,
+        **pdl.options(x, num),
     )  # fmt: skip
 
 

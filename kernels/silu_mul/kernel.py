@@ -35,9 +35,7 @@ def activated(x, ACT: tl.constexpr):
 
 @triton.jit
 def _act_mul(gate_up, out, columns, ACT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl.follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < columns
@@ -61,9 +59,7 @@ def act_mul(gate_up: Tensor, act: str) -> Tensor:
     rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, columns, dtype=gate_up.dtype, device=gate_up.device)
     block = 512 if rows < 64 else min(4096, triton.next_power_of_2(columns))
-    use_pdl = gate_up.is_cuda and pdl.supported()
     _act_mul[(rows, triton.cdiv(columns, block))](
-        gate_up, out, columns, ACT=ACTS.index(act), BLOCK=block, PDL=use_pdl, num_warps=max(4, block // 512),
-        **({"launch_pdl": True} if use_pdl else {}),
+        gate_up, out, columns, ACT=ACTS.index(act), BLOCK=block, num_warps=max(4, block // 512), **pdl.options(gate_up),
     )  # fmt: skip
     return out

@@ -111,14 +111,13 @@ def small_m_gemm(x: Tensor, w: Tensor, shape: Shape, use: str) -> Tensor:
     outputs = w.shape[0] // 2 if use == "gate" else w.shape[0]
     assert shape.fits(outputs, inputs)
     assert shape.splits == 1 or use == "parts"
-    use_pdl = x.is_cuda and pdl.supported()
     each = inputs // shape.splits
     sizes, dtype = ((shape.splits, rows, outputs), torch.float32) if use == "parts" else ((rows, outputs), x.dtype)
     out = torch.empty(sizes, dtype=dtype, device=x.device)
     _small_m_gemm[(outputs // shape.block_n, shape.splits, triton.cdiv(rows, shape.block_m))](
         x, w, out, rows,
         INPUTS=inputs, OUTPUTS=outputs, EACH=each, GATE=use == "gate", BLOCK_M=shape.block_m, BLOCK_N=shape.block_n,
-        BLOCK_K=shape.block_k, STAGES=shape.stages, LINES=triton.next_power_of_2(triton.cdiv(each, LINE)), PDL=use_pdl,
-        num_warps=shape.warps, num_stages=shape.stages, **({"launch_pdl": True} if use_pdl else {}),
+        BLOCK_K=shape.block_k, STAGES=shape.stages, LINES=triton.next_power_of_2(triton.cdiv(each, LINE)),
+        num_warps=shape.warps, num_stages=shape.stages, **pdl.options(x),
     )  # fmt: skip
     return out

@@ -19,9 +19,7 @@ def _update(
     HEADS: tl.constexpr, EACH: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl.follow(PDL)
     request, head, p = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
     n = tl.arange(0, BLOCK_N)
     token, count, start, table = request_of(request, rows, starts, ends, tables, stride)
@@ -69,12 +67,11 @@ def state_update(
     state [2, pages, half, P, N]; out [t, heads, P]. page: tokens of a block.
     """
     heads, width = x.shape[1:]
-    block_p, use_pdl = min(triton.next_power_of_2(width), 32), pdl.for_few_rows(num, x.device)
+    block_p = min(triton.next_power_of_2(width), 32)
     _update[(num, heads, triton.cdiv(width, block_p))](
         x, steps.dt, a, b, c, d, steps.bias, steps.low, high_of(steps), out, state,
         at.rows, at.starts, at.ends, at.blocks, at.blocks.stride(0),
         x.stride(0), steps.dt.stride(0), b.stride(0), c.stride(0), state.stride(0), state.stride(1),
         HEADS=heads, EACH=heads // b.shape[1], HALF=state.shape[2], P=width, N=b.shape[2], PAGE=page,
-        BLOCK_P=block_p, BLOCK_N=triton.next_power_of_2(b.shape[2]), PDL=use_pdl, num_warps=4,
-        **({"launch_pdl": True} if use_pdl else {}),
+        BLOCK_P=block_p, BLOCK_N=triton.next_power_of_2(b.shape[2]), num_warps=4, **pdl.options(x, num),
     )  # fmt: skip

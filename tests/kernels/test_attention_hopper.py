@@ -13,8 +13,9 @@ from paged import give_away, make, step_of
 
 from meshlm.kernels.attention import hopper
 from meshlm.kernels.attention.kernel import PLAIN, Columns, Extras
-from meshlm.kernels.attention.proof import Variant, prove
 from meshlm.kernels.attention.reference import attention
+from meshlm.kernels.attention.self_test import self_test_hopper
+from meshlm.kernels.attention.tiles import Variant
 
 HERE = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 REQUESTS = [
@@ -128,7 +129,7 @@ def test_soft_cap_and_sinks() -> None:
 @pytest.mark.parametrize("shape", [(32, 8, 128), (28, 4, 128), (8, 4, 256)])
 def test_a_worker_finds_it_right(shape: tuple[int, int, int], windowed: bool) -> None:
     variant = Variant(*shape, 16, WIDE, windowed, capped=True)
-    assert prove(variant, torch.device("cuda"), 30.0) == ""
+    assert self_test_hopper(variant, torch.device("cuda"), 30.0) == ""
 
 
 @on_hopper

@@ -17,7 +17,7 @@ LEFT_OUT = (
     "test_allreduce_rmsnorm.py",  # ranks that wait for one another: support/compiled.py has their kernels
     "test_compiles.py",
     "test_cpu_packed.py",
-    "test_cpu_proof.py",
+    "test_cpu_self_test.py",
     "test_cpu_rounded.py",
     "test_gemv_parts.py",  # likewise
     "test_ggml.py",

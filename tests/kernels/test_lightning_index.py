@@ -5,9 +5,9 @@ import torch
 from device import DEVICE, DTYPES, MARKS, WIDE, near
 
 from meshlm.kernels.attention.kernel import Columns
-from meshlm.kernels.lightning_index import proof, reference
+from meshlm.kernels.lightning_index import reference, self_test
 from meshlm.kernels.lightning_index.kernel import index_scores, keep_keys, select
-from meshlm.kernels.lightning_index.proof import IndexShape, prove_index
+from meshlm.kernels.lightning_index.self_test import IndexShape, self_test_index
 from meshlm.kernels.mla.decode import decode
 from meshlm.kernels.mla.reference import absorbed_attention
 from meshlm.kernels.mla.tiles import DecodeTile
@@ -99,13 +99,13 @@ def test_attention_to_chosen_tokens(splits: int, dtype: torch.dtype) -> None:
 SHAPE = IndexShape(heads=3, rank=32, rotary=16, index_heads=4, index_dim=32, topk=24, page=8)
 
 
-def test_right_kernels_are_proven() -> None:
-    assert prove_index(SHAPE, WIDE, DEVICE) == ""
+def test_right_kernels_are_used() -> None:
+    assert self_test_index(SHAPE, WIDE, DEVICE) == ""
 
 
 @pytest.mark.parametrize("kernel", ["index_scores", "select", "decode"])
 def test_a_kernel_that_leaves_something_out_is_not_used(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = getattr(proof, kernel)
+    right = getattr(self_test, kernel)
 
     def wrong(*given: object, **named: object) -> None:
         right(*given, **named)
@@ -113,18 +113,18 @@ def test_a_kernel_that_leaves_something_out_is_not_used(kernel: str, monkeypatch
         assert isinstance(out, torch.Tensor)
         out[0] = 0
 
-    monkeypatch.setattr(proof, kernel, wrong)
+    monkeypatch.setattr(self_test, kernel, wrong)
     said = {
         "index_scores": "scores of the index",
         "select": "the choice of tokens",
         "decode": "attention to chosen tokens",
     }
-    assert prove_index(SHAPE, WIDE, DEVICE).startswith(said[kernel])
+    assert self_test_index(SHAPE, WIDE, DEVICE).startswith(said[kernel])
 
 
 def test_a_kernel_that_cannot_be_compiled_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise RuntimeError("no such instruction\nmore")
 
-    monkeypatch.setattr(proof, "select", fails)
-    assert prove_index(SHAPE, WIDE, DEVICE) == "RuntimeError: no such instruction"
+    monkeypatch.setattr(self_test, "select", fails)
+    assert self_test_index(SHAPE, WIDE, DEVICE) == "RuntimeError: no such instruction"

@@ -14,9 +14,13 @@ Function = ast.FunctionDef
 
 
 def calls(function: Function) -> list[tuple[int, str]]:
-    """Lines and names of what is called."""
+    """Lines and names of what is called; `pdl.follow` stands for the two instructions in it."""
     found = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
-    return sorted((call.lineno, ast.unparse(call.func).rsplit(".", 1)[-1]) for call in found)
+    names = [(call.lineno, ast.unparse(call.func)) for call in found]
+    both = [
+        (line, one) for line, name in names if name == "pdl.follow" for one in ("gdc_launch_dependents", "gdc_wait")
+    ]
+    return sorted([*((line, name.rsplit(".", 1)[-1]) for line, name in names), *both])
 
 
 def functions(path: Path) -> dict[str, Function]:
@@ -36,6 +40,13 @@ def early() -> list[tuple[Path, str]]:
 def waits(known: dict[str, Function]) -> set[str]:
     """What waits for the kernel before: the instruction, and functions beside the kernel in which it stands."""
     return {"gdc_wait"} | {name for name, one in known.items() if any(called == "gdc_wait" for _, called in calls(one))}
+
+
+def test_a_kernel_that_follows_waits() -> None:
+    """Behind the instruction by which the next one begins."""
+    follow = functions(KERNELS / "pdl.py")["follow"]
+    assert [name for _, name in calls(follow)] == ["gdc_launch_dependents", "gdc_wait"]
+    assert not [node for node in ast.walk(follow) if isinstance(node, ast.Return)]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 Prompts wait for arithmetic, which is where these packages are good. Decodes stay with the Triton kernel, which also writes the cache,
 and so do the steps of CUDA graphs, whose prompts the host does not know. A package must give what plain torch gives on this very GPU
-before it is used: `unsupported` proves it.
+before it is used: `unsupported` tests it.
 """
 
 import importlib
@@ -13,8 +13,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from meshlm.kernels.attention.kernel import Columns, Extras
+from meshlm.kernels.attention.kernel import Extras
 from meshlm.kernels.attention.reference import attention
+from meshlm.kernels.attention.requests import PagedStep, Request
+from meshlm.kernels.self_test import Result, distance, why_wrong
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.attention_packages import PACKAGES
 from meshlm.workers.attention.triton_backend import TritonAttention, TritonBackend
@@ -22,7 +24,8 @@ from meshlm.workers.batch import KnownRequests, LayerCache, Prompt
 
 WORKSPACE_BYTES = 256 << 20  # FlashInfer's, for the parts of split contexts
 NEAR = 0.02  # of the norm of what plain torch gives
-PROVEN = ((20, 33), (0, 1), (37, 2), (0, 90))  # start, count of the prompts of a proof
+MEASURE = "of the norm away from plain torch on this GPU"
+TESTED: tuple[Request, ...] = ((20, 33), (0, 1), (37, 2), (0, 90))  # the prompts of the self-test
 
 
 class Prompts(NamedTuple):
@@ -207,21 +210,12 @@ class PackageBackend(TritonBackend):
         major, minor = torch.cuda.get_device_capability(device)
         if not about.first <= (major, minor) < about.beyond:
             return f"{about.needs}, this GPU has compute capability {major}.{minor}; use auto"
-        return self._proven(spec, device, dtype, block_size)
-
-    def _proven(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, block_size: int) -> str:
-        """Why the package is not to be used; "" when it gives what plain torch gives."""
-        try:
-            package = self._loaded()
-            worst = max(
-                differs(package, spec, device, dtype, block_size, window)
-                for window in ((0, 16) if spec.sliding_window else (0,))
-            )
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # of another's package: whatever it says, this start goes no further with it
-            return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}; use auto"
-        return "" if worst <= NEAR else f"it is {worst:.3g} of the norm away from plain torch on this GPU; use auto"
+        windows = (0, 16) if spec.sliding_window else (0,)
+        why = why_wrong(
+            Result("it is", differs(self._loaded(), spec, device, dtype, block_size, window), NEAR, MEASURE)
+            for window in windows
+        )
+        return f"{why}; use auto" if why else ""
 
     def _loaded(self) -> Package:
         if self._package is None:
@@ -241,29 +235,14 @@ def differs(
 
     Prompts lie in pages of any order, and NaN in all that is not theirs or is in a page before their window.
     """
-    random = torch.Generator(device).manual_seed(3)
-    needed = [-(-(start + count) // page) for start, count in PROVEN]
-    order = torch.randperm(sum(needed), generator=random, device=device).int()
-    blocks = order[-1].repeat(len(needed), max(needed))
-    for row, mine in enumerate(order.split(needed)):
-        blocks[row, : len(mine)] = mine
-    counts = [count for _, count in PROVEN]
-    firsts = [end - count for end, count in zip(_sums(counts), counts, strict=True)]
-    prompts = tuple(Prompt(row, start, firsts[row], count) for row, (start, count) in enumerate(PROVEN))
-    shape = (2, sum(needed), page, spec.num_key_value_heads, spec.head_dim)
-    keys, values = torch.randn(shape, generator=random, device=device).to(dtype)
-    query = torch.randn(sum(counts), spec.num_attention_heads, spec.head_dim, generator=random, device=device).to(dtype)
+    heads = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
+    step = PagedStep.random(TESTED, heads, page, dtype, device)
+    firsts = [end - count for end, (_, count) in zip(step.at.ends.tolist(), TESTED, strict=True)]
+    prompts = tuple(Prompt(row, start, firsts[row], count) for row, (start, count) in enumerate(TESTED))
     extras, scale = Extras(window=window, cap=spec.attn_logit_softcapping), spec.head_dim**-0.5
-    starts = torch.tensor([start for start, _ in PROVEN], dtype=torch.int32, device=device)
-    ends = torch.tensor(list(_sums(counts)), dtype=torch.int32, device=device)
-    at = Columns(torch.arange(len(needed), dtype=torch.int32, device=device), starts, ends, len(needed), blocks)
-    wanted = attention(query, keys, values, at, scale, extras)
-    of = Prompts.of(KnownRequests(0, 0, prompts), blocks, page, window)
-    seen = torch.zeros(keys.shape[:2], dtype=torch.bool, device=device)
-    for row, start, _, count in prompts:
-        at_page = torch.arange(max(0, start - window + 1) // page * page if window else 0, start + count, device=device)
-        seen[blocks[row, at_page // page].long(), at_page % page] = True
-    keys[~seen] = values[~seen] = torch.nan
-    found = package.attend(query, keys, values, of, scale, extras, of).float()
-    error = float((found - wanted).norm() / wanted.norm())
+    wanted = attention(*step[:4], scale, extras)
+    given = Prompts.of(KnownRequests(0, 0, prompts), step.at.blocks, page, window)
+    step.spoil_others(lambda start: max(0, start - window + 1) if window else 0, own=True)
+    found = package.attend(*step[:3], given, scale, extras, given)
+    error = float(distance(found, wanted))
     return error if error == error else float("inf")

@@ -11,11 +11,10 @@ from torch import Tensor
 from meshlm.kernels.attention.decode import Rope, decode
 from meshlm.kernels.attention.kernel import EVERYTHING, PLAIN, Columns, Extras, SharedPrefixes
 from meshlm.kernels.attention.prefill import prefill
-from meshlm.kernels.attention.proof import Variant
-from meshlm.kernels.attention.seen_proof import prove_chunks, prove_heads, prove_slopes
+from meshlm.kernels.attention.self_test import self_test_chunks, self_test_heads, self_test_slopes
 from meshlm.kernels.attention.shared_prefix import shared_prefix
-from meshlm.kernels.attention.tiles import LARGE_DIM, decode_tiles, most_parts, shared_tile, tile_of_head
-from meshlm.kernels.lightning_index.proof import IndexShape, prove_index
+from meshlm.kernels.attention.tiles import LARGE_DIM, Variant, decode_tiles, most_parts, shared_tile, tile_of_head
+from meshlm.kernels.lightning_index.self_test import IndexShape, self_test_index
 from meshlm.kernels.states import Pieces
 from meshlm.protocol.model import ModelSpec, StateSpec
 from meshlm.workers.attention.aux_stream import AuxStream
@@ -270,13 +269,13 @@ def _ssm(state: StateSpec, dtype: torch.dtype) -> torch.dtype:
 
 @cache
 def _wrong_chunks(variant: Variant, device: torch.device) -> str:
-    reason = prove_chunks(variant, device)
+    reason = self_test_chunks(variant, device)
     return f"its attention in chunks (attention_chunk_size) is not right on this GPU: {reason}" if reason else ""
 
 
 @cache
 def _wrong_heads(variant: Variant, device: torch.device) -> str:
-    reason = prove_heads(variant, device)
+    reason = self_test_heads(variant, device)
     return f"its attention of heads of {variant.dim} is not right on this GPU: {reason}" if reason else ""
 
 
@@ -298,18 +297,18 @@ def _head_sizes(spec: ModelSpec) -> set[tuple[int, int]]:
 
 @cache
 def _wrong_slopes(variant: Variant, slopes: tuple[float, ...], device: torch.device) -> str:
-    reason = prove_slopes(variant, slopes, device)
+    reason = self_test_slopes(variant, slopes, device)
     return f"its slopes of heads (ALiBi) are not right on this GPU: {reason}" if reason else ""
 
 
 @cache
 def _wrong_index(shape: IndexShape, dtype: torch.dtype, device: torch.device) -> str:
-    reason = prove_index(shape, dtype, device)
+    reason = self_test_index(shape, dtype, device)
     return f"its attention to chosen tokens (index_topk) is not right on this GPU: {reason}" if reason else ""
 
 
 def _wrong(spec: ModelSpec, device: torch.device, dtype: torch.dtype, page: int) -> str:
-    """Why it cannot compute the attention of such a model; "" when it can. Proven here where few models ask for it."""
+    """Why it cannot compute the attention of such a model; "" when it can. Tested here where few models ask for it."""
     if spec.mla is not None:
         mla, heads = spec.mla, spec.num_attention_heads
         index = IndexShape(

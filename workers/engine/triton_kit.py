@@ -8,11 +8,11 @@ import numpy as np
 import structlog
 import torch
 
-from meshlm.kernels.attention.cache_proof import CacheShape, prove_cache
-from meshlm.kernels.attention.proof import Variant, prove
+from meshlm.kernels.attention.self_test import CacheShape, self_test_cache, self_test_hopper
 from meshlm.kernels.attention.tiles import (
     LARGE_DIM,
     SHORT_CONTEXT,
+    Variant,
     decode_tiles,
     hopper_from,
     hopper_wave,
@@ -120,7 +120,7 @@ class TritonKit:
         votes = engine.comm.all_reduce(torch.full((8,), float(not reason), dtype=engine.dtype, device=engine.device))
         return reason if int(votes[0].item()) == engine.shard.tp_size else reason or "another rank has found them wrong"
 
-    def _prove_attention(self, engine: ModelEngine, *, launched: bool) -> None:
+    def _self_test_attention(self, engine: ModelEngine, *, launched: bool) -> None:
         """Hopper's attention is used for this model's layers where it gives, on this GPU, what the other kernel gives."""
         spec = engine.spec
         if spec.mla is not None or spec.encoder_only:
@@ -133,7 +133,7 @@ class TritonKit:
                 continue
             shape = (spec.num_attention_heads, kv_heads, dim, engine.layout.block_size)
             variant = Variant(*shape, engine.dtype, windowed, cap > 0, spec.attention_sinks)
-            if reason := prove(variant, engine.device, cap, launched=launched):
+            if reason := self_test_hopper(variant, engine.device, cap, launched=launched):
                 _log.warning("attention of prompts runs without Hopper's kernel", reason=reason, windows=windowed)
 
     def attention_wave(self, engine: ModelEngine) -> int:
@@ -172,7 +172,7 @@ class TritonKit:
         try:
             with engine.model.shortened() as layers, precompiled(lambda done, of: report("kernels", done, of, "")):
                 engine.compute.caches = caches[:layers]
-                self._prove_attention(engine, launched=False)
+                self._self_test_attention(engine, launched=False)
                 engine.dummy_step(engine.full_counts())
                 self._warm_up(engine)
         except torch.OutOfMemoryError:  # the memory profile says it better
@@ -181,7 +181,7 @@ class TritonKit:
         finally:
             engine.compute.caches = []
 
-    def _prove_states(self, engine: ModelEngine) -> None:
+    def _self_test_states(self, engine: ModelEngine) -> None:
         """WrongStates where a model with recurrent states is not what plain torch makes of it. All ranks of a group say so together."""
         from meshlm.workers.states import model_proof
 
@@ -197,23 +197,23 @@ class TritonKit:
         if int(votes[0].item()) < engine.shard.tp_size:
             raise WrongStates(reason or "another rank's part of the model is not right")
 
-    def _prove_cache(self, engine: ModelEngine) -> None:
+    def _self_test_cache(self, engine: ModelEngine) -> None:
         """ProcessFatal where the kernels cannot keep what --kv-cache-dtype fp8_e5m2 asks for."""
         if engine.layout.dtype != torch.float8_e5m2:
             return
         spec, page = engine.spec, engine.config.cache.block_size
         for kv_heads, dim, _ in _attention_kinds(spec):
             shape = CacheShape(spec.num_attention_heads, kv_heads, dim, page, engine.layout.dtype)
-            if reason := prove_cache(shape, engine.dtype, engine.device):
+            if reason := self_test_cache(shape, engine.dtype, engine.device):
                 raise ProcessFatal(f"--kv-cache-dtype fp8_e5m2: on this GPU {reason}; use fp8 or auto")
 
     def warm_up(self, engine: ModelEngine) -> None:
         """Every kernel is compiled here, in each variant that steps use."""
-        self._prove_cache(engine)
-        self._prove_attention(engine, launched=True)
+        self._self_test_cache(engine)
+        self._self_test_attention(engine, launched=True)
         self._warm_up(engine)
         if engine.spec.state is not None:
-            self._prove_states(engine)
+            self._self_test_states(engine)
         if engine.config.worker.tune == "full" and engine.shard.size == 1 and engine.model.parts is None:
             timed = TimedSteps(engine, self._inputs, self._padded)
             if self._tuner(engine).measure_steps(timed):

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from meshlm.kernels.cpu import packed, proof
+from meshlm.kernels.cpu import packed, self_test
 from meshlm.workers.formats.unquantized import PackedGGUF
 from meshlm.workers.layers.linear import Linear, Matrix
 from meshlm.workers.models.decoder import Decoder
@@ -47,7 +47,7 @@ def keep(model: Decoder, tensors: Iterable[tuple[str, Source]], *, exact: bool) 
 
     exact: no product rounds its activations.
     """
-    rounded = not exact and proof.rounds()
+    rounded = not exact and self_test.rounds()
     parts: dict[str, list[tuple[int, int, int | None]]] = {}  # first row, rows, form
     for name, source in tensors:
         try:

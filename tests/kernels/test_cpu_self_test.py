@@ -7,7 +7,7 @@ import torch
 from structlog.testing import capture_logs
 from torch import Tensor
 
-from meshlm.kernels.cpu import kernel, packed, proof
+from meshlm.kernels.cpu import kernel, packed, self_test
 from meshlm.kernels.cpu.library import library
 
 pytestmark = pytest.mark.skipif(
@@ -17,18 +17,18 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    proof.rounds.cache_clear()
+    self_test.rounds.cache_clear()
     yield
-    proof.rounds.cache_clear()
+    self_test.rounds.cache_clear()
 
 
 def test_right_products_are_used() -> None:
     with capture_logs() as lines:
-        assert proof.rounds()
+        assert self_test.rounds()
     assert not lines
 
 
-@pytest.mark.parametrize("nth", range(2 * len(proof.KINDS)))
+@pytest.mark.parametrize("nth", range(2 * len(self_test.KINDS)))
 @pytest.mark.parametrize("wrong", [1.001, torch.nan])
 def test_a_wrong_one_is_not(wrong: float, nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever of them it is."""
@@ -42,7 +42,7 @@ def test_a_wrong_one_is_not(wrong: float, nth: int, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(kernel, "linear", broken)
     with capture_logs() as lines:
-        assert not proof.rounds()
+        assert not self_test.rounds()
     assert [line["event"] for line in lines] == [
         "integer products are not right on this processor: activations stay float32"
     ]

@@ -1,9 +1,10 @@
-"""At each start, on the very processor: do integer products give what those of float32 give?
+"""The self-test of integer products at a start, on this very processor: do they give what those of float32 give?
 
 Inputs that are whole numbers, of which the largest of each 32 is 32512, are their own codes (rounded.h). So both products are of the
 same numbers, and differ by float32's additions alone. For the former processors have instructions of their own.
 """
 
+from collections.abc import Iterator
 from functools import cache
 
 import structlog
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from meshlm.kernels.cpu import kernel, packed
+from meshlm.kernels.self_test import Result, why_wrong
 
 NEAR = 1e-5  # of the largest result: sums of 256 products in float32
 LARGEST = 32512  # code of an input
@@ -20,8 +22,7 @@ _log = structlog.get_logger()
 
 def _blocks(size: int, scale_at: int, each: int) -> Tensor:
     """Rows of blocks of `size` bytes for `each` inputs, at random but for a half 1 / 64 that is their scale: uint8 [OUTPUTS, bytes]."""
-    random = torch.Generator().manual_seed(1)
-    blocks = torch.randint(0, 256, (OUTPUTS, INPUTS // each, size), generator=random, dtype=torch.uint8)
+    blocks = torch.randint(0, 256, (OUTPUTS, INPUTS // each, size), dtype=torch.uint8)
     blocks[..., scale_at : scale_at + 2] = torch.tensor([1 / 64], dtype=torch.float16).view(torch.uint8)
     return blocks.flatten(1)
 
@@ -35,18 +36,20 @@ def rounds() -> bool:
     """Whether products with rounded activations are faster on this processor, and right."""
     if not packed.can_round():
         return False
-    random = torch.Generator().manual_seed(2)
-    x = torch.randint(-LARGEST + 1, LARGEST, (11, INPUTS), generator=random).float()
+    why = why_wrong(_results())
+    if why:
+        _log.warning("integer products are not right on this processor: activations stay float32", reason=why)
+    return not why
+
+
+def _results() -> Iterator[Result]:
+    x = torch.randint(-LARGEST + 1, LARGEST, (11, INPUTS)).float()
     x[:, ::32] = LARGEST
     for kind, sizes in KINDS.items():
-        found, exact = (_product(kind, _blocks(*sizes), x, rounded=rounded) for rounded in (True, False))
-        error = float((found - exact).abs().max() / exact.abs().max())
-        if not error <= NEAR:
-            _log.warning(
-                "integer products are not right on this processor: activations stay float32", type=kind, error=error
-            )
-            return False
-    return True
+        rows = _blocks(*sizes)
+        found, exact = (_product(kind, rows, x, rounded=rounded) for rounded in (True, False))
+        error = (found - exact).abs().max() / exact.abs().max()
+        yield Result(f"a result of type {kind} is", error, NEAR, "of the largest off")
 
 
 def _product(kind: int, rows: Tensor, x: Tensor, *, rounded: bool) -> Tensor:
