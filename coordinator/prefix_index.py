@@ -11,6 +11,8 @@ did, a request would meet a colder cache.
 
 from collections import OrderedDict
 
+from meshlm.protocol.extras import Extras, key_parts, with_keys
+
 FINE_TOKENS, COARSE_TOKENS, FINE_UNTIL = 64, 256, 1024
 _FINE = FINE_UNTIL // FINE_TOKENS
 _SIZES = (FINE_TOKENS, COARSE_TOKENS)
@@ -20,14 +22,16 @@ Chain = list[int]
 Found = list[tuple[int, int]]  # (tokens, bit mask of the ranks whose longest known prefix has that many), longest first
 
 
-def chain_of(prompt: bytes, salt: str) -> Chain:
-    """One hash per full chunk of a prompt of int32 ids; each covers all before it and the salt."""
+def chain_of(prompt: bytes, salt: str, extras: Extras = ()) -> Chain:
+    """One hash per full chunk of a prompt of int32 ids; each covers all before it, the salt, and what else decides the KV of both."""
     chain: Chain = []
+    keyed = with_keys(extras)
     previous = hash(salt)
     at, end = 4 * FINE_TOKENS, len(prompt)
     begin, fine_until = 0, 4 * FINE_UNTIL
     while at <= end:
-        previous = hash((previous, prompt[begin:at]))
+        keys = key_parts("", keyed, begin // 4, at // 4) if keyed else b""
+        previous = hash((previous, prompt[begin:at], keys) if keys else (previous, prompt[begin:at]))
         chain.append(previous)
         begin = at
         at += 4 * (FINE_TOKENS if at < fine_until else COARSE_TOKENS)

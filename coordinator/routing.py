@@ -100,7 +100,7 @@ class Router:
         chain: Chain = []
         found: Found = []
         if self.index is not None and work.reads_prefix_cache:
-            chain = chain_of(work.prompt_token_ids, work.cache_salt)
+            chain = chain_of(work.prompt_token_ids, work.cache_salt, work.extras)
             found = self.index.find(chain)
         if wanted != -1:
             rank = self._by_number.get(wanted)

@@ -4,10 +4,9 @@ from array import array
 
 import msgspec
 
-from meshlm.protocol.edges.text import AudioPrompt, Submit
-from meshlm.protocol.prompt_embeds import PromptEmbeds
+from meshlm.protocol.edges.text import Submit
+from meshlm.protocol.extras import Extras, generates
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.tasks import Pool
 from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime.errors import RequestError
 
@@ -27,7 +26,7 @@ def checked_prompt(token_ids: "array[int]", submit: Submit, vocab_size: int, max
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         bad = next(token for token in token_ids if not 0 <= token < vocab_size)
         raise RequestError(ErrorKind.INVALID, f"token id {bad} is outside the vocabulary 0..{vocab_size - 1}", "prompt")
-    if isinstance(submit.task, Pool):
+    if not generates(submit.extras):
         if len(token_ids) > max_model_len:
             text = f"This model's maximum context length is {max_model_len} tokens, and the prompt has {len(token_ids)}"
             raise RequestError(ErrorKind.INVALID, text, "prompt")
@@ -46,31 +45,17 @@ def producible(words: tuple[tuple[int, ...], ...], vocab_size: int) -> tuple[tup
     return tuple(word for word in words if max(word) < vocab_size)
 
 
-def check_audio(submit: Submit, max_audio_samples: int) -> None:
-    """RequestError where audio is missing, or has not 1 to `max_audio_samples` samples. 0: the model takes no audio."""
-    audio = submit.prompt.audio if isinstance(submit.prompt, AudioPrompt) else None
-    text = ""
-    if audio is None and max_audio_samples:
-        text = "this model transcribes audio: the prompt needs some"
-    elif audio is not None and not max_audio_samples:
-        text = "this model takes no audio"
-    elif audio is not None and not 0 < audio.num_samples <= max_audio_samples:
-        text = f"the audio has {audio.num_samples} samples; it must have 1 to {max_audio_samples}"
-    if text:
-        raise RequestError(ErrorKind.INVALID, text, "prompt")
-
-
-def left_embeds(embeds: PromptEmbeds | None, whole: int, left: int, submit: Submit) -> PromptEmbeds | None:
-    """The vectors of a prompt of `whole` tokens of which `left` are left."""
-    if embeds is None or left == whole:
-        return embeds
+def left_extras(extras: Extras, whole: int, left: int, submit: Submit) -> Extras:
+    """The extras of a prompt of `whole` tokens of which `left` are left."""
+    if left == whole:
+        return extras
     begin = 0 if submit.text.truncation_side == "right" else whole - left
-    return embeds.cut(begin, begin + left)
+    return tuple(part for extra in extras if (part := extra.cut(begin, begin + left)) is not None)
 
 
 def checked_sampling(submit: Submit, choice: int, num_prompt: int, max_model_len: int) -> SamplingParams:
     """This choice's sampling parameters: its own seed, and max_tokens that the context holds. RequestError."""
-    if isinstance(submit.task, Pool):
+    if not generates(submit.extras):
         return POOLS
     room = max_model_len - num_prompt
     wanted, sampling = submit.max_tokens, submit.sampling

@@ -10,11 +10,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from meshlm.detokenizer import replies
-from meshlm.detokenizer.admission import check_audio, checked_prompt, checked_sampling, left_embeds, producible
+from meshlm.detokenizer.admission import checked_prompt, checked_sampling, left_extras, producible
 from meshlm.detokenizer.attempts import Attempts
 from meshlm.detokenizer.batch import FrontendBatch, is_long
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, Truncation
+from meshlm.detokenizer.extras import check_audio
 from meshlm.detokenizer.journal import is_of
 from meshlm.detokenizer.request_state import NOBODY, RequestState, RequestStatus
 from meshlm.protocol.edges.admit import Admit, RankLost, Readmit, Refused, Routed, SchedulerIncarnation
@@ -32,7 +33,7 @@ from meshlm.protocol.edges.text import (
     TokenizeReply,
 )
 from meshlm.protocol.edges.token import AttachTokens, Ended, TokenDeltas
-from meshlm.protocol.tasks import Pool
+from meshlm.protocol.extras import generates
 from meshlm.protocol.wire.columns import ints, unpack_i32
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.runtime.errors import RequestError
@@ -143,11 +144,17 @@ class Detokenizer(Attempts):
         self._next_job += 1
         self.jobs[self._next_job] = requests
         keep, truncation = submit.text.truncate_prompt_tokens, None
-        if isinstance(submit.task, Pool) and keep:
+        if keep and not generates(submit.extras):
             truncation = Truncation(keep, submit.text.truncation_side)
-        grammar = submit.sampling.grammar
-        named = (requests[0].request_id, submit.suspect)
-        return [*effects, Encode(self._next_job, submit.prompt, submit.text.bad_words, grammar, truncation, *named)]
+        asked = (
+            submit.prompt,
+            submit.text.bad_words,
+            submit.extras,
+            truncation,
+            requests[0].request_id,
+            submit.suspect,
+        )
+        return [*effects, Encode(self._next_job, *asked)]
 
     def is_wanted(self, job: int) -> bool:
         """Whether somebody waits for this prompt still. Threads ask before they begin."""
@@ -168,9 +175,9 @@ class Detokenizer(Attempts):
             if event.error is not None:
                 raise event.error
             assert event.token_ids is not None
-            check_audio(submit, self._max_audio_samples)
+            check_audio(event.extras, self._max_audio_samples)
             prompt = checked_prompt(event.token_ids, submit, self.vocab_size, self.max_model_len)
-            embeds = left_embeds(event.embeds, len(event.token_ids), len(prompt), submit)
+            extras = left_extras(event.extras, len(event.token_ids), len(prompt), submit)
             sampling = [checked_sampling(submit, places[s.request_id], len(prompt), self.max_model_len) for s in now]
         except RequestError as error:
             for request in requests:
@@ -187,9 +194,7 @@ class Detokenizer(Attempts):
         banned = producible(event.bad_words, self.vocab_size)
         for request, params in zip(now, sampling, strict=True):
             request.encode_s = encode_s
-            request.begin(self.table, prompt, replace(params, bad_words_token_ids=banned, grammar=event.grammar))
-            request.second_from = event.second_from
-            request.embeds = embeds
+            request.begin(self.table, prompt, replace(params, bad_words_token_ids=banned), extras)
             effects += self._admit(request)
         if later:
             self.jobs[event.job] = later

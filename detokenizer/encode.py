@@ -7,18 +7,19 @@ from typing import Any, Literal
 import msgspec
 
 from meshlm.detokenizer.events import Truncation
+from meshlm.detokenizer.extras import Encoding
 from meshlm.detokenizer.infill import infilled
 from meshlm.detokenizer.mixed import Mixer
 from meshlm.detokenizer.templates import ChatTemplate
 from meshlm.protocol.edges.text import (
-    AudioPrompt,
     ChatPrompt,
-    EmbedsPrompt,
     JoinedPrompt,
+    MediaPrompt,
     PairPrompt,
     Prompt,
     TextPrompt,
     TokenPrompt,
+    media_of,
 )
 from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.wire.ids import ErrorKind
@@ -56,13 +57,13 @@ class Encoder:
     def encode(self, prompt: Prompt) -> "array[int]":
         """The prompt's ids. RequestError for what the template or the text does not allow."""
         match prompt:
-            case TokenPrompt() | EmbedsPrompt():
+            case TokenPrompt():
                 return array("i", prompt.token_ids)
             case TextPrompt():
                 return self._infilled(prompt) if prompt.suffix else self._ids(prompt.text, prompt.add_special_tokens)
             case ChatPrompt():
                 return self._ids(self.render(prompt), prompt.add_special_tokens)
-            case AudioPrompt():
+            case MediaPrompt():
                 return self.encode(prompt.prompt)
             case PairPrompt():
                 return self._pair(prompt, None)[0]
@@ -71,6 +72,14 @@ class Encoder:
                 for part in parts:
                     joined += self.encode(part)
                 return joined
+
+    def encode_prompt(self, prompt: Prompt, truncation: Truncation | None) -> Encoding:
+        """The prompt's ids, and what its extras are prepared by."""
+        if isinstance(prompt, MediaPrompt) and isinstance(prompt.prompt, ChatPrompt):
+            ids, embeds = self.encode_mixed(prompt)
+            return Encoding(ids, self.text_of, media=(embeds,))
+        ids, second_from = self.encode_whole(prompt, truncation)
+        return Encoding(ids, self.text_of, second_from, media_of(prompt))
 
     def encode_whole(self, prompt: Prompt, truncation: Truncation | None) -> tuple["array[int]", int]:
         """The prompt's ids, and Pool.second_from. Truncation keeps the tokens around a text."""
@@ -87,11 +96,13 @@ class Encoder:
             return array("i", plain.ids), 0
         return ids, 0
 
-    def encode_mixed(self, prompt: ChatPrompt) -> tuple["array[int]", PromptEmbeds]:
+    def encode_mixed(self, prompt: MediaPrompt) -> tuple["array[int]", PromptEmbeds]:
         """The ids of a chat with vectors in it, and the vectors by their places."""
         if self._mixer is None:  # two threads may both make one
             self._mixer = Mixer(self._tokenizer)
-        return self._mixer.encode(self.render(prompt), prompt.embeds, add_special_tokens=prompt.add_special_tokens)
+        chat, vectors = prompt.prompt, [one for one in prompt.media if isinstance(one, PromptEmbeds)]
+        assert isinstance(chat, ChatPrompt)
+        return self._mixer.encode(self.render(chat), vectors, add_special_tokens=chat.add_special_tokens)
 
     def _pair(self, prompt: PairPrompt, truncation: Truncation | None) -> tuple["array[int]", int]:
         first, second = self._plain(prompt.first), self._plain(prompt.second)

@@ -5,8 +5,7 @@ from array import array
 from msgspec import Struct
 
 from meshlm.protocol.edges.text import Prompt
-from meshlm.protocol.grammar import Grammar
-from meshlm.protocol.prompt_embeds import PromptEmbeds
+from meshlm.protocol.extras import Extras
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.process.events import PeerLost, PeerUp, Received, Send, Tick
 
@@ -19,14 +18,12 @@ class Truncation(Struct, frozen=True):
 
 
 class Encoded(Struct, frozen=True):
-    """A prompt's ids, those of words that may not come and the compiled grammar, or why there are none."""
+    """A prompt's ids, those of words that may not come and what travels with it, prepared; or why there are none."""
 
     job: int
     token_ids: "array[int] | None" = None
     bad_words: tuple[tuple[int, ...], ...] = ()
-    grammar: Grammar | None = None
-    second_from: int = 0  # see Pool.second_from
-    embeds: PromptEmbeds | None = None  # vectors in the place of some of token_ids
+    extras: Extras = ()
     error: RequestError | None = None
 
 
@@ -39,7 +36,7 @@ class Encode(Struct, frozen=True):
     job: int
     prompt: Prompt
     bad_words: tuple[str, ...] = ()
-    grammar: Grammar | None = None
+    extras: Extras = ()
     truncation: Truncation | None = None
     name: str = ""  # of the request
     suspect: bool = False  # see Submit

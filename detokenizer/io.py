@@ -17,17 +17,16 @@ from meshlm.detokenizer.core import Detokenizer
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.encode import Encoder
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event
+from meshlm.detokenizer.extras import prepare
 from meshlm.detokenizer.grammar_threads import GrammarSandbox, GrammarThreads, nobody_waits
 from meshlm.detokenizer.question_thread import QuestionThread
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.counts import Counted, ProcessCounts
 from meshlm.protocol.edges.admit import Admit, Refused
 from meshlm.protocol.edges.text import (
-    AudioPrompt,
     Cancel,
-    ChatPrompt,
     Detokenize,
-    EmbedsPrompt,
+    MediaPrompt,
     Submit,
     TextDeltas,
     Tokenize,
@@ -35,13 +34,13 @@ from meshlm.protocol.edges.text import (
     num_bytes_of,
 )
 from meshlm.protocol.edges.token import HANDLED, TokenDeltas
+from meshlm.protocol.extras import find_extra, num_bytes
 from meshlm.protocol.grammar import Grammar
 from meshlm.protocol.wire.ids import COORDINATOR, ErrorKind, Identity, Incarnation
 from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong, ProcessFatal, RequestError
 from meshlm.runtime.mesh.mesh import Mesh
 from meshlm.runtime.model_files import tokenizer_files
 from meshlm.runtime.model_files.tokenizer_files import LoadedTokenizer
-from meshlm.runtime.parsers import budgets
 from meshlm.runtime.process import in_hand
 from meshlm.runtime.process.about import about
 from meshlm.runtime.process.deaths import allowed
@@ -160,11 +159,8 @@ class DetokenizerApp:
     def _perform(self, effect: Effect) -> None:
         assert self._mesh is not None
         match effect:
-            case Encode(
-                suspect=False,
-                prompt=TokenPrompt() | EmbedsPrompt() | AudioPrompt(prompt=TokenPrompt()),
-                bad_words=(),
-                grammar=None,
+            case Encode(suspect=False, prompt=TokenPrompt() | MediaPrompt(prompt=TokenPrompt()), bad_words=()) if (
+                find_extra(effect.extras, Grammar) is None
             ):
                 event = self._encode(effect)  # nothing that would take long
                 self._do(event)
@@ -176,19 +172,19 @@ class DetokenizerApp:
                 self._send(effect.to, effect.message)
 
     def _encode_later(self, ask: Encode) -> None:
-        size = num_bytes_of(ask.prompt) + (len(ask.grammar.text) if ask.grammar is not None else 0)
+        size = num_bytes_of(ask.prompt) + num_bytes(ask.extras)
         if self._waiting_bytes and self._waiting_bytes + size > MAX_WAITING_BYTES:
             error = RequestError(ErrorKind.OVERLOADED, "too many prompts wait to be tokenized; try again")
             self._do(Encoded(ask.job, error=error))
             return
         self._waiting[ask.job] = size
         self._waiting_bytes += size
-        if ask.grammar is None:
+        if (grammar := find_extra(ask.extras, Grammar)) is None:
             self._encode_soon(ask)
             return
         assert self._grammars is not None and self._core is not None and self._mesh is not None  # noqa: PT018
         try:
-            known = self._grammars.known(ask.grammar)
+            known = self._grammars.known(grammar)
         except RequestError as error:
             self._compiled(ask, error)
             return
@@ -196,14 +192,15 @@ class DetokenizerApp:
             self._compiled(ask, known)
             return
         done = partial(self._mesh.call_soon_threadsafe, self._compiled, ask)
-        self._grammars.submit(ask.grammar, partial(self._core.is_wanted, ask.job), done)
+        self._grammars.submit(grammar, partial(self._core.is_wanted, ask.job), done)
 
     def _compiled(self, ask: Encode, found: Grammar | RequestError) -> None:
         """Its grammar is compiled, or refused."""
         if isinstance(found, RequestError):
             self._encoded([Encoded(ask.job, error=found)])
         else:
-            self._encode_soon(msgspec.structs.replace(ask, grammar=found))
+            others = (extra for extra in ask.extras if not isinstance(extra, Grammar))
+            self._encode_soon(msgspec.structs.replace(ask, extras=(*others, found)))
 
     def _encode_soon(self, ask: Encode) -> None:
         if ask.suspect:
@@ -295,17 +292,9 @@ class DetokenizerApp:
         if not self._core.is_wanted(ask.job):
             return Encoded(ask.job, error=nobody_waits())
         try:
-            grammar = ask.grammar
-            embeds = ask.prompt.embeds if isinstance(ask.prompt, EmbedsPrompt) else None
-            if isinstance(ask.prompt, ChatPrompt) and ask.prompt.embeds:
-                ids, embeds = self._encoder.encode_mixed(ask.prompt)
-                second_from = 0
-            else:
-                ids, second_from = self._encoder.encode_whole(ask.prompt, ask.truncation)
-            if grammar is not None and grammar.thinking is not None and grammar.thinking.in_prompt:
-                text = self._encoder.text_of(ids if embeds is None else ids[sum(embeds.spans[-1]) :])
-                grammar = msgspec.structs.replace(grammar, thinking=budgets.seen(grammar.thinking, text))
-            return Encoded(ask.job, ids, self._encoder.bad_words(ask.bad_words), grammar, second_from, embeds=embeds)
+            encoding = self._encoder.encode_prompt(ask.prompt, ask.truncation)
+            extras = tuple(prepare(extra, encoding) for extra in (*ask.extras, *encoding.media))
+            return Encoded(ask.job, encoding.token_ids, self._encoder.bad_words(ask.bad_words), extras)
         except RequestError as error:
             return Encoded(ask.job, error=error)
         except BaseException as error:  # a panic of the tokenizer's is no Exception; the client waits for an answer

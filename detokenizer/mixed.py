@@ -6,10 +6,10 @@ a tokenizer of its own, as in vLLM: the texts around are tokenized as around any
 
 import re
 from array import array
+from collections.abc import Sequence
 
 from tokenizers import AddedToken, Tokenizer
 
-from meshlm.protocol.edges.text import EmbedsPrompt
 from meshlm.protocol.prompt_embeds import PLACEHOLDER, PromptEmbeds
 from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime.errors import RequestError
@@ -27,12 +27,12 @@ class Mixer:
         self._placeholder = self._tokenizer.token_to_id(PLACEHOLDER)
 
     def encode(
-        self, text: str, parts: tuple[EmbedsPrompt, ...], *, add_special_tokens: bool
+        self, text: str, vectors: Sequence[PromptEmbeds], *, add_special_tokens: bool
     ) -> tuple["array[int]", PromptEmbeds]:
-        """The ids of a text with the marks of all `parts`, and their vectors by their places. RequestError for other marks."""
+        """The ids of a text with the marks of all `vectors`, and these by their places. RequestError for other marks."""
         order = [int(found) for found in _MARK.findall(text)]
         text = _MARK.sub(PLACEHOLDER, text)
-        if sorted(order) != list(range(len(parts))) or text.count(PLACEHOLDER) != len(order):
+        if sorted(order) != list(range(len(vectors))) or text.count(PLACEHOLDER) != len(order):
             why = f"the chat template leaves out or repeats prompt_embeds, or a text has {PLACEHOLDER} in it"
             raise RequestError(ErrorKind.INVALID, f"messages: {why}", "messages")
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -41,8 +41,8 @@ class Mixer:
             if token != self._placeholder:
                 ids.append(token)
                 continue
-            column = array("i", parts[next(left)].token_ids)
+            column = array("i", vectors[next(left)].token_ids)
             spans.append((len(ids), len(column)))
             ids += column
-        data = b"".join(parts[place].embeds.data for place in order)
-        return ids, PromptEmbeds(parts[0].embeds.dtype, tuple(spans), data)
+        data = b"".join(vectors[number].data for number in order)
+        return ids, PromptEmbeds(vectors[0].dtype, tuple(spans), data)

@@ -3,17 +3,14 @@
 from array import array
 from enum import Enum
 
-from msgspec.structs import replace
-
 from meshlm.detokenizer.decode import Decoder, TokenTable
 from meshlm.detokenizer.kept_logprobs import KeptLogprobs
 from meshlm.detokenizer.stops import StopFinder
 from meshlm.protocol.edges.admit import EngineRequest, SchedulerIncarnation
-from meshlm.protocol.edges.text import AudioPrompt, Finished, PositionLogprobs, PromptLogprobs, RequestEvent, Submit
+from meshlm.protocol.edges.text import Finished, PositionLogprobs, PromptLogprobs, RequestEvent, Submit
 from meshlm.protocol.edges.token import Ended, First
-from meshlm.protocol.prompt_embeds import PromptEmbeds
+from meshlm.protocol.extras import Extras
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.tasks import Pool
 from meshlm.protocol.wire.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.runtime.process.deaths import Death
 
@@ -44,8 +41,8 @@ class RequestState:
         "cut",
         "deaths",
         "decoder",
-        "embeds",
         "encode_s",
+        "extras",
         "finished",
         "first",
         "frontend",
@@ -71,7 +68,6 @@ class RequestState:
         "route_s",
         "sampling",
         "scheduler",
-        "second_from",
         "slow",
         "status",
         "stop",
@@ -101,7 +97,7 @@ class RequestState:
         self.attempt = submit.attempt
         self.status = RequestStatus.ENCODING
         self.prompt: array[int] = array("i")
-        self.embeds: PromptEmbeds | None = None
+        self.extras: Extras = ()
         self.output_token_ids: array[int] = array("i")
         self.sampling: SamplingParams = submit.sampling
         self.asked = Incarnation(0)  # the incarnation of the coordinator that this attempt's Admit went to; 0: none yet
@@ -136,11 +132,10 @@ class RequestState:
         self.hidden = False  # the last token is not shown
         self.tail = ""  # text behind the last token's
         self.pooled = b""  # the vector, at the end
-        self.second_from = 0  # see Pool.second_from; found with the prompt's tokens
 
-    def begin(self, table: TokenTable, prompt: "array[int]", sampling: SamplingParams) -> None:
+    def begin(self, table: TokenTable, prompt: "array[int]", sampling: SamplingParams, extras: Extras) -> None:
         """The prompt is encoded. Ids that the client has already (resume) are decoded silently."""
-        self.prompt, self.sampling = prompt, sampling
+        self.prompt, self.sampling, self.extras = prompt, sampling, extras
         self.decoder, self.stop = self.reader(table)
         for token in array("i", self.submit.delivered):
             self.push(token)
@@ -222,7 +217,6 @@ class RequestState:
 
     def work(self) -> EngineRequest:
         """The request as a scheduler needs it now."""
-        task, prompt = self.submit.task, self.submit.prompt
         return EngineRequest(
             request_id=self.work_id,
             handle=self.handle,
@@ -234,8 +228,6 @@ class RequestState:
             cache_salt=self.submit.cache_salt,
             arrival_s=self.submit.arrival_s,
             deadline_s=self.submit.deadline_s,
-            task=replace(task, second_from=self.second_from) if isinstance(task, Pool) and self.second_from else task,
             num_crashes=self.num_crashes if len(self.output_token_ids) == self.crashed_at else 0,
-            embeds=self.embeds,
-            audio=prompt.audio if isinstance(prompt, AudioPrompt) else None,
+            extras=self.extras,
         )

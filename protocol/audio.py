@@ -1,6 +1,11 @@
 """Audio on its way from the client to the encoder of a speech-to-text model, and the tokens that tell such a model what to write."""
 
+import hashlib
+
 from msgspec import Struct
+
+from meshlm.protocol.extra_kind import ExtraKind
+from meshlm.protocol.wire.parts import joined
 
 SAMPLE_RATE = 16_000  # samples a second
 WINDOW, HOP = 400, 160  # samples of a window of the short-time Fourier transform, and from one window to the next
@@ -10,7 +15,7 @@ WHISPER_TIMESTAMPS = (
 )
 
 
-class Audio(Struct, frozen=True):
+class Audio(ExtraKind, frozen=True, tag="audio"):
     """One channel at SAMPLE_RATE. `samples` are float32, little-endian; the loudest that a file of integers can hold is 1."""
 
     samples: bytes
@@ -18,6 +23,14 @@ class Audio(Struct, frozen=True):
     @property
     def num_samples(self) -> int:
         return len(self.samples) // ITEM_BYTES
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.samples)
+
+    def key_parts(self, begin: int, end: int) -> bytes:
+        """Every token sees all of the audio, so the first block's key has it, and with it the keys of all behind."""
+        return b"" if begin else joined(b"audio", hashlib.sha256(self.samples).digest())
 
 
 class SpeechTokens(Struct, frozen=True, kw_only=True):

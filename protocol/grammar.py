@@ -5,8 +5,11 @@ library whose matcher stands beside the sampler (`COMPILED`), and that text is w
 """
 
 from enum import Enum
+from typing import ClassVar
 
 from msgspec import Struct
+
+from meshlm.protocol.extra_kind import ExtraKind
 
 MAX_GRAMMAR_BYTES = 1 << 18  # of one grammar, as the client says it
 
@@ -34,7 +37,7 @@ class ThinkingBudget(Struct, frozen=True, omit_defaults=True):
     in_prompt: bool = False  # the detokenizer sees in the prompt's text whether it stands there already
 
 
-class Grammar(Struct, frozen=True, omit_defaults=True):
+class Grammar(ExtraKind, frozen=True, tag="grammar", omit_defaults=True):
     """One constraint. Equal ones are translated and compiled once."""
 
     kind: GrammarKind
@@ -49,3 +52,13 @@ class Grammar(Struct, frozen=True, omit_defaults=True):
     thinking: ThinkingBudget | None = None  # of the reasoning before the constraint begins
     calls: str = ""  # a tool parser: a call of its form ends that reasoning too, where it is one of `tools`
     tools: tuple[str, ...] = ()  # the names that the request has
+    allows_drafts: ClassVar[bool] = False  # a mask is of one token
+    is_prepared: ClassVar[bool] = True
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.text.encode())
+
+    @property
+    def constraint(self) -> str:
+        return self.param

@@ -4,14 +4,17 @@ Their places have token ids too, which are numbers made of the vectors: nobody r
 ones, so that ranks are chosen by them. What the prefix cache goes by is the vectors themselves.
 """
 
-from typing import Literal
+import hashlib
+from typing import Literal, Self
 
-from msgspec import Struct
+from msgspec.structs import replace
 
+from meshlm.protocol.extra_kind import ExtraKind, Span
 from meshlm.protocol.wire.parts import joined
 
 EmbedsDType = Literal["float32", "float16", "bfloat16"]
 ITEM_BYTES: dict[EmbedsDType, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+DIGEST_BYTES = 16
 MAX_EMBEDS_BYTES = 32 << 20  # of one prompt; the messages that carry it hold twice that
 
 
@@ -23,12 +26,14 @@ def mark(place: int) -> str:
     return f"<prompt_embeds:{place}>"
 
 
-class PromptEmbeds(Struct, frozen=True):
+class PromptEmbeds(ExtraKind, frozen=True, tag="embeds", omit_defaults=True):
     """`data` has one vector behind the other, those of the first span first. Little-endian."""
 
     dtype: EmbedsDType
-    spans: tuple[tuple[int, int], ...]  # (position of the first vector, their number), in order, none overlapping
+    spans: tuple[Span, ...]  # (position of the first vector, their number), in order, none overlapping
     data: bytes
+    token_ids: bytes = b""  # int32 column: ids that stand for the vectors, until the prompt has them
+    digests: bytes = b""  # DIGEST_BYTES of each vector, once its detokenizer has made them
 
     @property
     def row_bytes(self) -> int:
@@ -45,20 +50,34 @@ class PromptEmbeds(Struct, frozen=True):
             before += count
         return found
 
-    def cut(self, begin: int, end: int) -> "PromptEmbeds | None":
-        """The vectors of the prompt's part from begin to end, by their positions in it; None where it has none."""
+    def prepared(self) -> Self:
+        """The vectors of a prompt that has their ids, with what block keys are made of: schedulers read no vectors."""
+        data, size = memoryview(self.data), self.row_bytes
+        begins = range(0, len(data), size) if size else ()
+        digests = b"".join(hashlib.blake2b(data[at : at + size], digest_size=DIGEST_BYTES).digest() for at in begins)
+        return replace(self, token_ids=b"", digests=digests)
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.data) + len(self.token_ids) + len(self.digests)
+
+    def cut(self, begin: int, end: int) -> Self | None:
         parts, size = self.parts(begin, end), self.row_bytes
         if not parts:
             return None
         spans = tuple((first - begin, count) for first, count, _ in parts)
-        data = b"".join(self.data[place * size : (place + count) * size] for _, count, place in parts)
-        return PromptEmbeds(self.dtype, spans, data)
+        data, ids, digests = (
+            b"".join(column[at * width : (at + count) * width] for _, count, at in parts)
+            for column, width in ((self.data, size), (self.token_ids, 4), (self.digests, DIGEST_BYTES))
+        )
+        return replace(self, spans=spans, data=data, token_ids=ids, digests=digests)
 
-    def bytes_of(self, begin: int, end: int) -> bytes:
-        """The vectors of the positions begin to end, for a key of what is computed from them; where they stand is part of it."""
-        size = self.row_bytes
-        parts = [
-            (b"%d" % (first - begin), self.data[place * size : (place + count) * size])
-            for first, count, place in self.parts(begin, end)
+    def key_parts(self, begin: int, end: int) -> bytes:
+        """The vectors, and where they stand."""
+        if not (parts := self.parts(begin, end)):
+            return b""
+        digests = self.digests or self.prepared().digests
+        found = [
+            (b"%d" % (first - begin), digests[at * DIGEST_BYTES : (at + n) * DIGEST_BYTES]) for first, n, at in parts
         ]
-        return joined(*(each for part in parts for each in part))
+        return joined(b"embeds", self.dtype.encode(), *(part for pair in found for part in pair))

@@ -9,8 +9,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from meshlm.protocol.grammar import Grammar
-
 
 class RepetitionDetection(Struct, frozen=True):
     """An answer ends where its last tokens are one pattern, min_count times in a row."""
@@ -60,6 +58,3 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # sequences whose last token may not follow the rest
     repetition_detection: RepetitionDetection | None = None
     extra_args: dict[str, Any] = {}  # for logits processors; JSON values
-    grammar: Grammar | None = (
-        None  # that the text keeps to; the mask of each token is the worker's (output/grammars.py)
-    )

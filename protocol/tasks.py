@@ -1,12 +1,9 @@
-"""The task of a request: text that goes on, or vectors of its prompt."""
+"""The extra of a request that wants vectors of its prompt instead of text."""
 
 from enum import Enum
+from typing import ClassVar
 
-from msgspec import Struct
-
-
-class Generate(Struct, frozen=True, tag="generate"):
-    """Output tokens, as `SamplingParams` says."""
+from meshlm.protocol.extra_kind import ExtraKind
 
 
 class PoolKind(Enum):
@@ -27,7 +24,7 @@ class PoolHead(Enum):
     CLASSIFY = "classify"  # the classifier's logits; the activation is the softmax or sigmoid that goes with them
 
 
-class Pool(Struct, frozen=True, tag="pool", omit_defaults=True):
+class Pool(ExtraKind, frozen=True, tag="pool", omit_defaults=True):
     """A vector of float32 for the prompt, or for each of its tokens, and no output token. It ends with FinishReason.STOP."""
 
     kind: PoolKind
@@ -42,18 +39,20 @@ class Pool(Struct, frozen=True, tag="pool", omit_defaults=True):
     second_from: int = 0  # the place of the second text of a pair, whose tokens are of type 1; 0: there is none
     bos_token_id: int = -1  # of ALL: a first token that has no vector; -1: it has
     eos_token_id: int = -1  # and a last one
+    generates: ClassVar[bool] = False
 
     @property
     def needs_prompt_ids(self) -> bool:
         """Whether the tokens of the prompt say which vectors are given out."""
         return max(self.step_tag_id, self.bos_token_id, self.eos_token_id) >= 0
 
+    def num_vectors(self, num_prompt: int) -> int:
+        return num_prompt if self.kind is PoolKind.ALL else 1
+
     @property
-    def needs_all_tokens(self) -> bool:
-        """Tokens whose KV is in the prefix cache have no hidden state any more, and so all are computed."""
-        return self.kind is not PoolKind.LAST
+    def reads_prefix_cache(self) -> bool:
+        """Tokens whose KV is in the prefix cache have no hidden state any more; the last token is always computed."""
+        return self.kind is PoolKind.LAST
 
 
 ALONE_BYTES = 64 << 10  # a longer vector travels in a message of its own, so that tokens do not wait for it
-Task = Generate | Pool
-GENERATE = Generate()

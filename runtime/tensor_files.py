@@ -14,7 +14,7 @@ import zipfile
 import zlib
 from typing import Any, NamedTuple
 
-from meshlm.protocol.edges.text import EmbedsPrompt
+from meshlm.protocol.edges.text import MediaPrompt, TokenPrompt
 from meshlm.protocol.prompt_embeds import ITEM_BYTES, MAX_EMBEDS_BYTES, EmbedsDType, PromptEmbeds
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import ErrorKind
@@ -60,21 +60,21 @@ class NotATensor(ValueError):
     """The text says why."""
 
 
-def prompt_of(given: str, hidden_size: int, vocab_size: int, param: str) -> EmbedsPrompt:
+def embeds_of(given: str, hidden_size: int, vocab_size: int, param: str) -> PromptEmbeds:
     """The vectors of a prompt that came as base64 of a saved tensor [tokens, hidden]. RequestError names the field at fault."""
     try:
         tensor, raw = load(base64.b64decode(given, validate=True))
         size = tensor.size[1:] if len(tensor.size) == 3 and tensor.size[0] == 1 else tensor.size
-        return prompt_of_rows(raw, tensor.storage.dtype, size, hidden_size, vocab_size)
+        return embeds_of_rows(raw, tensor.storage.dtype, size, hidden_size, vocab_size)
     except (NotATensor, binascii.Error, ValueError) as error:
         text = f"{param}: must be base64 of a tensor that torch.save wrote: {error}"
         raise RequestError(ErrorKind.INVALID, text, param) from None
 
 
-def prompt_of_rows(
+def embeds_of_rows(
     raw: bytes, dtype: EmbedsDType, size: tuple[int, ...], hidden_size: int, vocab_size: int
-) -> EmbedsPrompt:
-    """The vectors [tokens, hidden] as a prompt. NotATensor says what is wrong with them."""
+) -> PromptEmbeds:
+    """The vectors [tokens, hidden], with the ids that stand for them. NotATensor says what is wrong with them."""
     if len(size) != 2:
         raise NotATensor(f"its shape is {list(size)}, and should be [tokens, {hidden_size}]")
     count, width = size
@@ -87,7 +87,12 @@ def prompt_of_rows(
     if len(raw) != count * width * ITEM_BYTES[dtype]:
         raise NotATensor("its numbers are not as many as its shape says")
     _check_finite(raw, dtype, width)
-    return EmbedsPrompt(token_ids(raw, count, vocab_size), PromptEmbeds(dtype, ((0, count),), raw))
+    return PromptEmbeds(dtype, ((0, count),), raw, token_ids(raw, count, vocab_size))
+
+
+def prompt_of(embeds: PromptEmbeds) -> MediaPrompt:
+    """A prompt that is nothing but these vectors."""
+    return MediaPrompt(TokenPrompt(embeds.token_ids), (embeds,))
 
 
 def _check_finite(raw: bytes, dtype: EmbedsDType, width: int) -> None:
@@ -107,15 +112,13 @@ def token_ids(raw: bytes, count: int, vocab_size: int) -> bytes:
     return pack_i32([zlib.crc32(view[at : at + size]) % vocab_size for at in range(0, len(raw), size)])
 
 
-def kept(prompt: EmbedsPrompt, keep: int, side: str) -> EmbedsPrompt:
-    """The prompt with its first `keep` vectors (side: right is cut), or its last ones; 0: all."""
-    count = len(prompt.token_ids) // 4
+def kept(embeds: PromptEmbeds, keep: int, side: str) -> PromptEmbeds:
+    """The first `keep` of the vectors of a prompt that has nothing else (side: right is cut), or the last ones; 0: all."""
+    count = len(embeds.token_ids) // 4
     if not keep or keep >= count:
-        return prompt
-    size, data = prompt.embeds.row_bytes, prompt.embeds.data
+        return embeds
     first = 0 if side == "right" else count - keep
-    embeds = PromptEmbeds(prompt.embeds.dtype, ((0, keep),), data[first * size : (first + keep) * size])
-    return EmbedsPrompt(prompt.token_ids[4 * first : 4 * (first + keep)], embeds)
+    return embeds.cut(first, first + keep) or embeds
 
 
 def load(data: bytes) -> tuple[_Tensor, bytes]:

@@ -26,6 +26,7 @@ from meshlm.runtime.process.in_hand import hold
 from meshlm.scheduler_proc import batching_counts, sizes
 from meshlm.scheduler_proc.budget import StepBudget
 from meshlm.scheduler_proc.drafts import plan_drafts
+from meshlm.scheduler_proc.extras import end_between
 from meshlm.scheduler_proc.kv.cache import KVCache
 from meshlm.scheduler_proc.kv.residency import Residency
 from meshlm.scheduler_proc.limits import Limits
@@ -193,7 +194,7 @@ class Batching:
                     prompts.append(request)
                 continue
             if virtual >= request.max_len or not left:
-                if request.pool is not None:
+                if not request.generates:
                     prompts.append(request)  # its last token is computed, but nothing comes after it
                 continue  # everything it may still get is on its way, unless drafts of it will be refused
             if stages > 1 and request.num_output_placeholders:
@@ -222,7 +223,9 @@ class Batching:
         """Running requests with more than one token to compute, within `left` tokens; returns what is left of these."""
         for place, request in enumerate(prompts):
             virtual = len(request.tokens) + request.num_output_placeholders
-            count = builder.prompt_room(request, self._cut(request.num_computed, virtual - request.num_computed, left))
+            count = self._cut(builder, request, request.num_computed, virtual - request.num_computed, left)
+            if count <= 0 and request.uncut:
+                return 0  # a run of its tokens waits until fewer decode: nobody begins before it
             if count <= 0 or request.state is not RequestState.RUNNING:
                 continue
             needed = request.num_computed + count
@@ -254,7 +257,7 @@ class Batching:
         return True
 
     def _advance(self, builder: PlanBuilder, request: Request, count: int, virtual: int) -> None:
-        samples = request.num_computed + count == virtual and request.pool is None
+        samples = request.num_computed + count == virtual and request.generates
         builder.add(request, count, samples)
         request.num_computed += count
         if samples:
@@ -270,9 +273,7 @@ class Batching:
         at = 0
         while at < len(self.waiting) and self._free_rows and left > 0:
             request = self.waiting[at]
-            # It was preempted with results outstanding, or its grammar is being compiled: others may pass.
-            waits = request.num_output_placeholders or request.lacks_grammar
-            if waits or (self.drains and not request.has_begun) or request.is_suspect(self.limits.max_crashes):
+            if request.waits or (self.drains and not request.has_begun) or request.is_suspect(self.limits.max_crashes):
                 at += 1
                 continue
             with hold(request.work.request_id):
@@ -292,23 +293,25 @@ class Batching:
         self._advance(builder, request, count, len(request.tokens))
         return count
 
-    def _cut(self, start: int, count: int, left: int) -> int:
-        """The number of `count` tokens from `start` on that a step with room for `left` computes."""
+    def _cut(self, builder: PlanBuilder, request: Request, start: int, count: int, left: int) -> int:
+        """The number of the request's `count` tokens from `start` on that a step with room for `left` computes."""
         count = min(count, left)
-        return self.kv.step_end(start, count) if self.limits.chunked_prefill else count
+        count = builder.prompt_room(request, self.kv.step_end(start, count) if self.limits.chunked_prefill else count)
+        most = self.limits.max_num_batched_tokens - builder.num_tokens
+        return end_between(request.uncut, start, count, most) if request.uncut else count
 
     def _startable(self, builder: PlanBuilder, request: Request, num_cached: int, left: int) -> int:
         """The number of the request's tokens behind `num_cached` that the step may compute; 0: it waits for another step."""
         count = len(request.tokens) - num_cached
         if count > left and not self.limits.chunked_prefill and builder.num_tokens:
             return 0
-        count = builder.prompt_room(request, self._cut(num_cached, count, left))
+        count = self._cut(builder, request, num_cached, count, left)
         return count if self._message_room(builder, request) else 0
 
     def _bytes_of_step(self, request: Request) -> int:
         """The bytes of its tokens' log-probabilities in one step, at most, or of its vector."""
-        if request.pool is not None:
-            return self._pooled_bytes * (request.num_prompt if request.pool.kind is PoolKind.ALL else 1)
+        if not request.generates:
+            return self._pooled_bytes * sum(extra.num_vectors(request.num_prompt) for extra in request.work.extras)
         return sizes.of_token(request.work.sampling) * (1 + self.max_drafts)
 
     def _message_room(self, builder: PlanBuilder, request: Request) -> bool:
@@ -340,8 +343,7 @@ class Batching:
         self._token_bytes += self._bytes_of_step(request)
         builder.new_row_bytes += sizes.of_new_row(request)
         work, tokens, blocks = request.work, request.tokens.tobytes(), pack_i32(request.blocks)
-        given = (work.sampling, work.task, work.embeds, work.audio)
-        builder.new_rows.append(NewRow(request.row, tokens, request.num_prompt, blocks, *given))
+        builder.new_rows.append(NewRow(request.row, tokens, request.num_prompt, blocks, work.sampling, work.extras))
 
     def count(self) -> None:
         """Brings the gauges of /metrics up to date."""

@@ -2,7 +2,7 @@
 
 from meshlm.runtime.process.counts import Counts
 from meshlm.scheduler_proc.kv.cache import KVCache
-from meshlm.scheduler_proc.request import Request
+from meshlm.scheduler_proc.request import Request, Wait
 
 
 def count_misses(counts: Counts, kv: KVCache, request: Request) -> None:
@@ -25,7 +25,7 @@ def planned(counts: Counts, duration_ns: int) -> None:
 def gauge(counts: Counts, kv: KVCache, running: list[Request], waiting: list[Request]) -> None:
     """Brings the gauges up to date."""
     gauges = counts.gauges
-    deferred = sum(1 for r in waiting if r.grammar is not None and r.grammar.missing)
+    deferred = sum(1 for r in waiting if r.waits is Wait.EXTRAS)
     gauges["num_requests_waiting_by_reason"] = {"capacity": len(waiting) - deferred, "deferred": deferred}
     gauges["kv_cache_blocks"] = kv.pool.states()
     gauges["kv_cache_group_blocks"], fragmentation = kv.usage(running)

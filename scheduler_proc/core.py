@@ -8,7 +8,7 @@ from collections import deque
 
 from meshlm.protocol.edges.admit import AbortRequests, Assign, GiveBack, ReportLoad, Welcome
 from meshlm.protocol.edges.step import (
-    GrammarReady,
+    ExtraReady,
     LastPlan,
     StepFailed,
     StepPlan,
@@ -115,7 +115,7 @@ class Scheduler:
                 if self.lockstep is not None:
                     self.lockstep.tell_again()
         if self.serving:
-            effects += self.table.grammars.asks(self.session)
+            effects += self.table.preparations.asks(self.session)
         effects += [Send(to, message) for to, message in output.messages(timings)]
         return effects
 
@@ -163,10 +163,10 @@ class Scheduler:
                 return self.operations.answered(event.sender, done)
             case WorkerStats() as stats:
                 self.load.worker(stats.graphs, event.incarnation)
-            case GrammarReady() as grammar if grammar.session == self.session:
-                for request in self.table.grammars.ready(event.sender, grammar):
-                    if grammar.failed is not None:
-                        self.table.fail_row(request, output, grammar.failed)
+            case ExtraReady() as ready if ready.session == self.session:
+                for request in self.table.preparations.ready(event.sender, ready):
+                    if ready.failed is not None:
+                        self.table.fail_row(request, output, ready.failed)
             case StepFailed() as failed:
                 return self._step_failed(failed, output)
             case AttachTokens() as attach:
@@ -216,7 +216,7 @@ class Scheduler:
             self.batching.preempt(request, "worker_lost")
         for request in self.requests.values():
             request.num_output_placeholders = 0
-        self.table.grammars.begin()
+        self.table.preparations.begin()
 
     def _sleep_or_wake(self, operation: Operation, action: Sleep | WakeUp, now: float) -> list[Send]:
         """Workers do it at the beginning of a session of its own, when no step is in flight. An earlier wish is void."""

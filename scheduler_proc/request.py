@@ -13,7 +13,7 @@ from itertools import chain
 
 from meshlm.protocol.edges.admit import EngineRequest
 from meshlm.protocol.edges.token import LogprobColumns
-from meshlm.protocol.tasks import Pool
+from meshlm.protocol.extras import Extra, generates, uncut_spans, with_keys
 from meshlm.protocol.wire.ids import BlockId, Identity, Incarnation, Row
 from meshlm.scheduler_proc.kv import hashes
 
@@ -45,14 +45,21 @@ def _stop_ids(*ids: tuple[int, ...]) -> frozenset[int]:
     return frozenset(chain(*ids))
 
 
-class RequestGrammar:
-    """The grammar that requests share; grammars.py changes it."""
+class Wait(Enum):
+    """What a request that has no row waits for, beside a place in a step."""
 
-    __slots__ = ("missing", "number", "requests", "text")
+    RESULTS = "results"  # of steps that it was in before it was preempted
+    EXTRAS = "extras"  # that its workers have not prepared
 
-    def __init__(self, number: int, text: str, missing: set[Identity]) -> None:
-        self.number, self.text = number, text
-        self.missing = missing  # workers that have not compiled it: its requests wait for them
+
+class Preparation:
+    """An extra that requests share and workers prepare; preparations.py changes it."""
+
+    __slots__ = ("extra", "missing", "number", "requests")
+
+    def __init__(self, number: int, extra: Extra, missing: set[Identity]) -> None:
+        self.number, self.extra = number, extra
+        self.missing = missing  # workers that have not prepared it: its requests wait for them
         self.requests: set[Request] = set()
 
 
@@ -60,6 +67,7 @@ class Request:
     """Plain data; core.py changes it."""
 
     __slots__ = (
+        "allows_drafts",
         "arrived_ns",
         "blocks",
         "capacity",
@@ -67,7 +75,7 @@ class Request:
         "detokenizer",
         "extra_keys",
         "free_at",
-        "grammar",
+        "generates",
         "handle",
         "hashes",
         "incarnation",
@@ -81,8 +89,8 @@ class Request:
         "num_output_placeholders",
         "num_prompt",
         "num_reused",
-        "pool",
         "preempted_ns",
+        "preparations",
         "prompt_logprobs",
         "repetition",
         "row",
@@ -91,6 +99,7 @@ class Request:
         "stop_ids",
         "story",
         "tokens",
+        "uncut",
         "work",
     )
 
@@ -102,8 +111,10 @@ class Request:
         self.tokens = array("i", work.prompt_token_ids + work.output_token_ids)
         self.num_given = len(self.tokens)  # when it came here
         self.num_prompt = len(work.prompt_token_ids) // 4
-        self.pool = work.task if isinstance(work.task, Pool) else None
-        self.max_len = min(self.num_prompt + (0 if self.pool else work.sampling.max_tokens), max_model_len)
+        self.generates = generates(work.extras)
+        self.allows_drafts = all(extra.allows_drafts for extra in work.extras)
+        self.uncut = uncut_spans(work.extras)
+        self.max_len = min(self.num_prompt + (work.sampling.max_tokens if self.generates else 0), max_model_len)
         self.stop_ids = _stop_ids(work.sampling.stop_token_ids, work.sampling.eos_token_ids)
         self.repetition = work.sampling.repetition_detection
         self.state = RequestState.WAITING
@@ -115,7 +126,7 @@ class Request:
         self.capacity = 0  # tokens that its blocks hold
         self.num_cached_blocks = 0  # leading rows that the prefix cache knows or that came from it
         self.hashes: list[bytes] = []  # of its full blocks
-        self.extra_keys = hashes.ExtraKeys(work.cache_salt, work.embeds)  # that go into them
+        self.extra_keys = hashes.ExtraKeys(work.cache_salt, with_keys(work.extras))  # that go into them
         self.num_computed = 0  # tokens whose KV is written once all sent steps have run
         self.num_output_placeholders = 0
         self.num_crashes = work.num_crashes  # deaths of its worker between which it did not get on ...
@@ -127,7 +138,7 @@ class Request:
         self.num_cached = -1  # prompt tokens found cached, the fewest time; -1: not scheduled yet, -2: told
         self.num_reused = -1  # the same; stays
         self.prompt_logprobs: list[LogprobColumns] = []
-        self.grammar: RequestGrammar | None = None
+        self.preparations: list[Preparation] = []  # of its extras
 
     @property
     def has_begun(self) -> bool:
@@ -135,9 +146,13 @@ class Request:
         return self.num_cached != -1 or len(self.tokens) > self.num_prompt
 
     @property
-    def lacks_grammar(self) -> bool:
-        """Whether its workers have not compiled its grammar yet."""
-        return self.grammar is not None and bool(self.grammar.missing)
+    def waits(self) -> Wait | None:
+        """What it waits for while others may pass it; None: it may run."""
+        if self.num_output_placeholders:
+            return Wait.RESULTS
+        if self.preparations and any(one.missing for one in self.preparations):
+            return Wait.EXTRAS
+        return None
 
     @property
     def order(self) -> tuple[int, float, str]:

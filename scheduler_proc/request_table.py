@@ -6,19 +6,19 @@ and results.py brings their tokens. Whatever ends here is told to the coordinato
 
 from collections.abc import Collection, Container
 
-from meshlm.protocol.edges.admit import Assign, GiveBack, Readmit
+from meshlm.protocol.edges.admit import Assign, EngineRequest, GiveBack, Readmit
 from meshlm.protocol.edges.step import RowFailed
 from meshlm.protocol.edges.token import AttachTokens, Ended, StillThere, TokenDeltas
-from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import pack_i32, unpack_i32
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId
 from meshlm.runtime.process.events import Send
 from meshlm.scheduler_proc.batching import Batching, tokens_of
 from meshlm.scheduler_proc.detokenizers import Detokenizers, Reach
-from meshlm.scheduler_proc.grammars import Grammars
+from meshlm.scheduler_proc.extras import unfit
 from meshlm.scheduler_proc.limits import Limits
 from meshlm.scheduler_proc.load_reporter import LoadReporter
 from meshlm.scheduler_proc.output import Output
+from meshlm.scheduler_proc.preparations import Preparations
 from meshlm.scheduler_proc.request import Request, RequestState
 from meshlm.scheduler_proc.workers import Workers
 
@@ -32,7 +32,7 @@ class RequestTable:
         self.batching = Batching(limits, 0, 1, 0)
         self.detokenizers = Detokenizers()
         self.load = LoadReporter()
-        self.grammars = Grammars(workers.all)
+        self.preparations = Preparations(workers.all)
 
     def assign(self, assign: Assign, output: Output) -> None:
         work = assign.work
@@ -51,22 +51,28 @@ class RequestTable:
         )
         request.arrived_ns = output.now_ns
         self.by_id[work.request_id] = request
-        self.grammars.add(request)
+        self.preparations.add(request)
         self.batching.enqueue(request)
-        if len(request.tokens) >= request.max_len and request.pool is None:
+        if len(request.tokens) >= request.max_len and request.generates:
             self.finish(request, output, FinishReason.LENGTH)
         elif self._workers.serving:
             self.refuse_unfit(request, output)
 
     def refuse_unfit(self, request: Request, output: Output) -> None:
         """Ends a request that these workers can never compute."""
-        if request.pool is not None and request.pool.kind not in self.batching.pool_kinds:
-            text, param = f"the workers of this model cannot pool {request.pool.kind.value!r}", "task"
+        most, longest = self._limits.max_num_batched_tokens, max((length for _, length in request.uncut), default=0)
+        if text := next(filter(None, (unfit(extra, self.batching.pool_kinds) for extra in request.work.extras)), ""):
+            param = "task"
+        elif longest > most:
+            text, param = (
+                f"{longest} tokens of the prompt are computed together, and a step has room for {most}",
+                "prompt",
+            )
         elif self.batching.kv.holds(request.max_len):
             return
         else:
             room = self.batching.kv.longest(request.max_len)  # it takes as long as all the rest of an Assign
-            if request.pool is not None:
+            if not request.generates:
                 text, param = f"the prompt has {request.num_prompt} tokens, and the KV cache holds {room}", "prompt"
             else:
                 text = (
@@ -91,7 +97,7 @@ class RequestTable:
 
     def fail_row(self, request: Request, output: Output, failed: RowFailed) -> None:
         """End a request that its worker has no token for. Where its own parameters leave none, the error names one of them."""
-        param = _constraint(request.work.sampling) if failed.kind is not ErrorKind.INTERNAL else ""
+        param = _constraint(request.work) if failed.kind is not ErrorKind.INTERNAL else ""
         kind = ErrorKind.INTERNAL if failed.kind is ErrorKind.INVALID and not param else failed.kind
         message = f"{param}: {failed.message}" if param else failed.message
         self.finish(request, output, FinishReason.ERROR, message, kind, param.split(".")[0])
@@ -139,7 +145,7 @@ class RequestTable:
     def remove(self, request: Request) -> None:
         """Forgets a request as `drop` does, but the coordinator is not told that it ended."""
         self.batching.remove(request)
-        self.grammars.remove(request)
+        self.preparations.remove(request)
         request.move(RequestState.FINISHED)
         del self.by_id[request.work.request_id]
         self.load.live_tokens -= len(request.tokens) - request.num_given
@@ -174,10 +180,11 @@ class RequestTable:
                 output.of(request.detokenizer).row(attach.handle, attach.from_index, known)
 
 
-def _constraint(params: SamplingParams) -> str:
+def _constraint(work: EngineRequest) -> str:
     """The name that the client gave to what leaves the fewest tokens; empty: nothing is left out."""
-    if params.grammar is not None and params.grammar.param:
-        return params.grammar.param
+    params = work.sampling
+    if name := next((extra.constraint for extra in work.extras if extra.constraint), ""):
+        return name
     said = {
         "allowed_token_ids": params.allowed_token_ids,
         "bad_words": params.bad_words_token_ids,

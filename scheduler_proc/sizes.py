@@ -3,6 +3,7 @@
 Only what a request asks for can be large: lists of token ids, and log-probabilities of many tokens. Called by batching.py and core.py.
 """
 
+from meshlm.protocol.extras import num_bytes
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.scheduler_proc.request import Request
 
@@ -17,10 +18,8 @@ def of_new_row(request: Request) -> int:
     """The bytes of a NewRow, at most."""
     params = request.work.sampling
     ids = len(params.logit_bias) + len(params.allowed_token_ids) + len(params.stop_token_ids)
-    grammar = len(params.grammar.text.encode()) if params.grammar is not None else 0
-    embeds = 0 if request.work.embeds is None else len(request.work.embeds.data)
-    audio = 0 if request.work.audio is None else len(request.work.audio.samples)
-    return embeds + audio + 500 + 8 * len(request.tokens) + BIAS_BYTES * (ids + len(params.eos_token_ids)) + grammar
+    listed = BIAS_BYTES * (ids + len(params.eos_token_ids))
+    return 500 + 8 * len(request.tokens) + listed + num_bytes(request.work.extras)
 
 
 def of_token(params: SamplingParams) -> int:

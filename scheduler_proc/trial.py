@@ -37,5 +37,5 @@ class Trial:
         if not self._waiting:
             return None
         self._waiting = [one for one in self._waiting if one.state in WAITS and one.is_suspect(self._max_crashes)]
-        ready = (one for one in self._waiting if not one.num_output_placeholders and not one.lacks_grammar)
+        ready = (one for one in self._waiting if one.waits is None)
         return next(ready, None)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import structlog
 from msgspec import Struct
 
-from meshlm.protocol.edges.step import GrammarReady, PrepareGrammar, RowFailed
+from meshlm.protocol.edges.step import ExtraReady, PrepareExtra, RowFailed
+from meshlm.protocol.grammar import Grammar
 from meshlm.workers.output.matchers_lost import MatchersLost
 
 if TYPE_CHECKING:
@@ -24,13 +25,15 @@ class GrammarThreads:
         self._say = say
         self._threads = ThreadPoolExecutor(NUM_THREADS, "grammar")
 
-    def submit(self, grammars: "Grammars | None", ask: PrepareGrammar) -> None:
+    def submit(self, grammars: "Grammars | None", ask: PrepareExtra) -> None:
         """Have it compiled; without `grammars` this worker makes no masks, and needs nothing for it."""
         self._threads.submit(self._prepare, grammars, ask)
 
-    def _prepare(self, grammars: "Grammars | None", ask: PrepareGrammar) -> None:
-        failed = None if grammars is None else _compiled(grammars, ask.text)
-        self._say(GrammarReady(ask.session, ask.number, failed))
+    def _prepare(self, grammars: "Grammars | None", ask: PrepareExtra) -> None:
+        failed = None
+        if grammars is not None and isinstance(ask.extra, Grammar):
+            failed = _compiled(grammars, ask.extra.text)
+        self._say(ExtraReady(ask.session, ask.number, failed))
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -16,7 +16,7 @@ from msgspec import Struct
 from meshlm.protocol.edges.control import STEPPING, GraphCounts
 from meshlm.protocol.edges.step import (
     LastPlan,
-    PrepareGrammar,
+    PrepareExtra,
     Reset,
     ResetGroup,
     StepFailed,
@@ -306,7 +306,7 @@ class WorkerApp:
                 if isinstance(message.action, ResetPrefixCache | CallWorkers):
                     self._directory.reset_prefix_cache()
                 self._plans.put((message, 0))
-            case PrepareGrammar():
+            case PrepareExtra():
                 assert self._engine is not None
                 self._grammars.submit(self._engine.grammars if self._shard.is_last else None, message)
             case ResetGroup():

@@ -7,6 +7,7 @@ and what each sequence takes beside its tokens. It counts until it is closed.
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai.parse import ParsedRequest
 from meshlm.protocol.edges.text import Prompt, num_bytes_of
+from meshlm.protocol.extras import num_bytes
 from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime import bad_words
 
@@ -15,7 +16,7 @@ ID_BYTES, BIAS_BYTES = (
     40,
     120,
 )  # of an id in a list, of an entry of logit_bias, in the process that has one for each sequence
-GRAMMAR_COPIES = 3  # of a sequence's grammar, as it is in messages and in the processes that have the sequence
+EXTRA_COPIES = 3  # of a sequence's extras, as they are in messages and in the processes that have the sequence
 MAX_QUESTIONS = 256  # open /tokenize and /detokenize requests
 MAX_QUESTION_BYTES = 32 << 20  # of all of them
 
@@ -26,8 +27,7 @@ def cost_of(ask: ParsedRequest) -> int:
     ids = ask.sampling
     listed = ID_BYTES * (len(ids.stop_token_ids) + len(ids.allowed_token_ids)) + BIAS_BYTES * len(ids.logit_bias)
     listed += ID_BYTES * bad_words.num_ids(ask.text.bad_words)
-    if ids.grammar is not None:
-        listed += GRAMMAR_COPIES * len(ids.grammar.text)
+    listed += EXTRA_COPIES * num_bytes(ask.extras)
     num_sequences = len(ask.prompts) * ask.num_choices
     return prompts * (1 + ask.num_choices) + num_sequences * (SEQUENCE_BYTES + listed)
 

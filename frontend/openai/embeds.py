@@ -6,8 +6,8 @@ from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai.prompts import MAX_PROMPTS
 from meshlm.frontend.openai.schema import ChatRequest, CompletionRequest
 from meshlm.protocol.config import Resolved, ServerConfig
-from meshlm.protocol.edges.text import ChatPrompt, EmbedsPrompt, Prompt
-from meshlm.protocol.prompt_embeds import MAX_EMBEDS_BYTES, mark
+from meshlm.protocol.edges.text import MediaPrompt, Prompt, TokenPrompt, media_of
+from meshlm.protocol.prompt_embeds import MAX_EMBEDS_BYTES, PromptEmbeds, mark
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.runtime import tensor_files
 from meshlm.runtime.errors import RequestError
@@ -22,14 +22,14 @@ def of_completion(request: CompletionRequest, resolved: Resolved, server: Server
     given = [request.prompt_embeds] if isinstance(request.prompt_embeds, str) else request.prompt_embeds or []
     if len(given) > MAX_PROMPTS:
         raise HttpError(400, f"{NAME}: at most {MAX_PROMPTS} prompts", NAME)
-    return [_read(one, resolved, NAME) for one in given]
+    return [tensor_files.prompt_of(_read(one, resolved, NAME)) for one in given]
 
 
 def of_chat(
     request: ChatRequest, resolved: Resolved, server: ServerConfig
-) -> tuple[list[dict[str, Any]], tuple[EmbedsPrompt, ...]]:
+) -> tuple[list[dict[str, Any]], tuple[PromptEmbeds, ...]]:
     """The messages with a mark for each part of type prompt_embeds, and the vectors of these parts."""
-    found: list[EmbedsPrompt] = []
+    found: list[PromptEmbeds] = []
     messages = list(request.messages)
     for place, message in enumerate(messages):
         content = message.get("content")
@@ -48,7 +48,7 @@ def of_chat(
             else:
                 parts.append(part)
         messages[place] = {**message, "content": parts}
-    if len({one.embeds.dtype for one in found}) > 1:
+    if len({one.dtype for one in found}) > 1:
         raise HttpError(400, f"messages: parts of type {NAME!r} have different types of numbers", "messages")
     return messages, tuple(found)
 
@@ -67,22 +67,25 @@ def _check(request: CompletionRequest | ChatRequest, server: ServerConfig, again
             raise HttpError(400, f"{name}: does not go with {NAME}", name)
 
 
-def _read(given: Any, resolved: Resolved, where: str) -> EmbedsPrompt:
+def _read(given: Any, resolved: Resolved, where: str) -> PromptEmbeds:
     spec = resolved.spec
     try:
-        return tensor_files.prompt_of(given, spec.hidden_size, spec.vocab_size, where)
+        return tensor_files.embeds_of(given, spec.hidden_size, spec.vocab_size, where)
     except RequestError as error:
         raise HttpError.of(error.kind, error.message, where.split("[")[0]) from None
 
 
-def vectors_of(prompt: Prompt) -> tuple[EmbedsPrompt, ...]:
+def vectors_of(prompt: Prompt) -> list[PromptEmbeds]:
     """The vectors that a prompt has."""
+    return [one for one in media_of(prompt) if isinstance(one, PromptEmbeds)]
+
+
+def _kept(prompt: Prompt, keep: int, side: str) -> Prompt:
+    """The prompt; where it is nothing but vectors, its first or last `keep` ones."""
     match prompt:
-        case EmbedsPrompt():
-            return (prompt,)
-        case ChatPrompt(embeds=embeds):
-            return embeds
-    return ()
+        case MediaPrompt(TokenPrompt(), (PromptEmbeds() as vectors,)):
+            return tensor_files.prompt_of(tensor_files.kept(vectors, keep, side))
+    return prompt
 
 
 def checked(prompts: list[Prompt], sampling: SamplingParams, num_choices: int, keep: int, side: str) -> list[Prompt]:
@@ -90,10 +93,8 @@ def checked(prompts: list[Prompt], sampling: SamplingParams, num_choices: int, k
     vectors, and more copies of them than may travel."""
     if not any(map(vectors_of, prompts)):
         return prompts
-    found = [
-        tensor_files.kept(prompt, keep, side) if isinstance(prompt, EmbedsPrompt) else prompt for prompt in prompts
-    ]
-    size = sum(len(one.embeds.data) for prompt in found for one in vectors_of(prompt))
+    found = [_kept(prompt, keep, side) for prompt in prompts]
+    size = sum(len(one.data) for prompt in found for one in vectors_of(prompt))
     if len(prompts) == 1 and size > MAX_EMBEDS_BYTES:
         raise HttpError(400, f"{NAME}: {size} bytes in one prompt; at most {MAX_EMBEDS_BYTES}", NAME)
     if size * num_choices > MAX_COPIES_BYTES:

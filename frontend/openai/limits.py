@@ -7,16 +7,14 @@ Pure; called by parse.py and routes.py. HttpError names the field and its limit.
 
 from collections.abc import Iterable, Mapping, Sized
 
-import msgspec
 from msgspec import Raw
 
 from meshlm.frontend.http.errors import HttpError
 from meshlm.protocol.config import Resolved
 from meshlm.protocol.edges.text import (
-    AudioPrompt,
     ChatPrompt,
-    EmbedsPrompt,
     JoinedPrompt,
+    MediaPrompt,
     PairPrompt,
     Prompt,
     TextParams,
@@ -24,7 +22,7 @@ from meshlm.protocol.edges.text import (
     TokenPrompt,
     num_bytes_of,
 )
-from meshlm.protocol.grammar import Grammar, GrammarKind
+from meshlm.protocol.extras import Extras
 from meshlm.protocol.prompt_embeds import MAX_EMBEDS_BYTES
 from meshlm.protocol.sampling import SamplingParams
 
@@ -89,6 +87,7 @@ def check_lists(lists: Mapping[str, Sized], num_sequences: int) -> None:
 def check(
     prompts: Iterable[Prompt],
     sampling: SamplingParams,
+    extras: Extras,
     text: TextParams,
     cache_salt: str,
     num_sequences: int,
@@ -102,10 +101,10 @@ def check(
         if num_ids * num_sequences > MAX_LISTED_IDS:
             _refuse(name, f"{num_ids} token ids for each of {num_sequences} sequences", MAX_LISTED_IDS)
     num_bytes = 0
-    grammar = sampling.grammar or Grammar(GrammarKind.COMPILED)
-    copied = {"stop": text.stop, "bad_words": text.bad_words, "cache_salt": (cache_salt,)}
-    for name, texts in {**copied, grammar.param.split(".")[0]: (grammar.text,)}.items():
-        num_bytes += sum(len(text.encode()) for text in texts)
+    texts = {"stop": text.stop, "bad_words": text.bad_words, "cache_salt": (cache_salt,)}
+    copied = {name: sum(len(text.encode()) for text in listed) for name, listed in texts.items()}
+    for name, size in {**copied, **{extra.constraint.split(".")[0]: extra.num_bytes for extra in extras}}.items():
+        num_bytes += size
         if num_bytes * num_sequences > MAX_COPIED_BYTES:
             _refuse(name, f"{num_bytes} bytes for each of {num_sequences} sequences", MAX_COPIED_BYTES)
     for prompt in prompts:
@@ -123,19 +122,17 @@ def check_num_ids(count: int, truncates: bool, resolved: Resolved) -> None:
 def check_prompt(prompt: Prompt, truncates: bool, resolved: Resolved) -> None:
     """One prompt, before it is tokenized; how many tokens a text has, its detokenizer sees."""
     match prompt:
-        case TokenPrompt(token_ids=ids) | EmbedsPrompt(token_ids=ids):
+        case TokenPrompt(token_ids=ids):
             check_num_ids(len(ids) // 4, truncates, resolved)
-        case AudioPrompt(prompt=begin):
-            check_prompt(begin, truncates, resolved)  # the audio has a limit of its own
+        case MediaPrompt(prompt=plain):
+            check_prompt(plain, truncates, resolved)  # media have limits of their own
         case JoinedPrompt(parts=parts):
             for part in parts:
                 check_prompt(part, truncates, resolved)
         case TextPrompt() | ChatPrompt() | PairPrompt():
             most = max(MIN_PROMPT_BYTES, BYTES_PER_TOKEN * resolved.max_model_len)
-            if is_chat := isinstance(prompt, ChatPrompt):
-                prompt = msgspec.structs.replace(prompt, embeds=())  # which have a limit of their own
             if (size := num_bytes_of(prompt)) > most:
-                is_text = not is_chat
+                is_text = not isinstance(prompt, ChatPrompt)
                 _refuse(
                     "prompt" if is_text else "messages",
                     f"{size} bytes" + ("" if is_text else " with tools and template"),

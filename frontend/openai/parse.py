@@ -27,10 +27,10 @@ from meshlm.frontend.openai.schema import (
 )
 from meshlm.frontend.openai.tool_choice import NO_CALLS, ToolChoice
 from meshlm.protocol.config import Resolved, ServerConfig
-from meshlm.protocol.edges.text import Prompt, TextParams
+from meshlm.protocol.edges.text import MediaPrompt, Prompt, TextParams
+from meshlm.protocol.extras import Extras
 from meshlm.protocol.grammar import Grammar, GrammarKind, ThinkingBudget
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.tasks import GENERATE, Task
 from meshlm.runtime.parsers import budgets, registry
 from meshlm.runtime.parsers.calls import Tools
 
@@ -77,7 +77,7 @@ class ParsedRequest(NamedTuple):
     request_id: str = ""
     beams: bool = False  # the choices are those of one beam search
     length_penalty: float = 1.0
-    task: Task = GENERATE
+    extras: Extras = ()  # of each sequence
     return_token_offsets: bool = False
     return_assistant_tokens_mask: bool = False
     api_key: str = ""  # whose request it is; "": no key is asked for
@@ -158,7 +158,7 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
     default = resolved.generation_defaults.get("max_tokens")
     template_kwargs = of_template(_template_kwargs(request), server)
     messages, vectors = embeds.of_chat(request, resolved, server)
-    prompt = of_chat(
+    conversation = of_chat(
         messages,
         tool_choice.shown(choice, request, server),
         request.chat_template,
@@ -167,7 +167,6 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
         add_special_tokens=bool(request.add_special_tokens),
-        embeds=vectors,
     )
     num_choices = request.n or 1
     begins_with_reasoning = reasoning.begins(
@@ -181,7 +180,7 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
         unknown,
         resolved,
         server,
-        prompts=[prompt],
+        prompts=[MediaPrompt(conversation, vectors) if vectors else conversation],
         max_tokens=_at_most(resolved.max_output_tokens, asked or (int(default) if default else None)),
         cap_max_tokens=asked is None,
         num_choices=num_choices,
@@ -289,7 +288,6 @@ def _ask(
         )
         if thinking_budget is not None or begins_after:
             grammar = msgspec.structs.replace(grammar, calls=calls[0], tools=calls[1])
-        sampling = msgspec.structs.replace(sampling, grammar=grammar)
     stops, truncation = (
         stop_texts.stops(request.stop),
         _truncation(request, resolved, None if cap_max_tokens else max_tokens),
@@ -298,10 +296,12 @@ def _ask(
     text = _text_params(request, stops, truncation)
     if request.use_beam_search:
         sampling_params.check_beams(request, resolved, text)
-    limits.check(prompts, sampling, text, salt, num_sequences, bool(truncation), resolved)
+    extras = () if grammar is None else (grammar,)
+    limits.check(prompts, sampling, extras, text, salt, num_sequences, bool(truncation), resolved)
     return ParsedRequest(
         prompts=prompts,
         sampling=sampling,
+        extras=extras,
         seed=None if request.seed is None else request.seed & 0x7FFF_FFFF_FFFF_FFFF,
         text=text,
         max_tokens=max_tokens,

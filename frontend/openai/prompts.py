@@ -12,7 +12,7 @@ from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai import limits
 from meshlm.frontend.openai.schema import TokenizeRequest
 from meshlm.protocol.config import Resolved, ServerConfig
-from meshlm.protocol.edges.text import ChatPrompt, EmbedsPrompt, Prompt, TextPrompt, TokenPrompt
+from meshlm.protocol.edges.text import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.mesh.messages import check_messages, check_template_kwargs, check_tools
@@ -105,7 +105,6 @@ def of_chat(
     add_generation_prompt: bool | UnsetType,
     continue_final_message: bool,
     add_special_tokens: bool = False,
-    embeds: tuple[EmbedsPrompt, ...] = (),
 ) -> ChatPrompt:
     """Messages and what else the template is given."""
     if chat_template and not server.trust_request_chat_template:
@@ -123,7 +122,6 @@ def of_chat(
         add_generation_prompt=not continue_final_message if add_generation_prompt is UNSET else add_generation_prompt,
         continue_final_message=continue_final_message,
         add_special_tokens=add_special_tokens,
-        embeds=embeds,
     )
 
 

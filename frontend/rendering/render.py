@@ -8,6 +8,7 @@ from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai import embeds
 from meshlm.frontend.openai.parse import ParsedRequest
 from meshlm.protocol.edges.text import TextParams
+from meshlm.protocol.extras import find_extra
 from meshlm.protocol.grammar import Grammar, GrammarKind
 
 Json = dict[str, Any]
@@ -24,7 +25,7 @@ def check(ask: ParsedRequest) -> None:
         raise HttpError(400, "prompt_embeds: vectors cannot be rendered to token ids", "prompt_embeds")
     if ask.num_choices != ask.num_returned:
         raise HttpError(400, "best_of: is chosen where the tokens are", "best_of")
-    if (grammar := ask.sampling.grammar) is not None and grammar.begins_after:
+    if (grammar := find_extra(ask.extras, Grammar)) is not None and grammar.begins_after:
         field = grammar.param.split(".")[0]
         raise HttpError(400, f"{field}: begins behind the reasoning, which token ids alone do not tell", field)
     if ask.echo:
@@ -100,7 +101,7 @@ def _sampling(ask: ParsedRequest) -> Json:
     """With vLLM's names, and what is not asked for left out."""
     sampling, text = ask.sampling, ask.text
     found: Json = {"n": ask.num_choices, **{name: getattr(sampling, name) for name in SAME}}
-    ends, grammar = set(sampling.eos_token_ids), sampling.grammar
+    ends, grammar = set(sampling.eos_token_ids), find_extra(ask.extras, Grammar)
     wanted: Json = {
         "seed": ask.seed,
         "stop": list(text.stop) or None,

@@ -204,7 +204,7 @@ class Rendering:
             text = "continue_final_message: the conversations' last messages are not the same"
             raise HttpError(400, text, "continue_final_message")
         ask = first._replace(prompts=[ask.prompts[0] for ask in asks])
-        limits.check(ask.prompts, ask.sampling, ask.text, ask.cache_salt, len(asks), False, resolved)
+        limits.check(ask.prompts, ask.sampling, ask.extras, ask.text, ask.cache_salt, len(asks), False, resolved)
         return ask, model, self._reads.again(request, raw)
 
 

@@ -35,7 +35,7 @@ from meshlm.frontend.speech.stream import SpeechStream
 from meshlm.frontend.vectors.answers import VectorsResponse
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.protocol.edges.text import Detokenize, DetokenizeReply, Submit, Tokenize, TokenizeReply
-from meshlm.protocol.tasks import GENERATE
+from meshlm.protocol.extras import generates
 from meshlm.protocol.wire.ids import ErrorKind, Handle
 from meshlm.runtime import logits_processors
 from meshlm.runtime.errors import RequestError
@@ -127,7 +127,7 @@ class Generation:
     ) -> HttpResponse | None:
         """The answer of one request; None when the client left before its end."""
         backend = self._backend
-        if (ask.task is GENERATE) != (backend.resolved.pooling is None):
+        if generates(ask.extras) != (backend.resolved.pooling is None):
             raise HttpError(404, WRONG_RUNNER, kind="not_found_error")
         if reason := backend.refusal(attaches=again is not None) or await backend.wait_serving():
             raise HttpError(503, reason, kind="overloaded_error")

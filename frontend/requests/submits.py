@@ -16,9 +16,10 @@ from meshlm.frontend.http.errors import NO_AUDIO, HttpError
 from meshlm.frontend.openai import parse
 from meshlm.frontend.requests import retry
 from meshlm.frontend.requests.choice import Choice
+from meshlm.protocol.audio import Audio
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.edges.text import AudioPrompt, Retry, Submit
-from meshlm.protocol.tasks import Pool
+from meshlm.protocol.edges.text import Retry, Submit, media_of
+from meshlm.protocol.extras import find_extra
 from meshlm.protocol.wire.ids import Handle, RequestId
 from meshlm.protocol.wire.parts import joined
 
@@ -78,7 +79,7 @@ def build_each(
             cap_max_tokens=ask.cap_max_tokens,
             want_ids=ask.return_token_ids
             or (ask.echo and ask.tokens_as_ids)
-            or (isinstance(ask.task, Pool) and ask.task.needs_prompt_ids),
+            or any(extra.needs_prompt_ids for extra in ask.extras),
             want_text=ask.echo or ask.return_prompt_text,
             priority=ask.priority,
             cache_salt=ask.cache_salt,
@@ -86,7 +87,7 @@ def build_each(
             deadline_s=now + ask.timeout_s if ask.timeout_s else 0.0,
             dp_rank=rank,
             retry=Retry(again.key, again.body, mine) if again else None,
-            task=ask.task,
+            extras=ask.extras,
         )
         choices = []
         for i, (handle, name) in enumerate(zip(handles, names, strict=True)):
@@ -102,7 +103,7 @@ def build_each(
 def permitted(ask: parse.ParsedRequest, api_key: str, config: MeshConfig) -> parse.ParsedRequest:
     """What a server with this configuration lets a key ask for. HttpError."""
     transcribes = config.resolved is not None and config.resolved.speech is not None
-    if transcribes != any(isinstance(prompt, AudioPrompt) for prompt in ask.prompts):
+    if transcribes != any(find_extra(media_of(prompt), Audio) for prompt in ask.prompts):
         raise HttpError(404, NO_TEXTS if transcribes else NO_AUDIO, kind="not_found_error")
     if ask.priority and config.scheduler.scheduling_policy != "priority":
         raise HttpError(400, "priority: requests wait in order of arrival (--scheduling-policy)", "priority")

@@ -8,7 +8,7 @@ from meshlm.frontend.requests import submits
 from meshlm.frontend.requests.beams import Step
 from meshlm.frontend.requests.choice import Choice
 from meshlm.protocol.audio import Audio, SpeechTokens
-from meshlm.protocol.edges.text import AudioPrompt, TextParams, TokenPrompt
+from meshlm.protocol.edges.text import MediaPrompt, TextParams, TokenPrompt
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import pack_i32
 
@@ -18,7 +18,7 @@ async def find(backend: Any, ask: ParsedRequest, speech: SpeechTokens, audio: Au
     step = Step(f"{request_id}-language")
     codes = {token: code for code, token in speech.languages.items()}
     one = ask._replace(
-        prompts=[AudioPrompt(TokenPrompt(pack_i32([speech.start])), audio)],
+        prompts=[MediaPrompt(TokenPrompt(pack_i32([speech.start])), (audio,))],
         sampling=SamplingParams(temperature=0.0, logprobs=0, allowed_token_ids=tuple(codes)),
         seed=0,
         text=TextParams(),

@@ -22,7 +22,7 @@ from meshlm.frontend.speech.schema import (
 )
 from meshlm.protocol.audio import SAMPLE_RATE, WHISPER_TIMESTAMPS, Audio, SpeechTokens
 from meshlm.protocol.config import Resolved, ServerConfig
-from meshlm.protocol.edges.text import AudioPrompt, JoinedPrompt, Prompt, TextParams, TextPrompt, TokenPrompt
+from meshlm.protocol.edges.text import JoinedPrompt, MediaPrompt, Prompt, TextParams, TextPrompt, TokenPrompt
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import pack_i32
 
@@ -91,7 +91,7 @@ class Transcription:
         if self._text:
             before = TokenPrompt(pack_i32([self.speech.previous]))
             begin = JoinedPrompt((before, TextPrompt(f" {self._text}", add_special_tokens=False), start))
-        return [AudioPrompt(begin or start, chunk.audio) for chunk in self.chunks]
+        return [MediaPrompt(begin or start, (chunk.audio,)) for chunk in self.chunks]
 
 
 def body_of(fields: dict[str, Any], task: SpeechTask) -> tuple[SpeechRequest, tuple[str, ...]]:
@@ -164,7 +164,7 @@ def asked(
 ) -> ParsedRequest:
     """What the mesh is asked, a prompt for each chunk of `transcription`."""
     prompts, sampling, text = transcription.prompts(), _sampling(body, transcription, resolved), TextParams()
-    limits.check(prompts, sampling, text, "", len(prompts), False, resolved)
+    limits.check(prompts, sampling, (), text, "", len(prompts), False, resolved)
     lengths = (resolved.max_output_tokens, body.max_completion_tokens, resolved.generation_defaults.get("max_tokens"))
     return ParsedRequest(
         prompts=prompts,

@@ -98,8 +98,9 @@ class VectorsResponse(Response):
     @property
     def pool(self) -> Pool:
         """What was asked of the mesh."""
-        assert isinstance(self.ask.task, Pool)
-        return self.ask.task
+        (pool,) = self.ask.extras
+        assert isinstance(pool, Pool)
+        return pool
 
 
 # --- embeddings, pooling ---

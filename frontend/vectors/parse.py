@@ -313,7 +313,7 @@ def _asked(
         client_names=_INPUT,
         prompt_only=True,
         request_id=body.request_id or "",
-        task=task,
+        extras=(task,),
     )
 
 

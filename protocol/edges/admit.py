@@ -6,13 +6,11 @@ it can never overtake it.
 
 from msgspec import Struct
 
-from meshlm.protocol.audio import Audio
 from meshlm.protocol.counts import Counted, ProcessCounts
 from meshlm.protocol.edges.control import GraphCounts
-from meshlm.protocol.prompt_embeds import PromptEmbeds
+from meshlm.protocol.extras import Extras
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.sleeping import AWAKE, Sleeping
-from meshlm.protocol.tasks import GENERATE, Pool, Task
 from meshlm.protocol.wire.ids import ErrorKind, Handle, Identity, Incarnation, RequestId
 
 
@@ -30,15 +28,12 @@ class EngineRequest(Struct, frozen=True, omit_defaults=True):
     arrival_s: float = 0.0  # wall clock
     deadline_s: float = 0.0  # wall clock; 0: none
     num_crashes: int = 0  # workers, at other ranks, that died with it in a step since its last token
-    task: Task = GENERATE
-    embeds: PromptEmbeds | None = None  # vectors of the prompt that stand in the place of tokens
-    audio: Audio | None = None  # that the text is of
+    extras: Extras = ()
 
     @property
     def reads_prefix_cache(self) -> bool:
         """Whether the request can do without the hidden states of tokens whose KV is cached."""
-        needs_all = isinstance(self.task, Pool) and self.task.needs_all_tokens
-        return self.sampling.prompt_logprobs < 0 and not needs_all
+        return self.sampling.prompt_logprobs < 0 and all(extra.reads_prefix_cache for extra in self.extras)
 
 
 class SchedulerIncarnation(Struct, frozen=True):

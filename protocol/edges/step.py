@@ -13,15 +13,14 @@ the most that it can be.
 
 from msgspec import Struct
 
-from meshlm.protocol.audio import Audio
 from meshlm.protocol.edges.control import GraphCounts
 from meshlm.protocol.edges.token import LogprobColumns
+from meshlm.protocol.extras import Extra, Extras
 from meshlm.protocol.kv import KVSpec
 from meshlm.protocol.lockstep import StepGroup
-from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.sleeping import Sleeping
-from meshlm.protocol.tasks import GENERATE, PoolKind, Task
+from meshlm.protocol.tasks import PoolKind
 from meshlm.protocol.wire.ids import ErrorKind, Row, StepId
 
 HASH_BYTES = 32  # of a prefix: sha256
@@ -58,9 +57,7 @@ class NewRow(Struct, frozen=True, omit_defaults=True):
     num_prompt_tokens: int  # of the original prompt: output token i sits at num_prompt_tokens + i
     block_ids: bytes  # int32[., groups]: the table so far, cached prefix included; any block where no token looks
     sampling: SamplingParams
-    task: Task = GENERATE
-    embeds: PromptEmbeds | None = None  # vectors of the prompt that the first layer gets instead of its tokens'
-    audio: Audio | None = None  # that the encoder gets before the first of its tokens is computed
+    extras: Extras = ()
 
 
 class StepPlan(Struct, frozen=True, tag="plan", omit_defaults=True):
@@ -75,7 +72,7 @@ class StepPlan(Struct, frozen=True, tag="plan", omit_defaults=True):
     the worker counts back from the row's own end. It may draft num_drafts[i] tokens more and compute them too; the row's blocks hold
     them all.
 
-    A row whose task is Pool never samples. The step that computes the last token of its prompt gives its vector.
+    A row whose request wants a vector (Pool) never samples. The step that computes the last token of its prompt gives its vector.
     """
 
     session: int
@@ -99,15 +96,15 @@ class StepPlan(Struct, frozen=True, tag="plan", omit_defaults=True):
     num_drafts: bytes = b""  # int32[n]; b"" means none
 
 
-class PrepareGrammar(Struct, frozen=True, tag="prepare_grammar"):
-    """A request that waits for a row has this grammar. It is compiled beside the steps, and answered with GrammarReady."""
+class PrepareExtra(Struct, frozen=True, tag="prepare_extra"):
+    """A request that waits for a row has this extra. It is prepared beside the steps, and answered with ExtraReady."""
 
     session: int
-    number: int  # of the grammar, in this incarnation of the scheduler
-    text: str
+    number: int  # of the extra, in this incarnation of the scheduler
+    extra: Extra
 
 
-SchedulerToWorker = Reset | StepPlan | ResetGroup | PrepareGrammar
+SchedulerToWorker = Reset | StepPlan | ResetGroup | PrepareExtra
 
 
 class WorkerReady(Struct, frozen=True, tag="ready", omit_defaults=True):
@@ -186,8 +183,8 @@ class StepFailed(Struct, frozen=True, tag="failed"):
     message: str
 
 
-class GrammarReady(Struct, frozen=True, tag="grammar_ready"):
-    """Rows may have the grammar from now on; or why it is none."""
+class ExtraReady(Struct, frozen=True, tag="extra_ready"):
+    """Rows may have the extra from now on; or why none may."""
 
     session: int
     number: int
@@ -200,4 +197,4 @@ class WorkerStats(Struct, frozen=True, tag="stats"):
     graphs: GraphCounts
 
 
-WorkerToScheduler = WorkerReady | WorkerAsleep | LastPlan | StepResult | StepFailed | GrammarReady | WorkerStats
+WorkerToScheduler = WorkerReady | WorkerAsleep | LastPlan | StepResult | StepFailed | ExtraReady | WorkerStats

@@ -6,11 +6,9 @@ seed. The frontend's handles are echoed in every answer, so a batch of deltas ne
 
 from msgspec import Struct
 
-from meshlm.protocol.audio import Audio
 from meshlm.protocol.edges.token import First, LogprobColumns
-from meshlm.protocol.prompt_embeds import PromptEmbeds
+from meshlm.protocol.extras import Extras, num_bytes
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.tasks import GENERATE, Task
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle, RequestId
 
 
@@ -28,20 +26,6 @@ class TokenPrompt(Struct, frozen=True, tag="tokens"):
     token_ids: bytes
 
 
-class EmbedsPrompt(Struct, frozen=True, tag="embeds"):
-    """Vectors instead of tokens. `token_ids` (int32 column) are numbers made of them (runtime/tensor_files.py)."""
-
-    token_ids: bytes
-    embeds: PromptEmbeds
-
-
-class AudioPrompt(Struct, frozen=True, tag="audio"):
-    """What stands before the text that a model writes of an audio clip, and the audio."""
-
-    prompt: "TokenPrompt | JoinedPrompt"
-    audio: Audio
-
-
 class ChatPrompt(Struct, frozen=True, tag="chat"):
     """A conversation for the chat template. The JSON is the client's, validated in outline by the frontend."""
 
@@ -52,7 +36,6 @@ class ChatPrompt(Struct, frozen=True, tag="chat"):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
-    embeds: tuple[EmbedsPrompt, ...] = ()  # vectors where the messages have `prompt_embeds.mark(place)`
 
 
 class PairPrompt(Struct, frozen=True, tag="pair", omit_defaults=True):
@@ -71,7 +54,19 @@ class JoinedPrompt(Struct, frozen=True, tag="joined"):
     parts: tuple[TextPrompt | TokenPrompt, ...]
 
 
-Prompt = TextPrompt | TokenPrompt | ChatPrompt | PairPrompt | JoinedPrompt | EmbedsPrompt | AudioPrompt
+class MediaPrompt(Struct, frozen=True, tag="media"):
+    """A prompt with media. Vectors in a chat stand where its messages have `prompt_embeds.mark(number)`."""
+
+    prompt: TextPrompt | TokenPrompt | ChatPrompt | JoinedPrompt
+    media: Extras
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt | PairPrompt | JoinedPrompt | MediaPrompt
+
+
+def media_of(prompt: Prompt) -> Extras:
+    """The media of a prompt, which become extras of its request."""
+    return prompt.media if isinstance(prompt, MediaPrompt) else ()
 
 
 def num_bytes_of(prompt: Prompt) -> int:
@@ -84,15 +79,12 @@ def num_bytes_of(prompt: Prompt) -> int:
             return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
         case JoinedPrompt(parts=parts):
             return sum(map(num_bytes_of, parts))
-        case EmbedsPrompt(embeds=embeds):
-            return len(prompt.token_ids) + len(embeds.data)
-        case AudioPrompt(prompt=begin, audio=audio):
-            return num_bytes_of(begin) + len(audio.samples)
+        case MediaPrompt(prompt=plain, media=media):
+            return num_bytes_of(plain) + num_bytes(media)
         case PairPrompt(first=first, second=second):
             return len((first + second).encode("utf-8", "surrogatepass"))
         case ChatPrompt():
             lists = len(prompt.messages_json) + len(prompt.tools_json) + len(prompt.template_kwargs_json)
-            lists += sum(map(num_bytes_of, prompt.embeds))
             return lists + len(prompt.chat_template.encode("utf-8", "surrogatepass"))
 
 
@@ -188,7 +180,7 @@ class Submit(Struct, frozen=True, tag="submit"):
     deadline_s: float = 0.0  # wall clock; 0: none
     dp_rank: int = -1  # -1: the coordinator chooses
     retry: Retry | None = None
-    task: Task = GENERATE
+    extras: Extras = ()
     suspect: bool = False  # a detokenizer died with it in hand: it is encoded beside no other suspect
 
 

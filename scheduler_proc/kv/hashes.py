@@ -4,25 +4,20 @@ import hashlib
 from array import array
 from typing import NamedTuple
 
-from meshlm.protocol.prompt_embeds import PromptEmbeds
-from meshlm.protocol.wire.parts import joined
+from meshlm.protocol.extras import Extras, key_parts
 
 _ROOT = bytes(hashlib.sha256().digest_size)  # the parent of a first block
 
 
 class ExtraKeys(NamedTuple):
-    """What beside the tokens decides the contents of blocks: requests with different salts share none, nor do those with different
-    vectors in the place of tokens from the first of these on."""
+    """What beside the tokens decides the contents of blocks (protocol/extras.py)."""
 
     cache_salt: str = ""
-    embeds: PromptEmbeds | None = None
+    extras: Extras = ()
 
     def key(self, index: int, block_size: int) -> bytes:
         """The key of block number `index`; empty where nothing but its tokens counts."""
-        parts = [b"salt", self.cache_salt.encode()] if self.cache_salt and not index else []
-        if self.embeds is not None and (found := self.embeds.bytes_of(index * block_size, (index + 1) * block_size)):
-            parts += [b"embeds", self.embeds.dtype.encode(), found]
-        return joined(*parts)
+        return key_parts(self.cache_salt, self.extras, index * block_size, (index + 1) * block_size)
 
 
 def extend(hashes: list[bytes], extra: ExtraKeys, token_ids: "array[int]", block_size: int, num_tokens: int) -> None:
@@ -32,8 +27,8 @@ def extend(hashes: list[bytes], extra: ExtraKeys, token_ids: "array[int]", block
     previous = hashes[-1] if hashes else _ROOT
     new = memoryview(token_ids)[first * block_size : num_tokens // block_size * block_size].tobytes()
     contents = [new[start : start + size] for start in range(0, len(new), size)]
-    if contents and (extra.embeds is not None or not first):
-        last = len(contents) if extra.embeds is not None else 1
+    if contents and (extra.extras or not first):
+        last = len(contents) if extra.extras else 1
         contents[:last] = [content + extra.key(first + nth, block_size) for nth, content in enumerate(contents[:last])]
     for content in contents:
         previous = sha256(previous + content).digest()

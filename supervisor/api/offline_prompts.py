@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from meshlm.protocol.audio import SAMPLE_RATE, Audio
-from meshlm.protocol.edges.text import AudioPrompt, EmbedsPrompt, JoinedPrompt, Prompt, TextPrompt, TokenPrompt
+from meshlm.protocol.edges.text import JoinedPrompt, MediaPrompt, Prompt, TextPrompt, TokenPrompt
 from meshlm.protocol.prompt_embeds import ITEM_BYTES
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.runtime import tensor_files
@@ -98,7 +98,7 @@ def _of_audio(item: Mapping[str, Any], data: Any) -> Given:
     if not isinstance(given.prompt, TextPrompt | TokenPrompt):
         raise ValueError("a prompt's 'multi_modal_data': goes with 'prompt' or 'prompt_token_ids'")
     prompt = given.prompt if isinstance(given.prompt, TokenPrompt) else JoinedPrompt((given.prompt,))
-    return given._replace(prompt=AudioPrompt(prompt, _audio(data["audio"])))
+    return given._replace(prompt=MediaPrompt(prompt, (_audio(data["audio"]),)))
 
 
 def _audio(audio: Any) -> Audio:
@@ -119,7 +119,7 @@ def _audio(audio: Any) -> Audio:
     return Audio(found.astype("<f4").tobytes())
 
 
-def _vectors(tensor: Any, sizes: Sizes | None) -> EmbedsPrompt:
+def _vectors(tensor: Any, sizes: Sizes | None) -> MediaPrompt:
     if sizes is None:
         raise ValueError(
             "a prompt's 'prompt_embeds': not taken here; LLM(enable_prompt_embeds=True).generate takes them"
@@ -130,7 +130,7 @@ def _vectors(tensor: Any, sizes: Sizes | None) -> EmbedsPrompt:
         if dtype not in ITEM_BYTES:
             raise tensor_files.NotATensor(f"its dtype is {dtype}, and should be float32, float16 or bfloat16")
         raw = tensor.detach().cpu().contiguous().view(-1).view(_torch_bytes(tensor)).numpy().tobytes()
-        return tensor_files.prompt_of_rows(raw, dtype, shape, *sizes)
+        return tensor_files.prompt_of(tensor_files.embeds_of_rows(raw, dtype, shape, *sizes))
     except AttributeError:
         raise ValueError("a prompt's 'prompt_embeds': must be a tensor of torch") from None
     except tensor_files.NotATensor as error:

@@ -9,6 +9,7 @@ from typing import Any
 
 from meshlm.protocol.config import StructuredOutputsConfig
 from meshlm.protocol.edges.text import TextParams
+from meshlm.protocol.extras import Extras
 from meshlm.protocol.grammar import Grammar
 from meshlm.protocol.sampling import RepetitionDetection
 from meshlm.protocol.sampling import SamplingParams as WireParams
@@ -193,14 +194,8 @@ class SamplingParams:
         eos: tuple[int, ...],
         vocab_size: int,
         drawn: int,
-        config: StructuredOutputsConfig | None = None,
-        reasoning_parser: str = "",
     ) -> WireParams:
         """The settings as the mesh knows them, with the seed that was drawn if none is given. Call `check` first."""
-        constraint, budget = self.structured_outputs, self.thinking_token_budget
-        grammar = None if constraint is None else constraint.wire(config or StructuredOutputsConfig())
-        if budget not in (None, -1) and reasoning_parser:
-            grammar = budgets.alone(budgets.of_prompt(reasoning_parser, budget))
         certain = tuple(dict.fromkeys(self.logprob_token_ids or ()))
         return WireParams(
             min_tokens=self.min_tokens,
@@ -221,8 +216,14 @@ class SamplingParams:
             logprob_token_ids=certain,
             extra_args=dict(self.extra_args or {}),
             repetition_detection=self.repetition_detection.wire() if self.repetition_detection else None,
-            grammar=grammar,
         )
+
+    def extras(self, config: StructuredOutputsConfig, reasoning_parser: str = "") -> Extras:
+        """What travels with each sequence beside these settings."""
+        constraint, budget = self.structured_outputs, self.thinking_token_budget
+        if budget not in (None, -1) and reasoning_parser:
+            return (budgets.alone(budgets.of_prompt(reasoning_parser, budget)),)
+        return () if constraint is None else (constraint.wire(config),)
 
     def check(self, vocab_size: int) -> None:
         """ValueError names a value that is not allowed."""

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 from meshlm.protocol.audio import WHISPER_TIMESTAMPS
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.edges.text import ChatPrompt, EmbedsPrompt, Prompt, Submit, TokenPrompt
+from meshlm.protocol.edges.text import ChatPrompt, Prompt, Submit, TokenPrompt, media_of
+from meshlm.protocol.extras import find_extra
+from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.wire.columns import ints
 from meshlm.runtime import logits_processors, tensor_files
 from meshlm.runtime.errors import RequestError
@@ -91,16 +93,15 @@ class Submits:
         constraints = server.structured_outputs
         for number, (given, params, priority) in enumerate(zip(prompts, each, ranks, strict=True)):
             name, prompt = request_name(run, number), given.prompt
-            if isinstance(prompt, EmbedsPrompt):
-                prompt = tensor_files.kept(prompt, params.truncate_prompt_tokens or 0, "left")
+            if (vectors := find_extra(media_of(prompt), PromptEmbeds)) is not None:
+                prompt = tensor_files.prompt_of(tensor_files.kept(vectors, params.truncate_prompt_tokens or 0, "left"))
                 check_embeds(params)
             submit = Submit(
                 handles=tuple(self._client.new_handle() for _ in range(params.n)),
                 request_ids=tuple(name_of(name, index) for index in range(params.n)),
                 prompt=prompt,
-                sampling=params.wire(
-                    eos, self._vocab_size, self._draws.getrandbits(63), constraints, server.reasoning_parser
-                ),
+                sampling=params.wire(eos, self._vocab_size, self._draws.getrandbits(63)),
+                extras=params.extras(constraints, server.reasoning_parser),
                 text=params.text(),
                 max_tokens=params.max_tokens,
                 cap_max_tokens=True,
@@ -117,7 +118,7 @@ class Submits:
 
 def _wants_ids(prompt: Prompt, params: SamplingParams) -> bool:
     """Whether the prompt's token ids are not known here, and are there."""
-    if isinstance(prompt, EmbedsPrompt):
+    if find_extra(media_of(prompt), PromptEmbeds):
         return False
     return not isinstance(prompt, TokenPrompt) or bool(params.truncate_prompt_tokens)
 

@@ -139,7 +139,7 @@ class Asking:
                 want_ids=True,
                 cache_salt=salt,
                 arrival_s=time.time(),
-                task=pool,
+                extras=(pool,),
             )
             ids = ints(prompt.token_ids) if isinstance(prompt, TokenPrompt) else []
             yield submit, RequestOutput(name, None, ids, [CompletionOutput(0)])

@@ -180,10 +180,10 @@ async def test_a_new_grammar_holds_up_nobody(smollm2: Path, monkeypatch: pytest.
     app.on_peer_up(COORDINATOR, LIFE)
 
     def ask(number: int, text: str) -> None:
-        grammar = Grammar(GrammarKind.REGEX, text, "guided_regex") if text else None
+        extras = (Grammar(GrammarKind.REGEX, text, "guided_regex"),) if text else ()
         prompt = TextPrompt("one") if number % 2 else TokenPrompt(pack_i32([7, 8, 9]))
-        sampling = SamplingParams(grammar=grammar)
-        app.on_message(FRONTEND, Submit((Handle(number),), (RequestId(f"r{number}"),), prompt, sampling, max_tokens=5))
+        names = ((Handle(number),), (RequestId(f"r{number}"),))
+        app.on_message(FRONTEND, Submit(*names, prompt, SamplingParams(), max_tokens=5, extras=extras))
         app.flush()
 
     ask(0, "slow")

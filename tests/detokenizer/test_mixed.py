@@ -6,9 +6,10 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from meshlm.detokenizer.admission import left_embeds
+from meshlm.detokenizer.admission import left_extras
 from meshlm.detokenizer.encode import Encoder
-from meshlm.protocol.edges.text import ChatPrompt, EmbedsPrompt, Submit, TextParams, TextPrompt
+from meshlm.protocol.edges.text import ChatPrompt, MediaPrompt, Submit, TextParams, TextPrompt
+from meshlm.protocol.extras import find_extra
 from meshlm.protocol.prompt_embeds import PromptEmbeds, mark
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.ids import RequestId
@@ -20,10 +21,10 @@ LAST_FIRST = "{% for m in messages | reverse %}{{ m.role }} {{ m.content }} end 
 WORDS = ("user", "end", "a", "b", "c", ":", "<", ">", "prompt_embeds", "0")
 
 
-def vectors(*ids: int) -> EmbedsPrompt:
+def vectors(*ids: int) -> PromptEmbeds:
     """As many vectors as ids, of one number of four bytes each."""
     data = b"".join(bytes([token] * 4) for token in ids)
-    return EmbedsPrompt(array("i", ids).tobytes(), PromptEmbeds("float32", ((0, len(ids)),), data))
+    return PromptEmbeds("float32", ((0, len(ids)),), data, array("i", ids).tobytes())
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +38,9 @@ def encoder_of(tokenizer: Tokenizer, template: str = TEMPLATE) -> Encoder:
     return Encoder(LoadedTokenizer(tokenizer, {}, frozenset(), False), {"default": template})
 
 
-def chat(*contents: str, embeds: tuple[EmbedsPrompt, ...]) -> ChatPrompt:
+def chat(*contents: str, embeds: tuple[PromptEmbeds, ...]) -> MediaPrompt:
     messages = [{"role": "user", "content": content} for content in contents]
-    return ChatPrompt(msgspec.json.encode(messages), embeds=embeds)
+    return MediaPrompt(ChatPrompt(msgspec.json.encode(messages)), embeds)
 
 
 def test_vectors_stand_where_their_parts_do(tokenizer: Tokenizer) -> None:
@@ -92,6 +93,6 @@ def test_a_cut_prompt_keeps_its_vectors_in_their_places(
     embeds = PromptEmbeds("float32", ((2, 3), (7, 1)), b"".join(bytes([letter] * 4) for letter in b"abcd"))
     text = TextParams(truncate_prompt_tokens=keep, truncation_side=side)
     submit = Submit((), (RequestId("r"),), TextPrompt("a"), SamplingParams(), text)
-    left = left_embeds(embeds, 10, keep, submit)
+    left = find_extra(left_extras((embeds,), 10, keep, submit), PromptEmbeds)
     assert (left.spans if left else None) == spans
     assert (left.data[::4] if left else None) == data

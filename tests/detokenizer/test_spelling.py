@@ -47,7 +47,7 @@ class Model:
         compiled = self.grammars.compile(Grammar(GrammarKind(kind), json.dumps(value), "field", any_whitespace=False))
         rows = of_rows.Grammars(Matchers(lambda: self.vocabulary))
         assert rows.compile(compiled.text) == ""
-        new = NewRow(Row(0), ROW.tobytes(), 1, b"", SamplingParams(grammar=compiled, eos_token_ids=(EOS,)))
+        new = NewRow(Row(0), ROW.tobytes(), 1, b"", SamplingParams(eos_token_ids=(EOS,)), (compiled,))
         rows.apply(StepPlan(1, StepId(1), b"", b"", b"", b"", 0, new_rows=[new]))
         found = list[int]()
         while EOS not in found:

@@ -111,7 +111,7 @@ def test_the_numbers_of_characters_are_the_texts(table: TokenTable, data: st.Dat
         st.lists(st.integers(0, len(table) - 1) | cut | st.sampled_from(sorted(table.special)), max_size=20)
     )
     request = RequestState(SUBMIT, 0, Identity(Role.FRONTEND, 0), Incarnation(1), Handle(1), [])
-    request.begin(table, array("i", [1]), SUBMIT.sampling)
+    request.begin(table, array("i", [1]), SUBMIT.sampling, ())
     texts, sizes, at = list[str](), list[int](), 0
     while at < len(ids):
         row = ids[at : at + data.draw(st.integers(1, 4))]

@@ -214,7 +214,7 @@ from meshlm.workers.fake.tokens import expected_vector
 llm = LLM(device="fake", max_model_len="512", max_num_batched_tokens=64, max_num_seqs=8, kv_cache_memory="60M", fake_step_ms=10)
 def ask(number, prompt, kind):
     submit = Submit((llm._client.new_handle(),), (RequestId(f"p{number}"),), TokenPrompt(pack_i32(prompt)), SamplingParams(),
-        task=Pool(kind), arrival_s=time.time())
+        extras=(Pool(kind),), arrival_s=time.time())
     return submit, RequestOutput(f"p{number}", None, prompt, [CompletionOutput(0)])
 def kill_all():
     for role in ("detokenizer", "scheduler", "worker", "coordinator"):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from meshlm.protocol.wire.columns import ints
 from meshlm.runtime.errors import RequestError
-from meshlm.runtime.tensor_files import kept, prompt_of
+from meshlm.runtime.tensor_files import embeds_of, kept
 
 HIDDEN, VOCAB = 8, 100
 
@@ -29,7 +29,7 @@ def saved(value: Any, **options: Any) -> str:
 
 def refusal(given: str) -> str:
     with pytest.raises(RequestError) as raised:
-        prompt_of(given, HIDDEN, VOCAB, "prompt_embeds")
+        embeds_of(given, HIDDEN, VOCAB, "prompt_embeds")
     assert raised.value.param == "prompt_embeds"
     return raised.value.message
 
@@ -38,13 +38,13 @@ def refusal(given: str) -> str:
 def test_the_numbers_are_torchs(dtype: torch.dtype) -> None:
     whole = torch.randn(9, HIDDEN).to(dtype)
     for tensor in (whole, whole[2:7], whole[None], torch.nn.Parameter(whole), whole[:1]):
-        prompt = prompt_of(saved(tensor), HIDDEN, VOCAB, "prompt_embeds")
+        embeds = embeds_of(saved(tensor), HIDDEN, VOCAB, "prompt_embeds")
         rows = tensor.detach().reshape(-1, HIDDEN)
-        assert prompt.embeds.dtype == str(dtype).removeprefix("torch.")
-        found = torch.frombuffer(bytearray(prompt.embeds.data), dtype=dtype).view(-1, HIDDEN)
+        assert embeds.dtype == str(dtype).removeprefix("torch.")
+        found = torch.frombuffer(bytearray(embeds.data), dtype=dtype).view(-1, HIDDEN)
         assert torch.equal(found, rows)
-        assert prompt.embeds.spans == ((0, len(rows)),)
-        ids = ints(prompt.token_ids)
+        assert embeds.spans == ((0, len(rows)),)
+        ids = ints(embeds.token_ids)
         assert len(ids) == len(rows)
         assert min(ids) >= 0
         assert max(ids) < VOCAB
@@ -52,14 +52,14 @@ def test_the_numbers_are_torchs(dtype: torch.dtype) -> None:
 
 def test_equal_vectors_have_equal_ids_and_a_cut_keeps_one_side() -> None:
     tensor = torch.randn(5, HIDDEN)
-    whole = prompt_of(saved(tensor), HIDDEN, VOCAB, "prompt_embeds")
+    whole = embeds_of(saved(tensor), HIDDEN, VOCAB, "prompt_embeds")
     for keep, side, rows in (
         (2, "right", tensor[:2]),
         (3, "left", tensor[2:]),
         (9, "left", tensor),
         (0, "left", tensor),
     ):
-        assert kept(whole, keep, side) == prompt_of(saved(rows.clone()), HIDDEN, VOCAB, "prompt_embeds")
+        assert kept(whole, keep, side) == embeds_of(saved(rows.clone()), HIDDEN, VOCAB, "prompt_embeds")
 
 
 @pytest.mark.parametrize(
@@ -121,8 +121,8 @@ def test_a_broken_file_is_refused_or_read(place: int, value: int) -> None:
     data = bytearray(base64.b64decode(GOOD))
     data[place % len(data)] = value
     with contextlib.suppress(RequestError):
-        prompt = prompt_of(base64.b64encode(bytes(data)).decode(), HIDDEN, VOCAB, "prompt_embeds")
-        assert len(prompt.embeds.data) in (2 * HIDDEN * 4, 2 * HIDDEN * 2)
+        embeds = embeds_of(base64.b64encode(bytes(data)).decode(), HIDDEN, VOCAB, "prompt_embeds")
+        assert len(embeds.data) in (2 * HIDDEN * 4, 2 * HIDDEN * 2)
 
 
 GOOD = saved(torch.from_numpy(np.arange(2 * HIDDEN, dtype=np.float32).reshape(2, HIDDEN)))

@@ -29,8 +29,8 @@ def test_no_prompt_is_split(lengths: list[int]) -> None:
     batching = Batching(LIMITS, 0, 16, ROWS, 0, (EncoderOnly(),), frozenset(PoolKind), 8)
     requests = []
     for number, length in enumerate(lengths):
-        ids, handle, task = pack_i32([7] * length), Handle(number), Pool(PoolKind.MEAN)
-        work = EngineRequest(RequestId(str(number)), handle, ids, SamplingParams(), arrival_s=float(number), task=task)
+        ids, handle, extras = pack_i32([7] * length), Handle(number), (Pool(PoolKind.MEAN),)
+        work = EngineRequest(RequestId(str(number)), handle, ids, SamplingParams(), arrival_s=number, extras=extras)
         requests.append(Request(work, Identity(Role.DETOKENIZER, 0), Incarnation(1), LONGEST))
         batching.enqueue(requests[-1])
     computed: list[int] = []

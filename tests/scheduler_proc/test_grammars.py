@@ -6,34 +6,38 @@ import pytest
 from bench import DETOKENIZER, LIFE, WORKER, Bench, limits, reference
 
 from meshlm.protocol.edges.admit import Assign, EngineRequest
-from meshlm.protocol.edges.step import GrammarReady, PrepareGrammar, RowFailed, StepResult
+from meshlm.protocol.edges.step import ExtraReady, PrepareExtra, RowFailed, StepResult
 from meshlm.protocol.grammar import Grammar, GrammarKind
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import COORDINATOR, ErrorKind, FinishReason, Handle, RequestId
 from meshlm.runtime.process.events import Received, Send
-from meshlm.scheduler_proc import grammars
+from meshlm.scheduler_proc import preparations
 
 PROMPT = [5, 6, 7, 8, 9]
+
+
+def text_of(prepare: PrepareExtra) -> str:
+    assert isinstance(prepare.extra, Grammar)
+    return prepare.extra.text
 
 
 class GrammarBench(Bench):
     """Notes what the worker is asked to compile."""
 
     def take(self, sends: list[Send]) -> None:
-        self.asked = [*getattr(self, "asked", []), *(s.message for s in sends if isinstance(s.message, PrepareGrammar))]
+        self.asked = [*getattr(self, "asked", []), *(s.message for s in sends if isinstance(s.message, PrepareExtra))]
         super().take(sends)
 
     def give(self, handle: int, text: str = "", max_tokens: int = 4, **params: Any) -> None:
-        grammar = Grammar(GrammarKind.COMPILED, text, "guided_regex.x") if text else None
-        sampling = SamplingParams(max_tokens=max_tokens, grammar=grammar, **params)
-        work = EngineRequest(
-            RequestId(f"r{handle}"), Handle(handle), pack_i32(PROMPT), sampling, arrival_s=float(handle)
-        )
+        extras = (Grammar(GrammarKind.COMPILED, text, "guided_regex.x"),) if text else ()
+        sampling = SamplingParams(max_tokens=max_tokens, **params)
+        ids, arrival_s = pack_i32(PROMPT), float(handle)
+        work = EngineRequest(RequestId(f"r{handle}"), Handle(handle), ids, sampling, arrival_s=arrival_s, extras=extras)
         self.event(Received(COORDINATOR, LIFE, Assign(work, DETOKENIZER, LIFE)))
 
-    def ready(self, ask: PrepareGrammar, failed: RowFailed | None = None) -> None:
-        self.event(Received(WORKER, LIFE, GrammarReady(ask.session, ask.number, failed)))
+    def ready(self, ask: PrepareExtra, failed: RowFailed | None = None) -> None:
+        self.event(Received(WORKER, LIFE, ExtraReady(ask.session, ask.number, failed)))
 
 
 def test_it_waits_and_others_pass() -> None:
@@ -44,11 +48,11 @@ def test_it_waits_and_others_pass() -> None:
         bench.step()
     assert bench.ended == {2: FinishReason.LENGTH}
     (ask,) = bench.asked
-    assert ask.text == "a"
+    assert text_of(ask) == "a"
     bench.ready(ask)
     bench.finish()
     assert bench.tokens[1] == reference(PROMPT, 4)
-    assert not bench.core.table.grammars._by_text
+    assert not bench.core.table.preparations._by_extra
 
 
 def test_requests_share_a_grammar_and_the_last_one_takes_it_along() -> None:
@@ -103,7 +107,7 @@ def test_a_new_worker_is_asked_again(num_steps: int) -> None:
     for _ in range(num_steps):
         bench.step()
     bench.lose_worker()
-    assert [ask.text for ask in bench.asked] == ["a", "a"]
+    assert [text_of(ask) for ask in bench.asked] == ["a", "a"]
     assert bench.asked[0].session < bench.asked[1].session
     assert not bench.plans
     bench.ready(bench.asked[0])
@@ -115,18 +119,18 @@ def test_a_new_worker_is_asked_again(num_steps: int) -> None:
 
 def test_a_burst_of_grammars_leaves_room_on_the_link() -> None:
     bench = GrammarBench(limits(), 64, 4)
-    for handle in range(3 * grammars.MAX_ASKED):
+    for handle in range(3 * preparations.MAX_ASKED):
         bench.give(handle, f"grammar {handle}")
-    assert len(bench.asked) == grammars.MAX_ASKED
+    assert len(bench.asked) == preparations.MAX_ASKED
     for ask in bench.asked[:5]:
         bench.ready(ask)
-    assert len(bench.asked) == grammars.MAX_ASKED + 5
+    assert len(bench.asked) == preparations.MAX_ASKED + 5
     at = 5
     while at < len(bench.asked):
         bench.ready(bench.asked[at])
         at += 1
     bench.finish()
-    assert len(bench.ended) == at == 3 * grammars.MAX_ASKED
+    assert len(bench.ended) == at == 3 * preparations.MAX_ASKED
 
 
 def test_a_row_that_fails_ends_alone() -> None:

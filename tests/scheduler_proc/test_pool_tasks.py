@@ -24,7 +24,7 @@ PROMPT = list(range(20, 39))
 @pytest.mark.parametrize("budget", [4, 32])
 def test_a_vector_and_no_token(task: Pool, length: int, budget: int) -> None:
     bench = Bench(limits(max_num_batched_tokens=budget), 16, 4)
-    bench.assign(1, PROMPT[:length], 5, task=task)
+    bench.assign(1, PROMPT[:length], 5, extras=(task,))
     bench.finish()
     assert bench.pooled == {1: pooled_reference(PROMPT[:length], task.kind)}
     assert bench.ended == {1: FinishReason.STOP}
@@ -34,7 +34,7 @@ def test_a_vector_and_no_token(task: Pool, length: int, budget: int) -> None:
 
 def test_a_prompt_may_fill_the_context() -> None:
     bench = Bench(limits(max_model_len=19), 16, 4)
-    bench.assign(1, PROMPT, 5, task=LAST)
+    bench.assign(1, PROMPT, 5, extras=(LAST,))
     bench.finish()
     assert bench.pooled == {1: pooled_reference(PROMPT, PoolKind.LAST)}
 
@@ -42,7 +42,7 @@ def test_a_prompt_may_fill_the_context() -> None:
 def test_the_last_token_s_vector_reads_the_prefix_cache_and_no_other_does() -> None:
     bench = Bench(limits(), 32, 4)
     for handle, task in enumerate((LAST, LAST, MEAN, CLS), 1):
-        bench.assign(handle, PROMPT, 5, task=task)
+        bench.assign(handle, PROMPT, 5, extras=(task,))
         bench.finish()
         assert bench.pooled[handle] == pooled_reference(PROMPT, task.kind)
     assert bench.cached == {1: 0, 2: 16, 3: 0, 4: 0}
@@ -55,7 +55,7 @@ def test_the_last_token_s_vector_reads_the_prefix_cache_and_no_other_does() -> N
 def test_one_answer_whatever_happens_between(task: Pool, num_steps: int, what: str) -> None:
     """Five chunks; among others when the last one is on its way."""
     bench = Bench(limits(max_num_batched_tokens=4), 16, 4)
-    bench.assign(1, PROMPT, 5, task=task)
+    bench.assign(1, PROMPT, 5, extras=(task,))
     for _ in range(num_steps):
         bench.step()
     if what == "death":
@@ -79,8 +79,8 @@ def test_what_the_workers_cannot_pool_is_refused_by_name() -> None:
         bench = LastOnly(limits(), 16, 4)
         if before:
             bench.event(PeerLost(WORKER, LIFE))
-        bench.assign(1, PROMPT, 5, task=MEAN)
-        bench.assign(2, PROMPT, 5, task=LAST)
+        bench.assign(1, PROMPT, 5, extras=(MEAN,))
+        bench.assign(2, PROMPT, 5, extras=(LAST,))
         if before:
             assert not bench.ended
             bench.event(PeerUp(WORKER, LIFE))
@@ -92,7 +92,7 @@ def test_what_the_workers_cannot_pool_is_refused_by_name() -> None:
 def test_too_long_for_the_cache_is_refused_too_when_it_came_before_the_workers() -> None:
     bench = Bench(limits(), 4, 4)
     bench.event(PeerLost(WORKER, LIFE))
-    bench.assign(1, PROMPT, 5, task=LAST)
+    bench.assign(1, PROMPT, 5, extras=(LAST,))
     bench.assign(2, [1] * 10, 50)
     bench.assign(3, [1] * 10, 2)
     bench.event(PeerUp(WORKER, LIFE))
@@ -107,7 +107,7 @@ def test_vectors_of_a_step_fit_into_a_frame(monkeypatch: pytest.MonkeyPatch) -> 
     bench = Bench(limits(), 64, 4)
     bench.core.batching._pooled_bytes = 250
     for handle in range(1, 6):
-        bench.assign(handle, [handle] * 20, 5, task=LAST)
+        bench.assign(handle, [handle] * 20, 5, extras=(LAST,))
     most = 0
     while bench.plans:
         most = max(most, len(bench.core.batching.running))
@@ -189,8 +189,8 @@ def test_among_others(data: st.DataObject) -> None:
 
 def test_a_vector_that_its_worker_refuses_ends_the_request_with_an_error() -> None:
     bench = Bench(limits(), 16, 4)
-    bench.assign(1, PROMPT, 5, task=LAST)
-    bench.assign(2, PROMPT[:5], 5, task=LAST)
+    bench.assign(1, PROMPT, 5, extras=(LAST,))
+    bench.assign(2, PROMPT[:5], 5, extras=(LAST,))
     while bench.plans:
         handles = [request.handle for request in bench.core.inflight[0].batch]
         result = bench.model.run(bench.plans.popleft())

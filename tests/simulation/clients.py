@@ -26,7 +26,7 @@ from meshlm.protocol.edges.text import (
     TokenPrompt,
 )
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.tasks import GENERATE, Pool, PoolKind
+from meshlm.protocol.tasks import Pool, PoolKind
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Identity, RequestId, Role
 from meshlm.runtime.mesh.mesh import Mesh
@@ -147,7 +147,7 @@ class Client:
             max_tokens=ask.max_tokens,
             arrival_s=running().world.now,
             retry=Retry(f"{ask.number:08x}", b"", cuts) if ask.retries else None,
-            task=GENERATE if ask.pool is None else Pool(ask.pool),
+            extras=() if ask.pool is None else (Pool(ask.pool),),
         )
         for index, (handle, name) in enumerate(zip(submit.handles, names, strict=True)):
             mark = Retry(f"{ask.number:08x}", b"", (cuts[index],)) if ask.retries else None

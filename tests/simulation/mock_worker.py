@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from rolling_hash import extend, generate, vector_of
 
 from meshlm.protocol.edges.step import StepPlan
+from meshlm.protocol.extras import find_extra
 from meshlm.protocol.kv import ChunkedAttention, FullAttention, KVSpec, SlidingWindow
 from meshlm.protocol.tasks import Pool, PoolKind
 from meshlm.protocol.wire.columns import ints
@@ -78,8 +79,8 @@ class Model:
             assert new.row not in self.rows, "a row given away twice"
             self.rows[new.row] = (ints(new.token_ids), ints(new.block_ids))
             self.pools.pop(new.row, None)
-            if isinstance(new.task, Pool):
-                self.pools[new.row] = (new.task.kind, new.num_prompt_tokens, [])
+            if (pool := find_extra(new.extras, Pool)) is not None:
+                self.pools[new.row] = (pool.kind, new.num_prompt_tokens, [])
         block_ids, width = ints(plan.block_ids), len(self.specs)
         for nth, row in enumerate(ints(plan.block_rows)):
             self.rows[row][1].extend(block_ids[nth * width : (nth + 1) * width])

@@ -151,7 +151,7 @@ def test_a_wrong_block_shows_behind_drafts_too() -> None:
 def test_a_vector_of_a_prompt_in_chunks(kind: PoolKind) -> None:
     fake, tokens = engine(), list(range(20, 40))
     assert fake.facts.pool_kinds == tuple(PoolKind)
-    asks = msgspec.structs.replace(new(0, tokens, [5, 2, 7]), task=Pool(kind))
+    asks = msgspec.structs.replace(new(0, tokens, [5, 2, 7]), extras=(Pool(kind),))
     for _ in range(2):  # the row's second tenant finds nothing of the first one's
         first = fake.step(msgspec.structs.replace(plan([0], [0], [9], [asks]), samples=b"\x00"), 0).wait()
         assert not first.pooled
@@ -165,7 +165,7 @@ def test_a_wrong_table_is_a_wrong_vector() -> None:
     fake, tokens = engine(), list(range(20, 29))
     run(fake, plan([0], [0], [8], [new(0, tokens[:8], [5])]))
     for block, right in ((5, True), (6, False)):
-        asks = msgspec.structs.replace(new(1, tokens, [block, 2]), task=Pool(PoolKind.LAST))
+        asks = msgspec.structs.replace(new(1, tokens, [block, 2]), extras=(Pool(PoolKind.LAST),))
         result = fake.step(msgspec.structs.replace(plan([1], [8], [1], [asks]), samples=b"\x00"), 0).wait()
         found = np.frombuffer(result.pooled[0], np.float32).tolist()
         assert (found == expected_vector(tokens, PoolKind.LAST)) is right
@@ -177,10 +177,10 @@ def test_rows_with_a_grammar(drafts: int) -> None:
     fake = engine(drafts)
     fake.grammars = Grammars(Matchers(lambda: byte_vocabulary(VOCAB)))
     form = "[a-d]{3}[0-9]{3}"
-    params = SamplingParams(grammar=of_regex(form), eos_token_ids=(EOS,))
+    params, grammar = SamplingParams(eos_token_ids=(EOS,)), of_regex(form)
     prompt = list(range(20, 29))
     plain, constrained = new(0, prompt, [*range(1, 9)]), new(1, prompt, [*range(9, 17)])
-    constrained = msgspec.structs.replace(constrained, sampling=params)
+    constrained = msgspec.structs.replace(constrained, sampling=params, extras=(grammar,))
     first = fake.step(plan([0, 1], [0, 0], [9, 9], [plain, constrained]), 0).wait()
     given = ints(first.counts) or [1, 1]
     found = ints(first.token_ids)
@@ -205,8 +205,8 @@ def test_a_row_with_a_grammar_to_which_nothing_is_left_fails_alone() -> None:
     fake.grammars = Grammars(Matchers(lambda: byte_vocabulary(VOCAB)))
     prompt = list(range(20, 29))
     plain, failing = new(0, prompt, [*range(1, 9)]), new(1, prompt, [*range(9, 17)])
-    params = SamplingParams(grammar=of_regex("abc"), eos_token_ids=(EOS,), allowed_token_ids=(7,))
-    failing = msgspec.structs.replace(failing, sampling=params)
+    params = SamplingParams(eos_token_ids=(EOS,), allowed_token_ids=(7,))
+    failing = msgspec.structs.replace(failing, sampling=params, extras=(of_regex("abc"),))
     result = fake.step(plan([0, 1], [0, 0], [9, 9], [plain, failing]), 0).wait()
     assert ints(result.token_ids)[0] == expected_token(prompt, VOCAB)
     assert "no token is left" in result.failed[1].message

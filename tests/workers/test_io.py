@@ -11,8 +11,8 @@ import structlog
 
 from meshlm.protocol.edges.control import GraphCounts
 from meshlm.protocol.edges.step import (
-    GrammarReady,
-    PrepareGrammar,
+    ExtraReady,
+    PrepareExtra,
     Reset,
     RowFailed,
     StepFailed,
@@ -21,6 +21,7 @@ from meshlm.protocol.edges.step import (
     WorkerReady,
     WorkerStats,
 )
+from meshlm.protocol.grammar import Grammar, GrammarKind
 from meshlm.protocol.operations import (
     Operation,
     OperationDone,
@@ -148,11 +149,11 @@ async def test_grammars_are_compiled_beside_the_steps(smollm2: Path, monkeypatch
     app, mesh = await start(smollm2, monkeypatch, None)
     scheduler, engine = Identity(Role.SCHEDULER, 0), app._engine
     for number, text in enumerate(("slow", "bad", "panic", "fine", "busy")):
-        app.on_message(scheduler, PrepareGrammar(5, number, text))
+        app.on_message(scheduler, PrepareExtra(5, number, Grammar(GrammarKind.COMPILED, text)))
     app.on_message(scheduler, Operation(OperationId("b"), ResetPrefixCache()))
     said = [await asyncio.wait_for(mesh.said.get(), 10) for _ in range(5)]
     assert OperationDone(OperationId("b")) in said
-    answers = {one.number: one for one in said if isinstance(one, GrammarReady)}
+    answers = {one.number: one for one in said if isinstance(one, ExtraReady)}
     assert answers.keys() == {1, 2, 3, 4}
     assert (answers[1].failed, answers[3].failed) == (RowFailed("no such rule"), None)
     panic = answers[2].failed
@@ -160,7 +161,7 @@ async def test_grammars_are_compiled_beside_the_steps(smollm2: Path, monkeypatch
     assert "cannot be compiled" in panic.message
     assert answers[4].failed == RowFailed("it was not done; try again", ErrorKind.OVERLOADED)
     engine.grammars.released.set()  # type: ignore[union-attr]
-    assert await asyncio.wait_for(mesh.said.get(), 10) == GrammarReady(5, 0)
+    assert await asyncio.wait_for(mesh.said.get(), 10) == ExtraReady(5, 0)
     await app.stop()
 
 

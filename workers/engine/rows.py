@@ -10,7 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meshlm.protocol.audio import Audio
 from meshlm.protocol.edges.step import NewRow, StepPlan
+from meshlm.protocol.extras import find_extra
+from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.tasks import Pool
 from meshlm.workers.engine.row_audio import RowAudio
 from meshlm.workers.engine.row_embeds import RowEmbeds
@@ -82,13 +85,13 @@ class DeviceRows:
         row, processors = new.row, self.table.columns.processors
         if processors is not None and processors.take(new):
             self.table.columns["by_torch_until"][row] = ALWAYS
-        self.embeds.take(row, new.embeds)
+        self.embeds.take(row, find_extra(new.extras, PromptEmbeds))
         self.second_from[row] = 0
-        if isinstance(new.task, Pool):
-            self.pools[row] = new.task
-            self.second_from[row] = new.task.second_from
+        if (pool := find_extra(new.extras, Pool)) is not None:
+            self.pools[row] = pool
+            self.second_from[row] = pool.second_from
         blocks = self.table.pages(new.block_ids)
-        self.audio.take(new.audio, blocks[0].tolist() if len(blocks) else ())
+        self.audio.take(find_extra(new.extras, Audio), blocks[0].tolist() if len(blocks) else ())
         if self.prefixes is not None:
             self.prefixes.take(row, blocks[:, self.prefixes.group])
 

@@ -19,8 +19,10 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.edges.control import GraphCounts
 from meshlm.protocol.edges.step import StepPlan, StepResult
 from meshlm.protocol.edges.token import LogprobColumns
+from meshlm.protocol.extras import find_extra
 from meshlm.protocol.kv import FullAttention, caches_of, make_groups
 from meshlm.protocol.lockstep import StepAgreement
+from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.sleeping import KV_CACHE
 from meshlm.protocol.tasks import Pool, PoolKind
 from meshlm.workers import kv_capacity
@@ -141,8 +143,8 @@ class FakeEngine:
         self._rows.apply(plan)
         for new in plan.new_rows:
             self._pools.pop(new.row, None)
-            if isinstance(new.task, Pool):
-                self._pools[new.row] = new.task
+            if (pool := find_extra(new.extras, Pool)) is not None:
+                self._pools[new.row] = pool
         self._read_embeds(plan)
         self.grammars.apply(plan)
         num_drafts = self._draft(plan)
@@ -181,9 +183,9 @@ class FakeEngine:
 
     def _read_embeds(self, plan: StepPlan) -> None:
         for new in plan.new_rows:
-            if new.embeds is not None:
-                ids = tokens_of_embeds(new.embeds, self._vocab_size)
-                for first, count, at in new.embeds.parts(0, new.num_prompt_tokens):
+            if (embeds := find_extra(new.extras, PromptEmbeds)) is not None:
+                ids = tokens_of_embeds(embeds, self._vocab_size)
+                for first, count, at in embeds.parts(0, new.num_prompt_tokens):
                     self._rows.tokens[new.row, first : first + count] = ids[at : at + count]
 
     def _pool(self, plan: StepPlan, arrays: StepArrays) -> dict[int, bytes]:

@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshlm.protocol.edges.step import NewRow, RowFailed, StepPlan
+from meshlm.protocol.extras import find_extra
+from meshlm.protocol.grammar import Grammar
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.workers.output.matchers import RowBegins, Turn, Turned
 from meshlm.workers.output.matchers_lost import TOO_LATE, MatchersLost
@@ -75,11 +77,11 @@ class TokenMask(NamedTuple):
         return np.unpackbits(self.words.view(np.uint8), axis=1, count=vocab_size, bitorder="little").view(np.bool_)
 
 
-def unconstrained(sampling: SamplingParams) -> SamplingParams:
-    """The rest of what a row with a grammar asks for: without that which its mask does."""
-    if sampling.grammar is None:
-        return sampling
-    return msgspec.structs.replace(sampling, grammar=None, min_tokens=0, allowed_token_ids=(), bad_words_token_ids=())
+def unconstrained(new: NewRow) -> SamplingParams:
+    """What a row asks of the sampler: where it has a grammar, without that which its mask does."""
+    if find_extra(new.extras, Grammar) is None:
+        return new.sampling
+    return msgspec.structs.replace(new.sampling, min_tokens=0, allowed_token_ids=(), bad_words_token_ids=())
 
 
 class _Unread(NamedTuple):
@@ -93,10 +95,10 @@ class _Unread(NamedTuple):
 class ConstrainedRow:
     """One row's constraint. `failed`: why its text cannot go on."""
 
-    __slots__ = ("failed", "is_over", "num_deaths", "num_sent", "number", "output", "sampling")
+    __slots__ = ("failed", "grammar", "is_over", "num_deaths", "num_sent", "number", "output", "sampling")
 
-    def __init__(self, number: int, sampling: SamplingParams, output: list[int]) -> None:
-        self.number, self.sampling, self.output = number, sampling, output
+    def __init__(self, number: int, sampling: SamplingParams, grammar: Grammar, output: list[int]) -> None:
+        self.number, self.sampling, self.grammar, self.output = number, sampling, grammar, output
         self.num_sent = -1  # tokens of the output that its matcher has; -1: it has none
         self.is_over = False  # any token may come from now on
         self.failed: RowFailed | None = None
@@ -136,13 +138,13 @@ class Grammars:
                 self._remove(row)
         for new in plan.new_rows:
             self._remove(new.row)
-            if new.sampling.grammar is not None:
-                self._add(new)
+            if (grammar := find_extra(new.extras, Grammar)) is not None:
+                self._add(new, grammar)
 
-    def _add(self, new: NewRow) -> None:
+    def _add(self, new: NewRow, grammar: Grammar) -> None:
         self._last += 1
         output = np.frombuffer(new.token_ids, np.int32)[new.num_prompt_tokens :].tolist()
-        self.rows[new.row] = ConstrainedRow(self._last, new.sampling, output)
+        self.rows[new.row] = ConstrainedRow(self._last, new.sampling, grammar, output)
 
     def _remove(self, row: int) -> None:
         found = self.rows.pop(row, None)
@@ -179,7 +181,7 @@ class Grammars:
     def _turn(self, rows: list[ConstrainedRow], words: I32) -> None:
         """The masks of these rows, whose matchers learn what is new."""
         begins = [
-            RowBegins(row.number, row.sampling, np.array(row.output, np.int32).tobytes())
+            RowBegins(row.number, row.sampling, row.grammar, np.array(row.output, np.int32).tobytes())
             for row in rows
             if row.num_sent < 0
         ]

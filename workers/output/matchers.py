@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec import Struct
 
+from meshlm.protocol.grammar import Grammar
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.runtime.grammars import first_matcher, told
 from meshlm.runtime.vocabulary import Vocabulary
@@ -34,6 +35,7 @@ class RowBegins(Struct, frozen=True):
 
     number: int
     sampling: SamplingParams
+    grammar: Grammar
     output: bytes  # int32
 
 
@@ -56,9 +58,9 @@ class Turned(Struct, frozen=True, omit_defaults=True):
 class RowMatcher:
     """One row's constraint; `matcher` is None for any text. `error`: why its text cannot go on."""
 
-    def __init__(self, matcher: "LLMatcher | None", vocabulary: Vocabulary, sampling: SamplingParams) -> None:
-        grammar = sampling.grammar
-        assert grammar is not None
+    def __init__(
+        self, matcher: "LLMatcher | None", vocabulary: Vocabulary, sampling: SamplingParams, grammar: Grammar
+    ) -> None:
         self._matcher, self._vocabulary, self._sampling = matcher, vocabulary, sampling
         self._waits = bool(grammar.begins_after)  # for the end of the reasoning: free text goes on up to it
         self._must_follow = (
@@ -218,9 +220,9 @@ class Matchers:
         return Turned(errors, [number for number, row in zip(turn.wanted, rows, strict=True) if row.is_over])
 
     def _begun(self, begins: RowBegins) -> RowMatcher:
-        assert begins.sampling.grammar is not None
-        compiled, error = self._ready(begins.sampling.grammar.text)
-        row = RowMatcher(None if compiled is None else compiled.deep_copy(), self.vocabulary(), begins.sampling)
+        compiled, error = self._ready(begins.grammar.text)
+        matcher = None if compiled is None else compiled.deep_copy()
+        row = RowMatcher(matcher, self.vocabulary(), begins.sampling, begins.grammar)
         for token in np.frombuffer(begins.output, np.int32).tolist():
             row.push(token)
         row.error = error or row.error

@@ -95,7 +95,7 @@ class RowTable:
     def _add_row(self, new: NewRow, changes: Changes) -> None:
         """A request takes a row."""
         row, blocks = new.row, self.pages(new.block_ids)
-        self.columns.set(row, unconstrained(new.sampling), num_prompt_tokens=new.num_prompt_tokens)
+        self.columns.set(row, unconstrained(new), num_prompt_tokens=new.num_prompt_tokens)
         self._num_blocks[row] = len(blocks)
         changes.run(row * self.width, np.frombuffer(new.token_ids, np.int32))
         tables = self._table_at + row * self.table_width

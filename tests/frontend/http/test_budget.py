@@ -21,7 +21,7 @@ def test_a_prompt_costs_what_its_choices_make_of_it() -> None:
     assert cost_of(ask(1000, num_prompts=3, n=4)) == 3 * 5 * 1000 + 12 * SEQUENCE_BYTES
     biased = ask(0, n=8, sampling=SamplingParams(logit_bias=dict.fromkeys(range(1000), 1.0)))
     assert cost_of(biased) > 8 * 100 * 1000
-    constrained = ask(0, n=8, sampling=SamplingParams(grammar=Grammar(GrammarKind.REGEX, "a" * 1000)))
+    constrained = ask(0, n=8, extras=(Grammar(GrammarKind.REGEX, "a" * 1000),))
     assert cost_of(constrained) >= 8 * (SEQUENCE_BYTES + 2000)
 
 

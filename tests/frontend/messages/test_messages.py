@@ -124,13 +124,13 @@ async def test_a_call_that_is_forced(
     answer = await both(client, tools=TOOLS, tool_choice=choice)
     assert getattr(answer.content[-1], "input") == {"city": "Bärn"}  # noqa: B009
     assert answer.stop_reason == "tool_use"
-    assert backend.submits[-1].sampling.grammar is not None
+    assert backend.submits[-1].extras
 
 
 async def test_an_answer_that_fits_a_schema(backend: Scripted, client: anthropic.AsyncAnthropic) -> None:
     schema: Any = {"type": "object", "properties": {"a": {"type": "integer"}}}
     await both(client, output_config={"format": {"type": "json_schema", "schema": schema}, "effort": "high"})
-    assert backend.submits[-1].sampling.grammar is not None
+    assert backend.submits[-1].extras
     assert msgspec.json.decode(backend.prompt.template_kwargs_json)["reasoning_effort"] == "high"
 
 

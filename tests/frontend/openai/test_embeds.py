@@ -12,8 +12,8 @@ from parsing import RESOLVED, SERVER, asked, body_of
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai.parse import ParsedRequest
 from meshlm.protocol.config import Resolved, ServerConfig
-from meshlm.protocol.edges.text import ChatPrompt, EmbedsPrompt, TextPrompt
-from meshlm.protocol.prompt_embeds import mark
+from meshlm.protocol.edges.text import ChatPrompt, MediaPrompt, TextPrompt, TokenPrompt
+from meshlm.protocol.prompt_embeds import PromptEmbeds, mark
 
 HIDDEN = RESOLVED.spec.hidden_size
 TAKES = msgspec.structs.replace(SERVER, enable_prompt_embeds=True)
@@ -33,9 +33,16 @@ def ask(server: ServerConfig = TAKES, resolved: Resolved = RESOLVED, **fields: A
 
 
 def rows(prompt: object) -> torch.Tensor:
-    assert isinstance(prompt, EmbedsPrompt)
-    assert len(prompt.token_ids) // 4 == prompt.embeds.spans[0][1]
-    return torch.frombuffer(bytearray(prompt.embeds.data), dtype=torch.float32).view(-1, HIDDEN)
+    """The vectors of a prompt that has nothing else, or of a part of a chat."""
+    if isinstance(prompt, MediaPrompt):
+        assert isinstance(prompt.prompt, TokenPrompt)
+        (vectors,) = prompt.media
+        assert isinstance(vectors, PromptEmbeds)
+        assert prompt.prompt.token_ids == vectors.token_ids
+        return rows(vectors)
+    assert isinstance(prompt, PromptEmbeds)
+    assert len(prompt.token_ids) // 4 == prompt.spans[0][1]
+    return torch.frombuffer(bytearray(prompt.data), dtype=torch.float32).view(-1, HIDDEN)
 
 
 def test_vectors_are_prompts_before_the_texts() -> None:
@@ -139,12 +146,13 @@ def part(tensor: torch.Tensor) -> dict[str, str]:
 
 def test_parts_of_a_chat_may_be_vectors() -> None:
     (prompt,) = chat("Say", part(ROWS), {"type": "text", "text": "and"}, part(ROWS[:2].clone())).prompts
-    assert isinstance(prompt, ChatPrompt)
-    content = msgspec.json.decode(prompt.messages_json)[1]["content"]
+    assert isinstance(prompt, MediaPrompt)
+    assert isinstance(prompt.prompt, ChatPrompt)
+    content = msgspec.json.decode(prompt.prompt.messages_json)[1]["content"]
     first, second = ({"type": "text", "text": mark(place)} for place in (0, 1))
     assert content == ["Say", first, {"type": "text", "text": "and"}, second]
-    assert torch.equal(rows(prompt.embeds[0]), ROWS)
-    assert torch.equal(rows(prompt.embeds[1]), ROWS[:2])
+    assert torch.equal(rows(prompt.media[0]), ROWS)
+    assert torch.equal(rows(prompt.media[1]), ROWS[:2])
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,9 @@ from meshlm.protocol.wire.ids import Handle
     ],
 )
 def test_taken(endpoint: str, fields: dict[str, object], path: str, expected: object) -> None:
-    got: object = attrgetter(path)(ask(endpoint, **fields))
+    got: object = ask(endpoint, **fields)
+    for name in path.split("."):
+        got = got[int(name)] if isinstance(got, tuple) and name.isdigit() else getattr(got, name)
     assert got == expected
     assert type(got) is type(expected)
 

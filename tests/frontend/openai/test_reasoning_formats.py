@@ -10,7 +10,8 @@ from tool_formats import SAME_AS
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai.parse import ParsedRequest
 from meshlm.protocol.config import ServerConfig
-from meshlm.protocol.grammar import GrammarKind, ThinkingBudget
+from meshlm.protocol.extras import find_extra
+from meshlm.protocol.grammar import Grammar, GrammarKind, ThinkingBudget
 from meshlm.runtime.parsers import budgets
 from meshlm.runtime.parsers.calls import Call, ToolParser, joined
 from meshlm.runtime.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, reasoning_parser
@@ -227,7 +228,8 @@ def budget_of(parser: str, **fields: object) -> ThinkingBudget | None:
     ask = asked(
         "chat", body_of("chat", {"thinking_token_budget": 7, **fields}), server=ServerConfig(reasoning_parser=parser)
     )
-    return None if ask.sampling.grammar is None else ask.sampling.grammar.thinking
+    grammar = find_extra(ask.extras, Grammar)
+    return None if grammar is None else grammar.thinking
 
 
 def test_a_budget_of_reasoning() -> None:
@@ -239,11 +241,8 @@ def test_a_budget_of_reasoning() -> None:
     )
     assert budget_of("qwen3", chat_template_kwargs={"enable_thinking": False}) is None
     assert budget_of("qwen3", thinking_token_budget=-1) is None
-    grammar = asked(
-        "chat",
-        body_of("chat", {"thinking_token_budget": 0, "response_format": {"type": "json_object"}}),
-        server=ServerConfig(reasoning_parser="qwen3"),
-    ).sampling.grammar
+    both = body_of("chat", {"thinking_token_budget": 0, "response_format": {"type": "json_object"}})
+    grammar = find_extra(asked("chat", both, server=ServerConfig(reasoning_parser="qwen3")).extras, Grammar)
     assert grammar is not None
     assert (grammar.kind, grammar.begins_after) == (GrammarKind.JSON_OBJECT, "</think>")
     assert grammar.thinking == ThinkingBudget(0, "</think>", "<think>")
@@ -256,7 +255,7 @@ def test_a_budget_of_a_completions_reasoning() -> None:
         body = body_of("text", {"thinking_token_budget": 7, **fields})
         return asked("text", body, server=ServerConfig(reasoning_parser="qwen3"))
 
-    grammar = of_text().sampling.grammar
+    grammar = find_extra(of_text().extras, Grammar)
     assert grammar is not None
     assert grammar.kind is GrammarKind.FREE
     budget = grammar.thinking
@@ -266,7 +265,7 @@ def test_a_budget_of_a_completions_reasoning() -> None:
     for prompt in ("", "a", "<think>a</think> b", "</think>"):
         assert budgets.seen(budget, prompt) == opened_later
     assert budgets.seen(open_already, "") is open_already
-    assert of_text(thinking_token_budget=-1).sampling.grammar is None
+    assert not of_text(thinking_token_budget=-1).extras
     for fields in ({"use_beam_search": True}, {"guided_regex": "a+"}, {"response_format": {"type": "json_object"}}):
         with pytest.raises(HttpError, match=r"^thinking_token_budget: "):
             of_text(**fields)

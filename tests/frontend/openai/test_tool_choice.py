@@ -17,6 +17,7 @@ from meshlm.frontend.openai.schema import ChatRequest
 from meshlm.frontend.openai.tool_choice import ToolChoice
 from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.edges.text import ChatPrompt
+from meshlm.protocol.extras import find_extra
 from meshlm.protocol.grammar import Grammar, GrammarKind
 from meshlm.runtime.parsers import forced_calls
 from meshlm.runtime.parsers.calls import Call, Structure, ToolParser, joined
@@ -168,7 +169,7 @@ QWEN3 = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="hermes", re
 
 
 def grammar_of(server: ServerConfig, **fields: object) -> Grammar | None:
-    return asked("chat", body_of("chat", {**STRICT, **fields}), server=server).sampling.grammar
+    return find_extra(asked("chat", body_of("chat", {**STRICT, **fields}), server=server).extras, Grammar)
 
 
 def test_a_forced_choice_is_a_grammar_and_needs_no_parser() -> None:
@@ -190,7 +191,7 @@ def test_workers_know_which_calls_end_the_reasoning() -> None:
     assert forced is not None
     assert (forced.calls, forced.begins_after) == ("", "</think>")
     fields: dict[str, object] = {"response_format": {"type": "json_object"}}
-    form = asked("chat", body_of("chat", fields), server=QWEN3).sampling.grammar
+    form = find_extra(asked("chat", body_of("chat", fields), server=QWEN3).extras, Grammar)
     assert form is not None
     assert (form.calls, form.tools) == ("", ())
 
@@ -284,7 +285,7 @@ def test_the_tools_of_a_request_without_calls_may_be_left_out(choice: str, exclu
 def test_a_forced_call_of_gpt_oss_is_read_from_its_channels(choice: object, finish_reason: str) -> None:
     server = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="openai", reasoning_parser="openai_gptoss")
     ask = asked("chat", body_of("chat", {**STRICT, "tool_choice": choice}), server=server)
-    grammar = ask.sampling.grammar
+    grammar = find_extra(ask.extras, Grammar)
     assert grammar is not None
     assert (grammar.kind, grammar.begins_after) == (GrammarKind.STRUCTURAL_TAG, "")
     answer, _ = whole(ask)

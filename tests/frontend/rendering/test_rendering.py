@@ -12,6 +12,8 @@ from meshlm.frontend.rendering.schema import GenerateRequest
 from meshlm.frontend.rendering.tokens import completion_of
 from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.edges.text import Detokenize, DetokenizeReply, TextPrompt, Tokenize, TokenizeReply, TokenPrompt
+from meshlm.protocol.extras import find_extra
+from meshlm.protocol.grammar import Grammar
 from meshlm.protocol.wire.columns import ints, pack_i32
 
 ECHO = {"prompt": "a", "echo": True}
@@ -85,7 +87,7 @@ async def test_a_rendered_constraint_is_the_same_one(constraint: dict[str, Any])
     (rendered,) = await post(server, "/v1/completions/render", {"prompt": "ab", "structured_outputs": constraint})
     await post(server, "/inference/v1/generate", rendered)
     await post(server, "/v1/completions", {"prompt": list(b"ab"), "structured_outputs": constraint})
-    one, other = (submit.sampling.grammar for submit in server.submits)
+    one, other = (find_extra(submit.extras, Grammar) for submit in server.submits)
     assert one is not None
     assert one == other
 
@@ -106,11 +108,11 @@ async def test_all_that_decides_the_tokens_is_rendered() -> None:
         one, other = server.submits
         assert one.deadline_s is None or abs(one.deadline_s - other.deadline_s) < 5
         assert (one.deadline_s is None) == (other.deadline_s is None)
-        grammars = [submit.sampling.grammar for submit in (one, other)]
+        grammars = [find_extra(submit.extras, Grammar) for submit in (one, other)]
         if grammars[0] is not None:
             assert grammars[1] is not None
             assert msgspec.structs.replace(grammars[0], param="") == msgspec.structs.replace(grammars[1], param="")
-        same = [msgspec.structs.replace(submit.sampling, grammar=None) for submit in (one, other)]
+        same = [submit.sampling for submit in (one, other)]
         assert same[0] == same[1]
         assert (grammars[0] is None) == ("timeout" in fields)
 

@@ -122,11 +122,11 @@ async def test_an_answer_that_fits_a_schema(backend: Scripted, client: openai.As
     backend.pieces = ["hm</think>", '{"name": "Bern",', ' "size": 5}']
     answer = await client.responses.parse(model="tiny", input="hi", text_format=City, store=False)
     assert answer.output_parsed == City(name="Bern", size=5)
-    assert backend.submits[-1].sampling.grammar is not None
+    assert backend.submits[-1].extras
     form: Any = answer.to_dict()["text"]
     assert (form["format"]["type"], form["format"]["name"]) == ("json_schema", "City")
     await both(client, text={"format": {"type": "json_object"}})
-    assert backend.submits[-1].sampling.grammar is not None
+    assert backend.submits[-1].extras
 
 
 async def test_what_the_model_reads_and_writes(backend: Scripted, client: openai.AsyncOpenAI) -> None:

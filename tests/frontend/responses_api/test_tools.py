@@ -32,7 +32,7 @@ async def test_functions_of_a_namespace(backend: Scripted, client: openai.AsyncO
     assert messages_of(backend)[1]["tool_calls"][0]["function"]["name"] == "earth__weather"
     for name in ("weather", "earth__weather"):
         await both(client, tools=asked, tool_choice={"type": "function", "name": name})
-        assert backend.submits[-1].sampling.grammar is not None
+        assert backend.submits[-1].extras
 
 
 async def test_tools_that_a_server_would_run_are_left_out_and_named(
@@ -90,7 +90,7 @@ async def test_a_call_that_is_forced(backend: Scripted, client: openai.AsyncOpen
     call = answer.output[-1]
     assert isinstance(call, ResponseFunctionToolCall)
     assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Bärn"})
-    assert backend.submits[-1].sampling.grammar is not None
+    assert backend.submits[-1].extras
     assert answer.to_dict()["tool_choice"] == choice
 
 

@@ -28,9 +28,9 @@ from meshlm.frontend.openai.parse import ParsedRequest
 from meshlm.frontend.requests import submits
 from meshlm.frontend.speech import parse
 from meshlm.frontend.speech.schema import NEEDLESS, NOT_SUPPORTED, SpeechTask, TranslationRequest
-from meshlm.protocol.audio import SpeechTokens
+from meshlm.protocol.audio import Audio, SpeechTokens
 from meshlm.protocol.config import MeshConfig, Resolved, ServerConfig
-from meshlm.protocol.edges.text import AudioPrompt, JoinedPrompt, TextPrompt, TokenPrompt
+from meshlm.protocol.edges.text import JoinedPrompt, MediaPrompt, TextPrompt, TokenPrompt, media_of
 from meshlm.protocol.wire.columns import pack_i32
 
 VLLM = names(
@@ -64,7 +64,8 @@ def ask(
 
 def prefix(asked: ParsedRequest, chunk: int = 0) -> TokenPrompt | JoinedPrompt:
     prompt = asked.prompts[chunk]
-    assert isinstance(prompt, AudioPrompt)
+    assert isinstance(prompt, MediaPrompt)
+    assert isinstance(prompt.prompt, TokenPrompt | JoinedPrompt)
     return prompt.prompt
 
 
@@ -121,7 +122,7 @@ def test_the_text_of_before_stands_in_each_chunk() -> None:
 
 def test_the_chunks_are_the_sound() -> None:
     asked = ask(audio=chunks(), language="de")
-    data = b"".join(prompt.audio.samples for prompt in asked.prompts if isinstance(prompt, AudioPrompt))
+    data = b"".join(one.samples for prompt in asked.prompts for one in media_of(prompt) if isinstance(one, Audio))
     assert data == chunks().tobytes()
     assert (asked.num_choices, len(asked.prompts)) == (1, 3)
 

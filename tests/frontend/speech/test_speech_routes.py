@@ -19,7 +19,7 @@ from meshlm.frontend.speech.operations import SPEECH as ROUTES
 from meshlm.frontend.speech.schema import TranscriptionResponse
 from meshlm.frontend.vectors.operations import VECTORS
 from meshlm.protocol.config import ServerConfig
-from meshlm.protocol.edges.text import AudioPrompt, Finished, TokenPrompt
+from meshlm.protocol.edges.text import Finished, MediaPrompt, TokenPrompt, media_of
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason
 
@@ -60,7 +60,7 @@ async def events(backend: Speaking, fields: Json, **more: Any) -> list[Json]:
 
 
 def prefixes(backend: Speaking) -> list[TokenPrompt]:
-    return [submit.prompt.prompt for submit in backend.submits if isinstance(submit.prompt, AudioPrompt)]  # type: ignore[misc]
+    return [submit.prompt.prompt for submit in backend.submits if isinstance(submit.prompt, MediaPrompt)]  # type: ignore[misc]
 
 
 # --- whole answers ---
@@ -91,7 +91,7 @@ async def test_the_language_is_found_first() -> None:
     answer = await post(backend, {"response_format": "verbose_json", "seed": "5"})
     first, second = backend.submits
     assert prefixes(backend) == [TokenPrompt(pack_i32(ids)) for ids in ([START], [START, DE, TRANSCRIBE])]
-    assert first.prompt.audio == second.prompt.audio  # type: ignore[union-attr]
+    assert media_of(first.prompt) == media_of(second.prompt) != ()
     assert first.max_tokens == 1
     assert set(first.sampling.allowed_token_ids) == {EN, DE, JA}
     assert (first.sampling.temperature, second.sampling.seed) == (0.0, 5)

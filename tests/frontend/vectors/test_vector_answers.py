@@ -36,12 +36,12 @@ def answered(
     ended: list[bool] = []
     ask = ParsedRequest(
         [TextPrompt("a")] * len(vectors), SamplingParams(), 0, TextParams(), 1, 1, 1, False, True, False, False, -1, -1,
-        False, 0, "", 0.0, False, (), task=task,
+        False, 0, "", 0.0, False, (), extras=(task,),
     )  # fmt: skip
     answer = VectorsResponse(ask, "embd-1", 7, "m", lambda: ended.append(True), write, parts)
     for place, vector in enumerate(vectors):
         count = tokens[place] if tokens else 2
-        submit = Submit((Handle(place),), (RequestId(str(place)),), TextPrompt("a"), SamplingParams(), task=task)
+        submit = Submit((Handle(place),), (RequestId(str(place)),), TextPrompt("a"), SamplingParams(), extras=(task,))
         choice = Choice(answer, place, place, submit, Handle(place))
         answer.choices.append(choice)
         answer.accepted(choice, Accepted((Handle(place),), count, pack_i32(range(count))))

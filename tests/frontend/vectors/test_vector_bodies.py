@@ -50,7 +50,7 @@ def asked(config: MeshConfig, path: str = "/v1/embeddings", **body: Any) -> Aske
 )
 def test_inputs(config: MeshConfig, given: Any, prompts: list[Any]) -> None:
     assert asked(config, input=given).ask.prompts == prompts
-    assert asked(config, input=given).ask.task == EMBED
+    assert asked(config, input=given).ask.extras[0] == EMBED
 
 
 def test_conversations(config: MeshConfig) -> None:
@@ -65,11 +65,11 @@ def test_conversations(config: MeshConfig) -> None:
 
 def test_what_an_embedding_is(config: MeshConfig) -> None:
     cuts = with_pooling(config, matryoshka=True)
-    assert asked(cuts, input="a", dimensions=12).ask.task == replace(EMBED, dimensions=12)
-    assert asked(config, input="a", use_activation=False).ask.task == replace(EMBED, activation=False)
-    assert asked(config, input="a", normalize=False).ask.task == replace(EMBED, activation=False)
-    assert asked(config, "/pooling", input="a").ask.task == EMBED
-    tokens = asked(config, "/pooling", input="a", task="token_embed").ask.task
+    assert asked(cuts, input="a", dimensions=12).ask.extras[0] == replace(EMBED, dimensions=12)
+    assert asked(config, input="a", use_activation=False).ask.extras[0] == replace(EMBED, activation=False)
+    assert asked(config, input="a", normalize=False).ask.extras[0] == replace(EMBED, activation=False)
+    assert asked(config, "/pooling", input="a").ask.extras[0] == EMBED
+    tokens = asked(config, "/pooling", input="a", task="token_embed").ask.extras[0]
     assert tokens == Pool(PoolKind.ALL, PoolHead.EMBED, True)
 
 
@@ -151,7 +151,7 @@ def test_pairs(config: MeshConfig) -> None:
     for body in ({"text_1": "q", "text_2": ["a", "b"]}, {"queries": ["q"], "documents": ["a", "b"]}):
         found = asked(crossed, "/score", **body, max_tokens_per_doc=9).ask
         assert found.prompts == [PairPrompt("q", text, max_second=9) for text in "ab"]
-        assert found.task == Pool(PoolKind.CLS, PoolHead.CLASSIFY, True)
+        assert found.extras[0] == Pool(PoolKind.CLS, PoolHead.CLASSIFY, True)
     found = asked(config, "/v2/rerank", query="q", documents=["a", {"text": "b"}]).ask
     assert found.prompts == [TextPrompt("q"), TextPrompt("a"), TextPrompt("b")]
     with pytest.raises(HttpError, match="that needs a classifier with one label"):
@@ -207,6 +207,6 @@ def test_token_ids_are_asked_for_where_they_say_which_vectors_are_given_out(conf
         answer = VectorsResponse(ask, "pool-1", 7, "m", lambda: None, lambda _: b"")
         ((_, submit),) = submits.build_each(answer, ask, lambda: Handle(1), -1)
         assert submit.want_ids is wanted, task
-    assert asked(m3, "/pooling", input="a", task="token_classify").ask.task == Pool(
+    assert asked(m3, "/pooling", input="a", task="token_classify").ask.extras[0] == Pool(
         PoolKind.ALL, PoolHead.CLASSIFY, True, bos_token_id=0, eos_token_id=2
     )

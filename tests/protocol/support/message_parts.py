@@ -30,7 +30,7 @@ GRAMMAR = grammar.Grammar(
     "hermes",
     ("f",),
 )
-EMBEDS = prompt_embeds.PromptEmbeds("bfloat16", ((3, 2), (9, 1)), b"\x01\x02" * 6)
+EMBEDS = prompt_embeds.PromptEmbeds("bfloat16", ((3, 2), (9, 1)), b"\x01\x02" * 6, pack_i32([5, 6, 7]), b"d" * 48)
 AUDIO = audio.Audio(pack_f32([0.5, -0.25]))
 SAMPLING = sampling.SamplingParams(
     max_tokens=99,
@@ -54,7 +54,6 @@ SAMPLING = sampling.SamplingParams(
     bad_words_token_ids=((5,), (6, 7)),
     repetition_detection=sampling.RepetitionDetection(8, 2, 3),
     extra_args={"a": [1, "b"]},
-    grammar=GRAMMAR,
 )
 WORK = admit.EngineRequest(
     request_id=RequestId("cmpl-é-0"),
@@ -68,9 +67,7 @@ WORK = admit.EngineRequest(
     arrival_s=1750000000.25,
     deadline_s=1750000060.5,
     num_crashes=3,
-    task=tasks.Pool(tasks.PoolKind.MEAN),
-    embeds=EMBEDS,
-    audio=AUDIO,
+    extras=(tasks.Pool(tasks.PoolKind.MEAN), GRAMMAR, EMBEDS, AUDIO),
 )
 MEMBER = control.Member(SCHEDULER, LIFE, "ipc:///run/meshlm/scheduler-3", True, "tcp://10.0.0.2:5700", "0a1b")
 STANDBY = control.StandbyReport(Role.WORKER, 4712, "standby", 1750000000.5, 1 << 26)
@@ -107,7 +104,7 @@ COLUMNS = token.LogprobColumns(
     top_ids=pack_i32([8, -1]),
     top_logprobs=pack_f32([-0.25, -1.0]),
 )
-NEW_ROW = step.NewRow(Row(4), pack_i32([1, 2]), 2, pack_i32([10, 11]), SAMPLING, WORK.task, EMBEDS, AUDIO)
+NEW_ROW = step.NewRow(Row(4), pack_i32([1, 2]), 2, pack_i32([10, 11]), SAMPLING, WORK.extras)
 TOKEN_LOGPROB = text.TokenLogprob(220, -0.125, 1, " ", b" ")
 POSITION = text.PositionLogprobs(TOKEN_LOGPROB, 1, (TOKEN_LOGPROB, text.TokenLogprob(9, -2.0, 2, "�", b"\xff")))
 GRAPHS = control.GraphCounts({"decode": 9}, {"too_many_tokens": 2}, 5, {"few_tokens": 3}, (40, 20), {"mixed": 2})
@@ -123,8 +120,6 @@ SPAN = timeline.Span("plan", "loop", 1, 2, 1, {"step": 5})
 EVENT = text.RequestEvent(5, "retry", "scheduler_lost")
 FINISHED = text.Finished(1, FinishReason.ERROR, "###", 17, "the worker died", ErrorKind.TIMEOUT, "n", (EVENT,))
 ENDED = token.Ended(1, FinishReason.STOP, 2, "eos", ErrorKind.OVERLOADED, "n", (5,))
-EMBEDS_PROMPT = text.EmbedsPrompt(pack_i32([7, 8]), EMBEDS)
-CHAT = text.ChatPrompt(
-    b'[{"role":"user","content":"hi"}]', b"[{}]", "{{ x }}", b'{"a":1}', False, True, True, (EMBEDS_PROMPT,)
-)
+CHAT = text.ChatPrompt(b'[{"role":"user","content":"hi"}]', b"[{}]", "{{ x }}", b'{"a":1}', False, True, True)
+MEDIA_PROMPT = text.MediaPrompt(text.TokenPrompt(pack_i32([1, 2])), (EMBEDS, AUDIO))
 RETRY = text.Retry("ab12", b"digest", (3, 0), 0.5)

@@ -12,7 +12,7 @@ TOKENS = array("i", range(16))
 
 def embeds(*values: int, first: int = 8) -> ExtraKeys:
     """Vectors of one byte each, from a position on."""
-    return ExtraKeys("", PromptEmbeds("float32", ((first, len(values)),), bytes(values)))
+    return ExtraKeys("", (PromptEmbeds("float32", ((first, len(values)),), bytes(values)),))
 
 
 def chain(extra: ExtraKeys) -> list[bytes]:
@@ -52,7 +52,7 @@ def test_a_chain_may_be_made_piece_by_piece() -> None:
 def test_no_salt_stands_for_another_and_vectors() -> None:
     """A client chooses its salt, which must not spell out another's salt with the vectors behind it."""
     vectors = embeds(1, 2, first=0)._replace(cache_salt="s")
-    assert vectors.embeds is not None
+    assert vectors.extras
     begins = ["s", "s\0", "s" + chr(6) + "\0" * 7]
     texts = [f"{begin}embeds\0float32\0{tail}" for begin in begins for tail in ("0 2\0\1\2", "\1\2")]
     first = chain(vectors)[0]

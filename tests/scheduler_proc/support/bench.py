@@ -8,6 +8,7 @@ from rolling_hash import extend, generate, vector_of
 from meshlm.protocol.edges.admit import Assign, EngineRequest, Load
 from meshlm.protocol.edges.step import Reset, StepPlan, StepResult, WorkerReady
 from meshlm.protocol.edges.token import TokenDeltas
+from meshlm.protocol.extras import find_extra
 from meshlm.protocol.kv import KVSpec
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.tasks import Pool, PoolKind
@@ -64,8 +65,8 @@ class Model:
             assert new.row not in self.rows, "a row given away twice"
             self.rows[new.row] = (ints(new.token_ids), ints(new.block_ids))
             self.pools.pop(new.row, None)
-            if isinstance(new.task, Pool):
-                self.pools[new.row] = (new.task, new.num_prompt_tokens, [])
+            if (pool := find_extra(new.extras, Pool)) is not None:
+                self.pools[new.row] = (pool, new.num_prompt_tokens, [])
         for row, block in zip(ints(plan.block_rows), ints(plan.block_ids), strict=True):
             self.rows[row][1].append(block)
         rows, starts = ints(plan.rows), ints(plan.starts)

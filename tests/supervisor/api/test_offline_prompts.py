@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from meshlm.protocol.audio import Audio
-from meshlm.protocol.edges.text import AudioPrompt, EmbedsPrompt, JoinedPrompt, TextPrompt, TokenPrompt
+from meshlm.protocol.edges.text import JoinedPrompt, MediaPrompt, TextPrompt, TokenPrompt
+from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.supervisor.api.offline_prompts import NOT_SUPPORTED, Given, Sizes, many, of_generate, of_tokenization
 from meshlm.supervisor.api.tokenizer import chat_prompt
@@ -66,8 +67,10 @@ def test_vectors(dtype: torch.dtype) -> None:
     sizes = Sizes(8, 100)
     given = of_generate({"prompt_embeds": rows[None, 1:], "prompt": "a", "cache_salt": "s"}, sizes=sizes)
     assert (given.text, given.cache_salt) == ("a", "s")
-    assert isinstance(given.prompt, EmbedsPrompt)
-    embeds = given.prompt.embeds
+    assert isinstance(given.prompt, MediaPrompt)
+    (embeds,) = given.prompt.media
+    assert isinstance(embeds, PromptEmbeds)
+    assert given.prompt.prompt == TokenPrompt(embeds.token_ids)
     assert torch.equal(torch.frombuffer(bytearray(embeds.data), dtype=dtype).view(-1, 8), rows[1:])
     assert of_generate({"prompt_embeds": rows[1:].T.contiguous().T}, sizes=sizes).prompt == given.prompt
 
@@ -98,23 +101,23 @@ AUDIO_DATA = {"audio": (SAMPLES, 16_000)}
 @pytest.mark.parametrize(
     ("item", "given"),
     [
-        ({"prompt": "<|start|>", "multi_modal_data": AUDIO_DATA}, Given(AudioPrompt(START, AUDIO), "<|start|>")),
-        ({"prompt_token_ids": [1, 2], "multi_modal_data": {"audio": SAMPLES}}, Given(AudioPrompt(IDS, AUDIO), None)),
+        ({"prompt": "<|start|>", "multi_modal_data": AUDIO_DATA}, Given(MediaPrompt(START, (AUDIO,)), "<|start|>")),
+        ({"prompt_token_ids": [1, 2], "multi_modal_data": {"audio": SAMPLES}}, Given(MediaPrompt(IDS, (AUDIO,)), None)),
         (
             {"prompt_token_ids": [1, 2], "multi_modal_data": {"audio": [AUDIO_DATA["audio"]]}},
-            Given(AudioPrompt(IDS, AUDIO), None),
+            Given(MediaPrompt(IDS, (AUDIO,)), None),
         ),
         (
             {"encoder_prompt": {"prompt": "", "multi_modal_data": AUDIO_DATA}, "decoder_prompt": "<|start|>"},
-            Given(AudioPrompt(START, AUDIO), "<|start|>"),
+            Given(MediaPrompt(START, (AUDIO,)), "<|start|>"),
         ),
         (
             {"encoder_prompt": {"multi_modal_data": AUDIO_DATA}, "decoder_prompt": {"prompt_token_ids": [1, 2]}},
-            Given(AudioPrompt(IDS, AUDIO), None),
+            Given(MediaPrompt(IDS, (AUDIO,)), None),
         ),
         (
             {"encoder_prompt": {"multi_modal_data": AUDIO_DATA}, "decoder_prompt": [1, 2]},
-            Given(AudioPrompt(IDS, AUDIO), None),
+            Given(MediaPrompt(IDS, (AUDIO,)), None),
         ),
     ],
 )

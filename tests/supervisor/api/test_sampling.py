@@ -5,7 +5,7 @@ from typing import Any, cast
 import pytest
 
 from meshlm.protocol.config import StructuredOutputsConfig
-from meshlm.protocol.grammar import GrammarKind
+from meshlm.protocol.grammar import Grammar, GrammarKind
 from meshlm.supervisor.api.sampling import NOT_SUPPORTED, SamplingParams, StructuredOutputsParams
 
 
@@ -142,13 +142,13 @@ def test_other_mistakes_are_found_at_once() -> None:
 )
 def test_structured_outputs(fields: dict[str, Any], kind: GrammarKind, text: str) -> None:
     asked = StructuredOutputsParams(**fields, disable_any_whitespace=True, whitespace_pattern=" ")
-    grammar = SamplingParams(structured_outputs=asked).wire((), 100, drawn=1).grammar
-    assert grammar is not None
+    (grammar,) = SamplingParams(structured_outputs=asked).extras(StructuredOutputsConfig())
+    assert isinstance(grammar, Grammar)
     assert (grammar.kind, grammar.text, grammar.strict) == (kind, text, True)
     assert (grammar.any_whitespace, grammar.additional_properties, grammar.whitespace_pattern) == (False, True, " ")
     config = StructuredOutputsConfig(disable_additional_properties=True)
-    grammar = SamplingParams(structured_outputs=asked).wire((), 100, 1, config).grammar
-    assert grammar is not None
+    (grammar,) = SamplingParams(structured_outputs=asked).extras(config)
+    assert isinstance(grammar, Grammar)
     assert not grammar.additional_properties
 
 

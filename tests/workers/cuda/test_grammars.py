@@ -38,17 +38,17 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return found
 
 
-def params_of(row: int, constrained: bool) -> SamplingParams:
-    grammar = of_regex(FORMS[row]) if constrained and row in FORMS else None
+def params_of(row: int) -> SamplingParams:
     bias = {300 + n: 5.0 for n in range(20)} if row == 1 else {}  # more than kernels do
-    return SamplingParams(
-        temperature=0.8, seed=row, grammar=grammar, eos_token_ids=(EOS,), logit_bias=bias, logprobs=row - 1
-    )
+    return SamplingParams(temperature=0.8, seed=row, eos_token_ids=(EOS,), logit_bias=bias, logprobs=row - 1)
 
 
 def news(made: ModelEngine, constrained: bool) -> list[NewRow]:
     driver = Driver(made, prompts_of(LENGTHS), SamplingParams())
-    return [msgspec.structs.replace(new, sampling=params_of(new.row, constrained)) for new in driver._new]
+    extras = {row: (of_regex(form),) for row, form in FORMS.items() if constrained}
+    return [
+        msgspec.structs.replace(new, sampling=params_of(new.row), extras=extras.get(new.row, ())) for new in driver._new
+    ]
 
 
 def plan(step: int, parts: dict[int, tuple[int, int, bool]], new_rows: list[NewRow]) -> StepPlan:
@@ -122,7 +122,7 @@ def test_rows_that_no_token_can_be_chosen_for_fail_alone(made: ModelEngine) -> N
     made.reset()
     fresh, vocab = news(made, False), int(str(MODEL["vocab_size"]))
     no_numbers = np.full(LENGTHS[3] * int(str(MODEL["hidden_size"])), 0x7FC0, np.uint16).tobytes()
-    spoilt = msgspec.structs.replace(fresh[3], embeds=PromptEmbeds("bfloat16", ((0, LENGTHS[3]),), no_numbers))
+    spoilt = msgspec.structs.replace(fresh[3], extras=(PromptEmbeds("bfloat16", ((0, LENGTHS[3]),), no_numbers),))
     nothing = SamplingParams(temperature=0.8, allowed_token_ids=(5,), bad_words_token_ids=((5,),), logprobs=1)
     banned = msgspec.structs.replace(fresh[0], sampling=nothing)
     plans = [plan(1, {row: (0, LENGTHS[row], True) for row in (3, 0, 2)}, [spoilt, banned, fresh[2]])]

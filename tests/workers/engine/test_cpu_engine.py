@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,6 +16,7 @@ from cpu_steps import LENGTH, MODEL, OUTPUT, PROMPTS, VOCAB, alone, new, step, t
 from llguidance import LLMatcher
 
 from meshlm.protocol.edges.control import GraphCounts
+from meshlm.protocol.edges.step import NewRow
 from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.ids import ErrorKind
@@ -88,7 +90,7 @@ def test_vectors_in_the_place_of_tokens(made: ModelEngine) -> None:
     data = b"".join(table[first : first + count].astype("<f4").tobytes() for first, count in spans)
     hidden = [first + nth for first, count in spans for nth in range(count)]
     told = [5 if place in hidden else token for place, token in enumerate(prompt)]
-    row = msgspec.structs.replace(new(1, told, params), embeds=PromptEmbeds("float32", spans, data))
+    row = msgspec.structs.replace(new(1, told, params), extras=(PromptEmbeds("float32", spans, data),))
     step(made, [(1, 0, 6, False)], [row])
     other = new(0, PROMPTS[0], params)
     mixed = tokens_of(step(made, [(0, 0, 5, True), (1, 6, len(prompt) - 6, True)], [other]))
@@ -111,6 +113,11 @@ def test_a_cpu_has_no_graphs_and_its_steps_are_done_when_they_are_launched(made:
     assert 0 < result.launched_ns <= result.done_ns
 
 
+def constrained(row: NewRow, form: str, **changes: Any) -> NewRow:
+    """The row with text that keeps to a regular expression."""
+    return msgspec.structs.replace(row, extras=(of_regex(form),), **changes)
+
+
 def test_rows_with_a_grammar_beside_others(made: ModelEngine) -> None:
     """Whatever the chunks, the others' tokens are what they were; log-probabilities are the model's own."""
     made.grammars = Grammars(Matchers(lambda: byte_vocabulary(VOCAB)))
@@ -118,12 +125,11 @@ def test_rows_with_a_grammar_beside_others(made: ModelEngine) -> None:
     expected = alone(made, PROMPTS[0], plain)
     forms = {1: "[0-9]{4}[x-z]+", 2: "(ab|cd){3}"}
     params = {
-        row: SamplingParams(
-            temperature=0.9, seed=row, grammar=of_regex(form), eos_token_ids=(EOS,), logprobs=0, frequency_penalty=1.0
-        )
-        for row, form in forms.items()
+        row: SamplingParams(temperature=0.9, seed=row, eos_token_ids=(EOS,), logprobs=0, frequency_penalty=1.0)
+        for row in forms
     }
     news = [new(row, PROMPTS[row], params.get(row, plain)) for row in range(3)]
+    news[1:] = [constrained(one, forms[one.row]) for one in news[1:]]
     found: list[list[int]] = [[], [], []]
     found[0] += tokens_of(step(made, [(0, 0, 5, True), (2, 0, 20, False)], [news[0], news[2]]))
     mixed = step(made, [(0, 5, 1, True), (1, 0, 25, True), (2, 20, 25, True)], news[1:2])
@@ -145,23 +151,23 @@ def test_rows_with_a_grammar_beside_others(made: ModelEngine) -> None:
 def test_a_row_with_a_grammar_that_begins_anew(made: ModelEngine) -> None:
     """Preempted after some tokens, it goes on as it would have."""
     made.grammars = Grammars(Matchers(lambda: byte_vocabulary(VOCAB)))
-    params = SamplingParams(temperature=1.2, seed=3, grammar=of_regex("[a-f]{2}[0-9]{2}[a-f]{2}"), eos_token_ids=(EOS,))
+    params, form = SamplingParams(temperature=1.2, seed=3, eos_token_ids=(EOS,)), "[a-f]{2}[0-9]{2}[a-f]{2}"
     prompt, tokens = PROMPTS[0], list[int]()
-    tokens += tokens_of(step(made, [(0, 0, 5, True)], [new(0, prompt, params)]))
+    tokens += tokens_of(step(made, [(0, 0, 5, True)], [constrained(new(0, prompt, params), form)]))
     for nth in range(6):
         tokens += tokens_of(step(made, [(0, 5 + nth, 1, True)], []))
-    assert re.fullmatch("[a-f]{2}[0-9]{2}[a-f]{2}", bytes(tokens[:6]).decode())
+    assert re.fullmatch(form, bytes(tokens[:6]).decode())
     assert tokens[6] == EOS
     for known in (1, 3, 5):
-        again = msgspec.structs.replace(new(1, prompt + tokens[:known], params), num_prompt_tokens=len(prompt))
+        again = constrained(new(1, prompt + tokens[:known], params), form, num_prompt_tokens=len(prompt))
         assert tokens_of(step(made, [(1, 0, 5 + known, True)], [again])) == [tokens[known]]
 
 
 def test_a_row_whose_grammar_leaves_nothing_fails_alone(made: ModelEngine) -> None:
     made.grammars = Grammars(Matchers(lambda: byte_vocabulary(VOCAB)))
-    bad = SamplingParams(grammar=of_regex("ab"), allowed_token_ids=(5,), eos_token_ids=(EOS,))
-    fine = SamplingParams(grammar=of_regex("ab"), eos_token_ids=(EOS,))
-    result = step(made, [(0, 0, 5, True), (1, 0, 25, True)], [new(0, PROMPTS[0], bad), new(1, PROMPTS[1], fine)])
+    bad, fine = SamplingParams(allowed_token_ids=(5,), eos_token_ids=(EOS,)), SamplingParams(eos_token_ids=(EOS,))
+    news = [constrained(new(row, PROMPTS[row], params), "ab") for row, params in enumerate((bad, fine))]
+    result = step(made, [(0, 0, 5, True), (1, 0, 25, True)], news)
     assert list(result.failed) == [0]
     assert tokens_of(result)[1] == ord("a")
 

@@ -73,7 +73,7 @@ def test_tokens_are_transformers(backend: str, model: tuple[Path, Any]) -> None:
         for nth, prompt in enumerate(PROMPTS):
             sampling = SamplingParams(max_tokens=OUTPUT, temperature=0.0)
             work = EngineRequest(
-                RequestId(f"r{nth}"), Handle(nth), pack_i32(prompt), sampling, audio=small_whisper.audio(nth)
+                RequestId(f"r{nth}"), Handle(nth), pack_i32(prompt), sampling, extras=(small_whisper.audio(nth),)
             )
             bench.event(Received(COORDINATOR, LIFE, Assign(work, DETOKENIZER, LIFE)))
         bench.finish()

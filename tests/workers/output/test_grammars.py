@@ -71,8 +71,8 @@ def new(
 ) -> NewRow:
     grammar = Grammar(GrammarKind.COMPILED, text, "field", begins_after=after)
     tokens = np.array([*PROMPT, *output], np.int32).tobytes()
-    sampling = SamplingParams(grammar=grammar, eos_token_ids=(eos,), **params)
-    return NewRow(Row(row), tokens, len(PROMPT), b"", sampling)
+    sampling = SamplingParams(eos_token_ids=(eos,), **params)
+    return NewRow(Row(row), tokens, len(PROMPT), b"", sampling, (grammar,))
 
 
 def plan(*news: NewRow, removed: tuple[int, ...] = ()) -> StepPlan:

@@ -57,8 +57,8 @@ def vocabulary(smollm2: Path) -> Vocabulary:
 
 
 def new(row: int, text: str, output: tuple[int, ...] = (), **params: Any) -> NewRow:
-    sampling = SamplingParams(grammar=Grammar(GrammarKind.COMPILED, text, "field"), eos_token_ids=(EOS,), **params)
-    return NewRow(Row(row), np.array([5, *output], np.int32).tobytes(), 1, b"", sampling)
+    grammar, sampling = Grammar(GrammarKind.COMPILED, text, "field"), SamplingParams(eos_token_ids=(EOS,), **params)
+    return NewRow(Row(row), np.array([5, *output], np.int32).tobytes(), 1, b"", sampling, (grammar,))
 
 
 def plan(*news: NewRow, removed: tuple[int, ...] = ()) -> StepPlan:
@@ -136,7 +136,8 @@ def test_masks_that_take_too_long_end_their_row(process: MaskProcess, monkeypatc
     session = process._opened()
     monkeypatch.setattr(mask_process, "LOOK_S", 0.01)
     monkeypatch.setattr(mask_process, "MOST_CPU_S", -1.0)
-    turn = Turn([1], [RowBegins(1, new(0, DIGITS).sampling, np.zeros(3_000_000, np.int32).tobytes())])
+    grammar, output = Grammar(GrammarKind.COMPILED, DIGITS, "field"), np.zeros(3_000_000, np.int32).tobytes()
+    turn = Turn([1], [RowBegins(1, SamplingParams(eos_token_ids=(EOS,)), grammar, output)])
     with pytest.raises(MatchersLost, match="CPU time") as lost:
         process.turn(turn, np.zeros((1, process.num_words), np.int32))
     assert lost.value.by_grammar

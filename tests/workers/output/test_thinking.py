@@ -41,7 +41,7 @@ def begun(
         GrammarKind.COMPILED, text, "field", begins_after=after, thinking=budget, calls=calls, tools=("f",)
     )
     tokens = np.array([*PROMPT, *output], np.int32).tobytes()
-    row = NewRow(Row(0), tokens, len(PROMPT), b"", SamplingParams(grammar=grammar, eos_token_ids=(EOS,)))
+    row = NewRow(Row(0), tokens, len(PROMPT), b"", SamplingParams(eos_token_ids=(EOS,)), (grammar,))
     made.apply(StepPlan(1, StepId(1), b"", b"", b"", b"", 0, new_rows=[row]))
     return made
 

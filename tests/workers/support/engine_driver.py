@@ -11,7 +11,7 @@ import torch
 from meshlm.protocol.audio import Audio
 from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.tasks import GENERATE, Pool
+from meshlm.protocol.tasks import Pool
 from meshlm.protocol.wire.ids import Row, StepId
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers.engine.engine import ModelEngine
@@ -96,9 +96,8 @@ class Driver:
         blocks = -(-1024 // self.engine.rows.block_size) * self.engine.rows.num_groups
         own = np.arange(row * blocks, (row + 1) * blocks, dtype=np.int32)
         told = np.array(tokens, np.int32).tobytes()
-        task = self.tasks.get(row, GENERATE)
-        audio = None if self._sounds is None else self._sounds[row]
-        return NewRow(Row(row), told, len(self.prompts[row]), own.tobytes(), self.params, task, audio=audio)
+        extras = ((self.tasks[row],) if row in self.tasks else (), () if self._sounds is None else (self._sounds[row],))
+        return NewRow(Row(row), told, len(self.prompts[row]), own.tobytes(), self.params, (*extras[0], *extras[1]))
 
     def _listen(self, head: TorchHead) -> None:
         """This head keeps no logits: note them as it makes them."""

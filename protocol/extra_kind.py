@@ -1,0 +1,53 @@
+"""What each kind of extra says of itself, so that the processes on its way treat all kinds alike. The kinds are listed in extras.py."""
+
+from collections.abc import Sequence
+from typing import ClassVar, Self
+
+from msgspec import Struct
+
+Span = tuple[int, int]  # the position of a first token, and how many there are
+
+
+class ExtraKind(Struct, frozen=True):
+    """The answers of an extra that costs nothing and changes nothing. A kind overrides the answers that differ for it."""
+
+    generates: ClassVar[bool] = True  # whether its request gets output tokens
+    allows_drafts: ClassVar[bool] = True  # whether a step may verify several tokens of its request
+    is_prepared: ClassVar[bool] = False  # whether workers prepare it beside their steps before its request gets a row
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that it takes on the wire and in memory, about."""
+        return 0
+
+    @property
+    def uncut(self) -> Sequence[Span]:
+        """The runs of tokens that are computed in one step each, since they attend to one another."""
+        return ()
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Whether its request can do without the hidden states of tokens whose KV is cached."""
+        return True
+
+    @property
+    def needs_prompt_ids(self) -> bool:
+        """Whether the reader of the answer has to know the prompt's token ids."""
+        return False
+
+    @property
+    def constraint(self) -> str:
+        """The client's name for what it forbids tokens by; empty: it forbids none."""
+        return ""
+
+    def num_vectors(self, num_prompt: int) -> int:
+        """The vectors that its request gets for a prompt of so many tokens."""
+        return 0
+
+    def cut(self, begin: int, end: int) -> "Self | None":
+        """What is left of it when the prompt keeps its tokens from `begin` to `end` alone; None: nothing."""
+        return self
+
+    def key_parts(self, begin: int, end: int) -> bytes:
+        """What decides the KV of the tokens from `begin` to `end` beside these tokens and those before; empty: nothing."""
+        return b""

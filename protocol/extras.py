@@ -1,0 +1,57 @@
+"""What travels with a request beside its tokens and sampling parameters: one tuple from Submit over EngineRequest to NewRow.
+
+The frontend makes an extra, the detokenizer prepares it, the worker uses it. No process between them has a field for one kind: what
+they must know of all kinds alike, `ExtraKind` answers. A new kind is a module here, a line in the union, and a module in each process
+that does something with it: detokenizer/extras/, scheduler_proc, workers.
+"""
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+from meshlm.protocol.audio import Audio
+from meshlm.protocol.extra_kind import ExtraKind, Span
+from meshlm.protocol.grammar import Grammar
+from meshlm.protocol.prompt_embeds import PromptEmbeds
+from meshlm.protocol.tasks import Pool
+from meshlm.protocol.wire.parts import joined
+
+Extra = Pool | Grammar | PromptEmbeds | Audio
+Extras = tuple[Extra, ...]  # at most one of each kind
+Kind = TypeVar("Kind", bound=ExtraKind)
+
+
+def find_extra(extras: Iterable[ExtraKind], kind: type[Kind]) -> Kind | None:
+    """The extra of this kind; None where there is none."""
+    for extra in extras:
+        if isinstance(extra, kind):
+            return extra
+    return None
+
+
+def generates(extras: Iterable[ExtraKind]) -> bool:
+    """Whether the request gets output tokens."""
+    return all(extra.generates for extra in extras)
+
+
+def num_bytes(extras: Iterable[ExtraKind]) -> int:
+    """The bytes that they take on the wire and in memory, about."""
+    return sum(extra.num_bytes for extra in extras)
+
+
+def uncut_spans(extras: Iterable[ExtraKind]) -> list[Span]:
+    """The runs of tokens that are computed in one step each, in order."""
+    return sorted(span for extra in extras for span in extra.uncut)
+
+
+def with_keys(extras: Extras) -> Extras:
+    """Those that may decide what the KV of tokens is."""
+    return tuple(extra for extra in extras if type(extra).key_parts is not ExtraKind.key_parts)
+
+
+def key_parts(cache_salt: str, extras: Iterable[ExtraKind], begin: int, end: int) -> bytes:
+    """What decides the KV of the tokens from `begin` to `end` beside these tokens and those before; empty: nothing.
+
+    The prefix cache of a scheduler and the coordinator's index of prefixes both go by it. Requests with different salts share no block.
+    """
+    salt = [b"salt", cache_salt.encode()] if cache_salt and not begin else []
+    return joined(*salt, *(part for extra in extras if (part := extra.key_parts(begin, end))))

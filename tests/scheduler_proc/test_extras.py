@@ -1,0 +1,129 @@
+"""Extras at the planner: runs of tokens that one step computes together, keys of blocks, and what workers cannot compute."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from bench import Bench, limits, reference
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshlm.coordinator.prefix_index import chain_of
+from meshlm.protocol.audio import Audio
+from meshlm.protocol.edges.step import StepPlan
+from meshlm.protocol.extra_kind import ExtraKind, Span
+from meshlm.protocol.extras import Extras, key_parts
+from meshlm.protocol.grammar import Grammar, GrammarKind
+from meshlm.protocol.prompt_embeds import PromptEmbeds
+from meshlm.protocol.wire.columns import ints, pack_i32
+from meshlm.protocol.wire.ids import FinishReason
+from meshlm.runtime.process.events import Send
+from meshlm.scheduler_proc.extras import end_between
+
+
+class Picture(ExtraKind, frozen=True):
+    """A kind that nobody here knows: tokens that attend to one another."""
+
+    places: tuple[Span, ...]
+
+    @property
+    def uncut(self) -> Sequence[Span]:
+        return self.places
+
+
+class StepsBench(Bench):
+    """Notes which tokens of which row each step computes."""
+
+    def take(self, sends: list[Send]) -> None:
+        for send in sends:
+            if isinstance(plan := send.message, StepPlan):
+                counts = ints(plan.counts) or [1] * len(plan.rows)
+                steps = zip(ints(plan.rows), ints(plan.starts), counts, strict=False)
+                self.steps = [*getattr(self, "steps", []), *steps]
+                assert plan.num_tokens <= self.limits.max_num_batched_tokens
+        super().take(sends)
+
+    def give(self, handle: int, prompt: list[int], *places: Span, max_tokens: int = 4) -> None:
+        extras: Any = (Picture(places),) if places else ()
+        self.assign(handle, prompt, max_tokens, extras=extras)
+
+    def borders(self, row: int, length: int) -> set[int]:
+        """The positions at which steps of a row's prompt end."""
+        return {start + count for one, start, count in self.steps if one == row and start + count <= length}
+
+
+PROMPT = [7 + n % 50 for n in range(60)]
+
+
+@pytest.mark.parametrize("places", [((0, 20), (20, 20)), ((25, 20),), ((3, 9), (12, 30), (45, 15)), ((30, 30),)])
+def test_a_run_is_computed_in_one_step(places: tuple[Span, ...]) -> None:
+    bench = StepsBench(limits(), 32, 4)
+    bench.give(1, PROMPT, *places)
+    bench.finish()
+    assert bench.tokens == {1: reference(PROMPT, 4)}
+    assert all(not first < border < first + length for border in bench.borders(0, 60) for first, length in places)
+    plain = StepsBench(limits(), 32, 4)
+    plain.give(1, PROMPT)
+    assert any(first < border < first + length for border in plain.borders(0, 60) for first, length in places)
+
+
+def test_a_run_beside_decodes_waits_until_there_is_room_and_nobody_passes_it() -> None:
+    bench = StepsBench(limits(max_num_seqs=8), 128, 4)
+    for handle in range(6):
+        bench.give(handle, [handle + 1], max_tokens=20)
+    bench.step()
+    bench.give(6, PROMPT, (2, 30))
+    bench.give(7, [9, 9], max_tokens=3)
+    begun = len(bench.steps)
+    bench.finish()
+    assert bench.tokens[6] == reference(PROMPT, 4)
+    assert bench.ended == dict.fromkeys(range(8), FinishReason.LENGTH)
+    assert not any(2 < border < 32 for border in bench.borders(6, 60))
+    rows = [row for row, start, _ in bench.steps[begun:] if row in (6, 7) and start == 0]
+    assert rows == [6, 7]
+
+
+def test_a_run_that_no_step_holds_is_refused() -> None:
+    bench = StepsBench(limits(), 32, 4)
+    bench.give(1, PROMPT, (2, 33))
+    assert bench.refused == {1: "prompt: 33 tokens of the prompt are computed together, and a step has room for 32"}
+    bench.give(2, PROMPT, (2, 32))
+    bench.finish()
+    assert bench.tokens[2] == reference(PROMPT, 4)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 8)), max_size=5), st.integers(0, 40), st.integers(1, 12))
+def test_a_step_ends_inside_no_run_and_goes_on(gaps: list[tuple[int, int]], start: int, count: int) -> None:
+    runs, at = [], 0
+    for gap, length in gaps:
+        runs.append((at + gap, length))
+        at += gap + length
+    found = end_between(runs, start, count, 12)
+    assert 0 < found <= 12
+    assert not any(first < start + found < first + length for first, length in runs)
+
+
+VECTORS = PromptEmbeds("float32", ((2, 3), (70, 4)), bytes(range(28)))
+GRAMMAR = Grammar(GrammarKind.COMPILED, "a")
+
+
+@pytest.mark.parametrize("extras", [(VECTORS,), (Audio(b"abcd"),), (GRAMMAR, VECTORS)])
+def test_the_coordinators_index_goes_by_the_same_keys(extras: Extras) -> None:
+    ids = pack_i32([5] * 192)
+    plain, keyed = chain_of(ids, "s"), chain_of(ids, "s", extras)
+    assert chain_of(ids, "s", (GRAMMAR,)) == plain
+    assert chain_of(ids, "s", extras) == keyed
+    assert not set(plain) & set(keyed), "what is computed from other vectors or audio is another prefix"
+    for begin, end in ((0, 64), (64, 128), (128, 192)):
+        decides = any(extra.key_parts(begin, end) for extra in extras)
+        assert bool(key_parts("", extras, begin, end)) == decides
+
+
+def test_a_digest_stands_for_a_vector() -> None:
+    """The detokenizer makes it once; keys, cuts and schedulers read no vectors."""
+    made = VECTORS.prepared()
+    blind = PromptEmbeds("float32", made.spans, b"", digests=made.digests)
+    for begin, end in ((0, 16), (3, 5), (64, 80), (16, 32)):
+        assert VECTORS.key_parts(begin, end) == made.key_parts(begin, end) == blind.key_parts(begin, end)
+        cut = made.cut(begin, end)
+        assert (b"" if cut is None else cut.key_parts(0, end - begin)) == made.key_parts(begin, end)
