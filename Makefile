@@ -12,7 +12,7 @@ export PYTHONSAFEPATH := 1
 # Without bytecode each process of a mesh compiles its modules at its start, and each of pytest's its tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup environments serve test test-gpu check bench sizes clean dist sbom audit docs image
+.PHONY: setup environments serve test test-gpu quick check bench sizes clean dist sbom audit docs image
 
 setup: $(STAMP) $(MODEL) $(VENV)/.prometheus
 
@@ -85,10 +85,20 @@ test: environments
 test-gpu: setup
 	@$(BIN)/pytest -m gpu -n 8 tests/kernels tests/workers $(ARGS)
 
+# Between two edits, at most two minutes on two cores: lint and types (of what changed: mypy keeps the rest), and the pure cores, parsers,
+# settings, goldens and imports, which need no processes of a mesh and no model.
+QUICK := tests/test_imports.py tests/test_packaging.py tests/protocol tests/architectures tests/coordinator tests/scheduler_proc tests/detokenizer \
+	tests/frontend/openai tests/frontend/requests tests/runtime/mesh tests/runtime/process tests/supervisor/group tests/supervisor/settings
+quick: export OMP_NUM_THREADS := 1
+quick: setup
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check -q . && $(BIN)/mypy
+	@$(BIN)/pytest -q -m "not gpu and not mesh" -n auto --dist loadfile $(QUICK) $(ARGS)
+
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -P deploy/sizes.py --check
 	$(BIN)/pytest -q tests/test_imports.py tests/test_packaging.py tests/test_docs.py
 
 bench: setup
@@ -119,8 +129,7 @@ docs: setup
 	@echo build/site/index.html
 
 sizes:
-	@for d in protocol architectures runtime frontend detokenizer coordinator scheduler_proc workers kernels supervisor tests benchmarks; do \
-		printf '%-16s %6s lines\n' $$d "$$(find $$d -name '*.py' | xargs cat | wc -l)"; done
+	@$(PYTHON) -P deploy/sizes.py
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) $(AIPERF) $(BROWSER) build dist *.egg-info src/*.egg-info

@@ -31,7 +31,7 @@ def test_it_builds_strictly(tmp_path: Path) -> None:
     config.write_text(text)
     command = [sys.executable, "-P", "-m", "mkdocs", "build", "-q", "--strict", "-f", str(config)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stdout + done.stderr
     assert "WARNING" not in done.stderr
     page = (site / "index.html").read_text()

@@ -97,7 +97,7 @@ def test_the_api_s_schema(path: Path) -> None:
 @pytest.mark.parametrize("folder", [".", "nodes"])
 def test_kustomize_puts_the_values_in(folder: str) -> None:
     done = subprocess.run(
-        ["kubectl", "kustomize", str(KUBERNETES / folder)], capture_output=True, text=True, timeout=60, check=True
+        ["kubectl", "kustomize", str(KUBERNETES / folder)], capture_output=True, text=True, timeout=300, check=True
     )
     resources = {found["kind"]: found for found in yaml.safe_load_all(done.stdout)}
     name = resources["ConfigMap"]["metadata"]["name"]

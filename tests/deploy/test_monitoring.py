@@ -150,7 +150,7 @@ def test_promtool_takes_the_files_and_the_alerts_fire(binaries: Path) -> None:
     for command in (("check", "config", str(MONITORING / "prometheus.yml")), ("test", "rules", "alerts_test.yml")):
         folder = Path(__file__).parent / "support"
         done = subprocess.run(
-            [binaries / "promtool", *command], cwd=folder, capture_output=True, text=True, check=False, timeout=60
+            [binaries / "promtool", *command], cwd=folder, capture_output=True, text=True, check=False, timeout=300
         )
         assert done.returncode == 0, done.stdout + done.stderr
 
@@ -160,7 +160,7 @@ def asked(binaries: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     """The address of a Prometheus that has read the metrics of a whole mesh three times."""
     folder = tmp_path_factory.mktemp("prometheus")
     command = [sys.executable, "-P", str(WHOLE_MESH), str(folder), "2"]
-    text = subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
+    text = subprocess.run(command, capture_output=True, check=True, timeout=300).stdout
 
     class Mesh(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:

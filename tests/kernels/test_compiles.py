@@ -67,7 +67,6 @@ def test_kernels_compile(triton: str, what: str, least: int, tmp_path: Path) -> 
     assert len(done.stdout.splitlines()) >= least, done.stdout
 
 
-@pytest.mark.timeout(400)
 def test_kernels_of_all_tests_compile(tmp_path: Path) -> None:
     tests = [str(path) for path in sorted(HERE.glob("test_*.py")) if path.name not in LEFT_OUT]
     tests += [str(HERE.parent / "workers" / name) for name in ("test_triton_latent.py", "test_triton_sparse.py")]
@@ -75,7 +74,7 @@ def test_kernels_of_all_tests_compile(tmp_path: Path) -> None:
     command.append("--assert=plain")  # to say how thousands of numbers that nobody computed differ can take minutes
     found = tmp_path / "compiled"
     variables = {**environment("oldest", tmp_path), "COMPILED": str(found)}
-    done = subprocess.run([*command, *tests], env=variables, capture_output=True, text=True, check=False, timeout=390)
+    done = subprocess.run([*command, *tests], env=variables, capture_output=True, text=True, check=False)
     assert found.exists(), done.stdout[-2000:] + done.stderr[-2000:]
     lines = found.read_text().splitlines()
     assert not [line for line in lines if " " in line]

@@ -49,5 +49,5 @@ def keyed() -> Iterator[Serving]:
 @pytest.fixture(scope="module")
 def client(keyed: Serving) -> Iterator[httpx.Client]:
     """Of the keyed mesh."""
-    with httpx.Client(base_url=keyed.url, headers=AUTH, timeout=30) as found:
+    with httpx.Client(base_url=keyed.url, headers=AUTH, timeout=300) as found:
         yield found

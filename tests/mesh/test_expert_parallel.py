@@ -43,7 +43,7 @@ def texts(server: Serving) -> list[list[int]]:
     streams = [Stream(number, temperature=0, max_tokens=NUM_TOKENS) for number in range(NUM_STREAMS)]
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
         for end in [pool.submit(stream.read, server.url) for stream in streams]:
-            end.result(timeout=90)
+            end.result(timeout=300)
     return [stream.ids for stream in streams]
 
 
@@ -72,7 +72,7 @@ def kill_under_load(server: Serving, role: str, index: int, expected: list[list[
         (victim,) = [p["pid"] for p in status if (p["role"], p["index"]) == (role, index)]
         os.kill(victim, signal.SIGKILL)
         for end in ends:
-            end.result(timeout=90)
+            end.result(timeout=300)
     assert [stream.ids for stream in streams] == expected, (role, index)
 
     def restarts(processes: list[dict[str, Any]]) -> dict[tuple[str, int], int]:

@@ -44,7 +44,7 @@ def test_over_tls_chunks_come_at_the_interval_that_is_asked_for(tmp_path: Path) 
     extra = {"ignore_eos": True, "return_token_ids": True}
     with (
         serving(*flags, says="ready: https") as server,
-        openai.DefaultHttpxClient(verify=trusted, timeout=60) as http,
+        openai.DefaultHttpxClient(verify=trusted, timeout=300) as http,
         openai.OpenAI(base_url=f"https://127.0.0.1:{server.port}/v1", api_key="none", http_client=http) as client,
     ):
         assert f"https://127.0.0.1:{server.port}" in server.lines[-1]
@@ -107,7 +107,7 @@ def seconds(metrics: str, phase: str) -> float:
 def abort(server: Serving, prompt: list[int]) -> None:
     """Hang up after a few tokens."""
     body = {"prompt": prompt, "max_tokens": 300, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=300) as answer:
         for number, _ in enumerate(answer.iter_lines()):
             if number > 5:
                 return
@@ -174,7 +174,7 @@ def streamed_text(server: Serving, begun: Callable[[], None]) -> str:
     """The text of a stream that keeps to FORM; `begun` is called when its beginning is there."""
     body = {"prompt": [700, 701], "max_tokens": 3000, "stream": True, "guided_regex": FORM}
     text = ""
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=300) as answer:
         for line in answer.iter_lines():
             if line.startswith("data: {"):
                 (choice,) = json.loads(line[6:])["choices"]
@@ -279,7 +279,7 @@ def test_a_clients_name_for_its_request_comes_back(fake: Serving, stream: bool) 
 
 def test_gauges_are_exact_once_an_answer_is_complete(fake: Serving) -> None:
     """Also of a request that a stop string ended, which its scheduler hears by way of an abort."""
-    with httpx.Client(base_url=fake.url, timeout=60) as client:
+    with httpx.Client(base_url=fake.url, timeout=300) as client:
         text = client.post("/v1/completions", json={"prompt": [5, 6], "max_tokens": 40, "ignore_eos": True}).json()
         stop = text["choices"][0]["text"][10:14]
         for body in ({"max_tokens": 3}, {"max_tokens": 500, "stop": stop}, {"max_tokens": 5, "n": 3}):
@@ -291,7 +291,7 @@ def test_gauges_are_exact_once_an_answer_is_complete(fake: Serving) -> None:
 
 
 def test_refused_requests_are_in_no_latency(fake: Serving) -> None:
-    with httpx.Client(base_url=fake.url, timeout=60) as client:
+    with httpx.Client(base_url=fake.url, timeout=300) as client:
         names = ("e2e_request_latency_seconds_count", "request_success_total", "time_to_first_token_seconds_count")
         before = [metric(client, name) for name in names]
         too_long = {"prompt": [5] * 5000, "max_tokens": 1}
@@ -306,7 +306,7 @@ def test_abandoned_questions_hold_up_nobody(fake: Serving) -> None:
         with connect(fake) as sock:
             content = json.dumps(text).encode()
             sock.sendall(head("POST", "/tokenize", f"Content-Length: {len(content)}") + content)
-    with httpx.Client(base_url=fake.url, timeout=60) as client:
+    with httpx.Client(base_url=fake.url, timeout=300) as client:
         begun = time.monotonic()
         small = client.post("/tokenize", json={"prompt": "Hello you"})
         assert small.json()["count"] == 2
@@ -345,7 +345,7 @@ def test_a_batch_with_a_mesh_of_its_own(tmp_path: Path) -> None:
     source.write_text("\n".join(json.dumps(one) for one in asked) + "\nbroken\n")
     flags = ("--device", "fake", "--max-model-len", "512", "--max-num-seqs", "16")
     command = [MESHLM, "run-batch", "-i", str(source), "-o", str(out), *flags]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=100)
+    ended = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=300)
     assert ended.returncode == 1, "a line failed"
     assert "100 requests answered, 1 with an error" in ended.stderr
     *found, broken = [json.loads(line) for line in out.read_text().splitlines()]

@@ -34,7 +34,7 @@ def vector_families() -> Iterator[str]:
 
 
 def answer_of(server: Serving, path: str, **body: Any) -> Any:
-    answer = httpx.post(f"{server.url}{path}", json=body, timeout=60)
+    answer = httpx.post(f"{server.url}{path}", json=body, timeout=300)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -57,7 +57,7 @@ def test_a_vector(architecture: str, tmp_path: Path) -> None:
     folder = str(folder_of(architecture, tmp_path))
     with serving(folder, *FLAGS, "--load-format", "dummy", "--max-model-len", "64") as server:
         (found,) = answer_of(server, "/pooling", input="hello")["data"]
-        refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "hello"}, timeout=60)
+        refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "hello"}, timeout=300)
         assert "it gives vectors (" in starting_line(server)
     assert len(found["data"]) > 0
     assert refused.status_code == 404

@@ -61,7 +61,7 @@ def pids(mesh: Serving) -> dict[str, int]:
 
 
 def posted(mesh: Serving, path: str, body: dict[str, Any]) -> httpx.Response:
-    return httpx.post(f"{mesh.url}{path}", json={"model": "SmolLM2-135M-Instruct", **body}, timeout=120)
+    return httpx.post(f"{mesh.url}{path}", json={"model": "SmolLM2-135M-Instruct", **body}, timeout=300)
 
 
 def is_served(mesh: Serving) -> None:

@@ -17,7 +17,7 @@ from serving import Serving
 from split_models import FLAGS, PROMPTS, greedy, reference, small_model
 from waiting import free_ports, until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.mesh
 GROUP = ("--load-format", "dummy", "-tp", "2", "--nnodes", "2", "--max-restarts", "50", "--peer-timeout", "1")
 LONG = 200  # tokens: many more than come while a link is being cut
 

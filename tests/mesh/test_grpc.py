@@ -179,6 +179,6 @@ def test_the_page_of_grpc(server: Serving) -> None:
     program = "\n".join(re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S))
     assert program.count("localhost:50051") == 1
     program = program.replace("localhost:50051", f"127.0.0.1:{server.port}")
-    ran = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, cwd="/", timeout=60)
+    ran = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, cwd="/", timeout=300)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.endswith("length\nTrue\n")

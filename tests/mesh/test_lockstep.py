@@ -18,7 +18,7 @@ DEATHS = (("worker", 1), ("scheduler", 0), ("coordinator", 0), ("worker", 0))
 
 def completion(url: str, prompt: list[int], rank: int) -> list[int]:
     body = {"prompt": prompt, "max_tokens": 40, "ignore_eos": True, "return_token_ids": True}
-    answer = httpx.post(f"{url}/v1/completions", json=body, headers={"X-data-parallel-rank": str(rank)}, timeout=60)
+    answer = httpx.post(f"{url}/v1/completions", json=body, headers={"X-data-parallel-rank": str(rank)}, timeout=300)
     ids: list[int] = answer.json()["choices"][0]["token_ids"]
     return ids
 
@@ -36,7 +36,7 @@ def test_every_rank_steps_and_every_stream_survives() -> None:
             (victim,) = [p["pid"] for p in status if (p["role"], p["index"]) == (role, index)]
             os.kill(victim, signal.SIGKILL)
             for end in ends:
-                end.result(timeout=60)
+                end.result(timeout=300)
             for stream in streams:
                 assert stream.ids == reference(stream.prompt, NUM_TOKENS), (role, index)
             until(lambda: all(p["state"] == "ready" for p in server.status()["processes"]))

@@ -40,7 +40,7 @@ def under_load(server: Serving, *arguments: str) -> subprocess.CompletedProcess[
         finally:
             over.set()
         for one in running:
-            one.result(timeout=60)
+            one.result(timeout=300)
     return done
 
 
@@ -72,8 +72,8 @@ def test_restart_and_traces_and_drain(tmp_path: Path) -> None:
         for rank in (0, 1):
             on_rank(first, rank)
 
-        assert httpx.post(f"{first.url}/start_profile", timeout=60).json() == {"paths": []}
-        paths = httpx.post(f"{first.url}/stop_profile", timeout=60).json()["paths"]
+        assert httpx.post(f"{first.url}/start_profile", timeout=300).json() == {"paths": []}
+        paths = httpx.post(f"{first.url}/stop_profile", timeout=300).json()["paths"]
         assert len(paths) == 2
         assert [path for path in paths if Path(path).is_file()] != paths, "the other node's has its host before it"
         assert all(Path(path.rpartition(":")[2]).is_file() for path in paths)

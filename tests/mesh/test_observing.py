@@ -26,7 +26,7 @@ def test_a_request_s_trace_goes_through_a_death_and_a_timeline_shows_all_process
     with collector() as there, serving(*flags, "--otlp-traces-endpoint", f"http://127.0.0.1:{there.grpc}") as server:
         body = {"prompt": [300] * 20, "max_tokens": LONG, "ignore_eos": True, "stream": True, "return_token_ids": True}
         headers = {"traceparent": PARENT}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers, timeout=60) as answer:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers, timeout=300) as answer:
             lines = (json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {"))
             first = next(lines)
             done = meshlm(server, "trace", "--seconds", "0.6", "-o", str(tmp_path / "trace.json"))

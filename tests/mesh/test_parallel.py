@@ -14,7 +14,7 @@ import torch
 from serving import MESHLM, Serving, serving
 from split_models import COUNT, FLAGS, KINDS, PROMPTS, SHAPE, greedy, reference, small_model
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.mesh
 
 
 def pids(server: Serving, role: str = "worker") -> list[int]:

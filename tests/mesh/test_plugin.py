@@ -60,7 +60,7 @@ def test_plug_ins_of_another_package(tmp_path: Path, installed: Path) -> None:
         asked = {"prompt": PROMPTS[0], "max_tokens": 4, "ignore_eos": True, "return_token_ids": True, "logprobs": 0}
         for target in (7, 9):  # the package's logits processor, beside a request that it does not want
             body = {**asked, "vllm_xargs": {"target_token": target}}
-            (choice,) = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"]
+            (choice,) = httpx.post(f"{server.url}/v1/completions", json=body, timeout=300).json()["choices"]
             assert choice["token_ids"] == [target] * 4
             assert min(choice["logprobs"]["token_logprobs"]) < 0, "those of the model itself"
         wrong = httpx.post(
@@ -91,15 +91,15 @@ except ValueError as error:
 def test_an_io_processor_by_http_and_in_python(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "nearest.py").write_text(NEAREST)
     command = [sys.executable, "-P", str(tmp_path / "nearest.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout.splitlines() == ["1 2", "an object with question and texts is expected"], done.stderr
     flags = ("--device", "fake", "--runner", "pooling", "--max-model-len", "256")
     with serving(*flags, "--io-processor-plugin", "tiny_nearest") as server:
         body = {"data": {"question": "a cat", "texts": ["a dog", "a cat"]}}
-        answer = httpx.post(f"{server.url}/pooling", json=body, timeout=60)
+        answer = httpx.post(f"{server.url}/pooling", json=body, timeout=300)
         assert answer.status_code == 200, answer.text
         assert answer.json()["data"]["nearest"] == 1
-        assert httpx.post(f"{server.url}/pooling", json={"input": "a"}, timeout=60).json()["data"][0]["data"]
+        assert httpx.post(f"{server.url}/pooling", json={"input": "a"}, timeout=300).json()["data"][0]["data"]
         for wrong, param in (({"data": {"question": 5}}, "data"), ({**body, "input": "a"}, "input")):
-            refused = httpx.post(f"{server.url}/pooling", json=wrong, timeout=60)
+            refused = httpx.post(f"{server.url}/pooling", json=wrong, timeout=300)
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, param), refused.text

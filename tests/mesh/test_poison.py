@@ -50,7 +50,7 @@ def attack(server: Serving, prompt: list[int]) -> dict[str, Any]:
     def is_answered() -> bool:
         with contextlib.suppress(httpx.TransportError):
             answers.append(
-                httpx.post(f"{server.url}/v1/completions", json={"prompt": prompt, "max_tokens": 4}, timeout=60)
+                httpx.post(f"{server.url}/v1/completions", json={"prompt": prompt, "max_tokens": 4}, timeout=300)
             )
         return bool(answers) and answers[-1].status_code != 503
 
@@ -72,7 +72,7 @@ def test_a_poison_is_refused_and_its_neighbours_finish(server: Serving, what: st
             assert error["type"] == "poison_request_error"
             assert f"its {role}" in error["message"], error
         for prompt, one in zip(neighbours, asked, strict=True):
-            assert one.result(timeout=120)["choices"][0]["token_ids"] == reference(prompt, COUNT)
+            assert one.result(timeout=300)["choices"][0]["token_ids"] == reference(prompt, COUNT)
     assert 2 * ATTACKS <= deaths(server, role) - before <= 3 * ATTACKS
     assert complete(server, [50, 51], 5)["choices"][0]["token_ids"] == reference([50, 51], 5), "the mesh lives"
 
@@ -85,9 +85,9 @@ def test_a_step_that_fails_costs_one_request(server: Serving) -> None:
         asked = [pool.submit(complete, server, prompt, COUNT) for prompt in neighbours]
         for number in range(3):
             body = {"prompt": [POISON, FAILS, number], "max_tokens": 4}
-            answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+            answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=300)
             assert answer.status_code == 500, answer.text
             assert answer.json()["error"]["message"] == "the model failed: IndexError: a row's parameters"
         for prompt, one in zip(neighbours, asked, strict=True):
-            assert one.result(timeout=120)["choices"][0]["token_ids"] == reference(prompt, COUNT)
+            assert one.result(timeout=300)["choices"][0]["token_ids"] == reference(prompt, COUNT)
     assert deaths(server, "worker") == before

@@ -73,12 +73,12 @@ JSON = {"Content-Type": "application/json"}
 def test_bad_bodies_and_a_stream_beside_them(fake: Serving, body: str | bytes, status: int, param: str) -> None:
     with ThreadPoolExecutor(1) as pool:
         beside = pool.submit(stream_ids, fake, [400, 401], 60)
-        answer = httpx.post(f"{fake.url}/v1/completions", content=body, headers=JSON, timeout=30)
+        answer = httpx.post(f"{fake.url}/v1/completions", content=body, headers=JSON, timeout=300)
         assert answer.status_code == status, answer.text
         error = answer.json()["error"]
         assert error["message"]
         assert (error["param"] or "") == param
-        assert beside.result(timeout=30) == (reference([400, 401], 60), ["length"])
+        assert beside.result(timeout=300) == (reference([400, 401], 60), ["length"])
 
 
 def test_bad_chats(fake: Serving) -> None:
@@ -93,7 +93,7 @@ def test_bad_chats(fake: Serving) -> None:
 
 
 def test_a_huge_body_is_refused(fake: Serving) -> None:
-    answer = httpx.post(f"{fake.url}/v1/completions", content=b" " * 100_000_000, headers=JSON, timeout=60)
+    answer = httpx.post(f"{fake.url}/v1/completions", content=b" " * 100_000_000, headers=JSON, timeout=300)
     assert answer.status_code == 413
 
 

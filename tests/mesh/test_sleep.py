@@ -23,19 +23,19 @@ def server() -> Iterator[Serving]:
 
 
 def do(server: Serving, path: str) -> None:
-    answer = httpx.post(f"{server.url}{path}", timeout=60)
+    answer = httpx.post(f"{server.url}{path}", timeout=300)
     assert (answer.status_code, answer.content) == (200, b""), answer.text
 
 
 def sleeps(server: Serving) -> bool | None:
     """None: nobody knows at the moment."""
-    answer = httpx.get(f"{server.url}/is_sleeping", timeout=60)
+    answer = httpx.get(f"{server.url}/is_sleeping", timeout=300)
     return answer.json()["is_sleeping"] if answer.status_code == 200 else None
 
 
 def state(server: Serving) -> str | None:
     """None: a coordinator that has just begun has not heard of its ranks."""
-    lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
+    lines = httpx.get(f"{server.url}/metrics", timeout=300).text.splitlines()
     found = [line for line in lines if line.startswith("meshlm:engine_sleep_state{") and line.endswith(" 1.0")]
     assert len(found) <= 1, found
     return found[0].split('sleep_state="')[1].partition('"')[0] if found else None
@@ -95,10 +95,10 @@ def is_replaced(server: Serving, role: str, pid: int) -> bool:
 def test_a_process_that_dies_at_the_wrong_time_is_waited_for(server: Serving, role: str) -> None:
     """Operations in the moment of its death are done by the next one."""
     with ThreadPoolExecutor(1) as pool:
-        assert httpx.post(f"{server.url}/pause?mode=keep", timeout=60).json() == {"status": "paused"}
+        assert httpx.post(f"{server.url}/pause?mode=keep", timeout=300).json() == {"status": "paused"}
         running = pool.submit(complete, server, [600], 20)
         os.kill(server.pid(role), signal.SIGKILL)
-        assert httpx.post(f"{server.url}/resume", timeout=60).json() == {"status": "resumed"}
+        assert httpx.post(f"{server.url}/resume", timeout=300).json() == {"status": "resumed"}
         assert running.result(60)["choices"][0]["token_ids"] == reference([600], 20)
         os.kill(server.pid(role), signal.SIGKILL)
         do(server, "/sleep")

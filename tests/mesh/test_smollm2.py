@@ -92,13 +92,11 @@ def complete_all(server: Serving) -> Pairs:
     return [(choice["prompt_token_ids"], choice["token_ids"]) for choice in answer.json()["choices"]]
 
 
-@pytest.mark.timeout(400)
 def test_greedy_tokens_are_transformers(smol: Serving, oracle: Oracle) -> None:
     oracle.check(complete_all(smol))  # cold
     oracle.check(complete_all(smol))  # prefix cache warm
 
 
-@pytest.mark.timeout(400)
 def test_beams_are_transformers(smol: Serving, oracle: Oracle) -> None:
     """Two prompts at once, streamed and not; and a chat."""
     extra = {"use_beam_search": True, "ignore_eos": True, "return_token_ids": True}
@@ -118,7 +116,6 @@ def test_beams_are_transformers(smol: Serving, oracle: Oracle) -> None:
         assert len({choice.message.content for choice in chat.choices}) == 3
 
 
-@pytest.mark.timeout(400)
 def test_chunked_and_preempted(oracle: Oracle) -> None:
     """Chunks of 32 tokens; memory for about three of the ten, seats for six."""
     flags = (
@@ -148,7 +145,7 @@ def test_the_time_that_the_device_computes_is_counted(smol: Serving) -> None:
 
     before, until = busy_s(), time.monotonic() + 20
     body = {"model": "SmolLM2-135M-Instruct", "prompt": "One two three", "max_tokens": 30, "ignore_eos": True}
-    httpx.post(f"{smol.url}/v1/completions", json=body, timeout=60).raise_for_status()
+    httpx.post(f"{smol.url}/v1/completions", json=body, timeout=300).raise_for_status()
     while busy_s() < before + 0.03:
         assert time.monotonic() < until, "computing took no time"
 
@@ -173,7 +170,7 @@ def test_paris(smol: Serving) -> None:
 
 def test_logprobs_and_echo(smol: Serving) -> None:
     body = {"prompt": "The sky is", "max_tokens": 3, "temperature": 0, "logprobs": 2, "echo": True}
-    choice = httpx.post(f"{smol.url}/v1/completions", json=body, timeout=60).json()["choices"][0]
+    choice = httpx.post(f"{smol.url}/v1/completions", json=body, timeout=300).json()["choices"][0]
     assert choice["text"].startswith("The sky is")
     assert choice["logprobs"]["token_logprobs"][0] is None
     assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
@@ -192,7 +189,7 @@ def test_a_chat_in_three_steps_is_the_chat(smol: Serving, fields: dict[str, Any]
     """Rendered, generated and derendered, its answer is what the chat's own route gives, but for the prompt's ids."""
 
     def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
-        answer = httpx.post(f"{smol.url}{path}", json=body, timeout=60)
+        answer = httpx.post(f"{smol.url}{path}", json=body, timeout=300)
         assert answer.status_code == 200, answer.text
         found: dict[str, Any] = answer.json()
         return found
@@ -212,11 +209,11 @@ def test_vectors_of_tokens_give_the_tokens_text(smol: Serving, oracle: Oracle) -
     """In chunks, of two choices and streamed; found in the prefix cache by equal vectors, and by nothing else."""
     url, body = f"{smol.url}/v1/completions", {"max_tokens": 16, "temperature": 0, "ignore_eos": True}
     texts = [PROMPTS[9], PROMPTS[19]]
-    expected = [httpx.post(url, json={**body, "prompt": text}, timeout=60).json()["choices"][0] for text in texts]
+    expected = [httpx.post(url, json={**body, "prompt": text}, timeout=300).json()["choices"][0] for text in texts]
     vectors = [oracle.vectors(text) for text in texts]
     asked = {**body, "prompt_embeds": vectors, "prompt": None, "n": 2}
     for hits in (0, 1):
-        answer = httpx.post(url, json={**asked, "return_token_ids": True}, timeout=60).json()
+        answer = httpx.post(url, json={**asked, "return_token_ids": True}, timeout=300).json()
         found = [choice["text"] for choice in answer["choices"]]
         assert found == [text for text in (expected[0]["text"], expected[1]["text"]) for _ in range(2)]
         assert {choice["prompt_token_ids"] for choice in answer["choices"]} == {None}
@@ -230,13 +227,13 @@ def test_vectors_of_tokens_give_the_tokens_text(smol: Serving, oracle: Oracle) -
     parts: list[dict[str, str]] = [{"type": "text", "text": text} for text in ("Say:", PROMPTS[9], "Now.")]
     chat = {**body, "messages": [{"role": "user", "content": parts}], "return_token_ids": True}
     chats = f"{smol.url}/v1/chat/completions"
-    plain = httpx.post(chats, json=chat, timeout=60).json()
+    plain = httpx.post(chats, json=chat, timeout=300).json()
     parts[1] = {"type": "prompt_embeds", "data": vectors[0]}
-    mixed = httpx.post(chats, json=chat, timeout=60).json()
+    mixed = httpx.post(chats, json=chat, timeout=300).json()
     assert mixed["choices"][0]["message"]["content"] == plain["choices"][0]["message"]["content"]
     assert (mixed["usage"]["prompt_tokens"], mixed["prompt_token_ids"]) == (plain["usage"]["prompt_tokens"], None)
     fresh = {**body, "prompt_embeds": oracle.vectors(" ".join(reversed(WORDS)))}
-    usage = httpx.post(url, json=fresh, timeout=60).json()["usage"]
+    usage = httpx.post(url, json=fresh, timeout=300).json()["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == 0
     assert usage["prompt_tokens"] == usage["total_tokens"] - 16 > 20
 
@@ -247,7 +244,7 @@ def test_generative_scores_are_the_next_tokens_likelihood(smol: Serving) -> None
     ids = [httpx.post(f"{smol.url}/tokenize", json={"prompt": text}).json()["tokens"] for text in (" Paris", " Rome")]
     labels = [tokens[0] for tokens in ids]
     asked = {"query": "The capital of", "items": items, "label_token_ids": labels}
-    shares = httpx.post(f"{smol.url}/generative_scoring", json=asked, timeout=60).json()["data"]
+    shares = httpx.post(f"{smol.url}/generative_scoring", json=asked, timeout=300).json()["data"]
     assert shares[0]["score"] > 0.5 > shares[1]["score"]
     plain = {"prompt": "The capital of France is the city of", "max_tokens": 1, "temperature": 0, "logprobs": 1}
     position = httpx.post(
@@ -255,14 +252,14 @@ def test_generative_scores_are_the_next_tokens_likelihood(smol: Serving) -> None
         json={**plain, "logprob_token_ids": labels, "return_tokens_as_token_ids": True},
         timeout=60,
     ).json()["choices"][0]["logprobs"]["top_logprobs"][0]
-    among_all = httpx.post(f"{smol.url}/generative_scoring", json={**asked, "apply_softmax": False}, timeout=60).json()
+    among_all = httpx.post(f"{smol.url}/generative_scoring", json={**asked, "apply_softmax": False}, timeout=300).json()
     expected = math.exp(position[f"token_id:{labels[0]}"])
     assert among_all["data"][0]["score"] == pytest.approx(expected, rel=1e-3)
 
 
 def test_seeded_sampling_repeats(smol: Serving) -> None:
     body = {"prompt": "Once", "max_tokens": 12, "temperature": 1.0, "seed": 11, "n": 2}
-    first, second = (httpx.post(f"{smol.url}/v1/completions", json=body, timeout=60).json() for _ in range(2))
+    first, second = (httpx.post(f"{smol.url}/v1/completions", json=body, timeout=300).json() for _ in range(2))
     texts = [choice["text"] for choice in first["choices"]]
     assert texts == [choice["text"] for choice in second["choices"]]
     assert texts[0] != texts[1]
@@ -349,7 +346,7 @@ def test_a_forced_call_keeps_to_the_tools_schema(smol: Serving) -> None:
 def killed_in_the_middle(server: Serving, body: dict[str, Any], prompts: list[str], field: str = "prompt") -> list[str]:
     """Texts that are asked for alone, and then all at once while their worker is killed: they are the same."""
     url = f"{server.url}/v1/completions"
-    alone = [httpx.post(url, json={**body, field: prompt}, timeout=120).json() for prompt in prompts]
+    alone = [httpx.post(url, json={**body, field: prompt}, timeout=300).json() for prompt in prompts]
     expected: list[str] = [answer["choices"][0]["text"] for answer in alone]
     texts, killed = [""] * len(prompts), False
     with httpx.stream("POST", url, json={**body, field: prompts, "stream": True}, timeout=300) as answer:
@@ -366,7 +363,6 @@ def killed_in_the_middle(server: Serving, body: dict[str, Any], prompts: list[st
     return texts
 
 
-@pytest.mark.timeout(400)
 def test_a_killed_worker_changes_no_seeded_text(oracle: Oracle) -> None:
     """Six seeded texts, each asked for alone; then all at once, and their worker is killed in the middle. So are two with a grammar,
     whose matchers are rebuilt from their tokens, and two whose prompts are vectors.

@@ -43,7 +43,7 @@ def test_a_standby_of_each_role_takes_its_place() -> None:
         until(lambda: listed(server) == [(role, "standby", pid) for role, pid in sorted(waiting.items())], limit_s=30)
         body = {"prompt": [5, 6], "max_tokens": COUNT, "ignore_eos": True, "return_token_ids": True, "stream": True}
         ids: list[int] = []
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=300) as answer:
             assert answer.status_code == 200
             for count, event in enumerate(events(answer.iter_lines())):
                 ids += event["choices"][0]["token_ids"]

@@ -63,7 +63,7 @@ def oracle(minilm: Path) -> Oracle:
 
 
 def ask(server: Serving, path: str = "/v1/embeddings", **body: Any) -> Any:
-    answer = httpx.post(f"{server.url}{path}", json=body, timeout=120)
+    answer = httpx.post(f"{server.url}{path}", json=body, timeout=300)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -144,7 +144,7 @@ def test_the_pages_programs_run(server: Serving) -> None:
     page = Path(__file__).parents[2] / "docs" / "api" / "embeddings.md"
     program = "\n".join(re.findall(r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S))
     program = program.replace("http://localhost:8000", server.url)
-    ran = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, cwd="/", timeout=60)
+    ran = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, cwd="/", timeout=300)
     assert (ran.returncode, ran.stderr) == (0, "")
     lines = ran.stdout.splitlines()
     assert lines[0].startswith("2 384 ")
@@ -207,7 +207,7 @@ asyncio.run(main())
 
 def test_in_python(minilm: Path, oracle: Oracle) -> None:
     ran = subprocess.run(
-        [sys.executable, "-P", "-c", IN_PYTHON, str(minilm)], capture_output=True, text=True, timeout=90, check=False
+        [sys.executable, "-P", "-c", IN_PYTHON, str(minilm)], capture_output=True, text=True, timeout=300, check=False
     )
     assert ran.returncode == 0, ran.stderr
     found = [float(number) for number in ran.stdout.strip(" []\n").split(",")]

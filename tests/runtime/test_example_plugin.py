@@ -49,7 +49,7 @@ def test_one_of_each(tmp_path: Path) -> None:
     notes.mkdir()
     environment = {**os.environ, "PYTHONPATH": str(install(tmp_path)), "MESHLM_TINY_NOTES": str(notes)}
     done = subprocess.run(
-        [sys.executable, "-P", "-c", EACH], env=environment, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-P", "-c", EACH], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)

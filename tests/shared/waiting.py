@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-LIMIT_S = 40
+LIMIT_S = 120  # for hangs
 
 
 def until(true: Callable[[], bool], limit_s: float = LIMIT_S) -> None:

@@ -31,12 +31,12 @@ def _fetch() -> None:
         raise Absent(f"prometheus: not installed, and {' and '.join(missing)} are not there to fetch the package")
     with tempfile.TemporaryDirectory() as folder:
         command = ["apt-get", "download", "prometheus"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
         packages = list(Path(folder).glob("*.deb"))
         if done.returncode or not packages:
             raise Absent(f"prometheus: apt-get download: {(done.stderr.strip() or 'no package').splitlines()[-1]}")
         new = FOLDER.with_name(f"{FOLDER.name}.{Path(folder).name}")
-        subprocess.run(["dpkg-deb", "-x", str(packages[0]), str(new)], check=True, timeout=120)
+        subprocess.run(["dpkg-deb", "-x", str(packages[0]), str(new)], check=True, timeout=300)
         try:
             new.rename(FOLDER)
         except OSError:  # another process was faster

@@ -28,7 +28,7 @@ def said(queries, incarnation, replays=0, worker=0):
 
 def told(script: str, *arguments: str, said: str = SAID) -> str:
     command = [sys.executable, "-P", "-c", said + script + "print(exposition().decode())", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

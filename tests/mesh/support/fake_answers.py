@@ -20,7 +20,7 @@ def reference(prompt: list[int], count: int) -> list[int]:
 
 def complete(server: Serving, prompt: list[int], count: int, **extra: Any) -> dict[str, Any]:
     body = {"prompt": prompt, "max_tokens": count, "ignore_eos": True, "return_token_ids": True, **extra}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=300)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
@@ -31,7 +31,7 @@ def stream_ids(server: Serving, prompt: list[int], count: int) -> tuple[list[int
     body = {"prompt": prompt, "max_tokens": count, "ignore_eos": True, "return_token_ids": True, "stream": True}
     ids: list[int] = []
     reasons: list[str] = []
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=300) as answer:
         for line in answer.iter_lines():
             if line.startswith("data: {"):
                 (choice,) = json.loads(line[6:])["choices"]

@@ -187,7 +187,7 @@ class NamespaceLink:
 
 
 def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=300)
 
 
 def may_make_namespaces() -> bool:
@@ -239,7 +239,7 @@ def stream(
     body = {**asked, **fields}
     ids: list[int] = []
     reasons: list[str] = []
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=300) as answer:
         assert answer.status_code == 200
         for line in answer.iter_lines():
             if line.startswith("data: {"):

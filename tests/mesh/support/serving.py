@@ -112,4 +112,4 @@ def serving(*flags: str, says: str = "ready: http", command: tuple[str, ...] = (
 def meshlm(server: Serving, *arguments: str) -> "subprocess.CompletedProcess[str]":
     """A subcommand for this mesh."""
     command = [MESHLM, *arguments, "--run-dir", server.run_dir]
-    return subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=100)
+    return subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=300)

@@ -53,7 +53,7 @@ def greedy(server: Serving, prompts: list[list[int]] = PROMPTS, count: int = COU
 
     def one(prompt: list[int]) -> list[int]:
         body = {"prompt": prompt, "max_tokens": count, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
-        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=300)
         assert answer.status_code == 200, answer.text
         ids: list[int] = answer.json()["choices"][0]["token_ids"]
         return ids

@@ -85,7 +85,7 @@ def test_what_was_logged_survives_kill_9(tmp_path: Path) -> None:
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run(
-        [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     events = black_box.read_file(black_box.path_of(tmp_path, WORKER)).events

@@ -49,7 +49,7 @@ def box(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_killed_process_leaves_what_it_had(tmp_path: Path) -> None:
     path = black_box.path_of(tmp_path, WORKER)
-    child = subprocess.run([sys.executable, "-P", "-c", DIES, str(path)], timeout=60, check=False)
+    child = subprocess.run([sys.executable, "-P", "-c", DIES, str(path)], timeout=300, check=False)
     assert child.returncode == -signal.SIGKILL
     assert left_by(path, 7) == Left(("in a thread", "in the loop"), 3)
     assert left_by(path, 8) == Left(), "another incarnation's"

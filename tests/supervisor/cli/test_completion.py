@@ -22,7 +22,7 @@ def test_the_script_of_a_shell(shell: str, tmp_path: Path) -> None:
     assert "doctor" in script
     if shutil.which(shell):
         (tmp_path / "script").write_text(script)
-        subprocess.run([shell, "-n", str(tmp_path / "script")], check=True, timeout=30)
+        subprocess.run([shell, "-n", str(tmp_path / "script")], check=True, timeout=300)
 
 
 def test_bash_completes_commands_and_flags(tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ def test_bash_completes_commands_and_flags(tmp_path: Path) -> None:
         "COMP_WORDS=(meshlm serve --max-num-s); COMP_CWORD=2; $f meshlm --max-num-s serve; echo ${COMPREPLY[@]};"
         "COMP_WORDS=(meshlm doc); COMP_CWORD=1; COMPREPLY=(); $f meshlm doc meshlm; echo ${COMPREPLY[@]}"
     )
-    done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.splitlines()[-2:] == ["--max-num-seqs", "doctor"], done.stdout + done.stderr
 
 

@@ -18,7 +18,7 @@ from meshlm.workers.engine import triton_kit
 from meshlm.workers.graphs import dispatcher, padded
 from meshlm.workers.graphs.dispatcher import LONG, PATIENCE, SHORT
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.gpu
 BORDER = 256  # tokens of a context, of short and of long ones
 LENGTHS = [40, 300, 420, 900]
 CHUNK = 100

@@ -13,7 +13,7 @@ from near_transformers import DEEPSEEK, errors_of_rows, history, transformers_mo
 
 from meshlm.workers.attention import triton_latent
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("mode", ["FULL", "NONE"])

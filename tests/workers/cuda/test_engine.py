@@ -26,7 +26,7 @@ from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.graphs.dispatcher import Key
 from meshlm.workers.weights.load import load_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module", params=["FULL", "NONE"])

@@ -13,7 +13,7 @@ from engine_driver import Driver, engine
 from near_transformers import errors, expected, history
 from quantised_models import FP8, KINDS, LARGER, write
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.gpu
 
 
 def driven(folder: Path, **settings: Any) -> Driver:

@@ -16,7 +16,7 @@ from engine_driver import Driver, engine, prompts_of
 from meshlm.kernels import tables
 from meshlm.workers.cuda import tuning
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.gpu
 
 
 def test_a_start_that_measures_whole_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from near_transformers import GEMMA, GEMMA4, errors, history, transformers_model
 
 from meshlm.workers.attention.triton_backend import TritonBackend
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("mode", ["FULL", "NONE"])

@@ -12,7 +12,7 @@ from engine_driver import engine
 from mxfp4_files import mxfp4_model
 from near_transformers import errors, history
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("mode", ["FULL", "NONE"])

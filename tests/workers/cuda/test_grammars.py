@@ -25,7 +25,7 @@ from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.output.grammars import Grammars
 from meshlm.workers.output.matchers import Matchers
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.gpu
 LENGTHS = [40, 333, 129, 17]
 FORMS = {0: "[a-f]{5}[0-9]{6}", 1: "(one|two|six)(one|two|six)(one|two|six)", 3: "[x-z]{4}"}
 

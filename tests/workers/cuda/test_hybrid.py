@@ -18,7 +18,7 @@ from meshlm.workers.attention import triton_backend
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.states.proof import of_kernels
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.gpu
 
 MAMBA2 = StateSpec(kind="mamba2", layers=(True,), num_heads=128, head_dim=64, state_size=128)
 DELTA = StateSpec(

@@ -15,7 +15,7 @@ from meshlm.protocol.kv import FullAttention, SlidingWindow
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.workers.engine.engine import ModelEngine
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.gpu
 
 
 def logits(made: ModelEngine, *, spoils: bool) -> torch.Tensor:

@@ -21,7 +21,7 @@ from meshlm.workers.moe.fused_moe import FusedMoE
 from meshlm.workers.moe.parts import Dispatcher, ExpertExtras, ExpertWeights, Routing, WeightAndReduce
 from meshlm.workers.partial_sum import Kind
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("mode", ["FULL", "NONE"])

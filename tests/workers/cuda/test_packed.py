@@ -24,7 +24,7 @@ from meshlm.workers.layers.linear import Linear
 from meshlm.workers.weights.gguf_form import WeightsPlan
 from meshlm.workers.weights.load import load_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("mode", ["FULL", "NONE"])

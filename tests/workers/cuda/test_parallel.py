@@ -14,7 +14,7 @@ if torch.cuda.device_count() < 2:
 from engine_driver import in_bfloat16
 from quantised_models import KINDS, LARGER, Reference, write
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.gpu
 TOKENS, NEAR = 24, 0.125  # two steps of a bfloat16 logit of about 10
 AGREED = 0.95  # of the tokens: with random weights about 3 in 100 are as likely as another, as far as bfloat16 can tell
 SHAPE: dict[str, Any] = {

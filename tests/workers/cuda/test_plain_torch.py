@@ -15,7 +15,7 @@ from near_transformers import GEMMA, check_plain_torch, expected, history, qwen3
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.workers.output.head import TorchHead
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.gpu
 PLAIN: dict[str, Any] = {"attention_backend": "torch", "dtype": "float32", "load_format": "auto"}
 
 

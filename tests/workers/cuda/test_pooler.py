@@ -16,7 +16,7 @@ from near_transformers import qwen3, vector
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.tasks import Pool, PoolKind
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.gpu
 
 LENGTHS = [333, 200, 90, 1, 50]
 KINDS = dict(enumerate([PoolKind.MEAN, PoolKind.LAST, PoolKind.CLS, PoolKind.MEAN]))

@@ -13,7 +13,7 @@ from near_transformers import CHOOSING, SEEN, SPARSE, errors_of_rows, history, t
 
 from meshlm.workers.attention.triton_backend import TritonBackend
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.gpu
 
 
 def rows(name: str, mode: str, folder: Path) -> torch.Tensor:

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from meshlm.workers.engine import shared_prefixes
 from meshlm.workers.graphs.dispatcher import PATIENCE_SHARED
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.gpu
 PREFIX, REQUESTS = 512, 9
 PARAMS = SamplingParams(max_tokens=64, temperature=0.0)
 

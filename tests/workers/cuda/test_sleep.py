@@ -16,7 +16,7 @@ from engine_driver import Driver, engine, prompts_of
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.weights.load import weight_bytes
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.gpu
 LENGTHS = [40, 333, 129, 17]
 PIECE = 20 << 20  # bytes that torch asks of the GPU at a time; one that also holds a tensor of an earlier test stays
 

@@ -12,7 +12,7 @@ import small_whisper
 from engine_driver import engine, prompts_of
 from near_transformers import LENGTHS, errors, history
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("mode", ["FULL", "NONE"])
