@@ -21,10 +21,10 @@ from meshlm.frontend.dashboard.others import OtherFrontends
 from meshlm.frontend.dashboard.snapshot import Facts, Known, Snapshots, news_view
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai.responses import Response
-from meshlm.frontend.requests.choice import Choice
 from meshlm.protocol.dashboard import History
 from meshlm.protocol.edges.control import AskProcesses, AskRequests, FrontendRequests, MeshProcesses, News
 from meshlm.protocol.wire.ids import Role
+from meshlm.runtime.client.choice import Choice
 from meshlm.runtime.process.figures import Figures
 
 PERIOD_S, STEADY_S = 0.1, 0.5
@@ -43,8 +43,10 @@ _encode = msgspec.json.Encoder().encode
 class Source(Protocol):
     """The part of the frontend that is shown."""
 
-    num_open: int
     figures: Figures
+
+    @property
+    def num_open(self) -> int: ...
 
     def tell_supervisor(self, message: Struct) -> None: ...
     def open_choices(self) -> Iterable[Choice]: ...

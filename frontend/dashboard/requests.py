@@ -7,10 +7,10 @@ from itertools import islice
 from typing import NamedTuple
 
 from meshlm.frontend.openai.responses import Response, visible_reason
-from meshlm.frontend.requests.choice import Choice, ResponseSink
 from meshlm.protocol.dashboard import RequestView
 from meshlm.protocol.edges.text import Finished
 from meshlm.protocol.edges.token import First
+from meshlm.runtime.client.choice import Choice, ResponseSink
 
 MAX_ENDED = 1000
 MAX_ERROR = 200  # characters of a message

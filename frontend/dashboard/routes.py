@@ -77,8 +77,8 @@ def page() -> Page:
 class DashboardRoutes:
     """See the module docstring."""
 
-    def __init__(self, backend: Shows) -> None:
-        self._backend = backend
+    def __init__(self, shown: Shows) -> None:
+        self._shown = shown
 
     async def page(self, request: Request) -> HttpResponse:
         found = page()
@@ -91,14 +91,14 @@ class DashboardRoutes:
         return HttpResponse(found.content, media_type=HTML, headers=headers)
 
     async def history(self, request: Request) -> HttpResponse:
-        return HttpResponse(await self._backend.feed.history(), media_type=JSON, headers=HEADERS)
+        return HttpResponse(await self._shown.feed.history(), media_type=JSON, headers=HEADERS)
 
     async def events(self, request: Request) -> HttpResponse:
         every = request.query_params.get("every")
         every_s = 0.0 if every is None else _every(every)
         if request.method == "HEAD":
             return HttpResponse(media_type=EVENTS, headers=HEADERS)
-        return _EventStream(self._backend.feed, self._backend.feed.join(every_s))
+        return _EventStream(self._shown.feed, self._shown.feed.join(every_s))
 
 
 def _every(text: str) -> float:

@@ -9,10 +9,10 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from meshlm.frontend.openai.parse import ParsedRequest
 from meshlm.frontend.openai.responses import Response
-from meshlm.frontend.requests.choice import Choice, RowDetails
 from meshlm.protocol.edges.text import PositionLogprobs, PromptLogprobs
 from meshlm.protocol.logprobs import positions_of
 from meshlm.protocol.wire.ids import FinishReason
+from meshlm.runtime.client.choice import Choice, RowDetails
 
 ABORTED = "abort"
 

@@ -10,11 +10,12 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from meshlm.frontend.grpc.certificates import Certificates
 from meshlm.frontend.grpc.incoming import Handler, Incoming, refusing
-from meshlm.frontend.grpc.servicer import NAME, GrpcBackend, Servicer
+from meshlm.frontend.grpc.servicer import NAME, Servicer
 from meshlm.frontend.http import watched_files
 from meshlm.frontend.http.endpoint import take
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.http.web_pages import MAX_SHOWN, OTHER_SITE
+from meshlm.frontend.requests.generation import Backend
 from meshlm.runtime.api_keys import ADMIN, INFERENCE, ApiKeys
 
 HEALTH_S = 0.5  # how often readiness is looked at
@@ -32,7 +33,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Before a message of a call is read: asks for one of the API keys in its metadata, `authorization: Bearer KEY`, for one with the
     method's scope, whether it may ask that often, and whether the mesh takes requests."""
 
-    def __init__(self, backend: GrpcBackend, keys: ApiKeys) -> None:
+    def __init__(self, backend: Backend, keys: ApiKeys) -> None:
         self._backend, self._keys = backend, keys
         self._incoming = Incoming(backend.config.server)
 
@@ -49,7 +50,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             self._check(method, dict(handler_call_details.invocation_metadata or ()))
         except HttpError as error:
             if method in SUBMITS:
-                self._backend.refused(error)
+                self._backend.observer.refused(error)
             return refusing(error)
         return self._incoming.reading(method, handler)
 
@@ -67,8 +68,8 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             if wanted and wanted not in found.scopes:
                 raise HttpError(403, f"this key is not for {wanted}")
             if method in SUBMITS:
-                take(self._backend.rates, found)
-        if method in SUBMITS and (reason := self._backend.refusal(attaches=False)):
+                take(self._backend.observer.rates, found)
+        if method in SUBMITS and (reason := self._backend.readiness.refusal(attaches=False)):
             raise HttpError(503, reason, kind="overloaded_error")
 
     def _check_page(self, metadata: Mapping[str, str | bytes]) -> None:
@@ -88,7 +89,7 @@ def scope_of(method: str) -> str:
 class GrpcListener:
     """Serves until `stop`. OSError when the port cannot be had."""
 
-    def __init__(self, backend: GrpcBackend) -> None:
+    def __init__(self, backend: Backend) -> None:
         self._backend = backend
         server = backend.config.server
         self._keys = ApiKeys.of_server(server)
@@ -132,7 +133,7 @@ class GrpcListener:
         """Keeps grpc.health.v1 true: of the server as a whole (it lives), and of the service (requests are served)."""
         await self._health.set("", SERVING)
         while True:
-            ready = not (self._backend.not_ready_reason() or self._backend.blocked())
+            ready = not (self._backend.readiness.not_ready_reason() or self._backend.readiness.blocked())
             await self._health.set(NAME, SERVING if ready else NOT_SERVING)
             await asyncio.sleep(HEALTH_S)
 

@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import grpc
 import msgspec
@@ -31,7 +31,6 @@ from meshlm.frontend.operator import operating
 from meshlm.frontend.requests import submits
 from meshlm.frontend.requests.generation import Backend
 from meshlm.frontend.vectors.answers import VectorsResponse
-from meshlm.protocol.edges.control import RankStats
 from meshlm.protocol.operations import ResetPrefixCache
 
 NAME = "vllm.grpc.engine.VllmEngine"
@@ -65,12 +64,6 @@ TOKENIZER_CHUNK = 1 << 20  # bytes
 Context: TypeAlias = "grpc.aio.ServicerContext[Message, Message]"
 
 
-class GrpcBackend(Backend, Protocol):
-    """The part of the process (io.py) that the service uses."""
-
-    async def rank_stats(self) -> tuple[RankStats, ...]: ...
-
-
 async def refuse(context: "Context", error: HttpError) -> None:
     """Ends the call with the error's status and text."""
     await context.abort(CODES.get(error.status, grpc.StatusCode.INTERNAL), error.message)
@@ -85,7 +78,7 @@ def key_of(context: "Context") -> str:
 class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
     """See the module docstring."""
 
-    def __init__(self, backend: GrpcBackend) -> None:
+    def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._started = time.monotonic()
         self._reads_large = asyncio.Lock()
@@ -128,19 +121,23 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
         return f"grpc-{request_id or uuid.uuid4().hex}", int(time.time()), self._backend.resolved.served_names[0]
 
     @contextlib.asynccontextmanager
-    async def _running(self, answer: Response, method: str, context: "Context", rank: int = -1) -> AsyncIterator[None]:
+    async def _running(
+        self, answer: GrpcResponse | VectorsResponse, method: str, context: "Context", rank: int = -1
+    ) -> AsyncIterator[None]:
         """Submits the call and ends it. HttpError when it is not let in."""
         backend, ask, name = self._backend, answer.ask, (key_of(context), answer.request_id)
         answer.trace_headers = trace_headers(dict(context.invocation_metadata() or ()))
         if name in self._open:
             raise HttpError(409, f"request_id: {answer.request_id.removeprefix('grpc-')} is running", "request_id")
-        if reason := backend.refusal(attaches=False) or await backend.wait_serving():
+        if reason := backend.readiness.refusal(attaches=False) or await backend.readiness.wait_serving():
             raise HttpError(503, reason, kind="overloaded_error")
-        cost, started, status = backend.admit(ask), time.monotonic(), 200
+        cost, started, status = backend.requests.admit(ask), time.monotonic(), 200
         self._open[name] = answer
         try:
-            for choices, submit in list(submits.build_each(answer, ask, backend.new_handle, rank, draws=backend.draws)):
-                backend.open(choices, submit)
+            for choices, submit in list(
+                submits.build_each(answer, ask, backend.requests.new_handle, rank, draws=backend.draws)
+            ):
+                backend.requests.open(choices, submit)
             yield
         except HttpError as error:
             status = error.status
@@ -150,9 +147,9 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
             raise
         finally:
             del self._open[name]
-            backend.release(cost)
-            backend.close(answer.choices)
-            backend.done(answer, started, f"{NAME}/{method}", status)
+            backend.requests.release(cost)
+            backend.requests.close(answer.choices)
+            backend.observer.done(answer, started, f"{NAME}/{method}", status)
 
     async def Abort(self, request: pb.AbortRequest, context: "Context") -> pb.AbortResponse:
         """Ends calls of this process and of the same API key by their request ids; unknown ones have ended."""
@@ -182,7 +179,7 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
     # --- the server ---
 
     async def HealthCheck(self, request: pb.HealthCheckRequest, context: "Context") -> pb.HealthCheckResponse:
-        reason = self._backend.not_ready_reason() or self._backend.blocked()
+        reason = self._backend.readiness.not_ready_reason() or self._backend.readiness.blocked()
         return pb.HealthCheckResponse(healthy=not reason, message=reason or "Health")
 
     async def FlushCache(self, request: common.FlushCacheRequest, context: "Context") -> common.FlushCacheResponse:
@@ -191,8 +188,10 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
             await refuse(context, HttpError(409, "the server was started without --server-dev-mode"))
         until = time.monotonic() + request.timeout_s
         try:
-            while (done := await self._backend.operate(ResetPrefixCache(False))).error and time.monotonic() < until:
-                await self._backend.moved()
+            while (
+                done := await self._backend.operations.operate(ResetPrefixCache(False))
+            ).error and time.monotonic() < until:
+                await self._backend.requests.moved()
         except HttpError as error:
             await refuse(context, error)
         return common.FlushCacheResponse(success=not done.error, message=done.error)
@@ -208,7 +207,7 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
 
     async def _profile(self, context: "Context", *, start: bool) -> common.ProfileResponse:
         try:
-            found = await operating.profile(self._backend, start=start)
+            found = await operating.profile(self._backend.operations, start=start)
         except HttpError as error:
             await refuse(context, error)
         return common.ProfileResponse(success=True, message=", ".join(found["paths"]))
@@ -244,7 +243,7 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
         )
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: "Context") -> pb.GetLoadsResponse:
-        stats = await self._backend.rank_stats()
+        stats = (await self._backend.operations.fresh_stats()).ranks
         wanted = request.dp_rank if request.HasField("dp_rank") else None
         loads = [
             pb.SchedulerLoad(

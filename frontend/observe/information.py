@@ -45,7 +45,8 @@ LOCAL = ("vocab_file", "merges_file", "name_or_path")  # paths of the host where
 class Serves(Protocol):
     """The part of the frontend that is told of."""
 
-    config: MeshConfig
+    @property
+    def config(self) -> MeshConfig: ...
 
 
 def server(backend: Serves, query: Mapping[str, str]) -> dict[str, Any]:

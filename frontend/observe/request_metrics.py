@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from meshlm.frontend.dashboard.feed import Feed
 from meshlm.frontend.openai.responses import Response
-from meshlm.frontend.requests.choice import Choice
-from meshlm.frontend.requests.request_tracker import RequestTracker
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason
+from meshlm.runtime.client.choice import Choice
+from meshlm.runtime.client.request_tracker import RequestTracker
 
 if TYPE_CHECKING:  # prometheus_client must not be imported before its directory is set
     from meshlm.frontend.observe.metrics import Metrics

@@ -21,9 +21,9 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, Trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from meshlm.frontend.openai.responses import Response
-from meshlm.frontend.requests.choice import Choice
 from meshlm.protocol.config import ObservabilityConfig
 from meshlm.protocol.wire.ids import FinishReason
+from meshlm.runtime.client.choice import Choice
 
 MAX_QUEUED = 4096  # spans; those beyond are dropped
 MAX_SEQUENCES = 64  # of a request that have spans with --collect-detailed-traces

@@ -17,10 +17,10 @@ from meshlm.frontend.openai.logprobs import (
 )
 from meshlm.frontend.openai.parse import ParsedRequest
 from meshlm.frontend.openai.timing import timing
-from meshlm.frontend.requests.choice import Choice, RowDetails
 from meshlm.protocol.edges.text import Accepted, Finished, PositionLogprobs, PromptLogprobs
 from meshlm.protocol.logprobs import positions_of
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason
+from meshlm.runtime.client.choice import Choice, RowDetails
 
 TRACE_HEADERS = ("traceparent", "tracestate")  # of W3C
 Json = dict[str, Any]

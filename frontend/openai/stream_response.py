@@ -13,10 +13,10 @@ from meshlm.frontend.openai.logprobs import chat_logprobs, completion_logprobs
 from meshlm.frontend.openai.parse import ParsedRequest
 from meshlm.frontend.openai.reading import Reader
 from meshlm.frontend.openai.responses import Json, Response, visible_reason
-from meshlm.frontend.requests.choice import NO_DETAILS, Choice, RowDetails
 from meshlm.frontend.requests.retry import Progress
 from meshlm.protocol.edges.text import Finished, PositionLogprobs, PromptLogprobs
 from meshlm.protocol.wire.ids import FinishReason
+from meshlm.runtime.client.choice import NO_DETAILS, Choice, RowDetails
 
 _encode = msgspec.json.Encoder().encode
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from meshlm.frontend.requests.choice import Choice
+from meshlm.runtime.client.choice import Choice
 
 FIELDS = ("time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms", "tokens_per_second")
 

@@ -12,9 +12,9 @@ from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai.parse import ParsedRequest
 from meshlm.frontend.openai.reading import Reader, Said
 from meshlm.frontend.openai.responses import Response
-from meshlm.frontend.requests.choice import NO_DETAILS, Choice, RowDetails
 from meshlm.protocol.edges.text import Finished, PositionLogprobs
 from meshlm.protocol.wire.ids import FinishReason
+from meshlm.runtime.client.choice import NO_DETAILS, Choice, RowDetails
 
 Json = dict[str, Any]
 

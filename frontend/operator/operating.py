@@ -35,8 +35,8 @@ SWITCH = {"true": True, "1": True, "on": True, "yes": True, "false": False, "0":
 class Operates(Protocol):
     """The part of the frontend that these operations use."""
 
-    config: MeshConfig
-
+    @property
+    def config(self) -> MeshConfig: ...
     @property
     def ranks(self) -> AskedRanks: ...
     async def operate(self, action: Action) -> OperationDone: ...

@@ -77,7 +77,7 @@ class Rendering:
     async def _rendered(
         self, request: Request, ask: parse.ParsedRequest, model: str, prefix: str
     ) -> list[dict[str, Any]] | None:
-        self._backend.ignored(ask.unknown_fields, request.url.path)
+        self._backend.observer.ignored(ask.unknown_fields, request.url.path)
         render.check(ask)
         found = []
         context = self._backend.resolved.max_model_len
@@ -96,7 +96,7 @@ class Rendering:
         if isinstance(prompt, TokenPrompt):
             return unpack_i32(prompt.token_ids).tolist(), None, None
         offsets, mask = ask.return_token_offsets, ask.return_assistant_tokens_mask
-        question = Tokenize(self._backend.new_handle(), prompt, want_offsets=offsets, want_assistant_mask=mask)
+        question = Tokenize(self._backend.requests.new_handle(), prompt, want_offsets=offsets, want_assistant_mask=mask)
         if (reply := await self._reads.ask(request, question)) is None:
             return None
         assert isinstance(reply, TokenizeReply)
@@ -142,20 +142,20 @@ class Rendering:
     async def _derendered(
         self, request: Request, ask: parse.ParsedRequest, found: list[Generated], counts: list[int], model: str | None
     ) -> HttpResponse | None:
-        self._backend.ignored(ask.unknown_fields, request.url.path)
+        self._backend.observer.ignored(ask.unknown_fields, request.url.path)
         name = found[0].request_id or f"{'chatcmpl-' if ask.is_chat else 'cmpl-'}{uuid.uuid4().hex}"
         served = self._reads.check_model(model)
         answer = derender.DerenderedResponse(ask, name, int(time.time()), served, lambda: None, found)
         texts: derender.Texts = {}
         if needed := derender.named_ids(found):
-            each = Detokenize(self._backend.new_handle(), pack_i32(needed), each=True)
+            each = Detokenize(self._backend.requests.new_handle(), pack_i32(needed), each=True)
             if (reply := await self._reads.ask(request, each)) is None:
                 return None
             texts = dict(zip(needed, zip(reply.texts, reply.token_bytes, strict=True), strict=True))
         for prompt_index, one in enumerate(found):
             for entry in one.choices:
                 ids = derender.ids_of(entry)
-                reply = await self._reads.ask(request, Detokenize(self._backend.new_handle(), ids, ask.text))
+                reply = await self._reads.ask(request, Detokenize(self._backend.requests.new_handle(), ids, ask.text))
                 if reply is None:
                     return None
                 answer.tell(prompt_index, entry, counts[prompt_index], reply, texts)

@@ -11,10 +11,10 @@ from meshlm.frontend.openai.parse import ParsedRequest
 from meshlm.frontend.openai.responses import WholeResponse, visible_reason
 from meshlm.frontend.openai.stream_response import StreamResponse
 from meshlm.frontend.rendering.schema import GenerateRequest
-from meshlm.frontend.requests.choice import Choice, RowDetails
 from meshlm.frontend.requests.generation import Form
 from meshlm.protocol.edges.text import PositionLogprobs
 from meshlm.protocol.wire.ids import FinishReason
+from meshlm.runtime.client.choice import Choice, RowDetails
 
 Json = dict[str, Any]
 _encode = msgspec.json.Encoder().encode

@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai.parse import ParsedRequest
 from meshlm.frontend.requests import pacing, submits
-from meshlm.frontend.requests.choice import Choice, RowDetails
 from meshlm.protocol.edges.text import (
     Accepted,
     Detokenize,
@@ -32,6 +31,7 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import pack_i32, unpack_i32
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason
 from meshlm.runtime.beam_search import Beam, BeamSearch, Candidate, num_candidates
+from meshlm.runtime.client.choice import Choice, RowDetails
 
 SENDS_A_TURN = 16  # beams of a prompt, in one turn of the loop
 Detail = tuple[TokenLogprob, tuple[TokenLogprob, ...]]  # a token, and the likeliest in its place
@@ -150,17 +150,17 @@ class Search:
             echo=is_first and ask.echo,
             return_prompt_text=is_first and ask.return_prompt_text,
         )
-        asked = list(submits.build_each(step, one, backend.new_handle, self._rank))
+        asked = list(submits.build_each(step, one, backend.requests.new_handle, self._rank))
         opened: list[Choice] = []
         try:
             for number, (choices, submit) in enumerate(asked, 1):
                 opened += choices
-                backend.open(choices, replace(submit, text=replace(submit.text, stop=())))
+                backend.requests.open(choices, replace(submit, text=replace(submit.text, stop=())))
                 if number % SENDS_A_TURN == 0:
                     await asyncio.sleep(0)  # others' tokens have their turn
             await step.end.wait()
         finally:
-            backend.close(opened)
+            backend.requests.close(opened)
         if step.error is not None:
             raise step.error
         return step
@@ -177,7 +177,7 @@ class Search:
     async def _text(self, beam: Beam[Detail]) -> tuple[str, list[int]]:
         """The text, and how many characters each token brought."""
         ids = pack_i32(beam.token_ids)
-        reply = await self._backend.ask(Detokenize(self._backend.new_handle(), ids, self._ask.text))
+        reply = await self._backend.requests.ask(Detokenize(self._backend.requests.new_handle(), ids, self._ask.text))
         assert isinstance(reply, DetokenizeReply)
         if reply.error:
             raise HttpError.of(reply.kind, reply.error, reply.param)

@@ -14,30 +14,31 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
-from meshlm.frontend.dashboard.feed import Feed
 from meshlm.frontend.http.answer_headers import NAME
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.http.rate_limits import RateLimits
 from meshlm.frontend.http.server import ByteBudget, EventWriter
+from meshlm.frontend.observe.observer import Observer
 from meshlm.frontend.openai import parse
 from meshlm.frontend.openai.fingerprint import system_fingerprint
-from meshlm.frontend.openai.responses import Response, WholeResponse, trace_headers
+from meshlm.frontend.openai.responses import WholeResponse, trace_headers
 from meshlm.frontend.openai.stream_response import StreamResponse
 from meshlm.frontend.openai.turn import TurnResponse
-from meshlm.frontend.operator import operating
+from meshlm.frontend.operator.mesh_operations import MeshOperations
 from meshlm.frontend.requests import retry, submits
+from meshlm.frontend.requests.admission import Admission
 from meshlm.frontend.requests.beams import Search
-from meshlm.frontend.requests.choice import Choice
 from meshlm.frontend.requests.interval import Interval
 from meshlm.frontend.requests.pacing import Pace, most_waiting
 from meshlm.frontend.requests.poison import PoisonBodies
+from meshlm.frontend.requests.readiness import Readiness
 from meshlm.frontend.speech.stream import SpeechStream
 from meshlm.frontend.vectors.answers import VectorsResponse
 from meshlm.protocol.config import MeshConfig, Resolved
-from meshlm.protocol.edges.text import Detokenize, DetokenizeReply, Submit, Tokenize, TokenizeReply
+from meshlm.protocol.edges.text import Submit
 from meshlm.protocol.extras import generates
-from meshlm.protocol.wire.ids import ErrorKind, Handle
+from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime import logits_processors
+from meshlm.runtime.client.choice import Choice
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.io_processors import IOProcessor
 from meshlm.runtime.process.figures import Figures
@@ -47,39 +48,22 @@ Prepared = TypeVar("Prepared")
 MANY_CHOICES = 256  # whose answer is written away from the loop
 
 
-class Backend(operating.Operates, Protocol):
-    """The part of the process (io.py) that the routes use."""
+class Backend(Protocol):
+    """The parts of the process (io.py) that the routes use."""
 
-    config: MeshConfig
     resolved: Resolved
     version: str
-
-    def not_ready_reason(self) -> str: ...
-    def blocked(self) -> str: ...
-    def refusal(self, *, attaches: bool) -> str: ...
-    def refused(self, error: HttpError, seconds: float = 0.0) -> None: ...
-    async def wait_serving(self) -> str: ...
-
     draws: random.Random  # of seeds, for requests without one
-    rates: RateLimits
     io_processor: IOProcessor | None
-    feed: Feed
     poison: PoisonBodies
     figures: Figures
+    requests: Admission
+    readiness: Readiness
+    observer: Observer
+    operations: MeshOperations
 
-    def admit(self, ask: parse.ParsedRequest) -> int: ...
-    def release(self, cost: int) -> None: ...
-    def new_handle(self) -> Handle: ...
-    def open(self, choices: list[Choice], submit: Submit) -> None: ...
-    def close(self, choices: list[Choice]) -> None: ...
-    async def moved(self) -> None: ...
-    async def ask(self, message: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply: ...
-    def ignored(self, unknown_fields: tuple[str, ...], path: str) -> None: ...
-    def done(self, answer: Response, started: float, path: str, status: int) -> None: ...
-    async def load(self) -> int: ...
-    async def is_paused(self) -> bool: ...
-    def change(self, values: dict[str, str | int | float]) -> None: ...
-    async def metrics(self) -> bytes: ...
+    @property
+    def config(self) -> MeshConfig: ...
 
 
 WholeAnswer = WholeResponse | TurnResponse | VectorsResponse
@@ -129,16 +113,16 @@ class Generation:
         backend = self._backend
         if generates(ask.extras) != (backend.resolved.pooling is None):
             raise HttpError(404, WRONG_RUNNER, kind="not_found_error")
-        if reason := backend.refusal(attaches=again is not None) or await backend.wait_serving():
+        if reason := backend.readiness.refusal(attaches=again is not None) or await backend.readiness.wait_serving():
             raise HttpError(503, reason, kind="overloaded_error")
         ask = self.permitted(ask, request.scope.get("meshlm.key", ""))
         if names := backend.resolved.logits_processors:
             await self._check_processors(names, ask)
-        cost = backend.admit(ask)
+        cost = backend.requests.admit(ask)
         try:
             return await self._answered(request, ask, model, prefix, again, form)
         finally:
-            backend.release(cost)
+            backend.requests.release(cost)
 
     def permitted(self, ask: parse.ParsedRequest, api_key: str) -> parse.ParsedRequest:
         """What the server lets this key ask for. HttpError."""
@@ -187,7 +171,7 @@ class Generation:
                 asking = asyncio.ensure_future(asks)
             if asking is None:
                 opened += answer.choices
-                backend.open(*asked[0])
+                backend.requests.open(*asked[0])
             if ask.stream:
                 return await self._stream(request, answer, writer, end, form, shown)  # type: ignore[arg-type]
             if not await _ended_before_disconnect(request, end):
@@ -210,17 +194,17 @@ class Generation:
         finally:
             if asking is not None:
                 asking.cancel()
-            backend.close(opened)
-            backend.done(answer, started, request.url.path, status)
+            backend.requests.close(opened)
+            backend.observer.done(answer, started, request.url.path, status)
 
     async def _open(self, asked: list[tuple[list[Choice], Submit]], opened: list[Choice]) -> None:
         """Ask for each prompt's choices, which `opened` gets, as those before them begin."""
         pace = Pace(most_waiting(self._backend.config))
         for choices, submit in asked:
             while not pace.room(len(choices)):
-                await self._backend.moved()
+                await self._backend.requests.moved()
             opened += choices
-            self._backend.open(choices, submit)
+            self._backend.requests.open(choices, submit)
             pace.asked(choices)
             await asyncio.sleep(0)  # a large request takes its turn with others' tokens
 
@@ -237,7 +221,7 @@ class Generation:
         answer.fingerprint = self._fingerprint
         answer.tells_times = backend.config.server.enable_per_request_metrics
         asked: list[tuple[list[Choice], Submit]] = []
-        for one in submits.build_each(answer, ask, backend.new_handle, rank, again, cuts, backend.draws):
+        for one in submits.build_each(answer, ask, backend.requests.new_handle, rank, again, cuts, backend.draws):
             asked.append(one)
             if len(ask.prompts) > 1:
                 await asyncio.sleep(0)  # a large request takes its turn with others' tokens

@@ -5,9 +5,9 @@ Pure. generation.py puts one between a streamed answer's choices and the answer.
 
 from msgspec.structs import replace
 
-from meshlm.frontend.requests.choice import NO_DETAILS, Choice, ResponseSink, RowDetails
 from meshlm.protocol.edges.text import Accepted, PositionLogprobs
 from meshlm.protocol.wire.ids import ErrorKind
+from meshlm.runtime.client.choice import NO_DETAILS, Choice, ResponseSink, RowDetails
 
 
 class _Held:

@@ -6,8 +6,8 @@ generation.py.
 
 from collections.abc import Sequence
 
-from meshlm.frontend.requests.choice import Choice
 from meshlm.protocol.config import MeshConfig
+from meshlm.runtime.client.choice import Choice
 
 MOST_WAITING = 256  # sequences of a request without a first token, for each rank: a batch does not run dry of them
 

@@ -15,20 +15,19 @@ import msgspec
 from meshlm.frontend.http.errors import NO_AUDIO, HttpError
 from meshlm.frontend.openai import parse
 from meshlm.frontend.requests import retry
-from meshlm.frontend.requests.choice import Choice
 from meshlm.protocol.audio import Audio
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.edges.text import Retry, Submit, media_of
 from meshlm.protocol.extras import find_extra
 from meshlm.protocol.wire.ids import Handle, RequestId
 from meshlm.protocol.wire.parts import joined
+from meshlm.runtime.client.choice import Choice, ResponseSink, choices_of
 
 
-class Answer(Protocol):
+class Answer(ResponseSink, Protocol):
     """What is to have the choices: an answer, or a step of a search."""
 
     request_id: str
-    choices: list[Choice]
 
 
 NO_TEXTS = "this server's model transcribes audio (/v1/audio/transcriptions), and takes no texts"
@@ -89,15 +88,7 @@ def build_each(
             retry=Retry(again.key, again.body, mine) if again else None,
             extras=ask.extras,
         )
-        choices = []
-        for i, (handle, name) in enumerate(zip(handles, names, strict=True)):
-            # Its own Submit, for the case that it must be continued alone.
-            sampling = msgspec.structs.replace(ask.sampling, seed=(seed + i) & 0x7FFF_FFFF_FFFF_FFFF)
-            mark = Retry(again.key, again.body, mine[i : i + 1]) if again else None
-            own = msgspec.structs.replace(submit, handles=(handle,), request_ids=(name,), sampling=sampling, retry=mark)
-            choices.append(Choice(answer, first + i, prompt_index, own, handle))  # type: ignore[arg-type]
-        answer.choices += choices
-        yield choices, submit
+        yield choices_of(answer, submit, prompt_index), submit
 
 
 def permitted(ask: parse.ParsedRequest, api_key: str, config: MeshConfig) -> parse.ParsedRequest:

@@ -18,12 +18,12 @@ from meshlm.frontend.openai.parse import ParsedRequest
 from meshlm.frontend.openai.responses import trace_headers
 from meshlm.frontend.openai.turn import TurnResponse
 from meshlm.frontend.requests import submits
-from meshlm.frontend.requests.choice import Choice, RowDetails
 from meshlm.frontend.requests.generation import Backend, Generation
 from meshlm.frontend.requests.retry import IdempotencyKey
 from meshlm.frontend.responses_api.format import ResponseFormat
 from meshlm.frontend.responses_api.records import Chunk, Stored, Written
 from meshlm.frontend.responses_api.shelf import Shelf
+from meshlm.runtime.client.choice import Choice, RowDetails
 
 FLUSH_S, LEASE_S, LOOK_S = 0.05, 4.0, 1.0
 DEFER_S = 2.0  # until a response is tried again for which there was no room
@@ -135,12 +135,12 @@ class Background:
         started, status, is_left = time.monotonic(), 200, True
         cost = 0
         try:
-            cost = self._backend.admit(running.ask)
-            if reason := await self._backend.wait_serving():
+            cost = self._backend.requests.admit(running.ask)
+            if reason := await self._backend.readiness.wait_serving():
                 raise HttpError(503, reason, kind="overloaded_error")
             key = key_of(running.id)
             for choices, submit in await self._generation.submits_of(running, running.ask, rank, key, running.cuts):
-                self._backend.open(choices, submit)
+                self._backend.requests.open(choices, submit)
             await running.ended_event.wait()
             if running.error is not None:
                 raise running.error
@@ -154,10 +154,10 @@ class Background:
             if running.is_lost:  # nobody will ask for it again
                 for choice in running.choices:
                     choice.submit = msgspec.structs.replace(choice.submit, retry=None)
-            self._backend.release(cost)
+            self._backend.requests.release(cost)
             if running.choices:
-                self._backend.close(running.choices)
-                self._backend.done(running, started, PATH, status)
+                self._backend.requests.close(running.choices)
+                self._backend.observer.done(running, started, PATH, status)
             with contextlib.suppress(HttpError):  # the lease ends, and somebody tries again
                 await asyncio.shield(self._settle(running, is_left))
 
@@ -202,7 +202,7 @@ class Background:
         """Takes over what nobody computes any more."""
         while True:
             await asyncio.sleep(LOOK_S)
-            if self._backend.refusal(attaches=True) or self._backend.not_ready_reason():
+            if self._backend.readiness.refusal(attaches=True) or self._backend.readiness.not_ready_reason():
                 continue
             with contextlib.suppress(HttpError):
                 for stored in await self._shelf.claim(LEASE_S, CLAIMED_AT_ONCE):

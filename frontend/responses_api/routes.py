@@ -64,7 +64,7 @@ class ResponseRoutes:
         self._background = Background(backend, generation, self._shelf, self._asked_again)
 
     def _backend_ignored(self, unknown: tuple[str, ...], path: str) -> None:
-        self._backend.ignored(unknown, path)
+        self._backend.observer.ignored(unknown, path)
 
     def start(self) -> None:
         if self._shelf.path is not None:
@@ -193,7 +193,7 @@ class ResponseRoutes:
         self, request: Request, body: Body, ask: ParsedRequest, response_id: str, key: str
     ) -> HttpResponse | None:
         """Stores the request and has it computed; the answer does not wait for it."""
-        if reason := self._backend.refusal(attaches=False) or await self._backend.wait_serving():
+        if reason := self._backend.readiness.refusal(attaches=False) or await self._backend.readiness.wait_serving():
             raise HttpError(503, reason, kind="overloaded_error")
         ask = self._generation.permitted(ask, request.scope.get("meshlm.key", ""))
         fields, created = body.fields, int(time.time())
@@ -214,7 +214,7 @@ class ResponseRoutes:
         if not await self._shelf.put(new, chunk):
             raise HttpError(400, f"request_id: there is another response {response_id!r}", "request_id")
         self._background.begin(new, (ask, format_, body.model), request.headers)
-        self._backend.ignored(body.unknown, request.url.path)
+        self._backend.observer.ignored(body.unknown, request.url.path)
         if fields.stream:
             return await self._follow(request, response_id, -1)
         return HttpResponse(answer, media_type="application/json", headers=names_of(request, response_id))

@@ -86,7 +86,7 @@ class Routes:
         self.scoring = Scoring(backend.resolved, self._generation, reads)
         of_speech = speech_routes.Reads(partial(self._body, is_json=False), self._again, self._check_model)
         self.speech = speech_routes.SpeechRoutes(backend, self._generation, of_speech)
-        self.dashboard = DashboardRoutes(backend)
+        self.dashboard = DashboardRoutes(backend.observer)
         self.operator = OperatorRoutes(backend, self._read)
         self.keys = ApiKeys.of_server(backend.config.server)
 
@@ -95,7 +95,7 @@ class Routes:
         gate, then the routes."""
         paths: dict[str, dict[str, Endpoint]] = {}
         for op in self._operations():
-            endpoint = Endpoint(attrgetter(op.handler)(self), self._backend.refused)
+            endpoint = Endpoint(attrgetter(op.handler)(self), self._backend.observer.refused)
             paths.setdefault(op.pattern, {}).update(dict.fromkeys(op.methods, endpoint))
         routes = [Route(path, ByMethod(endpoints), methods=list(endpoints)) for path, endpoints in paths.items()]
         server = self._backend.config.server
@@ -111,10 +111,14 @@ class Routes:
             routes=routes,
             middleware=[
                 Middleware(RootPath, root=server.root_path),
-                Middleware(WebPages, server=server, refused=self._backend.refused),
+                Middleware(WebPages, server=server, refused=self._backend.observer.refused),
                 cors,
-                Middleware(KeyCheck, keys=self.keys, rates=self._backend.rates, refused=self._backend.refused),
-                Middleware(LoadShedder, refusal=self._backend.refusal, refused=self._backend.refused),
+                Middleware(
+                    KeyCheck, keys=self.keys, rates=self._backend.observer.rates, refused=self._backend.observer.refused
+                ),
+                Middleware(
+                    LoadShedder, refusal=self._backend.readiness.refusal, refused=self._backend.observer.refused
+                ),
             ],
             exception_handlers={HTTPException: plain_error},
         )
@@ -162,14 +166,16 @@ class Routes:
         return HttpResponse()
 
     async def ready(self, request: Request) -> HttpResponse:
-        reason = self._backend.not_ready_reason() or self._backend.blocked()
+        reason = self._backend.readiness.not_ready_reason() or self._backend.readiness.blocked()
         return HttpResponse(reason, 503 if reason else 200, media_type="text/plain")
 
     async def version(self, request: Request) -> HttpResponse:
         return json_response({"version": self._backend.version})
 
     async def metrics(self, request: Request) -> HttpResponse:
-        return HttpResponse(await self._backend.metrics(), media_type=METRICS)
+        return HttpResponse(
+            await self._backend.observer.scrape(await self._backend.operations.fresh_stats()), media_type=METRICS
+        )
 
     async def tokenizer_info(self, request: Request) -> HttpResponse:
         return json_response(await asyncio.to_thread(information.tokenizer, self._backend.resolved))
@@ -184,12 +190,14 @@ class Routes:
         return json_response(model_card(self._check_model(name), self._backend.resolved))
 
     async def load(self, request: Request) -> HttpResponse:
-        return json_response({"server_load": await self._backend.load()})
+        stats = await self._backend.operations.fresh_stats()
+        at_ranks = sum(rank.num_running + rank.num_waiting for rank in stats.ranks)
+        return json_response({"server_load": max(self._backend.requests.num_open, stats.num_held + at_ranks)})
 
     async def tokenize(self, request: Request) -> HttpResponse | None:
         body, unknown, prompt = await self._read(request, self._tokenize)
-        self._backend.ignored(unknown, request.url.path)
-        question = Tokenize(self._backend.new_handle(), prompt, bool(body.return_token_strs))
+        self._backend.observer.ignored(unknown, request.url.path)
+        question = Tokenize(self._backend.requests.new_handle(), prompt, bool(body.return_token_strs))
         if (reply := await self._ask(request, question)) is None:
             return None
         assert isinstance(reply, TokenizeReply)
@@ -209,8 +217,8 @@ class Routes:
 
     async def detokenize(self, request: Request) -> HttpResponse | None:
         unknown, ids = await self._read(request, self._detokenize)
-        self._backend.ignored(unknown, request.url.path)
-        if (reply := await self._ask(request, Detokenize(self._backend.new_handle(), ids))) is None:
+        self._backend.observer.ignored(unknown, request.url.path)
+        if (reply := await self._ask(request, Detokenize(self._backend.requests.new_handle(), ids))) is None:
             return None
         assert isinstance(reply, DetokenizeReply)
         return json_response({"prompt": reply.text})
@@ -224,7 +232,7 @@ class Routes:
 
     async def _ask(self, request: Request, question: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply | None:
         """The tokenizer's answer; None when the client left before."""
-        asked = asyncio.ensure_future(self._backend.ask(question))
+        asked = asyncio.ensure_future(self._backend.requests.ask(question))
         left = asyncio.ensure_future(disconnected(request))
         try:
             await asyncio.wait({asked, left}, return_when=asyncio.FIRST_COMPLETED)
@@ -237,7 +245,7 @@ class Routes:
         if reply.error:
             raise HttpError.of(reply.kind, reply.error, reply.param)
         if request.url.path not in SUBMITS:  # else they count with the answer
-            self._backend.rates.used(request.scope.get("meshlm.key", ""), num_tokens(question, reply))
+            self._backend.observer.rates.used(request.scope.get("meshlm.key", ""), num_tokens(question, reply))
         return reply
 
     # --- generation ---
@@ -332,8 +340,10 @@ class Routes:
 
     async def count_tokens(self, request: Request) -> HttpResponse | None:
         ask = await self._read(request, self._count_tokens)
-        self._backend.ignored(ask.unknown_fields, request.url.path)
-        if (reply := await self._ask(request, Tokenize(self._backend.new_handle(), ask.prompts[0], False))) is None:
+        self._backend.observer.ignored(ask.unknown_fields, request.url.path)
+        if (
+            reply := await self._ask(request, Tokenize(self._backend.requests.new_handle(), ask.prompts[0], False))
+        ) is None:
             return None
         assert isinstance(reply, TokenizeReply)
         count = len(reply.token_ids) // 4

@@ -6,11 +6,11 @@ from typing import Any
 from meshlm.frontend.openai.parse import ParsedRequest
 from meshlm.frontend.requests import submits
 from meshlm.frontend.requests.beams import Step
-from meshlm.frontend.requests.choice import Choice
 from meshlm.protocol.audio import Audio, SpeechTokens
 from meshlm.protocol.edges.text import MediaPrompt, TextParams, TokenPrompt
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import pack_i32
+from meshlm.runtime.client.choice import Choice
 
 
 async def find(backend: Any, ask: ParsedRequest, speech: SpeechTokens, audio: Audio, request_id: str, rank: int) -> str:
@@ -27,12 +27,12 @@ async def find(backend: Any, ask: ParsedRequest, speech: SpeechTokens, audio: Au
     )
     opened: list[Choice] = []
     try:
-        for choices, submit in list(submits.build_each(step, one, backend.new_handle, rank)):
+        for choices, submit in list(submits.build_each(step, one, backend.requests.new_handle, rank)):
             opened += choices
-            backend.open(choices, submit)
+            backend.requests.open(choices, submit)
         await step.end.wait()
     finally:
-        backend.close(opened)
+        backend.requests.close(opened)
     if step.error is not None:
         raise step.error
     return codes[step.found[0].token.token_id]

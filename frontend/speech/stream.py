@@ -11,12 +11,12 @@ import msgspec
 from meshlm.frontend.http.errors import error_object
 from meshlm.frontend.openai.parse import ParsedRequest
 from meshlm.frontend.openai.responses import Json, Response
-from meshlm.frontend.requests.choice import Choice, RowDetails
 from meshlm.frontend.requests.retry import Progress
 from meshlm.frontend.speech import texts
 from meshlm.frontend.speech.parse import Transcription
 from meshlm.protocol.edges.text import Finished
 from meshlm.protocol.wire.ids import FinishReason
+from meshlm.runtime.client.choice import Choice, RowDetails
 
 _encode = msgspec.json.Encoder().encode
 _DONE = b"data: [DONE]\n\n"

@@ -113,7 +113,7 @@ async def in_parts(asked: Asked, backend: Backend, ask: Callable[[Tokenize], Any
     parts: list[int] = []
     for prompt in asked.ask.prompts:
         if not isinstance(prompt, TokenPrompt) and num_bytes_of(prompt) + MARGIN > longest:
-            reply = await ask(Tokenize(backend.new_handle(), prompt))
+            reply = await ask(Tokenize(backend.requests.new_handle(), prompt))
             if reply is None:
                 return None
             assert isinstance(reply, TokenizeReply)

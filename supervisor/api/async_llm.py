@@ -16,9 +16,8 @@ from meshlm.supervisor.api.background import end_of, unless_ended
 from meshlm.supervisor.api.engine_args import EngineArgs
 from meshlm.supervisor.api.llm import LLM
 from meshlm.supervisor.api.offline_prompts import OnePrompt, of_generate, of_tokenization
-from meshlm.supervisor.api.outputs import RequestOutput
+from meshlm.supervisor.api.outputs import CompletionOutput, RequestOutput
 from meshlm.supervisor.api.sampling import RequestOutputKind, SamplingParams
-from meshlm.supervisor.api.sequences import Generated
 from meshlm.supervisor.api.streaming import OutputStream, Progress
 from meshlm.supervisor.api.tokenizer import Tokenizer
 from meshlm.supervisor.api.vectors import PoolingParams, PoolingRequestOutput
@@ -121,8 +120,8 @@ class AsyncLLM:
         """In the mesh's loop: push what comes until the request's end."""
         final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
 
-        def news(changed: list[Generated]) -> None:
-            stream.push(progress.take(one.output for one in changed))
+        def news(changed: list[CompletionOutput]) -> None:
+            stream.push(progress.take(changed))
 
         background, error = self._llm._background, None
         work = background.client.run(iter([(submit, request)]), None, None if final_only else news)

@@ -82,19 +82,21 @@ class Background:
         process = "supervisor" if self.config.run.log_format == "json" else None
         supervisor = io.Supervisor(self.config, members, StartDisplay(process=process))
         client = Client()
-        client.max_deaths = allowed(self.config.run.max_restarts)
+        client.mesh_client.set_max_deaths(allowed(self.config.run.max_restarts))
         if self.config.resolved is not None:
             client.counts.max_model_len = self.config.resolved.max_model_len
-        client.mesh = Mesh(Identity(Role.FRONTEND, 0), Incarnation(time.time_ns()), self.config, client)
+        client.mesh_client.mesh = mesh = Mesh(
+            Identity(Role.FRONTEND, 0), Incarnation(time.time_ns()), self.config, client
+        )
         try:
             await supervisor.start()
-            await client.mesh.open()
+            await mesh.open()
             # All of them: until then the death of any ends the start, also when requests are served already.
             await unless_ended(supervisor, supervisor.ready.wait())
             await unless_ended(supervisor, client.serving.wait())
         except BaseException:
             supervisor.ended.cancel()  # nobody asks any more how it ended
-            await client.mesh.close()
+            await mesh.close()
             await supervisor.close()
             raise
         return supervisor, client
@@ -102,8 +104,8 @@ class Background:
     async def _stop(self) -> None:
         self.supervisor.stop(0.0)
         await asyncio.wait({self.supervisor.ended}, timeout=STOP_S)
-        if self.client.mesh is not None:
-            await self.client.mesh.close()
+        if (mesh := self.client.mesh_client.mesh) is not None:
+            await mesh.close()
         await self.supervisor.close()
 
     async def _settle(self) -> None:

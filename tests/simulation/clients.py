@@ -17,7 +17,6 @@ from meshlm.detokenizer.stops import StopFinder
 from meshlm.frontend.dashboard.feed import Feed
 from meshlm.frontend.dashboard.snapshot import Facts
 from meshlm.frontend.io import FrontendApp
-from meshlm.frontend.requests.choice import Choice, RowDetails
 from meshlm.protocol.edges.text import (
     Accepted,
     Retry,
@@ -29,6 +28,7 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.tasks import Pool, PoolKind
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Identity, RequestId, Role
+from meshlm.runtime.client.choice import Choice, RowDetails
 from meshlm.runtime.mesh.mesh import Mesh
 from meshlm.runtime.model_files.tokenizer_files import LoadedTokenizer, byte_alphabet
 from meshlm.scheduler_proc.limits import MAX_CRASHES
@@ -139,7 +139,7 @@ class Client:
         cuts = tuple(len(got.tokens) for got in self.got)
         self.choices, self.has_begun = [], False
         submit = Submit(
-            tuple(frontend.new_handle() for _ in names),
+            tuple(frontend.client.new_handle() for _ in names),
             names,
             TokenPrompt(pack_i32(ask.prompt)),
             SamplingParams(temperature=0.0, stop_token_ids=ask.stop_ids),
@@ -153,7 +153,7 @@ class Client:
             mark = Retry(f"{ask.number:08x}", b"", (cuts[index],)) if ask.retries else None
             own = msgspec.structs.replace(submit, handles=(handle,), request_ids=(name,), retry=mark)
             self.choices.append(Choice(self, index, 0, own, handle))
-        frontend.open(self.choices, submit)
+        frontend.requests.open(self.choices, submit)
         if ask.leave_after == 0:
             self._leave_soon()
 
@@ -173,7 +173,7 @@ class Client:
     def _leave(self) -> None:
         if not self.done and self.frontend is not None:
             self.left = True
-            self.frontend.close(self.choices)
+            self.frontend.requests.close(self.choices)
 
     # --- ResponseSink ---
 
@@ -232,18 +232,17 @@ class Frontend(FrontendApp):
         self.life = 0
 
     async def start(self, mesh: Mesh) -> dict[str, str]:
-        self._mesh, self.config = mesh, mesh.config
+        self._use(mesh)
         self.life = mesh.incarnation
-        nothing: Any = SimpleNamespace(mesh=lambda stats: None, written=lambda left_ns, now_ns: None)
-        self._metrics = nothing
-        self.feed = Feed(self, Facts(str(mesh.identity), self.version, ""), limit=0)
-        self._tracker.num_detokenizers = mesh.config.server.detokenizers
+        nobody: Any = SimpleNamespace(
+            mesh_stats=lambda stats: None,
+            written=lambda message, begin_ns: None,
+            flush=self.client.tracker.take_counts,  # nobody reads its metrics
+            feed=Feed(self, Facts(str(mesh.identity), self.version, ""), limit=0),
+        )
+        self.observer = nobody
         self._tick()
         return {}
-
-    def _flush(self) -> None:
-        """Nobody reads its metrics."""
-        self._tracker.take_counts()
 
     def take(self, client: Client) -> None:
         self.clients.append(client)
@@ -251,7 +250,7 @@ class Frontend(FrontendApp):
         self._open_waiting()
 
     def _open_waiting(self) -> None:
-        if self._mesh is None or self.not_ready_reason():
+        if self.client.mesh is None or self.readiness.not_ready_reason():
             return
         waiting, self.waiting = self.waiting, []
         for client in waiting:

@@ -191,9 +191,9 @@ def leftovers(process: Process) -> str:
     kept: dict[str, object] = {}
     match app:
         case Frontend():
-            tracker = app._tracker
+            tracker = app.client.tracker
             kept = {"choices": tracker.by_handle, "orphans": tracker.orphans, "load": any(tracker.load.values())}
-            kept["not ready"] = app.not_ready_reason()
+            kept["not ready"] = app.readiness.not_ready_reason()
         case DetokenizerApp():
             core = app._core
             assert core is not None

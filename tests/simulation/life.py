@@ -170,7 +170,8 @@ class Process:
 
     def check(self) -> None:
         if self._core is None:
-            self._core = cast("Checked | None", getattr(self.app, "_core", None) or getattr(self.app, "_tracker", None))
+            client = getattr(self.app, "client", None)
+            self._core = cast("Checked | None", getattr(self.app, "_core", None) or getattr(client, "tracker", None))
         if self._core is not None:
             self._core.check()
 

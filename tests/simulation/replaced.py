@@ -15,6 +15,7 @@ from network import Inbox, Outbox, running
 from meshlm.coordinator import io as coordinator_io
 from meshlm.detokenizer import io as detokenizer_io
 from meshlm.frontend import io as frontend_io
+from meshlm.runtime.client import mesh_client
 from meshlm.runtime.mesh import links as links_module
 from meshlm.runtime.mesh import mesh as mesh_module
 from meshlm.runtime.mesh import remote as remote_module
@@ -97,6 +98,7 @@ def simulated() -> Iterator[None]:
             (detokenizer_io, "TokenTable", lambda loaded: TABLE),
             (detokenizer_io, "ThreadPoolExecutor", _Threads),
             (frontend_io, "time", _Clock),
+            (mesh_client, "time", _Clock),
             (coordinator_io, "time", _Clock),
             (scheduler_io, "time", _Clock),
         ):

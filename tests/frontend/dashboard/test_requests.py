@@ -8,11 +8,11 @@ from answering import asking
 from meshlm.frontend.dashboard import requests
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai.responses import WholeResponse
-from meshlm.frontend.requests.choice import Choice
 from meshlm.frontend.requests.submits import build_each
 from meshlm.protocol.edges.text import Finished
 from meshlm.protocol.edges.token import First
 from meshlm.protocol.wire.ids import FinishReason, Handle
+from meshlm.runtime.client.choice import Choice
 
 
 def answer_of(num_choices: int = 1, name: str = "cmpl-1") -> Any:

@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshlm.frontend.grpc.answers import GrpcResponse
-from meshlm.frontend.requests.choice import RowDetails
 from meshlm.protocol.edges.text import Finished, PositionLogprobs, PromptLogprobs
 from meshlm.protocol.edges.token import First
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason
+from meshlm.runtime.client.choice import RowDetails
 
 
 def answering(*, stream: bool, n: int = 1, logprobs: int = -1, prompt_logprobs: int = -1) -> tuple[GrpcResponse, Ends]:

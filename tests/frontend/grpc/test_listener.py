@@ -31,6 +31,7 @@ class Gate:
         self.rates, self.config = rates, MeshConfig(server=server)
         self.reason = ""  # why no request is taken
         self.refusals: list[str] = []
+        self.readiness = self.observer = self
 
     def refusal(self, *, attaches: bool) -> str:
         return self.reason

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from doubles import plays_all_parts
 from parsing import RESOLVED
 from waiting import until
 
@@ -26,14 +27,16 @@ LONG = "x" * bodies.LARGE_BYTES
 
 
 def client(**server: Any) -> tuple[Routes, httpx.AsyncClient]:
-    backend: Any = SimpleNamespace(
-        config=MeshConfig(server=ServerConfig(**server), resolved=RESOLVED),
-        resolved=RESOLVED,
-        version="1.2",
-        refusal=lambda *, attaches: "",
-        refused=lambda seconds: None,
-        rates=RateLimits(""),
-        poison=PoisonBodies(),
+    backend: Any = plays_all_parts(
+        SimpleNamespace(
+            config=MeshConfig(server=ServerConfig(**server), resolved=RESOLVED),
+            resolved=RESOLVED,
+            version="1.2",
+            refusal=lambda *, attaches: "",
+            refused=lambda seconds: None,
+            rates=RateLimits(""),
+            poison=PoisonBodies(),
+        )
     )
     routes = Routes(backend)
     transport, headers = httpx.ASGITransport(routes.app()), {"Content-Type": "application/json"}

@@ -7,14 +7,14 @@ import pytest
 
 from meshlm.frontend.observe.request_metrics import CHOICES_AT_ONCE, observe_end, observe_tokens
 from meshlm.frontend.openai.responses import WholeResponse
-from meshlm.frontend.requests.choice import Choice
-from meshlm.frontend.requests.request_tracker import RequestTracker
 from meshlm.frontend.requests.retry import IdempotencyKey
 from meshlm.frontend.requests.submits import build_each
 from meshlm.protocol.edges.text import Accepted, Finished, Rejected, TextDeltas
 from meshlm.protocol.edges.token import First
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Identity, Role
+from meshlm.runtime.client.choice import Choice
+from meshlm.runtime.client.request_tracker import RequestTracker
 
 D0 = Identity(Role.DETOKENIZER, 0)
 MAX_MODEL_LEN = 4096

@@ -13,7 +13,6 @@ from meshlm.frontend.openai.parse import ParsedRequest
 from meshlm.frontend.openai.responses import WholeResponse
 from meshlm.frontend.requests import pacing
 from meshlm.frontend.requests.beams import Search
-from meshlm.frontend.requests.choice import Choice, RowDetails
 from meshlm.frontend.requests.submits import build_each
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.edges.text import (
@@ -28,6 +27,7 @@ from meshlm.protocol.edges.text import (
 )
 from meshlm.protocol.wire.columns import ints, pack_i32
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle
+from meshlm.runtime.client.choice import Choice, RowDetails
 
 PROMPT_IDS = (7, 8)
 # What follows which token: the likeliest first.
@@ -45,6 +45,7 @@ class Mesh:
         self.steps: list[list[int]] = []
         self.open_now = self.most_open = self._handle = 0
         self.fails_at = -1
+        self.requests = self
 
     def new_handle(self) -> Handle:
         self._handle += 1

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from meshlm.frontend.openai.stream_response import StreamResponse
 from meshlm.frontend.requests import retry
-from meshlm.frontend.requests.choice import RowDetails
 from meshlm.frontend.requests.interval import Interval
 from meshlm.frontend.requests.submits import build_each, position
 from meshlm.protocol.edges.text import Accepted, PositionLogprobs
 from meshlm.protocol.edges.token import First
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import ErrorKind, Handle
+from meshlm.runtime.client.choice import RowDetails
 
 
 def feed(spaced: Interval, text: str, end: bool = True, index: int = 0) -> None:

@@ -12,10 +12,10 @@ from scripted import Scripted
 from tracker_bench import D0, a_desk, opened
 
 from meshlm.frontend.requests import pacing
-from meshlm.frontend.requests.choice import Choice
 from meshlm.frontend.requests.pacing import Pace
 from meshlm.protocol.edges.text import Finished, Submit
 from meshlm.protocol.wire.ids import FinishReason
+from meshlm.runtime.client.choice import Choice
 
 LIMIT_S = 10.0
 

@@ -13,14 +13,14 @@ from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai.parse import ParsedRequest
 from meshlm.frontend.openai.stream_response import StreamResponse
 from meshlm.frontend.requests import retry
-from meshlm.frontend.requests.choice import Choice, RowDetails
-from meshlm.frontend.requests.request_tracker import RequestTracker
 from meshlm.frontend.requests.submits import build_each as build_submits
 from meshlm.frontend.requests.submits import position, salt_of
 from meshlm.protocol.edges.text import Accepted, Detach, Finished, Submit, TextDeltas, TextPrompt
 from meshlm.protocol.edges.token import First
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import FinishReason, Handle, Identity, Role
+from meshlm.runtime.client.choice import Choice, RowDetails
+from meshlm.runtime.client.request_tracker import RequestTracker
 from meshlm.runtime.process.events import Send
 
 D0, D1 = Identity(Role.DETOKENIZER, 0), Identity(Role.DETOKENIZER, 1)
@@ -296,7 +296,8 @@ def opened(tracker: RequestTracker, key: str) -> tuple[list[Choice], list[Send]]
 def test_the_key_says_which_detokenizer() -> None:
     homes = []
     for up in ([D0, D1], [D1, D0]):
-        tracker = RequestTracker(2)
+        tracker = RequestTracker()
+        tracker.placement.num_detokenizers = 2
         for one in up:
             tracker.detokenizer_up(one)
         homes.append([opened(tracker, f"{number:08x}")[1][0].to for number in range(6)])
@@ -319,7 +320,8 @@ def test_tokens_that_another_connection_had_are_not_counted_again() -> None:
 
 
 def test_a_key_waits_for_its_detokenizer() -> None:
-    tracker = RequestTracker(2)
+    tracker = RequestTracker()
+    tracker.placement.num_detokenizers = 2
     tracker.detokenizer_up(D0)
     choices, sends = opened(tracker, "00000001")
     assert sends == []

@@ -8,10 +8,10 @@ from msgspec.structs import replace
 
 from meshlm.frontend.openai.responses import WholeResponse
 from meshlm.frontend.openai.stream_response import StreamResponse
-from meshlm.frontend.requests.request_tracker import RequestTracker
 from meshlm.protocol.edges.text import Finished, TextDeltas
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import Handle, Identity, Role
+from meshlm.runtime.client.request_tracker import RequestTracker
 
 D0 = Identity(Role.DETOKENIZER)
 ASKS: list[dict[str, Any]] = [

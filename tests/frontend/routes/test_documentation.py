@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from doubles import plays_all_parts
 from parsing import RESOLVED
 
 from meshlm.frontend.operator.operator_operations import DASHBOARD, DOCUMENTATION
@@ -17,13 +18,15 @@ from meshlm.protocol.config import MeshConfig, ServerConfig
 
 
 def client(**server: Any) -> httpx.AsyncClient:
-    backend: Any = SimpleNamespace(
-        config=MeshConfig(server=ServerConfig(**server), resolved=RESOLVED),
-        resolved=RESOLVED,
-        version="1.2",
-        refusal=lambda *, attaches: "",
-        refused=lambda seconds: None,
-        rates=None,
+    backend: Any = plays_all_parts(
+        SimpleNamespace(
+            config=MeshConfig(server=ServerConfig(**server), resolved=RESOLVED),
+            resolved=RESOLVED,
+            version="1.2",
+            refusal=lambda *, attaches: "",
+            refused=lambda seconds: None,
+            rates=None,
+        )
     )
     return httpx.AsyncClient(transport=httpx.ASGITransport(Routes(backend).app()), base_url="http://localhost")
 

@@ -10,7 +10,6 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from meshlm.frontend.openai.parse import ParsedRequest
 from meshlm.frontend.openai.responses import Response, WholeResponse
 from meshlm.frontend.openai.stream_response import StreamResponse
-from meshlm.frontend.requests.choice import NO_DETAILS, Choice, RowDetails
 from meshlm.protocol.edges.text import (
     Accepted,
     Finished,
@@ -25,6 +24,7 @@ from meshlm.protocol.edges.token import First, LogprobColumns
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import pack_f32, pack_i32
 from meshlm.protocol.wire.ids import FinishReason, Handle, RequestId
+from meshlm.runtime.client.choice import NO_DETAILS, Choice, RowDetails
 
 Json = dict[str, Any]
 FRAME = {"id": "cmpl-1", "created": 1700000000, "model": "tiny"}

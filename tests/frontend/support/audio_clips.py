@@ -13,11 +13,11 @@ from parsing import EOS, VOCAB
 from scripted import NUM_PROMPT, STOP, Scripted
 from tiny_models import resolved_of, spec_of
 
-from meshlm.frontend.requests.choice import Choice, RowDetails
 from meshlm.protocol.audio import SpeechTokens
 from meshlm.protocol.config import Resolved, ServerConfig
 from meshlm.protocol.edges.text import Accepted, PositionLogprobs, Submit, TokenLogprob
 from meshlm.protocol.edges.token import First
+from meshlm.runtime.client.choice import Choice, RowDetails
 
 START, EN, DE, JA, TRANSCRIBE, TRANSLATE, PREVIOUS, NO_TIMES = 10, 11, 12, 13, 20, 21, 22, 200
 ZERO = NO_TIMES + 1

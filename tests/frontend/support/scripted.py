@@ -5,6 +5,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from doubles import plays_all_parts
 from msgspec import Struct
 from parsing import RESOLVED
 
@@ -16,7 +17,6 @@ from meshlm.frontend.http.rate_limits import RateLimits
 from meshlm.frontend.openai.parse import ParsedRequest
 from meshlm.frontend.openai.responses import Response
 from meshlm.frontend.operator.scaling import AskedRanks
-from meshlm.frontend.requests.choice import Choice, RowDetails
 from meshlm.frontend.requests.poison import PoisonBodies
 from meshlm.frontend.routes.routes import Routes
 from meshlm.protocol.config import MeshConfig, Resolved, ServerConfig
@@ -37,6 +37,7 @@ from meshlm.protocol.edges.text import (
 from meshlm.protocol.edges.token import First
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle
+from meshlm.runtime.client.choice import Choice, RowDetails
 from meshlm.runtime.io_processors import IOProcessor
 from meshlm.runtime.process.figures import Figures
 
@@ -48,9 +49,14 @@ class Scripted:
     """A Backend. Each request gets `pieces`, one token each, and the end `finished`; `failure` refuses it."""
 
     version = "1.2"
+    requests: Any
+    readiness: Any
+    observer: Any
+    operations: Any
 
     def __init__(self, server: ServerConfig | None = None, resolved: Resolved = RESOLVED) -> None:
         self.num_open = 0
+        plays_all_parts(self)
         self.feed = Feed(self, Facts("frontend/0", self.version, resolved.served_names[0]), limit=2)
         self.config = MeshConfig(server=server or ServerConfig(responses_store="off"), resolved=resolved)
         self.resolved = resolved
@@ -185,12 +191,6 @@ class Scripted:
     def change(self, values: dict[str, str | int | float]) -> None:
         self.config = changed(self.config, values)
 
-    async def is_paused(self) -> bool:
-        return False
-
-    async def load(self) -> int:
-        return 0
-
     async def fresh_stats(self) -> MeshStats:
         return MeshStats(True)
 
@@ -204,5 +204,5 @@ class Scripted:
     def open_choices(self) -> list[Choice]:
         return [choice for submit in self.opened for choice in submit if choice.finished is None]
 
-    async def metrics(self) -> bytes:
+    async def scrape(self, stats: MeshStats) -> bytes:
         return b""

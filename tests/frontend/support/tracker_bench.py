@@ -2,8 +2,6 @@
 
 import msgspec
 
-from meshlm.frontend.requests.choice import Choice, RowDetails
-from meshlm.frontend.requests.request_tracker import RequestTracker
 from meshlm.protocol.edges.text import (
     Accepted,
     Submit,
@@ -13,6 +11,8 @@ from meshlm.protocol.edges.text import (
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Identity, RequestId, Role
+from meshlm.runtime.client.choice import Choice, RowDetails
+from meshlm.runtime.client.request_tracker import RequestTracker
 from meshlm.runtime.process.events import Send
 
 D0, D1, D2 = (Identity(Role.DETOKENIZER, index) for index in range(3))

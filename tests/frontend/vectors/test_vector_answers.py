@@ -12,7 +12,6 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from meshlm.frontend.openai.parse import ParsedRequest
-from meshlm.frontend.requests.choice import Choice, RowDetails
 from meshlm.frontend.vectors import answers
 from meshlm.frontend.vectors.answers import VectorsResponse
 from meshlm.frontend.vectors.float8 import ROUNDERS
@@ -24,6 +23,7 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.tasks import Pool, PoolHead, PoolKind
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import FinishReason, Handle, RequestId
+from meshlm.runtime.client.choice import Choice, RowDetails
 
 EMBED = Pool(PoolKind.MEAN, PoolHead.EMBED, True)
 F32 = NDArray[np.float32]

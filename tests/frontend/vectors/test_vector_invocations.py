@@ -8,10 +8,10 @@ import pytest
 from msgspec.structs import replace
 from scripted import Scripted
 
-from meshlm.frontend.requests.choice import Choice
 from meshlm.protocol.edges.text import Submit
 from meshlm.protocol.pooling import PoolingSpec, PoolingTask
 from meshlm.protocol.tasks import PoolKind
+from meshlm.runtime.client.choice import Choice
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

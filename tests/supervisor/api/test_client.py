@@ -70,7 +70,8 @@ def connected(later: int) -> tuple[Client, StubMesh]:
     client = Client()
     stub = StubMesh(client, later)
     mesh: Any = stub
-    client.mesh = mesh
+    client.mesh_client.mesh = mesh
+    client.on_peer_up(DETOKENIZER, Incarnation(1))
     return client, stub
 
 
@@ -118,7 +119,7 @@ def test_two_callers_at_once_have_each_their_own() -> None:
 
         first = asyncio.ensure_future(client.run(names("a"), None))
         second = asyncio.ensure_future(
-            client.run(names("b"), None, lambda rows: news.append([row.output.token_ids[-1] for row in rows]))
+            client.run(names("b"), None, lambda outputs: news.append([output.token_ids[-1] for output in outputs]))
         )
         third = asyncio.ensure_future(client.run(names("c"), None))
         await asyncio.sleep(0)
@@ -175,7 +176,9 @@ def silent(*there: Identity) -> tuple[Client, SilentMesh]:
     client = Client()
     stub = SilentMesh(*there)
     mesh: Any = stub
-    client.mesh = mesh
+    client.mesh_client.mesh = mesh
+    for peer in there:
+        client.on_peer_up(peer, Incarnation(1))
     return client, stub
 
 
@@ -318,7 +321,7 @@ def test_what_no_detokenizer_takes_waits() -> None:
 def test_deaths_without_a_token_between_them_end_a_request(most: int) -> None:
     async def run() -> None:
         client, stub = silent(DETOKENIZER)
-        client.max_deaths = most
+        client.mesh_client.set_max_deaths(most)
         outputs = asyncio.ensure_future(client.run(asks(client, 1), None))
         await stub.was_sent(1)
         for _ in range(most):

@@ -107,7 +107,8 @@ def test_the_client_counts_what_it_hears() -> None:
     async def run() -> list[Metric]:
         client = Client()
         mesh: Any = StubMesh(client)
-        client.mesh = mesh
+        client.mesh_client.mesh = mesh
+        client.on_peer_up(DETOKENIZER, Incarnation(1))
         submit = Submit((client.new_handle(),), (name_of("r", 0),), TextPrompt("a"), SamplingParams())
         await client.run(iter([(submit, RequestOutput("r", "a", [], [CompletionOutput(0)]))]), None)
         return await client.metrics("m")
@@ -126,7 +127,8 @@ def test_who_gives_up_is_counted_and_has_no_latency() -> None:
     async def run() -> list[Metric]:
         client = Client()
         mesh: Any = StubMesh(client)
-        client.mesh = mesh
+        client.mesh_client.mesh = mesh
+        client.on_peer_up(DETOKENIZER, Incarnation(1))
         mesh.send = lambda peer, message: StubMesh.send(mesh, peer, message) if isinstance(message, AskStats) else None
         submit = Submit((client.new_handle(),), (name_of("r", 0),), TextPrompt("a"), SamplingParams())
         asked = asyncio.ensure_future(

@@ -6,9 +6,6 @@ import msgspec
 import pytest
 from tracker_bench import D0, D1, Client, a_desk, deltas, opened, word
 
-from meshlm.frontend.requests import request_tracker
-from meshlm.frontend.requests.choice import Choice
-from meshlm.frontend.requests.request_tracker import RequestTracker
 from meshlm.protocol.edges import text as text_edge
 from meshlm.protocol.edges.text import (
     Delivered,
@@ -22,6 +19,9 @@ from meshlm.protocol.edges.text import (
 )
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.ids import ErrorKind, RequestId
+from meshlm.runtime.client import placement
+from meshlm.runtime.client.choice import Choice
+from meshlm.runtime.client.request_tracker import RequestTracker
 from meshlm.runtime.process.events import Send
 
 
@@ -49,7 +49,7 @@ def test_refusing_many_choices_looks_at_each_a_few_times(at_once: bool) -> None:
         tracker.rejected(Rejected(tuple(some), ErrorKind.OVERLOADED, "full"))
     assert watched.num_looks <= 2 * len(watched)
     assert not client.errors, "they go on: one of them had its place"
-    while tracker.places_more:
+    while tracker.placement.places_more:
         tracker.place()
     tracker.check()
 
@@ -95,11 +95,11 @@ def test_what_was_delivered_is_told_again_in_turns(monkeypatch: pytest.MonkeyPat
     """After a death of its detokenizer; at once it was a second in which no other stream went on."""
     tracker = a_desk(D0)
     monkeypatch.setattr(text_edge, "PIECE_ENTRIES", 4)
-    monkeypatch.setattr(request_tracker, "PIECE_ENTRIES", 4)
+    monkeypatch.setattr(placement, "PIECE_ENTRIES", 4)
     client = keyed(tracker, 2, 10)
     assert tracker.detokenizer_down(D0, 0.0) == []
     turns = [tracker.detokenizer_up(D0)]
-    while tracker.places_more:
+    while tracker.placement.places_more:
         turns.append(tracker.place())
         tracker.check()
     for turn in turns:
@@ -114,12 +114,12 @@ def test_what_was_delivered_is_told_again_in_turns(monkeypatch: pytest.MonkeyPat
 
 def test_many_choices_go_elsewhere_in_turns() -> None:
     tracker = a_desk(D0, D1)
-    num_choices = 3 * request_tracker.PLACED_AT_ONCE
+    num_choices = 3 * placement.PLACED_AT_ONCE
     client, _ = opened(tracker, n=num_choices)
     turns = [tracker.detokenizer_down(D0, 0.0)]
-    while tracker.places_more:
+    while tracker.placement.places_more:
         turns.append(tracker.place())
-    assert [len(turn) for turn in turns] == [request_tracker.PLACED_AT_ONCE] * 3
+    assert [len(turn) for turn in turns] == [placement.PLACED_AT_ONCE] * 3
     assert (tracker.load, client.errors) == ({D1: num_choices}, {})
 
 
@@ -127,7 +127,7 @@ def test_many_choices_go_elsewhere_in_turns() -> None:
 def test_telling_again_that_is_interrupted(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tracker = a_desk(D0)
     monkeypatch.setattr(text_edge, "PIECE_ENTRIES", 4)
-    monkeypatch.setattr(request_tracker, "PIECE_ENTRIES", 4)
+    monkeypatch.setattr(placement, "PIECE_ENTRIES", 4)
     client = keyed(tracker, 1, 10)
     (choice,) = client.choices
     tracker.detokenizer_down(D0, 0.0)
@@ -136,15 +136,15 @@ def test_telling_again_that_is_interrupted(how: str, monkeypatch: pytest.MonkeyP
     if how == "leaves":
         assert tracker.close(client.choices) == [Send(D0, Detach((RequestId("r-0"),), (choice.handle,)))]
         assert tracker.place() == []
-        assert not tracker.places_more
+        assert not tracker.placement.places_more
         return
     if how == "dies":
         assert tracker.detokenizer_down(D0, 0.0) == []
-        assert not tracker.places_more
+        assert not tracker.placement.places_more
         sends, num_pieces = tracker.detokenizer_up(D0), 3
     else:
         sends, num_pieces = tracker.detokenizer_up(D1), 2
-    while tracker.places_more:
+    while tracker.placement.places_more:
         sends += tracker.place()
     assert [type(send.message) for send in sends] == [Delivered] * num_pieces + [Submit]
     assert {send.to for send in sends} == {D0}

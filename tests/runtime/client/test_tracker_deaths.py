@@ -6,8 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tracker_bench import D0, D1, D2, Client, a_desk, deltas, opened, truth, word
 
-from meshlm.frontend.requests import request_tracker
-from meshlm.frontend.requests.request_tracker import RequestTracker
 from meshlm.protocol.edges import text as text_edge
 from meshlm.protocol.edges.text import (
     Abort,
@@ -24,6 +22,8 @@ from meshlm.protocol.edges.text import (
 )
 from meshlm.protocol.wire.columns import ints
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle, Identity, RequestId
+from meshlm.runtime.client import placement
+from meshlm.runtime.client.request_tracker import RequestTracker
 from meshlm.runtime.mesh.patience import BEGUN_S, NEW_S
 from meshlm.runtime.process.deaths import MAX_DEATHS, WINDOW_S
 from meshlm.runtime.process.events import Send
@@ -292,7 +292,7 @@ class Mesh:
 @given(st.data())
 def test_any_history_gives_each_client_its_tokens_once_and_one_end(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(request_tracker, "PLACED_AT_ONCE", data.draw(st.sampled_from([1, 2, 64])))
+        patch.setattr(placement, "PLACED_AT_ONCE", data.draw(st.sampled_from([1, 2, 64])))
         _live_through(data)
 
 
@@ -336,7 +336,7 @@ def _live_through(data: st.DataObject) -> None:
             elif action in ("step", "lose"):
                 mesh.step(sender, handle, draw(st.integers(1, 3)), lost=action == "lose")
     mesh.rise(D0)
-    while mesh.tracker.places_more:
+    while mesh.tracker.placement.places_more:
         mesh.take(mesh.tracker.place())
     for sender, handle in mesh.open_streams():
         mesh.finish(sender, handle)

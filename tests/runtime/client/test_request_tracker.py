@@ -8,8 +8,6 @@ from answering import OF_PROMPT, asking
 from tracker_bench import D0, D1, a_desk, deltas, opened
 
 from meshlm.frontend.openai.responses import WholeResponse
-from meshlm.frontend.requests.choice import Choice, RowDetails
-from meshlm.frontend.requests.request_tracker import RequestTracker
 from meshlm.frontend.requests.submits import build_each
 from meshlm.protocol.edges.text import (
     Abort,
@@ -25,6 +23,8 @@ from meshlm.protocol.edges.text import (
 )
 from meshlm.protocol.edges.token import First
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle, RequestId
+from meshlm.runtime.client.choice import Choice, RowDetails
+from meshlm.runtime.client.request_tracker import RequestTracker
 from meshlm.runtime.process.events import Send
 
 # --- opening ---

@@ -1,37 +1,25 @@
-"""The frontend's pure core: which client has been sent what.
+"""The client's pure core: which caller has been given what.
 
-One `Choice` per request of the mesh, grouped in an `ResponseSink` per HTTP request. Deltas are taken in only at the index that
-follows what is there, so nothing is repeated and a gap is asked for again; a choice ends exactly once. Called by io.py.
+One `Choice` per request of the mesh, grouped in a `ResponseSink` per request of a caller. Deltas are taken in only at the index that
+follows what is there, so nothing is repeated and a gap is asked for again; a choice ends exactly once. Called by mesh_client.py.
 """
 
-from collections import defaultdict, deque
+from collections import defaultdict
 
 import msgspec
 
-from meshlm.frontend.requests.choice import Choice, ResponseSink, RowDetails
-from meshlm.protocol.edges.text import (
-    PIECE_ENTRIES,
-    Abort,
-    Accepted,
-    Attach,
-    Delivered,
-    Detach,
-    Finished,
-    Rejected,
-    Submit,
-    TextDeltas,
-    piece_len,
-)
+from meshlm.protocol.edges.text import Abort, Accepted, Attach, Detach, Finished, Rejected, Submit, TextDeltas
 from meshlm.protocol.wire.columns import ints
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle, Identity, Role
+from meshlm.runtime.client.choice import Choice, ResponseSink, RowDetails
+from meshlm.runtime.client.placement import Placement
 from meshlm.runtime.mesh.patience import BEGUN_S, NEW_S
 from meshlm.runtime.process.deaths import MAX_DEATHS, one_more, poison, too_many
 from meshlm.runtime.process.events import Send
 from meshlm.runtime.process.in_hand import short
 
-DONE = 4  # its place in TextDeltas.timings_ns
+DONE = 4  # its index in TextDeltas.timings_ns
 DEADLINE_GRACE_S = 1.0  # schedulers look once a second
-PLACED_AT_ONCE = 1 << 6  # choices, in one turn of the loop; a piece of log-probabilities takes as long
 
 
 class EngineCounts:
@@ -45,25 +33,17 @@ class EngineCounts:
 
 
 class RequestTracker:
-    """All open choices of this frontend.
-
-    `num_detokenizers` of the whole mesh: a request with an Idempotency-Key goes to one of them by its key, so that any frontend
-    finds it, and waits while that one is away.
-    """
+    """All open choices of one client."""
 
     max_deaths = MAX_DEATHS  # of its detokenizers, after which a request is given up
 
-    def __init__(self, num_detokenizers: int = 1) -> None:
-        self.num_detokenizers = num_detokenizers
+    def __init__(self, *, patient: bool = False) -> None:
+        self.placement = Placement(patient=patient)
+        self.load, self.orphans = self.placement.load, self.placement.orphans
         self.by_handle: dict[int, Choice] = {}
-        self.orphans: dict[Choice, None] = {}  # without a detokenizer, in the order in which they came to be so
-        self._to_place: deque[Choice] = deque()  # orphans for which a detokenizer may be there
-        self._told_to: Identity | None = None  # has the first of those logprobs of the next one's, before its Submit
-        self._num_told = 0
-        self.deadlines: dict[ResponseSink, float] = {}  # of open HTTP requests that have one (wall clock)
-        self.load: dict[Identity, int] = {}  # open choices by detokenizer
-        self.counts: dict[str, EngineCounts] = {}  # by engine, since the metrics were last told
-        self.begun: list[Choice] = []  # whose first tokens came since then
+        self.deadlines: dict[ResponseSink, float] = {}  # of open requests that have one (wall clock)
+        self.counts: defaultdict[str, EngineCounts] = defaultdict(EngineCounts)  # by engine, for the metrics
+        self.begun: list[Choice] = []  # whose first tokens came since the metrics were last told
         self.unaccepted: set[int] = set()  # handles of new choices whose prompts are not encoded yet
         self._next_handle = 0
 
@@ -74,37 +54,28 @@ class RequestTracker:
     def take_counts(self) -> tuple[list[Choice], dict[str, EngineCounts]]:
         """Gives the counts for the metrics, and begins new ones."""
         taken = self.begun, self.counts
-        self.begun, self.counts = [], {}
+        self.begun, self.counts = [], defaultdict(EngineCounts)
         return taken
-
-    def _counts_of(self, engine: str) -> EngineCounts:
-        found = self.counts.get(engine)
-        if found is None:
-            found = self.counts[engine] = EngineCounts()
-        return found
 
     # --- detokenizers come and go ---
 
     def detokenizer_up(self, identity: Identity) -> list[Send]:
-        self.load.setdefault(identity, 0)
-        self._look_again()
+        self.placement.up(identity)
         return self.place()
 
     def detokenizer_down(self, identity: Identity, now: float, in_hand: tuple[str, ...] = ()) -> list[Send]:
-        """A detokenizer was lost: its choices go on at another one, after what their clients have."""
-        self.load.pop(identity, None)
-        if self._told_to == identity:
-            self._told_to, self._num_told = None, 0
-        there = [choice for choice in self.by_handle.values() if choice.detokenizer == identity]
-        refusals = self._blame(there, in_hand)
-        for choice in there:
+        """A detokenizer was lost: its choices go on at another one, after what their callers have."""
+        self.placement.down(identity)
+        lost = [choice for choice in self.by_handle.values() if choice.detokenizer == identity]
+        refusals = self._blame(lost, in_hand)
+        for choice in lost:
             if choice.finished is None:
-                self._again(choice, now, spared=bool(in_hand))
+                self._next_after_death(choice, now, spared=bool(in_hand))
         return refusals + self.place()
 
-    def _blame(self, there: list[Choice], in_hand: tuple[str, ...]) -> list[Send]:
-        """A detokenizer died with these in hand. A client's request is refused as a whole."""
-        sinks = {choice.sink for choice in there if in_hand and short(choice.submit.request_ids[0]) in in_hand}
+    def _blame(self, lost: list[Choice], in_hand: tuple[str, ...]) -> list[Send]:
+        """A detokenizer died with these in hand. A caller's request is refused as a whole."""
+        sinks = {choice.sink for choice in lost if in_hand and short(choice.submit.request_ids[0]) in in_hand}
         sends: list[Send] = []
         for sink in sinks:
             for choice in sink.choices:
@@ -114,41 +85,32 @@ class RequestTracker:
                 sends += self._end([one for one in sink.choices if one.finished is None], ErrorKind.POISON, text)
         return [send for send in sends if send.to in self.load]
 
-    def _look_again(self) -> None:
-        """Has `place` look at all orphans, that one first whose logprobs are told."""
-        told = [self._to_place[0]] if self._told_to is not None else []
-        self._to_place = deque([*told, *self.orphans])
-
-    @property
-    def places_more(self) -> bool:
-        """Whether `place` has more to send, in another turn of the loop."""
-        return bool(self._to_place)
-
     def place(self) -> list[Send]:
-        """Asks detokenizers for choices that have none, each alone: for as many as one turn of the loop may have."""
-        sends: list[Send] = []
-        num_entries = 0
-        while self._to_place and num_entries < PIECE_ENTRIES and len(sends) < PLACED_AT_ONCE:
-            choice = self._to_place[0]
-            target = (self._told_to or self._target(choice.submit)) if choice in self.orphans else None
-            if target is not None and self._num_told < len(choice.logprobs):
-                begin, most = self._num_told, piece_len(choice.submit.sampling.logprobs)
-                piece = tuple(choice.logprobs[begin : begin + most])
-                sends.append(Send(target, Delivered(choice.submit.request_ids[0], piece)))
-                self._told_to, self._num_told = target, begin + len(piece)
-                num_entries += len(piece) * (1 + max(0, choice.submit.sampling.logprobs))
-                continue
-            if target is not None:
-                del self.orphans[choice]
-                choice.handle = self.new_handle()
-                choice.submit = msgspec.structs.replace(choice.submit, handles=(choice.handle,))
-                self._assign(choice, target)
-                sends.append(Send(target, choice.submit))
-            self._to_place.popleft()
-            self._told_to, self._num_told = None, 0
+        """Asks detokenizers for choices that have none, as many as one turn of the loop may have."""
+        placed, sends = self.placement.place()
+        for choice in placed:
+            self._register(choice)
         return sends
 
-    def _again(self, choice: Choice, now: float, *, spared: bool = False) -> None:
+    def retry_now(self) -> list[Send]:
+        """A patient client's choices that found no room are tried once more."""
+        self.placement.retry_now()
+        return self.place()
+
+    def not_sent(self, handles: tuple[Handle, ...]) -> None:
+        """A patient client's choices, for which their detokenizer's queue had no room: they wait until `retry_now`."""
+        for handle in handles:
+            self._wait(self.by_handle[handle], looks_now=False)
+
+    def _wait(self, choice: Choice, *, looks_now: bool = True) -> None:
+        """Takes it from the detokenizer that did not take it; its attempt has not begun."""
+        self.unaccepted.discard(choice.handle)
+        if self.by_handle.pop(choice.handle, None) is not None:
+            self.placement.ended(choice)
+        choice.detokenizer = None
+        self.placement.wait(choice, looks_now=looks_now)
+
+    def _next_after_death(self, choice: Choice, now: float, *, spared: bool) -> None:
         """Another attempt for a choice whose detokenizer died, unless that was one death too many. spared: it died of others."""
         self.by_handle.pop(choice.handle, None)
         have = len(choice.token_ids)
@@ -163,31 +125,18 @@ class RequestTracker:
             self._next_attempt(choice)
 
     def _next_attempt(self, choice: Choice) -> None:
-        """Has the choice placed again as its next attempt; the tokens that the client has count as delivered."""
+        """Has the choice placed once more as its next attempt; the tokens that its caller has count as delivered."""
         self.unaccepted.discard(choice.handle)
         choice.detokenizer, attempt = None, choice.submit.attempt + 1
+        choice.handle = self.new_handle()  # late rows of the attempt before are nobody's
         delivered = choice.token_ids.tobytes()
         choice.submit = msgspec.structs.replace(
             choice.submit, attempt=attempt, delivered=delivered, num_logprobs=len(choice.logprobs)
         )
-        self.orphans[choice] = None
-        self._to_place.append(choice)
+        self.placement.wait(choice)
 
-    def _target(self, submit: Submit) -> Identity | None:
-        """The detokenizer for it; None while it is not there."""
-        if submit.retry is None:
-            return self.least_loaded()
-        home = Identity(Role.DETOKENIZER, int(submit.retry.key[:8], 16) % self.num_detokenizers)
-        return home if home in self.load else None
-
-    def least_loaded(self) -> Identity | None:
-        """The detokenizer with the fewest open choices; None while there is none."""
-        return min(self.load, key=lambda identity: (self.load[identity], identity.index), default=None)
-
-    def _assign(self, choice: Choice, target: Identity) -> None:
-        choice.detokenizer, choice.orphan_since = target, 0.0
+    def _register(self, choice: Choice) -> None:
         self.by_handle[choice.handle] = choice
-        self.load[target] += 1
         if not choice.submit.attempt:
             self.unaccepted.add(choice.handle)
 
@@ -199,21 +148,23 @@ class RequestTracker:
             return []
         if submit.deadline_s:
             self.deadlines[choices[0].sink] = submit.deadline_s
-        target = self._target(submit)
+        target = self.placement.target_of_new(submit)
         if target is None:
-            self.orphans.update(dict.fromkeys(choices))
+            for choice in choices:
+                self.placement.wait(choice, looks_now=self.placement.patient and self.placement.has_queue)
             return []
         for choice in choices:
-            self._assign(choice, target)
+            self.placement.assign(choice, target)
+            self._register(choice)
         return [Send(target, submit)]
 
     def close(self, choices: list[Choice]) -> list[Send]:
-        """The client left: end what still runs, or let it go on for one that may ask again."""
+        """The caller left: end what still runs, or let it go on for one that may ask again."""
         running: dict[Identity, list[Choice]] = {}
         for choice in choices:
             self.deadlines.pop(choice.sink, None)
             if choice.finished is None:
-                knows = self._told_to if self._is_told(choice) else choice.detokenizer
+                knows = self.placement.knows_of(choice) or choice.detokenizer
                 if knows is not None:
                     running.setdefault(knows, []).append(choice)
                 self._forget(choice)
@@ -226,27 +177,20 @@ class RequestTracker:
                 sends.append(Send(to, Detach(ids, tuple(choice.handle for choice in left))))
         return sends
 
-    def _is_told(self, choice: Choice) -> bool:
-        """Whether a detokenizer has logprobs of it already, and will get its Submit."""
-        return self._told_to is not None and self._to_place[0] is choice and choice in self.orphans
-
     def _forget(self, choice: Choice) -> None:
         self.unaccepted.discard(choice.handle)
-        if self._is_told(choice):
-            self._to_place.popleft()
-            self._told_to, self._num_told = None, 0
-        self.orphans.pop(choice, None)
-        if self.by_handle.pop(choice.handle, None) is not None and choice.detokenizer in self.load:
-            self.load[choice.detokenizer] -= 1
+        self.placement.forget(choice)
+        if self.by_handle.pop(choice.handle, None) is not None:
+            self.placement.ended(choice)
 
     # --- answers ---
 
     def accepted(self, message: Accepted, now: float = 0.0) -> None:
         self.unaccepted.difference_update(message.handles)
-        for place, handle in enumerate(message.handles):
+        for index, handle in enumerate(message.handles):
             choice = self.by_handle.get(handle)
             if choice is not None:
-                choice.num_told = message.num_told[place] if message.num_told else 0
+                choice.num_told = message.num_told[index] if message.num_told else 0
                 choice.num_prompt_tokens = message.num_prompt_tokens
                 choice.accepted_at = choice.accepted_at or now
                 if (retry := choice.submit.retry) is not None:  # for its detokenizer's next incarnation
@@ -260,10 +204,13 @@ class RequestTracker:
             choice = self.by_handle.get(handle)
             if choice is None:
                 continue
-            if message.kind is ErrorKind.OVERLOADED:
-                sends += self._refused(choice, message)
-            else:
+            if message.kind is not ErrorKind.OVERLOADED:
                 self._fail(choice, message.kind, message.message, message.param)
+            elif self.placement.patient:
+                self._wait(choice)
+                self.placement.refused()
+            else:
+                sends += self._refused(choice, message)
         return sends + self.place()
 
     def _refused(self, choice: Choice, message: Rejected) -> list[Send]:
@@ -288,14 +235,14 @@ class RequestTracker:
         late: list[Choice] = []
         for choice in self.orphans:
             choice.orphan_since = choice.orphan_since or now
-            if now - choice.orphan_since > _patience_s(choice) and self._target(choice.submit) is None:
+            if now - choice.orphan_since > _patience_s(choice) and self.placement.target(choice.submit) is None:
                 late.append(choice)
         for choice in late:
             self._fail(choice, ErrorKind.OVERLOADED, f"no detokenizer was there for {_patience_s(choice):.0f} s", "")
 
     def expire(self, wall_s: float) -> list[Send]:
         """End what is past its deadline (wall clock), whoever should have said so and is stuck or dead. A little later than its
-        scheduler would. One look at each HTTP request, however many choices it has."""
+        scheduler would. One look at each request, however many choices it has."""
         late = [sink for sink, deadline_s in self.deadlines.items() if deadline_s <= wall_s - DEADLINE_GRACE_S]
         for sink in late:
             del self.deadlines[sink]
@@ -303,11 +250,9 @@ class RequestTracker:
         return self._end(ended, ErrorKind.TIMEOUT, "the request's timeout passed")
 
     def end_all(self, message: str) -> list[Send]:
-        """This frontend stops, and what is still open has had its time."""
+        """This process stops, and what is still open, or not asked for yet, has had its time."""
         sinks = dict.fromkeys(choice.sink for choice in [*self.by_handle.values(), *self.orphans])
-        open_choices = [
-            choice for sink in sinks for choice in sink.choices if choice.finished is None
-        ]  # or not asked for yet
+        open_choices = [choice for sink in sinks for choice in sink.choices if choice.finished is None]
         return self._end(open_choices, ErrorKind.OVERLOADED, message)
 
     def _end(self, choices: list[Choice], kind: ErrorKind, message: str) -> list[Send]:
@@ -322,7 +267,7 @@ class RequestTracker:
         detailed = {*finished, *message.logprobs, *message.prompt_logprobs, *message.first}
         handles, starts, tokens = ints(message.handles), ints(message.starts), message.token_ids
         counts = ints(message.counts) if message.counts else [1] * len(handles)
-        gaps: list[Send] = []
+        sends: list[Send] = []
         by_handle = self.by_handle
         engine: str | None = None
         counted = EngineCounts()  # of `engine`
@@ -337,14 +282,14 @@ class RequestTracker:
             have = len(choice.token_ids)
             if start != have:
                 if start > have:
-                    gaps.append(Send(sender, Attach(choice.handle, choice.submit.request_ids[0], have)))
+                    sends.append(Send(sender, Attach(choice.handle, choice.submit.request_ids[0], have)))
                 continue
             choice.token_ids.frombytes(tokens[begin:end])
             details = None
             if row in detailed:
                 details = self._details(choice, message, row, finished.get(row))
             if choice.engine != engine:
-                engine, counted = choice.engine, self._counts_of(choice.engine)
+                engine, counted = choice.engine, self.counts[choice.engine]
             if count:  # an end may come without tokens
                 if have < choice.num_told:  # told once more
                     counted.num_tokens += max(0, have + count - choice.num_told)
@@ -355,17 +300,19 @@ class RequestTracker:
                     if choice.last_at:
                         counted.intervals[now - choice.last_at] += 1
                     else:
-                        choice.first_at = now
                         choice.returned_s = returned_s
-                        choice.sink.has_begun = True
-                        self.begun.append(choice)
+                        self._begin(choice, now)
                 choice.last_at = now
             elif details is not None and choice.pooled:  # a vector is its request's first news, and its last
-                choice.first_at = choice.last_at = now
-                choice.sink.has_begun = True
-                self.begun.append(choice)
+                choice.last_at = now
+                self._begin(choice, now)
             choice.sink.row(choice, count, text, details)
-        return gaps
+        return sends + self.place() if finished and self.placement.patient else sends
+
+    def _begin(self, choice: Choice, now: float) -> None:
+        choice.first_at = now
+        choice.sink.has_begun = True
+        self.begun.append(choice)
 
     def _details(self, choice: Choice, message: TextDeltas, row: int, finished: Finished | None) -> RowDetails:
         """The details of this row beside tokens and text; the choice keeps those that outlast the row."""
@@ -388,9 +335,7 @@ class RequestTracker:
             assert choice.handle == handle
             assert choice.finished is None, "a finished choice is still open"
             assert choice.detokenizer in self.load, "an open choice whose detokenizer is gone"
-        for choice in self.orphans:
-            assert choice.finished is None, "a finished choice waits for a detokenizer"
-            assert choice.detokenizer is None, "a choice that has a detokenizer waits for one"
+        self.placement.check()
         assert self.unaccepted <= self.by_handle.keys(), "a prompt that nobody has is waited for"
         for identity, count in self.load.items():
             assert count == sum(1 for choice in self.by_handle.values() if choice.detokenizer == identity)
