@@ -138,7 +138,7 @@ class LongVectors(Bench):
 def test_a_long_vector_has_a_message_of_its_own() -> None:
     bench = LongVectors(limits(), 64, 4)
     for handle, task in enumerate((None, LAST, None, LAST, None), 1):
-        bench.assign(handle, [handle] * 2, 9, **({} if task is None else {"task": task}))
+        bench.assign(handle, [handle] * 2, 9, extras=() if task is None else (task,))
     bench.finish()
     assert bench.num_messages == 2
     for handle in (1, 3, 5):
@@ -172,7 +172,7 @@ def test_among_others(data: st.DataObject) -> None:
             prompt = list(range(draw(st.integers(0, 20)))) + draw(st.lists(st.integers(0, 9), min_size=1, max_size=9))
             task = draw(st.sampled_from([None, LAST, MEAN, CLS]))
             asked[handle] = (prompt, task)
-            bench.assign(handle, prompt, 3, **({} if task is None else {"task": task}))
+            bench.assign(handle, prompt, 3, extras=() if task is None else (task,))
         elif action == "death" and deaths < 3:
             deaths += 1
             bench.lose_worker()
