@@ -31,7 +31,8 @@ from meshlm.scheduler_proc.kv.cache import KVCache
 from meshlm.scheduler_proc.kv.residency import Residency
 from meshlm.scheduler_proc.limits import Limits
 from meshlm.scheduler_proc.plan import Inflight, PlanBuilder
-from meshlm.scheduler_proc.request import Request, RequestState
+from meshlm.scheduler_proc.request import Request
+from meshlm.scheduler_proc.states import RankState, RequestState
 from meshlm.scheduler_proc.trial import Trial
 
 OrderKey = tuple[int, float, str]
@@ -53,8 +54,9 @@ class Batching:
         pooled_bytes: int = 0,
         wave: int = 0,
         counts: Counts | None = None,
+        rank: RankState | None = None,
     ) -> None:
-        self.limits, self.block_size = limits, block_size
+        self.limits, self.block_size, self._rank = limits, block_size, rank or RankState()
         self.counts = counts or Counts(SCHEDULER)
         # The first stage of a pipeline would have to know the drafts of the last one.
         # A state cannot go back to before drafts that were refused.
@@ -71,7 +73,6 @@ class Batching:
         self.budget = StepBudget(most, even=limits.even_prefill, max_itl_s=itl_s, wave=wave)
         self.waiting: list[Request] = []  # both lists sorted by _key
         self.running: list[Request] = []
-        self.drains = False  # only requests that have begun run, to their end
         self.num_preemptions = 0
         self.now_ns = 0  # of the plan that is being made
         self.cache_queries = 0  # tokens
@@ -132,7 +133,7 @@ class Batching:
     @property
     def num_running(self) -> int:
         """The running requests; where the others may not begin, with those that were preempted."""
-        return len(self.running) + (sum(one.has_begun for one in self.waiting) if self.drains else 0)
+        return len(self.running) + (sum(one.has_begun for one in self.waiting) if self._rank.drains else 0)
 
     # --- planning ---
 
@@ -166,7 +167,7 @@ class Batching:
         if (suspect := self._trial.now) is not None:
             self._plan_prompts(builder, self._plan_decodes(builder, [suspect]), left)
             return True
-        if (suspect := self._trial.next()) is None or (self.drains and not suspect.has_begun):
+        if (suspect := self._trial.next()) is None or (self._rank.drains and not suspect.has_begun):
             return False
         if is_idle:
             if not self._begin(builder, suspect, self.waiting.index(suspect), left):
@@ -273,7 +274,11 @@ class Batching:
         at = 0
         while at < len(self.waiting) and self._free_rows and left > 0:
             request = self.waiting[at]
-            if request.waits or (self.drains and not request.has_begun) or request.is_suspect(self.limits.max_crashes):
+            if (
+                request.waits
+                or (self._rank.drains and not request.has_begun)
+                or request.is_suspect(self.limits.max_crashes)
+            ):
                 at += 1
                 continue
             with hold(request.work.request_id):

@@ -2,7 +2,8 @@
 
 from meshlm.runtime.process.counts import Counts
 from meshlm.scheduler_proc.kv.cache import KVCache
-from meshlm.scheduler_proc.request import Request, Wait
+from meshlm.scheduler_proc.request import Request
+from meshlm.scheduler_proc.states import Wait
 
 
 def count_misses(counts: Counts, kv: KVCache, request: Request) -> None:

@@ -46,6 +46,7 @@ from meshlm.scheduler_proc.plan import Inflight
 from meshlm.scheduler_proc.request import Request
 from meshlm.scheduler_proc.request_table import RequestTable
 from meshlm.scheduler_proc.results import Results
+from meshlm.scheduler_proc.states import Planning, Session
 from meshlm.scheduler_proc.suspects import Suspects
 from meshlm.scheduler_proc.workers import Workers
 
@@ -58,6 +59,7 @@ class Scheduler:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.workers = Workers(limits)
+        self._rank = self.workers.rank
         self.table = RequestTable(limits, self.workers)
         self.load = self.table.load
         self.results = Results(self.table)
@@ -68,7 +70,6 @@ class Scheduler:
         self.num_steps = 0
         self.estimates: Estimates | None = None  # with --enable-mfu-metrics
         self._next_step = 1
-        self._stopped = False  # for good, by an operation
 
     @property
     def requests(self) -> dict[RequestId, Request]:
@@ -93,7 +94,7 @@ class Scheduler:
     @property
     def serving(self) -> bool:
         """Whether all of this rank's workers can step."""
-        return self.workers.serving
+        return self.workers.rank.serves
 
     def handle(self, event: Event, now: float) -> list[Send]:
         self.batching.now_ns = now_ns = int(now * 1e9)
@@ -229,7 +230,7 @@ class Scheduler:
         ]
         self.operations.add(operation)
         wanted = after(self.workers.sleeping or AWAKE, action)
-        if self.workers.settled and wanted == self.workers.sleeping:
+        if self._rank.session in (Session.SERVING, Session.ASLEEP) and wanted == self.workers.sleeping:
             return [*told, *self.operations.answer(operation)]
         self._lose_workers()
         self._next_step = 1
@@ -238,7 +239,7 @@ class Scheduler:
 
     def _worker_asleep(self, sender: Identity, asleep: WorkerAsleep) -> list[Send]:
         self.workers.sleeps(sender, asleep)
-        if not self.workers.settled:
+        if self._rank.session is not Session.ASLEEP:
             return []
         self.load.sleeping = asleep.sleeping
         self.load.tell_all()
@@ -264,6 +265,7 @@ class Scheduler:
             facts[0].pooled_bytes,
             facts[0].attention_wave,
             before.counts,
+            self._rank,
         )
         self.batching.num_preemptions = before.num_preemptions
         self.batching.cache_queries, self.batching.cache_hits = before.cache_queries, before.cache_hits
@@ -286,18 +288,18 @@ class Scheduler:
                 self.batching.kv.reset_prefix_cache(self.batching.running)
             case Pause() | AbortRunning() as action:
                 if isinstance(action, Pause):
-                    self.load.paused, self.batching.drains = True, action.wait
+                    self._rank.move_planning(Planning.DRAINING if action.wait else Planning.PAUSED)
                 ended = ended_by(action, list(self.table.by_id))
                 for request_id in ended:
                     self.table.finish(self.table.by_id[request_id], output, FinishReason.ABORT)
                 return self.operations.answer(operation, count=len(ended))
             case Resume():
-                self.load.paused = self.batching.drains = False
+                self._rank.move_planning(Planning.RUNNING)
                 return self.operations.answer(operation)
             case Sleep() | WakeUp():  # the workers have answered
                 return self.operations.answer(operation)
             case Stop():
-                self._stopped = True
+                self._rank.move_planning(Planning.STOPPED)
                 if not self.serving:  # nothing is in flight
                     return self.operations.answer(operation)
         return self.operations.send(operation)
@@ -329,12 +331,7 @@ class Scheduler:
 
     def plan(self, now_ns: int) -> list[Send]:
         """The next step for all workers of the rank, if one may be sent now and has something to do."""
-        if (
-            not self.serving
-            or self._stopped
-            or (self.load.paused and not self.batching.drains)
-            or len(self.inflight) >= self.batching.budget.depth(self._depth)
-        ):
+        if not self._rank.plans or len(self.inflight) >= self.batching.budget.depth(self._depth):
             return []
         lockstep = self.lockstep
         if lockstep is not None and not lockstep.may_step():

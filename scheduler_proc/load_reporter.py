@@ -10,12 +10,14 @@ from meshlm.protocol.edges.control import GraphCounts
 from meshlm.protocol.sleeping import AWAKE
 from meshlm.protocol.wire.ids import Identity, Incarnation, RequestId
 from meshlm.scheduler_proc.batching import Batching
+from meshlm.scheduler_proc.states import RankState
 
 
 class LoadReporter:
     """Since the last Load; the token counts are of this scheduler's whole life."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: RankState) -> None:
+        self._rank = rank
         self.ended: list[RequestId] = []
         self.started: list[Started] = []
         self.returned: list[Returned] = []
@@ -24,7 +26,6 @@ class LoadReporter:
         self.busy_ns = self.idle_ns = 0  # of the device; idle although requests were running
         self.graphs: GraphCounts | None = None  # its worker's, that the coordinator does not know
         self.answers = 0  # the number of the coordinator's newest ReportLoad
-        self.paused = False
         self.sleeping = AWAKE
         self._graphs: GraphCounts | None = None  # the last ones
         self._last: Load | None = None
@@ -84,7 +85,7 @@ class LoadReporter:
             busy_ns=self.busy_ns,
             idle_ns=self.idle_ns,
             answers=self.answers,
-            paused=self.paused,
+            paused=self._rank.paused,
             sleeping=self.sleeping,
             kv_cache_tokens=batching.most_tokens,
             kv_cache_requests=batching.most_requests,

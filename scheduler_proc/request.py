@@ -7,7 +7,6 @@ it counts all of them as if they were accepted, and so does `num_computed`: both
 
 from array import array
 from collections import deque
-from enum import Enum
 from functools import lru_cache
 from itertools import chain
 
@@ -16,40 +15,13 @@ from meshlm.protocol.edges.token import LogprobColumns
 from meshlm.protocol.extras import Extra, generates, uncut_spans, with_keys
 from meshlm.protocol.wire.ids import BlockId, Identity, Incarnation, Row
 from meshlm.scheduler_proc.kv import hashes
-
-
-class RequestState(Enum):
-    """See TRANSITIONS."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    PREEMPTED = "preempted"  # waits again; its KV must be computed again
-    FINISHED = "finished"
-
-
-TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
-    RequestState.WAITING: frozenset({RequestState.RUNNING, RequestState.FINISHED}),
-    RequestState.RUNNING: frozenset({RequestState.PREEMPTED, RequestState.FINISHED}),
-    RequestState.PREEMPTED: frozenset({RequestState.RUNNING, RequestState.FINISHED}),
-    RequestState.FINISHED: frozenset(),
-}
-
-
-class InvalidTransition(Exception):
-    """A bug: the text tells the request's story."""
+from meshlm.scheduler_proc.states import RequestState, Wait, check_transition
 
 
 @lru_cache(1024)
 def _stop_ids(*ids: tuple[int, ...]) -> frozenset[int]:
     """One object for all requests that stop at the same tokens: each step looks into it for each of them."""
     return frozenset(chain(*ids))
-
-
-class Wait(Enum):
-    """What a request that has no row waits for, beside a place in a step."""
-
-    RESULTS = "results"  # of steps that it was in before it was preempted
-    EXTRAS = "extras"  # that its workers have not prepared
 
 
 class Preparation:
@@ -175,9 +147,6 @@ class Request:
 
     def move(self, state: RequestState) -> None:
         """Change state. InvalidTransition when the table has no such entry."""
-        if state not in TRANSITIONS[self.state]:
-            raise InvalidTransition(
-                f"{self.work.request_id}: {self.state.value} -> {state.value}; so far: {', '.join(self.story)}"
-            )
+        check_transition(self.state, state, self.work.request_id, self.story)
         self.state = state
         self.story.append(f"{state.value} at {self.num_computed}/{len(self.tokens)}+{self.num_output_placeholders}")

@@ -19,7 +19,8 @@ from meshlm.scheduler_proc.limits import Limits
 from meshlm.scheduler_proc.load_reporter import LoadReporter
 from meshlm.scheduler_proc.output import Output
 from meshlm.scheduler_proc.preparations import Preparations
-from meshlm.scheduler_proc.request import Request, RequestState
+from meshlm.scheduler_proc.request import Request
+from meshlm.scheduler_proc.states import RequestState
 from meshlm.scheduler_proc.workers import Workers
 
 
@@ -29,9 +30,9 @@ class RequestTable:
     def __init__(self, limits: Limits, workers: Workers) -> None:
         self._limits, self._workers = limits, workers
         self.by_id: dict[RequestId, Request] = {}
-        self.batching = Batching(limits, 0, 1, 0)
+        self.batching = Batching(limits, 0, 1, 0, rank=workers.rank)
         self.detokenizers = Detokenizers()
-        self.load = LoadReporter()
+        self.load = LoadReporter(workers.rank)
         self.preparations = Preparations(workers.all)
 
     def assign(self, assign: Assign, output: Output) -> None:
@@ -55,7 +56,7 @@ class RequestTable:
         self.batching.enqueue(request)
         if len(request.tokens) >= request.max_len and request.generates:
             self.finish(request, output, FinishReason.LENGTH)
-        elif self._workers.serving:
+        elif self._workers.rank.serves:
             self.refuse_unfit(request, output)
 
     def refuse_unfit(self, request: Request, output: Output) -> None:
@@ -152,7 +153,9 @@ class RequestTable:
 
     def give_back(self, ask: GiveBack) -> None:
         """Drop what does not run and has not started, so that it may go elsewhere; without workers, what had started too."""
-        leaving = (RequestState.WAITING,) if self._workers.serving else (RequestState.WAITING, RequestState.PREEMPTED)
+        leaving = (
+            (RequestState.WAITING,) if self._workers.rank.serves else (RequestState.WAITING, RequestState.PREEMPTED)
+        )
         for request_id in list(self.by_id) if ask.everything else ask.request_ids:
             request = self.by_id.get(request_id)
             if request is not None and request.state in leaving:

@@ -11,8 +11,9 @@ from meshlm.protocol.wire.columns import ints
 from meshlm.protocol.wire.ids import FinishReason, Identity
 from meshlm.scheduler_proc.output import Output, of_position
 from meshlm.scheduler_proc.plan import Inflight
-from meshlm.scheduler_proc.request import Request, RequestState
+from meshlm.scheduler_proc.request import Request
 from meshlm.scheduler_proc.request_table import RequestTable
+from meshlm.scheduler_proc.states import RequestState
 
 
 def _repeats(request: Request) -> bool:

@@ -10,8 +10,9 @@ from collections.abc import Iterable
 
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason
 from meshlm.scheduler_proc.output import Output
-from meshlm.scheduler_proc.request import Request, RequestState
+from meshlm.scheduler_proc.request import Request
 from meshlm.scheduler_proc.request_table import RequestTable
+from meshlm.scheduler_proc.states import RequestState
 
 
 class Suspects:

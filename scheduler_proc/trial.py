@@ -1,7 +1,8 @@
 """One suspect at a time (suspects.py), alone in its steps, until it gets on: if a worker dies then, it has done it. Pure; owned by
 batching.py."""
 
-from meshlm.scheduler_proc.request import Request, RequestState
+from meshlm.scheduler_proc.request import Request
+from meshlm.scheduler_proc.states import RequestState
 
 WAITS = (RequestState.WAITING, RequestState.PREEMPTED)
 

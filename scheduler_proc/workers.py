@@ -12,6 +12,7 @@ from meshlm.protocol.sleeping import Sleeping
 from meshlm.protocol.wire.ids import Identity, Incarnation, Role
 from meshlm.runtime.process.events import Send
 from meshlm.scheduler_proc.limits import Limits
+from meshlm.scheduler_proc.states import RankState, Session
 
 
 class Workers:
@@ -21,6 +22,7 @@ class Workers:
     def __init__(self, limits: Limits) -> None:
         first = limits.first_worker
         self.all = [Identity(Role.WORKER, first + index) for index in range(limits.num_workers)]
+        self.rank = RankState()
         self.session = 0
         self.sleeping: Sleeping | None = None
         self._is_welcome = not limits.sleep_mode  # what became of the workers before is known, as far as it is at all
@@ -28,16 +30,6 @@ class Workers:
         self._asleep: dict[Identity, Sleeping] = {}
         self._incarnations: dict[Identity, Incarnation] = {}  # of those that can be reached
         self._standings: dict[Identity, tuple[int, int]] = {}
-
-    @property
-    def serving(self) -> bool:
-        """Whether all workers can step."""
-        return len(self._ready) == len(self.all)
-
-    @property
-    def settled(self) -> bool:
-        """Whether all have answered in this session, be they awake or asleep."""
-        return len(self._ready) + len(self._asleep) == len(self.all)
 
     @property
     def asleep(self) -> bool:
@@ -57,7 +49,9 @@ class Workers:
         self.forget()
         self.session = max(self.session + 1, int(now * 1e6))
         if len(self._incarnations) < len(self.all) or not self._is_welcome:
+            self.rank.move_session(Session.GATHERING)
             return []
+        self.rank.move_session(Session.PREPARING)
         incarnations = tuple(self._incarnations[one] for one in self.all) if len(self.all) > 1 else ()
         return [Send(one, Reset(self.session, incarnations, group, self.sleeping)) for one in self.all]
 
@@ -82,6 +76,7 @@ class Workers:
         self._standings.clear()
 
     def _disband(self, reason: str) -> list[Send]:
+        self.rank.move_session(Session.GATHERING)
         self.forget()
         return [Send(worker, ResetGroup(reason)) for worker in self._incarnations if len(self.all) > 1]
 
@@ -97,13 +92,20 @@ class Workers:
 
     def ready(self, worker: Identity, ready: WorkerReady) -> list[WorkerReady]:
         """The facts of all, when this was the last one to answer."""
-        if ready.session != self.session:
+        if ready.session != self.session or self.rank.session is not Session.PREPARING:
             return []
         self._ready[worker] = ready
-        return list(self._ready.values()) if self.serving else []
+        self._answered()
+        return list(self._ready.values()) if self.rank.serves else []
 
     def sleeps(self, worker: Identity, asleep: WorkerAsleep) -> None:
         """A worker sleeps. A scheduler that begins learns here that all are to."""
-        if asleep.session == self.session:
+        if asleep.session == self.session and self.rank.session is Session.PREPARING:
             self._asleep[worker] = asleep.sleeping
             self.sleeping = self.sleeping or asleep.sleeping
+            self._answered()
+
+    def _answered(self) -> None:
+        """A worker has answered the Reset."""
+        if len(self._ready) + len(self._asleep) == len(self.all):
+            self.rank.move_session(Session.ASLEEP if self._asleep else Session.SERVING)

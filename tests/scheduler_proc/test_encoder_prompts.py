@@ -12,7 +12,8 @@ from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import Handle, Identity, Incarnation, RequestId, Role, StepId
 from meshlm.scheduler_proc.batching import Batching
 from meshlm.scheduler_proc.limits import Limits
-from meshlm.scheduler_proc.request import Request, RequestState
+from meshlm.scheduler_proc.request import Request
+from meshlm.scheduler_proc.states import RequestState
 
 LONGEST, ROWS = 64, 5
 LIMITS = Limits(

@@ -10,7 +10,7 @@ from meshlm.protocol.wire.ids import FinishReason, Handle, RequestId
 from meshlm.runtime.process.events import PeerLost, PeerUp, Received, Send
 from meshlm.scheduler_proc.core import Scheduler
 from meshlm.scheduler_proc.limits import MAX_CRASHES
-from meshlm.scheduler_proc.request import RequestState
+from meshlm.scheduler_proc.states import RequestState
 
 
 def test_only_what_has_not_started_is_given_back() -> None:

@@ -14,7 +14,7 @@ from meshlm.protocol.kv import FullAttention, RecurrentState, SlidingWindow
 from meshlm.protocol.model import ModelSpec, StateSpec
 from meshlm.protocol.wire.ids import RequestId
 from meshlm.scheduler_proc.limits import MAX_CRASHES
-from meshlm.scheduler_proc.request import RequestState
+from meshlm.scheduler_proc.states import RequestState
 from meshlm.workers.fake.engine import FakeEngine
 from meshlm.workers.fake.tokens import expected_token
 
