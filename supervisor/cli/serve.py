@@ -24,7 +24,7 @@ from meshlm.supervisor.cli.display import StartDisplay
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.nodes import joining
 from meshlm.supervisor.processes import rundir
-from meshlm.supervisor.settings import context, flags, layout, resolve, speech, vllm_env
+from meshlm.supervisor.settings import context, flag_rules, flags, layout, resolve, rules, vllm_env
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -55,7 +55,7 @@ def dry_run(config: MeshConfig, form: str) -> int:
     if not config.network.headless:
         resolve.claim_port(config.server.address, config.server.port).close()
     config = resolve.for_mesh(config)
-    speech.check_packages(config)
+    rules.check(flag_rules.audio(config))
     if form == "json":
         sys.stdout.write(plan.as_json(config, run_dir(config)).decode() + "\n")
     else:
@@ -100,7 +100,7 @@ def _run_mesh(config: MeshConfig, renders_only: bool, at_most: int | None) -> No
     headless = config.network.headless
     with contextlib.nullcontext() if headless else resolve.claim_port(config.server.address, config.server.port):
         config = resolve.for_mesh(config, at_most)
-        speech.check_packages(config)
+        rules.check(flag_rules.audio(config))
         if renders_only:
             assert config.resolved is not None
             resolved = msgspec.structs.replace(config.resolved, renders_only=True)

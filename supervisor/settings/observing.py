@@ -14,8 +14,6 @@ EXPORTERS = {"grpc": "grpc", "http/protobuf": "http"}
 
 def check(config: ObservabilityConfig) -> None:
     """UsageError for traces that cannot be sent as they are asked for."""
-    if config.collect_detailed_traces and not config.otlp_traces_endpoint:
-        raise UsageError("--collect-detailed-traces: needs --otlp-traces-endpoint")
     if not config.otlp_traces_endpoint:
         return
     protocol = os.environ.get(PROTOCOL, "grpc")

@@ -8,7 +8,6 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
-import re
 import socket
 import sys
 from pathlib import Path
@@ -24,7 +23,6 @@ from meshlm.protocol.config.server import STORE_OFF
 from meshlm.runtime import io_processors, logits_processors, platforms, plugins
 from meshlm.runtime.attention_packages import PACKAGES
 from meshlm.runtime.errors import ModelFilesError, RequestError
-from meshlm.runtime.extras import how_to_install
 from meshlm.runtime.mesh.messages import check_template_kwargs
 from meshlm.runtime.model_files import generation_config, model_files
 from meshlm.runtime.parsers import registry
@@ -32,20 +30,17 @@ from meshlm.runtime.platforms import Platform
 from meshlm.runtime.process import numa
 from meshlm.supervisor.errors import StartError, UsageError
 from meshlm.supervisor.settings import (
-    attention,
     compilation,
-    experts,
+    flag_rules,
     idle,
-    kv_cache,
     layout,
+    notes,
     observing,
     parallel,
     quantization,
-    rotation,
-    speech,
-    states,
     vectors,
 )
+from meshlm.supervisor.settings.rules import check
 
 BACKENDS = ("auto", "cpu", "torch", "triton", *PACKAGES)  # of attention; plug-ins add theirs
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
@@ -63,7 +58,8 @@ def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
         raise UsageError(str(error)) from None
     pooling = vectors.pooling_of(config, files, platform.name)
     config = msgspec.structs.replace(config, server=_with_parsers(config.server, family, pools=pooling is not None))
-    speech.check(config, files.spec, pools=pooling is not None)
+    facts = flag_rules.Facts(files.spec, platform)
+    check(flag_rules.speech(config, facts, pools=pooling is not None))
     _check_flags(config, files, platform, family)
     _check_io_processor(config.server.io_processor_plugin, pools=pooling is not None)
     limit = files.spec.max_position_embeddings
@@ -71,17 +67,17 @@ def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
     max_model_len = _context_length(config, longest if at_most is None else min(longest, at_most))
     if max_model_len > limit:
         raise UsageError(f"--max-model-len {max_model_len}: the model's context is {limit}; give at most that")
-    for note in rotation.notes(files.spec, max_model_len):
+    for note in notes.of_rotation(files.spec, max_model_len):
         print(f"meshlm: {note}", file=sys.stderr)
     max_num_seqs = config.scheduler.max_num_seqs or platform.max_num_seqs
     budget = _token_budget(config, platform, max_num_seqs, max_model_len, whole=files.spec.encoder_only)
     said += [*compilation.notes(config, platform.name), *compilation.check_sizes(config.worker, max_num_seqs, budget)]
-    said += experts.notes(config, max_num_seqs, budget)
+    said += notes.of_halves(config, max_num_seqs, budget)
     said += idle.notes(config, idle.Facts(platform.name, files.speech is not None))
     for note in (*said, *files.notes, *generation.notes):
         print(f"meshlm: {note}", file=sys.stderr)
     dtype = _dtype(config, platform, files.spec.dtype, family)
-    attention.check(config, files.spec, platform.name, dtype)
+    check(flag_rules.attention(config, files.spec, platform.name, dtype))
     resolved = Resolved(
         spec=files.spec,
         model_path=str(files.path),
@@ -183,72 +179,25 @@ def _read_files(config: MeshConfig) -> tuple[model_files.ModelFiles, generation_
 
 def _check_flags(config: MeshConfig, files: model_files.ModelFiles, platform: Platform, family: Family) -> None:
     """UsageError for flags that do not fit each other, the device or the model."""
-    device = platform.name
-    if config.server.enable_auto_tool_choice and not config.server.tool_call_parser:
-        raise UsageError("--enable-auto-tool-choice: needs --tool-call-parser")
+    facts = flag_rules.Facts(files.spec, platform, files.load_format, compiles=family.compiles)
+    check(flag_rules.server(config))
     observing.check(config.observability)
-    if config.server.grpc and not importlib.util.find_spec("smg_grpc_proto"):
-        raise UsageError(f"--grpc: its packages are not installed; {how_to_install('grpc')}")
-    _check_address(config.server)
-    if (config.server.fingerprint_mode == "custom") != bool(config.server.fingerprint_value):
-        raise UsageError("--fingerprint-value: goes with --fingerprint-mode custom, and the other way round")
     _check_template_kwargs(config.server.default_chat_template_kwargs)
     _check_store(config.server.responses_store)
-    experts.check(config, files.spec, device)
-    if files.load_format == "sharded_state" and (config.experts.enable_expert_parallel or config.experts.enable_eplb):
-        raise UsageError("--load-format sharded_state: leave out --enable-expert-parallel and --enable-eplb")
-    if config.worker.fake_lockstep:
-        if device != "fake":
-            raise UsageError("--fake-lockstep: it needs --device fake")
-        if layout.has_others(config) or config.parallel.pipeline_parallel_size > 1:
-            raise UsageError("--fake-lockstep: it needs one node, and no pipeline")
-        if config.worker.enable_sleep_mode:
-            raise UsageError("--fake-lockstep: ranks that step together do not sleep; leave out --enable-sleep-mode")
-    kv_cache.check(config, files.spec, platform)
-    states.check(config.cache, files.spec)
+    for table in (flag_rules.experts, flag_rules.steps, flag_rules.caches):
+        check(table(config, facts))
+    check(flag_rules.states(config, files.spec))
+    here = len(layout.places(config)[1])
     try:
-        numa.check(config, len(layout.places(config)[1]))
-    except numa.NumaError as error:
+        numa.check(config, here)
+        check(flag_rules.workers(config, facts))
+        environment = platforms.with_devices(config.worker.device_ids, os.environ)
+    except (numa.NumaError, ValueError) as error:
         raise UsageError(str(error)) from None
-    if config.worker.compile != "none" and not platform.runs_inductor:
-        raise UsageError(f"--compile {config.worker.compile}: it needs a GPU, not --device {device}; use none")
-    if config.worker.compile != "none" and config.parallel.workers_per_rank > 1:
-        raise UsageError(
-            f"--compile {config.worker.compile}: it needs --tensor-parallel-size 1 and --pipeline-parallel-size 1; "
-            "use none"
-        )
-    if config.worker.compile != "none" and not family.compiles:
-        raise UsageError(f"--compile {config.worker.compile}: it is not there for {family.architecture}; use none")
-    if config.model.decoded_copy != "auto" and device != "cuda":
-        raise UsageError(
-            f"--decoded-copy {config.model.decoded_copy}: it is for a GPU, not for --device {device}; leave it out"
-        )
-    if config.model.cpu_exact and device != "cpu":
-        raise UsageError(f"--cpu-exact: it is for products on a CPU, not for --device {device}; leave it out")
-    if config.worker.compile != "none" and files.load_format == "gguf" and config.model.gguf_weights != "decoded":
-        raise UsageError(f"--compile {config.worker.compile}: it needs --gguf-weights decoded for a .gguf file")
-    _check_profiling(config, device)
-    whole_experts, here = config.experts.enable_expert_parallel, len(layout.places(config)[1])
-    environment = _environment(config.worker.device_ids, device)
-    parallel.check(config.parallel, files.spec, device, here, whole_experts=whole_experts, environment=environment)
-
-
-def _environment(device_ids: str, device: str) -> dict[str, str]:
-    """Those of workers. UsageError for GPUs that cannot be theirs."""
-    if device_ids and device != "cuda":
-        raise UsageError(f"--device-ids {device_ids}: it is for GPUs, not for --device {device}; leave it out")
-    try:
-        return platforms.with_devices(device_ids, os.environ)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-
-
-def _check_address(server: ServerConfig) -> None:
-    if not re.fullmatch(r"(/[^/?#\s]+)*", server.root_path):
-        raise UsageError(f"--root-path {server.root_path}: must be like /llm or /a/b, without a slash at its end")
-    if server.grpc and (server.root_path or server.enable_per_request_metrics):
-        flag = "--root-path" if server.root_path else "--enable-per-request-metrics"
-        raise UsageError(f"{flag}: it is for HTTP, not for --grpc; leave it out")
+    whole_experts = config.experts.enable_expert_parallel
+    parallel.check(
+        config.parallel, files.spec, platform.name, here, whole_experts=whole_experts, environment=environment
+    )
 
 
 def _check_parsers(server: ServerConfig) -> None:
@@ -296,18 +245,6 @@ def _check_backend(name: str) -> None:
         raise UsageError(f"--attention-backend {name}: there are {', '.join(known)}")
     if name in PACKAGES and (missing := PACKAGES[name].missing()):
         raise UsageError(f"--attention-backend {PACKAGES[name].flag}: {missing}")
-
-
-def _check_profiling(config: MeshConfig, device: str) -> None:
-    """Ranges of layers need a GPU's tools to look at them, and layers that the host launches one after the other."""
-    if not config.worker.profile_layers:
-        return
-    if device != "cuda":
-        raise UsageError(f"--profile-layers: it needs a GPU, not --device {device}; --profiler-dir takes traces")
-    if config.worker.compile != "none":
-        raise UsageError(f"--profile-layers: --compile {config.worker.compile} runs no layers; use --compile none")
-    if config.experts.enable_dbo:
-        raise UsageError("--profile-layers: with --enable-dbo halves of a step take turns within layers; leave one out")
 
 
 def _check_template_kwargs(text: str) -> None:

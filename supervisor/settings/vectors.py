@@ -8,6 +8,8 @@ from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.model_files import pooling_config
 from meshlm.runtime.model_files.model_files import ModelFiles
 from meshlm.supervisor.errors import UsageError
+from meshlm.supervisor.settings import flag_rules
+from meshlm.supervisor.settings.rules import check
 
 _TASKS = {"embedding": "embed", "score": "classify"}
 
@@ -31,7 +33,7 @@ def pooling_of(config: MeshConfig, files: ModelFiles, device: str) -> PoolingSpe
         found = pooling_config.pooling_spec(spec, files.config, files.modules, pooler, kind)
     except ModelFilesError as error:
         raise UsageError(str(error)) from None
-    _check(config, files)
+    check(flag_rules.vectors(config, spec))
     return found
 
 
@@ -67,27 +69,3 @@ def _for_vectors(files: ModelFiles) -> str:
     if serves(files.spec) in (Serves.VECTORS, Serves.CLASSES, Serves.TOKEN_CLASSES, Serves.REWARDS):
         return "only"
     return "first" if files.modules is not None else ""
-
-
-def _check(config: MeshConfig, files: ModelFiles) -> None:
-    """UsageError for flags that vectors have not."""
-    spec, several = files.spec, config.parallel.workers_per_rank > 1
-    if spec.head is not None and max(spec.head.token_ids, default=-1) >= spec.vocab_size:
-        raise UsageError(f"--pooler-config: returned_token_ids: the vocabulary has {spec.vocab_size} tokens")
-    if spec.encoder_only and several:
-        raise UsageError(
-            "--tensor-parallel-size, --pipeline-parallel-size: one worker has all of an encoder; use --data-parallel-size"
-        )
-    if spec.head is not None and spec.head.token_ids and several:
-        raise UsageError(
-            "--tensor-parallel-size: classifier_from_token and returned_token_ids need the whole output projection in one worker"
-        )
-    if spec.encoder_only and config.worker.compile != "none":
-        raise UsageError(f"--compile {config.worker.compile}: it is not there for encoders; use none")
-    if spec.encoder_only and config.model.gguf_weights == "packed":
-        raise UsageError("--gguf-weights packed: weights of an encoder are decoded; use auto")
-    if spec.encoder_only and config.cache.num_gpu_blocks_override is not None:
-        wanted = config.cache.num_gpu_blocks_override
-        raise UsageError(f"--num-gpu-blocks-override {wanted}: an encoder has no KV cache; leave it out")
-    if spec.encoder_only and config.cache.kv_cache_dtype != "auto":
-        raise UsageError(f"--kv-cache-dtype {config.cache.kv_cache_dtype}: an encoder has no KV cache; use auto")

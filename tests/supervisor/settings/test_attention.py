@@ -10,7 +10,7 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.config.engine import CacheConfig, WorkerConfig
 from meshlm.protocol.model import ModelSpec
 from meshlm.supervisor.errors import UsageError
-from meshlm.supervisor.settings import attention
+from meshlm.supervisor.settings import flag_rules, rules
 
 PLAIN = msgspec.structs.replace(spec_of(), head_dim=64)
 ENCODER = msgspec.structs.replace(PLAIN, encoder_only=True)
@@ -19,7 +19,7 @@ ODD = msgspec.structs.replace(PLAIN, head_dim=80)
 
 def check(wanted: str, device: str, dtype: str, spec: ModelSpec = PLAIN, held: Any = "auto") -> None:
     config = MeshConfig(worker=WorkerConfig(attention_backend=wanted), cache=CacheConfig(kv_cache_dtype=held))
-    attention.check(config, spec, device, dtype)
+    rules.check(flag_rules.attention(config, spec, device, dtype))
 
 
 @pytest.mark.parametrize(

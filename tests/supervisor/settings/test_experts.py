@@ -5,13 +5,18 @@ import pytest
 from tiny_models import spec_of
 
 from meshlm.protocol.config import ExpertConfig, MeshConfig, ParallelConfig, WorkerConfig
-from meshlm.protocol.model import MoESpec
+from meshlm.protocol.model import ModelSpec, MoESpec
+from meshlm.runtime import platforms
 from meshlm.supervisor.errors import UsageError
-from meshlm.supervisor.settings import experts
+from meshlm.supervisor.settings import flag_rules, notes, rules
 
 DENSE = spec_of()
 MIXED = spec_of(moe=MoESpec(num_experts=12, num_experts_per_tok=2, moe_intermediate_size=8))
 EP = ExpertConfig(enable_expert_parallel=True)
+
+
+def check(config: MeshConfig, spec: ModelSpec, device: str) -> None:
+    rules.check(flag_rules.experts(config, flag_rules.Facts(spec, platforms.named(device))))
 
 
 def config(expert_settings: ExpertConfig = EP, **parallel: object) -> MeshConfig:
@@ -37,13 +42,13 @@ def config(expert_settings: ExpertConfig = EP, **parallel: object) -> MeshConfig
 )
 def test_refused(given: MeshConfig, text: str) -> None:
     with pytest.raises(UsageError, match=f"^--enable-expert-parallel: .*{text}"):
-        experts.check(given, MIXED, "cuda")
+        check(given, MIXED, "cuda")
 
 
 def test_a_model_without_experts() -> None:
     with pytest.raises(UsageError, match=r"^--enable-expert-parallel: LlamaForCausalLM has no experts; leave it out$"):
-        experts.check(config(), DENSE, "cuda")
-    experts.check(config(ExpertConfig()), DENSE, "cuda")
+        check(config(), DENSE, "cuda")
+    check(config(ExpertConfig()), DENSE, "cuda")
 
 
 @pytest.mark.parametrize(
@@ -58,7 +63,7 @@ def test_a_model_without_experts() -> None:
 )
 def test_what_can_be(given: MeshConfig, together: bool) -> None:
     """Data-parallel ranks that share experts step together; tensor-parallel ones do so anyway."""
-    experts.check(given, MIXED, "cuda")
+    check(given, MIXED, "cuda")
     assert given.lockstep is together
 
 
@@ -74,7 +79,7 @@ def test_what_can_be(given: MeshConfig, together: bool) -> None:
 )
 def test_dual_batch_overlap_needs_tokens_that_travel(given: MeshConfig, text: str) -> None:
     with pytest.raises(UsageError, match=f"^--enable-dbo: {text}"):
-        experts.check(given, MIXED, "cuda")
+        check(given, MIXED, "cuda")
 
 
 def balanced(eplb: str = "{}", dp: int = 2, tp: int = 1, **parallel: object) -> MeshConfig:
@@ -123,24 +128,24 @@ def balanced(eplb: str = "{}", dp: int = 2, tp: int = 1, **parallel: object) -> 
 )
 def test_experts_that_cannot_be_balanced(given: MeshConfig, text: str) -> None:
     with pytest.raises(UsageError, match=f"^{text}" if text.startswith("-") else text):
-        experts.check(given, MIXED, "cpu")
+        check(given, MIXED, "cpu")
 
 
 def test_experts_that_are_balanced() -> None:
     given = balanced('{"num_redundant_experts": 12, "use_async": false, "communicator": "torch_gloo"}')
-    experts.check(given, MIXED, "cpu")
+    check(given, MIXED, "cpu")
     assert given.experts.num_redundant_experts == 12
-    experts.check(balanced('{"num_redundant_experts": 12}', dp=1, tp=2), MIXED, "cpu")
+    check(balanced('{"num_redundant_experts": 12}', dp=1, tp=2), MIXED, "cpu")
     assert (given.experts.eplb.window_size, given.experts.eplb.step_interval) == (1000, 3000)
 
 
 def test_a_backend_that_the_device_cannot_run() -> None:
     settings = ExpertConfig(enable_expert_parallel=True, all2all_backend="peer_memory")
-    experts.check(config(settings, data_parallel_size=2), MIXED, "cuda")
+    check(config(settings, data_parallel_size=2), MIXED, "cuda")
     with pytest.raises(
         UsageError, match=r"^--all2all-backend peer_memory: it needs GPUs; use allgather_reducescatter or"
     ):
-        experts.check(config(settings, data_parallel_size=2), MIXED, "cpu")
+        check(config(settings, data_parallel_size=2), MIXED, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -161,7 +166,7 @@ def test_halves_that_no_step_will_have_are_said_before_the_start(
 ) -> None:
     """A step of decodes has a token for each request at most. Its own worker's log had said it, minutes later and of prompts alone."""
     given = config(msgspec.convert({"enable_expert_parallel": True, **settings}, ExpertConfig), data_parallel_size=dp)
-    found = experts.notes(given, max_num_seqs=64, max_num_batched_tokens=8192)
+    found = notes.of_halves(given, max_num_seqs=64, max_num_batched_tokens=8192)
     assert [note.startswith("--enable-dbo: no step is halved: ") for note in found] == [True] * told
 
 
@@ -169,6 +174,6 @@ def test_ranks_that_step_together_do_not_sleep() -> None:
     """Every call of /sleep would be refused."""
     sleeps = msgspec.structs.replace(config(data_parallel_size=2), worker=WorkerConfig(enable_sleep_mode=True))
     with pytest.raises(UsageError, match=r"^--enable-sleep-mode: ranks that share experts"):
-        experts.check(sleeps, MIXED, "cuda")
+        check(sleeps, MIXED, "cuda")
     alone = msgspec.structs.replace(sleeps, parallel=ParallelConfig(tensor_parallel_size=2))
-    experts.check(alone, MIXED, "cuda")
+    check(alone, MIXED, "cuda")

@@ -10,7 +10,7 @@ import small_whisper
 from meshlm.protocol.config import NetworkConfig
 from meshlm.supervisor.cli import plan
 from meshlm.supervisor.errors import UsageError
-from meshlm.supervisor.settings import flags, resolve, speech
+from meshlm.supervisor.settings import flag_rules, flags, resolve, rules
 
 
 @pytest.fixture(scope="module")
@@ -66,5 +66,5 @@ def test_packages_that_read_audio_are_the_heads(folder: Path, monkeypatch: pytes
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     config = resolve.resolve(flags.build(given, None))
     with pytest.raises(UsageError, match="packages that read audio are not installed; pip install 'av"):
-        speech.check_packages(config)
-    speech.check_packages(msgspec.structs.replace(config, network=NetworkConfig(headless=True)))
+        rules.check(flag_rules.audio(config))
+    rules.check(flag_rules.audio(msgspec.structs.replace(config, network=NetworkConfig(headless=True))))

@@ -4,12 +4,12 @@ import msgspec
 import pytest
 from tiny_models import spec_of
 
-from meshlm.protocol.config import CacheConfig, ParallelConfig
+from meshlm.protocol.config import CacheConfig, MeshConfig, ParallelConfig
 from meshlm.protocol.kv import RecurrentState
 from meshlm.protocol.model import ModelSpec, StateSpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.supervisor.errors import UsageError
-from meshlm.supervisor.settings import parallel, states
+from meshlm.supervisor.settings import flag_rules, parallel, rules
 from meshlm.workers.kv_capacity import state_spec
 
 HYBRID = spec_of(
@@ -17,6 +17,10 @@ HYBRID = spec_of(
     state=StateSpec(kind="mamba2", layers=(True,), num_heads=4, head_dim=2, state_size=2, n_groups=2),
     attention_layers=(False,),
 )
+
+
+def check_states(cache: CacheConfig, spec: ModelSpec) -> None:
+    rules.check(flag_rules.states(MeshConfig(cache=cache), spec))
 
 
 @pytest.mark.parametrize(
@@ -29,7 +33,7 @@ HYBRID = spec_of(
 )
 def test_models_without_states_refuse_them(cache: CacheConfig, text: str) -> None:
     with pytest.raises(UsageError, match=text):
-        states.check(cache, spec_of())
+        check_states(cache, spec_of())
 
 
 @pytest.mark.parametrize(
@@ -42,13 +46,13 @@ def test_models_without_states_refuse_them(cache: CacheConfig, text: str) -> Non
 )
 def test_flags_that_contradict_one_another(cache: CacheConfig, text: str) -> None:
     with pytest.raises(UsageError, match=text):
-        states.check(cache, HYBRID)
+        check_states(cache, HYBRID)
 
 
 def test_what_fits_is_taken() -> None:
-    states.check(CacheConfig(), spec_of())
-    states.check(CacheConfig(mamba_cache_mode="none"), spec_of())
-    states.check(CacheConfig(mamba_cache_mode="all", mamba_block_size=1056, mamba_cache_dtype="float32"), HYBRID)
+    check_states(CacheConfig(), spec_of())
+    check_states(CacheConfig(mamba_cache_mode="none"), spec_of())
+    check_states(CacheConfig(mamba_cache_mode="all", mamba_block_size=1056, mamba_cache_dtype="float32"), HYBRID)
 
 
 def test_the_policy_of_states() -> None:
