@@ -15,7 +15,7 @@ from meshlm.protocol.wire.ids import COORDINATOR, Identity, Role
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.group import events, rolling
 from meshlm.supervisor.group.scaling import Scaling
-from meshlm.supervisor.settings.layout import identities
+from meshlm.supervisor.settings.placement import identities
 
 
 class Host(Protocol):

@@ -22,7 +22,7 @@ from meshlm.supervisor.api.client import Client
 from meshlm.supervisor.cli.display import StartDisplay
 from meshlm.supervisor.errors import ContextDoesNotFit, StartError
 from meshlm.supervisor.processes import rundir
-from meshlm.supervisor.settings import layout
+from meshlm.supervisor.settings import placement
 
 STOP_S = 5.0
 SHUT_DOWN = "this LLM was shut down"
@@ -78,7 +78,7 @@ class Background:
         return _result(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     async def _start(self) -> tuple[io.Supervisor, Client]:
-        members = [identity for identity in layout.identities(self.config) if identity.role is not Role.FRONTEND]
+        members = [identity for identity in placement.identities(self.config) if identity.role is not Role.FRONTEND]
         process = "supervisor" if self.config.run.log_format == "json" else None
         supervisor = io.Supervisor(self.config, members, StartDisplay(process=process))
         client = Client()

@@ -33,7 +33,7 @@ from meshlm.supervisor.api.sleep import Sleeper
 from meshlm.supervisor.api.submits import Submits
 from meshlm.supervisor.api.tokenizer import Tokenizer, chat_prompt
 from meshlm.supervisor.api.vectors import PoolingParams, PoolingRequestOutput, Vectors
-from meshlm.supervisor.settings import context, flags, layout, resolve, vllm_env
+from meshlm.supervisor.settings import context, flags, node_rules, resolve, vllm_env
 
 if TYPE_CHECKING:
     from meshlm.supervisor.api.engine_args import EngineArgs
@@ -55,7 +55,7 @@ class LLM:
         config = flags.build(given, None, vllm_env.settings_of(os.environ))
         if idle := vllm_env.without_effect(os.environ):
             warnings.warn(idle, stacklevel=2)
-        layout.check_alone(config)
+        node_rules.check_alone(config)
         self._background = context.fitting(lambda at_most: Background(resolve.for_mesh(config, at_most)))
         self._config = self._background.config
         self._supervisor, self._client = self._background.supervisor, self._background.client

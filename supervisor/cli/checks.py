@@ -12,7 +12,7 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.wire.ids import Role
 from meshlm.supervisor.errors import StartError
 from meshlm.supervisor.processes.children import config_file, variables_of
-from meshlm.supervisor.settings import layout
+from meshlm.supervisor.settings import placement
 
 MODULES = {
     Role.DETOKENIZER: "meshlm.detokenizer.check",
@@ -24,7 +24,7 @@ NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # what is asked for needs none
 
 def check(config: MeshConfig) -> None:
     """Of a resolved configuration: StartError with the first refusal of a process of this node."""
-    roles = {identity.role for identity in layout.identities(config)}
+    roles = {identity.role for identity in placement.identities(config)}
     if not config.server.io_processor_plugin:  # all else that a frontend needs is the supervisor's to know
         roles.discard(Role.FRONTEND)
     asked = {role: _ask(role, config) for role in MODULES if role in roles}

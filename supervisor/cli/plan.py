@@ -18,7 +18,7 @@ from meshlm.runtime import platforms
 from meshlm.runtime.model_files.gguf_files import files_of
 from meshlm.runtime.model_files.object_store import AnyPath, folder_of
 from meshlm.runtime.process.readable import readable
-from meshlm.supervisor.settings import flags, layout
+from meshlm.supervisor.settings import flags, placement
 
 GIB = 1 << 30
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -147,8 +147,8 @@ def weight_bytes(path: AnyPath) -> int:
 
 def processes(config: MeshConfig) -> list[tuple[str, list[str]]]:
     """The names of the processes by role, the supervisor first."""
-    identities = layout.identities(config)
-    found = [("supervisor", [f"supervisor/{layout.index(config)}"])]
+    identities = placement.identities(config)
+    found = [("supervisor", [f"supervisor/{placement.node_index(config)}"])]
     for role in Role:
         names = [str(identity) for identity in identities if identity.role is role]
         if names:

@@ -30,7 +30,7 @@ from meshlm.supervisor.cli import serve
 from meshlm.supervisor.cli.display import StartDisplay
 from meshlm.supervisor.errors import StartError, UsageError
 from meshlm.supervisor.processes import rundir
-from meshlm.supervisor.settings import context, flags, layout, resolve, vllm_env
+from meshlm.supervisor.settings import addresses, context, flags, node_rules, placement, resolve, vllm_env
 
 LOOPBACK = "127.0.0.1"
 STOP_S = 10.0
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
     if config.run.log_format == "json":
         streams.json_from_here()
-    layout.check_alone(config)
+    node_rules.check_alone(config)
     setproctitle.setproctitle("meshlm: supervisor")
     return context.fitting(lambda at_most: _answer_here(arguments, config, at_most))
 
@@ -90,7 +90,7 @@ def _answer_here(arguments: argparse.Namespace, config: MeshConfig, at_most: int
             config = replace(config, run=replace(config.run, run_dir=str(path)))
             logs.configure(config.run)
             display = StartDisplay(process="supervisor" if config.run.log_format == "json" else None)
-            code: int = uvloop.run(_run(arguments, layout.with_node(config), display))
+            code: int = uvloop.run(_run(arguments, addresses.with_node(config), display))
             return code
 
 
@@ -121,7 +121,7 @@ def _key_of(arguments: argparse.Namespace) -> str:
 
 
 async def _run(arguments: argparse.Namespace, config: MeshConfig, display: StartDisplay) -> int:
-    supervisor = io.Supervisor(config, layout.identities(config), display)
+    supervisor = io.Supervisor(config, placement.identities(config), display)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, supervisor.stop, 0.0)

@@ -24,7 +24,17 @@ from meshlm.supervisor.cli.display import StartDisplay
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.nodes import joining
 from meshlm.supervisor.processes import rundir
-from meshlm.supervisor.settings import context, flag_rules, flags, layout, resolve, rules, vllm_env
+from meshlm.supervisor.settings import (
+    addresses,
+    context,
+    flag_rules,
+    flags,
+    node_rules,
+    placement,
+    resolve,
+    rules,
+    vllm_env,
+)
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -51,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 def dry_run(config: MeshConfig, form: str) -> int:
     """Print what would be started. UsageError and StartError as a start would have them, but for what is known when the weights are
     read, or a GPU has computed."""
-    layout.check(config)
+    node_rules.check_nodes(config)
     if not config.network.headless:
         resolve.claim_port(config.server.address, config.server.port).close()
     config = resolve.for_mesh(config)
@@ -90,7 +100,7 @@ def of_the_head(config: MeshConfig) -> str:
 
 def run_mesh(config: MeshConfig, *, renders_only: bool = False) -> int:
     """Runs all processes of this node until they end; of a mesh that only renders, those that need no model."""
-    layout.check(config)
+    node_rules.check_nodes(config)
     context.fitting(lambda at_most: _run_mesh(config, renders_only, at_most))
     return 0
 
@@ -109,14 +119,14 @@ def _run_mesh(config: MeshConfig, renders_only: bool, at_most: int | None) -> No
             rundir.remove_dead(rundir.base_dir(os.environ))
         with rundir.taken(run_dir(config)) as path:
             config = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, run_dir=str(path)))
-            me = Identity(Role.SUPERVISOR, layout.index(config))
+            me = Identity(Role.SUPERVISOR, placement.node_index(config))
             logs.configure(config.run, identity=me)
             logs.keep(path, me, time.time_ns())
             display = StartDisplay(process="supervisor" if config.run.log_format == "json" else None)
             until = time.monotonic() + config.run.startup_timeout
             if headless:
                 joining.wait_for_name(config.network.join, until, display)
-            config = layout.with_node(config)
+            config = addresses.with_node(config)
             if headless:
                 joining.wait_for_head(config, until, display)
             uvloop.run(_serve(config, display))
@@ -155,11 +165,11 @@ def run_dir(config: MeshConfig) -> Path:
     if config.run.run_dir:
         return Path(config.run.run_dir)
     base = rundir.base_dir(os.environ)
-    return base / (f"node-{layout.index(config)}" if config.network.headless else str(config.server.port))
+    return base / (f"node-{placement.node_index(config)}" if config.network.headless else str(config.server.port))
 
 
 async def _serve(config: MeshConfig, display: StartDisplay) -> None:
-    supervisor = io.Supervisor(config, layout.identities(config), display)
+    supervisor = io.Supervisor(config, placement.identities(config), display)
     loop = asyncio.get_running_loop()
     stopping = 0
 

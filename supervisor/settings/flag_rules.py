@@ -14,7 +14,7 @@ from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.attention_packages import PACKAGES
 from meshlm.runtime.extras import how_to_install
 from meshlm.runtime.platforms import Platform
-from meshlm.supervisor.settings import layout
+from meshlm.supervisor.settings import placement
 from meshlm.supervisor.settings.rules import Rules
 
 COMMUNICATORS = {"cpu": "torch_gloo", "cuda": "torch_nccl"}
@@ -123,7 +123,7 @@ def experts(c: MeshConfig, f: Facts) -> Rules:
     yield c.worker.enable_sleep_mode, "--enable-sleep-mode", why
     backend, why = "--all2all-backend peer_memory", "it needs GPUs; use allgather_reducescatter or all_to_all"
     yield e.all2all_backend == "peer_memory" and f.device == "cpu", backend, why
-    yield layout.has_others(c), EP, "data-parallel ranks that share experts must be on one node"
+    yield placement.has_others(c), EP, "data-parallel ranks that share experts must be on one node"
     why = "with --data-parallel-size above 1 there is no pipeline; leave out -pp"
     yield p.pipeline_parallel_size > 1, EP, why
 
@@ -144,7 +144,7 @@ def _balancing(c: MeshConfig, f: Facts) -> Rules:
     ranks = p.data_parallel_size * p.tensor_parallel_size
     why = "it needs --data-parallel-size or --tensor-parallel-size 2; experts move between ranks"
     yield ranks == 1, "--enable-eplb", why
-    spread = p.data_parallel_size == 1 and (p.pipeline_parallel_size > 1 or layout.has_others(c))
+    spread = p.data_parallel_size == 1 and (p.pipeline_parallel_size > 1 or placement.has_others(c))
     yield spread, "--enable-eplb", "tensor-parallel ranks that move experts are one stage, on one node"
     why = "experts move between two steps, not beside them; leave it out"
     yield eplb.use_async, "--eplb-config use_async", why
@@ -165,7 +165,7 @@ def steps(c: MeshConfig, f: Facts) -> Rules:
     yield sharded, "--load-format sharded_state", f"leave out {EP} and --enable-eplb"
     flag, fake = "--fake-lockstep", c.worker.fake_lockstep
     yield fake and f.device != "fake", flag, "it needs --device fake"
-    spread = fake and (layout.has_others(c) or c.parallel.pipeline_parallel_size > 1)
+    spread = fake and (placement.has_others(c) or c.parallel.pipeline_parallel_size > 1)
     yield spread, flag, "it needs one node, and no pipeline"
     sleeps = fake and c.worker.enable_sleep_mode
     yield sleeps, flag, "ranks that step together do not sleep; leave out --enable-sleep-mode"

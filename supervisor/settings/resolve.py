@@ -33,10 +33,10 @@ from meshlm.supervisor.settings import (
     compilation,
     flag_rules,
     idle,
-    layout,
     notes,
     observing,
     parallel,
+    placement,
     quantization,
     vectors,
 )
@@ -48,7 +48,7 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
     """The same tree with `resolved` set. UsageError for a wrong flag or file. at_most: of --max-model-len auto, tokens that fit."""
-    config, said = compilation.without_compiler(compilation.settled(layout.settled(config)))
+    config, said = compilation.without_compiler(compilation.settled(placement.settled(config)))
     files, generation = _read_files(config)
     family = family_of(files.spec.architecture)
     assert family is not None  # its files were read with it
@@ -187,7 +187,7 @@ def _check_flags(config: MeshConfig, files: model_files.ModelFiles, platform: Pl
     for table in (flag_rules.experts, flag_rules.steps, flag_rules.caches):
         check(table(config, facts))
     check(flag_rules.states(config, files.spec))
-    here = len(layout.places(config)[1])
+    here = len(placement.local_ranks(config)[1])
     try:
         numa.check(config, here)
         check(flag_rules.workers(config, facts))

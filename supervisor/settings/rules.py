@@ -15,4 +15,4 @@ def check(rules: Rules) -> None:
     """UsageError with the text of the first rule that refuses."""
     for refused, flag, text in rules:
         if refused:
-            raise UsageError(f"{flag}: {text}")
+            raise UsageError(f"{flag}: {text}" if text else flag)

@@ -22,7 +22,7 @@ from meshlm.protocol.kv import (
 from meshlm.protocol.tasks import PoolKind
 from meshlm.protocol.wire.ids import HEAD, Identity, Role
 from meshlm.runtime.mesh import tcp
-from meshlm.supervisor.settings import layout
+from meshlm.supervisor.settings import placement
 
 BLOCK_SIZE = 2
 GROUPS: tuple[tuple[KVSpec, ...], ...] = (
@@ -102,7 +102,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
 
     @property
     def supervisors(self) -> list[Identity]:
-        return [Identity(Role.SUPERVISOR, layout.index(config)) for config in configs_of(self)]
+        return [Identity(Role.SUPERVISOR, placement.node_index(config)) for config in configs_of(self)]
 
     def linked(self, one: Identity, other: Identity) -> bool:
         """Whether these two should have a session when all is well."""
@@ -317,15 +317,15 @@ def _parallel_of(scenario: Scenario, host: int) -> cfg.ParallelConfig:
 
 
 def _with_node(config: cfg.MeshConfig, host: int) -> cfg.MeshConfig:
-    """As layout.with_node makes it, which looks at this machine's interfaces."""
+    """As addresses.with_node makes it, which looks at this machine's interfaces."""
     head = tcp.join(address_of(0), HEAD_PORT)
     network = cfg.NetworkConfig(
         listen="" if host else head, join=head if host else "", headless=bool(host), peer_timeout=PEER_TIMEOUT_S
     )
     config = replace(config, network=network)
-    ranks, workers = layout.places(config)
+    ranks, workers = placement.local_ranks(config)
     node = cfg.Node(
-        index=layout.index(config),
+        index=placement.node_index(config),
         id=f"node {host}",
         address=address_of(host),
         head=network.join,

@@ -12,7 +12,7 @@ from meshlm.protocol.edges.control import AskProcesses, RanksScaled, ScaleRanks,
 from meshlm.protocol.wire.ids import COORDINATOR, Identity, Role
 from meshlm.supervisor.group import events, rolling
 from meshlm.supervisor.ranks import Ranks
-from meshlm.supervisor.settings.layout import identities
+from meshlm.supervisor.settings.placement import identities
 
 F0, F1 = Identity(Role.FRONTEND), Identity(Role.FRONTEND, 1)
 

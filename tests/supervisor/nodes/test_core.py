@@ -15,7 +15,7 @@ from meshlm.supervisor.cli import main, serve
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.nodes import agreement
 from meshlm.supervisor.nodes.core import Nodes
-from meshlm.supervisor.settings import layout
+from meshlm.supervisor.settings import addresses, node_rules, placement
 
 FACTS = {"the version": "1", "the model": "abc (m)", "--dtype": "float32"}
 
@@ -26,7 +26,7 @@ def config(network: dict[str, object] | None = None, **parallel: Any) -> MeshCon
 
 
 def places(**parallel: Any) -> tuple[list[int], list[int]]:
-    ranks, workers = layout.places(config(**parallel))
+    ranks, workers = placement.local_ranks(config(**parallel))
     return list(ranks), list(workers)
 
 
@@ -49,9 +49,9 @@ def test_as_many_text_processes_as_ranks_where_there_are_cores(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     tree = {"parallel": {"data_parallel_size": ranks}, "server": said}
-    made = layout.settled(msgspec.convert(tree, MeshConfig))
+    made = placement.settled(msgspec.convert(tree, MeshConfig))
     assert (made.server.frontends, made.server.detokenizers) == found
-    roles = [identity.role for identity in layout.identities(made)]
+    roles = [identity.role for identity in placement.identities(made)]
     assert (roles.count(Role.FRONTEND), roles.count(Role.DETOKENIZER)) == found
 
 
@@ -81,8 +81,8 @@ def test_which_nodes_a_group_spans() -> None:
 
 def test_the_private_interface_has_a_name() -> None:
     """gloo and NCCL take a name where everything else takes an address."""
-    assert layout._interface("127.0.0.1") == layout._interface("127.0.0.3") == "lo"
-    assert layout._interface("203.0.113.77") == "", "none of this host"
+    assert addresses.interface_of("127.0.0.1") == addresses.interface_of("127.0.0.3") == "lo"
+    assert addresses.interface_of("203.0.113.77") == "", "none of this host"
 
 
 LISTEN: dict[str, object] = {"listen": "tcp://127.0.0.1:5600"}
@@ -122,7 +122,7 @@ JOIN: dict[str, object] = {"join": "tcp://127.0.0.1:5600", "headless": True}
 )
 def test_flags_that_do_not_fit(network: dict[str, object], parallel: dict[str, object], text: str) -> None:
     with pytest.raises(UsageError) as refused:
-        layout.check(config(network, **parallel))
+        node_rules.check_nodes(config(network, **parallel))
     assert text in str(refused.value)
 
 
@@ -149,10 +149,10 @@ def test_a_port_of_the_mesh_is_not_the_http_servers(
     made = config({**LISTEN, "key_file": key_file, **network}, nnodes=2, tensor_parallel_size=2, **parallel)
     made = msgspec.structs.replace(made, server=ServerConfig(host=host, port=8000))
     if not text:
-        layout.check(made)
+        node_rules.check_nodes(made)
         return
     with pytest.raises(UsageError, match=f"{text}: --port 8000, where HTTP is served"):
-        layout.check(made)
+        node_rules.check_nodes(made)
 
 
 @pytest.mark.parametrize("flag", ["frontends", "detokenizers"])
@@ -161,10 +161,10 @@ def test_a_node_without_http_has_no_processes_of_it(flag: str, tmp_path: Path) -
     key_file = str(tmp_path / "key")
     assert main.run(["keys", key_file]) == 0
     node = config({**JOIN, "key_file": key_file}, data_parallel_size=2, data_parallel_start_rank=1)
-    layout.check(node)
+    node_rules.check_nodes(node)
     server = ServerConfig(**{flag: 2})  # type: ignore[arg-type]  # a number for either
     with pytest.raises(UsageError, match=f"--{flag} 2: the head has these processes"):
-        layout.check(msgspec.structs.replace(node, server=server))
+        node_rules.check_nodes(msgspec.structs.replace(node, server=server))
     assert (
         serve.of_the_head(msgspec.structs.replace(node, server=ServerConfig(port=9000, grpc=True))) == "--port, --grpc"
     )
@@ -173,7 +173,7 @@ def test_a_node_without_http_has_no_processes_of_it(flag: str, tmp_path: Path) -
 
 def test_from_python_a_mesh_has_one_node() -> None:
     """LLM starts all of it or nothing: two of four ranks would serve without a word about the others."""
-    layout.check_alone(config(data_parallel_size=2, tensor_parallel_size=2))
+    node_rules.check_alone(config(data_parallel_size=2, tensor_parallel_size=2))
     cases: list[tuple[dict[str, object], dict[str, object], str]] = [
         ({}, {"data_parallel_size": 4, "data_parallel_size_local": 2}, "data_parallel_size_local"),
         (LISTEN, {"data_parallel_size": 2, "nnodes": 2}, "nnodes"),
@@ -181,7 +181,7 @@ def test_from_python_a_mesh_has_one_node() -> None:
     ]
     for network, parallel, text in cases:
         with pytest.raises(UsageError, match=f"{text}.*from Python it has one node"):
-            layout.check_alone(config(network, **parallel))
+            node_rules.check_alone(config(network, **parallel))
 
 
 def test_every_setting_of_a_node_can_differ_or_is_compared() -> None:

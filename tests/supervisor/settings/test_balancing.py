@@ -7,9 +7,8 @@ from tiny_models import resolved_of, spec_of
 from meshlm.protocol.config import Resolved
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.group.scaling import Scaling
-from meshlm.supervisor.settings import flags, layout
-from meshlm.supervisor.settings.balancing import own_part
-from meshlm.supervisor.settings.layout import identities
+from meshlm.supervisor.settings import flags, node_rules
+from meshlm.supervisor.settings.placement import identities, own_part
 
 
 def on_gpus() -> Resolved:
@@ -61,10 +60,12 @@ def test_flags_of_each_mode_are_no_flags_of_several_nodes() -> None:
     """No part has to --listen for the others, whichever of the ranks it has."""
     for first in (0, 4):
         node = {"data_parallel_hybrid_lb": True, "data_parallel_size_local": 4, "data_parallel_start_rank": first}
-        layout.check(flags.build({"data_parallel_size": 8, **node}, None))
-    layout.check(flags.build({"data_parallel_size": 8, "data_parallel_rank": 5}, None))
+        node_rules.check_nodes(flags.build({"data_parallel_size": 8, **node}, None))
+    node_rules.check_nodes(flags.build({"data_parallel_size": 8, "data_parallel_rank": 5}, None))
     with pytest.raises(UsageError, match="--data-parallel-hybrid-lb: not together with --headless"):
-        layout.check(flags.build({**node, "data_parallel_size": 8, "headless": True, "join": "tcp://a:1"}, None))
+        node_rules.check_nodes(
+            flags.build({**node, "data_parallel_size": 8, "headless": True, "join": "tcp://a:1"}, None)
+        )
 
 
 def test_one_rank_behind_a_balancer_is_not_scaled() -> None:
