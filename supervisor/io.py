@@ -49,8 +49,9 @@ class Supervisor:
         self._display, self.line = display, display.line
         self._run_dir, self._drain_s = Path(config.run.run_dir), config.run.drain_timeout
         self._deaths = KnownDeaths()
-        self._group = rolling.Rolling.of(members, config)
-        self.operations = Operations(self._group, self._do, self._refuse, self.stop, self._elsewhere, self.send)
+        self._rolling = rolling.Rolling.of_mesh(members, config)
+        self._group = self._rolling.group
+        self.operations = Operations(self._rolling, self._do, self._refuse, self.stop, self._elsewhere, self.send)
         self._loop = asyncio.get_running_loop()
         self._clock = clock.steady()  # the group's
         self._timer: asyncio.TimerHandle | None = None
@@ -62,7 +63,7 @@ class Supervisor:
         self._network: network.Head | network.Guest | None = None
         if config.node is not None:
             self._network = network.Guest(config, self) if config.node.head else network.Head(config, self)
-        self._ranks = Ranks(self, self._group, self._do, self._clock)
+        self._ranks = Ranks(self, self._rolling, self._do, self._clock)
         is_guest = config.node is not None and bool(config.node.head)
         self.recordings = Recordings(self._run_dir, self.linked, self.send, self._elsewhere, is_guest, self.operate)
         self.changed_settings: dict[str, str | int | float] = {}  # since the start, for nodes that join later
@@ -203,7 +204,7 @@ class Supervisor:
     def _do(self, event: rolling.Event) -> None:
         if isinstance(event, rolling.Restart):
             self._incarnations.end_warm()
-        for effect in self._group.roll(event, self._clock()):
+        for effect in self._rolling.roll(event, self._clock()):
             self._perform(effect)
 
     def _perform(self, effect: rolling.Effect) -> None:
@@ -211,7 +212,7 @@ class Supervisor:
             case events.Spawn():
                 self._spawn(effect.identity, effect.incarnation)
             case events.TellDied():
-                if not self._group.restarting:
+                if not self._rolling.restarting:
                     again, ends = effect.identity in self._group.processes, self._incarnations.ends
                     self._display.line(*report.death(effect.identity, ends, is_started_again=again))
                 left = self._incarnations.left.get(effect.identity)
@@ -341,7 +342,7 @@ class Supervisor:
         self._timer = self._loop.call_later(TICK_S, self._tick)  # first: a turn that fails is not the last
         if self._begun:
             self._do(events.Tick())
-            self._incarnations.keep_warm(self._group.to_keep_warm(self.config.run.standby_roles), self._loop.time())
+            self._incarnations.keep_warm(self._rolling.to_keep_warm(self.config.run.standby_roles), self._loop.time())
         if self._network is not None:
             self._network.tick()
 

@@ -34,10 +34,11 @@ class Ranks:
     """`do` gives an event to the group, whose clock is `clock`."""
 
     def __init__(
-        self, host: Host, group: rolling.Rolling, do: Callable[[rolling.Event], None], clock: Callable[[], float]
+        self, host: Host, restarts: rolling.Rolling, do: Callable[[rolling.Event], None], clock: Callable[[], float]
     ) -> None:
         self.scaling = Scaling(identities)
-        self._host, self._group, self._do, self._clock = host, group, do, clock
+        self._host, self._restarts, self._do, self._clock = host, restarts, do, clock
+        self._group = restarts.group
         self._waiting: list[
             tuple[Identity, str]
         ] = []  # frontends that hear of the change's end, and their questions' ids
@@ -66,7 +67,7 @@ class Ranks:
             return "the mesh is not ready yet" if not self._group.stopping else "the mesh is stopping"
         if self._group.changing:
             return f"the mesh is being scaled already: {self.scaling.doing}"
-        if self._group.restarting:
+        if self._restarts.restarting:
             return "a restart is under way"
         try:
             change = self.scaling.begin(self._host.config, num_ranks, drain_s)

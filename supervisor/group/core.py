@@ -127,7 +127,7 @@ class Group:
         match event:
             case Start():
                 self._started_at = self._ticked_at = now
-                return [self._spawn(process, now) for process in self.processes.values()]
+                return [self.spawn(process, now) for process in self.processes.values()]
             case Add():
                 return self._add(event.identities, now)
             case Retire():
@@ -158,7 +158,8 @@ class Group:
                 process.last_words, process.fits = event.message, event.fits
         return []
 
-    def _spawn(self, process: Process, now: float) -> Spawn:
+    def spawn(self, process: Process, now: float) -> Spawn:
+        """Starts a process with a new incarnation."""
         self._last_incarnation = max(self._last_incarnation + 1, int(now * 1e9))
         process.incarnation = Incarnation(self._last_incarnation)
         process.state = State.STARTING
@@ -194,7 +195,7 @@ class Group:
         effects: list[Effect] = []
         for identity in identities:
             self.processes[identity] = process = Process(identity, on_trial=True)
-            effects.append(self._spawn(process, now))
+            effects.append(self.spawn(process, now))
         return effects
 
     def _retire(self, event: Retire) -> list[Effect]:
@@ -289,7 +290,7 @@ class Group:
             if process.leaves_at is not None and now >= process.leaves_at:
                 effects += self._let_go(process.identity)
             elif process.state is State.BACKOFF and now >= process.restart_at:
-                effects.append(self._spawn(process, now))
+                effects.append(self.spawn(process, now))
             elif reason := self._stuck(process, now):
                 process.beaten_at = process.moved_at = now
                 effects.append(Replace(process.identity, reason))

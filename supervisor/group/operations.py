@@ -28,14 +28,15 @@ class Operations:
 
     def __init__(
         self,
-        group: rolling.Rolling,
+        restarts: rolling.Rolling,
         do: Callable[[rolling.Event], None],
         refuse: Callable[[bool], None],
         stop: Callable[[], None],
         elsewhere: Callable[[], dict[Identity, Identity]],
         send: Callable[[Identity, Struct], bool],
     ) -> None:
-        self._group, self._do, self._refuse, self._stop = group, do, refuse, stop
+        self._restarts, self._group = restarts, restarts.group
+        self._do, self._refuse, self._stop = do, refuse, stop
         self._elsewhere, self._send = elsewhere, send
         self.refusing = False
         self.num_open: dict[Identity, int] = {}  # frontend -> open requests, while draining
@@ -83,7 +84,7 @@ class Operations:
         """Why no restart can begin."""
         if not self._group.was_ready:
             return "the mesh is still starting"
-        if self._group.restarting or self._parts:
+        if self._restarts.restarting or self._parts:
             return "a restart is under way"
         return "the mesh is being scaled" if self._group.changing else ""
 

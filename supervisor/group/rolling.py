@@ -1,10 +1,10 @@
 """The rolling restart's pure core: processes are replaced one after the other while the mesh serves.
 
-A Group that also understands Restart. A frontend hands over: it takes no new connections and finishes what it has, while the others
-serve; the only one gets a spare beside it first, which leaves when the new one is there. Any other process gets a standby, loaded
-as far as possible without a place in the mesh; then the old one is asked to end and the standby takes its place at once. The
-next one's turn comes when the new one is ready. The workers of one rank compute each step together, and none goes on without the
-others: they are replaced as one.
+It owns the group (core.py), which handles all events but the ends of processes that are being replaced. A frontend hands over: it
+takes no new connections and finishes what it has, while the others serve; the only one gets a spare beside it first, which leaves
+when the new one is there. Any other process gets a standby, loaded as far as possible without a part in the mesh; then the old
+one is asked to end and the standby takes over at once. The next one's turn comes when the new one is ready. The workers of one
+rank compute each step together, and none goes on without the others: they are replaced as one.
 """
 
 from collections import deque
@@ -92,38 +92,39 @@ class Step:
         return ", ".join(map(str, self.members))
 
 
-class Rolling(Group):
-    """See the module docstring. Who is asked to leave and does not is killed by io.py."""
+class Rolling:
+    """Restarts of a group's processes. A process that is asked to leave and does not is killed by io.py."""
 
-    def __init__(self, *arguments: object, workers_per_rank: int = 1, **named: object) -> None:
-        super().__init__(*arguments, **named)  # type: ignore[arg-type]
+    def __init__(self, group: Group, workers_per_rank: int = 1) -> None:
+        self.group = group
         self._workers_per_rank = workers_per_rank
         self._queue: deque[Identity] = deque()
         self._step: Step | None = None
-        self._said: list[Effect] = []
 
     @classmethod
-    def of(cls, members: list[Identity], config: MeshConfig) -> "Rolling":
+    def of_mesh(cls, members: list[Identity], config: MeshConfig) -> "Rolling":
         """The group of these processes with the limits of the configuration; one host ends the steps of all."""
         run, is_head = config.run, config.node is None or not config.node.head
         limits = (run.max_restarts, run.startup_timeout, run.stall_timeout, run.step_timeout)
-        return cls(members, *limits, ends_steps=is_head, workers_per_rank=config.parallel.workers_per_rank)
+        return cls(Group(members, *limits, ends_steps=is_head), config.parallel.workers_per_rank)
 
     def roll(self, event: Event, now: float) -> list[Effect]:
-        """Handles an event as `handle` does, with restarts."""
+        """The effects of an event of the group's, or of a restart's."""
         effects: list[Effect] = []
         match event:
             case Restart():
                 self._queue.extend(event.identities)
             case Prepared():
                 effects += self._prepared(event, now)
+            case events.Exited() if (process := self._asked_to_leave(event)) is not None:
+                effects += self._left(process, event, now)
             case _:
-                effects += self.handle(event, now)
-        if self.stopping or self.gave_up:
+                effects += self.group.handle(event, now)
+        if self.group.stopping or self.group.gave_up:
             self._queue.clear()
             self._step = None
             return effects
-        return effects + self._news() + self._go_on(now)
+        return effects + self._go_on(now)
 
     @property
     def restarting(self) -> bool:
@@ -131,14 +132,11 @@ class Rolling(Group):
 
     def to_keep_warm(self, roles: Collection[str]) -> list[Role]:
         """Those of --standby-roles that should have a standby, for as long as all is as it should be."""
-        if not self.was_ready or self.stopping or self.gave_up or self.restarting or self.changing:
+        group = self.group
+        if not group.was_ready or group.stopping or group.gave_up or group.changing or self.restarting:
             return []
-        present = {identity.role for identity in self.processes}
+        present = {identity.role for identity in group.processes}
         return [role for role in present if role.value in roles]
-
-    def _news(self) -> list[Effect]:
-        said, self._said = self._said, []
-        return said
 
     def _prepared(self, event: Prepared, now: float) -> list[Effect]:
         step = self._step
@@ -160,26 +158,32 @@ class Rolling(Group):
 
     def _dismiss(self, step: Step, spare: Identity, now: float) -> list[Effect]:
         self._enter(step, Stage.SPARE_LEAVES, now)
-        self.processes[spare].state = State.STOPPING
+        self.group.processes[spare].state = State.STOPPING
         return [Say(f"{spare}: finishing its connections"), AskToLeave(spare)]
 
-    def _exited(self, process: Process, event: events.Exited, now: float) -> list[events.Effect]:
-        """Handles an exit: a process that was asked to leave did not die."""
+    def _asked_to_leave(self, event: events.Exited) -> Process | None:
+        """The process that has ended, where it was asked to leave or is a spare: it did not die."""
+        step, process = self._step, self.group.processes.get(event.identity)
+        if step is None or process is None or process.incarnation != event.incarnation:
+            return None
+        if self.group.stopping or self.group.gave_up:
+            return None
+        leaves = event.identity in step.members and process.state is State.STOPPING
+        return process if leaves or event.identity == step.spare else None
+
+    def _left(self, process: Process, event: events.Exited, now: float) -> list[Effect]:
         step = self._step
-        if self.stopping or step is None or process.identity not in (*step.members, step.spare):
-            return super()._exited(process, event, now)
-        if process.identity == step.spare:
-            del self.processes[step.spare]
-            step.spare = None
-            if step.stage is Stage.PREPARING:
-                words = process.last_words or exit_text(event.code)
-                text = f"{step} was not replaced: the spare {process.identity} ended: {words}"
-                self._said += self._fail(text, now)
-            return [events.TellDied(process.identity, process.incarnation)]
-        if process.state is not State.STOPPING:
-            return super()._exited(process, event, now)
-        process.restarts += 1
-        return [events.TellDied(process.identity, process.incarnation), self._spawn(process, now)]
+        assert step is not None
+        died: list[Effect] = [events.TellDied(process.identity, process.incarnation)]
+        if process.identity != step.spare:
+            process.restarts += 1
+            return [*died, self.group.spawn(process, now)]
+        del self.group.processes[step.spare]
+        step.spare = None
+        if step.stage is not Stage.PREPARING:
+            return died
+        words = process.last_words or exit_text(event.code)
+        return [*died, *self._fail(f"{step} was not replaced: the spare {process.identity} ended: {words}", now)]
 
     # --- one step after the other ---
 
@@ -188,13 +192,13 @@ class Rolling(Group):
         if step is None:
             return self._begin(self._queue.popleft(), now) if self._queue else []
         effects = self._advance(step, now)
-        if step.stage in (Stage.PREPARING, Stage.STARTING) and now - step.since > self.start_deadline_s:
-            text = f"{step}: still {step.stage.value} after {self.start_deadline_s:.0f} s (--startup-timeout)"
+        if step.stage in (Stage.PREPARING, Stage.STARTING) and now - step.since > self.group.start_deadline_s:
+            text = f"{step}: still {step.stage.value} after {self.group.start_deadline_s:.0f} s (--startup-timeout)"
             effects += self._fail(text, now)
         return effects
 
     def _advance(self, step: Step, now: float) -> list[Effect]:
-        states = {self.processes[identity].state for identity in step.members}
+        states = {self.group.processes[identity].state for identity in step.members}
         match step.stage:
             case Stage.PREPARING:
                 if states & {State.BACKOFF, State.STARTING}:
@@ -214,7 +218,7 @@ class Rolling(Group):
 
     def _successor_is_there(self, step: Step) -> bool:
         if step.spare is not None:
-            return self.processes[step.spare].state is State.READY
+            return self.group.processes[step.spare].state is State.READY
         return step.prepared.issuperset(step.members)
 
     def _enter(self, step: Step, stage: Stage, now: float) -> None:
@@ -223,32 +227,34 @@ class Rolling(Group):
     def _begin(self, identity: Identity, now: float) -> list[Effect]:
         self._step = step = Step(self._with_mates(identity), Stage.PREPARING, now, now)
         self._queue = deque(other for other in self._queue if other not in step.members)
-        for process in (self.processes[member] for member in step.members):
+        for process in (self.group.processes[member] for member in step.members):
             if process.state is not State.READY:
                 self._enter(step, Stage.STARTING, now)
                 return [Say(f"{process.identity}: is {process.state.value} already")]
         if identity.role is not Role.FRONTEND:
             whose = "its successor" if len(step.members) == 1 else "their successors"
             return [Say(f"{step}: loading {whose}"), *(Prepare(member) for member in step.members)]
-        others = [p for p in self.processes.values() if p.identity.role is Role.FRONTEND and p.identity != identity]
+        others = [
+            p for p in self.group.processes.values() if p.identity.role is Role.FRONTEND and p.identity != identity
+        ]
         if any(other.state is State.READY for other in others):
             return self._let_leave(step, now)
         step.spare = Identity(Role.FRONTEND, SPARE_INDEX + identity.index)
-        self.processes[step.spare] = spare = Process(step.spare)
-        return [Say(f"{identity}: starting {step.spare} to serve meanwhile"), self._spawn(spare, now)]
+        self.group.processes[step.spare] = spare = Process(step.spare)
+        return [Say(f"{identity}: starting {step.spare} to serve meanwhile"), self.group.spawn(spare, now)]
 
     def _with_mates(self, identity: Identity) -> tuple[Identity, ...]:
         """It, and for a worker the others of its rank that are here."""
         if identity.role is not Role.WORKER or self._workers_per_rank == 1:
             return (identity,)
         rank = identity.index // self._workers_per_rank
-        workers = sorted(other for other in self.processes if other.role is Role.WORKER)
+        workers = sorted(other for other in self.group.processes if other.role is Role.WORKER)
         return tuple(other for other in workers if other.index // self._workers_per_rank == rank)
 
     def _let_leave(self, step: Step, now: float) -> list[Effect]:
         self._enter(step, Stage.LEAVING, now)
         for member in step.members:
-            self.processes[member].state = State.STOPPING
+            self.group.processes[member].state = State.STOPPING
         what = "finishing its connections" if step.members[0].role is Role.FRONTEND else "ending"
         return [Say(f"{step}: {what}"), *(AskToLeave(member) for member in step.members)]
 
@@ -261,11 +267,13 @@ class Rolling(Group):
 
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""
-        super().check()
-        spares = [identity for identity in self.processes if identity.index >= SPARE_INDEX]
+        self.group.check()
+        spares = [identity for identity in self.group.processes if identity.index >= SPARE_INDEX]
         step = self._step
-        if not self.stopping and not self.gave_up:
-            leaving = [p.identity for p in self.processes.values() if p.state is State.STOPPING and p.leaves_at is None]
+        if not self.group.stopping and not self.group.gave_up:
+            leaving = [
+                p.identity for p in self.group.processes.values() if p.state is State.STOPPING and p.leaves_at is None
+            ]
             allowed: list[Identity | None] = [] if step is None else [*step.members, step.spare]
             assert all(identity in allowed for identity in leaving), "it leaves, and nobody replaces it"
             assert all(identity in allowed for identity in spares), "a spare that nobody needs"

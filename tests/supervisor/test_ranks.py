@@ -27,7 +27,7 @@ class Host:
         self.sent: list[tuple[Identity, Struct]] = []
         self.done: list[rolling.Event] = []
         self.ranks = Ranks(
-            self, rolling.Rolling.of(identities(self.config), self.config), self.done.append, lambda: 5.0
+            self, rolling.Rolling.of_mesh(identities(self.config), self.config), self.done.append, lambda: 5.0
         )
 
     @property

@@ -5,6 +5,7 @@ from msgspec import Struct
 from meshlm.protocol.edges.control import RestartNews, RestartProcesses
 from meshlm.protocol.wire.ids import Identity, Role
 from meshlm.supervisor.group import rolling
+from meshlm.supervisor.group.core import Group
 from meshlm.supervisor.group.events import BecameReady, Start
 from meshlm.supervisor.group.operations import Operations
 
@@ -23,12 +24,12 @@ class Bench:
         self.asked: list[rolling.Event] = []
         self.sent: list[tuple[Identity, Struct]] = []
         self.reachable = True
-        group = rolling.Rolling(own, 3, 60.0)
-        group.roll(Start(), 1.0)
+        group = Group(own, 3, 60.0)
+        group.handle(Start(), 1.0)
         for identity in own:
-            group.roll(BecameReady(identity, group.processes[identity].incarnation), 1.0)
+            group.handle(BecameReady(identity, group.processes[identity].incarnation), 1.0)
         self.operations = Operations(
-            group, self.asked.append, lambda on: None, lambda: None, lambda: self.elsewhere, self._send
+            rolling.Rolling(group), self.asked.append, lambda on: None, lambda: None, lambda: self.elsewhere, self._send
         )
 
     def _send(self, peer: Identity, message: Struct) -> bool:

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshlm.protocol.wire.ids import Identity, Role
-from meshlm.supervisor.group.core import State
+from meshlm.supervisor.group.core import Group, State
 from meshlm.supervisor.group.events import (
     Add,
     AskToStop,
@@ -47,17 +47,18 @@ class Bench:
     """A group that is ready, and a clock."""
 
     def __init__(self, *identities: Identity, workers_per_rank: int = 1) -> None:
-        self.group = Rolling(identities, 100, 60.0, workers_per_rank=workers_per_rank)
+        self.rolling = Rolling(Group(identities, 100, 60.0), workers_per_rank)
+        self.group = self.rolling.group
         self.now = 1000.0
-        self.group.roll(Start(), self.now)
+        self.rolling.roll(Start(), self.now)
         for identity in identities:
             self.ready(identity)
 
     def tell(self, event: Event, seconds: float = 0.0) -> list[Effect]:
         """The effects, less what is said."""
         self.now += seconds
-        effects = self.group.roll(event, self.now)
-        self.group.check()
+        effects = self.rolling.roll(event, self.now)
+        self.rolling.check()
         return [effect for effect in effects if not isinstance(effect, Say)]
 
     def ready(self, identity: Identity) -> list[Effect]:
@@ -82,7 +83,7 @@ def test_a_standby_takes_the_place_of_the_old_one() -> None:
     assert spawn.incarnation > old
     assert bench.ready(WORKER) == []
     assert bench.wait() == [Outcome()]
-    assert not bench.group.restarting
+    assert not bench.rolling.restarting
     assert not bench.group.processes[WORKER].deaths
     assert bench.group.processes[WORKER].restarts == 1
 
@@ -155,7 +156,7 @@ def test_a_standby_that_does_not_load_leaves_the_old_one_alone() -> None:
     assert "worker/0" in outcome.failure
     assert "exit code 1" in outcome.failure
     assert bench.group.processes[WORKER].state is State.READY
-    assert not bench.group.restarting
+    assert not bench.rolling.restarting
 
 
 def test_a_spare_that_does_not_start_leaves_the_frontend_alone() -> None:
@@ -188,10 +189,10 @@ def test_too_slow_a_start_ends_the_restart_with_a_word() -> None:
 
 
 def test_ranks_come_and_go_between_restarts() -> None:
-    """A Rolling scales as its Group does; neither is begun while the other is under way."""
+    """A Rolling scales as its group does; neither is begun while the other is under way."""
     bench = Bench(WORKER, COORDINATOR)
     operations = Operations(
-        bench.group, lambda event: None, lambda on: None, lambda: None, dict, lambda peer, message: True
+        bench.rolling, lambda event: None, lambda on: None, lambda: None, dict, lambda peer, message: True
     )
     added = Identity(Role.WORKER, 1)
     bench.tell(Add((added,)))
@@ -204,7 +205,7 @@ def test_ranks_come_and_go_between_restarts() -> None:
 
 
 def test_what_can_be_chosen() -> None:
-    group = Rolling([FRONTEND, OTHER, WORKER, COORDINATOR], 3, 60.0)
+    group = Group([FRONTEND, OTHER, WORKER, COORDINATOR], 3, 60.0)
     assert chosen("all", group.processes) == (COORDINATOR, WORKER, FRONTEND, OTHER)
     assert chosen("frontend", group.processes) == (FRONTEND, OTHER)
     assert chosen("frontend/1", group.processes) == (OTHER,)
@@ -244,11 +245,11 @@ def test_whatever_dies_a_restart_comes_to_its_end(data: st.DataObject) -> None:
             todo = bench.exit(leaving[0])
         elif starting:
             todo = bench.ready(data.draw(st.sampled_from(starting)))
-        elif not bench.group.restarting and all(p.state is State.READY for p in processes.values()):
+        elif not bench.rolling.restarting and all(p.state is State.READY for p in processes.values()):
             break
         else:
             todo = bench.wait()
-    assert not bench.group.restarting
+    assert not bench.rolling.restarting
     assert len(outcomes) == 1
     assert set(bench.group.processes) == set(everyone)
     assert all(process.state is State.READY for process in bench.group.processes.values())
@@ -262,7 +263,7 @@ def test_stop_ends_a_restart() -> None:
     bench.tell(Restart((FRONTEND,)))
     bench.ready(SPARE)
     bench.tell(Stop())
-    assert not bench.group.restarting
+    assert not bench.rolling.restarting
     for identity in (FRONTEND, SPARE, WORKER):
         bench.exit(identity)
     assert all(process.state is State.STOPPED for process in bench.group.processes.values())
