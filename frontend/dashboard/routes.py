@@ -17,7 +17,9 @@ from meshlm.frontend.dashboard.feed import PERIOD_S, STALL_S, Feed, Watcher
 from meshlm.frontend.http.connection import EXTENSION
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.http.page_policy import HEADERS, source
-from meshlm.frontend.routes.operation import EVENTS, HTML
+from meshlm.frontend.routes.operation import EVENTS, HTML, Group, Parameter, route
+from meshlm.protocol.dashboard import History
+from meshlm.runtime.api_keys import ADMIN
 
 JSON = "application/json"
 MAX_EVERY_S = STALL_S / 2
@@ -80,6 +82,14 @@ class DashboardRoutes:
     def __init__(self, shown: Shows) -> None:
         self._shown = shown
 
+    @route(
+        "/dashboard",
+        "A page that shows the mesh; it asks for a key.",
+        answers=HTML,
+        is_open=True,
+        group=Group.DASHBOARD,
+        key_scope=ADMIN,
+    )
     async def page(self, request: Request) -> HttpResponse:
         found = page()
         headers = {**HEADERS, "Content-Security-Policy": found.policy, "ETag": found.tag, "Vary": "Accept-Encoding"}
@@ -90,9 +100,27 @@ class DashboardRoutes:
             return HttpResponse(found.compressed, media_type=HTML, headers=headers)
         return HttpResponse(found.content, media_type=HTML, headers=headers)
 
+    @route(
+        "/dashboard/history",
+        "The last thousand requests, and news.",
+        answers=History,
+        group=Group.DASHBOARD,
+        key_scope=ADMIN,
+    )
     async def history(self, request: Request) -> HttpResponse:
         return HttpResponse(await self._shown.feed.history(), media_type=JSON, headers=HEADERS)
 
+    @route(
+        "/dashboard/events",
+        "What it shows, up to ten times a second, without end.",
+        answers=EVENTS,
+        errors=(400, 503),
+        parameters=(
+            Parameter("every", "query", {"type": "number", "minimum": 0.1, "maximum": 5.0}, "Seconds between events."),
+        ),
+        group=Group.DASHBOARD,
+        key_scope=ADMIN,
+    )
     async def events(self, request: Request) -> HttpResponse:
         every = request.query_params.get("every")
         every_s = 0.0 if every is None else _every(every)

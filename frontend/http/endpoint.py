@@ -13,8 +13,7 @@ from starlette.responses import Response
 
 from meshlm.frontend.http.errors import HttpError, why_not_served
 from meshlm.frontend.http.rate_limits import RateLimits
-from meshlm.frontend.operator.operator_operations import DASHBOARD
-from meshlm.frontend.routes.operations import COUNTED, OPERATIONS, SETTINGS, SUBMITS, scope_of
+from meshlm.frontend.routes.paths import Paths
 from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime.api_keys import ApiKey, ApiKeys
 
@@ -27,7 +26,7 @@ NO_KEY_FOR_SETTINGS = (
     "Forbidden: settings change with a key alone; start the server with --admin-api-key, or use `meshlm set` on its "
     "host"
 )
-OPEN_ROUTES = {op.path for op in (*OPERATIONS, *DASHBOARD) if op.is_open}
+SETTINGS = "/settings"
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Sender = Callable[[dict[str, Any]], Awaitable[None]]
@@ -52,7 +51,7 @@ def plain_error(request: Request, error: Exception) -> Response:
 class Endpoint:
     """An ASGI endpoint around a method: errors become OpenAI's form, `send` is within reach of the writer."""
 
-    def __init__(self, method: Callable[[Request], Awaitable[Response | None]], refused: Refused) -> None:
+    def __init__(self, method: Callable[[Request], Awaitable[Response | None]], refused: Refused | None) -> None:
         self._method, self._refused = method, refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Sender) -> None:
@@ -61,7 +60,7 @@ class Endpoint:
         try:
             response = await self._method(request)
         except HttpError as error:
-            if scope["path"] in SUBMITS:
+            if self._refused is not None:
                 self._refused(error)
             response = Response(error.body(scope["path"]), error.status, error.headers(), "application/json")
         except ClientDisconnect:
@@ -105,15 +104,15 @@ class KeyCheck:
     """Asks for one of the API keys on every route but the probes, for one with the route's scope, and whether it may ask that often.
     Anthropic's clients send it as X-Api-Key. The key that fits is `scope["meshlm.key"]` from then on."""
 
-    def __init__(self, app: Any, keys: ApiKeys, rates: RateLimits, refused: Refused) -> None:
-        self._app, self._keys, self._rates, self._refused = app, keys, rates, refused
+    def __init__(self, app: Any, keys: ApiKeys, rates: RateLimits, refused: Refused, paths: Paths) -> None:
+        self._app, self._keys, self._rates, self._refused, self._paths = app, keys, rates, refused, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Sender) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_ROUTES and scope["method"] != "OPTIONS":
+        if scope["type"] == "http" and scope["path"] not in self._paths.open and scope["method"] != "OPTIONS":
             try:
                 self._check(scope)
             except HttpError as error:
-                if scope["path"] in SUBMITS:
+                if scope["path"] in self._paths.submits:
                     self._refused(error)
                 response = Response(error.body(scope["path"]), error.status, error.headers(), "application/json")
                 await response(scope, receive, send)  # type: ignore[arg-type]
@@ -122,7 +121,7 @@ class KeyCheck:
 
     def _check(self, scope: Scope) -> None:
         """HttpError for a request that is not let in."""
-        wanted = scope_of(scope["path"])
+        wanted = self._paths.scope_of(scope["path"])
         if not self._keys.asks_for(wanted):
             if scope["path"] == SETTINGS and scope["method"] == "POST":
                 raise HttpError(403, NO_KEY_FOR_SETTINGS, kind="permission_error")
@@ -136,7 +135,7 @@ class KeyCheck:
             raise HttpError(401, UNKNOWN_KEY, kind="authentication_error")
         if wanted and wanted not in found.scopes:
             raise HttpError(403, NO_SCOPE % wanted, kind="permission_error")
-        if scope["method"] == "POST" and scope["path"] in COUNTED:
+        if scope["method"] == "POST" and scope["path"] in self._paths.counted:
             take(self._rates, found)
         scope["meshlm.key"] = found.key.decode()
 

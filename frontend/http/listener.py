@@ -9,7 +9,7 @@ from meshlm.frontend.http import server as http
 from meshlm.frontend.http import watched_files
 from meshlm.frontend.http.connection import Timeouts
 from meshlm.frontend.requests.generation import Backend
-from meshlm.frontend.routes.routes import Routes
+from meshlm.frontend.routes.application import Application
 from meshlm.runtime import tls
 
 
@@ -30,7 +30,7 @@ class HttpListener:
         self._backend = backend
         self._server: http.Server | None = None
         self._socket: socket.socket | None = None
-        self._routes: Routes | None = None
+        self._routes: Application | None = None
         self.serving: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
 
@@ -38,7 +38,7 @@ class HttpListener:
         server = self._backend.config.server
         self._socket = http.listen(server.address, server.port)
         timeouts = Timeouts(server.http_header_timeout, server.http_body_timeout, server.http_send_timeout)
-        routes = self._routes = Routes(self._backend)
+        routes = self._routes = Application(self._backend)
         context = watched_files.tls_context(server)
         self._server = http.make_server(routes.app(), timeouts, routes.unsent, context)
         reload_tls = partial(tls.load, context, server) if context is not None else None

@@ -4,7 +4,7 @@ An overloaded server spends its time on what it refuses, so a refusal must be ch
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from starlette.responses import Response as HttpResponse
@@ -14,7 +14,6 @@ from starlette.types import Send as AsgiSend
 from meshlm.frontend.http.connection import EXTENSION
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.requests import retry
-from meshlm.frontend.routes.operations import SUBMITS
 
 _KEY = retry.KEY.lower().encode()
 _CLOSE = {"Connection": "close"}
@@ -30,11 +29,13 @@ class LoadShedder:
     """ASGI middleware around the routes. `refused` hears how long each refusal took, in seconds since its head began to come; 0: nobody
     knows."""
 
-    def __init__(self, app: Any, refusal: Refusal, refused: Callable[[HttpError, float], None]) -> None:
-        self._app, self._refusal, self._refused = app, refusal, refused
+    def __init__(
+        self, app: Any, refusal: Refusal, refused: Callable[[HttpError, float], None], submits: Collection[str]
+    ) -> None:
+        self._app, self._refusal, self._refused, self._submits = app, refusal, refused, submits
 
     async def __call__(self, scope: Scope, receive: Receive, send: AsgiSend) -> None:
-        if scope["type"] == "http" and scope["path"] in SUBMITS and scope["method"] == "POST":
+        if scope["type"] == "http" and scope["path"] in self._submits and scope["method"] == "POST":
             names = [name for name, _ in scope["headers"]]
             if reason := self._refusal(attaches=_KEY in names):
                 error = HttpError(503, reason, kind="overloaded_error")

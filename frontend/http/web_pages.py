@@ -18,8 +18,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.routes.operations import PROBES, SUBMITS
-from meshlm.frontend.speech.operations import SPEECH
+from meshlm.frontend.routes.paths import Paths
 from meshlm.protocol.config import ServerConfig
 from meshlm.runtime.process.logs import Limited
 
@@ -39,7 +38,6 @@ NOT_JSON = (
     "web page can send. Send the header 'Content-Type: {wanted}' (curl: -H 'Content-Type: {wanted}', or --json in the place of -d)"
 )
 FORM, JSON = "multipart/form-data", "application/json"
-FORM_PATHS = frozenset(op.path for op in SPEECH if op.is_form)
 MAX_SHOWN = 200
 Scope = dict[str, Any]
 
@@ -49,19 +47,19 @@ _log = Limited(structlog.get_logger())
 class WebPages:
     """ASGI middleware around the routes."""
 
-    def __init__(self, app: Any, server: ServerConfig, refused: Callable[[HttpError], None]) -> None:
-        self._app, self._refused = app, refused
+    def __init__(self, app: Any, server: ServerConfig, refused: Callable[[HttpError], None], paths: Paths) -> None:
+        self._app, self._refused, self._paths = app, refused, paths
         self._asks = not server.has_api_keys
         self._asks_host = not server.ssl_certfile  # a browser trusts no certificate but of the name that its page has
         self._origins = frozenset(server.cors_origins)
         self._hosts, self._is_local = own_names(server), server.is_local
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
-        if self._asks and scope["type"] == "http" and scope["path"] not in PROBES:
+        if self._asks and scope["type"] == "http" and scope["path"] not in self._paths.probes:
             try:
                 self._check(scope)
             except HttpError as error:
-                if scope["path"] in SUBMITS:
+                if scope["path"] in self._paths.submits:
                     self._refused(error)
                 _log.warning("refused without a key", path=scope["path"], reason=error.message)
                 response = Response(error.body(scope["path"]), error.status, media_type=JSON)
@@ -80,7 +78,7 @@ class WebPages:
             origin = headers.get("origin") or f"Sec-Fetch-Site: {headers.get('sec-fetch-site')}"
             raise HttpError(403, OTHER_SITE.format(origin=origin[:MAX_SHOWN]), kind="permission_error")
         if _has_body(headers):
-            takes = (FORM, JSON) if scope["path"] in FORM_PATHS else (JSON,)
+            takes = (FORM, JSON) if scope["path"] in self._paths.forms else (JSON,)
             given = headers.get("content-type", "").partition(";")[0].strip().lower()
             if given not in takes and not (given.startswith("application/") and given.endswith("+json")):
                 raise HttpError(415, NOT_JSON.format(wanted=takes[0], given=given[:MAX_SHOWN] or "none"))

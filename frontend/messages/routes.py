@@ -1,43 +1,36 @@
 """The routes of Anthropic's API: a body to a chat's request, and from there on the path of every chat. Called by routes.py."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 
 import msgspec
-from msgspec import Raw
+from starlette.requests import Request
+from starlette.responses import Response as HttpResponse
 
 from meshlm.frontend.http import bodies
+from meshlm.frontend.http.endpoint import json_response
 from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.messages import schema
 from meshlm.frontend.messages.format import MessageFormat
-from meshlm.frontend.messages.schema import Conversation, CountTokensRequest, MessagesRequest
 from meshlm.frontend.messages.translate import NAMES, chat_request, left_out, renamed
-from meshlm.frontend.openai import parse
+from meshlm.frontend.openai import limits, parse
 from meshlm.frontend.openai.parse import ParsedRequest
 from meshlm.frontend.openai.turn import TurnResponse
-from meshlm.frontend.requests.generation import Form
+from meshlm.frontend.requests.generation import Backend, Form, Generation
 from meshlm.frontend.requests.retry import LAST_ID, Progress
+from meshlm.frontend.routes.operation import NAMED, Group, route
+from meshlm.frontend.routes.request_reader import ReadRequest, RequestReader
 from meshlm.protocol.config import Resolved, ServerConfig
-
-Check = Callable[[Mapping[str, Raw]], None]
-
-
-def read_messages(
-    raw: bytes, check: Check, longest: int, resolved: Resolved, server: ServerConfig
-) -> tuple[ParsedRequest, str]:
-    """POST /v1/messages: what is asked, and the model's name."""
-    body, unknown = bodies.decode(raw, MessagesRequest, check, longest)
-    return _parsed(body, unknown, resolved, server), body.model
-
-
-def read_count(
-    raw: bytes, check: Check, longest: int, resolved: Resolved, server: ServerConfig
-) -> tuple[ParsedRequest, str]:
-    """POST /v1/messages/count_tokens: a request whose prompt is the same."""
-    body, unknown = bodies.decode(raw, CountTokensRequest, check, longest)
-    return _parsed(body, unknown, resolved, server, counts=True), body.model
+from meshlm.protocol.edges.text import Tokenize
 
 
 def _parsed(
-    body: Conversation, unknown: tuple[str, ...], resolved: Resolved, server: ServerConfig, *, counts: bool = False
+    body: schema.Conversation,
+    unknown: tuple[str, ...],
+    resolved: Resolved,
+    server: ServerConfig,
+    *,
+    counts: bool = False,
 ) -> ParsedRequest:
     """counts: nothing is generated, so tools need no parser, and are shown as where they may be called."""
     try:
@@ -74,3 +67,56 @@ def _stream(
 
 
 MESSAGES = Form(_whole, _stream, ("X-Request-Id", "Request-Id"))
+
+
+class MessageRoutes:
+    """Of one frontend."""
+
+    def __init__(self, backend: Backend, generation: Generation, reader: RequestReader) -> None:
+        self._backend, self._generation, self._reader = backend, generation, reader
+
+    @route(
+        "/v1/messages",
+        "Answer a conversation, by Anthropic's API.",
+        answers=schema.MessagesResponse,
+        body=schema.MessagesRequest,
+        parameters=NAMED,
+        streams=True,
+        error=schema.MessagesErrorResponse,
+        group=Group.GENERATION,
+    )
+    async def messages(self, request: Request) -> HttpResponse | None:
+        read = await self._reader.read(request, self._messages)
+        return await self._generation.answer(request, *read, "msg_", MESSAGES)
+
+    def _messages(self, request: Request, raw: bytes) -> ReadRequest:
+        parsed_request, model = self._read(raw, schema.MessagesRequest)
+        check_last_id(request.headers.get(LAST_ID, ""))
+        return ReadRequest(parsed_request, model, self._reader.idempotency_key(request, raw))
+
+    @route(
+        "/v1/messages/count_tokens",
+        "The tokens that a conversation has, by Anthropic's API.",
+        answers=schema.CountTokensResponse,
+        body=schema.CountTokensRequest,
+        error=schema.MessagesErrorResponse,
+        group=Group.TEXT,
+    )
+    async def count_tokens(self, request: Request) -> HttpResponse | None:
+        parsed_request, _ = await self._reader.read(
+            request, lambda _, raw: self._read(raw, schema.CountTokensRequest, counts=True)
+        )
+        self._backend.observer.ignored(parsed_request.unknown_fields, request.url.path)
+        question = Tokenize(self._backend.requests.new_handle(), parsed_request.prompts[0], False)
+        if (reply := await self._reader.ask(request, question)) is None:
+            return None
+        count = len(reply.token_ids) // 4
+        return json_response({"input_tokens": count, "context_management": {"original_input_tokens": count}})
+
+    def _read(self, raw: bytes, kind: type[schema.Conversation], *, counts: bool = False) -> tuple[ParsedRequest, str]:
+        """What is asked, and the model's name."""
+        resolved = self._backend.resolved
+        check = partial(limits.check_raw_texts, resolved=resolved)
+        body, unknown = bodies.decode(raw, kind, check, self._reader.longest)
+        parsed_request = _parsed(body, unknown, resolved, self._backend.config.server, counts=counts)
+        return parsed_request, self._reader.check_model(body.model)

@@ -1,11 +1,11 @@
-"""The routes of this folder, beside routes.py's, which gives them its ways to read a body and to ask the mesh (`Reads`)."""
+"""The routes of this folder: prompts as the mesh is asked them, and answers of token ids that came from elsewhere."""
 
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, NamedTuple
+from types import GenericAlias
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -14,6 +14,7 @@ from starlette.responses import Response as HttpResponse
 from meshlm.frontend.http import bodies
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai import limits, parse
+from meshlm.frontend.openai import response_schema as responses
 from meshlm.frontend.openai.responses import Json, WholeResponse
 from meshlm.frontend.openai.schema import ChatRequest, CompletionRequest
 from meshlm.frontend.openai.stream_response import StreamResponse
@@ -24,24 +25,14 @@ from meshlm.frontend.rendering.schema import (
     DerenderCompletionRequest,
     Generated,
     GenerateRequest,
+    GenerateResponse,
+    RenderedRequest,
 )
-from meshlm.frontend.requests import retry
 from meshlm.frontend.requests.generation import Backend, Form, Generation
-from meshlm.protocol.edges.text import Detokenize, Prompt, TextPrompt, Tokenize, TokenizeReply, TokenPrompt
+from meshlm.frontend.routes.operation import GENERATES, Group, route
+from meshlm.frontend.routes.request_reader import ReadRequest, RequestReader
+from meshlm.protocol.edges.text import Detokenize, Prompt, TextPrompt, Tokenize, TokenPrompt
 from meshlm.protocol.wire.columns import pack_i32, unpack_i32
-
-Parsed = tuple[parse.ParsedRequest, str, retry.IdempotencyKey | None]
-
-
-class Reads(NamedTuple):
-    """What routes.py does for every route."""
-
-    read: Callable[[Request, Callable[[Request, bytes], Any]], Awaitable[Any]]
-    ask: Callable[[Request, Any], Awaitable[Any]]
-    chat: Callable[[Request, bytes], Parsed]
-    completion: Callable[[Request, bytes], Parsed]
-    again: Callable[[Request, bytes], retry.IdempotencyKey | None]
-    check_model: Callable[[str | None], str]
 
 
 class _BatchResponse(WholeResponse):
@@ -57,20 +48,34 @@ BATCH = Form(_BatchResponse, StreamResponse)
 class Rendering:
     """See the module docstring."""
 
-    def __init__(self, backend: Backend, generation: Generation, reads: Reads) -> None:
-        self._backend, self._generation, self._reads = backend, generation, reads
+    def __init__(self, backend: Backend, generation: Generation, reader: RequestReader) -> None:
+        self._backend, self._generation, self._reader = backend, generation, reader
 
     # --- render ---
 
+    @route(
+        "/v1/chat/completions/render",
+        "What a conversation asks of POST /inference/v1/generate.",
+        answers=RenderedRequest,
+        body=ChatRequest,
+        group=Group.GENERATION,
+    )
     async def chat(self, request: Request) -> HttpResponse | None:
         """POST /v1/chat/completions/render."""
-        ask, model, _ = await self._reads.read(request, self._reads.chat)
+        ask, model, _ = await self._reader.read(request, self._reader.chat)
         found = await self._rendered(request, ask, model, "chatcmpl-")
         return None if found is None else _json(found[0])
 
+    @route(
+        "/v1/completions/render",
+        "What each prompt asks of POST /inference/v1/generate.",
+        answers=GenericAlias(list, (RenderedRequest,)),
+        body=CompletionRequest,
+        group=Group.GENERATION,
+    )
     async def completion(self, request: Request) -> HttpResponse | None:
         """POST /v1/completions/render."""
-        ask, model, _ = await self._reads.read(request, self._reads.completion)
+        ask, model, _ = await self._reader.read(request, self._reader.completion)
         found = await self._rendered(request, ask, model, "cmpl-")
         return None if found is None else _json(found)
 
@@ -97,9 +102,8 @@ class Rendering:
             return unpack_i32(prompt.token_ids).tolist(), None, None
         offsets, mask = ask.return_token_offsets, ask.return_assistant_tokens_mask
         question = Tokenize(self._backend.requests.new_handle(), prompt, want_offsets=offsets, want_assistant_mask=mask)
-        if (reply := await self._reads.ask(request, question)) is None:
+        if (reply := await self._reader.ask(request, question)) is None:
             return None
-        assert isinstance(reply, TokenizeReply)
         ids = unpack_i32(reply.token_ids).tolist()
         found = list(reply.assistant_mask) or None
         if not offsets or (isinstance(prompt, TextPrompt) and prompt.suffix):
@@ -109,22 +113,36 @@ class Rendering:
 
     # --- derender ---
 
+    @route(
+        "/v1/chat/completions/derender",
+        "A conversation's answer, of its token ids.",
+        answers=responses.ChatCompletionResponse,
+        body=DerenderChatRequest,
+        group=Group.GENERATION,
+    )
     async def derender_chat(self, request: Request) -> HttpResponse | None:
         """POST /v1/chat/completions/derender."""
-        body, ask = await self._reads.read(request, self._derender_chat)
+        body, ask = await self._reader.read(request, self._derender_chat)
         return await self._derendered(request, ask, [body.generate_response], [body.prompt_tokens or 0], body.model)
 
     def _derender_chat(self, request: Request, raw: bytes) -> tuple[DerenderChatRequest, parse.ParsedRequest]:
         body, unknown = bodies.decode(raw, DerenderChatRequest)
-        self._reads.check_model(body.model)
+        self._reader.check_model(body.model)
         asked = body.chat_request or ChatRequest(messages=[{"role": "user", "content": ""}])
         ask = parse.chat(asked, unknown, self._backend.resolved, self._backend.config.server)
         ask = derender.plain(ask) if body.chat_request is None else ask
         return body, derender.checked(ask, [body.generate_response], self._backend.resolved.max_model_len)
 
+    @route(
+        "/v1/completions/derender",
+        "A completion's answer, of its token ids.",
+        answers=responses.CompletionResponse,
+        body=DerenderCompletionRequest,
+        group=Group.GENERATION,
+    )
     async def derender_completion(self, request: Request) -> HttpResponse | None:
         """POST /v1/completions/derender."""
-        body, ask = await self._reads.read(request, self._derender_completion)
+        body, ask = await self._reader.read(request, self._derender_completion)
         counts = body.prompt_tokens or [0] * len(body.generate_responses)
         return await self._derendered(request, ask, body.generate_responses, counts, body.model)
 
@@ -132,7 +150,7 @@ class Rendering:
         self, request: Request, raw: bytes
     ) -> tuple[DerenderCompletionRequest, parse.ParsedRequest]:
         body, unknown = bodies.decode(raw, DerenderCompletionRequest)
-        self._reads.check_model(body.model)
+        self._reader.check_model(body.model)
         if body.prompt_tokens is not None and len(body.prompt_tokens) != len(body.generate_responses):
             raise HttpError(400, "prompt_tokens: give one number for each of generate_responses", "prompt_tokens")
         asked = body.completion_request or CompletionRequest(prompt="a")
@@ -144,18 +162,18 @@ class Rendering:
     ) -> HttpResponse | None:
         self._backend.observer.ignored(ask.unknown_fields, request.url.path)
         name = found[0].request_id or f"{'chatcmpl-' if ask.is_chat else 'cmpl-'}{uuid.uuid4().hex}"
-        served = self._reads.check_model(model)
+        served = self._reader.check_model(model)
         answer = derender.DerenderedResponse(ask, name, int(time.time()), served, lambda: None, found)
         texts: derender.Texts = {}
         if needed := derender.named_ids(found):
             each = Detokenize(self._backend.requests.new_handle(), pack_i32(needed), each=True)
-            if (reply := await self._reads.ask(request, each)) is None:
+            if (reply := await self._reader.ask(request, each)) is None:
                 return None
             texts = dict(zip(needed, zip(reply.texts, reply.token_bytes, strict=True), strict=True))
         for prompt_index, one in enumerate(found):
             for entry in one.choices:
                 ids = derender.ids_of(entry)
-                reply = await self._reads.ask(request, Detokenize(self._backend.requests.new_handle(), ids, ask.text))
+                reply = await self._reader.ask(request, Detokenize(self._backend.requests.new_handle(), ids, ask.text))
                 if reply is None:
                     return None
                 answer.tell(prompt_index, entry, counts[prompt_index], reply, texts)
@@ -165,31 +183,47 @@ class Rendering:
 
     # --- generation ---
 
+    @route(
+        "/inference/v1/generate",
+        "Token ids in, token ids out.",
+        answers=GenerateResponse,
+        body=GenerateRequest,
+        parameters=GENERATES,
+        streams=True,
+        group=Group.GENERATION,
+    )
     async def generate(self, request: Request) -> HttpResponse | None:
         """POST /inference/v1/generate."""
-        ask, model, again = await self._reads.read(request, self._generate)
-        return await self._generation.answer(request, ask, model, "", again, tokens.TOKENS)
+        read = await self._reader.read(request, self._generate)
+        return await self._generation.answer(request, *read, "", tokens.TOKENS)
 
-    def _generate(self, request: Request, raw: bytes) -> Parsed:
-        longest = max(bodies.MAX_IN_LIST, self._backend.resolved.max_model_len)
-        body, unknown = bodies.decode(raw, GenerateRequest, longest=longest)
-        model = self._reads.check_model(body.model)
+    def _generate(self, request: Request, raw: bytes) -> ReadRequest:
+        body, unknown = bodies.decode(raw, GenerateRequest, longest=self._reader.longest)
+        model = self._reader.check_model(body.model)
         asked, more = bodies.converted(tokens.completion_of(body), CompletionRequest)
         server, resolved = self._backend.config.server, self._backend.resolved
         ask = parse.completion(asked, (*unknown, *(f"sampling_params.{name}" for name in more)), resolved, server)
         if body.sampling_params.get("max_tokens") is None:
             ask = ask._replace(max_tokens=None)
-        return ask, model, self._reads.again(request, raw)
+        return ReadRequest(ask, model, self._reader.idempotency_key(request, raw))
 
+    @route(
+        "/v1/chat/completions/batch",
+        "Answer several conversations; a choice is one's answer.",
+        answers=responses.ChatCompletionResponse,
+        body=BatchChatRequest,
+        parameters=GENERATES,
+        group=Group.GENERATION,
+    )
     async def batch(self, request: Request) -> HttpResponse | None:
         """POST /v1/chat/completions/batch."""
-        ask, model, again = await self._reads.read(request, self._batch)
-        return await self._generation.answer(request, ask, model, "chatcmpl-", again, BATCH)
+        read = await self._reader.read(request, self._batch)
+        return await self._generation.answer(request, *read, "chatcmpl-", BATCH)
 
-    def _batch(self, request: Request, raw: bytes) -> Parsed:
+    def _batch(self, request: Request, raw: bytes) -> ReadRequest:
         resolved = self._backend.resolved
         body, unknown = bodies.decode(raw, BatchChatRequest, partial(limits.check_raw, resolved=resolved))
-        model = self._reads.check_model(body.model)
+        model = self._reader.check_model(body.model)
         fields = msgspec.structs.asdict(body)
         asks = []
         for place, messages in enumerate(body.messages):
@@ -205,7 +239,7 @@ class Rendering:
             raise HttpError(400, text, "continue_final_message")
         ask = first._replace(prompts=[ask.prompts[0] for ask in asks])
         limits.check(ask.prompts, ask.sampling, ask.extras, ask.text, ask.cache_salt, len(asks), False, resolved)
-        return ask, model, self._reads.again(request, raw)
+        return ReadRequest(ask, model, self._reader.idempotency_key(request, raw))
 
 
 def _json(value: Any) -> HttpResponse:

@@ -105,8 +105,8 @@ class Generation:
         request: Request,
         ask: parse.ParsedRequest,
         model: str,
-        prefix: str,
         again: retry.IdempotencyKey | None,
+        prefix: str,
         form: Form = OPENAI,
     ) -> HttpResponse | None:
         """The answer of one request; None when the client left before its end."""
@@ -120,7 +120,7 @@ class Generation:
             await self._check_processors(names, ask)
         cost = backend.requests.admit(ask)
         try:
-            return await self._answered(request, ask, model, prefix, again, form)
+            return await self._answered(request, ask, model, again, prefix, form)
         finally:
             backend.requests.release(cost)
 
@@ -133,8 +133,8 @@ class Generation:
         request: Request,
         ask: parse.ParsedRequest,
         model: str,
-        prefix: str,
         again: retry.IdempotencyKey | None,
+        prefix: str,
         form: Form,
     ) -> HttpResponse | None:
         backend = self._backend

@@ -21,9 +21,9 @@ from meshlm.frontend.openai.parse import ParsedRequest
 from meshlm.frontend.openai.responses import WholeResponse
 from meshlm.frontend.openai.schema import MAX_LOGPROB_IDS, RequestName, TokenId
 from meshlm.frontend.openai.stream_response import StreamResponse
-from meshlm.frontend.rendering.routes import Parsed, Reads
-from meshlm.frontend.requests import retry
 from meshlm.frontend.requests.generation import Form, Generation
+from meshlm.frontend.routes.operation import NAMED, Group, route
+from meshlm.frontend.routes.request_reader import ReadRequest, RequestReader
 from meshlm.protocol.config import Resolved
 from meshlm.protocol.edges.text import JoinedPrompt, PositionLogprobs, TextParams, TextPrompt, TokenPrompt
 from meshlm.protocol.sampling import SamplingParams
@@ -152,18 +152,24 @@ class ScoringResponse(WholeResponse):
 class Scoring:
     """The route."""
 
-    def __init__(self, resolved: Resolved, generation: Generation, reads: Reads) -> None:
-        self._resolved, self._generation, self._reads = resolved, generation, reads
+    def __init__(self, resolved: Resolved, generation: Generation, reader: RequestReader) -> None:
+        self._resolved, self._generation, self._reader = resolved, generation, reader
 
+    @route(
+        "/generative_scoring",
+        "How likely each item goes on with a certain token.",
+        answers=GenerativeScoringResponse,
+        body=GenerativeScoringRequest,
+        parameters=NAMED,
+        group=Group.GENERATION,
+    )
     async def score(self, request: Request) -> HttpResponse | None:
         """POST /generative_scoring."""
-        (ask, model, again), apply_softmax = await self._reads.read(request, self._read)
+        parsed, apply_softmax = await self._reader.read(request, self._read)
         form = Form(partial(ScoringResponse, apply_softmax=apply_softmax), StreamResponse)
-        return await self._generation.answer(request, ask, model, "generative-scoring-", again, form)
+        return await self._generation.answer(request, *parsed, "generative-scoring-", form)
 
-    def _read(self, request: Request, raw: bytes) -> tuple[Parsed, bool]:
-        longest = max(bodies.MAX_IN_LIST, self._resolved.max_model_len)
-        body, unknown = bodies.decode(raw, GenerativeScoringRequest, longest=longest)
-        model = self._reads.check_model(body.model)
-        again: retry.IdempotencyKey | None = self._reads.again(request, raw)
-        return (parse(body, unknown, self._resolved), model, again), body.apply_softmax
+    def _read(self, request: Request, raw: bytes) -> tuple[ReadRequest, bool]:
+        body, unknown = bodies.decode(raw, GenerativeScoringRequest, longest=self._reader.longest)
+        model, key = self._reader.check_model(body.model), self._reader.idempotency_key(request, raw)
+        return ReadRequest(parse(body, unknown, self._resolved), model, key), body.apply_softmax

@@ -11,14 +11,17 @@ from starlette.responses import Response as HttpResponse
 
 from meshlm.frontend.http import bodies
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.responses_api import items, listing, shelf, translate
+from meshlm.frontend.responses_api import items, listing, schema, shelf, translate
 from meshlm.frontend.responses_api.keys import key_of
 from meshlm.frontend.responses_api.records import CONVERSATION, Conversation
 from meshlm.frontend.responses_api.schema import ConversationRequest, ItemsRequest, MetadataRequest
+from meshlm.frontend.routes.operation import STORED, Group, Parameter, route
 
 Json = dict[str, Any]
 Body = TypeVar("Body", bound=msgspec.Struct)
 Read = Callable[[Request, Callable[[Request, bytes], Any]], Awaitable[Any]]
+_CONVERSATION = Parameter("conversation_id", "path", {"type": "string", "minLength": 1}, "The id of a conversation.")
+_ITEM = Parameter("item_id", "path", {"type": "string", "minLength": 1}, "The id of an item.")
 MAX_ADDED = 20  # items in one request: OpenAI's
 
 
@@ -28,6 +31,14 @@ class ConversationRoutes:
     def __init__(self, stored: shelf.Shelf, read: Read, ignored: Callable[[tuple[str, ...], str], None]) -> None:
         self._shelf, self._read, self._ignored = stored, read, ignored
 
+    @route(
+        "/v1/conversations",
+        "Begin a conversation to which responses add their items.",
+        answers=schema.ConversationResponse,
+        body=schema.ConversationRequest,
+        errors=(*STORED, 413),
+        group=Group.TEXT,
+    )
     async def create(self, request: Request) -> HttpResponse:
         body = await self._body(request, ConversationRequest)
         if self._shelf.path is None:
@@ -40,9 +51,26 @@ class ConversationRoutes:
         await self._shelf.put_conversation(new, added)
         return _shown(new)
 
+    @route(
+        "/v1/conversations/{conversation_id}",
+        "A conversation.",
+        answers=schema.ConversationResponse,
+        errors=STORED,
+        parameters=(_CONVERSATION,),
+        group=Group.TEXT,
+    )
     async def retrieve(self, request: Request) -> HttpResponse:
         return _shown(await self._find(request))
 
+    @route(
+        "/v1/conversations/{conversation_id}",
+        "Give a conversation other metadata.",
+        answers=schema.ConversationResponse,
+        body=schema.MetadataRequest,
+        errors=(*STORED, 413),
+        parameters=(_CONVERSATION,),
+        group=Group.TEXT,
+    )
     async def update(self, request: Request) -> HttpResponse:
         body = await self._body(request, MetadataRequest)
         translate.check_metadata(body.metadata)
@@ -51,16 +79,42 @@ class ConversationRoutes:
         await self._shelf.put_conversation(found, [])
         return _shown(found)
 
+    @route(
+        "/v1/conversations/{conversation_id}",
+        "Forget a conversation and its items.",
+        answers=schema.DeletedConversation,
+        methods=("DELETE",),
+        errors=STORED,
+        parameters=(_CONVERSATION,),
+        group=Group.TEXT,
+    )
     async def delete(self, request: Request) -> HttpResponse:
         found = await self._find(request)
         await self._shelf.delete_conversation(found.id)
         return _json({"id": found.id, "object": "conversation.deleted", "deleted": True})
 
+    @route(
+        "/v1/conversations/{conversation_id}/items",
+        "Its items, the newest first.",
+        answers=schema.InputItems,
+        errors=STORED,
+        parameters=(_CONVERSATION, *listing.PAGE),
+        group=Group.TEXT,
+    )
     async def list_items(self, request: Request) -> HttpResponse:
         found = await self._find(request)
         content = listing.page(await self._shelf.items(found.id), request.query_params)
         return HttpResponse(content, media_type="application/json")
 
+    @route(
+        "/v1/conversations/{conversation_id}/items",
+        "Add items at its end.",
+        answers=schema.InputItems,
+        body=schema.ItemsRequest,
+        errors=(*STORED, 413),
+        parameters=(_CONVERSATION,),
+        group=Group.TEXT,
+    )
     async def add_items(self, request: Request) -> HttpResponse:
         body = await self._body(request, ItemsRequest)
         found = await self._find(request)
@@ -68,6 +122,14 @@ class ConversationRoutes:
         await self._shelf.put_conversation(found, added)
         return HttpResponse(listing.listed(added, more=False), media_type="application/json")
 
+    @route(
+        "/v1/conversations/{conversation_id}/items/{item_id}",
+        "One of its items.",
+        answers="application/json",
+        errors=STORED,
+        parameters=(_CONVERSATION, _ITEM),
+        group=Group.TEXT,
+    )
     async def item(self, request: Request) -> HttpResponse:
         found, item_id = await self._find(request), request.path_params["item_id"]
         for item in await self._shelf.items(found.id):
@@ -75,6 +137,15 @@ class ConversationRoutes:
                 return _json(item)
         raise _no_item(item_id)
 
+    @route(
+        "/v1/conversations/{conversation_id}/items/{item_id}",
+        "Take an item out of it.",
+        answers=schema.ConversationResponse,
+        methods=("DELETE",),
+        errors=STORED,
+        parameters=(_CONVERSATION, _ITEM),
+        group=Group.TEXT,
+    )
     async def delete_item(self, request: Request) -> HttpResponse:
         found, item_id = await self._find(request), request.path_params["item_id"]
         if not await self._shelf.delete_item(found.id, item_id):

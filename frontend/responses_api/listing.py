@@ -6,9 +6,16 @@ import msgspec
 from starlette.datastructures import QueryParams
 
 from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.routes.operation import Parameter
 
 Json = dict[str, Any]
 MAX_LISTED = 100
+
+PAGE = (
+    Parameter("limit", "query", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}, "How many."),
+    Parameter("order", "query", {"enum": ["asc", "desc"], "default": "desc"}, "The oldest first, or the newest."),
+    Parameter("after", "query", {"type": "string"}, "The id of the item before."),
+)  # fmt: skip
 
 
 def page(found: list[Json], query: QueryParams) -> bytes:

@@ -6,33 +6,45 @@ Called by routes.py, which reads the bodies.
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from msgspec import Raw
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from meshlm.frontend.http import bodies
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.http.server import EventWriter
-from meshlm.frontend.openai import limits, parse
+from meshlm.frontend.messages.routes import check_last_id
+from meshlm.frontend.openai import limits
 from meshlm.frontend.openai.parse import ParsedRequest
 from meshlm.frontend.openai.turn import TurnResponse
 from meshlm.frontend.requests.generation import AlreadySent, Backend, Form, Generation, disconnected
-from meshlm.frontend.requests.retry import IdempotencyKey, Progress
-from meshlm.frontend.responses_api import background, conversations, items, listing, previous, shelf, tools, translate
+from meshlm.frontend.requests.retry import LAST_ID, IdempotencyKey
+from meshlm.frontend.responses_api import (
+    background,
+    conversations,
+    items,
+    listing,
+    previous,
+    schema,
+    shelf,
+    translate,
+)
+from meshlm.frontend.responses_api.answering import Answering, asked, read
 from meshlm.frontend.responses_api.background import Background, Running
 from meshlm.frontend.responses_api.format import ResponseFormat
 from meshlm.frontend.responses_api.keys import key_of
 from meshlm.frontend.responses_api.records import CONVERSATION, Chunk, Stored
-from meshlm.frontend.responses_api.schema import ENCRYPTED, ResponsesRequest
+from meshlm.frontend.responses_api.schema import ResponsesRequest
+from meshlm.frontend.routes.operation import NAMED, STORED, Group, Parameter, route, switch
+from meshlm.frontend.routes.request_reader import RequestReader
 from meshlm.protocol.config.server import STORE_OFF
 
 Json = dict[str, Any]
+_RESPONSE = Parameter("response_id", "path", {"type": "string", "minLength": 1}, "The id of a response.")
 POLL_S = 0.2  # how often a stream looks for events that another frontend writes
 MAX_TURNS = 4096  # of a conversation
 MAX_FOLLOWED = 1024  # streams of events that one frontend reads from the store
@@ -50,7 +62,7 @@ class Body(NamedTuple):
 class ResponseRoutes:
     """All routes of one frontend."""
 
-    def __init__(self, backend: Backend, generation: Generation, read_body: conversations.Read) -> None:
+    def __init__(self, backend: Backend, generation: Generation, reader: RequestReader) -> None:
         server, run = backend.config.server, backend.config.run
         path: Path | None = Path(server.responses_store or Path(run.run_dir) / shelf.FILE)
         self._shelf = shelf.Shelf(
@@ -58,13 +70,10 @@ class ResponseRoutes:
             server.responses_store_count,
             server.responses_store_bytes,
         )
-        self._backend, self._generation = backend, generation
-        self.conversations = conversations.ConversationRoutes(self._shelf, read_body, self._backend_ignored)
+        self._backend, self._generation, self._reader = backend, generation, reader
+        self.conversations = conversations.ConversationRoutes(self._shelf, reader.read, backend.observer.ignored)
         self._num_followed = 0
         self._background = Background(backend, generation, self._shelf, self._asked_again)
-
-    def _backend_ignored(self, unknown: tuple[str, ...], path: str) -> None:
-        self._backend.observer.ignored(unknown, path)
 
     def start(self) -> None:
         if self._shelf.path is not None:
@@ -76,7 +85,17 @@ class ResponseRoutes:
 
     # --- create ---
 
-    async def create(self, request: Request, body: Body, again: IdempotencyKey | None) -> HttpResponse | None:
+    @route(
+        "/v1/responses",
+        "Answer a conversation, by OpenAI's newer API.",
+        answers=schema.ResponsesResponse,
+        body=schema.ResponsesRequest,
+        parameters=NAMED,
+        streams=True,
+        group=Group.GENERATION,
+    )
+    async def create(self, request: Request) -> HttpResponse | None:
+        body, again = await self._reader.read(request, self._read)
         fields, key = body.fields, key_of(request)
         stores = self._stores(fields)
         before = await self._before(fields, key)
@@ -93,7 +112,14 @@ class ResponseRoutes:
         answering = Answering(fields, ask, stores=stores)
         before_end = partial(self._keep, answering, fields, key) if stores else None
         form = Form(answering.whole, answering.stream, named_by_header=False, before_end=before_end)
-        return await self._generation.answer(request, ask, body.model, "resp_", again, form)
+        return await self._generation.answer(request, ask, body.model, again, "resp_", form)
+
+    def _read(self, request: Request, raw: bytes) -> tuple[Body, IdempotencyKey | None]:
+        check = partial(limits.check_raw_texts, resolved=self._backend.resolved)
+        fields, unknown = read(raw, check, self._reader.longest)
+        check_last_id(request.headers.get(LAST_ID, ""))
+        model = self._reader.check_model(fields.model)
+        return Body(fields, unknown, raw, model), self._reader.idempotency_key(request, raw)
 
     def _stores(self, fields: ResponsesRequest) -> bool:
         is_on = self._shelf.path is not None
@@ -233,6 +259,24 @@ class ResponseRoutes:
 
     # --- what is stored ---
 
+    @route(
+        "/v1/responses/{response_id}",
+        "A response that is stored; of one in the background also its events.",
+        answers=schema.ResponsesResponse,
+        errors=STORED,
+        parameters=(
+            _RESPONSE,
+            switch("stream", "Its events, also those that are still to come."),
+            Parameter(
+                "starting_after",
+                "query",
+                {"type": "integer", "minimum": 0},
+                "With stream: the number of the event before.",
+            ),
+        ),
+        streams=True,
+        group=Group.GENERATION,
+    )
     async def retrieve(self, request: Request) -> HttpResponse | None:
         stored = await self._shelf.find(request.path_params["response_id"], key_of(request))
         after = listing.number(request.query_params, "starting_after", -1)
@@ -254,12 +298,30 @@ class ResponseRoutes:
             return stored.answer
         return msgspec.json.encode({**msgspec.json.decode(stored.answer), "status": stored.status})
 
+    @route(
+        "/v1/responses/{response_id}",
+        "Forget a response.",
+        answers=schema.DeletedResponse,
+        methods=("DELETE",),
+        errors=STORED,
+        parameters=(_RESPONSE,),
+        group=Group.GENERATION,
+    )
     async def delete(self, request: Request) -> HttpResponse:
         response_id = request.path_params["response_id"]
         await self._shelf.delete(response_id, key_of(request))
         self._background.lose(response_id)
         return _json(msgspec.json.encode({"id": response_id, "object": "response", "deleted": True}))
 
+    @route(
+        "/v1/responses/{response_id}/cancel",
+        "End a response in the background.",
+        answers=schema.ResponsesResponse,
+        methods=("POST",),
+        errors=STORED,
+        parameters=(_RESPONSE,),
+        group=Group.GENERATION,
+    )
     async def cancel(self, request: Request) -> HttpResponse:
         key = key_of(request)
         stored = await self._shelf.find(request.path_params["response_id"], key)
@@ -275,6 +337,14 @@ class ResponseRoutes:
             raise HttpError(400, f"response_id: this response is {stored.status} already", "response_id")
         return _json(stored.answer)
 
+    @route(
+        "/v1/responses/{response_id}/input_items",
+        "The input of a response, the newest item first.",
+        answers=schema.InputItems,
+        errors=STORED,
+        parameters=(_RESPONSE, *listing.PAGE),
+        group=Group.GENERATION,
+    )
     async def input_items(self, request: Request) -> HttpResponse:
         stored = await self._shelf.find(request.path_params["response_id"], key_of(request))
         return _json(listing.page(msgspec.json.decode(stored.items), request.query_params))
@@ -312,60 +382,6 @@ class ResponseRoutes:
             self._num_followed -= 1
             left.cancel()
             writer.release()
-
-
-class Answering:
-    """The form of one request's answer, kept until its end for who stores it."""
-
-    def __init__(self, fields: ResponsesRequest, ask: ParsedRequest, *, stores: bool) -> None:
-        self._repeated = translate.repeated(fields, ask, stores=stores)
-        self._namespaces = tools.namespaces(fields)
-        self._seals = ENCRYPTED in (fields.include or ())
-        self.turn: TurnResponse | None = None
-        self.format: ResponseFormat
-
-    def form(self, streams: bool) -> ResponseFormat:
-        self.format = ResponseFormat(self._repeated, self._namespaces, streams=streams, seals=self._seals)
-        return self.format
-
-    def whole(
-        self, ask: ParsedRequest, request_id: str, created: int, model: str, on_end: Callable[[], None]
-    ) -> TurnResponse:
-        self.turn = TurnResponse(ask, request_id, created, model, on_end, None, self.form(streams=False))
-        return self.turn
-
-    def stream(
-        self,
-        ask: ParsedRequest,
-        request_id: str,
-        created: int,
-        model: str,
-        on_end: Callable[[], None],
-        write: Callable[[bytes], None],
-        progress: Progress | None,
-    ) -> TurnResponse:
-        self.turn = TurnResponse(ask, request_id, created, model, on_end, write, self.form(streams=True))
-        return self.turn
-
-
-def read(
-    raw: bytes, check: Callable[[Mapping[str, Raw]], None], longest: int
-) -> tuple[ResponsesRequest, tuple[str, ...]]:
-    """The body, and its fields that nobody knows."""
-    fields, unknown = bodies.decode(raw, ResponsesRequest, check, longest)
-    translate.check(fields)
-    return fields, unknown
-
-
-def asked(
-    fields: ResponsesRequest, unknown: tuple[str, ...], before: list[Json], resolved: Any, server: Any
-) -> ParsedRequest:
-    """The request as the mesh is asked it. `before`: the items of the conversation so far."""
-    chat, unknown = translate.chat_request(fields, before), (*unknown, *tools.left_out(fields))
-    try:
-        return translate.parsed(parse.chat(chat, unknown, resolved, server), fields)
-    except HttpError as error:
-        raise translate.renamed(error) from None
 
 
 def names_of(request: Request, response_id: str) -> dict[str, str]:

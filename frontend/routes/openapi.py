@@ -12,8 +12,8 @@ import msgspec
 from meshlm.frontend.http.page_policy import HEADERS, source
 from meshlm.frontend.openai.answer_fields import GROUPS, NEEDLESS
 from meshlm.frontend.routes.operation import EVENTS, Operation, Parameter
-from meshlm.frontend.routes.operations import ADMIN_PATHS, COUNTED, PROBES
 from meshlm.frontend.routes.request_schema import Served, refine
+from meshlm.runtime.api_keys import ADMIN
 
 Json = dict[str, Any]
 Refs = dict[type | GenericAlias, dict[str, Any]]
@@ -74,10 +74,10 @@ def _description() -> str:
 
 
 def _operation(op: Operation, method: str, refs: Refs, keys: bool, served: Served) -> Json:
-    errors = {*op.errors, *((401, 403) if (keys and not op.is_open) or op.path in ADMIN_PATHS else ())}
-    if keys and method == "POST" and op.path in COUNTED:
+    errors = {*op.errors, *((401, 403) if (keys and not op.is_open) or op.key_scope == ADMIN else ())}
+    if keys and method == "POST" and op.counts:
         errors.add(429)
-    if not keys and op.path not in PROBES:
+    if not keys and not op.is_probe:
         errors |= {403} | ({415} if op.body is not None else set())
     found: Json = {
         "operationId": f"{method.lower()}{re.sub('[^a-z]+', '_', op.path)}".rstrip("_"),

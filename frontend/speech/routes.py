@@ -1,4 +1,4 @@
-"""The routes for audio: a form to prompts for the mesh. Called by routes.py's table of routes.
+"""The routes for audio: a form to prompts for the mesh. Called by the table of routes.
 
 A body counts as incoming until its audio is decoded, in a child of this process. Then it is a request like others; where the client
 does not say the language, a step before it finds that (language.py).
@@ -6,8 +6,6 @@ does not say the language, a step before it finds that (language.py).
 
 import asyncio
 import hashlib
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,7 +19,9 @@ from meshlm.frontend.openai.parse import ParsedRequest
 from meshlm.frontend.requests import retry
 from meshlm.frontend.requests.generation import Backend, Form, Generation
 from meshlm.frontend.requests.poison import name_of
-from meshlm.frontend.speech import form, language, parse
+from meshlm.frontend.routes.operation import NAMED, SRT, TEXT, VTT, Group, route
+from meshlm.frontend.routes.request_reader import RequestReader
+from meshlm.frontend.speech import form, language, parse, schema
 from meshlm.frontend.speech.answers import SpeechResponse
 from meshlm.frontend.speech.audio_decoder import AudioDecoder
 from meshlm.frontend.speech.parse import Transcription
@@ -31,14 +31,6 @@ from meshlm.runtime.process import in_hand
 
 DECODED_AT_ONCE = 2  # audio; each may take --max-audio-seconds of samples
 PREFIXES: dict[SpeechTask, str] = {"transcribe": "transcribe-", "translate": "translate-"}
-
-
-class Reads(NamedTuple):
-    """What routes.py does for every route."""
-
-    body: Callable[[Request], AbstractAsyncContextManager[bytes]]
-    again: Callable[[Request, bytes], retry.IdempotencyKey | None]
-    check_model: Callable[[str | None], str]
 
 
 class Asked(NamedTuple):
@@ -53,22 +45,44 @@ class Asked(NamedTuple):
 class SpeechRoutes:
     """See the module docstring."""
 
-    def __init__(self, backend: Backend, generation: Generation, reads: Reads) -> None:
-        self._backend, self._generation, self._reads = backend, generation, reads
+    def __init__(self, backend: Backend, generation: Generation, reader: RequestReader) -> None:
+        self._backend, self._generation, self._reader = backend, generation, reader
         self._decoders = asyncio.Semaphore(DECODED_AT_ONCE)
         server = backend.config.server
         self._decoder = AudioDecoder(server.max_audio_bytes, server.max_audio_seconds)
 
+    @route(
+        "/v1/audio/transcriptions",
+        "Write down what is said in an audio clip.",
+        answers=schema.TranscriptionResponse,
+        body=schema.TranscriptionRequest,
+        parameters=NAMED,
+        streams=True,
+        is_form=True,
+        texts=(TEXT, SRT, VTT),
+        group=Group.SPEECH,
+    )
     async def transcriptions(self, request: Request) -> HttpResponse | None:
         """POST /v1/audio/transcriptions."""
         return await self._answer(request, "transcribe")
 
+    @route(
+        "/v1/audio/translations",
+        "Write down in English what is said in an audio clip.",
+        answers=schema.TranscriptionResponse,
+        body=schema.TranslationRequest,
+        parameters=NAMED,
+        streams=True,
+        is_form=True,
+        texts=(TEXT, SRT, VTT),
+        group=Group.SPEECH,
+    )
     async def translations(self, request: Request) -> HttpResponse | None:
         """POST /v1/audio/translations."""
         return await self._answer(request, "translate")
 
     async def _answer(self, request: Request, task: SpeechTask) -> HttpResponse | None:
-        async with self._reads.body(request) as raw, self._decoders:
+        async with self._reader.bodies.body(request, is_json=False) as raw, self._decoders:
             name = name_of(request.url.path, raw)
             async with self._backend.poison.turn(name):
                 asked = await asyncio.to_thread(in_hand.holding, name, self._read, request, raw, task)
@@ -81,7 +95,7 @@ class SpeechRoutes:
             before_start=prepare,
         )
         try:
-            return await self._generation.answer(request, asked.ask, asked.model, PREFIXES[task], asked.again, made)
+            return await self._generation.answer(request, asked.ask, asked.model, asked.again, PREFIXES[task], made)
         except HttpError as error:
             if error.param == "prompt" and "--max-concurrent-bytes" in error.message:  # the audio is what is large
                 raise HttpError(error.status, error.message, form.FILE, error.kind) from None
@@ -100,9 +114,9 @@ class SpeechRoutes:
         resolved, server = self._backend.resolved, self._backend.config.server
         fields = form.fields_of(form.read(request.headers.get("content-type", ""), raw), LISTS)
         check_last_id(request.headers.get(retry.LAST_ID, ""))
-        again = self._reads.again(request, _identity(fields))
+        again = self._reader.idempotency_key(request, _identity(fields))
         body, unknown = parse.body_of(fields, task)
-        model = self._reads.check_model(body.model)
+        model = self._reader.check_model(body.model)
         transcription = parse.transcription_of(body, task, resolved)
         if len(body.file) > server.max_audio_bytes:
             text = f"file: {len(body.file)} bytes; at most {server.max_audio_bytes} are taken (--max-audio-bytes)"

@@ -13,7 +13,7 @@ from meshlm.frontend.openai.parse import ParsedRequest
 from meshlm.frontend.openai.stream_response import StreamResponse
 from meshlm.frontend.requests.generation import Form
 from meshlm.frontend.vectors.answers import VectorsResponse
-from meshlm.frontend.vectors.routes import Asked
+from meshlm.frontend.vectors.reading import Asked
 from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime import io_processors
 from meshlm.runtime.io_processors import IOProcessor, ProcessingError

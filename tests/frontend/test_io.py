@@ -18,7 +18,8 @@ from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.io import FrontendApp
 from meshlm.frontend.observe import request_log
 from meshlm.frontend.openai.responses import WholeResponse
-from meshlm.frontend.routes.routes import Routes
+from meshlm.frontend.requests.poison import PoisonBodies
+from meshlm.frontend.routes.application import Application
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.edges.control import MeshStats, Shutdown
 from meshlm.protocol.edges.text import Abort, Cancel, Detokenize, DetokenizeReply, Finished, Submit, TextPrompt
@@ -342,10 +343,11 @@ async def test_ready_tells_a_link_of_any_process() -> None:
         readiness=SimpleNamespace(
             not_ready_reason=lambda: "", blocked=lambda: "worker/0 hears nothing", refusal=lambda: ""
         ),
-        observer=SimpleNamespace(refused=id, rates=None),
+        observer=SimpleNamespace(refused=id, rates=None, ignored=id),
+        poison=PoisonBodies(),
     )
     async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(Routes(backend).app()), base_url="http://localhost"
+        transport=httpx.ASGITransport(Application(backend).app()), base_url="http://localhost"
     ) as http:
         answer = await http.get("/ready")
     assert (answer.status_code, answer.text) == (503, "worker/0 hears nothing")

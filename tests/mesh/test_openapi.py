@@ -15,8 +15,8 @@ from serving import Serving, serving
 from meshlm.frontend.openai.answer_fields import OF_ANSWER, OF_PROMPT, OF_VECTORS
 from meshlm.frontend.openai.schema import MAX_TOKENS
 from meshlm.frontend.openai.structured import PLAIN
-from meshlm.frontend.operator.operator_operations import DEVELOPMENT
-from meshlm.frontend.routes.operations import served
+from meshlm.frontend.routes.application import OPERATIONS, served
+from meshlm.frontend.routes.operation import Group
 
 pytestmark = pytest.mark.mesh
 
@@ -258,7 +258,7 @@ DEVELOPING = {
 
 def test_each_route_for_development_answers_as_declared() -> None:
     """Of a mesh of their own, which they pause, let sleep and scale. In the end it serves."""
-    own = {op.path for op in DEVELOPMENT}
+    own = {op.path for op in OPERATIONS if op.group is Group.DEVELOPMENT}
     with serving(*FLAGS, "--server-dev-mode", "--enable-sleep-mode") as server:
         found = [operation for operation in operations(server.url) if operation.path in own]
         assert {operation.path for operation in found} == own

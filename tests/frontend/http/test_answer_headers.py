@@ -8,7 +8,7 @@ import pytest
 from scripted import Scripted
 
 from meshlm.frontend.http.answer_headers import load_report
-from meshlm.frontend.routes.operations import served
+from meshlm.frontend.routes.application import served
 from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.edges.control import MeshStats, RankStats
 from meshlm.protocol.wire.ids import ErrorKind

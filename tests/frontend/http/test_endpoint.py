@@ -26,7 +26,7 @@ async def cut_off(*, started: bool) -> list[Any]:
         await request.body()
 
     scope: Any = {"type": "http", "method": "POST", "path": "/", "headers": []}
-    task = asyncio.create_task(Endpoint(read, lambda error: None)(scope, receive, send))
+    task = asyncio.create_task(Endpoint(read, None)(scope, receive, send))
     await asyncio.wait_for(waits.wait(), 10)
     task.cancel()
     await asyncio.wait_for(task, 10)  # not CancelledError, of which uvicorn logs a traceback

@@ -18,7 +18,7 @@ from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.http.rate_limits import RateLimits
 from meshlm.frontend.openai import limits
 from meshlm.frontend.requests.poison import PoisonBodies
-from meshlm.frontend.routes.routes import Routes
+from meshlm.frontend.routes.application import Application
 from meshlm.protocol.config import MeshConfig, ServerConfig
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
@@ -26,7 +26,7 @@ MB = 1 << 20
 LONG = "x" * bodies.LARGE_BYTES
 
 
-def client(**server: Any) -> tuple[Routes, httpx.AsyncClient]:
+def client(**server: Any) -> tuple[Application, httpx.AsyncClient]:
     backend: Any = plays_all_parts(
         SimpleNamespace(
             config=MeshConfig(server=ServerConfig(**server), resolved=RESOLVED),
@@ -34,11 +34,12 @@ def client(**server: Any) -> tuple[Routes, httpx.AsyncClient]:
             version="1.2",
             refusal=lambda *, attaches: "",
             refused=lambda seconds: None,
+            ignored=lambda unknown, path: None,
             rates=RateLimits(""),
             poison=PoisonBodies(),
         )
     )
-    routes = Routes(backend)
+    routes = Application(backend)
     transport, headers = httpx.ASGITransport(routes.app()), {"Content-Type": "application/json"}
     return routes, httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers)
 
@@ -72,7 +73,7 @@ async def test_large_ones_are_read_in_a_thread_one_after_the_other(path: str, mo
         assert [answer.status_code for answer in answers] == [404] * 3
         assert threading.get_ident() not in threads
         assert most == 1
-        assert routes._incoming.num_bytes == 0
+        assert routes.reader.bodies._incoming.num_bytes == 0
         assert (await http.post(path, json=fields)).status_code == 404
         assert threading.get_ident() in threads, "small ones are read at once"
 
@@ -80,17 +81,17 @@ async def test_large_ones_are_read_in_a_thread_one_after_the_other(path: str, mo
 async def test_a_large_body_counts_until_it_is_read() -> None:
     """Those that wait for their turn are in memory."""
     routes, http = client(max_incoming_bytes=4 * len(LONG))
-    async with http, routes._reads_large:
+    async with http, routes.reader.bodies.reads_large:
         body = json.dumps({"prompt": "x", "model": "no such", "user": LONG + LONG})
         waiting = asyncio.ensure_future(http.post("/v1/completions", content=body))
-        await asyncio.to_thread(until, lambda: routes._incoming.num_bytes > 0)
+        await asyncio.to_thread(until, lambda: routes.reader.bodies._incoming.num_bytes > 0)
         answer = await http.post("/v1/completions", content=body + " " * 2 * len(LONG))
         assert answer.status_code == 503
         assert "--max-incoming-bytes" in answer.json()["error"]["message"]
         assert not waiting.done()
-        routes._reads_large.release()
+        routes.reader.bodies.reads_large.release()
         assert (await waiting).status_code == 404
-        await routes._reads_large.acquire()
+        await routes.reader.bodies.reads_large.acquire()
 
 
 MANY_IDS = ["x"] * (limits.MAX_LISTED_IDS + 1)  # no ids: whoever decodes them says so

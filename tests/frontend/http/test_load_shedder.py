@@ -7,6 +7,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from meshlm.frontend.http.load_shedder import LoadShedder
+from meshlm.frontend.routes.application import PATHS
 
 FULL = "4 requests are waiting already (--max-waiting)"
 
@@ -18,7 +19,7 @@ class Door:
         self.reason = reason
         self.asked: list[bool] = []
         self.times: list[float] = []
-        self.gate = LoadShedder(self._app, self._refusal, lambda _, seconds: self.times.append(seconds))
+        self.gate = LoadShedder(self._app, self._refusal, lambda _, seconds: self.times.append(seconds), PATHS.submits)
 
     def _refusal(self, *, attaches: bool) -> str:
         self.asked.append(attaches)

@@ -6,12 +6,11 @@ from typing import Any
 
 import httpx
 import pytest
+from route_groups import OPERATIONS, SPEECH, VECTORS
 from scripted import Scripted
 
 from meshlm.frontend.http.rate_limits import RateLimits
-from meshlm.frontend.routes.operations import ADMIN_PATHS, COUNTED, INFORMATION, OPERATIONS, PROBES
-from meshlm.frontend.speech.operations import SPEECH
-from meshlm.frontend.vectors.operations import VECTORS
+from meshlm.frontend.routes.application import PATHS
 from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.edges.text import Detokenize, DetokenizeReply, Tokenize, TokenizeReply
 from meshlm.runtime.api_keys import SCOPES, ApiKey, Limits
@@ -125,8 +124,8 @@ async def answered(tokenized: Any, message: Tokenize | Detokenize) -> TokenizeRe
 def test_what_counts_is_all_that_computes_or_reads_texts() -> None:
     asked = {op.path for op in (*OPERATIONS, *VECTORS, *SPEECH) if op.methods == ("POST",) and op.body is not None}
     without_limits = {path for path in asked if "{" in path} | {"/settings"}
-    assert asked - without_limits <= COUNTED
-    assert not COUNTED & (ADMIN_PATHS | INFORMATION | PROBES)
+    assert asked - without_limits <= PATHS.counted
+    assert not PATHS.counted & (PATHS.admin | PATHS.information | PATHS.probes)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from meshlm.frontend.openai.schema import (
 )
 from meshlm.frontend.rendering.schema import BatchChatRequest, DerenderChatRequest
 from meshlm.frontend.responses_api.schema import ResponsesRequest
-from meshlm.frontend.routes.operations import served
+from meshlm.frontend.routes.application import served
 
 # Fields that change no answer on any path: who asks, for which model, in what order, for how long something is kept.
 NAMES_AND_PLACES = {"model", "user", "user_profile_id", "workspace_id", "request_id", "priority", "cache_salt", "cache_control",

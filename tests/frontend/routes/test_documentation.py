@@ -10,10 +10,10 @@ import httpx
 import pytest
 from doubles import plays_all_parts
 from parsing import RESOLVED
+from route_groups import DASHBOARD, DOCUMENTATION, OPERATIONS
 
-from meshlm.frontend.operator.operator_operations import DASHBOARD, DOCUMENTATION
-from meshlm.frontend.routes.operations import OPERATIONS
-from meshlm.frontend.routes.routes import Routes
+from meshlm.frontend.requests.poison import PoisonBodies
+from meshlm.frontend.routes.application import Application
 from meshlm.protocol.config import MeshConfig, ServerConfig
 
 
@@ -25,10 +25,12 @@ def client(**server: Any) -> httpx.AsyncClient:
             version="1.2",
             refusal=lambda *, attaches: "",
             refused=lambda seconds: None,
+            ignored=lambda unknown, path: None,
+            poison=PoisonBodies(),
             rates=None,
         )
     )
-    return httpx.AsyncClient(transport=httpx.ASGITransport(Routes(backend).app()), base_url="http://localhost")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(Application(backend).app()), base_url="http://localhost")
 
 
 @pytest.mark.parametrize("op", DOCUMENTATION, ids=lambda op: op.path)

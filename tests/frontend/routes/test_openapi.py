@@ -10,14 +10,14 @@ import msgspec
 import pytest
 from answering import HELLO, OF_PROMPT, PROMPT_IDS, STOP, asking, give, whole
 from jsonschema import Draft202012Validator
+from route_groups import DOCUMENTATION, OPERATIONS
 
 from meshlm.frontend.http.errors import NOT_SERVED, STATUS
 from meshlm.frontend.openai import response_schema
 from meshlm.frontend.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from meshlm.frontend.operator.operator_operations import DOCUMENTATION
 from meshlm.frontend.rendering.schema import BatchChatRequest
 from meshlm.frontend.routes import openapi
-from meshlm.frontend.routes.operations import OPERATIONS, served
+from meshlm.frontend.routes.application import served
 from meshlm.frontend.routes.request_schema import Served
 
 Json = dict[str, Any]

@@ -11,13 +11,13 @@ import pytest
 from audio_clips import DE, EN, JA, NO_TIMES, START, TRANSCRIBE, TRANSLATE, ZERO, Speaking, audio_file, chunks, tone
 from openai.types.audio import Transcription, TranscriptionVerbose, Translation
 from openai_client import client_of
+from route_groups import OPERATIONS, VECTORS
+from route_groups import SPEECH as ROUTES
 
 from meshlm.frontend.routes import openapi
-from meshlm.frontend.routes.operations import OPERATIONS, served
+from meshlm.frontend.routes.application import served
 from meshlm.frontend.routes.request_schema import Served
-from meshlm.frontend.speech.operations import SPEECH as ROUTES
 from meshlm.frontend.speech.schema import TranscriptionResponse
-from meshlm.frontend.vectors.operations import VECTORS
 from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.edges.text import Finished, MediaPrompt, TokenPrompt, media_of
 from meshlm.protocol.wire.columns import pack_i32
@@ -270,7 +270,7 @@ async def test_bodies_have_their_limit() -> None:
     backend = Speaking(ServerConfig(responses_store="off", max_incoming_bytes=70_000))
     large = audio_file(tone(6.0))
     assert "--max-incoming-bytes" in (await post(backend, file=large, status=503)).text
-    assert backend.routes._incoming.num_bytes == 0
+    assert backend.routes.reader.bodies._incoming.num_bytes == 0
 
 
 async def test_a_large_sound_is_no_json() -> None:

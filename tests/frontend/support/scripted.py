@@ -18,7 +18,7 @@ from meshlm.frontend.openai.parse import ParsedRequest
 from meshlm.frontend.openai.responses import Response
 from meshlm.frontend.operator.scaling import AskedRanks
 from meshlm.frontend.requests.poison import PoisonBodies
-from meshlm.frontend.routes.routes import Routes
+from meshlm.frontend.routes.application import Application
 from meshlm.protocol.config import MeshConfig, Resolved, ServerConfig
 from meshlm.protocol.config.changing import changed
 from meshlm.protocol.edges.control import AskProcesses, MeshProcesses, MeshStats
@@ -85,7 +85,7 @@ class Scripted:
         self._tasks: set[asyncio.Task[None]] = set()
         self.figures = Figures()
         self.figures.take(MeshStats(True))
-        self.routes = Routes(self)
+        self.routes = Application(self)
         self.app: Any = self.routes.app()
 
     @property

@@ -49,11 +49,13 @@ def arm() -> None:
     """In each process that a plug-in is run in: what it is, its command line says."""
     role = " ".join(sys.argv).partition("--identity ")[2].partition("/")[0]
     if role == "frontend":
-        from meshlm.frontend.routes.routes import Routes
+        from meshlm.frontend.routes.request_reader import RequestReader
 
         wanted = f'"prompt":[{POISON},{KILLS.index(role)}'.encode()
         kill = struct.pack("<ii", POISON, KILLS.index(role))
-        _before(Routes, "_completion", role, lambda request, raw: [kill] if wanted in raw.replace(b" ", b"") else [])
+        _before(
+            RequestReader, "completion", role, lambda request, raw: [kill] if wanted in raw.replace(b" ", b"") else []
+        )
     elif role == "detokenizer":
         from meshlm.detokenizer.io import DetokenizerApp
 

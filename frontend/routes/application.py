@@ -1,0 +1,243 @@
+"""All routes of one frontend, and the ASGI application around them. Made by http/listener.py.
+
+What a route has belongs to one request; state across requests is the process's (io.py). requests/generation.py answers completions.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response as HttpResponse
+from starlette.routing import Route
+
+from meshlm.frontend.dashboard.routes import DashboardRoutes
+from meshlm.frontend.http import bodies
+from meshlm.frontend.http.answer_headers import AnswerHeaders
+from meshlm.frontend.http.endpoint import ByMethod, Endpoint, KeyCheck, RootPath, json_response, plain_error
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.load_shedder import LoadShedder
+from meshlm.frontend.http.web_pages import WebPages
+from meshlm.frontend.messages.routes import MessageRoutes
+from meshlm.frontend.openai import response_schema as responses
+from meshlm.frontend.openai import schema
+from meshlm.frontend.operator.routes import OperatorRoutes
+from meshlm.frontend.rendering.routes import Rendering
+from meshlm.frontend.requests.generation import Backend, Generation
+from meshlm.frontend.requests.generative_scoring import Scoring
+from meshlm.frontend.responses_api.conversations import ConversationRoutes
+from meshlm.frontend.responses_api.routes import ResponseRoutes
+from meshlm.frontend.routes import openapi
+from meshlm.frontend.routes.information_routes import InformationRoutes
+from meshlm.frontend.routes.operation import ANY_KEY, GENERATES, HTML, NAMED, Group, Operation, operations_of, route
+from meshlm.frontend.routes.paths import Paths
+from meshlm.frontend.routes.request_reader import RequestReader
+from meshlm.frontend.routes.request_schema import Served
+from meshlm.frontend.routes.text_routes import TextRoutes
+from meshlm.frontend.speech.routes import SpeechRoutes
+from meshlm.frontend.vectors import schema as vectors
+from meshlm.frontend.vectors.routes import VectorRoutes
+from meshlm.runtime.api_keys import ApiKeys
+
+# Of POST /invocations: the field that says which route a body is for; the first that is there counts.
+INVOCATIONS = (
+    ("messages", "/v1/chat/completions"),
+    ("prompt", "/v1/completions"),
+    ("query", "/rerank"),
+    ("text_1", "/score"),
+    ("queries", "/score"),
+    ("data_1", "/score"),
+    ("task", "/pooling"),
+    ("data", "/pooling"),
+)
+# Where the fields are input or messages: by what the model does unasked.
+PATH_OF_TASK = {"embed": "/v1/embeddings", "classify": "/classify"}
+Handler = Callable[[Request], Awaitable[HttpResponse | None]]
+
+
+class Application:
+    """Of one frontend."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        generation = Generation(backend)
+        self.unsent = generation.unsent
+        self.reader = reader = RequestReader(backend, PATHS.submits.__contains__)
+        self.responses = ResponseRoutes(backend, generation, reader)
+        self.keys = ApiKeys.of_server(backend.config.server)
+        rooms = (
+            self,
+            TextRoutes(backend, generation, reader),
+            self.responses,
+            self.responses.conversations,
+            MessageRoutes(backend, generation, reader),
+            Rendering(backend, generation, reader),
+            Scoring(backend.resolved, generation, reader),
+            VectorRoutes(backend, generation, reader),
+            SpeechRoutes(backend, generation, reader),
+            InformationRoutes(backend, reader),
+            OperatorRoutes(backend, reader.read),
+            DashboardRoutes(backend.observer),
+        )
+        wanted = self.operations()
+        self._handlers: list[tuple[Operation, Handler]] = [
+            (operation, getattr(room, operation.handler.__name__))
+            for room in rooms
+            for operation in operations_of(type(room))
+            if operation in wanted
+        ]
+
+    def operations(self) -> tuple[Operation, ...]:
+        """The routes of this server."""
+        server, resolved = self._backend.config.server, self._backend.resolved
+        return served(
+            documentation=not server.disable_fastapi_docs,
+            development=server.server_dev_mode,
+            pooling=resolved.pooling is not None,
+            speech=resolved.speech is not None,
+            tokenizer_info=server.enable_tokenizer_info_endpoint,
+            renders_only=resolved.renders_only,
+            dashboard=server.max_dashboards > 0,
+        )
+
+    def app(self) -> Any:
+        """The ASGI application: the answers' own headers, the path of a proxy, what web pages may, CORS, then the key check, then the
+        gate, then the routes."""
+        backend, server = self._backend, self._backend.config.server
+        refused = backend.observer.refused
+        by_path: dict[str, dict[str, Endpoint]] = {}
+        for operation, handler in self._handlers:
+            endpoint = Endpoint(handler, refused if operation.submits else None)
+            by_path.setdefault(operation.pattern, {}).update(dict.fromkeys(operation.methods, endpoint))
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=server.cors_origins,
+            allow_methods=server.allowed_methods,
+            allow_headers=server.allowed_headers,
+            allow_credentials=server.allow_credentials,
+            allow_private_network=True,
+        )
+        app = Starlette(
+            routes=[Route(path, ByMethod(endpoints), methods=list(endpoints)) for path, endpoints in by_path.items()],
+            middleware=[
+                Middleware(RootPath, root=server.root_path),
+                Middleware(WebPages, server=server, refused=refused, paths=PATHS),
+                cors,
+                Middleware(KeyCheck, keys=self.keys, rates=backend.observer.rates, refused=refused, paths=PATHS),
+                Middleware(LoadShedder, refusal=backend.readiness.refusal, refused=refused, submits=PATHS.submits),
+            ],
+            exception_handlers={HTTPException: plain_error},
+        )
+        return AnswerHeaders(app, lambda: backend.figures.now, PATHS.submits)
+
+    @route(
+        "/invocations",
+        "For SageMaker: as the route that the body's fields name, which is /v1/chat/completions with messages.",
+        answers=responses.ChatCompletionResponse,
+        body=schema.ChatRequest,
+        parameters=GENERATES,
+        streams=True,
+        group=Group.GENERATION,
+    )
+    @route(
+        "/invocations",
+        "For SageMaker: as the route that the body's fields name: with input or messages /v1/embeddings, /classify or /pooling, "
+        "by what the model does first.",
+        answers=vectors.PoolingResponse,
+        body=vectors.PoolingRequest,
+        parameters=NAMED[:2],
+        group=Group.VECTORS,
+    )
+    async def invocations(self, request: Request) -> HttpResponse | None:
+        """For SageMaker: what the body's fields say."""
+        async with self.reader.bodies.body(request) as raw:
+            fields = bodies.fields_of(raw)
+        handlers = {operation.path: handler for operation, handler in self._handlers}
+        pooling = self._backend.resolved.pooling
+        inputs = "" if pooling is None else PATH_OF_TASK.get(pooling.tasks[0], "/pooling")
+        forms = [one for one in (*INVOCATIONS, ("input", inputs), ("messages", inputs)) if one[1] in handlers]
+        path = next((path for field, path in forms if field in fields), "")
+        if not path:
+            wanted = ", ".join(f"{field} ({path})" for field, path in forms)
+            raise HttpError(400, f"the body is for no route that is served; it needs one of {wanted}")
+        named = Request({**request.scope, "path": path}, request.receive)
+        named._body = raw
+        return await handlers[path](named)
+
+    @route(
+        "/openapi.json",
+        "This description (OpenAPI 3.1).",
+        answers="application/json",
+        group=Group.DOCUMENTATION,
+        key_scope=ANY_KEY,
+    )
+    async def openapi(self, request: Request) -> HttpResponse:
+        return json_response(self._document())
+
+    @route("/docs", "This description, to be read.", answers=HTML, group=Group.DOCUMENTATION, key_scope=ANY_KEY)
+    @route("/redoc", "The same page as /docs.", answers=HTML, group=Group.DOCUMENTATION, key_scope=ANY_KEY)
+    async def docs(self, request: Request) -> HttpResponse:
+        return HttpResponse(openapi.page(self._document()), media_type=HTML, headers=openapi.PAGE_HEADERS)
+
+    def _document(self) -> dict[str, Any]:
+        server, resolved = self._backend.config.server, self._backend.resolved
+        facts = Served(
+            resolved.served_names,
+            resolved.spec.vocab_size,
+            server.max_logprobs,
+            server.enable_auto_tool_choice,
+            server.trust_request_chat_template,
+            self._backend.config.scheduler.scheduling_policy == "priority",
+            bool(server.reasoning_parser),
+            server.enable_prompt_embeds,
+        )
+        return openapi.document(self.operations(), self._backend.version, bool(self.keys), facts, server.root_path)
+
+
+OPERATIONS = operations_of(
+    TextRoutes,
+    ResponseRoutes,
+    ConversationRoutes,
+    MessageRoutes,
+    Rendering,
+    Scoring,
+    VectorRoutes,
+    SpeechRoutes,
+    Application,
+    InformationRoutes,
+    OperatorRoutes,
+    DashboardRoutes,
+)
+PATHS = Paths.of_operations(OPERATIONS)
+
+
+def served(
+    *,
+    documentation: bool,
+    development: bool,
+    pooling: bool = False,
+    speech: bool = False,
+    tokenizer_info: bool = False,
+    renders_only: bool = False,
+    dashboard: bool = False,
+) -> tuple[Operation, ...]:
+    """All routes of a server that gives vectors, gives text (--runner), transcribes audio, or renders texts alone; with or without its
+    documentation (--disable-fastapi-docs), its dashboard (--max-dashboards), those for development (--server-dev-mode) and the
+    tokenizer's (--enable-tokenizer-info-endpoint)."""
+    groups = {
+        Group.ANY: True,
+        Group.TEXT: not (pooling or speech),
+        Group.GENERATION: not (pooling or speech or renders_only),
+        Group.VECTORS: pooling,
+        Group.SPEECH: speech,
+        Group.TOKENIZER_INFO: tokenizer_info,
+        Group.DASHBOARD: dashboard,
+        Group.DEVELOPMENT: development,
+        Group.DOCUMENTATION: documentation,
+    }
+    return tuple(
+        one for one in OPERATIONS if groups[one.group] or (renders_only and one.path.endswith(("/render", "/derender")))
+    )

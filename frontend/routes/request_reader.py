@@ -1,0 +1,99 @@
+"""What the routes of every API do alike: bodies to parsed requests, the served names, and questions to the tokenizer."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, TypeVar, overload
+
+from starlette.requests import Request
+
+from meshlm.frontend.http import bodies
+from meshlm.frontend.http.body_reader import BodyReader
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.rate_limits import num_tokens
+from meshlm.frontend.openai import limits, parse
+from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.schema import ChatRequest, CompletionRequest
+from meshlm.frontend.requests import retry
+from meshlm.frontend.requests.generation import Backend, disconnected
+from meshlm.frontend.requests.retry import IdempotencyKey
+from meshlm.protocol.edges.text import Detokenize, DetokenizeReply, Tokenize, TokenizeReply
+
+Parsed = TypeVar("Parsed")
+
+
+class ReadRequest(NamedTuple):
+    """A body that was read: the request, the model's name, and the key by which it may come again."""
+
+    parsed_request: ParsedRequest
+    model: str
+    idempotency_key: IdempotencyKey | None
+
+
+class RequestReader:
+    """Of one frontend. `counts_with_answer`: whether a path's tokens count for its key when the answer ends."""
+
+    def __init__(self, backend: Backend, counts_with_answer: Callable[[str], bool]) -> None:
+        self._backend, self._counts_with_answer = backend, counts_with_answer
+        self.bodies = BodyReader(backend.config.server, backend.poison)
+
+    async def read(self, request: Request, parse_body: Callable[[Request, bytes], Parsed]) -> Parsed:
+        """What `parse_body`, which changes nothing, makes of the body."""
+        return await self.bodies.read(request, parse_body)
+
+    @property
+    def longest(self) -> int:
+        """Values that one list of a body may hold."""
+        return max(bodies.MAX_IN_LIST, self._backend.resolved.max_model_len)
+
+    def idempotency_key(self, request: Request, body: bytes) -> IdempotencyKey | None:
+        keys, last_id = request.headers.getlist(retry.KEY), request.headers.get(retry.LAST_ID, "")
+        return retry.read(keys, last_id, request.url.path, request.scope.get("meshlm.key", ""), body)
+
+    def check_model(self, model: str | None) -> str:
+        """The served name, or HttpError."""
+        names = self._backend.resolved.served_names
+        if model and model not in names:  # an empty name is none, as for vLLM
+            text = f"The model `{model}` does not exist; this server has: {', '.join(names)}"
+            raise HttpError(404, text, "model", "not_found_error")
+        return model or names[0]
+
+    def completion(self, request: Request, raw: bytes) -> ReadRequest:
+        """A body of POST /v1/completions."""
+        resolved = self._backend.resolved
+        check = partial(limits.check_raw, resolved=resolved)
+        body, unknown = bodies.decode(raw, CompletionRequest, check, self.longest)
+        model = self.check_model(body.model)
+        parsed_request = parse.completion(body, unknown, resolved, self._backend.config.server)
+        return ReadRequest(parsed_request, model, self.idempotency_key(request, raw))
+
+    def chat(self, request: Request, raw: bytes) -> ReadRequest:
+        """A body of POST /v1/chat/completions."""
+        resolved, server = self._backend.resolved, self._backend.config.server
+        check = partial(limits.check_raw, resolved=resolved, vectors=server.enable_prompt_embeds)
+        body, unknown = bodies.decode(raw, ChatRequest, check, self.longest)
+        model = self.check_model(body.model)
+        parsed_request = parse.chat(body, unknown, resolved, server)
+        return ReadRequest(parsed_request, model, self.idempotency_key(request, raw))
+
+    @overload
+    async def ask(self, request: Request, question: Tokenize) -> TokenizeReply | None: ...
+    @overload
+    async def ask(self, request: Request, question: Detokenize) -> DetokenizeReply | None: ...
+    async def ask(self, request: Request, question: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply | None:
+        """The tokenizer's answer; None when the client left before."""
+        answered = asyncio.ensure_future(self._backend.requests.ask(question))
+        left = asyncio.ensure_future(disconnected(request))
+        try:
+            await asyncio.wait({answered, left}, return_when=asyncio.FIRST_COMPLETED)
+            if not answered.done():
+                return None
+            reply = await answered
+        finally:
+            answered.cancel()
+            left.cancel()
+        if reply.error:
+            raise HttpError.of(reply.kind, reply.error, reply.param)
+        if not self._counts_with_answer(request.url.path):
+            self._backend.observer.rates.used(request.scope.get("meshlm.key", ""), num_tokens(question, reply))
+        return reply

@@ -1,0 +1,140 @@
+"""The routes for vectors and scores: a body to prompts for the mesh, and what it gives to an answer. Called by routes.py."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from meshlm.frontend.http import bodies
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.stream_response import StreamResponse
+from meshlm.frontend.requests.generation import Backend, Form
+from meshlm.frontend.vectors import answers, parse
+from meshlm.frontend.vectors.answers import VectorsResponse
+from meshlm.frontend.vectors.schema import (
+    ClassificationRequest,
+    CohereEmbedRequest,
+    EmbeddingRequest,
+    EncodingCommon,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from meshlm.protocol.config import MeshConfig, Resolved
+from meshlm.protocol.edges.text import Prompt, Tokenize, TokenizeReply, TokenPrompt, num_bytes_of
+from meshlm.protocol.pooling import PoolingSpec
+from meshlm.protocol.wire.columns import ints, pack_i32
+
+Write = Callable[[VectorsResponse], bytes]
+
+
+class Asked(NamedTuple):
+    """One request: what the mesh is asked, the model's name, how the answer's id begins, and how the answer is written."""
+
+    ask: ParsedRequest
+    model: str | None
+    prefix: str
+    write: Write
+    parts: tuple[int, ...] = ()
+
+    def form(self) -> Form:
+        """For `Generation.answer`."""
+        return Form(partial(VectorsResponse, write=self.write, parts=self.parts), StreamResponse)
+
+
+def read(path: str, raw: bytes, longest: int, config: MeshConfig) -> Asked:
+    """The body of a request on this path. HttpError names the field at fault."""
+    try:
+        return _READERS[path.removeprefix("/v1").removeprefix("/v2")](raw, longest, config)
+    except HttpError as error:
+        if error.param == "prompt":
+            raise HttpError(error.status, error.message.replace("prompt:", "input:", 1), "input", error.kind) from None
+        raise
+
+
+def _embeddings(raw: bytes, longest: int, config: MeshConfig) -> Asked:
+    body, unknown = bodies.decode(raw, EmbeddingRequest, longest=longest)
+    write = partial(answers.write_encoded, body=body, kind="embedding")
+    return Asked(parse.embeddings(body, unknown, config), body.model, "embd-", write)
+
+
+def _pooling(raw: bytes, longest: int, config: MeshConfig) -> Asked:
+    body, unknown = bodies.decode(raw, PoolingRequest, longest=longest)
+    encoded: EncodingCommon = body
+    write = partial(answers.write_encoded, body=encoded, kind="pooling")
+    return Asked(parse.pooling(body, unknown, config), body.model, "pool-", write)
+
+
+def _classify(raw: bytes, longest: int, config: MeshConfig) -> Asked:
+    body, unknown = bodies.decode(raw, ClassificationRequest, longest=longest)
+    ask = parse.classification(body, unknown, config)
+    return Asked(ask, body.model, "classify-", partial(answers.write_classes, spec=_spec(config)))
+
+
+def _score(raw: bytes, longest: int, config: MeshConfig) -> Asked:
+    body, unknown = bodies.decode(raw, ScoreRequest, longest=longest)
+    pairs = parse.pairs_of(body)
+    write = partial(answers.write_scores, pairs=pairs)
+    return Asked(parse.scoring(body, pairs, unknown, config), body.model, "score-", write)
+
+
+def _rerank(raw: bytes, longest: int, config: MeshConfig) -> Asked:
+    body, unknown = bodies.decode(raw, RerankRequest, longest=longest)
+    pairs = parse.pairs_of_rerank(body)
+    write = partial(answers.write_ranks, pairs=pairs, body=body)
+    return Asked(parse.scoring(body, pairs, unknown, config), body.model, "score-", write)
+
+
+def _cohere(raw: bytes, longest: int, config: MeshConfig) -> Asked:
+    body, unknown = bodies.decode(raw, CohereEmbedRequest, longest=longest)
+    return Asked(parse.cohere(body, unknown, config), body.model, "embd-", partial(answers.write_cohere, body=body))
+
+
+_READERS: dict[str, Callable[[bytes, int, MeshConfig], Asked]] = {
+    "/embeddings": _embeddings,
+    "/pooling": _pooling,
+    "/classify": _classify,
+    "/score": _score,
+    "/rerank": _rerank,
+    "/embed": _cohere,
+}
+
+
+async def in_parts(asked: Asked, backend: Backend, ask: Callable[[Tokenize], Any]) -> Asked | None:
+    """Inputs longer than the context, as parts that fit (enable_chunked_processing). None when the client left meanwhile.
+
+    ask: gives the answer of a detokenizer, or None.
+    """
+    resolved, spec = backend.resolved, _spec(backend.config)
+    longest, keep = resolved.max_model_len, asked.ask.text.truncate_prompt_tokens
+    if not spec.chunks or keep or asked.prefix != "embd-":
+        return asked
+    prompts: list[Prompt] = []
+    parts: list[int] = []
+    for prompt in asked.ask.prompts:
+        if not isinstance(prompt, TokenPrompt) and num_bytes_of(prompt) + MARGIN > longest:
+            reply = await ask(Tokenize(backend.requests.new_handle(), prompt))
+            if reply is None:
+                return None
+            assert isinstance(reply, TokenizeReply)
+            prompt = TokenPrompt(reply.token_ids)
+        ids = ints(prompt.token_ids) if isinstance(prompt, TokenPrompt) else []
+        _check_length(len(ids), spec, resolved)
+        several = [TokenPrompt(pack_i32(ids[at : at + longest])) for at in range(0, len(ids), longest)]
+        prompts += several if len(several) > 1 else [prompt]
+        parts.append(max(1, len(several)))
+    return asked._replace(ask=asked.ask._replace(prompts=prompts), parts=tuple(parts))
+
+
+MARGIN = 16  # tokens that may stand around a text
+
+
+def _check_length(count: int, spec: PoolingSpec, resolved: Resolved) -> None:
+    if spec.max_embed_len and count > max(spec.max_embed_len, resolved.max_model_len):
+        text = f"input: {count} tokens; at most {spec.max_embed_len} are embedded (max_embed_len)"
+        raise HttpError(400, text, "input")
+
+
+def _spec(config: MeshConfig) -> PoolingSpec:
+    assert config.resolved is not None
+    return parse.spec_of(config.resolved)

@@ -1,0 +1,16 @@
+"""The routes by the servers that have them."""
+
+from meshlm.frontend.routes.application import OPERATIONS as ALL
+from meshlm.frontend.routes.application import served
+from meshlm.frontend.routes.operation import Group, Operation
+
+OPERATIONS = served(documentation=False, development=False)  # of a server that writes text
+
+
+def of_group(group: Group) -> tuple[Operation, ...]:
+    return tuple(operation for operation in ALL if operation.group is group)
+
+
+DOCUMENTATION, DASHBOARD, DEVELOPMENT, VECTORS, SPEECH = map(
+    of_group, (Group.DOCUMENTATION, Group.DASHBOARD, Group.DEVELOPMENT, Group.VECTORS, Group.SPEECH)
+)
