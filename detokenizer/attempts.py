@@ -1,19 +1,17 @@
 """Attempts: which scheduler computes each request of the journal, and where it goes on when processes die. Pure.
 
-A layer between the journal, which keeps the requests, and core.py's Detokenizer, which decodes their tokens. Owns what is known of
-the incarnations of schedulers and the coordinator, and all that is said to the coordinator: Admit and AbortRequests. Never decodes.
+Owned by core.py, which decodes the tokens. Knows the incarnations of schedulers and the coordinator, and says all that is said to the
+coordinator: Admit and AbortRequests. The journal keeps the requests.
 """
 
 from collections.abc import Iterable
 from itertools import zip_longest
 
 from meshlm.detokenizer.aborts import Aborts
-from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.events import Effect
 from meshlm.detokenizer.incarnations import Incarnations
 from meshlm.detokenizer.journal import Journal
 from meshlm.detokenizer.request_state import REPETITION_DETECTED, RequestState, RequestStatus
-from meshlm.protocol.counts import DETOKENIZER
 from meshlm.protocol.edges.admit import AbortRequests, Admit, Readmit, Routed, SchedulerIncarnation
 from meshlm.protocol.edges.token import Disown, StillThere
 from meshlm.protocol.wire.columns import pack_i32
@@ -24,24 +22,23 @@ from meshlm.runtime.process.events import PeerLost, PeerUp, Send
 from meshlm.runtime.process.in_hand import short
 
 
-class Attempts(Journal):
-    """See the module docstring. A death begins a new attempt of each request that it concerns."""
+class Attempts:
+    """A death begins a new attempt of each request that it concerns."""
 
     max_deaths = MAX_DEATHS  # of schedulers, or of the coordinator, after which a request is given up
 
-    def __init__(self, table: TokenTable, retry_window_s: float) -> None:
-        super().__init__(table, retry_window_s)
+    def __init__(self, journal: Journal, counts: Counts) -> None:
+        self._journal, self._counts = journal, counts
         self._incarnations = Incarnations()
         self._aborts = Aborts()
         self._spares: dict[Identity, bool] = {}  # whether it is known what its last incarnation died of
-        self.counts = Counts(DETOKENIZER)
 
     # --- one attempt ---
 
-    def _admit(self, request: RequestState) -> list[Effect]:
+    def admit(self, request: RequestState) -> list[Effect]:
         """Send the request towards a scheduler, unless the ids that exist already end it."""
         request.status = RequestStatus.ADMITTED
-        self.by_handle[request.handle] = request
+        self._journal.by_handle[request.handle] = request
         if request.stop is not None and request.stop.matched is not None:
             return self._end(request, FinishReason.STOP, stop_reason=request.stop.matched)
         if request.output_token_ids and request.output_token_ids[-1] in {
@@ -57,59 +54,61 @@ class Attempts(Journal):
 
     def _ask(self, request: RequestState) -> list[Effect]:
         """Ask the coordinator for a rank. While it is away this waits for `_up`."""
-        request.asked, request.asked_at = self._incarnations.coordinator, self.now
+        request.asked, request.asked_at = self._incarnations.coordinator, self._journal.now
         if not request.asked:
             return []
         return [Send(COORDINATOR, Admit(request.work(), request.submit.dp_rank, self._incarnations.ended))]
 
-    def _routed(self, routed: Routed) -> list[Effect]:
-        request = self.by_handle.get(routed.handle)
+    def routed(self, routed: Routed) -> list[Effect]:
+        request = self._journal.by_handle.get(routed.handle)
         if request is None:
             return []
         request.scheduler = SchedulerIncarnation(routed.scheduler, routed.incarnation)
-        request.route_s = self.now - request.asked_at
-        self.counts.histograms["request_route_time_seconds"].observe(request.route_s)
+        request.route_s = self._journal.now - request.asked_at
+        self._counts.histograms["request_route_time_seconds"].observe(request.route_s)
         return self._leave(routed.scheduler) if self._incarnations.over(routed.scheduler, routed.incarnation) else []
 
-    def _heard(self, handle: int, scheduler: SchedulerIncarnation) -> None:
+    def heard(self, handle: int, scheduler: SchedulerIncarnation) -> None:
         """The first token of an attempt: this scheduler has it, even where the coordinator died before it said so."""
-        request = self.by_handle.get(handle)
+        request = self._journal.by_handle.get(handle)
         if request is not None:
             request.scheduler, request.heard = scheduler, True
 
     def _end(self, request: RequestState, reason: FinishReason, stop_reason: str | int | None = None) -> list[Effect]:
         """A terminal row of its own."""
-        self._finish_row(request, self._row(request, [], ""), reason, stop_reason)
+        self._journal.finish_row(request, self._journal.row(request, [], ""), reason, stop_reason)
         return []
 
-    def _say_abort(self, request_ids: tuple[RequestId, ...]) -> list[Effect]:
+    def say_abort(self, request_ids: tuple[RequestId, ...]) -> list[Effect]:
         self._aborts.said(request_ids)
         return [Send(COORDINATOR, AbortRequests(request_ids))] if self._incarnations.coordinator else []
 
-    def _stranger(self, sender: Identity, handle: int) -> list[Effect]:
+    def stranger(self, sender: Identity, handle: int) -> list[Effect]:
         return [Send(sender, Disown(pack_i32([handle])))] if self._aborts.stranger(handle) else []
 
     # --- incarnations and deaths ---
 
-    def _up(self, event: PeerUp) -> list[Effect]:
+    def up(self, event: PeerUp) -> list[Effect]:
         was_lost = SchedulerIncarnation(event.identity, event.incarnation) in self._incarnations.ended
         self._incarnations.up(event.identity, event.incarnation)
         if event.identity == COORDINATOR:
-            aborted = self._aborts.again({request.work_id for request in self.by_id.values()})
+            aborted = self._aborts.again({request.work_id for request in self._journal.by_id.values()})
             effects: list[Effect] = [Send(COORDINATOR, AbortRequests(aborted))] if aborted else []
-            effects += [effect for s in list(self.by_handle.values()) for effect in self._ask_anew(s)]
-            return effects + self._ask_schedulers(self.by_handle.values())
+            effects += [effect for s in list(self._journal.by_handle.values()) for effect in self._ask_anew(s)]
+            return effects + self._ask_schedulers(self._journal.by_handle.values())
         return self._leave(event.identity) + (self._ask_for_waiting() if was_lost else [])
 
     def _ask_for_waiting(self) -> list[Effect]:
         """A rank was only out of reach: what waits, and was to avoid it, may go there again; its last attempt may be on its way."""
-        waiting = [request for request in self.by_handle.values() if request.scheduler is None]
+        waiting = [request for request in self._journal.by_handle.values() if request.scheduler is None]
         return [effect for request in waiting for effect in self._next_attempt(request, "rank_back")]
 
-    def _rank_lost(self, lost: SchedulerIncarnation) -> list[Effect]:
+    def rank_lost(self, lost: SchedulerIncarnation) -> list[Effect]:
         """The coordinator cannot reach it, even if we can: what it has not answered may never have come to it."""
-        unheard = [request for request in self.by_handle.values() if request.scheduler == lost and not request.heard]
-        heard = [request for request in self.by_handle.values() if request.scheduler == lost and request.heard]
+        unheard = [
+            request for request in self._journal.by_handle.values() if request.scheduler == lost and not request.heard
+        ]
+        heard = [request for request in self._journal.by_handle.values() if request.scheduler == lost and request.heard]
         effects = [effect for request in unheard for effect in self._admit_again(request)]
         return effects + self._ask_schedulers(heard)
 
@@ -133,7 +132,7 @@ class Attempts(Journal):
         rank = request.scheduler.scheduler.index
         return [Send(COORDINATOR, Admit(request.work(), rank, self._incarnations.ended, again=True))]
 
-    def _lost(self, event: PeerLost) -> list[Effect]:
+    def lost(self, event: PeerLost) -> list[Effect]:
         """The coordinator or a scheduler died, or cannot be reached."""
         self._incarnations.lost(event.identity, event.incarnation)
         self._spares[event.identity] = bool(event.in_hand)
@@ -143,21 +142,21 @@ class Attempts(Journal):
         """A process died with these in hand. What two die of is refused, as its client sent it: with all choices of the prompt."""
         if not in_hand:
             return []
-        named = [request for request in self.by_handle.values() if short(request.work_id) in in_hand]
+        named = [request for request in self._journal.by_handle.values() if short(request.work_id) in in_hand]
         prompts = {request_id for request in named for request_id in request.submit.request_ids}
         effects: list[Effect] = []
-        for request in [request for request in self.by_handle.values() if request.request_id in prompts]:
+        for request in [request for request in self._journal.by_handle.values() if request.request_id in prompts]:
             request.num_in_hand += 1
             if text := poison(role, request.num_in_hand):
-                row = self._row(request, [], "")
-                self._finish_row(request, row, FinishReason.ERROR, None, text, ErrorKind.POISON)
-                effects += self._say_abort((request.work_id,))
+                row = self._journal.row(request, [], "")
+                self._journal.finish_row(request, row, FinishReason.ERROR, None, text, ErrorKind.POISON)
+                effects += self.say_abort((request.work_id,))
         return effects
 
     def _leave(self, scheduler: Identity) -> list[Effect]:
         """Requests of this scheduler's earlier incarnations go on elsewhere."""
         effects: list[Effect] = []
-        for request in list(self.by_handle.values()):
+        for request in list(self._journal.by_handle.values()):
             placed = request.scheduler
             if (
                 placed is not None
@@ -168,11 +167,11 @@ class Attempts(Journal):
                 effects += self._admit_again(request)
         return effects
 
-    def _readmit(self, readmit: Readmit) -> list[Effect]:
+    def readmit(self, readmit: Readmit) -> list[Effect]:
         """Admits a request again that its rank gave back. No attempt has failed; its count of crashed workers goes with it."""
         effects: list[Effect] = []
         for handle, num_crashes in zip_longest(readmit.handles, readmit.num_crashes, fillvalue=0):
-            request = self.by_handle.get(handle)
+            request = self._journal.by_handle.get(handle)
             if request is not None:
                 request.num_crashes, request.crashed_at = num_crashes, len(request.output_token_ids)
                 effects += self._next_attempt(request, "given_back")
@@ -183,29 +182,30 @@ class Attempts(Journal):
         role = Role.COORDINATOR if request.scheduler is None else Role.SCHEDULER
         died = COORDINATOR if request.scheduler is None else request.scheduler.scheduler
         before = () if len(request.output_token_ids) > request.begun_with else request.deaths
-        request.deaths = before if self._spares.get(died) else one_more(before, role, self.now)
+        request.deaths = before if self._spares.get(died) else one_more(before, role, self._journal.now)
         request.begun_with = len(request.output_token_ids)
         if text := too_many(request.deaths, self.max_deaths):
-            self._finish_row(request, self._row(request, [], ""), FinishReason.ERROR, None, text)
+            self._journal.finish_row(request, self._journal.row(request, [], ""), FinishReason.ERROR, None, text)
             return []
         return self._next_attempt(request, f"{role.value}_lost")
 
     def _next_attempt(self, request: RequestState, reason: str) -> list[Effect]:
         """Under a new handle, so that late tokens find nobody."""
-        self.counts.add("request_retries", reason)
-        request.retried.append((self.now, reason))
-        del self.by_handle[request.handle]
+        self._counts.add("request_retries", reason)
+        request.retried.append((self._journal.now, reason))
+        del self._journal.by_handle[request.handle]
         request.attempt += 1
-        request.handle = self._new_handle()
+        request.handle = self._journal.new_handle()
         request.scheduler, request.heard = None, False
-        return self._admit(request)
+        return self.admit(request)
 
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""
-        super().check()
-        for handle, request in self.by_handle.items():
+        for handle, request in self._journal.by_handle.items():
             assert request.handle == handle
-            assert self.by_id.get(request.request_id) is request, "an admitted request that is not in the journal"
+            assert self._journal.by_id.get(request.request_id) is request, (
+                "an admitted request that is not in the journal"
+            )
             assert len(request.output_token_ids) <= request.sampling.max_tokens, "more tokens than allowed"
             placed, asked = request.scheduler, request.asked
             assert placed is None or not self._incarnations.over(placed.scheduler, placed.incarnation), (

@@ -16,8 +16,9 @@ from meshlm.detokenizer.batch import FrontendBatch, is_long
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, Truncation
 from meshlm.detokenizer.extras import check_audio
-from meshlm.detokenizer.journal import is_of
+from meshlm.detokenizer.journal import Journal
 from meshlm.detokenizer.request_state import NOBODY, RequestState, RequestStatus
+from meshlm.protocol.counts import DETOKENIZER
 from meshlm.protocol.edges.admit import Admit, RankLost, Readmit, Refused, Routed, SchedulerIncarnation
 from meshlm.protocol.edges.text import (
     Abort,
@@ -37,13 +38,14 @@ from meshlm.protocol.extras import generates
 from meshlm.protocol.wire.columns import ints, unpack_i32
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.runtime.errors import RequestError
+from meshlm.runtime.process.counts import Counts
 from meshlm.runtime.process.events import PeerLost, PeerUp, Received, Send, Tick
 from meshlm.runtime.process.in_hand import hold
 
 ADMIT_AT_ONCE = 16  # choices of a prompt: each is an Admit with the prompt's tokens
 
 
-class Detokenizer(Attempts):
+class Detokenizer:
     """See the module docstring."""
 
     def __init__(
@@ -56,7 +58,9 @@ class Detokenizer(Attempts):
         max_audio_samples: int = 0,
     ) -> None:
         """max_audio_samples: of one request's audio, for a model that transcribes and does nothing else; 0: the model takes none."""
-        super().__init__(table, retry_window_s)
+        self.table, self.counts = table, Counts(DETOKENIZER)
+        self.journal = Journal(table, retry_window_s)
+        self.attempts = Attempts(self.journal, self.counts)
         self._max_audio_samples = max_audio_samples
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
         self._incarnation = incarnation
@@ -66,7 +70,7 @@ class Detokenizer(Attempts):
         self.num_tokens = 0
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        self.now = now
+        self.journal.now = now
         match event:
             case Received(message=TokenDeltas() as deltas):
                 return self._tokens(event.sender, event.incarnation, deltas)
@@ -77,11 +81,11 @@ class Detokenizer(Attempts):
             case PeerLost(identity=Identity(role=Role.FRONTEND)):
                 return self._frontend_lost(event)
             case PeerLost():
-                return self._lost(event)
+                return self.attempts.lost(event)
             case PeerUp():
-                return self._up(event)
+                return self.attempts.up(event)
             case Tick():
-                return self._abort([*self.keyed.over(now), *self.keyed.measure(self.by_id)])
+                return self._abort([*self.journal.keyed.over(now), *self.journal.keyed.measure(self.journal.by_id)])
 
     def _received(self, event: Received) -> list[Effect]:
         match event.message:
@@ -94,24 +98,24 @@ class Detokenizer(Attempts):
             case Detach() as detach:
                 for request_id in detach.request_ids:  # its client may have left between Delivered and Submit
                     self._delivered.pop((event.sender, request_id), None)
-                return self._abort(self._detach(detach, event.sender, event.incarnation))
+                return self._abort(self.journal.detach(detach, event.sender, event.incarnation))
             case Attach() as attach:
-                return self._attach(attach, event.sender, event.incarnation)
+                return self.journal.attach(attach, event.sender, event.incarnation)
             case Routed() as routed:
-                return self._routed(routed)
+                return self.attempts.routed(routed)
             case Refused() as refused:
                 return self._refused(refused)
             case RankLost() as lost:
-                return self._rank_lost(lost.scheduler)
+                return self.attempts.rank_lost(lost.scheduler)
             case Readmit() as readmit:
-                return self._readmit(readmit)
+                return self.attempts.readmit(readmit)
         return []
 
     # --- prompts ---
 
     def _submit(self, submit: Submit, sender: Identity, incarnation: Incarnation) -> list[Effect]:
         told = self._delivered.pop((sender, submit.request_ids[0]), [])
-        if (refused := self.keyed.refusal(submit)) is not None:
+        if (refused := self.journal.keyed.refusal(submit)) is not None:
             return [Send(sender, refused)]
         if len(told) != submit.num_logprobs:
             text = "log-probabilities of what was delivered already were lost on their way"
@@ -119,26 +123,26 @@ class Detokenizer(Attempts):
         requests = []
         effects: list[Effect] = []
         for choice, request_id in enumerate(submit.request_ids):
-            known = self.by_id.get(request_id)
+            known = self.journal.by_id.get(request_id)
             if known is not None:
                 if submit.retry is not None:
-                    effects += self._take_over(known, submit, choice, sender, incarnation)
+                    effects += self.journal.take_over(known, submit, choice, sender, incarnation)
                     continue
                 if known.submit.attempt >= submit.attempt:
                     continue  # a repetition
-                self._forget(known)
-            request = RequestState(submit, choice, sender, incarnation, self._new_handle(), told)
+                self.journal.forget(known)
+            request = RequestState(submit, choice, sender, incarnation, self.journal.new_handle(), told)
             # Other detokenizers, and this one earlier, may have asked for it too: for another connection, or before the frontend's
             # link was lost. What is said of those (an abort, an older attempt) is not of this one.
             if submit.retry is not None or submit.attempt:
                 request.work_id = RequestId(f"{request_id}-{self._incarnation:x}-{request.handle}")
-            self.by_id[request_id] = request
-            self.keyed.add(request)
+            self.journal.by_id[request_id] = request
+            self.journal.keyed.add(request)
             requests.append(request)
         if not requests:
             return effects
         for request in requests:
-            request.submitted_at = self.now
+            request.submitted_at = self.journal.now
             if submit.attempt:
                 self.counts.add("request_retries", "detokenizer_lost")
         self._next_job += 1
@@ -161,7 +165,7 @@ class Detokenizer(Attempts):
         return bool(self._waiting(self.jobs.get(job, ())))
 
     def _waiting(self, requests: Iterable[RequestState]) -> list[RequestState]:
-        return [request for request in requests if self.by_id.get(request.request_id) is request]
+        return [request for request in requests if self.journal.by_id.get(request.request_id) is request]
 
     def _encoded(self, event: Encoded) -> list[Effect]:
         """Admits the first of the prompt's choices. While its job is still in `jobs` the event is to come again for the others."""
@@ -181,7 +185,7 @@ class Detokenizer(Attempts):
             sampling = [checked_sampling(submit, places[s.request_id], len(prompt), self.max_model_len) for s in now]
         except RequestError as error:
             for request in requests:
-                self._forget(request)
+                self.journal.forget(request)
             return [
                 Send(frontend, Rejected(tuple(s.frontend_handle for s in mine), error.kind, error.message, error.param))
                 for frontend, mine in _by_frontend(requests).items()
@@ -189,13 +193,13 @@ class Detokenizer(Attempts):
         effects: list[Effect] = [
             Send(frontend, replies.accepted(mine, prompt, self.table)) for frontend, mine in _by_frontend(now).items()
         ]
-        encode_s = self.now - requests[0].submitted_at
+        encode_s = self.journal.now - requests[0].submitted_at
         self.counts.histograms["request_encode_time_seconds"].observe(encode_s)
         banned = producible(event.bad_words, self.vocab_size)
         for request, params in zip(now, sampling, strict=True):
             request.encode_s = encode_s
             request.begin(self.table, prompt, replace(params, bad_words_token_ids=banned), extras)
-            effects += self._admit(request)
+            effects += self.attempts.admit(request)
         if later:
             self.jobs[event.job] = later
         return effects
@@ -207,11 +211,11 @@ class Detokenizer(Attempts):
         handles, starts, tokens = ints(deltas.handles), ints(deltas.starts), ints(deltas.token_ids)
         counts = ints(deltas.counts) if deltas.counts else [1] * len(handles)
         for row in deltas.first:
-            self._heard(handles[row], SchedulerIncarnation(sender, incarnation))
+            self.attempts.heard(handles[row], SchedulerIncarnation(sender, incarnation))
         ended = {end.row: end for end in deltas.ended}
         detailed = {*ended, *deltas.first, *deltas.logprobs, *deltas.prompt_logprobs}  # an end too, where a vector is
         effects: list[Effect] = []
-        by_handle = self.by_handle
+        by_handle = self.journal.by_handle
         frontend: Identity | None = None
         batch = FrontendBatch()  # of `frontend`
         end = 0
@@ -219,7 +223,7 @@ class Detokenizer(Attempts):
             begin, end = end, end + count
             request = by_handle.get(handle)
             if request is None:
-                effects += self._stranger(sender, handle) if row not in ended else ()
+                effects += self.attempts.stranger(sender, handle) if row not in ended else ()
                 continue
             if start != len(request.output_token_ids) or count != 1 or request.slow or row in detailed:
                 with hold(request.request_id):
@@ -228,13 +232,13 @@ class Detokenizer(Attempts):
                 continue
             if request.frontend is not frontend:
                 frontend = request.frontend
-                batch = self._batch_of(request)
+                batch = self.journal.batch_of(request)
                 batch.timings = deltas.timings_ns or batch.timings
             token = tokens[begin]
             batch.token(request, start, token, request.push(token))
             if request.stop is not None and request.stop.matched is not None:
-                self._finish_row(request, request.place, FinishReason.STOP, request.stop.matched)
-                effects += self._say_abort((request.work_id,))
+                self.journal.finish_row(request, request.place, FinishReason.STOP, request.stop.matched)
+                effects += self.attempts.say_abort((request.work_id,))
         self.num_tokens += len(tokens)
         return effects
 
@@ -263,7 +267,7 @@ class Detokenizer(Attempts):
         before = request.cut - len(request.output_token_ids)
         if 0 < before < len(new):  # two rows
             effects = self._new_tokens(request, new[:before], None, row, deltas, skip)
-            if self.by_handle.get(request.handle) is not request:
+            if self.journal.by_handle.get(request.handle) is not request:
                 return effects
             return effects + self._new_tokens(request, new[before:], ended, row, deltas, skip + before)
         kept = 0
@@ -285,22 +289,22 @@ class Detokenizer(Attempts):
             text += request.tail
             stopped = stop is not None and stop.matched is not None
         request.look_ahead()
-        place = self._row(request, taken, text, alone=is_long(deltas, row))
-        self._batches[request.frontend].details(request, place, taken, skip, row, deltas, self.table)
+        place = self.journal.row(request, taken, text, alone=is_long(deltas, row))
+        self.journal.open_batches[request.frontend].details(request, place, taken, skip, row, deltas, self.table)
         if stopped:
             assert stop is not None
-            self._finish_row(request, place, FinishReason.STOP, stop.matched)
-            return [] if ended is not None else self._say_abort((request.work_id,))
+            self.journal.finish_row(request, place, FinishReason.STOP, stop.matched)
+            return [] if ended is not None else self.attempts.say_abort((request.work_id,))
         if ended is not None:
             stop_reason, request.preempted_us = request.stop_reason(ended), ended.preempted_us
-            self._finish_row(request, place, ended.reason, stop_reason, ended.message, ended.kind, ended.param)
+            self.journal.finish_row(request, place, ended.reason, stop_reason, ended.message, ended.kind, ended.param)
         return []
 
     def _refused(self, refused: Refused) -> list[Effect]:
-        request = self.by_handle.get(refused.handle)
+        request = self.journal.by_handle.get(refused.handle)
         if request is None:
             return []
-        self._forget(request)
+        self.journal.forget(request)
         return [
             Send(request.frontend, Rejected((request.frontend_handle,), refused.kind, refused.message, refused.param))
         ]
@@ -325,28 +329,26 @@ class Detokenizer(Attempts):
     def _end_at(self, frontend: Identity, handles: Sequence[Handle], text: str) -> list[Effect]:
         """End the requests that this frontend knows by these handles."""
         gone = set(handles)
-        ids = [s.request_id for s in self.by_id.values() if s.frontend == frontend and s.frontend_handle in gone]
+        ids = [
+            s.request_id for s in self.journal.by_id.values() if s.frontend == frontend and s.frontend_handle in gone
+        ]
         return [*self._abort(ids), Send(frontend, Rejected(tuple(gone), ErrorKind.INTERNAL, text))]
 
     def _abort(self, request_ids: Iterable[RequestId]) -> list[Effect]:
-        gone = [request for request_id in request_ids if (request := self.by_id.get(request_id)) is not None]
+        gone = [request for request_id in request_ids if (request := self.journal.by_id.get(request_id)) is not None]
         for request in gone:
-            self._forget(request)
+            self.journal.forget(request)
         admitted = tuple(request.work_id for request in gone if request.status is RequestStatus.ADMITTED)
-        return self._say_abort(admitted) if admitted else []
+        return self.attempts.say_abort(admitted) if admitted else []
 
     def _frontend_lost(self, event: PeerLost) -> list[Effect]:
-        """A frontend was lost, and its clients with it. Those with an Idempotency-Key may come back."""
-        lost = [s for s in self.by_id.values() if is_of(s, event.identity, event.incarnation)]
-        gone = [request.request_id for request in lost if request.submit.retry is None]
-        for request in lost:
-            if request.submit.retry is not None:
-                gone += self._let_wait(request)
-        self._batches.pop(event.identity, None)
-        self._full = [(frontend, batch) for frontend, batch in self._full if frontend != event.identity]
-        self._replays = {to: replay for to, replay in self._replays.items() if to[0] != event.identity}
         self._delivered = {of: told for of, told in self._delivered.items() if of[0] != event.identity}
-        return self._abort(gone)
+        return self._abort(self.journal.frontend_lost(event.identity, event.incarnation))
+
+    def check(self) -> None:
+        """AssertionError when the state contradicts itself."""
+        self.journal.check()
+        self.attempts.check()
 
 
 def _by_frontend(requests: list[RequestState]) -> dict[Identity, list[RequestState]]:

@@ -127,7 +127,7 @@ class DetokenizerApp:
         samples = 0 if resolved.spec.audio_encoder is None else resolved.spec.audio_encoder.num_samples
         longest, life = resolved.max_model_len, mesh.incarnation
         self._core = Detokenizer(table, vocab_size, longest, window_s, life, samples)
-        self._core.max_deaths = allowed(mesh.config.run.max_restarts)
+        self._core.attempts.max_deaths = allowed(mesh.config.run.max_restarts)
         self._do_all(self._early)
         self._questions.begin(self._encoder, self._core, mesh.call_soon_threadsafe)
         self._tick()
@@ -337,11 +337,11 @@ class DetokenizerApp:
         if self._num_new:
             self._call_threads()
         if self._core is not None:
-            for send in self._core.batches(now_ns := time.monotonic_ns()):
+            for send in self._core.journal.batches(now_ns := time.monotonic_ns()):
                 self._send(send.to, send.message)
                 if isinstance(send.message, TextDeltas) and (timings := send.message.timings_ns):
                     self._core.counts.histograms["step_decode_time_seconds"].between(timings[HANDLED], now_ns)
-            if self._core.tells_again and self._mesh is not None and not self._flushes_again:
+            if self._core.journal.tells_again and self._mesh is not None and not self._flushes_again:
                 self._flushes_again = True
                 self._mesh.call_soon_threadsafe(self._flush_again)
 
@@ -351,10 +351,10 @@ class DetokenizerApp:
 
     def beat(self) -> tuple[int, str]:
         core = self._core
-        return (core.num_tokens, f"{len(core.by_id)} requests") if core else (0, "starting")
+        return (core.num_tokens, f"{len(core.journal.by_id)} requests") if core else (0, "starting")
 
     def num_requests(self) -> int:
-        return len(self._core.by_id) if self._core is not None else 0
+        return len(self._core.journal.by_id) if self._core is not None else 0
 
     async def drain(self, limit_s: float) -> None:
         """Frontends end first and wait for their requests; nothing is left then."""

@@ -1,6 +1,6 @@
 """The journal: the requests of this detokenizer, which connection has each, and the rows that pile up for the frontends. Pure.
 
-The base of attempts.py, which decides where a request runs, and so of core.py's Detokenizer; this part keeps, replays and forgets.
+Owned by core.py; attempts.py, which decides where a request runs, changes it too. It keeps, replays and forgets.
 """
 
 from meshlm.detokenizer import replies
@@ -26,7 +26,7 @@ class Journal:
         self.keyed = Keyed(retry_window_s)
         self.now = 0.0
         self._next_handle = 0
-        self._batches: dict[Identity, FrontendBatch] = {}
+        self.open_batches: dict[Identity, FrontendBatch] = {}
         self._full: list[tuple[Identity, FrontendBatch]] = []  # go before those
         self._replays: dict[tuple[Identity, Handle], Replay] = {}  # by connection; the next piece is of the first
 
@@ -35,7 +35,7 @@ class Journal:
         while `tells_again`."""
         self._tell_again()
         full, self._full = self._full, []
-        batches, self._batches = self._batches, {}
+        batches, self.open_batches = self.open_batches, {}
         return [Send(to, batch.message(now_ns)) for to, batch in (*full, *batches.items()) if to != NOBODY]
 
     @property
@@ -43,11 +43,11 @@ class Journal:
         """Clients that came back have not been told all yet."""
         return bool(self._replays)
 
-    def _new_handle(self) -> Handle:
+    def new_handle(self) -> Handle:
         self._next_handle = self._next_handle % 0x7FFF_FFFF + 1
         return Handle(self._next_handle)
 
-    def _forget(self, request: RequestState) -> None:
+    def forget(self, request: RequestState) -> None:
         self.by_handle.pop(request.handle, None)
         if self.by_id.get(request.request_id) is request:
             del self.by_id[request.request_id]
@@ -57,22 +57,22 @@ class Journal:
 
     # --- rows ---
 
-    def _row(self, request: RequestState, taken: list[int], text: str, *, alone: bool = False) -> int:
+    def row(self, request: RequestState, taken: list[int], text: str, *, alone: bool = False) -> int:
         request.batch = None
-        batch = self._batch_of(request, alone=alone)
+        batch = self.batch_of(request, alone=alone)
         return batch.row(request.frontend_handle, len(request.output_token_ids) - len(taken), taken, text)
 
-    def _batch_of(self, request: RequestState, *, alone: bool = False) -> FrontendBatch:
+    def batch_of(self, request: RequestState, *, alone: bool = False) -> FrontendBatch:
         """The batch for one more row, which begins it if it is to stand `alone`: what may be long is not to harm what came before."""
-        batch = self._batches.get(request.frontend)
+        batch = self.open_batches.get(request.frontend)
         if batch is not None and (alone or batch.num_bytes > MAX_BATCH_BYTES):
             self._full.append((request.frontend, batch))
             batch = None
         if batch is None:
-            batch = self._batches[request.frontend] = FrontendBatch()
+            batch = self.open_batches[request.frontend] = FrontendBatch()
         return batch
 
-    def _finish_row(
+    def finish_row(
         self,
         request: RequestState,
         place: int,
@@ -84,13 +84,13 @@ class Journal:
     ) -> None:
         events, num_tokens = request.events(self.now), len(request.output_token_ids)
         finished = Finished(place, reason, stop_reason, num_tokens, message, kind, param, events)
-        self._batches[request.frontend].finished.append(finished)
+        self.open_batches[request.frontend].finished.append(finished)
         if request.submit.retry is None or reason not in (
             FinishReason.STOP,
             FinishReason.LENGTH,
             FinishReason.REPETITION,
         ):
-            self._forget(request)
+            self.forget(request)
             return
         del self.by_handle[request.handle]
         request.status, request.finished = RequestStatus.FINISHED, finished
@@ -99,7 +99,7 @@ class Journal:
     def _keep(self, request: RequestState) -> None:
         """A finished one stays for a client that comes back."""
         for request_id in self.keyed.wait(request, self.now):
-            self._forget(self.by_id[request_id])
+            self.forget(self.by_id[request_id])
 
     def _again(self, request: RequestState, start: int) -> None:
         """Sends the rows from token `start` on again, to the frontend that has the request now."""
@@ -126,7 +126,7 @@ class Journal:
             return text_edge.PIECE_ENTRIES
         begin, end, text = piece
         request.batch = None
-        batch = self._batch_of(request, alone=is_first and request.prompt_logprobs is not None)
+        batch = self.batch_of(request, alone=is_first and request.prompt_logprobs is not None)
         place = batch.again(request, begin, end, text, self.table)
         request.told_again = end
         if is_first:
@@ -137,7 +137,7 @@ class Journal:
 
     # --- connections ---
 
-    def _take_over(
+    def take_over(
         self, request: RequestState, submit: Submit, choice: int, sender: Identity, incarnation: Incarnation
     ) -> list[Effect]:
         """The same request on another connection: that one gets everything, the one before nothing more."""
@@ -167,16 +167,16 @@ class Journal:
         self._again(request, min(num_delivered, len(request.output_token_ids)))
         return [*effects, Send(sender, replies.accepted([request], request.prompt, self.table))]
 
-    def _detach(self, detach: Detach, sender: Identity, incarnation: Incarnation) -> list[RequestId]:
+    def detach(self, detach: Detach, sender: Identity, incarnation: Incarnation) -> list[RequestId]:
         """Unless a newer connection has them. Gives those that are to end for lack of room."""
         gone: list[RequestId] = []
         for request_id, handle in zip(detach.request_ids, detach.handles, strict=False):
             request = self.by_id.get(request_id)
             if request is not None and request.frontend_handle == handle and is_of(request, sender, incarnation):
-                gone += self._let_wait(request)
+                gone += self.let_wait(request)
         return gone
 
-    def _let_wait(self, request: RequestState) -> list[RequestId]:
+    def let_wait(self, request: RequestState) -> list[RequestId]:
         self._note_told(request)
         self._replays.pop(connection_of(request), None)
         request.frontend, request.batch = NOBODY, None
@@ -188,7 +188,7 @@ class Journal:
             replay = self._replays.get(connection_of(request))
             request.num_told = max(request.num_told, len(request.output_token_ids) if replay is None else replay.at)
 
-    def _attach(self, attach: Attach, sender: Identity, incarnation: Incarnation) -> list[Effect]:
+    def attach(self, attach: Attach, sender: Identity, incarnation: Incarnation) -> list[Effect]:
         """Another frontend, or the same one after a gap, wants a request from `from_index` on."""
         request = self.by_id.get(attach.request_id)
         if request is None or request.status is RequestStatus.ENCODING:
@@ -204,6 +204,18 @@ class Journal:
             request.frontend_handle = attach.handle
         self._again(request, attach.from_index)
         return []
+
+    def frontend_lost(self, frontend: Identity, incarnation: Incarnation) -> list[RequestId]:
+        """A frontend was lost, and its clients with it. Those with an Idempotency-Key may come back; gives the requests that end."""
+        lost = [request for request in self.by_id.values() if is_of(request, frontend, incarnation)]
+        gone = [request.request_id for request in lost if request.submit.retry is None]
+        for request in lost:
+            if request.submit.retry is not None:
+                gone += self.let_wait(request)
+        self.open_batches.pop(frontend, None)
+        self._full = [one for one in self._full if one[0] != frontend]
+        self._replays = {to: replay for to, replay in self._replays.items() if to[0] != frontend}
+        return gone
 
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""

@@ -76,7 +76,7 @@ def test_tokens_may_come_before_routed() -> None:
 @pytest.mark.parametrize("most", [MAX_DEATHS, 2])
 def test_a_request_whose_schedulers_always_die_is_given_up(most: int) -> None:
     bench = Bench()
-    bench.core.max_deaths = most
+    bench.core.attempts.max_deaths = most
     effects = bench.submit()
     for life in range(1, most + 1):
         request = admitted(effects)
@@ -84,7 +84,7 @@ def test_a_request_whose_schedulers_always_die_is_given_up(most: int) -> None:
         effects = bench.lost(S0, life)
     assert effects == []
     assert [row[4] for row in bench.news()] == [FinishReason.ERROR]
-    assert not bench.core.by_id
+    assert not bench.core.journal.by_id
 
 
 def test_a_request_that_gets_tokens_survives_any_number_of_deaths() -> None:

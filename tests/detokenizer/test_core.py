@@ -67,7 +67,7 @@ def test_an_end_by_repetition_is_known_however_its_scheduler_dies() -> None:
         bench.routed(first, S0)
         bench.tokens(first, 0, "abcbcbc", end=FinishReason.REPETITION if told else None)
         assert bench.lost(S0) == []
-        (batch,) = [send.message for send in bench.core.batches()]
+        (batch,) = [send.message for send in bench.core.journal.batches()]
         assert isinstance(batch, TextDeltas)
         ends = [(end.reason, end.stop_reason, end.num_output_tokens) for end in batch.finished]
         assert ends == [(FinishReason.REPETITION, "repetition_detected", 7)]
@@ -97,7 +97,7 @@ def test_a_refusal_names_the_field() -> None:
     refused = Refused(first.work.handle, ErrorKind.INVALID, "no such rank", "X-data-parallel-rank")
     (send,) = bench.says(COORDINATOR, refused)
     assert send == Send(F0, Rejected((Handle(1),), ErrorKind.INVALID, "no such rank", "X-data-parallel-rank"))
-    assert not bench.core.by_id
+    assert not bench.core.journal.by_id
 
 
 def test_an_abort_reaches_the_coordinator() -> None:

@@ -24,7 +24,7 @@ def test_the_times_of_a_request_are_observed_and_go_with_its_first_token() -> No
     first = admitted([admit])
     bench.routed(first, S0)
     bench.tokens(first, 0, "x")
-    (batch,) = [send.message for send in bench.core.batches()]
+    (batch,) = [send.message for send in bench.core.journal.batches()]
     assert isinstance(batch, TextDeltas)
     assert (batch.first[0].encode_us, batch.first[0].route_us) == (500_000, 250_000)
     histograms = bench.core.counts.told().histograms
@@ -50,9 +50,9 @@ def test_text_says_when_it_left() -> None:
     first = admitted(bench.submit("a"))
     bench.routed(first, S0)
     bench.tokens(first, 0, "x")
-    for batch in bench.core._batches.values():
+    for batch in bench.core.journal.open_batches.values():
         batch.timings = (7, 1, 2, 3, 4, 5, 0, 0)
-    (send,) = bench.core.batches(99)
+    (send,) = bench.core.journal.batches(99)
     assert isinstance(send.message, TextDeltas)
     assert send.message.timings_ns == (7, 1, 2, 3, 4, 5, 0, 0, 99)
 
@@ -66,7 +66,7 @@ def test_an_end_tells_what_happened_on_the_way() -> None:
     ended = [Ended(0, FinishReason.LENGTH, preempted_us=(1_500_000,))]
     handle, one = pack_i32([again.work.handle]), pack_i32([1])
     bench.says(S1, TokenDeltas(handle, pack_i32([0]), one, one, ended, first={0: First(0)}))
-    (batch,) = [send.message for send in bench.core.batches()]
+    (batch,) = [send.message for send in bench.core.journal.batches()]
     assert isinstance(batch, TextDeltas)
     (finished,) = batch.finished
     assert finished.events == (

@@ -43,7 +43,7 @@ class Bench:
             (encode,) = self.event(Received(FRONTENDS[number // 2], LIFE, submit))
             assert isinstance(encode, Encode)
             self.event(Encoded(encode.job, array("i", [0])))
-        self.requests = list(self.core.by_handle.values())
+        self.requests = list(self.core.journal.by_handle.values())
         self.told = 0
 
     def event(self, event: Event) -> list[Effect]:
@@ -53,7 +53,7 @@ class Bench:
 
     def step(self, tokens: list[int]) -> None:
         """The next token of each request that has not ended."""
-        live = [number for number in range(NUM_STREAMS) if self.requests[number].handle in self.core.by_handle]
+        live = [number for number in range(NUM_STREAMS) if self.requests[number].handle in self.core.journal.by_handle]
         handles = pack_i32(self.requests[number].handle for number in live)
         ids = pack_i32(tokens[number] for number in live)
         starts = pack_i32([self.told] * len(live))
@@ -62,7 +62,7 @@ class Bench:
             self.event(Received(SCHEDULER, LIFE, TokenDeltas(handles, starts, b"", ids)))
 
     def flush(self) -> None:
-        for send in self.core.batches():
+        for send in self.core.journal.batches():
             batch = send.message
             assert isinstance(batch, TextDeltas)
             handles = ints(batch.handles)
@@ -79,7 +79,7 @@ def test_tokens_that_pile_up_share_a_row() -> None:
     bench.flush()
     for _ in range(3):
         bench.step([0, 1, 2, 5])
-    (first, second) = (send.message for send in bench.core.batches())
+    (first, second) = (send.message for send in bench.core.journal.batches())
     assert isinstance(first, TextDeltas)
     assert isinstance(second, TextDeltas)
     assert (first.texts, ints(first.counts), ints(first.token_ids)) == (["aaa", "bbb"], [3, 3], [0] * 3 + [1] * 3)

@@ -87,7 +87,7 @@ def test_without_a_key_it_ends_with_its_frontend() -> None:
     bench.encode()
     bench.event(PeerLost(F0, LIFE))
     assert bench.aborted == {"plain"}
-    assert not bench.core.by_id
+    assert not bench.core.journal.by_id
 
 
 def test_after_its_detokenizers_death_the_next_connection_gets_all_logprobs() -> None:
@@ -150,7 +150,7 @@ def test_after_the_window_it_begins_anew() -> None:
     assert not bench.aborted
     bench.tick(1)
     assert bench.aborted == {bench.works[0].request_id}
-    assert not bench.core.by_id
+    assert not bench.core.journal.by_id
     bench.ask()
     assert len(bench.works) == 2
     assert bench.works[1].request_id != bench.works[0].request_id, "schedulers would take it for a repetition"
@@ -204,45 +204,45 @@ def test_an_error_is_not_kept() -> None:
     ended = [Ended(0, FinishReason.ERROR, message="late", kind=ErrorKind.TIMEOUT)]
     deltas = TokenDeltas(pack_i32([work.handle]), pack_i32([0]), pack_i32([0]), b"", ended)
     bench.event(Received(S0, LIFE, deltas))
-    assert not bench.core.by_id
+    assert not bench.core.journal.by_id
 
 
 def test_finished_ones_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
-    bench.core.keyed.finished.max_bytes = 10_000
+    bench.core.journal.keyed.finished.max_bytes = 10_000
     for number in range(20):
         bench.ask(name=f"r{number}")
         bench.generate(bench.works[-1], 0, len(ANSWER))
-    assert 1 < len(bench.core.by_id) < 5
-    assert "r19" in bench.core.by_id
+    assert 1 < len(bench.core.journal.by_id) < 5
+    assert "r19" in bench.core.journal.by_id
 
 
 def test_what_a_client_listed_counts_as_much_as_its_tokens() -> None:
     """A few hundred bytes of answer kept a logit_bias of megabytes for the whole window."""
     bench = Bench()
-    bench.core.keyed.finished.max_bytes = 1 << 20
+    bench.core.journal.keyed.finished.max_bytes = 1 << 20
     for number in range(5):
         bench.ask(name=f"r{number}", bias=dict.fromkeys(range(4000), 1.0))
         bench.generate(bench.works[-1], 0, len(ANSWER))
-    assert set(bench.core.by_id) == {"r3", "r4"}
+    assert set(bench.core.journal.by_id) == {"r3", "r4"}
 
 
 @pytest.mark.parametrize("how", ["detach", "frontend lost"])
 def test_those_that_run_without_a_client_take_bounded_memory(how: str) -> None:
     """The oldest are aborted; those whose clients are there do not count."""
     bench = Bench()
-    bench.core.keyed.running.max_bytes = 10_000
+    bench.core.journal.keyed.running.max_bytes = 10_000
     connections = [bench.ask(name=f"r{number}") for number in range(20)]
     if how == "detach":
         for number, connection in enumerate(connections):
             bench.leave(connection, f"r{number}")
     else:
         bench.event(PeerLost(F0, LIFE))
-    left = set(bench.core.by_id)
+    left = set(bench.core.journal.by_id)
     assert 1 < len(left) < 5
     assert "r19" in left
     assert bench.aborted == {work.request_id for work in bench.works} - {
-        request.work_id for request in bench.core.by_id.values()
+        request.work_id for request in bench.core.journal.by_id.values()
     }
 
 
@@ -251,12 +251,12 @@ def test_those_that_run_without_a_client_grow() -> None:
     bench = Bench()
     for number in range(5):
         bench.leave(bench.ask(name=f"r{number}", logprobs=0), f"r{number}")
-    running = bench.core.keyed.running
+    running = bench.core.journal.keyed.running
     running.max_bytes = running.num_bytes + 1000
     for work in bench.works:
         bench.generate(work, 0, 9, logprobs=True)
     bench.tick(1.0)
-    assert set(bench.core.by_id) == {"r1", "r2", "r3", "r4"}
+    assert set(bench.core.journal.by_id) == {"r1", "r2", "r3", "r4"}
     assert bench.aborted == {bench.works[0].request_id}
 
 
@@ -317,8 +317,8 @@ def test_whatever_happens_each_connection_reads_the_same_text(data: st.DataObjec
             before = "".join(text for start, text in connection.rows if start < cut)
             assert before == shown_after(cut, stop)
     bench.tick(WINDOW_S)
-    assert not bench.core.by_id
-    assert bench.core.keyed.finished.num_bytes == bench.core.keyed.running.num_bytes == 0
+    assert not bench.core.journal.by_id
+    assert bench.core.journal.keyed.finished.num_bytes == bench.core.journal.keyed.running.num_bytes == 0
 
 
 @pytest.mark.parametrize("how", ["left", "refused"])

@@ -153,7 +153,7 @@ class TheDetokenizer:
                 assert not isinstance(effect.message, Rejected), effect.message
             else:
                 sends.append((effect.to, effect.message))
-        for send in self.core.batches():
+        for send in self.core.journal.batches():
             assert isinstance(send.message, TextDeltas)
             self._read(send.message)
         return sends
@@ -373,4 +373,4 @@ def test_no_death_is_seen_in_what_comes(data: st.DataObject) -> None:
             assert detokenizer.ends.get(name) is FinishReason.LENGTH
             got = detokenizer.tokens[name]
             assert got == [truth(name, index) for index in range(len(got))]
-    assert not detokenizer.core.by_id
+    assert not detokenizer.core.journal.by_id

@@ -41,14 +41,14 @@ def test_what_is_told_again_comes_in_pieces(finished: bool, monkeypatch: pytest.
     monkeypatch.setattr(text_edge, "PIECE_ENTRIES", 4)
     monkeypatch.setattr(journal, "MAX_BATCH_BYTES", 100)
     sent: list[TextDeltas] = []
-    batches = bench.core.batches
+    batches = bench.core.journal.batches
 
     def noted() -> list[Send]:
         sends = batches()
         sent.extend(send.message for send in sends if isinstance(send.message, TextDeltas))
         return sends
 
-    monkeypatch.setattr(bench.core, "batches", noted)
+    monkeypatch.setattr(bench.core.journal, "batches", noted)
     second = bench.ask(F1, cut=6, logprobs=0)
     assert (second.text, second.logprobs, second.num_of_prompt) == (first.text, first.logprobs, 2)
     assert [start for start, _ in second.rows] == [0, 4, 6, 10, 14][: 5 if finished else 4]
@@ -72,7 +72,7 @@ def test_others_tokens_come_between_the_pieces(finished: bool, monkeypatch: pyte
     bench.all_turns = False
     second = bench.ask(F1, logprobs=0)
     told = [second.num_tokens]
-    while bench.core.tells_again:
+    while bench.core.journal.tells_again:
         if len(told) == 2:
             bench.generate(short, 0, 1)
             assert other.text == ANSWER[0]
@@ -99,14 +99,14 @@ def test_a_connection_that_goes_is_told_no_more(monkeypatch: pytest.MonkeyPatch)
     bench.generate(bench.works[0], 0, 12)
     bench.all_turns = False
     bench.leave(bench.ask(F1))
-    assert not bench.core.tells_again
+    assert not bench.core.journal.tells_again
     older, newer = bench.ask(F0), bench.ask(F1)
-    assert len(bench.core._replays) == 1
+    assert len(bench.core.journal._replays) == 1
     bench.event(PeerLost(F1, LIFE))
-    assert not bench.core.tells_again
+    assert not bench.core.journal.tells_again
     assert bench.ask(F0).num_tokens == 2
     bench.event(Received(F0, LIFE, Abort((RequestId("r"),))))
-    assert not bench.core.tells_again
+    assert not bench.core.journal.tells_again
     assert (older.num_tokens, newer.num_tokens) == (2, 2)
 
 
@@ -119,8 +119,8 @@ def test_one_that_must_make_room_is_told_to_its_end(monkeypatch: pytest.MonkeyPa
     bench.all_turns = False
     again = bench.ask(F1)
     bench.tick(WINDOW_S + 1)
-    assert RequestId("r") not in bench.core.by_id
-    while bench.core.tells_again:
+    assert RequestId("r") not in bench.core.journal.by_id
+    while bench.core.journal.tells_again:
         bench.flush()
     assert again.text == ANSWER
     assert again.end is not None
@@ -193,4 +193,4 @@ def test_what_cannot_be_sent_ends_its_request_alone(what: str) -> None:
     bench.core.check()
     bench.generate(beside, 0, len(ANSWER))
     assert other.end is not None
-    assert not bench.core.by_handle
+    assert not bench.core.journal.by_handle

@@ -197,7 +197,12 @@ def leftovers(process: Process) -> str:
         case DetokenizerApp():
             core = app._core
             assert core is not None
-            kept = {"journal": core.by_id, "handles": core.by_handle, "jobs": core.jobs, "batches": core._batches}
+            kept = {
+                "journal": core.journal.by_id,
+                "handles": core.journal.by_handle,
+                "jobs": core.jobs,
+                "batches": core.journal.open_batches,
+            }
             kept["unsent"] = getattr(app, "_unsent", ())
         case CoordinatorApp():
             router = app._core

@@ -95,7 +95,7 @@ class Bench:
     def news(self) -> list[tuple[Identity, int, int, str, FinishReason | None]]:
         """What frontends are told: to, handle, start, text, end."""
         found = []
-        for send in self.core.batches():
+        for send in self.core.journal.batches():
             batch = send.message
             assert isinstance(batch, TextDeltas)
             ends = {end.row: end.reason for end in batch.finished}

@@ -111,9 +111,9 @@ class Bench:
 
     def flush(self) -> None:
         """One turn of the loop, or with `all_turns` as many as there is something to tell."""
-        for send in self.core.batches():
+        for send in self.core.journal.batches():
             self._told(send.to, send.message)
-        if self.all_turns and self.core.tells_again:
+        if self.all_turns and self.core.journal.tells_again:
             self.flush()
 
     def tick(self, seconds: float) -> None:
