@@ -20,22 +20,6 @@ MAX_BATCH_BYTES = 1 << 20  # a batch that has more takes no further rows: its fr
 class FrontendBatch:
     """Rows in the order of arrival."""
 
-    __slots__ = (
-        "counts",
-        "finished",
-        "first",
-        "handles",
-        "logprobs",
-        "more",
-        "num_bytes",
-        "pooled",
-        "prompt_logprobs",
-        "starts",
-        "texts",
-        "timings",
-        "tokens",
-    )
-
     def __init__(self) -> None:
         self.handles: list[int] = []
         self.starts: list[int] = []

@@ -1,6 +1,7 @@
 """One request's journal entry: what is needed to decode it and to have it continued elsewhere."""
 
 from array import array
+from dataclasses import InitVar, dataclass, field
 from enum import Enum
 
 from meshlm.detokenizer.decode import Decoder, TokenTable
@@ -27,111 +28,67 @@ REPETITION_DETECTED = "repetition_detected"
 NOBODY = Identity(Role.FRONTEND, -1)  # the frontend of a request whose client is away
 
 
+@dataclass(slots=True, eq=False)
 class RequestState:
-    """Changed by core.py and its bases, and by itself in `push`."""
+    """Changed by core.py, journal.py and attempts.py, and by itself in `push`. `told`: log-probabilities of what is delivered."""
 
-    __slots__ = (
-        "arrival_s",
-        "asked",
-        "asked_at",
-        "attempt",
-        "batch",
-        "begun_with",
-        "crashed_at",
-        "cut",
-        "deaths",
-        "decoder",
-        "encode_s",
-        "extras",
-        "finished",
-        "first",
-        "frontend",
-        "frontend_handle",
-        "frontend_incarnation",
-        "handle",
-        "heard",
-        "hidden",
-        "logprobs",
-        "measured",
-        "num_crashes",
-        "num_in_hand",
-        "num_measured",
-        "num_told",
-        "output_token_ids",
-        "place",
-        "pooled",
-        "preempted_us",
-        "prompt",
-        "prompt_logprobs",
-        "request_id",
-        "retried",
-        "route_s",
-        "sampling",
-        "scheduler",
-        "slow",
-        "status",
-        "stop",
-        "submit",
-        "submitted_at",
-        "tail",
-        "told_again",
-        "work_id",
-    )
+    submit: Submit
+    choice: InitVar[int]
+    frontend: Identity
+    frontend_incarnation: Incarnation
+    handle: Handle
+    told: InitVar[list[PositionLogprobs]]
+    request_id: RequestId = field(init=False)
+    work_id: RequestId = field(init=False)  # its name at the coordinator and the schedulers
+    frontend_handle: Handle = field(init=False)
+    attempt: int = field(init=False)
+    status: RequestStatus = RequestStatus.ENCODING
+    prompt: "array[int]" = field(default_factory=lambda: array("i"))
+    extras: Extras = ()
+    output_token_ids: "array[int]" = field(default_factory=lambda: array("i"))
+    sampling: SamplingParams = field(init=False)
+    asked: Incarnation = Incarnation(0)  # the incarnation of the coordinator that got this attempt's Admit; 0: none yet
+    submitted_at: float = 0.0  # when its prompt came ...
+    asked_at: float = 0.0  # ... and when that Admit left
+    preempted_us: tuple[int, ...] = ()  # before its end, as its scheduler said
+    retried: list[tuple[float, str]] = field(default_factory=list)  # when other attempts began, and why
+    encode_s: float = 0.0  # from its prompt's arrival to its tokens ...
+    route_s: float = 0.0  # ... and from the Admit to a rank
+    scheduler: SchedulerIncarnation | None = None  # which has this attempt
+    heard: bool = False  # tokens of this attempt came
+    deaths: tuple[Death, ...] = ()  # of schedulers and the coordinator, that it met since the last token
+    num_in_hand: int = 0  # deaths of schedulers and the coordinator that had it in hand
+    begun_with: int = 0  # tokens that there were after the last such death
+    num_crashes: int = 0  # deaths of workers at ranks that gave it back, without a token between them ...
+    crashed_at: int = 0  # ... and its tokens then
+    decoder: Decoder | None = None
+    stop: StopFinder | None = None
+    batch: object = None  # the batch whose row `place` may still take more of this request's tokens
+    place: int = 0
+    measured: Decoder | None = None  # of those that want logprobs: has read `num_measured` tokens
+    num_measured: int = 0
+    slow: bool = False  # its tokens need more than a look-up and a row of their own
+    # Only with a Retry: what is needed to send everything again.
+    arrival_s: float = field(init=False)  # of the connection that has it
+    cut: int = field(init=False)  # a row must begin at this token
+    num_told: int = field(init=False)  # tokens that connections before this one had
+    told_again: int = 0  # tokens that this connection was told again
+    logprobs: KeptLogprobs = field(init=False)
+    prompt_logprobs: PromptLogprobs | None = None
+    first: First | None = None
+    finished: Finished | None = None
+    hidden: bool = False  # the last token is not shown
+    tail: str = ""  # text behind the last token's
+    pooled: bytes = b""  # the vector, at the end
 
-    def __init__(
-        self,
-        submit: Submit,
-        choice: int,
-        sender: Identity,
-        incarnation: Incarnation,
-        handle: Handle,
-        logprobs: list[PositionLogprobs],
-    ) -> None:
-        """`logprobs`: of what is delivered."""
-        self.submit = submit
-        self.request_id: RequestId = submit.request_ids[choice]
-        self.work_id = self.request_id  # its name at the coordinator and the schedulers
-        self.frontend, self.frontend_incarnation = sender, incarnation
-        self.frontend_handle = submit.handles[choice]
-        self.handle = handle
-        self.attempt = submit.attempt
-        self.status = RequestStatus.ENCODING
-        self.prompt: array[int] = array("i")
-        self.extras: Extras = ()
-        self.output_token_ids: array[int] = array("i")
-        self.sampling: SamplingParams = submit.sampling
-        self.asked = Incarnation(0)  # the incarnation of the coordinator that this attempt's Admit went to; 0: none yet
-        self.submitted_at = self.asked_at = 0.0  # when its prompt came, and when that Admit left
-        self.preempted_us: tuple[int, ...] = ()  # before its end, as its scheduler said
-        self.retried: list[tuple[float, str]] = []  # when other attempts began, and why
-        self.encode_s = self.route_s = 0.0  # from the one to its tokens, and from the other to a rank
-        self.scheduler: SchedulerIncarnation | None = None  # which has this attempt
-        self.heard = False  # tokens of this attempt came
-        self.deaths: tuple[Death, ...] = ()  # of schedulers and the coordinator, that it met since the last token
-        self.num_in_hand = 0  # deaths of schedulers and the coordinator that had it in hand
-        self.begun_with = 0  # tokens that there were after the last such death
-        self.num_crashes = 0  # deaths of workers at ranks that gave it back, without a token between them ...
-        self.crashed_at = 0  # ... and its tokens then
-        self.decoder: Decoder | None = None
-        self.stop: StopFinder | None = None
-        self.batch: object = None  # the batch whose row `place` may still take more of this request's tokens
-        self.place = 0
-        self.measured: Decoder | None = None  # of those that want logprobs: has read `num_measured` tokens
-        self.num_measured = 0
-        self.slow = False  # its tokens need more than a look-up and a row of their own
-        # Only with a Retry: what is needed to send everything again.
-        self.arrival_s = submit.arrival_s  # of the connection that has it
+    def __post_init__(self, choice: int, told: list[PositionLogprobs]) -> None:
+        submit = self.submit
+        self.request_id = self.work_id = submit.request_ids[choice]
+        self.frontend_handle, self.attempt, self.sampling = submit.handles[choice], submit.attempt, submit.sampling
         cuts = submit.retry.cuts if submit.retry is not None else ()
-        self.cut = cuts[choice] if choice < len(cuts) else 0  # a row must begin at this token
-        self.num_told = len(submit.delivered) // 4  # tokens that connections before this one had
-        self.told_again = 0  # tokens that this connection was told again
-        self.logprobs = KeptLogprobs(logprobs)
-        self.prompt_logprobs: PromptLogprobs | None = None
-        self.first: First | None = None
-        self.finished: Finished | None = None
-        self.hidden = False  # the last token is not shown
-        self.tail = ""  # text behind the last token's
-        self.pooled = b""  # the vector, at the end
+        self.cut = cuts[choice] if choice < len(cuts) else 0
+        self.arrival_s, self.num_told = submit.arrival_s, len(submit.delivered) // 4
+        self.logprobs = KeptLogprobs(told)
 
     def begin(self, table: TokenTable, prompt: "array[int]", sampling: SamplingParams, extras: Extras) -> None:
         """The prompt is encoded. Ids that the client has already (resume) are decoded silently."""

@@ -13,21 +13,6 @@ from meshlm.scheduler_proc.request import Request
 class Outbox:
     """Rows for one detokenizer, in batch order."""
 
-    __slots__ = (
-        "counts",
-        "dp_rank",
-        "ended",
-        "first_tokens",
-        "handles",
-        "logprobs",
-        "now_ns",
-        "num_detail_bytes",
-        "pooled",
-        "prompt_logprobs",
-        "starts",
-        "tokens",
-    )
-
     def __init__(self, now_ns: int, dp_rank: int) -> None:
         self.now_ns, self.dp_rank = now_ns, dp_rank
         self.handles: list[int] = []

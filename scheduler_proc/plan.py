@@ -1,6 +1,7 @@
 """Builds one StepPlan: columns in batch order, uniform decodes first."""
 
 from array import array
+from dataclasses import dataclass
 
 from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.protocol.wire.columns import pack_i32
@@ -9,41 +10,20 @@ from meshlm.scheduler_proc import sizes
 from meshlm.scheduler_proc.request import Request
 
 
+@dataclass(slots=True, eq=False)
 class Inflight:
-    """One step in flight: what is needed to make sense of its result. `samples` is b"" when all requests sampled.
+    """One step in flight: what is needed to make sense of its result."""
 
-    firsts: places of the requests that are computed from their first token on. num_drafts: by place; empty when none has any.
-    """
-
-    __slots__ = (
-        "batch",
-        "firsts",
-        "goes_on",
-        "num_decode_tokens",
-        "num_drafts",
-        "num_pairs",
-        "num_tokens",
-        "planned_ns",
-        "samples",
-        "step",
-    )
-
-    def __init__(
-        self,
-        step: StepId,
-        batch: list[Request],
-        samples: bytes,
-        num_tokens: int,
-        num_decode_tokens: int,
-        planned_ns: int,
-        firsts: tuple[int, ...] = (),
-        num_drafts: "array[int] | None" = None,
-    ) -> None:
-        self.step, self.batch, self.samples, self.planned_ns = step, batch, samples, planned_ns
-        self.num_tokens, self.num_decode_tokens, self.firsts = num_tokens, num_decode_tokens, firsts
-        self.num_drafts = num_drafts or array("i")
-        self.num_pairs = 0.0  # of prompt tokens and the tokens before them that each attends to
-        self.goes_on = False  # requests were running when it was planned: the device need not have waited for work
+    step: StepId
+    batch: list[Request]
+    samples: bytes  # b"" when all requests sampled
+    num_tokens: int
+    num_decode_tokens: int
+    planned_ns: int
+    firsts: tuple[int, ...]  # places of the requests that are computed from their first token on
+    num_drafts: "array[int]"  # by place; empty when none has any
+    num_pairs: float  # of prompt tokens and the tokens before them that each attends to
+    goes_on: bool = False  # requests were running when it was planned: the device need not have waited for work
 
 
 class PlanBuilder:
@@ -132,8 +112,5 @@ class PlanBuilder:
         )
         firsts = tuple(place for place, start in enumerate(self._rest_starts, len(self.decodes)) if start == 0)
         num_decode_tokens = len(self.decodes) + sum(num_drafts)
-        record = Inflight(
-            step, batch, plan.samples, self.num_tokens, num_decode_tokens, self.now_ns, firsts, num_drafts
-        )
-        record.num_pairs = self.num_pairs
-        return plan, record
+        counted = (self.num_tokens, num_decode_tokens, self.now_ns, firsts, num_drafts, self.num_pairs)
+        return plan, Inflight(step, batch, plan.samples, *counted)

@@ -7,13 +7,16 @@ it counts all of them as if they were accepted, and so does `num_computed`: both
 
 from array import array
 from collections import deque
+from dataclasses import InitVar, dataclass, field
 from functools import lru_cache
 from itertools import chain
 
 from meshlm.protocol.edges.admit import EngineRequest
 from meshlm.protocol.edges.token import LogprobColumns
+from meshlm.protocol.extra_kind import Span
 from meshlm.protocol.extras import Extra, generates, uncut_spans, with_keys
-from meshlm.protocol.wire.ids import BlockId, Identity, Incarnation, Row
+from meshlm.protocol.sampling import RepetitionDetection
+from meshlm.protocol.wire.ids import BlockId, Handle, Identity, Incarnation, Row
 from meshlm.scheduler_proc.kv import hashes
 from meshlm.scheduler_proc.states import RequestState, Wait, check_transition
 
@@ -24,93 +27,69 @@ def _stop_ids(*ids: tuple[int, ...]) -> frozenset[int]:
     return frozenset(chain(*ids))
 
 
+@dataclass(slots=True, eq=False)
 class Preparation:
     """An extra that requests share and workers prepare; preparations.py changes it."""
 
-    __slots__ = ("extra", "missing", "number", "requests")
-
-    def __init__(self, number: int, extra: Extra, missing: set[Identity]) -> None:
-        self.number, self.extra = number, extra
-        self.missing = missing  # workers that have not prepared it: its requests wait for them
-        self.requests: set[Request] = set()
+    number: int
+    extra: Extra
+    missing: set[Identity]  # workers that have not prepared it: its requests wait for them
+    requests: "set[Request]" = field(default_factory=set)
 
 
+@dataclass(slots=True, eq=False)
 class Request:
     """Plain data; core.py changes it."""
 
-    __slots__ = (
-        "allows_drafts",
-        "arrived_ns",
-        "blocks",
-        "capacity",
-        "crashed_at",
-        "detokenizer",
-        "extra_keys",
-        "free_at",
-        "generates",
-        "handle",
-        "hashes",
-        "incarnation",
-        "max_len",
-        "num_cached",
-        "num_cached_blocks",
-        "num_computed",
-        "num_crashes",
-        "num_freed",
-        "num_given",
-        "num_output_placeholders",
-        "num_prompt",
-        "num_reused",
-        "preempted_ns",
-        "preparations",
-        "prompt_logprobs",
-        "repetition",
-        "row",
-        "started_ns",
-        "state",
-        "stop_ids",
-        "story",
-        "tokens",
-        "uncut",
-        "work",
-    )
+    work: EngineRequest
+    detokenizer: Identity
+    incarnation: Incarnation
+    max_model_len: InitVar[int]
+    handle: Handle = field(init=False)
+    tokens: "array[int]" = field(init=False)
+    num_given: int = field(init=False)  # tokens when it came here
+    num_prompt: int = field(init=False)
+    max_len: int = field(init=False)
+    generates: bool = field(init=False)  # as its extras say, like the next three
+    allows_drafts: bool = field(init=False)
+    uncut: list[Span] = field(init=False)
+    extra_keys: hashes.ExtraKeys = field(init=False)
+    stop_ids: frozenset[int] = field(init=False)
+    repetition: RepetitionDetection | None = field(init=False)
+    state: RequestState = RequestState.WAITING
+    story: deque[str] = field(default_factory=lambda: deque(["arrived"], maxlen=12))
+    row: Row = Row(-1)
+    blocks: list[BlockId] = field(
+        default_factory=list
+    )  # its block table, row by row; this and the next five are kv/cache.py's
+    num_freed: list[int] = field(default_factory=list)  # leading rows that were given back, by kind of group
+    free_at: int = 0  # computed tokens from which on the next ones are
+    capacity: int = 0  # tokens that its blocks hold
+    num_cached_blocks: int = 0  # leading rows that the prefix cache knows or that came from it
+    hashes: list[bytes] = field(default_factory=list)  # of its full blocks
+    num_computed: int = 0  # tokens whose KV is written once all sent steps have run
+    num_output_placeholders: int = 0
+    num_crashes: int = field(init=False)  # deaths of its worker between which it did not get on ...
+    crashed_at: int = field(init=False)  # ... and its tokens at the last one, with those under way
+    arrived_ns: int = 0  # here ...
+    started_ns: int = 0  # ... and in the batch for the first time
+    preempted_ns: tuple[int, ...] = ()  # when it was preempted
+    num_cached: int = -1  # prompt tokens found cached, the fewest time; -1: not scheduled yet, -2: told
+    num_reused: int = -1  # the same; stays
+    prompt_logprobs: list[LogprobColumns] = field(default_factory=list)
+    preparations: list[Preparation] = field(default_factory=list)  # of its extras
 
-    def __init__(
-        self, work: EngineRequest, detokenizer: Identity, incarnation: Incarnation, max_model_len: int
-    ) -> None:
-        self.work, self.detokenizer, self.incarnation = work, detokenizer, incarnation
-        self.handle = work.handle
+    def __post_init__(self, max_model_len: int) -> None:
+        work, params = self.work, self.work.sampling
+        self.handle, self.repetition = work.handle, params.repetition_detection
         self.tokens = array("i", work.prompt_token_ids + work.output_token_ids)
-        self.num_given = len(self.tokens)  # when it came here
-        self.num_prompt = len(work.prompt_token_ids) // 4
-        self.generates = generates(work.extras)
+        self.num_given, self.num_prompt = len(self.tokens), len(work.prompt_token_ids) // 4
+        self.generates, self.uncut = generates(work.extras), uncut_spans(work.extras)
         self.allows_drafts = all(extra.allows_drafts for extra in work.extras)
-        self.uncut = uncut_spans(work.extras)
-        self.max_len = min(self.num_prompt + (work.sampling.max_tokens if self.generates else 0), max_model_len)
-        self.stop_ids = _stop_ids(work.sampling.stop_token_ids, work.sampling.eos_token_ids)
-        self.repetition = work.sampling.repetition_detection
-        self.state = RequestState.WAITING
-        self.story: deque[str] = deque(["arrived"], maxlen=12)
-        self.row = Row(-1)
-        self.blocks: list[BlockId] = []  # its block table, row by row; this and the next five belong to kv/cache.py
-        self.num_freed: list[int] = []  # leading rows that were given back, by kind of group
-        self.free_at = 0  # computed tokens from which on the next ones are
-        self.capacity = 0  # tokens that its blocks hold
-        self.num_cached_blocks = 0  # leading rows that the prefix cache knows or that came from it
-        self.hashes: list[bytes] = []  # of its full blocks
-        self.extra_keys = hashes.ExtraKeys(work.cache_salt, with_keys(work.extras))  # that go into them
-        self.num_computed = 0  # tokens whose KV is written once all sent steps have run
-        self.num_output_placeholders = 0
-        self.num_crashes = work.num_crashes  # deaths of its worker between which it did not get on ...
-        self.crashed_at = (
-            self.num_given if work.num_crashes else 0
-        )  # ... and its tokens at the last one, with those under way
-        self.arrived_ns = self.started_ns = 0  # here, and in the batch for the first time
-        self.preempted_ns: tuple[int, ...] = ()  # when it was preempted
-        self.num_cached = -1  # prompt tokens found cached, the fewest time; -1: not scheduled yet, -2: told
-        self.num_reused = -1  # the same; stays
-        self.prompt_logprobs: list[LogprobColumns] = []
-        self.preparations: list[Preparation] = []  # of its extras
+        self.extra_keys = hashes.ExtraKeys(work.cache_salt, with_keys(work.extras))
+        self.max_len = min(self.num_prompt + (params.max_tokens if self.generates else 0), max_model_len)
+        self.stop_ids = _stop_ids(params.stop_token_ids, params.eos_token_ids)
+        self.num_crashes, self.crashed_at = work.num_crashes, self.num_given if work.num_crashes else 0
 
     @property
     def has_begun(self) -> bool:
