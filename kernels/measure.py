@@ -1,4 +1,4 @@
-"""How kernels are timed (bench.py and tune.py beside each), and how their figures are kept."""
+"""How kernels are timed (bench.py, tuning/), and how their figures are kept."""
 
 import json
 from collections.abc import Callable, Iterable

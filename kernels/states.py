@@ -9,6 +9,7 @@ A CUDA graph has room for as many pieces as any step has that fits it, and the d
 no prompt have no tokens, and their programs end at once.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meshlm.kernels.attention.kernel import Columns
+from meshlm.kernels.attention.requests import some_columns
 
 PIECE = 128  # tokens, at most
 MOST_PROMPTS = 64  # of a step that is replayed: room for more costs memory for the states between pieces
@@ -154,3 +156,40 @@ def softplus(x):
 def time_step(dt, bias, low, high):
     """The step of Mamba-2 (kernels/ssd/reference.py: TimeSteps)."""
     return tl.minimum(tl.maximum(softplus(dt.to(tl.float32) + bias), low), high)
+
+
+class StateStep:
+    """Requests of a step with states, at random: prompts that begin, or decodes. For records."""
+
+    def __init__(self, counts: tuple[int, ...], page: int, device: torch.device) -> None:
+        """counts: tokens of each request; decodes where each has one."""
+        decodes = max(counts) == 1
+        start = page - 8 if decodes else 0
+        self.at, self.pages = some_columns([(start, count) for count in counts], page, device)
+        self.tokens, self.num_decodes = sum(counts), len(counts) if decodes else 0
+        self.pieces = None if decodes else Pieces.of([(n, 0, one) for n, one in enumerate(counts)], page, device)
+        ends = self.at.ends.tolist()
+        self.parts = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+    def states(self, lines: int, *sizes: int, dtype: torch.dtype) -> Tensor:
+        """Of so many lines, in two halves."""
+        found: Tensor = torch.randn(2, self.pages, -(-lines // 2), *sizes, device=self.at.rows.device).to(dtype)
+        return found
+
+    def before(self, states: Tensor, lines: int) -> list[Tensor | None]:
+        """What each request goes on from: [lines, ...], None where it begins."""
+        if self.pieces is not None:
+            return [None] * self.at.n
+        whole = states.transpose(0, 1).flatten(1, 2)[:, :lines]
+        return [whole[page] for page in self.at.blocks[:, 0].tolist()]
+
+    def moved(self, states: Tensor) -> int:
+        """Bytes of the decodes' states, each read once and written once."""
+        return 2 * self.at.n * states[:, 0].nbytes
+
+    def copy(self, states: Tensor) -> dict[str, Callable[[], object]]:
+        """A copy of as many bytes, which is as fast as it can be."""
+        source, out = torch.empty(
+            2, max(self.moved(states) // 2, 1 << 20), dtype=torch.uint8, device=states.device
+        ).unbind()
+        return {"copy": lambda: out.copy_(source)}

@@ -1,9 +1,9 @@
 """Constants that were measured, by GPU: kernels/<op>/tables/<gpu>.json, in the tree and in the wheel.
 
-Written by `python -P -m meshlm.kernels.<op>.tune` on that GPU, read once per process by <op>/kernel.py. A GPU without a table gets
-that of the same processor with other memory (an H100 SXM that of an H200), or else the nearest one's, which the log says once. What no
-table of this processor has is remembered when it is asked for; the tuner of a worker's start measures that and adds what it found
-(`add`), before anything is captured. Nothing is tuned while serving.
+Written on that GPU by `python -P -m meshlm.kernels.tuning.measure_tables` and `tuning.commit`, read once per process by
+<op>/kernel.py. A GPU without a table gets that of the same processor with other memory (an H100 SXM that of an H200), or else the
+nearest one's, which the log says once. What no table of this processor has is remembered when it is asked for; the tuner of a worker's
+start measures that and adds what it found (`add`), before anything is captured. Nothing is tuned while serving.
 """
 
 import json
@@ -44,7 +44,9 @@ def read(op: str) -> Table:
     found, facts = _all(op), this_gpu()
     chosen = nearest({name: table["gpu"] for name, table in found.items()}, facts)
     if not is_alike(found[chosen]):
-        _log.warning("kernels/%s has no table for %s: it runs with %s's; see %s.tune", op, facts["name"], chosen, op)
+        _log.warning(
+            "kernels/%s has no table for %s: it runs with %s's; see tuning/measure_tables.py", op, facts["name"], chosen
+        )
     return found[chosen]
 
 
@@ -186,7 +188,7 @@ def this_gpu() -> dict[str, Any]:
 
 
 def write(op: str, values: Table, folder: Path | None = None) -> Path:
-    """Keep what tune.py found for this GPU."""
+    """Keep what was measured on this GPU."""
     gpu = this_gpu()
     path = (folder or FOLDER / op / "tables") / f"{name_of(gpu['name'])}.json"
     path.parent.mkdir(exist_ok=True)

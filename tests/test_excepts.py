@@ -23,7 +23,7 @@ def broad(path: Path) -> Iterator[ast.ExceptHandler]:
 
 
 def is_told(handler: ast.ExceptHandler) -> bool:
-    """It is raised again, or printed: tune.py and bench.py leave out what cannot be launched."""
+    """It is raised again, or printed: tuners and benches leave out what cannot be launched."""
     return any(
         (isinstance(node, ast.Raise) and node.exc is None) or (isinstance(node, ast.Name) and node.id == "print")
         for node in ast.walk(handler)

@@ -1,4 +1,4 @@
-"""Chooses the tiles of attention on this GPU, from tables/<gpu>.json, which tune.py writes."""
+"""Chooses the tiles of attention on this GPU, from tables/<gpu>.json, which tuning/measure_tables.py writes."""
 
 import math
 from collections.abc import Callable

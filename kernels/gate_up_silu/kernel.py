@@ -4,7 +4,7 @@
 
 As many programs as run at once take tiles of the result in turn. Tiles that follow one another share rows of x or of W, in the L2
 cache; those of both come by bulk copies (TMA). A tile of gate and the same columns of up are one tile of a product, twice as wide.
-Rounded where the unfused operations round. Whether this is faster than cuBLAS and the kernel behind it, tune.py finds for each size.
+Rounded where the unfused operations round. Whether this is faster than cuBLAS and the kernel behind it, a tuner finds for each size.
 """
 
 from typing import NamedTuple

@@ -1,6 +1,6 @@
 """Products of many rows with a weight:  out = x w^T, or out += x w^T.
 
-By cuBLAS. Its heuristic's first choice is not always its fastest algorithm, by 1 to 20% (docs/performance.md): where tune.py has found
+By cuBLAS. Its heuristic's first choice is not always its fastest algorithm, by 1 to 20% (docs/performance.md): where a tuner has found
 another one for these sizes on this GPU, that one; else torch's own call.
 """
 

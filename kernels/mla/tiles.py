@@ -1,4 +1,4 @@
-"""Which tiles latent attention is computed in on this GPU: tables/<gpu>.json, written by tune.py."""
+"""Which tiles latent attention is computed in on this GPU: tables/<gpu>.json, written by tuning/measure_tables.py."""
 
 from functools import cache
 from typing import Any, NamedTuple

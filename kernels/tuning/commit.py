@@ -13,15 +13,14 @@ from pathlib import Path
 from meshlm.kernels import tables
 from meshlm.kernels.grouped_gemm.plan import decoded
 from meshlm.kernels.tables import Table
-from meshlm.kernels.tuning.core import NAMES
+from meshlm.kernels.tuning.core import OPERATIONS
 
-WHERE = {"gemv": "in_steps", "grouped_gemm": "layers"}  # its table has the entries; of others "products"
 OF_TUNER = ("measured", "full")  # what a table of the tree does not hold
 
 
 def merged(op: str, tree: Table, found: Table) -> Table:
     """The table of the tree with what was found for other sizes."""
-    where = WHERE.get(op, "products")
+    where = OPERATIONS[op].in_tree
     known = tree.get(where, [])
     have = {tables.key_of(entry) for entry in known if "way" not in entry}
     new = [_for_tree(op, entry) for entry in found["products"] if tables.key_of(entry) not in have]
@@ -32,23 +31,23 @@ def _for_tree(op: str, entry: Table) -> Table:
     if op == "grouped_gemm":
         plans = [(over, to, decoded(config)) for over, to, config in entry["rows"]]
         rows = [[over, to, kind, list(gate), list(down)] for over, to, (kind, gate, down) in plans]
-        return {**{name: entry[name] for name in NAMES[op]}, "rows": rows} if rows else {}
+        return {**{name: entry[name] for name in OPERATIONS[op].key}, "rows": rows} if rows else {}
     if op != "gemv":
         return {name: value for name, value in entry.items() if name not in OF_TUNER}
-    key = {name: entry[name] for name in NAMES[op]}
+    key = {name: entry[name] for name in OPERATIONS[op].key}
     return {**key, "tile": entry["rows"][0][2] if entry["rows"] else []}
 
 
 def commit(folder: Path, into: Path) -> list[Path]:
     """Writes the tables, and gives their paths. A gemv of a GPU without a table stays out: it needs one of classes first."""
     written = []
-    for op in NAMES:
+    for op in OPERATIONS:
         for path in sorted((folder / op / "tables").glob("*.json")):
             found, target = json.loads(path.read_text("utf-8")), into / op / "tables" / path.name
             if op == "gemv" and not target.exists():
                 continue
             head = {name: found[name] for name in ("gpu", "torch", "triton")}
-            tree = json.loads(target.read_text("utf-8")) if target.exists() else {**head, WHERE.get(op, "products"): []}
+            tree = json.loads(target.read_text("utf-8")) if target.exists() else {**head, OPERATIONS[op].in_tree: []}
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(json.dumps(merged(op, tree, found), indent=1) + "\n")
             written.append(target)

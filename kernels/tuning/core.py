@@ -8,6 +8,9 @@ among the candidates, and nothing else is taken that is not clearly faster. Call
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, NamedTuple, Protocol
 
+import torch
+from torch import Tensor
+
 from meshlm.kernels.tables import Table
 
 Config = tuple[Any, ...]
@@ -19,28 +22,36 @@ Work = Generator[float, None, Times]
 
 PLAIN: Config = ()
 GAIN = 0.985  # of the plain way's time, at most
-DOWN_TO = 0.85  # a choice is for rows from so much of those it was measured with
-DOWN_TO_OF = {
-    "grouped_gemm": 0.5,
-    "packed_few": 0.25,
-    "mxfp4_few": 0.25,
-    "mxfp4_experts": 0.5,
-}  # ... where the weights are what their time is made of
-NEAR = (
-    2  # rows between two measured sizes, one at most so many times the other, are the larger one's where both have won
-)
-NAMES = {
-    "gemv": ("outputs", "inputs", "gate"),
-    "packed_few": ("outputs", "inputs", "use"),
-    "grouped_gemm": ("experts", "topk", "hidden", "wide"),
-    "mxfp4_few": ("experts", "topk", "hidden", "wide"),
-    "mxfp4_experts": ("experts", "topk", "hidden", "wide"),
-    "gemm": ("outputs", "inputs"),
-    "small_m_gemm": ("outputs", "inputs", "use"),
-    "gate_up_silu": ("outputs", "inputs"),
+NEAR = 2  # rows between two measured sizes, of which one is at most so many times the other, are the larger one's where both have won
+
+
+class Operation(NamedTuple):
+    """What tells an operation apart that is tuned."""
+
+    key: tuple[str, ...]
+    """The names of a key's sizes."""
+    num_config: int
+    """Numbers of a choice."""
+    down_to: float = 0.85
+    """A choice is for rows from so much of those it was measured with; less where the weights are what the time is made of."""
+    of_one_size: bool = False
+    """A library's algorithm: known for the measured number of rows alone."""
+    in_tree: str = "products"
+    """What the tree's table calls its entries."""
+
+
+_EXPERTS = ("experts", "topk", "hidden", "wide")
+OPERATIONS = {
+    "gemv": Operation(("outputs", "inputs", "gate"), 4, in_tree="in_steps"),
+    "packed_few": Operation(("outputs", "inputs", "use"), 3, down_to=0.25),
+    "grouped_gemm": Operation(_EXPERTS, 19, down_to=0.5, in_tree="layers"),
+    "mxfp4_few": Operation(_EXPERTS, 7, down_to=0.25),
+    "mxfp4_experts": Operation(_EXPERTS, 8, down_to=0.5),
+    "gemm": Operation(("outputs", "inputs"), 10, of_one_size=True),
+    "small_m_gemm": Operation(("outputs", "inputs", "use"), 6),
+    "gate_up_silu": Operation(("outputs", "inputs"), 7),
 }
-"""Operations that are tuned, those of which most is to be had first, and the names of their keys."""
-OF_ONE_SIZE = ("gemm",)  # a library's algorithm: known for the measured number of rows alone
+"""Operations that are tuned, those of which most is to be had first."""
 
 
 class Case(NamedTuple):
@@ -49,6 +60,28 @@ class Case(NamedTuple):
     op: str
     key: Key
     rows: int
+
+
+class Setting(NamedTuple):
+    """Where it is measured, and how thoroughly."""
+
+    device: torch.device
+    dtype: torch.dtype
+    max_rows: int
+    full: bool = False
+
+
+Run = Callable[[Tensor], Tensor]
+"""From a weight to what the layer behind gets."""
+
+
+class Ways(NamedTuple):
+    """The plain way and all candidates to multiply with one of these weights."""
+
+    weights: list[Tensor]
+    runs: dict[Config, Run]
+    reset: Callable[[], object] = lambda: None
+    """To be called before a run whose result counts."""
 
 
 class Bench(Protocol):
@@ -89,22 +122,22 @@ def _tuple(config: Any) -> Config:
 def entry_of(op: str, key: Key, choices: dict[int, Config]) -> Table:
     """The entry of a table: rows above, up to, and what. Where the plain way was the fastest there is none."""
     rows: list[list[Any]] = []
+    known = OPERATIONS[op]
     before, won = 0, False
     for size, config in sorted(choices.items()):
         if config != PLAIN:
-            between = won and size <= NEAR * before and op not in OF_ONE_SIZE
-            rows.append(
-                [before if between else max(before, int(DOWN_TO_OF.get(op, DOWN_TO) * size)), size, list(config)]
-            )
+            between = won and size <= NEAR * before and not known.of_one_size
+            over = before if between else max(before, int(known.down_to * size))
+            rows.append([over, size, list(config)])
         before, won = size, config != PLAIN
     measured = [[size, list(config)] for size, config in sorted(choices.items())]
-    return {**dict(zip(NAMES[op], key, strict=True)), "rows": rows, "measured": measured}
+    return {**dict(zip(known.key, key, strict=True)), "rows": rows, "measured": measured}
 
 
 def in_order(asked: Iterable[tuple[str, Key]]) -> list[tuple[str, Key]]:
     """Those that are tuned: by operation, the largest weights first."""
-    order = list(NAMES)
-    mine = [(op, key) for op, key in asked if op in NAMES]
+    order = list(OPERATIONS)
+    mine = [(op, key) for op, key in asked if op in OPERATIONS]
     return sorted(mine, key=lambda each: (order.index(each[0]), -each[1][0] * each[1][1]))
 
 

@@ -15,7 +15,7 @@ from meshlm.kernels.grouped_gemm import plan
 from meshlm.kernels.grouped_gemm import tune as grouped_tune
 from meshlm.kernels.grouped_gemm.plan import PARTS_ROWS, Layer, Plan
 from meshlm.kernels.moe_few.kernel import MOST_ROWS
-from meshlm.kernels.tuning.core import Config
+from meshlm.kernels.tuning.core import PLAIN, Case, Config, Run, Setting, Ways
 
 SIZES = [1, 64, 16, 256, 1024]
 ALL_SIZES = [1, 64, 16, 256, 1024, 2, 4, 8, 32, 96, 128, 512, 2048, 4096, 8192]
@@ -63,9 +63,15 @@ def _fits(each: Plan, rows: int) -> bool:
     return rows == 1 if each.kind == "one" else rows <= MOST_ROWS if each.kind == "few" else rows > 1
 
 
-def config_of(each: Plan) -> Config:
-    """As the tuner's tables have it: numbers alone."""
-    return plan.encoded(each)
+def ways(case: Case, setting: Setting, most: int) -> Ways:
+    """The usual plan, and no more than `most` others, as the tuner's tables have them: numbers alone."""
+    layer = Layer(*case.key)
+    runs = Runs(layer, case.rows, setting.device, setting.dtype)
+    usual, *others = candidates(layer, case.rows, most=most)
+    found: dict[Config, Run] = {PLAIN: lambda _: runs.of(usual)}
+    for each in others:
+        found[plan.encoded(each)] = lambda _, each=each: runs.of(each)  # type: ignore[misc]
+    return Ways([torch.empty(0, device=setting.device)], found)
 
 
 class Runs:

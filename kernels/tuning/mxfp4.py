@@ -1,7 +1,6 @@
 """A layer of experts with MXFP4 weights for the tuner: kernels/mxfp4_few, beside what kernels/mxfp4_experts does with as many rows, and
 that kernel's tiles of many rows."""
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -11,13 +10,12 @@ from meshlm.kernels.grouped_gemm.plan import Layer
 from meshlm.kernels.mxfp4_experts import plan
 from meshlm.kernels.mxfp4_experts.layout import chunks_of
 from meshlm.kernels.mxfp4_experts.runs import Runs
-from meshlm.kernels.tuning.core import PLAIN, Case, Config
+from meshlm.kernels.tuning.core import PLAIN, Case, Config, Run, Setting, Ways
 
 OPS = (plan.OP, plan.MANY_OP)
 SIZES = {plan.OP: [1, 64, 16, 4, 256], plan.MANY_OP: [8192, 2048, 16384]}
 ALL_SIZES = {plan.OP: [*SIZES[plan.OP], 2, 8, 32, 128, 512], plan.MANY_OP: [*SIZES[plan.MANY_OP], 1024, 4096]}
 ROOM = 0.5  # of the memory that is free: for random weights of one layer
-Run = Callable[[Tensor], Tensor]  # of a tensor that does not count: runs have weights of their own
 
 
 def sizes(op: str, layer: Layer, device: torch.device, *, full: bool) -> list[int]:
@@ -31,17 +29,17 @@ def sizes(op: str, layer: Layer, device: torch.device, *, full: bool) -> list[in
     return [rows for rows in found if op == plan.OP or rows * layer.topk > plan.MANY * layer.experts]
 
 
-def ways(case: Case, device: torch.device, dtype: torch.dtype, *, most: int) -> tuple[list[Tensor], dict[Config, Run]]:
-    """The plan that is taken without a measurement, and no more than `most` others."""
+def ways(case: Case, setting: Setting, most: int) -> Ways:
+    """The plan that is taken without a measurement, and no more than `most` others. Runs have weights of their own."""
     layer = Layer(*case.key)
-    runs, usual = Runs(layer, case.rows, device, dtype), plan.usual_plan(case.rows, layer)
+    runs, usual = Runs(layer, case.rows, setting.device, setting.dtype), plan.usual_plan(case.rows, layer)
     plans = {PLAIN: usual}
     if case.op == plan.MANY_OP:
         plans |= {numbers: plan.decoded_many(numbers) for numbers in plan.candidates_of_many()}
     else:
         plans |= {numbers: plan.decoded(numbers) for numbers in plan.candidates(case.rows, layer)[:most]}
     found: dict[Config, Run] = {numbers: partial(_run, runs, chosen) for numbers, chosen in plans.items()}
-    return [torch.empty(0, device=device)], found
+    return Ways([torch.empty(0, device=setting.device)], found)
 
 
 def _run(runs: Runs, chosen: plan.Plan, nothing: Tensor) -> Tensor:

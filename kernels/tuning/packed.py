@@ -1,31 +1,32 @@
 """Few rows times weights of 4 bits for the tuner: kernels/packed_few, beside what kernels/packed_gemm does with as many rows."""
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from meshlm.kernels.gemm import tune as gemm_tune
 from meshlm.kernels.packed_few import plan
 from meshlm.kernels.packed_few.plan import Shape
 from meshlm.kernels.packed_gemm import kernel as packed_gemm
 from meshlm.kernels.packed_gemm.reference import CHUNK, PLANE, PackedWeight
-from meshlm.kernels.tuning.core import PLAIN, Case, Config, Key
-
-Run = Callable[[Tensor], Tensor]  # from the words of a weight
+from meshlm.kernels.tuning.core import PLAIN, Case, Config, Key, Run, Setting, Ways
 
 
-def ways(case: Case, device: torch.device, dtype: torch.dtype, *, most: int) -> tuple[list[Tensor], dict[Config, Run]]:
-    """The words of so many weights that each comes from memory; the plain way, and no more than `most` others."""
-    weight = random_weight(case.key, device)
-    copies = max(2, min(16, gemm_tune.WEIGHT_BYTES // weight.low.nbytes))
+def num_bytes(key: Key) -> int:
+    """Of the words of a weight of these sizes."""
+    outputs, inputs = int(key[0]), int(key[1])
+    return outputs * -(-inputs // CHUNK) * PLANE * 4
+
+
+def ways(case: Case, setting: Setting, copies: int, most: int) -> Ways:
+    """The words of so many weights; the plain way, and no more than `most` others."""
+    weight = random_weight(case.key, setting.device)
     words = [weight.low, *(torch.randint_like(weight.low, -(2**31), 2**31 - 1) for _ in range(copies - 1))]
-    x = torch.randn(case.rows, weight.inputs, device=device, dtype=dtype)
+    x = torch.randn(case.rows, weight.inputs, device=setting.device, dtype=setting.dtype)
     runs: dict[Config, Run] = {PLAIN: lambda low: packed_gemm.usual_product(x, weight._replace(low=low))}
     for shape in plan.shapes_of(weight.low.shape[1] // PLANE)[:most]:
         runs[tuple(shape)] = partial(_few, x, weight, shape)
-    return words, runs
+    return Ways(words, runs)
 
 
 def random_weight(key: Key, device: torch.device) -> PackedWeight:

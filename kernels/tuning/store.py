@@ -15,19 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from meshlm.kernels.tables import Table, key_of, name_of
-from meshlm.kernels.tuning.core import NAMES, Key
+from meshlm.kernels.tuning.core import OPERATIONS, Key
 
 FORMAT = 1
-LENGTHS = {
-    "gemv": 4,
-    "packed_few": 3,
-    "grouped_gemm": 19,
-    "mxfp4_few": 7,
-    "mxfp4_experts": 8,
-    "small_m_gemm": 6,
-    "gate_up_silu": 7,
-    "gemm": 10,
-}  # of a choice
 _NOTE = "attempt-"
 TWICE = 2
 
@@ -46,7 +36,7 @@ class Store:
 
     def load(self) -> list[tuple[str, Table]]:
         """All entries that can be used, by operation."""
-        return [(op, entry) for op in NAMES for entry in self._read(op)]
+        return [(op, entry) for op in OPERATIONS for entry in self._read(op)]
 
     def ended(self) -> list[tuple[str, Key]]:
         """Shapes that nobody should measure again: they have broken a GPU, or twice a process has ended in their midst. Once may have
@@ -69,7 +59,7 @@ class Store:
                 continue
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 read = json.loads(note.read_text("utf-8"))
-                if len(read["key"]) == len(NAMES[read["op"]]):
+                if len(read["key"]) == len(OPERATIONS[read["op"]].key):
                     yield note, (read["op"], tuple(read["key"])), bool(read.get("broken"))
 
     def keep(self, op: str, entry: Table) -> None:
@@ -127,7 +117,7 @@ def _checked(op: str, table: Any) -> list[Table]:
     if not isinstance(table, dict) or not isinstance(table.get("products"), list):
         raise ValueError("it holds no products")
     for entry in table["products"]:
-        if not isinstance(entry, dict) or not {*NAMES[op], "rows", "measured"} <= entry.keys():
+        if not isinstance(entry, dict) or not {*OPERATIONS[op].key, "rows", "measured"} <= entry.keys():
             raise ValueError("an entry lacks its sizes or choices")
         for choice in entry["rows"]:
             if not (
@@ -149,7 +139,7 @@ def _numbers(values: Any) -> bool:
 
 
 def _is_config(op: str, values: Any) -> bool:
-    return _numbers(values) and len(values) == LENGTHS[op]
+    return _numbers(values) and len(values) == OPERATIONS[op].num_config
 
 
 def _shown(value: Any) -> str:

@@ -12,40 +12,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from meshlm.kernels import tables
-from meshlm.kernels.gemm import kernel, tune
+from meshlm.kernels.gemm import kernel
 from meshlm.kernels.gemm.cublaslt import TYPES, Algorithm, Products
+from meshlm.kernels.tuning import core
 
-QWEN = {
-    "hidden_size": 1024,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 3072,
-}
-A, B = (66, 20, 1), (66, 201, 1)
-
-
-def test_shapes_of_a_layer() -> None:
-    assert tune.shapes(QWEN, 1) == [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)]
-    assert tune.shapes(QWEN, 2) == [(2048, 1024), (1024, 1024), (3072, 1024), (1024, 1536)]
-    without = {"hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 1024}
-    assert tune.shapes(without, 1) == [(1536, 512), (512, 512), (2048, 512), (512, 1024)]
-
-
-def test_only_what_is_clearly_faster_is_entered() -> None:
-    times = {
-        64: {(): 10.0, A: 9.9, B: 10.2},
-        256: {(): 10.0, A: 9.0, B: 8.0},
-        1024: {(): 10.0, A: 9.0},
-        1100: {(): 10.0, B: 9.0},
-    }
-    assert tune.choose(times) == [[217, 256, list(B)], [870, 1024, list(A)], [1024, 1100, list(B)]]
+A = (66, 20, 1)
 
 
 @given(st.lists(st.integers(1, 500), min_size=2, max_size=20, unique=True), st.integers(1, 600))
 def test_at_most_one_entry_is_for_so_many_rows(borders: list[int], rows: int) -> None:
-    times = {border: {(): 10.0, A: 5.0} for border in borders}
-    found = kernel.entries({(8, 4): tune.choose(times)})[8, 4]
+    entry = core.entry_of("gemm", (8, 4), dict.fromkeys(borders, A))
+    found = kernel.entries({(8, 4): entry["rows"]})[8, 4]
     fitting = [entry for entry in found if entry.over < rows <= entry.to]
     assert len(fitting) <= 1
     assert kernel.entry_for(found, rows) == (fitting[0] if fitting else None)

@@ -11,8 +11,8 @@ from meshlm.kernels.mla.decode import decode
 from meshlm.kernels.mla.dense import context as see_context
 from meshlm.kernels.mla.dense import dense, supported
 from meshlm.kernels.mla.prefill import prefill
+from meshlm.kernels.mla.table import decode_entries
 from meshlm.kernels.mla.tiles import DecodeTile, PrefillTile, decode_tile_of, splits_of
-from meshlm.kernels.mla.tune import decode_entries
 
 pytestmark = MARKS
 PAGE = 16

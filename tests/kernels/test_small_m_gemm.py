@@ -10,13 +10,13 @@ from torch import Tensor
 from meshlm.kernels.moe_routing.reference import Rule, select_experts
 from meshlm.kernels.norm.kernel import add_rms_norm
 from meshlm.kernels.silu_mul.reference import act_mul
-from meshlm.kernels.small_m_gemm import kernel, reference, tune
+from meshlm.kernels.small_m_gemm import kernel, reference
 from meshlm.kernels.small_m_gemm.kernel import Shape, small_m_gemm
+from meshlm.kernels.small_m_gemm.op import SHAPES, candidates
 from meshlm.workers.layers.ops import RouterWeights
 from meshlm.workers.partial_sum import Kind, PartialSum
 
 pytestmark = MARKS
-SHAPES = [Shape(16, 32, 64, 2, 4, 3), Shape(32, 64, 64, 4, 4, 3), Shape(64, 128, 64, 2, 4, 3)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -34,18 +34,6 @@ def test_parts_and_their_norm(rows: int, shape: Shape, dtype: torch.dtype) -> No
     expected = reference.add_allreduce_rmsnorm(expected_parts, expected_residual, weight, 1e-6)
     near(add_rms_norm(parts, residual, weight, 1e-6), expected, dtype, 4.0)
     near(residual, expected_residual, dtype, 2.0)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("rows", [2, 17, 64, 65])
-def test_whole_products_and_gates(rows: int, shape: Shape, dtype: torch.dtype) -> None:
-    shape = shape._replace(splits=1, block_n=min(64, shape.block_n))
-    outputs, inputs = 2 * shape.block_n, 3 * shape.block_k
-    x = torch.randn(rows, inputs, device=DEVICE, dtype=dtype)
-    w = torch.randn(outputs, inputs, device=DEVICE, dtype=dtype) / inputs**0.5
-    near(small_m_gemm(x, w, shape, "product"), reference.product(x, w), dtype, 2.0)
-    near(small_m_gemm(x, w, shape, "gate"), reference.gate(x, w), dtype, 4.0)
 
 
 @pytest.mark.parametrize("columns", [1, 100, 1000])
@@ -66,16 +54,10 @@ def test_candidates_fit_and_fill_the_gpu() -> None:
         (4096, 1024, "product"),
     ]
     for rows, key in product((8, 64, 256), keys):
-        found = tune.candidates(rows, key)
+        found = candidates(rows, key)
         assert found
         assert all((shape.splits > 1) == (key[2] == "parts") for shape in found)
-    assert not tune.candidates(8, (100, 2048, "parts"))
-
-
-def test_entries_of_a_table() -> None:
-    a, b, _ = SHAPES
-    found = {16: None, 8: a, 64: b, 32: b}
-    assert tune.entries(found) == [[1, 8, list(a)], [16, 32, list(b)], [32, 64, list(b)]]
+    assert not candidates(8, (100, 2048, "parts"))
 
 
 @pytest.mark.parametrize("gate", ["", "silu", "gelu"])

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +13,11 @@ import pytest
 import torch
 
 from meshlm.kernels import tables
-from meshlm.kernels.attention import bench as attention_bench
+from meshlm.kernels.attention import table as attention_table
 from meshlm.kernels.attention import tiles
-from meshlm.kernels.attention import tune as attention_tune
 from meshlm.kernels.gemv import kernel as gemv
-from meshlm.kernels.gemv import tune as gemv_tune
+from meshlm.kernels.gemv import table as gemv_table
+from meshlm.kernels.tuning import measure_tables
 
 OPS = ["attention", "gemv"]
 H200 = {"name": "NVIDIA H200", "capability": [9, 0], "multiprocessors": 132}
@@ -214,7 +215,7 @@ def test_the_tuner_weighs_all_cases() -> None:
         (128, 1024, shape, 132): {(2.0, a): 30.0, (2.0, b): 20.0, (4.0, a): 30.0, (4.0, b): 19.0},
         (1, 4096, shape, 132): {(2.0, a): 1.0, (2.0, b): 2.0, (4.0, a): 1.0, (4.0, b): 2.0},
     }
-    table = attention_tune.decode_table(times)
+    table = attention_table.decode_table(times)
     assert table["programs_per_multiprocessor"] == 4.0
     lone, rest = table["decode"]
     assert (lone["block_n"], lone["splits_from"], lone["longest_to"]) == (16, 32, 8192)
@@ -228,7 +229,7 @@ def test_the_tuner_of_prompts_finds_the_edge() -> None:
         (200, "x"): {(64, tile): 1.0, (128, tile): 1.5},
         (300, "x"): {(64, tile): 2.0, (128, tile): 1.0},
     }
-    few, many = attention_tune.prefill_table(times)
+    few, many = attention_table.prefill_table(times)
     assert (few["work_to"], few["rows"], many["rows"]) == (200, 64, 128)
     assert "work_to" not in many
 
@@ -236,21 +237,25 @@ def test_the_tuner_of_prompts_finds_the_edge() -> None:
 def test_the_tuner_of_gemv() -> None:
     a, b = (1, 4, 2, 1), (4, 8, 3, 2)
     gate, plain, large = (64, 512, True, True), (64, 512, False, True), (9000, 14336, False, False)
-    entries = gemv_tune.tiles({gate: {a: 1.0, b: 2.0}, plain: {a: 2.0, b: 1.0}, large: {a: 2.0, b: 1.0}})
+    entries = gemv_table.tiles({gate: {a: 1.0, b: 2.0}, plain: {a: 2.0, b: 1.0}, large: {a: 2.0, b: 1.0}})
     assert entries == [
         {"inputs_to": 1024, "gate": True, "tile": list(a)},
         {"inputs_to": 1024, "tile": list(b)},
         {"tile": list(b)},
     ]
-    assert gemv_tune.most_bytes({10: True, 20: True, 40: False, 80: False}) == 30
-    assert gemv_tune.most_bytes({10: True}) == 15
+    assert gemv_table.most_bytes({10: True, 20: True, 40: False, 80: False}) == 30
+    assert gemv_table.most_bytes({10: True}) == 15
 
 
-def run_tune(monkeypatch: pytest.MonkeyPatch, tuner: Any, known: dict[str, Any] | None, folder: Path) -> dict[str, Any]:
+def run_tuner(
+    monkeypatch: pytest.MonkeyPatch, op: str, times: dict[str, Any], known: dict[str, Any] | None, folder: Path
+) -> dict[str, Any]:
+    """The table that is written for these times of each record."""
     monkeypatch.setattr(tables, "own", lambda op: known)
     monkeypatch.setattr(tables, "this_gpu", lambda: MINE)
-    monkeypatch.setattr(sys, "argv", ["tune", "--folder", str(folder)])
-    tuner.main()
+    monkeypatch.setattr(measure_tables, "times", lambda record: times[record.name])
+    monkeypatch.setattr(sys, "argv", ["measure_tables", op, "--folder", str(folder)])
+    measure_tables.main()
     (path,) = folder.iterdir()
     found: dict[str, Any] = json.loads(path.read_text())
     return found
@@ -263,10 +268,9 @@ def test_the_tuner_of_gemv_keeps_what_steps_have_chosen(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, known: dict[str, Any] | None
 ) -> None:
     a = (1, 4, 2, 1)
-    monkeypatch.setattr(gemv_tune, "SHAPES", [(64, 512, False, True)])
-    monkeypatch.setattr(gemv_tune, "PARTS", [])
-    monkeypatch.setattr(gemv_tune, "time_shape", lambda shape: ({a: 1.0}, 2.0))
-    found = run_tune(monkeypatch, gemv_tune, known, tmp_path)
+    monkeypatch.setattr(gemv_table, "by_cublas", lambda case: 2.0)
+    times: dict[str, Any] = {"gemv": {(64, 512, False, True): {a: 1.0}}, "gemv_of_a_part": {}}
+    found = run_tuner(monkeypatch, "gemv", times, known, tmp_path)
     assert found["in_steps"] == (known or {}).get("in_steps", [])
     assert found["tiles"][-1]["tile"] == list(a)
 
@@ -278,10 +282,10 @@ def test_hopper_s_kernel_is_for_the_work_from_which_on_it_always_wins() -> None:
     tile = (64, (64, 4, 3))
     times = {case(1, 1024): {tile: 31.0}, case(8, 1024): {tile: 220.0}, case(1, 8192): {tile: 1061.0}}
     on_hopper = {case(1, 1024): 33.0, case(8, 1024): 189.0, case(1, 8192): 884.0}
-    assert attention_tune.hopper_table(times, on_hopper) == {"hopper_from": {"128": 32 * 8 * 1024 * 1024 // 2}}
+    assert attention_table.hopper_table(times, on_hopper) == {"hopper_from": {"128": 32 * 8 * 1024 * 1024 // 2}}
     on_hopper[case(1, 8192)] = 1100.0
-    assert attention_tune.hopper_table(times, on_hopper) == {"hopper_from": {}}
-    assert attention_tune.hopper_table(times, {}) == {"hopper_from": {}}
+    assert attention_table.hopper_table(times, on_hopper) == {"hopper_from": {}}
+    assert attention_table.hopper_table(times, {}) == {"hopper_from": {}}
 
 
 @pytest.mark.parametrize("groups", [[], [2, 4]])
@@ -292,13 +296,13 @@ def test_the_tuner_of_attention_keeps_what_steps_have_chosen(
     tile = (64, 2, 2)
     of_groups = [{"splits_from": 32, "block_n": 16, "warps": 1, "stages": 2, "group_to": group} for group in groups]
     known = {"decode": [*of_groups, {"block_n": 128, "warps": 8, "stages": 2}]} if groups else None
-    monkeypatch.setattr(attention_bench, "HEADS", [(32, 8, 128)])
-    monkeypatch.setattr(attention_bench, "DECODES", [(64, 1024)])
-    monkeypatch.setattr(attention_bench, "PREFILLS", [(1, 512)])
-    monkeypatch.setattr(attention_tune, "time_decode", lambda *_: {(2.0, tile): 1.0})
-    times = {(64, (64, 4, 3)): 1.0, (128, (64, 4, 3)): 2.0}
-    monkeypatch.setattr(attention_tune, "time_prefill", lambda *_: (times, None))
-    found = run_tune(monkeypatch, attention_tune, known, tmp_path)
+    heads = (32, 8, 128)
+    times = {
+        "decode": {(64, 1024, heads): {(2.0, tile): 1.0}},
+        "prefill": {(1, 512, heads): {(64, (64, 4, 3)): 1.0, (128, (64, 4, 3)): 2.0}},
+        "prefill_by_hopper": {(1, 512, heads): {(): math.inf}},
+    }
+    found = run_tuner(monkeypatch, "attention", times, known, tmp_path)
     assert found["decode"] == [*of_groups, {"block_n": 64, "warps": 2, "stages": 2}]
     assert {"96", "128", "256"} <= found["hopper_from"].keys(), "heads that were not measured now are as before"
     assert found["hopper_windows"] == {"256": 1024}

@@ -21,7 +21,7 @@ from meshlm.kernels.gemv import kernel as gemv
 from meshlm.kernels.small_m_gemm import kernel as small_m_gemm
 from meshlm.kernels.tuning import commit, core
 from meshlm.kernels.tuning.core import PLAIN, Case, Config, Work
-from meshlm.kernels.tuning.store import LENGTHS, Store
+from meshlm.kernels.tuning.store import Store
 
 MADE_BY = {
     "gpu": {"name": "NVIDIA New 7", "capability": [9, 0], "multiprocessors": 114},
@@ -141,7 +141,7 @@ def test_a_choice_is_for_the_rows_that_it_was_measured_with(choices: dict[int, C
     assert all(before[1] <= after[0] for before, after in pairwise(rows))
     assert {size: tables.for_rows(rows, size) or PLAIN for size in choices} == choices
     for over, to, _ in rows:
-        assert to <= core.NEAR * over or over >= int(core.DOWN_TO * to)
+        assert to <= core.NEAR * over or over >= int(core.OPERATIONS["small_m_gemm"].down_to * to)
     assert core.choices_of(entry) == choices
     assert core.choices_of(json.loads(json.dumps(entry))) == choices
 
@@ -219,11 +219,11 @@ def test_a_table_is_read_back(tmp_path: Path) -> None:
     assert store.path("gemm") == tmp_path / "gemm" / "tables" / "nvidia_new_7.json"  # as in the tree
 
 
-@pytest.mark.parametrize("op", core.NAMES)
+@pytest.mark.parametrize("op", core.OPERATIONS)
 def test_choices_of_every_operation_are_read_back(op: str, tmp_path: Path) -> None:
     said: list[str] = []
-    key = tuple("gate" if name == "use" else 64 for name in core.NAMES[op])
-    entry = core.entry_of(op, key, {1: tuple(range(LENGTHS[op])), 64: PLAIN})
+    key = tuple("gate" if name == "use" else 64 for name in core.OPERATIONS[op].key)
+    entry = core.entry_of(op, key, {1: tuple(range(core.OPERATIONS[op].num_config)), 64: PLAIN})
     store_in(tmp_path, said).keep(op, entry)
     assert store_in(tmp_path, said).load() == [(op, entry)]
     assert tables.key_of(entry) == key

@@ -28,8 +28,8 @@ from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight, unpack
 from meshlm.kernels.mxfp4_few import kernel as mxfp4_few
 from meshlm.kernels.mxfp4_few.shapes import Shape as MXFP4Shape
 from meshlm.kernels.tuning import core, experts, products
-from meshlm.kernels.tuning.core import PLAIN, Case
-from meshlm.kernels.tuning.products import ProductBench, Setting
+from meshlm.kernels.tuning.core import PLAIN, Case, Run, Setting
+from meshlm.kernels.tuning.products import ProductBench
 
 pytestmark = MARKS
 if torch.cuda.is_available():
@@ -96,7 +96,7 @@ def test_every_kind_computes_the_same(rows: int, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(experts, "candidates", lambda layer, rows, most: [tried[-1], *tried])
     monkeypatch.setattr(grouped_tune, "BYTES_AT_ONCE", 1)
 
-    def begin(run: products.Run, weights: list[Tensor]) -> products.Timer:
+    def begin(run: Run, weights: list[Tensor]) -> products.Timer:
         return lambda: 10.0
 
     times = measured(ProductBench(Setting(CPU, torch.float32, 8192), begin), Case("grouped_gemm", tuple(TINY), rows))
@@ -159,7 +159,7 @@ def test_mxfp4_experts_beside_the_usual_kernels(rows: int, monkeypatch: pytest.M
     monkeypatch.setattr(products, "FEW", 2)
     times = iter([9.0, 7.2, 7.0])
 
-    def begin(run: products.Run, weights: list[Tensor]) -> products.Timer:
+    def begin(run: Run, weights: list[Tensor]) -> products.Timer:
         time = next(times)
         return lambda: time
 

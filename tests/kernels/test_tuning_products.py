@@ -13,13 +13,14 @@ from measured import measured
 from triton.runtime.errors import OutOfResources
 
 from meshlm.kernels import pdl, tables
-from meshlm.kernels.gemm import tune as gemm_tune
 from meshlm.kernels.gemv import kernel as gemv
+from meshlm.kernels.gemv import op as gemv_op
 from meshlm.kernels.packed_few import kernel as packed_few
 from meshlm.kernels.small_m_gemm import kernel as small_m_gemm
+from meshlm.kernels.small_m_gemm import op as small_m_op
 from meshlm.kernels.tuning import core, products
-from meshlm.kernels.tuning.core import PLAIN, Case
-from meshlm.kernels.tuning.products import ProductBench, Setting
+from meshlm.kernels.tuning.core import PLAIN, Case, Run, Setting
+from meshlm.kernels.tuning.products import ProductBench
 
 
 @pytest.fixture(autouse=True)
@@ -29,11 +30,11 @@ def fresh() -> Iterator[None]:
     tables.forget(all_of_it=True)
 
 
-def made_up(times: list[float]) -> Callable[[products.Run, list[Tensor]], products.Timer]:
+def made_up(times: list[float]) -> Callable[[Run, list[Tensor]], products.Timer]:
     """Timers with one of these times each, in the order in which they are begun."""
     left = iter(times)
 
-    def begin(run: products.Run, weights: list[Tensor]) -> products.Timer:
+    def begin(run: Run, weights: list[Tensor]) -> products.Timer:
         assert len(weights) > 1
         time = next(left)
         return lambda: time
@@ -46,7 +47,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many programs as an interpreter can run."""
     monkeypatch.setattr(pdl, "multiprocessors", lambda device: 2)
     monkeypatch.setattr(products, "FEW", 2)
-    monkeypatch.setattr(gemm_tune, "WEIGHT_BYTES", 1)
+    monkeypatch.setattr(products, "WEIGHT_BYTES", 1)
 
 
 SETTING = Setting(torch.device("cpu"), torch.float16, 8192)
@@ -60,7 +61,7 @@ SETTING = Setting(torch.device("cpu"), torch.float16, 8192)
 @pytest.mark.usefixtures("small")
 def test_candidates_that_compute_the_same_are_timed(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     tiles = [(2, 1, 2, 1), (4, 1, 2, 1)]
-    monkeypatch.setattr(ProductBench, "_tiles", lambda *_: tiles)
+    monkeypatch.setattr(gemv_op, "tiles", lambda *_: tiles)
     times = measured(ProductBench(SETTING, made_up([9.0, 7.2, 7.0])), case)
     assert times == {PLAIN: 9.0, tiles[0]: 7.2, tiles[1]: 7.0}
     assert core.fastest(times) == tiles[1]
@@ -79,16 +80,16 @@ def test_one_row_is_measured_with_the_norm_that_is_in_front(
         return usual(*arguments, **options)
 
     monkeypatch.setattr(gemv, "gemv", noted)
-    monkeypatch.setattr(ProductBench, "_tiles", lambda *_: [(2, 1, 2, 1)])
+    monkeypatch.setattr(gemv_op, "tiles", lambda *_: [(2, 1, 2, 1)])
     measured(ProductBench(SETTING, made_up([9.0, 7.2])), Case("gemv", key, 1))
     assert set(given) == {normed}
 
 
 @pytest.mark.parametrize("use", ["product", "parts", "gate"])
 @pytest.mark.usefixtures("small")
-def test_small_products_are_proven_with_the_kernel_behind_them(use: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_products_are_verified_with_the_kernel_behind_them(use: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = small_m_gemm.Shape(16, 32, 64, 2 if use == "parts" else 1, 4, 3)
-    monkeypatch.setattr(ProductBench, "_small_shapes", lambda *_: [shape])
+    monkeypatch.setattr(small_m_op, "shapes", lambda *_: [shape])
     key = (64, 128, use)
     assert measured(ProductBench(SETTING, made_up([9.0, 5.0])), Case("small_m_gemm", key, 8)) == {
         PLAIN: 9.0,
@@ -110,7 +111,7 @@ def test_few_rows_of_packed_weights_beside_the_usual_kernels(kind: str, monkeypa
 def test_what_computes_something_else_cannot_win(monkeypatch: pytest.MonkeyPatch) -> None:
     """However fast: it is not even timed. The same for what cannot be launched, and for NaN."""
     shapes = [small_m_gemm.Shape(16, 32, 64, 1, warps, 3) for warps in (1, 2, 4, 8)]
-    monkeypatch.setattr(ProductBench, "_small_shapes", lambda *_: shapes)
+    monkeypatch.setattr(small_m_op, "shapes", lambda *_: shapes)
 
     def broken(x: Tensor, w: Tensor, shape: small_m_gemm.Shape, use: str) -> Tensor:
         right = x @ w.t()
@@ -131,7 +132,7 @@ def test_what_computes_something_else_cannot_win(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.usefixtures("small")
 def test_those_far_behind_leave_after_the_first_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = [small_m_gemm.Shape(16, 32, 64, 1, warps, 3) for warps in (1, 2)]
-    monkeypatch.setattr(ProductBench, "_small_shapes", lambda *_: shapes)
+    monkeypatch.setattr(small_m_op, "shapes", lambda *_: shapes)
     monkeypatch.setattr(small_m_gemm, "small_m_gemm", lambda x, w, shape, use: x @ w.t())
     monkeypatch.setattr(products, "_compile", lambda *_: None)
     times = measured(ProductBench(SETTING, made_up([9.0, 5.0, 8.0])), Case("small_m_gemm", (64, 128, "product"), 8))
@@ -142,7 +143,7 @@ def test_those_far_behind_leave_after_the_first_turn(monkeypatch: pytest.MonkeyP
 def test_a_candidate_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """When it is compiled, launched or captured; without the plain way nothing is said of the size."""
     shapes = [small_m_gemm.Shape(16, 32, 64, 1, warps, 3) for warps in (1, 2)]
-    monkeypatch.setattr(ProductBench, "_small_shapes", lambda *_: shapes)
+    monkeypatch.setattr(small_m_op, "shapes", lambda *_: shapes)
 
     def some(x: Tensor, w: Tensor, shape: small_m_gemm.Shape, use: str) -> Tensor:
         if shape.warps == 1:
@@ -153,7 +154,7 @@ def test_a_candidate_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatc
     case = Case("small_m_gemm", (64, 128, "product"), 8)
     assert measured(ProductBench(SETTING, made_up([9.0, 5.0])), case) == {PLAIN: 9.0, shapes[1]: 5.0}
 
-    def begin(run: products.Run, weights: list[Tensor]) -> products.Timer:
+    def begin(run: Run, weights: list[Tensor]) -> products.Timer:
         raise OutOfResources(300_000, 232_448, "shared memory")
 
     assert measured(ProductBench(SETTING, begin), case) == {}
@@ -172,13 +173,13 @@ def test_nothing_is_tried_that_there_is_no_kernel_for() -> None:
 def test_candidates_of_real_sizes(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of Mistral Nemo, whose sizes no table has: a few where time is short, all of them else, and all of them fit."""
     monkeypatch.setattr(pdl, "multiprocessors", lambda device: 132)
-    bench = ProductBench(SETTING._replace(full=full))
-    tiles = bench._tiles(14336, 5120, True)
+    most = None if full else products.FEW
+    tiles = gemv_op.tiles(14336, 5120, True, most)
     assert tiles[0] == gemv.shape_of(14336, 5120, True)
     assert len(tiles) <= products.FEW + 1 or full
     for use, outputs, inputs in (("parts", 5120, 4096), ("parts", 5120, 14336), ("product", 6144, 5120)):
         for rows in products.ALL_SIZES["small_m_gemm"]:
-            shapes = bench._small_shapes(Case("small_m_gemm", (outputs, inputs, use), rows))
+            shapes = small_m_op.shapes(Case("small_m_gemm", (outputs, inputs, use), rows), SETTING.device, most)
             assert shapes
             assert len(shapes) <= products.FEW or full
             assert all(shape.fits(outputs, inputs) for shape in shapes)

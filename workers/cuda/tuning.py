@@ -229,7 +229,7 @@ def default_folder(made_by: dict[str, Any]) -> Path:
 
 def versions() -> dict[str, str]:
     """The versions that times depend on. Our kernels': a digest of their code."""
-    ops = [*core.NAMES, *BESIDE]
+    ops = [*core.OPERATIONS, *BESIDE]
     files = [file for op in sorted(ops) for file in sorted((tables.FOLDER / op).glob("*.py"))]
     code = joined(*(file.read_bytes() for file in files))
     return {

@@ -26,7 +26,8 @@ from meshlm.kernels.pdl import multiprocessors
 from meshlm.kernels.precompile import precompiled
 from meshlm.kernels.small_m_gemm import kernel as small_m_gemm
 from meshlm.kernels.states import MOST_PROMPTS
-from meshlm.kernels.tuning.products import ProductBench, Setting
+from meshlm.kernels.tuning.core import Setting
+from meshlm.kernels.tuning.products import ProductBench
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.attention.triton_backend import states_in_graphs

@@ -14,7 +14,7 @@ from meshlm.kernels.mxfp4_experts import kernel as usual
 from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight, encode, unpack
 from meshlm.kernels.mxfp4_few import kernel as mxfp4_few
 from meshlm.kernels.mxfp4_few.shapes import Shape
-from meshlm.kernels.tuning.store import LENGTHS
+from meshlm.kernels.tuning.core import OPERATIONS
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.models.decoder import Decoder
@@ -161,7 +161,7 @@ def test_kernels_of_few_rows_prove_themselves(monkeypatch: pytest.MonkeyPatch) -
         "sorted_rows",
         lambda x, w, out, own, *given, **named: theirs.sorted_rows(x, w, out, shape, own.block_m, *given, **named),
     )
-    assert {len(numbers) for numbers in self_test.DIRECT.values()} == {LENGTHS["mxfp4_few"]}
+    assert {len(numbers) for numbers in self_test.DIRECT.values()} == {OPERATIONS["mxfp4_few"].num_config}
     plans = self_test.DIRECT
     monkeypatch.setattr(self_test, "DIRECT", {1: plans[1], 3: plans[3], 20: plans[40]})
     for name, value in (("EXPERTS", 5), ("HIDDEN", 160), ("WIDE", 96)):  # no whole chunks
