@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from meshlm.kernels.attention.kernel import Columns, SharedPrefixes
 
 
+VECTOR = -1  # the id of a token that came as a vector
 UNKNOWN = -1  # num_decodes of a CUDA graph that any mix of requests is replayed with
 
 
@@ -53,30 +54,6 @@ class KnownRequests(NamedTuple):
         return KnownRequests(self.num_decodes, tokens, tuple(found))
 
 
-class GivenEmbeds(NamedTuple):
-    """Vectors that came with a prompt, for tokens of a step that follow one another."""
-
-    begin: int  # the first of these tokens in the step
-    rows: Tensor  # [tokens, hidden], on the host
-
-    def within(self, begin: int, end: int) -> "GivenEmbeds | None":
-        """The part for the tokens begin to end, which counts from `begin`."""
-        low, high = max(self.begin, begin), min(self.begin + len(self.rows), end)
-        return GivenEmbeds(low - begin, self.rows[low - self.begin : high - self.begin]) if low < high else None
-
-
-def with_given(states: Tensor, embeds: tuple[GivenEmbeds, ...]) -> Tensor:
-    """The first layer's states, of which some came with prompts: they are taken as they are, also where a model scales its own."""
-    if not embeds:
-        return states
-    states = states.clone()
-    for begin, rows in embeds:
-        if states.is_cuda:  # the host does not wait for the copy
-            rows = rows.pin_memory().to(states.device, non_blocking=True)
-        states[begin : begin + len(rows)] = rows.to(states.dtype)
-    return states
-
-
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """n requests, t tokens; the first `num_decodes` requests have one token each and stand first.
@@ -103,13 +80,32 @@ class StepInputs:
     )
 
     token_types: Tensor | None = None  # int64 [t], for encoders: 1 for a pair's second text; None: all are 0
-    embeds: tuple[GivenEmbeds, ...] = ()  # that the first layer gets instead of those of input_ids
+    vectors: Tensor | None = (
+        None  # [t, hidden]: what tokens of the id VECTOR stand for; None: there are none of that id
+    )
     # By group of layers that see all tokens, beside columns: the decodes that read prefixes together.
     shared: "Mapping[int, SharedPrefixes]" = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
         return self.input_ids.device
+
+    @property
+    def known_ids(self) -> Tensor:
+        """int64 [t]: the ids of tokens, any of those that came as vectors."""
+        return self.input_ids if self.vectors is None else self.input_ids.clamp(min=0)
+
+    def with_vectors(self, states: Tensor) -> Tensor:
+        """The first layer's states [t, ...], of which some came with prompts: these are taken as they are, also where a model scales
+        its own."""
+        return states if self.vectors is None else self.chosen(self.vectors.to(states.dtype), states)
+
+    def chosen(self, of_vectors: Tensor, states: Tensor) -> Tensor:
+        """[t, ...]: of tokens that came as vectors the first, else the second."""
+        if self.vectors is None:
+            return states
+        came = (self.input_ids < 0).view(-1, *(1,) * (states.dim() - 1))
+        return torch.where(came, of_vectors, states)
 
 
 @dataclass(frozen=True, slots=True)

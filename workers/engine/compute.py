@@ -4,20 +4,20 @@ Owned by the engine, which sends the columns first (inputs.py) and fetches the t
 another shape (graphs/padded.py).
 """
 
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from meshlm.workers.attention.backend import Backend
-from meshlm.workers.batch import GivenEmbeds, LayerCache, StepInputs
+from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.engine.inputs import Inputs
 from meshlm.workers.engine.micro_batches import Turns
 from meshlm.workers.models.decoder import Decoder
-from meshlm.workers.output.grammars import Constraint
 from meshlm.workers.output.head import Head
+from meshlm.workers.rows.extras.extra import StepExtra
 from meshlm.workers.rows.step_columns import StepColumns
 
 
@@ -41,34 +41,16 @@ class Compute:
         self.caches: list[LayerCache] = []
         self.turns: Turns | None = None  # of halves of steps, where tokens travel
 
-    def eager(
-        self,
-        step: StepColumns,
-        cut: int = 0,
-        constraint: Constraint | None = None,
-        embeds: tuple[GivenEmbeds, ...] = (),
-    ) -> Tensor:
-        """A step as it is; hidden states of all its tokens. cut: tokens of its first half, if halves take turns. constraint: of its
-        rows with a grammar, whose masks are asked for when the model is launched. embeds: that came with prompts."""
+    def eager(self, step: StepColumns, cut: int = 0, extras: Sequence[StepExtra[Tensor]] = ()) -> Tensor:
+        """A step as it is; hidden states of all its tokens. cut: tokens of its first half, if halves take turns. extras: of its rows,
+        which are asked before the head."""
         batch = self._inputs.of_step(step)
-        if embeds:
-            batch = replace(batch, embeds=embeds)
-        hidden = self.by_turns(self._halves(step, batch, cut)) if cut else self.forward(batch)
+        hidden = self.by_turns(self._inputs.halves(step, batch, cut)) if cut else self.forward(batch)
         if self._shard.is_last and step.num_samples:
-            if constraint is not None and (mask := constraint.mask(self._head.take_mask)) is not None:
-                self._head.mask(mask)
+            for extra in extras:
+                extra.before_head(self._head)
             self._head.sample(hidden[batch.logits_indices], batch, step)
         return hidden
-
-    def _halves(self, step: StepColumns, batch: StepInputs, cut: int) -> tuple[StepInputs, StepInputs]:
-        first, second = self._inputs.halves(step, batch, cut)
-        if not batch.embeds:
-            return first, second
-        before, behind = (
-            tuple(part for given in batch.embeds if (part := given.within(begin, end)) is not None)
-            for begin, end in ((0, cut), (cut, step.t))
-        )
-        return replace(first, embeds=before), replace(second, embeds=behind)
 
     def padded(self, batch: StepInputs, halves: tuple[StepInputs, StepInputs] | None) -> Tensor:
         """A step of a CUDA graph, whose shape is that of all ranks that step together."""

@@ -7,12 +7,12 @@ kernels. Used by the stepper thread only (workers/io.py).
 """
 
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import numpy as np
 import torch
 from msgspec.structs import replace
-from numpy.typing import NDArray
 from torch import Tensor
 
 from meshlm.protocol.config import MeshConfig
@@ -28,26 +28,21 @@ from meshlm.workers.distributed.lockstep import StepExchange
 from meshlm.workers.distributed.placement import WorkerPlacement
 from meshlm.workers.engine import NOT_ASKED, NOT_BALANCED, EngineFacts, ProgressReport
 from meshlm.workers.engine.compute import Compute
+from meshlm.workers.engine.extra_kinds import kinds_of
 from meshlm.workers.engine.kit import Kit
 from meshlm.workers.engine.micro_batches import reads_across
 from meshlm.workers.engine.pending import PendingStep
-from meshlm.workers.engine.row_audio import SILENCE
 from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.engine.sleeper import Sleeper
-from meshlm.workers.engine.together import Course, Together
-from meshlm.workers.graphs.dispatcher import HEAD, MIXED_TOKENS, MODEL, WHOLE, Key
+from meshlm.workers.engine.together import EAGER, StepExecution, Together
+from meshlm.workers.graphs.dispatcher import MIXED_TOKENS, Key
 from meshlm.workers.kv.scales import scales_of
 from meshlm.workers.models.parts import choose_parts
 from meshlm.workers.moe.placement.balancer import Balancer, Experts
 from meshlm.workers.nvtx import mark_layers
-from meshlm.workers.output.details import Details, prompt_logprobs
-from meshlm.workers.output.grammars import Constraint, Grammars
-from meshlm.workers.output.lexical import lexical_head
-from meshlm.workers.output.mask_process import MaskProcess
-from meshlm.workers.output.pooled_heads import PooledHeads, load_dense
-from meshlm.workers.output.pooler import PooledVectors, Pooler
-from meshlm.workers.output.processors import processors_of
-from meshlm.workers.rows.changes import I32, NOTHING
+from meshlm.workers.rows.changes import NOTHING
+from meshlm.workers.rows.extras.extra import StepExtra
+from meshlm.workers.rows.extras.row_extras import RowExtras
 from meshlm.workers.rows.step_columns import StepColumns, columns_of
 from meshlm.workers.weights.load import DTYPES, load_model, reload_experts, weight_bytes
 
@@ -107,25 +102,13 @@ class ModelEngine:
         specs, self._block_size = self.layout.specs, self.layout.block_size
         shares = self.layout.shares
         self.rows = DeviceRows(rows, resolved.max_model_len, self._block_size, device, len(specs), shares)
-        if samples:
-            self.rows.table.columns.processors = processors_of(config, device, rows)
         self.inputs = kit.inputs(self.rows, samples=samples)
-        self.pooler = Pooler(
-            PooledHeads(
-                self.model.classifier,
-                load_dense(resolved, device),
-                self.model.token_projection(),
-                resolved.pooling,
-                lexical_head(self.model, resolved, device),
-            )
-        )
-        self.grammars = Grammars(MaskProcess(resolved))
-        self._loads_vocabulary = device.type == "cuda" and self.shard.is_last and bool(resolved.eos_token_ids)
         self.head = kit.head(self.model, self.rows, self.dtype, samples=samples)
         self.compute = Compute(
             self.model, backend, self._block_size, self.shard, self.inputs, self.head, self.intermediate_tensors
         )  # fmt: skip
         self.compute.turns = None if self.together is None else self.together.turns
+        self.extras = self.rows.table.extras = RowExtras(kinds_of(self, tokens), self.rows.table.num_rows)
         self.graphs, self.captures = kit.graphs(self)
         self._timeline = kit.timeline(device, rows)
         kit.compile_ahead(self, report)
@@ -212,8 +195,9 @@ class ModelEngine:
 
     def _full_step(self, caches: list[LayerCache]) -> None:
         self.compute.caches = caches
-        if self.spec.audio_encoder is not None:
-            self.rows.audio.take(SILENCE, [0] * len(self.layout.specs))
+        with torch.inference_mode():
+            for extra in self.extras.for_largest_step():
+                extra.before_model()
         self.dummy_step(self.full_counts())
         if self.shard.is_last:
             self.head.warm_up()
@@ -231,20 +215,16 @@ class ModelEngine:
         )
         with torch.inference_mode():  # as steps run: a compiler takes other tensors for another case
             self.inputs.send(step, n, NOTHING, 0, np.arange(n))
-            self.rows.audio.encode(self.model, self.compute.caches)
             self.compute.eager(step)
 
     # --- steps ---
 
     def reset(self) -> None:
         self.rows.reset()
-        self.grammars.reset()
 
     def idle(self) -> bool:
-        """Capture a graph, unless steps are on their way. A GPU's server loads the vocabulary too, before it has streams to wait."""
-        if self._loads_vocabulary:
-            self._loads_vocabulary = False
-            self.grammars.prepare_ahead()
+        """Capture a graph, unless steps are on their way."""
+        self.extras.in_idle_time()
         if self.graphs.complete or self.shard.size > 1 or self.together is not None:
             return False
         if self._last.query():
@@ -288,102 +268,64 @@ class ModelEngine:
             unless_done.pop_all()
             return pending
 
-    def _course(self, step: StepColumns, plan: StepPlan, why_no_graph: str) -> Course:
+    def _execution(self, step: StepColumns, plan: StepPlan, extras: list[StepExtra[Tensor]]) -> StepExecution:
         """How the step is taken; of ranks that step together all take it the same way."""
+        why_no_graph = next((extra.why_no_graph for extra in extras if extra.why_no_graph), "")
         if why_no_graph:
             self.graphs.miss(why_no_graph)
         if self.together is not None:
             across, asked = reads_across(plan), self.balancer is not None and self.balancer.asked
-            return self.together.course(step, self.graphs, graph=not why_no_graph, across=across, rebalance=asked)
-        if why_no_graph:
-            return Course(None)
+            graph = not why_no_graph
+            return self.together.execution(step, self.graphs, graph=graph, across=across, rebalance=asked)
+        if why_no_graph or not self.graphs.keys:
+            return EAGER
         uniform, prompts, shared = step.uniform, step.num_prompts, step.shared is not None
         seen = step.contexts() if self.graphs.asks_for_contexts(step.n, uniform=uniform) else None
         key = self.graphs.find(step.t, step.n, uniform=uniform, contexts=seen, num_prompts=prompts, shared=shared)
         if key is not None and not key.shared:
             step.shared = None
-        return Course(key)
+        return StepExecution(key)
 
     def _step(self, plan: StepPlan, received_ns: int) -> PendingStep:
         begun_ns = time.monotonic_ns()
         changes, segments = self.rows.changes(plan)
         step = self.rows.step(plan)
-        places = step.places()
-        constraint = self._constraint(plan, step.rows[places])
-        wanted = self.rows.table.columns.prompts_with_logprobs(step.rows, step.starts)
-        pooling = self.rows.pooling(step)
-        embeds = self.rows.embeds.of_step(step)
-        reasons = {
-            "prompt_logprobs": len(wanted),
-            "pooling": pooling,
-            "prompt_embeds": embeds,
-            "grammar": bool(constraint) and self.together is not None,  # who steps together replays the same graphs
-        }
-        why_no_graph = next((reason for reason, asked in reasons.items() if asked), "")
-        key, cut, rebalance = self._course(step, plan, why_no_graph)
-        parts = [key.of(part) for part in ((MODEL, HEAD) if constraint else (WHOLE,))] if key else []
+        places, extras = step.places(), self.extras.for_step(step)
+        key, cut, rebalance = self._execution(step, plan, extras)
+        graphs = key.graphs(pause=any(extra.needs_pause for extra in extras)) if key is not None else ()
         if self.balancer is not None:
             self.balancer.before_step(asked=rebalance)
-        self.inputs.send(step, key.requests if key else step.n, changes, segments, places)
+        self.inputs.send(step, step.n if key is None else key.requests, changes, segments, places)
         if not self.shard.is_first:
             self.comm.receive(self.intermediate_tensors[: step.t])
-        for part in parts:
-            self.graphs.prepare(part)  # before `begin`: the host's time for it says nothing about the step
+        for each in graphs:
+            self.graphs.prepare(each)  # before `begin`: the host's time for it says nothing about the step
         begin = self._timeline.mark()
-        self.rows.audio.encode(self.model, self.compute.caches)
-        of_prompt: list[Details] = []
-        pooled: PooledVectors | None = None
+        for extra in extras:
+            extra.before_model()
         if key is not None:
-            self._replay(parts, constraint)
-        elif not step.n:
-            self.compute.idle()  # of ranks that step together
+            self._replay(graphs, extras)
+        elif step.n:
+            hidden = self.compute.eager(step, cut, extras)
+            for extra in extras:
+                extra.after_model(hidden)
         else:
-            hidden = self.compute.eager(step, cut, constraint, embeds)
-            if self.shard.is_last:
-                of_prompt = self._prompt_logprobs(step, hidden, wanted)
-                pooled = self.pooler.pool(hidden, pooling)
+            self.compute.idle()  # of ranks that step together
         if not self.shard.is_last:
             self.comm.send(self.intermediate_tensors[: step.t])
-        found: list[Details] = []
-        if self.shard.is_last and len(places):
-            found = self.head.finish(self.rows.table.sample_rows(step, places), places)
+        details = self.head.finish(step, places) if self.shard.is_last and len(places) else []
         tokens = self._timeline.fetch(self.head.sampled[: len(places)])
         before, self._last = self._last, self._timeline.mark()
-        constraint.sampled(tokens, self._last)
-        result = StepResult(
-            session=plan.session,
-            step=plan.step,
-            token_ids=b"",
-            received_ns=received_ns,
-            launched_ns=self._timeline.launched_ns(begun_ns),
-            failed={int(places[line]): why for line, why in constraint.failed.items()},
-        )
-        return PendingStep(result, tokens, (found, of_prompt), (before, begin, self._last), pooled, places)
+        for extra in extras:
+            extra.after_head(tokens, self._last)
+        launched_ns = self._timeline.launched_ns(begun_ns)
+        result = StepResult(plan.session, plan.step, b"", received_ns=received_ns, launched_ns=launched_ns)
+        return PendingStep(result, tokens, places, details, extras, (before, begin, self._last))
 
-    def _replay(self, parts: list[Key], constraint: Constraint) -> None:
-        """The step's graph; with grammars the model's, beside which the host makes masks, and the head's."""
-        self.graphs.replay(parts[0])
-        for head in parts[1:]:
-            if (mask := constraint.mask(self.head.take_mask)) is not None:
-                self.head.mask(mask)
+    def _replay(self, graphs: Sequence[Key], extras: list[StepExtra[Tensor]]) -> None:
+        """The step's graph; or the model's, beside which the host does something for its extras, and the head's."""
+        self.graphs.replay(graphs[0])
+        for head in graphs[1:]:
+            for extra in extras:
+                extra.before_head(self.head)
             self.graphs.replay(head)
-
-    def _constraint(self, plan: StepPlan, rows: I32) -> Constraint:
-        """The constraint of the rows that sample in this step."""
-        if not self.shard.is_last:
-            return self.grammars.of_step(rows[:0])
-        self.grammars.apply(plan)
-        return self.grammars.of_step(rows)
-
-    def _prompt_logprobs(self, step: StepColumns, hidden: Tensor, wanted: NDArray[np.intp]) -> list[Details]:
-        """The log-probabilities, for the requests at these places, of the prompt tokens that follow the positions of this step."""
-        found, columns = [], self.rows.table.columns
-        for place in wanted.tolist():
-            row, start, count = int(step.rows[place]), int(step.starts[place]), int(step.counts[place])
-            last = min(start + count, int(columns["num_prompt_tokens"][row]) - 1)
-            begin = int(step.counts[:place].sum())
-            following = self.rows.tokens[row, start + 1 : last + 1]
-            width = int(columns["prompt_logprobs"][row])
-            states = hidden[begin : begin + last - start]
-            found.append(prompt_logprobs(states, following, place, width, self.model.logits))
-        return found

@@ -4,6 +4,7 @@ The rows hold all tokens and block tables on the device (rows.py); a step brings
 with Triton two kernels do it (triton_inputs.py). Used by the stepper thread.
 """
 
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -72,12 +73,13 @@ class TorchInputs:
                 context_lens=tuple(lens[num_decodes:].tolist()),
                 max_decode_len=int(lens[:num_decodes].max()) if num_decodes else 0,
             ),
+            vectors=None if rows.vectors is None else rows.vectors[: step.t],
             token_types=self._types(requests, token_rows, positions),
         )
 
     def _types(self, requests: NDArray[np.int64], token_rows: I32, positions: I64) -> Tensor | None:
         """The types of all tokens, where some are of the second text of a pair."""
-        second = self._rows.second_from
+        second = self._rows.table.columns["second_from"]
         if not second[requests].any():
             return None
         begins = second[token_rows]
@@ -85,4 +87,7 @@ class TorchInputs:
 
     def halves(self, step: StepColumns, batch: StepInputs, cut: int) -> tuple[StepInputs, StepInputs]:
         first, second = step.halves(cut)
-        return self.of_step(first), self.of_step(second)
+        both = self.of_step(first), self.of_step(second)
+        if batch.vectors is None:
+            return both
+        return both[0], replace(both[1], vectors=batch.vectors[cut:])

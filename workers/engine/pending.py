@@ -9,17 +9,16 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
 
 from meshlm.protocol.edges.step import StepResult
-from meshlm.protocol.edges.token import LogprobColumns
 from meshlm.workers.output import failures
-from meshlm.workers.output.details import Details
-from meshlm.workers.output.pooler import PooledVectors
+from meshlm.workers.output.details import Details, columns_by_place
 from meshlm.workers.rows.changes import I32
+from meshlm.workers.rows.extras.extra import StepExtra, with_findings
 
-NO_PLACES = np.empty(0, np.int64)
 DEPTH = 8  # steps whose tokens may be on their way at the same time
 
 
@@ -104,42 +103,37 @@ def timeline_of(device: torch.device, max_rows: int) -> Timeline:
 
 
 class PendingStep:
-    """Its tokens and log-probabilities are valid after the mark `end`. `before` is the end of the step before."""
+    """Its tokens, log-probabilities and the findings of its extras are valid after the mark `end`. `before` is the end of the step
+    before."""
 
     def __init__(
         self,
         result: StepResult,
         tokens: I32,
-        details: tuple[list[Details], list[Details]],
+        places: NDArray[np.int64],
+        details: list[Details],
+        extras: list[StepExtra[Tensor]],
         marks: tuple[Mark, Mark, Mark],
-        pooled: PooledVectors | None = None,
-        places: NDArray[np.int64] = NO_PLACES,
     ) -> None:
-        """details: of sampled tokens, of prompts. marks: before, begin, end. places: in the batch, of the tokens."""
-        self._result, self._tokens, self._details = result, tokens, details
+        """places: in the batch, of the tokens. details: of sampled tokens. marks: before, begin, end."""
+        self._result, self._tokens, self._places = result, tokens, places
+        self._details, self._extras = details, extras
         self._before, self._begin, self._end = marks
-        self._pooled, self._places = pooled, places
 
     def wait(self) -> StepResult:
         self._end.synchronize()
-        result = self._result
-        pooled = self._pooled.by_place() if self._pooled is not None else {}
-        failed = {**failures.of_tokens(self._tokens, self._places), **failures.of_vectors(pooled)}
-        return StepResult(
-            session=result.session,
-            step=result.step,
+        result = StepResult(
+            session=self._result.session,
+            step=self._result.step,
             token_ids=self._tokens.tobytes(),
-            logprobs=_columns(self._details[0]),
-            prompt_logprobs=_columns(self._details[1]),
-            received_ns=result.received_ns,
-            launched_ns=result.launched_ns,
+            received_ns=self._result.received_ns,
+            launched_ns=self._result.launched_ns,
             done_ns=time.monotonic_ns(),
             gpu_ns=int(self._begin.elapsed_time(self._end) * 1e6),
             gap_ns=int(self._before.elapsed_time(self._begin) * 1e6),
-            pooled={place: vector for place, vector in pooled.items() if place not in failed},
-            failed={**failed, **result.failed},
         )
-
-
-def _columns(details: list[Details]) -> dict[int, LogprobColumns]:
-    return {place: columns for one in details for place, columns in one.columns().items()}
+        if len(self._tokens) and self._tokens.min() < 0:
+            result = replace(result, failed=failures.of_tokens(self._tokens, self._places))
+        if self._details:
+            result = replace(result, logprobs=columns_by_place(self._details))
+        return with_findings(result, self._extras)

@@ -10,17 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshlm.protocol.audio import Audio
-from meshlm.protocol.edges.step import NewRow, StepPlan
-from meshlm.protocol.extras import find_extra
-from meshlm.protocol.prompt_embeds import PromptEmbeds
-from meshlm.protocol.tasks import Pool
-from meshlm.workers.engine.row_audio import RowAudio
-from meshlm.workers.engine.row_embeds import RowEmbeds
+from meshlm.protocol.edges.step import StepPlan
 from meshlm.workers.memory import zeros
 from meshlm.workers.rows.changes import I32
-from meshlm.workers.rows.columns import ALWAYS, ON_DEVICE, Column, num_ints
-from meshlm.workers.rows.extras.pooling import Pooling, pooling
+from meshlm.workers.rows.columns import ON_DEVICE, Column, num_ints
 from meshlm.workers.rows.step_columns import StepColumns
 from meshlm.workers.rows.table import RowTable
 
@@ -48,12 +41,9 @@ class DeviceRows:
         )
         begins = table.columns_at.tolist()
         self.columns = {column.name: self._view(column, begin) for column, begin in zip(ON_DEVICE, begins, strict=True)}
-        self.second_from = np.zeros(
-            table.num_rows, np.int64
-        )  # of a pair of texts: where the second begins; 0: there is none
-        self.pools: dict[int, Pool] = {}  # rows that want a vector
-        self.embeds = RowEmbeds()
-        self.audio = RowAudio(device)
+        self.vectors: Tensor | None = (
+            None  # [tokens, hidden] of a step: what prompts bring in the place of tokens, if they may
+        )
         self.prefixes: PrefixTables | None = None  # where kernels read those of several rows together
 
     def _view(self, column: Column, begin: int) -> Tensor:
@@ -68,32 +58,10 @@ class DeviceRows:
 
     def changes(self, plan: StepPlan) -> tuple[I32, int]:
         """The changes that a plan makes, as changes.py packs them, and their number of segments."""
-        if plan.removed_rows and (self.pools or self.embeds or self.table.columns.processors is not None):
-            removed = np.frombuffer(plan.removed_rows, np.int32).tolist()
-            self.embeds.leave(removed)
-            for row in removed:
-                self.pools.pop(row, None)
-            if self.table.columns.processors is not None:
-                self.table.columns.processors.leave(removed)
-        changes = self.table.changes(plan)
-        for new in plan.new_rows:
-            self._add_row(new)
-        return changes
-
-    def _add_row(self, new: NewRow) -> None:
-        """A request takes a row."""
-        row, processors = new.row, self.table.columns.processors
-        if processors is not None and processors.take(new):
-            self.table.columns["by_torch_until"][row] = ALWAYS
-        self.embeds.take(row, find_extra(new.extras, PromptEmbeds))
-        self.second_from[row] = 0
-        if (pool := find_extra(new.extras, Pool)) is not None:
-            self.pools[row] = pool
-            self.second_from[row] = pool.second_from
-        blocks = self.table.pages(new.block_ids)
-        self.audio.take(find_extra(new.extras, Audio), blocks[0].tolist() if len(blocks) else ())
         if self.prefixes is not None:
-            self.prefixes.take(row, blocks[:, self.prefixes.group])
+            for new in plan.new_rows:
+                self.prefixes.take(new.row, self.table.pages(new.block_ids)[:, self.prefixes.group])
+        return self.table.changes(plan)
 
     def step(self, plan: StepPlan) -> StepColumns:
         """The columns of a plan whose changes are known, and which of its decodes share prefixes."""
@@ -103,16 +71,8 @@ class DeviceRows:
             step.shared = self.prefixes.of_decodes(step.rows[:decodes], step.starts[:decodes])
         return step
 
-    def pooling(self, step: StepColumns) -> list[Pooling]:
-        """The requests whose vectors are made of this step's hidden states."""
-        wanted = pooling(self.pools, step.rows, step.starts, step.counts, self.table.columns["num_prompt_tokens"])
-        return [each for each in wanted if each.takes_states]
-
     def reset(self) -> None:
         """Forget all requests: rows are taken anew."""
-        self.table.columns.reset()
-        self.pools.clear()
-        self.embeds.reset()
-        self.audio.reset()
+        self.table.reset()
         if self.prefixes is not None:
             self.prefixes.reset()

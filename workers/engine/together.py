@@ -15,12 +15,15 @@ from meshlm.workers.graphs.dispatcher import Dispatcher, Key
 from meshlm.workers.rows.step_columns import StepColumns
 
 
-class Course(NamedTuple):
+class StepExecution(NamedTuple):
     """The way in which a step is taken."""
 
     key: Key | None  # of the CUDA graph that is replayed
     cut: int = 0  # tokens of the first half, if two halves take turns
     rebalance: bool = False  # experts move first, since all ranks were asked to
+
+
+EAGER = StepExecution(None)
 
 
 class Together:
@@ -58,9 +61,9 @@ class Together:
         own = StepAgreement(self._num_steps, 0, yes, False)
         return (own if self._exchange is None else self._exchange.agree(own)).graph
 
-    def course(
+    def execution(
         self, step: StepColumns, graphs: Dispatcher, *, graph: bool, across: bool, rebalance: bool = False
-    ) -> Course:
+    ) -> StepExecution:
         """How all take the step that begins; waits for their hosts, and no device. StepAborted.
 
         graph: it may be a CUDA graph here. across: its requests read what others of the step write, so it may not be halved.
@@ -80,7 +83,7 @@ class Together:
             long_enough = self.may_halve(step.t, uniform=step.uniform)
             own = "few_tokens" if not long_enough else "reads_across" if across else ""
             self.whole[own or ("uneven_ranks" if agreed.micro_batches else "other_rank")] += 1
-        return Course(key, cut_of(num_tokens) if halves else 0, agreed.rebalance)
+        return StepExecution(key, cut_of(num_tokens) if halves else 0, agreed.rebalance)
 
     def _agree(self, step: StepColumns, *, graph: bool, micro_batches: bool, rebalance: bool) -> StepAgreement:
         self._num_steps += 1

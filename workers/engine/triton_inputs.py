@@ -184,6 +184,7 @@ class TritonInputs:
             num_decodes=num_decodes,
             columns=Columns(rows, starts, ends, size, self._tables[0]),
             places=places if count else None,
+            vectors=None if self._rows.vectors is None else self._rows.vectors[:tokens],
         )
 
 
@@ -218,6 +219,7 @@ def halves_of(batch: StepInputs, cut: int) -> tuple[StepInputs, StepInputs]:
             columns=mine,
             known=batch.known and batch.known.within(part.start, part.stop),
             places=None,
+            vectors=None if batch.vectors is None else batch.vectors[part],
             shared={},
         )
         for part, num_decodes, mine in zip(parts, decodes, columns, strict=True)

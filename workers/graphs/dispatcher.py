@@ -68,6 +68,10 @@ class Key(NamedTuple):
             return self._replace(part=part, shared=False, contexts=ANY)
         return self._replace(part=part)
 
+    def graphs(self, *, pause: bool) -> "tuple[Key, ...]":
+        """The graphs of a step; pause: between the model and the head the host has something to do."""
+        return (self.of(MODEL), self.of(HEAD)) if pause else (self.of(WHOLE),)
+
     @property
     def uniform(self) -> bool:
         """Decodes only."""

@@ -33,8 +33,6 @@ Weights = tuple[Tensor, Tensor | None]  # of a product: weight, bias
 class CompiledParts:
     """See `meshlm.workers.models.decoder.Parts`."""
 
-    takes_embeds = False
-
     def __init__(self, spec: ModelSpec, compiler: Callable[..., Any] = torch.compile, shapes: str = "backed") -> None:
         """shapes: --compile-dynamic-shapes."""
         self._dynamic = SHAPES[shapes]
@@ -43,8 +41,10 @@ class CompiledParts:
         def norm(x: Tensor, weight: Tensor) -> Tensor:
             return F.rms_norm(x, weight.shape, weight, eps)
 
-        def first(ids: Tensor, table: Tensor, weight: Tensor, qkv: Weights) -> tuple[Tensor, Tensor]:
-            residual = F.embedding(ids, table)
+        def embedded(ids: Tensor, table: Tensor, weight: Tensor, qkv: Weights) -> tuple[Tensor, Tensor]:
+            return first(F.embedding(ids, table), weight, qkv)
+
+        def first(residual: Tensor, weight: Tensor, qkv: Weights) -> tuple[Tensor, Tensor]:
             return F.linear(norm(residual, weight), *qkv), residual
 
         def block(out: Tensor, residual: Tensor, o: Weights, weight: Tensor, gate_up: Weights, down: Weights) -> Tensor:
@@ -59,19 +59,21 @@ class CompiledParts:
         def last(out: Tensor, residual: Tensor, own: Any, weight: Tensor) -> Tensor:
             return norm(block(out, residual, *own), weight)
 
-        self._first, self._between, self._last = (
-            compiler(part, fullgraph=True, dynamic=False) for part in (first, between, last)
+        self._embedded, self._first, self._between, self._last = (
+            compiler(part, fullgraph=True, dynamic=False) for part in (embedded, first, between, last)
         )
 
     def run(self, model: Decoder, batch: StepInputs, caches: list[LayerCache], attention: StepAttention) -> Tensor:
         """Hidden states [t, hidden] after the last norm."""
         layers = [layer for layer in model.layers if isinstance(layer, DecoderLayer)]
         assert model.embed is not None and model.norm is not None  # noqa: PT018
-        ids = self._dynamic(batch.input_ids)
         context = ForwardContext(batch, model.rope, attention, model.ops)
-        qkv, residual = self._first(
-            ids, model.embed.weight, layers[0].input_norm.weight, _weights(layers[0].attention.qkv)
-        )
+        table, entered = model.embed.weight, (layers[0].input_norm.weight, _weights(layers[0].attention.qkv))
+        if batch.vectors is None:
+            qkv, residual = self._embedded(self._dynamic(batch.input_ids), table, *entered)
+        else:
+            own = F.embedding(batch.known_ids, table)
+            qkv, residual = self._first(self._dynamic(batch.with_vectors(own)), *entered)
         for nth, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
             out = self._dynamic(layer.attention.attend(qkv, cache, context))
             assert isinstance(layer.mlp, MLP)

@@ -6,7 +6,7 @@ from torch.autograd.profiler import record_function
 from meshlm.kernels.cpu.layers import LayerPages, Layers, LayerWeights, Places, Shape
 from meshlm.workers.attention.backend import StepAttention
 from meshlm.workers.attention.cpu_backend import CpuAttention
-from meshlm.workers.batch import LayerCache, StepInputs, with_given
+from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.layers.cpu_ops import CpuOps
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.mlp import MLP
@@ -15,8 +15,6 @@ from meshlm.workers.models.decoder import Decoder, DecoderLayer
 
 class CpuLayers:
     """See `meshlm.workers.models.decoder.Parts`."""
-
-    takes_embeds = True
 
     def __init__(self, model: Decoder) -> None:
         spec = model.spec
@@ -42,8 +40,8 @@ class CpuLayers:
         assert model.embed is not None
         assert model.norm is not None
         spec = model.spec
-        rows = model.ops.rows(batch.input_ids, model.embed.weight, spec.hidden_size)
-        residual = with_given(rows, batch.embeds)
+        rows = model.ops.rows(batch.known_ids, model.embed.weight, spec.hidden_size)
+        residual = batch.with_vectors(rows)
         spans = attention.spans(spec.num_attention_heads, spec.num_key_value_heads)
         places = Places(batch.positions, batch.slot_mapping, batch.block_tables, spans)
         own = [LayerPages(cache.keys, cache.values, cache.group) for cache in caches]

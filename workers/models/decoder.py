@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.backend import StepAttention
-from meshlm.workers.batch import LayerCache, StepInputs, with_given
+from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.shard import WHOLE, Shard
@@ -249,16 +249,16 @@ class Decoder(nn.Module):
 
         In a pipeline: the residual of the stage before goes in (it may be changed), what the next stage takes comes out.
         """
-        if self.parts is not None and (not batch.embeds or self.parts.takes_embeds):
+        if self.parts is not None:
             return self.parts.run(self, batch, caches, attention)
         ops = self.ops
         x: PartialSum
         normed: Tensor | None = None
         if self.shard.is_first:
-            x, normed = self.embedded(batch.input_ids)
-            if batch.embeds:
+            x, normed = self.embedded(batch.known_ids)
+            if batch.vectors is not None:
                 own = x.value if x.kind is Kind.WHOLE else ops.finish_sum(x, x.value.dtype)
-                x, normed = PartialSum(with_given(own, batch.embeds)), None
+                x, normed = PartialSum(batch.with_vectors(own)), None
             x = self.entered(x, batch)
         else:
             assert residual is not None

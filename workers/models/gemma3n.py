@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from meshlm.kernels.silu_mul.reference import ACTIVATIONS
 from meshlm.protocol.model import AltUpSpec, ModelSpec, PerLayerInputSpec
 from meshlm.workers.attention.backend import StepAttention
-from meshlm.workers.batch import LayerCache, StepInputs, with_given
+from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.forward_context import ForwardContext
@@ -148,7 +148,7 @@ class Gemma3n(Gemma):
         self, batch: StepInputs, caches: list[LayerCache], attention: StepAttention, residual: Tensor | None = None
     ) -> Tensor:
         """See `Decoder.forward`."""
-        first = with_given(self.embedded(batch.input_ids)[0].value, batch.embeds)
+        first = batch.with_vectors(self.embedded(batch.known_ids)[0].value)
         own, size = self.entry(first, batch, self.ops), _size(first)
         x = torch.stack((first, *(_sized(module(first, self.ops), size) for module in self.projections)))
         context, shared = ForwardContext(batch, self.rope, attention, self.ops), SharedKV()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from meshlm.kernels.silu_mul.reference import ACTIVATIONS
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.backend import StepAttention
-from meshlm.workers.batch import LayerCache, StepInputs, with_given
+from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.linear import Linear
@@ -128,7 +128,7 @@ class Gemma4(Gemma):
     ) -> Tensor:
         """See `Decoder.forward`."""
         if self.shard.is_first:
-            x = with_given(self.embedded(batch.input_ids)[0].value, batch.embeds)
+            x = batch.with_vectors(self.embedded(batch.known_ids)[0].value)
         else:
             assert residual is not None
             x = residual

@@ -38,10 +38,8 @@ class PerLayerInputs(nn.Module):
         projected = self.project(x, ops) * self._hidden**-0.5
         lines = projected.view(-1, self._own)
         projected = ops.rms_norm(lines, self.norm.weight, self.norm.eps).view(len(x), -1, self._own)
-        ids = batch.input_ids
+        ids = batch.known_ids
         rows = ops.rows(torch.where(ids < self._known, ids, 0), self.embed.weight, self._every)
         rows = rows.view_as(projected) * self._scale
         both: Tensor = (projected + rows) * 2**-0.5
-        for begin, given in batch.embeds:
-            both[begin : begin + len(given)] = projected[begin : begin + len(given)]
-        return both
+        return batch.chosen(projected, both)

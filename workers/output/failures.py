@@ -25,7 +25,5 @@ def of_vectors(pooled: dict[int, bytes]) -> dict[int, RowFailed]:
 
 def of_tokens(tokens: NDArray[np.int32], places: NDArray[np.int64]) -> dict[int, RowFailed]:
     """By place in the batch, where `tokens` [l] has an outcome. places [l]: of the requests that sampled."""
-    if not len(tokens) or tokens.min() >= 0:
-        return {}
     lines = np.flatnonzero(tokens < 0)
     return {int(places[line]): NO_TOKEN if tokens[line] == NONE_LEFT else NO_NUMBER for line in lines}

@@ -9,17 +9,17 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from meshlm.protocol.edges.step import NewRow, RowFailed, StepPlan
-from meshlm.protocol.extras import find_extra
+from meshlm.protocol.edges.step import NewRow, RowFailed
 from meshlm.protocol.grammar import Grammar
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.workers.output.matchers import RowBegins, Turn, Turned
 from meshlm.workers.output.matchers_lost import TOO_LATE, MatchersLost
 from meshlm.workers.rows.changes import I32
+from meshlm.workers.rows.extras.extra import Mark
 
 MAX_UNREAD = 4  # steps whose tokens may wait to be read here: their buffers are used again
 MOST_DEATHS = 2  # of the process of masks, of nothing that is known, while it has a row
@@ -43,12 +43,6 @@ class Backend(Protocol):
     def turn(self, turn: Turn, words: I32) -> Turned:
         """See Matchers. MatchersLost when it ended, with all rows."""
         ...
-
-
-class Mark(Protocol):
-    """A point in what was launched: tokens are on the host behind it."""
-
-    def synchronize(self) -> None: ...
 
 
 class _Computed:
@@ -77,11 +71,10 @@ class TokenMask(NamedTuple):
         return np.unpackbits(self.words.view(np.uint8), axis=1, count=vocab_size, bitorder="little").view(np.bool_)
 
 
-def unconstrained(new: NewRow) -> SamplingParams:
-    """What a row asks of the sampler: where it has a grammar, without that which its mask does."""
-    if find_extra(new.extras, Grammar) is None:
-        return new.sampling
-    return msgspec.structs.replace(new.sampling, min_tokens=0, allowed_token_ids=(), bad_words_token_ids=())
+def unconstrained(new: NewRow) -> NewRow:
+    """A row with a grammar, without that which its mask does."""
+    sampling = replace(new.sampling, min_tokens=0, allowed_token_ids=(), bad_words_token_ids=())
+    return replace(new, sampling=sampling)
 
 
 class _Unread(NamedTuple):
@@ -128,25 +121,17 @@ class Grammars:
     def reset(self) -> None:
         """Forget all rows."""
         for row in list(self.rows):
-            self._remove(row)
+            self.remove_row(row)
         self._unread.clear()
 
-    def apply(self, plan: StepPlan) -> None:
-        """Rows that go, rows that come."""
-        if self.rows and plan.removed_rows:
-            for row in np.frombuffer(plan.removed_rows, np.int32).tolist():
-                self._remove(row)
-        for new in plan.new_rows:
-            self._remove(new.row)
-            if (grammar := find_extra(new.extras, Grammar)) is not None:
-                self._add(new, grammar)
-
-    def _add(self, new: NewRow, grammar: Grammar) -> None:
+    def add_row(self, new: NewRow, grammar: Grammar) -> None:
+        """A row comes that has a grammar."""
         self._last += 1
         output = np.frombuffer(new.token_ids, np.int32)[new.num_prompt_tokens :].tolist()
         self.rows[new.row] = ConstrainedRow(self._last, new.sampling, grammar, output)
 
-    def _remove(self, row: int) -> None:
+    def remove_row(self, row: int) -> None:
+        """The row goes."""
         found = self.rows.pop(row, None)
         if found is not None and found.num_sent >= 0:
             self._removed.append(found.number)

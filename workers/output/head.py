@@ -19,7 +19,6 @@ from meshlm.workers.output.grammars import TokenMask
 from meshlm.workers.output.sampler import put, sample
 from meshlm.workers.rows.changes import I32
 from meshlm.workers.rows.step_columns import StepColumns
-from meshlm.workers.rows.table import SampleRows
 
 
 class Head(Protocol):
@@ -40,10 +39,10 @@ class Head(Protocol):
         """A token for each of hidden [l, hidden]; it is written behind its row, too."""
         ...
 
-    def finish(self, at: SampleRows, places: NDArray[np.int64]) -> list[Details]:
+    def finish(self, step: StepColumns, places: NDArray[np.int64]) -> list[Details]:
         """After the step, or its graph: what could not be done in it, and log-probabilities that are asked for.
 
-        at, places: of the step's sampling requests.
+        places: of the step's sampling requests.
         """
         ...
 
@@ -81,16 +80,17 @@ class TorchHead:
             min=0
         )
 
-    def finish(self, at: SampleRows, places: NDArray[np.int64]) -> list[Details]:
+    def finish(self, step: StepColumns, places: NDArray[np.int64]) -> list[Details]:
         """Row by row, as if each were alone: equal logits are then in the same order whatever others ask for."""
         if self._raw is None:
             return []
         raw, self._raw = self._raw, None
-        widths = self._rows.table.columns["logprobs"][at.rows]
+        rows = step.rows[places]
+        widths = self._rows.table.columns["logprobs"][rows]
         found = []
         for nth, line in enumerate(np.flatnonzero(widths >= 0).tolist()):
             width, token = int(widths[line]), self.sampled[line : line + 1].long().clamp_(min=0)
-            packed = logprobs.packed(raw[nth : nth + 1], token, width, self._chosen(int(at.rows[line])))
+            packed = logprobs.packed(raw[nth : nth + 1], token, width, self._chosen(int(rows[line])))
             found.append(Details(packed, [Part(int(places[line]), 0, 1, width)]))
         return found
 

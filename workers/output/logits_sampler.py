@@ -114,10 +114,10 @@ class LogitsSampler:
         truncation.top_k_top_p(logits, columns[0], some, self._limits, self._top_k_top_p_workspace)
         sampling.sample(logits, columns, some, self._sampling, self._workspace, out)
 
-    def finish(self, at: SampleRows, places: NDArray[np.int64]) -> list[Details]:
-        columns = self._rows.table.columns
-        self.by_torch(at, columns)
-        return self.logprobs(at.rows, places, columns)
+    def finish(self, step: StepColumns, places: NDArray[np.int64]) -> list[Details]:
+        table = self._rows.table
+        self.by_torch(table.sample_rows(step, places), table.columns)
+        return self.logprobs(step.rows[places], places, table.columns)
 
     def by_torch(self, at: SampleRows, columns: RowColumns) -> None:
         """Sample again where the kernels could not do all that a request asks for. `at`: of all lines of the step."""

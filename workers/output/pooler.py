@@ -8,30 +8,14 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from meshlm.protocol.tasks import Pool, PoolKind
+from meshlm.workers.output import failures
+from meshlm.workers.output.details import on_host
 from meshlm.workers.output.sampler import put
+from meshlm.workers.rows.extras.extra import StepExtra, StepFindings
 from meshlm.workers.rows.extras.pooling import Pooling
 
 Finish = Callable[[Tensor, Pool], Tensor]
 """Pooled states float32 [n, hidden] -> what the task wants of them [n, any] (output/pooled_heads.py)."""
-
-
-class PooledVectors:
-    """They are there when the step has ended."""
-
-    def __init__(self, places: list[int], vectors: list[Tensor]) -> None:
-        """places: in the batch, of each of the vectors, which are float32."""
-        self._places = places
-        self._ends = np.cumsum([vector.numel() for vector in vectors])
-        flat = torch.cat([vector.flatten() for vector in vectors])
-        self._host = flat
-        if flat.is_cuda:
-            self._host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
-            self._host.copy_(flat, non_blocking=True)
-
-    def by_place(self) -> dict[int, bytes]:
-        """float32, by place in the batch. After the step's end only."""
-        parts = np.split(self._host.numpy(), self._ends[:-1])
-        return {place: part.tobytes() for place, part in zip(self._places, parts, strict=True)}
 
 
 class Pooler:
@@ -46,8 +30,14 @@ class Pooler:
         self._so_far: dict[int, Tensor] = {}
         self._lines: dict[int, list[Tensor]] = {}
 
-    def pool(self, hidden: Tensor, step: list[Pooling]) -> PooledVectors | None:
-        """hidden [t, hidden]: of the step's tokens, after the final norm. step: those of its rows that take some of them."""
+    def for_step(self, step: list[Pooling]) -> "PooledStep | None":
+        """The vectors of the rows of a step that take some of its tokens' states; None where no row does."""
+        taking = [each for each in step if each.takes_states]
+        return PooledStep(self, taking) if taking else None
+
+    def pool(self, hidden: Tensor, step: list[Pooling]) -> tuple[list[int], list[Tensor]]:
+        """The places of prompts that end in the step, and their vectors. hidden [t, hidden]: of the step's tokens, after the final
+        norm."""
         places: list[int] = []
         vectors: list[Tensor] = []
         tasks: dict[Pool, list[Pooling]] = {}
@@ -65,7 +55,7 @@ class Pooler:
             for each in rows:
                 if not each.is_last and task.kind not in (PoolKind.ALL, PoolKind.SPLADE):
                     self._so_far[each.row] = self._part(hidden, each)
-        return PooledVectors(places, vectors) if places else None
+        return places, vectors
 
     def _states(self, hidden: Tensor, kind: PoolKind, rows: list[Pooling]) -> Tensor:
         """float32 [rows, hidden], of prompts that end here."""
@@ -111,3 +101,27 @@ class Pooler:
             if each.is_last:
                 places.append(each.place)
                 vectors.append(torch.cat(self._lines.pop(each.row)) if not each.is_first else lines)
+
+
+class PooledStep(StepExtra[Tensor]):
+    """The rows of one step. Their vectors are on the host when the step has ended."""
+
+    why_no_graph = "pooling"
+
+    def __init__(self, pooler: Pooler, step: list[Pooling]) -> None:
+        self._pooler, self._step = pooler, step
+        self._places: list[int] = []
+
+    def after_model(self, hidden: Tensor) -> None:
+        self._places, vectors = self._pooler.pool(hidden, self._step)
+        if vectors:
+            self._ends = np.cumsum([vector.numel() for vector in vectors])
+            self._host = on_host(torch.cat([vector.flatten() for vector in vectors]))
+
+    def findings(self) -> StepFindings:
+        if not self._places:
+            return StepFindings()
+        parts = np.split(self._host.numpy(), self._ends[:-1])
+        pooled = {place: part.tobytes() for place, part in zip(self._places, parts, strict=True)}
+        failed = failures.of_vectors(pooled)
+        return StepFindings({place: vector for place, vector in pooled.items() if place not in failed}, failed=failed)

@@ -12,6 +12,8 @@ from meshlm.protocol.edges.step import NewRow
 from meshlm.runtime import logits_processors
 from meshlm.workers.output.logits_processor import AddedRequest, BatchUpdate, LogitsBatch, LogitsProcessor
 from meshlm.workers.output.timestamp_rules import TimestampRules
+from meshlm.workers.rows.columns import ALWAYS
+from meshlm.workers.rows.extras.extra import RowExtra
 
 
 class _Used:
@@ -23,14 +25,12 @@ class _Used:
         self._removed: list[int] = []
         self._added: dict[int, AddedRequest] = {}
 
-    def take(self, added: AddedRequest) -> bool:
-        self.leave(added.row)
+    def add_row(self, added: AddedRequest) -> None:
         if self.processor.wants(added.params):
             self.has[added.row] = True
             self._added[added.row] = added
-        return bool(self.has[added.row])
 
-    def leave(self, row: int) -> None:
+    def remove_row(self, row: int) -> None:
         if self.has[row]:
             self.has[row] = False
             if self._added.pop(row, None) is None:  # else it never heard of it
@@ -42,8 +42,8 @@ class _Used:
         self.processor.update_state(told)
 
 
-class Processors:
-    """See the module docstring."""
+class Processors(RowExtra[Tensor]):
+    """See the module docstring. Their rows are sampled by torch."""
 
     def __init__(
         self, kinds: Sequence[type[LogitsProcessor]], config: MeshConfig, device: torch.device, max_rows: int
@@ -51,25 +51,22 @@ class Processors:
         self._used = [_Used(kind(config, device, max_rows), max_rows) for kind in kinds]
         self._device = device
 
-    def take(self, new: NewRow) -> bool:
-        """A request takes a row; whether any processor wants it."""
+    def has_row(self, new: NewRow) -> bool:
+        return any(used.processor.wants(new.sampling) for used in self._used)
+
+    def columns_of(self, new: NewRow) -> dict[str, int]:
+        return {"by_torch_until": ALWAYS}
+
+    def add_row(self, new: NewRow) -> None:
         ids = np.frombuffer(new.token_ids, np.int32)
         prompt, output = ids[: new.num_prompt_tokens], ids[new.num_prompt_tokens :]
         added = AddedRequest(int(new.row), new.sampling, prompt, output)
-        taken = [used.take(added) for used in self._used]  # by all of them
-        return any(taken)
-
-    def leave(self, rows: Sequence[int]) -> None:
-        """These rows are nobody's."""
         for used in self._used:
-            for row in rows:
-                used.leave(row)
+            used.add_row(added)
 
-    def reset(self) -> None:
-        """All rows are nobody's."""
+    def remove_row(self, row: int) -> None:
         for used in self._used:
-            for row in np.flatnonzero(used.has).tolist():
-                used.leave(row)
+            used.remove_row(row)
 
     def apply(
         self,
@@ -116,6 +113,6 @@ def _batch(
 ) -> LogitsBatch:
     def token_ids() -> Tensor:
         index = torch.from_numpy(rows.astype(np.int64)).to(device, non_blocking=True)
-        return tokens[index, : int(lens.max())]
+        return tokens[index, : int(lens.max())].clamp(min=0)  # the place of a vector has no id
 
     return LogitsBatch(rows, lens, prompt_lens, token_ids)

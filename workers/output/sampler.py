@@ -113,6 +113,7 @@ def _penalise(logits: Tensor, places: NDArray[np.intp], at: SampleRows, columns:
     position = torch.arange(longest, device=device)
     valid = position < put(at.lens[places], device)[:, None]
     is_output = valid & (position >= put(at.prompt_lens[places], device)[:, None])
+    valid &= ids >= 0  # the place of a vector has no id
     ids = torch.where(valid, ids, 0)
     shape = (len(places), vocab)
     counts = torch.zeros(shape, device=device).scatter_add_(1, ids, is_output.float())

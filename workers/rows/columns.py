@@ -91,6 +91,9 @@ COLUMNS = (
     Column("edit_ids", np.int32, _edit(0), EDITS),
     Column("edit_adds", np.float32, _edit(1), EDITS),
     Column("edit_untils", np.int32, _edit(2), EDITS),
+    Column(
+        "second_from", np.int32, None, on_device=False
+    ),  # of a pair of texts: where the second begins; 0: there is none
     Column("by_torch_until", np.int32, _by_torch_until, on_device=False),
     Column("has_lists", np.bool_, _has_lists, on_device=False),  # the general sampler looks at its ids
     _field("logprobs", np.int32, on_device=False),
@@ -109,6 +112,12 @@ def _record(columns: tuple[Column, ...]) -> np.dtype[Any]:
     return np.dtype([(each.name, each.dtype, (each.width,) if each.width > 1 else ()) for each in columns])
 
 
+def _value(column: Column, params: SamplingParams, of_plan: dict[str, int]) -> Any:
+    if column.name in of_plan:
+        return of_plan[column.name]
+    return 0 if column.of_params is None else column.of_params(params)
+
+
 class RowColumns:
     """The columns of all rows on the host: a step picks its rows by indexing, without a loop over requests. `params`: all that a
     row's request asks for."""
@@ -120,27 +129,23 @@ class RowColumns:
         }
         self.params: dict[int, SamplingParams] = {}
         self.processors: Processors | None = None  # of logits; set by the engine
-        self._write(slice(None), EMPTY, {"num_prompt_tokens": 0})
+        self._write(slice(None), EMPTY, {})
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         return self._by_name[name]
 
     def set(self, row: int, params: SamplingParams, **of_plan: int) -> None:
-        """A request takes this row. of_plan: the columns that are not its parameters."""
+        """A request takes this row. of_plan: the columns that its parameters do not say, or not alone."""
         self._write(row, params, of_plan)
         self.params[row] = params
 
     def _write(self, rows: int | slice, params: SamplingParams, of_plan: dict[str, int]) -> None:
         for records, columns in ((self._on_device, ON_DEVICE), (self._on_host, ON_HOST)):
-            records[rows] = tuple(
-                of_plan.get(name, 0) if of_params is None else of_params(params) for name, _, of_params, _, _ in columns
-            )
+            records[rows] = tuple(_value(column, params, of_plan) for column in columns)
 
     def reset(self) -> None:
         """Forget all requests: rows are taken anew."""
         self.params.clear()
-        if self.processors is not None:
-            self.processors.reset()
 
     def ints(self, row: int) -> NDArray[np.int32]:
         """The numbers of a row that the device has, as ints, one column after the other."""

@@ -5,15 +5,15 @@ columns (columns.py). This table knows where each of these begins, and makes the
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshlm.protocol.edges.step import NewRow, StepPlan
-from meshlm.workers.output.grammars import unconstrained
 from meshlm.workers.rows.changes import I32, I64, NOTHING, Changes
 from meshlm.workers.rows.columns import ON_DEVICE, RowColumns, num_ints
+from meshlm.workers.rows.extras.row_extras import RowExtras
 from meshlm.workers.rows.step_columns import StepColumns
 
 ALIGN = 16  # ints; Triton compiles another variant for pointers that are less aligned
@@ -69,14 +69,16 @@ class RowTable:
         self.columns_at: I64 = ends - sizes
         self.num_ints = int(ends[-1])
         self.columns = RowColumns(rows)
+        self.extras: RowExtras[Any] = RowExtras((), rows)  # the engine says which kinds there are
         self._num_blocks = np.zeros(rows, np.int64)
 
     def changes(self, plan: StepPlan) -> tuple[I32, int]:
         """The changes that a plan makes, as changes.py packs them, and their number of segments."""
-        if not (plan.new_rows or plan.block_rows or plan.input_ids):
+        new_rows = self.extras.apply(plan)
+        if not (new_rows or plan.block_rows or plan.input_ids):
             return NOTHING, 0
         changes = Changes()
-        for new in plan.new_rows:
+        for new in new_rows:
             self._add_row(new, changes)
         if plan.block_rows:
             rows = np.frombuffer(plan.block_rows, np.int32)
@@ -95,7 +97,7 @@ class RowTable:
     def _add_row(self, new: NewRow, changes: Changes) -> None:
         """A request takes a row."""
         row, blocks = new.row, self.pages(new.block_ids)
-        self.columns.set(row, unconstrained(new), num_prompt_tokens=new.num_prompt_tokens)
+        self.columns.set(row, new.sampling, num_prompt_tokens=new.num_prompt_tokens, **self.extras.columns_of(new))
         self._num_blocks[row] = len(blocks)
         changes.run(row * self.width, np.frombuffer(new.token_ids, np.int32))
         tables = self._table_at + row * self.table_width
@@ -111,6 +113,11 @@ class RowTable:
         self._num_blocks[rows[first]] += lengths
         places: I64 = (within[:, None] + self._table_at).ravel()
         return places
+
+    def reset(self) -> None:
+        """Forget all requests: rows are taken anew."""
+        self.extras.reset()
+        self.columns.reset()
 
     def sample_rows(self, step: StepColumns, places: I64) -> SampleRows:
         """The requests at these places, which sample."""

@@ -179,7 +179,7 @@ def test_why_a_step_is_not_halved_is_counted(
     together = Together(ExpertGroup(0, 2, "0", torch.device("cpu")), config)
     together._exchange = Others(**said)  # type: ignore[assignment]
     columns = SimpleNamespace(t=num_tokens, n=1, uniform=False)
-    course = together.course(columns, Graphs(), graph=False, across=across)  # type: ignore[arg-type]
+    course = together.execution(columns, Graphs(), graph=False, across=across)  # type: ignore[arg-type]
     assert bool(course.cut) == (not reason)
     assert dict(together.whole) == ({reason: 1} if reason else {})
     assert dict(together.halved) == ({} if reason else {"mixed": 1})

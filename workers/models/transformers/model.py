@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.attention.backend import StepAttention
-from meshlm.workers.batch import LayerCache, StepInputs, with_given
+from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.layers.ops import AttentionShape, LayerStep, Ops
@@ -118,14 +118,14 @@ class TransformersModel(Decoder):
         self, batch: StepInputs, caches: list[LayerCache], attention: StepAttention, residual: Tensor | None = None
     ) -> Tensor:
         """See `Decoder.forward`."""
-        ids, positions = batch.input_ids, batch.positions
+        ids, positions = batch.known_ids, batch.positions
         if (
             ids.is_cuda
         ):  # while kernels are compiled ahead, nobody has written them, and torch would stop at what stands there
             ids, positions = ids.clamp(0, self.spec.vocab_size - 1), positions.clamp(0, self._max_len - 1)
         own: Tensor | None = None
-        if batch.embeds and self.shard.is_first:
-            own = with_given(self.base.get_input_embeddings()(ids), batch.embeds)
+        if batch.vectors is not None and self.shard.is_first:
+            own = batch.with_vectors(self.base.get_input_embeddings()(ids))
         self.step = _Step(batch, caches, attention)
         try:
             return self.states(ids, positions, own if self.shard.is_first else residual)

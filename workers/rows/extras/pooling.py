@@ -1,12 +1,15 @@
-"""The rows of a step that want a vector. No torch: the fake worker's, too."""
+"""Rows that want a vector of their prompt. No torch: what makes the vectors is given (output/pooler.py, fake/pooling.py)."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from meshlm.protocol.edges.step import NewRow
 from meshlm.protocol.tasks import Pool, PoolKind
-from meshlm.workers.rows.changes import I32
+from meshlm.workers.rows.columns import RowColumns
+from meshlm.workers.rows.extras.extra import RowExtra, States, StepExtra
+from meshlm.workers.rows.step_columns import StepColumns
 
 
 class Pooling(NamedTuple):
@@ -43,14 +46,32 @@ class Pooling(NamedTuple):
         )
 
 
-def pooling(tasks: dict[int, Pool], rows: I32, starts: I32, counts: I32, num_prompt: NDArray[Any]) -> list[Pooling]:
-    """The rows of a step that want a vector; few steps have any. tasks: by row, of all rows that want one."""
-    if not tasks:
-        return []
-    ends = np.cumsum(counts)
-    found = []
-    for place, row in enumerate(rows.tolist()):
-        if (task := tasks.get(row)) is not None:
-            end, count = int(ends[place]), int(counts[place])
-            found.append(Pooling(place, row, task, end - count, end, int(starts[place]), int(num_prompt[row])))
-    return found
+class PoolingRows(RowExtra[States]):
+    """See `RowExtra`."""
+
+    def __init__(self, columns: RowColumns, pooled_step: Callable[[list[Pooling]], StepExtra[States] | None]) -> None:
+        """pooled_step: makes the vectors of the rows of a step."""
+        self._columns, self._pooled_step = columns, pooled_step
+        self._tasks: dict[int, Pool] = {}
+
+    def has_row(self, new: NewRow) -> bool:
+        return isinstance(new.task, Pool)
+
+    def columns_of(self, new: NewRow) -> dict[str, int]:
+        return {"second_from": self._tasks[new.row].second_from}
+
+    def add_row(self, new: NewRow) -> None:
+        assert isinstance(new.task, Pool)
+        self._tasks[new.row] = new.task
+
+    def remove_row(self, row: int) -> None:
+        del self._tasks[row]
+
+    def for_step(self, step: StepColumns) -> StepExtra[States] | None:
+        ends, num_prompt = np.cumsum(step.counts), self._columns["num_prompt_tokens"]
+        found = []
+        for place, row in enumerate(step.rows.tolist()):
+            if (task := self._tasks.get(row)) is not None:
+                end, count = int(ends[place]), int(step.counts[place])
+                found.append(Pooling(place, row, task, end - count, end, int(step.starts[place]), int(num_prompt[row])))
+        return self._pooled_step(found)

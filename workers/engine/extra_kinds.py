@@ -1,0 +1,62 @@
+"""The kinds of extras that the rows of a model engine may have (rows/extras/): here, and nowhere else in it, they have names."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from meshlm.workers.output.details import PromptLogprobsStep
+from meshlm.workers.output.grammars import Grammars
+from meshlm.workers.output.lexical import lexical_head
+from meshlm.workers.output.mask_process import MaskProcess
+from meshlm.workers.output.pooled_heads import PooledHeads, load_dense
+from meshlm.workers.output.pooler import Pooler
+from meshlm.workers.output.processors import processors_of
+from meshlm.workers.rows.extras.audio import AudioRows
+from meshlm.workers.rows.extras.extra import RowExtra
+from meshlm.workers.rows.extras.grammar import GrammarRows
+from meshlm.workers.rows.extras.pooling import PoolingRows
+from meshlm.workers.rows.extras.prompt_embeds import PromptEmbedsRows
+from meshlm.workers.rows.extras.prompt_logprobs import PromptLogprobsRows
+
+if TYPE_CHECKING:
+    from meshlm.workers.engine.engine import ModelEngine
+
+
+def kinds_of(engine: "ModelEngine", max_tokens: int) -> list[RowExtra[Tensor]]:
+    """max_tokens: of a step, padded."""
+    found: list[RowExtra[Tensor]] = []
+    if engine.shard.is_first and engine.config.server.enable_prompt_embeds:
+        size, rows = engine.resolved.spec.hidden_size, engine.rows
+        rows.vectors = torch.zeros(max_tokens, size, dtype=engine.dtype, device=engine.device)
+        found.append(PromptEmbedsRows(rows.vectors))
+    if engine.spec.audio_encoder is not None:
+        model, compute = engine.model, engine.compute
+        found.append(
+            AudioRows(
+                engine.rows.table,
+                lambda samples, pages: model.encode_audio(samples, pages, compute.caches),
+                engine.device,
+            )
+        )
+    return found + _kinds_of_output(engine) if engine.shard.is_last else found
+
+
+def _kinds_of_output(engine: "ModelEngine") -> list[RowExtra[Tensor]]:
+    """Those that read the last layer's states, or choose tokens."""
+    rows, model, resolved, columns = engine.rows, engine.model, engine.resolved, engine.rows.table.columns
+    heads = PooledHeads(
+        model.classifier,
+        load_dense(resolved, engine.device),
+        model.token_projection(),
+        resolved.pooling,
+        lexical_head(model, resolved, engine.device),
+    )
+    loads_ahead = engine.device.type == "cuda" and bool(resolved.eos_token_ids)
+    columns.processors = processors_of(engine.config, engine.device, rows.max_rows)
+    return [
+        *([] if columns.processors is None else [columns.processors]),
+        PromptLogprobsRows(columns, lambda spans: PromptLogprobsStep(spans, rows.tokens, model.logits)),
+        PoolingRows(columns, Pooler(heads).for_step),
+        GrammarRows(Grammars(MaskProcess(resolved)), together=engine.together is not None, loads_ahead=loads_ahead),
+    ]

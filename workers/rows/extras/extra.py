@@ -1,0 +1,108 @@
+"""What an extra is in a worker: a kind that some rows have, and what a step does for those of its rows that have it.
+
+A kind is a class in a module of this folder, made once for a worker (engine/extra_kinds.py, fake/engine.py). `RowExtras` (row_extras.py)
+asks each kind whether a new row has it, and a step for the kinds that its rows have. No torch.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from msgspec.structs import replace
+
+from meshlm.protocol.edges.step import NewRow, RowFailed, StepResult
+from meshlm.protocol.edges.token import LogprobColumns
+from meshlm.workers.rows.changes import I32
+from meshlm.workers.rows.step_columns import StepColumns
+
+States = TypeVar("States")  # of a step's tokens: hidden states in a tensor, or what the fake model has
+
+
+class Mark(Protocol):
+    """A point in what was launched: what was launched before it is computed when it is reached."""
+
+    def synchronize(self) -> None: ...
+
+
+class MaskTaker(Protocol):
+    """The part of a head that takes the masks of rows with a grammar."""
+
+    def take_mask(self, count: int) -> I32: ...
+
+    def mask(self, mask: Any) -> None: ...
+
+
+class StepFindings(NamedTuple):
+    """The findings of an extra in a step, by place in the batch."""
+
+    pooled: dict[int, bytes] = {}
+    prompt_logprobs: dict[int, LogprobColumns] = {}
+    failed: dict[int, RowFailed] = {}
+
+
+class StepExtra(Generic[States]):
+    """One kind in one step. The engine calls these methods in this order; a kind has those in which it does something."""
+
+    why_no_graph = ""  # why the step is launched kernel by kernel
+    needs_pause = False  # between the model and the head the host has something to do: they are two graphs
+
+    def before_model(self) -> None:
+        """The step's rows and columns are on the device."""
+
+    def before_head(self, head: MaskTaker) -> None:
+        """The model is launched."""
+
+    def after_model(self, hidden: States) -> None:
+        """The states [t, any] of the step's tokens; of a step that is no graph."""
+
+    def after_head(self, tokens: I32, end: Mark) -> None:
+        """The tokens [samples] are on the host behind this mark."""
+
+    def findings(self) -> StepFindings:
+        """Called in the completer thread, when the device has computed the step."""
+        return StepFindings()
+
+
+def with_findings(result: StepResult, extras: Sequence[StepExtra[Any]]) -> StepResult:
+    """The result of a step, and in it what its extras have found."""
+    for extra in extras:
+        pooled, prompt_logprobs, failed = extra.findings()
+        result = replace(
+            result,
+            pooled=result.pooled | pooled,
+            prompt_logprobs=result.prompt_logprobs | prompt_logprobs,
+            failed=result.failed | failed,
+        )
+    return result
+
+
+class RowExtra(Generic[States]):
+    """One kind. The rows of padding and those of no request have none."""
+
+    def has_row(self, new: NewRow) -> bool:
+        """Whether the row has it."""
+        raise NotImplementedError
+
+    def rewritten(self, new: NewRow) -> NewRow:
+        """The row as the table takes it."""
+        return new
+
+    def columns_of(self, new: NewRow) -> dict[str, int]:
+        """The columns of the row (columns.py) that it decides."""
+        return {}
+
+    def add_row(self, new: NewRow) -> None:
+        """A request that has it takes a row, which nobody has now."""
+
+    def remove_row(self, row: int) -> None:
+        """The row is nobody's any more."""
+
+    def for_step(self, step: StepColumns) -> StepExtra[States] | None:
+        """A step some of whose rows have it; None where nothing is to be done for them in this step."""
+        return None
+
+    def for_largest_step(self) -> StepExtra[States] | None:
+        """The most that it can need beside the model, for the profile of memory."""
+        return None
+
+    def in_idle_time(self) -> None:
+        """There are no requests: a chance to load what the first one would wait for."""
