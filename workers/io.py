@@ -38,7 +38,7 @@ from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.engine import Engine, Pending
 from meshlm.workers.engines import make_engine, ready
 from meshlm.workers.extension import Extension
-from meshlm.workers.grammar_threads import GrammarThreads
+from meshlm.workers.extra_threads import ExtraThreads
 from meshlm.workers.kv.mirror import PrefixCacheMirror
 from meshlm.workers.operations import Operations
 from meshlm.workers.profiler import load_profiler
@@ -62,7 +62,7 @@ class WorkerApp:
         self._plans: queue.SimpleQueue[tuple[StepPlan | Reset | Operation, int] | None] = queue.SimpleQueue()
         self._pending: queue.SimpleQueue[tuple[StepPlan, Pending] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._grammars = GrammarThreads(self._say)
+        self._extra_threads = ExtraThreads(self._say)
         self._reset: Reset | None = None  # the scheduler's newest wish that came before the model was loaded
         self._wishes: queue.SimpleQueue[Reset | None] = queue.SimpleQueue()  # all of them, with --enable-sleep-mode
         self._sleeping = AWAKE
@@ -308,7 +308,7 @@ class WorkerApp:
                 self._plans.put((message, 0))
             case PrepareExtra():
                 assert self._engine is not None
-                self._grammars.submit(self._engine.grammars if self._shard.is_last else None, message)
+                self._extra_threads.submit(self._engine, message)
             case ResetGroup():
                 if not self._membership.withdraw():
                     self._leave(message.reason)
@@ -384,7 +384,7 @@ class WorkerApp:
         """Frontends end first and wait for their requests; nothing is left then."""
 
     async def stop(self) -> None:
-        self._grammars.close()
+        self._extra_threads.close()
         self._wishes.put(None)
         self._plans.put(None)
         self._pending.put(None)

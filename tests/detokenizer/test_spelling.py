@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from byte_vocabulary import apply_plan
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
@@ -48,7 +49,7 @@ class Model:
         rows = of_rows.Grammars(Matchers(lambda: self.vocabulary))
         assert rows.compile(compiled.text) == ""
         new = NewRow(Row(0), ROW.tobytes(), 1, b"", SamplingParams(eos_token_ids=(EOS,)), (compiled,))
-        rows.apply(StepPlan(1, StepId(1), b"", b"", b"", b"", 0, new_rows=[new]))
+        apply_plan(rows, StepPlan(1, StepId(1), b"", b"", b"", b"", 0, new_rows=[new]))
         found = list[int]()
         while EOS not in found:
             constraint = rows.of_step(ROW)

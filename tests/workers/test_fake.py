@@ -18,6 +18,7 @@ from meshlm.workers.fake.engine import FakeEngine
 from meshlm.workers.fake.tokens import expected_token, expected_vector
 from meshlm.workers.output.grammars import Grammars
 from meshlm.workers.output.matchers import Matchers
+from meshlm.workers.rows.extras.grammar import GrammarRows
 
 VOCAB = 1000
 SPEC = spec_of(vocab_size=VOCAB, hidden_size=4, head_dim=4, max_position_embeddings=256)
@@ -175,7 +176,7 @@ def test_a_wrong_table_is_a_wrong_vector() -> None:
 def test_rows_with_a_grammar(drafts: int) -> None:
     """They are constrained here too; the others say what their KV contents say."""
     fake = engine(drafts)
-    fake.grammars = Grammars(Matchers(lambda: byte_vocabulary(VOCAB)))
+    fake.extras.kind(GrammarRows).grammars = Grammars(Matchers(lambda: byte_vocabulary(VOCAB)))
     form = "[a-d]{3}[0-9]{3}"
     params, grammar = SamplingParams(eos_token_ids=(EOS,)), of_regex(form)
     prompt = list(range(20, 29))
@@ -202,7 +203,7 @@ def test_rows_with_a_grammar(drafts: int) -> None:
 
 def test_a_row_with_a_grammar_to_which_nothing_is_left_fails_alone() -> None:
     fake = engine()
-    fake.grammars = Grammars(Matchers(lambda: byte_vocabulary(VOCAB)))
+    fake.extras.kind(GrammarRows).grammars = Grammars(Matchers(lambda: byte_vocabulary(VOCAB)))
     prompt = list(range(20, 29))
     plain, failing = new(0, prompt, [*range(1, 9)]), new(1, prompt, [*range(9, 17)])
     params = SamplingParams(eos_token_ids=(EOS,), allowed_token_ids=(7,))

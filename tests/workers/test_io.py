@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import structlog
@@ -37,6 +37,8 @@ from meshlm.workers import io
 from meshlm.workers.engine import EngineFacts, Pending
 from meshlm.workers.operations import Operations
 from meshlm.workers.output.matchers_lost import MatchersLost
+from meshlm.workers.rows.extras.grammar import GrammarRows
+from meshlm.workers.rows.extras.row_extras import RowExtras
 
 
 class Mesh:
@@ -93,6 +95,7 @@ class Engine:
         self.failure = failure
         self.counts = GraphCounts()
         self.grammars = Grammars()
+        self.extras = RowExtras[Any]((GrammarRows(cast(Any, self.grammars)),), 1)
 
     def reset(self) -> None:
         """It has no rows."""

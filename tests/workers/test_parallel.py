@@ -19,7 +19,6 @@ from waiting import free_port
 
 from meshlm.protocol.config import MeshConfig, Node, ParallelConfig, RunConfig
 from meshlm.runtime.errors import ProcessFatal
-from meshlm.workers.batch import GivenEmbeds
 from meshlm.workers.distributed import connect as connecting
 from meshlm.workers.distributed import membership
 from meshlm.workers.distributed import placement as placing
@@ -109,7 +108,7 @@ def test_vectors_that_came_with_a_prompt_are_those_of_their_tokens(architecture:
     (whole_model,) = load_shards(tmp_path, 1, 1, "dummy")
     tokens = list(range(20, 40))
     table = whole_model.embedding(torch.tensor(tokens)).clone()
-    given = (GivenEmbeds(5, table[5:9]), GivenEmbeds(19, table[19:]))
+    given = {5: table[5:9], 19: table[19:]}
     others = [*tokens[:5], 1, 2, 3, 4, *tokens[9:19], 0]
     (whole,) = together([whole_model], lambda model, comm: logits_of(model, comm, tokens))
     for tp, pp in ((1, 1), (2, 1), (1, 3)):
@@ -117,7 +116,7 @@ def test_vectors_that_came_with_a_prompt_are_those_of_their_tokens(architecture:
         found = together(shards, lambda model, comm: logits_of(model, comm, others, given))
         torch.testing.assert_close(found[-1], whole, atol=2e-5, rtol=1e-4)
     (one,) = together([whole_model], lambda model, comm: logits_of(model, comm, tokens[:1]))
-    alone = (GivenEmbeds(0, table[:1]),)
+    alone = {0: table[:1]}
     found = together(load_shards(tmp_path, 2, 1, "dummy"), lambda model, comm: logits_of(model, comm, [7], alone))
     torch.testing.assert_close(found[-1], one, atol=2e-5, rtol=1e-4)
 

@@ -27,6 +27,7 @@ from meshlm.workers.distributed.placement import WorkerPlacement
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.make import make_engine
+from meshlm.workers.rows.extras.pooling import PoolingRows
 
 KINDS = tuple(PoolKind)
 GREEDY = SamplingParams(temperature=0.0)
@@ -155,9 +156,10 @@ def test_a_vector_that_is_not_finite_is_an_error_of_its_request_alone(
     """JSON would say null for each of its numbers."""
     _, ours = small
     ours.reset()
-    finish = ours.pooler._finish
+    pooler = ours.extras.kind(PoolingRows)._pooled_step.__self__  # type: ignore[attr-defined]
+    finish = pooler._finish
     weights = torch.tensor([[1.0], [spoilt]])
-    monkeypatch.setattr(ours.pooler, "_finish", lambda states, task: finish(states, task) * weights)
+    monkeypatch.setattr(pooler, "_finish", lambda states, task: finish(states, task) * weights)
     driver = Driver(ours, [[5, 9], [7, 8]], GREEDY, {row: Pool(PoolKind.LAST) for row in range(2)})
     driver.step({0: 2, 1: 2})
     assert list(driver.pooled) == [0]

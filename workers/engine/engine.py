@@ -270,14 +270,16 @@ class ModelEngine:
 
     def _execution(self, step: StepColumns, plan: StepPlan, extras: list[StepExtra[Tensor]]) -> StepExecution:
         """How the step is taken; of ranks that step together all take it the same way."""
-        why_no_graph = next((extra.why_no_graph for extra in extras if extra.why_no_graph), "")
+        why_no_graph = "" if self.graphs.keys else "off"
+        for extra in extras:
+            why_no_graph = extra.why_no_graph or why_no_graph
         if why_no_graph:
             self.graphs.miss(why_no_graph)
         if self.together is not None:
             across, asked = reads_across(plan), self.balancer is not None and self.balancer.asked
             graph = not why_no_graph
             return self.together.execution(step, self.graphs, graph=graph, across=across, rebalance=asked)
-        if why_no_graph or not self.graphs.keys:
+        if why_no_graph:
             return EAGER
         uniform, prompts, shared = step.uniform, step.num_prompts, step.shared is not None
         seen = step.contexts() if self.graphs.asks_for_contexts(step.n, uniform=uniform) else None

@@ -19,16 +19,15 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.edges.control import GraphCounts
 from meshlm.protocol.edges.step import StepPlan, StepResult
 from meshlm.protocol.edges.token import LogprobColumns
-from meshlm.protocol.extras import find_extra
 from meshlm.protocol.kv import FullAttention, caches_of, make_groups
 from meshlm.protocol.lockstep import StepAgreement
-from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.sleeping import KV_CACHE
-from meshlm.protocol.tasks import Pool, PoolKind
+from meshlm.protocol.tasks import PoolKind
 from meshlm.workers import kv_capacity
 from meshlm.workers.distributed.lockstep import StepExchange
 from meshlm.workers.distributed.membership import Membership
 from meshlm.workers.engine import NOT_BALANCED, Done, EngineFacts, ProgressReport
+from meshlm.workers.fake.extras import FakeHead, extras_of
 from meshlm.workers.fake.rows import FakeRows, StepArrays
 from meshlm.workers.fake.tokens import (
     FACTOR,
@@ -38,13 +37,12 @@ from meshlm.workers.fake.tokens import (
     columns,
     dice,
     powers,
-    tokens_of_embeds,
-    vectors,
 )
-from meshlm.workers.output.grammars import COMPUTED, Constraint, Grammars
+from meshlm.workers.output.grammars import COMPUTED, Grammars, TokenMask
 from meshlm.workers.output.mask_process import MaskProcess
 from meshlm.workers.rows.changes import I32, I64
-from meshlm.workers.rows.extras.pooling import pooling
+from meshlm.workers.rows.extras.extra import with_findings
+from meshlm.workers.rows.step_columns import StepColumns
 
 DEFAULT_CACHE_TOKENS = 1 << 20
 VECTOR_BYTES = 4 * 8  # of a Pool
@@ -89,16 +87,14 @@ class FakeEngine:
             VECTOR_BYTES,
             specs,
         )
-        self._pools: dict[int, Pool] = {}  # rows that want a vector
-        self._so_far = np.zeros((resolved.max_num_seqs, VECTOR_BYTES // 4))  # the vectors of prompts, by row
-        self._lines: dict[int, NDArray[np.float64]] = {}  # of those that want one of each token
         self._rows = FakeRows(resolved.max_num_seqs, resolved.max_model_len, block_size, len(specs))
+        grammars, vector_len = Grammars(MaskProcess(resolved)), VECTOR_BYTES // 4
+        self.extras = self._rows.table.extras = extras_of(self._rows, grammars, self._vocab_size, vector_len)
         self._spans = {nth: spec for nth, spec in enumerate(specs) if not (spec.keeps_all or spec.carried)}
         self._states = np.array([spec.carried for spec in specs])
         self._written = np.zeros(0, np.uint64)  # the states of the last step's tokens
         self._groups = np.arange(len(specs), dtype=np.uint64)  # added to what a group's slots hold: groups differ
         self._state = np.zeros(num_blocks * block_size, np.uint64)
-        self.grammars = Grammars(MaskProcess(resolved))
         self._free_at = 0.0
         self._without: tuple[str, ...] = ()  # what sleeps
         self._exchange: StepExchange | None = None  # with other ranks, if they step together
@@ -108,9 +104,7 @@ class FakeEngine:
         self._up, self._down = powers(FACTOR, longest), powers(INVERSE, longest)
 
     def reset(self) -> None:
-        self._rows.table.columns.reset()
-        self._pools.clear()
-        self.grammars.reset()
+        self._rows.table.reset()
 
     def join(self, exchange: StepExchange | None) -> None:
         if self._exchange is not None:
@@ -138,80 +132,38 @@ class FakeEngine:
         if self._exchange is not None:
             self._num_together += 1
             self.agreed = self._exchange.agree(StepAgreement(self._num_together, plan.num_tokens, True, False))
-        for row in np.frombuffer(plan.removed_rows, np.int32).tolist() if self._pools else ():
-            self._pools.pop(row, None)
         self._rows.apply(plan)
-        for new in plan.new_rows:
-            self._pools.pop(new.row, None)
-            if (pool := find_extra(new.extras, Pool)) is not None:
-                self._pools[new.row] = pool
-        self._read_embeds(plan)
-        self.grammars.apply(plan)
         num_drafts = self._draft(plan)
-        arrays = self._rows.step(self._from_row_ends(plan, num_drafts) if self.facts.max_drafts else plan)
+        step = StepColumns(self._from_row_ends(plan, num_drafts) if self.facts.max_drafts else plan)
+        extras, arrays, head = self.extras.for_step(step), self._rows.step(step), FakeHead(self._vocab_size)
         launched = time.monotonic_ns()
         self._write(arrays, bool(plan.new_rows))
-        pooled = self._pool(plan, arrays)
-        constraint = self.grammars.of_step(arrays.rows[arrays.samples])
+        for extra in extras:
+            extra.before_head(head)
+            extra.after_model(self._written)
+        sampled = self._sample(arrays.slots[arrays.query_start[1:] - 1, 0][arrays.samples], head.masked)
+        for extra in extras:
+            extra.after_head(sampled, COMPUTED)
         if num_drafts is None:
-            token_ids, counts = (
-                self._sample(arrays.slots[arrays.query_start[1:] - 1, 0][arrays.samples], constraint),
-                None,
-            )
+            token_ids, counts = sampled, None
             self._rows.sampled(arrays, token_ids)
         else:
-            token_ids, counts = self._accept(plan.step, arrays, num_drafts, constraint)
+            token_ids, counts = self._accept(plan.step, arrays, num_drafts, sampled, head.masked)
         if self._step_s:
             begun = max(self._free_at, time.monotonic())
             self._free_at = begun + self._step_s
             time.sleep(max(0.0, self._free_at - time.monotonic()))
-        return Done(
-            StepResult(
-                session=plan.session,
-                step=plan.step,
-                token_ids=token_ids.tobytes(),
-                logprobs=self._logprobs(arrays, token_ids, counts),
-                prompt_logprobs=self._prompt_logprobs(arrays),
-                received_ns=received_ns,
-                launched_ns=launched,
-                done_ns=time.monotonic_ns(),
-                counts=b"" if counts is None else counts.tobytes(),
-                pooled=pooled,
-                failed={int(np.flatnonzero(arrays.samples)[line]): why for line, why in constraint.failed.items()},
-            )
+        result = StepResult(
+            session=plan.session,
+            step=plan.step,
+            token_ids=token_ids.tobytes(),
+            logprobs=self._logprobs(arrays, token_ids, counts),
+            received_ns=received_ns,
+            launched_ns=launched,
+            done_ns=time.monotonic_ns(),
+            counts=b"" if counts is None else counts.tobytes(),
         )
-
-    def _read_embeds(self, plan: StepPlan) -> None:
-        for new in plan.new_rows:
-            if (embeds := find_extra(new.extras, PromptEmbeds)) is not None:
-                ids = tokens_of_embeds(embeds, self._vocab_size)
-                for first, count, at in embeds.parts(0, new.num_prompt_tokens):
-                    self._rows.tokens[new.row, first : first + count] = ids[at : at + count]
-
-    def _pool(self, plan: StepPlan, arrays: StepArrays) -> dict[int, bytes]:
-        """The vectors of prompts that are computed now, made of what their slots hold."""
-        found = {}
-        columns = self._rows.table.columns
-        for each in pooling(self._pools, arrays.rows, arrays.starts, arrays.counts, columns["num_prompt_tokens"]):
-            lines, row = vectors(self._written[each.begin : each.end]), each.row
-            if each.is_first:
-                self._so_far[row] = 0
-            match each.kind:
-                case PoolKind.LAST:
-                    self._so_far[row] = lines[-1]
-                case PoolKind.MEAN:
-                    self._so_far[row] += lines.sum(0)
-                case PoolKind.SPLADE:
-                    self._so_far[row] = np.maximum(self._so_far[row], lines.max(0))
-                case PoolKind.CLS if each.is_first:
-                    self._so_far[row] = lines[0]
-                case PoolKind.ALL:
-                    self._lines[row] = np.concatenate((self._lines[row], lines)) if each.start else lines
-            if each.is_last:
-                divisor = each.num_prompt if each.kind is PoolKind.MEAN else 1
-                of_row = self._lines[row] if each.kind is PoolKind.ALL else self._so_far[row] / divisor
-                found[each.place] = of_row.astype(np.float32).tobytes()
-        return found
+        return Done(with_findings(result, extras))
 
     def _draft(self, plan: StepPlan) -> I32 | None:
         """Write the drafts that the plan allows behind the rows' tokens, as if they were known; how many each row has, or None."""
@@ -243,21 +195,23 @@ class FakeEngine:
         starts = np.where(samples, self._rows.num_known[rows] - counts, starts)
         return msgspec.structs.replace(plan, starts=starts.astype(np.int32).tobytes(), counts=counts.tobytes())
 
-    def _accept(self, step: int, arrays: StepArrays, num_drafts: I32, constraint: Constraint) -> tuple[I32, I32]:
-        """Sample every drafted position, and keep the tokens up to the first draft that differs; how many each row got."""
+    def _accept(
+        self, step: int, arrays: StepArrays, num_drafts: I32, last: I32, masked: TokenMask | None
+    ) -> tuple[I32, I32]:
+        """Sample every drafted position, and keep the tokens up to the first draft that differs; how many each row got. last: sampled
+        at the last positions."""
         table = self._rows
         tokens: list[I32] = []
-        ends = arrays.slots[arrays.query_start[1:] - 1, 0][arrays.samples]
-        constrained = self._sample(ends, constraint) if constraint else None
+        constrained = () if masked is None else set(masked.lines.tolist())
         for line, place in enumerate(np.flatnonzero(arrays.samples).tolist()):
             row, drafts, end = int(arrays.rows[place]), int(num_drafts[place]), int(arrays.query_start[place + 1])
             sampled = self._tokens_of(self._state[arrays.slots[end - 1 - drafts : end, 0]])
-            if constrained is not None and constraint.has(line):  # it has no drafts
-                sampled = constrained[line : line + 1]
+            if line in constrained:  # it has no drafts
+                sampled = last[line : line + 1]
             known = int(table.num_known[row]) - drafts
             right = sampled[:drafts] == table.tokens[row, known : known + drafts]
             given = sampled[: 1 + int(np.logical_and.accumulate(right).sum())]
-            if not constraint.has(line) and dice(np.array([row]), np.array([step]))[0] % NONE_EVERY == 0:
+            if line not in constrained and dice(np.array([row]), np.array([step]))[0] % NONE_EVERY == 0:
                 given = given[:0]
             table.tokens[row, known : known + len(given)] = given
             table.num_known[row] = known + len(given)
@@ -282,16 +236,6 @@ class FakeEngine:
             at += count
         return wanted
 
-    def _prompt_logprobs(self, arrays: StepArrays) -> dict[int, LogprobColumns]:
-        """The log-probabilities of the prompt tokens that follow the positions of this step."""
-        rows, of_rows, wanted = self._rows, self._rows.table.columns, {}
-        for place in of_rows.prompts_with_logprobs(arrays.rows, arrays.starts).tolist():
-            row, start, count = int(arrays.rows[place]), int(arrays.starts[place]), int(arrays.counts[place])
-            end = min(start + count, int(of_rows["num_prompt_tokens"][row]) - 1)
-            width = int(of_rows["prompt_logprobs"][row])
-            wanted[place] = columns(rows.tokens[row, start + 1 : end + 1], width, self._vocab_size)
-        return wanted
-
     def _write(self, arrays: StepArrays, has_new_rows: bool) -> None:
         """Every token's state."""
         if has_new_rows or len(arrays.slots) > len(arrays.rows):
@@ -299,16 +243,15 @@ class FakeEngine:
         else:
             self._write_decodes(arrays)
 
-    def _sample(self, slots: I64, constraint: Constraint) -> I32:
+    def _sample(self, slots: I64, mask: TokenMask | None) -> I32:
         """The tokens that follow those in these slots; where a grammar allows only some, one of these."""
         state = self._state[slots]
         tokens = self._tokens_of(state)
-        if (mask := constraint.mask()) is not None:
+        if mask is not None:
             for line, allowed in zip(mask.lines, mask.allowed(self._vocab_size), strict=True):
                 # None is allowed where the row has failed.
                 if not allowed[tokens[line]] and len(among := np.flatnonzero(allowed)):
                     tokens[line] = among[int(state[line] >> np.uint64(33)) % len(among)]
-            constraint.sampled(tokens, COMPUTED)
         return tokens
 
     def _tokens_of(self, state: U64) -> I32:

@@ -54,9 +54,8 @@ class FakeRows:
                 np.frombuffer(plan.starts, np.int32)[:count] + 1
             )
 
-    def step(self, plan: StepPlan) -> StepArrays:
-        """The plan's columns as flat arrays; call after `apply`."""
-        step = StepColumns(plan)
+    def step(self, step: StepColumns) -> StepArrays:
+        """A step's columns as flat arrays; call after `apply`."""
         rows, starts, counts = step.rows, step.starts, step.counts
         samples = np.ones(step.n, np.bool_) if step.samples is None else step.samples
         query_start = np.zeros(step.n + 1, np.int32)

@@ -68,12 +68,12 @@ class CompiledParts:
         layers = [layer for layer in model.layers if isinstance(layer, DecoderLayer)]
         assert model.embed is not None and model.norm is not None  # noqa: PT018
         context = ForwardContext(batch, model.rope, attention, model.ops)
-        table, entered = model.embed.weight, (layers[0].input_norm.weight, _weights(layers[0].attention.qkv))
+        table, weight, product = model.embed.weight, layers[0].input_norm.weight, _weights(layers[0].attention.qkv)
         if batch.vectors is None:
-            qkv, residual = self._embedded(self._dynamic(batch.input_ids), table, *entered)
+            qkv, residual = self._embedded(self._dynamic(batch.input_ids), table, weight, product)
         else:
-            own = F.embedding(batch.known_ids, table)
-            qkv, residual = self._first(self._dynamic(batch.with_vectors(own)), *entered)
+            entered = batch.with_vectors(F.embedding(batch.known_ids, table))
+            qkv, residual = self._first(self._dynamic(entered), weight, product)
         for nth, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
             out = self._dynamic(layer.attention.attend(qkv, cache, context))
             assert isinstance(layer.mlp, MLP)

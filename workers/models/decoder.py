@@ -135,8 +135,6 @@ class DecoderLayer(nn.Module):
 class Parts(Protocol):
     """Another way to compute what stands between the attention calls (compiled.py)."""
 
-    takes_embeds: bool  # steps with vectors that came with prompts are computed this way too
-
     def run(
         self, model: "Decoder", batch: StepInputs, caches: list[LayerCache], attention: StepAttention
     ) -> Tensor: ...

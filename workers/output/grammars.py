@@ -229,9 +229,6 @@ class Constraint:
     def __bool__(self) -> bool:
         return bool(self._rows)
 
-    def has(self, line: int) -> bool:
-        return line in self._rows
-
     def mask(self, take: Callable[[int], I32] | None = None) -> TokenMask | None:
         """Called when the model is launched: what follows waits for the tokens of the step before. take: where masks are written, of so
         many lines."""

@@ -24,6 +24,7 @@ from engine_driver import MODEL, Driver, engine, prompts_of
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.output.grammars import Grammars
 from meshlm.workers.output.matchers import Matchers
+from meshlm.workers.rows.extras.grammar import GrammarRows
 
 pytestmark = pytest.mark.gpu
 LENGTHS = [40, 333, 129, 17]
@@ -33,8 +34,8 @@ FORMS = {0: "[a-f]{5}[0-9]{6}", 1: "(one|two|six)(one|two|six)(one|two|six)", 3:
 @pytest.fixture(scope="module", params=["FULL", "NONE"])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelEngine:
     folder: Path = tmp_path_factory.mktemp("model")
-    found = engine(folder, cudagraph_mode=request.param)
-    found.grammars = Grammars(Matchers(lambda: byte_vocabulary(int(str(MODEL["vocab_size"])))))
+    found = engine(folder, cudagraph_mode=request.param, enable_prompt_embeds=True)
+    found.extras.kind(GrammarRows).grammars = Grammars(Matchers(lambda: byte_vocabulary(int(str(MODEL["vocab_size"])))))
     return found
 
 

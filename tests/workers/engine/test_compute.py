@@ -193,8 +193,8 @@ def test_a_masked_step_in_two_parts(max_rows: int) -> None:
     plain = Case(max_rows)
     plain.send(max_rows)
     plain.compute.eager(plain.step)
-    constraint: Any = SimpleNamespace(mask=masks)
-    eager.compute.eager(eager.step, 0, constraint)
+    extra: Any = SimpleNamespace(before_head=lambda head: head.mask(masks(head.take_mask)))
+    eager.compute.eager(eager.step, 0, [extra])
     expected = eager.tokens()
     for line in range(sum(eager.samples)):
         if line % 2:

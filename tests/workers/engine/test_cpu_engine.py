@@ -25,6 +25,8 @@ from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.make import make_engine
 from meshlm.workers.output.grammars import Grammars
 from meshlm.workers.output.matchers import Matchers
+from meshlm.workers.rows.extras.grammar import GrammarRows
+from meshlm.workers.rows.extras.prompt_embeds import PromptEmbedsRows
 
 
 @pytest.fixture(scope="module", params=["cpu", "torch"])
@@ -34,7 +36,13 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     (folder / "config.json").write_text(json.dumps(MODEL))
     tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(folder / "tokenizer.json"))
     values: dict[str, object] = {"model": str(folder), "device": "cpu", "load_format": "dummy", "dtype": "float32"}
-    values |= {"max_model_len": LENGTH, "max_num_seqs": 4, "attention_backend": request.param, "cpu_threads": 1}
+    values |= {
+        "max_model_len": LENGTH,
+        "max_num_seqs": 4,
+        "attention_backend": request.param,
+        "cpu_threads": 1,
+        "enable_prompt_embeds": True,
+    }
     grad, threads = torch.is_grad_enabled(), torch.get_num_threads()
     yield make_engine(resolve.resolve(flags.build(values, None)), lambda *progress: None)
     torch.set_grad_enabled(grad)
@@ -99,7 +107,7 @@ def test_vectors_in_the_place_of_tokens(made: ModelEngine) -> None:
     while len(found) < OUTPUT:
         found += tokens_of(step(made, [(1, len(prompt) + len(found) - 1, 1, True)], []))
     assert found == expected
-    assert not made.rows.embeds
+    assert not made.extras.kind(PromptEmbedsRows)._rows
     step(made, [(1, 0, 6, False)], [row])  # it is aborted, and another takes its row
     plain = new(1, prompt, params)
     assert tokens_of(step(made, [(1, 0, len(prompt), True)], [plain])) == expected[:1]
@@ -120,7 +128,7 @@ def constrained(row: NewRow, form: str, **changes: Any) -> NewRow:
 
 def test_rows_with_a_grammar_beside_others(made: ModelEngine) -> None:
     """Whatever the chunks, the others' tokens are what they were; log-probabilities are the model's own."""
-    made.grammars = Grammars(Matchers(lambda: byte_vocabulary(VOCAB)))
+    made.extras.kind(GrammarRows).grammars = Grammars(Matchers(lambda: byte_vocabulary(VOCAB)))
     plain = SamplingParams(temperature=0.9, seed=5)
     expected = alone(made, PROMPTS[0], plain)
     forms = {1: "[0-9]{4}[x-z]+", 2: "(ab|cd){3}"}
@@ -150,7 +158,7 @@ def test_rows_with_a_grammar_beside_others(made: ModelEngine) -> None:
 
 def test_a_row_with_a_grammar_that_begins_anew(made: ModelEngine) -> None:
     """Preempted after some tokens, it goes on as it would have."""
-    made.grammars = Grammars(Matchers(lambda: byte_vocabulary(VOCAB)))
+    made.extras.kind(GrammarRows).grammars = Grammars(Matchers(lambda: byte_vocabulary(VOCAB)))
     params, form = SamplingParams(temperature=1.2, seed=3, eos_token_ids=(EOS,)), "[a-f]{2}[0-9]{2}[a-f]{2}"
     prompt, tokens = PROMPTS[0], list[int]()
     tokens += tokens_of(step(made, [(0, 0, 5, True)], [constrained(new(0, prompt, params), form)]))
@@ -164,7 +172,7 @@ def test_a_row_with_a_grammar_that_begins_anew(made: ModelEngine) -> None:
 
 
 def test_a_row_whose_grammar_leaves_nothing_fails_alone(made: ModelEngine) -> None:
-    made.grammars = Grammars(Matchers(lambda: byte_vocabulary(VOCAB)))
+    made.extras.kind(GrammarRows).grammars = Grammars(Matchers(lambda: byte_vocabulary(VOCAB)))
     bad, fine = SamplingParams(allowed_token_ids=(5,), eos_token_ids=(EOS,)), SamplingParams(eos_token_ids=(EOS,))
     news = [constrained(new(row, PROMPTS[row], params), "ab") for row, params in enumerate((bad, fine))]
     result = step(made, [(0, 0, 5, True), (1, 0, 25, True)], news)

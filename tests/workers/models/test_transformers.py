@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import served_engines
 import torch
+import torch.nn.functional as F
 import transformers
 from safetensors.torch import save_file
 from served_engines import AGAIN, Engines, made, served
@@ -23,7 +24,7 @@ from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.settings.parallel import check
 from meshlm.workers.attention.torch_backend import TorchAttention
-from meshlm.workers.batch import GivenEmbeds
+from meshlm.workers.batch import VECTOR
 from meshlm.workers.distributed.communicator import SINGLE_RANK
 from meshlm.workers.models.transformers import load
 from meshlm.workers.models.transformers.look import look
@@ -261,7 +262,9 @@ def test_vectors_that_come_with_a_prompt(tmp_path: Path) -> None:
         assert isinstance(model, TransformersModel)
         batch = batch_of([([5, 6, 7, 8], 0, [0])])
         rows = model.base.get_input_embeddings()(torch.tensor([6, 7]))
-        given = dataclasses.replace(batch, input_ids=torch.tensor([5, 0, 0, 8]), embeds=(GivenEmbeds(1, rows),))
+        given = dataclasses.replace(
+            batch, input_ids=torch.tensor([5, VECTOR, VECTOR, 8]), vectors=F.pad(rows, (0, 0, 1, 1))
+        )
         states = [model(one, caches(model.spec, 1), TorchAttention(one, BLOCK)) for one in (batch, given)]
     torch.testing.assert_close(*states)
 

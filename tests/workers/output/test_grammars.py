@@ -9,6 +9,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from byte_vocabulary import apply_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
@@ -129,7 +130,7 @@ def text_of(vocabulary: Vocabulary, tokens: list[int]) -> str:
 @given(schema=st.sampled_from(SCHEMAS), seed=st.integers(0, 1 << 32))
 def test_whatever_is_drawn_is_valid(vocabulary: Vocabulary, schema: dict[str, Any], seed: int) -> None:
     made = Grammars(Matchers(lambda: vocabulary))
-    made.apply(plan(new(of_schema(schema))))
+    apply_plan(made, plan(new(of_schema(schema))))
     text = text_of(vocabulary, written(made, drawing(vocabulary, seed)))
     jsonschema.validate(json.loads(text), schema)
 
@@ -139,13 +140,13 @@ def test_whatever_is_drawn_is_valid(vocabulary: Vocabulary, schema: dict[str, An
 def test_a_row_that_begins_anew_goes_on(vocabulary: Vocabulary, schema: dict[str, Any], seed: int, cut: int) -> None:
     """After a preemption, or the death of any process: the masks are those that it would have had."""
     made = Grammars(Matchers(lambda: vocabulary))
-    made.apply(plan(new(of_schema(schema))))
+    apply_plan(made, plan(new(of_schema(schema))))
     tokens = written(made, drawing(vocabulary, seed))
     other = Grammars(Matchers(lambda: vocabulary))
     cut = min(cut, len(tokens) - 1)
-    other.apply(plan(new(of_schema(schema), output=tuple(tokens[:cut]))))
+    apply_plan(other, plan(new(of_schema(schema), output=tuple(tokens[:cut]))))
     one = Grammars(Matchers(lambda: vocabulary))
-    one.apply(plan(new(of_schema(schema))))
+    apply_plan(one, plan(new(of_schema(schema))))
     for token in tokens[:cut]:
         push(one, token)
     assert allowed(other) == allowed(one)
@@ -153,7 +154,7 @@ def test_a_row_that_begins_anew_goes_on(vocabulary: Vocabulary, schema: dict[str
 
 
 def test_the_end_comes_only_where_the_grammar_may_end(grammars: Grammars, vocabulary: Vocabulary) -> None:
-    grammars.apply(plan(new(of_regex("[0-9]{2,3}"))))
+    apply_plan(grammars, plan(new(of_regex("[0-9]{2,3}"))))
     assert EOS not in allowed(grammars)
     digit = vocabulary.tokens_of(b"7")[0]
     push(grammars, digit)
@@ -169,7 +170,7 @@ def test_the_end_comes_only_where_the_grammar_may_end(grammars: Grammars, vocabu
 
 def test_min_tokens_gives_way_to_the_grammar_alone(grammars: Grammars, vocabulary: Vocabulary) -> None:
     digit = vocabulary.tokens_of(b"7")[0]
-    grammars.apply(plan(new(of_regex("[0-9]{1,3}"), min_tokens=9), new(of_regex("[0-9]{1,3}"), 1)))
+    apply_plan(grammars, plan(new(of_regex("[0-9]{1,3}"), min_tokens=9), new(of_regex("[0-9]{1,3}"), 1)))
     for row in (0, 1):
         push(grammars, digit, row)
     assert EOS not in allowed(grammars)
@@ -183,7 +184,7 @@ def test_ids_that_are_allowed_or_bad(grammars: Grammars, vocabulary: Vocabulary)
     one, two, three = (vocabulary.tokens_of(digit)[0] for digit in (b"1", b"2", b"3"))
     pattern = of_regex("[1-3]{1,4}")
     bad = ((one,), (two, three))
-    grammars.apply(plan(new(pattern, allowed_token_ids=(one, two)), new(pattern, 1, bad_words_token_ids=bad)))
+    apply_plan(grammars, plan(new(pattern, allowed_token_ids=(one, two)), new(pattern, 1, bad_words_token_ids=bad)))
     assert allowed(grammars) == sorted((one, two))
     assert one not in allowed(grammars, 1)
     assert three in allowed(grammars, 1)
@@ -195,7 +196,7 @@ def test_ids_that_are_allowed_or_bad(grammars: Grammars, vocabulary: Vocabulary)
 
 def test_a_row_without_any_token_fails_and_others_go_on(grammars: Grammars, vocabulary: Vocabulary) -> None:
     one, two = (vocabulary.tokens_of(digit)[0] for digit in (b"1", b"2"))
-    grammars.apply(plan(new(of_regex("1{3}"), allowed_token_ids=(two,)), new(of_regex("1{3}"), 1)))
+    apply_plan(grammars, plan(new(of_regex("1{3}"), allowed_token_ids=(two,)), new(of_regex("1{3}"), 1)))
     constraint = grammars.of_step(np.array([7, 0, 1], np.int32))
     mask = constraint.mask()
     assert mask is not None
@@ -208,14 +209,16 @@ def test_a_row_without_any_token_fails_and_others_go_on(grammars: Grammars, voca
 
 def test_the_constraint_begins_behind_the_reasoning(grammars: Grammars, vocabulary: Vocabulary) -> None:
     reasoning = vocabulary.tokens_of(b"hm {1} </think")
-    grammars.apply(plan(new(of_regex("[0-9]"), after="</think>")))
+    apply_plan(grammars, plan(new(of_regex("[0-9]"), after="</think>")))
     for token in reasoning:
         assert len(allowed(grammars)) >= VOCAB - 8
         push(grammars, token)
     push(grammars, vocabulary.tokens_of(b">")[0])
     assert {vocabulary.bytes_of(token) for token in allowed(grammars)} == {b"%d" % digit for digit in range(10)}
     again = Grammars(Matchers(lambda: vocabulary))
-    again.apply(plan(new(of_regex("[0-9]"), after="</think>", output=(*reasoning, vocabulary.tokens_of(b">")[0]))))
+    apply_plan(
+        again, plan(new(of_regex("[0-9]"), after="</think>", output=(*reasoning, vocabulary.tokens_of(b">")[0])))
+    )
     assert allowed(again) == allowed(grammars)
 
 
@@ -223,8 +226,8 @@ def test_a_token_that_reaches_beyond_the_reasoning(grammars: Grammars, vocabular
     (across,) = vocabulary.tokens_of(b">\n")[:1]
     assert vocabulary.bytes_of(across).startswith(b">")
     rest = vocabulary.bytes_of(across)[1:]
-    grammars.apply(
-        plan(new(of_regex("\n?[0-9]"), after="</think>", output=(*vocabulary.tokens_of(b"x</think"), across)))
+    apply_plan(
+        grammars, plan(new(of_regex("\n?[0-9]"), after="</think>", output=(*vocabulary.tokens_of(b"x</think"), across)))
     )
     starts = {vocabulary.bytes_of(token)[:1] for token in allowed(grammars)}
     assert (b"\n" in starts) == (not rest)
@@ -233,7 +236,7 @@ def test_a_token_that_reaches_beyond_the_reasoning(grammars: Grammars, vocabular
 def test_what_cannot_be_compiled_is_told(grammars: Grammars) -> None:
     for _ in range(2):  # from the cache, too
         assert grammars.compile("start: nobody")
-    grammars.apply(plan(new("start: nobody")))
+    apply_plan(grammars, plan(new("start: nobody")))
     constraint = grammars.of_step(np.array([0], np.int32))
     constraint.mask()
     assert constraint.failed[0]
@@ -242,7 +245,7 @@ def test_what_cannot_be_compiled_is_told(grammars: Grammars) -> None:
 def test_a_matcher_that_meets_a_limit_fails_its_row(grammars: Grammars, vocabulary: Vocabulary) -> None:
     text = of_regex("((a{1,1000}){1,1000}){1,1000}")
     assert not grammars.compile(text)
-    grammars.apply(plan(new(text)))
+    apply_plan(grammars, plan(new(text)))
     for _ in range(50):
         constraint = grammars.of_step(np.array([0], np.int32))
         constraint.mask()
@@ -254,7 +257,7 @@ def test_a_matcher_that_meets_a_limit_fails_its_row(grammars: Grammars, vocabula
 
 def test_no_mask_takes_long(grammars: Grammars, vocabulary: Vocabulary) -> None:
     """A grammar that has ever more readings of its text ends by a limit, before a mask of it keeps the rows beside it waiting."""
-    grammars.apply(plan(new('start: e\ne: e e | "a" | "aa" | "aaa" | "b"')))
+    apply_plan(grammars, plan(new('start: e\ne: e e | "a" | "aa" | "aaa" | "b"')))
     dice, longest, failed = np.random.default_rng(0), 0.0, ""
     for _ in range(300):
         begun = time.thread_time()
@@ -271,11 +274,11 @@ def test_no_mask_takes_long(grammars: Grammars, vocabulary: Vocabulary) -> None:
 
 
 def test_rows_are_forgotten(grammars: Grammars) -> None:
-    grammars.apply(plan(new(of_regex("a")), new(of_regex("a"), 1)))
-    grammars.apply(plan(removed=(0,)))
+    apply_plan(grammars, plan(new(of_regex("a")), new(of_regex("a"), 1)))
+    apply_plan(grammars, plan(removed=(0,)))
     assert list(grammars.rows) == [1]
     plain = NewRow(Row(1), b"", 0, b"", SamplingParams())
-    grammars.apply(plan(plain))
+    apply_plan(grammars, plan(plain))
     assert not grammars.of_step(np.array([0, 1], np.int32))
     assert grammars.of_step(np.array([0, 1], np.int32)).mask() is None
 
@@ -293,7 +296,7 @@ def test_tokens_are_read_when_they_are_there(grammars: Grammars, vocabulary: Voc
             self._tokens[0] = self._token
 
     digit = vocabulary.tokens_of(b"7")[0]
-    grammars.apply(plan(new(of_regex("7{2}"))))
+    apply_plan(grammars, plan(new(of_regex("7{2}"))))
     for _ in range(2):
         tokens = np.array([-1], np.int32)
         grammars.of_step(np.array([0], np.int32)).sampled(tokens, Later(tokens, digit))
@@ -316,7 +319,7 @@ def test_tokenizers_that_the_library_reads_or_is_told(decoder: Any) -> None:
         tokenizer.decoder = decoder
     loaded = tokenizer_files.LoadedTokenizer(tokenizer, {}, frozenset({8}), isinstance(decoder, decoders.ByteLevel))
     made = Grammars(Matchers(lambda: Vocabulary(loaded, 12, (8,))))
-    made.apply(plan(new(of_regex("[ab][0-2]"), eos=8)))
+    apply_plan(made, plan(new(of_regex("[ab][0-2]"), eos=8)))
     seen = [allowed_of(made, 12)]
     for token in (1, 4):
         push(made, token)

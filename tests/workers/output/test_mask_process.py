@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from byte_vocabulary import apply_plan
 from grammar_bombs import chain_of_objects
 from llguidance import LLMatcher
 
@@ -84,7 +85,7 @@ def test_masks_are_those_of_the_matchers(process: MaskProcess, vocabulary: Vocab
     for text in {*texts}:
         assert [made.compile(text) for made in both] == ["", ""]
     for made in both:
-        made.apply(plan(*(new(row, text) for row, text in enumerate(texts))))
+        apply_plan(made, plan(*(new(row, text) for row, text in enumerate(texts))))
     for step in range(30):
         rows = [row for row in range(12) if (row + step) % 4]
         one, other = (stepped(made, rows, step) for made in both)
@@ -92,8 +93,10 @@ def test_masks_are_those_of_the_matchers(process: MaskProcess, vocabulary: Vocab
         again = step % 12
         for made in both:
             made.advance()
-            made.apply(plan(new(again, texts[again], tuple(made.rows[again].output)), removed=((again + 1) % 12,)))
-            made.apply(plan(new((again + 1) % 12, texts[(again + 1) % 12], min_tokens=3)))
+            apply_plan(
+                made, plan(new(again, texts[again], tuple(made.rows[again].output)), removed=((again + 1) % 12,))
+            )
+            apply_plan(made, plan(new((again + 1) % 12, texts[(again + 1) % 12], min_tokens=3)))
     for made in both:
         made.reset()
 
@@ -110,11 +113,11 @@ def test_a_grammar_that_ends_the_process_is_refused_and_rows_go_on(
     """The detokenizer refuses it before; here nothing is trusted either."""
     made, alone = Grammars(process), Grammars(Matchers(lambda: vocabulary))
     for each in (made, alone):
-        each.apply(plan(new(0, DIGITS), new(1, SCHEMA)))
+        apply_plan(each, plan(new(0, DIGITS), new(1, SCHEMA)))
     assert stepped(made, [0, 1], 1) == stepped(alone, [0, 1], 1)
     assert "nested too deeply" in made.compile(BOMB)
     assert stepped(made, [0, 1], 2) == stepped(alone, [0, 1], 2)
-    made.apply(plan(new(2, BOMB)))
+    apply_plan(made, plan(new(2, BOMB)))
     masks, failed = stepped(made, [0, 1, 2], 3)
     assert failed.keys() == {2}
     assert "nested too deeply" in failed[2]
@@ -125,7 +128,7 @@ def test_a_grammar_that_ends_the_process_is_refused_and_rows_go_on(
 def test_whatever_ends_the_process_rows_go_on(process: MaskProcess, vocabulary: Vocabulary) -> None:
     made, alone = Grammars(process), Grammars(Matchers(lambda: vocabulary))
     for each in (made, alone):
-        each.apply(plan(new(0, DIGITS), new(1, LETTERS)))
+        apply_plan(each, plan(new(0, DIGITS), new(1, LETTERS)))
     for step in range(4):
         os.kill(process._opened().child.pid, signal.SIGKILL)
         assert stepped(made, [0, 1], step) == stepped(alone, [0, 1], step)
@@ -172,7 +175,7 @@ class Dying:
 def test_the_row_at_fault_is_found() -> None:
     backend = Dying(2)
     made = Grammars(backend)
-    made.apply(plan(*(new(row, "") for row in range(4))))
+    apply_plan(made, plan(*(new(row, "") for row in range(4))))
     for _ in range(3):
         constraint = made.of_step(np.arange(4, dtype=np.int32))
         mask = constraint.mask()
@@ -185,7 +188,7 @@ def test_the_row_at_fault_is_found() -> None:
 def test_a_row_that_is_there_again_and_again_is_given_up() -> None:
     backend = Dying(1, by_grammar=False)
     made = Grammars(backend)
-    made.apply(plan(new(0, ""), new(1, "")))
+    apply_plan(made, plan(new(0, ""), new(1, "")))
     constraint = made.of_step(np.arange(2, dtype=np.int32))
     constraint.mask()
     assert constraint.failed == {0: RowFailed("it ended; try again", ErrorKind.OVERLOADED)}
@@ -195,7 +198,7 @@ def test_a_row_that_is_there_again_and_again_is_given_up() -> None:
 def test_time_to_begin_anew_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars_module, "ANEW_S", -1.0)
     made = Grammars(Dying(1))
-    made.apply(plan(new(0, ""), new(1, "")))
+    apply_plan(made, plan(new(0, ""), new(1, "")))
     constraint = made.of_step(np.arange(2, dtype=np.int32))
     constraint.mask()
     assert constraint.failed.keys() == {0, 1}

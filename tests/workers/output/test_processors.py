@@ -17,6 +17,7 @@ from meshlm.workers.output.logits_processor import BatchUpdate, LogitsBatch, Log
 from meshlm.workers.output.processors import Processors
 from meshlm.workers.output.sampler import sample
 from meshlm.workers.rows.columns import ALWAYS
+from meshlm.workers.rows.extras.row_extras import RowExtras
 from meshlm.workers.rows.table import SampleRows
 
 VOCAB, ROWS, CPU = 20, 6, torch.device("cpu")
@@ -67,7 +68,8 @@ class Wrong(Follow):
 
 def rows_of(*kinds: type[LogitsProcessor]) -> DeviceRows:
     rows = DeviceRows(ROWS, 40, 16, CPU)
-    rows.table.columns.processors = Processors(kinds, MeshConfig(), CPU, ROWS)
+    processors = rows.table.columns.processors = Processors(kinds, MeshConfig(), CPU, ROWS)
+    rows.table.extras = RowExtras((processors,), rows.table.num_rows)
     return rows
 
 

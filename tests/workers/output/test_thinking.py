@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from byte_vocabulary import apply_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
@@ -42,7 +43,7 @@ def begun(
     )
     tokens = np.array([*PROMPT, *output], np.int32).tobytes()
     row = NewRow(Row(0), tokens, len(PROMPT), b"", SamplingParams(eos_token_ids=(EOS,)), (grammar,))
-    made.apply(StepPlan(1, StepId(1), b"", b"", b"", b"", 0, new_rows=[row]))
+    apply_plan(made, StepPlan(1, StepId(1), b"", b"", b"", b"", 0, new_rows=[row]))
     return made
 
 

@@ -13,7 +13,7 @@ from small_models import BLOCK, CPU, batch_of, caches, resolved
 from torch import Tensor
 
 from meshlm.workers.attention.backend import choose
-from meshlm.workers.batch import GivenEmbeds
+from meshlm.workers.batch import VECTOR
 from meshlm.workers.distributed.communicator import side_by_side
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.layers.summing_ops import SummingOps
@@ -83,10 +83,15 @@ def together(models: list[Decoder], work: Callable[[Decoder, Threads], Tensor]) 
         return list(pool.map(one, models, communicators([model.shard for model in models])))
 
 
-def logits_of(model: Decoder, comm: Threads, tokens: list[int], embeds: tuple[GivenEmbeds, ...] = ()) -> Tensor:
-    """A whole prompt through this shard; logits on the last stage. embeds: that came with it."""
+def logits_of(model: Decoder, comm: Threads, tokens: list[int], given: dict[int, Tensor] | None = None) -> Tensor:
+    """A whole prompt through this shard; logits on the last stage. given: vectors that came with it, by the first of their places."""
     table = [7, 3, 11, 0, 5, 9, 1, 2, 8, 4]
-    batch = replace(batch_of([(tokens, 0, table)]), embeds=embeds)
+    batch = batch_of([(tokens, 0, table)])
+    if given is not None:
+        batch = replace(batch, vectors=torch.zeros(len(tokens), model.spec.hidden_size))
+        for begin, vectors in given.items():
+            batch.input_ids[begin : begin + len(vectors)] = VECTOR
+            batch.vectors[begin : begin + len(vectors)] = vectors  # type: ignore[index]
     with torch.inference_mode():
         ops = model.ops.base if isinstance(model.ops, SummingOps) else model.ops
         backend = choose("torch" if isinstance(ops, TorchOps) else "cpu", model.local, CPU, torch.float32, BLOCK)

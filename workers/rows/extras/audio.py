@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshlm.protocol.audio import Audio
 from meshlm.protocol.edges.step import NewRow
+from meshlm.protocol.extras import find_extra
 from meshlm.workers.rows.extras.extra import RowExtra, StepExtra
 from meshlm.workers.rows.step_columns import StepColumns
 from meshlm.workers.rows.table import RowTable
@@ -37,16 +38,16 @@ class AudioStep(StepExtra[Tensor]):
 class AudioRows(RowExtra[Tensor]):
     """See `RowExtra`."""
 
+    extra = Audio
+
     def __init__(self, table: RowTable, encode: Encode, device: torch.device) -> None:
         self._table, self._encode, self._device = table, encode, device
         self._new: dict[int, tuple[Audio, Sequence[int]]] = {}
 
-    def has_row(self, new: NewRow) -> bool:
-        return new.audio is not None
-
     def add_row(self, new: NewRow) -> None:
-        assert new.audio is not None
-        self._new[new.row] = new.audio, self._table.pages(new.block_ids)[0].tolist()
+        audio = find_extra(new.extras, Audio)
+        assert audio is not None
+        self._new[new.row] = audio, self._table.pages(new.block_ids)[0].tolist()
 
     def remove_row(self, row: int) -> None:
         self._new.pop(row, None)

@@ -1,16 +1,19 @@
 """What an extra is in a worker: a kind that some rows have, and what a step does for those of its rows that have it.
 
-A kind is a class in a module of this folder, made once for a worker (engine/extra_kinds.py, fake/engine.py). `RowExtras` (row_extras.py)
-asks each kind whether a new row has it, and a step for the kinds that its rows have. No torch.
+A kind is a class in a module of this folder, made once for a worker (engine/extra_kinds.py, fake/extras.py). `RowExtras`
+(row_extras.py) asks each kind whether a new row has it, and for a step the kinds that its rows have. No torch.
 """
 
 from collections.abc import Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from meshlm.protocol.edges.step import NewRow, RowFailed, StepResult
 from meshlm.protocol.edges.token import LogprobColumns
+from meshlm.protocol.extra_kind import ExtraKind
+from meshlm.protocol.extras import find_extra
 from meshlm.workers.rows.changes import I32
 from meshlm.workers.rows.step_columns import StepColumns
 
@@ -31,7 +34,7 @@ class MaskTaker(Protocol):
     def mask(self, mask: Any) -> None: ...
 
 
-class StepFindings(NamedTuple):
+class StepFindings(Struct, frozen=True):
     """The findings of an extra in a step, by place in the batch."""
 
     pooled: dict[int, bytes] = {}
@@ -65,12 +68,12 @@ class StepExtra(Generic[States]):
 def with_findings(result: StepResult, extras: Sequence[StepExtra[Any]]) -> StepResult:
     """The result of a step, and in it what its extras have found."""
     for extra in extras:
-        pooled, prompt_logprobs, failed = extra.findings()
+        found = extra.findings()
         result = replace(
             result,
-            pooled=result.pooled | pooled,
-            prompt_logprobs=result.prompt_logprobs | prompt_logprobs,
-            failed=result.failed | failed,
+            pooled=result.pooled | found.pooled,
+            prompt_logprobs=result.prompt_logprobs | found.prompt_logprobs,
+            failed=result.failed | found.failed,
         )
     return result
 
@@ -78,9 +81,15 @@ def with_findings(result: StepResult, extras: Sequence[StepExtra[Any]]) -> StepR
 class RowExtra(Generic[States]):
     """One kind. The rows of padding and those of no request have none."""
 
+    extra: type[ExtraKind] | None = None  # of these requests; None: a request has it by its parameters
+
     def has_row(self, new: NewRow) -> bool:
         """Whether the row has it."""
-        raise NotImplementedError
+        return self.extra is not None and find_extra(new.extras, self.extra) is not None
+
+    def prepare(self, extra: ExtraKind) -> RowFailed | None:
+        """What takes long, before its request gets a row; why no row can have it. Called in other threads."""
+        return None
 
     def rewritten(self, new: NewRow) -> NewRow:
         """The row as the table takes it."""

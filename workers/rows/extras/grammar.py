@@ -5,8 +5,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshlm.protocol.edges.step import NewRow
+from meshlm.protocol.edges.step import NewRow, RowFailed
+from meshlm.protocol.extra_kind import ExtraKind
+from meshlm.protocol.extras import find_extra
+from meshlm.protocol.grammar import Grammar
 from meshlm.workers.output.grammars import Constraint, Grammars, unconstrained
+from meshlm.workers.output.matchers_lost import MatchersLost
 from meshlm.workers.rows.changes import I32
 from meshlm.workers.rows.extras.extra import Mark, MaskTaker, RowExtra, StepExtra, StepFindings
 from meshlm.workers.rows.step_columns import StepColumns
@@ -35,19 +39,28 @@ class GrammarStep(StepExtra[Any]):
 class GrammarRows(RowExtra[Any]):
     """See `RowExtra`."""
 
+    extra = Grammar
+
     def __init__(self, grammars: Grammars, *, together: bool = False, loads_ahead: bool = False) -> None:
         """together: ranks that step together replay the same graphs, and no pause is in these. loads_ahead: in idle time."""
         self.grammars, self._loads_ahead = grammars, loads_ahead
         self._why_no_graph = "grammar" if together else ""
 
-    def has_row(self, new: NewRow) -> bool:
-        return new.sampling.grammar is not None
+    def prepare(self, extra: ExtraKind) -> RowFailed | None:
+        assert isinstance(extra, Grammar)
+        try:
+            error = self.grammars.compile(extra.text)
+        except MatchersLost as lost:
+            return lost.failed
+        return RowFailed(error) if error else None
 
     def rewritten(self, new: NewRow) -> NewRow:
         return unconstrained(new)
 
     def add_row(self, new: NewRow) -> None:
-        self.grammars.add_row(new)
+        grammar = find_extra(new.extras, Grammar)
+        assert grammar is not None
+        self.grammars.add_row(new, grammar)
 
     def remove_row(self, row: int) -> None:
         self.grammars.remove_row(row)

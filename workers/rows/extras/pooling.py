@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshlm.protocol.edges.step import NewRow
+from meshlm.protocol.extras import find_extra
 from meshlm.protocol.tasks import Pool, PoolKind
 from meshlm.workers.rows.columns import RowColumns
 from meshlm.workers.rows.extras.extra import RowExtra, States, StepExtra
@@ -49,20 +50,20 @@ class Pooling(NamedTuple):
 class PoolingRows(RowExtra[States]):
     """See `RowExtra`."""
 
+    extra = Pool
+
     def __init__(self, columns: RowColumns, pooled_step: Callable[[list[Pooling]], StepExtra[States] | None]) -> None:
         """pooled_step: makes the vectors of the rows of a step."""
         self._columns, self._pooled_step = columns, pooled_step
         self._tasks: dict[int, Pool] = {}
 
-    def has_row(self, new: NewRow) -> bool:
-        return isinstance(new.task, Pool)
-
     def columns_of(self, new: NewRow) -> dict[str, int]:
         return {"second_from": self._tasks[new.row].second_from}
 
     def add_row(self, new: NewRow) -> None:
-        assert isinstance(new.task, Pool)
-        self._tasks[new.row] = new.task
+        task = find_extra(new.extras, Pool)
+        assert task is not None
+        self._tasks[new.row] = task
 
     def remove_row(self, row: int) -> None:
         del self._tasks[row]

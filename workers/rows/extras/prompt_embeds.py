@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from meshlm.protocol.edges.step import NewRow
+from meshlm.protocol.extras import find_extra
 from meshlm.protocol.prompt_embeds import EmbedsDType, PromptEmbeds
 from meshlm.workers.batch import VECTOR
 from meshlm.workers.rows.extras.extra import RowExtra, StepExtra
@@ -39,13 +40,12 @@ class VectorStep(StepExtra[Tensor]):
 class PromptEmbedsRows(RowExtra[Tensor]):
     """See `RowExtra`."""
 
+    extra = PromptEmbeds
+
     def __init__(self, buffer: Tensor) -> None:
         """buffer [tokens, hidden]: of a step."""
         self._buffer = buffer
         self._rows: dict[int, tuple[PromptEmbeds, Tensor]] = {}  # with the vectors [n, hidden]
-
-    def has_row(self, new: NewRow) -> bool:
-        return new.embeds is not None
 
     def rewritten(self, new: NewRow) -> NewRow:
         token_ids = np.frombuffer(new.token_ids, np.int32).copy()
@@ -54,7 +54,7 @@ class PromptEmbedsRows(RowExtra[Tensor]):
         return replace(new, token_ids=token_ids.tobytes())
 
     def add_row(self, new: NewRow) -> None:
-        embeds = new.embeds
+        embeds = find_extra(new.extras, PromptEmbeds)
         assert embeds is not None
         flat = torch.frombuffer(bytearray(embeds.data), dtype=_DTYPES[embeds.dtype])
         self._rows[new.row] = embeds, flat.view(sum(count for _, count in embeds.spans), -1)

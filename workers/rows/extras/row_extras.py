@@ -5,7 +5,8 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from meshlm.protocol.edges.step import NewRow, StepPlan
+from meshlm.protocol.edges.step import NewRow, RowFailed, StepPlan
+from meshlm.protocol.extra_kind import ExtraKind
 from meshlm.workers.rows.extras.extra import RowExtra, States, StepExtra
 from meshlm.workers.rows.step_columns import StepColumns
 
@@ -69,6 +70,11 @@ class RowExtras(Generic[States]):
             return []
         kinds = np.flatnonzero(self._has[step.rows].any(0)).tolist()
         return [found for nth in kinds if (found := self._kinds[nth].for_step(step)) is not None]
+
+    def prepare(self, extra: ExtraKind) -> RowFailed | None:
+        """What takes long of an extra whose request waits for a row; why no row can have it. Called in other threads."""
+        found = [kind.prepare(extra) for kind in self._kinds if kind.extra is type(extra)]
+        return found[0] if found else None
 
     def for_largest_step(self) -> list[StepExtra[States]]:
         """The most that they may need in a step."""

@@ -1,0 +1,123 @@
+"""The extras of the fake worker's rows, of the same kinds as the model engine's: what they make of the states that its slots hold."""
+
+import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from meshlm.protocol.edges.step import NewRow
+from meshlm.protocol.extras import find_extra
+from meshlm.protocol.prompt_embeds import PromptEmbeds
+from meshlm.protocol.tasks import PoolKind
+from meshlm.workers.fake.rows import FakeRows
+from meshlm.workers.fake.tokens import U64, columns, tokens_of_embeds, vectors
+from meshlm.workers.output.grammars import Grammars, TokenMask
+from meshlm.workers.rows.changes import I32
+from meshlm.workers.rows.extras.extra import RowExtra, StepExtra, StepFindings
+from meshlm.workers.rows.extras.grammar import GrammarRows
+from meshlm.workers.rows.extras.pooling import Pooling, PoolingRows
+from meshlm.workers.rows.extras.prompt_logprobs import PromptLogprobsRows, PromptSpan
+from meshlm.workers.rows.extras.row_extras import RowExtras
+
+
+def extras_of(rows: FakeRows, grammars: Grammars, vocab_size: int, vector_len: int) -> RowExtras[U64]:
+    """All kinds that the fake worker serves."""
+    table = rows.table
+    pooler = FakePooler(table.num_rows, vector_len)
+    kinds: list[RowExtra[U64]] = [
+        FakeVectors(vocab_size),
+        PromptLogprobsRows(table.columns, lambda spans: FakePromptLogprobs(spans, rows, vocab_size)),
+        PoolingRows(table.columns, lambda step: FakePooled(pooler, step)),
+        GrammarRows(grammars),
+    ]
+    return RowExtras(kinds, table.num_rows)
+
+
+class FakeHead:
+    """Takes the masks of a step's rows."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._num_words = -(-vocab_size // 32)
+        self.masked: TokenMask | None = None
+
+    def take_mask(self, count: int) -> I32:
+        return np.empty((count, self._num_words), np.int32)
+
+    def mask(self, mask: TokenMask) -> None:
+        self.masked = mask
+
+
+class FakeVectors(RowExtra[U64]):
+    """Vectors in the place of tokens are read as the tokens that `tokens_of_embeds` makes of them."""
+
+    extra = PromptEmbeds
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def rewritten(self, new: NewRow) -> NewRow:
+        embeds, token_ids = find_extra(new.extras, PromptEmbeds), np.frombuffer(new.token_ids, np.int32).copy()
+        assert embeds is not None
+        ids = tokens_of_embeds(embeds, self._vocab_size)
+        for first, count, at in embeds.parts(0, new.num_prompt_tokens):
+            token_ids[first : first + count] = ids[at : at + count]
+        return replace(new, token_ids=token_ids.tobytes())
+
+
+class FakePromptLogprobs(StepExtra[U64]):
+    """The log-probabilities of the prompt tokens that follow those of one step."""
+
+    def __init__(self, spans: list[PromptSpan], rows: FakeRows, vocab_size: int) -> None:
+        self._spans, self._rows, self._vocab_size = spans, rows, vocab_size
+
+    def findings(self) -> StepFindings:
+        return StepFindings(
+            prompt_logprobs={
+                place: columns(self._rows.tokens[row, position : position + count], width, self._vocab_size)
+                for place, row, _, position, count, width in self._spans
+            }
+        )
+
+
+class FakePooler:
+    """The vectors of prompts so far, by row; and the lines of those that want one of each token."""
+
+    def __init__(self, num_rows: int, vector_len: int) -> None:
+        self._so_far = np.zeros((num_rows, vector_len))
+        self._lines: dict[int, NDArray[np.float64]] = {}
+
+    def pool(self, states: U64, each: Pooling) -> bytes:
+        """A row's vector so far, made of the states of its tokens in this step."""
+        lines, row = vectors(states[each.begin : each.end]), each.row
+        if each.is_first:
+            self._so_far[row] = 0
+        match each.kind:
+            case PoolKind.LAST:
+                self._so_far[row] = lines[-1]
+            case PoolKind.MEAN:
+                self._so_far[row] += lines.sum(0)
+            case PoolKind.SPLADE:
+                self._so_far[row] = np.maximum(self._so_far[row], lines.max(0))
+            case PoolKind.CLS if each.is_first:
+                self._so_far[row] = lines[0]
+            case PoolKind.ALL:
+                self._lines[row] = np.concatenate((self._lines[row], lines)) if each.start else lines
+        divisor = each.num_prompt if each.kind is PoolKind.MEAN else 1
+        of_row = self._lines[row] if each.kind is PoolKind.ALL else self._so_far[row] / divisor
+        return of_row.astype(np.float32).tobytes()
+
+
+class FakePooled(StepExtra[U64]):
+    """The vectors of the rows of one step whose prompts end in it."""
+
+    def __init__(self, pooler: FakePooler, step: list[Pooling]) -> None:
+        self._pooler, self._step = pooler, step
+        self._pooled: dict[int, bytes] = {}
+
+    def after_model(self, hidden: U64) -> None:
+        for each in self._step:
+            vector = self._pooler.pool(hidden, each)
+            if each.is_last:
+                self._pooled[each.place] = vector
+
+    def findings(self) -> StepFindings:
+        return StepFindings(self._pooled)
