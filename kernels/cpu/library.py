@@ -53,6 +53,7 @@ def library() -> ctypes.CDLL | None:
     return found
 
 
+@cache
 def call() -> ctypes.CDLL:
     """The library, where it must be there."""
     found = library()

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from meshlm.kernels.penalties import kernel, reference
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.workers.output.sampler import _penalise, _penalised
+from meshlm.workers.output.sampler import SampleRows, _penalise
 from meshlm.workers.rows.columns import RowColumns
-from meshlm.workers.rows.table import SampleRows
 
 pytestmark = MARKS
 OFF = (1.0, 0.0, 0.0)
@@ -140,5 +139,5 @@ def test_as_the_general_sampler(dtype: torch.dtype) -> None:
     rows = np.arange(7, dtype=np.int32)[::-1].copy()
     at = SampleRows(rows, (case.lens - case.prompt_lens)[rows], case.lens[rows], case.prompt_lens[rows])
     theirs = logits.clone()
-    _penalise(theirs, np.flatnonzero(_penalised(rows, table)), at, table, case.device(case.tokens))
+    _penalise(theirs, np.flatnonzero(table["penalised"][rows]), at, table, case.device(case.tokens))
     near(ours, theirs, dtype)

@@ -16,9 +16,8 @@ from meshlm.workers.layers.torch_ops import TorchOps
 from meshlm.workers.models.cpu_layers import fuse
 from meshlm.workers.models.decoder import Decoder, DecoderLayer
 from meshlm.workers.output import logprobs
-from meshlm.workers.output.sampler import sample
+from meshlm.workers.output.sampler import SampleRows, sample
 from meshlm.workers.rows.columns import RowColumns
-from meshlm.workers.rows.table import SampleRows
 
 LENGTH = 120  # more than one block of 64 keys
 OTHERS = 17

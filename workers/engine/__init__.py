@@ -1,7 +1,7 @@
 """What a worker's engine is: something that runs one plan after the other."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import Struct
 
@@ -9,7 +9,9 @@ from meshlm.protocol.edges.control import GraphCounts
 from meshlm.protocol.edges.step import StepPlan, StepResult
 from meshlm.protocol.kv import KVSpec
 from meshlm.protocol.tasks import PoolKind
-from meshlm.workers.rows.extras.row_extras import RowExtras
+
+if TYPE_CHECKING:
+    from meshlm.workers.rows.extras.row_extras import RowExtras
 
 ProgressReport = Callable[[str, int, int, str], None]  # phase, done, total, unit
 
@@ -45,7 +47,7 @@ class Engine(Protocol):
     """All methods but `Pending.wait` and `graph_counts` are called by one thread."""
 
     facts: EngineFacts
-    extras: RowExtras[Any]  # of its rows; its `prepare` is for other threads
+    extras: "RowExtras[Any]"  # of its rows; its `prepare` is for other threads
 
     def reset(self) -> None:
         """Forget all rows; KV contents stay: the next scheduler may build on them."""

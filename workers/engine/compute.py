@@ -35,7 +35,8 @@ class Compute:
         intermediate_tensors: Tensor,
     ) -> None:
         """intermediate_tensors [t, hidden]: a stage finds here what the one before passes on, and leaves what the next one takes."""
-        self._model, self._block_size, self._shard = model, block_size, shard
+        self._model, self._block_size, self._is_first = model, block_size, shard.is_first
+        self._is_last = shard.is_last
         self._inputs, self._head, self._intermediate_tensors = inputs, head, intermediate_tensors
         self.attention = attention
         self.caches: list[LayerCache] = []
@@ -46,7 +47,7 @@ class Compute:
         which are asked before the head."""
         batch = self._inputs.of_step(step)
         hidden = self.by_turns(self._inputs.halves(step, batch, cut)) if cut else self.forward(batch)
-        if self._shard.is_last and step.num_samples:
+        if self._is_last and len(step.places):
             for extra in extras:
                 extra.before_head(self._head)
             self._head.sample(hidden[batch.logits_indices], batch, step)
@@ -75,9 +76,7 @@ class Compute:
         """This stage's layers; what it passes on is in the intermediate tensors afterwards."""
         intermediate_tensors = self._intermediate_tensors[: len(batch.input_ids)]
         attention = self.attention.step(batch, self._block_size)
-        hidden: Tensor = self._model(
-            batch, self.caches, attention, None if self._shard.is_first else intermediate_tensors
-        )
-        if not self._shard.is_last:
+        hidden: Tensor = self._model(batch, self.caches, attention, None if self._is_first else intermediate_tensors)
+        if not self._is_last:
             intermediate_tensors.copy_(hidden)
         return hidden

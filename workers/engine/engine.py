@@ -61,6 +61,7 @@ class ModelEngine:
         placement = placement or WorkerPlacement()
         self.config, self.resolved, self.device, self.shard = config, resolved, device, placement.shard
         self.spec = placement.shard.local(resolved.spec)
+        self._is_first, self._is_last = placement.shard.is_first, placement.shard.is_last
         self._others = memory.taken_by_others() if device.type == "cuda" else 0
         self.dtype = DTYPES[resolved.dtype]
         self._cache_dtype = memory.cache_dtype(
@@ -274,7 +275,7 @@ class ModelEngine:
         for extra in extras:
             why_no_graph = extra.why_no_graph or why_no_graph
         if why_no_graph:
-            self.graphs.miss(why_no_graph)
+            self.graphs.misses[why_no_graph] += 1
         if self.together is not None:
             across, asked = reads_across(plan), self.balancer is not None and self.balancer.asked
             graph = not why_no_graph
@@ -292,13 +293,13 @@ class ModelEngine:
         begun_ns = time.monotonic_ns()
         changes, segments = self.rows.changes(plan)
         step = self.rows.step(plan)
-        places, extras = step.places(), self.extras.for_step(step)
+        places, extras = step.places, self.extras.for_step(step) if self.extras.num_rows else []
         key, cut, rebalance = self._execution(step, plan, extras)
         graphs = key.graphs(pause=any(extra.needs_pause for extra in extras)) if key is not None else ()
         if self.balancer is not None:
             self.balancer.before_step(asked=rebalance)
         self.inputs.send(step, step.n if key is None else key.requests, changes, segments, places)
-        if not self.shard.is_first:
+        if not self._is_first:
             self.comm.receive(self.intermediate_tensors[: step.t])
         for each in graphs:
             self.graphs.prepare(each)  # before `begin`: the host's time for it says nothing about the step
@@ -313,9 +314,9 @@ class ModelEngine:
                 extra.after_model(hidden)
         else:
             self.compute.idle()  # of ranks that step together
-        if not self.shard.is_last:
+        if not self._is_last:
             self.comm.send(self.intermediate_tensors[: step.t])
-        details = self.head.finish(step, places) if self.shard.is_last and len(places) else []
+        details = self.head.finish(step, places) if self._is_last and len(places) else []
         tokens = self._timeline.fetch(self.head.sampled[: len(places)])
         before, self._last = self._last, self._timeline.mark()
         for extra in extras:

@@ -14,7 +14,7 @@ from torch import Tensor
 from meshlm.workers.batch import RequestLens, StepInputs
 from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.output.sampler import put
-from meshlm.workers.rows.changes import I32, I64, unpacked
+from meshlm.workers.rows.changes import I32, unpacked
 from meshlm.workers.rows.step_columns import StepColumns
 
 
@@ -47,43 +47,36 @@ class TorchInputs:
 
     def of_step(self, step: StepColumns) -> StepInputs:
         rows, block_size, device = self._rows, self._rows.block_size, self._device
-        query_ends = np.cumsum(step.counts)
         lens = step.starts.astype(np.int64) + step.counts
-        requests = step.rows.astype(np.int64)
         token_rows, positions = step.of_tokens()
-        of_token, at, nth = (
-            put(token_rows.astype(np.int64), device),
-            put(positions, device),
-            put(positions // block_size, device),
-        )
-        width, n = -(-int(lens.max()) // block_size), put(requests, device)
-        num_decodes = step.num_decodes
+        of_token, at, nth = put(np.stack((token_rows, positions, positions // block_size)), device)
+        num_decodes, width = step.num_decodes, -(-int(lens.max()) // block_size)
+        seq_lens, n = put(np.stack((lens, step.rows)), device)
+        slots, tables = [], []
+        for table in rows.block_tables:
+            slots.append(table[of_token, nth].long() * block_size + at % block_size)
+            tables.append(table[:, :width][n].long())
+        types: Tensor | None = None
+        second = rows.table.columns["second_from"]
+        if second[step.rows].any():  # some tokens are of the second text of a pair
+            begins = second[token_rows]
+            types = put(((begins > 0) & (positions >= begins)).astype(np.int64), device)
         return StepInputs(
             input_ids=rows.tokens[of_token, at].long(),
             positions=at,
-            slot_mapping=tuple(
-                table[of_token, nth].long() * block_size + at % block_size for table in rows.block_tables
-            ),
-            block_tables=tuple(table[:, :width][n].long() for table in rows.block_tables),
-            logits_indices=put(query_ends[step.places()] - 1, device),
+            slot_mapping=tuple(slots),
+            block_tables=tuple(tables),
+            logits_indices=put(np.cumsum(step.counts)[step.places] - 1, device),
             num_decodes=num_decodes,
             lens=RequestLens(
-                seq_lens=put(lens, device),
+                seq_lens=seq_lens,
                 query_lens=tuple(step.counts[num_decodes:].tolist()),
                 context_lens=tuple(lens[num_decodes:].tolist()),
                 max_decode_len=int(lens[:num_decodes].max()) if num_decodes else 0,
             ),
             vectors=None if rows.vectors is None else rows.vectors[: step.t],
-            token_types=self._types(requests, token_rows, positions),
+            token_types=types,
         )
-
-    def _types(self, requests: NDArray[np.int64], token_rows: I32, positions: I64) -> Tensor | None:
-        """The types of all tokens, where some are of the second text of a pair."""
-        second = self._rows.table.columns["second_from"]
-        if not second[requests].any():
-            return None
-        begins = second[token_rows]
-        return put(((begins > 0) & (positions >= begins)).astype(np.int64), self._device)
 
     def halves(self, step: StepColumns, batch: StepInputs, cut: int) -> tuple[StepInputs, StepInputs]:
         first, second = step.halves(cut)

@@ -136,4 +136,4 @@ class PendingStep:
             result = replace(result, failed=failures.of_tokens(self._tokens, self._places))
         if self._details:
             result = replace(result, logprobs=columns_by_place(self._details))
-        return with_findings(result, self._extras)
+        return with_findings(result, self._extras) if self._extras else result

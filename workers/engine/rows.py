@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshlm.protocol.edges.step import StepPlan
 from meshlm.workers.memory import zeros
-from meshlm.workers.rows.changes import I32
+from meshlm.workers.rows.changes import I32, NOTHING
 from meshlm.workers.rows.columns import ON_DEVICE, Column, num_ints
 from meshlm.workers.rows.step_columns import StepColumns
 from meshlm.workers.rows.table import RowTable
@@ -58,6 +58,8 @@ class DeviceRows:
 
     def changes(self, plan: StepPlan) -> tuple[I32, int]:
         """The changes that a plan makes, as changes.py packs them, and their number of segments."""
+        if not (plan.new_rows or plan.removed_rows or plan.block_rows or plan.input_ids):
+            return NOTHING, 0
         if self.prefixes is not None:
             for new in plan.new_rows:
                 self.prefixes.take(new.row, self.table.pages(new.block_ids)[:, self.prefixes.group])

@@ -123,7 +123,7 @@ class TritonInputs:
 
     def of_step(self, step: StepColumns) -> StepInputs:
         """The tensors of a step that was sent."""
-        count = step.num_samples if self._samples else 0
+        count = len(step.places) if self._samples else 0
         first = step.num_decodes
         begins = np.add.accumulate(step.counts) - step.counts
         columns = (column[first:].tolist() for column in (step.rows, step.starts, begins, step.counts))

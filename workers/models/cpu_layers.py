@@ -40,8 +40,10 @@ class CpuLayers:
         assert model.embed is not None
         assert model.norm is not None
         spec = model.spec
-        rows = model.ops.rows(batch.known_ids, model.embed.weight, spec.hidden_size)
-        residual = batch.with_vectors(rows)
+        if batch.vectors is None:
+            residual = model.ops.rows(batch.input_ids, model.embed.weight, spec.hidden_size)
+        else:
+            residual = batch.with_vectors(model.ops.rows(batch.known_ids, model.embed.weight, spec.hidden_size))
         spans = attention.spans(spec.num_attention_heads, spec.num_key_value_heads)
         places = Places(batch.positions, batch.slot_mapping, batch.block_tables, spans)
         own = [LayerPages(cache.keys, cache.values, cache.group) for cache in caches]

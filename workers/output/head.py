@@ -16,7 +16,7 @@ from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.output import logprobs, masks
 from meshlm.workers.output.details import Details, Part
 from meshlm.workers.output.grammars import TokenMask
-from meshlm.workers.output.sampler import put, sample
+from meshlm.workers.output.sampler import put, sample, sample_rows
 from meshlm.workers.rows.changes import I32
 from meshlm.workers.rows.step_columns import StepColumns
 
@@ -67,8 +67,8 @@ class TorchHead:
         self._mask = mask
 
     def sample(self, hidden: Tensor, batch: StepInputs, step: StepColumns) -> None:
-        table = self._rows.table
-        at, columns = table.sample_rows(step, step.places()), table.columns
+        columns = self._rows.table.columns
+        at = sample_rows(step, columns)
         logits = self._model.logits(hidden)
         wanted = np.flatnonzero(columns["logprobs"][at.rows] >= 0)
         self._raw = logits[put(wanted, self._device)].clone() if len(wanted) else None
@@ -76,9 +76,8 @@ class TorchHead:
             masks.apply(logits, self._mask)
             self._mask = None
         self.sampled = sample(logits, at, columns, self._rows.tokens).int()
-        self._rows.tokens[put(at.rows.astype(np.int64), self._device), put(at.lens, self._device)] = self.sampled.clamp(
-            min=0
-        )
+        where = put(np.stack((at.rows.astype(np.int64), at.lens)), self._device)
+        self._rows.tokens[where[0], where[1]] = self.sampled.clamp(min=0)
 
     def finish(self, step: StepColumns, places: NDArray[np.int64]) -> list[Details]:
         """Row by row, as if each were alone: equal logits are then in the same order whatever others ask for."""

@@ -20,11 +20,10 @@ from meshlm.workers.output import logprobs, masks
 from meshlm.workers.output.details import Details, Part
 from meshlm.workers.output.grammars import TokenMask
 from meshlm.workers.output.mask_staging import MaskStaging
-from meshlm.workers.output.sampler import put, sample
+from meshlm.workers.output.sampler import SampleRows, put, sample, sample_rows
 from meshlm.workers.rows.changes import I32
 from meshlm.workers.rows.columns import RowColumns
 from meshlm.workers.rows.step_columns import StepColumns
-from meshlm.workers.rows.table import SampleRows
 
 LINES = 288  # of logits at a time: 256 streams and the prompts beside them (graphs.MIXED_REQUESTS); more are not faster
 LINES_BY_TORCH = 32  # a sort of one line takes several times its memory
@@ -115,9 +114,9 @@ class LogitsSampler:
         sampling.sample(logits, columns, some, self._sampling, self._workspace, out)
 
     def finish(self, step: StepColumns, places: NDArray[np.int64]) -> list[Details]:
-        table = self._rows.table
-        self.by_torch(table.sample_rows(step, places), table.columns)
-        return self.logprobs(step.rows[places], places, table.columns)
+        columns = self._rows.table.columns
+        self.by_torch(sample_rows(step, columns), columns)
+        return self.logprobs(step.rows[places], places, columns)
 
     def by_torch(self, at: SampleRows, columns: RowColumns) -> None:
         """Sample again where the kernels could not do all that a request asks for. `at`: of all lines of the step."""

@@ -5,7 +5,7 @@ the likeliest token, min-p, top-k, top-p, draw.
 The draw inverts the cumulative distribution over token ids at one uniform number (draws.py).
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,9 +16,29 @@ from meshlm.kernels.sample.outcomes import NONE_LEFT, NOT_NUMBERS
 from meshlm.workers.output.banned_words import banned_words
 from meshlm.workers.output.draws import uniforms
 from meshlm.workers.rows.columns import RowColumns
-from meshlm.workers.rows.table import SampleRows
+from meshlm.workers.rows.step_columns import StepColumns
 
 MIN_TEMPERATURE = 1e-5  # below: greedy
+
+
+class SampleRows(NamedTuple):
+    """The rows that a sample is for; all columns have length l and stand on the host."""
+
+    rows: NDArray[np.int32]
+    output_index: NDArray[np.int64]  # of the token that is drawn
+    lens: NDArray[np.int64]  # tokens before it, prompt included
+    prompt_lens: NDArray[np.int64]
+
+    def some(self, places: NDArray[np.intp]) -> "SampleRows":
+        return SampleRows(self.rows[places], self.output_index[places], self.lens[places], self.prompt_lens[places])
+
+
+def sample_rows(step: StepColumns, columns: RowColumns) -> SampleRows:
+    """The requests of a step that sample."""
+    rows, places = step.rows[step.places], step.places
+    lens = (step.starts + step.counts)[places].astype(np.int64)
+    prompt_lens = columns["num_prompt_tokens"][rows].astype(np.int64)
+    return SampleRows(rows, lens - prompt_lens, lens, prompt_lens)
 
 
 def put(values: NDArray[Any], device: torch.device) -> Tensor:
@@ -37,7 +57,7 @@ def sample(logits: Tensor, at: SampleRows, columns: RowColumns, tokens: Tensor) 
         _apply_lists(logits, listed, at, columns, tokens)
     if columns.processors is not None:
         columns.processors.apply(logits, rows, at.lens, at.prompt_lens, tokens, argmax_invariant=False)
-    penalised = np.flatnonzero(_penalised(rows, columns))
+    penalised = np.flatnonzero(columns["penalised"][rows])
     if len(penalised):
         _penalise(logits, penalised, at, columns, tokens)
     temperature = columns["temperature"][rows]
@@ -59,7 +79,8 @@ def sample(logits: Tensor, at: SampleRows, columns: RowColumns, tokens: Tensor) 
 def _likeliest(logits: Tensor) -> Tensor:
     """The first of the largest logits; what is not a number is larger than all, so the chosen logit tells of it."""
     token = logits.argmax(dim=-1)
-    return _or_outcome(token, logits.gather(1, token[:, None]).squeeze(1))
+    logit = logits.gather(1, token[:, None]).squeeze(1)
+    return token.masked_fill_(logit == -torch.inf, NONE_LEFT).masked_fill_(logit.isnan(), NOT_NUMBERS)
 
 
 def _draw(scaled: Tensor, uniform: Tensor) -> Tensor:
@@ -71,13 +92,8 @@ def _draw(scaled: Tensor, uniform: Tensor) -> Tensor:
     if scaled.device.type == "cpu" and bool(total.isfinite().all()):
         return token
     top = scaled.amax(dim=-1)
-    return _or_outcome(token, top.masked_fill_(top == torch.inf, torch.nan))  # whose softmax is not a number
-
-
-def _or_outcome(token: Tensor, logit: Tensor) -> Tensor:
-    """The tokens, or what the largest logit says of a line that has none."""
-    token = token.masked_fill(logit == -torch.inf, NONE_LEFT)
-    return token.masked_fill(logit.isnan(), NOT_NUMBERS)
+    no_number = top.isnan() | (top == torch.inf)  # its softmax is not a number
+    return token.masked_fill_(top == -torch.inf, NONE_LEFT).masked_fill_(no_number, NOT_NUMBERS)
 
 
 def _top_k_top_p(scaled: Tensor, rows: NDArray[np.int32], columns: RowColumns) -> None:
@@ -128,13 +144,6 @@ def _penalise(logits: Tensor, places: NDArray[np.intp], at: SampleRows, columns:
     part = torch.where(part > 0, part / factor, part * factor)
     part -= column("frequency_penalty") * counts + column("presence_penalty") * (counts > 0)
     logits[index] = part.to(logits.dtype)
-
-
-def _penalised(rows: NDArray[np.int32], columns: RowColumns) -> NDArray[np.bool_]:
-    found: NDArray[np.bool_] = columns["presence_penalty"][rows] != 0.0
-    found |= columns["frequency_penalty"][rows] != 0.0
-    found |= columns["repetition_penalty"][rows] != 1.0
-    return found
 
 
 def _apply_lists(logits: Tensor, places: NDArray[np.intp], at: SampleRows, columns: RowColumns, tokens: Tensor) -> None:

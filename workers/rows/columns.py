@@ -70,6 +70,10 @@ def _edit(nth: int) -> Callable[[SamplingParams], list[float]]:
     return of_params
 
 
+def _is_penalised(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+
+
 def _by_torch_until(params: SamplingParams) -> int:
     """The output index before which tokens need more than kernels/penalties, top_k_top_p and sample do."""
     if edits(params) is not None:
@@ -96,6 +100,7 @@ COLUMNS = (
     ),  # of a pair of texts: where the second begins; 0: there is none
     Column("by_torch_until", np.int32, _by_torch_until, on_device=False),
     Column("has_lists", np.bool_, _has_lists, on_device=False),  # the general sampler looks at its ids
+    Column("penalised", np.bool_, _is_penalised, on_device=False),
     _field("logprobs", np.int32, on_device=False),
     _field("prompt_logprobs", np.int32, on_device=False),
 )
@@ -118,21 +123,17 @@ def _value(column: Column, params: SamplingParams, of_plan: dict[str, int]) -> A
     return 0 if column.of_params is None else column.of_params(params)
 
 
-class RowColumns:
+class RowColumns(dict[str, NDArray[Any]]):
     """The columns of all rows on the host: a step picks its rows by indexing, without a loop over requests. `params`: all that a
     row's request asks for."""
 
     def __init__(self, max_rows: int) -> None:
         self._on_device, self._on_host = (np.zeros(max_rows, _record(columns)) for columns in (ON_DEVICE, ON_HOST))
-        self._by_name = {
-            column.name: (self._on_device if column.on_device else self._on_host)[column.name] for column in COLUMNS
-        }
+        for column in COLUMNS:
+            self[column.name] = (self._on_device if column.on_device else self._on_host)[column.name]
         self.params: dict[int, SamplingParams] = {}
         self.processors: Processors | None = None  # of logits; set by the engine
         self._write(slice(None), EMPTY, {})
-
-    def __getitem__(self, name: str) -> NDArray[Any]:
-        return self._by_name[name]
 
     def set(self, row: int, params: SamplingParams, **of_plan: int) -> None:
         """A request takes this row. of_plan: the columns that its parameters do not say, or not alone."""

@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from meshlm.protocol.edges.step import StepPlan
 from meshlm.workers.graphs.step_time import Contexts
@@ -16,13 +15,14 @@ if TYPE_CHECKING:
 class StepColumns:
     """One step's requests, host side. n requests, t tokens."""
 
-    __slots__ = ("counts", "n", "rows", "samples", "shared", "starts", "t")
+    __slots__ = ("counts", "n", "places", "rows", "samples", "shared", "starts", "t")
 
     def __init__(self, plan: StepPlan) -> None:
         self.rows, self.starts = np.frombuffer(plan.rows, np.int32), np.frombuffer(plan.starts, np.int32)
         self.n, self.t = len(self.rows), plan.num_tokens
         self.counts = np.frombuffer(plan.counts, np.int32) if plan.counts else np.ones(self.n, np.int32)
         self.samples = np.frombuffer(plan.samples, np.uint8).astype(np.bool_) if plan.samples else None
+        self.places = np.arange(self.n) if self.samples is None else np.flatnonzero(self.samples)  # that sample
         self.shared: Clusters | None = None  # its decodes that read prefixes together
 
     def of_tokens(self) -> tuple[I32, I64]:
@@ -44,11 +44,6 @@ class StepColumns:
         return self.n == self.t and (self.samples is None or bool(self.samples.all()))
 
     @property
-    def num_samples(self) -> int:
-        """Requests that sample."""
-        return self.n if self.samples is None else int(self.samples.sum())
-
-    @property
     def num_decodes(self) -> int:
         """Requests of one token that stand before all others."""
         return int(np.argmin(self.counts == 1)) if (self.counts != 1).any() else self.n
@@ -66,10 +61,6 @@ class StepColumns:
     def num_prompts(self) -> int:
         """Requests with more than one token."""
         return int((self.counts > 1).sum())
-
-    def places(self) -> NDArray[np.int64]:
-        """The places of the requests that sample."""
-        return np.arange(self.n) if self.samples is None else np.flatnonzero(self.samples)
 
 
 def _some(step: StepColumns, counts: I32, starts: I32) -> StepColumns:

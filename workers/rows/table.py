@@ -8,31 +8,17 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.workers.rows.changes import I32, I64, NOTHING, Changes
 from meshlm.workers.rows.columns import ON_DEVICE, RowColumns, num_ints
 from meshlm.workers.rows.extras.row_extras import RowExtras
-from meshlm.workers.rows.step_columns import StepColumns
 
 ALIGN = 16  # ints; Triton compiles another variant for pointers that are less aligned
 
 
 def aligned(count: int) -> int:
     return -(-count // ALIGN) * ALIGN
-
-
-class SampleRows(NamedTuple):
-    """The rows that a sample is for; all columns have length l and stand on the host."""
-
-    rows: NDArray[np.int32]
-    output_index: NDArray[np.int64]  # of the token that is drawn
-    lens: NDArray[np.int64]  # tokens before it, prompt included
-    prompt_lens: NDArray[np.int64]
-
-    def some(self, places: NDArray[np.intp]) -> "SampleRows":
-        return SampleRows(self.rows[places], self.output_index[places], self.lens[places], self.prompt_lens[places])
 
 
 class Region(NamedTuple):
@@ -118,10 +104,3 @@ class RowTable:
         """Forget all requests: rows are taken anew."""
         self.extras.reset()
         self.columns.reset()
-
-    def sample_rows(self, step: StepColumns, places: I64) -> SampleRows:
-        """The requests at these places, which sample."""
-        rows = step.rows[places]
-        lens = (step.starts + step.counts)[places].astype(np.int64)
-        prompt_lens = self.columns["num_prompt_tokens"][rows].astype(np.int64)
-        return SampleRows(rows, lens - prompt_lens, lens, prompt_lens)

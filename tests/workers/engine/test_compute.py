@@ -105,7 +105,7 @@ class Case:
     def send(self, size: int) -> int:
         """Copies that it took."""
         changes, segments = self.rows.changes(self.plan)
-        self.inbox.send(self.step, size, changes, segments, self.step.places())
+        self.inbox.send(self.step, size, changes, segments, self.step.places)
         return self.staging.num_copies
 
     def tokens(self) -> tuple[list[int], list[list[int]]]:
@@ -139,7 +139,7 @@ def test_decodes_in_a_larger_graph(num_decodes: int) -> None:
     for size in (num_decodes, 5):
         wide = Case(5)
         wide.rows.tokens[:num_decodes] = case.rows.tokens[:num_decodes]
-        wide.inbox.send(step, size, np.empty(0, np.int32), 0, step.places())
+        wide.inbox.send(step, size, np.empty(0, np.int32), 0, step.places)
         wide.padded(Key(size, size))
         found.append(wide.head.sampled[:num_decodes].tolist())
         wide.head.sampled.zero_()

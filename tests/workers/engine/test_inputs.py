@@ -82,7 +82,7 @@ def plans(groups: int = 1) -> list[StepPlan]:
 def send(rows: DeviceRows, inputs: Inputs, plan: StepPlan) -> StepColumns:
     changes, segments = rows.changes(plan)
     step = StepColumns(plan)
-    inputs.send(step, step.n, changes, segments, step.places())
+    inputs.send(step, step.n, changes, segments, step.places)
     return step
 
 
@@ -208,7 +208,7 @@ def test_shared_prefixes_change_nothing(padded: bool, monkeypatch: pytest.Monkey
         changes, segments = theirs.changes(plan)
         step = theirs.step(plan)
         size, tokens = (step.n + 1, step.t + 2 + (step.n == step.t)) if padded else (step.n, step.t)
-        kernels.send(step, size, changes, segments, step.places())
+        kernels.send(step, size, changes, segments, step.places)
         ours_batch = torch_inputs.of_step(send(ours, torch_inputs, plan))
         if padded:
             batch = kernels.padded(size, tokens, shared=step.shared is not None)

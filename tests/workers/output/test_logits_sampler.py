@@ -21,9 +21,8 @@ from meshlm.workers.output import logits_sampler, logprobs, masks
 from meshlm.workers.output.details import Details, prompt_logprobs
 from meshlm.workers.output.grammars import TokenMask
 from meshlm.workers.output.logits_sampler import LogitsSampler
-from meshlm.workers.output.sampler import sample
+from meshlm.workers.output.sampler import SampleRows, sample
 from meshlm.workers.rows.columns import ALWAYS, EDITS, RowColumns, edits
-from meshlm.workers.rows.table import SampleRows
 
 if torch.cuda.is_available():
     pytest.skip("these tensors are on the CPU, where kernels run in the interpreter", allow_module_level=True)

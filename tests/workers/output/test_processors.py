@@ -15,10 +15,9 @@ from meshlm.runtime.logits_processors import ProcessorError
 from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.output.logits_processor import BatchUpdate, LogitsBatch, LogitsProcessor
 from meshlm.workers.output.processors import Processors
-from meshlm.workers.output.sampler import sample
+from meshlm.workers.output.sampler import SampleRows, sample
 from meshlm.workers.rows.columns import ALWAYS
 from meshlm.workers.rows.extras.row_extras import RowExtras
-from meshlm.workers.rows.table import SampleRows
 
 VOCAB, ROWS, CPU = 20, 6, torch.device("cpu")
 

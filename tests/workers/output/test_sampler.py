@@ -13,9 +13,8 @@ from meshlm.kernels.sample.outcomes import NONE_LEFT, NOT_NUMBERS
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.workers.output.draws import uniforms
 from meshlm.workers.output.logprobs import columns
-from meshlm.workers.output.sampler import sample
+from meshlm.workers.output.sampler import SampleRows, sample
 from meshlm.workers.rows.columns import ALWAYS, RowColumns, edits
-from meshlm.workers.rows.table import SampleRows
 
 VOCAB = 50
 

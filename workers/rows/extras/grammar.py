@@ -66,7 +66,7 @@ class GrammarRows(RowExtra[Any]):
         self.grammars.remove_row(row)
 
     def for_step(self, step: StepColumns) -> StepExtra[Any] | None:
-        places = step.places()
+        places = step.places
         constraint = self.grammars.of_step(step.rows[places])
         return GrammarStep(constraint, places, self._why_no_graph) if constraint else None
 

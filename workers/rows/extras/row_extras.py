@@ -1,4 +1,4 @@
-"""Which rows have which extras. A step whose rows have none costs one look at a number."""
+"""Which rows have which extras. A step is asked for its extras while any row has some."""
 
 from collections.abc import Sequence
 from typing import Generic, TypeVar
@@ -19,7 +19,7 @@ class RowExtras(Generic[States]):
     def __init__(self, kinds: Sequence[RowExtra[States]], num_rows: int) -> None:
         self._kinds = kinds
         self._has = np.zeros((num_rows, len(kinds)), np.bool_)
-        self._num_rows = 0  # that have any
+        self.num_rows = 0  # that have any
 
     def kind(self, which: type[Kind]) -> Kind:
         """The kind of this class."""
@@ -28,7 +28,7 @@ class RowExtras(Generic[States]):
 
     def apply(self, plan: StepPlan) -> list[NewRow]:
         """Rows go and come. Those that come, as the table takes them."""
-        if self._num_rows and plan.removed_rows:
+        if self.num_rows and plan.removed_rows:
             for row in np.frombuffer(plan.removed_rows, np.int32).tolist():
                 self._remove_row(row)
         if not plan.new_rows or not self._kinds:
@@ -40,7 +40,7 @@ class RowExtras(Generic[States]):
         kinds = [kind.has_row(new) for kind in self._kinds]
         if not any(kinds):
             return new
-        self._has[new.row], self._num_rows = kinds, self._num_rows + 1
+        self._has[new.row], self.num_rows = kinds, self.num_rows + 1
         for kind in self._of_row(new.row):
             kind.add_row(new)
         for kind in self._of_row(new.row):
@@ -57,7 +57,7 @@ class RowExtras(Generic[States]):
     def _remove_row(self, row: int) -> None:
         for kind in (found := self._of_row(row)):
             kind.remove_row(row)
-        self._has[row], self._num_rows = False, self._num_rows - bool(found)
+        self._has[row], self.num_rows = False, self.num_rows - bool(found)
 
     def reset(self) -> None:
         """All rows are nobody's."""
@@ -65,9 +65,7 @@ class RowExtras(Generic[States]):
             self._remove_row(row)
 
     def for_step(self, step: StepColumns) -> list[StepExtra[States]]:
-        """Those that the rows of a step have, and that have something to do in it."""
-        if not self._num_rows:
-            return []
+        """Those that the rows of a step have, and that have something to do in it; of none where `num_rows` is 0."""
         kinds = np.flatnonzero(self._has[step.rows].any(0)).tolist()
         return [found for nth in kinds if (found := self._kinds[nth].for_step(step)) is not None]
 
