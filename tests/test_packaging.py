@@ -88,3 +88,11 @@ def test_python_m_meshlm_is_the_command_line() -> None:
         [sys.executable, "-P", "-m", "meshlm", "--version"], capture_output=True, text=True, check=False
     )
     assert done.stdout.startswith("meshlm ")
+
+
+def test_the_tests_have_the_rooms_of_the_product() -> None:
+    """tests/<process>/<room> tests <process>/<room>; support/ is theirs, and cuda/ and group/support what needs a GPU or a bench."""
+    for name in FOLDERS - {"kernels"}:
+        rooms = {path.name for path in (ROOT / name).iterdir() if path.is_dir() and (path / "__init__.py").exists()}
+        tested = {path.name for path in (ROOT / "tests" / name).iterdir() if any(path.glob("test_*.py"))}
+        assert tested <= rooms | {"cuda"}, f"tests/{name}"

@@ -69,7 +69,9 @@ def test_kernels_compile(triton: str, what: str, least: int, tmp_path: Path) -> 
 
 def test_kernels_of_all_tests_compile(tmp_path: Path) -> None:
     tests = [str(path) for path in sorted(HERE.glob("test_*.py")) if path.name not in LEFT_OUT]
-    tests += [str(HERE.parent / "workers" / name) for name in ("test_triton_latent.py", "test_triton_sparse.py")]
+    tests += [
+        str(HERE.parent / "workers" / "attention" / name) for name in ("test_triton_latent.py", "test_triton_sparse.py")
+    ]
     command = [sys.executable, "-P", "-m", "pytest", "-q", "--tb=no", "-p", "compile_only", "-p", "no:cacheprovider"]
     command.append("--assert=plain")  # to say how thousands of numbers that nobody computed differ can take minutes
     found = tmp_path / "compiled"

@@ -1,6 +1,6 @@
 """Every family of the registry answers through the whole mesh, with small random weights.
 
-test_whisper.py has the one that transcribes, tests/workers/test_vector_families.py every name of those that give vectors.
+test_whisper.py has the one that transcribes, tests/workers/models/test_vector_families.py every name of those that give vectors.
 """
 
 from collections.abc import Iterator

@@ -11,12 +11,7 @@ import pytest
 from audio_clips import DE, EN, JA, NO_TIMES, START, TRANSCRIBE, TRANSLATE, ZERO, Speaking, audio_file, chunks, tone
 from openai.types.audio import Transcription, TranscriptionVerbose, Translation
 from openai_client import client_of
-from route_groups import OPERATIONS, VECTORS
-from route_groups import SPEECH as ROUTES
 
-from meshlm.frontend.routes import openapi
-from meshlm.frontend.routes.application import served
-from meshlm.frontend.routes.request_schema import Served
 from meshlm.frontend.speech.schema import TranscriptionResponse
 from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.edges.text import Finished, MediaPrompt, TokenPrompt, media_of
@@ -355,47 +350,3 @@ async def test_a_client_that_leaves_ends_its_request(finds_language: bool) -> No
     assert sent == []
     assert len(backend.submits) == len(backend.closed) == 1
     assert len(backend.answers) == 1
-
-
-async def test_a_model_of_sounds_serves_nothing_of_texts() -> None:
-    backend = Speaking()
-    transport = httpx.ASGITransport(app=backend.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        for path in (
-            *("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"),
-            *("/v1/conversations", "/v1/embeddings", "/inference/v1/generate", "/generative_scoring"),
-        ):
-            answer = await client.post(path, json={})
-            assert answer.status_code == 404
-            error = answer.json()["error"]
-            text = error["message"]
-            assert "this server" in text
-        for path in ("/health", "/v1/models", "/openapi.json", "/metrics"):
-            assert (await client.get(path)).status_code == 200
-    text_model = Speaking(speech=None)
-    for path in (PATH, ENGLISH_PATH):
-        assert "transcribes no audio" in (await post(text_model, path=path, status=404)).text
-
-
-def test_which_routes_there_are() -> None:
-    paths = {op.path for op in served(documentation=True, development=False, speech=True)}
-    assert {PATH, ENGLISH_PATH, "/tokenize", "/v1/models"} <= paths
-    assert not paths & {op.path for op in VECTORS}
-    assert not paths & {op.path for op in OPERATIONS if op.generates}
-    assert not {op.path for op in ROUTES} & {op.path for op in served(documentation=True, development=False)}
-
-
-def test_the_document_has_the_form() -> None:
-    facts = Served(("tiny",), 100, 20, takes_tools=False, takes_templates=False, takes_priorities=False)
-    found = openapi.document(served(documentation=True, development=False, speech=True), "1", False, facts)
-    operation = found["paths"][PATH]["post"]
-    assert operation["requestBody"]["content"] == {
-        "multipart/form-data": {"schema": {"$ref": "#/components/schemas/TranscriptionRequest"}}
-    }
-    kinds = {"application/json", "text/event-stream", "text/plain", "application/x-subrip", "text/vtt"}
-    assert set(operation["responses"]["200"]["content"]) == kinds
-    schema = found["components"]["schemas"]["TranscriptionRequest"]
-    assert schema["properties"]["file"]["format"] == "binary"
-    assert "timestamp_granularities[]" in schema["properties"]
-    assert schema["required"] == ["file"]
-    assert "timestamp_granularities[]" in openapi.page(found)

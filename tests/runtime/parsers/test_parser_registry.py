@@ -10,7 +10,7 @@ from meshlm.runtime.parsers.calls import Call, joined
 from meshlm.runtime.parsers.reasoning import ReasoningParser
 from meshlm.runtime.parsers.registry import ParserError
 
-DOCS = Path(__file__).parents[2] / "docs" / "tool-calling.md"
+DOCS = Path(__file__).parents[3] / "docs" / "tool-calling.md"
 
 
 @pytest.fixture(autouse=True)
