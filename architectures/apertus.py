@@ -9,9 +9,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import shown
-from meshlm.architectures.dense import Norms, attention_weights, decoder_weights, dense_gguf, dense_spec, norm_weights
+from meshlm.architectures.dense import dense_gguf, dense_spec
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
 from meshlm.architectures.layer_norms import ungated_weights
+from meshlm.architectures.weights import Norms, attention_weights, decoder_weights, norm_weights
+from meshlm.protocol.layers import MLP, Layers, LayerSpec
 from meshlm.protocol.model import ModelSpec
 
 NUMBERS = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
@@ -48,15 +50,19 @@ def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
         if not isinstance(column, list) or len(column) != spec.num_hidden_layers:
             raise MetadataError(f"metadata xielu.{name} is {shown(column)}; it must be a number for each layer")
     numbers = tuple(tuple(map(float, row)) for row in zip(*columns, strict=True))
-    return replace(spec, hidden_act="xielu", qk_norm=True, xielu=numbers)
+    records = (
+        replace(layer, mlp=MLP(intermediate_size=layer.intermediate_size, xielu=row))
+        for layer, row in zip(spec.layers, numbers, strict=True)
+    )
+    return replace(spec, hidden_act="xielu", qk_norm=True, layers=Layers.from_records(records))
 
 
 def _weights(spec: ModelSpec) -> Iterator[Weight]:
-    def in_layer(layer: int) -> Iterator[Weight]:
-        yield from attention_weights(spec)
-        yield from ungated_weights(spec)
-        yield from norm_weights(spec, _NORMS)
-        for name, shape in NUMBERS.items() if not spec.xielu else ():
+    def in_layer(layer: LayerSpec) -> Iterator[Weight]:
+        yield from attention_weights(spec, layer)
+        yield from ungated_weights(spec, layer)
+        yield from norm_weights(spec, layer, _NORMS)
+        for name, shape in NUMBERS.items() if layer.mlp is not None and not layer.mlp.xielu else ():
             yield Weight(f"mlp.act_fn.{name}", f"xielu.{name}", f"mlp.{name}", shape, quantises=False)
 
     return decoder_weights(spec, in_layer)

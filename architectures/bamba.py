@@ -3,19 +3,14 @@
 from collections.abc import Iterator
 from typing import Any
 
-from msgspec.structs import replace
-
 from meshlm.architectures.config_values import shown, words
-from meshlm.architectures.dense import (
-    attention_weights,
-    decoder_weights,
-    dense_spec,
-    mlp_weights,
-    norm_weights,
-    one_window,
-)
+from meshlm.architectures.dense import dense_spec, one_window
 from meshlm.architectures.family import Family, Weight
+from meshlm.architectures.layers import with_states
 from meshlm.architectures.states import KEYS, MODEL, PACKED, mamba2_state, mamba2_weights
+from meshlm.architectures.weights import (
+    transformer_weights,
+)
 from meshlm.protocol.model import ModelSpec
 
 _NORMS = (("input_layernorm", "", "input_norm"), ("pre_ff_layernorm", "", "post_norm"))
@@ -24,26 +19,15 @@ _NORMS = (("input_layernorm", "", "input_norm"), ("pre_ff_layernorm", "", "post_
 def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     spec = dense_spec(config, architecture)
     one_window(config, spec, slides=False)
-    attends = _attends(config, spec.num_hidden_layers)
-    states = tuple(not one for one in attends)
-    return replace(spec, attention_layers=attends, state=mamba2_state(config, states) if any(states) else None)
-
-
-def _attends(config: dict[str, Any], layers: int) -> tuple[bool, ...]:
-    """Which layers attend. ValueError."""
-    given = config.get("attn_layer_indices") or []
+    layers, given = spec.num_hidden_layers, config.get("attn_layer_indices") or []
     if not isinstance(given, list) or any(type(layer) is not int or not 0 <= layer < layers for layer in given):
         raise ValueError(f"attn_layer_indices must be numbers of layers below {layers}, got {shown(given)}")
-    return tuple(layer in given for layer in range(layers))
+    states = [layer not in given for layer in range(layers)]
+    return with_states(spec, mamba2_state(config), states) if any(states) else spec
 
 
 def _weights(spec: ModelSpec) -> Iterator[Weight]:
-    def in_layer(layer: int) -> Iterator[Weight]:
-        yield from attention_weights(spec) if spec.has_attention(layer) else mamba2_weights(spec)
-        yield from mlp_weights(spec, spec.intermediate_size, ("feed_forward", "", "mlp"))
-        yield from norm_weights(spec, _NORMS)
-
-    return decoder_weights(spec, in_layer)
+    return transformer_weights(spec, _NORMS, state=mamba2_weights, mlp=("feed_forward", "", "mlp"))
 
 
 def _renamed(name: str) -> str:

@@ -10,7 +10,6 @@ from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Layout
 from meshlm.architectures.layer_norms import (
     BLOOM_LAYER,
     GGUF_EPS,
-    GGUF_QKV,
     MODEL,
     QKV,
     layer_norm_gguf,
@@ -19,6 +18,8 @@ from meshlm.architectures.layer_norms import (
     named,
     renaming,
 )
+from meshlm.architectures.layers import with_attention
+from meshlm.architectures.weights import GGUF_QKV
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
 _NAMES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "max_position_embeddings": "seq_length"}
@@ -42,7 +43,7 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 
 def without_rotation(spec: ModelSpec) -> ModelSpec:
     """The spec of a model that turns no heads."""
-    return replace(spec, no_rope_layers=(True,) * spec.num_hidden_layers)
+    return with_attention(spec, rotates=False)
 
 
 def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:

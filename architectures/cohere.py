@@ -6,16 +6,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import number, words
-from meshlm.architectures.dense import (
-    Norms,
-    dense_gguf,
-    dense_spec,
-    dense_weights,
-    one_window,
-    refuse_quantised,
-    rotating_neighbours,
-)
+from meshlm.architectures.dense import dense_gguf, dense_spec, one_window, refuse_quantised
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
+from meshlm.architectures.weights import Norms, rotating_neighbours, transformer_weights
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
 _NORMS: Norms = (("input_layernorm", "attn_norm", "attention_norm"),)
@@ -51,7 +44,7 @@ def cohere_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
 
 def cohere_weights(spec: ModelSpec) -> Iterator[Weight]:
     """Every tensor."""
-    return rotating_neighbours(spec, dense_weights(spec, _NORMS))
+    return rotating_neighbours(spec, transformer_weights(spec, _NORMS))
 
 
 def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:

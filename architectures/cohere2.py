@@ -2,12 +2,11 @@
 
 from typing import Any
 
-from msgspec.structs import replace
-
 from meshlm.architectures.cohere import DEFAULTS, GGUF_KEYS, KEYS, MODEL, cohere_gguf, cohere_spec, cohere_weights
 from meshlm.architectures.config_values import integer, shown
 from meshlm.architectures.dense import sliding_layers
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata
+from meshlm.architectures.layers import all_but_each, rotating_where_sliding, with_attention
 from meshlm.protocol.model import ModelSpec
 
 _EVERY = 4  # of so many layers the last sees all
@@ -30,19 +29,14 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
         raise ValueError(f"sliding_window_pattern {every} with layer_switch {shown(config.get('layer_switch'))}")
     spec = cohere_spec(config, architecture)
     window, sliding = sliding_layers(config, every)
-    without = tuple(not slides for slides in sliding) or (True,) * spec.num_hidden_layers
-    return replace(spec, sliding_window=window, sliding_layers=sliding, no_rope_layers=without)
+    return rotating_where_sliding(with_attention(spec, sliding, sliding_window=window))
 
 
 def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     spec = cohere_gguf(metadata, architecture)
-    sliding = tuple((layer + 1) % _EVERY > 0 for layer in range(spec.num_hidden_layers))
-    return replace(
-        spec,
-        sliding_window=int(metadata.get("attention.sliding_window")),
-        sliding_layers=sliding,
-        no_rope_layers=tuple(not slides for slides in sliding),
-    )
+    sliding = all_but_each(_EVERY, spec.num_hidden_layers)
+    window = int(metadata.get("attention.sliding_window"))
+    return rotating_where_sliding(with_attention(spec, sliding, sliding_window=window))
 
 
 FAMILY = Family(

@@ -7,10 +7,16 @@ import msgspec
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import boolean, integer, number, shown, words
-from meshlm.architectures.dense import decoder_weights, dense_gguf, dense_spec, mlp_weights, norm_weights, one_window
+from meshlm.architectures.dense import dense_gguf, dense_spec, one_window
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Split, Weight
-from meshlm.architectures.moe import GGUF_KEYS, ExpertNames, checked, expert_weights, gguf_moe, moe_spec
-from meshlm.protocol.model import MLASpec, ModelSpec, MoESpec
+from meshlm.architectures.layers import with_attention, with_experts
+from meshlm.architectures.moe import GGUF_KEYS, checked, gguf_moe, moe_spec
+from meshlm.architectures.weights import (
+    ExpertNames,
+    transformer_weights,
+)
+from meshlm.protocol.layers import LayerSpec, MLASpec, MoESpec
+from meshlm.protocol.model import ModelSpec
 
 KEYS = words("""
     kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim rope_interleave
@@ -49,7 +55,7 @@ def deepseek_spec(config: dict[str, Any], architecture: str, moe: MoESpec) -> Mo
     if spec.num_key_value_heads != spec.num_attention_heads:
         raise ValueError("num_key_value_heads must be num_attention_heads: latent attention has no groups of heads")
     one_window(config, spec, slides=False)
-    return replace(spec, num_key_value_heads=1, mla=mla, moe=experts(config, spec, moe))
+    return with_routed_experts(config, with_attention(spec, num_key_value_heads=1, mla=mla), moe)
 
 
 def latent(config: dict[str, Any]) -> MLASpec:
@@ -65,14 +71,14 @@ def latent(config: dict[str, Any]) -> MLASpec:
     return msgspec.convert(sizes, MLASpec)
 
 
-def experts(config: dict[str, Any], spec: ModelSpec, moe: MoESpec) -> MoESpec | None:
-    """Their sizes, and which layers have them; None: none has. ValueError."""
+def with_routed_experts(config: dict[str, Any], spec: ModelSpec, moe: MoESpec) -> ModelSpec:
+    """The model with experts of the file's sizes in the layers that have them, chosen as `moe` says. ValueError."""
     first, every = integer(config, "first_k_dense_replace", 0), integer(config, "moe_layer_freq", 1)
     if every < 1 or first < 0:
         raise ValueError(f"moe_layer_freq is {every} and first_k_dense_replace {first}; they must be positive")
     layers = tuple(layer >= first and layer % every == 0 for layer in range(spec.num_hidden_layers))
     if config.get("n_routed_experts") is None or not any(layers):
-        return None
+        return spec
     sizes = moe_spec(config, "n_routed_experts")
     found = replace(
         moe,
@@ -83,9 +89,8 @@ def experts(config: dict[str, Any], spec: ModelSpec, moe: MoESpec) -> MoESpec | 
         n_group=integer(config, "n_group", 1),
         topk_group=integer(config, "topk_group", 1),
         shared_intermediate_size=integer(config, "n_shared_experts", 0) * sizes.moe_intermediate_size,
-        moe_layers=() if all(layers) else layers,
     )
-    return checked(found, "n_routed_experts")
+    return with_experts(spec, checked(found, "n_routed_experts"), layers)
 
 
 def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
@@ -102,25 +107,24 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 
 
 def deepseek_weights(
-    spec: ModelSpec, index: Callable[[ModelSpec, int], Iterator[Weight]] | None = None
+    spec: ModelSpec, index: Callable[[ModelSpec, MLASpec], Iterator[Weight]] | None = None
 ) -> Iterator[Weight]:
     """Every tensor. index: those of the index of a layer, where it has one."""
 
-    def in_layer(layer: int) -> Iterator[Weight]:
-        yield from _attention(spec)
-        if index is not None:
-            yield from index(spec, layer)
-        yield from expert_weights(spec, NAMES) if spec.has_experts(layer) else mlp_weights(spec, spec.intermediate_size)
-        yield from norm_weights(spec)
+    def attention(spec: ModelSpec, layer: LayerSpec) -> Iterator[Weight]:
+        assert layer.attention is not None
+        mla = layer.attention.mla
+        assert mla is not None
+        yield from _attention(spec, mla)
+        if index is not None and not mla.index_shared:
+            yield from index(spec, mla)
 
-    return decoder_weights(spec, in_layer)
+    return transformer_weights(spec, attention=attention, experts=NAMES)
 
 
-def _attention(spec: ModelSpec) -> Iterator[Weight]:
-    mla = spec.mla
-    assert mla is not None
+def _attention(spec: ModelSpec, mla: MLASpec) -> Iterator[Weight]:
     heads, hidden, rank = spec.num_attention_heads, spec.hidden_size, mla.kv_lora_rank
-    queries = heads * spec.head_dim
+    queries = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
 
     def weight(
         name: str, gguf: str, parameter: str, *shape: int, split: Split = Split.REPLICATED, dim: int = 0
@@ -159,18 +163,20 @@ def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     rope, stretch = spec.rope, 10 * float(get("rope.scaling.yarn_log_multiplier", 0.0))
     if rope.rope_type == "yarn":  # all of it is in the scale of scores, nothing in the rotation
         rope = replace(rope, attention_factor=1.0, mscale=stretch, mscale_all_dim=stretch)
-    return replace(
-        spec,
-        head_dim=sizes.qk_nope_head_dim + sizes.qk_rope_head_dim,
-        num_key_value_heads=1,
-        rope=rope,
-        mla=sizes,
-        moe=gguf_experts(metadata, spec),
-    )
+    dim = sizes.qk_nope_head_dim + sizes.qk_rope_head_dim
+    spec = with_attention(replace(spec, rope=rope), head_dim=dim, num_key_value_heads=1, mla=sizes)
+    return with_gguf_experts(metadata, spec)
 
 
-def gguf_experts(metadata: GGUFMetadata, spec: ModelSpec, plain: int = 1) -> MoESpec:
-    """The experts of a .gguf file, and the layers that have them. plain: how experts are scored where the file does not say it.
+def with_gguf_experts(metadata: GGUFMetadata, spec: ModelSpec, plain: int = 1, **changes: Any) -> ModelSpec:
+    """The model with the experts of a .gguf file, in the layers behind its dense ones. plain, changes: see `gguf_experts`."""
+    first = int(metadata.get("leading_dense_block_count", 0))
+    layers = (layer >= first for layer in range(spec.num_hidden_layers))
+    return with_experts(spec, gguf_experts(metadata, plain, **changes), layers)
+
+
+def gguf_experts(metadata: GGUFMetadata, plain: int = 1, **changes: Any) -> MoESpec:
+    """The experts of a .gguf file, with changes of a family. plain: how they are scored where the file does not say it.
     MetadataError."""
     get = metadata.get
     gating = int(get("expert_gating_func", plain))
@@ -188,10 +194,8 @@ def gguf_experts(metadata: GGUFMetadata, spec: ModelSpec, plain: int = 1) -> MoE
         group_score="top2" if gating == 2 else "max",
         correction_bias=any(name.endswith("exp_probs_b.bias") for name in metadata.shapes),
     )
-    first = int(get("leading_dense_block_count", 0))
-    layers = tuple(layer >= first for layer in range(spec.num_hidden_layers))
     shared = int(get("expert_shared_count", 0)) * found.moe_intermediate_size
-    return replace(found, shared_intermediate_size=shared, moe_layers=() if all(layers) else layers)
+    return replace(found, **{"shared_intermediate_size": shared, **changes})
 
 
 _GATING: dict[int, Literal["softmax", "sigmoid"]] = {1: "softmax", 2: "sigmoid"}

@@ -10,7 +10,8 @@ from msgspec.structs import replace
 from meshlm.architectures.config_values import boolean, integer, shown
 from meshlm.architectures.deepseek_v2 import KEYS, MODEL, deepseek_spec, deepseek_weights
 from meshlm.architectures.family import Family
-from meshlm.protocol.model import ModelSpec, MoESpec
+from meshlm.protocol.layers import MoESpec
+from meshlm.protocol.model import ModelSpec
 
 DRAFTS = ("num_nextn_predict_layers", "num_mtp_layers")  # older files, newer files
 DEFAULTS = {

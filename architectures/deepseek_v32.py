@@ -10,6 +10,8 @@ from meshlm.architectures.config_values import integer, shown, words
 from meshlm.architectures.deepseek_v2 import KEYS, deepseek_weights
 from meshlm.architectures.deepseek_v3 import DEFAULTS, DRAFTS, deepseek_v3_spec
 from meshlm.architectures.family import Family, Weight
+from meshlm.architectures.layers import with_attention
+from meshlm.protocol.layers import MLASpec
 from meshlm.protocol.model import ModelSpec
 
 _SPARSE = {"indexed_attention", "deepseek_sparse_attention"}  # by version of transformers
@@ -34,18 +36,19 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
         raise ValueError(f"index_head_dim {sizes['index_head_dim']} has no room for the numbers that are rotated")
     if not spec.mla.q_lora_rank:
         raise ValueError("q_lora_rank must be given: the index reads the latent of queries")
-    return replace(spec, mla=replace(spec.mla, **sizes))
+    return with_attention(spec, mla=replace(spec.mla, **sizes))
 
 
 def _glm_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     spec = _spec(config, architecture)
     assert spec.mla is not None
-    shared = _shared(config, spec.num_hidden_layers)
-    return replace(spec, mla=replace(spec.mla, index_interleave=True, index_shared=shared))
+    mla = replace(spec.mla, index_interleave=True)
+    spec, shared = with_attention(spec, mla=mla), _shared(config, spec.num_hidden_layers)
+    return with_attention(spec, shared, mla=replace(mla, index_shared=True))
 
 
 def _shared(config: dict[str, Any], layers: int) -> tuple[bool, ...]:
-    """The layers that attend to what the last index before them has chosen; empty: none does. ValueError.
+    """Which layers attend to what the last index before them has chosen. ValueError.
 
     indexer_types names the kind of each layer; else index_topk_pattern does, by letters; else every index_topk_freq-th layer behind the
     first index_skip_topk_offset - 1 has an index, and those have one, too.
@@ -55,8 +58,7 @@ def _shared(config: dict[str, Any], layers: int) -> tuple[bool, ...]:
         kinds = [_LETTERS.get(letter, letter) for letter in pattern] if isinstance(pattern, str) else pattern
     if kinds is None:
         every, begin = integer(config, "index_topk_freq", 1), integer(config, "index_skip_topk_offset", 2)
-        shared = tuple(max(layer - begin + 1, 0) % max(every, 1) > 0 for layer in range(layers))
-        return shared if any(shared) else ()
+        return tuple(max(layer - begin + 1, 0) % max(every, 1) > 0 for layer in range(layers))
     if not isinstance(kinds, list) or len(kinds) < layers or any(kind not in _KINDS for kind in kinds):
         raise ValueError(
             f"indexer_types (index_topk_pattern) must name the kind of each of {layers} layers, full or shared (F or S), "
@@ -65,7 +67,7 @@ def _shared(config: dict[str, Any], layers: int) -> tuple[bool, ...]:
     shared = tuple(kind == "shared" for kind in kinds[:layers])
     if shared[0]:
         raise ValueError("the first layer of indexer_types (index_topk_pattern) is shared, and no index is before it")
-    return shared if any(shared) else ()
+    return shared
 
 
 def _num_dense(config: dict[str, Any]) -> int:
@@ -81,11 +83,7 @@ def _num_dense(config: dict[str, Any]) -> int:
     return count
 
 
-def _index(spec: ModelSpec, layer: int) -> Iterator[Weight]:
-    mla = spec.mla
-    assert mla is not None
-    if mla.index_shared and mla.index_shared[layer]:
-        return
+def _index(spec: ModelSpec, mla: MLASpec) -> Iterator[Weight]:
     heads, dim, hidden = mla.index_n_heads, mla.index_head_dim, spec.hidden_size
     stem, own = "self_attn.indexer", "attention.index"
     yield Weight(f"{stem}.wq_b.weight", "", f"{own}.query.weight", (heads * dim, mla.q_lora_rank))

@@ -1,33 +1,20 @@
 """What dense decoders have in common: the sizes that their files give, and the weights of attention, gated MLP and embeddings."""
 
 import math
-from collections.abc import Callable, Iterator
 from typing import Any
 
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import boolean, integer, number, shown
-from meshlm.architectures.family import GGUFMetadata, MetadataError, Split, Weight
+from meshlm.architectures.family import GGUFMetadata, MetadataError
+from meshlm.architectures.layers import with_attention
 from meshlm.architectures.rope import gguf_rope, rope_spec, stretched
+from meshlm.protocol.layers import MLP, Attention, Layers, LayerSpec
 from meshlm.protocol.model import ModelSpec, RopeSpec
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_pytorch_tanh"}
 ACTIVATIONS |= {"gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}  # the same formula
-GGUF_QKV = {"attn_qkv": ("attn_q", "attn_k", "attn_v")}
-GGUF_GATE_UP = {"ffn_up": ("ffn_up.gate", "ffn_up.up")}
 GGUF_SLIDING = frozenset(("attention.sliding_window", "attention.sliding_window_pattern"))
-Norms = tuple[tuple[str, str, str], ...]
-"""The weights of a layer: Hugging Face's name, llama.cpp's, and the parameter."""
-PRE_NORMS: Norms = (
-    ("input_layernorm", "attn_norm", "input_norm"),
-    ("post_attention_layernorm", "ffn_norm", "post_norm"),
-)
-POST_ATTENTION_NORMS: Norms = (
-    PRE_NORMS[0],
-    ("post_attention_layernorm", "post_attention_norm", "post_norm"),
-)
-"""The same norms; llama.cpp has the other name for the second in some families."""
-_QUERY, _KV, _WIDE = Split.QUERY_HEADS, Split.KV_HEADS, Split.INTERMEDIATE
 
 
 def dense_spec(config: dict[str, Any], architecture: str, rope: RopeSpec | None = None) -> ModelSpec:
@@ -47,11 +34,13 @@ def dense_spec(config: dict[str, Any], architecture: str, rope: RopeSpec | None 
         architecture=architecture,
         vocab_size=integer(config, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=integer(config, "intermediate_size"),
-        num_hidden_layers=layers,
+        layers=decoder_layers(
+            layers,
+            integer(config, "num_key_value_heads", heads),
+            integer(config, "head_dim", hidden // heads),
+            integer(config, "intermediate_size"),
+        ),
         num_attention_heads=heads,
-        num_key_value_heads=integer(config, "num_key_value_heads", heads),
-        head_dim=integer(config, "head_dim", hidden // heads),
         max_position_embeddings=context,
         rms_norm_eps=number(config.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
         hidden_act=activation(config, "hidden_act"),
@@ -60,8 +49,19 @@ def dense_spec(config: dict[str, Any], architecture: str, rope: RopeSpec | None 
         attention_bias=bias,
         output_bias=bias,
         mlp_bias=boolean(config, "mlp_bias"),
-        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
+        dtype=dtype_of(config),
     )
+
+
+def decoder_layers(count: int, kv_heads: int, head_dim: int, intermediate_size: int) -> Layers:
+    """So many layers that attend and have an MLP."""
+    attention = Attention(num_key_value_heads=kv_heads, head_dim=head_dim)
+    return Layers.alike(LayerSpec(attention=attention, mlp=MLP(intermediate_size=intermediate_size)), count)
+
+
+def dtype_of(config: dict[str, Any]) -> str:
+    """The type of numbers that a config.json says of its weights."""
+    return str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
 
 
 def activation(config: dict[str, Any], key: str, default: str = "silu") -> str:
@@ -136,12 +136,14 @@ def dense_gguf(metadata: GGUFMetadata, architecture: str, eps: str = "attention.
         architecture=architecture,
         vocab_size=shapes["token_embd.weight"][0],
         hidden_size=hidden,
-        intermediate_size=int(get("feed_forward_length")),
-        num_hidden_layers=int(get("block_count")) - drafts,
+        layers=decoder_layers(
+            int(get("block_count")) - drafts,
+            int(get("attention.head_count_kv", heads)),
+            int(get("attention.key_length", hidden // heads)),
+            int(get("feed_forward_length")),
+        ),
         num_nextn_predict_layers=drafts,
         num_attention_heads=heads,
-        num_key_value_heads=int(get("attention.head_count_kv", heads)),
-        head_dim=int(get("attention.key_length", hidden // heads)),
         max_position_embeddings=int(get("context_length")),
         rms_norm_eps=float(get(eps)),
         rope=gguf_rope(metadata),
@@ -196,63 +198,7 @@ def gguf_sliding(metadata: GGUFMetadata, spec: ModelSpec, every: int, window: in
             f"metadata {metadata.kind}.attention.sliding_window {window} with the pattern {shown(pattern)} "
             f"does not fit {layers} layers"
         )
-    return replace(spec, sliding_window=window, sliding_layers=sliding) if any(sliding) else spec
-
-
-def fused_gate_up(weights: Iterator[Weight]) -> Iterator[Weight]:
-    """The weights of a family whose .gguf files hold gate and up in one tensor, ffn_up (GGUF_GATE_UP)."""
-    for weight in weights:
-        name = weight.gguf.replace(".ffn_gate.", ".ffn_up.gate.").replace(".ffn_up.weight", ".ffn_up.up.weight")
-        yield weight._replace(gguf=name)
-
-
-def dense_weights(spec: ModelSpec, norms: Norms = PRE_NORMS, norm_plus: float = 0.0) -> Iterator[Weight]:
-    """Every tensor of a decoder with these norms in a layer. norm_plus: see Weight.plus, of all norms."""
-
-    def in_layer(layer: int) -> Iterator[Weight]:
-        yield from attention_weights(spec)
-        yield from mlp_weights(spec, spec.intermediate_size)
-        yield from norm_weights(spec, norms, norm_plus)
-
-    return decoder_weights(spec, in_layer, norm_plus)
-
-
-def decoder_weights(
-    spec: ModelSpec, in_layer: Callable[[int], Iterator[Weight]], norm_plus: float = 0.0
-) -> Iterator[Weight]:
-    """Embeddings, layers, the last norm and the head. in_layer: the tensors of a layer, by their names within it."""
-    table = (spec.vocab_size, spec.hidden_size)
-    yield Weight("model.embed_tokens.weight", "token_embd.weight", "embed.weight", table, Split.VOCABULARY)
-    for layer in range(spec.num_hidden_layers):
-        for weight in in_layer(layer):
-            yield weight._replace(
-                name=f"model.layers.{layer}.{weight.name}", gguf=f"blk.{layer}.{weight.gguf}", layer=layer
-            )
-    yield Weight("model.norm.weight", "output_norm.weight", "norm.weight", (spec.hidden_size,), plus=norm_plus)
-    if not spec.tie_word_embeddings:
-        yield Weight("lm_head.weight", "output.weight", "head.weight", table, Split.VOCABULARY)
-
-
-def attention_weights(spec: ModelSpec) -> Iterator[Weight]:
-    """The products of a layer's attention."""
-    hidden = spec.hidden_size
-    query, key = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
-    for name, gguf, split, rows in (
-        ("q", "attn_q", _QUERY, query),
-        ("k", "attn_k", _KV, key),
-        ("v", "attn_v", _KV, key),
-    ):
-        yield from _columns(
-            f"self_attn.{name}_proj", gguf, "attention.qkv", (rows, hidden), split, bias=spec.attention_bias
-        )
-    yield from _rows("self_attn.o_proj", "attn_output", "attention.o", (hidden, query), _QUERY, bias=spec.output_bias)
-
-
-def rotating_neighbours(spec: ModelSpec, weights: Iterator[Weight]) -> Iterator[Weight]:
-    """The weights of a family that turns numbers 2i and 2i + 1 of a query or key head together."""
-    for weight in weights:
-        turned = any(f".self_attn.{name}_proj." in weight.name for name in "qk")
-        yield weight._replace(neighbours=(spec.head_dim, spec.rotary_dim)) if turned else weight
+    return with_attention(spec, sliding, sliding_window=window)
 
 
 def refuse_quantised(config: dict[str, Any], architecture: str) -> None:
@@ -260,43 +206,3 @@ def refuse_quantised(config: dict[str, Any], architecture: str) -> None:
     for key in ("quantization_config", "compression_config", "quantization"):
         if config.get(key):
             raise ValueError(f"{key} is not supported for {architecture}, whose heads rotate neighbours")
-
-
-def mlp_weights(spec: ModelSpec, wide: int, names: tuple[str, str, str] = ("mlp", "ffn_{}", "mlp")) -> Iterator[Weight]:
-    """A gated MLP. names: what stands before gate_proj, llama.cpp's name of "gate" and its like, and the module."""
-    stem, gguf, module = names
-    hidden = spec.hidden_size
-    for name in ("gate", "up"):
-        yield from _columns(
-            f"{stem}.{name}_proj", gguf.format(name), f"{module}.gate_up", (wide, hidden), _WIDE, bias=spec.mlp_bias
-        )
-    yield from _rows(
-        f"{stem}.down_proj", gguf.format("down"), f"{module}.down", (hidden, wide), _WIDE, bias=spec.mlp_bias
-    )
-
-
-def norm_weights(spec: ModelSpec, norms: Norms = PRE_NORMS, plus: float = 0.0) -> Iterator[Weight]:
-    """The norms of a layer, of its heads too."""
-    for name in ("q", "k") if spec.qk_norm else ():
-        stem, gguf = f"self_attn.{name}_norm", f"attn_{name}_norm"
-        yield Weight(f"{stem}.weight", f"{gguf}.weight", f"attention.{name}_norm.weight", (spec.head_dim,), plus=plus)
-    for name, gguf, parameter in norms:
-        yield Weight(f"{name}.weight", f"{gguf}.weight", f"{parameter}.weight", (spec.hidden_size,), plus=plus)
-
-
-def _columns(
-    name: str, gguf: str, parameter: str, shape: tuple[int, int], split: Split, *, bias: bool
-) -> Iterator[Weight]:
-    """A column-parallel product: each rank has some of its outputs."""
-    yield Weight(f"{name}.weight", f"{gguf}.weight", f"{parameter}.weight", shape, split)
-    if bias:
-        yield Weight(f"{name}.bias", f"{gguf}.bias", f"{parameter}.bias", shape[:1], split)
-
-
-def _rows(
-    name: str, gguf: str, parameter: str, shape: tuple[int, int], split: Split, *, bias: bool
-) -> Iterator[Weight]:
-    """A row-parallel product: each rank has some of its inputs."""
-    yield Weight(f"{name}.weight", f"{gguf}.weight", f"{parameter}.weight", shape, split, dim=1)
-    if bias:
-        yield Weight(f"{name}.bias", f"{gguf}.bias", f"{parameter}.bias", shape[:1], Split.FIRST_RANK)

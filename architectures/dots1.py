@@ -8,6 +8,7 @@ from meshlm.architectures.config_values import shown, words
 from meshlm.architectures.deepseek_v2 import GGUF_EXPERT_KEYS
 from meshlm.architectures.family import Family, GGUFFamily
 from meshlm.architectures.glm4_moe import KEYS, sigmoid_gguf, sigmoid_spec, sigmoid_weights
+from meshlm.architectures.layers import with_attention
 from meshlm.architectures.qwen2 import windows
 from meshlm.protocol.model import ModelSpec
 
@@ -18,7 +19,7 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
             raise ValueError(f"{key} {shown(config[key])} is not supported; supported: {', '.join(known)}")
     spec = replace(sigmoid_spec(config, architecture), qk_norm=True)
     window, sliding = windows({**config, "use_sliding_window": True})
-    return replace(spec, sliding_window=window, sliding_layers=sliding)
+    return with_attention(spec, sliding, sliding_window=window)
 
 
 FAMILY = Family(

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshlm.architectures.config_values import integer, number, shown
-from meshlm.architectures.dense import ACTIVATIONS
+from meshlm.architectures.dense import ACTIVATIONS, decoder_layers, dtype_of
 from meshlm.architectures.family import Weight
 from meshlm.protocol.model import HeadSpec, ModelSpec
 
@@ -33,15 +33,14 @@ def encoder_spec(config: dict[str, Any], architecture: str, **more: Any) -> Mode
         "architecture": architecture,
         "vocab_size": integer(config, "vocab_size"),
         "hidden_size": hidden,
-        "intermediate_size": integer(config, "intermediate_size"),
-        "num_hidden_layers": integer(config, "num_hidden_layers"),
+        "layers": decoder_layers(
+            integer(config, "num_hidden_layers"), heads, hidden // heads, integer(config, "intermediate_size")
+        ),
         "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "head_dim": hidden // heads,
         "max_position_embeddings": integer(config, "max_position_embeddings"),
         "tie_word_embeddings": True,
         "encoder_only": True,
-        "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
+        "dtype": dtype_of(config),
     }
     return ModelSpec(**(given | more))
 

@@ -9,17 +9,13 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import boolean, integer, number, shown, words
-from meshlm.architectures.dense import (
-    dense_gguf,
-    dense_spec,
-    dense_weights,
-    one_window,
-    refuse_quantised,
-    rotating_neighbours,
-)
+from meshlm.architectures.dense import dense_gguf, dense_spec, one_window, refuse_quantised
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
-from meshlm.architectures.moe import GGUF_KEYS, ExpertNames, checked, gguf_moe, moe_weights
-from meshlm.protocol.model import ModelSpec, MoESpec
+from meshlm.architectures.layers import with_experts
+from meshlm.architectures.moe import GGUF_KEYS, checked, gguf_moe
+from meshlm.architectures.weights import ExpertNames, rotating_neighbours, transformer_weights
+from meshlm.protocol.layers import MoESpec
+from meshlm.protocol.model import ModelSpec
 
 _NAMES = ExpertNames(shared="mlp.shared_experts")
 _DEFAULTS: dict[str, Any] = {
@@ -57,9 +53,8 @@ def _moe_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
         norm_topk_prob=True,
         correction_bias=True,
         shared_intermediate_size=integer(config, "moe_num_shared_experts") * wide,
-        moe_layers=() if all(layers) else layers,
     )
-    return replace(spec, moe=checked(moe, "moe_num_experts") if any(layers) else None)
+    return with_experts(spec, checked(moe, "moe_num_experts"), layers) if any(layers) else spec
 
 
 def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
@@ -78,15 +73,15 @@ def _moe_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
         raise MetadataError(f"metadata {metadata.kind}: no layer has experts")
     shared = metadata.shapes.get(f"blk.{layers.index(True)}.ffn_up_shexp.weight", (0,))
     moe = gguf_moe(metadata, norm_topk_prob=True, correction_bias=True, shared_intermediate_size=shared[0])
-    return replace(spec, moe=replace(moe, moe_layers=() if all(layers) else layers))
+    return with_experts(spec, moe, layers)
 
 
 def _weights(spec: ModelSpec) -> Iterator[Weight]:
-    return rotating_neighbours(spec, dense_weights(spec))
+    return rotating_neighbours(spec, transformer_weights(spec))
 
 
 def _moe_weights(spec: ModelSpec) -> Iterator[Weight]:
-    for weight in rotating_neighbours(spec, moe_weights(spec, _NAMES)):
+    for weight in rotating_neighbours(spec, transformer_weights(spec, experts=_NAMES)):
         if weight.parameter.endswith("correction_bias"):  # a file has it as a matrix of one row
             yield weight._replace(shape=(1, *weight.shape))
         else:

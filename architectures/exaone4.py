@@ -6,17 +6,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import shown
-from meshlm.architectures.dense import (
-    GGUF_SLIDING,
-    dense_gguf,
-    dense_spec,
-    dense_weights,
-    gguf_sliding,
-    layer_types,
-    sliding_layers,
-)
+from meshlm.architectures.dense import GGUF_SLIDING, dense_gguf, dense_spec, gguf_sliding, layer_types, sliding_layers
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
+from meshlm.architectures.layers import rotating_where_sliding, with_attention
 from meshlm.architectures.olmo2 import POST_NORMS
+from meshlm.architectures.weights import transformer_weights
 from meshlm.protocol.model import ModelSpec
 
 _EVERY = 4  # of so many layers the last sees all
@@ -29,14 +23,12 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
         raise ValueError(f"sliding_window_pattern {shown(every)} without layer_types is not supported")
     window, sliding = sliding_layers(config, every if type(every) is int else 0)
     spec = dense_spec({**config, "attention_bias": False, "mlp_bias": False}, architecture)
-    without = tuple(not slides for slides in sliding) if config.get("sliding_window") else ()
-    if config.get("sliding_window") and not sliding:
-        without = (True,) * spec.num_hidden_layers
-    return replace(spec, qk_norm=True, sliding_window=window, sliding_layers=sliding, no_rope_layers=without)
+    spec = with_attention(replace(spec, qk_norm=True), sliding, sliding_window=window)
+    return rotating_where_sliding(spec) if config.get("sliding_window") else spec
 
 
 def _weights(spec: ModelSpec) -> Iterator[Weight]:
-    return dense_weights(spec, POST_NORMS)
+    return transformer_weights(spec, POST_NORMS)
 
 
 def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
@@ -44,7 +36,7 @@ def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     spec = dense_gguf(metadata, architecture)
     window = _WINDOW if spec.num_hidden_layers == _LARGE else 0
     spec = gguf_sliding(metadata, replace(spec, qk_norm=True), _EVERY, window)
-    return replace(spec, no_rope_layers=tuple(not slides for slides in spec.sliding_layers))
+    return rotating_where_sliding(spec) if spec.sliding_window else spec
 
 
 FAMILY = Family(

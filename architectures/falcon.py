@@ -15,7 +15,6 @@ from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Layout
 from meshlm.architectures.layer_norms import (
     BLOOM_LAYER,
     GGUF_EPS,
-    GGUF_QKV,
     MODEL,
     QKV,
     layer_norm_gguf,
@@ -24,6 +23,7 @@ from meshlm.architectures.layer_norms import (
     named,
     renaming,
 )
+from meshlm.architectures.weights import GGUF_QKV
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
 _NAMES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}  # of files before transformers had it

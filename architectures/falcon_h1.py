@@ -9,16 +9,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import integer, number, shown, words
-from meshlm.architectures.dense import (
-    attention_weights,
-    decoder_weights,
-    dense_gguf,
-    dense_spec,
-    mlp_weights,
-    norm_weights,
-)
+from meshlm.architectures.dense import dense_gguf, dense_spec
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
 from meshlm.architectures.states import GGUF_PACKED, GGUF_STATE, KEYS, PACKED, mamba2_gguf, mamba2_state, mamba2_weights
+from meshlm.architectures.weights import attention_weights, decoder_weights, mlp_weights, norm_weights
+from meshlm.protocol.layers import LayerSpec
 from meshlm.protocol.model import ModelSpec
 
 _NORMS = (("input_layernorm", "attn_norm", "input_norm"), ("pre_ff_layernorm", "ffn_norm", "post_norm"))
@@ -38,21 +33,20 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
         if config.get(key):
             raise ValueError(f"{key} is not supported for {architecture}")
     spec = dense_spec(config, architecture)
-    layers, inner = (True,) * spec.num_hidden_layers, config.get("mamba_d_ssm")
+    inner = config.get("mamba_d_ssm")
     heads = integer(config, "mamba_n_heads")
     if inner is not None:
         each = config.get("mamba_d_head", "auto")
         if heads < 1 or integer(config, "mamba_d_ssm") != heads * (inner // heads if each in (None, "auto") else each):
             raise ValueError(f"mamba_d_ssm {shown(inner)} is not mamba_n_heads {heads} heads of {shown(each)}")
         config = {**config, "mamba_d_head": inner // heads}
-    state = mamba2_state(config, layers, expands=inner is None)
+    state = replace(
+        mamba2_state(config, expands=inner is None),
+        gated_norm=bool(config.get("mamba_rms_norm")),
+        norm_before_gate=config.get("mamba_norm_before_gate") is not False,
+    )
     return replace(
-        spec,
-        state=replace(
-            state,
-            gated_norm=bool(config.get("mamba_rms_norm")),
-            norm_before_gate=config.get("mamba_norm_before_gate") is not False,
-        ),
+        spec.with_layers(lambda layer: replace(layer, state=state)),
         multipliers=_multipliers(config),
         logit_scale=_logit_scale(config, tied=spec.tie_word_embeddings),
     )
@@ -63,9 +57,9 @@ def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     spec = dense_gguf(metadata, architecture)
     if spec.tie_word_embeddings:
         raise MetadataError("tensor output.weight is missing: a file without it has no multiplier of logits")
+    state = mamba2_gguf(metadata)
     return replace(
-        spec,
-        state=mamba2_gguf(metadata, (True,) * spec.num_hidden_layers),
+        spec.with_layers(lambda layer: replace(layer, state=state)),
         multipliers=(1.0,) * (len(_ONE) + sum(_SEVERAL.values())),
     )
 
@@ -111,12 +105,12 @@ def _weights(spec: ModelSpec) -> Iterator[Weight]:
     times |= {f"mamba.{name}_proj.weight": states * one for name, one in zip("zxbc", rows, strict=False)}
     times["mamba.dt_proj.weight"] = states * rows[4]
 
-    def in_layer(layer: int) -> Iterator[Weight]:
-        for weight in (*attention_weights(spec), *mamba2_weights(spec)):
+    def in_layer(layer: LayerSpec) -> Iterator[Weight]:
+        for weight in (*attention_weights(spec, layer), *mamba2_weights(spec)):
             last = weight.parameter == "attention.o.weight"
             yield weight._replace(beside=last, quantises=weight.quantises and not last)
-        yield from mlp_weights(spec, spec.intermediate_size, ("feed_forward", "ffn_{}", "mlp"))
-        for weight in norm_weights(spec, _NORMS):
+        yield from mlp_weights(spec, layer.intermediate_size, ("feed_forward", "ffn_{}", "mlp"))
+        for weight in norm_weights(spec, layer, _NORMS):
             yield weight._replace(gguf=weight.gguf.replace("ffn_norm.weight", "ffn_norm"))
 
     for weight in decoder_weights(spec, in_layer):

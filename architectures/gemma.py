@@ -5,8 +5,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.dense import PRE_NORMS, dense_gguf, dense_spec, dense_weights
+from meshlm.architectures.dense import dense_gguf, dense_spec
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
+from meshlm.architectures.weights import PRE_NORMS, transformer_weights
 from meshlm.protocol.model import ModelSpec
 
 _ACT = "gelu_pytorch_tanh"
@@ -20,7 +21,7 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 
 
 def _weights(spec: ModelSpec) -> Iterator[Weight]:
-    return dense_weights(spec, PRE_NORMS, norm_plus=1.0)
+    return transformer_weights(spec, PRE_NORMS, norm_plus=1.0)
 
 
 def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:

@@ -9,16 +9,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import integer, number
-from meshlm.architectures.dense import (
-    Norms,
-    activation,
-    dense_gguf,
-    dense_spec,
-    dense_weights,
-    layer_types,
-    sliding_window,
-)
+from meshlm.architectures.dense import activation, dense_gguf, dense_spec, layer_types, sliding_window
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
+from meshlm.architectures.layers import all_but_each, with_attention
+from meshlm.architectures.weights import Norms, transformer_weights
 from meshlm.protocol.model import ModelSpec, RopeSpec
 
 SANDWICH_NORMS: Norms = (
@@ -45,25 +39,20 @@ def gemma_spec(config: dict[str, Any], architecture: str, every: int, rope: Rope
     act = activation({key: config.get(key) or "gelu_pytorch_tanh"}, key)
     spec = dense_spec({**config, "hidden_act": act}, architecture, rope)
     kinds = layer_types(config)
-    sliding = layers_that_slide(spec, every) if kinds is None else tuple(kind == "sliding_attention" for kind in kinds)
+    sliding = (
+        all_but_each(every, len(spec.layers)) if kinds is None else tuple(kind == "sliding_attention" for kind in kinds)
+    )
     window = sliding_window(config)
     if any(sliding) and not window:
         raise ValueError("sliding_window must be positive where layers slide")
     if integer(config, "query_pre_attn_scalar") < 1:
         raise ValueError(f"query_pre_attn_scalar is {config['query_pre_attn_scalar']}; it must be positive")
     return replace(
-        spec,
-        sliding_window=window if any(sliding) else 0,
-        sliding_layers=sliding if any(sliding) else (),
+        with_attention(spec, sliding, sliding_window=window),
         query_pre_attn_scalar=float(config["query_pre_attn_scalar"]),
         attn_logit_softcapping=_cap(config, "attn_logit_softcapping"),
         final_logit_softcapping=_cap(config, "final_logit_softcapping"),
     )
-
-
-def layers_that_slide(spec: ModelSpec, every: int) -> tuple[bool, ...]:
-    """The layers that slide: all but the last of `every`."""
-    return tuple((layer + 1) % every > 0 for layer in range(spec.num_hidden_layers))
 
 
 def gemma_gguf(metadata: GGUFMetadata, architecture: str, *, largest: int) -> ModelSpec:
@@ -75,7 +64,7 @@ def gemma_gguf(metadata: GGUFMetadata, architecture: str, *, largest: int) -> Mo
 
 def gemma_weights(spec: ModelSpec) -> Iterator[Weight]:
     """Every tensor."""
-    return dense_weights(spec, SANDWICH_NORMS, norm_plus=1.0)
+    return transformer_weights(spec, SANDWICH_NORMS, norm_plus=1.0)
 
 
 def _cap(config: dict[str, Any], key: str) -> float:
@@ -88,10 +77,9 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 
 def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     spec, get = gemma_gguf(metadata, architecture, largest=_LARGEST), metadata.get
+    sliding = all_but_each(_EVERY, spec.num_hidden_layers)
     return replace(
-        spec,
-        sliding_window=int(get("attention.sliding_window", 4096)),
-        sliding_layers=layers_that_slide(spec, _EVERY),
+        with_attention(spec, sliding, sliding_window=int(get("attention.sliding_window", 4096))),
         attn_logit_softcapping=float(get("attn_logit_softcapping", 50.0)),
         final_logit_softcapping=float(get("final_logit_softcapping", 30.0)),
     )

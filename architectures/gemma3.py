@@ -6,7 +6,8 @@ from msgspec.structs import replace
 
 from meshlm.architectures.config_values import integer
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError
-from meshlm.architectures.gemma2 import DEFAULTS, KEYS, gemma_gguf, gemma_spec, gemma_weights, layers_that_slide
+from meshlm.architectures.gemma2 import DEFAULTS, KEYS, gemma_gguf, gemma_spec, gemma_weights
+from meshlm.architectures.layers import all_but_each, with_attention
 from meshlm.architectures.rope import ropes_by_kind
 from meshlm.protocol.model import ModelSpec, RopeSpec
 
@@ -27,14 +28,12 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     spec, get = gemma_gguf(metadata, architecture, largest=_LARGEST), metadata.get
     pattern = get("attention.sliding_window_pattern", _EVERY)
-    sliding = layers_that_slide(spec, pattern) if isinstance(pattern, int) else tuple(map(bool, pattern))
+    sliding = all_but_each(pattern, spec.num_hidden_layers) if isinstance(pattern, int) else tuple(map(bool, pattern))
     if len(sliding) != spec.num_hidden_layers:
         raise MetadataError(f"attention.sliding_window_pattern names {len(sliding)} layers of {spec.num_hidden_layers}")
     return replace(
-        spec,
+        with_attention(spec, sliding, sliding_window=int(get("attention.sliding_window"))),
         qk_norm=True,
-        sliding_window=int(get("attention.sliding_window")),
-        sliding_layers=sliding,
         sliding_rope=RopeSpec(rope_theta=float(get("rope.freq_base_swa", _LOCAL_THETA))),
         final_logit_softcapping=float(get("final_logit_softcapping", 0.0)),
     )

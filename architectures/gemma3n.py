@@ -6,11 +6,13 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import boolean, integer, number, shown
-from meshlm.architectures.dense import attention_weights, decoder_weights, mlp_weights, norm_weights
 from meshlm.architectures.family import Family, Weight
 from meshlm.architectures.gemma2 import DEFAULTS, KEYS, SANDWICH_NORMS, gemma_spec
 from meshlm.architectures.gemma3n_gguf import GEMMA3N_GGUF
+from meshlm.architectures.layers import with_shared_caches, with_sparsity
 from meshlm.architectures.rope import ropes_by_kind
+from meshlm.architectures.weights import attention_weights, decoder_weights, mlp_weights, norm_weights
+from meshlm.protocol.layers import LayerSpec
 from meshlm.protocol.model import AltUpSpec, ModelSpec
 
 _EVERY = 5  # of so many layers the last sees all
@@ -32,23 +34,14 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     spec = gemma_spec(
         {**config, "intermediate_size": sizes.pop(), "query_pre_attn_scalar": 1}, architecture, _EVERY, rope
     )
-    spec = replace(spec, qk_norm=True, sliding_rope=sliding_rope, altup=_altup(config, spec))
-    return replace(spec, num_kv_shared_layers=num_kv_shared_layers(config, spec))
+    spec = with_sparsity(spec, _sparsity(config, spec.num_hidden_layers))
+    spec = with_shared_caches(spec, integer(config, "num_kv_shared_layers"), "num_kv_shared_layers")
+    return replace(spec, qk_norm=True, sliding_rope=sliding_rope, altup=_altup(config))
 
 
-def num_kv_shared_layers(config: dict[str, Any], spec: ModelSpec) -> int:
-    """Layers that share keys and values with an earlier one. ValueError where one would have none to share with."""
-    count, layers = integer(config, "num_kv_shared_layers"), spec.num_hidden_layers
-    sliding = [spec.slides(layer) for layer in range(layers)]
-    if not 0 <= count < layers or not set(sliding[layers - count :]) <= set(sliding[: layers - count]):
-        raise ValueError(
-            f"num_kv_shared_layers {count} of {layers} leaves a layer without an earlier one of its kind to share with"
-        )
-    return count
-
-
-def _altup(config: dict[str, Any], spec: ModelSpec) -> AltUpSpec:
-    layers, pattern = spec.num_hidden_layers, config.get("activation_sparsity_pattern")
+def _sparsity(config: dict[str, Any], layers: int) -> list[float]:
+    """By layer: the share of an MLP's gates that is to be zero. ValueError."""
+    pattern = config.get("activation_sparsity_pattern")
     if pattern is None:
         sparse = _FIRST_SPARSE if layers > _FEWEST else 0
         pattern = [_SPARSE] * sparse + [0.0] * (layers - sparse)
@@ -57,17 +50,17 @@ def _altup(config: dict[str, Any], spec: ModelSpec) -> AltUpSpec:
         raise ValueError(
             f"activation_sparsity_pattern must have a number below 1 for each of {layers} layers, got {shown(pattern)}"
         )
+    return list(map(float, pattern))
+
+
+def _altup(config: dict[str, Any]) -> AltUpSpec:
     names = "altup_num_inputs altup_active_idx laurel_rank hidden_size_per_layer_input vocab_size_per_layer_input"
     sizes = {name: integer(config, name) for name in names.split()}
     few = next((name for name, size in sizes.items() if size < (name != "altup_active_idx")), None)
     if few is not None or sizes["altup_active_idx"] >= sizes["altup_num_inputs"]:
         few = few or "altup_active_idx"
         raise ValueError(f"{few} is {sizes[few]}, which no model can have")
-    return AltUpSpec(
-        altup_correct_scale=boolean(config, "altup_correct_scale"),
-        activation_sparsity_pattern=tuple(map(float, pattern)),
-        **sizes,
-    )
+    return AltUpSpec(altup_correct_scale=boolean(config, "altup_correct_scale"), **sizes)
 
 
 def _weights(spec: ModelSpec) -> Iterator[Weight]:
@@ -75,12 +68,12 @@ def _weights(spec: ModelSpec) -> Iterator[Weight]:
     assert altup is not None
     count, own = altup.altup_num_inputs, altup.hidden_size_per_layer_input
 
-    def in_layer(layer: int) -> Iterator[Weight]:
-        shares = spec.kv_source(layer) != layer
-        for weight in (*attention_weights(spec), *norm_weights(spec, SANDWICH_NORMS)):
+    def in_layer(layer: LayerSpec) -> Iterator[Weight]:
+        shares = layer.cache_of is not None
+        for weight in (*attention_weights(spec, layer), *norm_weights(spec, layer, SANDWICH_NORMS)):
             if not (shares and weight.name.startswith(("self_attn.k", "self_attn.v"))):
                 yield weight
-        yield from mlp_weights(spec, spec.intermediate_size)
+        yield from mlp_weights(spec, layer.intermediate_size)
         for name, gguf, parameter, shape in (
             ("altup.correct_output_scale", "altup_correct_scale", "correct_output_scale", (hidden,)),
             ("altup.correction_coefs.weight", "altup_correct_coef", "correction_coefs", (count, count)),

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from meshlm.architectures.config_values import shown
 from meshlm.architectures.dense import dense_gguf
 from meshlm.architectures.family import GGUFFamily, GGUFMetadata, MetadataError
+from meshlm.architectures.layers import with_attention, with_shared_caches, with_sparsity
 from meshlm.protocol.model import AltUpSpec, ModelSpec, RopeSpec
 
 _LOCAL_THETA = 10_000.0
@@ -27,24 +28,21 @@ def _spec(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
             _of_layers(metadata, "attention.sliding_window_pattern", get("attention.sliding_window_pattern"), layers),
         )
     )
-    shared = int(get("attention.shared_kv_layers"))
-    if not 0 <= shared < layers or not set(sliding[layers - shared :]) <= set(sliding[: layers - shared]):
-        raise MetadataError(f"attention.shared_kv_layers {shared} leaves a layer without one to share with")
+    spec = with_attention(spec, sliding, sliding_window=int(get("attention.sliding_window")) if any(sliding) else 0)
+    key = "attention.shared_kv_layers"
+    spec = with_shared_caches(with_sparsity(spec, _sparsity(metadata, layers)), int(get(key)), key, MetadataError)
     return replace(
         spec,
         hidden_act="gelu_pytorch_tanh",
         query_pre_attn_scalar=1.0,
         qk_norm=True,
-        sliding_window=int(get("attention.sliding_window")) if any(sliding) else 0,
-        sliding_layers=sliding if any(sliding) else (),
         sliding_rope=RopeSpec(rope_theta=float(get("rope.freq_base_swa", _LOCAL_THETA))),
         final_logit_softcapping=float(get("final_logit_softcapping", 0.0)),
-        num_kv_shared_layers=shared,
-        altup=_altup(metadata, layers),
+        altup=_altup(metadata),
     )
 
 
-def _altup(metadata: GGUFMetadata, layers: int) -> AltUpSpec:
+def _altup(metadata: GGUFMetadata) -> AltUpSpec:
     get, shapes = metadata.get, metadata.shapes
     for name in (_TABLE, _LAUREL):
         if len(shapes.get(name, ())) != 2:
@@ -52,7 +50,6 @@ def _altup(metadata: GGUFMetadata, layers: int) -> AltUpSpec:
     count, active = int(get("altup.num_inputs")), int(get("altup.active_idx"))
     if count < 2 or not 0 <= active < count:
         raise MetadataError(f"altup.num_inputs is {count}, altup.active_idx {active}, which no model can have")
-    scales = _of_layers(metadata, "activation_sparsity_scale", get("activation_sparsity_scale"), layers)
     return AltUpSpec(
         altup_num_inputs=count,
         altup_active_idx=active,
@@ -60,8 +57,13 @@ def _altup(metadata: GGUFMetadata, layers: int) -> AltUpSpec:
         laurel_rank=shapes[_LAUREL][0],
         hidden_size_per_layer_input=int(get("embedding_length_per_layer_input")),
         vocab_size_per_layer_input=shapes[_TABLE][0],
-        activation_sparsity_pattern=tuple(NormalDist().cdf(scale) for scale in scales),
     )
+
+
+def _sparsity(metadata: GGUFMetadata, layers: int) -> list[float]:
+    """By layer: the share of an MLP's gates that is to be zero."""
+    scales = _of_layers(metadata, "activation_sparsity_scale", metadata.get("activation_sparsity_scale"), layers)
+    return [NormalDist().cdf(scale) for scale in scales]
 
 
 def _of_layers(metadata: GGUFMetadata, key: str, value: Any, layers: int) -> list[Any]:

@@ -10,14 +10,23 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import boolean, integer, shown
-from meshlm.architectures.dense import attention_weights, decoder_weights, layer_types, mlp_weights, norm_weights
+from meshlm.architectures.dense import layer_types
 from meshlm.architectures.family import Family, Weight
 from meshlm.architectures.gemma2 import DEFAULTS, KEYS, SANDWICH_NORMS, gemma_spec
-from meshlm.architectures.gemma3n import num_kv_shared_layers
 from meshlm.architectures.gemma4_gguf import GEMMA4_GGUF
-from meshlm.architectures.moe import ExpertNames, expert_weights, moe_spec
+from meshlm.architectures.layers import sharing, with_attention, with_mlps, with_shared_caches
+from meshlm.architectures.moe import moe_spec
 from meshlm.architectures.rope import ropes_by_kind
-from meshlm.protocol.model import FullHeadsSpec, ModelSpec, PerLayerInputSpec
+from meshlm.architectures.weights import (
+    ExpertNames,
+    attention_weights,
+    decoder_weights,
+    expert_weights,
+    mlp_weights,
+    norm_weights,
+)
+from meshlm.protocol.layers import LayerSpec, MoESpec
+from meshlm.protocol.model import ModelSpec, PerLayerInputSpec
 
 _EVERY = 6  # of so many layers the last sees all, where the file names no kinds
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -49,19 +58,14 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
         raise ValueError(f"rope_parameters says nothing of {lost[0]} layers")
     rope, sliding_rope = ropes_by_kind({**config, "rope_parameters": ropes}, 1_000_000.0, 10_000.0)
     spec = gemma_spec({**config, "layer_types": kinds, "query_pre_attn_scalar": 1}, architecture, _EVERY, rope)
-    spec = replace(
-        spec,
-        qk_norm=True,
-        sliding_rope=sliding_rope,
-        full_heads=_full_heads(config, spec),
-        per_layer_input=_per_layer_input(config),
-        use_double_wide_mlp=boolean(config, "use_double_wide_mlp"),
-    )
-    spec = replace(spec, num_kv_shared_layers=num_kv_shared_layers(config, spec))
+    spec = with_attention(spec, [not one.slides for one in spec.attentions], **_full_attention(config, spec))
+    spec = with_shared_caches(spec, integer(config, "num_kv_shared_layers"), "num_kv_shared_layers")
+    if boolean(config, "use_double_wide_mlp"):
+        spec = with_mlps(spec, sharing(spec), intermediate_size=2 * spec.intermediate_size)
     if boolean(config, "enable_moe_block"):
         moe = moe_spec({**config, "num_experts_per_tok": config["top_k_experts"], "norm_topk_prob": True})
-        spec = replace(spec, moe=replace(moe, beside_mlp=True))
-    return spec
+        spec = spec.with_layers(lambda layer: replace(layer, experts=moe))
+    return replace(spec, qk_norm=True, sliding_rope=sliding_rope, per_layer_input=_per_layer_input(config))
 
 
 def _kinds(config: dict[str, Any]) -> list[str]:
@@ -72,17 +76,15 @@ def _kinds(config: dict[str, Any]) -> list[str]:
     return [*kinds[:-1], _FULL]
 
 
-def _full_heads(config: dict[str, Any], spec: ModelSpec) -> FullHeadsSpec | None:
-    """None: they are as those of layers that slide. ValueError."""
+def _full_attention(config: dict[str, Any], spec: ModelSpec) -> dict[str, Any]:
+    """What the attention of layers that see all has otherwise than that of layers that slide. ValueError."""
     same = boolean(config, "attention_k_eq_v")
     kv_heads, head_dim = spec.num_key_value_heads, integer(config, "global_head_dim", _GLOBAL_HEAD_DIM)
     if same:
         kv_heads = integer(config, "num_global_key_value_heads", kv_heads)
     if config.get("per_layer_config") is not None:
         kv_heads, head_dim = _of_layers(config["per_layer_config"], spec)
-    if (kv_heads, head_dim, same) == (spec.num_key_value_heads, spec.head_dim, False):
-        return None
-    return FullHeadsSpec(num_key_value_heads=kv_heads, head_dim=head_dim, attention_k_eq_v=same)
+    return {"num_key_value_heads": kv_heads, "head_dim": head_dim, "keys_are_values": same}
 
 
 def _of_layers(given: Any, spec: ModelSpec) -> tuple[int, int]:
@@ -97,7 +99,7 @@ def _of_layers(given: Any, spec: ModelSpec) -> tuple[int, int]:
         if foreign := sorted(one.keys() - set(names)):
             raise ValueError(f"per_layer_config holds {foreign[0]} of layer {layer}; supported: {', '.join(names)}")
         values = {**dict(zip(names, own, strict=True)), **one}
-        found[spec.slides(layer)].add((integer(values, names[0]), integer(values, names[1])))
+        found[spec.attentions[layer].slides].add((integer(values, names[0]), integer(values, names[1])))
     if foreign := sorted(given.keys() - set(map(str, range(spec.num_hidden_layers)))):
         raise ValueError(f"per_layer_config holds {shown(foreign[0])}, which is no layer's number")
     if len(found[False]) != 1 or not found[True] <= {own}:
@@ -142,31 +144,29 @@ def per_layer_tables(sizes: PerLayerInputSpec, layers: int, hidden: int) -> Iter
 
 def _weights(spec: ModelSpec) -> Iterator[Weight]:
     hidden, inputs = spec.hidden_size, spec.per_layer_input
-    same = spec.full_heads is not None and spec.full_heads.attention_k_eq_v
 
-    def in_layer(layer: int) -> Iterator[Weight]:
-        own = spec.of_layer(layer)
-        lacks = {"k", "v"} if spec.kv_source(layer) != layer else {"v"} if same and not spec.slides(layer) else set()
-        for weight in (*attention_weights(own), *norm_weights(own, SANDWICH_NORMS)):
+    def in_layer(layer: LayerSpec) -> Iterator[Weight]:
+        assert layer.attention is not None
+        lacks = "kv" if layer.cache_of is not None else "v" if layer.attention.keys_are_values else ""
+        for weight in (*attention_weights(spec, layer), *norm_weights(spec, layer, SANDWICH_NORMS)):
             if not any(weight.name.startswith(f"self_attn.{name}_") for name in lacks):
                 yield weight
-        yield from mlp_weights(own, own.intermediate_size)
+        yield from mlp_weights(spec, layer.intermediate_size)
         yield Weight("layer_scalar", "layer_output_scale.weight", "scalar", (1,))
         if inputs is not None:
             yield from per_layer_weights(inputs.hidden_size_per_layer_input, hidden)
-        if spec.moe is not None:
-            yield from _beside(spec)
+        if layer.experts is not None:
+            yield from _beside(spec, layer.experts)
 
     yield from decoder_weights(spec, in_layer)
     if inputs is not None:
         yield from per_layer_tables(inputs, spec.num_hidden_layers, hidden)
 
 
-def _beside(spec: ModelSpec) -> Iterator[Weight]:
+def _beside(spec: ModelSpec, moe: MoESpec) -> Iterator[Weight]:
     """The experts of a layer, beside its MLP."""
-    hidden, moe = spec.hidden_size, spec.moe
-    assert moe is not None
-    for weight in expert_weights(spec, _NAMES):
+    hidden = spec.hidden_size
+    for weight in expert_weights(spec, moe, _NAMES):
         yield weight._replace(parameter=weight.parameter.replace("mlp.", "moe.", 1))
     for name, gguf, parameter in _BESIDE_NORMS:
         yield Weight(f"{name}.weight", f"{gguf}.weight", f"{parameter}.weight", (hidden,))

@@ -6,8 +6,9 @@ from msgspec.structs import replace
 
 from meshlm.architectures.dense import dense_gguf
 from meshlm.architectures.family import GGUFFamily, GGUFMetadata, MetadataError
+from meshlm.architectures.layers import sharing, with_attention, with_mlps, with_shared_caches
 from meshlm.architectures.moe import GGUF_KEYS, gguf_moe
-from meshlm.protocol.model import FullHeadsSpec, ModelSpec, PerLayerInputSpec, RopeSpec
+from meshlm.protocol.model import ModelSpec, PerLayerInputSpec, RopeSpec
 
 _STILL = 1e29  # a frequency that is divided by so much turns nothing
 
@@ -18,8 +19,6 @@ def _spec(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     if sliding[-1]:
         raise MetadataError("attention.sliding_window_pattern: the last layer must see all")
     shared = int(get("attention.shared_kv_layers", 0))
-    if not 0 <= shared < layers or not set(sliding[layers - shared :]) <= set(sliding[: layers - shared]):
-        raise MetadataError(f"attention.shared_kv_layers {shared} leaves a layer without one to share with")
     wide = _of_layers(get("feed_forward_length"), layers, "feed_forward_length")
     keys = _of_layers(get("attention.head_count_kv"), layers, "head_count_kv")
     own = {slides: {count for count, kind in zip(keys, sliding, strict=True) if kind == slides} for slides in (0, 1)}
@@ -37,11 +36,20 @@ def _spec(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     }
     fields = {**metadata.fields, **{f"{metadata.kind}.{key}": value for key, value in plain.items()}}
     spec = dense_gguf(metadata._replace(fields=fields, rope_factors=()), architecture)
-    same = _keys_are_values(metadata, sliding, layers - shared)
-    full = FullHeadsSpec(
-        num_key_value_heads=full_keys, head_dim=int(get("attention.key_length")), attention_k_eq_v=same
-    )
-    alike = (full_keys, full.head_dim, same) == (spec.num_key_value_heads, head_dim, False)
+    spec = with_attention(spec, sliding, sliding_window=int(get("attention.sliding_window")) if any(sliding) else 0)
+    spec = with_shared_caches(spec, shared, "attention.shared_kv_layers", MetadataError)
+    full = {
+        "num_key_value_heads": full_keys,
+        "head_dim": int(get("attention.key_length")),
+        "keys_are_values": _keys_are_values(metadata, sliding, layers - shared),
+    }
+    spec = with_attention(spec, [not slides for slides in sliding], **full)
+    if shared and wide[-1] == 2 * wide[0]:
+        spec = with_mlps(spec, sharing(spec), intermediate_size=wide[-1])
+    if [layer.intermediate_size for layer in spec.layers] != wide:
+        raise MetadataError(
+            f"feed_forward_length {wide}: layers that share keys and values may have twice that of others"
+        )
     rope = replace(spec.rope, rope_type="proportional", partial_rotary_factor=_turning(metadata.rope_factors))
     spec = replace(
         spec,
@@ -49,22 +57,13 @@ def _spec(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
         query_pre_attn_scalar=1.0,
         qk_norm=True,
         rope=rope,
-        sliding_window=int(get("attention.sliding_window")) if any(sliding) else 0,
-        sliding_layers=sliding if any(sliding) else (),
         sliding_rope=RopeSpec(rope_theta=float(get("rope.freq_base_swa", 10_000.0))),
         final_logit_softcapping=float(get("final_logit_softcapping", 0.0)),
-        full_heads=None if alike else full,
         per_layer_input=_per_layer_input(metadata),
-        num_kv_shared_layers=shared,
-        use_double_wide_mlp=shared > 0 and wide[-1] == 2 * wide[0],
     )
-    if [spec.of_layer(layer).intermediate_size for layer in range(layers)] != wide:
-        raise MetadataError(
-            f"feed_forward_length {wide}: layers that share keys and values may have twice that of others"
-        )
     if int(get("expert_count", 0)):
         moe = gguf_moe(metadata._replace(fields=fields), norm_topk_prob=True)
-        spec = replace(spec, moe=replace(moe, beside_mlp=True))
+        spec = spec.with_layers(lambda layer: replace(layer, experts=moe))
     return spec
 
 

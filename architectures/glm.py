@@ -5,20 +5,16 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.dense import (
+from meshlm.architectures.dense import dense_gguf, dense_spec, one_window, partly_rotated, refuse_quantised
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
+from meshlm.architectures.weights import (
     GGUF_GATE_UP,
     PRE_NORMS,
     Norms,
-    dense_gguf,
-    dense_spec,
-    dense_weights,
     fused_gate_up,
-    one_window,
-    partly_rotated,
-    refuse_quantised,
     rotating_neighbours,
+    transformer_weights,
 )
-from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
 from meshlm.protocol.model import ModelSpec
 
 DEFAULTS = {
@@ -42,7 +38,7 @@ def glm_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 
 def glm_weights(spec: ModelSpec, norms: Norms = PRE_NORMS) -> Iterator[Weight]:
     """Every tensor."""
-    return rotating_neighbours(spec, fused_gate_up(dense_weights(spec, norms)))
+    return rotating_neighbours(spec, fused_gate_up(transformer_weights(spec, norms)))
 
 
 def glm_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:

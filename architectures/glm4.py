@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from meshlm.architectures.dense import GGUF_GATE_UP, Norms
 from meshlm.architectures.family import Family, GGUFFamily, Weight
 from meshlm.architectures.glm import DEFAULTS, PACKED, glm_gguf, glm_spec, glm_weights
+from meshlm.architectures.weights import GGUF_GATE_UP, Norms
 from meshlm.protocol.model import ModelSpec
 
 _NORMS: Norms = (

@@ -9,19 +9,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import boolean, integer, words
-from meshlm.architectures.deepseek_v2 import GGUF_EXPERT_KEYS, NAMES, experts, gguf_experts
-from meshlm.architectures.dense import (
-    POST_ATTENTION_NORMS,
-    PRE_NORMS,
-    Norms,
-    dense_gguf,
-    dense_spec,
-    one_window,
-    partly_rotated,
-)
+from meshlm.architectures.deepseek_v2 import GGUF_EXPERT_KEYS, NAMES, with_gguf_experts, with_routed_experts
+from meshlm.architectures.dense import dense_gguf, dense_spec, one_window, partly_rotated
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
-from meshlm.architectures.moe import moe_weights
-from meshlm.protocol.model import ModelSpec, MoESpec
+from meshlm.architectures.weights import POST_ATTENTION_NORMS, PRE_NORMS, Norms, transformer_weights
+from meshlm.protocol.layers import MoESpec
+from meshlm.protocol.model import ModelSpec
 
 DRAFTS = ("num_nextn_predict_layers", "num_mtp_layers")  # older files, newer files
 SIGMOID = MoESpec(
@@ -42,19 +35,19 @@ def sigmoid_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     """A dense spec with experts that are scored by sigmoids. KeyError, ValueError."""
     spec = dense_spec({**config, "mlp_bias": False}, architecture)
     moe = replace(SIGMOID, norm_topk_prob=boolean(config, "norm_topk_prob"))
-    return replace(spec, moe=experts(config, spec, moe))
+    return with_routed_experts(config, spec, moe)
 
 
 def sigmoid_weights(spec: ModelSpec, norms: Norms = PRE_NORMS) -> Iterator[Weight]:
     """Every tensor."""
-    return moe_weights(spec, NAMES, norms)
+    return transformer_weights(spec, norms, experts=NAMES)
 
 
 def sigmoid_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     """A spec whose experts are scored by sigmoids, unless the .gguf file says otherwise. MetadataError."""
     spec = dense_gguf(metadata, architecture)
     spec = replace(spec, qk_norm="blk.0.attn_q_norm.weight" in metadata.shapes)
-    return partly_rotated(replace(spec, moe=gguf_experts(metadata, spec, plain=2)), metadata)
+    return partly_rotated(with_gguf_experts(metadata, spec, plain=2), metadata)
 
 
 def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:

@@ -6,7 +6,6 @@ from meshlm.architectures.config_values import integer, words
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Layout
 from meshlm.architectures.layer_norms import (
     GGUF_EPS,
-    GGUF_QKV,
     MODEL,
     QKV,
     layer_norm_gguf,
@@ -15,6 +14,7 @@ from meshlm.architectures.layer_norms import (
     named,
     renaming,
 )
+from meshlm.architectures.weights import GGUF_QKV
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
 _NAMES = {

@@ -6,7 +6,6 @@ from meshlm.architectures.config_values import boolean, words
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Layout
 from meshlm.architectures.layer_norms import (
     GGUF_EPS,
-    GGUF_QKV,
     MODEL,
     QKV,
     layer_norm_gguf,
@@ -14,6 +13,7 @@ from meshlm.architectures.layer_norms import (
     layer_norm_weights,
     renaming,
 )
+from meshlm.architectures.weights import GGUF_QKV
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
 

@@ -6,18 +6,18 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import integer, number, shown
-from meshlm.architectures.dense import (
-    POST_ATTENTION_NORMS,
-    attention_weights,
-    decoder_weights,
-    dense_gguf,
-    dense_spec,
-    mlp_weights,
-    norm_weights,
-)
+from meshlm.architectures.dense import dense_gguf, dense_spec
 from meshlm.architectures.dense import sliding_layers as layers_that_slide
 from meshlm.architectures.family import ExpertTensors, Family, GGUFFamily, GGUFMetadata, Split, Weight
-from meshlm.architectures.moe import GGUF_KEYS, ExpertNames, checked, expert_weights, gguf_moe, moe_spec
+from meshlm.architectures.layers import all_but_each, with_attention, with_experts
+from meshlm.architectures.moe import GGUF_KEYS, checked, gguf_moe, moe_spec
+from meshlm.architectures.weights import (
+    POST_ATTENTION_NORMS,
+    ExpertNames,
+    attention_weights,
+    transformer_weights,
+)
+from meshlm.protocol.layers import LayerSpec
 from meshlm.protocol.model import ModelSpec
 
 NAMES = ExpertNames(router="mlp.router")
@@ -45,7 +45,8 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     moe = moe_spec({**config, "num_experts_per_tok": chosen[0]}, "num_local_experts", "intermediate_size")
     alpha, limit = (number(config[key], key) for key in ("swiglu_alpha", "swiglu_limit"))
     moe = checked(replace(moe, norm_topk_prob=True, router_bias=True, expert_bias=True, swiglu=(alpha, limit)))
-    return replace(spec, attention_sinks=True, sliding_window=window, sliding_layers=sliding, moe=moe)
+    spec = with_attention(replace(spec, attention_sinks=True), sliding, sliding_window=window)
+    return with_experts(spec, moe)
 
 
 def _check_context(config: dict[str, Any], spec: ModelSpec) -> None:
@@ -59,31 +60,22 @@ def _check_context(config: dict[str, Any], spec: ModelSpec) -> None:
 
 
 def _weights(spec: ModelSpec) -> Iterator[Weight]:
+    return transformer_weights(spec, POST_ATTENTION_NORMS, attention=_attention, experts=NAMES)
+
+
+def _attention(spec: ModelSpec, layer: LayerSpec) -> Iterator[Weight]:
+    yield from attention_weights(spec, layer)
     heads = (spec.num_attention_heads,)
-
-    def in_layer(layer: int) -> Iterator[Weight]:
-        yield from attention_weights(spec)
-        if spec.attention_sinks:
-            yield Weight("self_attn.sinks", "attn_sinks.weight", "attention.sinks", heads, Split.QUERY_HEADS)
-        yield from expert_weights(spec, NAMES) if spec.has_experts(layer) else mlp_weights(spec, spec.intermediate_size)
-        yield from norm_weights(spec, POST_ATTENTION_NORMS)
-
-    return decoder_weights(spec, in_layer)
+    yield Weight("self_attn.sinks", "attn_sinks.weight", "attention.sinks", heads, Split.QUERY_HEADS)
 
 
 def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     """llama.cpp's code knows what its files do not say: YaRN without rounding, layers that slide, and the activation."""
     spec = dense_gguf(metadata, architecture)
     moe = gguf_moe(metadata, norm_topk_prob=True, router_bias=True, expert_bias=True, swiglu=(_ALPHA, _LIMIT))
-    sliding = tuple((layer + 1) % _EVERY > 0 for layer in range(spec.num_hidden_layers))
-    return replace(
-        spec,
-        rope=replace(spec.rope, truncate=False),
-        attention_sinks=True,
-        sliding_window=int(metadata.get("attention.sliding_window")),
-        sliding_layers=sliding,
-        moe=moe,
-    )
+    window = int(metadata.get("attention.sliding_window"))
+    spec = replace(spec, rope=replace(spec.rope, truncate=False), attention_sinks=True)
+    return with_experts(with_attention(spec, all_but_each(_EVERY, spec.num_hidden_layers), sliding_window=window), moe)
 
 
 FAMILY = Family(

@@ -6,7 +6,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import integer, words
-from meshlm.architectures.dense import partial_factor, refuse_quantised, rotating_neighbours
+from meshlm.architectures.dense import partial_factor, refuse_quantised
 from meshlm.architectures.family import Family, Weight
 from meshlm.architectures.layer_norms import (
     MODEL,
@@ -15,6 +15,7 @@ from meshlm.architectures.layer_norms import (
     named,
     renaming,
 )
+from meshlm.architectures.weights import rotating_neighbours
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
 _NAMES = {

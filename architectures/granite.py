@@ -10,10 +10,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import number, words
-from meshlm.architectures.dense import dense_gguf, dense_spec, dense_weights, layers_that_attend
+from meshlm.architectures.dense import dense_gguf, dense_spec, layers_that_attend
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
-from meshlm.architectures.moe import GGUF_KEYS, ExpertNames, gguf_moe, moe_spec, moe_weights
+from meshlm.architectures.layers import with_attention, with_experts, with_mlps
+from meshlm.architectures.moe import GGUF_KEYS, gguf_moe, moe_spec
 from meshlm.architectures.states import GGUF_STATE
+from meshlm.architectures.weights import ExpertNames, transformer_weights
 from meshlm.protocol.model import ModelSpec
 
 MULTIPLIERS = words("embedding_multiplier logits_scaling residual_multiplier attention_multiplier")
@@ -76,14 +78,14 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 
 def _moe_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     moe = replace(moe_spec(config, "num_local_experts", "intermediate_size"), norm_topk_prob=True)
-    return replace(_spec(config, architecture), moe=moe)
+    return with_experts(_spec(config, architecture), moe)
 
 
 def granite_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     """Files say by rope.scaling.finetuned whether heads have positions. MetadataError."""
     spec, get = dense_gguf(metadata, architecture), metadata.get
     if get("rope.scaling.finetuned", True) is False:
-        spec = replace(spec, no_rope_layers=(True,) * spec.num_hidden_layers)
+        spec = with_attention(spec, rotates=False)
     names = ("embedding_scale", "logit_scale", "residual_scale", "attention.scale")
     unscaled = (1.0, 1.0, 1.0, spec.head_dim**-0.5)
     keys = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
@@ -100,18 +102,18 @@ def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     if not all(attends):
         raise MetadataError(f"metadata {metadata.kind}.attention.head_count_kv is 0 of a layer")
     spec = granite_gguf(metadata, architecture)
-    return replace(spec, intermediate_size=metadata.shapes.get("blk.0.ffn_up.weight", (spec.intermediate_size,))[0])
+    return with_mlps(spec, intermediate_size=metadata.shapes.get("blk.0.ffn_up.weight", (spec.intermediate_size,))[0])
 
 
 def _moe_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
-    return replace(granite_gguf(metadata, architecture), moe=gguf_moe(metadata, norm_topk_prob=True))
+    return with_experts(granite_gguf(metadata, architecture), gguf_moe(metadata, norm_topk_prob=True))
 
 
 DENSE = Family(
     architecture="GraniteForCausalLM",
     model_type="granite",
     spec=_spec,
-    weights=lambda spec: multiplied(spec, dense_weights(spec)),
+    weights=lambda spec: multiplied(spec, transformer_weights(spec)),
     keys=MULTIPLIERS,
     defaults={**dict.fromkeys(MULTIPLIERS, 1.0), "max_position_embeddings": 2048},
     gguf=GGUFFamily(
@@ -125,7 +127,7 @@ EXPERTS = Family(
     architecture="GraniteMoeForCausalLM",
     model_type="granitemoe",
     spec=_moe_spec,
-    weights=lambda spec: multiplied(spec, moe_weights(spec, NAMES)),
+    weights=lambda spec: multiplied(spec, transformer_weights(spec, experts=NAMES)),
     keys=MULTIPLIERS | words("num_local_experts num_experts_per_tok"),
     defaults={
         **dict.fromkeys(MULTIPLIERS, 1.0),

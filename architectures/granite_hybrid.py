@@ -4,19 +4,8 @@ in granite.py."""
 from collections.abc import Iterator
 from typing import Any
 
-from msgspec.structs import replace
-
 from meshlm.architectures.config_values import integer, shown, words
-from meshlm.architectures.dense import (
-    PRE_NORMS,
-    attention_weights,
-    decoder_weights,
-    dense_spec,
-    layers_that_attend,
-    mlp_weights,
-    norm_weights,
-    partly_rotated,
-)
+from meshlm.architectures.dense import dense_spec, layers_that_attend, partly_rotated
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
 from meshlm.architectures.granite import (
     GGUF_SCALES,
@@ -29,7 +18,8 @@ from meshlm.architectures.granite import (
     renamed_experts,
     with_multipliers,
 )
-from meshlm.architectures.moe import GGUF_KEYS, checked, expert_weights, gguf_moe
+from meshlm.architectures.layers import with_attention, with_experts, with_mlps, with_states
+from meshlm.architectures.moe import GGUF_KEYS, checked, gguf_moe
 from meshlm.architectures.states import (
     GGUF_PACKED,
     GGUF_STATE,
@@ -41,7 +31,11 @@ from meshlm.architectures.states import (
     mamba2_state,
     mamba2_weights,
 )
-from meshlm.protocol.model import ModelSpec, MoESpec
+from meshlm.architectures.weights import (
+    transformer_weights,
+)
+from meshlm.protocol.layers import MoESpec
+from meshlm.protocol.model import ModelSpec
 
 _KINDS = {"mamba": "state", "linear_attention": "state", "attention": "attention", "full_attention": "attention"}
 
@@ -55,8 +49,6 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     shared, count = integer(config, "shared_intermediate_size"), integer(config, "num_local_experts")
     wide = integer(config, "intermediate_size")
     spec = dense_spec({**config, "intermediate_size": wide if count else shared, "mlp_bias": False}, architecture)
-    layers, states = spec.num_hidden_layers, tuple(kind == "state" for kind in kinds)
-    moe = None
     if count:
         moe = MoESpec(
             num_experts=count,
@@ -65,41 +57,29 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
             norm_topk_prob=True,  # their softmax is over those that are chosen
             shared_intermediate_size=shared,
         )
-        checked(moe, "num_local_experts")
-    spec = replace(
-        spec,
-        moe=moe,
-        attention_layers=tuple(not one for one in states),
-        state=mamba2_state(config, states) if any(states) else None,
-        no_rope_layers=() if positions == "rope" else (True,) * layers,
-    )
-    return with_multipliers(spec, config)
+        spec = with_experts(spec, checked(moe, "num_local_experts"))
+    if "state" in kinds:
+        spec = with_states(spec, mamba2_state(config), [kind == "state" for kind in kinds])
+    return with_multipliers(with_attention(spec, rotates=positions == "rope"), config)
 
 
 def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     """Files of Bamba are of this kind too: with positions, and without multipliers."""
     metadata, attends = layers_that_attend(metadata)
-    spec, states = granite_gguf(metadata, architecture), tuple(not one for one in attends)
+    spec = granite_gguf(metadata, architecture)
     if metadata.get("expert_count", 0):
         shared = int(metadata.get("expert_shared_feed_forward_length", 0))
-        spec = replace(spec, moe=gguf_moe(metadata, norm_topk_prob=True, shared_intermediate_size=shared))
+        spec = with_experts(spec, gguf_moe(metadata, norm_topk_prob=True, shared_intermediate_size=shared))
     else:  # feed_forward_length is that of experts, also where there are none
         wide = metadata.shapes.get("blk.0.ffn_up.weight", (spec.intermediate_size,))[0]
-        spec = replace(spec, intermediate_size=wide)
-    state = mamba2_gguf(metadata, states) if any(states) else None
-    return replace(partly_rotated(spec, metadata), attention_layers=attends, state=state)
+        spec = with_mlps(spec, intermediate_size=wide)
+    spec = partly_rotated(spec, metadata)
+    return spec if all(attends) else with_states(spec, mamba2_gguf(metadata), [not one for one in attends])
 
 
 def _weights(spec: ModelSpec) -> Iterator[Weight]:
-    def in_layer(layer: int) -> Iterator[Weight]:
-        yield from attention_weights(spec) if spec.has_attention(layer) else mamba2_weights(spec)
-        if spec.has_experts(layer):
-            yield from expert_weights(spec, NAMES)
-        else:
-            yield from mlp_weights(spec, spec.intermediate_size, ("shared_mlp", "ffn_{}", "mlp"))
-        yield from norm_weights(spec, PRE_NORMS)
-
-    return multiplied(spec, decoder_weights(spec, in_layer))
+    mlp = ("shared_mlp", "ffn_{}", "mlp")
+    return multiplied(spec, transformer_weights(spec, state=mamba2_weights, mlp=mlp, experts=NAMES))
 
 
 FAMILY = Family(

@@ -5,8 +5,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.dense import dense_spec, dense_weights, one_window, refuse_quantised, rotating_neighbours
+from meshlm.architectures.dense import dense_spec, one_window, refuse_quantised
 from meshlm.architectures.family import Family, Weight
+from meshlm.architectures.weights import rotating_neighbours, transformer_weights
 from meshlm.protocol.model import ModelSpec
 
 
@@ -18,7 +19,7 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 
 
 def _weights(spec: ModelSpec) -> Iterator[Weight]:
-    return rotating_neighbours(spec, dense_weights(spec))
+    return rotating_neighbours(spec, transformer_weights(spec))
 
 
 FAMILY = Family(

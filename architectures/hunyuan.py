@@ -8,9 +8,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import integer, number, shown, words
-from meshlm.architectures.dense import dense_gguf, dense_spec, dense_weights, one_window
+from meshlm.architectures.dense import dense_gguf, dense_spec, one_window
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata
 from meshlm.architectures.rope import rope_kind
+from meshlm.architectures.weights import transformer_weights
 from meshlm.protocol.model import ModelSpec
 
 _WANTED: dict[str, Any] = {"use_qk_norm": True, "norm_type": "rms", "use_cla": False, "use_rotary_pos_emb": True}
@@ -57,7 +58,7 @@ FAMILY = Family(
     architecture="HunYuanDenseV1ForCausalLM",
     model_type="hunyuan_v1_dense",
     spec=_spec,
-    weights=dense_weights,
+    weights=transformer_weights,
     keys=frozenset(_WANTED) | words("attention_head_dim cla_share_factor"),
     defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
     rename=_renamed,

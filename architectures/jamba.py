@@ -3,22 +3,16 @@
 from collections.abc import Iterator
 from typing import Any
 
-from msgspec.structs import replace
-
 from meshlm.architectures.config_values import integer, words
-from meshlm.architectures.dense import (
-    attention_weights,
-    decoder_weights,
-    dense_gguf,
-    dense_spec,
-    layers_that_attend,
-    mlp_weights,
-    norm_weights,
-    one_window,
-)
+from meshlm.architectures.dense import dense_gguf, dense_spec, layers_that_attend, one_window
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
-from meshlm.architectures.moe import GGUF_KEYS, ExpertNames, expert_weights, gguf_moe, moe_spec
+from meshlm.architectures.layers import with_attention, with_experts, with_states
+from meshlm.architectures.moe import GGUF_KEYS, gguf_moe, moe_spec
 from meshlm.architectures.selective_scan import GGUF_STATE, mamba_gguf, mamba_state, mamba_weights
+from meshlm.architectures.weights import (
+    ExpertNames,
+    transformer_weights,
+)
 from meshlm.protocol.model import ModelSpec
 
 _NORMS = (("input_layernorm", "attn_norm", "input_norm"), ("pre_ff_layernorm", "ffn_norm", "post_norm"))
@@ -31,16 +25,10 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     layers = spec.num_hidden_layers
     attends = _every(config, "attn_layer", layers)
     experts = _every(config, "expert_layer", layers)
-    state, moe = mamba_state(config, tuple(not one for one in attends), "weighted"), None
     if integer(config, "num_experts") > 1 and any(experts):
-        moe = replace(moe_spec(config, wide="intermediate_size"), moe_layers=() if all(experts) else experts)
-    return replace(
-        spec,
-        moe=moe,
-        attention_layers=attends,
-        state=None if all(attends) else state,
-        no_rope_layers=(True,) * layers,
-    )
+        spec = with_experts(spec, moe_spec(config, wide="intermediate_size"), experts)
+    spec = with_states(spec, mamba_state(config, "weighted"), (not one for one in attends))
+    return with_attention(spec, rotates=False)
 
 
 def _every(config: dict[str, Any], name: str, layers: int) -> tuple[bool, ...]:
@@ -53,30 +41,18 @@ def _every(config: dict[str, Any], name: str, layers: int) -> tuple[bool, ...]:
 
 def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     metadata, attends = layers_that_attend(metadata)
-    spec, moe = dense_gguf(metadata, architecture), None
-    layers = spec.num_hidden_layers
-    experts = tuple(f"blk.{layer}.ffn_gate_inp.weight" in metadata.shapes for layer in range(layers))
+    spec = dense_gguf(metadata, architecture)
+    experts = [f"blk.{layer}.ffn_gate_inp.weight" in metadata.shapes for layer in range(spec.num_hidden_layers)]
     if any(experts):
-        moe = replace(gguf_moe(metadata), moe_layers=() if all(experts) else experts)
-    return replace(
-        spec,
-        moe=moe,
-        attention_layers=attends,
-        state=None if all(attends) else mamba_gguf(metadata, tuple(not one for one in attends), "weighted"),
-        no_rope_layers=(True,) * layers,
-    )
+        spec = with_experts(spec, gguf_moe(metadata), experts)
+    if not all(attends):
+        spec = with_states(spec, mamba_gguf(metadata, "weighted"), (not one for one in attends))
+    return with_attention(spec, rotates=False)
 
 
 def _weights(spec: ModelSpec) -> Iterator[Weight]:
-    def in_layer(layer: int) -> Iterator[Weight]:
-        yield from attention_weights(spec) if spec.has_attention(layer) else mamba_weights(spec)
-        if spec.has_experts(layer):
-            yield from expert_weights(spec, _NAMES)
-        else:
-            yield from mlp_weights(spec, spec.intermediate_size, ("feed_forward", "ffn_{}", "mlp"))
-        yield from norm_weights(spec, _NORMS)
-
-    return decoder_weights(spec, in_layer)
+    mlp = ("feed_forward", "ffn_{}", "mlp")
+    return transformer_weights(spec, _NORMS, state=mamba_weights, mlp=mlp, experts=_NAMES)
 
 
 def _renamed(name: str) -> str:

@@ -1,20 +1,29 @@
 """What decoders with layer norms have in common: the sizes in their files, and the weights by names that families rename theirs to."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from msgspec.structs import replace
 
 from meshlm.architectures import dense
 from meshlm.architectures.config_values import number, shown
-from meshlm.architectures.dense import attention_weights, decoder_weights, dense_spec, mlp_weights
+from meshlm.architectures.dense import dense_spec
 from meshlm.architectures.family import GGUFMetadata, Split, Weight
+from meshlm.architectures.layers import with_attention
+from meshlm.architectures.weights import (
+    NAMES,
+    ExpertNames,
+    attention_weights,
+    decoder_weights,
+    expert_weights,
+    mlp_weights,
+)
+from meshlm.protocol.layers import LayerSpec
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
 MODEL = "meshlm.workers.models.layer_norm:LayerNormDecoder"
 QKV = {"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")}
-GGUF_QKV = dense.GGUF_QKV
 GGUF_EPS = "attention.layer_norm_epsilon"
 _ACTIVATIONS = {**dense.ACTIVATIONS, "relu": "relu", "relu2": "relu2", "gelu_python": "gelu"}
 
@@ -39,12 +48,11 @@ def layer_norm_spec(
             f"num_key_value_heads {spec.num_key_value_heads} is not supported for {architecture}, only {heads}"
         )
     return replace(
-        spec,
+        with_attention(spec, rotates=not order.learned_positions),
         hidden_act=known[function],
         rms_norm_eps=number(config[eps], eps),
         norm_bias=True,
         layer_norms=order,
-        no_rope_layers=(True,) * spec.num_hidden_layers if order.learned_positions else (),
     )
 
 
@@ -54,13 +62,12 @@ def layer_norm_gguf(
     """The spec of a .gguf file. act: the function of the family's MLP, which files do not name. MetadataError."""
     spec, shapes = dense.dense_gguf(metadata, architecture, GGUF_EPS), metadata.shapes
     return replace(
-        dense.partly_rotated(spec, metadata),
+        with_attention(dense.partly_rotated(spec, metadata), rotates=not order.learned_positions),
         hidden_act=act,
         attention_bias=spec.attention_bias or "blk.0.attn_qkv.bias" in shapes,
         mlp_bias="blk.0.ffn_up.bias" in shapes,
         norm_bias="output_norm.bias" in shapes,
         layer_norms=order,
-        no_rope_layers=(True,) * spec.num_hidden_layers if order.learned_positions else (),
     )
 
 
@@ -69,16 +76,17 @@ def named(config: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     return {**config, **{ours: config.get(theirs, config.get(ours)) for ours, theirs in names.items()}}
 
 
-def layer_norm_weights(spec: ModelSpec, plus: float = 0.0, mlp: Iterable[Weight] = ()) -> Iterator[Weight]:
-    """Every tensor. plus: see Weight.plus, of the weights of all norms. mlp: of a layer, in the place of an MLP's."""
-    order, own = spec.layer_norms, tuple(mlp)
+def layer_norm_weights(spec: ModelSpec, plus: float = 0.0, experts: ExpertNames = NAMES) -> Iterator[Weight]:
+    """Every tensor. plus: see Weight.plus, of the weights of all norms. experts: their names, of layers that have them."""
+    order = spec.layer_norms
     assert order is not None
-    dense = mlp_weights(spec, spec.intermediate_size) if order.gated else ungated_weights(spec)
-    own = own or tuple(dense)
 
-    def in_layer(layer: int) -> Iterator[Weight]:
-        yield from attention_weights(spec)
-        yield from own
+    def in_layer(layer: LayerSpec) -> Iterator[Weight]:
+        yield from attention_weights(spec, layer)
+        if layer.experts is not None:
+            yield from expert_weights(spec, layer.experts, experts)
+        else:
+            yield from mlp_weights(spec, layer.intermediate_size) if order.gated else ungated_weights(spec, layer)
         yield from _norm(spec, "input_layernorm", "attn_norm", "attention_norm", plus)
         if order.parallel != 1:
             yield from _norm(spec, "post_attention_layernorm", "ffn_norm", "mlp_norm", plus)
@@ -110,9 +118,9 @@ def _outside(spec: ModelSpec, order: LayerNormSpec, plus: float) -> Iterator[Wei
         yield Weight("lm_head.bias", "output.bias", "head_bias", (spec.vocab_size,))
 
 
-def ungated_weights(spec: ModelSpec) -> Iterator[Weight]:
+def ungated_weights(spec: ModelSpec, layer: LayerSpec) -> Iterator[Weight]:
     """An MLP without a gate."""
-    hidden, wide, split = spec.hidden_size, spec.intermediate_size, Split.INTERMEDIATE
+    hidden, wide, split = spec.hidden_size, layer.intermediate_size, Split.INTERMEDIATE
     yield Weight("mlp.up_proj.weight", "ffn_up.weight", "mlp.up.weight", (wide, hidden), split)
     yield Weight("mlp.down_proj.weight", "ffn_down.weight", "mlp.down.weight", (hidden, wide), split, dim=1)
     if spec.mlp_bias:

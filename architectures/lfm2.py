@@ -7,18 +7,15 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import boolean, integer, number, shown, words
-from meshlm.architectures.dense import (
-    attention_weights,
-    decoder_weights,
-    dense_gguf,
-    dense_spec,
-    layers_that_attend,
-    mlp_weights,
-    norm_weights,
-)
+from meshlm.architectures.dense import dense_gguf, dense_spec, layers_that_attend
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Split, Weight
+from meshlm.architectures.layers import with_states
 from meshlm.architectures.states import layers_of
-from meshlm.protocol.model import ModelSpec, StateSpec
+from meshlm.architectures.weights import (
+    transformer_weights,
+)
+from meshlm.protocol.layers import StateSpec
+from meshlm.protocol.model import ModelSpec
 
 _NORMS = (("operator_norm", "attn_norm", "input_norm"), ("ffn_norm", "ffn_norm", "post_norm"))
 _KINDS = {"conv": "state", "full_attention": "attention"}
@@ -39,10 +36,8 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 
 
 def _with_states(spec: ModelSpec, attends: tuple[bool, ...], kernel: int, *, bias: bool) -> ModelSpec:
-    states = tuple(not one for one in attends)
     state = StateSpec(
         kind="short_conv",
-        layers=states,
         num_heads=spec.hidden_size,
         head_dim=1,
         state_size=0,
@@ -51,7 +46,7 @@ def _with_states(spec: ModelSpec, attends: tuple[bool, ...], kernel: int, *, bia
         conv_bias=bias,
         proj_bias=bias,
     )
-    return replace(spec, qk_norm=True, attention_layers=attends, state=state if any(states) else None)
+    return with_states(replace(spec, qk_norm=True), state, (not one for one in attends))
 
 
 def _intermediate(config: dict[str, Any]) -> int:
@@ -100,13 +95,7 @@ def _mixer(spec: ModelSpec) -> Iterator[Weight]:
 
 
 def _weights(spec: ModelSpec) -> Iterator[Weight]:
-    def in_layer(layer: int) -> Iterator[Weight]:
-        attends = spec.has_attention(layer)
-        yield from attention_weights(spec) if attends else _mixer(spec)
-        yield from mlp_weights(spec, spec.intermediate_size, ("feed_forward", "ffn_{}", "mlp"))
-        yield from norm_weights(spec if attends else replace(spec, qk_norm=False), _NORMS)
-
-    for weight in decoder_weights(spec, in_layer):
+    for weight in transformer_weights(spec, _NORMS, state=_mixer, mlp=("feed_forward", "ffn_{}", "mlp")):
         yield weight._replace(gguf="token_embd_norm.weight") if weight.parameter == "norm.weight" else weight
 
 

@@ -9,19 +9,16 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import boolean, integer, number, shown
-from meshlm.architectures.dense import (
-    attention_weights,
-    decoder_weights,
-    dense_gguf,
-    dense_spec,
-    mlp_weights,
-    norm_weights,
-    refuse_quantised,
-    rotating_neighbours,
-)
+from meshlm.architectures.dense import dense_gguf, dense_spec, refuse_quantised
 from meshlm.architectures.family import ExpertTensors, Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
-from meshlm.architectures.moe import GGUF_KEYS, ExpertNames, checked, expert_weights, gguf_moe, moe_spec
+from meshlm.architectures.layers import with_attention, with_experts
+from meshlm.architectures.moe import GGUF_KEYS, checked, gguf_moe, moe_spec
 from meshlm.architectures.smollm3 import without_positions
+from meshlm.architectures.weights import (
+    ExpertNames,
+    rotating_neighbours,
+    transformer_weights,
+)
 from meshlm.protocol.model import ModelSpec
 
 NAMES = ExpertNames("feed_forward.router", "feed_forward.experts.{}", shared="feed_forward.shared_expert")
@@ -38,7 +35,7 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     if chunk < 0:
         raise ValueError(f"attention_chunk_size is {chunk}; it must be positive, or null")
     named = _chunked(config, without)
-    chunked = named if 0 < chunk < spec.max_position_embeddings else ()
+    chunked = named if 0 < chunk < spec.max_position_embeddings else (False,) * len(named)
     if integer(config, "num_experts_per_tok") != 1:
         raise ValueError(
             f"num_experts_per_tok {config['num_experts_per_tok']} is not supported for {architecture}; it must be 1"
@@ -48,7 +45,6 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
         scoring_func="sigmoid",
         weights_on_input=True,
         shared_intermediate_size=wide,
-        moe_layers=_layers_with_experts(config),
     )
     temperature = None
     if config.get("attn_temperature_tuning"):  # older files have a number there
@@ -58,15 +54,9 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     normed = boolean(config, "use_qk_norm")
     if normed:  # heads are normed behind their rotation, which takes away what YaRN and LongRoPE multiply them by
         spec = replace(spec, rope=replace(spec.rope, attention_factor=1.0))
-    return replace(
-        spec,
-        sliding_layers=chunked,
-        attention_chunk_size=chunk if any(chunked) else 0,
-        no_rope_layers=without,
-        qk_norm=normed,
-        attn_temperature=temperature,
-        moe=checked(moe),
-    )
+    spec = with_attention(with_attention(spec, chunked, attention_chunk_size=chunk), without, rotates=False)
+    spec = with_experts(spec, checked(moe), _layers_with_experts(config))
+    return replace(spec, qk_norm=normed, attn_temperature=temperature)
 
 
 def _chunked(config: dict[str, Any], without: tuple[bool, ...]) -> tuple[bool, ...]:
@@ -79,12 +69,11 @@ def _chunked(config: dict[str, Any], without: tuple[bool, ...]) -> tuple[bool, .
     for layer, kind in enumerate(kinds):
         if kind not in _KINDS:
             raise ValueError(f"layer_types holds {shown(kind)} for layer {layer}; supported: {', '.join(_KINDS)}")
-    chunked = tuple(kind == _KINDS[0] for kind in kinds)
-    return chunked if any(chunked) else ()
+    return tuple(kind == _KINDS[0] for kind in kinds)
 
 
 def _layers_with_experts(config: dict[str, Any]) -> tuple[bool, ...]:
-    """Reads moe_layers and interleave_moe_layer_step; empty: all layers have experts. ValueError."""
+    """The layers with experts, by moe_layers or interleave_moe_layer_step. ValueError."""
     layers, given = integer(config, "num_hidden_layers"), config.get("moe_layers")
     if given is None:
         step = integer(config, "interleave_moe_layer_step", 1)
@@ -96,7 +85,7 @@ def _layers_with_experts(config: dict[str, Any]) -> tuple[bool, ...]:
     found = tuple(layer in given for layer in range(layers))
     if not any(found):
         raise ValueError("moe_layers and interleave_moe_layer_step leave no layer with experts")
-    return () if all(found) else found
+    return found
 
 
 def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
@@ -109,35 +98,20 @@ def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
             f"attention.sliding_window {_CHUNK} where it is given, expert_used_count 1"
         )
     moe = gguf_moe(metadata, scoring_func="sigmoid", weights_on_input=True)
-    without, chunked = without_positions({}, layers), spec.max_position_embeddings > _CHUNK
-    experts = tuple((layer + 1) % step == 0 for layer in range(layers))
-    return replace(
-        spec,
-        sliding_layers=tuple(not one for one in without) if chunked else (),
-        attention_chunk_size=_CHUNK if chunked else 0,
-        no_rope_layers=without,
-        qk_norm=moe.num_experts != _MAVERICK,
-        attn_temperature=(0.1, 8192.0),
-        moe=replace(
-            moe,
-            shared_intermediate_size=moe.moe_intermediate_size,
-            moe_layers=() if all(experts) else experts,
-        ),
+    moe = replace(moe, shared_intermediate_size=moe.moe_intermediate_size)
+    without = without_positions({}, layers)
+    if spec.max_position_embeddings > _CHUNK:
+        spec = with_attention(spec, (not one for one in without), attention_chunk_size=_CHUNK)
+    spec = with_experts(
+        with_attention(spec, without, rotates=False), moe, (not (layer + 1) % step for layer in range(layers))
     )
+    return replace(spec, qk_norm=moe.num_experts != _MAVERICK, attn_temperature=(0.1, 8192.0))
 
 
 def _weights(spec: ModelSpec) -> Iterator[Weight]:
     plain = replace(spec, qk_norm=False)  # the norms of heads have no weights
-
-    def in_layer(layer: int) -> Iterator[Weight]:
-        yield from attention_weights(spec)
-        if spec.has_experts(layer):
-            yield from expert_weights(spec, NAMES)
-        else:
-            yield from mlp_weights(spec, spec.intermediate_size, ("feed_forward", "ffn_{}", "mlp"))
-        yield from norm_weights(plain)
-
-    return rotating_neighbours(spec, decoder_weights(spec, in_layer))
+    found = transformer_weights(plain, mlp=("feed_forward", "ffn_{}", "mlp"), experts=NAMES)
+    return rotating_neighbours(spec, found)
 
 
 FAMILY = Family(

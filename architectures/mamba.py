@@ -7,10 +7,12 @@ from typing import Any, Literal
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import boolean, integer, number, words
-from meshlm.architectures.dense import decoder_weights
+from meshlm.architectures.dense import dtype_of
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
 from meshlm.architectures.mamba2 import CONTEXT, renamed, stateful_gguf
 from meshlm.architectures.selective_scan import GGUF_STATE, mamba_gguf, mamba_state, mamba_weights
+from meshlm.architectures.weights import PRE_NORMS, transformer_weights
+from meshlm.protocol.layers import Layers, LayerSpec
 from meshlm.protocol.model import ModelSpec
 
 _NAMES = {
@@ -26,7 +28,7 @@ _Norms = Literal["none", "plain"]
 
 def _spec(config: dict[str, Any], architecture: str, norms: _Norms = "none") -> ModelSpec:
     layers, hidden = integer(config, "num_hidden_layers"), integer(config, "hidden_size")
-    state = mamba_state(config, (True,) * layers, norms, _NAMES)
+    state = mamba_state(config, norms, _NAMES)
     if (
         config.get("intermediate_size") is not None
     ):  # as with transformers, whatever expand is: Falcon-Mamba-7B's says 16
@@ -37,18 +39,12 @@ def _spec(config: dict[str, Any], architecture: str, norms: _Norms = "none") -> 
         architecture=architecture,
         vocab_size=integer(config, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=hidden,  # there is none, and it is read nowhere
-        num_hidden_layers=layers,
+        layers=Layers.alike(LayerSpec(state=state), layers),
         num_attention_heads=state.num_heads // 2,  # nothing attends; ranks may split the channels, two by two
-        num_key_value_heads=state.num_heads // 2,
-        head_dim=2,
         max_position_embeddings=integer(config, "max_position_embeddings", CONTEXT),
         rms_norm_eps=number(config.get("layer_norm_epsilon", 1e-5), "layer_norm_epsilon"),
         tie_word_embeddings=boolean(config, "tie_word_embeddings"),
-        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
-        state=state,
-        attention_layers=(False,) * layers,
-        mlp_layers=(False,) * layers,
+        dtype=dtype_of(config),
     )
 
 
@@ -57,16 +53,12 @@ def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     norms: _Norms = "plain" if metadata.get("ssm.dt_b_c_rms", False) else "none"
     if norms == "plain":
         architecture = _FALCON.architecture
-    state = mamba_gguf(metadata, (True,) * int(metadata.get("block_count")), norms)
-    return stateful_gguf(metadata, architecture, state, (state.num_heads // 2, 2))
+    state = mamba_gguf(metadata, norms)
+    return stateful_gguf(metadata, architecture, state, state.num_heads // 2)
 
 
 def _weights(spec: ModelSpec) -> Iterator[Weight]:
-    def in_layer(layer: int) -> Iterator[Weight]:
-        yield from mamba_weights(spec)
-        yield Weight("input_layernorm.weight", "attn_norm.weight", "input_norm.weight", (spec.hidden_size,))
-
-    return decoder_weights(spec, in_layer)
+    return transformer_weights(spec, PRE_NORMS[:1], state=mamba_weights)
 
 
 _MAMBA = Family(

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshlm.architectures.config_values import boolean, integer, number, words
-from meshlm.architectures.dense import decoder_weights
+from meshlm.architectures.dense import dtype_of
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
 from meshlm.architectures.states import (
     GGUF_PACKED,
@@ -16,7 +16,9 @@ from meshlm.architectures.states import (
     mamba2_state,
     mamba2_weights,
 )
-from meshlm.protocol.model import ModelSpec, StateSpec
+from meshlm.architectures.weights import PRE_NORMS, transformer_weights
+from meshlm.protocol.layers import Layers, LayerSpec, StateSpec
+from meshlm.protocol.model import ModelSpec
 
 _NAMES = {
     "mamba_n_heads": "num_heads",
@@ -34,62 +36,46 @@ CONTEXT = 1 << 20  # no length is too long for a state; files name none
 
 def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     layers, hidden = integer(config, "num_hidden_layers"), integer(config, "hidden_size")
-    state = mamba2_state(config, (True,) * layers, _NAMES)
+    state = mamba2_state(config, _NAMES)
     return ModelSpec(
         architecture=architecture,
         vocab_size=integer(config, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=hidden,  # there is none, and it is read nowhere
-        num_hidden_layers=layers,
+        layers=Layers.alike(LayerSpec(state=state), layers),
         num_attention_heads=state.num_heads,  # that ranks may split
-        num_key_value_heads=state.num_heads,
-        head_dim=state.head_dim,
         max_position_embeddings=integer(config, "max_position_embeddings", CONTEXT),
         rms_norm_eps=number(config.get("layer_norm_epsilon", 1e-5), "layer_norm_epsilon"),
         tie_word_embeddings=boolean(config, "tie_word_embeddings"),
-        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
-        state=state,
-        attention_layers=(False,) * layers,
-        mlp_layers=(False,) * layers,
+        dtype=dtype_of(config),
     )
 
 
-def stateful_gguf(metadata: GGUFMetadata, architecture: str, state: StateSpec, heads: tuple[int, int]) -> ModelSpec:
-    """The spec of a .gguf file whose layers have states alone. heads: that ranks may split, and the numbers of one. MetadataError."""
+def stateful_gguf(metadata: GGUFMetadata, architecture: str, state: StateSpec, heads: int) -> ModelSpec:
+    """The spec of a .gguf file whose layers have states alone. heads: that ranks may split. MetadataError."""
     get, table = metadata.get, metadata.shapes.get("token_embd.weight", ())
-    layers, hidden = len(state.layers), int(get("embedding_length"))
+    layers, hidden = int(get("block_count")), int(get("embedding_length"))
     if len(table) != 2 or layers > len(metadata.shapes):
         raise MetadataError("tensor token_embd.weight is missing, or no matrix, or there are fewer tensors than layers")
     return ModelSpec(
         architecture=architecture,
         vocab_size=table[0],
         hidden_size=hidden,
-        intermediate_size=hidden,  # there is none, and it is read nowhere
-        num_hidden_layers=layers,
-        num_attention_heads=heads[0],
-        num_key_value_heads=heads[0],
-        head_dim=heads[1],
+        layers=Layers.alike(LayerSpec(state=state), layers),
+        num_attention_heads=heads,
         max_position_embeddings=int(get("context_length", CONTEXT)),
         rms_norm_eps=float(get("attention.layer_norm_rms_epsilon")),
         tie_word_embeddings="output.weight" not in metadata.shapes,
         dtype="float32",
-        state=state,
-        attention_layers=(False,) * layers,
-        mlp_layers=(False,) * layers,
     )
 
 
 def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
-    state = mamba2_gguf(metadata, (True,) * int(metadata.get("block_count")))
-    return stateful_gguf(metadata, architecture, state, (state.num_heads, state.head_dim))
+    state = mamba2_gguf(metadata)
+    return stateful_gguf(metadata, architecture, state, state.num_heads)
 
 
 def _weights(spec: ModelSpec) -> Iterator[Weight]:
-    def in_layer(layer: int) -> Iterator[Weight]:
-        yield from mamba2_weights(spec)
-        yield Weight("input_layernorm.weight", "attn_norm.weight", "input_norm.weight", (spec.hidden_size,))
-
-    return decoder_weights(spec, in_layer)
+    return transformer_weights(spec, PRE_NORMS[:1], state=mamba2_weights)
 
 
 def renamed(name: str) -> str:

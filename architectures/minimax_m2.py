@@ -10,20 +10,14 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import integer, shown, words
-from meshlm.architectures.deepseek_v2 import GGUF_EXPERT_KEYS, gguf_experts
-from meshlm.architectures.dense import (
-    decoder_weights,
-    dense_gguf,
-    dense_spec,
-    mlp_weights,
-    norm_weights,
-    one_window,
-    partly_rotated,
-)
+from meshlm.architectures.deepseek_v2 import GGUF_EXPERT_KEYS, with_gguf_experts
+from meshlm.architectures.dense import dense_gguf, dense_spec, one_window, partly_rotated
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
+from meshlm.architectures.layers import with_experts
 from meshlm.architectures.mixtral import NAMES
-from meshlm.architectures.moe import expert_weights, moe_spec
+from meshlm.architectures.moe import moe_spec
 from meshlm.architectures.olmo2 import olmo_attention
+from meshlm.architectures.weights import transformer_weights
 from meshlm.protocol.model import ModelSpec
 
 _WANTED: dict[str, Any] = {
@@ -53,22 +47,16 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
         norm_topk_prob=True,
         correction_bias=True,
     )
-    return replace(spec, moe=moe)
+    return with_experts(spec, moe)
 
 
 def _weights(spec: ModelSpec) -> Iterator[Weight]:
-    def in_layer(layer: int) -> Iterator[Weight]:
-        yield from olmo_attention(spec)
-        yield from expert_weights(spec, NAMES) if spec.has_experts(layer) else mlp_weights(spec, spec.intermediate_size)
-        yield from norm_weights(spec)
-
-    return decoder_weights(spec, in_layer)
+    return transformer_weights(spec, attention=olmo_attention, experts=NAMES)
 
 
 def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     spec = dense_gguf(metadata, architecture)
-    moe = replace(gguf_experts(metadata, spec, plain=2), norm_topk_prob=True)
-    return partly_rotated(replace(spec, moe=moe), metadata)
+    return partly_rotated(with_gguf_experts(metadata, spec, plain=2, norm_topk_prob=True), metadata)
 
 
 def _renamed(name: str) -> str:

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from msgspec.structs import replace
-
-from meshlm.architectures.dense import dense_spec, dense_weights, sliding_layers
+from meshlm.architectures.dense import dense_spec, sliding_layers
 from meshlm.architectures.family import Family
+from meshlm.architectures.layers import with_attention
+from meshlm.architectures.weights import transformer_weights
 from meshlm.protocol.model import ModelSpec
 
 
@@ -14,13 +14,13 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     window, sliding = sliding_layers(
         config, layers + 1 if type(layers) is int else 1
     )  # all, unless the file names them
-    return replace(dense_spec(config, architecture), sliding_window=window, sliding_layers=sliding)
+    return with_attention(dense_spec(config, architecture), sliding, sliding_window=window)
 
 
 FAMILY = Family(
     architecture="MinistralForCausalLM",
     model_type="ministral",
     spec=_spec,
-    weights=dense_weights,
+    weights=transformer_weights,
     defaults={"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
 )

@@ -5,8 +5,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import number
-from meshlm.architectures.dense import dense_gguf, dense_spec, dense_weights, one_window
+from meshlm.architectures.dense import dense_gguf, dense_spec, one_window
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError
+from meshlm.architectures.layers import with_attention
+from meshlm.architectures.weights import transformer_weights
 from meshlm.protocol.model import ModelSpec
 
 _BETA, _CONTEXT = "llama_4_scaling_beta", "max_position_embeddings"
@@ -27,9 +29,8 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     given = ((config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})) or _ROPE
     plain = {key: value for key, value in given.items() if key not in (_BETA, _CONTEXT)}
     spec = dense_spec({**config, "rope_scaling": None, "rope_parameters": plain}, architecture)
-    spec = replace(
-        spec, max_position_embeddings=int(config[_CONTEXT]), sliding_window=one_window(config, spec, slides=True)
-    )
+    window = one_window(config, spec, slides=True)
+    spec = with_attention(replace(spec, max_position_embeddings=int(config[_CONTEXT])), sliding_window=window)
     beta = number(given.get(_BETA) or 0.0, _BETA)
     if not beta:
         return spec
@@ -57,7 +58,7 @@ FAMILY = Family(
     architecture="Ministral3ForCausalLM",
     model_type="ministral3",
     spec=_spec,
-    weights=dense_weights,
+    weights=transformer_weights,
     defaults={
         "num_key_value_heads": 8,
         "head_dim": 128,

@@ -16,6 +16,7 @@ from meshlm.architectures.encoder import (
     norm_weights,
 )
 from meshlm.architectures.family import Family, Serves, Weight
+from meshlm.architectures.layers import with_attention
 from meshlm.protocol.model import ModelSpec, RopeSpec
 
 _OWN = frozenset(
@@ -59,7 +60,7 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     if len(kinds) != layers or any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
         raise ValueError(f"layer_types must name the kind of each of {layers} layers, got {shown(kinds)}")
     overall, local = _thetas(config)
-    return encoder_spec(
+    spec = encoder_spec(
         config,
         architecture,
         rms_norm_eps=layer_norm_eps(config, "norm_eps", 1e-5),
@@ -70,8 +71,11 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
         norm_bias=boolean(config, "norm_bias"),
         rope=RopeSpec(rope_theta=overall),
         sliding_rope=RopeSpec(rope_theta=local),
+    )
+    return with_attention(
+        spec,
+        (kind == "sliding_attention" for kind in kinds),
         sliding_window=integer(config, "local_attention", 128) // 2,
-        sliding_layers=tuple(kind == "sliding_attention" for kind in kinds),
     )
 
 

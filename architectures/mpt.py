@@ -11,7 +11,6 @@ from meshlm.architectures.config_values import boolean, integer, number, shown, 
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata
 from meshlm.architectures.layer_norms import (
     GGUF_EPS,
-    GGUF_QKV,
     MODEL,
     QKV,
     layer_norm_gguf,
@@ -20,6 +19,7 @@ from meshlm.architectures.layer_norms import (
     named,
     renaming,
 )
+from meshlm.architectures.weights import GGUF_QKV
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
 _NAMES = {

@@ -1,23 +1,16 @@
 """Nemotron-H and Nemotron 3 (NVIDIA 2025): each layer is a Mamba-2 mixer, attention without positions, an MLP with squared ReLU, or
 experts of such MLPs, alone."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import integer, number, shown, words
 from meshlm.architectures.deepseek_v2 import GGUF_EXPERT_KEYS, gguf_experts
-from meshlm.architectures.dense import (
-    attention_weights,
-    decoder_weights,
-    dense_gguf,
-    dense_spec,
-    layers_that_attend,
-    one_window,
-)
+from meshlm.architectures.dense import dense_gguf, dense_spec, layers_that_attend, one_window
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Split, Weight
-from meshlm.architectures.moe import ExpertNames, checked, expert_weights, moe_spec
+from meshlm.architectures.moe import checked, moe_spec
 from meshlm.architectures.states import (
     GGUF_PACKED,
     GGUF_STATE,
@@ -27,7 +20,9 @@ from meshlm.architectures.states import (
     mamba2_state,
     mamba2_weights,
 )
-from meshlm.protocol.model import ModelSpec, MoESpec
+from meshlm.architectures.weights import ExpertNames, attention_weights, decoder_weights, expert_weights
+from meshlm.protocol.layers import Layers, LayerSpec, MoESpec, StateSpec
+from meshlm.protocol.model import ModelSpec
 
 _NAMES = {
     "mamba_n_heads": "mamba_num_heads",
@@ -66,21 +61,30 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     config = {**config, "num_hidden_layers": len(kinds), "hidden_act": "silu"}
     spec = dense_spec(config, architecture)
     one_window(config, spec, slides=False)
-    states = tuple(kind == "state" for kind in kinds)
-    state = mamba2_state(config, states, _NAMES, expands=False)
+    state = mamba2_state(config, _NAMES, expands=False)
+    experts = _moe(config) if "moe" in kinds else None
     return replace(
         spec,
         hidden_act="relu2",
         rms_norm_eps=number(config["layer_norm_epsilon"], "layer_norm_epsilon"),
-        attention_layers=tuple(kind == "attention" for kind in kinds),
-        mlp_layers=tuple(kind in ("mlp", "moe") for kind in kinds),
-        moe=_moe(config, kinds) if "moe" in kinds else None,
-        state=state if any(states) else None,
-        no_rope_layers=(True,) * len(kinds),
+        layers=_layers(spec, kinds, state, experts),
     )
 
 
-def _moe(config: dict[str, Any], kinds: tuple[str, ...]) -> MoESpec:
+def _layers(spec: ModelSpec, kinds: Iterable[str], state: StateSpec | None, experts: MoESpec | None) -> Layers:
+    """A layer of each kind, which is one thing alone. spec: of layers that attend and have an MLP."""
+    (both,) = spec.layers.kinds
+    assert both.attention is not None
+    records = {
+        "state": LayerSpec(state=state),
+        "attention": LayerSpec(attention=replace(both.attention, rotates=False)),
+        "mlp": LayerSpec(mlp=both.mlp),
+        "moe": LayerSpec(experts=experts),
+    }
+    return Layers.from_records(records[kind] for kind in kinds)
+
+
+def _moe(config: dict[str, Any]) -> MoESpec:
     """Scored and chosen as DeepSeek-V3's. ValueError."""
     if config.get("moe_latent_size") is not None:
         raise ValueError(f"moe_latent_size {shown(config['moe_latent_size'])} is not supported")
@@ -98,7 +102,6 @@ def _moe(config: dict[str, Any], kinds: tuple[str, ...]) -> MoESpec:
             n_group=integer(config, "n_group", 1),
             topk_group=integer(config, "topk_group", 1),
             shared_intermediate_size=integer(config, "moe_shared_expert_intermediate_size"),
-            moe_layers=tuple(kind == "moe" for kind in kinds),
         ),
         "n_routed_experts",
     )
@@ -116,24 +119,18 @@ def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
         )
     metadata = metadata._replace(fields={**metadata.fields, key: max(wide)})
     eps = next((eps for eps in _EPS if f"{metadata.kind}.{eps}" in metadata.fields), _EPS[0])
-    spec, moe = dense_gguf(metadata, architecture, eps), None
-    experts = tuple(f"blk.{layer}.ffn_gate_inp.weight" in metadata.shapes for layer in range(len(wide)))
-    if any(experts):
+    spec, experts = dense_gguf(metadata, architecture, eps), None
+    routed = [f"blk.{layer}.ffn_gate_inp.weight" in metadata.shapes for layer in range(len(wide))]
+    if any(routed):
         shared = int(metadata.get("expert_shared_feed_forward_length", 0))
-        moe = replace(
-            gguf_experts(metadata, spec, plain=2), gated=False, moe_layers=experts, shared_intermediate_size=shared
-        )
-    states = tuple(not (one or size) for one, size in zip(attends, wide, strict=True))
-    return replace(
-        spec,
-        hidden_act="relu2",
-        mlp_bias=metadata.has("ffn_up.bias"),
-        attention_layers=attends,
-        mlp_layers=tuple(size > 0 for size in wide),
-        moe=moe,
-        state=replace(mamba2_gguf(metadata, states), dtype="float32") if any(states) else None,
-        no_rope_layers=(True,) * len(wide),
-    )
+        experts = gguf_experts(metadata, plain=2, gated=False, shared_intermediate_size=shared)
+    kinds = [
+        "attention" if one else "moe" if size and chooses else "mlp" if size else "state"
+        for one, size, chooses in zip(attends, wide, routed, strict=False)
+    ]
+    state = replace(mamba2_gguf(metadata), dtype="float32") if "state" in kinds else None
+    layers = _layers(spec, kinds, state, experts)
+    return replace(spec, hidden_act="relu2", mlp_bias=metadata.has("ffn_up.bias"), layers=layers)
 
 
 def _kinds(config: dict[str, Any]) -> tuple[str, ...]:
@@ -166,20 +163,20 @@ def _weights(spec: ModelSpec) -> Iterator[Weight]:
             yield Weight(f"{stem}.down_proj.bias", f"{down}.bias", f"{module}.down.bias", (hidden,), Split.FIRST_RANK)
 
     def experts(moe: MoESpec) -> Iterator[Weight]:
-        yield from expert_weights(replace(spec, moe=replace(moe, shared_intermediate_size=0)), _NAMES_OF_EXPERTS)
+        yield from expert_weights(spec, replace(moe, shared_intermediate_size=0), _NAMES_OF_EXPERTS)
         if moe.shared_intermediate_size:
             yield from mlp(moe.shared_intermediate_size, "mixer.shared_experts", "ffn_{}_shexp", "mlp.shared")
 
-    def in_layer(layer: int) -> Iterator[Weight]:
-        if spec.moe is not None and spec.has_experts(layer):
-            yield from experts(spec.moe)
-        elif spec.has_mlp(layer):
-            yield from mlp(spec.intermediate_size)
-        for weight in attention_weights(spec) if spec.has_attention(layer) else ():
+    def in_layer(layer: LayerSpec) -> Iterator[Weight]:
+        if layer.experts is not None:
+            yield from experts(layer.experts)
+        if layer.mlp is not None:
+            yield from mlp(layer.intermediate_size)
+        for weight in attention_weights(spec, layer) if layer.attention else ():
             yield weight._replace(name=weight.name.replace("self_attn.", "mixer."))
-        for weight in mamba2_weights(spec) if spec.has_state(layer) else ():
+        for weight in mamba2_weights(spec) if layer.state else ():
             yield weight._replace(name=weight.name.replace("mamba.", "mixer."))
-        norm = "post_norm" if spec.has_mlp(layer) else "input_norm"
+        norm = "post_norm" if layer.experts or layer.mlp else "input_norm"
         yield Weight("norm.weight", "attn_norm.weight", f"{norm}.weight", (hidden,))
 
     return decoder_weights(spec, in_layer)

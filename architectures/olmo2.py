@@ -5,19 +5,14 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.dense import (
-    GGUF_SLIDING,
+from meshlm.architectures.dense import GGUF_SLIDING, dense_gguf, dense_spec, gguf_sliding, one_window
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Split, Weight
+from meshlm.architectures.weights import (
     Norms,
     attention_weights,
-    decoder_weights,
-    dense_gguf,
-    dense_spec,
-    gguf_sliding,
-    mlp_weights,
-    norm_weights,
-    one_window,
+    transformer_weights,
 )
-from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Split, Weight
+from meshlm.protocol.layers import LayerSpec
 from meshlm.protocol.model import ModelSpec, RopeSpec
 
 POST_NORMS: Norms = (
@@ -34,10 +29,10 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     return spec
 
 
-def olmo_attention(spec: ModelSpec) -> Iterator[Weight]:
+def olmo_attention(spec: ModelSpec, layer: LayerSpec) -> Iterator[Weight]:
     """The tensors of a layer's attention, with norms of all its query heads together and all its key heads."""
     query, key = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
-    yield from attention_weights(spec)
+    yield from attention_weights(spec, layer)
     yield Weight(
         "self_attn.q_norm.weight", "attn_q_norm.weight", "attention.query_norm.weight", (query,), Split.QUERY_HEADS
     )
@@ -46,13 +41,7 @@ def olmo_attention(spec: ModelSpec) -> Iterator[Weight]:
 
 def olmo_weights(spec: ModelSpec) -> Iterator[Weight]:
     """Every tensor."""
-
-    def in_layer(layer: int) -> Iterator[Weight]:
-        yield from olmo_attention(spec)
-        yield from mlp_weights(spec, spec.intermediate_size)
-        yield from norm_weights(spec, POST_NORMS)
-
-    return decoder_weights(spec, in_layer)
+    return transformer_weights(spec, POST_NORMS, attention=olmo_attention)
 
 
 def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:

@@ -6,6 +6,7 @@ from msgspec.structs import replace
 
 from meshlm.architectures.dense import dense_spec, sliding_layers
 from meshlm.architectures.family import Family
+from meshlm.architectures.layers import with_attention
 from meshlm.architectures.olmo2 import DEFAULTS, olmo_weights
 from meshlm.architectures.rope import ropes_by_kind
 from meshlm.protocol.model import ModelSpec
@@ -18,9 +19,8 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     theta = config.get("rope_theta") or _THETA
     rope, sliding_rope = ropes_by_kind(config, theta, theta)
     window, sliding = sliding_layers(config, _EVERY)
-    return replace(
-        dense_spec(config, architecture, rope), sliding_window=window, sliding_layers=sliding, sliding_rope=sliding_rope
-    )
+    spec = replace(dense_spec(config, architecture, rope), sliding_rope=sliding_rope)
+    return with_attention(spec, sliding, sliding_window=window)
 
 
 FAMILY = Family(

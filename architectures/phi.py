@@ -6,13 +6,13 @@ from meshlm.architectures.config_values import words
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata
 from meshlm.architectures.layer_norms import (
     GGUF_EPS,
-    GGUF_QKV,
     MODEL,
     layer_norm_gguf,
     layer_norm_spec,
     layer_norm_weights,
     renaming,
 )
+from meshlm.architectures.weights import GGUF_QKV
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
 _ORDER = LayerNormSpec(parallel=1, head_bias=True)

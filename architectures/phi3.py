@@ -4,16 +4,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.dense import (
-    GGUF_GATE_UP,
-    dense_gguf,
-    dense_spec,
-    dense_weights,
-    fused_gate_up,
-    one_window,
-    partly_rotated,
-)
+from meshlm.architectures.dense import dense_gguf, dense_spec, one_window, partly_rotated
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError
+from meshlm.architectures.layers import with_attention
+from meshlm.architectures.weights import GGUF_GATE_UP, fused_gate_up, transformer_weights
 from meshlm.protocol.model import ModelSpec
 
 
@@ -21,7 +15,7 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     spec = dense_spec(config, architecture)
     if spec.rope.rope_type == "yarn":
         raise ValueError("rope_type yarn means longrope in old files of this family; name it so")
-    return replace(spec, sliding_window=one_window(config, spec, slides=True))
+    return with_attention(spec, sliding_window=one_window(config, spec, slides=True))
 
 
 def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
@@ -33,7 +27,7 @@ def with_long_factors(spec: ModelSpec, metadata: GGUFMetadata) -> ModelSpec:
     """The spec with the window and the factors of rotation that a .gguf file of this family has. MetadataError."""
     get = metadata.get
     window = int(get("attention.sliding_window", 0))
-    spec = replace(spec, sliding_window=window if 0 < window < spec.max_position_embeddings else 0)
+    spec = with_attention(spec, sliding_window=window if 0 < window < spec.max_position_embeddings else 0)
     short, long = metadata.long_factors
     if short or long:
         if len(short) != len(long):
@@ -56,7 +50,7 @@ FAMILY = Family(
     architecture="Phi3ForCausalLM",
     model_type="phi3",
     spec=_spec,
-    weights=lambda spec: fused_gate_up(dense_weights(spec)),
+    weights=lambda spec: fused_gate_up(transformer_weights(spec)),
     packed={
         "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),

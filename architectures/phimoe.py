@@ -9,8 +9,9 @@ from meshlm.architectures.config_values import boolean, number, words
 from meshlm.architectures.dense import dense_gguf, one_window, partly_rotated
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
 from meshlm.architectures.layer_norms import layer_norm_spec, layer_norm_weights
+from meshlm.architectures.layers import with_attention, with_experts
 from meshlm.architectures.mixtral import NAMES
-from meshlm.architectures.moe import GGUF_KEYS, expert_weights, gguf_moe, moe_spec
+from meshlm.architectures.moe import GGUF_KEYS, gguf_moe, moe_spec
 from meshlm.architectures.phi3 import with_long_factors
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
@@ -25,7 +26,7 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     if moe.num_experts_per_tok != 2 or moe.num_experts < 2:
         raise ValueError(f"num_experts_per_tok is {moe.num_experts_per_tok}; SparseMixer chooses 2")
     moe = replace(moe, sparse_mixer=number(config["router_jitter_noise"], "router_jitter_noise"))
-    return replace(spec, moe=moe, sliding_window=one_window(config, spec, slides=True))
+    return with_experts(with_attention(spec, sliding_window=one_window(config, spec, slides=True)), moe)
 
 
 def _with_one_mscale(config: dict[str, Any]) -> dict[str, Any]:
@@ -46,16 +47,13 @@ def _with_one_mscale(config: dict[str, Any]) -> dict[str, Any]:
 def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     """The window of the file is what the model was trained with, as Phi-3's."""
     spec = with_long_factors(dense_gguf(metadata, architecture), metadata)
-    return replace(
-        partly_rotated(spec, metadata),
-        norm_bias=True,
-        layer_norms=LayerNormSpec(gated=True, head_bias="output.bias" in metadata.shapes),
-        moe=gguf_moe(metadata, sparse_mixer=_JITTER),
-    )
+    order = LayerNormSpec(gated=True, head_bias="output.bias" in metadata.shapes)
+    spec = replace(partly_rotated(spec, metadata), norm_bias=True, layer_norms=order)
+    return with_experts(spec, gguf_moe(metadata, sparse_mixer=_JITTER))
 
 
 def _weights(spec: ModelSpec) -> Iterator[Weight]:
-    return layer_norm_weights(spec, mlp=expert_weights(spec, NAMES))
+    return layer_norm_weights(spec, experts=NAMES)
 
 
 _FAMILY = Family(

@@ -9,9 +9,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import boolean, integer, number, shown, words
-from meshlm.architectures.dense import dense_gguf, dense_spec, dense_weights, partial_factor
+from meshlm.architectures.dense import dense_gguf, dense_spec, partial_factor
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata
-from meshlm.architectures.layer_norms import GGUF_QKV, QKV, named, renaming
+from meshlm.architectures.layer_norms import QKV, named, renaming
+from meshlm.architectures.layers import with_mlps
+from meshlm.architectures.weights import GGUF_QKV, transformer_weights
 from meshlm.protocol.model import ModelSpec
 
 _NAMES = {
@@ -45,16 +47,15 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     """The feed_forward_length of a file is that of gate and up together."""
     spec = dense_gguf(metadata, architecture)
-    return replace(
-        spec, intermediate_size=spec.intermediate_size // 2, attention_bias="blk.0.attn_qkv.bias" in metadata.shapes
-    )
+    spec = replace(spec, attention_bias="blk.0.attn_qkv.bias" in metadata.shapes)
+    return with_mlps(spec, intermediate_size=spec.intermediate_size // 2)
 
 
 FAMILY = Family(
     architecture="QWenLMHeadModel",
     model_type="qwen",
     spec=_spec,
-    weights=dense_weights,
+    weights=transformer_weights,
     keys=frozenset(_NAMES.values())
     | words("no_bias rotary_pct scale_attn_weights use_dynamic_ntk use_logn_attn softmax_in_fp32 fp32 fp16 bf16"),
     defaults={

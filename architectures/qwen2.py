@@ -5,8 +5,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import boolean, integer
-from meshlm.architectures.dense import dense_gguf, dense_spec, dense_weights, layer_types, sliding_window
+from meshlm.architectures.dense import dense_gguf, dense_spec, layer_types, sliding_window
 from meshlm.architectures.family import Family, GGUFFamily
+from meshlm.architectures.layers import with_attention
+from meshlm.architectures.weights import transformer_weights
 from meshlm.protocol.model import ModelSpec
 
 DEFAULTS = {"num_key_value_heads": 32, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
@@ -15,7 +17,7 @@ DEFAULTS = {"num_key_value_heads": 32, "use_sliding_window": False, "sliding_win
 def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     window, sliding = windows(config)
     spec = dense_spec(config, architecture)
-    return replace(spec, attention_bias=True, output_bias=False, sliding_window=window, sliding_layers=sliding)
+    return with_attention(replace(spec, attention_bias=True, output_bias=False), sliding, sliding_window=window)
 
 
 def windows(config: dict[str, Any]) -> tuple[int, tuple[bool, ...]]:
@@ -35,7 +37,7 @@ FAMILY = Family(
     architecture="Qwen2ForCausalLM",
     model_type="qwen2",
     spec=_spec,
-    weights=dense_weights,
+    weights=transformer_weights,
     defaults=DEFAULTS,
     gguf=GGUFFamily("qwen2", dense_gguf),
 )

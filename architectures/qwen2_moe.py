@@ -7,7 +7,9 @@ from msgspec.structs import replace
 from meshlm.architectures.config_values import boolean, integer
 from meshlm.architectures.dense import dense_gguf, dense_spec, layer_types, sliding_window
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata
-from meshlm.architectures.moe import GGUF_KEYS, gguf_moe, layers_with_experts, moe_spec, moe_weights
+from meshlm.architectures.layers import with_attention, with_experts
+from meshlm.architectures.moe import GGUF_KEYS, gguf_moe, layers_with_experts, moe_spec
+from meshlm.architectures.weights import transformer_weights
 from meshlm.protocol.model import ModelSpec
 
 KEYS = frozenset(
@@ -31,19 +33,13 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     shared = integer(config, "shared_expert_intermediate_size")
     moe = replace(
         moe_spec(config),
-        moe_layers=layers_with_experts(config),
         shared_intermediate_size=shared,
         shared_gate=shared > 0,
     )
     window, sliding = _windows(config)
-    return replace(
-        dense_spec(config, architecture),
-        attention_bias=boolean(config, "qkv_bias"),
-        output_bias=False,
-        sliding_window=window,
-        sliding_layers=sliding,
-        moe=moe,
-    )
+    spec = replace(dense_spec(config, architecture), attention_bias=boolean(config, "qkv_bias"), output_bias=False)
+    spec = with_attention(spec, sliding, sliding_window=window)
+    return with_experts(spec, moe, layers_with_experts(config))
 
 
 def _windows(config: dict[str, Any]) -> tuple[int, tuple[bool, ...]]:
@@ -61,14 +57,14 @@ def _windows(config: dict[str, Any]) -> tuple[int, tuple[bool, ...]]:
 def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     shared = int(metadata.get("expert_shared_feed_forward_length", 0))
     moe = gguf_moe(metadata, shared_intermediate_size=shared, shared_gate=shared > 0)
-    return replace(dense_gguf(metadata, architecture), moe=moe)
+    return with_experts(dense_gguf(metadata, architecture), moe)
 
 
 FAMILY = Family(
     architecture="Qwen2MoeForCausalLM",
     model_type="qwen2_moe",
     spec=_spec,
-    weights=moe_weights,
+    weights=transformer_weights,
     keys=KEYS,
     defaults=DEFAULTS,
     gguf=GGUFFamily("qwen2moe", _gguf, GGUF_KEYS | {"expert_shared_feed_forward_length"}, experts=True),

@@ -6,14 +6,14 @@ The rows of a mixer's products stand by kind (all queries, all keys, ...), and n
 from collections.abc import Iterator
 from typing import Any
 
-from msgspec.structs import replace
-
 from meshlm.architectures import qwen3_next
 from meshlm.architectures.config_values import boolean, words
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
-from meshlm.architectures.moe import GGUF_KEYS
+from meshlm.architectures.layers import with_experts
+from meshlm.architectures.moe import GGUF_KEYS, layers_with_experts
 from meshlm.architectures.qwen3_next import gated_delta_moe, gated_delta_spec, gated_delta_weights
-from meshlm.protocol.model import ModelSpec, StateSpec
+from meshlm.protocol.layers import StateSpec
+from meshlm.protocol.model import ModelSpec
 
 _KEYS = qwen3_next.STATE_KEYS | words(
     "attn_output_gate mtp_num_hidden_layers mtp_use_dedicated_embeddings mlp_only_layers"
@@ -28,18 +28,17 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 
 def _moe_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     config = {**config, "intermediate_size": config["moe_intermediate_size"]}  # no layer has a plain MLP
-    return replace(_spec(config, architecture), moe=gated_delta_moe(config))
+    return with_experts(_spec(config, architecture), gated_delta_moe(config), layers_with_experts(config))
 
 
 def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     """States are in float32, as config.json says of this family; positions of text are the same on each axis of its rotation."""
     spec = qwen3_next.gated_delta_gguf(metadata, architecture)
-    return replace(spec, state=replace(spec.state, dtype="float32") if spec.state else None)
+    return spec.with_state_dtype("float32")
 
 
 def _moe_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
-    moe = qwen3_next.gated_delta_gguf_moe(metadata)
-    return replace(_gguf(metadata, architecture), intermediate_size=moe.moe_intermediate_size, moe=moe)
+    return with_experts(_gguf(metadata, architecture), qwen3_next.gated_delta_gguf_moe(metadata))
 
 
 def _projections(state: StateSpec) -> tuple[tuple[str, int], ...]:

@@ -7,8 +7,10 @@ from msgspec.structs import replace
 from meshlm.architectures.config_values import boolean
 from meshlm.architectures.dense import dense_gguf, dense_spec, one_window
 from meshlm.architectures.family import ExpertTensors, Family, GGUFFamily, GGUFMetadata
-from meshlm.architectures.moe import GGUF_KEYS, gguf_moe, layers_with_experts, moe_spec, moe_weights
+from meshlm.architectures.layers import with_attention, with_experts
+from meshlm.architectures.moe import GGUF_KEYS, gguf_moe, layers_with_experts, moe_spec
 from meshlm.architectures.qwen2_moe import KEYS
+from meshlm.architectures.weights import transformer_weights
 from meshlm.protocol.model import ModelSpec
 
 DEFAULTS = {
@@ -23,8 +25,8 @@ DEFAULTS = {
 def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     spec, slides = dense_spec(config, architecture), boolean(config, "use_sliding_window")
     window = one_window(config, spec, slides=True) if slides else 0
-    moe = replace(moe_spec(_one_count(config)), moe_layers=layers_with_experts(config))
-    return replace(spec, qk_norm=True, sliding_window=window, moe=moe)
+    spec = with_attention(replace(spec, qk_norm=True), sliding_window=window)
+    return with_experts(spec, moe_spec(_one_count(config)), layers_with_experts(config))
 
 
 def _one_count(config: dict[str, Any]) -> dict[str, Any]:
@@ -37,14 +39,14 @@ def _one_count(config: dict[str, Any]) -> dict[str, Any]:
 
 def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     spec = replace(dense_gguf(metadata, architecture), qk_norm=True)
-    return replace(spec, moe=gguf_moe(metadata, norm_topk_prob=True))
+    return with_experts(spec, gguf_moe(metadata, norm_topk_prob=True))
 
 
 FAMILY = Family(
     architecture="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
     spec=_spec,
-    weights=moe_weights,
+    weights=transformer_weights,
     keys=KEYS - {"shared_expert_intermediate_size", "qkv_bias"} | {"num_local_experts"},
     defaults=DEFAULTS,
     gguf=GGUFFamily("qwen3moe", _gguf, GGUF_KEYS, experts=True),

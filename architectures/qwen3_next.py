@@ -1,25 +1,24 @@
 """Qwen3-Next (Qwen 2025): three layers in four are gated delta nets, the others attend with a gate; many small experts in each."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import boolean, integer, words
-from meshlm.architectures.dense import (
+from meshlm.architectures.dense import dense_gguf, dense_spec, partly_rotated
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Split, Weight
+from meshlm.architectures.layers import with_experts, with_states
+from meshlm.architectures.moe import GGUF_KEYS, gguf_moe, layers_with_experts, moe_spec
+from meshlm.architectures.states import GGUF_STATE, check_activation, dtype_of_states, layers_of
+from meshlm.architectures.weights import (
     POST_ATTENTION_NORMS,
     attention_weights,
-    decoder_weights,
-    dense_gguf,
-    dense_spec,
-    mlp_weights,
-    norm_weights,
-    partly_rotated,
+    transformer_weights,
 )
-from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Split, Weight
-from meshlm.architectures.moe import GGUF_KEYS, expert_weights, gguf_moe, layers_with_experts, moe_spec
-from meshlm.architectures.states import GGUF_STATE, check_activation, dtype_of_states, layers_of
-from meshlm.protocol.model import ModelSpec, MoESpec, StateSpec
+from meshlm.protocol.layers import LayerSpec, MoESpec, StateSpec
+from meshlm.protocol.model import ModelSpec
 
 _EVERY = 4  # of so many layers the last attends
 _KINDS = {"linear_attention": "state", "full_attention": "attention"}
@@ -58,10 +57,8 @@ def gated_delta_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
             raise ValueError(f"{_SIZES[name]} is {size}; it must be positive")
     if sizes["num_heads"] % sizes["n_groups"]:
         raise ValueError(f"linear_num_value_heads is no multiple of linear_num_key_heads {sizes['n_groups']}")
-    states = tuple(not one for one in attends)
     state = StateSpec(
         kind="gated_delta_net",
-        layers=states,
         num_heads=sizes["num_heads"],
         head_dim=sizes["head_dim"],
         state_size=sizes["state_size"],
@@ -70,13 +67,8 @@ def gated_delta_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
         conv_bias=False,
         dtype=dtype_of_states(config),
     )
-    return replace(
-        spec,
-        qk_norm=True,
-        attention_layers=attends,
-        state=state if any(states) else None,
-        output_bias=boolean(config, "attention_bias"),
-    )
+    spec = replace(spec, qk_norm=True, output_bias=boolean(config, "attention_bias"))
+    return with_states(spec, state, (not one for one in attends))
 
 
 def gated_delta_moe(config: dict[str, Any]) -> MoESpec:
@@ -86,7 +78,6 @@ def gated_delta_moe(config: dict[str, Any]) -> MoESpec:
         norm_topk_prob=config.get("norm_topk_prob") is not False,
         shared_intermediate_size=integer(config, "shared_expert_intermediate_size"),
         shared_gate=True,
-        moe_layers=layers_with_experts(config),
     )
 
 
@@ -101,10 +92,8 @@ def gated_delta_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
         raise MetadataError(
             f"metadata {metadata.kind}: sizes of gated delta nets, or attention.recurrent_layers, do not fit"
         )
-    states = tuple(map(bool, recurrent[:layers]))
     state = StateSpec(
         kind="gated_delta_net",
-        layers=states,
         num_heads=heads,
         head_dim=inner // heads,
         state_size=numbers,
@@ -112,12 +101,7 @@ def gated_delta_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
         conv_kernel=kernel,
         conv_bias=False,
     )
-    return replace(
-        partly_rotated(spec, metadata),
-        qk_norm=True,
-        attention_layers=tuple(not one for one in states),
-        state=state if any(states) else None,
-    )
+    return with_states(replace(partly_rotated(spec, metadata), qk_norm=True), state, map(bool, recurrent[:layers]))
 
 
 def gated_delta_gguf_moe(metadata: GGUFMetadata) -> MoESpec:
@@ -127,11 +111,11 @@ def gated_delta_gguf_moe(metadata: GGUFMetadata) -> MoESpec:
 
 
 def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
-    return replace(gated_delta_gguf(metadata, architecture), moe=gated_delta_gguf_moe(metadata))
+    return with_experts(gated_delta_gguf(metadata, architecture), gated_delta_gguf_moe(metadata))
 
 
 def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    return replace(gated_delta_spec(config, architecture), moe=gated_delta_moe(config))
+    return with_experts(gated_delta_spec(config, architecture), gated_delta_moe(config), layers_with_experts(config))
 
 
 def _mixer(spec: ModelSpec, projections: Projections) -> Iterator[Weight]:
@@ -166,19 +150,14 @@ def _projections(state: StateSpec) -> tuple[tuple[str, int], ...]:
 def gated_delta_weights(spec: ModelSpec, projections: Projections = _projections) -> Iterator[Weight]:
     """Every tensor. projections: names and rows of a mixer's products, in_proj_NAME."""
 
-    def attention() -> Iterator[Weight]:
-        for weight in attention_weights(spec):
+    def attention(spec: ModelSpec, layer: LayerSpec) -> Iterator[Weight]:
+        for weight in attention_weights(spec, layer):
             if weight.name.startswith("self_attn.q_proj."):  # the gate stands behind each head's query
                 weight = weight._replace(shape=(2 * weight.shape[0], *weight.shape[1:]))
             yield weight
 
-    def in_layer(layer: int) -> Iterator[Weight]:
-        yield from attention() if spec.has_attention(layer) else _mixer(spec, projections)
-        yield from expert_weights(spec) if spec.has_experts(layer) else mlp_weights(spec, spec.intermediate_size)
-        heads = replace(spec, qk_norm=spec.qk_norm and spec.has_attention(layer))
-        yield from norm_weights(heads, POST_ATTENTION_NORMS, 1.0)
-
-    return decoder_weights(spec, in_layer, 1.0)
+    mixer = partial(_mixer, projections=projections)
+    return transformer_weights(spec, POST_ATTENTION_NORMS, 1.0, attention=attention, state=mixer)
 
 
 STATE_KEYS = frozenset(_SIZES.values()) | words("full_attention_interval mamba_ssm_dtype")

@@ -5,8 +5,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import boolean
-from meshlm.architectures.dense import POST_ATTENTION_NORMS, dense_gguf, dense_spec, dense_weights, one_window
+from meshlm.architectures.dense import dense_gguf, dense_spec, one_window
 from meshlm.architectures.family import Family, GGUFFamily
+from meshlm.architectures.weights import POST_ATTENTION_NORMS, transformer_weights
 from meshlm.protocol.model import ModelSpec
 
 
@@ -20,7 +21,7 @@ FAMILY = Family(
     architecture="SeedOssForCausalLM",
     model_type="seed_oss",
     spec=_spec,
-    weights=lambda spec: dense_weights(spec, POST_ATTENTION_NORMS),
+    weights=lambda spec: transformer_weights(spec, POST_ATTENTION_NORMS),
     keys=frozenset(("attention_out_bias",)),
     defaults={
         "num_key_value_heads": 8,

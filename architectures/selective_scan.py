@@ -6,7 +6,8 @@ from typing import Any, Literal
 from meshlm.architectures.config_values import boolean, integer, number, words
 from meshlm.architectures.family import GGUFMetadata, MetadataError, Split, Weight
 from meshlm.architectures.states import check_activation
-from meshlm.protocol.model import ModelSpec, StateSpec
+from meshlm.protocol.layers import StateSpec
+from meshlm.protocol.model import ModelSpec
 
 GGUF_STATE = words("ssm.conv_kernel ssm.inner_size ssm.state_size ssm.time_step_rank")
 _SIZES = ("mamba_expand", "mamba_d_state", "mamba_d_conv", "mamba_dt_rank")
@@ -14,11 +15,10 @@ _SIZES = ("mamba_expand", "mamba_d_state", "mamba_d_conv", "mamba_dt_rank")
 
 def mamba_state(
     config: dict[str, Any],
-    layers: tuple[bool, ...],
     mixer_norm: Literal["none", "plain", "weighted"],
     names: Mapping[str, str] | None = None,
 ) -> StateSpec:
-    """The state of these layers. names: the family's keys, where they are not Jamba's. KeyError, ValueError."""
+    """The state of a layer. names: the family's keys, where they are not Jamba's. KeyError, ValueError."""
 
     def key(name: str) -> str:
         return (names or {}).get(name, name)
@@ -33,7 +33,6 @@ def mamba_state(
             raise ValueError(f"{key(name)} is {size}; it must be positive")
     return StateSpec(
         kind="mamba",
-        layers=layers,
         num_heads=sizes["mamba_expand"] * hidden,
         head_dim=1,
         state_size=sizes["mamba_d_state"],
@@ -46,17 +45,14 @@ def mamba_state(
     )
 
 
-def mamba_gguf(
-    metadata: GGUFMetadata, layers: tuple[bool, ...], mixer_norm: Literal["none", "plain", "weighted"]
-) -> StateSpec:
-    """The state of these layers of a .gguf file. MetadataError."""
+def mamba_gguf(metadata: GGUFMetadata, mixer_norm: Literal["none", "plain", "weighted"]) -> StateSpec:
+    """The state of a layer of a .gguf file. MetadataError."""
     names = ("inner_size", "state_size", "conv_kernel", "time_step_rank")
     inner, numbers, kernel, rank = sizes = [int(metadata.get(f"ssm.{name}")) for name in names]
     if min(sizes) < 1:
         raise MetadataError(f"metadata {metadata.kind}.ssm: sizes must be positive")
     return StateSpec(
         kind="mamba",
-        layers=layers,
         num_heads=inner,
         head_dim=1,
         state_size=numbers,

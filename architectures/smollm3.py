@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from msgspec.structs import replace
-
 from meshlm.architectures.config_values import boolean, integer, shown
-from meshlm.architectures.dense import dense_gguf, dense_spec, dense_weights
+from meshlm.architectures.dense import dense_gguf, dense_spec
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata
+from meshlm.architectures.layers import with_attention
+from meshlm.architectures.weights import transformer_weights
 from meshlm.protocol.model import ModelSpec
 
 _EVERY = 4  # of so many layers the last has no positions
@@ -16,7 +16,7 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     if boolean(config, "use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
         raise ValueError(f"use_sliding_window and sliding layers are not supported for {architecture}")
     spec = dense_spec(config, architecture)
-    return replace(spec, no_rope_layers=without_positions(config, spec.num_hidden_layers))
+    return with_attention(spec, without_positions(config, spec.num_hidden_layers), rotates=False)
 
 
 def without_positions(config: dict[str, Any], layers: int) -> tuple[bool, ...]:
@@ -34,14 +34,14 @@ def without_positions(config: dict[str, Any], layers: int) -> tuple[bool, ...]:
 
 def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     spec = dense_gguf(metadata, architecture)
-    return replace(spec, no_rope_layers=without_positions({}, spec.num_hidden_layers))
+    return with_attention(spec, without_positions({}, spec.num_hidden_layers), rotates=False)
 
 
 FAMILY = Family(
     architecture="SmolLM3ForCausalLM",
     model_type="smollm3",
     spec=_spec,
-    weights=dense_weights,
+    weights=transformer_weights,
     keys=frozenset(("no_rope_layers", "no_rope_layer_interval")),
     defaults={"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
     gguf=GGUFFamily("smollm3", _gguf, interleaved_heads=True),

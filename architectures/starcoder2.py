@@ -14,6 +14,7 @@ from meshlm.architectures.layer_norms import (
     layer_norm_weights,
     renaming,
 )
+from meshlm.architectures.layers import with_attention
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
 _ORDER = LayerNormSpec()
@@ -29,7 +30,7 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     bias = boolean(config, "use_bias")
     given = {**config, "attention_bias": bias, "mlp_bias": bias}
     spec = layer_norm_spec(given, architecture, _ORDER, eps="norm_epsilon")
-    return replace(spec, sliding_window=one_window(config, spec, slides=True))
+    return with_attention(spec, sliding_window=one_window(config, spec, slides=True))
 
 
 def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:

@@ -5,7 +5,8 @@ from typing import Any
 
 from meshlm.architectures.config_values import boolean, integer, number, shown, words
 from meshlm.architectures.family import GGUFMetadata, MetadataError, Split, Weight
-from meshlm.protocol.model import ModelSpec, StateSpec
+from meshlm.protocol.layers import StateSpec
+from meshlm.protocol.model import ModelSpec
 
 KEYS = words("""
     mamba_n_heads mamba_d_head mamba_n_groups mamba_d_state mamba_d_conv mamba_expand mamba_chunk_size
@@ -37,10 +38,8 @@ def check_activation(config: dict[str, Any]) -> None:
         raise ValueError(f"hidden_act {shown(act)} is not supported beside layers with a state; supported: silu")
 
 
-def mamba2_state(
-    config: dict[str, Any], layers: tuple[bool, ...], names: Mapping[str, str] | None = None, *, expands: bool = True
-) -> StateSpec:
-    """The state of these layers. names: the family's keys, where they are not Bamba's. expands: heads are as wide as the expanded
+def mamba2_state(config: dict[str, Any], names: Mapping[str, str] | None = None, *, expands: bool = True) -> StateSpec:
+    """The state of a layer. names: the family's keys, where they are not Bamba's. expands: heads are as wide as the expanded
     hidden size. KeyError, ValueError."""
 
     def key(name: str) -> str:
@@ -64,7 +63,6 @@ def mamba2_state(
     check_activation(config)
     return StateSpec(
         kind="mamba2",
-        layers=layers,
         num_heads=heads,
         head_dim=each,
         state_size=size("mamba_d_state"),
@@ -78,8 +76,8 @@ def mamba2_state(
     )
 
 
-def mamba2_gguf(metadata: GGUFMetadata, layers: tuple[bool, ...]) -> StateSpec:
-    """The state of these layers of a .gguf file. MetadataError."""
+def mamba2_gguf(metadata: GGUFMetadata) -> StateSpec:
+    """The state of a layer of a .gguf file. MetadataError."""
     names = ("time_step_rank", "inner_size", "state_size", "group_count", "conv_kernel")
     heads, inner, numbers, groups, kernel = sizes = [int(metadata.get(f"ssm.{name}")) for name in names]
     if min(sizes) < 1 or inner % heads or heads % groups:
@@ -88,7 +86,6 @@ def mamba2_gguf(metadata: GGUFMetadata, layers: tuple[bool, ...]) -> StateSpec:
         )
     return StateSpec(
         kind="mamba2",
-        layers=layers,
         num_heads=heads,
         head_dim=inner // heads,
         state_size=numbers,

@@ -37,6 +37,7 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
         encoder_ffn_dim=integer(config, "encoder_ffn_dim"),
         max_source_positions=integer(config, "max_source_positions"),
     )
+    spec = spec.with_layers(lambda layer: replace(layer, cross_attention=speech.max_source_positions))
     return replace(spec, output_bias=True, audio_encoder=speech)
 
 

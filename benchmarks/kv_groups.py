@@ -21,12 +21,12 @@ from typing import Any
 
 import tokenizers
 import torch
-from msgspec.structs import replace
 
 sys.path.insert(0, str(Path(__file__).parent))
 import harness
 import shapes
 
+from meshlm.architectures.layers import with_attention
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.edges.admit import EngineRequest
 from meshlm.protocol.kv import step_tokens
@@ -127,8 +127,8 @@ def held_by_vllm(config: MeshConfig, model: ModelSpec, budget: int, length: int)
     own: dict[str, Any] = {"block_size": block, "num_kv_heads": model.num_key_value_heads}
     own |= {"head_size": model.head_dim, "dtype": torch.bfloat16}
     layers: dict[str, Any] = {}
-    for layer, slides in enumerate(model.sliding_layers):
-        window = model.sliding_window if slides else 0
+    for layer, attention in enumerate(model.attentions):
+        window = attention.sliding_window
         layers[f"{layer}"] = SlidingWindowSpec(**own, sliding_window=window) if window else FullAttentionSpec(**own)
     engine = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=resolved.max_model_len),
@@ -172,7 +172,7 @@ def main() -> None:
     config = configured(given.model, given.max_model_len)
     assert config.resolved is not None
     budget, model = int(given.memory_gib * 2**30), config.resolved.spec
-    keeps_all = replace(model, sliding_window=0, sliding_layers=())
+    keeps_all = with_attention(model, sliding_window=0)
     sys.path += given.vllm.split(":") if given.vllm else []  # behind what is installed
     results: list[dict[str, Any]] = []
     for length in given.request_tokens or [given.max_model_len]:

@@ -16,6 +16,7 @@ from typing import ClassVar, Literal
 
 from msgspec import Struct
 
+from meshlm.protocol.layers import Attention
 from meshlm.protocol.model import ModelSpec
 
 BLOCK_STEP = 16  # a block that is made longer for a state has a multiple of so many tokens
@@ -248,13 +249,13 @@ def caches_of(model: ModelSpec, state: RecurrentState = _STATE) -> list[tuple[in
     state: the spec of recurrent states.
     """
     found: list[tuple[int, KVSpec]] = []
-    for layer, spec in enumerate(_attention_of_layers(model)):
-        if model.has_cache(layer):
-            found.append((layer, spec))
-        if model.has_state(layer):
-            found.append((layer, state))
-        if model.audio_encoder is not None:
-            found.append((layer, CrossAttention(model.audio_encoder.max_source_positions)))
+    for number, layer in enumerate(model.layers):
+        if layer.attention is not None and layer.has_cache:
+            found.append((number, EncoderOnly() if model.encoder_only else spec_of_attention(layer.attention)))
+        if layer.state is not None:
+            found.append((number, state))
+        if layer.cross_attention:
+            found.append((number, CrossAttention(layer.cross_attention)))
     return found
 
 
@@ -263,16 +264,13 @@ def spec_of_layers(model: ModelSpec) -> list[KVSpec]:
     return [spec for _, spec in caches_of(model)]
 
 
-def _attention_of_layers(model: ModelSpec) -> Sequence[KVSpec]:
-    """What the attention of each layer sees."""
-    if model.encoder_only:
-        return [EncoderOnly()] * model.num_hidden_layers
-    if model.mla is not None:
-        mla = model.mla
-        return [Latent(mla.kv_lora_rank, mla.qk_rope_head_dim, mla.index_head_dim)] * model.num_hidden_layers
-    sliding = model.sliding_layers or (model.sliding_window > 0,) * model.num_hidden_layers
-    local = ChunkedAttention(model.attention_chunk_size) if model.attention_chunk_size else None
-    return [(local or SlidingWindow(model.sliding_window)) if slides else FullAttention() for slides in sliding]
+def spec_of_attention(attention: Attention) -> KVSpec:
+    """What the attention of a decoder's layer needs of earlier tokens."""
+    if (mla := attention.mla) is not None:
+        return Latent(mla.kv_lora_rank, mla.qk_rope_head_dim, mla.index_head_dim)
+    if attention.attention_chunk_size:
+        return ChunkedAttention(attention.attention_chunk_size)
+    return SlidingWindow(attention.sliding_window) if attention.sliding_window else FullAttention()
 
 
 def make_groups(

@@ -7,6 +7,7 @@ writes; norms, activations between layers and communication are left out, as the
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from meshlm.protocol.layers import Attention, LayerSpec
 from meshlm.protocol.model import ModelSpec
 
 _BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
@@ -38,35 +39,32 @@ class Estimates:
         type_bytes = _BYTES.get(spec.dtype, 2.0)
         schemes = spec.quantization.schemes if spec.quantization is not None else ()
         self._weight_bytes = min([scheme.bits / 8 for scheme in schemes], default=type_bytes)
-        self._layers = [self._layer(number) for number in range(spec.num_hidden_layers)]
+        kinds = [self._layer(layer) for layer in spec.layers.kinds]
+        self._layers = [kinds[number] for number in spec.layers.order]
         per_token = spec.kv_bytes_per_token_f32 / 4 * (kv_bytes or type_bytes)
         self._kv_bytes = per_token / max(1, sum(layer.attends for layer in self._layers))  # of a layer that attends
         self._head = spec.vocab_size * spec.hidden_size
 
-    def _layer(self, number: int) -> _Layer:
-        spec, hidden = self._spec, self._spec.hidden_size
-        dense = self._attention_weights(spec.of_layer(number)) if spec.has_attention(number) else 0
-        if spec.state is not None and spec.has_state(number):
-            dense += hidden * (2 * spec.state.inner + spec.state.conv_dim) + spec.state.inner * hidden
-        expert = 0
-        if spec.moe is not None and spec.has_experts(number):
-            dense += 3 * hidden * spec.moe.shared_intermediate_size + hidden * spec.moe.num_experts
-            expert = 3 * hidden * spec.moe.moe_intermediate_size
-        if spec.moe is None or spec.moe.beside_mlp or not spec.has_experts(number):
-            dense += 3 * hidden * spec.of_layer(number).intermediate_size
-        local = not spec.sliding_layers or spec.sliding_layers[number]
-        window = spec.sliding_window or spec.attention_chunk_size  # a token sees half a chunk, so this is the most
-        mla, dim = spec.mla, spec.of_layer(number).head_dim
-        sizes = mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim if mla else 2 * dim
-        products = 2 * spec.num_attention_heads * sizes
-        return _Layer(dense, expert, spec.has_attention(number), window if local else 0, products)
+    def _layer(self, layer: LayerSpec) -> _Layer:
+        hidden, state, experts, attention = self._spec.hidden_size, layer.state, layer.experts, layer.attention
+        dense, expert = 3 * hidden * layer.intermediate_size, 0
+        if state is not None:
+            dense += hidden * (2 * state.inner + state.conv_dim) + state.inner * hidden
+        if experts is not None:
+            dense += 3 * hidden * experts.shared_intermediate_size + hidden * experts.num_experts
+            expert = 3 * hidden * experts.moe_intermediate_size
+        if attention is None:
+            return _Layer(dense, expert, attends=False, window=0, products=0)
+        dense += self._attention_weights(attention)
+        # A token sees half a chunk, so all of it is the most.
+        window, mla = attention.sliding_window or attention.attention_chunk_size, attention.mla
+        sizes = mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim if mla else 2 * attention.head_dim
+        return _Layer(dense, expert, attends=True, window=window, products=2 * self._spec.num_attention_heads * sizes)
 
-    @staticmethod
-    def _attention_weights(spec: ModelSpec) -> int:
-        """spec: as if all layers were like this one (`ModelSpec.of_layer`)."""
-        hidden, heads = spec.hidden_size, spec.num_attention_heads
-        if (mla := spec.mla) is None:
-            return hidden * spec.head_dim * 2 * (heads + spec.num_key_value_heads)
+    def _attention_weights(self, attention: Attention) -> int:
+        hidden, heads = self._spec.hidden_size, self._spec.num_attention_heads
+        if (mla := attention.mla) is None:
+            return hidden * attention.head_dim * 2 * (heads + attention.num_key_value_heads)
         query = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
         down = hidden * mla.q_lora_rank + mla.q_lora_rank * query if mla.q_lora_rank else hidden * query
         up = mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)

@@ -59,12 +59,12 @@ def _notes(path: Path, fields: dict[str, Any], tensors: dict[str, GGUFTensor], s
         raise GGUFError(f"{path}: {error}") from None
     same = {
         "rope.dimension_count": spec.rotary_dim,
-        "attention.value_length": spec.full_heads.head_dim if spec.full_heads else spec.head_dim,
+        "attention.value_length": spec.full_head_dim,
         "vocab_size": spec.vocab_size,
     }
     if spec.mla is not None:
         del same["attention.value_length"]  # the family has read it
-    if spec.no_rope_layers and all(spec.no_rope_layers):
+    if not any(one.rotates for one in spec.attentions):
         del same["rope.dimension_count"]  # nothing is turned
     for key, wanted in same.items():
         if fields.get(f"{kind}.{key}", wanted) != wanted:

@@ -17,7 +17,7 @@ from meshlm.architectures.registry import architectures, family_of
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ModelFilesError
 
-MAX_SIZE, MAX_LAYERS, MAX_HEAD_DIM, MAX_CONTEXT = 1 << 24, 1 << 13, 1024, 1 << 30
+MAX_SIZE, MAX_HEAD_DIM, MAX_CONTEXT = 1 << 24, 1024, 1 << 30
 
 
 def parse_config(config: dict[str, Any], path: Path) -> tuple[ModelSpec, tuple[str, ...]]:
@@ -69,7 +69,8 @@ def _check_layer_types(config: dict[str, Any], family: Family, spec: ModelSpec) 
         return  # it knows which kinds there are
     no_window = not config.get("sliding_window") or config.get("use_sliding_window") is False
     for layer, kind in enumerate(kinds):
-        slides = kind == "sliding_attention" and (no_window or (layer < spec.num_hidden_layers and spec.slides(layer)))
+        attention = spec.layers[layer].attention if layer < spec.num_hidden_layers else None
+        slides = kind == "sliding_attention" and (no_window or (attention is not None and attention.slides))
         if kind != "full_attention" and not slides:
             raise ValueError(
                 f"layer_types holds {shown(kind)} for layer {layer}; {family.architecture} has full_attention"
@@ -99,19 +100,23 @@ def near(names: list[str]) -> str:
     return f"; near it: {', '.join(near)}" if near else f"; docs/models.md lists the {len(known)} that are"
 
 
-_POSITIVE = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-
+_SIZES = {
+    "vocab_size": MAX_SIZE,
+    "hidden_size": MAX_SIZE,
+    "num_attention_heads": MAX_SIZE,
+    "max_position_embeddings": MAX_CONTEXT,
+}
 _CAPS = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
 
 
 def check(spec: ModelSpec, path: Path) -> None:
     """Checks the sizes that kernels rely on and would not survive. ModelFilesError."""
-    limits = dict.fromkeys(_POSITIVE, MAX_SIZE) | {
-        "num_hidden_layers": MAX_LAYERS,
-        "max_position_embeddings": MAX_CONTEXT,
-    }
-    for name, limit in limits.items():
-        value = getattr(spec, name)
+    attentions = dict.fromkeys(spec.attentions)
+    sizes = [(name, getattr(spec, name), limit) for name, limit in _SIZES.items()]
+    sizes += [("intermediate_size", kind.mlp.intermediate_size, MAX_SIZE) for kind in spec.layers.kinds if kind.mlp]
+    for one in attentions:
+        sizes += [("num_key_value_heads", one.num_key_value_heads, MAX_SIZE), ("head_dim", one.head_dim, MAX_SIZE)]
+    for name, value, limit in sizes:
         if value < 1:
             raise ModelFilesError(f"{path}: {name} is {value}; it must be positive")
         if value > limit:
@@ -124,12 +129,9 @@ def check(spec: ModelSpec, path: Path) -> None:
     for name in _CAPS:
         if getattr(spec, name) < 0:
             raise ModelFilesError(f"{path}: {name} is {getattr(spec, name)}; it must not be negative")
-    full = spec.full_heads
-    for kv_heads, dim, rope in (
-        (spec.num_key_value_heads, spec.head_dim, spec.sliding_rope if full else None),
-        *([(full.num_key_value_heads, full.head_dim, None)] if full else []),
-    ):
-        _check_heads(spec, path, (kv_heads, dim), spec.rotary_dim if rope is None else rope.rotary_dim(dim))
+    for one in attentions:
+        rotary = spec.rope_of(one).rotary_dim(one.head_dim) if one.mla is None else spec.rotary_dim
+        _check_heads(spec, path, (one.num_key_value_heads, one.head_dim), rotary)
     for factors in (spec.rope.short_factor, spec.rope.long_factor):
         if len(factors) not in (0, spec.rotary_dim // 2):
             raise ModelFilesError(

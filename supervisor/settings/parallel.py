@@ -44,11 +44,11 @@ def check(
 
 def _one_stage(spec: ModelSpec) -> str:
     """Why a pipeline cannot have stages of this model; "" when it can."""
-    if spec.num_kv_shared_layers:
+    if any(layer.cache_of is not None for layer in spec.layers):
         return "its last layers use keys and values of earlier ones, which another stage would have"
     if spec.altup is not None or spec.per_layer_input is not None:
         return "its layers take vectors that the first stage alone could make"
-    if spec.mla is not None and any(spec.mla.index_shared):
+    if any(one.mla is not None and one.mla.index_shared for one in spec.attentions):
         return "layers attend to what an earlier one's index has chosen, which another stage may have"
     return ""
 
@@ -77,7 +77,7 @@ def _check_tensor(size: int, spec: ModelSpec, wide: tuple[int, ...]) -> None:
             "recurrent states, which are normed together; use --pipeline-parallel-size or --data-parallel-size"
         )
     heads = spec.num_attention_heads
-    keys = {spec.num_key_value_heads} | ({spec.full_heads.num_key_value_heads} if spec.full_heads else set())
+    keys = dict.fromkeys(one.num_key_value_heads for one in spec.attentions)
     fit = [
         n
         for n in range(1, heads + 1)

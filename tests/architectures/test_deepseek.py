@@ -9,7 +9,7 @@ import pytest
 
 from meshlm.architectures.registry import weights_of
 from meshlm.protocol.kv import Latent, make_groups, spec_of_layers
-from meshlm.protocol.model import MLASpec
+from meshlm.protocol.layers import MLASpec
 from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.model_files.model_config import parse_config
 
@@ -44,7 +44,7 @@ def test_v2_lite() -> None:
     assert (spec.head_dim, spec.num_key_value_heads, spec.rotary_dim) == (192, 1, 64)
     assert spec.moe is not None
     assert (spec.moe.shared_intermediate_size, spec.moe.n_group, spec.moe.group_score) == (2816, 1, "max")
-    assert [spec.has_experts(layer) for layer in range(3)] == [False, True, True]
+    assert [layer.experts is not None for layer in spec.layers][:3] == [False, True, True]
     assert sum(prod(weight.shape) for weight in weights_of(spec).values()) == 15_706_484_224
     (group,) = make_groups(spec_of_layers(spec), 16, 576 * 2, 4096)
     assert group.spec == Latent(512, 64)
@@ -76,7 +76,7 @@ def test_v3() -> None:
 
 def test_experts_in_every_second_layer() -> None:
     spec, _ = parse_config(lite(moe_layer_freq=2), Path("m"))
-    assert [spec.has_experts(layer) for layer in range(5)] == [False, False, True, False, True]
+    assert [layer.experts is not None for layer in spec.layers][:5] == [False, False, True, False, True]
     without, _ = parse_config(lite(n_routed_experts=None), Path("m"))
     assert without.moe is None
 
@@ -175,7 +175,7 @@ def test_layers_that_share_an_index(changes: dict[str, Any]) -> None:
     spec, _ = parse_config(GLM | changes, Path("m"))
     assert spec.mla is not None
     assert spec.mla.index_interleave
-    assert spec.mla.index_shared == (False, False, True, True, False, True)
+    assert [one.mla and one.mla.index_shared for one in spec.attentions] == [False, False, True, True, False, True]
     names = [name for name in weights_of(spec) if name.endswith("indexer.wk.weight")]
     assert [name.split(".")[2] for name in names] == ["0", "1", "4"]
 
@@ -188,8 +188,7 @@ def test_names_of_sparse_layers(kind: str) -> None:
 @pytest.mark.parametrize("changes", [{}, {"indexer_types": ["full"] * 6}, {"index_topk_freq": 1}])
 def test_layers_that_all_have_an_index(changes: dict[str, Any]) -> None:
     spec, _ = parse_config(GLM | changes, Path("m"))
-    assert spec.mla is not None
-    assert spec.mla.index_shared == ()
+    assert [one.mla and one.mla.index_shared for one in spec.attentions] == [False] * 6
 
 
 @pytest.mark.parametrize(

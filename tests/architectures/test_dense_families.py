@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from model_folders import CONFIG
+from tiny_models import sliding, unrotated
 
 from meshlm.protocol.model import ModelSpec, RopeSpec
 from meshlm.runtime.errors import ModelFilesError
@@ -24,21 +25,21 @@ def test_olmo_3_stretches_the_layers_that_see_all() -> None:
     spec = made("Olmo3", rope_theta=500000, rope_scaling=yarn, sliding_window=4096)
     assert (spec.rope.rope_type, spec.rope.factor, spec.rope.rope_theta) == ("yarn", 8.0, 5e5)
     assert spec.sliding_rope == RopeSpec(rope_theta=5e5)
-    assert (spec.sliding_window, spec.sliding_layers) == (4096, (True, True, True, False))
+    assert (spec.sliding_window, sliding(spec)) == (4096, (True, True, True, False))
     assert spec.max_position_embeddings == 65536
 
 
 def test_layers_without_positions() -> None:
-    assert made("SmolLM3").no_rope_layers == (False, False, False, True)
-    assert made("SmolLM3", no_rope_layers=[1, 0, 0, 1]).no_rope_layers == (False, True, True, False)
+    assert unrotated(made("SmolLM3")) == (False, False, False, True)
+    assert unrotated(made("SmolLM3", no_rope_layers=[1, 0, 0, 1])) == (False, True, True, False)
     exaone = made("Exaone4", sliding_window=64, sliding_window_pattern=2)
-    assert exaone.no_rope_layers == (False, True, False, True)
-    assert exaone.sliding_layers == (True, False, True, False)
+    assert unrotated(exaone) == (False, True, False, True)
+    assert sliding(exaone) == (True, False, True, False)
     kinds = ["sliding_attention"] * 3 + ["full_attention"]
     named = made("Exaone4", sliding_window=64, sliding_window_pattern="LLLG", layer_types=kinds)
-    assert named.no_rope_layers == (False, False, False, True)
+    assert unrotated(named) == (False, False, False, True)
     full = made("Exaone4", sliding_window=None)
-    assert (full.no_rope_layers, full.sliding_window) == ((), 0)
+    assert (any(unrotated(full)), full.sliding_window) == (False, 0)
 
 
 def test_an_alpha_stretches_the_base_of_the_rotation_once() -> None:

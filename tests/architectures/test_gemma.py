@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from model_folders import CONFIG, folder_with
+from tiny_models import sliding
 
 from meshlm.architectures.family import GGUFMetadata
 from meshlm.architectures.registry import gguf_family
@@ -50,19 +51,19 @@ def spec_of_config(config: dict[str, Any]) -> ModelSpec:
 
 def test_gemma_2() -> None:
     spec = spec_of_config(GEMMA2)
-    assert (spec.sliding_window, spec.sliding_layers) == (4096, (True, False))
+    assert (spec.sliding_window, sliding(spec)) == (4096, (True, False))
     assert (spec.attn_logit_softcapping, spec.final_logit_softcapping, spec.query_pre_attn_scalar) == (50, 30, 224)
     assert spec.tie_word_embeddings
     assert (spec.sliding_rope, spec.qk_norm, spec.hidden_act) == (None, False, "gelu_pytorch_tanh")
     assert spec_of_config(GEMMA2 | {"attn_logit_softcapping": None}).attn_logit_softcapping == 0
     full = spec_of_config(GEMMA2 | {"layer_types": ["full_attention"] * 2})
-    assert (full.sliding_window, full.sliding_layers) == (0, ())
+    assert (full.sliding_window, sliding(full)) == (0, (False, False))
 
 
 def test_gemma_3() -> None:
     """The context is the file's, which counts the scaled rotation already."""
     spec = spec_of_config(GEMMA3)
-    assert spec.sliding_layers == (True,) * 5 + (False,) + (True,) * 2
+    assert sliding(spec) == (True,) * 5 + (False,) + (True,) * 2
     assert spec.rope == RopeSpec(rope_type="linear", rope_theta=1e6, factor=8.0)
     assert spec.sliding_rope == RopeSpec(rope_theta=1e4)
     assert (spec.max_position_embeddings, spec.qk_norm, spec.attn_logit_softcapping) == (32768, True, 0)
@@ -132,7 +133,7 @@ def gguf_spec(kind: str, **fields: Any) -> ModelSpec:
 
 def test_what_a_gguf_file_of_gemma_2_leaves_unsaid() -> None:
     spec = gguf_spec("gemma2")
-    assert (spec.sliding_window, spec.sliding_layers) == (4096, (True, False))
+    assert (spec.sliding_window, sliding(spec)) == (4096, (True, False))
     assert (spec.attn_logit_softcapping, spec.final_logit_softcapping, spec.query_pre_attn_scalar) == (50, 30, 32)
     assert gguf_spec("gemma2", block_count=46).query_pre_attn_scalar == 16, "the 27B model's is the size over its heads"
 
@@ -140,9 +141,9 @@ def test_what_a_gguf_file_of_gemma_2_leaves_unsaid() -> None:
 def test_what_a_gguf_file_of_gemma_3_leaves_unsaid() -> None:
     window = {"attention.sliding_window": 512, "block_count": 7}
     spec = gguf_spec("gemma3", **window)
-    assert (spec.sliding_window, spec.sliding_layers) == (512, (True,) * 5 + (False, True))
+    assert (spec.sliding_window, sliding(spec)) == (512, (True,) * 5 + (False, True))
     assert (spec.sliding_rope, spec.qk_norm) == (RopeSpec(rope_theta=1e4), True)
-    assert gguf_spec("gemma3", **window, **{"attention.sliding_window_pattern": 3}).sliding_layers[2] is False
+    assert sliding(gguf_spec("gemma3", **window, **{"attention.sliding_window_pattern": 3}))[2] is False
     assert gguf_spec("gemma3", **(window | {"block_count": 62})).query_pre_attn_scalar == 16
     with pytest.raises(ValueError, match=r"attention\.sliding_window is missing"):
         gguf_spec("gemma3")

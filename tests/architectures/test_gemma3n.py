@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_models import sliding
 
 from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.model_files.model_files import resolve_model
@@ -26,14 +27,15 @@ def test_missing_keys_are_what_transformers_takes_them_for(tmp_path: Path) -> No
     spec = resolve_model(str(tmp_path), load_format="dummy").spec
     theirs = transformers.Gemma3nTextConfig(**{k: v for k, v in CONFIG.items() if k != "architectures"})
     assert spec.altup is not None
-    assert list(spec.altup.activation_sparsity_pattern) == theirs.activation_sparsity_pattern
+    assert [layer.mlp and layer.mlp.sparsity for layer in spec.layers] == theirs.activation_sparsity_pattern
     assert [spec.intermediate_size] * 30 == theirs.intermediate_size
-    assert ["sliding_attention" if one else "full_attention" for one in spec.sliding_layers] == theirs.layer_types
-    assert (spec.sliding_window, spec.num_kv_shared_layers) == (theirs.sliding_window, theirs.num_kv_shared_layers)
+    assert ["sliding_attention" if one else "full_attention" for one in sliding(spec)] == theirs.layer_types
+    assert spec.sliding_window == theirs.sliding_window
     assert spec.final_logit_softcapping == theirs.final_logit_softcapping
     for name in ("altup_num_inputs", "altup_active_idx", "laurel_rank", "hidden_size_per_layer_input"):
         assert getattr(spec.altup, name) == getattr(theirs, name)
-    sharing = [spec.kv_source(layer) != layer for layer in range(30)]
+    sharing = [layer.cache_of is not None for layer in spec.layers]
+    assert sum(sharing) == theirs.num_kv_shared_layers
     assert sharing == [mode == "reuse" for mode in theirs.kv_sharing_modes]
 
 

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_models import sliding
 
-from meshlm.protocol.model import FullHeadsSpec, ModelSpec
+from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.model_files.model_files import resolve_model
 
@@ -32,12 +33,13 @@ def test_missing_keys_are_what_transformers_takes_them_for(tmp_path: Path) -> No
 
     spec = spec_of(tmp_path, {})
     theirs = transformers.Gemma4TextConfig(**{k: v for k, v in CONFIG.items() if k != "architectures"})
-    assert ["sliding_attention" if one else "full_attention" for one in spec.sliding_layers] == theirs.layer_types
+    assert ["sliding_attention" if one else "full_attention" for one in sliding(spec)] == theirs.layer_types
     for layer in range(12):
-        own, other = spec.of_layer(layer), theirs.per_layer_config[layer]
+        own, other = spec.attentions[layer], theirs.per_layer_config[layer]
         assert (own.num_key_value_heads, own.head_dim) == (other.num_key_value_heads, other.head_dim)
-    for name in ("sliding_window", "num_attention_heads", "num_kv_shared_layers", "max_position_embeddings"):
+    for name in ("sliding_window", "num_attention_heads", "max_position_embeddings"):
         assert getattr(spec, name) == getattr(theirs, name)
+    assert sum(layer.cache_of is not None for layer in spec.layers) == theirs.num_kv_shared_layers
     assert spec.final_logit_softcapping == 0
     assert spec.per_layer_input is not None
     assert spec.per_layer_input.hidden_size_per_layer_input == theirs.hidden_size_per_layer_input
@@ -63,15 +65,14 @@ def test_missing_keys_are_what_transformers_takes_them_for(tmp_path: Path) -> No
     ],
 )
 def test_heads_of_layers_that_see_all(changes: dict[str, Any], heads: tuple[int, int, bool], tmp_path: Path) -> None:
-    expected = dict(zip(("num_key_value_heads", "head_dim", "attention_k_eq_v"), heads, strict=True))
-    assert spec_of(tmp_path, changes).full_heads == FullHeadsSpec(**expected)  # type: ignore[arg-type]
+    full = {one for one in spec_of(tmp_path, changes).attentions if not one.slides}
+    assert {(one.num_key_value_heads, one.head_dim, one.keys_are_values) for one in full} == {heads}
 
 
 def test_layers_may_all_be_alike(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, {"global_head_dim": 256, "hidden_size_per_layer_input": 0})
-    assert spec.full_heads is None
     assert spec.per_layer_input is None
-    assert spec.of_layer(5) == spec.of_layer(0) == spec
+    assert len({(one.num_key_value_heads, one.head_dim, one.keys_are_values) for one in spec.attentions}) == 1
 
 
 def test_experts_stand_beside_the_mlp(tmp_path: Path) -> None:
@@ -82,7 +83,7 @@ def test_experts_stand_beside_the_mlp(tmp_path: Path) -> None:
 
 
 def test_the_last_layer_sees_all(tmp_path: Path) -> None:
-    assert not spec_of(tmp_path, {"layer_types": ["sliding_attention"] * 12}).slides(11)
+    assert not spec_of(tmp_path, {"layer_types": ["sliding_attention"] * 12}).attentions[11].slides
 
 
 def test_the_text_model_of_one_that_also_sees(tmp_path: Path) -> None:

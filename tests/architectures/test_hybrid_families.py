@@ -31,7 +31,7 @@ def test_lfm2_computes_the_width_of_its_mlp() -> None:
     keys = {"block_ff_dim": 12288, "block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0}
     spec = made("Lfm2", full_attn_idxs=[2], block_multiple_of=256, **keys)
     assert (spec.intermediate_size, spec.tie_word_embeddings, spec.qk_norm) == (8192, True, True)
-    assert spec.attention_layers == (False, False, True, False)
+    assert [layer.attention is not None for layer in spec.layers] == [False, False, True, False]
     assert spec.state is not None
     assert (spec.state.conv_dim, spec.state.conv_kernel) == (64, 3)
     assert made("Lfm2", block_auto_adjust_ff_dim=False).intermediate_size == 64
@@ -39,7 +39,7 @@ def test_lfm2_computes_the_width_of_its_mlp() -> None:
 
 def test_falcon_h1_has_both_in_each_layer() -> None:
     spec = made("FalconH1", **STATES, mamba_d_ssm=128, embedding_multiplier=4.0, lm_head_multiplier=0.5)
-    assert all(spec.has_attention(layer) and spec.has_state(layer) for layer in range(4))
+    assert all(layer.attention and layer.state for layer in spec.layers)
     assert spec.logit_scale == 0.5
     assert (
         made("FalconH1", **STATES, mamba_d_ssm=128, tie_word_embeddings=True, embedding_multiplier=4.0).logit_scale

@@ -10,6 +10,7 @@ import torch
 from tiny_models import spec_of
 
 from meshlm.architectures import registry
+from meshlm.architectures.layers import with_attention
 from meshlm.architectures.registry import (
     architectures,
     families,
@@ -19,18 +20,8 @@ from meshlm.architectures.registry import (
     register,
     weights_of,
 )
-from meshlm.protocol.model import (
-    AltUpSpec,
-    AudioEncoderSpec,
-    FullHeadsSpec,
-    HeadSpec,
-    LayerNormSpec,
-    MLASpec,
-    MoESpec,
-    PerLayerInputSpec,
-    RopeSpec,
-    StateSpec,
-)
+from meshlm.protocol.layers import MLP, Attention, Layers, LayerSpec, MLASpec, MoESpec, StateSpec
+from meshlm.protocol.model import AltUpSpec, AudioEncoderSpec, HeadSpec, LayerNormSpec, PerLayerInputSpec, RopeSpec
 from meshlm.workers.distributed.shard import WHOLE
 from meshlm.workers.models.registry import model_class
 from meshlm.workers.weights.slices import place
@@ -122,27 +113,36 @@ def test_weights_fill_the_parameters_of_the_model(architecture: str, tied: bool)
     of_encoder: dict[str, Any] = {}
     if is_encoder:
         biases = dict.fromkeys(("attention_bias", "output_bias", "mlp_bias"), tied or not is_modern)
-        of_encoder = {**biases, "norm_bias": tied, "type_vocab_size": 2, "sliding_layers": (False, True)}
+        of_encoder = {
+            **biases,
+            "norm_bias": tied,
+            "type_vocab_size": 2,
+            "sliding_window": 4,
+            "sliding_layers": (False, True),
+        }
     of_states: dict[str, Any] = {}
     if (kind := next((kind for stem, kind in STATES.items() if architecture.startswith(stem)), None)) is not None:
         alone, both = architecture.startswith(("Mamba", "FalconMamba")), architecture.startswith("FalconH1")
         short = kind == "short_conv"
-        of_states = {
-            "state": StateSpec(
-                kind=kind,
-                layers=(True, alone or both),
-                num_heads=8 if short else 4,
-                head_dim=1 if short else 3,
-                state_size=0 if short else 5,
-                n_groups=2,
-                proj_bias=tied and not both,
-                time_step_rank=3,
-                mixer_norm="weighted" if architecture.startswith("Jamba") else "none",
-            ),
-            "attention_layers": (both, not alone and not architecture.startswith("Nemotron")),
-            "mlp_layers": (not alone and not architecture.startswith("Nemotron"), not alone),
-            "qk_norm": short,
-        }
+        state = StateSpec(
+            kind=kind,
+            num_heads=8 if short else 4,
+            head_dim=1 if short else 3,
+            state_size=0 if short else 5,
+            n_groups=2,
+            proj_bias=tied and not both,
+            time_step_rank=3,
+            mixer_norm="weighted" if architecture.startswith("Jamba") else "none",
+        )
+        attention, mlp = Attention(num_key_value_heads=1, head_dim=4), MLP(intermediate_size=8)
+        sole = alone or architecture.startswith("Nemotron")  # a layer is one thing
+        first = LayerSpec(state=state, attention=attention if both else None, mlp=None if sole else mlp)
+        second = LayerSpec(
+            state=state if alone or both else None,
+            attention=None if sole else attention,
+            mlp=None if alone else mlp,
+        )
+        of_states = {"layers": Layers.from_records((first, second)), "qk_norm": short}
     of_experts: dict[str, Any] = {}
     if architecture.startswith("GptOss"):
         moe = MoESpec(num_experts=1, num_experts_per_tok=1, moe_intermediate_size=5, router_bias=True, expert_bias=True)
@@ -160,7 +160,6 @@ def test_weights_fill_the_parameters_of_the_model(architecture: str, tied: bool)
             laurel_rank=2,
             hidden_size_per_layer_input=3,
             vocab_size_per_layer_input=5,
-            activation_sparsity_pattern=(0.5, 0.0),
         )
         of_experts = {"altup": altup, "qk_norm": True, "num_kv_shared_layers": 1}
     if architecture.startswith("Gemma4"):
@@ -169,9 +168,7 @@ def test_weights_fill_the_parameters_of_the_model(architecture: str, tied: bool)
             "sliding_window": 4,
             "sliding_layers": (True, False),
             "sliding_rope": RopeSpec(),
-            "full_heads": FullHeadsSpec(num_key_value_heads=1, head_dim=6, attention_k_eq_v=tied),
             "per_layer_input": PerLayerInputSpec(hidden_size_per_layer_input=3, vocab_size_per_layer_input=5),
-            "moe": MoESpec(num_experts=1, num_experts_per_tok=1, moe_intermediate_size=5, beside_mlp=True),
         }
     if architecture.startswith("Whisper"):
         of_experts = {"mlp_bias": True, "output_bias": True, "audio_encoder": SPEECH}
@@ -193,6 +190,10 @@ def test_weights_fill_the_parameters_of_the_model(architecture: str, tied: bool)
         multipliers=(1.0,) * next((n for stem, n in MULTIPLIERS.items() if architecture.startswith(stem)), 0),
         mla=mla if architecture.startswith(("Deepseek", "GlmMoeDsa")) else None,
     )
+    if architecture.startswith("Gemma4"):
+        experts = MoESpec(num_experts=1, num_experts_per_tok=1, moe_intermediate_size=5)
+        spec = with_attention(spec, (False, True), head_dim=6, keys_are_values=tied)
+        spec = spec.with_layers(lambda layer: msgspec.structs.replace(layer, experts=experts))
     with torch.device("meta"):
         model = model_class(spec)(spec, 64, WHOLE)
     elements: dict[str, int] = {}

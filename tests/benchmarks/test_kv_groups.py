@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from msgspec.structs import replace
+from meshlm.architectures.layers import with_attention
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -18,7 +18,7 @@ def test_gemma_3_4b_holds_more_than_two_and_a_half_times_the_tokens(
     config = groups.configured("gemma3-4b", 32768)
     model = config.resolved.spec
     grouped = groups.held(config, model, 8 << 30, 32768)
-    every = groups.held(config, replace(model, sliding_window=0, sliding_layers=()), 8 << 30, 32768)
+    every = groups.held(config, with_attention(model, sliding_window=0), 8 << 30, 32768)
     assert (grouped["groups"], every["groups"]) == (7, 1)
     assert grouped["tokens"] >= 2.5 * every["tokens"] > 0
     (committed,) = json.loads((RESULTS / "kv_groups_gemma-3-4b.json").read_text())["results"]

@@ -94,7 +94,7 @@ def test_layers_that_share_have_no_cache() -> None:
     kinds = (True, False, True, True, False, True)
     model = spec_of(num_hidden_layers=6, sliding_window=8, sliding_layers=kinds, num_kv_shared_layers=2)
     assert caches_of(model) == [(0, SlidingWindow(8)), (1, FULL), (2, SlidingWindow(8)), (3, SlidingWindow(8))]
-    assert [model.kv_source(layer) for layer in range(6)] == [0, 1, 2, 3, 1, 3]
+    assert [layer.cache_of for layer in model.layers] == [None, None, None, None, 1, 3]
     assert model.kv_bytes_per_token_f32 * 6 == spec_of(num_hidden_layers=6).kv_bytes_per_token_f32 * 4
 
 

@@ -3,11 +3,13 @@
 import msgspec
 import pytest
 from small_model import SMALL
+from tiny_models import spec_of
 
-from meshlm.protocol.model import FullHeadsSpec, MLASpec, ModelSpec, MoESpec
+from meshlm.architectures.layers import with_attention, with_experts
+from meshlm.protocol.layers import Layers, MLASpec, MoESpec
 from meshlm.scheduler_proc.estimates import Estimates
 
-LLAMA_8B = ModelSpec(
+LLAMA_8B = spec_of(
     architecture="LlamaForCausalLM",
     vocab_size=128_256,
     hidden_size=4096,
@@ -46,7 +48,7 @@ def test_the_products_of_attention() -> None:
 
 
 def test_a_window_bounds_what_is_seen() -> None:
-    windowed = Estimates(msgspec.structs.replace(SMALL, sliding_window=4), 1)
+    windowed = Estimates(with_attention(SMALL, sliding_window=4), 1)
     assert windowed.of_step([50], [1], 0).flops == windowed.of_step([4], [1], 0).flops
     whole = Estimates(SMALL, 1)
     assert windowed.of_step([0], [4], 0) == whole.of_step([0], [4], 0)
@@ -55,7 +57,7 @@ def test_a_window_bounds_what_is_seen() -> None:
 
 def test_experts_are_read_as_far_as_tokens_choose_them() -> None:
     moe = MoESpec(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
-    estimates = Estimates(msgspec.structs.replace(SMALL, moe=moe), 1)
+    estimates = Estimates(with_experts(SMALL, moe), 1)
     one, many, more = (estimates.of_step([0] * n, [1] * n, 0).read_bytes for n in (1, 4, 9))
     expert = 3 * 8 * 16 * 4
     assert many - one == pytest.approx(6 * expert + 3 * 2 * 4 * 4)
@@ -64,7 +66,7 @@ def test_experts_are_read_as_far_as_tokens_choose_them() -> None:
 
 def test_a_latent_is_read_once_and_devices_share() -> None:
     mla = MLASpec(kv_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4)
-    spec = msgspec.structs.replace(SMALL, mla=mla)
+    spec = with_attention(SMALL, mla=mla)
     one, two = (Estimates(spec, devices).of_step([5], [1], 1) for devices in (1, 2))
     assert one.write_bytes == 8 * 4
     assert two.flops == one.flops / 2
@@ -72,9 +74,9 @@ def test_a_latent_is_read_once_and_devices_share() -> None:
 
 def test_layers_with_larger_heads_have_more_products() -> None:
     """The heads of layers that see all are twice as large; a token at position 10 sees 10 others, and 4 in a window."""
-    alike = msgspec.structs.replace(LLAMA_8B, sliding_window=4, sliding_layers=(True, False), num_hidden_layers=2)
-    heads = FullHeadsSpec(num_key_value_heads=alike.num_key_value_heads, head_dim=2 * alike.head_dim)
-    specs = (msgspec.structs.replace(alike, full_heads=heads), alike)
+    two = msgspec.structs.replace(LLAMA_8B, layers=Layers.alike(LLAMA_8B.layers[0], 2))
+    alike = with_attention(two, (True, False), sliding_window=4)
+    specs = (with_attention(alike, (False, True), head_dim=2 * alike.head_dim), alike)
     found, plain = (Estimates(spec, 1).of_step([10], [1], 0).flops for spec in specs)
     one = 2 * alike.num_attention_heads * 2 * alike.head_dim  # with each token that is seen
     weights = 2 * alike.hidden_size * alike.head_dim * 2 * (alike.num_attention_heads + alike.num_key_value_heads)

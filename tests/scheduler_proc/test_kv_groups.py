@@ -6,12 +6,14 @@ import pytest
 from bench import Bench, Model, limits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from tiny_models import resolved_of, spec_of
 
 from meshlm.protocol.config import CacheConfig, MeshConfig, WorkerConfig
 from meshlm.protocol.edges.step import StepPlan, StepResult
 from meshlm.protocol.kv import FullAttention, RecurrentState, SlidingWindow
-from meshlm.protocol.model import ModelSpec, StateSpec
+from meshlm.protocol.layers import Attention, Layers, LayerSpec, StateSpec
+from meshlm.protocol.model import ModelSpec
 from meshlm.protocol.wire.ids import RequestId
 from meshlm.scheduler_proc.limits import MAX_CRASHES
 from meshlm.scheduler_proc.states import RequestState
@@ -27,8 +29,8 @@ class Device(Model):
 
     def __init__(self, spec: ModelSpec, num_pages: int, drafts: int = 0, mode: Any = "auto", every: int = 1) -> None:
         self._made_of = spec, num_pages, drafts, mode, every
-        layer_bytes = 8 * spec.num_key_value_heads * spec.head_dim
-        size = 1 if spec.sliding_layers or any(spec.attention_layers) else spec.num_hidden_layers  # of a group
+        layer_bytes = 4 * (spec.attention.numbers_kept if spec.attention is not None else spec.hidden_size)
+        size = 1 if len(spec.layers.kinds) > 1 else spec.num_hidden_layers  # of a group
         resolved = resolved_of(spec, device="fake", max_model_len=CONTEXT, max_num_batched_tokens=STEP)
         block_size: Any = BLOCK  # smaller than a user can have it
         cache = CacheConfig(
@@ -64,29 +66,21 @@ def two_kinds(window: int) -> ModelSpec:
     )
 
 
+STATE = StateSpec(kind="mamba2", num_heads=2, head_dim=2, state_size=2)
+ATTENTION = Attention(num_key_value_heads=1, head_dim=8)
+
+
 def hybrid(window: int = 0) -> ModelSpec:
     """One layer with attention, two with a state; with `window` another one that slides."""
-    attends = (True, False, False) + ((True,) if window else ())
-    keeps = (False, True, True) + ((False,) if window else ())
-    return spec_of(
-        vocab_size=VOCAB,
-        num_hidden_layers=len(attends),
-        max_position_embeddings=CONTEXT,
-        attention_layers=attends,
-        state=StateSpec(kind="mamba2", layers=keeps, num_heads=2, head_dim=2, state_size=2),
-        sliding_window=window,
-        sliding_layers=(False, False, False, True) if window else (),
-    )
+    layers = [LayerSpec(attention=ATTENTION), LayerSpec(state=STATE), LayerSpec(state=STATE)]
+    if window:
+        layers.append(LayerSpec(attention=replace(ATTENTION, sliding_window=window)))
+    return spec_of(vocab_size=VOCAB, max_position_embeddings=CONTEXT, layers=Layers.from_records(layers))
 
 
 def only_states() -> ModelSpec:
-    return spec_of(
-        vocab_size=VOCAB,
-        num_hidden_layers=2,
-        max_position_embeddings=CONTEXT,
-        attention_layers=(False, False),
-        state=StateSpec(kind="mamba2", layers=(True, True), num_heads=2, head_dim=2, state_size=2),
-    )
+    layers = Layers.alike(LayerSpec(state=STATE), 2)
+    return spec_of(vocab_size=VOCAB, max_position_embeddings=CONTEXT, layers=layers)
 
 
 def generated(prompt: list[int], count: int) -> list[int]:

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from tiny_models import spec_of
 from torch import Tensor, nn
 
-from meshlm.protocol.model import ModelSpec
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.nvtx import mark_layers
 
@@ -35,7 +35,7 @@ class Layer(nn.Module):
 
 
 def model() -> Decoder:
-    spec = ModelSpec(
+    spec = spec_of(
         architecture="Qwen3ForCausalLM", vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=1, head_dim=4, max_position_embeddings=8,
     )  # fmt: skip

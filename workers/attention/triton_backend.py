@@ -16,7 +16,8 @@ from meshlm.kernels.attention.shared_prefix import shared_prefix
 from meshlm.kernels.attention.tiles import LARGE_DIM, Variant, decode_tiles, most_parts, shared_tile, tile_of_head
 from meshlm.kernels.lightning_index.self_test import IndexShape, self_test_index
 from meshlm.kernels.states import Pieces
-from meshlm.protocol.model import ModelSpec, StateSpec
+from meshlm.protocol.layers import StateSpec
+from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.aux_stream import AuxStream
 from meshlm.workers.attention.sparse_latent import Chosen, LastChoice
 from meshlm.workers.attention.triton_latent import LatentWorkspace, TritonLatentAttention
@@ -291,8 +292,7 @@ def _wrong_pages(spec: ModelSpec, block_size: int, dtype: torch.dtype, device: t
 
 def _head_sizes(spec: ModelSpec) -> set[tuple[int, int]]:
     """Key-value heads of the layers that attend, and their size; latents have kernels of their own."""
-    layers = (spec.of_layer(n) for n in range(spec.num_hidden_layers) if spec.has_attention(n))
-    return {(layer.num_key_value_heads, layer.head_dim) for layer in layers}
+    return {(one.num_key_value_heads, one.head_dim) for one in spec.attentions}
 
 
 @cache
@@ -322,7 +322,7 @@ def _wrong(spec: ModelSpec, device: torch.device, dtype: torch.dtype, page: int)
             return reason
     shape = (spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, page)
     variant = Variant(*shape, dtype, windowed=False, capped=capped)
-    if spec.attention_chunk_size and (reason := _wrong_chunks(variant, device)):
+    if any(one.attention_chunk_size for one in spec.attentions) and (reason := _wrong_chunks(variant, device)):
         return reason
     return _wrong_slopes(variant, spec.alibi_slopes, device) if spec.alibi_slopes else ""
 

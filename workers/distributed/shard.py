@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from meshlm.protocol.config import ParallelConfig
-from meshlm.protocol.model import FullHeadsSpec, ModelSpec, MoESpec, StateSpec
+from meshlm.protocol.layers import Layers, LayerSpec, MoESpec, StateSpec
+from meshlm.protocol.model import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,25 +74,17 @@ class Shard:
         each = spec.num_attention_heads // self.tp_size
         return self.tp_rank * each, (self.tp_rank + 1) * each
 
-    def kv_heads(self, spec: ModelSpec) -> tuple[int, int]:
-        """First key-value head, and the one after the last; `spec` may be that of one layer (`ModelSpec.of_layer`)."""
-        return self._kv_heads(spec.num_key_value_heads)
-
-    def _kv_heads(self, count: int) -> tuple[int, int]:
+    def kv_heads(self, count: int) -> tuple[int, int]:
+        """First key-value head of a layer that has so many, and the one after the last."""
         if count >= self.tp_size:
             each = count // self.tp_size
             return self.tp_rank * each, (self.tp_rank + 1) * each
         head = self.tp_rank * count // self.tp_size
         return head, head + 1
 
-    def state_groups(self, spec: ModelSpec) -> tuple[int, int]:
-        """First group of B and C, and the one after the last; with fewer of them than ranks, several ranks have the same."""
-        assert spec.state is not None
-        count = spec.state.n_groups
-        if count >= self.tp_size:
-            return self.part(count)
-        group = self.tp_rank * count // self.tp_size
-        return group, group + 1
+    def state_groups(self, count: int) -> tuple[int, int]:
+        """First group of B and C of so many, and the one after the last; with fewer than ranks, several ranks have the same."""
+        return self.kv_heads(count)
 
     def part(self, size: int) -> tuple[int, int]:
         """Begin and end of this rank's part of a dimension that tp_size divides."""
@@ -115,48 +108,39 @@ class Shard:
 
     def local(self, spec: ModelSpec) -> ModelSpec:
         """The shape of this part: its layers, heads and intermediate columns. The vocabulary stays whole."""
-        layers = self.layers(spec.num_hidden_layers)
+        own = self.layers(spec.num_hidden_layers)
         begin, end = self.heads(spec)
-        first, last = self.kv_heads(spec)
         return replace(
             spec,
-            num_hidden_layers=len(layers),
+            layers=Layers.from_records(self.local_layer(spec.layers[layer]) for layer in own),
             num_attention_heads=end - begin,
-            num_key_value_heads=last - first,
-            intermediate_size=spec.intermediate_size // self.tp_size,
             alibi_slopes=spec.alibi_slopes[begin:end],
-            xielu=spec.xielu[layers.start : layers.stop],
-            sliding_layers=spec.sliding_layers and spec.sliding_layers[layers.start : layers.stop],
-            attention_layers=spec.attention_layers and spec.attention_layers[layers.start : layers.stop],
-            mlp_layers=spec.mlp_layers and spec.mlp_layers[layers.start : layers.stop],
-            state=None if spec.state is None else self._local_state(spec.state, layers),
-            no_rope_layers=spec.no_rope_layers and spec.no_rope_layers[layers.start : layers.stop],
-            moe=None if spec.moe is None else self._local_moe(spec.moe, layers),
-            mla=spec.mla and replace(spec.mla, index_shared=spec.mla.index_shared[layers.start : layers.stop]),
-            full_heads=None if spec.full_heads is None else self._local_full_heads(spec.full_heads),
         )
 
-    def _local_full_heads(self, heads: FullHeadsSpec) -> FullHeadsSpec:
-        first, last = self._kv_heads(heads.num_key_value_heads)
-        return replace(heads, num_key_value_heads=last - first)
+    def local_layer(self, layer: LayerSpec) -> LayerSpec:
+        """This rank's part of a layer."""
+        attention, mlp = layer.attention, layer.mlp
+        if attention is not None:
+            first, last = self.kv_heads(attention.num_key_value_heads)
+            attention = replace(attention, num_key_value_heads=last - first)
+        if mlp is not None:
+            mlp = replace(mlp, intermediate_size=mlp.intermediate_size // self.tp_size)
+        state = None if layer.state is None else self.local_state(layer.state)
+        experts = None if layer.experts is None else self._local_experts(layer.experts)
+        return replace(layer, attention=attention, state=state, mlp=mlp, experts=experts)
 
-    def _local_state(self, state: StateSpec, layers: range) -> StateSpec:
-        """Groups of B and C follow the heads; with fewer of them than ranks, several ranks keep the same."""
-        return replace(
-            state,
-            layers=state.layers[layers.start : layers.stop],
-            num_heads=state.num_heads // self.tp_size,
-            n_groups=max(1, state.n_groups // self.tp_size),
-        )
+    def local_state(self, state: StateSpec) -> StateSpec:
+        """This rank's part of a state. Groups of B and C follow the heads; with fewer of them than ranks, several have the same."""
+        groups = max(1, state.n_groups // self.tp_size)
+        return replace(state, num_heads=state.num_heads // self.tp_size, n_groups=groups)
 
-    def _local_moe(self, moe: MoESpec, layers: range) -> MoESpec:
-        begin, end = self.wide(moe.moe_intermediate_size, of_expert=True)
+    def _local_experts(self, experts: MoESpec) -> MoESpec:
+        begin, end = self.wide(experts.moe_intermediate_size, of_expert=True)
         return replace(
-            moe,
+            experts,
             moe_intermediate_size=end - begin,
-            shared_intermediate_size=moe.shared_intermediate_size // self.tp_size,
-            moe_layers=moe.moe_layers and moe.moe_layers[layers.start : layers.stop],
-            local_experts=self.experts(moe.num_experts),
+            shared_intermediate_size=experts.shared_intermediate_size // self.tp_size,
+            local_experts=self.experts(experts.num_experts),
             redundant_experts=self.redundant_experts,
         )
 

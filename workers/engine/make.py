@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import structlog
 import torch
-from msgspec.structs import replace
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.model import ModelSpec
@@ -129,7 +128,7 @@ def _with_pages(config: MeshConfig, spec: ModelSpec, placement: WorkerPlacement)
     if layout.states is None or spec.state is None:
         return spec, layout.block_size
     ssm = str(layout.states.ssm).removeprefix("torch.")
-    return replace(spec, state=replace(spec.state, dtype=ssm)), layout.block_size
+    return spec.with_state_dtype(ssm), layout.block_size
 
 
 def _say_why(config: MeshConfig, gpu: torch.device, placement: WorkerPlacement) -> None:

@@ -264,8 +264,7 @@ class TritonKit:
 
 def _attention_kinds(spec: ModelSpec) -> list[tuple[int, int, bool]]:
     """Key-value heads of layers that attend, their size, and whether they have a window: each kind once, in the order of layers."""
-    layers = [(spec.of_layer(n), spec.slides(n)) for n in range(spec.num_hidden_layers) if spec.has_attention(n)]
-    found = ((one.num_key_value_heads, one.head_dim, slides and spec.sliding_window > 0) for one, slides in layers)
+    found = ((one.num_key_value_heads, one.head_dim, one.sliding_window > 0) for one in spec.attentions)
     return list(dict.fromkeys(found))
 
 
@@ -291,7 +290,8 @@ def _long_requests(engine: ModelEngine) -> list[int]:
     spec, resolved = engine.spec, engine.resolved
     if resolved.max_model_len <= LONG_CONTEXT or engine.together is not None:
         return []
-    splits = spec.mla is None and spec.state is None and not spec.attention_chunk_size and _full_attention(spec)
+    chunked = any(one.attention_chunk_size for one in spec.attentions)
+    splits = spec.mla is None and spec.state is None and not chunked and _full_attention(spec)
     return long_requests(resolved.max_num_seqs) if splits else []
 
 

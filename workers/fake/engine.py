@@ -65,12 +65,11 @@ class FakeEngine:
         self._vocab_size = resolved.spec.vocab_size
         self._step_s = config.worker.fake_step_ms / 1e3
         block_size = config.cache.block_size
-        per_token = (
-            resolved.spec.kv_bytes_per_token_f32 or 8 * resolved.spec.num_key_value_heads * resolved.spec.head_dim
-        )
+        attention = resolved.spec.attention
+        layer_bytes = 4 * (attention.numbers_kept if attention is not None else resolved.spec.hidden_size)
+        per_token = resolved.spec.kv_bytes_per_token_f32 or layer_bytes
         memory, drafts = config.cache.kv_cache_memory, config.worker.fake_drafts
         budget = memory or max(DEFAULT_CACHE_TOKENS, resolved.max_model_len + block_size) * per_token
-        layer_bytes = 8 * resolved.spec.num_key_value_heads * resolved.spec.head_dim
         state = kv_capacity.state_spec(config.cache, block_size)  # it takes a page of attention's
         kinds = [one if one.num_held(1, 1) else FullAttention() for _, one in caches_of(resolved.spec, state)]
         groups = make_groups(kinds, block_size, layer_bytes, resolved.max_model_len)

@@ -37,10 +37,9 @@ class StepTime(NamedTuple):
 def of_model(spec: ModelSpec, num_parameters: int, key_bytes: int) -> StepTime:
     """Contexts count in layers that see all of them. spec, num_parameters: this worker's; key_bytes: of a number in the cache."""
     token_s = 2 * num_parameters / FLOP_PER_S
-    if spec.mla is not None or spec.attention_chunk_size:
+    kinds = [one for one in spec.attentions if not one.slides]
+    if spec.mla is not None or any(one.attention_chunk_size for one in spec.attentions):
         return StepTime(token_s)
-    layers = [n for n in range(spec.num_hidden_layers) if spec.has_attention(n) and not spec.slides(n)]
-    kinds = [spec.of_layer(n) for n in layers]
     pairs = sum(4 * spec.num_attention_heads * kind.head_dim for kind in kinds)
     keys = sum(2 * kind.num_key_value_heads * kind.head_dim * key_bytes for kind in kinds)
     return StepTime(token_s, pairs / FLOP_PER_S, keys / BYTES_PER_S)

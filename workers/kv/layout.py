@@ -29,7 +29,8 @@ from meshlm.protocol.kv import (
     shares,
     waste,
 )
-from meshlm.protocol.model import ModelSpec, StateSpec
+from meshlm.protocol.layers import LayerSpec, StateSpec
+from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import CrossCache, LayerCache, StateCache
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.kv_capacity import CHECKPOINT_TOKENS, state_spec
@@ -109,17 +110,19 @@ class KVLayout:
         if model.audio_encoder is not None:
             length = model.audio_encoder.max_source_positions
             block_size = block_size_with_cross_attention(block_size, model.num_hidden_layers, length, max_model_len)
-        kinds = {kind for _, kind in caches_of(model) if kind.fills != "state"}
-        of_kind: dict[KVSpec, int] = {
-            kind: prod(self._shape(kind, 1, block_size)) * dtype.itemsize // block_size for kind in kinds
+        shapes: dict[KVSpec, tuple[int, ...]] = {
+            kind: self._shape(shard.local_layer(model.layers[layer]), kind, 1, block_size)
+            for layer, kind in caches_of(model)
+            if kind.fills != "state"
         }
+        of_kind = {kind: prod(shape) * dtype.itemsize // block_size for kind, shape in shapes.items()}
         layer_bytes, _ = shares(of_kind)
-        self._halves = min((self._shape(kind, 1, block_size)[0] for kind in kinds), default=2)
+        self._halves = min((shape[0] for shape in shapes.values()), default=2)
         self.states: StateLayout | None = None
         cache = cache or CacheConfig()
-        if self._local.state is not None:
+        if model.state is not None:
             assert len(set(of_kind.values())) <= 1, "a state shares pages with caches of one size"
-            self.states = _state_layout(self._local.state, cache, model_dtype or dtype)
+            self.states = _state_layout(shard.local_state(model.state), cache, model_dtype or dtype)
             if not layer_bytes:  # blocks are for checkpoints alone
                 block_size = max(block_size, cache.mamba_block_size or CHECKPOINT_TOKENS)
             block_size = block_size_with_states(block_size, layer_bytes, 2 * self.states.half_bytes)
@@ -149,11 +152,11 @@ class KVLayout:
             used = {kind: token * kind.tokens_of_page(block_size) for kind in of_kind}
             self.waste = waste(groups, used, self.page_bytes, max_model_len)
 
-    def _shape(self, spec: KVSpec, num_pages: int, block_size: int) -> tuple[int, ...]:
+    @staticmethod
+    def _shape(layer: LayerSpec, spec: KVSpec, num_pages: int, block_size: int) -> tuple[int, ...]:
         """Of the cache of one layer that attends."""
-        full = self._local.full_heads if spec.keeps_all else None  # heads of layers without a window, where they differ
-        heads = full or self._local
-        return spec.shape(heads.num_key_value_heads, heads.head_dim, num_pages, block_size)
+        assert layer.attention is not None
+        return spec.shape(layer.attention.num_key_value_heads, layer.attention.head_dim, num_pages, block_size)
 
     def shape(self, num_pages: int) -> tuple[int, int, int]:
         """The shape of each tensor, of bytes: halves, pages, bytes of a half of a page."""
@@ -170,7 +173,8 @@ class KVLayout:
                 found[place.layer] = replace(at, state=self.states.view(tensor, place.group))
                 continue
             share = self.shares[place.group]
-            pages = tensor.view(self.dtype).view(self._shape(spec, tensor.shape[1] * share, self.block_size))
+            shape = self._shape(self._local.layers[place.layer], spec, tensor.shape[1] * share, self.block_size)
+            pages = tensor.view(self.dtype).view(shape)
             keys, values = pages[0, place.nth :], pages[-1, place.nth :]
             if spec.fills == "cross":
                 found[place.layer] = replace(at, cross=CrossCache(keys, values, place.group, spec.tokens_of_page(0)))
@@ -179,9 +183,8 @@ class KVLayout:
                 found[place.layer] = replace(
                     at, keys=keys, values=values, k_scale=k_scale, v_scale=v_scale, group=place.group
                 )
-        if self._local.num_kv_shared_layers:
-            found = [found[self._local.kv_source(layer)] for layer in range(self.num_layers)]
-        return found
+        sources = [layer.cache_of for layer in self._local.layers]
+        return [cache if source is None else found[source] for cache, source in zip(found, sources, strict=True)]
 
     def tokens_held(self, num_pages: int, num_tokens: int) -> int:
         """Tokens of requests of `num_tokens` each that decode side by side in so many pages."""

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from meshlm.kernels.moe_routing.reference import Rule
 from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight, chunks_of, encode
-from meshlm.protocol.model import ModelSpec, MoESpec, QuantizationScheme
+from meshlm.protocol.layers import MoESpec
+from meshlm.protocol.model import ModelSpec, QuantizationScheme
 from meshlm.workers.batch import StepInputs
 from meshlm.workers.formats.format import Encode
 from meshlm.workers.formats.fp8 import FP8, ExpertScales, decoded, encoder, groups

@@ -14,9 +14,10 @@ from meshlm.protocol.model import ModelSpec, RopeSpec
 
 
 def rope_table(spec: ModelSpec, max_len: int, rope: RopeSpec | None = None) -> Tensor:
-    """float32 [max_len, rotary_dim]: cosines in the first half, sines in the second. rope: another than the model's."""
+    """float32 [max_len, rotary_dim]: cosines in the first half, sines in the second. rope: that of layers with a window, where
+    they have one of their own."""
+    dim = spec.rotary_dim if rope is None else rope.rotary_dim(spec.sliding_head_dim)
     rope = rope or spec.rope
-    dim = spec.rotary_dim if rope is spec.rope else rope.rotary_dim(spec.head_dim)
     frequencies, factor = _frequencies(rope, dim, spec.max_position_embeddings, max_len)
     angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies)
     return torch.cat((angles.cos(), angles.sin()), dim=1) * factor

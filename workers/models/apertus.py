@@ -34,11 +34,12 @@ class XieluMLP(UngatedMLP):
     def __init__(self, spec: ModelSpec, size: int | None = None) -> None:
         super().__init__(spec, size)
         self._given: tuple[float, ...] = ()
-        if not spec.xielu:
-            self.alpha_p, self.alpha_n, self.beta, self.eps = _number(), _number(), _number(), _number()
 
     def use(self, numbers: tuple[float, ...]) -> None:
-        """alpha_p, alpha_n, b and e, where they are no tensors."""
+        """alpha_p, alpha_n, b and e; empty: they are tensors of the checkpoint."""
+        if not numbers:
+            self.alpha_p, self.alpha_n, self.beta, self.eps = _number(), _number(), _number(), _number()
+            return
         alpha_p, alpha_n, beta, eps = numbers
         self._given = (_softplus(alpha_p), beta + _softplus(alpha_n), beta, eps)
 
@@ -69,9 +70,10 @@ class ApertusLayer(DecoderLayer):
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__(spec, layer)
+        record = spec.layers[layer].mlp
         assert isinstance(self.mlp, XieluMLP)
-        if spec.xielu:
-            self.mlp.use(spec.xielu[layer])
+        assert record is not None
+        self.mlp.use(record.xielu)
 
 
 class Apertus(Decoder):

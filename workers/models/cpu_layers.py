@@ -77,7 +77,7 @@ def fuse(model: Decoder, backend: str) -> None:
     fused = (
         model.layer_type is DecoderLayer
         and model.spec.moe is None
-        and not any(model.spec.no_rope_layers)
+        and all(one.rotates for one in model.spec.attentions)
         and not model.spec.alibi_slopes
         and all(product.fuses_norm and product.fuses_sum for product in products)
     )

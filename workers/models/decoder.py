@@ -11,6 +11,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from meshlm.protocol.layers import LayerSpec
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.backend import StepAttention
 from meshlm.workers.batch import LayerCache, StepInputs
@@ -40,21 +41,28 @@ class Attention(nn.Module):
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
-        self._spec = spec
-        local = not spec.sliding_layers or spec.sliding_layers[layer]
-        self.window, self.chunk = (spec.sliding_window, spec.attention_chunk_size) if local else (0, 0)
+        self._spec, record = spec, spec.layers[layer]
+        attention = record.attention
+        self.window, self.chunk, self.rotates, self.head_dim, self.kv_heads = 0, 0, True, 0, 0
+        if attention is not None:
+            self.window, self.chunk, self.rotates = (
+                attention.sliding_window,
+                attention.attention_chunk_size,
+                attention.rotates,
+            )
+            self.head_dim, self.kv_heads = attention.head_dim, attention.num_key_value_heads
         self.table: Tensor | None = None  # of a layer that rotates otherwise than the model
         self.kv_scale: KVScale = (None, None)
-        self.make(spec)
+        self.make(spec, record)
 
-    def make(self, spec: ModelSpec) -> None:
+    def make(self, spec: ModelSpec, layer: LayerSpec) -> None:
         """Makes the layers. `qkv` is the product behind the norm, `o` the last one."""
-        self.scale = (spec.query_pre_attn_scalar or spec.head_dim) ** -0.5
-        width = (spec.num_attention_heads + 2 * spec.num_key_value_heads) * spec.head_dim
-        self.qkv = Linear(spec.hidden_size, width, bias=spec.attention_bias)
-        self.o = Linear(spec.num_attention_heads * spec.head_dim, spec.hidden_size, bias=spec.output_bias)
-        self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
-        self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
+        dim, heads = self.head_dim, spec.num_attention_heads
+        self.scale = (spec.query_pre_attn_scalar or dim) ** -0.5
+        self.qkv = Linear(spec.hidden_size, (heads + 2 * self.kv_heads) * dim, bias=spec.attention_bias)
+        self.o = Linear(heads * dim, spec.hidden_size, bias=spec.output_bias)
+        self.q_norm = RMSNorm(dim, spec.rms_norm_eps) if spec.qk_norm else None
+        self.k_norm = RMSNorm(dim, spec.rms_norm_eps) if spec.qk_norm else None
         self.sinks: nn.Parameter | None = None
         if spec.attention_sinks:
             self.sinks = nn.Parameter(torch.empty(spec.num_attention_heads), requires_grad=False)
@@ -68,8 +76,8 @@ class Attention(nn.Module):
         spec = self._spec
         self._heads = AttentionShape(
             spec.num_attention_heads,
-            spec.num_key_value_heads,
-            spec.head_dim,
+            self.kv_heads,
+            self.head_dim,
             norms,
             spec.rms_norm_eps,
             spec.attn_logit_softcapping,
@@ -116,7 +124,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.attention = self.attention_type(spec, layer)
         self.make_norms(spec)
-        self.mlp: MLP | MoE = MoE(spec) if spec.has_experts(layer) else self.mlp_type(spec)
+        mlp = spec.layers[layer].mlp
+        self.mlp: MLP | MoE = MoE(spec) if mlp is None else self.mlp_type(spec, mlp.intermediate_size)
 
     def make_norms(self, spec: ModelSpec) -> None:
         """Makes the norms of the layer; another kind of layer has others."""
@@ -211,12 +220,12 @@ class Decoder(nn.Module):
         local, sliding = self.spec.sliding_rope, None
         if local is not None:
             sliding = rope_table(self.spec, self._max_len, local).to(device=self.rope.device)
-        still = torch.ones_like(self.rope) if any(self.local.no_rope_layers) else None
+        attentions = [layer.attention for layer in self.layers if isinstance(layer, DecoderLayer)]
+        still = None if all(one.rotates for one in attentions) else torch.ones_like(self.rope)
         if still is not None:
             still[:, still.shape[1] // 2 :] = 0
-        for layer, without in zip(self.layers, self.local.no_rope_layers or [False] * len(self.layers), strict=True):
-            assert isinstance(layer, DecoderLayer)
-            layer.attention.table = still if without else sliding if layer.attention.window else None
+        for attention in attentions:
+            attention.table = still if not attention.rotates else sliding if attention.window else None
 
     def _use_dispatcher(self) -> None:
         """Let experts have their tokens."""

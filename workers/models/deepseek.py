@@ -9,6 +9,7 @@ whole latent.
 
 from torch import Tensor
 
+from meshlm.protocol.layers import LayerSpec
 from meshlm.protocol.model import ModelSpec, RopeSpec
 from meshlm.workers.batch import LayerCache
 from meshlm.workers.forward_context import ForwardContext
@@ -25,17 +26,19 @@ LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is
 class LatentAttention(Attention):
     """See the module docstring."""
 
-    def make(self, spec: ModelSpec) -> None:
+    def make(self, spec: ModelSpec, layer: LayerSpec) -> None:
         """See `Attention.make`."""
-        assert spec.mla is not None
-        mla, heads, hidden = spec.mla, spec.num_attention_heads, spec.hidden_size
-        self.scale = spec.head_dim**-0.5 * mscale(spec.rope) ** 2
+        assert layer.attention is not None
+        assert layer.attention.mla is not None
+        self.mla = mla = layer.attention.mla
+        heads, hidden = spec.num_attention_heads, spec.hidden_size
+        self.scale = self.head_dim**-0.5 * mscale(spec.rope) ** 2
         self.q_b: Linear | None = None
-        self._width = heads * spec.head_dim  # of the queries, or of their latent
+        self._width = heads * self.head_dim  # of the queries, or of their latent
         if mla.q_lora_rank:
             self._width = mla.q_lora_rank
             self.q_a_norm = RMSNorm(mla.q_lora_rank, LATENT_EPS)
-            self.q_b = Linear(mla.q_lora_rank, heads * spec.head_dim, bias=False)
+            self.q_b = Linear(mla.q_lora_rank, heads * self.head_dim, bias=False)
         self.qkv = Linear(hidden, self._width + mla.down, bias=False)
         self.kv_norm = RMSNorm(mla.kv_lora_rank, LATENT_EPS)
         self.kv_b = Matrix(mla.kv_lora_rank, heads * (mla.qk_nope_head_dim + mla.v_head_dim), bias=False)
@@ -44,8 +47,7 @@ class LatentAttention(Attention):
 
     def prepare(self, ops: Ops) -> None:
         """See `Attention.prepare`."""
-        mla = self._spec.mla
-        assert mla is not None
+        mla = self.mla
         sizes = (mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim)
         self._latent = LatentShape(self.kv_b.weight, sizes, (self.kv_norm.weight, self.kv_norm.eps), ops)
 
@@ -55,7 +57,7 @@ class LatentAttention(Attention):
         query, latent = qkv[:, : self._width], qkv[:, self._width :]
         if self.q_b is not None:
             query, _ = self.q_b.after_norm(PartialSum(query.contiguous()), self.q_a_norm, context.ops)
-        heads = query.view(len(query), -1, self._spec.head_dim)
+        heads = query.view(len(query), -1, self.head_dim)
         step = LayerStep(context.ops, context.batch, context.rope, cache)
         out = context.attention.attend_latent(heads, latent, step, self._latent, self.scale)
         return out.flatten(1)

@@ -8,7 +8,8 @@ published code multiplies q and k by a Hadamard matrix, which leaves their produ
 
 from torch import Tensor, nn
 
-from meshlm.protocol.model import MLASpec, ModelSpec
+from meshlm.protocol.layers import LayerSpec, MLASpec
+from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.sparse_latent import Chosen, LastChoice
 from meshlm.workers.batch import LayerCache
 from meshlm.workers.forward_context import ForwardContext
@@ -51,17 +52,10 @@ class SparseLatentAttention(LatentAttention):
 
     index: Index | None
 
-    def __init__(self, spec: ModelSpec, layer: int) -> None:
-        super().__init__(spec, layer)
-        assert spec.mla is not None
-        if spec.mla.index_shared and spec.mla.index_shared[layer]:
-            self.index = None
-
-    def make(self, spec: ModelSpec) -> None:
+    def make(self, spec: ModelSpec, layer: LayerSpec) -> None:
         """See `Attention.make`."""
-        super().make(spec)
-        assert spec.mla is not None
-        self.index = Index(spec.mla, spec.hidden_size)
+        super().make(spec, layer)
+        self.index = None if self.mla.index_shared else Index(self.mla, spec.hidden_size)
 
     def forward(
         self,
@@ -84,7 +78,7 @@ class SparseLatentAttention(LatentAttention):
         assert self.q_b is not None
         qkv = self.qkv(normed, ops)
         latent = ops.rms_norm(qkv[:, : self._width].contiguous(), self.q_a_norm.weight, self.q_a_norm.eps)
-        query = self.q_b(latent, ops).view(len(qkv), -1, self._spec.head_dim)
+        query = self.q_b(latent, ops).view(len(qkv), -1, self.head_dim)
         chosen: Chosen | LastChoice = LastChoice()
         if self.index is not None:
             places = batch.positions.clamp(0, len(context.rope) - 1)  # compiled ahead, when nobody has written them

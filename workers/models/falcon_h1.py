@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from meshlm.protocol.layers import LayerSpec
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import LayerCache
 from meshlm.workers.forward_context import ForwardContext
@@ -16,15 +17,14 @@ from meshlm.workers.models.mamba2 import Mamba2Mixer
 class ParallelMixer(Mamba2Mixer):
     """Rows of `qkv`: queries, keys, values, and what the mixer takes. Columns of `o`: heads of attention, and those of the mixer."""
 
-    def make(self, spec: ModelSpec) -> None:
+    def make(self, spec: ModelSpec, layer: LayerSpec) -> None:
         """See `Attention.make`."""
-        Attention.make(self, spec)
-        super().make(spec)
-        assert spec.state is not None
-        heads = spec.num_attention_heads * spec.head_dim
-        self._attends = heads + 2 * spec.num_key_value_heads * spec.head_dim
+        Attention.make(self, spec, layer)
+        super().make(spec, layer)
+        heads = spec.num_attention_heads * self.head_dim
+        self._attends = heads + 2 * self.kv_heads * self.head_dim
         self.qkv = Linear(spec.hidden_size, self._attends + sum(self._sizes), bias=False)
-        self.o = Linear(heads + spec.state.inner, spec.hidden_size, bias=False)
+        self.o = Linear(heads + self._state.inner, spec.hidden_size, bias=False)
 
     def prepare(self, ops: Ops) -> None:
         """See `Attention.prepare`."""

@@ -52,8 +52,8 @@ class Gemma3nLayer(GemmaLayer):
         self.laurel_right = Linear(spec.altup.laurel_rank, hidden, bias=False)
         self.per_layer_gate = Linear(hidden, own, bias=False)
         self.per_layer_projection = Linear(own, hidden, bias=False)
-        sparsity = spec.altup.activation_sparsity_pattern[layer]
-        self._cut = NormalDist().inv_cdf(sparsity) if sparsity else None
+        mlp = spec.layers[layer].mlp
+        self._cut = NormalDist().inv_cdf(mlp.sparsity) if mlp is not None and mlp.sparsity else None
         self.comm: Communicator = SINGLE_RANK
         self.ranks = 1  # that have some of the MLP's columns each
 

@@ -11,7 +11,6 @@ Attention and sharing of keys and values: kv_sharing.py.
 from typing import ClassVar
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor, nn
 
 from meshlm.kernels.silu_mul.reference import ACTIVATIONS
@@ -61,14 +60,11 @@ class Gemma4Layer(GemmaLayer):
     attention_type: ClassVar[type[Attention]] = SharingAttention
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
-        super().__init__(replace(spec, moe=None), layer)
+        super().__init__(spec, layer)
         hidden, eps = spec.hidden_size, spec.rms_norm_eps
-        size = spec.of_layer(layer).intermediate_size
-        if size != spec.intermediate_size:
-            self.mlp = MLP(spec, size)
         self.scalar = nn.Parameter(torch.ones(1), requires_grad=False)
         self.moe: ScaledExperts | None = None
-        if spec.moe is not None:
+        if spec.layers[layer].experts is not None:
             self.moe = ScaledExperts(spec)
             self.moe_norm, self.mlp_own_norm, self.moe_out_norm = (RMSNorm(hidden, eps) for _ in range(3))
         self._takes_input = spec.per_layer_input is not None

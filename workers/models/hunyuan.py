@@ -22,7 +22,7 @@ class NormedBehindRotation(Attention):
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__(spec, layer)
-        self._sizes = [heads * spec.head_dim for heads in (spec.num_attention_heads, spec.num_key_value_heads)]
+        self._sizes = [heads * self.head_dim for heads in (spec.num_attention_heads, self.kv_heads)]
 
     def prepare(self, ops: Ops) -> None:
         """See `Attention.prepare`."""
@@ -41,7 +41,7 @@ class NormedBehindRotation(Attention):
 
     def _turned(self, heads: Tensor, norm: RMSNorm, cos: Tensor, sin: Tensor) -> Tensor:
         """heads [t, h d] -> the same, rotated and normed head by head; in float32 in between."""
-        found = apply_rope(heads.unflatten(-1, (-1, self._spec.head_dim)).float(), cos, sin)
+        found = apply_rope(heads.unflatten(-1, (-1, self.head_dim)).float(), cos, sin)
         found = found * torch.rsqrt(found.square().mean(-1, keepdim=True) + norm.eps)
         return (found * norm.weight.float()).flatten(1).to(heads.dtype)
 

@@ -6,6 +6,7 @@ A mixer with a state stands in the place of attention (mamba2.py), so a layer, i
 from torch import Tensor, nn
 
 from meshlm.kernels.silu_mul.reference import ACTIVATIONS
+from meshlm.protocol.layers import LayerSpec
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.forward_context import ForwardContext
@@ -22,7 +23,7 @@ from meshlm.workers.partial_sum import PartialSum
 class NoMixer(Attention):
     """A layer that is an MLP alone."""
 
-    def make(self, spec: ModelSpec) -> None:
+    def make(self, spec: ModelSpec, layer: LayerSpec) -> None:
         """See `Attention.make`: there is nothing."""
 
     def prepare(self, ops: Ops) -> None:
@@ -61,16 +62,18 @@ class HybridLayer(DecoderLayer):
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         nn.Module.__init__(self)
-        attends, keeps, wide = spec.has_attention(layer), spec.has_state(layer), spec.has_mlp(layer)
-        kind = self.state_kind if keeps else self.attention_kind if attends else NoMixer
+        record = spec.layers[layer]
+        kind = self.state_kind if record.state else self.attention_kind if record.attention else NoMixer
         self.attention = kind(spec, layer)
-        if attends or keeps:
+        if kind is not NoMixer:
             self.input_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        if wide:
+        self.mlp: MLP | MoE
+        if record.mlp is not None:
+            self.mlp = self.mlp_kind(spec, record.mlp.intermediate_size)
+        else:
+            self.mlp = self.moe_kind(spec) if record.experts is not None else NoMLP(spec)
+        if not isinstance(self.mlp, NoMLP):
             self.post_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.mlp: MLP | MoE = (
-            (self.moe_kind(spec) if spec.has_experts(layer) else self.mlp_kind(spec)) if wide else NoMLP(spec)
-        )
 
     def forward(
         self, x: PartialSum, cache: LayerCache, context: ForwardContext, normed: Tensor | None = None

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from meshlm.protocol.layers import LayerSpec
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import LayerCache
 from meshlm.workers.forward_context import ForwardContext
@@ -22,9 +23,9 @@ from meshlm.workers.models.mamba2 import Convolution, float_parameter
 class MambaMixer(Attention):
     """See the module docstring. `qkv` is the product behind the layer's norm."""
 
-    def make(self, spec: ModelSpec) -> None:
+    def make(self, spec: ModelSpec, layer: LayerSpec) -> None:
         """See `Attention.make`."""
-        state = spec.state
+        state = layer.state
         assert state is not None
         self._state, inner = state, state.inner
         self._sizes = [state.time_step_rank, state.state_size, state.state_size]

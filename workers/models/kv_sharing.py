@@ -25,16 +25,15 @@ class SharingAttention(Attention):
     """See the module docstring."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
-        own = spec.of_layer(layer)
-        super().__init__(own, layer)
-        self.layer, self.source = layer, spec.kv_source(layer)
-        self.shares = self.source != layer
-        self.gives = layer in {spec.kv_source(other) for other in range(layer + 1, spec.num_hidden_layers)}
-        self._queries = own.num_attention_heads * own.head_dim
-        self._keys = own.num_key_value_heads * own.head_dim
-        self._keys_are_values = (
-            spec.full_heads is not None and spec.full_heads.attention_k_eq_v and not spec.slides(layer)
-        )
+        super().__init__(spec, layer)
+        record = spec.layers[layer]
+        assert record.attention is not None
+        self.shares = record.cache_of is not None
+        self.layer, self.source = layer, layer if record.cache_of is None else record.cache_of
+        self.gives = layer in {other.cache_of for other in spec.layers}
+        self._queries = spec.num_attention_heads * self.head_dim
+        self._keys = self.kv_heads * self.head_dim
+        self._keys_are_values = record.attention.keys_are_values
         if self.shares:
             self.qkv = Linear(spec.hidden_size, self._queries, bias=spec.attention_bias)
             self.k_norm = None
@@ -58,7 +57,7 @@ class SharingAttention(Attention):
         else:
             if self._keys_are_values:
                 qkv = torch.cat((qkv, qkv[:, self._queries :]), dim=-1)
-            values = qkv[:, self._queries + self._keys :].unflatten(-1, (-1, self._spec.head_dim))
+            values = qkv[:, self._queries + self._keys :].unflatten(-1, (-1, self.head_dim))
             values.copy_(F.rms_norm(values.float(), values.shape[-1:], None, self._spec.rms_norm_eps))
             if self.gives:
                 shared[self.layer] = qkv[:, self._queries :].clone()  # attention may rotate keys in place

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from meshlm.protocol.layers import LayerSpec
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import LayerCache
 from meshlm.workers.forward_context import ForwardContext
@@ -15,9 +16,9 @@ from meshlm.workers.models.mamba2 import Convolution
 class ShortConvolution(Attention):
     """See the module docstring. `qkv` is the product behind the layer's norm."""
 
-    def make(self, spec: ModelSpec) -> None:
+    def make(self, spec: ModelSpec, layer: LayerSpec) -> None:
         """See `Attention.make`."""
-        state = spec.state
+        state = layer.state
         assert state is not None
         self.qkv = Linear(spec.hidden_size, 3 * state.inner, bias=state.proj_bias)
         self.conv = Convolution(state.inner, state.conv_kernel, bias=state.conv_bias)

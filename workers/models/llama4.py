@@ -8,6 +8,7 @@ Files norm heads behind their rotation; that turns a vector and keeps its length
 import torch
 from torch import Tensor
 
+from meshlm.protocol.layers import LayerSpec
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import LayerCache
 from meshlm.workers.forward_context import ForwardContext
@@ -20,12 +21,11 @@ class Llama4Attention(Attention):
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__(spec, layer)
-        self._without = bool(spec.no_rope_layers) and spec.no_rope_layers[layer]
-        self._queries = spec.num_attention_heads * spec.head_dim
+        self._queries = spec.num_attention_heads * self.head_dim
 
-    def make(self, spec: ModelSpec) -> None:
+    def make(self, spec: ModelSpec, layer: LayerSpec) -> None:
         """See `Attention.make`."""
-        super().make(spec)
+        super().make(spec, layer)
         self._dtype = torch.get_default_dtype()  # the model's, while it is made
         self.q_norm = self.k_norm = None  # without weights: see prepare
 
@@ -33,15 +33,15 @@ class Llama4Attention(Attention):
         """See `Attention.prepare`."""
         super().prepare(ops)
         spec, shape = self._spec, self._heads
-        if shape is not None and spec.qk_norm and not self._without:
-            ones = torch.ones(spec.head_dim, dtype=self._dtype, device=self.o.weight.device)
+        if shape is not None and spec.qk_norm and self.rotates:
+            ones = torch.ones(self.head_dim, dtype=self._dtype, device=self.o.weight.device)
             self._heads = AttentionShape(
                 shape.num_heads, shape.num_kv_heads, shape.head_dim, (ones, ones), shape.eps, chunk=shape.chunk
             )
 
     def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
         """See `Attention.attend`."""
-        if self._without and self._spec.attn_temperature is not None:
+        if not self.rotates and self._spec.attn_temperature is not None:
             scale, floor = self._spec.attn_temperature
             grown = torch.log1p(torch.floor((context.batch.positions.float() + 1.0) / floor)) * scale + 1.0
             qkv[:, : self._queries] *= grown[:, None].to(qkv.dtype)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshlm.kernels.ssd.reference import TimeSteps
+from meshlm.protocol.layers import LayerSpec
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import LayerCache
 from meshlm.workers.forward_context import ForwardContext
@@ -35,9 +36,9 @@ def float_parameter(*shape: int) -> nn.Parameter:
 class Mamba2Mixer(Attention):
     """See the module docstring. `qkv` is the product behind the layer's norm."""
 
-    def make(self, spec: ModelSpec) -> None:
+    def make(self, spec: ModelSpec, layer: LayerSpec) -> None:
         """See `Attention.make`."""
-        state = spec.state
+        state = layer.state
         assert state is not None
         self._state, self._eps = state, spec.rms_norm_eps
         self._numbers = state.n_groups * state.state_size

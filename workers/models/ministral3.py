@@ -14,7 +14,7 @@ class GrowingAttention(Attention):
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__(spec, layer)
-        self._queries = spec.num_attention_heads * spec.head_dim
+        self._queries = spec.num_attention_heads * self.head_dim
 
     def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
         """See `Attention.attend`."""

@@ -19,7 +19,9 @@ class ModernBertLayer(EncoderLayer):
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__(spec)
         self.gate_up = Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
-        self.window = spec.sliding_window if spec.sliding_layers[layer] else 0
+        attention = spec.layers[layer].attention
+        assert attention is not None
+        self.window = attention.sliding_window
         norms = [LayerNorm(spec.hidden_size, spec.rms_norm_eps, bias=spec.norm_bias) for _ in range(2 if layer else 1)]
         self.mlp_norm = norms[0]
         self.attention_norm = norms[1] if layer else None
@@ -44,10 +46,9 @@ class ModernBert(Encoder):
         """See `Decoder.prepare`."""
         super().prepare(device, dtype)
         spec = self.spec
-        local = spec.sliding_rope or spec.rope
         self._tables = (
             rope_table(spec, self._max_len).to(device=device),
-            rope_table(spec, self._max_len, local).to(device=device),
+            rope_table(spec, self._max_len, spec.sliding_rope).to(device=device),
         )
 
     def encode(self, batch: StepInputs, caches: list[LayerCache], attention: StepAttention) -> Tensor:

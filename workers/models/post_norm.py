@@ -6,6 +6,7 @@ x = x + norm(attention(x));  x = x + norm(mlp(x))
 import torch
 from torch import Tensor
 
+from meshlm.protocol.layers import LayerSpec
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import LayerCache
 from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
@@ -59,10 +60,10 @@ class OlmoAttention(Attention):
     comm: Communicator = SINGLE_RANK
     ranks = 1
 
-    def make(self, spec: ModelSpec) -> None:
+    def make(self, spec: ModelSpec, layer: LayerSpec) -> None:
         """See `Attention.make`."""
-        super().make(spec)
-        self._sizes = [heads * spec.head_dim for heads in (spec.num_attention_heads, spec.num_key_value_heads)]
+        super().make(spec, layer)
+        self._sizes = [heads * self.head_dim for heads in (spec.num_attention_heads, self.kv_heads)]
         self.query_norm, self.key_norm = (RMSNorm(size, spec.rms_norm_eps) for size in self._sizes)
 
     def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:

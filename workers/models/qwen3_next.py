@@ -9,6 +9,7 @@ Rows of W_in stand by heads of keys: its query, its key, and the values and gate
 import torch
 from torch import Tensor
 
+from meshlm.protocol.layers import LayerSpec
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import LayerCache
 from meshlm.workers.forward_context import ForwardContext
@@ -23,16 +24,16 @@ from meshlm.workers.models.mamba2 import Convolution, float_parameter
 class GatedAttention(Attention):
     """Attention whose output is multiplied by the sigmoid of a gate, which q_proj gives behind each head's query."""
 
-    def make(self, spec: ModelSpec) -> None:
+    def make(self, spec: ModelSpec, layer: LayerSpec) -> None:
         """See `Attention.make`."""
-        super().make(spec)
-        self._gated = spec.num_attention_heads * spec.head_dim
-        width = 2 * self._gated + 2 * spec.num_key_value_heads * spec.head_dim
+        super().make(spec, layer)
+        self._gated = spec.num_attention_heads * self.head_dim
+        width = 2 * self._gated + 2 * self.kv_heads * self.head_dim
         self.qkv = Linear(spec.hidden_size, width, bias=spec.attention_bias)
 
     def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
         """See `Attention.attend`."""
-        both = qkv[:, : 2 * self._gated].unflatten(1, (-1, 2, self._spec.head_dim))
+        both = qkv[:, : 2 * self._gated].unflatten(1, (-1, 2, self.head_dim))
         query, gate = both[:, :, 0].flatten(1), both[:, :, 1].flatten(1)
         plain = torch.cat((query, qkv[:, 2 * self._gated :]), dim=1)
         found: Tensor = super().attend(plain, cache, context)
@@ -42,9 +43,9 @@ class GatedAttention(Attention):
 class GatedDeltaNet(Attention):
     """See the module docstring. `qkv` is the product behind the layer's norm."""
 
-    def make(self, spec: ModelSpec) -> None:
+    def make(self, spec: ModelSpec, layer: LayerSpec) -> None:
         """See `Attention.make`."""
-        state = spec.state
+        state = layer.state
         assert state is not None
         self._state, self._each = state, state.num_heads // state.n_groups
         self._keys = state.n_groups * state.state_size

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshlm.kernels.silu_mul.reference import ACTIVATIONS
+from meshlm.protocol.layers import LayerSpec
 from meshlm.protocol.model import AudioEncoderSpec, ModelSpec
 from meshlm.workers.batch import CrossCache, LayerCache
 from meshlm.workers.distributed.shard import WHOLE, Shard
@@ -55,9 +56,9 @@ class QueryValueBias(nn.Module):
 class WhisperAttention(LayerNormAttention):
     """Self-attention of the decoder."""
 
-    def make(self, spec: ModelSpec) -> None:
+    def make(self, spec: ModelSpec, layer: LayerSpec) -> None:
         """See `Attention.make`."""
-        super().make(spec)
+        super().make(spec, layer)
         self.biases = QueryValueBias(spec.hidden_size)
 
     def prepare(self, ops: Ops) -> None:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import structlog
 import torch
 
-from meshlm.protocol.model import MoESpec, QuantizationScheme
+from meshlm.protocol.layers import MoESpec
+from meshlm.protocol.model import QuantizationScheme
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.shard import Shard

@@ -19,7 +19,7 @@ from triton.runtime.errors import TritonError
 
 from meshlm.kernels.attention.kernel import Columns
 from meshlm.kernels.states import PIECE
-from meshlm.protocol.model import StateSpec
+from meshlm.protocol.layers import StateSpec
 from meshlm.workers.batch import UNKNOWN, KnownRequests, Prompt, RequestLens, StateCache, StepInputs
 from meshlm.workers.rows.step_columns import StepColumns, columns_of
 from meshlm.workers.states.random_mixer import RandomMixer

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from meshlm.kernels.ssd.reference import TimeSteps
-from meshlm.protocol.model import StateSpec
+from meshlm.protocol.layers import StateSpec
 from meshlm.workers.batch import StateCache
 from meshlm.workers.states.step import StepStates
 

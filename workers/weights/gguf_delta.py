@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshlm.protocol.model import ModelSpec, StateSpec
+from meshlm.protocol.layers import StateSpec
+from meshlm.protocol.model import ModelSpec
 from meshlm.workers.weights.gguf_pairs import check_shape, paired
 from meshlm.workers.weights.gguf_source import GGUFTensorSource
 

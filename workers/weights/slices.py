@@ -88,11 +88,12 @@ def _range(weight: Weight, spec: ModelSpec, shard: Shard) -> tuple[int, int]:
             return shard.wide(size, of_expert=True)
         case Split.STATE_GROUPS:
             assert spec.state is not None
-            first, last = shard.state_groups(spec)
+            first, last = shard.state_groups(spec.state.n_groups)
             return first * size // spec.state.n_groups, last * size // spec.state.n_groups
         case Split.QUERY_HEADS | Split.KV_HEADS:
             of_query = weight.split is Split.QUERY_HEADS
-            spec = spec if weight.layer is None else spec.of_layer(weight.layer)
-            first, last = shard.heads(spec) if of_query else shard.kv_heads(spec)
-            each = size // (spec.num_attention_heads if of_query else spec.num_key_value_heads)
+            attention = spec.attention if weight.layer is None else spec.layers[weight.layer].attention
+            kv_heads = 0 if attention is None else attention.num_key_value_heads
+            first, last = shard.heads(spec) if of_query else shard.kv_heads(kv_heads)
+            each = size // (spec.num_attention_heads if of_query else kv_heads)
             return first * each, last * each

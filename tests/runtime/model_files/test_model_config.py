@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from model_folders import CONFIG
+from tiny_models import sliding
 
 from meshlm.architectures import config_keys
 from meshlm.architectures.registry import families
@@ -77,7 +78,7 @@ def test_a_window_that_is_not_written_down_is_the_familys() -> None:
     )
     qwen = {**long, "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "num_hidden_layers": 30}
     spec, _ = parse_config(qwen, HERE)
-    assert (spec.sliding_window, spec.sliding_layers) == (4096, (False,) * 28 + (True,) * 2)
+    assert (spec.sliding_window, sliding(spec)) == (4096, (False,) * 28 + (True,) * 2)
     assert parse_config({**qwen, "num_hidden_layers": 28}, HERE)[0].sliding_window == 0
 
 

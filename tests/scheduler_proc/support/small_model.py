@@ -1,8 +1,8 @@
 """The shape of a model whose sums one can make by hand."""
 
-from meshlm.protocol.model import ModelSpec
+from tiny_models import spec_of
 
-SMALL = ModelSpec(
+SMALL = spec_of(
     architecture="x",
     vocab_size=100,
     hidden_size=8,

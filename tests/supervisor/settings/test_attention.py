@@ -12,9 +12,9 @@ from meshlm.protocol.model import ModelSpec
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.settings import flag_rules, rules
 
-PLAIN = msgspec.structs.replace(spec_of(), head_dim=64)
+PLAIN = spec_of(head_dim=64)
 ENCODER = msgspec.structs.replace(PLAIN, encoder_only=True)
-ODD = msgspec.structs.replace(PLAIN, head_dim=80)
+ODD = spec_of(head_dim=80)
 
 
 def check(wanted: str, device: str, dtype: str, spec: ModelSpec = PLAIN, held: Any = "auto") -> None:

@@ -5,7 +5,8 @@ import pytest
 from tiny_models import spec_of
 
 from meshlm.protocol.config import ExpertConfig, MeshConfig, ParallelConfig, WorkerConfig
-from meshlm.protocol.model import ModelSpec, MoESpec
+from meshlm.protocol.layers import MoESpec
+from meshlm.protocol.model import ModelSpec
 from meshlm.runtime import platforms
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.settings import flag_rules, notes, rules

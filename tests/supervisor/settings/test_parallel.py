@@ -4,8 +4,10 @@ import msgspec
 import pytest
 from tiny_models import spec_of
 
+from meshlm.architectures.layers import with_attention, with_shared_caches
 from meshlm.protocol.config import ParallelConfig
-from meshlm.protocol.model import AltUpSpec, FullHeadsSpec, MLASpec, MoESpec, PerLayerInputSpec
+from meshlm.protocol.layers import MLASpec, MoESpec
+from meshlm.protocol.model import AltUpSpec, PerLayerInputSpec
 from meshlm.runtime import platforms
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.settings import parallel
@@ -64,7 +66,7 @@ def test_what_ranks_split_of_experts() -> None:
     parallel.check(config(tp=3), everywhere, "cpu", 3, whole_experts=True)
     with pytest.raises(UsageError, match=r"-size 5: does not divide the model's intermediate size 12"):
         parallel.check(config(tp=5), everywhere, "cpu", 5, whole_experts=True)
-    some = spec_of(moe=msgspec.structs.replace(moe, moe_layers=(True, False)), **sizes)
+    some = spec_of(moe=moe, moe_layers=(True, False), **sizes)
     with pytest.raises(UsageError, match=r"-size 2: does not divide the model's intermediate size 7; .* over 1$"):
         parallel.check(config(tp=2), some, "cpu", 2)
 
@@ -89,26 +91,28 @@ def test_a_model_that_has_no_stages() -> None:
         laurel_rank=4,
         hidden_size_per_layer_input=4,
         vocab_size_per_layer_input=100,
-        activation_sparsity_pattern=(),
     )
-    latent = MLASpec(kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, index_shared=(False, True))
+    latent = MLASpec(kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, index_shared=True)
     inputs = PerLayerInputSpec(hidden_size_per_layer_input=4, vocab_size_per_layer_input=100)
+    shared = [False, *[True] * 29]
     changed = (
-        ({"altup": altup}, "vectors that the first stage alone could make"),
-        ({"per_layer_input": inputs}, "vectors that the first stage alone could make"),
-        ({"num_kv_shared_layers": 2}, "keys and values of earlier ones, which another stage would have"),
-        ({"mla": latent}, "what an earlier one's index has chosen, which another stage may have"),
+        (msgspec.structs.replace(SMOLLM2, altup=altup), "vectors that the first stage alone could make"),
+        (msgspec.structs.replace(SMOLLM2, per_layer_input=inputs), "vectors that the first stage alone could make"),
+        (with_shared_caches(SMOLLM2, 2, ""), "keys and values of earlier ones, which another stage would have"),
+        (
+            with_attention(SMOLLM2, shared, mla=latent),
+            "what an earlier one's index has chosen, which another stage may have",
+        ),
     )
-    for changes, said in changed:
-        spec = msgspec.structs.replace(SMOLLM2, **changes)
+    for spec, said in changed:
         with pytest.raises(UsageError, match=f"{said}; use --tensor-parallel-size"):
             parallel.check(config(pp=2), spec, "cpu", 2)
         parallel.check(config(tp=3, dp=2), spec, "cpu", 6)
 
 
 def test_layers_with_heads_of_their_own_are_split_too() -> None:
-    heads = FullHeadsSpec(num_key_value_heads=9, head_dim=64)
-    spec = msgspec.structs.replace(SMOLLM2, num_attention_heads=18, num_key_value_heads=6, full_heads=heads)
+    spec = with_attention(msgspec.structs.replace(SMOLLM2, num_attention_heads=18), num_key_value_heads=6)
+    spec = with_attention(spec, [False, *[True] * 29], num_key_value_heads=9)
     parallel.check(config(tp=3), spec, "cpu", 3)
     with pytest.raises(
         UsageError, match=r"neither divides the model's 9 key-value heads nor is a multiple; .* over 1, 3$"

@@ -6,7 +6,8 @@ from tiny_models import spec_of
 
 from meshlm.protocol.config import CacheConfig, MeshConfig, ParallelConfig
 from meshlm.protocol.kv import RecurrentState
-from meshlm.protocol.model import ModelSpec, StateSpec
+from meshlm.protocol.layers import Layers, LayerSpec, StateSpec
+from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.settings import flag_rules, parallel, rules
@@ -14,8 +15,9 @@ from meshlm.workers.kv_capacity import state_spec
 
 HYBRID = spec_of(
     num_attention_heads=4,
-    state=StateSpec(kind="mamba2", layers=(True,), num_heads=4, head_dim=2, state_size=2, n_groups=2),
-    attention_layers=(False,),
+    layers=Layers.alike(
+        LayerSpec(state=StateSpec(kind="mamba2", num_heads=4, head_dim=2, state_size=2, n_groups=2)), 1
+    ),
 )
 
 

@@ -11,10 +11,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from attention_modules import MODULES, BatchPrefillWithPagedKVCacheWrapper
+from tiny_models import spec_of
 
 from meshlm.kernels.attention.kernel import PLAIN, Columns, Extras
 from meshlm.kernels.attention.reference import attention
-from meshlm.protocol.model import MLASpec, ModelSpec
+from meshlm.protocol.layers import MLASpec
+from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.attention_packages import PACKAGES
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.attention import triton_backend
@@ -47,7 +49,7 @@ def spec(**changed: Any) -> ModelSpec:
         "head_dim": 64,
         "max_position_embeddings": 512,
     }
-    return ModelSpec(**{**values, **changed})
+    return spec_of(**{**values, **changed})
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from engine_driver import Driver, engine, prompts_of
 from msgspec.structs import replace
 from near_transformers import HYBRIDS, errors_of_rows, transformers_model
 
-from meshlm.protocol.model import StateSpec
+from meshlm.protocol.layers import StateSpec
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.workers.attention import triton_backend
 from meshlm.workers.engine.engine import ModelEngine
@@ -20,18 +20,16 @@ from meshlm.workers.states.proof import of_kernels
 
 pytestmark = pytest.mark.gpu
 
-MAMBA2 = StateSpec(kind="mamba2", layers=(True,), num_heads=128, head_dim=64, state_size=128)
-DELTA = StateSpec(
-    kind="gated_delta_net", layers=(True,), num_heads=32, head_dim=128, state_size=128, n_groups=16, conv_bias=False
-)
+MAMBA2 = StateSpec(kind="mamba2", num_heads=128, head_dim=64, state_size=128)
+DELTA = StateSpec(kind="gated_delta_net", num_heads=32, head_dim=128, state_size=128, n_groups=16, conv_bias=False)
 SIZES = {
     "bamba-9b": (MAMBA2, 528, None),
     "nemotron-h-8b": (replace(MAMBA2, n_groups=8), 1040, torch.float32),
     "qwen3-next-80b-a3b": (DELTA, 544, None),
     "qwen3-next-80b-a3b in float32": (DELTA, 1056, torch.float32),
-    "falcon-mamba-7b": (StateSpec(kind="mamba", layers=(True,), num_heads=8192, head_dim=1, state_size=16), 512, None),
+    "falcon-mamba-7b": (StateSpec(kind="mamba", num_heads=8192, head_dim=1, state_size=16), 512, None),
     "lfm2-1.2b": (
-        StateSpec(kind="short_conv", layers=(True,), num_heads=2048, head_dim=1, state_size=0, conv_kernel=3),
+        StateSpec(kind="short_conv", num_heads=2048, head_dim=1, state_size=0, conv_kernel=3),
         16,
         None,
     ),

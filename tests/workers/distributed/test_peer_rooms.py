@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import spec_of
 
-from meshlm.protocol.model import ModelSpec, MoESpec
+from meshlm.protocol.layers import MoESpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.peer_rooms import PeerRooms
@@ -30,4 +31,4 @@ def test_gpus_that_do_not_reach_each_other_are_refused_by_the_flag(monkeypatch: 
     group = ExpertGroup(0, 2, "0", torch.device("cuda", 0))
     text = "--all2all-backend peer_memory: GPU 0 does not reach the memory of GPU 2; use allgather_reducescatter"
     with pytest.raises(ProcessFatal, match=text):
-        group.share_memory(8, ModelSpec(architecture="", moe=moe, **sizes), torch.bfloat16)
+        group.share_memory(8, spec_of(architecture="", moe=moe, **sizes), torch.bfloat16)

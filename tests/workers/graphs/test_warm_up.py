@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+from tiny_models import spec_of
 from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -20,7 +21,6 @@ from meshlm.kernels.gate_up_silu import kernel as gate_up_silu
 from meshlm.kernels.gate_up_silu.kernel import Shape as Tile
 from meshlm.kernels.small_m_gemm import kernel as small_m_gemm
 from meshlm.kernels.small_m_gemm.kernel import Shape
-from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention import triton_backend
 from meshlm.workers.attention.triton_backend import TritonBackend
 from meshlm.workers.batch import LayerCache
@@ -97,7 +97,7 @@ class Case:
         h200 = SimpleNamespace(multi_processor_count=132)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
         monkeypatch.setattr(decoder, "make_ops", lambda device, dtype: TritonOps())
-        spec = ModelSpec(
+        spec = spec_of(
             architecture="Qwen3ForCausalLM",
             vocab_size=53,
             hidden_size=64,

@@ -4,7 +4,8 @@ import pytest
 import torch
 from tiny_models import spec_of
 
-from meshlm.protocol.model import FullHeadsSpec, ModelSpec
+from meshlm.architectures.layers import with_attention
+from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import LayerCache
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.kv.layout import KVLayout
@@ -15,15 +16,16 @@ KINDS = (True, True, False, True, False, False)
 
 
 def model(kv_heads: int, head_dim: int) -> ModelSpec:
-    return spec_of(
+    spec = spec_of(
         num_hidden_layers=6,
         num_attention_heads=12,
         num_key_value_heads=4,
         head_dim=8,
         sliding_window=8,
         sliding_layers=KINDS,
-        full_heads=FullHeadsSpec(num_key_value_heads=kv_heads, head_dim=head_dim),
     )
+    full = [not slides for slides in KINDS]
+    return with_attention(spec, full, num_key_value_heads=kv_heads, head_dim=head_dim)
 
 
 @pytest.mark.parametrize("heads", [(1, 16), (4, 16), (3, 16), (2, 16), (12, 16)])

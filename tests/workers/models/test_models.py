@@ -10,8 +10,8 @@ import pytest
 import torch
 from gguf_models import write_gguf
 from small_models import CLASSIC, DEEPSEEK, DENSE, GEMMA, GEMMA3N, GEMMA4, MOE, SMALL, caches, load, run
+from tiny_models import spec_of, unrotated
 
-from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.workers.layers import cpu_ops
@@ -95,7 +95,7 @@ def test_logits_equal_transformers(case: str, tmp_path: Path, monkeypatch: pytes
         ours = load(tmp_path)
         fuse(ours, "cpu")
         assert (ours.parts is None) == (
-            ours.layer_type is not DecoderLayer or ours.spec.moe is not None or any(ours.spec.no_rope_layers)
+            ours.layer_type is not DecoderLayer or ours.spec.moe is not None or any(unrotated(ours.spec))
         )
         if ours.parts is not None:
             compare(ours, (tokens, expected), (other, expected_other))
@@ -259,7 +259,7 @@ def test_a_shortened_model_has_every_kind_of_layer(sliding: tuple[bool, ...], co
         "num_key_value_heads": 1,
         "head_dim": 4,
     }
-    spec = ModelSpec(
+    spec = spec_of(
         architecture="m",
         vocab_size=9,
         num_hidden_layers=4,

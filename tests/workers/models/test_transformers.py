@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from served_engines import AGAIN, Engines, made, served
 from small_models import BLOCK, CPU, SMALL, batch_of, caches, resolved_of_files
 
+from meshlm.architectures.layers import with_attention
 from meshlm.protocol.config import ParallelConfig, Resolved
 from meshlm.protocol.model import ModelSpec, TransformersSpec
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
@@ -223,7 +224,7 @@ def test_other_states_than_with_transformers_attention_end_the_start(
     found = resolved(tmp_path, "dummy")
     with torch.inference_mode():
         load_model(found, CPU, 0, lambda done, total: None).join(SINGLE_RANK)
-        blind = msgspec.structs.replace(found, spec=msgspec.structs.replace(found.spec, sliding_window=0))
+        blind = msgspec.structs.replace(found, spec=with_attention(found.spec, sliding_window=0))
         with pytest.raises(ProcessFatal, match=r"VaultGemmaForCausalLM gives with our attention other states .* piece"):
             load_model(blind, CPU, 0, lambda done, total: None).join(SINGLE_RANK)
         shifted = load_model(found, CPU, 0, lambda done, total: None)

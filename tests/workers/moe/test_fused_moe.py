@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshlm.kernels.moe_routing.reference import Rule, select_experts
 from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight, encode, unpack
-from meshlm.protocol.model import MoESpec
+from meshlm.protocol.layers import MoESpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.moe.dispatch.none import NoDispatch, NoDispatchBatched
 from meshlm.workers.moe.experts.reference import ReferenceExperts

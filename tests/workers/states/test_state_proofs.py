@@ -20,7 +20,7 @@ from meshlm.kernels.causal_conv.kernel import causal_conv
 from meshlm.kernels.ssd.kernel import chunk_scan
 from meshlm.kernels.ssd.update import state_update
 from meshlm.kernels.states import Pieces
-from meshlm.protocol.model import StateSpec
+from meshlm.protocol.layers import StateSpec
 from meshlm.workers.attention.torch_backend import TorchAttention
 from meshlm.workers.batch import KnownRequests, Prompt, StepInputs
 from meshlm.workers.engine.engine import ModelEngine
@@ -34,12 +34,12 @@ if torch.cuda.is_available():
     pytest.skip("by the interpreter; cuda/test_hybrid.py has the GPU", allow_module_level=True)
 
 CPU = torch.device("cpu")
-MAMBA2 = StateSpec(kind="mamba2", layers=(True,), num_heads=3, head_dim=24, state_size=20, n_groups=1)
-GROUPS = StateSpec(kind="mamba2", layers=(True,), num_heads=4, head_dim=16, state_size=16, n_groups=2, conv_bias=False)
-SHORT = StateSpec(kind="short_conv", layers=(True,), num_heads=50, head_dim=1, state_size=0, conv_kernel=3)
+MAMBA2 = StateSpec(kind="mamba2", num_heads=3, head_dim=24, state_size=20, n_groups=1)
+GROUPS = StateSpec(kind="mamba2", num_heads=4, head_dim=16, state_size=16, n_groups=2, conv_bias=False)
+SHORT = StateSpec(kind="short_conv", num_heads=50, head_dim=1, state_size=0, conv_kernel=3)
 KINDS = ["odd sizes", "groups", "short convolution", "gated delta net", "mamba"]
-DELTA = StateSpec(kind="gated_delta_net", layers=(True,), num_heads=2, head_dim=24, state_size=20, conv_bias=False)
-MAMBA = StateSpec(kind="mamba", layers=(True,), num_heads=19, head_dim=1, state_size=5)
+DELTA = StateSpec(kind="gated_delta_net", num_heads=2, head_dim=24, state_size=20, conv_bias=False)
+MAMBA = StateSpec(kind="mamba", num_heads=19, head_dim=1, state_size=5)
 
 
 def reason(state: StateSpec) -> str:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from meshlm.architectures.family import GGUFFamily, Weight
 from meshlm.architectures.registry import gguf_family, weights_of
-from meshlm.protocol.model import ModelSpec, StateSpec
+from meshlm.protocol.layers import StateSpec
+from meshlm.protocol.model import ModelSpec
 from meshlm.workers.weights.sources import sources
 
 QKV = {"attn_qkv": ("attn_q", "attn_k", "attn_v")}

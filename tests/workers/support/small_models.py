@@ -341,8 +341,7 @@ def caches(spec: ModelSpec, num_blocks: int) -> list[LayerCache]:
     if spec.mla is not None:
         lines = [torch.zeros(num_blocks, BLOCK, 1, spec.mla.line) for _ in range(spec.num_hidden_layers)]
         return [LayerCache(line, line) for line in lines]
-    own = [spec.of_layer(layer) for layer in range(spec.num_hidden_layers)]
-    shapes = [(num_blocks, BLOCK, layer.num_key_value_heads, layer.head_dim) for layer in own]
+    shapes = [(num_blocks, BLOCK, one.num_key_value_heads, one.head_dim) for one in spec.attentions]
     return [LayerCache(torch.zeros(shape), torch.zeros(shape)) for shape in shapes]
 
 

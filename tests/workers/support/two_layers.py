@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 from small_models import BLOCK, CPU, batch_of, caches
+from tiny_models import spec_of
 from torch import Tensor
 
-from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.torch_backend import TorchAttention
 from meshlm.workers.layers.ops import Ops
 from meshlm.workers.layers.torch_ops import TorchOps
@@ -18,7 +18,7 @@ def two_layers(intermediate_size: int, kind: type[Decoder] = Decoder, **settings
     sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "head_dim": 16}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     rest: dict[str, Any] = {**sizes, **heads, "intermediate_size": intermediate_size, **settings}
-    model = kind(ModelSpec(architecture="LlamaForCausalLM", **rest), 64)
+    model = kind(spec_of(**rest), 64)
     model.prepare(CPU, torch.float32)
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():

@@ -13,6 +13,7 @@ from tiny_models import spec_of
 from torch import Tensor
 
 from meshlm.architectures.family import Split, Weight
+from meshlm.architectures.layers import with_attention
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.workers.weights.check import check_finite
@@ -145,7 +146,7 @@ def test_a_tensor_that_holds_several_weights_has_all_their_rows() -> None:
     packed = {"self_attn.qkv_proj": tuple(f"self_attn.{stem}_proj" for stem in "qkv")}
     name = "model.layers.0.self_attn.qkv_proj.weight"
     whole = torch.arange(24 * 8.0).reshape(24, 8)
-    found = dict(unpacked([(name, Mapped(whole))], replace(spec, num_key_value_heads=2), packed))
+    found = dict(unpacked([(name, Mapped(whole))], with_attention(spec, num_key_value_heads=2), packed))
     assert list(found) == [f"model.layers.0.self_attn.{stem}_proj.weight" for stem in "qkv"]
     assert torch.equal(torch.cat([source.whole() for source in found.values()]), whole)
     keys = found["model.layers.0.self_attn.k_proj.weight"]

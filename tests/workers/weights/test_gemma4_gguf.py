@@ -10,9 +10,11 @@ from gguf.quants import dequantize, quantize
 from gguf_files import write_model
 from msgspec.structs import replace
 from small_models import GEMMA4, SMALL, caches, load, run
+from tiny_models import sliding
 
 from meshlm.architectures.family import GGUFMetadata, MetadataError
 from meshlm.architectures.gemma4 import FAMILY
+from meshlm.architectures.layers import sharing
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.workers.models.gemma4 import Gemma4
@@ -20,10 +22,14 @@ from meshlm.workers.models.gemma4 import Gemma4
 Q8_0 = GGMLQuantizationType.Q8_0
 
 
+def num_shared(spec: ModelSpec) -> int:
+    """Layers that use keys and values of another."""
+    return sum(sharing(spec))
+
+
 def keys_of(spec: ModelSpec) -> dict[str, Any]:
     """The metadata of such a file."""
-    layers = [spec.of_layer(layer) for layer in range(spec.num_hidden_layers)]
-    full = layers[-1]
+    full = spec.attentions[-1]
     assert spec.sliding_rope is not None
     keys: dict[str, Any] = {
         "attention.layer_norm_rms_epsilon": spec.rms_norm_eps,
@@ -32,8 +38,8 @@ def keys_of(spec: ModelSpec) -> dict[str, Any]:
         "rope.dimension_count": full.head_dim,
         "rope.dimension_count_swa": spec.head_dim,
         "attention.sliding_window": spec.sliding_window,
-        "attention.sliding_window_pattern": list(spec.sliding_layers),
-        "attention.shared_kv_layers": spec.num_kv_shared_layers,
+        "attention.sliding_window_pattern": list(sliding(spec)),
+        "attention.shared_kv_layers": num_shared(spec),
         "attention.key_length": full.head_dim,
         "attention.value_length": full.head_dim,
         "attention.key_length_swa": spec.head_dim,
@@ -42,8 +48,8 @@ def keys_of(spec: ModelSpec) -> dict[str, Any]:
         if spec.per_layer_input
         else 0,
         "final_logit_softcapping": spec.final_logit_softcapping,
-        "feed_forward_length": [layer.intermediate_size for layer in layers],
-        "attention.head_count_kv": [layer.num_key_value_heads for layer in layers],
+        "feed_forward_length": [layer.intermediate_size for layer in spec.layers],
+        "attention.head_count_kv": [one.num_key_value_heads for one in spec.attentions],
     }
     if spec.moe is not None:
         moe = spec.moe
@@ -65,7 +71,7 @@ def test_a_gguf_file_is_the_same_model(case: str, tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path)
     spec, path = resolve_model(str(tmp_path)).spec, tmp_path / "m.gguf"
     more = {"rope_freqs.weight": torch.tensor([1.0] * 2 + [1e30] * 6)}
-    if spec.num_kv_shared_layers:  # checkpoints have what these layers do not use
+    if num_shared(spec):  # checkpoints have what these layers do not use
         more["blk.3.attn_k.weight"] = torch.ones(32, 48)
     write_model(tmp_path, path, "gemma4", spec, theirs.state_dict(), keys_of(spec), more)
     ours = load(path)

@@ -12,7 +12,8 @@ from tiny_models import spec_of
 from torch import Tensor
 
 from meshlm.architectures.registry import weights_of
-from meshlm.protocol.model import ModelSpec, MoESpec
+from meshlm.protocol.layers import MoESpec
+from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.workers.weights.sources import sources

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from served_engines import made
 
 from meshlm.architectures.registry import weights_of
+from meshlm.protocol.layers import LayerSpec
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.model_files.model_files import resolve_model
@@ -164,28 +165,32 @@ _LAYERS = {"num_hidden_layers": 4, "hidden_size": 48, "num_attention_heads": 6, 
 
 def keys_of(spec: ModelSpec) -> dict[str, Any]:
     """The metadata of heads, norms and rotation."""
+    attends = [layer.attention is not None for layer in spec.layers]
     keys: dict[str, Any] = {
         "attention.layer_norm_rms_epsilon": spec.rms_norm_eps,
         "rope.freq_base": spec.rope.rope_theta,
-        "attention.head_count_kv": [spec.num_key_value_heads * one for one in spec.attention_layers]
-        if spec.state is not None and spec.state.kind != "gated_delta_net" and spec.attention_layers
+        "attention.head_count_kv": [spec.num_key_value_heads * one for one in attends]
+        if spec.state is not None and spec.state.kind != "gated_delta_net" and not all(attends)
         else spec.num_key_value_heads,
     }
-    if any(spec.attention_layers or (True,)) and spec.head_dim * spec.num_attention_heads != spec.hidden_size:
+    if any(attends) and spec.head_dim * spec.num_attention_heads != spec.hidden_size:
         keys |= {"attention.key_length": spec.head_dim, "attention.value_length": spec.head_dim}
     return keys
 
 
 def comparable(spec: ModelSpec) -> ModelSpec:
     """Without what files of llama.cpp do not say, or say in float32, and without what they have in their weights."""
+
+    def known(layer: LayerSpec) -> LayerSpec:
+        state = layer.state
+        return layer if state is None else replace(layer, state=replace(state, chunk_size=0, norm_before_gate=False))
+
     return replace(
-        spec,
+        spec.with_layers(known),
         rms_norm_eps=0.0,
         logit_scale=1.0,
         multipliers=tuple(round(one, 5) for one in spec.multipliers) if len(spec.multipliers) == 3 else (),
         query_pre_attn_scalar=round(spec.query_pre_attn_scalar, 4),
-        intermediate_size=spec.moe.shared_intermediate_size if spec.moe else spec.intermediate_size,
-        state=replace(spec.state, chunk_size=0, norm_before_gate=False) if spec.state else None,
     )
 
 

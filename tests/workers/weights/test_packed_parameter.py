@@ -10,8 +10,10 @@ from gguf_models import SPEC, write_gguf
 from msgspec.structs import replace
 from small_models import caches, load, resolved, run
 
+from meshlm.architectures.layers import with_attention, with_mlps
 from meshlm.kernels.cpu import packed
 from meshlm.kernels.cpu.library import library
+from meshlm.protocol.layers import Layers
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.model_files.gguf_files import GGUFTensor
 from meshlm.workers.models.cpu_layers import fuse
@@ -102,7 +104,8 @@ def test_a_parameter_of_which_a_part_cannot_stay_is_decoded(tmp_path: Path, monk
 def test_heads_that_end_within_a_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys would begin at row 8 * 4 = 32 and values at 40: not a panel's begin."""
     path = tmp_path / "m.gguf"
-    spec = replace(SPEC, head_dim=8, num_attention_heads=4, num_key_value_heads=1, hidden_size=32, intermediate_size=64)
+    spec = with_attention(replace(SPEC, num_attention_heads=4, hidden_size=32), head_dim=8, num_key_value_heads=1)
+    spec = with_mlps(spec, intermediate_size=64)
     write_gguf(path, {"": "Q8_0"}, spec)
     ours = load(path)
     tokens = list(range(20))
@@ -130,7 +133,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ProcessFatal, match=r"cut\.gguf: cannot be read, perhaps cut short"):
         load(cut)
     wrong = tmp_path / "wrong.gguf"
-    write_gguf(wrong, {"": "Q4_1"}, replace(SPEC, num_hidden_layers=3))
+    write_gguf(wrong, {"": "Q4_1"}, replace(SPEC, layers=Layers.alike(SPEC.layers[0], 3)))
     content = wrong.read_bytes()
     assert content.count(b"blk.2.ffn_down") == 1
     wrong.write_bytes(content.replace(b"blk.2.ffn_down", b"blk.2.ffn_what"))

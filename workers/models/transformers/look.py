@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshlm.architectures.transformers_backend import ARCHITECTURE
+from meshlm.protocol.layers import MLP, Attention, Layers, LayerSpec
 from meshlm.protocol.model import ModelSpec, TransformersSpec
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.runtime.model_files.transformers_models import Found, Request
@@ -66,20 +67,20 @@ def look(source: TransformersSpec, folder: Path) -> Layout:
     caps = {call.softcap or 0.0 for call in found}
     if len(caps) > 1:
         raise ModelFilesError(f"its layers have several soft caps ({sorted(caps)})")
-    window = max(windows)
     wide = getattr(config, "intermediate_size", None)
     spec = ModelSpec(
         architecture=ARCHITECTURE,
         vocab_size=vocabulary,
         hidden_size=hidden,
-        intermediate_size=wide if isinstance(wide, int) and wide > 0 else 4 * hidden,
-        num_hidden_layers=len(found),
+        layers=Layers.from_records(
+            LayerSpec(
+                attention=Attention(num_key_value_heads=kv_heads, head_dim=head_dim, sliding_window=window),
+                mlp=MLP(intermediate_size=wide if isinstance(wide, int) and wide > 0 else 4 * hidden),
+            )
+            for window in windows
+        ),
         num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
         max_position_embeddings=_context(config),
-        sliding_window=window,
-        sliding_layers=tuple(map(bool, windows)) if window else (),
         attn_logit_softcapping=caps.pop(),
         dtype=_dtype(source),
         transformers=source,

@@ -38,12 +38,11 @@ class _Layer:
     """Attention of one layer; see interface.py."""
 
     def __init__(self, owner: "TransformersModel", layer: int) -> None:
-        spec = owner.local
-        self._owner, self._layer = owner, layer
-        self._shape = AttentionShape(
-            spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, None, 0.0, spec.attn_logit_softcapping
-        )
-        self._window = spec.sliding_window if not spec.sliding_layers or spec.sliding_layers[layer] else 0
+        spec, attention = owner.local, owner.local.layers[layer].attention
+        assert attention is not None
+        self._owner, self._layer, self._window = owner, layer, attention.sliding_window
+        heads = (spec.num_attention_heads, attention.num_key_value_heads, attention.head_dim)
+        self._shape = AttentionShape(*heads, None, 0.0, spec.attn_logit_softcapping)
 
     def __call__(
         self,

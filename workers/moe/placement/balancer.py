@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from meshlm.protocol.config.experts import EPLBConfig
-from meshlm.protocol.model import MoESpec
+from meshlm.protocol.layers import MoESpec
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.moe.placement.balance import balance, balancedness, first_placement, rank_loads

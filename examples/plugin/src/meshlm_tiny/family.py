@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from meshlm.architectures.dense import dense_spec, dense_weights
+from meshlm.architectures.dense import dense_spec
+from meshlm.architectures.weights import transformer_weights
 from meshlm.architectures.family import Family
 from meshlm.protocol.model import ModelSpec
 
@@ -15,7 +16,7 @@ FAMILY = Family(
     architecture="TinyForCausalLM",
     model_type="tiny",
     spec=_spec,
-    weights=dense_weights,
+    weights=transformer_weights,
     keys=frozenset({"num_blocks"}),
     model="meshlm_tiny.model:TinyDecoder",
 )
