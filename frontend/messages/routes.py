@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from functools import partial
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
@@ -15,6 +14,7 @@ from meshlm.frontend.messages.format import MessageFormat
 from meshlm.frontend.messages.translate import NAMES, chat_request, left_out, renamed
 from meshlm.frontend.openai import limits, parse
 from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.tool_choice import for_counting
 from meshlm.frontend.openai.turn import TurnResponse
 from meshlm.frontend.requests.generation import Backend, Form, Generation
 from meshlm.frontend.requests.retry import LAST_ID, Progress
@@ -32,12 +32,11 @@ def _parsed(
     *,
     counts: bool = False,
 ) -> ParsedRequest:
-    """counts: nothing is generated, so tools need no parser, and are shown as where they may be called."""
+    """counts: nothing is generated."""
     try:
         chat = chat_request(body, server)
-        if counts and chat.tools and chat.tool_choice != "none":
-            chat = msgspec.structs.replace(chat, tool_choice="none")
-            server = msgspec.structs.replace(server, exclude_tools_when_tool_choice_none=False)
+        if counts:
+            chat, server = for_counting(chat, server)
         ask = parse.chat(chat, (*unknown, *left_out(body)), resolved, server)
     except HttpError as error:
         raise renamed(error) from None

@@ -239,3 +239,11 @@ def _moved(given: Json, base: str) -> Json:
         return schema_references.moved(given, base, MAX_DEPTH)
     except schema_references.TooDeep:
         raise HttpError(400, f"tools: a schema is nested more than {MAX_DEPTH} deep", "tools") from None
+
+
+def for_counting(request: ChatRequest, server: ServerConfig) -> tuple[ChatRequest, ServerConfig]:
+    """A chat whose tokens are counted: nothing is generated, so tools need no parser, and are told as where they may be called."""
+    if request.tools and request.tool_choice != "none":
+        request = msgspec.structs.replace(request, tool_choice="none")
+        server = msgspec.structs.replace(server, exclude_tools_when_tool_choice_none=False)
+    return request, server

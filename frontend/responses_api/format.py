@@ -125,7 +125,7 @@ class ResponseFormat:
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": turn.model,
             "output": list(self.output),
-            "usage": _usage(turn) if ended else None,
+            "usage": usage_of(turn) if ended else None,
             **self._repeated,
             **(_raw_messages(turn) if turn.ask.return_prompt_text and status in ("completed", "incomplete") else {}),
         }
@@ -189,7 +189,7 @@ def _raw_messages(turn: TurnResponse) -> Json:
     return {"input_messages": [{**read, "type": "raw_message_tokens"}], "output_messages": of_output}
 
 
-def _usage(turn: TurnResponse) -> Json:
+def usage_of(turn: TurnResponse) -> Json:
     prompt, output = turn.num_prompt_tokens(), turn.num_output_tokens()
     return {
         "input_tokens": prompt,

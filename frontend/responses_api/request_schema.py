@@ -11,17 +11,19 @@ _NULL: Json = {"type": "null"}
 _ANY_TEXT: Json = {"type": "string"}
 
 
-def of_conversations() -> Json:
-    """The fields of the other bodies by name."""
+def of_bodies(names: tuple[str, ...], max_logprobs: int, *, takes_tools: bool, takes_priorities: bool) -> Json:
+    """The schemas of fields by the name of the body and their own."""
+    of_response = _fields(names, max_logprobs, takes_tools=takes_tools, takes_priorities=takes_priorities)
     most: Json = {"type": "array", "maxItems": 20, "items": {"anyOf": _items()}}
     return {
+        "ResponsesRequest": of_response,
         "ConversationRequest": {"items": _or_null(most), "metadata": _metadata()},
         "MetadataRequest": {"metadata": _metadata()},
         "ItemsRequest": {"items": most},
     }
 
 
-def fields(names: tuple[str, ...], max_logprobs: int, *, takes_tools: bool, takes_priorities: bool) -> Json:
+def _fields(names: tuple[str, ...], max_logprobs: int, *, takes_tools: bool, takes_priorities: bool) -> Json:
     """The schemas of fields by name."""
     stop = {**_TEXT, "maxLength": 4096}
     bias = {"type": "object", "propertyNames": {"pattern": "^[0-9]{1,4}$"}, "additionalProperties": {"type": "number"}}

@@ -1,6 +1,6 @@
 """The routes of /v1/responses: a body to a chat's request, and from there on the path of every chat; and what is stored of it.
 
-Called by routes.py, which reads the bodies.
+What counts and compacts conversations is input_routes.py's.
 """
 
 import asyncio
@@ -36,6 +36,7 @@ from meshlm.frontend.responses_api import (
 from meshlm.frontend.responses_api.answering import Answering, asked, read
 from meshlm.frontend.responses_api.background import Background, Running
 from meshlm.frontend.responses_api.format import ResponseFormat
+from meshlm.frontend.responses_api.history import History
 from meshlm.frontend.responses_api.keys import key_of
 from meshlm.frontend.responses_api.records import CONVERSATION, Chunk, Stored
 from meshlm.frontend.responses_api.schema import ResponsesRequest
@@ -46,7 +47,6 @@ from meshlm.protocol.config.server import STORE_OFF
 Json = dict[str, Any]
 _RESPONSE = Parameter("response_id", "path", {"type": "string", "minLength": 1}, "The id of a response.")
 POLL_S = 0.2  # how often a stream looks for events that another frontend writes
-MAX_TURNS = 4096  # of a conversation
 MAX_FOLLOWED = 1024  # streams of events that one frontend reads from the store
 
 
@@ -72,6 +72,7 @@ class ResponseRoutes:
         )
         self._backend, self._generation, self._reader = backend, generation, reader
         self.conversations = conversations.ConversationRoutes(self._shelf, reader.read, backend.observer.ignored)
+        self.history = History(self._shelf, backend.resolved.max_model_len)
         self._num_followed = 0
         self._background = Background(backend, generation, self._shelf, self._asked_again)
 
@@ -98,8 +99,7 @@ class ResponseRoutes:
         body, again = await self._reader.read(request, self._read)
         fields, key = body.fields, key_of(request)
         stores = self._stores(fields)
-        before = await self._before(fields, key)
-        fields = await self._with_items(fields, before, key)
+        fields, before = await self.history.complete(fields, key)
         body = body._replace(fields=fields)
         ask = await self._parsed(fields, body.unknown, before, len(body.raw))
         name = again.key if again else ask.request_id or uuid.uuid4().hex
@@ -137,48 +137,6 @@ class ResponseRoutes:
         if size > bodies.LARGE_BYTES:
             return await asyncio.to_thread(asked, fields, unknown, before, resolved, server)
         return asked(fields, unknown, before, resolved, server)
-
-    async def _before(self, fields: ResponsesRequest, key: str) -> list[Json]:
-        """The items of the conversation so far, the oldest first."""
-        if name := translate.conversation_of(fields):
-            await self._shelf.conversation(name, key, "conversation")
-            return await self._shelf.items(name)
-        found = previous.items_of(fields.previous_input_messages)
-        name, size = fields.previous_response_id or "", 0
-        most = max(limits.MIN_PROMPT_BYTES, limits.BYTES_PER_TOKEN * self._backend.resolved.max_model_len)
-        for _ in range(MAX_TURNS):
-            if not name:
-                return found
-            stored = await self._shelf.find(name, key, "previous_response_id")
-            if stored.lease is not None:
-                text = f"previous_response_id: the response {name[:80]!r} is still computed"
-                raise HttpError(400, text, "previous_response_id")
-            if stored.previous.startswith(CONVERSATION):
-                text = f"previous_response_id: the response {name[:80]!r} is of a conversation; name that instead"
-                raise HttpError(400, text, "previous_response_id")
-            output = msgspec.json.decode(stored.answer)["output"]
-            size += len(stored.items) + len(stored.answer)
-            if size > 6 * most:
-                break
-            found = [*msgspec.json.decode(stored.items), *output, *found]
-            name = stored.previous
-        text = "previous_response_id: the conversation is too long"
-        raise HttpError(400, text, "previous_response_id")
-
-    async def _with_items(self, fields: ResponsesRequest, before: list[Json], key: str) -> ResponsesRequest:
-        """The request with the items that it refers to, of the conversation or of other responses, in the places of the references."""
-        given = fields.input if isinstance(fields.input, list) else []
-        names = [name for item in given if (name := items.referred(item)) is not None]
-        if not names:
-            return fields
-        if len(names) > MAX_TURNS:
-            raise HttpError(400, f"input: at most {MAX_TURNS} references to items", "input")
-        known = {item["id"]: item for item in before if "id" in item}
-        known |= await self._shelf.find_items([name for name in names if name not in known], key)
-        if missing := [name for name in names if name not in known]:
-            raise HttpError(404, f"input: there is no item {missing[0][:80]!r}", "input", "not_found_error")
-        resolved = [item if (name := items.referred(item)) is None else known[name] for item in given]
-        return msgspec.structs.replace(fields, input=resolved)
 
     async def _keep(self, answering: "Answering", fields: ResponsesRequest, key: str) -> None:
         """Stores an answer, before its client has the end of it. Where the store fails it is answered all the same, and says `store`
@@ -248,8 +206,7 @@ class ResponseRoutes:
     async def _asked_again(self, stored: Stored) -> tuple[ParsedRequest, ResponseFormat, str]:
         """The request of a response that another frontend began."""
         fields, unknown = read(stored.request, lambda _: None, 1 << 62)
-        before = await self._before(fields, stored.key)
-        fields = await self._with_items(fields, before, stored.key)
+        fields, before = await self.history.complete(fields, stored.key)
         ask = await self._parsed(fields, unknown, before, len(stored.request))
         model = msgspec.json.decode(stored.answer)["model"]
         if model not in self._backend.resolved.served_names:

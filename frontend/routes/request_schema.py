@@ -63,10 +63,9 @@ def refine(schemas: Json, served: Served) -> None:
         takes_priorities=served.takes_priorities,
     )
     refined |= {"MessagesRequest": of_messages, "CountTokensRequest": of_messages}
-    refined["ResponsesRequest"] = responses_api.fields(
+    refined |= responses_api.of_bodies(
         served.names, served.max_logprobs, takes_tools=served.takes_tools, takes_priorities=served.takes_priorities
     )
-    refined |= responses_api.of_conversations()
     speech.refine(schemas, served.names, takes_priorities=served.takes_priorities)
     refined["ResponsesRequest"]["structured_outputs"] = _or_null(*_constraints())
     either: Json = {"anyOf": [_TEXT, _ids(served, 1)]}
