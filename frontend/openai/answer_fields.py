@@ -42,7 +42,7 @@ OF_PROMPT = _table(
             max_dynamic_patch min_dynamic_patch multi_modal_data
         """,
         _TEMPLATE: "enable_thinking think thinking_config reasoning_mode disable_reasoning prompt_mode",
-        "not supported; say it in a message": "safe_prompt guardrails",
+        "not supported; say it in a message": "safe_prompt guardrails personality",
         _FUNCTIONS: "functions",
         "not supported; give tools, whose calls the client answers": "mcp_servers",
         "not supported; no code is run": "container",

@@ -121,7 +121,10 @@ class Application:
             allow_private_network=True,
         )
         app = Starlette(
-            routes=[Route(path, ByMethod(endpoints), methods=list(endpoints)) for path, endpoints in by_path.items()],
+            routes=[
+                Route(path, ByMethod(by_path[path]), methods=list(by_path[path]))
+                for path in sorted(by_path, key=lambda path: "{" in path)  # so that no name takes another route's path
+            ],
             middleware=[
                 Middleware(RootPath, root=server.root_path),
                 Middleware(WebPages, server=server, refused=refused, paths=PATHS),
