@@ -17,6 +17,7 @@ def of_bodies(names: tuple[str, ...], max_logprobs: int, *, takes_tools: bool, t
     most: Json = {"type": "array", "maxItems": 20, "items": {"anyOf": _items()}}
     return {
         "ResponsesRequest": of_response,
+        "InputTokensRequest": of_response,
         "ConversationRequest": {"items": _or_null(most), "metadata": _metadata()},
         "MetadataRequest": {"metadata": _metadata()},
         "ItemsRequest": {"items": most},

@@ -114,6 +114,31 @@ class ResponsesRequest(Struct, frozen=True, kw_only=True):
     previous_input_messages: list[Json] | None = None
 
 
+class InputTokensRequest(Struct, frozen=True, kw_only=True):
+    """POST /v1/responses/input_tokens: the fields of POST /v1/responses that its prompt is made of."""
+
+    changes: ClassVar[tuple[str, ...]] = (PROMPT,)
+    names_here: ClassVar[Mapping[str, str]] = ResponsesRequest.names_here
+
+    input: str | list[Json] | None = None
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    tools: list[Json] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    text: Text | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    chat_template_kwargs: Json | None = None
+
+
+class InputTokensResponse(Struct, frozen=True):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class OutputTokenLogprob(Struct, frozen=True):
     token: str
     logprob: float

@@ -29,6 +29,7 @@ from meshlm.frontend.rendering.routes import Rendering
 from meshlm.frontend.requests.generation import Backend, Generation
 from meshlm.frontend.requests.generative_scoring import Scoring
 from meshlm.frontend.responses_api.conversations import ConversationRoutes
+from meshlm.frontend.responses_api.input_routes import InputRoutes
 from meshlm.frontend.responses_api.routes import ResponseRoutes
 from meshlm.frontend.routes import openapi
 from meshlm.frontend.routes.information_routes import InformationRoutes
@@ -73,6 +74,7 @@ class Application:
             TextRoutes(backend, generation, reader),
             self.responses,
             self.responses.conversations,
+            InputRoutes(backend, reader, self.responses.history),
             MessageRoutes(backend, generation, reader),
             Rendering(backend, generation, reader),
             Scoring(backend.resolved, generation, reader),
@@ -204,6 +206,7 @@ OPERATIONS = operations_of(
     TextRoutes,
     ResponseRoutes,
     ConversationRoutes,
+    InputRoutes,
     MessageRoutes,
     Rendering,
     Scoring,
