@@ -52,3 +52,20 @@ def test_functions_that_a_page_names_are_there(page: Path) -> None:
         wanted = [re.compile(rf"\b(def|class) {part}\b|^\s*(self\.)?{part}\b.*[=:]", re.M) for part in name.split(".")]
         texts = [file.read_text("utf-8") for file in files]
         assert any(all(one.search(text) for one in wanted) for text in texts), f"{page.name} names {path}: {name}"
+
+
+def test_the_list_of_rooms_is_the_tree() -> None:
+    """docs/architecture.md names each room of the product once, under its folder."""
+    text = (ROOT / "docs/architecture.md").read_text("utf-8")
+    block = text.partition("## Rooms")[2].partition("`tests/test_imports.py`")[0]
+    named: dict[str, set[str]] = {}
+    folder = ""
+    for line in block.splitlines():
+        if top := re.match(r" {4}(\w+)/", line):
+            folder = top[1]
+            named[folder] = set()
+        elif line.startswith(" " * 6):
+            named[folder] |= set(re.findall(r"\b(\w+)/(?=\s|$)", line.partition("`")[0]))
+    links = [path for path in (ROOT / "src/meshlm").iterdir() if path.is_symlink() and path.name != "kernels"]
+    rooms = {link.name: {file.parent.name for file in link.resolve().glob("*/__init__.py")} for link in links}
+    assert {name: found for name, found in named.items() if name != "kernels"} == rooms
