@@ -22,7 +22,7 @@ Table = dict[str, Any]
 FOLDER = Path(__file__).parent
 FALLBACK = "nvidia_h200"
 # Of an entry, those of them that its operation tells apart.
-KEYS = ("outputs", "inputs", "use", "gate", "experts", "topk", "hidden", "wide")
+KEYS = ("outputs", "inputs", "use", "gate", "experts", "topk", "hidden", "wide", "format")
 _added: dict[str, dict[tuple[Any, ...], Table]] = {}  # by operation and key: entries that the tuner found
 _asked: dict[tuple[str, tuple[Any, ...]], None] = {}  # in the order in which they were asked for
 _remembered: list[Any] = []

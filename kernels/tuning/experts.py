@@ -89,4 +89,4 @@ class Runs:
         return bench.parts.sum(0) if in_parts else bench.whole
 
 
-assert tables.KEYS[-len(Layer._fields) :] == Layer._fields
+assert tables.KEYS[-1 - len(Layer._fields) : -1] == Layer._fields  # before a format

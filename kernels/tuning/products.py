@@ -6,15 +6,14 @@
     gate_up_silu   many rows: tiles, beside the product and the gate
     packed_few     few rows times 4 bits (packed.py): tiles, beside what kernels/packed_gemm does
     grouped_gemm   a layer of experts (experts.py): kernels and tiles, beside those that follow from rules
-    mxfp4_few      a layer of experts with MXFP4 weights: tiles, beside what kernels/mxfp4_experts does
-    mxfp4_experts  the same with many rows: that kernel's tiles
+    packed_experts       a layer of experts with packed weights: tiles of direct.py, beside what kernel.py does (packed_experts.py)
+    packed_experts_many  the same with many rows: tiles of kernel.py
 
 The ways to compute each stand beside its record. Weights are random and of several layers, so that each comes from memory. Compiling is
 what takes long, so few candidates are tried where time is short; `full` tries all.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -30,7 +29,7 @@ from meshlm.kernels.measure import replay_us
 from meshlm.kernels.packed_few import plan as packed_few
 from meshlm.kernels.precompile import precompiled
 from meshlm.kernels.small_m_gemm import op as small_m_gemm
-from meshlm.kernels.tuning import experts, mxfp4, packed
+from meshlm.kernels.tuning import experts, packed, packed_experts
 from meshlm.kernels.tuning.core import PLAIN, Case, Config, Key, Run, Setting, Ways, Work
 
 T = TypeVar("T")
@@ -68,11 +67,14 @@ class ProductBench:
     def sizes(self, op: str, key: Key) -> list[int]:
         """Nothing is tried that this GPU has no kernel for."""
         device, dtype, max_rows, full = self._setting
-        if op in (*mxfp4.OPS, "grouped_gemm"):
+        if op in (*packed_experts.OPS, "grouped_gemm"):
             if dtype != torch.bfloat16:
                 return []
-            layer, every = Layer(*key), partial(mxfp4.sizes, op) if op in mxfp4.OPS else experts.sizes
-            return [size for size in every(layer, device, full=full) if size <= max_rows]
+            if op in packed_experts.OPS:
+                found = packed_experts.sizes(op, key, device, full=full)
+            else:
+                found = experts.sizes(Layer(*key), device, full=full)
+            return [size for size in found if size <= max_rows]
         if dtype not in TYPES or (op == "gemm" and library() is None):
             return []
         if op == "gate_up_silu" and (not pdl.supported() or key[0] % 16 or key[1] % 8):  # it reads by TMA
@@ -120,8 +122,8 @@ class ProductBench:
         self._weights = ((0, 0), [])  # their memory is free before others are made
         if case.op == packed_few.OP:
             return packed.ways(case, setting, max(2, min(16, WEIGHT_BYTES // packed.num_bytes(case.key))), most)
-        if case.op in mxfp4.OPS:
-            return mxfp4.ways(case, setting, most)
+        if case.op in packed_experts.OPS:
+            return packed_experts.ways(case, setting, most)
         return experts.ways(case, setting, most)
 
     def _weights_of(self, outputs: int, inputs: int) -> list[Tensor]:

@@ -21,12 +21,10 @@ from meshlm.kernels.grouped_gemm.plan import Layer, Plan
 from meshlm.kernels.moe_few.kernel import MOST_ROWS
 from meshlm.kernels.moe_few.kernel import Shape as Few
 from meshlm.kernels.moe_gemv.kernel import Shape as One
-from meshlm.kernels.mxfp4_experts import kernel as mxfp4_experts
-from meshlm.kernels.mxfp4_experts import plan as mxfp4_plan
-from meshlm.kernels.mxfp4_experts import runs
-from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight, unpack
-from meshlm.kernels.mxfp4_few import kernel as mxfp4_few
-from meshlm.kernels.mxfp4_few.shapes import Shape as MXFP4Shape
+from meshlm.kernels.packed_experts import direct, runs
+from meshlm.kernels.packed_experts import kernel as packed_experts
+from meshlm.kernels.packed_experts import plan as packed_plan
+from meshlm.kernels.packed_experts.layout import ExpertWeight, unpack
 from meshlm.kernels.tuning import core, experts, products
 from meshlm.kernels.tuning.core import PLAIN, Case, Run, Setting
 from meshlm.kernels.tuning.products import ProductBench
@@ -143,18 +141,18 @@ MXFP4 = Layer(3, 2, 64, 32)
 @pytest.mark.parametrize("rows", [1, 9, 40])
 def test_mxfp4_experts_beside_the_usual_kernels(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter has no products of bfloat16, so both are computed alike here."""
-    theirs, shape = on_torch(mxfp4_few), MXFP4Shape(2, 2)
-    monkeypatch.setattr(mxfp4_few, "few", theirs.few)
-    monkeypatch.setattr(mxfp4_few, "sorted_rows", theirs.sorted_rows)
+    theirs, shape = on_torch(direct), packed_plan.DirectShape(2, 2)
+    monkeypatch.setattr(direct, "few", theirs.few)
+    monkeypatch.setattr(direct, "sorted_rows", theirs.sorted_rows)
 
-    def few(x: Tensor, w: MXFP4Weight, experts: Tensor, weights: Tensor | None, out: Tensor, *given: Any) -> Tensor:
+    def few(x: Tensor, w: ExpertWeight, experts: Tensor, weights: Tensor | None, out: Tensor, *given: Any) -> Tensor:
         return theirs.few(x, w, experts, weights, out, shape, given[-1])  # type: ignore[no-any-return]
 
-    def sorted_rows(x: Tensor, w: MXFP4Weight, out: Tensor, own: Any, rows: Any, **given: Any) -> Tensor:
+    def sorted_rows(x: Tensor, w: ExpertWeight, out: Tensor, own: Any, rows: Any, **given: Any) -> Tensor:
         return theirs.sorted_rows(x, w, out, shape, own.block_m, rows, **given)  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(mxfp4_experts, "few", few)
-    monkeypatch.setattr(mxfp4_experts, "sorted_rows", sorted_rows)
+    monkeypatch.setattr(packed_experts, "few", few)
+    monkeypatch.setattr(packed_experts, "sorted_rows", sorted_rows)
     monkeypatch.setattr(runs, "BYTES_AT_ONCE", 1)
     monkeypatch.setattr(products, "FEW", 2)
     times = iter([9.0, 7.2, 7.0])
@@ -163,22 +161,29 @@ def test_mxfp4_experts_beside_the_usual_kernels(rows: int, monkeypatch: pytest.M
         time = next(times)
         return lambda: time
 
-    case = Case("mxfp4_few", tuple(MXFP4), rows)
+    case = Case("packed_experts", (*MXFP4, "mxfp4"), rows)
     found = measured(ProductBench(Setting(CPU, torch.bfloat16, 8192), begin), case)
-    first, second = mxfp4_plan.candidates(rows, MXFP4)[:2]
+    first, second = packed_plan.candidates(rows, MXFP4)[:2]
     assert found == {PLAIN: 9.0, first: 7.2, second: 7.0}
 
 
 def test_sizes_of_mxfp4_experts() -> None:
     bench = ProductBench(Setting(CPU, torch.bfloat16, 100))
-    assert bench.sizes("mxfp4_few", tuple(MXFP4)) == [1, 64, 16, 4]
-    assert bench.sizes("mxfp4_few", (2, 4, 64, 32)) == [], "a rank's experts"
-    assert ProductBench(Setting(CPU, torch.float16, 100)).sizes("mxfp4_few", tuple(MXFP4)) == []
-    assert max(ProductBench(Setting(CPU, torch.bfloat16, 8192, full=True)).sizes("mxfp4_few", tuple(MXFP4))) == 512
+    assert bench.sizes("packed_experts", (*MXFP4, "mxfp4")) == [1, 64, 16, 4]
+    assert bench.sizes("packed_experts", (2, 4, 64, 32, "mxfp4")) == [], "a rank's experts"
+    assert ProductBench(Setting(CPU, torch.float16, 100)).sizes("packed_experts", (*MXFP4, "mxfp4")) == []
+    assert (
+        max(ProductBench(Setting(CPU, torch.bfloat16, 8192, full=True)).sizes("packed_experts", (*MXFP4, "mxfp4")))
+        == 512
+    )
     many = ProductBench(Setting(CPU, torch.bfloat16, 8192))
-    assert many.sizes("mxfp4_experts", (32, 4, 2880, 2880)) == [8192, 2048]
-    assert many.sizes("mxfp4_experts", (128, 4, 2880, 2880)) == [8192], "with fewer an expert has hardly any"
-    assert ProductBench(Setting(CPU, torch.float16, 8192)).sizes("mxfp4_experts", (32, 4, 2880, 2880)) == []
+    assert many.sizes("packed_experts_many", (32, 4, 2880, 2880, "mxfp4")) == [8192, 2048]
+    assert many.sizes("packed_experts_many", (128, 4, 2880, 2880, "mxfp4")) == [8192], (
+        "with fewer an expert has hardly any"
+    )
+    assert (
+        ProductBench(Setting(CPU, torch.float16, 8192)).sizes("packed_experts_many", (32, 4, 2880, 2880, "mxfp4")) == []
+    )
 
 
 def test_random_mxfp4_weights_have_nothing_behind_the_last_input() -> None:

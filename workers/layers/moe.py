@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshlm.kernels.moe_routing.reference import Rule
-from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight, chunks_of, encode
+from meshlm.kernels.packed_experts.layout import ExpertWeight, chunks_of, encode_mxfp4
 from meshlm.protocol.layers import MoESpec
 from meshlm.protocol.model import ModelSpec, QuantizationScheme
 from meshlm.workers.batch import StepInputs
@@ -78,19 +78,19 @@ class GroupedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts, outputs, inputs), requires_grad=False)
 
     def use_mxfp4(self) -> None:
-        """Before loading: weights are MXFP4 codes and scales, as kernels/mxfp4_experts reads them; floats become so."""
+        """Before loading: weights are MXFP4 codes and scales, as kernels/packed_experts reads them; floats become so."""
         experts, outputs, _ = self.weight.shape
         chunks = chunks_of(self.inputs)
         self.weight = nn.Parameter(torch.empty(experts, outputs, chunks * 64, dtype=torch.uint8), requires_grad=False)
         scales = torch.empty(experts, outputs, chunks * 4, dtype=torch.uint8)
         self.weight_scale = nn.Parameter(scales, requires_grad=False)
-        self.encode = encode
+        self.encode = encode_mxfp4
 
-    def mxfp4(self) -> MXFP4Weight | None:
+    def mxfp4(self) -> ExpertWeight | None:
         """The weights, where they are MXFP4."""
         if self.weight.dtype != torch.uint8:
             return None
-        return MXFP4Weight(self.weight.data.view(torch.int16), self.weight_scale.data, self.inputs)
+        return ExpertWeight(self.weight.data.view(torch.int16), self.weight_scale.data, self.inputs)
 
     def num_weights(self) -> int:
         """Of all experts, however they are stored."""

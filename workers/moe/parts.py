@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from meshlm.kernels.moe_epilogue.reference import clamped_swiglu
-from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight
+from meshlm.kernels.packed_experts.layout import ExpertWeight
 from meshlm.workers.formats.fp8 import ExpertScales
 from meshlm.workers.partial_sum import PartialSum
 
@@ -78,8 +78,8 @@ class ExpertExtras(NamedTuple):
 class PackedExperts(NamedTuple):
     """The weights of experts that stay MXFP4. dtype: of activations."""
 
-    gate_up: MXFP4Weight  # [local experts, 2 wide, hidden]
-    down: MXFP4Weight  # [local experts, hidden, wide]
+    gate_up: ExpertWeight  # [local experts, 2 wide, hidden]
+    down: ExpertWeight  # [local experts, hidden, wide]
     dtype: torch.dtype
 
 

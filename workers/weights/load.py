@@ -8,7 +8,7 @@ import structlog
 import torch
 from torch import Tensor, nn
 
-from meshlm.kernels.mxfp4_experts.layout import pack
+from meshlm.kernels.packed_experts.layout import pack_mxfp4
 from meshlm.protocol.config import Resolved
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.model_files.checkpoint_files import SCALE_OF_KV_CACHE
@@ -262,7 +262,7 @@ def _take(
         slot[found.row : found.row + count] = rows
         return slot[found.row : found.row + count].numel()
     if found.expert is not None and slot.dtype == torch.uint8 and isinstance(source, MXFP4Source):
-        codes, powers = pack(*(part.to(slot.device) for part in source.packed(found.dim, found.begin, found.end)))
+        codes, powers = pack_mxfp4(*(part.to(slot.device) for part in source.packed(found.dim, found.begin, found.end)))
         at = _slot(slots, found._replace(parameter=f"{found.parameter}_scale"))
         at[found.row : found.row + len(powers)] = powers
         slot[found.row : found.row + len(codes)] = codes.view(torch.uint8)

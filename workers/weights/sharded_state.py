@@ -24,7 +24,7 @@ from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer
 
 _KEY = "meshlm"
 LAYOUT = (
-    1  # of packed tensors; another one where kernels read them in another order (1: kernels/mxfp4_experts/layout.py)
+    1  # of packed tensors; another one where kernels read them in another order (1: kernels/packed_experts/layout.py)
 )
 
 

@@ -54,8 +54,9 @@ def products() -> None:
     from meshlm.kernels.grouped_gemm import kernel as grouped_gemm
     from meshlm.kernels.moe_epilogue.kernel import GELU_ALPHA, PLAIN, Epilogue
     from meshlm.kernels.moe_few import kernel as moe_few
-    from meshlm.kernels.mxfp4_experts import kernel as mxfp4_experts
-    from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight
+    from meshlm.kernels.packed_experts import kernel as packed_experts
+    from meshlm.kernels.packed_experts.layout import MXFP4, Format
+    from meshlm.kernels.packed_experts.runs import random_weight
     from meshlm.kernels.packed_gemm import gemv as packed_gemv
     from meshlm.kernels.packed_gemm import pairs
     from meshlm.kernels.packed_gemm.reference import PackedWeight
@@ -82,9 +83,18 @@ def products() -> None:
         moe_few.few(rows, first, chosen, None, empty(32, 256), moe_few.Shape(32, 32, 4, 2), epilogue=epilogue)
         inner = empty(16, 16, 256)
         grouped_gemm.batched_gemm(empty(16, 16, 512), first, inner, tiles, ints(16), gate=True, epilogue=epilogue)
-    scales = torch.zeros(16, 512, 16, dtype=torch.uint8)
-    packed = MXFP4Weight(torch.zeros(16, 512, 128, dtype=torch.int16), scales, 512)
-    mxfp4_experts.few(rows, packed, chosen, None, empty(32, 256), mxfp4_experts.Shape(16, 32, 4, 3))
+    formats = [
+        Format(4, 128),
+        Format(4, 32, "minima"),
+        Format(4, 64, "nf4"),
+        Format(5, 32),
+        Format(6, 16),
+        Format(8, 128),
+        MXFP4,
+    ]
+    for format in formats:
+        packed = random_weight(16, 512, 512, torch.device("cpu"), format=format)
+        packed_experts.few(rows, packed, chosen, None, empty(32, 256), packed_experts.Shape(16, 32, 4, 3))
 
 
 def sums() -> None:
@@ -187,11 +197,12 @@ def hopper() -> None:
     from meshlm.kernels.attention.kernel import Columns, Extras
     from meshlm.kernels.grouped_gemm import kernel as grouped_gemm
     from meshlm.kernels.moe_epilogue.kernel import Epilogue
-    from meshlm.kernels.mxfp4_experts import kernel as mxfp4_experts
-    from meshlm.kernels.mxfp4_experts.kernel import Parts, Rows
-    from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight
-    from meshlm.kernels.mxfp4_few import kernel as mxfp4_few
-    from meshlm.kernels.mxfp4_few.shapes import Shape as MXFP4Shape
+    from meshlm.kernels.packed_experts import direct
+    from meshlm.kernels.packed_experts import kernel as packed_experts
+    from meshlm.kernels.packed_experts.kernel import Parts, Rows
+    from meshlm.kernels.packed_experts.layout import MXFP4, Format
+    from meshlm.kernels.packed_experts.plan import DirectShape
+    from meshlm.kernels.packed_experts.runs import random_weight
     from meshlm.kernels.packed_few import kernel as packed_few
     from meshlm.kernels.packed_few.plan import Shape
     from meshlm.kernels.packed_gemm.reference import PackedWeight
@@ -212,32 +223,21 @@ def hopper() -> None:
         weight = PackedWeight(ints(2048, 160), None, scales, zeros, group=group, inputs=1100)
         packed_few.packed_few(empty(count, 1100), weight, shape)
     packed_few.packed_few(empty(5, 1100), weight._replace(zeros=None, minima=scales), Shape(1, 1))
-    above, below = (
-        MXFP4Weight(
-            torch.zeros(8, outputs, 128, dtype=torch.int16), torch.zeros(8, outputs, 16, dtype=torch.uint8), 500
-        )
-        for outputs in (1000, 500)
-    )
-    experts, tile = ints(12, 4), MXFP4Shape(2, 4)
-    epilogue = Epilogue(empty(8, 1000), 1.7, 7.0)
-    mxfp4_few.few(empty(12, 500), above, experts, None, empty(48, 500), tile, epilogue)
-    mxfp4_few.few(empty(4, 500), below, experts[:1], torch.empty(1, 4), torch.empty(4, 1, 500), tile)
-    order, parts = Rows(ints(512), ints(8), ints(16), 4, 160), Parts(ints(40, 4), torch.empty(40, 4))
-    mxfp4_few.sorted_rows(empty(40, 500), above, empty(512, 500), tile, 16, order, gate=True)
-    mxfp4_few.sorted_rows(empty(512, 500), below, torch.empty(4, 40, 500), tile, 32, order, parts=parts)
-    for stages in (2, 3):
-        mxfp4_experts.sorted_rows(
-            empty(40, 500),
-            above,
-            empty(512, 500),
-            mxfp4_experts.Shape(256, 64, 8, stages),
-            order,
-            gate=True,
-            epilogue=epilogue,
-        )
-        mxfp4_experts.sorted_rows(
-            empty(512, 500), below, empty(512, 500), mxfp4_experts.Shape(256, 128, 8, stages), order
-        )
+    for format in (MXFP4, Format(4, 128), Format(4, 32, "minima")):
+        above, below = (random_weight(8, outputs, 500, torch.device("cpu"), format=format) for outputs in (1000, 500))
+        experts, tile = ints(12, 4), DirectShape(2, 4)
+        epilogue = Epilogue(empty(8, 1000), 1.7, 7.0)
+        direct.few(empty(12, 500), above, experts, None, empty(48, 500), tile, epilogue)
+        direct.few(empty(4, 500), below, experts[:1], torch.empty(1, 4), torch.empty(4, 1, 500), tile)
+        order, parts = Rows(ints(512), ints(8), ints(16), 4, 160), Parts(ints(40, 4), torch.empty(40, 4))
+        direct.sorted_rows(empty(40, 500), above, empty(512, 500), tile, 16, order, gate=True)
+        direct.sorted_rows(empty(512, 500), below, torch.empty(4, 40, 500), tile, 32, order, parts=parts)
+        for stages in (2, 3):
+            first, second = (packed_experts.Shape(256, block_n, 8, stages) for block_n in (64, 128))
+            packed_experts.sorted_rows(
+                empty(40, 500), above, empty(512, 500), first, order, gate=True, epilogue=epilogue
+            )
+            packed_experts.sorted_rows(empty(512, 500), below, empty(512, 500), second, order)
 
 
 def roundings() -> None:

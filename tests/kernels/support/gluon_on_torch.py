@@ -17,7 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HELPERS = ("meshlm.kernels.packed_few.layouts", "meshlm.kernels.mxfp4_few.operands")  # whose functions kernels call
+HELPERS = (
+    "meshlm.kernels.packed_few.layouts",
+    "meshlm.kernels.packed_experts.operands",
+)  # whose functions kernels call
 _OPERATORS = (
     "add",
     "sub",

@@ -10,10 +10,10 @@ from gluon_on_torch import on_torch
 from small_models import caches, load, resolved, run
 
 from meshlm.kernels.mxfp4.reference import decode_mxfp4
-from meshlm.kernels.mxfp4_experts import kernel as usual
-from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight, encode, unpack
-from meshlm.kernels.mxfp4_few import kernel as mxfp4_few
-from meshlm.kernels.mxfp4_few.shapes import Shape
+from meshlm.kernels.packed_experts import direct
+from meshlm.kernels.packed_experts import kernel as usual
+from meshlm.kernels.packed_experts.layout import ExpertWeight, encode_mxfp4, unpack
+from meshlm.kernels.packed_experts.plan import DirectShape
 from meshlm.kernels.tuning.core import OPERATIONS
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.distributed.shard import Shard
@@ -82,14 +82,14 @@ def test_what_was_mxfp4_is_encoded_as_it_was(bfloat16: None) -> None:
     blocks = torch.randint(0, 256, (40, 5, 16), dtype=torch.uint8)
     scales = torch.randint(90, 140, (40, 5), dtype=torch.uint8)
     values = decode_mxfp4(blocks, scales, torch.bfloat16)
-    parts = encode(values)
-    weight = MXFP4Weight(parts["weight"].view(torch.int16), parts["weight_scale"], 160)
+    parts = encode_mxfp4(values)
+    weight = ExpertWeight(parts["weight"].view(torch.int16), parts["weight_scale"], 160)
     assert torch.equal(unpack(weight, torch.bfloat16), values)
-    zeros = encode(torch.zeros(2, 32))
+    zeros = encode_mxfp4(torch.zeros(2, 32))
     assert not zeros["weight"].any()
     near = torch.randn(64, 96)
-    parts = encode(near)
-    found = unpack(MXFP4Weight(parts["weight"].view(torch.int16), parts["weight_scale"], 96), torch.float32)
+    parts = encode_mxfp4(near)
+    found = unpack(ExpertWeight(parts["weight"].view(torch.int16), parts["weight_scale"], 96), torch.float32)
     assert float((found - near).norm() / near.norm()) < 0.15
 
 
@@ -145,7 +145,7 @@ def test_kernels_prove_themselves(bfloat16: None, monkeypatch: pytest.MonkeyPatc
         f"{module}.epilogues", lambda extras, act: (epilogues(extras)[0]._replace(limit=3.0), epilogues(extras)[1])
     )
     assert "of a row's norm away from plain torch" in self_test.of_mxfp4.__wrapped__(torch.float16, device)
-    monkeypatch.setattr("meshlm.kernels.mxfp4_experts.kernel.few", None)
+    monkeypatch.setattr("meshlm.kernels.packed_experts.kernel.few", None)
     assert "the kernels fail: TypeError" in self_test.of_mxfp4.__wrapped__(torch.float16, device)
 
 
@@ -153,20 +153,20 @@ def test_kernels_prove_themselves(bfloat16: None, monkeypatch: pytest.MonkeyPatc
 def test_kernels_of_few_rows_prove_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each plan that is proven, and what is wrong is found. The interpreter has no products of bfloat16: those that the usual kernels
     compute are computed alike."""
-    theirs, shape = on_torch(mxfp4_few), Shape(2, 2)
-    monkeypatch.setattr(mxfp4_few, "few", theirs.few)
-    monkeypatch.setattr(mxfp4_few, "sorted_rows", theirs.sorted_rows)
+    theirs, shape = on_torch(direct), DirectShape(2, 2)
+    monkeypatch.setattr(direct, "few", theirs.few)
+    monkeypatch.setattr(direct, "sorted_rows", theirs.sorted_rows)
     monkeypatch.setattr(
         usual,
         "sorted_rows",
         lambda x, w, out, own, *given, **named: theirs.sorted_rows(x, w, out, shape, own.block_m, *given, **named),
     )
-    assert {len(numbers) for numbers in self_test.DIRECT.values()} == {OPERATIONS["mxfp4_few"].num_config}
+    assert {len(numbers) for numbers in self_test.DIRECT.values()} == {OPERATIONS["packed_experts"].num_config}
     plans = self_test.DIRECT
     monkeypatch.setattr(self_test, "DIRECT", {1: plans[1], 3: plans[3], 20: plans[40]})
     for name, value in (("EXPERTS", 5), ("HIDDEN", 160), ("WIDE", 96)):  # no whole chunks
         monkeypatch.setattr(self_test, name, value)
     device = torch.device("cpu")
     assert self_test._is_direct_right.__wrapped__(device)
-    monkeypatch.setattr(mxfp4_few, "few", lambda x, w, experts, weights, out, *given: out.zero_())
+    monkeypatch.setattr(direct, "few", lambda x, w, experts, weights, out, *given: out.zero_())
     assert not self_test._is_direct_right.__wrapped__(device)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlm.kernels.moe_routing.reference import Rule, select_experts
-from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight, encode, unpack
+from meshlm.kernels.packed_experts.layout import ExpertWeight, encode_mxfp4, unpack
 from meshlm.protocol.layers import MoESpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.moe.dispatch.none import NoDispatch, NoDispatchBatched
@@ -59,11 +59,11 @@ def weights(first: int = 0, count: int = NUM, kind: str = "silu") -> ExpertWeigh
     return ExpertWeights(packed.gate_up.codes, packed.down.codes, "silu", None, extras, packed)
 
 
-def mxfp4_of(weight: Tensor) -> MXFP4Weight:
+def mxfp4_of(weight: Tensor) -> ExpertWeight:
     """Each number to the nearest that MXFP4 has."""
-    parts = [encode(matrix) for matrix in weight]
+    parts = [encode_mxfp4(matrix) for matrix in weight]
     codes, scales = (torch.stack([part[name] for part in parts]) for name in ("weight", "weight_scale"))
-    return MXFP4Weight(codes.view(torch.int16), scales, weight.shape[2])
+    return ExpertWeight(codes.view(torch.int16), scales, weight.shape[2])
 
 
 def routing_of(rows: int, slots: Tensor | None = None) -> Routing:

@@ -1,13 +1,13 @@
-"""Experts whose weights stay MXFP4, for both formats, by kernels/mxfp4_experts: few rows as they are, many in the order of experts."""
+"""Experts whose weights stay MXFP4, for both formats, by kernels/packed_experts: few rows as they are, many in the order of experts."""
 
 import torch
 from torch import Tensor
 
 from meshlm.kernels.grouped_gemm.plan import PARTS_ROWS, Layer
 from meshlm.kernels.moe_sum.kernel import sum_parts, weighted_sum
-from meshlm.kernels.mxfp4_experts import kernel, layer
-from meshlm.kernels.mxfp4_experts.kernel import Parts
-from meshlm.kernels.mxfp4_experts.plan import Plan, batched_shapes, plan_for, warm_rows
+from meshlm.kernels.packed_experts import kernel, layer
+from meshlm.kernels.packed_experts.kernel import Parts
+from meshlm.kernels.packed_experts.plan import Plan, batched_shapes, kind_of, plan_for, warm_rows
 from meshlm.workers.moe.experts.epilogues import epilogues
 from meshlm.workers.moe.parts import (
     ActivationFormat,
@@ -28,6 +28,7 @@ class _MXFP4:
     def __init__(self, packed: PackedExperts, extras: ExpertExtras | None = None, act: str = "silu") -> None:
         self._gate_up, self._down, self.dtype = packed
         self._above, self._below = epilogues(extras, act)
+        self._kind = kind_of(self._gate_up, self._down)
         self._num_experts, self._hidden, self._wide = len(self._down.codes), self._gate_up.inputs, self._down.inputs
 
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -45,7 +46,7 @@ class MXFP4Experts(_MXFP4):
     def __init__(
         self, packed: PackedExperts, extras: ExpertExtras | None = None, act: str = "silu", *, direct: bool = False
     ) -> None:
-        """direct: whether kernels/mxfp4_few may compute with these weights, where it is faster."""
+        """direct: whether kernels/packed_experts/direct.py may compute with these weights, where it is faster."""
         super().__init__(packed, extras, act)
         self._direct = direct
 
@@ -54,7 +55,7 @@ class MXFP4Experts(_MXFP4):
 
     def plan(self, rows: int, num_topk: int) -> Plan:
         """How it computes so many rows."""
-        return plan_for(rows, self._layer(num_topk), direct=self._direct)
+        return plan_for(rows, self._layer(num_topk), self._kind, direct=self._direct)
 
     def left(self, rows: int, num_topk: int, allowed: tuple[WeightAndReduce, ...]) -> WeightAndReduce:
         """The norm behind sums up the parts of few rows."""
@@ -62,7 +63,7 @@ class MXFP4Experts(_MXFP4):
         return WeightAndReduce.PARTS if parts else WeightAndReduce.DONE
 
     def warm_rows(self, num_topk: int, most: int) -> set[int]:
-        return warm_rows(self._layer(num_topk), most, direct=self._direct)
+        return warm_rows(self._layer(num_topk), most, self._kind, direct=self._direct)
 
     def workspaces(self, x: tuple[int, ...], num_topk: int, left: WeightAndReduce) -> tuple[WorkspaceShape, ...]:
         """What stands between gate and down; and results before they are summed."""
@@ -114,6 +115,6 @@ class MXFP4BatchedExperts(_MXFP4):
         if not out.numel():
             return
         (inner,), counts = workspaces, given.num_tokens
-        gate, down = batched_shapes(given.x.shape[1])
+        gate, down = batched_shapes(given.x.shape[1], self._kind)
         kernel.batched_rows(given.x, self._gate_up, inner, gate, counts, gate=True, epilogue=self._above)
         kernel.batched_rows(inner, self._down, out, down, counts, epilogue=self._below)

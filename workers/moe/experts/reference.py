@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight, unpack
+from meshlm.kernels.packed_experts.layout import unpack
 from meshlm.kernels.silu_mul.reference import ACTIVATIONS
 from meshlm.workers.formats.fp8 import FP8, ExpertScales, decoded, rounded
 from meshlm.workers.moe.parts import (
@@ -86,8 +86,7 @@ class ReferenceExperts:
     def _weight(self, number: int, *, of_gate: bool) -> Tensor:
         """The numbers of one expert's weight: a CPU has those of 8-bit floats already."""
         if (packed := self._packed) is not None:
-            codes, powers, inputs = packed.gate_up if of_gate else packed.down
-            return unpack(MXFP4Weight(codes[number], powers[number], inputs), packed.dtype)
+            return unpack((packed.gate_up if of_gate else packed.down).of_expert(number), packed.dtype)
         weight, scales = (self._gate_up if of_gate else self._down)[number], self._scales
         if scales is None or weight.dtype != FP8:
             return weight

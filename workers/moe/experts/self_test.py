@@ -14,10 +14,9 @@ from triton.runtime.errors import TritonError
 
 from meshlm.kernels import tables
 from meshlm.kernels.moe_routing.reference import Rule, select_experts
-from meshlm.kernels.mxfp4_experts import plan
-from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight
-from meshlm.kernels.mxfp4_experts.runs import random_weight
-from meshlm.kernels.mxfp4_few import shapes as mxfp4_few
+from meshlm.kernels.packed_experts import plan
+from meshlm.kernels.packed_experts.layout import ExpertWeight
+from meshlm.kernels.packed_experts.runs import random_weight
 from meshlm.workers.moe.dispatch.none import NoDispatch, NoDispatchBatched
 from meshlm.workers.moe.experts.mxfp4 import MXFP4BatchedExperts, MXFP4Experts
 from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
@@ -37,7 +36,7 @@ EXPERTS, TOPK, HIDDEN, WIDE = 32, 4, 352, 224  # eleven groups of MXFP4, and sev
 ROWS = (1, 10, 40, 200, 600, 2000)  # that meet each height of a tile
 BATCHED_ROWS = (10, 60, 200, 600)
 DIRECT = {1: (0, 1, 4, 3, 1, 2, 2), 3: (0, 2, 2, 1, 2, 4, 1), 40: (16, 2, 2, 1, 0, 0, 0), 300: (32, 2, 4, 1, 2, 2, 1)}
-"""Plans of kernels/mxfp4_few that are proven, by rows."""
+"""Plans of kernels/packed_experts/direct.py that are proven, by rows."""
 NEAR = 0.05  # of a row's norm: rounding to 16 bits makes 0.01 of it
 SWIGLU = 1.702, 1.0
 _log = structlog.get_logger()
@@ -59,11 +58,11 @@ def of_extras(dtype: torch.dtype, device: torch.device, act: str = "silu") -> st
 
 
 def may_be_direct(packed: PackedExperts) -> bool:
-    """Whether kernels/mxfp4_few may compute with these weights, where a table or the tuner says that it is faster. Where one says so
-    already, it is proven; the tuner proves what it measures. Waits for the device."""
+    """Whether packed_experts/direct.py may compute with these weights, where a table or the tuner says that it is faster. Where one
+    says so already, it is proven; the tuner proves what it measures. Waits for the device."""
     if packed.dtype != torch.bfloat16 or not packed.down.codes.is_cuda:
         return False
-    if not all(mxfp4_few.moderate(weight) for weight in (packed.gate_up, packed.down)):
+    if not all(plan.takes(weight, packed.dtype) for weight in (packed.gate_up, packed.down)):
         return False
     return not tables.products(plan.OP) or _is_direct_right(packed.down.codes.device)
 
@@ -128,7 +127,7 @@ def _extras(dtype: torch.dtype, random: torch.Generator) -> ExpertExtras:
 
 
 class _Direct(MXFP4Experts):
-    """By kernels/mxfp4_few, whatever is faster."""
+    """By kernels/packed_experts/direct.py, whatever is faster."""
 
     def plan(self, rows: int, num_topk: int) -> plan.Plan:
         return plan.decoded(DIRECT[rows])
@@ -144,7 +143,7 @@ def _of_direct(dtype: torch.dtype, device: torch.device) -> Pair:
 def _packed(dtype: torch.dtype, device: torch.device) -> tuple[PackedExperts, ExpertExtras]:
     random = torch.Generator(device).manual_seed(1)
 
-    def weight(outputs: int, inputs: int) -> MXFP4Weight:
+    def weight(outputs: int, inputs: int) -> ExpertWeight:
         return random_weight(EXPERTS, outputs, inputs, device, random)
 
     return PackedExperts(weight(2 * WIDE, HIDDEN), weight(HIDDEN, WIDE), dtype), _extras(dtype, random)

@@ -9,20 +9,20 @@ from meshlm.kernels.grouped_gemm import reference
 from meshlm.kernels.moe_align import kernel as moe_align
 from meshlm.kernels.moe_epilogue.kernel import PLAIN, Epilogue
 from meshlm.kernels.mxfp4.reference import GROUP, decode_mxfp4
-from meshlm.kernels.mxfp4_experts import kernel
-from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight, pack, unpack
+from meshlm.kernels.packed_experts import kernel
+from meshlm.kernels.packed_experts.layout import ExpertWeight, pack_mxfp4, unpack
 
 pytestmark = MARKS
 EXPERTS, TOPK, HIDDEN, WIDE = 5, 2, 160, 96  # rows of two chunks and of one, whose last planes are missing
 SHAPE = kernel.Shape(16, 32, 4, 2)
 
 
-def some_weights(experts: int, outputs: int, inputs: int) -> tuple[MXFP4Weight, Tensor]:
+def some_weights(experts: int, outputs: int, inputs: int) -> tuple[ExpertWeight, Tensor]:
     """Packed, and its values in float32."""
     blocks = torch.randint(0, 256, (experts, outputs, inputs // GROUP, GROUP // 2), dtype=torch.uint8)
     scales = torch.randint(121, 126, (experts, outputs, inputs // GROUP), dtype=torch.uint8)
-    codes, powers = pack(blocks.to(DEVICE), scales.to(DEVICE))
-    return MXFP4Weight(codes, powers, inputs), decode_mxfp4(blocks, scales, torch.float32).to(DEVICE)
+    codes, powers = pack_mxfp4(blocks.to(DEVICE), scales.to(DEVICE))
+    return ExpertWeight(codes, powers, inputs), decode_mxfp4(blocks, scales, torch.float32).to(DEVICE)
 
 
 def epilogues(dtype: torch.dtype) -> tuple[Epilogue, Epilogue]:
@@ -44,11 +44,11 @@ def test_layout(inputs: int) -> None:
     """Every code and every scale comes back as the value that kernels/mxfp4 gives it."""
     blocks = torch.randint(0, 256, (3, 7, inputs // GROUP, GROUP // 2), dtype=torch.uint8)
     scales = torch.randint(0, 255, (3, 7, inputs // GROUP), dtype=torch.uint8)
-    codes, powers = pack(blocks, scales)
+    codes, powers = pack_mxfp4(blocks, scales)
     assert (codes.dtype, codes.shape) == (torch.int16, (3, 7, -(-inputs // 128) * 32))
     assert (powers.dtype, powers.shape) == (torch.uint8, (3, 7, -(-inputs // 128) * 4))
     for dtype in (torch.float32, torch.bfloat16):
-        found = unpack(MXFP4Weight(codes, powers, inputs), dtype)
+        found = unpack(ExpertWeight(codes, powers, inputs), dtype)
         assert torch.equal(found, decode_mxfp4(blocks, scales, dtype))
 
 
@@ -71,8 +71,9 @@ def test_few_rows(rows: int, dtype: torch.dtype) -> None:
 
 
 def test_stages_that_have_no_room_are_left_out() -> None:
+    weight, _ = some_weights(1, 16, 64)
     found = [
-        kernel._options(kernel.Shape(rows, 64, 8, 3), torch.zeros(1, dtype=dtype), PLAIN, rows)["STAGES"]
+        kernel._options(kernel.Shape(rows, 64, 8, 3), torch.zeros(1, dtype=dtype), weight, PLAIN, rows)["STAGES"]
         for rows in (16, 128, 256)
         for dtype in (torch.bfloat16, torch.float32)
     ]

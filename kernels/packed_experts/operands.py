@@ -1,8 +1,9 @@
-"""Operands of tensor cores out of words of MXFP4 codes and out of rows, without moves between threads.
+"""Operands of tensor cores out of words of codes and out of rows, without moves between threads.
 
-A word of 32 bits holds the codes of two neighbouring inputs in each of four groups, its planes (mxfp4_experts/layout.py). A plane's two
-make an operand, as bfloat16 of 2^-126 times their value, exactly, and one multiplication, by 2^126 times the group's scale, makes it
-the weights, for any scale up to 2 (`shapes.moderate`).
+A word of 32 bits holds the codes of two neighbouring inputs in each of the four planes of a chunk (layout.py). A plane's two make an
+operand by a shift and one operation of bits. Integers are or-ed into the mantissas of two numbers, which are 128 (bfloat16) or 1024
+(float16) too large. Codes of MXFP4 become bfloat16 of 2^-126 times their value, exactly, and one multiplication, by 2^126 times the
+group's scale, makes these the weights, for any scale up to 2 (`plan.takes`).
 """
 
 from triton.experimental import gluon
@@ -34,6 +35,10 @@ _PLANE_0, _PLANE_1, _PLANE_2, _PLANE_3 = (
 )
 
 
+_RAISED_BFLOAT16 = gl.constexpr("lop3.b32 $0, $1, 0x000F000F, 0x43004300, 0xEA;")
+_RAISED_FLOAT16 = gl.constexpr("lop3.b32 $0, $1, 0x000F000F, 0x64006400, 0xEA;")
+
+
 @gluon.constexpr_function
 def layout_of_words(TILES: int, WARPS: int) -> gl.DistributedLinearLayout:
     """[WARPS, 16 * TILES outputs, 4, 4 words]: four threads have the 64 bytes of a chunk."""
@@ -51,12 +56,27 @@ def layout_of_inputs(COLUMNS: int, WARPS: int) -> gl.DistributedLinearLayout:
 
 
 @gluon.jit
-def left_operand(words, factors, P: gl.constexpr, LAYOUT: gl.constexpr, LINES: gl.constexpr, WARPS: gl.constexpr):
+def mxfp4_operand(words, factors, P: gl.constexpr, LAYOUT: gl.constexpr, LINES: gl.constexpr, WARPS: gl.constexpr):
     """The weights of plane P, [WARPS, LINES, 32], without a move. factors: `factors_of` of that plane, [WARPS, LINES, 1, 1]."""
     plane: gl.constexpr = (_PLANE_0 if P == 0 else _PLANE_1) if P < 2 else (_PLANE_2 if P == 2 else _PLANE_3)
     both = gl.inline_asm_elementwise(plane, "=r,r,r", [words, factors], dtype=gl.int32, is_pure=True, pack=1)
-    low = both.to(gl.int16).to(gl.bfloat16, bitcast=True)
-    high = (both >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    return _operand(both, gl.bfloat16, LAYOUT, LINES, WARPS)
+
+
+@gluon.jit
+def integer_operand(
+    words, P: gl.constexpr, dtype: gl.constexpr, LAYOUT: gl.constexpr, LINES: gl.constexpr, WARPS: gl.constexpr
+):
+    """The codes of plane P and 128 or 1024, [WARPS, LINES, 32], without a move."""
+    plane: gl.constexpr = _RAISED_BFLOAT16 if dtype == gl.bfloat16 else _RAISED_FLOAT16
+    both = gl.inline_asm_elementwise(plane, "=r,r", [words >> (4 * P)], dtype=gl.int32, is_pure=True, pack=1)
+    return _operand(both, dtype, LAYOUT, LINES, WARPS)
+
+
+@gluon.jit
+def _operand(both, dtype: gl.constexpr, LAYOUT: gl.constexpr, LINES: gl.constexpr, WARPS: gl.constexpr):
+    low = both.to(gl.int16).to(dtype, bitcast=True)
+    high = (both >> 16).to(gl.int16).to(dtype, bitcast=True)
     pairs = gl.permute(gl.join(low, high), [0, 1, 3, 2, 4])
     return gl.convert_layout(gl.reshape(pairs, [WARPS, LINES, 32]), LAYOUT, assert_trivial=True)
 

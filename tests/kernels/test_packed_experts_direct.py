@@ -10,13 +10,14 @@ from meshlm.kernels.grouped_gemm import reference
 from meshlm.kernels.moe_align import kernel as moe_align
 from meshlm.kernels.moe_epilogue.kernel import GELU_ALPHA, PLAIN, Epilogue
 from meshlm.kernels.mxfp4.reference import GROUP, decode_mxfp4
-from meshlm.kernels.mxfp4_experts.kernel import Parts, Rows
-from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight, pack
-from meshlm.kernels.mxfp4_few import kernel
-from meshlm.kernels.mxfp4_few.shapes import Shape, moderate
+from meshlm.kernels.packed_experts import direct
+from meshlm.kernels.packed_experts.kernel import Parts, Rows
+from meshlm.kernels.packed_experts.layout import ExpertWeight, pack_mxfp4
+from meshlm.kernels.packed_experts.plan import DirectShape as Shape
+from meshlm.kernels.packed_experts.plan import takes
 
 pytestmark = MARKS
-KERNELS = kernel if DEVICE.type == "cuda" else on_torch(kernel)
+KERNELS = direct if DEVICE.type == "cuda" else on_torch(direct)
 DTYPE = torch.bfloat16
 EXPERTS, TOPK = 5, 2
 SIZES = [
@@ -25,16 +26,16 @@ SIZES = [
 ]  # hidden and wide: two chunks and one, whose last planes are missing; three and one, whose last are cut
 
 
-def some_weights(experts: int, outputs: int, inputs: int) -> tuple[MXFP4Weight, Tensor]:
+def some_weights(experts: int, outputs: int, inputs: int) -> tuple[ExpertWeight, Tensor]:
     """Packed, and its values in float32."""
     groups = -(-inputs // GROUP)
     blocks = torch.randint(0, 256, (experts, outputs, groups, GROUP // 2), dtype=torch.uint8)
     if inputs % GROUP:
         blocks[..., -1, inputs % GROUP // 2 :] = 0
     scales = torch.randint(121, 126, (experts, outputs, groups), dtype=torch.uint8)
-    codes, powers = pack(blocks.to(DEVICE), scales.to(DEVICE))
+    codes, powers = pack_mxfp4(blocks.to(DEVICE), scales.to(DEVICE))
     values = decode_mxfp4(blocks, scales, torch.float32)[..., :inputs]
-    return MXFP4Weight(codes, powers, inputs), values.to(DEVICE)
+    return ExpertWeight(codes, powers, inputs), values.to(DEVICE)
 
 
 def case(rows: int, hidden: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,8 +132,8 @@ def test_any_scale(exponent: int) -> None:
 
 def test_scales_that_it_cannot_have() -> None:
     weight, _ = some_weights(2, 16, 64)
-    assert moderate(weight)
+    assert takes(weight, DTYPE)
     weight.scales[0, 3, 1] = 128
-    assert moderate(weight)
+    assert takes(weight, DTYPE)
     weight.scales[0, 3, 1] = 129
-    assert not moderate(weight)
+    assert not takes(weight, DTYPE)

@@ -1,4 +1,4 @@
-"""A layer of experts with MXFP4 weights, by a plan (plan.py): what workers, the tuner of a start and the bench compute."""
+"""A layer of experts with packed weights, by a plan (plan.py): what workers, the tuner of a start and the bench compute."""
 
 from typing import NamedTuple
 
@@ -6,10 +6,10 @@ from torch import Tensor
 
 from meshlm.kernels.moe_align.kernel import align, most_tiles
 from meshlm.kernels.moe_epilogue.kernel import PLAIN, Epilogue
-from meshlm.kernels.mxfp4_experts import kernel
-from meshlm.kernels.mxfp4_experts.kernel import Parts, Rows
-from meshlm.kernels.mxfp4_experts.layout import MXFP4Weight
-from meshlm.kernels.mxfp4_experts.plan import Plan
+from meshlm.kernels.packed_experts import kernel
+from meshlm.kernels.packed_experts.kernel import Parts, Rows
+from meshlm.kernels.packed_experts.layout import ExpertWeight
+from meshlm.kernels.packed_experts.plan import Plan
 
 
 class Order(NamedTuple):
@@ -35,11 +35,11 @@ def order(plan: Plan, experts: Tensor, num_experts: int) -> Order | None:
 
 
 def gate(
-    plan: Plan, x: Tensor, w: MXFP4Weight, experts: Tensor, given: Order | None, inner: Tensor, epilogue: Epilogue = PLAIN
+    plan: Plan, x: Tensor, w: ExpertWeight, experts: Tensor, given: Order | None, inner: Tensor, epilogue: Epilogue = PLAIN
 ) -> Tensor:  # fmt: skip
     """x [m, hidden] -> inner [num_rows, wide]."""
     if plan.direct is not None:
-        from meshlm.kernels.mxfp4_few import kernel as direct  # its dialect takes long to import
+        from meshlm.kernels.packed_experts import direct  # its dialect takes long to import
 
         shape = plan.direct.gate
         if given is None:
@@ -51,12 +51,12 @@ def gate(
 
 
 def down(
-    plan: Plan, inner: Tensor, w: MXFP4Weight, to: Parts, given: Order | None, out: Tensor, epilogue: Epilogue = PLAIN, *, parts: bool
+    plan: Plan, inner: Tensor, w: ExpertWeight, to: Parts, given: Order | None, out: Tensor, epilogue: Epilogue = PLAIN, *, parts: bool
 ) -> Tensor:  # fmt: skip
     """inner -> parts (always of rows that are not sorted), float32 [topk, m, hidden], weighted; or [num_rows, hidden], sorted."""
     leaving = to if parts else None
     if plan.direct is not None and plan.direct.down is not None:
-        from meshlm.kernels.mxfp4_few import kernel as direct  # its dialect takes long to import
+        from meshlm.kernels.packed_experts import direct  # its dialect takes long to import
 
         shape = plan.direct.down
         if given is None:
