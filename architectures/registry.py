@@ -86,6 +86,7 @@ _OWN = {
     "FalconMambaForCausalLM": _Module("mamba"),
     "Lfm2ForCausalLM": _Module("lfm2", "lfm2"),
     "JambaForCausalLM": _Module("jamba", "jamba"),
+    "RecurrentGemmaForCausalLM": _Module("recurrent_gemma"),
     "Qwen3NextForCausalLM": _Module("qwen3_next", "qwen3next"),
     "Qwen3_5ForCausalLM": _Module("qwen3_5", "qwen35"),
     "Qwen3_5MoeForCausalLM": _Module("qwen3_5", "qwen35moe"),

@@ -36,6 +36,7 @@ STATES: dict[str, Literal["mamba", "mamba2", "gated_delta_net", "short_conv"]] =
     "GraniteMoeHybrid": "mamba2",
     "NemotronH": "mamba2",
     "Jamba": "mamba",
+    "RecurrentGemma": "mamba",
     "Qwen3Next": "gated_delta_net",
     "Qwen3_5": "gated_delta_net",
     "Qwen3_5Moe": "gated_delta_net",

@@ -13,7 +13,8 @@ from meshlm.protocol.kv import FullAttention, RecurrentState
 
 ALONE = ("mamba2", "mamba", "falcon-mamba")  # nothing attends
 PAGES = {**dict.fromkeys(ALONE, 4), "jamba": 16, "qwen3-next": 16, "qwen3.5": 16, "lfm2": 52}
-SIZES = dict.fromkeys(ALONE, 16)  # of blocks, as states are large
+SIZES = {**dict.fromkeys(ALONE, 16), "recurrentgemma": 32}  # of blocks, as states are large
+WINDOWED = ("recurrentgemma",)  # what attends has a window
 
 
 @pytest.fixture(params=CASES, scope="module")
@@ -32,7 +33,7 @@ def test_tokens_are_transformers(model: tuple[str, Path, Reference], backend: st
     finally:
         engines.close()
     assert any(isinstance(spec, RecurrentState) and spec.mode == mode for spec in engines.kv_specs)
-    assert (FullAttention() in engines.kv_specs) == (case not in ALONE)
+    assert (FullAttention() in engines.kv_specs) == (case not in (*ALONE, *WINDOWED))
     assert bench.tokens == expected.greedy(bench.tokens)
     assert bench.core.batching.num_preemptions > 0, "memory was to be too little"
     if case not in ("jamba", "qwen3-next", "qwen3.5"):  # nothing of them is left in so little memory; see below
@@ -50,6 +51,7 @@ def test_tokens_are_transformers(model: tuple[str, Path, Reference], backend: st
         ("nemotron-experts", 2, 1),
         ("qwen3-next", 2, 1),
         ("jamba", 1, 2),
+        ("recurrentgemma", 2, 1),
     ],
 )
 def test_ranks_and_stages(case: str, tp: int, pp: int, tmp_path: Path) -> None:

@@ -37,9 +37,10 @@ CPU = torch.device("cpu")
 MAMBA2 = StateSpec(kind="mamba2", num_heads=3, head_dim=24, state_size=20, n_groups=1)
 GROUPS = StateSpec(kind="mamba2", num_heads=4, head_dim=16, state_size=16, n_groups=2, conv_bias=False)
 SHORT = StateSpec(kind="short_conv", num_heads=50, head_dim=1, state_size=0, conv_kernel=3)
-KINDS = ["odd sizes", "groups", "short convolution", "gated delta net", "mamba"]
+KINDS = ["odd sizes", "groups", "short convolution", "gated delta net", "mamba", "one number a channel"]
 DELTA = StateSpec(kind="gated_delta_net", num_heads=2, head_dim=24, state_size=20, conv_bias=False)
 MAMBA = StateSpec(kind="mamba", num_heads=19, head_dim=1, state_size=5)
+UNIT = StateSpec(kind="mamba", num_heads=24, head_dim=1, state_size=1)  # RecurrentGemma's
 
 
 def reason(state: StateSpec) -> str:
@@ -52,13 +53,13 @@ def in_graphs(state: StateSpec, page: int = 48) -> str:
     return proof.of_graphs(state, page, torch.float32, torch.float32, CPU)
 
 
-@pytest.mark.parametrize("state", [MAMBA2, GROUPS, SHORT, DELTA, MAMBA], ids=KINDS)
+@pytest.mark.parametrize("state", [MAMBA2, GROUPS, SHORT, DELTA, MAMBA, UNIT], ids=KINDS)
 def test_the_kernels_are_right(state: StateSpec) -> None:
     """Pieces as long as they get, chunks behind a state, checkpoints, decodes, in parts of one product."""
     assert reason(state) == ""
 
 
-@pytest.mark.parametrize("state", [MAMBA2, GROUPS, SHORT, DELTA, MAMBA], ids=KINDS)
+@pytest.mark.parametrize("state", [MAMBA2, GROUPS, SHORT, DELTA, MAMBA, UNIT], ids=KINDS)
 def test_as_a_graph_launches_them(state: StateSpec) -> None:
     """Nobody knows which requests decode, and padding, which is not a number, changes nothing."""
     assert in_graphs(state) == ""

@@ -112,6 +112,10 @@ _TABLE: dict[str, tuple[Any, ...]] = {
     "mlp_layer_types": (["dense", "sparse", "dense"],),
     "no_rope_layers": ([1, 1, 0],),
     "num_kv_heads": (1, 3),
+    "attention_window_size": (5,),
+    "conv1d_width": (3,),
+    "block_types": (["attention", "recurrent"], ["recurrent"]),
+    "lru_width": (24,),
 }
 _ROPES: tuple[dict[str, Any], ...] = (
     {"rope_type": "linear", "factor": 2.5},
@@ -158,7 +162,8 @@ NOT_CHANGED = words("""
     moe_latent_size attn_output_gate attn_rotary_emb cla_share_factor enable_moe_block for_llm_compressor
     layernorm_full_attention_beta layernorm_linear_attention_beta layernorm_mlp_beta logit_scale per_layer_config qk_norm_type
     shared_moe_mode use_bidirectional_attention use_cla use_embedding_sharing use_gated_activation use_parallel_block
-    use_parallel_embedding use_qk_norm use_rotary_pos_emb use_routing_bias block_use_swiglu
+    use_parallel_embedding use_qk_norm use_rotary_pos_emb use_routing_bias block_use_swiglu _block_types
+    embeddings_scale_by_sqrt_dim
 
     altup_lr_multiplier attention_softmax_in_fp32 masked_softmax_fusion mamba_use_mlp mamba_ssm_dtype block_mlp_init_scale
     block_out_init_scale block_use_xavier_init conv_use_xavier_init calc_logits_for_entire_prompt init_config init_device

@@ -93,6 +93,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "FalconMambaForCausalLM": STATES["falcon-mamba"],
     "Lfm2ForCausalLM": STATES["lfm2"],
     "JambaForCausalLM": STATES["jamba"],
+    "RecurrentGemmaForCausalLM": STATES["recurrentgemma"],
     "Qwen3NextForCausalLM": STATES["qwen3-next"],
     "Qwen3_5ForCausalLM": (
         "Qwen3_5TextConfig",

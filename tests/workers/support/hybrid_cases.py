@@ -120,6 +120,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_expand": 1,
         },
     ),
+    "recurrentgemma": (
+        "RecurrentGemmaConfig",
+        {"num_hidden_layers": 3, "attention_window_size": 11, "num_key_value_heads": 1, "lru_width": 96},
+    ),
     "mamba": ("MambaConfig", MAMBA),
     "falcon-mamba": ("FalconMambaConfig", MAMBA),
     "lfm2": (
