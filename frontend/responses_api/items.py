@@ -42,6 +42,8 @@ def messages_of(items: list[Json], field: str = "input") -> list[Json]:
             case "reasoning":
                 turn = _turn(found, after=("reasoning",))
                 turn["reasoning"] = turn.get("reasoning", "") + _reasoning(item, where)
+            case "compaction":
+                _compaction(_unsealed(_string(item, "encrypted_content", where), where), found)
             case kind:
                 raise _wrong(where, f"items of type {str(kind)[:40]!r} are not supported")
     for message in found:
@@ -63,6 +65,22 @@ def goes_on(items: list[Json]) -> bool:
     last = items[-1] if items else {}
     unfinished = last.get("status") in ("in_progress", "incomplete")
     return unfinished and last.get("role") == "assistant" and last.get("type", "message") == "message"
+
+
+def _compaction(summary: str, found: list[Json]) -> None:
+    """A summary is the assistant's, after the user's messages before it, which become one: templates take turns."""
+    of_user = list[str]()
+    while found and found[-1]["role"] == "user":
+        of_user.insert(0, text_of(found.pop()))
+    if of_user:
+        found.append({"role": "user", "content": "\n\n".join(of_user)})
+    found.append({"role": "assistant", "content": summary})
+
+
+def text_of(message: Json) -> str:
+    """The text of a message, whose parts are lines, as for the template."""
+    content = message["content"]
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
 def _turn(found: list[Json], after: tuple[str, ...]) -> Json:
@@ -163,7 +181,13 @@ def stored(given: str | list[Json], response_id: str) -> list[Json]:
     found = []
     for place, item in enumerate(listed(given)):
         kind = item.get("type", "message")
-        name = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}[kind]
+        name = {
+            "message": "msg",
+            "function_call": "fc",
+            "function_call_output": "fco",
+            "reasoning": "rs",
+            "compaction": "cmp",
+        }[kind]
         digest = hashlib.sha256(f"{response_id} input {place}".encode()).hexdigest()[:32]
         one = {"id": f"{name}_{digest}", "status": "completed", **item, "type": kind}
         if kind == "message" and isinstance(item["content"], str):

@@ -18,6 +18,7 @@ def of_bodies(names: tuple[str, ...], max_logprobs: int, *, takes_tools: bool, t
     return {
         "ResponsesRequest": of_response,
         "InputTokensRequest": of_response,
+        "CompactRequest": of_response,
         "ConversationRequest": {"items": _or_null(most), "metadata": _metadata()},
         "MetadataRequest": {"metadata": _metadata()},
         "ItemsRequest": {"items": most},

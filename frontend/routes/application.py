@@ -74,7 +74,7 @@ class Application:
             TextRoutes(backend, generation, reader),
             self.responses,
             self.responses.conversations,
-            InputRoutes(backend, reader, self.responses.history),
+            InputRoutes(backend, generation, reader, self.responses.history),
             MessageRoutes(backend, generation, reader),
             Rendering(backend, generation, reader),
             Scoring(backend.resolved, generation, reader),
