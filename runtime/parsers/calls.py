@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
+from meshlm.runtime.parsers import grammar_nodes as nodes
 from meshlm.runtime.parsers.channel_structure import ChannelStructure
 from meshlm.runtime.parsers.gemma_structure import GemmaStructure
 from meshlm.runtime.parsers.list_structures import FencedStructure, ListStructure, PythonStructure
@@ -56,11 +57,11 @@ class Structure(Struct, frozen=True):
 
     def content(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
         """What stands between begin and end, as a format of a structural tag: arguments by this schema, or any."""
-        arguments = {"type": "json_schema", "json_schema": {"type": "object"} if given is None else given}
+        arguments = nodes.arguments(given)
         if not self.number_before:
             return arguments
-        head = [{"type": "regex", "pattern": "[0-9]+"}, {"type": "const_string", "value": self.number_before}]
-        return {"type": "sequence", "elements": [*head, arguments]}
+        head = [nodes.regex("[0-9]+"), nodes.const(self.number_before)]
+        return nodes.sequence(*head, arguments)
 
 
 Listed = ListStructure | FencedStructure | PythonStructure | GemmaStructure

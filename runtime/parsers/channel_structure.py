@@ -6,10 +6,12 @@ from typing import Any
 
 from msgspec import Struct
 
-Json = dict[str, Any]
+from meshlm.runtime.parsers import grammar_nodes as nodes
+from meshlm.runtime.parsers.grammar_nodes import Json
+
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 FUNCTIONS = "functions."
-_WORDS: Json = {"type": "regex", "pattern": "[ \\w]{0,32}"}
+_WORDS: Json = nodes.regex("[ \\w]{0,32}")
 
 
 class ChannelStructure(Struct, frozen=True):
@@ -20,12 +22,8 @@ class ChannelStructure(Struct, frozen=True):
         contents = {name: self._behind_name(given) for name, given in tools.items()}
         heads = [f"{CHANNEL}{channel} to={FUNCTIONS}" for channel in ("commentary", "analysis")]
         heads.append(f"{START}assistant to={FUNCTIONS}")
-        tags = [
-            {"type": "tag", "begin": f"{head}{name}", "content": content, "end": ""}
-            for head in heads
-            for name, content in contents.items()
-        ]
-        messages = {"type": "triggered_tags", "triggers": heads, "tags": tags, "stop_after_first": True}
+        tags = [nodes.tag(f"{head}{name}", content) for head in heads for name, content in contents.items()]
+        messages = nodes.triggered(heads, tags, stop_after_first=True)
         beginnings = [
             {"pattern": rf"\s?to={re.escape(FUNCTIONS + name)}", "content": content}
             for name, content in contents.items()
@@ -34,14 +32,7 @@ class ChannelStructure(Struct, frozen=True):
 
     @staticmethod
     def _behind_name(given: Mapping[str, Any] | None) -> Json:
-        marks = [
-            {"type": "optional", "content": _sequence({"type": "const_string", "value": mark}, _WORDS)}
-            for mark in (CHANNEL, CONSTRAIN)
-        ]
-        arguments = {"type": "json_schema", "json_schema": {"type": "object"} if given is None else given}
-        blank = {"type": "regex", "pattern": "( [ \\w]{0,32})?"}  # a word that goes on is another name
-        return _sequence(blank, *marks, {"type": "const_string", "value": MESSAGE}, arguments)
-
-
-def _sequence(*elements: Json) -> Json:
-    return {"type": "sequence", "elements": list(elements)}
+        marks = [nodes.optional(nodes.sequence(nodes.const(mark), _WORDS)) for mark in (CHANNEL, CONSTRAIN)]
+        arguments = nodes.arguments(given)
+        blank = nodes.regex("( [ \\w]{0,32})?")  # a word that goes on is another name
+        return nodes.sequence(blank, *marks, nodes.const(MESSAGE), arguments)

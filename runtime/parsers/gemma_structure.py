@@ -11,16 +11,15 @@ from typing import Any
 
 from msgspec import Struct
 
+from meshlm.runtime.parsers import grammar_nodes as nodes
+from meshlm.runtime.parsers.grammar_nodes import Json
 from meshlm.runtime.parsers.list_structures import PythonStructure, Tools
-from meshlm.runtime.parsers.parameter_structure import ANY
 from meshlm.runtime.schema_reader import SAYS_NOTHING, SchemaReader
 
-Json = dict[str, Any]
 MAX_DEPTH = 8  # of objects and lists in the model's own form; deeper ones are JSON
 _NAME, _KEY = re.compile(r"[\w.-]+"), re.compile(r"[\w.-]+")
 _OF_OBJECT = SAYS_NOTHING | {"type", "properties", "required", "additionalProperties"}
-_COMMA: Json = {"type": "regex", "pattern": r"\s{0,2},\s{0,2}"}
-_ARGUMENTS: Json = {"type": "json_schema", "json_schema": {"type": "object"}}
+_COMMA: Json = nodes.regex(r"\s{0,2},\s{0,2}")
 
 
 class GemmaStructure(Struct, frozen=True):
@@ -33,11 +32,8 @@ class GemmaStructure(Struct, frozen=True):
 
     def format(self, tools: Tools) -> Json:
         """Free text with such calls in it. ValueError names what of a tool cannot be held."""
-        tags = [
-            {"type": "tag", "begin": self.open, "content": self._call(name, given), "end": self.close}
-            for name, given in tools.items()
-        ]
-        found: Json = {"type": "triggered_tags", "triggers": [self.open], "tags": tags}
+        tags = [nodes.tag(self.open, self._call(name, given), self.close) for name, given in tools.items()]
+        found: Json = nodes.triggered([self.open], tags)
         if self.python is not None:
             other = self.python.format(tools)
             found = {**found, "triggers": found["triggers"] + other["triggers"], "tags": tags + other["tags"]}
@@ -46,13 +42,13 @@ class GemmaStructure(Struct, frozen=True):
     def _call(self, name: str, given: Mapping[str, Any] | None) -> Json:
         if not _NAME.fullmatch(name):
             raise ValueError(f"the name of the tool {name!r}")
-        head = {"type": "regex", "pattern": rf"\s{{0,2}}call:{re.escape(name)}"}
-        blanks = {"type": "regex", "pattern": r"\s{0,2}"}
+        head = nodes.regex(rf"\s{{0,2}}call:{re.escape(name)}")
+        blanks = nodes.regex(r"\s{0,2}")
         if given is None:
-            return _sequence(head, {"type": "or", "elements": [self._any_object(), _ARGUMENTS]}, blanks)
+            return nodes.sequence(head, nodes.any_of([self._any_object(), nodes.arguments(None)]), blanks)
         try:
             reader = SchemaReader(given)
-            found = _sequence(head, self._value(given, reader, 0), blanks)
+            found = nodes.sequence(head, self._value(given, reader, 0), blanks)
             reader.check()
         except ValueError as error:
             raise ValueError(f"{error}, of the tool {name!r}") from None
@@ -60,26 +56,26 @@ class GemmaStructure(Struct, frozen=True):
 
     def _any_object(self) -> Json:
         """An object of texts and of what JSON writes, as tools that are not strict may have it."""
-        value = {"type": "or", "elements": [self._text(), {"type": "json_schema", "json_schema": {}}]}
-        pair = _sequence({"type": "regex", "pattern": r"[\w.-]+\s?:\s?"}, value)
-        several = _sequence(pair, {"type": "star", "content": _sequence(_COMMA, pair)})
-        braces = [{"type": "const_string", "value": brace} for brace in "{}"]
-        return _sequence(braces[0], {"type": "optional", "content": several}, braces[1])
+        value = nodes.any_of([self._text(), nodes.json_schema({})])
+        pair = nodes.sequence(nodes.regex(r"[\w.-]+\s?:\s?"), value)
+        several = nodes.several(pair, _COMMA)
+        braces = [nodes.const(brace) for brace in "{}"]
+        return nodes.sequence(braces[0], nodes.optional(several), braces[1])
 
     def _text(self) -> Json:
-        return {"type": "tag", "begin": self.escape, "content": ANY, "end": self.escape}
+        return nodes.tag(self.escape, nodes.ANY_TEXT, self.escape)
 
     def _value(self, schema: Any, reader: SchemaReader, depth: int) -> Json:
         """A value in the model's own form, or as JSON."""
         found = reader.resolved(schema)
         own = self._own(found, reader, depth) if isinstance(found, Mapping) else None
-        return {"type": "json_schema", "json_schema": reader.alone(schema)} if own is None else own
+        return nodes.json_schema(reader.alone(schema)) if own is None else own
 
     def _own(self, found: Mapping[str, Any], reader: SchemaReader, depth: int) -> Json | None:
         """None for what only JSON can hold."""
         if (values := reader.values(found)) is not None:
             texts = [text for value in values for text in self._spellings(value)]
-            return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in texts]}
+            return nodes.any_of([nodes.const(text) for text in texts])
         said = found.keys() - SAYS_NOTHING
         if found.get("type") == "string":
             return self._text() if said == {"type"} else None
@@ -90,7 +86,7 @@ class GemmaStructure(Struct, frozen=True):
         if found.get("type") == "array" and said == {"type", "items"}:
             return self._list(found["items"], reader, depth)
         if said == {"anyOf"} and isinstance(found["anyOf"], list):
-            return {"type": "or", "elements": [self._value(one, reader, depth + 1) for one in found["anyOf"]]}
+            return nodes.any_of([self._value(one, reader, depth + 1) for one in found["anyOf"]])
         return None
 
     def _object(self, schema: Mapping[str, Any], reader: SchemaReader, depth: int) -> Json:
@@ -103,18 +99,18 @@ class GemmaStructure(Struct, frozen=True):
         for key, value in properties.items():
             if not _KEY.fullmatch(key):
                 raise ValueError(f"the parameter name {key!r}")
-            head = {"type": "regex", "pattern": rf"{re.escape(key)}\s?:\s?"}
+            head = nodes.regex(rf"{re.escape(key)}\s?:\s?")
             elements.append(
-                {"content": _sequence(head, self._value(value, reader, depth + 1)), "required": key in required}
+                {"content": nodes.sequence(head, self._value(value, reader, depth + 1)), "required": key in required}
             )
-        opens, closes = ({"type": "regex", "pattern": pattern} for pattern in (r"\{\s{0,2}", r"\s{0,2}\}"))
-        return _sequence(opens, {"type": "joined", "separator": _COMMA, "elements": elements}, closes)
+        opens, closes = (nodes.regex(pattern) for pattern in (r"\{\s{0,2}", r"\s{0,2}\}"))
+        return nodes.sequence(opens, {"type": "joined", "separator": _COMMA, "elements": elements}, closes)
 
     def _list(self, items: Any, reader: SchemaReader, depth: int) -> Json:
         one = self._value(items, reader, depth + 1)
-        several = _sequence(one, {"type": "star", "content": _sequence(_COMMA, one)})
-        opens, closes = ({"type": "const_string", "value": bracket} for bracket in "[]")
-        return _sequence(opens, {"type": "optional", "content": several}, closes)
+        several = nodes.several(one, _COMMA)
+        opens, closes = (nodes.const(bracket) for bracket in "[]")
+        return nodes.sequence(opens, nodes.optional(several), closes)
 
     def _spellings(self, value: Any) -> list[str]:
         """How a value of an enum may be written."""
@@ -125,7 +121,3 @@ class GemmaStructure(Struct, frozen=True):
             if isinstance(value, str)
             else [json.dumps(value, ensure_ascii=False)]
         )
-
-
-def _sequence(*elements: Json) -> Json:
-    return {"type": "sequence", "elements": list(elements)}

@@ -10,6 +10,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from meshlm.runtime.parsers import grammar_nodes as nodes
 from meshlm.runtime.parsers.calls import Call, Part, Tools
 from meshlm.runtime.parsers.channel_structure import CHANNEL, CONSTRAIN, FUNCTIONS, MESSAGE, START
 from meshlm.runtime.parsers.scan import Scan, Sink, Steps
@@ -29,20 +30,13 @@ def forced_call(schemas: Mapping[str, Any]) -> dict[str, Any]:
     """
     tag = {"type": "tag", "begin": f"{CHANNEL}analysis{MESSAGE}", "end": f"{END}{START}assistant"}
     calls = [
-        {
-            "type": "sequence",
-            "elements": [
-                {
-                    "type": "const_string",
-                    "value": f"{CHANNEL}commentary to={FUNCTIONS}{name} {CONSTRAIN}json{MESSAGE}",
-                },
-                {"type": "json_schema", "json_schema": given},
-            ],
-        }
+        nodes.sequence(
+            nodes.const(f"{CHANNEL}commentary to={FUNCTIONS}{name} {CONSTRAIN}json{MESSAGE}"), nodes.json_schema(given)
+        )
         for name, given in schemas.items()
     ]
-    reasoning = {"type": "optional", "content": {**tag, "content": {"type": "any_text"}}}
-    return {"type": "sequence", "elements": [reasoning, {"type": "or", "elements": calls}]}
+    reasoning = nodes.optional({**tag, "content": nodes.ANY_TEXT})
+    return nodes.sequence(reasoning, nodes.any_of(calls))
 
 
 class Reasoned(Struct, frozen=True):

@@ -11,19 +11,20 @@ from typing import Any
 
 from msgspec import Struct
 
+from meshlm.runtime.parsers import grammar_nodes as nodes
+from meshlm.runtime.parsers.grammar_nodes import Json
 from meshlm.runtime.parsers.parameter_structure import properties_of
 from meshlm.runtime.schema_reader import SAYS_NOTHING, SchemaReader
 
-Json = dict[str, Any]
 Tools = Mapping[str, Mapping[str, Any] | None]  # the schema of each strict tool by its name; None: any arguments
-_COMMA: Json = {"type": "regex", "pattern": r"\s{0,3},\s{0,3}"}
-_COMMA_OR_LINE: Json = {"type": "regex", "pattern": r"\s{0,3}[,\n]\s{0,3}"}
-_END: Json = {"type": "regex", "pattern": r"\s{0,3}\}"}
-_OPENS: Json = {"type": "regex", "pattern": r"\s{0,2}\[\s{0,3}"}
-_CLOSES: Json = {"type": "regex", "pattern": r"\s{0,3}\]"}
-_BLANKS: Json = {"type": "regex", "pattern": r"\s{0,3}"}
-_ANY_ARGUMENTS: Json = {"type": "regex", "pattern": r"""([^()"']|"(\\.|[^"\\\n])*"|'(\\.|[^'\\\n])*')*"""}
-_TEXT: Json = {"type": "regex", "pattern": r'"([^"\\\x00-\x1f]|\\["\\bfnrt])*"'}  # JSON and Python read it alike
+_COMMA: Json = nodes.regex(r"\s{0,3},\s{0,3}")
+_COMMA_OR_LINE: Json = nodes.regex(r"\s{0,3}[,\n]\s{0,3}")
+_END: Json = nodes.regex(r"\s{0,3}\}")
+_OPENS: Json = nodes.regex(r"\s{0,2}\[\s{0,3}")
+_CLOSES: Json = nodes.regex(r"\s{0,3}\]")
+_BLANKS: Json = nodes.regex(r"\s{0,3}")
+_ANY_ARGUMENTS: Json = nodes.regex(r"""([^()"']|"(\\.|[^"\\\n])*"|'(\\.|[^'\\\n])*')*""")
+_TEXT: Json = nodes.regex(r'"([^"\\\x00-\x1f]|\\["\\bfnrt])*"')  # JSON and Python read it alike
 _OF_PYTHON = re.compile(r"[\w.]+")
 _SPELLINGS = {"null": ("None", "null"), "boolean": ("True", "False", "true", "false")}
 
@@ -42,22 +43,20 @@ class ListStructure(Struct, frozen=True):
 
     def format(self, tools: Tools) -> Json:
         """Free text with such lists in it."""
-        calls = {"type": "or", "elements": [self._object(name, given) for name, given in tools.items()]}
-        close = {"type": "const_string", "value": self.close} if self.close else _BLANKS
-        listed = [_BLANKS, calls] if self.alone else [_OPENS, _several(calls), _CLOSES]
-        content = _sequence(*listed, _sequence(_BLANKS, close))
-        tags = [{"type": "tag", "begin": begin, "content": content, "end": ""} for begin in self.opens]
+        calls = nodes.any_of([self._object(name, given) for name, given in tools.items()])
+        close = nodes.const(self.close) if self.close else _BLANKS
+        listed = [_BLANKS, calls] if self.alone else [_OPENS, nodes.several(calls, _COMMA), _CLOSES]
+        content = nodes.sequence(*listed, nodes.sequence(_BLANKS, close))
+        tags = [nodes.tag(begin, content) for begin in self.opens]
         for name, given in tools.items() if self.also else ():
-            one = _sequence(*self.also, _arguments(given))
-            tags.append({"type": "tag", "begin": f"{self.opens[0]}{name}", "content": one, "end": ""})
-        return {"type": "triggered_tags", "triggers": list(self.opens), "tags": tags}
+            one = nodes.sequence(*self.also, nodes.arguments(given))
+            tags.append(nodes.tag(f"{self.opens[0]}{name}", one))
+        return nodes.triggered(self.opens, tags)
 
     def _object(self, name: str, given: Mapping[str, Any] | None) -> Json:
         if self.by_name:
-            return _sequence(
-                {"type": "regex", "pattern": rf"\{{\s{{0,3}}{_json(name)}\s?:\s?"}, _arguments(given), _END
-            )
-        return _sequence({"type": "regex", "pattern": r"\{"}, _rest_of_object(name, given, self.keys, self.before_name))
+            return nodes.sequence(nodes.regex(rf"\{{\s{{0,3}}{_json(name)}\s?:\s?"), nodes.arguments(given), _END)
+        return nodes.sequence(nodes.regex(r"\{"), _rest_of_object(name, given, self.keys, self.before_name))
 
 
 class FencedStructure(Struct, frozen=True):
@@ -70,29 +69,28 @@ class FencedStructure(Struct, frozen=True):
 
     def format(self, tools: Tools) -> Json:
         """Free text with such lists in it."""
-        rest = {"type": "or", "elements": [_rest_of_object(name, given) for name, given in tools.items()]}
-        more = _sequence(_COMMA, {"type": "const_string", "value": "{"}, rest)
-        behind_bracket = _sequence(rest, {"type": "star", "content": more}, _CLOSES)
-        listed = _sequence({"type": "regex", "pattern": r"\s*\[[\s\[]*\{"}, behind_bracket)
+        rest = nodes.any_of([_rest_of_object(name, given) for name, given in tools.items()])
+        more = nodes.sequence(_COMMA, nodes.const("{"), rest)
+        behind_bracket = nodes.sequence(rest, nodes.star(more), _CLOSES)
+        listed = nodes.sequence(nodes.regex(r"\s*\[[\s\[]*\{"), behind_bracket)
         contents = dict.fromkeys(self.opens, listed)
         for begin, end in self.around.items():
-            one = _sequence({"type": "regex", "pattern": r"\s*\{"}, rest, self._end(end))
-            contents[begin] = {"type": "or", "elements": [listed, one]}
-        found = {
-            "type": "triggered_tags",
-            "triggers": list(contents),
-            "tags": [{"type": "tag", "begin": begin, "content": one, "end": ""} for begin, one in contents.items()],
-            "patterns": [
+            one = nodes.sequence(nodes.regex(r"\s*\{"), rest, self._end(end))
+            contents[begin] = nodes.any_of([listed, one])
+        found = nodes.triggered(
+            list(contents),
+            [nodes.tag(begin, one) for begin, one in contents.items()],
+            patterns=[
                 {"pattern": rf"{self.fence}(json)?\s*\[[\s\[]*\{{", "content": behind_bracket},
-                {"pattern": rf"{self.fence}(json)?\s*\{{", "content": _sequence(rest, self._end(self.fence))},
+                {"pattern": rf"{self.fence}(json)?\s*\{{", "content": nodes.sequence(rest, self._end(self.fence))},
             ],
-        }
-        begins = {"pattern": r"\s*\[[\s\[]*\{", "content": _sequence(behind_bracket, found)}
+        )
+        begins = {"pattern": r"\s*\[[\s\[]*\{", "content": nodes.sequence(behind_bracket, found)}
         return {"type": "beginning_or", "beginnings": [begins], "otherwise": found}
 
     @staticmethod
     def _end(text: str) -> Json:
-        return _sequence(_BLANKS, {"type": "const_string", "value": text})
+        return nodes.sequence(_BLANKS, nodes.const(text))
 
 
 class PythonStructure(Struct, frozen=True):
@@ -107,19 +105,19 @@ class PythonStructure(Struct, frozen=True):
     def format(self, tools: Tools) -> Json:
         """Free text with such calls in it. ValueError names what of a tool cannot be held."""
         rests = {name: _rest_of_call(name, given) for name, given in tools.items()}
-        found: Json = {"type": "any_text"}
+        found: Json = nodes.ANY_TEXT
         if self.open:
-            head = [_sequence({"type": "const_string", "value": f"{name}("}, rest) for name, rest in rests.items()]
-            calls = _several({"type": "or", "elements": head}, _COMMA_OR_LINE if self.lines else _COMMA)
-            content = {"type": "or", "elements": [_sequence(_OPENS, calls, _CLOSES), _sequence(_BLANKS, calls)]}
-            tag = {"begin": self.open, "content": _sequence(content, _BLANKS), "end": self.close}
-            found = {"type": "triggered_tags", "triggers": [self.open], "tags": [{"type": "tag", **tag}]}
+            head = [nodes.sequence(nodes.const(f"{name}("), rest) for name, rest in rests.items()]
+            calls = nodes.several(nodes.any_of(head), _COMMA_OR_LINE if self.lines else _COMMA)
+            content = nodes.any_of([nodes.sequence(_OPENS, calls, _CLOSES), nodes.sequence(_BLANKS, calls)])
+            calls_between = nodes.tag(self.open, nodes.sequence(content, _BLANKS), self.close)
+            found = nodes.triggered([self.open], [calls_between])
         if not self.bare:
             return found
         heads = [
             {
                 "pattern": rf"\s*\[\s*{re.escape(name)}\s*\(",
-                "content": _sequence(rest, self._others(rests), _CLOSES, found),
+                "content": nodes.sequence(rest, self._others(rests), _CLOSES, found),
             }
             for name, rest in rests.items()
         ]
@@ -128,20 +126,8 @@ class PythonStructure(Struct, frozen=True):
     @staticmethod
     def _others(rests: Mapping[str, Json]) -> Json:
         """The calls behind the first one."""
-        heads = [_sequence({"type": "const_string", "value": f"{name}("}, rest) for name, rest in rests.items()]
-        return {"type": "star", "content": _sequence(_COMMA, {"type": "or", "elements": heads})}
-
-
-def _sequence(*elements: Json) -> Json:
-    return {"type": "sequence", "elements": list(elements)}
-
-
-def _several(call: Json, between: Json = _COMMA) -> Json:
-    return _sequence(call, {"type": "star", "content": _sequence(between, call)})
-
-
-def _arguments(given: Mapping[str, Any] | None) -> Json:
-    return {"type": "json_schema", "json_schema": {"type": "object"} if given is None else given}
+        heads = [nodes.sequence(nodes.const(f"{name}("), rest) for name, rest in rests.items()]
+        return nodes.star(nodes.sequence(_COMMA, nodes.any_of(heads)))
 
 
 def _json(text: str) -> str:
@@ -155,18 +141,18 @@ def _rest_of_object(
     """One call as a JSON object, behind its opening brace."""
     named, holds = map(_json, keys)
     head = rf"\s{{0,3}}{before_name}{named}\s?:\s?{_json(name)}\s{{0,2}},\s{{0,3}}{holds}\s?:\s?"
-    return _sequence({"type": "regex", "pattern": head}, _arguments(given), _END)
+    return nodes.sequence(nodes.regex(head), nodes.arguments(given), _END)
 
 
 def _rest_of_call(name: str, given: Mapping[str, Any] | None) -> Json:
     """The arguments of a call and its closing bracket, with parameters in the order of the schema."""
     if not _OF_PYTHON.fullmatch(name):
         raise ValueError(f"the name of the tool {name!r}")
-    close = {"type": "const_string", "value": ")"}
+    close = nodes.const(")")
     if given is None:
-        return _sequence(_ANY_ARGUMENTS, close)
+        return nodes.sequence(_ANY_ARGUMENTS, close)
     try:
-        return _sequence(_BLANKS, _parameters(given), _BLANKS, close)
+        return nodes.sequence(_BLANKS, _parameters(given), _BLANKS, close)
     except ValueError as error:
         raise ValueError(f"{error}, of the tool {name!r}") from None
 
@@ -177,7 +163,7 @@ def _parameters(given: Mapping[str, Any]) -> Json:
     for key, schema in properties.items():
         if not _OF_PYTHON.fullmatch(key):
             raise ValueError(f"the parameter name {key!r}")
-        content = _sequence({"type": "regex", "pattern": rf"{re.escape(key)}\s?=\s?"}, _value(schema, reader))
+        content = nodes.sequence(nodes.regex(rf"{re.escape(key)}\s?=\s?"), _value(schema, reader))
         elements.append({"content": content, "required": key in required})
     reader.check()
     return {"type": "joined", "separator": _COMMA, "elements": elements}
@@ -187,18 +173,18 @@ def _value(schema: Any, reader: SchemaReader) -> Json:
     """A value as JSON, or as Python where that writes it otherwise. The parser reads both."""
     found = reader.resolved(schema)
     if not isinstance(found, Mapping):
-        return {"type": "json_schema", "json_schema": schema}
+        return nodes.json_schema(schema)
     if (values := reader.values(found)) is not None:
         texts = [text for value in values for text in _spellings(value)]
-        return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in texts]}
+        return nodes.any_of([nodes.const(text) for text in texts])
     if found.get("type") == "string" and not found.keys() - SAYS_NOTHING - {"type"}:
         return _TEXT
-    ways: list[Json] = [{"type": "json_schema", "json_schema": reader.alone(schema)}]
+    ways: list[Json] = [nodes.json_schema(reader.alone(schema))]
     if found.keys() & {"type", "anyOf"} and not found.keys() & {"allOf", "oneOf", "not", "if"}:
         kinds = reader.kinds(found)
         texts = [text for kind, spelled in _SPELLINGS.items() if kind in kinds for text in spelled]
-        ways += [{"type": "const_string", "value": text} for text in texts]
-    return {"type": "or", "elements": ways}
+        ways += [nodes.const(text) for text in texts]
+    return nodes.any_of(ways)
 
 
 def _spellings(value: Any) -> list[str]:

@@ -10,12 +10,12 @@ from typing import Any
 
 from msgspec import Struct
 
+from meshlm.runtime.parsers import grammar_nodes as nodes
 from meshlm.runtime.parsers import typed_values
+from meshlm.runtime.parsers.grammar_nodes import Json
 from meshlm.runtime.schema_reader import MAX_DEPTH, SAYS_NOTHING, SchemaReader
 
-Json = dict[str, Any]
-ANY: Json = {"type": "any_text"}
-_BLANKS: Json = {"type": "regex", "pattern": r"\s{0,3}"}
+_BLANKS: Json = nodes.regex(r"\s{0,3}")
 _OF_TEXT = SAYS_NOTHING | {"type", "anyOf", "oneOf", "nullable"}  # what may be said of free text
 _OF_THE_WHOLE = (
     "patternProperties", "minProperties", "maxProperties", "anyOf", "oneOf", "allOf", "not", "if", "$ref",
@@ -50,16 +50,16 @@ class ParameterStructure(Struct, frozen=True):
         """What stands between begin and end, as a format of a structural tag; any text for a tool that is not strict. ValueError names
         what of a schema cannot be held."""
         if given is None:
-            return ANY
+            return nodes.ANY_TEXT
         reader = SchemaReader(given)
         (properties, required), elements = properties_of(reader), [_BLANKS]
         for key, schema in properties.items():
             if any(mark in key for mark in "<>\"'\n"):
                 raise ValueError(f"the parameter name {key!r}")
-            both = {"type": "sequence", "elements": [self._parameter(key, schema, reader), _BLANKS]}
-            elements.append(both if key in required else {"type": "optional", "content": both})
+            both = nodes.sequence(self._parameter(key, schema, reader), _BLANKS)
+            elements.append(both if key in required else nodes.optional(both))
         reader.check()
-        return {"type": "sequence", "elements": elements}
+        return nodes.sequence(*elements)
 
     def _parameter(self, key: str, schema: Any, reader: SchemaReader) -> Json:
         kinds, branches = reader.kinds(schema), reader.branches(schema)
@@ -69,20 +69,20 @@ class ParameterStructure(Struct, frozen=True):
         if any("string" in reader.kinds(branch) for branch in others):
             for branch in branches:
                 _check_text(key, branch, reader)
-            return {"type": "tag", "begin": self._opens_text(key), "content": ANY, "end": self.parameter_close}
+            return nodes.tag(self._opens_text(key), nodes.ANY_TEXT, self.parameter_close)
         if others and "string" not in kinds:
             return self._json(key, reader.alone(schema))
         ways = [self._value(key, value, kinds) for values in listed for value in values or ()]
         ways += [self._json(key, reader.alone(branch)) for branch in others]
         if not ways:
             raise ValueError(f"the parameter {key!r}, which no value fits,")
-        return {"type": "or", "elements": ways}
+        return nodes.any_of(ways)
 
     def _json(self, key: str, schema: Any) -> Json:
         """A value that is written as JSON."""
-        opens = {"type": "const_string", "value": self.parameter.replace("KEY", key)}
-        closes = {"type": "const_string", "value": self.parameter_close}
-        return {"type": "sequence", "elements": [opens, {"type": "json_schema", "json_schema": schema}, closes]}
+        opens = nodes.const(self.parameter.replace("KEY", key))
+        closes = nodes.const(self.parameter_close)
+        return nodes.sequence(opens, nodes.json_schema(schema), closes)
 
     def _opens_text(self, key: str) -> str:
         return (self.parameter_of_text or self.parameter).replace("KEY", key)
@@ -95,7 +95,7 @@ class ParameterStructure(Struct, frozen=True):
         if json.loads(read) != value or "<" in text or text != text.strip():
             raise ValueError(f"the value {value!r} of the parameter {key!r}")
         opens = self._opens_text(key) if is_text else self.parameter.replace("KEY", key)
-        return {"type": "const_string", "value": f"{opens}{text}{self.parameter_close}"}
+        return nodes.const(f"{opens}{text}{self.parameter_close}")
 
 
 def _check_text(key: str, schema: Any, reader: SchemaReader, depth: int = 0) -> None:

@@ -43,54 +43,27 @@ class ToolParsers(MutableMapping[str, ToolParser]):
         return len(self._found)
 
 
-TOOL_PARSERS: MutableMapping[str, ToolParser] = ToolParsers(
-    {
-        "apertus": "apertus",
-        "cohere_command3": "cohere_command",
-        "cohere_command4": "cohere_command",
-        "deepseek_v3": "deepseek_v3",
-        "deepseek_v31": "deepseek_v31",
-        "deepseek_v32": "deepseek_v32",
-        "deepseek_v4": "deepseek_v4",
-        "ernie45": "hermes",
-        "functiongemma": "functiongemma",
-        "gemma": "gemma",
-        "gemma4": "gemma4",
-        "gigachat3": "gigachat3",
-        "glm45": "glm45",
-        "glm47": "glm45",
-        "granite": "granite",
-        "granite-20b-fc": "granite_20b_fc",
-        "granite4": "hermes",
-        "hermes": "hermes",
-        "hunyuan_a13b": "jamba",
-        "hy_v3": "hy_v3",
-        "internlm": "internlm",
-        "jamba": "jamba",
-        "kimi_k2": "kimi_k2",
-        "lfm2": "lfm2",
-        "llama3_json": "llama3_json",
-        "llama4_json": "llama3_json",
-        "llama4_pythonic": "llama4_pythonic",
-        "longcat": "longcat",
-        "mimo": "qwen3_coder",
-        "minicpm5": "minicpm5",
-        "minimax": "jamba",
-        "minimax_m2": "minimax_m2",
-        "mistral": "mistral",
-        "olmo3": "olmo3",
-        "openai": "openai",
-        "phi4_mini_json": "phi4_mini_json",
-        "poolside_v1": "glm45",
-        "pythonic": "pythonic",
-        "qwen3_coder": "qwen3_coder",
-        "qwen3_xml": "qwen3_coder",
-        "seed_oss": "seed_oss",
-        "step3": "step3",
-        "step3p5": "qwen3_coder",
-        "xlam": "xlam",
-    }
+OWN = (  # parsers that are named as their modules in tools/ are
+    "apertus deepseek_v3 deepseek_v31 deepseek_v32 deepseek_v4 functiongemma gemma gemma4 gigachat3 glm45 granite hermes "
+    "hy_v3 internlm jamba kimi_k2 lfm2 llama3_json llama4_pythonic longcat minicpm5 minimax_m2 mistral olmo3 openai "
+    "phi4_mini_json pythonic qwen3_coder seed_oss step3 xlam "
 )
+OTHER_NAMES = {
+    "cohere_command3": "cohere_command",
+    "cohere_command4": "cohere_command",
+    "ernie45": "hermes",
+    "glm47": "glm45",
+    "granite-20b-fc": "granite_20b_fc",
+    "granite4": "hermes",
+    "hunyuan_a13b": "jamba",
+    "llama4_json": "llama3_json",
+    "mimo": "qwen3_coder",
+    "minimax": "jamba",
+    "poolside_v1": "glm45",
+    "qwen3_xml": "qwen3_coder",
+    "step3p5": "qwen3_coder",
+}
+TOOL_PARSERS: MutableMapping[str, ToolParser] = ToolParsers({**{name: name for name in OWN.split()}, **OTHER_NAMES})
 REASONING_PARSERS: dict[str, ReasoningParser] = dict(reasoning.FORMATS)
 _loaded_files: set[tuple[str, str]] = set()  # with the variable that was read, in this process
 NOT_THERE = {  # vLLM's that cannot be

@@ -2,6 +2,7 @@
 
 import re
 
+from meshlm.runtime.parsers import grammar_nodes as nodes
 from meshlm.runtime.parsers import json_calls
 from meshlm.runtime.parsers.list_structures import ListStructure
 from meshlm.runtime.parsers.scan import Steps
@@ -32,9 +33,6 @@ def body(answer: Answer) -> Steps[None]:
 
 
 FORM = Form(body, opens=(OPEN,))
-_ID_BEFORE = {
-    "type": "sequence",
-    "elements": [{"type": "const_string", "value": CALL_ID}, {"type": "regex", "pattern": r"\w{1,64}"}],
-}
-_BEFORE = ({"type": "optional", "content": _ID_BEFORE}, {"type": "const_string", "value": ARGS})
+_ID_BEFORE = nodes.sequence(nodes.const(CALL_ID), nodes.regex(r"\w{1,64}"))
+_BEFORE = (nodes.optional(_ID_BEFORE), nodes.const(ARGS))
 PARSER = parser(FORM, ARGS, CALL_ID, structure=ListStructure((OPEN,), also=_BEFORE), short_ids=True)
