@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 from meshlm.coordinator.frontends import Frontends
 from meshlm.coordinator.held import Held, hold
+from meshlm.coordinator.joint import JointGroup
 from meshlm.coordinator.ledger import Rank
-from meshlm.coordinator.lockstep import Lockstep
 from meshlm.coordinator.moves import Moves
 from meshlm.coordinator.operations import Operations
 from meshlm.coordinator.routing import Choice, Policy, Router
@@ -54,7 +54,7 @@ class Coordinator:
         prefix_caching: bool = True,
         first_rank: int = 0,
         places: int = sys.maxsize,
-        lockstep: Lockstep | None = None,
+        lockstep: JointGroup | None = None,
         sleep_mode: bool = False,
     ) -> None:
         self.max_waiting, self.num_ranks, self.first_rank = max_waiting, num_ranks, first_rank

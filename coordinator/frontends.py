@@ -1,11 +1,14 @@
-"""What frontends are told: whether the mesh serves, the figures of its ranks, and that its queue is full. Pure; owned by core.py."""
+"""What frontends are told: whether the mesh serves, the figures of its ranks, and that its queue is full. Pure; owned by core.py.
+
+A frontend whose /metrics is read wants figures as of now. Each rank is asked for a Load, by the way of the requests and their aborts, so
+its answer knows of all that went before. A frontend has one such question at a time: a newer one takes the place of the older.
+"""
 
 from collections.abc import Mapping
 
 from msgspec import Struct
 
 from meshlm.coordinator.held import Held
-from meshlm.coordinator.questions import Questions
 from meshlm.coordinator.queue_gate import QueueGate
 from meshlm.coordinator.routing import Router
 from meshlm.protocol.counts import CountsOf, ProcessCounts
@@ -29,7 +32,8 @@ class Frontends:
     ) -> None:
         self._members, self._router, self._held, self._first_rank = members, router, held, first_rank
         self._sleeping = sleeping
-        self._questions = Questions()
+        self._last_question = 0
+        self._questions: dict[Identity, tuple[int, set[Identity]]] = {}  # by frontend: its number, silent ranks
         self.gate = QueueGate()
         self.serving = False
         self.paused = False  # the mesh, as an operator wants it
@@ -50,7 +54,10 @@ class Frontends:
     def lost(self, identity: Identity) -> list[Send]:
         """A rank or a frontend is gone, so that nobody waits for it."""
         self._counts.pop(identity, None)
-        return self._answer(self._questions.lost(identity))
+        self._questions.pop(identity, None)
+        for _, silent in self._questions.values():
+            silent.discard(identity)
+        return self._answer()
 
     def blocked(self, process: Identity, reason: str) -> list[Send]:
         """A process says that a link of it does not move, or with "" that all do."""
@@ -94,15 +101,23 @@ class Frontends:
     def ask(self, frontend: Identity) -> list[Send]:
         """It wants figures as of now. The ranks that have sent a Load are asked first; one that is starting has no requests."""
         ranks = [rank.identity for rank in self._router.ranks.values() if rank.load is not None]
-        told = self._answer(self._questions.ask(frontend, ranks))
-        return told + [Send(rank, ReportLoad(self._questions.number)) for rank in ranks]
+        self._last_question += 1
+        self._questions[frontend] = (self._last_question, set(ranks))
+        return self._answer() + [Send(rank, ReportLoad(self._last_question)) for rank in ranks]
 
     def answered(self, rank: Identity, number: int) -> list[Send]:
         """A rank's Load came; `number` is the newest question that it knows."""
-        return self._answer(self._questions.answered(rank, number))
+        for asked, silent in self._questions.values():
+            if asked <= number:
+                silent.discard(rank)
+        return self._answer() if self._questions else []
 
-    def _answer(self, frontends: list[Identity]) -> list[Send]:
-        return [Send(frontend, self._figures(asked=True)) for frontend in frontends]
+    def _answer(self) -> list[Send]:
+        """The figures, for those who have waited for all ranks."""
+        over = [frontend for frontend, (_, silent) in self._questions.items() if not silent]
+        for frontend in over:
+            del self._questions[frontend]
+        return [Send(frontend, self._figures(asked=True)) for frontend in over]
 
     def _stats(self) -> list[Send]:
         return self._tell(self._figures())

@@ -7,7 +7,7 @@ import time
 from msgspec import Struct
 
 from meshlm.coordinator.core import Coordinator, Event
-from meshlm.coordinator.lockstep import Lockstep
+from meshlm.coordinator.joint import JointGroup
 from meshlm.protocol.edges.admit import Admit, Assign
 from meshlm.protocol.wire.ids import Identity, Incarnation
 from meshlm.runtime.errors import LinkDown, MessageTooLong
@@ -37,7 +37,7 @@ class CoordinatorApp:
             config.cache.enable_prefix_caching,
             config.parallel.data_parallel_rank or 0,
             config.resolved.max_num_seqs if config.resolved else sys.maxsize,
-            Lockstep(config.parallel.data_parallel_size, int(time.time() * 1e3)) if config.lockstep else None,
+            JointGroup(config.parallel.data_parallel_size, int(time.time() * 1e3)) if config.lockstep else None,
             config.worker.enable_sleep_mode,
         )
         self._tick()

@@ -1,6 +1,6 @@
 """The joint-step state machine: ranks that share experts begin, drain and stop together, in epochs that all have acknowledged.
 
-Pure: `handle(event)` answers with orders. lockstep.py is its user; dense ranks never step in lockstep. The ranks' side, and the
+Pure: each method answers with orders for ranks. Owned by core.py; dense ranks never step in lockstep. The ranks' side, and the
 messages, are protocol/lockstep.py. What holds:
 
 - a rank is told to step in an epoch only when every member has left all earlier ones, so no two step in different epochs;
@@ -11,12 +11,12 @@ Transitions of the group: IDLE -work-> STEPPING -no work, or pause-> DRAINING -a
 lost-> PAUSED -all are there and prepared-> IDLE; PAUSED -resume-> IDLE.
 """
 
+from collections.abc import Iterable
 from enum import Enum
 
-from msgspec import Struct
-
 from meshlm.protocol.lockstep import JointOrder, JointReport, Phase
-from meshlm.protocol.wire.ids import Epoch, Incarnation
+from meshlm.protocol.wire.ids import Epoch, Identity, Incarnation, Role
+from meshlm.runtime.process.events import Send
 
 
 class State(Enum):
@@ -40,50 +40,6 @@ class InvalidTransition(Exception):
     """A bug: the text says from where to where."""
 
 
-class Joined(Struct, frozen=True):
-    """This incarnation of a rank can be reached."""
-
-    rank: int
-    incarnation: Incarnation
-
-
-class Lost(Struct, frozen=True):
-    """This incarnation of a rank is over."""
-
-    rank: int
-    incarnation: Incarnation
-
-
-class Reported(Struct, frozen=True):
-    rank: int
-    incarnation: Incarnation
-    report: JointReport
-
-
-class Pause(Struct, frozen=True):
-    """Drain and rest until Resume, for new weights say."""
-
-    reason: str
-
-
-class Resume(Struct, frozen=True):
-    """The end of Pause."""
-
-
-class Tick(Struct, frozen=True):
-    """Time went on: say again what may have been lost."""
-
-
-Event = Joined | Lost | Reported | Pause | Resume | Tick
-
-
-class Tell(Struct, frozen=True):
-    """Send this to that rank."""
-
-    rank: int
-    order: JointOrder
-
-
 class JointGroup:
     """`num_ranks` ranks, all of which are needed. `first_epoch` is larger than any that an earlier coordinator gave."""
 
@@ -96,41 +52,66 @@ class JointGroup:
         self.order = JointOrder(Epoch(first_epoch), Phase.PREPARE, ())
         self._pause_reason = ""
 
-    def handle(self, event: Event) -> list[Tell]:
+    @property
+    def at_rest(self) -> bool:
+        """Whether no rank steps."""
+        return self.state is State.PAUSED
+
+    # --- what happens ---
+
+    def reported(self, scheduler: Identity, report: JointReport) -> list[Send]:
+        """A rank whose workers are all there is a member; one that has lost a worker is none until they are."""
+        if not report.incarnation:
+            return self.lost(scheduler)
+        return self.join(scheduler.index, report.incarnation) + self.report(scheduler.index, report.incarnation, report)
+
+    def lost(self, scheduler: Identity) -> list[Send]:
+        incarnation = self.incarnations.get(scheduler.index)
+        return [] if incarnation is None else self.lose(scheduler.index, incarnation)
+
+    def join(self, rank: int, incarnation: Incarnation) -> list[Send]:
+        """This incarnation of a rank can be reached."""
         before = self.order
-        match event:
-            case Joined():
-                self._join(event)
-            case Lost():
-                self._lose(event)
-            case Reported():
-                self._report(event)
-            case Pause():
-                self._pause_reason = event.reason
-            case Resume():
-                self._pause_reason = ""
-            case Tick():
-                return self._advance() or [
-                    Tell(rank, self.order) for rank in self.incarnations if not self._follows(rank)
-                ]
+        if self.incarnations.get(rank, 0) < incarnation and 0 <= rank < self.num_ranks:
+            self.incarnations[rank] = incarnation
+            self.reports.pop(rank, None)
+            self._new_epoch()
+        return self._orders(before)
+
+    def lose(self, rank: int, incarnation: Incarnation) -> list[Send]:
+        """This incarnation of a rank is over."""
+        before = self.order
+        if self.incarnations.get(rank) == incarnation:
+            del self.incarnations[rank]
+            self.reports.pop(rank, None)
+            self._new_epoch()
+        return self._orders(before)
+
+    def report(self, rank: int, incarnation: Incarnation, report: JointReport) -> list[Send]:
+        """A rank says where it is."""
+        known = self.reports.get(rank)
+        newer = known is None or _progress(report) >= _progress(known)
+        if self.incarnations.get(rank) == incarnation and newer:
+            self.reports[rank] = report
+        return self._orders(self.order)
+
+    def pause(self, reason: str) -> list[Send]:
+        """All ranks end with the same step, and rest until `resume`."""
+        self._pause_reason = reason
+        return self._orders(self.order)
+
+    def resume(self) -> list[Send]:
+        return self.pause("")
+
+    def tick(self) -> list[Send]:
+        """Time went on: what may have been lost is said again."""
+        return self._advance() or self._tell(rank for rank in self.incarnations if not self._follows(rank))
+
+    def _orders(self, before: JointOrder) -> list[Send]:
         effects = self._advance()
-        return effects or ([] if self.order is before else self._tell_all())
+        return effects or ([] if self.order is before else self._tell(self.incarnations))
 
     # --- members ---
-
-    def _join(self, event: Joined) -> None:
-        if self.incarnations.get(event.rank, 0) >= event.incarnation or not 0 <= event.rank < self.num_ranks:
-            return
-        self.incarnations[event.rank] = event.incarnation
-        self.reports.pop(event.rank, None)
-        self._new_epoch()
-
-    def _lose(self, event: Lost) -> None:
-        if self.incarnations.get(event.rank) != event.incarnation:
-            return
-        del self.incarnations[event.rank]
-        self.reports.pop(event.rank, None)
-        self._new_epoch()
 
     def _new_epoch(self) -> None:
         """Other members than before: whatever runs is aborted."""
@@ -142,15 +123,6 @@ class JointGroup:
             self._move(State.PAUSED)
         self.reason = f"rank {', '.join(missing)} is missing" if missing else "members prepare"
 
-    def _report(self, event: Reported) -> None:
-        if self.incarnations.get(event.rank) != event.incarnation:
-            return
-        known = self.reports.get(event.rank)
-        news = event.report
-        order = (news.epoch, news.phase, news.finished, news.step)
-        if known is None or order >= (known.epoch, known.phase, known.finished, known.step):
-            self.reports[event.rank] = news
-
     def _follows(self, rank: int) -> bool:
         """Whether the rank has done what the order asks."""
         report, order = self.reports.get(rank), self.order
@@ -160,7 +132,7 @@ class JointGroup:
 
     # --- transitions ---
 
-    def _advance(self) -> list[Tell]:
+    def _advance(self) -> list[Send]:
         """Makes at most one transition, and gives its orders."""
         if len(self.incarnations) < self.num_ranks or not all(self._follows(rank) for rank in self.incarnations):
             return []
@@ -185,7 +157,7 @@ class JointGroup:
             case State.IDLE if work:  # the epoch before was drained
                 epoch, order = Epoch(self.order.epoch + 1), self.order
                 self.order = JointOrder(epoch, Phase.PREPARE, order.members, group=order.group)
-                return self._tell_all()
+                return self._tell(self.incarnations)
             case State.STEPPING if self._pause_reason or not work:
                 self._move(State.DRAINING)
                 return self._next(Phase.DRAIN)
@@ -206,12 +178,12 @@ class JointGroup:
         self.state = state
         self.reason = self.reason if state is State.PAUSED else ""
 
-    def _next(self, phase: Phase, stop_at: int = 0) -> list[Tell]:
+    def _next(self, phase: Phase, stop_at: int = 0) -> list[Send]:
         self.order = JointOrder(self.order.epoch, phase, self.order.members, stop_at, self.order.group)
-        return self._tell_all()
+        return self._tell(self.incarnations)
 
-    def _tell_all(self) -> list[Tell]:
-        return [Tell(rank, self.order) for rank in self.incarnations]
+    def _tell(self, ranks: Iterable[int]) -> list[Send]:
+        return [Send(Identity(Role.SCHEDULER, rank), self.order) for rank in ranks]
 
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""
@@ -225,3 +197,7 @@ class JointGroup:
         assert self.order.phase in phases[self.state], f"{self.state.value} in phase {self.order.phase.name}"
         assert self.state is State.PAUSED or len(self.incarnations) == self.num_ranks, "not all are there"
         assert bool(self.reason) == (self.state is State.PAUSED), "paused, and nobody knows why"
+
+
+def _progress(report: JointReport) -> tuple[int, int, int, int]:
+    return (report.epoch, report.phase, report.finished, report.step)

@@ -5,9 +5,16 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from meshlm.coordinator.joint import Joined, JointGroup, Lost, Pause, Reported, Resume, State, Tell, Tick
+from meshlm.coordinator.joint import JointGroup, State
 from meshlm.protocol.lockstep import JointOrder, JointRank, JointReport
 from meshlm.protocol.wire.ids import Epoch, Incarnation
+from meshlm.runtime.process.events import Send
+
+
+def order_of(send: Send) -> JointOrder:
+    assert isinstance(send.message, JointOrder)
+    return send.message
+
 
 # --- by hand ---
 
@@ -19,19 +26,19 @@ class Bench:
         self.group = JointGroup(num_ranks, 100)
         self.ranks = [JointRank() for _ in range(num_ranks)]
         for number in range(num_ranks):
-            self.tell(self.group.handle(Joined(number, Incarnation(1))))
+            self.tell(self.group.join(number, Incarnation(1)))
 
     def state(self) -> State:
         return self.group.state
 
-    def tell(self, effects: list[Tell]) -> None:
+    def tell(self, effects: list[Send]) -> None:
         while effects:
-            effects = [tell for effect in effects for tell in self.report(effect.rank, effect.order)]
+            effects = [tell for effect in effects for tell in self.report(effect.to.index, order_of(effect))]
 
-    def report(self, number: int, order: JointOrder | None = None) -> list[Tell]:
+    def report(self, number: int, order: JointOrder | None = None) -> list[Send]:
         rank = self.ranks[number]
         report = rank.follow(order) if order is not None else rank.report()
-        effects = self.group.handle(Reported(number, Incarnation(1), report))
+        effects = self.group.report(number, Incarnation(1), report)
         self.group.check()
         return effects
 
@@ -66,16 +73,16 @@ def test_a_lost_member_aborts_the_step_and_its_return_makes_a_new_epoch() -> Non
     bench.work(0, True)
     epoch = bench.ranks[0].epoch
     bench.ranks[0].begin()
-    bench.tell(bench.group.handle(Lost(1, Incarnation(1))))
+    bench.tell(bench.group.lose(1, Incarnation(1)))
     assert (bench.group.state, bench.group.reason) == (State.PAUSED, "rank 1 is missing")
     assert not bench.ranks[0].may_begin()
     assert not bench.ranks[0].finish(epoch), "aborted"
     bench.ranks[1] = JointRank()
-    effects = bench.group.handle(Joined(1, Incarnation(2)))
+    effects = bench.group.join(1, Incarnation(2))
     while effects:
-        answers = [(tell.rank, bench.ranks[tell.rank].follow(tell.order)) for tell in effects]
+        answers = [(one.to.index, bench.ranks[one.to.index].follow(order_of(one))) for one in effects]
         incarnations = (Incarnation(1), Incarnation(2))
-        effects = [e for rank, said in answers for e in bench.group.handle(Reported(rank, incarnations[rank], said))]
+        effects = [e for rank, said in answers for e in bench.group.report(rank, incarnations[rank], said)]
     assert bench.state() is State.STEPPING
     assert bench.ranks[0].epoch == bench.ranks[1].epoch > epoch
 
@@ -83,11 +90,11 @@ def test_a_lost_member_aborts_the_step_and_its_return_makes_a_new_epoch() -> Non
 def test_a_pause_drains_and_says_why() -> None:
     bench = Bench(2)
     bench.work(0, True)
-    bench.tell(bench.group.handle(Pause("new weights")))
+    bench.tell(bench.group.pause("new weights"))
     assert (bench.group.state, bench.group.reason) == (State.PAUSED, "new weights")
     bench.work(1, True)
     assert bench.state() is State.PAUSED
-    bench.tell(bench.group.handle(Resume()))
+    bench.tell(bench.group.resume())
     assert bench.state() is State.STEPPING
 
 
@@ -95,7 +102,7 @@ def test_old_orders_are_not_followed() -> None:
     bench = Bench(2)
     bench.work(0, True)
     stale = bench.group.order
-    bench.tell(bench.group.handle(Pause("x")))
+    bench.tell(bench.group.pause("x"))
     before = bench.ranks[0].report()
     assert bench.ranks[0].follow(stale) == before
     fresh = JointRank()
@@ -133,21 +140,21 @@ class Net:
         self.num_coordinators += 1
         self.group = JointGroup(self.num_ranks, self.num_coordinators << 32)
         for number, one in self.present.items():
-            self.tell(self.group.handle(Joined(number, one.incarnation)))
+            self.tell(self.group.join(number, one.incarnation))
 
     def start(self, number: int) -> None:
         self.num_started += 1
         self.present[number] = one = Member(Incarnation(self.num_started), self.dice.randrange(4))
-        self.tell(self.group.handle(Joined(number, one.incarnation)))
+        self.tell(self.group.join(number, one.incarnation))
 
     def kill(self, number: int) -> None:
         one = self.present.pop(number)
-        self.tell(self.group.handle(Lost(number, one.incarnation)))
+        self.tell(self.group.lose(number, one.incarnation))
 
-    def tell(self, effects: list[Tell]) -> None:
+    def tell(self, effects: list[Send]) -> None:
         self.group.check()
         for effect in effects:
-            self.put(effect.rank, effect.order)
+            self.put(effect.to.index, order_of(effect))
 
     def put(self, number: int, message: JointOrder | JointReport) -> None:
         copies = 1 if self.tidy else self.dice.choice((0, 1, 1, 1, 2))
@@ -163,7 +170,7 @@ class Net:
         if isinstance(message, JointOrder):
             self.put(number, one.rank.follow(message))
         elif coordinator == self.num_coordinators:
-            self.tell(self.group.handle(Reported(number, incarnation, message)))
+            self.tell(self.group.report(number, incarnation, message))
 
     def step(self) -> None:
         """Some rank begins a step, or finishes one that all its members have begun."""
@@ -192,7 +199,7 @@ class Net:
         )
 
     def tick(self) -> None:
-        self.tell(self.group.handle(Tick()))
+        self.tell(self.group.tick())
         for number, one in self.present.items():
             one.rank.has_work = one.jobs > 0
             self.put(number, one.rank.report())
@@ -228,12 +235,12 @@ def test_no_two_ranks_step_in_different_epochs_and_all_work_is_done(seed: int) -
         elif action < 0.945:
             net.start_coordinator()
         elif action < 0.96:
-            net.tell(net.group.handle(Pause("weights") if dice.random() < 0.5 else Resume()))
+            net.tell(net.group.pause("weights" if dice.random() < 0.5 else ""))
         elif action < 0.97 and number in net.present:
             net.present[number].jobs += 1
         net.check()
     net.tidy = True
-    net.tell(net.group.handle(Resume()))
+    net.tell(net.group.resume())
     for number in range(net.num_ranks):
         if number not in net.present:
             net.start(number)

@@ -5,7 +5,7 @@ import pytest
 from coordinator_bench import LIFE, load, member
 
 from meshlm.coordinator.core import Coordinator
-from meshlm.coordinator.lockstep import Lockstep
+from meshlm.coordinator.joint import JointGroup
 from meshlm.coordinator.operations import HOLD_S, Operations
 from meshlm.protocol.edges import control
 from meshlm.protocol.lockstep import JointOrder, JointRank
@@ -113,7 +113,7 @@ def test_an_asker_that_dies_is_forgotten() -> None:
 
 def test_ranks_that_step_together_rest_before_they_stop() -> None:
     """All after the same step: one that stopped alone would leave the others waiting for it in a collective."""
-    core = Coordinator(100, 2, lockstep=Lockstep(2, 1))
+    core = Coordinator(100, 2, lockstep=JointGroup(2, 1))
     ranks = {identity: JointRank(depth=2) for identity in RANKS}
     stop = Operation(NAME, Stop())
     asked: list[Identity] = []

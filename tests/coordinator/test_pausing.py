@@ -4,7 +4,7 @@ from coordinator_bench import F0, LIFE, S0, S1, WALL_S, Bench, load
 from msgspec import Struct
 
 from meshlm.coordinator.core import Coordinator
-from meshlm.coordinator.lockstep import Lockstep
+from meshlm.coordinator.joint import JointGroup
 from meshlm.coordinator.operations import HOLD_S
 from meshlm.protocol.edges.admit import Welcome
 from meshlm.protocol.edges.control import SetRanks
@@ -122,7 +122,7 @@ def test_no_scheduler_is_told_where_none_sleeps() -> None:
 
 
 def test_ranks_that_step_together_are_not_paused() -> None:
-    core = Coordinator(10, 1, lockstep=Lockstep(1, 1))
+    core = Coordinator(10, 1, lockstep=JointGroup(1, 1))
     (send,) = core.handle(Received(F0, LIFE, Operation(OperationId("p"), Pause())), 0.0)
     assert isinstance(send.message, OperationDone)
     assert "step together" in send.message.error

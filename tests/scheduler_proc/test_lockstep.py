@@ -6,8 +6,7 @@ from collections import deque
 import pytest
 from bench import COORDINATOR, DETOKENIZER, LIFE, VOCAB, Model, limits, reference
 
-from meshlm.coordinator.joint import State
-from meshlm.coordinator.lockstep import Lockstep
+from meshlm.coordinator.joint import JointGroup, State
 from meshlm.protocol.edges.admit import Assign, EngineRequest, Load
 from meshlm.protocol.edges.step import Reset, StepPlan, WorkerReady
 from meshlm.protocol.edges.token import TokenDeltas
@@ -44,7 +43,7 @@ class Net:
     def __init__(self, num_ranks: int = 2, first_epoch: int = 1) -> None:
         self.now = 1.0
         self.ranks = [Rank(number) for number in range(num_ranks)]
-        self.coordinator = Lockstep(num_ranks, first_epoch)
+        self.coordinator = JointGroup(num_ranks, first_epoch)
         for rank in self.ranks:
             self.tell(rank, PeerUp(DETOKENIZER, LIFE))
             self.tell(rank, PeerUp(COORDINATOR, LIFE))
@@ -85,7 +84,7 @@ class Net:
                         rank.reason = end.reason
 
     def order(self, sends: list[Send]) -> None:
-        self.coordinator.group.check()
+        self.coordinator.check()
         for send in sends:
             self.tell(self.ranks[send.to.index], Received(COORDINATOR, LIFE, send.message))
 
@@ -169,7 +168,7 @@ def test_a_rank_without_work_steps_along() -> None:
     assert busy.tokens == reference([1, 2, 3], 20)
     assert busy.reason is FinishReason.LENGTH
     assert busy.num_plans == idle.num_plans == idle.num_empty >= 20
-    assert net.coordinator.group.state is State.IDLE
+    assert net.coordinator.state is State.IDLE
 
 
 def test_work_after_a_rest_needs_no_new_communicators() -> None:
@@ -203,11 +202,11 @@ def test_a_death_in_the_middle(victim: int) -> None:
         net.assign(number, [number, 7], 30)
     for _ in range(9):
         assert net.step()
-    epoch = net.coordinator.group.order.epoch
+    epoch = net.coordinator.order.epoch
     survivor = net.ranks[1 - victim]
     assert survivor.plans, "its step is under way"
     net.kill(victim)
-    assert net.coordinator.group.order.epoch > epoch
+    assert net.coordinator.order.epoch > epoch
     assert (list(survivor.plans), survivor.group) == ([], None), "aborted"
     assert not net.step()
     net.start(victim)
@@ -221,7 +220,7 @@ def test_the_coordinator_is_replaced_in_the_middle() -> None:
         net.assign(number, [number, 7], 30)
     for _ in range(9):
         assert net.step()
-    net.coordinator = Lockstep(2, 1000)
+    net.coordinator = JointGroup(2, 1000)
     for rank in net.ranks:
         net.tell(rank, PeerUp(COORDINATOR, LIFE))
     net.run()
@@ -259,4 +258,4 @@ def test_any_deaths(seed: int) -> None:
         rank = net.ranks[number]
         if rank.reason is not FinishReason.ERROR:  # given up: too many deaths of its worker
             assert rank.tokens == reference(prompt, num_tokens)
-    assert net.coordinator.group.state is State.IDLE
+    assert net.coordinator.state is State.IDLE
