@@ -1,7 +1,7 @@
 """What frontends are told: whether the mesh serves, the figures of its ranks, and that its queue is full. Pure; owned by core.py.
 
-A frontend whose /metrics is read wants figures as of now. Each rank is asked for a Load, by the way of the requests and their aborts, so
-its answer knows of all that went before. A frontend has one such question at a time: a newer one takes the place of the older.
+A frontend whose /metrics is read wants figures as of now. Each rank is asked for a Load, by the way of the requests and their aborts,
+so its answer knows of all that went before. A frontend has one such question at a time: a newer one takes the place of the older.
 """
 
 from collections.abc import Mapping

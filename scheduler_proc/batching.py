@@ -12,13 +12,11 @@ it is here. Instead each step takes its share of the running requests: as many s
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Sequence
 from math import isfinite
 
 from meshlm.protocol.counts import SCHEDULER
 from meshlm.protocol.edges.step import HASH_BYTES, NewRow, StepPlan, WorkerReady
-from meshlm.protocol.kv import KVSpec, step_tokens
-from meshlm.protocol.tasks import PoolKind
+from meshlm.protocol.kv import step_tokens
 from meshlm.protocol.wire.columns import ints, pack_i32
 from meshlm.protocol.wire.ids import Row, StepId
 from meshlm.runtime.process.counts import Counts
@@ -36,6 +34,7 @@ from meshlm.scheduler_proc.states import RankState, RequestState
 from meshlm.scheduler_proc.trial import Trial
 
 OrderKey = tuple[int, float, str]
+NO_WORKERS = WorkerReady(0, num_blocks=0, block_size=1, max_num_seqs=0, max_num_batched_tokens=0, vocab_size=0)
 QUEUE_SAMPLE = 64  # waiting requests that are looked at to know how much work waits
 
 
@@ -43,43 +42,33 @@ class Batching:
     """Queues, rows and blocks of one rank; owned by core.py."""
 
     def __init__(
-        self,
-        limits: Limits,
-        num_blocks: int,
-        block_size: int,
-        num_rows: int,
-        max_drafts: int = 0,
-        kv_specs: Sequence[KVSpec] = (),
-        pool_kinds: frozenset[PoolKind] = frozenset(),
-        pooled_bytes: int = 0,
-        wave: int = 0,
-        counts: Counts | None = None,
-        rank: RankState | None = None,
+        self, limits: Limits, facts: WorkerReady, rank: RankState | None = None, before: "Batching | None" = None
     ) -> None:
-        self.limits, self.block_size, self._rank = limits, block_size, rank or RankState()
-        self.counts = counts or Counts(SCHEDULER)
+        """facts: what all workers of the rank hold. before: whose counts go on."""
+        self.limits, self.facts, self._rank = limits, facts, rank or RankState()
+        self.block_size = facts.block_size
         # The first stage of a pipeline would have to know the drafts of the last one.
         # A state cannot go back to before drafts that were refused.
-        states = any(spec.carried for spec in kv_specs)
-        self.max_drafts = 0 if limits.num_stages > 1 or states else max_drafts
-        self.pool_kinds, self._pooled_bytes = pool_kinds, pooled_bytes
-        at_once = step_tokens(limits.max_num_batched_tokens, limits.async_depth, self.max_drafts)
-        self.kv = KVCache(num_blocks, block_size, kv_specs, limits.prefix_caching, at_once)
+        states = any(spec.carried for spec in facts.kv_specs)
+        self.max_drafts = 0 if limits.num_stages > 1 or states else facts.max_drafts
+        most = limits.max_num_batched_tokens
+        at_once = step_tokens(most, limits.async_depth, self.max_drafts)
+        self.kv = KVCache(facts.num_blocks, facts.block_size, facts.kv_specs, limits.prefix_caching, at_once)
         self.most_requests = self.kv.side_by_side(limits.max_model_len)  # of the full context
         self.most_tokens = int(self.most_requests * limits.max_model_len) if isfinite(self.most_requests) else 0
+        self.counts: Counts = Counts(SCHEDULER) if before is None else before.counts
+        self.num_preemptions: int = 0 if before is None else before.num_preemptions
+        self.cache_queries: int = 0 if before is None else before.cache_queries  # tokens
+        self.cache_hits: int = 0 if before is None else before.cache_hits  # tokens
         if limits.kv_metrics_sample:
             self.kv.pool.residency = Residency(limits.kv_metrics_sample, self.counts)
-        most, itl_s = limits.max_num_batched_tokens, limits.max_itl_s
-        self.budget = StepBudget(most, even=limits.even_prefill, max_itl_s=itl_s, wave=wave)
+        self.budget = StepBudget(most, even=limits.even_prefill, max_itl_s=limits.max_itl_s, wave=facts.attention_wave)
         self.waiting: list[Request] = []  # both lists sorted by _key
         self.running: list[Request] = []
-        self.num_preemptions = 0
         self.now_ns = 0  # of the plan that is being made
-        self.cache_queries = 0  # tokens
-        self.cache_hits = 0  # tokens
         self._trial = Trial(limits.max_crashes)
         self._token_bytes = 0  # of the running requests' log-probabilities and vectors in each step
-        self._free_rows = [Row(row) for row in reversed(range(min(num_rows, limits.max_num_seqs)))]
+        self._free_rows = [Row(row) for row in reversed(range(min(facts.max_num_seqs, limits.max_num_seqs)))]
         self._removed_rows: list[Row] = []
 
     def _key(self, request: Request) -> OrderKey:
@@ -316,7 +305,7 @@ class Batching:
     def _bytes_of_step(self, request: Request) -> int:
         """The bytes of its tokens' log-probabilities in one step, at most, or of its vector."""
         if not request.generates:
-            return self._pooled_bytes * sum(extra.num_vectors(request.num_prompt) for extra in request.work.extras)
+            return self.facts.pooled_bytes * sum(extra.num_vectors(request.num_prompt) for extra in request.work.extras)
         return sizes.of_token(request.work.sampling) * (1 + self.max_drafts)
 
     def _message_room(self, builder: PlanBuilder, request: Request) -> bool:

@@ -6,6 +6,8 @@ flight, `report()` says what the coordinator should know of it. Called by io.py;
 
 from collections import deque
 
+from msgspec.structs import replace
+
 from meshlm.protocol.edges.admit import AbortRequests, Assign, GiveBack, ReportLoad, Welcome
 from meshlm.protocol.edges.step import (
     ExtraReady,
@@ -151,7 +153,6 @@ class Scheduler:
                 return self.workers.standing(event.sender, standing)
             case JointOrder() as order if self.lockstep is not None and self.lockstep.follow(order):
                 self._lose_workers()
-                self._next_step = 1
                 return self.workers.begin(output.now_ns / 1e9, self.lockstep.group)
             case Operation(action=Sleep() | WakeUp() as action) as operation:
                 return self._sleep_or_wake(operation, action, output.now_ns / 1e9)
@@ -183,7 +184,6 @@ class Scheduler:
     def _peer_up(self, event: PeerUp, output: Output, now: float) -> list[Send]:
         if event.identity.role is Role.WORKER:
             self._lose_workers()
-            self._next_step = 1
             sends = self.workers.up(event.identity, event.incarnation, now)
             if self.lockstep is not None:
                 self.lockstep.begin(self.workers.session if sends else 0)
@@ -212,6 +212,7 @@ class Scheduler:
         """The computed KV is gone: all requests wait again with the tokens they have."""
         self.workers.forget()
         self.inflight.clear()
+        self._next_step = 1
         self.results.begin()
         for request in list(self.batching.running):
             self.batching.preempt(request, "worker_lost")
@@ -233,7 +234,6 @@ class Scheduler:
         if self._rank.session in (Session.SERVING, Session.ASLEEP) and wanted == self.workers.sleeping:
             return [*told, *self.operations.answer(operation)]
         self._lose_workers()
-        self._next_step = 1
         self.workers.sleeping = wanted
         return [*told, *self.workers.begin(now)]
 
@@ -252,23 +252,10 @@ class Scheduler:
         if self.lockstep is not None:
             self.lockstep.prepared()
         self.workers.sleeping = self.load.sleeping = AWAKE
+        least = ("num_blocks", "max_num_seqs", "max_drafts")
+        common = replace(facts[0], **{name: min(getattr(fact, name) for fact in facts) for name in least})
         before = self.batching
-        num_blocks, num_rows = min(f.num_blocks for f in facts), min(f.max_num_seqs for f in facts)
-        self.table.batching = Batching(
-            self.limits,
-            num_blocks,
-            facts[0].block_size,
-            num_rows,
-            min(f.max_drafts for f in facts),
-            facts[0].kv_specs,
-            frozenset(facts[0].pool_kinds),
-            facts[0].pooled_bytes,
-            facts[0].attention_wave,
-            before.counts,
-            self._rank,
-        )
-        self.batching.num_preemptions = before.num_preemptions
-        self.batching.cache_queries, self.batching.cache_hits = before.cache_queries, before.cache_hits
+        self.table.batching = Batching(self.limits, common, self._rank, before)
         self.batching.restore(facts)
         for request in before.waiting:
             request.hashes = []
@@ -318,7 +305,6 @@ class Scheduler:
             self.batching.kv.reset_prefix_cache(self.batching.running)
             return []
         self._lose_workers()  # the steps behind it have the same rows, and would fail with others in them
-        self._next_step = 1
         return self.workers.begin(output.now_ns / 1e9)
 
     # --- steps ---

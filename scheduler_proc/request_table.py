@@ -12,7 +12,7 @@ from meshlm.protocol.edges.token import AttachTokens, Ended, StillThere, TokenDe
 from meshlm.protocol.wire.columns import pack_i32, unpack_i32
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId
 from meshlm.runtime.process.events import Send
-from meshlm.scheduler_proc.batching import Batching, tokens_of
+from meshlm.scheduler_proc.batching import NO_WORKERS, Batching, tokens_of
 from meshlm.scheduler_proc.detokenizers import Detokenizers, Reach
 from meshlm.scheduler_proc.extras import unfit
 from meshlm.scheduler_proc.limits import Limits
@@ -30,7 +30,7 @@ class RequestTable:
     def __init__(self, limits: Limits, workers: Workers) -> None:
         self._limits, self._workers = limits, workers
         self.by_id: dict[RequestId, Request] = {}
-        self.batching = Batching(limits, 0, 1, 0, rank=workers.rank)
+        self.batching = Batching(limits, NO_WORKERS, workers.rank)
         self.detokenizers = Detokenizers()
         self.load = LoadReporter(workers.rank)
         self.preparations = Preparations(workers.all)
@@ -62,7 +62,9 @@ class RequestTable:
     def refuse_unfit(self, request: Request, output: Output) -> None:
         """Ends a request that these workers can never compute."""
         most, longest = self._limits.max_num_batched_tokens, max((length for _, length in request.uncut), default=0)
-        if text := next(filter(None, (unfit(extra, self.batching.pool_kinds) for extra in request.work.extras)), ""):
+        if text := next(
+            filter(None, (unfit(extra, self.batching.facts.pool_kinds) for extra in request.work.extras)), ""
+        ):
             param = "task"
         elif longest > most:
             text, param = (

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshlm.protocol.edges.admit import EngineRequest
+from meshlm.protocol.edges.step import WorkerReady
 from meshlm.protocol.kv import EncoderOnly
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.tasks import Pool, PoolKind
@@ -27,7 +28,9 @@ LIMITS = Limits(
 
 @given(st.lists(st.integers(1, LONGEST), min_size=1, max_size=20))
 def test_no_prompt_is_split(lengths: list[int]) -> None:
-    batching = Batching(LIMITS, 0, 16, ROWS, 0, (EncoderOnly(),), frozenset(PoolKind), 8)
+    specs, kinds = (EncoderOnly(),), tuple(PoolKind)
+    facts = WorkerReady(1, 0, 16, ROWS, LONGEST, 99, kv_specs=specs, pool_kinds=kinds, pooled_bytes=8)
+    batching = Batching(LIMITS, facts)
     requests = []
     for number, length in enumerate(lengths):
         ids, handle, extras = pack_i32([7] * length), Handle(number), (Pool(PoolKind.MEAN),)

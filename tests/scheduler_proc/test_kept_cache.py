@@ -75,7 +75,7 @@ def test_all_workers_of_a_group_must_have_kept_the_same(second: tuple[bytes, byt
     bench.assign(1, list(range(40)), 5)
     bench.finish()
     kept = bench.directory.columns()
-    batching = Batching(bench.limits, 64, 4, 64)
+    batching = Batching(bench.limits, WorkerReady(1, 64, 4, 64, 64, 99))
     batching.restore([WorkerReady(1, 64, 4, 64, 64, 99, *kept), WorkerReady(1, 64, 4, 64, 64, 99, *(second or kept))])
     assert (batching.kv.pool.take_changes()[1] != b"") is is_found
 

@@ -105,7 +105,8 @@ def test_too_long_for_the_cache_is_refused_too_when_it_came_before_the_workers()
 def test_vectors_of_a_step_fit_into_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes, "MAX_STEP_BYTES", 600)
     bench = Bench(limits(), 64, 4)
-    bench.core.batching._pooled_bytes = 250
+    batching = bench.core.batching
+    batching.facts = msgspec.structs.replace(batching.facts, pooled_bytes=250)
     for handle in range(1, 6):
         bench.assign(handle, [handle] * 20, 5, extras=(LAST,))
     most = 0
