@@ -98,6 +98,8 @@ class Scheduler:
         """Whether all of this rank's workers can step."""
         return self.workers.rank.serves
 
+    # --- a turn: what happened, the steps that may follow, and what the coordinator should know ---
+
     def handle(self, event: Event, now: float) -> list[Send]:
         self.batching.now_ns = now_ns = int(now * 1e9)
         output = Output(now_ns, self.limits.dp_rank)
@@ -122,6 +124,30 @@ class Scheduler:
         effects += [Send(to, message) for to, message in output.messages(timings)]
         return effects
 
+    def plan(self, now_ns: int) -> list[Send]:
+        """The next step for all workers of the rank, if one may be sent now and has something to do."""
+        if not self._rank.plans or len(self.inflight) >= self.batching.budget.depth(self._depth):
+            return []
+        lockstep = self.lockstep
+        if lockstep is not None and not lockstep.may_step():
+            return []
+        goes_on = bool(self.batching.running)
+        step = StepId(self._next_step)
+        is_idle = not any(record.batch for record in self.inflight)
+        planned = self.batching.plan(self.session, step, now_ns, may_be_empty=lockstep is not None, is_idle=is_idle)
+        if planned is None:
+            return []
+        if lockstep is not None:
+            lockstep.stepped()
+        plan, record = planned
+        if self.estimates is not None and len(record.batch):
+            self._estimate(self.estimates, plan)
+        record.goes_on = goes_on
+        self._next_step += 1
+        self.num_steps += 1
+        self.inflight.append(record)
+        return [Send(worker, plan) for worker in self.workers.all]
+
     def report(self) -> list[Send]:
         """A Load, if one is due. Called after the messages and the plan, which are not to wait for it: once for a burst of requests."""
         serving, effects = self.serving, []
@@ -130,6 +156,30 @@ class Scheduler:
             serving = self.lockstep.serves(serving, self.batching.now_ns)
         load = self.load.load(self.batching, serving, self.num_steps)
         return effects if load is None else [*effects, Send(COORDINATOR, load)]
+
+    # --- the parts of a turn ---
+
+    def _result(self, result: StepResult, output: Output) -> tuple[int, ...]:
+        if result.session != self.session or not self.inflight or self.inflight[0].step != result.step:
+            return ()  # of an earlier session, or another worker's copy
+        record = self._finished()
+        self.results.take(record, result, output)
+        self.results.time(record, result, output.now_ns)
+        at = (record.planned_ns, result.received_ns, result.launched_ns, result.done_ns, output.now_ns)
+        return (result.step, *at, result.gpu_ns, result.gap_ns)
+
+    def _finished(self) -> Inflight:
+        """Takes the oldest step in flight out: it is over."""
+        if self.lockstep is not None:
+            self.lockstep.finished()
+        return self.inflight.popleft()
+
+    def _estimate(self, estimates: Estimates, plan: StepPlan) -> None:
+        starts = ints(plan.starts)
+        counts = ints(plan.counts) if plan.counts else [1] * len(starts)
+        samples = sum(plan.samples) if plan.samples else len(starts)
+        for name, amount in estimates.of_step(starts, counts, samples)._asdict().items():
+            self.batching.counts.add(f"estimated_{name}_per_gpu", amount=amount)
 
     def _received(self, event: Received, output: Output) -> list[Send]:
         match event.message:
@@ -306,54 +356,6 @@ class Scheduler:
             return []
         self._lose_workers()  # the steps behind it have the same rows, and would fail with others in them
         return self.workers.begin(output.now_ns / 1e9)
-
-    # --- steps ---
-
-    def _finished(self) -> Inflight:
-        """Takes the oldest step in flight out: it is over."""
-        if self.lockstep is not None:
-            self.lockstep.finished()
-        return self.inflight.popleft()
-
-    def plan(self, now_ns: int) -> list[Send]:
-        """The next step for all workers of the rank, if one may be sent now and has something to do."""
-        if not self._rank.plans or len(self.inflight) >= self.batching.budget.depth(self._depth):
-            return []
-        lockstep = self.lockstep
-        if lockstep is not None and not lockstep.may_step():
-            return []
-        goes_on = bool(self.batching.running)
-        step = StepId(self._next_step)
-        is_idle = not any(record.batch for record in self.inflight)
-        planned = self.batching.plan(self.session, step, now_ns, may_be_empty=lockstep is not None, is_idle=is_idle)
-        if planned is None:
-            return []
-        if lockstep is not None:
-            lockstep.stepped()
-        plan, record = planned
-        if self.estimates is not None and len(record.batch):
-            self._estimate(self.estimates, plan)
-        record.goes_on = goes_on
-        self._next_step += 1
-        self.num_steps += 1
-        self.inflight.append(record)
-        return [Send(worker, plan) for worker in self.workers.all]
-
-    def _estimate(self, estimates: Estimates, plan: StepPlan) -> None:
-        starts = ints(plan.starts)
-        counts = ints(plan.counts) if plan.counts else [1] * len(starts)
-        samples = sum(plan.samples) if plan.samples else len(starts)
-        for name, amount in estimates.of_step(starts, counts, samples)._asdict().items():
-            self.batching.counts.add(f"estimated_{name}_per_gpu", amount=amount)
-
-    def _result(self, result: StepResult, output: Output) -> tuple[int, ...]:
-        if result.session != self.session or not self.inflight or self.inflight[0].step != result.step:
-            return ()  # of an earlier session, or another worker's copy
-        record = self._finished()
-        self.results.take(record, result, output)
-        self.results.time(record, result, output.now_ns)
-        at = (record.planned_ns, result.received_ns, result.launched_ns, result.done_ns, output.now_ns)
-        return (result.step, *at, result.gpu_ns, result.gap_ns)
 
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""
