@@ -19,12 +19,12 @@ class Aborts:
         self._said: dict[RequestId, None] = {}
         self._rows: dict[int, int] = {}  # of handles that are nobody's
 
-    def said(self, request_ids: tuple[RequestId, ...]) -> None:
+    def add(self, request_ids: tuple[RequestId, ...]) -> None:
         self._said.update(dict.fromkeys(request_ids))
         while len(self._said) > MAX_REMEMBERED:
             del self._said[next(iter(self._said))]
 
-    def again(self, opened: Container[RequestId]) -> tuple[RequestId, ...]:
+    def to_repeat(self, opened: Container[RequestId]) -> tuple[RequestId, ...]:
         """The aborts that a new incarnation of the coordinator should hear. An id that is open again is not aborted."""
         return tuple(request_id for request_id in self._said if request_id not in opened)
 

@@ -80,7 +80,7 @@ class Attempts:
         return []
 
     def say_abort(self, request_ids: tuple[RequestId, ...]) -> list[Effect]:
-        self._aborts.said(request_ids)
+        self._aborts.add(request_ids)
         return [Send(COORDINATOR, AbortRequests(request_ids))] if self._incarnations.coordinator else []
 
     def stranger(self, sender: Identity, handle: int) -> list[Effect]:
@@ -92,7 +92,7 @@ class Attempts:
         was_lost = SchedulerIncarnation(event.identity, event.incarnation) in self._incarnations.ended
         self._incarnations.up(event.identity, event.incarnation)
         if event.identity == COORDINATOR:
-            aborted = self._aborts.again({request.work_id for request in self._journal.by_id.values()})
+            aborted = self._aborts.to_repeat({request.work_id for request in self._journal.by_id.values()})
             effects: list[Effect] = [Send(COORDINATOR, AbortRequests(aborted))] if aborted else []
             effects += [effect for s in list(self._journal.by_handle.values()) for effect in self._ask_anew(s)]
             return effects + self._ask_schedulers(self._journal.by_handle.values())

@@ -82,7 +82,7 @@ class FrontendBatch:
                 self.logprobs[place] = positions(columns, request.output_token_ids, sizes, table, skip)
                 self.num_bytes += num_bytes(self.logprobs[place])
         if row in deltas.prompt_logprobs:
-            self.prompt_logprobs[place] = of_prompt(deltas.prompt_logprobs[row], request.prompt, table)
+            self.prompt_logprobs[place] = prompt_logprobs_of(deltas.prompt_logprobs[row], request.prompt, table)
             self.num_bytes += num_bytes_of_prompt(self.prompt_logprobs[place])
         if row in deltas.pooled:
             request.pooled = self.pooled[place] = deltas.pooled[row]
@@ -92,7 +92,7 @@ class FrontendBatch:
             if request.first is None:  # a request that is taken up again finds its own tokens: that is no saving
                 request.first = self.first.get(place)
 
-    def again(self, request: RequestState, begin: int, end: int, text: str, table: TokenTable) -> int:
+    def add_replayed_row(self, request: RequestState, begin: int, end: int, text: str, table: TokenTable) -> int:
         """A row of tokens that were told before; its place."""
         place = self.row(request.frontend_handle, begin, request.output_token_ids[begin:end], text)
         self.num_bytes += 4 * (end - begin + len(text))
@@ -101,7 +101,7 @@ class FrontendBatch:
             self.num_bytes += num_bytes(found)
         return place
 
-    def of_first_row(self, request: RequestState, place: int) -> None:
+    def add_first_details(self, request: RequestState, place: int) -> None:
         """Adds once more what came with a request's first token."""
         if request.first is not None:
             self.first[place] = request.first
@@ -109,7 +109,7 @@ class FrontendBatch:
             self.prompt_logprobs[place] = request.prompt_logprobs
             self.num_bytes += num_bytes_of_prompt(request.prompt_logprobs)
 
-    def end(self, request: RequestState, place: int, finished: Finished) -> None:
+    def add_end(self, request: RequestState, place: int, finished: Finished) -> None:
         """The end of a request, again."""
         self.texts[place] += request.tail
         if request.pooled:
@@ -165,7 +165,7 @@ def positions(
     return list(each_position(columns, ids, sizes, len(ids) - len(sizes), table, first))
 
 
-def of_prompt(columns: LogprobColumns, prompt: "array[int]", table: TokenTable) -> PromptLogprobs:
+def prompt_logprobs_of(columns: LogprobColumns, prompt: "array[int]", table: TokenTable) -> PromptLogprobs:
     """A prompt's, which may have a quarter of a million entries: here they are only brought into a set."""
     reader = table.decoder(skip_special_tokens=False)
     _, *sizes = (len(reader.push(token)) for token in prompt)

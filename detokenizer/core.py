@@ -174,7 +174,7 @@ class Detokenizer:
             return []
         now, later = requests[:ADMIT_AT_ONCE], requests[ADMIT_AT_ONCE:]
         submit = requests[0].submit
-        places = {request_id: place for place, request_id in enumerate(submit.request_ids)}
+        choices = {request_id: choice for choice, request_id in enumerate(submit.request_ids)}
         try:
             if event.error is not None:
                 raise event.error
@@ -182,7 +182,7 @@ class Detokenizer:
             check_audio(event.extras, self._max_audio_samples)
             prompt = checked_prompt(event.token_ids, submit, self.vocab_size, self.max_model_len)
             extras = left_extras(event.extras, len(event.token_ids), len(prompt), submit)
-            sampling = [checked_sampling(submit, places[s.request_id], len(prompt), self.max_model_len) for s in now]
+            sampling = [checked_sampling(submit, choices[s.request_id], len(prompt), self.max_model_len) for s in now]
         except RequestError as error:
             for request in requests:
                 self.journal.forget(request)

@@ -171,44 +171,44 @@ class DetokenizerApp:
             case _:
                 self._send(effect.to, effect.message)
 
-    def _encode_later(self, ask: Encode) -> None:
-        size = num_bytes_of(ask.prompt) + num_bytes(ask.extras)
+    def _encode_later(self, encode: Encode) -> None:
+        size = num_bytes_of(encode.prompt) + num_bytes(encode.extras)
         if self._waiting_bytes and self._waiting_bytes + size > MAX_WAITING_BYTES:
             error = RequestError(ErrorKind.OVERLOADED, "too many prompts wait to be tokenized; try again")
-            self._do(Encoded(ask.job, error=error))
+            self._do(Encoded(encode.job, error=error))
             return
-        self._waiting[ask.job] = size
+        self._waiting[encode.job] = size
         self._waiting_bytes += size
-        if (grammar := find_extra(ask.extras, Grammar)) is None:
-            self._encode_soon(ask)
+        if (grammar := find_extra(encode.extras, Grammar)) is None:
+            self._encode_soon(encode)
             return
         assert self._grammars is not None and self._core is not None and self._mesh is not None  # noqa: PT018
         try:
             known = self._grammars.known(grammar)
         except RequestError as error:
-            self._compiled(ask, error)
+            self._compiled(encode, error)
             return
         if known is not None:
-            self._compiled(ask, known)
+            self._compiled(encode, known)
             return
-        done = partial(self._mesh.call_soon_threadsafe, self._compiled, ask)
-        self._grammars.submit(grammar, partial(self._core.is_wanted, ask.job), done)
+        done = partial(self._mesh.call_soon_threadsafe, self._compiled, encode)
+        self._grammars.submit(grammar, partial(self._core.is_wanted, encode.job), done)
 
-    def _compiled(self, ask: Encode, found: Grammar | RequestError) -> None:
+    def _compiled(self, encode: Encode, found: Grammar | RequestError) -> None:
         """Its grammar is compiled, or refused."""
         if isinstance(found, RequestError):
-            self._encoded([Encoded(ask.job, error=found)])
+            self._encoded([Encoded(encode.job, error=found)])
         else:
-            others = (extra for extra in ask.extras if not isinstance(extra, Grammar))
-            self._encode_soon(msgspec.structs.replace(ask, extras=(*others, found)))
+            others = (extra for extra in encode.extras if not isinstance(extra, Grammar))
+            self._encode_soon(msgspec.structs.replace(encode, extras=(*others, found)))
 
-    def _encode_soon(self, ask: Encode) -> None:
-        if ask.suspect:
-            self._suspect_thread.submit(self._encode_large, ask)
-        elif self._waiting.get(ask.job, 0) > LARGE_BYTES:
-            self._large_threads.submit(self._encode_large, ask)
+    def _encode_soon(self, encode: Encode) -> None:
+        if encode.suspect:
+            self._suspect_thread.submit(self._encode_large, encode)
+        elif self._waiting.get(encode.job, 0) > LARGE_BYTES:
+            self._large_threads.submit(self._encode_large, encode)
         else:
-            self._to_encode.append(ask)
+            self._to_encode.append(encode)
             self._num_new += 1
 
     def _encoded(self, events: list[Encoded]) -> None:
@@ -272,35 +272,35 @@ class DetokenizerApp:
                     events.append(self._encode(self._to_encode.popleft()))
             self._mesh.call_soon_threadsafe(self._encoded, events)
 
-    def _encode_large(self, ask: Encode) -> None:
+    def _encode_large(self, encode: Encode) -> None:
         """Encodes in a thread for large prompts."""
         assert self._mesh is not None
-        self._mesh.call_soon_threadsafe(self._encoded, [self._encode(ask)])
+        self._mesh.call_soon_threadsafe(self._encoded, [self._encode(encode)])
 
-    def _encode(self, ask: Encode) -> Encoded:
+    def _encode(self, encode: Encode) -> Encoded:
         """Encodes one prompt; called in any thread."""
         if self._mesh is None or not self._mesh.timeline.on:
-            return in_hand.holding(ask.name, self._encode_now, ask)
+            return in_hand.holding(encode.name, self._encode_now, encode)
         begin_ns = time.monotonic_ns()
-        encoded = in_hand.holding(ask.name, self._encode_now, ask)
+        encoded = in_hand.holding(encode.name, self._encode_now, encode)
         self._mesh.timeline.note("encode", threading.current_thread().name, begin_ns)
         return encoded
 
-    def _encode_now(self, ask: Encode) -> Encoded:
+    def _encode_now(self, encode: Encode) -> Encoded:
         assert self._encoder is not None
         assert self._core is not None
-        if not self._core.is_wanted(ask.job):
-            return Encoded(ask.job, error=nobody_waits())
+        if not self._core.is_wanted(encode.job):
+            return Encoded(encode.job, error=nobody_waits())
         try:
-            encoding = self._encoder.encode_prompt(ask.prompt, ask.truncation)
-            extras = tuple(prepare(extra, encoding) for extra in (*ask.extras, *encoding.media))
-            return Encoded(ask.job, encoding.token_ids, self._encoder.bad_words(ask.bad_words), extras)
+            encoding = self._encoder.encode_prompt(encode.prompt, encode.truncation)
+            extras = tuple(prepare(extra, encoding) for extra in (*encode.extras, *encoding.media))
+            return Encoded(encode.job, encoding.token_ids, self._encoder.bad_words(encode.bad_words), extras)
         except RequestError as error:
-            return Encoded(ask.job, error=error)
+            return Encoded(encode.job, error=error)
         except BaseException as error:  # a panic of the tokenizer's is no Exception; the client waits for an answer
             self._log_failure("the tokenizer failed")
             text = f"the prompt cannot be encoded: {error}"
-            return Encoded(ask.job, error=RequestError(ErrorKind.INVALID, text, "prompt"))
+            return Encoded(encode.job, error=RequestError(ErrorKind.INVALID, text, "prompt"))
 
     def _log_failure(self, what: str) -> None:
         """With what is raised just now, which no client's text alone should have been able to raise."""

@@ -75,7 +75,7 @@ class Journal:
     def finish_row(
         self,
         request: RequestState,
-        place: int,
+        row: int,
         reason: FinishReason,
         stop_reason: str | int | None = None,
         message: str = "",
@@ -83,7 +83,7 @@ class Journal:
         param: str = "",
     ) -> None:
         events, num_tokens = request.events(self.now), len(request.output_token_ids)
-        finished = Finished(place, reason, stop_reason, num_tokens, message, kind, param, events)
+        finished = Finished(row, reason, stop_reason, num_tokens, message, kind, param, events)
         self.open_batches[request.frontend].finished.append(finished)
         if request.submit.retry is None or reason not in (
             FinishReason.STOP,
@@ -101,7 +101,7 @@ class Journal:
         for request_id in self.keyed.wait(request, self.now):
             self.forget(self.by_id[request_id])
 
-    def _again(self, request: RequestState, start: int) -> None:
+    def _replay_from(self, request: RequestState, start: int) -> None:
         """Sends the rows from token `start` on again, to the frontend that has the request now."""
         if request.submit.retry is not None:
             if start == len(request.output_token_ids) and request.finished is None:
@@ -122,17 +122,17 @@ class Journal:
     def _tell_piece(self, replay: Replay) -> int:
         """About how many entries it had."""
         request, is_first = replay.request, replay.is_first
-        if (piece := replay.take()) is None:
+        if (piece := replay.next_piece()) is None:
             return text_edge.PIECE_ENTRIES
         begin, end, text = piece
         request.batch = None
         batch = self.batch_of(request, alone=is_first and request.prompt_logprobs is not None)
-        place = batch.again(request, begin, end, text, self.table)
+        row = batch.add_replayed_row(request, begin, end, text, self.table)
         request.told_again = end
         if is_first:
-            batch.of_first_row(request, place)
+            batch.add_first_details(request, row)
         if replay.is_over and request.finished is not None:
-            batch.end(request, place, request.finished)
+            batch.add_end(request, row, request.finished)
         return (end - begin) * (1 + max(0, request.sampling.logprobs))
 
     # --- connections ---
@@ -164,7 +164,7 @@ class Journal:
         if request.status is RequestStatus.FINISHED:
             self._keep(request)
         request.look_ahead()
-        self._again(request, min(num_delivered, len(request.output_token_ids)))
+        self._replay_from(request, min(num_delivered, len(request.output_token_ids)))
         return [*effects, Send(sender, replies.accepted([request], request.prompt, self.table))]
 
     def detach(self, detach: Detach, sender: Identity, incarnation: Incarnation) -> list[RequestId]:
@@ -202,7 +202,7 @@ class Journal:
         else:
             request.frontend, request.frontend_incarnation = sender, incarnation
             request.frontend_handle = attach.handle
-        self._again(request, attach.from_index)
+        self._replay_from(request, attach.from_index)
         return []
 
     def frontend_lost(self, frontend: Identity, incarnation: Incarnation) -> list[RequestId]:

@@ -52,21 +52,21 @@ class QuestionThread:
         self._waiting.lost(sender)
 
     def _next(self) -> None:
-        if not self._is_busy and self._model is not None and (question := self._waiting.take()) is not None:
+        if not self._is_busy and self._model is not None and (question := self._waiting.next_question()) is not None:
             self._is_busy = True
             self._thread.submit(self._answer, question, self._model)
 
     def _answer(self, question: Question, model: _Model) -> None:
         """Called in the thread."""
-        core, ask = model.core, question.message
+        core, message = model.core, question.message
         reply: Reply
         try:
-            with in_hand.hold(in_hand.question_name(question.sender, ask.handle)):
-                reply = replies.answer(ask, model.encoder, core.table, core.vocab_size, core.max_model_len)
+            with in_hand.hold(in_hand.question_name(question.sender, message.handle)):
+                reply = replies.answer(message, model.encoder, core.table, core.vocab_size, core.max_model_len)
         except BaseException as error:  # a panic of the tokenizer's is no Exception; the client waits for an answer
             self._log_failure("the tokenizer failed")
-            kind = TokenizeReply if isinstance(ask, Tokenize) else DetokenizeReply
-            reply = kind(ask.handle, error=f"the text cannot be tokenized: {error}", param="prompt")
+            kind = TokenizeReply if isinstance(message, Tokenize) else DetokenizeReply
+            reply = kind(message.handle, error=f"the text cannot be tokenized: {error}", param="prompt")
         model.in_loop(self._answered, question.sender, reply)
 
     def _answered(self, to: Identity, reply: Reply) -> None:

@@ -42,7 +42,7 @@ class Questions:
         self.num_bytes += size
         return None
 
-    def take(self) -> Question | None:
+    def next_question(self) -> Question | None:
         """The next one to answer."""
         for turn in (self._turn, 1 - self._turn):
             queue = self._queues[turn]

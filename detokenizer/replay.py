@@ -24,7 +24,7 @@ class Replay:
     def is_over(self) -> bool:
         return not self.is_first and self.at == len(self.request.output_token_ids)
 
-    def take(self) -> tuple[int, int, str] | None:
+    def next_piece(self) -> tuple[int, int, str] | None:
         """The next piece: where it begins and ends, and its text. None: what is before it is not read yet, and took its turn."""
         if self._num_read < (skipped := min(self.at, self._num_read + text_edge.PIECE_ENTRIES)):
             self._read(skipped)

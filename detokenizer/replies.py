@@ -27,41 +27,43 @@ def accepted(requests: list[RequestState], prompt: "array[int]", table: TokenTab
 
 
 def answer(
-    ask: Tokenize | Detokenize, encoder: Encoder, table: TokenTable, vocab_size: int, max_model_len: int
+    question: Tokenize | Detokenize, encoder: Encoder, table: TokenTable, vocab_size: int, max_model_len: int
 ) -> TokenizeReply | DetokenizeReply:
     """Answers a question; called in a thread, since a long text takes seconds."""
     try:
-        if isinstance(ask, Tokenize):
-            return _tokenized(ask, encoder, table, max_model_len)
-        return _detokenized(ask, table, vocab_size)
+        if isinstance(question, Tokenize):
+            return _tokenized(question, encoder, table, max_model_len)
+        return _detokenized(question, table, vocab_size)
     except RequestError as error:
-        reply = TokenizeReply if isinstance(ask, Tokenize) else DetokenizeReply
-        return reply(ask.handle, error=error.message, param=error.param, kind=error.kind)
+        reply = TokenizeReply if isinstance(question, Tokenize) else DetokenizeReply
+        return reply(question.handle, error=error.message, param=error.param, kind=error.kind)
 
 
-def _tokenized(ask: Tokenize, encoder: Encoder, table: TokenTable, max_model_len: int) -> TokenizeReply:
-    token_ids, offsets = encoder.offsets(ask.prompt) if ask.want_offsets else (encoder.encode(ask.prompt), array("i"))
-    strings = tuple(map(table.name, token_ids)) if ask.want_strings else ()
-    mask = encoder.assistant_mask(ask.prompt)[1] if ask.want_assistant_mask else b""
+def _tokenized(question: Tokenize, encoder: Encoder, table: TokenTable, max_model_len: int) -> TokenizeReply:
+    token_ids, offsets = (
+        encoder.offsets(question.prompt) if question.want_offsets else (encoder.encode(question.prompt), array("i"))
+    )
+    strings = tuple(map(table.name, token_ids)) if question.want_strings else ()
+    mask = encoder.assistant_mask(question.prompt)[1] if question.want_assistant_mask else b""
     return TokenizeReply(
-        ask.handle, token_ids.tobytes(), strings, offsets.tobytes(), max_model_len, assistant_mask=mask
+        question.handle, token_ids.tobytes(), strings, offsets.tobytes(), max_model_len, assistant_mask=mask
     )
 
 
-def _detokenized(ask: Detokenize, table: TokenTable, vocab_size: int) -> DetokenizeReply:
-    ids = unpack_i32(ask.token_ids).tolist()
+def _detokenized(question: Detokenize, table: TokenTable, vocab_size: int) -> DetokenizeReply:
+    ids = unpack_i32(question.token_ids).tolist()
     bad = next((token for token in ids if not 0 <= token < vocab_size), None)
     if bad is not None:
         text = f"token id {bad} is outside the vocabulary 0..{vocab_size - 1}"
         raise RequestError(ErrorKind.INVALID, text, "tokens")
-    if ask.each:
+    if question.each:
         shown = [table.show(token) for token in ids]
         return DetokenizeReply(
-            ask.handle, texts=tuple(text for text, _ in shown), token_bytes=tuple(data for _, data in shown)
+            question.handle, texts=tuple(text for text, _ in shown), token_bytes=tuple(data for _, data in shown)
         )
-    if ask.output is not None:
-        decoder = table.decoder(ask.output.skip_special_tokens, ask.output.keep_special_tokens)
+    if question.output is not None:
+        decoder = table.decoder(question.output.skip_special_tokens, question.output.keep_special_tokens)
         texts = [decoder.push(token) for token in ids]
-        return DetokenizeReply(ask.handle, "".join(texts) + decoder.finish(), pack_i32(map(len, texts)))
+        return DetokenizeReply(question.handle, "".join(texts) + decoder.finish(), pack_i32(map(len, texts)))
     (text,) = table.tokenizer.decode_batch([ids], skip_special_tokens=False)  # it lets go of the interpreter's lock
-    return DetokenizeReply(ask.handle, text)
+    return DetokenizeReply(question.handle, text)

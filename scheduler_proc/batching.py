@@ -306,7 +306,7 @@ class Batching:
         """The bytes of its tokens' log-probabilities in one step, at most, or of its vector."""
         if not request.generates:
             return self.facts.pooled_bytes * sum(extra.num_vectors(request.num_prompt) for extra in request.work.extras)
-        return sizes.of_token(request.work.sampling) * (1 + self.max_drafts)
+        return sizes.logprob_bytes(request.work.sampling) * (1 + self.max_drafts)
 
     def _message_room(self, builder: PlanBuilder, request: Request) -> bool:
         """Whether the step's messages stay short enough with it; the first one always may start. Where nearly all of many prompts is
@@ -314,7 +314,7 @@ class Batching:
         token_bytes = self._token_bytes + self._bytes_of_step(request)
         if self.running and token_bytes > sizes.MAX_STEP_BYTES and token_bytes > self._token_bytes:
             return False
-        return not builder.new_rows or builder.new_row_bytes + sizes.of_new_row(request) <= sizes.MAX_START_BYTES
+        return not builder.new_rows or builder.new_row_bytes + sizes.new_row_bytes(request) <= sizes.MAX_START_BYTES
 
     def _start(self, builder: PlanBuilder, request: Request, at: int, num_cached: int) -> None:
         """Give the request, which has its first blocks, a row."""
@@ -335,7 +335,7 @@ class Batching:
             batching_counts.count_misses(self.counts, self.kv, request)
         request.move(RequestState.RUNNING)
         self._token_bytes += self._bytes_of_step(request)
-        builder.new_row_bytes += sizes.of_new_row(request)
+        builder.new_row_bytes += sizes.new_row_bytes(request)
         work, tokens, blocks = request.work, request.tokens.tobytes(), pack_i32(request.blocks)
         builder.new_rows.append(NewRow(request.row, tokens, request.num_prompt, blocks, work.sampling, work.extras))
 

@@ -120,7 +120,7 @@ class Scheduler:
                 if self.lockstep is not None:
                     self.lockstep.tell_again()
         if self.serving:
-            effects += self.table.preparations.asks(self.session)
+            effects += self.table.preparations.messages(self.session)
         effects += [Send(to, message) for to, message in output.messages(timings)]
         return effects
 
@@ -163,7 +163,7 @@ class Scheduler:
         if result.session != self.session or not self.inflight or self.inflight[0].step != result.step:
             return ()  # of an earlier session, or another worker's copy
         record = self._finished()
-        self.results.take(record, result, output)
+        self.results.apply(record, result, output)
         self.results.time(record, result, output.now_ns)
         at = (record.planned_ns, result.received_ns, result.launched_ns, result.done_ns, output.now_ns)
         return (result.step, *at, result.gpu_ns, result.gap_ns)
@@ -187,10 +187,10 @@ class Scheduler:
                 self.table.assign(assign, output)
             case AbortRequests() as abort:
                 self.table.abort(abort.request_ids)
-            case GiveBack() as ask:
-                self.table.give_back(ask)
-            case ReportLoad() as ask_load:
-                self.load.asked(ask_load.number)
+            case GiveBack() as give_back:
+                self.table.give_back(give_back)
+            case ReportLoad(number=number):
+                self.load.asked(number)
             case Welcome(sleeping=sleeping):
                 sends = self.workers.welcome(sleeping, output.now_ns / 1e9)
                 self.load.sleeping = self.workers.sleeping or AWAKE
@@ -199,8 +199,8 @@ class Scheduler:
                 return self._worker_ready(event.sender, ready, output)
             case WorkerAsleep() as asleep:
                 return self._worker_asleep(event.sender, asleep)
-            case LastPlan() as standing:
-                return self.workers.standing(event.sender, standing)
+            case LastPlan() as last_plan:
+                return self.workers.compare_last_plan(event.sender, last_plan)
             case JointOrder() as order if self.lockstep is not None and self.lockstep.follow(order):
                 self._lose_workers()
                 return self.workers.begin(output.now_ns / 1e9, self.lockstep.group)
@@ -276,7 +276,7 @@ class Scheduler:
             return []
         told = [
             send
-            for one in self.operations.of_sleep()
+            for one in self.operations.pending_sleeps()
             for send in self.operations.answer(one, "another call to sleep or to wake up followed")
         ]
         self.operations.add(operation)
@@ -293,7 +293,7 @@ class Scheduler:
             return []
         self.load.sleeping = asleep.sleeping
         self.load.tell_all()
-        return [send for one in self.operations.of_sleep() for send in self.operations.answer(one)]
+        return [send for one in self.operations.pending_sleeps() for send in self.operations.answer(one)]
 
     def _worker_ready(self, sender: Identity, ready: WorkerReady, output: Output) -> list[Send]:
         facts = self.workers.ready(sender, ready)

@@ -26,11 +26,11 @@ class Detokenizers:
         self._incarnations: dict[Identity, Incarnation] = {}
         self._early: list[Assign] = []
 
-    def the(self, identity: Identity) -> Identity:
+    def one_object(self, identity: Identity) -> Identity:
         """The one object of this identity."""
         return self._objects.setdefault(identity, identity)
 
-    def meet(self, assign: Assign) -> Reach:
+    def reach_of(self, assign: Assign) -> Reach:
         """Says whether the request's detokenizer is here; keeps the request where it is not here yet."""
         incarnation = self._incarnations.get(assign.detokenizer, 0)
         if incarnation == assign.incarnation:

@@ -27,23 +27,23 @@ def limits_of(config: MeshConfig, index: int) -> Limits:
     resolved, parallel = config.resolved, config.parallel
     if resolved is None:
         raise ProcessFatal("the configuration is not resolved")
-    whole = resolved.spec.encoder_only  # its prompts are computed in one step, and nothing of them is kept
-    shown = config.observability
+    one_step = resolved.spec.encoder_only  # its prompts are computed in one step, and nothing of them is kept
+    observability = config.observability
     return Limits(
         max_model_len=resolved.max_model_len,
         max_num_seqs=resolved.max_num_seqs,
         max_num_batched_tokens=resolved.max_num_batched_tokens,
         async_depth=config.scheduler.async_depth,
-        chunked_prefill=config.scheduler.enable_chunked_prefill and not whole,
+        chunked_prefill=config.scheduler.enable_chunked_prefill and not one_step,
         even_prefill=config.scheduler.prefill_pace == "even",
         max_itl_s=None if config.scheduler.max_itl_ms is None else config.scheduler.max_itl_ms / 1e3,
-        prefix_caching=config.cache.enable_prefix_caching and not whole,
+        prefix_caching=config.cache.enable_prefix_caching and not one_step,
         by_priority=config.scheduler.scheduling_policy == "priority",
         num_workers=parallel.workers_per_rank,
         first_worker=index * parallel.workers_per_rank,
         lockstep=config.lockstep,
         sleep_mode=config.worker.enable_sleep_mode and not config.lockstep,
-        kv_metrics_sample=shown.kv_cache_metrics_sample if shown.kv_cache_metrics else 0.0,
+        kv_metrics_sample=observability.kv_cache_metrics_sample if observability.kv_cache_metrics else 0.0,
         num_stages=parallel.pipeline_parallel_size,
         dp_rank=index + (parallel.data_parallel_rank or 0),
     )
@@ -149,7 +149,9 @@ class SchedulerApp:
             self._note_plan(effects[0].message, now_ns)
             self._send(effects)
         self._send(self._core.report())
-        if self._core.serving is not self._said_serving:  # at once: in a mesh that is ready nobody is shown waiting
+        if (
+            self._core.serving is not self._said_serving
+        ):  # at once: in a mesh that is ready nobody is observability waiting
             self._said_serving = self._core.serving
             assert self._mesh is not None
             self._mesh.say_beat()

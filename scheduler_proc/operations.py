@@ -30,7 +30,7 @@ class Operations:
         """It is done here, or cannot be; no worker is asked."""
         return self._over(OperationDone(operation.id, error, count=count))
 
-    def of_sleep(self) -> list[Operation]:
+    def pending_sleeps(self) -> list[Operation]:
         """Those for which workers are about to sleep or to wake up."""
         return [one for one in self.pending.values() if isinstance(one.action, Sleep | WakeUp)]
 

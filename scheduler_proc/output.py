@@ -87,7 +87,7 @@ class Output:
         self.boxes: dict[Identity, Outbox] = {}
         self._full: list[tuple[Identity, Outbox]] = []
 
-    def of(self, detokenizer: Identity) -> Outbox:
+    def outbox_of(self, detokenizer: Identity) -> Outbox:
         box = self.boxes.get(detokenizer)
         if box is None:
             box = self.boxes[detokenizer] = Outbox(self.now_ns, self.dp_rank)
@@ -103,7 +103,7 @@ class Output:
     def vector(self, request: Request, vector: bytes) -> None:
         """Adds the vector that ends a Pool task."""
         self.seal(request.detokenizer, alone=len(vector) > ALONE_BYTES)
-        box = self.of(request.detokenizer)
+        box = self.outbox_of(request.detokenizer)
         row = box.row(request.handle, 0, ())
         box.pooled[row] = vector
         box.num_detail_bytes += len(vector)
@@ -125,7 +125,7 @@ class Output:
         param: str = "",
     ) -> None:
         """A terminal row without new tokens."""
-        box = self.of(request.detokenizer)
+        box = self.outbox_of(request.detokenizer)
         row = box.row(request.work.handle, len(request.tokens) - request.num_prompt, ())
         ago_us = tuple((self.now_ns - at_ns) // 1000 for at_ns in request.preempted_ns)
         box.ended.append(Ended(row, reason, message=message, kind=kind, param=param, preempted_us=ago_us))
@@ -135,7 +135,7 @@ def _num_bytes(columns: LogprobColumns) -> int:
     return sum(map(len, (columns.logprobs, columns.ranks, columns.top_ids, columns.top_logprobs)))
 
 
-def of_position(columns: LogprobColumns, nth: int) -> LogprobColumns:
+def position_columns(columns: LogprobColumns, nth: int) -> LogprobColumns:
     """The columns of one position alone."""
     one, top = slice(4 * nth, 4 * nth + 4), slice(4 * nth * columns.width, 4 * (nth + 1) * columns.width)
     return LogprobColumns(

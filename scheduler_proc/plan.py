@@ -21,7 +21,7 @@ class Inflight:
     num_decode_tokens: int
     planned_ns: int
     firsts: tuple[int, ...]  # places of the requests that are computed from their first token on
-    num_drafts: "array[int]"  # by place; empty when none has any
+    num_drafts: "array[int]"  # by batch_index; empty when none has any
     num_pairs: float  # of prompt tokens and the tokens before them that each attends to
     goes_on: bool = False  # requests were running when it was planned: the device need not have waited for work
 
@@ -54,7 +54,7 @@ class PlanBuilder:
 
     def prompt_room(self, request: Request, count: int) -> int:
         """The number of these tokens that the step may compute so that its result fits into a frame: one at least in an empty step."""
-        each = sizes.of_prompt_token(request.work.sampling)
+        each = sizes.prompt_logprob_bytes(request.work.sampling)
         if not each:
             return count
         return min(count, max((sizes.MAX_STEP_BYTES - self.prompt_bytes) // each, not self.prompt_bytes))
@@ -62,7 +62,7 @@ class PlanBuilder:
     def add(self, request: Request, count: int, samples: bool) -> None:
         """`count` tokens from request.num_computed on; call before that is advanced."""
         self.num_tokens += count
-        self.prompt_bytes += count * sizes.of_prompt_token(request.work.sampling)
+        self.prompt_bytes += count * sizes.prompt_logprob_bytes(request.work.sampling)
         if count == 1 and samples:
             self.decodes.append(request)
             self.decode_starts.append(request.num_computed)
@@ -110,7 +110,9 @@ class PlanBuilder:
             planned_ns=self.now_ns,
             num_drafts=num_drafts.tobytes(),
         )
-        firsts = tuple(place for place, start in enumerate(self._rest_starts, len(self.decodes)) if start == 0)
+        firsts = tuple(
+            batch_index for batch_index, start in enumerate(self._rest_starts, len(self.decodes)) if start == 0
+        )
         num_decode_tokens = len(self.decodes) + sum(num_drafts)
         counted = (self.num_tokens, num_decode_tokens, self.now_ns, firsts, num_drafts, self.num_pairs)
         return plan, Inflight(step, batch, plan.samples, *counted)

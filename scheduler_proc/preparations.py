@@ -55,7 +55,7 @@ class Preparations:
             if not preparation.requests:
                 del self._by_extra[preparation.extra], self._by_number[preparation.number]
 
-    def asks(self, session: int) -> list[Send]:
+    def messages(self, session: int) -> list[Send]:
         """What is to be said to the workers now, which can be reached."""
         sends = []
         while self._unsaid and len(self._unanswered) < MAX_ASKED * len(self._workers):

@@ -37,7 +37,7 @@ class RequestTable:
 
     def assign(self, assign: Assign, output: Output) -> None:
         work = assign.work
-        reach = self.detokenizers.meet(assign)
+        reach = self.detokenizers.reach_of(assign)
         if reach is not Reach.HERE:
             if reach is Reach.GONE:
                 self.load.ended.append(work.request_id)
@@ -48,7 +48,7 @@ class RequestTable:
                 return  # a repetition
             self.drop(known)
         request = Request(
-            work, self.detokenizers.the(assign.detokenizer), assign.incarnation, self._limits.max_model_len
+            work, self.detokenizers.one_object(assign.detokenizer), assign.incarnation, self._limits.max_model_len
         )
         request.arrived_ns = output.now_ns
         self.by_id[work.request_id] = request
@@ -153,18 +153,18 @@ class RequestTable:
         del self.by_id[request.work.request_id]
         self.load.live_tokens -= len(request.tokens) - request.num_given
 
-    def give_back(self, ask: GiveBack) -> None:
+    def give_back(self, wanted: GiveBack) -> None:
         """Drop what does not run and has not started, so that it may go elsewhere; without workers, what had started too."""
         leaving = (
             (RequestState.WAITING,) if self._workers.rank.serves else (RequestState.WAITING, RequestState.PREEMPTED)
         )
-        for request_id in list(self.by_id) if ask.everything else ask.request_ids:
+        for request_id in list(self.by_id) if wanted.everything else wanted.request_ids:
             request = self.by_id.get(request_id)
             if request is not None and request.state in leaving:
                 num_crashes = request.num_crashes if request.crashed_at >= len(request.tokens) else 0
                 self.load.give_back(request.work, request.detokenizer, request.incarnation, num_crashes)
                 self.remove(request)
-        for one in self.detokenizers.take_early(None if ask.everything else ask.request_ids):
+        for one in self.detokenizers.take_early(None if wanted.everything else wanted.request_ids):
             self.load.give_back(one.work, one.detokenizer, one.incarnation, one.work.num_crashes)
 
     def still_there(self, detokenizer: Identity, asked: StillThere) -> list[Send]:
@@ -182,7 +182,7 @@ class RequestTable:
         for request in self.by_id.values():
             if request.work.handle == attach.handle:
                 known = tokens_of(request, attach.from_index)
-                output.of(request.detokenizer).row(attach.handle, attach.from_index, known)
+                output.outbox_of(request.detokenizer).row(attach.handle, attach.from_index, known)
 
 
 def _constraint(work: EngineRequest) -> str:

@@ -9,7 +9,7 @@ from meshlm.protocol.edges.admit import Started
 from meshlm.protocol.edges.step import StepResult
 from meshlm.protocol.wire.columns import ints
 from meshlm.protocol.wire.ids import FinishReason, Identity
-from meshlm.scheduler_proc.output import Output, of_position
+from meshlm.scheduler_proc.output import Output, position_columns
 from meshlm.scheduler_proc.plan import Inflight
 from meshlm.scheduler_proc.request import Request
 from meshlm.scheduler_proc.request_table import RequestTable
@@ -34,7 +34,7 @@ class Results:
         """Other workers compute from now on: no step of theirs has ended yet."""
         self._last_done_ns = 0
 
-    def take(self, record: Inflight, result: StepResult, output: Output) -> None:
+    def apply(self, record: Inflight, result: StepResult, output: Output) -> None:
         """`record` is the step that this is the result of."""
         self._learn(record, result)
         self._num_given = 0
@@ -67,7 +67,7 @@ class Results:
                 continue
             if box is None or request.detokenizer is not detokenizer:
                 detokenizer = request.detokenizer
-                box = output.of(detokenizer)
+                box = output.outbox_of(detokenizer)
             known = request.tokens
             known.append(token)
             request.num_output_placeholders -= 1
@@ -96,31 +96,33 @@ class Results:
         samples = record.samples or b"\x01" * len(record.batch)
         counts = iter(ints(result.counts)) if result.counts else repeat(1)
         at = 0
-        for place, request in enumerate(record.batch):
+        for batch_index, request in enumerate(record.batch):
             alive = request.state is not RequestState.FINISHED
-            if place in result.failed and alive:
-                self._table.fail_row(request, output, result.failed[place])
+            if batch_index in result.failed and alive:
+                self._table.fail_row(request, output, result.failed[batch_index])
                 alive = False
-            if place in result.prompt_logprobs and alive:
-                if place in record.firsts:  # perhaps again, after a preemption or the worker's death
+            if batch_index in result.prompt_logprobs and alive:
+                if batch_index in record.firsts:  # perhaps again, after a preemption or the worker's death
                     request.prompt_logprobs.clear()
-                request.prompt_logprobs.append(result.prompt_logprobs[place])
-            if place in result.pooled and alive:
+                request.prompt_logprobs.append(result.prompt_logprobs[batch_index])
+            if batch_index in result.pooled and alive:
                 if request.num_cached >= 0:
                     self._table.load.started.append(Started(request.work.request_id, request.num_cached))
-                output.vector(request, result.pooled[place])
+                output.vector(request, result.pooled[batch_index])
                 self._table.drop(request)
-            if not samples[place]:
+            if not samples[batch_index]:
                 continue
             count = next(counts)
             if alive:
-                if record.num_drafts and record.num_drafts[place]:
-                    self._count_drafts(record.num_drafts[place], count - 1)
-                self._not_given(request, 1 + (record.num_drafts[place] if record.num_drafts else 0) - count)
+                if record.num_drafts and record.num_drafts[batch_index]:
+                    self._count_drafts(record.num_drafts[batch_index], count - 1)
+                self._not_given(request, 1 + (record.num_drafts[batch_index] if record.num_drafts else 0) - count)
                 for nth in range(count):
                     output.seal(request.detokenizer)
-                    if place in result.logprobs and request.state is not RequestState.FINISHED:
-                        output.of(request.detokenizer).next_logprobs(of_position(result.logprobs[place], nth))
+                    if batch_index in result.logprobs and request.state is not RequestState.FINISHED:
+                        output.outbox_of(request.detokenizer).next_logprobs(
+                            position_columns(result.logprobs[batch_index], nth)
+                        )
                     self._tokens([request], tokens[at + nth : at + nth + 1], output)
             at += count
 
@@ -139,7 +141,7 @@ class Results:
             request.num_computed -= count
 
     def time(self, record: Inflight, result: StepResult, now_ns: int) -> None:
-        """Observes how long each hop of the step took, up to this scheduler, and its tokens. Called behind `take`."""
+        """Observes how long each hop of the step took, up to this scheduler, and its tokens. Called behind `apply`."""
         hops = self._table.batching.counts.histograms
         hops["step_send_time_seconds"].between(record.planned_ns, result.received_ns)
         hops["step_launch_time_seconds"].between(result.received_ns, result.launched_ns)

@@ -14,7 +14,7 @@ TOP_BYTES = 8  # of one of those: id and log-probability
 BIAS_BYTES = 14  # an id and a float in msgpack; an id alone takes five
 
 
-def of_new_row(request: Request) -> int:
+def new_row_bytes(request: Request) -> int:
     """The bytes of a NewRow, at most."""
     params = request.work.sampling
     ids = len(params.logit_bias) + len(params.allowed_token_ids) + len(params.stop_token_ids)
@@ -22,11 +22,11 @@ def of_new_row(request: Request) -> int:
     return 500 + 8 * len(request.tokens) + listed + num_bytes(request.work.extras)
 
 
-def of_token(params: SamplingParams) -> int:
+def logprob_bytes(params: SamplingParams) -> int:
     """The bytes of the log-probabilities of one sampled token."""
     return POSITION_BYTES + TOP_BYTES * params.logprobs if params.logprobs >= 0 else 0
 
 
-def of_prompt_token(params: SamplingParams) -> int:
+def prompt_logprob_bytes(params: SamplingParams) -> int:
     """The bytes of the log-probabilities of one prompt token."""
     return POSITION_BYTES + TOP_BYTES * params.prompt_logprobs if params.prompt_logprobs >= 0 else 0

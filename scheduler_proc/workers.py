@@ -29,7 +29,7 @@ class Workers:
         self._ready: dict[Identity, WorkerReady] = {}
         self._asleep: dict[Identity, Sleeping] = {}
         self._incarnations: dict[Identity, Incarnation] = {}  # of those that can be reached
-        self._standings: dict[Identity, tuple[int, int]] = {}
+        self._last_plans: dict[Identity, tuple[int, int]] = {}
 
     @property
     def asleep(self) -> bool:
@@ -73,19 +73,19 @@ class Workers:
         """Forgets what the workers answered in this session."""
         self._ready.clear()
         self._asleep.clear()
-        self._standings.clear()
+        self._last_plans.clear()
 
     def _disband(self, reason: str) -> list[Send]:
         self.rank.move_session(Session.GATHERING)
         self.forget()
         return [Send(worker, ResetGroup(reason)) for worker in self._incarnations if len(self.all) > 1]
 
-    def standing(self, worker: Identity, standing: LastPlan) -> list[Send]:
+    def compare_last_plan(self, worker: Identity, last_plan: LastPlan) -> list[Send]:
         """All were sent the same plans, or the group must be made anew."""
-        if standing.session != self.session:
+        if last_plan.session != self.session:
             return []
-        self._standings[worker] = (standing.of_session, standing.step)
-        if len(self._standings) < len(self.all) or len(set(self._standings.values())) == 1:
+        self._last_plans[worker] = (last_plan.of_session, last_plan.step)
+        if len(self._last_plans) < len(self.all) or len(set(self._last_plans.values())) == 1:
             return []
         self.session += 1  # what they still answer is for nobody
         return self._disband("its workers were sent different plans")

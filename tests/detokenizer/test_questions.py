@@ -41,7 +41,7 @@ def question(handle: int, text: str = "a") -> Tokenize:
 
 def order(questions: Questions) -> list[int]:
     found: list[int] = []
-    while (one := questions.take()) is not None:
+    while (one := questions.next_question()) is not None:
         found.append(one.message.handle)
         questions.check()
     return found
@@ -77,7 +77,7 @@ def test_bytes_are_those_that_wait(steps: list[tuple[str, int, bool]]) -> None:
                 questions.add(sender, question(number + 10, "x" * handle if handle < 5 else LARGE))
                 waiting.add((sender, number + 10))
             case "take":
-                one = questions.take()
+                one = questions.next_question()
                 assert (one is None) == (not waiting)
                 waiting.discard((one.sender, one.message.handle) if one else (sender, -1))
             case "cancel":

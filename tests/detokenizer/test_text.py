@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
-from meshlm.detokenizer.batch import of_prompt, positions
+from meshlm.detokenizer.batch import positions, prompt_logprobs_of
 from meshlm.detokenizer.decode import TokenTable, _ByteDecoder
 from meshlm.detokenizer.encode import Encoder
 from meshlm.detokenizer.request_state import RequestState
@@ -154,7 +154,9 @@ def test_a_prompts_columns_become_the_entries_that_its_texts_give(table: TokenTa
     columns = columns_of(data.draw(st.lists(row, min_size=len(prompt) - 1, max_size=len(prompt) - 1)))
     reader = table.decoder(skip_special_tokens=False)
     _, *sizes = (len(reader.push(token)) for token in prompt)
-    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(of_prompt(columns, prompt, table)), type=PromptLogprobs)
+    sent = msgspec.msgpack.decode(
+        msgspec.msgpack.encode(prompt_logprobs_of(columns, prompt, table)), type=PromptLogprobs
+    )
     assert list(positions_of(sent)) == positions(columns, prompt, sizes, table)
 
 
@@ -169,7 +171,7 @@ def test_a_long_prompts_logprobs_are_small_and_take_little_time(table: TokenTabl
     each = positions(columns, prompt, sizes, table)
     one_by_one = time.process_time() - begun
     begun = time.process_time()
-    found = of_prompt(columns, prompt, table)
+    found = prompt_logprobs_of(columns, prompt, table)
     assert time.process_time() - begun < one_by_one / 4
     size = len(msgspec.msgpack.encode(found))
     assert size < len(msgspec.msgpack.encode(each)) / 2

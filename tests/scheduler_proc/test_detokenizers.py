@@ -16,27 +16,27 @@ def assign(name: str, life: int, detokenizer: Identity = ONE) -> Assign:
 def test_a_request_waits_for_its_detokenizer() -> None:
     known = Detokenizers()
     early = assign("early", 2)
-    assert known.meet(early) is Reach.NOT_YET
+    assert known.reach_of(early) is Reach.NOT_YET
     assert known.up(ONE, Incarnation(2)) == [early]
-    assert known.meet(early) is Reach.HERE
+    assert known.reach_of(early) is Reach.HERE
     assert known.up(OTHER, Incarnation(1)) == []
 
 
 def test_a_life_that_is_over_is_not_waited_for() -> None:
     known = Detokenizers()
     known.up(ONE, Incarnation(3))
-    assert known.meet(assign("late", 2)) is Reach.GONE
+    assert known.reach_of(assign("late", 2)) is Reach.GONE
     known.lost(ONE, Incarnation(2))
-    assert known.meet(assign("now", 3)) is Reach.HERE, "the end of an earlier life says nothing of this one"
+    assert known.reach_of(assign("now", 3)) is Reach.HERE, "the end of an earlier life says nothing of this one"
     known.lost(ONE, Incarnation(3))
-    assert known.meet(assign("next", 4)) is Reach.NOT_YET
+    assert known.reach_of(assign("next", 4)) is Reach.NOT_YET
 
 
 def test_what_waits_can_be_taken_away() -> None:
     known = Detokenizers()
     a, b, c = (assign(name, 1) for name in "abc")
     for one in (a, b, c):
-        known.meet(one)
+        known.reach_of(one)
     assert known.take_early((RequestId("b"), RequestId("unknown"))) == [b]
     assert known.take_early() == [a, c]
     assert known.up(ONE, Incarnation(1)) == []
@@ -44,5 +44,5 @@ def test_what_waits_can_be_taken_away() -> None:
 
 def test_there_is_one_object_of_each_identity() -> None:
     known = Detokenizers()
-    first = known.the(Identity(Role.DETOKENIZER, 0))
-    assert known.the(Identity(Role.DETOKENIZER, 0)) is first
+    first = known.one_object(Identity(Role.DETOKENIZER, 0))
+    assert known.one_object(Identity(Role.DETOKENIZER, 0)) is first

@@ -13,7 +13,7 @@ from meshlm.protocol.wire.columns import ints, pack_i32
 from meshlm.protocol.wire.ids import FinishReason, Handle, RequestId
 from meshlm.runtime.process.events import Received
 from meshlm.scheduler_proc import sizes
-from meshlm.scheduler_proc.output import of_position
+from meshlm.scheduler_proc.output import position_columns
 
 PROMPT = [5, 6, 7]
 
@@ -162,13 +162,13 @@ def test_the_columns_of_one_position() -> None:
     columns = LogprobColumns(
         2, *(np.arange(n, dtype=t).tobytes() for n, t in ((3, "f4"), (3, "i4"), (6, "i4"), (6, "f4")))
     )
-    one = of_position(columns, 1)
+    one = position_columns(columns, 1)
     assert (ints(one.ranks), ints(one.top_ids)) == ([1], [2, 3])
     assert np.frombuffer(one.top_logprobs, np.float32).tolist() == [2, 3]
 
 
 def test_a_step_s_log_probabilities_fit_into_a_frame_with_drafts_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sizes, "MAX_STEP_BYTES", 5 * sizes.of_token(SamplingParams(logprobs=1)))
+    monkeypatch.setattr(sizes, "MAX_STEP_BYTES", 5 * sizes.logprob_bytes(SamplingParams(logprobs=1)))
     bench = Bench(limits(), 64, 4, 3)
     for handle in (1, 2):
         work = EngineRequest(RequestId(f"r{handle}"), Handle(handle), pack_i32([handle]), SamplingParams(logprobs=1))

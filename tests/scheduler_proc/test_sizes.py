@@ -99,7 +99,7 @@ def test_log_probabilities_bound_what_runs_together() -> None:
     params = SamplingParams(max_tokens=4, logprobs=1000)
     bench.ask(params)
     bench.check_all()
-    assert max(len(ints(plan.rows)) for plan in bench.seen) == MOST // sizes.of_token(params) == 2
+    assert max(len(ints(plan.rows)) for plan in bench.seen) == MOST // sizes.logprob_bytes(params) == 2
 
 
 def test_log_probabilities_of_prompts_bound_a_steps_tokens() -> None:
@@ -111,7 +111,7 @@ def test_log_probabilities_of_prompts_bound_a_steps_tokens() -> None:
         starts = ints(plan.starts)
         counts = ints(plan.counts) or [1] * len(starts)
         of_prompts = sum(max(0, min(start + count, 4) - start) for start, count in zip(starts, counts, strict=True))
-        assert of_prompts * sizes.of_prompt_token(params) <= MOST
+        assert of_prompts * sizes.prompt_logprob_bytes(params) <= MOST
     assert any(plan.counts for plan in bench.seen)
 
 
@@ -138,8 +138,8 @@ def test_details_of_one_row_stay_with_it() -> None:
     columns = LogprobColumns(0, b"x" * (MOST + 1), b"")
     for handle in (1, 2):
         output.seal(DETOKENIZER)
-        output.of(DETOKENIZER).next_logprobs(columns)
-        output.of(DETOKENIZER).token(Handle(handle), 0, 7)
+        output.outbox_of(DETOKENIZER).next_logprobs(columns)
+        output.outbox_of(DETOKENIZER).token(Handle(handle), 0, 7)
     found = [message for _, message in output.messages(())]
     assert [(ints(message.handles), list(message.logprobs)) for message in found] == [([1], [0]), ([2], [0])]
 

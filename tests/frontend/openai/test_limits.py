@@ -154,8 +154,8 @@ def test_log_probabilities_fit_into_their_messages() -> None:
     assert 2 * PIECE_ENTRIES * each + MAX_BATCH_BYTES <= MAX_MESSAGE_BYTES
     columns = LogprobColumns(20, *(bytes(4 * num_positions) for _ in "xx"), *(bytes(80 * num_positions) for _ in "xx"))
     params = SamplingParams(logprobs=20, prompt_logprobs=20)
-    assert len(encode(columns)) <= num_positions * sizes.of_prompt_token(params)
-    assert sizes.of_prompt_token(params) == sizes.of_token(params)
+    assert len(encode(columns)) <= num_positions * sizes.prompt_logprob_bytes(params)
+    assert sizes.prompt_logprob_bytes(params) == sizes.logprob_bytes(params)
     assert MAX_PROMPT_LOGPROBS * 16 + 2 * sizes.MAX_STEP_BYTES <= MAX_MESSAGE_BYTES
 
 
