@@ -21,7 +21,7 @@ SLOW = (
     "workers/models/test_config_keys.py",
     "workers/attention/test_triton_latent.py",
     "workers/weights/test_gguf_spans.py",
-    "workers/states/test_state_proofs.py",
+    "workers/states/test_self_test.py",
     "kernels/test_top_k_top_p.py",
     "moe/test_fp8.py",
     "engine/test_hybrid.py",

@@ -75,7 +75,7 @@ def _search_held(x, weight, low, high, target, SPARE: tl.constexpr):
 
 @triton.jit
 def _search_peaks(peak, low, high, target, top, steep, SPARE: tl.constexpr):
-    """A lower bound of the answer: the search among the peaks, a part of the logits. `low` where it proves nothing."""
+    """A lower bound of the answer: the search among the peaks, a part of the logits. `low` where it shows nothing."""
     least = tl.min(tl.where(peak > float("-inf"), peak, top))
     begin = tl.maximum(low, _key(least) >> SPARE)
     weight = _weigh(peak, _value(begin << SPARE), top, steep)

@@ -250,17 +250,17 @@ def _without_states(state: StateSpec, page: int, dtype: torch.dtype, device: tor
         return f"it has no kernels for the states of {state.kind}"
     if state.kind == "gated_delta_net" and not all(32 <= size <= 256 for size in (state.head_dim, state.state_size)):
         return f"it has kernels for gated delta nets with heads of 32 to 256, these have {state.state_size} and {state.head_dim}"
-    from meshlm.workers.states import proof
+    from meshlm.workers.states.self_test import self_test_states
 
-    reason = proof.of_kernels(state, page, _ssm(state, dtype), dtype, device)
+    reason = self_test_states(state, page, _ssm(state, dtype), dtype, device)
     return f"its kernels for the states of {state.kind} are not right on this GPU: {reason}" if reason else ""
 
 
 def states_in_graphs(state: StateSpec, page: int, dtype: torch.dtype, device: torch.device) -> str:
     """Why CUDA graphs must not hold prompts with such states here; "" when they may."""
-    from meshlm.workers.states import proof
+    from meshlm.workers.states.self_test import self_test_states
 
-    reason = proof.of_graphs(state, page, _ssm(state, dtype), dtype, device)
+    reason = self_test_states(state, page, _ssm(state, dtype), dtype, device, in_graphs=True)
     return f"prompts with the states of {state.kind} are not right in graphs on this GPU: {reason}" if reason else ""
 
 

@@ -66,7 +66,7 @@ class ExpertGroup:
             rooms, name = self.rooms, f"experts-{epoch}-{self._name}"
             self._say(lambda: rooms.meet(name, PrefixStore("rooms", store), self._group))
             self._meet()
-            rooms.prove()
+            rooms.self_test()
 
     def _make(self, store: Any) -> None:
         if self.device.type == "cpu":

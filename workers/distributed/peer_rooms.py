@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 
-PROVED_S = 20.0  # for kernels that are compiled, on each of the ranks
+SELF_TEST_S = 20.0  # for kernels that are compiled, on each of the ranks
 
 
 def check_peers(device: torch.device) -> None:
@@ -85,7 +85,7 @@ class PeerRooms:
         torch.cuda.synchronize()
         self.stop.zero_()
 
-    def prove(self) -> None:
+    def self_test(self) -> None:
         """Exchanges whose results are known, through each room. ProcessFatal when it is wrong or does not end. Collective."""
         for room, whole in product(self._rooms, (False, True)):
             k, hidden, owners = self._k, room.inbox.shape[1], kernel.Owners(1, 1, 0)
@@ -122,7 +122,7 @@ def _finish(stop: Tensor) -> None:
     """Wait for the device, though a peer may never write. ProcessFatal."""
     done = torch.cuda.Event()
     done.record()
-    until = time.monotonic() + PROVED_S
+    until = time.monotonic() + SELF_TEST_S
     while not done.query():
         if time.monotonic() > until:
             stop.fill_(1)

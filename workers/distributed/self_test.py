@@ -5,13 +5,14 @@ Collective: all ranks of a group run the same tests at the same time. Used by sy
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from meshlm.kernels.precompile import precompiled
+from meshlm.kernels.self_test import Result
 from meshlm.workers.distributed.communicator import FUSED_ROWS, Distributed
 from meshlm.workers.distributed.shard import Shard
 
@@ -21,17 +22,9 @@ if TYPE_CHECKING:
 NEAR = 0.03  # of norms
 
 
-class Result(NamedTuple):
+def result(name: str, found: Tensor | None, wanted: Tensor, near: float = 0.0) -> Result:
     """The value that a sum gave, beside the one that it must give."""
-
-    name: str
-    found: Tensor | None
-    wanted: Tensor
-    near: float = 0.0
-
-    def wrong(self) -> bool:
-        """Waits for the device."""
-        return self.found is None or not bool(((self.found - self.wanted).abs() <= self.near).all())
+    return Result(name, torch.inf if found is None else (found - wanted).abs().max(), near)
 
 
 def compile_all(made: "Symmetric", shard: Shard, dtype: torch.dtype, columns: int) -> None:
@@ -47,7 +40,7 @@ def compile_all(made: "Symmetric", shard: Shard, dtype: torch.dtype, columns: in
 
 def wrong(results: Iterator[Result]) -> str:
     """Names; "" when all is right. All are launched, whatever comes of the first: the other ranks wait for this one in each."""
-    return ", ".join([result.name for result in results if result.wrong()])
+    return ", ".join([one.what for one in results if one.wrong()])
 
 
 def sums(made: "Symmetric", plain: Distributed, shard: Shard, dtype: torch.dtype) -> Iterator[Result]:
@@ -56,12 +49,12 @@ def sums(made: "Symmetric", plain: Distributed, shard: Shard, dtype: torch.dtype
     of_all = torch.tensor(size * (size + 1) // 2, dtype=dtype, device=device)
     for rows in (1, 3, 4096):
         x = torch.full((rows, 128 * size), float(shard.tp_rank + 1), dtype=dtype, device=device)
-        yield Result(f"sum of {rows} rows", made.all_reduce(x.clone()), of_all)
+        yield result(f"sum of {rows} rows", made.all_reduce(x.clone()), of_all)
         found = made.gather(x[:, :128].contiguous(), 128 * size)
         wanted = torch.arange(1, size + 1, device=device, dtype=dtype).repeat_interleave(128)
-        yield Result(f"gathering of {rows} rows", found, wanted)
+        yield result(f"gathering of {rows} rows", found, wanted)
     ones = torch.ones(8, dtype=dtype, device=device)
-    yield Result("NCCL", plain.all_reduce(ones.clone()), ones * size)
+    yield result("NCCL", plain.all_reduce(ones.clone()), ones * size)
 
 
 def norms(made: "Symmetric", shard: Shard, dtype: torch.dtype, columns: int) -> Iterator[Result]:
@@ -74,8 +67,8 @@ def norms(made: "Symmetric", shard: Shard, dtype: torch.dtype, columns: int) -> 
         residual = torch.ones(rows, columns, dtype=dtype, device=device)
         normed = made.allreduce_rmsnorm(x, residual, weight, 1e-6)
         stream = (steps * size + size * (size - 1) // 2 + 1).to(dtype).repeat(rows, 1)
-        yield Result(f"sum of {rows} rows", residual, stream)
-        yield Result(f"norm of {rows} rows", normed, F.rms_norm(stream, (columns,), weight, 1e-6), NEAR)
+        yield result(f"sum of {rows} rows", residual, stream)
+        yield result(f"norm of {rows} rows", normed, F.rms_norm(stream, (columns,), weight, 1e-6), NEAR)
 
 
 def parts(made: "Symmetric", shard: Shard, columns: int) -> Iterator[Result]:
@@ -103,9 +96,9 @@ def parts(made: "Symmetric", shard: Shard, columns: int) -> Iterator[Result]:
             else:
                 out = one_row.norm(part, stream, norm, 1e-6)[:, :few]
             wanted = (nth * total).to(torch.bfloat16)[None]
-            yield Result(f"sum {nth} of step {step}", stream, wanted)
-            yield Result(f"norm {nth} of step {step}", out, F.rms_norm(wanted, (columns,), norm, 1e-6)[:, :few], NEAR)
+            yield result(f"sum {nth} of step {step}", stream, wanted)
+            yield result(f"norm {nth} of step {step}", out, F.rms_norm(wanted, (columns,), norm, 1e-6)[:, :few], NEAR)
         head = torch.zeros(16, 64, dtype=torch.bfloat16, device=device)
         head[:, 5] = torch.arange(16, device=device) + 16 * shard.tp_rank + step
         logits = one_row.logits(x, head, 16 * size - 2, None)
-        yield Result(f"columns of step {step}", logits, torch.arange(16 * size - 2, device=device)[None] + step)
+        yield result(f"columns of step {step}", logits, torch.arange(16 * size - 2, device=device)[None] + step)

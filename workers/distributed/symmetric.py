@@ -14,6 +14,7 @@ from torch import Tensor
 
 from meshlm.kernels.allreduce_rmsnorm import kernel
 from meshlm.kernels.packets import FOR_EVER
+from meshlm.kernels.self_test import in_one_line
 from meshlm.workers.distributed import self_test
 from meshlm.workers.distributed.communicator import FUSED_ROWS, Communicator, Distributed, side_by_side
 from meshlm.workers.distributed.one_row import OneRow
@@ -90,7 +91,7 @@ class Symmetric:
         )
         torch.cuda.synchronize()  # all is zero before this rank says so to the others
 
-    def proved(self, *, fused: bool, one_row: bool) -> None:
+    def verified(self, *, fused: bool, one_row: bool) -> None:
         """From now on a peer may take as long as it needs. fused: allreduce_rmsnorm is right too. one_row: and that."""
         self._patience = FOR_EVER
         self.fused = fused
@@ -157,7 +158,7 @@ def make_symmetric(
     widest: tuple[int, int],
     plain: Distributed,
 ) -> Communicator:
-    """Symmetric memory where all ranks of the group have it and it proves right, else NCCL. Collective."""
+    """Symmetric memory where all ranks of the group have it and its self-test is right, else NCCL. Collective."""
     if shard.tp_size not in SIZES or dtype not in DTYPES:
         return plain
     made, failure = None, ""
@@ -192,7 +193,7 @@ def make_symmetric(
         warnings.warn(
             f"kernels/gemv sums nothing here, sums of one row are apart: {wrong}", RuntimeWarning, stacklevel=2
         )
-    made.proved(fused=fused, one_row=one_row)
+    made.verified(fused=fused, one_row=one_row)
     return made
 
 
@@ -201,7 +202,7 @@ def _said(check: Callable[[], str | None]) -> str:
     try:
         return check() or ""
     except Exception as error:  # of a compiler or a driver: this rank votes no, and all go another way
-        return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        return in_one_line(error)
 
 
 def all_say_yes(yes: bool, group: dist.ProcessGroup) -> bool:

@@ -184,13 +184,13 @@ class TritonKit:
 
     def _self_test_states(self, engine: ModelEngine) -> None:
         """WrongStates where a model with recurrent states is not what plain torch makes of it. All ranks of a group say so together."""
-        from meshlm.workers.states import model_proof
+        from meshlm.workers.states.model_self_test import self_test_model
 
         def inputs(step: StepColumns) -> StepInputs:
             self._inputs.send(step, step.n, NOTHING, 0, np.arange(step.n))
             return self._inputs.of_step(step)
 
-        reason = model_proof.of_model(engine, engine.compute.attention, inputs)
+        reason = self_test_model(engine, engine.compute.attention, inputs)
         self._inputs.clear()
         votes = torch.full((8,), float(not reason), dtype=engine.dtype, device=engine.device)
         if engine.shard.tp_size > 1:

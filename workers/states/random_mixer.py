@@ -1,4 +1,4 @@
-"""A mixer between its projections with random weights, for proofs: by plain torch or by kernels."""
+"""A mixer between its projections with random weights, for self-tests: by plain torch or by kernels."""
 
 import torch
 from torch import Tensor
@@ -13,8 +13,8 @@ class RandomMixer:
     """Its weights are as models begin with. What it is given is a line of `width` numbers of each token, whose parts are the inputs, as
     those of a model are parts of one product."""
 
-    def __init__(self, state: StateSpec, dtype: torch.dtype, random: torch.Generator) -> None:
-        self._random, heads = random, state.num_heads
+    def __init__(self, state: StateSpec, dtype: torch.dtype, device: torch.device) -> None:
+        self._device, heads = device, state.num_heads
         self._state, self._numbers = state, state.n_groups * state.state_size
         rest = {
             "mamba2": [heads],  # dt
@@ -26,12 +26,12 @@ class RandomMixer:
         self.width = sum(self._sizes)
         self._weight = (self._some(state.conv_dim, state.conv_kernel) * 0.5).to(dtype)
         self._bias = self._some(state.conv_dim).to(dtype) if state.conv_bias else None
-        device, columns = random.device, [state.state_size] if state.kind == "mamba" else []
+        columns = [state.state_size] if state.kind == "mamba" else []
         self._a = -torch.linspace(0.1, 16, heads, device=device).view(heads, *[1] * len(columns)).repeat(1, *columns)
         self._shift, self._d = self._some(heads) - 3, self._some(heads)
 
     def _some(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self._random, device=self._random.device)
+        return torch.randn(*shape, device=self._device)
 
     def run(self, given: Tensor, states: StepStates, cache: StateCache) -> list[Tensor]:
         """What the convolution gives, and the layer's own operation, if it has one. given [t, width]."""

@@ -14,7 +14,7 @@ from meshlm.kernels.ssd.update import state_update
 from meshlm.kernels.states import Pieces
 from meshlm.workers.batch import UNKNOWN, StateCache, StepInputs
 
-KINDS = ("mamba2", "short_conv", "gated_delta_net", "mamba")  # that these kernels serve, where they are proven
+KINDS = ("mamba2", "short_conv", "gated_delta_net", "mamba")  # that these kernels serve, where their self-test is right
 
 
 def pieces_of(batch: StepInputs, block_size: int) -> Pieces | None:

@@ -16,7 +16,7 @@ from meshlm.protocol.layers import StateSpec
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.workers.attention import triton_backend
 from meshlm.workers.engine.engine import ModelEngine
-from meshlm.workers.states.proof import of_kernels
+from meshlm.workers.states.self_test import self_test_states
 
 pytestmark = pytest.mark.gpu
 
@@ -55,7 +55,7 @@ def history(made: ModelEngine) -> Driver:
 def test_kernels_of_real_sizes(name: str, dtype: torch.dtype) -> None:
     """Pieces of prompts as long as they get."""
     state, page, ssm = SIZES[name]
-    assert of_kernels(state, page, ssm or dtype, dtype, torch.device("cuda")) == ""
+    assert self_test_states(state, page, ssm or dtype, dtype, torch.device("cuda")) == ""
 
 
 def test_as_many_heads_of_values_as_of_keys(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_error_is_no_worse_than_transformers_bfloat16(
     theirs = transformers_model(name, tmp_path)
     made = engine(tmp_path, load_format="auto", cudagraph_mode=graphs)
     assert made.compute.attention.name == ("torch" if mode == "plain torch" else "triton"), (
-        "the start has proven them wrong"
+        "the start has found them wrong"
     )
     ours, error = errors_of_rows(theirs, history(made))
     typical = torch.median if made.spec.moe else torch.mean

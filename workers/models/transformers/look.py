@@ -26,7 +26,7 @@ from meshlm.workers.models.transformers.split import split, why_not_split
 from meshlm.workers.models.transformers.stages import why_no_stages
 
 _TOKENS = 9
-SHORTEST = 24  # context: workers hold a model against transformers' attention with so many tokens (proof.py)
+SHORTEST = 24  # context: workers hold a model against transformers' attention with so many tokens (self_test.py)
 _HARMLESS = frozenset(("position_ids", "position_embeddings", "cache_position", "input_ids", "attention_mask_2d"))
 """Tensors that models hand on to attention without a meaning there."""
 

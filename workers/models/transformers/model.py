@@ -22,7 +22,7 @@ from meshlm.workers.layers.torch_ops import TorchOps, make_ops
 from meshlm.workers.models.decoder import Decoder, DecoderLayer, KVScale, Parts
 from meshlm.workers.models.transformers import given, interface
 from meshlm.workers.models.transformers.look import SHORTEST, attending
-from meshlm.workers.models.transformers.proof import why_unequal
+from meshlm.workers.models.transformers.self_test import why_unequal
 from meshlm.workers.models.transformers.stages import Stage
 
 

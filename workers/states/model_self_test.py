@@ -1,23 +1,25 @@
-"""A whole stage with its own weights by the kernels of recurrent states and of attention, layer by layer beside plain torch.
+"""The self-test of a whole stage with its own weights: the kernels of recurrent states and of attention, layer by layer beside plain
+torch.
 
 Every layer gets what plain torch made of the one before, so that roundings do not grow from layer to layer, and an expert that is
 chosen by a hair changes nothing. What is compared is each operation alone, with the inputs, strides, weights and pages of serving.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from meshlm.kernels.ssd.reference import TimeSteps
+from meshlm.kernels.self_test import Result, in_one_line, why_wrong
 from meshlm.workers.attention.backend import Backend, StepAttention, TorchBackend
 from meshlm.workers.attention.sparse_latent import Chosen, LastChoice
-from meshlm.workers.batch import StateCache, StepInputs
+from meshlm.workers.batch import StepInputs
 from meshlm.workers.engine.inputs import TorchInputs
 from meshlm.workers.layers.ops import AttentionShape, LatentShape, LayerStep
 from meshlm.workers.rows.step_columns import StepColumns
-from meshlm.workers.states.proof import FAULTS, LONG, Request, step_of
+from meshlm.workers.states.self_test import LONG, Request, step_of
 from meshlm.workers.states.step import StepStates
 
 if TYPE_CHECKING:
@@ -30,23 +32,20 @@ class Findings:
     """How far off each operation was, and what could not be launched."""
 
     def __init__(self) -> None:
-        self._errors: list[tuple[str, Tensor]] = []
+        self._results: list[Result] = []
         self.fault = ""
 
     def add(self, name: str, found: Tensor, wanted: Tensor) -> None:
         """Numbers too small for 16 bits do not count."""
         scale = wanted.float().norm() + 1e-7 * wanted.numel() ** 0.5
-        self._errors.append((name, (found.float() - wanted.float()).norm() / scale))
+        self._results.append(Result(f"{name}:", (found.float() - wanted.float()).norm() / scale, NEAR))
 
-    def reason(self) -> str:
-        """Why the kernels must not be used; "" when they may be."""
-        if self.fault or not self._errors:
-            return self.fault or "no layer has been compared"
-        errors = torch.stack([error for _, error in self._errors]).nan_to_num(torch.inf)
-        worst, at = errors.max(0)
-        if float(worst) <= NEAR:
-            return ""
-        return f"{self._errors[int(at)][0]}: {float(worst):.3g} of the norm away from plain torch"
+    def worst(self) -> Result:
+        """Waits for the device once."""
+        if not self._results:
+            raise ValueError("no layer has been compared")
+        errors = torch.stack([torch.as_tensor(result.error) for result in self._results]).nan_to_num(torch.inf)
+        return self._results[int(errors.argmax())]
 
 
 class _Both:
@@ -61,8 +60,8 @@ class _Both:
             found = by_kernels()
         except torch.OutOfMemoryError:
             raise
-        except FAULTS as error:
-            self.findings.fault = f"{name}: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:200]
+        except Exception as error:  # of a compiler or a driver; plain torch computes
+            self.findings.fault = f"{name}: {in_one_line(error)}"
         wanted = by_torch()
         if found is not None:
             for one, other in zip(found.split(self._counts), wanted.split(self._counts), strict=True):
@@ -71,49 +70,32 @@ class _Both:
 
 
 class _BothStates:
-    """See `StepStates`. Of one group, whose pages are among the first `pages`."""
+    """The operations of `StepStates`, whose last argument is the cache. The group's pages are among the first `pages`."""
 
     def __init__(self, both: _Both, kernels: StepStates, plain: StepStates, pages: int) -> None:
         self._both, self._kernels, self._plain, self._pages = both, kernels, plain, pages
 
-    def _run(self, name: str, halves: Tensor, run: Callable[[StepStates], Tensor]) -> Tensor:
-        pages = halves[:, : self._pages]
-        before = pages.clone()
-        left: list[Tensor] = []
+    def __getattr__(self, name: str) -> Callable[..., Tensor]:
+        return partial(self._run, name)
+
+    def _run(self, name: str, *given: Any, **more: Any) -> Tensor:
+        pages = (given[-1].conv if name == "conv" else given[-1].ssm)[:, : self._pages]
+        before, left = pages.clone(), list[Tensor]()
 
         def by_kernels() -> Tensor:
-            found = run(self._kernels)
+            found: Tensor = getattr(self._kernels, name)(*given, **more)
             left.append(pages.clone())
             return found
 
         def by_torch() -> Tensor:
             pages.copy_(before)
-            return run(self._plain)
+            found: Tensor = getattr(self._plain, name)(*given, **more)
+            return found
 
         wanted = self._both.run(name, by_kernels, by_torch)
         for states in left:
             self._both.findings.add(f"states of {name}", states, pages)
         return wanted
-
-    def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache, *, silu: bool = True) -> Tensor:
-        """See `StepStates.conv`."""
-        return self._run("conv", cache.conv, lambda one: one.conv(x, weight, bias, cache, silu=silu))
-
-    def ssd(self, x: Tensor, steps: TimeSteps, a: Tensor, b: Tensor, c: Tensor, d: Tensor, cache: StateCache) -> Tensor:
-        """See `StepStates.ssd`."""
-        return self._run("ssd", cache.ssm, lambda one: one.ssd(x, steps, a, b, c, d, cache))
-
-    def selective_scan(
-        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, gate: Tensor, cache: StateCache
-    ) -> Tensor:
-        """See `StepStates.selective_scan`."""
-        return self._run("selective_scan", cache.ssm, lambda one: one.selective_scan(x, dt, a, b, c, d, gate, cache))
-
-    def gated_delta(
-        self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, rate: Tensor, bias: Tensor, cache: StateCache
-    ) -> Tensor:
-        """See `StepStates.gated_delta`."""
-        return self._run("gated_delta", cache.ssm, lambda one: one.gated_delta(q, k, v, a, b, rate, bias, cache))
 
 
 class _BothAttention:
@@ -155,10 +137,11 @@ class _BothAttention:
 
     def states(self, group: int) -> StepStates:
         """See `StepAttention.states`."""
-        return _BothStates(self._both, self._kernels.states(group), self._plain.states(group), self._pages)
+        both = _BothStates(self._both, self._kernels.states(group), self._plain.states(group), self._pages)
+        return cast(StepStates, both)
 
 
-def of_model(engine: "ModelEngine", backend: Backend, inputs: Callable[[StepColumns], StepInputs]) -> str:
+def self_test_model(engine: "ModelEngine", backend: Backend, inputs: Callable[[StepColumns], StepInputs]) -> str:
     """Why this stage must not compute by `backend`; "" when it may. The KV cache is there, and nobody's yet.
 
     inputs: the step's tensors for the backend. A long prompt in two chunks stands beside a short one, then both decode.
@@ -179,17 +162,18 @@ def of_model(engine: "ModelEngine", backend: Backend, inputs: Callable[[StepColu
     own = torch.arange(pages, dtype=torch.int32, device=rows.state.device).view(groups, len(history), blocks)
     rows.block_tables[:, : len(history), :blocks] = own
     findings = Findings()
+
+    def results() -> Iterator[Result]:
+        for one in states:
+            one.ssm[:, :pages], one.conv[:, :pages] = 0, 0
+        for nth in range(len(history[0].counts)):
+            _step(engine, step_of(history, nth), (backend, inputs), findings, pages)
+        if not findings.fault:
+            yield findings.worst()
+
     try:
-        with torch.inference_mode():
-            for one in states:
-                one.ssm[:, :pages], one.conv[:, :pages] = 0, 0
-            for nth in range(len(history[0].counts)):
-                _step(engine, step_of(history, nth), (backend, inputs), findings, pages)
-            return findings.reason()
-    except torch.OutOfMemoryError:
-        raise
-    except FAULTS as error:
-        return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:200]
+        why = why_wrong(results())
+        return findings.fault or why
     finally:
         rows.state.copy_(saved)
 

@@ -1,23 +1,21 @@
-"""Triton's kernels for recurrent states are used where this very GPU shows, at each start, that they give what plain torch gives.
+"""The self-tests of Triton's kernels for recurrent states, at each start, beside plain torch, which computes where they are wrong.
 
-`of_kernels` asks the kernels alone, with the sizes of the model's states and pages: prompts in several pieces, chunks behind a state,
-prompts that cross a block's end with a checkpoint and without, decodes. `of_graphs` asks them as CUDA graphs of mixed steps launch
-them, beside padding that is not a number. model_proof.py asks the whole stage with its own weights.
-What is wrong, or cannot be compiled or launched, is said in words, and plain torch computes.
+`self_test_states` runs the kernels alone, with the sizes of the model's states and pages: prompts in several pieces, chunks behind a
+state, prompts that cross a block's end with a checkpoint and without, decodes. In graphs: as CUDA graphs of mixed steps launch them,
+beside padding that is not a number. model_self_test.py runs the whole stage with its own weights.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
 from torch import Tensor
-from triton.runtime.errors import TritonError
 
 from meshlm.kernels.attention.kernel import Columns
+from meshlm.kernels.self_test import Result, distance, why_wrong
 from meshlm.kernels.states import PIECE
 from meshlm.protocol.layers import StateSpec
 from meshlm.workers.batch import UNKNOWN, KnownRequests, Prompt, RequestLens, StateCache, StepInputs
@@ -28,7 +26,6 @@ from meshlm.workers.states.triton_states import TritonStates, pieces_of
 
 NEAR = 0.03  # of norms: rounding to 16 bits in a convolution, a scan and a state makes less
 LONG = PIECE + 37
-FAULTS = (TritonError, RuntimeError, ValueError, TypeError, AssertionError)
 
 
 class Request(NamedTuple):
@@ -67,27 +64,24 @@ def step_of(history: Sequence[Request], nth: int) -> StepColumns:
 
 def both_inputs(step: StepColumns, tables: Tensor) -> tuple[StepInputs, StepInputs]:
     """The step for plain torch, and for the kernels. tables int32 [rows, blocks]."""
-    device, first = tables.device, step.num_decodes
-
-    def ints(values: ArrayLike, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.as_tensor(np.array(values), dtype=dtype, device=device)
-
-    ends = np.cumsum(step.counts)
+    device, first, ends = tables.device, step.num_decodes, np.cumsum(step.counts)
     begins, lens = ends - step.counts, step.starts + step.counts
     positions = np.repeat(step.starts - begins, step.counts) + np.arange(step.t)
-    rows, starts, stops = (ints(column, torch.int32) for column in (step.rows, step.starts, ends))
-    known = (column[first:].tolist() for column in (step.rows, step.starts, begins, step.counts))
-    query, context = tuple(step.counts[first:].tolist()), tuple(lens[first:].tolist())
-    at = ints(positions)
+    at = torch.as_tensor(positions, dtype=torch.int64, device=device)
+    rows, starts, stops = (
+        torch.as_tensor(np.array(column), dtype=torch.int32, device=device) for column in (step.rows, step.starts, ends)
+    )
     plain = StepInputs(
         input_ids=at, positions=at, slot_mapping=(at,), block_tables=(tables[rows.long()].long(),), logits_indices=None,
-        num_decodes=first, lens=RequestLens(ints(lens), query, context, 0),
+        num_decodes=first,
+        lens=RequestLens(
+            torch.as_tensor(lens, device=device), tuple(step.counts[first:].tolist()), tuple(lens[first:].tolist()), 0
+        ),
     )  # fmt: skip
-    kernels = StepInputs(
-        input_ids=at, positions=at, slot_mapping=(at,), block_tables=(tables,), logits_indices=None, num_decodes=first,
-        columns=Columns(rows, starts, stops, step.n, tables), known=KnownRequests(first, first, tuple(map(Prompt, *known))),
-    )  # fmt: skip
-    return plain, kernels
+    known = (column[first:].tolist() for column in (step.rows, step.starts, begins, step.counts))
+    columns = Columns(rows, starts, stops, step.n, tables)
+    requests = KnownRequests(first, first, tuple(map(Prompt, *known)))
+    return plain, replace(plain, block_tables=(tables,), lens=None, columns=columns, known=requests)
 
 
 PADDING = 3  # requests and tokens of nobody
@@ -110,57 +104,40 @@ def padded(kernels: StepInputs) -> StepInputs:
 
 
 @cache
-def of_kernels(state: StateSpec, page: int, ssm: torch.dtype, dtype: torch.dtype, device: torch.device) -> str:
-    """Why the kernels must not be used for such states; "" when they may be. ssm: of the states of heads; dtype: of all else."""
-    return _reason(state, page, ssm, dtype, device, in_graphs=False)
-
-
-@cache
-def of_graphs(state: StateSpec, page: int, ssm: torch.dtype, dtype: torch.dtype, device: torch.device) -> str:
-    """Why CUDA graphs must not hold prompts of such states; "" when they may. See `of_kernels`."""
-    return _reason(state, page, ssm, dtype, device, in_graphs=True)
-
-
-def _reason(
-    state: StateSpec, page: int, ssm: torch.dtype, dtype: torch.dtype, device: torch.device, *, in_graphs: bool
+def self_test_states(
+    state: StateSpec, page: int, ssm: torch.dtype, dtype: torch.dtype, device: torch.device, *, in_graphs: bool = False
 ) -> str:
-    try:
-        with torch.inference_mode():
-            worst = _worst(state, page, ssm, dtype, device, in_graphs=in_graphs)
-    except torch.OutOfMemoryError:
-        raise
-    except FAULTS as error:
-        return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:200]
-    return "" if worst <= NEAR else f"they are {worst:.3g} of the norm away from plain torch"  # NaN is not near
+    """Why the kernels must not be used for such states, or be in CUDA graphs with prompts; "" when they may.
+
+    ssm: the dtype of the states of heads; dtype: of all else.
+    """
+    return why_wrong(
+        Result("they are", error, NEAR) for error in _errors(state, page, ssm, dtype, device, in_graphs=in_graphs)
+    )
 
 
-def _worst(
+def _errors(
     state: StateSpec, page: int, ssm: torch.dtype, dtype: torch.dtype, device: torch.device, *, in_graphs: bool
-) -> float:
-    history, random = requests(page), torch.Generator(device).manual_seed(1)
+) -> Iterator[Tensor]:
+    history = requests(page)
     tables = torch.zeros(len(history) + 1, 32, dtype=torch.int32, device=device)
     for row, one in enumerate(history):
         tables[row, : len(one.table)] = torch.tensor(one.table)
-    caches = [_cache(state, ssm, dtype, device) for _ in range(2)]
-    layer = RandomMixer(state, dtype, random)
-    errors = []
+    theirs, mine = (_cache(state, ssm, dtype, device) for _ in range(2))
+    layer = RandomMixer(state, dtype, device)
     for nth in range(len(history[0].counts)):
         step = step_of(history, nth)
         plain, kernels = both_inputs(step, tables)
-        given = torch.randn(step.t, layer.width, generator=random, device=device).to(dtype)
-        wanted = layer.run(given, TorchStates(plain, 0, page), caches[0])
+        given = torch.randn(step.t, layer.width, device=device).to(dtype)
+        wanted = layer.run(given, TorchStates(plain, 0, page), theirs)
         if in_graphs:
             kernels, given = padded(kernels), torch.cat((given, given.new_full((PADDING, layer.width), torch.nan)))
-        found = layer.run(given, TritonStates(kernels, 0, page, pieces_of(kernels, page)), caches[1])
-        errors += [
-            (one[: step.t].float() - other.float()).norm() / other.float().norm()
-            for one, other in zip(found, wanted, strict=True)
-        ]
+        found = layer.run(given, TritonStates(kernels, 0, page, pieces_of(kernels, page)), mine)
+        yield from (distance(one[: step.t], other) for one, other in zip(found, wanted, strict=True))
     pages = torch.tensor(sorted({page for one in history for page in one.table}), device=device)
-    for left, right in ((caches[1].ssm, caches[0].ssm), (caches[1].conv, caches[0].conv)):
+    for left, right in ((mine.ssm, theirs.ssm), (mine.conv, theirs.conv)):
         if left.numel():
-            errors.append((left[:, pages].float() - right[:, pages].float()).norm() / right[:, pages].float().norm())
-    return float(torch.stack(errors).max())
+            yield distance(left[:, pages], right[:, pages])
 
 
 def _cache(state: StateSpec, ssm: torch.dtype, dtype: torch.dtype, device: torch.device) -> StateCache:

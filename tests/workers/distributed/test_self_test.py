@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import torch
 
-from meshlm.workers.distributed.self_test import Result, wrong
+from meshlm.kernels.self_test import Result
+from meshlm.workers.distributed.self_test import result, wrong
 
 ONES = torch.ones(2, 3)
 
@@ -16,15 +17,15 @@ def test_wrong_results_are_named_and_all_are_launched() -> None:
     def results() -> Iterator[Result]:
         for name, found in (("right", ONES), ("off by one", ONES + 1), ("none", None), ("right too", ONES)):
             launched.append(name)
-            yield Result(name, found, ONES)
+            yield result(name, found, ONES)
 
     assert wrong(results()) == "off by one, none"
     assert launched == ["right", "off by one", "none", "right too"]
-    assert wrong(iter([Result("right", ONES, ONES)])) == ""
+    assert wrong(iter([result("right", ONES, ONES)])) == ""
 
 
 def test_nothing_and_what_is_no_number_are_wrong_and_near_is_right() -> None:
-    assert Result("none", None, ONES).wrong()
-    assert Result("far", ONES + 0.1, ONES, near=0.03).wrong()
-    assert not Result("near", ONES + 0.02, ONES, near=0.03).wrong()
-    assert Result("no number", ONES * float("nan"), ONES, near=0.03).wrong()
+    assert result("none", None, ONES).wrong()
+    assert result("far", ONES + 0.1, ONES, near=0.03).wrong()
+    assert not result("near", ONES + 0.02, ONES, near=0.03).wrong()
+    assert result("no number", ONES * float("nan"), ONES, near=0.03).wrong()

@@ -27,7 +27,9 @@ from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.inputs import TorchInputs
 from meshlm.workers.models.qwen3_next import GatedDeltaNet
 from meshlm.workers.rows.step_columns import StepColumns
-from meshlm.workers.states import model_proof, proof, triton_states
+from meshlm.workers.states import model_self_test, triton_states
+from meshlm.workers.states.model_self_test import self_test_model
+from meshlm.workers.states.self_test import self_test_states
 from meshlm.workers.states.triton_states import TritonStates, pieces_of
 
 if torch.cuda.is_available():
@@ -44,13 +46,13 @@ UNIT = StateSpec(kind="mamba", num_heads=24, head_dim=1, state_size=1)  # Recurr
 
 
 def reason(state: StateSpec) -> str:
-    proof.of_kernels.cache_clear()
-    return proof.of_kernels(state, 48, torch.float32, torch.float32, CPU)
+    self_test_states.cache_clear()
+    return self_test_states(state, 48, torch.float32, torch.float32, CPU)
 
 
 def in_graphs(state: StateSpec, page: int = 48) -> str:
-    proof.of_graphs.cache_clear()
-    return proof.of_graphs(state, page, torch.float32, torch.float32, CPU)
+    self_test_states.cache_clear()
+    return self_test_states(state, page, torch.float32, torch.float32, CPU, in_graphs=True)
 
 
 @pytest.mark.parametrize("state", [MAMBA2, GROUPS, SHORT, DELTA, MAMBA, UNIT], ids=KINDS)
@@ -183,10 +185,10 @@ def tried(name: str, folder: Path) -> tuple[ModelEngine, KernelsOfStates]:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_whole_model_is_tried_and_left_as_it_was(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several groups of pages, prompts in chunks beside one another, decodes; in float32 they are equal but for the last digits."""
-    monkeypatch.setattr(model_proof, "NEAR", 1e-4)
+    monkeypatch.setattr(model_self_test, "NEAR", 1e-4)
     whole, kernels = tried(name, tmp_path)
     before = whole.rows.state.clone()
-    assert model_proof.of_model(whole, kernels, kernels.inputs) == ""
+    assert self_test_model(whole, kernels, kernels.inputs) == ""
     assert kernels.used > 0
     assert torch.equal(whole.rows.state, before)
 
@@ -195,7 +197,7 @@ def test_what_is_wrong_in_a_whole_model_is_noticed(tmp_path: Path, monkeypatch: 
     """By name: a wrong result, a state that is not left, and what cannot be launched."""
     whole, kernels = tried("lfm2", tmp_path)
     monkeypatch.setattr(triton_states, "causal_conv", lambda *given, **more: causal_conv(*given, **more).flip(1))
-    assert "conv: 1" in model_proof.of_model(whole, kernels, kernels.inputs)
+    assert "conv: 1" in self_test_model(whole, kernels, kernels.inputs)
 
     def unwritten(*given: Any, **more: Any) -> Tensor:
         before = given[3].clone()
@@ -204,15 +206,14 @@ def test_what_is_wrong_in_a_whole_model_is_noticed(tmp_path: Path, monkeypatch: 
         return out
 
     monkeypatch.setattr(triton_states, "causal_conv", unwritten)
-    assert "states of conv: 1" in model_proof.of_model(whole, kernels, kernels.inputs)
+    assert "states of conv: 1" in self_test_model(whole, kernels, kernels.inputs)
 
     def broken(*given: Any, **more: Any) -> Tensor:
         raise RuntimeError("Triton Error [CUDA]: invalid argument")
 
     monkeypatch.setattr(triton_states, "causal_conv", broken)
     assert (
-        model_proof.of_model(whole, kernels, kernels.inputs)
-        == "conv: RuntimeError: Triton Error [CUDA]: invalid argument"
+        self_test_model(whole, kernels, kernels.inputs) == "conv: RuntimeError: Triton Error [CUDA]: invalid argument"
     )
 
 
