@@ -4,7 +4,7 @@
     few     kernels/moe_few: up to a tile of rows, not sorted
     many    kernels/moe_align and grouped_gemm: sorted rows
 
-As tune.py found it for this processor and these sizes; other sizes get tiles that fit the rows that an expert has on average.
+As a tuner found it for this processor and these sizes; other sizes get tiles that fit the rows that an expert has on average.
 """
 
 from collections.abc import Sequence

@@ -5,7 +5,7 @@
     small_m_gemm   some rows: tiles, beside the product as `gemm` computes it and the kernel behind it
     gate_up_silu   many rows: tiles, beside the product and the gate
     packed_few     few rows times 4 bits (packed.py): tiles, beside what kernels/packed_gemm does
-    grouped_gemm   a layer of experts (experts.py): kernels and tiles, beside those that follow from rules
+    grouped_gemm   a layer of experts: kernels and tiles, beside those that follow from rules
     packed_experts       a layer of experts with packed weights: tiles of direct.py, beside what kernel.py does (packed_experts.py)
     packed_experts_many  the same with many rows: tiles of kernel.py
 
@@ -24,12 +24,13 @@ from meshlm.kernels.gate_up_silu import op as gate_up_silu
 from meshlm.kernels.gemm import op as gemm
 from meshlm.kernels.gemm.cublaslt import TYPES, library
 from meshlm.kernels.gemv import op as gemv
+from meshlm.kernels.grouped_gemm import op as experts
 from meshlm.kernels.grouped_gemm.plan import Layer
 from meshlm.kernels.measure import replay_us
 from meshlm.kernels.packed_few import plan as packed_few
 from meshlm.kernels.precompile import precompiled
 from meshlm.kernels.small_m_gemm import op as small_m_gemm
-from meshlm.kernels.tuning import experts, packed, packed_experts
+from meshlm.kernels.tuning import packed, packed_experts
 from meshlm.kernels.tuning.core import PLAIN, Case, Config, Key, Run, Setting, Ways, Work
 
 T = TypeVar("T")

@@ -1,5 +1,6 @@
 """Which kernels and tiles experts get: plans without a measurement, candidates of the tuner, entries of its table."""
 
+import json
 from typing import NamedTuple, cast
 
 import pytest
@@ -8,7 +9,7 @@ import triton
 from device import MARKS
 
 from meshlm.kernels import tables
-from meshlm.kernels.grouped_gemm import plan, tune
+from meshlm.kernels.grouped_gemm import plan
 from meshlm.kernels.grouped_gemm.kernel import Shape as Many
 from meshlm.kernels.grouped_gemm.kernel import has_apart
 from meshlm.kernels.grouped_gemm.plan import Layer, Plan
@@ -18,6 +19,11 @@ from meshlm.kernels.moe_gemv.kernel import Shape as One
 
 pytestmark = MARKS
 QWEN3, MIXTRAL = Layer(128, 8, 2048, 768), Layer(8, 2, 4096, 14336)
+
+
+def test_a_layer_is_a_key_of_a_table() -> None:
+    """Before a format, which packed weights have."""
+    assert tables.KEYS[-1 - len(Layer._fields) : -1] == Layer._fields
 
 
 @pytest.mark.parametrize("layer", [QWEN3, MIXTRAL, Layer(4, 2, 64, 32)])
@@ -41,20 +47,14 @@ def test_a_row_s_lines_have_room(hidden: int, gate: One) -> None:
     assert plan.usual_plan(1, Layer(64, 6, hidden, 512)).gate == gate
 
 
-def test_every_size_has_candidates_that_gate_and_down_share() -> None:
-    for layer in (QWEN3, MIXTRAL):
-        for rows in tune.ROWS:
-            kinds = [{tune._kind(*each) for each in tune.candidates(layer, rows, gate=gate)} for gate in (True, False)]
-            assert kinds[0] & kinds[1], (layer, rows)
-
-
 def test_entries_of_a_table_are_read_as_they_were_written(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = {
         1: Plan("one", One(2, 4), One(4, 4)),
         8: Plan("few", Few(32, 128, 4, 3), Few(64, 64, 4, 5)),
         64: Plan("many", Many(16, 64, 128, 4, 3), Many(16, 128, 128, 4, 3, True, 2)),
     }
-    table = {"layers": [{**QWEN3._asdict(), "rows": tune.entries(plans)}]}
+    choices = [[before, to, *plans[to]] for before, to in zip([0, *plans], plans, strict=False)]
+    table = {"layers": [{**QWEN3._asdict(), "rows": json.loads(json.dumps(choices))}]}
     monkeypatch.setattr(tables, "alike", lambda op: table)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     plan._table.cache_clear()

@@ -14,8 +14,8 @@ from gluon_on_torch import on_torch
 from measured import measured
 
 from meshlm.kernels import tables
+from meshlm.kernels.grouped_gemm import op as experts
 from meshlm.kernels.grouped_gemm import plan
-from meshlm.kernels.grouped_gemm import tune as grouped_tune
 from meshlm.kernels.grouped_gemm.kernel import Shape as Many
 from meshlm.kernels.grouped_gemm.plan import Layer, Plan
 from meshlm.kernels.moe_few.kernel import MOST_ROWS
@@ -25,7 +25,7 @@ from meshlm.kernels.packed_experts import direct, runs
 from meshlm.kernels.packed_experts import kernel as packed_experts
 from meshlm.kernels.packed_experts import plan as packed_plan
 from meshlm.kernels.packed_experts.layout import ExpertWeight, unpack
-from meshlm.kernels.tuning import core, experts, products
+from meshlm.kernels.tuning import core, products
 from meshlm.kernels.tuning.core import PLAIN, Case, Run, Setting
 from meshlm.kernels.tuning.products import ProductBench
 
@@ -92,7 +92,7 @@ def test_every_kind_computes_the_same(rows: int, monkeypatch: pytest.MonkeyPatch
     others = [few, many] if rows > 1 else [one, few, many]
     tried = [each for each in others if each.kind != "few" or rows <= MOST_ROWS]
     monkeypatch.setattr(experts, "candidates", lambda layer, rows, most: [tried[-1], *tried])
-    monkeypatch.setattr(grouped_tune, "BYTES_AT_ONCE", 1)
+    monkeypatch.setattr(experts, "BYTES_AT_ONCE", 1)
 
     def begin(run: Run, weights: list[Tensor]) -> products.Timer:
         return lambda: 10.0
@@ -109,9 +109,9 @@ def test_a_plan_that_computes_something_else_is_not_timed(rows: int, monkeypatch
         for block_n in (16, 32)
     )
     monkeypatch.setattr(experts, "candidates", lambda layer, rows, most: [usual, other])
-    monkeypatch.setattr(grouped_tune, "BYTES_AT_ONCE", 1)
-    right = experts.Runs.of
-    monkeypatch.setattr(experts.Runs, "of", lambda self, one: right(self, one).mul_(1.1 if one == other else 1.0))
+    monkeypatch.setattr(experts, "BYTES_AT_ONCE", 1)
+    right = experts.Experts.run
+    monkeypatch.setattr(experts.Experts, "run", lambda self, one: right(self, one).mul_(1.1 if one == other else 1.0))
     bench = ProductBench(Setting(CPU, torch.float32, 8192), lambda run, weights: lambda: 10.0)
     assert measured(bench, Case("grouped_gemm", tuple(TINY), rows)) == {PLAIN: 10.0}
 
