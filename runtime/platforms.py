@@ -81,17 +81,17 @@ def with_devices(ids: str, environment: Mapping[str, str]) -> dict[str, str]:
     """The variables under which a process sees these GPUs (--device-ids) alone; empty: those that it sees now. ValueError."""
     if not ids:
         return dict(environment)
-    wanted = [part.strip() for part in ids.split(",")]
-    numbers = [part.isdecimal() for part in wanted]
+    wanted = [device_id.strip() for device_id in ids.split(",")]
+    numbers = [device_id.isdecimal() for device_id in wanted]
     if not all(wanted) or len(set(wanted)) < len(wanted) or any(numbers) != all(numbers):
         raise ValueError(f"--device-ids {ids}: must be numbers of GPUs or UUIDs, each once, as 2,3")
-    visible = [part for part in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
+    visible = [device_id for device_id in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if device_id]
     if visible and numbers[0]:
-        if outside := [part for part in wanted if int(part) >= len(visible)]:
+        if outside := [device_id for device_id in wanted if int(device_id) >= len(visible)]:
             raise ValueError(
                 f"--device-ids {ids}: {outside[0]} is none of the {len(visible)} GPUs of CUDA_VISIBLE_DEVICES={','.join(visible)}"
             )
-        wanted = [visible[int(part)] for part in wanted]
+        wanted = [visible[int(device_id)] for device_id in wanted]
     return {**environment, "CUDA_VISIBLE_DEVICES": ",".join(wanted)}
 
 

@@ -69,8 +69,8 @@ def with_pointers(schema: Json) -> Json:
 def moved(schema: Json, base: str, max_depth: int | None = None) -> Json:
     """A copy that stands at the pointer `base` of another document, with its references into itself as pointers to there. References to
     what is not in it stay as they are. TooDeep."""
-    places = _places(schema)
-    found: Json = copied(schema, lambda part, uri: _point(part, uri, places, base), max_depth)
+    paths_of_uris = _paths_of_uris(schema)
+    found: Json = copied(schema, lambda subschema, uri: _point(subschema, uri, paths_of_uris, base), max_depth)
     return found
 
 
@@ -78,9 +78,9 @@ def extracted(schema: Mapping[str, Any], root: Any, take: Callable[[], None] = l
     """A schema within a document as one of its own, with all that its references name. `take` is called for each schema in it."""
     names, waiting = dict[str, str](), list[tuple[str, Any]]()
 
-    def point(part: Json, uri: str) -> None:
+    def point(subschema: Json, uri: str) -> None:
         take()
-        reference = part.get("$ref")
+        reference = subschema.get("$ref")
         if not isinstance(reference, str):
             return
         if reference not in names:
@@ -88,7 +88,7 @@ def extracted(schema: Mapping[str, Any], root: Any, take: Callable[[], None] = l
                 return
             names[reference] = str(len(names))
             waiting.append((names[reference], found))
-        part["$ref"] = f"#/$defs/{names[reference]}"
+        subschema["$ref"] = f"#/$defs/{names[reference]}"
 
     bare = {name: value for name, value in schema.items() if name not in ("$defs", "definitions")}
     found, definitions = copied(bare, point), dict[str, Any]()
@@ -107,43 +107,45 @@ def copied(schema: Any, change: Callable[[Json, str], None], max_depth: int | No
         holder, key, uri, is_named, depth = waiting.pop()
         if max_depth is not None and depth > max_depth:
             raise TooDeep
-        part = holder[key]
-        if isinstance(part, list):
-            holder[key] = part = list(part)
-            waiting += [(part, index, uri, False, depth + 1) for index in range(len(part))]
-        elif isinstance(part, Mapping):
-            holder[key] = part = dict(part)
+        subschema = holder[key]
+        if isinstance(subschema, list):
+            holder[key] = subschema = list(subschema)
+            waiting += [(subschema, index, uri, False, depth + 1) for index in range(len(subschema))]
+        elif isinstance(subschema, Mapping):
+            holder[key] = subschema = dict(subschema)
             if not is_named:
-                uri = _uri_of(part, uri)
-                change(part, uri)
-            for name, inner in part.items():
+                uri = _uri_of(subschema, uri)
+                change(subschema, uri)
+            for name, inner in subschema.items():
                 if is_named or name not in DATA:
                     names = not is_named and name in NAMED and isinstance(inner, Mapping)
-                    waiting.append((part, name, uri, names, depth if names else depth + 1))
+                    waiting.append((subschema, name, uri, names, depth if names else depth + 1))
     return copy[0]
 
 
-def _point(part: Json, uri: str, places: Mapping[str, str], base: str) -> None:
+def _point(subschema: Json, uri: str, paths_of_uris: Mapping[str, str], base: str) -> None:
     """The reference of this schema as a pointer; its names for others go, as nothing needs them any more. Changes it."""
-    reference = part.get("$ref")
+    reference = subschema.get("$ref")
     if isinstance(reference, str) and len(reference) <= MAX_POINTER:
         document, _, fragment = _joined(uri, reference).partition("#")
-        if (not fragment or fragment.startswith("/")) and document in places:
-            part["$ref"] = base + places[document] + fragment
-        elif (place := places.get(f"{document}#{fragment}")) is not None:
-            part["$ref"] = base + place
+        if (not fragment or fragment.startswith("/")) and document in paths_of_uris:
+            subschema["$ref"] = base + paths_of_uris[document] + fragment
+        elif (base_path := paths_of_uris.get(f"{document}#{fragment}")) is not None:
+            subschema["$ref"] = base + base_path
     for name in _PLACE:
-        if isinstance(part.get(name), str):
-            del part[name]
+        if isinstance(subschema.get(name), str):
+            del subschema[name]
 
 
-def _places(schema: Any) -> dict[str, str]:
+def _paths_of_uris(schema: Any) -> dict[str, str]:
     """The pointers of what has a name of its own: documents by URI, anchors by URI#name. The root is the URI ""."""
     found = {"": ""}
-    for part, path, uri in _schemas(schema):
-        named = part.get("$id")
+    for subschema, path, uri in _schemas(schema):
+        named = subschema.get("$id")
         names = [
-            f"{uri}#{part[keyword]}" for keyword in ("$anchor", "$dynamicAnchor") if isinstance(part.get(keyword), str)
+            f"{uri}#{subschema[keyword]}"
+            for keyword in ("$anchor", "$dynamicAnchor")
+            if isinstance(subschema.get(keyword), str)
         ]
         if isinstance(named, str):  # one with # is an anchor, as older drafts write it
             names.append(uri + named if named.startswith("#") else uri)
@@ -172,21 +174,21 @@ def _schemas(schema: Any) -> Iterator[tuple[Mapping[str, Any], Path, str]]:
     """Each schema of the document with its path and the URI of the document that it is in."""
     waiting: list[tuple[Any, Path, str, bool]] = [(schema, None, "", False)]
     while waiting:
-        part, path, uri, is_named = waiting.pop()
-        if isinstance(part, list):
-            waiting += [(inner, (path, index), uri, False) for index, inner in enumerate(part)]
-        elif isinstance(part, Mapping):
+        subschema, path, uri, is_named = waiting.pop()
+        if isinstance(subschema, list):
+            waiting += [(inner, (path, index), uri, False) for index, inner in enumerate(subschema)]
+        elif isinstance(subschema, Mapping):
             if not is_named:
-                uri = _uri_of(part, uri)
-                yield part, path, uri
-            for name, inner in part.items():
+                uri = _uri_of(subschema, uri)
+                yield subschema, path, uri
+            for name, inner in subschema.items():
                 if (is_named or name not in DATA) and isinstance(inner, list | Mapping):
                     names = not is_named and name in NAMED and isinstance(inner, Mapping)
                     waiting.append((inner, (path, name), uri, names))
 
 
-def _uri_of(part: Mapping[str, Any], uri: str) -> str:
-    named = part.get("$id")
+def _uri_of(subschema: Mapping[str, Any], uri: str) -> str:
+    named = subschema.get("$id")
     if isinstance(named, str) and len(named) > MAX_POINTER:
         return uri
     return _joined(uri, named).partition("#")[0] if isinstance(named, str) and not named.startswith("#") else uri

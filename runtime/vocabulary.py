@@ -48,11 +48,13 @@ class Vocabulary:
         return found if max(found, default=0) < len(self._texts) else self._written_out(text)
 
     def _written_out(self, text: bytes) -> list[int]:
-        known = {part: token for token, part in enumerate(self._texts) if part and part in text}
+        known = {
+            known_bytes: token for token, known_bytes in enumerate(self._texts) if known_bytes and known_bytes in text
+        }
         found = []
-        while text and (part := max(filter(text.startswith, known), key=len, default=b"")):
-            found.append(known[part])
-            text = text[len(part) :]
+        while text and (known_bytes := max(filter(text.startswith, known), key=len, default=b"")):
+            found.append(known[known_bytes])
+            text = text[len(known_bytes) :]
         return found
 
     def _mask_of(self, tokens: Iterable[int]) -> NDArray[np.int32]:

@@ -136,9 +136,9 @@ class ControlServer:
         writer.close()
 
 
-def ask(run_dir: Path, request: dict[str, object], timeout_s: float = 5.0) -> dict[str, object]:
-    """Ask a mesh's supervisor. StartError when it does not answer."""
-    link, reply = _asked(run_dir, request, timeout_s)
+def request(run_dir: Path, command: dict[str, object], timeout_s: float = 5.0) -> dict[str, object]:
+    """The answer of a mesh's supervisor to a command. StartError when it does not answer."""
+    link, reply = _exchange(run_dir, command, timeout_s)
     link.close()
     return reply
 
@@ -147,17 +147,17 @@ def attach(
     run_dir: Path, role: Role, index: int | None, timeout_s: float = 5.0
 ) -> tuple[socket.socket, Identity, MeshConfig]:
     """A place for one more process, the configuration, and a connection that holds the place and ends when the mesh does."""
-    link, reply = _asked(run_dir, {"command": ATTACH, "role": role.value, "index": index}, timeout_s)
+    link, reply = _exchange(run_dir, {"command": ATTACH, "role": role.value, "index": index}, timeout_s)
     link.settimeout(None)
     return link, Identity.parse(str(reply["place"])), msgspec.convert(reply["config"], MeshConfig)
 
 
-def _asked(run_dir: Path, request: dict[str, object], timeout_s: float) -> tuple[socket.socket, dict[str, object]]:
+def _exchange(run_dir: Path, command: dict[str, object], timeout_s: float) -> tuple[socket.socket, dict[str, object]]:
     link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         link.settimeout(timeout_s)
         link.connect(str(run_dir / STATUS_SOCKET))
-        link.sendall(json.dumps(request).encode() + b"\n")
+        link.sendall(json.dumps(command).encode() + b"\n")
         with link.makefile("rb") as replies:
             reply = json.loads(replies.readline())
         if not isinstance(reply, dict):

@@ -53,7 +53,7 @@ _log = structlog.get_logger()
 
 
 class Mesh:
-    """See the module docstring. `config.run.run_dir` must exist with mode 0700."""
+    """The links of one process to all others. `config.run.run_dir` must exist with mode 0700."""
 
     def __init__(self, identity: Identity, incarnation: Incarnation, config: MeshConfig, listener: Listener) -> None:
         self.identity, self.incarnation, self.config = identity, incarnation, config

@@ -20,8 +20,8 @@ PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal":
 
 
 def check_messages(messages: list[dict[str, Any]]) -> None:
-    for place, message in enumerate(messages):
-        _check_message(message, f"messages[{place}]")
+    for index, message in enumerate(messages):
+        _check_message(message, f"messages[{index}]")
 
 
 def _check_message(message: dict[str, Any], where: str) -> None:
@@ -50,15 +50,15 @@ def _check_content(content: Any, where: str) -> None:
         return
     if not isinstance(content, list):
         raise _wrong(f"{where}: must be text or a list of parts")
-    for place, part in enumerate(content):
-        if isinstance(part, str):
+    for index, item in enumerate(content):
+        if isinstance(item, str):
             continue
-        if not (isinstance(part, dict) and isinstance(part.get("type"), str)):
-            raise _wrong(f"{where}[{place}]: a part is an object with a type")
-        if (kind := part["type"]) not in PARTS:
-            raise _wrong(f"{where}[{place}]: parts of type {kind[:40]!r} are not supported; those of type 'text' are")
-        if not isinstance(part.get(PARTS[kind]), str):
-            raise _wrong(f"{where}[{place}].{PARTS[kind]}: must be a string")
+        if not (isinstance(item, dict) and isinstance(item.get("type"), str)):
+            raise _wrong(f"{where}[{index}]: a part is an object with a type")
+        if (kind := item["type"]) not in PARTS:
+            raise _wrong(f"{where}[{index}]: parts of type {kind[:40]!r} are not supported; those of type 'text' are")
+        if not isinstance(item.get(PARTS[kind]), str):
+            raise _wrong(f"{where}[{index}].{PARTS[kind]}: must be a string")
 
 
 def _check_calls(calls: Any, where: str) -> None:
@@ -66,19 +66,19 @@ def _check_calls(calls: Any, where: str) -> None:
         return
     if not isinstance(calls, list):
         raise _wrong(f"{where}: must be a list")
-    for place, call in enumerate(calls):
+    for index, call in enumerate(calls):
         if not (isinstance(call, dict) and isinstance(call.get("id"), str)):
-            raise _wrong(f"{where}[{place}].id: a call needs an id")
+            raise _wrong(f"{where}[{index}].id: a call needs an id")
         if call.get("type", "function") != "function":
-            raise _wrong(f"{where}[{place}].type: only calls of type 'function' are supported")
+            raise _wrong(f"{where}[{index}].type: only calls of type 'function' are supported")
         function = call.get("function")
         if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
-            raise _wrong(f"{where}[{place}].function: must be an object with a name")
+            raise _wrong(f"{where}[{index}].function: must be an object with a name")
 
 
 def check_tools(tools: list[dict[str, Any]]) -> None:
-    for place, tool in enumerate(tools):
-        where = f"tools[{place}]"
+    for index, tool in enumerate(tools):
+        where = f"tools[{index}]"
         if tool.get("type", "function") != "function":
             raise _wrong(f"{where}.type: only tools of type 'function' are supported", "tools")
         function = tool.get("function")

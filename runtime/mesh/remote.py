@@ -30,7 +30,7 @@ _decode_hello = msgspec.msgpack.Decoder(Hello).decode
 
 
 class Remote:
-    """See the module docstring. `sessions` are those with processes of other nodes, by `frames.sender_key`."""
+    """The links of one process to other nodes. `sessions` are those with their processes, by `frames.sender_key`."""
 
     def __init__(self, identity: Identity, config: MeshConfig, node: Node) -> None:
         self.identity, self.node, self._network = identity, node, config.network

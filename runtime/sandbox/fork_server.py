@@ -56,7 +56,7 @@ def answering(work: Callable[[bytes], bytes]) -> Handle:
 
 
 class ForkServer:
-    """See the module docstring."""
+    """The process that forks a child for each job, and never runs one itself."""
 
     def __init__(self, control: socket.socket, handle: Handle) -> None:
         self._control, self._handle = control, handle

@@ -33,7 +33,7 @@ ANY = 1 << 30
 
 
 class Lanes:
-    """See the module docstring. `run` is called in threads, of which there should be `num_threads`; others wait for one of them."""
+    """Children for quick jobs and slow ones. `run` is called in threads, of which there should be `num_threads`; others wait."""
 
     def __init__(self, sandbox: Sandbox, limits: Limits, config: LaneConfig = DEFAULT) -> None:
         """limits: of a slow job."""

@@ -40,10 +40,10 @@ def percentiles(values: list[float], wanted: list[float]) -> dict[float, float]:
     ordered = sorted(values)
     found = {}
     for percent in wanted:
-        place = (len(ordered) - 1) * percent / 100
-        below = int(place)
+        position = (len(ordered) - 1) * percent / 100
+        below = int(position)
         above = min(below + 1, len(ordered) - 1)
-        found[percent] = ordered[below] + (ordered[above] - ordered[below]) * (place - below) if ordered else 0.0
+        found[percent] = ordered[below] + (ordered[above] - ordered[below]) * (position - below) if ordered else 0.0
     return found
 
 

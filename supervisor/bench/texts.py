@@ -11,7 +11,7 @@ from meshlm.supervisor.errors import StartError, UsageError
 
 
 class ServerTexts:
-    """See `meshlm.supervisor.bench.data.Texts`. StartError when the server does not tokenize."""
+    """The served model's tokenizer, by the server's routes (data.Texts). StartError when the server does not tokenize."""
 
     def __init__(self, server: Server, model: str, template_kwargs: Mapping[str, Any] | None) -> None:
         self._server, self._model, self._kwargs = server, model, dict(template_kwargs or {})

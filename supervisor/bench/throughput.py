@@ -115,7 +115,7 @@ def _measure(llm: LLM, arguments: argparse.Namespace, seed: int) -> tuple[float,
 
 
 class _Texts:
-    """See `meshlm.supervisor.bench.data.Texts`."""
+    """The tokenizer of the mesh that is measured (data.Texts)."""
 
     def __init__(self, llm: LLM) -> None:
         self._tokenizer, self.encode = llm.get_tokenizer(), llm.encode

@@ -14,27 +14,27 @@ ORDER = (Role.FRONTEND, Role.DETOKENIZER, Role.COORDINATOR, Role.SCHEDULER, Role
 CATEGORY = "meshlm"
 
 
-def events(parts: Sequence[TimelinePart]) -> list[dict[str, Any]]:
+def events(timelines: Sequence[TimelinePart]) -> list[dict[str, Any]]:
     """All events. Times are microseconds since the first of them."""
-    ordered = sorted(parts, key=lambda part: (ORDER.index(part.process.role), part.process.index))
-    begun_ns = min((span.begin_ns + part.offset_ns for part in parts for span in part.spans), default=0)
+    ordered = sorted(timelines, key=lambda record: (ORDER.index(record.process.role), record.process.index))
+    begun_ns = min((span.begin_ns + record.offset_ns for record in timelines for span in record.spans), default=0)
     found: list[dict[str, Any]] = []
     flows: dict[int, list[tuple[float, int, int]]] = {}  # by step: when, where
-    for number, part in enumerate(ordered, 1):
-        name = f"{part.process}" + (f" on {part.host}" if part.host else "")
+    for number, record in enumerate(ordered, 1):
+        name = f"{record.process}" + (f" on {record.host}" if record.host else "")
         found += _named("process_name", number, 0, name)
         found.append(_sorted(number, number))
-        tracks = {track: at for at, track in enumerate(sorted({span.track for span in part.spans}), 1)}
+        tracks = {track: at for at, track in enumerate(sorted({span.track for span in record.spans}), 1)}
         for track, thread in tracks.items():
             found += _named("thread_name", number, thread, track)
-        for span in part.spans:
-            at = (span.begin_ns + part.offset_ns - begun_ns) / 1e3
+        for span in record.spans:
+            at = (span.begin_ns + record.offset_ns - begun_ns) / 1e3
             thread = tracks[span.track]
             found.append(_complete(span, number, thread, at))
             if span.flow:
                 flows.setdefault(span.flow, []).append((at, number, thread))
-    for flow, places in flows.items():
-        found += _arrows(flow, sorted(places))
+    for flow, points in flows.items():
+        found += _arrows(flow, sorted(points))
     return found
 
 
@@ -52,12 +52,12 @@ def _complete(span: Span, process: int, thread: int, at: float) -> dict[str, Any
     return {"ph": "X", "cat": CATEGORY, "name": span.name, **where, "args": dict(span.facts)}
 
 
-def _arrows(flow: int, places: Sequence[tuple[float, int, int]]) -> Iterable[dict[str, Any]]:
+def _arrows(flow: int, points: Sequence[tuple[float, int, int]]) -> Iterable[dict[str, Any]]:
     """One arrow through all places of a step; a step of which one place is known has none."""
-    if len(places) < 2:
+    if len(points) < 2:
         return
-    last = len(places) - 1
-    for number, (at, process, thread) in enumerate(places):
+    last = len(points) - 1
+    for number, (at, process, thread) in enumerate(points):
         phase = "s" if number == 0 else "f" if number == last else "t"
         end = {"bp": "e"} if phase == "f" else {}
         where = {"pid": process, "tid": thread, "ts": at}

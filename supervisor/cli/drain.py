@@ -27,14 +27,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(arguments: argparse.Namespace) -> int:
     run_dir = status.find(arguments.port, arguments.run_dir)
-    control.ask(run_dir, {"command": "drain", "on": not arguments.undo})
+    control.request(run_dir, {"command": "drain", "on": not arguments.undo})
     if arguments.undo:
         print("requests are taken again")
         return 0
     _wait(run_dir, arguments.timeout)
     print("drained: no request is open", flush=True)
     if arguments.stop:
-        control.ask(run_dir, {"command": "stop"})
+        control.request(run_dir, {"command": "stop"})
         print("the mesh ends")
     return 0
 
@@ -44,7 +44,7 @@ def _wait(run_dir: Path, timeout_s: float | None) -> None:
     end = time.monotonic() + timeout_s if timeout_s is not None else None
     shown: object = None
     while True:
-        num_open = control.ask(run_dir, {"command": "drain-state"})["num_open"]
+        num_open = control.request(run_dir, {"command": "drain-state"})["num_open"]
         if num_open == 0:
             return
         if num_open != shown and num_open is not None:

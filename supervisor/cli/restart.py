@@ -35,10 +35,10 @@ def run(arguments: argparse.Namespace) -> int:
         except ValueError as error:
             raise UsageError(str(error)) from None
     run_dir = status.find(arguments.port, arguments.run_dir)
-    control.ask(run_dir, {"command": "restart", "what": arguments.what})
+    control.request(run_dir, {"command": "restart", "what": arguments.what})
     seen = 0
     while True:
-        news = control.ask(run_dir, {"command": "restart-news", "from": seen})
+        news = control.request(run_dir, {"command": "restart-news", "from": seen})
         lines, outcome = news["lines"], news["outcome"]
         assert isinstance(lines, list)
         seen += len(lines)

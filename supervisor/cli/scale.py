@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     request: dict[str, object] = {"command": "scale", "dp": arguments.dp}
     if arguments.drain_timeout is not None:
         request["drain_s"] = arguments.drain_timeout
-    state = msgspec.convert(control.ask(run_dir, request), control.MeshStatus)
+    state = msgspec.convert(control.request(run_dir, request), control.MeshStatus)
     if state.scaling:
         print(state.scaling, file=sys.stderr)
         if arguments.no_wait:
@@ -52,7 +52,7 @@ def _finished(run_dir: Path) -> control.MeshStatus:
     """The state when nothing is being changed any more. The mesh's own limits end a change that does not come to an end."""
     while True:
         time.sleep(POLL_S)
-        state = msgspec.convert(control.ask(run_dir, {"command": "status"}), control.MeshStatus)
+        state = msgspec.convert(control.request(run_dir, {"command": "status"}), control.MeshStatus)
         if not state.scaling:
             return state
 

@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
             request["values"] = {name: parse_bytes(arguments.value) if name in SIZES else arguments.value}
         except argparse.ArgumentTypeError as error:
             raise UsageError(f"{arguments.name}: {error}") from None
-    reply = control.ask(status.find(arguments.port, arguments.run_dir), request)["settings"]
+    reply = control.request(status.find(arguments.port, arguments.run_dir), request)["settings"]
     assert isinstance(reply, dict)
     if arguments.json:
         json.dump(reply, sys.stdout, indent=2)

@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.why:
         return _why(arguments.port, arguments.run_dir)
     found = find(arguments.port, arguments.run_dir)
-    reply = control.ask(found, {"command": "status"})
+    reply = control.request(found, {"command": "status"})
     status = msgspec.convert(reply, control.MeshStatus)
     if arguments.json:
         json.dump(reply, sys.stdout, indent=2)
@@ -54,7 +54,7 @@ def find(port: int | None, run_dir: str | None, *, or_root: bool = True) -> Path
     alive: dict[int, Path] = {}
     for path in rundir.running(rundir.base_dir(os.environ)):
         try:
-            alive[msgspec.convert(control.ask(path, {"command": "status"}), control.MeshStatus).port] = path
+            alive[msgspec.convert(control.request(path, {"command": "status"}), control.MeshStatus).port] = path
         except (StartError, msgspec.ValidationError):
             continue  # a mesh that was killed leaves its socket behind
     if port is not None:
@@ -77,7 +77,7 @@ def _why(port: int | None, run_dir: str | None) -> int:
     status: control.MeshStatus | None = None
     try:
         found = find(port, run_dir)
-        status = msgspec.convert(control.ask(found, {"command": "status"}), control.MeshStatus)
+        status = msgspec.convert(control.request(found, {"command": "status"}), control.MeshStatus)
     except StartError:
         found = Path(run_dir) if run_dir else _left_behind(port)
     why = {f"{row.role}/{row.index}": row.last_end for row in status.processes} if status is not None else {}
@@ -122,9 +122,16 @@ def show(status: control.MeshStatus) -> None:
         rows = [[cells[0], *cells[2:]] for cells in rows]
     rows = [[readable(cell) for cell in cells] for cells in rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
-    right = {place for place, heading in enumerate(rows[0]) if heading in ("pid", "uptime", "restarts", "memory")}
+    right = {
+        column_index
+        for column_index, heading in enumerate(rows[0])
+        if heading in ("pid", "uptime", "restarts", "memory")
+    }
     for cells in rows:
-        padded = (c.rjust(w) if place in right else c.ljust(w) for place, (c, w) in enumerate(zip(cells, widths)))
+        padded = (
+            c.rjust(w) if column_index in right else c.ljust(w)
+            for column_index, (c, w) in enumerate(zip(cells, widths))
+        )
         print("  ".join(padded).rstrip())
 
 

@@ -49,16 +49,16 @@ def run(arguments: argparse.Namespace) -> int:
         told = _wait(run_dir, begun["number"], arguments.seconds)
     finally:
         kernels = _profile(run_dir, start=False) if arguments.gpu else []
-    parts = _read(Path(str(told["path"])))
-    events = chrome_trace.events(parts)
+    timelines = _read(Path(str(told["path"])))
+    events = chrome_trace.events(timelines)
     for path in kernels:
-        events += _of_profiler(Path(str(path)), parts)
+        events += _of_profiler(Path(str(path)), timelines)
     try:
         arguments.output.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), "utf-8")
     except OSError as error:
         raise StartError(f"-o {arguments.output}: {error.strerror}") from None
-    lost = sum(part.num_lost for part in parts)
-    print(f"{arguments.output}: {len(parts)} processes, {sum(len(part.spans) for part in parts)} spans")
+    lost = sum(record.num_lost for record in timelines)
+    print(f"{arguments.output}: {len(timelines)} processes, {sum(len(one.spans) for one in timelines)} spans")
     if lost:
         print(f"{lost} older spans are left out: there was no room for them; record fewer seconds")
     for name in told["missing"]:
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _ask(run_dir: Path, request: dict[str, object]) -> dict[str, Any]:
-    return control.ask(run_dir, request, timeout_s=ANSWER_S)
+    return control.request(run_dir, request, timeout_s=ANSWER_S)
 
 
 def _profile(run_dir: Path, *, start: bool) -> list[str]:
@@ -87,14 +87,14 @@ def _wait(run_dir: Path, number: object, seconds: float) -> dict[str, Any]:
 
 def _read(path: Path) -> list[TimelinePart]:
     try:
-        parts = msgspec.msgpack.decode(path.read_bytes(), type=list[TimelinePart])
+        timelines = msgspec.msgpack.decode(path.read_bytes(), type=list[TimelinePart])
         path.unlink()
     except OSError:
         raise StartError("no process told what it did") from None
-    return parts
+    return timelines
 
 
-def _of_profiler(path: Path, parts: list[TimelinePart]) -> list[dict[str, Any]]:
+def _of_profiler(path: Path, timelines: list[TimelinePart]) -> list[dict[str, Any]]:
     """Events of torch's profiler, on the same clock. A file of another node is named, and left where it is."""
     if not path.exists():
         print(f"{path} is on its node")
@@ -103,7 +103,7 @@ def _of_profiler(path: Path, parts: list[TimelinePart]) -> list[dict[str, Any]]:
         told = json.loads(path.read_bytes())
     except ValueError:
         raise StartError(f"{path}: it is no JSON") from None
-    begun_ns = min((span.begin_ns + part.offset_ns for part in parts for span in part.spans), default=0)
+    begun_ns = min((span.begin_ns + record.offset_ns for record in timelines for span in record.spans), default=0)
     shift = (int(told.get("baseTimeNanoseconds", 0)) - begun_ns) / 1e3
     name = path.name.split(".")[0]
     found = []

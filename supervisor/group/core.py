@@ -87,7 +87,7 @@ class Process:
     early_words: list[str] = field(
         default_factory=list
     )  # the same of each incarnation since one was ready, or said otherwise
-    proven: bool = False  # it was ready, in this incarnation or an earlier one
+    has_been_ready: bool = False  # it was ready, in this incarnation or an earlier one
     on_trial: bool = False  # added, and not all that were added are ready yet
     leaves_at: float | None = None  # it leaves the mesh, at the latest then
 
@@ -171,7 +171,7 @@ class Group:
     def _ready(self, process: Process, now: float) -> list[Effect]:
         if process.state is not State.STARTING:
             return []
-        process.state, process.proven = State.READY, True
+        process.state, process.has_been_ready = State.READY, True
         self._serves = self._serves or self._each_role_is_ready()
         process.ready_at = process.beaten_at = process.moved_at = now
         process.early_words.clear()
@@ -243,10 +243,12 @@ class Group:
         words = process.last_words or event.reason
         was_killed = not words and event.code < 0
         words = words or f"{process.identity} ended without a word ({exit_text(event.code)})"
-        if not self.was_ready and not (self._serves and (was_killed or process.proven)):
+        if not self.was_ready and not (self._serves and (was_killed or process.has_been_ready)):
             return self._stopped(process) if self.stopping else self._give_up(words, process.fits)
         died = TellDied(process.identity, process.incarnation)
-        if process.on_trial and not ((was_killed or process.proven) and not self._too_often(process, words, now)):
+        if process.on_trial and not (
+            (was_killed or process.has_been_ready) and not self._too_often(process, words, now)
+        ):
             process.state = State.STOPPED
             return [died, *self._withdraw(words, now), *self._gone(process)]
         if process.leaves_at is not None:
@@ -316,7 +318,7 @@ class Group:
         """Why this process must be replaced; "" when it need not."""
         if process.state not in (State.STARTING, State.READY) or not self._serves:
             return ""
-        if not process.proven and not self.was_ready:
+        if not process.has_been_ready and not self.was_ready:
             return ""  # the first start has a limit of its own
         limit_s = self.stall_s * (START_STALLS if process.state is State.STARTING else 1)
         if limit_s and now - process.beaten_at > limit_s:

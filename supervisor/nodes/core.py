@@ -20,7 +20,7 @@ class Joined:
     standbys: tuple[StandbyReport, ...] = ()
     lost: bool = False
 
-    def has(self, identity: Identity) -> bool:
+    def runs(self, identity: Identity) -> bool:
         places = {Role.SCHEDULER: self.ranks, Role.WORKER: self.workers}.get(identity.role, (0, 0))
         return places[0] <= identity.index < places[0] + places[1]
 
@@ -49,7 +49,7 @@ class Nodes:
     def report(self, supervisor: Identity, report: NodeReport) -> None:
         node = self.joined.get(supervisor)
         if node is not None:
-            node.processes = tuple(process for process in report.processes if node.has(process.identity))
+            node.processes = tuple(process for process in report.processes if node.runs(process.identity))
             node.standbys = report.standbys
 
     def lost(self, supervisor: Identity) -> Joined | None:
@@ -72,7 +72,7 @@ class Nodes:
     def is_of(self, supervisor: Identity, identity: Identity) -> bool:
         """Whether that supervisor may speak of this process."""
         node = self.joined.get(supervisor)
-        return node is not None and node.has(identity)
+        return node is not None and node.runs(identity)
 
 
 def _numbers(what: str, numbers: set[int]) -> str:

@@ -10,7 +10,7 @@ MAX_IN_HAND = 64
 
 
 class KnownDeaths:
-    """See the module docstring."""
+    """The last death of each process, told to whoever is there and to whoever comes later."""
 
     def __init__(self) -> None:
         self._last: dict[Identity, Died] = {}  # the last incarnation that ended, of each that has had one

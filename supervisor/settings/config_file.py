@@ -32,15 +32,15 @@ class Setting(Protocol):
 def expand(words: Sequence[str]) -> list[str]:
     """The words with those of a YAML file in place of `--config FILE`. UsageError when it cannot be read."""
     found = list(words)
-    for place, word in enumerate(found):
-        if word == "--config" and found[place + 1 : place + 2]:
-            file, count = found[place + 1], 2
+    for at, word in enumerate(found):
+        if word == "--config" and found[at + 1 : at + 2]:
+            file, count = found[at + 1], 2
         elif word.startswith("--config="):
             file, count = word.partition("=")[2], 1
         else:
             continue
         if file.endswith(YAML):
-            del found[place : place + count]
+            del found[at : at + count]
             return [*found[:1], *_yaml_words(file, typed=found), *found[1:]]
     return found
 

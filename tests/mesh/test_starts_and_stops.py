@@ -139,11 +139,11 @@ def test_it_serves_without_standard_streams(closed: str) -> None:
 
 
 def is_ready(run_dir: Path) -> bool:
-    return bool(control.ask(run_dir, {"command": "status"})["ready"])
+    return bool(control.request(run_dir, {"command": "status"})["ready"])
 
 
 def pid_of(run_dir: Path, role: str) -> int:
-    rows: Any = control.ask(run_dir, {"command": "status"})["processes"]
+    rows: Any = control.request(run_dir, {"command": "status"})["processes"]
     return next(int(row["pid"]) for row in rows if row["role"] == role)
 
 

@@ -59,5 +59,5 @@ async def test_whoever_finds_the_socket_is_answered(tmp_path: Path, monkeypatch:
     await server.open(tmp_path)
     assert found == [False]
     assert await asyncio.to_thread(os.listdir, tmp_path) == ["status.sock"]
-    assert await asyncio.to_thread(control.ask, tmp_path, {"command": "status"}) == {"ready": True}
+    assert await asyncio.to_thread(control.request, tmp_path, {"command": "status"}) == {"ready": True}
     server.close()

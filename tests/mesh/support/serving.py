@@ -78,7 +78,7 @@ class Serving:
 
     def status(self) -> dict[str, Any]:
         """What `meshlm status --json` prints, asked without starting that command; test_fake.py holds that they are the same."""
-        found: dict[str, Any] = control.ask(Path(self.run_dir), {"command": "status"})
+        found: dict[str, Any] = control.request(Path(self.run_dir), {"command": "status"})
         return found
 
     def pid(self, role: str) -> int:
