@@ -300,7 +300,7 @@ class Shape(NamedTuple):
 
 
 Scales = tuple[Tensor | None, Tensor | None]
-"""The scales of x and of the weight, where they are 8-bit floats: see kernels/moe_few."""
+"""The scales of x and of the weight, where they have 8 bits: see kernels/moe_few."""
 
 
 class Parts(NamedTuple):

@@ -20,10 +20,14 @@ from meshlm.kernels.moe_epilogue.kernel import PLAIN, Epilogue, activated, squar
 
 @triton.jit
 def part(y, tile, UPCAST: tl.constexpr):
-    """y tile^T where the tile is of 8-bit floats: in them, if y is too, else in y's type. UPCAST: for who cannot multiply them."""
+    """y tile^T where the tile has 8 bits: of floats in them, if y is too, of integers exactly, else in y's type. UPCAST: for who cannot
+    multiply them."""
     if UPCAST:
         return tl.dot(y.to(tl.float32), tile.to(tl.float32).T)
-    return tl.dot(y, tile.to(y.dtype).T)
+    elif y.dtype == tl.int8:
+        return tl.dot(y, tile.T).to(tl.float32)
+    else:
+        return tl.dot(y, tile.to(y.dtype).T)
 
 
 @triton.jit
@@ -166,7 +170,7 @@ def few(
     """gate (no weights): x [m, k], w [experts, 2 n, k] -> out [m topk, n]. down: x [m topk, k], w [experts, n, k] -> [topk, m, n].
 
     Without a gate (the epilogue says so) w is [experts, n, k] of either.
-    experts int32 [m, topk], -1 goes nowhere; out of a gate is of 16 bits, of down float32. Scales: of 8-bit floats, float32
+    experts int32 [m, topk], -1 goes nowhere; out of a gate is of 16 bits, of down float32. Scales: of weights of 8 bits, float32
     [rows of x, groups] and [experts, outputs, groups]; with more than one group BLOCK_K is a group.
     """
     (rows, num_topk), num_experts, inputs = experts.shape, w.shape[0], w.shape[2]

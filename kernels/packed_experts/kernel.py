@@ -43,10 +43,14 @@ def _inputs_of(x_line, there, order, expert, k, INPUTS: tl.constexpr, COLUMNS: t
 def _scales(scales, row, first, INPUTS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr):
     """Scales and offsets of the 32 inputs that begin with `first`: [n, 1], or [n, 32] of groups of 16. Behind the last input those of
     the last group."""
+    at = scales + row[:, None] * GROUPS
     group = tl.minimum(first, INPUTS - 1) // GROUP
+    scale, offset = scales_of(at + group, HALF)
     if GROUP == 16:
-        group = tl.minimum(group + tl.arange(0, 32) // 16, GROUPS - 1)[None, :]
-    return scales_of(scales + row[:, None] * GROUPS + group, HALF)
+        next_scale, next_offset = scales_of(at + tl.minimum(group + 1, GROUPS - 1), HALF)
+        is_first = (tl.arange(0, 32) < 16)[None, :]
+        scale, offset = tl.where(is_first, scale, next_scale), tl.where(is_first, offset, next_offset)
+    return scale, offset
 
 
 @triton.jit

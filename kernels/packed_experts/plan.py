@@ -113,14 +113,14 @@ def decoded_many(numbers: Sequence[Any]) -> Plan:
 
 def candidates_of_many() -> list[tuple[int, ...]]:
     """Plans for many rows that the tuner tries, encoded, the likeliest first."""
-    return [*((256, 64, 8, stages, 256, 128, 8, stages) for stages in (3, 2)), (128, 64, 4, 3, 128, 64, 4, 3)]
+    return [*((256, 64, 8, stages, 256, 128, 8, stages) for stages in (3, 2)), (128, 64, 4, 3, 128, 64, 4, 2)]
 
 
 def usual_plan(rows: int, layer: Layer, kind: str) -> Plan:
     """The plan that is taken without a measurement."""
     if rows <= FEW_ROWS:
         if kind != MXFP4.name:
-            return Plan("few", Shape(FEW_ROWS, 64, 4, 6), Shape(FEW_ROWS, 64, 4, 6))
+            return Plan("few", Shape(FEW_ROWS, 64, 4, 4), Shape(FEW_ROWS, 128, 4, 4))
         return Plan("few", Shape(FEW_ROWS, 32, 4, 8), Shape(FEW_ROWS, 64, 4, 8))
     return Plan("many", *_tiles(rows * layer.topk / layer.experts, kind))
 
@@ -137,8 +137,12 @@ def decoded(numbers: Sequence[Any], kind: str = MXFP4.name) -> Plan:
     )
 
 
-def candidates(rows: int, layer: Layer) -> list[tuple[int, ...]]:
+def candidates(rows: int, layer: Layer, kind: str) -> list[tuple[int, ...]]:
     """Plans of direct.py that the tuner tries, encoded, the likeliest first."""
+    block_m = 16 if rows * layer.topk / layer.experts <= 12 else 32
+    if kind != MXFP4.name:
+        gates, downs = [(2, 2, 1), (1, 4, 3)], [(2, 1, 4), (2, 2, 2), (1, 2, 2)]
+        return [(0 if rows <= DIRECT_ROWS else block_m, *gate, *down) for down in downs for gate in gates]
     if rows <= 4:
         gates, downs = [(1, 4, 3), (2, 2, 1), (1, 2, 2)], [(2, 4, 1), (1, 4, 3), (1, 2, 2)]
         return [(0, *gate, *down) for gate in gates for down in downs]
@@ -151,7 +155,7 @@ def candidates(rows: int, layer: Layer) -> list[tuple[int, ...]]:
         ((1, 2, 1), (2, 2, 1)),
     ]
     heights = [0] if rows <= DIRECT_ROWS else []
-    heights.append(16 if rows * layer.topk / layer.experts <= 12 else 32)
+    heights.append(block_m)
     return [(height, *gate, *down) for gate, down in pairs for height in heights]
 
 
@@ -166,12 +170,12 @@ def _tiles(each: float, kind: str) -> tuple[Shape, Shape]:
     if each <= 32:
         block_m, stages = (LEAST_ROWS, 8) if each <= 12 else (32, 6)
         if integers:
-            return Shape(block_m, 64, 4, 4), Shape(block_m, 64, 4, 4)
+            return Shape(block_m, 64, 4, 4), Shape(block_m, 128, 4, 3)
         return Shape(block_m, 32, 4, stages), Shape(block_m, 64, 4, stages)
     if each <= 96:
         return Shape(64, 64, 4, 4), Shape(64, 128, 8 if integers else 4, 3)
     if integers:
-        return Shape(128, 64, 4, 3), Shape(128, 64, 4, 3)
+        return Shape(128, 64, 4, 3), Shape(128, 64, 4, 2)
     return Shape(128, 128, 8, 3), Shape(128, 128, 8, 3)
 
 

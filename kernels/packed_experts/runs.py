@@ -50,15 +50,16 @@ class Runs:
         """kind: `plan.kind_of` the weights."""
         self.layer, self.rows = layer, rows
         count, topk, hidden, wide = layer
-        copies = max(1, min(16, BYTES_AT_ONCE // (min(count, rows * topk) * hidden * wide)))
+        at_once = BYTES_AT_ONCE if device.type == "cuda" else 1
+        copies = max(1, min(16, at_once // (min(count, rows * topk) * hidden * wide)))
         formats = [Format.of_name(name) for name in kind.split(" and ")]
         self.gate_up = random_weight(count, 2 * wide, hidden, device, format=formats[0])
         self.down_weight = random_weight(count, hidden, wide, device, format=formats[-1])
         self.choices = [
             torch.rand(rows, count, device=device).topk(topk).indices.to(torch.int32) for _ in range(copies)
         ]
-        self._weights = torch.rand(rows, topk, device=device)
-        self._x = torch.randn(rows, hidden, device=device, dtype=dtype)
+        self.weights = torch.rand(rows, topk, device=device)
+        self.x = torch.randn(rows, hidden, device=device, dtype=dtype)
         most = max(rows * topk, most_tiles(rows * topk, count, HIGHEST) * HIGHEST)
         self._inner = torch.randn(most, wide, device=device, dtype=dtype)
         self._sorted = torch.empty(most, hidden, device=device, dtype=dtype)
@@ -73,7 +74,7 @@ class Runs:
         """The first products, and the order of rows, of each choice."""
         for choice in self.choices:
             given = layers.order(plan, choice, self.layer.experts)
-            layers.gate(plan, self._x, self.gate_up, choice, given, self._inner[: self._count(plan)])
+            layers.gate(plan, self.x, self.gate_up, choice, given, self._inner[: self._count(plan)])
 
     def down(self, plan: Plan) -> None:
         """The same for the second ones."""
@@ -84,7 +85,7 @@ class Runs:
         """The whole layer, of each choice. What the last one gives, float32 or bfloat16 [rows, hidden]."""
         for choice in self.choices:
             given = layers.order(plan, choice, self.layer.experts)
-            layers.gate(plan, self._x, self.gate_up, choice, given, self._inner[: self._count(plan)])
+            layers.gate(plan, self.x, self.gate_up, choice, given, self._inner[: self._count(plan)])
             self._down_of(plan, choice, given)
         return self._parts.sum(0) if self.rows <= PARTS_ROWS else self._whole
 
@@ -92,11 +93,11 @@ class Runs:
         return layers.num_rows(plan, self.rows, self.layer.topk, self.layer.experts)
 
     def _down_of(self, plan: Plan, choice: Tensor, given: layers.Order | None) -> None:
-        inner, to = self._inner[: self._count(plan)], Parts(choice, self._weights)
+        inner, to = self._inner[: self._count(plan)], Parts(choice, self.weights)
         if self.rows <= PARTS_ROWS:
             layers.down(plan, inner, self.down_weight, to, given, self._parts, parts=True)
             return
         assert given is not None
         results = self._sorted[: len(inner)]
         layers.down(plan, inner, self.down_weight, to, given, results, parts=False)
-        weighted_sum(results, given.positions, self._weights, self._whole)
+        weighted_sum(results, given.positions, self.weights, self._whole)

@@ -44,7 +44,7 @@ def ways(case: Case, setting: Setting, most: int) -> Ways:
     if case.op == plan.MANY_OP:
         plans |= {numbers: plan.decoded_many(numbers) for numbers in plan.candidates_of_many()}
     else:
-        plans |= {numbers: plan.decoded(numbers, kind) for numbers in plan.candidates(case.rows, layer)[:most]}
+        plans |= {numbers: plan.decoded(numbers, kind) for numbers in plan.candidates(case.rows, layer, kind)[:most]}
     found: dict[Config, Run] = {numbers: partial(_run, runs, chosen) for numbers, chosen in plans.items()}
     return Ways([torch.empty(0, device=setting.device)], found)
 

@@ -21,6 +21,7 @@ from meshlm.kernels.moe_sum import kernel as moe_sum
 from meshlm.kernels.moe_sum import reference as sum_reference
 from meshlm.kernels.quantise_fp8 import kernel as quantise_fp8
 from meshlm.kernels.quantise_fp8 import reference as fp8_reference
+from meshlm.kernels.quantise_int8 import reference as int8_reference
 
 pytestmark = MARKS
 RULES = {
@@ -301,7 +302,6 @@ def quantised(values: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize(("x_group", "w_group"), CODES)
 @pytest.mark.parametrize("rows", [1, 19, 100])
 def test_products_of_8_bit_floats(rows: int, x_group: int | None, w_group: int) -> None:
-    """Few, sorted and batched rows, against the product of what the codes stand for."""
     experts, topk, inputs, outputs = 6, 3, 256, 48
     x, chosen = torch.randn(rows, inputs, device=DEVICE).to(WIDE), some_experts(rows, experts, topk)
     gate_up, w_scales, meant = quantised(torch.randn(experts, 2 * outputs, inputs, device=DEVICE) / 16, w_group)
@@ -311,6 +311,25 @@ def test_products_of_8_bit_floats(rows: int, x_group: int | None, w_group: int) 
     if x_group is not None:
         codes, x_scales = fp8_reference.quantise(x, x_group)
         values = quantised(x[None].float(), x_group)[2][0]
+    _compare(codes, x_scales, values, gate_up, w_scales, meant, chosen)
+
+
+@pytest.mark.parametrize("rows", [1, 19, 100])
+def test_products_of_8_bit_integers(rows: int) -> None:
+    experts, topk, inputs, outputs = 6, 3, 256, 48
+    chosen = some_experts(rows, experts, topk)
+    codes, x_scales, _ = int8_reference.quantise(torch.randn(rows, inputs, device=DEVICE), True)
+    gate_up, w_scales, _ = int8_reference.quantise(torch.randn(experts * 2 * outputs, inputs, device=DEVICE) / 16, True)
+    gate_up, w_scales = gate_up.view(experts, 2 * outputs, inputs), w_scales.view(experts, 2 * outputs, 1)
+    _compare(codes, x_scales, codes * x_scales, gate_up, w_scales, gate_up * w_scales, chosen)
+
+
+def _compare(
+    codes: Tensor, x_scales: Tensor | None, values: Tensor, gate_up: Tensor, w_scales: Tensor, meant: Tensor,
+    chosen: Tensor,
+) -> None:  # fmt: skip
+    """Few, sorted and batched rows, against the product of the values that the codes stand for."""
+    (rows, topk), experts, outputs = chosen.shape, len(gate_up), gate_up.shape[1] // 2
     expected = reference.by_entry(values, meant, chosen, gate=True)
     real = (chosen >= 0).flatten()
     if rows <= moe_few.MOST_ROWS:

@@ -61,9 +61,10 @@ def test_many_rows_have_the_tiles_that_were_measured() -> None:
     assert plan.plan_for(50_000, GPT_OSS, "mxfp4", direct=True) == plan.usual_plan(50_000, GPT_OSS, "mxfp4")
 
 
+@pytest.mark.parametrize("kind", ["mxfp4", "4 bits, groups of 128"])
 @pytest.mark.parametrize("rows", [1, 4, 16, 64, 256, 512])
-def test_candidates_take_the_rows(rows: int) -> None:
-    found = plan.candidates(rows, GPT_OSS)
+def test_candidates_take_the_rows(rows: int, kind: str) -> None:
+    found = plan.candidates(rows, GPT_OSS, kind)
     assert len(found) == len(set(found)) >= 5
     for numbers in found:
         chosen = plan.decoded(numbers)

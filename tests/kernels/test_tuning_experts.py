@@ -163,7 +163,7 @@ def test_mxfp4_experts_beside_the_usual_kernels(rows: int, monkeypatch: pytest.M
 
     case = Case("packed_experts", (*MXFP4, "mxfp4"), rows)
     found = measured(ProductBench(Setting(CPU, torch.bfloat16, 8192), begin), case)
-    first, second = packed_plan.candidates(rows, MXFP4)[:2]
+    first, second = packed_plan.candidates(rows, MXFP4, "mxfp4")[:2]
     assert found == {PLAIN: 9.0, first: 7.2, second: 7.0}
 
 
