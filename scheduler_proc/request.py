@@ -7,6 +7,7 @@ it counts all of them as if they were accepted, and so does `num_computed`: both
 
 from array import array
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import lru_cache
 from itertools import chain
@@ -50,9 +51,9 @@ class Request:
     num_given: int = field(init=False)  # tokens when it came here
     num_prompt: int = field(init=False)
     max_len: int = field(init=False)
-    generates: bool = field(init=False)  # as its extras say, like the next three
-    allows_drafts: bool = field(init=False)
-    uncut: list[Span] = field(init=False)
+    generates: bool = True  # as its extras say, like the next three
+    allows_drafts: bool = True
+    uncut: Sequence[Span] = ()
     extra_keys: hashes.ExtraKeys = field(init=False)
     stop_ids: frozenset[int] = field(init=False)
     repetition: RepetitionDetection | None = field(init=False)
@@ -84,9 +85,10 @@ class Request:
         self.handle, self.repetition = work.handle, params.repetition_detection
         self.tokens = array("i", work.prompt_token_ids + work.output_token_ids)
         self.num_given, self.num_prompt = len(self.tokens), len(work.prompt_token_ids) // 4
-        self.generates, self.uncut = generates(work.extras), uncut_spans(work.extras)
-        self.allows_drafts = all(extra.allows_drafts for extra in work.extras)
-        self.extra_keys = hashes.ExtraKeys(work.cache_salt, with_keys(work.extras))
+        if extras := work.extras:
+            self.generates, self.uncut = generates(extras), uncut_spans(extras)
+            self.allows_drafts = all(extra.allows_drafts for extra in extras)
+        self.extra_keys = hashes.ExtraKeys(work.cache_salt, with_keys(extras) if extras else ())
         self.max_len = min(self.num_prompt + (params.max_tokens if self.generates else 0), max_model_len)
         self.stop_ids = _stop_ids(params.stop_token_ids, params.eos_token_ids)
         self.num_crashes, self.crashed_at = work.num_crashes, self.num_given if work.num_crashes else 0
