@@ -8,9 +8,8 @@ from msgspec.structs import replace
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.request_state import NOBODY, RequestState
 from meshlm.protocol.edges.text import Finished, PositionLogprobs, PromptLogprobs, TextDeltas
-from meshlm.protocol.edges.token import First, LogprobColumns, TokenDeltas
+from meshlm.protocol.edges.token import ALONE_BYTES, First, LogprobColumns, TokenDeltas
 from meshlm.protocol.logprobs import each_position, num_bytes_of_prompt
-from meshlm.protocol.tasks import ALONE_BYTES
 from meshlm.protocol.wire.columns import pack_i32, unpack_i32
 
 ENTRY_BYTES = 50  # of a TokenLogprob and its position, without its own bytes, which its text has again

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from meshlm.protocol.audio import Audio
 from meshlm.protocol.extras import Extra, Extras, find_extra
 from meshlm.protocol.grammar import Grammar
+from meshlm.protocol.pool import Pool
 from meshlm.protocol.prompt_embeds import PromptEmbeds
-from meshlm.protocol.tasks import Pool
 from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.parsers import budgets

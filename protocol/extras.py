@@ -11,8 +11,8 @@ from typing import TypeVar
 from meshlm.protocol.audio import Audio
 from meshlm.protocol.extra_kind import ExtraKind, Span
 from meshlm.protocol.grammar import Grammar
+from meshlm.protocol.pool import Pool
 from meshlm.protocol.prompt_embeds import PromptEmbeds
-from meshlm.protocol.tasks import Pool
 from meshlm.protocol.wire.parts import joined
 
 Extra = Pool | Grammar | PromptEmbeds | Audio

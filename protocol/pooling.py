@@ -4,7 +4,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from meshlm.protocol.tasks import Pool, PoolHead, PoolKind
+from meshlm.protocol.pool import Pool, PoolHead, PoolKind
 
 PoolingTask = Literal["embed", "classify", "token_embed", "token_classify"]
 

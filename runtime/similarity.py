@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import chain
 from operator import mul
 
-from meshlm.protocol.tasks import Pool
+from meshlm.protocol.pool import Pool
 
 
 def cosine(first: "array[float]", second: "array[float]") -> float:

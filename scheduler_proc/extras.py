@@ -5,7 +5,7 @@ from functools import singledispatch
 
 from meshlm.protocol.extra_kind import Span
 from meshlm.protocol.extras import Extra
-from meshlm.protocol.tasks import Pool, PoolKind
+from meshlm.protocol.pool import Pool, PoolKind
 
 
 @singledispatch

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from meshlm.protocol.edges.token import Ended, First, LogprobColumns, TokenDeltas
-from meshlm.protocol.tasks import ALONE_BYTES
+from meshlm.protocol.edges.token import ALONE_BYTES, Ended, First, LogprobColumns, TokenDeltas
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle, Identity
 from meshlm.scheduler_proc import sizes

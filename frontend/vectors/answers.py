@@ -16,8 +16,8 @@ from meshlm.frontend.openai.responses import Response
 from meshlm.frontend.vectors.float8 import ROUNDERS
 from meshlm.frontend.vectors.parse import Pairs
 from meshlm.frontend.vectors.schema import CohereEmbedRequest, EncodingCommon, RerankRequest
+from meshlm.protocol.pool import Pool, PoolHead, PoolKind
 from meshlm.protocol.pooling import PoolingSpec
-from meshlm.protocol.tasks import Pool, PoolHead, PoolKind
 from meshlm.runtime.client.choice import Choice, RowDetails
 from meshlm.runtime.similarity import cosine, lines_of, max_sim, of_tokens
 

@@ -21,9 +21,9 @@ from meshlm.frontend.vectors.schema import (
 )
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.protocol.edges.text import PairPrompt, Prompt, TextParams, TextPrompt
+from meshlm.protocol.pool import Pool
 from meshlm.protocol.pooling import PoolingSpec, PoolingTask
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.tasks import Pool
 
 _INPUT: Mapping[str, str] = MappingProxyType({"prompt": "input"})
 MAX_PAIRS = 4096

@@ -18,9 +18,9 @@ from meshlm.protocol.edges.token import LogprobColumns
 from meshlm.protocol.extras import Extra, Extras
 from meshlm.protocol.kv import KVSpec
 from meshlm.protocol.lockstep import StepGroup
+from meshlm.protocol.pool import PoolKind
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.sleeping import Sleeping
-from meshlm.protocol.tasks import PoolKind
 from meshlm.protocol.wire.ids import ErrorKind, Row, StepId
 
 HASH_BYTES = 32  # of a prefix: sha256

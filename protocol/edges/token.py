@@ -5,6 +5,7 @@ from msgspec import Struct
 from meshlm.protocol.edges.admit import Readmit
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle
 
+ALONE_BYTES = 64 << 10  # a longer vector travels in a message of its own, so that tokens do not wait for it
 HANDLED = 5  # the place in timings_ns of the moment at which a step's result was handled
 
 

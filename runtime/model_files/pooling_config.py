@@ -14,8 +14,8 @@ from meshlm.architectures.config_values import shown
 from meshlm.architectures.family import Serves, stem_of
 from meshlm.architectures.registry import serves
 from meshlm.protocol.model import ModelSpec
+from meshlm.protocol.pool import PoolKind
 from meshlm.protocol.pooling import DenseSpec, PoolingSpec, PoolingTask
-from meshlm.protocol.tasks import PoolKind
 from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.model_files.json_files import read_json, read_text
 

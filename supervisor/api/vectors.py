@@ -14,9 +14,9 @@ from tqdm import tqdm
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.edges.text import PairPrompt, Prompt, Submit, TextParams, TextPrompt, TokenPrompt
+from meshlm.protocol.pool import Pool, PoolHead, PoolKind
 from meshlm.protocol.pooling import PoolingSpec, PoolingTask
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.tasks import Pool, PoolHead, PoolKind
 from meshlm.protocol.wire.columns import ints
 from meshlm.protocol.wire.ids import Handle
 from meshlm.runtime import io_processors

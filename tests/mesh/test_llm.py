@@ -207,7 +207,7 @@ from meshlm import LLM
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import RequestId
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.tasks import Pool, PoolKind
+from meshlm.protocol.pool import Pool, PoolKind
 from meshlm.protocol.edges.text import Submit, TokenPrompt
 from meshlm.supervisor.api.outputs import CompletionOutput, RequestOutput
 from meshlm.workers.fake.tokens import expected_vector

@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from meshlm.protocol.tasks import Pool, PoolKind
+from meshlm.protocol.pool import Pool, PoolKind
 from meshlm.runtime.similarity import of_tokens
 
 FLAT = array("f", [0, 1, 2, 3, 4, 5, 6, 7])  # of four tokens

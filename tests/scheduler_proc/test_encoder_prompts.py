@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from meshlm.protocol.edges.admit import EngineRequest
 from meshlm.protocol.edges.step import WorkerReady
 from meshlm.protocol.kv import EncoderOnly
+from meshlm.protocol.pool import Pool, PoolKind
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.tasks import Pool, PoolKind
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import Handle, Identity, Incarnation, RequestId, Role, StepId
 from meshlm.scheduler_proc.batching import Batching

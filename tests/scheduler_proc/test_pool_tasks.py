@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from rolling_hash import pooled_reference
 
 from meshlm.protocol.edges.step import RowFailed
-from meshlm.protocol.edges.token import TokenDeltas
-from meshlm.protocol.tasks import ALONE_BYTES, Pool, PoolKind
+from meshlm.protocol.edges.token import ALONE_BYTES, TokenDeltas
+from meshlm.protocol.pool import Pool, PoolKind
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason
 from meshlm.runtime.process.events import PeerLost, PeerUp, Received
 from meshlm.scheduler_proc import sizes

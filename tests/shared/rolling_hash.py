@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from meshlm.protocol.tasks import PoolKind
+from meshlm.protocol.pool import PoolKind
 
 
 def extend(state: int, token: int) -> int:

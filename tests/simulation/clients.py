@@ -24,8 +24,8 @@ from meshlm.protocol.edges.text import (
     TextParams,
     TokenPrompt,
 )
+from meshlm.protocol.pool import Pool, PoolKind
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.tasks import Pool, PoolKind
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Identity, RequestId, Role
 from meshlm.runtime.client.choice import Choice, RowDetails

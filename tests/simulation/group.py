@@ -14,7 +14,7 @@ from meshlm.protocol.edges.step import Reset, StepPlan, StepResult
 from meshlm.protocol.kv import KVSpec
 from meshlm.protocol.lockstep import StepGroup
 from meshlm.protocol.operations import Operation
-from meshlm.protocol.tasks import PoolKind
+from meshlm.protocol.pool import PoolKind
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.workers.distributed.membership import Incarnations
 from meshlm.workers.engine import NOT_BALANCED, EngineFacts

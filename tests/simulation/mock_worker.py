@@ -12,7 +12,7 @@ from rolling_hash import extend, generate, vector_of
 from meshlm.protocol.edges.step import StepPlan
 from meshlm.protocol.extras import find_extra
 from meshlm.protocol.kv import ChunkedAttention, FullAttention, KVSpec, SlidingWindow
-from meshlm.protocol.tasks import Pool, PoolKind
+from meshlm.protocol.pool import Pool, PoolKind
 from meshlm.protocol.wire.columns import ints
 
 VOCAB = 96

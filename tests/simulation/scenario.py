@@ -19,7 +19,7 @@ from meshlm.protocol.kv import (
     RecurrentState,
     SlidingWindow,
 )
-from meshlm.protocol.tasks import PoolKind
+from meshlm.protocol.pool import PoolKind
 from meshlm.protocol.wire.ids import HEAD, Identity, Role
 from meshlm.runtime.mesh import tcp
 from meshlm.supervisor.settings import placement

@@ -24,7 +24,7 @@ from scenario import STATES, make
 
 from meshlm.protocol.edges.step import StepPlan
 from meshlm.protocol.kv import ChunkedAttention, FullAttention, KVSpec, SlidingWindow
-from meshlm.protocol.tasks import PoolKind
+from meshlm.protocol.pool import PoolKind
 
 HISTORIES = int(os.environ.get("MESHLM_SIM_HISTORIES", "10000"))
 FIRST = int(os.environ.get("MESHLM_SIM_FIRST", "0"))

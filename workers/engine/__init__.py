@@ -8,7 +8,7 @@ from msgspec import Struct
 from meshlm.protocol.edges.control import GraphCounts
 from meshlm.protocol.edges.step import StepPlan, StepResult
 from meshlm.protocol.kv import KVSpec
-from meshlm.protocol.tasks import PoolKind
+from meshlm.protocol.pool import PoolKind
 
 if TYPE_CHECKING:
     from meshlm.workers.rows.extras.row_extras import RowExtras

@@ -18,7 +18,7 @@ from torch import Tensor
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.edges.control import GraphCounts
 from meshlm.protocol.edges.step import StepPlan, StepResult
-from meshlm.protocol.tasks import PoolKind
+from meshlm.protocol.pool import PoolKind
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers import memory
 from meshlm.workers.attention.backend import Backend

@@ -21,8 +21,8 @@ from meshlm.protocol.edges.step import StepPlan, StepResult
 from meshlm.protocol.edges.token import LogprobColumns
 from meshlm.protocol.kv import FullAttention, caches_of, make_groups
 from meshlm.protocol.lockstep import StepAgreement
+from meshlm.protocol.pool import PoolKind
 from meshlm.protocol.sleeping import KV_CACHE
-from meshlm.protocol.tasks import PoolKind
 from meshlm.workers import kv_capacity
 from meshlm.workers.distributed.lockstep import StepExchange
 from meshlm.workers.distributed.membership import Membership

@@ -6,8 +6,8 @@ from numpy.typing import NDArray
 
 from meshlm.protocol.edges.step import NewRow
 from meshlm.protocol.extras import find_extra
+from meshlm.protocol.pool import PoolKind
 from meshlm.protocol.prompt_embeds import PromptEmbeds
-from meshlm.protocol.tasks import PoolKind
 from meshlm.workers.fake.rows import FakeRows
 from meshlm.workers.fake.tokens import U64, columns, tokens_of_embeds, vectors
 from meshlm.workers.output.grammars import Grammars, TokenMask

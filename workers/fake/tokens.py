@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshlm.protocol.edges.token import LogprobColumns
+from meshlm.protocol.pool import PoolKind
 from meshlm.protocol.prompt_embeds import PromptEmbeds
-from meshlm.protocol.tasks import PoolKind
 from meshlm.workers.rows.changes import I32
 
 FACTOR = 6364136223846793005  # odd, so that it has an inverse mod 2^64 (Knuth's MMIX multiplier)

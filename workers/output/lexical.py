@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlm.protocol.config import Resolved
-from meshlm.protocol.tasks import Pool, PoolHead, PoolKind
+from meshlm.protocol.pool import Pool, PoolHead, PoolKind
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.models.encoder import Encoder

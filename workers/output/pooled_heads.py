@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlm.protocol.config import Resolved
+from meshlm.protocol.pool import Pool, PoolHead, PoolKind
 from meshlm.protocol.pooling import DenseSpec, PoolingSpec
-from meshlm.protocol.tasks import Pool, PoolHead, PoolKind
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.models.classifier import FUNCTIONS, Classifier
 from meshlm.workers.output.lexical import LexicalHead

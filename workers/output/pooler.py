@@ -7,7 +7,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from meshlm.protocol.tasks import Pool, PoolKind
+from meshlm.protocol.pool import Pool, PoolKind
 from meshlm.workers.output import failures
 from meshlm.workers.output.details import on_host
 from meshlm.workers.output.sampler import put

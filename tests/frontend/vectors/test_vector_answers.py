@@ -18,9 +18,9 @@ from meshlm.frontend.vectors.float8 import ROUNDERS
 from meshlm.frontend.vectors.parse import Pairs
 from meshlm.frontend.vectors.schema import CohereEmbedRequest, EmbeddingRequest, RerankRequest
 from meshlm.protocol.edges.text import Accepted, Finished, Submit, TextParams, TextPrompt
+from meshlm.protocol.pool import Pool, PoolHead, PoolKind
 from meshlm.protocol.pooling import PoolingSpec
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.tasks import Pool, PoolHead, PoolKind
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import FinishReason, Handle, RequestId
 from meshlm.runtime.client.choice import Choice, RowDetails

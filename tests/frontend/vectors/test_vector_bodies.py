@@ -13,8 +13,8 @@ from meshlm.frontend.vectors.answers import VectorsResponse
 from meshlm.frontend.vectors.reading import Asked, read
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.edges.text import ChatPrompt, PairPrompt, TextPrompt, TokenPrompt
+from meshlm.protocol.pool import Pool, PoolHead, PoolKind
 from meshlm.protocol.pooling import PoolingSpec
-from meshlm.protocol.tasks import Pool, PoolHead, PoolKind
 from meshlm.protocol.wire.columns import ints
 from meshlm.protocol.wire.ids import Handle
 from meshlm.supervisor.settings import flags, resolve

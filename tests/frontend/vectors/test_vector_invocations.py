@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from scripted import Scripted
 
 from meshlm.protocol.edges.text import Submit
+from meshlm.protocol.pool import PoolKind
 from meshlm.protocol.pooling import PoolingSpec, PoolingTask
-from meshlm.protocol.tasks import PoolKind
 from meshlm.runtime.client.choice import Choice
 
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -1,6 +1,6 @@
 """What messages of `messages.py` carry: every field differs from its default."""
 
-from meshlm.protocol import audio, counts, dashboard, grammar, prompt_embeds, sampling, sleeping, tasks, timeline
+from meshlm.protocol import audio, counts, dashboard, grammar, pool, prompt_embeds, sampling, sleeping, timeline
 from meshlm.protocol.edges import admit, control, step, text, token
 from meshlm.protocol.wire.columns import pack_f32, pack_i32
 from meshlm.protocol.wire.ids import (
@@ -67,7 +67,7 @@ WORK = admit.EngineRequest(
     arrival_s=1750000000.25,
     deadline_s=1750000060.5,
     num_crashes=3,
-    extras=(tasks.Pool(tasks.PoolKind.MEAN), GRAMMAR, EMBEDS, AUDIO),
+    extras=(pool.Pool(pool.PoolKind.MEAN), GRAMMAR, EMBEDS, AUDIO),
 )
 MEMBER = control.Member(SCHEDULER, LIFE, "ipc:///run/meshlm/scheduler-3", True, "tcp://10.0.0.2:5700", "0a1b")
 STANDBY = control.StandbyReport(Role.WORKER, 4712, "standby", 1750000000.5, 1 << 26)

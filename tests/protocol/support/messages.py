@@ -42,7 +42,7 @@ from message_parts import (
 )
 from msgspec import Struct
 
-from meshlm.protocol import grammar, kv, lockstep, operations, tasks, timeline
+from meshlm.protocol import grammar, kv, lockstep, operations, pool, timeline
 from meshlm.protocol.edges import admit, control, step, text, token
 from meshlm.protocol.wire import frames, session
 from meshlm.protocol.wire.columns import pack_f32, pack_i32
@@ -228,7 +228,7 @@ FULL: tuple[Struct, ...] = (
         b"h" * step.HASH_BYTES,
         3,
         (kv.FullAttention(), kv.SlidingWindow(64)),
-        (tasks.PoolKind.LAST,),
+        (pool.PoolKind.LAST,),
         256,
         528,
     ),
@@ -333,7 +333,7 @@ FULL: tuple[Struct, ...] = (
     operations.OperationDone(operations.OperationId("0a"), "no room", ("/traces/worker-0.json",), 3, (b"null",)),
     # carried by several
     SAMPLING,
-    tasks.Pool(tasks.PoolKind.LAST, tasks.PoolHead.CLASSIFY, True, 64, 3, 5, 0, 2),
+    pool.Pool(pool.PoolKind.LAST, pool.PoolHead.CLASSIFY, True, 64, 3, 5, 0, 2),
     session.Hello("0123456789abcdef", "ipc:///run/meshlm/frontend-0", "tcp://10.0.0.2:5700", "0a1b", LIFE),
 )
 NAMES = [f"{type(value).__module__.rpartition('.')[2]}.{type(value).__name__}" for value in FULL]
@@ -343,8 +343,8 @@ ENUMS: tuple[type[Enum], ...] = (
     FinishReason,
     ErrorKind,
     frames.Kind,
-    tasks.PoolKind,
-    tasks.PoolHead,
+    pool.PoolKind,
+    pool.PoolHead,
     grammar.GrammarKind,
     lockstep.Phase,
 )

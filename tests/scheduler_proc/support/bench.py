@@ -10,8 +10,8 @@ from meshlm.protocol.edges.step import Reset, StepPlan, StepResult, WorkerReady
 from meshlm.protocol.edges.token import TokenDeltas
 from meshlm.protocol.extras import find_extra
 from meshlm.protocol.kv import KVSpec
+from meshlm.protocol.pool import Pool, PoolKind
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.tasks import Pool, PoolKind
 from meshlm.protocol.wire.columns import ints, pack_i32
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.runtime.process.events import PeerLost, PeerUp, Received, Send

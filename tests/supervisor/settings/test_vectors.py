@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import tokenizers
 
+from meshlm.protocol.pool import PoolKind
 from meshlm.protocol.pooling import PoolingSpec
-from meshlm.protocol.tasks import PoolKind
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.settings import flags, resolve
 

@@ -13,8 +13,8 @@ if not torch.cuda.is_available():
 from engine_driver import Driver, engine, in_bfloat16, prompts_of
 from near_transformers import qwen3, vector
 
+from meshlm.protocol.pool import Pool, PoolKind
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.tasks import Pool, PoolKind
 
 pytestmark = pytest.mark.gpu
 

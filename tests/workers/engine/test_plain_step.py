@@ -14,8 +14,8 @@ from cpu_steps import LENGTH, MODEL, PROMPTS, new, step, tokens_of
 
 import meshlm
 from meshlm.protocol.edges.step import StepPlan, StepResult
+from meshlm.protocol.pool import Pool, PoolKind
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.tasks import Pool, PoolKind
 from meshlm.protocol.wire.ids import StepId
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers.engine.engine import ModelEngine

@@ -17,8 +17,8 @@ from small_models import SMALL
 
 from meshlm.architectures.config_keys import is_needless
 from meshlm.architectures.registry import family_of
+from meshlm.protocol.pool import Pool, PoolKind
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.tasks import Pool, PoolKind
 from meshlm.supervisor.errors import UsageError
 
 PROMPTS = [[5, 9, 200, 3, 77], [3 + 31 * n % 200 for n in range(23)], [7 + (29 * n + n * n) % 200 for n in range(37)]]

@@ -10,7 +10,7 @@ import torch
 from encoder_models import CASES, GREEDY, PROMPTS, WHOLE, loaded, same, saved
 from engine_driver import Driver, engine
 
-from meshlm.protocol.tasks import Pool, PoolHead, PoolKind
+from meshlm.protocol.pool import Pool, PoolHead, PoolKind
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.models.cpu_encoder import CpuEncoder

@@ -9,7 +9,7 @@ import torch
 from encoder_models import GREEDY, PROMPTS, WHOLE, loaded, same, saved
 from engine_driver import Driver
 
-from meshlm.protocol.tasks import Pool, PoolHead, PoolKind
+from meshlm.protocol.pool import Pool, PoolHead, PoolKind
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.supervisor.errors import UsageError
 

@@ -11,8 +11,8 @@ import torch
 from engine_driver import Driver
 from small_models import SMALL
 
+from meshlm.protocol.pool import Pool, PoolHead, PoolKind
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.tasks import Pool, PoolHead, PoolKind
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers.engine.make import make_engine
 

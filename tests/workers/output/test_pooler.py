@@ -18,8 +18,8 @@ from sharded_models import Threads, communicators, shards
 from small_models import SMALL
 
 from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.pool import Pool, PoolKind
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.tasks import Pool, PoolKind
 from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers.distributed.communicator import Communicator

@@ -10,8 +10,8 @@ import torch
 
 from meshlm.protocol.audio import Audio
 from meshlm.protocol.edges.step import NewRow, StepPlan
+from meshlm.protocol.pool import Pool
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.tasks import Pool
 from meshlm.protocol.wire.ids import Row, StepId
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers.engine.engine import ModelEngine

@@ -10,8 +10,8 @@ from engine_driver import MODEL, Driver, engine, in_bfloat16, prompts_of
 from numpy.typing import NDArray
 
 from meshlm.protocol.audio import Audio
+from meshlm.protocol.pool import PoolKind
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.tasks import PoolKind
 from meshlm.workers.engine.engine import ModelEngine
 
 LENGTHS = [333, 40]

@@ -12,7 +12,7 @@ from gguf.quants import dequantize, quantize
 from gguf_files import write_model
 from msgspec.structs import replace
 
-from meshlm.protocol.tasks import Pool, PoolKind
+from meshlm.protocol.pool import Pool, PoolKind
 from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.supervisor.errors import UsageError

@@ -9,7 +9,7 @@ from gguf_files import write_model
 from small_models import CLASSIC, SMALL, caches, load, run
 
 from meshlm.protocol.model import ModelSpec
-from meshlm.protocol.tasks import PoolKind
+from meshlm.protocol.pool import PoolKind
 from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.model_files.model_files import resolve_model
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from meshlm.protocol.edges.step import NewRow
 from meshlm.protocol.extras import find_extra
-from meshlm.protocol.tasks import Pool, PoolKind
+from meshlm.protocol.pool import Pool, PoolKind
 from meshlm.workers.rows.columns import RowColumns
 from meshlm.workers.rows.extras.extra import RowExtra, States, StepExtra
 from meshlm.workers.rows.step_columns import StepColumns

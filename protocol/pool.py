@@ -53,6 +53,3 @@ class Pool(ExtraKind, frozen=True, tag="pool", omit_defaults=True):
     def reads_prefix_cache(self) -> bool:
         """Tokens whose KV is in the prefix cache have no hidden state any more; the last token is always computed."""
         return self.kind is PoolKind.LAST
-
-
-ALONE_BYTES = 64 << 10  # a longer vector travels in a message of its own, so that tokens do not wait for it
