@@ -22,9 +22,11 @@ class QuantizationFormat(NamedTuple):
 
     name: str
     read: Callable[[dict[str, Any]], QuantizationSpec]  # ValueError names the key that is not honoured
-    method: str  # module and class of its WeightFormat, made from a QuantizationScheme
-    encodes: bool = False  # that method quantises floats while they are loaded, where the scheme says so
+    encodes: bool = False  # its WeightFormat quantises floats while they are loaded, where a scheme says so
     online: QuantizationSpec | None = None  # what --quantization makes of plain weights
+    weight_format: str = (
+        ""  # module and class of a WeightFormat, made from a layer's scheme; empty: the one of such schemes
+    )
 
 
 _FORMATS: dict[str, QuantizationFormat] = {}
@@ -43,7 +45,7 @@ def formats() -> dict[str, QuantizationFormat]:
 
 
 def while_loading(spec: QuantizationSpec) -> QuantizationSpec | None:
-    """The same quantisation of files that hold floats; None where no method makes it."""
+    """The same quantisation of files that hold floats; None where no format makes it."""
     if not _FORMATS[spec.method].encodes:
         return None
     schemes = tuple(
@@ -222,21 +224,12 @@ def is_mxfp4(spec: QuantizationSpec | None, name: str, dtype: str) -> bool:
     return spec is not None and spec.method == "mxfp4" and dtype == "U8" and name.endswith(("_blocks", "_scales"))
 
 
-_FP8_FORMAT = "meshlm.workers.formats.fp8:Fp8Format"
 _FP8_ROWS = QuantizationScheme(targets=("Linear",), weight="channel", activation="token", online=True)
 _FP8_ONLINE = QuantizationSpec(method="fp8", schemes=(_FP8_ROWS,), ignore=("lm_head",))
-register(QuantizationFormat("fp8", read_fp8, _FP8_FORMAT, encodes=True, online=_FP8_ONLINE))
-_COMPRESSED = "meshlm.workers.formats.compressed_tensors:make_format"
-register(QuantizationFormat("compressed-tensors", read_compressed_tensors, _COMPRESSED, encodes=True))
-register(
-    QuantizationFormat("mxfp4", read_mxfp4, "", encodes=True)
-)  # of experts: weights/expert_tensors.py, mxfp4_experts.py
-_PACKED_FORMAT = "meshlm.workers.formats.packed:PackedFormat"
-register(QuantizationFormat("gptq", packed_quantization.read_gptq, _PACKED_FORMAT, encodes=True))
-register(QuantizationFormat("awq", packed_quantization.read_awq, _PACKED_FORMAT, encodes=True))
+register(QuantizationFormat("fp8", read_fp8, encodes=True, online=_FP8_ONLINE))
+register(QuantizationFormat("compressed-tensors", read_compressed_tensors, encodes=True))
+register(QuantizationFormat("mxfp4", read_mxfp4, encodes=True))  # of experts: weights/mxfp4_experts.py
+register(QuantizationFormat("gptq", packed_quantization.read_gptq, encodes=True))
+register(QuantizationFormat("awq", packed_quantization.read_awq, encodes=True))
 _NF4 = bitsandbytes_quantization.spec_of("nf4")
-register(
-    QuantizationFormat(
-        "bitsandbytes", bitsandbytes_quantization.read_bitsandbytes, _PACKED_FORMAT, encodes=True, online=_NF4
-    )
-)
+register(QuantizationFormat("bitsandbytes", bitsandbytes_quantization.read_bitsandbytes, encodes=True, online=_NF4))

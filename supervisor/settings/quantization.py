@@ -9,6 +9,9 @@ from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.model_files.model_files import ModelFiles
 from meshlm.supervisor.errors import UsageError
 
+OTHER_NAMES = {"awq": ("awq_marlin",), "gptq": ("gptq_marlin", "marlin")}
+"""What vLLM's users call a method to choose its kernels: here they are chosen at the start, and the weights are the same."""
+
 
 def as_asked(config: MeshConfig, files: ModelFiles) -> ModelFiles:
     """The files, with the quantisation that the flag asks for. UsageError where they cannot have it."""
@@ -16,7 +19,7 @@ def as_asked(config: MeshConfig, files: ModelFiles) -> ModelFiles:
     if wanted != "auto" and files.load_format != "gguf":
         raise UsageError(f"--gguf-weights {wanted}: {files.path} is no .gguf file; leave it out")
     found = "gguf" if files.load_format == "gguf" else "" if spec is None else spec.method
-    if asked not in ("", found):
+    if asked not in ("", found) and asked not in OTHER_NAMES.get(found, ()):
         if files.spec.transformers is not None:
             raise UsageError(f"--quantization {asked}: --model-impl transformers computes with plain weights alone")
         online = {name: known.online for name, known in formats().items() if known.online is not None}
@@ -36,7 +39,7 @@ def as_asked(config: MeshConfig, files: ModelFiles) -> ModelFiles:
 
 
 def _check_experts(config: MeshConfig, spec: ModelSpec) -> None:
-    """UsageError for experts whose weights no kernel takes so, or whose activations nobody sends."""
+    """UsageError for experts whose activations cannot be rounded so, or whose rounded activations nobody sends."""
     if spec.quantization is None or spec.moe is None:
         return
     names = [weight.name.removesuffix(".weight") for weight in weights_of(spec).values() if weight.expert == 0]
@@ -44,14 +47,13 @@ def _check_experts(config: MeshConfig, spec: ModelSpec) -> None:
         scheme = scheme_of(spec.quantization, name)
         if scheme is None:
             continue
-        if scheme.weight == "group" or scheme.integers:
-            method = spec.quantization.method
+        if scheme.integers and scheme.zeros:
             raise UsageError(
-                f"quantization_config: {name} is an expert's; experts of method {method} are not supported"
+                f"quantization_config: {name} is an expert's; activations with zero points are not supported for these"
             )
-        if scheme.activation == "static":
+        if scheme.activation == "static" and config.experts.enable_eplb:
             raise UsageError(
-                f"quantization_config: {name} is an expert's; activation scales in the file are not supported for these"
+                f"--enable-eplb: {name} has an activation scale in the file, which does not move with an expert; leave it out"
             )
         sent = scheme.activation != "none"
         if sent and config.lockstep and config.experts.all2all_backend == "peer_memory":

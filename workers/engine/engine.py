@@ -44,7 +44,8 @@ from meshlm.workers.rows.changes import NOTHING
 from meshlm.workers.rows.extras.extra import StepExtra
 from meshlm.workers.rows.extras.row_extras import RowExtras
 from meshlm.workers.rows.step_columns import StepColumns, columns_of
-from meshlm.workers.weights.load import DTYPES, load_model, reload_experts, weight_bytes
+from meshlm.workers.weights.load import DTYPES, load_model, weight_bytes
+from meshlm.workers.weights.reload import reload_weights
 
 MB = 1 << 20
 
@@ -74,8 +75,8 @@ class ModelEngine:
         def progress(done: int, total: int) -> None:
             report("weights", done // MB, total // MB, "MB")
 
-        plan = memory.weights_plan(config, device, self._others, placement.shard, self._cache_dtype)
-        self.model = load_model(resolved, device, config.model.seed or 0, progress, placement.shard, plan)
+        self._plan = memory.weights_plan(config, device, self._others, placement.shard, self._cache_dtype)
+        self.model = load_model(resolved, device, config.model.seed or 0, progress, placement.shard, self._plan)
         choose_parts(self.model, config.worker, backend.name, self.dtype)
         if config.worker.profile_layers:
             mark_layers(self.model, torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop)
@@ -167,7 +168,7 @@ class ModelEngine:
             group,
             Experts.of(moe, self.shard, group),
             [list(mixture.experts.parameters()) for mixture in mixtures],
-            lambda: reload_experts(self.model, self.resolved, self.device, seed),
+            lambda: reload_weights(self.model, self.resolved, self.device, seed, self._plan, only_experts=True),
             same_rows=self.together is None,
         )
         for mixture, replicas in zip(mixtures, balancer.replicas, strict=True):

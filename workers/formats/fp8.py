@@ -1,134 +1,93 @@
-"""FP8 weights (e4m3) and activations that are rounded to FP8. Correct on every device.
+"""FP8 weights (e4m3), and activations that are rounded to FP8 or stay as they are (eight_bits.py).
 
-    x_q = fp8(x / s_x)                        s_x: of the file, or max |x| / 448 of a token, or of a token's group of inputs
-    y = (x_q * s_x) (w_q * s_w)^T + bias      s_w: of a row of the weight, or of a row's group of inputs
+    x_q = fp8(x / s_x)        s_x: of the file, or max |x| / 448 of a token, or of a token's group of inputs
+    w_q, s_w                  s_w: of a row of the weight, or of a row's group of inputs
 
-A scale of a whole tensor or of a block is a scale of each of its rows: then any rows make a layer. A GPU that knows 8-bit floats
-multiplies them as they are (kernels/fp8_gemm). On others weights stay FP8 in memory and one layer's values exist while it computes; a
-CPU, which would take longer to decode than to multiply, decodes once, after loading.
-Dynamic scales are always a token's own, also where a file asks for one of all tokens: else a text would depend on its neighbours.
+A scale of a whole tensor or of a block is a scale of each of its rows: then any rows make a layer. Dynamic scales are always a token's
+own, also where a file asks for one of all tokens: else a text would depend on its neighbours.
 """
-
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from meshlm.kernels.fp8_gemm.reference import WARM_ROWS as FP8_WARM_ROWS
 from meshlm.kernels.fp8_gemm.reference import Fp8Weight, quantised_rows
 from meshlm.protocol.model import QuantizationScheme
-from meshlm.workers.formats.format import Encode, Fused
-
-if TYPE_CHECKING:
-    from meshlm.workers.layers.linear import Linear
-    from meshlm.workers.layers.ops import Ops
+from meshlm.workers.formats.eight_bits import EightBits, InputScale
+from meshlm.workers.formats.format import (
+    Encode,
+    KernelWeight,
+    Norm,
+    ProductOps,
+    WeightedLayer,
+    has_kernels,
+)
+from meshlm.workers.partial_sum import Kind, PartialSum
 
 FP8 = torch.float8_e4m3fn
 MAX = torch.finfo(FP8).max
 LEAST_SCALE = 1e-12  # of a token of zeros
 
 
-class _Rows(NamedTuple):
-    """Rows of a weight whose input has one scale; the whole weight, unless files bring several for what is one layer here."""
-
-    begin: int
-    end: int
-    input_scale: Tensor | None
-    weight: Tensor | None  # its values, packed; None: they are decoded for each product
-    native: Fp8Weight | None = None  # they are multiplied as they are
-
-
-class Fp8Format:
-    """See `meshlm.workers.formats.format.WeightFormat`."""
+class Fp8Format(EightBits[Fp8Weight]):
+    code_type = FP8
 
     def __init__(self, scheme: QuantizationScheme) -> None:
-        self.scheme = scheme
+        super().__init__(scheme)
         self.encode: Encode | None = encoder(scheme) if scheme.online else None
-        self._scales = torch.empty(0)
-        self._rows: tuple[_Rows, ...] = ()
-        self._dtype = torch.get_default_dtype()  # the model's, while it is made
 
-    def add_parameters(self, linear: "Linear") -> None:
-        """Beside the weight float32 scales: of its rows [outputs, groups of inputs] and, where files have them, of inputs [outputs]."""
+    def num_groups(self, inputs: int) -> int:
+        return groups(self.scheme, inputs)
 
-        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
-            return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
+    def decoded(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        return decoded(codes, scales, self.scheme, dtype)
 
-        linear.weight = empty(linear.outputs, linear.inputs, dtype=FP8)
-        linear.weight_scale = empty(linear.outputs, groups(self.scheme, linear.inputs))
-        if self.scheme.activation == "static":
-            linear.input_scale = empty(linear.outputs)
+    def rounded(self, x: Tensor, given: InputScale) -> Tensor:
+        return rounded(x, self.scheme, given.scale)
 
-    def finish(self, linear: "Linear", ops: "Ops") -> None:
-        """Each projection of a layer (query, key, value; gate, up) may have brought an input scale of its own."""
-        counts, scales = [linear.outputs], None
-        if self.scheme.activation == "static":
-            scales, each = torch.unique_consecutive(linear.input_scale, return_counts=True)
-            counts = each.tolist()
-        assert isinstance(linear.weight_scale, Tensor)
-        self._scales = linear.weight_scale
-        found, begin = [], 0
-        for nth, count in enumerate(counts):
-            rows = _Rows(begin, begin + count, None if scales is None else scales[nth], None)
-            if linear.weight.device.type == "cpu":
-                rows = rows._replace(weight=ops.pack(self._values(linear, rows, self._dtype)))
-            elif self._alike():
-                rows = rows._replace(native=ops.proven_fp8(self._as_they_are(linear, rows), self._dtype))
-            found.append(rows)
-            begin += count
-        self._rows = tuple(found)
-        linear.eight_bits = found[0].native if len(found) == 1 else None
-        if linear.weight.device.type == "cpu":
-            linear.weight = nn.Parameter(linear.weight[:0].clone(), requires_grad=False)
+    def native_weight(self, matrix: dict[str, Tensor], given: InputScale, dtype: torch.dtype) -> Fp8Weight | None:
+        if not has_kernels(matrix["weight"].device, dtype) or not has_same_groups(self.scheme):
+            return None
+        from meshlm.workers.formats import triton_products
 
-    def values(self, linear: "Linear") -> Tensor:
-        assert isinstance(linear.weight_scale, Tensor)
-        self._scales = linear.weight_scale
-        return self._values(linear, _Rows(0, linear.outputs, None, None), self._dtype)
+        return triton_products.tested_fp8(self._weight(matrix, given), dtype)
 
-    def apply(self, linear: "Linear", x: Tensor, ops: "Ops") -> Tensor:
-        products = [self._product(linear, x, rows, ops) for rows in self._rows]
-        return products[0] if len(products) == 1 else torch.cat(products, dim=1)
-
-    def variant(self) -> object:
-        return self.scheme
-
-    def warm_rows(self) -> set[int]:
-        return set(FP8_WARM_ROWS) if any(rows.native is not None for rows in self._rows) else set()
-
-    def fused(self, kind: Fused) -> bool:
-        """No kernel here rounds activations or scales weights."""
-        return False
-
-    def _alike(self) -> bool:
-        """Whether weights and inputs have scales for the same groups."""
+    def _weight(self, matrix: dict[str, Tensor], given: InputScale) -> Fp8Weight:
         scheme = self.scheme
-        group = scheme.block[1] if scheme.weight == "block" else 0
-        return (scheme.activation != "group" or scheme.group == group) and not (group and scheme.activation == "static")
-
-    def _as_they_are(self, linear: "Linear", rows: _Rows) -> Fp8Weight:
-        part, scheme = slice(rows.begin, rows.end), self.scheme
         return Fp8Weight(
-            linear.weight.data[part],
-            self._scales[part].contiguous(),
+            matrix["weight"][given.rows],
+            matrix["weight_scale"][given.rows].contiguous(),
             scheme.block[1] if scheme.weight == "block" else 0,
             None if scheme.activation == "none" else scheme.group,
-            rows.input_scale,
+            given.scale,
         )
 
-    def _product(self, linear: "Linear", x: Tensor, rows: _Rows, ops: "Ops") -> Tensor:
-        if rows.native is not None:
-            bias = None if linear.bias is None else linear.bias[rows.begin : rows.end]
-            return ops.fp8_linear(x, rows.native, bias)
-        weight = self._values(linear, rows, x.dtype) if rows.weight is None else rows.weight
-        bias = None if linear.bias is None else linear.bias[rows.begin : rows.end]
-        return ops.linear(rounded(x, self.scheme, rows.input_scale), weight, bias, rows.end - rows.begin)
+    def native_product(self, x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
+        from meshlm.workers.formats import triton_products
 
-    def _values(self, linear: "Linear", rows: _Rows, dtype: torch.dtype) -> Tensor:
-        """The values of these rows of the weight."""
-        codes, scale = linear.weight[rows.begin : rows.end], self._scales[rows.begin : rows.end]
-        return decoded(codes, scale, self.scheme, dtype)
+        return triton_products.fp8_linear(x, weight, bias)
+
+    def after_norm(
+        self, layer: WeightedLayer, x: PartialSum, norm: Norm, ops: ProductOps, gate: str
+    ) -> tuple[Tensor, Tensor]:
+        """One row's norm, product and gate are one kernel."""
+        native = self._native[0] if len(self._native) == 1 and not (gate and layer.bias is not None) else None
+        if native is not None and native.one_row and x.kind is Kind.WHOLE and x.value.shape[0] == 1:
+            from meshlm.workers.formats import triton_products
+
+            return triton_products.norm_fp8_row(x, native, layer.bias, norm, gate)
+        return super().after_norm(layer, x, norm, ops, gate)
+
+    def expert_kernel(self, layer: WeightedLayer) -> KernelWeight:
+        """Where files have scales of inputs, all experts of a product take the largest: rows are rounded before they are sorted."""
+        matrix = {name: parameter.data for name, parameter in layer.named_parameters()}
+        return self._weight(matrix, InputScale(0, layer.stack[0], self._largest, None))
+
+
+def has_same_groups(scheme: QuantizationScheme) -> bool:
+    """Whether weights and inputs have scales for the same groups."""
+    group = scheme.block[1] if scheme.weight == "block" else 0
+    return (scheme.activation != "group" or scheme.group == group) and not (group and scheme.activation == "static")
 
 
 def encoder(scheme: QuantizationScheme) -> Encode:
@@ -142,15 +101,6 @@ def encoder(scheme: QuantizationScheme) -> Encode:
         return {"weight": codes.view(len(values), -1)[:, :inputs], "weight_scale": scales.view(len(values), count)}
 
     return encode
-
-
-class ExpertScales(NamedTuple):
-    """The scales of a layer's experts whose weights are codes: float32 [experts, outputs, groups of inputs]."""
-
-    gate_up: Tensor
-    down: Tensor
-    scheme: QuantizationScheme
-    dtype: torch.dtype  # that they compute in
 
 
 def decoded(codes: Tensor, scale: Tensor, scheme: QuantizationScheme, dtype: torch.dtype) -> Tensor:

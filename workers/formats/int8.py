@@ -1,112 +1,57 @@
-"""Weights and activations of 8-bit integers (compressed-tensors' int-quantized), multiplied as they are on a GPU.
+"""Weights and activations of 8-bit integers (compressed-tensors' int-quantized), multiplied as they are on a GPU (eight_bits.py).
 
-A scale of a whole tensor is a scale of each of its rows. Elsewhere weights become their values, and activations what rounding leaves.
+A scale of a whole tensor is a scale of each of its rows.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from meshlm.kernels.fp8_gemm.reference import WARM_ROWS
 from meshlm.kernels.quantise_int8.reference import Int8Weight, quantise
 from meshlm.protocol.model import QuantizationScheme
-from meshlm.workers.formats.format import Encode, Fused
-
-if TYPE_CHECKING:
-    from meshlm.workers.layers.linear import Linear
-    from meshlm.workers.layers.ops import Ops
+from meshlm.workers.formats.eight_bits import EightBits, InputScale
+from meshlm.workers.formats.format import Encode, KernelWeight, WeightedLayer, has_kernels
 
 
-class _Rows(NamedTuple):
-    """Rows whose input has one scale: files bring several for what is one layer here."""
-
-    begin: int
-    end: int
-    weight: Int8Weight
-    values: Tensor | None  # packed, where integers are not multiplied
-
-
-class Int8Format:
-    """See `meshlm.workers.formats.format.WeightFormat`."""
+class Int8Format(EightBits[Int8Weight]):
+    code_type = torch.int8
 
     def __init__(self, scheme: QuantizationScheme) -> None:
-        self.scheme = scheme
+        super().__init__(scheme)
         self.encode: Encode | None = encode if scheme.online else None
-        self._rows: tuple[_Rows, ...] = ()
-        self._dtype = torch.get_default_dtype()  # the model's, while it is made
 
-    def add_parameters(self, linear: "Linear") -> None:
-        """Beside the weight float32 scales of its rows and, where files have them, scales and zero points of inputs [outputs]."""
+    def num_groups(self, inputs: int) -> int:
+        return 1
 
-        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
-            return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
+    def decoded(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        return (codes.float() * scales).to(dtype)
 
-        linear.weight = empty(linear.outputs, linear.inputs, dtype=torch.int8)
-        linear.weight_scale = empty(linear.outputs, 1)
-        if self.scheme.activation == "static":
-            linear.input_scale = empty(linear.outputs)
-            if self.scheme.zeros:
-                linear.input_zero_point = empty(linear.outputs)
+    def rounded(self, x: Tensor, given: InputScale) -> Tensor:
+        codes, scales, zeros = quantise(x, not self.scheme.zeros, given.scale, given.zero)
+        return ((codes.float() - zeros) * scales).to(x.dtype)
 
-    def finish(self, linear: "Linear", ops: "Ops") -> None:
-        codes, scales = linear.weight.data, linear.weight_scale
-        assert isinstance(scales, Tensor)
-        found, begin, native = [], 0, False
-        for given, count in self._inputs(linear):
-            part = slice(begin, begin + count)
-            input_scale, input_zero = given
-            sums = codes[part].sum(dim=1, dtype=torch.int32).float()
-            weight = Int8Weight(
-                codes[part], scales[part].contiguous(), sums, not self.scheme.zeros, input_scale, input_zero
-            )
-            native = ops.takes_int8(weight, self._dtype)
-            values = None if native else ops.pack((codes[part].float() * scales[part]).to(self._dtype))
-            found.append(_Rows(begin, begin + count, weight if native else weight._replace(codes=codes[:0]), values))
-            begin += count
-        self._rows = tuple(found)
-        if not native:
-            linear.weight = nn.Parameter(codes[:0].clone(), requires_grad=False)
+    def native_weight(self, matrix: dict[str, Tensor], given: InputScale, dtype: torch.dtype) -> Int8Weight | None:
+        if not has_kernels(matrix["weight"].device, dtype):
+            return None
+        from meshlm.workers.formats import self_test
 
-    def _inputs(self, linear: "Linear") -> list[tuple[tuple[Tensor | None, Tensor | None], int]]:
-        """Scales and zero points of inputs, and how many rows each has."""
-        if self.scheme.activation != "static":
-            return [((None, None), linear.outputs)]
-        assert isinstance(linear.input_scale, Tensor)
-        zeros = linear.input_zero_point if self.scheme.zeros else torch.zeros_like(linear.input_scale)
-        assert isinstance(zeros, Tensor)
-        both, counts = torch.unique_consecutive(
-            torch.stack((linear.input_scale, zeros), dim=1), dim=0, return_counts=True
-        )
-        pairs = [(pair[0].contiguous(), pair[1].contiguous() if self.scheme.zeros else None) for pair in both]
-        return list(zip(pairs, counts.tolist(), strict=True))
+        weight = self._weight(matrix, given)
+        return weight if self_test.is_int8_right(weight, dtype) else None
 
-    def values(self, linear: "Linear") -> Tensor:
-        assert isinstance(linear.weight_scale, Tensor)
-        return (linear.weight.float() * linear.weight_scale).to(self._dtype)
+    def _weight(self, matrix: dict[str, Tensor], given: InputScale) -> Int8Weight:
+        codes = matrix["weight"][given.rows]
+        sums = codes.sum(dim=-1, dtype=torch.int32).float()
+        scales = matrix["weight_scale"][given.rows].contiguous()
+        return Int8Weight(codes, scales, sums, not self.scheme.zeros, given.scale, given.zero)
 
-    def apply(self, linear: "Linear", x: Tensor, ops: "Ops") -> Tensor:
-        products = [self._product(linear, x, rows, ops) for rows in self._rows]
-        return products[0] if len(products) == 1 else torch.cat(products, dim=1)
+    def native_product(self, x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
+        from meshlm.workers.formats import triton_products
 
-    def _product(self, linear: "Linear", x: Tensor, rows: _Rows, ops: "Ops") -> Tensor:
-        bias = None if linear.bias is None else linear.bias[rows.begin : rows.end]
-        if rows.values is None:
-            return ops.int8_linear(x, rows.weight, bias)
-        weight = rows.weight
-        codes, scales, zeros = quantise(x, weight.symmetric, weight.input_scale, weight.input_zero)
-        rounded = ((codes.float() - zeros) * scales).to(x.dtype)
-        return ops.linear(rounded, rows.values, bias, rows.end - rows.begin)
+        return triton_products.int8_linear(x, weight, bias)
 
-    def variant(self) -> object:
-        return self.scheme
-
-    def warm_rows(self) -> set[int]:
-        return set(WARM_ROWS)
-
-    def fused(self, kind: Fused) -> bool:
-        """No kernel here rounds activations or scales weights."""
-        return False
+    def expert_kernel(self, layer: WeightedLayer) -> KernelWeight:
+        """As `Fp8Format.expert_kernel`. Activations have no zero points, so the sums of codes are not needed."""
+        scales = layer.get_parameter("weight_scale").data
+        return Int8Weight(layer.weight.data, scales, scales[:0], True, self._largest)
 
 
 def encode(values: Tensor) -> dict[str, Tensor]:

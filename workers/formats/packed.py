@@ -1,31 +1,26 @@
 """Weights of 4 or 8 bits whose words hold several codes (GPTQ, AWQ, pack-quantized, bitsandbytes, MXFP4): (code - zero) * scale, or
 table[code] * scale.
 
-Files fill parameters of one form (packed_files.py), whatever their own: bytes of codes in the order of inputs. After loading they
-become the words of kernels/packed_gemm on a GPU, and values on a CPU.
+Files fill parameters of one form (weights/packed_files.py), whatever their own: bytes of codes in the order of inputs. After loading
+they become the words of kernels/packed_gemm on a GPU, and values on a CPU.
 """
-
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from meshlm.kernels.packed_gemm import reference
 from meshlm.kernels.packed_gemm.reference import CHUNK, PLANE, TABLES, WARM_ROWS, PackedWeight, decode, pack
 from meshlm.protocol.model import QuantizationScheme
 from meshlm.runtime.errors import ProcessFatal
-from meshlm.workers.formats.format import Encode, Fused
+from meshlm.workers.formats.format import Encode, ProductOps, WeightedLayer, has_kernels
+from meshlm.workers.formats.unquantized import Unquantized
 
-if TYPE_CHECKING:
-    from meshlm.workers.layers.linear import Linear
-    from meshlm.workers.layers.ops import Ops
-
-PARAMETERS = ("weight", "weight_scale", "weight_zero", "input_group")
 PACKED_ROWS = 16  # of up to so many rows a product with packed weights takes less time (docs/quantization.md)
 
 
-class PackedFormat:
-    """See `meshlm.workers.formats.format.WeightFormat`."""
+class PackedFormat(Unquantized):
+    """A CPU has the values, and computes with them as if they had never been packed."""
 
     def __init__(self, scheme: QuantizationScheme) -> None:
         """The scheme is that of a layer (`packed_quantization.of_layer`)."""
@@ -34,46 +29,45 @@ class PackedFormat:
         self.weight: PackedWeight | None = None
         self.keeps_values = False
         """Whether the layer has its values, too, for products of many rows; set before `finish`."""
-        self._dtype = torch.get_default_dtype()  # the model's, while it is made
 
-    def add_parameters(self, linear: "Linear") -> None:
+    def add_parameters(self, layer: WeightedLayer) -> None:
         """uint8 codes [outputs, inputs * bits / 8] and zero points [outputs, groups]; float32 scales; the groups of inputs."""
         scheme = self.scheme
-        groups = scheme.num_groups if scheme.act_order else -(-linear.inputs // scheme.weight_group)
-
-        def empty(dtype: torch.dtype, *shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
-
-        linear.weight = empty(torch.uint8, linear.outputs, linear.inputs * scheme.bits // 8)
-        linear.weight_scale = empty(torch.float32, linear.outputs, groups)
+        groups = scheme.num_groups if scheme.act_order else -(-layer.inputs // scheme.weight_group)
+        layer.add("weight", layer.outputs, layer.inputs * scheme.bits // 8, dtype=torch.uint8)
+        layer.add("weight_scale", layer.outputs, groups, dtype=torch.float32)
         if scheme.zeros:
-            linear.weight_zero = empty(torch.uint8, linear.outputs, groups)
+            layer.add("weight_zero", layer.outputs, groups, dtype=torch.uint8)
         if scheme.act_order:
-            linear.input_group = empty(torch.int32, scheme.projections, linear.inputs)
+            layer.add("input_group", scheme.projections, layer.inputs, dtype=torch.int32)
 
-    def finish(self, linear: "Linear", ops: "Ops") -> None:
+    def finish(self, layer: WeightedLayer, ops: ProductOps) -> None:
         """Nothing of the files' form is left."""
-        packed = self._packed(linear)
-        for name in PARAMETERS[1:]:
-            linear._parameters.pop(name, None)
-        if packed.low.device.type == "cpu":
-            linear.weight = nn.Parameter(ops.pack(decode(packed, self._dtype)), requires_grad=False)
+        if layer.weight.device.type == "cpu" or layer.stack:
+            layer.keep("weight", self.values(layer))
+            layer.drop_others()
+            super().finish(layer, ops)
             return
-        self.weight = ops.proven(packed, self._dtype)
+        self.weight = tested(self._packed(layer), layer.dtype)
+        layer.drop_others()
         if self.keeps_values:
-            linear.weight_values = nn.Parameter(ops.pack(decode(packed, self._dtype)), requires_grad=False)
-        linear.weight = nn.Parameter(packed.low, requires_grad=False)
+            layer.keep("weight_values", ops.pack(decode(self.weight, layer.dtype)))
+        layer.keep("weight", self.weight.low)
 
-    def values(self, linear: "Linear") -> Tensor:
-        return decode(self._packed(linear), self._dtype)
+    @property
+    def is_fusible(self) -> bool:
+        return self.weight is None
 
-    def apply(self, linear: "Linear", x: Tensor, ops: "Ops") -> Tensor:
+    def values(self, layer: WeightedLayer) -> Tensor:
+        found = [decode(self._packed_matrix(matrix, layer.dtype), layer.dtype) for matrix in layer.matrices()]
+        return torch.stack(found) if layer.stack else found[0]
+
+    def apply(self, layer: WeightedLayer, x: Tensor, ops: ProductOps) -> Tensor:
         if self.weight is None:
-            return ops.linear(x, linear.weight, linear.bias, linear.outputs)
+            return super().apply(layer, x, ops)
         if self.keeps_values and x.shape[0] > PACKED_ROWS:
-            assert isinstance(linear.weight_values, Tensor)
-            return ops.linear(x, linear.weight_values, linear.bias, linear.outputs)
-        return ops.packed_linear(x, self.weight, linear.bias)
+            return ops.linear(x, layer.get_parameter("weight_values"), layer.bias, layer.outputs)
+        return packed_linear(x, self.weight, layer.bias)
 
     def variant(self) -> object:
         return None if self.weight is None else (self.weight.variant, self.keeps_values)
@@ -82,10 +76,6 @@ class PackedFormat:
         if self.weight is None:
             return set()
         return {rows for rows in WARM_ROWS if rows <= PACKED_ROWS} if self.keeps_values else set(WARM_ROWS)
-
-    def fused(self, kind: Fused) -> bool:
-        """A CPU has the values."""
-        return self.weight is None
 
     def _encoded(self, values: Tensor) -> dict[str, Tensor]:
         """Each group to the nearest of its codes, which reach from its least value to its largest."""
@@ -113,23 +103,25 @@ class PackedFormat:
         }
         return found | ({"weight_zero": zero.to(torch.uint8)} if self.scheme.zeros else {})
 
-    def _packed(self, linear: "Linear") -> PackedWeight:
-        scheme, scale = self.scheme, linear.weight_scale
-        assert isinstance(scale, Tensor)
-        codes = unpacked(linear.weight.data, scheme.bits)
+    def _packed(self, layer: WeightedLayer) -> PackedWeight:
+        return self._packed_matrix(layer.matrices()[0], layer.dtype)
+
+    def _packed_matrix(self, matrix: dict[str, Tensor], dtype: torch.dtype) -> PackedWeight:
+        scheme, scale = self.scheme, matrix["weight_scale"]
+        codes = unpacked(matrix["weight"], scheme.bits)
         if scheme.values != "integers":
             low, high = pack(codes, scheme.bits)
             table = torch.tensor(TABLES[scheme.values], dtype=torch.float32, device=codes.device)
-            scales = scale.t().to(torch.float32 if self._dtype == torch.float32 else torch.float16).contiguous()
+            scales = scale.t().to(torch.float32 if dtype == torch.float32 else torch.float16).contiguous()
             if scheme.values == "mxfp4":
                 scales = compact(scale.t())  # powers of two, also such as float16 does not hold
             return PackedWeight(low, high, scales, table=table, group=scheme.weight_group, inputs=codes.shape[1])
-        zero = linear.weight_zero if scheme.zeros else torch.full_like(scale, 1 << scheme.bits - 1, dtype=torch.uint8)
-        assert isinstance(zero, Tensor)
+        zero = (
+            matrix["weight_zero"] if scheme.zeros else torch.full_like(scale, 1 << scheme.bits - 1, dtype=torch.uint8)
+        )
         size, order = scheme.weight_group, None
         if scheme.act_order:
-            assert isinstance(linear.input_group, Tensor)
-            codes, scale, zero, size, order = in_order(codes, scale, zero, self._groups(linear.input_group), size)
+            codes, scale, zero, size, order = in_order(codes, scale, zero, self._groups(matrix["input_group"]), size)
         size = size if size in (PLANE, 64, 128) else -(-size // CHUNK) * CHUNK
         one_zero = int(zero.flatten()[0]) if bool((zero == zero.flatten()[0]).all()) else None
         low, high = pack(codes, scheme.bits)
@@ -143,7 +135,7 @@ class PackedFormat:
             group=size,
             zero=one_zero or 0,
             inputs=codes.shape[1],
-            columns=linear.inputs,
+            columns=matrix["weight"].shape[1] * 8 // scheme.bits,
         )
 
     def _groups(self, of_inputs: Tensor) -> Tensor:
@@ -158,6 +150,24 @@ class PackedFormat:
                 f"quantization_config: desc_act: an input is in a group that is none of {self.scheme.num_groups}"
             )
         return first.long()
+
+
+def tested(weight: PackedWeight, dtype: torch.dtype) -> PackedWeight:
+    """The weight, and which kernels of this device compute right with it."""
+    if not has_kernels(weight.low.device, dtype):
+        return weight
+    from meshlm.workers.formats import self_test
+
+    return self_test.tested_packed(weight, dtype)
+
+
+def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    """x [m, inputs] -> [m, outputs]."""
+    if not has_kernels(x.device, x.dtype):
+        return reference.packed_linear(x, weight, bias)
+    from meshlm.kernels.packed_gemm import kernel
+
+    return kernel.packed_linear(x, weight, bias)
 
 
 def nearest(values: Tensor, scales: Tensor, table: tuple[float, ...]) -> Tensor:

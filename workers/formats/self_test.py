@@ -54,20 +54,20 @@ def _differs(found: Tensor, expected: Tensor) -> str:
     return "" if error <= NEAR else f"a result is off by {error:.3g} standard deviations and a step of bfloat16"
 
 
-def _same_numbers(proof: Callable[P, bool]) -> Callable[P, bool]:
-    """A proof that draws the same numbers at each start and on each rank: they must choose the same kernels."""
+def _same_numbers(test: Callable[P, bool]) -> Callable[P, bool]:
+    """A test that draws the same numbers at each start and on each rank: they must choose the same kernels."""
 
-    @wraps(proof)
-    def proven(*args: P.args, **kwargs: P.kwargs) -> bool:
+    @wraps(test)
+    def tested(*args: P.args, **kwargs: P.kwargs) -> bool:
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(1)
-            return proof(*args, **kwargs)
+            return test(*args, **kwargs)
 
-    return proven
+    return tested
 
 
-def proven(weight: PackedWeight, dtype: torch.dtype) -> PackedWeight:
+def tested_packed(weight: PackedWeight, dtype: torch.dtype) -> PackedWeight:
     """The weight, with the kernels that may compute with it: those of its own tiles, bits, groups and scales are right.
 
     NF4 is decoded for each product, which is faster than to look up each code (docs/quantization.md).
@@ -147,7 +147,7 @@ def random_packed(kind: Kind, inputs: int, device: torch.device) -> PackedWeight
     return PackedWeight(low, high, scales, zeros, minima, bits=bits, group=group, zero=zero, inputs=inputs)
 
 
-def proven_fp8(weight: Fp8Weight, dtype: torch.dtype) -> Fp8Weight | None:
+def tested_fp8(weight: Fp8Weight, dtype: torch.dtype) -> Fp8Weight | None:
     """The weight, if its products are right, of one row, some and many; and whether kernels/gemv computes that of one row."""
     codes, known = weight.codes, weight.input_scale is not None
     if not _fp8(weight.group, weight.rounded, known, codes.shape[1] % 128, dtype, codes.device):
@@ -217,7 +217,7 @@ def _fp8(group: int, rounded: int | None, known: bool, beyond: int, dtype: torch
     )
 
 
-def takes_int8(weight: Int8Weight, dtype: torch.dtype) -> bool:
+def is_int8_right(weight: Int8Weight, dtype: torch.dtype) -> bool:
     """Whether the products of such weights are right, of one row, some and many."""
     zero = weight.input_zero is not None
     return _int8(

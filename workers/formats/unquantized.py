@@ -1,43 +1,46 @@
 """Weights of the compute dtype, and those of a .gguf file whose rows stay encoded in a CPU worker's memory."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 
-from meshlm.workers.formats.format import Encode, Fused
+from meshlm.workers.formats.format import (
+    GroupedWeight,
+    KernelWeight,
+    ProductOps,
+    WeightedLayer,
+    WeightFormat,
+    grouped_weight,
+)
 
-if TYPE_CHECKING:
-    from meshlm.workers.layers.linear import Linear
-    from meshlm.workers.layers.ops import Ops
 
+class Unquantized(WeightFormat):
+    """Every fused kernel takes such a weight."""
 
-class Unquantized:
-    """See `meshlm.workers.formats.format.WeightFormat`. Every fused kernel takes such a weight."""
-
-    encode: Encode | None = None
-
-    def add_parameters(self, linear: "Linear") -> None:
-        linear.weight = nn.Parameter(torch.empty(linear.outputs, linear.inputs), requires_grad=False)
-
-    def finish(self, linear: "Linear", ops: "Ops") -> None:
-        linear.weight = nn.Parameter(ops.pack(linear.weight), requires_grad=False)
-
-    def values(self, linear: "Linear") -> Tensor:
-        return linear.weight.data
-
-    def apply(self, linear: "Linear", x: Tensor, ops: "Ops") -> Tensor:
-        return ops.linear(x, linear.weight, linear.bias, linear.outputs)
-
-    def variant(self) -> object:
-        return None
-
-    def warm_rows(self) -> set[int]:
-        """Its kernels belong to the ops, which are asked by their tables."""
-        return set()
-
-    def fused(self, kind: Fused) -> bool:
+    @property
+    def is_fusible(self) -> bool:
         return True
+
+    def add_parameters(self, layer: WeightedLayer) -> None:
+        layer.add("weight", layer.outputs, layer.inputs)
+
+    def finish(self, layer: WeightedLayer, ops: ProductOps) -> None:
+        if not layer.stack:
+            layer.keep("weight", ops.pack(layer.weight))
+
+    def values(self, layer: WeightedLayer) -> Tensor:
+        return layer.weight.data
+
+    def apply(self, layer: WeightedLayer, x: Tensor, ops: ProductOps) -> Tensor:
+        return ops.linear(x, layer.weight, layer.bias, layer.outputs)
+
+    def expert_linear(self, layer: WeightedLayer, number: int, x: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, layer.weight[number], bias)
+
+    def expert_kernel(self, layer: WeightedLayer) -> KernelWeight:
+        return layer.weight
 
 
 class PackedGGUF(Unquantized):
@@ -45,12 +48,24 @@ class PackedGGUF(Unquantized):
 
     def __init__(self, size: int) -> None:
         self._size = size
+        self._linear: Callable[[Tensor, Tensor, Tensor | None, int], Tensor] | None = None
 
-    def add_parameters(self, linear: "Linear") -> None:
-        linear.weight = nn.Parameter(torch.empty(self._size, dtype=torch.uint8), requires_grad=False)
+    def add_parameters(self, layer: WeightedLayer) -> None:
+        layer.add("weight", self._size, dtype=torch.uint8)
 
-    def finish(self, linear: "Linear", ops: "Ops") -> None:
+    def finish(self, layer: WeightedLayer, ops: ProductOps) -> None:
         """The loader has packed it."""
+        self._linear = ops.linear
+
+    def expert_linear(self, layer: WeightedLayer, number: int, x: Tensor, bias: Tensor | None) -> Tensor:
+        assert self._linear is not None
+        return self._linear(x, layer.weight[number], bias, layer.outputs)
 
 
 UNQUANTIZED = Unquantized()
+
+
+def plain_experts(weight: Tensor) -> GroupedWeight:
+    """The products of experts with these weights [experts, outputs, inputs]."""
+    experts, outputs, inputs = weight.shape
+    return grouped_weight(UNQUANTIZED, (experts, outputs, inputs), weight.dtype, weight=weight)

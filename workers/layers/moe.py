@@ -9,18 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from meshlm.kernels.moe_routing.reference import Rule
-from meshlm.kernels.packed_experts.layout import ExpertWeight, chunks_of, encode_mxfp4
 from meshlm.protocol.layers import MoESpec
-from meshlm.protocol.model import ModelSpec, QuantizationScheme
+from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import StepInputs
-from meshlm.workers.formats.format import Encode
-from meshlm.workers.formats.fp8 import FP8, ExpertScales, decoded, encoder, groups
+from meshlm.workers.formats.format import WeightedLayer
+from meshlm.workers.formats.unquantized import UNQUANTIZED
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import Ops, RouterWeights
 from meshlm.workers.moe.fused_moe import FusedMoE
-from meshlm.workers.moe.parts import Dispatcher, ExpertExtras, ExpertWeights, PackedExperts, Routing
+from meshlm.workers.moe.parts import Dispatcher, ExpertExtras, ExpertWeights, Routing
 from meshlm.workers.moe.placement.replicas import Replicas
 from meshlm.workers.moe.registry import make_experts
 from meshlm.workers.partial_sum import Kind, PartialSum
@@ -65,65 +64,11 @@ def rule_of(moe: MoESpec) -> Rule:
     )
 
 
-class GroupedLinear(nn.Module):
+class GroupedLinear(WeightedLayer):
     """The same product of each expert of this rank."""
 
     def __init__(self, experts: int, inputs: int, outputs: int, *, bias: bool = False) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(experts, outputs), requires_grad=False) if bias else None
-        self.scheme: QuantizationScheme | None = None
-        self.encode: Encode | None = None  # see `WeightFormat.encode`
-        self.dtype = torch.get_default_dtype()  # the model's, while it is made
-        self.inputs = inputs
-        self.weight = nn.Parameter(torch.empty(experts, outputs, inputs), requires_grad=False)
-
-    def use_mxfp4(self) -> None:
-        """Before loading: weights are MXFP4 codes and scales, as kernels/packed_experts reads them; floats become so."""
-        experts, outputs, _ = self.weight.shape
-        chunks = chunks_of(self.inputs)
-        self.weight = nn.Parameter(torch.empty(experts, outputs, chunks * 64, dtype=torch.uint8), requires_grad=False)
-        scales = torch.empty(experts, outputs, chunks * 4, dtype=torch.uint8)
-        self.weight_scale = nn.Parameter(scales, requires_grad=False)
-        self.encode = encode_mxfp4
-
-    def mxfp4(self) -> ExpertWeight | None:
-        """The weights, where they are MXFP4."""
-        if self.weight.dtype != torch.uint8:
-            return None
-        return ExpertWeight(self.weight.data.view(torch.int16), self.weight_scale.data, self.inputs)
-
-    def num_weights(self) -> int:
-        """Of all experts, however they are stored."""
-        return self.weight.numel() // self.weight.shape[2] * self.inputs
-
-    def num_stored(self) -> int:
-        """The numbers that MXFP4 keeps in their place: two of them are a byte, and 32 have a scale. Else the weights themselves."""
-        return self.weight.numel() + (0 if self.mxfp4() is None else self.weight_scale.numel())
-
-    def use_fp8(self, scheme: QuantizationScheme) -> None:
-        """Before loading: weights are 8-bit floats, with scales as those of `Fp8Format`."""
-        experts, outputs, inputs = self.weight.shape
-        scales = torch.empty(experts, outputs, groups(scheme, inputs), dtype=torch.float32)
-        self.weight = nn.Parameter(torch.empty(experts, outputs, inputs, dtype=FP8), requires_grad=False)
-        self.weight_scale = nn.Parameter(scales, requires_grad=False)
-        self.scheme = scheme
-        self.encode = encoder(scheme) if scheme.online else None
-
-    def prepare(self, into: nn.Parameter | None = None) -> None:
-        """After loading: a CPU, which would take longer to decode than to multiply, decodes once. into: what `restore` gave."""
-        if self.scheme is not None and self.weight.device.type == "cpu" and self.weight.dtype == FP8:
-            values = decoded(self.weight, self.weight_scale, self.scheme, self.dtype)
-            if into is not None:
-                into.copy_(values)
-            self.weight = into if into is not None else nn.Parameter(values, requires_grad=False)
-
-    def restore(self) -> nn.Parameter:
-        """Before it is loaded again: room for what files have. What computes holds the parameter that this gives."""
-        weight = self.weight
-        if self.scheme is not None and weight.dtype != FP8:
-            empty = torch.empty(weight.shape, dtype=FP8, device=weight.device)
-            self.weight = nn.Parameter(empty, requires_grad=False)
-        return weight
+        super().__init__(inputs, outputs, UNQUANTIZED, bias=bias, stack=(experts,))
 
 
 class ExpertLinears(nn.Module):
@@ -143,17 +88,10 @@ class ExpertLinears(nn.Module):
 
     def weights(self, act: str) -> ExpertWeights:
         """The weights as experts take them."""
-        gate_up, down, scales = self.gate_up, self.down, None
-        gate_up.prepare()
-        down.prepare()
-        if gate_up.scheme is not None:
-            scales = ExpertScales(gate_up.weight_scale, down.weight_scale, gate_up.scheme, gate_up.dtype)
         extras = None
-        if gate_up.bias is not None or self._swiglu is not None:
-            extras = ExpertExtras(gate_up.bias, down.bias, self._swiglu)
-        codes, below = gate_up.mxfp4(), down.mxfp4()
-        packed = None if codes is None or below is None else PackedExperts(codes, below, down.dtype)
-        return ExpertWeights(gate_up.weight, down.weight, act, scales, extras, packed, self._gated)
+        if self.gate_up.bias is not None or self._swiglu is not None:
+            extras = ExpertExtras(self.gate_up.bias, self.down.bias, self._swiglu)
+        return ExpertWeights(self.gate_up.grouped(), self.down.grouped(), act, extras, self._gated)
 
 
 class MoE(nn.Module):
@@ -186,8 +124,9 @@ class MoE(nn.Module):
     def idle_parameters(self) -> int:
         """The number of the experts' parameters, as they are stored, without those that a token needs."""
         stored = sum(parameter.numel() for parameter in self.experts.parameters())
-        others = sum(linear.num_weights() - linear.num_stored() for linear in self.experts.linears())
-        return stored - (stored + others) * self.moe.num_experts_per_tok // self.moe.num_experts
+        biases = [linear.bias.numel() for linear in self.experts.linears() if linear.bias is not None]
+        numbers = sum(linear.num_weights() for linear in self.experts.linears()) + sum(biases)
+        return stored - numbers * self.moe.num_experts_per_tok // self.moe.num_experts
 
     def forward(self, x: PartialSum, norm: RMSNorm, batch: StepInputs, ops: Ops) -> PartialSum:
         """Computes what the experts add to the residual, which has x in it then."""

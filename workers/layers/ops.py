@@ -9,10 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from meshlm.kernels.fp8_gemm.reference import Fp8Weight
 from meshlm.kernels.moe_routing.reference import Rule
-from meshlm.kernels.packed_gemm.reference import PackedWeight
-from meshlm.kernels.quantise_int8.reference import Int8Weight
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.partial_sum import PartialSum
 
@@ -95,42 +92,6 @@ class Ops(Protocol):
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
         """[m, inputs] -> [m, outputs]."""
-        ...
-
-    def packed_linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-        """[m, inputs] -> [m, outputs]: kernels/packed_gemm."""
-        ...
-
-    def proven(self, weight: PackedWeight, dtype: torch.dtype) -> PackedWeight:
-        """The weight, with which of this device's kernels may compute with it. While a model is prepared."""
-        ...
-
-    def proven_fp8(self, weight: Fp8Weight, dtype: torch.dtype) -> Fp8Weight | None:
-        """The weight, with which of this device's kernels may compute with it; None: none. While a model is prepared."""
-        ...
-
-    def fp8_linear(self, x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
-        """[m, inputs] -> [m, outputs], in 8 bits: kernels/fp8_gemm."""
-        ...
-
-    def norm_fp8_linear(
-        self,
-        x: PartialSum,
-        norm: tuple[Tensor, float],
-        weight: Fp8Weight,
-        bias: Tensor | None,
-        *,
-        gate: str = "",
-    ) -> tuple[Tensor, Tensor]:
-        """As `norm_linear`, in 8 bits."""
-        ...
-
-    def takes_int8(self, weight: Int8Weight, dtype: torch.dtype) -> bool:
-        """Whether `int8_linear` is there for such weights. While a model is prepared."""
-        ...
-
-    def int8_linear(self, x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
-        """[m, inputs] -> [m, outputs], in 8-bit integers."""
         ...
 
     def rows(self, ids: Tensor, table: Tensor, size: int) -> Tensor:

@@ -7,7 +7,6 @@ norm are one operation here, and one kernel where the communicator has it; with 
 import torch
 from torch import Tensor
 
-from meshlm.kernels.fp8_gemm.reference import Fp8Weight
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.communicator import FUSED_ROWS, Communicator
 from meshlm.workers.layers.ops import AttentionShape, Ops, RouterWeights
@@ -24,11 +23,7 @@ class SummingOps:
         self.pack, self.linear, self.rms_norm = base.pack, base.linear, base.rms_norm
         self.act_mul, self.rows, self.add_rms_norm = base.act_mul, base.rows, base.add_rms_norm
         self.select_experts, self.latent_cache = base.select_experts, base.latent_cache
-        self.head_products, self.packed_linear = base.head_products, base.packed_linear
-        self.proven_fp8, self.fp8_linear = base.proven_fp8, base.fp8_linear
-        self.takes_int8, self.int8_linear = base.takes_int8, base.int8_linear
-        self.proven, self.gated_norm = base.proven, base.gated_norm
-        self.slots_of = base.slots_of
+        self.head_products, self.gated_norm, self.slots_of = base.head_products, base.gated_norm, base.slots_of
 
     def row_parallel_linear(
         self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, residual: Tensor | None
@@ -129,19 +124,3 @@ class SummingOps:
         normed, residual = fused
         out = self.base.linear(normed, packed, bias, outputs)
         return (self.base.act_mul(out, gate) if gate else out), residual
-
-    def norm_fp8_linear(
-        self,
-        x: PartialSum,
-        norm: tuple[Tensor, float],
-        weight: Fp8Weight,
-        bias: Tensor | None,
-        *,
-        gate: str = "",
-    ) -> tuple[Tensor, Tensor]:
-        """See `Ops.norm_fp8_linear`."""
-        fused = self._fused_norm(x, norm)
-        if fused is None:
-            return self.base.norm_fp8_linear(self._summed(x), norm, weight, bias, gate=gate)
-        out = self.base.fp8_linear(fused[0], weight, bias)
-        return (self.base.act_mul(out, gate) if gate else out), fused[1]

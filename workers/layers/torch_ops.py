@@ -4,14 +4,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshlm.kernels.fp8_gemm.reference import Fp8Weight
 from meshlm.kernels.gated_norm.reference import gated_norm
 from meshlm.kernels.moe_routing.reference import Rule, select_experts
 from meshlm.kernels.moe_slots.reference import slots_of
-from meshlm.kernels.packed_gemm.reference import PackedWeight, packed_linear
-from meshlm.kernels.quantise_int8.reference import Int8Weight
 from meshlm.kernels.silu_mul.reference import ACTIVATIONS
 from meshlm.workers.batch import LayerCache, StepInputs
+from meshlm.workers.formats.format import has_kernels
 from meshlm.workers.layers.ops import AttentionShape, HeadProducts, LatentShape, Ops, RouterWeights
 from meshlm.workers.layers.rope import apply_rope, apply_rope_to_neighbours
 from meshlm.workers.partial_sum import Kind, PartialSum
@@ -23,28 +21,10 @@ class Composed:
     def rows(self, ids: Tensor, table: Tensor, size: int) -> Tensor:
         return F.embedding(ids, table)
 
-    def packed_linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-        return packed_linear(x, weight, bias)
-
     def gated_norm(
         self, y: Tensor, gate: Tensor, weight: Tensor | None, eps: float, group: int, *, before: bool
     ) -> Tensor:
         return gated_norm(y, gate, weight, eps, group, before=before)
-
-    def proven(self, weight: PackedWeight, dtype: torch.dtype) -> PackedWeight:
-        return weight
-
-    def proven_fp8(self, weight: Fp8Weight, dtype: torch.dtype) -> Fp8Weight | None:
-        return None
-
-    def fp8_linear(self, x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
-        raise NotImplementedError
-
-    def takes_int8(self, weight: Int8Weight, dtype: torch.dtype) -> bool:
-        return False
-
-    def int8_linear(self, x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
-        raise NotImplementedError
 
     def finish_sum(self, x: PartialSum, dtype: torch.dtype) -> Tensor:
         assert x.kind is Kind.WHOLE
@@ -142,19 +122,6 @@ class Composed:
         del y  # its memory is part of what the gate's result gets
         return (self.act_mul(out, gate) if gate else out), residual
 
-    def norm_fp8_linear(
-        self: "Ops",
-        x: PartialSum,
-        norm: tuple[Tensor, float],
-        weight: Fp8Weight,
-        bias: Tensor | None,
-        *,
-        gate: str = "",
-    ) -> tuple[Tensor, Tensor]:
-        y, residual = self.norm(x, norm)
-        out = self.fp8_linear(y, weight, bias)
-        return (self.act_mul(out, gate) if gate else out), residual
-
 
 class TorchOps(Composed):
     """Plain torch: any device, any dtype."""
@@ -203,7 +170,7 @@ def make_ops(device: torch.device, dtype: torch.dtype) -> Ops:
 
         if cpu_ops.available():
             return cpu_ops.CpuOps()
-    if device.type == "cuda" and dtype != torch.float32 and torch.cuda.get_device_capability(device) >= (8, 0):
+    if has_kernels(device, dtype):
         from meshlm.workers.layers.triton_ops import TritonOps
 
         return TritonOps()

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 from meshlm.kernels.embedding.kernel import embed
-from meshlm.kernels.fp8_gemm import kernel as fp8
-from meshlm.kernels.fp8_gemm.reference import Fp8Weight
 from meshlm.kernels.gate_up_silu import kernel as gate_up_silu
 from meshlm.kernels.gated_norm.kernel import gated_norm
 from meshlm.kernels.gemm import kernel as products
@@ -21,16 +19,10 @@ from meshlm.kernels.moe_routing.reference import Rule
 from meshlm.kernels.moe_slots.kernel import slots_of
 from meshlm.kernels.moe_sum.kernel import sum_parts
 from meshlm.kernels.norm import kernel as norms
-from meshlm.kernels.packed_gemm.kernel import packed_linear
-from meshlm.kernels.packed_gemm.reference import PackedWeight
-from meshlm.kernels.quantise_fp8.kernel import quantise
-from meshlm.kernels.quantise_int8 import kernel as quantise_int8
-from meshlm.kernels.quantise_int8.reference import Int8Weight
 from meshlm.kernels.rope_cache.kernel import rope_cache
 from meshlm.kernels.silu_mul.kernel import act_mul
 from meshlm.kernels.small_m_gemm.kernel import shape_for, small_m_gemm
 from meshlm.workers.batch import LayerCache, StepInputs
-from meshlm.workers.formats import self_test
 from meshlm.workers.layers.ops import AttentionShape, LatentShape, RouterWeights
 from meshlm.workers.layers.torch_ops import Composed
 from meshlm.workers.partial_sum import Kind, PartialSum
@@ -62,49 +54,6 @@ class TritonOps(Composed):
         if pays(packed, x.shape[0]):
             return gemv(x, packed, bias)[0]
         return products.gemm(x, packed, bias)
-
-    def packed_linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-        return packed_linear(x, weight, bias)
-
-    def proven(self, weight: PackedWeight, dtype: torch.dtype) -> PackedWeight:
-        return self_test.proven(weight, dtype)
-
-    def proven_fp8(self, weight: Fp8Weight, dtype: torch.dtype) -> Fp8Weight | None:
-        capable = fp8.takes(weight.group) and torch.cuda.get_device_capability() >= (8, 9)
-        return self_test.proven_fp8(weight, dtype) if capable else None
-
-    def fp8_linear(self, x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
-        if x.shape[0] == 1 and weight.one_row:
-            return gemv(x.contiguous(), weight, bias)[0]
-        codes, scales, group, rounded, input_scale, _ = weight
-        values, x_scales = (x, None) if rounded is None else quantise(x.contiguous(), rounded, input_scale)
-        return fp8.fp8_gemm(values, x_scales, codes, scales, bias, x.dtype, group)
-
-    def norm_fp8_linear(
-        self,
-        x: PartialSum,
-        norm: tuple[Tensor, float],
-        weight: Fp8Weight,
-        bias: Tensor | None,
-        *,
-        gate: str = "",
-    ) -> tuple[Tensor, Tensor]:
-        one = x.kind is Kind.WHOLE and x.value.shape[0] == 1 and weight.one_row
-        if one and not (gate and bias is not None):
-            return gemv(
-                x.value, weight, bias, norm=norm[0], residual=x.residual, eps=norm[1], own=x.own_norm, gate=gate
-            )
-        return super().norm_fp8_linear(x, norm, weight, bias, gate=gate)
-
-    def takes_int8(self, weight: Int8Weight, dtype: torch.dtype) -> bool:
-        return self_test.takes_int8(weight, dtype)
-
-    def int8_linear(self, x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
-        codes, scales, zeros = quantise_int8.quantise(
-            x.contiguous(), weight.symmetric, weight.input_scale, weight.input_zero
-        )
-        given = None if weight.symmetric else zeros
-        return fp8.int8_gemm(codes, scales, given, weight.codes, weight.scales, weight.sums, bias, x.dtype)
 
     def row_parallel_linear(
         self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, residual: Tensor | None

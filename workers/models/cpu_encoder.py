@@ -53,5 +53,5 @@ def fuse(model: Decoder) -> None:
         spec.head_dim**-0.5,
         spec.rms_norm_eps,
     )
-    if takes(shape) and all(product.fuses_norm for product in products):
+    if takes(shape) and all(product.is_fusible for product in products):
         model.parts = CpuEncoder(layers, shape)

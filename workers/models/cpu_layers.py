@@ -79,7 +79,7 @@ def fuse(model: Decoder, backend: str) -> None:
         and model.spec.moe is None
         and all(one.rotates for one in model.spec.attentions)
         and not model.spec.alibi_slopes
-        and all(product.fuses_norm and product.fuses_sum for product in products)
+        and all(product.is_fusible for product in products)
     )
     if backend == "cpu" and isinstance(model.ops, CpuOps) and model.shard.size == 1 and fused:
         model.parts = CpuLayers(model)

@@ -18,6 +18,7 @@ from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.shard import WHOLE, Shard
+from meshlm.workers.formats.format import WeightedLayer
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.embedding import Embedding
 from meshlm.workers.layers.linear import Linear
@@ -190,21 +191,26 @@ class Decoder(nn.Module):
                 assert self.embed is not None
                 self.classifier.take(self.embed.weight.data)
         self.rope = rope_table(self.spec, self._max_len).to(device=device)
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.prepare(self.ops)
-            elif isinstance(module, MoE):
-                module.router.prepare(self.ops)
-        for layer in self.layers:
-            assert isinstance(layer, DecoderLayer)
-            layer.attention.prepare(self.ops)
+        self.prepare_weights(self)
         self._use_tables()
         self._use_dispatcher()
         if self.head is not None:
             self._head_weight = self.head.weight.data
         elif self.shard.is_last and self.embed is not None:
-            self.embed.prepare(self.ops)
             self._head_weight = self.embed.weight.data
+
+    def prepare_weights(self, root: nn.Module) -> None:
+        """Brings the weights of a module of it, or of all, into the form that computes."""
+        for module in root.modules():
+            if isinstance(module, WeightedLayer):
+                module.prepare(self.ops)
+            elif isinstance(module, MoE):
+                module.router.prepare(self.ops)
+            elif module is self.embed and self.head is None and self.shard.is_last:
+                module.prepare(self.ops)
+        for module in root.modules():
+            if isinstance(module, DecoderLayer):
+                module.attention.prepare(self.ops)
 
     def join(self, comm: Communicator) -> None:
         """Tells the model, before the first step, how to reach the other ranks."""
@@ -372,7 +378,7 @@ class Decoder(nn.Module):
 
     def projected(self, hidden: Tensor, out: Tensor | None) -> Tensor:
         """The output projection; see `logits`."""
-        plain = self.head is None or self.head.fuses_norm
+        plain = self.head is None or self.head.is_fusible
         if self.shard.tp_size > 1:
             if self.comm.one_row is not None and plain:
                 whole = self.comm.one_row.logits(hidden, self._head_weight, self.spec.vocab_size, out)

@@ -18,6 +18,7 @@ from meshlm.protocol.layers import LayerSpec
 from meshlm.protocol.model import AudioEncoderSpec, ModelSpec
 from meshlm.workers.batch import CrossCache, LayerCache
 from meshlm.workers.distributed.shard import WHOLE, Shard
+from meshlm.workers.formats.format import ProductOps
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.norm import LayerNorm
@@ -34,7 +35,7 @@ def _parameter(*shape: int) -> nn.Parameter:
 class UnpackedLinear(Linear):
     """A product of all states of an audio clip, for which torch's own is the fastest on any device: its weight is not packed."""
 
-    def prepare(self, ops: Ops) -> None:
+    def prepare(self, ops: ProductOps) -> None:
         """See `Linear.prepare`."""
 
     def forward(self, x: Tensor, ops: Ops) -> Tensor:

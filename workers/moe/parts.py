@@ -19,7 +19,7 @@ from torch import Tensor
 
 from meshlm.kernels.moe_epilogue.reference import clamped_swiglu
 from meshlm.kernels.packed_experts.layout import ExpertWeight
-from meshlm.workers.formats.fp8 import ExpertScales
+from meshlm.workers.formats.format import GroupedWeight
 from meshlm.workers.partial_sum import PartialSum
 
 NOWHERE = -1
@@ -152,12 +152,10 @@ class Dispatcher(Protocol):
 class ExpertWeights(NamedTuple):
     """The weights of one layer's experts on one rank."""
 
-    gate_up: Tensor  # [local experts, 2 wide, hidden]; [.., wide, ..] where experts have no gate
-    down: Tensor  # [local experts, hidden, wide]
+    gate_up: GroupedWeight  # [local experts, 2 wide, hidden]; [.., wide, ..] where experts have no gate
+    down: GroupedWeight  # [local experts, hidden, wide]
     act: str = "silu"
-    scales: ExpertScales | None = None  # of 8-bit floats; a CPU has their values, and rounds activations
     extras: ExpertExtras | None = None
-    packed: PackedExperts | None = None  # where they are MXFP4; gate_up and down are its codes then
     gated: bool = True
 
 

@@ -6,9 +6,11 @@ from typing import NamedTuple
 
 import structlog
 import torch
+from torch import Tensor
 
+from meshlm.kernels.fp8_gemm.reference import Fp8Weight
+from meshlm.kernels.packed_experts.layout import ExpertWeight
 from meshlm.protocol.layers import MoESpec
-from meshlm.protocol.model import QuantizationScheme
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.shard import Shard
@@ -25,6 +27,7 @@ from meshlm.workers.moe.parts import (
     Dispatcher,
     Experts,
     ExpertWeights,
+    PackedExperts,
     WeightAndReduce,
 )
 from meshlm.workers.partial_sum import Kind
@@ -46,9 +49,9 @@ def _anywhere(weights: ExpertWeights) -> str | None:
 
 
 def _unsupported_by_mxfp4(weights: ExpertWeights) -> str | None:
-    if weights.packed is None:
+    if not isinstance(weights.down.kernel, ExpertWeight) or not isinstance(weights.gate_up.kernel, ExpertWeight):
         return "it computes with MXFP4 weights"
-    if not weights.gate_up.is_cuda or weights.packed.dtype not in (torch.float16, torch.bfloat16):
+    if weights.down.device.type != "cuda" or weights.down.dtype not in (torch.float16, torch.bfloat16):
         return "it computes in float16 and bfloat16 on GPUs"
     return _other_activation(weights) if weights.gated else "it computes experts with a gate"
 
@@ -63,54 +66,58 @@ def _other_activation(weights: ExpertWeights) -> str | None:
 
 
 def _unsupported_by_triton(weights: ExpertWeights) -> str | None:
-    if weights.packed is not None:
+    down, dtype, device = weights.down.kernel, weights.down.dtype, weights.down.device
+    if not isinstance(down, Tensor | Fp8Weight) or type(down) is not type(weights.gate_up.kernel):
         return "it computes with weights of 16 and 8 bits"
-    gate_up, scales = weights.gate_up, weights.scales
-    dtype = gate_up.dtype if scales is None else scales.dtype
-    if not gate_up.is_cuda or dtype not in (torch.float16, torch.bfloat16):
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return "it computes in float16 and bfloat16 on GPUs"
-    capability = torch.cuda.get_device_capability(gate_up.device)
-    if capability < ((8, 0) if scales is None else (8, 9)):
-        return f"it needs compute capability {'8.0' if scales is None else '8.9'}"
-    if scales is not None and (why := unsupported_scheme(scales.scheme, (gate_up.shape[2], weights.down.shape[2]))):
+    eight_bits = isinstance(down, Fp8Weight)
+    if torch.cuda.get_device_capability(device) < ((8, 9) if eight_bits else (8, 0)):
+        return f"it needs compute capability {'8.9' if eight_bits else '8.0'}"
+    inputs = (weights.gate_up.shape[2], weights.down.shape[2])
+    if isinstance(down, Fp8Weight) and (why := unsupported_groups(down.group, down.rounded, inputs)):
         return why
     if why := _other_activation(weights):
         return why
-    if gate_up.shape[2] % 8 or weights.down.shape[2] % 8:
+    if any(each % 8 for each in inputs):
         return "it computes experts whose sizes are multiples of 8"
-    if (weights.extras is not None and scales is None) or weights.act != "silu":
+    if (weights.extras is not None and not eight_bits) or weights.act != "silu":
         from meshlm.workers.moe.experts.self_test import of_extras
 
         act = "silu" if weights.extras is not None and weights.extras.swiglu is not None else weights.act
-        return of_extras(dtype, gate_up.device, act) or None
+        return of_extras(dtype, device, act) or None
     return None
 
 
-def unsupported_scheme(scheme: QuantizationScheme, inputs: tuple[int, int]) -> str | None:
-    """Why its kernels do not take weights of this scheme, of gate and down with so many inputs; None: they do."""
+def unsupported_groups(group: int, rounded: int | None, inputs: tuple[int, int]) -> str | None:
+    """Why its kernels do not take 8-bit floats (`Fp8Weight`) of gate and down with so many inputs; None: they do."""
     if any(each % 16 for each in inputs):
         return "it computes 8-bit experts whose sizes are multiples of 16"
-    several = scheme.weight == "block"
-    if several and scheme.block[1] not in (64, 128):
-        return f"it has no tiles of {scheme.block[1]} inputs, which have a scale together"
-    if scheme.activation == "group" and (not several or scheme.group != scheme.block[1]):
+    if group not in (0, 64, 128):
+        return f"it has no tiles of {group} inputs, which have a scale together"
+    if rounded and rounded != group:
         return "it takes groups of inputs that have the same size for activations and weights"
     return None
+
+
+def _packed(given: ExpertWeights) -> PackedExperts:
+    gate_up, down = given.gate_up.kernel, given.down.kernel
+    assert isinstance(gate_up, ExpertWeight) and isinstance(down, ExpertWeight)  # noqa: PT018
+    return PackedExperts(gate_up, down, given.down.dtype)
 
 
 def _mxfp4(given: ExpertWeights) -> Experts:
     from meshlm.workers.moe.experts.mxfp4 import MXFP4Experts
     from meshlm.workers.moe.experts.self_test import may_be_direct
 
-    assert given.packed is not None
-    return MXFP4Experts(given.packed, given.extras, given.act, direct=may_be_direct(given.packed))
+    packed = _packed(given)
+    return MXFP4Experts(packed, given.extras, given.act, direct=may_be_direct(packed))
 
 
 def _mxfp4_batched(given: ExpertWeights) -> Experts:
     from meshlm.workers.moe.experts.mxfp4 import MXFP4BatchedExperts
 
-    assert given.packed is not None
-    return MXFP4BatchedExperts(given.packed, given.extras, given.act)
+    return MXFP4BatchedExperts(_packed(given), given.extras, given.act)
 
 
 def _triton(given: ExpertWeights) -> Experts:
@@ -130,10 +137,8 @@ EXPERTS: dict[str, ExpertsKind] = {
     "triton, batched": ExpertsKind(ActivationFormat.BATCHED, _unsupported_by_triton, _triton_batched),
     "mxfp4": ExpertsKind(ActivationFormat.CONTIGUOUS, _unsupported_by_mxfp4, _mxfp4),
     "mxfp4, batched": ExpertsKind(ActivationFormat.BATCHED, _unsupported_by_mxfp4, _mxfp4_batched),
-    "reference": ExpertsKind(ActivationFormat.CONTIGUOUS, _anywhere, lambda given: ReferenceExperts(*given)),
-    "reference, batched": ExpertsKind(
-        ActivationFormat.BATCHED, _anywhere, lambda given: ReferenceBatchedExperts(*given)
-    ),
+    "reference": ExpertsKind(ActivationFormat.CONTIGUOUS, _anywhere, ReferenceExperts),
+    "reference, batched": ExpertsKind(ActivationFormat.BATCHED, _anywhere, ReferenceBatchedExperts),
 }
 """By name, the fastest first."""
 
@@ -162,7 +167,7 @@ def make_experts(format: ActivationFormat, weights: ExpertWeights) -> Experts:
         if kind.format is format:
             why = kind.unsupported(weights)
             if why is None:
-                if name.startswith("reference") and weights.gate_up.is_cuda:
+                if name.startswith("reference") and weights.gate_up.device.type == "cuda":
                     _warn(name, "; ".join(reasons))
                 return kind.make(weights)
             reasons.append(f"{name}: {why}")

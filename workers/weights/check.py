@@ -77,6 +77,8 @@ def check_finite(model: Decoder, where: str) -> None:
     """
     most_power = 140 if torch.get_default_dtype() == torch.float16 else 254  # 6 times 2^13 is a number of float16
     for name, parameter in model.named_parameters():
+        if parameter.is_meta:  # of a module that is not being loaded
+            continue
         if parameter.dtype == torch.float8_e4m3fn:
             finite = not bool((parameter.view(torch.uint8) & 0x7F == 0x7F).any())
         elif parameter.dtype == torch.uint8 and name.endswith(".weight_scale"):  # of MXFP4, in the model's dtype

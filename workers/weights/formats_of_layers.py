@@ -1,4 +1,4 @@
-"""Finds the layers of a model that are quantised, by the names of their weights in the checkpoint, and the method of each."""
+"""Gives the layers of a model that are quantised, which it finds by the names of their weights in the checkpoint, their formats."""
 
 from importlib import import_module
 
@@ -6,16 +6,16 @@ from meshlm.architectures.packed_quantization import of_layer
 from meshlm.architectures.quantization import formats, scheme_of
 from meshlm.protocol.model import QuantizationScheme, QuantizationSpec
 from meshlm.runtime.errors import ProcessFatal
-from meshlm.workers.formats.format import WeightFormat
+from meshlm.workers.formats.format import WeightedLayer, WeightFormat
 from meshlm.workers.formats.fp8 import Fp8Format
-from meshlm.workers.layers.linear import Linear
-from meshlm.workers.layers.moe import GroupedLinear
+from meshlm.workers.formats.int8 import Int8Format
+from meshlm.workers.formats.packed import PackedFormat
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.weights.slices import WeightSlice, slices_of
 
 
 def use_formats(model: Decoder) -> None:
-    """Give each quantised layer of a model on the meta device its method. ProcessFatal names layers that cannot be as the file asks."""
+    """Give each quantised layer of a model on the meta device its format. ProcessFatal names layers that cannot be as the file asks."""
     spec = model.spec.quantization
     if spec is None:
         return
@@ -28,39 +28,19 @@ def use_formats(model: Decoder) -> None:
     if model.head is not None and "head" in stems:
         modules.append(("head", model.head))
     for path, module in modules:
-        if isinstance(module, Linear):
-            if slices[f"{stems[path][0]}.weight"].column is not None:  # several by columns are of the model's type
-                continue
-            scheme = _common(spec, stems[path])
-            if scheme is not None:
-                for stem in stems[path]:
-                    _check_split(stem, slices[f"{stem}.weight"], scheme)
-                if scheme.weight == "group":
-                    inputs = slices[f"{stems[path][0]}.weight"].shape[1]
-                    scheme = of_layer(scheme, inputs, len(stems[path]))
-                module.use(_method(spec, scheme))
-        elif isinstance(module, GroupedLinear):
-            _use_experts_method(module, spec, stems[path], slices)
-
-
-def _use_experts_method(
-    module: GroupedLinear, spec: QuantizationSpec, stems: list[str], slices: dict[str, WeightSlice]
-) -> None:
-    """Experts of a layer are 8-bit floats or of the model's type, all alike."""
-    scheme = _common(spec, stems)
-    if scheme is None:
-        return
-    if not isinstance(_method(spec, scheme), Fp8Format):
-        raise ProcessFatal(
-            f"quantization_config: {stems[0]} is an expert's; experts of method {spec.method} are not supported"
-        )
-    if scheme.activation == "static":
-        raise ProcessFatal(
-            f"quantization_config: {stems[0]} is an expert's; activation scales in the file are not supported for these"
-        )
-    for stem in stems:
-        _check_split(stem, slices[f"{stem}.weight"], scheme)
-    module.use_fp8(scheme)
+        if not isinstance(module, WeightedLayer) or path not in stems:
+            continue
+        found = slices[f"{stems[path][0]}.weight"]
+        if found.column is not None:  # several by columns are of the model's type
+            continue
+        scheme = _common(spec, stems[path])
+        if scheme is not None:
+            for stem in stems[path]:
+                _check_split(stem, slices[f"{stem}.weight"], scheme)
+            if scheme.weight == "group":
+                projections = len({slices[f"{stem}.weight"].row for stem in stems[path]})
+                scheme = of_layer(scheme, found.shape[1], projections)
+            module.use(_format(spec, scheme))
 
 
 def _common(spec: QuantizationSpec, stems: list[str]) -> QuantizationScheme | None:
@@ -86,10 +66,14 @@ def _check_split(stem: str, found: WeightSlice, scheme: QuantizationScheme) -> N
             )
 
 
-def _method(spec: QuantizationSpec, scheme: QuantizationScheme) -> WeightFormat:
+def _format(spec: QuantizationSpec, scheme: QuantizationScheme) -> WeightFormat:
     known = formats()
     if spec.method not in known:
         raise ProcessFatal(f"quantization {spec.method} is not supported; supported: {', '.join(sorted(known))}")
-    module, _, name = known[spec.method].method.partition(":")
-    found: WeightFormat = getattr(import_module(module), name)(scheme)
-    return found
+    module, _, name = known[spec.method].weight_format.partition(":")
+    if module:
+        own: WeightFormat = getattr(import_module(module), name)(scheme)
+        return own
+    if scheme.weight == "group":
+        return PackedFormat(scheme)
+    return Int8Format(scheme) if scheme.integers else Fp8Format(scheme)

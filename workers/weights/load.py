@@ -1,8 +1,10 @@
 """Fills a model with weights and reports how far it is."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import structlog
 import torch
@@ -14,10 +16,8 @@ from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.model_files.checkpoint_files import SCALE_OF_KV_CACHE
 from meshlm.workers import memory
 from meshlm.workers.distributed.shard import WHOLE, Shard
-from meshlm.workers.formats.format import Encode
+from meshlm.workers.formats.format import Encode, WeightedLayer
 from meshlm.workers.formats.gguf import DecodedGGUF
-from meshlm.workers.layers.linear import Linear
-from meshlm.workers.layers.moe import GroupedLinear
 from meshlm.workers.models.decoder import Attention, Decoder
 from meshlm.workers.models.registry import model_class
 from meshlm.workers.weights import mxfp4_experts, packed_files, sharded_state
@@ -72,35 +72,56 @@ def loaded(
     plan: WeightsPlan | None = None,
 ) -> Decoder:
     """See `load_model`: before it is prepared, with the parameters that files fill."""
+    with default_dtype(DTYPES[resolved.dtype]):
+        model, tensors, kept, needed, copied = planned(resolved, device, seed, shard, plan)
+        if resolved.load_format == "sharded_state":
+            memory.check_weights(needed + copied, device, 0, copied)
+            make_tensors(model, device)
+            sharded_state.fill(model, resolved, progress)
+        else:
+            memory.check_weights(needed + copied, device, _redundant_bytes(model), copied)
+            make_tensors(model, device)
+            fill(model, resolved, tensors(), kept, progress)
+        check_finite(model, resolved.model_path)
+    return model
+
+
+class PlannedLoad(NamedTuple):
+    """A model with parameters on the meta device, and all that is to be known before the first weight is read."""
+
+    model: Decoder
+    tensors: Callable[[], Iterable[tuple[str, Source]]]
+    kept: Kept
+    num_bytes: int  # of its weights, without decoded copies
+    copied: int  # bytes of decoded copies
+
+
+def planned(resolved: Resolved, device: torch.device, seed: int, shard: Shard, plan: WeightsPlan | None) -> PlannedLoad:
+    """The formats of all layers, as the files and the plan have it. ProcessFatal. The default dtype of torch must be the model's."""
     spec, dtype = resolved.spec, DTYPES[resolved.dtype]
-    default = torch.get_default_dtype()
+    model, tensors = described(resolved, device, seed, shard)
+    copied = 0 if plan is None else keep_values(model, plan, weight_bytes(model), dtype)
+    needed = weight_bytes(model) + _decoded_bytes(model, device, dtype)
+    kept: Kept = {}
+    if resolved.load_format == "gguf":
+        plan = plan or WeightsPlan(compiled=dtype == torch.float32)
+        form, why = (Form.VALUES, "encoders read values") if spec.encoder_only else form_of(plan, needed)
+        kept = _keep(model, tensors(), form, exact=plan.exact)
+        say = _log.info if plan.device == "cuda" else _log.debug  # on a CPU there is little to choose
+        say("weights of the .gguf file", form=form.name.lower(), reason=why)
+        needed = max(needed, weight_bytes(model)) if form is Form.DECODED else weight_bytes(model)
+    return PlannedLoad(model, tensors, kept, needed, copied)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Inside, new tensors of floats are of this dtype."""
+    before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        model, tensors = described(resolved, device, seed, shard)
-        copied = 0 if plan is None else keep_values(model, plan, weight_bytes(model), dtype)
-        if resolved.load_format == "sharded_state":
-            memory.check_weights(weight_bytes(model) + _decoded_bytes(model, device, dtype) + copied, device, 0, copied)
-            _make_tensors(model, device)
-            sharded_state.fill(model, resolved, progress)
-            check_finite(model, resolved.model_path)
-            return model
-        kept: Kept = {}
-        needed = weight_bytes(model) + _decoded_bytes(model, device, dtype)
-        if resolved.load_format == "gguf":
-            plan = plan or WeightsPlan(compiled=dtype == torch.float32)
-            form, why = (Form.VALUES, "encoders read values") if spec.encoder_only else form_of(plan, needed)
-            kept = _keep(model, tensors(), form, exact=plan.exact)
-            say = _log.info if plan.device == "cuda" else _log.debug  # on a CPU there is little to choose
-            say("weights of the .gguf file", form=form.name.lower(), reason=why)
-            needed = max(needed, weight_bytes(model)) if form is Form.DECODED else weight_bytes(model)
-        memory.check_weights(needed + copied, device, _redundant_bytes(model), copied)
-        _make_tensors(model, device)
-        _fill(model, resolved, tensors(), kept, progress)
-        _fill_redundant(model)
-        check_finite(model, resolved.model_path)
+        yield
     finally:
-        torch.set_default_dtype(default)
-    return model
+        torch.set_default_dtype(before)
 
 
 def described(
@@ -151,55 +172,38 @@ def _of_transformers(
     return model.eval()
 
 
-def reload_experts(model: Decoder, resolved: Resolved, device: torch.device, seed: int) -> None:
-    """Read this shard's own experts again, after `load_model`, into the slots that they had then. ProcessFatal."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(DTYPES[resolved.dtype])
-    computed = [(linear, linear.restore()) for mixture in model.mixtures() for linear in mixture.experts.linears()]
-    slots, scales, encoders = dict(model.named_parameters()), scale_tensors(resolved.spec), encoders_of(model)
-    try:
-        for name, source in sources(weights_of_model(resolved), resolved.load_format, resolved.spec, device, seed):
-            found, scale = _place(name, scales, model)
-            if found is not None and found.expert is not None:
-                _take(slots, name, source, found, scale, resolved, encoders)
-    finally:
-        torch.set_default_dtype(default)
-        for linear, values in computed:
-            linear.prepare(values)
-    _fill_redundant(model)
-
-
 def _fill_redundant(model: Decoder) -> None:
     """Slots for replicas begin with the rank's own experts."""
     for mixture in model.mixtures():
         begin, end = mixture.moe.local_experts or (0, mixture.moe.num_experts)
         for weight in mixture.experts.parameters():
-            for slot in range(end - begin, len(weight)):
+            for slot in range(end - begin, 0 if weight.is_meta else len(weight)):
                 weight[slot] = weight[(slot - (end - begin)) % (end - begin)]
 
 
-def _make_tensors(model: Decoder, device: torch.device) -> None:
-    """What `model.to_empty(device=device)` does. That calls empty_like, which imports sympy for a meta tensor: 34 MiB, and time."""
-    model._apply(lambda meta: torch.empty(meta.shape, dtype=meta.dtype, device=device))  # type: ignore[no-untyped-call]
+def make_tensors(module: nn.Module, device: torch.device) -> None:
+    """What `module.to_empty(device=device)` does. That calls empty_like, which imports sympy for a meta tensor: 34 MiB, and time."""
+    module._apply(lambda meta: torch.empty(meta.shape, dtype=meta.dtype, device=device))
 
 
-def _fill(
+def fill(
     model: Decoder,
     resolved: Resolved,
     tensors: Iterable[tuple[str, Source]],
     kept: Kept,
     progress: Callable[[int, int], None],
 ) -> None:
-    slots = dict(model.named_parameters())
-    for name, whole in kept.items():
-        whole.begin(slots[name])
+    """Fills the parameters that are not on the meta device. ProcessFatal."""
+    slots = {name: parameter for name, parameter in model.named_parameters() if not parameter.is_meta}
+    for name in kept.keys() & slots.keys():
+        kept[name].begin(slots[name])
     encoders = encoders_of(model)
     missing = {
         name: kept[name].elements if name in kept else _clear_padding(name, parameter, model)
         for name, parameter in slots.items()
         if name in encoders or name.rpartition(".")[0] + ".weight" not in encoders or name.endswith(".bias")
     }
-    total, expected = weight_bytes(model), dict(missing)
+    total, expected = sum(parameter.nbytes for parameter in slots.values()), dict(missing)
     scales = scale_tensors(resolved.spec)
     done = told = 0.0
     progress(0, total)
@@ -211,6 +215,8 @@ def _fill(
             continue
         if scale is not None and scale.only_checked:
             packed_files.check(name, source, scale, found.shape)
+            continue
+        if found.parameter not in slots:
             continue
         if found.parameter in kept:
             taken = kept[found.parameter].take(slots[found.parameter], name, source, found)
@@ -227,6 +233,7 @@ def _fill(
         raise ProcessFatal(
             f"{resolved.model_path}: the files changed while {', '.join(sorted(incomplete)[:3])} ... were read"
         )
+    _fill_redundant(model)
 
 
 def _place(
@@ -290,12 +297,8 @@ def _take(
 
 def encoders_of(model: Decoder) -> dict[str, Encode]:
     """By the name of a weight: what quantises it while it is loaded."""
-    found = {}
-    for path, module in model.named_modules():
-        encode = module.format.encode if isinstance(module, Linear) else getattr(module, "encode", None)
-        if encode is not None and isinstance(module, Linear | GroupedLinear):
-            found[f"{path}.weight"] = encode
-    return found
+    layers = [(path, module) for path, module in model.named_modules() if isinstance(module, WeightedLayer)]
+    return {f"{path}.weight": layer.format.encode for path, layer in layers if layer.format.encode is not None}
 
 
 def _slot(slots: Mapping[str, nn.Parameter], found: WeightSlice) -> Tensor:
@@ -342,9 +345,10 @@ def _clear_padding(name: str, parameter: Tensor, model: Decoder) -> int:
 
 
 def _decoded_bytes(model: Decoder, device: torch.device, dtype: torch.dtype) -> int:
-    """On a CPU the values of FP8 weights stay in memory (workers/formats/fp8.py)."""
-    codes = sum(parameter.numel() for parameter in model.parameters() if parameter.dtype == torch.float8_e4m3fn)
-    return codes * dtype.itemsize if device.type == "cpu" else 0
+    """On a CPU the values of weights that are quantised stay in memory."""
+    layers = [module for module in model.modules() if isinstance(module, WeightedLayer)]
+    decoded = sum(layer.num_weights() for layer in layers if layer.weight.dtype in (torch.float8_e4m3fn, torch.int8))
+    return decoded * dtype.itemsize if device.type == "cpu" else 0
 
 
 def _redundant_bytes(model: Decoder) -> int:

@@ -6,11 +6,12 @@ communicator, the ops' workspaces, peers' memory.
 """
 
 from collections.abc import Iterator, Mapping
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
 
-from meshlm.workers.layers.linear import Linear
+from meshlm.workers.formats.format import WeightFormat
 from meshlm.workers.layers.ops import AttentionShape
 from meshlm.workers.moe.fused_moe import FusedMoE
 
@@ -18,35 +19,54 @@ _OWN = ("meshlm.workers.formats", "meshlm.workers.moe.experts", "meshlm.workers.
 """Packages whose objects keep tensors of the model, where a module holds such an object."""
 
 
+Path = tuple[str | int, ...]
+
+
 def tensors_of(model: nn.Module) -> list[Tensor]:
     """Each of them once."""
-    found: dict[int, Tensor] = {}
+    return list({id(tensor): tensor for _, tensor in tensors_by_path(model)}.values())
+
+
+def tensors_by_path(model: nn.Module) -> Iterator[tuple[Path, Tensor]]:
+    """All of them, with the way that leads to each: names of attributes, keys and numbers."""
     seen: set[int] = set()
-    left: list[Any] = [model]
+    left: list[tuple[Path, Any]] = [((), model)]
     while left:
-        one = left.pop()
+        path, one = left.pop()
         if isinstance(one, Tensor):
-            found[id(one)] = one
+            yield path, one
         elif id(one) not in seen:
             seen.add(id(one))
-            left += _inside(one)
-    return list(found.values())
+            left += [((*path, key), inside) for key, inside in _inside(one)]
 
 
-def _inside(one: Any) -> Iterator[Any]:
+def held_by(model: nn.Module, path: Path) -> Any:
+    """What the way leads to; None: there is nothing."""
+    one: Any = model
+    for key in path:
+        one = dict(_inside(one)).get(key)
+    return one
+
+
+def _inside(one: Any) -> Iterator[tuple[str | int, Any]]:
     """What an object holds that may be the model's, or hold some of it."""
     if isinstance(one, Mapping):
-        yield from one.values()
+        yield from one.items()
     elif isinstance(one, list | tuple | set | frozenset):
-        yield from one
+        yield from enumerate(one)
     elif isinstance(one, FusedMoE):
-        yield one.experts
-    elif isinstance(one, nn.Module | AttentionShape) or type(one).__module__.startswith(_OWN):
+        yield "experts", one.experts
+    elif isinstance(one, FunctionType) and one.__module__.startswith("meshlm.workers.layers"):
+        yield from zip(one.__code__.co_freevars, (cell.cell_contents for cell in one.__closure__ or ()), strict=True)
+    elif (
+        isinstance(one, nn.Module | AttentionShape)
+        or type(one).__module__.startswith(_OWN)
+        or isinstance(one, WeightFormat)
+    ):
         yield from _attributes(one)
-        if isinstance(one, Linear):  # a plug-in's method is of another package
-            yield from _attributes(one.format)
 
 
-def _attributes(one: object) -> Iterator[Any]:
-    yield from getattr(one, "__dict__", {}).values()
-    yield from (getattr(one, name) for name in getattr(type(one), "__slots__", ()) if hasattr(one, name))
+def _attributes(one: object) -> Iterator[tuple[str, Any]]:
+    yield from getattr(one, "__dict__", {}).items()
+    slots = (name for kind in type(one).__mro__ for name in getattr(kind, "__slots__", ()))
+    yield from ((name, getattr(one, name)) for name in slots if hasattr(one, name))

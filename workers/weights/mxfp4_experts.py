@@ -12,6 +12,7 @@ from meshlm.kernels.mxfp4.reference import GROUP
 from meshlm.protocol.config import Resolved
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.distributed.shard import Shard
+from meshlm.workers.formats.mxfp4 import MXFP4Format
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.weights.expert_tensors import MXFP4Source
 from meshlm.workers.weights.slices import place
@@ -36,7 +37,7 @@ def use(model: Decoder) -> None:
     """Makes the parameters of experts those of MXFP4, on the meta device."""
     for mixture in model.mixtures():
         for linear in mixture.experts.linears():
-            linear.use_mxfp4()
+            linear.use(MXFP4Format())
 
 
 def unfit(spec: ModelSpec, shard: Shard) -> str:

@@ -35,13 +35,14 @@ def quantised_weights(spec: ModelSpec) -> dict[str, QuantizationScheme]:
 def scale_tensors(spec: ModelSpec) -> dict[str, ScaleTensor]:
     """All scale tensors, by name; of packed weights those with their codes too."""
     found: dict[str, ScaleTensor] = {}
-    ordinals: Counter[tuple[int | None, str]] = Counter()
+    ordinals: Counter[tuple[int | None, str, int | None]] = Counter()
     for name, scheme in quantised_weights(spec).items():
         assert spec.quantization is not None
         weight = weights_of(spec)[name]
         outputs, inputs = weight.shape
-        ordinal = ordinals[weight.layer, weight.parameter]
-        ordinals[weight.layer, weight.parameter] += 1
+        product = weight.layer, weight.parameter, weight.expert
+        ordinal = ordinals[product]
+        ordinals[product] += 1
         match scheme.weight:
             case "group":
                 found |= tensors_of(name, (outputs, inputs), scheme, ordinal, bias=_bias(name) in weights_of(spec))

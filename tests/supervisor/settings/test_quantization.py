@@ -111,6 +111,18 @@ MIXTRAL = {
     "num_key_value_heads": 2,
 }
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+_EIGHT = {"num_bits": 8, "type": "int"}
+INT8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {**_EIGHT, "symmetric": True, "strategy": "channel", "dynamic": False},
+            "input_activations": {**_EIGHT, "strategy": "token", "dynamic": True, "symmetric": False},
+        }
+    },
+}
 SHARED = {"device": "cuda", "enable_expert_parallel": True, "data_parallel_size": 2, "all2all_backend": "peer_memory"}
 
 
@@ -119,12 +131,11 @@ SHARED = {"device": "cuda", "enable_expert_parallel": True, "data_parallel_size"
     [
         (FP8, SHARED, "--all2all-backend peer_memory: it sends no 8-bit activations"),
         (None, {**SHARED, "quantization": "fp8"}, "--all2all-backend peer_memory: it sends no 8-bit activations"),
-        (GPTQ, {}, "experts.0.w1 is an expert's; experts of method gptq are not supported"),
-        (None, {"quantization": "bitsandbytes"}, "is an expert's; experts of method bitsandbytes are not supported"),
+        (INT8, {}, "experts.0.w1 is an expert's; activations with zero points are not supported"),
         (
             {**FP8, "activation_scheme": "static"},
-            {"load_format": "auto"},
-            "is an expert's; activation scales in the file are not supported",
+            {"load_format": "auto", "enable_expert_parallel": True, "data_parallel_size": 2, "enable_eplb": True},
+            "--enable-eplb: .*experts.0.w1 has an activation scale in the file",
         ),
     ],
 )
@@ -138,7 +149,14 @@ def test_experts_are_refused_before_anything_is_loaded(
 
 @pytest.mark.parametrize(
     ("written", "changed"),
-    [(FP8, {"all2all_backend": "all_to_all"}), (FP8, {"data_parallel_size": 1}), (None, {})],
+    [
+        (FP8, {"all2all_backend": "all_to_all"}),
+        (FP8, {"data_parallel_size": 1}),
+        (None, {}),
+        (GPTQ, {"quantization": "gptq"}),
+        (GPTQ, {"quantization": "gptq_marlin"}),
+        (GPTQ, {"quantization": "marlin"}),
+    ],
 )
 def test_what_experts_may_have(written: Any, changed: dict[str, Any], tmp_path: Path) -> None:
     model = folder_with(tmp_path, **{"config.json": {**MIXTRAL, "quantization_config": written}})

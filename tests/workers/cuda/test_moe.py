@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from expert_weights import fp8_experts
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -13,7 +14,8 @@ from near_transformers import MIXTURES, errors, history, transformers_model
 
 from meshlm.kernels.moe_routing.reference import Rule, select_experts
 from meshlm.protocol.model import QuantizationScheme
-from meshlm.workers.formats.fp8 import FP8, ExpertScales, groups
+from meshlm.workers.formats.fp8 import FP8, groups
+from meshlm.workers.formats.unquantized import plain_experts
 from meshlm.workers.moe.dispatch.none import NoDispatch, NoDispatchBatched
 from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
 from meshlm.workers.moe.experts.triton import TritonBatchedExperts, TritonExperts
@@ -55,28 +57,31 @@ def test_kernels_give_what_plain_torch_gives(name: str, biased: bool, gated: boo
     torch.manual_seed(0)
     gate_up = torch.randn(NUM, 2 * WIDE, HIDDEN, device="cuda").bfloat16() / HIDDEN**0.5
     down = torch.randn(NUM, HIDDEN, WIDE, device="cuda").bfloat16() / WIDE**0.5
-    scales = None
+    some: list[torch.Tensor] = []
     if scheme is not None:
         gate_up, down = (weight.mul(100).to(FP8) for weight in (gate_up, down))
         some = [
             torch.rand(*weight.shape[:2], groups(scheme, weight.shape[2]), device="cuda") / 100 + 0.005
             for weight in (gate_up, down)
         ]
-        scales = ExpertScales(some[0], some[1], scheme, torch.bfloat16)
     extras, act = None, "silu"
     if not gated:
         gate_up, act = gate_up[:, :WIDE].contiguous(), "relu2"
-        scales = None if scales is None else scales._replace(gate_up=scales.gate_up[:, :WIDE].contiguous())
+        some = [some[0][:, :WIDE].contiguous(), some[1]] if some else some
     if biased:
         above, below = (torch.randn(NUM, outputs, device="cuda").bfloat16() for outputs in (2 * WIDE, HIDDEN))
         extras = ExpertExtras(above, below, (1.702, 1.5))
     dispatcher: Dispatcher = NoDispatch(0, NUM, NUM, finishes=frozenset(WeightAndReduce))
-    weights = ExpertWeights(gate_up, down, act, scales, extras, gated=gated)
-    made = FusedMoE(dispatcher, ReferenceExperts(*weights)), FusedMoE(dispatcher, TritonExperts(weights))
+    products = [plain_experts(weight) for weight in (gate_up, down) if scheme is None]
+    if scheme is not None:
+        codes = zip((gate_up, down), some, strict=True)
+        products = [fp8_experts(weight, scale, scheme, torch.bfloat16) for weight, scale in codes]
+    weights = ExpertWeights(products[0], products[1], act, extras, gated)
+    made = FusedMoE(dispatcher, ReferenceExperts(weights)), FusedMoE(dispatcher, TritonExperts(weights))
     if batched:
         dispatcher = NoDispatchBatched(0, NUM, NUM)
         made = (
-            FusedMoE(dispatcher, ReferenceBatchedExperts(*weights)),
+            FusedMoE(dispatcher, ReferenceBatchedExperts(weights)),
             FusedMoE(dispatcher, TritonBatchedExperts(weights)),
         )
     for rows in (1, 9, 70, 700):

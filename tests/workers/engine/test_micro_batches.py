@@ -13,12 +13,13 @@ from meshlm.protocol.wire.ids import Row, StepId
 from meshlm.workers.batch import UNKNOWN, StepInputs
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.engine.micro_batches import Turns, cut_of, reads_across
+from meshlm.workers.formats.unquantized import plain_experts
 from meshlm.workers.moe.dispatch.all_gather import AllGather
 from meshlm.workers.moe.dispatch.collective import Collective
 from meshlm.workers.moe.dispatch.members import Members
 from meshlm.workers.moe.experts.reference import ReferenceExperts
 from meshlm.workers.moe.fused_moe import FusedMoE
-from meshlm.workers.moe.parts import Dispatched, Routing, WeightAndReduce
+from meshlm.workers.moe.parts import Dispatched, ExpertWeights, Routing, WeightAndReduce
 from meshlm.workers.partial_sum import Kind, PartialSum
 from meshlm.workers.rows.step_columns import columns_of
 
@@ -67,7 +68,7 @@ def test_halves_overlap_as_the_schedule_says() -> None:
     turns = Turns(experts)
     fused = FusedMoE(
         Telling(Members(experts, (0, 1), 1, Kind.WHOLE), AllGather()),
-        TellingExperts(torch.zeros(1, 4, 2), torch.zeros(1, 2, 2)),
+        TellingExperts(ExpertWeights(plain_experts(torch.zeros(1, 4, 2)), plain_experts(torch.zeros(1, 2, 2)))),
     )
 
     def half(number: int) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from bitsandbytes_states import CONFIG, state_of
 from packed_models import SIZES
 from safetensors.torch import save_file
 from sharded_models import load_shards, logits_of, together
@@ -14,41 +15,12 @@ from small_models import SMALL, caches, load, resolved, run
 from torch import Tensor, nn
 
 from meshlm.architectures.quantization import formats
-from meshlm.kernels.packed_gemm.reference import TABLES
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.workers.weights.load import load_model
 
 TABLE = [7, 3, 11, 0, 5, 9, 1, 2, 8, 4]
 TOKENS = torch.arange(30).mul(17).remainder(211).tolist()
-CONFIG = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4"}
 UP = "model.layers.1.mlp.up_proj.weight"
-
-
-def state_of(weight: Tensor, kind: str, *, nested: bool) -> tuple[dict[str, Tensor], Tensor]:
-    """What bitsandbytes' `QuantState.as_dict(packed=True)` holds, with the codes; and the values."""
-    table = torch.tensor(TABLES[kind])
-    blocks = weight.flatten().view(-1, 64)
-    absmax = blocks.abs().amax(1)
-    said: dict[str, Any] = {"quant_type": kind, "blocksize": 64, "dtype": "float32", "shape": list(weight.shape)}
-    found = {"quant_map": table}
-    if nested:
-        nested_map = torch.linspace(-1, 1, 256)
-        offset = float(absmax.mean())
-        parts = (absmax - offset).split(256)
-        scales = torch.stack([part.abs().max() for part in parts])
-        each = scales.repeat_interleave(256)[: len(absmax)]
-        codes = ((absmax - offset) / each)[:, None].sub(nested_map).abs().argmin(1)
-        found |= {"absmax": codes.to(torch.uint8), "nested_absmax": scales, "nested_quant_map": nested_map}
-        said |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
-        absmax = nested_map[codes] * each + offset
-    else:
-        found["absmax"] = absmax.clone()
-    numbers = (blocks / absmax[:, None])[..., None].sub(table).abs().argmin(-1)
-    values = (table[numbers] * absmax[:, None]).view(weight.shape)
-    flat = numbers.flatten().to(torch.uint8)
-    found["codes"] = (flat[::2] << 4 | flat[1::2])[:, None]
-    found[f"quant_state.bitsandbytes__{kind}"] = torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
-    return found, values
 
 
 def write(folder: Path, kind: str, *, nested: bool) -> tuple[nn.Module, dict[str, Tensor]]:

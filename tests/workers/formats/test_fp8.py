@@ -16,6 +16,7 @@ from meshlm.architectures.quantization import formats
 from meshlm.protocol.config import Resolved
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.workers.distributed.shard import Shard
+from meshlm.workers.formats.format import ProductOps, WeightedLayer
 from meshlm.workers.formats.fp8 import Fp8Format
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.linear import Linear
@@ -89,14 +90,13 @@ def test_weights_are_decoded_when_they_are_used_on_a_gpu(tmp_path: Path, monkeyp
     expected = load(tmp_path)
     finish = Fp8Format.finish
 
-    def elsewhere(self: Fp8Format, linear: torch.nn.Module, ops: object) -> None:
-        held, weight = linear, linear.weight
+    def elsewhere(self: Fp8Format, layer: WeightedLayer, ops: ProductOps) -> None:
         seen = SimpleNamespace(
-            outputs=held.outputs, weight=SimpleNamespace(device=SimpleNamespace(type="cuda"), data=weight.data),
-            weight_scale=held.weight_scale, input_scale=held.input_scale,
+            outputs=layer.outputs, weight=SimpleNamespace(device=SimpleNamespace(type="cuda")),
+            matrices=layer.matrices, stack=layer.stack, dtype=layer.dtype,
         )  # fmt: skip
         finish(self, seen, ops)  # type: ignore[arg-type]
-        assert weight.dtype == FP8
+        assert layer.weight.dtype == FP8
 
     monkeypatch.setattr(Fp8Format, "finish", elsewhere)
     tokens = list(range(20))

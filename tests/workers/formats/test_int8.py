@@ -2,10 +2,10 @@
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 import torch
+from int8_models import KINDS, Kind, Reference, config_of
 from packed_models import SIZES
 from safetensors.torch import save_file
 from sharded_models import load_shards, logits_of, together
@@ -13,64 +13,14 @@ from small_models import SMALL, caches, load, run
 from torch import Tensor, nn
 
 from meshlm.architectures.quantization import formats
-from meshlm.kernels.quantise_int8.reference import Int8Weight, int8_linear
+from meshlm.kernels.quantise_int8.reference import int8_linear
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
+from meshlm.workers.formats.int8 import Int8Format
 from meshlm.workers.layers import cpu_ops
-from meshlm.workers.layers.torch_ops import TorchOps
 
 TABLE = [7, 3, 11, 0, 5, 9, 1, 2, 8, 4]
 TOKENS = torch.arange(30).mul(17).remainder(211).tolist()
 UP = "model.layers.1.mlp.up_proj."
-
-
-class Kind(NamedTuple):
-    inputs: dict[str, Any]
-    strategy: str = "channel"
-
-
-DYNAMIC = {"strategy": "token", "dynamic": True, "symmetric": True}
-STATIC = {"strategy": "tensor", "dynamic": False, "symmetric": True}
-KINDS = {
-    "dynamic": Kind(DYNAMIC),
-    "dynamic-zeros": Kind(DYNAMIC | {"symmetric": False}),
-    "static": Kind(STATIC, "tensor"),
-    "static-zeros": Kind(STATIC | {"symmetric": False}),
-}
-
-
-def config_of(kind: Kind) -> dict[str, Any]:
-    integers = {"num_bits": 8, "type": "int"}
-    group = {
-        "targets": ["Linear"],
-        "weights": {**integers, "symmetric": True, "strategy": kind.strategy, "dynamic": False},
-        "input_activations": {**integers, **kind.inputs},
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-    }
-
-
-class Reference(nn.Module):
-    """The format's definition, in float32."""
-
-    def __init__(self, codes: Tensor, scale: Tensor, kind: Kind, name: str) -> None:
-        super().__init__()
-        known = not kind.inputs["dynamic"]
-        self.input_scale = torch.tensor(0.05 if "v_proj" in name else 0.06) if known else None
-        self.input_zero = (
-            torch.tensor(3.0 if "down" in name else -5.0) if known and not kind.inputs["symmetric"] else None
-        )
-        rows = scale.reshape(-1, 1).expand(len(codes), 1)
-        self.ranks = 1  # that have a share of the inputs each, and so find a token's scale of it
-        self.kind = Int8Weight(codes, rows, torch.empty(0), kind.inputs["symmetric"], self.input_scale, self.input_zero)
-
-    def forward(self, x: Tensor) -> Tensor:
-        shares = x.flatten(0, -2).chunk(self.ranks, 1), self.kind.codes.chunk(self.ranks, 1)
-        found = [int8_linear(part, self.kind._replace(codes=codes)) for part, codes in zip(*shares, strict=True)]
-        return torch.stack(found).sum(0).view(*x.shape[:-1], -1)
 
 
 def write(folder: Path, kind: Kind) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -105,16 +55,6 @@ def distance(found: Tensor, model: nn.Module) -> float:
     return float((found - expected).abs().mean() / expected.std())
 
 
-class NativeOps(TorchOps):
-    """Multiplies integers as a GPU does."""
-
-    def takes_int8(self, weight: Int8Weight, dtype: torch.dtype) -> bool:
-        return True
-
-    def int8_linear(self, x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
-        return int8_linear(x, weight, bias)
-
-
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("name", KINDS)
 def test_logits_are_those_of_the_definition(
@@ -122,7 +62,8 @@ def test_logits_are_those_of_the_definition(
 ) -> None:
     theirs, _ = write(tmp_path, KINDS[name])
     if native:
-        monkeypatch.setattr("meshlm.workers.models.decoder.make_ops", lambda device, dtype: NativeOps())
+        monkeypatch.setattr(Int8Format, "native_weight", lambda self, matrix, given, dtype: self._weight(matrix, given))
+        monkeypatch.setattr(Int8Format, "native_product", lambda self, x, weight, bias: int8_linear(x, weight, bias))
     monkeypatch.setattr(cpu_ops, "available", lambda: False)
     model = load(tmp_path)
     assert distance(run(model, caches(model.spec, 24), [(TOKENS, 0, TABLE)]), theirs) < 0.02

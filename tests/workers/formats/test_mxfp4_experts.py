@@ -22,7 +22,7 @@ from meshlm.workers.moe.experts import self_test
 from meshlm.workers.moe.experts.epilogues import epilogues
 from meshlm.workers.weights import mxfp4_experts
 from meshlm.workers.weights.expert_tensors import MXFP4Source
-from meshlm.workers.weights.load import reload_experts
+from meshlm.workers.weights.reload import reload_weights
 from meshlm.workers.weights.source import Mapped
 
 
@@ -46,19 +46,20 @@ def test_kept_and_decoded_are_one_model(kept: None, tmp_path: Path, monkeypatch:
     decoded = load(tmp_path)
     for ours, theirs in zip(packed.mixtures(), decoded.mixtures(), strict=True):
         for one, other in zip(ours.experts.linears(), theirs.experts.linears(), strict=True):
-            weight = one.mxfp4()
-            assert weight is not None
-            assert other.mxfp4() is None
-            assert one.weight.nbytes + one.weight_scale.nbytes < other.weight.nbytes / 3
+            weight = one.grouped().kernel
+            assert isinstance(weight, ExpertWeight)
+            assert not isinstance(other.grouped().kernel, ExpertWeight)
+            assert one.weight.nbytes + one.get_parameter("weight_scale").nbytes < other.weight.nbytes / 3
             assert one.num_weights() == other.num_weights() == other.weight.numel()
             assert torch.equal(unpack(weight, torch.float32), other.weight)
     assert torch.equal(logits(packed), logits(decoded))
     assert packed.active_parameters() == decoded.active_parameters()
+    monkeypatch.setattr(mxfp4_experts, "kept", lambda *given: True)
     codes = next(packed.mixtures()[0].experts.parameters())
     before = codes.clone()
     with torch.inference_mode():
         codes.zero_()
-        reload_experts(packed, resolved(tmp_path), torch.device("cpu"), 0)
+        reload_weights(packed, resolved(tmp_path), torch.device("cpu"), 0, only_experts=True)
     assert torch.equal(codes, before)
 
 
@@ -96,8 +97,8 @@ def test_what_was_mxfp4_is_encoded_as_it_was(bfloat16: None) -> None:
 def test_dummy_weights_are_mxfp4_too(kept: None, tmp_path: Path) -> None:
     as_mxfp4(tmp_path)
     model = load(tmp_path, "dummy")
-    weight = model.mixtures()[0].experts.down.mxfp4()
-    assert weight is not None
+    weight = model.mixtures()[0].experts.down.grouped().kernel
+    assert isinstance(weight, ExpertWeight)
     assert 0.01 < float(unpack(weight, torch.float32).std()) < 0.03
 
 

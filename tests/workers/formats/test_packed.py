@@ -14,11 +14,11 @@ from torch import Tensor
 from meshlm.kernels.packed_gemm.reference import PackedWeight, decode
 from meshlm.protocol.model import QuantizationScheme
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
-from meshlm.workers.formats.packed import PACKED_ROWS, PackedFormat
+from meshlm.workers.formats.format import ProductOps, WeightedLayer
+from meshlm.workers.formats.packed import PACKED_ROWS, PackedFormat, packed_linear
 from meshlm.workers.formats.unquantized import UNQUANTIZED
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.linear import Linear
-from meshlm.workers.layers.torch_ops import TorchOps
 from meshlm.workers.weights.packed_files import tensors_of
 from meshlm.workers.weights.sources import sources
 
@@ -53,7 +53,7 @@ def test_logits_are_those_of_the_values(name: str, tmp_path: Path, monkeypatch: 
     close(run(ours, caches(ours.spec, 24), [(TOKENS, 0, TABLE)]), expected)
 
 
-def as_on_a_gpu(self: PackedFormat, linear: Linear, ops: TorchOps) -> None:
+def as_on_a_gpu(self: PackedFormat, linear: WeightedLayer, ops: ProductOps) -> None:
     """Words stay, as a GPU has them."""
     self.weight = self._packed(linear)
     linear.weight = torch.nn.Parameter(self.weight.low, requires_grad=False)
@@ -66,7 +66,7 @@ def test_values_beside_words_are_for_many_rows(name: str, tmp_path: Path, monkey
     expected = expected_of(theirs)
     monkeypatch.setattr(cpu_ops, "available", lambda: False)
 
-    def finish(self: PackedFormat, linear: Linear, ops: TorchOps) -> None:
+    def finish(self: PackedFormat, linear: WeightedLayer, ops: ProductOps) -> None:
         self.keeps_values = True
         as_on_a_gpu(self, linear, ops)
         assert self.weight is not None
@@ -77,13 +77,12 @@ def test_values_beside_words_are_for_many_rows(name: str, tmp_path: Path, monkey
     monkeypatch.setattr(PackedFormat, "finish", finish)
     ours, packed_rows = load(tmp_path), []
     assert ours.active_parameters() == whole
-    found = ours.ops.packed_linear
 
     def counted(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         packed_rows.append(len(x))
-        return found(x, weight, bias)
+        return packed_linear(x, weight, bias)
 
-    monkeypatch.setattr(ours.ops, "packed_linear", counted)
+    monkeypatch.setattr("meshlm.workers.formats.packed.packed_linear", counted)
     close(run(ours, caches(ours.spec, 24), [(TOKENS, 0, TABLE)]), expected)
     assert len(TOKENS) > PACKED_ROWS
     assert packed_rows == []
@@ -118,7 +117,7 @@ def test_a_quantised_head(name: str, stays: bool, tmp_path: Path, monkeypatch: p
         monkeypatch.setattr(PackedFormat, "finish", as_on_a_gpu)
     ours, expected = load(tmp_path), expected_of(theirs)
     assert ours.head is not None
-    assert ours.head.fuses_norm is not stays
+    assert ours.head.is_fusible is not stays
     close(run(ours, caches(ours.spec, 24), [(TOKENS, 0, TABLE)]), expected)
     if stays:
         out, hidden = torch.empty(len(TOKENS), 240), torch.randn(len(TOKENS), ours.spec.hidden_size)

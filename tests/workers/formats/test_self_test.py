@@ -45,7 +45,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", KINDS if DEVICE.type == "cuda" else KINDS[2:3])
 def test_packed_kernels(kind: self_test.Kind) -> None:
-    found = self_test.proven(self_test.random_packed(kind, 512, DEVICE), WIDE)
+    found = self_test.tested_packed(self_test.random_packed(kind, 512, DEVICE), WIDE)
     assert found.one_row == (kind[1] >= 32)
     assert found.some_rows
     assert found.few_rows == (kind[0] == 4)
@@ -56,7 +56,7 @@ def test_packed_kernels(kind: self_test.Kind) -> None:
 def test_products_of_8_bit_floats(group: int, rounded: int | None, known: bool) -> None:
     codes = torch.empty(64, 256, dtype=torch.float8_e4m3fn, device=DEVICE)
     scale = torch.tensor(1.0, device=DEVICE) if known else None
-    found = self_test.proven_fp8(Fp8Weight(codes, torch.ones(64, 1), group, rounded, scale), WIDE)
+    found = self_test.tested_fp8(Fp8Weight(codes, torch.ones(64, 1), group, rounded, scale), WIDE)
     assert found is not None
     assert found.one_row == (WIDE is torch.bfloat16)
 
@@ -64,7 +64,7 @@ def test_products_of_8_bit_floats(group: int, rounded: int | None, known: bool) 
 @pytest.mark.parametrize("symmetric", [True, False] if DEVICE.type == "cuda" else [False])
 def test_products_of_8_bit_integers(symmetric: bool) -> None:
     codes = torch.empty(64, 256, dtype=torch.int8, device=DEVICE)
-    assert self_test.takes_int8(Int8Weight(codes, torch.ones(64, 1), torch.ones(64), symmetric), WIDE)
+    assert self_test.is_int8_right(Int8Weight(codes, torch.ones(64, 1), torch.ones(64), symmetric), WIDE)
 
 
 @pytest.mark.parametrize("which", [1, 2], ids=["a code at a time", "two"])
@@ -83,8 +83,8 @@ def test_what_is_wrong_is_not_used(how: str, which: int, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(kernel, "parts", parts)
     with capture_logs() as said:
-        found = self_test.proven(self_test.random_packed(kind, 512, DEVICE), WIDE)
-        again = self_test.proven(self_test.random_packed(kind, 512, DEVICE), WIDE)
+        found = self_test.tested_packed(self_test.random_packed(kind, 512, DEVICE), WIDE)
+        again = self_test.tested_packed(self_test.random_packed(kind, 512, DEVICE), WIDE)
     assert (found.one_row, found.some_rows) == (again.one_row, again.some_rows) == (False, True)
     assert [entry["event"] for entry in said] == [
         "the packed kernel of one row is not right on this GPU: tensor cores compute it"
@@ -94,7 +94,7 @@ def test_what_is_wrong_is_not_used(how: str, which: int, monkeypatch: pytest.Mon
 def test_few_rows_that_are_wrong_are_computed_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_few, "packed_few", lambda x, weight, shape: torch.zeros(len(x), weight.outputs))
     with capture_logs() as said:
-        found = self_test.proven(self_test.random_packed(KINDS[1], 512, DEVICE), WIDE)
+        found = self_test.tested_packed(self_test.random_packed(KINDS[1], 512, DEVICE), WIDE)
     assert (found.one_row, found.few_rows, found.some_rows) == (True, False, True)
     assert [entry["event"] for entry in said] == [
         "the packed kernel of few rows is not right on this GPU: others compute them"

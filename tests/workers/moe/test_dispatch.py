@@ -15,6 +15,7 @@ from meshlm.protocol.wire.ids import Epoch
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.lockstep import StepAborted
+from meshlm.workers.formats.unquantized import plain_experts
 from meshlm.workers.moe.dispatch.members import Members
 from meshlm.workers.moe.dispatch.none import NoDispatch
 from meshlm.workers.moe.experts.reference import ReferenceExperts
@@ -31,7 +32,8 @@ def weights(first: int = 0, count: int = NUM) -> ExpertWeights:
     generator = torch.Generator().manual_seed(1)
     gate_up = torch.randn(NUM, 2 * WIDE, HIDDEN, generator=generator) / HIDDEN**0.5
     down = torch.randn(NUM, HIDDEN, WIDE, generator=generator) / WIDE**0.5
-    return ExpertWeights(gate_up[first : first + count], down[first : first + count], "silu")
+    mine = slice(first, first + count)
+    return ExpertWeights(plain_experts(gate_up[mine]), plain_experts(down[mine]), "silu")
 
 
 def routing_of(rows: int, slots: Tensor | None = None) -> Routing:
@@ -40,7 +42,7 @@ def routing_of(rows: int, slots: Tensor | None = None) -> Routing:
 
 def expected(x: Tensor, routing: Routing) -> Tensor:
     """By one rank with all experts."""
-    return FusedMoE(NoDispatch(0, NUM, NUM), ReferenceExperts(*weights())).forward(x, routing)[0].value
+    return FusedMoE(NoDispatch(0, NUM, NUM), ReferenceExperts(weights())).forward(x, routing)[0].value
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -97,7 +99,7 @@ def test_what_experts_leave_to_be_done(groups: list[ExpertGroup], dispatcher: st
     def one(group: ExpertGroup) -> Tensor | None:
         group.num_tokens = 5
         members = members_of(group)
-        experts = ReferenceExperts(*weights(members.first, members.num_experts))
+        experts = ReferenceExperts(weights(members.first, members.num_experts))
         experts.leaves = (left,)
         way = GROUP_DISPATCHERS[dispatcher](members)
         if left is WeightAndReduce.PARTS:
@@ -132,11 +134,11 @@ def test_what_is_quantised_travels_with_its_scales(groups: list[ExpertGroup], di
     def one(group: ExpertGroup) -> Tensor:
         group.num_tokens = 5
         members = members_of(group)
-        experts = Rounding(*weights(members.first, members.num_experts))
+        experts = Rounding(weights(members.first, members.num_experts))
         return FusedMoE(GROUP_DISPATCHERS[dispatcher](members), experts).forward(*given[group.rank])[0].value
 
     for found, (x, routing) in zip(together(groups, one), given, strict=True):
-        values, scales = Rounding(*weights()).quantise(x)
+        values, scales = Rounding(weights()).quantise(x)
         assert scales is not None
         torch.testing.assert_close(found, expected(values.float() * scales, routing), atol=1e-5, rtol=1e-4)
 
@@ -154,7 +156,7 @@ def test_before_they_have_met_a_rank_computes_as_much_as_with_others() -> None:
     for make in GROUP_DISPATCHERS.values():
         way = make(members_of(group))
         if way.format is Counting.format:
-            FusedMoE(way, Counting(*weights(2, 2))).forward(torch.randn(4, HIDDEN), routing_of(4))
+            FusedMoE(way, Counting(weights(2, 2))).forward(torch.randn(4, HIDDEN), routing_of(4))
             assert way.most_tokens(4) == rows.pop() == 12
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from expert_weights import fp8_experts
 from quantised_models import Quantised, compressed, quantised, rounded
 from safetensors.torch import load_file, save_file
 from sharded_models import load_shards, logits_of, together
@@ -17,16 +18,16 @@ from meshlm.kernels.quantise_fp8.reference import quantise
 from meshlm.protocol.model import QuantizationScheme
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.distributed.shard import Shard
-from meshlm.workers.formats.fp8 import ExpertScales
 from meshlm.workers.moe.dispatch.none import NoDispatch, NoDispatchBatched
 from meshlm.workers.moe.experts import triton
 from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
 from meshlm.workers.moe.experts.triton import TritonBatchedExperts, TritonExperts
 from meshlm.workers.moe.fused_moe import FusedMoE
 from meshlm.workers.moe.parts import ExpertWeights, Routing, WeightAndReduce
-from meshlm.workers.moe.registry import unsupported_scheme
+from meshlm.workers.moe.registry import unsupported_groups
 from meshlm.workers.partial_sum import Kind
-from meshlm.workers.weights.load import load_model, reload_experts
+from meshlm.workers.weights.load import load_model
+from meshlm.workers.weights.reload import reload_weights
 
 IGNORED = ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"]
 KINDS = {
@@ -83,10 +84,10 @@ def test_a_checkpoint_means_what_its_codes_and_scales_say(name: str, tmp_path: P
         torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
 
 
-def test_activation_scales_in_the_file_are_refused(tmp_path: Path) -> None:
+def test_activation_scales_that_the_file_lacks_are_named(tmp_path: Path) -> None:
     static = compressed({"strategy": "tensor"}, {"strategy": "tensor", "dynamic": False}, ignore=IGNORED)
     checkpoint(KINDS["tensor"], tmp_path, quantization_config=static)
-    with pytest.raises(ProcessFatal, match=r"experts.0.gate_proj is an expert's; activation scales in the file"):
+    with pytest.raises(ProcessFatal, match=r"54 tensors missing: layers.0.mlp.experts.0.down_proj.input_scale"):
         load(tmp_path)
 
 
@@ -99,7 +100,7 @@ SCHEMES = {
 }
 
 
-def weights(scheme: QuantizationScheme) -> tuple[Tensor, Tensor, ExpertScales]:
+def weights(scheme: QuantizationScheme) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes, and scales by row as layers have them."""
     kind = Quantised({}, scheme.weight, block=scheme.block)
     parts = []
@@ -109,7 +110,7 @@ def weights(scheme: QuantizationScheme) -> tuple[Tensor, Tensor, ExpertScales]:
         scale = scale.repeat_interleave(scheme.block[0], 1)[:, :outputs] if scheme.weight == "block" else scale
         parts.append((codes, scale.contiguous()))
     (gate_up, gate_up_scale), (down, down_scale) = parts
-    return gate_up, down, ExpertScales(gate_up_scale, down_scale, scheme, torch.float32)
+    return gate_up, down, gate_up_scale, down_scale
 
 
 def by_definition(x: Tensor, routing: Routing, scheme: QuantizationScheme, given: tuple[Tensor, ...]) -> Tensor:
@@ -135,6 +136,10 @@ def by_definition(x: Tensor, routing: Routing, scheme: QuantizationScheme, given
     return out
 
 
+def unsupported(scheme: QuantizationScheme, inputs: tuple[int, int]) -> str | None:
+    return unsupported_groups(scheme.block[1], None if scheme.activation == "none" else scheme.group, inputs)
+
+
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_experts_round_as_the_scheme_says(name: str, batched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,18 +149,20 @@ def test_experts_round_as_the_scheme_says(name: str, batched: bool, monkeypatch:
     monkeypatch.setattr(triton, "quantise", quantise)  # Triton's interpreter loses carries of some codes
     torch.manual_seed(0)
     scheme = SCHEMES[name]
-    assert unsupported_scheme(scheme, (HIDDEN, WIDE)) is None
-    gate_up, down, scales = weights(scheme)
+    assert unsupported(scheme, (HIDDEN, WIDE)) is None
+    gate_up, down, gate_up_scale, down_scale = weights(scheme)
     dispatcher = (
         NoDispatchBatched(0, NUM, NUM) if batched else NoDispatch(0, NUM, NUM, finishes=frozenset(WeightAndReduce))
     )
-    given = ExpertWeights(gate_up, down, "silu", scales)
-    plain = (ReferenceBatchedExperts if batched else ReferenceExperts)(*given)
+    given = ExpertWeights(
+        fp8_experts(gate_up, gate_up_scale, scheme, torch.float32), fp8_experts(down, down_scale, scheme, torch.float32)
+    )
+    plain = (ReferenceBatchedExperts if batched else ReferenceExperts)(given)
     kernels = (TritonBatchedExperts if batched else TritonExperts)(given)
     for rows in (1, 7, 70):
         x = torch.randn(rows, HIDDEN)
         routing = Routing(*select_experts(torch.randn(rows, NUM), Rule(TOPK, renormalise=True)))
-        expected = by_definition(x, routing, scheme, (gate_up, down, scales.gate_up, scales.down))
+        expected = by_definition(x, routing, scheme, (gate_up, down, gate_up_scale, down_scale))
         found, _ = FusedMoE(dispatcher, plain).forward(x, routing)
         torch.testing.assert_close(found.value, expected, atol=2e-4, rtol=1e-3)
         found, _ = FusedMoE(dispatcher, kernels).forward(x, routing)
@@ -167,7 +174,7 @@ def test_experts_round_as_the_scheme_says(name: str, batched: bool, monkeypatch:
 def test_schemes_that_kernels_do_not_take() -> None:
     def why(inputs: int = 256, **changes: Any) -> str:
         scheme = {"targets": (), "weight": "channel", "activation": "none", **changes}
-        return str(unsupported_scheme(QuantizationScheme(**scheme), (inputs, inputs)))
+        return str(unsupported(QuantizationScheme(**scheme), (inputs, inputs)))
 
     assert "multiples of 16" in why(24)
     assert "no tiles of 32 inputs" in why(weight="block", block=(32, 32))
@@ -185,7 +192,7 @@ def test_a_ranks_own_experts_are_read_again(name: str, tmp_path: Path) -> None:
     for weight in weights:
         assert torch.equal(weight[3:], weight[[0, 1, 2, 0]]), "replicas of its own"
         weight.zero_()
-    reload_experts(model, found, CPU, 0)
+    reload_weights(model, found, CPU, 0, only_experts=True)
     after = [weight for mixture in model.mixtures() for weight in mixture.experts.parameters()]
     for weight, same, wanted in zip(weights, after, before, strict=True):
         assert same is weight

@@ -12,6 +12,9 @@ from meshlm.kernels.moe_routing.reference import Rule, select_experts
 from meshlm.kernels.packed_experts.layout import ExpertWeight, encode_mxfp4, unpack
 from meshlm.protocol.layers import MoESpec
 from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.formats.format import KernelWeight
+from meshlm.workers.formats.mxfp4 import mxfp4_experts
+from meshlm.workers.formats.unquantized import plain_experts
 from meshlm.workers.moe.dispatch.none import NoDispatch, NoDispatchBatched
 from meshlm.workers.moe.experts.reference import ReferenceExperts
 from meshlm.workers.moe.fused_moe import FusedMoE, refusal, workspaces
@@ -19,7 +22,6 @@ from meshlm.workers.moe.parts import (
     Dispatcher,
     ExpertExtras,
     ExpertWeights,
-    PackedExperts,
     Quantisation,
     Routing,
     WeightAndReduce,
@@ -51,12 +53,13 @@ def weights(first: int = 0, count: int = NUM, kind: str = "silu") -> ExpertWeigh
     above, below = (torch.randn(NUM, outputs, generator=generator) for outputs in (2 * WIDE, HIDDEN))
     mine = slice(first, first + count)
     if kind == "no gate":
-        return ExpertWeights(gate_up[mine, :WIDE].contiguous(), down[mine], "relu2", gated=False)
+        up = plain_experts(gate_up[mine, :WIDE].contiguous())
+        return ExpertWeights(up, plain_experts(down[mine]), "relu2", gated=False)
     extras = None if kind == "silu" else ExpertExtras(above[mine], below[mine], None if kind == "biases" else SWIGLU)
     if kind != "mxfp4":
-        return ExpertWeights(gate_up[mine], down[mine], "silu", None, extras)
-    packed = PackedExperts(mxfp4_of(gate_up[mine]), mxfp4_of(down[mine]), torch.float32)
-    return ExpertWeights(packed.gate_up.codes, packed.down.codes, "silu", None, extras, packed)
+        return ExpertWeights(plain_experts(gate_up[mine]), plain_experts(down[mine]), "silu", extras)
+    packed = [mxfp4_experts(mxfp4_of(weight[mine]), torch.float32) for weight in (gate_up, down)]
+    return ExpertWeights(packed[0], packed[1], "silu", extras)
 
 
 def mxfp4_of(weight: Tensor) -> ExpertWeight:
@@ -70,11 +73,15 @@ def routing_of(rows: int, slots: Tensor | None = None) -> Routing:
     return Routing(*select_experts(torch.randn(rows, NUM), Rule(TOPK, renormalise=True), None, slots))
 
 
+def values_of(weight: KernelWeight) -> Tensor:
+    return unpack(weight, torch.float32) if isinstance(weight, ExpertWeight) else torch.as_tensor(weight)
+
+
 def expected(x: Tensor, routing: Routing, kind: str = "silu") -> Tensor:
     """Token by token."""
-    gate_up, down, _, _, extras, packed, gated = weights(kind=kind)
-    if packed is not None:
-        gate_up, down = unpack(packed.gate_up, torch.float32), unpack(packed.down, torch.float32)
+    given = weights(kind=kind)
+    extras, gated = given.extras, given.gated
+    gate_up, down = (values_of(product.kernel) for product in (given.gate_up, given.down))
     out = torch.zeros_like(x)
     for token, (experts, scale) in enumerate(zip(*routing, strict=True)):
         for expert, weight in zip(experts.tolist(), scale, strict=True):
@@ -137,7 +144,7 @@ def test_every_legal_pair(dispatcher: str, experts: str, ranks: Ranks, weight: s
 
 @pytest.mark.parametrize("left", DONE_BY_TORCH)
 def test_weighting_and_the_sum_are_done_by_one_of_the_two(left: WeightAndReduce) -> None:
-    experts = ReferenceExperts(*weights())
+    experts = ReferenceExperts(weights())
     experts.leaves = (left,)
     x, routing = torch.randn(5, HIDDEN), routing_of(5, torch.tensor([0, 1, -1, 2, 3]))
     fused = FusedMoE(NoDispatch(0, NUM, NUM), experts)
@@ -156,14 +163,14 @@ def test_many_rows_are_computed_some_at_a_time() -> None:
             return ()
 
     x, routing = torch.randn(23, HIDDEN), routing_of(23)
-    found, _ = FusedMoE(NoDispatch(0, NUM, NUM), Counting(*weights()), chunk=5).forward(x, routing)
+    found, _ = FusedMoE(NoDispatch(0, NUM, NUM), Counting(weights()), chunk=5).forward(x, routing)
     torch.testing.assert_close(found.value, expected(x, routing), atol=1e-5, rtol=1e-4)
     assert sizes == [5, 5, 5, 5, 3]
 
 
 def test_which_activations_kernels_have_without_a_gate() -> None:
     given = weights(kind="no gate")
-    biases = ExpertExtras(given.gate_up[:, :, 0], None, None)
+    biases = ExpertExtras(torch.zeros(NUM, WIDE), None, None)
     assert _other_activation(given) is None
     for other in (given._replace(act="gelu"), given._replace(act="silu"), given._replace(extras=biases)):
         assert str(_other_activation(other)).startswith("without a gate it computes relu2 without biases")
@@ -187,7 +194,7 @@ def test_shared_experts_run_while_tokens_travel() -> None:
         order.append("shared")
         return PartialSum(torch.ones(2, HIDDEN))
 
-    fused = FusedMoE(Travelling(0, NUM, NUM), ReferenceExperts(*weights()))
+    fused = FusedMoE(Travelling(0, NUM, NUM), ReferenceExperts(weights()))
     _, beside = fused.forward(torch.randn(2, HIDDEN), routing_of(2), shared)
     assert beside is not None
     assert order == ["sent", "shared", "received"]
@@ -195,7 +202,7 @@ def test_shared_experts_run_while_tokens_travel() -> None:
 
 def test_what_does_not_fit_is_refused_with_the_reason() -> None:
     contiguous, batched = (
-        ReferenceExperts(*weights()),
+        ReferenceExperts(weights()),
         make_experts(DISPATCHERS["none, batched"](0, NUM).format, weights()),
     )
     assert "it gives batched activations, they take contiguous ones" in str(
@@ -221,6 +228,6 @@ def test_numbers_that_no_kernel_has_written_are_no_experts() -> None:
     """A GPU's start runs steps without launching kernels: what routing would have written is whatever memory held."""
     x, routing = torch.randn(3, HIDDEN), routing_of(3)
     garbage = routing._replace(experts=torch.tensor([[0, 1, 2], [NUM, -7, 2**31 - 1], [3, 4, 5]], dtype=torch.int32))
-    found, _ = FusedMoE(NoDispatch(0, NUM, NUM), ReferenceExperts(*weights())).forward(x, garbage)
+    found, _ = FusedMoE(NoDispatch(0, NUM, NUM), ReferenceExperts(weights())).forward(x, garbage)
     assert found.value.isfinite().all()
     assert not found.value[1].any()

@@ -1,6 +1,7 @@
 """Small GPTQ, AWQ and compressed-tensors checkpoints, written as the formats' own packages lay them out, and what they must compute."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,6 +69,8 @@ def tensors_of(kind: Packed, stem: str, weight: Tensor) -> tuple[dict[str, Tenso
             if "up_proj" in stem or "gate_proj" in stem
             else 3
         )
+        expert = re.search(r"experts\.(\d+)", stem)
+        seed += 0 if expert is None else 3 * int(expert[1])
         groups = groups[torch.randperm(inputs, generator=torch.Generator().manual_seed(seed))]
     codes, scales, zeros, values = quantised(weight, kind, groups)
     match kind.files:

@@ -62,7 +62,7 @@ def test_weights_that_are_decoded_on_the_device(tmp_path: Path, monkeypatch: pyt
     ours = load(path)
     layer = ours.get_submodule("layers.0.attention.qkv")
     assert isinstance(layer, Linear)
-    assert layer.fuses_norm
+    assert layer.is_fusible
     for (name, weight), (_, right) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
         assert weight.shape == right.shape, name
         torch.testing.assert_close(weight, right, atol=1e-7, rtol=1e-6)

@@ -16,12 +16,12 @@ from quantised_models import KINDS as FP8
 from small_models import SMALL, load
 from torch import Tensor
 
+from meshlm.workers.formats.format import ProductOps, WeightedLayer
 from meshlm.workers.formats.gguf import GGUFFormat
 from meshlm.workers.formats.packed import PackedFormat
 from meshlm.workers.formats.unquantized import Unquantized
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.linear import Linear
-from meshlm.workers.layers.ops import Ops
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.weights import load as loading
 from meshlm.workers.weights.gguf_spans import keep_spans
@@ -70,7 +70,7 @@ def loaded(folder: Path, config: dict[str, Any]) -> Decoder:
 
 @pytest.mark.parametrize("name", QUANTISED)
 def test_of_every_quantisation(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def finish(self: PackedFormat, linear: Linear, ops: Ops) -> None:
+    def finish(self: PackedFormat, linear: WeightedLayer, ops: ProductOps) -> None:
         """Words stay, as a GPU has them."""
         self.weight = self._packed(linear)
         for last in ("weight_scale", "weight_zero", "input_group"):
@@ -99,7 +99,7 @@ def test_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_of_a_plug_ins_method(tmp_path: Path) -> None:
     class Method(Unquantized):
-        def finish(self, linear: Linear, ops: Ops) -> None:
+        def finish(self, linear: WeightedLayer, ops: ProductOps) -> None:
             self.scales = {"rows": [torch.ones(7)]}
 
     Method.__module__ = "elsewhere"

@@ -17,6 +17,9 @@ from meshlm.kernels.moe_routing.reference import Rule, select_experts
 from meshlm.kernels.packed_experts import plan
 from meshlm.kernels.packed_experts.layout import ExpertWeight
 from meshlm.kernels.packed_experts.runs import random_weight
+from meshlm.workers.formats.format import GroupedWeight
+from meshlm.workers.formats.mxfp4 import mxfp4_experts
+from meshlm.workers.formats.unquantized import plain_experts
 from meshlm.workers.moe.dispatch.none import NoDispatch, NoDispatchBatched
 from meshlm.workers.moe.experts.mxfp4 import MXFP4BatchedExperts, MXFP4Experts
 from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
@@ -36,7 +39,7 @@ EXPERTS, TOPK, HIDDEN, WIDE = 32, 4, 352, 224  # eleven groups of MXFP4, and sev
 ROWS = (1, 10, 40, 200, 600, 2000)  # that meet each height of a tile
 BATCHED_ROWS = (10, 60, 200, 600)
 DIRECT = {1: (0, 1, 4, 3, 1, 2, 2), 3: (0, 2, 2, 1, 2, 4, 1), 40: (16, 2, 2, 1, 0, 0, 0), 300: (32, 2, 4, 1, 2, 2, 1)}
-"""Plans of kernels/packed_experts/direct.py that are proven, by rows."""
+"""Plans of kernels/packed_experts/direct.py that are tested, by rows."""
 NEAR = 0.05  # of a row's norm: rounding to 16 bits makes 0.01 of it
 SWIGLU = 1.702, 1.0
 _log = structlog.get_logger()
@@ -59,7 +62,7 @@ def of_extras(dtype: torch.dtype, device: torch.device, act: str = "silu") -> st
 
 def may_be_direct(packed: PackedExperts) -> bool:
     """Whether packed_experts/direct.py may compute with these weights, where a table or the tuner says that it is faster. Where one
-    says so already, it is proven; the tuner proves what it measures. Waits for the device."""
+    says so already, it is tested; the tuner tests what it measures. Waits for the device."""
     if packed.dtype != torch.bfloat16 or not packed.down.codes.is_cuda:
         return False
     if not all(plan.takes(weight, packed.dtype) for weight in (packed.gate_up, packed.down)):
@@ -135,9 +138,7 @@ class _Direct(MXFP4Experts):
 
 def _of_direct(dtype: torch.dtype, device: torch.device) -> Pair:
     packed, extras = _packed(dtype, device)
-    return ReferenceExperts(packed.gate_up.codes, packed.down.codes, "silu", None, extras, packed), _Direct(
-        packed, extras
-    )
+    return ReferenceExperts(_weights_of(packed, extras)), _Direct(packed, extras)
 
 
 def _packed(dtype: torch.dtype, device: torch.device) -> tuple[PackedExperts, ExpertExtras]:
@@ -149,26 +150,31 @@ def _packed(dtype: torch.dtype, device: torch.device) -> tuple[PackedExperts, Ex
     return PackedExperts(weight(2 * WIDE, HIDDEN), weight(HIDDEN, WIDE), dtype), _extras(dtype, random)
 
 
+def _weights_of(packed: PackedExperts, extras: ExpertExtras) -> ExpertWeights:
+    gate_up, down = (mxfp4_experts(weight, packed.dtype) for weight in packed[:2])
+    return ExpertWeights(gate_up, down, extras=extras)
+
+
 def _of_mxfp4(dtype: torch.dtype, device: torch.device) -> tuple[Pair, Pair]:
     packed, extras = _packed(dtype, device)
-    given = packed.gate_up.codes, packed.down.codes, "silu", None, extras, packed
+    given = _weights_of(packed, extras)
     return (
-        (ReferenceExperts(*given), MXFP4Experts(packed, extras)),
-        (ReferenceBatchedExperts(*given), MXFP4BatchedExperts(packed, extras)),
+        (ReferenceExperts(given), MXFP4Experts(packed, extras)),
+        (ReferenceBatchedExperts(given), MXFP4BatchedExperts(packed, extras)),
     )
 
 
 def _of_extras(dtype: torch.dtype, device: torch.device, act: str) -> tuple[Pair, Pair]:
     random = torch.Generator(device).manual_seed(1)
 
-    def weight(outputs: int, inputs: int) -> Tensor:
+    def weight(outputs: int, inputs: int) -> GroupedWeight:
         made: Tensor = torch.randn(EXPERTS, outputs, inputs, generator=random, device=device) / inputs**0.5
-        return made.to(dtype)
+        return plain_experts(made.to(dtype))
 
     gated = act != UNGATED_ACT
     gate_up, down = weight((2 if gated else 1) * WIDE, HIDDEN), weight(HIDDEN, WIDE)
-    weights = ExpertWeights(gate_up, down, act, extras=_extras(dtype, random) if act == "silu" else None, gated=gated)
+    weights = ExpertWeights(gate_up, down, act, _extras(dtype, random) if act == "silu" else None, gated)
     return (
-        (ReferenceExperts(*weights), TritonExperts(weights)),
-        (ReferenceBatchedExperts(*weights), TritonBatchedExperts(weights)),
+        (ReferenceExperts(weights), TritonExperts(weights)),
+        (ReferenceBatchedExperts(weights), TritonBatchedExperts(weights)),
     )

@@ -6,6 +6,7 @@ Weights of 8-bit floats are multiplied as they are: with activations that are 8-
 import torch
 from torch import Tensor
 
+from meshlm.kernels.fp8_gemm.reference import Fp8Weight
 from meshlm.kernels.grouped_gemm import kernel as many
 from meshlm.kernels.grouped_gemm.plan import (
     Layer,
@@ -22,6 +23,7 @@ from meshlm.kernels.moe_few import kernel as few
 from meshlm.kernels.moe_gemv import kernel as one
 from meshlm.kernels.moe_sum.kernel import sum_parts, weighted_sum
 from meshlm.kernels.quantise_fp8.kernel import quantise
+from meshlm.workers.formats.format import GroupedWeight
 from meshlm.workers.moe.experts.epilogues import epilogues
 from meshlm.workers.moe.parts import (
     ActivationFormat,
@@ -32,7 +34,25 @@ from meshlm.workers.moe.parts import (
     WorkspaceShape,
 )
 
-QUANTISATIONS = {"none": Quantisation.NONE, "token": Quantisation.FP8_TOKEN, "group": Quantisation.FP8_GROUP}
+
+def quantisation_of(weight: Fp8Weight | None) -> Quantisation:
+    """What experts of such a weight want of activations."""
+    if weight is None or weight.rounded is None:
+        return Quantisation.NONE
+    return Quantisation.FP8_GROUP if weight.rounded else Quantisation.FP8_TOKEN
+
+
+def _quantised(x: Tensor, weight: Fp8Weight | None) -> tuple[Tensor, Tensor | None]:
+    return (x, None) if weight is None or weight.rounded is None else quantise(x, weight.rounded, weight.input_scale)
+
+
+def _codes(given: GroupedWeight) -> tuple[Tensor, Tensor | None]:
+    """A weight of 16 bits, or the codes and scales of one of 8."""
+    weight = given.kernel
+    if isinstance(weight, Fp8Weight):
+        return weight.codes, weight.scales
+    assert isinstance(weight, Tensor)
+    return weight, None
 
 
 class _Weights:
@@ -41,25 +61,29 @@ class _Weights:
     Without a gate gate_up is [local experts, wide, hidden]."""
 
     def __init__(self, given: ExpertWeights) -> None:
-        gate_up, down, act, scales, extras, *_ = given
-        self.gate_epilogue, self.down_epilogue = epilogues(extras, act, gated=given.gated)
+        self.gate_epilogue, self.down_epilogue = epilogues(given.extras, given.act, gated=given.gated)
         self._gated = given.gated
         plain = self.gate_epilogue is PLAIN and self.down_epilogue is PLAIN
         self._one_row = plain
-        self.gate_up, self.down = gate_up, down
-        self.gate_up_scale = None if scales is None else scales.gate_up
-        self.down_scale = None if scales is None else scales.down
-        self.dtype = down.dtype if scales is None else scales.dtype
-        self._apart = many.has_apart(down) and plain
-        self.num_experts, self.hidden, self.wide = down.shape
-        self.block_k = 0 if scales is None else scales.scheme.block[1] or 128  # of tiles; 0: any
-        activation = "none" if scales is None else scales.scheme.activation
-        self.quantisation = QUANTISATIONS[activation]
-        self._group = scales.scheme.group if scales is not None and activation == "group" else 0
+        self._gate_up8, self._down8 = (
+            one.kernel if isinstance(one.kernel, Fp8Weight) else None for one in (given.gate_up, given.down)
+        )
+        self.gate_up, self.gate_up_scale = _codes(given.gate_up)
+        self.down, self.down_scale = _codes(given.down)
+        self.dtype = given.down.dtype
+        self._apart = many.has_apart(self.down) and plain
+        self.num_experts, self.hidden, self.wide = given.down.shape
+        eight_bits = self._down8
+        self.block_k = 0 if eight_bits is None else eight_bits.group or 128  # of tiles; 0: any
+        self.quantisation = quantisation_of(eight_bits)
 
     def quantised(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """x [m, columns] as the weights want it, and its scales."""
-        return (x, None) if self.quantisation is Quantisation.NONE else quantise(x, self._group)
+        """x [m, hidden] as the first product wants it, and its scales."""
+        return _quantised(x, self._gate_up8)
+
+    def quantised_inner(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The same for the second product."""
+        return _quantised(x, self._down8)
 
     def plan(self, rows: int, num_topk: int) -> Plan:
         layer = Layer(self.num_experts, num_topk, self.hidden, self.wide)
@@ -139,7 +163,7 @@ class TritonExperts:
         weights, (experts, scale) = self._weights, given.routing
         x, first, second = given.x, weights.gate_epilogue, weights.down_epilogue
         few.few(x, weights.gate_up, experts, None, inner, gate, given.scales, weights.gate_up_scale, first)
-        codes, scales = weights.quantised(inner)
+        codes, scales = weights.quantised_inner(inner)
         few.few(codes, weights.down, experts, scale, parts, down, scales, weights.down_scale, second)
 
     def _many(
@@ -155,7 +179,7 @@ class TritonExperts:
             given.x, weights.gate_up, inner, gate, ends, ids, num_topk, entries, scales, gate=True, owners=owners,
             epilogue=weights.gate_epilogue,
         )  # fmt: skip
-        codes, inner_scales = weights.quantised(inner)
+        codes, inner_scales = weights.quantised_inner(inner)
         scales = (inner_scales, weights.down_scale)
         if len(workspaces) == 1:
             to = many.Parts(experts, scale)
@@ -204,6 +228,6 @@ class TritonBatchedExperts:
         scales = (given.scales, weights.gate_up_scale)
         first, second = weights.gate_epilogue, weights.down_epilogue
         many.batched_gemm(given.x, weights.gate_up, inner, gate, given.num_tokens, scales, gate=True, epilogue=first)
-        codes, inner_scales = weights.quantised(inner.flatten(0, 1))
+        codes, inner_scales = weights.quantised_inner(inner.flatten(0, 1))
         scales = (inner_scales, weights.down_scale)
         many.batched_gemm(codes.view(inner.shape), weights.down, out, down, given.num_tokens, scales, epilogue=second)
