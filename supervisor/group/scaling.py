@@ -10,8 +10,9 @@ from msgspec import Struct
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.wire.ids import Identity, Role
-from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.settings import parallel as sizes
+from meshlm.supervisor.settings import rules
+from meshlm.supervisor.settings.rules import Rules
 
 MAX_RANKS = 1024
 
@@ -23,6 +24,22 @@ class Change(Struct, frozen=True):
     added: tuple[Identity, ...]
     removed: tuple[Identity, ...]
     drain_s: float
+
+
+def _refused(c: MeshConfig, num_ranks: object, drain_s: object) -> Rules:
+    """What is wrong with a change to so many ranks."""
+    is_number = isinstance(num_ranks, int) and not isinstance(num_ranks, bool) and 1 <= num_ranks <= MAX_RANKS
+    yield not is_number, f"--dp {num_ranks}", f"a number of ranks from 1 to {MAX_RANKS}"
+    is_time = isinstance(drain_s, int | float) and 0 <= drain_s <= 86400
+    yield not is_time, f"--drain-timeout {drain_s}", "seconds from 0 to 86400"
+    outer = c.parallel.data_parallel_external_lb or c.parallel.data_parallel_hybrid_lb
+    yield outer, "--dp", "this mesh has its numbers behind an outer balancer; start or end another mesh instead"
+    why = "this mesh has several nodes; start or end a node with --headless --join instead"
+    yield c.node is not None, "--dp", why
+    renders = c.resolved is not None and c.resolved.renders_only
+    yield renders, "--dp", "this mesh renders alone; it has no ranks"
+    why = "the ranks of this mesh share experts and step together; their number is fixed, since each has loaded its share of the "
+    yield c.lockstep, "--dp", f"{why}experts for it"
 
 
 class Scaling:
@@ -37,23 +54,9 @@ class Scaling:
 
     def begin(self, config: MeshConfig, num_ranks: object, drain_s: object) -> Change | None:
         """The change to make; None for none. UsageError when it cannot be made."""
-        if not isinstance(num_ranks, int) or isinstance(num_ranks, bool) or not 1 <= num_ranks <= MAX_RANKS:
-            raise UsageError(f"--dp {num_ranks}: a number of ranks from 1 to {MAX_RANKS}")
-        if not isinstance(drain_s, int | float) or not 0 <= drain_s <= 86400:
-            raise UsageError(f"--drain-timeout {drain_s}: seconds from 0 to 86400")
-        if config.parallel.data_parallel_external_lb or config.parallel.data_parallel_hybrid_lb:
-            raise UsageError(
-                "--dp: this mesh has its numbers behind an outer balancer; start or end another mesh instead"
-            )
-        if config.node is not None:
-            raise UsageError("--dp: this mesh has several nodes; start or end a node with --headless --join instead")
-        if config.resolved is not None and config.resolved.renders_only:
-            raise UsageError("--dp: this mesh renders alone; it has no ranks")
-        if config.lockstep:
-            raise UsageError(
-                "--dp: the ranks of this mesh share experts and step together; their number is fixed, since each has loaded its share "
-                "of the experts for it"
-            )
+        rules.check(_refused(config, num_ranks, drain_s))
+        assert isinstance(num_ranks, int)
+        assert isinstance(drain_s, int | float)
         before = config.parallel.data_parallel_size
         self.failed = ""
         if num_ranks == before:

@@ -1,4 +1,4 @@
-"""Whether a model and this host can be split as the flags say; asked before any process starts. No torch."""
+"""Whether a model and this host can be split as the flags say: a table, read before any process starts. No torch."""
 
 import os
 from collections.abc import Mapping
@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from meshlm.protocol.config import ParallelConfig
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime import platforms
-from meshlm.supervisor.errors import UsageError
+from meshlm.runtime.platforms import Platform
+from meshlm.supervisor.settings import rules
+from meshlm.supervisor.settings.rules import Rules
 
 
 def check(
@@ -23,23 +25,51 @@ def check(
     environment: that of the workers.
     """
     platform = platforms.named(device)
-    if not platform.forms_groups and (parallel.workers_per_rank > 1 or whole_experts):
-        raise UsageError(
-            f"--device {device}: its workers form no groups; leave out -tp, -pp and --enable-expert-parallel"
-        )
-    if not platform.has_weights:
-        return
-    _check_transformers(parallel, spec)
-    if parallel.pipeline_parallel_size > 1 and (reason := _one_stage(spec)):
-        raise UsageError(f"--pipeline-parallel-size: {spec.architecture}: {reason}; use --tensor-parallel-size")
-    _check_tensor(parallel.tensor_parallel_size, spec, spec.wide_sizes(whole_experts=whole_experts))
-    stages, layers = parallel.pipeline_parallel_size, spec.num_hidden_layers
-    if layers % stages:
-        raise UsageError(
-            f"--pipeline-parallel-size {stages}: does not divide the model's {layers} layers; {_divisors(layers)} do"
-        )
-    if (have := platform.num_devices(environment)) is not None:
-        _check_devices(parallel, here, have)
+    rules.check(_groups(parallel, platform, whole_experts))
+    if platform.has_weights:
+        rules.check(_splits(parallel, spec, spec.wide_sizes(whole_experts=whole_experts)))
+        rules.check(_devices(parallel, here, platform.num_devices(environment)))
+
+
+def _groups(p: ParallelConfig, platform: Platform, whole_experts: bool) -> Rules:
+    wanted = p.workers_per_rank > 1 or whole_experts
+    why = "its workers form no groups; leave out -tp, -pp and --enable-expert-parallel"
+    yield wanted and not platform.forms_groups, f"--device {platform.name}", why
+
+
+def _splits(p: ParallelConfig, spec: ModelSpec, wide: tuple[int, ...]) -> Rules:
+    """What the model cannot be split into. wide: its intermediate sizes."""
+    size, stages = p.tensor_parallel_size, p.pipeline_parallel_size
+    tensor, pipeline = f"--tensor-parallel-size {size}", f"--pipeline-parallel-size {stages}"
+    if (source := spec.transformers) is not None:
+        yield stages > 1 and source.not_staged, pipeline, f"{source.architecture}: {source.not_staged}"
+        yield size > 1 and source.not_split, tensor, f"{source.architecture}: {source.not_split}"
+        num = spec.num_key_value_heads
+        why = f"does not divide the {num} key-value heads, which --model-impl transformers does not repeat"
+        yield num % size, tensor, why
+    reason = _one_stage(spec)
+    why = f"{spec.architecture}: {reason}; use --tensor-parallel-size"
+    yield stages > 1 and reason, "--pipeline-parallel-size", why
+    if (state := spec.state) is not None:
+        why = f"does not divide the {state.num_heads} heads and {state.n_groups} groups of this model's recurrent states, which are "
+        other = "normed together; use --pipeline-parallel-size or --data-parallel-size"
+        yield state.num_heads % size or state.n_groups % size, tensor, why + other
+    heads, keys = spec.num_attention_heads, dict.fromkeys(one.num_key_value_heads for one in spec.attentions)
+    fit = [
+        n
+        for n in range(1, heads + 1)
+        if heads % n == 0 and not any(each % n for each in wide) and not any(each % n and n % each for each in keys)
+    ]
+    can = f"this model can be split over {', '.join(map(str, fit))}"
+    yield heads % size, tensor, f"does not divide the model's {heads} attention heads; {can}"
+    for num in keys:
+        why = f"neither divides the model's {num} key-value heads nor is a multiple; {can}"
+        yield num % size and size % num, tensor, why
+    for each in wide:
+        yield each % size, tensor, f"does not divide the model's intermediate size {each}; {can}"
+    layers = spec.num_hidden_layers
+    divisors = ", ".join(str(n) for n in range(1, layers + 1) if layers % n == 0)
+    yield layers % stages, pipeline, f"does not divide the model's {layers} layers; {divisors} do"
 
 
 def _one_stage(spec: ModelSpec) -> str:
@@ -53,63 +83,11 @@ def _one_stage(spec: ModelSpec) -> str:
     return ""
 
 
-def _check_transformers(parallel: ParallelConfig, spec: ModelSpec) -> None:
-    """What a model that transformers computes cannot be split into."""
-    source, size, stages = spec.transformers, parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    if source is None:
-        return
-    if stages > 1 and source.not_staged:
-        raise UsageError(f"--pipeline-parallel-size {stages}: {source.architecture}: {source.not_staged}")
-    if size > 1 and source.not_split:
-        raise UsageError(f"--tensor-parallel-size {size}: {source.architecture}: {source.not_split}")
-    if spec.num_key_value_heads % size:
-        raise UsageError(
-            f"--tensor-parallel-size {size}: does not divide the {spec.num_key_value_heads} key-value heads, which "
-            "--model-impl transformers does not repeat"
-        )
-
-
-def _check_tensor(size: int, spec: ModelSpec, wide: tuple[int, ...]) -> None:
-    flag = f"--tensor-parallel-size {size}"
-    if spec.state is not None and (spec.state.num_heads % size or spec.state.n_groups % size):
-        raise UsageError(
-            f"{flag}: does not divide the {spec.state.num_heads} heads and {spec.state.n_groups} groups of this model's "
-            "recurrent states, which are normed together; use --pipeline-parallel-size or --data-parallel-size"
-        )
-    heads = spec.num_attention_heads
-    keys = dict.fromkeys(one.num_key_value_heads for one in spec.attentions)
-    fit = [
-        n
-        for n in range(1, heads + 1)
-        if heads % n == 0 and not any(each % n for each in wide) and not any(each % n and n % each for each in keys)
-    ]
-    if size in fit:
-        return
-    can = f"this model can be split over {', '.join(map(str, fit))}"
-    if heads % size:
-        raise UsageError(f"{flag}: does not divide the model's {heads} attention heads; {can}")
-    for kv_heads in keys:
-        if kv_heads % size and size % kv_heads:
-            raise UsageError(f"{flag}: neither divides the model's {kv_heads} key-value heads nor is a multiple; {can}")
-    size_left = next(each for each in wide if each % size)
-    raise UsageError(f"{flag}: does not divide the model's intermediate size {size_left}; {can}")
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
-
-
-def _check_devices(parallel: ParallelConfig, need: int, have: int) -> None:
-    if need > have:
-        everywhere = parallel.data_parallel_size * parallel.workers_per_rank
-        flags = [
-            f"{flag} {size}"
-            for flag, size in (
-                ("--tensor-parallel-size", parallel.tensor_parallel_size),
-                ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
-                ("--data-parallel-size", parallel.data_parallel_size),
-            )
-            if size > 1
-        ]
-        part = f", {need} of them on this node" if need < everywhere else ""
-        raise UsageError(f"{' x '.join(flags)} needs {everywhere} GPUs, one per worker{part}; this host shows {have}")
+def _devices(p: ParallelConfig, need: int, have: int | None) -> Rules:
+    """have: GPUs of this host; None where nothing counts them."""
+    sizes = {"tensor": p.tensor_parallel_size, "pipeline": p.pipeline_parallel_size, "data": p.data_parallel_size}
+    flags = " x ".join(f"--{name}-parallel-size {size}" for name, size in sizes.items() if size > 1)
+    everywhere = p.data_parallel_size * p.workers_per_rank
+    here = f", {need} of them on this node" if need < everywhere else ""
+    text = f"{flags} needs {everywhere} GPUs, one per worker{here}; this host shows {have}"
+    yield have is not None and need > have, text, ""
