@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import msgspec
@@ -25,7 +26,7 @@ from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime import bad_words
 from meshlm.runtime.errors import RequestError
-from meshlm.runtime.model_files.tokenizer_files import LoadedTokenizer
+from meshlm.runtime.model_files.tokenizer_files import LoadedTokenizer, token_bytes
 
 REASONING = (
     "reasoning_content",
@@ -50,7 +51,8 @@ class Encoder:
         """RequestError for a source that is no template. lower_case: all texts. types: the model tells a pair's texts apart."""
         self._lower_case, self._types = lower_case, types
         self._tokenizer, self._content_format = loaded.tokenizer, content_format
-        self._special = loaded.special_tokens
+        self._special, self._loaded = loaded.special_tokens, loaded
+        self.tokens_with = lru_cache(1024)(self._tokens_with)
         self._mixer: Mixer | None = None  # made for the first chat that has vectors in it
         self._templates = {name: ChatTemplate(source, self._special) for name, source in chat_templates.items()}
 
@@ -77,9 +79,9 @@ class Encoder:
         """The prompt's ids, and what its extras are prepared by."""
         if isinstance(prompt, MediaPrompt) and isinstance(prompt.prompt, ChatPrompt):
             ids, embeds = self.encode_mixed(prompt)
-            return Encoding(ids, self.text_of, media=(embeds,))
+            return Encoding(ids, self.text_of, media=(embeds,), tokens_with=self.tokens_with)
         ids, second_from = self.encode_whole(prompt, truncation)
-        return Encoding(ids, self.text_of, second_from, media_of(prompt))
+        return Encoding(ids, self.text_of, second_from, media_of(prompt), self.tokens_with)
 
     def encode_whole(self, prompt: Prompt, truncation: Truncation | None) -> tuple["array[int]", int]:
         """The prompt's ids, and Pool.second_from. Truncation keeps the tokens around a text."""
@@ -158,6 +160,14 @@ class Encoder:
         """The text of token ids, special tokens included."""
         (text,) = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=False)
         return str(text)
+
+    def _tokens_with(self, text: str) -> frozenset[int]:
+        data = text.encode("utf-8", "surrogatepass")
+        return frozenset(token for token, own in enumerate(self._bytes) if data in own)
+
+    @cached_property
+    def _bytes(self) -> list[bytes]:
+        return token_bytes(self._loaded)
 
     def _infilled(self, prompt: TextPrompt) -> "array[int]":
         begin = array("i")

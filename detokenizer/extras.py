@@ -15,6 +15,7 @@ from meshlm.protocol.extras import Extra, Extras, find_extra
 from meshlm.protocol.grammar import Grammar
 from meshlm.protocol.pool import Pool
 from meshlm.protocol.prompt_embeds import PromptEmbeds
+from meshlm.protocol.samplers import SequenceBreakers
 from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.parsers import budgets
@@ -27,6 +28,7 @@ class Encoding(NamedTuple):
     text_of: "Callable[[array[int]], str]"
     second_from: int = 0  # the place of the second text of a pair; 0: there is none
     media: Extras = ()  # of the prompt, by their places among token_ids
+    tokens_with: "Callable[[str], frozenset[int]]" = lambda text: frozenset()  # those whose text holds this one
 
 
 @singledispatch
@@ -53,6 +55,12 @@ def _(extra: Grammar, encoding: Encoding) -> Grammar:
     vectors = find_extra(encoding.media, PromptEmbeds)
     text = encoding.text_of(encoding.token_ids if vectors is None else encoding.token_ids[sum(vectors.spans[-1]) :])
     return replace(extra, thinking=budgets.seen(extra.thinking, text))
+
+
+@prepare.register
+def _(extra: SequenceBreakers, encoding: Encoding) -> SequenceBreakers:
+    found = frozenset[int]().union(*map(encoding.tokens_with, extra.texts))
+    return replace(extra, token_ids=array("i", sorted(found)).tobytes())
 
 
 def check_audio(extras: Extras, max_audio_samples: int) -> None:

@@ -13,9 +13,10 @@ from meshlm.protocol.extra_kind import ExtraKind, Span
 from meshlm.protocol.grammar import Grammar
 from meshlm.protocol.pool import Pool
 from meshlm.protocol.prompt_embeds import PromptEmbeds
+from meshlm.protocol.samplers import SequenceBreakers
 from meshlm.protocol.wire.parts import joined
 
-Extra = Pool | Grammar | PromptEmbeds | Audio
+Extra = Pool | Grammar | PromptEmbeds | Audio | SequenceBreakers
 Extras = tuple[Extra, ...]  # at most one of each kind
 Kind = TypeVar("Kind", bound=ExtraKind)
 

@@ -7,7 +7,9 @@ the worker (the sampler). Stop *strings* are the detokenizer's: see `TextParams`
 from collections.abc import Sequence
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, field
+
+from meshlm.protocol.samplers import LlamaSamplers
 
 
 class RepetitionDetection(Struct, frozen=True):
@@ -29,7 +31,7 @@ class RepetitionDetection(Struct, frozen=True):
         return False
 
 
-class SamplingParams(Struct, frozen=True, omit_defaults=True):
+class SamplingParams(LlamaSamplers, frozen=True, omit_defaults=True):
     """Sampling and id-level stop conditions of one sequence. Field names and meanings are vLLM's.
 
     The draw of output token i is a pure function of (seed, i), so a resumed stream continues the draws
@@ -49,7 +51,7 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
     seed: int = 0  # 64 bits
     stop_token_ids: tuple[int, ...] = ()  # the client's own and the model's (eos) unless ignore_eos
     eos_token_ids: tuple[int, ...] = ()  # the model's end-of-sequence ids; empty with ignore_eos
-    logit_bias: dict[int, float] = {}
+    logit_bias: dict[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
     begin_suppress_token_ids: tuple[int, ...] = ()  # that output does not begin with
     logprobs: int = -1  # -1: none; k >= 0: the sampled token's and the k most likely
@@ -57,4 +59,4 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
     logprob_token_ids: tuple[int, ...] = ()  # with `logprobs`, their number: these tokens' instead of the likeliest
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # sequences whose last token may not follow the rest
     repetition_detection: RepetitionDetection | None = None
-    extra_args: dict[str, Any] = {}  # for logits processors; JSON values
+    extra_args: dict[str, Any] = field(default_factory=dict)  # for logits processors; JSON values

@@ -7,12 +7,14 @@ Struct says by `changes` which of the groups below change its answers. Fields th
 
 from typing import Any
 
+from meshlm.protocol import samplers
+
 PROMPT, ANSWER, VECTORS = "prompt", "answer", "vectors"  # groups: what a field changes
 
 _MEDIA = "images and sound are not supported"
 _KV_TRANSFER = "KV transfer is not supported"
 _FUNCTIONS = "not supported; send tools, its newer name"
-_SAMPLER = "this sampler is not supported; temperature, top_p, top_k, min_p and penalties are"
+_SAMPLER = "this sampler is not supported; temperature, top_p, top_k, min_p, penalties and llama.cpp's are"
 _LORA = "LoRA adapters are not supported"
 _SEARCH = "not supported; nothing is searched"
 _GUIDED = "not taken on this path; structured_outputs or the path's own form is"
@@ -67,7 +69,8 @@ OF_ANSWER = _table(
             return_tokens_as_token_ids return_token_offsets return_assistant_tokens_mask return_prompt_text
             enable_response_messages timeout tool_choice parallel_tool_calls max_tool_calls modalities text
             output_config output_format background
-        """,
+        """
+        + " ".join(samplers.NAMES),
         _GUIDED: """
             response_format structured_outputs json_schema grammar regex ebnf guided_json guided_regex
             guided_choice guided_grammar guided_json_object guided_whitespace_pattern guided_decoding_backend
@@ -96,11 +99,10 @@ OF_ANSWER = _table(
         "not supported; nothing is moderated": "moderation safety_mode safety_model",
         "taken by the chat and responses endpoints alone": "verbosity",
         _SAMPLER: """
-            typical_p typical top_a tfs tfs_z top_n_sigma top_p_min xtc_probability xtc_threshold mirostat
+            typical top_a tfs tfs_z top_p_min mirostat
             mirostat_mode mirostat_tau mirostat_eta mirostat_target mirostat_lr dynatemp_range
             dynatemp_exponent dynatemp_low dynatemp_high min_temp max_temp smoothing_factor smoothing_curve
-            skew eta_cutoff epsilon_cutoff adaptive_target adaptive_decay dry_multiplier dry_base
-            dry_allowed_length dry_penalty_last_n dry_range dry_sequence_breakers dry_sequence_breaker_ids
+            skew eta_cutoff epsilon_cutoff adaptive_target adaptive_decay dry_range dry_sequence_breaker_ids
             penalty_alpha guidance_scale cfg_scale negative_prompt no_repeat_ngram_size
             encoder_repetition_penalty watermark samplers sampler_seq sampler_priority temperature_last
             min_keep quadratic_sampling nsigma

@@ -30,6 +30,7 @@ from meshlm.protocol.config import Resolved, ServerConfig
 from meshlm.protocol.edges.text import MediaPrompt, Prompt, TextParams
 from meshlm.protocol.extras import Extras
 from meshlm.protocol.grammar import Grammar, GrammarKind, ThinkingBudget
+from meshlm.protocol.samplers import breakers_of
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.runtime.parsers import budgets, registry
 from meshlm.runtime.parsers.calls import Tools
@@ -296,7 +297,7 @@ def _ask(
     text = _text_params(request, stops, truncation)
     if request.use_beam_search:
         sampling_params.check_beams(request, resolved, text)
-    extras = () if grammar is None else (grammar,)
+    extras: Extras = (*(() if grammar is None else (grammar,)), *breakers_of(sampling))
     limits.check(prompts, sampling, extras, text, salt, num_sequences, bool(truncation), resolved)
     return ParsedRequest(
         prompts=prompts,

@@ -8,6 +8,7 @@ import msgspec
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai.prompts import token_ids
 from meshlm.frontend.openai.schema import Common
+from meshlm.protocol import samplers
 from meshlm.protocol.config import Resolved
 from meshlm.protocol.edges.text import TextParams
 from meshlm.protocol.sampling import RepetitionDetection, SamplingParams
@@ -42,6 +43,7 @@ def of(request: Common, resolved: Resolved, logprobs: int, prompt_logprobs: int)
         logprob_token_ids=token_ids("logprob_token_ids", request.logprob_token_ids or [], vocab_size),
         repetition_detection=_repetition_detection(request),
         extra_args=_extra_args(request.vllm_xargs or {}, resolved),
+        **{name: value for name in samplers.NAMES if (value := getattr(request, name)) is not None},
     )
 
 

@@ -3,11 +3,13 @@
 msgspec checks types and ranges and its message names the field; what needs more than one field is checked in parse.py.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from meshlm.frontend.openai.answer_fields import ANSWER, PROMPT
+from meshlm.protocol.samplers import OPTIONAL
 
 MAX_CHOICES = 128  # per prompt
 MAX_SEQUENCES = 4096  # prompts x choices
@@ -60,7 +62,16 @@ class RepetitionDetection(Struct, frozen=True):
     min_count: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
 
 
-class Common(Struct, frozen=True, kw_only=True):
+if TYPE_CHECKING:
+
+    class Samplers(Struct, frozen=True, kw_only=True):
+        """llama.cpp's samplers, by the names of `LlamaSamplers`; each may be null."""
+
+else:
+    Samplers = msgspec.defstruct("Samplers", OPTIONAL, frozen=True, kw_only=True)
+
+
+class Common(Samplers, frozen=True, kw_only=True):
     """The fields that both endpoints take. changes: what fields of other servers would change here (answer_fields.py)."""
 
     changes: ClassVar[tuple[str, ...]] = (PROMPT, ANSWER)

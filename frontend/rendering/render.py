@@ -7,6 +7,7 @@ import msgspec
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai import embeds
 from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.protocol import samplers
 from meshlm.protocol.edges.text import TextParams
 from meshlm.protocol.extras import find_extra
 from meshlm.protocol.grammar import Grammar, GrammarKind
@@ -101,6 +102,8 @@ def _sampling(ask: ParsedRequest) -> Json:
     """With vLLM's names, and what is not asked for left out."""
     sampling, text = ask.sampling, ask.text
     found: Json = {"n": ask.num_choices, **{name: getattr(sampling, name) for name in SAME}}
+    neutral = samplers.LlamaSamplers()
+    found |= {name: own for name in samplers.NAMES if (own := getattr(sampling, name)) != getattr(neutral, name)}
     ends, grammar = set(sampling.eos_token_ids), find_extra(ask.extras, Grammar)
     wanted: Json = {
         "seed": ask.seed,

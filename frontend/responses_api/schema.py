@@ -12,6 +12,7 @@ from meshlm.frontend.openai.schema import (
     Penalty,
     ReasoningEffort,
     RequestName,
+    Samplers,
     Seed,
     Share,
     StreamOptions,
@@ -48,7 +49,7 @@ class Text(Struct, frozen=True):
     verbosity: Verbosity | None = None
 
 
-class ResponsesRequest(Struct, frozen=True, kw_only=True):
+class ResponsesRequest(Samplers, frozen=True, kw_only=True):
     """POST /v1/responses."""
 
     changes: ClassVar[tuple[str, ...]] = (PROMPT, ANSWER)

@@ -8,6 +8,7 @@ from meshlm.frontend.openai.parse import ParsedRequest
 from meshlm.frontend.openai.schema import ChatRequest
 from meshlm.frontend.responses_api import items, previous, tools
 from meshlm.frontend.responses_api.schema import LOGPROBS, ResponsesRequest
+from meshlm.protocol import samplers
 
 Json = dict[str, Any]
 MAX_METADATA, MAX_METADATA_NAME, MAX_METADATA_TEXT = 16, 64, 512  # OpenAI's
@@ -43,6 +44,7 @@ _SAME = (
     "parallel_tool_calls",
     "structured_outputs",
     "vllm_xargs",
+    *samplers.NAMES,
 )
 
 

@@ -45,7 +45,7 @@ def _partial(
 
 
 @triton.jit
-def _uniform(low, high, index):
+def uniform(low, high, index):
     """Draw `index` of the seed (two int32 halves), in [0, 1)."""
     seed = (high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | low.to(tl.uint32, bitcast=True).to(tl.uint64)
     z = seed + (index.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
@@ -84,7 +84,7 @@ def _pick(
         upto = tl.cumsum(part.to(tl.float64), axis=0)
         total = tl.max(upto, axis=0)
         index = length - tl.load(prompt_lens + row)
-        target = _uniform(tl.load(seeds + 2 * row), tl.load(seeds + 2 * row + 1), index) * total
+        target = uniform(tl.load(seeds + 2 * row), tl.load(seeds + 2 * row + 1), index) * total
         passed = tl.sum((upto <= target).to(tl.int32), axis=0)
         usable = tl.max(tl.where(part > 0.0, c, 0), axis=0)
         chunk = tl.minimum(passed, usable)

@@ -7,6 +7,9 @@ from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from typing import Any
 
+import msgspec
+
+from meshlm.protocol import samplers
 from meshlm.protocol.config import StructuredOutputsConfig
 from meshlm.protocol.edges.text import TextParams
 from meshlm.protocol.extras import Extras
@@ -150,6 +153,15 @@ class SamplingParams:
     extra_args: dict[str, Any] | None = None  # of logits processors
     routed_experts_prompt_start: int = 0
     skip_reading_prefix_cache: bool | None = None
+    typical_p: float = 1.0
+    top_n_sigma: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: tuple[str, ...] | list[str] = ("\n", ":", '"', "*")
 
     def __post_init__(self) -> None:
         for name, why in NOT_SUPPORTED.items():
@@ -163,6 +175,7 @@ class SamplingParams:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ValueError(f"SamplingParams.{name}: {value!r} is no number")
+        self._check_samplers()
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
             raise ValueError("SamplingParams.structured_outputs: must be StructuredOutputsParams")
         try:
@@ -173,6 +186,17 @@ class SamplingParams:
         if self.stop and not self.detokenize:
             raise ValueError("SamplingParams.stop: stop strings are found in text; they need detokenize=True")
         self.check(MOST_IDS)
+
+    def _check_samplers(self) -> None:
+        """Types and ranges of llama.cpp's samplers."""
+        for field in msgspec.structs.fields(samplers.LlamaSamplers):
+            value = getattr(self, field.name)
+            try:
+                if isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
+                    raise ValueError("not a number")
+                setattr(self, field.name, msgspec.convert(value, field.type))
+            except (ValueError, msgspec.ValidationError):
+                raise ValueError(f"SamplingParams.{field.name}: {str(value)[:80]} is not allowed") from None
 
     @staticmethod
     def from_optional(**fields: Any) -> "SamplingParams":
@@ -216,14 +240,18 @@ class SamplingParams:
             logprob_token_ids=certain,
             extra_args=dict(self.extra_args or {}),
             repetition_detection=self.repetition_detection.wire() if self.repetition_detection else None,
+            **{name: getattr(self, name) for name in samplers.NAMES},
         )
 
     def extras(self, config: StructuredOutputsConfig, reasoning_parser: str = "") -> Extras:
         """What travels with each sequence beside these settings."""
         constraint, budget = self.structured_outputs, self.thinking_token_budget
+        breakers = samplers.breakers_of(
+            samplers.LlamaSamplers(**{name: getattr(self, name) for name in samplers.NAMES})
+        )
         if budget not in (None, -1) and reasoning_parser:
-            return (budgets.alone(budgets.of_prompt(reasoning_parser, budget)),)
-        return () if constraint is None else (constraint.wire(config),)
+            return (budgets.alone(budgets.of_prompt(reasoning_parser, budget)), *breakers)
+        return (*(() if constraint is None else (constraint.wire(config),)), *breakers)
 
     def check(self, vocab_size: int) -> None:
         """ValueError names a value that is not allowed."""

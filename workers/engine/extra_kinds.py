@@ -18,6 +18,7 @@ from meshlm.workers.rows.extras.grammar import GrammarRows
 from meshlm.workers.rows.extras.pooling import PoolingRows
 from meshlm.workers.rows.extras.prompt_embeds import PromptEmbedsRows
 from meshlm.workers.rows.extras.prompt_logprobs import PromptLogprobsRows
+from meshlm.workers.rows.extras.sequence_breakers import SequenceBreakersRows
 
 if TYPE_CHECKING:
     from meshlm.workers.engine.engine import ModelEngine
@@ -54,7 +55,9 @@ def _kinds_of_output(engine: "ModelEngine") -> list[RowExtra[Tensor]]:
     )
     loads_ahead = engine.device.type == "cuda" and bool(resolved.eos_token_ids)
     columns.processors = processors_of(engine.config, engine.device, rows.max_rows)
+    assert columns.breakers is not None
     return [
+        SequenceBreakersRows(columns.breakers),
         *([] if columns.processors is None else [columns.processors]),
         PromptLogprobsRows(columns, lambda spans: PromptLogprobsStep(spans, rows.tokens, model.logits)),
         PoolingRows(columns, Pooler(heads).for_step),

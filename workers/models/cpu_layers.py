@@ -18,6 +18,7 @@ class CpuLayers:
 
     def __init__(self, model: Decoder) -> None:
         spec = model.spec
+        self._hidden, self._heads = spec.hidden_size, (spec.num_attention_heads, spec.num_key_value_heads)
         layers = [layer for layer in model.layers if isinstance(layer, DecoderLayer)]
         self._layers = Layers(
             list(map(_weights, layers)),
@@ -25,8 +26,7 @@ class CpuLayers:
             Shape(
                 spec.hidden_size,
                 spec.intermediate_size,
-                spec.num_attention_heads,
-                spec.num_key_value_heads,
+                *self._heads,
                 spec.head_dim,
                 spec.hidden_act,
                 layers[0].attention.scale,
@@ -39,12 +39,11 @@ class CpuLayers:
         assert isinstance(attention, CpuAttention)
         assert model.embed is not None
         assert model.norm is not None
-        spec = model.spec
         if batch.vectors is None:
-            residual = model.ops.rows(batch.input_ids, model.embed.weight, spec.hidden_size)
+            residual = model.ops.rows(batch.input_ids, model.embed.weight, self._hidden)
         else:
-            residual = batch.with_vectors(model.ops.rows(batch.known_ids, model.embed.weight, spec.hidden_size))
-        spans = attention.spans(spec.num_attention_heads, spec.num_key_value_heads)
+            residual = batch.with_vectors(model.ops.rows(batch.known_ids, model.embed.weight, self._hidden))
+        spans = attention.spans(*self._heads)
         places = Places(batch.positions, batch.slot_mapping, batch.block_tables, spans)
         own = [LayerPages(cache.keys, cache.values, cache.group) for cache in caches]
         with record_function("meshlm::layers"):  # the profiler sees operations of torch, and this is none

@@ -18,6 +18,7 @@ from meshlm.workers.output.details import Details, Part
 from meshlm.workers.output.grammars import TokenMask
 from meshlm.workers.output.sampler import put, sample, sample_rows
 from meshlm.workers.rows.changes import I32
+from meshlm.workers.rows.extras.sequence_breakers import breakers_buffer
 from meshlm.workers.rows.step_columns import StepColumns
 
 
@@ -57,6 +58,8 @@ class TorchHead:
     def __init__(self, model: Decoder, rows: DeviceRows, dtype: torch.dtype) -> None:
         self._model, self._rows, self._dtype, self._device = model, rows, dtype, rows.state.device
         self.sampled = torch.empty(0, dtype=torch.int32, device=self._device)
+        columns, vocab = rows.table.columns, model.spec.vocab_size
+        columns.breakers = breakers_buffer(rows.table.num_rows, vocab, self._device)
         self._mask: TokenMask | None = None
         self._raw: Tensor | None = None  # logits before sampling changed them, of the rows that want log-probabilities
 

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from meshlm.kernels.llama_samplers.kernel import llama_samplers
 from meshlm.kernels.penalties import kernel as penalties
 from meshlm.kernels.sample import kernel as sampling
 from meshlm.kernels.token_mask.kernel import token_mask
@@ -23,6 +24,7 @@ from meshlm.workers.output.mask_staging import MaskStaging
 from meshlm.workers.output.sampler import SampleRows, put, sample, sample_rows
 from meshlm.workers.rows.changes import I32
 from meshlm.workers.rows.columns import RowColumns
+from meshlm.workers.rows.extras.sequence_breakers import breakers_buffer
 from meshlm.workers.rows.step_columns import StepColumns
 
 LINES = 288  # of logits at a time: 256 streams and the prompts beside them (graphs.MIXED_REQUESTS); more are not faster
@@ -51,6 +53,7 @@ class LogitsSampler:
         self._sampling = sampling.Rows(of["temperature"], of["seed"], of["num_prompt_tokens"], rows.tokens)
         self._limits = truncation.Limits(of["temperature"], of["min_p"], of["top_k"], of["top_p"])
         self._penalties = penalties.Penalties(of["repetition_penalty"], of["presence_penalty"], of["frequency_penalty"])
+        self._breakers = rows.table.columns.breakers = breakers_buffer(rows.table.num_rows, vocab, device)
         self._mask: TokenMask | None = None
         self._masks = MaskStaging(count if lines else 0, vocab, device)
         self._edits = penalties.Edits(of["num_edits"], of["edit_ids"], of["edit_adds"], of["edit_untils"])
@@ -110,6 +113,7 @@ class LogitsSampler:
         some = None if in_order else places
         lens, tokens = self._sampling.prompt_lens, self._sampling.tokens
         penalties.penalise(logits, columns, places, self._penalties, self._edits, lens, tokens, self._counts)
+        llama_samplers(logits, columns, some, self._rows.columns, self._breakers, tokens, self._counts)
         truncation.top_k_top_p(logits, columns[0], some, self._limits, self._top_k_top_p_workspace)
         sampling.sample(logits, columns, some, self._sampling, self._workspace, out)
 

@@ -1,7 +1,7 @@
 """Logits to tokens, for the whole batch at once. Any device.
 
-Order of operations as in vLLM: allowed ids and min_tokens, logit bias, logits processors, penalties, temperature, processors that keep
-the likeliest token, min-p, top-k, top-p, draw.
+Order of operations as in vLLM: allowed ids and min_tokens, logit bias, logits processors, penalties, llama.cpp's samplers, temperature,
+processors that keep the likeliest token, min-p, top-k, top-p, draw.
 The draw inverts the cumulative distribution over token ids at one uniform number (draws.py).
 """
 
@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from meshlm.kernels.llama_samplers.reference import XTC_SALT, Chain, repeat_less, truncate
 from meshlm.kernels.sample.outcomes import NONE_LEFT, NOT_NUMBERS
 from meshlm.workers.output.banned_words import banned_words
 from meshlm.workers.output.draws import uniforms
@@ -60,6 +61,9 @@ def sample(logits: Tensor, at: SampleRows, columns: RowColumns, tokens: Tensor) 
     penalised = np.flatnonzero(columns["penalised"][rows])
     if len(penalised):
         _penalise(logits, penalised, at, columns, tokens)
+    as_llama = np.flatnonzero(columns["as_llama"][rows])
+    if len(as_llama):
+        _sample_as_llama(logits, as_llama, at, columns, tokens)
     temperature = columns["temperature"][rows]
     greedy = temperature < MIN_TEMPERATURE
     if greedy.all():
@@ -144,6 +148,38 @@ def _penalise(logits: Tensor, places: NDArray[np.intp], at: SampleRows, columns:
     part = torch.where(part > 0, part / factor, part * factor)
     part -= column("frequency_penalty") * counts + column("presence_penalty") * (counts > 0)
     logits[index] = part.to(logits.dtype)
+
+
+def _sample_as_llama(
+    logits: Tensor, places: NDArray[np.intp], at: SampleRows, columns: RowColumns, tokens: Tensor
+) -> None:
+    """Rows with llama.cpp's samplers."""
+    draws = uniforms(columns["seed"][at.rows] ^ np.uint64(XTC_SALT), at.output_index).astype(np.float32)
+    for place in places.tolist():
+        row, line = int(at.rows[place]), logits[place]
+        params = columns.params[row]
+        if params.repeats_less:
+            end, last_n = int(at.lens[place]), int(columns["dry_last_n"][row])
+            text = tokens[row, max(0, end - last_n) : end]
+            breaks = torch.zeros_like(text, dtype=torch.bool)
+            if columns.breakers is not None:
+                known = text.clamp(min=0)
+                breaks = (columns.breakers[row, known // 32] >> (known % 32)) & 1 == 1
+            longest = int(columns["dry_longest"][row])
+            repeat_less(
+                line, text, breaks, (params.dry_multiplier, params.dry_base, params.dry_allowed_length, longest)
+            )
+        if params.truncates_as_llama:
+            chain = Chain(
+                params.top_n_sigma,
+                params.top_k,
+                params.typical_p,
+                params.top_p,
+                params.min_p,
+                params.xtc_probability,
+                params.xtc_threshold,
+            )
+            truncate(line, chain, float(draws[place]))
 
 
 def _apply_lists(logits: Tensor, places: NDArray[np.intp], at: SampleRows, columns: RowColumns, tokens: Tensor) -> None:

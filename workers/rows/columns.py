@@ -4,6 +4,7 @@
 A new sampling parameter is a field of `SamplingParams`, a `Column` here, and the mathematics that reads it.
 """
 
+import math
 from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -14,9 +15,12 @@ from numpy.typing import NDArray
 from meshlm.protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from meshlm.workers.output.processors import Processors
 
 ALWAYS: Final = np.iinfo(np.int32).max
+MAX_LOG = 88.7228391  # of the largest float32
 EDITS = 16  # ids of a request whose logits kernels/penalties edits
 EMPTY = SamplingParams(temperature=0.0)  # of a row that nobody has, and of padding: it draws nothing
 
@@ -81,16 +85,39 @@ def _by_torch_until(params: SamplingParams) -> int:
     return ALWAYS if _has_always(params) else params.min_tokens or 1
 
 
+def longest_repetition(params: SamplingParams) -> int:
+    """The length of a repetition that a longer one is no worse than: DRY's penalty stays a float32, as in llama.cpp."""
+    most = int(MAX_LOG / math.log(params.dry_base)) if params.dry_base > 1.000001 else ALWAYS
+    return min(ALWAYS, params.dry_allowed_length + most)
+
+
+def dry_last_n(params: SamplingParams) -> int:
+    """The last tokens that DRY looks at."""
+    return ALWAYS if params.dry_penalty_last_n < 0 else params.dry_penalty_last_n
+
+
 COLUMNS = (
     Column("num_prompt_tokens", np.int32, None),
     _field("temperature", np.float32),
-    _field("min_p", np.float32),
-    Column("top_k", np.int32, lambda params: max(0, params.top_k)),  # 0: off
-    _field("top_p", np.float32),
+    Column("min_p", np.float32, lambda params: 0.0 if params.truncates_as_llama else params.min_p),
+    Column("top_k", np.int32, lambda params: 0 if params.truncates_as_llama else max(0, params.top_k)),  # 0: off
+    Column("top_p", np.float32, lambda params: 1.0 if params.truncates_as_llama else params.top_p),
     _field("seed", np.uint64),
     _field("repetition_penalty", np.float32),
     _field("presence_penalty", np.float32),
     _field("frequency_penalty", np.float32),
+    _field("top_n_sigma", np.float32),  # these of kernels/llama_samplers
+    Column("chain_top_k", np.int32, lambda params: max(0, params.top_k)),
+    _field("typical_p", np.float32),
+    Column("chain_top_p", np.float32, attrgetter("top_p")),
+    Column("chain_min_p", np.float32, attrgetter("min_p")),
+    _field("xtc_probability", np.float32),
+    _field("xtc_threshold", np.float32),
+    Column("dry_multiplier", np.float32, lambda params: params.dry_multiplier if params.repeats_less else 0.0),
+    _field("dry_base", np.float32),
+    _field("dry_allowed_length", np.int32),
+    Column("dry_longest", np.int32, longest_repetition),
+    Column("dry_last_n", np.int32, dry_last_n),
     Column("num_edits", np.int32, lambda params: len(edits(params) or ())),
     Column("edit_ids", np.int32, _edit(0), EDITS),
     Column("edit_adds", np.float32, _edit(1), EDITS),
@@ -100,6 +127,7 @@ COLUMNS = (
     ),  # of a pair of texts: where the second begins; 0: there is none
     Column("by_torch_until", np.int32, _by_torch_until, on_device=False),
     Column("has_lists", np.bool_, _has_lists, on_device=False),  # the general sampler looks at its ids
+    Column("as_llama", np.bool_, lambda params: params.truncates_as_llama or params.repeats_less, on_device=False),
     Column("penalised", np.bool_, _is_penalised, on_device=False),
     _field("logprobs", np.int32, on_device=False),
     _field("prompt_logprobs", np.int32, on_device=False),
@@ -133,6 +161,7 @@ class RowColumns(dict[str, NDArray[Any]]):
             self[column.name] = (self._on_device if column.on_device else self._on_host)[column.name]
         self.params: dict[int, SamplingParams] = {}
         self.processors: Processors | None = None  # of logits; set by the engine
+        self.breakers: Tensor | None = None  # (rows/extras/sequence_breakers.py), where tokens are sampled
         self._write(slice(None), EMPTY, {})
 
     def set(self, row: int, params: SamplingParams, **of_plan: int) -> None:

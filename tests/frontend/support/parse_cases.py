@@ -4,6 +4,7 @@ from parsing import EOS, USER
 
 from meshlm.protocol.edges.text import TextPrompt, TokenPrompt
 from meshlm.protocol.grammar import GrammarKind
+from meshlm.protocol.samplers import SequenceBreakers
 from meshlm.protocol.sampling import RepetitionDetection
 from meshlm.protocol.wire.columns import pack_i32
 
@@ -55,6 +56,18 @@ TAKEN: list[tuple[str, dict[str, object], str, object]] = [
     ("both", {"top_k": 50}, "sampling.top_k", 50),
     ("both", {"min_p": 0}, "sampling.min_p", 0.0),
     ("both", {"min_p": 1.0}, "sampling.min_p", 1.0),
+    ("both", {"typical_p": 0.5}, "sampling.typical_p", 0.5),
+    ("both", {"top_n_sigma": -1}, "sampling.top_n_sigma", -1.0),
+    ("both", {"xtc_probability": 1}, "sampling.xtc_probability", 1.0),
+    ("both", {"xtc_threshold": 0}, "sampling.xtc_threshold", 0.0),
+    ("both", {"dry_multiplier": 0.8}, "sampling.dry_multiplier", 0.8),
+    ("both", {"dry_multiplier": 0.8}, "extras", (SequenceBreakers(("\n", ":", '"', "*")),)),
+    ("both", {"dry_multiplier": 0.8, "dry_sequence_breakers": []}, "extras", ()),
+    ("both", {"dry_base": 0}, "sampling.dry_base", 0.0),
+    ("both", {"dry_allowed_length": 0}, "sampling.dry_allowed_length", 0),
+    ("both", {"dry_penalty_last_n": -1}, "sampling.dry_penalty_last_n", -1),
+    ("both", {"dry_sequence_breakers": ["a", "é"]}, "sampling.dry_sequence_breakers", ("a", "é")),
+    ("both", {"dry_sequence_breakers": None}, "sampling.dry_sequence_breakers", ("\n", ":", '"', "*")),
     ("both", {"presence_penalty": -2}, "sampling.presence_penalty", -2.0),
     ("both", {"frequency_penalty": 2.0}, "sampling.frequency_penalty", 2.0),
     ("both", {"repetition_penalty": 1.1}, "sampling.repetition_penalty", 1.1),

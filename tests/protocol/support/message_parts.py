@@ -1,6 +1,17 @@
 """What messages of `messages.py` carry: every field differs from its default."""
 
-from meshlm.protocol import audio, counts, dashboard, grammar, pool, prompt_embeds, sampling, sleeping, timeline
+from meshlm.protocol import (
+    audio,
+    counts,
+    dashboard,
+    grammar,
+    pool,
+    prompt_embeds,
+    samplers,
+    sampling,
+    sleeping,
+    timeline,
+)
 from meshlm.protocol.edges import admit, control, step, text, token
 from meshlm.protocol.wire.columns import pack_f32, pack_i32
 from meshlm.protocol.wire.ids import (
@@ -31,6 +42,7 @@ GRAMMAR = grammar.Grammar(
     ("f",),
 )
 EMBEDS = prompt_embeds.PromptEmbeds("bfloat16", ((3, 2), (9, 1)), b"\x01\x02" * 6, pack_i32([5, 6, 7]), b"d" * 48)
+BREAKERS = samplers.SequenceBreakers(("\n",), pack_i32([13, 14]))
 AUDIO = audio.Audio(pack_f32([0.5, -0.25]))
 SAMPLING = sampling.SamplingParams(
     max_tokens=99,
@@ -54,6 +66,15 @@ SAMPLING = sampling.SamplingParams(
     bad_words_token_ids=((5,), (6, 7)),
     repetition_detection=sampling.RepetitionDetection(8, 2, 3),
     extra_args={"a": [1, "b"]},
+    typical_p=0.5,
+    top_n_sigma=1.5,
+    xtc_probability=0.25,
+    xtc_threshold=0.125,
+    dry_multiplier=0.75,
+    dry_base=2.5,
+    dry_allowed_length=3,
+    dry_penalty_last_n=64,
+    dry_sequence_breakers=("\n",),
 )
 WORK = admit.EngineRequest(
     request_id=RequestId("cmpl-é-0"),
@@ -67,7 +88,7 @@ WORK = admit.EngineRequest(
     arrival_s=1750000000.25,
     deadline_s=1750000060.5,
     num_crashes=3,
-    extras=(pool.Pool(pool.PoolKind.MEAN), GRAMMAR, EMBEDS, AUDIO),
+    extras=(pool.Pool(pool.PoolKind.MEAN), GRAMMAR, EMBEDS, AUDIO, BREAKERS),
 )
 MEMBER = control.Member(SCHEDULER, LIFE, "ipc:///run/meshlm/scheduler-3", True, "tcp://10.0.0.2:5700", "0a1b")
 STANDBY = control.StandbyReport(Role.WORKER, 4712, "standby", 1750000000.5, 1 << 26)

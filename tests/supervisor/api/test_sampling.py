@@ -6,6 +6,7 @@ import pytest
 
 from meshlm.protocol.config import StructuredOutputsConfig
 from meshlm.protocol.grammar import Grammar, GrammarKind
+from meshlm.protocol.samplers import SequenceBreakers
 from meshlm.supervisor.api.sampling import NOT_SUPPORTED, SamplingParams, StructuredOutputsParams
 
 
@@ -20,6 +21,17 @@ from meshlm.supervisor.api.sampling import NOT_SUPPORTED, SamplingParams, Struct
         ("top_p", 0.0, 1.0),
         ("allowed_token_ids", [], None),
         ("min_tokens", 17, 16),
+        ("typical_p", 1.5, 0.0),
+        ("typical_p", float("nan"), 1),
+        ("typical_p", True, 0.5),
+        ("top_n_sigma", "a", -1),
+        ("xtc_probability", -0.1, 1.0),
+        ("xtc_threshold", 2.0, 0.5),
+        ("dry_multiplier", float("inf"), 0.8),
+        ("dry_base", -1.0, 1.75),
+        ("dry_allowed_length", 1.5, 0),
+        ("dry_penalty_last_n", -2, 0),
+        ("dry_sequence_breakers", ["ab"], ["a"]),
         ("temperature", float("nan"), 0.0),
         ("temperature", float("inf"), 2.0),
         ("repetition_penalty", float("inf"), 1.1),
@@ -34,6 +46,14 @@ def test_values_that_no_worker_could_use(name: str, value: object, fine: object)
     with pytest.raises(ValueError, match=f"^SamplingParams.{name}: .* is not allowed"):
         SamplingParams(**{name: value}).check(100)  # type: ignore[arg-type]
     SamplingParams(**{name: fine}).check(100)  # type: ignore[arg-type]
+
+
+def test_llama_cpps_samplers() -> None:
+    asked = SamplingParams(typical_p=0.5, dry_multiplier=1, dry_sequence_breakers=["a"])
+    wire = asked.wire((), 100, drawn=1)
+    assert (wire.typical_p, wire.dry_multiplier, wire.dry_sequence_breakers) == (0.5, 1.0, ("a",))
+    assert asked.extras(StructuredOutputsConfig()) == (SequenceBreakers(("a",)),)
+    assert SamplingParams(dry_multiplier=1.0, dry_base=0.5).extras(StructuredOutputsConfig()) == ()
 
 
 def test_a_bias_has_openais_range() -> None:

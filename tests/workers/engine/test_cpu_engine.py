@@ -18,6 +18,7 @@ from llguidance import LLMatcher
 from meshlm.protocol.edges.control import GraphCounts
 from meshlm.protocol.edges.step import NewRow
 from meshlm.protocol.prompt_embeds import PromptEmbeds
+from meshlm.protocol.samplers import SequenceBreakers
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.supervisor.settings import flags, resolve
@@ -111,6 +112,30 @@ def test_vectors_in_the_place_of_tokens(made: ModelEngine) -> None:
     step(made, [(1, 0, 6, False)], [row])  # it is aborted, and another takes its row
     plain = new(1, prompt, params)
     assert tokens_of(step(made, [(1, 0, len(prompt), True)], [plain])) == expected[:1]
+
+
+def test_a_row_with_llama_cpps_samplers_beside_others(made: ModelEngine) -> None:
+    """DRY says nothing again, unless a breaker stands between; the neighbour's tokens are what they were."""
+    plain = SamplingParams(temperature=0.0)
+    prompt = [9, 8, 7, 6, 5, 4] * 4
+    (again,) = alone(made, prompt, msgspec.structs.replace(plain, logit_bias={9: 20.0}))[:1]
+    assert again == 9
+    dry = msgspec.structs.replace(plain, logit_bias={9: 20.0}, dry_multiplier=50.0)
+    assert alone(made, prompt, dry)[0] != 9
+    breaks = msgspec.structs.replace(
+        new(1, prompt, dry), extras=(SequenceBreakers(("x",), np.array([5], np.int32).tobytes()),)
+    )
+    assert tokens_of(step(made, [(1, 0, len(prompt), True)], [breaks])) == [9], (
+        "one token behind the breaker is no repetition"
+    )
+    assert tokens_of(step(made, [(1, 0, len(prompt), True)], [new(1, prompt, dry)])) != [9], (
+        "the row's next request has no breaker"
+    )
+    excluding = msgspec.structs.replace(plain, xtc_probability=1.0, xtc_threshold=0.0, top_k=3)
+    rows = [new(0, PROMPTS[0], plain), new(2, PROMPTS[0], excluding)]
+    first, third = tokens_of(step(made, [(0, 0, 5, True), (2, 0, 5, True)], rows))
+    likely = step(made, [(0, 0, 5, True)], [new(0, PROMPTS[0], msgspec.structs.replace(plain, logprobs=3))]).logprobs[0]
+    assert [first, third] == np.frombuffer(likely.top_ids, np.int32)[[0, 2]].tolist()
 
 
 def test_a_cpu_has_no_graphs_and_its_steps_are_done_when_they_are_launched(made: ModelEngine) -> None:

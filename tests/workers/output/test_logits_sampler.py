@@ -125,6 +125,32 @@ def test_chunks_and_neighbours_change_nothing(monkeypatch: pytest.MonkeyPatch, c
     assert found == case.expected([4, 0, 5, 2, 3])
 
 
+def test_rows_with_llama_cpps_samplers_are_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside others, drawn and greedy; what the general sampler says of each row. Nothing is sampled again by torch."""
+    kinds = [
+        SamplingParams(temperature=0.0, xtc_probability=1.0, xtc_threshold=0.05, top_k=3),
+        SamplingParams(temperature=0.9, seed=4, typical_p=0.3, top_p=0.9),
+        KINDS[3],
+        SamplingParams(temperature=0.0, dry_multiplier=30.0, dry_allowed_length=1),
+        SamplingParams(temperature=1.1, seed=6, top_n_sigma=0.7, min_p=0.2, presence_penalty=1.0),
+        KINDS[0],
+        SamplingParams(
+            temperature=0.7, seed=9, dry_multiplier=2.0, dry_allowed_length=1, xtc_probability=0.5, xtc_threshold=0.01
+        ),
+    ]
+    case = Case(monkeypatch, CHUNK, kinds)
+    case.hidden[3] = case.model.weight[case.tokens[3, 9]] * 9  # it would say the same again
+    rows = [3, 0, 6, 1, 5, 2, 4]
+    expected = case.expected(rows)
+    monkeypatch.setattr(logits_sampler, "sample", None)
+    found, _ = case.step(rows, None)
+    assert found == expected
+    assert found[0] != case.tokens[3, 9]
+    plain = Case(monkeypatch, CHUNK, [SamplingParams(temperature=0.0)] * ROWS)
+    plain.hidden[3] = case.hidden[3]
+    assert plain.step([3], None)[0] == [case.tokens[3, 9]]
+
+
 def test_only_rows_that_need_it_are_sampled_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not those with penalties, bias, truncation, min_tokens or log-probabilities."""
     case = Case(monkeypatch, CHUNK)
