@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-Outputs = Tensor | Sequence[Tensor]
+Outputs = Tensor | Sequence[Tensor | None]
 Case = tuple[Any, ...]
 Tile = tuple[Any, ...]
 DTYPES = torch.float32, torch.float16, torch.bfloat16
@@ -45,11 +45,15 @@ class Op(NamedTuple):
     """Sizes of models, which the bench times in bfloat16."""
     near: float = 1.0
     """How far a number may be off, in roundings of the dtype (tests/kernels/support/device.py)."""
+    exact: int = 0
+    """So many of the outputs, the first ones, must be the same to the last bit."""
     dtypes: Sequence[torch.dtype] = DTYPES
     candidates: Callable[[Case], Sequence[Tile]] = lambda case: ()
     """Tiles that a case may have."""
     needs: int = 0
     """The compute capability of the only GPUs that it is for; 0: of any."""
+    peers: bool = False
+    """Whether it needs the other ranks of a group, and has no cases for one process."""
     tuned: Sequence[Case] = ()
     """Cases by whose times a table of tiles is made."""
 

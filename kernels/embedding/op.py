@@ -4,6 +4,7 @@ from itertools import product
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from meshlm.kernels.embedding import reference
 from meshlm.kernels.embedding.kernel import embed
@@ -17,17 +18,21 @@ def _make(dtype: torch.dtype, device: torch.device, rows: int, columns: int, tok
         torch.randn(rows, columns, device=device).to(dtype),
         (torch.rand(columns, device=device).to(dtype) + 0.5, 1e-6),
     )
-    ids = torch.randint(first + rows + (1 if first else 0), (tokens,), device=device)
+    ids, edges = (
+        torch.randint(first + rows, (tokens,), device=device),
+        [0, first, first + rows - 1, *[first + rows] * bool(first)],
+    )
+    ids[: len(edges)] = torch.tensor(edges, device=device)[:tokens]
 
-    def run() -> list[torch.Tensor]:
-        return [one for one in embed(ids, table, norm, first) if one is not None]
+    def run() -> list[Tensor | None]:
+        return [embed(ids, table, None, first)[0], *embed(ids, table, norm, first)]
 
-    def expected() -> list[torch.Tensor]:
-        return [one for one in reference.embed(ids, table, norm, first) if one is not None]
+    def expected() -> list[Tensor | None]:
+        rows_of_ids, normed = reference.embed(ids, table, norm, first)
+        return [rows_of_ids, rows_of_ids, normed]
 
     beside = {
         "torch_then_norm": lambda: rms_norm(F.embedding(ids, table), *norm),
-        "gather": lambda: embed(ids, table),
         "torch_gather": lambda: F.embedding(ids, table),
     }
     return Launch(run, expected, 3 * tokens * columns * table.element_size(), beside=beside)
@@ -35,7 +40,7 @@ def _make(dtype: torch.dtype, device: torch.device, rows: int, columns: int, tok
 
 OPS = (
     Op(
-        "embed", _make,
+        "embed", _make, exact=2,
         cases=[(*shape, 6, first) for shape in ((11, 64), (7, 1000), (3, 129)) for first in (0, 4)],
         of_models=[(*table, tokens) for table, tokens in product(((151936, 1024), (128256, 4096)), (1, 16, 64, 256, 2048, 8192))],
     ),

@@ -27,5 +27,11 @@ def _make(dtype: torch.dtype, device: torch.device, lines: int, num: int, vocab:
 
 
 OPS = (
-    Op("token_mask", _make, [(5, 3, 101), (3, 0, 64), (7, 7, 9000)], [(1, 1), (64, 0), (64, 20), (64, 64), (256, 256)]),
-)
+    Op(
+        "token_mask",
+        _make,
+        [(5, 3, 101), (3, 0, 64), (7, 7, 9000)],
+        exact=1,
+        of_models=[(1, 1), (64, 0), (64, 20), (64, 64), (256, 256)],
+    ),
+)  # fmt: skip

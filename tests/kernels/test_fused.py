@@ -1,4 +1,4 @@
-"""Norms, the gate and rope_cache against their references, at odd shapes."""
+"""A norm behind a norm, rope_cache and products of one row against their references, at odd shapes; test_ops.py has the plain cases."""
 
 from typing import Any
 
@@ -6,8 +6,6 @@ import pytest
 import torch
 from device import DEVICE, DTYPES, MARKS, ON_GPU, WIDE, near, near_in_fp8, needs_fp8
 
-from meshlm.kernels.embedding import kernel as embedding
-from meshlm.kernels.embedding import reference as embedding_reference
 from meshlm.kernels.fp8_gemm.reference import Fp8Weight, quantised_rows
 from meshlm.kernels.gemv import kernel as gemv
 from meshlm.kernels.gemv import reference as gemv_reference
@@ -20,18 +18,6 @@ from meshlm.kernels.silu_mul import reference as gate_reference
 
 pytestmark = MARKS
 SHAPES = [(1, 64), (3, 576), (7, 1000), (17, 129)]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_rms_norm(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    x, residual = torch.randn(2, *shape, device=DEVICE).to(dtype)
-    weight = torch.rand(shape[1], device=DEVICE).to(dtype) + 0.5
-    near(norm.rms_norm(x, weight, 1e-6), norm_reference.rms_norm(x, weight, 1e-6), dtype)
-    ours, theirs = residual.clone(), residual.clone()
-    near(norm.add_rms_norm(x, ours, weight, 1e-5), norm_reference.add_rms_norm(x, theirs, weight, 1e-5), dtype)
-    assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -53,14 +39,10 @@ def test_a_norm_of_what_is_added_before_it_is(parts: int, shape: tuple[int, int]
     near(ours, again, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_silu_mul(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(shape[0], 2 * shape[1], device=DEVICE).to(dtype) * 3
-    near(gate.silu_mul(x), gate_reference.silu_mul(x), dtype)
-    for act in gate.ACTS:
-        near(gate.act_mul(x, act), gate_reference.act_mul(x, act), dtype)
+def test_silu_is_one_of_the_activations_and_others_are_refused() -> None:
+    x = torch.randn(3, 48, device=DEVICE)
+    assert torch.equal(gate.silu_mul(x), gate.act_mul(x, "silu"))
+    near(gate.silu_mul(x), gate_reference.silu_mul(x), torch.float32)
     with pytest.raises(ValueError, match="swish"):
         gate.act_mul(x, "swish")
 
@@ -87,25 +69,6 @@ def test_rope_cache(heads: int, kv_heads: int, dim: int, rotary: int, normed: bo
     near(qkv, both, dtype)
     near(caches[:2], caches[2:], dtype)
     assert caches[0].view(-1, kv_heads, dim)[1].abs().sum() == 0, "a slot was written that no token has"
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "columns"), [(11, 64), (7, 1000), (3, 129)])
-@pytest.mark.parametrize("first", [0, 4])
-def test_embedding(rows: int, columns: int, first: int, dtype: torch.dtype) -> None:
-    """Also a rank's part of the table: ids of other ranks give zeros."""
-    torch.manual_seed(0)
-    table = torch.randn(rows, columns, device=DEVICE).to(dtype)
-    weight = torch.rand(columns, device=DEVICE).to(dtype) + 0.5
-    ids = torch.tensor([0, 2, first, first + rows - 1, first + rows, 1], device=DEVICE)
-    ids = ids if first else ids.clamp(max=rows - 1)
-    ours, normed = embedding.embed(ids, table, (weight, 1e-6), first)
-    theirs, expected = embedding_reference.embed(ids, table, (weight, 1e-6), first)
-    assert torch.equal(ours, theirs)
-    assert normed is not None
-    assert expected is not None
-    near(normed, expected, dtype)
-    assert torch.equal(embedding.embed(ids, table, None, first)[0], theirs)
 
 
 @needs_fp8

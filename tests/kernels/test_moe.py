@@ -17,8 +17,6 @@ from meshlm.kernels.moe_routing import reference as routing_reference
 from meshlm.kernels.moe_routing.reference import Rule
 from meshlm.kernels.moe_slots import kernel as moe_slots
 from meshlm.kernels.moe_slots import reference as slots_reference
-from meshlm.kernels.moe_sum import kernel as moe_sum
-from meshlm.kernels.moe_sum import reference as sum_reference
 from meshlm.kernels.quantise_fp8 import kernel as quantise_fp8
 from meshlm.kernels.quantise_fp8 import reference as fp8_reference
 from meshlm.kernels.quantise_int8 import reference as int8_reference
@@ -136,18 +134,6 @@ def test_counts_of_many_chunks_are_summed_up_some_at_a_time(monkeypatch: pytest.
     chosen = some_experts(900, 6, 3)
     assert chosen.numel() > 16 * moe_align.CHUNK
     same_order(moe_align.align(chosen, 6, 16), chosen, 6, 16)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "columns"), [(1, 64), (3, 1000), (17, 2056)])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_weighted_sum(rows: int, columns: int, weighted: bool, dtype: torch.dtype) -> None:
-    values = torch.randn(40, columns, device=DEVICE, dtype=dtype)
-    positions = torch.randint(-1, 40, (rows, 3), dtype=torch.int32, device=DEVICE)
-    weights = torch.rand(rows, 3, device=DEVICE) if weighted else None
-    out = torch.empty(rows, columns, device=DEVICE, dtype=dtype)
-    moe_sum.weighted_sum(values, positions, weights, out)
-    near(out, sum_reference.weighted_sum(values, positions, weights, dtype), dtype, 2.0)
 
 
 def some_weights(experts: int, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:

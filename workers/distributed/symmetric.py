@@ -26,7 +26,7 @@ PACKET_ROWS = {
     2: 64,
     4: 32,
     8: 8,
-}  # of those, by ranks: up to which rows go as packets (kernels/allreduce_rmsnorm/bench.py)
+}  # of those, by ranks: up to which rows go as packets (kernels/allreduce_rmsnorm/op.py)
 ALIGNMENT = 16
 SIZES = (2, 4, 8)  # of groups, that torch has a two-shot kernel for
 DTYPES = (torch.bfloat16, torch.float32)  # that it sums
