@@ -35,7 +35,7 @@ class Launch(NamedTuple):
 
 
 class Op(NamedTuple):
-    """See this module. `make` is called with a dtype, a device and the sizes of a case, and where there are candidates with tile=."""
+    """One function. `make` is called with a dtype, a device and the sizes of a case; where there are candidates with tile=, too."""
 
     name: str
     make: Callable[..., Launch]

@@ -31,7 +31,7 @@ class Pieces(NamedTuple):
     prompts: Tensor  # int32 [p, 2]: first piece, number of pieces
 
     @classmethod
-    def of(
+    def of_prompts(
         cls, prompts: list[tuple[int, int, int]], block_size: int, device: torch.device, most: int = PIECE
     ) -> "Pieces":
         """prompts: request, position of its first token, number of tokens."""
@@ -167,7 +167,9 @@ class StateStep:
         start = page - 8 if decodes else 0
         self.at, self.pages = some_columns([(start, count) for count in counts], page, device)
         self.tokens, self.num_decodes = sum(counts), len(counts) if decodes else 0
-        self.pieces = None if decodes else Pieces.of([(n, 0, one) for n, one in enumerate(counts)], page, device)
+        self.pieces = (
+            None if decodes else Pieces.of_prompts([(n, 0, one) for n, one in enumerate(counts)], page, device)
+        )
         ends = self.at.ends.tolist()
         self.parts = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
 

@@ -24,7 +24,7 @@ FALLBACK = "nvidia_h200"
 # Of an entry, those of them that its operation tells apart.
 KEYS = ("outputs", "inputs", "use", "gate", "experts", "topk", "hidden", "wide", "format")
 _added: dict[str, dict[tuple[Any, ...], Table]] = {}  # by operation and key: entries that the tuner found
-_asked: dict[tuple[str, tuple[Any, ...]], None] = {}  # in the order in which they were asked for
+_used: dict[tuple[str, tuple[Any, ...]], None] = {}  # in the order in which they were used first
 _remembered: list[Any] = []
 _log = logging.getLogger("meshlm.kernels")
 
@@ -100,16 +100,16 @@ def key_of(entry: Table) -> tuple[Any, ...]:
     return tuple(entry[name] for name in KEYS if name in entry)
 
 
-def ask(op: str, key: tuple[Any, ...]) -> None:
-    """Remembers that somebody wants the choices of this key."""
-    _asked.setdefault((op, key))
+def note_use(op: str, key: tuple[Any, ...]) -> None:
+    """Remembers that a model uses the choices of this key."""
+    _used.setdefault((op, key))
 
 
-def asked() -> list[tuple[str, tuple[Any, ...]]]:
-    """Operations and keys that were asked for, and that no table of this processor in the tree has."""
+def unmeasured() -> list[tuple[str, tuple[Any, ...]]]:
+    """Operations and keys that a model uses, and that no table of this processor in the tree has."""
     gpu = torch.cuda.is_available()
-    known = {op: _keys(alike(op) if gpu else None) for op in {op for op, _ in _asked}}
-    return [(op, key) for op, key in _asked if key not in known[op]]
+    known = {op: _keys(alike(op) if gpu else None) for op in {op for op, _ in _used}}
+    return [(op, key) for op, key in _used if key not in known[op]]
 
 
 def _keys(table: Table | None) -> set[tuple[Any, ...]]:
@@ -140,7 +140,7 @@ def forget(*, all_of_it: bool = False) -> None:
     """Has every question asked anew; all_of_it: without what was added, and as if nobody had asked."""
     if all_of_it:
         _added.clear()
-    _asked.clear()
+    _used.clear()
     for cached in _remembered:
         cached.cache_clear()
 

@@ -25,7 +25,7 @@ class Fp8Weight(NamedTuple):
 def fp8_gemm(
     x: Tensor, x_scales: Tensor | None, w: Tensor, w_scales: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """See `meshlm.kernels.fp8_gemm.kernel.fp8_gemm`."""
+    """The product of codes times their scales, plus the bias: what kernel.fp8_gemm gives."""
 
     def values(codes: Tensor, scales: Tensor | None) -> Tensor:
         if scales is None:

@@ -85,7 +85,7 @@ def _table() -> dict[Key, list[tuple[int, int, Shape]]]:
 @tables.remembered
 def shape_for(rows: int, outputs: int, inputs: int) -> Shape | None:
     """The shape of the kernel; None where the unfused operations are faster, as measured."""
-    tables.ask("gate_up_silu", (outputs, inputs))
+    tables.note_use("gate_up_silu", (outputs, inputs))
     return tables.for_rows(_table().get((outputs, inputs), []), rows)
 
 

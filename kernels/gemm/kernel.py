@@ -79,7 +79,7 @@ def add_gemm(x: Tensor, w: Tensor, to: Tensor) -> Tensor:
 def _by_table(x: Tensor, w: Tensor, to: Tensor | None) -> Tensor | None:
     """The product by the table's choice; None where torch's own call does it."""
     outputs, inputs = w.shape
-    tables.ask("gemm", (outputs, inputs))
+    tables.note_use("gemm", (outputs, inputs))
     known = _table().get((outputs, inputs)) if x.dtype in TYPES else None
     entry = entry_for(known, x.shape[0]) if known else None
     unaligned = any(each.data_ptr() % ALIGNED for each in (x, w, to) if each is not None)

@@ -289,7 +289,7 @@ def shape_of(outputs: int, inputs: int, gate: bool, way: str = "", size: int = 2
     size: bytes of a weight's number, of which shared memory must hold a tile.
     """
     if not way:
-        tables.ask("gemv", (outputs, inputs, gate))
+        tables.note_use("gemv", (outputs, inputs, gate))
     table, lines = tables.read("gemv"), 2 if gate or way == "sends" else 1
     for entry in table.get("in_steps", []) if tables.is_alike(table) else []:
         if entry["tile"] and tuple(entry.get(name, "") for name in EXACT) == (outputs, inputs, gate, way):

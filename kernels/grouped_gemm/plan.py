@@ -97,7 +97,7 @@ def _table() -> dict[Layer, list[Entry]]:
 def plan_for(rows: int, layer: Layer, *, apart: bool = True, one_row: bool = True) -> Plan:
     """apart: whether hopper.py may compute it (`many.has_apart`). one_row: whether moe_gemv may, which has no epilogue."""
     if one_row:
-        tables.ask("grouped_gemm", tuple(layer))
+        tables.note_use("grouped_gemm", tuple(layer))
     found = tables.for_rows(_table().get(layer, []), rows)
     if found is None or (not apart and is_apart(found)) or (not one_row and found.kind == "one"):
         return usual_plan(rows, layer, one_row=one_row)

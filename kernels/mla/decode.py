@@ -153,7 +153,7 @@ def split_decode(
     tile: DecodeTile,
     rotary: int = 0,
 ) -> None:
-    """See `decode`. A request whose context one program has is in `out`; what several found of it, in the workspace."""
+    """The first launch of `decode`. What one program found of a context is in `out`, what several found of it in the workspace."""
     heads, rank = absorbed.shape[1:]
     rotary = rotary or cache.shape[2] - rank
     options: dict[str, int] = {**pdl.options(query)}

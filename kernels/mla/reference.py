@@ -16,7 +16,7 @@ def latent_cache(
     norm: tuple[Tensor, float],
     cache: Tensor,
 ) -> None:
-    """See cache.py."""
+    """Rotates query and latent, norms the latent, and writes it to the slots that are not negative, all in place."""
     rotary = table.shape[1]
     angles = table[positions]
     cos, sin = angles[:, : rotary // 2], angles[:, rotary // 2 :]

@@ -136,7 +136,7 @@ def counted_at_once(entries: int) -> int:
 
 
 class Order(NamedTuple):
-    """See the module docstring. All int32: [most_tiles * block], [m, k], [num_experts], [most_tiles]."""
+    """The order of rows by their experts. All int32: [most_tiles * block], [m, k], [num_experts], [most_tiles]."""
 
     ids: Tensor
     positions: Tensor

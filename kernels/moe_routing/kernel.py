@@ -146,7 +146,7 @@ def constants(rule: Rule, num_experts: int) -> dict[str, int | float | bool]:
 def select_experts(
     logits: Tensor, rule: Rule, correction_bias: Tensor | None = None, slots: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See reference.py. logits [m, experts], rows may be strided; or dense float32 parts of a sum [s, m, experts]."""
+    """Each row's experts and weights. logits [m, experts], rows may be strided; or dense float32 parts of a sum [s, m, experts]."""
     tokens, num_experts = logits.shape[-2:]
     experts = torch.empty(tokens, rule.num_topk, dtype=torch.int32, device=logits.device)
     weights = torch.empty(tokens, rule.num_topk, dtype=torch.float32, device=logits.device)

@@ -25,7 +25,7 @@ def _slots_of(
 
 
 def slots_of(experts: Tensor, table: Tensor, counts: Tensor, first: int) -> Tensor:
-    """See reference.py. All are dense."""
+    """The slot of each chosen expert; counts [experts + 1] grow by the choices. All are dense."""
     slots = torch.empty_like(experts)
     _slots_of[(triton.cdiv(experts.numel(), BLOCK),)](
         experts, table, counts, slots, experts.numel(), first,

@@ -79,12 +79,12 @@ class Plan(NamedTuple):
 def plan_for(rows: int, layer: Layer, kind: str, *, direct: bool) -> Plan:
     """kind: `kind_of` the weights. direct: whether direct.py may compute it."""
     if direct:
-        tables.ask(OP, (*layer, kind))
+        tables.note_use(OP, (*layer, kind))
         found = tables.for_rows(_table(layer, kind), rows)
         if found is not None:
             return found
     if rows * layer.topk > MANY * layer.experts:
-        tables.ask(MANY_OP, (*layer, kind))
+        tables.note_use(MANY_OP, (*layer, kind))
         found = _of_many(rows, _table_of_many(layer, kind))
         if found is not None:
             return found

@@ -45,7 +45,7 @@ def kind_of(weight: PackedWeight) -> str:
 def shape_for(rows: int, outputs: int, inputs: int, kind: str) -> Shape | None:
     """The shape that was measured to be faster than what kernels/packed_gemm does; None where none was."""
     key = outputs, inputs, kind
-    tables.ask(OP, key)
+    tables.note_use(OP, key)
     choices = [(over, to, Shape(*shape)) for over, to, shape in tables.products(OP).get(key, [])]
     return tables.for_rows(choices, rows)
 

@@ -96,7 +96,7 @@ def _table() -> dict[Key, list[tuple[int, int, Shape]]]:
 @tables.remembered
 def shape_for(rows: int, outputs: int, inputs: int, use: str) -> Shape | None:
     """The shape of the kernel; None where cuBLAS is faster, as measured."""
-    tables.ask("small_m_gemm", (outputs, inputs, use))
+    tables.note_use("small_m_gemm", (outputs, inputs, use))
     return tables.for_rows(_table().get((outputs, inputs, use), []), rows)
 
 

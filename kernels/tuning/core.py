@@ -6,6 +6,7 @@ among the candidates, and nothing else is taken that is not clearly faster. Call
 """
 
 from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -112,11 +113,7 @@ def fastest(times: Times) -> Config:
 def choices_of(entry: Table | None) -> dict[int, Config]:
     """The choices that an entry was made of, by rows."""
     measured = (entry or {}).get("measured", [])
-    return {rows: _tuple(config) for rows, config in measured}
-
-
-def _tuple(config: Any) -> Config:
-    return tuple(config)
+    return {rows: tuple[Any, ...](config) for rows, config in measured}
 
 
 def entry_of(op: str, key: Key, choices: dict[int, Config]) -> Table:
@@ -134,29 +131,31 @@ def entry_of(op: str, key: Key, choices: dict[int, Config]) -> Table:
     return {**dict(zip(known.key, key, strict=True)), "rows": rows, "measured": measured}
 
 
-def in_order(asked: Iterable[tuple[str, Key]]) -> list[tuple[str, Key]]:
+def in_order(wanted: Iterable[tuple[str, Key]]) -> list[tuple[str, Key]]:
     """Those that are tuned: by operation, the largest weights first."""
     order = list(OPERATIONS)
-    mine = [(op, key) for op, key in asked if op in OPERATIONS]
+    mine = [(op, key) for op, key in wanted if op in OPERATIONS]
     return sorted(mine, key=lambda each: (order.index(each[0]), -each[1][0] * each[1][1]))
 
 
 def tune(
-    asked: Iterable[tuple[str, Key]],
+    wanted: Iterable[tuple[str, Key]],
     bench: Bench,
     known: Callable[[str, Key], Table | None],
     keep: Callable[[str, Table], None],
     time_left: Callable[[], float],
+    attempt: Callable[[str, Key], AbstractContextManager[None]] = lambda op, key: nullcontext(),
 ) -> Outcome:
-    """Measures what was asked for and is not known, until the time is over. `keep` gets each shape's entry, maybe of a part of its
-    sizes: the next start goes on there."""
+    """Measures what is wanted and not known, until the time is over. `keep` gets each shape's entry, maybe of a part of its sizes: the
+    next start goes on there. attempt: is entered for as long as a size is measured."""
     done = left = 0
-    for op, key in in_order(asked):
+    for op, key in in_order(wanted):
         choices = choices_of(known(op, key))
         missing = [size for size in bench.sizes(op, key) if size not in choices]
         before = len(choices)
         for size in missing:
-            times = _finished(bench.measure(Case(op, key, size)), time_left)
+            with attempt(op, key):
+                times = _finished(bench.measure(Case(op, key, size)), time_left)
             if times is None:
                 break
             if PLAIN in times:  # else nothing is known of this size: it is asked again at the next start

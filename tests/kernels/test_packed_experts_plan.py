@@ -26,7 +26,7 @@ def fresh() -> Iterator[None]:
 def test_the_rules_hold_until_something_faster_was_measured() -> None:
     for rows in (1, 16, 17, 100, 1000, 8192):
         assert plan.plan_for(rows, GPT_OSS, "mxfp4", direct=True) == plan.usual_plan(rows, GPT_OSS, "mxfp4")
-    assert tables.asked() == [("packed_experts", KEY), ("packed_experts_many", KEY)]
+    assert tables.unmeasured() == [("packed_experts", KEY), ("packed_experts_many", KEY)]
     choices: dict[int, core.Config] = {
         1: (0, 2, 4, 1, 1, 4, 3), 4: (), 16: (16, 2, 8, 1, 1, 8, 1), 64: (16, 4, 4, 1, 0, 0, 0), 256: (),
     }  # fmt: skip

@@ -119,7 +119,7 @@ def test_the_device_cuts_prompts_as_the_host_does(requests: list[tuple[int, int]
     at = Columns(torch.zeros_like(starts), starts.to(DEVICE), ends.to(DEVICE), len(starts), torch.zeros(1, 1))
     found = Pieces.of_columns(at, int(ends[-1]) + padding, page)
     prompts = [(nth, start, count) for nth, (start, count) in enumerate(requests) if count > 1]
-    wanted = Pieces.of(prompts, page, DEVICE)
+    wanted = Pieces.of_prompts(prompts, page, DEVICE)
     for own, theirs in zip(found, wanted, strict=True):
         assert own[: len(theirs)].tolist() == theirs.tolist()
         assert not own[len(theirs) :].any()
@@ -132,6 +132,6 @@ def test_there_is_room_for_the_most_pieces() -> None:
     ends = torch.arange(1, MOST_PROMPTS + 1, dtype=torch.int32) * 2
     at = Columns(torch.zeros_like(starts), starts.to(DEVICE), ends.to(DEVICE), MOST_PROMPTS, torch.zeros(1, 1))
     found = Pieces.of_columns(at, 2 * MOST_PROMPTS, 16)
-    wanted = Pieces.of([(nth, *one) for nth, one in enumerate(requests)], 16, DEVICE)
+    wanted = Pieces.of_prompts([(nth, *one) for nth, one in enumerate(requests)], 16, DEVICE)
     assert found.pieces[: 2 * MOST_PROMPTS].tolist() == wanted.pieces.tolist()
     assert found.prompts.tolist() == wanted.prompts.tolist()

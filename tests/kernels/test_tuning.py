@@ -162,7 +162,7 @@ def test_requests_of_one_come_first_then_the_largest_weights() -> None:
 def test_what_was_added_is_used_at_once() -> None:
     assert small_m_gemm.shape_for(16, 256, 128, "product") is None
     assert gate_up_silu.shape_for(1024, 512, 128) is None
-    assert tables.asked() == [("small_m_gemm", (256, 128, "product")), ("gate_up_silu", (512, 128))]
+    assert tables.unmeasured() == [("small_m_gemm", (256, 128, "product")), ("gate_up_silu", (512, 128))]
     shape, many = (16, 64, 64, 1, 4, 3), (128, 128, 64, 8, 4, True, 1)
     tables.add(
         [
@@ -174,7 +174,7 @@ def test_what_was_added_is_used_at_once() -> None:
     assert gate_up_silu.shape_for(1024, 512, 128) == many
     assert small_m_gemm.warm_rows() >= {16}
     assert gate_up_silu.warm_rows() >= {1024}
-    assert tables.asked()  # a part of the sizes may be known only: who measures asks for what is missing
+    assert tables.unmeasured()  # a part of the sizes may be known only: who measures asks for what is missing
 
 
 def test_a_weight_with_which_cublas_is_faster_is_its() -> None:
@@ -196,7 +196,7 @@ def test_a_table_of_the_tree_is_not_asked_for_again(monkeypatch: pytest.MonkeyPa
     tables.add([("small_m_gemm", core.entry_of("small_m_gemm", (256, 128, "gate"), {16: (16, 64, 64, 1, 4, 3)}))])
     assert small_m_gemm.shape_for(16, 256, 128, "gate") is None
     assert small_m_gemm.shape_for(16, 512, 128, "gate") is None
-    assert tables.asked() == [("small_m_gemm", (512, 128, "gate"))]
+    assert tables.unmeasured() == [("small_m_gemm", (512, 128, "gate"))]
 
 
 # --- on disk ---

@@ -119,9 +119,9 @@ def test_a_plan_that_computes_something_else_is_not_timed(rows: int, monkeypatch
 def test_what_was_found_is_used_and_a_table_of_the_tree_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     qwen3 = Layer(128, 8, 2048, 768)
     assert plan.plan_for(64, GRANITE) == plan.usual_plan(64, GRANITE)
-    assert tables.asked() == [("grouped_gemm", tuple(GRANITE))]
+    assert tables.unmeasured() == [("grouped_gemm", tuple(GRANITE))]
     plan.plan_for(64, qwen3, one_row=False)
-    assert len(tables.asked()) == 1, "experts with an epilogue are not measured"
+    assert len(tables.unmeasured()) == 1, "experts with an epilogue are not measured"
     found = {1: plan.encoded(PLANS[0]), 64: plan.encoded(PLANS[1]), 1024: PLAIN}
     tables.add([("grouped_gemm", core.entry_of("grouped_gemm", tuple(GRANITE), found))])
     assert [plan.plan_for(rows, GRANITE) for rows in (1, 33, 64)] == [PLANS[0], PLANS[1], PLANS[1]]
@@ -132,7 +132,7 @@ def test_what_was_found_is_used_and_a_table_of_the_tree_wins(monkeypatch: pytest
     monkeypatch.setattr(tables, "alike", lambda op: tree)
     tables.forget()
     assert plan.plan_for(64, GRANITE) == PLANS[2]
-    assert tables.asked() == []
+    assert tables.unmeasured() == []
 
 
 MXFP4 = Layer(3, 2, 64, 32)

@@ -24,7 +24,7 @@ from meshlm.kernels import tables
 from meshlm.kernels.gemv import kernel as gemv
 from meshlm.kernels.tables import Table
 from meshlm.kernels.tuning import core, steps
-from meshlm.kernels.tuning.core import Bench, Case, Key, Work
+from meshlm.kernels.tuning.core import Bench, Key
 from meshlm.kernels.tuning.steps import Choice
 from meshlm.kernels.tuning.store import Store
 from meshlm.protocol.config import MeshConfig
@@ -75,8 +75,8 @@ class Ranks(NamedTuple):
         text = bytearray()
         length = int.from_bytes(bytes(size))
         for begin in range(0, length, self.width):
-            part = list(data[begin : begin + self.width]) if self.first else []
-            text += bytes(self._sum(part + [0] * (self.width - len(part))))
+            line = list(data[begin : begin + self.width]) if self.first else []
+            text += bytes(self._sum(line + [0] * (self.width - len(line))))
         return [(op, entry) for op, entry in json.loads(bytes(text[:length]))]
 
     def _sum(self, values: list[int]) -> list[int]:
@@ -100,7 +100,7 @@ class Tuner:
             tables.add(self._ranks.shared(self._store.load() if self._store else []))
 
     def measure(self, bench: Bench, report: ProgressReport) -> bool:
-        """Measures what was asked for since, if there is time for it. Whether anything was found: the same on all ranks.
+        """Measures what is used since, if there is time for it. Whether anything was found: the same on all ranks.
 
         They all take part even if they measure nothing: one that was started again has another mode than the first.
         """
@@ -116,7 +116,7 @@ class Tuner:
     def _measure(self, bench: Bench, found: Entries, store: Store, report: ProgressReport) -> None:
         full = self._mode == "full"
         ended = store.ended()
-        asked = [each for each in tables.asked() if each not in ended]
+        wanted = [each for each in tables.unmeasured() if each not in ended]
         begin, bound_s = self._clock(), FULL_S if full else QUICK_S
 
         def known(op: str, key: Key) -> Table | None:
@@ -127,14 +127,14 @@ class Tuner:
             entry = {**entry, "full": True} if full else entry
             found.append((op, entry))
             store.keep(op, entry)
-            report("tuning", len(found), len(asked), "")
+            report("tuning", len(found), len(wanted), "")
             tables.add([(op, entry)])  # the sizes of the next operation are measured beside this choice
 
         def time_left() -> float:
             return begin + bound_s - self._clock()
 
         with self._may_end_early():
-            outcome = core.tune(asked, _Noted(bench, store), known, keep, time_left)
+            outcome = core.tune(wanted, bench, known, keep, time_left, store.attempt)
             if found:
                 took_s = round(self._clock() - begin, 1)
                 left = f"{outcome.left} are left for the next start" if outcome.left else ""
@@ -166,8 +166,8 @@ class Tuner:
         if self._mode != "full" or self._store is None or self._ranks.shard.tp_size > 1:
             return False
         store, begin = self._store, self._clock()
-        asked = [key for op, key in tables.asked() if op == ONE_ROW]
-        start = {key: gemv.shape_of(*key) for key in asked if (tables.added(ONE_ROW, key) or {"rows": [1]})["rows"]}
+        wanted = [key for op, key in tables.unmeasured() if op == ONE_ROW]
+        start = {key: gemv.shape_of(*key) for key in wanted if (tables.added(ONE_ROW, key) or {"rows": [1]})["rows"]}
         if not start or (ONE_ROW, STEPS) in store.ended():
             return False
         chosen = start
@@ -192,20 +192,6 @@ def _entries(choice: Choice) -> Entries:
 
 def _use(choice: Choice) -> None:
     tables.add(_entries(choice))
-
-
-class _Noted:
-    """A bench whose attempts leave a note while they last."""
-
-    def __init__(self, bench: Bench, store: Store) -> None:
-        self._bench, self._store = bench, store
-
-    def sizes(self, op: str, key: Key) -> list[int]:
-        return self._bench.sizes(op, key)
-
-    def measure(self, case: Case) -> Work:
-        with self._store.attempt(case.op, case.key):
-            return (yield from self._bench.measure(case))
 
 
 def store_of(config: MeshConfig) -> Store | None:

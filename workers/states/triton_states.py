@@ -29,7 +29,7 @@ def pieces_of(batch: StepInputs, block_size: int) -> Pieces | None:
     assert batch.known is not None
     first = batch.num_decodes
     prompts = [(first + nth, one.start, one.num_tokens) for nth, one in enumerate(batch.known.prompts)]
-    return Pieces.of(prompts, block_size, batch.device)
+    return Pieces.of_prompts(prompts, block_size, batch.device)
 
 
 class TritonStates:

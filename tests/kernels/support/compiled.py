@@ -170,7 +170,7 @@ def states() -> None:
     tokens = 300
     at, pieces = (
         Columns(ints(2), ints(2), ints(2), 2, ints(2, 16)),
-        Pieces.of([(0, 0, tokens)], 544, torch.device("cpu")),
+        Pieces.of_prompts([(0, 0, tokens)], 544, torch.device("cpu")),
     )
     Pieces.of_columns(at, tokens, 544)
     q, v, gate = empty(tokens, 16, 128), empty(tokens, 32, 128), empty(tokens, 32)

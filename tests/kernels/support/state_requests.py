@@ -30,7 +30,7 @@ def split_of(requests: Requests, most: int = 40) -> tuple[int, Pieces | None]:
     """The number of decodes, and the pieces of the rest."""
     decodes = next((n for n, (_, count, _) in enumerate(requests) if count > 1), len(requests))
     prompts = [(n, start, count) for n, (start, count, _) in enumerate(requests) if n >= decodes]
-    return decodes, Pieces.of(prompts, PAGE, DEVICE, most) if prompts else None
+    return decodes, Pieces.of_prompts(prompts, PAGE, DEVICE, most) if prompts else None
 
 
 def left(start: int, count: int, table: list[int]) -> list[tuple[int, int]]:
