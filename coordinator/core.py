@@ -40,7 +40,7 @@ Event = Received | PeerLost | Tick
 
 
 class Coordinator:
-    """State and rules; see the module docstring. `num_ranks` are configured, whether or not they are there yet.
+    """The members, the ranks and their requests. `num_ranks` are configured, whether or not they are there yet.
 
     Clients know the ranks by their number plus `first_rank`: this mesh may be one of several behind a load balancer.
     `places`: requests that run at a time in a rank.
@@ -145,7 +145,7 @@ class Coordinator:
         return []
 
     def _asking(self, sends: list[Send]) -> list[Send]:
-        """The same. Some may be operations that ranks get now, and that say what the mesh is to be like."""
+        """Gives the messages, and notes of operations among them whether the mesh is to be paused."""
         for send in sends:
             if isinstance(send.message, Operation) and isinstance(send.message.action, Pause | Resume):
                 self.frontends.paused = isinstance(send.message.action, Pause)

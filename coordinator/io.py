@@ -15,12 +15,13 @@ from meshlm.runtime.mesh.mesh import Mesh
 from meshlm.runtime.process import in_hand
 from meshlm.runtime.process.about import about
 from meshlm.runtime.process.events import PeerLost, Received, Tick
+from meshlm.runtime.process.process import App
 
 STATS_EVERY_S = 1.0
 
 
-class CoordinatorApp:
-    """See `meshlm.runtime.process.process.App`."""
+class CoordinatorApp(App):
+    """The coordinator as a process: frontends end first and wait for their requests, so it has nothing left to drain."""
 
     def __init__(self) -> None:
         self._mesh: Mesh | None = None
@@ -74,24 +75,12 @@ class CoordinatorApp:
             if self._mesh.timeline.on:
                 self._mesh.timeline.note(type(message).__name__, "loop", begin_ns)
 
-    def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
-        """Members introduce themselves by Join."""
-
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
         if self._mesh is not None:
             self._do(PeerLost(peer, incarnation))
-
-    def flush(self) -> None:
-        """Effects are sent as they come: requests are rare next to tokens."""
 
     def beat(self) -> tuple[int, str]:
         return self._ticks, "routing"
 
     def num_requests(self) -> int:
         return len(self._core.owner) + len(self._core.held) if self._core is not None else 0
-
-    async def drain(self, limit_s: float) -> None:
-        """Frontends end first and wait for their requests; nothing is left then."""
-
-    async def stop(self) -> None:
-        """Nothing is held outside the process."""

@@ -46,7 +46,7 @@ class _Asked(Struct):
 
 
 class Operations:
-    """See the module docstring."""
+    """Operations by their ids: those that wait for a rank, and those that ranks were asked for."""
 
     def __init__(self) -> None:
         self._held: dict[OperationId, _Held] = {}

@@ -46,7 +46,7 @@ ADMIT_AT_ONCE = 16  # choices of a prompt: each is an Admit with the prompt's to
 
 
 class Detokenizer:
-    """See the module docstring."""
+    """The journal and the attempts of its requests, prompts that are being encoded, and tokens that become text."""
 
     def __init__(
         self,

@@ -78,7 +78,7 @@ class GrammarSandbox:
 
 
 class GrammarThreads:
-    """See the module docstring. `translate` may wait, in as many threads."""
+    """The threads and their cache. `translate` may wait, in as many threads."""
 
     def __init__(self, translate: Translate, num_threads: int) -> None:
         self._cache = GrammarCache(translate)
@@ -87,7 +87,7 @@ class GrammarThreads:
         self._lock = threading.Lock()
 
     def known(self, grammar: Grammar) -> Grammar | None:
-        """See GrammarCache."""
+        """The compiled grammar, if that takes no time. RequestError."""
         return self._cache.known(grammar)
 
     def submit(

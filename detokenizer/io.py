@@ -45,6 +45,7 @@ from meshlm.runtime.process import in_hand
 from meshlm.runtime.process.about import about
 from meshlm.runtime.process.deaths import allowed
 from meshlm.runtime.process.events import PeerLost, PeerUp, Received, Tick
+from meshlm.runtime.process.process import App
 
 MOST_ENCODE_THREADS = 8  # and half the cores: others have work too
 LARGE_BYTES = (
@@ -88,8 +89,8 @@ def encoder_of(config: MeshConfig) -> tuple[Encoder, TokenTable]:
     return encoder, table
 
 
-class DetokenizerApp:
-    """See `meshlm.runtime.process.process.App`."""
+class DetokenizerApp(App):
+    """A detokenizer as a process: frontends end first and wait for their requests, so it has nothing left to drain."""
 
     def __init__(self) -> None:
         self._mesh: Mesh | None = None
@@ -355,9 +356,6 @@ class DetokenizerApp:
 
     def num_requests(self) -> int:
         return len(self._core.journal.by_id) if self._core is not None else 0
-
-    async def drain(self, limit_s: float) -> None:
-        """Frontends end first and wait for their requests; nothing is left then."""
 
     async def stop(self) -> None:
         self._to_encode.clear()

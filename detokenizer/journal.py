@@ -17,7 +17,7 @@ from meshlm.runtime.process.events import Send
 
 
 class Journal:
-    """See the module docstring. `now` is the time of the last event."""
+    """The requests, by the coordinator's name and by handle. `now` is the time of the last event."""
 
     def __init__(self, table: TokenTable, retry_window_s: float) -> None:
         self.table = table

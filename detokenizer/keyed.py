@@ -21,7 +21,7 @@ PARAM = "Idempotency-Key"
 
 
 class Keyed:
-    """See the module docstring."""
+    """The keys of requests, and the requests without a client."""
 
     def __init__(self, window_s: float, max_bytes: int = MAX_BYTES, max_running_bytes: int = MAX_RUNNING_BYTES) -> None:
         self.window_s = window_s

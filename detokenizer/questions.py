@@ -21,7 +21,7 @@ class Question(NamedTuple):
 
 
 class Questions:
-    """See the module docstring."""
+    """Small and large questions, each by arrival."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes

@@ -56,7 +56,7 @@ AT_ONCE = (Stop, Pause, Resume, AbortRunning)  # operations that need no worker 
 
 
 class Scheduler:
-    """See the module docstring."""
+    """A rank: its requests, its session with the workers, and the steps in flight."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits

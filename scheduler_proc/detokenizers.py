@@ -19,7 +19,7 @@ class Reach(Enum):
 
 
 class Detokenizers:
-    """See the module docstring."""
+    """The detokenizers that can be reached, and the requests that wait for others."""
 
     def __init__(self) -> None:
         self._objects: dict[Identity, Identity] = {}  # one object each, so that `is` compares them

@@ -14,6 +14,7 @@ from meshlm.runtime.mesh.mesh import Mesh
 from meshlm.runtime.process import in_hand
 from meshlm.runtime.process.about import about, requests
 from meshlm.runtime.process.events import Event, PeerLost, PeerUp, Received, Send, Tick
+from meshlm.runtime.process.process import App
 from meshlm.scheduler_proc import batching_counts
 from meshlm.scheduler_proc.core import Scheduler
 from meshlm.scheduler_proc.estimates import Estimates
@@ -49,8 +50,8 @@ def limits_of(config: MeshConfig, index: int) -> Limits:
     )
 
 
-class SchedulerApp:
-    """See `meshlm.runtime.process.process.App`."""
+class SchedulerApp(App):
+    """A scheduler as a process: frontends end first and wait for their requests, so it has nothing left to drain."""
 
     def __init__(self) -> None:
         self._mesh: Mesh | None = None
@@ -176,9 +177,3 @@ class SchedulerApp:
 
     def num_requests(self) -> int:
         return len(self._core.requests) if self._core is not None else 0
-
-    async def drain(self, limit_s: float) -> None:
-        """Frontends end first and wait for their requests; nothing is left then."""
-
-    async def stop(self) -> None:
-        """Nothing is held outside the process."""

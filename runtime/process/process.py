@@ -38,18 +38,20 @@ LAST_WORDS_S = 0.5  # how long a failing process waits for its words to be taken
 
 
 class App(Protocol):
-    """The interface that a role implements in its io.py. All methods run in the event loop."""
+    """The interface that a role implements in its io.py. All methods run in the event loop. Those that return here may be left out."""
 
     async def start(self, mesh: Mesh) -> dict[str, str]:
         """Load what is needed; return facts for the user. ProcessFatal when it cannot be."""
         ...
 
     def on_message(self, peer: Identity, message: Struct) -> None: ...
-    def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None: ...
+    def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
+        return
+
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None: ...
     def flush(self) -> None:
         """Called once after each batch of messages: send what piled up."""
-        ...
+        return
 
     def beat(self) -> tuple[int, str]:
         """Step count and phase, as the thread that works left them."""
@@ -61,11 +63,11 @@ class App(Protocol):
 
     async def drain(self, limit_s: float) -> None:
         """Refuse new work and finish what runs, for `limit_s` at most."""
-        ...
+        return
 
     async def stop(self) -> None:
         """Release everything."""
-        ...
+        return
 
 
 def main(
