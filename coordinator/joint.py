@@ -17,6 +17,7 @@ from enum import Enum
 from meshlm.protocol.lockstep import JointOrder, JointReport, Phase
 from meshlm.protocol.wire.ids import Epoch, Identity, Incarnation, Role
 from meshlm.runtime.process.events import Send
+from meshlm.runtime.process.transitions import check_transition
 
 
 class State(Enum):
@@ -28,16 +29,12 @@ class State(Enum):
     PAUSED = "paused"
 
 
-TRANSITIONS: dict[State, frozenset[State]] = {
-    State.IDLE: frozenset({State.STEPPING, State.PAUSED}),
-    State.STEPPING: frozenset({State.DRAINING, State.PAUSED}),
-    State.DRAINING: frozenset({State.IDLE, State.PAUSED}),
-    State.PAUSED: frozenset({State.IDLE}),
+TRANSITIONS: dict[State, tuple[State, ...]] = {
+    State.IDLE: (State.STEPPING, State.PAUSED),
+    State.STEPPING: (State.DRAINING, State.PAUSED),
+    State.DRAINING: (State.IDLE, State.PAUSED),
+    State.PAUSED: (State.IDLE,),
 }
-
-
-class InvalidTransition(Exception):
-    """A bug: the text says from where to where."""
 
 
 class JointGroup:
@@ -173,8 +170,7 @@ class JointGroup:
         return []
 
     def _move(self, state: State) -> None:
-        if state not in TRANSITIONS[self.state]:
-            raise InvalidTransition(f"{self.state.value} -> {state.value} in epoch {self.order.epoch}")
+        check_transition(TRANSITIONS, self.state, state, f"epoch {self.order.epoch}")
         self.state = state
         self.reason = self.reason if state is State.PAUSED else ""
 

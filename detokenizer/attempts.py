@@ -11,7 +11,8 @@ from meshlm.detokenizer.aborts import Aborts
 from meshlm.detokenizer.events import Effect
 from meshlm.detokenizer.incarnations import Incarnations
 from meshlm.detokenizer.journal import Journal
-from meshlm.detokenizer.request_state import REPETITION_DETECTED, RequestState, RequestStatus
+from meshlm.detokenizer.request_state import REPETITION_DETECTED, RequestState
+from meshlm.detokenizer.states import RequestStatus
 from meshlm.protocol.edges.admit import AbortRequests, Admit, Readmit, Routed, SchedulerIncarnation
 from meshlm.protocol.edges.token import Disown, StillThere
 from meshlm.protocol.wire.columns import pack_i32
@@ -37,7 +38,7 @@ class Attempts:
 
     def admit(self, request: RequestState) -> list[Effect]:
         """Send the request towards a scheduler, unless the ids that exist already end it."""
-        request.status = RequestStatus.ADMITTED
+        request.move(RequestStatus.UNASKED)
         self._journal.by_handle[request.handle] = request
         if request.stop is not None and request.stop.matched is not None:
             return self._end(request, FinishReason.STOP, stop_reason=request.stop.matched)
@@ -53,10 +54,11 @@ class Attempts:
         return self._ask(request)
 
     def _ask(self, request: RequestState) -> list[Effect]:
-        """Ask the coordinator for a rank. While it is away this waits for `_up`."""
-        request.asked, request.asked_at = self._incarnations.coordinator, self._journal.now
-        if not request.asked:
+        """Ask the coordinator for a rank. While it is away this waits for `up`."""
+        if not self._incarnations.coordinator:
             return []
+        request.move(RequestStatus.ASKED)
+        request.asked, request.asked_at = self._incarnations.coordinator, self._journal.now
         return [Send(COORDINATOR, Admit(request.work(), request.submit.dp_rank, self._incarnations.ended))]
 
     def routed(self, routed: Routed) -> list[Effect]:
@@ -64,6 +66,8 @@ class Attempts:
         if request is None:
             return []
         request.scheduler = SchedulerIncarnation(routed.scheduler, routed.incarnation)
+        if request.status is not RequestStatus.HEARD:
+            request.move(RequestStatus.ROUTED)
         request.route_s = self._journal.now - request.asked_at
         self._counts.histograms["request_route_time_seconds"].observe(request.route_s)
         return self._leave(routed.scheduler) if self._incarnations.over(routed.scheduler, routed.incarnation) else []
@@ -72,7 +76,8 @@ class Attempts:
         """The first token of an attempt: this scheduler has it, even where the coordinator died before it said so."""
         request = self._journal.by_handle.get(handle)
         if request is not None:
-            request.scheduler, request.heard = scheduler, True
+            request.move(RequestStatus.HEARD)
+            request.scheduler = scheduler
 
     def _end(self, request: RequestState, reason: FinishReason, stop_reason: str | int | None = None) -> list[Effect]:
         """A terminal row of its own."""
@@ -106,9 +111,15 @@ class Attempts:
     def rank_lost(self, lost: SchedulerIncarnation) -> list[Effect]:
         """The coordinator cannot reach it, even if we can: what it has not answered may never have come to it."""
         unheard = [
-            request for request in self._journal.by_handle.values() if request.scheduler == lost and not request.heard
+            request
+            for request in self._journal.by_handle.values()
+            if request.scheduler == lost and request.status is RequestStatus.ROUTED
         ]
-        heard = [request for request in self._journal.by_handle.values() if request.scheduler == lost and request.heard]
+        heard = [
+            request
+            for request in self._journal.by_handle.values()
+            if request.scheduler == lost and request.status is RequestStatus.HEARD
+        ]
         effects = [effect for request in unheard for effect in self._admit_again(request)]
         return effects + self._ask_schedulers(heard)
 
@@ -116,15 +127,15 @@ class Attempts:
         """Asks schedulers whether they still have these requests: a coordinator may have died before it told of some."""
         found: dict[Identity, list[int]] = {}
         for request in requests:
-            if request.heard and request.scheduler is not None:
+            if request.status is RequestStatus.HEARD and request.scheduler is not None:
                 found.setdefault(request.scheduler.scheduler, []).append(request.handle)
         return [Send(scheduler, StillThere(pack_i32(handles))) for scheduler, handles in found.items()]
 
     def _ask_anew(self, request: RequestState) -> list[Effect]:
         """A new incarnation of the coordinator knows of no request. One that no scheduler has answered may have been lost."""
-        if request.heard:
+        if request.status is RequestStatus.HEARD:
             return []
-        if not request.asked:
+        if request.status is RequestStatus.UNASKED:
             return self._ask(request)
         if request.scheduler is None:
             return self._admit_again(request)
@@ -196,7 +207,7 @@ class Attempts:
         del self._journal.by_handle[request.handle]
         request.attempt += 1
         request.handle = self._journal.new_handle()
-        request.scheduler, request.heard = None, False
+        request.scheduler = None
         return self.admit(request)
 
     def check(self) -> None:
@@ -207,10 +218,10 @@ class Attempts:
                 "an admitted request that is not in the journal"
             )
             assert len(request.output_token_ids) <= request.sampling.max_tokens, "more tokens than allowed"
-            placed, asked = request.scheduler, request.asked
+            placed, heard, asked = request.scheduler, request.status is RequestStatus.HEARD, request.asked
             assert placed is None or not self._incarnations.over(placed.scheduler, placed.incarnation), (
                 "left with a dead scheduler"
             )
-            assert request.heard or asked == self._incarnations.coordinator or not self._incarnations.coordinator, (
+            assert heard or asked == self._incarnations.coordinator or not self._incarnations.coordinator, (
                 "nobody was asked"
             )

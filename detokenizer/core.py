@@ -17,7 +17,8 @@ from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, Truncation
 from meshlm.detokenizer.extras import check_audio
 from meshlm.detokenizer.journal import Journal
-from meshlm.detokenizer.request_state import NOBODY, RequestState, RequestStatus
+from meshlm.detokenizer.request_state import NOBODY, RequestState
+from meshlm.detokenizer.states import IN_ATTEMPT
 from meshlm.protocol.counts import DETOKENIZER
 from meshlm.protocol.edges.admit import Admit, RankLost, Readmit, Refused, Routed, SchedulerIncarnation
 from meshlm.protocol.edges.text import (
@@ -338,7 +339,7 @@ class Detokenizer:
         gone = [request for request_id in request_ids if (request := self.journal.by_id.get(request_id)) is not None]
         for request in gone:
             self.journal.forget(request)
-        admitted = tuple(request.work_id for request in gone if request.status is RequestStatus.ADMITTED)
+        admitted = tuple(request.work_id for request in gone if request.status in IN_ATTEMPT)
         return self.attempts.say_abort(admitted) if admitted else []
 
     def _frontend_lost(self, event: PeerLost) -> list[Effect]:

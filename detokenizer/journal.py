@@ -9,7 +9,8 @@ from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.events import Effect
 from meshlm.detokenizer.keyed import PARAM, TAKEN_OVER, Keyed
 from meshlm.detokenizer.replay import Replay
-from meshlm.detokenizer.request_state import NOBODY, RequestState, RequestStatus
+from meshlm.detokenizer.request_state import NOBODY, RequestState
+from meshlm.detokenizer.states import IN_ATTEMPT, RequestStatus
 from meshlm.protocol.edges import text as text_edge
 from meshlm.protocol.edges.text import Attach, Detach, Finished, Rejected, Submit
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId
@@ -93,7 +94,8 @@ class Journal:
             self.forget(request)
             return
         del self.by_handle[request.handle]
-        request.status, request.finished = RequestStatus.FINISHED, finished
+        request.move(RequestStatus.FINISHED)
+        request.finished = finished
         self._keep(request)
 
     def _keep(self, request: RequestState) -> None:
@@ -223,7 +225,7 @@ class Journal:
         for request in self.by_id.values():
             away = request.frontend == NOBODY or request.status is RequestStatus.FINISHED
             assert away == (request.request_id in self.keyed.until), "who waits for a client is not who has none"
-            assert (request.status is RequestStatus.ADMITTED) == (self.by_handle.get(request.handle) is request)
+            assert (request.status in IN_ATTEMPT) == (self.by_handle.get(request.handle) is request)
 
 
 def connection_of(request: RequestState) -> tuple[Identity, Handle]:

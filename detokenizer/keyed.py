@@ -7,7 +7,8 @@ with its key begins anew.
 
 from collections.abc import Mapping
 
-from meshlm.detokenizer.request_state import RequestState, RequestStatus
+from meshlm.detokenizer.request_state import RequestState
+from meshlm.detokenizer.states import RequestStatus
 from meshlm.protocol.edges.text import Rejected, Submit, num_bytes_of
 from meshlm.protocol.logprobs import num_bytes_of_prompt
 from meshlm.protocol.wire.ids import ErrorKind, RequestId

@@ -2,10 +2,10 @@
 
 from array import array
 from dataclasses import InitVar, dataclass, field
-from enum import Enum
 
 from meshlm.detokenizer.decode import Decoder, TokenTable
 from meshlm.detokenizer.kept_logprobs import KeptLogprobs
+from meshlm.detokenizer.states import TRANSITIONS, RequestStatus
 from meshlm.detokenizer.stops import StopFinder
 from meshlm.protocol.edges.admit import EngineRequest, SchedulerIncarnation
 from meshlm.protocol.edges.text import Finished, PositionLogprobs, PromptLogprobs, RequestEvent, Submit
@@ -14,15 +14,7 @@ from meshlm.protocol.extras import Extras
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.runtime.process.deaths import Death
-
-
-class RequestStatus(Enum):
-    """ENCODING -> ADMITTED (again after a scheduler's or the coordinator's death) -> FINISHED, with an Idempotency-Key -> gone."""
-
-    ENCODING = "encoding"
-    ADMITTED = "admitted"
-    FINISHED = "finished"
-
+from meshlm.runtime.process.transitions import check_transition
 
 REPETITION_DETECTED = "repetition_detected"
 NOBODY = Identity(Role.FRONTEND, -1)  # the frontend of a request whose client is away
@@ -47,7 +39,7 @@ class RequestState:
     extras: Extras = ()
     output_token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     sampling: SamplingParams = field(init=False)
-    asked: Incarnation = Incarnation(0)  # the incarnation of the coordinator that got this attempt's Admit; 0: none yet
+    asked: Incarnation = Incarnation(0)  # the incarnation of the coordinator that got this attempt's Admit
     submitted_at: float = 0.0  # when its prompt came ...
     asked_at: float = 0.0  # ... and when that Admit left
     preempted_us: tuple[int, ...] = ()  # before its end, as its scheduler said
@@ -55,7 +47,6 @@ class RequestState:
     encode_s: float = 0.0  # from its prompt's arrival to its tokens ...
     route_s: float = 0.0  # ... and from the Admit to a rank
     scheduler: SchedulerIncarnation | None = None  # which has this attempt
-    heard: bool = False  # tokens of this attempt came
     deaths: tuple[Death, ...] = ()  # of schedulers and the coordinator, that it met since the last token
     num_in_hand: int = 0  # deaths of schedulers and the coordinator that had it in hand
     begun_with: int = 0  # tokens that there were after the last such death
@@ -89,6 +80,11 @@ class RequestState:
         self.cut = cuts[choice] if choice < len(cuts) else 0
         self.arrival_s, self.num_told = submit.arrival_s, len(submit.delivered) // 4
         self.logprobs = KeptLogprobs(told)
+
+    def move(self, status: RequestStatus) -> None:
+        """InvalidTransition where the table of states.py has no such entry."""
+        check_transition(TRANSITIONS, self.status, status, self.request_id)
+        self.status = status
 
     def begin(self, table: TokenTable, prompt: "array[int]", sampling: SamplingParams, extras: Extras) -> None:
         """The prompt is encoded. Ids that the client has already (resume) are decoded silently."""

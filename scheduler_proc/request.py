@@ -18,8 +18,9 @@ from meshlm.protocol.extra_kind import Span
 from meshlm.protocol.extras import Extra, generates, uncut_spans, with_keys
 from meshlm.protocol.sampling import RepetitionDetection
 from meshlm.protocol.wire.ids import BlockId, Handle, Identity, Incarnation, Row
+from meshlm.runtime.process.transitions import check_transition
 from meshlm.scheduler_proc.kv import hashes
-from meshlm.scheduler_proc.states import RequestState, Wait, check_transition
+from meshlm.scheduler_proc.states import TRANSITIONS, RequestState, Wait
 
 
 @lru_cache(1024)
@@ -128,6 +129,6 @@ class Request:
 
     def move(self, state: RequestState) -> None:
         """Change state. InvalidTransition when the table has no such entry."""
-        check_transition(self.state, state, self.work.request_id, self.story)
+        check_transition(TRANSITIONS, self.state, state, self.work.request_id, self.story)
         self.state = state
         self.story.append(f"{state.value} at {self.num_computed}/{len(self.tokens)}+{self.num_output_placeholders}")

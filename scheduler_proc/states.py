@@ -20,8 +20,9 @@ FINISHED, once, and FINISHED for none. Others may pass one that waits while ther
 so that its tokens are not all known; or its workers have not prepared its extras (a grammar).
 """
 
-from collections.abc import Iterable
 from enum import Enum
+
+from meshlm.runtime.process.transitions import check_transition
 
 
 class Session(Enum):
@@ -75,16 +76,6 @@ TRANSITIONS: dict[State, tuple[State, ...]] = {
 }
 
 
-class InvalidTransition(Exception):
-    """A bug: the text tells the story."""
-
-
-def check_transition(before: State, after: State, name: str = "the rank", story: Iterable[str] = ()) -> None:
-    """InvalidTransition where the table has no such entry."""
-    if after not in TRANSITIONS[before]:
-        raise InvalidTransition(f"{name}: {before.value} -> {after.value}; so far: {', '.join(story)}")
-
-
 class RankState:
     """The states of one rank. The workers' session changes the one, operations change the other; planner and reports read both."""
 
@@ -94,13 +85,13 @@ class RankState:
         self.session, self.planning = Session.GATHERING, Planning.RUNNING
 
     def move_session(self, session: Session) -> None:
-        check_transition(self.session, session)
+        check_transition(TRANSITIONS, self.session, session, "the session")
         self.session = session
 
     def move_planning(self, planning: Planning) -> None:
         """An operator's wish, which changes nothing for a rank that is stopped."""
         if self.planning is not Planning.STOPPED:
-            check_transition(self.planning, planning)
+            check_transition(TRANSITIONS, self.planning, planning, "planning")
             self.planning = planning
 
     @property

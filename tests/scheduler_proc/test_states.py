@@ -8,15 +8,14 @@ from bench import COORDINATOR, LIFE, WORKER, Bench, limits, reference
 from meshlm.protocol.operations import Action, Operation, OperationId, Pause, Resume, Stop
 from meshlm.protocol.wire.ids import RequestId
 from meshlm.runtime.process.events import PeerLost, PeerUp, Received
+from meshlm.runtime.process.transitions import InvalidTransition, check_transition
 from meshlm.scheduler_proc.states import (
     TRANSITIONS,
-    InvalidTransition,
     Planning,
     RankState,
     RequestState,
     Session,
     State,
-    check_transition,
 )
 
 KINDS = (Session, Planning, RequestState)
@@ -38,10 +37,10 @@ def test_what_the_table_does_not_have_is_a_bug(
     before: Session | Planning | RequestState, after: Session | Planning | RequestState
 ) -> None:
     if after in TRANSITIONS[before]:
-        check_transition(before, after)
+        check_transition(TRANSITIONS, before, after, "r1")
         return
     with pytest.raises(InvalidTransition, match=rf"r1: {before.value} -> {after.value}; so far: arrived"):
-        check_transition(before, after, "r1", ["arrived"])
+        check_transition(TRANSITIONS, before, after, "r1", ["arrived"])
 
 
 def test_a_session_by_its_events() -> None:
