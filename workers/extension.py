@@ -35,24 +35,23 @@ def _failed(name: str, error: Exception) -> ProcessFatal:
 
 
 class Extension:
-    """One object of the class, with the attributes `engine`, `rank` (the worker's number in the mesh) and, where the engine has them,
-    `model` and `device`."""
+    """One object of the class, where there is one, with the attributes `engine`, `rank` (the worker's number in the mesh) and, where
+    the engine has them, `model` and `device`."""
 
     def __init__(self, name: str, engine: Engine, rank: int) -> None:
-        """name: `module.Class` or `module:Class`. ProcessFatal."""
-        kind, self._has_warned = kind_of(name), False
+        """name: `module.Class` or `module:Class`; empty: there is no class. ProcessFatal."""
+        self._has_warned = False
+        self._made: Any = None
+        if not name:
+            return
+        kind = kind_of(name)
         try:
-            self._made: Any = kind()
+            self._made = kind()
             self._made.engine, self._made.rank = engine, rank
             for shown in ("model", "device"):
                 setattr(self._made, shown, getattr(engine, shown, None))
         except Exception as error:  # it may raise anything, and the user must read whose it is
             raise _failed(name, error) from None
-
-    @classmethod
-    def of(cls, name: str, engine: Engine, rank: int) -> "Extension | None":
-        """None where the flag is not given."""
-        return cls(name, engine, rank) if name else None
 
     def _warn(self) -> None:
         """Once in the mesh's log: nobody but this worker knows what its method does."""
@@ -62,6 +61,8 @@ class Extension:
 
     def call(self, operation_id: OperationId, asked: CallWorkers) -> OperationDone:
         """Its result as JSON, what JSON has not as text; or what went wrong."""
+        if self._made is None:
+            return OperationDone(operation_id, NONE)
         kind = type(self._made).__name__
         method = None if asked.method.startswith("_") else getattr(type(self._made), asked.method, None)
         if not callable(method):

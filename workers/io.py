@@ -131,7 +131,7 @@ class WorkerApp:
                 return
             load_profiler(mesh.config.worker.profiler_dir)
             engine = make_engine(mesh.config, mesh.identity.index, self._membership, report)
-            extension = Extension.of(mesh.config.worker.worker_extension_cls, engine, mesh.identity.index)
+            extension = Extension(mesh.config.worker.worker_extension_cls, engine, mesh.identity.index)
         except BaseException as error:  # whoever waits for the engine raises it
             loop.call_soon_threadsafe(answer, error)
             return

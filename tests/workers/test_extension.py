@@ -61,7 +61,7 @@ def test_what_goes_wrong_is_named_and_the_worker_goes_on(engine: Any) -> None:
     for name in ("nowhere.Mine", "mine_f.Nobody", "mine_f.Broken", "Mine"):
         with pytest.raises(ProcessFatal, match=f"--worker-extension-cls {name}: "):
             Extension(name, engine, 0)
-    assert Extension.of("", engine, 0) is None
+    assert "start the server with --worker-extension-cls" in called(Extension("", engine, 0), "scale").error
 
 
 def test_the_log_says_once_that_changes_are_lost_with_the_worker(engine: Any) -> None:

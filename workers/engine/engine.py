@@ -75,8 +75,8 @@ class ModelEngine:
         def progress(done: int, total: int) -> None:
             report("weights", done // MB, total // MB, "MB")
 
-        self._plan = memory.weights_plan(config, device, self._others, placement.shard, self._cache_dtype)
-        self.model = load_model(resolved, device, config.model.seed or 0, progress, placement.shard, self._plan)
+        self.weights_plan = memory.weights_plan(config, device, self._others, placement.shard, self._cache_dtype)
+        self.model = load_model(resolved, device, config.model.seed or 0, progress, placement.shard, self.weights_plan)
         choose_parts(self.model, config.worker, backend.name, self.dtype)
         if config.worker.profile_layers:
             mark_layers(self.model, torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop)
@@ -168,7 +168,7 @@ class ModelEngine:
             group,
             Experts.of(moe, self.shard, group),
             [list(mixture.experts.parameters()) for mixture in mixtures],
-            lambda: reload_weights(self.model, self.resolved, self.device, seed, self._plan, only_experts=True),
+            lambda: reload_weights(self.model, self.resolved, self.device, seed, self.weights_plan, only_experts=True),
             same_rows=self.together is None,
         )
         for mixture, replicas in zip(mixtures, balancer.replicas, strict=True):

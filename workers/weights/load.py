@@ -18,7 +18,7 @@ from meshlm.workers import memory
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.formats.format import Encode, WeightedLayer
 from meshlm.workers.formats.gguf import DecodedGGUF
-from meshlm.workers.models.decoder import Attention, Decoder
+from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer
 from meshlm.workers.models.registry import model_class
 from meshlm.workers.weights import mxfp4_experts, packed_files, sharded_state
 from meshlm.workers.weights.check import check_finite, check_tensors
@@ -320,7 +320,10 @@ def _take_kv_scale(name: str, source: Source, model: Decoder) -> bool:
     scale = float(source.whole())
     if not 0 < scale < math.inf:
         raise ProcessFatal(f"tensor {name}: one positive number per layer is read, this is {scale}")
-    attention = model.layers[int(match[1]) - mine.start].attention
+    layer = model.layers[int(match[1]) - mine.start]
+    if not isinstance(layer, DecoderLayer):  # of a reload, which is done with it
+        return True
+    attention = layer.attention
     assert isinstance(attention, Attention)
     keys, values = attention.kv_scale
     what = match["one"] or match["output"] or match["cache"]

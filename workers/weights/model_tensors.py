@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshlm.workers.formats.format import WeightFormat
-from meshlm.workers.layers.ops import AttentionShape
+from meshlm.workers.layers.ops import AttentionShape, LatentShape
 from meshlm.workers.moe.fused_moe import FusedMoE
 
 _OWN = ("meshlm.workers.formats", "meshlm.workers.moe.experts", "meshlm.workers.models", "meshlm.kernels")
@@ -59,7 +59,7 @@ def _inside(one: Any) -> Iterator[tuple[str | int, Any]]:
     elif isinstance(one, FunctionType) and one.__module__.startswith("meshlm.workers.layers"):
         yield from zip(one.__code__.co_freevars, (cell.cell_contents for cell in one.__closure__ or ()), strict=True)
     elif (
-        isinstance(one, nn.Module | AttentionShape)
+        isinstance(one, nn.Module | AttentionShape | LatentShape)
         or type(one).__module__.startswith(_OWN)
         or isinstance(one, WeightFormat)
     ):
