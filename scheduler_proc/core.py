@@ -321,6 +321,8 @@ class Scheduler:
             case ResetPrefixCache(preempt=preempt):
                 if not self.batching.reset_prefix_cache(preempt=preempt):
                     return self.operations.answer(operation, f"{len(self.batching.running)} requests run")
+            case CallWorkers(method="reload_weights"):  # what runs is computed anew
+                self.batching.reset_prefix_cache(preempt=True)
             case CallWorkers():  # the weights may be others from now on
                 self.batching.kv.reset_prefix_cache(self.batching.running)
             case Pause() | AbortRunning() as action:

@@ -1,6 +1,7 @@
-"""The worker extension (--worker-extension-cls): a class of the user's, whose methods POST /collective_rpc calls in every worker.
+"""What POST /collective_rpc calls in every worker: methods of the worker extension (--worker-extension-cls), a class of the user's, and
+the two that read weights again (weights/reload.py).
 
-Owned by io.py; called by the stepper thread between two steps. It is trusted code, as a plug-in is.
+Owned by io.py; called by the stepper thread between two steps. An extension is trusted code, as a plug-in is.
 """
 
 import importlib
@@ -40,7 +41,7 @@ class Extension:
 
     def __init__(self, name: str, engine: Engine, rank: int) -> None:
         """name: `module.Class` or `module:Class`; empty: there is no class. ProcessFatal."""
-        self._has_warned = False
+        self._engine, self._has_warned = engine, False
         self._made: Any = None
         if not name:
             return
@@ -61,6 +62,11 @@ class Extension:
 
     def call(self, operation_id: OperationId, asked: CallWorkers) -> OperationDone:
         """Its result as JSON, what JSON has not as text; or what went wrong."""
+        if asked.method in ("verify_weights", "reload_weights"):
+            from meshlm.workers.weights import reload  # torch
+
+            error = reload.of_engine(self._engine, only_verify=asked.method == "verify_weights")
+            return OperationDone(operation_id, error, results=() if error else (b"null",))
         if self._made is None:
             return OperationDone(operation_id, NONE)
         kind = type(self._made).__name__

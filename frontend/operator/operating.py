@@ -171,8 +171,10 @@ async def abort_requests(backend: Operates, request_ids: tuple[str, ...]) -> dic
 
 
 async def collective_rpc(backend: Operates, asked: CollectiveRpcRequest) -> dict[str, Any]:
-    """What a method of the worker extension gives, in the order of the workers."""
-    if not backend.config.worker.worker_extension_cls:
+    """What a method of the worker extension gives, in the order of the workers; or, of reload_weights, None for each."""
+    if asked.method == "reload_weights":  # no worker begins before all have found that they can
+        await _done(backend, CallWorkers("verify_weights", b""))
+    elif not backend.config.worker.worker_extension_cls:
         raise HttpError(
             404, "start the server with --worker-extension-cls to call into workers", kind="not_found_error"
         )

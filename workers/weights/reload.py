@@ -5,14 +5,17 @@ start, and are copied over those of the running model. So no format knows of it,
 """
 
 from collections.abc import Iterator
+from typing import Protocol, cast
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
-from meshlm.protocol.config import Resolved
-from meshlm.runtime.errors import ProcessFatal
+from meshlm.protocol.config import MeshConfig, Resolved
+from meshlm.runtime.errors import ModelFilesError, ProcessFatal
+from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.workers.layers.summing_ops import SummingOps
-from meshlm.workers.models.decoder import Decoder
+from meshlm.workers.models.decoder import Decoder, DecoderLayer
 from meshlm.workers.weights.check import check_finite
 from meshlm.workers.weights.gguf_form import WeightsPlan
 from meshlm.workers.weights.load import DTYPES, default_dtype, fill, make_tensors, planned
@@ -20,6 +23,61 @@ from meshlm.workers.weights.model_tensors import held_by, tensors_by_path
 
 PASS_BYTES = 2 << 30
 """Modules of so many bytes are loaded at a time; each time all names of the files are gone through."""
+
+
+class ReloadableEngine(Protocol):
+    """The part of an engine that this needs. One of another kind lacks it, and cannot reload."""
+
+    config: MeshConfig
+    resolved: Resolved
+    device: torch.device
+    model: Decoder
+    weights_plan: WeightsPlan
+
+
+def of_engine(engine: object, *, only_verify: bool) -> str:
+    """Reads an engine's weights again, or only finds out whether that can be: why not. ProcessFatal once tensors have been changed."""
+    if not isinstance(getattr(engine, "model", None), Decoder):
+        return "reload_weights: this worker has no weights that could be read again"
+    made = cast("ReloadableEngine", engine)
+    if only_verify and (why := _refusal(made)):
+        return f"reload_weights: {why}"
+    given = made.model, made.resolved, made.device, made.config.model.seed or 0, made.weights_plan
+    try:
+        reload_weights(*given, only_verify=only_verify)
+    except (ProcessFatal, torch.OutOfMemoryError) as error:
+        if not only_verify:  # some tensors are of the new files: this worker ends, and its rank loads them all
+            raise
+        return f"reload_weights: {error}"
+    return ""
+
+
+def _refusal(engine: ReloadableEngine) -> str:
+    """Why the files are not those of the model that runs, or cannot be read again; "": they may be."""
+    resolved, asked, spec = engine.resolved, engine.config.model, engine.resolved.spec
+    if resolved.load_format == "sharded_state" or resolved.weights_url or spec.transformers is not None:
+        return "weights are read again from safetensors, .gguf and .bin files on a disk, and not with --model-impl transformers"
+    if resolved.pooling is not None or spec.encoder_only or spec.audio_encoder is not None:
+        return "it is there for models that give text"
+    if any(not parameter.untyped_storage().size() for parameter in engine.model.parameters()):
+        return "the worker is asleep; wake_up comes first"
+    try:
+        found = resolve_model(
+            resolved.model_path,
+            load_format=resolved.load_format,
+            hf_overrides=asked.hf_overrides,
+            model_impl=asked.model_impl,
+        ).spec
+    except ModelFilesError as error:
+        return str(error)
+    if spec.quantization is not None and any(scheme.online for scheme in spec.quantization.schemes):
+        found = replace(found, quantization=spec.quantization)
+    changed = [name for name in spec.__struct_fields__ if getattr(found, name) != getattr(spec, name)]
+    return (
+        f"{resolved.model_path}: its files describe another model than at the start ({', '.join(changed)})"
+        if changed
+        else ""
+    )
 
 
 def reload_weights(
@@ -30,10 +88,15 @@ def reload_weights(
     plan: WeightsPlan | None = None,
     *,
     only_experts: bool = False,
+    only_verify: bool = False,
     pass_bytes: int = PASS_BYTES,
 ) -> None:
     """After `load_model` with the same arguments: this shard's weights as the files have them now. only_experts: this rank's own, into
-    the slots that they had at the start. ProcessFatal where they cannot be read; then part of the model may have other weights."""
+    the slots that they had at the start. only_verify: all but the last step, which changes the running model.
+
+    ProcessFatal where they cannot be read, or not into this model; then some of its tensors may have new values already."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # of steps that compute with the tensors
     with default_dtype(DTYPES[resolved.dtype]), torch.inference_mode():
         fresh, tensors, kept, *_ = planned(resolved, device, seed, model.shard, plan)
         fresh.ops = model.ops.base if isinstance(model.ops, SummingOps) else model.ops
@@ -45,7 +108,9 @@ def reload_weights(
             for name in names:
                 made = fresh.get_submodule(name)
                 fresh.prepare_weights(made)
-                _copy(made, model.get_submodule(name), name)
+                for into, tensor in _pairs(made, model.get_submodule(name), name):
+                    if not only_verify:
+                        into.copy_(tensor)
                 fresh.set_submodule(name, nn.Module())
 
 
@@ -69,9 +134,14 @@ def _passes(fresh: Decoder, pass_bytes: int, *, only_experts: bool) -> Iterator[
     yield part
 
 
-def _copy(made: nn.Module, running: nn.Module, name: str) -> None:
+def _pairs(made: nn.Module, running: nn.Module, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each tensor of the running module, and what is to be in it. ProcessFatal."""
+    if isinstance(made, DecoderLayer) and isinstance(running, DecoderLayer):
+        scales = [getattr(layer.attention, "kv_scale", None) for layer in (made, running)]
+        if scales[0] != scales[1]:
+            raise ProcessFatal(f"{name}: its scales of an FP8 KV cache are others than at the start")
     for path, tensor in tensors_by_path(made):
         into = held_by(running, path)
         if not isinstance(into, Tensor) or (into.shape, into.dtype) != (tensor.shape, tensor.dtype):
             raise ProcessFatal(f"{name}.{'.'.join(map(str, path))}: it has another form than in the running model")
-        into.copy_(tensor)
+        yield into, tensor
