@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshlm.architectures.config_values import shown, words
-from meshlm.architectures.dense import dense_spec, one_window
+from meshlm.architectures.dense import full_spec
 from meshlm.architectures.family import Family, Weight
 from meshlm.architectures.layers import with_states
 from meshlm.architectures.states import KEYS, MODEL, PACKED, mamba2_state, mamba2_weights
@@ -17,8 +17,7 @@ _NORMS = (("input_layernorm", "", "input_norm"), ("pre_ff_layernorm", "", "post_
 
 
 def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    spec = dense_spec(config, architecture)
-    one_window(config, spec, slides=False)
+    spec = full_spec(config, architecture)
     layers, given = spec.num_hidden_layers, config.get("attn_layer_indices") or []
     if not isinstance(given, list) or any(type(layer) is not int or not 0 <= layer < layers for layer in given):
         raise ValueError(f"attn_layer_indices must be numbers of layers below {layers}, got {shown(given)}")

@@ -1,26 +1,46 @@
-"""BLOOM (BigScience 2022): ALiBi, and embeddings that are normed."""
+"""BLOOM (BigScience 2022): ALiBi, and embeddings that are normed.
 
+ALiBi (Press et al. 2022): attention with linear biases, in the place of positions.
+"""
+
+import math
 from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.alibi import slopes
 from meshlm.architectures.config_values import integer, words
-from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Layout
+from meshlm.architectures.family import GGUFMetadata, Layout
 from meshlm.architectures.layer_norms import (
     BLOOM_LAYER,
-    GGUF_EPS,
-    MODEL,
-    QKV,
+    FUSED,
+    layer_norm_form,
     layer_norm_gguf,
     layer_norm_spec,
-    layer_norm_weights,
     named,
     renaming,
 )
 from meshlm.architectures.layers import with_attention
-from meshlm.architectures.weights import GGUF_QKV
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
+
+
+def slopes(num_heads: int, bias_max: float = 8.0, scale: float = 1.0) -> tuple[float, ...]:
+    """The slope of each head: a geometric sequence that ends with 2 ** -bias_max; where the number of heads is no power of two, that of
+    the power below it, and every second number of the one for twice as many heads. scale: what all are multiplied by."""
+
+    def sequence(count: int) -> list[float]:
+        return [2.0 ** (-bias_max * (head + 1) / count) for head in range(count)]
+
+    below = 2 ** int(math.log2(num_heads))
+    found = sequence(below) + sequence(2 * below)[::2][: num_heads - below]
+    return tuple(slope * scale for slope in found)
+
+
+def mpt_slopes(num_heads: int, bias_max: float) -> tuple[float, ...]:
+    """MPT's order where the number of heads is no power of two: every second number of the power above it first."""
+    above = 2 ** math.ceil(math.log2(num_heads))
+    found = [2.0 ** (-bias_max * (head + 1) / above) for head in range(above)]
+    return tuple(found if above == num_heads else [*found[1::2], *found[::2]][:num_heads])
+
 
 _NAMES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "max_position_embeddings": "seq_length"}
 _ORDER = LayerNormSpec(embedding_norm=True)
@@ -56,20 +76,16 @@ _OUTSIDE = {
     "word_embeddings_layernorm": "model.embed_norm",
     "ln_f": "model.norm",
 }
-FAMILY = Family(
+FAMILY = FUSED._replace(
     architecture="BloomForCausalLM",
     model_type="bloom",
     spec=_spec,
-    weights=layer_norm_weights,
     keys=words("""
         n_layer n_head n_embed n_inner seq_length layer_norm_epsilon slow_but_exact offset_alibi masked_softmax_fusion
         attention_softmax_in_fp32 bias_dropout_fusion skip_bias_add skip_bias_add_qkv
     """),
     defaults={"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
-    packed=QKV,
     layouts={"self_attn.qkv_proj": Layout.BY_GROUP},
     rename=renaming(r"h\.", _OUTSIDE, BLOOM_LAYER, "transformer."),
-    gguf=GGUFFamily("bloom", _gguf, frozenset((GGUF_EPS,)), packed=GGUF_QKV),
-    compiles=False,
-    model=MODEL,
+    gguf=layer_norm_form("bloom", _gguf),
 )

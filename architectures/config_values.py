@@ -18,6 +18,21 @@ def integer(config: dict[str, Any], key: str, default: int | None = None) -> int
     return value
 
 
+def positive(config: dict[str, Any], key: str, default: int | None = None) -> int:
+    """An integer that is one or more."""
+    value = integer(config, key, default)
+    if value < 1:
+        raise ValueError(f"{key} is {value}; it must be positive")
+    return value
+
+
+def refuse_quantised(config: dict[str, Any], architecture: str, what: str = "") -> None:
+    """ValueError where the weights of files are codes. what: of a family is in their way."""
+    for key in ("quantization_config", "compression_config", "quantization"):
+        if config.get(key):
+            raise ValueError(f"{key} is not supported for {architecture}{what and f', whose {what}'}")
+
+
 def boolean(config: dict[str, Any], key: str) -> bool:
     value = config.get(key)
     if value is not None and type(value) is not bool:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
-from meshlm.architectures.config_values import boolean, integer, number, shown, words
+from meshlm.architectures.config_values import boolean, integer, number, positive, shown, words
 from meshlm.architectures.dense import dense_gguf, dense_spec, one_window
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Split, Weight
 from meshlm.architectures.layers import with_attention, with_experts
@@ -61,11 +61,8 @@ def deepseek_spec(config: dict[str, Any], architecture: str, moe: MoESpec) -> Mo
 def latent(config: dict[str, Any]) -> MLASpec:
     """ValueError."""
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    sizes = {name: integer(config, name) for name in names}
-    sizes["q_lora_rank"] = 0 if config.get("q_lora_rank") is None else integer(config, "q_lora_rank")
-    for name, size in sizes.items():
-        if size < (name != "q_lora_rank"):
-            raise ValueError(f"{name} is {size}; it must be positive")
+    sizes = {name: positive(config, name) for name in names}
+    sizes["q_lora_rank"] = 0 if config.get("q_lora_rank") in (None, 0) else positive(config, "q_lora_rank")
     if sizes["qk_rope_head_dim"] % 2:
         raise ValueError(f"qk_rope_head_dim is {sizes['qk_rope_head_dim']}; it must be even")
     return msgspec.convert(sizes, MLASpec)

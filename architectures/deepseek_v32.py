@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.config_values import integer, shown, words
+from meshlm.architectures.config_values import integer, positive, shown, words
 from meshlm.architectures.deepseek_v2 import KEYS, deepseek_weights
 from meshlm.architectures.deepseek_v3 import DEFAULTS, DRAFTS, deepseek_v3_spec
 from meshlm.architectures.family import Family, Weight
@@ -28,10 +28,7 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     config = {**config, "layer_types": None, "first_k_dense_replace": _num_dense(config)}
     spec = deepseek_v3_spec(config, architecture)
     assert spec.mla is not None
-    sizes = {name: integer(config, name) for name in _SIZES}
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} is {size}; it must be positive")
+    sizes = {name: positive(config, name) for name in _SIZES}
     if sizes["index_head_dim"] < spec.mla.qk_rope_head_dim:
         raise ValueError(f"index_head_dim {sizes['index_head_dim']} has no room for the numbers that are rotated")
     if not spec.mla.q_lora_rank:

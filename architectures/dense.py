@@ -64,6 +64,19 @@ def dtype_of(config: dict[str, Any]) -> str:
     return str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
 
 
+def full_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    """`dense_spec`, of a family all whose layers see all tokens before. KeyError, ValueError."""
+    spec = dense_spec(config, architecture)
+    one_window(config, spec, slides=False)
+    return spec
+
+
+def windowed_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    """`dense_spec`, of a family whose layers may all have the window. KeyError, ValueError."""
+    spec = dense_spec(config, architecture)
+    return with_attention(spec, sliding_window=one_window(config, spec, slides=True))
+
+
 def activation(config: dict[str, Any], key: str, default: str = "silu") -> str:
     """The function between gate and up. ValueError."""
     act = config.get(key, default)
@@ -199,10 +212,3 @@ def gguf_sliding(metadata: GGUFMetadata, spec: ModelSpec, every: int, window: in
             f"does not fit {layers} layers"
         )
     return with_attention(spec, sliding, sliding_window=window)
-
-
-def refuse_quantised(config: dict[str, Any], architecture: str) -> None:
-    """For families whose rows of query and key heads are reordered while they load: scales are not. ValueError."""
-    for key in ("quantization_config", "compression_config", "quantization"):
-        if config.get(key):
-            raise ValueError(f"{key} is not supported for {architecture}, whose heads rotate neighbours")

@@ -8,8 +8,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.config_values import boolean, integer, number, shown, words
-from meshlm.architectures.dense import dense_gguf, dense_spec, one_window, refuse_quantised
+from meshlm.architectures.config_values import boolean, integer, number, refuse_quantised, shown, words
+from meshlm.architectures.dense import dense_gguf, full_spec
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
 from meshlm.architectures.layers import with_experts
 from meshlm.architectures.moe import GGUF_KEYS, checked, gguf_moe
@@ -27,11 +27,9 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    refuse_quantised(config, architecture)
+    refuse_quantised(config, architecture, "heads rotate neighbours")
     bias = boolean(config, "use_bias")
-    spec = dense_spec({**config, "attention_bias": bias, "mlp_bias": bias}, architecture)
-    one_window(config, spec, slides=False)
-    return spec
+    return full_spec({**config, "attention_bias": bias, "mlp_bias": bias}, architecture)
 
 
 def _moe_spec(config: dict[str, Any], architecture: str) -> ModelSpec:

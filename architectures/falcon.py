@@ -8,22 +8,19 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.alibi import slopes
-from meshlm.architectures.bloom import without_rotation
+from meshlm.architectures.bloom import slopes, without_rotation
 from meshlm.architectures.config_values import boolean, integer, shown, words
-from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Layout, Weight
+from meshlm.architectures.family import GGUFMetadata, Layout, Weight
 from meshlm.architectures.layer_norms import (
     BLOOM_LAYER,
-    GGUF_EPS,
-    MODEL,
-    QKV,
+    FUSED,
+    layer_norm_form,
     layer_norm_gguf,
     layer_norm_spec,
     layer_norm_weights,
     named,
     renaming,
 )
-from meshlm.architectures.weights import GGUF_QKV
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
 _NAMES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}  # of files before transformers had it
@@ -73,7 +70,7 @@ def _weights(spec: ModelSpec) -> Iterator[Weight]:
 
 
 _OUTSIDE = {"word_embeddings": "model.embed_tokens", "ln_f": "model.norm"}
-FAMILY = Family(
+FAMILY = FUSED._replace(
     architecture="FalconForCausalLM",
     model_type="falcon",
     spec=_spec,
@@ -88,7 +85,6 @@ FAMILY = Family(
         "max_position_embeddings": 2048,
         "tie_word_embeddings": True,
     },
-    packed=QKV,
     layouts={"self_attn.qkv_proj": Layout.BY_GROUP},
     rename=renaming(
         r"h\.",
@@ -96,7 +92,5 @@ FAMILY = Family(
         {"ln_attn": "input_layernorm", "ln_mlp": "post_attention_layernorm", **BLOOM_LAYER},
         "transformer.",
     ),
-    gguf=GGUFFamily("falcon", _gguf, frozenset((GGUF_EPS,)), packed=GGUF_QKV),
-    compiles=False,
-    model=MODEL,
+    gguf=layer_norm_form("falcon", _gguf),
 )

@@ -8,9 +8,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.config_values import integer, number, shown, words
+from meshlm.architectures.config_values import integer, number, refuse_quantised, shown, words
 from meshlm.architectures.dense import dense_gguf, dense_spec
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
+from meshlm.architectures.granite import MULTIPLIED
 from meshlm.architectures.states import GGUF_PACKED, GGUF_STATE, KEYS, PACKED, mamba2_gguf, mamba2_state, mamba2_weights
 from meshlm.architectures.weights import attention_weights, decoder_weights, mlp_weights, norm_weights
 from meshlm.protocol.layers import LayerSpec
@@ -26,9 +27,7 @@ _BIASES = ("attention_bias", "projectors_bias", "mamba_proj_bias", "mlp_bias")
 
 
 def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    for key in ("quantization_config", "compression_config", "quantization"):
-        if config.get(key):
-            raise ValueError(f"{key} is not supported for {architecture}, whose weights are multiplied while they load")
+    refuse_quantised(config, architecture, MULTIPLIED)
     for key in _BIASES:
         if config.get(key):
             raise ValueError(f"{key} is not supported for {architecture}")

@@ -4,7 +4,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.config_values import integer
+from meshlm.architectures.config_values import integer, words
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError
 from meshlm.architectures.gemma2 import DEFAULTS, KEYS, gemma_gguf, gemma_spec, gemma_weights
 from meshlm.architectures.layers import all_but_each, with_attention
@@ -50,14 +50,9 @@ FAMILY = Family(
     gguf=GGUFFamily(
         "gemma3",
         _gguf,
-        keys=frozenset(
-            (
-                "attention.sliding_window",
-                "attention.sliding_window_pattern",
-                "rope.freq_base_swa",
-                "final_logit_softcapping",
-            )
-        ),
+        keys=words("""
+        attention.sliding_window attention.sliding_window_pattern rope.freq_base_swa final_logit_softcapping
+    """),
     ),
     float16=False,
     compiles=False,

@@ -2,6 +2,8 @@
 
 The small models have a vector of each token for each layer, and layers that share keys and values; the sparse one has experts beside
 the MLP of each layer.
+
+The .gguf files of Gemma 4: llama.cpp's keys, which give the heads of layers that see all as those of the model.
 """
 
 from collections.abc import Iterator
@@ -9,13 +11,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.config_values import boolean, integer, shown
-from meshlm.architectures.dense import layer_types
-from meshlm.architectures.family import Family, Weight
+from meshlm.architectures.config_values import boolean, integer, refuse_quantised, shown, words
+from meshlm.architectures.dense import dense_gguf, layer_types
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
 from meshlm.architectures.gemma2 import DEFAULTS, KEYS, SANDWICH_NORMS, gemma_spec
-from meshlm.architectures.gemma4_gguf import GEMMA4_GGUF
 from meshlm.architectures.layers import sharing, with_attention, with_mlps, with_shared_caches
-from meshlm.architectures.moe import moe_spec
+from meshlm.architectures.moe import GGUF_KEYS, gguf_moe, moe_spec
 from meshlm.architectures.rope import ropes_by_kind
 from meshlm.architectures.weights import (
     ExpertNames,
@@ -26,7 +27,112 @@ from meshlm.architectures.weights import (
     norm_weights,
 )
 from meshlm.protocol.layers import LayerSpec, MoESpec
-from meshlm.protocol.model import ModelSpec, PerLayerInputSpec
+from meshlm.protocol.model import ModelSpec, PerLayerInputSpec, RopeSpec
+
+_STILL = 1e29  # a frequency that is divided by so much turns nothing
+
+
+def _gguf_spec(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    get, layers = metadata.get, int(metadata.get("block_count"))
+    sliding = tuple(
+        map(bool, _gguf_of_layers(get("attention.sliding_window_pattern"), layers, "sliding_window_pattern"))
+    )
+    if sliding[-1]:
+        raise MetadataError("attention.sliding_window_pattern: the last layer must see all")
+    shared = int(get("attention.shared_kv_layers", 0))
+    wide = _gguf_of_layers(get("feed_forward_length"), layers, "feed_forward_length")
+    keys = _gguf_of_layers(get("attention.head_count_kv"), layers, "head_count_kv")
+    own = {slides: {count for count, kind in zip(keys, sliding, strict=True) if kind == slides} for slides in (0, 1)}
+    if any(len(counts) > 1 for counts in own.values()):
+        raise MetadataError(f"attention.head_count_kv {keys} differs among layers of a kind")
+    (full_keys,) = own[0]
+    head_dim = int(get("attention.key_length_swa"))
+    for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
+        if int(get(key, head_dim)) != head_dim:
+            raise MetadataError(f"{key} is {get(key)}; only {head_dim} is supported here")
+    plain = {
+        "feed_forward_length": wide[0],
+        "attention.head_count_kv": own[1].pop() if own[1] else full_keys,
+        "attention.key_length": head_dim,
+    }
+    fields = {**metadata.fields, **{f"{metadata.kind}.{key}": value for key, value in plain.items()}}
+    spec = dense_gguf(metadata._replace(fields=fields, rope_factors=()), architecture)
+    spec = with_attention(spec, sliding, sliding_window=int(get("attention.sliding_window")) if any(sliding) else 0)
+    spec = with_shared_caches(spec, shared, "attention.shared_kv_layers", MetadataError)
+    full = {
+        "num_key_value_heads": full_keys,
+        "head_dim": int(get("attention.key_length")),
+        "keys_are_values": _keys_are_values(metadata, sliding, layers - shared),
+    }
+    spec = with_attention(spec, [not slides for slides in sliding], **full)
+    if shared and wide[-1] == 2 * wide[0]:
+        spec = with_mlps(spec, sharing(spec), intermediate_size=wide[-1])
+    if [layer.intermediate_size for layer in spec.layers] != wide:
+        raise MetadataError(
+            f"feed_forward_length {wide}: layers that share keys and values may have twice that of others"
+        )
+    rope = replace(spec.rope, rope_type="proportional", partial_rotary_factor=_turning(metadata.rope_factors))
+    spec = replace(
+        spec,
+        hidden_act="gelu_pytorch_tanh",
+        query_pre_attn_scalar=1.0,
+        qk_norm=True,
+        rope=rope,
+        sliding_rope=RopeSpec(rope_theta=float(get("rope.freq_base_swa", 10_000.0))),
+        final_logit_softcapping=float(get("final_logit_softcapping", 0.0)),
+        per_layer_input=_gguf_per_layer_input(metadata),
+    )
+    if int(get("expert_count", 0)):
+        moe = gguf_moe(metadata._replace(fields=fields), norm_topk_prob=True)
+        spec = spec.with_layers(lambda layer: replace(layer, experts=moe))
+    return spec
+
+
+def _gguf_of_layers(value: Any, layers: int, key: str) -> list[int]:
+    """One number for each layer."""
+    found = list(map(int, value)) if isinstance(value, list | tuple) else [int(value)] * layers
+    if len(found) != layers:
+        raise MetadataError(f"{key} names {len(found)} layers of {layers}")
+    return found
+
+
+def _turning(factors: tuple[float, ...]) -> float:
+    """The part of a head's numbers that turns, in layers that see all: the others' frequencies are divided by a huge number."""
+    turning = sum(factor == 1 for factor in factors)
+    if any(factor != 1 for factor in factors[:turning]) or any(factor < _STILL for factor in factors[turning:]):
+        raise MetadataError("rope_freqs.weight must have ones, and huge numbers behind them")
+    return turning / len(factors) if factors else 1.0
+
+
+def _keys_are_values(metadata: GGUFMetadata, sliding: tuple[bool, ...], own: int) -> bool:
+    """own: the layers that share with none. Those that see all have no projection of values then."""
+    without = {f"blk.{layer}.attn_v.weight" not in metadata.shapes for layer in range(own) if not sliding[layer]}
+    if len(without) != 1:
+        raise MetadataError("attn_v.weight is there in some of the layers that see all, and not in others")
+    return without.pop()
+
+
+def _gguf_per_layer_input(metadata: GGUFMetadata) -> PerLayerInputSpec | None:
+    size = int(metadata.get("embedding_length_per_layer_input", 0))
+    if not size:
+        return None
+    table = metadata.shapes.get("per_layer_token_embd.weight", ())
+    if len(table) != 2 or table[0] < metadata.shapes["token_embd.weight"][0]:
+        raise MetadataError("tensor per_layer_token_embd.weight is missing, or has fewer rows than token_embd.weight")
+    return PerLayerInputSpec(hidden_size_per_layer_input=size, vocab_size_per_layer_input=table[0])
+
+
+GEMMA4_GGUF = GGUFFamily(
+    "gemma4",
+    _gguf_spec,
+    keys=GGUF_KEYS
+    | words("""
+        attention.sliding_window attention.sliding_window_pattern attention.shared_kv_layers attention.key_length_swa
+        attention.value_length_swa rope.freq_base_swa rope.dimension_count_swa embedding_length_per_layer_input
+        final_logit_softcapping
+    """),
+)
+
 
 _EVERY = 6  # of so many layers the last sees all, where the file names no kinds
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -45,9 +151,7 @@ _BESIDE_NORMS = (
 
 
 def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    for key in ("quantization_config", "compression_config", "quantization"):
-        if config.get(key):
-            raise ValueError(f"{key} is not supported for {architecture}")
+    refuse_quantised(config, architecture)
     if config.get("use_bidirectional_attention") not in (None, "vision"):  # of images, which are not served
         raise ValueError(
             f"use_bidirectional_attention {shown(config['use_bidirectional_attention'])} is not supported for {architecture}"
@@ -189,21 +293,11 @@ FAMILY = Family(
     spec=_spec,
     weights=_weights,
     keys=(KEYS - {"attn_logit_softcapping", "query_pre_attn_scalar"})
-    | {
-        "global_head_dim",
-        "num_global_key_value_heads",
-        "per_layer_config",
-        "attention_k_eq_v",
-        "use_bidirectional_attention",
-        "vocab_size_per_layer_input",
-        "hidden_size_per_layer_input",
-        "num_kv_shared_layers",
-        "use_double_wide_mlp",
-        "enable_moe_block",
-        "num_experts",
-        "top_k_experts",
-        "moe_intermediate_size",
-    },
+    | words("""
+        global_head_dim num_global_key_value_heads per_layer_config attention_k_eq_v use_bidirectional_attention
+        vocab_size_per_layer_input hidden_size_per_layer_input num_kv_shared_layers use_double_wide_mlp
+        enable_moe_block num_experts top_k_experts moe_intermediate_size
+    """),
     defaults={
         **DEFAULTS,
         "hidden_size": 2304,

@@ -3,18 +3,15 @@
 from typing import Any
 
 from meshlm.architectures.config_values import integer, words
-from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Layout
+from meshlm.architectures.family import GGUFMetadata, Layout
 from meshlm.architectures.layer_norms import (
-    GGUF_EPS,
-    MODEL,
-    QKV,
+    FUSED,
+    layer_norm_form,
     layer_norm_gguf,
     layer_norm_spec,
-    layer_norm_weights,
     named,
     renaming,
 )
-from meshlm.architectures.weights import GGUF_QKV
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
 _NAMES = {
@@ -47,11 +44,10 @@ _INSIDE = {
     "mlp.c_fc": "mlp.up_proj",
     "mlp.c_proj": "mlp.down_proj",
 }
-FAMILY = Family(
+FAMILY = FUSED._replace(
     architecture="GPT2LMHeadModel",
     model_type="gpt2",
     spec=_spec,
-    weights=layer_norm_weights,
     keys=words("""
         n_embd n_layer n_head n_positions n_ctx n_inner activation_function layer_norm_epsilon reorder_and_upcast_attn
         summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
@@ -66,11 +62,8 @@ FAMILY = Family(
         "layer_norm_epsilon": 1e-5,
         "tie_word_embeddings": True,
     },
-    packed=QKV,
     layouts=dict.fromkeys((stem for stem in _INSIDE.values() if stem.endswith("proj")), Layout.TRANSPOSED),
     rename=renaming(r"h\.", _OUTSIDE, _INSIDE, "transformer."),
     unread=r"model\.layers\.\d+\.attn\.(masked_)?bias",
-    gguf=GGUFFamily("gpt2", _gguf, frozenset((GGUF_EPS,)), packed=GGUF_QKV),
-    compiles=False,
-    model=MODEL,
+    gguf=layer_norm_form("gpt2", _gguf),
 )

@@ -3,17 +3,14 @@
 from typing import Any
 
 from meshlm.architectures.config_values import boolean, words
-from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Layout
+from meshlm.architectures.family import GGUFMetadata, Layout
 from meshlm.architectures.layer_norms import (
-    GGUF_EPS,
-    MODEL,
-    QKV,
+    FUSED,
+    layer_norm_form,
     layer_norm_gguf,
     layer_norm_spec,
-    layer_norm_weights,
     renaming,
 )
-from meshlm.architectures.weights import GGUF_QKV
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
 
@@ -30,11 +27,10 @@ def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     return layer_norm_gguf(metadata, architecture, LayerNormSpec(parallel=2 if parallel else 0), "gelu")
 
 
-FAMILY = Family(
+FAMILY = FUSED._replace(
     architecture="GPTNeoXForCausalLM",
     model_type="gpt_neox",
     spec=_spec,
-    weights=layer_norm_weights,
     keys=words("use_parallel_residual rotary_pct rotary_emb_base layer_norm_eps"),
     defaults={
         "use_parallel_residual": True,
@@ -45,7 +41,6 @@ FAMILY = Family(
         "attention_bias": True,
         "max_position_embeddings": 2048,
     },
-    packed=QKV,
     layouts={"self_attn.qkv_proj": Layout.BY_GROUP},
     rename=renaming(
         r"(?:gpt_neox\.)?layers\.",
@@ -64,7 +59,5 @@ FAMILY = Family(
         },
     ),
     unread=r"model\.layers\.\d+\.attention\.(rotary_emb\.inv_freq|masked_bias|bias)|model\.layers\.\d+\.attention\.rotary_emb.*",
-    gguf=GGUFFamily("gptneox", _gguf, frozenset((GGUF_EPS, "use_parallel_residual")), packed=GGUF_QKV),
-    compiles=False,
-    model=MODEL,
+    gguf=layer_norm_form("gptneox", _gguf, "use_parallel_residual"),
 )

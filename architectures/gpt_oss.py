@@ -5,7 +5,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.config_values import integer, number, shown
+from meshlm.architectures.config_values import integer, number, shown, words
 from meshlm.architectures.dense import dense_gguf, dense_spec
 from meshlm.architectures.dense import sliding_layers as layers_that_slide
 from meshlm.architectures.family import ExpertTensors, Family, GGUFFamily, GGUFMetadata, Split, Weight
@@ -83,16 +83,9 @@ FAMILY = Family(
     model_type="gpt_oss",
     spec=_spec,
     weights=_weights,
-    keys=frozenset(
-        (
-            "num_local_experts",
-            "num_experts_per_tok",
-            "experts_per_token",
-            "initial_context_length",
-            "swiglu_limit",
-            "swiglu_alpha",
-        )
-    ),
+    keys=words("""
+        num_local_experts num_experts_per_tok experts_per_token initial_context_length swiglu_limit swiglu_alpha
+    """),
     defaults={
         "head_dim": 64,
         "num_key_value_heads": 8,

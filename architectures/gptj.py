@@ -5,11 +5,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.config_values import integer, words
-from meshlm.architectures.dense import partial_factor, refuse_quantised
-from meshlm.architectures.family import Family, Weight
+from meshlm.architectures.config_values import integer, refuse_quantised, words
+from meshlm.architectures.dense import partial_factor
+from meshlm.architectures.family import Weight
 from meshlm.architectures.layer_norms import (
-    MODEL,
+    LAYER_NORMS,
     layer_norm_spec,
     layer_norm_weights,
     named,
@@ -28,7 +28,7 @@ _ORDER = LayerNormSpec(parallel=1, head_bias=True)
 
 
 def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    refuse_quantised(config, architecture)
+    refuse_quantised(config, architecture, "heads rotate neighbours")
     config = named(config, _NAMES)
     wide = config.get("n_inner") or 4 * integer(config, "hidden_size")
     made = {**config, "intermediate_size": wide, "attention_bias": False, "mlp_bias": True}
@@ -45,7 +45,7 @@ def _weights(spec: ModelSpec) -> Iterator[Weight]:
 
 
 _OUTSIDE = {"wte": "model.embed_tokens", "ln_f": "model.norm"}
-FAMILY = Family(
+FAMILY = LAYER_NORMS._replace(
     architecture="GPTJForCausalLM",
     model_type="gptj",
     spec=_spec,
@@ -75,6 +75,4 @@ FAMILY = Family(
         "transformer.",
     ),
     unread=r"model\.layers\.\d+\.attn\.(masked_)?bias",
-    compiles=False,
-    model=MODEL,
 )

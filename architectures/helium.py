@@ -5,17 +5,16 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.dense import dense_spec, one_window, refuse_quantised
+from meshlm.architectures.config_values import refuse_quantised
+from meshlm.architectures.dense import full_spec
 from meshlm.architectures.family import Family, Weight
 from meshlm.architectures.weights import rotating_neighbours, transformer_weights
 from meshlm.protocol.model import ModelSpec
 
 
 def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    refuse_quantised(config, architecture)
-    spec = dense_spec(config, architecture)
-    one_window(config, spec, slides=False)
-    return replace(spec, output_bias=False)
+    refuse_quantised(config, architecture, "heads rotate neighbours")
+    return replace(full_spec(config, architecture), output_bias=False)
 
 
 def _weights(spec: ModelSpec) -> Iterator[Weight]:

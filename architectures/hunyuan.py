@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import integer, number, shown, words
-from meshlm.architectures.dense import dense_gguf, dense_spec, one_window
+from meshlm.architectures.dense import dense_gguf, full_spec
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata
 from meshlm.architectures.rope import rope_kind
 from meshlm.architectures.weights import transformer_weights
@@ -22,9 +22,7 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     for key, wanted in _WANTED.items():
         if config.get(key, wanted) != wanted:
             raise ValueError(f"{key} {shown(config[key])} is not supported for {architecture}; supported: {wanted}")
-    spec = dense_spec({**_stretched(config), "mlp_bias": False}, architecture)
-    one_window(config, spec, slides=False)
-    return replace(spec, qk_norm=True)
+    return replace(full_spec({**_stretched(config), "mlp_bias": False}, architecture), qk_norm=True)
 
 
 def _stretched(config: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshlm.architectures.config_values import integer, words
-from meshlm.architectures.dense import dense_gguf, dense_spec, layers_that_attend, one_window
+from meshlm.architectures.dense import dense_gguf, full_spec, layers_that_attend
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
 from meshlm.architectures.layers import with_attention, with_experts, with_states
 from meshlm.architectures.moe import GGUF_KEYS, gguf_moe, moe_spec
@@ -20,8 +20,7 @@ _NAMES = ExpertNames(router="feed_forward.router", expert="feed_forward.experts.
 
 
 def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    spec = dense_spec(config, architecture)
-    one_window(config, spec, slides=False)
+    spec = full_spec(config, architecture)
     layers = spec.num_hidden_layers
     attends = _every(config, "attn_layer", layers)
     experts = _every(config, "expert_layer", layers)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -9,9 +10,10 @@ from msgspec.structs import replace
 from meshlm.architectures import dense
 from meshlm.architectures.config_values import number, shown
 from meshlm.architectures.dense import dense_spec
-from meshlm.architectures.family import GGUFMetadata, Split, Weight
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Split, Weight
 from meshlm.architectures.layers import with_attention
 from meshlm.architectures.weights import (
+    GGUF_QKV,
     NAMES,
     ExpertNames,
     attention_weights,
@@ -22,7 +24,6 @@ from meshlm.architectures.weights import (
 from meshlm.protocol.layers import LayerSpec
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
-MODEL = "meshlm.workers.models.layer_norm:LayerNormDecoder"
 QKV = {"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")}
 GGUF_EPS = "attention.layer_norm_epsilon"
 _ACTIVATIONS = {**dense.ACTIVATIONS, "relu": "relu", "relu2": "relu2", "gelu_python": "gelu"}
@@ -69,6 +70,11 @@ def layer_norm_gguf(
         norm_bias="output_norm.bias" in shapes,
         layer_norms=order,
     )
+
+
+def layer_norm_form(kind: str, spec: Callable[[GGUFMetadata, str], ModelSpec], *keys: str, **more: Any) -> GGUFFamily:
+    """The form of .gguf files with layer norms. keys: those that the family honours beyond the norms' epsilon."""
+    return GGUFFamily(kind, spec, frozenset((GGUF_EPS, *keys)), packed=GGUF_QKV, **more)
 
 
 def named(config: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
@@ -161,3 +167,16 @@ def renaming(
         return f"{outside[stem]}.{last}" if stem in outside else name
 
     return rename
+
+
+LAYER_NORMS = Family(
+    architecture="",
+    model_type="",
+    spec=partial(layer_norm_spec, order=LayerNormSpec(), eps="layer_norm_eps"),
+    weights=layer_norm_weights,
+    compiles=False,
+    model="meshlm.workers.models.layer_norm:LayerNormDecoder",
+)
+"""What families of decoders with layer norms have in common; each says the rest."""
+FUSED = LAYER_NORMS._replace(packed=QKV)
+"""The same, of which files hold query, key and value in one tensor."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.config_values import boolean, integer, number, shown, words
+from meshlm.architectures.config_values import boolean, integer, number, positive, shown, words
 from meshlm.architectures.dense import dense_gguf, dense_spec, layers_that_attend
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Split, Weight
 from meshlm.architectures.layers import with_states
@@ -55,9 +55,7 @@ def _intermediate(config: dict[str, Any]) -> int:
     wide = integer(config, "intermediate_size") if given is None else integer(config, "block_ff_dim")
     if config.get("block_auto_adjust_ff_dim") is False:
         return wide
-    multiple, factor = integer(config, "block_multiple_of"), config.get("block_ffn_dim_multiplier")
-    if multiple < 1:
-        raise ValueError(f"block_multiple_of is {multiple}; it must be positive")
+    multiple, factor = positive(config, "block_multiple_of"), config.get("block_ffn_dim_multiplier")
     wide = int(2 * wide / 3)
     if factor is None:
         return wide

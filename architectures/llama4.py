@@ -8,8 +8,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.config_values import boolean, integer, number, shown
-from meshlm.architectures.dense import dense_gguf, dense_spec, refuse_quantised
+from meshlm.architectures.config_values import boolean, integer, number, positive, refuse_quantised, shown, words
+from meshlm.architectures.dense import dense_gguf, dense_spec
 from meshlm.architectures.family import ExpertTensors, Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
 from meshlm.architectures.layers import with_attention, with_experts
 from meshlm.architectures.moe import GGUF_KEYS, checked, gguf_moe, moe_spec
@@ -27,7 +27,7 @@ _KINDS = ("chunked_attention", "full_attention")
 
 
 def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    refuse_quantised(config, architecture)
+    refuse_quantised(config, architecture, "heads rotate neighbours")
     wide = integer(config, "intermediate_size")
     spec = dense_spec({**config, "intermediate_size": integer(config, "intermediate_size_mlp")}, architecture)
     without = without_positions(config, spec.num_hidden_layers)
@@ -76,9 +76,7 @@ def _layers_with_experts(config: dict[str, Any]) -> tuple[bool, ...]:
     """The layers with experts, by moe_layers or interleave_moe_layer_step. ValueError."""
     layers, given = integer(config, "num_hidden_layers"), config.get("moe_layers")
     if given is None:
-        step = integer(config, "interleave_moe_layer_step", 1)
-        if step < 1:
-            raise ValueError(f"interleave_moe_layer_step is {step}; it must be positive")
+        step = positive(config, "interleave_moe_layer_step", 1)
         given = list(range(step - 1, layers, step))
     if not isinstance(given, list) or any(type(one) is not int or not 0 <= one < layers for one in given):
         raise ValueError(f"moe_layers must be a list of numbers of layers, got {shown(given)}")
@@ -119,24 +117,11 @@ FAMILY = Family(
     model_type="llama4_text",
     spec=_spec,
     weights=_weights,
-    keys=frozenset(
-        (
-            "intermediate_size_mlp",
-            "num_local_experts",
-            "num_experts_per_tok",
-            "moe_layers",
-            "interleave_moe_layer_step",
-            "use_qk_norm",
-            "no_rope_layers",
-            "no_rope_layer_interval",
-            "attention_chunk_size",
-            "attn_temperature_tuning",
-            "attn_scale",
-            "floor_scale",
-            "router_jitter_noise",
-            "for_llm_compressor",
-        )
-    ),
+    keys=words("""
+        intermediate_size_mlp num_local_experts num_experts_per_tok moe_layers interleave_moe_layer_step use_qk_norm
+        no_rope_layers no_rope_layer_interval attention_chunk_size attn_temperature_tuning attn_scale floor_scale
+        router_jitter_noise for_llm_compressor
+    """),
     defaults={
         "head_dim": 128,
         "num_key_value_heads": 8,

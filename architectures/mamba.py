@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from meshlm.architectures.config_values import boolean, integer, number, words
+from meshlm.architectures.config_values import boolean, integer, number, positive, words
 from meshlm.architectures.dense import dtype_of
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
 from meshlm.architectures.mamba2 import CONTEXT, renamed, stateful_gguf
@@ -32,9 +32,7 @@ def _spec(config: dict[str, Any], architecture: str, norms: _Norms = "none") -> 
     if (
         config.get("intermediate_size") is not None
     ):  # as with transformers, whatever expand is: Falcon-Mamba-7B's says 16
-        if (wide := integer(config, "intermediate_size")) < 1:
-            raise ValueError(f"intermediate_size is {wide}; it must be positive")
-        state = replace(state, num_heads=wide)
+        state = replace(state, num_heads=positive(config, "intermediate_size"))
     return ModelSpec(
         architecture=architecture,
         vocab_size=integer(config, "vocab_size"),

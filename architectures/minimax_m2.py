@@ -11,10 +11,10 @@ from msgspec.structs import replace
 
 from meshlm.architectures.config_values import integer, shown, words
 from meshlm.architectures.deepseek_v2 import GGUF_EXPERT_KEYS, with_gguf_experts
-from meshlm.architectures.dense import dense_gguf, dense_spec, one_window, partly_rotated
+from meshlm.architectures.dense import dense_gguf, full_spec, partly_rotated
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
 from meshlm.architectures.layers import with_experts
-from meshlm.architectures.mixtral import NAMES
+from meshlm.architectures.mistral import NAMES
 from meshlm.architectures.moe import moe_spec
 from meshlm.architectures.olmo2 import olmo_attention
 from meshlm.architectures.weights import transformer_weights
@@ -39,8 +39,7 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
         raise ValueError("attn_type_list holds layers that do not attend to all tokens; supported: 1")
     if config.get("rotary_dim") is not None and config.get("partial_rotary_factor") is None:
         config = {**config, "partial_rotary_factor": integer(config, "rotary_dim") / integer(config, "head_dim")}
-    spec = dense_spec(config, architecture)
-    one_window(config, spec, slides=False)
+    spec = full_spec(config, architecture)
     moe = replace(
         moe_spec(config, "num_local_experts", "intermediate_size"),
         scoring_func="sigmoid",

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from meshlm.architectures.config_values import boolean, integer, shown
+from meshlm.architectures.config_values import boolean, integer, positive, shown
 from meshlm.architectures.family import GGUFMetadata, MetadataError
 from meshlm.protocol.layers import MoESpec
 
@@ -11,10 +11,8 @@ GGUF_KEYS = frozenset(("expert_count", "expert_used_count", "expert_feed_forward
 
 def layers_with_experts(config: dict[str, Any]) -> tuple[bool, ...]:
     """Reads decoder_sparse_step and mlp_only_layers of a config.json; which layers have experts. ValueError."""
-    step, layers = integer(config, "decoder_sparse_step", 1), integer(config, "num_hidden_layers")
+    step, layers = positive(config, "decoder_sparse_step", 1), integer(config, "num_hidden_layers")
     dense = config.get("mlp_only_layers") or []
-    if step < 1:
-        raise ValueError(f"decoder_sparse_step is {step}; it must be positive")
     if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
         raise ValueError(f"mlp_only_layers must be a list of numbers of layers, got {shown(dense)}")
     found = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))

@@ -4,22 +4,18 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.alibi import mpt_slopes
-from meshlm.architectures.bloom import without_rotation
+from meshlm.architectures.bloom import mpt_slopes, without_rotation
 from meshlm.architectures.config_keys import check
 from meshlm.architectures.config_values import boolean, integer, number, shown, words
-from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata
+from meshlm.architectures.family import GGUFMetadata
 from meshlm.architectures.layer_norms import (
-    GGUF_EPS,
-    MODEL,
-    QKV,
+    FUSED,
+    layer_norm_form,
     layer_norm_gguf,
     layer_norm_spec,
-    layer_norm_weights,
     named,
     renaming,
 )
-from meshlm.architectures.weights import GGUF_QKV
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
 _NAMES = {
@@ -88,11 +84,10 @@ def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
 
 
 _OUTSIDE = {"wte": "model.embed_tokens", "norm_f": "model.norm"}
-DENSE = Family(
+DENSE = FUSED._replace(
     architecture="MptForCausalLM",
     model_type="mpt",
     spec=_spec,
-    weights=layer_norm_weights,
     keys=words("""
         d_model n_layers n_heads expansion_ratio max_seq_len attn_config no_bias learned_pos_emb logit_scale
         layer_norm_epsilon emb_pdrop init_device embedding_fraction norm_type init_config verbose fc_type ffn_config
@@ -105,7 +100,6 @@ DENSE = Family(
         "attn_config": {"alibi": True},
         "tie_word_embeddings": True,
     },
-    packed=QKV,
     rename=renaming(
         r"blocks\.",
         _OUTSIDE,
@@ -119,10 +113,6 @@ DENSE = Family(
         },
         "transformer.",
     ),
-    gguf=GGUFFamily(
-        "mpt", _gguf, frozenset((GGUF_EPS, "attention.clamp_kqv", "attention.max_alibi_bias")), packed=GGUF_QKV
-    ),
-    compiles=False,
-    model=MODEL,
+    gguf=layer_norm_form("mpt", _gguf, "attention.clamp_kqv", "attention.max_alibi_bias"),
 )
 FAMILIES = (DENSE, DENSE._replace(architecture="MPTForCausalLM", gguf=None))

@@ -6,8 +6,14 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import words
-from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
-from meshlm.architectures.layer_norms import GGUF_EPS, MODEL, layer_norm_gguf, layer_norm_spec, layer_norm_weights
+from meshlm.architectures.family import GGUFMetadata, Weight
+from meshlm.architectures.layer_norms import (
+    LAYER_NORMS,
+    layer_norm_form,
+    layer_norm_gguf,
+    layer_norm_spec,
+    layer_norm_weights,
+)
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
 _ORDER = LayerNormSpec()
@@ -26,7 +32,7 @@ def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     return layer_norm_gguf(metadata, architecture, _ORDER, "relu2")
 
 
-FAMILY = Family(
+FAMILY = LAYER_NORMS._replace(
     architecture="NemotronForCausalLM",
     model_type="nemotron",
     spec=_spec,
@@ -38,7 +44,5 @@ FAMILY = Family(
         "partial_rotary_factor": 0.5,
         "max_position_embeddings": 4096,
     },
-    gguf=GGUFFamily("nemotron", _gguf, frozenset((GGUF_EPS,))),
-    compiles=False,
-    model=MODEL,
+    gguf=layer_norm_form("nemotron", _gguf),
 )

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from meshlm.architectures.config_values import integer, number, shown, words
 from meshlm.architectures.deepseek_v2 import GGUF_EXPERT_KEYS, gguf_experts
-from meshlm.architectures.dense import dense_gguf, dense_spec, layers_that_attend, one_window
+from meshlm.architectures.dense import dense_gguf, full_spec, layers_that_attend
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Split, Weight
 from meshlm.architectures.moe import checked, moe_spec
 from meshlm.architectures.states import (
@@ -59,8 +59,7 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
             raise ValueError(f"{key} {shown(config[key])} is not supported; supported: {value}")
     kinds = _kinds(config)
     config = {**config, "num_hidden_layers": len(kinds), "hidden_act": "silu"}
-    spec = dense_spec(config, architecture)
-    one_window(config, spec, slides=False)
+    spec = full_spec(config, architecture)
     state = mamba2_state(config, _NAMES, expands=False)
     experts = _moe(config) if "moe" in kinds else None
     return replace(

@@ -5,8 +5,13 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import number, words
-from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata
-from meshlm.architectures.layer_norms import GGUF_EPS, MODEL, layer_norm_gguf, layer_norm_spec, layer_norm_weights
+from meshlm.architectures.family import GGUFMetadata
+from meshlm.architectures.layer_norms import (
+    LAYER_NORMS,
+    layer_norm_form,
+    layer_norm_gguf,
+    layer_norm_spec,
+)
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
 _ORDER = LayerNormSpec(gated=True, affine=False)
@@ -22,14 +27,11 @@ def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     return replace(spec, clip_qkv=float(metadata.get("attention.clamp_kqv", 0.0)))
 
 
-FAMILY = Family(
+FAMILY = LAYER_NORMS._replace(
     architecture="OlmoForCausalLM",
     model_type="olmo",
     spec=_spec,
-    weights=layer_norm_weights,
     keys=words("clip_qkv"),
     defaults={"hidden_act": "silu", "max_position_embeddings": 2048},
-    gguf=GGUFFamily("olmo", _gguf, frozenset((GGUF_EPS, "attention.clamp_kqv")), interleaved_heads=True),
-    compiles=False,
-    model=MODEL,
+    gguf=layer_norm_form("olmo", _gguf, "attention.clamp_kqv", interleaved_heads=True),
 )

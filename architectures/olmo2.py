@@ -1,12 +1,21 @@
-"""OLMo 2 (OLMo Team 2024): norms behind attention and MLP, and over all query heads together, all key heads together."""
+"""OLMo 2 (OLMo Team 2024): norms behind attention and MLP, and over all query heads together, all key heads together.
+
+OLMo 3 (OLMo Team 2025): OLMo 2 of which three layers in four slide; only those that see all are stretched by YaRN.
+
+OLMoE (Muennighoff et al. 2024): experts in each layer; norms over all query heads together, all key heads together.
+"""
 
 from collections.abc import Iterator
 from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.dense import GGUF_SLIDING, dense_gguf, dense_spec, gguf_sliding, one_window
+from meshlm.architectures.config_values import number, words
+from meshlm.architectures.dense import GGUF_SLIDING, dense_gguf, dense_spec, full_spec, gguf_sliding, sliding_layers
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Split, Weight
+from meshlm.architectures.layers import with_attention, with_experts
+from meshlm.architectures.moe import GGUF_KEYS, gguf_moe, moe_spec
+from meshlm.architectures.rope import ropes_by_kind
 from meshlm.architectures.weights import (
     Norms,
     attention_weights,
@@ -21,12 +30,6 @@ POST_NORMS: Norms = (
 )
 _EVERY = 4  # of so many layers of OLMo 3 the last sees all
 DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
-
-
-def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    spec = dense_spec(config, architecture)
-    one_window(config, spec, slides=False)
-    return spec
 
 
 def olmo_attention(spec: ModelSpec, layer: LayerSpec) -> Iterator[Weight]:
@@ -56,10 +59,58 @@ def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
 FAMILY = Family(
     architecture="Olmo2ForCausalLM",
     model_type="olmo2",
-    spec=_spec,
+    spec=full_spec,
     weights=olmo_weights,
     defaults=DEFAULTS,
     gguf=GGUFFamily("olmo2", _gguf, GGUF_SLIDING | {"rope.freq_base_swa"}),
     compiles=False,
     model="meshlm.workers.models.post_norm:Olmo",
 )
+
+
+_OLMO3_EVERY = 4  # of so many layers the last sees all
+_THETA = 500_000.0
+
+
+def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    theta = config.get("rope_theta") or _THETA
+    rope, sliding_rope = ropes_by_kind(config, theta, theta)
+    window, sliding = sliding_layers(config, _OLMO3_EVERY)
+    spec = replace(dense_spec(config, architecture, rope), sliding_rope=sliding_rope)
+    return with_attention(spec, sliding, sliding_window=window)
+
+
+OLMO3 = Family(
+    architecture="Olmo3ForCausalLM",
+    model_type="olmo3",
+    spec=_spec,
+    weights=olmo_weights,
+    defaults={**DEFAULTS, "sliding_window": 4096},
+    compiles=False,
+    model="meshlm.workers.models.post_norm:Olmo",
+)
+
+
+def _olmoe_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    spec = full_spec({**config, "mlp_bias": False}, architecture)
+    clip = number(config.get("clip_qkv") or 0.0, "clip_qkv")
+    return with_experts(replace(spec, clip_qkv=clip), moe_spec(config, wide="intermediate_size"))
+
+
+def _olmoe_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    clip = float(metadata.get("attention.clamp_kqv", 0.0))
+    return with_experts(replace(dense_gguf(metadata, architecture), clip_qkv=clip), gguf_moe(metadata))
+
+
+OLMOE = Family(
+    architecture="OlmoeForCausalLM",
+    model_type="olmoe",
+    spec=_olmoe_spec,
+    weights=lambda spec: transformer_weights(spec, attention=olmo_attention),
+    keys=words("clip_qkv num_experts num_experts_per_tok norm_topk_prob"),
+    defaults={**DEFAULTS, "max_position_embeddings": 4096, "num_experts": 64, "num_experts_per_tok": 8},
+    gguf=GGUFFamily("olmoe", _olmoe_gguf, GGUF_KEYS | {"attention.clamp_kqv"}, experts=True),
+    compiles=False,
+    model="meshlm.workers.models.olmoe:Olmoe",
+)
+FAMILIES = (FAMILY, OLMO3, OLMOE)

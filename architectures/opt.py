@@ -8,8 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import boolean, integer, words
-from meshlm.architectures.family import Family
-from meshlm.architectures.layer_norms import MODEL, layer_norm_spec, layer_norm_weights, renaming
+from meshlm.architectures.layer_norms import LAYER_NORMS, layer_norm_spec, renaming
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
 _OFFSET = 2
@@ -41,11 +40,10 @@ _OUTSIDE = {
     "project_in": "model.project_in",
     "project_out": "model.project_out",
 }
-FAMILY = Family(
+FAMILY = LAYER_NORMS._replace(
     architecture="OPTForCausalLM",
     model_type="opt",
     spec=_spec,
-    weights=layer_norm_weights,
     keys=words("""
         ffn_dim word_embed_proj_dim do_layer_norm_before activation_function enable_bias layer_norm_elementwise_affine
         _remove_final_layer_norm
@@ -67,6 +65,4 @@ FAMILY = Family(
             "fc2": "mlp.down_proj",
         },
     ),
-    compiles=False,
-    model=MODEL,
 )

@@ -3,16 +3,14 @@
 from typing import Any
 
 from meshlm.architectures.config_values import words
-from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata
+from meshlm.architectures.family import GGUFMetadata
 from meshlm.architectures.layer_norms import (
-    GGUF_EPS,
-    MODEL,
+    LAYER_NORMS,
+    layer_norm_form,
     layer_norm_gguf,
     layer_norm_spec,
-    layer_norm_weights,
     renaming,
 )
-from meshlm.architectures.weights import GGUF_QKV
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
 _ORDER = LayerNormSpec(parallel=1, head_bias=True)
@@ -27,11 +25,10 @@ def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     return layer_norm_gguf(metadata, architecture, _ORDER)
 
 
-FAMILY = Family(
+FAMILY = LAYER_NORMS._replace(
     architecture="PhiForCausalLM",
     model_type="phi",
     spec=_spec,
-    weights=layer_norm_weights,
     keys=words("layer_norm_eps"),
     defaults={
         "layer_norm_eps": 1e-5,
@@ -44,7 +41,5 @@ FAMILY = Family(
         {"model.final_layernorm": "model.norm"},
         {"self_attn.dense": "self_attn.o_proj", "mlp.fc1": "mlp.up_proj", "mlp.fc2": "mlp.down_proj"},
     ),
-    gguf=GGUFFamily("phi2", _gguf, frozenset((GGUF_EPS,)), packed=GGUF_QKV),
-    compiles=False,
-    model=MODEL,
+    gguf=layer_norm_form("phi2", _gguf),
 )

@@ -4,7 +4,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.dense import dense_gguf, dense_spec, one_window, partly_rotated
+from meshlm.architectures.dense import dense_gguf, partly_rotated, windowed_spec
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError
 from meshlm.architectures.layers import with_attention
 from meshlm.architectures.weights import GGUF_GATE_UP, fused_gate_up, transformer_weights
@@ -12,10 +12,10 @@ from meshlm.protocol.model import ModelSpec
 
 
 def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    spec = dense_spec(config, architecture)
+    spec = windowed_spec(config, architecture)
     if spec.rope.rope_type == "yarn":
         raise ValueError("rope_type yarn means longrope in old files of this family; name it so")
-    return with_attention(spec, sliding_window=one_window(config, spec, slides=True))
+    return spec
 
 
 def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:

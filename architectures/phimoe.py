@@ -10,7 +10,7 @@ from meshlm.architectures.dense import dense_gguf, one_window, partly_rotated
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
 from meshlm.architectures.layer_norms import layer_norm_spec, layer_norm_weights
 from meshlm.architectures.layers import with_attention, with_experts
-from meshlm.architectures.mixtral import NAMES
+from meshlm.architectures.mistral import NAMES
 from meshlm.architectures.moe import GGUF_KEYS, gguf_moe, moe_spec
 from meshlm.architectures.phi3 import with_long_factors
 from meshlm.protocol.model import LayerNormSpec, ModelSpec

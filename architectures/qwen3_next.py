@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.config_values import boolean, integer, words
+from meshlm.architectures.config_values import boolean, integer, positive, words
 from meshlm.architectures.dense import dense_gguf, dense_spec, partly_rotated
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Split, Weight
 from meshlm.architectures.layers import with_experts, with_states
@@ -45,28 +45,14 @@ def gated_delta_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     check_activation(config)
     spec = dense_spec(config, architecture)
     if config.get("layer_types") is None:
-        every = integer(config, "full_attention_interval", _EVERY)
-        if every < 1:
-            raise ValueError(f"full_attention_interval is {every}; it must be positive")
+        every = positive(config, "full_attention_interval", _EVERY)
         attends = tuple((layer + 1) % every == 0 for layer in range(spec.num_hidden_layers))
     else:
         attends = tuple(kind == "attention" for kind in layers_of(config, _KINDS))
-    sizes = {name: integer(config, key) for name, key in _SIZES.items()}
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{_SIZES[name]} is {size}; it must be positive")
+    sizes: dict[str, Any] = {name: positive(config, key) for name, key in _SIZES.items()}
     if sizes["num_heads"] % sizes["n_groups"]:
         raise ValueError(f"linear_num_value_heads is no multiple of linear_num_key_heads {sizes['n_groups']}")
-    state = StateSpec(
-        kind="gated_delta_net",
-        num_heads=sizes["num_heads"],
-        head_dim=sizes["head_dim"],
-        state_size=sizes["state_size"],
-        n_groups=sizes["n_groups"],
-        conv_kernel=sizes["conv_kernel"],
-        conv_bias=False,
-        dtype=dtype_of_states(config),
-    )
+    state = StateSpec(kind="gated_delta_net", **sizes, conv_bias=False, dtype=dtype_of_states(config))
     spec = replace(spec, qk_norm=True, output_bias=boolean(config, "attention_bias"))
     return with_states(spec, state, (not one for one in attends))
 

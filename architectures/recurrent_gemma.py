@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.config_values import boolean, integer, number, shown, words
+from meshlm.architectures.config_values import boolean, integer, number, positive, shown, words
 from meshlm.architectures.dense import activation, dense_spec
 from meshlm.architectures.family import Family, Split, Weight
 from meshlm.architectures.layers import with_attention, with_states
@@ -23,12 +23,11 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
         raise ValueError(f"embeddings_scale_by_sqrt_dim false is not supported for {architecture}")
     wide, kernel = integer(config, "intermediate_size"), integer(config, "conv1d_width")
     window, channels = (
-        integer(config, "attention_window_size"),
-        integer(config, "lru_width", integer(config, "hidden_size")),
+        positive(config, "attention_window_size"),
+        positive(config, "lru_width", integer(config, "hidden_size")),
     )
-    for key, size in (("conv1d_width", kernel - 1), ("attention_window_size", window), ("lru_width", channels)):
-        if size < 1:
-            raise ValueError(f"{key} is {shown(config.get(key))}, which is too small")
+    if kernel < 2:
+        raise ValueError(f"conv1d_width is {kernel}; it must be two or more")
     act = activation(config, "hidden_activation")
     spec = dense_spec({**config, "hidden_act": act, "intermediate_size": wide // 2, "mlp_bias": True}, architecture)
     if channels % spec.num_attention_heads:

@@ -5,16 +5,14 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import boolean
-from meshlm.architectures.dense import dense_gguf, dense_spec, one_window
+from meshlm.architectures.dense import dense_gguf, full_spec
 from meshlm.architectures.family import Family, GGUFFamily
 from meshlm.architectures.weights import POST_ATTENTION_NORMS, transformer_weights
 from meshlm.protocol.model import ModelSpec
 
 
 def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    spec = dense_spec(config, architecture)
-    one_window(config, spec, slides=False)
-    return replace(spec, output_bias=boolean(config, "attention_out_bias"))
+    return replace(full_spec(config, architecture), output_bias=boolean(config, "attention_out_bias"))
 
 
 FAMILY = Family(

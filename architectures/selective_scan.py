@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from meshlm.architectures.config_values import boolean, integer, number, words
+from meshlm.architectures.config_values import boolean, integer, number, positive, words
 from meshlm.architectures.family import GGUFMetadata, MetadataError, Split, Weight
 from meshlm.architectures.states import check_activation
 from meshlm.protocol.layers import StateSpec
@@ -27,10 +27,7 @@ def mamba_state(
     hidden = integer(config, "hidden_size")
     if config.get(key("mamba_dt_rank"), "auto") in (None, "auto"):
         config = {**config, key("mamba_dt_rank"): -(-hidden // 16)}
-    sizes = {name: integer(config, key(name)) for name in _SIZES}
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{key(name)} is {size}; it must be positive")
+    sizes = {name: positive(config, key(name)) for name in _SIZES}
     return StateSpec(
         kind="mamba",
         num_heads=sizes["mamba_expand"] * hidden,

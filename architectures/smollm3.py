@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from meshlm.architectures.config_values import boolean, integer, shown
+from meshlm.architectures.config_values import boolean, positive, shown
 from meshlm.architectures.dense import dense_gguf, dense_spec
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata
 from meshlm.architectures.layers import with_attention
@@ -23,9 +23,7 @@ def without_positions(config: dict[str, Any], layers: int) -> tuple[bool, ...]:
     """The layers that rotate nothing; the file says 1 of those that do. ValueError."""
     given = config.get("no_rope_layers")
     if given is None:
-        every = integer(config, "no_rope_layer_interval", _EVERY)
-        if every < 1:
-            raise ValueError(f"no_rope_layer_interval is {every}; it must be positive")
+        every = positive(config, "no_rope_layer_interval", _EVERY)
         return tuple((layer + 1) % every == 0 for layer in range(layers))
     if not isinstance(given, list) or len(given) != layers or any(one not in (0, 1) for one in given):
         raise ValueError(f"no_rope_layers must be 0 or 1 for each of {layers} layers, got {shown(given)}")

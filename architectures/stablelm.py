@@ -5,8 +5,13 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import boolean, words
-from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata
-from meshlm.architectures.layer_norms import GGUF_EPS, MODEL, layer_norm_gguf, layer_norm_spec, layer_norm_weights
+from meshlm.architectures.family import GGUFMetadata
+from meshlm.architectures.layer_norms import (
+    LAYER_NORMS,
+    layer_norm_form,
+    layer_norm_gguf,
+    layer_norm_spec,
+)
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
 
@@ -24,11 +29,10 @@ def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     return layer_norm_gguf(metadata, architecture, order, "silu")
 
 
-FAMILY = Family(
+FAMILY = LAYER_NORMS._replace(
     architecture="StableLmForCausalLM",
     model_type="stablelm",
     spec=_spec,
-    weights=layer_norm_weights,
     keys=words("layer_norm_eps use_qkv_bias use_parallel_residual"),
     defaults={
         "layer_norm_eps": 1e-5,
@@ -37,7 +41,5 @@ FAMILY = Family(
         "num_key_value_heads": 32,
         "max_position_embeddings": 4096,
     },
-    gguf=GGUFFamily("stablelm", _gguf, frozenset((GGUF_EPS, "use_parallel_residual"))),
-    compiles=False,
-    model=MODEL,
+    gguf=layer_norm_form("stablelm", _gguf, "use_parallel_residual"),
 )

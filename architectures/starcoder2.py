@@ -6,12 +6,12 @@ from msgspec.structs import replace
 
 from meshlm.architectures.config_values import boolean, shown, words
 from meshlm.architectures.dense import dense_gguf, one_window
-from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata
+from meshlm.architectures.family import GGUFMetadata
 from meshlm.architectures.layer_norms import (
     GGUF_EPS,
-    MODEL,
+    LAYER_NORMS,
+    layer_norm_form,
     layer_norm_spec,
-    layer_norm_weights,
     renaming,
 )
 from meshlm.architectures.layers import with_attention
@@ -43,11 +43,10 @@ def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     )
 
 
-FAMILY = Family(
+FAMILY = LAYER_NORMS._replace(
     architecture="Starcoder2ForCausalLM",
     model_type="starcoder2",
     spec=_spec,
-    weights=layer_norm_weights,
     keys=words("use_bias norm_epsilon norm_type mlp_type activation_function"),
     defaults={
         "num_key_value_heads": 2,
@@ -58,7 +57,5 @@ FAMILY = Family(
         "max_position_embeddings": 4096,
     },
     rename=renaming(r"model\.layers\.", {}, {"mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}),
-    gguf=GGUFFamily("starcoder2", _gguf, frozenset((GGUF_EPS,))),
-    compiles=False,
-    model=MODEL,
+    gguf=layer_norm_form("starcoder2", _gguf),
 )

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from meshlm.architectures.config_values import boolean, integer, number, shown, words
+from meshlm.architectures.config_values import boolean, integer, number, positive, shown, words
 from meshlm.architectures.family import GGUFMetadata, MetadataError, Split, Weight
 from meshlm.protocol.layers import StateSpec
 from meshlm.protocol.model import ModelSpec
@@ -46,10 +46,7 @@ def mamba2_state(config: dict[str, Any], names: Mapping[str, str] | None = None,
         return (names or {}).get(name, name)
 
     def size(name: str, default: int | None = None) -> int:
-        found = integer(config, key(name)) if default is None else integer(config, key(name), default)
-        if found < 1:
-            raise ValueError(f"{key(name)} is {found}; it must be positive")
-        return found
+        return positive(config, key(name), default)
 
     heads, groups, hidden = size("mamba_n_heads"), size("mamba_n_groups"), integer(config, "hidden_size")
     each = config.get(key("mamba_d_head"), "auto")

@@ -5,7 +5,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.config_values import integer, words
+from meshlm.architectures.config_values import integer, refuse_quantised, words
 from meshlm.architectures.family import Family, Serves, Weight
 from meshlm.architectures.layer_norms import layer_norm_spec, layer_norm_weights, named, renaming
 from meshlm.protocol.model import AudioEncoderSpec, LayerNormSpec, ModelSpec
@@ -20,9 +20,7 @@ _NAMES = {
 
 
 def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    for name in ("quantization_config", "compression_config", "quantization"):
-        if config.get(name):
-            raise ValueError(f"{name} is not supported for {architecture}")
+    refuse_quantised(config, architecture)
     heads, hidden = integer(config, "encoder_attention_heads"), integer(config, "d_model")
     if heads < 1 or hidden % heads:
         raise ValueError(f"d_model {hidden} is no multiple of encoder_attention_heads {heads}")

@@ -24,6 +24,7 @@ from meshlm.workers.attention.triton_latent import LatentWorkspace, TritonLatent
 from meshlm.workers.attention.triton_sparse import TritonSparseAttention
 from meshlm.workers.batch import UNKNOWN, CrossCache, LayerCache, StepInputs
 from meshlm.workers.layers.ops import AttentionShape, LatentShape, LayerStep
+from meshlm.workers.states.self_test import self_test_states
 from meshlm.workers.states.triton_states import KINDS, TritonStates, pieces_of
 
 WORKSPACE_FLOATS = 1 << 22
@@ -250,16 +251,12 @@ def _without_states(state: StateSpec, page: int, dtype: torch.dtype, device: tor
         return f"it has no kernels for the states of {state.kind}"
     if state.kind == "gated_delta_net" and not all(32 <= size <= 256 for size in (state.head_dim, state.state_size)):
         return f"it has kernels for gated delta nets with heads of 32 to 256, these have {state.state_size} and {state.head_dim}"
-    from meshlm.workers.states.self_test import self_test_states
-
     reason = self_test_states(state, page, _ssm(state, dtype), dtype, device)
     return f"its kernels for the states of {state.kind} are not right on this GPU: {reason}" if reason else ""
 
 
 def states_in_graphs(state: StateSpec, page: int, dtype: torch.dtype, device: torch.device) -> str:
     """Why CUDA graphs must not hold prompts with such states here; "" when they may."""
-    from meshlm.workers.states.self_test import self_test_states
-
     reason = self_test_states(state, page, _ssm(state, dtype), dtype, device, in_graphs=True)
     return f"prompts with the states of {state.kind} are not right in graphs on this GPU: {reason}" if reason else ""
 

@@ -39,6 +39,7 @@ from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.pending import Timeline, timeline_of
 from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.engine.shared_prefixes import PrefixTables
+from meshlm.workers.engine.state_self_test import self_test_model
 from meshlm.workers.engine.timed_steps import TimedSteps
 from meshlm.workers.engine.triton_inputs import Staging, TritonInputs
 from meshlm.workers.graphs import warm_up
@@ -184,7 +185,6 @@ class TritonKit:
 
     def _self_test_states(self, engine: ModelEngine) -> None:
         """WrongStates where a model with recurrent states is not what plain torch makes of it. All ranks of a group say so together."""
-        from meshlm.workers.states.model_self_test import self_test_model
 
         def inputs(step: StepColumns) -> StepInputs:
             self._inputs.send(step, step.n, NOTHING, 0, np.arange(step.n))

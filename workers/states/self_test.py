@@ -2,7 +2,7 @@
 
 `self_test_states` runs the kernels alone, with the sizes of the model's states and pages: prompts in several pieces, chunks behind a
 state, prompts that cross a block's end with a checkpoint and without, decodes. In graphs: as CUDA graphs of mixed steps launch them,
-beside padding that is not a number. model_self_test.py runs the whole stage with its own weights.
+beside padding that is not a number. workers/engine/state_self_test.py runs the whole stage with its own weights.
 """
 
 from collections.abc import Iterator, Sequence

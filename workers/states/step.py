@@ -14,7 +14,7 @@ from meshlm.workers.batch import StateCache
 
 
 class WrongStates(Exception):
-    """A model does not give by the kernels what plain torch gives (model_self_test.py); the text says how far off it is."""
+    """A model does not give by the kernels what plain torch gives (engine/state_self_test.py); the text says how far off it is."""
 
 
 class StepStates(Protocol):

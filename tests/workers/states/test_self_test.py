@@ -23,12 +23,13 @@ from meshlm.kernels.states import Pieces
 from meshlm.protocol.layers import StateSpec
 from meshlm.workers.attention.torch_backend import TorchAttention
 from meshlm.workers.batch import KnownRequests, Prompt, StepInputs
+from meshlm.workers.engine import state_self_test
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.inputs import TorchInputs
+from meshlm.workers.engine.state_self_test import self_test_model
 from meshlm.workers.models.qwen3_next import GatedDeltaNet
 from meshlm.workers.rows.step_columns import StepColumns
-from meshlm.workers.states import model_self_test, triton_states
-from meshlm.workers.states.model_self_test import self_test_model
+from meshlm.workers.states import triton_states
 from meshlm.workers.states.self_test import self_test_states
 from meshlm.workers.states.triton_states import TritonStates, pieces_of
 
@@ -185,7 +186,7 @@ def tried(name: str, folder: Path) -> tuple[ModelEngine, KernelsOfStates]:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_whole_model_is_tried_and_left_as_it_was(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several groups of pages, prompts in chunks beside one another, decodes; in float32 they are equal but for the last digits."""
-    monkeypatch.setattr(model_self_test, "NEAR", 1e-4)
+    monkeypatch.setattr(state_self_test, "NEAR", 1e-4)
     whole, kernels = tried(name, tmp_path)
     before = whole.rows.state.clone()
     assert self_test_model(whole, kernels, kernels.inputs) == ""

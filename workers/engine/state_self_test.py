@@ -7,7 +7,7 @@ chosen by a hair changes nothing. What is compared is each operation alone, with
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,14 +16,12 @@ from meshlm.kernels.self_test import Result, in_one_line, why_wrong
 from meshlm.workers.attention.backend import Backend, StepAttention, TorchBackend
 from meshlm.workers.attention.sparse_latent import Chosen, LastChoice
 from meshlm.workers.batch import StepInputs
+from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.inputs import TorchInputs
 from meshlm.workers.layers.ops import AttentionShape, LatentShape, LayerStep
 from meshlm.workers.rows.step_columns import StepColumns
 from meshlm.workers.states.self_test import LONG, Request, step_of
 from meshlm.workers.states.step import StepStates
-
-if TYPE_CHECKING:
-    from meshlm.workers.engine.engine import ModelEngine
 
 NEAR = 0.05  # of the norm of what an operation gives one request, or of the states that it leaves: inputs and results have 16 bits
 
@@ -141,7 +139,7 @@ class _BothAttention:
         return cast(StepStates, both)
 
 
-def self_test_model(engine: "ModelEngine", backend: Backend, inputs: Callable[[StepColumns], StepInputs]) -> str:
+def self_test_model(engine: ModelEngine, backend: Backend, inputs: Callable[[StepColumns], StepInputs]) -> str:
     """Why this stage must not compute by `backend`; "" when it may. The KV cache is there, and nobody's yet.
 
     inputs: the step's tensors for the backend. A long prompt in two chunks stands beside a short one, then both decode.
@@ -179,7 +177,7 @@ def self_test_model(engine: "ModelEngine", backend: Backend, inputs: Callable[[S
 
 
 def _step(
-    engine: "ModelEngine",
+    engine: ModelEngine,
     step: StepColumns,
     kernels: tuple[Backend, Callable[[StepColumns], StepInputs]],
     findings: Findings,
