@@ -3,12 +3,11 @@
 Tokens that come while the client does not read are sent together when it does: nothing is queued here beside what a choice has.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from meshlm.frontend.openai.parse import ParsedRequest
-from meshlm.frontend.openai.responses import Response
+from meshlm.frontend.openai.responses import AnswerHead, Response
 from meshlm.protocol.edges.text import PositionLogprobs, PromptLogprobs
 from meshlm.protocol.logprobs import positions_of
 from meshlm.protocol.wire.ids import FinishReason
@@ -18,13 +17,11 @@ ABORTED = "abort"
 
 
 class GrpcResponse(Response):
-    """Hears of its choices from request_tracker.py. `on_news` is called whenever `take` may have something."""
+    """Hears of its choices from request_tracker.py. The head's `on_end` is called whenever `take` may have something."""
 
-    def __init__(
-        self, ask: ParsedRequest, request_id: str, created: int, model: str, on_news: Callable[[], None]
-    ) -> None:
-        super().__init__(ask, request_id, created, model, on_news)
-        self._on_news = on_news
+    def __init__(self, head: AnswerHead) -> None:
+        super().__init__(head)
+        self._on_news = head.on_end
         self._num_sent: dict[int, int] = {}  # tokens, by choice
         self._logprobs: dict[int, list[PositionLogprobs]] = {}  # by choice, of tokens that are not sent
         self._prompt_logprobs: dict[int, pb.InputLogProbs] = {}  # by choice, until its first message
@@ -38,11 +35,13 @@ class GrpcResponse(Response):
             if details.logprobs:
                 self._logprobs.setdefault(choice.index, []).extend(details.logprobs)
             if details.prompt_logprobs is not None:
-                self._prompt_logprobs[choice.index] = input_logprobs(details.prompt_logprobs, self.ask.prompt_logprobs)
+                self._prompt_logprobs[choice.index] = input_logprobs(
+                    details.prompt_logprobs, self.ask.answer.prompt_logprobs
+                )
             if details.finished is not None:
                 self.ended()
                 return
-        if self.ask.stream:
+        if self.ask.answer.stream:
             self._on_news()
 
     def abort(self) -> None:
@@ -57,7 +56,7 @@ class GrpcResponse(Response):
 
     def take(self) -> list[pb.GenerateResponse]:
         """The messages for what came since the last call; of an answer that is not streamed, its end alone."""
-        if not self.ask.stream and not self.is_over:
+        if not self.ask.answer.stream and not self.is_over:
             return []
         found = []
         for choice in self.choices:
@@ -66,13 +65,15 @@ class GrpcResponse(Response):
             begin, end = self._num_sent.get(choice.index, 0), len(choice.token_ids)
             positions = self._logprobs.pop(choice.index, ())
             made = _News(choice, choice.token_ids[begin:end].tolist(), positions, self._num_cached(choice))
-            if self.ask.stream and end > begin:
-                found.append(made.chunk(self._prompt_logprobs.pop(choice.index, None), self.ask.logprobs))
+            if self.ask.answer.stream and end > begin:
+                found.append(made.chunk(self._prompt_logprobs.pop(choice.index, None), self.ask.answer.logprobs))
             self._num_sent[choice.index] = end
             reason = self._reason(choice)
             if reason:
                 self._told.add(choice.index)
-                found.append(made.complete(reason, self._prompt_logprobs.pop(choice.index, None), self.ask.logprobs))
+                found.append(
+                    made.complete(reason, self._prompt_logprobs.pop(choice.index, None), self.ask.answer.logprobs)
+                )
         return found
 
     def _num_cached(self, choice: Choice) -> int:

@@ -13,6 +13,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from meshlm.frontend.http import bodies
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai import limits, parse
+from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.schema import CompletionRequest
 from meshlm.frontend.vectors import parse as vectors
 from meshlm.frontend.vectors.schema import EmbeddingRequest
@@ -33,7 +34,7 @@ SWITCHES = ("skip_special_tokens", "spaces_between_special_tokens", "ignore_eos"
 LISTS = ("stop", "stop_token_ids")
 
 
-def generation(request: pb.GenerateRequest, resolved: Resolved, server: ServerConfig) -> parse.ParsedRequest:
+def generation(request: pb.GenerateRequest, resolved: Resolved, server: ServerConfig) -> ParsedRequest:
     """A Generate call."""
     for name, why in NOT_SUPPORTED.items():
         if _is_set(request, name):
@@ -42,14 +43,11 @@ def generation(request: pb.GenerateRequest, resolved: Resolved, server: ServerCo
     body, unknown = bodies.decode(msgspec.json.encode(wanted), CompletionRequest, longest=resolved.max_model_len)
     ask = parse.completion(body, unknown, resolved, server)
     given = "max_tokens" in wanted
-    return ask._replace(
-        stream=request.stream,
-        max_tokens=ask.max_tokens if given else resolved.max_output_tokens,
-        cap_max_tokens=not given,
-    )
+    most = ask.mesh.max_tokens if given else resolved.max_output_tokens
+    return ask.with_answer(stream=request.stream).with_mesh(max_tokens=most, cap_max_tokens=not given)
 
 
-def embedding(request: pb.EmbedRequest, config: MeshConfig) -> parse.ParsedRequest:
+def embedding(request: pb.EmbedRequest, config: MeshConfig) -> ParsedRequest:
     """An Embed call."""
     assert config.resolved is not None
     ids = request.tokenized.input_ids

@@ -25,8 +25,8 @@ from meshlm.frontend.grpc import requests
 from meshlm.frontend.grpc.answers import GrpcResponse
 from meshlm.frontend.http.bodies import LARGE_BYTES
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.openai.parse import ParsedRequest
-from meshlm.frontend.openai.responses import Response, trace_headers
+from meshlm.frontend.openai.parsed_request import ParsedRequest
+from meshlm.frontend.openai.responses import AnswerHead, Response, trace_headers
 from meshlm.frontend.operator import operating
 from meshlm.frontend.requests import submits
 from meshlm.frontend.requests.generation import Backend
@@ -94,7 +94,7 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
             ask = submits.permitted(ask, key_of(context), self._backend.config)
             rank = requests.dp_rank(request)
             news = asyncio.Event()
-            answer = GrpcResponse(ask, *self._named(request.request_id), news.set)
+            answer = GrpcResponse(AnswerHead(ask, *self._named(request.request_id), news.set))
             async with self._running(answer, "Generate", context, rank):
                 while True:
                     await news.wait()
@@ -164,7 +164,7 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
             ask = await self._parsed(request, partial(requests.embedding, request, self._backend.config))
             ask = submits.permitted(ask, key_of(context), self._backend.config)
             end = asyncio.Event()
-            answer = VectorsResponse(ask, *self._named(request.request_id), end.set, write=lambda _: b"")
+            answer = VectorsResponse(AnswerHead(ask, *self._named(request.request_id), end.set), write=lambda _: b"")
             async with self._running(answer, "Embed", context):
                 await end.wait()
                 if answer.error is not None:

@@ -5,7 +5,7 @@ and what each sequence takes beside its tokens. It counts until it is closed.
 """
 
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.protocol.edges.text import Prompt, num_bytes_of
 from meshlm.protocol.extras import num_bytes
 from meshlm.protocol.wire.ids import ErrorKind
@@ -23,13 +23,13 @@ MAX_QUESTION_BYTES = 32 << 20  # of all of them
 
 def cost_of(ask: ParsedRequest) -> int:
     """Bytes that a generation request takes, about."""
-    prompts = sum(map(num_bytes_of, ask.prompts))
-    ids = ask.sampling
+    prompts = sum(map(num_bytes_of, ask.mesh.prompts))
+    ids = ask.mesh.sampling
     listed = ID_BYTES * (len(ids.stop_token_ids) + len(ids.allowed_token_ids)) + BIAS_BYTES * len(ids.logit_bias)
-    listed += ID_BYTES * bad_words.num_ids(ask.text.bad_words)
-    listed += EXTRA_COPIES * num_bytes(ask.extras)
-    num_sequences = len(ask.prompts) * ask.num_choices
-    return prompts * (1 + ask.num_choices) + num_sequences * (SEQUENCE_BYTES + listed)
+    listed += ID_BYTES * bad_words.num_ids(ask.mesh.text.bad_words)
+    listed += EXTRA_COPIES * num_bytes(ask.mesh.extras)
+    num_sequences = len(ask.mesh.prompts) * ask.mesh.num_choices
+    return prompts * (1 + ask.mesh.num_choices) + num_sequences * (SEQUENCE_BYTES + listed)
 
 
 class Budget:
@@ -48,7 +48,7 @@ class Budget:
                 f"this request's prompts, times their choices, take about {cost} bytes; one request may take "
                 f"{self.max_bytes} (--max-concurrent-bytes)"
             )
-            raise HttpError(400, text, "prompt" if len(ask.prompts) > 1 or ask.num_choices == 1 else "n")
+            raise HttpError(400, text, "prompt" if len(ask.mesh.prompts) > 1 or ask.mesh.num_choices == 1 else "n")
         if self.num_bytes + cost > self.max_bytes:
             raise HttpError.of(
                 ErrorKind.OVERLOADED, "open requests take all bytes that they may (--max-concurrent-bytes)"

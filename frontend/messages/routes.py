@@ -13,7 +13,8 @@ from meshlm.frontend.messages import schema
 from meshlm.frontend.messages.format import MessageFormat
 from meshlm.frontend.messages.translate import NAMES, chat_request, left_out, renamed
 from meshlm.frontend.openai import limits, parse
-from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.parsed_request import ParsedRequest
+from meshlm.frontend.openai.responses import AnswerHead
 from meshlm.frontend.openai.tool_choice import for_counting
 from meshlm.frontend.openai.turn import TurnResponse
 from meshlm.frontend.requests.generation import Backend, Form, Generation
@@ -40,7 +41,7 @@ def _parsed(
         ask = parse.chat(chat, (*unknown, *left_out(body)), resolved, server)
     except HttpError as error:
         raise renamed(error) from None
-    return ask._replace(client_names={**NAMES, "prompt": "messages"})
+    return ask.with_answer(client_names={**NAMES, "prompt": "messages"})
 
 
 def check_last_id(last_id: str) -> None:
@@ -49,20 +50,12 @@ def check_last_id(last_id: str) -> None:
         raise HttpError(400, f"{LAST_ID}: not supported on this path, whose events have no ids", LAST_ID)
 
 
-def _whole(ask: ParsedRequest, request_id: str, created: int, model: str, on_end: Callable[[], None]) -> TurnResponse:
-    return TurnResponse(ask, request_id, created, model, on_end, None, MessageFormat(streams=False))
+def _whole(head: AnswerHead) -> TurnResponse:
+    return TurnResponse(head, None, MessageFormat(streams=False))
 
 
-def _stream(
-    ask: ParsedRequest,
-    request_id: str,
-    created: int,
-    model: str,
-    on_end: Callable[[], None],
-    write: Callable[[bytes], None],
-    progress: Progress | None,
-) -> TurnResponse:
-    return TurnResponse(ask, request_id, created, model, on_end, write, MessageFormat(streams=True))
+def _stream(head: AnswerHead, write: Callable[[bytes], None], progress: Progress | None) -> TurnResponse:
+    return TurnResponse(head, write, MessageFormat(streams=True))
 
 
 MESSAGES = Form(_whole, _stream, ("X-Request-Id", "Request-Id"))
@@ -106,7 +99,7 @@ class MessageRoutes:
             request, lambda _, raw: self._read(raw, schema.CountTokensRequest, counts=True)
         )
         self._backend.observer.ignored(parsed_request.unknown_fields, request.url.path)
-        question = Tokenize(self._backend.requests.new_handle(), parsed_request.prompts[0], False)
+        question = Tokenize(self._backend.requests.new_handle(), parsed_request.mesh.prompts[0], False)
         if (reply := await self._reader.ask(request, question)) is None:
             return None
         count = len(reply.token_ids) // 4

@@ -1,7 +1,5 @@
 """A request body to what the mesh is asked: prompts and parameters. Pure; HttpError names the field at fault."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,6 +15,7 @@ from meshlm.frontend.openai import (
     thinking,
     tool_choice,
 )
+from meshlm.frontend.openai.parsed_request import AnswerOptions, MeshRequest, ParsedRequest
 from meshlm.frontend.openai.prompts import of_chat, of_completion, of_template
 from meshlm.frontend.openai.schema import (
     MAX_SEQUENCES,
@@ -25,68 +24,15 @@ from meshlm.frontend.openai.schema import (
     CompletionRequest,
     StreamOptions,
 )
-from meshlm.frontend.openai.tool_choice import NO_CALLS, ToolChoice
+from meshlm.frontend.openai.tool_choice import ToolChoice
 from meshlm.protocol.config import Resolved, ServerConfig
 from meshlm.protocol.edges.text import MediaPrompt, Prompt, TextParams
 from meshlm.protocol.extras import Extras
 from meshlm.protocol.grammar import Grammar, GrammarKind, ThinkingBudget
 from meshlm.protocol.samplers import breakers_of
-from meshlm.protocol.sampling import SamplingParams
 from meshlm.runtime.parsers import budgets, registry
-from meshlm.runtime.parsers.calls import Tools
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; a generation config says nothing of it
-
-
-class ParsedRequest(NamedTuple):
-    """What one HTTP request asks of the mesh."""
-
-    prompts: list[Prompt]
-    sampling: SamplingParams  # its seed is drawn later
-    seed: int | None  # the client's
-    text: TextParams
-    max_tokens: int | None
-    num_choices: int  # per prompt, as generated
-    num_returned: int  # per prompt, as answered (best_of >= n)
-    stream: bool
-    include_usage: bool
-    continuous_usage: bool
-    echo: bool  # a completion's prompt is part of its answer
-    logprobs: int  # that the client reads; -1: none
-    prompt_logprobs: int
-    return_token_ids: bool  # the prompt's, and the answer's unless they are hidden
-    priority: int
-    cache_salt: str
-    timeout_s: float
-    is_chat: bool
-    unknown_fields: tuple[str, ...]
-    client_names: Mapping[str, str] = MappingProxyType({})  # of a field: the mesh's -> the client's, where they differ
-    cap_max_tokens: bool = False  # max_tokens is a default: where the context leaves fewer, they are what it gets
-    return_prompt_text: bool = False
-    prompt_only: bool = False  # max_tokens 0: what is generated, as something must be, is not shown
-    begins_with: str = ""  # a chat's last message, of which the answer is the rest
-    begins_with_reasoning: bool = False  # or may, as its reasoning parser tells
-    reasoning_parser: str = "qwen3"  # where it does
-    opened_reasoning: bool = False  # whose opening text is in the prompt or in the message that it is the rest of
-    changes_content: bool = False  # the reasoning parser does
-    include_reasoning: bool = True
-    tool_call_parser: str = ""  # how the model writes calls that the client wants to have; empty: it wants none
-    tools: Tools = MappingProxyType({})  # that may be called
-    tool_choice: ToolChoice = NO_CALLS
-    parallel_tool_calls: bool = True
-    tokens_as_ids: bool = False  # logprobs name tokens "token_id:5"
-    request_id: str = ""
-    beams: bool = False  # the choices are those of one beam search
-    length_penalty: float = 1.0
-    extras: Extras = ()  # of each sequence
-    return_token_offsets: bool = False
-    return_assistant_tokens_mask: bool = False
-    api_key: str = ""  # whose request it is; "": no key is asked for
-
-    @property
-    def hides_tokens(self) -> bool:
-        """Logprobs and ids of the answer would tell the reasoning that is left out."""
-        return self.begins_with_reasoning and not self.include_reasoning
 
 
 def completion(
@@ -112,21 +58,17 @@ def completion(
     if prompt_only and request.logprob_token_ids:
         raise HttpError(400, "logprob_token_ids: max_tokens 0 has no output token", "logprob_token_ids")
     asked = request.max_tokens or (1 if prompt_only else DEFAULT_COMPLETION_TOKENS)
-    return _ask(
-        request,
-        unknown,
-        resolved,
-        server,
-        prompts=_prompts(request, resolved, server),
-        max_tokens=_at_most(resolved.max_output_tokens, asked),
-        num_choices=generated,
+    most = _at_most(resolved.max_output_tokens, asked)
+    mesh = MeshRequest(_prompts(request, resolved, server), max_tokens=most, num_choices=generated)
+    answer = AnswerOptions(
         num_returned=returned,
         echo=bool(request.echo),
         logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        is_chat=False,
-        thinking_budget=thinking.of_completion(request, server),
-    )._replace(prompt_only=prompt_only)
+        prompt_logprobs=_num_prompt_logprobs(prompt_logprobs, server, resolved),
+        prompt_only=prompt_only,
+    )
+    constraint = _Constraint(thinking_budget=thinking.of_completion(request, server))
+    return _parsed(request, unknown, resolved, server, mesh, answer, constraint)
 
 
 def _prompts(request: CompletionRequest, resolved: Resolved, server: ServerConfig) -> list[Prompt]:
@@ -158,17 +100,6 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
     asked = request.max_completion_tokens or request.max_tokens
     default = resolved.generation_defaults.get("max_tokens")
     template_kwargs = of_template(_template_kwargs(request), server)
-    messages, vectors = embeds.of_chat(request, resolved, server)
-    conversation = of_chat(
-        messages,
-        tool_choice.shown(choice, request, server),
-        request.chat_template,
-        template_kwargs,
-        server,
-        add_generation_prompt=request.add_generation_prompt,
-        continue_final_message=request.continue_final_message,
-        add_special_tokens=bool(request.add_special_tokens),
-    )
     num_choices = request.n or 1
     begins_with_reasoning = reasoning.begins(
         server.reasoning_parser, template_kwargs, request.messages, request.continue_final_message
@@ -176,33 +107,19 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
     opened = begins_with_reasoning and reasoning.opened(
         server.reasoning_parser, template_kwargs, request.continue_final_message
     )
-    ask = _ask(
-        request,
-        unknown,
-        resolved,
-        server,
-        prompts=[MediaPrompt(conversation, vectors) if vectors else conversation],
-        max_tokens=_at_most(resolved.max_output_tokens, asked or (int(default) if default else None)),
-        cap_max_tokens=asked is None,
-        num_choices=num_choices,
-        num_returned=num_choices,
-        echo=False,
-        logprobs=logprobs,
-        prompt_logprobs=request.prompt_logprobs,
-        is_chat=True,
-        tool_grammar=grammar,
-        thinking_budget=thinking.of_chat(request, server, opened) if begins_with_reasoning else None,
-        reasoning_between=reasoning.before_grammar(server, opened, request.continue_final_message)
-        if begins_with_reasoning and not (in_channels and grammar is not None)  # that has the reasoning in it
-        else ("", ""),
-        calls=(parser, tuple(choice.tools)) if begins_with_reasoning else ("", ()),
-    )
+    most = _at_most(resolved.max_output_tokens, asked or (int(default) if default else None))
+    prompt = _conversation(request, choice, template_kwargs, resolved, server)
+    mesh = MeshRequest([prompt], max_tokens=most, cap_max_tokens=asked is None, num_choices=num_choices)
     tags = (
         *(reasoning.tags(server.reasoning_parser) if begins_with_reasoning else ()),
         *registry.tags_of_calls(parser),
     )
-    return ask._replace(
-        text=msgspec.structs.replace(ask.text, keep_special_tokens=tags),
+    answer = AnswerOptions(
+        num_returned=num_choices,
+        is_chat=True,
+        logprobs=logprobs,
+        prompt_logprobs=_num_prompt_logprobs(request.prompt_logprobs, server, resolved),
+        client_names=_client_names(request),
         begins_with=_continued(request.messages[-1]) if request.echo else "",
         begins_with_reasoning=begins_with_reasoning,
         reasoning_parser=server.reasoning_parser,
@@ -216,6 +133,36 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
         tools=choice.tools,
         parallel_tool_calls=request.parallel_tool_calls is not False,
     )
+    constraint = _Constraint(tool_grammar=grammar)
+    if begins_with_reasoning:
+        between = reasoning.before_grammar(server, opened, request.continue_final_message)
+        has_channels = in_channels and grammar is not None  # that has the reasoning in it
+        constraint = _Constraint(
+            grammar,
+            thinking.of_chat(request, server, opened),
+            ("", "") if has_channels else between,
+            (parser, tuple(choice.tools)),
+        )
+    found = _parsed(request, unknown, resolved, server, mesh, answer, constraint)
+    return found.with_mesh(text=msgspec.structs.replace(found.mesh.text, keep_special_tokens=tags))
+
+
+def _conversation(
+    request: ChatRequest, choice: ToolChoice, template_kwargs: dict[str, Any], resolved: Resolved, server: ServerConfig
+) -> Prompt:
+    """The prompt of a chat, with the vectors that its messages have."""
+    messages, vectors = embeds.of_chat(request, resolved, server)
+    conversation = of_chat(
+        messages,
+        tool_choice.shown(choice, request, server),
+        request.chat_template,
+        template_kwargs,
+        server,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        add_special_tokens=bool(request.add_special_tokens),
+    )
+    return MediaPrompt(conversation, vectors) if vectors else conversation
 
 
 def _template_kwargs(request: ChatRequest) -> dict[str, Any]:
@@ -240,34 +187,27 @@ def _continued(message: dict[str, Any]) -> str:
     return content or ""
 
 
-def _ask(
+class _Constraint(NamedTuple):
+    """What an answer's text keeps to beside the request's own constraint."""
+
+    tool_grammar: Grammar | None = None
+    thinking_budget: ThinkingBudget | None = None
+    reasoning_between: tuple[str, str] = ("", "")  # as `reasoning.before_grammar` gives it
+    calls: tuple[str, tuple[str, ...]] = ("", ())  # the tool parser whose calls end reasoning, and the tools' names
+
+
+def _parsed(
     request: Common,
     unknown: tuple[str, ...],
     resolved: Resolved,
     server: ServerConfig,
-    *,
-    prompts: list[Prompt],
-    max_tokens: int | None,
-    num_choices: int,
-    num_returned: int,
-    echo: bool,
-    logprobs: int,
-    prompt_logprobs: int | None,
-    is_chat: bool,
-    cap_max_tokens: bool = False,
-    tool_grammar: Grammar | None = None,
-    thinking_budget: ThinkingBudget | None = None,
-    reasoning_between: tuple[str, str] = ("", ""),
-    calls: tuple[str, tuple[str, ...]] = ("", ()),
+    mesh: MeshRequest,
+    answer: AnswerOptions,
+    constraint: _Constraint,
 ) -> ParsedRequest:
-    """The part that both endpoints share. reasoning_between: see `reasoning.before_grammar`. calls: the tool parser whose calls end
-    reasoning, and the tools' names."""
-    _check_common(request, len(prompts), num_choices)
-    options = request.stream_options or StreamOptions()
-    force_usage = server.enable_force_include_usage
-    wanted = -1 if prompt_logprobs is None else _limited("prompt_logprobs", prompt_logprobs, server, resolved)
-    as_ids = request.return_tokens_as_token_ids
-    num_sequences, salt = len(prompts) * num_choices, request.cache_salt or ""
+    """The request with the fields that both endpoints share."""
+    _check_common(request, len(mesh.prompts), mesh.num_choices)
+    num_sequences, salt = len(mesh.prompts) * mesh.num_choices, request.cache_salt or ""
     lists = {
         "logit_bias": request.logit_bias or {},
         "allowed_token_ids": request.allowed_token_ids or (),
@@ -276,58 +216,56 @@ def _ask(
     }
     limits.check_lists(lists, num_sequences)
     # The best of several are chosen by their logprobs.
-    sampling = sampling_params.of(
-        request, resolved, max(logprobs, 0) if num_choices > num_returned else logprobs, wanted
-    )
-    grammar = tool_grammar or structured.grammar(request, server)
-    if thinking_budget is not None and grammar is None:
-        grammar = budgets.alone(thinking_budget)
-    if grammar is not None:
-        opens_with, begins_after = reasoning_between if grammar.kind is not GrammarKind.FREE else ("", "")
-        grammar = msgspec.structs.replace(
-            grammar, opens_with=opens_with, begins_after=begins_after, thinking=thinking_budget
-        )
-        if thinking_budget is not None or begins_after:
-            grammar = msgspec.structs.replace(grammar, calls=calls[0], tools=calls[1])
-    stops, truncation = (
-        stop_texts.stops(request.stop),
-        _truncation(request, resolved, None if cap_max_tokens else max_tokens),
-    )
-    prompts = embeds.checked(prompts, sampling, num_choices, truncation, request.truncation_side or "left")
+    chosen_by = max(answer.logprobs, 0) if mesh.num_choices > answer.num_returned else answer.logprobs
+    sampling = sampling_params.of(request, resolved, chosen_by, answer.prompt_logprobs)
+    grammar = _constrained(constraint, constraint.tool_grammar or structured.grammar(request, server))
+    stops = stop_texts.stops(request.stop)
+    truncation = _truncation(request, resolved, None if mesh.cap_max_tokens else mesh.max_tokens)
+    side = request.truncation_side or "left"
+    prompts = embeds.checked(mesh.prompts, sampling, mesh.num_choices, truncation, side)
     text = _text_params(request, stops, truncation)
     if request.use_beam_search:
         sampling_params.check_beams(request, resolved, text)
     extras: Extras = (*(() if grammar is None else (grammar,)), *breakers_of(sampling))
     limits.check(prompts, sampling, extras, text, salt, num_sequences, bool(truncation), resolved)
-    return ParsedRequest(
+    mesh = mesh._replace(
         prompts=prompts,
         sampling=sampling,
-        extras=extras,
-        seed=None if request.seed is None else request.seed & 0x7FFF_FFFF_FFFF_FFFF,
         text=text,
-        max_tokens=max_tokens,
-        cap_max_tokens=cap_max_tokens,
-        num_choices=num_choices,
-        num_returned=num_returned,
-        stream=bool(request.stream),
-        include_usage=force_usage or bool(options.include_usage),
-        continuous_usage=force_usage or bool(options.include_usage and options.continuous_usage_stats),
-        echo=echo,
-        logprobs=logprobs,
-        prompt_logprobs=wanted,
-        return_token_ids=bool(request.return_token_ids),
+        seed=None if request.seed is None else request.seed & 0x7FFF_FFFF_FFFF_FFFF,
         priority=request.priority,
         cache_salt=salt,
         timeout_s=request.timeout or 0.0,
-        is_chat=is_chat,
-        unknown_fields=unknown,
-        client_names=_client_names(request) if is_chat else MappingProxyType({}),
-        tokens_as_ids=server.return_tokens_as_token_ids if as_ids is None else as_ids,
-        request_id=request.request_id or "",
+        extras=extras,
         beams=request.use_beam_search,
-        return_token_offsets=bool(request.return_token_offsets),
         length_penalty=1.0 if request.length_penalty is None else request.length_penalty,
     )
+    options, force_usage = request.stream_options or StreamOptions(), server.enable_force_include_usage
+    as_ids = request.return_tokens_as_token_ids
+    answer = answer._replace(
+        stream=bool(request.stream),
+        include_usage=force_usage or bool(options.include_usage),
+        continuous_usage=force_usage or bool(options.include_usage and options.continuous_usage_stats),
+        return_token_ids=bool(request.return_token_ids),
+        tokens_as_ids=server.return_tokens_as_token_ids if as_ids is None else as_ids,
+        return_token_offsets=bool(request.return_token_offsets),
+    )
+    return ParsedRequest(mesh, answer, unknown, request.request_id or "")
+
+
+def _constrained(constraint: _Constraint, grammar: Grammar | None) -> Grammar | None:
+    """The grammar with what it must know of reasoning and calls; where there is none, that of a budget alone."""
+    budget = constraint.thinking_budget
+    if budget is not None and grammar is None:
+        grammar = budgets.alone(budget)
+    if grammar is None:
+        return None
+    opens_with, begins_after = constraint.reasoning_between if grammar.kind is not GrammarKind.FREE else ("", "")
+    grammar = msgspec.structs.replace(grammar, opens_with=opens_with, begins_after=begins_after, thinking=budget)
+    if budget is not None or begins_after:
+        parser, tools = constraint.calls
+        grammar = msgspec.structs.replace(grammar, calls=parser, tools=tools)
+    return grammar
 
 
 def _check_common(request: Common, num_prompts: int, num_choices: int) -> None:
@@ -382,6 +320,10 @@ def _num_logprobs(name: str, asked: int | None, request: Common, server: ServerC
             raise HttpError(400, "logprob_token_ids: needs logprobs", "logprob_token_ids")
         return -1
     return certain or _limited(name, asked, server, resolved)
+
+
+def _num_prompt_logprobs(asked: int | None, server: ServerConfig, resolved: Resolved) -> int:
+    return -1 if asked is None else _limited("prompt_logprobs", asked, server, resolved)
 
 
 def _limited(name: str, value: int, server: ServerConfig, resolved: Resolved) -> int:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.runtime.parsers import registry
 from meshlm.runtime.parsers.calls import Call, Finder, Part, ToolParser
 from meshlm.runtime.parsers.reasoning import ReasoningParser
@@ -28,14 +28,14 @@ class Said(NamedTuple):
 
 def needed(ask: ParsedRequest) -> bool:
     """Whether the answer may hold more than content."""
-    return ask.begins_with_reasoning or _parser_of_calls(ask) is not None or ask.changes_content
+    return ask.answer.begins_with_reasoning or _parser_of_calls(ask) is not None or ask.answer.changes_content
 
 
 def _parser_of_calls(ask: ParsedRequest) -> ToolParser | None:
     """How the answer holds calls; None where none are looked for."""
-    choice = ask.tool_choice
-    if ask.tool_call_parser:
-        return registry.tool_parser(ask.tool_call_parser)
+    choice = ask.answer.tool_choice
+    if ask.answer.tool_call_parser:
+        return registry.tool_parser(ask.answer.tool_call_parser)
     if not choice.forces:
         return None
     from meshlm.runtime.parsers import forced_calls
@@ -47,8 +47,8 @@ def _parser_of_calls(ask: ParsedRequest) -> ToolParser | None:
 
 def reasoning_parser(ask: ParsedRequest) -> ReasoningParser:
     """The form of the answer's reasoning, which may have begun in the prompt."""
-    found = registry.reasoning_parser(ask.reasoning_parser)
-    return msgspec.structs.replace(found, assumed=True) if ask.opened_reasoning else found
+    found = registry.reasoning_parser(ask.answer.reasoning_parser)
+    return msgspec.structs.replace(found, assumed=True) if ask.answer.opened_reasoning else found
 
 
 class Reader:
@@ -65,17 +65,19 @@ class Reader:
         self._short_ids = self._parser is not None and self._parser.short_ids
         self._num_begun = 0  # calls of the model's
         self.num_calls = 0  # that were given out
-        form = reasoning_parser(ask) if ask.begins_with_reasoning or ask.changes_content else None
-        if form is not None and ask.changes_content:
+        form = reasoning_parser(ask) if ask.answer.begins_with_reasoning or ask.answer.changes_content else None
+        if form is not None and ask.answer.changes_content:
             self._hidden, self._first_content = Lexer(*form.hides), form.begins_content
-        if form is None or not ask.begins_with_reasoning:
+        if form is None or not ask.answer.begins_with_reasoning:
             self._begin_content()
         elif form.channels:
             from meshlm.runtime.parsers import harmony
 
-            self._channels = harmony.Channels(ask.tools if self._parser else {}, opened=ask.opened_reasoning)
+            self._channels = harmony.Channels(
+                ask.answer.tools if self._parser else {}, opened=ask.answer.opened_reasoning
+            )
         else:
-            self._splitter = Splitter(form, self._parser, ask.tools)
+            self._splitter = Splitter(form, self._parser, ask.answer.tools)
 
     @property
     def plain(self) -> bool:
@@ -121,7 +123,7 @@ class Reader:
         """`finder` goes on with a call that began in the reasoning."""
         self._finder = finder
         if finder is None and self._parser is not None:
-            self._finder = self._parser.finder(self._ask.tools)
+            self._finder = self._parser.finder(self._ask.answer.tools)
 
     def _said(self, thought: str, parts: list[Part]) -> Said:
         """Gives what was read in OpenAI's form; with parallel_tool_calls false only the first call counts."""
@@ -132,14 +134,14 @@ class Reader:
                 continue
             self._num_begun += bool(part.name)
             index = self._num_begun - 1
-            if index and not self._ask.parallel_tool_calls:
+            if index and not self._ask.answer.parallel_tool_calls:
                 continue
             if part.name:
                 calls[index] = self._beginning(part, index)
             elif index not in calls:
                 calls[index] = {"index": index, "function": {"arguments": ""}}
             calls[index]["function"]["arguments"] += part.arguments
-        return Said(thought if self._ask.include_reasoning else "", "".join(content), list(calls.values()))
+        return Said(thought if self._ask.answer.include_reasoning else "", "".join(content), list(calls.values()))
 
     def _beginning(self, call: Call, index: int) -> Json:
         self.num_calls += 1

@@ -10,9 +10,8 @@ import msgspec
 from meshlm.frontend.http.errors import error_object
 from meshlm.frontend.openai import nulls, reading, reasoning
 from meshlm.frontend.openai.logprobs import chat_logprobs, completion_logprobs
-from meshlm.frontend.openai.parse import ParsedRequest
 from meshlm.frontend.openai.reading import Reader
-from meshlm.frontend.openai.responses import Json, Response, visible_reason
+from meshlm.frontend.openai.responses import AnswerHead, Json, Response, visible_reason
 from meshlm.frontend.requests.retry import Progress
 from meshlm.protocol.edges.text import Finished, PositionLogprobs, PromptLogprobs
 from meshlm.protocol.wire.ids import FinishReason
@@ -27,23 +26,19 @@ class StreamResponse(Response):
 
     def __init__(
         self,
-        ask: ParsedRequest,
-        request_id: str,
-        created: int,
-        model: str,
-        on_end: Callable[[], None],
+        head: AnswerHead,
         write: Callable[[bytes], None],
         progress: Progress | None = None,
     ) -> None:
-        super().__init__(ask, request_id, created, model, on_end)
+        super().__init__(head)
         self._write, self._progress = write, progress
-        self._kind = "chat.completion.chunk" if ask.is_chat else "text_completion"
+        self._kind = "chat.completion.chunk" if self.ask.answer.is_chat else "text_completion"
         self._offsets: dict[int, int] = {}
         self._begun: set[int] = set()
         self._readers: dict[int, Reader] = {}  # of choices that may have more than content
-        self._shows_ids = ask.return_token_ids and not ask.hides_tokens
-        self._plain = not (self._shows_ids or ask.continuous_usage)
-        self._nothing: Json = {**(nulls.CHAT_CHUNK_CHOICE if ask.is_chat else nulls.TEXT_CHUNK_CHOICE)}
+        self._shows_ids = self.ask.answer.return_token_ids and not self.ask.answer.hides_tokens
+        self._plain = not (self._shows_ids or self.ask.answer.continuous_usage)
+        self._nothing: Json = {**(nulls.CHAT_CHUNK_CHOICE if self.ask.answer.is_chat else nulls.TEXT_CHUNK_CHOICE)}
 
     def row(self, choice: Choice, num_tokens: int, text: str, details: RowDetails | None) -> None:
         affixes = choice.affixes
@@ -60,9 +55,9 @@ class StreamResponse(Response):
         failed = finished is not None and finished.reason is FinishReason.ERROR
         if index not in self._begun and not failed:  # a failure at once still has its HTTP status
             self._begin(choice, details.prompt_logprobs)
-        if self.ask.prompt_only:
+        if self.ask.answer.prompt_only:
             num_tokens, text, logprobs = 0, "", None
-        if self.ask.hides_tokens:
+        if self.ask.answer.hides_tokens:
             logprobs = None
         self.note(choice, details)
         affixes = choice.affixes
@@ -93,11 +88,11 @@ class StreamResponse(Response):
             self._become_plain(choice)
         nothing = {**self._nothing, "token_ids": [] if self._shows_ids else None}
         usage = self._usage_so_far(choice, 0)
-        if self.ask.is_chat:
-            delta = {"delta": {"role": "assistant", "content": self.ask.begins_with}}
+        if self.ask.answer.is_chat:
+            delta = {"delta": {"role": "assistant", "content": self.ask.answer.begins_with}}
             of_prompt = {**self.prompt_ids(choice), **self.prompt_text(choice)}
             self._emit(choice, self._event([{"index": index, **delta, **nothing}], {**of_prompt, **usage}), 0)
-        elif self.ask.echo or self.ask.return_token_ids:
+        elif self.ask.answer.echo or self.ask.answer.return_token_ids:
             first = {"index": index, **nothing, **self._echo(choice, prompt_logprobs), **self.prompt_ids(choice)}
             self._emit(choice, self._event([first], usage), 0)
 
@@ -105,14 +100,14 @@ class StreamResponse(Response):
         """Marks the choice as one that brings nothing but text from now on, unless each chunk is to tell more."""
         if self._plain:
             mark = "\x00"
-            delta = {"delta": {"content": mark}} if self.ask.is_chat else {"text": mark}
+            delta = {"delta": {"content": mark}} if self.ask.answer.is_chat else {"text": mark}
             event = self._event([{"index": choice.index, **delta, **self._nothing}])
             prefix, suffix = event.split(_encode(mark))
             choice.affixes = (prefix, suffix)
 
     def _echo(self, choice: Choice, prompt_logprobs: PromptLogprobs | None) -> Json:
         """The prompt's text and logprobs; what is generated begins behind them."""
-        if not self.ask.echo:
+        if not self.ask.answer.echo:
             return {"text": "", "logprobs": None}
         accepted = self.prompt[choice.prompt_index]
         self._offsets[choice.index] = len(accepted.prompt_text)
@@ -127,26 +122,26 @@ class StreamResponse(Response):
         logprobs: list[PositionLogprobs] | None,
     ) -> None:
         entry: Json = {"index": choice.index, **self._nothing}
-        if self.ask.is_chat:
+        if self.ask.answer.is_chat:
             entry["delta"] = self._delta(choice, text, finished)
             if not entry["delta"] and finished is None and logprobs is None and self._plain:
                 return  # what came may be a part of a tag
             if logprobs:
-                certain = bool(self.ask.sampling.logprob_token_ids)
+                certain = bool(self.ask.mesh.sampling.logprob_token_ids)
                 entry["logprobs"] = chat_logprobs(self.shown(logprobs), has_sampled=certain)
         else:
             entry["text"] = text
             if logprobs:
                 entry["logprobs"] = self._completion_logprobs(choice, logprobs)
         reader = self._readers.get(choice.index)
-        calls = reader is not None and reader.num_calls > 0 and not self.ask.tool_choice.name
+        calls = reader is not None and reader.num_calls > 0 and not self.ask.answer.tool_choice.name
         if finished is not None:
             entry["finish_reason"] = visible_reason(finished, calls)
             entry["stop_reason"] = finished.stop_reason
         if self._shows_ids:
             entry["token_ids"] = choice.token_ids[len(choice.token_ids) - num_tokens :].tolist()
         extra = self._usage_so_far(choice, len(choice.token_ids))
-        if finished is not None and not self.ask.include_usage:
+        if finished is not None and not self.ask.answer.include_usage:
             extra |= self._fingerprint()
         event = self._event([entry], extra)
         self._emit(choice, event, ended=finished is not None)
@@ -155,7 +150,7 @@ class StreamResponse(Response):
         """Offsets go on behind the tokens before, as in a whole answer: however many tokens a row brings, they are the same."""
         offset = self._offsets.get(choice.index, 0)
         self._offsets[choice.index] = offset + sum(position.num_chars for position in logprobs)
-        return completion_logprobs(self.shown(logprobs), offset, self.ask.logprobs)
+        return completion_logprobs(self.shown(logprobs), offset, self.ask.answer.logprobs)
 
     def _fingerprint(self) -> Json:
         """The system_fingerprint, which only the last chunk carries, as it is the same in all."""
@@ -163,10 +158,10 @@ class StreamResponse(Response):
 
     def _usage_so_far(self, choice: Choice, num_tokens: int) -> Json:
         """The usage of one choice so far, for each of its chunks where that is wanted."""
-        if not self.ask.continuous_usage:
+        if not self.ask.answer.continuous_usage:
             return {}
         prompt = self.prompt[choice.prompt_index].num_prompt_tokens
-        output = 0 if self.ask.prompt_only else num_tokens
+        output = 0 if self.ask.answer.prompt_only else num_tokens
         return {"usage": {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}}
 
     def _delta(self, choice: Choice, text: str, finished: Finished | None) -> Json:
@@ -196,7 +191,7 @@ class StreamResponse(Response):
             return b"data: " + _encode(error) + b"\n\n" + done
         usage = (
             self._event([], {"usage": self.usage(), **self._fingerprint(), **self.times()})
-            if self.ask.include_usage
+            if self.ask.answer.include_usage
             else b""
         )
         if self._progress is None:

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.openai.parse import ParsedRequest
 from meshlm.frontend.openai.reading import Reader, Said
-from meshlm.frontend.openai.responses import Response
+from meshlm.frontend.openai.responses import AnswerHead, Response
 from meshlm.protocol.edges.text import Finished, PositionLogprobs
 from meshlm.protocol.wire.ids import FinishReason
 from meshlm.runtime.client.choice import NO_DETAILS, Choice, RowDetails
@@ -85,15 +84,11 @@ class TurnResponse(Response):
 
     def __init__(
         self,
-        ask: ParsedRequest,
-        request_id: str,
-        created: int,
-        model: str,
-        on_end: Callable[[], None],
+        head: AnswerHead,
         write: Callable[[bytes], None] | None,
         form: TurnFormat,
     ) -> None:
-        super().__init__(ask, request_id, created, model, on_end)
+        super().__init__(head)
         self._form, self._write = form, write
         self._blocks = Blocks(form)
         self._reader: Reader | None = None
@@ -112,9 +107,9 @@ class TurnResponse(Response):
         if self._reader is None:
             self._reader = Reader(self.ask, self.request_id, choice.index)
             self._form.begin(self)
-        if details.logprobs and not self.ask.hides_tokens:
+        if details.logprobs and not self.ask.answer.hides_tokens:
             self._form.logprobs(details.logprobs)
-        if self.ask.return_prompt_text:
+        if self.ask.answer.return_prompt_text:
             self.raw.append(text)
         said = self._reader.push(text, last=finished is not None)
         if said.reasoning:

@@ -2,12 +2,12 @@
 
 import re
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.response_schema import ChatCompletionLogProb, ChatCompletionLogProbsContent
-from meshlm.frontend.openai.responses import Json, WholeResponse
+from meshlm.frontend.openai.responses import AnswerHead, Json, WholeResponse
 from meshlm.frontend.openai.schema import MAX_SEQUENCES
 from meshlm.frontend.rendering.schema import GenerateChoice, Generated
 from meshlm.protocol.edges.text import (
@@ -39,23 +39,22 @@ def checked(ask: ParsedRequest, found: Sequence[Generated], context: int) -> Par
         raise HttpError(400, "token_ids: a choice needs one token at least", "token_ids")
     if any(len(choice.token_ids or ()) > context for choice in choices):
         raise HttpError(400, f"token_ids: this model's maximum context length is {context} tokens", "token_ids")
-    for name, is_asked in (("echo", ask.echo), ("return_prompt_text", ask.return_prompt_text)):
+    for name, is_asked in (("echo", ask.answer.echo), ("return_prompt_text", ask.answer.return_prompt_text)):
         if is_asked:
             raise HttpError(400, f"{name}: the prompt is not known here", name)
     tops = [len(one.top_logprobs) for choice in choices for one in _content(choice)]
-    return ask._replace(
-        num_choices=len(choices),
+    return ask.with_mesh(num_choices=len(choices), beams=False).with_answer(
         num_returned=len(choices),
-        logprobs=ask.logprobs if tops and ask.logprobs >= 0 else max(tops, default=-1),
+        logprobs=ask.answer.logprobs if tops and ask.answer.logprobs >= 0 else max(tops, default=-1),
         prompt_logprobs=-1,
-        beams=False,
     )
 
 
 def plain(ask: ParsedRequest) -> ParsedRequest:
     """The request where its client did not say it: all text is content, as nothing tells that the model was to reason or call."""
     text = TextParams()
-    return ask._replace(text=text, begins_with_reasoning=False, changes_content=False, tool_call_parser="")
+    plain = ask.with_answer(begins_with_reasoning=False, changes_content=False, tool_call_parser="")
+    return plain.with_mesh(text=text)
 
 
 def ids_of(entry: GenerateChoice) -> bytes:
@@ -82,14 +81,10 @@ class DerenderedResponse(WholeResponse):
 
     def __init__(
         self,
-        ask: ParsedRequest,
-        request_id: str,
-        created: int,
-        model: str,
-        on_end: Callable[[], None],
+        head: AnswerHead,
         found: Sequence[Generated],
     ) -> None:
-        super().__init__(ask, request_id, created, model, on_end)
+        super().__init__(head)
         self._found = found
 
     def passed_on(self) -> Json:
@@ -107,7 +102,9 @@ class DerenderedResponse(WholeResponse):
     ) -> None:
         """One choice comes."""
         ask, ids = self.ask, array("i", entry.token_ids or [])
-        choice = Choice(self, len(self.choices), prompt_index, Submit((), (), ask.prompts[0], ask.sampling), Handle(0))
+        choice = Choice(
+            self, len(self.choices), prompt_index, Submit((), (), ask.mesh.prompts[0], ask.mesh.sampling), Handle(0)
+        )
         self.choices.append(choice)
         self.accepted(choice, Accepted((), num_prompt))
         num_chars = unpack_i32(reply.num_chars).tolist()
@@ -115,7 +112,7 @@ class DerenderedResponse(WholeResponse):
         text, stop_reason = _ended(ask, reason, ids[-1], reply.text, num_chars[-1] if num_chars else 0)
         choice.token_ids = ids
         choice.finished = Finished(0, reason, stop_reason, len(ids))
-        logprobs = _positions(entry, ids, num_chars, texts, ask.logprobs)
+        logprobs = _positions(entry, ids, num_chars, texts, ask.answer.logprobs)
         self.row(choice, len(ids), text, RowDetails(choice.finished, logprobs=logprobs))
 
 
@@ -125,14 +122,16 @@ def _ended(
     """The text without what has ended it, and the answer's `stop_reason`. `last_chars`: that the last token brought."""
     if reason is not FinishReason.STOP:
         return text, None
-    includes = ask.text.include_stop_str_in_output
-    sampling = ask.sampling
+    includes = ask.mesh.text.include_stop_str_in_output
+    sampling = ask.mesh.sampling
     if last in (*sampling.eos_token_ids, *sampling.stop_token_ids):
         shown_text = text if includes else text[: len(text) - last_chars]
         return shown_text, last if last not in sampling.eos_token_ids else None
     begin = len(text) - last_chars
     matches = [
-        (at, -len(stop), stop) for stop in ask.text.stop if (at := text.find(stop, max(0, begin - len(stop) + 1))) >= 0
+        (at, -len(stop), stop)
+        for stop in ask.mesh.text.stop
+        if (at := text.find(stop, max(0, begin - len(stop) + 1))) >= 0
     ]
     if not matches:
         return text, None

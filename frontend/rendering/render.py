@@ -6,7 +6,7 @@ import msgspec
 
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai import embeds
-from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.protocol import samplers
 from meshlm.protocol.edges.text import TextParams
 from meshlm.protocol.extras import find_extra
@@ -20,18 +20,18 @@ SAME = (  # names of SamplingParams that are vLLM's too
 
 def check(ask: ParsedRequest) -> None:
     """Refuses what is no single generation."""
-    if ask.beams:
+    if ask.mesh.beams:
         raise HttpError(400, "use_beam_search: a search is many requests", "use_beam_search")
-    if any(map(embeds.vectors_of, ask.prompts)):
+    if any(map(embeds.vectors_of, ask.mesh.prompts)):
         raise HttpError(400, "prompt_embeds: vectors cannot be rendered to token ids", "prompt_embeds")
-    if ask.num_choices != ask.num_returned:
+    if ask.mesh.num_choices != ask.answer.num_returned:
         raise HttpError(400, "best_of: is chosen where the tokens are", "best_of")
-    if (grammar := find_extra(ask.extras, Grammar)) is not None and grammar.begins_after:
+    if (grammar := find_extra(ask.mesh.extras, Grammar)) is not None and grammar.begins_after:
         field = grammar.param.split(".")[0]
         raise HttpError(400, f"{field}: begins behind the reasoning, which token ids alone do not tell", field)
-    if ask.echo:
+    if ask.answer.echo:
         raise HttpError(400, "echo: an answer of token ids has no prompt in it", "echo")
-    if ask.prompt_only:
+    if ask.answer.prompt_only:
         raise HttpError(400, "max_tokens: 0 asks for no token", "max_tokens")
 
 
@@ -53,17 +53,21 @@ def rendered(
     context: int,
 ) -> Json:
     """The request for one prompt. HttpError where generation would refuse its length."""
-    part = kept(ids, ask.text)
+    part = kept(ids, ask.mesh.text)
     ids, offsets, mask = ids[part], offsets and offsets[part], mask and mask[part]
     room = context - len(ids)
-    prompt, most = (ask.client_names.get(field, field) for field in ("prompt", "max_tokens"))
+    prompt, most = (ask.answer.client_names.get(field, field) for field in ("prompt", "max_tokens"))
     if not ids or room < 1:
         text = f"{prompt}: {len(ids)} tokens; this model's maximum context length is {context}, with an output token"
         raise HttpError(400, text, prompt)
-    wanted = room if ask.max_tokens is None else ask.max_tokens
-    if wanted > room and not ask.cap_max_tokens:
+    wanted = room if ask.mesh.max_tokens is None else ask.mesh.max_tokens
+    if wanted > room and not ask.mesh.cap_max_tokens:
         raise HttpError(400, f"{most}: {wanted} are more than the {room} that the context leaves", most)
-    options = {"include_usage": True, "continuous_usage_stats": ask.continuous_usage} if ask.include_usage else None
+    options = (
+        {"include_usage": True, "continuous_usage_stats": ask.answer.continuous_usage}
+        if ask.answer.include_usage
+        else None
+    )
     return {
         "request_id": name,
         "token_ids": ids,
@@ -72,10 +76,10 @@ def rendered(
         "features": None,
         "sampling_params": {**_sampling(ask), "max_tokens": min(wanted, room)},
         "model": model,
-        "stream": ask.stream,
-        "stream_options": options if ask.stream else None,
-        "cache_salt": ask.cache_salt or None,
-        "priority": ask.priority,
+        "stream": ask.answer.stream,
+        "stream_options": options if ask.answer.stream else None,
+        "cache_salt": ask.mesh.cache_salt or None,
+        "priority": ask.mesh.priority,
         "kv_transfer_params": None,
         "ec_transfer_params": None,
     }
@@ -100,20 +104,20 @@ def _constraint(grammar: Grammar) -> Json:
 
 def _sampling(ask: ParsedRequest) -> Json:
     """With vLLM's names, and what is not asked for left out."""
-    sampling, text = ask.sampling, ask.text
-    found: Json = {"n": ask.num_choices, **{name: getattr(sampling, name) for name in SAME}}
+    sampling, text = ask.mesh.sampling, ask.mesh.text
+    found: Json = {"n": ask.mesh.num_choices, **{name: getattr(sampling, name) for name in SAME}}
     neutral = samplers.LlamaSamplers()
     found |= {name: own for name in samplers.NAMES if (own := getattr(sampling, name)) != getattr(neutral, name)}
-    ends, grammar = set(sampling.eos_token_ids), find_extra(ask.extras, Grammar)
+    ends, grammar = set(sampling.eos_token_ids), find_extra(ask.mesh.extras, Grammar)
     wanted: Json = {
-        "seed": ask.seed,
+        "seed": ask.mesh.seed,
         "stop": list(text.stop) or None,
         "stop_token_ids": [token for token in sampling.stop_token_ids if token not in ends] or None,
         "bad_words": list(text.bad_words) or None,
         "logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()} or None,
         "allowed_token_ids": list(sampling.allowed_token_ids) or None,
-        "logprobs": ask.logprobs if ask.logprobs >= 0 else None,
-        "prompt_logprobs": ask.prompt_logprobs if ask.prompt_logprobs >= 0 else None,
+        "logprobs": ask.answer.logprobs if ask.answer.logprobs >= 0 else None,
+        "prompt_logprobs": ask.answer.prompt_logprobs if ask.answer.prompt_logprobs >= 0 else None,
         "logprob_token_ids": list(sampling.logprob_token_ids) or None,
         "repetition_detection": sampling.repetition_detection,
         "ignore_eos": not ends or None,
@@ -122,6 +126,6 @@ def _sampling(ask: ParsedRequest) -> Json:
         "structured_outputs": None if grammar is None or grammar.kind is GrammarKind.FREE else _constraint(grammar),
         "thinking_token_budget": None if grammar is None or grammar.thinking is None else grammar.thinking.num_tokens,
         "extra_args": sampling.extra_args or None,
-        "timeout": ask.timeout_s or None,
+        "timeout": ask.mesh.timeout_s or None,
     }
     return found | {name: value for name, value in wanted.items() if value is not None}

@@ -15,7 +15,8 @@ from meshlm.frontend.http import bodies
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai import limits, parse
 from meshlm.frontend.openai import response_schema as responses
-from meshlm.frontend.openai.responses import Json, WholeResponse
+from meshlm.frontend.openai.parsed_request import ParsedRequest
+from meshlm.frontend.openai.responses import AnswerHead, Json, WholeResponse
 from meshlm.frontend.openai.schema import ChatRequest, CompletionRequest
 from meshlm.frontend.openai.stream_response import StreamResponse
 from meshlm.frontend.rendering import derender, render, tokens
@@ -80,13 +81,13 @@ class Rendering:
         return None if found is None else _json(found)
 
     async def _rendered(
-        self, request: Request, ask: parse.ParsedRequest, model: str, prefix: str
+        self, request: Request, ask: ParsedRequest, model: str, prefix: str
     ) -> list[dict[str, Any]] | None:
         self._backend.observer.ignored(ask.unknown_fields, request.url.path)
         render.check(ask)
         found = []
         context = self._backend.resolved.max_model_len
-        for prompt in ask.prompts:
+        for prompt in ask.mesh.prompts:
             if (tokenized := await self._tokenized(request, prompt, ask)) is None:
                 return None
             ids, offsets, mask = tokenized
@@ -95,12 +96,12 @@ class Rendering:
         return found
 
     async def _tokenized(
-        self, request: Request, prompt: Prompt, ask: parse.ParsedRequest
+        self, request: Request, prompt: Prompt, ask: ParsedRequest
     ) -> tuple[list[int], list[tuple[int, int]] | None, list[int] | None] | None:
         """The ids, where each stands in the text, and whether it is the assistant's; None when the client left."""
         if isinstance(prompt, TokenPrompt):
             return unpack_i32(prompt.token_ids).tolist(), None, None
-        offsets, mask = ask.return_token_offsets, ask.return_assistant_tokens_mask
+        offsets, mask = ask.answer.return_token_offsets, ask.answer.return_assistant_tokens_mask
         question = Tokenize(self._backend.requests.new_handle(), prompt, want_offsets=offsets, want_assistant_mask=mask)
         if (reply := await self._reader.ask(request, question)) is None:
             return None
@@ -125,7 +126,7 @@ class Rendering:
         body, ask = await self._reader.read(request, self._derender_chat)
         return await self._derendered(request, ask, [body.generate_response], [body.prompt_tokens or 0], body.model)
 
-    def _derender_chat(self, request: Request, raw: bytes) -> tuple[DerenderChatRequest, parse.ParsedRequest]:
+    def _derender_chat(self, request: Request, raw: bytes) -> tuple[DerenderChatRequest, ParsedRequest]:
         body, unknown = bodies.decode(raw, DerenderChatRequest)
         self._reader.check_model(body.model)
         asked = body.chat_request or ChatRequest(messages=[{"role": "user", "content": ""}])
@@ -146,9 +147,7 @@ class Rendering:
         counts = body.prompt_tokens or [0] * len(body.generate_responses)
         return await self._derendered(request, ask, body.generate_responses, counts, body.model)
 
-    def _derender_completion(
-        self, request: Request, raw: bytes
-    ) -> tuple[DerenderCompletionRequest, parse.ParsedRequest]:
+    def _derender_completion(self, request: Request, raw: bytes) -> tuple[DerenderCompletionRequest, ParsedRequest]:
         body, unknown = bodies.decode(raw, DerenderCompletionRequest)
         self._reader.check_model(body.model)
         if body.prompt_tokens is not None and len(body.prompt_tokens) != len(body.generate_responses):
@@ -158,12 +157,12 @@ class Rendering:
         return body, derender.checked(ask, body.generate_responses, self._backend.resolved.max_model_len)
 
     async def _derendered(
-        self, request: Request, ask: parse.ParsedRequest, found: list[Generated], counts: list[int], model: str | None
+        self, request: Request, ask: ParsedRequest, found: list[Generated], counts: list[int], model: str | None
     ) -> HttpResponse | None:
         self._backend.observer.ignored(ask.unknown_fields, request.url.path)
-        name = found[0].request_id or f"{'chatcmpl-' if ask.is_chat else 'cmpl-'}{uuid.uuid4().hex}"
+        name = found[0].request_id or f"{'chatcmpl-' if ask.answer.is_chat else 'cmpl-'}{uuid.uuid4().hex}"
         served = self._reader.check_model(model)
-        answer = derender.DerenderedResponse(ask, name, int(time.time()), served, lambda: None, found)
+        answer = derender.DerenderedResponse(AnswerHead(ask, name, int(time.time()), served, lambda: None), found)
         texts: derender.Texts = {}
         if needed := derender.named_ids(found):
             each = Detokenize(self._backend.requests.new_handle(), pack_i32(needed), each=True)
@@ -173,7 +172,9 @@ class Rendering:
         for prompt_index, one in enumerate(found):
             for entry in one.choices:
                 ids = derender.ids_of(entry)
-                reply = await self._reader.ask(request, Detokenize(self._backend.requests.new_handle(), ids, ask.text))
+                reply = await self._reader.ask(
+                    request, Detokenize(self._backend.requests.new_handle(), ids, ask.mesh.text)
+                )
                 if reply is None:
                     return None
                 answer.tell(prompt_index, entry, counts[prompt_index], reply, texts)
@@ -204,7 +205,7 @@ class Rendering:
         server, resolved = self._backend.config.server, self._backend.resolved
         ask = parse.completion(asked, (*unknown, *(f"sampling_params.{name}" for name in more)), resolved, server)
         if body.sampling_params.get("max_tokens") is None:
-            ask = ask._replace(max_tokens=None)
+            ask = ask.with_mesh(max_tokens=None)
         return ReadRequest(ask, model, self._reader.idempotency_key(request, raw))
 
     @route(
@@ -234,11 +235,20 @@ class Rendering:
                 text = f"messages[{place}]: {error.message}" if error.param == "messages" else error.message
                 raise HttpError(error.status, text, error.param) from None
         first = asks[0]
-        if any(ask._replace(prompts=[]) != first._replace(prompts=[]) for ask in asks):
+        if any(ask.with_mesh(prompts=[]) != first.with_mesh(prompts=[]) for ask in asks):
             text = "continue_final_message: the conversations' last messages are not the same"
             raise HttpError(400, text, "continue_final_message")
-        ask = first._replace(prompts=[ask.prompts[0] for ask in asks])
-        limits.check(ask.prompts, ask.sampling, ask.extras, ask.text, ask.cache_salt, len(asks), False, resolved)
+        ask = first.with_mesh(prompts=[ask.mesh.prompts[0] for ask in asks])
+        limits.check(
+            ask.mesh.prompts,
+            ask.mesh.sampling,
+            ask.mesh.extras,
+            ask.mesh.text,
+            ask.mesh.cache_salt,
+            len(asks),
+            False,
+            resolved,
+        )
         return ReadRequest(ask, model, self._reader.idempotency_key(request, raw))
 
 

@@ -7,7 +7,7 @@ import msgspec
 
 from meshlm.frontend.http.errors import HttpError, error_object
 from meshlm.frontend.openai.logprobs import by_id, chat_logprobs
-from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.responses import WholeResponse, visible_reason
 from meshlm.frontend.openai.stream_response import StreamResponse
 from meshlm.frontend.rendering.schema import GenerateRequest
@@ -42,9 +42,11 @@ def completion_of(body: GenerateRequest) -> Json:
 
 def _logprobs(ask: ParsedRequest, positions: Sequence[PositionLogprobs] | None) -> Json | None:
     """As vLLM: of no further token, and beside certain ones, top_logprobs has the sampled one."""
-    if positions is None or ask.logprobs < 0:
+    if positions is None or ask.answer.logprobs < 0:
         return None
-    return chat_logprobs(by_id(positions), has_sampled=ask.logprobs == 0 or bool(ask.sampling.logprob_token_ids))
+    return chat_logprobs(
+        by_id(positions), has_sampled=ask.answer.logprobs == 0 or bool(ask.mesh.sampling.logprob_token_ids)
+    )
 
 
 class WholeTokens(WholeResponse):
@@ -85,7 +87,7 @@ class StreamedTokens(StreamResponse):
                 "routed_experts": None,
             }
             event: Json = {"request_id": self.request_id, "choices": [entry], "usage": None}
-            if self.ask.continuous_usage:
+            if self.ask.answer.continuous_usage:
                 prompt, output = self.prompt[choice.prompt_index].num_prompt_tokens, len(choice.token_ids)
                 event["usage"] = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
             self._emit(choice, b"data: " + _encode(event) + b"\n\n", ended=finished is not None)
@@ -98,7 +100,7 @@ class StreamedTokens(StreamResponse):
         if self.error is not None:
             error = error_object(self.error.message, self.error.kind, self.error.param, self.error.status)
             return b"data: " + _encode(error) + b"\n\n" + done
-        if not self.ask.include_usage:
+        if not self.ask.answer.include_usage:
             return done
         usage = {"request_id": self.request_id, "choices": [], "usage": self.usage()}
         return b"data: " + _encode(usage) + b"\n\n" + done

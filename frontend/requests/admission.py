@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from meshlm.frontend.http.budget import Budget
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.protocol.edges.text import Detokenize, DetokenizeReply, Submit, Tokenize, TokenizeReply
 from meshlm.protocol.wire.ids import Handle
 from meshlm.runtime.client.choice import Choice

@@ -13,7 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.requests import pacing, submits
 from meshlm.protocol.edges.text import (
     Accepted,
@@ -79,7 +79,7 @@ class Search:
 
     async def fill(self, answer: Any) -> None:
         """Search, and tell the answer. HttpError. As with other requests only a part of thousands of beams is in the mesh at a time."""
-        width = self._ask.num_choices
+        width = self._ask.mesh.num_choices
         at_once = asyncio.Semaphore(max(1, pacing.most_waiting(self._backend.config) // width))
 
         async def one(prompt: Prompt, choices: list[Choice]) -> None:
@@ -87,8 +87,8 @@ class Search:
                 await self._one(answer, prompt, choices)
 
         try:
-            async with asyncio.timeout(self._ask.timeout_s or None), asyncio.TaskGroup() as group:
-                for place, prompt in enumerate(self._ask.prompts):
+            async with asyncio.timeout(self._ask.mesh.timeout_s or None), asyncio.TaskGroup() as group:
+                for place, prompt in enumerate(self._ask.mesh.prompts):
                     mine = answer.choices[place * width : (place + 1) * width]
                     group.create_task(one(prompt, mine))
         except TimeoutError:
@@ -103,7 +103,7 @@ class Search:
         assert accepted is not None
         prompt_ids, num_prompt = accepted.prompt_token_ids, accepted.num_prompt_tokens
         search = BeamSearch[Detail](
-            width, ask.sampling.eos_token_ids, num_prompt, self._max_tokens(num_prompt), ask.length_penalty
+            width, ask.mesh.sampling.eos_token_ids, num_prompt, self._max_tokens(num_prompt), ask.mesh.length_penalty
         )
         while True:
             search.take([self._candidates(step.found[place]) for place in range(len(search.beams))])
@@ -116,39 +116,40 @@ class Search:
         for choice, beam, (text, sizes) in zip(choices, best, texts):  # there may be fewer, of a tiny vocabulary
             answer.accepted(choice, accepted)
             choice.num_prompt_tokens = num_prompt
-            choice.token_ids = array("i", _shown(beam, keep_end=ask.text.include_stop_str_in_output))
+            choice.token_ids = array("i", _shown(beam, keep_end=ask.mesh.text.include_stop_str_in_output))
             reason = FinishReason.LENGTH if beam.end < 0 else FinishReason.STOP
             finished = Finished(0, reason, None if beam.end < 0 else beam.end, len(choice.token_ids))
             choice.finished = finished
-            logprobs = list(self._positions(beam, sizes)) if ask.logprobs >= 0 else None
+            logprobs = list(self._positions(beam, sizes)) if ask.answer.logprobs >= 0 else None
             answer.row(choice, len(choice.token_ids), text, RowDetails(finished, logprobs, None, first))
 
     def _max_tokens(self, num_prompt: int) -> int:
         """Checks what a plain request's detokenizer checks: the first step asks for one token only."""
         ask, context = self._ask, self._backend.resolved.max_model_len
         room: int = context - num_prompt
-        if ask.max_tokens is not None and ask.max_tokens > room and not ask.cap_max_tokens:
-            name = ask.client_names.get("max_tokens", "max_tokens")
-            text = f"{num_prompt} in the prompt and {name} {ask.max_tokens} are more; {name} may be {room} at most"
+        if ask.mesh.max_tokens is not None and ask.mesh.max_tokens > room and not ask.mesh.cap_max_tokens:
+            name = ask.answer.client_names.get("max_tokens", "max_tokens")
+            text = f"{num_prompt} in the prompt and {name} {ask.mesh.max_tokens} are more; {name} may be {room} at most"
             raise HttpError(400, f"This model's maximum context length is {context} tokens; {text}", name)
-        return room if ask.max_tokens is None else min(ask.max_tokens, room)
+        return room if ask.mesh.max_tokens is None else min(ask.mesh.max_tokens, room)
 
     async def _step(self, prompts: Sequence[Prompt], *, is_first: bool = False) -> Step:
         """The likeliest tokens behind each of these prompts."""
         self._num_steps += 1
         step, backend, ask = Step(f"{self._request_id}-beam{self._num_steps}"), self._backend, self._ask
-        wanted = num_candidates(ask.num_choices, self._vocab_size)
-        one = ask._replace(
+        wanted = num_candidates(ask.mesh.num_choices, self._vocab_size)
+        one = ask.with_mesh(
             prompts=list(prompts),
             sampling=SamplingParams(temperature=0.0, logprobs=wanted),
             seed=0,
             max_tokens=1,
             cap_max_tokens=False,
             num_choices=1,
-            text=ask.text if is_first else TextParams(),
+            text=ask.mesh.text if is_first else TextParams(),
+        ).with_answer(
             return_token_ids=is_first,
-            echo=is_first and ask.echo,
-            return_prompt_text=is_first and ask.return_prompt_text,
+            echo=is_first and ask.answer.echo,
+            return_prompt_text=is_first and ask.answer.return_prompt_text,
         )
         asked = list(submits.build_each(step, one, backend.requests.new_handle, self._rank))
         opened: list[Choice] = []
@@ -166,18 +167,20 @@ class Search:
         return step
 
     def _candidates(self, found: PositionLogprobs) -> list[Candidate[Detail]]:
-        top = found.top if self._ask.logprobs >= 0 else ()
+        top = found.top if self._ask.answer.logprobs >= 0 else ()
         return [Candidate(one.token_id, one.logprob, (one, top)) for one in found.top]
 
     def _positions(self, beam: Beam[Detail], sizes: Sequence[int]) -> Iterator[PositionLogprobs]:
         """What an answer tells of each token."""
         for (token, top), num_chars in zip(beam.details, sizes):
-            yield PositionLogprobs(token, num_chars, top[: self._ask.logprobs])
+            yield PositionLogprobs(token, num_chars, top[: self._ask.answer.logprobs])
 
     async def _text(self, beam: Beam[Detail]) -> tuple[str, list[int]]:
         """The text, and how many characters each token brought."""
         ids = pack_i32(beam.token_ids)
-        reply = await self._backend.requests.ask(Detokenize(self._backend.requests.new_handle(), ids, self._ask.text))
+        reply = await self._backend.requests.ask(
+            Detokenize(self._backend.requests.new_handle(), ids, self._ask.mesh.text)
+        )
         assert isinstance(reply, DetokenizeReply)
         if reply.error:
             raise HttpError.of(reply.kind, reply.error, reply.param)

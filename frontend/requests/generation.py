@@ -18,9 +18,9 @@ from meshlm.frontend.http.answer_headers import NAME
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.http.server import ByteBudget, EventWriter
 from meshlm.frontend.observe.observer import Observer
-from meshlm.frontend.openai import parse
 from meshlm.frontend.openai.fingerprint import system_fingerprint
-from meshlm.frontend.openai.responses import WholeResponse, trace_headers
+from meshlm.frontend.openai.parsed_request import ParsedRequest
+from meshlm.frontend.openai.responses import AnswerHead, WholeResponse, trace_headers
 from meshlm.frontend.openai.stream_response import StreamResponse
 from meshlm.frontend.openai.turn import TurnResponse
 from meshlm.frontend.operator.mesh_operations import MeshOperations
@@ -74,18 +74,15 @@ class Form(NamedTuple):
     """The form of an endpoint's answers, whole and streamed. Both are made of the request, its id, when it came, the model's name and
     what to call at the end; the streamed one also of what writes its events, and of what the client has of them."""
 
-    whole: Callable[[parse.ParsedRequest, str, int, str, Callable[[], None]], WholeAnswer]
-    stream: Callable[
-        [parse.ParsedRequest, str, int, str, Callable[[], None], Callable[[bytes], None], retry.Progress | None],
-        StreamAnswer,
-    ]
+    whole: Callable[[AnswerHead], WholeAnswer]
+    stream: Callable[[AnswerHead, Callable[[bytes], None], retry.Progress | None], StreamAnswer]
     id_headers: tuple[str, ...] = ("X-Request-Id",)  # with the name of the request
     named_by_header: bool = True  # a client's X-Request-Id is in the answer's id
     before_end: Callable[[], Awaitable[None]] | None = (
         None  # awaited when all is said, before the client has the end of it
     )
     # Awaited once the request is admitted, with its id and its rank: the request that is to be sent.
-    before_start: Callable[[parse.ParsedRequest, str, int], Awaitable[parse.ParsedRequest]] | None = None
+    before_start: Callable[[ParsedRequest, str, int], Awaitable[ParsedRequest]] | None = None
 
 
 OPENAI = Form(WholeResponse, StreamResponse)
@@ -103,7 +100,7 @@ class Generation:
     async def answer(
         self,
         request: Request,
-        ask: parse.ParsedRequest,
+        ask: ParsedRequest,
         model: str,
         again: retry.IdempotencyKey | None,
         prefix: str,
@@ -111,7 +108,7 @@ class Generation:
     ) -> HttpResponse | None:
         """The answer of one request; None when the client left before its end."""
         backend = self._backend
-        if generates(ask.extras) != (backend.resolved.pooling is None):
+        if generates(ask.mesh.extras) != (backend.resolved.pooling is None):
             raise HttpError(404, WRONG_RUNNER, kind="not_found_error")
         if reason := backend.readiness.refusal(attaches=again is not None) or await backend.readiness.wait_serving():
             raise HttpError(503, reason, kind="overloaded_error")
@@ -124,14 +121,14 @@ class Generation:
         finally:
             backend.requests.release(cost)
 
-    def permitted(self, ask: parse.ParsedRequest, api_key: str) -> parse.ParsedRequest:
+    def permitted(self, ask: ParsedRequest, api_key: str) -> ParsedRequest:
         """What the server lets this key ask for. HttpError."""
         return submits.permitted(ask, api_key, self._backend.config)
 
     async def _answered(
         self,
         request: Request,
-        ask: parse.ParsedRequest,
+        ask: ParsedRequest,
         model: str,
         again: retry.IdempotencyKey | None,
         prefix: str,
@@ -148,11 +145,12 @@ class Generation:
         writer = EventWriter(dict(request.scope), request.scope["meshlm.send"], self.unsent)
         answer: WholeAnswer | StreamAnswer
         has = submits.position(ask, again)
-        if ask.stream:
+        head = AnswerHead(ask, request_id, created, model, end.set)
+        if ask.answer.stream:
             progress = retry.Progress(has) if has else None
-            answer = form.stream(ask, request_id, created, model, end.set, writer.write, progress)
+            answer = form.stream(head, writer.write, progress)
         else:
-            answer = form.whole(ask, request_id, created, model, end.set)
+            answer = form.whole(head)
         answer.trace_headers = trace_headers(request.headers)
         rank = submits.dp_rank(request.headers)
         status = 200
@@ -166,25 +164,25 @@ class Generation:
                     return None
                 ask = answer.ask = prepared
             asked = await self.submits_of(answer, ask, rank, again, has.cuts if has is not None else ())
-            if ask.beams or len(asked) > 1:
-                asks = self._search(answer, ask, rank, end) if ask.beams else self._open(asked, opened)
+            if ask.mesh.beams or len(asked) > 1:
+                asks = self._search(answer, ask, rank, end) if ask.mesh.beams else self._open(asked, opened)
                 asking = asyncio.ensure_future(asks)
             if asking is None:
                 opened += answer.choices
                 backend.requests.open(*asked[0])
-            if ask.stream:
+            if ask.answer.stream:
                 return await self._stream(request, answer, writer, end, form, shown)  # type: ignore[arg-type]
             if not await _ended_before_disconnect(request, end):
                 status = 499
                 return None
-            if ask.beams and asking is not None:
+            if ask.mesh.beams and asking is not None:
                 await asking
             if answer.error is not None:
                 raise answer.error
             if form.before_end is not None:
                 await form.before_end()
             # A quarter of a second, for as many as there may be.
-            long = ask.logprobs >= 0 or ask.prompt_logprobs >= 0 or len(answer.choices) > MANY_CHOICES
+            long = ask.answer.logprobs >= 0 or ask.answer.prompt_logprobs >= 0 or len(answer.choices) > MANY_CHOICES
             content = await asyncio.to_thread(answer.body) if long else answer.body()  # type: ignore[union-attr]
             headers = dict.fromkeys(form.id_headers, shown) | answer.headers
             return HttpResponse(content, media_type=answer.media_type, headers=headers)
@@ -211,7 +209,7 @@ class Generation:
     async def submits_of(
         self,
         answer: WholeAnswer | StreamAnswer,
-        ask: parse.ParsedRequest,
+        ask: ParsedRequest,
         rank: int,
         again: retry.IdempotencyKey | None,
         cuts: tuple[int, ...],
@@ -223,20 +221,20 @@ class Generation:
         asked: list[tuple[list[Choice], Submit]] = []
         for one in submits.build_each(answer, ask, backend.requests.new_handle, rank, again, cuts, backend.draws):
             asked.append(one)
-            if len(ask.prompts) > 1:
+            if len(ask.mesh.prompts) > 1:
                 await asyncio.sleep(0)  # a large request takes its turn with others' tokens
-        if ask.stream and (interval := backend.config.server.stream_interval) > 1:
+        if ask.answer.stream and (interval := backend.config.server.stream_interval) > 1:
             spaced = Interval(answer, interval)
             for choice in answer.choices:
                 choice.sink = spaced
         return asked
 
-    async def _check_processors(self, names: tuple[str, ...], ask: parse.ParsedRequest) -> None:
+    async def _check_processors(self, names: tuple[str, ...], ask: ParsedRequest) -> None:
         """Asks the logits processors whether they take the request; their classes are imported for the first one."""
         try:
             if self._processors is None:
                 self._processors = await asyncio.to_thread(logits_processors.loaded, names)
-            logits_processors.check(self._processors, ask.sampling)
+            logits_processors.check(self._processors, ask.mesh.sampling)
         except RequestError as error:
             raise HttpError.of(error.kind, error.message, error.param) from None
         except logits_processors.ProcessorError as error:
@@ -245,7 +243,7 @@ class Generation:
     async def _search(
         self,
         answer: WholeAnswer | StreamAnswer,
-        ask: parse.ParsedRequest,
+        ask: ParsedRequest,
         rank: int,
         end: asyncio.Event,
     ) -> None:

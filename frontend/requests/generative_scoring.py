@@ -17,7 +17,7 @@ from meshlm.frontend.http import bodies
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai import limits, prompts
 from meshlm.frontend.openai.answer_fields import ANSWER, PROMPT
-from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.parsed_request import AnswerOptions, MeshRequest, ParsedRequest
 from meshlm.frontend.openai.responses import WholeResponse
 from meshlm.frontend.openai.schema import MAX_LOGPROB_IDS, RequestName, TokenId
 from meshlm.frontend.openai.stream_response import StreamResponse
@@ -83,29 +83,16 @@ def parse(body: GenerativeScoringRequest, unknown: tuple[str, ...], resolved: Re
         prompt = JoinedPrompt((part, query) if body.item_first else (query, part))
         limits.check_prompt(prompt, True, resolved)
         asked.append(prompt)
-    return ParsedRequest(
-        prompts=list(asked),
-        sampling=SamplingParams(temperature=0.0, logprobs=len(labels), logprob_token_ids=labels),
+    mesh = MeshRequest(
+        list(asked),
+        SamplingParams(temperature=0.0, logprobs=len(labels), logprob_token_ids=labels),
+        TextParams(truncate_prompt_tokens=max(1, resolved.max_model_len - 1), truncation_side="right"),
         seed=0,
-        text=TextParams(truncate_prompt_tokens=max(1, resolved.max_model_len - 1), truncation_side="right"),
         max_tokens=1,
-        num_choices=1,
-        num_returned=1,
-        stream=False,
-        include_usage=True,
-        continuous_usage=False,
-        echo=False,
-        logprobs=len(labels),
-        prompt_logprobs=-1,
-        return_token_ids=False,
         priority=body.priority,
-        cache_salt="",
-        timeout_s=0.0,
-        is_chat=False,
-        unknown_fields=unknown,
-        client_names={"prompt": "items"},
-        request_id=body.request_id or "",
     )
+    answer = AnswerOptions(include_usage=True, logprobs=len(labels), client_names={"prompt": "items"})
+    return ParsedRequest(mesh, answer, unknown, body.request_id or "")
 
 
 def _part(name: str, given: str | list[int], special: bool, resolved: Resolved) -> TextPrompt | TokenPrompt:
@@ -138,7 +125,7 @@ class ScoringResponse(WholeResponse):
         self._apply_softmax = apply_softmax
 
     def body(self) -> bytes:
-        labels = self.ask.sampling.logprob_token_ids
+        labels = self.ask.mesh.sampling.logprob_token_ids
         scores = [
             score_of(self._logprobs[choice.index][0], labels, apply_softmax=self._apply_softmax)
             for choice in self.choices

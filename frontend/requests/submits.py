@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 from meshlm.frontend.http.errors import NO_AUDIO, HttpError
-from meshlm.frontend.openai import parse
+from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.requests import retry
 from meshlm.protocol.audio import Audio
 from meshlm.protocol.config import MeshConfig
@@ -39,17 +39,17 @@ def draws_of(seed: int | None, index: int) -> random.Random:
     return _OF_THE_SYSTEM if seed is None else random.Random(f"{seed} {index}")
 
 
-def position(ask: parse.ParsedRequest, again: retry.IdempotencyKey | None) -> retry.Position | None:
+def position(ask: ParsedRequest, again: retry.IdempotencyKey | None) -> retry.Position | None:
     """The place where the client's stream goes on; None for an answer without event ids."""
-    num_choices = len(ask.prompts) * ask.num_choices
-    if again is None or not ask.stream or num_choices > retry.MAX_CHOICES:
+    num_choices = len(ask.mesh.prompts) * ask.mesh.num_choices
+    if again is None or not ask.answer.stream or num_choices > retry.MAX_CHOICES:
         return None
     return retry.parse(again.last_id, num_choices)
 
 
 def build_each(
     answer: Answer,
-    ask: parse.ParsedRequest,
+    ask: ParsedRequest,
     new_handle: Callable[[], Handle],
     rank: int,
     again: retry.IdempotencyKey | None = None,
@@ -61,47 +61,51 @@ def build_each(
     if again is not None:
         draws = random.Random(again.seed)
     now = time.time()
-    for prompt_index, prompt in enumerate(ask.prompts):
-        seed = draws.getrandbits(63) if ask.seed is None else ask.seed
-        handles = tuple(new_handle() for _ in range(ask.num_choices))
-        first = prompt_index * ask.num_choices
+    for prompt_index, prompt in enumerate(ask.mesh.prompts):
+        seed = draws.getrandbits(63) if ask.mesh.seed is None else ask.mesh.seed
+        handles = tuple(new_handle() for _ in range(ask.mesh.num_choices))
+        first = prompt_index * ask.mesh.num_choices
         unique = "" if again else f"-{uuid.uuid4().hex[:8]}"
-        names = tuple(RequestId(f"{answer.request_id}{unique}-{first + i}") for i in range(ask.num_choices))
-        mine = cuts[first : first + ask.num_choices]
+        names = tuple(RequestId(f"{answer.request_id}{unique}-{first + i}") for i in range(ask.mesh.num_choices))
+        mine = cuts[first : first + ask.mesh.num_choices]
         submit = Submit(
             handles=handles,
             request_ids=names,
             prompt=prompt,
-            sampling=msgspec.structs.replace(ask.sampling, seed=seed),
-            text=ask.text,
-            max_tokens=ask.max_tokens,
-            cap_max_tokens=ask.cap_max_tokens,
-            want_ids=ask.return_token_ids
-            or (ask.echo and ask.tokens_as_ids)
-            or any(extra.needs_prompt_ids for extra in ask.extras),
-            want_text=ask.echo or ask.return_prompt_text,
-            priority=ask.priority,
-            cache_salt=ask.cache_salt,
+            sampling=msgspec.structs.replace(ask.mesh.sampling, seed=seed),
+            text=ask.mesh.text,
+            max_tokens=ask.mesh.max_tokens,
+            cap_max_tokens=ask.mesh.cap_max_tokens,
+            want_ids=ask.answer.return_token_ids
+            or (ask.answer.echo and ask.answer.tokens_as_ids)
+            or any(extra.needs_prompt_ids for extra in ask.mesh.extras),
+            want_text=ask.answer.echo or ask.answer.return_prompt_text,
+            priority=ask.mesh.priority,
+            cache_salt=ask.mesh.cache_salt,
             arrival_s=now,
-            deadline_s=now + ask.timeout_s if ask.timeout_s else 0.0,
+            deadline_s=now + ask.mesh.timeout_s if ask.mesh.timeout_s else 0.0,
             dp_rank=rank,
             retry=Retry(again.key, again.body, mine) if again else None,
-            extras=ask.extras,
+            extras=ask.mesh.extras,
         )
         yield choices_of(answer, submit, prompt_index), submit
 
 
-def permitted(ask: parse.ParsedRequest, api_key: str, config: MeshConfig) -> parse.ParsedRequest:
+def permitted(ask: ParsedRequest, api_key: str, config: MeshConfig) -> ParsedRequest:
     """What a server with this configuration lets a key ask for. HttpError."""
     transcribes = config.resolved is not None and config.resolved.speech is not None
-    if transcribes != any(find_extra(media_of(prompt), Audio) for prompt in ask.prompts):
+    if transcribes != any(find_extra(media_of(prompt), Audio) for prompt in ask.mesh.prompts):
         raise HttpError(404, NO_TEXTS if transcribes else NO_AUDIO, kind="not_found_error")
-    if ask.priority and config.scheduler.scheduling_policy != "priority":
+    if ask.mesh.priority and config.scheduler.scheduling_policy != "priority":
         raise HttpError(400, "priority: requests wait in order of arrival (--scheduling-policy)", "priority")
     server = config.server
     several = len(server.api_key) + len(server.admin_api_key) > 1 or bool(server.api_key_file)
-    salt = salt_of(api_key, ask.cache_salt) if several and config.cache.prefix_caching_per_key else ask.cache_salt
-    return ask._replace(cache_salt=salt, api_key=api_key)
+    salt = (
+        salt_of(api_key, ask.mesh.cache_salt)
+        if several and config.cache.prefix_caching_per_key
+        else ask.mesh.cache_salt
+    )
+    return ask.with_mesh(cache_salt=salt)._replace(api_key=api_key)
 
 
 def salt_of(api_key: str, cache_salt: str) -> str:

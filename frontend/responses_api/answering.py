@@ -8,7 +8,8 @@ from msgspec import Raw
 from meshlm.frontend.http import bodies
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai import parse
-from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.parsed_request import ParsedRequest
+from meshlm.frontend.openai.responses import AnswerHead
 from meshlm.frontend.openai.turn import TurnResponse
 from meshlm.frontend.requests.retry import Progress
 from meshlm.frontend.responses_api import tools, translate
@@ -32,23 +33,12 @@ class Answering:
         self.format = ResponseFormat(self._repeated, self._namespaces, streams=streams, seals=self._seals)
         return self.format
 
-    def whole(
-        self, ask: ParsedRequest, request_id: str, created: int, model: str, on_end: Callable[[], None]
-    ) -> TurnResponse:
-        self.turn = TurnResponse(ask, request_id, created, model, on_end, None, self.form(streams=False))
+    def whole(self, head: AnswerHead) -> TurnResponse:
+        self.turn = TurnResponse(head, None, self.form(streams=False))
         return self.turn
 
-    def stream(
-        self,
-        ask: ParsedRequest,
-        request_id: str,
-        created: int,
-        model: str,
-        on_end: Callable[[], None],
-        write: Callable[[bytes], None],
-        progress: Progress | None,
-    ) -> TurnResponse:
-        self.turn = TurnResponse(ask, request_id, created, model, on_end, write, self.form(streams=True))
+    def stream(self, head: AnswerHead, write: Callable[[bytes], None], progress: Progress | None) -> TurnResponse:
+        self.turn = TurnResponse(head, write, self.form(streams=True))
         return self.turn
 
 

@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable, Mapping
 import msgspec
 
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.openai.parse import ParsedRequest
-from meshlm.frontend.openai.responses import trace_headers
+from meshlm.frontend.openai.parsed_request import ParsedRequest
+from meshlm.frontend.openai.responses import AnswerHead, trace_headers
 from meshlm.frontend.openai.turn import TurnResponse
 from meshlm.frontend.requests import submits
 from meshlm.frontend.requests.generation import Backend, Generation
@@ -37,7 +37,8 @@ class Running(TurnResponse):
 
     def __init__(self, stored: Stored, ask: ParsedRequest, model: str, form: ResponseFormat) -> None:
         self.ended_event = asyncio.Event()
-        super().__init__(ask, stored.id, stored.created, model, self.ended_event.set, self._take, form)
+        head = AnswerHead(ask, stored.id, stored.created, model, self.ended_event.set)
+        super().__init__(head, self._take, form)
         self.id, self.form = stored.id, form
         self.cuts = (stored.tokens,)
         self._skips, self._next = stored.tokens, stored.next_event

@@ -127,7 +127,11 @@ class ResponseFormat:
             "output": list(self.output),
             "usage": usage_of(turn) if ended else None,
             **self._repeated,
-            **(_raw_messages(turn) if turn.ask.return_prompt_text and status in ("completed", "incomplete") else {}),
+            **(
+                _raw_messages(turn)
+                if turn.ask.answer.return_prompt_text and status in ("completed", "incomplete")
+                else {}
+            ),
         }
 
     def _open(self, kind: str, prefix: str, fields: Json, part: Json | None) -> None:
@@ -185,7 +189,7 @@ def _raw_messages(turn: TurnResponse) -> Json:
     prompt = turn.prompt[0]
     read = {"message": prompt.prompt_text, "tokens": unpack_i32(prompt.prompt_token_ids).tolist()}
     wrote = {"message": "".join(turn.raw), "tokens": turn.choices[0].token_ids.tolist()}
-    of_output = [] if turn.ask.hides_tokens else [{**wrote, "type": "raw_message_tokens"}]
+    of_output = [] if turn.ask.answer.hides_tokens else [{**wrote, "type": "raw_message_tokens"}]
     return {"input_messages": [{**read, "type": "raw_message_tokens"}], "output_messages": of_output}
 
 

@@ -18,7 +18,7 @@ from meshlm.frontend.http.endpoint import json_response
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai import limits, parse
 from meshlm.frontend.openai.answer_fields import ANSWER, PROMPT
-from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.stream_response import StreamResponse
 from meshlm.frontend.openai.tool_choice import for_counting
 from meshlm.frontend.openai.turn import TurnResponse
@@ -131,11 +131,11 @@ class InputRoutes:
         fields, before = await self._history.complete(fields, key_of(request))
         parsed_request = self._counted(fields, unknown, before)
         self._backend.observer.ignored(parsed_request.unknown_fields, request.url.path)
-        question = Tokenize(self._backend.requests.new_handle(), parsed_request.prompts[0])
+        question = Tokenize(self._backend.requests.new_handle(), parsed_request.mesh.prompts[0])
         if (reply := await self._reader.ask(request, question)) is None:
             return None
         count = len(reply.token_ids) // 4
-        if most := parsed_request.text.truncate_prompt_tokens:  # truncation: auto
+        if most := parsed_request.mesh.text.truncate_prompt_tokens:  # truncation: auto
             count = min(count, most)
         return json_response({"object": "response.input_tokens", "input_tokens": count})
 
@@ -176,7 +176,7 @@ class InputRoutes:
             found = parse.chat(chat, unknown, self._backend.resolved, self._backend.config.server)
         except HttpError as error:
             raise translate.renamed(error) from None
-        return translate.parsed(found._replace(max_tokens=MAX_SUMMARY_TOKENS, cap_max_tokens=True), fields)
+        return translate.parsed(found.with_mesh(max_tokens=MAX_SUMMARY_TOKENS, cap_max_tokens=True), fields)
 
     def _read_counted(self, request: Request, raw: bytes) -> tuple[ResponsesRequest, tuple[str, ...]]:
         body, unknown = self._decoded(raw, schema.InputTokensRequest)
@@ -201,4 +201,4 @@ class InputRoutes:
             found = parse.chat(chat, (*unknown, *tools.left_out(fields)), self._backend.resolved, server)
         except HttpError as error:
             raise translate.renamed(error) from None
-        return found._replace(client_names=translate.NAMES)
+        return found.with_answer(client_names=translate.NAMES)

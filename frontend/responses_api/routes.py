@@ -19,7 +19,8 @@ from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.http.server import EventWriter
 from meshlm.frontend.messages.routes import check_last_id
 from meshlm.frontend.openai import limits
-from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.parsed_request import ParsedRequest
+from meshlm.frontend.openai.responses import AnswerHead
 from meshlm.frontend.openai.turn import TurnResponse
 from meshlm.frontend.requests.generation import AlreadySent, Backend, Form, Generation, disconnected
 from meshlm.frontend.requests.retry import LAST_ID, IdempotencyKey
@@ -182,7 +183,7 @@ class ResponseRoutes:
         ask = self._generation.permitted(ask, request.scope.get("meshlm.key", ""))
         fields, created = body.fields, int(time.time())
         format_ = Answering(fields, ask, stores=True).form(streams=True)
-        blank = TurnResponse(ask, response_id, created, body.model, lambda: None, None, format_)
+        blank = TurnResponse(AnswerHead(ask, response_id, created, body.model, lambda: None), None, format_)
         format_.queued(blank)
         chunk = Chunk(0, 1, b"".join(format_.events))
         format_.events.clear()
@@ -190,7 +191,7 @@ class ResponseRoutes:
         new = msgspec.structs.replace(
             self._stored(response_id, key, fields, "queued", created, answer),
             request=body.raw,
-            salt=ask.cache_salt,
+            salt=ask.mesh.cache_salt,
             holder=self._shelf.holder,
             lease=time.time() + background.LEASE_S,
             next_event=1,
@@ -212,7 +213,7 @@ class ResponseRoutes:
         if model not in self._backend.resolved.served_names:
             raise HttpError(404, f"The model `{model}` is not served any more", "model", "not_found_error")
         form = Answering(fields, ask, stores=True).form(streams=True)
-        return ask._replace(cache_salt=stored.salt), form, model
+        return ask.with_mesh(cache_salt=stored.salt), form, model
 
     # --- what is stored ---
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai.answer_fields import REFUSED_RESPONSES
-from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.schema import ChatRequest
 from meshlm.frontend.responses_api import items, previous, tools
 from meshlm.frontend.responses_api.schema import LOGPROBS, ResponsesRequest
@@ -142,7 +142,8 @@ def renamed(error: HttpError) -> HttpError:
 
 def parsed(ask: ParsedRequest, request: ResponsesRequest) -> ParsedRequest:
     """The same request, with the names of this API for what the mesh may refuse."""
-    return ask._replace(client_names=NAMES, request_id=(request.request_id or "").removeprefix("resp_"))
+    name = (request.request_id or "").removeprefix("resp_")
+    return ask.with_answer(client_names=NAMES)._replace(request_id=name)
 
 
 def repeated(request: ResponsesRequest, ask: ParsedRequest, *, stores: bool) -> Json:
@@ -162,11 +163,11 @@ def repeated(request: ResponsesRequest, ask: ParsedRequest, *, stores: bool) -> 
         "max_tool_calls": request.max_tool_calls,
         "reasoning": _plain(request.reasoning, ("effort", "summary")),
         "text": {**_plain(request.text, ("verbosity",)), "format": _format_of(request)},
-        "temperature": ask.sampling.temperature,
-        "top_p": ask.sampling.top_p,
+        "temperature": ask.mesh.sampling.temperature,
+        "top_p": ask.mesh.sampling.top_p,
         "top_logprobs": request.top_logprobs or 0,
-        "presence_penalty": ask.sampling.presence_penalty,
-        "frequency_penalty": ask.sampling.frequency_penalty,
+        "presence_penalty": ask.mesh.sampling.presence_penalty,
+        "frequency_penalty": ask.mesh.sampling.frequency_penalty,
         "truncation": request.truncation or "disabled",
         "service_tier": request.service_tier or "auto",
         "user": request.user,

@@ -12,7 +12,7 @@ from meshlm.frontend.http.body_reader import BodyReader
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.http.rate_limits import num_tokens
 from meshlm.frontend.openai import limits, parse
-from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.schema import ChatRequest, CompletionRequest
 from meshlm.frontend.requests import retry
 from meshlm.frontend.requests.generation import Backend, disconnected

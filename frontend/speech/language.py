@@ -3,7 +3,7 @@ others. Called by routes.py."""
 
 from typing import Any
 
-from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.requests import submits
 from meshlm.frontend.requests.beams import Step
 from meshlm.protocol.audio import Audio, SpeechTokens
@@ -17,13 +17,12 @@ async def find(backend: Any, ask: ParsedRequest, speech: SpeechTokens, audio: Au
     """The code of the language. `backend` is generation.py's, `ask` the request that follows. HttpError."""
     step = Step(f"{request_id}-language")
     codes = {token: code for code, token in speech.languages.items()}
-    one = ask._replace(
+    one = ask.with_answer(logprobs=0).with_mesh(
         prompts=[MediaPrompt(TokenPrompt(pack_i32([speech.start])), (audio,))],
         sampling=SamplingParams(temperature=0.0, logprobs=0, allowed_token_ids=tuple(codes)),
         seed=0,
         text=TextParams(),
         max_tokens=1,
-        logprobs=0,
     )
     opened: list[Choice] = []
     try:

@@ -9,7 +9,7 @@ import msgspec
 from meshlm.frontend.http import bodies
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai import limits, sampling_params
-from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.parsed_request import AnswerOptions, MeshRequest, ParsedRequest
 from meshlm.frontend.openai.schema import Common
 from meshlm.frontend.speech.schema import (
     ASKS_FOR_NOTHING,
@@ -166,31 +166,25 @@ def asked(
     prompts, sampling, text = transcription.prompts(), _sampling(body, transcription, resolved), TextParams()
     limits.check(prompts, sampling, (), text, "", len(prompts), False, resolved)
     lengths = (resolved.max_output_tokens, body.max_completion_tokens, resolved.generation_defaults.get("max_tokens"))
-    return ParsedRequest(
-        prompts=prompts,
-        sampling=sampling,
+    mesh = MeshRequest(
+        prompts,
+        sampling,
+        text,
         seed=None if body.seed is None else body.seed & 0x7FFF_FFFF_FFFF_FFFF,
-        text=text,
         max_tokens=min((int(one) for one in lengths if one is not None), default=None),
         cap_max_tokens=True,
-        num_choices=1,
-        num_returned=1,
-        stream=body.stream,
-        include_usage=server.enable_force_include_usage or body.stream_include_usage,
-        continuous_usage=server.enable_force_include_usage
-        or (body.stream_include_usage and body.stream_continuous_usage_stats),
-        echo=False,
-        logprobs=sampling.logprobs,
-        prompt_logprobs=-1,
-        return_token_ids=False,
         priority=body.priority,
-        cache_salt="",
         timeout_s=body.timeout or 0.0,
-        is_chat=False,
-        unknown_fields=unknown,
-        client_names={"max_tokens": "max_completion_tokens"},
-        request_id=body.request_id or "",
     )
+    force_usage = server.enable_force_include_usage
+    answer = AnswerOptions(
+        stream=body.stream,
+        include_usage=force_usage or body.stream_include_usage,
+        continuous_usage=force_usage or (body.stream_include_usage and body.stream_continuous_usage_stats),
+        logprobs=sampling.logprobs,
+        client_names={"max_tokens": "max_completion_tokens"},
+    )
+    return ParsedRequest(mesh, answer, unknown, body.request_id or "")
 
 
 def _sampling(body: SpeechRequest, transcription: Transcription, resolved: Resolved) -> SamplingParams:

@@ -15,7 +15,7 @@ from starlette.responses import Response as HttpResponse
 
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.messages.routes import check_last_id
-from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.requests import retry
 from meshlm.frontend.requests.generation import Backend, Form, Generation
 from meshlm.frontend.requests.poison import name_of
@@ -107,7 +107,7 @@ class SpeechRoutes:
         """The request with the prompts of the language that is transcription in the first chunk."""
         audio = transcription.chunks[0].audio
         transcription.language = await language.find(self._backend, ask, transcription.speech, audio, request_id, rank)
-        return ask._replace(prompts=transcription.prompts())
+        return ask.with_mesh(prompts=transcription.prompts())
 
     def _read(self, request: Request, raw: bytes, task: SpeechTask) -> Asked:
         """What the body asks for. It changes nothing here."""

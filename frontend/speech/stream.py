@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 
 from meshlm.frontend.http.errors import error_object
-from meshlm.frontend.openai.parse import ParsedRequest
-from meshlm.frontend.openai.responses import Json, Response
+from meshlm.frontend.openai.responses import AnswerHead, Json, Response
 from meshlm.frontend.requests.retry import Progress
 from meshlm.frontend.speech import texts
 from meshlm.frontend.speech.parse import Transcription
@@ -28,17 +27,13 @@ class SpeechStream(Response):
 
     def __init__(
         self,
-        ask: ParsedRequest,
-        request_id: str,
-        created: int,
-        model: str,
-        on_end: Callable[[], None],
+        head: AnswerHead,
         write: Callable[[bytes], None],
         progress: Progress | None = None,
         *,
         transcription: Transcription,
     ) -> None:
-        super().__init__(ask, request_id, created, model, on_end)
+        super().__init__(head)
         self._write, self._transcription = write, transcription
         self._joiner: texts.Joiner | None = None  # once the language is known
         self._told: list[str] = []
@@ -84,7 +79,7 @@ class SpeechStream(Response):
         return b"data: " + _encode(frame) + b"\n\n"
 
     def _usage_so_far(self) -> Json | None:
-        return self._tokens() if self.ask.continuous_usage else None
+        return self._tokens() if self.ask.answer.continuous_usage else None
 
     def _tokens(self) -> Json:
         """By the names of vLLM's and of OpenAI's."""
@@ -100,7 +95,7 @@ class SpeechStream(Response):
             error = error_object(self.error.message, self.error.kind, self.error.param, self.error.status)
             return b"data: " + _encode(error) + b"\n\n" + _DONE
         last, before = [_choice("", self._finish())], b""
-        if self.ask.include_usage:
+        if self.ask.answer.include_usage:
             before = self._event("transcript.text.delta", last, {"delta": ""}, self._usage_so_far())
             last = []
         return before + self._event("transcript.text.done", last, {"text": "".join(self._told)}, self._tokens()) + _DONE

@@ -11,8 +11,7 @@ from typing import Any
 
 import msgspec
 
-from meshlm.frontend.openai.parse import ParsedRequest
-from meshlm.frontend.openai.responses import Response
+from meshlm.frontend.openai.responses import AnswerHead, Response
 from meshlm.frontend.vectors.float8 import ROUNDERS
 from meshlm.frontend.vectors.parse import Pairs
 from meshlm.frontend.vectors.schema import CohereEmbedRequest, EncodingCommon, RerankRequest
@@ -31,15 +30,11 @@ class VectorsResponse(Response):
 
     def __init__(
         self,
-        ask: ParsedRequest,
-        request_id: str,
-        created: int,
-        model: str,
-        on_end: Callable[[], None],
+        head: AnswerHead,
         write: "Callable[[VectorsResponse], bytes]",
         parts: Sequence[int] = (),
     ) -> None:
-        super().__init__(ask, request_id, created, model, on_end)
+        super().__init__(head)
         self._write, self._parts = write, parts
 
     def row(self, choice: Choice, num_tokens: int, text: str, details: RowDetails | None) -> None:
@@ -98,7 +93,7 @@ class VectorsResponse(Response):
     @property
     def pool(self) -> Pool:
         """What was asked of the mesh."""
-        (pool,) = self.ask.extras
+        (pool,) = self.ask.mesh.extras
         assert isinstance(pool, Pool)
         return pool
 

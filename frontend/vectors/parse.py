@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai import limits
-from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.parsed_request import AnswerOptions, MeshRequest, ParsedRequest
 from meshlm.frontend.openai.prompts import MAX_PROMPTS, of_chat, of_ids, of_template
 from meshlm.frontend.vectors.schema import (
     ClassificationRequest,
@@ -23,7 +23,6 @@ from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.protocol.edges.text import PairPrompt, Prompt, TextParams, TextPrompt
 from meshlm.protocol.pool import Pool
 from meshlm.protocol.pooling import PoolingSpec, PoolingTask
-from meshlm.protocol.sampling import SamplingParams
 
 _INPUT: Mapping[str, str] = MappingProxyType({"prompt": "input"})
 MAX_PAIRS = 4096
@@ -290,31 +289,17 @@ def _asked(
     truncates = body.truncate_prompt_tokens is not None
     for prompt in prompts:
         limits.check_prompt(prompt, truncates or chunked(resolved), resolved)
-    return ParsedRequest(
-        prompts=prompts,
-        sampling=SamplingParams(),
-        seed=0,
+    mesh = MeshRequest(
+        prompts,
         text=_truncation(body, resolved),
+        seed=0,
         max_tokens=1,
-        num_choices=1,
-        num_returned=1,
-        stream=False,
-        include_usage=True,
-        continuous_usage=False,
-        echo=False,
-        logprobs=-1,
-        prompt_logprobs=-1,
-        return_token_ids=False,
         priority=body.priority,
         cache_salt=body.cache_salt or "",
-        timeout_s=0.0,
-        is_chat=False,
-        unknown_fields=unknown,
-        client_names=_INPUT,
-        prompt_only=True,
-        request_id=body.request_id or "",
         extras=(task,),
     )
+    answer = AnswerOptions(include_usage=True, client_names=_INPUT, prompt_only=True)
+    return ParsedRequest(mesh, answer, unknown, body.request_id or "")
 
 
 def _truncation(body: VectorsCommon, resolved: Resolved) -> TextParams:

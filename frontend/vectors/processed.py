@@ -9,7 +9,7 @@ import msgspec
 
 from meshlm.frontend.http import bodies
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.responses import AnswerHead
 from meshlm.frontend.openai.stream_response import StreamResponse
 from meshlm.frontend.requests.generation import Form
 from meshlm.frontend.vectors.answers import VectorsResponse
@@ -30,10 +30,8 @@ class Processed:
     def form(self) -> Form:
         return Form(self._whole, StreamResponse, before_end=self._post_process)
 
-    def _whole(
-        self, ask: ParsedRequest, request_id: str, created: int, model: str, on_end: Callable[[], None]
-    ) -> VectorsResponse:
-        self._answer = VectorsResponse(ask, request_id, created, model, on_end, self._write)
+    def _whole(self, head: AnswerHead) -> VectorsResponse:
+        self._answer = VectorsResponse(head, self._write)
         return self._answer
 
     async def _post_process(self) -> None:

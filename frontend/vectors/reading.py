@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from meshlm.frontend.http import bodies
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.stream_response import StreamResponse
 from meshlm.frontend.requests.generation import Backend, Form
 from meshlm.frontend.vectors import answers, parse
@@ -106,12 +106,12 @@ async def in_parts(asked: Asked, backend: Backend, ask: Callable[[Tokenize], Any
     ask: gives the answer of a detokenizer, or None.
     """
     resolved, spec = backend.resolved, _spec(backend.config)
-    longest, keep = resolved.max_model_len, asked.ask.text.truncate_prompt_tokens
+    longest, keep = resolved.max_model_len, asked.ask.mesh.text.truncate_prompt_tokens
     if not spec.chunks or keep or asked.prefix != "embd-":
         return asked
     prompts: list[Prompt] = []
     parts: list[int] = []
-    for prompt in asked.ask.prompts:
+    for prompt in asked.ask.mesh.prompts:
         if not isinstance(prompt, TokenPrompt) and num_bytes_of(prompt) + MARGIN > longest:
             reply = await ask(Tokenize(backend.requests.new_handle(), prompt))
             if reply is None:
@@ -123,7 +123,7 @@ async def in_parts(asked: Asked, backend: Backend, ask: Callable[[Tokenize], Any
         several = [TokenPrompt(pack_i32(ids[at : at + longest])) for at in range(0, len(ids), longest)]
         prompts += several if len(several) > 1 else [prompt]
         parts.append(max(1, len(several)))
-    return asked._replace(ask=asked.ask._replace(prompts=prompts), parts=tuple(parts))
+    return asked._replace(ask=asked.ask.with_mesh(prompts=prompts), parts=tuple(parts))
 
 
 MARGIN = 16  # tokens that may stand around a text

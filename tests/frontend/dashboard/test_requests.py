@@ -7,7 +7,7 @@ from answering import asking
 
 from meshlm.frontend.dashboard import requests
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.openai.responses import WholeResponse
+from meshlm.frontend.openai.responses import AnswerHead, WholeResponse
 from meshlm.frontend.requests.submits import build_each
 from meshlm.protocol.edges.text import Finished
 from meshlm.protocol.edges.token import First
@@ -17,7 +17,7 @@ from meshlm.runtime.client.choice import Choice
 
 def answer_of(num_choices: int = 1, name: str = "cmpl-1") -> Any:
     answer: Any = WholeResponse(
-        asking(False, num_choices=num_choices, num_returned=num_choices), name, 0, "m", lambda: None
+        AnswerHead(asking(False, num_choices=num_choices, num_returned=num_choices), name, 0, "m", lambda: None)
     )
     list(build_each(answer, answer.ask, lambda: Handle(1), -1, None))
     for choice in answer.choices:

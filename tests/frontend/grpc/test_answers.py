@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshlm.frontend.grpc.answers import GrpcResponse
+from meshlm.frontend.openai.responses import AnswerHead
 from meshlm.protocol.edges.text import Finished, PositionLogprobs, PromptLogprobs
 from meshlm.protocol.edges.token import First
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason
@@ -14,7 +15,7 @@ from meshlm.runtime.client.choice import RowDetails
 def answering(*, stream: bool, n: int = 1, logprobs: int = -1, prompt_logprobs: int = -1) -> tuple[GrpcResponse, Ends]:
     ends = Ends()
     ask = asking(False, stream=stream, num_choices=n, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
-    answer = filled(GrpcResponse(ask, "grpc-1", 0, "tiny", ends))
+    answer = filled(GrpcResponse(AnswerHead(ask, "grpc-1", 0, "tiny", ends)))
     for choice in answer.choices:
         choice.num_prompt_tokens = 2
     return answer, ends

@@ -8,7 +8,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from meshlm.frontend.grpc import requests
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.protocol.edges.text import TextPrompt, TokenPrompt
 
 
@@ -49,20 +49,21 @@ def test_a_full_request_is_the_same_as_over_http() -> None:
 def test_what_is_left_out_is_neutral() -> None:
     """And not the model's own default: who calls sends that, as GetModelInfo told it."""
     found = read(pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=[4, 5]), stream=True))
-    (prompt,) = found.prompts
+    (prompt,) = found.mesh.prompts
     assert isinstance(prompt, TokenPrompt)
     assert memoryview(prompt.token_ids).cast("i").tolist() == [4, 5]
-    sampling = found.sampling
+    sampling = found.mesh.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 1.0, 0, 0.0)
-    assert (sampling.repetition_penalty, found.num_choices, found.logprobs) == (1.0, 1, -1)
-    assert found.stream
-    assert (found.max_tokens, found.cap_max_tokens) == (None, True)
-    assert isinstance(read(pb.GenerateRequest(text="x")).prompts[0], TextPrompt)
+    assert (sampling.repetition_penalty, found.mesh.num_choices, found.answer.logprobs) == (1.0, 1, -1)
+    assert found.answer.stream
+    assert (found.mesh.max_tokens, found.mesh.cap_max_tokens) == (None, True)
+    assert isinstance(read(pb.GenerateRequest(text="x")).mesh.prompts[0], TextPrompt)
 
 
 def test_a_greedy_temperature_is_not_left_out() -> None:
     assert (
-        read(pb.GenerateRequest(text="x", sampling_params=pb.SamplingParams(temperature=0))).sampling.temperature == 0
+        read(pb.GenerateRequest(text="x", sampling_params=pb.SamplingParams(temperature=0))).mesh.sampling.temperature
+        == 0
     )
 
 

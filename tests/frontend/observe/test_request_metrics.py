@@ -6,7 +6,7 @@ import answering
 import pytest
 
 from meshlm.frontend.observe.request_metrics import CHOICES_AT_ONCE, observe_end, observe_tokens
-from meshlm.frontend.openai.responses import WholeResponse
+from meshlm.frontend.openai.responses import AnswerHead, WholeResponse
 from meshlm.frontend.requests.retry import IdempotencyKey
 from meshlm.frontend.requests.submits import build_each
 from meshlm.protocol.edges.text import Accepted, Finished, Rejected, TextDeltas
@@ -64,7 +64,9 @@ class Client:
         self.tracker, self.metrics = tracker, Recorder()
         self.num_turns = 0  # that the end left to others
         answer: Any = WholeResponse(
-            answering.asking(False, num_returned=ask.get("num_choices", 1), **ask), "id", 0, "m", lambda: None
+            AnswerHead(
+                answering.asking(False, num_returned=ask.get("num_choices", 1), **ask), "id", 0, "m", lambda: None
+            )
         )
         self.answer: WholeResponse = answer
         for choices, submit in list(build_each(answer, answer.ask, tracker.new_handle, -1, again)):

@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from spans import Collector, collector
 
 from meshlm.frontend.observe.traces import MAX_QUEUED, Traces
-from meshlm.frontend.openai.responses import WholeResponse
+from meshlm.frontend.openai.responses import AnswerHead, WholeResponse
 from meshlm.frontend.requests.submits import build_each
 from meshlm.protocol.config import ObservabilityConfig
 from meshlm.protocol.edges.text import Finished, RequestEvent
@@ -41,7 +41,7 @@ def there() -> Iterator[Collector]:
 def answer_of(name: str, num_choices: int = 1) -> Any:
     """An answer whose sequences began at 10 of the loop's clock, had their first token at 11 and ended at 13."""
     asked = answering.asking(False, num_choices=num_choices, num_returned=num_choices)
-    answer = WholeResponse(asked, name, 0, "the-model", lambda: None)
+    answer = WholeResponse(AnswerHead(asked, name, 0, "the-model", lambda: None))
     list(build_each(answer, asked, lambda: Handle(1), -1, None))
     for choice in answer.choices:
         choice.opened_at, choice.first_at, choice.last_at = 10.0, 11.0, 13.0

@@ -8,7 +8,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from parsing import RESOLVED
 
 from meshlm.frontend.openai.model_card import model_card
-from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.parsed_request import ParsedRequest
 
 # Ours alone: the older name of reasoning, and the calls that vLLM leaves out where there are none.
 OF_CALLS = {"tool_calls"}
@@ -16,7 +16,7 @@ OF_CALLS = {"tool_calls"}
 
 def answered(ask: ParsedRequest) -> Json:
     answer, _ = whole(ask)
-    give(answer, 0, [7], "Hé", STOP, logprobs=[HELLO] if ask.logprobs >= 0 else None)
+    give(answer, 0, [7], "Hé", STOP, logprobs=[HELLO] if ask.answer.logprobs >= 0 else None)
     return body(answer)
 
 

@@ -10,7 +10,7 @@ import torch
 from parsing import RESOLVED, SERVER, asked, body_of
 
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.protocol.config import Resolved, ServerConfig
 from meshlm.protocol.edges.text import ChatPrompt, MediaPrompt, TextPrompt, TokenPrompt
 from meshlm.protocol.prompt_embeds import PromptEmbeds, mark
@@ -46,10 +46,10 @@ def rows(prompt: object) -> torch.Tensor:
 
 
 def test_vectors_are_prompts_before_the_texts() -> None:
-    (alone,) = ask().prompts
+    (alone,) = ask().mesh.prompts
     assert torch.equal(rows(alone), ROWS)
-    assert ask(prompt="").prompts == ask(prompt=[]).prompts == [alone]
-    found = ask(prompt=["a", "b"], prompt_embeds=[saved(ROWS), saved(ROWS[:2].clone())]).prompts
+    assert ask(prompt="").mesh.prompts == ask(prompt=[]).mesh.prompts == [alone]
+    found = ask(prompt=["a", "b"], prompt_embeds=[saved(ROWS), saved(ROWS[:2].clone())]).mesh.prompts
     assert torch.equal(rows(found[1]), ROWS[:2])
     assert found[2:] == [TextPrompt("a"), TextPrompt("b")]
 
@@ -65,15 +65,15 @@ def test_vectors_are_prompts_before_the_texts() -> None:
 )
 def test_a_cut_prompt_has_as_many_ids_as_vectors(fields: dict[str, Any], expected: torch.Tensor) -> None:
     found = ask(**fields)
-    assert torch.equal(rows(found.prompts[0]), expected)
-    keep = found.text.truncate_prompt_tokens
+    assert torch.equal(rows(found.mesh.prompts[0]), expected)
+    keep = found.mesh.text.truncate_prompt_tokens
     assert len(expected) <= keep, "the mesh cuts no more"
 
 
 def test_a_default_that_leaves_no_room_cuts_vectors_and_ids_alike() -> None:
     """Without max_tokens an answer has 16, and -1 keeps what these leave."""
     short = msgspec.structs.replace(RESOLVED, max_model_len=20)
-    (prompt,) = ask(resolved=short, truncate_prompt_tokens=-1).prompts
+    (prompt,) = ask(resolved=short, truncate_prompt_tokens=-1).mesh.prompts
     assert torch.equal(rows(prompt), ROWS[2:])
 
 
@@ -105,7 +105,7 @@ def test_what_is_no_finite_number_is_refused(dtype: torch.dtype, spoilt: float) 
     rows = torch.randn(3, HIDDEN).to(dtype)
     rows[2, 0] = torch.finfo(dtype).max
     rows[1, 0] = torch.finfo(dtype).tiny / 4
-    assert len(ask(prompt_embeds=saved(rows)).prompts) == 1
+    assert len(ask(prompt_embeds=saved(rows)).mesh.prompts) == 1
     rows[2, 1] = spoilt
     with pytest.raises(HttpError, match="number 1 of its vector 2 is not finite") as refused:
         ask(prompt_embeds=saved(rows))
@@ -118,7 +118,7 @@ def test_a_server_takes_none_unless_it_is_told_to() -> None:
     with pytest.raises(HttpError, match="--enable-prompt-embeds") as raised:
         ask(SERVER)
     assert raised.value.param == "prompt_embeds"
-    assert ask(SERVER, prompt="hi", prompt_embeds=None).prompts == [TextPrompt("hi")]
+    assert ask(SERVER, prompt="hi", prompt_embeds=None).mesh.prompts == [TextPrompt("hi")]
 
 
 def test_longer_than_the_context_and_too_many_copies() -> None:
@@ -128,7 +128,7 @@ def test_longer_than_the_context_and_too_many_copies() -> None:
     large = saved(torch.zeros(1 << 12, HIDDEN))
     wide = msgspec.structs.replace(RESOLVED, max_model_len=1 << 13)
     fits = (64 << 20) // (4 * HIDDEN << 12)
-    assert ask(resolved=wide, prompt_embeds=large, n=min(fits, 128)).num_choices
+    assert ask(resolved=wide, prompt_embeds=large, n=min(fits, 128)).mesh.num_choices
     if fits < 128:
         with pytest.raises(HttpError) as raised:
             ask(resolved=wide, prompt_embeds=large, n=fits + 1)
@@ -145,7 +145,7 @@ def part(tensor: torch.Tensor) -> dict[str, str]:
 
 
 def test_parts_of_a_chat_may_be_vectors() -> None:
-    (prompt,) = chat("Say", part(ROWS), {"type": "text", "text": "and"}, part(ROWS[:2].clone())).prompts
+    (prompt,) = chat("Say", part(ROWS), {"type": "text", "text": "and"}, part(ROWS[:2].clone())).mesh.prompts
     assert isinstance(prompt, MediaPrompt)
     assert isinstance(prompt.prompt, ChatPrompt)
     content = msgspec.json.decode(prompt.prompt.messages_json)[1]["content"]

@@ -11,7 +11,7 @@ from meshlm.detokenizer.admission import MAX_PROMPT_LOGPROBS
 from meshlm.detokenizer.batch import ENTRY_BYTES, MAX_BATCH_BYTES
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai import limits
-from meshlm.frontend.openai.responses import WholeResponse
+from meshlm.frontend.openai.responses import AnswerHead, WholeResponse
 from meshlm.frontend.requests.submits import build_each
 from meshlm.protocol.edges.admit import AbortRequests, Admit, Assign, EngineRequest, SchedulerIncarnation
 from meshlm.protocol.edges.step import NewRow, StepPlan
@@ -41,7 +41,7 @@ BIAS = {str(token): 1.0 for token in IDS}
 def test_ids_count_once() -> None:
     """Repetitions of what the vocabulary has were carried to every sequence."""
     for name in ("allowed_token_ids", "stop_token_ids"):
-        sampling = ask("text", **{name: IDS * (limits.MAX_LISTED_IDS // VOCAB)}).sampling
+        sampling = ask("text", **{name: IDS * (limits.MAX_LISTED_IDS // VOCAB)}).mesh.sampling
         assert getattr(sampling, name) == tuple(IDS)
         error, shown = refused("text", {name: [7] * 1_300_000})
         assert (error.status, shown["param"]) == (400, name)
@@ -51,7 +51,7 @@ def test_ids_count_once() -> None:
 def test_lists_of_ids_count_for_each_sequence(name: str) -> None:
     fields: dict[str, object] = {name: BIAS if name == "logit_bias" else IDS}
     most = limits.MAX_LISTED_IDS // VOCAB
-    assert ask("text", **fields, prompt=["x"] * most).prompts == [TextPrompt("x")] * most
+    assert ask("text", **fields, prompt=["x"] * most).mesh.prompts == [TextPrompt("x")] * most
     error, shown = refused("text", {**fields, "prompt": ["x"] * (most // 2 + 1), "n": 2})
     assert (error.status, shown["param"]) == (400, name)
     assert f"at most {limits.MAX_LISTED_IDS}" in str(shown["message"])
@@ -78,13 +78,13 @@ def test_a_prompt_that_no_context_holds_is_refused_before_it_travels() -> None:
     error, shown = refused("text", {"prompt": [[5], too_many]})
     assert (error.status, shown["param"]) == (400, "prompt")
     assert "maximum context length" in str(shown["message"])
-    assert ask("text", prompt=too_many, truncate_prompt_tokens=3).prompts == [TokenPrompt(pack_i32(too_many))]
+    assert ask("text", prompt=too_many, truncate_prompt_tokens=3).mesh.prompts == [TokenPrompt(pack_i32(too_many))]
 
 
 def test_a_prompts_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MIN_PROMPT_BYTES", 100)
     monkeypatch.setattr(limits, "BYTES_PER_TOKEN", 0)
-    assert ask("text", prompt="ü" * 50).prompts == [TextPrompt("ü" * 50)]
+    assert ask("text", prompt="ü" * 50).mesh.prompts == [TextPrompt("ü" * 50)]
     assert refused("text", {"prompt": "ü" * 51})[1]["param"] == "prompt"
     ask("chat")
     tools: dict[str, object] = {"messages": [{"role": "user", "content": "x" * 101}]}
@@ -183,11 +183,11 @@ def test_a_small_body_stays_small(data: st.DataObject) -> None:
         assert refusal.status == 400
         assert "at most" in refusal.message or "more than" in refusal.message
         return
-    answer = WholeResponse(found, "cmpl-1", 0, "m", lambda: None)
+    answer = WholeResponse(AnswerHead(found, "cmpl-1", 0, "m", lambda: None))
     handles = iter(range(1, 1 << 20))
     asked = list(build_each(answer, found, lambda: Handle(next(handles)), -1))
     messages = [submit for _, submit in asked]
     assert max(len(encode(message)) for message in messages) <= MAX_MESSAGE_BYTES
-    num_sequences = len(found.prompts) * found.num_choices
+    num_sequences = len(found.mesh.prompts) * found.mesh.num_choices
     most = limits.MAX_COPIED_BYTES + 14 * limits.MAX_LISTED_IDS + 2000 * num_sequences
     assert sum(len(encode(message)) for message in messages) <= most

@@ -14,7 +14,8 @@ from refused_bodies import EVERY_BAD
 from meshlm.frontend.http import bodies
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai import prompts
-from meshlm.frontend.openai.responses import WholeResponse
+from meshlm.frontend.openai.parsed_request import AnswerOptions, MeshRequest, ParsedRequest
+from meshlm.frontend.openai.responses import AnswerHead, WholeResponse
 from meshlm.frontend.openai.schema import (
     ChatRequest,
     Common,
@@ -30,6 +31,12 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.ids import Handle
 
 
+def half_of(found: ParsedRequest, path: str) -> MeshRequest | AnswerOptions | ParsedRequest:
+    """The part of a request that has the first name of the path."""
+    halves = (half for half in (found.mesh, found.answer, found) if path.split(".")[0] in half._fields)
+    return next(halves)
+
+
 @pytest.mark.parametrize(
     ("endpoint", "fields", "path", "expected"),
     [
@@ -39,7 +46,7 @@ from meshlm.protocol.wire.ids import Handle
     ],
 )
 def test_taken(endpoint: str, fields: dict[str, object], path: str, expected: object) -> None:
-    got: object = ask(endpoint, **fields)
+    got: object = half_of(ask(endpoint, **fields), path)
     for name in path.split("."):
         got = got[int(name)] if isinstance(got, tuple) and name.isdigit() else getattr(got, name)
     assert got == expected
@@ -48,7 +55,7 @@ def test_taken(endpoint: str, fields: dict[str, object], path: str, expected: ob
 
 @pytest.mark.parametrize(("fields", "expected"), CHATS, ids=lambda value: json.dumps(value, default=str)[:50])
 def test_chat_prompt(fields: dict[str, object], expected: dict[str, object]) -> None:
-    (prompt,) = ask("chat", **fields).prompts
+    (prompt,) = ask("chat", **fields).mesh.prompts
     assert isinstance(prompt, ChatPrompt)
     plain = ChatPrompt(msgspec.json.encode(fields.get("messages", [USER])))
     assert prompt == msgspec.structs.replace(plain, **expected)
@@ -66,12 +73,14 @@ def test_the_models_defaults_stand_where_the_client_says_nothing() -> None:
     resolved = msgspec.structs.replace(RESOLVED, generation_defaults=defaults)
     for endpoint in ENDPOINTS:
         silent = asked(endpoint, body_of(endpoint, {}), resolved)
-        assert (silent.max_tokens, silent.cap_max_tokens) == ((16, False) if endpoint == "text" else (9, True))
-        assert msgspec.structs.asdict(silent.sampling).items() >= {**defaults, "max_tokens": 16}.items()
+        assert (silent.mesh.max_tokens, silent.mesh.cap_max_tokens) == (
+            (16, False) if endpoint == "text" else (9, True)
+        )
+        assert msgspec.structs.asdict(silent.mesh.sampling).items() >= {**defaults, "max_tokens": 16}.items()
         said = {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1, "max_tokens": 3}
         spoken = asked(endpoint, body_of(endpoint, {**said}), resolved)
-        assert (spoken.max_tokens, spoken.cap_max_tokens) == (3, False)
-        assert spoken.sampling == SamplingParams(temperature=0.0, eos_token_ids=EOS)
+        assert (spoken.mesh.max_tokens, spoken.mesh.cap_max_tokens) == (3, False)
+        assert spoken.mesh.sampling == SamplingParams(temperature=0.0, eos_token_ids=EOS)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +102,7 @@ def test_a_generation_config_of_the_command_line_limits(
     """A model's own only gives what a chat gets that says nothing."""
     defaults = {"max_tokens": 9 if limit is None else limit}
     resolved = msgspec.structs.replace(RESOLVED, generation_defaults=defaults, max_output_tokens=limit)
-    assert asked(endpoint, body_of(endpoint, fields), resolved).max_tokens == expected
+    assert asked(endpoint, body_of(endpoint, fields), resolved).mesh.max_tokens == expected
 
 
 def nullable(kind: type[Common], name: str) -> bool:
@@ -141,7 +150,7 @@ def test_seed_zero_is_a_seed(endpoint: str) -> None:
 def seeds(endpoint: str, draws: random.Random | None = None, **fields: object) -> list[int]:
     """The seed of each choice as it is sent."""
     asking = ask(endpoint, **fields)
-    answer = WholeResponse(asking, "id", 0, "tiny", lambda: None)
+    answer = WholeResponse(AnswerHead(asking, "id", 0, "tiny", lambda: None))
     handles = iter(range(1, 1000))
     list(build_submits(answer, asking, lambda: Handle(next(handles)), -1, draws=draws or random.SystemRandom()))
     return [choice.submit.sampling.seed for choice in answer.choices]
@@ -154,16 +163,16 @@ def server_with(**settings: object) -> ServerConfig:
 def test_what_the_server_says_of_every_request() -> None:
     body = body_of("chat", {"stream": True})
     server = server_with(return_tokens_as_token_ids=True, enable_force_include_usage=True)
-    assert asked("chat", body, server=server).tokens_as_ids
-    assert asked("chat", body, server=server).include_usage
-    assert asked("chat", body, server=server).continuous_usage
-    assert not asked("chat", body_of("chat", {"return_tokens_as_token_ids": False}), server=server).tokens_as_ids
-    assert not ask("chat", stream=True).include_usage
+    assert asked("chat", body, server=server).answer.tokens_as_ids
+    assert asked("chat", body, server=server).answer.include_usage
+    assert asked("chat", body, server=server).answer.continuous_usage
+    assert not asked("chat", body_of("chat", {"return_tokens_as_token_ids": False}), server=server).answer.tokens_as_ids
+    assert not ask("chat", stream=True).answer.include_usage
 
 
 def test_the_servers_template_arguments_give_way_to_the_requests() -> None:
     server = server_with(default_chat_template_kwargs='{"enable_thinking": false, "x": 1}')
-    (prompt,) = asked("chat", body_of("chat", {"chat_template_kwargs": {"x": 2}}), server=server).prompts
+    (prompt,) = asked("chat", body_of("chat", {"chat_template_kwargs": {"x": 2}}), server=server).mesh.prompts
     assert isinstance(prompt, ChatPrompt)
     assert msgspec.json.decode(prompt.template_kwargs_json) == {"enable_thinking": False, "x": 2}
 
@@ -184,7 +193,8 @@ def test_a_template_of_the_request_needs_the_servers_trust() -> None:
 )
 def test_logprobs_of_the_whole_vocabulary(endpoint: str, fields: dict[str, object], path: str) -> None:
     for one in ENDPOINTS if endpoint == "both" else (endpoint,):
-        assert attrgetter(path)(asked(one, body_of(one, fields), server=server_with(max_logprobs=-1))) == 1000
+        found = asked(one, body_of(one, fields), server=server_with(max_logprobs=-1))
+        assert attrgetter(path)(half_of(found, path)) == 1000
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from parsing import ENDPOINTS, MAX_LOGPROBS, ask, asked, body_of
 
 from meshlm.frontend.http import bodies
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.schema import ChatRequest, CompletionRequest
 from meshlm.protocol.edges.text import ChatPrompt
 
@@ -72,7 +72,7 @@ def test_nesting_that_some_of_us_still_take(depth: int) -> None:
     body = b'{"messages": [{"role": "user", "content": "hi", "x": ' + b"[" * depth + b"]" * depth + b"}]}"
     prompts: Sequence[object] = ()
     with contextlib.suppress(HttpError):
-        prompts = asked("chat", body).prompts
+        prompts = asked("chat", body).mesh.prompts
     for prompt in prompts:
         assert isinstance(prompt, ChatPrompt)
         assert prompt.messages_json.count(b"[") == depth + 1
@@ -103,9 +103,9 @@ def test_any_values_are_taken_or_refused_by_name(endpoint: str, data: st.DataObj
         assert got.status == 400
         assert got.param.partition(".")[0] in kind.__struct_fields__
     else:
-        assert 1 <= got.num_returned <= got.num_choices
-        assert got.prompts
-        assert max(got.logprobs, got.prompt_logprobs) <= MAX_LOGPROBS
+        assert 1 <= got.answer.num_returned <= got.mesh.num_choices
+        assert got.mesh.prompts
+        assert max(got.answer.logprobs, got.answer.prompt_logprobs) <= MAX_LOGPROBS
 
 
 @settings(max_examples=150, deadline=None)

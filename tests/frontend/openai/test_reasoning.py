@@ -142,12 +142,12 @@ DONE = {"role": "assistant", "content": "<think>so</think>Yes"}
 )
 def test_which_answers_begin_with_reasoning(parser: str, fields: dict[str, object], begins: bool) -> None:
     server = ServerConfig(reasoning_parser=parser)
-    assert asked("chat", body_of("chat", fields), server=server).begins_with_reasoning == begins
-    assert not asked("text", json.dumps({"prompt": "x"}).encode(), server=server).begins_with_reasoning
+    assert asked("chat", body_of("chat", fields), server=server).answer.begins_with_reasoning == begins
+    assert not asked("text", json.dumps({"prompt": "x"}).encode(), server=server).answer.begins_with_reasoning
 
 
 def test_the_server_may_switch_it_off_for_all() -> None:
     server = ServerConfig(reasoning_parser="qwen3", default_chat_template_kwargs='{"enable_thinking": false}')
-    assert not asked("chat", body_of("chat", {}), server=server).begins_with_reasoning
+    assert not asked("chat", body_of("chat", {}), server=server).answer.begins_with_reasoning
     fields: dict[str, object] = {"chat_template_kwargs": {"enable_thinking": True}}
-    assert asked("chat", body_of("chat", fields), server=server).begins_with_reasoning
+    assert asked("chat", body_of("chat", fields), server=server).answer.begins_with_reasoning

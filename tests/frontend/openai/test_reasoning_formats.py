@@ -8,7 +8,7 @@ from parsing import asked, body_of
 from tool_formats import SAME_AS
 
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.extras import find_extra
 from meshlm.protocol.grammar import Grammar, GrammarKind, ThinkingBudget
@@ -148,9 +148,9 @@ def test_a_message_that_is_gone_on_with_in_its_reasoning() -> None:
     answer, _ = whole(
         asking(
             True,
-            begins_with_reasoning=ask.begins_with_reasoning,
-            reasoning_parser=ask.reasoning_parser,
-            opened_reasoning=ask.opened_reasoning,
+            begins_with_reasoning=ask.answer.begins_with_reasoning,
+            reasoning_parser=ask.answer.reasoning_parser,
+            opened_reasoning=ask.answer.opened_reasoning,
         )
     )
     give(answer, 0, [7], "think[/THINK]Yes", STOP)
@@ -213,7 +213,7 @@ def test_content_that_is_not_what_the_model_writes(parser: str, text: str, messa
 )
 def test_which_answers_may_begin_with_reasoning(parser: str, kwargs: dict[str, object], reasons: bool) -> None:
     ask = asked("chat", body_of("chat", {"chat_template_kwargs": kwargs}), server=ServerConfig(reasoning_parser=parser))
-    assert ask.begins_with_reasoning == reasons
+    assert ask.answer.begins_with_reasoning == reasons
 
 
 def test_a_template_that_opens_the_reasoning() -> None:
@@ -228,7 +228,7 @@ def budget_of(parser: str, **fields: object) -> ThinkingBudget | None:
     ask = asked(
         "chat", body_of("chat", {"thinking_token_budget": 7, **fields}), server=ServerConfig(reasoning_parser=parser)
     )
-    grammar = find_extra(ask.extras, Grammar)
+    grammar = find_extra(ask.mesh.extras, Grammar)
     return None if grammar is None else grammar.thinking
 
 
@@ -242,7 +242,7 @@ def test_a_budget_of_reasoning() -> None:
     assert budget_of("qwen3", chat_template_kwargs={"enable_thinking": False}) is None
     assert budget_of("qwen3", thinking_token_budget=-1) is None
     both = body_of("chat", {"thinking_token_budget": 0, "response_format": {"type": "json_object"}})
-    grammar = find_extra(asked("chat", both, server=ServerConfig(reasoning_parser="qwen3")).extras, Grammar)
+    grammar = find_extra(asked("chat", both, server=ServerConfig(reasoning_parser="qwen3")).mesh.extras, Grammar)
     assert grammar is not None
     assert (grammar.kind, grammar.begins_after) == (GrammarKind.JSON_OBJECT, "</think>")
     assert grammar.thinking == ThinkingBudget(0, "</think>", "<think>")
@@ -255,7 +255,7 @@ def test_a_budget_of_a_completions_reasoning() -> None:
         body = body_of("text", {"thinking_token_budget": 7, **fields})
         return asked("text", body, server=ServerConfig(reasoning_parser="qwen3"))
 
-    grammar = find_extra(of_text().extras, Grammar)
+    grammar = find_extra(of_text().mesh.extras, Grammar)
     assert grammar is not None
     assert grammar.kind is GrammarKind.FREE
     budget = grammar.thinking
@@ -265,7 +265,7 @@ def test_a_budget_of_a_completions_reasoning() -> None:
     for prompt in ("", "a", "<think>a</think> b", "</think>"):
         assert budgets.seen(budget, prompt) == opened_later
     assert budgets.seen(open_already, "") is open_already
-    assert not of_text(thinking_token_budget=-1).extras
+    assert not of_text(thinking_token_budget=-1).mesh.extras
     for fields in ({"use_beam_search": True}, {"guided_regex": "a+"}, {"response_format": {"type": "json_object"}}):
         with pytest.raises(HttpError, match=r"^thinking_token_budget: "):
             of_text(**fields)

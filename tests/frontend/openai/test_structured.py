@@ -19,7 +19,7 @@ JSON, REGEX, TAGS = GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, GrammarKind.STRU
 
 
 def of(**fields: Any) -> Grammar | None:
-    return find_extra(ask("chat", **fields).extras, Grammar)
+    return find_extra(ask("chat", **fields).mesh.extras, Grammar)
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
@@ -61,7 +61,7 @@ def of(**fields: Any) -> Grammar | None:
     ],
 )  # fmt: skip
 def test_the_fields_of_a_request(endpoint: str, fields: dict[str, Any], grammar: Grammar | None) -> None:
-    assert find_extra(ask(endpoint, **fields).extras, Grammar) == grammar
+    assert find_extra(ask(endpoint, **fields).mesh.extras, Grammar) == grammar
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_it_begins_behind_the_reasoning(parser: str, kwargs: dict[str, Any], bet
     body = body_of("chat", {"guided_regex": "a", "chat_template_kwargs": kwargs, "messages": [USER]})
     for config, expected in (("{}", between), ('{"enable_in_reasoning": true}', ("", ""))):
         server = ServerConfig(reasoning_parser=parser, structured_outputs_config=config)
-        found = find_extra(asked("chat", body, RESOLVED, server).extras, Grammar)
+        found = find_extra(asked("chat", body, RESOLVED, server).mesh.extras, Grammar)
         assert found is not None
         assert (found.opens_with, found.begins_after) == expected
 
@@ -132,5 +132,5 @@ def test_it_begins_behind_the_reasoning(parser: str, kwargs: dict[str, Any], bet
 def test_the_servers_options() -> None:
     config = '{"backend": "guidance", "disable_any_whitespace": true, "disable_additional_properties": true}'
     server = msgspec.structs.replace(SERVER, structured_outputs_config=config)
-    found = find_extra(asked("text", body_of("text", {"guided_json": SCHEMA}), RESOLVED, server).extras, Grammar)
+    found = find_extra(asked("text", body_of("text", {"guided_json": SCHEMA}), RESOLVED, server).mesh.extras, Grammar)
     assert found == Grammar(JSON, TEXT, "guided_json", any_whitespace=False, additional_properties=False)

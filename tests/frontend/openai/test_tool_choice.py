@@ -169,7 +169,7 @@ QWEN3 = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="hermes", re
 
 
 def grammar_of(server: ServerConfig, **fields: object) -> Grammar | None:
-    return find_extra(asked("chat", body_of("chat", {**STRICT, **fields}), server=server).extras, Grammar)
+    return find_extra(asked("chat", body_of("chat", {**STRICT, **fields}), server=server).mesh.extras, Grammar)
 
 
 def test_a_forced_choice_is_a_grammar_and_needs_no_parser() -> None:
@@ -191,7 +191,7 @@ def test_workers_know_which_calls_end_the_reasoning() -> None:
     assert forced is not None
     assert (forced.calls, forced.begins_after) == ("", "</think>")
     fields: dict[str, object] = {"response_format": {"type": "json_object"}}
-    form = find_extra(asked("chat", body_of("chat", fields), server=QWEN3).extras, Grammar)
+    form = find_extra(asked("chat", body_of("chat", fields), server=QWEN3).mesh.extras, Grammar)
     assert form is not None
     assert (form.calls, form.tools) == ("", ())
 
@@ -264,7 +264,7 @@ def test_the_library_takes_the_grammars_of_calls() -> None:
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_the_model_is_shown_the_tools_that_are_allowed(mode: str) -> None:
     choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [NAMED]}}
-    (prompt,) = asked("chat", body_of("chat", {**ASKS, "tool_choice": choice}), server=QWEN3).prompts
+    (prompt,) = asked("chat", body_of("chat", {**ASKS, "tool_choice": choice}), server=QWEN3).mesh.prompts
     assert isinstance(prompt, ChatPrompt)
     assert json.loads(prompt.tools_json) == ASKS["tools"][:1]
 
@@ -276,7 +276,7 @@ def test_the_tools_of_a_request_without_calls_may_be_left_out(choice: str, exclu
     server = ServerConfig(
         enable_auto_tool_choice=True, tool_call_parser="hermes", exclude_tools_when_tool_choice_none=excludes
     )
-    (prompt,) = asked("chat", body_of("chat", {**ASKS, "tool_choice": choice}), server=server).prompts
+    (prompt,) = asked("chat", body_of("chat", {**ASKS, "tool_choice": choice}), server=server).mesh.prompts
     assert isinstance(prompt, ChatPrompt)
     assert bool(prompt.tools_json) is is_shown
 
@@ -285,7 +285,7 @@ def test_the_tools_of_a_request_without_calls_may_be_left_out(choice: str, exclu
 def test_a_forced_call_of_gpt_oss_is_read_from_its_channels(choice: object, finish_reason: str) -> None:
     server = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="openai", reasoning_parser="openai_gptoss")
     ask = asked("chat", body_of("chat", {**STRICT, "tool_choice": choice}), server=server)
-    grammar = find_extra(ask.extras, Grammar)
+    grammar = find_extra(ask.mesh.extras, Grammar)
     assert grammar is not None
     assert (grammar.kind, grammar.begins_after) == (GrammarKind.STRUCTURAL_TAG, "")
     answer, _ = whole(ask)

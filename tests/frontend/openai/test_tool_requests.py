@@ -28,10 +28,10 @@ STRICT: dict[str, object] = {"tools": [{"type": "function", "function": {"name":
     ],
 )
 def test_which_answers_may_have_calls(fields: dict[str, object], reads: bool) -> None:
-    assert asked("chat", body_of("chat", fields), server=READS).tool_call_parser == ("hermes" if reads else "")
+    assert asked("chat", body_of("chat", fields), server=READS).answer.tool_call_parser == ("hermes" if reads else "")
     found = asked("chat", body_of("chat", fields), server=READS)
-    assert set(found.tools) == ({"weather"} if reads else set())
-    assert found.text.keep_special_tokens == ((OPEN, CLOSE) if reads else ())
+    assert set(found.answer.tools) == ({"weather"} if reads else set())
+    assert found.mesh.text.keep_special_tokens == ((OPEN, CLOSE) if reads else ())
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 from parsing import EOS, RESOLVED, ask
 
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.openai.parse import ParsedRequest
-from meshlm.frontend.openai.responses import WholeResponse
+from meshlm.frontend.openai.parsed_request import ParsedRequest
+from meshlm.frontend.openai.responses import AnswerHead, WholeResponse
 from meshlm.frontend.requests import pacing
 from meshlm.frontend.requests.beams import Search
 from meshlm.frontend.requests.submits import build_each
@@ -81,7 +81,7 @@ class Mesh:
 
 
 async def found(mesh: Mesh, asked: ParsedRequest) -> dict[str, Any]:
-    answer = WholeResponse(asked, "cmpl-x", 0, "m", lambda: None)
+    answer = WholeResponse(AnswerHead(asked, "cmpl-x", 0, "m", lambda: None))
     list(build_each(answer, asked, mesh.new_handle, -1))
     await Search(mesh, asked, "cmpl-x", -1).fill(answer)
     assert mesh.open_now == 0
@@ -176,4 +176,4 @@ def test_what_a_search_would_not_heed_is_refused(endpoint: str, fields: dict[str
 
 
 def test_settings_of_draws_are_taken() -> None:
-    assert ask("chat", use_beam_search=True, temperature=0.3, top_p=0.5, top_k=4, seed=1).beams
+    assert ask("chat", use_beam_search=True, temperature=0.3, top_p=0.5, top_k=4, seed=1).mesh.beams

@@ -7,6 +7,7 @@ from answering import HELLO, LENGTH, WORLD, asking, streamed
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshlm.frontend.openai.responses import AnswerHead
 from meshlm.frontend.openai.stream_response import StreamResponse
 from meshlm.frontend.requests import retry
 from meshlm.frontend.requests.interval import Interval
@@ -75,7 +76,7 @@ def stream(whole: str, interval: int, last_id: str) -> list[bytes]:
     ask = asking(False, stream=True)
     has = position(ask, again)
     assert has is not None
-    answer: Any = StreamResponse(ask, "cmpl-1", 17, "m", lambda: None, events.append, retry.Progress(has))
+    answer: Any = StreamResponse(AnswerHead(ask, "cmpl-1", 17, "m", lambda: None), events.append, retry.Progress(has))
     list(build_each(answer, ask, lambda: Handle(1), -1, again, has.cuts))
     answer.accepted(answer.choices[0], Accepted((Handle(1),), 2, pack_i32([5, 6]), "Hi you", "Hi", 99.0))
     feed(Interval(answer, interval), whole)

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.parsed_request import ParsedRequest
+from meshlm.frontend.openai.responses import AnswerHead
 from meshlm.frontend.openai.stream_response import StreamResponse
 from meshlm.frontend.requests import retry
 from meshlm.frontend.requests.submits import build_each as build_submits
@@ -77,7 +78,9 @@ def test_what_makes_a_request_the_same() -> None:
 
 def test_without_a_seed_it_comes_from_the_key() -> None:
     def seeds(again: retry.IdempotencyKey | None, **ask: object) -> list[int]:
-        answer: Any = StreamResponse(asking(num_choices=2, **ask), "id", 0, "m", lambda: None, lambda event: None)
+        answer: Any = StreamResponse(
+            AnswerHead(asking(num_choices=2, **ask), "id", 0, "m", lambda: None), lambda event: None
+        )
         handles = iter(range(1, 100))
         list(build_submits(answer, answer.ask, lambda: Handle(next(handles)), -1, again))
         return [choice.submit.sampling.seed for choice in answer.choices]
@@ -90,7 +93,7 @@ def test_without_a_seed_it_comes_from_the_key() -> None:
 def test_names_of_requests_are_the_same_each_time() -> None:
     def submits(again: retry.IdempotencyKey) -> list[Submit]:
         ask = asking(prompts=[TextPrompt("a"), TextPrompt("b")], num_choices=2)
-        answer: Any = StreamResponse(ask, f"cmpl-{again.key}", 0, "m", lambda: None, lambda event: None)
+        answer: Any = StreamResponse(AnswerHead(ask, f"cmpl-{again.key}", 0, "m", lambda: None), lambda event: None)
         handles = iter(range(1, 100))
         has = position(ask, again)
         assert has is not None
@@ -134,7 +137,7 @@ def stream(ask: ParsedRequest, rows: list[Row], last_id: str = "") -> list[tuple
     again = read(last_id=last_id)
     has = position(ask, again)
     assert has is not None
-    answer = StreamResponse(ask, "cmpl-1", 17, "m", lambda: None, events.append, retry.Progress(has))
+    answer = StreamResponse(AnswerHead(ask, "cmpl-1", 17, "m", lambda: None), events.append, retry.Progress(has))
     handles = iter(range(1, 100))
     list(build_submits(answer, ask, lambda: Handle(next(handles)), -1, again, has.cuts))
     for choice in answer.choices:
@@ -168,10 +171,10 @@ def histories(draw: st.DrawFn) -> tuple[ParsedRequest, list[list[Row]]]:
         continuous_usage=draw(st.booleans()),
         return_token_ids=draw(st.booleans()),
     )
-    if not ask.is_chat:
-        ask = ask._replace(echo=draw(st.booleans()))
+    if not ask.answer.is_chat:
+        ask = ask.with_answer(echo=draw(st.booleans()))
     rows: list[list[Row]] = []
-    for index in range(ask.num_choices):
+    for index in range(ask.mesh.num_choices):
         counts = draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
         mine: list[Row] = [
             (index, list(range(count)), draw(st.sampled_from(["", "a", "bc", "é\n"])), False) for count in counts
@@ -197,9 +200,9 @@ def test_a_resumed_stream_is_what_follows(data: st.DataObject) -> None:
     whole = stream(ask, interleaved(data.draw, rows))
     place = data.draw(st.integers(0, len(whole) - 1))
     last_id = whole[place][0]
-    again = at_cuts(rows, retry.parse(last_id, ask.num_choices).cuts)
+    again = at_cuts(rows, retry.parse(last_id, ask.mesh.num_choices).cuts)
     resumed = stream(ask, interleaved(data.draw, again), last_id)
-    if ask.num_choices == 1:
+    if ask.mesh.num_choices == 1:
         assert resumed == whole[place + 1 :]
     else:
         assert contents(whole[: place + 1] + resumed) == contents(whole)
@@ -231,11 +234,11 @@ def test_a_stream_that_breaks_many_times_is_whole(data: st.DataObject) -> None:
     had: list[tuple[str, str]] = []
     for _ in range(data.draw(st.integers(1, 5))):
         last_id = had[-1][0] if had else ""
-        again = at_cuts(rows, retry.parse(last_id, ask.num_choices).cuts)
+        again = at_cuts(rows, retry.parse(last_id, ask.mesh.num_choices).cuts)
         events = stream(ask, interleaved(data.draw, again), last_id)
         had += events[: data.draw(st.integers(0, len(events)))]
     last_id = had[-1][0] if had else ""
-    had += stream(ask, interleaved(data.draw, at_cuts(rows, retry.parse(last_id, ask.num_choices).cuts)), last_id)
+    had += stream(ask, interleaved(data.draw, at_cuts(rows, retry.parse(last_id, ask.mesh.num_choices).cuts)), last_id)
     assert contents(had) == contents(whole)
     names = [name for name, _ in had]
     assert len(set(names)) == len(names)
@@ -286,7 +289,9 @@ def test_the_ids_of_a_chat() -> None:
 
 def opened(tracker: RequestTracker, key: str) -> tuple[list[Choice], list[Send]]:
     again = retry.IdempotencyKey(key.ljust(32, "0"), b"", "")
-    answer: Any = StreamResponse(asking(num_choices=2), f"cmpl-{key}", 0, "m", lambda: None, lambda event: None)
+    answer: Any = StreamResponse(
+        AnswerHead(asking(num_choices=2), f"cmpl-{key}", 0, "m", lambda: None), lambda event: None
+    )
     ((choices, submit),) = list(build_submits(answer, answer.ask, tracker.new_handle, -1, again))
     sends = tracker.open(choices, submit)
     tracker.check()

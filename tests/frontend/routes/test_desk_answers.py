@@ -6,7 +6,7 @@ import pytest
 from answering import LENGTH, asking, body, chunks, filled
 from msgspec.structs import replace
 
-from meshlm.frontend.openai.responses import WholeResponse
+from meshlm.frontend.openai.responses import AnswerHead, WholeResponse
 from meshlm.frontend.openai.stream_response import StreamResponse
 from meshlm.protocol.edges.text import Finished, TextDeltas
 from meshlm.protocol.wire.columns import pack_i32
@@ -38,11 +38,13 @@ class Bench:
         self.answers: list[StreamResponse | WholeResponse] = []
         for number, changes in enumerate(ASKS):
             ask = asking(False, **changes)
-            if ask.stream:
+            if ask.answer.stream:
                 write = self.events[number].append
-                self.answers.append(filled(StreamResponse(ask, "cmpl-1", 1700000000, "tiny", lambda: None, write)))
+                self.answers.append(
+                    filled(StreamResponse(AnswerHead(ask, "cmpl-1", 1700000000, "tiny", lambda: None), write))
+                )
             else:
-                self.answers.append(filled(WholeResponse(ask, "cmpl-1", 1700000000, "tiny", lambda: None)))
+                self.answers.append(filled(WholeResponse(AnswerHead(ask, "cmpl-1", 1700000000, "tiny", lambda: None))))
             (choice,) = self.answers[-1].choices
             choice.handle = Handle(number + 1)
             self.tracker.open([choice], replace(choice.submit, handles=(choice.handle,)))
@@ -84,7 +86,7 @@ def test_every_client_reads_its_texts_in_order() -> None:
             continue
         read = [chunk["choices"][0] for chunk in chunks(events, False)]
         assert "".join(entry["text"] for entry in read) == expected
-        if answer.ask.return_token_ids:
+        if answer.ask.answer.return_token_ids:
             assert [t for entry in read for t in entry["token_ids"]] == list(choice.token_ids)
     assert bench.tracker.counts[""].num_tokens == len(ASKS) * sum(WIDTHS)
     assert bench.tracker.counts[""].intervals == {1.0: len(ASKS) * (len(WIDTHS) - 1)}

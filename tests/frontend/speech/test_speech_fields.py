@@ -24,7 +24,7 @@ from request_fields import names
 
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai.answer_fields import NEEDLESS as NEEDLESS_ANYWHERE
-from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.requests import submits
 from meshlm.frontend.speech import parse
 from meshlm.frontend.speech.schema import NEEDLESS, NOT_SUPPORTED, SpeechTask, TranslationRequest
@@ -63,7 +63,7 @@ def ask(
 
 
 def prefix(asked: ParsedRequest, chunk: int = 0) -> TokenPrompt | JoinedPrompt:
-    prompt = asked.prompts[chunk]
+    prompt = asked.mesh.prompts[chunk]
     assert isinstance(prompt, MediaPrompt)
     assert isinstance(prompt.prompt, TokenPrompt | JoinedPrompt)
     return prompt.prompt
@@ -116,39 +116,48 @@ def test_the_text_of_before_stands_in_each_chunk() -> None:
     wanted = JoinedPrompt(
         (tokens(PREVIOUS), TextPrompt(" Dr. Who", add_special_tokens=False), tokens(START, DE, TRANSCRIBE, NO_TIMES))
     )
-    assert [prefix(asked, chunk) for chunk in range(len(asked.prompts))] == [wanted] * 3
+    assert [prefix(asked, chunk) for chunk in range(len(asked.mesh.prompts))] == [wanted] * 3
     assert prefix(ask(language="de", prompt="  ")) == tokens(START, DE, TRANSCRIBE, NO_TIMES)
 
 
 def test_the_chunks_are_the_sound() -> None:
     asked = ask(audio=chunks(), language="de")
-    data = b"".join(one.samples for prompt in asked.prompts for one in media_of(prompt) if isinstance(one, Audio))
+    data = b"".join(one.samples for prompt in asked.mesh.prompts for one in media_of(prompt) if isinstance(one, Audio))
     assert data == chunks().tobytes()
-    assert (asked.num_choices, len(asked.prompts)) == (1, 3)
+    assert (asked.mesh.num_choices, len(asked.mesh.prompts)) == (1, 3)
 
 
 def test_how_tokens_are_drawn() -> None:
     model = resolved(generation_defaults={"temperature": 0.7, "top_p": 0.8, "max_tokens": 448})
     plain = ask(model=model, language="de")
-    assert (plain.sampling.temperature, plain.sampling.top_p, plain.max_tokens, plain.cap_max_tokens) == (
+    assert (
+        plain.mesh.sampling.temperature,
+        plain.mesh.sampling.top_p,
+        plain.mesh.max_tokens,
+        plain.mesh.cap_max_tokens,
+    ) == (
         0,
         0.8,
         448,
         True,
     )
-    assert plain.sampling.begin_suppress_token_ids == SPEECH.begin_suppress_tokens
-    assert (plain.sampling.logit_bias, plain.sampling.logprobs, plain.logprobs) == ({}, -1, -1)
-    assert plain.sampling.eos_token_ids == model.eos_token_ids
+    assert plain.mesh.sampling.begin_suppress_token_ids == SPEECH.begin_suppress_tokens
+    assert (plain.mesh.sampling.logit_bias, plain.mesh.sampling.logprobs, plain.answer.logprobs) == ({}, -1, -1)
+    assert plain.mesh.sampling.eos_token_ids == model.eos_token_ids
     timed = ask(language="de", response_format="verbose_json")
-    assert (timed.sampling.extra_args, timed.sampling.logprobs, timed.logprobs) == ({"whisper_timestamps": True}, 0, 0)
+    assert (timed.mesh.sampling.extra_args, timed.mesh.sampling.logprobs, timed.answer.logprobs) == (
+        {"whisper_timestamps": True},
+        0,
+        0,
+    )
     given = ask(
         language="de", temperature="0.5", top_p="0.9", top_k="4", min_p="0.1", frequency_penalty="0.2", seed="7",
         presence_penalty="0.3", repetition_penalty="1.1", max_completion_tokens="9", priority="3", timeout="2.5",
     )  # fmt: skip
-    found = given.sampling
+    found = given.mesh.sampling
     assert (found.temperature, found.top_p, found.top_k, found.min_p) == (0.5, 0.9, 4, 0.1)
     assert (found.frequency_penalty, found.presence_penalty, found.repetition_penalty) == (0.2, 0.3, 1.1)
-    assert (given.seed, given.max_tokens, given.priority, given.timeout_s) == (7, 9, 3, 2.5)
+    assert (given.mesh.seed, given.mesh.max_tokens, given.mesh.priority, given.mesh.timeout_s) == (7, 9, 3, 2.5)
 
 
 @pytest.mark.parametrize(
@@ -220,9 +229,9 @@ def test_a_prompt_that_is_too_long() -> None:
 def test_texts_and_sounds_go_to_their_own_models() -> None:
     config = MeshConfig(resolved=resolved())
     asked = ask(language="de")
-    assert submits.permitted(asked, "", config).prompts == asked.prompts
+    assert submits.permitted(asked, "", config).mesh.prompts == asked.mesh.prompts
     with pytest.raises(HttpError, match="takes no texts") as caught:
-        submits.permitted(asked._replace(prompts=[TextPrompt("a")]), "", config)
+        submits.permitted(asked.with_mesh(prompts=[TextPrompt("a")]), "", config)
     assert caught.value.status == 404
     with pytest.raises(HttpError, match="transcribes no audio"):
         submits.permitted(asked, "", msgspec.structs.replace(config, resolved=resolved(None)))

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from meshlm.frontend.openai.parse import ParsedRequest
-from meshlm.frontend.openai.responses import Response, WholeResponse
+from meshlm.frontend.openai.parsed_request import AnswerOptions, MeshRequest, ParsedRequest
+from meshlm.frontend.openai.responses import AnswerHead, Response, WholeResponse
 from meshlm.frontend.openai.stream_response import StreamResponse
 from meshlm.protocol.edges.text import (
     Accepted,
@@ -16,7 +16,6 @@ from meshlm.protocol.edges.text import (
     PositionLogprobs,
     PromptLogprobs,
     Submit,
-    TextParams,
     TextPrompt,
     TokenLogprob,
 )
@@ -35,28 +34,17 @@ LENGTH = Finished(0, FinishReason.LENGTH)
 
 def asking(is_chat: bool, **changes: object) -> ParsedRequest:
     """A ParsedRequest with nothing special, and these changes."""
-    plain = ParsedRequest(
-        prompts=[TextPrompt(PROMPT_TEXT)],
-        sampling=SamplingParams(),
-        seed=None,
-        text=TextParams(),
-        max_tokens=16,
-        num_choices=1,
-        num_returned=1,
-        stream=False,
-        include_usage=False,
-        continuous_usage=False,
-        echo=False,
-        logprobs=-1,
-        prompt_logprobs=-1,
-        return_token_ids=False,
-        priority=0,
-        cache_salt="",
-        timeout_s=0.0,
-        is_chat=is_chat,
-        unknown_fields=(),
-    )
-    return plain._replace(**changes)  # type: ignore[arg-type]
+    plain = ParsedRequest(MeshRequest([TextPrompt(PROMPT_TEXT)], max_tokens=16), AnswerOptions(is_chat=is_chat))
+    return changed(plain, **changes)
+
+
+def changed(parsed_request: ParsedRequest, **changes: object) -> ParsedRequest:
+    """The request with these changes, in whichever of its two halves the fields are."""
+    of_mesh = {name: value for name, value in changes.items() if name in MeshRequest._fields}
+    of_answer = {name: value for name, value in changes.items() if name in AnswerOptions._fields}
+    own: dict[str, Any] = {name: value for name, value in changes.items() if name in ParsedRequest._fields}
+    assert len(of_mesh) + len(of_answer) + len(own) == len(changes)
+    return parsed_request.with_mesh(**of_mesh).with_answer(**of_answer)._replace(**own)
 
 
 class Ends:
@@ -74,7 +62,7 @@ Kind = TypeVar("Kind", bound=Response)
 
 def filled(answer: Kind, num_prompts: int = 1) -> Kind:
     """The answer with its choices, their prompts accepted; as server.py and request_tracker.py do it."""
-    n = answer.ask.num_choices
+    n = answer.ask.mesh.num_choices
     for index in range(num_prompts * n):
         submit = Submit((Handle(index + 1),), (RequestId(str(index)),), TextPrompt(PROMPT_TEXT), SamplingParams())
         answer.choices.append(Choice(answer, index, index // n, submit, Handle(index + 1)))  # type: ignore[arg-type]
@@ -85,12 +73,12 @@ def filled(answer: Kind, num_prompts: int = 1) -> Kind:
 
 def whole(ask: ParsedRequest, num_prompts: int = 1) -> tuple[WholeResponse, Ends]:
     ends = Ends()
-    return filled(WholeResponse(ask, "cmpl-1", 1700000000, "tiny", ends), num_prompts), ends
+    return filled(WholeResponse(AnswerHead(ask, "cmpl-1", 1700000000, "tiny", ends)), num_prompts), ends
 
 
 def streamed(ask: ParsedRequest, num_prompts: int = 1) -> tuple[StreamResponse, list[bytes], Ends]:
     ends, events = Ends(), list[bytes]()
-    answer = StreamResponse(ask._replace(stream=True), "cmpl-1", 1700000000, "tiny", ends, events.append)
+    answer = StreamResponse(AnswerHead(ask.with_answer(stream=True), "cmpl-1", 1700000000, "tiny", ends), events.append)
     return filled(answer, num_prompts), events, ends
 
 
@@ -116,9 +104,9 @@ def give(
 def body(answer: WholeResponse) -> Json:
     """The answer, in the form of OpenAI's own models."""
     found: Json = json.loads(answer.body())
-    if answer.ask.is_chat:
+    if answer.ask.answer.is_chat:
         ChatCompletion.model_validate(found)
-    elif not answer.ask.echo:  # of an echo's first token OpenAI answers null, which their model has no place for
+    elif not answer.ask.answer.echo:  # of an echo's first token OpenAI answers null, which their model has no place for
         Completion.model_validate(found)
     return found
 

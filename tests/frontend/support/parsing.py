@@ -9,7 +9,7 @@ from tiny_models import resolved_of, spec_of
 from meshlm.frontend.http import bodies
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai import limits, parse
-from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.schema import ChatRequest, CompletionRequest
 from meshlm.protocol.config import Resolved, ServerConfig
 

@@ -14,7 +14,7 @@ from meshlm.frontend.dashboard.snapshot import Facts
 from meshlm.frontend.http.budget import Budget
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.http.rate_limits import RateLimits
-from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.responses import Response
 from meshlm.frontend.operator.scaling import AskedRanks
 from meshlm.frontend.requests.poison import PoisonBodies

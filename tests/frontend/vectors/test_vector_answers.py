@@ -11,13 +11,14 @@ import pytest
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from meshlm.frontend.openai.parse import ParsedRequest
+from meshlm.frontend.openai.parsed_request import AnswerOptions, MeshRequest, ParsedRequest
+from meshlm.frontend.openai.responses import AnswerHead
 from meshlm.frontend.vectors import answers
 from meshlm.frontend.vectors.answers import VectorsResponse
 from meshlm.frontend.vectors.float8 import ROUNDERS
 from meshlm.frontend.vectors.parse import Pairs
 from meshlm.frontend.vectors.schema import CohereEmbedRequest, EmbeddingRequest, RerankRequest
-from meshlm.protocol.edges.text import Accepted, Finished, Submit, TextParams, TextPrompt
+from meshlm.protocol.edges.text import Accepted, Finished, Submit, TextPrompt
 from meshlm.protocol.pool import Pool, PoolHead, PoolKind
 from meshlm.protocol.pooling import PoolingSpec
 from meshlm.protocol.sampling import SamplingParams
@@ -34,11 +35,9 @@ def answered(
 ) -> Any:
     """The body's bytes, and the answer."""
     ended: list[bool] = []
-    ask = ParsedRequest(
-        [TextPrompt("a")] * len(vectors), SamplingParams(), 0, TextParams(), 1, 1, 1, False, True, False, False, -1, -1,
-        False, 0, "", 0.0, False, (), extras=(task,),
-    )  # fmt: skip
-    answer = VectorsResponse(ask, "embd-1", 7, "m", lambda: ended.append(True), write, parts)
+    mesh = MeshRequest([TextPrompt("a")] * len(vectors), seed=0, max_tokens=1, extras=(task,))
+    ask = ParsedRequest(mesh, AnswerOptions(include_usage=True))
+    answer = VectorsResponse(AnswerHead(ask, "embd-1", 7, "m", lambda: ended.append(True)), write, parts)
     for place, vector in enumerate(vectors):
         count = tokens[place] if tokens else 2
         submit = Submit((Handle(place),), (RequestId(str(place)),), TextPrompt("a"), SamplingParams(), extras=(task,))

@@ -7,7 +7,7 @@ import pytest
 from answering import OF_PROMPT, asking
 from tracker_bench import D0, D1, a_desk, deltas, opened
 
-from meshlm.frontend.openai.responses import WholeResponse
+from meshlm.frontend.openai.responses import AnswerHead, WholeResponse
 from meshlm.frontend.requests.submits import build_each
 from meshlm.protocol.edges.text import (
     Abort,
@@ -278,7 +278,9 @@ def test_close_names_each_detokenizer_its_own() -> None:
 def test_choices_that_wait_for_a_detokenizer_are_not_compared_each_with_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of them, when their client leaves: no stream went on meanwhile."""
     tracker = RequestTracker()
-    answer: Any = WholeResponse(asking(False, num_choices=8, prompts=[TextPrompt("a")] * 4), "id", 0, "m", lambda: None)
+    answer: Any = WholeResponse(
+        AnswerHead(asking(False, num_choices=8, prompts=[TextPrompt("a")] * 4), "id", 0, "m", lambda: None)
+    )
     for choices, submit in list(build_each(answer, answer.ask, tracker.new_handle, -1)):
         assert tracker.open(choices, submit) == []
     assert len(tracker.orphans) == 32
