@@ -41,10 +41,10 @@ def generation(request: pb.GenerateRequest, resolved: Resolved, server: ServerCo
             raise HttpError(400, f"{name}: {why}", name)
     wanted = {**_sampling(request.sampling_params), **_prompt(request, resolved), **_name(request.request_id)}
     body, unknown = bodies.decode(msgspec.json.encode(wanted), CompletionRequest, longest=resolved.max_model_len)
-    ask = parse.completion(body, unknown, resolved, server)
+    parsed_request = parse.completion(body, unknown, resolved, server)
     given = "max_tokens" in wanted
-    most = ask.mesh.max_tokens if given else resolved.max_output_tokens
-    return ask.with_answer(stream=request.stream).with_mesh(max_tokens=most, cap_max_tokens=not given)
+    most = parsed_request.mesh.max_tokens if given else resolved.max_output_tokens
+    return parsed_request.with_answer(stream=request.stream).with_mesh(max_tokens=most, cap_max_tokens=not given)
 
 
 def embedding(request: pb.EmbedRequest, config: MeshConfig) -> ParsedRequest:

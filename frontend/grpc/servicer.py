@@ -90,11 +90,11 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
         """Streams chunks and the end of each choice, or with stream false the ends alone."""
         try:
             read = partial(requests.generation, request, self._backend.resolved, self._backend.config.server)
-            ask = await self._parsed(request, read)
-            ask = submits.permitted(ask, key_of(context), self._backend.config)
+            parsed_request = await self._parsed(request, read)
+            parsed_request = submits.permitted(parsed_request, key_of(context), self._backend.config)
             rank = requests.dp_rank(request)
             news = asyncio.Event()
-            answer = GrpcResponse(AnswerHead(ask, *self._named(request.request_id), news.set))
+            answer = GrpcResponse(AnswerHead(parsed_request, *self._named(request.request_id), news.set))
             async with self._running(answer, "Generate", context, rank):
                 while True:
                     await news.wait()
@@ -125,17 +125,17 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
         self, answer: GrpcResponse | VectorsResponse, method: str, context: "Context", rank: int = -1
     ) -> AsyncIterator[None]:
         """Submits the call and ends it. HttpError when it is not let in."""
-        backend, ask, name = self._backend, answer.ask, (key_of(context), answer.request_id)
+        backend, parsed_request, name = self._backend, answer.parsed_request, (key_of(context), answer.request_id)
         answer.trace_headers = trace_headers(dict(context.invocation_metadata() or ()))
         if name in self._open:
             raise HttpError(409, f"request_id: {answer.request_id.removeprefix('grpc-')} is running", "request_id")
         if reason := backend.readiness.refusal(attaches=False) or await backend.readiness.wait_serving():
             raise HttpError(503, reason, kind="overloaded_error")
-        cost, started, status = backend.requests.admit(ask), time.monotonic(), 200
+        cost, started, status = backend.requests.admit(parsed_request), time.monotonic(), 200
         self._open[name] = answer
         try:
             for choices, submit in list(
-                submits.build_each(answer, ask, backend.requests.new_handle, rank, draws=backend.draws)
+                submits.build_each(answer, parsed_request, backend.requests.new_handle, rank, draws=backend.draws)
             ):
                 backend.requests.open(choices, submit)
             yield
@@ -161,10 +161,12 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
     async def Embed(self, request: pb.EmbedRequest, context: "Context") -> pb.EmbedResponse:
         """Gives the vector of one prompt, as POST /v1/embeddings does."""
         try:
-            ask = await self._parsed(request, partial(requests.embedding, request, self._backend.config))
-            ask = submits.permitted(ask, key_of(context), self._backend.config)
+            parsed_request = await self._parsed(request, partial(requests.embedding, request, self._backend.config))
+            parsed_request = submits.permitted(parsed_request, key_of(context), self._backend.config)
             end = asyncio.Event()
-            answer = VectorsResponse(AnswerHead(ask, *self._named(request.request_id), end.set), write=lambda _: b"")
+            answer = VectorsResponse(
+                AnswerHead(parsed_request, *self._named(request.request_id), end.set), write=lambda _: b""
+            )
             async with self._running(answer, "Embed", context):
                 await end.wait()
                 if answer.error is not None:

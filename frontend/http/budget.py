@@ -21,15 +21,15 @@ MAX_QUESTIONS = 256  # open /tokenize and /detokenize requests
 MAX_QUESTION_BYTES = 32 << 20  # of all of them
 
 
-def cost_of(ask: ParsedRequest) -> int:
+def cost_of(parsed_request: ParsedRequest) -> int:
     """Bytes that a generation request takes, about."""
-    prompts = sum(map(num_bytes_of, ask.mesh.prompts))
-    ids = ask.mesh.sampling
+    prompts = sum(map(num_bytes_of, parsed_request.mesh.prompts))
+    ids = parsed_request.mesh.sampling
     listed = ID_BYTES * (len(ids.stop_token_ids) + len(ids.allowed_token_ids)) + BIAS_BYTES * len(ids.logit_bias)
-    listed += ID_BYTES * bad_words.num_ids(ask.mesh.text.bad_words)
-    listed += EXTRA_COPIES * num_bytes(ask.mesh.extras)
-    num_sequences = len(ask.mesh.prompts) * ask.mesh.num_choices
-    return prompts * (1 + ask.mesh.num_choices) + num_sequences * (SEQUENCE_BYTES + listed)
+    listed += ID_BYTES * bad_words.num_ids(parsed_request.mesh.text.bad_words)
+    listed += EXTRA_COPIES * num_bytes(parsed_request.mesh.extras)
+    num_sequences = len(parsed_request.mesh.prompts) * parsed_request.mesh.num_choices
+    return prompts * (1 + parsed_request.mesh.num_choices) + num_sequences * (SEQUENCE_BYTES + listed)
 
 
 class Budget:
@@ -40,17 +40,21 @@ class Budget:
         self.num_bytes = 0
         self.num_questions = self.question_bytes = 0
 
-    def open(self, ask: ParsedRequest) -> int:
+    def open(self, parsed_request: ParsedRequest) -> int:
         """Let a request in, whose cost is to be given to `close`. HttpError: 400 if it is too large for any time, 503 for now."""
-        cost = cost_of(ask)
+        cost = cost_of(parsed_request)
         if cost > self.max_bytes:
             text = (
                 f"this request's prompts, times their choices, take about {cost} bytes; one request may take "
                 f"{self.max_bytes} (--max-concurrent-bytes)"
             )
-            raise HttpError(400, text, "prompt" if len(ask.mesh.prompts) > 1 or ask.mesh.num_choices == 1 else "n")
+            raise HttpError(
+                400,
+                text,
+                "prompt" if len(parsed_request.mesh.prompts) > 1 or parsed_request.mesh.num_choices == 1 else "n",
+            )
         if self.num_bytes + cost > self.max_bytes:
-            raise HttpError.of(
+            raise HttpError.of_kind(
                 ErrorKind.OVERLOADED, "open requests take all bytes that they may (--max-concurrent-bytes)"
             )
         self.num_bytes += cost
@@ -65,7 +69,7 @@ class Budget:
         if self.num_questions >= MAX_QUESTIONS or (
             self.num_questions and self.question_bytes + size > MAX_QUESTION_BYTES
         ):
-            raise HttpError.of(ErrorKind.OVERLOADED, "too many texts wait to be tokenized; try again")
+            raise HttpError.of_kind(ErrorKind.OVERLOADED, "too many texts wait to be tokenized; try again")
         self.num_questions += 1
         self.question_bytes += size
         return size

@@ -56,7 +56,7 @@ class HttpError(Exception):
         self._retry_after_s = retry_after_s
 
     @classmethod
-    def of(cls, kind: ErrorKind, message: str, param: str = "") -> "HttpError":
+    def of_kind(cls, kind: ErrorKind, message: str, param: str = "") -> "HttpError":
         return cls(STATUS[kind], message, param, kind.value)
 
     def reason(self) -> str:

@@ -61,9 +61,9 @@ class RateLimits:
 
     def ended(self, answer: Response) -> None:
         """Counts the tokens of an answer for the key that asked for it."""
-        if answer.ask.api_key in self._limits:
+        if answer.parsed_request.api_key in self._limits:
             usage = answer.usage()
-            self.used(answer.ask.api_key, usage["prompt_tokens"] + usage["completion_tokens"])
+            self.used(answer.parsed_request.api_key, usage["prompt_tokens"] + usage["completion_tokens"])
 
     def used(self, name: str, num_tokens: int) -> None:
         """An answer for this key has ended that took so many tokens."""

@@ -38,10 +38,10 @@ def _parsed(
         chat = chat_request(body, server)
         if counts:
             chat, server = for_counting(chat, server)
-        ask = parse.chat(chat, (*unknown, *left_out(body)), resolved, server)
+        parsed_request = parse.chat(chat, (*unknown, *left_out(body)), resolved, server)
     except HttpError as error:
         raise renamed(error) from None
-    return ask.with_answer(client_names={**NAMES, "prompt": "messages"})
+    return parsed_request.with_answer(client_names={**NAMES, "prompt": "messages"})
 
 
 def check_last_id(last_id: str) -> None:

@@ -66,7 +66,7 @@ class Observer:
         self.feed.ended(answer, path, status)
         if self._traces is not None:
             self._traces.ended(answer, path, status, time.monotonic(), time.time())
-        self.ignored(answer.ask.unknown_fields, path)
+        self.ignored(answer.parsed_request.unknown_fields, path)
         self.rates.ended(answer)
         seconds = time.monotonic() - started
         if self.stat_loggers:

@@ -63,9 +63,9 @@ def observe_end(metrics: "Metrics", answer: Response, max_model_len: int) -> Ite
             _observe_sequence(metrics, answer, choice, max_model_len)
             whole.setdefault(choice.prompt_index, []).append(choice)
     for choices in whole.values():
-        if len(choices) == answer.ask.mesh.num_choices:
+        if len(choices) == answer.parsed_request.mesh.num_choices:
             engine = metrics.engine(choices[0].engine)
-            engine.n.observe(answer.ask.answer.num_returned)
+            engine.n.observe(answer.parsed_request.answer.num_returned)
             engine.longest.observe(max(len(choice.token_ids) for choice in choices))
     metrics.flush()
 
@@ -78,8 +78,8 @@ def _observe_sequence(metrics: "Metrics", answer: Response, choice: Choice, max_
     engine.prompt.observe(choice.num_prompt_tokens)
     engine.generation.observe(num_tokens)
     engine.computed.observe(choice.num_prompt_tokens - _num_cached(choice))
-    if not answer.ask.answer.prompt_only:
-        engine.max_tokens.observe(answer.ask.mesh.max_tokens or max_model_len - choice.num_prompt_tokens)
+    if not answer.parsed_request.answer.prompt_only:
+        engine.max_tokens.observe(answer.parsed_request.mesh.max_tokens or max_model_len - choice.num_prompt_tokens)
     if choice.num_told:
         return  # the tokens came once more, all at once
     if num_tokens > 1:

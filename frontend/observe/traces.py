@@ -196,20 +196,20 @@ def _ns(seconds: float) -> int:
 
 def _attributes(answer: Response, choices: Sequence[Choice], slowest: Choice, now: float) -> Attributes:
     """By vLLM's names, which are those of the semantic conventions for GenAI where there are such."""
-    ask, first = answer.ask, slowest.first
+    parsed_request, first = answer.parsed_request, slowest.first
     found: Attributes = {
         "gen_ai.response.model": answer.model,
         "gen_ai.request.id": answer.request_id,
-        "gen_ai.request.n": ask.answer.num_returned,
-        "gen_ai.request.temperature": ask.mesh.sampling.temperature,
-        "gen_ai.request.top_p": ask.mesh.sampling.top_p,
+        "gen_ai.request.n": parsed_request.answer.num_returned,
+        "gen_ai.request.temperature": parsed_request.mesh.sampling.temperature,
+        "gen_ai.request.top_p": parsed_request.mesh.sampling.top_p,
         "gen_ai.usage.num_sequences": len(choices),
         "gen_ai.usage.prompt_tokens": max(choice.num_prompt_tokens for choice in choices),
         "gen_ai.usage.completion_tokens": sum(len(choice.token_ids) for choice in choices),
         "gen_ai.latency.e2e": now - min(choice.opened_at for choice in choices),
     }
-    if ask.mesh.max_tokens is not None:
-        found["gen_ai.request.max_tokens"] = ask.mesh.max_tokens
+    if parsed_request.mesh.max_tokens is not None:
+        found["gen_ai.request.max_tokens"] = parsed_request.mesh.max_tokens
     ends = [choice.finished.reason if choice.finished is not None else FinishReason.ABORT for choice in choices]
     found["gen_ai.response.finish_reasons"] = ",".join(dict.fromkeys(end.value for end in ends))
     if first is not None and slowest.first_at:

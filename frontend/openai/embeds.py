@@ -72,7 +72,7 @@ def _read(given: Any, resolved: Resolved, where: str) -> PromptEmbeds:
     try:
         return tensor_files.embeds_of(given, spec.hidden_size, spec.vocab_size, where)
     except RequestError as error:
-        raise HttpError.of(error.kind, error.message, where.split("[")[0]) from None
+        raise HttpError.of_kind(error.kind, error.message, where.split("[")[0]) from None
 
 
 def vectors_of(prompt: Prompt) -> list[PromptEmbeds]:

@@ -217,7 +217,7 @@ def _parsed(
     limits.check_lists(lists, num_sequences)
     # The best of several are chosen by their logprobs.
     chosen_by = max(answer.logprobs, 0) if mesh.num_choices > answer.num_returned else answer.logprobs
-    sampling = sampling_params.of(request, resolved, chosen_by, answer.prompt_logprobs)
+    sampling = sampling_params.from_request(request, resolved, chosen_by, answer.prompt_logprobs)
     grammar = _constrained(constraint, constraint.tool_grammar or structured.grammar(request, server))
     stops = stop_texts.stops(request.stop)
     truncation = _truncation(request, resolved, None if mesh.cap_max_tokens else mesh.max_tokens)

@@ -137,7 +137,7 @@ def check_shapes(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | N
         check_messages(messages)
         check_tools(tools or [])
     except RequestError as error:
-        raise HttpError.of(error.kind, error.message, error.param) from None
+        raise HttpError.of_kind(error.kind, error.message, error.param) from None
 
 
 def _json(field: str, value: Any) -> bytes:

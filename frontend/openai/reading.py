@@ -26,16 +26,20 @@ class Said(NamedTuple):
     calls: list[Json]  # in OpenAI's form
 
 
-def needed(ask: ParsedRequest) -> bool:
+def needed(parsed_request: ParsedRequest) -> bool:
     """Whether the answer may hold more than content."""
-    return ask.answer.begins_with_reasoning or _parser_of_calls(ask) is not None or ask.answer.changes_content
+    return (
+        parsed_request.answer.begins_with_reasoning
+        or _parser_of_calls(parsed_request) is not None
+        or parsed_request.answer.changes_content
+    )
 
 
-def _parser_of_calls(ask: ParsedRequest) -> ToolParser | None:
+def _parser_of_calls(parsed_request: ParsedRequest) -> ToolParser | None:
     """How the answer holds calls; None where none are looked for."""
-    choice = ask.answer.tool_choice
-    if ask.answer.tool_call_parser:
-        return registry.tool_parser(ask.answer.tool_call_parser)
+    choice = parsed_request.answer.tool_choice
+    if parsed_request.answer.tool_call_parser:
+        return registry.tool_parser(parsed_request.answer.tool_call_parser)
     if not choice.forces:
         return None
     from meshlm.runtime.parsers import forced_calls
@@ -45,18 +49,18 @@ def _parser_of_calls(ask: ParsedRequest) -> ToolParser | None:
     return forced_calls.REQUIRED
 
 
-def reasoning_parser(ask: ParsedRequest) -> ReasoningParser:
+def reasoning_parser(parsed_request: ParsedRequest) -> ReasoningParser:
     """The form of the answer's reasoning, which may have begun in the prompt."""
-    found = registry.reasoning_parser(ask.answer.reasoning_parser)
-    return msgspec.structs.replace(found, assumed=True) if ask.answer.opened_reasoning else found
+    found = registry.reasoning_parser(parsed_request.answer.reasoning_parser)
+    return msgspec.structs.replace(found, assumed=True) if parsed_request.answer.opened_reasoning else found
 
 
 class Reader:
     """One choice. Names of calls are made from the request's, so that they are the same when it is asked again."""
 
-    def __init__(self, ask: ParsedRequest, request_id: str, index: int) -> None:
-        self._ask, self._name = ask, f"{request_id}-{index}"
-        self._parser = _parser_of_calls(ask)
+    def __init__(self, parsed_request: ParsedRequest, request_id: str, index: int) -> None:
+        self._parsed_request, self._name = parsed_request, f"{request_id}-{index}"
+        self._parser = _parser_of_calls(parsed_request)
         self._finder: Finder | None = None
         self._splitter: Splitter | None = None
         self._channels: Channels | None = None
@@ -65,19 +69,23 @@ class Reader:
         self._short_ids = self._parser is not None and self._parser.short_ids
         self._num_begun = 0  # calls of the model's
         self.num_calls = 0  # that were given out
-        form = reasoning_parser(ask) if ask.answer.begins_with_reasoning or ask.answer.changes_content else None
-        if form is not None and ask.answer.changes_content:
+        form = (
+            reasoning_parser(parsed_request)
+            if parsed_request.answer.begins_with_reasoning or parsed_request.answer.changes_content
+            else None
+        )
+        if form is not None and parsed_request.answer.changes_content:
             self._hidden, self._first_content = Lexer(*form.hides), form.begins_content
-        if form is None or not ask.answer.begins_with_reasoning:
+        if form is None or not parsed_request.answer.begins_with_reasoning:
             self._begin_content()
         elif form.channels:
             from meshlm.runtime.parsers import harmony
 
             self._channels = harmony.Channels(
-                ask.answer.tools if self._parser else {}, opened=ask.answer.opened_reasoning
+                parsed_request.answer.tools if self._parser else {}, opened=parsed_request.answer.opened_reasoning
             )
         else:
-            self._splitter = Splitter(form, self._parser, ask.answer.tools)
+            self._splitter = Splitter(form, self._parser, parsed_request.answer.tools)
 
     @property
     def plain(self) -> bool:
@@ -123,7 +131,7 @@ class Reader:
         """`finder` goes on with a call that began in the reasoning."""
         self._finder = finder
         if finder is None and self._parser is not None:
-            self._finder = self._parser.finder(self._ask.answer.tools)
+            self._finder = self._parser.finder(self._parsed_request.answer.tools)
 
     def _said(self, thought: str, parts: list[Part]) -> Said:
         """Gives what was read in OpenAI's form; with parallel_tool_calls false only the first call counts."""
@@ -134,14 +142,16 @@ class Reader:
                 continue
             self._num_begun += bool(part.name)
             index = self._num_begun - 1
-            if index and not self._ask.answer.parallel_tool_calls:
+            if index and not self._parsed_request.answer.parallel_tool_calls:
                 continue
             if part.name:
                 calls[index] = self._beginning(part, index)
             elif index not in calls:
                 calls[index] = {"index": index, "function": {"arguments": ""}}
             calls[index]["function"]["arguments"] += part.arguments
-        return Said(thought if self._ask.answer.include_reasoning else "", "".join(content), list(calls.values()))
+        return Said(
+            thought if self._parsed_request.answer.include_reasoning else "", "".join(content), list(calls.values())
+        )
 
     def _beginning(self, call: Call, index: int) -> Json:
         self.num_calls += 1

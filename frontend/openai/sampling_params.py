@@ -17,7 +17,7 @@ MAX_ID_DIGITS = 10
 MAX_XARGS_BYTES = 16384
 
 
-def of(request: Common, resolved: Resolved, logprobs: int, prompt_logprobs: int) -> SamplingParams:
+def from_request(request: Common, resolved: Resolved, logprobs: int, prompt_logprobs: int) -> SamplingParams:
     """The request's own values, else those of the generation config. logprobs, prompt_logprobs: -1 for none."""
 
     def choose(name: str, neutral: float) -> float:
@@ -92,7 +92,7 @@ _OF_DRAWS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "eo
 
 def check_beams(request: Common, resolved: Resolved, text: TextParams) -> None:
     """Refuses what the search would not heed, where the client asks for it; a generation config does not ask."""
-    asked = of(request, msgspec.structs.replace(resolved, generation_defaults={}), -1, -1)
+    asked = from_request(request, msgspec.structs.replace(resolved, generation_defaults={}), -1, -1)
     neutral = SamplingParams()
     names = [name for name in neutral.__struct_fields__ if name not in _OF_DRAWS]
     refused = [name for name in names if getattr(asked, name) != getattr(neutral, name)]

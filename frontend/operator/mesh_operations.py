@@ -58,4 +58,4 @@ class MeshOperations:
         try:
             return await self._figures.certain(partial(self._mesh.send, COORDINATOR), CERTAIN_S)
         except TimeoutError:
-            raise HttpError.of(ErrorKind.OVERLOADED, "the coordinator does not tell what the ranks do") from None
+            raise HttpError.of_kind(ErrorKind.OVERLOADED, "the coordinator does not tell what the ranks do") from None

@@ -29,7 +29,7 @@ _BY_ID = re.compile(r"token_id:(\d{1,10})")  # how /inference/v1/generate names 
 Texts = Mapping[int, tuple[str, bytes]]  # of tokens: the text, and the bytes
 
 
-def checked(ask: ParsedRequest, found: Sequence[Generated], context: int) -> ParsedRequest:
+def checked(parsed_request: ParsedRequest, found: Sequence[Generated], context: int) -> ParsedRequest:
     """The request as its answer is read. HttpError where there is more than a request can have, or what token ids do not tell."""
     choices = [choice for one in found for choice in one.choices]
     if not choices or len(choices) > MAX_SEQUENCES:
@@ -39,21 +39,26 @@ def checked(ask: ParsedRequest, found: Sequence[Generated], context: int) -> Par
         raise HttpError(400, "token_ids: a choice needs one token at least", "token_ids")
     if any(len(choice.token_ids or ()) > context for choice in choices):
         raise HttpError(400, f"token_ids: this model's maximum context length is {context} tokens", "token_ids")
-    for name, is_asked in (("echo", ask.answer.echo), ("return_prompt_text", ask.answer.return_prompt_text)):
+    for name, is_asked in (
+        ("echo", parsed_request.answer.echo),
+        ("return_prompt_text", parsed_request.answer.return_prompt_text),
+    ):
         if is_asked:
             raise HttpError(400, f"{name}: the prompt is not known here", name)
     tops = [len(one.top_logprobs) for choice in choices for one in _content(choice)]
-    return ask.with_mesh(num_choices=len(choices), beams=False).with_answer(
+    return parsed_request.with_mesh(num_choices=len(choices), beams=False).with_answer(
         num_returned=len(choices),
-        logprobs=ask.answer.logprobs if tops and ask.answer.logprobs >= 0 else max(tops, default=-1),
+        logprobs=parsed_request.answer.logprobs
+        if tops and parsed_request.answer.logprobs >= 0
+        else max(tops, default=-1),
         prompt_logprobs=-1,
     )
 
 
-def plain(ask: ParsedRequest) -> ParsedRequest:
+def plain(parsed_request: ParsedRequest) -> ParsedRequest:
     """The request where its client did not say it: all text is content, as nothing tells that the model was to reason or call."""
     text = TextParams()
-    plain = ask.with_answer(begins_with_reasoning=False, changes_content=False, tool_call_parser="")
+    plain = parsed_request.with_answer(begins_with_reasoning=False, changes_content=False, tool_call_parser="")
     return plain.with_mesh(text=text)
 
 
@@ -101,36 +106,40 @@ class DerenderedResponse(WholeResponse):
         self, prompt_index: int, entry: GenerateChoice, num_prompt: int, reply: DetokenizeReply, texts: Texts
     ) -> None:
         """One choice comes."""
-        ask, ids = self.ask, array("i", entry.token_ids or [])
+        parsed_request, ids = self.parsed_request, array("i", entry.token_ids or [])
         choice = Choice(
-            self, len(self.choices), prompt_index, Submit((), (), ask.mesh.prompts[0], ask.mesh.sampling), Handle(0)
+            self,
+            len(self.choices),
+            prompt_index,
+            Submit((), (), parsed_request.mesh.prompts[0], parsed_request.mesh.sampling),
+            Handle(0),
         )
         self.choices.append(choice)
         self.accepted(choice, Accepted((), num_prompt))
         num_chars = unpack_i32(reply.num_chars).tolist()
         reason = REASONS[entry.finish_reason]
-        text, stop_reason = _ended(ask, reason, ids[-1], reply.text, num_chars[-1] if num_chars else 0)
+        text, stop_reason = _ended(parsed_request, reason, ids[-1], reply.text, num_chars[-1] if num_chars else 0)
         choice.token_ids = ids
         choice.finished = Finished(0, reason, stop_reason, len(ids))
-        logprobs = _positions(entry, ids, num_chars, texts, ask.answer.logprobs)
+        logprobs = _positions(entry, ids, num_chars, texts, parsed_request.answer.logprobs)
         self.row(choice, len(ids), text, RowDetails(choice.finished, logprobs=logprobs))
 
 
 def _ended(
-    ask: ParsedRequest, reason: FinishReason, last: int, text: str, last_chars: int
+    parsed_request: ParsedRequest, reason: FinishReason, last: int, text: str, last_chars: int
 ) -> tuple[str, str | int | None]:
     """The text without what has ended it, and the answer's `stop_reason`. `last_chars`: that the last token brought."""
     if reason is not FinishReason.STOP:
         return text, None
-    includes = ask.mesh.text.include_stop_str_in_output
-    sampling = ask.mesh.sampling
+    includes = parsed_request.mesh.text.include_stop_str_in_output
+    sampling = parsed_request.mesh.sampling
     if last in (*sampling.eos_token_ids, *sampling.stop_token_ids):
         shown_text = text if includes else text[: len(text) - last_chars]
         return shown_text, last if last not in sampling.eos_token_ids else None
     begin = len(text) - last_chars
     matches = [
         (at, -len(stop), stop)
-        for stop in ask.mesh.text.stop
+        for stop in parsed_request.mesh.text.stop
         if (at := text.find(stop, max(0, begin - len(stop) + 1))) >= 0
     ]
     if not matches:

@@ -18,20 +18,20 @@ SAME = (  # names of SamplingParams that are vLLM's too
 )  # fmt: skip
 
 
-def check(ask: ParsedRequest) -> None:
+def check(parsed_request: ParsedRequest) -> None:
     """Refuses what is no single generation."""
-    if ask.mesh.beams:
+    if parsed_request.mesh.beams:
         raise HttpError(400, "use_beam_search: a search is many requests", "use_beam_search")
-    if any(map(embeds.vectors_of, ask.mesh.prompts)):
+    if any(map(embeds.vectors_of, parsed_request.mesh.prompts)):
         raise HttpError(400, "prompt_embeds: vectors cannot be rendered to token ids", "prompt_embeds")
-    if ask.mesh.num_choices != ask.answer.num_returned:
+    if parsed_request.mesh.num_choices != parsed_request.answer.num_returned:
         raise HttpError(400, "best_of: is chosen where the tokens are", "best_of")
-    if (grammar := find_extra(ask.mesh.extras, Grammar)) is not None and grammar.begins_after:
+    if (grammar := find_extra(parsed_request.mesh.extras, Grammar)) is not None and grammar.begins_after:
         field = grammar.param.split(".")[0]
         raise HttpError(400, f"{field}: begins behind the reasoning, which token ids alone do not tell", field)
-    if ask.answer.echo:
+    if parsed_request.answer.echo:
         raise HttpError(400, "echo: an answer of token ids has no prompt in it", "echo")
-    if ask.answer.prompt_only:
+    if parsed_request.answer.prompt_only:
         raise HttpError(400, "max_tokens: 0 asks for no token", "max_tokens")
 
 
@@ -44,7 +44,7 @@ def kept(ids: list[int], text: TextParams) -> slice:
 
 
 def rendered(
-    ask: ParsedRequest,
+    parsed_request: ParsedRequest,
     name: str,
     model: str | None,
     ids: list[int],
@@ -53,19 +53,19 @@ def rendered(
     context: int,
 ) -> Json:
     """The request for one prompt. HttpError where generation would refuse its length."""
-    part = kept(ids, ask.mesh.text)
+    part = kept(ids, parsed_request.mesh.text)
     ids, offsets, mask = ids[part], offsets and offsets[part], mask and mask[part]
     room = context - len(ids)
-    prompt, most = (ask.answer.client_names.get(field, field) for field in ("prompt", "max_tokens"))
+    prompt, most = (parsed_request.answer.client_names.get(field, field) for field in ("prompt", "max_tokens"))
     if not ids or room < 1:
         text = f"{prompt}: {len(ids)} tokens; this model's maximum context length is {context}, with an output token"
         raise HttpError(400, text, prompt)
-    wanted = room if ask.mesh.max_tokens is None else ask.mesh.max_tokens
-    if wanted > room and not ask.mesh.cap_max_tokens:
+    wanted = room if parsed_request.mesh.max_tokens is None else parsed_request.mesh.max_tokens
+    if wanted > room and not parsed_request.mesh.cap_max_tokens:
         raise HttpError(400, f"{most}: {wanted} are more than the {room} that the context leaves", most)
     options = (
-        {"include_usage": True, "continuous_usage_stats": ask.answer.continuous_usage}
-        if ask.answer.include_usage
+        {"include_usage": True, "continuous_usage_stats": parsed_request.answer.continuous_usage}
+        if parsed_request.answer.include_usage
         else None
     )
     return {
@@ -74,12 +74,12 @@ def rendered(
         "assistant_tokens_mask": mask,
         "token_offsets": offsets,
         "features": None,
-        "sampling_params": {**_sampling(ask), "max_tokens": min(wanted, room)},
+        "sampling_params": {**_sampling(parsed_request), "max_tokens": min(wanted, room)},
         "model": model,
-        "stream": ask.answer.stream,
-        "stream_options": options if ask.answer.stream else None,
-        "cache_salt": ask.mesh.cache_salt or None,
-        "priority": ask.mesh.priority,
+        "stream": parsed_request.answer.stream,
+        "stream_options": options if parsed_request.answer.stream else None,
+        "cache_salt": parsed_request.mesh.cache_salt or None,
+        "priority": parsed_request.mesh.priority,
         "kv_transfer_params": None,
         "ec_transfer_params": None,
     }
@@ -102,22 +102,24 @@ def _constraint(grammar: Grammar) -> Json:
     return found | ({"whitespace_pattern": grammar.whitespace_pattern} if grammar.whitespace_pattern else {})
 
 
-def _sampling(ask: ParsedRequest) -> Json:
+def _sampling(parsed_request: ParsedRequest) -> Json:
     """With vLLM's names, and what is not asked for left out."""
-    sampling, text = ask.mesh.sampling, ask.mesh.text
-    found: Json = {"n": ask.mesh.num_choices, **{name: getattr(sampling, name) for name in SAME}}
+    sampling, text = parsed_request.mesh.sampling, parsed_request.mesh.text
+    found: Json = {"n": parsed_request.mesh.num_choices, **{name: getattr(sampling, name) for name in SAME}}
     neutral = samplers.LlamaSamplers()
     found |= {name: own for name in samplers.NAMES if (own := getattr(sampling, name)) != getattr(neutral, name)}
-    ends, grammar = set(sampling.eos_token_ids), find_extra(ask.mesh.extras, Grammar)
+    ends, grammar = set(sampling.eos_token_ids), find_extra(parsed_request.mesh.extras, Grammar)
     wanted: Json = {
-        "seed": ask.mesh.seed,
+        "seed": parsed_request.mesh.seed,
         "stop": list(text.stop) or None,
         "stop_token_ids": [token for token in sampling.stop_token_ids if token not in ends] or None,
         "bad_words": list(text.bad_words) or None,
         "logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()} or None,
         "allowed_token_ids": list(sampling.allowed_token_ids) or None,
-        "logprobs": ask.answer.logprobs if ask.answer.logprobs >= 0 else None,
-        "prompt_logprobs": ask.answer.prompt_logprobs if ask.answer.prompt_logprobs >= 0 else None,
+        "logprobs": parsed_request.answer.logprobs if parsed_request.answer.logprobs >= 0 else None,
+        "prompt_logprobs": parsed_request.answer.prompt_logprobs
+        if parsed_request.answer.prompt_logprobs >= 0
+        else None,
         "logprob_token_ids": list(sampling.logprob_token_ids) or None,
         "repetition_detection": sampling.repetition_detection,
         "ignore_eos": not ends or None,
@@ -126,6 +128,6 @@ def _sampling(ask: ParsedRequest) -> Json:
         "structured_outputs": None if grammar is None or grammar.kind is GrammarKind.FREE else _constraint(grammar),
         "thinking_token_budget": None if grammar is None or grammar.thinking is None else grammar.thinking.num_tokens,
         "extra_args": sampling.extra_args or None,
-        "timeout": ask.mesh.timeout_s or None,
+        "timeout": parsed_request.mesh.timeout_s or None,
     }
     return found | {name: value for name, value in wanted.items() if value is not None}

@@ -63,8 +63,8 @@ class Rendering:
     )
     async def chat(self, request: Request) -> HttpResponse | None:
         """POST /v1/chat/completions/render."""
-        ask, model, _ = await self._reader.read(request, self._reader.chat)
-        found = await self._rendered(request, ask, model, "chatcmpl-")
+        parsed_request, model, _ = await self._reader.read(request, self._reader.chat)
+        found = await self._rendered(request, parsed_request, model, "chatcmpl-")
         return None if found is None else _json(found[0])
 
     @route(
@@ -76,32 +76,32 @@ class Rendering:
     )
     async def completion(self, request: Request) -> HttpResponse | None:
         """POST /v1/completions/render."""
-        ask, model, _ = await self._reader.read(request, self._reader.completion)
-        found = await self._rendered(request, ask, model, "cmpl-")
+        parsed_request, model, _ = await self._reader.read(request, self._reader.completion)
+        found = await self._rendered(request, parsed_request, model, "cmpl-")
         return None if found is None else _json(found)
 
     async def _rendered(
-        self, request: Request, ask: ParsedRequest, model: str, prefix: str
+        self, request: Request, parsed_request: ParsedRequest, model: str, prefix: str
     ) -> list[dict[str, Any]] | None:
-        self._backend.observer.ignored(ask.unknown_fields, request.url.path)
-        render.check(ask)
+        self._backend.observer.ignored(parsed_request.unknown_fields, request.url.path)
+        render.check(parsed_request)
         found = []
         context = self._backend.resolved.max_model_len
-        for prompt in ask.mesh.prompts:
-            if (tokenized := await self._tokenized(request, prompt, ask)) is None:
+        for prompt in parsed_request.mesh.prompts:
+            if (tokenized := await self._tokenized(request, prompt, parsed_request)) is None:
                 return None
             ids, offsets, mask = tokenized
-            name = f"{prefix}{ask.request_id or uuid.uuid4().hex}"
-            found.append(render.rendered(ask, name, model, ids, offsets, mask, context))
+            name = f"{prefix}{parsed_request.request_id or uuid.uuid4().hex}"
+            found.append(render.rendered(parsed_request, name, model, ids, offsets, mask, context))
         return found
 
     async def _tokenized(
-        self, request: Request, prompt: Prompt, ask: ParsedRequest
+        self, request: Request, prompt: Prompt, parsed_request: ParsedRequest
     ) -> tuple[list[int], list[tuple[int, int]] | None, list[int] | None] | None:
         """The ids, where each stands in the text, and whether it is the assistant's; None when the client left."""
         if isinstance(prompt, TokenPrompt):
             return unpack_i32(prompt.token_ids).tolist(), None, None
-        offsets, mask = ask.answer.return_token_offsets, ask.answer.return_assistant_tokens_mask
+        offsets, mask = parsed_request.answer.return_token_offsets, parsed_request.answer.return_assistant_tokens_mask
         question = Tokenize(self._backend.requests.new_handle(), prompt, want_offsets=offsets, want_assistant_mask=mask)
         if (reply := await self._reader.ask(request, question)) is None:
             return None
@@ -123,16 +123,18 @@ class Rendering:
     )
     async def derender_chat(self, request: Request) -> HttpResponse | None:
         """POST /v1/chat/completions/derender."""
-        body, ask = await self._reader.read(request, self._derender_chat)
-        return await self._derendered(request, ask, [body.generate_response], [body.prompt_tokens or 0], body.model)
+        body, parsed_request = await self._reader.read(request, self._derender_chat)
+        return await self._derendered(
+            request, parsed_request, [body.generate_response], [body.prompt_tokens or 0], body.model
+        )
 
     def _derender_chat(self, request: Request, raw: bytes) -> tuple[DerenderChatRequest, ParsedRequest]:
         body, unknown = bodies.decode(raw, DerenderChatRequest)
         self._reader.check_model(body.model)
         asked = body.chat_request or ChatRequest(messages=[{"role": "user", "content": ""}])
-        ask = parse.chat(asked, unknown, self._backend.resolved, self._backend.config.server)
-        ask = derender.plain(ask) if body.chat_request is None else ask
-        return body, derender.checked(ask, [body.generate_response], self._backend.resolved.max_model_len)
+        parsed_request = parse.chat(asked, unknown, self._backend.resolved, self._backend.config.server)
+        parsed_request = derender.plain(parsed_request) if body.chat_request is None else parsed_request
+        return body, derender.checked(parsed_request, [body.generate_response], self._backend.resolved.max_model_len)
 
     @route(
         "/v1/completions/derender",
@@ -143,9 +145,9 @@ class Rendering:
     )
     async def derender_completion(self, request: Request) -> HttpResponse | None:
         """POST /v1/completions/derender."""
-        body, ask = await self._reader.read(request, self._derender_completion)
+        body, parsed_request = await self._reader.read(request, self._derender_completion)
         counts = body.prompt_tokens or [0] * len(body.generate_responses)
-        return await self._derendered(request, ask, body.generate_responses, counts, body.model)
+        return await self._derendered(request, parsed_request, body.generate_responses, counts, body.model)
 
     def _derender_completion(self, request: Request, raw: bytes) -> tuple[DerenderCompletionRequest, ParsedRequest]:
         body, unknown = bodies.decode(raw, DerenderCompletionRequest)
@@ -153,16 +155,23 @@ class Rendering:
         if body.prompt_tokens is not None and len(body.prompt_tokens) != len(body.generate_responses):
             raise HttpError(400, "prompt_tokens: give one number for each of generate_responses", "prompt_tokens")
         asked = body.completion_request or CompletionRequest(prompt="a")
-        ask = parse.completion(asked, unknown, self._backend.resolved, self._backend.config.server)
-        return body, derender.checked(ask, body.generate_responses, self._backend.resolved.max_model_len)
+        parsed_request = parse.completion(asked, unknown, self._backend.resolved, self._backend.config.server)
+        return body, derender.checked(parsed_request, body.generate_responses, self._backend.resolved.max_model_len)
 
     async def _derendered(
-        self, request: Request, ask: ParsedRequest, found: list[Generated], counts: list[int], model: str | None
+        self,
+        request: Request,
+        parsed_request: ParsedRequest,
+        found: list[Generated],
+        counts: list[int],
+        model: str | None,
     ) -> HttpResponse | None:
-        self._backend.observer.ignored(ask.unknown_fields, request.url.path)
-        name = found[0].request_id or f"{'chatcmpl-' if ask.answer.is_chat else 'cmpl-'}{uuid.uuid4().hex}"
+        self._backend.observer.ignored(parsed_request.unknown_fields, request.url.path)
+        name = found[0].request_id or f"{'chatcmpl-' if parsed_request.answer.is_chat else 'cmpl-'}{uuid.uuid4().hex}"
         served = self._reader.check_model(model)
-        answer = derender.DerenderedResponse(AnswerHead(ask, name, int(time.time()), served, lambda: None), found)
+        answer = derender.DerenderedResponse(
+            AnswerHead(parsed_request, name, int(time.time()), served, lambda: None), found
+        )
         texts: derender.Texts = {}
         if needed := derender.named_ids(found):
             each = Detokenize(self._backend.requests.new_handle(), pack_i32(needed), each=True)
@@ -173,7 +182,7 @@ class Rendering:
             for entry in one.choices:
                 ids = derender.ids_of(entry)
                 reply = await self._reader.ask(
-                    request, Detokenize(self._backend.requests.new_handle(), ids, ask.mesh.text)
+                    request, Detokenize(self._backend.requests.new_handle(), ids, parsed_request.mesh.text)
                 )
                 if reply is None:
                     return None
@@ -203,10 +212,12 @@ class Rendering:
         model = self._reader.check_model(body.model)
         asked, more = bodies.converted(tokens.completion_of(body), CompletionRequest)
         server, resolved = self._backend.config.server, self._backend.resolved
-        ask = parse.completion(asked, (*unknown, *(f"sampling_params.{name}" for name in more)), resolved, server)
+        parsed_request = parse.completion(
+            asked, (*unknown, *(f"sampling_params.{name}" for name in more)), resolved, server
+        )
         if body.sampling_params.get("max_tokens") is None:
-            ask = ask.with_mesh(max_tokens=None)
-        return ReadRequest(ask, model, self._reader.idempotency_key(request, raw))
+            parsed_request = parsed_request.with_mesh(max_tokens=None)
+        return ReadRequest(parsed_request, model, self._reader.idempotency_key(request, raw))
 
     @route(
         "/v1/chat/completions/batch",
@@ -226,30 +237,32 @@ class Rendering:
         body, unknown = bodies.decode(raw, BatchChatRequest, partial(limits.check_raw, resolved=resolved))
         model = self._reader.check_model(body.model)
         fields = msgspec.structs.asdict(body)
-        asks = []
+        parsed_requests = []
         for place, messages in enumerate(body.messages):
             one = ChatRequest(**{**fields, "messages": messages, "use_beam_search": False})
             try:
-                asks.append(parse.chat(one, unknown, resolved, self._backend.config.server))
+                parsed_requests.append(parse.chat(one, unknown, resolved, self._backend.config.server))
             except HttpError as error:
                 text = f"messages[{place}]: {error.message}" if error.param == "messages" else error.message
                 raise HttpError(error.status, text, error.param) from None
-        first = asks[0]
-        if any(ask.with_mesh(prompts=[]) != first.with_mesh(prompts=[]) for ask in asks):
+        first = parsed_requests[0]
+        if any(
+            parsed_request.with_mesh(prompts=[]) != first.with_mesh(prompts=[]) for parsed_request in parsed_requests
+        ):
             text = "continue_final_message: the conversations' last messages are not the same"
             raise HttpError(400, text, "continue_final_message")
-        ask = first.with_mesh(prompts=[ask.mesh.prompts[0] for ask in asks])
+        parsed_request = first.with_mesh(prompts=[parsed_request.mesh.prompts[0] for parsed_request in parsed_requests])
         limits.check(
-            ask.mesh.prompts,
-            ask.mesh.sampling,
-            ask.mesh.extras,
-            ask.mesh.text,
-            ask.mesh.cache_salt,
-            len(asks),
+            parsed_request.mesh.prompts,
+            parsed_request.mesh.sampling,
+            parsed_request.mesh.extras,
+            parsed_request.mesh.text,
+            parsed_request.mesh.cache_salt,
+            len(parsed_requests),
             False,
             resolved,
         )
-        return ReadRequest(ask, model, self._reader.idempotency_key(request, raw))
+        return ReadRequest(parsed_request, model, self._reader.idempotency_key(request, raw))
 
 
 def _json(value: Any) -> HttpResponse:

@@ -40,12 +40,13 @@ def completion_of(body: GenerateRequest) -> Json:
     return {**sampling, **rest, "prompt": body.token_ids, "priority": body.priority, "return_token_ids": True}
 
 
-def _logprobs(ask: ParsedRequest, positions: Sequence[PositionLogprobs] | None) -> Json | None:
+def _logprobs(parsed_request: ParsedRequest, positions: Sequence[PositionLogprobs] | None) -> Json | None:
     """As vLLM: of no further token, and beside certain ones, top_logprobs has the sampled one."""
-    if positions is None or ask.answer.logprobs < 0:
+    if positions is None or parsed_request.answer.logprobs < 0:
         return None
     return chat_logprobs(
-        by_id(positions), has_sampled=ask.answer.logprobs == 0 or bool(ask.mesh.sampling.logprob_token_ids)
+        by_id(positions),
+        has_sampled=parsed_request.answer.logprobs == 0 or bool(parsed_request.mesh.sampling.logprob_token_ids),
     )
 
 
@@ -63,7 +64,7 @@ class WholeTokens(WholeResponse):
         assert choice.finished is not None
         return {
             "index": choice.index,
-            "logprobs": _logprobs(self.ask, self._logprobs.get(choice.index)),
+            "logprobs": _logprobs(self.parsed_request, self._logprobs.get(choice.index)),
             "finish_reason": visible_reason(choice.finished),
             "token_ids": choice.token_ids.tolist(),
             "routed_experts": None,
@@ -81,13 +82,13 @@ class StreamedTokens(StreamResponse):
         if not failed and (num_tokens or finished is not None):
             entry = {
                 "index": choice.index,
-                "logprobs": _logprobs(self.ask, details.logprobs if details is not None else None),
+                "logprobs": _logprobs(self.parsed_request, details.logprobs if details is not None else None),
                 "finish_reason": visible_reason(finished) if finished is not None else None,
                 "token_ids": choice.token_ids[len(choice.token_ids) - num_tokens :].tolist(),
                 "routed_experts": None,
             }
             event: Json = {"request_id": self.request_id, "choices": [entry], "usage": None}
-            if self.ask.answer.continuous_usage:
+            if self.parsed_request.answer.continuous_usage:
                 prompt, output = self.prompt[choice.prompt_index].num_prompt_tokens, len(choice.token_ids)
                 event["usage"] = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
             self._emit(choice, b"data: " + _encode(event) + b"\n\n", ended=finished is not None)
@@ -100,7 +101,7 @@ class StreamedTokens(StreamResponse):
         if self.error is not None:
             error = error_object(self.error.message, self.error.kind, self.error.param, self.error.status)
             return b"data: " + _encode(error) + b"\n\n" + done
-        if not self.ask.answer.include_usage:
+        if not self.parsed_request.answer.include_usage:
             return done
         usage = {"request_id": self.request_id, "choices": [], "usage": self.usage()}
         return b"data: " + _encode(usage) + b"\n\n" + done

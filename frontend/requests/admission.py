@@ -86,7 +86,7 @@ class Admission:
             async with asyncio.timeout(ASK_TIMEOUT_S):
                 return await self._client.ask(message)
         except RequestError as error:
-            raise HttpError.of(error.kind, error.message, error.param) from None
+            raise HttpError.of_kind(error.kind, error.message, error.param) from None
         except TimeoutError:
             raise HttpError(504, "the detokenizer did not answer", kind="timeout_error") from None
         finally:

@@ -65,21 +65,21 @@ class Step:
             self.end.set()
 
     def failed(self, choice: Choice, kind: ErrorKind, message: str, param: str) -> None:
-        self.error = self.error or HttpError.of(kind, message, param)
+        self.error = self.error or HttpError.of_kind(kind, message, param)
         self.end.set()
 
 
 class Search:
     """All prompts of one request. `backend` is generation.py's, `answer` gets the rows at the end."""
 
-    def __init__(self, backend: Any, ask: ParsedRequest, request_id: str, rank: int) -> None:
-        self._backend, self._ask, self._request_id, self._rank = backend, ask, request_id, rank
+    def __init__(self, backend: Any, parsed_request: ParsedRequest, request_id: str, rank: int) -> None:
+        self._backend, self._parsed_request, self._request_id, self._rank = backend, parsed_request, request_id, rank
         self._vocab_size = backend.resolved.spec.vocab_size
         self._num_steps = 0
 
     async def fill(self, answer: Any) -> None:
         """Search, and tell the answer. HttpError. As with other requests only a part of thousands of beams is in the mesh at a time."""
-        width = self._ask.mesh.num_choices
+        width = self._parsed_request.mesh.num_choices
         at_once = asyncio.Semaphore(max(1, pacing.most_waiting(self._backend.config) // width))
 
         async def one(prompt: Prompt, choices: list[Choice]) -> None:
@@ -87,23 +87,27 @@ class Search:
                 await self._one(answer, prompt, choices)
 
         try:
-            async with asyncio.timeout(self._ask.mesh.timeout_s or None), asyncio.TaskGroup() as group:
-                for place, prompt in enumerate(self._ask.mesh.prompts):
+            async with asyncio.timeout(self._parsed_request.mesh.timeout_s or None), asyncio.TaskGroup() as group:
+                for place, prompt in enumerate(self._parsed_request.mesh.prompts):
                     mine = answer.choices[place * width : (place + 1) * width]
                     group.create_task(one(prompt, mine))
         except TimeoutError:
-            raise HttpError.of(ErrorKind.TIMEOUT, "the request's timeout passed") from None
+            raise HttpError.of_kind(ErrorKind.TIMEOUT, "the request's timeout passed") from None
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
     async def _one(self, answer: Any, prompt: Prompt, choices: list[Choice]) -> None:
-        ask, width = self._ask, len(choices)
+        parsed_request, width = self._parsed_request, len(choices)
         step = await self._step([prompt], is_first=True)
         accepted = step.accepted_as
         assert accepted is not None
         prompt_ids, num_prompt = accepted.prompt_token_ids, accepted.num_prompt_tokens
         search = BeamSearch[Detail](
-            width, ask.mesh.sampling.eos_token_ids, num_prompt, self._max_tokens(num_prompt), ask.mesh.length_penalty
+            width,
+            parsed_request.mesh.sampling.eos_token_ids,
+            num_prompt,
+            self._max_tokens(num_prompt),
+            parsed_request.mesh.length_penalty,
         )
         while True:
             search.take([self._candidates(step.found[place]) for place in range(len(search.beams))])
@@ -116,40 +120,48 @@ class Search:
         for choice, beam, (text, sizes) in zip(choices, best, texts):  # there may be fewer, of a tiny vocabulary
             answer.accepted(choice, accepted)
             choice.num_prompt_tokens = num_prompt
-            choice.token_ids = array("i", _shown(beam, keep_end=ask.mesh.text.include_stop_str_in_output))
+            choice.token_ids = array("i", _shown(beam, keep_end=parsed_request.mesh.text.include_stop_str_in_output))
             reason = FinishReason.LENGTH if beam.end < 0 else FinishReason.STOP
             finished = Finished(0, reason, None if beam.end < 0 else beam.end, len(choice.token_ids))
             choice.finished = finished
-            logprobs = list(self._positions(beam, sizes)) if ask.answer.logprobs >= 0 else None
+            logprobs = list(self._positions(beam, sizes)) if parsed_request.answer.logprobs >= 0 else None
             answer.row(choice, len(choice.token_ids), text, RowDetails(finished, logprobs, None, first))
 
     def _max_tokens(self, num_prompt: int) -> int:
         """Checks what a plain request's detokenizer checks: the first step asks for one token only."""
-        ask, context = self._ask, self._backend.resolved.max_model_len
+        parsed_request, context = self._parsed_request, self._backend.resolved.max_model_len
         room: int = context - num_prompt
-        if ask.mesh.max_tokens is not None and ask.mesh.max_tokens > room and not ask.mesh.cap_max_tokens:
-            name = ask.answer.client_names.get("max_tokens", "max_tokens")
-            text = f"{num_prompt} in the prompt and {name} {ask.mesh.max_tokens} are more; {name} may be {room} at most"
+        if (
+            parsed_request.mesh.max_tokens is not None
+            and parsed_request.mesh.max_tokens > room
+            and not parsed_request.mesh.cap_max_tokens
+        ):
+            name = parsed_request.answer.client_names.get("max_tokens", "max_tokens")
+            text = f"{num_prompt} in the prompt and {name} {parsed_request.mesh.max_tokens} are more; {name} may be {room} at most"
             raise HttpError(400, f"This model's maximum context length is {context} tokens; {text}", name)
-        return room if ask.mesh.max_tokens is None else min(ask.mesh.max_tokens, room)
+        return room if parsed_request.mesh.max_tokens is None else min(parsed_request.mesh.max_tokens, room)
 
     async def _step(self, prompts: Sequence[Prompt], *, is_first: bool = False) -> Step:
         """The likeliest tokens behind each of these prompts."""
         self._num_steps += 1
-        step, backend, ask = Step(f"{self._request_id}-beam{self._num_steps}"), self._backend, self._ask
-        wanted = num_candidates(ask.mesh.num_choices, self._vocab_size)
-        one = ask.with_mesh(
+        step, backend, parsed_request = (
+            Step(f"{self._request_id}-beam{self._num_steps}"),
+            self._backend,
+            self._parsed_request,
+        )
+        wanted = num_candidates(parsed_request.mesh.num_choices, self._vocab_size)
+        one = parsed_request.with_mesh(
             prompts=list(prompts),
             sampling=SamplingParams(temperature=0.0, logprobs=wanted),
             seed=0,
             max_tokens=1,
             cap_max_tokens=False,
             num_choices=1,
-            text=ask.mesh.text if is_first else TextParams(),
+            text=parsed_request.mesh.text if is_first else TextParams(),
         ).with_answer(
             return_token_ids=is_first,
-            echo=is_first and ask.answer.echo,
-            return_prompt_text=is_first and ask.answer.return_prompt_text,
+            echo=is_first and parsed_request.answer.echo,
+            return_prompt_text=is_first and parsed_request.answer.return_prompt_text,
         )
         asked = list(submits.build_each(step, one, backend.requests.new_handle, self._rank))
         opened: list[Choice] = []
@@ -167,23 +179,23 @@ class Search:
         return step
 
     def _candidates(self, found: PositionLogprobs) -> list[Candidate[Detail]]:
-        top = found.top if self._ask.answer.logprobs >= 0 else ()
+        top = found.top if self._parsed_request.answer.logprobs >= 0 else ()
         return [Candidate(one.token_id, one.logprob, (one, top)) for one in found.top]
 
     def _positions(self, beam: Beam[Detail], sizes: Sequence[int]) -> Iterator[PositionLogprobs]:
         """What an answer tells of each token."""
         for (token, top), num_chars in zip(beam.details, sizes):
-            yield PositionLogprobs(token, num_chars, top[: self._ask.answer.logprobs])
+            yield PositionLogprobs(token, num_chars, top[: self._parsed_request.answer.logprobs])
 
     async def _text(self, beam: Beam[Detail]) -> tuple[str, list[int]]:
         """The text, and how many characters each token brought."""
         ids = pack_i32(beam.token_ids)
         reply = await self._backend.requests.ask(
-            Detokenize(self._backend.requests.new_handle(), ids, self._ask.mesh.text)
+            Detokenize(self._backend.requests.new_handle(), ids, self._parsed_request.mesh.text)
         )
         assert isinstance(reply, DetokenizeReply)
         if reply.error:
-            raise HttpError.of(reply.kind, reply.error, reply.param)
+            raise HttpError.of_kind(reply.kind, reply.error, reply.param)
         return reply.text, unpack_i32(reply.num_chars).tolist()
 
 

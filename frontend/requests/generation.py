@@ -100,54 +100,57 @@ class Generation:
     async def answer(
         self,
         request: Request,
-        ask: ParsedRequest,
+        parsed_request: ParsedRequest,
         model: str,
-        again: retry.IdempotencyKey | None,
+        idempotency_key: retry.IdempotencyKey | None,
         prefix: str,
         form: Form = OPENAI,
     ) -> HttpResponse | None:
         """The answer of one request; None when the client left before its end."""
         backend = self._backend
-        if generates(ask.mesh.extras) != (backend.resolved.pooling is None):
+        if generates(parsed_request.mesh.extras) != (backend.resolved.pooling is None):
             raise HttpError(404, WRONG_RUNNER, kind="not_found_error")
-        if reason := backend.readiness.refusal(attaches=again is not None) or await backend.readiness.wait_serving():
+        if (
+            reason := backend.readiness.refusal(attaches=idempotency_key is not None)
+            or await backend.readiness.wait_serving()
+        ):
             raise HttpError(503, reason, kind="overloaded_error")
-        ask = self.permitted(ask, request.scope.get("meshlm.key", ""))
+        parsed_request = self.permitted(parsed_request, request.scope.get("meshlm.key", ""))
         if names := backend.resolved.logits_processors:
-            await self._check_processors(names, ask)
-        cost = backend.requests.admit(ask)
+            await self._check_processors(names, parsed_request)
+        cost = backend.requests.admit(parsed_request)
         try:
-            return await self._answered(request, ask, model, again, prefix, form)
+            return await self._answered(request, parsed_request, model, idempotency_key, prefix, form)
         finally:
             backend.requests.release(cost)
 
-    def permitted(self, ask: ParsedRequest, api_key: str) -> ParsedRequest:
+    def permitted(self, parsed_request: ParsedRequest, api_key: str) -> ParsedRequest:
         """What the server lets this key ask for. HttpError."""
-        return submits.permitted(ask, api_key, self._backend.config)
+        return submits.permitted(parsed_request, api_key, self._backend.config)
 
     async def _answered(
         self,
         request: Request,
-        ask: ParsedRequest,
+        parsed_request: ParsedRequest,
         model: str,
-        again: retry.IdempotencyKey | None,
+        idempotency_key: retry.IdempotencyKey | None,
         prefix: str,
         form: Form,
     ) -> HttpResponse | None:
         backend = self._backend
         header = request.headers.get("x-request-id") if form.named_by_header else ""
-        name = again.key if again else header or ask.request_id or uuid.uuid4().hex
+        name = idempotency_key.key if idempotency_key else header or parsed_request.request_id or uuid.uuid4().hex
         request_id = prefix + name[:128]
-        shown = request.headers.get("x-request-id") or request_id  # a client's own name comes back as it was
-        request.scope.get(NAME, [""])[0] = shown  # also of a refusal
+        answer_name = request.headers.get("x-request-id") or request_id  # a client's own name comes back as it was
+        request.scope.get(NAME, [""])[0] = answer_name  # also of a refusal
         started, created = time.monotonic(), int(time.time())
         end = asyncio.Event()
         writer = EventWriter(dict(request.scope), request.scope["meshlm.send"], self.unsent)
         answer: WholeAnswer | StreamAnswer
-        has = submits.position(ask, again)
-        head = AnswerHead(ask, request_id, created, model, end.set)
-        if ask.answer.stream:
-            progress = retry.Progress(has) if has else None
+        position = submits.position(parsed_request, idempotency_key)
+        head = AnswerHead(parsed_request, request_id, created, model, end.set)
+        if parsed_request.answer.stream:
+            progress = retry.Progress(position) if position else None
             answer = form.stream(head, writer.write, progress)
         else:
             answer = form.whole(head)
@@ -158,33 +161,43 @@ class Generation:
         asking: asyncio.Future[None] | None = None  # asks for more while the answer is made
         try:
             if form.before_start is not None:
-                prepared = await _unless_disconnected(request, form.before_start(ask, request_id, rank))
+                prepared = await _unless_disconnected(request, form.before_start(parsed_request, request_id, rank))
                 if prepared is None:
                     status = 499
                     return None
-                ask = answer.ask = prepared
-            asked = await self.submits_of(answer, ask, rank, again, has.cuts if has is not None else ())
-            if ask.mesh.beams or len(asked) > 1:
-                asks = self._search(answer, ask, rank, end) if ask.mesh.beams else self._open(asked, opened)
+                parsed_request = answer.parsed_request = prepared
+            asked = await self.submits_of(
+                answer, parsed_request, rank, idempotency_key, position.cuts if position is not None else ()
+            )
+            if parsed_request.mesh.beams or len(asked) > 1:
+                asks = (
+                    self._search(answer, parsed_request, rank, end)
+                    if parsed_request.mesh.beams
+                    else self._open(asked, opened)
+                )
                 asking = asyncio.ensure_future(asks)
             if asking is None:
                 opened += answer.choices
                 backend.requests.open(*asked[0])
-            if ask.answer.stream:
-                return await self._stream(request, answer, writer, end, form, shown)  # type: ignore[arg-type]
+            if parsed_request.answer.stream:
+                return await self._stream(request, answer, writer, end, form, answer_name)  # type: ignore[arg-type]
             if not await _ended_before_disconnect(request, end):
                 status = 499
                 return None
-            if ask.mesh.beams and asking is not None:
+            if parsed_request.mesh.beams and asking is not None:
                 await asking
             if answer.error is not None:
                 raise answer.error
             if form.before_end is not None:
                 await form.before_end()
             # A quarter of a second, for as many as there may be.
-            long = ask.answer.logprobs >= 0 or ask.answer.prompt_logprobs >= 0 or len(answer.choices) > MANY_CHOICES
+            long = (
+                parsed_request.answer.logprobs >= 0
+                or parsed_request.answer.prompt_logprobs >= 0
+                or len(answer.choices) > MANY_CHOICES
+            )
             content = await asyncio.to_thread(answer.body) if long else answer.body()  # type: ignore[union-attr]
-            headers = dict.fromkeys(form.id_headers, shown) | answer.headers
+            headers = dict.fromkeys(form.id_headers, answer_name) | answer.headers
             return HttpResponse(content, media_type=answer.media_type, headers=headers)
         except HttpError as error:
             status = error.status
@@ -209,9 +222,9 @@ class Generation:
     async def submits_of(
         self,
         answer: WholeAnswer | StreamAnswer,
-        ask: ParsedRequest,
+        parsed_request: ParsedRequest,
         rank: int,
-        again: retry.IdempotencyKey | None,
+        idempotency_key: retry.IdempotencyKey | None,
         cuts: tuple[int, ...],
     ) -> list[tuple[list[Choice], Submit]]:
         """The Submits of an answer, whose choices are there afterwards. `cuts`: by choice, what the client has."""
@@ -219,37 +232,39 @@ class Generation:
         answer.fingerprint = self._fingerprint
         answer.tells_times = backend.config.server.enable_per_request_metrics
         asked: list[tuple[list[Choice], Submit]] = []
-        for one in submits.build_each(answer, ask, backend.requests.new_handle, rank, again, cuts, backend.draws):
+        for one in submits.build_each(
+            answer, parsed_request, backend.requests.new_handle, rank, idempotency_key, cuts, backend.draws
+        ):
             asked.append(one)
-            if len(ask.mesh.prompts) > 1:
+            if len(parsed_request.mesh.prompts) > 1:
                 await asyncio.sleep(0)  # a large request takes its turn with others' tokens
-        if ask.answer.stream and (interval := backend.config.server.stream_interval) > 1:
+        if parsed_request.answer.stream and (interval := backend.config.server.stream_interval) > 1:
             spaced = Interval(answer, interval)
             for choice in answer.choices:
                 choice.sink = spaced
         return asked
 
-    async def _check_processors(self, names: tuple[str, ...], ask: ParsedRequest) -> None:
+    async def _check_processors(self, names: tuple[str, ...], parsed_request: ParsedRequest) -> None:
         """Asks the logits processors whether they take the request; their classes are imported for the first one."""
         try:
             if self._processors is None:
                 self._processors = await asyncio.to_thread(logits_processors.loaded, names)
-            logits_processors.check(self._processors, ask.mesh.sampling)
+            logits_processors.check(self._processors, parsed_request.mesh.sampling)
         except RequestError as error:
-            raise HttpError.of(error.kind, error.message, error.param) from None
+            raise HttpError.of_kind(error.kind, error.message, error.param) from None
         except logits_processors.ProcessorError as error:
-            raise HttpError.of(ErrorKind.INTERNAL, str(error)) from None
+            raise HttpError.of_kind(ErrorKind.INTERNAL, str(error)) from None
 
     async def _search(
         self,
         answer: WholeAnswer | StreamAnswer,
-        ask: ParsedRequest,
+        parsed_request: ParsedRequest,
         rank: int,
         end: asyncio.Event,
     ) -> None:
         """Fills in the answer of a beam search, or its error."""
         try:
-            await Search(self._backend, ask, answer.request_id, rank).fill(answer)
+            await Search(self._backend, parsed_request, answer.request_id, rank).fill(answer)
         except HttpError as error:
             answer.error = error
         finally:
@@ -262,10 +277,10 @@ class Generation:
         writer: EventWriter,
         end: asyncio.Event,
         form: Form,
-        shown: str,
+        answer_name: str,
     ) -> HttpResponse | None:
         """Start with the first news, so that a refusal still has its HTTP status."""
-        names = [(name.lower().encode(), shown.encode("latin-1", "replace")) for name in form.id_headers]
+        names = [(name.lower().encode(), answer_name.encode("latin-1", "replace")) for name in form.id_headers]
         pump = asyncio.ensure_future(_first_then_pump(writer, names))
         try:
             if not await _ended_before_disconnect(request, end):

@@ -125,7 +125,7 @@ class ScoringResponse(WholeResponse):
         self._apply_softmax = apply_softmax
 
     def body(self) -> bytes:
-        labels = self.ask.mesh.sampling.logprob_token_ids
+        labels = self.parsed_request.mesh.sampling.logprob_token_ids
         scores = [
             score_of(self._logprobs[choice.index][0], labels, apply_softmax=self._apply_softmax)
             for choice in self.choices

@@ -47,6 +47,6 @@ class PoisonBodies:
             yield
             return
         if text := poison(self._deaths[name].identity.role, self._counts[name]):
-            raise HttpError.of(ErrorKind.POISON, text)
+            raise HttpError.of_kind(ErrorKind.POISON, text)
         async with self._alone:
             yield

@@ -39,73 +39,75 @@ def draws_of(seed: int | None, index: int) -> random.Random:
     return _OF_THE_SYSTEM if seed is None else random.Random(f"{seed} {index}")
 
 
-def position(ask: ParsedRequest, again: retry.IdempotencyKey | None) -> retry.Position | None:
+def position(parsed_request: ParsedRequest, idempotency_key: retry.IdempotencyKey | None) -> retry.Position | None:
     """The place where the client's stream goes on; None for an answer without event ids."""
-    num_choices = len(ask.mesh.prompts) * ask.mesh.num_choices
-    if again is None or not ask.answer.stream or num_choices > retry.MAX_CHOICES:
+    num_choices = len(parsed_request.mesh.prompts) * parsed_request.mesh.num_choices
+    if idempotency_key is None or not parsed_request.answer.stream or num_choices > retry.MAX_CHOICES:
         return None
-    return retry.parse(again.last_id, num_choices)
+    return retry.parse(idempotency_key.last_id, num_choices)
 
 
 def build_each(
     answer: Answer,
-    ask: ParsedRequest,
+    parsed_request: ParsedRequest,
     new_handle: Callable[[], Handle],
     rank: int,
-    again: retry.IdempotencyKey | None = None,
+    idempotency_key: retry.IdempotencyKey | None = None,
     cuts: tuple[int, ...] = (),
     draws: random.Random = _OF_THE_SYSTEM,
 ) -> Iterator[tuple[list[Choice], Submit]]:
     """One Submit per prompt, with a Choice for each sequence; fills answer.choices. `cuts`: by choice, what the client has. `draws`:
     the seeds of prompts to which the client gives none. None may be sent before the last is built: an answer ends with its choices."""
-    if again is not None:
-        draws = random.Random(again.seed)
+    if idempotency_key is not None:
+        draws = random.Random(idempotency_key.seed)
     now = time.time()
-    for prompt_index, prompt in enumerate(ask.mesh.prompts):
-        seed = draws.getrandbits(63) if ask.mesh.seed is None else ask.mesh.seed
-        handles = tuple(new_handle() for _ in range(ask.mesh.num_choices))
-        first = prompt_index * ask.mesh.num_choices
-        unique = "" if again else f"-{uuid.uuid4().hex[:8]}"
-        names = tuple(RequestId(f"{answer.request_id}{unique}-{first + i}") for i in range(ask.mesh.num_choices))
-        mine = cuts[first : first + ask.mesh.num_choices]
+    for prompt_index, prompt in enumerate(parsed_request.mesh.prompts):
+        seed = draws.getrandbits(63) if parsed_request.mesh.seed is None else parsed_request.mesh.seed
+        handles = tuple(new_handle() for _ in range(parsed_request.mesh.num_choices))
+        first = prompt_index * parsed_request.mesh.num_choices
+        unique = "" if idempotency_key else f"-{uuid.uuid4().hex[:8]}"
+        names = tuple(
+            RequestId(f"{answer.request_id}{unique}-{first + i}") for i in range(parsed_request.mesh.num_choices)
+        )
+        mine = cuts[first : first + parsed_request.mesh.num_choices]
         submit = Submit(
             handles=handles,
             request_ids=names,
             prompt=prompt,
-            sampling=msgspec.structs.replace(ask.mesh.sampling, seed=seed),
-            text=ask.mesh.text,
-            max_tokens=ask.mesh.max_tokens,
-            cap_max_tokens=ask.mesh.cap_max_tokens,
-            want_ids=ask.answer.return_token_ids
-            or (ask.answer.echo and ask.answer.tokens_as_ids)
-            or any(extra.needs_prompt_ids for extra in ask.mesh.extras),
-            want_text=ask.answer.echo or ask.answer.return_prompt_text,
-            priority=ask.mesh.priority,
-            cache_salt=ask.mesh.cache_salt,
+            sampling=msgspec.structs.replace(parsed_request.mesh.sampling, seed=seed),
+            text=parsed_request.mesh.text,
+            max_tokens=parsed_request.mesh.max_tokens,
+            cap_max_tokens=parsed_request.mesh.cap_max_tokens,
+            want_ids=parsed_request.answer.return_token_ids
+            or (parsed_request.answer.echo and parsed_request.answer.tokens_as_ids)
+            or any(extra.needs_prompt_ids for extra in parsed_request.mesh.extras),
+            want_text=parsed_request.answer.echo or parsed_request.answer.return_prompt_text,
+            priority=parsed_request.mesh.priority,
+            cache_salt=parsed_request.mesh.cache_salt,
             arrival_s=now,
-            deadline_s=now + ask.mesh.timeout_s if ask.mesh.timeout_s else 0.0,
+            deadline_s=now + parsed_request.mesh.timeout_s if parsed_request.mesh.timeout_s else 0.0,
             dp_rank=rank,
-            retry=Retry(again.key, again.body, mine) if again else None,
-            extras=ask.mesh.extras,
+            retry=Retry(idempotency_key.key, idempotency_key.body, mine) if idempotency_key else None,
+            extras=parsed_request.mesh.extras,
         )
         yield choices_of(answer, submit, prompt_index), submit
 
 
-def permitted(ask: ParsedRequest, api_key: str, config: MeshConfig) -> ParsedRequest:
+def permitted(parsed_request: ParsedRequest, api_key: str, config: MeshConfig) -> ParsedRequest:
     """What a server with this configuration lets a key ask for. HttpError."""
     transcribes = config.resolved is not None and config.resolved.speech is not None
-    if transcribes != any(find_extra(media_of(prompt), Audio) for prompt in ask.mesh.prompts):
+    if transcribes != any(find_extra(media_of(prompt), Audio) for prompt in parsed_request.mesh.prompts):
         raise HttpError(404, NO_TEXTS if transcribes else NO_AUDIO, kind="not_found_error")
-    if ask.mesh.priority and config.scheduler.scheduling_policy != "priority":
+    if parsed_request.mesh.priority and config.scheduler.scheduling_policy != "priority":
         raise HttpError(400, "priority: requests wait in order of arrival (--scheduling-policy)", "priority")
     server = config.server
     several = len(server.api_key) + len(server.admin_api_key) > 1 or bool(server.api_key_file)
     salt = (
-        salt_of(api_key, ask.mesh.cache_salt)
+        salt_of(api_key, parsed_request.mesh.cache_salt)
         if several and config.cache.prefix_caching_per_key
-        else ask.mesh.cache_salt
+        else parsed_request.mesh.cache_salt
     )
-    return ask.with_mesh(cache_salt=salt)._replace(api_key=api_key)
+    return parsed_request.with_mesh(cache_salt=salt)._replace(api_key=api_key)
 
 
 def salt_of(api_key: str, cache_salt: str) -> str:

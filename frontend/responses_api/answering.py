@@ -22,8 +22,8 @@ Json = dict[str, Any]
 class Answering:
     """The form of one request's answer, kept until its end for who stores it."""
 
-    def __init__(self, fields: ResponsesRequest, ask: ParsedRequest, *, stores: bool) -> None:
-        self._repeated = translate.repeated(fields, ask, stores=stores)
+    def __init__(self, fields: ResponsesRequest, parsed_request: ParsedRequest, *, stores: bool) -> None:
+        self._repeated = translate.repeated(fields, parsed_request, stores=stores)
         self._namespaces = tools.namespaces(fields)
         self._seals = ENCRYPTED in (fields.include or ())
         self.turn: TurnResponse | None = None

@@ -35,9 +35,9 @@ Asked = Callable[[Stored], Awaitable[tuple[ParsedRequest, ResponseFormat, str]]]
 class Running(TurnResponse):
     """One response that this frontend computes. The tokens that its stored events tell bring no events again."""
 
-    def __init__(self, stored: Stored, ask: ParsedRequest, model: str, form: ResponseFormat) -> None:
+    def __init__(self, stored: Stored, parsed_request: ParsedRequest, model: str, form: ResponseFormat) -> None:
         self.ended_event = asyncio.Event()
-        head = AnswerHead(ask, stored.id, stored.created, model, self.ended_event.set)
+        head = AnswerHead(parsed_request, stored.id, stored.created, model, self.ended_event.set)
         super().__init__(head, self._take, form)
         self.id, self.form = stored.id, form
         self.cuts = (stored.tokens,)
@@ -124,9 +124,9 @@ class Background:
     ) -> None:
         """Computes it from now on: the request, its form and the model's name. It is this frontend's by the store. Without the
         `headers` of its request, where another frontend began it, any rank may have it, and a trace begins."""
-        ask, form, model = asked
+        parsed_request, form, model = asked
         rank = -1 if headers is None else submits.dp_rank(headers)
-        running = Running(stored, ask, model, form)
+        running = Running(stored, parsed_request, model, form)
         running.trace_headers = trace_headers(headers or {})
         running.wakes = self._wake.set
         self._running[stored.id] = running
@@ -136,11 +136,13 @@ class Background:
         started, status, is_left = time.monotonic(), 200, True
         cost = 0
         try:
-            cost = self._backend.requests.admit(running.ask)
+            cost = self._backend.requests.admit(running.parsed_request)
             if reason := await self._backend.readiness.wait_serving():
                 raise HttpError(503, reason, kind="overloaded_error")
             key = key_of(running.id)
-            for choices, submit in await self._generation.submits_of(running, running.ask, rank, key, running.cuts):
+            for choices, submit in await self._generation.submits_of(
+                running, running.parsed_request, rank, key, running.cuts
+            ):
                 self._backend.requests.open(choices, submit)
             await running.ended_event.wait()
             if running.error is not None:

@@ -129,7 +129,7 @@ class ResponseFormat:
             **self._repeated,
             **(
                 _raw_messages(turn)
-                if turn.ask.answer.return_prompt_text and status in ("completed", "incomplete")
+                if turn.parsed_request.answer.return_prompt_text and status in ("completed", "incomplete")
                 else {}
             ),
         }
@@ -189,7 +189,7 @@ def _raw_messages(turn: TurnResponse) -> Json:
     prompt = turn.prompt[0]
     read = {"message": prompt.prompt_text, "tokens": unpack_i32(prompt.prompt_token_ids).tolist()}
     wrote = {"message": "".join(turn.raw), "tokens": turn.choices[0].token_ids.tolist()}
-    of_output = [] if turn.ask.answer.hides_tokens else [{**wrote, "type": "raw_message_tokens"}]
+    of_output = [] if turn.parsed_request.answer.hides_tokens else [{**wrote, "type": "raw_message_tokens"}]
     return {"input_messages": [{**read, "type": "raw_message_tokens"}], "output_messages": of_output}
 
 

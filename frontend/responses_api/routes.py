@@ -97,23 +97,23 @@ class ResponseRoutes:
         group=Group.GENERATION,
     )
     async def create(self, request: Request) -> HttpResponse | None:
-        body, again = await self._reader.read(request, self._read)
+        body, idempotency_key = await self._reader.read(request, self._read)
         fields, key = body.fields, key_of(request)
         stores = self._stores(fields)
         fields, before = await self.history.complete(fields, key)
         body = body._replace(fields=fields)
-        ask = await self._parsed(fields, body.unknown, before, len(body.raw))
-        name = again.key if again else ask.request_id or uuid.uuid4().hex
+        parsed_request = await self._parsed(fields, body.unknown, before, len(body.raw))
+        name = idempotency_key.key if idempotency_key else parsed_request.request_id or uuid.uuid4().hex
         if stores and "/" in name:
             raise HttpError(
                 400, "request_id: a response that is stored is found by it in a path, so it has no '/'", "request_id"
             )
         if fields.background:
-            return await self._begin(request, body, ask, f"resp_{name}", key)
-        answering = Answering(fields, ask, stores=stores)
+            return await self._begin(request, body, parsed_request, f"resp_{name}", key)
+        answering = Answering(fields, parsed_request, stores=stores)
         before_end = partial(self._keep, answering, fields, key) if stores else None
         form = Form(answering.whole, answering.stream, named_by_header=False, before_end=before_end)
-        return await self._generation.answer(request, ask, body.model, again, "resp_", form)
+        return await self._generation.answer(request, parsed_request, body.model, idempotency_key, "resp_", form)
 
     def _read(self, request: Request, raw: bytes) -> tuple[Body, IdempotencyKey | None]:
         check = partial(limits.check_raw_texts, resolved=self._backend.resolved)
@@ -175,15 +175,15 @@ class ResponseRoutes:
     # --- in the background ---
 
     async def _begin(
-        self, request: Request, body: Body, ask: ParsedRequest, response_id: str, key: str
+        self, request: Request, body: Body, parsed_request: ParsedRequest, response_id: str, key: str
     ) -> HttpResponse | None:
         """Stores the request and has it computed; the answer does not wait for it."""
         if reason := self._backend.readiness.refusal(attaches=False) or await self._backend.readiness.wait_serving():
             raise HttpError(503, reason, kind="overloaded_error")
-        ask = self._generation.permitted(ask, request.scope.get("meshlm.key", ""))
+        parsed_request = self._generation.permitted(parsed_request, request.scope.get("meshlm.key", ""))
         fields, created = body.fields, int(time.time())
-        format_ = Answering(fields, ask, stores=True).form(streams=True)
-        blank = TurnResponse(AnswerHead(ask, response_id, created, body.model, lambda: None), None, format_)
+        format_ = Answering(fields, parsed_request, stores=True).form(streams=True)
+        blank = TurnResponse(AnswerHead(parsed_request, response_id, created, body.model, lambda: None), None, format_)
         format_.queued(blank)
         chunk = Chunk(0, 1, b"".join(format_.events))
         format_.events.clear()
@@ -191,14 +191,14 @@ class ResponseRoutes:
         new = msgspec.structs.replace(
             self._stored(response_id, key, fields, "queued", created, answer),
             request=body.raw,
-            salt=ask.mesh.cache_salt,
+            salt=parsed_request.mesh.cache_salt,
             holder=self._shelf.holder,
             lease=time.time() + background.LEASE_S,
             next_event=1,
         )
         if not await self._shelf.put(new, chunk):
             raise HttpError(400, f"request_id: there is another response {response_id!r}", "request_id")
-        self._background.begin(new, (ask, format_, body.model), request.headers)
+        self._background.begin(new, (parsed_request, format_, body.model), request.headers)
         self._backend.observer.ignored(body.unknown, request.url.path)
         if fields.stream:
             return await self._follow(request, response_id, -1)
@@ -208,12 +208,12 @@ class ResponseRoutes:
         """The request of a response that another frontend began."""
         fields, unknown = read(stored.request, lambda _: None, 1 << 62)
         fields, before = await self.history.complete(fields, stored.key)
-        ask = await self._parsed(fields, unknown, before, len(stored.request))
+        parsed_request = await self._parsed(fields, unknown, before, len(stored.request))
         model = msgspec.json.decode(stored.answer)["model"]
         if model not in self._backend.resolved.served_names:
             raise HttpError(404, f"The model `{model}` is not served any more", "model", "not_found_error")
-        form = Answering(fields, ask, stores=True).form(streams=True)
-        return ask.with_mesh(cache_salt=stored.salt), form, model
+        form = Answering(fields, parsed_request, stores=True).form(streams=True)
+        return parsed_request.with_mesh(cache_salt=stored.salt), form, model
 
     # --- what is stored ---
 

@@ -140,13 +140,13 @@ def renamed(error: HttpError) -> HttpError:
     return HttpError(error.status, message.replace(".function.", "."), name, error.kind)
 
 
-def parsed(ask: ParsedRequest, request: ResponsesRequest) -> ParsedRequest:
+def parsed(parsed_request: ParsedRequest, request: ResponsesRequest) -> ParsedRequest:
     """The same request, with the names of this API for what the mesh may refuse."""
     name = (request.request_id or "").removeprefix("resp_")
-    return ask.with_answer(client_names=NAMES)._replace(request_id=name)
+    return parsed_request.with_answer(client_names=NAMES)._replace(request_id=name)
 
 
-def repeated(request: ResponsesRequest, ask: ParsedRequest, *, stores: bool) -> Json:
+def repeated(request: ResponsesRequest, parsed_request: ParsedRequest, *, stores: bool) -> Json:
     """The fields of an answer that repeat the request, with the values that hold."""
     default = "auto" if request.tools else "none"
     return {
@@ -163,11 +163,11 @@ def repeated(request: ResponsesRequest, ask: ParsedRequest, *, stores: bool) -> 
         "max_tool_calls": request.max_tool_calls,
         "reasoning": _plain(request.reasoning, ("effort", "summary")),
         "text": {**_plain(request.text, ("verbosity",)), "format": _format_of(request)},
-        "temperature": ask.mesh.sampling.temperature,
-        "top_p": ask.mesh.sampling.top_p,
+        "temperature": parsed_request.mesh.sampling.temperature,
+        "top_p": parsed_request.mesh.sampling.top_p,
         "top_logprobs": request.top_logprobs or 0,
-        "presence_penalty": ask.mesh.sampling.presence_penalty,
-        "frequency_penalty": ask.mesh.sampling.frequency_penalty,
+        "presence_penalty": parsed_request.mesh.sampling.presence_penalty,
+        "frequency_penalty": parsed_request.mesh.sampling.frequency_penalty,
         "truncation": request.truncation or "disabled",
         "service_tier": request.service_tier or "auto",
         "user": request.user,

@@ -93,7 +93,7 @@ class RequestReader:
             answered.cancel()
             left.cancel()
         if reply.error:
-            raise HttpError.of(reply.kind, reply.error, reply.param)
+            raise HttpError.of_kind(reply.kind, reply.error, reply.param)
         if not self._counts_with_answer(request.url.path):
             self._backend.observer.rates.used(request.scope.get("meshlm.key", ""), num_tokens(question, reply))
         return reply

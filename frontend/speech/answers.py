@@ -48,7 +48,7 @@ class SpeechResponse(WholeResponse):
 
     def _segments(self) -> list[Segment]:
         transcription, found = self._transcription, list[Segment]()
-        ends = self.ask.mesh.sampling.eos_token_ids
+        ends = self.parsed_request.mesh.sampling.eos_token_ids
         for place, chunk in enumerate(transcription.chunks):
             positions = self._logprobs.get(place, [])
             found += segments_of(

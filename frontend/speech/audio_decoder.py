@@ -48,11 +48,11 @@ class AudioDecoder:
         except ChildDied as died:
             if died.is_of_the_job:
                 raise HttpError(400, f"file: it cannot be decoded: {died.message}", "file") from None
-            raise HttpError.of(ErrorKind.OVERLOADED, f"file: {died.message}; try again", "file") from None
+            raise HttpError.of_kind(ErrorKind.OVERLOADED, f"file: {died.message}; try again", "file") from None
         except NoChild as failed:
-            raise HttpError.of(ErrorKind.OVERLOADED, f"file: {failed}; try again", "file") from None
+            raise HttpError.of_kind(ErrorKind.OVERLOADED, f"file: {failed}; try again", "file") from None
         except SandboxFailed as failed:
-            raise HttpError.of(ErrorKind.INTERNAL, f"the audio cannot be decoded: {failed}", "file") from None
+            raise HttpError.of_kind(ErrorKind.INTERNAL, f"the audio cannot be decoded: {failed}", "file") from None
         if answer[:1] != DECODED:
             raise HttpError(*msgspec.msgpack.decode(answer[1:], type=tuple[int, str, str, str]))
         return np.frombuffer(answer, np.float32, offset=1).copy()

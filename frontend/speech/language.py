@@ -13,11 +13,13 @@ from meshlm.protocol.wire.columns import pack_i32
 from meshlm.runtime.client.choice import Choice
 
 
-async def find(backend: Any, ask: ParsedRequest, speech: SpeechTokens, audio: Audio, request_id: str, rank: int) -> str:
+async def find(
+    backend: Any, parsed_request: ParsedRequest, speech: SpeechTokens, audio: Audio, request_id: str, rank: int
+) -> str:
     """The code of the language. `backend` is generation.py's, `ask` the request that follows. HttpError."""
     step = Step(f"{request_id}-language")
     codes = {token: code for code, token in speech.languages.items()}
-    one = ask.with_answer(logprobs=0).with_mesh(
+    one = parsed_request.with_answer(logprobs=0).with_mesh(
         prompts=[MediaPrompt(TokenPrompt(pack_i32([speech.start])), (audio,))],
         sampling=SamplingParams(temperature=0.0, logprobs=0, allowed_token_ids=tuple(codes)),
         seed=0,

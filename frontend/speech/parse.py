@@ -199,7 +199,7 @@ def _sampling(body: SpeechRequest, transcription: Transcription, resolved: Resol
         repetition_penalty=body.repetition_penalty,
         vllm_xargs=body.vllm_xargs,
     )
-    found = sampling_params.of(common, resolved, 0 if transcription.has_timestamps else -1, -1)
+    found = sampling_params.from_request(common, resolved, 0 if transcription.has_timestamps else -1, -1)
     if transcription.has_timestamps:
         found = msgspec.structs.replace(found, extra_args={**found.extra_args, WHISPER_TIMESTAMPS: True})
     return msgspec.structs.replace(found, begin_suppress_token_ids=transcription.speech.begin_suppress_tokens)

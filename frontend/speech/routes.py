@@ -36,10 +36,10 @@ PREFIXES: dict[SpeechTask, str] = {"transcribe": "transcribe-", "translate": "tr
 class Asked(NamedTuple):
     """One request: what the mesh is asked, of which audio, the model's name, and whether it may come again."""
 
-    ask: ParsedRequest
+    parsed_request: ParsedRequest
     transcription: Transcription
     model: str
-    again: retry.IdempotencyKey | None
+    idempotency_key: retry.IdempotencyKey | None
 
 
 class SpeechRoutes:
@@ -95,26 +95,30 @@ class SpeechRoutes:
             before_start=prepare,
         )
         try:
-            return await self._generation.answer(request, asked.ask, asked.model, asked.again, PREFIXES[task], made)
+            return await self._generation.answer(
+                request, asked.parsed_request, asked.model, asked.idempotency_key, PREFIXES[task], made
+            )
         except HttpError as error:
             if error.param == "prompt" and "--max-concurrent-bytes" in error.message:  # the audio is what is large
                 raise HttpError(error.status, error.message, form.FILE, error.kind) from None
             raise
 
     async def _with_language(
-        self, transcription: Transcription, ask: ParsedRequest, request_id: str, rank: int
+        self, transcription: Transcription, parsed_request: ParsedRequest, request_id: str, rank: int
     ) -> ParsedRequest:
         """The request with the prompts of the language that is transcription in the first chunk."""
         audio = transcription.chunks[0].audio
-        transcription.language = await language.find(self._backend, ask, transcription.speech, audio, request_id, rank)
-        return ask.with_mesh(prompts=transcription.prompts())
+        transcription.language = await language.find(
+            self._backend, parsed_request, transcription.speech, audio, request_id, rank
+        )
+        return parsed_request.with_mesh(prompts=transcription.prompts())
 
     def _read(self, request: Request, raw: bytes, task: SpeechTask) -> Asked:
         """What the body asks for. It changes nothing here."""
         resolved, server = self._backend.resolved, self._backend.config.server
         fields = form.fields_of(form.read(request.headers.get("content-type", ""), raw), LISTS)
         check_last_id(request.headers.get(retry.LAST_ID, ""))
-        again = self._reader.idempotency_key(request, _identity(fields))
+        idempotency_key = self._reader.idempotency_key(request, _identity(fields))
         body, unknown = parse.body_of(fields, task)
         model = self._reader.check_model(body.model)
         transcription = parse.transcription_of(body, task, resolved)
@@ -122,7 +126,7 @@ class SpeechRoutes:
             text = f"file: {len(body.file)} bytes; at most {server.max_audio_bytes} are taken (--max-audio-bytes)"
             raise HttpError(413, text, form.FILE)
         transcription.cut(self._decoder.decode(body.file))
-        return Asked(parse.asked(body, unknown, transcription, resolved, server), transcription, model, again)
+        return Asked(parse.asked(body, unknown, transcription, resolved, server), transcription, model, idempotency_key)
 
 
 def _identity(fields: dict[str, Any]) -> bytes:

@@ -93,7 +93,7 @@ class VectorsResponse(Response):
     @property
     def pool(self) -> Pool:
         """What was asked of the mesh."""
-        (pool,) = self.ask.mesh.extras
+        (pool,) = self.parsed_request.mesh.extras
         assert isinstance(pool, Pool)
         return pool
 

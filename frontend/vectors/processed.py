@@ -42,7 +42,7 @@ class Processed:
                 io_processors.answer_of, self._processor, answer.vectors(), answer.request_id
             )
         except ProcessingError as error:
-            raise HttpError.of(ErrorKind.INTERNAL, str(error)) from None
+            raise HttpError.of_kind(ErrorKind.INTERNAL, str(error)) from None
 
     def _write(self, answer: VectorsResponse) -> bytes:
         try:
@@ -51,7 +51,7 @@ class Processed:
             )
         except TypeError as error:
             text = f"the I/O processor {type(self._processor).__name__} gave what is no JSON: {error}"
-            raise HttpError.of(ErrorKind.INTERNAL, text) from None
+            raise HttpError.of_kind(ErrorKind.INTERNAL, text) from None
 
 
 def has_data(raw: bytes) -> bool:
@@ -72,7 +72,7 @@ def read(raw: bytes, processor: IOProcessor | None, read_vectors: Callable[[byte
     except ValueError as error:
         raise HttpError(400, f"data: {error}", "data") from None
     except ProcessingError as error:
-        raise HttpError.of(ErrorKind.INTERNAL, str(error)) from None
+        raise HttpError.of_kind(ErrorKind.INTERNAL, str(error)) from None
     for name in ("input", "messages", "softmax"):
         fields.pop(name, None)
     asked = read_vectors(msgspec.json.encode({**fields, "input": prompts}))

@@ -31,7 +31,7 @@ Write = Callable[[VectorsResponse], bytes]
 class Asked(NamedTuple):
     """One request: what the mesh is asked, the model's name, how the answer's id begins, and how the answer is written."""
 
-    ask: ParsedRequest
+    parsed_request: ParsedRequest
     model: str | None
     prefix: str
     write: Write
@@ -67,8 +67,8 @@ def _pooling(raw: bytes, longest: int, config: MeshConfig) -> Asked:
 
 def _classify(raw: bytes, longest: int, config: MeshConfig) -> Asked:
     body, unknown = bodies.decode(raw, ClassificationRequest, longest=longest)
-    ask = parse.classification(body, unknown, config)
-    return Asked(ask, body.model, "classify-", partial(answers.write_classes, spec=_spec(config)))
+    parsed_request = parse.classification(body, unknown, config)
+    return Asked(parsed_request, body.model, "classify-", partial(answers.write_classes, spec=_spec(config)))
 
 
 def _score(raw: bytes, longest: int, config: MeshConfig) -> Asked:
@@ -106,12 +106,12 @@ async def in_parts(asked: Asked, backend: Backend, ask: Callable[[Tokenize], Any
     ask: gives the answer of a detokenizer, or None.
     """
     resolved, spec = backend.resolved, _spec(backend.config)
-    longest, keep = resolved.max_model_len, asked.ask.mesh.text.truncate_prompt_tokens
+    longest, keep = resolved.max_model_len, asked.parsed_request.mesh.text.truncate_prompt_tokens
     if not spec.chunks or keep or asked.prefix != "embd-":
         return asked
     prompts: list[Prompt] = []
     parts: list[int] = []
-    for prompt in asked.ask.mesh.prompts:
+    for prompt in asked.parsed_request.mesh.prompts:
         if not isinstance(prompt, TokenPrompt) and num_bytes_of(prompt) + MARGIN > longest:
             reply = await ask(Tokenize(backend.requests.new_handle(), prompt))
             if reply is None:
@@ -123,7 +123,7 @@ async def in_parts(asked: Asked, backend: Backend, ask: Callable[[Tokenize], Any
         several = [TokenPrompt(pack_i32(ids[at : at + longest])) for at in range(0, len(ids), longest)]
         prompts += several if len(several) > 1 else [prompt]
         parts.append(max(1, len(several)))
-    return asked._replace(ask=asked.ask.with_mesh(prompts=prompts), parts=tuple(parts))
+    return asked._replace(parsed_request=asked.parsed_request.with_mesh(prompts=prompts), parts=tuple(parts))
 
 
 MARGIN = 16  # tokens that may stand around a text

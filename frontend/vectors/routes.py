@@ -89,7 +89,7 @@ class VectorRoutes:
         whole = await in_parts(asked, self._backend, partial(self._reader.ask, request))
         if whole is None:
             return None
-        return await self._generation.answer(request, whole.ask, model, None, whole.prefix, whole.form())
+        return await self._generation.answer(request, whole.parsed_request, model, None, whole.prefix, whole.form())
 
     @route(
         "/pooling",
@@ -109,7 +109,7 @@ class VectorRoutes:
         read_inputs = partial(self._read, request)
         asked, answer = await asyncio.to_thread(processed.read, raw, self._backend.io_processor, read_inputs)
         model = self._reader.check_model(asked.model)
-        return await self._generation.answer(request, asked.ask, model, None, asked.prefix, answer.form())
+        return await self._generation.answer(request, asked.parsed_request, model, None, asked.prefix, answer.form())
 
     def _read(self, request: Request, raw: bytes) -> Asked:
         return read(request.url.path, raw, self._reader.longest, self._backend.config)

@@ -19,7 +19,7 @@ def answer_of(num_choices: int = 1, name: str = "cmpl-1") -> Any:
     answer: Any = WholeResponse(
         AnswerHead(asking(False, num_choices=num_choices, num_returned=num_choices), name, 0, "m", lambda: None)
     )
-    list(build_each(answer, answer.ask, lambda: Handle(1), -1, None))
+    list(build_each(answer, answer.parsed_request, lambda: Handle(1), -1, None))
     for choice in answer.choices:
         choice.opened_at = 10.0
     return answer

@@ -82,7 +82,7 @@ async def test_429_in_the_form_of_the_route(tmp_path: Path, path: str, body: obj
     assert "rpm=1" in found.pop("message")
     assert found == error
     assert backend.submits[0].request_ids
-    assert backend.answers[0].ask.api_key == "often"
+    assert backend.answers[0].parsed_request.api_key == "often"
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ class Client:
             )
         )
         self.answer: WholeResponse = answer
-        for choices, submit in list(build_each(answer, answer.ask, tracker.new_handle, -1, again)):
+        for choices, submit in list(build_each(answer, answer.parsed_request, tracker.new_handle, -1, again)):
             for choice in choices:
                 choice.opened_at = 10.0
             tracker.open(choices, submit)

@@ -82,7 +82,7 @@ def test_without_a_seed_it_comes_from_the_key() -> None:
             AnswerHead(asking(num_choices=2, **ask), "id", 0, "m", lambda: None), lambda event: None
         )
         handles = iter(range(1, 100))
-        list(build_submits(answer, answer.ask, lambda: Handle(next(handles)), -1, again))
+        list(build_submits(answer, answer.parsed_request, lambda: Handle(next(handles)), -1, again))
         return [choice.submit.sampling.seed for choice in answer.choices]
 
     assert seeds(read()) == seeds(read()) != seeds(read("other"))
@@ -292,7 +292,7 @@ def opened(tracker: RequestTracker, key: str) -> tuple[list[Choice], list[Send]]
     answer: Any = StreamResponse(
         AnswerHead(asking(num_choices=2), f"cmpl-{key}", 0, "m", lambda: None), lambda event: None
     )
-    ((choices, submit),) = list(build_submits(answer, answer.ask, tracker.new_handle, -1, again))
+    ((choices, submit),) = list(build_submits(answer, answer.parsed_request, tracker.new_handle, -1, again))
     sends = tracker.open(choices, submit)
     tracker.check()
     return choices, sends

@@ -86,7 +86,7 @@ def test_every_client_reads_its_texts_in_order() -> None:
             continue
         read = [chunk["choices"][0] for chunk in chunks(events, False)]
         assert "".join(entry["text"] for entry in read) == expected
-        if answer.ask.answer.return_token_ids:
+        if answer.parsed_request.answer.return_token_ids:
             assert [t for entry in read for t in entry["token_ids"]] == list(choice.token_ids)
     assert bench.tracker.counts[""].num_tokens == len(ASKS) * sum(WIDTHS)
     assert bench.tracker.counts[""].intervals == {1.0: len(ASKS) * (len(WIDTHS) - 1)}

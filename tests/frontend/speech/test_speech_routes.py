@@ -92,7 +92,7 @@ async def test_the_language_is_found_first() -> None:
     assert (first.sampling.temperature, second.sampling.seed) == (0.0, 5)
     assert answer.json()["language"] == "de"
     assert len(backend.closed) == 2
-    assert [one.ask.mesh.prompts for one in backend.answers] == [[second.prompt]]
+    assert [one.parsed_request.mesh.prompts for one in backend.answers] == [[second.prompt]]
 
 
 async def test_openais_client_reads_segments() -> None:

@@ -62,7 +62,7 @@ Kind = TypeVar("Kind", bound=Response)
 
 def filled(answer: Kind, num_prompts: int = 1) -> Kind:
     """The answer with its choices, their prompts accepted; as server.py and request_tracker.py do it."""
-    n = answer.ask.mesh.num_choices
+    n = answer.parsed_request.mesh.num_choices
     for index in range(num_prompts * n):
         submit = Submit((Handle(index + 1),), (RequestId(str(index)),), TextPrompt(PROMPT_TEXT), SamplingParams())
         answer.choices.append(Choice(answer, index, index // n, submit, Handle(index + 1)))  # type: ignore[arg-type]
@@ -104,9 +104,11 @@ def give(
 def body(answer: WholeResponse) -> Json:
     """The answer, in the form of OpenAI's own models."""
     found: Json = json.loads(answer.body())
-    if answer.ask.answer.is_chat:
+    if answer.parsed_request.answer.is_chat:
         ChatCompletion.model_validate(found)
-    elif not answer.ask.answer.echo:  # of an echo's first token OpenAI answers null, which their model has no place for
+    elif (
+        not answer.parsed_request.answer.echo
+    ):  # of an echo's first token OpenAI answers null, which their model has no place for
         Completion.model_validate(found)
     return found
 

@@ -186,7 +186,7 @@ class Scripted:
 
     def done(self, answer: Response, started: float, path: str, status: int) -> None:
         self.answers.append(answer)
-        self.ignored(answer.ask.unknown_fields, path)
+        self.ignored(answer.parsed_request.unknown_fields, path)
 
     def change(self, values: dict[str, str | int | float]) -> None:
         self.config = changed(self.config, values)

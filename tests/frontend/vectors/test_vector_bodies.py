@@ -50,15 +50,15 @@ def asked(config: MeshConfig, path: str = "/v1/embeddings", **body: Any) -> Aske
     ],
 )
 def test_inputs(config: MeshConfig, given: Any, prompts: list[Any]) -> None:
-    assert asked(config, input=given).ask.mesh.prompts == prompts
-    assert asked(config, input=given).ask.mesh.extras[0] == EMBED
+    assert asked(config, input=given).parsed_request.mesh.prompts == prompts
+    assert asked(config, input=given).parsed_request.mesh.extras[0] == EMBED
 
 
 def test_conversations(config: MeshConfig) -> None:
     """They come as `messages`, as vLLM has them, or as `input`; one or several."""
     message = {"role": "user", "content": "hi"}
     for body in ({"messages": [message]}, {"input": [message]}, {"messages": [[message]]}, {"input": [[message]]}):
-        (prompt,) = asked(config, **body).ask.mesh.prompts
+        (prompt,) = asked(config, **body).parsed_request.mesh.prompts
         assert isinstance(prompt, ChatPrompt)
         assert json.loads(prompt.messages_json) == [message]
         assert not prompt.add_generation_prompt
@@ -66,18 +66,20 @@ def test_conversations(config: MeshConfig) -> None:
 
 def test_what_an_embedding_is(config: MeshConfig) -> None:
     cuts = with_pooling(config, matryoshka=True)
-    assert asked(cuts, input="a", dimensions=12).ask.mesh.extras[0] == replace(EMBED, dimensions=12)
-    assert asked(config, input="a", use_activation=False).ask.mesh.extras[0] == replace(EMBED, activation=False)
-    assert asked(config, input="a", normalize=False).ask.mesh.extras[0] == replace(EMBED, activation=False)
-    assert asked(config, "/pooling", input="a").ask.mesh.extras[0] == EMBED
-    tokens = asked(config, "/pooling", input="a", task="token_embed").ask.mesh.extras[0]
+    assert asked(cuts, input="a", dimensions=12).parsed_request.mesh.extras[0] == replace(EMBED, dimensions=12)
+    assert asked(config, input="a", use_activation=False).parsed_request.mesh.extras[0] == replace(
+        EMBED, activation=False
+    )
+    assert asked(config, input="a", normalize=False).parsed_request.mesh.extras[0] == replace(EMBED, activation=False)
+    assert asked(config, "/pooling", input="a").parsed_request.mesh.extras[0] == EMBED
+    tokens = asked(config, "/pooling", input="a", task="token_embed").parsed_request.mesh.extras[0]
     assert tokens == Pool(PoolKind.ALL, PoolHead.EMBED, True)
 
 
 def test_truncation(config: MeshConfig) -> None:
-    text = asked(config, input="a", truncate_prompt_tokens=-1).ask.mesh.text
+    text = asked(config, input="a", truncate_prompt_tokens=-1).parsed_request.mesh.text
     assert (text.truncate_prompt_tokens, text.truncation_side) == (256, "right")
-    text = asked(config, input="a", truncate_prompt_tokens=5, truncation_side="left").ask.mesh.text
+    text = asked(config, input="a", truncate_prompt_tokens=5, truncation_side="left").parsed_request.mesh.text
     assert (text.truncate_prompt_tokens, text.truncation_side) == (5, "left")
 
 
@@ -150,17 +152,17 @@ def test_pairs(config: MeshConfig) -> None:
     """A classifier reads both texts at once; embeddings are made of each text once."""
     crossed = with_pooling(config, tasks=("classify", "token_classify"), size=1, kind=PoolKind.CLS)
     for body in ({"text_1": "q", "text_2": ["a", "b"]}, {"queries": ["q"], "documents": ["a", "b"]}):
-        found = asked(crossed, "/score", **body, max_tokens_per_doc=9).ask
+        found = asked(crossed, "/score", **body, max_tokens_per_doc=9).parsed_request
         assert found.mesh.prompts == [PairPrompt("q", text, max_second=9) for text in "ab"]
         assert found.mesh.extras[0] == Pool(PoolKind.CLS, PoolHead.CLASSIFY, True)
-    found = asked(config, "/v2/rerank", query="q", documents=["a", {"text": "b"}]).ask
+    found = asked(config, "/v2/rerank", query="q", documents=["a", {"text": "b"}]).parsed_request
     assert found.mesh.prompts == [TextPrompt("q"), TextPrompt("a"), TextPrompt("b")]
     with pytest.raises(HttpError, match="that needs a classifier with one label"):
         asked(with_pooling(crossed, size=3), "/score", text_1="a", text_2="b")
     with pytest.raises(HttpError, match="it needs a server with --chat-template"):
         asked(crossed, "/score", text_1="a", text_2="b", instruction="c")
     templated = replace(crossed, model=replace(crossed.model, chat_template="x"))
-    (prompt,) = asked(templated, "/score", text_1="a", text_2="b", instruction="c").ask.mesh.prompts
+    (prompt,) = asked(templated, "/score", text_1="a", text_2="b", instruction="c").parsed_request.mesh.prompts
     assert isinstance(prompt, ChatPrompt)
     assert [message["role"] for message in json.loads(prompt.messages_json)] == ["query", "document"]
     assert json.loads(prompt.template_kwargs_json) == {"instruction": "c"}
@@ -168,14 +170,16 @@ def test_pairs(config: MeshConfig) -> None:
 
 def test_cohere(config: MeshConfig) -> None:
     named = with_pooling(config, prompts={"search_query": "query: "})
-    found = asked(named, "/v2/embed", texts=["a"], input_type="search_query", truncate="START", max_tokens=7).ask
+    found = asked(
+        named, "/v2/embed", texts=["a"], input_type="search_query", truncate="START", max_tokens=7
+    ).parsed_request
     assert found.mesh.prompts == [TextPrompt("query: a")]
     assert (found.mesh.text.truncate_prompt_tokens, found.mesh.text.truncation_side) == (7, "left")
-    assert asked(named, "/v2/embed", texts=["a"], truncate="NONE").ask.mesh.text.truncate_prompt_tokens == 0
+    assert asked(named, "/v2/embed", texts=["a"], truncate="NONE").parsed_request.mesh.text.truncate_prompt_tokens == 0
     with pytest.raises(HttpError, match="it has search_query"):
         asked(named, "/v2/embed", texts=["a"], input_type="other")
     two = {"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
-    assert asked(config, "/v2/embed", inputs=[two]).ask.mesh.prompts == [TextPrompt("a\nb")]
+    assert asked(config, "/v2/embed", inputs=[two]).parsed_request.mesh.prompts == [TextPrompt("a\nb")]
     with pytest.raises(HttpError, match="the model has no prompt 'any'; it has none") as error:
         asked(config, "/v2/embed", texts=["a"], input_type="any")
     assert (error.value.status, error.value.param) == (400, "input_type")
@@ -190,7 +194,7 @@ def test_a_server_of_text_has_none(config: MeshConfig) -> None:
 
 
 def test_longer_prompts_where_they_are_cut_in_parts(config: MeshConfig) -> None:
-    (prompt,) = asked(with_pooling(config, chunks=True), input=[5] * 300).ask.mesh.prompts
+    (prompt,) = asked(with_pooling(config, chunks=True), input=[5] * 300).parsed_request.mesh.prompts
     assert isinstance(prompt, TokenPrompt)
     assert len(ints(prompt.token_ids)) == 300
 
@@ -204,10 +208,10 @@ def test_token_ids_are_asked_for_where_they_say_which_vectors_are_given_out(conf
     tasks = ("embed", "token_embed", "token_classify")
     m3 = with_pooling(config, tasks=tasks, edges={"token_embed": (0, -1), "token_classify": (0, 2)})
     for settings, task, wanted in ((config, "token_embed", False), (m3, "token_embed", True), (m3, "embed", False)):
-        ask = asked(settings, "/pooling", input="a", task=task).ask
+        ask = asked(settings, "/pooling", input="a", task=task).parsed_request
         answer = VectorsResponse(AnswerHead(ask, "pool-1", 7, "m", lambda: None), lambda _: b"")
         ((_, submit),) = submits.build_each(answer, ask, lambda: Handle(1), -1)
         assert submit.want_ids is wanted, task
-    assert asked(m3, "/pooling", input="a", task="token_classify").ask.mesh.extras[0] == Pool(
+    assert asked(m3, "/pooling", input="a", task="token_classify").parsed_request.mesh.extras[0] == Pool(
         PoolKind.ALL, PoolHead.CLASSIFY, True, bos_token_id=0, eos_token_id=2
     )

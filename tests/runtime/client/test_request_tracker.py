@@ -281,7 +281,7 @@ def test_choices_that_wait_for_a_detokenizer_are_not_compared_each_with_each(mon
     answer: Any = WholeResponse(
         AnswerHead(asking(False, num_choices=8, prompts=[TextPrompt("a")] * 4), "id", 0, "m", lambda: None)
     )
-    for choices, submit in list(build_each(answer, answer.ask, tracker.new_handle, -1)):
+    for choices, submit in list(build_each(answer, answer.parsed_request, tracker.new_handle, -1)):
         assert tracker.open(choices, submit) == []
     assert len(tracker.orphans) == 32
     compared: list[object] = []
