@@ -202,8 +202,8 @@ def _truncate(line, vocab, sigmas, top_k, typical, top_p, min_p, probability, th
         for begin in range(0, vocab, BLOCK):
             at = begin + tl.arange(0, BLOCK)
             x = tl.load(line + at, mask=at < vocab, other=float("-inf"))
-            number = x.to(tl.float32)
-            left = (number >= low) & (number <= high) & (tl.abs(number - centre) <= width)
+            value = x.to(tl.float32)
+            left = (value >= low) & (value <= high) & (tl.abs(value - centre) <= width)
             tl.store(line + at, tl.where(left, x, float("-inf")), mask=at < vocab)
 
 

@@ -226,14 +226,14 @@ class TritonKit:
         most = rows.max_rows
         spec = engine.spec
         if spec.mla is None:
-            kinds = {(spec.num_key_value_heads, spec.head_dim), *(kind[:2] for kind in _attention_kinds(spec))}
+            kinds = {kind[:2] for kind in _attention_kinds(spec)}
             encoder = [] if spec.audio_encoder is None else [spec.audio_encoder.max_source_positions]
             some = (
                 warm_sizes(kv_heads, most, context, engine.device, spec.num_attention_heads // kv_heads, dim)
                 for kv_heads, dim in sorted(kinds)
                 for context in (longest, *encoder)
             )
-            decodes = sorted(set[int]().union(*some))
+            decodes = sorted({1, most}.union(*some))
         else:
             decodes = latent_tiles.warm_sizes(spec.num_attention_heads, most, engine.device)
         tokens = resolved.max_num_batched_tokens
