@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 import structlog
 import torch
+from msgspec.structs import replace
 
 from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.layers import Layers, LayerSpec
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime import platforms, plugins
 from meshlm.runtime.errors import ProcessFatal
@@ -105,30 +107,34 @@ def _without_kernels(
 def choose_backend(config: MeshConfig, device: torch.device, placement: WorkerPlacement) -> Backend:
     """The attention of this worker. ProcessFatal says why there is none as it was asked for."""
     assert config.resolved is not None
-    name, spec = config.worker.attention_backend, placement.shard.local(config.resolved.spec)
+    name, whole = config.worker.attention_backend, config.resolved.spec
     order = platforms.named(config.resolved.device).attention_backends
     if config.cache.kv_cache_dtype != "auto":  # a named backend that cannot read it is refused (memory.cache_dtype)
         order = tuple(name for name in order if name not in backends.BACKENDS or backends.BACKENDS[name]().fp8)
-    if spec.state is not None and config.lockstep:  # whose kernels are not tried while others step beside them
+    if whole.state is not None and config.lockstep:  # whose kernels are not tried while others step beside them
         order = tuple(name for name in order if name != "triton")
-    spec, size = _with_pages(config, spec, placement)
+    spec, size = _with_pages(config, whole, placement)
     return backends.choose(name, spec, device, DTYPES[config.resolved.dtype], size, order)
 
 
 def _with_pages(config: MeshConfig, spec: ModelSpec, placement: WorkerPlacement) -> tuple[ModelSpec, int]:
     """This worker's part of the model, its states named as the cache holds them, and the tokens of a block: states and audio make it
-    longer."""
-    resolved, cache = config.resolved, config.cache
+    longer. A stage of a pipeline without states has such blocks too, and so counts as one that has them. spec: of the whole model."""
+    resolved, cache, shard = config.resolved, config.cache, placement.shard
     assert resolved is not None
+    local = shard.local(spec)
     if spec.state is None and spec.audio_encoder is None:
-        return spec, cache.block_size
+        return local, cache.block_size
     dtype = DTYPES[resolved.dtype]
     held = dtype if cache.kv_cache_dtype == "auto" else torch.float8_e4m3fn
-    layout = memory.layout_of(config, placement.shard, held, dtype)
+    layout = memory.layout_of(config, shard, held, dtype)
     if layout.states is None or spec.state is None:
-        return spec, layout.block_size
+        return local, layout.block_size
+    if local.state is None:
+        stateful = LayerSpec(state=shard.local_state(spec.state))
+        local = replace(local, layers=Layers.from_records([*local.layers, stateful]))
     ssm = str(layout.states.ssm).removeprefix("torch.")
-    return spec.with_state_dtype(ssm), layout.block_size
+    return local.with_state_dtype(ssm), layout.block_size
 
 
 def _say_why(config: MeshConfig, gpu: torch.device, placement: WorkerPlacement) -> None:
@@ -137,7 +143,7 @@ def _say_why(config: MeshConfig, gpu: torch.device, placement: WorkerPlacement) 
     assert resolved is not None
     if name == "auto":
         triton = backends.BACKENDS["triton"]()
-        spec, size = _with_pages(config, placement.shard.local(resolved.spec), placement)
+        spec, size = _with_pages(config, resolved.spec, placement)
         reason = triton.unsupported(spec, gpu, DTYPES[resolved.dtype], size)
         _log.warning("plain torch computes: no --attention-backend triton here", reason=reason)
 
