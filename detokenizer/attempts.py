@@ -40,8 +40,8 @@ class Attempts:
         """Send the request towards a scheduler, unless the ids that exist already end it."""
         request.move(RequestStatus.UNASKED)
         self._journal.by_handle[request.handle] = request
-        if request.stop is not None and request.stop.matched is not None:
-            return self._end(request, FinishReason.STOP, stop_reason=request.stop.matched)
+        if request.matched_stop is not None:
+            return self._end(request, FinishReason.STOP, stop_reason=request.matched_stop)
         if request.output_token_ids and request.output_token_ids[-1] in {
             *request.sampling.eos_token_ids,
             *request.sampling.stop_token_ids,

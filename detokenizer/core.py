@@ -271,9 +271,7 @@ class Detokenizer:
             if self.journal.by_handle.get(request.handle) is not request:
                 return effects
             return effects + self._new_tokens(request, new[before:], ended, row, deltas, skip + before)
-        kept = 0
-        text = ""
-        stop = request.stop
+        kept, text = 0, ""
         for token in new:
             kept += 1
             if ended is not None and kept == len(new) and request.hides(ended):
@@ -281,24 +279,22 @@ class Detokenizer:
                 text += request.push_silent(token)
             else:
                 text += request.push(token)
-            if stop is not None and stop.matched is not None:
+            if request.matched_stop is not None:
                 break
         taken = new[:kept]
-        stopped = stop is not None and stop.matched is not None
-        if ended is not None and not stopped:
+        if ended is not None and request.matched_stop is None:
             request.tail = request.finish()
             text += request.tail
-            stopped = stop is not None and stop.matched is not None
         request.look_ahead()
-        place = self.journal.row(request, taken, text, alone=is_long(deltas, row))
-        self.journal.open_batches[request.frontend].details(request, place, taken, skip, row, deltas, self.table)
-        if stopped:
-            assert stop is not None
-            self.journal.finish_row(request, place, FinishReason.STOP, stop.matched)
+        batch_row = self.journal.row(request, taken, text, alone=is_long(deltas, row))
+        self.journal.open_batches[request.frontend].details(request, batch_row, taken, skip, row, deltas, self.table)
+        if request.matched_stop is not None:
+            self.journal.finish_row(request, batch_row, FinishReason.STOP, request.matched_stop)
             return [] if ended is not None else self.attempts.say_abort((request.work_id,))
         if ended is not None:
             stop_reason, request.preempted_us = request.stop_reason(ended), ended.preempted_us
-            self.journal.finish_row(request, place, ended.reason, stop_reason, ended.message, ended.kind, ended.param)
+            why = (ended.reason, stop_reason, ended.message, ended.kind, ended.param)
+            self.journal.finish_row(request, batch_row, *why)
         return []
 
     def _refused(self, refused: Refused) -> list[Effect]:

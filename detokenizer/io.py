@@ -19,7 +19,7 @@ from meshlm.detokenizer.encode import Encoder
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event
 from meshlm.detokenizer.extras import prepare
 from meshlm.detokenizer.grammar_threads import GrammarSandbox, GrammarThreads, nobody_waits
-from meshlm.detokenizer.question_thread import QuestionThread
+from meshlm.detokenizer.questions import QuestionThread
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.counts import Counted, ProcessCounts
 from meshlm.protocol.edges.admit import Admit, Refused

@@ -117,6 +117,11 @@ class RequestState:
         return stop.push(text) if num_tokens > self.sampling.min_tokens else text
 
     @property
+    def matched_stop(self) -> str | None:
+        """The stop string that its text has come to."""
+        return None if self.stop is None else self.stop.matched
+
+    @property
     def repeats(self) -> bool:
         """Whether its output ends in a pattern that the request does not want."""
         detection, ids = self.sampling.repetition_detection, self.output_token_ids
