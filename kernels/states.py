@@ -9,8 +9,8 @@ A CUDA graph has room for as many pieces as any step has that fits it, and the d
 no prompt have no tokens, and their programs end at once.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from meshlm.kernels.attention.kernel import Columns
 from meshlm.kernels.attention.requests import some_columns
+from meshlm.kernels.op import Launch
 
 PIECE = 128  # tokens, at most
 MOST_PROMPTS = 64  # of a step that is replayed: room for more costs memory for the states between pieces
@@ -165,6 +166,7 @@ class StateStep:
         """counts: tokens of each request; decodes where each has one."""
         decodes = max(counts) == 1
         start = page - 8 if decodes else 0
+        self._page = page
         self.at, self.pages = some_columns([(start, count) for count in counts], page, device)
         self.tokens, self.num_decodes = sum(counts), len(counts) if decodes else 0
         self.pieces = (
@@ -185,13 +187,29 @@ class StateStep:
         whole = states.transpose(0, 1).flatten(1, 2)[:, :lines]
         return [whole[page] for page in self.at.blocks[:, 0].tolist()]
 
-    def moved(self, states: Tensor) -> int:
-        """Bytes of the decodes' states, each read once and written once."""
-        return 2 * self.at.n * states[:, 0].nbytes
+    def launch(
+        self, kernels: tuple[Callable[..., object], Callable[..., object]], given: tuple[Any, ...],
+        of_one: Callable[[slice, Tensor | None], Tensor], lines: int, flop: float, theirs: Mapping[str, Callable[[], object]],
+    ) -> Launch:  # fmt: skip
+        """kernels: of decodes, of prompts; given: what both take up to the states and the output. of_one: plain torch, of a request's
+        tokens and of what it goes on from, float32. Decodes stand beside a copy of their states, prompts beside `theirs`.
+        """
+        *_, states, out = given
 
-    def copy(self, states: Tensor) -> dict[str, Callable[[], object]]:
-        """A copy of as many bytes, which is as fast as it can be."""
-        source, out = torch.empty(
-            2, max(self.moved(states) // 2, 1 << 20), dtype=torch.uint8, device=states.device
-        ).unbind()
-        return {"copy": lambda: out.copy_(source)}
+        def run() -> Tensor:
+            if self.pieces is None:
+                kernels[0](*given, self.at, self.num_decodes, self._page)
+            else:
+                kernels[1](*given, self.at, self.pieces, self._page)
+            found: Tensor = out
+            return found
+
+        def expected() -> Tensor:
+            before = [None if one is None else one.float() for one in self.before(states, lines)]
+            return torch.cat([of_one(part, one) for part, one in zip(self.parts, before, strict=True)])
+
+        if self.pieces is not None:
+            return Launch(run, expected, num_flop=flop, beside=theirs)
+        moved = 2 * self.at.n * states[:, 0].nbytes  # each is read once and written once
+        source, copy = torch.empty(2, max(moved // 2, 1 << 20), dtype=torch.uint8, device=out.device).unbind()
+        return Launch(run, expected, moved, beside={"copy": lambda: copy.copy_(source)})

@@ -31,37 +31,24 @@ def _make(
     a, b = torch.randn(2, step.tokens, heads, device=device).to(dtype).unbind()
     rate, bias = -torch.rand(heads, device=device) * 4, torch.randn(heads, device=device)
     state, out = step.states(heads, width, numbers, dtype=kept or dtype), torch.empty_like(v)
-    given = q, k, v, a, b, rate, bias, state, out, step.at
+    query, key = reference.unit(q, heads // groups) * numbers**-0.5, reference.unit(k, heads // groups)
+    g, beta = reference.gates(a, b, rate, bias)
 
-    def run() -> Tensor:
-        if step.pieces is None:
-            rule_update(*given, step.num_decodes, page)
-        else:
-            chunk_rule(*given, step.pieces, page)
-        return out
+    def of_one(part: slice, before: Tensor | None) -> Tensor:
+        return reference.chunk_rule(query[part], key[part], v[part].float(), g[part], beta[part], before)[0]
 
-    def expected() -> Tensor:
-        each, found = heads // groups, []
-        query, key = reference.unit(q, each) * numbers**-0.5, reference.unit(k, each)
-        g, beta = reference.gates(a, b, rate, bias)
-        for part, before in zip(step.parts, step.before(state, heads), strict=True):
-            start = None if before is None else before.float()
-            found.append(reference.chunk_rule(query[part], key[part], v[part].float(), g[part], beta[part], start)[0])
-        return torch.cat(found)
-
-    if step.pieces is None:
-        return Launch(run, expected, step.moved(state), beside=step.copy(state))
-    flop = 2 * heads * step.tokens * (CHUNK * (3 * numbers + 2 * width) + 3 * numbers * width)
     theirs: dict[str, Callable[[], object]] = {}
     if len(counts) == 1 and find_spec("fla") is not None:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found]
 
-        query, key = (one.repeat_interleave(heads // groups, 1)[None] for one in (q, k))
-        inputs = query, key, v[None], (rate * F.softplus(a.float() + bias))[None], b.float().sigmoid()[None]
+        queries, keys = (one.repeat_interleave(heads // groups, 1)[None] for one in (q, k))
+        inputs = queries, keys, v[None], (rate * F.softplus(a.float() + bias))[None], b.float().sigmoid()[None]
         theirs["flash_linear_attention"] = lambda: chunk_gated_delta_rule(
             *inputs, output_final_state=True, use_qk_l2norm_in_kernel=True
         )
-    return Launch(run, expected, num_flop=flop, beside=theirs)
+    flop = 2 * heads * step.tokens * (CHUNK * (3 * numbers + 2 * width) + 3 * numbers * width)
+    given = q, k, v, a, b, rate, bias, state, out
+    return step.launch((rule_update, chunk_rule), given, of_one, heads, flop, theirs)
 
 
 DECODES: list[Case] = [

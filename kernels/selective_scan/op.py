@@ -27,25 +27,12 @@ def _make(
     b, c = torch.randn(2, step.tokens, numbers, device=device).to(dtype).unbind()
     a, d = -torch.rand(channels, numbers, device=device) * 4, torch.randn(channels, device=device)
     state, out = step.states(channels, 1, numbers, dtype=kept or dtype), torch.empty_like(x)
-    given = x, dt, a, b, c, d, gate, state, out, step.at
 
-    def run() -> Tensor:
-        if step.pieces is None:
-            scan_update(*given, step.num_decodes, page)
-        else:
-            selective_scan(*given, step.pieces, page)
-        return out
+    def of_one(part: slice, before: Tensor | None) -> Tensor:
+        inputs = x[part].float(), F.softplus(dt[part].float()), a, b[part].float(), c[part].float(), d
+        y, _ = reference.selective_scan(*inputs, None if before is None else before[:, 0])
+        return y * F.silu(gate[part].float())
 
-    def expected() -> Tensor:
-        found = []
-        for part, before in zip(step.parts, step.before(state, channels), strict=True):
-            inputs = x[part].float(), F.softplus(dt[part].float()), a, b[part].float(), c[part].float(), d
-            y, _ = reference.selective_scan(*inputs, None if before is None else before[:, 0].float())
-            found.append(y * F.silu(gate[part].float()))
-        return torch.cat(found)
-
-    if step.pieces is None:
-        return Launch(run, expected, step.moved(state), beside=step.copy(state))
     theirs: dict[str, Callable[[], object]] = {}
     if len(counts) == 1 and find_spec("mamba_ssm") is not None:
         from mamba_ssm.ops.selective_scan_interface import selective_scan_fn  # type: ignore[import-not-found]
@@ -54,7 +41,9 @@ def _make(
         theirs["mamba_ssm"] = lambda: selective_scan_fn(
             lines, steps, a, keys, queries, d, gates, delta_softplus=True, return_last_state=True
         )
-    return Launch(run, expected, num_flop=step.tokens * channels * numbers, beside=theirs)
+    given = x, dt, a, b, c, d, gate, state, out
+    flop = step.tokens * channels * numbers
+    return step.launch((scan_update, selective_scan), given, of_one, channels, flop, theirs)
 
 
 DECODES: list[Case] = [

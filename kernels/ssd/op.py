@@ -31,26 +31,15 @@ def _make(
     steps = TimeSteps(torch.randn(step.tokens, heads, device=device).to(dtype) - 3, torch.zeros(heads, device=device))
     a, d = -torch.rand(heads, device=device), torch.randn(heads, device=device)
     state, out = step.states(heads, width, numbers, dtype=kept or dtype), torch.empty_like(x)
-    given = x, steps, a, b, c, d, state, out, step.at
+    dt = steps.values()
 
-    def run() -> Tensor:
-        if step.pieces is None:
-            state_update(*given, step.num_decodes, page)
-        else:
-            chunk_scan(*given, step.pieces, page)
-        return out
+    def of_one(part: slice, before: Tensor | None) -> Tensor:
+        return reference.chunk_scan(x[part].float(), dt[part], a, b[part].float(), c[part].float(), d, before)[0]
 
-    def expected() -> Tensor:
-        dt, found = steps.values(), []
-        for part, before in zip(step.parts, step.before(state, heads), strict=True):
-            inputs = x[part].float(), dt[part], a, b[part].float(), c[part].float(), d
-            found.append(reference.chunk_scan(*inputs, None if before is None else before.float())[0])
-        return torch.cat(found)
-
-    if step.pieces is None:
-        return Launch(run, expected, step.moved(state), beside=step.copy(state))
     flop = 2 * heads * step.tokens * (PIECE * (numbers + width) + 2 * numbers * width)
-    return Launch(run, expected, num_flop=flop, beside=_theirs(x, steps, a, b, c, d) if len(counts) == 1 else {})
+    theirs = _theirs(x, steps, a, b, c, d) if len(counts) == 1 else {}
+    given = x, steps, a, b, c, d, state, out
+    return step.launch((state_update, chunk_scan), given, of_one, heads, flop, theirs)
 
 
 def _theirs(x: Tensor, steps: TimeSteps, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> dict[str, Any]:

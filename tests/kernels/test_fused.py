@@ -47,30 +47,6 @@ def test_silu_is_one_of_the_activations_and_others_are_refused() -> None:
         gate.act_mul(x, "swish")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "rotary"), [(4, 2, 64, 64), (3, 1, 80, 80), (9, 3, 64, 32), (8, 8, 128, 128)]
-)
-@pytest.mark.parametrize("normed", [False, True])
-def test_rope_cache(heads: int, kv_heads: int, dim: int, rotary: int, normed: bool, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    tokens = 5
-    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, device=DEVICE).to(dtype)
-    angles = torch.outer(torch.arange(40.0), 1.0 / 10000 ** (torch.arange(0, rotary, 2) / rotary)).to(DEVICE)
-    table = torch.cat((angles.cos(), angles.sin()), 1)
-    positions = torch.tensor([3, 0, 39, 7, 0], device=DEVICE)
-    slots = torch.tensor([5, 31, 0, 17, -1], device=DEVICE)
-    norms = tuple(torch.rand(2, dim, device=DEVICE).to(dtype) + 0.5) if normed else None
-    caches = torch.zeros(4, 2, 16, kv_heads, dim, device=DEVICE, dtype=dtype)
-    both = qkv.clone()
-    ours = rope.rope_cache(qkv, positions, slots, table, norms, 1e-6, caches[0], caches[1], heads)
-    theirs = rope_reference.rope_cache(both, positions, slots, table, norms, 1e-6, caches[2], caches[3], heads)
-    near(ours, theirs, dtype)
-    near(qkv, both, dtype)
-    near(caches[:2], caches[2:], dtype)
-    assert caches[0].view(-1, kv_heads, dim)[1].abs().sum() == 0, "a slot was written that no token has"
-
-
 @needs_fp8
 @pytest.mark.parametrize(("kind", "least"), [(torch.float8_e4m3fn, -448.0), (torch.float8_e5m2, -12288.0)])
 def test_rope_cache_in_fp8(kind: torch.dtype, least: float) -> None:
