@@ -8,4 +8,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser("bench", help="measure throughput, latency, starts or a running server")
     kinds = parser.add_subparsers(title="benchmarks", metavar="KIND", required=True)
     for name in ("throughput", "latency", "startup", "serve", "sweep_run"):
-        importlib.import_module(f"meshlm.supervisor.bench.{name}").add_parser(kinds)
+        module = importlib.import_module(f"meshlm.supervisor.bench.{name}")
+        module.add_parser(kinds)
+        kinds.choices[name.removesuffix("_run")].set_defaults(run=module.run)

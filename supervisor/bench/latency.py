@@ -28,7 +28,6 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     parser.add_argument("--output-json", help="file for the results")
     parser.add_argument("--disable-detokenize", action="store_true", help="token ids alone")
     vllm_flags.refuse(parser, {"--use-beam-search": "beam search is not there"})
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -36,8 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     at_least(0, arguments, "num_iters_warmup")
     if arguments.output_json:
         results.claim("--output-json", Path(arguments.output_json))
-    names = {setting.name for setting in flags.settings()}
-    settings = {"enable_prefix_caching": False, **{k: v for k, v in vars(arguments).items() if k in names}}
+    settings = {"enable_prefix_caching": False, **flags.given(arguments)}
     if arguments.profile:
         settings["profiler_dir"] = str(Path(arguments.profile_dir).absolute())
     llm = LLM(**settings)

@@ -26,7 +26,6 @@ AGAIN_S = 1.0  # between tries until the server is ready
 def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = kinds.add_parser("serve", help="load on a running server")
     serve_flags.add_flags(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

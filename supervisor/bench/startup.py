@@ -32,7 +32,6 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     parser.add_argument("--num-iters-warmup", type=int, default=1, help="starts before those with kernels, not counted")
     parser.add_argument("--num-iters-warm", type=int, default=3, help="starts with the kernels of earlier ones")
     parser.add_argument("--output-json", help="file for the results")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -40,8 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     at_least(0, arguments, "num_iters_warmup")
     if arguments.output_json:
         results.claim("--output-json", Path(arguments.output_json))
-    names = {setting.name for setting in flags.settings()}
-    settings = {name: value for name, value in vars(arguments).items() if name in names}
+    settings = flags.given(arguments)
     found: dict[str, Any] = {}
     for kind, count in (("cold", arguments.num_iters_cold), ("warm", arguments.num_iters_warm)):
         for _ in range(arguments.num_iters_warmup if kind == "warm" else 0):

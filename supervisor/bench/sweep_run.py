@@ -48,7 +48,6 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     parser.add_argument("--num-runs", type=int, default=3, help="of each combination")
     parser.add_argument("--dry-run", action="store_true", help="print the commands alone")
     parser.add_argument("--resume", action="store_true", help="run what has no result in the experiment's folder yet")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -43,13 +43,11 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     parser.add_argument("--profile-dir", default="meshlm_profile", help="directory for that trace")
     parser.add_argument("--output-json", help="file for the results")
     vllm_flags.refuse(parser, ABSENT)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
-    names = {setting.name for setting in flags.settings()}
-    settings = {name: value for name, value in vars(arguments).items() if name in names}
+    settings = flags.given(arguments)
     if arguments.profile:
         settings["profiler_dir"] = str(Path(arguments.profile_dir).absolute())
     llm = LLM(**settings)

@@ -11,7 +11,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     terminal.add_flags(parser)
     parser.add_argument("--system-prompt", "--system", help="system prompt")
     parser.add_argument("-q", "--quick", "--question", metavar="MESSAGE", help="ask this once and end")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -28,8 +28,7 @@ PACKAGES = [
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser("collect-env", help="print what a bug report needs")
-    parser.set_defaults(run=run)
+    commands.add_parser("collect-env", help="print what a bug report needs")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -9,7 +9,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser("complete", help="complete texts with a running server")
     terminal.add_flags(parser)
     parser.add_argument("-q", "--quick", metavar="PROMPT", help="complete this once and end")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

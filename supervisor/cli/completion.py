@@ -21,7 +21,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="; ".join(f"{shell}: {how}" for shell, how in HOW.items()).replace("%", "%%"),
     )
     parser.add_argument("shell", nargs="?", help=f"{', '.join(SHELLS)}; default: the one of $SHELL")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

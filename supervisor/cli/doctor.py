@@ -22,13 +22,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="Check the GPUs, drivers, libraries, limits, keys and folders that `meshlm serve` with the same flags would use. "
         "Exit code 1 where something would not work; warnings are no failures.",
     )
-    flags.add_flags(parser)
-    parser.add_argument("--config", help="TOML or YAML file with any of these settings; flags win")
+    flags.add_flags(parser, from_file=True)
     parser.add_argument("--json", action="store_true", help="machine-readable")
     parser.add_argument(
         "--no-communication", action="store_true", help="do not have processes talk over torch.distributed"
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

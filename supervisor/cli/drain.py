@@ -22,7 +22,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     after.add_argument("--undo", action="store_true", help="take requests again")
     parser.add_argument("--timeout", type=float, help="seconds to wait at most; then exit code 1, and still draining")
     status.add_mesh_choice(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

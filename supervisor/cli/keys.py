@@ -16,7 +16,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="Make a new pair of keys; every node of the mesh needs a copy of the file (--key-file).",
     )
     parser.add_argument("file", help="where to write it, mode 0600; must not exist")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -33,10 +33,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         one = roles.add_parser(role.value, help="one more process for a running mesh")
         one.add_argument("--index", type=int, help="its number; default: the next free one")
         status.add_mesh_choice(one)
-        one.set_defaults(run=run)
     render = roles.add_parser("render", help="serve templates and tokens without a model")
-    flags.add_flags(render)
-    render.add_argument("--config", help="TOML or YAML file with any of these settings; flags win")
+    flags.add_flags(render, from_file=True)
     render.set_defaults(run=_render)
 
 

@@ -26,7 +26,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--level", choices=LEVELS, default="info", help="from this level on (default info)")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     status.add_mesh_choice(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -145,5 +145,8 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
     for name in COMMANDS if wanted not in COMMANDS else (wanted,):
         if name in ("serve", "run_batch", "launch", "doctor"):  # which log
             import_structlog()
-        importlib.import_module(module_of(name)).add_parser(commands)
+        module = importlib.import_module(module_of(name))
+        module.add_parser(commands)
+        if hasattr(module, "run"):  # else its own commands have one each
+            commands.choices[name.replace("_", "-")].set_defaults(run=module.run)
     return parser

@@ -25,7 +25,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="frontend, detokenizer, coordinator, scheduler or worker, all of a role or one; default: all",
     )
     status.add_mesh_choice(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -51,8 +51,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="answer a file of requests",
         description="Answer OpenAI's batch files: JSON lines to JSON lines.",
     )
-    flags.add_flags(parser)
-    parser.add_argument("--config", help="TOML or YAML file with any of these settings; flags win")
+    flags.add_flags(parser, from_file=True)
     parser.add_argument("-i", "--input-file", required=True, help="file of requests, or its http(s) address (GET)")
     parser.add_argument("-o", "--output-file", required=True, help="file for the answers, or its http(s) address (PUT)")
     parser.add_argument("--output-tmp-dir", help="folder that holds the answers until they are PUT")
@@ -61,7 +60,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("--url", help=argparse.SUPPRESS)  # vLLM's older name of --host
     parser.add_argument("--server", help="a server that runs, http://host:port, instead of a mesh of its own")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -32,12 +32,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--max-file-size", type=parse_bytes, default=5 << 30, metavar="BYTES", help="of one file (default 5G)"
     )
     flags.add_flags(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    names = {setting.name for setting in flags.settings()}
-    config = resolve(flags.build({name: value for name, value in vars(arguments).items() if name in names}, None))
+    config = resolve(flags.build(flags.given(arguments), None))
     output = Path(arguments.output)
     save(config, output, arguments.max_file_size)
     print(f"{output}: serve it with --load-format sharded_state")

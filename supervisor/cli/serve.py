@@ -41,8 +41,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "serve", help="serve a model over HTTP", description="Serve a model to OpenAI-style HTTP clients."
     )
-    flags.add_flags(parser)
-    parser.add_argument("--config", help="TOML or YAML file with any of these settings; flags win")
+    flags.add_flags(parser, from_file=True)
     parser.add_argument(
         "--dry-run",
         nargs="?",
@@ -50,7 +49,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         choices=("text", "json"),
         help="start nothing: print the resolved configuration, the memory, and which processes would start; refuse what a start would",
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

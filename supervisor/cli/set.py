@@ -23,7 +23,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("value", nargs="?")
     parser.add_argument("--json", action="store_true", help="machine-readable")
     status.add_mesh_choice(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

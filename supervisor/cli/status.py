@@ -22,7 +22,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--why", action="store_true", help="show the last events of processes that died, also of a mesh that is gone"
     )
     add_mesh_choice(parser)
-    parser.set_defaults(run=run)
 
 
 def add_mesh_choice(parser: argparse.ArgumentParser) -> None:

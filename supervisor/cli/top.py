@@ -24,7 +24,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     terminal.add_server(parser)
     parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="between two drawings (1)")
     parser.add_argument("--once", action="store_true", help="show it once and end; so it is where no terminal is")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

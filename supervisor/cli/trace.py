@@ -32,7 +32,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--gpu", action="store_true", help="with the kernels of the workers' devices; the server needs --profiler-dir"
     )
     status.add_mesh_choice(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

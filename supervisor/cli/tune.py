@@ -16,12 +16,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "With --tuning-dir the tables are written there: they can be copied to machines with the same GPU and versions, or committed.",
     )
     flags.add_flags(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    names = {setting.name for setting in flags.settings()}
-    given = {name: value for name, value in vars(arguments).items() if name in names}
+    given = flags.given(arguments)
     if "tuning_dir" in given:
         given["tuning_dir"] = str(Path(str(given["tuning_dir"])).absolute())
     LLM(**{"tune": "full", "enforce_eager": True, **given}).shutdown()

@@ -55,8 +55,16 @@ def settings() -> Iterator[Setting]:
             yield Setting(section, field.name, kind, meta, field.default)
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add every setting to `parser`; unset flags stay out of the namespace, so that TOML can fill them."""
+def given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The settings among the arguments of a command."""
+    names = {setting.name for setting in settings()}
+    return {name: value for name, value in vars(arguments).items() if name in names}
+
+
+def add_flags(parser: argparse.ArgumentParser, *, from_file: bool = False) -> None:
+    """Add every setting to `parser`; unset flags stay out of the namespace, so that TOML can fill them. from_file: and --config."""
+    if from_file:
+        parser.add_argument("--config", help="TOML or YAML file with any of these settings; flags win")
     vllm_flags.add(parser)
     groups: dict[str, Any] = {}
     for setting in settings():
