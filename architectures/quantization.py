@@ -4,7 +4,7 @@ The supervisor reads it before a process starts; workers find by the same entry 
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from msgspec.structs import replace
@@ -66,6 +66,25 @@ def scheme_of(spec: QuantizationSpec | None, module: str) -> QuantizationScheme 
         return None
     targeted = (scheme for scheme in spec.schemes if any(_matches(pattern, module) for pattern in scheme.targets))
     return next(targeted, None)
+
+
+def with_projections(spec: QuantizationSpec, packed: Mapping[str, tuple[str, ...]]) -> QuantizationSpec:
+    """The same where names of tensors that hold several projections (Family.packed) are those of the projections, too."""
+    last = {stem.rpartition(".")[2]: [name.rpartition(".")[2] for name in names] for stem, names in packed.items()}
+
+    def spread(patterns: tuple[str, ...]) -> tuple[str, ...]:
+        more = [
+            pattern.replace(fused, name)
+            for pattern in patterns
+            for fused, names in last.items()
+            if fused in pattern
+            for name in names
+            if "{}" not in name
+        ]
+        return (*patterns, *more)
+
+    schemes = tuple(replace(scheme, targets=spread(scheme.targets)) for scheme in spec.schemes)
+    return replace(spec, schemes=schemes, ignore=spread(spec.ignore))
 
 
 def _matches(pattern: str, module: str) -> bool:

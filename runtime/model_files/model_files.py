@@ -11,6 +11,8 @@ import msgspec
 from msgspec import Struct
 
 from meshlm.architectures import text_part
+from meshlm.architectures.quantization import with_projections
+from meshlm.architectures.registry import family_of
 from meshlm.protocol.audio import SpeechTokens
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
@@ -254,6 +256,9 @@ def _from_folder(path: Path, name: str, asked: _Asked) -> ModelFiles:
         raise ModelFilesError(f"{quantised.said}; --model-impl transformers reads plain weights alone")
     if quantised is not None and load_format != "dummy":
         read = quantised.read(of_text_part=spec.text_part)
+        family = family_of(spec.architecture)
+        if family is not None:
+            read = with_projections(read, family.packed)
         spec, notes = msgspec.structs.replace(spec, quantization=read), notes + quantised.notes()
     found: LoadFormat = "dummy"
     url = asked.model if object_store.is_url(asked.model) else ""

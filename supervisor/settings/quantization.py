@@ -3,7 +3,7 @@
 import msgspec
 
 from meshlm.architectures.quantization import formats, scheme_of
-from meshlm.architectures.registry import weights_of
+from meshlm.architectures.registry import family_of, weights_of
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.model_files.model_files import ModelFiles
@@ -29,6 +29,7 @@ def as_asked(config: MeshConfig, files: ModelFiles) -> ModelFiles:
             raise UsageError(f"--quantization {asked}: the weights of {files.path} {what}{can}")
         files = msgspec.structs.replace(files, spec=msgspec.structs.replace(files.spec, quantization=online[asked]))
     _check_copy(config, files)
+    _check_layouts(files.spec)
     _check_experts(config, files.spec)
     if config.worker.compile != "none" and files.spec.quantization is not None:
         raise UsageError(
@@ -36,6 +37,20 @@ def as_asked(config: MeshConfig, files: ModelFiles) -> ModelFiles:
             f"{files.spec.quantization.method}; use none"
         )
     return files
+
+
+def _check_layouts(spec: ModelSpec) -> None:
+    """UsageError for codes and scales that would have to be put in another order."""
+    family, quantization = family_of(spec.architecture), spec.quantization
+    if (
+        family is not None
+        and family.layouts
+        and quantization is not None
+        and not all(one.online for one in quantization.schemes)
+    ):
+        raise UsageError(
+            f"quantization_config: files of {spec.architecture} hold weights in an order of their own, and are not read so"
+        )
 
 
 def _check_experts(config: MeshConfig, spec: ModelSpec) -> None:

@@ -15,15 +15,18 @@ import torch
 from torch import Tensor
 
 from meshlm.architectures.family import Weight
+from meshlm.architectures.packed_quantization import stem_of
+from meshlm.architectures.quantization import scheme_of
 from meshlm.architectures.registry import family_of, weights_of
 from meshlm.architectures.text_part import text_tensor
 from meshlm.protocol.config import Resolved
-from meshlm.protocol.model import ModelSpec
+from meshlm.protocol.model import ModelSpec, QuantizationScheme
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.runtime.model_files.checkpoint_files import weight_files
 from meshlm.runtime.model_files.object_store import AnyPath, RemotePath, folder_of
 from meshlm.workers.weights.bitsandbytes import with_scales
 from meshlm.workers.weights.expert_tensors import by_expert
+from meshlm.workers.weights.fused_tensors import Part, parts_of
 from meshlm.workers.weights.gguf_delta import by_group, by_head
 from meshlm.workers.weights.gguf_latent import joined
 from meshlm.workers.weights.gguf_source import encoded_tensors
@@ -111,22 +114,6 @@ def _on_disk(files: tuple[AnyPath, ...]) -> tuple[Path, ...]:
     return tuple(file for file in files if isinstance(file, Path))
 
 
-class _Rows:
-    """Some rows of a tensor that holds several weights."""
-
-    def __init__(self, source: Source, begin: int, end: int) -> None:
-        self._source, self._begin, self._end = source, begin, end
-        self.shape, self.dtype = (end - begin, *source.shape[1:]), source.dtype
-
-    def part(self, dim: int, begin: int, end: int) -> Tensor:
-        if dim == 0:
-            return self._source.part(0, self._begin + begin, self._begin + end)
-        return self._source.part(dim, begin, end)[self._begin : self._end]
-
-    def whole(self) -> Tensor:
-        return self.part(0, 0, self.shape[0])
-
-
 class _Expert:
     """Some rows of one expert's matrix, in a tensor that holds those of all experts."""
 
@@ -162,6 +149,12 @@ def unpacked(
     """Tensors that hold several weights (Family.packed) as those weights. ProcessFatal names one that has other rows than they."""
     weights = weights_of(spec)
     for name, source in tensors:
+        if quantised := _quantised_projections(name, spec, packed):
+            last, projections, scheme = quantised
+            outputs = [weights[f"{stem}.weight"].shape[0] for stem in projections]
+            parts = parts_of(name, source, last, outputs, scheme)
+            yield from ((f"{stem}.{last}", part) for stem, part in zip(projections, parts, strict=True))
+            continue
         match = _OF_LAYER.fullmatch(name)
         stems = packed.get(match["stem"]) if match else None
         names = (
@@ -177,7 +170,21 @@ def unpacked(
         if source.shape[:1] != (ends[-1],):
             raise ProcessFatal(f"tensor {name} has shape {source.shape}; it must have {ends[-1]} rows")
         for weight, begin, end in zip(names, [0, *ends], ends, strict=False):
-            yield weight, _Rows(source, begin, end)
+            yield weight, Part(source, 0, begin, end)
+
+
+def _quantised_projections(
+    name: str, spec: ModelSpec, packed: Mapping[str, tuple[str, ...]]
+) -> tuple[str, list[str], QuantizationScheme] | None:
+    """Of a tensor that belongs to several quantised projections: what of them it is, their names, and how they are quantised."""
+    module, last = stem_of(name)
+    layer, _, stem = module.removeprefix("model.").partition(".")
+    number, _, stem = stem.partition(".")
+    names = [f"model.{layer}.{number}.{one}" for one in packed.get(stem, ())]
+    if not names or last == "bias" or any(f"{one}.weight" not in weights_of(spec) for one in names):
+        return None
+    scheme = scheme_of(spec.quantization, names[0])
+    return None if scheme is None or scheme.online else (last, names, scheme)
 
 
 class _Slice:

@@ -131,11 +131,13 @@ def write(folder: Path, kind: Packed, **changes: Any) -> tuple[nn.Module, dict[s
     return model, tensors
 
 
-def _make(kind: Packed, changes: dict[str, Any]) -> tuple[nn.Module, dict[str, Tensor], dict[str, Any]]:
+def _make(kind: Packed, given: dict[str, Any]) -> tuple[nn.Module, dict[str, Tensor], dict[str, Any]]:
     import transformers
 
+    changes = dict(given)
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**{**SMALL, **SIZES, **changes})
+    family = changes.pop("family", "Llama")
+    config = getattr(transformers, f"{family}Config")(**{**SMALL, **SIZES, **changes})
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for name, module in model.named_modules():
@@ -147,7 +149,7 @@ def _make(kind: Packed, changes: dict[str, Any]) -> tuple[nn.Module, dict[str, T
         found, values = tensors_of(kind, name, module.weight.data)
         tensors |= found
         module.weight.data = values
-    described = {**config.to_dict(), "architectures": ["LlamaForCausalLM"], "quantization_config": kind.config}
+    described = {**config.to_dict(), "architectures": [f"{family}ForCausalLM"], "quantization_config": kind.config}
     return model, tensors, described
 
 

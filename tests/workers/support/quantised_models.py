@@ -90,7 +90,10 @@ def write(folder: Path, kind: Quantised, **changes: object) -> tuple[nn.Module, 
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**{**SMALL, "attention_bias": True, "initializer_range": 0.2, **changes})
+    family = changes.pop("family", "Llama")
+    config = getattr(transformers, f"{family}Config")(
+        **{**SMALL, "attention_bias": True, "initializer_range": 0.2, **changes}
+    )
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for name, module in list(model.named_modules()):
@@ -106,7 +109,7 @@ def write(folder: Path, kind: Quantised, **changes: object) -> tuple[nn.Module, 
             tensors[f"{name}.input_scale"] = torch.tensor(input_scale)
         owner = model.get_submodule(name.rpartition(".")[0])
         setattr(owner, last, Reference(values, None if module.bias is None else module.bias.data, kind, input_scale))
-    described = {**config.to_dict(), "architectures": ["LlamaForCausalLM"], "quantization_config": kind.config}
+    described = {**config.to_dict(), "architectures": [f"{family}ForCausalLM"], "quantization_config": kind.config}
     (folder / "config.json").write_text(json.dumps(described))
     save_file(tensors, folder / "model.safetensors")
     return model, tensors
