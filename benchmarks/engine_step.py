@@ -1,7 +1,9 @@
 """The GPU engine alone, without the mesh: how long a decode step takes, what the host spends on it, and on which kernels the GPU does.
 
-    python -P benchmarks/engine_step.py MODEL [--batch 1 64] [--context 1024] [--kernels] [--floor] [--compile inductor] [--json FILE]
-                                       [engine flags]
+    python -P benchmarks/engine_step.py MODEL [--batch 1 64] [--context 1024] [--kernels] [--floor] [--prompt-embeds] [--json FILE]
+                                       [--compile inductor] [engine flags]
+
+With --prompt-embeds also steps in which one row of the batch computes its prompt, of vectors beside of tokens.
 
 Two steps are in flight, as in the mesh. `step_ms` is the wall time per step, `host_ms` what `engine.step` takes to launch one,
 `graph_ms` a replay alone. `of_floor` is the step over the time in which its weights can be read. Dummy weights.
@@ -18,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -26,6 +29,7 @@ import harness
 from meshlm.architectures.registry import weights_of
 from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.protocol.kv import KVSpec
+from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.ids import Row, StepId
 from meshlm.runtime.model_files.model_config import parse_config
@@ -35,6 +39,7 @@ from meshlm.workers.engine import make
 from meshlm.workers.engine.engine import ModelEngine
 
 MOST = 8192  # tokens of a step that computes contexts
+CHUNK = 16  # prompt tokens of a step beside decodes
 BYTES, BYTES_A_SECOND = 2, 4.3e12  # of a number in bfloat16; what an H200's memory gives
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -72,10 +77,9 @@ def block_table(row: int, blocks: int, specs: Sequence[KVSpec]) -> NDArray[np.in
     return pages.reshape(-1)
 
 
-def prompts(batch: int, context: int, block_size: int, reserve: int, specs: Sequence[KVSpec] = ()) -> StepPlan:
-    """New rows, computed in one step."""
+def prompts(batch: int, context: int, block_size: int, reserve: int, specs: Sequence[KVSpec] = ()) -> list[NewRow]:
     blocks = -(-(context + reserve) // block_size)
-    rows = [
+    return [
         NewRow(
             Row(row),
             (np.arange(context, dtype=np.int32) * 7 + row).tobytes(),
@@ -85,9 +89,6 @@ def prompts(batch: int, context: int, block_size: int, reserve: int, specs: Sequ
         )
         for row in range(batch)
     ]
-    counts = np.full(batch, context, np.int32).tobytes()
-    columns = np.arange(batch, dtype=np.int32).tobytes(), np.zeros(batch, np.int32).tobytes()
-    return StepPlan(1, StepId(1), *columns, counts, b"", batch * context, new_rows=rows)
 
 
 def decodes(batch: int, start: int) -> StepPlan:
@@ -95,28 +96,58 @@ def decodes(batch: int, start: int) -> StepPlan:
     return StepPlan(1, StepId(2), rows.tobytes(), starts.tobytes(), b"", b"", batch)
 
 
-def fill(engine: ModelEngine, batch: int, context: int, reserve: int) -> None:
+def fill(engine: ModelEngine, rows: list[NewRow], context: int) -> None:
     """Computes new rows' contexts, in plans of at most MOST tokens."""
     chunk = max(1, MOST // context)
-    for first in range(0, batch, chunk):
-        plan = prompts(batch, context, engine.facts.block_size, reserve, engine.facts.kv_specs)
-        part = plan.new_rows[first : first + chunk]
-        n = len(part)
-        rows = np.array([new.row for new in part], np.int32).tobytes()
-        counts = np.full(n, context, np.int32).tobytes()
-        engine.step(StepPlan(1, StepId(1), rows, bytes(4 * n), counts, b"", n * context, new_rows=part), 0).wait()
+    for part in (rows[first : first + chunk] for first in range(0, len(rows), chunk)):
+        columns = np.array([new.row for new in part], np.int32), np.zeros(len(part)), np.full(len(part), context)
+        numbers, starts, counts = (column.astype(np.int32).tobytes() for column in columns)
+        engine.step(StepPlan(1, StepId(1), numbers, starts, counts, b"", len(part) * context, new_rows=part), 0).wait()
+
+
+def mixed(engine: ModelEngine, batch: int, context: int, steps: int, *, vectors: bool) -> float:
+    """Seconds of a step with decodes and CHUNK prompt tokens of one more row, which vectors stand in the place of or not."""
+    rows = prompts(batch, CHUNK * steps, engine.facts.block_size, context, engine.facts.kv_specs)
+    fill(engine, rows[: batch - 1], CHUNK * steps)
+    if vectors:
+        data = np.zeros(CHUNK * steps * engine.resolved.spec.hidden_size, np.int16).tobytes()
+        rows[-1] = replace(rows[-1], extras=(PromptEmbeds("bfloat16", ((0, CHUNK * steps),), data),))
+    pending: deque[Any] = deque()
+    begun = time.perf_counter()
+    for nth in range(steps):
+        starts = np.full(batch, CHUNK * steps + nth, np.int32)
+        starts[-1], counts = CHUNK * nth, np.ones(batch, np.int32)
+        counts[-1] = CHUNK
+        plan, samples = decodes(batch, 0), bytes([1] * (batch - 1) + [0])
+        plan = replace(
+            plan, starts=starts.tobytes(), counts=counts.tobytes(), samples=samples, num_tokens=int(counts.sum())
+        )
+        pending.append(engine.step(replace(plan, new_rows=rows[-1:] if not nth else []), 0))
+        if len(pending) == 2:
+            pending.popleft().wait()
+    pending.pop().wait()
+    return (time.perf_counter() - begun) / steps
+
+
+def with_vectors(engine: ModelEngine, batch: int, context: int, steps: int) -> dict[str, float]:
+    """Steps in which one row computes its prompt, of vectors and of tokens, in turns: medians, and how much of the pace is kept."""
+    found = [[mixed(engine, batch, context, steps, vectors=vectors) for vectors in (False, True)] for _ in range(6)][1:]
+    tokens_ms, vectors_ms = (1e3 * sorted(times)[2] for times in zip(*found, strict=True))
+    return {
+        "tokens_ms": round(tokens_ms, 3),
+        "vectors_ms": round(vectors_ms, 3),
+        "pace": round(tokens_ms / vectors_ms, 3),
+    }
 
 
 def measure(engine: ModelEngine, batch: int, context: int, steps: int, kernels: bool) -> dict[str, Any]:
     reserve = 3 * steps + 64
-    fill(engine, batch, context, reserve)
-    chunk = max(1, MOST // context)
-    prefill = []
-    n = min(batch, chunk)
+    rows = prompts(batch, context, engine.facts.block_size, reserve, engine.facts.kv_specs)
+    fill(engine, rows, context)
+    prefill, n = list[float](), min(batch, max(1, MOST // context))
     for _ in range(4):
         begun = time.perf_counter()
-        again = prompts(n, context, engine.facts.block_size, reserve, engine.facts.kv_specs)
-        engine.step(again, 0).wait()
+        fill(engine, rows[:n], context)
         prefill.append(time.perf_counter() - begun)
     position = context
     pending: deque[Any] = deque()
@@ -155,7 +186,7 @@ def measure(engine: ModelEngine, batch: int, context: int, steps: int, kernels: 
     if kernels:
         result["kernels"] = {
             "decode": breakdown(lambda: run(3), 3),
-            "prefill": breakdown(lambda: engine.step(again, 0).wait(), 1),
+            "prefill": breakdown(lambda: fill(engine, rows[:n], context), 1),
         }
     return result
 
@@ -177,12 +208,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--floor", action="store_true", help="of a dense model in bfloat16, for --batch 1")
+    parser.add_argument("--prompt-embeds", action="store_true", help="steps with vectors, too")
     parser.add_argument("--compile", choices=["none", "inductor", "eager"], default="none")
     arguments, extra = parser.parse_known_args()
-    engine = make_engine(arguments.model, [*extra, "--compile", arguments.compile])
+    engine = make_engine(
+        arguments.model, [*extra, "--compile", arguments.compile, "--enable-prompt-embeds", arguments.prompt_embeds]
+    )
     results = []
     for batch in arguments.batch:
         result = measure(engine, batch, arguments.context, arguments.steps, arguments.kernels)
+        if arguments.prompt_embeds:
+            result |= with_vectors(engine, batch, arguments.context, 50)
         results.append(with_floor(result, Path(arguments.model)) if arguments.floor and batch == 1 else result)
         print(json.dumps(results[-1], indent=1), flush=True)
     report = {"compile": arguments.compile, "model": Path(arguments.model).name, "results": results}

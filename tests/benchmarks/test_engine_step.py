@@ -32,8 +32,8 @@ def test_each_group_has_a_column(engine_step: ModuleType) -> None:
     specs = (FullAttention(), RecurrentState(), SlidingWindow(8))
     assert engine_step.block_table(1, 2, specs).tolist() == [6, 7, 8, 9, 7, 11], "a state's page is carried on"
     assert engine_step.block_table(2, 3, ()).tolist() == [6, 7, 8]
-    plan = engine_step.prompts(3, 5, 4, 6, specs)
-    tables = [np.frombuffer(new.block_ids, np.int32) for new in plan.new_rows]
+    rows = engine_step.prompts(3, 5, 4, 6, specs)
+    tables = [np.frombuffer(new.block_ids, np.int32) for new in rows]
     assert [len(table) for table in tables] == [9, 9, 9]
     assert len(set(np.concatenate(tables).tolist())) == 3 * (3 + 1 + 3), "rows share none"
 
