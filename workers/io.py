@@ -43,11 +43,11 @@ from meshlm.workers.kv.mirror import PrefixCacheMirror
 from meshlm.workers.operations import Operations
 from meshlm.workers.profiler import load_profiler
 from meshlm.workers.step_timeline import StepTimeline
+from meshlm.workers.worker_states import WorkerState, WorkerStates
 
 IDLE_AFTER_S = 0.05  # without a plan, background work is done: between two requests, not between two steps
 BETWEEN_S = 0.001  # two pieces of it: a plan comes first
 STATS_S = 1.0
-ASLEEP = "asleep"
 DROPPED = 2  # the level of sleep in which nobody has the weights
 ANEW_S = 30.0  # a rank that is lost makes a new session within a second or two, one that hangs within --stall-timeout
 SWITCH_INTERVAL_S = 1e-4  # the stepper must not keep the loop waiting for its turn of 5 ms
@@ -66,8 +66,7 @@ class WorkerApp:
         self._reset: Reset | None = None  # the scheduler's newest wish that came before the model was loaded
         self._wishes: queue.SimpleQueue[Reset | None] = queue.SimpleQueue()  # all of them, with --enable-sleep-mode
         self._sleeping = AWAKE
-        self._launched = self._failed_launches = 0  # steps; the stepper's
-        self._completed = 0  # the completer's
+        self._launched = self._failed_launches = self._completed = 0  # steps; the last is the completer's
         self._step_timeline = StepTimeline()
         self._membership = Membership()
         self._shard: Shard = WHOLE
@@ -78,7 +77,7 @@ class WorkerApp:
         self._counts = GraphCounts()  # as the scheduler knows them
         self._last = (0, 0)  # session and step of the last plan that came ...
         self._num_plans = self._num_rows = 0  # ... the number of all, and the requests of the last one
-        self._phase = "loading"
+        self._states = WorkerStates()
 
     async def start(self, mesh: Mesh) -> dict[str, str]:
         self._mesh = mesh
@@ -111,7 +110,7 @@ class WorkerApp:
         loop, mesh = loaded.get_loop(), self._mesh
 
         def report(phase: str, done: int, total: int, unit: str) -> None:
-            self._phase = phase
+            self._states.phase = phase
             loop.call_soon_threadsafe(mesh.progress, phase, done, total, unit)
 
         def answer(result: Engine | BaseException | None) -> None:
@@ -148,9 +147,10 @@ class WorkerApp:
         while (reset := self._wishes.get()) is not None:
             self._sleeping = reset.sleeping or self._sleeping
             if not self._sleeping.tags:
-                self._phase = "loading"
+                if self._states.state is WorkerState.UNLOADED:
+                    self._states.move(WorkerState.LOADING)
                 return True
-            self._phase = ASLEEP
+            self._states.move(WorkerState.UNLOADED)
             asleep()
             self._say(WorkerAsleep(reset.session, self._sleeping))
         return False
@@ -159,8 +159,9 @@ class WorkerApp:
         background, wait_s = True, BETWEEN_S
         assert self._mesh is not None
         operations = Operations(self._mesh.config, self._mesh.identity, engine.rebalance, extension)
+        states = self._states
+        states.move(WorkerState.IDLE)
         while True:
-            self._phase = ASLEEP if self._sleeping.tags else "idle"
             try:
                 item = self._plans.get(timeout=wait_s) if background else self._plans.get()
             except queue.Empty:
@@ -170,30 +171,34 @@ class WorkerApp:
             if item is None:
                 return
             message, received_ns = item
-            self._phase = STEPPING
             if isinstance(message, Reset):
                 if self._begin(engine, message):
                     self._mesh.call_soon_threadsafe(self._answer, engine, message)
-                background = not self._sleeping.tags  # no graph is captured in its sleep
+                background = states.state is WorkerState.IDLE  # no graph is captured in its sleep
                 continue
+            before = states.state
+            states.move(WorkerState.OPERATING if isinstance(message, Operation) else WorkerState.STEPPING)
             if isinstance(message, Operation):
-                self._phase = "operation"  # it may take its time
                 self._say(operations.do(message))
-                continue
-            self._launched += 1
-            begin_ns = time.monotonic_ns()
-            try:
-                pending = engine.step(message, received_ns)
-            except StepAborted:  # its requests are computed anew in the session that follows
-                self._failed_launches += 1
-                self._mesh.call_soon_threadsafe(self._on_aborted, message.session)
-                continue
-            except Exception as error:  # a step's; its requests are told, or the process ends (_failed)
-                self._failed_launches += 1
-                self._failed(message, error)
-                continue
-            self._step_timeline.launched(self._mesh.timeline, message, begin_ns)
-            self._pending.put((message, pending))
+            else:
+                self._launch(engine, message, received_ns)
+            states.move(before)
+
+    def _launch(self, engine: Engine, plan: StepPlan, received_ns: int) -> None:
+        self._launched += 1
+        begin_ns = time.monotonic_ns()
+        assert self._mesh is not None
+        try:
+            pending = engine.step(plan, received_ns)
+        except StepAborted:  # its requests are computed anew in the session that follows
+            self._failed_launches += 1
+            self._mesh.call_soon_threadsafe(self._on_aborted, plan.session)
+        except Exception as error:  # a step's; its requests are told, or the process ends (_failed)
+            self._failed_launches += 1
+            self._failed(plan, error)
+        else:
+            self._step_timeline.launched(self._mesh.timeline, plan, begin_ns)
+            self._pending.put((plan, pending))
 
     def _begin(self, engine: Engine, reset: Reset) -> bool:
         """Forget all rows, and meet the workers of other ranks if these step together. False: another Reset follows."""
@@ -201,19 +206,24 @@ class WorkerApp:
         engine.reset()
         if reset.sleeping not in (None, self._sleeping):
             self._sleep(engine, reset.sleeping)
-        if self._sleeping.tags:
-            if self._sleeping.level < DROPPED:  # else the successor of this process says so
+        if self._states.state is not WorkerState.IDLE:
+            if self._states.state is WorkerState.ASLEEP:  # else the successor of this process says so
                 self._say(WorkerAsleep(reset.session, self._sleeping))
             return False
+        return not isinstance(engine, LockstepEngine) or self._join(engine, exchange, reset.session)
+
+    def _join(self, engine: LockstepEngine, exchange: StepExchange | None, session: int) -> bool:
+        """Meet the other ranks. False: one of them is lost."""
+        self._states.move(WorkerState.MEETING)
         try:
-            if isinstance(engine, LockstepEngine):
-                self._phase = "waiting for the other ranks"
-                engine.join(exchange)
+            engine.join(exchange)
         except StepAborted as error:
             assert self._mesh is not None
             self._mesh.log.warning("the ranks that step together have not met", reason=str(error))
-            self._mesh.call_soon_threadsafe(self._on_aborted, reset.session)
+            self._mesh.call_soon_threadsafe(self._on_aborted, session)
             return False
+        finally:
+            self._states.move(WorkerState.IDLE)
         return True
 
     def _sleep(self, engine: Engine, wanted: Sleeping) -> None:
@@ -222,29 +232,29 @@ class WorkerApp:
         self._sleeping = wanted
         if wanted.level >= DROPPED:
             text = f"{self._mesh.identity} drops its weights to sleep; its successor waits without any"
+            self._states.move(WorkerState.DROPPED)
             self._mesh.call_soon_threadsafe(self._mesh.fatal, text)
             return
-        self._phase = "falling asleep" if wanted.tags else "waking up"
+        asleep = bool(wanted.tags)
+        self._states.move(WorkerState.FALLING_ASLEEP if asleep else WorkerState.WAKING)
         engine.be_without(wanted.tags)
+        self._states.move(WorkerState.ASLEEP if asleep else WorkerState.IDLE)
 
     def _failed(self, plan: StepPlan, error: Exception) -> None:
-        text = f"{type(error).__name__}: {error}"
-        if "CUDA error" in text or "device-side assert" in text:
-            assert self._mesh is not None
-            self._mesh.call_soon_threadsafe(self._mesh.fatal, f"the GPU failed: {text.splitlines()[0]}")
-            return
-        self._log_failure(plan, text)
         assert self._mesh is not None
+        text = f"{type(error).__name__}: {error}"
+        first_line = text.splitlines()[0]
+        if "CUDA error" in text or "device-side assert" in text:
+            self._mesh.call_soon_threadsafe(self._mesh.fatal, f"the GPU failed: {first_line}")
+            return
+        self._mesh.log.exception(
+            "step failed", step=plan.step, error=text
+        )  # the scheduler's line names its requests by the step
         if self._shard.size > 1 or self._mesh.config.lockstep:
             # the other ranks are in the middle of the same step, and wait for this one
-            self._mesh.call_soon_threadsafe(self._mesh.fatal, f"a step of the group failed: {text.splitlines()[0]}")
+            self._mesh.call_soon_threadsafe(self._mesh.fatal, f"a step of the group failed: {first_line}")
             return
-        self._say(StepFailed(plan.session, plan.step, text.splitlines()[0]))
-
-    def _log_failure(self, plan: StepPlan, text: str) -> None:
-        """With the number of the step, by which the scheduler's line names its requests."""
-        assert self._mesh is not None
-        self._mesh.log.exception("step failed", step=plan.step, error=text)
+        self._say(StepFailed(plan.session, plan.step, first_line))
 
     # --- completer thread ---
 
@@ -375,7 +385,7 @@ class WorkerApp:
     def beat(self) -> tuple[int, str]:
         """Launched is not done: a device that hangs leaves both threads in good spirits but for one."""
         ended = self._completed + self._failed_launches
-        return ended, STEPPING if ended < self._launched else self._phase
+        return ended, STEPPING if ended < self._launched else self._states.phase
 
     def num_requests(self) -> int:
         return self._num_rows if self._completed + self._failed_launches < self._num_plans else 0
