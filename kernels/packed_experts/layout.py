@@ -166,6 +166,12 @@ def _dtype_of_scales(pairs: Tensor, dtype: torch.dtype) -> torch.dtype:
     return torch.float16 if has_room and dtype != torch.float32 else torch.float32
 
 
+@cache
+def format_of_blocks(ggml_type: int) -> Format:
+    """The format that `of_blocks` gives."""
+    return of_blocks(torch.zeros(1, LAYOUTS[ggml_type].bytes, dtype=torch.uint8), ggml_type, torch.float16).format
+
+
 def of_blocks(data: Tensor, ggml_type: int, dtype: torch.dtype) -> ExpertWeight:
     """Rows of a .gguf file, uint8 [..., outputs, bytes of a row], of a type of kernels/packed_gemm/ggml.py."""
     layout = LAYOUTS[ggml_type]

@@ -8,11 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from meshlm.kernels.packed_experts.layout import Format, format_of_blocks, of_blocks
 from meshlm.kernels.packed_gemm.ggml import packed
 from meshlm.kernels.packed_gemm.reference import WARM_ROWS, PackedWeight, decode
+from meshlm.workers.formats.expert_codes import ExpertCodes
 from meshlm.workers.formats.format import ProductOps, WeightedLayer
 from meshlm.workers.formats.packed import packed_linear, tested
-from meshlm.workers.formats.unquantized import Unquantized
 
 
 class Span(NamedTuple):
@@ -23,7 +24,7 @@ class Span(NamedTuple):
     row_bytes: int
 
 
-class DecodedGGUF(Unquantized):
+class DecodedGGUF(ExpertCodes):
     """Until `finish` the weight is the file's bytes, span after span; then it is their values."""
 
     def __init__(self, spans: tuple[Span, ...]) -> None:
@@ -32,7 +33,16 @@ class DecodedGGUF(Unquantized):
     def add_parameters(self, layer: WeightedLayer) -> None:
         layer.add("weight", sum(span.rows * span.row_bytes for span in self._spans), dtype=torch.uint8)
 
+    @property
+    def codes_format(self) -> Format | None:
+        return format_of_blocks(self._spans[0].ggml_type) if len(self._spans) == 1 else None
+
     def finish(self, layer: WeightedLayer, ops: ProductOps) -> None:
+        if self.keeps_codes and layer.stack:
+            ((rows, ggml_type, _),) = self._spans
+            matrices = (matrix["weight"].view(rows, -1) for matrix in layer.matrices())
+            self.keep_codes(layer, (of_blocks(data, ggml_type, layer.dtype) for data in matrices))
+            return
         layer.keep("weight", self.values(layer))
         super().finish(layer, ops)
 
@@ -61,6 +71,9 @@ class GGUFFormat(DecodedGGUF):
         return False
 
     def finish(self, layer: WeightedLayer, ops: ProductOps) -> None:
+        if layer.stack:
+            super().finish(layer, ops)
+            return
         self.weights = tuple(tested(weight, layer.dtype) for weight in self._packed(layer.weight.data, layer.dtype))
         layer.keep("weight", self.weights[0].low)
 

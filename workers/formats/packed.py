@@ -9,17 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshlm.kernels.packed_experts import layout as packed_experts
 from meshlm.kernels.packed_gemm import reference
 from meshlm.kernels.packed_gemm.reference import CHUNK, PLANE, TABLES, WARM_ROWS, PackedWeight, decode, pack
 from meshlm.protocol.model import QuantizationScheme
 from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.formats.expert_codes import ExpertCodes
 from meshlm.workers.formats.format import Encode, ProductOps, WeightedLayer, has_kernels
-from meshlm.workers.formats.unquantized import Unquantized
 
 PACKED_ROWS = 16  # of up to so many rows a product with packed weights takes less time (docs/quantization.md)
 
 
-class PackedFormat(Unquantized):
+class PackedFormat(ExpertCodes):
     """A CPU has the values, and computes with them as if they had never been packed."""
 
     def __init__(self, scheme: QuantizationScheme) -> None:
@@ -27,13 +28,15 @@ class PackedFormat(Unquantized):
         self.scheme = scheme
         self.encode: Encode | None = self._encoded if scheme.online else None
         self.weight: PackedWeight | None = None
+        self._has_part = False  # of the inputs, which are in an order of their own
         self.keeps_values = False
         """Whether the layer has its values, too, for products of many rows; set before `finish`."""
 
     def add_parameters(self, layer: WeightedLayer) -> None:
         """uint8 codes [outputs, inputs * bits / 8] and zero points [outputs, groups]; float32 scales; the groups of inputs."""
-        scheme = self.scheme
-        groups = scheme.num_groups if scheme.act_order else -(-layer.inputs // scheme.weight_group)
+        scheme, own = self.scheme, -(-layer.inputs // self.scheme.weight_group)
+        groups = scheme.num_groups if scheme.act_order else own
+        self._has_part = own < groups
         layer.add("weight", layer.outputs, layer.inputs * scheme.bits // 8, dtype=torch.uint8)
         layer.add("weight_scale", layer.outputs, groups, dtype=torch.float32)
         if scheme.zeros:
@@ -43,6 +46,9 @@ class PackedFormat(Unquantized):
 
     def finish(self, layer: WeightedLayer, ops: ProductOps) -> None:
         """Nothing of the files' form is left."""
+        if self.keeps_codes and layer.stack:
+            self.keep_codes(layer, (self._expert(matrix, layer.dtype) for matrix in layer.matrices()))
+            return
         if layer.weight.device.type == "cpu" or layer.stack:
             layer.keep("weight", self.values(layer))
             layer.drop_others()
@@ -57,6 +63,47 @@ class PackedFormat(Unquantized):
     @property
     def is_fusible(self) -> bool:
         return self.weight is None
+
+    @property
+    def codes_format(self) -> packed_experts.Format | None:
+        """None of a rank's part of inputs that are in an order of their own: it has some of each group."""
+        scheme = self.scheme
+        if self._has_part:
+            return None
+        if scheme.values == "mxfp4":
+            return packed_experts.MXFP4
+        size = -(-scheme.weight_group // packed_experts.CHUNK) * packed_experts.CHUNK
+        group = scheme.weight_group if scheme.weight_group in (PLANE, 64) else size
+        return packed_experts.Format(scheme.bits, group, scheme.values)
+
+    def _expert(self, matrix: dict[str, Tensor], dtype: torch.dtype) -> packed_experts.ExpertWeight:
+        """One expert's weight as kernels read it."""
+        codes, scale, format = unpacked(matrix["weight"], self.scheme.bits), matrix["weight_scale"], self.codes_format
+        assert format is not None
+        if format.values == "mxfp4":
+            blocks = (codes[:, ::2] | codes[:, 1::2] << 4).unflatten(1, (-1, PLANE // 2))
+            words, powers = packed_experts.pack_mxfp4(blocks, (scale.log2() + packed_experts.ONE).to(torch.uint8))
+            return packed_experts.ExpertWeight(words, powers, codes.shape[1])
+        middle = 0 if self.scheme.values != "integers" else 1 << self.scheme.bits - 1
+        offsets = matrix["weight_zero"] if self.scheme.zeros else torch.full_like(scale, middle)
+        order = None
+        if self.scheme.act_order:
+            groups = self._groups(matrix["input_group"])
+            order = torch.argsort(groups, stable=True)
+            if not torch.equal(
+                groups[order], torch.arange(len(groups), device=groups.device) // self.scheme.weight_group
+            ):
+                raise ProcessFatal("quantization_config: desc_act: experts' groups of inputs are of several sizes")
+            codes = codes[:, order]
+        return packed_experts.pack(
+            codes,
+            scale,
+            offsets,
+            format,
+            dtype,
+            order=None if order is None else order.to(torch.int32),
+            columns=codes.shape[1],
+        )
 
     def values(self, layer: WeightedLayer) -> Tensor:
         found = [decode(self._packed_matrix(matrix, layer.dtype), layer.dtype) for matrix in layer.matrices()]

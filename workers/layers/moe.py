@@ -102,7 +102,7 @@ class MoE(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         assert spec.moe is not None
-        self.moe, self._act, self._hidden = spec.moe, spec.hidden_act, spec.hidden_size
+        self.moe, self.act, self._hidden = spec.moe, spec.hidden_act, spec.hidden_size
         self.router = Router(spec.hidden_size, spec.moe)
         self.experts = ExpertLinears(spec.hidden_size, spec.moe)
         wide = spec.moe.shared_intermediate_size
@@ -113,7 +113,7 @@ class MoE(nn.Module):
 
     def use(self, dispatcher: Dispatcher) -> None:
         """Sets, after loading, how tokens get to the experts. ProcessFatal where no experts fit it."""
-        self._fused = FusedMoE(dispatcher, make_experts(dispatcher.format, self.experts.weights(self._act)))
+        self._fused = FusedMoE(dispatcher, make_experts(dispatcher.format, self.experts.weights(self.act)))
 
     @property
     def fused(self) -> FusedMoE:

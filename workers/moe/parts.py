@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from meshlm.kernels.moe_epilogue.reference import clamped_swiglu
-from meshlm.kernels.packed_experts.layout import ExpertWeight
 from meshlm.workers.formats.format import GroupedWeight
 from meshlm.workers.partial_sum import PartialSum
 
@@ -56,6 +55,7 @@ class Quantisation(Enum):
     NONE = "none"
     FP8_TOKEN = "fp8, a scale for each token"
     FP8_GROUP = "fp8, a scale for each group of inputs"
+    INT8_TOKEN = "int8, a scale for each token"
 
 
 class ExpertExtras(NamedTuple):
@@ -73,14 +73,6 @@ class ExpertExtras(NamedTuple):
         assert self.swiglu is not None
         alpha, limit = self.swiglu
         return clamped_swiglu(gate, up, alpha, limit)
-
-
-class PackedExperts(NamedTuple):
-    """The weights of experts that stay MXFP4. dtype: of activations."""
-
-    gate_up: ExpertWeight  # [local experts, 2 wide, hidden]
-    down: ExpertWeight  # [local experts, hidden, wide]
-    dtype: torch.dtype
 
 
 class Routing(NamedTuple):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from meshlm.kernels.fp8_gemm.reference import Fp8Weight
 from meshlm.kernels.packed_experts.layout import ExpertWeight
+from meshlm.kernels.quantise_int8.reference import Int8Weight
 from meshlm.protocol.layers import MoESpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.distributed.expert_group import ExpertGroup
@@ -27,7 +28,6 @@ from meshlm.workers.moe.parts import (
     Dispatcher,
     Experts,
     ExpertWeights,
-    PackedExperts,
     WeightAndReduce,
 )
 from meshlm.workers.partial_sum import Kind
@@ -48,12 +48,17 @@ def _anywhere(weights: ExpertWeights) -> str | None:
     return None
 
 
-def _unsupported_by_mxfp4(weights: ExpertWeights) -> str | None:
+def _unsupported_by_packed(weights: ExpertWeights) -> str | None:
     if not isinstance(weights.down.kernel, ExpertWeight) or not isinstance(weights.gate_up.kernel, ExpertWeight):
-        return "it computes with MXFP4 weights"
+        return "it computes with packed weights"
     if weights.down.device.type != "cuda" or weights.down.dtype not in (torch.float16, torch.bfloat16):
         return "it computes in float16 and bfloat16 on GPUs"
     return _other_activation(weights) if weights.gated else "it computes experts with a gate"
+
+
+def computes_gate(moe: MoESpec, act: str) -> bool:
+    """Whether kernels compute what stands between the products of such experts with a gate."""
+    return moe.gated and (act in ACTS or moe.swiglu is not None)
 
 
 def _other_activation(weights: ExpertWeights) -> str | None:
@@ -67,15 +72,16 @@ def _other_activation(weights: ExpertWeights) -> str | None:
 
 def _unsupported_by_triton(weights: ExpertWeights) -> str | None:
     down, dtype, device = weights.down.kernel, weights.down.dtype, weights.down.device
-    if not isinstance(down, Tensor | Fp8Weight) or type(down) is not type(weights.gate_up.kernel):
+    if not isinstance(down, Tensor | Fp8Weight | Int8Weight) or type(down) is not type(weights.gate_up.kernel):
         return "it computes with weights of 16 and 8 bits"
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return "it computes in float16 and bfloat16 on GPUs"
-    eight_bits = isinstance(down, Fp8Weight)
-    if torch.cuda.get_device_capability(device) < ((8, 9) if eight_bits else (8, 0)):
-        return f"it needs compute capability {'8.9' if eight_bits else '8.0'}"
+    floats, eight_bits = isinstance(down, Fp8Weight), not isinstance(down, Tensor)
+    if torch.cuda.get_device_capability(device) < ((8, 9) if floats else (8, 0)):
+        return f"it needs compute capability {'8.9' if floats else '8.0'}"
     inputs = (weights.gate_up.shape[2], weights.down.shape[2])
-    if isinstance(down, Fp8Weight) and (why := unsupported_groups(down.group, down.rounded, inputs)):
+    group, rounded = (down.group, down.rounded) if isinstance(down, Fp8Weight) else (0, 0)
+    if eight_bits and (why := unsupported_groups(group, rounded, inputs)):
         return why
     if why := _other_activation(weights):
         return why
@@ -90,7 +96,7 @@ def _unsupported_by_triton(weights: ExpertWeights) -> str | None:
 
 
 def unsupported_groups(group: int, rounded: int | None, inputs: tuple[int, int]) -> str | None:
-    """Why its kernels do not take 8-bit floats (`Fp8Weight`) of gate and down with so many inputs; None: they do."""
+    """Why its kernels do not take weights of 8 bits (as `Fp8Weight` has them) of gate and down with so many inputs; None: they do."""
     if any(each % 16 for each in inputs):
         return "it computes 8-bit experts whose sizes are multiples of 16"
     if group not in (0, 64, 128):
@@ -100,24 +106,17 @@ def unsupported_groups(group: int, rounded: int | None, inputs: tuple[int, int])
     return None
 
 
-def _packed(given: ExpertWeights) -> PackedExperts:
-    gate_up, down = given.gate_up.kernel, given.down.kernel
-    assert isinstance(gate_up, ExpertWeight) and isinstance(down, ExpertWeight)  # noqa: PT018
-    return PackedExperts(gate_up, down, given.down.dtype)
-
-
-def _mxfp4(given: ExpertWeights) -> Experts:
-    from meshlm.workers.moe.experts.mxfp4 import MXFP4Experts
+def _packed(given: ExpertWeights) -> Experts:
+    from meshlm.workers.moe.experts.packed import PackedExperts
     from meshlm.workers.moe.experts.self_test import may_be_direct
 
-    packed = _packed(given)
-    return MXFP4Experts(packed, given.extras, given.act, direct=may_be_direct(packed))
+    return PackedExperts(given, direct=may_be_direct(given))
 
 
-def _mxfp4_batched(given: ExpertWeights) -> Experts:
-    from meshlm.workers.moe.experts.mxfp4 import MXFP4BatchedExperts
+def _packed_batched(given: ExpertWeights) -> Experts:
+    from meshlm.workers.moe.experts.packed import PackedBatchedExperts
 
-    return MXFP4BatchedExperts(_packed(given), given.extras, given.act)
+    return PackedBatchedExperts(given)
 
 
 def _triton(given: ExpertWeights) -> Experts:
@@ -135,8 +134,8 @@ def _triton_batched(given: ExpertWeights) -> Experts:
 EXPERTS: dict[str, ExpertsKind] = {
     "triton": ExpertsKind(ActivationFormat.CONTIGUOUS, _unsupported_by_triton, _triton),
     "triton, batched": ExpertsKind(ActivationFormat.BATCHED, _unsupported_by_triton, _triton_batched),
-    "mxfp4": ExpertsKind(ActivationFormat.CONTIGUOUS, _unsupported_by_mxfp4, _mxfp4),
-    "mxfp4, batched": ExpertsKind(ActivationFormat.BATCHED, _unsupported_by_mxfp4, _mxfp4_batched),
+    "packed": ExpertsKind(ActivationFormat.CONTIGUOUS, _unsupported_by_packed, _packed),
+    "packed, batched": ExpertsKind(ActivationFormat.BATCHED, _unsupported_by_packed, _packed_batched),
     "reference": ExpertsKind(ActivationFormat.CONTIGUOUS, _anywhere, ReferenceExperts),
     "reference, batched": ExpertsKind(ActivationFormat.BATCHED, _anywhere, ReferenceBatchedExperts),
 }

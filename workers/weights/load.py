@@ -16,8 +16,10 @@ from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.model_files.checkpoint_files import SCALE_OF_KV_CACHE
 from meshlm.workers import memory
 from meshlm.workers.distributed.shard import WHOLE, Shard
-from meshlm.workers.formats.format import Encode, WeightedLayer
+from meshlm.workers.formats.format import Encode, WeightedLayer, has_kernels
 from meshlm.workers.formats.gguf import DecodedGGUF
+from meshlm.workers.formats.packed import PackedFormat
+from meshlm.workers.layers.moe import GroupedLinear
 from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer
 from meshlm.workers.models.registry import model_class
 from meshlm.workers.weights import mxfp4_experts, packed_files, sharded_state
@@ -28,6 +30,7 @@ from meshlm.workers.weights.formats_of_layers import use_formats
 from meshlm.workers.weights.gguf_form import Form, WeightsPlan, form_of
 from meshlm.workers.weights.gguf_spans import SpannedParameter, keep_spans
 from meshlm.workers.weights.layouts import to_halves
+from meshlm.workers.weights.packed_experts import keep_codes
 from meshlm.workers.weights.packed_parameter import PackedParameter, keep
 from meshlm.workers.weights.scale_tensor import ScaleTensor
 from meshlm.workers.weights.scales import scale_rows, scale_tensors
@@ -35,7 +38,7 @@ from meshlm.workers.weights.slices import WeightSlice, place
 from meshlm.workers.weights.source import Source
 from meshlm.workers.weights.sources import sources, weights_of_model
 
-Kept = Mapping[str, PackedParameter] | Mapping[str, SpannedParameter]
+Kept = Mapping[str, PackedParameter | SpannedParameter]
 """The parameters that hold a .gguf file's bytes, in one form or another."""
 NEWS = 256  # of a whole load, at most
 _log = structlog.get_logger()
@@ -101,6 +104,12 @@ def planned(resolved: Resolved, device: torch.device, seed: int, shard: Shard, p
     spec, dtype = resolved.spec, DTYPES[resolved.dtype]
     model, tensors = described(resolved, device, seed, shard)
     copied = 0 if plan is None else keep_values(model, plan, weight_bytes(model), dtype)
+    experts: dict[str, SpannedParameter] = {}
+    packs = plan is None or plan.wanted != "decoded"
+    if resolved.load_format == "gguf" and packs and has_kernels(device, dtype) and not spec.encoder_only:
+        experts = keep_spans(model, tensors(), kind=GroupedLinear)
+    if packs:
+        keep_codes(model, device, dtype)
     needed = weight_bytes(model) + _decoded_bytes(model, device, dtype)
     kept: Kept = {}
     if resolved.load_format == "gguf":
@@ -109,7 +118,8 @@ def planned(resolved: Resolved, device: torch.device, seed: int, shard: Shard, p
         kept = _keep(model, tensors(), form, exact=plan.exact)
         say = _log.info if plan.device == "cuda" else _log.debug  # on a CPU there is little to choose
         say("weights of the .gguf file", form=form.name.lower(), reason=why)
-        needed = max(needed, weight_bytes(model)) if form is Form.DECODED else weight_bytes(model)
+        packed = weight_bytes(model) + _decoded_bytes(model, device, dtype)
+        needed, kept = max(needed, packed) if form is Form.DECODED else packed, {**kept, **experts}
     return PlannedLoad(model, tensors, kept, needed, copied)
 
 
@@ -348,10 +358,14 @@ def _clear_padding(name: str, parameter: Tensor, model: Decoder) -> int:
 
 
 def _decoded_bytes(model: Decoder, device: torch.device, dtype: torch.dtype) -> int:
-    """On a CPU the values of weights that are quantised stay in memory."""
+    """On a CPU the values of weights that are quantised stay in memory; on a GPU those of experts that do not keep their codes."""
     layers = [module for module in model.modules() if isinstance(module, WeightedLayer)]
-    decoded = sum(layer.num_weights() for layer in layers if layer.weight.dtype in (torch.float8_e4m3fn, torch.int8))
-    return decoded * dtype.itemsize if device.type == "cpu" else 0
+    if device.type == "cpu":
+        found = [layer for layer in layers if layer.weight.dtype in (torch.float8_e4m3fn, torch.int8)]
+    else:
+        of_files = PackedFormat | DecodedGGUF
+        found = [one for one in layers if one.stack and isinstance(one.format, of_files) and not one.format.keeps_codes]
+    return sum(layer.num_weights() for layer in found) * dtype.itemsize
 
 
 def _redundant_bytes(model: Decoder) -> int:

@@ -74,9 +74,9 @@ def _of_device(device: torch.device, dtype: torch.dtype) -> str:
         return f"the kernels compute in float16 and bfloat16, not in {str(dtype).removeprefix('torch.')}"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "the kernels need compute capability 8.0"
-    from meshlm.workers.moe.experts.self_test import of_mxfp4
+    from meshlm.workers.moe.experts.self_test import of_packed
 
-    return of_mxfp4(dtype, device)
+    return of_packed(dtype, device)
 
 
 _ONE = Shard()

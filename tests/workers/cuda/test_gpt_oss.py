@@ -24,7 +24,7 @@ def test_error_is_no_worse_than_transformers_bfloat16(mode: str, tmp_path: Path)
     made = engine(tmp_path, load_format="auto", cudagraph_mode=mode)
     for mixture in made.model.mixtures():
         assert all(isinstance(linear.grouped().kernel, ExpertWeight) for linear in mixture.experts.linears())
-        assert mixture.fused.experts.name == "mxfp4"
+        assert mixture.fused.experts.name == "packed"
     assert bool(made.graphs.keys) is (mode == "FULL")
     ours, error = errors(theirs, history(made))
     assert ours <= 1.2 * error, f"mean error {ours:.4f}, transformers' own {error:.4f}"

@@ -19,9 +19,12 @@ from sharded_models import load_shards, logits_of, together
 from small_models import CPU, SMALL, caches, load, resolved, run
 from torch import Tensor, nn
 
+from meshlm.kernels.packed_experts.layout import ExpertWeight
 from meshlm.protocol.config import ParallelConfig
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.layers.moe import GroupedLinear
+from meshlm.workers.moe.experts import self_test
+from meshlm.workers.weights import packed_experts
 from meshlm.workers.weights.load import load_model
 from meshlm.workers.weights.reload import reload_weights
 
@@ -212,3 +215,46 @@ def test_other_weights_are_read_into_the_same_tensors(name: str, tmp_path: Path)
     assert places == {
         path: one.weight.data_ptr() for path, one in ours.named_modules() if isinstance(one, GroupedLinear)
     }
+
+
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if not kind.rounds])
+def test_codes_that_are_kept_stand_for_the_same_numbers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU whose kernels have shown that they are right; also after other weights are read into the same tensors."""
+    monkeypatch.setattr(packed_experts, "why_decoded", lambda *given: "")
+    kind = KINDS[name]
+    theirs, ours = write(tmp_path, kind), load(tmp_path)
+    layers = [layer for mixture in ours.mixtures() for layer in mixture.experts.linears()]
+    for layer in layers:
+        weight = layer.grouped().kernel
+        assert isinstance(weight, ExpertWeight)
+        stored = sum(tensor.nbytes for tensor in weight.tensors().values())
+        assert stored == sum(parameter.nbytes for parameter in layer.parameters())
+        assert layer.format.codes_format == weight.format  # type: ignore[attr-defined]
+    assert distance(run(ours, caches(ours.spec, 24), [(TOKENS, 0, TABLE)]), theirs) < 1e-4
+    theirs = write(tmp_path, kind, seed=1)
+    reload_weights(ours, resolved(tmp_path), CPU, 0, pass_bytes=1)
+    assert distance(run(ours, caches(ours.spec, 24), [(TOKENS, 0, TABLE)]), theirs) < 1e-4
+
+
+def test_why_experts_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU too old, an activation that kernels do not know, codes that they do not read, and kernels that are wrong."""
+    write(tmp_path, KINDS["awq"])
+    (mixture, *_) = load(tmp_path).mixtures()
+    formats: Any = [layer.format for layer in mixture.experts.linears()]
+
+    def why() -> str:
+        return packed_experts.why_decoded(mixture, formats, CPU, torch.bfloat16)
+
+    assert why().startswith("the kernels compute in float16 and bfloat16")
+    monkeypatch.setattr(packed_experts, "has_kernels", lambda *given: True)
+    monkeypatch.setattr(self_test, "of_packed", lambda dtype, device, format: f"wrong with {format.name}")
+    assert why() == "wrong with 4 bits, groups of 32"
+    monkeypatch.setattr(self_test, "of_packed", lambda *given: "")
+    assert why() == ""
+    monkeypatch.setattr(mixture, "act", "relu2")
+    assert why().startswith("the kernels compute experts with a gate")
+    monkeypatch.setattr(mixture, "act", "silu")
+    formats[1]._has_part = True
+    assert why().startswith("the kernels do not read the codes")

@@ -137,17 +137,17 @@ def test_kernels_prove_themselves(bfloat16: None, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(self_test, "HIDDEN", 64)
     monkeypatch.setattr(self_test, "WIDE", 32)
     device = torch.device("cpu")
-    for ask in (self_test.of_mxfp4.__wrapped__, self_test.of_extras.__wrapped__):
+    for ask in (self_test.of_packed.__wrapped__, self_test.of_extras.__wrapped__):
         assert ask(torch.float16, device) == ""
     for act in ("gelu_pytorch_tanh", "relu2"):
         assert self_test.of_extras.__wrapped__(torch.float16, device, act) == ""
-    module = "meshlm.workers.moe.experts.mxfp4"
+    module = "meshlm.workers.moe.experts.packed"
     monkeypatch.setattr(
         f"{module}.epilogues", lambda extras, act: (epilogues(extras)[0]._replace(limit=3.0), epilogues(extras)[1])
     )
-    assert "of a row's norm away from plain torch" in self_test.of_mxfp4.__wrapped__(torch.float16, device)
+    assert "of a row's norm away from plain torch" in self_test.of_packed.__wrapped__(torch.float16, device)
     monkeypatch.setattr("meshlm.kernels.packed_experts.kernel.few", None)
-    assert "the kernels fail: TypeError" in self_test.of_mxfp4.__wrapped__(torch.float16, device)
+    assert "the kernels fail: TypeError" in self_test.of_packed.__wrapped__(torch.float16, device)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is for the interpreter")

@@ -12,8 +12,8 @@ from meshlm.kernels.moe_routing.reference import Rule, select_experts
 from meshlm.kernels.packed_experts.layout import ExpertWeight, encode_mxfp4, unpack
 from meshlm.protocol.layers import MoESpec
 from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.formats.expert_codes import packed_experts
 from meshlm.workers.formats.format import KernelWeight
-from meshlm.workers.formats.mxfp4 import mxfp4_experts
 from meshlm.workers.formats.unquantized import plain_experts
 from meshlm.workers.moe.dispatch.none import NoDispatch, NoDispatchBatched
 from meshlm.workers.moe.experts.reference import ReferenceExperts
@@ -58,7 +58,7 @@ def weights(first: int = 0, count: int = NUM, kind: str = "silu") -> ExpertWeigh
     extras = None if kind == "silu" else ExpertExtras(above[mine], below[mine], None if kind == "biases" else SWIGLU)
     if kind != "mxfp4":
         return ExpertWeights(plain_experts(gate_up[mine]), plain_experts(down[mine]), "silu", extras)
-    packed = [mxfp4_experts(mxfp4_of(weight[mine]), torch.float32) for weight in (gate_up, down)]
+    packed = [packed_experts(mxfp4_of(weight[mine]), torch.float32) for weight in (gate_up, down)]
     return ExpertWeights(packed[0], packed[1], "silu", extras)
 
 
@@ -101,7 +101,7 @@ def expected(x: Tensor, routing: Routing, kind: str = "silu") -> Tensor:
 
 DONE_BY_TORCH = [left for left in WeightAndReduce if left is not WeightAndReduce.PARTS]
 OF_THREE: Ranks = [(0, 2), (2, 2), (4, 2)]
-OF_MXFP4, OF_BITS = "it computes with MXFP4 weights", "it computes with weights of 16 and 8 bits"
+OF_PACKED, OF_BITS = "it computes with packed weights", "it computes with weights of 16 and 8 bits"
 PAIRS = list(product(DISPATCHERS, EXPERTS))
 
 
@@ -119,8 +119,8 @@ PAIRS = list(product(DISPATCHERS, EXPERTS))
 )
 def test_every_legal_pair(dispatcher: str, experts: str, ranks: Ranks, weight: str) -> None:
     """The matrix: all ranks together, with padding among the tokens, one token, and none for some experts."""
-    if ("mxfp4" in experts and weight != "mxfp4") or ("triton" in experts and weight == "mxfp4"):
-        assert EXPERTS[experts].unsupported(weights(kind=weight)) in (OF_MXFP4, OF_BITS)
+    if ("packed" in experts and weight != "mxfp4") or ("triton" in experts and weight == "mxfp4"):
+        assert EXPERTS[experts].unsupported(weights(kind=weight)) in (OF_PACKED, OF_BITS)
         return
     if not experts.startswith("reference") and torch.cuda.is_available():
         pytest.skip("without the interpreter its kernels are on the GPU: tests/workers/cuda/test_moe.py")

@@ -14,16 +14,24 @@ from sharded_models import load_shards, logits_of, together
 from small_models import MOE, SMALL, caches, load, resolved, run
 
 from meshlm.architectures.registry import weights_of
+from meshlm.kernels.packed_experts.layout import ExpertWeight
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.runtime.model_files.model_files import resolve_model
+from meshlm.workers.moe.experts import self_test
+from meshlm.workers.weights import load as loading
+from meshlm.workers.weights import packed_experts
+from meshlm.workers.weights.gguf_form import WeightsPlan
 from meshlm.workers.weights.load import load_model
 
 KINDS = {"mixtral": "llama", "qwen2-moe": "qwen2moe", "qwen3-moe": "qwen3moe", "gpt-oss": "gpt-oss"}
 
 
-def write(path: Path, kind: str, spec: ModelSpec, tensors: Tensors) -> None:
-    """As llama.cpp converts them: experts stacked, rows of query and key heads interleaved for kind llama."""
+def write(
+    path: Path, kind: str, spec: ModelSpec, tensors: Tensors, types: dict[str, gguf.GGMLQuantizationType] | None = None
+) -> None:
+    """As llama.cpp converts them: experts stacked, rows of query and key heads interleaved for kind llama. types: of experts' tensors,
+    by a part of their names."""
     moe = spec.moe
     assert moe is not None
     writer = writer_of(path, kind, spec)
@@ -55,6 +63,10 @@ def write(path: Path, kind: str, spec: ModelSpec, tensors: Tensors) -> None:
             writer.add_tensor(name, gguf.quants.quantize(torch.stack(parts).numpy(), mxfp4), raw_dtype=mxfp4)
             continue
         whole = torch.stack(parts) if "_exps." in name else parts[0]
+        ggml_type = next((found for part, found in (types or {}).items() if part in name), None)
+        if ggml_type is not None:
+            writer.add_tensor(name, gguf.quants.quantize(whole.numpy(), ggml_type), raw_dtype=ggml_type)
+            continue
         whole = whole[0] if name.endswith("ffn_gate_inp_shexp.weight") else whole
         writer.add_tensor(name, whole.numpy().astype(np.float32))
     writer.write_header_to_file()
@@ -134,6 +146,33 @@ def test_a_gguf_file_is_the_same_model(case: str, tmp_path: Path) -> None:
     tokens, table = torch.randint(0, 211, (19,)).tolist(), [0, 1, 2, 3, 4]
     found, expected = (run(model, caches(model.spec, 5), [(tokens, 0, table)]) for model in (ours, theirs))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("up", ["Q4_0", "Q5_1"])
+def test_experts_of_a_gguf_file_stay_packed(up: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU whose kernels are right, unless the user wants them decoded or gate and up are of two types."""
+    name, extra = MOE["qwen3-moe"]
+    monkeypatch.setitem(MOE, "qwen3-moe", (name, {**extra, "moe_intermediate_size": 64}))
+    folder, path = tmp_path / "hf", tmp_path / "m.gguf"
+    tensors, types = checkpoint("qwen3-moe", folder), gguf.GGMLQuantizationType
+    spec = load(folder).spec
+    write(path, "qwen3moe", spec, tensors, {"gate_exps": types.Q4_0, "up_exps": types[up], "down_exps": types.Q8_0})
+    decoded = load(path)
+    monkeypatch.setattr(loading, "has_kernels", lambda *given: True)
+    monkeypatch.setattr(packed_experts, "has_kernels", lambda *given: True)
+    monkeypatch.setattr(self_test, "of_packed", lambda *given: "")
+    packed = load(path)
+    kept = [[layer.grouped().kernel for layer in mixture.experts.linears()] for mixture in packed.mixtures()]
+    for pair in kept:
+        assert [isinstance(weight, ExpertWeight) for weight in pair] == [up == "Q4_0"] * 2
+    names = [weight.format.name for weight in kept[0] if isinstance(weight, ExpertWeight)]
+    assert names == (["4 bits, groups of 32", "8 bits, groups of 32"] if up == "Q4_0" else [])
+    tokens, table = torch.randint(0, 211, (19,)).tolist(), [0, 1, 2, 3, 4]
+    found, expected = (run(model, caches(model.spec, 5), [(tokens, 0, table)]) for model in (packed, decoded))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    plan = WeightsPlan(wanted="decoded")
+    model = load_model(resolved(path), torch.device("cpu"), 0, lambda done, total: None, plan=plan)
+    assert all(weight.dtype == torch.float32 for mixture in model.mixtures() for weight in mixture.experts.parameters())
 
 
 def test_a_gguf_file_with_fewer_experts_than_it_says(tmp_path: Path) -> None:

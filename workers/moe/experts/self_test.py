@@ -1,4 +1,4 @@
-"""Kernels of experts with biases, another activation than silu, no gate or MXFP4 weights are used where this very GPU shows, at each
+"""Kernels of experts with biases, another activation than silu, no gate or packed weights are used where this very GPU shows, at each
 start, that they give what plain torch gives: one row, few and many, sorted and in batches, with rows that go nowhere.
 
 What is wrong, or cannot be compiled or launched, is said in words; weights are decoded then, or plain torch computes.
@@ -15,13 +15,13 @@ from triton.runtime.errors import TritonError
 from meshlm.kernels import tables
 from meshlm.kernels.moe_routing.reference import Rule, select_experts
 from meshlm.kernels.packed_experts import plan
-from meshlm.kernels.packed_experts.layout import ExpertWeight
+from meshlm.kernels.packed_experts.layout import MXFP4, ExpertWeight, Format
 from meshlm.kernels.packed_experts.runs import random_weight
+from meshlm.workers.formats.expert_codes import packed_experts
 from meshlm.workers.formats.format import GroupedWeight
-from meshlm.workers.formats.mxfp4 import mxfp4_experts
 from meshlm.workers.formats.unquantized import plain_experts
 from meshlm.workers.moe.dispatch.none import NoDispatch, NoDispatchBatched
-from meshlm.workers.moe.experts.mxfp4 import MXFP4BatchedExperts, MXFP4Experts
+from meshlm.workers.moe.experts.packed import PackedBatchedExperts, PackedExperts
 from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
 from meshlm.workers.moe.experts.triton import TritonBatchedExperts, TritonExperts
 from meshlm.workers.moe.fused_moe import FusedMoE
@@ -30,7 +30,6 @@ from meshlm.workers.moe.parts import (
     ExpertExtras,
     Experts,
     ExpertWeights,
-    PackedExperts,
     Routing,
     WeightAndReduce,
 )
@@ -48,9 +47,9 @@ Pair = tuple[Experts, Experts]  # in plain torch, and by kernels
 
 
 @cache
-def of_mxfp4(dtype: torch.dtype, device: torch.device) -> str:
-    """Why the kernels must not be used for MXFP4 weights, with activations of this dtype; "" when they may be."""
-    return _reason(lambda: _of_mxfp4(dtype, device), dtype, device)
+def of_packed(dtype: torch.dtype, device: torch.device, format: Format = MXFP4) -> str:
+    """Why the kernels must not be used for packed weights of this format, with activations of this dtype; "" when they may be."""
+    return _reason(lambda: _of_packed(dtype, device, format), dtype, device)
 
 
 @cache
@@ -60,22 +59,21 @@ def of_extras(dtype: torch.dtype, device: torch.device, act: str = "silu") -> st
     return _reason(lambda: _of_extras(dtype, device, act), dtype, device)
 
 
-def may_be_direct(packed: PackedExperts) -> bool:
+def may_be_direct(given: ExpertWeights) -> bool:
     """Whether packed_experts/direct.py may compute with these weights, where a table or the tuner says that it is faster. Where one
     says so already, it is tested; the tuner tests what it measures. Waits for the device."""
-    if packed.dtype != torch.bfloat16 or not packed.down.codes.is_cuda:
+    dtype, device = given.down.dtype, given.down.device
+    weights = [one.kernel for one in (given.gate_up, given.down) if isinstance(one.kernel, ExpertWeight)]
+    if device.type != "cuda" or not all(plan.takes(weight, dtype) for weight in weights):
         return False
-    if not all(plan.takes(weight, packed.dtype) for weight in (packed.gate_up, packed.down)):
-        return False
-    return not tables.products(plan.OP) or _is_direct_right(packed.down.codes.device)
+    return not tables.products(plan.OP) or all(_is_direct_right(device, dtype, weight.format) for weight in weights)
 
 
 @cache
-def _is_direct_right(device: torch.device) -> bool:
-    dtype = torch.bfloat16
-    reason = _attempted(lambda: (_error(_of_direct(dtype, device), rows, dtype, device) for rows in DIRECT))
+def _is_direct_right(device: torch.device, dtype: torch.dtype = torch.bfloat16, format: Format = MXFP4) -> bool:
+    reason = _attempted(lambda: (_error(_of_direct(dtype, device, format), rows, dtype, device) for rows in DIRECT))
     if reason:
-        _log.warning("kernels of a few rows of MXFP4 experts are not used", reason=reason)
+        _log.warning("kernels of a few rows of packed experts are not used", format=format.name, reason=reason)
     return not reason
 
 
@@ -129,38 +127,32 @@ def _extras(dtype: torch.dtype, random: torch.Generator) -> ExpertExtras:
     return ExpertExtras(above, below, SWIGLU)
 
 
-class _Direct(MXFP4Experts):
+class _Direct(PackedExperts):
     """By kernels/packed_experts/direct.py, whatever is faster."""
 
     def plan(self, rows: int, num_topk: int) -> plan.Plan:
-        return plan.decoded(DIRECT[rows])
+        return plan.decoded(DIRECT[rows], self._kind)
 
 
-def _of_direct(dtype: torch.dtype, device: torch.device) -> Pair:
-    packed, extras = _packed(dtype, device)
-    return ReferenceExperts(_weights_of(packed, extras)), _Direct(packed, extras)
+def _of_direct(dtype: torch.dtype, device: torch.device, format: Format) -> Pair:
+    given = _packed(dtype, device, format)
+    return ReferenceExperts(given), _Direct(given)
 
 
-def _packed(dtype: torch.dtype, device: torch.device) -> tuple[PackedExperts, ExpertExtras]:
+def _packed(dtype: torch.dtype, device: torch.device, format: Format) -> ExpertWeights:
     random = torch.Generator(device).manual_seed(1)
 
-    def weight(outputs: int, inputs: int) -> ExpertWeight:
-        return random_weight(EXPERTS, outputs, inputs, device, random)
+    def weight(outputs: int, inputs: int) -> GroupedWeight:
+        return packed_experts(random_weight(EXPERTS, outputs, inputs, device, random, format), dtype)
 
-    return PackedExperts(weight(2 * WIDE, HIDDEN), weight(HIDDEN, WIDE), dtype), _extras(dtype, random)
-
-
-def _weights_of(packed: PackedExperts, extras: ExpertExtras) -> ExpertWeights:
-    gate_up, down = (mxfp4_experts(weight, packed.dtype) for weight in packed[:2])
-    return ExpertWeights(gate_up, down, extras=extras)
+    return ExpertWeights(weight(2 * WIDE, HIDDEN), weight(HIDDEN, WIDE), extras=_extras(dtype, random))
 
 
-def _of_mxfp4(dtype: torch.dtype, device: torch.device) -> tuple[Pair, Pair]:
-    packed, extras = _packed(dtype, device)
-    given = _weights_of(packed, extras)
+def _of_packed(dtype: torch.dtype, device: torch.device, format: Format) -> tuple[Pair, Pair]:
+    given = _packed(dtype, device, format)
     return (
-        (ReferenceExperts(given), MXFP4Experts(packed, extras)),
-        (ReferenceBatchedExperts(given), MXFP4BatchedExperts(packed, extras)),
+        (ReferenceExperts(given), PackedExperts(given)),
+        (ReferenceBatchedExperts(given), PackedBatchedExperts(given)),
     )
 
 

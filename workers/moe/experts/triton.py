@@ -1,6 +1,6 @@
 """Experts by Triton's kernels, for both formats. One row, few rows and many rows go different ways (kernels/grouped_gemm/plan.py).
 
-Weights of 8-bit floats are multiplied as they are: with activations that are 8-bit floats too, or that stay as they are.
+Weights of 8 bits are multiplied as they are: with activations of 8 bits too, or floats with activations that stay as they are.
 """
 
 import torch
@@ -23,6 +23,8 @@ from meshlm.kernels.moe_few import kernel as few
 from meshlm.kernels.moe_gemv import kernel as one
 from meshlm.kernels.moe_sum.kernel import sum_parts, weighted_sum
 from meshlm.kernels.quantise_fp8.kernel import quantise
+from meshlm.kernels.quantise_int8.kernel import quantise as quantise_int8
+from meshlm.kernels.quantise_int8.reference import Int8Weight
 from meshlm.workers.formats.format import GroupedWeight
 from meshlm.workers.moe.experts.epilogues import epilogues
 from meshlm.workers.moe.parts import (
@@ -35,21 +37,25 @@ from meshlm.workers.moe.parts import (
 )
 
 
-def quantisation_of(weight: Fp8Weight | None) -> Quantisation:
+def quantisation_of(weight: Fp8Weight | Int8Weight | None) -> Quantisation:
     """What experts of such a weight want of activations."""
+    if isinstance(weight, Int8Weight):
+        return Quantisation.INT8_TOKEN
     if weight is None or weight.rounded is None:
         return Quantisation.NONE
     return Quantisation.FP8_GROUP if weight.rounded else Quantisation.FP8_TOKEN
 
 
-def _quantised(x: Tensor, weight: Fp8Weight | None) -> tuple[Tensor, Tensor | None]:
+def _quantised(x: Tensor, weight: Fp8Weight | Int8Weight | None) -> tuple[Tensor, Tensor | None]:
+    if isinstance(weight, Int8Weight):
+        return quantise_int8(x, True, weight.input_scale)[:2]
     return (x, None) if weight is None or weight.rounded is None else quantise(x, weight.rounded, weight.input_scale)
 
 
 def _codes(given: GroupedWeight) -> tuple[Tensor, Tensor | None]:
     """A weight of 16 bits, or the codes and scales of one of 8."""
     weight = given.kernel
-    if isinstance(weight, Fp8Weight):
+    if isinstance(weight, Fp8Weight | Int8Weight):
         return weight.codes, weight.scales
     assert isinstance(weight, Tensor)
     return weight, None
@@ -66,7 +72,8 @@ class _Weights:
         plain = self.gate_epilogue is PLAIN and self.down_epilogue is PLAIN
         self._one_row = plain
         self._gate_up8, self._down8 = (
-            one.kernel if isinstance(one.kernel, Fp8Weight) else None for one in (given.gate_up, given.down)
+            one.kernel if isinstance(one.kernel, Fp8Weight | Int8Weight) else None
+            for one in (given.gate_up, given.down)
         )
         self.gate_up, self.gate_up_scale = _codes(given.gate_up)
         self.down, self.down_scale = _codes(given.down)
@@ -74,7 +81,8 @@ class _Weights:
         self._apart = many.has_apart(self.down) and plain
         self.num_experts, self.hidden, self.wide = given.down.shape
         eight_bits = self._down8
-        self.block_k = 0 if eight_bits is None else eight_bits.group or 128  # of tiles; 0: any
+        group = eight_bits.group if isinstance(eight_bits, Fp8Weight) else 0
+        self.block_k = 0 if eight_bits is None else group or 128  # of tiles; 0: any
         self.quantisation = quantisation_of(eight_bits)
 
     def quantised(self, x: Tensor) -> tuple[Tensor, Tensor | None]:

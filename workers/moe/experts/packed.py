@@ -1,4 +1,4 @@
-"""Experts whose weights stay MXFP4, for both formats, by kernels/packed_experts: few rows as they are, many in the order of experts."""
+"""Experts whose weights stay packed, for both formats, by kernels/packed_experts: few rows as they are, many by expert."""
 
 import torch
 from torch import Tensor
@@ -7,47 +7,47 @@ from meshlm.kernels.grouped_gemm.plan import PARTS_ROWS, Layer
 from meshlm.kernels.moe_sum.kernel import sum_parts, weighted_sum
 from meshlm.kernels.packed_experts import kernel, layer
 from meshlm.kernels.packed_experts.kernel import Parts
+from meshlm.kernels.packed_experts.layout import ExpertWeight
 from meshlm.kernels.packed_experts.plan import Plan, batched_shapes, kind_of, plan_for, warm_rows
 from meshlm.workers.moe.experts.epilogues import epilogues
 from meshlm.workers.moe.parts import (
     ActivationFormat,
     Dispatched,
-    ExpertExtras,
-    PackedExperts,
+    ExpertWeights,
     Quantisation,
     WeightAndReduce,
     WorkspaceShape,
 )
 
 
-class _MXFP4:
+class _Packed:
     """What both have in common."""
 
     quantisation = Quantisation.NONE
 
-    def __init__(self, packed: PackedExperts, extras: ExpertExtras | None = None, act: str = "silu") -> None:
-        self._gate_up, self._down, self.dtype = packed
-        self._above, self._below = epilogues(extras, act)
-        self._kind = kind_of(self._gate_up, self._down)
-        self._num_experts, self._hidden, self._wide = len(self._down.codes), self._gate_up.inputs, self._down.inputs
+    def __init__(self, given: ExpertWeights) -> None:
+        gate_up, down = given.gate_up.kernel, given.down.kernel
+        assert isinstance(gate_up, ExpertWeight) and isinstance(down, ExpertWeight)  # noqa: PT018
+        self._gate_up, self._down, self.dtype = gate_up, down, given.down.dtype
+        self._above, self._below = epilogues(given.extras, given.act)
+        self._kind = kind_of(gate_up, down)
+        self._num_experts, self._hidden, self._wide = given.down.shape
 
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return x, None
 
 
-class MXFP4Experts(_MXFP4):
+class PackedExperts(_Packed):
     """See `meshlm.workers.moe.parts.Experts`."""
 
-    name = "mxfp4"
+    name = "packed"
     format = ActivationFormat.CONTIGUOUS
     leaves: tuple[WeightAndReduce, ...] = (WeightAndReduce.PARTS, WeightAndReduce.DONE)
     chunks = True
 
-    def __init__(
-        self, packed: PackedExperts, extras: ExpertExtras | None = None, act: str = "silu", *, direct: bool = False
-    ) -> None:
+    def __init__(self, given: ExpertWeights, *, direct: bool = False) -> None:
         """direct: whether kernels/packed_experts/direct.py may compute with these weights, where it is faster."""
-        super().__init__(packed, extras, act)
+        super().__init__(given)
         self._direct = direct
 
     def _layer(self, num_topk: int) -> Layer:
@@ -93,10 +93,10 @@ class MXFP4Experts(_MXFP4):
             weighted_sum(results, order.positions, weights, out)
 
 
-class MXFP4BatchedExperts(_MXFP4):
+class PackedBatchedExperts(_Packed):
     """The same for batched activations."""
 
-    name = "mxfp4, batched"
+    name = "packed, batched"
     format = ActivationFormat.BATCHED
     leaves: tuple[WeightAndReduce, ...] = (WeightAndReduce.WEIGHTED_SUM,)
     chunks = False
