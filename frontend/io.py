@@ -54,6 +54,7 @@ class FrontendApp:
     """The process (`meshlm.runtime.process.process.App`), and the routes' Backend (requests/generation.py)."""
 
     version = __version__
+    config: MeshConfig
     resolved: Resolved
 
     def __init__(self) -> None:
@@ -92,7 +93,7 @@ class FrontendApp:
         """From now on there are links, and a configuration."""
         if mesh.config.resolved is None:
             raise ProcessFatal("the configuration is not resolved")
-        self.client.mesh, self.resolved = mesh, mesh.config.resolved
+        self.client.mesh, self.config, self.resolved = mesh, mesh.config, mesh.config.resolved
         self.client.questions.asker = mesh.identity
         self.client.set_max_deaths(allowed(mesh.config.run.max_restarts))
         self.client.tracker.placement.num_detokenizers = mesh.config.server.detokenizers
@@ -119,11 +120,6 @@ class FrontendApp:
         self.client.tick()
 
     # --- Backend, and the dashboard's Source ---
-
-    @property
-    def config(self) -> MeshConfig:
-        assert self.client.mesh is not None
-        return self.client.mesh.config
 
     @property
     def num_open(self) -> int:
@@ -158,7 +154,7 @@ class FrontendApp:
                 self.readiness.changed()
                 self._tell_open()
             case ChangeSettings() | SetRanks() if self.client.mesh is not None:
-                self.readiness.config = self.config
+                self.config = self.readiness.config = self.client.mesh.config
                 self.requests.budget.max_bytes = self.config.server.max_concurrent_bytes
             case QueueFull():
                 self.readiness.queue_full = message.on

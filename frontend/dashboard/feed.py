@@ -72,7 +72,7 @@ class Watcher:
 
 
 class Feed:
-    """See the module docstring. `limit`: watchers at a time."""
+    """The events of one frontend. `limit`: watchers at a time."""
 
     def __init__(self, source: Source, facts: Facts, limit: int) -> None:
         self._source, self._frontend, self._limit = source, facts.frontend, limit

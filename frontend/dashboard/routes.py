@@ -77,7 +77,7 @@ def page() -> Page:
 
 
 class DashboardRoutes:
-    """See the module docstring."""
+    """Of one frontend."""
 
     def __init__(self, shown: Shows) -> None:
         self._shown = shown

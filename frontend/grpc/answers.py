@@ -36,12 +36,12 @@ class GrpcResponse(Response):
                 self._logprobs.setdefault(choice.index, []).extend(details.logprobs)
             if details.prompt_logprobs is not None:
                 self._prompt_logprobs[choice.index] = input_logprobs(
-                    details.prompt_logprobs, self.parsed_request.answer.prompt_logprobs
+                    details.prompt_logprobs, self.options.prompt_logprobs
                 )
             if details.finished is not None:
                 self.ended()
                 return
-        if self.parsed_request.answer.stream:
+        if self.options.stream:
             self._on_news()
 
     def abort(self) -> None:
@@ -56,7 +56,7 @@ class GrpcResponse(Response):
 
     def take(self) -> list[pb.GenerateResponse]:
         """The messages for what came since the last call; of an answer that is not streamed, its end alone."""
-        if not self.parsed_request.answer.stream and not self.is_over:
+        if not self.options.stream and not self.is_over:
             return []
         found = []
         for choice in self.choices:
@@ -65,18 +65,14 @@ class GrpcResponse(Response):
             begin, end = self._num_sent.get(choice.index, 0), len(choice.token_ids)
             positions = self._logprobs.pop(choice.index, ())
             made = _News(choice, choice.token_ids[begin:end].tolist(), positions, self._num_cached(choice))
-            if self.parsed_request.answer.stream and end > begin:
-                found.append(
-                    made.chunk(self._prompt_logprobs.pop(choice.index, None), self.parsed_request.answer.logprobs)
-                )
+            if self.options.stream and end > begin:
+                found.append(made.chunk(self._prompt_logprobs.pop(choice.index, None), self.options.logprobs))
             self._num_sent[choice.index] = end
             reason = self._reason(choice)
             if reason:
                 self._told.add(choice.index)
                 found.append(
-                    made.complete(
-                        reason, self._prompt_logprobs.pop(choice.index, None), self.parsed_request.answer.logprobs
-                    )
+                    made.complete(reason, self._prompt_logprobs.pop(choice.index, None), self.options.logprobs)
                 )
         return found
 

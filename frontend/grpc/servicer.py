@@ -76,7 +76,7 @@ def key_of(context: "Context") -> str:
 
 
 class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
-    """See the module docstring."""
+    """The service of one frontend."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend

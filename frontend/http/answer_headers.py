@@ -20,7 +20,7 @@ Scope = dict[str, Any]
 
 
 class AnswerHeaders:
-    """See the module docstring. `figures` are the mesh's as they are known now; `submits` the paths for which it computes."""
+    """Adds headers to every answer. `figures` are the mesh's as they are known now; `submits` the paths for which it computes."""
 
     def __init__(self, app: Any, figures: Callable[[], MeshStats], submits: Collection[str]) -> None:
         self._app, self._figures, self._submits = app, figures, submits

@@ -64,4 +64,5 @@ class BodyReader:
             chunks.clear()
             yield raw
         finally:
-            self._incoming.give(held)
+            if held:
+                self._incoming.give(held)

@@ -33,7 +33,7 @@ def cost_of(parsed_request: ParsedRequest) -> int:
 
 
 class Budget:
-    """See the module docstring. `max_bytes` is --max-concurrent-bytes."""
+    """What the open requests of one frontend take. `max_bytes` is --max-concurrent-bytes."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes

@@ -36,7 +36,7 @@ def num_tokens(question: Tokenize | Detokenize, reply: TokenizeReply | Detokeniz
 
 
 class RateLimits:
-    """See the module docstring. The clock must be one for all processes of the host, as the monotonic one is."""
+    """What each key has left. The clock must be one for all processes of the host, as the monotonic one is."""
 
     def __init__(self, run_dir: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._clock = Path(run_dir) / "rates", clock

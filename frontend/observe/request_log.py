@@ -17,7 +17,7 @@ MAX_UNKNOWN_SEEN, MAX_FIELD_NAME = 1000, 64  # fields that are named once in the
 
 
 class RequestLog:
-    """See the module docstring. `log` is the process's."""
+    """The log lines of one frontend. `log` is the process's."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._unknown_seen: set[str] = set()

@@ -108,12 +108,15 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
         server.reasoning_parser, template_kwargs, request.continue_final_message
     )
     most = _at_most(resolved.max_output_tokens, asked or (int(default) if default else None))
-    prompt = _conversation(request, choice, template_kwargs, resolved, server)
-    mesh = MeshRequest([prompt], max_tokens=most, cap_max_tokens=asked is None, num_choices=num_choices)
     tags = (
         *(reasoning.tags(server.reasoning_parser) if begins_with_reasoning else ()),
         *registry.tags_of_calls(parser),
     )
+    prompt, text = (
+        _conversation(request, choice, template_kwargs, resolved, server),
+        TextParams(keep_special_tokens=tags),
+    )
+    mesh = MeshRequest([prompt], text=text, max_tokens=most, cap_max_tokens=asked is None, num_choices=num_choices)
     answer = AnswerOptions(
         num_returned=num_choices,
         is_chat=True,
@@ -143,8 +146,7 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
             ("", "") if has_channels else between,
             (parser, tuple(choice.tools)),
         )
-    found = _parsed(request, unknown, resolved, server, mesh, answer, constraint)
-    return found.with_mesh(text=msgspec.structs.replace(found.mesh.text, keep_special_tokens=tags))
+    return _parsed(request, unknown, resolved, server, mesh, answer, constraint)
 
 
 def _conversation(
@@ -219,11 +221,10 @@ def _parsed(
     chosen_by = max(answer.logprobs, 0) if mesh.num_choices > answer.num_returned else answer.logprobs
     sampling = sampling_params.from_request(request, resolved, chosen_by, answer.prompt_logprobs)
     grammar = _constrained(constraint, constraint.tool_grammar or structured.grammar(request, server))
-    stops = stop_texts.stops(request.stop)
     truncation = _truncation(request, resolved, None if mesh.cap_max_tokens else mesh.max_tokens)
     side = request.truncation_side or "left"
     prompts = embeds.checked(mesh.prompts, sampling, mesh.num_choices, truncation, side)
-    text = _text_params(request, stops, truncation)
+    text = stop_texts.text_params(request, truncation, mesh.text.keep_special_tokens)
     if request.use_beam_search:
         sampling_params.check_beams(request, resolved, text)
     extras: Extras = (*(() if grammar is None else (grammar,)), *breakers_of(sampling))
@@ -277,19 +278,6 @@ def _check_common(request: Common, num_prompts: int, num_choices: int) -> None:
     if num_prompts * num_choices > MAX_SEQUENCES:
         text = f"n: {num_prompts} prompts with {num_choices} choices each are more than {MAX_SEQUENCES} in one request"
         raise HttpError(400, text, "n")
-
-
-def _text_params(request: Common, stops: tuple[str, ...], truncation: int) -> TextParams:
-    """The settings for the detokenizer."""
-    return TextParams(
-        stop=stops,
-        include_stop_str_in_output=request.include_stop_str_in_output,
-        skip_special_tokens=request.skip_special_tokens,
-        spaces_between_special_tokens=request.spaces_between_special_tokens,
-        truncate_prompt_tokens=truncation,
-        truncation_side=request.truncation_side or "left",
-        bad_words=stop_texts.bad_words(request.bad_words or []),
-    )
 
 
 def _at_most(limit: int | None, wanted: int | None) -> int | None:

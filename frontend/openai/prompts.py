@@ -10,6 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai import limits
+from meshlm.frontend.openai.sampling_params import token_ids
 from meshlm.frontend.openai.schema import TokenizeRequest
 from meshlm.protocol.config import Resolved, ServerConfig
 from meshlm.protocol.edges.text import ChatPrompt, Prompt, TextPrompt, TokenPrompt
@@ -18,14 +19,6 @@ from meshlm.runtime.errors import RequestError
 from meshlm.runtime.mesh.messages import check_messages, check_template_kwargs, check_tools
 
 MAX_PROMPTS = 2048
-
-
-def token_ids(name: str, ids: list[int], vocab_size: int) -> tuple[int, ...]:
-    """Ids that the vocabulary has, each once; HttpError names the field otherwise."""
-    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):  # in C: there may be many
-        token = next(token for token in ids if not 0 <= token < vocab_size)
-        raise HttpError(400, f"{name}: token id {token} is outside the vocabulary 0..{vocab_size - 1}", name)
-    return tuple(dict.fromkeys(ids))
 
 
 def of_completion(

@@ -47,6 +47,7 @@ class Response:
 
     def __init__(self, head: AnswerHead) -> None:
         self.parsed_request, self.request_id, self.created, self.model, self._on_end = head
+        self.options = self.parsed_request.answer
         self.choices: list[Choice] = []
         self.has_begun = False
         self.fingerprint: str | None = None  # set by generation.py
@@ -61,16 +62,16 @@ class Response:
         self.media_type, self.headers = "application/json", dict[str, str]()  # of a whole answer
 
     def accepted(self, choice: Choice, accepted: Accepted) -> None:
-        if choice.prompt_index not in self.prompt and self.parsed_request.answer.prompt_logprobs >= 0:
+        if choice.prompt_index not in self.prompt and self.options.prompt_logprobs >= 0:
             self._count_prompt_logprobs(accepted)
         self.prompt[choice.prompt_index] = accepted
         if accepted.arrival_s:  # of the first time that it was asked
             self.created = int(accepted.arrival_s)
 
     def _count_prompt_logprobs(self, accepted: Accepted) -> None:
-        of_one = (1 + self.parsed_request.answer.prompt_logprobs) * accepted.num_prompt_tokens
+        of_one = (1 + self.options.prompt_logprobs) * accepted.num_prompt_tokens
         self._num_prompt_logprobs += of_one * self.parsed_request.mesh.num_choices
-        echoes = self.parsed_request.answer.stream and self.parsed_request.answer.echo
+        echoes = self.options.stream and self.options.echo
         self._check(partial(limits.check_prompt_logprobs, of_one, self._num_prompt_logprobs, echoes_in_stream=echoes))
 
     def _check(self, limit: Callable[[], None]) -> None:
@@ -97,14 +98,14 @@ class Response:
         if first is not None and choice.first is None:  # taken up again, it finds its own tokens
             choice.first = first
             self.num_cached.setdefault(choice.prompt_index, first.num_cached_tokens)
-        if details.logprobs and not (self.parsed_request.answer.stream and choice.submit.retry is None):
-            self._num_kept_logprobs += len(details.logprobs) * (1 + max(0, self.parsed_request.answer.logprobs))
+        if details.logprobs and not (self.options.stream and choice.submit.retry is None):
+            self._num_kept_logprobs += len(details.logprobs) * (1 + max(0, self.options.logprobs))
             self._check(partial(limits.check_kept_logprobs, self._num_kept_logprobs))
         if finished is not None and finished.reason is FinishReason.ERROR and self.error is None:
             self.error = self._as_client_knows(finished.kind, finished.message, finished.param)
 
     def _as_client_knows(self, kind: ErrorKind, message: str, param: str) -> HttpError:
-        name = self.parsed_request.answer.client_names.get(param, param)
+        name = self.options.client_names.get(param, param)
         if name != param and message.startswith((f"{param}:", f"{param}.")):
             message = name + message.removeprefix(param)
         return HttpError.of_kind(kind, message, name)
@@ -114,7 +115,7 @@ class Response:
 
     def usage(self) -> Json:
         prompt = self.num_prompt_tokens()
-        output = 0 if self.parsed_request.answer.prompt_only else sum(len(choice.token_ids) for choice in self.choices)
+        output = 0 if self.options.prompt_only else sum(len(choice.token_ids) for choice in self.choices)
         cached = sum(self.num_cached.values())
         return {
             "prompt_tokens": prompt,
@@ -128,36 +129,30 @@ class Response:
 
     def shown(self, positions: Sequence[PositionLogprobs]) -> Sequence[PositionLogprobs]:
         """Logprobs with the names that the client wants for tokens."""
-        return by_id(positions) if self.parsed_request.answer.tokens_as_ids else positions
+        return by_id(positions) if self.options.tokens_as_ids else positions
 
     def prompt_ids(self, choice: Choice) -> Json:
         if embeds.vectors_of(choice.submit.prompt):
             return {"prompt_token_ids": None}
         ids = self.prompt[choice.prompt_index].prompt_token_ids
-        return {
-            "prompt_token_ids": memoryview(ids).cast("i").tolist()
-            if self.parsed_request.answer.return_token_ids
-            else None
-        }
+        return {"prompt_token_ids": memoryview(ids).cast("i").tolist() if self.options.return_token_ids else None}
 
     def prompt_text(self, choice: Choice) -> Json:
         return {
-            "prompt_text": self.prompt[choice.prompt_index].prompt_text
-            if self.parsed_request.answer.return_prompt_text
-            else None
+            "prompt_text": self.prompt[choice.prompt_index].prompt_text if self.options.return_prompt_text else None
         }
 
     def echoed(self, choice: Choice, found: PromptLogprobs | None) -> Json | None:
         """The logprobs of an echoed prompt, if they are wanted."""
-        if self.parsed_request.answer.logprobs < 0:
+        if self.options.logprobs < 0:
             return None
         accepted = self.prompt[choice.prompt_index]
         positions = list(positions_of(found)) if found is not None else []
         return echoed_logprobs(
             self.shown(positions),
             accepted,
-            self.parsed_request.answer.logprobs,
-            self.parsed_request.answer.tokens_as_ids,
+            self.options.logprobs,
+            self.options.tokens_as_ids,
         )
 
     def frame(self, kind: str, choices: list[Json]) -> Json:
@@ -194,12 +189,12 @@ class WholeResponse(Response):
         """The JSON answer; call after the end, when `error` is None."""
         kept = self._best()
         entries = [self._entry(choice, index) for index, choice in enumerate(kept)]
-        kind = "chat.completion" if self.parsed_request.answer.is_chat else "text_completion"
+        kind = "chat.completion" if self.options.is_chat else "text_completion"
         usage = self.usage()
         usage["prompt_tokens_details"] |= nulls.PROMPT_DETAILS
         rest: Json = {**nulls.ANSWER, "usage": usage, "system_fingerprint": self.fingerprint, **self.times()}
         rest |= self.passed_on()
-        if self.parsed_request.answer.is_chat:
+        if self.options.is_chat:
             rest = {**nulls.CHAT, **rest, **self._of_prompt(kept[0]), **self.prompt_text(kept[0])}
         return _encode({**self.frame(kind, entries), **rest})
 
@@ -209,13 +204,13 @@ class WholeResponse(Response):
 
     def _best(self) -> list[Choice]:
         """All choices, or with best_of the likeliest of each prompt."""
-        if self.parsed_request.answer.num_returned == self.parsed_request.mesh.num_choices:
+        if self.options.num_returned == self.parsed_request.mesh.num_choices:
             return self.choices
         kept: list[Choice] = []
         for prompt_index in sorted({choice.prompt_index for choice in self.choices}):
             mine = [choice for choice in self.choices if choice.prompt_index == prompt_index]
             mine.sort(key=lambda choice: -self._mean_logprob(choice))
-            kept += mine[: self.parsed_request.answer.num_returned]
+            kept += mine[: self.options.num_returned]
         return kept
 
     def _mean_logprob(self, choice: Choice) -> float:
@@ -225,40 +220,34 @@ class WholeResponse(Response):
     def _entry(self, choice: Choice, index: int) -> Json:
         finished = choice.finished
         assert finished is not None
-        text = "" if self.parsed_request.answer.prompt_only else "".join(self._texts.get(choice.index, []))
-        entry: Json = {"index": index, **(nulls.CHOICE if self.parsed_request.answer.is_chat else nulls.TEXT_CHOICE)}
-        if self.parsed_request.answer.is_chat:
+        text = "" if self.options.prompt_only else "".join(self._texts.get(choice.index, []))
+        entry: Json = {"index": index, **(nulls.CHOICE if self.options.is_chat else nulls.TEXT_CHOICE)}
+        if self.options.is_chat:
             entry["message"] = {"role": "assistant", **nulls.MESSAGE, **self._said(choice, text)}
             positions = self._logprobs.get(choice.index)
-            wanted = (
-                self.parsed_request.answer.logprobs >= 0
-                and positions is not None
-                and not self.parsed_request.answer.hides_tokens
-            )
+            wanted = self.options.logprobs >= 0 and positions is not None and not self.options.hides_tokens
             certain = bool(self.parsed_request.mesh.sampling.logprob_token_ids)
             entry["logprobs"] = chat_logprobs(self.shown(positions or []), has_sampled=certain) if wanted else None
         else:
-            entry["text"] = (
-                self.prompt[choice.prompt_index].prompt_text + text if self.parsed_request.answer.echo else text
-            )
+            entry["text"] = self.prompt[choice.prompt_index].prompt_text + text if self.options.echo else text
             entry["logprobs"] = self._completion_logprobs(choice)
             entry |= self._of_prompt(choice)
         entry["finish_reason"] = visible_reason(
             finished,
-            bool(entry.get("message", {}).get("tool_calls")) and not self.parsed_request.answer.tool_choice.name,
+            bool(entry.get("message", {}).get("tool_calls")) and not self.options.tool_choice.name,
         )
         entry["stop_reason"] = finished.stop_reason
-        if self.parsed_request.answer.return_token_ids and not self.parsed_request.answer.hides_tokens:
-            entry["token_ids"] = [] if self.parsed_request.answer.prompt_only else choice.token_ids.tolist()
+        if self.options.return_token_ids and not self.options.hides_tokens:
+            entry["token_ids"] = [] if self.options.prompt_only else choice.token_ids.tolist()
         return entry
 
     def _said(self, choice: Choice, text: str) -> Json:
         """A chat's content, and its reasoning and tool calls where they are told from it."""
         if not reading.needed(self.parsed_request):
-            return {"content": self.parsed_request.answer.begins_with + text}
+            return {"content": self.options.begins_with + text}
         said = reading.Reader(self.parsed_request, self.request_id, choice.index).push(text, last=True)
-        message: Json = {"content": self.parsed_request.answer.begins_with + said.content or None}
-        may_reason = self.parsed_request.answer.begins_with_reasoning and self.parsed_request.answer.include_reasoning
+        message: Json = {"content": self.options.begins_with + said.content or None}
+        may_reason = self.options.begins_with_reasoning and self.options.include_reasoning
         if may_reason and (said.reasoning or reading.reasoning_parser(self.parsed_request).assumed):
             message |= reasoning.fields(said.reasoning)
         if said.calls:
@@ -268,21 +257,17 @@ class WholeResponse(Response):
     def _of_prompt(self, choice: Choice) -> Json:
         """The fields about the prompt that were asked for: beside a chat's choices, in each choice of a completion."""
         found = self.prompt_ids(choice)
-        if self.parsed_request.answer.prompt_logprobs >= 0:  # a prompt of one token has none
+        if self.options.prompt_logprobs >= 0:  # a prompt of one token has none
             found["prompt_logprobs"] = prompt_logprobs_json(self._prompt_logprobs.get(choice.index))
         return found
 
     def _completion_logprobs(self, choice: Choice) -> Json | None:
-        positions = [] if self.parsed_request.answer.prompt_only else self.shown(self._logprobs.get(choice.index, []))
-        if not self.parsed_request.answer.echo:
-            return (
-                completion_logprobs(positions, 0, self.parsed_request.answer.logprobs)
-                if self.parsed_request.answer.logprobs >= 0
-                else None
-            )
+        positions = [] if self.options.prompt_only else self.shown(self._logprobs.get(choice.index, []))
+        if not self.options.echo:
+            return completion_logprobs(positions, 0, self.options.logprobs) if self.options.logprobs >= 0 else None
         of_prompt = self.echoed(choice, self._prompt_logprobs.get(choice.index))
         if of_prompt is None:
             return None
         offset = len(self.prompt[choice.prompt_index].prompt_text)
-        of_output = completion_logprobs(positions, offset, self.parsed_request.answer.logprobs)
+        of_output = completion_logprobs(positions, offset, self.options.logprobs)
         return {key: of_prompt[key] + of_output[key] for key in of_prompt}

@@ -6,7 +6,6 @@ from typing import Any
 import msgspec
 
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.openai.prompts import token_ids
 from meshlm.frontend.openai.schema import Common
 from meshlm.protocol import samplers
 from meshlm.protocol.config import Resolved
@@ -15,6 +14,14 @@ from meshlm.protocol.sampling import RepetitionDetection, SamplingParams
 
 MAX_ID_DIGITS = 10
 MAX_XARGS_BYTES = 16384
+
+
+def token_ids(name: str, ids: list[int], vocab_size: int) -> tuple[int, ...]:
+    """Ids that the vocabulary has, each once; HttpError names the field otherwise."""
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):  # in C: there may be many
+        token = next(token for token in ids if not 0 <= token < vocab_size)
+        raise HttpError(400, f"{name}: token id {token} is outside the vocabulary 0..{vocab_size - 1}", name)
+    return tuple(dict.fromkeys(ids))
 
 
 def from_request(request: Common, resolved: Resolved, logprobs: int, prompt_logprobs: int) -> SamplingParams:

@@ -32,15 +32,13 @@ class StreamResponse(Response):
     ) -> None:
         super().__init__(head)
         self._write, self._progress = write, progress
-        self._kind = "chat.completion.chunk" if self.parsed_request.answer.is_chat else "text_completion"
+        self._kind = "chat.completion.chunk" if self.options.is_chat else "text_completion"
         self._offsets: dict[int, int] = {}
         self._begun: set[int] = set()
         self._readers: dict[int, Reader] = {}  # of choices that may have more than content
-        self._shows_ids = self.parsed_request.answer.return_token_ids and not self.parsed_request.answer.hides_tokens
-        self._plain = not (self._shows_ids or self.parsed_request.answer.continuous_usage)
-        self._nothing: Json = {
-            **(nulls.CHAT_CHUNK_CHOICE if self.parsed_request.answer.is_chat else nulls.TEXT_CHUNK_CHOICE)
-        }
+        self._shows_ids = self.options.return_token_ids and not self.options.hides_tokens
+        self._plain = not (self._shows_ids or self.options.continuous_usage)
+        self._nothing: Json = {**(nulls.CHAT_CHUNK_CHOICE if self.options.is_chat else nulls.TEXT_CHUNK_CHOICE)}
 
     def row(self, choice: Choice, num_tokens: int, text: str, details: RowDetails | None) -> None:
         affixes = choice.affixes
@@ -57,9 +55,9 @@ class StreamResponse(Response):
         failed = finished is not None and finished.reason is FinishReason.ERROR
         if index not in self._begun and not failed:  # a failure at once still has its HTTP status
             self._begin(choice, details.prompt_logprobs)
-        if self.parsed_request.answer.prompt_only:
+        if self.options.prompt_only:
             num_tokens, text, logprobs = 0, "", None
-        if self.parsed_request.answer.hides_tokens:
+        if self.options.hides_tokens:
             logprobs = None
         self.note(choice, details)
         affixes = choice.affixes
@@ -90,11 +88,11 @@ class StreamResponse(Response):
             self._become_plain(choice)
         nothing = {**self._nothing, "token_ids": [] if self._shows_ids else None}
         usage = self._usage_so_far(choice, 0)
-        if self.parsed_request.answer.is_chat:
-            delta = {"delta": {"role": "assistant", "content": self.parsed_request.answer.begins_with}}
+        if self.options.is_chat:
+            delta = {"delta": {"role": "assistant", "content": self.options.begins_with}}
             of_prompt = {**self.prompt_ids(choice), **self.prompt_text(choice)}
             self._emit(choice, self._event([{"index": index, **delta, **nothing}], {**of_prompt, **usage}), 0)
-        elif self.parsed_request.answer.echo or self.parsed_request.answer.return_token_ids:
+        elif self.options.echo or self.options.return_token_ids:
             first = {"index": index, **nothing, **self._echo(choice, prompt_logprobs), **self.prompt_ids(choice)}
             self._emit(choice, self._event([first], usage), 0)
 
@@ -102,14 +100,14 @@ class StreamResponse(Response):
         """Marks the choice as one that brings nothing but text from now on, unless each chunk is to tell more."""
         if self._plain:
             mark = "\x00"
-            delta = {"delta": {"content": mark}} if self.parsed_request.answer.is_chat else {"text": mark}
+            delta = {"delta": {"content": mark}} if self.options.is_chat else {"text": mark}
             event = self._event([{"index": choice.index, **delta, **self._nothing}])
             prefix, suffix = event.split(_encode(mark))
             choice.affixes = (prefix, suffix)
 
     def _echo(self, choice: Choice, prompt_logprobs: PromptLogprobs | None) -> Json:
         """The prompt's text and logprobs; what is generated begins behind them."""
-        if not self.parsed_request.answer.echo:
+        if not self.options.echo:
             return {"text": "", "logprobs": None}
         accepted = self.prompt[choice.prompt_index]
         self._offsets[choice.index] = len(accepted.prompt_text)
@@ -124,7 +122,7 @@ class StreamResponse(Response):
         logprobs: list[PositionLogprobs] | None,
     ) -> None:
         entry: Json = {"index": choice.index, **self._nothing}
-        if self.parsed_request.answer.is_chat:
+        if self.options.is_chat:
             entry["delta"] = self._delta(choice, text, finished)
             if not entry["delta"] and finished is None and logprobs is None and self._plain:
                 return  # what came may be a part of a tag
@@ -136,14 +134,14 @@ class StreamResponse(Response):
             if logprobs:
                 entry["logprobs"] = self._completion_logprobs(choice, logprobs)
         reader = self._readers.get(choice.index)
-        calls = reader is not None and reader.num_calls > 0 and not self.parsed_request.answer.tool_choice.name
+        calls = reader is not None and reader.num_calls > 0 and not self.options.tool_choice.name
         if finished is not None:
             entry["finish_reason"] = visible_reason(finished, calls)
             entry["stop_reason"] = finished.stop_reason
         if self._shows_ids:
             entry["token_ids"] = choice.token_ids[len(choice.token_ids) - num_tokens :].tolist()
         extra = self._usage_so_far(choice, len(choice.token_ids))
-        if finished is not None and not self.parsed_request.answer.include_usage:
+        if finished is not None and not self.options.include_usage:
             extra |= self._fingerprint()
         event = self._event([entry], extra)
         self._emit(choice, event, ended=finished is not None)
@@ -152,7 +150,7 @@ class StreamResponse(Response):
         """Offsets go on behind the tokens before, as in a whole answer: however many tokens a row brings, they are the same."""
         offset = self._offsets.get(choice.index, 0)
         self._offsets[choice.index] = offset + sum(position.num_chars for position in logprobs)
-        return completion_logprobs(self.shown(logprobs), offset, self.parsed_request.answer.logprobs)
+        return completion_logprobs(self.shown(logprobs), offset, self.options.logprobs)
 
     def _fingerprint(self) -> Json:
         """The system_fingerprint, which only the last chunk carries, as it is the same in all."""
@@ -160,10 +158,10 @@ class StreamResponse(Response):
 
     def _usage_so_far(self, choice: Choice, num_tokens: int) -> Json:
         """The usage of one choice so far, for each of its chunks where that is wanted."""
-        if not self.parsed_request.answer.continuous_usage:
+        if not self.options.continuous_usage:
             return {}
         prompt = self.prompt[choice.prompt_index].num_prompt_tokens
-        output = 0 if self.parsed_request.answer.prompt_only else num_tokens
+        output = 0 if self.options.prompt_only else num_tokens
         return {"usage": {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}}
 
     def _delta(self, choice: Choice, text: str, finished: Finished | None) -> Json:
@@ -193,7 +191,7 @@ class StreamResponse(Response):
             return b"data: " + _encode(error) + b"\n\n" + done
         usage = (
             self._event([], {"usage": self.usage(), **self._fingerprint(), **self.times()})
-            if self.parsed_request.answer.include_usage
+            if self.options.include_usage
             else b""
         )
         if self._progress is None:

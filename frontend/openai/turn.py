@@ -107,9 +107,9 @@ class TurnResponse(Response):
         if self._reader is None:
             self._reader = Reader(self.parsed_request, self.request_id, choice.index)
             self._form.begin(self)
-        if details.logprobs and not self.parsed_request.answer.hides_tokens:
+        if details.logprobs and not self.options.hides_tokens:
             self._form.logprobs(details.logprobs)
-        if self.parsed_request.answer.return_prompt_text:
+        if self.options.return_prompt_text:
             self.raw.append(text)
         said = self._reader.push(text, last=finished is not None)
         if said.reasoning:

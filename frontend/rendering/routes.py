@@ -47,7 +47,7 @@ BATCH = Form(_BatchResponse, StreamResponse)
 
 
 class Rendering:
-    """See the module docstring."""
+    """Of one frontend."""
 
     def __init__(self, backend: Backend, generation: Generation, reader: RequestReader) -> None:
         self._backend, self._generation, self._reader = backend, generation, reader

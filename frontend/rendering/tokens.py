@@ -88,7 +88,7 @@ class StreamedTokens(StreamResponse):
                 "routed_experts": None,
             }
             event: Json = {"request_id": self.request_id, "choices": [entry], "usage": None}
-            if self.parsed_request.answer.continuous_usage:
+            if self.options.continuous_usage:
                 prompt, output = self.prompt[choice.prompt_index].num_prompt_tokens, len(choice.token_ids)
                 event["usage"] = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
             self._emit(choice, b"data: " + _encode(event) + b"\n\n", ended=finished is not None)
@@ -101,7 +101,7 @@ class StreamedTokens(StreamResponse):
         if self.error is not None:
             error = error_object(self.error.message, self.error.kind, self.error.param, self.error.status)
             return b"data: " + _encode(error) + b"\n\n" + done
-        if not self.parsed_request.answer.include_usage:
+        if not self.options.include_usage:
             return done
         usage = {"request_id": self.request_id, "choices": [], "usage": self.usage()}
         return b"data: " + _encode(usage) + b"\n\n" + done

@@ -8,7 +8,6 @@ from meshlm.frontend.http.budget import Budget
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.protocol.edges.text import Detokenize, DetokenizeReply, Submit, Tokenize, TokenizeReply
-from meshlm.protocol.wire.ids import Handle
 from meshlm.runtime.client.choice import Choice
 from meshlm.runtime.client.mesh_client import MeshClient
 from meshlm.runtime.errors import RequestError
@@ -24,6 +23,7 @@ class Admission:
         self._client, self._closed = client, closed
         self.budget = Budget(0)
         self.num_open = 0
+        self.new_handle = client.tracker.new_handle
         self._moved, self._all_closed = asyncio.Event(), asyncio.Event()
 
     def admit(self, parsed_request: ParsedRequest) -> int:
@@ -32,9 +32,6 @@ class Admission:
 
     def release(self, cost: int) -> None:
         self.budget.close(cost)
-
-    def new_handle(self) -> Handle:
-        return self._client.new_handle()
 
     def open(self, choices: list[Choice], submit: Submit) -> None:
         self.num_open += 1

@@ -51,6 +51,7 @@ MANY_CHOICES = 256  # whose answer is written away from the loop
 class Backend(Protocol):
     """The parts of the process (io.py) that the routes use."""
 
+    config: MeshConfig
     resolved: Resolved
     version: str
     draws: random.Random  # of seeds, for requests without one
@@ -61,9 +62,6 @@ class Backend(Protocol):
     readiness: Readiness
     observer: Observer
     operations: MeshOperations
-
-    @property
-    def config(self) -> MeshConfig: ...
 
 
 WholeAnswer = WholeResponse | TurnResponse | VectorsResponse
@@ -89,7 +87,7 @@ OPENAI = Form(WholeResponse, StreamResponse)
 
 
 class Generation:
-    """See the module docstring."""
+    """Answers the completions of one frontend."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -147,7 +145,7 @@ class Generation:
         end = asyncio.Event()
         writer = EventWriter(dict(request.scope), request.scope["meshlm.send"], self.unsent)
         answer: WholeAnswer | StreamAnswer
-        position = submits.position(parsed_request, idempotency_key)
+        position = submits.position(parsed_request, idempotency_key) if idempotency_key else None
         head = AnswerHead(parsed_request, request_id, created, model, end.set)
         if parsed_request.answer.stream:
             progress = retry.Progress(position) if position else None

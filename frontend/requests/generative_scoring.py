@@ -19,6 +19,7 @@ from meshlm.frontend.openai import limits, prompts
 from meshlm.frontend.openai.answer_fields import ANSWER, PROMPT
 from meshlm.frontend.openai.parsed_request import AnswerOptions, MeshRequest, ParsedRequest
 from meshlm.frontend.openai.responses import WholeResponse
+from meshlm.frontend.openai.sampling_params import token_ids
 from meshlm.frontend.openai.schema import MAX_LOGPROB_IDS, RequestName, TokenId
 from meshlm.frontend.openai.stream_response import StreamResponse
 from meshlm.frontend.requests.generation import Form, Generation
@@ -73,7 +74,7 @@ class GenerativeScoringResponse(Struct):
 
 def parse(body: GenerativeScoringRequest, unknown: tuple[str, ...], resolved: Resolved) -> ParsedRequest:
     """A prompt for each item. One that is too long for the context loses its end, as in vLLM."""
-    labels = prompts.token_ids("label_token_ids", body.label_token_ids, resolved.spec.vocab_size)
+    labels = token_ids("label_token_ids", body.label_token_ids, resolved.spec.vocab_size)
     query = _part("query", body.query, body.add_special_tokens, resolved)
     asked = []
     for item in body.items:

@@ -102,12 +102,9 @@ def permitted(parsed_request: ParsedRequest, api_key: str, config: MeshConfig) -
         raise HttpError(400, "priority: requests wait in order of arrival (--scheduling-policy)", "priority")
     server = config.server
     several = len(server.api_key) + len(server.admin_api_key) > 1 or bool(server.api_key_file)
-    salt = (
-        salt_of(api_key, parsed_request.mesh.cache_salt)
-        if several and config.cache.prefix_caching_per_key
-        else parsed_request.mesh.cache_salt
-    )
-    return parsed_request.with_mesh(cache_salt=salt)._replace(api_key=api_key)
+    if several and config.cache.prefix_caching_per_key:
+        parsed_request = parsed_request.with_mesh(cache_salt=salt_of(api_key, parsed_request.mesh.cache_salt))
+    return parsed_request._replace(api_key=api_key)
 
 
 def salt_of(api_key: str, cache_salt: str) -> str:

@@ -94,7 +94,7 @@ class Running(TurnResponse):
 
 
 class Background:
-    """See the module docstring. `asked` makes a stored response's request anew."""
+    """The responses that this frontend computes in the background. `asked` makes a stored response's request anew."""
 
     def __init__(self, backend: Backend, generation: Generation, shelf: Shelf, asked: Asked) -> None:
         self._backend, self._generation, self._shelf, self._asked = backend, generation, shelf, asked

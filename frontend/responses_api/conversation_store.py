@@ -21,7 +21,7 @@ CREATE TABLE IF NOT EXISTS items(
 
 
 class Conversations:
-    """See the module docstring. Whoever asks for items has asked `get` whose the conversation is."""
+    """The table of conversations. Whoever asks for items has asked `get` whose the conversation is."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db

@@ -29,7 +29,7 @@ _log = Limited(structlog.get_logger())
 
 
 class Shelf:
-    """See the module docstring. `path` is None where nothing is stored."""
+    """The store of one frontend. `path` is None where nothing is stored."""
 
     def __init__(self, path: Path | None, max_count: int, max_bytes: int) -> None:
         self.path, self._limits = path, (max_count, max_bytes)

@@ -44,7 +44,7 @@ class StoreFull(Exception):
 
 
 class Store:
-    """See the module docstring. sqlite3.Error is the caller's to tell. `now` is the wall clock's time."""
+    """One file of stored responses. sqlite3.Error is the caller's to tell. `now` is the wall clock's time."""
 
     def __init__(self, path: Path, max_count: int, max_bytes: int) -> None:
         self._max_count, self._max_bytes = max_count, max_bytes

@@ -48,6 +48,8 @@ class RequestReader:
 
     def idempotency_key(self, request: Request, body: bytes) -> IdempotencyKey | None:
         keys, last_id = request.headers.getlist(retry.KEY), request.headers.get(retry.LAST_ID, "")
+        if not keys:
+            return None
         return retry.read(keys, last_id, request.url.path, request.scope.get("meshlm.key", ""), body)
 
     def check_model(self, model: str | None) -> str:

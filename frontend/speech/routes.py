@@ -43,7 +43,7 @@ class Asked(NamedTuple):
 
 
 class SpeechRoutes:
-    """See the module docstring."""
+    """Of one frontend."""
 
     def __init__(self, backend: Backend, generation: Generation, reader: RequestReader) -> None:
         self._backend, self._generation, self._reader = backend, generation, reader

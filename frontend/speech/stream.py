@@ -79,7 +79,7 @@ class SpeechStream(Response):
         return b"data: " + _encode(frame) + b"\n\n"
 
     def _usage_so_far(self) -> Json | None:
-        return self._tokens() if self.parsed_request.answer.continuous_usage else None
+        return self._tokens() if self.options.continuous_usage else None
 
     def _tokens(self) -> Json:
         """By the names of vLLM's and of OpenAI's."""
@@ -95,7 +95,7 @@ class SpeechStream(Response):
             error = error_object(self.error.message, self.error.kind, self.error.param, self.error.status)
             return b"data: " + _encode(error) + b"\n\n" + _DONE
         last, before = [_choice("", self._finish())], b""
-        if self.parsed_request.answer.include_usage:
+        if self.options.include_usage:
             before = self._event("transcript.text.delta", last, {"delta": ""}, self._usage_so_far())
             last = []
         return before + self._event("transcript.text.done", last, {"text": "".join(self._told)}, self._tokens()) + _DONE

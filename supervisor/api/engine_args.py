@@ -21,7 +21,7 @@ _Fields: Any = make_dataclass(
 
 @dataclass
 class EngineArgs(_Fields):  # type: ignore[misc]  # whose fields are made of the flags
-    """See the module docstring. TypeError for a name that nobody knows, ValueError for what is not there."""
+    """The settings as they are given. TypeError for a name that nobody knows, ValueError for what is not there."""
 
     def __post_init__(self) -> None:
         settings_of({name: value for name, value in self.given().items() if name != "model"})
