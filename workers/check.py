@@ -38,7 +38,7 @@ def check(config: MeshConfig) -> None:
     size, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     whole, redundant = config.experts.enable_expert_parallel, config.experts.num_redundant_experts
     for worker in sorted({stage * size + rank for stage in range(stages) for rank in (0, size - 1)}):
-        _check(config, Shard.of(parallel, worker, expert_parallel=whole, num_redundant=redundant))
+        _check(config, Shard.of_worker(parallel, worker, expert_parallel=whole, num_redundant=redundant))
 
 
 def _check(config: MeshConfig, shard: Shard) -> None:

@@ -81,7 +81,7 @@ class WorkerApp:
 
     async def start(self, mesh: Mesh) -> dict[str, str]:
         self._mesh = mesh
-        self._shard = Shard.of(mesh.config.parallel, mesh.identity.index)
+        self._shard = Shard.of_worker(mesh.config.parallel, mesh.identity.index)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         loaded: asyncio.Future[Engine | None] = asyncio.get_running_loop().create_future()
         stepper = threading.Thread(target=self._stepper, args=(loaded,), name="stepper", daemon=True)

@@ -35,7 +35,7 @@ class WorkerPlacement:
         """The placement of worker number `worker` of the mesh."""
         parallel, node = config.parallel, config.node
         whole, redundant = config.experts.enable_expert_parallel, config.experts.num_redundant_experts
-        shard = Shard.of(parallel, worker, expert_parallel=whole, num_redundant=redundant)
+        shard = Shard.of_worker(parallel, worker, expert_parallel=whole, num_redundant=redundant)
         number = worker - (node.workers[0] if node else 0)
         rank = worker // parallel.workers_per_rank
         peers, ranks = not parallel.disable_custom_all_reduce, (rank, parallel.data_parallel_size)

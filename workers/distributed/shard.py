@@ -27,7 +27,7 @@ class Shard:
     redundant_experts: int = 0  # that this rank has slots for, beside its own
 
     @classmethod
-    def of(
+    def of_worker(
         cls, parallel: ParallelConfig, worker: int, *, expert_parallel: bool = False, num_redundant: int = 0
     ) -> "Shard":
         """The part of worker number `worker` of the mesh. expert_parallel: experts are spread over all ranks of a stage, whole.
@@ -86,7 +86,7 @@ class Shard:
         """First group of B and C of so many, and the one after the last; with fewer than ranks, several ranks have the same."""
         return self.kv_heads(count)
 
-    def part(self, size: int) -> tuple[int, int]:
+    def shard_range(self, size: int) -> tuple[int, int]:
         """Begin and end of this rank's part of a dimension that tp_size divides."""
         each = size // self.tp_size
         return self.tp_rank * each, (self.tp_rank + 1) * each
@@ -98,7 +98,7 @@ class Shard:
 
     def wide(self, size: int, *, of_expert: bool = False) -> tuple[int, int]:
         """Begin and end of this rank's part of the columns between gate and down."""
-        return (0, size) if of_expert and self.ep_size > 1 else self.part(size)
+        return (0, size) if of_expert and self.ep_size > 1 else self.shard_range(size)
 
     def vocab(self, vocab_size: int) -> tuple[int, int, int]:
         """Begin and end of this rank's rows of embedding and head, and how many rows a rank has, padding included."""

@@ -37,7 +37,7 @@ from meshlm.workers.engine.sleeper import Sleeper
 from meshlm.workers.engine.together import EAGER, StepExecution, Together
 from meshlm.workers.graphs.dispatcher import MIXED_TOKENS, Key
 from meshlm.workers.kv.scales import scales_of
-from meshlm.workers.models.parts import choose_parts
+from meshlm.workers.models.layer_executor import choose_layer_executor
 from meshlm.workers.moe.placement.balancer import Balancer, Experts
 from meshlm.workers.nvtx import mark_layers
 from meshlm.workers.rows.changes import NOTHING
@@ -77,7 +77,7 @@ class ModelEngine:
 
         self.weights_plan = memory.weights_plan(config, device, self._others, placement.shard, self._cache_dtype)
         self.model = load_model(resolved, device, config.model.seed or 0, progress, placement.shard, self.weights_plan)
-        choose_parts(self.model, config.worker, backend.name, self.dtype)
+        choose_layer_executor(self.model, config.worker, backend.name, self.dtype)
         if config.worker.profile_layers:
             mark_layers(self.model, torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop)
         tokens, hidden = max(resolved.max_num_batched_tokens + 2, MIXED_TOKENS[0]), resolved.spec.hidden_size

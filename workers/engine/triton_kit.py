@@ -153,7 +153,7 @@ class TritonKit:
 
         Every rank of a group does so, whether its kernels are cached or not: there are collectives in these steps.
         """
-        if engine.model.parts is not None:  # torch's compiler launches its own kernels
+        if engine.model.executor is not None:  # torch's compiler launches its own kernels
             return
         tuner = self._tuner(engine)
         tuner.use_kept()
@@ -215,7 +215,7 @@ class TritonKit:
         self._warm_up(engine)
         if engine.spec.state is not None:
             self._self_test_states(engine)
-        if engine.config.worker.tune == "full" and engine.shard.size == 1 and engine.model.parts is None:
+        if engine.config.worker.tune == "full" and engine.shard.size == 1 and engine.model.executor is None:
             timed = TimedSteps(engine, self._inputs, self._padded)
             if self._tuner(engine).measure_steps(timed):
                 self._warm_up(engine)

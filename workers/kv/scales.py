@@ -65,7 +65,7 @@ def _calculated(engine: "ModelEngine") -> list[tuple[float, float]]:
     caches = make_caches(layout, len(layout.specs), engine.device)
     states = engine.intermediate_tensors[:count]
     batch = _prompt(count, resolved.spec.vocab_size, layout.shares, engine.device)
-    parts, model.parts = model.parts, None  # torch's compiler would compile a shape that never comes again
+    executor, model.executor = model.executor, None  # torch's compiler would compile a shape that never comes again
     with torch.inference_mode():
         if not shard.is_first:
             engine.comm.receive(states)
@@ -73,7 +73,7 @@ def _calculated(engine: "ModelEngine") -> list[tuple[float, float]]:
         if not shard.is_last:
             states.copy_(hidden)
             engine.comm.send(states)
-    model.parts = parts
+    model.executor = executor
     first = shard.layers(resolved.spec.num_hidden_layers)[0]
     return [
         _of_layer(layer, cache, cache.group * layout.shares[cache.group]) for layer, cache in enumerate(caches, first)

@@ -30,8 +30,8 @@ from meshlm.workers.models.decoder import Decoder, DecoderLayer
 Weights = tuple[Tensor, Tensor | None]  # of a product: weight, bias
 
 
-class CompiledParts:
-    """See `meshlm.workers.models.decoder.Parts`."""
+class CompiledLayers:
+    """See `meshlm.workers.models.decoder.LayerExecutor`."""
 
     def __init__(self, spec: ModelSpec, compiler: Callable[..., Any] = torch.compile, shapes: str = "backed") -> None:
         """shapes: --compile-dynamic-shapes."""

@@ -14,7 +14,7 @@ from meshlm.workers.models.decoder import Decoder
 
 
 class CpuEncoder:
-    """See `meshlm.workers.models.decoder.Parts`."""
+    """See `meshlm.workers.models.decoder.LayerExecutor`."""
 
     def __init__(self, layers: list[BertLayer], shape: EncoderShape) -> None:
         self._layers = EncoderLayers([_weights(layer) for layer in layers], shape)
@@ -54,4 +54,4 @@ def fuse(model: Decoder) -> None:
         spec.rms_norm_eps,
     )
     if takes(shape) and all(product.is_fusible for product in products):
-        model.parts = CpuEncoder(layers, shape)
+        model.executor = CpuEncoder(layers, shape)

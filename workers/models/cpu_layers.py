@@ -14,7 +14,7 @@ from meshlm.workers.models.decoder import Decoder, DecoderLayer
 
 
 class CpuLayers:
-    """See `meshlm.workers.models.decoder.Parts`."""
+    """See `meshlm.workers.models.decoder.LayerExecutor`."""
 
     def __init__(self, model: Decoder) -> None:
         spec = model.spec
@@ -81,4 +81,4 @@ def fuse(model: Decoder, backend: str) -> None:
         and all(product.is_fusible for product in products)
     )
     if backend == "cpu" and isinstance(model.ops, CpuOps) and model.shard.size == 1 and fused:
-        model.parts = CpuLayers(model)
+        model.executor = CpuLayers(model)

@@ -142,7 +142,7 @@ class DecoderLayer(nn.Module):
         return found
 
 
-class Parts(Protocol):
+class LayerExecutor(Protocol):
     """Another way to compute what stands between the attention calls (compiled.py)."""
 
     def run(
@@ -173,7 +173,7 @@ class Decoder(nn.Module):
         self.head = Linear(spec.hidden_size, rows, bias=False) if shard.is_last and not tied else None
         self.embedding_size = spec.hidden_size
         self.ops: Ops = TorchOps()
-        self.parts: Parts | None = None
+        self.executor: LayerExecutor | None = None
         self.classifier = Classifier(spec, spec.head) if spec.head is not None and shard.is_last else None
         self.rope = torch.empty(0)
         self.comm: Communicator = SINGLE_RANK
@@ -262,8 +262,8 @@ class Decoder(nn.Module):
 
         In a pipeline: the residual of the stage before goes in (it may be changed), what the next stage takes comes out.
         """
-        if self.parts is not None:
-            return self.parts.run(self, batch, caches, attention)
+        if self.executor is not None:
+            return self.executor.run(self, batch, caches, attention)
         ops = self.ops
         x: PartialSum
         normed: Tensor | None = None

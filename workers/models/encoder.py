@@ -21,7 +21,7 @@ from meshlm.workers.layers.norm import LayerNorm
 from meshlm.workers.layers.ops import AttentionShape, LayerStep, Ops
 from meshlm.workers.layers.torch_ops import TorchOps, make_ops
 from meshlm.workers.models.classifier import FUNCTIONS, Classifier
-from meshlm.workers.models.decoder import Decoder, KVScale, Parts
+from meshlm.workers.models.decoder import Decoder, KVScale, LayerExecutor
 
 NOT_ROTATED = torch.empty(0)
 
@@ -83,7 +83,7 @@ class Encoder(Decoder):
         self.spec, self.shard, self.local = spec, shard, shard.local(spec)
         self.comm: Communicator = SINGLE_RANK
         self.ops: Ops = TorchOps()
-        self.parts: Parts | None = None
+        self.executor: LayerExecutor | None = None
         self._max_len = max_len
         self.word_embeddings = Table(spec.vocab_size, spec.hidden_size)
         self.embedding_norm = LayerNorm(spec.hidden_size, spec.rms_norm_eps, bias=spec.norm_bias)
@@ -115,8 +115,8 @@ class Encoder(Decoder):
         self, batch: StepInputs, caches: list[LayerCache], attention: StepAttention, residual: Tensor | None = None
     ) -> Tensor:
         """See `Decoder.forward`."""
-        if self.parts is not None:
-            return self.parts.run(self, batch, caches, attention)
+        if self.executor is not None:
+            return self.executor.run(self, batch, caches, attention)
         return self.encode(batch, caches, attention)
 
     @contextmanager

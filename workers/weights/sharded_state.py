@@ -163,7 +163,7 @@ def save_rank(config: MeshConfig, rank: int, folder: Path, max_bytes: int, loade
     resolved = config.resolved
     assert resolved is not None
     with torch.inference_mode():
-        shard = Shard.of(config.parallel, rank)
+        shard = Shard.of_worker(config.parallel, rank)
         model = loaded(resolved, torch.device("cpu"), config.model.seed or 0, lambda done, total: None, shard)
         save(model, resolved, folder, max_bytes)
 

@@ -83,7 +83,7 @@ def _range(weight: Weight, spec: ModelSpec, shard: Shard) -> tuple[int, int]:
         case Split.VOCABULARY:
             return shard.vocab(spec.vocab_size)[:2]
         case Split.INTERMEDIATE:
-            return shard.part(size)
+            return shard.shard_range(size)
         case Split.EXPERT:
             return shard.wide(size, of_expert=True)
         case Split.STATE_GROUPS:

@@ -176,7 +176,7 @@ def test_a_tensor_of_a_layer_that_the_model_has_not() -> None:
 
 def test_numbering_is_stage_by_stage() -> None:
     parallel = ParallelConfig(data_parallel_size=2, tensor_parallel_size=2, pipeline_parallel_size=3)
-    found = [Shard.of(parallel, worker) for worker in range(12)]
+    found = [Shard.of_worker(parallel, worker) for worker in range(12)]
     assert [shard.rank for shard in found] == [*range(6), *range(6)]
     assert found[9] == Shard(tp_rank=1, tp_size=2, pp_rank=1, pp_size=3)
     assert [worker for worker, shard in enumerate(found) if shard.reports] == [4, 10]

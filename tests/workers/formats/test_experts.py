@@ -193,7 +193,7 @@ def test_ranks_have_parts_of_experts_or_some_of_them(name: str, tmp_path: Path) 
     for path, module in references:
         module.ranks = 2 if path.endswith("o_proj") else 1
     parallel = ParallelConfig(tensor_parallel_size=2)
-    ranks = [Shard.of(parallel, rank, expert_parallel=True) for rank in range(2)]
+    ranks = [Shard.of_worker(parallel, rank, expert_parallel=True) for rank in range(2)]
     with torch.inference_mode():
         models = [load_model(resolved(tmp_path), CPU, 0, lambda done, total: None, shard) for shard in ranks]
     assert all(len(mixture.experts.down.weight) == 2 for model in models for mixture in model.mixtures())

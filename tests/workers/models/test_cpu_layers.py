@@ -37,8 +37,8 @@ def test_layers_are_their_operations(case: str, tmp_path: Path) -> None:
     transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(tmp_path)
     model, fused, chance = load(tmp_path), load(tmp_path), random.Random(case)
     fuse(fused, "cpu")
-    assert model.parts is None
-    assert fused.parts is not None
+    assert model.executor is None
+    assert fused.executor is not None
     kv, kv_fused = caches(model.spec, 48), caches(model.spec, 48)
     tables, ats = [list(range(12 * row, 12 * row + 12)) for row in range(4)], [0] * 4
     for _ in range(6):
@@ -60,8 +60,8 @@ def test_only_a_whole_model_with_the_kernels_attention(tmp_path: Path, monkeypat
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).save_pretrained(tmp_path)
     model = load(tmp_path)
     fuse(model, "torch")
-    assert model.parts is None
+    assert model.executor is None
     monkeypatch.setattr(cpu_ops, "available", lambda: False)
     plain = load(tmp_path)
     fuse(plain, "cpu")
-    assert plain.parts is None
+    assert plain.executor is None

@@ -25,7 +25,7 @@ def test_states_equal_transformers(name: str, kernels: bool, tmp_path: Path, mon
         monkeypatch.setattr(cpu_ops, "available", lambda: False)
     ours = loaded(tmp_path)
     assert ours.facts.num_blocks == 0
-    assert isinstance(ours.model.parts, CpuEncoder) == (kernels and name != "ModernBert")
+    assert isinstance(ours.model.executor, CpuEncoder) == (kernels and name != "ModernBert")
     second = 2 if CASES[name].get("type_vocab_size") == 2 else 0
     tasks = {row: Pool(PoolKind.ALL, second_from=second if row % 2 == 0 else 0) for row in WHOLE}
     driver = Driver(ours, PROMPTS, GREEDY, tasks)

@@ -56,7 +56,7 @@ def model_of(case: str, path: Path) -> Decoder:
     model = load(path)
     assert not isinstance(model.ops, TorchOps), "the CPU kernels could not be compiled"
     fuse(model, "cpu")
-    assert (model.parts is None) == (model.layer_type is not DecoderLayer)
+    assert (model.executor is None) == (model.layer_type is not DecoderLayer)
     return model
 
 

@@ -16,7 +16,7 @@ from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.torch_ops import TorchOps
-from meshlm.workers.models.compiled import SHAPES, CompiledParts, use_cache
+from meshlm.workers.models.compiled import SHAPES, CompiledLayers, use_cache
 from meshlm.workers.models.cpu_layers import fuse
 from meshlm.workers.models.decoder import Decoder, DecoderLayer
 from meshlm.workers.weights.sources import sources
@@ -94,10 +94,10 @@ def test_logits_equal_transformers(case: str, tmp_path: Path, monkeypatch: pytes
     if case in CASES:
         ours = load(tmp_path)
         fuse(ours, "cpu")
-        assert (ours.parts is None) == (
+        assert (ours.executor is None) == (
             ours.layer_type is not DecoderLayer or ours.spec.moe is not None or any(unrotated(ours.spec))
         )
-        if ours.parts is not None:
+        if ours.executor is not None:
             compare(ours, (tokens, expected), (other, expected_other))
     if case in (*CASES, *SLOPES):
         monkeypatch.setattr(cpu_ops, "available", lambda: False)
@@ -137,7 +137,7 @@ def test_parts_between_attention_calls_are_the_same_model(
     model = load(tmp_path)
     tokens, table = torch.randint(0, 211, (21,)).tolist(), [7, 3, 11, 0, 5, 9]
     expected = run(model, caches(model.spec, 12), [(tokens, 0, table)])
-    model.parts = CompiledParts(model.spec, lambda part, **options: part)
+    model.executor = CompiledLayers(model.spec, lambda part, **options: part)
     kv = caches(model.spec, 12)
     found = torch.cat([run(model, kv, [(tokens[:20], 0, table)]), run(model, kv, [(tokens[20:], 20, table)])])
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)

@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def shards(dp: int, tp: int) -> list[list[Shard]]:
     parallel = ParallelConfig(data_parallel_size=dp, tensor_parallel_size=tp)
-    return [[Shard.of(parallel, rank * tp + at, expert_parallel=True) for at in range(tp)] for rank in range(dp)]
+    return [[Shard.of_worker(parallel, rank * tp + at, expert_parallel=True) for at in range(tp)] for rank in range(dp)]
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 2), (2, 1)])
@@ -96,7 +96,7 @@ def test_experts_move_between_the_workers_of_a_tensor_parallel_rank(folder: Path
     tokens, whole, found = [list(range(3, 40)), list(range(50, 80))], load(folder), resolved(folder)
     wanted = [run(whole, caches(whole.spec, 24), [(of_rank, 0, TABLE)]) for of_rank in tokens]
     parallel = ParallelConfig(data_parallel_size=2, tensor_parallel_size=2)
-    everyone = [Shard.of(parallel, worker, expert_parallel=True, num_redundant=4) for worker in range(4)]
+    everyone = [Shard.of_worker(parallel, worker, expert_parallel=True, num_redundant=4) for worker in range(4)]
     comms = [comm for rank in (everyone[:2], everyone[2:]) for comm in communicators(rank)]
     config = EPLBConfig(window_size=1, step_interval=1, num_redundant_experts=4)
 

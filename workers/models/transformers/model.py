@@ -19,7 +19,7 @@ from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.layers.ops import AttentionShape, LayerStep, Ops
 from meshlm.workers.layers.torch_ops import TorchOps, make_ops
-from meshlm.workers.models.decoder import Decoder, DecoderLayer, KVScale, Parts
+from meshlm.workers.models.decoder import Decoder, DecoderLayer, KVScale, LayerExecutor
 from meshlm.workers.models.transformers import given, interface
 from meshlm.workers.models.transformers.look import SHORTEST, attending
 from meshlm.workers.models.transformers.self_test import why_unequal
@@ -81,7 +81,7 @@ class TransformersModel(Decoder):
         self.spec, self.shard, self.local = spec, shard, shard.local(spec)
         self.comm: Communicator = SINGLE_RANK
         self.ops: Ops = TorchOps()
-        self.parts: Parts | None = None
+        self.executor: LayerExecutor | None = None
         self.classifier = None
         self.layers = nn.ModuleList()
         self.rope = torch.empty(0)

@@ -53,7 +53,7 @@ def split(model: Any, shard: Shard, all_reduce: Callable[[Tensor], Tensor]) -> N
             raise ProcessFatal(
                 f"--tensor-parallel-size {shard.tp_size}: does not divide {module.weight.shape[dim]}, a size of {name}"
             )
-        begin, end = shard.part(module.weight.shape[dim])
+        begin, end = shard.shard_range(module.weight.shape[dim])
         module.weight = nn.Parameter(module.weight.narrow(dim, begin, end - begin).clone(), requires_grad=False)
         if dim == 0:
             module.out_features = end - begin

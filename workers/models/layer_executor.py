@@ -1,4 +1,4 @@
-"""Chooses another way of computing a whole decoder when a model is loaded, if there is one (decoder.py: Parts)."""
+"""Chooses another way of computing a whole decoder when a model is loaded, if there is one (decoder.py: LayerExecutor)."""
 
 from functools import partial
 
@@ -11,7 +11,7 @@ from meshlm.workers.models.decoder import Decoder
 _log = structlog.get_logger()
 
 
-def choose_parts(model: Decoder, worker: WorkerConfig, attention: str, dtype: torch.dtype) -> None:
+def choose_layer_executor(model: Decoder, worker: WorkerConfig, attention: str, dtype: torch.dtype) -> None:
     """attention: the name of the backend, which has kernels for whole layers on the CPU."""
     if worker.compile != "none":
         from meshlm.workers.models import compiled  # imports torch's compiler: two seconds
@@ -19,7 +19,7 @@ def choose_parts(model: Decoder, worker: WorkerConfig, attention: str, dtype: to
         folder = compiled.use_cache(model.spec, dtype, compiled.cache_root())
         _log.info("torch.compile", backend=worker.compile, cache=str(folder))
         compiler = partial(torch.compile, backend=worker.compile)
-        model.parts = compiled.CompiledParts(model.spec, compiler, worker.compile_dynamic_shapes)
+        model.executor = compiled.CompiledLayers(model.spec, compiler, worker.compile_dynamic_shapes)
     elif model.spec.encoder_only:
         from meshlm.workers.models import cpu_encoder
 
