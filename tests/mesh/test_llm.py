@@ -145,7 +145,7 @@ for text, output in zip(texts, llm.generate(texts, SamplingParams(max_tokens=2, 
 try:
     llm.generate([*[[300, 301]] * 40, ["no id"]], SamplingParams(max_tokens=400, ignore_eos=True))
 except ValueError as error:
-    assert "a prompt is text, token ids" in str(error) and not llm._client._rows
+    assert "a prompt is text, token ids" in str(error) and not llm._client.mesh_client.tracker.by_handle
 else:
     raise AssertionError("a prompt of anything was taken")
 budget = SamplingParams(max_tokens=12, ignore_eos=True, thinking_token_budget=5)
@@ -178,7 +178,7 @@ def kill_all():
             while any(process.pid == pid or process.state != "ready" for process in llm._supervisor.status().processes):
                 time.sleep(0.01)
 def kill_when_tokens_flow():
-    while not any(row.output.token_ids for row in list(llm._client._rows.values())):
+    while not any(choice.token_ids for choice in list(llm._client.mesh_client.tracker.by_handle.values())):
         time.sleep(0.01)
     kill_all()
 killer = threading.Thread(target=kill_when_tokens_flow, daemon=True)

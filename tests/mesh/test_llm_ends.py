@@ -43,7 +43,7 @@ async def main():
     async for one in engine.generate(prompt, SamplingParams(max_tokens=400, ignore_eos=True), "x"):
         break  # who stops reading aborts it
     async with asyncio.timeout(30):
-        while engine._llm._client._rows:
+        while engine._llm._client.mesh_client.tracker.by_handle:
             await asyncio.sleep(0.01)
     try:
         await anext(engine.generate([1] * 600))
@@ -54,11 +54,11 @@ async def main():
     assert await engine.reset_prefix_cache() and engine.is_running
     await engine.check_health()
     running = asyncio.ensure_future(aborted())
-    while not engine._llm._client._rows:
+    while not engine._llm._client.mesh_client.tracker.by_handle:
         await asyncio.sleep(0.001)
     running.cancel()
     running = asyncio.ensure_future(collect("y"))
-    while not engine._llm._client._rows:
+    while not engine._llm._client.mesh_client.tracker.by_handle:
         await asyncio.sleep(0.001)
     await asyncio.to_thread(engine.shutdown)
     try:
