@@ -39,9 +39,9 @@ assert isinstance(figures["meshlm:time_to_first_token_seconds", None], Histogram
 assert figures["meshlm:time_to_first_token_seconds", None].count == 4
 assert llm.collective_rpc("format", args=["{}-{x}", 1], kwargs={"x": 2}) == ["1-2"]
 try:
-    llm.collective_rpc("reload_weights")
+    llm.collective_rpc("reload_all_weights")
 except ValueError as error:
-    assert "Formatter has no 'reload_weights'" in str(error), error
+    assert "Formatter has no 'reload_all_weights'" in str(error), error
 else:
     raise AssertionError("it was called")
 llm.sleep(level=2)
