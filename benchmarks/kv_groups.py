@@ -4,19 +4,16 @@ By the worker's planning of memory and the scheduler's KVCache: requests come on
 until the next one finds no blocks. No weights, no device.
 
     python -P benchmarks/kv_groups.py [--model gemma3-4b] [--memory-gib 40] [--max-model-len 32768] [--request-tokens N ...]
-                                      [--vllm FOLDER] [--json FILE]
+                                      [--json FILE]
 
-The model is one of benchmarks/shapes.py. FOLDER has vLLM's packages: its planner and its KVCacheManager get the same bytes, the same
-requests and the same chunks then (vLLM itself gets somewhat fewer bytes from the same GPU). `capacity` is what vLLM says at its start,
-where it counts a step's tokens for each request. `found` is what a request finds cached of PREFIX tokens that it shares with one
-that decodes, and with one that has ended.
+The model is one of benchmarks/shapes.py. `found` is what a request finds cached of PREFIX tokens that it shares with one that decodes,
+and with one that has ended.
 """
 
 import json
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import tokenizers
@@ -111,54 +108,6 @@ def found(config: MeshConfig, model: ModelSpec, budget: int) -> list[int]:
     return hits
 
 
-def held_by_vllm(config: MeshConfig, model: ModelSpec, budget: int, length: int) -> dict[str, int]:
-    """The same by vLLM's groups, blocks and KVCacheManager, with as many tokens in flight as MeshLM has."""
-    from vllm import SamplingParams as VllmSampling
-    from vllm.utils.hashing import sha256_cbor
-    from vllm.v1.core import kv_cache_utils as planner
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
-    from vllm.v1.request import Request as VllmRequest
-
-    resolved = config.resolved
-    assert resolved is not None
-    chunk, block = resolved.max_num_batched_tokens, config.cache.block_size
-    in_flight = step_tokens(chunk, config.scheduler.async_depth, 0)
-    own: dict[str, Any] = {"block_size": block, "num_kv_heads": model.num_key_value_heads}
-    own |= {"head_size": model.head_dim, "dtype": torch.bfloat16}
-    layers: dict[str, Any] = {}
-    for layer, attention in enumerate(model.attentions):
-        window = attention.sliding_window
-        layers[f"{layer}"] = SlidingWindowSpec(**own, sliding_window=window) if window else FullAttentionSpec(**own)
-    engine = SimpleNamespace(
-        model_config=SimpleNamespace(max_model_len=resolved.max_model_len),
-        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
-        cache_config=SimpleNamespace(num_gpu_blocks_override=None),
-        kv_transfer_config=None,
-        max_in_flight_tokens=in_flight,
-    )
-    groups = planner.get_kv_cache_groups(engine, layers)
-    plan = planner.get_kv_cache_config_from_groups(engine, groups, budget)
-    manager = KVCacheManager(
-        plan, resolved.max_model_len, scheduler_block_size=block, hash_block_size=block, max_in_flight_tokens=in_flight
-    )
-    planner.init_none_hash(sha256_cbor)
-    capacity = planner.get_kv_cache_capacity(engine, plan)[0]
-    facts = {"groups": len(groups), "pages": plan.num_blocks, "capacity": capacity}
-    hasher, count = planner.get_request_block_hasher(block, sha256_cbor), 0
-    while True:
-        sampling = VllmSampling(max_tokens=DECODES + 1, ignore_eos=True)
-        request = VllmRequest(f"r{count}", [count] * (length - DECODES), sampling, None, block_hasher=hasher)
-        for tokens in steps(length, chunk):
-            if manager.allocate_slots(request, tokens) is None:
-                return {**facts, "tokens": count * length}
-            request.num_computed_tokens += tokens
-            if request.num_computed_tokens >= request.num_prompt_tokens:
-                request.append_output_token_ids(count)
-        count += 1
-
-
 def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--model", default="gemma3-4b", choices=[name for name in shapes.SHAPES if "gemma" in name])
@@ -167,20 +116,16 @@ def main() -> None:
     parser.add_argument(
         "--request-tokens", type=int, nargs="+", help="of each request; else the most that there may be"
     )
-    parser.add_argument("--vllm", default="", help="folder with vLLM's packages, or several with colons between")
     given = parser.parse_args()
     config = configured(given.model, given.max_model_len)
     assert config.resolved is not None
     budget, model = int(given.memory_gib * 2**30), config.resolved.spec
     keeps_all = with_attention(model, sliding_window=0)
-    sys.path += given.vllm.split(":") if given.vllm else []  # behind what is installed
     results: list[dict[str, Any]] = []
     for length in given.request_tokens or [given.max_model_len]:
         grouped, every = held(config, model, budget, length), held(config, keeps_all, budget, length)
         times = round(grouped["tokens"] / max(1, every["tokens"]), 2)
         results.append({"request_tokens": length, "grouped": grouped, "every": every, "times": times})
-        if given.vllm:
-            results[-1]["vllm"] = held_by_vllm(config, model, budget, length)
     hits = {"grouped": found(config, model, budget), "every": found(config, keeps_all, budget)}
     report = {
         "model": given.model, "memory_gib": given.memory_gib, "max_model_len": given.max_model_len, "results": results,
