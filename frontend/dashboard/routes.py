@@ -17,7 +17,7 @@ from meshlm.frontend.dashboard.feed import PERIOD_S, STALL_S, Feed, Watcher
 from meshlm.frontend.http.connection import EXTENSION
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.http.page_policy import HEADERS, source
-from meshlm.frontend.routes.operation import EVENTS, HTML, Group, Parameter, route
+from meshlm.frontend.routes.operation import EVENTS, HTML, Group, OfClass, Parameter, route
 from meshlm.protocol.dashboard import History
 from meshlm.runtime.api_keys import ADMIN
 
@@ -79,6 +79,8 @@ def page() -> Page:
 class DashboardRoutes:
     """Of one frontend."""
 
+    routes = OfClass(Group.DASHBOARD, ADMIN)
+
     def __init__(self, shown: Shows) -> None:
         self._shown = shown
 
@@ -87,8 +89,6 @@ class DashboardRoutes:
         "A page that shows the mesh; it asks for a key.",
         answers=HTML,
         is_open=True,
-        group=Group.DASHBOARD,
-        key_scope=ADMIN,
     )
     async def page(self, request: Request) -> HttpResponse:
         found = page()
@@ -104,8 +104,6 @@ class DashboardRoutes:
         "/dashboard/history",
         "The last thousand requests, and news.",
         answers=History,
-        group=Group.DASHBOARD,
-        key_scope=ADMIN,
     )
     async def history(self, request: Request) -> HttpResponse:
         return HttpResponse(await self._shown.feed.history(), media_type=JSON, headers=HEADERS)
@@ -118,8 +116,6 @@ class DashboardRoutes:
         parameters=(
             Parameter("every", "query", {"type": "number", "minimum": 0.1, "maximum": 5.0}, "Seconds between events."),
         ),
-        group=Group.DASHBOARD,
-        key_scope=ADMIN,
     )
     async def events(self, request: Request) -> HttpResponse:
         every = request.query_params.get("every")

@@ -15,7 +15,7 @@ from meshlm.frontend.openai import schema
 from meshlm.frontend.openai.schema import AbortRequest, CollectiveRpcRequest, ScaleRequest, Settings
 from meshlm.frontend.operator import operating
 from meshlm.frontend.requests.generation import Backend
-from meshlm.frontend.routes.operation import Group, Parameter, route, switch
+from meshlm.frontend.routes.operation import Group, OfClass, Parameter, route, switch
 from meshlm.runtime.api_keys import ADMIN
 
 _TRACES = (404, 409, 503, 504)
@@ -26,6 +26,8 @@ Read = Callable[[Request, Callable[[Request, bytes], Any]], Awaitable[Any]]
 class OperatorRoutes:
     """`read` gives a request's body to a function, as routes.py does for all routes."""
 
+    routes = OfClass(Group.DEVELOPMENT, ADMIN)
+
     def __init__(self, backend: Backend, read: Read) -> None:
         self._backend, self._read = backend, read
 
@@ -35,13 +37,13 @@ class OperatorRoutes:
         answers=responses.Traces,
         methods=("POST",),
         errors=_TRACES,
-        key_scope=ADMIN,
+        group=Group.ANY,
     )
     async def start_profile(self, request: Request) -> HttpResponse:
         return await self._profile(start=True)
 
     @route(
-        "/stop_profile", "End the traces.", answers=responses.Traces, methods=("POST",), errors=_TRACES, key_scope=ADMIN
+        "/stop_profile", "End the traces.", answers=responses.Traces, methods=("POST",), errors=_TRACES, group=Group.ANY
     )
     async def stop_profile(self, request: Request) -> HttpResponse:
         return await self._profile(start=False)
@@ -59,8 +61,6 @@ class OperatorRoutes:
             switch("reset_running_requests", "Compute those that run anew; otherwise success is false while some do."),
             switch("reset_external", "Refused: there is no other prefix cache than the workers'."),
         ),
-        group=Group.DEVELOPMENT,
-        key_scope=ADMIN,
     )
     async def reset_prefix_cache(self, request: Request) -> HttpResponse:
         return json_response(await operating.reset_prefix_cache(self._backend.operations, request.query_params))
@@ -83,8 +83,6 @@ class OperatorRoutes:
             ),
             switch("wait_for_inflight_requests", "The older name of mode wait."),
         ),
-        group=Group.DEVELOPMENT,
-        key_scope=ADMIN,
     )
     async def pause(self, request: Request) -> HttpResponse:
         return json_response(await operating.pause(self._backend.operations, request.query_params))
@@ -95,8 +93,6 @@ class OperatorRoutes:
         answers=responses.Paused,
         methods=("POST",),
         errors=(409, 503, 504),
-        group=Group.DEVELOPMENT,
-        key_scope=ADMIN,
     )
     async def resume(self, request: Request) -> HttpResponse:
         return json_response(await operating.resume(self._backend.operations))
@@ -117,8 +113,6 @@ class OperatorRoutes:
                 "mode", "query", {"enum": ["abort", "wait", "keep"], "default": "abort"}, "What becomes of requests."
             ),
         ),
-        group=Group.DEVELOPMENT,
-        key_scope=ADMIN,
     )
     async def sleep(self, request: Request) -> HttpResponse:
         await operating.sleep(self._backend.operations, request.query_params)
@@ -137,8 +131,6 @@ class OperatorRoutes:
                 "Of these alone; steps wait until both are there. scheduling: after level 0.",
             ),
         ),
-        group=Group.DEVELOPMENT,
-        key_scope=ADMIN,
     )
     async def wake_up(self, request: Request) -> HttpResponse:
         await operating.wake_up(self._backend.operations, request.query_params.getlist("tags"))
@@ -149,8 +141,6 @@ class OperatorRoutes:
         "Whether it sleeps, at whatever level.",
         answers=responses.IsSleeping,
         errors=(404, 503),
-        group=Group.DEVELOPMENT,
-        key_scope=ADMIN,
     )
     async def is_sleeping(self, request: Request) -> HttpResponse:
         return json_response(await operating.is_sleeping(self._backend.operations))
@@ -163,8 +153,6 @@ class OperatorRoutes:
         parameters=(
             Parameter("include_dp", "query", {"type": "boolean", "default": True}, "Of all data-parallel ranks."),
         ),
-        group=Group.DEVELOPMENT,
-        key_scope=ADMIN,
     )
     async def get_world_size(self, request: Request) -> HttpResponse:
         return json_response(operating.world_size(self._backend.config, request.query_params))
@@ -173,13 +161,11 @@ class OperatorRoutes:
         "/is_paused",
         "Whether the mesh is paused.",
         answers=responses.IsPaused,
-        group=Group.DEVELOPMENT,
-        key_scope=ADMIN,
     )
     async def is_paused(self, request: Request) -> HttpResponse:
         return json_response({"is_paused": (await self._backend.operations.fresh_stats()).paused})
 
-    @route("/settings", "The settings that may change while the server runs.", answers=schema.Settings, key_scope=ADMIN)
+    @route("/settings", "The settings that may change while the server runs.", answers=schema.Settings, group=Group.ANY)
     async def settings(self, request: Request) -> HttpResponse:
         return json_response(operating.settings(self._backend.config))
 
@@ -189,7 +175,7 @@ class OperatorRoutes:
         answers=schema.Settings,
         body=schema.Settings,
         errors=(400, 413, 503),
-        key_scope=ADMIN,
+        group=Group.ANY,
     )
     async def change_settings(self, request: Request) -> HttpResponse:
         body, unknown = await self._read(request, lambda request, raw: bodies.decode(raw, Settings))
@@ -202,8 +188,6 @@ class OperatorRoutes:
         answers=responses.Aborted,
         body=schema.AbortRequest,
         errors=(400, 409, 413, 503, 504),
-        group=Group.DEVELOPMENT,
-        key_scope=ADMIN,
     )
     async def abort_requests(self, request: Request) -> HttpResponse:
         body, unknown = await self._read(request, lambda request, raw: bodies.decode(raw, AbortRequest))
@@ -216,8 +200,6 @@ class OperatorRoutes:
         answers=responses.RpcResults,
         body=schema.CollectiveRpcRequest,
         errors=(400, 404, 413, 503, 504),
-        group=Group.DEVELOPMENT,
-        key_scope=ADMIN,
     )
     async def collective_rpc(self, request: Request) -> HttpResponse:
         body, unknown = await self._read(request, lambda request, raw: bodies.decode(raw, CollectiveRpcRequest))
@@ -230,8 +212,6 @@ class OperatorRoutes:
         answers=responses.Scaled,
         body=schema.ScaleRequest,
         errors=(400, 409, 413, 500, 503, 504),
-        group=Group.DEVELOPMENT,
-        key_scope=ADMIN,
     )
     async def scale_elastic_ep(self, request: Request) -> HttpResponse:
         body, unknown = await self._read(request, lambda request, raw: bodies.decode(raw, ScaleRequest))
@@ -244,8 +224,6 @@ class OperatorRoutes:
         answers=responses.IsScaling,
         methods=("POST",),
         errors=(503, 504),
-        group=Group.DEVELOPMENT,
-        key_scope=ADMIN,
     )
     async def is_scaling_elastic_ep(self, request: Request) -> HttpResponse:
         return json_response(await operating.is_scaling(self._backend.operations))
@@ -256,8 +234,6 @@ class OperatorRoutes:
         answers=responses.Reset,
         methods=("POST",),
         errors=(503, 504),
-        group=Group.DEVELOPMENT,
-        key_scope=ADMIN,
     )
     async def rebalance_experts(self, request: Request) -> HttpResponse:
         return json_response(await operating.rebalance_experts(self._backend.operations))
@@ -268,8 +244,6 @@ class OperatorRoutes:
         answers=responses.ServerInfo,
         errors=(400, 503),
         parameters=(_FORMAT,),
-        group=Group.DEVELOPMENT,
-        key_scope=ADMIN,
     )
     async def server_info(self, request: Request) -> HttpResponse:
         return json_response(await asyncio.to_thread(information.server, self._backend, request.query_params))

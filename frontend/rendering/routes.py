@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from meshlm.frontend.http import bodies
+from meshlm.frontend.http.endpoint import json_response
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai import limits, parse
 from meshlm.frontend.openai import response_schema as responses
@@ -30,7 +31,7 @@ from meshlm.frontend.rendering.schema import (
     RenderedRequest,
 )
 from meshlm.frontend.requests.generation import Backend, Form, Generation
-from meshlm.frontend.routes.operation import GENERATES, Group, route
+from meshlm.frontend.routes.operation import GENERATES, Group, OfClass, route
 from meshlm.frontend.routes.request_reader import ReadRequest, RequestReader
 from meshlm.protocol.edges.text import Detokenize, Prompt, TextPrompt, Tokenize, TokenPrompt
 from meshlm.protocol.wire.columns import pack_i32, unpack_i32
@@ -49,6 +50,8 @@ BATCH = Form(_BatchResponse, StreamResponse)
 class Rendering:
     """Of one frontend."""
 
+    routes = OfClass(Group.GENERATION)
+
     def __init__(self, backend: Backend, generation: Generation, reader: RequestReader) -> None:
         self._backend, self._generation, self._reader = backend, generation, reader
 
@@ -59,26 +62,24 @@ class Rendering:
         "What a conversation asks of POST /inference/v1/generate.",
         answers=RenderedRequest,
         body=ChatRequest,
-        group=Group.GENERATION,
     )
     async def chat(self, request: Request) -> HttpResponse | None:
         """POST /v1/chat/completions/render."""
         parsed_request, model, _ = await self._reader.read(request, self._reader.chat)
         found = await self._rendered(request, parsed_request, model, "chatcmpl-")
-        return None if found is None else _json(found[0])
+        return None if found is None else json_response(found[0])
 
     @route(
         "/v1/completions/render",
         "What each prompt asks of POST /inference/v1/generate.",
         answers=GenericAlias(list, (RenderedRequest,)),
         body=CompletionRequest,
-        group=Group.GENERATION,
     )
     async def completion(self, request: Request) -> HttpResponse | None:
         """POST /v1/completions/render."""
         parsed_request, model, _ = await self._reader.read(request, self._reader.completion)
         found = await self._rendered(request, parsed_request, model, "cmpl-")
-        return None if found is None else _json(found)
+        return None if found is None else json_response(found)
 
     async def _rendered(
         self, request: Request, parsed_request: ParsedRequest, model: str, prefix: str
@@ -119,7 +120,6 @@ class Rendering:
         "A conversation's answer, of its token ids.",
         answers=responses.ChatCompletionResponse,
         body=DerenderChatRequest,
-        group=Group.GENERATION,
     )
     async def derender_chat(self, request: Request) -> HttpResponse | None:
         """POST /v1/chat/completions/derender."""
@@ -141,7 +141,6 @@ class Rendering:
         "A completion's answer, of its token ids.",
         answers=responses.CompletionResponse,
         body=DerenderCompletionRequest,
-        group=Group.GENERATION,
     )
     async def derender_completion(self, request: Request) -> HttpResponse | None:
         """POST /v1/completions/derender."""
@@ -200,7 +199,6 @@ class Rendering:
         body=GenerateRequest,
         parameters=GENERATES,
         streams=True,
-        group=Group.GENERATION,
     )
     async def generate(self, request: Request) -> HttpResponse | None:
         """POST /inference/v1/generate."""
@@ -225,7 +223,6 @@ class Rendering:
         answers=responses.ChatCompletionResponse,
         body=BatchChatRequest,
         parameters=GENERATES,
-        group=Group.GENERATION,
     )
     async def batch(self, request: Request) -> HttpResponse | None:
         """POST /v1/chat/completions/batch."""
@@ -263,7 +260,3 @@ class Rendering:
             resolved,
         )
         return ReadRequest(parsed_request, model, self._reader.idempotency_key(request, raw))
-
-
-def _json(value: Any) -> HttpResponse:
-    return HttpResponse(msgspec.json.encode(value), media_type="application/json")

@@ -108,10 +108,8 @@ class Generation:
         backend = self._backend
         if generates(parsed_request.mesh.extras) != (backend.resolved.pooling is None):
             raise HttpError(404, WRONG_RUNNER, kind="not_found_error")
-        if (
-            reason := backend.readiness.refusal(attaches=idempotency_key is not None)
-            or await backend.readiness.wait_serving()
-        ):
+        attaches = idempotency_key is not None
+        if reason := backend.readiness.refusal(attaches=attaches) or await backend.readiness.wait_serving():
             raise HttpError(503, reason, kind="overloaded_error")
         parsed_request = self.permitted(parsed_request, request.scope.get("meshlm.key", ""))
         if names := backend.resolved.logits_processors:
@@ -135,7 +133,7 @@ class Generation:
         prefix: str,
         form: Form,
     ) -> HttpResponse | None:
-        backend = self._backend
+        backend, options = self._backend, parsed_request.answer
         header = request.headers.get("x-request-id") if form.named_by_header else ""
         name = idempotency_key.key if idempotency_key else header or parsed_request.request_id or uuid.uuid4().hex
         request_id = prefix + name[:128]
@@ -147,7 +145,7 @@ class Generation:
         answer: WholeAnswer | StreamAnswer
         position = submits.position(parsed_request, idempotency_key) if idempotency_key else None
         head = AnswerHead(parsed_request, request_id, created, model, end.set)
-        if parsed_request.answer.stream:
+        if options.stream:
             progress = retry.Progress(position) if position else None
             answer = form.stream(head, writer.write, progress)
         else:
@@ -177,7 +175,7 @@ class Generation:
             if asking is None:
                 opened += answer.choices
                 backend.requests.open(*asked[0])
-            if parsed_request.answer.stream:
+            if options.stream:
                 return await self._stream(request, answer, writer, end, form, answer_name)  # type: ignore[arg-type]
             if not await _ended_before_disconnect(request, end):
                 status = 499
@@ -189,11 +187,7 @@ class Generation:
             if form.before_end is not None:
                 await form.before_end()
             # A quarter of a second, for as many as there may be.
-            long = (
-                parsed_request.answer.logprobs >= 0
-                or parsed_request.answer.prompt_logprobs >= 0
-                or len(answer.choices) > MANY_CHOICES
-            )
+            long = options.logprobs >= 0 or options.prompt_logprobs >= 0 or len(answer.choices) > MANY_CHOICES
             content = await asyncio.to_thread(answer.body) if long else answer.body()  # type: ignore[union-attr]
             headers = dict.fromkeys(form.id_headers, answer_name) | answer.headers
             return HttpResponse(content, media_type=answer.media_type, headers=headers)

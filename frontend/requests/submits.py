@@ -58,37 +58,36 @@ def build_each(
 ) -> Iterator[tuple[list[Choice], Submit]]:
     """One Submit per prompt, with a Choice for each sequence; fills answer.choices. `cuts`: by choice, what the client has. `draws`:
     the seeds of prompts to which the client gives none. None may be sent before the last is built: an answer ends with its choices."""
+    mesh, options = parsed_request.mesh, parsed_request.answer
     if idempotency_key is not None:
         draws = random.Random(idempotency_key.seed)
     now = time.time()
-    for prompt_index, prompt in enumerate(parsed_request.mesh.prompts):
-        seed = draws.getrandbits(63) if parsed_request.mesh.seed is None else parsed_request.mesh.seed
-        handles = tuple(new_handle() for _ in range(parsed_request.mesh.num_choices))
-        first = prompt_index * parsed_request.mesh.num_choices
+    for prompt_index, prompt in enumerate(mesh.prompts):
+        seed = draws.getrandbits(63) if mesh.seed is None else mesh.seed
+        handles = tuple(new_handle() for _ in range(mesh.num_choices))
+        first = prompt_index * mesh.num_choices
         unique = "" if idempotency_key else f"-{uuid.uuid4().hex[:8]}"
-        names = tuple(
-            RequestId(f"{answer.request_id}{unique}-{first + i}") for i in range(parsed_request.mesh.num_choices)
-        )
-        mine = cuts[first : first + parsed_request.mesh.num_choices]
+        names = tuple(RequestId(f"{answer.request_id}{unique}-{first + i}") for i in range(mesh.num_choices))
+        mine = cuts[first : first + mesh.num_choices]
         submit = Submit(
             handles=handles,
             request_ids=names,
             prompt=prompt,
-            sampling=msgspec.structs.replace(parsed_request.mesh.sampling, seed=seed),
-            text=parsed_request.mesh.text,
-            max_tokens=parsed_request.mesh.max_tokens,
-            cap_max_tokens=parsed_request.mesh.cap_max_tokens,
-            want_ids=parsed_request.answer.return_token_ids
-            or (parsed_request.answer.echo and parsed_request.answer.tokens_as_ids)
-            or any(extra.needs_prompt_ids for extra in parsed_request.mesh.extras),
-            want_text=parsed_request.answer.echo or parsed_request.answer.return_prompt_text,
-            priority=parsed_request.mesh.priority,
-            cache_salt=parsed_request.mesh.cache_salt,
+            sampling=msgspec.structs.replace(mesh.sampling, seed=seed),
+            text=mesh.text,
+            max_tokens=mesh.max_tokens,
+            cap_max_tokens=mesh.cap_max_tokens,
+            want_ids=options.return_token_ids
+            or (options.echo and options.tokens_as_ids)
+            or any(extra.needs_prompt_ids for extra in mesh.extras),
+            want_text=options.echo or options.return_prompt_text,
+            priority=mesh.priority,
+            cache_salt=mesh.cache_salt,
             arrival_s=now,
-            deadline_s=now + parsed_request.mesh.timeout_s if parsed_request.mesh.timeout_s else 0.0,
+            deadline_s=now + mesh.timeout_s if mesh.timeout_s else 0.0,
             dp_rank=rank,
             retry=Retry(idempotency_key.key, idempotency_key.body, mine) if idempotency_key else None,
-            extras=parsed_request.mesh.extras,
+            extras=mesh.extras,
         )
         yield choices_of(answer, submit, prompt_index), submit
 

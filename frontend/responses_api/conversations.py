@@ -10,12 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from meshlm.frontend.http import bodies
+from meshlm.frontend.http.endpoint import json_response
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.responses_api import items, listing, schema, shelf, translate
 from meshlm.frontend.responses_api.keys import key_of
 from meshlm.frontend.responses_api.records import CONVERSATION, Conversation
 from meshlm.frontend.responses_api.schema import ConversationRequest, ItemsRequest, MetadataRequest
-from meshlm.frontend.routes.operation import STORED, Group, Parameter, route
+from meshlm.frontend.routes.operation import STORED, Group, OfClass, Parameter, route
 
 Json = dict[str, Any]
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -28,6 +29,8 @@ MAX_ADDED = 20  # items in one request: OpenAI's
 class ConversationRoutes:
     """All routes of one frontend. `read` reads a request's body within the server's limits."""
 
+    routes = OfClass(Group.TEXT)
+
     def __init__(self, stored: shelf.Shelf, read: Read, ignored: Callable[[tuple[str, ...], str], None]) -> None:
         self._shelf, self._read, self._ignored = stored, read, ignored
 
@@ -37,7 +40,6 @@ class ConversationRoutes:
         answers=schema.ConversationResponse,
         body=schema.ConversationRequest,
         errors=(*STORED, 413),
-        group=Group.TEXT,
     )
     async def create(self, request: Request) -> HttpResponse:
         body = await self._body(request, ConversationRequest)
@@ -57,7 +59,6 @@ class ConversationRoutes:
         answers=schema.ConversationResponse,
         errors=STORED,
         parameters=(_CONVERSATION,),
-        group=Group.TEXT,
     )
     async def retrieve(self, request: Request) -> HttpResponse:
         return _shown(await self._find(request))
@@ -69,7 +70,6 @@ class ConversationRoutes:
         body=schema.MetadataRequest,
         errors=(*STORED, 413),
         parameters=(_CONVERSATION,),
-        group=Group.TEXT,
     )
     async def update(self, request: Request) -> HttpResponse:
         body = await self._body(request, MetadataRequest)
@@ -86,12 +86,11 @@ class ConversationRoutes:
         methods=("DELETE",),
         errors=STORED,
         parameters=(_CONVERSATION,),
-        group=Group.TEXT,
     )
     async def delete(self, request: Request) -> HttpResponse:
         found = await self._find(request)
         await self._shelf.delete_conversation(found.id)
-        return _json({"id": found.id, "object": "conversation.deleted", "deleted": True})
+        return json_response({"id": found.id, "object": "conversation.deleted", "deleted": True})
 
     @route(
         "/v1/conversations/{conversation_id}/items",
@@ -99,7 +98,6 @@ class ConversationRoutes:
         answers=schema.InputItems,
         errors=STORED,
         parameters=(_CONVERSATION, *listing.PAGE),
-        group=Group.TEXT,
     )
     async def list_items(self, request: Request) -> HttpResponse:
         found = await self._find(request)
@@ -113,7 +111,6 @@ class ConversationRoutes:
         body=schema.ItemsRequest,
         errors=(*STORED, 413),
         parameters=(_CONVERSATION,),
-        group=Group.TEXT,
     )
     async def add_items(self, request: Request) -> HttpResponse:
         body = await self._body(request, ItemsRequest)
@@ -128,13 +125,12 @@ class ConversationRoutes:
         answers="application/json",
         errors=STORED,
         parameters=(_CONVERSATION, _ITEM),
-        group=Group.TEXT,
     )
     async def item(self, request: Request) -> HttpResponse:
         found, item_id = await self._find(request), request.path_params["item_id"]
         for item in await self._shelf.items(found.id):
             if item["id"] == item_id:
-                return _json(item)
+                return json_response(item)
         raise _no_item(item_id)
 
     @route(
@@ -144,7 +140,6 @@ class ConversationRoutes:
         methods=("DELETE",),
         errors=STORED,
         parameters=(_CONVERSATION, _ITEM),
-        group=Group.TEXT,
     )
     async def delete_item(self, request: Request) -> HttpResponse:
         found, item_id = await self._find(request), request.path_params["item_id"]
@@ -181,8 +176,4 @@ def _no_item(item_id: str) -> HttpError:
 
 def _shown(found: Conversation) -> HttpResponse:
     metadata = msgspec.json.decode(found.metadata)
-    return _json({"id": found.id, "object": "conversation", "created_at": found.created, "metadata": metadata})
-
-
-def _json(value: Any) -> HttpResponse:
-    return HttpResponse(msgspec.json.encode(value), media_type="application/json")
+    return json_response({"id": found.id, "object": "conversation", "created_at": found.created, "metadata": metadata})

@@ -41,7 +41,7 @@ from meshlm.frontend.responses_api.history import History
 from meshlm.frontend.responses_api.keys import key_of
 from meshlm.frontend.responses_api.records import CONVERSATION, Chunk, Stored
 from meshlm.frontend.responses_api.schema import ResponsesRequest
-from meshlm.frontend.routes.operation import NAMED, STORED, Group, Parameter, route, switch
+from meshlm.frontend.routes.operation import NAMED, STORED, Group, OfClass, Parameter, route, switch
 from meshlm.frontend.routes.request_reader import RequestReader
 from meshlm.protocol.config.server import STORE_OFF
 
@@ -62,6 +62,8 @@ class Body(NamedTuple):
 
 class ResponseRoutes:
     """All routes of one frontend."""
+
+    routes = OfClass(Group.GENERATION)
 
     def __init__(self, backend: Backend, generation: Generation, reader: RequestReader) -> None:
         server, run = backend.config.server, backend.config.run
@@ -94,7 +96,6 @@ class ResponseRoutes:
         body=schema.ResponsesRequest,
         parameters=NAMED,
         streams=True,
-        group=Group.GENERATION,
     )
     async def create(self, request: Request) -> HttpResponse | None:
         body, idempotency_key = await self._reader.read(request, self._read)
@@ -233,7 +234,6 @@ class ResponseRoutes:
             ),
         ),
         streams=True,
-        group=Group.GENERATION,
     )
     async def retrieve(self, request: Request) -> HttpResponse | None:
         stored = await self._shelf.find(request.path_params["response_id"], key_of(request))
@@ -263,7 +263,6 @@ class ResponseRoutes:
         methods=("DELETE",),
         errors=STORED,
         parameters=(_RESPONSE,),
-        group=Group.GENERATION,
     )
     async def delete(self, request: Request) -> HttpResponse:
         response_id = request.path_params["response_id"]
@@ -278,7 +277,6 @@ class ResponseRoutes:
         methods=("POST",),
         errors=STORED,
         parameters=(_RESPONSE,),
-        group=Group.GENERATION,
     )
     async def cancel(self, request: Request) -> HttpResponse:
         key = key_of(request)
@@ -301,7 +299,6 @@ class ResponseRoutes:
         answers=schema.InputItems,
         errors=STORED,
         parameters=(_RESPONSE, *listing.PAGE),
-        group=Group.GENERATION,
     )
     async def input_items(self, request: Request) -> HttpResponse:
         stored = await self._shelf.find(request.path_params["response_id"], key_of(request))

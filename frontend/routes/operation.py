@@ -59,6 +59,13 @@ class Group(Enum):
     DOCUMENTATION = "documentation"  # unless --disable-fastapi-docs
 
 
+class OfClass(NamedTuple):
+    """What the routes of a class have in common; the class has it as `routes`."""
+
+    group: Group = Group.ANY
+    key_scope: str = INFERENCE
+
+
 class Operation(NamedTuple):
     """One route. `answers` is a Struct, or a list of one, for JSON, else a content type, None for nothing; `errors` are statuses whose
     body is `error`, in the form of the route's API."""
@@ -78,8 +85,18 @@ class Operation(NamedTuple):
     error: type[Struct]
     is_form: bool
     texts: tuple[str, ...]  # content types that the answer has instead, where they are asked for
-    group: Group
-    key_scope: str  # what a key must be for
+    own_group: Group | None
+    own_key_scope: str | None
+    of_class: OfClass = OfClass()
+
+    @property
+    def group(self) -> Group:
+        return self.own_group or self.of_class.group
+
+    @property
+    def key_scope(self) -> str:
+        """What a key must be for."""
+        return self.of_class.key_scope if self.own_key_scope is None else self.own_key_scope
 
     @property
     def pattern(self) -> str:
@@ -124,10 +141,11 @@ def route(
     error: type[Struct] = responses.ErrorResponse,
     is_form: bool = False,
     texts: tuple[str, ...] = (),
-    group: Group = Group.ANY,
-    key_scope: str = INFERENCE,
+    group: Group | None = None,
+    key_scope: str | None = None,
 ) -> Callable[[Handler], Handler]:
-    """The decorated method answers requests for this path: those of `methods`, which is POST for a route that takes a body."""
+    """The decorated method answers requests for this path: those of `methods`, which is POST for a route that takes a body. `group` and
+    `key_scope` are those of its class where it has none (`OfClass`)."""
     methods = methods or (("POST",) if body is not None else ("GET",))
     # A server that stops says so on every path.
     errors = errors or (ASKS if body is not None else (503,))
@@ -146,8 +164,12 @@ def route(
 
 def operations_of(*kinds: type) -> tuple[Operation, ...]:
     """All routes that these classes declare."""
-    members = (member for kind in kinds for member in vars(kind).values())
-    return tuple(operation for member in members for operation in getattr(member, "operations", ()))
+    return tuple(
+        operation._replace(of_class=getattr(kind, "routes", OfClass()))
+        for kind in kinds
+        for member in vars(kind).values()
+        for operation in getattr(member, "operations", ())
+    )
 
 
 GENERATES = (

@@ -19,7 +19,7 @@ from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.requests import retry
 from meshlm.frontend.requests.generation import Backend, Form, Generation
 from meshlm.frontend.requests.poison import name_of
-from meshlm.frontend.routes.operation import NAMED, SRT, TEXT, VTT, Group, route
+from meshlm.frontend.routes.operation import NAMED, SRT, TEXT, VTT, Group, OfClass, route
 from meshlm.frontend.routes.request_reader import RequestReader
 from meshlm.frontend.speech import form, language, parse, schema
 from meshlm.frontend.speech.answers import SpeechResponse
@@ -45,6 +45,8 @@ class Asked(NamedTuple):
 class SpeechRoutes:
     """Of one frontend."""
 
+    routes = OfClass(Group.SPEECH)
+
     def __init__(self, backend: Backend, generation: Generation, reader: RequestReader) -> None:
         self._backend, self._generation, self._reader = backend, generation, reader
         self._decoders = asyncio.Semaphore(DECODED_AT_ONCE)
@@ -60,7 +62,6 @@ class SpeechRoutes:
         streams=True,
         is_form=True,
         texts=(TEXT, SRT, VTT),
-        group=Group.SPEECH,
     )
     async def transcriptions(self, request: Request) -> HttpResponse | None:
         """POST /v1/audio/transcriptions."""
@@ -75,7 +76,6 @@ class SpeechRoutes:
         streams=True,
         is_form=True,
         texts=(TEXT, SRT, VTT),
-        group=Group.SPEECH,
     )
     async def translations(self, request: Request) -> HttpResponse | None:
         """POST /v1/audio/translations."""

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from meshlm.frontend.requests.generation import Backend, Generation
-from meshlm.frontend.routes.operation import NAMED, Group, route
+from meshlm.frontend.routes.operation import NAMED, Group, OfClass, route
 from meshlm.frontend.routes.request_reader import RequestReader
 from meshlm.frontend.vectors import processed, schema
 from meshlm.frontend.vectors.reading import Asked, in_parts, read
@@ -15,6 +15,8 @@ from meshlm.frontend.vectors.reading import Asked, in_parts, read
 
 class VectorRoutes:
     """Of one frontend."""
+
+    routes = OfClass(Group.VECTORS)
 
     def __init__(self, backend: Backend, generation: Generation, reader: RequestReader) -> None:
         self._backend, self._generation, self._reader = backend, generation, reader
@@ -25,7 +27,6 @@ class VectorRoutes:
         answers=schema.EmbeddingResponse,
         body=schema.EmbeddingRequest,
         parameters=NAMED[:2],
-        group=Group.VECTORS,
     )
     @route(
         "/v2/embed",
@@ -33,7 +34,6 @@ class VectorRoutes:
         answers=schema.CohereEmbedResponse,
         body=schema.CohereEmbedRequest,
         parameters=NAMED[:2],
-        group=Group.VECTORS,
     )
     @route(
         "/classify",
@@ -41,7 +41,6 @@ class VectorRoutes:
         answers=schema.ClassificationResponse,
         body=schema.ClassificationRequest,
         parameters=NAMED[:2],
-        group=Group.VECTORS,
     )
     @route(
         "/score",
@@ -49,7 +48,6 @@ class VectorRoutes:
         answers=schema.ScoreResponse,
         body=schema.ScoreRequest,
         parameters=NAMED[:2],
-        group=Group.VECTORS,
     )
     @route(
         "/v1/score",
@@ -57,7 +55,6 @@ class VectorRoutes:
         answers=schema.ScoreResponse,
         body=schema.ScoreRequest,
         parameters=NAMED[:2],
-        group=Group.VECTORS,
     )
     @route(
         "/rerank",
@@ -65,7 +62,6 @@ class VectorRoutes:
         answers=schema.RerankResponse,
         body=schema.RerankRequest,
         parameters=NAMED[:2],
-        group=Group.VECTORS,
     )
     @route(
         "/v1/rerank",
@@ -73,7 +69,6 @@ class VectorRoutes:
         answers=schema.RerankResponse,
         body=schema.RerankRequest,
         parameters=NAMED[:2],
-        group=Group.VECTORS,
     )
     @route(
         "/v2/rerank",
@@ -81,7 +76,6 @@ class VectorRoutes:
         answers=schema.RerankResponse,
         body=schema.RerankRequest,
         parameters=NAMED[:2],
-        group=Group.VECTORS,
     )
     async def vectors(self, request: Request) -> HttpResponse | None:
         asked = await self._reader.read(request, self._read)
@@ -97,7 +91,6 @@ class VectorRoutes:
         answers=schema.PoolingResponse,
         body=schema.PoolingRequest,
         parameters=NAMED[:2],
-        group=Group.VECTORS,
     )
     async def pooling(self, request: Request) -> HttpResponse | None:
         """Vectors, or what a plug-in makes of data and of them."""
