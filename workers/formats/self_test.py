@@ -4,13 +4,12 @@ What differs, or cannot be compiled or launched, is not used: another way comput
 """
 
 from collections.abc import Callable
-from functools import cache, partial, wraps
-from typing import Any, ParamSpec
+from functools import cache, partial
+from typing import Any
 
 import structlog
 import torch
 from torch import Tensor
-from triton.runtime.errors import TritonError
 
 from meshlm.kernels.fp8_gemm.kernel import fp8_gemm, int8_gemm
 from meshlm.kernels.fp8_gemm.reference import Fp8Weight
@@ -24,6 +23,7 @@ from meshlm.kernels.packed_gemm.reference import PackedWeight
 from meshlm.kernels.quantise_fp8 import kernel as quantise_fp8
 from meshlm.kernels.quantise_int8 import kernel as quantise_int8
 from meshlm.kernels.quantise_int8.reference import Int8Weight, int8_linear
+from meshlm.kernels.self_test import Result, same_numbers, why_wrong
 
 NEAR = 0.05  # largest error, in standard deviations of what must come out, beyond
 STEP = 2**-7  # of it: results are rounded, and products of a gate are large where both factors are
@@ -34,37 +34,20 @@ MOST_INPUTS = 16384  # of a product of one row, all of which a program holds
 ROWS = 200  # outputs of a case: no multiple of any tile
 _log = structlog.get_logger()
 Case = Callable[[], tuple[Tensor, Tensor]]  # found, and what it must be
-P = ParamSpec("P")
 
 
 def holds(what: str, instead: str, cases: list[Case]) -> bool:
     """Whether all cases are near. Waits for the device."""
-    try:
-        reason = next((why for case in cases if (why := _differs(*case()))), "")
-    except (TritonError, RuntimeError, ValueError, TypeError, AssertionError) as error:
-        reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:200]
-    if reason:
-        _log.warning(f"{what} is not right on this GPU: {instead}", reason=reason)
-    return not reason
+    why = why_wrong(_result(*case()) for case in cases)
+    if why:
+        _log.warning(f"{what} is not right on this GPU: {instead}", reason=why)
+    return not why
 
 
-def _differs(found: Tensor, expected: Tensor) -> str:
+def _result(found: Tensor, expected: Tensor) -> Result:
     exact = expected.float()
-    error = float((((found.float() - exact).abs() - STEP * exact.abs()) / exact.std()).max())
-    return "" if error <= NEAR else f"a result is off by {error:.3g} standard deviations and a step of bfloat16"
-
-
-def _same_numbers(test: Callable[P, bool]) -> Callable[P, bool]:
-    """A test that draws the same numbers at each start and on each rank: they must choose the same kernels."""
-
-    @wraps(test)
-    def tested(*args: P.args, **kwargs: P.kwargs) -> bool:
-        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        with torch.random.fork_rng(devices):
-            torch.manual_seed(1)
-            return test(*args, **kwargs)
-
-    return tested
+    error = (((found.float() - exact).abs() - STEP * exact.abs()) / exact.std()).max()
+    return Result("a result is off by", error, NEAR, "standard deviations and a step of bfloat16")
 
 
 def tested_packed(weight: PackedWeight, dtype: torch.dtype) -> PackedWeight:
@@ -88,7 +71,7 @@ Kind = tuple[int, int, int, bool, bool, torch.dtype]
 
 
 @cache
-@_same_numbers
+@same_numbers()
 def _one_row(kind: Kind, dtype: torch.dtype, whole: bool, shape: gemv.Shape, device: torch.device) -> bool:
 
     def run(x: Tensor, weight: PackedWeight) -> Tensor:
@@ -99,7 +82,7 @@ def _one_row(kind: Kind, dtype: torch.dtype, whole: bool, shape: gemv.Shape, dev
 
 
 @cache
-@_same_numbers
+@same_numbers()
 def _few_rows(kind: Kind, dtype: torch.dtype, whole: bool, device: torch.device) -> bool:
     from meshlm.kernels.packed_few import kernel  # its dialect takes long to import
 
@@ -111,7 +94,7 @@ def _few_rows(kind: Kind, dtype: torch.dtype, whole: bool, device: torch.device)
 
 
 @cache
-@_same_numbers
+@same_numbers()
 def _some_rows(kind: Kind, dtype: torch.dtype, whole: bool, shape: packed.Shape, device: torch.device) -> bool:
     rows = shape.block_m - 1
     case = _case(kind, dtype, whole, rows, shape.splits, lambda x, w: packed.parts(x, w, shape), device)
@@ -161,7 +144,7 @@ def tested_fp8(weight: Fp8Weight, dtype: torch.dtype) -> Fp8Weight | None:
 
 
 @cache
-@_same_numbers
+@same_numbers()
 def _fp8_row(
     group: int, rounded: int | None, known: bool, inputs: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
@@ -188,7 +171,7 @@ def _some_fp8(
 
 
 @cache
-@_same_numbers
+@same_numbers()
 def _fp8(group: int, rounded: int | None, known: bool, beyond: int, dtype: torch.dtype, device: torch.device) -> bool:
     """beyond: inputs behind the last whole tile."""
     inputs = 1024 + beyond - beyond % 16
@@ -226,7 +209,7 @@ def is_int8_right(weight: Int8Weight, dtype: torch.dtype) -> bool:
 
 
 @cache
-@_same_numbers
+@same_numbers()
 def _int8(symmetric: bool, known: bool, zero: bool, beyond: int, dtype: torch.dtype, device: torch.device) -> bool:
     inputs = 1024 + beyond
     codes = torch.randint(-128, 128, (ROWS, inputs), dtype=torch.int8, device=device)

@@ -12,6 +12,7 @@ from meshlm.kernels.fp8_gemm.reference import Fp8Weight
 from meshlm.kernels.packed_few import kernel as packed_few
 from meshlm.kernels.packed_gemm import gemv, pairs
 from meshlm.kernels.quantise_int8.reference import Int8Weight
+from meshlm.kernels.self_test import same_numbers
 from meshlm.workers.formats import self_test
 
 pytestmark = MARKS
@@ -112,14 +113,14 @@ def test_the_same_numbers_at_each_start() -> None:
     torch.manual_seed(5)
     expected = torch.randn(3, device=DEVICE)
     torch.manual_seed(5)
-    assert self_test._same_numbers(test)()
+    assert same_numbers()(test)()
     assert torch.equal(torch.randn(3, device=DEVICE), expected)
-    assert self_test._same_numbers(test)()
+    assert same_numbers()(test)()
     assert torch.equal(*drawn)
 
 
 def test_a_step_of_a_large_result_is_no_error() -> None:
     exact = torch.cat([torch.randn(500), torch.tensor([40.0])])
-    assert not self_test._differs(exact.bfloat16(), exact)
-    assert "off by" in self_test._differs(exact + 0.2, exact)
-    assert self_test._differs(torch.full_like(exact, torch.nan), exact)
+    assert not self_test._result(exact.bfloat16(), exact).wrong()
+    assert "off by" in self_test._result(exact + 0.2, exact).wrong()
+    assert self_test._result(torch.full_like(exact, torch.nan), exact).wrong()

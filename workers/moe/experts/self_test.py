@@ -10,13 +10,13 @@ from functools import cache
 import structlog
 import torch
 from torch import Tensor
-from triton.runtime.errors import TritonError
 
 from meshlm.kernels import tables
 from meshlm.kernels.moe_routing.reference import Rule, select_experts
 from meshlm.kernels.packed_experts import plan
 from meshlm.kernels.packed_experts.layout import MXFP4, ExpertWeight, Format
 from meshlm.kernels.packed_experts.runs import random_weight
+from meshlm.kernels.self_test import Result, why_wrong
 from meshlm.workers.formats.expert_codes import packed_experts
 from meshlm.workers.formats.format import GroupedWeight
 from meshlm.workers.formats.unquantized import plain_experts
@@ -42,7 +42,6 @@ DIRECT = {1: (0, 1, 4, 3, 1, 2, 2), 3: (0, 2, 2, 1, 2, 4, 1), 40: (16, 2, 2, 1, 
 NEAR = 0.05  # of a row's norm: rounding to 16 bits makes 0.01 of it
 SWIGLU = 1.702, 1.0
 _log = structlog.get_logger()
-FAULTS = (TritonError, RuntimeError, ValueError, TypeError, AssertionError)
 Pair = tuple[Experts, Experts]  # in plain torch, and by kernels
 
 
@@ -71,7 +70,7 @@ def may_be_direct(given: ExpertWeights) -> bool:
 
 @cache
 def _is_direct_right(device: torch.device, dtype: torch.dtype = torch.bfloat16, format: Format = MXFP4) -> bool:
-    reason = _attempted(lambda: (_error(_of_direct(dtype, device, format), rows, dtype, device) for rows in DIRECT))
+    reason = _why_wrong(_error(_of_direct(dtype, device, format), rows, dtype, device) for rows in DIRECT)
     if reason:
         _log.warning("kernels of a few rows of packed experts are not used", format=format.name, reason=reason)
     return not reason
@@ -83,18 +82,13 @@ def _reason(make: Callable[[], tuple[Pair, Pair]], dtype: torch.dtype, device: t
         yield from (_error(contiguous, rows, dtype, device) for rows in ROWS)
         yield from (_error(batched, rows, dtype, device) for rows in BATCHED_ROWS)
 
-    return _attempted(errors)
+    return _why_wrong(errors())
 
 
-def _attempted(errors: Callable[[], Iterable[float]]) -> str:
-    try:
-        with torch.inference_mode():
-            worst = max(errors())
-    except torch.OutOfMemoryError:
-        raise
-    except FAULTS as error:
-        return f"on this GPU the kernels fail: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:200]
-    return "" if worst <= NEAR else f"on this GPU the kernels are {worst:.3g} of a row's norm away from plain torch"
+def _why_wrong(errors: Iterable[float]) -> str:
+    results = (Result("are", error, NEAR, "of a row's norm away from plain torch") for error in errors)
+    why = why_wrong(results)
+    return f"on this GPU the kernels {why if why.startswith('are ') else f'fail: {why}'}" if why else ""
 
 
 def _error(pair: Pair, rows: int, dtype: torch.dtype, device: torch.device) -> float:
