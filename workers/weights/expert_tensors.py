@@ -19,7 +19,7 @@ from meshlm.architectures.registry import weights_of
 from meshlm.kernels.mxfp4.reference import GROUP, decode_mxfp4
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ProcessFatal
-from meshlm.workers.weights.source import Source
+from meshlm.workers.weights.source import ExpertRows, Source
 
 _BLOCKS, _SCALES, _BIAS = "_blocks", "_scales", "_bias"
 
@@ -51,21 +51,6 @@ class _OfExpert:
         matrix = self._source.part(0, self._expert, self._expert + 1)[0]
         found = matrix[..., self._outputs.of(0, self._outputs.number)]
         return found.t() if found.dim() == 2 else found
-
-
-class _RowsOfExpert:
-    """One expert's matrix, in a tensor that has a row for each output."""
-
-    def __init__(self, source: Source, expert: int, first: int, number: int) -> None:
-        self._source, self._expert, self._first = source, expert, first
-        self.shape, self.dtype = (number, *source.shape[2:]), source.dtype
-
-    def part(self, dim: int, begin: int, end: int) -> Tensor:
-        return self.whole().narrow(dim, begin, end - begin)
-
-    def whole(self) -> Tensor:
-        matrix = self._source.part(0, self._expert, self._expert + 1)[0]
-        return matrix[self._first : self._first + self.shape[0]]
 
 
 class MXFP4Source:
@@ -149,7 +134,7 @@ def _of_floats(
             for nth, stem in enumerate(names):
                 yield (
                     f"{stem.format(expert)}.{kind}",
-                    _RowsOfExpert(source, expert, nth * known.shape[0], known.shape[0]),
+                    ExpertRows(source, expert, nth * known.shape[0], (nth + 1) * known.shape[0]),
                 )
         return
     if source.shape != wanted:

@@ -8,31 +8,13 @@ from collections.abc import Iterator
 from itertools import accumulate, pairwise
 
 import torch
-from torch import Tensor
 
 from meshlm.protocol.model import QuantizationScheme
 from meshlm.runtime.errors import ProcessFatal
-from meshlm.workers.weights.source import Mapped, Source
+from meshlm.workers.weights.source import Mapped, Part, Source
 
 _BY_COLUMNS = {"gptq": ("qweight", "qzeros", "scales"), "awq": ("qweight", "qzeros", "scales")}
 """The tensors of a layout that have a column for each output, or for some; others have rows."""
-
-
-class Part:
-    """Some rows (dim 0) or columns (dim 1) of a tensor."""
-
-    def __init__(self, source: Source, dim: int, begin: int, end: int) -> None:
-        self._source, self._dim, self._begin, self._end = source, dim, begin, end
-        self.shape = (*source.shape[:dim], end - begin, *source.shape[dim + 1 :])
-        self.dtype = source.dtype
-
-    def part(self, dim: int, begin: int, end: int) -> Tensor:
-        if dim == self._dim:
-            return self._source.part(dim, self._begin + begin, self._begin + end)
-        return self._source.part(dim, begin, end).narrow(self._dim, self._begin, self._end - self._begin)
-
-    def whole(self) -> Tensor:
-        return self.part(self._dim, 0, self.shape[self._dim])
 
 
 def parts_of(name: str, source: Source, last: str, outputs: list[int], scheme: QuantizationScheme) -> Iterator[Source]:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from meshlm.kernels.cpu import packed, self_test
-from meshlm.workers.formats.unquantized import PackedGGUF
-from meshlm.workers.layers.linear import Linear, Matrix
+from meshlm.workers.formats.format import WeightedLayer
+from meshlm.workers.formats.unquantized import UNQUANTIZED, PackedGGUF
+from meshlm.workers.layers.linear import Matrix
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.weights.gguf_source import GGUFTensorSource
 from meshlm.workers.weights.slices import WeightSlice, place
@@ -20,25 +21,29 @@ from meshlm.workers.weights.source import Source
 
 
 class PackedParameter:
-    """A parameter [n, k] whose panels stay in these forms; its first `covered` rows come from files. rounded: see packed.py."""
+    """A parameter [n, k], or one of each expert, whose panels stay in these forms; its first `covered` rows come from files.
 
-    def __init__(self, forms: list[int], n: int, k: int, covered: int, *, rounded: bool) -> None:
+    matrices: that files have. rounded: see packed.py."""
+
+    def __init__(self, forms: list[int], n: int, k: int, covered: int, matrices: int, *, rounded: bool) -> None:
         self._forms, self._n, self._k, self._covered, self._rounded = forms, n, k, covered, rounded
         self.size = packed.packed_bytes(forms, k)
-        self.elements = covered * k
+        self.elements = covered * k * matrices
 
     def begin(self, parameter: Tensor) -> None:
-        """parameter: uint8 [size]."""
+        """parameter: uint8 [size], or [experts, size]."""
         if self._covered < self._n:
             parameter.zero_()  # padding
-        packed.write_table(parameter, self._forms, self._k, rounded=self._rounded)
+        for matrix in parameter.view(-1, self.size):
+            packed.write_table(matrix, self._forms, self._k, rounded=self._rounded)
 
     def take(self, parameter: Tensor, name: str, source: Source, found: WeightSlice) -> int:
         """One part of it, from the tensor of this name; how many elements that is."""
         assert isinstance(source, GGUFTensorSource)
         rows, order = source.rows(found.dim, found.begin, found.end)
         source.check_scales(name, rows)
-        packed.repack(rows, order, parameter, found.row, self._k)
+        matrix = parameter if found.expert is None else parameter[found.expert]
+        packed.repack(rows, order, matrix, found.row, self._k)
         return rows.data.shape[0] * self._k
 
 
@@ -48,30 +53,36 @@ def keep(model: Decoder, tensors: Iterable[tuple[str, Source]], *, exact: bool) 
     exact: no product rounds its activations.
     """
     rounded = not exact and self_test.rounds()
-    parts: dict[str, list[tuple[int, int, int | None]]] = {}  # first row, rows, form
+    parts: dict[str, dict[int | None, list[tuple[int, int, int | None]]]] = {}  # of each expert: first row, rows, form
     for name, source in tensors:
         try:
             found = place(name, model.spec, model.shard)
         except KeyError:
             continue  # load.py will say it
-        if found is None or found.expert is not None or found.shape != source.shape or len(found.shape) != 2:
+        if found is None or found.shape != source.shape or len(found.shape) != 2:
             continue
         form = (
             None if found.times != 1 or found.column is not None else _form(source, found, rounded)
         )  # codes are not multiplied
         rows = found.end - found.begin if found.dim == 0 else found.shape[0]
         if rows and found.begin < found.end:
-            parts.setdefault(found.parameter, []).append((found.row, rows, form))
+            parts.setdefault(found.parameter, {}).setdefault(found.expert, []).append((found.row, rows, form))
     kept = {}
     begin, end, _ = model.shard.vocab(model.spec.vocab_size)
     for name, parameter in list(model.named_parameters()):
-        covered = end - begin if name in ("embed.weight", "head.weight") else parameter.shape[0]
-        forms = _panels(sorted(parts.get(name, ())), covered, parameter.shape[0])
-        owner = model.get_submodule(name.rpartition(".")[0])
-        if forms is None or isinstance(owner, Matrix):
+        of_experts = list(parts.get(name, {}).values())
+        if not of_experts:
             continue
-        kept[name] = PackedParameter(forms, parameter.shape[0], parameter.shape[1], covered, rounded=rounded)
-        if isinstance(owner, Linear):
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(owner, Matrix) or (isinstance(owner, WeightedLayer) and owner.format is not UNQUANTIZED):
+            continue
+        n, k = parameter.shape[-2:]
+        covered = end - begin if name in ("embed.weight", "head.weight") else n
+        forms, *others = (_panels(sorted(each), covered, n) for each in of_experts)
+        if forms is None or any(other != forms for other in others):
+            continue
+        kept[name] = PackedParameter(forms, n, k, covered, len(of_experts), rounded=rounded)
+        if isinstance(owner, WeightedLayer):
             with torch.device(parameter.device):
                 owner.use(PackedGGUF(kept[name].size))
         else:  # an embedding

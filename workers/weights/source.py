@@ -38,3 +38,35 @@ class Mapped:
 
     def whole(self) -> Tensor:
         return self._tensor
+
+
+class Part:
+    """Some rows (dim 0) or columns (dim 1) of a tensor."""
+
+    def __init__(self, source: Source, dim: int, begin: int, end: int) -> None:
+        self._source, self._dim, self._begin, self._end = source, dim, begin, end
+        self.shape = (*source.shape[:dim], end - begin, *source.shape[dim + 1 :])
+        self.dtype = source.dtype
+
+    def part(self, dim: int, begin: int, end: int) -> Tensor:
+        if dim == self._dim:
+            return self._source.part(dim, self._begin + begin, self._begin + end)
+        return self._source.part(dim, begin, end).narrow(self._dim, self._begin, self._end - self._begin)
+
+    def whole(self) -> Tensor:
+        return self.part(self._dim, 0, self.shape[self._dim])
+
+
+class ExpertRows:
+    """Some rows of one expert's matrix, in a tensor that holds those of all experts."""
+
+    def __init__(self, source: Source, expert: int, begin: int, end: int) -> None:
+        self._source, self._expert, self._begin = source, expert, begin
+        self.shape, self.dtype = (end - begin, *source.shape[2:]), source.dtype
+
+    def part(self, dim: int, begin: int, end: int) -> Tensor:
+        return self.whole().narrow(dim, begin, end - begin)
+
+    def whole(self) -> Tensor:
+        matrix = self._source.part(0, self._expert, self._expert + 1)[0]
+        return matrix[self._begin : self._begin + self.shape[0]]

@@ -26,12 +26,12 @@ from meshlm.runtime.model_files.checkpoint_files import weight_files
 from meshlm.runtime.model_files.object_store import AnyPath, RemotePath, folder_of
 from meshlm.workers.weights.bitsandbytes import with_scales
 from meshlm.workers.weights.expert_tensors import by_expert
-from meshlm.workers.weights.fused_tensors import Part, parts_of
+from meshlm.workers.weights.fused_tensors import parts_of
 from meshlm.workers.weights.gguf_delta import by_group, by_head
 from meshlm.workers.weights.gguf_latent import joined
 from meshlm.workers.weights.gguf_source import encoded_tensors
 from meshlm.workers.weights.layouts import laid_out
-from meshlm.workers.weights.source import Mapped, Source
+from meshlm.workers.weights.source import ExpertRows, Mapped, Part, Source
 from meshlm.workers.weights.streamed import streamed
 
 DUMMY_STD = 0.02
@@ -114,22 +114,6 @@ def _on_disk(files: tuple[AnyPath, ...]) -> tuple[Path, ...]:
     return tuple(file for file in files if isinstance(file, Path))
 
 
-class _Expert:
-    """Some rows of one expert's matrix, in a tensor that holds those of all experts."""
-
-    def __init__(self, source: Source, expert: int, begin: int, end: int) -> None:
-        self._source, self._expert, self._begin = source, expert, begin
-        self.shape, self.dtype = (end - begin, *source.shape[2:]), source.dtype
-
-    def part(self, dim: int, begin: int, end: int) -> Tensor:
-        rows = self.whole()
-        return rows.narrow(dim, begin, end - begin)
-
-    def whole(self) -> Tensor:
-        matrix = self._source.part(0, self._expert, self._expert + 1)[0]
-        return matrix[self._begin : self._begin + self.shape[0]]
-
-
 def _of_experts(
     name: str, source: Source, stems: list[str], weights: Mapping[str, Weight]
 ) -> Iterator[tuple[str, Source]]:
@@ -140,7 +124,7 @@ def _of_experts(
         raise ProcessFatal(f"tensor {name} has shape {source.shape}; it must have {count} matrices of {ends[-1]} rows")
     for expert in range(count):
         for stem, begin, end in zip(stems, [0, *ends], ends, strict=False):
-            yield stem.format(expert), _Expert(source, expert, begin, end)
+            yield stem.format(expert), ExpertRows(source, expert, begin, end)
 
 
 def unpacked(

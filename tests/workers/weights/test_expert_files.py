@@ -18,6 +18,7 @@ from meshlm.kernels.packed_experts.layout import ExpertWeight
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.runtime.model_files.model_files import resolve_model
+from meshlm.workers.layers import cpu_ops
 from meshlm.workers.moe.experts import self_test
 from meshlm.workers.weights import load as loading
 from meshlm.workers.weights import packed_experts
@@ -173,6 +174,28 @@ def test_experts_of_a_gguf_file_stay_packed(up: str, tmp_path: Path, monkeypatch
     plan = WeightsPlan(wanted="decoded")
     model = load_model(resolved(path), torch.device("cpu"), 0, lambda done, total: None, plan=plan)
     assert all(weight.dtype == torch.float32 for mixture in model.mixtures() for weight in mixture.experts.parameters())
+
+
+@pytest.mark.skipif(not cpu_ops.available(), reason="is of the CPU's compiled kernels")
+def test_experts_of_a_gguf_file_stay_packed_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the file has them, whole and in shards; of a layer whose experts' parts have no such form they are decoded."""
+    name, extra = MOE["qwen3-moe"]
+    monkeypatch.setitem(MOE, "qwen3-moe", (name, {**extra, "moe_intermediate_size": 64}))
+    folder, path = tmp_path / "hf", tmp_path / "m.gguf"
+    tensors, types = checkpoint("qwen3-moe", folder), gguf.GGMLQuantizationType
+    spec = load(folder).spec
+    write(path, "qwen3moe", spec, tensors, {"gate_exps": types.Q4_0, "up_exps": types.Q8_0, "down_exps": types.Q8_0})
+    packed = load(path)
+    sizes = [weight.nbytes for mixture in packed.mixtures() for weight in mixture.experts.parameters()]
+    plan = WeightsPlan(wanted="decoded")
+    decoded = load_model(resolved(path), torch.device("cpu"), 0, lambda done, total: None, plan=plan)
+    wholes = [weight.nbytes for mixture in decoded.mixtures() for weight in mixture.experts.parameters()]
+    assert all(size < whole / 3 for size, whole in zip(sizes, wholes, strict=True))
+    tokens = torch.randint(0, 211, (19,)).tolist()
+    found, expected = (run(model, caches(spec, 5), [(tokens, 0, [0, 1, 2, 3, 4])]) for model in (packed, decoded))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    for logits in together(load_shards(path, 2, 1), lambda model, comm: logits_of(model, comm, tokens)):
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_gguf_file_with_fewer_experts_than_it_says(tmp_path: Path) -> None:
