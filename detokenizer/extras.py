@@ -44,7 +44,7 @@ def _(extra: Pool, encoding: Encoding) -> Pool:
 
 @prepare.register
 def _(extra: PromptEmbeds, encoding: Encoding) -> PromptEmbeds:
-    return extra.prepared()
+    return replace(extra, token_ids=b"")  # the prompt has them
 
 
 @prepare.register

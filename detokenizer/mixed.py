@@ -44,5 +44,5 @@ class Mixer:
             column = array("i", vectors[next(left)].token_ids)
             spans.append((len(ids), len(column)))
             ids += column
-        data = b"".join(vectors[number].data for number in order)
-        return ids, PromptEmbeds(vectors[0].dtype, tuple(spans), data)
+        data, digests = (b"".join(columns) for columns in zip(*((vectors[n].data, vectors[n].digests) for n in order)))
+        return ids, PromptEmbeds(vectors[0].dtype, tuple(spans), data, digests=digests)

@@ -33,7 +33,7 @@ class PromptEmbeds(ExtraKind, frozen=True, tag="embeds", omit_defaults=True):
     spans: tuple[Span, ...]  # (position of the first vector, their number), in order, none overlapping
     data: bytes
     token_ids: bytes = b""  # int32 column: ids that stand for the vectors, until the prompt has them
-    digests: bytes = b""  # DIGEST_BYTES of each vector, once its detokenizer has made them
+    digests: bytes = b""  # DIGEST_BYTES of each vector (`with_digests`)
 
     @property
     def row_bytes(self) -> int:
@@ -50,12 +50,12 @@ class PromptEmbeds(ExtraKind, frozen=True, tag="embeds", omit_defaults=True):
             before += count
         return found
 
-    def prepared(self) -> Self:
-        """The vectors of a prompt that has their ids, with what block keys are made of: schedulers read no vectors."""
+    def with_digests(self) -> Self:
+        """The vectors with what keys of blocks are made of, by who reads them from the client: schedulers read no vectors."""
         data, size = memoryview(self.data), self.row_bytes
         begins = range(0, len(data), size) if size else ()
         digests = b"".join(hashlib.blake2b(data[at : at + size], digest_size=DIGEST_BYTES).digest() for at in begins)
-        return replace(self, token_ids=b"", digests=digests)
+        return replace(self, digests=digests)
 
     @property
     def num_bytes(self) -> int:
@@ -76,7 +76,7 @@ class PromptEmbeds(ExtraKind, frozen=True, tag="embeds", omit_defaults=True):
         """The vectors, and where they stand."""
         if not (parts := self.parts(begin, end)):
             return b""
-        digests = self.digests or self.prepared().digests
+        digests = self.digests or self.with_digests().digests
         found = [
             (b"%d" % (first - begin), digests[at * DIGEST_BYTES : (at + n) * DIGEST_BYTES]) for first, n, at in parts
         ]

@@ -87,7 +87,7 @@ def embeds_of_rows(
     if len(raw) != count * width * ITEM_BYTES[dtype]:
         raise NotATensor("its numbers are not as many as its shape says")
     _check_finite(raw, dtype, width)
-    return PromptEmbeds(dtype, ((0, count),), raw, token_ids(raw, count, vocab_size))
+    return PromptEmbeds(dtype, ((0, count),), raw, token_ids(raw, count, vocab_size)).with_digests()
 
 
 def prompt_of(embeds: PromptEmbeds) -> MediaPrompt:

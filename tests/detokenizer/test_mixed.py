@@ -55,6 +55,9 @@ def test_a_template_may_move_messages(tokenizer: Tokenizer) -> None:
     ids, embeds = encoder_of(tokenizer, LAST_FIRST).encode_mixed(prompt)
     assert list(ids) == [0, 3, 9, 1, 0, 2, 7, 8, 1]
     assert (embeds.spans, embeds.data) == (((2, 1), (6, 2)), bytes([9] * 4 + [7] * 4 + [8] * 4))
+    digests = chat(f"a {mark(0)}", f"b {mark(1)}", embeds=(vectors(7, 8).with_digests(), vectors(9).with_digests()))
+    _, made = encoder_of(tokenizer, LAST_FIRST).encode_mixed(digests)
+    assert made.digests == embeds.with_digests().digests, "each vector's own goes with it"
 
 
 def test_elsewhere_the_placeholder_is_text(tokenizer: Tokenizer) -> None:

@@ -120,8 +120,8 @@ def test_the_coordinators_index_goes_by_the_same_keys(extras: Extras) -> None:
 
 
 def test_a_digest_stands_for_a_vector() -> None:
-    """The detokenizer makes it once; keys, cuts and schedulers read no vectors."""
-    made = VECTORS.prepared()
+    """It is made once; keys, cuts and schedulers read no vectors."""
+    made = VECTORS.with_digests()
     blind = PromptEmbeds("float32", made.spans, b"", digests=made.digests)
     for begin, end in ((0, 16), (3, 5), (64, 80), (16, 32)):
         assert VECTORS.key_parts(begin, end) == made.key_parts(begin, end) == blind.key_parts(begin, end)
