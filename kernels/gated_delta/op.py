@@ -16,7 +16,7 @@ from meshlm.kernels.op import Case, Launch, Op
 from meshlm.kernels.states import StateStep
 
 Sizes = tuple[int, int, int, int]  # groups, heads, K, V
-QWEN3_NEXT, SMALL, PAGE = (16, 32, 128, 128), (1, 2, 16, 8), 1056
+QWEN3_NEXT, SMALL, PAGE = (16, 32, 128, 128), (1, 2, 32, 64), 1056
 
 
 def _make(
@@ -56,6 +56,6 @@ DECODES: list[Case] = [
 ]
 PROMPTS: list[Case] = [((256,),), ((2048,),), ((2048,) * 4,), ((8192,),)]
 OPS = (
-    Op("rule_update", _make, [((1, 1, 1), SMALL, 48), ((1,), (2, 2, 20, 40), 48)], DECODES, near=2),
-    Op("chunk_rule", _make, [((40, 3, 100), SMALL, 48), ((90,), (2, 2, 20, 40), 48)], PROMPTS, near=2),
+    Op("rule_update", _make, [((1, 1, 1), SMALL, 48), ((1,), (2, 2, 36, 72), 48)], DECODES, near=2),
+    Op("chunk_rule", _make, [((40, 3, 100), SMALL, 48), ((90,), (2, 2, 36, 72), 48)], PROMPTS, near=2),
 )

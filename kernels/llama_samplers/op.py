@@ -27,10 +27,11 @@ def _make(dtype: torch.dtype, device: torch.device, lines: int, num: int, length
         "chain_min_p": CHAIN.min_p, **CHAIN._asdict(),
     }  # fmt: skip
     off = {"dry_multiplier": 0.0, "typical_p": 1.0, "top_n_sigma": 0.0}
-    state = {
-        name: torch.where(own, torch.tensor(value, device=device), torch.tensor(off.get(name, value), device=device))
-        for name, value in values.items()
-    }
+    state = {}
+    for name, value in values.items():  # of the dtypes that a step's columns have
+        kind = torch.int32 if isinstance(value, int) else torch.float32
+        theirs = torch.full_like(own, off.get(name, value), dtype=kind)
+        state[name] = torch.where(own, torch.full_like(own, value, dtype=kind), theirs)
     state["seed"] = torch.zeros(lines, 2, dtype=torch.int32, device=device)
     breakers = torch.zeros(lines, -(-vocab // 32), dtype=torch.int32, device=device)
     counts = workspace(lines, vocab, device)
