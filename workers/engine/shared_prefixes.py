@@ -88,10 +88,6 @@ class PrefixTables:
         """Forget all rows."""
         self._order, self._common, self._tables, self._last = [], [], {}, None
 
-    def look_again(self) -> None:
-        """The clusters of the next step are not those of the last one, although its decodes may be the same."""
-        self._last = None
-
     def take(self, row: int, table: I32) -> None:
         """A request takes a row. Blocks that are appended later are its own."""
         self._leave(row)

@@ -22,8 +22,6 @@ class StepArrays(NamedTuple):
     counts: I32  # [n] positions computed
     samples: NDArray[np.bool_]  # [n]
     query_start: I32  # [n + 1] prefix sum of counts
-    token_rows: I32  # [t] row of each token
-    positions: I64  # [t]
     slots: I64  # [t, groups] block * block_size + offset
     token_ids: I32  # [t]; -1 where nobody knows it yet
 
@@ -63,7 +61,7 @@ class FakeRows:
         token_rows, positions = step.of_tokens()
         slots = self.slots(token_rows, positions)
         token_ids = np.where(positions < self.num_known[token_rows], self.tokens[token_rows, positions], np.int32(-1))
-        return StepArrays(rows, starts, counts, samples, query_start, token_rows, positions, slots, token_ids)
+        return StepArrays(rows, starts, counts, samples, query_start, slots, token_ids)
 
     def slots(self, rows: NDArray[Any], positions: I64) -> I64:
         """The slots in which each group has these positions: an array of their common shape, and [groups] behind."""
