@@ -107,10 +107,10 @@ class ExpertWeight(NamedTuple):
         return self._replace(**tensors)  # type: ignore[arg-type]
 
 
-def stack(weights: list[ExpertWeight]) -> ExpertWeight:
-    """The weights of experts that `of_expert` would give."""
+def concatenate(weights: list[ExpertWeight]) -> ExpertWeight:
+    """The weights of all these experts."""
     first = weights[0]
-    return first.of_tensors({name: torch.stack([each.tensors()[name] for each in weights]) for name in first.tensors()})
+    return first.of_tensors({name: torch.cat([each.tensors()[name] for each in weights]) for name in first.tensors()})
 
 
 @cache

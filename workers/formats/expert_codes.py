@@ -4,18 +4,19 @@ The loader says before `finish` which layers keep their codes (weights/packed_ex
 their format makes of the codes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshlm.kernels.packed_experts.layout import ExpertWeight, Format, stack, unpack
+from meshlm.kernels.packed_experts.layout import ExpertWeight, Format, concatenate, unpack
 from meshlm.workers.formats.format import GroupedWeight, KernelWeight, WeightedLayer
 from meshlm.workers.formats.unquantized import Unquantized
 
 PARAMETERS = {"codes": "weight", "scales": "weight_scale", "high": "weight_high", "order": "input_order"}
 """The names that an `ExpertWeight`'s tensors have as a layer's parameters."""
+CODES_AT_ONCE = 1 << 26  # that are brought into another form: some bytes each, for a while
 
 
 class ExpertCodes(Unquantized):
@@ -30,9 +31,15 @@ class ExpertCodes(Unquantized):
         """How experts' codes would be kept; None: kernels do not read them."""
         return None
 
-    def keep_codes(self, layer: WeightedLayer, weights: Iterable[ExpertWeight]) -> None:
-        """Makes the weights of all experts the layer's parameters."""
-        weight = stack(list(weights))
+    def keep_codes(self, layer: WeightedLayer, pack: Callable[[dict[str, Tensor]], ExpertWeight]) -> None:
+        """Makes the weights of all experts the layer's parameters. pack: some experts' parameters, by name, in the form of kernels."""
+        own = {name: parameter.data for name, parameter in layer.named_parameters(recurse=False) if name != "bias"}
+        (experts,), each = layer.stack, max(1, CODES_AT_ONCE // (layer.outputs * layer.inputs))
+        parts = (
+            pack({name: tensor[begin : begin + each] for name, tensor in own.items()})
+            for begin in range(0, experts, each)
+        )
+        weight = concatenate(list(parts))
         layer.drop_others()
         for name, tensor in weight.tensors().items():
             layer.keep(PARAMETERS[name], tensor.view(torch.uint8) if name == "codes" else tensor)

@@ -40,8 +40,9 @@ class DecodedGGUF(ExpertCodes):
     def finish(self, layer: WeightedLayer, ops: ProductOps) -> None:
         if self.keeps_codes and layer.stack:
             ((rows, ggml_type, _),) = self._spans
-            matrices = (matrix["weight"].view(rows, -1) for matrix in layer.matrices())
-            self.keep_codes(layer, (of_blocks(data, ggml_type, layer.dtype) for data in matrices))
+            self.keep_codes(
+                layer, lambda own: of_blocks(own["weight"].unflatten(-1, (rows, -1)), ggml_type, layer.dtype)
+            )
             return
         layer.keep("weight", self.values(layer))
         super().finish(layer, ops)

@@ -47,7 +47,7 @@ class PackedFormat(ExpertCodes):
     def finish(self, layer: WeightedLayer, ops: ProductOps) -> None:
         """Nothing of the files' form is left."""
         if self.keeps_codes and layer.stack:
-            self.keep_codes(layer, (self._expert(matrix, layer.dtype) for matrix in layer.matrices()))
+            self.keep_codes(layer, lambda own: self._experts(own, layer.dtype))
             return
         if layer.weight.device.type == "cpu" or layer.stack:
             layer.keep("weight", self.values(layer))
@@ -76,34 +76,25 @@ class PackedFormat(ExpertCodes):
         group = scheme.weight_group if scheme.weight_group in (PLANE, 64) else size
         return packed_experts.Format(scheme.bits, group, scheme.values)
 
-    def _expert(self, matrix: dict[str, Tensor], dtype: torch.dtype) -> packed_experts.ExpertWeight:
-        """One expert's weight as kernels read it."""
-        codes, scale, format = unpacked(matrix["weight"], self.scheme.bits), matrix["weight_scale"], self.codes_format
+    def _experts(self, own: dict[str, Tensor], dtype: torch.dtype) -> packed_experts.ExpertWeight:
+        """The weights of some experts as kernels read them."""
+        codes, scale, format = unpacked(own["weight"], self.scheme.bits), own["weight_scale"], self.codes_format
         assert format is not None
         if format.values == "mxfp4":
-            blocks = (codes[:, ::2] | codes[:, 1::2] << 4).unflatten(1, (-1, PLANE // 2))
+            blocks = (codes[..., ::2] | codes[..., 1::2] << 4).unflatten(-1, (-1, PLANE // 2))
             words, powers = packed_experts.pack_mxfp4(blocks, (scale.log2() + packed_experts.ONE).to(torch.uint8))
-            return packed_experts.ExpertWeight(words, powers, codes.shape[1])
+            return packed_experts.ExpertWeight(words, powers, codes.shape[-1])
         middle = 0 if self.scheme.values != "integers" else 1 << self.scheme.bits - 1
-        offsets = matrix["weight_zero"] if self.scheme.zeros else torch.full_like(scale, middle)
+        offsets = own["weight_zero"] if self.scheme.zeros else torch.full_like(scale, middle)
         order = None
         if self.scheme.act_order:
-            groups = self._groups(matrix["input_group"])
-            order = torch.argsort(groups, stable=True)
-            if not torch.equal(
-                groups[order], torch.arange(len(groups), device=groups.device) // self.scheme.weight_group
-            ):
+            groups = torch.stack([self._groups(each) for each in own["input_group"]])
+            order = groups.argsort(dim=-1, stable=True)
+            regular = torch.arange(groups.shape[-1], device=groups.device) // self.scheme.weight_group
+            if not torch.equal(groups.gather(-1, order), regular.expand_as(groups)):
                 raise ProcessFatal("quantization_config: desc_act: experts' groups of inputs are of several sizes")
-            codes = codes[:, order]
-        return packed_experts.pack(
-            codes,
-            scale,
-            offsets,
-            format,
-            dtype,
-            order=None if order is None else order.to(torch.int32),
-            columns=codes.shape[1],
-        )
+            codes, order = codes.gather(-1, order[:, None].expand_as(codes)), order.to(torch.int32)
+        return packed_experts.pack(codes, scale, offsets, format, dtype, order=order, columns=codes.shape[-1])
 
     def values(self, layer: WeightedLayer) -> Tensor:
         found = [decode(self._packed_matrix(matrix, layer.dtype), layer.dtype) for matrix in layer.matrices()]
@@ -226,7 +217,7 @@ def nearest(values: Tensor, scales: Tensor, table: tuple[float, ...]) -> Tensor:
 
 def unpacked(codes: Tensor, bits: int) -> Tensor:
     """Bytes of files' parameters -> one code in each."""
-    return codes if bits == 8 else torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
+    return codes if bits == 8 else torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
 
 
 def compact(scales: Tensor) -> Tensor:
