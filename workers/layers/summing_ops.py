@@ -7,9 +7,8 @@ norm are one operation here, and one kernel where the communicator has it; with 
 import torch
 from torch import Tensor
 
-from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.communicator import FUSED_ROWS, Communicator
-from meshlm.workers.layers.ops import AttentionShape, Ops, RouterWeights
+from meshlm.workers.layers.ops import Ops, RouterWeights
 from meshlm.workers.partial_sum import Kind, PartialSum
 
 
@@ -22,7 +21,12 @@ class SummingOps:
         self._one_row = comm.one_row if whole else None
         self.pack, self.linear, self.rms_norm = base.pack, base.linear, base.rms_norm
         self.act_mul, self.rows, self.add_rms_norm = base.act_mul, base.rows, base.add_rms_norm
-        self.select_experts, self.latent_cache = base.select_experts, base.latent_cache
+        self.select_experts, self.latent_cache, self.rope_cache = (
+            base.select_experts,
+            base.latent_cache,
+            base.rope_cache,
+        )
+        self.embed = base.embed
         self.head_products, self.gated_norm, self.slots_of = base.head_products, base.gated_norm, base.slots_of
 
     def row_parallel_linear(
@@ -50,11 +54,6 @@ class SummingOps:
     def own_norm(self, x: PartialSum, residual: Tensor, norm: tuple[Tensor, float]) -> PartialSum:
         return self.base.own_norm(PartialSum(self.finish_sum(x, residual.dtype)), residual, norm)
 
-    def embed(
-        self, ids: Tensor, table: Tensor, norm: tuple[Tensor, float], following: Tensor
-    ) -> tuple[PartialSum, Tensor | None]:
-        return self.base.embed(ids, table, norm, following)
-
     def embed_part(
         self, ids: Tensor, table: Tensor, rows: tuple[int, int], norm: tuple[Tensor, float]
     ) -> tuple[PartialSum, Tensor | None]:
@@ -68,11 +67,6 @@ class SummingOps:
             if normed is not None:
                 return PartialSum(residual), normed
         return PartialSum(self._comm.all_reduce(found.value)), None
-
-    def rope_cache(
-        self, qkv: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, heads: AttentionShape
-    ) -> Tensor:
-        return self.base.rope_cache(qkv, batch, table, cache, heads)
 
     def _fused_norm(self, x: PartialSum, norm: tuple[Tensor, float]) -> tuple[Tensor, Tensor] | None:
         """See `Ops.norm`, in one kernel with the sum. None: not for this size or here."""
