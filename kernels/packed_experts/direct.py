@@ -30,10 +30,13 @@ from meshlm.kernels.moe_epilogue.kernel import PLAIN, Epilogue
 from meshlm.kernels.packed_experts.kernel import Parts, Rows
 from meshlm.kernels.packed_experts.layout import CHUNK, ExpertWeight, chunks_of
 from meshlm.kernels.packed_experts.operands import (
+    PAIR,
     factors_of,
     integer_operand,
     layout_of_inputs,
     layout_of_words,
+    load_inputs,
+    load_weights,
     mxfp4_operand,
     right_operand,
 )
@@ -41,41 +44,7 @@ from meshlm.kernels.packed_experts.plan import DIRECT_ROWS, DirectShape
 from meshlm.kernels.packed_few.layouts import along, empty_tuple, pin_loads, range_of, spread
 
 MARK = gl.constexpr(_ROWS)  # moe_align: what an owner's number of rows is multiplied by
-PAIR = gl.constexpr(2)  # chunks that a warp asks for at once
 NONE = gl.constexpr(0x7FFFFFFF)  # an entry behind all others
-
-
-@gluon.jit
-def _load_inputs(x_at, x_part, inside, chunk, P: gl.constexpr, INPUTS: gl.constexpr, MXFP4: gl.constexpr):
-    """What plane P of the warps' chunks from `chunk` on is multiplied by. Behind the last input codes of MXFP4 are zeros, and scales of
-    chunks that are not there too: any input will do there."""
-    k = chunk * 128 + P * 32 + x_part
-    if INPUTS % 128 == 0 or (MXFP4 and INPUTS % 32 == 0):
-        return gl.load(x_at + gl.minimum(k, INPUTS - 32) + inside)
-    elif MXFP4:
-        return gl.load(x_at + gl.minimum(k + inside, INPUTS - 1))
-    else:
-        return gl.load(x_at + k + inside, mask=k + inside < INPUTS, other=0.0)
-
-
-@gluon.jit
-def _load_weights(
-    words_at, scales_at, part, o_part, chunk,
-    INPUTS: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr, SPANS: gl.constexpr,
-):  # fmt: skip
-    """Of each of a turn's chunks the words, and then the scales of its SPANS groups (of MXFP4 a word for all four)."""
-    found = empty_tuple()
-    for nth in gl.static_range(PAIR):
-        found = found + (gl.load(words_at + (chunk + nth) * 16, mask=chunk + nth + part < CHUNKS, other=0),)
-        for span in gl.static_range(SPANS):
-            at = (chunk + nth) * SPANS + span
-            real = at + o_part * SPANS < CHUNKS * SPANS
-            if GROUP > 128:
-                at = (at + o_part) * 128 // GROUP
-            elif INPUTS % 128 != 0 and SPANS > 1:
-                real = at + o_part * SPANS < GROUPS
-            found = found + (gl.load(scales_at + at, mask=real, other=0),)
-    return found
 
 
 @gluon.jit
@@ -92,7 +61,7 @@ def _accumulate(
     BASE: gl.constexpr = 128.0 if dtype == gl.bfloat16 else 1024.0
     inputs = empty_tuple()
     for nth in gl.static_range(4 * PAIR if EARLY else 0):
-        inputs = inputs + (_load_inputs(x_at, x_part, inside, chunk + nth // 4, nth % 4, INPUTS, MXFP4),)
+        inputs = inputs + (load_inputs(x_at, x_part, inside, chunk + nth // 4, nth % 4, INPUTS, MXFP4),)
     if PDL and EARLY:
         pin_loads(WARPS)
     for nth in gl.static_range(PAIR):
@@ -100,7 +69,7 @@ def _accumulate(
         if MXFP4:
             factors = factors_of(found[nth * (1 + SPANS) + 1])
         for p in gl.static_range(4):
-            loaded = inputs[4 * nth + p] if EARLY else _load_inputs(x_at, x_part, inside, chunk + nth, p, INPUTS, MXFP4)
+            loaded = inputs[4 * nth + p] if EARLY else load_inputs(x_at, x_part, inside, chunk + nth, p, INPUTS, MXFP4)
             y = right_operand(loaded, RIGHT, COLUMNS, WARPS)
             if MXFP4:
                 weights = mxfp4_operand(words, factors[p % 2], p, LEFT, LINES, WARPS)
@@ -176,7 +145,7 @@ def _products(
     STEP: gl.constexpr = PAIR * WARPS
     for turn in gl.static_range(DEPTH if DEPTH < TURNS else TURNS):
         prefetched = prefetched + (
-            _load_weights(words_at, scales_at, part, o_part, turn * STEP, INPUTS, CHUNKS, GROUPS, GROUP, SPANS),
+            load_weights(words_at, scales_at, part, o_part, turn * STEP, INPUTS, CHUNKS, GROUPS, GROUP, SPANS),
         )
     if DEPTH < TURNS:
         for begin in range(0, TURNS, DEPTH):
@@ -184,7 +153,7 @@ def _products(
                 chunk = (begin + turn) * STEP
                 later = chunk + DEPTH * STEP
                 prefetched = prefetched + (
-                    _load_weights(words_at, scales_at, part, o_part, later, INPUTS, CHUNKS, GROUPS, GROUP, SPANS),
+                    load_weights(words_at, scales_at, part, o_part, later, INPUTS, CHUNKS, GROUPS, GROUP, SPANS),
                 )
                 total, others = _accumulate(
                     total, others, prefetched[0], ones, x_at, x_part, inside, chunk,

@@ -9,7 +9,9 @@ group's scale, makes these the weights, for any scale up to 2 (`plan.takes`).
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from meshlm.kernels.packed_few.layouts import bits
+from meshlm.kernels.packed_few.layouts import bits, empty_tuple
+
+PAIR = gl.constexpr(2)  # chunks that a warp asks for at once
 
 # A plane's codes of two inputs, as bfloat16 of 2^-126 times their value, times the group's factor: one half of $2, in both halves.
 _HEAD = """{{
@@ -94,3 +96,36 @@ def right_operand(loaded, LAYOUT: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl
     found = gl.reshape(loaded, [WARPS, 4, 4, 2, COLUMNS])
     found = gl.reshape(gl.permute(found, [0, 2, 1, 3, 4]), [WARPS, 32, COLUMNS])
     return gl.convert_layout(found, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def load_inputs(x_at, x_part, inside, chunk, P: gl.constexpr, INPUTS: gl.constexpr, MXFP4: gl.constexpr):
+    """What plane P of the warps' chunks from `chunk` on is multiplied by. Behind the last input codes of MXFP4 are zeros, and scales of
+    chunks that are not there too: any input will do there."""
+    k = chunk * 128 + P * 32 + x_part
+    if INPUTS % 128 == 0 or (MXFP4 and INPUTS % 32 == 0):
+        return gl.load(x_at + gl.minimum(k, INPUTS - 32) + inside)
+    elif MXFP4:
+        return gl.load(x_at + gl.minimum(k + inside, INPUTS - 1))
+    else:
+        return gl.load(x_at + k + inside, mask=k + inside < INPUTS, other=0.0)
+
+
+@gluon.jit
+def load_weights(
+    words_at, scales_at, part, o_part, chunk,
+    INPUTS: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr, SPANS: gl.constexpr,
+):  # fmt: skip
+    """Of each of a turn's chunks the words, and then the scales of its SPANS groups (of MXFP4 a word for all four)."""
+    found = empty_tuple()
+    for nth in gl.static_range(PAIR):
+        found = found + (gl.load(words_at + (chunk + nth) * 16, mask=chunk + nth + part < CHUNKS, other=0),)
+        for span in gl.static_range(SPANS):
+            at = (chunk + nth) * SPANS + span
+            real = at + o_part * SPANS < CHUNKS * SPANS
+            if GROUP > 128:
+                at = (at + o_part) * 128 // GROUP
+            elif INPUTS % 128 != 0 and SPANS > 1:
+                real = at + o_part * SPANS < GROUPS
+            found = found + (gl.load(scales_at + at, mask=real, other=0),)
+    return found
