@@ -71,7 +71,7 @@ def keep(model: Decoder, tensors: Iterable[tuple[str, Source]], *, exact: bool) 
     begin, end, _ = model.shard.vocab(model.spec.vocab_size)
     for name, parameter in list(model.named_parameters()):
         of_experts = list(parts.get(name, {}).values())
-        if not of_experts:
+        if not of_experts or parameter.dim() < 2:  # a bias may stand as one row in a file
             continue
         owner = model.get_submodule(name.rpartition(".")[0])
         if isinstance(owner, Matrix) or (isinstance(owner, WeightedLayer) and owner.format is not UNQUANTIZED):
