@@ -19,6 +19,7 @@ Json = dict[str, Any]
 OF_TOKENS = ("GenerateRequest", "DerenderChatRequest", "DerenderCompletionRequest")
 _TEXT: Json = {"type": "string", "minLength": 1}
 _NULL: Json = {"type": "null"}
+GOES_ON = ("input", "previous_response_id", "conversation")  # of which a body has one
 
 
 class Served(Struct, frozen=True):
@@ -89,6 +90,9 @@ def refine(schemas: Json, served: Served) -> None:
         _describe(schemas["CompletionRequest"], f"{text}; logprob_token_ids needs logprobs.")
     if "ResponsesRequest" in schemas:
         schemas["ResponsesRequest"]["required"] = ["input"]
+        for name in ("InputTokensRequest", "CompactRequest"):  # which may go on with a conversation without more input
+            goes_on = [field for field in GOES_ON if field in schemas[name]["properties"]]
+            schemas[name]["anyOf"] = [{"required": [field], "properties": {field: {"not": _NULL}}} for field in goes_on]
     for name in OF_INPUTS:
         if name in schemas:
             schemas[name]["oneOf"] = [_given("input", "messages"), _given("messages", "input")]

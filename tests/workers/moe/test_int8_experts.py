@@ -21,7 +21,9 @@ DEVICE, DTYPE = (torch.device("cuda"), torch.bfloat16) if ON_GPU else (torch.dev
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
 
 
-@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")  # the interpreter's numpy, of rows that fill a tile
+@pytest.mark.filterwarnings(
+    "ignore:invalid value", "ignore:overflow"
+)  # the interpreter's numpy, of rows that fill a tile
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("rows", [1, 7, 70])
 def test_kernels_round_as_the_definition_says(rows: int, batched: bool) -> None:
