@@ -76,46 +76,36 @@ class FullAttention(KVPolicy, frozen=True, tag="full"):
     """A token sees all tokens before it."""
 
 
-class _Span(KVPolicy, frozen=True):
-    """A token sees at most `span` tokens, itself among them: blocks before these are freed while a request runs."""
-
-    keeps_all: ClassVar[bool] = False
-
-    @property
-    def span(self) -> int:
-        """The most tokens that one token sees."""
-        raise NotImplementedError
-
-    def num_held(self, block_size: int, num_tokens: int, step_tokens: int = 1) -> int:
-        """The blocks that the tokens of one step see, where these begin within a block."""
-        seen = -(-(self.span - 1 + step_tokens) // block_size) + 1
-        return min(-(-num_tokens // block_size), seen)
+def _blocks_of_span(span: int, block_size: int, num_tokens: int, step_tokens: int) -> int:
+    """Blocks that a request holds whose tokens see at most `span` tokens, themselves among them, as in KVPolicy.num_held."""
+    seen = -(-(span - 1 + step_tokens) // block_size) + 1  # the tokens of one step may begin within a block
+    return min(-(-num_tokens // block_size), seen)
 
 
-class SlidingWindow(_Span, frozen=True, tag="sliding"):
+class SlidingWindow(KVPolicy, frozen=True, tag="sliding"):
     """A token sees itself and the `window` - 1 tokens before it."""
 
     window: int
+    keeps_all: ClassVar[bool] = False  # blocks before it are freed while a request runs
 
-    @property
-    def span(self) -> int:
-        """The window."""
-        return self.window
+    def num_held(self, block_size: int, num_tokens: int, step_tokens: int = 1) -> int:
+        """Those of the window."""
+        return _blocks_of_span(self.window, block_size, num_tokens, step_tokens)
 
     def first_seen(self, position: int) -> int:
         """The first token of the window."""
         return position - self.window + 1
 
 
-class ChunkedAttention(_Span, frozen=True, tag="chunked"):
+class ChunkedAttention(KVPolicy, frozen=True, tag="chunked"):
     """A text is cut into chunks of `chunk` tokens, and a token sees those of its own up to itself."""
 
     chunk: int
+    keeps_all: ClassVar[bool] = False  # blocks before it are freed while a request runs
 
-    @property
-    def span(self) -> int:
-        """The chunk."""
-        return self.chunk
+    def num_held(self, block_size: int, num_tokens: int, step_tokens: int = 1) -> int:
+        """Those of the chunk."""
+        return _blocks_of_span(self.chunk, block_size, num_tokens, step_tokens)
 
     def first_seen(self, position: int) -> int:
         """The first token of the chunk."""

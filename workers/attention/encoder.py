@@ -75,7 +75,7 @@ class EncoderAttention:
         chosen: Chosen | LastChoice | None = None,
     ) -> Tensor:
         """See `StepAttention`."""
-        raise NotImplementedError("no encoder has latent attention")
+        raise AssertionError("no encoder has latent attention")
 
     def _flash(self, lines: Tensor, scale: float, window: int) -> Tensor:
         if self._ends is None:

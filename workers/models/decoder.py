@@ -43,14 +43,10 @@ class Attention(nn.Module):
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
         self._spec, record = spec, spec.layers[layer]
-        attention = record.attention
         self.window, self.chunk, self.rotates, self.head_dim, self.kv_heads = 0, 0, True, 0, 0
-        if attention is not None:
-            self.window, self.chunk, self.rotates = (
-                attention.sliding_window,
-                attention.attention_chunk_size,
-                attention.rotates,
-            )
+        if (attention := record.attention) is not None:
+            self.window, self.chunk = attention.sliding_window, attention.attention_chunk_size
+            self.rotates = attention.rotates
             self.head_dim, self.kv_heads = attention.head_dim, attention.num_key_value_heads
         self.table: Tensor | None = None  # of a layer that rotates otherwise than the model
         self.kv_scale: KVScale = (None, None)
