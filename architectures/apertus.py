@@ -18,10 +18,7 @@ from meshlm.protocol.model import ModelSpec
 
 NUMBERS = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
 """The parameters of xIELU (Huang and Schlag 2024), and the shapes of their tensors."""
-_NORMS: Norms = (
-    ("attention_layernorm", "attn_norm", "input_norm"),
-    ("feedforward_layernorm", "ffn_norm", "post_norm"),
-)
+_NORMS: Norms = (("attention_layernorm", "attn_norm", "input_norm"), ("feedforward_layernorm", "ffn_norm", "post_norm"))
 _ROPE = {
     "rope_type": "llama3",
     "rope_theta": 12e6,

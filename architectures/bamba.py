@@ -8,9 +8,7 @@ from meshlm.architectures.dense import full_spec
 from meshlm.architectures.family import Family, Weight
 from meshlm.architectures.layers import with_states
 from meshlm.architectures.states import KEYS, MODEL, PACKED, mamba2_state, mamba2_weights
-from meshlm.architectures.weights import (
-    transformer_weights,
-)
+from meshlm.architectures.weights import transformer_weights
 from meshlm.protocol.model import ModelSpec
 
 _NORMS = (("input_layernorm", "", "input_norm"), ("pre_ff_layernorm", "", "post_norm"))

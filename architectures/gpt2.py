@@ -4,14 +4,7 @@ from typing import Any
 
 from meshlm.architectures.config_values import integer, words
 from meshlm.architectures.family import GGUFMetadata, Layout
-from meshlm.architectures.layer_norms import (
-    FUSED,
-    layer_norm_form,
-    layer_norm_gguf,
-    layer_norm_spec,
-    named,
-    renaming,
-)
+from meshlm.architectures.layer_norms import FUSED, layer_norm_form, layer_norm_gguf, layer_norm_spec, named, renaming
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
 _NAMES = {

@@ -8,13 +8,7 @@ from msgspec.structs import replace
 from meshlm.architectures.config_values import integer, refuse_quantised, words
 from meshlm.architectures.dense import partial_factor
 from meshlm.architectures.family import Weight
-from meshlm.architectures.layer_norms import (
-    LAYER_NORMS,
-    layer_norm_spec,
-    layer_norm_weights,
-    named,
-    renaming,
-)
+from meshlm.architectures.layer_norms import LAYER_NORMS, layer_norm_spec, layer_norm_weights, named, renaming
 from meshlm.architectures.weights import rotating_neighbours
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
@@ -54,12 +48,7 @@ FAMILY = LAYER_NORMS._replace(
         n_embd n_layer n_head n_positions n_ctx n_inner rotary rotary_dim activation_function layer_norm_epsilon
         summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
     """),
-    defaults={
-        "n_positions": 2048,
-        "rotary_dim": 64,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-    },
+    defaults={"n_positions": 2048, "rotary_dim": 64, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5},
     rename=renaming(
         r"h\.",
         _OUTSIDE,

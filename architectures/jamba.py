@@ -9,10 +9,7 @@ from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
 from meshlm.architectures.layers import with_attention, with_experts, with_states
 from meshlm.architectures.moe import GGUF_KEYS, gguf_moe, moe_spec
 from meshlm.architectures.selective_scan import GGUF_STATE, mamba_gguf, mamba_state, mamba_weights
-from meshlm.architectures.weights import (
-    ExpertNames,
-    transformer_weights,
-)
+from meshlm.architectures.weights import ExpertNames, transformer_weights
 from meshlm.protocol.model import ModelSpec
 
 _NORMS = (("input_layernorm", "attn_norm", "input_norm"), ("pre_ff_layernorm", "ffn_norm", "post_norm"))

@@ -11,9 +11,7 @@ from meshlm.architectures.dense import dense_gguf, dense_spec, layers_that_atten
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Split, Weight
 from meshlm.architectures.layers import with_states
 from meshlm.architectures.states import layers_of
-from meshlm.architectures.weights import (
-    transformer_weights,
-)
+from meshlm.architectures.weights import transformer_weights
 from meshlm.protocol.layers import StateSpec
 from meshlm.protocol.model import ModelSpec
 

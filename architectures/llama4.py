@@ -14,11 +14,7 @@ from meshlm.architectures.family import ExpertTensors, Family, GGUFFamily, GGUFM
 from meshlm.architectures.layers import with_attention, with_experts
 from meshlm.architectures.moe import GGUF_KEYS, checked, gguf_moe, moe_spec
 from meshlm.architectures.smollm3 import without_positions
-from meshlm.architectures.weights import (
-    ExpertNames,
-    rotating_neighbours,
-    transformer_weights,
-)
+from meshlm.architectures.weights import ExpertNames, rotating_neighbours, transformer_weights
 from meshlm.protocol.model import ModelSpec
 
 NAMES = ExpertNames("feed_forward.router", "feed_forward.experts.{}", shared="feed_forward.shared_expert")
@@ -139,10 +135,7 @@ FAMILY = Family(
         "floor_scale": 8192,
     },
     gguf=GGUFFamily(
-        "llama4",
-        _gguf,
-        GGUF_KEYS | frozenset(("interleave_moe_layer_step", "attention.sliding_window")),
-        experts=True,
+        "llama4", _gguf, GGUF_KEYS | frozenset(("interleave_moe_layer_step", "attention.sliding_window")), experts=True
     ),
     experts=ExpertTensors(
         "feed_forward.experts.{}",

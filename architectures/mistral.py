@@ -93,12 +93,7 @@ MINISTRAL3 = Family(
     model_type="ministral3",
     spec=_ministral3_spec,
     weights=transformer_weights,
-    defaults={
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 262144,
-    },
+    defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144},
     gguf=GGUFFamily(
         "mistral3",
         _gguf,

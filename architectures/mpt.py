@@ -8,14 +8,7 @@ from meshlm.architectures.bloom import mpt_slopes, without_rotation
 from meshlm.architectures.config_keys import check
 from meshlm.architectures.config_values import boolean, integer, number, shown, words
 from meshlm.architectures.family import GGUFMetadata
-from meshlm.architectures.layer_norms import (
-    FUSED,
-    layer_norm_form,
-    layer_norm_gguf,
-    layer_norm_spec,
-    named,
-    renaming,
-)
+from meshlm.architectures.layer_norms import FUSED, layer_norm_form, layer_norm_gguf, layer_norm_spec, named, renaming
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
 _NAMES = {

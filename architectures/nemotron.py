@@ -38,11 +38,6 @@ FAMILY = LAYER_NORMS._replace(
     spec=_spec,
     weights=_weights,
     keys=words("norm_eps"),
-    defaults={
-        "norm_eps": 1e-5,
-        "hidden_act": "relu2",
-        "partial_rotary_factor": 0.5,
-        "max_position_embeddings": 4096,
-    },
+    defaults={"norm_eps": 1e-5, "hidden_act": "relu2", "partial_rotary_factor": 0.5, "max_position_embeddings": 4096},
     gguf=layer_norm_form("nemotron", _gguf),
 )

@@ -6,12 +6,7 @@ from msgspec.structs import replace
 
 from meshlm.architectures.config_values import number, words
 from meshlm.architectures.family import GGUFMetadata
-from meshlm.architectures.layer_norms import (
-    LAYER_NORMS,
-    layer_norm_form,
-    layer_norm_gguf,
-    layer_norm_spec,
-)
+from meshlm.architectures.layer_norms import LAYER_NORMS, layer_norm_form, layer_norm_gguf, layer_norm_spec
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
 _ORDER = LayerNormSpec(gated=True, affine=False)

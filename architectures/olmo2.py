@@ -16,11 +16,7 @@ from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Split,
 from meshlm.architectures.layers import with_attention, with_experts
 from meshlm.architectures.moe import GGUF_KEYS, gguf_moe, moe_spec
 from meshlm.architectures.rope import ropes_by_kind
-from meshlm.architectures.weights import (
-    Norms,
-    attention_weights,
-    transformer_weights,
-)
+from meshlm.architectures.weights import Norms, attention_weights, transformer_weights
 from meshlm.protocol.layers import LayerSpec
 from meshlm.protocol.model import ModelSpec, RopeSpec
 

@@ -4,13 +4,7 @@ from typing import Any
 
 from meshlm.architectures.config_values import words
 from meshlm.architectures.family import GGUFMetadata
-from meshlm.architectures.layer_norms import (
-    LAYER_NORMS,
-    layer_norm_form,
-    layer_norm_gguf,
-    layer_norm_spec,
-    renaming,
-)
+from meshlm.architectures.layer_norms import LAYER_NORMS, layer_norm_form, layer_norm_gguf, layer_norm_spec, renaming
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
 _ORDER = LayerNormSpec(parallel=1, head_bias=True)

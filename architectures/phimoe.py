@@ -73,10 +73,7 @@ _FAMILY = Family(
         "max_position_embeddings": 131072,
     },
     gguf=GGUFFamily(
-        "phimoe",
-        _gguf,
-        GGUF_KEYS | frozenset(("attention.sliding_window", "rope.scaling.attn_factor")),
-        experts=True,
+        "phimoe", _gguf, GGUF_KEYS | frozenset(("attention.sliding_window", "rope.scaling.attn_factor")), experts=True
     ),
     compiles=False,
     model="meshlm.workers.models.phimoe:PhiMoE",

@@ -179,13 +179,7 @@ def _scheme(group: Any, written: Any) -> QuantizationScheme:
         raise ValueError("input_activations must be there for weights of 8-bit integers that are not pack-quantized")
     zeros = integers and inputs.get("symmetric") is False
     return QuantizationScheme(
-        targets=targets,
-        weight=strategy,
-        block=block,
-        activation=activation,
-        group=size,
-        integers=integers,
-        zeros=zeros,
+        targets=targets, weight=strategy, block=block, activation=activation, group=size, integers=integers, zeros=zeros
     )
 
 

@@ -31,11 +31,7 @@ DEFAULTS = {
 
 def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     shared = integer(config, "shared_expert_intermediate_size")
-    moe = replace(
-        moe_spec(config),
-        shared_intermediate_size=shared,
-        shared_gate=shared > 0,
-    )
+    moe = replace(moe_spec(config), shared_intermediate_size=shared, shared_gate=shared > 0)
     window, sliding = _windows(config)
     spec = replace(dense_spec(config, architecture), attention_bias=boolean(config, "qkv_bias"), output_bias=False)
     spec = with_attention(spec, sliding, sliding_window=window)

@@ -12,11 +12,7 @@ from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Metada
 from meshlm.architectures.layers import with_experts, with_states
 from meshlm.architectures.moe import GGUF_KEYS, gguf_moe, layers_with_experts, moe_spec
 from meshlm.architectures.states import GGUF_STATE, check_activation, dtype_of_states, layers_of
-from meshlm.architectures.weights import (
-    POST_ATTENTION_NORMS,
-    attention_weights,
-    transformer_weights,
-)
+from meshlm.architectures.weights import POST_ATTENTION_NORMS, attention_weights, transformer_weights
 from meshlm.protocol.layers import LayerSpec, MoESpec, StateSpec
 from meshlm.protocol.model import ModelSpec
 

@@ -21,11 +21,6 @@ FAMILY = Family(
     spec=_spec,
     weights=lambda spec: transformer_weights(spec, POST_ATTENTION_NORMS),
     keys=frozenset(("attention_out_bias",)),
-    defaults={
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "attention_bias": True,
-        "max_position_embeddings": 524288,
-    },
+    defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "max_position_embeddings": 524288},
     gguf=GGUFFamily("seed_oss", dense_gguf),
 )

@@ -14,9 +14,7 @@ _SIZES = ("mamba_expand", "mamba_d_state", "mamba_d_conv", "mamba_dt_rank")
 
 
 def mamba_state(
-    config: dict[str, Any],
-    mixer_norm: Literal["none", "plain", "weighted"],
-    names: Mapping[str, str] | None = None,
+    config: dict[str, Any], mixer_norm: Literal["none", "plain", "weighted"], names: Mapping[str, str] | None = None
 ) -> StateSpec:
     """The state of a layer. names: the family's keys, where they are not Jamba's. KeyError, ValueError."""
 

@@ -6,20 +6,12 @@ from msgspec.structs import replace
 
 from meshlm.architectures.config_values import boolean, words
 from meshlm.architectures.family import GGUFMetadata
-from meshlm.architectures.layer_norms import (
-    LAYER_NORMS,
-    layer_norm_form,
-    layer_norm_gguf,
-    layer_norm_spec,
-)
+from meshlm.architectures.layer_norms import LAYER_NORMS, layer_norm_form, layer_norm_gguf, layer_norm_spec
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
 
 def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    order = LayerNormSpec(
-        gated=True,
-        parallel=1 if boolean(config, "use_parallel_residual") else 0,
-    )
+    order = LayerNormSpec(gated=True, parallel=1 if boolean(config, "use_parallel_residual") else 0)
     biased = {**config, "attention_bias": boolean(config, "use_qkv_bias"), "mlp_bias": False}
     return replace(layer_norm_spec(biased, architecture, order, eps="layer_norm_eps"), output_bias=False)
 

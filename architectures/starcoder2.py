@@ -7,13 +7,7 @@ from msgspec.structs import replace
 from meshlm.architectures.config_values import boolean, shown, words
 from meshlm.architectures.dense import dense_gguf, one_window
 from meshlm.architectures.family import GGUFMetadata
-from meshlm.architectures.layer_norms import (
-    GGUF_EPS,
-    LAYER_NORMS,
-    layer_norm_form,
-    layer_norm_spec,
-    renaming,
-)
+from meshlm.architectures.layer_norms import GGUF_EPS, LAYER_NORMS, layer_norm_form, layer_norm_spec, renaming
 from meshlm.architectures.layers import with_attention
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 

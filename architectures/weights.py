@@ -15,10 +15,7 @@ PRE_NORMS: Norms = (
     ("input_layernorm", "attn_norm", "input_norm"),
     ("post_attention_layernorm", "ffn_norm", "post_norm"),
 )
-POST_ATTENTION_NORMS: Norms = (
-    PRE_NORMS[0],
-    ("post_attention_layernorm", "post_attention_norm", "post_norm"),
-)
+POST_ATTENTION_NORMS: Norms = (PRE_NORMS[0], ("post_attention_layernorm", "post_attention_norm", "post_norm"))
 """The same norms; llama.cpp has the other name for the second in some families."""
 _QUERY, _KV, _WIDE = Split.QUERY_HEADS, Split.KV_HEADS, Split.INTERMEDIATE
 MLP_NAMES = ("mlp", "ffn_{}", "mlp")

@@ -28,11 +28,7 @@ from meshlm.runtime import bad_words
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.model_files.tokenizer_files import LoadedTokenizer, token_bytes
 
-REASONING = (
-    "reasoning_content",
-    "thinking",
-    "reasoning",
-)  # its names in messages; a template may read any of them
+REASONING = ("reasoning_content", "thinking", "reasoning")  # its names in messages; a template may read any of them
 ContentFormat = Literal["auto", "string", "openai"]
 
 

@@ -30,11 +30,7 @@ class Operations:
     """Each operation is done once in the life of the worker."""
 
     def __init__(
-        self,
-        config: MeshConfig,
-        identity: Identity,
-        rebalance: Callable[[], str],
-        extension: Extension | None = None,
+        self, config: MeshConfig, identity: Identity, rebalance: Callable[[], str], extension: Extension | None = None
     ) -> None:
         """rebalance: see `Engine`."""
         self._extension = extension

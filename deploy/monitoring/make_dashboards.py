@@ -107,11 +107,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("Preemptions", "ops", ((rate("num_preemptions_by_reason_total", "reason"), "{{reason}}"),)),
         times("Refused by their head, after", "request_refusal_seconds"),
         Panel("Balance: running requests by rank", "short", ((f"meshlm:num_requests_running{M}", "rank {{engine}}"),)),
-        Panel(
-            "Steps without a CUDA graph",
-            "ops",
-            ((rate("cudagraph_misses_total", "reason"), "{{reason}}"),),
-        ),
+        Panel("Steps without a CUDA graph", "ops", ((rate("cudagraph_misses_total", "reason"), "{{reason}}"),)),
     ),
     "Device": (
         Panel(

@@ -84,12 +84,7 @@ class DashboardRoutes:
     def __init__(self, shown: Shows) -> None:
         self._shown = shown
 
-    @route(
-        "/dashboard",
-        "A page that shows the mesh; it asks for a key.",
-        answers=HTML,
-        is_open=True,
-    )
+    @route("/dashboard", "A page that shows the mesh; it asks for a key.", answers=HTML, is_open=True)
     async def page(self, request: Request) -> HttpResponse:
         found = page()
         headers = {**HEADERS, "Content-Security-Policy": found.policy, "ETag": found.tag, "Vary": "Accept-Encoding"}
@@ -100,11 +95,7 @@ class DashboardRoutes:
             return HttpResponse(found.compressed, media_type=HTML, headers=headers)
         return HttpResponse(found.content, media_type=HTML, headers=headers)
 
-    @route(
-        "/dashboard/history",
-        "The last thousand requests, and news.",
-        answers=History,
-    )
+    @route("/dashboard/history", "The last thousand requests, and news.", answers=History)
     async def history(self, request: Request) -> HttpResponse:
         return HttpResponse(await self._shown.feed.history(), media_type=JSON, headers=HEADERS)
 

@@ -86,10 +86,7 @@ NO_AUDIO = "this server's model takes texts, and transcribes no audio (as Whispe
 _LORA = "LoRA adapters are not supported"
 # Paths that vLLM has: why they are not here, or what there is instead.
 NOT_SERVED = {
-    **dict.fromkeys(
-        ("/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score"),
-        _TEXT,
-    ),
+    **dict.fromkeys(("/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score"), _TEXT),
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), _TEXT),
     **dict.fromkeys(("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"), _VECTORS),
     **dict.fromkeys(("/v1/responses", "/v1/conversations"), _VECTORS),

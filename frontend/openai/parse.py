@@ -17,13 +17,7 @@ from meshlm.frontend.openai import (
 )
 from meshlm.frontend.openai.parsed_request import AnswerOptions, MeshRequest, ParsedRequest
 from meshlm.frontend.openai.prompts import of_chat, of_completion, of_template
-from meshlm.frontend.openai.schema import (
-    MAX_SEQUENCES,
-    ChatRequest,
-    Common,
-    CompletionRequest,
-    StreamOptions,
-)
+from meshlm.frontend.openai.schema import MAX_SEQUENCES, ChatRequest, Common, CompletionRequest, StreamOptions
 from meshlm.frontend.openai.tool_choice import ToolChoice
 from meshlm.protocol.config import Resolved, ServerConfig
 from meshlm.protocol.edges.text import MediaPrompt, Prompt, TextParams

@@ -148,12 +148,7 @@ class Response:
             return None
         accepted = self.prompt[choice.prompt_index]
         positions = list(positions_of(found)) if found is not None else []
-        return echoed_logprobs(
-            self.shown(positions),
-            accepted,
-            self.options.logprobs,
-            self.options.tokens_as_ids,
-        )
+        return echoed_logprobs(self.shown(positions), accepted, self.options.logprobs, self.options.tokens_as_ids)
 
     def frame(self, kind: str, choices: list[Json]) -> Json:
         return {"id": self.request_id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
@@ -233,8 +228,7 @@ class WholeResponse(Response):
             entry["logprobs"] = self._completion_logprobs(choice)
             entry |= self._of_prompt(choice)
         entry["finish_reason"] = visible_reason(
-            finished,
-            bool(entry.get("message", {}).get("tool_calls")) and not self.options.tool_choice.name,
+            finished, bool(entry.get("message", {}).get("tool_calls")) and not self.options.tool_choice.name
         )
         entry["stop_reason"] = finished.stop_reason
         if self.options.return_token_ids and not self.options.hides_tokens:

@@ -24,12 +24,7 @@ class StreamResponse(Response):
     """Streamed: every row becomes a chunk at once, one whose tokens are no text yet, too (clients take the time between chunks for
     that between tokens). `write` takes complete events. With `progress` they have ids, and those that the client has are left out."""
 
-    def __init__(
-        self,
-        head: AnswerHead,
-        write: Callable[[bytes], None],
-        progress: Progress | None = None,
-    ) -> None:
+    def __init__(self, head: AnswerHead, write: Callable[[bytes], None], progress: Progress | None = None) -> None:
         super().__init__(head)
         self._write, self._progress = write, progress
         self._kind = "chat.completion.chunk" if self.options.is_chat else "text_completion"

@@ -82,12 +82,7 @@ class Blocks:
 class TurnResponse(Response):
     """The answer to one request for one turn, streamed or whole."""
 
-    def __init__(
-        self,
-        head: AnswerHead,
-        write: Callable[[bytes], None] | None,
-        form: TurnFormat,
-    ) -> None:
+    def __init__(self, head: AnswerHead, write: Callable[[bytes], None] | None, form: TurnFormat) -> None:
         super().__init__(head)
         self._form, self._write = form, write
         self._blocks = Blocks(form)

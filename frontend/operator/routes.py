@@ -87,13 +87,7 @@ class OperatorRoutes:
     async def pause(self, request: Request) -> HttpResponse:
         return json_response(await operating.pause(self._backend.operations, request.query_params))
 
-    @route(
-        "/resume",
-        "Compute steps again.",
-        answers=responses.Paused,
-        methods=("POST",),
-        errors=(409, 503, 504),
-    )
+    @route("/resume", "Compute steps again.", answers=responses.Paused, methods=("POST",), errors=(409, 503, 504))
     async def resume(self, request: Request) -> HttpResponse:
         return json_response(await operating.resume(self._backend.operations))
 
@@ -136,12 +130,7 @@ class OperatorRoutes:
         await operating.wake_up(self._backend.operations, request.query_params.getlist("tags"))
         return HttpResponse()
 
-    @route(
-        "/is_sleeping",
-        "Whether it sleeps, at whatever level.",
-        answers=responses.IsSleeping,
-        errors=(404, 503),
-    )
+    @route("/is_sleeping", "Whether it sleeps, at whatever level.", answers=responses.IsSleeping, errors=(404, 503))
     async def is_sleeping(self, request: Request) -> HttpResponse:
         return json_response(await operating.is_sleeping(self._backend.operations))
 
@@ -157,11 +146,7 @@ class OperatorRoutes:
     async def get_world_size(self, request: Request) -> HttpResponse:
         return json_response(operating.world_size(self._backend.config, request.query_params))
 
-    @route(
-        "/is_paused",
-        "Whether the mesh is paused.",
-        answers=responses.IsPaused,
-    )
+    @route("/is_paused", "Whether the mesh is paused.", answers=responses.IsPaused)
     async def is_paused(self, request: Request) -> HttpResponse:
         return json_response({"is_paused": (await self._backend.operations.fresh_stats()).paused})
 

@@ -84,11 +84,7 @@ def named_ids(found: Sequence[Generated]) -> list[int]:
 class DerenderedResponse(WholeResponse):
     """The answer. `found`: what came from elsewhere, one for each prompt."""
 
-    def __init__(
-        self,
-        head: AnswerHead,
-        found: Sequence[Generated],
-    ) -> None:
+    def __init__(self, head: AnswerHead, found: Sequence[Generated]) -> None:
         super().__init__(head)
         self._found = found
 

@@ -248,11 +248,7 @@ class Generation:
             raise HttpError.of_kind(ErrorKind.INTERNAL, str(error)) from None
 
     async def _search(
-        self,
-        answer: WholeAnswer | StreamAnswer,
-        parsed_request: ParsedRequest,
-        rank: int,
-        end: asyncio.Event,
+        self, answer: WholeAnswer | StreamAnswer, parsed_request: ParsedRequest, rank: int, end: asyncio.Event
     ) -> None:
         """Fills in the answer of a beam search, or its error."""
         try:

@@ -37,10 +37,7 @@ class Conversations:
     def get(self, name: str, key: str, now: float) -> Conversation | None:
         """The conversation, which counts as used."""
         columns = "id, key, created, metadata"
-        row = self._db.execute(
-            f"SELECT {columns} FROM conversations WHERE id = ? AND key = ?",
-            (name, key),
-        ).fetchone()
+        row = self._db.execute(f"SELECT {columns} FROM conversations WHERE id = ? AND key = ?", (name, key)).fetchone()
         if row is None:
             return None
         with suppress(sqlite3.OperationalError):  # a disk that is full can be read

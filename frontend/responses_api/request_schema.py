@@ -78,10 +78,7 @@ def _items() -> list[Json]:
     thought = _object(["type", "text"], type={"const": "reasoning_text"}, text=_ANY_TEXT)
     reasoning = _object(["type", "content"], type={"const": "reasoning"}, content={"type": "array", "items": thought})
     summary = _object(["type", "text"], type={"const": "summary_text"}, text=_ANY_TEXT)
-    reasoning["properties"] |= {
-        "summary": _or_null({"type": "array", "items": summary}),
-        "encrypted_content": _NULL,
-    }
+    reasoning["properties"] |= {"summary": _or_null({"type": "array", "items": summary}), "encrypted_content": _NULL}
     roles = {"enum": ["user", "system", "developer", "assistant"]}
     message = _object(["type", "role", "content"], type={"const": "message"}, role=roles, content=content)
     return [message, call, output, reasoning]

@@ -24,16 +24,7 @@ from meshlm.frontend.openai.responses import AnswerHead
 from meshlm.frontend.openai.turn import TurnResponse
 from meshlm.frontend.requests.generation import AlreadySent, Backend, Form, Generation, disconnected
 from meshlm.frontend.requests.retry import LAST_ID, IdempotencyKey
-from meshlm.frontend.responses_api import (
-    background,
-    conversations,
-    items,
-    listing,
-    previous,
-    schema,
-    shelf,
-    translate,
-)
+from meshlm.frontend.responses_api import background, conversations, items, listing, previous, schema, shelf, translate
 from meshlm.frontend.responses_api.answering import Answering, asked, read
 from meshlm.frontend.responses_api.background import Background, Running
 from meshlm.frontend.responses_api.format import ResponseFormat

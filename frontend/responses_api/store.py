@@ -103,8 +103,7 @@ class Store:
     def get(self, response_id: str, key: str, now: float) -> Stored | None:
         """The response, which counts as used."""
         row = self._db.execute(
-            f"SELECT {_COLUMNS} FROM responses WHERE id = ? AND key = ?",
-            (response_id, key),
+            f"SELECT {_COLUMNS} FROM responses WHERE id = ? AND key = ?", (response_id, key)
         ).fetchone()
         if row is None:
             return None

@@ -37,12 +37,7 @@ class _Open:
 
 
 def segments_of(
-    positions: Sequence[PositionLogprobs],
-    text: str,
-    zero: int,
-    ends: Sequence[int],
-    begin_s: float,
-    length_s: float,
+    positions: Sequence[PositionLogprobs], text: str, zero: int, ends: Sequence[int], begin_s: float, length_s: float
 ) -> list[Segment]:
     """The segments of a chunk that begins at `begin_s` of the audio and takes `length_s`; without any time there is one, as long as the
     chunk. `positions` and `text` are its output's; `zero` is the token of 0.00 s, `ends` are tokens that end a text."""

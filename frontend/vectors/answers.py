@@ -29,10 +29,7 @@ class VectorsResponse(Response):
     """An answer of vectors. `parts`: how many prompts of the mesh each input of the client became, one after the other."""
 
     def __init__(
-        self,
-        head: AnswerHead,
-        write: "Callable[[VectorsResponse], bytes]",
-        parts: Sequence[int] = (),
+        self, head: AnswerHead, write: "Callable[[VectorsResponse], bytes]", parts: Sequence[int] = ()
     ) -> None:
         super().__init__(head)
         self._write, self._parts = write, parts

@@ -61,18 +61,7 @@ class LayerPages(NamedTuple):
     group: int
 
 
-_FIELDS = [
-    "layers",
-    "table",
-    "positions",
-    "spans",
-    "x",
-    "stream",
-    "normed",
-    "qkv",
-    "query",
-    "attended",
-]
+_FIELDS = ["layers", "table", "positions", "spans", "x", "stream", "normed", "qkv", "query", "attended"]
 _FIELDS += ["gate_up", "gated", "rounded"]
 _COUNTS = [
     "num_layers",

@@ -84,12 +84,7 @@ _PLANES: tl.constexpr = tl.constexpr(
 def _planes(words):
     """128 + the codes of the eight planes, bfloat16: the work of _codes and _integers for two words at a time."""
     return tl.inline_asm_elementwise(
-        _PLANES,
-        "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
-        [words],
-        dtype=(tl.bfloat16,) * 8,
-        is_pure=True,
-        pack=2,
+        _PLANES, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [words], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2
     )
 
 

@@ -116,10 +116,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
     ] = False
     numa_bind_nodes: Annotated[
         tuple[int, ...],
-        Meta(
-            description="NUMA nodes of this node's workers, in order; default: their GPUs'",
-            extra=PER_NODE,
-        ),
+        Meta(description="NUMA nodes of this node's workers, in order; default: their GPUs'", extra=PER_NODE),
     ] = ()
     numa_bind_cpus: Annotated[
         tuple[str, ...],
@@ -159,8 +156,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
         Meta(description="numbers of tokens, for --compile: the stricter ones help to debug guards"),
     ] = "backed"
     compilation_config: Annotated[
-        str,
-        Meta(description="vLLM's, a JSON object: keys that have settings here are taken", extra={"short": "-cc"}),
+        str, Meta(description="vLLM's, a JSON object: keys that have settings here are taken", extra={"short": "-cc"})
     ] = ""
     tune: Annotated[
         Literal["off", "kept", "quick", "full"],
@@ -195,8 +191,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
         ),
     ] = ()
     worker_extension_cls: Annotated[
-        str,
-        Meta(description="class of yours, module.Class, whose methods POST /collective_rpc calls in every worker"),
+        str, Meta(description="class of yours, module.Class, whose methods POST /collective_rpc calls in every worker")
     ] = ""
     cpu_threads: Annotated[int, Meta(ge=0, description="threads of a CPU worker; 0: one per core", extra=PER_NODE)] = 0
     enable_sleep_mode: Annotated[

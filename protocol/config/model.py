@@ -84,8 +84,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         ),
     ] = "auto"
     trust_remote_code: Annotated[
-        bool,
-        Meta(description="run code that comes with the model, where --model-impl transformers needs it"),
+        bool, Meta(description="run code that comes with the model, where --model-impl transformers needs it")
     ] = False
     quantization: Annotated[
         str,

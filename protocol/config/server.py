@@ -62,11 +62,7 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     ] = 600
     max_incoming_bytes: Annotated[
         int,
-        Meta(
-            ge=1024,
-            description="bodies that a frontend is reading at once, beyond which 503",
-            extra={"bytes": True},
-        ),
+        Meta(ge=1024, description="bodies that a frontend is reading at once, beyond which 503", extra={"bytes": True}),
     ] = 256 << 20
     max_unsent_bytes: Annotated[
         int,
@@ -196,8 +192,7 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
         Meta(ge=0, description="seconds that an answer with an Idempotency-Key waits for its client to come back"),
     ] = 60.0
     responses_store: Annotated[
-        str,
-        Meta(description="file for the responses of /v1/responses; default: one in the run directory; off: none"),
+        str, Meta(description="file for the responses of /v1/responses; default: one in the run directory; off: none")
     ] = ""
     responses_store_count: Annotated[
         int, Meta(ge=1, description="stored responses beyond which the one that is used least goes")

@@ -63,12 +63,7 @@ CHANNELS: tuple[Channel, ...] = (
         _C, _S, admit.CoordinatorToScheduler | control.Members | Operation | JointOrder, 4096, 65536, WhenFull.DROP_PEER
     ),
     Channel(
-        _S,
-        _C,
-        admit.SchedulerToCoordinator | _MEMBER | OperationDone | JointReport,
-        4096,
-        65536,
-        WhenFull.DROP_PEER,
+        _S, _C, admit.SchedulerToCoordinator | _MEMBER | OperationDone | JointReport, 4096, 65536, WhenFull.DROP_PEER
     ),
     Channel(_S, _D, token.SchedulerToDetokenizer, 4096, 65536, WhenFull.DROP_PEER),
     Channel(_D, _S, token.DetokenizerToScheduler, 1024, 65536, WhenFull.DROP_PEER),

@@ -102,10 +102,7 @@ class Outbox:
     """Frames to one peer, in order. What the socket does not take waits in `pending` for the next `flush`."""
 
     def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        address: str,
-        prepare: Callable[[Socket], None] | None = None,
+        self, context: zmq.Context[zmq.Socket[bytes]], address: str, prepare: Callable[[Socket], None] | None = None
     ) -> None:
         """Connect, after `prepare` has set what else the socket needs. zmq.ZMQError for what is no address."""
         self.address = address

@@ -105,10 +105,7 @@ def chosen(own: GenerationConfig, source: str, override: str) -> GenerationConfi
     found = found | changes
     limit = found.get("max_tokens") if given else changes.get("max_tokens")
     return GenerationConfig(
-        defaults=found,
-        max_output_tokens=None if limit is None else int(limit),
-        eos_token_ids=eos,
-        notes=notes,
+        defaults=found, max_output_tokens=None if limit is None else int(limit), eos_token_ids=eos, notes=notes
     )
 
 

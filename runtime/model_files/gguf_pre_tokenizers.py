@@ -43,10 +43,7 @@ _SPARK = (r"\p{N}{1,3}", _CJK, rf"{_CODE_WORDS}| ?[\p{{P}}\p{{S}}]+|[\r\n]|{_LAS
 _EAST = "[一-鿿㐀-䶿豈-﫿぀-ゟ゠-ヿ･-ﾟ⼀-⿟เ-๿຀-໿ក-៿က-႟ꩠ-ꩿꧠ-꧿가-힯ᄀ-ᇿ]+"
 # Threes of digits counted from the last. A run of digits is a piece first, so that it is counted once and not for each group of it; the
 # text before a run stays with its first group, and is split by the patterns that follow.
-_AFMOE_DIGITS = (
-    r"\P{N}*+\p{N}++|\P{N}++",
-    r"\A\P{N}*+\p{N}{1,2}(?=(?:\p{N}{3})*+\z)|\A\P{N}*+\p{N}{3}|\p{N}{3}",
-)
+_AFMOE_DIGITS = (r"\P{N}*+\p{N}++|\P{N}++", r"\A\P{N}*+\p{N}{1,2}(?=(?:\p{N}{3})*+\z)|\A\P{N}*+\p{N}{3}|\p{N}{3}")
 _AFMOE = (*_AFMOE_DIGITS, _EAST, rf"{_CODE_WORDS}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}")
 _LATIN = (
     "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ"
@@ -54,14 +51,7 @@ _LATIN = (
     "𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
 )
 _DEEPSEEK_CJK = r"[[一-龥ࠀ-一가-퟿]&&[^\s]]+"  # in llama.cpp other spaces than ASCII's are no characters of a range
-_DEEPSEEK_LLM = (
-    r"[\r\n]",
-    rf"\s?[{_LATIN}]+",
-    r"\s?[!-/:-~！-／：-～‘-‟、-。]+",
-    r"\s+\z",
-    _DEEPSEEK_CJK,
-    r"\p{N}+",
-)
+_DEEPSEEK_LLM = (r"[\r\n]", rf"\s?[{_LATIN}]+", r"\s?[!-/:-~！-／：-～‘-‟、-。]+", r"\s+\z", _DEEPSEEK_CJK, r"\p{N}+")
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_CJK, r"\p{N}")
 _HAN = (
     "一-鿿㐀-䶿\U00020000-\U0002a6df\U0002a700-\U0002b73f\U0002b740-\U0002b81f\U0002b820-\U0002ceaf"
@@ -73,10 +63,7 @@ _YOUTU = (
     rf"{_MARKED_WORDS}|\p{{N}}|{_SYMBOLS_AND_SLASHES}|{_SPACES}",
 )
 # Likewise, of ASCII's digits, and what follows a run of them in another script stays with its last group.
-_FROM_THE_RIGHT = (
-    r"[0-9]++(?:(?![0-9])\p{N})*+",
-    r"\A[0-9]{1,2}(?=(?:[0-9]{3})++(?![0-9]))|[0-9]{3}(?=[0-9])",
-)
+_FROM_THE_RIGHT = (r"[0-9]++(?:(?![0-9])\p{N})*+", r"\A[0-9]{1,2}(?=(?:[0-9]{3})++(?![0-9]))|[0-9]{3}(?=[0-9])")
 _TINY_AYA = (*_AFMOE_DIGITS, rf"{_MARKED_WORDS}|\p{{N}}{{1,3}}|{_SYMBOLS_AND_SLASHES}|{_SPACES}")
 _K2_HORIZON = rf"{_CONTRACTIONS}|{_LEAD}[\p{{L}}\p{{M}}\u200c\u200d]+|\p{{N}}{{1,3}}|{_SYMBOLS}|{_SPACES}"
 _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
@@ -86,14 +73,7 @@ _UFAKZEKA = rf"{_LEAD}\p{{L}}+|\p{{N}}|{_SYMBOLS}|{_SPACES}"
 _SPACED = r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+"
 _EXAONE_MOE = rf"{_CONTRACTIONS}|{_LEAD}{_SPACED}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|\s*[\r\n]|{_LAST_SPACE}"
 _MINICPM5 = (r"\p{N}{1,3}", rf"{_CONTRACTIONS}|{_LEAD}\p{{L}}+|\p{{N}}+|{_SYMBOLS}|{_SPACES}")
-_CHAMELEON = (
-    "<sentinel:[0-9]+>",
-    "IMGIMG[A-I]{1,4}Z",
-    r"[\t\n]|    |  ",
-    r"\p{N}",
-    r"[\p{P}!-/:-@\[-`{-~]",
-    _GPT2,
-)
+_CHAMELEON = ("<sentinel:[0-9]+>", "IMGIMG[A-I]{1,4}Z", r"[\t\n]|    |  ", r"\p{N}", r"[\p{P}!-/:-@\[-`{-~]", _GPT2)
 _FALCON = (r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9][0-9][0-9]")
 _DEFAULT = (r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
 _LINES = "[^\n]+|\n+"

@@ -110,12 +110,7 @@ class AsyncLLM:
         return name
 
     async def _follow(
-        self,
-        submit: Submit,
-        request: RequestOutput,
-        params: SamplingParams,
-        stream: OutputStream,
-        progress: Progress,
+        self, submit: Submit, request: RequestOutput, params: SamplingParams, stream: OutputStream, progress: Progress
     ) -> None:
         """In the mesh's loop: push what comes until the request's end."""
         final_only = params.output_kind is RequestOutputKind.FINAL_ONLY

@@ -24,11 +24,7 @@ from meshlm.supervisor.api.enqueued import Enqueued, finished
 from meshlm.supervisor.api.metrics import Metric
 from meshlm.supervisor.api.offline_prompts import Asked, Given, OnePrompt, Sizes, many, of_generate, of_tokenization
 from meshlm.supervisor.api.outputs import CompletionOutput, Logprob, RequestOutput
-from meshlm.supervisor.api.sampling import (
-    RepetitionDetectionParams,
-    SamplingParams,
-    StructuredOutputsParams,
-)
+from meshlm.supervisor.api.sampling import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
 from meshlm.supervisor.api.sleep import Sleeper
 from meshlm.supervisor.api.submits import Submits
 from meshlm.supervisor.api.tokenizer import Tokenizer, chat_prompt
@@ -373,10 +369,7 @@ class LLM:
             return finished(self._background.ask(self._client.run(submits, bar)), each)
 
     def _begin(
-        self,
-        asked: Asked,
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: Sequence[int] | None,
+        self, asked: Asked, params: SamplingParams | Sequence[SamplingParams] | None, priority: Sequence[int] | None
     ) -> list[str]:
         """All prompts are made before any is sent, so what is wrong with one is raised here."""
         each, ranks = self._submits.checked(params, asked.num, priority, asked.keep)

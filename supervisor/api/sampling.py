@@ -213,12 +213,7 @@ class SamplingParams:
         if self.thinking_token_budget not in (None, -1) and (why := budgets.why_none(parser)):
             raise ValueError(f"SamplingParams.{budgets.NAME}: not supported; {why}")
 
-    def wire(
-        self,
-        eos: tuple[int, ...],
-        vocab_size: int,
-        drawn: int,
-    ) -> WireParams:
+    def wire(self, eos: tuple[int, ...], vocab_size: int, drawn: int) -> WireParams:
         """The settings as the mesh knows them, with the seed that was drawn if none is given. Call `check` first."""
         certain = tuple(dict.fromkeys(self.logprob_token_ids or ()))
         return WireParams(

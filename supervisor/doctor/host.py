@@ -66,10 +66,7 @@ def locked_memory(soft: int) -> Finding:
         return ok("locked memory", "unlimited")
     found = f"{soft >> 10} KiB"
     return Finding(
-        "locked memory",
-        State.OK,
-        found,
-        "InfiniBand between hosts needs it unlimited: ulimit -l, LimitMEMLOCK=",
+        "locked memory", State.OK, found, "InfiniBand between hosts needs it unlimited: ulimit -l, LimitMEMLOCK="
     )
 
 

@@ -14,11 +14,7 @@ from meshlm.supervisor.errors import StartError
 
 SAY_AGAIN_S, NAME_AGAIN_S = 10.0, 0.5
 REFUSALS, REFUSED_S = 3, 2.0  # so many failed handshakes, over so long: not a connection that broke by chance
-_REFUSED = (
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
-)
+_REFUSED = (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 
 
 def wait_for_name(join: str, until: float, display: StartDisplay) -> None:

@@ -101,7 +101,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
         _OFF,
         "answers may depend on what else is computed in a step, as far as the device's arithmetic does (docs/fault-tolerance.md "
         "says where they do not); leave it out",
-    ),
+    )
 }
 """Variable -> values that ask for nothing, and why another ends the start: answers do not have the property that it asks for."""
 

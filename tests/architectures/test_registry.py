@@ -139,9 +139,7 @@ def test_weights_fill_the_parameters_of_the_model(architecture: str, tied: bool)
         sole = alone or architecture.startswith("Nemotron")  # a layer is one thing
         first = LayerSpec(state=state, attention=attention if both else None, mlp=None if sole else mlp)
         second = LayerSpec(
-            state=state if alone or both else None,
-            attention=None if sole else attention,
-            mlp=None if alone else mlp,
+            state=state if alone or both else None, attention=None if sole else attention, mlp=None if alone else mlp
         )
         of_states = {"layers": Layers.from_records((first, second)), "qk_norm": short}
     of_experts: dict[str, Any] = {}

@@ -34,10 +34,7 @@ SEES: dict[str, Any] = {
 
 
 def test_a_text_config_is_the_familys_own(tmp_path: Path) -> None:
-    plain = folder_with(
-        tmp_path / "plain",
-        **{"config.json": TEXT | {"architectures": ["MistralForCausalLM"]}},
-    )
+    plain = folder_with(tmp_path / "plain", **{"config.json": TEXT | {"architectures": ["MistralForCausalLM"]}})
     sees = folder_with(tmp_path / "sees", **{"config.json": SEES})
     expected, found = (resolve_model(path, load_format="dummy") for path in (plain, sees))
     assert found.spec.text_part

@@ -4,14 +4,7 @@ import msgspec
 from coordinator_bench import D0, D1, F0, F1, LIFE, S0, S1, S2, Bench, admit, assigned, load, member, only, stats, told
 
 from meshlm.protocol.edges import control
-from meshlm.protocol.edges.admit import (
-    AbortRequests,
-    Assign,
-    Refused,
-    ReportLoad,
-    Routed,
-    SchedulerIncarnation,
-)
+from meshlm.protocol.edges.admit import AbortRequests, Assign, Refused, ReportLoad, Routed, SchedulerIncarnation
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import HEAD, ErrorKind, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.runtime.mesh.patience import NEW_S
@@ -189,10 +182,7 @@ def test_stats_count_what_is_held() -> None:
 def test_an_admitted_request_is_assigned_and_its_detokenizer_told() -> None:
     bench = Bench(D0, S0)
     request = admit("a", handle=5)
-    assert bench.says(D0, request) == [
-        Send(S0, Assign(request.work, D0, LIFE)),
-        Send(D0, Routed(Handle(5), S0, LIFE)),
-    ]
+    assert bench.says(D0, request) == [Send(S0, Assign(request.work, D0, LIFE)), Send(D0, Routed(Handle(5), S0, LIFE))]
     assert bench.core.owner == {"a": S0}
     bench.says(S0, load(ended=(RequestId("a"), RequestId("unknown"))))
     assert bench.core.owner == {}
@@ -238,10 +228,7 @@ def test_after_a_schedulers_death_its_requests_are_admitted_again() -> None:
     assert only(sends, Assign) == [], "the journal is the detokenizer's"
     assert bench.core.owner == {"b": S1}
     again = admit("a", handle=3, attempt=1, output_token_ids=pack_i32([7, 8]))
-    assert bench.says(D0, again) == [
-        Send(S1, Assign(again.work, D0, LIFE)),
-        Send(D0, Routed(Handle(3), S1, LIFE)),
-    ]
+    assert bench.says(D0, again) == [Send(S1, Assign(again.work, D0, LIFE)), Send(D0, Routed(Handle(3), S1, LIFE))]
 
 
 def test_a_request_admitted_again_leaves_its_old_rank() -> None:

@@ -4,11 +4,7 @@ import msgspec
 import pytest
 from coordinator_bench import D0, S0, S1, WALL_S, Bench, admit, assigned, load, only
 
-from meshlm.protocol.edges.admit import (
-    AbortRequests,
-    Assign,
-    Refused,
-)
+from meshlm.protocol.edges.admit import AbortRequests, Assign, Refused
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import ErrorKind, Handle, Identity, RequestId
 from meshlm.runtime.mesh.patience import BEGUN_S, NEW_S

@@ -4,15 +4,7 @@ import msgspec
 from coordinator_bench import D0, F0, LIFE, S0, S1, Bench, admit, assigned, load, only, stats
 
 from meshlm.protocol.edges import control
-from meshlm.protocol.edges.admit import (
-    Assign,
-    GiveBack,
-    Readmit,
-    Refused,
-    Returned,
-    Routed,
-    Started,
-)
+from meshlm.protocol.edges.admit import Assign, GiveBack, Readmit, Refused, Returned, Routed, Started
 from meshlm.protocol.wire.ids import HEAD, Handle, RequestId
 from meshlm.runtime.process.events import Send
 

@@ -9,16 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from files import (
-    KUBERNETES,
-    PORT,
-    YAML_FILES,
-    dockerfile_lines,
-    kubernetes,
-    needed_s,
-    value_of,
-    yaml,
-)
+from files import KUBERNETES, PORT, YAML_FILES, dockerfile_lines, kubernetes, needed_s, value_of, yaml
 
 from meshlm.protocol.config import RunConfig
 from meshlm.supervisor.io import KILL_AFTER_S

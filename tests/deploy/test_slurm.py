@@ -9,11 +9,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from files import (
-    DEPLOY,
-    needed_s,
-    value_of,
-)
+from files import DEPLOY, needed_s, value_of
 
 from meshlm.supervisor.settings import flags
 

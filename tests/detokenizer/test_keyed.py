@@ -7,15 +7,7 @@ from journal_bench import token_ids
 from keyed_bench import ANSWER, F0, F1, LIFE, S0, WINDOW_S, Bench, Connection
 
 from meshlm.detokenizer import keyed
-from meshlm.protocol.edges.text import (
-    Abort,
-    Attach,
-    Delivered,
-    Detach,
-    Retry,
-    Submit,
-    TokenPrompt,
-)
+from meshlm.protocol.edges.text import Abort, Attach, Delivered, Detach, Retry, Submit, TokenPrompt
 from meshlm.protocol.edges.token import Ended, TokenDeltas
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import pack_i32

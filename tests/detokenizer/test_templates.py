@@ -273,11 +273,7 @@ def test_the_tokens_that_a_template_marks_are_those_of_transformers(real: tuple[
     answers = [{"role": "assistant", "content": text} for text in ("Schön é 漢字.", "", "  two\n\nlines ")]
     messages = [message for answer in answers for message in (USER, answer)]
     expected = their.apply_chat_template(
-        messages,
-        chat_template=MARKS,
-        add_generation_prompt=True,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
+        messages, chat_template=MARKS, add_generation_prompt=True, return_dict=True, return_assistant_tokens_mask=True
     )
     marking, plain = Encoder(loaded, {"default": MARKS}), Encoder(loaded, {"default": next(iter(FAMILIES.values()))})
     prompt = ChatPrompt(msgspec.json.encode(messages))

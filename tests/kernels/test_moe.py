@@ -227,12 +227,7 @@ FEW = [moe_few.Shape(16, 64, 4, 2), moe_few.Shape(32, 32, 4, 3)]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("rows", "shape", "experts", "topk", "hidden", "wide"),
-    [
-        (1, FEW[0], *SIZES[0]),
-        (1, FEW[1], *SIZES[2]),
-        (19, FEW[1], *SIZES[1]),
-        (64, FEW[0], *SIZES[0]),
-    ],
+    [(1, FEW[0], *SIZES[0]), (1, FEW[1], *SIZES[2]), (19, FEW[1], *SIZES[1]), (64, FEW[0], *SIZES[0])],
 )
 def test_products_of_few_rows(
     rows: int, shape: moe_few.Shape, experts: int, topk: int, hidden: int, wide: int, dtype: torch.dtype

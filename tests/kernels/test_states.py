@@ -49,12 +49,7 @@ def test_causal_conv(requests: Requests, dtype: torch.dtype, channels: int, kern
 @pytest.mark.parametrize("requests", STEPS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("sizes", "limit"), [((4, 2, 16, 16), None), ((3, 1, 24, 40), 0.2)])
-def test_ssd(
-    requests: Requests,
-    dtype: torch.dtype,
-    sizes: tuple[int, int, int, int],
-    limit: float | None,
-) -> None:
+def test_ssd(requests: Requests, dtype: torch.dtype, sizes: tuple[int, int, int, int], limit: float | None) -> None:
     """Of two heads in a program, and of one."""
     heads, groups, width, numbers = sizes
     assert ssd_kernel._heads_of_a_program(heads // groups) == (2 if groups == 2 else 1)

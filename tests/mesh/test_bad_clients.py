@@ -91,11 +91,7 @@ ENDLESS: dict[str, tuple[bytes, bytes]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("start", "part"),
-    list(ENDLESS.values()),
-    ids=ENDLESS,
-)
+@pytest.mark.parametrize(("start", "part"), list(ENDLESS.values()), ids=ENDLESS)
 def test_headers_without_an_end(keyed: Serving, client: httpx.Client, start: bytes, part: bytes) -> None:
     """24 MB that never become a request must not become memory either."""
     with undisturbed(client), connect(keyed) as sock, grows_less_than(8 * MB, keyed.pid("frontend")):

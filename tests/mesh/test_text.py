@@ -107,8 +107,7 @@ def test_min_tokens(client: openai.OpenAI, greedy: Greedy) -> None:
     """Neither eos, nor a stop token, nor a stop string counts before."""
     token = greedy.ids[4]
     short, longer = together(
-        lambda: chat(client, FRANCE),
-        lambda: chat(client, FRANCE, extra={"min_tokens": 14, "return_token_ids": True}),
+        lambda: chat(client, FRANCE), lambda: chat(client, FRANCE, extra={"min_tokens": 14, "return_token_ids": True})
     )
     by_id, by_text = together(
         lambda: ask(client, extra={"min_tokens": 9, "stop_token_ids": [token], "return_token_ids": True}),
@@ -284,9 +283,7 @@ def test_return_token_ids(client: openai.OpenAI, greedy: Greedy) -> None:
 
 def test_include_usage(client: openai.OpenAI) -> None:
     with_it, without, whole = together(
-        lambda: stream(client, stream_options={"include_usage": True}),
-        lambda: stream(client),
-        lambda: [ask(client)],
+        lambda: stream(client, stream_options={"include_usage": True}), lambda: stream(client), lambda: [ask(client)]
     )
     usage = whole[0].usage
     assert usage is not None

@@ -219,7 +219,4 @@ def test_a_schema_alone_has_all_that_it_names() -> None:
         "definitions": {"c": {"type": "integer"}, "d": {}},
     }
     found = SchemaReader(root).alone(root["properties"]["a"])
-    assert found == {
-        "items": {"$ref": "#/$defs/0"},
-        "$defs": {"0": {"$ref": "#/$defs/1"}, "1": {"type": "integer"}},
-    }
+    assert found == {"items": {"$ref": "#/$defs/0"}, "$defs": {"0": {"$ref": "#/$defs/1"}, "1": {"type": "integer"}}}

@@ -9,14 +9,7 @@ from meshlm.protocol.operations import Action, Operation, OperationId, Pause, Re
 from meshlm.protocol.wire.ids import RequestId
 from meshlm.runtime.process.events import PeerLost, PeerUp, Received
 from meshlm.runtime.process.transitions import InvalidTransition, check_transition
-from meshlm.scheduler_proc.states import (
-    TRANSITIONS,
-    Planning,
-    RankState,
-    RequestState,
-    Session,
-    State,
-)
+from meshlm.scheduler_proc.states import TRANSITIONS, Planning, RankState, RequestState, Session, State
 
 KINDS = (Session, Planning, RequestState)
 

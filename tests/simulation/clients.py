@@ -17,13 +17,7 @@ from meshlm.detokenizer.stops import StopFinder
 from meshlm.frontend.dashboard.feed import Feed
 from meshlm.frontend.dashboard.snapshot import Facts
 from meshlm.frontend.io import FrontendApp
-from meshlm.protocol.edges.text import (
-    Accepted,
-    Retry,
-    Submit,
-    TextParams,
-    TokenPrompt,
-)
+from meshlm.protocol.edges.text import Accepted, Retry, Submit, TextParams, TokenPrompt
 from meshlm.protocol.pool import Pool, PoolKind
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import pack_i32

@@ -11,14 +11,7 @@ from tiny_models import resolved_of, spec_of
 from two_hosts import HEAD_PORT, address_of
 
 from meshlm.protocol import config as cfg
-from meshlm.protocol.kv import (
-    ChunkedAttention,
-    CrossAttention,
-    FullAttention,
-    KVSpec,
-    RecurrentState,
-    SlidingWindow,
-)
+from meshlm.protocol.kv import ChunkedAttention, CrossAttention, FullAttention, KVSpec, RecurrentState, SlidingWindow
 from meshlm.protocol.pool import PoolKind
 from meshlm.protocol.wire.ids import HEAD, Identity, Role
 from meshlm.runtime.mesh import tcp
@@ -158,12 +151,7 @@ def make(seed: int, kinds: tuple[Kind, ...] = (), shape: Shape | None = None) ->
         plain = replace(plain, num_ranks=random.Random(f"ranks {seed}").choice((2, 4)))
     asks = tuple(_ask(dice, number, plain.num_frontends) for number in range(dice.randint(1, 4)))
     faults = tuple(
-        _faults(
-            dice,
-            plain,
-            kinds,
-            dice.choice((0, 1, 2, 2, 3, 3, 4, 5, 6)) if len(kinds) > 1 else dice.randint(1, 3),
-        )
+        _faults(dice, plain, kinds, dice.choice((0, 1, 2, 2, 3, 3, 4, 5, 6)) if len(kinds) > 1 else dice.randint(1, 3))
     )
     again = random.Random(f"again {seed}")  # dice of its own: seeds keep the rest of their histories
     asks = tuple(replace(ask, retries=again.random() < 0.4) for ask in asks)
@@ -283,10 +271,7 @@ def configs_of(scenario: Scenario) -> list[cfg.MeshConfig]:
 
 def _config_of(scenario: Scenario, host: int) -> cfg.MeshConfig:
     resolved = resolved_of(
-        _SPEC,
-        device="fake",
-        max_num_seqs=scenario.max_num_seqs,
-        max_num_batched_tokens=scenario.max_num_batched_tokens,
+        _SPEC, device="fake", max_num_seqs=scenario.max_num_seqs, max_num_batched_tokens=scenario.max_num_batched_tokens
     )
     config = cfg.MeshConfig(
         cache=cfg.CacheConfig(enable_prefix_caching=scenario.prefix_caching),

@@ -29,15 +29,7 @@ from meshlm.workers.distributed.membership import Membership
 from meshlm.workers.engine import NOT_BALANCED, Done, EngineFacts, ProgressReport
 from meshlm.workers.fake.extras import FakeHead, extras_of
 from meshlm.workers.fake.rows import FakeRows, StepArrays
-from meshlm.workers.fake.tokens import (
-    FACTOR,
-    FIRST_TOKEN,
-    INVERSE,
-    U64,
-    columns,
-    dice,
-    powers,
-)
+from meshlm.workers.fake.tokens import FACTOR, FIRST_TOKEN, INVERSE, U64, columns, dice, powers
 from meshlm.workers.output.grammars import COMPUTED, Grammars, TokenMask
 from meshlm.workers.output.mask_process import MaskProcess
 from meshlm.workers.rows.changes import I32, I64

@@ -14,14 +14,7 @@ from torch import Tensor
 from meshlm.kernels.fp8_gemm.reference import Fp8Weight, quantised_rows
 from meshlm.protocol.model import QuantizationScheme
 from meshlm.workers.formats.eight_bits import EightBits, InputScale
-from meshlm.workers.formats.format import (
-    Encode,
-    KernelWeight,
-    Norm,
-    ProductOps,
-    WeightedLayer,
-    has_kernels,
-)
+from meshlm.workers.formats.format import Encode, KernelWeight, Norm, ProductOps, WeightedLayer, has_kernels
 from meshlm.workers.partial_sum import Kind, PartialSum
 
 FP8 = torch.float8_e4m3fn

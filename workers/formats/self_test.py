@@ -194,9 +194,7 @@ def _fp8(group: int, rounded: int | None, known: bool, beyond: int, dtype: torch
         return found, fp8_reference(values, x_scales, codes, scales, None, torch.float32)
 
     return holds(
-        "a product of 8-bit floats",
-        "weights are decoded for each",
-        [partial(case, count) for count in COUNTS],
+        "a product of 8-bit floats", "weights are decoded for each", [partial(case, count) for count in COUNTS]
     )
 
 

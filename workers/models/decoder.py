@@ -86,12 +86,7 @@ class Attention(nn.Module):
         )
 
     def forward(
-        self,
-        x: PartialSum,
-        norm: RMSNorm,
-        cache: LayerCache,
-        context: ForwardContext,
-        normed: Tensor | None = None,
+        self, x: PartialSum, norm: RMSNorm, cache: LayerCache, context: ForwardContext, normed: Tensor | None = None
     ) -> PartialSum:
         """Computes what attention adds to the residual, which has x in it then.
 

@@ -58,12 +58,7 @@ class SparseLatentAttention(LatentAttention):
         self.index = None if self.mla.index_shared else Index(self.mla, spec.hidden_size)
 
     def forward(
-        self,
-        x: PartialSum,
-        norm: RMSNorm,
-        cache: LayerCache,
-        context: ForwardContext,
-        normed: Tensor | None = None,
+        self, x: PartialSum, norm: RMSNorm, cache: LayerCache, context: ForwardContext, normed: Tensor | None = None
     ) -> PartialSum:
         """See `Attention.forward`: the index needs what is normed, too."""
         residual = x.value

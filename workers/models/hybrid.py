@@ -30,12 +30,7 @@ class NoMixer(Attention):
         """See `Attention.prepare`: there is nothing."""
 
     def forward(
-        self,
-        x: PartialSum,
-        norm: RMSNorm,
-        cache: LayerCache,
-        context: ForwardContext,
-        normed: Tensor | None = None,
+        self, x: PartialSum, norm: RMSNorm, cache: LayerCache, context: ForwardContext, normed: Tensor | None = None
     ) -> PartialSum:
         """See `Attention.forward`: x, as it came."""
         return x

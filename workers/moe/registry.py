@@ -22,14 +22,7 @@ from meshlm.workers.moe.dispatch.collective import Collective
 from meshlm.workers.moe.dispatch.members import Members
 from meshlm.workers.moe.dispatch.none import NoDispatch
 from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
-from meshlm.workers.moe.parts import (
-    UNGATED_ACT,
-    ActivationFormat,
-    Dispatcher,
-    Experts,
-    ExpertWeights,
-    WeightAndReduce,
-)
+from meshlm.workers.moe.parts import UNGATED_ACT, ActivationFormat, Dispatcher, Experts, ExpertWeights, WeightAndReduce
 from meshlm.workers.partial_sum import Kind
 
 _log = structlog.get_logger()

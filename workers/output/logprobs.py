@@ -34,11 +34,7 @@ def packed(logits: Tensor, token_ids: Tensor, width: int, chosen: Tensor | None 
 
 
 def in_chunks(
-    hidden: Tensor,
-    token_ids: Tensor,
-    width: int,
-    logits_of: Callable[[Tensor], Tensor],
-    chosen: Tensor | None = None,
+    hidden: Tensor, token_ids: Tensor, width: int, logits_of: Callable[[Tensor], Tensor], chosen: Tensor | None = None
 ) -> Tensor:
     """`packed` of the logits of hidden states [p, hidden], with those of LINES positions in memory at a time."""
     parts = []

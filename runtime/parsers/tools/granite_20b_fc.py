@@ -6,6 +6,5 @@ from meshlm.runtime.parsers.streamed_calls import Form, parser
 
 OPEN = "<function_call>"
 PARSER = parser(
-    Form(json_calls.calls(), opens=(OPEN,)),
-    structure=Structure(OPEN, f'{OPEN} {{"name": "NAME", "arguments": ', "}"),
+    Form(json_calls.calls(), opens=(OPEN,)), structure=Structure(OPEN, f'{OPEN} {{"name": "NAME", "arguments": ', "}")
 )

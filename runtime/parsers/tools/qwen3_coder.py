@@ -8,11 +8,7 @@ from meshlm.runtime.parsers.parameter_structure import ParameterStructure
 from meshlm.runtime.parsers.streamed_calls import Form, parser
 
 CALL = ParameterForm(
-    close="</function>",
-    parameter="<parameter=",
-    key_end=">",
-    parameter_close="</parameter>",
-    after="</tool_call>",
+    close="</function>", parameter="<parameter=", key_end=">", parameter_close="</parameter>", after="</tool_call>"
 )
 FORM = Form(CALL.body, opens=("<function=",), wrappers=("<tool_call>", "</tool_call>"))
 # The tags around a call are text: models may leave them out.

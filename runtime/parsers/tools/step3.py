@@ -7,16 +7,9 @@ from meshlm.runtime.parsers.streamed_calls import Form, parser
 BEGIN, END = "<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"
 OPEN, SEPARATOR, CLOSE = "<｜tool_call_begin｜>", "<｜tool_sep｜>", "<｜tool_call_end｜>"
 CALL = ParameterForm(
-    close="</steptml:invoke>",
-    parameter="<steptml:parameter name=",
-    key_end=">",
-    parameter_close="</steptml:parameter>",
+    close="</steptml:invoke>", parameter="<steptml:parameter name=", key_end=">", parameter_close="</steptml:parameter>"
 )
-FORM = Form(
-    CALL.body,
-    opens=("<steptml:invoke name=",),
-    wrappers=(BEGIN, END, f"{OPEN}function{SEPARATOR}", CLOSE),
-)
+FORM = Form(CALL.body, opens=("<steptml:invoke name=",), wrappers=(BEGIN, END, f"{OPEN}function{SEPARATOR}", CLOSE))
 STRUCTURE = ParameterStructure(
     "<steptml:invoke name=",
     '<steptml:invoke name="NAME">',

@@ -6,12 +6,7 @@ from msgspec import Struct
 
 from meshlm.coordinator.core import Coordinator
 from meshlm.protocol.edges import control
-from meshlm.protocol.edges.admit import (
-    Admit,
-    Assign,
-    EngineRequest,
-    Load,
-)
+from meshlm.protocol.edges.admit import Admit, Assign, EngineRequest, Load
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import Handle, Identity, Incarnation, RequestId, Role

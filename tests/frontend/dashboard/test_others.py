@@ -14,13 +14,7 @@ from meshlm.frontend.dashboard.others import OtherFrontends
 from meshlm.frontend.dashboard.requests import MAX_ENDED, MAX_RUNNING, Noted
 from meshlm.frontend.dashboard.snapshot import Facts
 from meshlm.protocol.dashboard import History, RequestView, Snapshot
-from meshlm.protocol.edges.control import (
-    AskProcesses,
-    AskRequests,
-    FrontendRequests,
-    MeshProcesses,
-    ProcessReport,
-)
+from meshlm.protocol.edges.control import AskProcesses, AskRequests, FrontendRequests, MeshProcesses, ProcessReport
 from meshlm.protocol.wire.ids import Identity, Incarnation, Role
 from meshlm.runtime.process.figures import Figures
 from meshlm.supervisor.requests_of_frontends import pass_on

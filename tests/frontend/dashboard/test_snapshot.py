@@ -49,15 +49,7 @@ def known(second: float, **stats: Any) -> Known:
     mesh = MeshProcesses((process,), (StandbyReport(Role.WORKER, 78, "standby", 1000.0),), (News(999.5, "error", "x"),))
     news = (News(900.0, "info", "old"), *mesh.news)
     return Known(
-        msgspec.structs.replace(MeshStats(True, ranks=(rank,)), **stats),
-        mesh,
-        news,
-        (),
-        OtherFrontends(),
-        6,
-        1,
-        0,
-        (),
+        msgspec.structs.replace(MeshStats(True, ranks=(rank,)), **stats), mesh, news, (), OtherFrontends(), 6, 1, 0, ()
     )
 
 
@@ -98,7 +90,7 @@ def test_a_snapshot_of_a_busy_mesh() -> None:
     assert process.uptime_s == pytest.approx(3.9)
     assert [one.name for one in found.standbys] == ["worker"]
     assert {(edge.source, edge.target): edge.per_s for edge in found.edges} == {
-        ("worker/1", "scheduler/1"): pytest.approx(50, rel=0.05),
+        ("worker/1", "scheduler/1"): pytest.approx(50, rel=0.05)
     }
     assert [(one.level, one.text) for one in found.news] == [("error", "x")]
 

@@ -16,13 +16,7 @@ from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai import prompts
 from meshlm.frontend.openai.parsed_request import AnswerOptions, MeshRequest, ParsedRequest
 from meshlm.frontend.openai.responses import AnswerHead, WholeResponse
-from meshlm.frontend.openai.schema import (
-    ChatRequest,
-    Common,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
+from meshlm.frontend.openai.schema import ChatRequest, Common, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from meshlm.frontend.requests.submits import build_each as build_submits
 from meshlm.frontend.requests.submits import draws_of
 from meshlm.protocol.config import ServerConfig
@@ -268,10 +262,7 @@ def test_tokenize() -> None:
         ({"messages": [{"role": "user"}]}, "messages"),
         ({"messages": [USER], "tools": [{"a": 1}]}, "tools"),
         ({"messages": [USER], "mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs"),
-        (
-            {"messages": [USER], "add_generation_prompt": True, "continue_final_message": True},
-            "add_generation_prompt",
-        ),
+        ({"messages": [USER], "add_generation_prompt": True, "continue_final_message": True}, "add_generation_prompt"),
     ],
 )
 def test_tokenize_refuses(fields: dict[str, object], param: str) -> None:

@@ -28,11 +28,7 @@ from answering import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshlm.protocol.edges.text import (
-    Accepted,
-    Finished,
-    PositionLogprobs,
-)
+from meshlm.protocol.edges.text import Accepted, Finished, PositionLogprobs
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle
 

@@ -146,14 +146,8 @@ ASKS: dict[str, Any] = {"tools": [{"type": "function", "function": {"name": name
         ("none", ([], False, "")),
         ("required", (["weather", "time"], True, "")),
         (NAMED, (["weather", "time"], False, "weather")),
-        (
-            {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}},
-            (["weather"], True, ""),
-        ),
-        (
-            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}},
-            (["weather"], False, ""),
-        ),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}, (["weather"], True, "")),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}, (["weather"], False, "")),
     ],
 )
 def test_choices(choice: object, expected: tuple[list[str], bool, str]) -> None:

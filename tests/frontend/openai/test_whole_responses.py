@@ -25,11 +25,7 @@ from answering import (
     whole_usage,
 )
 
-from meshlm.protocol.edges.text import (
-    Accepted,
-    Finished,
-    PositionLogprobs,
-)
+from meshlm.protocol.edges.text import Accepted, Finished, PositionLogprobs
 from meshlm.protocol.edges.token import First
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle

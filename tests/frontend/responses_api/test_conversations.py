@@ -86,10 +86,7 @@ async def test_what_is_wrong_is_named(frontends: Frontend) -> None:
                 await client.conversations.create(items=given)
             with pytest.raises(openai.BadRequestError, match=text):
                 await client.conversations.items.create(begun.id, items=given)
-        for body, field in (
-            ({"metadata": {"a": "b" * 600}}, "metadata"),
-            ({"metadata": 5}, "metadata"),
-        ):
+        for body, field in (({"metadata": {"a": "b" * 600}}, "metadata"), ({"metadata": 5}, "metadata")):
             with pytest.raises(openai.BadRequestError) as caught:
                 await client.post("/conversations", body=body, cast_to=object)
             assert caught.value.param == field

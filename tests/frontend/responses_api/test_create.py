@@ -8,11 +8,7 @@ import openai
 import pydantic
 import pytest
 from answering import HELLO, WORLD
-from openai.types.responses import (
-    ResponseFunctionToolCall,
-    ResponseOutputMessage,
-    ResponseReasoningItem,
-)
+from openai.types.responses import ResponseFunctionToolCall, ResponseOutputMessage, ResponseReasoningItem
 from openai_client import CALL, OFF, TOOLS
 from scripted import NUM_CACHED, NUM_PROMPT, Scripted
 from whole_and_streamed import both, lasting

@@ -6,9 +6,7 @@ from typing import Any, cast
 import msgspec
 import openai
 import pytest
-from openai.types.responses import (
-    ResponseFunctionToolCall,
-)
+from openai.types.responses import ResponseFunctionToolCall
 from openai_client import CALL, NAMESPACE, TOOLS, messages_of
 from scripted import Scripted
 from whole_and_streamed import both

@@ -59,10 +59,7 @@ def test_a_logprob_without_an_end() -> None:
     assert segments_of(positions, " a", ZERO, (), 0, 1)[0].avg_logprob == -9999.0
 
 
-SEGMENTS = [
-    Segment(0.0, 1.25, " Hello\n\nyou", (5,), -1.0, 0.0),
-    Segment(3661.5, 3662.0, " a --> b ", (6,), -1.0, 0.0),
-]
+SEGMENTS = [Segment(0.0, 1.25, " Hello\n\nyou", (5,), -1.0, 0.0), Segment(3661.5, 3662.0, " a --> b ", (6,), -1.0, 0.0)]
 
 
 def test_srt() -> None:

@@ -135,12 +135,7 @@ def test_how_tokens_are_drawn() -> None:
         plain.mesh.sampling.top_p,
         plain.mesh.max_tokens,
         plain.mesh.cap_max_tokens,
-    ) == (
-        0,
-        0.8,
-        448,
-        True,
-    )
+    ) == (0, 0.8, 448, True)
     assert plain.mesh.sampling.begin_suppress_token_ids == SPEECH.begin_suppress_tokens
     assert (plain.mesh.sampling.logit_bias, plain.mesh.sampling.logprobs, plain.answer.logprobs) == ({}, -1, -1)
     assert plain.mesh.sampling.eos_token_ids == model.eos_token_ids

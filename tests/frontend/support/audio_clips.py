@@ -53,11 +53,7 @@ def chunks() -> NDArray[np.float32]:
 
 
 def audio_file(
-    samples: NDArray[np.float32],
-    form: str = "wav",
-    codec: str = "pcm_s16le",
-    rate: int = 16_000,
-    channels: int = 1,
+    samples: NDArray[np.float32], form: str = "wav", codec: str = "pcm_s16le", rate: int = 16_000, channels: int = 1
 ) -> bytes:
     """The samples, the same in each channel, as a file."""
     target, layout = io.BytesIO(), {1: "mono", 2: "stereo"}[channels]

@@ -2,12 +2,7 @@
 
 import msgspec
 
-from meshlm.protocol.edges.text import (
-    Accepted,
-    Submit,
-    TextDeltas,
-    TextPrompt,
-)
+from meshlm.protocol.edges.text import Accepted, Submit, TextDeltas, TextPrompt
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Identity, RequestId, Role

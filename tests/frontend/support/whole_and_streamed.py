@@ -3,9 +3,7 @@
 from typing import Any
 
 import openai
-from openai.types.responses import (
-    Response,
-)
+from openai.types.responses import Response
 
 Json = dict[str, Any]
 TIMES = ("created_at", "completed_at")

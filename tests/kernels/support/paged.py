@@ -60,12 +60,7 @@ def _overwrite(keys: torch.Tensor, values: torch.Tensor, at: Columns, firsts: li
 
 
 def share(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    at: Columns,
-    clusters: list[tuple[list[int], int]],
-    tile: int,
-    piece: int,
+    keys: torch.Tensor, values: torch.Tensor, at: Columns, clusters: list[tuple[list[int], int]], tile: int, piece: int
 ) -> SharedPrefixes:
     """Let the requests of each cluster begin with its first one's pages, for so many tokens; what they had there is NaN.
 

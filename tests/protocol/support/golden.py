@@ -14,10 +14,7 @@ from msgspec import Struct
 
 from meshlm.protocol.edges import token
 from meshlm.protocol.wire import frames
-from meshlm.protocol.wire.ids import (
-    Handle,
-    Incarnation,
-)
+from meshlm.protocol.wire.ids import Handle, Incarnation
 
 GOLDEN = Path(__file__).parents[1] / "golden.json"
 

@@ -14,16 +14,7 @@ from meshlm.protocol import (
 )
 from meshlm.protocol.edges import admit, control, step, text, token
 from meshlm.protocol.wire.columns import pack_f32, pack_i32
-from meshlm.protocol.wire.ids import (
-    ErrorKind,
-    FinishReason,
-    Handle,
-    Identity,
-    Incarnation,
-    RequestId,
-    Role,
-    Row,
-)
+from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role, Row
 
 LIFE = Incarnation(1_750_000_000_000_000_000)
 SCHEDULER, DETOKENIZER = Identity(Role.SCHEDULER, 3), Identity(Role.DETOKENIZER, 1)

@@ -46,15 +46,7 @@ from meshlm.protocol import grammar, kv, lockstep, operations, pool, timeline
 from meshlm.protocol.edges import admit, control, step, text, token
 from meshlm.protocol.wire import frames, session
 from meshlm.protocol.wire.columns import pack_f32, pack_i32
-from meshlm.protocol.wire.ids import (
-    Epoch,
-    ErrorKind,
-    FinishReason,
-    Handle,
-    RequestId,
-    Role,
-    StepId,
-)
+from meshlm.protocol.wire.ids import Epoch, ErrorKind, FinishReason, Handle, RequestId, Role, StepId
 
 EDGES = (admit, control, step, text, token)  # besides: operations
 

@@ -3,11 +3,7 @@
 from meshlm.protocol.wire.channels import WhenFull
 from meshlm.protocol.wire.frames import unpack
 from meshlm.protocol.wire.ids import Identity, Incarnation, Role
-from meshlm.protocol.wire.session import (
-    Delivered,
-    Hello,
-    Session,
-)
+from meshlm.protocol.wire.session import Delivered, Hello, Session
 
 A, B = Identity(Role.SCHEDULER, 0), Identity(Role.DETOKENIZER, 3)
 

@@ -8,13 +8,7 @@ from sessions import A, B, Network, make
 from meshlm.protocol.wire.channels import WhenFull
 from meshlm.protocol.wire.frames import HEADER_BYTES
 from meshlm.protocol.wire.ids import Incarnation
-from meshlm.protocol.wire.session import (
-    REPLAY_AFTER_S,
-    Hello,
-    SendQueueFull,
-    Session,
-    SessionState,
-)
+from meshlm.protocol.wire.session import REPLAY_AFTER_S, Hello, SendQueueFull, Session, SessionState
 
 
 class Deaf(Network):

@@ -172,11 +172,7 @@ def test_a_vocabulary_is_read_where_it_is_wanted_and_stepped_over_elsewhere(tmp_
 @pytest.mark.parametrize("wanted", [True, False])
 @pytest.mark.parametrize(
     "words",
-    [
-        array(TEXT, 1 << 60, text("a")),
-        array(TEXT, 2, text("a") + struct.pack("<Q", 1 << 62)),
-        array(U32, 1 << 62, b""),
-    ],
+    [array(TEXT, 1 << 60, text("a")), array(TEXT, 2, text("a") + struct.pack("<Q", 1 << 62)), array(U32, 1 << 62, b"")],
 )
 def test_an_array_that_runs_past_the_end(tmp_path: Path, words: Value, wanted: bool) -> None:
     """Also where nobody wants it: what stands behind is read from the wrong place."""

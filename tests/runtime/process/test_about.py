@@ -20,14 +20,8 @@ MANY = tuple(RequestId(f"r{number}") for number in range(11))
     ("message", "says"),
     [
         (Admit(WORK), {"message": "Admit", "requests": "cmpl-5-0"}),
-        (
-            Assign(WORK, Identity(Role.DETOKENIZER, 0), Incarnation(1)),
-            {"message": "Assign", "requests": "cmpl-5-0"},
-        ),
-        (
-            AbortRequests(MANY),
-            {"message": "AbortRequests", "requests": "r0, r1, r2, r3, r4, r5, r6, r7 and 3 more"},
-        ),
+        (Assign(WORK, Identity(Role.DETOKENIZER, 0), Incarnation(1)), {"message": "Assign", "requests": "cmpl-5-0"}),
+        (AbortRequests(MANY), {"message": "AbortRequests", "requests": "r0, r1, r2, r3, r4, r5, r6, r7 and 3 more"}),
         (StepFailed(1, cast(Any, 2), "x"), {"message": "StepFailed"}),
     ],
 )

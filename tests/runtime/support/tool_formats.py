@@ -77,8 +77,7 @@ TYPED = [
     ("unknown", "7"),
 ]
 TYPED_CALL = Call(
-    "weather",
-    '{"city":"5","days":3,"exact":true,"where":{"lat": 46.90},"share":0.50,"ids":[1, 2],"unknown":"7"}',
+    "weather", '{"city":"5","days":3,"exact":true,"where":{"lat": 46.90},"share":0.50,"ids":[1, 2],"unknown":"7"}'
 )
 NULLS = [("city", "null"), ("days", "many"), ("exact", "null"), ("where", "None")]
 NULLS_CALL = Call("weather", '{"city":"null","days":"many","exact":null,"where":null}')
@@ -119,11 +118,7 @@ FORMATS: dict[str, list[tuple[str, str, list[Call]]]] = {
         ("import functools; functools[0]", "import functools; functools[0]", []),
     ],
     "internlm": [
-        (
-            f'Hm.<|action_start|><|plugin|>\n{{"name": "weather", "parameters": {BERN}}}<|action_end|>\n',
-            "Hm.",
-            [CITY],
-        ),
+        (f'Hm.<|action_start|><|plugin|>\n{{"name": "weather", "parameters": {BERN}}}<|action_end|>\n', "Hm.", [CITY]),
         ("<|action_start|><|interpreter|>1<|action_end|>", "<|action_start|><|interpreter|>1<|action_end|>", []),
     ],
     "mistral": [
@@ -268,7 +263,7 @@ FORMATS: dict[str, list[tuple[str, str, list[Call]]]] = {
             f"</{DSML}parameter></{DSML}invoke></{DSML}tool_calls>",
             "",
             [COMPACT],
-        ),
+        )
     ],
     "gemma": [
         ("Hm.\n```tool_code\nweather(city='Bärn')\n```\nSo.", "Hm.\n\nSo.", [COMPACT]),

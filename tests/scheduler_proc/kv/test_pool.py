@@ -85,10 +85,7 @@ def test_what_cannot_be_is_not_restored() -> None:
 
 @settings(deadline=None)
 @given(
-    st.lists(
-        st.tuples(st.sampled_from(["allocate", "free", "cache", "reset", "tell"]), st.integers(0, 9)),
-        max_size=60,
-    )
+    st.lists(st.tuples(st.sampled_from(["allocate", "free", "cache", "reset", "tell"]), st.integers(0, 9)), max_size=60)
 )
 def test_pages_of_one_key_are_told_side_by_side(actions: list[tuple[str, int]]) -> None:
     """Keys below 5 have one page, others three."""

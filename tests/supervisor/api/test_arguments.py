@@ -108,13 +108,7 @@ def test_values_as_python_has_them() -> None:
             settings_of({name: value})
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("distributed_executor_backend", "ray"),
-        ("optimization_level", 0),
-    ],
-)
+@pytest.mark.parametrize(("name", "value"), [("distributed_executor_backend", "ray"), ("optimization_level", 0)])
 def test_what_is_not_so_is_refused(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=name):
         settings_of({name: value})

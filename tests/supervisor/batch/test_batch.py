@@ -164,10 +164,7 @@ def test_files_behind_http(peer: Peer, monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(files, "AGAIN_S", 0.01)
     peer.files["/in.jsonl"] = line("a", "x")
     peer.refuses_puts = 2
-    with (
-        files.requests(f"{peer.url}/in.jsonl") as source,
-        files.answers(f"{peer.url}/out.jsonl", str(tmp_path)) as out,
-    ):
+    with files.requests(f"{peer.url}/in.jsonl") as source, files.answers(f"{peer.url}/out.jsonl", str(tmp_path)) as out:
         run.run(source, out, run.Server.of(peer.url, ""))
     assert answers_of(peer.files["/out.jsonl"])[0]["response"]["body"] == {"text": "x"}
     assert list(tmp_path.iterdir()) == []

@@ -30,8 +30,7 @@ def test_sums_have_vllms_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "good"),
-    [({"ttft": 500, "e2el": 1500}, 2), ({"tpot": 499}, 1), ({"tpot": 500}, 2), ({"e2el": 99}, 0)],
+    ("limits", "good"), [({"ttft": 500, "e2el": 1500}, 2), ({"tpot": 499}, 1), ({"tpot": 500}, 2), ({"e2el": 99}, 0)]
 )
 def test_a_good_request_keeps_all_limits(limits: dict[str, float], good: int) -> None:
     assert metrics.summed_up(RESULTS, 1.0, limits)["request_goodput"] == good

@@ -11,15 +11,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from meshlm.protocol.dashboard import (
-    History,
-    NewsView,
-    Percentiles,
-    ProcessView,
-    RankView,
-    RequestView,
-    Snapshot,
-)
+from meshlm.protocol.dashboard import History, NewsView, Percentiles, ProcessView, RankView, RequestView, Snapshot
 from meshlm.supervisor.cli import main, terminal, top
 from meshlm.supervisor.cli.top_view import Screen, seconds
 

@@ -160,9 +160,7 @@ async def test_a_stopped_process_is_ended_too(seen: Seen) -> None:
     assert ended.code == -signal.SIGKILL, "it was not woken"
 
 
-async def test_a_warm_standby_takes_any_place_of_its_role_and_another_is_loaded_later(
-    seen: Seen,
-) -> None:
+async def test_a_warm_standby_takes_any_place_of_its_role_and_another_is_loaded_later(seen: Seen) -> None:
     seen.incarnations.keep_warm([Role.WORKER], 100.0)
     assert seen.incarnations.warm() == {}, "those that serve come first"
     seen.incarnations.keep_warm([Role.WORKER], 100.0 + WARM_AFTER_S)

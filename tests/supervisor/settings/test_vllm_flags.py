@@ -189,11 +189,7 @@ def test_flags_of_older_versions_change_the_models_configuration() -> None:
     """As Qwen's pages have them."""
     yarn = {"rope_type": "yarn", "factor": 4.0}
     words = ["--rope-scaling", json.dumps(yarn), "x", "--rope-theta=5e5"]
-    assert vllm_flags.with_json(words) == [
-        "x",
-        "--hf-overrides",
-        json.dumps({"rope_scaling": yarn, "rope_theta": 5e5}),
-    ]
+    assert vllm_flags.with_json(words) == ["x", "--hf-overrides", json.dumps({"rope_scaling": yarn, "rope_theta": 5e5})]
     found = settings_of({"rope_scaling": yarn, "rope_theta": 5e5, "hf_overrides": {"rope_theta": 7e5}})
     assert json.loads(str(found["hf_overrides"])) == {"rope_scaling": yarn, "rope_theta": 7e5}
 

@@ -21,15 +21,7 @@ from meshlm.runtime.attention_packages import PACKAGES
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.attention import triton_backend
 from meshlm.workers.attention.backend import choose
-from meshlm.workers.attention.packages import (
-    MAKE,
-    NEAR,
-    FlashInfer,
-    PackageAttention,
-    PackageBackend,
-    Prompts,
-    differs,
-)
+from meshlm.workers.attention.packages import MAKE, NEAR, FlashInfer, PackageAttention, PackageBackend, Prompts, differs
 from meshlm.workers.batch import KnownRequests, LayerCache, Prompt, StepInputs
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

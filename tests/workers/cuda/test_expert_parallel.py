@@ -44,10 +44,7 @@ SHAPE: dict[str, Any] = {
 PROMPTS = [[5 + (31 * n + 7 * i) % 4000 for i in range(3 + 5 * n % 160)] for n in range(100)]
 DP = {"data_parallel_size": 2, "enable_expert_parallel": True}
 HALVES = {"enable_dbo": True, "dbo_decode_token_threshold": 8, "dbo_prefill_token_threshold": 64}
-MOVES = {
-    "enable_eplb": True,
-    "eplb_config": '{"window_size": 8, "step_interval": 8, "num_redundant_experts": 4}',
-}
+MOVES = {"enable_eplb": True, "eplb_config": '{"window_size": 8, "step_interval": 8, "num_redundant_experts": 4}'}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
     "tp, experts that move": {"tensor_parallel_size": 2, "enable_expert_parallel": True, **MOVES},

@@ -28,11 +28,7 @@ SIZES = {
     "qwen3-next-80b-a3b": (DELTA, 544, None),
     "qwen3-next-80b-a3b in float32": (DELTA, 1056, torch.float32),
     "falcon-mamba-7b": (StateSpec(kind="mamba", num_heads=8192, head_dim=1, state_size=16), 512, None),
-    "lfm2-1.2b": (
-        StateSpec(kind="short_conv", num_heads=2048, head_dim=1, state_size=0, conv_kernel=3),
-        16,
-        None,
-    ),
+    "lfm2-1.2b": (StateSpec(kind="short_conv", num_heads=2048, head_dim=1, state_size=0, conv_kernel=3), 16, None),
 }
 
 

@@ -143,10 +143,7 @@ def test_each_group_is_attended_to_by_its_own_table(window: int, monkeypatch: py
     backends: tuple[Backend, Backend] = (TorchBackend(), TritonBackend())
     both: tuple[Ops, Ops] = (TorchOps(), TritonOps())
     for plan in plans(2):
-        batches = (
-            torch_inputs.of_step(send(ours, torch_inputs, plan)),
-            kernels.of_step(send(theirs, kernels, plan)),
-        )
+        batches = (torch_inputs.of_step(send(ours, torch_inputs, plan)), kernels.of_step(send(theirs, kernels, plan)))
         steps = [backend.step(batch, BLOCK) for backend, batch in zip(backends, batches, strict=True)]
         for group in (0, 1):
             qkv = torch.randn(plan.num_tokens, 8 * 16)

@@ -83,9 +83,7 @@ DEEPSEEK: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 _SPARSE = {**DEEPSEEK["deepseek-v3"][1], "head_dim": 32, "index_n_heads": 8, "index_head_dim": 64}
-SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
-    "all are chosen": ("DeepseekV32Config", _SPARSE | {"index_topk": 512}),
-}
+SPARSE: dict[str, tuple[str, dict[str, Any]]] = {"all are chosen": ("DeepseekV32Config", _SPARSE | {"index_topk": 512})}
 """DeepSeek-V3.2."""
 
 _STATES: dict[str, Any] = {

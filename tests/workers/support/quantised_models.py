@@ -176,8 +176,7 @@ KINDS = {
     ),
     "compressed-blocks": Quantised(
         compressed(
-            {"strategy": "block", "block_structure": [16, 16]},
-            {"strategy": "group", "group_size": 16, "dynamic": True},
+            {"strategy": "block", "block_structure": [16, 16]}, {"strategy": "group", "group_size": 16, "dynamic": True}
         ),
         weight="block",
         activation="group",

@@ -46,12 +46,7 @@ def test_a_gguf_file_is_the_same_model(tmp_path: Path) -> None:
     assert (files.modules.kind, files.modules.normalize) == (PoolKind.MEAN, True)
     spec = resolve_model(str(tmp_path)).spec
     assert replace(files.spec, rms_norm_eps=spec.rms_norm_eps) == spec  # the file's is rounded to float32
-    driver = Driver(
-        loaded(tmp_path, **of(path)),
-        PROMPTS,
-        GREEDY,
-        {row: Pool(PoolKind.ALL) for row in WHOLE},
-    )
+    driver = Driver(loaded(tmp_path, **of(path)), PROMPTS, GREEDY, {row: Pool(PoolKind.ALL) for row in WHOLE})
     driver.step(WHOLE)
     for row, prompt in enumerate(PROMPTS):
         same(driver.pooled[row], theirs(torch.tensor([prompt])).last_hidden_state[0])

@@ -96,8 +96,7 @@ def test_a_parameter_of_which_a_part_cannot_stay_is_decoded(tmp_path: Path, monk
     assert kept == {"head.weight", *(f"layers.{n}.{name}.weight" for n in (0, 1) for name in stays)}
     tokens = list(range(20))
     assert torch.equal(
-        run(ours, caches(SPEC, 24), [(tokens, 0, TABLE)]),
-        run(theirs, caches(SPEC, 24), [(tokens, 0, TABLE)]),
+        run(ours, caches(SPEC, 24), [(tokens, 0, TABLE)]), run(theirs, caches(SPEC, 24), [(tokens, 0, TABLE)])
     )
 
 

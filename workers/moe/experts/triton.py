@@ -8,15 +8,7 @@ from torch import Tensor
 
 from meshlm.kernels.fp8_gemm.reference import Fp8Weight
 from meshlm.kernels.grouped_gemm import kernel as many
-from meshlm.kernels.grouped_gemm.plan import (
-    Layer,
-    Plan,
-    batched_shapes,
-    fp8_plan,
-    leaves_parts,
-    plan_for,
-    warm_rows,
-)
+from meshlm.kernels.grouped_gemm.plan import Layer, Plan, batched_shapes, fp8_plan, leaves_parts, plan_for, warm_rows
 from meshlm.kernels.moe_align.kernel import align, most_tiles
 from meshlm.kernels.moe_epilogue.kernel import PLAIN
 from meshlm.kernels.moe_few import kernel as few

@@ -2,12 +2,7 @@
 
 from meshlm.protocol.wire.ids import Identity, Role
 from meshlm.supervisor.group.core import Group
-from meshlm.supervisor.group.events import (
-    BecameReady,
-    Effect,
-    Exited,
-    Start,
-)
+from meshlm.supervisor.group.events import BecameReady, Effect, Exited, Start
 
 FRONTEND, WORKER = Identity(Role.FRONTEND), Identity(Role.WORKER)
 NEW, OTHER = Identity(Role.SCHEDULER, 1), Identity(Role.WORKER, 1)
