@@ -14,7 +14,7 @@ from meshlm.frontend import plugins
 from meshlm.frontend.dashboard.feed import Feed
 from meshlm.frontend.dashboard.snapshot import Facts
 from meshlm.frontend.http.budget import Budget
-from meshlm.frontend.http.listener import HttpListener, Listener
+from meshlm.frontend.listener import HttpListener, Listener
 from meshlm.frontend.observe.observer import Observer
 from meshlm.frontend.operator.mesh_operations import MeshOperations
 from meshlm.frontend.requests import submits

@@ -1,21 +1,24 @@
-"""The port of a frontend with --grpc: the service, health for probes, and reflection. Owned by io.py, as http_listener.py is."""
+"""The port of a frontend with --grpc: the service, health for probes, and reflection. Owned by io.py, as frontend/listener.py is."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
-from meshlm.frontend.grpc.certificates import Certificates
 from meshlm.frontend.grpc.incoming import Handler, Incoming, refusing
 from meshlm.frontend.grpc.servicer import NAME, Servicer
-from meshlm.frontend.http import watched_files
 from meshlm.frontend.http.endpoint import take
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.http.web_pages import MAX_SHOWN, OTHER_SITE
+from meshlm.frontend.listener import tls_context, watch_files, watched_files
 from meshlm.frontend.requests.generation import Backend
+from meshlm.protocol.config import ServerConfig
+from meshlm.runtime import tls
 from meshlm.runtime.api_keys import ADMIN, INFERENCE, ApiKeys
 
 HEALTH_S = 0.5  # how often readiness is looked at
@@ -86,6 +89,40 @@ def scope_of(method: str) -> str:
     return ADMIN if method in ADMIN_METHODS else "" if method in INFORMATION else INFERENCE
 
 
+class Certificates:
+    """TLS of the port, whose files may change while it serves (--enable-ssl-refresh). The library asks for a new configuration at each
+    handshake, in threads of its own; it gets one when the files have changed."""
+
+    def __init__(self, server: ServerConfig) -> None:
+        """ProcessFatal for files that cannot be used."""
+        self._server = server
+        self.serves = tls_context(server) is not None
+        self._new: Any = None  # a configuration that no handshake has fetched yet
+
+    def credentials(self) -> "grpc.ServerCredentials | None":
+        """None without a certificate."""
+        if not self.serves:
+            return None
+        required = bool(self._server.ssl_cert_reqs)
+        return grpc.dynamic_ssl_server_credentials(self._read(), self._fetch, require_client_authentication=required)
+
+    def read_again(self) -> None:
+        """Use the files for handshakes to come. TLSError for what cannot be used: those before hold."""
+        tls.make_context(self._server)
+        self._new = self._read()
+
+    def _read(self) -> Any:
+        server = self._server
+        cert, key = Path(server.ssl_certfile).read_bytes(), Path(server.ssl_keyfile or server.ssl_certfile).read_bytes()
+        authorities = Path(server.ssl_ca_certs).read_bytes() if server.ssl_ca_certs else None
+        return grpc.ssl_server_certificate_configuration([(key, cert)], authorities)
+
+    def _fetch(self) -> Any:
+        """None: the same as before."""
+        new, self._new = self._new, None
+        return new
+
+
 class GrpcListener:
     """Serves until `stop`. OSError when the port cannot be had."""
 
@@ -125,8 +162,7 @@ class GrpcListener:
         await self._server.start()
         loop = asyncio.get_running_loop()
         reload_tls = certificates.read_again if certificates.serves else None
-        files = watched_files.of_server(server, self._keys, reload_tls)
-        self._watching = loop.create_task(watched_files.watch(files))
+        self._watching = loop.create_task(watch_files(watched_files(server, self._keys, reload_tls)))
         self.serving = loop.create_task(self._tell_health())
 
     async def _tell_health(self) -> None:

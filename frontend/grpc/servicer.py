@@ -27,7 +27,7 @@ from meshlm.frontend.http.bodies import LARGE_BYTES
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.responses import AnswerHead, Response, trace_headers
-from meshlm.frontend.operator import operating
+from meshlm.frontend.operator import mesh_operations
 from meshlm.frontend.requests import submits
 from meshlm.frontend.requests.generation import Backend
 from meshlm.frontend.vectors.answers import VectorsResponse
@@ -209,7 +209,7 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
 
     async def _profile(self, context: "Context", *, start: bool) -> common.ProfileResponse:
         try:
-            found = await operating.profile(self._backend.operations, start=start)
+            found = await mesh_operations.profile(self._backend.operations, start=start)
         except HttpError as error:
             await refuse(context, error)
         return common.ProfileResponse(success=True, message=", ".join(found["paths"]))

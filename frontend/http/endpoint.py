@@ -1,19 +1,26 @@
-"""Around every route: errors in the form of its API, the API key, and what the router refuses. Installed by routes.py."""
+"""Around every route: errors in the form of its API, the API key, the mesh's load, the answer's headers, and what the router refuses.
+Installed by routes/application.py."""
 
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable, Callable
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from meshlm.frontend.http.errors import HttpError, why_not_served
+from meshlm.frontend.http.connection import EXTENSION
+from meshlm.frontend.http.errors import HttpError, is_anthropic, why_not_served
 from meshlm.frontend.http.rate_limits import RateLimits
-from meshlm.frontend.routes.paths import Paths
+from meshlm.frontend.requests import retry
+from meshlm.frontend.routes.operation import Paths
+from meshlm.protocol.edges.control import MeshStats
 from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime.api_keys import ApiKey, ApiKeys
 
@@ -27,9 +34,10 @@ NO_KEY_FOR_SETTINGS = (
     "host"
 )
 SETTINGS = "/settings"
-Scope = dict[str, Any]
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-Sender = Callable[[dict[str, Any]], Awaitable[None]]
+_IDEMPOTENCY_KEY = retry.KEY.lower().encode()
+NAME = "meshlm.request_name"  # in the scope: a list of one, so that copies of the scope share it
+REQUEST_ID, ANTHROPIC_ID = b"x-request-id", b"request-id"
+LOAD_FORMAT, LOAD = b"endpoint-load-metrics-format", b"endpoint-load-metrics"
 Refused = Callable[[HttpError], None]  # hears of each request for an answer that got an error instead
 
 
@@ -44,8 +52,13 @@ def plain_error(request: Request, error: Exception) -> Response:
     kind = ErrorKind.NOT_FOUND.value if error.status_code == 404 else ErrorKind.INVALID.value
     if error.status_code == 404 and (why := why_not_served(request.url.path)):
         text += f": {why}"
-    body = HttpError(error.status_code, text, kind=kind).body(request.url.path)
-    return Response(body, error.status_code, dict(error.headers or {}), "application/json")
+    return _refusal(HttpError(error.status_code, text, kind=kind), request.url.path, dict(error.headers or {}))
+
+
+def _refusal(error: HttpError, path: str, headers: dict[str, str] | None = None) -> Response:
+    """The answer that is this error, in the form of the API that the path belongs to."""
+    headers = error.headers() if headers is None else headers
+    return Response(error.body(path), error.status, headers, "application/json")
 
 
 class Endpoint:
@@ -54,7 +67,7 @@ class Endpoint:
     def __init__(self, method: Callable[[Request], Awaitable[Response | None]], refused: Refused | None) -> None:
         self._method, self._refused = method, refused
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Sender) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["meshlm.send"] = send
         request = Request(scope, receive)
         try:
@@ -62,19 +75,16 @@ class Endpoint:
         except HttpError as error:
             if self._refused is not None:
                 self._refused(error)
-            response = Response(error.body(scope["path"]), error.status, error.headers(), "application/json")
+            response = _refusal(error, scope["path"])
         except ClientDisconnect:
             return
-        except (
-            asyncio.CancelledError
-        ):  # the server ends, and this one has not: its body has not come, or nobody reads its answer
-            stopping = HttpError(503, "this server is stopping", kind="overloaded_error")
-            response = Response(stopping.body(scope["path"]), stopping.status, stopping.headers(), "application/json")
+        except asyncio.CancelledError:  # the server ends; the request's body has not come, or nobody reads its answer
+            response = _refusal(HttpError(503, "this server is stopping", kind="overloaded_error"), scope["path"])
             with contextlib.suppress(RuntimeError):  # its answer has begun
-                await response(scope, receive, send)  # type: ignore[arg-type]
+                await response(scope, receive, send)
             return
         if response is not None:
-            await response(scope, receive, send)  # type: ignore[arg-type]
+            await response(scope, receive, send)
 
 
 class ByMethod:
@@ -83,7 +93,7 @@ class ByMethod:
     def __init__(self, endpoints: dict[str, Endpoint]) -> None:
         self._endpoints = endpoints
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Sender) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         await self._endpoints[method](scope, receive, send)
 
@@ -91,12 +101,33 @@ class ByMethod:
 class RootPath:
     """Takes the path under which a proxy has this server (--root-path) off the requests that come with it."""
 
-    def __init__(self, app: Any, root: str) -> None:
+    def __init__(self, app: ASGIApp, root: str) -> None:
         self._app, self._root = app, root
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Sender) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._root and scope["type"] == "http" and scope["path"].startswith(f"{self._root}/"):
             scope["path"] = scope["path"].removeprefix(self._root)
+        await self._app(scope, receive, send)
+
+
+class Gate:
+    """ASGI middleware that asks `check` of each request: what gets an HttpError is answered with it, and goes no further. `refused`
+    hears of that where the mesh would have computed."""
+
+    def __init__(
+        self, app: ASGIApp, check: Callable[[Scope], None], refused: Refused, submits: Collection[str]
+    ) -> None:
+        self._app, self._check, self._refused, self._submits = app, check, refused, submits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                self._check(scope)
+            except HttpError as error:
+                if scope["path"] in self._submits:
+                    self._refused(error)
+                await _refusal(error, scope["path"])(scope, receive, send)
+                return
         await self._app(scope, receive, send)
 
 
@@ -104,23 +135,13 @@ class KeyCheck:
     """Asks for one of the API keys on every route but the probes, for one with the route's scope, and whether it may ask that often.
     Anthropic's clients send it as X-Api-Key. The key that fits is `scope["meshlm.key"]` from then on."""
 
-    def __init__(self, app: Any, keys: ApiKeys, rates: RateLimits, refused: Refused, paths: Paths) -> None:
-        self._app, self._keys, self._rates, self._refused, self._paths = app, keys, rates, refused, paths
+    def __init__(self, keys: ApiKeys, rates: RateLimits, paths: Paths) -> None:
+        self._keys, self._rates, self._paths = keys, rates, paths
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Sender) -> None:
-        if scope["type"] == "http" and scope["path"] not in self._paths.open and scope["method"] != "OPTIONS":
-            try:
-                self._check(scope)
-            except HttpError as error:
-                if scope["path"] in self._paths.submits:
-                    self._refused(error)
-                response = Response(error.body(scope["path"]), error.status, error.headers(), "application/json")
-                await response(scope, receive, send)  # type: ignore[arg-type]
-                return
-        await self._app(scope, receive, send)
-
-    def _check(self, scope: Scope) -> None:
+    def check(self, scope: Scope) -> None:
         """HttpError for a request that is not let in."""
+        if scope["path"] in self._paths.open or scope["method"] == "OPTIONS":
+            return
         wanted = self._paths.scope_of(scope["path"])
         if not self._keys.asks_for(wanted):
             if scope["path"] == SETTINGS and scope["method"] == "POST":
@@ -138,6 +159,81 @@ class KeyCheck:
         if scope["method"] == "POST" and scope["path"] in self._paths.counted:
             take(self._rates, found)
         scope["meshlm.key"] = found.key.decode()
+
+
+class LoadShedder:
+    """503 from the head of a request, while its body is not read: an overloaded server spends its time on what it refuses. `refusal`
+    says why a request cannot be taken now, "" when it can; with an Idempotency-Key (`attaches`) it may attach to one that runs.
+    `refused` hears how long each refusal took, in seconds since its head began to come; 0: nobody knows."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        refusal: Callable[..., str],
+        refused: Callable[[HttpError, float], None],
+        submits: Collection[str],
+    ) -> None:
+        self._app, self._refusal, self._refused, self._submits = app, refusal, refused, submits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] in self._submits and scope["method"] == "POST":
+            names = [name for name, _ in scope["headers"]]
+            if reason := self._refusal(attaches=_IDEMPOTENCY_KEY in names):
+                error = HttpError(503, reason, kind="overloaded_error")
+                # A client that asks before it sends its body may leave it out now, and nobody knows where the next request begins.
+                close = {"Connection": "close"} if b"expect" in names else {}
+                response = _refusal(error, scope["path"], {**error.headers(), **close})
+                await response(scope, receive, send)
+                begun = scope.get("extensions", {}).get(EXTENSION, {}).get("begun")
+                self._refused(error, time.monotonic() - begun if begun else 0.0)
+                return
+        await self._app(scope, receive, send)
+
+
+class AnswerHeaders:
+    """Headers of every answer: its name, and the load where a balancer asks for it. Middleware around all others.
+
+    An answer is named by its client's X-Request-Id, else by what the route calls it (`NAME` in the scope), else by a new name; so are
+    refusals and the answers of routes that compute nothing. The load is ORCA's report, as vLLM gives it, of the mesh's `figures` as
+    they are known now, for the paths for which the mesh computes (`submits`); a request header names the form.
+    """
+
+    def __init__(self, app: ASGIApp, figures: Callable[[], MeshStats], submits: Collection[str]) -> None:
+        self._app, self._figures, self._submits = app, figures, submits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"])
+        name = scope[NAME] = [given.get(REQUEST_ID, b"").decode("latin-1") or uuid.uuid4().hex]
+        form = given.get(LOAD_FORMAT, b"").decode("latin-1")
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                path = scope["path"]  # without the path of a proxy by now
+                headers = message["headers"] = list(message.get("headers", ()))
+                known = {key.lower() for key, _ in headers}
+                wanted = (REQUEST_ID, ANTHROPIC_ID) if is_anthropic(path) else (REQUEST_ID,)
+                headers += [(key, name[0].encode("latin-1", "replace")) for key in wanted if key not in known]
+                if form and path in self._submits and (report := load_report(form, self._figures())):
+                    headers.append((LOAD, report.encode()))
+            await send(message)
+
+        await self._app(scope, receive, send_named)
+
+
+def load_report(form: str, stats: MeshStats) -> str:
+    """ORCA's report in the form of this name, with vLLM's figures over all ranks; empty for a form that is not there."""
+    usage = sum(rank.kv_cache_usage for rank in stats.ranks) / max(1, len(stats.ranks))
+    waiting = stats.num_held + sum(rank.num_waiting for rank in stats.ranks)
+    figures = {"kv_cache_usage_perc": round(usage, 4), "num_requests_waiting": waiting}
+    match form.strip().upper():
+        case "TEXT":
+            return "TEXT " + ", ".join(f"named_metrics.{name}={value}" for name, value in figures.items())
+        case "JSON":
+            return f"JSON {msgspec.json.encode({'named_metrics': figures}).decode()}"
+    return ""
 
 
 def take(rates: RateLimits, key: ApiKey) -> None:

@@ -1,4 +1,4 @@
-"""What web pages may ask of a server without an API key. Installed by routes.py, before CORS.
+"""What web pages may ask of a server without an API key, and what they may do with its answers. Installed before CORS.
 
 A browser sends what any page tells it to, to this host too, so without a key reaching the port proves nothing. A page reaches it in two
 ways. It asks across origins: the browser says so (Origin, Sec-Fetch-Site), and no page can say that a body is JSON without a preflight.
@@ -6,19 +6,20 @@ Or it makes its own name lead here (DNS rebinding): then Host is a name that is 
 browser adds one by itself.
 """
 
+import base64
+import hashlib
 import ipaddress
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import structlog
 from starlette.datastructures import Headers
-from starlette.responses import Response
+from starlette.types import Scope
 
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.routes.paths import Paths
+from meshlm.frontend.routes.operation import Paths
 from meshlm.protocol.config import ServerConfig
 from meshlm.runtime.process.logs import Limited
 
@@ -39,36 +40,32 @@ NOT_JSON = (
 )
 FORM, JSON = "multipart/form-data", "application/json"
 MAX_SHOWN = 200
-Scope = dict[str, Any]
+
 
 _log = Limited(structlog.get_logger())
 
 
 class WebPages:
-    """ASGI middleware around the routes."""
+    """The check of a Gate (endpoint.py)."""
 
-    def __init__(self, app: Any, server: ServerConfig, refused: Callable[[HttpError], None], paths: Paths) -> None:
-        self._app, self._refused, self._paths = app, refused, paths
+    def __init__(self, server: ServerConfig, paths: Paths) -> None:
+        self._paths = paths
         self._asks = not server.has_api_keys
         self._asks_host = not server.ssl_certfile  # a browser trusts no certificate but of the name that its page has
         self._origins = frozenset(server.cors_origins)
         self._hosts, self._is_local = own_names(server), server.is_local
 
-    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
-        if self._asks and scope["type"] == "http" and scope["path"] not in self._paths.probes:
-            try:
-                self._check(scope)
-            except HttpError as error:
-                if scope["path"] in self._paths.submits:
-                    self._refused(error)
-                _log.warning("refused without a key", path=scope["path"], reason=error.message)
-                response = Response(error.body(scope["path"]), error.status, media_type=JSON)
-                await response(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+    def check(self, scope: Scope) -> None:
+        """HttpError for what a web page may have sent."""
+        if not self._asks or scope["path"] in self._paths.probes:
+            return
+        try:
+            self._check(scope)
+        except HttpError as error:
+            _log.warning("refused without a key", path=scope["path"], reason=error.message)
+            raise
 
     def _check(self, scope: Scope) -> None:
-        """HttpError for what a web page may have sent."""
         headers = Headers(scope=scope)
         hosts = headers.getlist("host")
         if len(hosts) > 1 or (self._asks_host and not all(map(self._is_own, hosts))):
@@ -155,3 +152,21 @@ def _same(authority: str, host: str, scheme: str) -> bool:
     """Whether the two name one port of one host: that of the scheme may be left out."""
     port = {"http": ":80", "https": ":443"}.get(scheme, "")
     return authority.removesuffix(port) == host.removesuffix(port)
+
+
+# --- what a browser may do with what this server sends: with data nothing, with a page what it names ---
+
+# Of data and files that are no page; a page has a policy of its own.
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+
+
+def source(text: str) -> str:
+    """Names this text to a browser, which runs or applies no other."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -5,7 +5,7 @@ import platform
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -42,21 +42,13 @@ NOT_THERE = (
 LOCAL = ("vocab_file", "merges_file", "name_or_path")  # paths of the host where the file was made
 
 
-class Serves(Protocol):
-    """The part of the frontend that is told of."""
-
-    @property
-    def config(self) -> MeshConfig: ...
-
-
-def server(backend: Serves, query: Mapping[str, str]) -> dict[str, Any]:
+def server(config: MeshConfig, query: Mapping[str, str]) -> dict[str, Any]:
     """The configuration without its keys, the environment's MESHLM_ variables, and the versions."""
     wanted = query.get("config_format", "text")
     if wanted not in ("text", "json"):
         raise HttpError(400, "config_format: must be text or json", "config_format")
     from importlib import metadata  # 20 ms, which the start does not need
 
-    config = _without_secrets(msgspec.to_builtins(backend.config))
     versions: dict[str, str | int | None] = {
         "python": sys.version,
         "platform": platform.platform(),
@@ -68,7 +60,10 @@ def server(backend: Serves, query: Mapping[str, str]) -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             versions[name] = None
     environment = {name: value for name, value in os.environ.items() if name.startswith(("MESHLM_", "VLLM_"))}
-    found = {"meshlm_config": config, "vllm_config": _without_secrets(vllm_config(backend.config))}
+    found = {
+        "meshlm_config": _without_secrets(msgspec.to_builtins(config)),
+        "vllm_config": _without_secrets(vllm_config(config)),
+    }
     if wanted == "text":
         found = {name: msgspec.json.format(msgspec.json.encode(value)).decode() for name, value in found.items()}
     return {

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
-from meshlm.frontend.http.answer_headers import NAME
+from meshlm.frontend.http.endpoint import NAME
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.http.server import ByteBudget, EventWriter
 from meshlm.frontend.observe.observer import Observer

@@ -1,4 +1,4 @@
-"""All routes of one frontend, and the ASGI application around them. Made by http/listener.py.
+"""All routes of one frontend, and the ASGI application around them. Made by frontend/listener.py.
 
 What a route has belongs to one request; state across requests is the process's (io.py). requests/generation.py answers completions.
 """
@@ -16,10 +16,18 @@ from starlette.routing import Route
 
 from meshlm.frontend.dashboard.routes import DashboardRoutes
 from meshlm.frontend.http import bodies
-from meshlm.frontend.http.answer_headers import AnswerHeaders
-from meshlm.frontend.http.endpoint import ByMethod, Endpoint, KeyCheck, RootPath, json_response, plain_error
+from meshlm.frontend.http.endpoint import (
+    AnswerHeaders,
+    ByMethod,
+    Endpoint,
+    Gate,
+    KeyCheck,
+    LoadShedder,
+    RootPath,
+    json_response,
+    plain_error,
+)
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.http.load_shedder import LoadShedder
 from meshlm.frontend.http.web_pages import WebPages
 from meshlm.frontend.messages.routes import MessageRoutes
 from meshlm.frontend.openai import response_schema as responses
@@ -33,8 +41,17 @@ from meshlm.frontend.responses_api.input_routes import InputRoutes
 from meshlm.frontend.responses_api.routes import ResponseRoutes
 from meshlm.frontend.routes import openapi
 from meshlm.frontend.routes.information_routes import InformationRoutes
-from meshlm.frontend.routes.operation import ANY_KEY, GENERATES, HTML, NAMED, Group, Operation, operations_of, route
-from meshlm.frontend.routes.paths import Paths
+from meshlm.frontend.routes.operation import (
+    ANY_KEY,
+    GENERATES,
+    HTML,
+    NAMED,
+    Group,
+    Operation,
+    Paths,
+    operations_of,
+    route,
+)
 from meshlm.frontend.routes.request_reader import RequestReader
 from meshlm.frontend.routes.request_schema import Served
 from meshlm.frontend.routes.text_routes import TextRoutes
@@ -81,12 +98,12 @@ class Application:
             VectorRoutes(backend, generation, reader),
             SpeechRoutes(backend, generation, reader),
             InformationRoutes(backend, reader),
-            OperatorRoutes(backend, reader.read),
+            OperatorRoutes(backend, reader),
             DashboardRoutes(backend.observer),
         )
         wanted = self.operations()
         self._handlers: list[tuple[Operation, Handler]] = [
-            (operation, getattr(room, operation.handler.__name__))
+            (operation, getattr(room, operation.handler))
             for room in rooms
             for operation in operations_of(type(room))
             if operation in wanted
@@ -110,6 +127,7 @@ class Application:
         gate, then the routes."""
         backend, server = self._backend, self._backend.config.server
         refused = backend.observer.refused
+        keys = KeyCheck(self.keys, backend.observer.rates, PATHS)
         by_path: dict[str, dict[str, Endpoint]] = {}
         for operation, handler in self._handlers:
             endpoint = Endpoint(handler, refused if operation.submits else None)
@@ -129,9 +147,9 @@ class Application:
             ],
             middleware=[
                 Middleware(RootPath, root=server.root_path),
-                Middleware(WebPages, server=server, refused=refused, paths=PATHS),
+                Middleware(Gate, check=WebPages(server, PATHS).check, refused=refused, submits=PATHS.submits),
                 cors,
-                Middleware(KeyCheck, keys=self.keys, rates=backend.observer.rates, refused=refused, paths=PATHS),
+                Middleware(Gate, check=keys.check, refused=refused, submits=PATHS.submits),
                 Middleware(LoadShedder, refusal=backend.readiness.refusal, refused=refused, submits=PATHS.submits),
             ],
             exception_handlers={HTTPException: plain_error},

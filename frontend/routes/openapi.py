@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from meshlm.frontend.http.page_policy import HEADERS, source
+from meshlm.frontend.http.web_pages import HEADERS, source
 from meshlm.frontend.openai.answer_fields import GROUPS, NEEDLESS
 from meshlm.frontend.routes.operation import EVENTS, Operation, Parameter
 from meshlm.frontend.routes.request_schema import Served, refine

@@ -6,12 +6,13 @@ from types import GenericAlias
 from typing import Any, NamedTuple, TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 from starlette.responses import Response
 
 from meshlm.frontend.http.errors import STATUS
 from meshlm.frontend.openai import response_schema as responses
 from meshlm.frontend.requests.retry import KEY, LAST_ID, MAX_KEY_LENGTH
-from meshlm.runtime.api_keys import INFERENCE
+from meshlm.runtime.api_keys import ADMIN, INFERENCE
 
 TEXT, METRICS, HTML = "text/plain", "text/plain; version=0.0.4; charset=utf-8", "text/html; charset=utf-8"
 SRT, VTT = "application/x-subrip", "text/vtt"
@@ -48,6 +49,7 @@ NAMED = (
 class Group(Enum):
     """The servers that have a route."""
 
+    OF_CLASS = "of_class"  # those of the routes of its class
     ANY = "any"
     TEXT = "text"  # of servers whose model writes text
     GENERATION = "generation"  # of these, and they write some
@@ -59,44 +61,58 @@ class Group(Enum):
     DOCUMENTATION = "documentation"  # unless --disable-fastapi-docs
 
 
+OF_CLASS = "of_class"
+
+
 class OfClass(NamedTuple):
-    """What the routes of a class have in common; the class has it as `routes`."""
+    """What the routes of a class have in common, where they say nothing else; the class has it as `routes`."""
 
     group: Group = Group.ANY
     key_scope: str = INFERENCE
+    parameters: tuple[Parameter, ...] = ()
 
 
-class Operation(NamedTuple):
-    """One route. `answers` is a Struct, or a list of one, for JSON, else a content type, None for nothing; `errors` are statuses whose
-    body is `error`, in the form of the route's API."""
+Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Response | None]])
+
+
+class Operation(Struct, frozen=True):
+    """One route, which decorates the method that answers requests for it. `answers` is a Struct, or a list of one, for JSON, else a
+    content type, None for nothing; `errors` are statuses whose body is `error`, in the form of the route's API."""
 
     path: str
     summary: str
-    handler: Callable[..., Awaitable[Response | None]]  # a method, of the object that has all routes of its kind
-    answers: type[Struct] | GenericAlias | str | None
-    body: type[Struct] | None  # JSON, or with `is_form` multipart/form-data
-    methods: tuple[str, ...]
-    errors: tuple[int, ...]
-    parameters: tuple[Parameter, ...]
-    streams: bool
-    plain_errors: tuple[int, ...]  # statuses whose body is text
-    is_open: bool  # needs no key
-    is_probe: bool  # load balancers ask by names of their own; there is no data in it
-    error: type[Struct]
-    is_form: bool
-    texts: tuple[str, ...]  # content types that the answer has instead, where they are asked for
-    own_group: Group | None
-    own_key_scope: str | None
-    of_class: OfClass = OfClass()
+    answers: type[Struct] | GenericAlias | str | None = None
+    body: type[Struct] | None = None  # JSON, or with `is_form` multipart/form-data
+    methods: tuple[str, ...] = ()  # POST for a route that takes a body, else GET
+    errors: tuple[int, ...] = ()
+    parameters: tuple[Parameter, ...] = ()
+    streams: bool = False
+    plain_errors: tuple[int, ...] = ()  # statuses whose body is text
+    is_open: bool = False  # needs no key
+    is_probe: bool = False  # load balancers ask by names of their own; there is no data in it
+    error: type[Struct] = responses.ErrorResponse
+    is_form: bool = False
+    texts: tuple[str, ...] = ()  # content types that the answer has instead, where they are asked for
+    group: Group = Group.OF_CLASS
+    key_scope: str = OF_CLASS  # what a key must be for
+    handler: str = ""  # the name of the method, of the object that has all routes of its kind
 
-    @property
-    def group(self) -> Group:
-        return self.own_group or self.of_class.group
+    def __call__(self, handler: Handler) -> Handler:
+        methods = self.methods or (("POST",) if self.body is not None else ("GET",))
+        errors = self.errors or (ASKS if self.body is not None else (503,))  # a server that stops says so on every path
+        declared: list[Operation] = handler.__dict__.setdefault("operations", [])
+        # The last decorator is applied first.
+        declared.insert(0, replace(self, methods=methods, errors=errors, handler=handler.__name__))
+        return handler
 
-    @property
-    def key_scope(self) -> str:
-        """What a key must be for."""
-        return self.of_class.key_scope if self.own_key_scope is None else self.own_key_scope
+    def of_class(self, common: OfClass) -> "Operation":
+        """Completed by what the routes of its class have in common."""
+        return replace(
+            self,
+            group=common.group if self.group is Group.OF_CLASS else self.group,
+            key_scope=common.key_scope if self.key_scope == OF_CLASS else self.key_scope,
+            parameters=self.parameters or common.parameters,
+        )
 
     @property
     def pattern(self) -> str:
@@ -122,54 +138,47 @@ class Operation(NamedTuple):
         return self.submits or (reads_texts and self.key_scope == INFERENCE)
 
 
-Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Response | None]])
-
-
-def route(
-    path: str,
-    summary: str,
-    *,
-    answers: type[Struct] | GenericAlias | str | None = None,
-    body: type[Struct] | None = None,
-    methods: tuple[str, ...] = (),
-    errors: tuple[int, ...] = (),
-    parameters: tuple[Parameter, ...] = (),
-    streams: bool = False,
-    plain_errors: tuple[int, ...] = (),
-    is_open: bool = False,
-    is_probe: bool = False,
-    error: type[Struct] = responses.ErrorResponse,
-    is_form: bool = False,
-    texts: tuple[str, ...] = (),
-    group: Group | None = None,
-    key_scope: str | None = None,
-) -> Callable[[Handler], Handler]:
-    """The decorated method answers requests for this path: those of `methods`, which is POST for a route that takes a body. `group` and
-    `key_scope` are those of its class where it has none (`OfClass`)."""
-    methods = methods or (("POST",) if body is not None else ("GET",))
-    # A server that stops says so on every path.
-    errors = errors or (ASKS if body is not None else (503,))
-
-    def declare(handler: Handler) -> Handler:
-        operation = Operation(
-            path, summary, handler, answers, body, methods, errors, parameters, streams, plain_errors, is_open, is_probe,
-            error, is_form, texts, group, key_scope,
-        )  # fmt: skip
-        declared: list[Operation] = handler.__dict__.setdefault("operations", [])
-        declared.insert(0, operation)  # the last decorator is applied first
-        return handler
-
-    return declare
+route = Operation
 
 
 def operations_of(*kinds: type) -> tuple[Operation, ...]:
     """All routes that these classes declare."""
     return tuple(
-        operation._replace(of_class=getattr(kind, "routes", OfClass()))
+        operation.of_class(getattr(kind, "routes", OfClass()))
         for kind in kinds
         for member in vars(kind).values()
         for operation in getattr(member, "operations", ())
     )
+
+
+class Paths(NamedTuple):
+    """Paths by what is asked of a request before its route has it: of all routes, also of those that this server has not."""
+
+    submits: frozenset[str]  # the mesh computes for them
+    counted: frozenset[str]  # they count for a key's limits
+    open: frozenset[str]  # they need no key
+    probes: frozenset[str]
+    forms: frozenset[str]  # whose bodies are forms
+    admin: frozenset[str]
+    information: frozenset[str]
+
+    @classmethod
+    def of_operations(cls, every: tuple[Operation, ...]) -> "Paths":
+        return cls(
+            frozenset(one.path for one in every if one.submits),
+            frozenset(one.path for one in every if one.counts),
+            frozenset(one.path for one in every if one.is_open),
+            frozenset(one.path for one in every if one.is_probe),
+            frozenset(one.path for one in every if one.is_form),
+            frozenset(one.path for one in every if one.key_scope == ADMIN),
+            frozenset(one.path for one in every if one.key_scope == ANY_KEY),
+        )
+
+    def scope_of(self, path: str) -> str:
+        """What a key must be for to ask for this path; ANY_KEY: any key will do."""
+        if path in self.admin:
+            return ADMIN
+        return ANY_KEY if path in self.information or path.startswith("/v1/models/") else INFERENCE
 
 
 GENERATES = (
@@ -179,6 +188,6 @@ GENERATES = (
 STORED = (400, 404, 500, 503)
 
 
-def switch(name: str, description: str) -> Parameter:
-    """The parameter in the query that is true or false, and false if it is not given."""
-    return Parameter(name, "query", {"type": "boolean", "default": False}, description)
+def switch(name: str, description: str, *, default: bool = False) -> Parameter:
+    """The parameter in the query that is true or false."""
+    return Parameter(name, "query", {"type": "boolean", "default": default}, description)

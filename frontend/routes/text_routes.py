@@ -15,6 +15,8 @@ from meshlm.frontend.routes.request_reader import RequestReader
 from meshlm.protocol.edges.text import Detokenize, Prompt, Tokenize
 from meshlm.protocol.wire.columns import pack_i32
 
+text_route = partial(route, parameters=GENERATES, streams=True, group=Group.GENERATION)
+
 
 class TextRoutes:
     """Of one frontend."""
@@ -22,27 +24,13 @@ class TextRoutes:
     def __init__(self, backend: Backend, generation: Generation, reader: RequestReader) -> None:
         self._backend, self._generation, self._reader = backend, generation, reader
 
-    @route(
-        "/v1/chat/completions",
-        "Answer a conversation.",
-        answers=responses.ChatCompletionResponse,
-        body=schema.ChatRequest,
-        parameters=GENERATES,
-        streams=True,
-        group=Group.GENERATION,
-    )
+    @text_route("/v1/chat/completions", "Answer a conversation.", responses.ChatCompletionResponse, schema.ChatRequest)
     async def chat(self, request: Request) -> HttpResponse | None:
         read = await self._reader.read(request, self._reader.chat)
         return await self._generation.answer(request, *read, "chatcmpl-")
 
-    @route(
-        "/v1/completions",
-        "Complete one prompt or several.",
-        answers=responses.CompletionResponse,
-        body=schema.CompletionRequest,
-        parameters=GENERATES,
-        streams=True,
-        group=Group.GENERATION,
+    @text_route(
+        "/v1/completions", "Complete one prompt or several.", responses.CompletionResponse, schema.CompletionRequest
     )
     async def completions(self, request: Request) -> HttpResponse | None:
         read = await self._reader.read(request, self._reader.completion)
@@ -51,8 +39,8 @@ class TextRoutes:
     @route(
         "/tokenize",
         "The token ids of a prompt or of a conversation.",
-        answers=responses.TokenizeResponse,
-        body=schema.TokenizeRequest,
+        responses.TokenizeResponse,
+        schema.TokenizeRequest,
     )
     async def tokenize(self, request: Request) -> HttpResponse | None:
         body, unknown, prompt = await self._reader.read(request, self._tokenize)
@@ -74,7 +62,7 @@ class TextRoutes:
         limits.check_prompt(prompt, False, self._backend.resolved)
         return body, unknown, prompt
 
-    @route("/detokenize", "The text of token ids.", answers=responses.DetokenizeResponse, body=schema.DetokenizeRequest)
+    @route("/detokenize", "The text of token ids.", responses.DetokenizeResponse, schema.DetokenizeRequest)
     async def detokenize(self, request: Request) -> HttpResponse | None:
         unknown, ids = await self._reader.read(request, self._detokenize)
         self._backend.observer.ignored(unknown, request.url.path)

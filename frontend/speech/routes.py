@@ -31,6 +31,9 @@ from meshlm.runtime.process import in_hand
 
 DECODED_AT_ONCE = 2  # audio; each may take --max-audio-seconds of samples
 PREFIXES: dict[SpeechTask, str] = {"transcribe": "transcribe-", "translate": "translate-"}
+clip_route = partial(
+    route, answers=schema.TranscriptionResponse, streams=True, is_form=True, texts=(TEXT, SRT, VTT), parameters=NAMED
+)
 
 
 class Asked(NamedTuple):
@@ -53,32 +56,16 @@ class SpeechRoutes:
         server = backend.config.server
         self._decoder = AudioDecoder(server.max_audio_bytes, server.max_audio_seconds)
 
-    @route(
-        "/v1/audio/transcriptions",
-        "Write down what is said in an audio clip.",
-        answers=schema.TranscriptionResponse,
-        body=schema.TranscriptionRequest,
-        parameters=NAMED,
-        streams=True,
-        is_form=True,
-        texts=(TEXT, SRT, VTT),
+    @clip_route(
+        "/v1/audio/transcriptions", "Write down what is said in an audio clip.", body=schema.TranscriptionRequest
     )
     async def transcriptions(self, request: Request) -> HttpResponse | None:
-        """POST /v1/audio/transcriptions."""
         return await self._answer(request, "transcribe")
 
-    @route(
-        "/v1/audio/translations",
-        "Write down in English what is said in an audio clip.",
-        answers=schema.TranscriptionResponse,
-        body=schema.TranslationRequest,
-        parameters=NAMED,
-        streams=True,
-        is_form=True,
-        texts=(TEXT, SRT, VTT),
+    @clip_route(
+        "/v1/audio/translations", "Write down in English what is said in an audio clip.", body=schema.TranslationRequest
     )
     async def translations(self, request: Request) -> HttpResponse | None:
-        """POST /v1/audio/translations."""
         return await self._answer(request, "translate")
 
     async def _answer(self, request: Request, task: SpeechTask) -> HttpResponse | None:

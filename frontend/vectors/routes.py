@@ -16,67 +16,19 @@ from meshlm.frontend.vectors.reading import Asked, in_parts, read
 class VectorRoutes:
     """Of one frontend."""
 
-    routes = OfClass(Group.VECTORS)
+    routes = OfClass(Group.VECTORS, parameters=NAMED[:2])
 
     def __init__(self, backend: Backend, generation: Generation, reader: RequestReader) -> None:
         self._backend, self._generation, self._reader = backend, generation, reader
 
-    @route(
-        "/v1/embeddings",
-        "Vectors of texts.",
-        answers=schema.EmbeddingResponse,
-        body=schema.EmbeddingRequest,
-        parameters=NAMED[:2],
-    )
-    @route(
-        "/v2/embed",
-        "Vectors of texts, by Cohere's API.",
-        answers=schema.CohereEmbedResponse,
-        body=schema.CohereEmbedRequest,
-        parameters=NAMED[:2],
-    )
-    @route(
-        "/classify",
-        "The classes of texts.",
-        answers=schema.ClassificationResponse,
-        body=schema.ClassificationRequest,
-        parameters=NAMED[:2],
-    )
-    @route(
-        "/score",
-        "How well texts go with others.",
-        answers=schema.ScoreResponse,
-        body=schema.ScoreRequest,
-        parameters=NAMED[:2],
-    )
-    @route(
-        "/v1/score",
-        "How well texts go with others.",
-        answers=schema.ScoreResponse,
-        body=schema.ScoreRequest,
-        parameters=NAMED[:2],
-    )
-    @route(
-        "/rerank",
-        "Documents, the best for a query first.",
-        answers=schema.RerankResponse,
-        body=schema.RerankRequest,
-        parameters=NAMED[:2],
-    )
-    @route(
-        "/v1/rerank",
-        "Documents, the best for a query first.",
-        answers=schema.RerankResponse,
-        body=schema.RerankRequest,
-        parameters=NAMED[:2],
-    )
-    @route(
-        "/v2/rerank",
-        "Documents, the best for a query first.",
-        answers=schema.RerankResponse,
-        body=schema.RerankRequest,
-        parameters=NAMED[:2],
-    )
+    @route("/v1/embeddings", "Vectors of texts.", schema.EmbeddingResponse, schema.EmbeddingRequest)
+    @route("/v2/embed", "Vectors of texts, by Cohere's API.", schema.CohereEmbedResponse, schema.CohereEmbedRequest)
+    @route("/classify", "The classes of texts.", schema.ClassificationResponse, schema.ClassificationRequest)
+    @route("/score", "How well texts go with others.", schema.ScoreResponse, schema.ScoreRequest)
+    @route("/v1/score", "How well texts go with others.", schema.ScoreResponse, schema.ScoreRequest)
+    @route("/rerank", "Documents, the best for a query first.", schema.RerankResponse, schema.RerankRequest)
+    @route("/v1/rerank", "Documents, the best for a query first.", schema.RerankResponse, schema.RerankRequest)
+    @route("/v2/rerank", "Documents, the best for a query first.", schema.RerankResponse, schema.RerankRequest)
     async def vectors(self, request: Request) -> HttpResponse | None:
         asked = await self._reader.read(request, self._read)
         model = self._reader.check_model(asked.model)
@@ -85,13 +37,7 @@ class VectorRoutes:
             return None
         return await self._generation.answer(request, whole.parsed_request, model, None, whole.prefix, whole.form())
 
-    @route(
-        "/pooling",
-        "Vectors of texts or of their tokens, or scores.",
-        answers=schema.PoolingResponse,
-        body=schema.PoolingRequest,
-        parameters=NAMED[:2],
-    )
+    @route("/pooling", "Vectors of texts or of their tokens, or scores.", schema.PoolingResponse, schema.PoolingRequest)
     async def pooling(self, request: Request) -> HttpResponse | None:
         """Vectors, or what a plug-in makes of data and of them."""
         async with self._reader.bodies.body(request) as raw:

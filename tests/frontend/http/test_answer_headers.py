@@ -7,7 +7,7 @@ import httpx
 import pytest
 from scripted import Scripted
 
-from meshlm.frontend.http.answer_headers import load_report
+from meshlm.frontend.http.endpoint import load_report
 from meshlm.frontend.routes.application import served
 from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.edges.control import MeshStats, RankStats

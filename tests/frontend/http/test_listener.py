@@ -16,8 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted import Scripted
 from waiting import free_port
 
-from meshlm.frontend.http import watched_files
-from meshlm.frontend.http.listener import HttpListener
+from meshlm.frontend import listener as listeners
+from meshlm.frontend.listener import HttpListener
 from meshlm.protocol.config import ServerConfig
 
 LIMIT_S = 10.0
@@ -66,13 +66,13 @@ AGAIN, NOT_AGAIN = "files read again", "files not read again; those before hold"
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     found = Log()
-    monkeypatch.setattr(watched_files, "_log", found)
+    monkeypatch.setattr(listeners, "_log", found)
     return found
 
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Files:
-    monkeypatch.setattr(watched_files, "LOOK_S", 0.01)
+    monkeypatch.setattr(listeners, "LOOK_S", 0.01)
     return Files(tmp_path)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from meshlm.frontend.http.load_shedder import LoadShedder
+from meshlm.frontend.http.endpoint import LoadShedder
 from meshlm.frontend.routes.application import PATHS
 
 FULL = "4 requests are waiting already (--max-waiting)"

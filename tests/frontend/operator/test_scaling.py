@@ -5,49 +5,45 @@ from collections.abc import Callable
 
 import pytest
 from msgspec import Struct
-from openai_client import SERVER
-from scripted import Scripted
 
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai.schema import ScaleRequest
-from meshlm.frontend.operator import operating, scaling
-from meshlm.frontend.operator.scaling import AskedRanks
+from meshlm.frontend.operator import mesh_operations as operations
+from meshlm.frontend.operator.mesh_operations import MeshOperations
 from meshlm.protocol.edges.control import RanksScaled, ScaleRanks
+from meshlm.runtime.client.mesh_client import MeshClient
+from meshlm.runtime.process.figures import Figures
 
 Answer = Callable[[ScaleRanks], RanksScaled]
 
 
-class Backend(Scripted):
+class Backend(MeshOperations):
     """One whose supervisor gives this answer; None: it is silent."""
 
     def __init__(self, answer: Answer | None) -> None:
-        super().__init__(SERVER)
-        self.asked: list[ScaleRanks] = []
-        self._answer, self._ranks = answer, AskedRanks(self.tell_supervisor)
-
-    @property
-    def ranks(self) -> AskedRanks:
-        return self._ranks
+        super().__init__(MeshClient(), Figures())
+        self.orders: list[ScaleRanks] = []
+        self._answer = answer
 
     def tell_supervisor(self, message: Struct) -> None:
         assert isinstance(message, ScaleRanks)
-        self.asked.append(message)
+        self.orders.append(message)
         if self._answer is not None:
-            asyncio.get_running_loop().call_soon(self._ranks.answered, self._answer(message))
+            asyncio.get_running_loop().call_soon(self.ranks.answered, self._answer(message))
 
 
 async def test_the_answer_comes_with_the_end_of_the_change() -> None:
     backend = Backend(lambda asked: RanksScaled(asked.id, asked.num_ranks or 1))
     request = ScaleRequest(new_data_parallel_size=3, drain_timeout=5.0)
-    assert await operating.scale(backend, request) == {"message": "Scaled to 3 data parallel engines"}
-    assert [(asked.num_ranks, asked.drain_s) for asked in backend.asked] == [(3, 5.0)]
+    assert await operations.scale(backend, request) == {"message": "Scaled to 3 data parallel engines"}
+    assert [(asked.num_ranks, asked.drain_s) for asked in backend.orders] == [(3, 5.0)]
 
 
 @pytest.mark.parametrize("doing", ["", "adding rank 1"])
 async def test_whether_it_scales(doing: str) -> None:
     backend = Backend(lambda asked: RanksScaled(asked.id, 1, doing))
-    assert await operating.is_scaling(backend) == {"is_scaling_elastic_ep": bool(doing)}
-    assert [asked.num_ranks for asked in backend.asked] == [None]
+    assert await operations.is_scaling(backend) == {"is_scaling_elastic_ep": bool(doing)}
+    assert [asked.num_ranks for asked in backend.orders] == [None]
 
 
 @pytest.mark.parametrize(
@@ -61,9 +57,9 @@ async def test_whether_it_scales(doing: str) -> None:
 async def test_what_is_no_change(
     answer: Answer | None, status: int, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scaling, "LOAD_S", 0.01)
+    monkeypatch.setattr(operations, "LOAD_S", 0.01)
     with pytest.raises(HttpError, match=text) as caught:
-        await operating.scale(Backend(answer), ScaleRequest(new_data_parallel_size=2))
+        await operations.scale(Backend(answer), ScaleRequest(new_data_parallel_size=2))
     assert caught.value.status == status
 
 
