@@ -1,11 +1,17 @@
-"""BERT (Devlin et al. 2019), and what RoBERTa and XLM-R share with it: learned positions, and layer norms behind the sums."""
+"""BERT (Devlin et al. 2019), and what RoBERTa and XLM-R share with it: learned positions, and layer norms behind the sums.
 
-from collections.abc import Iterator
-from typing import Any
+RoBERTa (Liu et al. 2019) and XLM-R (Conneau et al. 2020): BERT whose positions begin behind that of padding.
+
+ModernBERT (Warner et al. 2024): rotated positions, gated MLPs, and layers most of which see a window on both sides.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from meshlm.architectures.config_values import integer, shown
+from meshlm.architectures.config_values import boolean, integer, number, shown
 from meshlm.architectures.dense import dense_gguf
 from meshlm.architectures.encoder import (
     KEYS,
@@ -17,15 +23,24 @@ from meshlm.architectures.encoder import (
     norm_weights,
 )
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Serves, Weight
-from meshlm.protocol.model import HeadSpec, ModelSpec
+from meshlm.architectures.layers import with_attention
+from meshlm.protocol.model import HeadSpec, ModelSpec, RopeSpec
 
 UNREAD = r"pooler\..*|cls\..*|lm_head\..*|.*position_ids|.*token_type_ids|qa_outputs\..*"
 """Tensors that other tasks need: the masked language model's head, and the pooler where there is no classifier behind it."""
 POOLER_AND_CLASSIFIER = ("pooler.dense", "classifier")
 
 
-def bert_spec(config: dict[str, Any], architecture: str, offset: int = 0) -> ModelSpec:
-    """offset: the first token's place in the table of positions. KeyError, ValueError."""
+def bert_spec(
+    config: dict[str, Any],
+    architecture: str,
+    *,
+    padded: bool = False,
+    head: Callable[[dict[str, Any]], HeadSpec] | None = None,
+    lexical: Literal["", "splade", "bge-m3"] = "",
+) -> ModelSpec:
+    """padded: positions begin behind that of padding, as RoBERTa's. head: the classifier. KeyError, ValueError."""
+    offset = integer(config, "pad_token_id", 1) + 1 if padded else 0
     if (kind := config.get("position_embedding_type") or "absolute") != "absolute":
         raise ValueError(f"position_embedding_type {shown(kind)} is not supported; supported: absolute")
     return encoder_spec(
@@ -40,6 +55,8 @@ def bert_spec(config: dict[str, Any], architecture: str, offset: int = 0) -> Mod
         output_bias=True,
         mlp_bias=True,
         norm_bias=True,
+        head=head and head(config),
+        lexical=lexical,
     )
 
 
@@ -125,23 +142,11 @@ def of_tokens(config: dict[str, Any]) -> HeadSpec:
     return classifier(config, bias=(True,))
 
 
-def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    return bert_spec(config, architecture)
-
-
-def _sequence_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    return replace(bert_spec(config, architecture), head=of_sequences(config))
-
-
-def _token_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    return replace(bert_spec(config, architecture), head=of_tokens(config))
-
-
-FAMILY = Family(
+BERT = Family(
     architecture="BertModel",
     model_type="bert",
     serves=Serves.VECTORS,
-    spec=_spec,
+    spec=bert_spec,
     weights=bert_weights,
     keys=KEYS,
     compiles=False,
@@ -167,7 +172,7 @@ def _splade_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     """SPLADE (Formal et al. 2021), by the name that vLLM gives it."""
     if config.get("tie_word_embeddings", True) is not True:
         raise ValueError("tie_word_embeddings false is not supported for SPLADE")
-    return replace(bert_spec(config, architecture), lexical="splade")
+    return bert_spec(config, architecture, lexical="splade")
 
 
 def _splade_weights(spec: ModelSpec) -> Iterator[Weight]:
@@ -179,9 +184,9 @@ def _splade_weights(spec: ModelSpec) -> Iterator[Weight]:
     yield Weight(f"{head}.bias", "", "masked.bias", (spec.vocab_size,))
 
 
-OTHER = FAMILY._replace(gguf=None)
+OTHER = BERT._replace(gguf=None)
 """The same for models that llama.cpp does not write, or not so."""
-FAMILIES = (
+_BERT_FAMILIES = (
     OTHER._replace(
         architecture="BertSpladeSparseEmbeddingModel",
         spec=_splade_spec,
@@ -194,8 +199,166 @@ FAMILIES = (
         weights=_colbert_weights,
         keys=KEYS | {"colbert_dim", "dim", "projection_dim"},
     ),
-    FAMILY,
+    BERT,
     OTHER._replace(architecture="BertForMaskedLM"),
-    OTHER._replace(architecture="BertForSequenceClassification", spec=_sequence_spec, serves=Serves.CLASSES),
-    OTHER._replace(architecture="BertForTokenClassification", spec=_token_spec, serves=Serves.TOKEN_CLASSES),
+    OTHER._replace(
+        architecture="BertForSequenceClassification", spec=partial(bert_spec, head=of_sequences), serves=Serves.CLASSES
+    ),
+    OTHER._replace(
+        architecture="BertForTokenClassification", spec=partial(bert_spec, head=of_tokens), serves=Serves.TOKEN_CLASSES
+    ),
 )
+
+
+_DENSE_AND_OUT = ("classifier.dense", "classifier.out_proj")
+
+
+_DEFAULTS = {"layer_norm_eps": 1e-12}
+_ROBERTA_FAMILIES = tuple(
+    family._replace(architecture=f"{name}{family.architecture}", model_type=kind, defaults=_DEFAULTS)
+    for name, kind in (("Roberta", "roberta"), ("XLMRoberta", "xlm-roberta"))
+    for family in (
+        OTHER._replace(architecture="Model", spec=partial(bert_spec, padded=True)),
+        OTHER._replace(architecture="ForMaskedLM", spec=partial(bert_spec, padded=True)),
+        OTHER._replace(
+            architecture="ForSequenceClassification",
+            spec=partial(bert_spec, padded=True, head=of_sequences),
+            weights=partial(bert_weights, head=_DENSE_AND_OUT),
+            serves=Serves.CLASSES,
+        ),
+        OTHER._replace(
+            architecture="ForTokenClassification",
+            spec=partial(bert_spec, padded=True, head=of_tokens),
+            serves=Serves.TOKEN_CLASSES,
+        ),
+    )
+) + (
+    OTHER._replace(
+        architecture="BgeM3EmbeddingModel",
+        model_type="xlm-roberta",
+        defaults=_DEFAULTS,
+        spec=partial(bert_spec, padded=True, lexical="bge-m3"),
+    ),
+)
+
+
+_OWN = frozenset(
+    ["norm_eps", "norm_bias", "hidden_activation", "global_rope_theta", "local_rope_theta", "local_attention"]
+    + ["global_attn_every_n_layers", "decoder_bias", "classifier_bias", "classifier_activation", "classifier_pooling"]
+    + [
+        "reference_compile",
+        "repad_logits_with_grad",
+        "sparse_prediction",
+        "sparse_pred_ignore_index",
+        "deterministic_flash_attn",
+    ]
+)
+
+
+def _thetas(config: dict[str, Any]) -> tuple[float, float]:
+    """Gives the RoPE bases of global and of local layers, from keys of their own or by kind of layer."""
+    by_kind = config.get("rope_parameters") or {}
+    if not isinstance(by_kind, dict) or (foreign := by_kind.keys() - {"full_attention", "sliding_attention"}):
+        what = sorted(foreign)[0] if isinstance(by_kind, dict) else shown(by_kind)
+        raise ValueError(f"rope_parameters holds {what}; supported: full_attention, sliding_attention")
+    if config.get("position_embedding_type") not in (None, "absolute", "rope"):  # whichever it says, positions rotate
+        raise ValueError(f"position_embedding_type {shown(config['position_embedding_type'])} is not supported")
+    found = []
+    for kind, key, default in (
+        ("full_attention", "global_rope_theta", 160000.0),
+        ("sliding_attention", "local_rope_theta", 10000.0),
+    ):
+        own = by_kind.get(kind) or {}
+        if not isinstance(own, dict) or own.get("rope_type", "default") != "default":
+            raise ValueError(f"rope_parameters of {kind} {shown(own)}: only rope_type default is supported")
+        found.append(number(own.get("rope_theta", config.get(key) or default), key))
+    return found[0], found[1]
+
+
+def _modernbert_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    layers, every = integer(config, "num_hidden_layers"), integer(config, "global_attn_every_n_layers", 3)
+    kinds = config.get("layer_types") or [
+        "sliding_attention" if layer % max(1, every) else "full_attention" for layer in range(layers)
+    ]
+    if len(kinds) != layers or any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
+        raise ValueError(f"layer_types must name the kind of each of {layers} layers, got {shown(kinds)}")
+    overall, local = _thetas(config)
+    spec = encoder_spec(
+        config,
+        architecture,
+        rms_norm_eps=layer_norm_eps(config, "norm_eps", 1e-5),
+        hidden_act=encoder_activation(config, "hidden_activation"),
+        attention_bias=boolean(config, "attention_bias"),
+        output_bias=boolean(config, "attention_bias"),
+        mlp_bias=boolean(config, "mlp_bias"),
+        norm_bias=boolean(config, "norm_bias"),
+        rope=RopeSpec(rope_theta=overall),
+        sliding_rope=RopeSpec(rope_theta=local),
+    )
+    return with_attention(
+        spec,
+        (kind == "sliding_attention" for kind in kinds),
+        sliding_window=integer(config, "local_attention", 128) // 2,
+    )
+
+
+def _modernbert_sequence_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    """A product, its function and a norm before the classifier."""
+    if (kind := config.get("classifier_pooling")) not in (None, "cls", "mean"):
+        raise ValueError(f"classifier_pooling {shown(kind)} is not supported; supported: cls, mean")
+    act, bias = encoder_activation(config, "classifier_activation"), boolean(config, "classifier_bias")
+    return replace(
+        _modernbert_spec(config, architecture), head=classifier(config, layers=2, bias=(bias, True), act=act, norm=True)
+    )
+
+
+def _weights(spec: ModelSpec) -> Iterator[Weight]:
+    hidden, wide = spec.hidden_size, spec.intermediate_size
+    yield Weight("embeddings.tok_embeddings.weight", "", "word_embeddings.weight", (spec.vocab_size, hidden))
+    yield from norm_weights(spec, "embeddings.norm", "embedding_norm")
+    for layer in range(spec.num_hidden_layers):
+        for name, parameter, shape, bias in (
+            ("attn.Wqkv", "qkv", (3 * hidden, hidden), spec.attention_bias),
+            ("attn.Wo", "o", (hidden, hidden), spec.output_bias),
+            ("mlp.Wi", "gate_up", (2 * wide, hidden), spec.mlp_bias),
+            ("mlp.Wo", "down", (hidden, wide), spec.mlp_bias),
+        ):
+            yield Weight(f"layers.{layer}.{name}.weight", "", f"{parameter}.weight", shape, layer=layer)
+            if bias:
+                yield Weight(f"layers.{layer}.{name}.bias", "", f"{parameter}.bias", shape[:1], layer=layer)
+        for name in ("attn_norm", "mlp_norm") if layer else ("mlp_norm",):  # the embeddings are normed already
+            for weight in norm_weights(spec, f"layers.{layer}.{name}", name.replace("attn", "attention")):
+                yield weight._replace(layer=layer)
+    yield from norm_weights(spec, "final_norm", "final_norm")
+    yield from head_weights(spec, ("head.dense", "classifier"), "head.norm")
+
+
+def _renamed(name: str) -> str:
+    return name.removeprefix("model.")
+
+
+MODERNBERT = Family(
+    architecture="ModernBertModel",
+    model_type="modernbert",
+    serves=Serves.VECTORS,
+    spec=_modernbert_spec,
+    weights=_weights,
+    keys=KEYS | _OWN,
+    compiles=False,
+    model="meshlm.workers.models.modernbert:ModernBert",
+    rename=_renamed,
+    unread=r"head\..*|decoder\..*|classifier\..*",
+)
+_MODERNBERT_FAMILIES = (
+    MODERNBERT,
+    MODERNBERT._replace(architecture="ModernBertForMaskedLM"),
+    MODERNBERT._replace(
+        architecture="ModernBertForSequenceClassification", spec=_modernbert_sequence_spec, serves=Serves.CLASSES
+    ),
+    MODERNBERT._replace(
+        architecture="ModernBertForTokenClassification", spec=_modernbert_sequence_spec, serves=Serves.TOKEN_CLASSES
+    ),
+)
+
+
+FAMILIES = (*_BERT_FAMILIES, *_ROBERTA_FAMILIES, *_MODERNBERT_FAMILIES)

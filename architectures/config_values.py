@@ -1,6 +1,10 @@
-"""Values of a config.json, each of the type that its key must have. ValueError says what it is instead."""
+"""Values of a config.json, each of the type that its key must have. ValueError says what it is instead.
+
+Reads single keys of a `quantization_config`; ValueError names the key that is not honoured.
+"""
 
 import math
+import re
 from typing import Any
 
 
@@ -50,3 +54,45 @@ def shown(value: Any) -> str:
     """A value of a file, as a message holds it."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def only(config: dict[str, Any], known: str) -> None:
+    """A key that is null, false, 0 or empty asks for nothing."""
+    foreign = next((key for key, value in config.items() if value and key not in known.split()), None)
+    if foreign is not None:
+        raise ValueError(f"{foreign} {shown(config[foreign])} is not supported")
+
+
+def one_of(config: dict[str, Any], key: str, choices: tuple[Any, ...]) -> Any:
+    value = config.get(key)
+    if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
+        supported = ", ".join(str(choice) for choice in choices if choice is not None)
+        raise ValueError(f"{key} {shown(value)} is not supported; supported: {supported}")
+    return value
+
+
+def same(config: dict[str, Any], key: str, other: str) -> None:
+    """Two keys that say one thing."""
+    one, two = config.get(key), config.get(other)
+    if one is not None and two is not None and one != two:
+        raise ValueError(f"{key} {shown(one)} and {other} {shown(two)} contradict each other")
+
+
+def names(config: dict[str, Any], key: str) -> tuple[str, ...]:
+    """Names of layers, and regular expressions that can be compiled."""
+    found = config.get(key) or []
+    if not isinstance(found, list) or not all(isinstance(name, str) and name for name in found):
+        raise ValueError(f"{key} must be a list of names, got {shown(found)}")
+    for name in found:
+        try:
+            re.compile(name[3:] if name.startswith("re:") else "")
+        except re.error as error:
+            raise ValueError(f"{key}: {shown(name)} is no regular expression ({error})") from None
+    return tuple(found)
+
+
+def block_sizes(config: dict[str, Any], key: str) -> tuple[int, int]:
+    sizes = config.get(key)
+    if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
+        raise ValueError(f"{key} must be two positive integers, got {shown(sizes)}")
+    return sizes[0], sizes[1]

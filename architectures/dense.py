@@ -134,8 +134,11 @@ def one_window(config: dict[str, Any], spec: ModelSpec, *, slides: bool) -> int:
     return window
 
 
-def dense_gguf(metadata: GGUFMetadata, architecture: str, eps: str = "attention.layer_norm_rms_epsilon") -> ModelSpec:
-    """The sizes that every .gguf file gives. eps: the key of the norms' epsilon. MetadataError."""
+def dense_gguf(
+    metadata: GGUFMetadata, architecture: str, eps: str = "attention.layer_norm_rms_epsilon", **family: Any
+) -> ModelSpec:
+    """The sizes that every .gguf file gives. eps: the key of the norms' epsilon. family: what llama.cpp knows of it, by field.
+    MetadataError."""
     get, shapes = metadata.get, metadata.shapes
     if len(shapes.get("token_embd.weight", ())) != 2:
         raise MetadataError("tensor token_embd.weight is missing, or no matrix")
@@ -145,7 +148,7 @@ def dense_gguf(metadata: GGUFMetadata, architecture: str, eps: str = "attention.
     drafts = int(get("nextn_predict_layers", 0))  # counted among the blocks
     if not 0 <= drafts < int(get("block_count")):
         raise MetadataError(f"metadata {metadata.kind}.nextn_predict_layers is {drafts}")
-    return ModelSpec(
+    spec = ModelSpec(
         architecture=architecture,
         vocab_size=shapes["token_embd.weight"][0],
         hidden_size=hidden,
@@ -165,6 +168,7 @@ def dense_gguf(metadata: GGUFMetadata, architecture: str, eps: str = "attention.
         output_bias=metadata.has("attn_output.bias"),
         dtype="float32",
     )
+    return replace(spec, **family)
 
 
 def layers_that_attend(metadata: GGUFMetadata) -> tuple[GGUFMetadata, tuple[bool, ...]]:

@@ -74,10 +74,6 @@ def _moe_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     return with_experts(spec, moe, layers)
 
 
-def _weights(spec: ModelSpec) -> Iterator[Weight]:
-    return rotating_neighbours(spec, transformer_weights(spec))
-
-
 def _moe_weights(spec: ModelSpec) -> Iterator[Weight]:
     for weight in rotating_neighbours(spec, transformer_weights(spec, experts=_NAMES)):
         if weight.parameter.endswith("correction_bias"):  # a file has it as a matrix of one row
@@ -94,7 +90,7 @@ DENSE = Family(
     architecture="Ernie4_5ForCausalLM",
     model_type="ernie4_5",
     spec=_spec,
-    weights=_weights,
+    weights=lambda spec: rotating_neighbours(spec, transformer_weights(spec)),
     keys=words("use_bias"),
     defaults={**_DEFAULTS, "num_key_value_heads": 2, "head_dim": 128},
     gguf=GGUFFamily("ernie4_5", _gguf),

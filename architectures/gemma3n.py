@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from meshlm.architectures.config_values import boolean, integer, number, refuse_quantised, shown, words
 from meshlm.architectures.dense import dense_gguf
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
-from meshlm.architectures.gemma2 import DEFAULTS, KEYS, SANDWICH_NORMS, gemma_spec
+from meshlm.architectures.gemma import DEFAULTS, KEYS, SANDWICH_NORMS, gemma_spec
 from meshlm.architectures.layers import with_attention, with_shared_caches, with_sparsity
 from meshlm.architectures.rope import ropes_by_kind
 from meshlm.architectures.weights import attention_weights, decoder_weights, mlp_weights, norm_weights
@@ -180,10 +180,6 @@ def _weights(spec: ModelSpec) -> Iterator[Weight]:
         yield Weight(f"model.{name}.weight", f"{gguf}.weight", f"{parameter}.weight", shape)
 
 
-def _as_it_is(name: str) -> str:
-    return name
-
-
 FAMILY = Family(
     architecture="Gemma3nForCausalLM",
     model_type="gemma3n_text",
@@ -222,7 +218,7 @@ FAMILY = Family(
     float16=False,
     compiles=False,
     model="meshlm.workers.models.gemma3n:Gemma3n",
-    rename=_as_it_is,
+    rename=str,
     # Of layers that share, where files have them.
     unread=r"model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm)\.weight|blk\.\d+\.attn_(k|v|k_norm)\.weight",
 )

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from meshlm.architectures.config_values import boolean, integer, refuse_quantised, shown, words
 from meshlm.architectures.dense import dense_gguf, layer_types
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
-from meshlm.architectures.gemma2 import DEFAULTS, KEYS, SANDWICH_NORMS, gemma_spec
+from meshlm.architectures.gemma import DEFAULTS, KEYS, SANDWICH_NORMS, gemma_spec
 from meshlm.architectures.layers import sharing, with_attention, with_mlps, with_shared_caches
 from meshlm.architectures.moe import GGUF_KEYS, gguf_moe, moe_spec
 from meshlm.architectures.rope import ropes_by_kind
@@ -278,10 +278,6 @@ def _beside(spec: ModelSpec, moe: MoESpec) -> Iterator[Weight]:
     yield Weight("router.per_expert_scale", "ffn_down_exps.scale", "moe.per_expert_scale", (moe.num_experts,))
 
 
-def _as_it_is(name: str) -> str:
-    return name
-
-
 _PACKED = {
     "experts.gate_up_proj": ("experts.{}.gate_proj", "experts.{}.up_proj"),
     "experts.down_proj": ("experts.{}.down_proj",),
@@ -313,7 +309,7 @@ FAMILY = Family(
     float16=False,
     compiles=False,
     model="meshlm.workers.models.gemma4:Gemma4",
-    rename=_as_it_is,
+    rename=str,
     # Of layers that share, where files have them.
     unread=r"model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight|blk\.\d+\.attn_(k|v|k_norm)\.weight",
 )

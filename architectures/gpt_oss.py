@@ -1,6 +1,7 @@
 """gpt-oss (OpenAI 2025): every other layer slides, heads have sinks, and experts have biases and a clamped activation."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -54,10 +55,6 @@ def _check_context(config: dict[str, Any], spec: ModelSpec) -> None:
         )
 
 
-def _weights(spec: ModelSpec) -> Iterator[Weight]:
-    return transformer_weights(spec, POST_ATTENTION_NORMS, attention=_attention, experts=NAMES)
-
-
 def _attention(spec: ModelSpec, layer: LayerSpec) -> Iterator[Weight]:
     yield from attention_weights(spec, layer)
     heads = (spec.num_attention_heads,)
@@ -77,7 +74,7 @@ FAMILY = Family(
     architecture="GptOssForCausalLM",
     model_type="gpt_oss",
     spec=_spec,
-    weights=_weights,
+    weights=partial(transformer_weights, norms=POST_ATTENTION_NORMS, attention=_attention, experts=NAMES),
     keys=words("""
         num_local_experts num_experts_per_tok experts_per_token initial_context_length swiglu_limit swiglu_alpha
     """),

@@ -1,13 +1,233 @@
-"""Llama (Touvron et al. 2023; Grattafiori et al. 2024)."""
+"""Llama (Touvron et al. 2023; Grattafiori et al. 2024).
 
-from meshlm.architectures.dense import dense_gguf, full_spec
-from meshlm.architectures.family import Family, GGUFFamily
-from meshlm.architectures.weights import transformer_weights
+Helium (Kyutai 2025): a Llama that turns neighbours.
 
-FAMILY = Family(
+Seed-OSS (ByteDance Seed 2025): a Llama whose output projection may have a bias of its own.
+
+SmolLM3 (Bakouch et al. 2025): a Llama of which every fourth layer has no positions.
+
+HunYuan dense (Tencent 2025): a Llama whose query and key heads are normed behind their rotation.
+
+rope_type dynamic with an alpha stretches the base of the rotation once, whatever the length of a text.
+
+
+Apertus (Swiss AI 2025): a Llama with norms of its query and key heads, and an MLP without a gate whose function is learned (xIELU).
+
+Numbers of that function are tensors of a checkpoint; a .gguf file has them in its metadata.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from msgspec.structs import replace
+
+from meshlm.architectures.config_values import boolean, integer, number, positive, refuse_quantised, shown, words
+from meshlm.architectures.dense import dense_gguf, dense_spec, full_spec
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
+from meshlm.architectures.layer_norms import ungated_weights
+from meshlm.architectures.layers import with_attention
+from meshlm.architectures.rope import rope_kind
+from meshlm.architectures.weights import (
+    POST_ATTENTION_NORMS,
+    Norms,
+    attention_weights,
+    decoder_weights,
+    norm_weights,
+    rotating_neighbours,
+    transformer_weights,
+)
+from meshlm.protocol.layers import MLP, Layers, LayerSpec
+from meshlm.protocol.model import ModelSpec
+
+LLAMA = Family(
     architecture="LlamaForCausalLM",
     model_type="llama",
     spec=full_spec,
     weights=transformer_weights,
     gguf=GGUFFamily("llama", dense_gguf, interleaved_heads=True),
 )
+
+
+def _helium_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    refuse_quantised(config, architecture, "heads rotate neighbours")
+    return replace(full_spec(config, architecture), output_bias=False)
+
+
+HELIUM = Family(
+    architecture="HeliumForCausalLM",
+    model_type="helium",
+    spec=_helium_spec,
+    weights=lambda spec: rotating_neighbours(spec, transformer_weights(spec)),
+    defaults={
+        "head_dim": 128,
+        "num_key_value_heads": 20,
+        "rms_norm_eps": 1e-8,
+        "rope_theta": 100000.0,
+        "max_position_embeddings": 4096,
+    },
+)
+
+
+def _seed_oss_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    return replace(full_spec(config, architecture), output_bias=boolean(config, "attention_out_bias"))
+
+
+SEED_OSS = Family(
+    architecture="SeedOssForCausalLM",
+    model_type="seed_oss",
+    spec=_seed_oss_spec,
+    weights=lambda spec: transformer_weights(spec, POST_ATTENTION_NORMS),
+    keys=frozenset(("attention_out_bias",)),
+    defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "max_position_embeddings": 524288},
+    gguf=GGUFFamily("seed_oss", dense_gguf),
+)
+
+
+_EVERY = 4  # of so many layers the last has no positions
+
+
+def _smollm3_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    if boolean(config, "use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
+        raise ValueError(f"use_sliding_window and sliding layers are not supported for {architecture}")
+    spec = dense_spec(config, architecture)
+    return with_attention(spec, without_positions(config, spec.num_hidden_layers), rotates=False)
+
+
+def without_positions(config: dict[str, Any], layers: int) -> tuple[bool, ...]:
+    """The layers that rotate nothing; the file says 1 of those that do. ValueError."""
+    given = config.get("no_rope_layers")
+    if given is None:
+        every = positive(config, "no_rope_layer_interval", _EVERY)
+        return tuple((layer + 1) % every == 0 for layer in range(layers))
+    if not isinstance(given, list) or len(given) != layers or any(one not in (0, 1) for one in given):
+        raise ValueError(f"no_rope_layers must be 0 or 1 for each of {layers} layers, got {shown(given)}")
+    return tuple(not one for one in given)
+
+
+def _smollm3_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    spec = dense_gguf(metadata, architecture)
+    return with_attention(spec, without_positions({}, spec.num_hidden_layers), rotates=False)
+
+
+SMOLLM3 = Family(
+    architecture="SmolLM3ForCausalLM",
+    model_type="smollm3",
+    spec=_smollm3_spec,
+    weights=transformer_weights,
+    keys=frozenset(("no_rope_layers", "no_rope_layer_interval")),
+    defaults={"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
+    gguf=GGUFFamily("smollm3", _smollm3_gguf, interleaved_heads=True),
+)
+
+
+_WANTED: dict[str, Any] = {"use_qk_norm": True, "norm_type": "rms", "use_cla": False, "use_rotary_pos_emb": True}
+_WITH_ALPHA = words("rope_type type rope_theta alpha beta_fast beta_slow factor mscale mscale_all_dim")
+
+
+def _hunyuan_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    for key, wanted in _WANTED.items():
+        if config.get(key, wanted) != wanted:
+            raise ValueError(f"{key} {shown(config[key])} is not supported for {architecture}; supported: {wanted}")
+    return replace(full_spec({**_stretched(config), "mlp_bias": False}, architecture), qk_norm=True)
+
+
+def _stretched(config: dict[str, Any]) -> dict[str, Any]:
+    """The config with the base that alpha makes of its own. ValueError."""
+    given = (config.get("rope_scaling") or {}, config.get("rope_parameters") or {})
+    if not all(isinstance(each, dict) for each in given):
+        return config
+    rope: dict[str, Any] = given[0] | given[1]
+    if rope_kind(rope) != "dynamic" or not rope.get("alpha"):
+        return config
+    if foreign := sorted(rope.keys() - _WITH_ALPHA):
+        raise ValueError(f"rope_type dynamic with alpha does not know {foreign[0]} (rope_scaling, rope_parameters)")
+    heads, hidden = integer(config, "num_attention_heads"), integer(config, "hidden_size")
+    dim = integer(config, "head_dim", hidden // max(1, heads))
+    if dim < 4:
+        raise ValueError(f"head_dim is {dim}; rope_type dynamic with alpha needs 4 at least")
+    theta = number(rope.get("rope_theta") or config.get("rope_theta") or 10000.0, "rope_theta")
+    theta *= number(rope["alpha"], "alpha") ** (dim / (dim - 2))
+    return {**config, "rope_scaling": None, "rope_parameters": None, "rope_theta": theta}
+
+
+def _renamed(name: str) -> str:
+    return name.replace(".query_layernorm.", ".q_norm.").replace(".key_layernorm.", ".k_norm.")
+
+
+HUNYUAN = Family(
+    architecture="HunYuanDenseV1ForCausalLM",
+    model_type="hunyuan_v1_dense",
+    spec=_hunyuan_spec,
+    weights=transformer_weights,
+    keys=frozenset(_WANTED) | words("attention_head_dim cla_share_factor"),
+    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
+    rename=_renamed,
+    gguf=GGUFFamily("hunyuan-dense", partial(dense_gguf, qk_norm=True)),
+    compiles=False,
+    model="meshlm.workers.models.hunyuan:HunYuan",
+)
+
+
+NUMBERS = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
+"""The parameters of xIELU (Huang and Schlag 2024), and the shapes of their tensors."""
+_NORMS: Norms = (("attention_layernorm", "attn_norm", "input_norm"), ("feedforward_layernorm", "ffn_norm", "post_norm"))
+_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 12e6,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+
+
+def _apertus_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    if config.get("hidden_act", "xielu") != "xielu":
+        raise ValueError(
+            f"hidden_act {shown(config['hidden_act'])} is not supported for {architecture}; supported: xielu"
+        )
+    if not (config.get("rope_parameters") or config.get("rope_scaling")):
+        config = {**config, "rope_parameters": _ROPE}
+    spec = dense_spec({**config, "hidden_act": "silu", "mlp_bias": False}, architecture)
+    return replace(spec, hidden_act="xielu", qk_norm=True)
+
+
+def _apertus_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    spec, get = dense_gguf(metadata, architecture), metadata.fields.get
+    columns = [get(f"xielu.{name}") for name in NUMBERS]
+    for name, column in zip(NUMBERS, columns, strict=True):
+        if not isinstance(column, list) or len(column) != spec.num_hidden_layers:
+            raise MetadataError(f"metadata xielu.{name} is {shown(column)}; it must be a number for each layer")
+    numbers = tuple(tuple(map(float, row)) for row in zip(*columns, strict=True))
+    records = (
+        replace(layer, mlp=MLP(intermediate_size=layer.intermediate_size, xielu=row))
+        for layer, row in zip(spec.layers, numbers, strict=True)
+    )
+    return replace(spec, hidden_act="xielu", qk_norm=True, layers=Layers.from_records(records))
+
+
+def _apertus_weights(spec: ModelSpec) -> Iterator[Weight]:
+    def in_layer(layer: LayerSpec) -> Iterator[Weight]:
+        yield from attention_weights(spec, layer)
+        yield from ungated_weights(spec, layer)
+        yield from norm_weights(spec, layer, _NORMS)
+        for name, shape in NUMBERS.items() if layer.mlp is not None and not layer.mlp.xielu else ():
+            yield Weight(f"mlp.act_fn.{name}", f"xielu.{name}", f"mlp.{name}", shape, quantises=False)
+
+    return decoder_weights(spec, in_layer)
+
+
+APERTUS = Family(
+    architecture="ApertusForCausalLM",
+    model_type="apertus",
+    spec=_apertus_spec,
+    weights=_apertus_weights,
+    defaults={"rms_norm_eps": 1e-5, "rope_theta": 12e6, "max_position_embeddings": 65536},
+    gguf=GGUFFamily("apertus", _apertus_gguf, frozenset(f"xielu.{name}" for name in NUMBERS)),
+    compiles=False,
+    model="meshlm.workers.models.apertus:Apertus",
+)
+
+
+FAMILIES = (LLAMA, HELIUM, SEED_OSS, SMOLLM3, HUNYUAN, APERTUS)

@@ -1,6 +1,9 @@
-"""Mamba (Gu and Dao 2023) and Falcon Mamba (TII 2024), which norms what its scan gets: no attention and no MLP."""
+"""Mamba-2 (Dao and Gu 2024): no attention and no MLP, so a sequence of any length has one state.
 
-from collections.abc import Iterator
+Mamba (Gu and Dao 2023) and Falcon Mamba (TII 2024), which norms what its scan gets: no attention and no MLP.
+"""
+
+import re
 from functools import partial
 from typing import Any, Literal
 
@@ -8,14 +11,113 @@ from msgspec.structs import replace
 
 from meshlm.architectures.config_values import boolean, integer, number, positive, words
 from meshlm.architectures.dense import dtype_of
-from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
-from meshlm.architectures.mamba2 import CONTEXT, renamed, stateful_gguf
-from meshlm.architectures.selective_scan import GGUF_STATE, mamba_gguf, mamba_state, mamba_weights
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError
+from meshlm.architectures.states import (
+    GGUF_MAMBA_STATE,
+    GGUF_PACKED,
+    GGUF_STATE,
+    MODEL,
+    PACKED,
+    mamba2_gguf,
+    mamba2_state,
+    mamba2_weights,
+    mamba_gguf,
+    mamba_state,
+    mamba_weights,
+)
 from meshlm.architectures.weights import PRE_NORMS, transformer_weights
-from meshlm.protocol.layers import Layers, LayerSpec
+from meshlm.protocol.layers import Layers, LayerSpec, StateSpec
 from meshlm.protocol.model import ModelSpec
 
-_NAMES = {
+_MAMBA2_NAMES = {
+    "mamba_n_heads": "num_heads",
+    "mamba_d_head": "head_dim",
+    "mamba_n_groups": "n_groups",
+    "mamba_d_state": "state_size",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_expand": "expand",
+    "mamba_chunk_size": "chunk_size",
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_proj_bias": "use_bias",
+}
+CONTEXT = 1 << 20  # no length is too long for a state; files name none
+
+
+def _mamba2_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    layers, hidden = integer(config, "num_hidden_layers"), integer(config, "hidden_size")
+    state = mamba2_state(config, _MAMBA2_NAMES)
+    return ModelSpec(
+        architecture=architecture,
+        vocab_size=integer(config, "vocab_size"),
+        hidden_size=hidden,
+        layers=Layers.alike(LayerSpec(state=state), layers),
+        num_attention_heads=state.num_heads,  # that ranks may split
+        max_position_embeddings=integer(config, "max_position_embeddings", CONTEXT),
+        rms_norm_eps=number(config.get("layer_norm_epsilon", 1e-5), "layer_norm_epsilon"),
+        tie_word_embeddings=boolean(config, "tie_word_embeddings"),
+        dtype=dtype_of(config),
+    )
+
+
+def stateful_gguf(metadata: GGUFMetadata, architecture: str, state: StateSpec, heads: int) -> ModelSpec:
+    """The spec of a .gguf file whose layers have states alone. heads: that ranks may split. MetadataError."""
+    get, table = metadata.get, metadata.shapes.get("token_embd.weight", ())
+    layers, hidden = int(get("block_count")), int(get("embedding_length"))
+    if len(table) != 2 or layers > len(metadata.shapes):
+        raise MetadataError("tensor token_embd.weight is missing, or no matrix, or there are fewer tensors than layers")
+    return ModelSpec(
+        architecture=architecture,
+        vocab_size=table[0],
+        hidden_size=hidden,
+        layers=Layers.alike(LayerSpec(state=state), layers),
+        num_attention_heads=heads,
+        max_position_embeddings=int(get("context_length", CONTEXT)),
+        rms_norm_eps=float(get("attention.layer_norm_rms_epsilon")),
+        tie_word_embeddings="output.weight" not in metadata.shapes,
+        dtype="float32",
+    )
+
+
+def _mamba2_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    state = mamba2_gguf(metadata)
+    return stateful_gguf(metadata, architecture, state, state.num_heads)
+
+
+def renamed(name: str) -> str:
+    name = name.replace("backbone.embeddings.", "model.embed_tokens.").replace("backbone.norm_f.", "model.norm.")
+    name = re.sub(r"^backbone\.layers\.(\d+)\.norm\.", r"model.layers.\1.input_layernorm.", name)
+    return re.sub(r"^backbone\.layers\.(\d+)\.mixer\.", r"model.layers.\1.mamba.", name)
+
+
+MAMBA2 = Family(
+    architecture="Mamba2ForCausalLM",
+    model_type="mamba2",
+    spec=_mamba2_spec,
+    weights=partial(transformer_weights, norms=PRE_NORMS[:1], state=mamba2_weights),
+    keys=frozenset(_MAMBA2_NAMES.values())
+    | words(
+        "layer_norm_epsilon time_step_limit time_step_rank time_step_min time_step_max "
+        "time_step_floor residual_in_fp32 rescale_prenorm_residual"
+    ),
+    defaults={
+        "num_heads": 128,
+        "head_dim": 64,
+        "n_groups": 8,
+        "state_size": 128,
+        "expand": 2,
+        "hidden_size": 4096,
+        "num_hidden_layers": 64,
+        "max_position_embeddings": CONTEXT,
+    },
+    packed=PACKED,
+    rename=renamed,
+    gguf=GGUFFamily("mamba2", _mamba2_gguf, GGUF_STATE, packed=GGUF_PACKED),
+    compiles=False,
+    model=MODEL,
+)
+
+
+_MAMBA_NAMES = {
     "mamba_d_state": "state_size",
     "mamba_d_conv": "conv_kernel",
     "mamba_expand": "expand",
@@ -26,9 +128,9 @@ _NAMES = {
 _Norms = Literal["none", "plain"]
 
 
-def _spec(config: dict[str, Any], architecture: str, norms: _Norms = "none") -> ModelSpec:
+def _mamba_spec(config: dict[str, Any], architecture: str, norms: _Norms = "none") -> ModelSpec:
     layers, hidden = integer(config, "num_hidden_layers"), integer(config, "hidden_size")
-    state = mamba_state(config, norms, _NAMES)
+    state = mamba_state(config, norms, _MAMBA_NAMES)
     if (
         config.get("intermediate_size") is not None
     ):  # as with transformers, whatever expand is: Falcon-Mamba-7B's says 16
@@ -46,7 +148,7 @@ def _spec(config: dict[str, Any], architecture: str, norms: _Norms = "none") -> 
     )
 
 
-def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+def _mamba_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     """llama.cpp has one name for both."""
     norms: _Norms = "plain" if metadata.get("ssm.dt_b_c_rms", False) else "none"
     if norms == "plain":
@@ -55,16 +157,12 @@ def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     return stateful_gguf(metadata, architecture, state, state.num_heads // 2)
 
 
-def _weights(spec: ModelSpec) -> Iterator[Weight]:
-    return transformer_weights(spec, PRE_NORMS[:1], state=mamba_weights)
-
-
 _MAMBA = Family(
     architecture="MambaForCausalLM",
     model_type="mamba",
-    spec=_spec,
-    weights=_weights,
-    keys=frozenset(_NAMES.values())
+    spec=_mamba_spec,
+    weights=partial(transformer_weights, norms=PRE_NORMS[:1], state=mamba_weights),
+    keys=frozenset(_MAMBA_NAMES.values())
     | words("""
         layer_norm_epsilon residual_in_fp32 time_step_scale time_step_min time_step_max time_step_init_scheme time_step_floor
         rescale_prenorm_residual use_mambapy use_associative_scan
@@ -79,15 +177,18 @@ _MAMBA = Family(
         "max_position_embeddings": CONTEXT,
     },
     rename=renamed,
-    gguf=GGUFFamily("mamba", _gguf, GGUF_STATE | {"ssm.dt_b_c_rms"}),
+    gguf=GGUFFamily("mamba", _mamba_gguf, GGUF_MAMBA_STATE | {"ssm.dt_b_c_rms"}),
     compiles=False,
     model="meshlm.workers.models.jamba:Jamba",
 )
 _FALCON = _MAMBA._replace(
     architecture="FalconMambaForCausalLM",
     model_type="falcon_mamba",
-    spec=partial(_spec, norms="plain"),
+    spec=partial(_mamba_spec, norms="plain"),
     gguf=None,
     keys=_MAMBA.keys | words("mixer_rms_eps use_falcon_mambapy"),
 )
-FAMILIES = (_MAMBA, _FALCON)
+_MAMBA_FAMILIES = (_MAMBA, _FALCON)
+
+
+FAMILIES = (MAMBA2, *_MAMBA_FAMILIES)

@@ -105,7 +105,7 @@ MINISTRAL3 = Family(
 )
 
 
-NAMES = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts.{}", "w1", "w3", "w2")
+MIXTRAL_NAMES = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts.{}", "w1", "w3", "w2")
 
 
 def _mixtral_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
@@ -121,7 +121,7 @@ MIXTRAL = Family(
     architecture="MixtralForCausalLM",
     model_type="mixtral",
     spec=_mixtral_spec,
-    weights=lambda spec: transformer_weights(spec, experts=NAMES),
+    weights=lambda spec: transformer_weights(spec, experts=MIXTRAL_NAMES),
     keys=frozenset(("num_local_experts", "num_experts_per_tok", "router_jitter_noise")),
     defaults={
         "num_key_value_heads": 8,

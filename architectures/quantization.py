@@ -9,9 +9,8 @@ from typing import Any, Literal, NamedTuple
 
 from msgspec.structs import replace
 
-from meshlm.architectures import bitsandbytes_quantization, packed_quantization
-from meshlm.architectures.config_values import shown
-from meshlm.architectures.quantization_keys import block_sizes, names, one_of, only
+from meshlm.architectures import packed_quantization
+from meshlm.architectures.config_values import block_sizes, names, one_of, only, shown
 from meshlm.protocol.model import QuantizationScheme, QuantizationSpec
 
 FP8 = "F8_E4M3"  # as safetensors writes the type of such weights
@@ -244,5 +243,5 @@ register(QuantizationFormat("compressed-tensors", read_compressed_tensors, encod
 register(QuantizationFormat("mxfp4", read_mxfp4, encodes=True))  # of experts: weights/mxfp4_experts.py
 register(QuantizationFormat("gptq", packed_quantization.read_gptq, encodes=True))
 register(QuantizationFormat("awq", packed_quantization.read_awq, encodes=True))
-_NF4 = bitsandbytes_quantization.spec_of("nf4")
-register(QuantizationFormat("bitsandbytes", bitsandbytes_quantization.read_bitsandbytes, encodes=True, online=_NF4))
+_NF4 = packed_quantization.bitsandbytes_spec("nf4")
+register(QuantizationFormat("bitsandbytes", packed_quantization.read_bitsandbytes, encodes=True, online=_NF4))

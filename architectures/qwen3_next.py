@@ -1,4 +1,9 @@
-"""Qwen3-Next (Qwen 2025): three layers in four are gated delta nets, the others attend with a gate; many small experts in each."""
+"""Qwen3-Next (Qwen 2025): three layers in four are gated delta nets, the others attend with a gate; many small experts in each.
+
+Qwen3.5 (Qwen 2026): Qwen3-Next's gated delta nets and attention with a gate, in front of MLPs or of experts.
+
+The rows of a mixer's products stand by kind (all queries, all keys, ...), and not by heads of keys as Qwen3-Next's.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -92,11 +97,11 @@ def gated_delta_gguf_moe(metadata: GGUFMetadata) -> MoESpec:
     return gguf_moe(metadata, norm_topk_prob=True, shared_intermediate_size=shared, shared_gate=True)
 
 
-def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+def _qwen3_next_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     return with_experts(gated_delta_gguf(metadata, architecture), gated_delta_gguf_moe(metadata))
 
 
-def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+def _qwen3_next_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     return with_experts(gated_delta_spec(config, architecture), gated_delta_moe(config), layers_with_experts(config))
 
 
@@ -124,12 +129,12 @@ def _mixer(spec: ModelSpec, projections: Projections) -> Iterator[Weight]:
     yield Weight("linear_attn.out_proj.weight", "ssm_out.weight", "attention.o.weight", (hidden, inner), wide, dim=1)
 
 
-def _projections(state: StateSpec) -> tuple[tuple[str, int], ...]:
+def _qwen3_next_projections(state: StateSpec) -> tuple[tuple[str, int], ...]:
     keys = state.n_groups * state.state_size
     return ("qkvz", 2 * keys + 2 * state.inner), ("ba", 2 * state.num_heads)
 
 
-def gated_delta_weights(spec: ModelSpec, projections: Projections = _projections) -> Iterator[Weight]:
+def gated_delta_weights(spec: ModelSpec, projections: Projections = _qwen3_next_projections) -> Iterator[Weight]:
     """Every tensor. projections: names and rows of a mixer's products, in_proj_NAME."""
 
     def attention(spec: ModelSpec, layer: LayerSpec) -> Iterator[Weight]:
@@ -166,10 +171,10 @@ EXPERT_DEFAULTS = {
 }
 PACKED = {"linear_attn.conv1d": ("linear_attn.q_conv", "linear_attn.k_conv", "linear_attn.v_conv")}
 DRAFTS = r"(model\.)?mtp\..*"  # layers that draft further tokens
-FAMILY = Family(
+QWEN3_NEXT = Family(
     architecture="Qwen3NextForCausalLM",
     model_type="qwen3_next",
-    spec=_spec,
+    spec=_qwen3_next_spec,
     weights=gated_delta_weights,
     keys=STATE_KEYS | EXPERT_KEYS,
     defaults=DEFAULTS | EXPERT_DEFAULTS,
@@ -178,7 +183,7 @@ FAMILY = Family(
     unread=DRAFTS,
     gguf=GGUFFamily(
         "qwen3next",
-        _gguf,
+        _qwen3_next_gguf,
         GGUF_DELTA | GGUF_KEYS | {"expert_shared_feed_forward_length"},
         experts=True,
         packed=GGUF_PACKED,
@@ -186,3 +191,88 @@ FAMILY = Family(
     compiles=False,
     model="meshlm.workers.models.qwen3_next:Qwen3Next",
 )
+
+
+_KEYS = STATE_KEYS | words("attn_output_gate mtp_num_hidden_layers mtp_use_dedicated_embeddings mlp_only_layers")
+
+
+def _qwen3_5_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    if not boolean(config, "attn_output_gate"):
+        raise ValueError("attn_output_gate false is not supported")
+    return gated_delta_spec(config, architecture)
+
+
+def _moe_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    config = {**config, "intermediate_size": config["moe_intermediate_size"]}  # no layer has a plain MLP
+    return with_experts(_qwen3_5_spec(config, architecture), gated_delta_moe(config), layers_with_experts(config))
+
+
+def _qwen3_5_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    """States are in float32, as config.json says of this family; positions of text are the same on each axis of its rotation."""
+    spec = gated_delta_gguf(metadata, architecture)
+    return spec.with_state_dtype("float32")
+
+
+def _moe_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    return with_experts(_qwen3_5_gguf(metadata, architecture), gated_delta_gguf_moe(metadata))
+
+
+def _qwen3_5_projections(state: StateSpec) -> tuple[tuple[str, int], ...]:
+    keys = state.n_groups * state.state_size
+    return (
+        ("q", keys),
+        ("k", keys),
+        ("v", state.inner),
+        ("z", state.inner),
+        ("b", state.num_heads),
+        ("a", state.num_heads),
+    )
+
+
+_DEFAULTS = DEFAULTS | {"num_key_value_heads": 4, "attn_output_gate": True}
+_MODEL = "meshlm.workers.models.qwen3_5:Qwen3_5"
+_PACKED = PACKED | {"linear_attn.in_proj_qkv": tuple(f"linear_attn.in_proj_{part}" for part in "qkv")}
+_GGUF_KEYS = GGUF_DELTA | {"rope.dimension_sections"}
+_DENSE = Family(
+    architecture="Qwen3_5ForCausalLM",
+    model_type="qwen3_5_text",
+    spec=_qwen3_5_spec,
+    weights=partial(gated_delta_weights, projections=_qwen3_5_projections),
+    keys=_KEYS,
+    defaults=_DEFAULTS,
+    packed=_PACKED,
+    rename=str,
+    unread=DRAFTS,
+    gguf=GGUFFamily("qwen35", _qwen3_5_gguf, _GGUF_KEYS, packed=GGUF_PACKED),
+    compiles=False,
+    model=_MODEL,
+)
+_EXPERTS = {
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+_MOE = _DENSE._replace(
+    architecture="Qwen3_5MoeForCausalLM",
+    model_type="qwen3_5_moe_text",
+    spec=_moe_spec,
+    gguf=GGUFFamily(
+        "qwen35moe",
+        _moe_gguf,
+        _GGUF_KEYS | GGUF_KEYS | {"expert_shared_feed_forward_length"},
+        experts=True,
+        packed=GGUF_PACKED,
+    ),
+    keys=_KEYS | EXPERT_KEYS,
+    defaults=_DEFAULTS | _EXPERTS | {"num_key_value_heads": 2},
+    packed=_PACKED
+    | {
+        "mlp.experts.gate_up_proj": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+        "mlp.experts.down_proj": ("mlp.experts.{}.down_proj",),
+    },
+)
+_QWEN3_5_FAMILIES = (_DENSE, _MOE)
+
+
+FAMILIES = (QWEN3_NEXT, *_QWEN3_5_FAMILIES)

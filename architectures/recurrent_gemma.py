@@ -2,6 +2,7 @@
 linear recurrent unit, the third has a window."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -72,10 +73,6 @@ def _mixer(spec: ModelSpec) -> Iterator[Weight]:
     yield Weight("linear_out.bias", "", "attention.o.bias", (hidden,), Split.FIRST_RANK)
 
 
-def _weights(spec: ModelSpec) -> Iterator[Weight]:
-    return transformer_weights(spec, _NORMS, 1.0, state=_mixer)
-
-
 def _renamed(name: str) -> str:
     name = name.replace("model.final_norm.", "model.norm.").replace(".mlp_block.", ".mlp.")
     stem, block, rest = name.partition(".temporal_block.")
@@ -88,7 +85,7 @@ FAMILY = Family(
     architecture="RecurrentGemmaForCausalLM",
     model_type="recurrent_gemma",
     spec=_spec,
-    weights=_weights,
+    weights=partial(transformer_weights, norms=_NORMS, norm_plus=1.0, state=_mixer),
     keys=words("""
         lru_width attention_window_size conv1d_width logits_soft_cap hidden_activation block_types _block_types
         w_init_variance_scale final_w_init_variance_scale embeddings_scale_by_sqrt_dim

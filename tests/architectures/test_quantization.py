@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from meshlm.architectures import bitsandbytes_quantization, packed_quantization, quantization
+from meshlm.architectures import packed_quantization, quantization
 from meshlm.architectures.config_values import words
 from meshlm.architectures.quantization import formats, register, scheme_of
 
@@ -172,7 +172,7 @@ WHOLE: dict[str, dict[str, Any]] = {
 def test_no_key_is_read_and_dropped(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each key that is taken changes what is read, or is refused with any value but one that asks for nothing."""
     known: set[str] = set()
-    for module in (quantization, packed_quantization, bitsandbytes_quantization):
+    for module in (quantization, packed_quantization):
         monkeypatch.setattr(module, "only", lambda config, names: known.update(names.split()))
     read, plain = formats()[method].read, WHOLE[method]
     usual = read(plain)

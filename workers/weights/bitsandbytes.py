@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshlm.architectures.bitsandbytes_quantization import BLOCK
-from meshlm.architectures.packed_quantization import STATE, stem_of
+from meshlm.architectures.packed_quantization import BLOCK, STATE, stem_of
 from meshlm.architectures.quantization import scheme_of
 from meshlm.kernels.packed_gemm.reference import TABLES
 from meshlm.protocol.model import QuantizationScheme, QuantizationSpec

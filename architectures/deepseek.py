@@ -1,6 +1,16 @@
-"""DeepSeek-V2 and V2-Lite (DeepSeek-AI 2024): multi-head latent attention, and experts from some layer on."""
+"""DeepSeek-V2 and V2-Lite (DeepSeek-AI 2024): multi-head latent attention, and experts from some layer on.
+
+DeepSeek-V3 and R1 (DeepSeek-AI 2024): V2 with experts that are scored by sigmoids and chosen with a correction bias.
+
+The layers behind the last, which draft further tokens (multi-token prediction), are not loaded.
+
+
+DeepSeek-V3.2 (DeepSeek-AI 2025): V3, of which a query attends to the tokens that a small index likes best. GLM-5 is the same, but
+for the way in which its index rotates, and layers that attend to what an earlier one's index has chosen.
+"""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -21,9 +31,9 @@ KEYS = words("""
     first_k_dense_replace moe_layer_freq n_group topk_group topk_method scoring_func norm_topk_prob
     routed_scaling_factor
 """)
-NAMES = ExpertNames(shared="mlp.shared_experts")
+DEEPSEEK_NAMES = ExpertNames(shared="mlp.shared_experts")
 MODEL = "meshlm.workers.models.deepseek:Deepseek"
-DEFAULTS = {
+DEEPSEEK_V2_DEFAULTS = {
     "kv_lora_rank": 512,
     "q_lora_rank": 1536,
     "qk_nope_head_dim": 128,
@@ -87,7 +97,7 @@ def with_routed_experts(config: dict[str, Any], spec: ModelSpec, moe: MoESpec) -
     return with_experts(spec, checked(found, "n_routed_experts"), layers)
 
 
-def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+def _deepseek_v2_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     method, scoring = config["topk_method"], config.get("scoring_func", "softmax")
     if method not in ("greedy", "group_limited_greedy"):
         raise ValueError(f"topk_method {shown(method)} is not supported; supported: greedy, group_limited_greedy")
@@ -113,7 +123,7 @@ def deepseek_weights(
         if index is not None and not mla.index_shared:
             yield from index(spec, mla)
 
-    return transformer_weights(spec, attention=attention, experts=NAMES)
+    return transformer_weights(spec, attention=attention, experts=DEEPSEEK_NAMES)
 
 
 def _attention(spec: ModelSpec, mla: MLASpec) -> Iterator[Weight]:
@@ -202,14 +212,165 @@ GGUF_MLA_KEYS = words("""
     rope.scaling.yarn_log_multiplier
 """)
 
-FAMILY = Family(
+DEEPSEEK_V2 = Family(
     architecture="DeepseekV2ForCausalLM",
     model_type="deepseek_v2",
-    spec=_spec,
+    spec=_deepseek_v2_spec,
     weights=deepseek_weights,
     keys=KEYS,
-    defaults=DEFAULTS,
+    defaults=DEEPSEEK_V2_DEFAULTS,
     gguf=GGUFFamily("deepseek2", _gguf, GGUF_EXPERT_KEYS | GGUF_MLA_KEYS, experts=True),
     compiles=False,
     model=MODEL,
 )
+
+
+DRAFTS = ("num_nextn_predict_layers", "num_mtp_layers")  # older files, newer files
+DEEPSEEK_V3_DEFAULTS = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
+
+
+def deepseek_v3_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    """KeyError, ValueError."""
+    for key, wanted in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
+        if config.get(key, wanted) != wanted:
+            raise ValueError(f"{key} {shown(config[key])} is not supported for {architecture}; supported: {wanted}")
+    moe = MoESpec(
+        num_experts=1,
+        num_experts_per_tok=1,
+        moe_intermediate_size=1,
+        scoring_func="sigmoid",
+        norm_topk_prob=boolean(config, "norm_topk_prob"),
+        group_score="top2",
+        correction_bias=True,
+    )
+    drafts = max(integer(config, key, 0) for key in DRAFTS)
+    return replace(deepseek_spec(config, architecture, moe), num_nextn_predict_layers=drafts)
+
+
+DEEPSEEK_V3 = Family(
+    architecture="DeepseekV3ForCausalLM",
+    model_type="deepseek_v3",
+    other_model_types=frozenset(("kimi_k2",)),
+    spec=deepseek_v3_spec,
+    weights=deepseek_weights,
+    keys=KEYS | set(DRAFTS),
+    defaults=DEEPSEEK_V3_DEFAULTS,
+    compiles=False,
+    model=MODEL,
+)
+
+
+_SPARSE = {"indexed_attention", "deepseek_sparse_attention"}  # by version of transformers
+_KINDS = ("full", "shared")
+_LETTERS = {"F": "full", "S": "shared"}
+_SIZES = ("index_topk", "index_n_heads", "index_head_dim")
+
+
+def _deepseek_v32_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    kinds = config.get("layer_types")
+    if kinds is not None and not set(kinds) <= _SPARSE:
+        supported = ", ".join(sorted(_SPARSE))
+        raise ValueError(f"layer_types {shown(kinds)} is not supported for {architecture}; supported: {supported}")
+    config = {**config, "layer_types": None, "first_k_dense_replace": _num_dense(config)}
+    spec = deepseek_v3_spec(config, architecture)
+    assert spec.mla is not None
+    sizes = {name: positive(config, name) for name in _SIZES}
+    if sizes["index_head_dim"] < spec.mla.qk_rope_head_dim:
+        raise ValueError(f"index_head_dim {sizes['index_head_dim']} has no room for the numbers that are rotated")
+    if not spec.mla.q_lora_rank:
+        raise ValueError("q_lora_rank must be given: the index reads the latent of queries")
+    return with_attention(spec, mla=replace(spec.mla, **sizes))
+
+
+def _glm_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    spec = _deepseek_v32_spec(config, architecture)
+    assert spec.mla is not None
+    mla = replace(spec.mla, index_interleave=True)
+    spec, shared = with_attention(spec, mla=mla), _shared(config, spec.num_hidden_layers)
+    return with_attention(spec, shared, mla=replace(mla, index_shared=True))
+
+
+def _shared(config: dict[str, Any], layers: int) -> tuple[bool, ...]:
+    """Which layers attend to what the last index before them has chosen. ValueError.
+
+    indexer_types names the kind of each layer; else index_topk_pattern does, by letters; else every index_topk_freq-th layer behind the
+    first index_skip_topk_offset - 1 has an index, and those have one, too.
+    """
+    kinds, pattern = config.get("indexer_types"), config.get("index_topk_pattern")
+    if kinds is None and pattern is not None:
+        kinds = [_LETTERS.get(letter, letter) for letter in pattern] if isinstance(pattern, str) else pattern
+    if kinds is None:
+        every, begin = integer(config, "index_topk_freq", 1), integer(config, "index_skip_topk_offset", 2)
+        return tuple(max(layer - begin + 1, 0) % max(every, 1) > 0 for layer in range(layers))
+    if not isinstance(kinds, list) or len(kinds) < layers or any(kind not in _KINDS for kind in kinds):
+        raise ValueError(
+            f"indexer_types (index_topk_pattern) must name the kind of each of {layers} layers, full or shared (F or S), "
+            f"got {shown(kinds)}"
+        )
+    shared = tuple(kind == "shared" for kind in kinds[:layers])
+    if shared[0]:
+        raise ValueError("the first layer of indexer_types (index_topk_pattern) is shared, and no index is before it")
+    return shared
+
+
+def _num_dense(config: dict[str, Any]) -> int:
+    """The first layers, which have an MLP. ValueError."""
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        return integer(config, "first_k_dense_replace")
+    count = kinds.count("dense") if isinstance(kinds, list) else 0
+    if kinds != ["dense"] * count + ["sparse"] * (integer(config, "num_hidden_layers") - count):
+        raise ValueError(
+            f"mlp_layer_types must be dense for the first layers and sparse for the rest, got {shown(kinds)}"
+        )
+    return count
+
+
+def _index(spec: ModelSpec, mla: MLASpec) -> Iterator[Weight]:
+    heads, dim, hidden = mla.index_n_heads, mla.index_head_dim, spec.hidden_size
+    stem, own = "self_attn.indexer", "attention.index"
+    yield Weight(f"{stem}.wq_b.weight", "", f"{own}.query.weight", (heads * dim, mla.q_lora_rank))
+    yield Weight(f"{stem}.wk.weight", "", f"{own}.key.weight", (dim, hidden))
+    for kind in ("weight", "bias"):
+        yield Weight(f"{stem}.k_norm.{kind}", "", f"{own}.key_norm.{kind}", (dim,))
+    yield Weight(f"{stem}.weights_proj.weight", "", f"{own}.heads.weight", (heads, hidden), quantises=False)
+
+
+_V32 = Family(
+    architecture="DeepseekV32ForCausalLM",
+    model_type="deepseek_v32",
+    spec=_deepseek_v32_spec,
+    weights=partial(deepseek_weights, index=_index),
+    keys=KEYS | set(DRAFTS) | set(_SIZES) | words("mlp_layer_types"),
+    defaults=DEEPSEEK_V3_DEFAULTS | {"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128},
+    compiles=False,
+    model="meshlm.workers.models.deepseek_sparse:SparseDeepseek",
+)
+
+_GLM_KEYS = words("indexer_types index_topk_freq index_topk_pattern index_skip_topk_offset indexer_rope_interleave")
+_GLM = _V32._replace(
+    architecture="GlmMoeDsaForCausalLM",
+    model_type="glm_moe_dsa",
+    spec=_glm_spec,
+    keys=_V32.keys | _GLM_KEYS,
+    defaults={**_V32.defaults, "index_n_heads": 32, "n_group": 1, "topk_group": 1},
+)
+_DEEPSEEK_V32_FAMILIES = (_V32, _GLM)
+
+
+FAMILIES = (DEEPSEEK_V2, DEEPSEEK_V3, *_DEEPSEEK_V32_FAMILIES)
