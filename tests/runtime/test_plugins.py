@@ -15,7 +15,7 @@ from meshlm.runtime import io_processors, plugins
 from meshlm.runtime.plugins import ARCHITECTURES, BACKENDS, VARIABLE, PluginError
 
 _numbers = itertools.count()
-FAMILY = "from meshlm.architectures.llama import FAMILY as LLAMA\nFAMILY = LLAMA._replace(architecture={name!r})\n"
+FAMILY = "from meshlm.architectures.llama import LLAMA\nFAMILY = LLAMA._replace(architecture={name!r})\n"
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,6 @@ from meshlm.workers.batch import CrossCache, LayerCache, StepInputs
 
 
 class CpuAttention(RotatedAttention):
-    """See `meshlm.workers.attention.backend.StepAttention`."""
-
     def __init__(self, batch: StepInputs, block_size: int) -> None:
         super().__init__(batch, block_size)
         self._spans: dict[tuple[int, int], Tensor] = {}  # the same for all layers of so many heads
@@ -35,15 +33,12 @@ class CpuAttention(RotatedAttention):
         return kernel.attention(query, cache.keys, cache.values, tables, behind, spans, Seen(scale))
 
     def run(self, query: Tensor, cache: LayerCache, seen: Seen) -> Tensor:
-        """See `RotatedAttention.run`."""
         batch, spans = self._batch, self.spans(query.shape[1], cache.keys.shape[2])
         tables = batch.block_tables[cache.group]
         return kernel.attention(query, cache.keys, cache.values, tables, batch.positions, spans, seen)
 
 
 class CpuBackend:
-    """See `meshlm.workers.attention.backend.Backend`."""
-
     name, graphs, fp8 = "cpu", False, False
 
     def unsupported(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, block_size: int) -> str:

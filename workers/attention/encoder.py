@@ -58,11 +58,9 @@ class EncoderAttention:
         return self._padded(lines, scale, sliding_window)
 
     def states(self, group: int) -> StepStates:
-        """See `StepAttention.states`."""
         raise AssertionError("an encoder has no recurrent states")
 
     def attend_cross(self, query: Tensor, cache: CrossCache, scale: float) -> Tensor:
-        """See `StepAttention`."""
         raise AssertionError("an encoder has no cross-attention")
 
     def attend_latent(
@@ -74,7 +72,6 @@ class EncoderAttention:
         scale: float,
         chosen: Chosen | LastChoice | None = None,
     ) -> Tensor:
-        """See `StepAttention`."""
         raise AssertionError("no encoder has latent attention")
 
     def _flash(self, lines: Tensor, scale: float, window: int) -> Tensor:
@@ -144,8 +141,6 @@ def _groups(lens: list[int], device: torch.device) -> list[_Padded]:
 
 
 class EncoderBackend:
-    """See `meshlm.workers.attention.backend.Backend`."""
-
     name, graphs, fp8 = "encoder", False, False
 
     def unsupported(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, block_size: int) -> str:

@@ -106,7 +106,6 @@ class FlashInfer:
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, prompts: Prompts, scale: float, extras: Extras, step: object
     ) -> Tensor:
-        """See `Package`."""
         key = (extras.window, extras.cap)
         wrapper, planned = self._wrappers.get(key, (None, None))
         if wrapper is None:
@@ -186,8 +185,6 @@ class PackageAttention(TritonAttention):
 
 
 class PackageBackend(TritonBackend):
-    """See `meshlm.workers.attention.backend.Backend`."""
-
     fp8 = False
     attention: type[TritonAttention] = PackageAttention
 

@@ -14,8 +14,6 @@ from meshlm.workers.states.torch_states import TorchStates
 
 
 class RotatedAttention(ABC):
-    """See `meshlm.workers.attention.backend.StepAttention`."""
-
     def __init__(self, batch: StepInputs, block_size: int) -> None:
         self._batch, self._block_size = batch, block_size
         self._states: dict[int, TorchStates] = {}

@@ -56,7 +56,6 @@ class TorchAttention(RotatedAttention):
         self._lens = batch.lens
 
     def run(self, query: Tensor, cache: LayerCache, seen: Seen) -> Tensor:
-        """See `RotatedAttention.run`."""
         batch = self._batch
         parts = []
         if batch.num_decodes:

@@ -325,8 +325,6 @@ def _wrong(spec: ModelSpec, device: torch.device, dtype: torch.dtype, page: int)
 
 
 class TritonBackend:
-    """See `meshlm.workers.attention.backend.Backend`."""
-
     name, graphs, fp8 = "triton", True, True
     attention = TritonAttention  # what computes a step
 

@@ -18,8 +18,6 @@ def available() -> bool:
 
 
 class CpuOps(Composed):
-    """See `meshlm.workers.layers.ops.Ops`."""
-
     def pack(self, weight: Tensor) -> Tensor:
         return weight if weight.dtype == torch.uint8 else packed.pack(weight)  # packed by the loader, or now
 

@@ -18,7 +18,6 @@ class Linear(WeightedLayer):
 
     @property
     def is_fusible(self) -> bool:
-        """See `WeightFormat.is_fusible`."""
         return self.format.is_fusible
 
     def weights(self) -> list[nn.Parameter]:
@@ -29,11 +28,9 @@ class Linear(WeightedLayer):
         return self.format.apply(self, x, ops)
 
     def row_parallel(self, x: Tensor, residual: Tensor | None, ops: Ops) -> PartialSum:
-        """See `Ops.row_parallel_linear`."""
         return self.format.row_parallel(self, x, residual, ops)
 
     def after_norm(self, x: PartialSum, norm: RMSNorm, ops: Ops, *, gate: str = "") -> tuple[Tensor, Tensor]:
-        """See `Ops.norm_linear`."""
         return self.format.after_norm(self, x, (norm.weight, norm.eps), ops, gate)
 
 

@@ -95,8 +95,6 @@ class ExpertLinears(nn.Module):
 
 
 class MoE(nn.Module):
-    """See the module docstring."""
-
     shared_kind: type[MLP] = MLP
 
     def __init__(self, spec: ModelSpec) -> None:

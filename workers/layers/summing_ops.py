@@ -89,7 +89,6 @@ class SummingOps:
     def norm_route(
         self, x: PartialSum, norm: tuple[Tensor, float], router: RouterWeights, slots: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """See `Ops.norm_route`."""
         found = self._fused_norm(x, norm)
         if found is None:
             return self.base.norm_route(self._summed(x), norm, router, slots)

@@ -29,8 +29,6 @@ from meshlm.workers.partial_sum import Kind, PartialSum
 
 
 class TritonOps(Composed):
-    """See `meshlm.workers.layers.ops.Ops`."""
-
     def pack(self, weight: Tensor) -> Tensor:
         return weight
 

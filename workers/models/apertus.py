@@ -29,8 +29,6 @@ def _softplus(x: float) -> float:
 
 
 class XieluMLP(UngatedMLP):
-    """See the module docstring."""
-
     def __init__(self, spec: ModelSpec, size: int | None = None) -> None:
         super().__init__(spec, size)
         self._given: tuple[float, ...] = ()
@@ -44,12 +42,10 @@ class XieluMLP(UngatedMLP):
         self._given = (_softplus(alpha_p), beta + _softplus(alpha_n), beta, eps)
 
     def activated(self, x: PartialSum, norm: RMSNorm, ops: Ops) -> tuple[Tensor, Tensor]:
-        """See `MLP.activated`."""
         hidden, residual = self.up.after_norm(x, norm, ops)
         return self._xielu(hidden), residual
 
     def of_normed(self, x: Tensor, ops: Ops) -> PartialSum:
-        """See `MLP.of_normed`."""
         return self.down.row_parallel(self._xielu(self.up(x, ops)), None, ops)
 
     def _loaded(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -64,8 +60,6 @@ class XieluMLP(UngatedMLP):
 
 
 class ApertusLayer(DecoderLayer):
-    """See `DecoderLayer`."""
-
     mlp_type = XieluMLP
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
@@ -77,6 +71,4 @@ class ApertusLayer(DecoderLayer):
 
 
 class Apertus(Decoder):
-    """See `Decoder`."""
-
     layer_type = ApertusLayer

@@ -28,8 +28,6 @@ class BertLayer(EncoderLayer):
 
 
 class Bert(Encoder):
-    """See `Encoder`."""
-
     def make(self, spec: ModelSpec) -> None:
         self.position_embeddings = Table(spec.max_position_embeddings + spec.position_offset, spec.hidden_size)
         self.token_type_embeddings = Table(spec.type_vocab_size, spec.hidden_size)
@@ -45,7 +43,6 @@ class Bert(Encoder):
         return found
 
     def encode(self, batch: StepInputs, caches: list[LayerCache], attention: StepAttention) -> Tensor:
-        """See `Encoder.encode`."""
         x = self.embeddings(batch)
         context = ForwardContext(batch, NOT_ROTATED, attention, self.ops)
         for layer, cache in zip(self.layers, caches, strict=True):

@@ -30,8 +30,6 @@ class _Product(nn.Module):
 
 
 class Classifier(nn.Module):
-    """See the module docstring."""
-
     def __init__(self, spec: ModelSpec, head: HeadSpec) -> None:
         super().__init__()
         hidden, self.spec = spec.hidden_size, head

@@ -31,8 +31,6 @@ Weights = tuple[Tensor, Tensor | None]  # of a product: weight, bias
 
 
 class CompiledLayers:
-    """See `meshlm.workers.models.decoder.LayerExecutor`."""
-
     def __init__(self, spec: ModelSpec, compiler: Callable[..., Any] = torch.compile, shapes: str = "backed") -> None:
         """shapes: --compile-dynamic-shapes."""
         self._dynamic = SHAPES[shapes]

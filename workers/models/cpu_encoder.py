@@ -14,8 +14,6 @@ from meshlm.workers.models.decoder import Decoder
 
 
 class CpuEncoder:
-    """See `meshlm.workers.models.decoder.LayerExecutor`."""
-
     def __init__(self, layers: list[BertLayer], shape: EncoderShape) -> None:
         self._layers = EncoderLayers([_weights(layer) for layer in layers], shape)
 

@@ -14,8 +14,6 @@ from meshlm.workers.models.decoder import Decoder, DecoderLayer
 
 
 class CpuLayers:
-    """See `meshlm.workers.models.decoder.LayerExecutor`."""
-
     def __init__(self, model: Decoder) -> None:
         spec = model.spec
         self._hidden, self._heads = spec.hidden_size, (spec.num_attention_heads, spec.num_key_value_heads)

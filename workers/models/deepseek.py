@@ -24,10 +24,7 @@ LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is
 
 
 class LatentAttention(Attention):
-    """See the module docstring."""
-
     def make(self, spec: ModelSpec, layer: LayerSpec) -> None:
-        """See `Attention.make`."""
         assert layer.attention is not None
         assert layer.attention.mla is not None
         self.mla = mla = layer.attention.mla
@@ -46,13 +43,11 @@ class LatentAttention(Attention):
         self._latent: LatentShape | None = None
 
     def prepare(self, ops: Ops) -> None:
-        """See `Attention.prepare`."""
         mla = self.mla
         sizes = (mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim)
         self._latent = LatentShape(self.kv_b.weight, sizes, (self.kv_norm.weight, self.kv_norm.eps), ops)
 
     def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
-        """See `Attention.attend`."""
         assert self._latent is not None
         query, latent = qkv[:, : self._width], qkv[:, self._width :]
         if self.q_b is not None:
@@ -75,6 +70,4 @@ class DeepseekLayer(DecoderLayer):
 
 
 class Deepseek(Decoder):
-    """See `Decoder`."""
-
     layer_type = DeepseekLayer

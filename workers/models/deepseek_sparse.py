@@ -48,12 +48,11 @@ class Index(nn.Module):
 
 
 class SparseLatentAttention(LatentAttention):
-    """See the module docstring. A layer without an index attends to what the last one before it has chosen (GLM-5)."""
+    """A layer without an index attends to what the last one before it has chosen (GLM-5)."""
 
     index: Index | None
 
     def make(self, spec: ModelSpec, layer: LayerSpec) -> None:
-        """See `Attention.make`."""
         super().make(spec, layer)
         self.index = None if self.mla.index_shared else Index(self.mla, spec.hidden_size)
 
@@ -90,6 +89,4 @@ class SparseDeepseekLayer(DeepseekLayer):
 
 
 class SparseDeepseek(Deepseek):
-    """See `Decoder`."""
-
     layer_type = SparseDeepseekLayer

@@ -101,7 +101,6 @@ class Encoder(Decoder):
         raise NotImplementedError
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
-        """See `Decoder.prepare`."""
         self.ops = make_ops(device, dtype) if device.type == "cpu" else TorchOps()  # there are no steps of few rows
         for module in self.modules():
             if isinstance(module, Linear):
@@ -114,18 +113,15 @@ class Encoder(Decoder):
     def forward(
         self, batch: StepInputs, caches: list[LayerCache], attention: StepAttention, residual: Tensor | None = None
     ) -> Tensor:
-        """See `Decoder.forward`."""
         if self.executor is not None:
             return self.executor.run(self, batch, caches, attention)
         return self.encode(batch, caches, attention)
 
     @contextmanager
     def shortened(self) -> Iterator[int]:
-        """See `Decoder.shortened`."""
         yield len(self.layers)
 
     def token_projection(self) -> Tensor | None:
-        """See `Decoder.token_projection`."""
         return None if self.projection is None else self.projection.weight.data
 
     def masked_logits(self, states: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ class ParallelMixer(Mamba2Mixer):
     """Rows of `qkv`: queries, keys, values, and what the mixer takes. Columns of `o`: heads of attention, and those of the mixer."""
 
     def make(self, spec: ModelSpec, layer: LayerSpec) -> None:
-        """See `Attention.make`."""
         Attention.make(self, spec, layer)
         super().make(spec, layer)
         heads = spec.num_attention_heads * self.head_dim
@@ -27,12 +26,10 @@ class ParallelMixer(Mamba2Mixer):
         self.o = Linear(heads + self._state.inner, spec.hidden_size, bias=False)
 
     def prepare(self, ops: Ops) -> None:
-        """See `Attention.prepare`."""
         Attention.prepare(self, ops)
         super().prepare(ops)
 
     def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
-        """See `Attention.attend`."""
         heads = qkv[:, : self._attends].contiguous()
         found = Attention.attend(self, heads, cache, context)
         return torch.cat((found, super().attend(qkv[:, self._attends :], cache, context)), dim=1)
@@ -45,6 +42,4 @@ class FalconLayer(HybridLayer):
 
 
 class FalconH1(Hybrid):
-    """See `Decoder`."""
-
     layer_type = FalconLayer

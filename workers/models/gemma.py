@@ -24,7 +24,6 @@ class GemmaLayer(DecoderLayer):
     """Attention and MLP, each between two norms."""
 
     def make_norms(self, spec: ModelSpec) -> None:
-        """See `DecoderLayer.make_norms`."""
         super().make_norms(spec)
         self.attention_out_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp_out_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
@@ -32,7 +31,6 @@ class GemmaLayer(DecoderLayer):
     def forward(
         self, x: PartialSum, cache: LayerCache, context: ForwardContext, normed: Tensor | None = None
     ) -> PartialSum:
-        """See `DecoderLayer.forward`."""
         assert normed is None
         ops = context.ops
         qkv, residual = self.attention.qkv.after_norm(x, self.input_norm, ops)
@@ -51,13 +49,10 @@ class Sandwich(Decoder):
     layer_type: ClassVar[type[DecoderLayer]] = GemmaLayer
 
     def embedded(self, ids: Tensor) -> tuple[PartialSum, Tensor | None]:
-        """See `Decoder.embedded`."""
         return PartialSum(self.embedding(ids)), None
 
 
 class Gemma(Sandwich):
-    """See `Decoder`."""
-
     def __init__(self, spec: ModelSpec, max_len: int, shard: Shard = WHOLE) -> None:
         super().__init__(spec, max_len, shard)
         for module in self.modules():
@@ -66,7 +61,6 @@ class Gemma(Sandwich):
         self._embedding_scale = 1.0
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
-        """See `Decoder.prepare`."""
         super().prepare(device, dtype)
         self._embedding_scale = float(torch.tensor(self.spec.hidden_size**0.5, dtype=dtype))
 

@@ -35,8 +35,6 @@ LEAST = 1e-5  # of a mean square that is divided by
 
 
 class Gemma3nLayer(GemmaLayer):
-    """See the module docstring."""
-
     attention_type = SharingAttention
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
@@ -58,7 +56,6 @@ class Gemma3nLayer(GemmaLayer):
         self.ranks = 1  # that have some of the MLP's columns each
 
     def make_norms(self, spec: ModelSpec) -> None:
-        """See `DecoderLayer.make_norms`."""
         super().make_norms(spec)
         self.router_norm, self.laurel_norm, self.per_layer_norm = (
             RMSNorm(spec.hidden_size, spec.rms_norm_eps) for _ in range(3)
@@ -115,8 +112,6 @@ class Gemma3nLayer(GemmaLayer):
 
 
 class Gemma3n(Gemma):
-    """See `Decoder`."""
-
     layer_type = Gemma3nLayer
 
     def __init__(self, spec: ModelSpec, max_len: int, shard: Shard = WHOLE) -> None:
@@ -132,13 +127,11 @@ class Gemma3n(Gemma):
         )
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
-        """See `Decoder.prepare`."""
         super().prepare(device, dtype)
         self.entry.prepare(dtype)
         share_all(self.layers)
 
     def join(self, comm: Communicator) -> None:
-        """See `Decoder.join`."""
         super().join(comm)
         for layer in self.layers:
             assert isinstance(layer, Gemma3nLayer)
@@ -147,7 +140,6 @@ class Gemma3n(Gemma):
     def forward(
         self, batch: StepInputs, caches: list[LayerCache], attention: StepAttention, residual: Tensor | None = None
     ) -> Tensor:
-        """See `Decoder.forward`."""
         first = batch.with_vectors(self.embedded(batch.known_ids)[0].value)
         own, size = self.entry(first, batch, self.ops), _size(first)
         x = torch.stack((first, *(_sized(module(first, self.ops), size) for module in self.projections)))

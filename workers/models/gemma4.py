@@ -55,8 +55,6 @@ class ScaledExperts(MoE):
 
 
 class Gemma4Layer(GemmaLayer):
-    """See the module docstring."""
-
     attention_type: ClassVar[type[Attention]] = SharingAttention
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
@@ -98,8 +96,6 @@ class Gemma4Layer(GemmaLayer):
 
 
 class Gemma4(Gemma):
-    """See `Decoder`."""
-
     layer_type = Gemma4Layer
 
     def __init__(self, spec: ModelSpec, max_len: int, shard: Shard = WHOLE) -> None:
@@ -113,7 +109,6 @@ class Gemma4(Gemma):
             self.entry.norm.weight = nn.Parameter(self.entry.norm.weight.float(), requires_grad=False)
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
-        """See `Decoder.prepare`."""
         super().prepare(device, dtype)
         if self.entry is not None:
             self.entry.prepare(dtype)
@@ -122,7 +117,6 @@ class Gemma4(Gemma):
     def forward(
         self, batch: StepInputs, caches: list[LayerCache], attention: StepAttention, residual: Tensor | None = None
     ) -> Tensor:
-        """See `Decoder.forward`."""
         if self.shard.is_first:
             x = batch.with_vectors(self.embedded(batch.known_ids)[0].value)
         else:

@@ -18,21 +18,17 @@ from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer
 
 
 class NormedBehindRotation(Attention):
-    """See the module docstring."""
-
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__(spec, layer)
         self._sizes = [heads * self.head_dim for heads in (spec.num_attention_heads, self.kv_heads)]
 
     def prepare(self, ops: Ops) -> None:
-        """See `Attention.prepare`."""
         super().prepare(ops)
         shape = self._heads
         assert shape is not None
         self._heads = AttentionShape(shape.num_heads, shape.num_kv_heads, shape.head_dim, None, shape.eps)
 
     def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
-        """See `Attention.attend`."""
         assert self.q_norm is not None and self.k_norm is not None  # noqa: PT018
         query, key, value = qkv.split([*self._sizes, self._sizes[1]], dim=-1)
         cos, sin = context.rope[context.batch.positions].unsqueeze(1).chunk(2, dim=-1)
@@ -47,14 +43,10 @@ class NormedBehindRotation(Attention):
 
 
 class HunYuanLayer(DecoderLayer):
-    """See `DecoderLayer`."""
-
     attention_type = NormedBehindRotation
 
 
 class HunYuan(Decoder):
-    """See `Decoder`."""
-
     layer_type = HunYuanLayer
 
     def _use_tables(self) -> None:

@@ -73,7 +73,6 @@ class HybridLayer(DecoderLayer):
     def forward(
         self, x: PartialSum, cache: LayerCache, context: ForwardContext, normed: Tensor | None = None
     ) -> PartialSum:
-        """See `DecoderLayer.forward`."""
         if not isinstance(self.attention, NoMixer):
             x = self.attention(x, self.input_norm, cache, context, normed)
         if isinstance(self.mlp, NoMLP):
@@ -83,8 +82,6 @@ class HybridLayer(DecoderLayer):
 
 
 class Hybrid(Decoder):
-    """See `Decoder`."""
-
     layer_type = HybridLayer
 
     def embedded(self, ids: Tensor) -> tuple[PartialSum, Tensor | None]:
@@ -99,7 +96,6 @@ class SquaredReLU(UngatedMLP):
     """down(relu(up(norm(x)))^2)."""
 
     def forward(self, x: PartialSum, norm: RMSNorm, batch: StepInputs, ops: Ops) -> PartialSum:
-        """See `MLP.forward`."""
         hidden, residual = self.up.after_norm(x, norm, ops)
         return self.down.row_parallel(ACTIVATIONS[self._act](hidden), residual, ops)
 
@@ -118,6 +114,4 @@ class NemotronLayer(HybridLayer):
 
 
 class NemotronH(Hybrid):
-    """See `Decoder`."""
-
     layer_type = NemotronLayer

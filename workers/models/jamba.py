@@ -24,7 +24,6 @@ class MambaMixer(Attention):
     """See the module docstring. `qkv` is the product behind the layer's norm."""
 
     def make(self, spec: ModelSpec, layer: LayerSpec) -> None:
-        """See `Attention.make`."""
         state = layer.state
         assert state is not None
         self._state, inner = state, state.inner
@@ -40,12 +39,10 @@ class MambaMixer(Attention):
         self._a, self._ones = torch.empty(0), torch.empty(0)
 
     def prepare(self, ops: Ops) -> None:
-        """See `Attention.prepare`."""
         self._a = -self.a_log.exp()
         self._ones = torch.ones(max(self._sizes), dtype=self.conv.weight.dtype, device=self.a_log.device)
 
     def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
-        """See `Attention.attend`."""
         own, ops = cache.state, context.ops
         assert own is not None
         states = context.attention.states(own.group)
@@ -74,6 +71,4 @@ class JambaLayer(HybridLayer):
 
 
 class Jamba(Hybrid):
-    """See `Decoder`."""
-
     layer_type = JambaLayer

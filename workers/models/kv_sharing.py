@@ -22,8 +22,6 @@ SharedKV = dict[int, Tensor]
 
 
 class SharingAttention(Attention):
-    """See the module docstring."""
-
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__(spec, layer)
         record = spec.layers[layer]

@@ -42,7 +42,6 @@ class LayerNormAttention(Attention):
     """Attention whose queries, keys and values may be clipped."""
 
     def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
-        """See `Attention.attend`."""
         clip = self._spec.clip_qkv
         found: Tensor = super().attend(qkv.clamp_(-clip, clip) if clip else qkv, cache, context)
         return found
@@ -57,13 +56,10 @@ class UngatedMLP(MLP):
         self.up = Linear(spec.hidden_size, self.down.inputs, bias=spec.mlp_bias)
 
     def of_normed(self, x: Tensor, ops: Ops) -> PartialSum:
-        """See `MLP.of_normed`."""
         return self.down.row_parallel(ACTIVATIONS[self._act](self.up(x, ops)), None, ops)
 
 
 class LayerNormLayer(DecoderLayer):
-    """See the module docstring."""
-
     attention_type = LayerNormAttention
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
@@ -147,19 +143,16 @@ class LayerNormDecoder(Decoder):
                 self.project_out = Linear(spec.hidden_size, own.embedding_dim, bias=False)
 
     def embedded(self, ids: Tensor) -> tuple[PartialSum, Tensor | None]:
-        """See `Decoder.embedded`."""
         found = self.embedding(ids)
         if self.entry is not None and self.entry.project is not None:
             found = self.entry.project(found, self.ops)
         return PartialSum(found), None
 
     def entered(self, x: PartialSum, batch: StepInputs) -> PartialSum:
-        """See `Decoder.entered`."""
         assert self.entry is not None
         return PartialSum(self.entry(x.value, batch))
 
     def normed(self, x: PartialSum) -> Tensor:
-        """See `Decoder.normed`."""
         assert isinstance(self.norm, LayerNorm)
         found: Tensor = self.norm(x.value)
         return found

@@ -17,7 +17,6 @@ class ShortConvolution(Attention):
     """See the module docstring. `qkv` is the product behind the layer's norm."""
 
     def make(self, spec: ModelSpec, layer: LayerSpec) -> None:
-        """See `Attention.make`."""
         state = layer.state
         assert state is not None
         self.qkv = Linear(spec.hidden_size, 3 * state.inner, bias=state.proj_bias)
@@ -28,7 +27,6 @@ class ShortConvolution(Attention):
         """See `Attention.prepare`: there is nothing."""
 
     def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
-        """See `Attention.attend`."""
         own = cache.state
         assert own is not None
         before, behind, x = qkv.chunk(3, dim=1)
@@ -43,6 +41,4 @@ class Lfm2Layer(HybridLayer):
 
 
 class Lfm2(Hybrid):
-    """See `Decoder`."""
-
     layer_type = Lfm2Layer

@@ -17,20 +17,16 @@ from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer
 
 
 class Llama4Attention(Attention):
-    """See the module docstring."""
-
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__(spec, layer)
         self._queries = spec.num_attention_heads * self.head_dim
 
     def make(self, spec: ModelSpec, layer: LayerSpec) -> None:
-        """See `Attention.make`."""
         super().make(spec, layer)
         self._dtype = torch.get_default_dtype()  # the model's, while it is made
         self.q_norm = self.k_norm = None  # without weights: see prepare
 
     def prepare(self, ops: Ops) -> None:
-        """See `Attention.prepare`."""
         super().prepare(ops)
         spec, shape = self._spec, self._heads
         if shape is not None and spec.qk_norm and self.rotates:
@@ -40,7 +36,6 @@ class Llama4Attention(Attention):
             )
 
     def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
-        """See `Attention.attend`."""
         if not self.rotates and self._spec.attn_temperature is not None:
             scale, floor = self._spec.attn_temperature
             grown = torch.log1p(torch.floor((context.batch.positions.float() + 1.0) / floor)) * scale + 1.0
@@ -49,12 +44,8 @@ class Llama4Attention(Attention):
 
 
 class Llama4Layer(DecoderLayer):
-    """See `DecoderLayer`."""
-
     attention_type = Llama4Attention
 
 
 class Llama4(Decoder):
-    """See `Decoder`."""
-
     layer_type = Llama4Layer

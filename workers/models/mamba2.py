@@ -37,7 +37,6 @@ class Mamba2Mixer(Attention):
     """See the module docstring. `qkv` is the product behind the layer's norm."""
 
     def make(self, spec: ModelSpec, layer: LayerSpec) -> None:
-        """See `Attention.make`."""
         state = layer.state
         assert state is not None
         self._state, self._eps = state, spec.rms_norm_eps
@@ -52,11 +51,9 @@ class Mamba2Mixer(Attention):
         self._a = torch.empty(0)
 
     def prepare(self, ops: Ops) -> None:
-        """See `Attention.prepare`."""
         self._a = -self.a_log.exp()
 
     def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
-        """See `Attention.attend`."""
         state, own = self._state, cache.state
         assert own is not None
         gate, inputs, dt = qkv.split(self._sizes, dim=1)

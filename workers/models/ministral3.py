@@ -10,14 +10,13 @@ from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer
 
 
 class GrowingAttention(Attention):
-    """See the module docstring. A rotation keeps what a query is multiplied by, so that comes first."""
+    """A rotation keeps what a query is multiplied by, so that comes first."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__(spec, layer)
         self._queries = spec.num_attention_heads * self.head_dim
 
     def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
-        """See `Attention.attend`."""
         if self._spec.attn_temperature is not None:
             scale, floor = self._spec.attn_temperature
             grown = torch.log1p(torch.floor(context.batch.positions.float() / floor)) * scale + 1.0
@@ -26,12 +25,8 @@ class GrowingAttention(Attention):
 
 
 class Ministral3Layer(DecoderLayer):
-    """See `DecoderLayer`."""
-
     attention_type = GrowingAttention
 
 
 class Ministral3(Decoder):
-    """See `Decoder`."""
-
     layer_type = Ministral3Layer

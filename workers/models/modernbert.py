@@ -35,15 +35,12 @@ class ModernBertLayer(EncoderLayer):
 
 
 class ModernBert(Encoder):
-    """See `Encoder`."""
-
     def make(self, spec: ModelSpec) -> None:
         self.layers = nn.ModuleList(ModernBertLayer(spec, layer) for layer in range(spec.num_hidden_layers))
         self.final_norm = LayerNorm(spec.hidden_size, spec.rms_norm_eps, bias=spec.norm_bias)
         self._tables: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))  # of layers that see all, and the others
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
-        """See `Decoder.prepare`."""
         super().prepare(device, dtype)
         spec = self.spec
         self._tables = (
@@ -52,7 +49,6 @@ class ModernBert(Encoder):
         )
 
     def encode(self, batch: StepInputs, caches: list[LayerCache], attention: StepAttention) -> Tensor:
-        """See `Encoder.encode`."""
         x = self.embedding_norm(self.word_embeddings(batch.input_ids))
         contexts = [ForwardContext(batch, table, attention, self.ops) for table in self._tables]
         for layer, cache in zip(self.layers, caches, strict=True):

@@ -10,10 +10,7 @@ from meshlm.workers.models.post_norm import OlmoAttention
 
 
 class OlmoeAttention(OlmoAttention):
-    """See the module docstring."""
-
     def attend_normed(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
-        """See `OlmoAttention.attend_normed`."""
         clip = self._spec.clip_qkv
         return super().attend_normed(qkv.clamp_(-clip, clip) if clip else qkv, cache, context)
 
@@ -25,12 +22,9 @@ class OlmoeLayer(DecoderLayer):
 
 
 class Olmoe(Decoder):
-    """See `Decoder`."""
-
     layer_type = OlmoeLayer
 
     def join(self, comm: Communicator) -> None:
-        """See `Decoder.join`."""
         super().join(comm)
         for layer in self.layers:
             assert isinstance(layer, OlmoeLayer)

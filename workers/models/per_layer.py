@@ -17,8 +17,6 @@ from meshlm.workers.layers.ops import Ops
 
 
 class PerLayerInputs(nn.Module):
-    """See the module docstring."""
-
     def __init__(self, sizes: PerLayerInputSpec, layers: int, hidden: int, eps: float) -> None:
         super().__init__()
         self._own, self._known = sizes.hidden_size_per_layer_input, sizes.vocab_size_per_layer_input

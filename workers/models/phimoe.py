@@ -34,8 +34,6 @@ def sparse_mixer(logits: Tensor, jitter: float, slots: Tensor) -> Routing:
 
 
 class SparseMixerMoE(MoE):
-    """See the module docstring."""
-
     def of_normed(self, y: Tensor, slots: Tensor, ops: Ops) -> PartialSum:
         """The experts' sum for tokens that are normed already, without a residual."""
         logits = ops.linear(y, self.router.weight.data, None, self.moe.num_experts)
@@ -47,13 +45,11 @@ class PhiMoELayer(LayerNormLayer):
     """Attention behind a norm, experts behind another."""
 
     def make_mlp(self, spec: ModelSpec) -> SparseMixerMoE:
-        """See `LayerNormLayer.make_mlp`."""
         return SparseMixerMoE(spec)
 
     def forward(
         self, x: PartialSum, cache: LayerCache, context: ForwardContext, normed: Tensor | None = None
     ) -> PartialSum:
-        """See `LayerNormLayer.forward`."""
         assert isinstance(self.mlp, SparseMixerMoE)
         assert self.mlp_norm is not None
         hidden, ops = x.value, context.ops
@@ -64,6 +60,4 @@ class PhiMoELayer(LayerNormLayer):
 
 
 class PhiMoE(LayerNormDecoder):
-    """See `Decoder`."""
-
     layer_type = PhiMoELayer

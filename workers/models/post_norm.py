@@ -19,10 +19,7 @@ from meshlm.workers.partial_sum import PartialSum
 
 
 class PostNormLayer(DecoderLayer):
-    """See the module docstring."""
-
     def make_norms(self, spec: ModelSpec) -> None:
-        """See `DecoderLayer.make_norms`."""
         self.attention_out_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp_out_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
 
@@ -45,12 +42,9 @@ def _normed(x: PartialSum, residual: Tensor, norm: RMSNorm, ops: Ops) -> Tensor:
 
 
 class PostNorm(Decoder):
-    """See `Decoder`."""
-
     layer_type = PostNormLayer
 
     def embedded(self, ids: Tensor) -> tuple[PartialSum, Tensor | None]:
-        """See `Decoder.embedded`."""
         return PartialSum(self.embedding(ids)), None
 
 
@@ -61,13 +55,11 @@ class OlmoAttention(Attention):
     ranks = 1
 
     def make(self, spec: ModelSpec, layer: LayerSpec) -> None:
-        """See `Attention.make`."""
         super().make(spec, layer)
         self._sizes = [heads * self.head_dim for heads in (spec.num_attention_heads, self.kv_heads)]
         self.query_norm, self.key_norm = (RMSNorm(size, spec.rms_norm_eps) for size in self._sizes)
 
     def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
-        """See `Attention.attend`."""
         ops = context.ops
         query, key, value = qkv.split([*self._sizes, self._sizes[1]], dim=-1)
         if self.ranks == 1:
@@ -87,18 +79,13 @@ class OlmoAttention(Attention):
 
 
 class OlmoLayer(PostNormLayer):
-    """See `OlmoAttention`."""
-
     attention_type = OlmoAttention
 
 
 class Olmo(PostNorm):
-    """See `Decoder`."""
-
     layer_type = OlmoLayer
 
     def join(self, comm: Communicator) -> None:
-        """See `Decoder.join`."""
         super().join(comm)
         for layer in self.layers:
             assert isinstance(layer, OlmoLayer)

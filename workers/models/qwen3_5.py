@@ -8,10 +8,7 @@ from meshlm.workers.models.qwen3_next import GatedDeltaNet, Qwen3NextLayer
 
 
 class FlatGatedDeltaNet(GatedDeltaNet):
-    """See `GatedDeltaNet`."""
-
     def parts(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """See `GatedDeltaNet.parts`."""
         state = self._state
         inputs, z, b, a = torch.split(qkv, [state.conv_dim, state.inner, state.num_heads, state.num_heads], dim=1)
         return inputs, z, b, a
@@ -24,6 +21,4 @@ class Qwen3_5Layer(Qwen3NextLayer):
 
 
 class Qwen3_5(Hybrid):
-    """See `Decoder`."""
-
     layer_type = Qwen3_5Layer

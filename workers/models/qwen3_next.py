@@ -25,14 +25,12 @@ class GatedAttention(Attention):
     """Attention whose output is multiplied by the sigmoid of a gate, which q_proj gives behind each head's query."""
 
     def make(self, spec: ModelSpec, layer: LayerSpec) -> None:
-        """See `Attention.make`."""
         super().make(spec, layer)
         self._gated = spec.num_attention_heads * self.head_dim
         width = 2 * self._gated + 2 * self.kv_heads * self.head_dim
         self.qkv = Linear(spec.hidden_size, width, bias=spec.attention_bias)
 
     def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
-        """See `Attention.attend`."""
         both = qkv[:, : 2 * self._gated].unflatten(1, (-1, 2, self.head_dim))
         query, gate = both[:, :, 0].flatten(1), both[:, :, 1].flatten(1)
         plain = torch.cat((query, qkv[:, 2 * self._gated :]), dim=1)
@@ -44,7 +42,6 @@ class GatedDeltaNet(Attention):
     """See the module docstring. `qkv` is the product behind the layer's norm."""
 
     def make(self, spec: ModelSpec, layer: LayerSpec) -> None:
-        """See `Attention.make`."""
         state = layer.state
         assert state is not None
         self._state, self._each = state, state.num_heads // state.n_groups
@@ -58,7 +55,6 @@ class GatedDeltaNet(Attention):
         self._rate = torch.empty(0)
 
     def prepare(self, ops: Ops) -> None:
-        """See `Attention.prepare`."""
         self._rate = -self.a_log.exp()
 
     def parts(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -73,7 +69,6 @@ class GatedDeltaNet(Attention):
         return torch.cat(inputs, dim=1), z, b, a
 
     def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
-        """See `Attention.attend`."""
         state, own = self._state, cache.state
         assert own is not None
         states = context.attention.states(own.group)
@@ -95,6 +90,4 @@ class Qwen3NextLayer(HybridLayer):
 
 
 class Qwen3Next(Hybrid):
-    """See `Decoder`."""
-
     layer_type = Qwen3NextLayer

@@ -58,12 +58,10 @@ class WhisperAttention(LayerNormAttention):
     """Self-attention of the decoder."""
 
     def make(self, spec: ModelSpec, layer: LayerSpec) -> None:
-        """See `Attention.make`."""
         super().make(spec, layer)
         self.biases = QueryValueBias(spec.hidden_size)
 
     def prepare(self, ops: Ops) -> None:
-        """See `Attention.prepare`."""
         super().prepare(ops)
         self.qkv.bias = self.biases.whole()
 
@@ -93,8 +91,6 @@ class CrossAttentionLayer(nn.Module):
 
 
 class WhisperLayer(LayerNormLayer):
-    """See the module docstring."""
-
     attention_type = WhisperAttention
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
@@ -105,7 +101,6 @@ class WhisperLayer(LayerNormLayer):
     def forward(
         self, x: PartialSum, cache: LayerCache, context: ForwardContext, normed: Tensor | None = None
     ) -> PartialSum:
-        """See `LayerNormLayer.forward`."""
         assert isinstance(self.mlp, UngatedMLP)
         assert isinstance(self.mlp_norm, LayerNorm)
         assert cache.cross is not None
@@ -137,7 +132,7 @@ class _EncoderLayer(nn.Module):
 
 
 class WhisperEncoder(nn.Module):
-    """See the module docstring. It is on one worker whole."""
+    """It is on one worker whole."""
 
     def __init__(self, spec: ModelSpec, speech: AudioEncoderSpec) -> None:
         super().__init__()
@@ -182,14 +177,12 @@ class Whisper(LayerNormDecoder):
         self._never = torch.empty(0, dtype=torch.int64)
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
-        """See `Decoder.prepare`."""
         super().prepare(device, dtype)
         self.encoder.prepare(device)
         assert self.spec.audio_encoder is not None
         self._never = torch.tensor(self.spec.audio_encoder.suppress_tokens, dtype=torch.int64, device=device)
 
     def encode_audio(self, samples: Tensor, pages: Sequence[int], caches: list[LayerCache]) -> None:
-        """See `Decoder.encode_audio`."""
         states = self.encoder(samples, self.ops)
         for layer, cache in zip(self.layers, caches, strict=True):
             assert isinstance(layer, WhisperLayer)

@@ -50,7 +50,7 @@ def _allowed(dispatcher: Dispatcher, experts: Experts) -> tuple[WeightAndReduce,
 
 
 class FusedMoE:
-    """See the module docstring. ProcessFatal names two parts that do not fit together, and says why."""
+    """ProcessFatal names two parts that do not fit together, and says why."""
 
     def __init__(self, dispatcher: Dispatcher, experts: Experts, chunk: int = CHUNK) -> None:
         why = refusal(dispatcher, experts)
@@ -73,11 +73,9 @@ class FusedMoE:
         return combined(), beside
 
     def dispatch(self, x: Tensor, routing: Routing) -> Receiver:
-        """See `Dispatcher.prepare_async`."""
         return self.dispatcher.prepare_async(x, routing, self.experts.quantise)
 
     def combine(self, out: Tensor, given: Dispatched, routing: Routing) -> Combined:
-        """See `Dispatcher.combine_async`."""
         return self.dispatcher.combine_async(out, given, routing, self.left(given))
 
     def left(self, given: Dispatched) -> WeightAndReduce:

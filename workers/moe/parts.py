@@ -167,9 +167,7 @@ class Experts(Protocol):
         """What it leaves of so many rows, of what the dispatcher does too."""
         ...
 
-    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """See `Quantise`."""
-        ...
+    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor | None]: ...
 
     def warm_rows(self, num_topk: int, most: int) -> set[int]:
         """So many rows, up to `most`, meet every variant of its kernels."""

@@ -73,13 +73,10 @@ class TorchStates:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache, *, silu: bool = True) -> Tensor:
-        """See `StepStates.conv`."""
         of_one, of_all = partial(causal_conv, silu=silu), partial(conv_update, silu=silu)
         return self._run(cache.conv, x.shape[1], (x,), (weight, bias), of_one, of_all)
 
     def ssd(self, x: Tensor, steps: TimeSteps, a: Tensor, b: Tensor, c: Tensor, d: Tensor, cache: StateCache) -> Tensor:
-        """See `StepStates.ssd`."""
-
         def ordered(of: Update) -> Update:
             return lambda x, dt, b, c, state: of(x, dt, a, b, c, d, None if state is None else state.float())
 
@@ -89,8 +86,6 @@ class TorchStates:
     def selective_scan(
         self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, gate: Tensor, cache: StateCache
     ) -> Tensor:
-        """See `StepStates.selective_scan`."""
-
         def ordered(of: Update) -> Update:
             def run(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
                 y, state = of(x, dt, a, b, c, d, None if state is None else state.float().squeeze(-2))
@@ -105,8 +100,6 @@ class TorchStates:
     def gated_delta(
         self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, rate: Tensor, bias: Tensor, cache: StateCache
     ) -> Tensor:
-        """See `StepStates.gated_delta`."""
-
         def ordered(of: Update) -> Update:
             return lambda *inputs: of(*inputs[:-1], None if inputs[-1] is None else inputs[-1].float())
 

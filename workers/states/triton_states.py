@@ -44,11 +44,9 @@ class TritonStates:
         self._at = Columns(columns.rows, columns.starts, columns.ends, columns.n, batch.block_tables[group])
 
     def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache, *, silu: bool = True) -> Tensor:
-        """See `StepStates.conv`."""
         return causal_conv(x, weight, bias, cache.conv, self._at, self._num, self._pieces, self._page, silu=silu)
 
     def ssd(self, x: Tensor, steps: TimeSteps, a: Tensor, b: Tensor, c: Tensor, d: Tensor, cache: StateCache) -> Tensor:
-        """See `StepStates.ssd`."""
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         given = (x, steps, a, b, c, d, cache.ssm, out, self._at)
         if self._num:
@@ -60,7 +58,6 @@ class TritonStates:
     def selective_scan(
         self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, gate: Tensor, cache: StateCache
     ) -> Tensor:
-        """See `StepStates.selective_scan`."""
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         given = (x, dt, a, b, c, d, gate, cache.ssm, out, self._at)
         if self._num:
@@ -72,7 +69,6 @@ class TritonStates:
     def gated_delta(
         self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, rate: Tensor, bias: Tensor, cache: StateCache
     ) -> Tensor:
-        """See `StepStates.gated_delta`."""
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         given = (q, k, v, a, b, rate, bias, cache.ssm, out, self._at)
         if self._num:

@@ -29,7 +29,6 @@ class GivenStates(nn.Module):
         return self
 
     def forward(self, *_: Any, inputs_embeds: Tensor | None = None, **__: Any) -> Any:
-        """See the class."""
         return _Output((inputs_embeds,))
 
 

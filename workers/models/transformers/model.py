@@ -70,7 +70,7 @@ class _NoLayer(DecoderLayer):
 
 
 class TransformersModel(Decoder):
-    """See the module docstring. The engine knows it as a `Decoder`."""
+    """The engine knows it as a `Decoder`."""
 
     layer_type = _NoLayer
 
@@ -97,7 +97,6 @@ class TransformersModel(Decoder):
             self.head_model = model
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
-        """See `Decoder.prepare`."""
         self.ops = make_ops(device, dtype)
         size = self.spec.head_dim
         self.rope = torch.ones(self._max_len, size, dtype=torch.float32, device=device)
@@ -116,7 +115,6 @@ class TransformersModel(Decoder):
     def forward(
         self, batch: StepInputs, caches: list[LayerCache], attention: StepAttention, residual: Tensor | None = None
     ) -> Tensor:
-        """See `Decoder.forward`."""
         ids, positions = batch.known_ids, batch.positions
         if (
             ids.is_cuda

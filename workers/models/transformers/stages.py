@@ -18,7 +18,6 @@ class _Absent(nn.Module):
     """In the place of what other stages have."""
 
     def forward(self, states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """See the class."""
         return states
 
 

@@ -15,8 +15,6 @@ from meshlm.workers.moe.parts import Dispatched, Routing
 
 
 class AllGather:
-    """See `meshlm.workers.moe.dispatch.collective.Way`."""
-
     name = "allgather_reducescatter"
 
     def sending(self, members: Members, x: Tensor, scales: Tensor | None, routing: Routing) -> Callable[[], Dispatched]:

@@ -16,8 +16,6 @@ from meshlm.workers.moe.parts import Dispatched, Routing
 
 
 class AllToAll:
-    """See `meshlm.workers.moe.dispatch.collective.Way`."""
-
     name = "all_to_all"
 
     def sending(self, members: Members, x: Tensor, scales: Tensor | None, routing: Routing) -> Callable[[], Dispatched]:

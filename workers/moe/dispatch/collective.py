@@ -43,8 +43,6 @@ class Way(Protocol):
 
 
 class Collective:
-    """See `meshlm.workers.moe.parts.Dispatcher`."""
-
     format = ActivationFormat.CONTIGUOUS
     finishes = FINISHES
     quantisations = frozenset(Quantisation)

@@ -41,8 +41,6 @@ def local_numbers(routing: Routing, first: int, count: int) -> Routing:
 
 @dataclass(slots=True)
 class NoDispatch:
-    """See `meshlm.workers.moe.parts.Dispatcher`."""
-
     first: int  # of this rank's experts
     count: int
     num_experts: int

@@ -31,8 +31,6 @@ COPIED = 512
 
 
 class PeerMemory:
-    """See `meshlm.workers.moe.parts.Dispatcher`."""
-
     name = "peer_memory"
     format = ActivationFormat.CONTIGUOUS
     finishes = FINISHES

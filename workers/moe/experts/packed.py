@@ -38,8 +38,6 @@ class _Packed:
 
 
 class PackedExperts(_Packed):
-    """See `meshlm.workers.moe.parts.Experts`."""
-
     name = "packed"
     format = ActivationFormat.CONTIGUOUS
     leaves: tuple[WeightAndReduce, ...] = (WeightAndReduce.PARTS, WeightAndReduce.DONE)

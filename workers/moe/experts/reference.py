@@ -20,8 +20,6 @@ from meshlm.workers.moe.parts import (
 
 
 class ReferenceExperts:
-    """See `meshlm.workers.moe.parts.Experts`."""
-
     name = "reference"
     format = ActivationFormat.CONTIGUOUS
     leaves: tuple[WeightAndReduce, ...] = (WeightAndReduce.DONE, WeightAndReduce.SUM, WeightAndReduce.WEIGHTED_SUM)

@@ -103,8 +103,6 @@ class _Weights:
 
 
 class TritonExperts:
-    """See `meshlm.workers.moe.parts.Experts`."""
-
     name = "triton"
     format = ActivationFormat.CONTIGUOUS
     leaves: tuple[WeightAndReduce, ...] = (WeightAndReduce.PARTS, WeightAndReduce.DONE)
