@@ -1,9 +1,4 @@
-"""What decoders with layer norms have in common: the sizes in their files, and the weights by names that families rename theirs to.
-
-StableLM (Bellagente et al. 2024): layer norms around Llama's attention and MLP, a part of each head is turned.
-
-StarCoder2 (Lozhkov et al. 2024): layer norms, biases and an MLP without a gate; all layers may slide.
-"""
+"""What decoders with layer norms have in common: the sizes in their files, and the weights by names that families rename theirs to."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -13,8 +8,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures import dense
-from meshlm.architectures.config_values import boolean, number, shown, words
-from meshlm.architectures.dense import dense_gguf, dense_spec, one_window
+from meshlm.architectures.config_values import number, shown
+from meshlm.architectures.dense import dense_spec
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Split, Weight
 from meshlm.architectures.layers import with_attention
 from meshlm.architectures.weights import (
@@ -189,77 +184,3 @@ LAYER_NORMS = Family(
 """What families of decoders with layer norms have in common; each says the rest."""
 FUSED = LAYER_NORMS._replace(packed=QKV)
 """The same, of which files hold query, key and value in one tensor."""
-
-
-def _stablelm_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    order = LayerNormSpec(gated=True, parallel=1 if boolean(config, "use_parallel_residual") else 0)
-    biased = {**config, "attention_bias": boolean(config, "use_qkv_bias"), "mlp_bias": False}
-    return replace(layer_norm_spec(biased, architecture, order, eps="layer_norm_eps"), output_bias=False)
-
-
-def _stablelm_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
-    order = LayerNormSpec(gated=True, parallel=0 if "blk.0.ffn_norm.weight" in metadata.shapes else 1)
-    return layer_norm_gguf(metadata, architecture, order, "silu")
-
-
-STABLELM = LAYER_NORMS._replace(
-    architecture="StableLmForCausalLM",
-    model_type="stablelm",
-    spec=_stablelm_spec,
-    keys=words("layer_norm_eps use_qkv_bias use_parallel_residual"),
-    defaults={
-        "layer_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "partial_rotary_factor": 0.25,
-        "num_key_value_heads": 32,
-        "max_position_embeddings": 4096,
-    },
-    gguf=layer_norm_form("stablelm", _stablelm_gguf, "use_parallel_residual"),
-)
-
-
-_ORDER = LayerNormSpec()
-
-
-def _starcoder2_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    for key, value in (("norm_type", "layer_norm"), ("mlp_type", "default")):
-        if config.get(key) not in (None, value):
-            raise ValueError(f"{key} {shown(config[key])} is not supported; supported: {value}")
-    if config.get("activation_function") not in (None, config.get("hidden_act")):  # the older name
-        both = f"{shown(config['activation_function'])} and hidden_act {shown(config.get('hidden_act'))}"
-        raise ValueError(f"activation_function {both} differ")
-    bias = boolean(config, "use_bias")
-    given = {**config, "attention_bias": bias, "mlp_bias": bias}
-    spec = layer_norm_spec(given, architecture, _ORDER, eps="norm_epsilon")
-    return with_attention(spec, sliding_window=one_window(config, spec, slides=True))
-
-
-def _starcoder2_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
-    return replace(
-        dense_gguf(metadata, architecture, GGUF_EPS),
-        hidden_act="gelu_pytorch_tanh",
-        mlp_bias="blk.0.ffn_up.bias" in metadata.shapes,
-        norm_bias=True,
-        layer_norms=_ORDER,
-    )
-
-
-STARCODER2 = LAYER_NORMS._replace(
-    architecture="Starcoder2ForCausalLM",
-    model_type="starcoder2",
-    spec=_starcoder2_spec,
-    keys=words("use_bias norm_epsilon norm_type mlp_type activation_function"),
-    defaults={
-        "num_key_value_heads": 2,
-        "use_bias": True,
-        "norm_epsilon": 1e-5,
-        "hidden_act": "gelu_pytorch_tanh",
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 4096,
-    },
-    rename=renaming(r"model\.layers\.", {}, {"mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}),
-    gguf=layer_norm_form("starcoder2", _starcoder2_gguf),
-)
-
-
-FAMILIES = (STABLELM, STARCODER2)
