@@ -240,7 +240,7 @@ _FP8_ROWS = QuantizationScheme(targets=("Linear",), weight="channel", activation
 _FP8_ONLINE = QuantizationSpec(method="fp8", schemes=(_FP8_ROWS,), ignore=("lm_head",))
 register(QuantizationFormat("fp8", read_fp8, encodes=True, online=_FP8_ONLINE))
 register(QuantizationFormat("compressed-tensors", read_compressed_tensors, encodes=True))
-register(QuantizationFormat("mxfp4", read_mxfp4, encodes=True))  # of experts: weights/mxfp4_experts.py
+register(QuantizationFormat("mxfp4", read_mxfp4, encodes=True))  # of experts: weights/layer_formats.py
 register(QuantizationFormat("gptq", packed_quantization.read_gptq, encodes=True))
 register(QuantizationFormat("awq", packed_quantization.read_awq, encodes=True))
 _NF4 = packed_quantization.bitsandbytes_spec("nf4")

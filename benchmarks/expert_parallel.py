@@ -39,7 +39,7 @@ from meshlm.workers.distributed.membership import Membership
 from meshlm.workers.distributed.placement import WorkerPlacement
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.make import make_engine
-from meshlm.workers.graphs.dispatcher import MAX_DECODES, Key
+from meshlm.workers.graphs.keys import MAX_DECODES, Key
 
 TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 BACKENDS = ("allgather_reducescatter", "all_to_all", "peer_memory")

@@ -17,7 +17,6 @@ from meshlm.workers.batch import LayerCache
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.kv.layout import KVLayout
 from meshlm.workers.kv_capacity import size_text
-from meshlm.workers.weights.gguf_form import WeightsPlan
 
 FP8_CAPABILITY = (8, 9)
 ROOM_FOR_GRAPHS = 512 << 20  # left free where others have much of the GPU
@@ -136,29 +135,6 @@ def check_weights(needed: int, device: torch.device, redundant: int = 0, copied:
             else f"split them over {times} times as many GPUs (--tensor-parallel-size)"
         )
         + ", or serve a smaller model"
-    )
-
-
-def weights_plan(
-    config: MeshConfig, device: torch.device, others: int, shard: Shard, cache_dtype: torch.dtype
-) -> WeightsPlan:
-    """What decides whether packed weights are decoded. others: see `taken_by_others`."""
-    resolved, wanted = config.resolved, config.model.gguf_weights
-    assert resolved is not None
-    if device.type != "cuda":
-        return WeightsPlan(wanted, device.type, resolved.dtype == "float32", exact=config.model.cpu_exact)
-    local = shard.local(resolved.spec)
-    request = local.kv_bytes_per_token_f32 * cache_dtype.itemsize // 4 * resolved.max_model_len
-    available = int(_gpu()[1] * config.cache.gpu_memory_utilization) - others
-    return WeightsPlan(
-        wanted,
-        "cuda",
-        False,
-        available,
-        request,
-        config.cache.kv_cache_memory,
-        shard.size,
-        copy=config.model.decoded_copy,
     )
 
 

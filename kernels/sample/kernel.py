@@ -4,7 +4,7 @@
     NONE_LEFT or NOT_NUMBERS, and 0 behind the request's tokens, where no token can be chosen (outcomes.py)
     else: the first id whose cumulative softmax(logits / temperature) exceeds u        (inversion; Devroye 1986, ch. III.2)
 
-u is draw i of the request: SplitMix64 of (seed, output index) as in workers/output/draws.py (Steele et al. 2014), so that a stream
+u is draw i of the request: SplitMix64 of (seed, output index) as in workers/output/sampler.py (Steele et al. 2014), so that a stream
 which is continued elsewhere goes on with its own draws. `_partial` reduces chunks of the vocabulary; `_pick` finds the chunk in which
 the cumulative sum passes u, and the id within that chunk.
 """

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from meshlm.kernels.llama_samplers.reference import XTC_SALT, Chain, repeat_less, truncate
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.workers.output.draws import uniforms
-from meshlm.workers.output.sampler import SampleRows, sample
+from meshlm.workers.output.sampler import SampleRows, sample, uniforms
 from meshlm.workers.rows.columns import COLUMNS, RowColumns
 
 pytest.importorskip("triton")

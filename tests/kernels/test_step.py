@@ -114,7 +114,7 @@ def test_lines_that_no_token_can_be_chosen_of(heat: float, vocab: int) -> None:
 
 
 def test_draws_are_those_of_the_host() -> None:
-    from meshlm.workers.output.draws import uniforms
+    from meshlm.workers.output.sampler import uniforms
 
     seeds, index = np.array([0, 1, 2**63 - 1, 12345678901234], np.uint64), np.array([0, 3, 100, 7])
     ours = [sampling_reference.uniform(int(seed), int(i)) for seed, i in zip(seeds, index, strict=True)]

@@ -36,9 +36,8 @@ from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers import io
 from meshlm.workers.engine import EngineFacts, Pending
 from meshlm.workers.operations import Operations
-from meshlm.workers.output.matchers_lost import MatchersLost
-from meshlm.workers.rows.extras.grammar import GrammarRows
-from meshlm.workers.rows.extras.row_extras import RowExtras
+from meshlm.workers.output.grammars import GrammarRows, MatchersLost
+from meshlm.workers.rows.extras.extra import RowExtras
 
 
 class Mesh:

@@ -18,8 +18,8 @@ from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.kv.layout import KVLayout
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.weights import load
-from meshlm.workers.weights.gguf_form import WeightsPlan
 from meshlm.workers.weights.source import Mapped
+from meshlm.workers.weights.weights_plan import WeightsPlan, weights_plan
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -125,12 +125,12 @@ def test_a_full_step_is_filled() -> None:
 
 def test_what_is_known_before_a_gguf_file_is_loaded(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """30 layers keep two lines of 3 heads of 64 numbers of each token; others have 1000 bytes of the GPU."""
-    monkeypatch.setattr(memory, "_gpu", lambda: (1, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1, 80 << 30))
     values = {"model": str(smollm2), "device": "cuda", "max_model_len": 1024, "gpu_memory_utilization": 0.5}
     config = resolve.resolve(flags.build(values, None))
-    plan = memory.weights_plan(config, CUDA, 1000, Shard(tp_size=3), torch.bfloat16)
+    plan = weights_plan(config, CUDA, 1000, Shard(tp_size=3), torch.bfloat16)
     assert plan == WeightsPlan("auto", "cuda", False, (40 << 30) - 1000, 30 * 2 * 64 * 2 * 1024, None, 3)
-    assert memory.weights_plan(config, CPU, 0, Shard(), torch.float32).device == "cpu"
+    assert weights_plan(config, CPU, 0, Shard(), torch.float32).device == "cpu"
 
 
 def test_too_little_for_one_request_names_what_fits(smollm2: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from meshlm.protocol.operations import OperationDone, OperationId
-from meshlm.workers.profiler import Profiler
+from meshlm.workers.operations import Profiler
 
 
 def handle(profiler: Profiler, *, start: bool) -> OperationDone:
@@ -29,7 +29,7 @@ def test_a_trace_of_what_ran(tmp_path: Path) -> None:
 
 def test_only_who_takes_traces_imports_torch_for_them() -> None:
     script = (
-        "import sys; from meshlm.workers.profiler import load_profiler; load_profiler(''); assert 'torch' not in sys.modules; "
+        "import sys; from meshlm.workers.operations import load_profiler; load_profiler(''); assert 'torch' not in sys.modules; "
         "load_profiler('folder'); assert 'torch.profiler' in sys.modules"
     )
     subprocess.run([sys.executable, "-P", "-c", script], check=True, cwd="/", timeout=300)

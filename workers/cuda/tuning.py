@@ -31,7 +31,6 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.wire.parts import joined
 from meshlm.workers.distributed.communicator import Communicator
 from meshlm.workers.distributed.shard import Shard
-from meshlm.workers.engine import ProgressReport
 
 QUICK_S = 8.0  # before the worker is ready
 FULL_S = 420.0  # for so long other ranks wait for the first without giving up
@@ -48,6 +47,7 @@ BESIDE = (
 )  # kernels that no operation is named after
 ONE_ROW, STEPS = "gemv", (0, 0, False)  # the key of a note that whole steps are being measured
 Entries = list[tuple[str, Table]]
+Report = Callable[[str, int, int, str], None]  # phase, done, total, unit
 TimedSteps = Callable[[list[Choice], Callable[[Choice], None]], list[float]]
 """Microseconds of a step with each choice, which is in use once the function that it gets was called with it."""
 _log = structlog.get_logger()
@@ -99,7 +99,7 @@ class Tuner:
         if self._mode != "off":
             tables.add(self._ranks.shared(self._store.load() if self._store else []))
 
-    def measure(self, bench: Bench, report: ProgressReport) -> bool:
+    def measure(self, bench: Bench, report: Report) -> bool:
         """Measures what is used since, if there is time for it. Whether anything was found: the same on all ranks.
 
         They all take part even if they measure nothing: one that was started again has another mode than the first.
@@ -113,7 +113,7 @@ class Tuner:
         tables.add(found)
         return bool(found)
 
-    def _measure(self, bench: Bench, found: Entries, store: Store, report: ProgressReport) -> None:
+    def _measure(self, bench: Bench, found: Entries, store: Store, report: Report) -> None:
         full = self._mode == "full"
         ended = store.ended()
         wanted = [each for each in tables.unmeasured() if each not in ended]

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from meshlm.protocol.model import ModelSpec
 from meshlm.protocol.wire.ids import Epoch
-from meshlm.workers.distributed.connect import set_environment
+from meshlm.workers.distributed.communicator import set_environment
 from meshlm.workers.distributed.lockstep import StepAborted
 
 if TYPE_CHECKING:

@@ -69,7 +69,7 @@ class WorkerPlacement:
         """Meet the other workers of the group. Blocks; collective. What is summed is [up to `tokens`, hidden]."""
         if self.shard.size == 1:
             return SINGLE_RANK
-        from meshlm.workers.distributed.connect import connect
+        from meshlm.workers.distributed.communicator import connect
 
         assert self._membership is not None and self._meeting is not None  # noqa: PT018
         store = meet(self._membership, self._meeting)

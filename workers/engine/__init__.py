@@ -11,7 +11,7 @@ from meshlm.protocol.kv import KVSpec
 from meshlm.protocol.pool import PoolKind
 
 if TYPE_CHECKING:
-    from meshlm.workers.rows.extras.row_extras import RowExtras
+    from meshlm.workers.rows.extras.extra import RowExtras
 
 ProgressReport = Callable[[str, int, int, str], None]  # phase, done, total, unit
 

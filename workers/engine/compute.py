@@ -1,7 +1,7 @@
 """From a step's columns on the device to its sampled tokens there, launched one by one. Nothing here waits for the device.
 
 Owned by the engine, which sends the columns first (inputs.py) and fetches the tokens afterwards. A CUDA graph captures the same with
-another shape (graphs/padded.py).
+another shape (engine/graph_steps.py).
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from meshlm.workers.attention.backend import Backend
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.engine.inputs import Inputs
-from meshlm.workers.engine.micro_batches import Turns
+from meshlm.workers.engine.together import Turns
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.output.head import Head
 from meshlm.workers.rows.extras.extra import StepExtra

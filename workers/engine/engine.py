@@ -30,22 +30,21 @@ from meshlm.workers.engine import NOT_ASKED, NOT_BALANCED, EngineFacts, Progress
 from meshlm.workers.engine.compute import Compute
 from meshlm.workers.engine.extra_kinds import kinds_of
 from meshlm.workers.engine.kit import Kit
-from meshlm.workers.engine.micro_batches import reads_across
+from meshlm.workers.engine.kv_scales import scales_of
 from meshlm.workers.engine.pending import PendingStep
-from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.engine.sleeper import Sleeper
-from meshlm.workers.engine.together import EAGER, StepExecution, Together
-from meshlm.workers.graphs.dispatcher import MIXED_TOKENS, Key
-from meshlm.workers.kv.scales import scales_of
+from meshlm.workers.engine.together import EAGER, StepExecution, Together, reads_across
+from meshlm.workers.graphs.keys import MIXED_TOKENS, Key
 from meshlm.workers.models.layer_executor import choose_layer_executor
 from meshlm.workers.moe.placement.balancer import Balancer, Experts
 from meshlm.workers.nvtx import mark_layers
 from meshlm.workers.rows.changes import NOTHING
-from meshlm.workers.rows.extras.extra import StepExtra
-from meshlm.workers.rows.extras.row_extras import RowExtras
+from meshlm.workers.rows.device_rows import DeviceRows
+from meshlm.workers.rows.extras.extra import RowExtras, StepExtra
 from meshlm.workers.rows.step_columns import StepColumns, columns_of
 from meshlm.workers.weights.load import DTYPES, load_model, weight_bytes
 from meshlm.workers.weights.reload import reload_weights
+from meshlm.workers.weights.weights_plan import weights_plan
 
 MB = 1 << 20
 
@@ -75,7 +74,7 @@ class ModelEngine:
         def progress(done: int, total: int) -> None:
             report("weights", done // MB, total // MB, "MB")
 
-        self.weights_plan = memory.weights_plan(config, device, self._others, placement.shard, self._cache_dtype)
+        self.weights_plan = weights_plan(config, device, self._others, placement.shard, self._cache_dtype)
         self.model = load_model(resolved, device, config.model.seed or 0, progress, placement.shard, self.weights_plan)
         choose_layer_executor(self.model, config.worker, backend.name, self.dtype)
         if config.worker.profile_layers:

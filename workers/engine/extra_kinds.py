@@ -5,20 +5,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from meshlm.workers.output.details import PromptLogprobsStep
-from meshlm.workers.output.grammars import Grammars
-from meshlm.workers.output.lexical import lexical_head
+from meshlm.workers.output.grammars import GrammarRows, Grammars
+from meshlm.workers.output.logprobs import PromptLogprobsStep
 from meshlm.workers.output.mask_process import MaskProcess
-from meshlm.workers.output.pooled_heads import PooledHeads, load_dense
+from meshlm.workers.output.pooled_heads import PooledHeads, lexical_head, load_dense
 from meshlm.workers.output.pooler import Pooler
 from meshlm.workers.output.processors import processors_of
-from meshlm.workers.rows.extras.audio import AudioRows
+from meshlm.workers.rows.device_rows import SequenceBreakersRows
 from meshlm.workers.rows.extras.extra import RowExtra
-from meshlm.workers.rows.extras.grammar import GrammarRows
-from meshlm.workers.rows.extras.pooling import PoolingRows
-from meshlm.workers.rows.extras.prompt_embeds import PromptEmbedsRows
-from meshlm.workers.rows.extras.prompt_logprobs import PromptLogprobsRows
-from meshlm.workers.rows.extras.sequence_breakers import SequenceBreakersRows
+from meshlm.workers.rows.extras.prompt_inputs import AudioRows, PromptEmbedsRows
+from meshlm.workers.rows.extras.prompt_results import PoolingRows, PromptLogprobsRows
 
 if TYPE_CHECKING:
     from meshlm.workers.engine.engine import ModelEngine
@@ -54,11 +50,12 @@ def _kinds_of_output(engine: "ModelEngine") -> list[RowExtra[Tensor]]:
         lexical_head(model, resolved, engine.device),
     )
     loads_ahead = engine.device.type == "cuda" and bool(resolved.eos_token_ids)
-    columns.processors = processors_of(engine.config, engine.device, rows.max_rows)
+    processors = processors_of(engine.config, engine.device, rows.max_rows)
+    columns.processors = None if processors is None else processors.apply
     assert columns.breakers is not None
     return [
         SequenceBreakersRows(columns.breakers),
-        *([] if columns.processors is None else [columns.processors]),
+        *([] if processors is None else [processors]),
         PromptLogprobsRows(columns, lambda spans: PromptLogprobsStep(spans, rows.tokens, model.logits)),
         PoolingRows(columns, Pooler(heads).for_step),
         GrammarRows(Grammars(MaskProcess(resolved)), together=engine.together is not None, loads_ahead=loads_ahead),

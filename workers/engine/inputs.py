@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshlm.workers.batch import RequestLens, StepInputs
-from meshlm.workers.engine.rows import DeviceRows
-from meshlm.workers.output.sampler import put
 from meshlm.workers.rows.changes import I32, unpacked
+from meshlm.workers.rows.device_rows import DeviceRows, put
 from meshlm.workers.rows.step_columns import StepColumns
 
 

@@ -10,11 +10,10 @@ import torch
 
 from meshlm.workers.engine.inputs import Inputs, TorchInputs
 from meshlm.workers.engine.pending import Timeline, timeline_of
-from meshlm.workers.engine.rows import DeviceRows
-from meshlm.workers.graphs.captures import Captures
-from meshlm.workers.graphs.dispatcher import Dispatcher
+from meshlm.workers.graphs.dispatcher import Captures, Dispatcher
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.output.head import Head, TorchHead
+from meshlm.workers.rows.device_rows import DeviceRows
 
 if TYPE_CHECKING:
     from meshlm.workers.engine import ProgressReport

@@ -17,8 +17,8 @@ from meshlm.runtime.logits_processors import ProcessorError
 from meshlm.workers import memory
 from meshlm.workers.attention import backend as backends
 from meshlm.workers.attention.backend import Backend
-from meshlm.workers.cuda import kernel_cache
-from meshlm.workers.cuda.checks import check_gpu
+from meshlm.workers.cuda import start
+from meshlm.workers.cuda.start import check_gpu
 from meshlm.workers.distributed.membership import Membership
 from meshlm.workers.distributed.placement import WorkerPlacement
 from meshlm.workers.engine import ProgressReport
@@ -78,9 +78,9 @@ def _gpu_engine(config: MeshConfig, report: ProgressReport, placement: WorkerPla
 
     try:
         return _in_memory(
-            lambda: kernel_cache.retry_without(
+            lambda: start.retry_without(
                 lambda: ModelEngine(config, gpu, backend, TritonKit(), report, placement),
-                kernel_cache.folder(),
+                start.folder(),
                 alone=placement.shard.size == 1,
             )
         )

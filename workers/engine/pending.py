@@ -13,11 +13,24 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshlm.protocol.edges.step import StepResult
-from meshlm.workers.output import failures
-from meshlm.workers.output.details import Details, columns_by_place
+from meshlm.kernels.sample.outcomes import NONE_LEFT
+from meshlm.protocol.edges.step import RowFailed, StepResult
+from meshlm.protocol.wire.ids import ErrorKind
+from meshlm.workers.output.logprobs import Details, columns_by_place
 from meshlm.workers.rows.changes import I32
 from meshlm.workers.rows.extras.extra import StepExtra, with_findings
+
+NO_TOKEN = RowFailed(
+    "no token is left: what the request allows, bans and forbids to end (min_tokens) leaves none that may come"
+)
+NO_NUMBER = RowFailed("the model's logits are not numbers", ErrorKind.INTERNAL)
+
+
+def of_tokens(tokens: NDArray[np.int32], places: NDArray[np.int64]) -> dict[int, RowFailed]:
+    """By place in the batch, where `tokens` [l] has an outcome. places [l]: of the requests that sampled."""
+    lines = np.flatnonzero(tokens < 0)
+    return {int(places[line]): NO_TOKEN if tokens[line] == NONE_LEFT else NO_NUMBER for line in lines}
+
 
 DEPTH = 8  # steps whose tokens may be on their way at the same time
 
@@ -133,7 +146,7 @@ class PendingStep:
             gap_ns=int(self._before.elapsed_time(self._begin) * 1e6),
         )
         if len(self._tokens) and self._tokens.min() < 0:
-            result = replace(result, failed=failures.of_tokens(self._tokens, self._places))
+            result = replace(result, failed=of_tokens(self._tokens, self._places))
         if self._details:
             result = replace(result, logprobs=columns_by_place(self._details))
         return with_findings(result, self._extras) if self._extras else result

@@ -4,15 +4,70 @@ Owned by the engine; used by the stepper thread.
 """
 
 from collections import Counter
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from greenlet import getcurrent, greenlet
 
 from meshlm.protocol.config import ExpertConfig
+from meshlm.protocol.edges.step import StepPlan
 from meshlm.protocol.lockstep import StepAgreement
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.lockstep import StepExchange
-from meshlm.workers.engine.micro_batches import Turns, cut_of
-from meshlm.workers.graphs.dispatcher import Dispatcher, Key
+from meshlm.workers.graphs.dispatcher import Dispatcher
+from meshlm.workers.graphs.keys import Key
 from meshlm.workers.rows.step_columns import StepColumns
+
+T = TypeVar("T")
+
+
+class Turns:
+    """One for all steps of an engine whose experts are those of a group. Outside of `run` nobody pauses."""
+
+    def __init__(self, experts: ExpertGroup) -> None:
+        self.experts = experts
+        self._halves: list[greenlet] = []
+
+    def run(self, works: list[Callable[[], T]]) -> list[T]:
+        """What each gives; the first one leads. What one raises ends all."""
+        found: dict[int, T] = {}
+
+        def half(nth: int) -> None:
+            found[nth] = works[nth]()
+
+        self.experts.pause = self.pause
+        self._halves = [greenlet(partial(half, nth)) for nth in range(len(works))]
+        try:
+            while left := [one for one in self._halves if not one.dead]:  # one goes on alone when the other is done
+                left[0].switch()
+        finally:
+            self.experts.pause = None
+            halves, self._halves = self._halves, []
+            for one in halves:
+                one.throw()  # where it still waits for a turn, which never comes
+        return [found[nth] for nth in range(len(works))]
+
+    def pause(self) -> None:
+        """Let the other half compute until it pauses or is done."""
+        for other in self._halves:
+            if other is not getcurrent() and not other.dead:
+                other.switch()
+                return
+
+
+def cut_of(num_tokens: int) -> int:
+    """Tokens of the first half, and of the padded second; even, so that what is cut off stays aligned."""
+    return (num_tokens + 3) // 4 * 2
+
+
+def reads_across(plan: StepPlan) -> bool:
+    """Whether a request that begins finds a prefix which another one computes in this very step, and which may be in the other half."""
+    if not plan.remembered or not plan.new_rows:
+        return False
+    computed = set(np.frombuffer(plan.remembered, np.int32).tolist())
+    return any(not computed.isdisjoint(np.frombuffer(new.block_ids, np.int32).tolist()) for new in plan.new_rows)
 
 
 class StepExecution(NamedTuple):

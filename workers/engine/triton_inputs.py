@@ -8,7 +8,7 @@ Ints of the buffer, for a step that is padded to `size` requests (stride: `size`
     | rows  | starts | ends    | places   | shared prefixes       | segments and data for kernels/prepare_inputs's `scatter`
 
 rows, starts, ends: see kernels/prepare_inputs; padding requests have the dummy row and no tokens. places: of the requests that sample,
-then of one that is padding. Shared prefixes: see engine/shared_prefixes.py; left out where a step has none. CUDA graphs keep the
+then of one that is padding. Shared prefixes: see rows/shared_prefixes.py; left out where a step has none. CUDA graphs keep the
 addresses: the buffer never moves. Owned by the engine; used by the stepper thread.
 """
 
@@ -24,8 +24,8 @@ from torch import Tensor
 from meshlm.kernels.attention.kernel import ITEM, Columns, SharedPrefixes
 from meshlm.kernels.prepare_inputs.kernel import prepare_inputs, scatter
 from meshlm.workers.batch import UNKNOWN, KnownRequests, Prompt, StepInputs
-from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.rows.changes import I32
+from meshlm.workers.rows.device_rows import DeviceRows
 from meshlm.workers.rows.step_columns import StepColumns
 from meshlm.workers.rows.table import aligned
 

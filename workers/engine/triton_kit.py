@@ -36,21 +36,29 @@ from meshlm.workers.cuda import tuning
 from meshlm.workers.cuda.tuning import Ranks, Tuner
 from meshlm.workers.engine import ProgressReport
 from meshlm.workers.engine.engine import ModelEngine
+from meshlm.workers.engine.graph_steps import PaddedStep, TimedSteps
 from meshlm.workers.engine.pending import Timeline, timeline_of
-from meshlm.workers.engine.rows import DeviceRows
-from meshlm.workers.engine.shared_prefixes import PrefixTables
 from meshlm.workers.engine.state_self_test import self_test_model
-from meshlm.workers.engine.timed_steps import TimedSteps
 from meshlm.workers.engine.triton_inputs import Staging, TritonInputs
-from meshlm.workers.graphs import warm_up
-from meshlm.workers.graphs.captures import Captures
-from meshlm.workers.graphs.dispatcher import SHORT, Dispatcher, Key, graph_keys, long_requests
-from meshlm.workers.graphs.modes import mode_of
-from meshlm.workers.graphs.padded import PaddedStep
-from meshlm.workers.graphs.step_time import LONG_CONTEXT, of_model
+from meshlm.workers.graphs.dispatcher import Captures, Dispatcher
+from meshlm.workers.graphs.keys import (
+    LONG_CONTEXT,
+    SHORT,
+    Key,
+    graph_keys,
+    graphs_to_warm_up,
+    long_requests,
+    long_to_warm_up,
+    mode_of,
+    of_model,
+    shared_to_warm_up,
+    steps_to_warm_up,
+)
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.output.logits_sampler import LINES, LogitsSampler
 from meshlm.workers.rows.changes import NOTHING
+from meshlm.workers.rows.device_rows import DeviceRows
+from meshlm.workers.rows.shared_prefixes import PrefixTables
 from meshlm.workers.rows.step_columns import StepColumns, columns_of
 from meshlm.workers.states.step import WrongStates
 
@@ -239,20 +247,20 @@ class TritonKit:
         tokens = resolved.max_num_batched_tokens
         prompt = min(tokens, resolved.max_model_len)
         sizes = small_m_gemm.warm_rows() | gate_up_silu.warm_rows() | engine.model.warm_rows(tokens)
-        for counts in warm_up.steps(decodes, sizes, most, prompt, tokens):
+        for counts in steps_to_warm_up(decodes, sizes, most, prompt, tokens):
             engine.dummy_step(counts)
         if spec.mla is not None and prompt > 1:  # the rest of a prompt, of which earlier steps have computed some
             engine.dummy_step([prompt - 1], start=1)
         self._inputs.clear()
         with torch.inference_mode():
-            for key in warm_up.graphs(engine.graphs.keys, sizes, min(tokens, most * prompt)):
+            for key in graphs_to_warm_up(engine.graphs.keys, sizes, min(tokens, most * prompt)):
                 self._padded(key)
-            for key in warm_up.long(engine.graphs.keys, _long_requests(engine)):
+            for key in long_to_warm_up(engine.graphs.keys, _long_requests(engine)):
                 self._padded(key)
             if rows.prefixes is not None:
                 full = [(spec.num_attention_heads, kv_heads, dim) for kv_heads, dim in _full_attention(spec)]
                 numbers = warm_shared(rows.prefixes.sizes, full, most, longest, engine.device)
-                for key in warm_up.shared(engine.graphs.keys, numbers, most):
+                for key in shared_to_warm_up(engine.graphs.keys, numbers, most):
                     self._padded(key)
             if engine.shard.is_last:
                 self._head.one_line()

@@ -10,13 +10,10 @@ from meshlm.protocol.pool import PoolKind
 from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.workers.fake.rows import FakeRows
 from meshlm.workers.fake.tokens import U64, columns, tokens_of_embeds, vectors
-from meshlm.workers.output.grammars import Grammars, TokenMask
+from meshlm.workers.output.grammars import GrammarRows, Grammars, TokenMask
 from meshlm.workers.rows.changes import I32
-from meshlm.workers.rows.extras.extra import RowExtra, StepExtra, StepFindings
-from meshlm.workers.rows.extras.grammar import GrammarRows
-from meshlm.workers.rows.extras.pooling import Pooling, PoolingRows
-from meshlm.workers.rows.extras.prompt_logprobs import PromptLogprobsRows, PromptSpan
-from meshlm.workers.rows.extras.row_extras import RowExtras
+from meshlm.workers.rows.extras.extra import RowExtra, RowExtras, StepExtra, StepFindings
+from meshlm.workers.rows.extras.prompt_results import Pooling, PoolingRows, PromptLogprobsRows, PromptSpan
 
 
 def extras_of(rows: FakeRows, grammars: Grammars, vocab_size: int, vector_len: int) -> RowExtras[U64]:

@@ -1,6 +1,6 @@
-"""Experts whose weights stay packed on a GPU, where kernels/packed_experts decodes what it multiplies; of files that hold codes.
+"""Experts whose weights stay packed on a GPU, where kernels/packed_experts decodes what it multiplies: of files with codes, or MXFP4.
 
-The loader says before `finish` which layers keep their codes (weights/packed_experts.py). All others, and linear layers, have what
+The loader says before `finish` which layers keep their codes (weights/layer_formats.py). All others, and linear layers, have what
 their format makes of the codes.
 """
 
@@ -10,8 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshlm.kernels.packed_experts.layout import ExpertWeight, Format, concatenate, unpack
-from meshlm.workers.formats.format import GroupedWeight, KernelWeight, WeightedLayer
+from meshlm.kernels.packed_experts.layout import (
+    MXFP4,
+    ExpertWeight,
+    Format,
+    chunks_of,
+    concatenate,
+    encode_mxfp4,
+    unpack,
+)
+from meshlm.workers.formats.format import Encode, GroupedWeight, KernelWeight, ProductOps, WeightedLayer
 from meshlm.workers.formats.unquantized import Unquantized
 
 PARAMETERS = {"codes": "weight", "scales": "weight_scale", "high": "weight_high", "order": "input_order"}
@@ -74,3 +82,23 @@ def packed_experts(weight: ExpertWeight, dtype: torch.dtype) -> GroupedWeight:
 
     shape = len(weight.codes), weight.outputs, weight.columns or weight.inputs
     return GroupedWeight(weight, linear, shape, dtype, weight.codes.device)
+
+
+class MXFP4Format(ExpertCodes):
+    """Codes and scales as kernels read them; floats become so while they are loaded."""
+
+    encode: Encode | None = staticmethod(encode_mxfp4)
+
+    def add_parameters(self, layer: WeightedLayer) -> None:
+        chunks = chunks_of(layer.inputs)
+        layer.add("weight", layer.outputs, chunks * 64, dtype=torch.uint8)
+        layer.add("weight_scale", layer.outputs, chunks * 4, dtype=torch.uint8)
+        self._kept = layer.inputs, MXFP4, 0
+
+    def finish(self, layer: WeightedLayer, ops: ProductOps) -> None:
+        """The loader has packed it."""
+
+    def values(self, layer: WeightedLayer) -> Tensor:
+        weight = self.expert_weight(layer)
+        assert weight is not None
+        return unpack(weight, layer.dtype)

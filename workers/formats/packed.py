@@ -1,7 +1,7 @@
 """Weights of 4 or 8 bits whose words hold several codes (GPTQ, AWQ, pack-quantized, bitsandbytes, MXFP4): (code - zero) * scale, or
 table[code] * scale.
 
-Files fill parameters of one form (weights/packed_files.py), whatever their own: bytes of codes in the order of inputs. After loading
+Files fill parameters of one form (weights/scales.py), whatever their own: bytes of codes in the order of inputs. After loading
 they become the words of kernels/packed_gemm on a GPU, and values on a CPU.
 """
 

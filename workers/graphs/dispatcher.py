@@ -5,129 +5,76 @@ take any composition of prompts, chunks and decodes that fits. A few are capture
 in idle time, and in the middle of work when one is asked for again and again: capturing keeps the host for as long as launching the
 step, and the GPU not at all. Each may have a second one, for steps whose decodes share prefixes, which is captured when such steps ask
 for it again and again; until then they take the first. Attention of few requests is launched in other ways where contexts are short or
-long, so these have graphs of their own (step_time.py), mixed steps with long ones when they ask for them.
+long, so these have graphs of their own (keys.py), mixed steps with long ones when they ask for them.
 """
 
-import math
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any
+from weakref import WeakSet
 
 import structlog
 import torch
 
-from meshlm.runtime import graph_sizes
-from meshlm.workers.graphs.recorder import Recorder
-from meshlm.workers.graphs.step_time import FLOP_PER_S, LONG_CONTEXT, Contexts, StepTime
+from meshlm.workers.graphs.keys import ANY, HEAD, LONG, LONG_CONTEXT, LONG_LAUNCHES_S, SHORT, WHOLE, Key, StepTime
+from meshlm.workers.rows.step_columns import Contexts
 
-MAX_DECODES = 1024
-MIXED_TOKENS = [
-    *range(graph_sizes.LEAST_MIXED, 1025, 128),
-    *range(1280, 2049, 256),
-    *range(2560, 4097, 512),
-]  # as scheduler_proc/budget.py ends steps
-MIXED_REQUESTS = [72, 288]  # 64 and 256 streams, and one that is padding; larger ones for --max-num-seqs and one
-LONG_REQUESTS = [5, 9, 17, 33]  # behind long contexts: so few that these are split among programs
-LAUNCHES_S = 0.028  # twice what the host needs to launch a step kernel by kernel: longer steps need no graph
-STATES_LAUNCHES_S = (
-    0.116  # ... of models with recurrent states, which have four times as many kernels (Granite 4 H tiny: 58 ms)
-)
-LONG_LAUNCHES_S = (
-    0.016  # ... or little more than that, where contexts are long: a graph for any requests is much the slower
-)
-TOGETHER_TOKENS = [
-    *MIXED_TOKENS,
-    *range(4608, 8193, 512),
-]  # of ranks whose tokens travel to experts: prompts alone have more
-TOGETHER_LAUNCHES_S = 0.17  # what the host needs to launch such a step in halves: 2,600 kernels for 48 layers
+_log = structlog.get_logger()
+
+
+class Recorder:
+    """All graphs share one pool of memory: only one is replayed at a time. A pool ends with its last graph."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+        self._cuda_stream: Any = None
+        self._graphs = WeakSet[torch.cuda.CUDAGraph]()  # of the pool
+        self._broken: list[torch.cuda.CUDAGraph] = []  # whose captures could not be ended: an allocator knows them
+
+    def record(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Captures a graph without torch.cuda.graph, which waits for the device, collects garbage and empties the allocator's cache."""
+        make: Any = torch.cuda.Stream  # typed in some versions of torch only
+        self._cuda_stream = self._cuda_stream or make()
+        if self._pool is None or not self._graphs:  # torch takes no graph into a pool that has ended
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._cuda_stream):
+            try:
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                launch()
+                graph.capture_end()
+            except BaseException:
+                self._break_off(graph)
+                raise
+        self._graphs.add(graph)
+        return graph
+
+    def forget(self) -> None:
+        """All graphs are gone: the GPU has their memory back, which no capture could ask for while it lasts."""
+        self._graphs.clear()
+        torch.cuda.empty_cache()
+
+    def _break_off(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture that has failed: its stream must not stay in it.
+
+        Where CUDA refuses, torch leaves its allocators in the midst of the capture. The GPU's must be told, else it frees nothing any
+        more; the host's cannot be: it goes on asking the graph, and would refuse its pool.
+        """
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            with contextlib.suppress(RuntimeError):  # it was told
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+            self._broken.append(graph)
+            self._pool = self._cuda_stream = None
+
+
 PATIENCE = 1  # steps that a mixed graph is missed by before it is captured in the middle of work
 PATIENCE_DECODES = 16  # ... and that a larger graph does instead: of decodes,
 PATIENCE_MIXED = 4  # and a mixed one, whose padding costs more
 PATIENCE_SHARED = 8  # ... and that a graph without shared prefixes does
 WIDEST = 2  # times the tokens of the graph that is missed
-_log = structlog.get_logger()
-
-
-WHOLE, MODEL, HEAD = "", "model", "head"
-ANY, SHORT, LONG = "", "short", "long"
-
-
-class Key(NamedTuple):
-    """The kind of step that a graph was captured for."""
-
-    tokens: int
-    requests: int
-    halves: bool = False  # of the step take turns (engine/micro_batches.py)
-    part: str = WHOLE  # of the step: with grammars the head waits for masks, and is a graph of its own
-    shared: bool = False  # decodes read shared prefixes together, where there are any (engine/shared_prefixes.py)
-    contexts: str = ANY  # of decodes: SHORT; of mixed steps: LONG
-
-    def of(self, part: str) -> "Key":
-        """The graph of this part of the step; the head knows nothing of contexts."""
-        if part == HEAD:
-            return self._replace(part=part, shared=False, contexts=ANY)
-        return self._replace(part=part)
-
-    def graphs(self, *, pause: bool) -> "tuple[Key, ...]":
-        """The graphs of a step; pause: between the model and the head the host has something to do."""
-        return (self.of(MODEL), self.of(HEAD)) if pause else (self.of(WHOLE),)
-
-    @property
-    def uniform(self) -> bool:
-        """Decodes only."""
-        return self.tokens == self.requests
-
-    @property
-    def kind(self) -> tuple[bool, str, bool, str]:
-        """What those have in common that launch the same kernels."""
-        return self.uniform, self.part, self.shared, self.contexts
-
-
-def decode_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, then in steps that waste at most an eighth of a batch."""
-    sizes = [1, 2, 4]
-    for upto, step in ((128, 8), (256, 16), (512, 32), (MAX_DECODES, 64)):
-        sizes += range((sizes[-1] // step + 1) * step, upto + 1, step)
-    limit = min(max_num_seqs, MAX_DECODES)
-    return sorted({size for size in sizes if size < limit} | {limit})
-
-
-def graph_keys(
-    mode: str, max_num_seqs: int, max_num_batched_tokens: int, sizes: tuple[int, ...], num_parameters: int,
-    *, most_tokens: int | None = None, together: bool = False, states: bool = False,
-) -> list[Key]:  # fmt: skip
-    """All graphs of a --cudagraph-mode. `sizes`: --cudagraph-capture-sizes, of decodes and of mixed steps; most_tokens:
-    --max-cudagraph-capture-size. together: of ranks that step together; states: of a model with recurrent ones.
-
-    Without either, mixed graphs end where a step of so many parameters takes the GPU longer than its launches take the host.
-    """
-    mixed, launches_s = MIXED_TOKENS, STATES_LAUNCHES_S if states else LAUNCHES_S
-    if together:
-        mixed, launches_s = TOGETHER_TOKENS, TOGETHER_LAUNCHES_S
-    if sizes:
-        mixed, launches_s = graph_sizes.of_mixed(sizes, max_num_batched_tokens), math.inf
-    elif most_tokens is not None:
-        mixed, launches_s = TOGETHER_TOKENS, math.inf
-    if mode == "NONE":
-        return []
-    decodes = graph_sizes.of_decodes(sizes, max_num_seqs) if sizes else decode_sizes(max_num_seqs)
-    keys = [Key(size, size) for size in decodes] if mode != "PIECEWISE" else []
-    if mode != "FULL_DECODE_ONLY":
-        most_requests = max_num_seqs + 1
-        requests = [size for size in MIXED_REQUESTS if size < most_requests] + [most_requests]
-        keys += [
-            Key(tokens, most)
-            for tokens in mixed
-            for most in requests
-            if most < tokens <= max(max_num_batched_tokens, MIXED_TOKENS[0])
-            and 2 * num_parameters * tokens / FLOP_PER_S <= launches_s
-        ]
-    return sorted(key for key in keys if most_tokens is None or key.tokens <= most_tokens)
-
-
-def long_requests(max_num_seqs: int) -> list[int]:
-    """Requests of the graphs for long contexts, one of them padding."""
-    return sorted({min(size, max_num_seqs + 1) for size in LONG_REQUESTS})
 
 
 class Dispatcher:
@@ -385,3 +332,48 @@ class Dispatcher:
         )
         self.misses["capture_failed"] += 1
         self._keep([kept for kept in self.keys if kept != key])
+
+
+class Captures:
+    """`clear` makes a step of padding of the inputs, so that what is captured computes nothing that counts."""
+
+    def __init__(self, graphs: Dispatcher, clear: Callable[[], None]) -> None:
+        self._graphs, self._clear = graphs, clear
+
+    def next(self) -> None:
+        """One more."""
+        self._clear()
+        with torch.inference_mode():
+            self._graphs.background()
+
+    def in_idle_time(self) -> None:
+        """One more, if there is memory for it."""
+        try:
+            self.next()
+        except torch.OutOfMemoryError as error:
+            self._graphs.abandon(error)
+
+    def all(self, report: Callable[[str, int, int, str], None]) -> None:
+        """All ranks of a group must have the same graphs: none may do without one for want of memory."""
+        total = len(self._graphs.keys)
+        for done in range(total):
+            self.next()
+            report("CUDA graphs", done + 1, total, "")
+
+    def together(self, *, everything: bool) -> None:
+        """The first ones of ranks that step together; they have the others when their steps ask for them, all at once too."""
+        for key in self._graphs.first(everything=everything):
+            self._clear()
+            self._graphs.make(key)
+
+    def first(self, report: Callable[[str, int, int, str], None], *, everything: bool) -> None:
+        """Captures the graphs that no request should have to wait for; all of them where requests leave no idle time."""
+        first = self._graphs.first(everything=everything)
+        self._clear()
+        try:
+            with torch.inference_mode():
+                for done, key in enumerate(first, 1):
+                    self._graphs.make(key)
+                    report("CUDA graphs", done, len(first), "")
+        except torch.OutOfMemoryError as error:
+            self._graphs.abandon(error)

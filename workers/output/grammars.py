@@ -7,19 +7,40 @@ anew in the next one, one by one, so that the row that it dies of is known, and 
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from meshlm.protocol.edges.step import NewRow, RowFailed
+from meshlm.protocol.extra_kind import ExtraKind
+from meshlm.protocol.extras import find_extra
 from meshlm.protocol.grammar import Grammar
 from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.workers.output.matchers import RowBegins, Turn, Turned
-from meshlm.workers.output.matchers_lost import TOO_LATE, MatchersLost
 from meshlm.workers.rows.changes import I32
-from meshlm.workers.rows.extras.extra import Mark
+from meshlm.workers.rows.extras.extra import Mark, MaskTaker, RowExtra, StepExtra, StepFindings
+from meshlm.workers.rows.step_columns import StepColumns
+
+TOO_LATE = RowFailed("its masks could not be made anew in time; the host is busy; try again", ErrorKind.OVERLOADED)
+
+
+class MatchersLost(Exception):
+    """There is no process of the matchers, or it ended; the text says why. `by_grammar`: because of what it had to do."""
+
+    def __init__(self, message: str, *, by_grammar: bool) -> None:
+        super().__init__(message)
+        self.message, self.by_grammar = message, by_grammar
+
+    @property
+    def failed(self) -> RowFailed:
+        """What ends a request for it: what is not the grammar's doing may go well another time."""
+        if self.by_grammar:
+            return RowFailed(self.message)
+        return RowFailed(f"{self.message}; try again", ErrorKind.OVERLOADED)
+
 
 MAX_UNREAD = 4  # steps whose tokens may wait to be read here: their buffers are used again
 MOST_DEATHS = 2  # of the process of masks, of nothing that is known, while it has a row
@@ -242,3 +263,63 @@ class Constraint:
         """The step's tokens [lines] are on the host behind the mark."""
         if self._rows:
             self._grammars.sampled(self._rows, tokens, mark)
+
+
+class GrammarStep(StepExtra[Any]):
+    """The constraint of the rows that sample in a step."""
+
+    needs_pause = True
+
+    def __init__(self, constraint: Constraint, places: NDArray[np.int64], why_no_graph: str) -> None:
+        self._constraint, self._places, self.why_no_graph = constraint, places, why_no_graph
+
+    def before_head(self, head: MaskTaker) -> None:
+        if (mask := self._constraint.mask(head.take_mask)) is not None:
+            head.mask(mask)
+
+    def after_head(self, tokens: I32, end: Mark) -> None:
+        self._constraint.sampled(tokens, end)
+
+    def findings(self) -> StepFindings:
+        failed = self._constraint.failed
+        return StepFindings(failed={int(self._places[line]): why for line, why in failed.items()})
+
+
+class GrammarRows(RowExtra[Any]):
+    """See `RowExtra`."""
+
+    extra = Grammar
+
+    def __init__(self, grammars: Grammars, *, together: bool = False, loads_ahead: bool = False) -> None:
+        """together: ranks that step together replay the same graphs, and no pause is in these. loads_ahead: in idle time."""
+        self.grammars, self._loads_ahead = grammars, loads_ahead
+        self._why_no_graph = "grammar" if together else ""
+
+    def prepare(self, extra: ExtraKind) -> RowFailed | None:
+        assert isinstance(extra, Grammar)
+        try:
+            error = self.grammars.compile(extra.text)
+        except MatchersLost as lost:
+            return lost.failed
+        return RowFailed(error) if error else None
+
+    def rewritten(self, new: NewRow) -> NewRow:
+        return unconstrained(new)
+
+    def add_row(self, new: NewRow) -> None:
+        grammar = find_extra(new.extras, Grammar)
+        assert grammar is not None
+        self.grammars.add_row(new, grammar)
+
+    def remove_row(self, row: int) -> None:
+        self.grammars.remove_row(row)
+
+    def for_step(self, step: StepColumns) -> StepExtra[Any] | None:
+        places = step.places
+        constraint = self.grammars.of_step(step.rows[places])
+        return GrammarStep(constraint, places, self._why_no_graph) if constraint else None
+
+    def in_idle_time(self) -> None:
+        if self._loads_ahead:
+            self._loads_ahead = False
+            self.grammars.prepare_ahead()

@@ -11,14 +11,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshlm.workers.batch import StepInputs
-from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.models.decoder import Decoder
-from meshlm.workers.output import logprobs, masks
-from meshlm.workers.output.details import Details, Part
+from meshlm.workers.output import logprobs, sampler
 from meshlm.workers.output.grammars import TokenMask
-from meshlm.workers.output.sampler import put, sample, sample_rows
+from meshlm.workers.output.logprobs import Details, Part
+from meshlm.workers.output.sampler import sample, sample_rows
 from meshlm.workers.rows.changes import I32
-from meshlm.workers.rows.extras.sequence_breakers import breakers_buffer
+from meshlm.workers.rows.device_rows import DeviceRows, breakers_buffer, put
 from meshlm.workers.rows.step_columns import StepColumns
 
 
@@ -76,7 +75,7 @@ class TorchHead:
         wanted = np.flatnonzero(columns["logprobs"][at.rows] >= 0)
         self._raw = logits[put(wanted, self._device)].clone() if len(wanted) else None
         if self._mask is not None:
-            masks.apply(logits, self._mask)
+            sampler.apply(logits, self._mask)
             self._mask = None
         self.sampled = sample(logits, at, columns, self._rows.tokens).int()
         where = put(np.stack((at.rows.astype(np.int64), at.lens)), self._device)

@@ -4,6 +4,8 @@ Logits of a batch are made in chunks of LINES through one buffer, inside CUDA gr
 ids, many biased ones) is done again for those requests alone, by the general sampler. Owned by the engine; used by the stepper thread.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -12,20 +14,73 @@ from torch import Tensor
 from meshlm.kernels.llama_samplers.kernel import llama_samplers
 from meshlm.kernels.penalties import kernel as penalties
 from meshlm.kernels.sample import kernel as sampling
-from meshlm.kernels.token_mask.kernel import token_mask
+from meshlm.kernels.token_mask.kernel import token_mask, workspace
 from meshlm.kernels.top_k_top_p import kernel as truncation
 from meshlm.workers.batch import StepInputs
-from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.models.decoder import Decoder
-from meshlm.workers.output import logprobs, masks
-from meshlm.workers.output.details import Details, Part
+from meshlm.workers.output import logprobs, sampler
 from meshlm.workers.output.grammars import TokenMask
-from meshlm.workers.output.mask_staging import MaskStaging
-from meshlm.workers.output.sampler import SampleRows, put, sample, sample_rows
+from meshlm.workers.output.logprobs import Details, Part
+from meshlm.workers.output.sampler import SampleRows, sample, sample_rows
 from meshlm.workers.rows.changes import I32
 from meshlm.workers.rows.columns import RowColumns
-from meshlm.workers.rows.extras.sequence_breakers import breakers_buffer
+from meshlm.workers.rows.device_rows import DeviceRows, breakers_buffer, put
 from meshlm.workers.rows.step_columns import StepColumns
+
+DEPTH = 2  # a step's masks are made when the step before has read its own
+
+
+class MaskStaging:
+    """`lines` [rows] says which of `words` [rows, vocab / 32] is a line's mask, -1 for none (kernels/token_mask)."""
+
+    def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
+        self.lines, self.words = workspace(rows, vocab, device)
+        self._device, self._slot = device, 0
+        self._pinned: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._events: list[Any] = []
+        self._cuda_stream: Any = None
+
+    def take(self, count: int) -> I32:
+        """Where the next masks are written, of so many lines."""
+        if not self._pinned:
+            self._allocate()
+        self._slot = (self._slot + 1) % DEPTH
+        if self._events:
+            self._events[self._slot].synchronize()  # long past
+        found: I32 = self._pinned[self._slot][1][:count].numpy()
+        return found
+
+    def send(self, mask: TokenMask) -> None:
+        """What is launched from now on finds these masks, which are written where `take` said. Steps before must have read theirs."""
+        lines, words = self._pinned[self._slot]
+        slot, count = self._slot, len(mask.lines)
+        which = lines.numpy()
+        which.fill(-1)
+        which[mask.lines] = np.arange(count)
+        if self._device.type != "cuda":
+            self.lines.copy_(lines)
+            self.words[:count].copy_(words[:count])
+            return
+        with torch.cuda.stream(self._cuda_stream):
+            self.lines.copy_(lines, non_blocking=True)
+            self.words[:count].copy_(words[:count], non_blocking=True)
+            self._events[slot].record()
+        torch.cuda.current_stream().wait_event(self._events[slot])
+
+    def _allocate(self) -> None:
+        """With the first masks: most servers see none."""
+        cuda = self._device.type == "cuda"
+        for _ in range(DEPTH):
+            like = (self.lines, self.words)
+            lines, words = (torch.empty(each.shape, dtype=each.dtype, pin_memory=cuda) for each in like)
+            self._pinned.append((lines, words))
+            if cuda:
+                make: Any = torch.cuda.Event  # typed in some versions of torch only
+                self._events.append(make())
+        if cuda:
+            make = torch.cuda.Stream
+            self._cuda_stream = make()
+
 
 LINES = 288  # of logits at a time: 256 streams and the prompts beside them (graphs.MIXED_REQUESTS); more are not faster
 LINES_BY_TORCH = 32  # a sort of one line takes several times its memory
@@ -131,7 +186,7 @@ class LogitsSampler:
             some, index = at.some(lines), put(lines, self._device)
             logits = self._model.logits(self.hidden[index])
             if mask is not None:
-                masks.apply(logits, mask.of(lines))
+                sampler.apply(logits, mask.of(lines))
             token_ids = sample(logits, some, columns, self._rows.tokens).int()
             where = put(np.stack((some.rows.astype(np.int64), some.lens)), self._device)
             self._rows.tokens[where[0], where[1]] = token_ids.clamp(min=0)

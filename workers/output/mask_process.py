@@ -21,8 +21,8 @@ from msgspec import Struct
 from meshlm.protocol.config import Resolved
 from meshlm.runtime.sandbox.limits import MIB, ChildDied, Limit, Limits
 from meshlm.runtime.sandbox.sandbox import Child, NoChild, Sandbox, SandboxFailed
+from meshlm.workers.output.grammars import MatchersLost
 from meshlm.workers.output.matchers import Turn, Turned
-from meshlm.workers.output.matchers_lost import MatchersLost
 from meshlm.workers.rows.changes import I32
 
 # Ten times what a grammar had to compile in before it came here (detokenizer/grammar_threads.py).

@@ -7,12 +7,23 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from meshlm.protocol.edges.step import RowFailed
 from meshlm.protocol.pool import Pool, PoolKind
-from meshlm.workers.output import failures
-from meshlm.workers.output.details import on_host
-from meshlm.workers.output.sampler import put
+from meshlm.protocol.wire.ids import ErrorKind
+from meshlm.workers.output.logprobs import on_host
+from meshlm.workers.rows.device_rows import put
 from meshlm.workers.rows.extras.extra import StepExtra, StepFindings
-from meshlm.workers.rows.extras.pooling import Pooling
+from meshlm.workers.rows.extras.prompt_results import Pooling
+
+NO_VECTOR = RowFailed("the numbers of the model's vector are not finite", ErrorKind.INTERNAL)
+
+
+def of_vectors(pooled: dict[int, bytes]) -> dict[int, RowFailed]:
+    """By place in the batch, where a vector of float32 has a number that is infinite or none at all."""
+    with np.errstate(invalid="ignore"):  # inf - inf
+        sums = {place: np.frombuffer(vector, np.float32).sum(dtype=np.float64) for place, vector in pooled.items()}
+    return {place: NO_VECTOR for place, found in sums.items() if not np.isfinite(found)}
+
 
 Finish = Callable[[Tensor, Pool], Tensor]
 """Pooled states float32 [n, hidden] -> what the task wants of them [n, any] (output/pooled_heads.py)."""
@@ -123,5 +134,5 @@ class PooledStep(StepExtra[Tensor]):
             return StepFindings()
         parts = np.split(self._host.numpy(), self._ends[:-1])
         pooled = {place: part.tobytes() for place, part in zip(self._places, parts, strict=True)}
-        failed = failures.of_vectors(pooled)
+        failed = of_vectors(pooled)
         return StepFindings({place: vector for place, vector in pooled.items() if place not in failed}, failed=failed)

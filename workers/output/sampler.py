@@ -2,22 +2,66 @@
 
 Order of operations as in vLLM: allowed ids and min_tokens, logit bias, logits processors, penalties, llama.cpp's samplers, temperature,
 processors that keep the likeliest token, min-p, top-k, top-p, draw.
-The draw inverts the cumulative distribution over token ids at one uniform number (draws.py).
+The draw inverts the cumulative distribution over token ids at one uniform number (sampler.py).
 """
 
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from meshlm.kernels.llama_samplers.reference import XTC_SALT, Chain, repeat_less, truncate
 from meshlm.kernels.sample.outcomes import NONE_LEFT, NOT_NUMBERS
-from meshlm.workers.output.banned_words import banned_words
-from meshlm.workers.output.draws import uniforms
+from meshlm.workers.output.grammars import TokenMask
 from meshlm.workers.rows.columns import RowColumns
+from meshlm.workers.rows.device_rows import put
 from meshlm.workers.rows.step_columns import StepColumns
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_A, _B = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+def uniforms(seeds: NDArray[np.uint64], indices: NDArray[np.int64]) -> NDArray[np.float64]:
+    """float64 [n] in [0, 1), one for each (seed, output index)."""
+    z = seeds + (indices.astype(np.uint64) + np.uint64(1)) * _GOLDEN
+    z = (z ^ (z >> np.uint64(30))) * _A
+    z = (z ^ (z >> np.uint64(27))) * _B
+    z ^= z >> np.uint64(31)
+    found: NDArray[np.float64] = (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return found
+
+
+ANY_TOKEN, NO_TOKEN = -1, -2
+
+
+class BannedWords:
+    """The last token of a sequence may not come where the rest of it stands at the end of the output."""
+
+    def __init__(self, words: tuple[tuple[int, ...], ...], device: torch.device) -> None:
+        self._longest = max(map(len, words)) - 1
+        begins = np.full((len(words), self._longest), ANY_TOKEN, np.int32)
+        for nth, word in enumerate(words):
+            begins[nth, self._longest + 1 - len(word) :] = word[:-1]
+        self._begins = torch.from_numpy(begins).to(device, non_blocking=True)
+        self._last = torch.tensor([word[-1] for word in words], dtype=torch.int64).to(device, non_blocking=True)
+
+    def ban(self, line: Tensor, output: Tensor) -> None:
+        """Changes the logits line [vocab] that follow the row's output, int32 [n]."""
+        end = output[max(0, len(output) - self._longest) :]
+        end = F.pad(end, (self._longest - len(end), 0), value=NO_TOKEN)
+        stands = ((self._begins == end) | (self._begins == ANY_TOKEN)).all(dim=1)
+        line.index_add_(0, self._last, torch.where(stands, -torch.inf, 0.0).to(line.dtype))
+
+
+@lru_cache(maxsize=1024)
+def banned_words(words: tuple[tuple[int, ...], ...], device: torch.device) -> BannedWords:
+    """Made once for the rows that have them."""
+    return BannedWords(words, device)
+
 
 MIN_TEMPERATURE = 1e-5  # below: greedy
 
@@ -42,11 +86,6 @@ def sample_rows(step: StepColumns, columns: RowColumns) -> SampleRows:
     return SampleRows(rows, lens - prompt_lens, lens, prompt_lens)
 
 
-def put(values: NDArray[Any], device: torch.device) -> Tensor:
-    """Copies to the device without waiting for it: the driver takes a copy of what is small, and the array may go."""
-    return torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)
-
-
 def sample(logits: Tensor, at: SampleRows, columns: RowColumns, tokens: Tensor) -> Tensor:
     """Token ids int64 [l] for logits [l, vocab] (changed in place); an outcome (kernels/sample/outcomes.py) where none can be chosen.
 
@@ -57,7 +96,7 @@ def sample(logits: Tensor, at: SampleRows, columns: RowColumns, tokens: Tensor) 
     if len(listed):
         _apply_lists(logits, listed, at, columns, tokens)
     if columns.processors is not None:
-        columns.processors.apply(logits, rows, at.lens, at.prompt_lens, tokens, argmax_invariant=False)
+        columns.processors(logits, rows, at.lens, at.prompt_lens, tokens, False)
     penalised = np.flatnonzero(columns["penalised"][rows])
     if len(penalised):
         _penalise(logits, penalised, at, columns, tokens)
@@ -72,7 +111,7 @@ def sample(logits: Tensor, at: SampleRows, columns: RowColumns, tokens: Tensor) 
     scale = put(np.where(greedy, 1.0, temperature), device)
     scaled = logits.float() / scale[:, None]
     if columns.processors is not None:
-        columns.processors.apply(scaled, rows, at.lens, at.prompt_lens, tokens, argmax_invariant=True)
+        columns.processors(scaled, rows, at.lens, at.prompt_lens, tokens, True)
     _top_k_top_p(scaled, rows, columns)
     drawn = _draw(scaled, put(uniforms(columns["seed"][rows], at.output_index), device))
     if not greedy.any():
@@ -206,3 +245,9 @@ def _apply_lists(logits: Tensor, places: NDArray[np.intp], at: SampleRows, colum
         if params.bad_words_token_ids:
             output = tokens[row, int(at.prompt_lens[place]) : int(at.lens[place])]
             banned_words(params.bad_words_token_ids, line.device).ban(line, output)
+
+
+def apply(logits: Tensor, mask: TokenMask) -> None:
+    """Tokens that may not come get -inf. logits [l, vocab] are changed in place."""
+    lines, banned = put(mask.lines, logits.device), put(~mask.allowed(logits.shape[1]), logits.device)
+    logits[lines] = logits[lines].masked_fill_(banned, -torch.inf)

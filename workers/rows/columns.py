@@ -1,5 +1,5 @@
 """The numbers that each row has, declared once: the host's table, the device's regions (table.py), its views of them
-(engine/rows.py) and what an empty row has all follow from `COLUMNS`. No torch: the fake worker has the same columns.
+(rows/device_rows.py) and what an empty row has all follow from `COLUMNS`. No torch: the fake worker has the same columns.
 
 A new sampling parameter is a field of `SamplingParams`, a `Column` here, and the mathematics that reads it.
 """
@@ -17,8 +17,8 @@ from meshlm.protocol.sampling import SamplingParams
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from meshlm.workers.output.processors import Processors
-
+ProcessLogits = Callable[["Tensor", NDArray[np.int32], NDArray[np.int64], NDArray[np.int64], "Tensor", bool], None]
+"""Changes the lines of logits whose rows a logits processor wants (output/processors.py: `Processors.apply`)."""
 ALWAYS: Final = np.iinfo(np.int32).max
 MAX_LOG = 88.7228391  # of the largest float32
 EDITS = 16  # ids of a request whose logits kernels/penalties edits
@@ -160,8 +160,8 @@ class RowColumns(dict[str, NDArray[Any]]):
         for column in COLUMNS:
             self[column.name] = (self._on_device if column.on_device else self._on_host)[column.name]
         self.params: dict[int, SamplingParams] = {}
-        self.processors: Processors | None = None  # of logits; set by the engine
-        self.breakers: Tensor | None = None  # (rows/extras/sequence_breakers.py), where tokens are sampled
+        self.processors: ProcessLogits | None = None  # set by the engine
+        self.breakers: Tensor | None = None  # (rows/device_rows.py), where tokens are sampled
         self._write(slice(None), EMPTY, {})
 
     def set(self, row: int, params: SamplingParams, **of_plan: int) -> None:

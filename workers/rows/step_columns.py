@@ -5,11 +5,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshlm.protocol.edges.step import StepPlan
-from meshlm.workers.graphs.step_time import Contexts
 from meshlm.workers.rows.changes import I32, I64
 
 if TYPE_CHECKING:
-    from meshlm.workers.engine.shared_prefixes import Clusters
+    from meshlm.workers.rows.shared_prefixes import Clusters
+from typing import NamedTuple
+
+
+class Contexts(NamedTuple):
+    """What a step's requests see."""
+
+    longest: int  # tokens that a request has when the step is computed
+    num_pairs: float  # of prompt tokens and the keys that each sees
+    num_keys: int  # of all decodes; those that are read once for several count once
 
 
 class StepColumns:

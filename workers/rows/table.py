@@ -12,7 +12,7 @@ import numpy as np
 from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.workers.rows.changes import I32, I64, NOTHING, Changes
 from meshlm.workers.rows.columns import ON_DEVICE, RowColumns, num_ints
-from meshlm.workers.rows.extras.row_extras import RowExtras
+from meshlm.workers.rows.extras.extra import RowExtras
 
 ALIGN = 16  # ints; Triton compiles another variant for pointers that are less aligned
 

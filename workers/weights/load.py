@@ -22,21 +22,16 @@ from meshlm.workers.formats.packed import PackedFormat
 from meshlm.workers.layers.moe import GroupedLinear
 from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer
 from meshlm.workers.models.registry import model_class
-from meshlm.workers.weights import mxfp4_experts, packed_files, sharded_state
+from meshlm.workers.weights import sharded_state
 from meshlm.workers.weights.check import check_finite, check_tensors
-from meshlm.workers.weights.decoded_copy import keep_values
-from meshlm.workers.weights.expert_tensors import MXFP4Source
-from meshlm.workers.weights.formats_of_layers import use_formats
-from meshlm.workers.weights.gguf_form import Form, WeightsPlan, form_of
-from meshlm.workers.weights.gguf_spans import SpannedParameter, keep_spans
-from meshlm.workers.weights.layouts import to_halves
-from meshlm.workers.weights.packed_experts import keep_codes
-from meshlm.workers.weights.packed_parameter import PackedParameter, keep
-from meshlm.workers.weights.scale_tensor import ScaleTensor
-from meshlm.workers.weights.scales import scale_rows, scale_tensors
+from meshlm.workers.weights.gguf_parameters import PackedParameter, SpannedParameter, keep, keep_spans
+from meshlm.workers.weights.layer_formats import keep_codes, keeps_mxfp4, use_formats, use_mxfp4
+from meshlm.workers.weights.layouts import MXFP4Source, to_halves
+from meshlm.workers.weights.scales import ScaleTensor, check_redundant, scale_rows, scale_tensors
 from meshlm.workers.weights.slices import WeightSlice, place
 from meshlm.workers.weights.source import Source
 from meshlm.workers.weights.sources import sources, weights_of_model
+from meshlm.workers.weights.weights_plan import Form, WeightsPlan, form_of, keep_values
 
 Kept = Mapping[str, PackedParameter | SpannedParameter]
 """The parameters that hold a .gguf file's bytes, in one form or another."""
@@ -142,12 +137,12 @@ def described(
     spec, dtype = resolved.spec, DTYPES[resolved.dtype]
     tensors: Callable[[], Iterable[tuple[str, Source]]]
     tensors = partial(sources, weights_of_model(resolved), resolved.load_format, spec, device, seed)
-    keep_codes = mxfp4_experts.kept(resolved, tensors, shard, device, dtype)
+    stays_mxfp4 = keeps_mxfp4(resolved, tensors, shard, device, dtype)
     with torch.device("meta"):
         model = model_class(spec)(spec, resolved.max_model_len, shard)
         use_formats(model)
-        if keep_codes:
-            mxfp4_experts.use(model)
+        if stays_mxfp4:
+            use_mxfp4(model)
     if resolved.load_format == "sharded_state":
         sharded_state.check(model, resolved)
         return model, tensors
@@ -224,7 +219,7 @@ def fill(
         if found is None or found.end == found.begin:
             continue
         if scale is not None and scale.only_checked:
-            packed_files.check(name, source, scale, found.shape)
+            check_redundant(name, source, scale, found.shape)
             continue
         if found.parameter not in slots:
             continue

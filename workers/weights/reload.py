@@ -17,9 +17,9 @@ from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.workers.layers.summing_ops import SummingOps
 from meshlm.workers.models.decoder import Decoder, DecoderLayer
 from meshlm.workers.weights.check import check_finite
-from meshlm.workers.weights.gguf_form import WeightsPlan
 from meshlm.workers.weights.load import DTYPES, default_dtype, fill, make_tensors, planned
 from meshlm.workers.weights.model_tensors import held_by, tensors_by_path
+from meshlm.workers.weights.weights_plan import WeightsPlan
 
 PASS_BYTES = 2 << 30
 """Modules of so many bytes are loaded at a time; each time all names of the files are gone through."""

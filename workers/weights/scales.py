@@ -1,19 +1,212 @@
-"""The tensors with scales that a quantised checkpoint has beside its weights, and the part of each that a worker's layer takes."""
+"""The tensors with codes and scales that a quantised checkpoint has, and the part of each that a worker's layer takes.
+
+    gptq                 qweight int32 [inputs / 8, outputs], qzeros int32 [groups, outputs / 8], scales [groups, outputs],
+                         g_idx [inputs]
+    bitsandbytes         weight uint8 [outputs * inputs / 2, 1], weight_scale [outputs * groups] (bitsandbytes.py makes it)
+    awq                  qweight int32 [inputs, outputs / 8], qzeros int32 [groups, outputs / 8], scales [groups, outputs]
+    mxfp4                weight_packed uint8 [outputs, inputs / 2], weight_scale uint8 [outputs, groups]: exponents of two, plus 127
+    compressed-tensors   weight_packed int32 [outputs, inputs / 8], weight_scale [outputs, groups], weight_zero_point int32
+                         [outputs / 8, groups], weight_g_idx [inputs], weight_shape [2]
+
+Words of 32 bits hold 8 codes of 4 bits or 4 of 8, the first in the lowest bits; AWQ's in an order of its own. GPTQ's zero points are
+one less than they mean (not gptq_v2's); those of symmetric weights are taken as what they must mean.
+"""
 
 from collections import Counter
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from meshlm.architectures.packed_quantization import TENSORS, of_layer
 from meshlm.architectures.quantization import scheme_of
 from meshlm.architectures.registry import weights_of
+from meshlm.kernels.mxfp4.reference import NAN
 from meshlm.protocol.model import ModelSpec, QuantizationScheme
 from meshlm.runtime.errors import ProcessFatal
-from meshlm.workers.weights.packed_files import packed_rows, tensors_of
-from meshlm.workers.weights.scale_tensor import ScaleTensor
 from meshlm.workers.weights.slices import WeightSlice
 from meshlm.workers.weights.source import Source
+
+
+class ScaleTensor(NamedTuple):
+    """Scales of one weight, the scale of its inputs, or, where files hold several codes in a word, its codes themselves."""
+
+    weight: str  # the weight's name
+    parameter: str  # weight_scale, input_scale: of the layer that has the weight
+    shapes: tuple[tuple[int, ...], ...]  # that the tensor may have
+    scheme: QuantizationScheme
+    types: tuple[str, ...] = ()  # that it may have, as safetensors writes them; empty: floats
+    ordinal: int = 0  # which of the projections that are one product its weight is
+    only_checked: bool = False  # no parameter takes it, and it may be missing
+
+
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Which nibble of an AWQ word each of its outputs is in."""
+
+
+def tensors_of(
+    weight: str, shape: tuple[int, int], scheme: QuantizationScheme, ordinal: int, *, bias: bool = True
+) -> dict[str, ScaleTensor]:
+    """By name. ProcessFatal names a weight that words or groups do not divide. ordinal: which projection of its product it is.
+
+    bias: the model has one here; AutoGPTQ has written biases of zeros too.
+    """
+    outputs, inputs = shape
+    layer, each, stem = of_layer(scheme, inputs), 32 // scheme.bits, weight.removesuffix("weight")
+    groups = layer.num_groups
+    for size, of, name in ((outputs, each, "outputs"), (inputs, each, "inputs")):
+        if size % of and scheme.files != "mxfp4":
+            raise ProcessFatal(
+                f"quantization_config: {stem}qweight: {size} {name} are no multiple of the {of} in a word"
+            )
+    if inputs % layer.weight_group and scheme.files not in ("gptq", "gptq_v2"):
+        raise ProcessFatal(
+            f"quantization_config: {stem[:-1]} has {inputs} inputs, no multiple of group_size {layer.weight_group}"
+        )
+    match scheme.files:
+        case "gptq" | "gptq_v2":
+            shapes: dict[str, tuple[int, ...]] = {
+                "qweight": (inputs // each, outputs), "qzeros": (groups, outputs // each), "scales": (groups, outputs),
+                "g_idx": (inputs,),
+            }  # fmt: skip
+            shapes |= {} if bias else {"bias": (outputs,)}
+        case "mxfp4":
+            shapes = {"weight_packed": (outputs, inputs // 2), "weight_scale": (outputs, groups)}
+        case "bitsandbytes":
+            shapes = {"weight": (outputs * inputs // 2, 1), "weight_scale": (outputs * groups,)}
+        case "awq":
+            shapes = {
+                "qweight": (inputs, outputs // each),
+                "qzeros": (groups, outputs // each),
+                "scales": (groups, outputs),
+            }
+        case _:
+            shapes = {
+                "weight_packed": (outputs, inputs // each), "weight_scale": (outputs, groups), "weight_shape": (2,),
+            }  # fmt: skip
+            shapes |= {"weight_zero_point": (outputs // each, groups)} if scheme.zeros else {}
+            shapes |= {"weight_g_idx": (inputs,)} if scheme.act_order else {}
+    found = {}
+    for last, wanted in shapes.items():
+        role, types = TENSORS[scheme.files].get(last, (last, ()))
+        only_checked = role in ("weight_shape", "bias") or (role == "input_group" and not scheme.act_order)
+        found[stem + last] = ScaleTensor(weight, role, (wanted,), layer, types, ordinal, only_checked)
+    return found
+
+
+def check_redundant(name: str, source: Source, found: ScaleTensor, shape: tuple[int, ...]) -> None:
+    """Checks a tensor that no parameter takes, since it says what is known already. ProcessFatal."""
+    values = source.whole().cpu()
+    match found.parameter:
+        case "weight_shape":
+            known, means = torch.tensor(shape), "the weight's shape"
+        case "bias":
+            known, means = torch.zeros_like(values), "zero, and the model has no such bias"
+        case _:
+            known, means = (
+                torch.arange(len(values)) // found.scheme.weight_group,
+                "groups in order, as desc_act false says",
+            )
+    if not torch.equal(values.to(known.dtype), known):
+        raise ProcessFatal(f"tensor {name} is not {means}")
+
+
+def packed_rows(name: str, source: Source, found: ScaleTensor, part: WeightSlice) -> Tensor:
+    """A worker's part of the tensor in the form of its parameter. ProcessFatal."""
+    scheme = found.scheme
+    each, size = 32 // scheme.bits, scheme.weight_group
+    if found.parameter == "input_group":
+        return (source.whole() if part.dim == 0 else source.part(0, part.begin, part.end)).to(torch.int32)
+    inputs = (part.begin, part.end) if part.dim == 1 else (0, part.shape[1])
+    outputs = (part.begin, part.end) if part.dim == 0 else (0, part.shape[0])
+    groups = (0, scheme.num_groups) if scheme.act_order else (inputs[0] // size, -(-inputs[1] // size))
+    if scheme.files == "mxfp4":
+        return _mxfp4(name, source, found, (outputs, inputs, groups))
+    if any(begin % each or end % each for begin, end in (inputs, outputs)):
+        raise ProcessFatal(
+            f"--tensor-parallel-size: {name} holds {each} codes in a word, and a rank's part does not begin or end with one"
+        )
+    match scheme.files, found.parameter:
+        case (("gptq" | "gptq_v2"), "weight"):
+            codes = _fields(_cut(source, _words(inputs, each), outputs).t(), scheme.bits)
+        case "bitsandbytes", "weight":
+            pairs = source.whole().view(part.shape[0], -1)[slice(*outputs), inputs[0] // 2 : inputs[1] // 2]
+            return pairs << 4 | pairs >> 4  # the first of a pair is in the high half
+        case "bitsandbytes", _:
+            return _scales(name, source.whole().view(part.shape[0], -1)[slice(*outputs), slice(*groups)])
+        case "awq", "weight":
+            codes = _awq(_cut(source, inputs, _words(outputs, each))).t()
+        case _, "weight":
+            codes = _fields(_cut(source, outputs, _words(inputs, each)), scheme.bits)
+        case (("gptq" | "gptq_v2"), "weight_zero"):
+            return _gptq_zeros(name, _fields(_cut(source, groups, _words(outputs, each)), scheme.bits), scheme).t()
+        case "awq", "weight_zero":
+            return _awq(_cut(source, groups, _words(outputs, each))).t()
+        case _, "weight_zero":
+            return _fields(_cut(source, _words(outputs, each), groups).t(), scheme.bits).t()
+        case "compressed-tensors", _:
+            return _scales(name, _cut(source, outputs, groups))
+        case _:
+            return _scales(name, _cut(source, groups, outputs).t())
+    return codes if scheme.bits == 8 else codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def _gptq_zeros(name: str, stored: Tensor, scheme: QuantizationScheme) -> Tensor:
+    """Zero points [groups, outputs]. Where all are the middle of the codes, whichever of both ways they are written in tells itself:
+    checkpoints say the wrong one, or none. ProcessFatal: `sym` is true, and they are others."""
+    middle = 1 << scheme.bits - 1
+    if scheme.symmetric is not False:
+        if bool((stored == stored.flatten()[0]).all()) and int(stored.flatten()[0]) in (middle - 1, middle):
+            return torch.full_like(stored, middle)
+        if scheme.symmetric:
+            raise ProcessFatal(
+                f"tensor {name}: quantization_config says sym true, and zero points are not all {middle - 1} or all {middle}; "
+                "with sym false they are taken as they are"
+            )
+    plus = 1 if scheme.files == "gptq" else 0
+    return (stored.to(torch.int32) + plus).clamp(max=255).to(torch.uint8)
+
+
+def _mxfp4(name: str, source: Source, found: ScaleTensor, spans: tuple[tuple[int, int], ...]) -> Tensor:
+    """spans: outputs, inputs, groups. The first code of a byte is in its low half, as in the parameter."""
+    outputs, inputs, groups = spans
+    if found.parameter == "weight":
+        return _cut(source, outputs, (inputs[0] // 2, inputs[1] // 2))
+    exponents = _cut(source, outputs, groups).to(torch.int32)
+    if bool((exponents == NAN).any()):
+        raise ProcessFatal(f"tensor {name}: a scale must be a number, and one is not")
+    return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents - 127)
+
+
+def _cut(source: Source, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
+    if rows == (0, source.shape[0]):
+        return source.part(1, *columns)
+    return source.part(0, *rows)[:, columns[0] : columns[1]]
+
+
+def _words(span: tuple[int, int], each: int) -> tuple[int, int]:
+    return span[0] // each, span[1] // each
+
+
+def _scales(name: str, values: Tensor) -> Tensor:
+    values = values.to(torch.float32)
+    if not bool(values.isfinite().all()):
+        raise ProcessFatal(f"tensor {name}: a scale must be a number, and one is not")
+    return values
+
+
+def _fields(words: Tensor, bits: int) -> Tensor:
+    """int32 [rows, words] -> uint8 [rows, words * 32 / bits], from the lowest bits on."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
+    return (words.to(torch.int32).unsqueeze(-1) >> shifts & (1 << bits) - 1).to(torch.uint8).flatten(1)
+
+
+def _awq(words: Tensor) -> Tensor:
+    """int32 [rows, words] -> uint8 [rows, words * 8], in the order of outputs."""
+    order = torch.tensor(AWQ_ORDER, device=words.device)
+    return _fields(words, 4).view(words.shape[0], -1, 8)[:, :, order].flatten(1)
+
 
 _ONE = ((), (1,))
 

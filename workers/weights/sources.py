@@ -25,12 +25,9 @@ from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.runtime.model_files.checkpoint_files import weight_files
 from meshlm.runtime.model_files.object_store import AnyPath, RemotePath, folder_of
 from meshlm.workers.weights.bitsandbytes import with_scales
-from meshlm.workers.weights.expert_tensors import by_expert
-from meshlm.workers.weights.fused_tensors import parts_of
-from meshlm.workers.weights.gguf_delta import by_group, by_head
-from meshlm.workers.weights.gguf_latent import joined
+from meshlm.workers.weights.gguf_pairs import by_group, by_head, joined
 from meshlm.workers.weights.gguf_source import encoded_tensors
-from meshlm.workers.weights.layouts import laid_out
+from meshlm.workers.weights.layouts import by_expert, laid_out, parts_of
 from meshlm.workers.weights.source import ExpertRows, Mapped, Part, Source
 from meshlm.workers.weights.streamed import streamed
 

@@ -9,9 +9,9 @@ from meshlm.runtime import platforms
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers import memory
 from meshlm.workers.attention.backend import choose
-from meshlm.workers.cuda.checks import check_gpu, runs_on
-from meshlm.workers.graphs.dispatcher import Dispatcher, Key, graph_keys
-from meshlm.workers.graphs.recorder import Recorder
+from meshlm.workers.cuda.start import check_gpu, runs_on
+from meshlm.workers.graphs.dispatcher import Dispatcher, Recorder
+from meshlm.workers.graphs.keys import Key, graph_keys
 
 CUDA = torch.device("cuda", 0)
 GIB = 1 << 30

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from meshlm.protocol.sampling import SamplingParams
+from meshlm.workers.engine import graph_steps
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -15,8 +16,9 @@ from engine_driver import Driver, engine, prompts_of
 from meshlm.kernels.attention import tiles
 from meshlm.workers.attention import triton_backend
 from meshlm.workers.engine import triton_kit
-from meshlm.workers.graphs import dispatcher, padded
-from meshlm.workers.graphs.dispatcher import LONG, PATIENCE, SHORT
+from meshlm.workers.graphs import dispatcher
+from meshlm.workers.graphs.dispatcher import PATIENCE
+from meshlm.workers.graphs.keys import LONG, SHORT
 
 pytestmark = pytest.mark.gpu
 BORDER = 256  # tokens of a context, of short and of long ones
@@ -50,9 +52,9 @@ def test_logits_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: int)
         monkeypatch.setattr(module, "decode_tiles", tiles_of)
     for module in (triton_kit, dispatcher):
         monkeypatch.setattr(module, "LONG_CONTEXT", BORDER)
-    for module in (triton_kit, padded):
+    for module in (triton_kit, graph_steps):
         monkeypatch.setattr(module, "SHORT_CONTEXT", BORDER)
-    monkeypatch.setattr(padded, "LONG_CONTEXT", seen)
+    monkeypatch.setattr(graph_steps, "LONG_CONTEXT", seen)
     params = SamplingParams(max_tokens=64, temperature=0.0)
     drivers = []
     for mode in ("FULL", "NONE"):

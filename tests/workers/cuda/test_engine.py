@@ -21,9 +21,9 @@ import triton
 from engine_driver import Driver, engine, prompts_of, reference
 from triton.runtime.jit import JITFunction
 
-from meshlm.workers.cuda import kernel_cache
+from meshlm.workers.cuda import start
 from meshlm.workers.engine.engine import ModelEngine
-from meshlm.workers.graphs.dispatcher import Key
+from meshlm.workers.graphs.keys import Key
 from meshlm.workers.weights.load import load_model
 
 pytestmark = pytest.mark.gpu
@@ -294,7 +294,7 @@ def forget_kernels() -> None:
             KEPT.extend(
                 list(value.device_caches.values()) for value in vars(module).values() if isinstance(value, JITFunction)
             )
-    kernel_cache._forget_loaded()
+    start._forget_loaded()
 
 
 def test_a_start_without_a_kernel_cache_compiles_in_several_threads(

@@ -22,9 +22,8 @@ from byte_vocabulary import EOS, byte_vocabulary, of_regex
 from engine_driver import MODEL, Driver, engine, prompts_of
 
 from meshlm.workers.engine.engine import ModelEngine
-from meshlm.workers.output.grammars import Grammars
+from meshlm.workers.output.grammars import GrammarRows, Grammars
 from meshlm.workers.output.matchers import Matchers
-from meshlm.workers.rows.extras.grammar import GrammarRows
 
 pytestmark = pytest.mark.gpu
 LENGTHS = [40, 333, 129, 17]

@@ -9,7 +9,7 @@ import torch
 from structlog.testing import capture_logs
 
 from meshlm.runtime.errors import ProcessFatal
-from meshlm.workers.cuda.kernel_cache import retry_without
+from meshlm.workers.cuda.start import retry_without
 
 
 class Maker:

@@ -21,8 +21,8 @@ from meshlm.kernels.packed_gemm.reference import PackedWeight, decode
 from meshlm.workers.formats.gguf import GGUFFormat
 from meshlm.workers.formats.packed import PackedFormat
 from meshlm.workers.layers.linear import Linear
-from meshlm.workers.weights.gguf_form import WeightsPlan
 from meshlm.workers.weights.load import load_model
+from meshlm.workers.weights.weights_plan import WeightsPlan
 
 pytestmark = pytest.mark.gpu
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from meshlm.workers.graphs.recorder import Recorder
+from meshlm.workers.graphs.dispatcher import Recorder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 MIB = 1 << 20

@@ -15,8 +15,8 @@ if not torch.cuda.is_available():
 from engine_driver import BLOCK, Driver, engine, prompts_of
 from msgspec.structs import replace
 
-from meshlm.workers.engine import shared_prefixes
 from meshlm.workers.graphs.dispatcher import PATIENCE_SHARED
+from meshlm.workers.rows import shared_prefixes
 
 pytestmark = pytest.mark.gpu
 PREFIX, REQUESTS = 512, 9

@@ -19,11 +19,10 @@ from waiting import free_port
 
 from meshlm.protocol.config import MeshConfig, Node, ParallelConfig, RunConfig
 from meshlm.runtime.errors import ProcessFatal
-from meshlm.workers.distributed import connect as connecting
+from meshlm.workers.distributed import communicator as connecting
 from meshlm.workers.distributed import membership
 from meshlm.workers.distributed import placement as placing
-from meshlm.workers.distributed.communicator import Distributed
-from meshlm.workers.distributed.connect import _interface_names
+from meshlm.workers.distributed.communicator import Distributed, _interface_names
 from meshlm.workers.distributed.membership import Meeting, Membership, meet
 from meshlm.workers.distributed.placement import WorkerPlacement
 from meshlm.workers.distributed.shard import Shard

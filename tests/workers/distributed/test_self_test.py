@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from meshlm.kernels.self_test import Result
-from meshlm.workers.distributed.self_test import result, wrong
+from meshlm.workers.distributed.symmetric import result, wrong
 
 ONES = torch.ones(2, 3)
 

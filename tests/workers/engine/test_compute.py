@@ -15,13 +15,13 @@ from meshlm.workers.batch import StepInputs
 from meshlm.workers.distributed.shard import WHOLE
 from meshlm.workers.engine import triton_inputs
 from meshlm.workers.engine.compute import Compute
-from meshlm.workers.engine.rows import DeviceRows
+from meshlm.workers.engine.graph_steps import PaddedStep
 from meshlm.workers.engine.triton_inputs import TritonInputs
-from meshlm.workers.graphs.dispatcher import HEAD, MODEL, Key
-from meshlm.workers.graphs.padded import PaddedStep
+from meshlm.workers.graphs.keys import HEAD, MODEL, Key
 from meshlm.workers.output.grammars import TokenMask
 from meshlm.workers.output.logits_sampler import LogitsSampler
 from meshlm.workers.rows.changes import I32
+from meshlm.workers.rows.device_rows import DeviceRows
 from meshlm.workers.rows.step_columns import StepColumns
 
 if torch.cuda.is_available():

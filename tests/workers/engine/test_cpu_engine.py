@@ -24,10 +24,9 @@ from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.make import make_engine
-from meshlm.workers.output.grammars import Grammars
+from meshlm.workers.output.grammars import GrammarRows, Grammars
 from meshlm.workers.output.matchers import Matchers
-from meshlm.workers.rows.extras.grammar import GrammarRows
-from meshlm.workers.rows.extras.prompt_embeds import PromptEmbedsRows
+from meshlm.workers.rows.extras.prompt_inputs import PromptEmbedsRows
 
 
 @pytest.fixture(scope="module", params=["cpu", "torch"])

@@ -19,12 +19,12 @@ from meshlm.workers.attention.backend import Backend, TorchBackend
 from meshlm.workers.attention.triton_backend import TritonBackend
 from meshlm.workers.batch import LayerCache
 from meshlm.workers.engine.inputs import Inputs, TorchInputs
-from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.engine.triton_inputs import Staging, TritonInputs
 from meshlm.workers.layers.ops import AttentionShape, LayerStep, Ops
 from meshlm.workers.layers.torch_ops import TorchOps
 from meshlm.workers.layers.triton_ops import TritonOps
 from meshlm.workers.rows.changes import I32
+from meshlm.workers.rows.device_rows import DeviceRows
 from meshlm.workers.rows.step_columns import StepColumns
 
 if torch.cuda.is_available():
@@ -189,7 +189,7 @@ def long_plans() -> list[StepPlan]:
 def test_shared_prefixes_change_nothing(padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the kernels make of steps whose decodes share prefixes is what plain torch makes of each request; also as a graph has it."""
     from meshlm.kernels.attention.tiles import SharedSizes
-    from meshlm.workers.engine import shared_prefixes
+    from meshlm.workers.rows import shared_prefixes
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=8))
     monkeypatch.setattr(shared_prefixes, "LEAST_SAVED", 1)

@@ -12,7 +12,7 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.ids import Row, StepId
 from meshlm.workers.batch import UNKNOWN, StepInputs
 from meshlm.workers.distributed.expert_group import ExpertGroup
-from meshlm.workers.engine.micro_batches import Turns, cut_of, reads_across
+from meshlm.workers.engine.together import Turns, cut_of, reads_across
 from meshlm.workers.formats.unquantized import plain_experts
 from meshlm.workers.moe.dispatch.all_gather import AllGather
 from meshlm.workers.moe.dispatch.collective import Collective

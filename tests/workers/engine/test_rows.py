@@ -9,7 +9,7 @@ from meshlm.kernels.prepare_inputs.reference import scatter
 from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.ids import Row, StepId
-from meshlm.workers.engine.rows import DeviceRows
+from meshlm.workers.rows.device_rows import DeviceRows
 
 ROWS, LENGTH, SIZE = 5, 70, 16
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 from meshlm.kernels.attention.kernel import ITEM, PREFIX_STEP
 from meshlm.kernels.attention.tiles import SharedSizes, shared_sizes
-from meshlm.workers.engine import shared_prefixes
-from meshlm.workers.engine.shared_prefixes import Clusters, Interval, PrefixTables, partition
+from meshlm.workers.rows import shared_prefixes
 from meshlm.workers.rows.changes import I32
+from meshlm.workers.rows.shared_prefixes import Clusters, Interval, PrefixTables, partition
 
 SIZES = SharedSizes(4, 12)
 PAGE = 16

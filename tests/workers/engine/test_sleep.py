@@ -10,7 +10,7 @@ from engine_driver import MODEL, Driver, engine, prompts_of
 
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.sleeping import KV_CACHE, TAGS
-from meshlm.workers.released import Released
+from meshlm.workers.engine.sleeper import Released
 
 SMALL: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory": 1 << 24, "max_num_seqs": 2}
 MIB = 1 << 20

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from meshlm.workers.engine import timed_steps
-from meshlm.workers.engine.timed_steps import CONTEXT, KEY, TURNS, TimedSteps
-from meshlm.workers.graphs.dispatcher import Key
+from meshlm.workers.engine import graph_steps
+from meshlm.workers.engine.graph_steps import CONTEXT, KEY, TURNS, TimedSteps
+from meshlm.workers.graphs.keys import Key
 from meshlm.workers.rows.step_columns import StepColumns
 
 FITS, LARGE = {"qkv": (1, 4, 3, 2)}, {"qkv": (64, 4, 6, 2)}
@@ -27,9 +27,9 @@ class Gpu:
         self.sent: list[tuple[StepColumns, int]] = []
         self.cleared = 0
         left = iter(times)
-        monkeypatch.setattr(timed_steps, "precompiled", nullcontext)
-        monkeypatch.setattr(timed_steps, "replay_us", lambda graph, repeats: next(left))
-        monkeypatch.setattr(timed_steps, "Recorder", lambda: SimpleNamespace(record=self.record))
+        monkeypatch.setattr(graph_steps, "precompiled", nullcontext)
+        monkeypatch.setattr(graph_steps, "replay_us", lambda graph, repeats: next(left))
+        monkeypatch.setattr(graph_steps, "Recorder", lambda: SimpleNamespace(record=self.record))
         self.compute = SimpleNamespace(caches=[0, 1, 2])
         self.engine: Any = SimpleNamespace(
             resolved=SimpleNamespace(max_model_len=length), rows=SimpleNamespace(max_rows=16), compute=self.compute,

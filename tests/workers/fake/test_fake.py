@@ -16,9 +16,8 @@ from meshlm.protocol.wire.columns import ints, pack_i32
 from meshlm.protocol.wire.ids import Row, StepId
 from meshlm.workers.fake.engine import FakeEngine
 from meshlm.workers.fake.tokens import expected_token, expected_vector
-from meshlm.workers.output.grammars import Grammars
+from meshlm.workers.output.grammars import GrammarRows, Grammars
 from meshlm.workers.output.matchers import Matchers
-from meshlm.workers.rows.extras.grammar import GrammarRows
 
 VOCAB = 1000
 SPEC = spec_of(vocab_size=VOCAB, hidden_size=4, head_dim=4, max_position_embeddings=256)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.workers.weights import load as loading
-from meshlm.workers.weights.gguf_form import Form
+from meshlm.workers.weights.weights_plan import Form
 
 UP = "model.layers.1.mlp.up_proj."
 MISSING = r"1 tensor missing: layers\.1\.mlp\.up_proj\."

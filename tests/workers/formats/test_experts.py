@@ -24,7 +24,7 @@ from meshlm.protocol.config import ParallelConfig
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.layers.moe import GroupedLinear
 from meshlm.workers.moe.experts import self_test
-from meshlm.workers.weights import packed_experts
+from meshlm.workers.weights import layer_formats
 from meshlm.workers.weights.load import load_model
 from meshlm.workers.weights.reload import reload_weights
 
@@ -222,7 +222,7 @@ def test_codes_that_are_kept_stand_for_the_same_numbers(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU whose kernels have shown that they are right; also after other weights are read into the same tensors."""
-    monkeypatch.setattr(packed_experts, "why_decoded", lambda *given: "")
+    monkeypatch.setattr(layer_formats, "why_decoded", lambda *given: "")
     kind = KINDS[name]
     theirs, ours = write(tmp_path, kind), load(tmp_path)
     layers = [layer for mixture in ours.mixtures() for layer in mixture.experts.linears()]
@@ -245,10 +245,10 @@ def test_why_experts_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     formats: Any = [layer.format for layer in mixture.experts.linears()]
 
     def why() -> str:
-        return packed_experts.why_decoded(mixture, formats, CPU, torch.bfloat16)
+        return layer_formats.why_decoded(mixture, formats, CPU, torch.bfloat16)
 
     assert why().startswith("the kernels compute in float16 and bfloat16")
-    monkeypatch.setattr(packed_experts, "has_kernels", lambda *given: True)
+    monkeypatch.setattr(layer_formats, "has_kernels", lambda *given: True)
     monkeypatch.setattr(self_test, "of_packed", lambda dtype, device, format: f"wrong with {format.name}")
     assert why() == "wrong with 4 bits, groups of 32"
     monkeypatch.setattr(self_test, "of_packed", lambda *given: "")

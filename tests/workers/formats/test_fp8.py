@@ -16,8 +16,8 @@ from meshlm.architectures.quantization import formats
 from meshlm.protocol.config import Resolved
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.workers.distributed.shard import Shard
+from meshlm.workers.formats.eight_bits import Fp8Format
 from meshlm.workers.formats.format import ProductOps, WeightedLayer
-from meshlm.workers.formats.fp8 import Fp8Format
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.models.cpu_layers import fuse

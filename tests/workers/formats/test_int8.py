@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from meshlm.architectures.quantization import formats
 from meshlm.kernels.quantise_int8.reference import int8_linear
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
-from meshlm.workers.formats.int8 import Int8Format
+from meshlm.workers.formats.eight_bits import Int8Format
 from meshlm.workers.layers import cpu_ops
 
 TABLE = [7, 3, 11, 0, 5, 9, 1, 2, 8, 4]

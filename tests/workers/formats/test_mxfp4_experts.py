@@ -20,8 +20,8 @@ from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.moe.experts import self_test
 from meshlm.workers.moe.experts.epilogues import epilogues
-from meshlm.workers.weights import mxfp4_experts
-from meshlm.workers.weights.expert_tensors import MXFP4Source
+from meshlm.workers.weights import layer_formats
+from meshlm.workers.weights.layouts import MXFP4Source
 from meshlm.workers.weights.reload import reload_weights
 from meshlm.workers.weights.source import Mapped
 
@@ -29,7 +29,7 @@ from meshlm.workers.weights.source import Mapped
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU whose kernels have proven themselves."""
-    monkeypatch.setattr(mxfp4_experts, "kept", lambda *given: True)
+    monkeypatch.setattr("meshlm.workers.weights.load.keeps_mxfp4", lambda *given: True)
 
 
 def logits(model: Decoder) -> torch.Tensor:
@@ -42,7 +42,7 @@ def logits(model: Decoder) -> torch.Tensor:
 def test_kept_and_decoded_are_one_model(kept: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     as_mxfp4(tmp_path)
     packed = load(tmp_path)
-    monkeypatch.setattr(mxfp4_experts, "kept", lambda *given: False)
+    monkeypatch.setattr("meshlm.workers.weights.load.keeps_mxfp4", lambda *given: False)
     decoded = load(tmp_path)
     for ours, theirs in zip(packed.mixtures(), decoded.mixtures(), strict=True):
         for one, other in zip(ours.experts.linears(), theirs.experts.linears(), strict=True):
@@ -54,7 +54,7 @@ def test_kept_and_decoded_are_one_model(kept: None, tmp_path: Path, monkeypatch:
             assert torch.equal(unpack(weight, torch.float32), other.weight)
     assert torch.equal(logits(packed), logits(decoded))
     assert packed.active_parameters() == decoded.active_parameters()
-    monkeypatch.setattr(mxfp4_experts, "kept", lambda *given: True)
+    monkeypatch.setattr("meshlm.workers.weights.load.keeps_mxfp4", lambda *given: True)
     codes = next(packed.mixtures()[0].experts.parameters())
     before = codes.clone()
     with torch.inference_mode():
@@ -104,7 +104,7 @@ def test_dummy_weights_are_mxfp4_too(kept: None, tmp_path: Path) -> None:
 
 def test_parts_of_a_matrix() -> None:
     """Outputs that alternate between gate and up, and inputs in whole groups: what decoding gives."""
-    from meshlm.workers.weights.expert_tensors import _Outputs
+    from meshlm.workers.weights.layouts import _Outputs
 
     blocks = torch.randint(0, 256, (3, 10, 4, 16), dtype=torch.uint8)
     scales = torch.randint(118, 130, (3, 10, 4), dtype=torch.uint8)
@@ -117,13 +117,13 @@ def test_parts_of_a_matrix() -> None:
 def test_reasons_to_decode(tmp_path: Path) -> None:
     as_mxfp4(tmp_path)
     spec = resolved(tmp_path).spec
-    assert mxfp4_experts.unfit(spec, Shard()) == ""
+    assert layer_formats.why_unfit(spec, Shard()) == ""
     two = Shard(tp_rank=1, tp_size=2)
     assert (
-        mxfp4_experts.unfit(spec, two)
+        layer_formats.why_unfit(spec, two)
         == "on this rank down has 48 inputs, no multiple of the 32 that have a scale together"
     )
-    assert mxfp4_experts._of_device(torch.device("cuda"), torch.float32).startswith("the kernels compute in float16")
+    assert layer_formats._of_device(torch.device("cuda"), torch.float32).startswith("the kernels compute in float16")
 
 
 @pytest.mark.skipif(

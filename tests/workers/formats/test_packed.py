@@ -19,7 +19,7 @@ from meshlm.workers.formats.packed import PACKED_ROWS, PackedFormat, packed_line
 from meshlm.workers.formats.unquantized import UNQUANTIZED
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.linear import Linear
-from meshlm.workers.weights.packed_files import tensors_of
+from meshlm.workers.weights.scales import tensors_of
 from meshlm.workers.weights.sources import sources
 
 TABLE = [7, 3, 11, 0, 5, 9, 1, 2, 8, 4]

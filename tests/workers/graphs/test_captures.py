@@ -8,8 +8,8 @@ import pytest
 import structlog
 import torch
 
-from meshlm.workers.graphs.captures import Captures
-from meshlm.workers.graphs.dispatcher import HEAD, MODEL, PATIENCE_DECODES, PATIENCE_SHARED, Dispatcher, Key
+from meshlm.workers.graphs.dispatcher import PATIENCE_DECODES, PATIENCE_SHARED, Captures, Dispatcher
+from meshlm.workers.graphs.keys import HEAD, MODEL, Key
 
 KEYS = [Key(1, 1), Key(2, 2), Key(4, 4), Key(128, 5)]
 

@@ -9,22 +9,15 @@ from hypothesis import strategies as st
 pytest.importorskip("torch")
 from meshlm.scheduler_proc.budget import MOST_MIXED_TOKENS, on_grid
 from meshlm.workers.graphs.dispatcher import (
-    HEAD,
-    LONG,
-    MIXED_TOKENS,
-    MODEL,
     PATIENCE,
     PATIENCE_DECODES,
     PATIENCE_MIXED,
     PATIENCE_SHARED,
-    WHOLE,
     WIDEST,
     Dispatcher,
-    Key,
-    decode_sizes,
-    graph_keys,
 )
-from meshlm.workers.graphs.step_time import Contexts, StepTime
+from meshlm.workers.graphs.keys import HEAD, LONG, MIXED_TOKENS, MODEL, WHOLE, Key, StepTime, decode_sizes, graph_keys
+from meshlm.workers.rows.step_columns import Contexts
 
 SMALL_MODEL, LARGE_MODEL = 440_000_000, 7_000_000_000
 

@@ -3,8 +3,7 @@
 import pytest
 
 from meshlm.protocol.config.engine import WorkerConfig
-from meshlm.workers.graphs.dispatcher import graph_keys
-from meshlm.workers.graphs.modes import mode_of
+from meshlm.workers.graphs.keys import graph_keys, mode_of
 
 MODES = ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
 

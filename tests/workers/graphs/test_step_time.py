@@ -6,19 +6,20 @@ import pytest
 pytest.importorskip("torch")
 from tiny_models import spec_of
 
-from meshlm.workers.graphs.dispatcher import (
+from meshlm.workers.graphs.dispatcher import PATIENCE, Dispatcher
+from meshlm.workers.graphs.keys import (
     ANY,
     LONG,
+    LONG_CONTEXT,
     LONG_LAUNCHES_S,
-    PATIENCE,
     SHORT,
-    Dispatcher,
     Key,
+    StepTime,
     graph_keys,
     long_requests,
+    of_model,
 )
-from meshlm.workers.graphs.step_time import LONG_CONTEXT, Contexts, StepTime, of_model
-from meshlm.workers.rows.step_columns import columns_of
+from meshlm.workers.rows.step_columns import Contexts, columns_of
 
 PARAMETERS, SHORT_CONTEXT = 8_000_000_000, 8192
 LLAMA = StepTime(2 * PARAMETERS / 6e14, 32 * 4 * 32 * 128 / 6e14, 32 * 2 * 8 * 128 * 2 / 4e12)  # of 8B parameters

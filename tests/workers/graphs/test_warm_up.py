@@ -27,18 +27,27 @@ from meshlm.workers.batch import LayerCache
 from meshlm.workers.distributed.shard import WHOLE
 from meshlm.workers.engine import triton_kit
 from meshlm.workers.engine.compute import Compute
-from meshlm.workers.engine.rows import DeviceRows
-from meshlm.workers.engine.shared_prefixes import Clusters, PrefixTables
+from meshlm.workers.engine.graph_steps import PaddedStep
 from meshlm.workers.engine.triton_inputs import TritonInputs
-from meshlm.workers.graphs import warm_up
-from meshlm.workers.graphs.dispatcher import LONG, SHORT, Key, graph_keys, long_requests
-from meshlm.workers.graphs.padded import PaddedStep
-from meshlm.workers.graphs.step_time import LONG_CONTEXT
+from meshlm.workers.graphs.keys import (
+    LONG,
+    LONG_CONTEXT,
+    SHORT,
+    Key,
+    graph_keys,
+    graphs_to_warm_up,
+    long_requests,
+    long_to_warm_up,
+    shared_to_warm_up,
+    steps_to_warm_up,
+)
 from meshlm.workers.layers.triton_ops import TritonOps
 from meshlm.workers.models import decoder
 from meshlm.workers.output import logprobs
 from meshlm.workers.output.logits_sampler import LogitsSampler
 from meshlm.workers.rows.changes import I32
+from meshlm.workers.rows.device_rows import DeviceRows
+from meshlm.workers.rows.shared_prefixes import Clusters, PrefixTables
 from meshlm.workers.rows.step_columns import columns_of
 
 if torch.cuda.is_available():
@@ -160,12 +169,12 @@ def test_a_start_leaves_no_kernel_to_be_compiled(
     """With 16 rows and 2 kv heads, only the 17 requests of a mixed graph have contexts in 16 parts beside prompts."""
     case = Case(monkeypatch, max_rows, heads)
     rows = small_m_gemm.warm_rows() | gate_up_silu.warm_rows()
-    for counts in warm_up.steps(case.decodes, rows, max_rows, LENGTH, TOKENS):
+    for counts in steps_to_warm_up(case.decodes, rows, max_rows, LENGTH, TOKENS):
         case.eager(counts)
-    for key in warm_up.graphs(case.keys, rows, min(TOKENS, max_rows * LENGTH)):
+    for key in graphs_to_warm_up(case.keys, rows, min(TOKENS, max_rows * LENGTH)):
         case.padded(key)
     few = long_requests(max_rows)
-    for key in warm_up.long(case.keys, few):
+    for key in long_to_warm_up(case.keys, few):
         case.padded(key)
     case.head.one_line()
     known, case.launched = case.launched, set()
@@ -198,11 +207,11 @@ def test_nor_one_of_steps_that_share_prefixes(
     assert sizes is not None
     case.rows.prefixes = PrefixTables(0, BLOCK, max_rows, sizes, 1)
     rows = small_m_gemm.warm_rows() | gate_up_silu.warm_rows()
-    for counts in warm_up.steps(case.decodes, rows, max_rows, LENGTH, TOKENS):
+    for counts in steps_to_warm_up(case.decodes, rows, max_rows, LENGTH, TOKENS):
         case.eager(counts)
-    for key in warm_up.graphs(case.keys, rows, min(TOKENS, max_rows * LENGTH)):
+    for key in graphs_to_warm_up(case.keys, rows, min(TOKENS, max_rows * LENGTH)):
         case.padded(key)
-    for key in warm_up.shared(case.keys, tiles.warm_shared(sizes, [(*heads, 16)], max_rows, LENGTH, CPU), max_rows):
+    for key in shared_to_warm_up(case.keys, tiles.warm_shared(sizes, [(*heads, 16)], max_rows, LENGTH, CPU), max_rows):
         case.padded(key)
     known, case.launched = case.launched, set()
     assert "_shared_prefix" in {name for name, _ in known}
@@ -222,7 +231,7 @@ def test_nor_one_of_steps_that_share_prefixes(
 @pytest.mark.parametrize(("max_rows", "longest", "tokens"), [(4, 10, 64), (2, 64, 64), (64, 512, 512)])
 def test_prompts_of_as_many_rows_as_there_are_kinds(max_rows: int, longest: int, tokens: int) -> None:
     """As far as steps have so many tokens; what is beyond that, by the most that they have."""
-    found = list(warm_up.steps([], {8, 48, 256}, max_rows, longest, tokens))
+    found = list(steps_to_warm_up([], {8, 48, 256}, max_rows, longest, tokens))
     most = min(tokens, max_rows * longest)
     assert {sum(counts) for counts in found} == {min(rows, most) for rows in (3, 8, 48, 256, longest)}
     assert all(len(counts) <= max_rows and max(counts) <= longest for counts in found)
@@ -271,11 +280,11 @@ def test_which_decodes_have_other_tiles_where_contexts_are_short(
 def test_graphs_of_each_kind() -> None:
     """Decodes, mixed ones by their requests, and the widest of each kind of products that no step by hand has."""
     decodes, mixed = [Key(1, 1), Key(2, 2)], [Key(tokens, 3) for tokens in (128, 256, 512, 1024)]
-    assert warm_up.graphs([*decodes, *mixed], set(), 200) == [decodes[0], mixed[0]]
-    assert warm_up.graphs([*decodes, *mixed], {100, 300, 700}, 200) == [decodes[0], mixed[0], mixed[1], mixed[2]]
-    assert warm_up.graphs([*decodes, *mixed], {9999}, 1024) == [decodes[0], mixed[0]]
+    assert graphs_to_warm_up([*decodes, *mixed], set(), 200) == [decodes[0], mixed[0]]
+    assert graphs_to_warm_up([*decodes, *mixed], {100, 300, 700}, 200) == [decodes[0], mixed[0], mixed[1], mixed[2]]
+    assert graphs_to_warm_up([*decodes, *mixed], {9999}, 1024) == [decodes[0], mixed[0]]
     short = Key(1, 1, contexts=SHORT)
-    assert warm_up.graphs([*decodes, short, *mixed], set(), 200) == [decodes[0], short, mixed[0]]
+    assert graphs_to_warm_up([*decodes, short, *mixed], set(), 200) == [decodes[0], short, mixed[0]]
     long = [Key(tokens, requests, contexts=LONG) for requests in (5, 9) for tokens in (128, 1024)]
-    assert warm_up.long([*decodes, *mixed], (5, 9)) == long
-    assert warm_up.long(decodes, (5, 9)) == [], "no mixed step has a graph"
+    assert long_to_warm_up([*decodes, *mixed], (5, 9)) == long
+    assert long_to_warm_up(decodes, (5, 9)) == [], "no mixed step has a graph"

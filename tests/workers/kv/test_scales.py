@@ -17,9 +17,9 @@ from meshlm.kernels import float8
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.supervisor.settings import flags, resolve
+from meshlm.workers.engine import kv_scales
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.make import make_engine
-from meshlm.workers.kv import scales
 from meshlm.workers.models.decoder import Decoder
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -72,7 +72,7 @@ def test_calculated_scales_are_those_of_every_start(tmp_path: Path) -> None:
     again = engine(tmp_path, kv_cache_dtype="fp8", calculate_kv_scales=True)
     assert [(cache.k_scale, cache.v_scale) for cache in again.compute.caches] == found
     plain = engine(tmp_path)
-    ids = [at * scales.STRIDE % MODEL["vocab_size"] for at in range(LENGTH)]  # type: ignore[operator]
+    ids = [at * kv_scales.STRIDE % MODEL["vocab_size"] for at in range(LENGTH)]  # type: ignore[operator]
     step(plain, [(0, 0, LENGTH - 1, True)], [new(0, ids[: LENGTH - 1], GREEDY)])
     for (k_scale, v_scale), cache in zip(found, plain.compute.caches, strict=True):
         assert k_scale == pytest.approx(float(cache.keys.abs().max()) / 200, rel=0.05)  # one token less
@@ -83,8 +83,8 @@ def calculated(model: Decoder, comm: Threads | None, folder: Path) -> torch.Tens
     found = resolved(folder, "auto")
     part: dict[str, Any] = {"model": model, "shard": model.shard, "comm": comm, "resolved": found}
     part |= {"device": CPU, "dtype": torch.float32}
-    part["intermediate_tensors"] = torch.zeros(scales.TOKENS, found.spec.hidden_size)
-    return torch.tensor(scales._calculated(cast(ModelEngine, SimpleNamespace(**part))))
+    part["intermediate_tensors"] = torch.zeros(kv_scales.TOKENS, found.spec.hidden_size)
+    return torch.tensor(kv_scales._calculated(cast(ModelEngine, SimpleNamespace(**part))))
 
 
 def test_ranks_and_stages_find_the_scales_of_the_whole(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def of_checkpoint(*given: tuple[float | None, float | None]) -> list[tuple[float
     shard = SimpleNamespace(layers=lambda count: range(3, 3 + len(given)))
     spec = SimpleNamespace(num_hidden_layers=9)
     made = SimpleNamespace(model=model, shard=shard, resolved=SimpleNamespace(spec=spec))
-    return scales._of_checkpoint(cast(ModelEngine, made))
+    return kv_scales._of_checkpoint(cast(ModelEngine, made))
 
 
 def test_layers_without_scales_have_one_and_half_a_pair_is_refused() -> None:

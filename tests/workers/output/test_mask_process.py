@@ -28,10 +28,9 @@ from meshlm.runtime.sandbox.limits import MIB, ChildDied, Limit, Limits
 from meshlm.runtime.vocabulary import Vocabulary
 from meshlm.workers.output import grammars as grammars_module
 from meshlm.workers.output import mask_process
-from meshlm.workers.output.grammars import COMPUTED, Grammars
+from meshlm.workers.output.grammars import COMPUTED, Grammars, MatchersLost
 from meshlm.workers.output.mask_process import MaskProcess
 from meshlm.workers.output.matchers import Matchers, RowBegins, Turn, Turned
-from meshlm.workers.output.matchers_lost import MatchersLost
 from meshlm.workers.rows.changes import I32
 
 pytestmark = pytest.mark.model

@@ -27,7 +27,7 @@ from meshlm.workers.distributed.placement import WorkerPlacement
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.make import make_engine
-from meshlm.workers.rows.extras.pooling import PoolingRows
+from meshlm.workers.rows.extras.prompt_results import PoolingRows
 
 KINDS = tuple(PoolKind)
 GREEDY = SamplingParams(temperature=0.0)

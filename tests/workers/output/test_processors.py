@@ -12,12 +12,12 @@ from meshlm.protocol.wire.ids import Row
 from meshlm.runtime import logits_processors
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.logits_processors import ProcessorError
-from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.output.logits_processor import BatchUpdate, LogitsBatch, LogitsProcessor
 from meshlm.workers.output.processors import Processors
 from meshlm.workers.output.sampler import SampleRows, sample
 from meshlm.workers.rows.columns import ALWAYS
-from meshlm.workers.rows.extras.row_extras import RowExtras
+from meshlm.workers.rows.device_rows import DeviceRows
+from meshlm.workers.rows.extras.extra import RowExtras
 
 VOCAB, ROWS, CPU = 20, 6, torch.device("cpu")
 
@@ -67,7 +67,8 @@ class Wrong(Follow):
 
 def rows_of(*kinds: type[LogitsProcessor]) -> DeviceRows:
     rows = DeviceRows(ROWS, 40, 16, CPU)
-    processors = rows.table.columns.processors = Processors(kinds, MeshConfig(), CPU, ROWS)
+    processors = Processors(kinds, MeshConfig(), CPU, ROWS)
+    rows.table.columns.processors = processors.apply
     rows.table.extras = RowExtras((processors,), rows.table.num_rows)
     return rows
 
@@ -98,8 +99,7 @@ def greedy(**extra: object) -> SamplingParams:
 
 
 def used(rows: DeviceRows) -> Follow:
-    assert rows.table.columns.processors is not None
-    processor = rows.table.columns.processors._used[0].processor
+    processor = rows.table.extras.kind(Processors)._used[0].processor
     assert isinstance(processor, Follow)
     return processor
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from meshlm.kernels.sample.outcomes import NONE_LEFT, NOT_NUMBERS
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.workers.output.draws import uniforms
 from meshlm.workers.output.logprobs import columns
-from meshlm.workers.output.sampler import SampleRows, sample
+from meshlm.workers.output.sampler import SampleRows, sample, uniforms
 from meshlm.workers.rows.columns import ALWAYS, RowColumns, edits
 
 VOCAB = 50

@@ -21,8 +21,7 @@ from meshlm.runtime.parsers.registry import tool_parser
 from meshlm.runtime.parsers.splitter import Splitter
 from meshlm.runtime.vocabulary import Vocabulary
 from meshlm.workers.output.grammars import COMPUTED, Grammars
-from meshlm.workers.output.matchers import Matchers
-from meshlm.workers.output.reasoning import MAX_UNSURE, Reasoning
+from meshlm.workers.output.matchers import MAX_UNSURE, Matchers, Reasoning
 
 pytestmark = pytest.mark.model
 VOCAB, EOS, PROMPT = 49152, 2, [5, 6, 7]

@@ -12,7 +12,7 @@ from meshlm.protocol.audio import SpeechTokens
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.workers.output.logits_processor import LogitsBatch
-from meshlm.workers.output.timestamp_rules import TimestampRules
+from meshlm.workers.output.processors import TimestampRules
 
 EOS, NO_TIMES, TICKS, LATEST = 20, 23, 12, 5
 ZERO, VOCAB = NO_TIMES + 1, NO_TIMES + 1 + TICKS

@@ -4,10 +4,8 @@ import torch
 from torch import Tensor
 
 from meshlm.protocol.model import QuantizationScheme
-from meshlm.workers.formats.eight_bits import InputScale
+from meshlm.workers.formats.eight_bits import Fp8Format, InputScale, Int8Format
 from meshlm.workers.formats.format import GroupedWeight, grouped_weight
-from meshlm.workers.formats.fp8 import Fp8Format
-from meshlm.workers.formats.int8 import Int8Format
 
 
 def fp8_experts(codes: Tensor, scales: Tensor, scheme: QuantizationScheme, dtype: torch.dtype) -> GroupedWeight:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshlm.kernels.allreduce_rmsnorm import kernel
 from meshlm.workers.attention.backend import choose
-from meshlm.workers.distributed import self_test
+from meshlm.workers.distributed import symmetric
 from meshlm.workers.distributed.communicator import Distributed
 from meshlm.workers.distributed.one_row import OneRow
 from meshlm.workers.distributed.shard import Shard
@@ -91,7 +91,7 @@ def run_rank(
     with torch.inference_mode():
         one_row = one_row_of(rank, memory, more)
         made: Any = SimpleNamespace(one_row=one_row, device=CPU)
-        found.append(self_test.wrong(self_test.parts(made, shard, HIDDEN)))
+        found.append(symmetric.wrong(symmetric.parts(made, shard, HIDDEN)))
         model = load_model(resolved(Path(path), "dummy"), CPU, 0, lambda done, total: None, shard).to(BF16)
         model.rope = model.rope.float()
         model._head_weight = model._head_weight.to(BF16)

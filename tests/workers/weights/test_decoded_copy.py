@@ -9,9 +9,8 @@ from small_models import resolved
 
 from meshlm.workers.formats.packed import PackedFormat
 from meshlm.workers.layers.linear import Linear
-from meshlm.workers.weights.decoded_copy import keep_values, pays
-from meshlm.workers.weights.gguf_form import WeightsPlan
 from meshlm.workers.weights.load import loaded
+from meshlm.workers.weights.weights_plan import WeightsPlan, keep_values, pays
 
 GB = 1 << 30
 H200 = WeightsPlan(device="cuda", compiled=False, available=120 * GB, request=4 * GB)

@@ -20,10 +20,10 @@ from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.moe.experts import self_test
+from meshlm.workers.weights import layer_formats
 from meshlm.workers.weights import load as loading
-from meshlm.workers.weights import packed_experts
-from meshlm.workers.weights.gguf_form import WeightsPlan
 from meshlm.workers.weights.load import load_model
+from meshlm.workers.weights.weights_plan import WeightsPlan
 
 KINDS = {"mixtral": "llama", "qwen2-moe": "qwen2moe", "qwen3-moe": "qwen3moe", "gpt-oss": "gpt-oss"}
 
@@ -160,7 +160,7 @@ def test_experts_of_a_gguf_file_stay_packed(up: str, tmp_path: Path, monkeypatch
     write(path, "qwen3moe", spec, tensors, {"gate_exps": types.Q4_0, "up_exps": types[up], "down_exps": types.Q8_0})
     decoded = load(path)
     monkeypatch.setattr(loading, "has_kernels", lambda *given: True)
-    monkeypatch.setattr(packed_experts, "has_kernels", lambda *given: True)
+    monkeypatch.setattr(layer_formats, "has_kernels", lambda *given: True)
     monkeypatch.setattr(self_test, "of_packed", lambda *given: "")
     packed = load(path)
     kept = [[layer.grouped().kernel for layer in mixture.experts.linears()] for mixture in packed.mixtures()]

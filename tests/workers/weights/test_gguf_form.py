@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshlm.workers.weights.gguf_form import Form, WeightsPlan, form_of
+from meshlm.workers.weights.weights_plan import Form, WeightsPlan, form_of
 
 GB = 1 << 30
 H200 = WeightsPlan(device="cuda", compiled=False, available=130 * GB, request=4 * GB)

@@ -15,7 +15,7 @@ from meshlm.workers.formats.gguf import DecodedGGUF, GGUFFormat, Span
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.weights import load as loading
-from meshlm.workers.weights.gguf_spans import keep_spans, merged
+from meshlm.workers.weights.gguf_parameters import keep_spans, merged
 from meshlm.workers.weights.load import weight_bytes
 
 TABLE = [7, 3, 11, 0, 5, 9, 1, 2, 8, 4]

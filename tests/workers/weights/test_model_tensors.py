@@ -24,7 +24,7 @@ from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.weights import load as loading
-from meshlm.workers.weights.gguf_spans import keep_spans
+from meshlm.workers.weights.gguf_parameters import keep_spans
 from meshlm.workers.weights.model_tensors import tensors_of
 
 INT8 = {

@@ -18,9 +18,9 @@ from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.model_files.gguf_files import GGUFTensor
 from meshlm.workers.models.cpu_layers import fuse
 from meshlm.workers.models.decoder import Decoder
-from meshlm.workers.weights.gguf_form import WeightsPlan
 from meshlm.workers.weights.gguf_source import GGUFTensorSource
 from meshlm.workers.weights.load import load_model, weight_bytes
+from meshlm.workers.weights.weights_plan import WeightsPlan
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the CPU kernels cannot be compiled here")
 TABLE = [7, 3, 11, 0, 5, 9, 1, 2, 8, 4]

@@ -4,21 +4,30 @@ A plan brings what has changed; that becomes segments of one host buffer (rows/t
 their places. Padding requests of CUDA graphs use the row after the last. Owned by the stepper thread.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from meshlm.protocol.edges.step import StepPlan
+from meshlm.protocol.edges.step import NewRow, StepPlan
+from meshlm.protocol.extras import find_extra
+from meshlm.protocol.samplers import SequenceBreakers
 from meshlm.workers.memory import zeros
 from meshlm.workers.rows.changes import I32, NOTHING
 from meshlm.workers.rows.columns import ON_DEVICE, Column, num_ints
+from meshlm.workers.rows.extras.extra import RowExtra
 from meshlm.workers.rows.step_columns import StepColumns
 from meshlm.workers.rows.table import RowTable
 
 if TYPE_CHECKING:
-    from meshlm.workers.engine.shared_prefixes import PrefixTables
+    from meshlm.workers.rows.shared_prefixes import PrefixTables
+
+
+def put(values: NDArray[Any], device: torch.device) -> Tensor:
+    """Copies to the device without waiting for it: the driver takes a copy of what is small, and the array may go."""
+    return torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)
 
 
 class DeviceRows:
@@ -78,3 +87,27 @@ class DeviceRows:
         self.table.reset()
         if self.prefixes is not None:
             self.prefixes.reset()
+
+
+def breakers_buffer(num_rows: int, vocab_size: int, device: torch.device) -> Tensor:
+    """int32 [rows, words]: token t is a sequence breaker of a row where bit t % 32 of word t / 32 is set."""
+    return torch.zeros(num_rows, -(-vocab_size // 32), dtype=torch.int32, device=device)
+
+
+class SequenceBreakersRows(RowExtra[Tensor]):
+    """See `RowExtra`."""
+
+    extra = SequenceBreakers
+
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer = buffer
+
+    def add_row(self, new: NewRow) -> None:
+        breakers = find_extra(new.extras, SequenceBreakers)
+        assert breakers is not None
+        bits = np.zeros(self._buffer.shape[1] * 32, np.uint8)
+        bits[np.frombuffer(breakers.token_ids, np.int32)] = 1
+        self._buffer[new.row] = put(np.packbits(bits, bitorder="little").view(np.int32), self._buffer.device)
+
+    def remove_row(self, row: int) -> None:
+        self._buffer[row] = 0

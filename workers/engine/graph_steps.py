@@ -5,23 +5,30 @@ Used by triton_kit.py, before there are requests (--tune full).
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from meshlm.kernels.attention.tiles import SHORT_CONTEXT
 from meshlm.kernels.measure import replay_us
 from meshlm.kernels.precompile import precompiled
 from meshlm.kernels.tuning.products import attempted
 from meshlm.kernels.tuning.steps import Choice
-from meshlm.workers.engine.triton_inputs import TritonInputs
-from meshlm.workers.graphs.dispatcher import Key
-from meshlm.workers.graphs.recorder import Recorder
+from meshlm.workers.distributed.shard import Shard
+from meshlm.workers.engine.compute import Compute
+from meshlm.workers.engine.together import cut_of
+from meshlm.workers.engine.triton_inputs import TritonInputs, halves_of
+from meshlm.workers.graphs.dispatcher import Recorder
+from meshlm.workers.graphs.keys import HEAD, LONG, LONG_CONTEXT, MODEL, SHORT, Key
+from meshlm.workers.output.logits_sampler import LogitsSampler
 from meshlm.workers.rows.changes import NOTHING
 from meshlm.workers.rows.step_columns import columns_of
 
 if TYPE_CHECKING:
     from meshlm.workers.engine.engine import ModelEngine
+
 
 CONTEXT = 576  # tokens of the request
 TURNS, REPLAYS = 5, 20
@@ -83,3 +90,29 @@ class TimedSteps:
 
     def _replayed(self, graph: torch.cuda.CUDAGraph | None) -> float:
         return math.inf if graph is None else replay_us(graph, REPLAYS)
+
+
+class PaddedStep:
+    """Launches it; as often as a graph is rehearsed, captured, or stood in for."""
+
+    def __init__(self, compute: Compute, shard: Shard, inputs: TritonInputs, head: LogitsSampler) -> None:
+        self._compute, self._shard, self._inputs, self._head = compute, shard, inputs, head
+
+    def __call__(self, key: Key) -> None:
+        if key.part == HEAD:
+            rows, starts, ends, places = self._inputs.columns(key.requests)
+            count = self._inputs.num_lines(key.requests)
+            self._head.choose_kept(count, (rows, starts, ends), None if key.uniform else places[:count])
+            return
+        batch = self._inputs.padded(key.requests, key.tokens, shared=key.shared)
+        if key.contexts == LONG:
+            batch = replace(batch, seen=LONG_CONTEXT)
+        elif key.contexts == SHORT:
+            batch = replace(batch, longest=SHORT_CONTEXT)
+        hidden = self._compute.padded(batch, halves_of(batch, cut_of(key.tokens)) if key.halves else None)
+        if self._shard.is_last:
+            last = hidden if batch.logits_indices is None else hidden[batch.logits_indices]
+            if key.part == MODEL:
+                self._head.keep(last)
+            else:
+                self._head.choose(last, batch)

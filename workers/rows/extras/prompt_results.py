@@ -1,4 +1,6 @@
-"""Rows that want a vector of their prompt. No torch: what makes the vectors is given (output/pooler.py, fake/pooling.py)."""
+"""Rows that want something of their prompt: a vector, or the log-probabilities of its tokens. No torch: what finds them is given
+(output/pooler.py, output/logprobs.py, fake/extras.py).
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -76,3 +78,38 @@ class PoolingRows(RowExtra[States]):
                 end, count = int(ends[place]), int(step.counts[place])
                 found.append(Pooling(place, row, task, end - count, end, int(step.starts[place]), int(num_prompt[row])))
         return self._pooled_step(found)
+
+
+class PromptSpan(NamedTuple):
+    """The tokens of a step that prompt tokens follow whose log-probabilities are wanted."""
+
+    place: int  # in the batch
+    row: int
+    begin: int  # the first of them in the step
+    position: int  # of the first that follows
+    num_tokens: int
+    width: int
+
+
+class PromptLogprobsRows(RowExtra[States]):
+    """See `RowExtra`."""
+
+    def __init__(self, columns: RowColumns, step_of: Callable[[list[PromptSpan]], StepExtra[States]]) -> None:
+        """step_of: finds them for the rows of a step."""
+        self._columns, self._step_of = columns, step_of
+
+    def has_row(self, new: NewRow) -> bool:
+        return new.sampling.prompt_logprobs >= 0
+
+    def for_step(self, step: StepColumns) -> StepExtra[States] | None:
+        """The decodes behind a prompt need nothing, and stay in their CUDA graph."""
+        wanted = self._columns.prompts_with_logprobs(step.rows, step.starts).tolist()
+        if not wanted:
+            return None
+        begins, found = np.cumsum(step.counts) - step.counts, []
+        for place in wanted:
+            row, start = int(step.rows[place]), int(step.starts[place])
+            last = min(start + int(step.counts[place]), int(self._columns["num_prompt_tokens"][row]) - 1)
+            width = int(self._columns["prompt_logprobs"][row])
+            found.append(PromptSpan(place, row, int(begins[place]), start + 1, last - start, width))
+        return self._step_of(found)
