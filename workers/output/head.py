@@ -12,10 +12,10 @@ from torch import Tensor
 
 from meshlm.workers.batch import StepInputs
 from meshlm.workers.models.decoder import Decoder
-from meshlm.workers.output import logprobs, sampler
+from meshlm.workers.output import logprobs
 from meshlm.workers.output.grammars import TokenMask
 from meshlm.workers.output.logprobs import Details, Part
-from meshlm.workers.output.sampler import sample, sample_rows
+from meshlm.workers.output.sampler import apply_mask, sample, sample_rows
 from meshlm.workers.rows.changes import I32
 from meshlm.workers.rows.device_rows import DeviceRows, breakers_buffer, put
 from meshlm.workers.rows.step_columns import StepColumns
@@ -75,7 +75,7 @@ class TorchHead:
         wanted = np.flatnonzero(columns["logprobs"][at.rows] >= 0)
         self._raw = logits[put(wanted, self._device)].clone() if len(wanted) else None
         if self._mask is not None:
-            sampler.apply(logits, self._mask)
+            apply_mask(logits, self._mask)
             self._mask = None
         self.sampled = sample(logits, at, columns, self._rows.tokens).int()
         where = put(np.stack((at.rows.astype(np.int64), at.lens)), self._device)

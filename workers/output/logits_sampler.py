@@ -18,10 +18,10 @@ from meshlm.kernels.token_mask.kernel import token_mask, workspace
 from meshlm.kernels.top_k_top_p import kernel as truncation
 from meshlm.workers.batch import StepInputs
 from meshlm.workers.models.decoder import Decoder
-from meshlm.workers.output import logprobs, sampler
+from meshlm.workers.output import logprobs
 from meshlm.workers.output.grammars import TokenMask
 from meshlm.workers.output.logprobs import Details, Part
-from meshlm.workers.output.sampler import SampleRows, sample, sample_rows
+from meshlm.workers.output.sampler import SampleRows, apply_mask, sample, sample_rows
 from meshlm.workers.rows.changes import I32
 from meshlm.workers.rows.columns import RowColumns
 from meshlm.workers.rows.device_rows import DeviceRows, breakers_buffer, put
@@ -186,7 +186,7 @@ class LogitsSampler:
             some, index = at.some(lines), put(lines, self._device)
             logits = self._model.logits(self.hidden[index])
             if mask is not None:
-                sampler.apply(logits, mask.of(lines))
+                apply_mask(logits, mask.of(lines))
             token_ids = sample(logits, some, columns, self._rows.tokens).int()
             where = put(np.stack((some.rows.astype(np.int64), some.lens)), self._device)
             self._rows.tokens[where[0], where[1]] = token_ids.clamp(min=0)

@@ -247,7 +247,7 @@ def _apply_lists(logits: Tensor, places: NDArray[np.intp], at: SampleRows, colum
             banned_words(params.bad_words_token_ids, line.device).ban(line, output)
 
 
-def apply(logits: Tensor, mask: TokenMask) -> None:
+def apply_mask(logits: Tensor, mask: TokenMask) -> None:
     """Tokens that may not come get -inf. logits [l, vocab] are changed in place."""
     lines, banned = put(mask.lines, logits.device), put(~mask.allowed(logits.shape[1]), logits.device)
     logits[lines] = logits[lines].masked_fill_(banned, -torch.inf)

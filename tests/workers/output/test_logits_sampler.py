@@ -16,11 +16,11 @@ from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.ids import Row, StepId
 from meshlm.workers.graphs import keys as graphs
-from meshlm.workers.output import logits_sampler, logprobs, sampler
+from meshlm.workers.output import logits_sampler, logprobs
 from meshlm.workers.output.grammars import TokenMask
 from meshlm.workers.output.logits_sampler import LogitsSampler
 from meshlm.workers.output.logprobs import Details, prompt_logprobs
-from meshlm.workers.output.sampler import SampleRows, sample
+from meshlm.workers.output.sampler import SampleRows, apply_mask, sample
 from meshlm.workers.rows.columns import ALWAYS, EDITS, RowColumns, edits
 from meshlm.workers.rows.device_rows import DeviceRows
 
@@ -263,7 +263,7 @@ def test_masked_lines_beside_others(monkeypatch: pytest.MonkeyPatch, chunk: int,
         found = case.head.sampled[:count].tolist()
         logits = case.model.logits(case.hidden[rows])
         if allowed:
-            sampler.apply(logits, of_lines(allowed))
+            apply_mask(logits, of_lines(allowed))
         assert found == sample(logits, case.at(rows), case.table, tokens).tolist()
         assert all(found[line] in some for line, some in allowed.items())
 
