@@ -236,6 +236,12 @@ def is_mxfp4(spec: QuantizationSpec | None, name: str, dtype: str) -> bool:
     return spec is not None and spec.method == "mxfp4" and dtype == "U8" and name.endswith(("_blocks", "_scales"))
 
 
+def read_experts_int8(config: dict[str, Any]) -> QuantizationSpec:
+    """quant_method experts_int8: files hold plain weights, of which those of experts are quantised while they are loaded."""
+    only(config, "quant_method")
+    return _EXPERTS_INT8
+
+
 _FP8_ROWS = QuantizationScheme(targets=("Linear",), weight="channel", activation="token", online=True)
 _FP8_ONLINE = QuantizationSpec(method="fp8", schemes=(_FP8_ROWS,), ignore=("lm_head",))
 register(QuantizationFormat("fp8", read_fp8, encodes=True, online=_FP8_ONLINE))
@@ -245,3 +251,9 @@ register(QuantizationFormat("gptq", packed_quantization.read_gptq, encodes=True)
 register(QuantizationFormat("awq", packed_quantization.read_awq, encodes=True))
 _NF4 = packed_quantization.bitsandbytes_spec("nf4")
 register(QuantizationFormat("bitsandbytes", packed_quantization.read_bitsandbytes, encodes=True, online=_NF4))
+_INT8_ROWS = QuantizationScheme(
+    targets=(r"re:.*\.experts\.\d+\.",), weight="group", weight_group=-1, activation="none", symmetric=True, online=True
+)
+_EXPERTS_INT8 = QuantizationSpec(method="experts_int8", schemes=(_INT8_ROWS,))
+_INT8_FORMAT = "meshlm.workers.formats.experts_int8:ExpertsInt8Format"
+register(QuantizationFormat("experts_int8", read_experts_int8, online=_EXPERTS_INT8, weight_format=_INT8_FORMAT))

@@ -28,6 +28,13 @@ def as_asked(config: MeshConfig, files: ModelFiles) -> ModelFiles:
             can = "" if found else f"; while they are loaded they can be with {', '.join(sorted(online))}"
             raise UsageError(f"--quantization {asked}: the weights of {files.path} {what}{can}")
         files = msgspec.structs.replace(files, spec=msgspec.structs.replace(files.spec, quantization=online[asked]))
+    quantization = files.spec.quantization
+    if quantization is not None and any(scheme.online for scheme in quantization.schemes):
+        names = [weight.name.removesuffix(".weight") for weight in weights_of(files.spec).values()]
+        if all(scheme_of(quantization, name) is None for name in names):
+            raise UsageError(
+                f"--quantization {quantization.method}: the model of {files.path} has none of the layers that it quantises"
+            )
     _check_copy(config, files)
     _check_layouts(files.spec)
     _check_experts(config, files.spec)
