@@ -25,7 +25,7 @@ RAISED_ATTRIBUTES = {
     "frontend/grpc/servicer.py": {"answer.error"},
     "frontend/rendering/routes.py": {"answer.error"},
     "frontend/responses_api/background.py": {"running.error"},
-    "frontend/speech/language.py": {"step.error"},
+    "frontend/speech/routes.py": {"step.error"},
     "supervisor/api/async_llm.py": {"self.dead_error"},  # a property, which makes one
     "supervisor/api/enqueued.py": {"errors[0]"},  # caught in the same call
     "supervisor/api/streaming.py": {"self._error"},  # of one request

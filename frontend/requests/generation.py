@@ -31,7 +31,7 @@ from meshlm.frontend.requests.interval import Interval
 from meshlm.frontend.requests.pacing import Pace, most_waiting
 from meshlm.frontend.requests.poison import PoisonBodies
 from meshlm.frontend.requests.readiness import Readiness
-from meshlm.frontend.speech.stream import SpeechStream
+from meshlm.frontend.speech.answers import SpeechStream
 from meshlm.frontend.vectors.answers import VectorsResponse
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.protocol.edges.text import Submit

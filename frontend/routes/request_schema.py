@@ -11,11 +11,11 @@ from msgspec import Struct
 from meshlm.frontend.messages import request_schema as anthropic
 from meshlm.frontend.openai.schema import MAX_BAD_WORDS, MAX_LOGPROB_IDS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, MAX_TOKENS
 from meshlm.frontend.responses_api import request_schema as responses_api
-from meshlm.frontend.speech import request_schema as speech
 from meshlm.runtime.mesh.messages import NEED_CONTENT, PARTS
 from meshlm.runtime.structured_outputs import MAX_CHOICES as MAX_CHOICES_OF_TEXT
 
 Json = dict[str, Any]
+FORMS = {"TranscriptionRequest", "TranslationRequest"}
 OF_TOKENS = ("GenerateRequest", "DerenderChatRequest", "DerenderCompletionRequest")
 _TEXT: Json = {"type": "string", "minLength": 1}
 _NULL: Json = {"type": "null"}
@@ -67,7 +67,7 @@ def refine(schemas: Json, served: Served) -> None:
     refined |= responses_api.of_bodies(
         served.names, served.max_logprobs, takes_tools=served.takes_tools, takes_priorities=served.takes_priorities
     )
-    speech.refine(schemas, served.names, takes_priorities=served.takes_priorities)
+    _refine_forms(schemas, served)
     refined["ResponsesRequest"]["structured_outputs"] = _or_null(*_constraints())
     either: Json = {"anyOf": [_TEXT, _ids(served, 1)]}
     items = {"type": "array", "items": either, "minItems": 1, "maxItems": 2048}
@@ -100,6 +100,19 @@ def refine(schemas: Json, served: Served) -> None:
         schemas["TokenizeRequest"]["oneOf"] = [_given("prompt", "messages"), _given("messages", "prompt")]
     if "DetokenizeRequest" in schemas:
         schemas["DetokenizeRequest"]["properties"]["tokens"] = _ids(served, 0)
+
+
+def _refine_forms(schemas: Json, served: Served) -> None:
+    """Say it of the forms for audio: `file` is binary, and a list has [] behind its name."""
+    for name in FORMS & schemas.keys():
+        fields = schemas[name]["properties"]
+        fields["file"] = {"type": "string", "format": "binary", "description": "wav, mp3, flac, ogg, webm, m4a or mp4"}
+        fields["model"] = {"anyOf": [{"enum": list(served.names)}, _NULL]}
+        fields["timestamp_granularities[]"] = fields.pop("timestamp_granularities") | {"items": {"enum": ["segment"]}}
+        if not served.takes_priorities:
+            fields["priority"] = {"const": 0}
+        if "to_language" in fields:
+            fields["to_language"] = {"enum": ["en", None]}
 
 
 def _describe(schema: Json, text: str) -> None:

@@ -11,6 +11,7 @@ import msgspec
 from meshlm.frontend.http.errors import HttpError
 from meshlm.protocol.audio import SAMPLE_RATE
 from meshlm.protocol.wire.ids import ErrorKind
+from meshlm.runtime.extras import how_to_install
 from meshlm.runtime.sandbox.limits import MIB, ChildDied, Limits
 from meshlm.runtime.sandbox.sandbox import NoChild, Sandbox, SandboxFailed
 
@@ -26,6 +27,12 @@ CPU_S, CPU_SHARE = 10.0, 0.05  # of one core: so much, and so much for each seco
 WALL_S = 300.0
 
 
+def not_installed(package: str) -> HttpError:
+    """The answer where a package of the extra `audio` is missing, which servers of other models do without."""
+    text = f"audio need {package}, which is not installed at the server: {how_to_install('audio')}"
+    return HttpError(500, text, kind="internal_error")
+
+
 class AudioDecoder:
     """The fork server is started with the first file."""
 
@@ -37,7 +44,7 @@ class AudioDecoder:
             stack_bytes=STACK_BYTES,
         )
         argument = msgspec.json.encode(float(max_seconds))
-        self._sandbox = Sandbox("meshlm.frontend.speech.audio_child", argument, "audio")
+        self._sandbox = Sandbox("meshlm.frontend.speech.audio_files", argument, "audio")
 
     def decode(self, data: bytes) -> "Samples":
         """The file's samples; see audio_files.decode. HttpError names `file`."""

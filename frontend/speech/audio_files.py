@@ -1,21 +1,24 @@
-"""Audio files to samples, by FFmpeg's libraries (PyAV). HttpError names `file`. Called by
-audio_child.py, in a process that may die of it: what a file says of itself, FFmpeg takes memory for.
+"""Audio files to samples, by FFmpeg's libraries (PyAV), and samples to chunks. HttpError names `file`. Files are decoded in a process
+that may die of it: what a file says of itself, FFmpeg takes memory for.
 
 A file comes from whoever may ask, so FFmpeg may use few of its demuxers and decoders: none that opens other files or addresses, as
 those of playlists do, and none of pictures. What a file may become in memory is bounded while it is decoded, not by what the file says.
 """
 
+import contextlib
 import errno
 import io
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.speech.extra import not_installed
+from meshlm.frontend.speech.audio_decoder import DECODED, REFUSED, not_installed
 from meshlm.protocol.audio import SAMPLE_RATE
+from meshlm.runtime.sandbox.fork_server import Handle, answering
 
 Samples = NDArray[np.float32]
 
@@ -32,8 +35,25 @@ DECODERS = (
     *(f"pcm_{kind}" for kind in _PCM),
 )
 OPTIONS = {"format_whitelist": ",".join(DEMUXERS), "codec_whitelist": ",".join(DECODERS), "protocol_whitelist": "none"}
+SEARCHED = SAMPLE_RATE  # samples: a chunk ends in the last second that it may have ...
+WINDOW, STEP = SAMPLE_RATE // 10, SAMPLE_RATE // 100  # ... where 0.1 s have the least energy
 RATES = (1_000, 768_000)  # samples a second; of fewer, a small frame would become a large one
 TAKEN = "send an audio clip as wav, mp3, flac, ogg, webm, m4a or mp4"
+
+
+def make(argument: bytes) -> Handle:
+    """Runs once in the fork server of audio_decoder.py. argument: the most seconds that a file may hold, as JSON."""
+    max_seconds = msgspec.json.decode(argument, type=float)
+    with contextlib.suppress(ImportError):  # the answers say so
+        import av  # noqa: F401
+
+    def decoded(data: bytes) -> bytes:
+        try:
+            return DECODED + decode(data, max_seconds).tobytes()
+        except HttpError as error:
+            return REFUSED + msgspec.msgpack.encode((error.status, error.message, error.param, error.kind))
+
+    return answering(decoded)
 
 
 def decode(data: bytes, max_seconds: float) -> Samples:
@@ -137,3 +157,26 @@ def _refused(text: str) -> HttpError:
 def _shown(error: Exception) -> str:
     """The reason without the number and the name that FFmpeg gives it."""
     return getattr(error, "strerror", "") or str(error)
+
+
+# --- where an audio clip that is too long for the encoder is cut ---
+
+
+def ranges(samples: Samples, seconds: int) -> Iterator[tuple[int, int]]:
+    """First and last + 1 of the samples of each chunk, of `seconds` at most; together they are all samples."""
+    longest, begin = seconds * SAMPLE_RATE, 0
+    while len(samples) - begin > longest:
+        latest = begin + longest
+        searched = max(latest - SEARCHED, begin + longest // 2)
+        cut = searched + _quietest(samples[searched:latest])
+        yield begin, cut
+        begin = cut
+    yield begin, len(samples)
+
+
+def _quietest(samples: Samples) -> int:
+    """The middle of the window with the least energy, the last of several that have it."""
+    energy = np.concatenate(([0.0], np.cumsum(np.square(samples, dtype=np.float64))))
+    windows = energy[WINDOW::STEP] - energy[: len(energy) - WINDOW : STEP]
+    place = len(windows) - 1 - int(np.argmin(windows[::-1]))
+    return place * STEP + WINDOW // 2

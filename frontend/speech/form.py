@@ -4,7 +4,7 @@ from typing import Any
 
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai.limits import MIN_PROMPT_BYTES
-from meshlm.frontend.speech.extra import not_installed
+from meshlm.frontend.speech.audio_decoder import not_installed
 
 MAX_PARTS = 64
 MAX_VALUE_BYTES = MIN_PROMPT_BYTES  # of a field that is no file

@@ -73,9 +73,9 @@ class Transcription:
 
     def cut(self, samples: "Samples") -> None:
         """Fills in the chunks of the audio."""
-        from meshlm.frontend.speech import chunks  # numpy, which other servers do without
+        from meshlm.frontend.speech.audio_files import ranges  # numpy, which other servers do without
 
-        for begin, end in chunks.ranges(samples, self.speech.seconds):
+        for begin, end in ranges(samples, self.speech.seconds):
             data = samples[begin:end].astype("<f4", copy=False).tobytes()
             self.chunks.append(AudioChunk(Audio(data), begin / SAMPLE_RATE))
 

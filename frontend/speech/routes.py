@@ -1,7 +1,7 @@
 """The routes for audio: a form to prompts for the mesh. Called by the table of routes.
 
 A body counts as incoming until its audio is decoded, in a child of this process. Then it is a request like others; where the client
-does not say the language, a step before it finds that (language.py).
+does not say the language, a step before it finds that.
 """
 
 import asyncio
@@ -16,17 +16,22 @@ from starlette.responses import Response as HttpResponse
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.messages.routes import check_last_id
 from meshlm.frontend.openai.parsed_request import ParsedRequest
-from meshlm.frontend.requests import retry
+from meshlm.frontend.requests import retry, submits
+from meshlm.frontend.requests.beams import Step
 from meshlm.frontend.requests.generation import Backend, Form, Generation
 from meshlm.frontend.requests.poison import name_of
 from meshlm.frontend.routes.operation import NAMED, SRT, TEXT, VTT, Group, OfClass, route
 from meshlm.frontend.routes.request_reader import RequestReader
-from meshlm.frontend.speech import form, language, parse, schema
-from meshlm.frontend.speech.answers import SpeechResponse
+from meshlm.frontend.speech import form, parse, schema
+from meshlm.frontend.speech.answers import SpeechResponse, SpeechStream
 from meshlm.frontend.speech.audio_decoder import AudioDecoder
 from meshlm.frontend.speech.parse import Transcription
 from meshlm.frontend.speech.schema import LISTS, SpeechTask
-from meshlm.frontend.speech.stream import SpeechStream
+from meshlm.protocol.audio import Audio, SpeechTokens
+from meshlm.protocol.edges.text import MediaPrompt, TextParams, TokenPrompt
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.runtime.client.choice import Choice
 from meshlm.runtime.process import in_hand
 
 DECODED_AT_ONCE = 2  # audio; each may take --max-audio-seconds of samples
@@ -95,7 +100,7 @@ class SpeechRoutes:
     ) -> ParsedRequest:
         """The request with the prompts of the language that is transcription in the first chunk."""
         audio = transcription.chunks[0].audio
-        transcription.language = await language.find(
+        transcription.language = await find_language(
             self._backend, parsed_request, transcription.speech, audio, request_id, rank
         )
         return parsed_request.with_mesh(prompts=transcription.prompts())
@@ -120,3 +125,29 @@ def _identity(fields: dict[str, Any]) -> bytes:
     """The request as JSON, for telling it from others: with the file's digest, and without what only divides the parts of the body."""
     file = fields.get(form.FILE, b"")
     return msgspec.json.encode({**fields, form.FILE: hashlib.sha256(file).hexdigest()})
+
+
+async def find_language(
+    backend: Backend, parsed_request: ParsedRequest, speech: SpeechTokens, audio: Audio, request_id: str, rank: int
+) -> str:
+    """The code of the likeliest of the languages' tokens behind the start: a request of its own, of one token. HttpError."""
+    step = Step(f"{request_id}-language")
+    codes = {token: code for code, token in speech.languages.items()}
+    one = parsed_request.with_answer(logprobs=0).with_mesh(
+        prompts=[MediaPrompt(TokenPrompt(pack_i32([speech.start])), (audio,))],
+        sampling=SamplingParams(temperature=0.0, logprobs=0, allowed_token_ids=tuple(codes)),
+        seed=0,
+        text=TextParams(),
+        max_tokens=1,
+    )
+    opened: list[Choice] = []
+    try:
+        for choices, submit in list(submits.build_each(step, one, backend.requests.new_handle, rank)):
+            opened += choices
+            backend.requests.open(choices, submit)
+        await step.end.wait()
+    finally:
+        backend.requests.close(opened)
+    if step.error is not None:
+        raise step.error
+    return codes[step.found[0].token.token_id]

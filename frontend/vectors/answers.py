@@ -5,14 +5,15 @@ import struct
 import sys
 from array import array
 from binascii import b2a_base64
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from operator import mul
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from meshlm.frontend.openai.responses import AnswerHead, Response
-from meshlm.frontend.vectors.float8 import ROUNDERS
 from meshlm.frontend.vectors.parse import Pairs
 from meshlm.frontend.vectors.schema import CohereEmbedRequest, EncodingCommon, RerankRequest
 from meshlm.protocol.pool import Pool, PoolHead, PoolKind
@@ -22,6 +23,8 @@ from meshlm.runtime.similarity import cosine, lines_of, max_sim, of_tokens
 
 Json = dict[str, Any]
 BYTES = "application/octet-stream"
+NATIVE = "<" if sys.byteorder == "little" else ">"  # the order of bytes
+NAN, SIGN = 0x7F, 0x80  # of a float of eight bits
 _encode = msgspec.json.Encoder().encode
 
 
@@ -74,12 +77,8 @@ class VectorsResponse(Response):
     def usage(self) -> Json:
         prompt = self.num_prompt_tokens()
         details = {"cached_tokens": sum(self.num_cached.values())}
-        return {
-            "prompt_tokens": prompt,
-            "total_tokens": prompt,
-            "completion_tokens": 0,
-            "prompt_tokens_details": details,
-        }
+        counts = {"prompt_tokens": prompt, "total_tokens": prompt, "completion_tokens": 0}
+        return {**counts, "prompt_tokens_details": details}
 
     def listed(self, data: list[Json]) -> bytes:
         """The form that OpenAI's lists have."""
@@ -117,26 +116,22 @@ def write_encoded(answer: VectorsResponse, body: EncodingCommon, kind: str) -> b
 
 def packed(vector: "array[float]", body: EncodingCommon) -> bytes:
     """A vector in the dtype and the order of bytes that the client wants."""
-    order = {"little": "<", "big": ">", "native": "<" if sys.byteorder == "little" else ">"}[
-        body.endianness or "native"
-    ]
+    order = {"little": "<", "big": ">"}.get(body.endianness or "native", NATIVE)
     if body.embed_dtype == "float16":
         most = 65504.0
         inside = [value if -most <= value <= most else math.copysign(most, value) for value in vector]
         return struct.pack(f"{order}{len(inside)}e", *inside)
     if body.embed_dtype == "bfloat16":
         bits = array("I", vector.tobytes())
-        halves = array(
-            "H", [min(bit + 0x7FFF + (bit >> 16 & 1), 0xFFFFFFFF) >> 16 for bit in bits]
-        )  # to the nearest, ties to even
-        return _ordered(halves, order)
+        # To the nearest, ties to even.
+        return _ordered(array("H", [min(bit + 0x7FFF + (bit >> 16 & 1), 0xFFFFFFFF) >> 16 for bit in bits]), order)
     if body.embed_dtype is not None and body.embed_dtype in ROUNDERS:
         return bytes(map(ROUNDERS[body.embed_dtype], vector))
     return _ordered(vector, order)
 
 
 def _ordered(numbers: "array[Any]", order: str) -> bytes:
-    if order != ("<" if sys.byteorder == "little" else ">"):
+    if order != NATIVE:
         numbers = numbers[:]
         numbers.byteswap()
     return numbers.tobytes()
@@ -146,28 +141,52 @@ def _bytes(answer: VectorsResponse, body: EncodingCommon, kind: str) -> bytes:
     """All vectors one after the other; a header says where each is, but for `bytes_only`."""
     of_tokens = answer.pool.kind is PoolKind.ALL
     vectors = [answer.of_tokens(choice)[0] for choice in answer.choices] if of_tokens else answer.vectors()
+    form = {"embed_dtype": body.embed_dtype or "float32", "endianness": body.endianness or "native"}
     parts, data, begin = [], [], 0
     for place, (choice, vector) in enumerate(zip(answer.choices, vectors, strict=False)):
         parts.append(packed(vector, body))
         rows = answer.of_tokens(choice)[1] if of_tokens else 0
         shape = [rows, len(vector) // rows] if rows else [len(vector)]
         where = {"start": begin, "end": begin + len(parts[-1]), "shape": shape}
-        data.append(
-            {
-                "index": place,
-                "embed_dtype": body.embed_dtype or "float32",
-                "endianness": body.endianness or "native",
-                **where,
-            }
-        )
+        data.append({"index": place, **form, **where})
         begin += len(parts[-1])
     answer.media_type = BYTES
     if body.encoding_format == "bytes":
         head = {"id": answer.request_id, "created": answer.created, "model": answer.model, "data": data}
-        answer.headers["metadata"] = _encode(
-            {**head, "usage": {**answer.usage(), "prompt_tokens_details": None}}
-        ).decode()
+        usage = {**answer.usage(), "prompt_tokens_details": None}
+        answer.headers["metadata"] = _encode({**head, "usage": usage}).decode()
     return b"".join(parts)
+
+
+def _rounder(exponent_bits: int, largest: int) -> Callable[[float], int]:
+    """To the byte of the nearest float of eight bits (OCP 8-bit floating point), ties to the even one. largest: the byte of the largest
+    number, or of infinity where there is one; what is larger becomes it, as in newer versions of torch."""
+    mantissa_bits = 7 - exponent_bits
+    bias, ones = (1 << exponent_bits - 1) - 1, 1 << mantissa_bits
+
+    def value(byte: int) -> float:
+        exponent, mantissa = divmod(byte, ones)
+        if not exponent:
+            return math.ldexp(mantissa, 1 - bias - mantissa_bits)
+        return math.ldexp(ones + mantissa, exponent - bias - mantissa_bits)
+
+    between = [(value(byte) + value(byte + 1)) / 2 for byte in range(largest)]
+
+    def rounded(number: float) -> int:
+        if math.isnan(number):
+            return NAN
+        size, sign = abs(number), SIGN if math.copysign(1.0, number) < 0 else 0
+        byte = bisect_left(between, size)
+        if byte < largest and between[byte] == size:
+            byte += byte & 1  # halfway
+        return sign | byte
+
+    return rounded
+
+
+ROUNDERS: Mapping[str, Callable[[float], int]] = MappingProxyType(
+    {"fp8_e4m3": _rounder(4, 0x7E), "fp8_e5m2": _rounder(5, 0x7C)}
+)
 
 
 # --- classes, scores ---

@@ -52,22 +52,10 @@ def spec_of(resolved: Resolved, task: PoolingTask | None = None) -> PoolingSpec:
 
 
 def embeddings(body: EncodingCommon, unknown: tuple[str, ...], config: MeshConfig) -> ParsedRequest:
-    """POST /v1/embeddings."""
-    return _encoding(body, unknown, config, "embed")
-
-
-def pooling(body: PoolingRequest, unknown: tuple[str, ...], config: MeshConfig) -> ParsedRequest:
-    """POST /pooling."""
-    return _encoding(body, unknown, config, body.task or spec_of(_resolved(config)).tasks[0])
-
-
-def classification(body: ClassificationRequest, unknown: tuple[str, ...], config: MeshConfig) -> ParsedRequest:
-    """POST /classify."""
-    task = spec_of(_resolved(config), "classify").pool("classify", activation=body.use_activation)
-    return _asked(body, unknown, config, prompts_of(body, config), task)
-
-
-def _encoding(body: EncodingCommon, unknown: tuple[str, ...], config: MeshConfig, task: PoolingTask) -> ParsedRequest:
+    """POST /v1/embeddings and POST /pooling."""
+    task: PoolingTask = "embed"
+    if isinstance(body, PoolingRequest):
+        task = body.task or spec_of(_resolved(config)).tasks[0]
     spec = spec_of(_resolved(config), task)
     activation = body.use_activation if body.normalize is None else body.normalize
     if body.normalize is not None and body.use_activation not in (None, body.normalize):
@@ -75,6 +63,12 @@ def _encoding(body: EncodingCommon, unknown: tuple[str, ...], config: MeshConfig
     dimensions = _dimensions("dimensions", body.dimensions, spec, task)
     pool = spec.pool(task, activation=activation, dimensions=dimensions)
     return _asked(body, unknown, config, prompts_of(body, config), pool)
+
+
+def classification(body: ClassificationRequest, unknown: tuple[str, ...], config: MeshConfig) -> ParsedRequest:
+    """POST /classify."""
+    task = spec_of(_resolved(config), "classify").pool("classify", activation=body.use_activation)
+    return _asked(body, unknown, config, prompts_of(body, config), task)
 
 
 def _dimensions(name: str, wanted: int | None, spec: PoolingSpec, task: PoolingTask) -> int:

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+from msgspec import Struct
+
 from meshlm.frontend.http import bodies
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai.parsed_request import ParsedRequest
@@ -26,6 +28,8 @@ from meshlm.protocol.pooling import PoolingSpec
 from meshlm.protocol.wire.columns import ints, pack_i32
 
 Write = Callable[[VectorsResponse], bytes]
+Unknown = tuple[str, ...]
+MARGIN = 16  # tokens that may stand around a text
 
 
 class Asked(NamedTuple):
@@ -44,59 +48,48 @@ class Asked(NamedTuple):
 
 def read(path: str, raw: bytes, longest: int, config: MeshConfig) -> Asked:
     """The body of a request on this path. HttpError names the field at fault."""
+    kind, prefix, read_body = _READERS[path.removeprefix("/v1").removeprefix("/v2")]
     try:
-        return _READERS[path.removeprefix("/v1").removeprefix("/v2")](raw, longest, config)
+        body, unknown = bodies.decode(raw, kind, longest=longest)
+        parsed_request, write = read_body(body, unknown, config)
     except HttpError as error:
         if error.param == "prompt":
             raise HttpError(error.status, error.message.replace("prompt:", "input:", 1), "input", error.kind) from None
         raise
+    return Asked(parsed_request, body.model, prefix, write)  # type: ignore[attr-defined]
 
 
-def _embeddings(raw: bytes, longest: int, config: MeshConfig) -> Asked:
-    body, unknown = bodies.decode(raw, EmbeddingRequest, longest=longest)
-    write = partial(answers.write_encoded, body=body, kind="embedding")
-    return Asked(parse.embeddings(body, unknown, config), body.model, "embd-", write)
+def _classify(body: ClassificationRequest, unknown: Unknown, config: MeshConfig) -> tuple[ParsedRequest, Write]:
+    return parse.classification(body, unknown, config), partial(answers.write_classes, spec=_spec(config))
 
 
-def _pooling(raw: bytes, longest: int, config: MeshConfig) -> Asked:
-    body, unknown = bodies.decode(raw, PoolingRequest, longest=longest)
-    encoded: EncodingCommon = body
-    write = partial(answers.write_encoded, body=encoded, kind="pooling")
-    return Asked(parse.pooling(body, unknown, config), body.model, "pool-", write)
+def _encoded(body: EncodingCommon, unknown: Unknown, config: MeshConfig) -> tuple[ParsedRequest, Write]:
+    kind = "pooling" if isinstance(body, PoolingRequest) else "embedding"
+    return parse.embeddings(body, unknown, config), partial(answers.write_encoded, body=body, kind=kind)
 
 
-def _classify(raw: bytes, longest: int, config: MeshConfig) -> Asked:
-    body, unknown = bodies.decode(raw, ClassificationRequest, longest=longest)
-    parsed_request = parse.classification(body, unknown, config)
-    return Asked(parsed_request, body.model, "classify-", partial(answers.write_classes, spec=_spec(config)))
-
-
-def _score(raw: bytes, longest: int, config: MeshConfig) -> Asked:
-    body, unknown = bodies.decode(raw, ScoreRequest, longest=longest)
+def _score(body: ScoreRequest, unknown: Unknown, config: MeshConfig) -> tuple[ParsedRequest, Write]:
     pairs = parse.pairs_of(body)
-    write = partial(answers.write_scores, pairs=pairs)
-    return Asked(parse.scoring(body, pairs, unknown, config), body.model, "score-", write)
+    return parse.scoring(body, pairs, unknown, config), partial(answers.write_scores, pairs=pairs)
 
 
-def _rerank(raw: bytes, longest: int, config: MeshConfig) -> Asked:
-    body, unknown = bodies.decode(raw, RerankRequest, longest=longest)
+def _rerank(body: RerankRequest, unknown: Unknown, config: MeshConfig) -> tuple[ParsedRequest, Write]:
     pairs = parse.pairs_of_rerank(body)
-    write = partial(answers.write_ranks, pairs=pairs, body=body)
-    return Asked(parse.scoring(body, pairs, unknown, config), body.model, "score-", write)
+    return parse.scoring(body, pairs, unknown, config), partial(answers.write_ranks, pairs=pairs, body=body)
 
 
-def _cohere(raw: bytes, longest: int, config: MeshConfig) -> Asked:
-    body, unknown = bodies.decode(raw, CohereEmbedRequest, longest=longest)
-    return Asked(parse.cohere(body, unknown, config), body.model, "embd-", partial(answers.write_cohere, body=body))
+def _cohere(body: CohereEmbedRequest, unknown: Unknown, config: MeshConfig) -> tuple[ParsedRequest, Write]:
+    return parse.cohere(body, unknown, config), partial(answers.write_cohere, body=body)
 
 
-_READERS: dict[str, Callable[[bytes, int, MeshConfig], Asked]] = {
-    "/embeddings": _embeddings,
-    "/pooling": _pooling,
-    "/classify": _classify,
-    "/score": _score,
-    "/rerank": _rerank,
-    "/embed": _cohere,
+# By path, without a version: the body, how the answer's id begins, and what reads the body.
+_READERS: dict[str, tuple[type[Struct], str, Callable[..., tuple[ParsedRequest, Write]]]] = {
+    "/embeddings": (EmbeddingRequest, "embd-", _encoded),
+    "/pooling": (PoolingRequest, "pool-", _encoded),
+    "/classify": (ClassificationRequest, "classify-", _classify),
+    "/score": (ScoreRequest, "score-", _score),
+    "/rerank": (RerankRequest, "score-", _rerank),
+    "/embed": (CohereEmbedRequest, "embd-", _cohere),
 }
 
 
@@ -124,9 +117,6 @@ async def in_parts(asked: Asked, backend: Backend, ask: Callable[[Tokenize], Any
         prompts += several if len(several) > 1 else [prompt]
         parts.append(max(1, len(several)))
     return asked._replace(parsed_request=asked.parsed_request.with_mesh(prompts=prompts), parts=tuple(parts))
-
-
-MARGIN = 16  # tokens that may stand around a text
 
 
 def _check_length(count: int, spec: PoolingSpec, resolved: Resolved) -> None:

@@ -1,16 +1,28 @@
 """The routes of servers that give vectors."""
 
 import asyncio
+import time
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
-from meshlm.frontend.requests.generation import Backend, Generation
+from meshlm.frontend.http import bodies
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.openai.responses import AnswerHead
+from meshlm.frontend.openai.stream_response import StreamResponse
+from meshlm.frontend.requests.generation import Backend, Form, Generation
 from meshlm.frontend.routes.operation import NAMED, Group, OfClass, route
 from meshlm.frontend.routes.request_reader import RequestReader
-from meshlm.frontend.vectors import processed, schema
+from meshlm.frontend.vectors import schema
+from meshlm.frontend.vectors.answers import VectorsResponse
 from meshlm.frontend.vectors.reading import Asked, in_parts, read
+from meshlm.protocol.wire.ids import ErrorKind
+from meshlm.runtime import io_processors
+from meshlm.runtime.io_processors import IOProcessor, ProcessingError
 
 
 class VectorRoutes:
@@ -41,14 +53,72 @@ class VectorRoutes:
     async def pooling(self, request: Request) -> HttpResponse | None:
         """Vectors, or what a plug-in makes of data and of them."""
         async with self._reader.bodies.body(request) as raw:
-            has_data = processed.has_data(raw)
+            has_data = bodies.fields_of(raw).get("data") is not None
         if not has_data:
             request._body = raw
             return await self.vectors(request)
         read_inputs = partial(self._read, request)
-        asked, answer = await asyncio.to_thread(processed.read, raw, self._backend.io_processor, read_inputs)
+        asked, answer = await asyncio.to_thread(read_data, raw, self._backend.io_processor, read_inputs)
         model = self._reader.check_model(asked.model)
         return await self._generation.answer(request, asked.parsed_request, model, None, asked.prefix, answer.form())
 
     def _read(self, request: Request, raw: bytes) -> Asked:
         return read(request.url.path, raw, self._reader.longest, self._backend.config)
+
+
+class Processed:
+    """One POST /pooling with `data`: an I/O processor's plug-in makes prompts of it, and the answer of their vectors."""
+
+    def __init__(self, processor: IOProcessor) -> None:
+        self._processor = processor
+        self._answer: VectorsResponse | None = None
+        self._data: Any = None
+
+    def form(self) -> Form:
+        return Form(self._whole, StreamResponse, before_end=self._post_process)
+
+    def _whole(self, head: AnswerHead) -> VectorsResponse:
+        self._answer = VectorsResponse(head, self._write)
+        return self._answer
+
+    async def _post_process(self) -> None:
+        answer = self._answer
+        assert answer is not None
+        try:
+            self._data = await asyncio.to_thread(
+                io_processors.answer_of, self._processor, answer.vectors(), answer.request_id
+            )
+        except ProcessingError as error:
+            raise HttpError.of_kind(ErrorKind.INTERNAL, str(error)) from None
+
+    def _write(self, answer: VectorsResponse) -> bytes:
+        try:
+            return msgspec.json.encode(
+                {"request_id": answer.request_id, "created_at": int(time.time()), "data": self._data}
+            )
+        except TypeError as error:
+            text = f"the I/O processor {type(self._processor).__name__} gave what is no JSON: {error}"
+            raise HttpError.of_kind(ErrorKind.INTERNAL, text) from None
+
+
+def read_data(
+    raw: bytes, processor: IOProcessor | None, read_vectors: Callable[[bytes], Asked]
+) -> tuple[Asked, Processed]:
+    """The body as the plug-in has it; called in a thread. HttpError."""
+    if processor is None:
+        text = "data: the server was started without --io-processor-plugin; send input or messages"
+        raise HttpError(400, text, "data")
+    fields = msgspec.json.decode(raw, type=dict[str, Any])
+    for name in ("input", "messages"):
+        if fields.get(name) is not None:
+            raise HttpError(400, f"{name}: not together with data", name)
+    try:
+        prompts = io_processors.prompts_of(processor, fields.pop("data"), str(fields.get("request_id") or ""))
+    except ValueError as error:
+        raise HttpError(400, f"data: {error}", "data") from None
+    except ProcessingError as error:
+        raise HttpError.of_kind(ErrorKind.INTERNAL, str(error)) from None
+    for name in ("input", "messages", "softmax"):
+        fields.pop(name, None)
+    asked = read_vectors(msgspec.json.encode({**fields, "input": prompts}))
+    return asked, Processed(processor)

@@ -122,28 +122,28 @@ class VectorsUsage(Struct):
     prompt_tokens_details: None
 
 
+class Listed(Struct):
+    """What is the same in all answers that are lists."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    usage: VectorsUsage
+
+
 class EmbeddingData(Struct):
     index: int
     object: Literal["embedding"]
     embedding: list[float] | str  # text: base64
 
 
-class EmbeddingResponse(Struct):
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
+class EmbeddingResponse(Listed):
     data: list[EmbeddingData]
-    usage: VectorsUsage
 
 
-class PoolingResponse(Struct):
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
+class PoolingResponse(Listed):
     data: list[Any]
-    usage: VectorsUsage
 
 
 class ClassificationData(Struct):
@@ -153,13 +153,8 @@ class ClassificationData(Struct):
     num_classes: int
 
 
-class ClassificationResponse(Struct):
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
+class ClassificationResponse(Listed):
     data: list[ClassificationData]
-    usage: VectorsUsage
 
 
 class ScoreData(Struct):
@@ -168,13 +163,8 @@ class ScoreData(Struct):
     score: float
 
 
-class ScoreResponse(Struct):
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
+class ScoreResponse(Listed):
     data: list[ScoreData]
-    usage: VectorsUsage
 
 
 class RerankDocument(Struct):

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from serving import Serving, serving
 
-from meshlm.frontend.speech.chunks import ranges
+from meshlm.frontend.speech.audio_files import ranges
 from meshlm.protocol.audio import SAMPLE_RATE
 
 pytestmark = pytest.mark.mesh

@@ -6,7 +6,7 @@ from audio_clips import tone
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshlm.frontend.speech import chunks
+from meshlm.frontend.speech import audio_files as chunks
 from meshlm.protocol.audio import SAMPLE_RATE
 
 

@@ -5,7 +5,7 @@ from audio_clips import ZERO, position
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshlm.frontend.speech import texts
+from meshlm.frontend.speech import segments as texts
 from meshlm.frontend.speech.segments import Segment, segments_of
 
 END = 2

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from meshlm.frontend.openai.parsed_request import AnswerOptions, MeshRequest, ParsedRequest
 from meshlm.frontend.openai.responses import AnswerHead
 from meshlm.frontend.vectors import answers
-from meshlm.frontend.vectors.answers import VectorsResponse
-from meshlm.frontend.vectors.float8 import ROUNDERS
+from meshlm.frontend.vectors.answers import ROUNDERS, VectorsResponse
 from meshlm.frontend.vectors.parse import Pairs
 from meshlm.frontend.vectors.schema import CohereEmbedRequest, EmbeddingRequest, RerankRequest
 from meshlm.protocol.edges.text import Accepted, Finished, Submit, TextPrompt
