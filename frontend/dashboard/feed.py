@@ -17,7 +17,6 @@ import msgspec
 from msgspec import Struct
 
 from meshlm.frontend.dashboard import requests
-from meshlm.frontend.dashboard.others import OtherFrontends
 from meshlm.frontend.dashboard.snapshot import Facts, Known, Snapshots, news_view
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai.responses import Response
@@ -77,7 +76,7 @@ class Feed:
     def __init__(self, source: Source, facts: Facts, limit: int) -> None:
         self._source, self._frontend, self._limit = source, facts.frontend, limit
         self._snapshots = Snapshots(facts)
-        self._ended, self._others = requests.EndedLog(), OtherFrontends()
+        self._ended, self._others = requests.EndedLog(), requests.OtherFrontends()
         self._watchers: list[Watcher] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._mesh = MeshProcesses(())  # as the supervisor said last

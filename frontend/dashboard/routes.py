@@ -8,10 +8,11 @@ import gzip
 import hashlib
 from functools import cache
 from importlib.resources import files
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
+from starlette.types import Receive, Scope, Send
 
 from meshlm.frontend.dashboard.feed import PERIOD_S, STALL_S, Feed, Watcher
 from meshlm.frontend.http.connection import EXTENSION
@@ -23,25 +24,12 @@ from meshlm.runtime.api_keys import ADMIN
 
 JSON = "application/json"
 MAX_EVERY_S = STALL_S / 2
+# In their order, since one uses what those before it have said.
 SCRIPTS = (
-    *(
-        "elements",
-        "access",
-        "answers",
-        "feed",
-        "figures",
-        "healing",
-        "drawing",
-        "hops",
-        "tables",
-        "requests",
-        "news",
-        "playground",
-    ),
-    "start",
-)  # in their order, since one uses what those before it have said
-Receive = Any
-Send = Any
+    *("elements", "access", "answers", "feed", "figures", "healing", "drawing", "hops", "tables", "requests", "news"),
+    *("playground", "start"),
+)
+_EVERY = Parameter("every", "query", {"type": "number", "minimum": 0.1, "maximum": 5.0}, "Seconds between events.")
 
 
 class Shows(Protocol):
@@ -65,9 +53,8 @@ def page() -> Page:
     style = (folder / "page.css").read_text("utf-8")
     script = '"use strict";\n' + "\n".join((folder / f"{name}.js").read_text("utf-8") for name in SCRIPTS)
     text = (folder / "page.html").read_text("utf-8")
-    text = text.replace("<style></style>", f"<style>{style}</style>").replace(
-        "<script></script>", f"<script>{script}</script>"
-    )
+    text = text.replace("<style></style>", f"<style>{style}</style>")
+    text = text.replace("<script></script>", f"<script>{script}</script>")
     policy = (
         f"default-src 'none'; script-src {source(script)}; style-src {source(style)}; connect-src 'self'; img-src 'self' data:; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
@@ -102,11 +89,9 @@ class DashboardRoutes:
     @route(
         "/dashboard/events",
         "What it shows, up to ten times a second, without end.",
-        answers=EVENTS,
+        EVENTS,
         errors=(400, 503),
-        parameters=(
-            Parameter("every", "query", {"type": "number", "minimum": 0.1, "maximum": 5.0}, "Seconds between events."),
-        ),
+        parameters=(_EVERY,),
     )
     async def events(self, request: Request) -> HttpResponse:
         every = request.query_params.get("every")
@@ -134,7 +119,7 @@ class _EventStream(HttpResponse):
         del self.headers["content-length"]  # nobody knows it
         self._feed, self._watcher = feed, watcher
 
-    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         left = asyncio.ensure_future(_left(receive, self._watcher))
         try:
             async with asyncio.timeout(STALL_S) as limit:

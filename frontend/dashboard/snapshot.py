@@ -1,14 +1,16 @@
 """Makes the dashboard's events of what the frontend has been told. Pure; owned by feed.py."""
 
-from collections.abc import Iterable
+import math
+from collections import deque
+from collections.abc import Hashable, Iterable, Mapping
 from itertools import chain
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from meshlm.frontend.dashboard import requests
-from meshlm.frontend.dashboard.others import OtherFrontends
-from meshlm.frontend.dashboard.recent import Rates, Times, percentiles
+from meshlm.frontend.dashboard.requests import OtherFrontends
 from meshlm.protocol.dashboard import EdgeView, NewsView, Percentiles, ProcessView, RankView, RequestView
 from meshlm.protocol.edges.control import MeshProcesses, MeshStats, News, ProcessReport, RankStats, StandbyReport
 from meshlm.protocol.wire.ids import Role
@@ -18,6 +20,13 @@ FIGURES_S, RUNNING_S = 0.5, 1.0  # figures and the requests that run are made an
 NEWS_S = 6.0  # of an event: longer than the longest time between two
 STEP_HOPS = ("schedule", "send", "launch", "device", "return")  # as in step_..._time_seconds of docs/metrics.md
 
+WINDOW_S = 60  # of percentiles
+BUCKETS_PER_E = 25  # so a percentile is right to 2 percent
+SPAN_S = 2.0  # that rates cover
+STILL_S = 1.6  # when a count that stands still shows in them: some are told once a second
+
+Key = TypeVar("Key", bound=Hashable)
+Count = tuple[int, int, str]  # a rank, its incarnation, and what it counts
 _encode = msgspec.json.Encoder().encode
 
 
@@ -43,49 +52,83 @@ class Known(Struct, frozen=True):
     ended: tuple[RequestView, ...]  # since the snapshot before
 
 
-class _Moving(Struct, frozen=True):
-    """The part of a snapshot that is made anew each time."""
-
-    number: int
-    at_s: float
-    frontend: str
-    version: str
-    model: str
-    serving: bool
-    reason: str
-    paused: bool
-    blocked: str
-    num_held: int
-    num_watchers: int
-    num_ended: int
-    ended: tuple[RequestView, ...]
-    news: tuple[NewsView, ...]
+# --- percentiles and rates of the last seconds ---
 
 
-class _Mesh(Struct, frozen=True):
-    """... when the supervisor has told it."""
+class Times:
+    """Durations of the last WINDOW_S seconds, in logarithmic buckets."""
 
-    missing: str
-    processes: tuple[ProcessView, ...]
-    standbys: tuple[ProcessView, ...]
+    def __init__(self) -> None:
+        self._slots: deque[tuple[int, dict[int, int]]] = deque()  # a second, and its counts by bucket
+        self._sums: dict[int, int] = {}  # of all of them
+
+    def observe(self, seconds: float, now: float, times: int = 1) -> None:
+        second = int(now)
+        if not self._slots or self._slots[-1][0] != second:
+            self._slots.append((second, {}))
+            self._expire(now)
+        counts = self._slots[-1][1]
+        bucket = math.floor(math.log(max(seconds, 1e-6)) * BUCKETS_PER_E)
+        counts[bucket] = counts.get(bucket, 0) + times
+        self._sums[bucket] = self._sums.get(bucket, 0) + times
+
+    def buckets(self, now: float) -> dict[int, int]:
+        """How many durations there were, by the logarithm of their length."""
+        self._expire(now)
+        return dict(self._sums)
+
+    def _expire(self, now: float) -> None:
+        while self._slots and self._slots[0][0] <= now - WINDOW_S:
+            for bucket, count in self._slots.popleft()[1].items():
+                if left := self._sums[bucket] - count:
+                    self._sums[bucket] = left
+                else:
+                    del self._sums[bucket]
 
 
-class _Figures(Struct, frozen=True):
-    """... each FIGURES_S."""
-
-    prompt_per_s: float
-    generated_per_s: float
-    ttft: Percentiles
-    itl: Percentiles
-    edges: tuple[EdgeView, ...]
-    ranks: tuple[RankView, ...]
-    num_open: int
+def percentiles(*times: Mapping[int, int]) -> Percentiles:
+    """Of durations that were observed in several places, each by bucket."""
+    sums: dict[int, int] = {}
+    for buckets in times:
+        for bucket, count in buckets.items():
+            sums[bucket] = sums.get(bucket, 0) + count
+    total, ordered = sum(sums.values()), sorted(sums.items())
+    return Percentiles(total, *(_at(ordered, total * share) for share in (0.5, 0.9, 0.99)))
 
 
-class _Running(Struct, frozen=True):
-    """... each RUNNING_S: it costs most."""
+def _at(buckets: list[tuple[int, int]], wanted: float) -> float:
+    seen = 0
+    for bucket, count in buckets:
+        seen += count
+        if seen >= wanted:
+            return round(math.exp((bucket + 0.5) / BUCKETS_PER_E), 7)
+    return 0.0
 
-    running: tuple[RequestView, ...]
+
+class Rates:
+    """How fast counts grow that are looked at again and again. A count that falls began anew."""
+
+    def __init__(self) -> None:
+        self._points: dict[Hashable, deque[tuple[float, float]]] = {}  # when the count was seen to change
+
+    def of(self, totals: Mapping[Key, float], now: float) -> dict[Key, float]:
+        """The growth of each count a second. Counts that are absent are forgotten."""
+        self._points = {key: self._points.get(key) or deque() for key in totals}
+        return {key: _rate(self._points[key], total, now) for key, total in totals.items()}
+
+
+def _rate(points: deque[tuple[float, float]], total: float, now: float) -> float:
+    if points and total < points[-1][1]:
+        points.clear()
+    if not points or total != points[-1][1] or now - points[-1][0] >= STILL_S:
+        points.append((now, total))
+    while len(points) > 2 and points[1][0] <= now - SPAN_S:
+        points.popleft()
+    (begun, first), (ended, last) = points[0], points[-1]
+    return (last - first) / (ended - begun) if ended > begun else 0.0
+
+
+# --- snapshots ---
 
 
 class Snapshots:
@@ -99,23 +142,23 @@ class Snapshots:
         self._mesh: tuple[MeshProcesses | None, bytes] = (None, b"")
         self._figures, self._figures_at = b"", -FIGURES_S
         self._running, self._running_at = b"", -RUNNING_S
-        self._edge_rates, self._token_rates, self._busy_rates, self._step_rates = Rates(), Rates(), Rates(), Rates()
+        self._edge_rates, self._rates = Rates(), Rates()
 
     def make(self, known: Known, now: float, wall_s: float) -> bytes:
         self._number += 1
         if known.mesh is not self._mesh[0]:
-            self._mesh = known.mesh, _inside(_mesh(known.mesh, wall_s))
+            self._mesh = known.mesh, _mesh(known.mesh, wall_s)
         if now >= self._figures_at:
-            self._figures_at, self._figures = now + FIGURES_S, _inside(self._make_figures(known, now))
+            self._figures_at, self._figures = now + FIGURES_S, self._make_figures(known, now)
         if now >= self._running_at:
             running = known.others.with_running(requests.running(known.choices, now), now)
-            self._running_at, self._running = now + RUNNING_S, _inside(_Running(running))
-        moving = _inside(self._make_moving(known, wall_s))
-        return b"{" + b",".join((moving, self._mesh[1], self._figures, self._running)) + b"}"
+            self._running_at, self._running = now + RUNNING_S, _fields(running=running)
+        return b"{" + b",".join((self._moving(known, wall_s), self._mesh[1], self._figures, self._running)) + b"}"
 
-    def _make_moving(self, known: Known, wall_s: float) -> _Moving:
+    def _moving(self, known: Known, wall_s: float) -> bytes:
+        """The part of a snapshot that is made anew each time."""
         stats = known.stats
-        return _Moving(
+        return _fields(
             number=self._number,
             at_s=round(wall_s, 3),
             frontend=self._facts.frontend,
@@ -129,12 +172,12 @@ class Snapshots:
             num_watchers=known.num_watchers,
             num_ended=known.num_ended,
             ended=known.ended,
-            news=tuple(news_view(one) for one in known.news if one.at_s > wall_s - NEWS_S),
+            news=[news_view(one) for one in known.news if one.at_s > wall_s - NEWS_S],
         )
 
-    def _make_figures(self, known: Known, now: float) -> _Figures:
+    def _make_figures(self, known: Known, now: float) -> bytes:
         ranks, others = self._ranks(known.stats.ranks, now), known.others.heard(now)
-        return _Figures(
+        return _fields(
             prompt_per_s=round(sum(rank.prompt_per_s for rank in ranks), 1),
             generated_per_s=round(sum(rank.generated_per_s for rank in ranks), 1),
             ttft=percentiles(self.ttft.buckets(now), *(one.ttft for one in others)),
@@ -156,73 +199,60 @@ class Snapshots:
         rates = self._edge_rates.of(totals, now)
         return tuple(EdgeView(source, target, round(rate, 1)) for (source, target), rate in rates.items())
 
-    def _ranks(self, ranks: Iterable[RankStats], now: float) -> tuple[RankView, ...]:
+    def _ranks(self, ranks: Iterable[RankStats], now: float) -> list[RankView]:
         ranks = sorted(ranks, key=lambda rank: rank.dp_rank)
-        steps = self._step_rates.of(dict(chain.from_iterable(map(_step_totals, ranks))), now)
-        tokens: dict[tuple[int, int, str], float] = {}
-        for rank in ranks:
-            of = rank.dp_rank, rank.incarnation
-            tokens |= {(*of, "prompt"): rank.prompt_tokens, (*of, "generated"): rank.generation_tokens}
-        rates = self._token_rates.of(tokens, now)
-        times: dict[tuple[int, int, str], float] = {}
-        for rank in ranks:
-            of = rank.dp_rank, rank.incarnation
-            times |= {(*of, "busy"): rank.busy_ns, (*of, "idle"): rank.idle_ns}
-        shares = self._busy_rates.of(times, now)
-        found = []
-        for rank in ranks:
-            of = rank.dp_rank, rank.incarnation
-            busy, idle = shares[(*of, "busy")], shares[(*of, "idle")]
-            found.append(
-                RankView(
-                    rank=rank.dp_rank,
-                    running=rank.num_running,
-                    waiting=rank.num_waiting,
-                    waiting_for=_gauge(rank, "num_requests_waiting_by_reason"),
-                    kv_pages=_gauge(rank, "kv_cache_blocks"),
-                    kv_groups=_gauge(rank, "kv_cache_group_blocks"),
-                    step=_means(steps, rank),
-                    expert_loads=rank.graphs.expert_loads,
-                    kv_usage=round(rank.kv_cache_usage, 4),
-                    hit_rate=round(rank.prefix_cache_hits / max(1, rank.prefix_cache_queries), 4),
-                    preemptions=rank.num_preemptions,
-                    prompt_per_s=round(rates[(*of, "prompt")], 1),
-                    generated_per_s=round(rates[(*of, "generated")], 1),
-                    busy=round(busy / (busy + idle), 3) if busy + idle else 0.0,
-                )
-            )
-        return tuple(found)
+        rates = self._rates.of(dict(chain.from_iterable(map(_totals, ranks))), now)
+        return [_rank_view(rank, rates) for rank in ranks]
 
 
-def _inside(part: Struct) -> bytes:
-    """The fields of a part, as JSON without the brackets."""
-    return _encode(part)[1:-1]
-
-
-def _mesh(mesh: MeshProcesses, wall_s: float) -> _Mesh:
-    return _Mesh(
-        mesh.missing,
-        tuple(_process(one, wall_s) for one in mesh.processes),
-        tuple(_standby(one, wall_s) for one in mesh.standbys),
+def _rank_view(rank: RankStats, rates: dict[Count, float]) -> RankView:
+    of = rank.dp_rank, rank.incarnation
+    busy, idle = rates[(*of, "busy")], rates[(*of, "idle")]
+    times = {hop: rates.get((*of, f"times {hop}"), 0.0) for hop in STEP_HOPS}
+    return RankView(
+        rank=rank.dp_rank,
+        running=rank.num_running,
+        waiting=rank.num_waiting,
+        waiting_for=_gauge(rank, "num_requests_waiting_by_reason"),
+        kv_pages=_gauge(rank, "kv_cache_blocks"),
+        kv_groups=_gauge(rank, "kv_cache_group_blocks"),
+        step={hop: round(rates[(*of, f"seconds {hop}")] / times[hop], 7) for hop in STEP_HOPS if times[hop]},
+        expert_loads=rank.graphs.expert_loads,
+        kv_usage=round(rank.kv_cache_usage, 4),
+        hit_rate=round(rank.prefix_cache_hits / max(1, rank.prefix_cache_queries), 4),
+        preemptions=rank.num_preemptions,
+        prompt_per_s=round(rates[(*of, "prompt")], 1),
+        generated_per_s=round(rates[(*of, "generated")], 1),
+        busy=round(busy / (busy + idle), 3) if busy + idle else 0.0,
     )
+
+
+def _totals(rank: RankStats) -> Iterable[tuple[Count, float]]:
+    """What a rank has counted; of each hop of a step how often it was passed, and the seconds that it took in all."""
+    of = rank.dp_rank, rank.incarnation
+    yield (*of, "prompt"), rank.prompt_tokens
+    yield (*of, "generated"), rank.generation_tokens
+    yield (*of, "busy"), rank.busy_ns
+    yield (*of, "idle"), rank.idle_ns
+    for hop in STEP_HOPS:
+        if (seen := rank.counts.histograms.get(f"step_{hop}_time_seconds")) is not None:
+            yield (*of, f"times {hop}"), sum(seen.counts)
+            yield (*of, f"seconds {hop}"), seen.total
+
+
+def _fields(**fields: Any) -> bytes:
+    """Fields of a snapshot, as JSON without the brackets."""
+    return _encode(fields)[1:-1]
+
+
+def _mesh(mesh: MeshProcesses, wall_s: float) -> bytes:
+    """The part of a snapshot that the supervisor has told."""
+    processes = [_process(one, wall_s) for one in mesh.processes]
+    return _fields(missing=mesh.missing, processes=processes, standbys=[_standby(one, wall_s) for one in mesh.standbys])
 
 
 def _gauge(rank: RankStats, name: str) -> dict[str, int]:
     return {label: int(value) for label, value in rank.counts.gauges.get(name, {}).items()}
-
-
-def _step_totals(rank: RankStats) -> Iterable[tuple[tuple[int, int, str, str], float]]:
-    """How often each hop of a step was passed, and the seconds that it took in all."""
-    for hop in STEP_HOPS:
-        if (seen := rank.counts.histograms.get(f"step_{hop}_time_seconds")) is not None:
-            yield (rank.dp_rank, rank.incarnation, hop, "times"), sum(seen.counts)
-            yield (rank.dp_rank, rank.incarnation, hop, "seconds"), seen.total
-
-
-def _means(rates: dict[tuple[int, int, str, str], float], rank: RankStats) -> dict[str, float]:
-    of = rank.dp_rank, rank.incarnation
-    times = {hop: rates.get((*of, hop, "times"), 0.0) for hop in STEP_HOPS}
-    return {hop: round(rates[(*of, hop, "seconds")] / times[hop], 7) for hop in STEP_HOPS if times[hop]}
 
 
 def _process(report: ProcessReport, wall_s: float) -> ProcessView:

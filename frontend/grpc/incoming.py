@@ -20,9 +20,8 @@ from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.http.server import ByteBudget
 from meshlm.protocol.config import ServerConfig
 
-GRACE_S = (
-    0.2  # most messages are here by then; what is not counts as long as the longest, since nobody says how long it is
-)
+# Most messages are here by then; what is not counts as long as the longest, since nobody says how long it is.
+GRACE_S = 0.2
 FREE_BYTES = 64 << 10  # of each message do not count: small ones are served beside large ones
 SMALL_BYTES = 64 << 10  # of a message to another service than the engine's
 MAX_FIELDS = 131_072  # of a message that is no small one, with those of messages in it; a packed list is one

@@ -21,8 +21,8 @@ from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as service
 
-from meshlm.frontend.grpc import requests
-from meshlm.frontend.grpc.answers import GrpcResponse
+from meshlm.frontend.grpc import messages
+from meshlm.frontend.grpc.messages import GrpcResponse
 from meshlm.frontend.http.bodies import LARGE_BYTES
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai.parsed_request import ParsedRequest
@@ -34,6 +34,7 @@ from meshlm.frontend.vectors.answers import VectorsResponse
 from meshlm.protocol.operations import ResetPrefixCache
 
 NAME = "vllm.grpc.engine.VllmEngine"
+# Statuses by HTTP's; others are INTERNAL.
 CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
@@ -45,7 +46,7 @@ CODES = {
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
-}  # by HTTP's; others are INTERNAL
+}
 # Files of a tokenizer, and what a router that has no model's folder needs beside it.
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -89,10 +90,10 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
     async def Generate(self, request: pb.GenerateRequest, context: "Context") -> AsyncIterator[pb.GenerateResponse]:
         """Streams chunks and the end of each choice, or with stream false the ends alone."""
         try:
-            read = partial(requests.generation, request, self._backend.resolved, self._backend.config.server)
+            read = partial(messages.generation, request, self._backend.resolved, self._backend.config.server)
             parsed_request = await self._parsed(request, read)
             parsed_request = submits.permitted(parsed_request, key_of(context), self._backend.config)
-            rank = requests.dp_rank(request)
+            rank = messages.dp_rank(request)
             news = asyncio.Event()
             answer = GrpcResponse(AnswerHead(parsed_request, *self._named(request.request_id), news.set))
             async with self._running(answer, "Generate", context, rank):
@@ -161,7 +162,7 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
     async def Embed(self, request: pb.EmbedRequest, context: "Context") -> pb.EmbedResponse:
         """Gives the vector of one prompt, as POST /v1/embeddings does."""
         try:
-            parsed_request = await self._parsed(request, partial(requests.embedding, request, self._backend.config))
+            parsed_request = await self._parsed(request, partial(messages.embedding, request, self._backend.config))
             parsed_request = submits.permitted(parsed_request, key_of(context), self._backend.config)
             end = asyncio.Event()
             answer = VectorsResponse(

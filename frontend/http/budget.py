@@ -12,10 +12,8 @@ from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime import bad_words
 
 SEQUENCE_BYTES = 16 << 10  # of one sequence in all processes, without its prompt
-ID_BYTES, BIAS_BYTES = (
-    40,
-    120,
-)  # of an id in a list, of an entry of logit_bias, in the process that has one for each sequence
+# Of an id in a list, of an entry of logit_bias, in the process that has one for each sequence.
+ID_BYTES, BIAS_BYTES = 40, 120
 EXTRA_COPIES = 3  # of a sequence's extras, as they are in messages and in the processes that have the sequence
 MAX_QUESTIONS = 256  # open /tokenize and /detokenize requests
 MAX_QUESTION_BYTES = 32 << 20  # of all of them
@@ -23,13 +21,12 @@ MAX_QUESTION_BYTES = 32 << 20  # of all of them
 
 def cost_of(parsed_request: ParsedRequest) -> int:
     """Bytes that a generation request takes, about."""
-    prompts = sum(map(num_bytes_of, parsed_request.mesh.prompts))
-    ids = parsed_request.mesh.sampling
-    listed = ID_BYTES * (len(ids.stop_token_ids) + len(ids.allowed_token_ids)) + BIAS_BYTES * len(ids.logit_bias)
-    listed += ID_BYTES * bad_words.num_ids(parsed_request.mesh.text.bad_words)
-    listed += EXTRA_COPIES * num_bytes(parsed_request.mesh.extras)
-    num_sequences = len(parsed_request.mesh.prompts) * parsed_request.mesh.num_choices
-    return prompts * (1 + parsed_request.mesh.num_choices) + num_sequences * (SEQUENCE_BYTES + listed)
+    mesh = parsed_request.mesh
+    ids = mesh.sampling
+    num_ids = len(ids.stop_token_ids) + len(ids.allowed_token_ids) + bad_words.num_ids(mesh.text.bad_words)
+    listed = ID_BYTES * num_ids + BIAS_BYTES * len(ids.logit_bias) + EXTRA_COPIES * num_bytes(mesh.extras)
+    num_sequences = len(mesh.prompts) * mesh.num_choices
+    return sum(map(num_bytes_of, mesh.prompts)) * (1 + mesh.num_choices) + num_sequences * (SEQUENCE_BYTES + listed)
 
 
 class Budget:
@@ -48,15 +45,11 @@ class Budget:
                 f"this request's prompts, times their choices, take about {cost} bytes; one request may take "
                 f"{self.max_bytes} (--max-concurrent-bytes)"
             )
-            raise HttpError(
-                400,
-                text,
-                "prompt" if len(parsed_request.mesh.prompts) > 1 or parsed_request.mesh.num_choices == 1 else "n",
-            )
+            mesh = parsed_request.mesh
+            raise HttpError(400, text, "prompt" if len(mesh.prompts) > 1 or mesh.num_choices == 1 else "n")
         if self.num_bytes + cost > self.max_bytes:
-            raise HttpError.of_kind(
-                ErrorKind.OVERLOADED, "open requests take all bytes that they may (--max-concurrent-bytes)"
-            )
+            text = "open requests take all bytes that they may (--max-concurrent-bytes)"
+            raise HttpError.of_kind(ErrorKind.OVERLOADED, text)
         self.num_bytes += cost
         return cost
 
@@ -66,9 +59,8 @@ class Budget:
     def open_question(self, asked: Prompt | bytes) -> int:
         """Let a question to the tokenizer in, whose size is to be given to `close_question`. HttpError."""
         size = len(asked) if isinstance(asked, bytes) else num_bytes_of(asked)
-        if self.num_questions >= MAX_QUESTIONS or (
-            self.num_questions and self.question_bytes + size > MAX_QUESTION_BYTES
-        ):
+        has_room = not self.num_questions or self.question_bytes + size <= MAX_QUESTION_BYTES
+        if self.num_questions >= MAX_QUESTIONS or not has_room:
             raise HttpError.of_kind(ErrorKind.OVERLOADED, "too many texts wait to be tokenized; try again")
         self.num_questions += 1
         self.question_bytes += size

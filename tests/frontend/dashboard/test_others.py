@@ -8,10 +8,9 @@ import pytest
 from msgspec import Struct
 
 from meshlm.frontend.dashboard import feed as feeds
-from meshlm.frontend.dashboard import others
+from meshlm.frontend.dashboard import requests as others
 from meshlm.frontend.dashboard.feed import Feed
-from meshlm.frontend.dashboard.others import OtherFrontends
-from meshlm.frontend.dashboard.requests import MAX_ENDED, MAX_RUNNING, Noted
+from meshlm.frontend.dashboard.requests import MAX_ENDED, MAX_RUNNING, Noted, OtherFrontends
 from meshlm.frontend.dashboard.snapshot import Facts
 from meshlm.protocol.dashboard import History, RequestView, Snapshot
 from meshlm.protocol.edges.control import AskProcesses, AskRequests, FrontendRequests, MeshProcesses, ProcessReport

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshlm.frontend.dashboard.recent import SPAN_S, WINDOW_S, Rates, Times, percentiles
+from meshlm.frontend.dashboard.snapshot import SPAN_S, WINDOW_S, Rates, Times, percentiles
 from meshlm.protocol.dashboard import Percentiles
 
 

@@ -6,9 +6,8 @@ import msgspec
 import pytest
 
 from meshlm.frontend.dashboard import snapshot as module
-from meshlm.frontend.dashboard.others import SILENT_S, OtherFrontends
-from meshlm.frontend.dashboard.recent import Times
-from meshlm.frontend.dashboard.snapshot import Facts, Known, Snapshots
+from meshlm.frontend.dashboard.requests import SILENT_S, OtherFrontends
+from meshlm.frontend.dashboard.snapshot import Facts, Known, Snapshots, Times
 from meshlm.protocol.counts import HistogramCounts, ProcessCounts
 from meshlm.protocol.dashboard import Snapshot
 from meshlm.protocol.edges.control import (
@@ -104,15 +103,20 @@ def test_a_mesh_that_does_not_serve_says_why() -> None:
 def test_what_has_not_changed_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[str] = []
 
-    def encode(part: msgspec.Struct) -> bytes:
-        encoded.append(type(part).__name__)
-        return msgspec.json.encode(part)
+    def encode(fields: dict[str, object]) -> bytes:
+        encoded.append(next(iter(fields)))
+        return msgspec.json.encode(fields)
 
     monkeypatch.setattr(module, "_encode", encode)
     snapshots, told = Snapshots(Facts("f", "1", "m")), known(0)
     for tick in range(20):
         snapshots.make(told, tick / 10, 1000.0 + tick / 10)
-    assert {name: encoded.count(name) for name in encoded} == {"_Moving": 20, "_Mesh": 1, "_Figures": 4, "_Running": 2}
+    assert {name: encoded.count(name) for name in encoded} == {
+        "number": 20,
+        "missing": 1,
+        "prompt_per_s": 4,
+        "running": 2,
+    }
 
 
 def test_times_and_open_requests_are_those_of_all_frontends_that_are_heard() -> None:

@@ -4,7 +4,7 @@ from answering import Ends, asking, filled, logprob, of_prompt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshlm.frontend.grpc.answers import GrpcResponse
+from meshlm.frontend.grpc.messages import GrpcResponse
 from meshlm.frontend.openai.responses import AnswerHead
 from meshlm.protocol.edges.text import Finished, PositionLogprobs, PromptLogprobs
 from meshlm.protocol.edges.token import First

@@ -6,7 +6,7 @@ import pytest
 from parsing import RESOLVED, SERVER, ask
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from meshlm.frontend.grpc import requests
+from meshlm.frontend.grpc import messages as requests
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.protocol.edges.text import TextPrompt, TokenPrompt

@@ -6,8 +6,8 @@ from typing import Any
 from scripted import Scripted
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from meshlm.frontend.grpc import requests
-from meshlm.frontend.grpc.answers import GrpcResponse
+from meshlm.frontend.grpc import messages as requests
+from meshlm.frontend.grpc.messages import GrpcResponse
 from meshlm.frontend.grpc.servicer import Servicer
 from meshlm.frontend.openai.responses import AnswerHead
 from meshlm.protocol.config import ServerConfig
