@@ -14,31 +14,14 @@ from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.model_files.json_files import read_json
 
-SECRET = (
-    "api_key",
-    "hf_token",
-    "password",
-    "secret",
-)  # in the name of a setting or variable whose value nobody is told
+# In the name of a setting or variable whose value nobody is told.
+SECRET = ("api_key", "hf_token", "password", "secret")
 PACKAGES = (
-    "torch",
-    "triton",
-    "transformers",
-    "tokenizers",
-    "numpy",
-    "pyzmq",
-    "msgspec",
-    "uvloop",
-    "starlette",
-    "uvicorn",
+    *("torch", "triton", "transformers", "tokenizers", "numpy"),
+    *("pyzmq", "msgspec", "uvloop", "starlette", "uvicorn"),
 )
-NOT_THERE = (
-    "lora_config",
-    "speculative_config",
-    "kv_transfer_config",
-    "ec_transfer_config",
-    "weight_transfer_config",
-)  # of vLLM's configuration
+# Of vLLM's configuration.
+NOT_THERE = tuple(f"{kind}_config" for kind in ("lora", "speculative", "kv_transfer", "ec_transfer", "weight_transfer"))
 LOCAL = ("vocab_file", "merges_file", "name_or_path")  # paths of the host where the file was made
 
 

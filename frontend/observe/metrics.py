@@ -25,25 +25,27 @@ _HERE, _CACHED = "local_compute", "local_cache_hit"
 
 _ENGINE = ("model_name", "engine")
 __all__ = ["Metrics", "exposition", "scrape"]
-_RANK_GAUGES = (
-    ("num_requests_running", "Requests in the running batch."),
-    ("num_requests_waiting", "Requests that wait for a place in the batch."),
-    ("kv_cache_usage_perc", "KV cache in use; 1 is all of it."),
-)
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by level
-_RANK_COUNTERS = (
-    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
-    ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
-    ("num_preemptions", "Preempted requests."),
-    ("device_busy_seconds", "Seconds that the device has computed."),
-    ("device_idle_seconds", "Seconds that it stood still although requests were running."),
-)
-_GRAPH_COUNTERS = (
-    ("cudagraph_replays", "Steps that were replayed from a CUDA graph.", "kind"),
-    ("cudagraph_misses", "Steps that were launched kernel by kernel.", "reason"),
-    ("dbo_steps", "Steps whose halves took turns (--enable-dbo).", "kind"),
-    ("dbo_steps_off", "Steps whose halves did not take turns although --enable-dbo asks for it.", "reason"),
-)
+# By name: the field of RankStats, and the text.
+_RANK_GAUGES = {
+    "num_requests_running": ("num_running", "Requests in the running batch."),
+    "num_requests_waiting": ("num_waiting", "Requests that wait for a place in the batch."),
+    "kv_cache_usage_perc": ("kv_cache_usage", "KV cache in use; 1 is all of it."),
+}
+_RANK_COUNTERS = {
+    "prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    "num_preemptions": ("num_preemptions", "Preempted requests."),
+    "device_busy_seconds": ("busy_ns", "Seconds that the device has computed."),
+    "device_idle_seconds": ("idle_ns", "Seconds that it stood still although requests were running."),
+}
+# By name: the field of GraphCounts, what its keys are, and the text.
+_GRAPH_COUNTERS = {
+    "cudagraph_replays": ("replays", "kind", "Steps that were replayed from a CUDA graph."),
+    "cudagraph_misses": ("misses", "reason", "Steps that were launched kernel by kernel."),
+    "dbo_steps": ("halved", "kind", "Steps whose halves took turns (--enable-dbo)."),
+    "dbo_steps_off": ("whole", "reason", "Steps whose halves did not take turns although --enable-dbo asks for it."),
+}
 
 
 class EngineMetrics:
@@ -56,17 +58,11 @@ class EngineMetrics:
             return bulk
 
         self._bulks: list[_Bulk] = []
-        self.ttft, self.itl, self.e2e, self.tpot = (
-            of(families.ttft),
-            of(families.itl),
-            of(families.e2e),
-            of(families.tpot),
-        )
-        self.prompt, self.generation, self.max_tokens = map(
-            of, (families.prompt, families.generation, families.max_tokens)
-        )
+        self.ttft, self.itl = of(families.ttft), of(families.itl)
+        self.e2e, self.tpot = of(families.e2e), of(families.tpot)
+        self.prompt, self.generation = of(families.prompt), of(families.generation)
+        self.max_tokens, self.computed = of(families.max_tokens), of(families.computed)
         self.n, self.longest = of(families.n), of(families.longest)
-        self.computed = of(families.computed)
         self.prompt_tokens = families.prompt_tokens.labels(model, engine)
         self._sources = {name: families.sources.labels(model, engine, name) for name in (_HERE, _CACHED)}
         self._cached_tokens = families.cached_tokens.labels(model, engine)
@@ -88,9 +84,8 @@ class EngineMetrics:
     def phases(self, first: First, decode_s: float) -> None:
         """Observes where the time of a sequence that got tokens went, in seconds."""
         prefill_s = first.prefill_us / 1e6
-        for histogram, value in zip(
-            self._phases, (first.queued_us / 1e6, prefill_s, decode_s, prefill_s + decode_s), strict=True
-        ):
+        seconds = (first.queued_us / 1e6, prefill_s, decode_s, prefill_s + decode_s)
+        for histogram, value in zip(self._phases, seconds, strict=True):
             histogram.observe(value)
 
     def flush(self) -> None:
@@ -187,15 +182,18 @@ class Metrics:
         self._refusals = Counter(
             "meshlm:request_refusals", "Requests that got an error at once, by reason.", ("model_name", "reason")
         )
-        write = "From a step's text leaving the detokenizer to the last of it on the clients' sockets."
-        self._write = _Bulk(
-            Histogram("meshlm:step_write_time_seconds", write, ("model_name",), buckets=HOP).labels(model)
-        )
-        self._gauges = [_shared(name, text, *_ENGINE) for name, text in _RANK_GAUGES]
-        self._counters = [_shared(f"{name}_total", text, *_ENGINE, INCARNATION) for name, text in _RANK_COUNTERS]
-        self._graphs = [
-            _shared(f"{name}_total", text, *_ENGINE, INCARNATION, key) for name, text, key in _GRAPH_COUNTERS
-        ]
+        text = "From a step's text leaving the detokenizer to the last of it on the clients' sockets."
+        writes = Histogram("meshlm:step_write_time_seconds", text, ("model_name",), buckets=HOP)
+        self._write = _Bulk(writes.labels(model))
+        self._gauges = {field: _shared(name, text, *_ENGINE) for name, (field, text) in _RANK_GAUGES.items()}
+        self._counters = {
+            field: _shared(f"{name}_total", text, *_ENGINE, INCARNATION)
+            for name, (field, text) in _RANK_COUNTERS.items()
+        }
+        self._graphs = {
+            field: _shared(f"{name}_total", text, *_ENGINE, INCARNATION, key)
+            for name, (field, key, text) in _GRAPH_COUNTERS.items()
+        }
         asleep = "1 for the state that it is in: awake, weights_offloaded (level 1) or discard_all (level 2)."
         self._sleep = _shared("engine_sleep_state", asleep, *_ENGINE, "sleep_state")
         held = "Requests that wait for a scheduler that serves."
@@ -246,7 +244,7 @@ class Metrics:
         self._held.set(stats.num_held)
         engines = {str(rank.dp_rank) for rank in stats.ranks}
         for gone in self._known - engines:  # its last figures stay in the shared files, so they must be right
-            for gauge in self._gauges:
+            for gauge in self._gauges.values():
                 gauge.labels(self._model, gone).set(0)
             for state in _SLEEP_STATES:
                 self._sleep.labels(self._model, gone, state).set(0)
@@ -256,23 +254,13 @@ class Metrics:
             self._tell_cache(rank)
             for level, state in enumerate(_SLEEP_STATES):
                 self._sleep.labels(*engine, state).set(rank.sleeping.level == level)
-            values = (rank.num_running, rank.num_waiting, rank.kv_cache_usage)
-            for gauge, value in zip(self._gauges, values, strict=True):
-                gauge.labels(*engine).set(value)
-            counts = (
-                rank.prefix_cache_queries,
-                rank.prefix_cache_hits,
-                rank.num_preemptions,
-                rank.busy_ns / 1e9,
-                rank.idle_ns / 1e9,
-            )
-            for counter, count in zip(self._counters, counts, strict=True):
-                counter.labels(*engine, str(rank.incarnation)).set(count)
-            graphs = rank.graphs
-            for counter, named in zip(
-                self._graphs, (graphs.replays, graphs.misses, graphs.halved, graphs.whole), strict=True
-            ):
-                for label, count in named.items():
+            for field, gauge in self._gauges.items():
+                gauge.labels(*engine).set(getattr(rank, field))
+            for field, counter in self._counters.items():
+                value = getattr(rank, field)
+                counter.labels(*engine, str(rank.incarnation)).set(value / 1e9 if field.endswith("_ns") else value)
+            for field, counter in self._graphs.items():
+                for label, count in getattr(rank.graphs, field).items():
                     counter.labels(*engine, str(rank.graphs.incarnation), label).set(count)
 
 

@@ -1,26 +1,30 @@
 """What is told of this frontend's requests: metrics, traces, statistics, rate limits, the dashboard and log lines. Owned by io.py."""
 
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from meshlm.frontend.dashboard.feed import Feed
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.http.rate_limits import RateLimits
-from meshlm.frontend.observe import metrics_start, request_metrics
-from meshlm.frontend.observe.request_log import RequestLog
+from meshlm.frontend.observe.requests import RequestLog, observe_end, observe_tokens
 from meshlm.frontend.observe.stat_loggers import StatLoggers, ended_request
 from meshlm.frontend.openai.responses import Response
-from meshlm.protocol.config.resolved import Resolved
+from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.protocol.edges.control import MeshStats
 from meshlm.protocol.edges.text import TextDeltas
 from meshlm.runtime.client.mesh_client import MeshClient
 from meshlm.runtime.mesh.mesh import Mesh
+from meshlm.runtime.process import metrics as shared_metrics
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # prometheus_client must not be imported before its directory is set
+    from meshlm.frontend.observe.metrics import Metrics
     from meshlm.frontend.observe.traces import Traces
+
+SERIES_FROM_START = 16  # engines whose series are there before their first request
+Scrape = Callable[[MeshStats, str], Awaitable[bytes]]
 
 
 class Observer:
@@ -39,7 +43,7 @@ class Observer:
         config = mesh.config
         self.feed, self._resolved = feed, resolved
         self.rates = RateLimits(config.run.run_dir)
-        self._metrics, self._scrape = metrics_start.begun(config, resolved, mesh.log)
+        self._metrics, self._scrape = _start_metrics(config, resolved, mesh.log)
         if config.observability.otlp_traces_endpoint:
             from meshlm.frontend.observe.traces import Traces  # an extra, and 100 ms
 
@@ -62,7 +66,7 @@ class Observer:
     def done(self, answer: Response, started: float, path: str, status: int) -> None:
         """Metrics and the one log line of a request."""
         self.flush()
-        self._observe(request_metrics.observe_end(self._metrics, answer, self._resolved.max_model_len))
+        self._observe(observe_end(self._metrics, answer, self._resolved.max_model_len))
         self.feed.ended(answer, path, status)
         if self._traces is not None:
             self._traces.ended(answer, path, status, time.monotonic(), time.time())
@@ -82,7 +86,7 @@ class Observer:
 
     def flush(self) -> None:
         """The metrics get what came since the last call."""
-        request_metrics.observe_tokens(self._metrics, self._client.tracker, self.feed)
+        observe_tokens(self._metrics, self._client.tracker, self.feed)
 
     def mesh_stats(self, stats: MeshStats) -> None:
         if self._client.mesh is not None:
@@ -107,3 +111,16 @@ class Observer:
     def close(self) -> None:
         if self._traces is not None:
             self._traces.close()
+
+
+def _start_metrics(config: MeshConfig, resolved: Resolved, log: Any) -> "tuple[Metrics, Scrape]":
+    """The series, begun once the directory is known in which all frontends share them; and what writes those of all frontends."""
+    parallel = config.parallel
+    if why := shared_metrics.prepare(config.run.run_dir, parallel.data_parallel_size):
+        log.warning("metrics are of this frontend alone", reason=why)
+    from meshlm.frontend.observe import metrics  # after the directory is set
+
+    first = parallel.data_parallel_rank or 0
+    engines = range(first, first + min(parallel.data_parallel_size, SERIES_FROM_START))
+    named, most = resolved.served_names[0], resolved.max_model_len
+    return metrics.Metrics(named, most, engines, metrics.cache_config(config)), metrics.scrape

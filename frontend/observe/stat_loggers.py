@@ -3,7 +3,7 @@
 They stand beside the service: one that cannot be loaded, or raises, is named once in the log and left out from then on.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from msgspec import Struct
@@ -67,19 +67,15 @@ class StatLoggers:
             self._log.warning("stat logger left out", reason=text)
 
     def record(self, stats: MeshStats) -> None:
-        for name, one in list(self._each.items()):
-            try:
-                one.record(stats)
-            except Exception as error:  # a plug-in may raise anything, and the frontend goes on
-                self._leave_out(name, error)
+        self._tell(lambda logger: logger.record(stats))
 
     def ended(self, request: EndedRequest) -> None:
-        for name, one in list(self._each.items()):
-            try:
-                one.ended(request)
-            except Exception as error:  # a plug-in may raise anything, and the frontend goes on
-                self._leave_out(name, error)
+        self._tell(lambda logger: logger.ended(request))
 
-    def _leave_out(self, name: str, error: Exception) -> None:
-        del self._each[name]
-        self._log.warning("stat logger left out", reason=f"plug-in {name}: {type(error).__name__}: {error}")
+    def _tell(self, tell: Callable[[StatLogger], None]) -> None:
+        for name, logger in list(self._each.items()):
+            try:
+                tell(logger)
+            except Exception as error:  # a plug-in may raise anything, and the frontend goes on
+                del self._each[name]
+                self._log.warning("stat logger left out", reason=f"plug-in {name}: {type(error).__name__}: {error}")

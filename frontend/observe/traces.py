@@ -136,38 +136,36 @@ class Traces:
         for choice in shown:
             self._add_hops(own, choice, offset_s)
         failed = Status(StatusCode.ERROR, answer.error.message if answer.error is not None else "")
-        self._queue.on_end(
-            ReadableSpan(
-                NAME,
-                own,
-                parent if parent.is_valid else None,
-                self._resource,
-                attributes,
-                [event for choice in shown for event in _events(choice, now, offset_s)],
-                kind=SpanKind.SERVER,
-                status=failed if status >= 500 else Status(),
-                start_time=_ns(min(choice.opened_at for choice in choices) + offset_s),
-                end_time=_ns(wall_s),
-                instrumentation_scope=self._scope,
-            )
+        span = ReadableSpan(
+            NAME,
+            own,
+            parent if parent.is_valid else None,
+            self._resource,
+            attributes,
+            [event for choice in shown for event in _events(choice, now, offset_s)],
+            kind=SpanKind.SERVER,
+            status=failed if status >= 500 else Status(),
+            start_time=_ns(min(choice.opened_at for choice in choices) + offset_s),
+            end_time=_ns(wall_s),
+            instrumentation_scope=self._scope,
         )
+        self._queue.on_end(span)
 
     def _add_hops(self, request: SpanContext, choice: Choice, offset_s: float) -> None:
         """The spans of one sequence. The tracer of the library takes twice as long to make them."""
         for hop in hops(choice):
             own = SpanContext(request.trace_id, self._ids.generate_span_id(), False, SAMPLED, request.trace_state)
-            self._queue.on_end(
-                ReadableSpan(
-                    hop.name,
-                    own,
-                    request,
-                    self._resource,
-                    {"meshlm.sequence": choice.index, "meshlm.process": hop.process},
-                    start_time=_ns(hop.begin + offset_s),
-                    end_time=_ns(hop.end + offset_s),
-                    instrumentation_scope=self._scope,
-                )
+            span = ReadableSpan(
+                hop.name,
+                own,
+                request,
+                self._resource,
+                {"meshlm.sequence": choice.index, "meshlm.process": hop.process},
+                start_time=_ns(hop.begin + offset_s),
+                end_time=_ns(hop.end + offset_s),
+                instrumentation_scope=self._scope,
             )
+            self._queue.on_end(span)
 
     def close(self) -> None:
         """What waits has FLUSH_S to leave; the process does not wait longer for its collector."""

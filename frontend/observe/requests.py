@@ -1,4 +1,5 @@
-"""What the metrics observe of requests: of tokens as they come, of sequences when they end. Called by io.py.
+"""What is observed of requests: metrics of tokens as they come and of sequences when they end, and the log's lines. Called by
+observer.py.
 
 As in vLLM each sequence is a request of its own; `n` and the longest choice are observed once for each prompt. A request that was
 refused is observed nowhere, and one without a token has no latency. Where the client left a sequence is counted as aborted, with its
@@ -6,14 +7,17 @@ latency up to the last token that came, since its tokens count, too. With an Ide
 connection that sees its end counts it.
 """
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from meshlm.frontend.dashboard.feed import Feed
 from meshlm.frontend.openai.responses import Response
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason
 from meshlm.runtime.client.choice import Choice
 from meshlm.runtime.client.request_tracker import RequestTracker
+from meshlm.runtime.process.readable import readable
 
 if TYPE_CHECKING:  # prometheus_client must not be imported before its directory is set
     from meshlm.frontend.observe.metrics import Metrics
@@ -24,6 +28,8 @@ _FAILURES = (
     ErrorKind.TIMEOUT,
     ErrorKind.POISON,
 )  # of a request that was let in; all else refuses it
+MAX_REASONS = 16  # that are told one by one; of more choices the line tells how many ended by which
+MAX_UNKNOWN_SEEN, MAX_FIELD_NAME = 1000, 64  # fields that are named once in the log, and how much of each
 
 
 def observe_tokens(metrics: "Metrics", tracker: RequestTracker, feed: Feed) -> None:
@@ -102,3 +108,60 @@ def _was_refused(choice: Choice) -> bool:
     """Whether it was refused after its submission: by its prompt's length, a full queue, or a key that stands for another request."""
     end = choice.finished
     return end is not None and end.reason is FinishReason.ERROR and end.kind not in _FAILURES and not choice.first_at
+
+
+class RequestLog:
+    """What the log says of requests: one line for each, and one for each field that nobody knows. `log` is the process's.
+
+    Under load it is one line for some of them (--log-requests-per-s), which says how many had none; those that failed have one always.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._unknown_seen: set[str] = set()
+        self._clock = clock
+        # Lines that may be written now, since when, and that were left out.
+        self._lines, self._filled_at, self._left_out = 1.0, clock(), 0
+
+    def ignored(self, log: Any, unknown_fields: tuple[str, ...], path: str) -> None:
+        """Name each field once."""
+        for field in unknown_fields:
+            name = readable(field, MAX_FIELD_NAME)
+            if name not in self._unknown_seen and len(self._unknown_seen) < MAX_UNKNOWN_SEEN:
+                self._unknown_seen.add(name)
+                log.warning("unknown request field ignored", field=name, path=path)
+
+    def _has_line(self, per_s: float) -> bool:
+        """Whether there is a line left for a request that ended well. A second's worth may be used at once."""
+        now = self._clock()
+        self._lines = min(max(per_s, 1.0), self._lines + (now - self._filled_at) * per_s)
+        self._filled_at = now
+        if self._lines < 1:
+            self._left_out += 1
+            return False
+        self._lines -= 1
+        return True
+
+    def ended(self, log: Any, answer: Response, seconds: float, path: str, status: int, per_s: float) -> None:
+        """The one line of a request, if it has one."""
+        if not self._has_line(per_s) and status == 200 and answer.error is None:
+            return
+        more = {"left_out": self._left_out} if self._left_out else {}
+        self._left_out = 0
+        usage = answer.usage()
+        ended = [choice.finished.reason if choice.finished else FinishReason.ABORT for choice in answer.choices]
+        reasons: Any = [reason.value for reason in ended]
+        if len(reasons) > MAX_REASONS:
+            reasons = dict(Counter(reasons))
+        log.info(
+            "request",
+            id=answer.request_id,
+            path=path,
+            status=status,
+            prompt_tokens=usage["prompt_tokens"],
+            cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+            output_tokens=usage["completion_tokens"],
+            finish_reason=reasons[0] if len(ended) == 1 else reasons,
+            seconds=round(seconds, 3),
+            error=answer.error.message if answer.error else None,
+            **more,
+        )
