@@ -175,13 +175,8 @@ DENSE = FUSED._replace(
         layer_norm_epsilon emb_pdrop init_device embedding_fraction norm_type init_config verbose fc_type ffn_config
         use_pad_tok_in_ffn tokenizer_name
     """),
-    defaults={
-        "expansion_ratio": 4,
-        "max_seq_len": 2048,
-        "layer_norm_epsilon": 1e-5,
-        "attn_config": {"alibi": True},
-        "tie_word_embeddings": True,
-    },
+    defaults={"max_seq_len": 2048, "attn_config": {"alibi": True}}
+    | {"expansion_ratio": 4, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
     rename=renaming(
         r"blocks\.",
         _MPT_OUTSIDE,
@@ -256,12 +251,8 @@ FALCON = FUSED._replace(
         alibi bias multi_query new_decoder_architecture num_kv_heads num_ln_in_parallel_attn parallel_attn activation
         ffn_hidden_size layer_norm_epsilon n_head n_layer
     """),
-    defaults={
-        "layer_norm_epsilon": 1e-5,
-        "activation": "gelu",
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": True,
-    },
+    defaults={"max_position_embeddings": 2048}
+    | {"layer_norm_epsilon": 1e-5, "activation": "gelu", "tie_word_embeddings": True},
     layouts={"self_attn.qkv_proj": Layout.BY_GROUP},
     rename=renaming(
         r"h\.",

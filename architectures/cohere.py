@@ -17,11 +17,10 @@ from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
 _NORMS: Norms = (("input_layernorm", "attn_norm", "attention_norm"),)
 KEYS = words("logit_scale layer_norm_eps")
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = {"max_position_embeddings": 8192} | {
     "logit_scale": 0.0625,
     "layer_norm_eps": 1e-5,
     "tie_word_embeddings": True,
-    "max_position_embeddings": 8192,
 }
 _EPS = "attention.layer_norm_epsilon"
 GGUF_KEYS = frozenset((_EPS, "logit_scale"))

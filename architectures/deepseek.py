@@ -33,18 +33,12 @@ KEYS = words("""
 """)
 DEEPSEEK_NAMES = ExpertNames(shared="mlp.shared_experts")
 MODEL = "meshlm.workers.models.deepseek:Deepseek"
-DEEPSEEK_V2_DEFAULTS = {
-    "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 0,
-    "moe_intermediate_size": 1407,
-    "topk_method": "greedy",
-}
+_MLA = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+DEEPSEEK_V2_DEFAULTS = (
+    _MLA
+    | {"n_routed_experts": 64, "n_shared_experts": 2, "first_k_dense_replace": 0, "moe_intermediate_size": 1407}
+    | {"topk_method": "greedy"}
+)
 
 
 def deepseek_spec(config: dict[str, Any], architecture: str, moe: MoESpec) -> ModelSpec:
@@ -226,22 +220,12 @@ DEEPSEEK_V2 = Family(
 
 
 DRAFTS = ("num_nextn_predict_layers", "num_mtp_layers")  # older files, newer files
-DEEPSEEK_V3_DEFAULTS = {
-    "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 2048,
-    "first_k_dense_replace": 3,
-    "n_group": 8,
-    "topk_group": 4,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-}
+DEEPSEEK_V3_DEFAULTS = (
+    _MLA
+    | {"n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 2048}
+    | {"first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "norm_topk_prob": True}
+    | {"routed_scaling_factor": 2.5}
+)
 
 
 def deepseek_v3_spec(config: dict[str, Any], architecture: str) -> ModelSpec:

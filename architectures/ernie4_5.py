@@ -18,10 +18,8 @@ from meshlm.protocol.layers import MoESpec
 from meshlm.protocol.model import ModelSpec
 
 _NAMES = ExpertNames(shared="mlp.shared_experts")
-_DEFAULTS: dict[str, Any] = {
+_DEFAULTS: dict[str, Any] = {"max_position_embeddings": 131072, "rope_theta": 500_000.0} | {
     "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 131072,
-    "rope_theta": 500_000.0,
     "tie_word_embeddings": True,
 }
 
@@ -104,18 +102,10 @@ EXPERTS = Family(
         use_bias moe_k moe_num_experts moe_num_shared_experts moe_layer_start_index moe_layer_end_index
         moe_layer_interval moe_norm_min moe_intermediate_size num_experts_per_tok num_experts num_local_experts
     """),
-    defaults={
-        **_DEFAULTS,
-        "num_key_value_heads": 4,
-        "moe_k": 6,
-        "moe_num_experts": 64,
-        "moe_num_shared_experts": 2,
-        "moe_layer_start_index": 1,
-        "moe_layer_end_index": -1,
-        "moe_layer_interval": 1,
-        "moe_norm_min": 1e-12,
-        "moe_intermediate_size": 1536,
-    },
+    defaults=_DEFAULTS
+    | {"num_key_value_heads": 4}
+    | {"moe_k": 6, "moe_num_experts": 64, "moe_num_shared_experts": 2, "moe_layer_start_index": 1}
+    | {"moe_layer_end_index": -1, "moe_layer_interval": 1, "moe_norm_min": 1e-12, "moe_intermediate_size": 1536},
     gguf=GGUFFamily(
         "ernie4_5-moe",
         _moe_gguf,

@@ -53,12 +53,8 @@ SANDWICH_NORMS: Norms = (
     ("post_feedforward_layernorm", "post_ffw_norm", "mlp_out_norm"),
 )
 KEYS = frozenset(("hidden_activation", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"))
-DEFAULTS = {
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
+DEFAULTS = {"num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096} | {
+    "tie_word_embeddings": True
 }
 _GEMMA2_EVERY = 2  # of so many layers the last sees all
 _GEMMA2_LARGEST = 46  # layers of the 27B model, whose query scale a .gguf file does not say

@@ -199,21 +199,12 @@ FAMILY = Family(
         "laurel_rank",
         "activation_sparsity_pattern",
     },
-    defaults={
-        **DEFAULTS,
-        "num_key_value_heads": 2,
-        "intermediate_size": 16384,
-        "max_position_embeddings": 32768,
-        "sliding_window": 512,
-        "final_logit_softcapping": 30.0,
-        "vocab_size_per_layer_input": 262144,
-        "hidden_size_per_layer_input": 256,
-        "altup_active_idx": 0,
-        "altup_correct_scale": True,
-        "altup_num_inputs": 4,
-        "num_kv_shared_layers": 15,
-        "laurel_rank": 64,
-    },
+    defaults=DEFAULTS
+    | {"num_key_value_heads": 2, "max_position_embeddings": 32768, "sliding_window": 512}
+    | {"num_kv_shared_layers": 15}
+    | {"intermediate_size": 16384, "final_logit_softcapping": 30.0, "vocab_size_per_layer_input": 262144}
+    | {"hidden_size_per_layer_input": 256, "altup_active_idx": 0, "altup_correct_scale": True}
+    | {"altup_num_inputs": 4, "laurel_rank": 64},
     gguf=GEMMA3N_GGUF,
     float16=False,
     compiles=False,

@@ -294,16 +294,10 @@ FAMILY = Family(
         vocab_size_per_layer_input hidden_size_per_layer_input num_kv_shared_layers use_double_wide_mlp
         enable_moe_block num_experts top_k_experts moe_intermediate_size
     """),
-    defaults={
-        **DEFAULTS,
-        "hidden_size": 2304,
-        "num_attention_heads": 8,
-        "sliding_window": 512,
-        "max_position_embeddings": 131072,
-        "vocab_size_per_layer_input": 262144,
-        "hidden_size_per_layer_input": 256,
-        "num_kv_shared_layers": 0,
-    },
+    defaults=DEFAULTS
+    | {"num_attention_heads": 8, "sliding_window": 512, "max_position_embeddings": 131072}
+    | {"num_kv_shared_layers": 0}
+    | {"hidden_size": 2304, "vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256},
     packed=_PACKED,
     gguf=GEMMA4_GGUF,
     float16=False,

@@ -43,13 +43,9 @@ from meshlm.architectures.weights import (
 from meshlm.protocol.layers import MoESpec
 from meshlm.protocol.model import ModelSpec
 
-DEFAULTS = {
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "rms_norm_eps": 1.5625e-07,
-    "partial_rotary_factor": 0.5,
-    "attention_bias": True,
+DEFAULTS = {"num_key_value_heads": 2, "head_dim": 128, "partial_rotary_factor": 0.5, "attention_bias": True} | {
     "max_position_embeddings": 131072,
+    "rms_norm_eps": 1.5625e-07,
 }
 PACKED = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
 
@@ -147,18 +143,10 @@ GLM4_MOE = Family(
     spec=_glm4_moe_spec,
     weights=partial(transformer_weights, norms=POST_ATTENTION_NORMS, experts=DEEPSEEK_NAMES),
     keys=KEYS | set(DRAFTS),
-    defaults={
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 131072,
-        "partial_rotary_factor": 0.5,
-        "moe_intermediate_size": 1408,
-        "num_experts_per_tok": 8,
-        "n_shared_experts": 1,
-        "n_routed_experts": 128,
-        "first_k_dense_replace": 1,
-        "norm_topk_prob": True,
-    },
+    defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "partial_rotary_factor": 0.5}
+    | {"rms_norm_eps": 1e-5}
+    | {"moe_intermediate_size": 1408, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_routed_experts": 128}
+    | {"first_k_dense_replace": 1, "norm_topk_prob": True},
     gguf=GGUFFamily("glm4moe", sigmoid_gguf, GGUF_EXPERT_KEYS, experts=True),
     compiles=False,
 )
@@ -179,12 +167,8 @@ DOTS1 = Family(
     spec=_dots1_spec,
     weights=partial(transformer_weights, experts=DEEPSEEK_NAMES),
     keys=(KEYS - {"use_qk_norm"}) | words("moe_layer_freq scoring_func topk_method"),
-    defaults={
-        "num_key_value_heads": 32,
-        "max_position_embeddings": 2048,
-        "sliding_window": 4096,
-        "max_window_layers": 62,
-    },
+    defaults={"num_key_value_heads": 32, "max_position_embeddings": 2048, "sliding_window": 4096}
+    | {"max_window_layers": 62},
     gguf=GGUFFamily("dots1", sigmoid_gguf, GGUF_EXPERT_KEYS, experts=True),
     compiles=False,
 )
@@ -238,13 +222,8 @@ MINIMAX_M2 = Family(
         attn_type_list rotary_dim num_local_experts num_experts_per_tok router_jitter_noise use_mtp num_mtp_modules
         mtp_transformer_layers mlp_intermediate_size shared_moe_mode
     """),
-    defaults={
-        "head_dim": 128,
-        "num_key_value_heads": 8,
-        "num_local_experts": 256,
-        "num_experts_per_tok": 8,
-        "rope_theta": 5e6,
-    },
+    defaults={"head_dim": 128, "num_key_value_heads": 8, "rope_theta": 5e6}
+    | {"num_local_experts": 256, "num_experts_per_tok": 8},
     rename=_renamed,
     unread=r"(model\.)?mtp.*",
     gguf=GGUFFamily("minimax-m2", _gguf, GGUF_EXPERT_KEYS, experts=True),

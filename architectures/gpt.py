@@ -69,16 +69,9 @@ GPT2 = FUSED._replace(
         n_embd n_layer n_head n_positions n_ctx n_inner activation_function layer_norm_epsilon reorder_and_upcast_attn
         summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
     """),
-    defaults={
-        "n_embd": 768,
-        "n_layer": 12,
-        "n_head": 12,
-        "n_positions": 1024,
-        "vocab_size": 50257,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": True,
-    },
+    defaults={"n_head": 12, "n_positions": 1024}
+    | {"n_embd": 768, "n_layer": 12, "vocab_size": 50257, "activation_function": "gelu_new"}
+    | {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
     layouts=dict.fromkeys((stem for stem in _INSIDE.values() if stem.endswith("proj")), Layout.TRANSPOSED),
     rename=renaming(r"h\.", _GPT2_OUTSIDE, _INSIDE, "transformer."),
     unread=r"model\.layers\.\d+\.attn\.(masked_)?bias",
@@ -104,15 +97,8 @@ GPT_NEOX = FUSED._replace(
     model_type="gpt_neox",
     spec=_gpt_neox_spec,
     keys=words("use_parallel_residual rotary_pct rotary_emb_base layer_norm_eps"),
-    defaults={
-        "use_parallel_residual": True,
-        "rotary_pct": 0.25,
-        "rotary_emb_base": 10000.0,
-        "layer_norm_eps": 1e-5,
-        "hidden_act": "gelu",
-        "attention_bias": True,
-        "max_position_embeddings": 2048,
-    },
+    defaults={"rotary_pct": 0.25, "rotary_emb_base": 10000.0, "attention_bias": True, "max_position_embeddings": 2048}
+    | {"use_parallel_residual": True, "layer_norm_eps": 1e-5, "hidden_act": "gelu"},
     layouts={"self_attn.qkv_proj": Layout.BY_GROUP},
     rename=renaming(
         r"(?:gpt_neox\.)?layers\.",
@@ -223,12 +209,8 @@ OPT = LAYER_NORMS._replace(
         ffn_dim word_embed_proj_dim do_layer_norm_before activation_function enable_bias layer_norm_elementwise_affine
         _remove_final_layer_norm
     """),
-    defaults={
-        "ffn_dim": 3072,
-        "activation_function": "relu",
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": True,
-    },
+    defaults={"max_position_embeddings": 2048}
+    | {"ffn_dim": 3072, "activation_function": "relu", "tie_word_embeddings": True},
     rename=renaming(
         r"(?:model\.)?decoder\.layers\.",
         {f"{prefix}decoder.{stem}": ours for stem, ours in _OPT_OUTSIDE.items() for prefix in ("model.", "")},
@@ -259,13 +241,8 @@ STABLELM = LAYER_NORMS._replace(
     model_type="stablelm",
     spec=_stablelm_spec,
     keys=words("layer_norm_eps use_qkv_bias use_parallel_residual"),
-    defaults={
-        "layer_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "partial_rotary_factor": 0.25,
-        "num_key_value_heads": 32,
-        "max_position_embeddings": 4096,
-    },
+    defaults={"partial_rotary_factor": 0.25, "num_key_value_heads": 32, "max_position_embeddings": 4096}
+    | {"layer_norm_eps": 1e-5, "hidden_act": "silu"},
     gguf=layer_norm_form("stablelm", _stablelm_gguf, "use_parallel_residual"),
 )
 
@@ -301,14 +278,8 @@ STARCODER2 = LAYER_NORMS._replace(
     model_type="starcoder2",
     spec=_starcoder2_spec,
     keys=words("use_bias norm_epsilon norm_type mlp_type activation_function"),
-    defaults={
-        "num_key_value_heads": 2,
-        "use_bias": True,
-        "norm_epsilon": 1e-5,
-        "hidden_act": "gelu_pytorch_tanh",
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 4096,
-    },
+    defaults={"num_key_value_heads": 2, "max_position_embeddings": 4096}
+    | {"use_bias": True, "norm_epsilon": 1e-5, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
     rename=renaming(r"model\.layers\.", {}, {"mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}),
     gguf=layer_norm_form("starcoder2", _starcoder2_gguf),
 )

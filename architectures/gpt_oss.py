@@ -19,13 +19,11 @@ from meshlm.protocol.model import ModelSpec
 NAMES = ExpertNames(router="mlp.router")
 _ALPHA, _LIMIT = 1.702, 7.0
 _EVERY = 2  # of so many layers the last sees all
-_YARN = {
-    "rope_type": "yarn",
+_YARN = {"rope_type": "yarn", "original_max_position_embeddings": 4096} | {
     "factor": 32.0,
     "beta_fast": 32.0,
     "beta_slow": 1.0,
     "truncate": False,
-    "original_max_position_embeddings": 4096,
 }
 
 
@@ -78,18 +76,9 @@ FAMILY = Family(
     keys=words("""
         num_local_experts num_experts_per_tok experts_per_token initial_context_length swiglu_limit swiglu_alpha
     """),
-    defaults={
-        "head_dim": 64,
-        "num_key_value_heads": 8,
-        "attention_bias": True,
-        "sliding_window": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 150000.0,
-        "num_local_experts": 128,
-        "swiglu_alpha": _ALPHA,
-        "swiglu_limit": _LIMIT,
-    },
+    defaults={"head_dim": 64, "num_key_value_heads": 8, "attention_bias": True, "sliding_window": 128}
+    | {"max_position_embeddings": 131072, "rope_theta": 150000.0}
+    | {"rms_norm_eps": 1e-5, "swiglu_alpha": _ALPHA, "swiglu_limit": _LIMIT, "num_local_experts": 128},
     experts=ExpertTensors("mlp.experts.{}", "mlp.experts.gate_up_proj", "mlp.experts.down_proj", interleaved=True),
     gguf=GGUFFamily("gpt-oss", _gguf, GGUF_KEYS | {"attention.sliding_window"}, experts=True),
     compiles=False,

@@ -137,12 +137,8 @@ EXPERTS = Family(
     spec=_moe_spec,
     weights=lambda spec: multiplied(spec, transformer_weights(spec, experts=NAMES)),
     keys=MULTIPLIERS | words("num_local_experts num_experts_per_tok"),
-    defaults={
-        **dict.fromkeys(MULTIPLIERS, 1.0),
-        "max_position_embeddings": 2048,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    },
+    defaults=dict.fromkeys(MULTIPLIERS, 1.0)
+    | {"max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2},
     packed=PACKED_EXPERTS,
     gguf=GGUFFamily("granitemoe", _moe_gguf, GGUF_SCALES | GGUF_KEYS, experts=True, interleaved_heads=True),
     rename=renamed_experts,
@@ -206,16 +202,9 @@ FAMILY = Family(
         "num_local_experts num_experts_per_tok shared_intermediate_size layers_block_type "
         "position_embedding_type normalization_function"
     ),
-    defaults={
-        **dict.fromkeys(MULTIPLIERS, 1.0),
-        "mamba_n_heads": 128,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 256,
-        "mamba_expand": 2,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "shared_intermediate_size": 1024,
-    },
+    defaults=dict.fromkeys(MULTIPLIERS, 1.0)
+    | {"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024}
+    | {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_expand": 2},
     packed={
         **PACKED,
         "shared_mlp.input_linear": ("shared_mlp.gate_proj", "shared_mlp.up_proj"),

@@ -68,16 +68,8 @@ BAMBA = Family(
     spec=_bamba_spec,
     weights=partial(transformer_weights, norms=_NORMS, state=mamba2_weights, mlp=_MLP),
     keys=KEYS | words("attn_layer_indices attn_rotary_emb num_logits_to_keep z_loss_coefficient"),
-    defaults={
-        "partial_rotary_factor": 0.5,
-        "rms_norm_eps": 1e-5,
-        "mamba_n_heads": 128,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 256,
-        "mamba_expand": 2,
-        "max_position_embeddings": 262144,
-        "num_key_value_heads": 8,
-    },
+    defaults={"partial_rotary_factor": 0.5, "max_position_embeddings": 262144, "num_key_value_heads": 8}
+    | {"rms_norm_eps": 1e-5, "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_expand": 2},
     packed=PACKED,
     rename=_renamed,
     compiles=False,
@@ -195,17 +187,9 @@ FALCON_H1 = Family(
         mlp_multipliers ssm_multipliers mamba_d_ssm mamba_rms_norm mamba_norm_before_gate mamba_use_mlp projectors_bias
         num_logits_to_keep
     """),
-    defaults={
-        **dict.fromkeys(_ONE, 1.0),
-        "rms_norm_eps": 1e-5,
-        "mamba_d_ssm": 1024,
-        "mamba_n_heads": 128,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 256,
-        "mamba_expand": 2,
-        "max_position_embeddings": 8192,
-        "num_key_value_heads": 8,
-    },
+    defaults=dict.fromkeys(_ONE, 1.0)
+    | {"max_position_embeddings": 8192, "num_key_value_heads": 8, "rms_norm_eps": 1e-5}
+    | {"mamba_d_ssm": 1024, "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_expand": 2},
     packed=PACKED,
     rename=_renamed,
     gguf=GGUFFamily("falcon-h1", _falcon_h1_gguf, GGUF_STATE, packed=GGUF_PACKED),
@@ -257,19 +241,10 @@ JAMBA = Family(
         mamba_d_state mamba_d_conv mamba_expand mamba_dt_rank mamba_conv_bias mamba_proj_bias use_mamba_kernels use_mambapy
         use_associative_scan num_logits_to_keep calc_logits_for_entire_prompt
     """),
-    defaults={
-        "num_key_value_heads": 8,
-        "num_experts": 16,
-        "num_experts_per_tok": 2,
-        "expert_layer_period": 2,
-        "expert_layer_offset": 1,
-        "attn_layer_period": 8,
-        "attn_layer_offset": 4,
-        "mamba_d_state": 16,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
-        "max_position_embeddings": 262144,
-    },
+    defaults={"num_key_value_heads": 8, "attn_layer_period": 8, "attn_layer_offset": 4}
+    | {"max_position_embeddings": 262144}
+    | {"num_experts": 16, "num_experts_per_tok": 2, "expert_layer_period": 2, "expert_layer_offset": 1}
+    | {"mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2},
     rename=_renamed,
     gguf=GGUFFamily("jamba", _jamba_gguf, GGUF_KEYS | GGUF_MAMBA_STATE, experts=True),
     compiles=False,

@@ -120,16 +120,9 @@ FAMILY = Family(
         full_attn_idxs tie_embedding conv_dim conv_dim_out conv_use_xavier_init block_dim block_mlp_init_scale block_norm_eps
         block_out_init_scale block_use_swiglu block_use_xavier_init num_heads theta use_pos_enc
     """),
-    defaults={
-        "norm_eps": 1e-5,
-        "conv_L_cache": 3,
-        "block_multiple_of": 256,
-        "block_ffn_dim_multiplier": 1.0,
-        "num_key_value_heads": 8,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 128000,
-    },
+    defaults={"num_key_value_heads": 8, "rope_theta": 1e6, "max_position_embeddings": 128000}
+    | {"norm_eps": 1e-5, "conv_L_cache": 3, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0}
+    | {"tie_word_embeddings": True},
     packed={"conv.in_proj": tuple(f"conv.{part}_proj" for part in _PARTS)},
     gguf=GGUFFamily(
         "lfm2",

@@ -59,13 +59,8 @@ HELIUM = Family(
     model_type="helium",
     spec=_helium_spec,
     weights=lambda spec: rotating_neighbours(spec, transformer_weights(spec)),
-    defaults={
-        "head_dim": 128,
-        "num_key_value_heads": 20,
-        "rms_norm_eps": 1e-8,
-        "rope_theta": 100000.0,
-        "max_position_embeddings": 4096,
-    },
+    defaults={"head_dim": 128, "num_key_value_heads": 20, "rope_theta": 100000.0, "max_position_embeddings": 4096}
+    | {"rms_norm_eps": 1e-8},
 )
 
 
@@ -172,11 +167,8 @@ HUNYUAN = Family(
 NUMBERS = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
 """The parameters of xIELU (Huang and Schlag 2024), and the shapes of their tensors."""
 _NORMS: Norms = (("attention_layernorm", "attn_norm", "input_norm"), ("feedforward_layernorm", "ffn_norm", "post_norm"))
-_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 12e6,
+_ROPE = {"rope_type": "llama3", "rope_theta": 12e6, "original_max_position_embeddings": 8192} | {
     "factor": 8.0,
-    "original_max_position_embeddings": 8192,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
 }

@@ -118,22 +118,10 @@ FAMILY = Family(
         no_rope_layers no_rope_layer_interval attention_chunk_size attn_temperature_tuning attn_scale floor_scale
         router_jitter_noise for_llm_compressor
     """),
-    defaults={
-        "head_dim": 128,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "max_position_embeddings": 131072,
-        "intermediate_size": 8192,
-        "intermediate_size_mlp": 16384,
-        "num_local_experts": 16,
-        "num_experts_per_tok": 1,
-        "use_qk_norm": True,
-        "attention_chunk_size": 8192,
-        "attn_temperature_tuning": True,
-        "attn_scale": 0.1,
-        "floor_scale": 8192,
-    },
+    defaults={"head_dim": 128, "num_key_value_heads": 8, "rope_theta": 500000.0, "max_position_embeddings": 131072}
+    | {"attention_chunk_size": 8192, "attn_temperature_tuning": True, "attn_scale": 0.1}
+    | {"rms_norm_eps": 1e-5, "intermediate_size": 8192, "intermediate_size_mlp": 16384, "use_qk_norm": True}
+    | {"floor_scale": 8192, "num_local_experts": 16, "num_experts_per_tok": 1},
     gguf=GGUFFamily(
         "llama4", _gguf, GGUF_KEYS | frozenset(("interleave_moe_layer_step", "attention.sliding_window")), experts=True
     ),

@@ -99,16 +99,8 @@ MAMBA2 = Family(
         "layer_norm_epsilon time_step_limit time_step_rank time_step_min time_step_max "
         "time_step_floor residual_in_fp32 rescale_prenorm_residual"
     ),
-    defaults={
-        "num_heads": 128,
-        "head_dim": 64,
-        "n_groups": 8,
-        "state_size": 128,
-        "expand": 2,
-        "hidden_size": 4096,
-        "num_hidden_layers": 64,
-        "max_position_embeddings": CONTEXT,
-    },
+    defaults={"num_heads": 128, "head_dim": 64, "num_hidden_layers": 64, "max_position_embeddings": CONTEXT}
+    | {"n_groups": 8, "state_size": 128, "expand": 2, "hidden_size": 4096},
     packed=PACKED,
     rename=renamed,
     gguf=GGUFFamily("mamba2", _mamba2_gguf, GGUF_STATE, packed=GGUF_PACKED),
@@ -167,15 +159,8 @@ _MAMBA = Family(
         layer_norm_epsilon residual_in_fp32 time_step_scale time_step_min time_step_max time_step_init_scheme time_step_floor
         rescale_prenorm_residual use_mambapy use_associative_scan
     """),
-    defaults={
-        "hidden_size": 768,
-        "state_size": 16,
-        "conv_kernel": 4,
-        "expand": 2,
-        "num_hidden_layers": 32,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": CONTEXT,
-    },
+    defaults={"num_hidden_layers": 32, "max_position_embeddings": CONTEXT}
+    | {"hidden_size": 768, "state_size": 16, "conv_kernel": 4, "expand": 2, "tie_word_embeddings": True},
     rename=renamed,
     gguf=GGUFFamily("mamba", _mamba_gguf, GGUF_MAMBA_STATE | {"ssm.dt_b_c_rms"}),
     compiles=False,

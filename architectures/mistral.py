@@ -46,11 +46,8 @@ MINISTRAL = Family(
 
 
 _BETA, _CONTEXT = "llama_4_scaling_beta", "max_position_embeddings"
-_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 1e6,
+_ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "original_max_position_embeddings": 16384} | {
     "factor": 16.0,
-    "original_max_position_embeddings": 16384,
     "beta_fast": 32.0,
     "beta_slow": 1.0,
     "mscale_all_dim": 1.0,
@@ -123,13 +120,8 @@ MIXTRAL = Family(
     spec=_mixtral_spec,
     weights=lambda spec: transformer_weights(spec, experts=MIXTRAL_NAMES),
     keys=frozenset(("num_local_experts", "num_experts_per_tok", "router_jitter_noise")),
-    defaults={
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "rope_theta": 1e6,
-    },
+    defaults={"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5}
+    | {"num_local_experts": 8, "num_experts_per_tok": 2},
     gguf=GGUFFamily("llama", _mixtral_gguf, GGUF_KEYS, experts=True, interleaved_heads=True),
     compiles=False,
 )

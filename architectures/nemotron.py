@@ -230,26 +230,12 @@ NEMOTRON_H = Family(
         moe_shared_expert_overlap num_experts_per_tok routed_scaling_factor n_group topk_group norm_topk_prob
         num_nextn_predict_layers
     """),
-    defaults={
-        "mamba_num_heads": 128,
-        "mamba_head_dim": 64,
-        "n_groups": 8,
-        "ssm_state_size": 128,
-        "conv_kernel": 4,
-        "chunk_size": 128,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "layer_norm_epsilon": 1e-5,
-        "num_hidden_layers": 52,
-        "max_position_embeddings": 4096,
-        "mamba_ssm_cache_dtype": "float32",
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 7688,
-        "moe_shared_expert_intermediate_size": 7688,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0,
-    },
+    defaults={"num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 52, "max_position_embeddings": 4096}
+    | {"layer_norm_epsilon": 1e-5}
+    | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 7688}
+    | {"moe_shared_expert_intermediate_size": 7688, "norm_topk_prob": True, "routed_scaling_factor": 1.0}
+    | {"mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4}
+    | {"chunk_size": 128, "mamba_ssm_cache_dtype": "float32"},
     packed={
         **_PACKED,
         **{f"mixer.experts.{name}": (f"mixer.experts.{{}}.{name}",) for name in ("up_proj", "down_proj")},

@@ -33,12 +33,8 @@ PHI = LAYER_NORMS._replace(
     model_type="phi",
     spec=_phi_spec,
     keys=words("layer_norm_eps"),
-    defaults={
-        "layer_norm_eps": 1e-5,
-        "hidden_act": "gelu_new",
-        "partial_rotary_factor": 0.5,
-        "max_position_embeddings": 2048,
-    },
+    defaults={"partial_rotary_factor": 0.5, "max_position_embeddings": 2048}
+    | {"layer_norm_eps": 1e-5, "hidden_act": "gelu_new"},
     rename=renaming(
         r"model\.layers\.",
         {"model.final_layernorm": "model.norm"},
@@ -142,16 +138,9 @@ _FAMILY = Family(
     spec=_phimoe_spec,
     weights=partial(layer_norm_weights, experts=MIXTRAL_NAMES),
     keys=words("lm_head_bias num_local_experts num_experts_per_tok router_jitter_noise input_jitter_noise"),
-    defaults={
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "num_local_experts": 16,
-        "num_experts_per_tok": 2,
-        "router_jitter_noise": _JITTER,
-        "rope_theta": 1e6,
-        "max_position_embeddings": 131072,
-    },
+    defaults={"num_key_value_heads": 8, "rope_theta": 1e6, "max_position_embeddings": 131072}
+    | {"rms_norm_eps": 1e-5, "hidden_act": "silu"}
+    | {"num_local_experts": 16, "num_experts_per_tok": 2, "router_jitter_noise": _JITTER},
     gguf=GGUFFamily(
         "phimoe",
         _phimoe_gguf,

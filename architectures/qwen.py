@@ -82,17 +82,12 @@ KEYS = frozenset(
     ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step")
     + ("mlp_only_layers", "shared_expert_intermediate_size", "qkv_bias")
 )
-QWEN2_MOE_DEFAULTS = {
-    "num_key_value_heads": 16,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-    "moe_intermediate_size": 1408,
-    "shared_expert_intermediate_size": 5632,
-    "num_experts_per_tok": 4,
-    "num_experts": 60,
-    "qkv_bias": True,
-}
+QWEN2_MOE_DEFAULTS = (
+    {"num_key_value_heads": 16, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+    | {"qkv_bias": True}
+    | {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4}
+    | {"num_experts": 60}
+)
 
 
 def _qwen2_moe_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
@@ -134,10 +129,7 @@ QWEN2_MOE = Family(
 )
 
 
-QWEN3_MOE_DEFAULTS = {
-    "num_key_value_heads": 4,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
+QWEN3_MOE_DEFAULTS = {"num_key_value_heads": 4, "use_sliding_window": False, "sliding_window": 4096} | {
     "moe_intermediate_size": 768,
     "num_experts_per_tok": 8,
 }
@@ -217,14 +209,8 @@ QWEN = Family(
     weights=transformer_weights,
     keys=frozenset(_NAMES.values())
     | words("no_bias rotary_pct scale_attn_weights use_dynamic_ntk use_logn_attn softmax_in_fp32 fp32 fp16 bf16"),
-    defaults={
-        "layer_norm_epsilon": 1e-6,
-        "kv_channels": 128,
-        "rotary_emb_base": 10000.0,
-        "rotary_pct": 1.0,
-        "seq_length": 2048,
-        "no_bias": True,
-    },
+    defaults={"rotary_emb_base": 10000.0, "rotary_pct": 1.0, "seq_length": 2048}
+    | {"layer_norm_epsilon": 1e-6, "kv_channels": 128, "no_bias": True},
     packed=QKV,
     rename=renaming(
         r"transformer\.h\.",

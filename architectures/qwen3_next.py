@@ -152,22 +152,14 @@ EXPERT_KEYS = words("""
     decoder_sparse_step mlp_only_layers num_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size
     norm_topk_prob
 """)
-DEFAULTS = {
-    "partial_rotary_factor": 0.25,
-    "head_dim": 256,
-    "num_key_value_heads": 2,
-    "linear_num_value_heads": 32,
-    "linear_value_head_dim": 128,
-    "linear_key_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_conv_kernel_dim": 4,
-    "max_position_embeddings": 32768,
-}
-EXPERT_DEFAULTS = {
-    "num_experts": 512,
-    "num_experts_per_tok": 10,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
+DEFAULTS = (
+    {"partial_rotary_factor": 0.25, "head_dim": 256, "num_key_value_heads": 2}
+    | {"max_position_embeddings": 32768}
+    | {"linear_num_value_heads": 32, "linear_value_head_dim": 128, "linear_key_head_dim": 128}
+    | {"linear_num_key_heads": 16, "linear_conv_kernel_dim": 4}
+)
+EXPERT_DEFAULTS = {"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512} | {
+    "shared_expert_intermediate_size": 512
 }
 PACKED = {"linear_attn.conv1d": ("linear_attn.q_conv", "linear_attn.k_conv", "linear_attn.v_conv")}
 DRAFTS = r"(model\.)?mtp\..*"  # layers that draft further tokens
@@ -247,11 +239,8 @@ _DENSE = Family(
     compiles=False,
     model=_MODEL,
 )
-_EXPERTS = {
-    "num_experts": 256,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
+_EXPERTS = {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512} | {
+    "shared_expert_intermediate_size": 512
 }
 _MOE = _DENSE._replace(
     architecture="Qwen3_5MoeForCausalLM",

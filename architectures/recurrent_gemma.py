@@ -90,22 +90,12 @@ FAMILY = Family(
         lru_width attention_window_size conv1d_width logits_soft_cap hidden_activation block_types _block_types
         w_init_variance_scale final_w_init_variance_scale embeddings_scale_by_sqrt_dim
     """),
-    defaults={
-        "vocab_size": 256000,
-        "hidden_size": 2560,
-        "intermediate_size": 7680,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 10,
-        "max_position_embeddings": 1 << 20,
-        "attention_window_size": 2048,
-        "conv1d_width": 4,
-        "logits_soft_cap": 30.0,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "partial_rotary_factor": 0.5,
-        "block_types": ["recurrent", "recurrent", "attention"],
-        "embeddings_scale_by_sqrt_dim": True,
-        "tie_word_embeddings": True,
-    },
+    defaults={"num_hidden_layers": 26, "num_attention_heads": 10, "max_position_embeddings": 1 << 20}
+    | {"attention_window_size": 2048, "partial_rotary_factor": 0.5}
+    | {"vocab_size": 256000, "hidden_size": 2560, "intermediate_size": 7680, "conv1d_width": 4}
+    | {"logits_soft_cap": 30.0, "hidden_activation": "gelu_pytorch_tanh"}
+    | {"block_types": ["recurrent", "recurrent", "attention"], "embeddings_scale_by_sqrt_dim": True}
+    | {"tie_word_embeddings": True},
     rename=_renamed,
     float16=False,
     compiles=False,

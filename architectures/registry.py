@@ -19,78 +19,52 @@ class _Module(NamedTuple):
     gguf_kind: str = ""
 
 
+_MODULES = {
+    "llama": """
+        LlamaForCausalLM=llama HeliumForCausalLM HunYuanDenseV1ForCausalLM=hunyuan-dense
+        ApertusForCausalLM=apertus SeedOssForCausalLM=seed_oss SmolLM3ForCausalLM=smollm3
+    """,
+    "mistral": "MistralForCausalLM MixtralForCausalLM=llama MinistralForCausalLM Ministral3ForCausalLM=mistral3",
+    "qwen": """
+        Qwen2ForCausalLM=qwen2 Qwen3ForCausalLM=qwen3 QWenLMHeadModel=qwen Qwen2MoeForCausalLM=qwen2moe
+        Qwen3MoeForCausalLM=qwen3moe
+    """,
+    "gemma": "GemmaForCausalLM=gemma Gemma2ForCausalLM=gemma2 Gemma3ForCausalLM=gemma3",
+    "gemma3n": "Gemma3nForCausalLM=gemma3n",
+    "gemma4": "Gemma4ForCausalLM=gemma4",
+    "phi": "Phi3ForCausalLM=phi3 PhimoeForCausalLM=phimoe PhiMoEForCausalLM PhiForCausalLM=phi2",
+    "deepseek": "DeepseekV2ForCausalLM=deepseek2 DeepseekV3ForCausalLM DeepseekV32ForCausalLM GlmMoeDsaForCausalLM",
+    "llama4": "Llama4ForCausalLM=llama4",
+    "gpt_oss": "GptOssForCausalLM=gpt-oss",
+    "granite": "GraniteForCausalLM=granite GraniteMoeForCausalLM=granitemoe GraniteMoeHybridForCausalLM=granitehybrid",
+    "glm": """
+        Glm4MoeForCausalLM=glm4moe Dots1ForCausalLM=dots1 MiniMaxM2ForCausalLM=minimax-m2
+        GlmForCausalLM=chatglm Glm4ForCausalLM=glm4
+    """,
+    "ernie4_5": "Ernie4_5ForCausalLM=ernie4_5 Ernie4_5_MoeForCausalLM=ernie4_5-moe",
+    "olmo": """
+        OlmoeForCausalLM=olmoe Olmo2ForCausalLM=olmo2 Olmo3ForCausalLM Exaone4ForCausalLM=exaone4
+        OlmoForCausalLM=olmo
+    """,
+    "cohere": "CohereForCausalLM=command-r Cohere2ForCausalLM=cohere2",
+    "gpt": """
+        Starcoder2ForCausalLM=starcoder2 GPT2LMHeadModel=gpt2 GPTNeoXForCausalLM=gptneox OPTForCausalLM
+        StableLmForCausalLM=stablelm GPTJForCausalLM
+    """,
+    "nemotron": "NemotronForCausalLM=nemotron NemotronHForCausalLM=nemotron_h",
+    "alibi": "BloomForCausalLM=bloom MptForCausalLM=mpt MPTForCausalLM FalconForCausalLM=falcon",
+    "mamba": "Mamba2ForCausalLM=mamba2 MambaForCausalLM=mamba FalconMambaForCausalLM",
+    "hybrid": "BambaForCausalLM FalconH1ForCausalLM=falcon-h1 JambaForCausalLM=jamba",
+    "lfm2": "Lfm2ForCausalLM=lfm2",
+    "recurrent_gemma": "RecurrentGemmaForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM=qwen3next Qwen3_5ForCausalLM=qwen35 Qwen3_5MoeForCausalLM=qwen35moe",
+    "whisper": "WhisperForConditionalGeneration",
+}
+"""The decoders of each module of this folder; behind a name the kind (general.architecture) of .gguf files that are for it."""
 _OWN = {
-    "LlamaForCausalLM": _Module("llama", "llama"),
-    "MistralForCausalLM": _Module("mistral"),
-    "Qwen2ForCausalLM": _Module("qwen", "qwen2"),
-    "Qwen3ForCausalLM": _Module("qwen", "qwen3"),
-    "GemmaForCausalLM": _Module("gemma", "gemma"),
-    "Gemma2ForCausalLM": _Module("gemma", "gemma2"),
-    "Gemma3ForCausalLM": _Module("gemma", "gemma3"),
-    "Gemma3nForCausalLM": _Module("gemma3n", "gemma3n"),
-    "Gemma4ForCausalLM": _Module("gemma4", "gemma4"),
-    "Phi3ForCausalLM": _Module("phi", "phi3"),
-    "PhimoeForCausalLM": _Module("phi", "phimoe"),
-    "PhiMoEForCausalLM": _Module("phi"),
-    "HeliumForCausalLM": _Module("llama"),
-    "HunYuanDenseV1ForCausalLM": _Module("llama", "hunyuan-dense"),
-    "ApertusForCausalLM": _Module("llama", "apertus"),
-    "QWenLMHeadModel": _Module("qwen", "qwen"),
-    "MixtralForCausalLM": _Module("mistral", "llama"),
-    "Qwen2MoeForCausalLM": _Module("qwen", "qwen2moe"),
-    "Qwen3MoeForCausalLM": _Module("qwen", "qwen3moe"),
-    "DeepseekV2ForCausalLM": _Module("deepseek", "deepseek2"),
-    "DeepseekV3ForCausalLM": _Module("deepseek"),
-    "Llama4ForCausalLM": _Module("llama4", "llama4"),
-    "GptOssForCausalLM": _Module("gpt_oss", "gpt-oss"),
-    "DeepseekV32ForCausalLM": _Module("deepseek"),
-    "GlmMoeDsaForCausalLM": _Module("deepseek"),
-    "GraniteForCausalLM": _Module("granite", "granite"),
-    "GraniteMoeForCausalLM": _Module("granite", "granitemoe"),
-    "Glm4MoeForCausalLM": _Module("glm", "glm4moe"),
-    "Dots1ForCausalLM": _Module("glm", "dots1"),
-    "SeedOssForCausalLM": _Module("llama", "seed_oss"),
-    "MinistralForCausalLM": _Module("mistral"),
-    "Ministral3ForCausalLM": _Module("mistral", "mistral3"),
-    "Ernie4_5ForCausalLM": _Module("ernie4_5", "ernie4_5"),
-    "Ernie4_5_MoeForCausalLM": _Module("ernie4_5", "ernie4_5-moe"),
-    "MiniMaxM2ForCausalLM": _Module("glm", "minimax-m2"),
-    "OlmoeForCausalLM": _Module("olmo", "olmoe"),
-    "Olmo2ForCausalLM": _Module("olmo", "olmo2"),
-    "Olmo3ForCausalLM": _Module("olmo"),
-    "SmolLM3ForCausalLM": _Module("llama", "smollm3"),
-    "Exaone4ForCausalLM": _Module("olmo", "exaone4"),
-    "CohereForCausalLM": _Module("cohere", "command-r"),
-    "Cohere2ForCausalLM": _Module("cohere", "cohere2"),
-    "GlmForCausalLM": _Module("glm", "chatglm"),
-    "Glm4ForCausalLM": _Module("glm", "glm4"),
-    "Starcoder2ForCausalLM": _Module("gpt", "starcoder2"),
-    "GPT2LMHeadModel": _Module("gpt", "gpt2"),
-    "GPTNeoXForCausalLM": _Module("gpt", "gptneox"),
-    "PhiForCausalLM": _Module("phi", "phi2"),
-    "OPTForCausalLM": _Module("gpt"),
-    "StableLmForCausalLM": _Module("gpt", "stablelm"),
-    "GPTJForCausalLM": _Module("gpt"),
-    "NemotronForCausalLM": _Module("nemotron", "nemotron"),
-    "OlmoForCausalLM": _Module("olmo", "olmo"),
-    "BloomForCausalLM": _Module("alibi", "bloom"),
-    "MptForCausalLM": _Module("alibi", "mpt"),
-    "MPTForCausalLM": _Module("alibi"),
-    "FalconForCausalLM": _Module("alibi", "falcon"),
-    "Mamba2ForCausalLM": _Module("mamba", "mamba2"),
-    "BambaForCausalLM": _Module("hybrid"),
-    "GraniteMoeHybridForCausalLM": _Module("granite", "granitehybrid"),
-    "NemotronHForCausalLM": _Module("nemotron", "nemotron_h"),
-    "FalconH1ForCausalLM": _Module("hybrid", "falcon-h1"),
-    "MambaForCausalLM": _Module("mamba", "mamba"),
-    "FalconMambaForCausalLM": _Module("mamba"),
-    "Lfm2ForCausalLM": _Module("lfm2", "lfm2"),
-    "JambaForCausalLM": _Module("hybrid", "jamba"),
-    "RecurrentGemmaForCausalLM": _Module("recurrent_gemma"),
-    "Qwen3NextForCausalLM": _Module("qwen3_next", "qwen3next"),
-    "Qwen3_5ForCausalLM": _Module("qwen3_next", "qwen35"),
-    "Qwen3_5MoeForCausalLM": _Module("qwen3_next", "qwen35moe"),
-    "WhisperForConditionalGeneration": _Module("whisper"),
+    name: _Module(module, kind)
+    for module, names in _MODULES.items()
+    for name, _, kind in (one.partition("=") for one in names.split())
 }
 _SAME_KINDS = {"nemotron_h_moe": "nemotron_h"}
 """Kinds of .gguf files that llama.cpp keeps apart, and one family reads."""
@@ -113,8 +87,25 @@ _VECTORS = {
 }
 """Models that give vectors of texts: decoders without their output projection (sequence.py), and encoders."""
 _FAMILIES: dict[str, Family | _Module] = {**_OWN, **_VECTORS}
-_UNLISTED = {"TransformersForCausalLM": _Module("transformers_backend")}
-"""What no config.json names: how models are served whose architecture is not here."""
+TRANSFORMERS = "TransformersForCausalLM"
+
+
+def _not_by_name(config: dict[str, Any], architecture: str) -> ModelSpec:
+    raise ValueError(
+        f"architectures names {architecture}; name the model's own, --model-impl transformers does the rest"
+    )
+
+
+_TRANSFORMERS = Family(
+    architecture=TRANSFORMERS,
+    model_type="",
+    spec=_not_by_name,
+    weights=lambda spec: iter(()),
+    compiles=False,
+    model="meshlm.workers.models.transformers.model:TransformersModel",
+)
+"""Any causal decoder of the transformers library (--model-impl transformers), by transformers' own modules with our attention; no
+config.json names it. workers/models/transformers/look.py finds what such a model is; transformers reads and checks its weights."""
 
 
 def register(family: Family) -> None:
@@ -136,7 +127,7 @@ def families() -> dict[str, Family]:
 
 def family_of(architecture: str) -> Family | None:
     """The family with this name in config.json's `architectures`."""
-    return _family(architecture) if architecture in _FAMILIES or architecture in _UNLISTED else None
+    return _family(architecture) if architecture in _FAMILIES or architecture == TRANSFORMERS else None
 
 
 def serves(spec: ModelSpec) -> Serves:
@@ -170,9 +161,8 @@ def weights_of(spec: ModelSpec) -> dict[str, Weight]:
 
 
 def _family(architecture: str) -> Family:
-    if architecture in _UNLISTED:
-        unlisted: Family = import_module(f"meshlm.architectures.{_UNLISTED[architecture].name}").FAMILY
-        return unlisted
+    if architecture == TRANSFORMERS:
+        return _TRANSFORMERS
     found = _FAMILIES[architecture]
     if isinstance(found, _Module):
         module = import_module(f"meshlm.architectures.{found.name}")

@@ -118,20 +118,10 @@ FAMILY = Family(
         apply_spec_augment mask_time_prob mask_time_length mask_time_min_masks mask_feature_prob mask_feature_length
         mask_feature_min_masks encoder_layerdrop decoder_layerdrop
     """),
-    defaults={
-        "d_model": 384,
-        "decoder_layers": 4,
-        "decoder_attention_heads": 6,
-        "decoder_ffn_dim": 1536,
-        "max_target_positions": 448,
-        "activation_function": "gelu",
-        "num_mel_bins": 80,
-        "encoder_layers": 4,
-        "encoder_attention_heads": 6,
-        "encoder_ffn_dim": 1536,
-        "max_source_positions": 1500,
-        "tie_word_embeddings": True,
-    },
+    defaults={"decoder_layers": 4, "decoder_attention_heads": 6, "max_target_positions": 448, "encoder_layers": 4}
+    | {"encoder_attention_heads": 6, "max_source_positions": 1500}
+    | {"d_model": 384, "decoder_ffn_dim": 1536, "activation_function": "gelu", "num_mel_bins": 80}
+    | {"encoder_ffn_dim": 1536, "tie_word_embeddings": True},
     rename=renaming(
         r"model\.decoder\.layers\.",
         _OUTSIDE,

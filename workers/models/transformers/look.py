@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from meshlm.architectures.transformers_backend import ARCHITECTURE
+from meshlm.architectures.registry import TRANSFORMERS
 from meshlm.protocol.layers import MLP, Attention, Layers, LayerSpec
 from meshlm.protocol.model import ModelSpec, TransformersSpec
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
@@ -69,7 +69,7 @@ def look(source: TransformersSpec, folder: Path) -> Layout:
         raise ModelFilesError(f"its layers have several soft caps ({sorted(caps)})")
     wide = getattr(config, "intermediate_size", None)
     spec = ModelSpec(
-        architecture=ARCHITECTURE,
+        architecture=TRANSFORMERS,
         vocab_size=vocabulary,
         hidden_size=hidden,
         layers=Layers.from_records(
