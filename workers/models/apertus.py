@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import Ops
-from meshlm.workers.models.decoder import Decoder, DecoderLayer
+from meshlm.workers.models.decoder import Decoder, DecoderLayer, LayerClasses
 from meshlm.workers.models.layer_norm import UngatedMLP
 from meshlm.workers.partial_sum import PartialSum
 
@@ -60,10 +60,8 @@ class XieluMLP(UngatedMLP):
 
 
 class ApertusLayer(DecoderLayer):
-    mlp_type = XieluMLP
-
-    def __init__(self, spec: ModelSpec, layer: int) -> None:
-        super().__init__(spec, layer)
+    def __init__(self, spec: ModelSpec, layer: int, classes: LayerClasses) -> None:
+        super().__init__(spec, layer, classes)
         record = spec.layers[layer].mlp
         assert isinstance(self.mlp, XieluMLP)
         assert record is not None
@@ -71,4 +69,4 @@ class ApertusLayer(DecoderLayer):
 
 
 class Apertus(Decoder):
-    layer_type = ApertusLayer
+    classes = LayerClasses(ApertusLayer, mlp=XieluMLP)

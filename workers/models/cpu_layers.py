@@ -10,7 +10,7 @@ from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.layers.cpu_ops import CpuOps
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.mlp import MLP
-from meshlm.workers.models.decoder import Decoder, DecoderLayer
+from meshlm.workers.models.decoder import Decoder, DecoderLayer, LayerClasses
 
 
 class CpuLayers:
@@ -72,7 +72,7 @@ def fuse(model: Decoder, backend: str) -> None:
     """Let a model that is whole, loaded and on the CPU compute this way, if its products and its attention are the kernels' too."""
     products = [module for layer in model.layers for module in layer.modules() if isinstance(module, Linear)]
     fused = (
-        model.layer_type is DecoderLayer
+        model.classes == LayerClasses()
         and model.spec.moe is None
         and all(one.rotates for one in model.spec.attentions)
         and not model.spec.alibi_slopes

@@ -6,7 +6,7 @@ key and value projections are one product, gate and up projections another; a la
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -109,15 +109,12 @@ class Attention(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention, and an MLP or a mixture of experts. Each begins with a norm, which first adds to the residual what came before."""
 
-    attention_type: ClassVar[type[Attention]] = Attention
-    mlp_type: ClassVar[type[MLP]] = MLP
-
-    def __init__(self, spec: ModelSpec, layer: int) -> None:
+    def __init__(self, spec: ModelSpec, layer: int, classes: "LayerClasses") -> None:
         super().__init__()
-        self.attention = self.attention_type(spec, layer)
+        self.attention = classes.attention(spec, layer)
         self.make_norms(spec)
         mlp = spec.layers[layer].mlp
-        self.mlp: MLP | MoE = MoE(spec) if mlp is None else self.mlp_type(spec, mlp.intermediate_size)
+        self.mlp: MLP | MoE = classes.experts(spec) if mlp is None else classes.mlp(spec, mlp.intermediate_size)
 
     def make_norms(self, spec: ModelSpec) -> None:
         """Makes the norms of the layer; another kind of layer has others."""
@@ -133,6 +130,16 @@ class DecoderLayer(nn.Module):
         return found
 
 
+class LayerClasses(NamedTuple):
+    """What a family's layers are made of."""
+
+    layer: type[DecoderLayer] = DecoderLayer
+    attention: type[Attention] = Attention
+    state: type[Attention] = Attention  # in the place of attention, where a layer keeps a recurrent state
+    mlp: type[MLP] = MLP
+    experts: type[MoE] = MoE
+
+
 class LayerExecutor(Protocol):
     """Another way to compute what stands between the attention calls (compiled.py)."""
 
@@ -144,10 +151,10 @@ class LayerExecutor(Protocol):
 class Decoder(nn.Module):
     """Embedding, layers, norm, head: those that this shard has.
 
-    A family that computes otherwise names its own kind of layer, and what it does differently around them (gemma.py).
+    A family that computes otherwise names the classes of its layers, and what it does differently around them (gemma.py).
     """
 
-    layer_type: ClassVar[type[DecoderLayer]] = DecoderLayer
+    classes: ClassVar[LayerClasses] = LayerClasses()
 
     def __init__(self, spec: ModelSpec, max_len: int, shard: Shard = WHOLE) -> None:
         super().__init__()
@@ -157,7 +164,9 @@ class Decoder(nn.Module):
         self.embed = (
             Embedding(rows, spec.hidden_size, begin, end) if shard.is_first or (tied and shard.is_last) else None
         )
-        self.layers = nn.ModuleList(self.layer_type(self.local, layer) for layer in range(self.local.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            self.classes.layer(self.local, layer, self.classes) for layer in range(self.local.num_hidden_layers)
+        )
         self.norm: RMSNorm | LayerNorm | None = None
         if shard.is_last:
             self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)

@@ -17,7 +17,7 @@ from meshlm.workers.layers.linear import Linear, Matrix
 from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import LatentShape, LayerStep, Ops
 from meshlm.workers.layers.rope import yarn_mscale
-from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer
+from meshlm.workers.models.decoder import Attention, Decoder, LayerClasses
 from meshlm.workers.partial_sum import PartialSum
 
 LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is
@@ -63,11 +63,5 @@ def mscale(rope: RopeSpec) -> float:
     return yarn_mscale(rope.factor, rope.mscale_all_dim) if rope.rope_type == "yarn" and rope.mscale_all_dim else 1.0
 
 
-class DeepseekLayer(DecoderLayer):
-    """Latent attention, and an MLP or experts."""
-
-    attention_type = LatentAttention
-
-
 class Deepseek(Decoder):
-    layer_type = DeepseekLayer
+    classes = LayerClasses(attention=LatentAttention)

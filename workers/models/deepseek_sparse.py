@@ -17,7 +17,8 @@ from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.norm import LayerNorm, RMSNorm
 from meshlm.workers.layers.ops import LayerStep, Ops
 from meshlm.workers.layers.rope import apply_rope, apply_rope_to_neighbours
-from meshlm.workers.models.deepseek import Deepseek, DeepseekLayer, LatentAttention
+from meshlm.workers.models.decoder import LayerClasses
+from meshlm.workers.models.deepseek import Deepseek, LatentAttention
 from meshlm.workers.partial_sum import PartialSum
 
 _EPS = 1e-6
@@ -82,11 +83,5 @@ class SparseLatentAttention(LatentAttention):
         return found.flatten(1)
 
 
-class SparseDeepseekLayer(DeepseekLayer):
-    """Sparse latent attention, and an MLP or experts."""
-
-    attention_type = SparseLatentAttention
-
-
 class SparseDeepseek(Deepseek):
-    layer_type = SparseDeepseekLayer
+    classes = LayerClasses(attention=SparseLatentAttention)

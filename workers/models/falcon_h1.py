@@ -9,7 +9,7 @@ from meshlm.workers.batch import LayerCache
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.ops import Ops
-from meshlm.workers.models.decoder import Attention
+from meshlm.workers.models.decoder import Attention, LayerClasses
 from meshlm.workers.models.hybrid import Hybrid, HybridLayer
 from meshlm.workers.models.mamba2 import Mamba2Mixer
 
@@ -35,11 +35,5 @@ class ParallelMixer(Mamba2Mixer):
         return torch.cat((found, super().attend(qkv[:, self._attends :], cache, context)), dim=1)
 
 
-class FalconLayer(HybridLayer):
-    """Both beside one another, then an MLP."""
-
-    state_kind = ParallelMixer
-
-
 class FalconH1(Hybrid):
-    layer_type = FalconLayer
+    classes = LayerClasses(HybridLayer, state=ParallelMixer)

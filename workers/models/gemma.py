@@ -16,7 +16,7 @@ from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.norm import RMSNorm
-from meshlm.workers.models.decoder import Decoder, DecoderLayer
+from meshlm.workers.models.decoder import Decoder, DecoderLayer, LayerClasses
 from meshlm.workers.partial_sum import PartialSum
 
 
@@ -46,7 +46,7 @@ class GemmaLayer(DecoderLayer):
 class Sandwich(Decoder):
     """A decoder of such layers: GLM-4-0414. Gemma has more of its own."""
 
-    layer_type: ClassVar[type[DecoderLayer]] = GemmaLayer
+    classes: ClassVar[LayerClasses] = LayerClasses(GemmaLayer)
 
     def embedded(self, ids: Tensor) -> tuple[PartialSum, Tensor | None]:
         return PartialSum(self.embedding(ids)), None
@@ -76,4 +76,4 @@ class ScaledLayer(DecoderLayer):
 class Gemma1(Gemma):
     """Gemma 1: see `Gemma`; its layers have no norms behind attention and MLP."""
 
-    layer_type = ScaledLayer
+    classes = LayerClasses(ScaledLayer)

@@ -26,6 +26,7 @@ from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import Ops
+from meshlm.workers.models.decoder import LayerClasses
 from meshlm.workers.models.gemma import Gemma, GemmaLayer
 from meshlm.workers.models.kv_sharing import SharedKV, SharingAttention, share_all
 from meshlm.workers.models.per_layer import PerLayerInputs
@@ -35,10 +36,8 @@ LEAST = 1e-5  # of a mean square that is divided by
 
 
 class Gemma3nLayer(GemmaLayer):
-    attention_type = SharingAttention
-
-    def __init__(self, spec: ModelSpec, layer: int) -> None:
-        super().__init__(spec, layer)
+    def __init__(self, spec: ModelSpec, layer: int, classes: LayerClasses) -> None:
+        super().__init__(spec, layer, classes)
         assert spec.altup is not None
         self._altup, self._act = spec.altup, ACTIVATIONS[spec.hidden_act]
         count, hidden, own = spec.altup.altup_num_inputs, spec.hidden_size, spec.altup.hidden_size_per_layer_input
@@ -112,7 +111,7 @@ class Gemma3nLayer(GemmaLayer):
 
 
 class Gemma3n(Gemma):
-    layer_type = Gemma3nLayer
+    classes = LayerClasses(Gemma3nLayer, SharingAttention)
 
     def __init__(self, spec: ModelSpec, max_len: int, shard: Shard = WHOLE) -> None:
         super().__init__(spec, max_len, shard)

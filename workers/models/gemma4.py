@@ -8,8 +8,6 @@
 Attention and sharing of keys and values: kv_sharing.py.
 """
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 
@@ -24,7 +22,7 @@ from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.moe import MoE
 from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import Ops
-from meshlm.workers.models.decoder import Attention
+from meshlm.workers.models.decoder import LayerClasses
 from meshlm.workers.models.gemma import Gemma, GemmaLayer
 from meshlm.workers.models.kv_sharing import SharedKV, SharingAttention, share_all
 from meshlm.workers.models.per_layer import PerLayerInputs
@@ -55,10 +53,8 @@ class ScaledExperts(MoE):
 
 
 class Gemma4Layer(GemmaLayer):
-    attention_type: ClassVar[type[Attention]] = SharingAttention
-
-    def __init__(self, spec: ModelSpec, layer: int) -> None:
-        super().__init__(spec, layer)
+    def __init__(self, spec: ModelSpec, layer: int, classes: LayerClasses) -> None:
+        super().__init__(spec, layer, classes)
         hidden, eps = spec.hidden_size, spec.rms_norm_eps
         self.scalar = nn.Parameter(torch.ones(1), requires_grad=False)
         self.moe: ScaledExperts | None = None
@@ -96,7 +92,7 @@ class Gemma4Layer(GemmaLayer):
 
 
 class Gemma4(Gemma):
-    layer_type = Gemma4Layer
+    classes = LayerClasses(Gemma4Layer, SharingAttention)
 
     def __init__(self, spec: ModelSpec, max_len: int, shard: Shard = WHOLE) -> None:
         super().__init__(spec, max_len, shard)

@@ -14,7 +14,7 @@ from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import AttentionShape, Ops
 from meshlm.workers.layers.rope import apply_rope
-from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer
+from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer, LayerClasses
 
 
 class NormedBehindRotation(Attention):
@@ -42,17 +42,13 @@ class NormedBehindRotation(Attention):
         return (found * norm.weight.float()).flatten(1).to(heads.dtype)
 
 
-class HunYuanLayer(DecoderLayer):
-    attention_type = NormedBehindRotation
-
-
 class HunYuan(Decoder):
-    layer_type = HunYuanLayer
+    classes = LayerClasses(attention=NormedBehindRotation)
 
     def _use_tables(self) -> None:
         """Attention turns nothing more."""
         still = torch.ones_like(self.rope)
         still[:, still.shape[1] // 2 :] = 0
         for layer in self.layers:
-            assert isinstance(layer, HunYuanLayer)
+            assert isinstance(layer, DecoderLayer)
             layer.attention.table = still

@@ -14,7 +14,7 @@ from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.moe import MoE
 from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import Ops
-from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer
+from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer, LayerClasses
 from meshlm.workers.models.layer_norm import UngatedMLP
 from meshlm.workers.models.mamba2 import Mamba2Mixer
 from meshlm.workers.partial_sum import PartialSum
@@ -50,23 +50,18 @@ class NoMLP(MLP):
 class HybridLayer(DecoderLayer):
     """What the spec says of this layer."""
 
-    attention_kind: type[Attention] = Attention
-    state_kind: type[Attention] = Mamba2Mixer
-    mlp_kind: type[MLP] = MLP
-    moe_kind: type[MoE] = MoE
-
-    def __init__(self, spec: ModelSpec, layer: int) -> None:
+    def __init__(self, spec: ModelSpec, layer: int, classes: LayerClasses) -> None:
         nn.Module.__init__(self)
         record = spec.layers[layer]
-        kind = self.state_kind if record.state else self.attention_kind if record.attention else NoMixer
+        kind = classes.state if record.state else classes.attention if record.attention else NoMixer
         self.attention = kind(spec, layer)
         if kind is not NoMixer:
             self.input_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp: MLP | MoE
         if record.mlp is not None:
-            self.mlp = self.mlp_kind(spec, record.mlp.intermediate_size)
+            self.mlp = classes.mlp(spec, record.mlp.intermediate_size)
         else:
-            self.mlp = self.moe_kind(spec) if record.experts is not None else NoMLP(spec)
+            self.mlp = classes.experts(spec) if record.experts is not None else NoMLP(spec)
         if not isinstance(self.mlp, NoMLP):
             self.post_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
 
@@ -82,7 +77,7 @@ class HybridLayer(DecoderLayer):
 
 
 class Hybrid(Decoder):
-    layer_type = HybridLayer
+    classes = LayerClasses(HybridLayer, state=Mamba2Mixer)
 
     def embedded(self, ids: Tensor) -> tuple[PartialSum, Tensor | None]:
         """See `Decoder.embedded`; a first layer without a mixer has no norm before one."""
@@ -106,12 +101,5 @@ class SquaredReLUExperts(MoE):
     shared_kind = SquaredReLU
 
 
-class NemotronLayer(HybridLayer):
-    """One of a mixer, attention, an MLP and experts."""
-
-    mlp_kind = SquaredReLU
-    moe_kind = SquaredReLUExperts
-
-
 class NemotronH(Hybrid):
-    layer_type = NemotronLayer
+    classes = LayerClasses(HybridLayer, state=Mamba2Mixer, mlp=SquaredReLU, experts=SquaredReLUExperts)

@@ -15,7 +15,7 @@ from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import Ops
-from meshlm.workers.models.decoder import Attention
+from meshlm.workers.models.decoder import Attention, LayerClasses
 from meshlm.workers.models.hybrid import Hybrid, HybridLayer
 from meshlm.workers.models.mamba2 import Convolution, float_parameter
 
@@ -64,11 +64,5 @@ class MambaMixer(Attention):
                 return [ops.rms_norm(one, norm.weight, norm.eps) for one, norm in zip(parts, norms, strict=True)]
 
 
-class JambaLayer(HybridLayer):
-    """Mamba or attention, and an MLP or experts."""
-
-    state_kind = MambaMixer
-
-
 class Jamba(Hybrid):
-    layer_type = JambaLayer
+    classes = LayerClasses(HybridLayer, state=MambaMixer)

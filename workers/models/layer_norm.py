@@ -21,7 +21,7 @@ from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.moe import MoE
 from meshlm.workers.layers.norm import LayerNorm
 from meshlm.workers.layers.ops import Ops
-from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer
+from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer, LayerClasses
 from meshlm.workers.partial_sum import PartialSum
 
 
@@ -60,19 +60,14 @@ class UngatedMLP(MLP):
 
 
 class LayerNormLayer(DecoderLayer):
-    attention_type = LayerNormAttention
-
-    def __init__(self, spec: ModelSpec, layer: int) -> None:
+    def __init__(self, spec: ModelSpec, layer: int, classes: LayerClasses) -> None:
         nn.Module.__init__(self)
         self._order = _of(spec)
-        self.attention = self.attention_type(spec, layer)
-        self.mlp = self.make_mlp(spec)
+        self.attention = classes.attention(spec, layer)
+        mlp = classes.experts if spec.layers[layer].experts else MLP if self._order.gated else UngatedMLP
+        self.mlp: MLP | MoE = mlp(spec)
         self.attention_norm = _norm(spec)
         self.mlp_norm = None if self._order.parallel == 1 else _norm(spec)
-
-    def make_mlp(self, spec: ModelSpec) -> MLP | MoE:
-        """Makes what stands behind attention, or beside it."""
-        return MLP(spec) if self._order.gated else UngatedMLP(spec)
 
     def forward(
         self, x: PartialSum, cache: LayerCache, context: ForwardContext, normed: Tensor | None = None
@@ -124,7 +119,7 @@ class Entry(nn.Module):
 class LayerNormDecoder(Decoder):
     """See `Decoder`. Logits may have a bias."""
 
-    layer_type = LayerNormLayer
+    classes = LayerClasses(LayerNormLayer, LayerNormAttention)
 
     def __init__(self, spec: ModelSpec, max_len: int, shard: Shard = WHOLE) -> None:
         super().__init__(spec, max_len, shard)

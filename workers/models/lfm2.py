@@ -8,7 +8,7 @@ from meshlm.workers.batch import LayerCache
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.ops import Ops
-from meshlm.workers.models.decoder import Attention
+from meshlm.workers.models.decoder import Attention, LayerClasses
 from meshlm.workers.models.hybrid import Hybrid, HybridLayer
 from meshlm.workers.models.mamba2 import Convolution
 
@@ -34,11 +34,5 @@ class ShortConvolution(Attention):
         return behind * states.conv(before * x, self.conv.weight[:, 0], self.conv.bias, own, silu=False)
 
 
-class Lfm2Layer(HybridLayer):
-    """A short convolution or attention, and an MLP."""
-
-    state_kind = ShortConvolution
-
-
 class Lfm2(Hybrid):
-    layer_type = Lfm2Layer
+    classes = LayerClasses(HybridLayer, state=ShortConvolution)

@@ -13,7 +13,7 @@ from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import LayerCache
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.ops import AttentionShape, Ops
-from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer
+from meshlm.workers.models.decoder import Attention, Decoder, LayerClasses
 
 
 class Llama4Attention(Attention):
@@ -43,9 +43,5 @@ class Llama4Attention(Attention):
         return super().attend(qkv, cache, context)
 
 
-class Llama4Layer(DecoderLayer):
-    attention_type = Llama4Attention
-
-
 class Llama4(Decoder):
-    layer_type = Llama4Layer
+    classes = LayerClasses(attention=Llama4Attention)

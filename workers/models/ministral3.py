@@ -6,7 +6,7 @@ from torch import Tensor
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import LayerCache
 from meshlm.workers.forward_context import ForwardContext
-from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer
+from meshlm.workers.models.decoder import Attention, Decoder, LayerClasses
 
 
 class GrowingAttention(Attention):
@@ -24,9 +24,5 @@ class GrowingAttention(Attention):
         return super().attend(qkv, cache, context)
 
 
-class Ministral3Layer(DecoderLayer):
-    attention_type = GrowingAttention
-
-
 class Ministral3(Decoder):
-    layer_type = Ministral3Layer
+    classes = LayerClasses(attention=GrowingAttention)

@@ -5,7 +5,7 @@ from torch import Tensor
 from meshlm.workers.batch import LayerCache
 from meshlm.workers.distributed.communicator import Communicator
 from meshlm.workers.forward_context import ForwardContext
-from meshlm.workers.models.decoder import Decoder, DecoderLayer
+from meshlm.workers.models.decoder import Decoder, DecoderLayer, LayerClasses
 from meshlm.workers.models.post_norm import OlmoAttention
 
 
@@ -15,18 +15,12 @@ class OlmoeAttention(OlmoAttention):
         return super().attend_normed(qkv.clamp_(-clip, clip) if clip else qkv, cache, context)
 
 
-class OlmoeLayer(DecoderLayer):
-    """Attention, and experts."""
-
-    attention_type = OlmoeAttention
-
-
 class Olmoe(Decoder):
-    layer_type = OlmoeLayer
+    classes = LayerClasses(attention=OlmoeAttention)
 
     def join(self, comm: Communicator) -> None:
         super().join(comm)
         for layer in self.layers:
-            assert isinstance(layer, OlmoeLayer)
+            assert isinstance(layer, DecoderLayer)
             assert isinstance(layer.attention, OlmoeAttention)
             layer.attention.comm, layer.attention.ranks = comm, self.shard.tp_size

@@ -8,12 +8,12 @@ weights need not sum to 1.
 import torch
 from torch import Tensor
 
-from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import LayerCache
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.moe import MoE
 from meshlm.workers.layers.ops import Ops
-from meshlm.workers.models.layer_norm import LayerNormDecoder, LayerNormLayer
+from meshlm.workers.models.decoder import LayerClasses
+from meshlm.workers.models.layer_norm import LayerNormAttention, LayerNormDecoder, LayerNormLayer
 from meshlm.workers.moe.parts import NOWHERE, Routing
 from meshlm.workers.partial_sum import PartialSum
 
@@ -44,9 +44,6 @@ class SparseMixerMoE(MoE):
 class PhiMoELayer(LayerNormLayer):
     """Attention behind a norm, experts behind another."""
 
-    def make_mlp(self, spec: ModelSpec) -> SparseMixerMoE:
-        return SparseMixerMoE(spec)
-
     def forward(
         self, x: PartialSum, cache: LayerCache, context: ForwardContext, normed: Tensor | None = None
     ) -> PartialSum:
@@ -60,4 +57,4 @@ class PhiMoELayer(LayerNormLayer):
 
 
 class PhiMoE(LayerNormDecoder):
-    layer_type = PhiMoELayer
+    classes = LayerClasses(PhiMoELayer, LayerNormAttention, experts=SparseMixerMoE)

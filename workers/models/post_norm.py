@@ -14,7 +14,7 @@ from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import Ops
-from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer
+from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer, LayerClasses
 from meshlm.workers.partial_sum import PartialSum
 
 
@@ -42,7 +42,7 @@ def _normed(x: PartialSum, residual: Tensor, norm: RMSNorm, ops: Ops) -> Tensor:
 
 
 class PostNorm(Decoder):
-    layer_type = PostNormLayer
+    classes = LayerClasses(PostNormLayer)
 
     def embedded(self, ids: Tensor) -> tuple[PartialSum, Tensor | None]:
         return PartialSum(self.embedding(ids)), None
@@ -78,16 +78,12 @@ class OlmoAttention(Attention):
         return super().attend(qkv, cache, context)
 
 
-class OlmoLayer(PostNormLayer):
-    attention_type = OlmoAttention
-
-
 class Olmo(PostNorm):
-    layer_type = OlmoLayer
+    classes = LayerClasses(PostNormLayer, OlmoAttention)
 
     def join(self, comm: Communicator) -> None:
         super().join(comm)
         for layer in self.layers:
-            assert isinstance(layer, OlmoLayer)
+            assert isinstance(layer, PostNormLayer)
             assert isinstance(layer.attention, OlmoAttention)
             layer.attention.comm, layer.attention.ranks = comm, self.shard.tp_size

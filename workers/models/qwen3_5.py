@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from meshlm.workers.models.hybrid import Hybrid
-from meshlm.workers.models.qwen3_next import GatedDeltaNet, Qwen3NextLayer
+from meshlm.workers.models.decoder import LayerClasses
+from meshlm.workers.models.hybrid import Hybrid, HybridLayer
+from meshlm.workers.models.qwen3_next import GatedAttention, GatedDeltaNet
 
 
 class FlatGatedDeltaNet(GatedDeltaNet):
@@ -14,11 +15,5 @@ class FlatGatedDeltaNet(GatedDeltaNet):
         return inputs, z, b, a
 
 
-class Qwen3_5Layer(Qwen3NextLayer):
-    """The gated delta net or gated attention, and an MLP or experts."""
-
-    state_kind = FlatGatedDeltaNet
-
-
 class Qwen3_5(Hybrid):
-    layer_type = Qwen3_5Layer
+    classes = LayerClasses(HybridLayer, GatedAttention, FlatGatedDeltaNet)

@@ -16,7 +16,7 @@ from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import Ops
-from meshlm.workers.models.decoder import Attention
+from meshlm.workers.models.decoder import Attention, LayerClasses
 from meshlm.workers.models.hybrid import Hybrid, HybridLayer
 from meshlm.workers.models.mamba2 import Convolution, float_parameter
 
@@ -82,12 +82,5 @@ class GatedDeltaNet(Attention):
         return context.ops.gated_norm(out.flatten(1), z, norm.weight, norm.eps, state.head_dim, before=True)
 
 
-class Qwen3NextLayer(HybridLayer):
-    """The gated delta net or gated attention, and experts."""
-
-    attention_kind = GatedAttention
-    state_kind = GatedDeltaNet
-
-
 class Qwen3Next(Hybrid):
-    layer_type = Qwen3NextLayer
+    classes = LayerClasses(HybridLayer, GatedAttention, GatedDeltaNet)

@@ -19,7 +19,7 @@ from meshlm.workers.batch import LayerCache
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.ops import Ops
-from meshlm.workers.models.decoder import Attention
+from meshlm.workers.models.decoder import Attention, LayerClasses
 from meshlm.workers.models.gemma import Gemma
 from meshlm.workers.models.hybrid import HybridLayer
 from meshlm.workers.models.mamba2 import Convolution, float_parameter
@@ -84,16 +84,10 @@ class GatedRecurrence(Attention):
         return found * self._act(gate)
 
 
-class RecurrentGemmaLayer(HybridLayer):
-    """A recurrent block or attention with a window, and an MLP."""
-
-    state_kind = GatedRecurrence
-
-
 class RecurrentGemma(Gemma):
     """Layers of both kinds; embeddings are scaled by the root of their size in bfloat16, whatever the model's type is."""
 
-    layer_type = RecurrentGemmaLayer
+    classes = LayerClasses(HybridLayer, state=GatedRecurrence)
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
         """Rounds the scale of embeddings."""

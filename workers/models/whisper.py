@@ -23,6 +23,7 @@ from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.norm import LayerNorm
 from meshlm.workers.layers.ops import Ops
+from meshlm.workers.models.decoder import LayerClasses
 from meshlm.workers.models.layer_norm import LayerNormAttention, LayerNormDecoder, LayerNormLayer, UngatedMLP
 from meshlm.workers.models.mel import LogMelSpectrogram
 from meshlm.workers.partial_sum import PartialSum
@@ -91,10 +92,8 @@ class CrossAttentionLayer(nn.Module):
 
 
 class WhisperLayer(LayerNormLayer):
-    attention_type = WhisperAttention
-
-    def __init__(self, spec: ModelSpec, layer: int) -> None:
-        super().__init__(spec, layer)
+    def __init__(self, spec: ModelSpec, layer: int, classes: LayerClasses) -> None:
+        super().__init__(spec, layer, classes)
         self.cross = CrossAttentionLayer(spec)
         self.cross_norm = LayerNorm(spec.hidden_size, spec.rms_norm_eps, bias=True)
 
@@ -168,7 +167,7 @@ class WhisperEncoder(nn.Module):
 class Whisper(LayerNormDecoder):
     """See `Decoder`: the decoder is what the engine knows, `encode_audio` runs the encoder."""
 
-    layer_type = WhisperLayer
+    classes = LayerClasses(WhisperLayer, WhisperAttention)
 
     def __init__(self, spec: ModelSpec, max_len: int, shard: Shard = WHOLE) -> None:
         super().__init__(spec, max_len, shard)

@@ -14,7 +14,7 @@ from torch import Tensor
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.workers.layers.torch_ops import TorchOps
 from meshlm.workers.models.cpu_layers import fuse
-from meshlm.workers.models.decoder import Decoder, DecoderLayer
+from meshlm.workers.models.decoder import Decoder, LayerClasses
 from meshlm.workers.output import logprobs
 from meshlm.workers.output.sampler import SampleRows, sample
 from meshlm.workers.rows.columns import RowColumns
@@ -56,7 +56,7 @@ def model_of(case: str, path: Path) -> Decoder:
     model = load(path)
     assert not isinstance(model.ops, TorchOps), "the CPU kernels could not be compiled"
     fuse(model, "cpu")
-    assert (model.executor is None) == (model.layer_type is not DecoderLayer)
+    assert (model.executor is None) == (model.classes != LayerClasses())
     return model
 
 

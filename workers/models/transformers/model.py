@@ -19,7 +19,7 @@ from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.layers.ops import AttentionShape, LayerStep, Ops
 from meshlm.workers.layers.torch_ops import TorchOps, make_ops
-from meshlm.workers.models.decoder import Decoder, DecoderLayer, KVScale, LayerExecutor
+from meshlm.workers.models.decoder import Decoder, DecoderLayer, KVScale, LayerClasses, LayerExecutor
 from meshlm.workers.models.transformers import given, interface
 from meshlm.workers.models.transformers.look import SHORTEST, attending
 from meshlm.workers.models.transformers.self_test import why_unequal
@@ -72,7 +72,7 @@ class _NoLayer(DecoderLayer):
 class TransformersModel(Decoder):
     """The engine knows it as a `Decoder`."""
 
-    layer_type = _NoLayer
+    classes = LayerClasses(_NoLayer)
 
     def __init__(self, spec: ModelSpec, max_len: int, shard: Shard, model: Any, modules: tuple[str, ...]) -> None:
         """model: transformers' own, whole or this rank's part of each layer. modules: the names of those that attend, layer by layer of
