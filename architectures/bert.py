@@ -345,7 +345,7 @@ MODERNBERT = Family(
     weights=_weights,
     keys=KEYS | _OWN,
     compiles=False,
-    model="meshlm.workers.models.modernbert:ModernBert",
+    model="meshlm.workers.models.bert:ModernBert",
     rename=_renamed,
     unread=r"head\..*|decoder\..*|classifier\..*",
 )

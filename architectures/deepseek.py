@@ -343,7 +343,7 @@ _V32 = Family(
     keys=KEYS | set(DRAFTS) | set(_SIZES) | words("mlp_layer_types"),
     defaults=DEEPSEEK_V3_DEFAULTS | {"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128},
     compiles=False,
-    model="meshlm.workers.models.deepseek_sparse:SparseDeepseek",
+    model="meshlm.workers.models.deepseek:SparseDeepseek",
 )
 
 _GLM_KEYS = words("indexer_types index_topk_freq index_topk_pattern index_skip_topk_offset indexer_rope_interleave")

@@ -228,7 +228,7 @@ MINIMAX_M2 = Family(
     unread=r"(model\.)?mtp.*",
     gguf=GGUFFamily("minimax-m2", _gguf, GGUF_EXPERT_KEYS, experts=True),
     compiles=False,
-    model="meshlm.workers.models.olmoe:Olmoe",
+    model="meshlm.workers.models.post_norm:Olmoe",
 )
 
 

@@ -194,7 +194,7 @@ FALCON_H1 = Family(
     rename=_renamed,
     gguf=GGUFFamily("falcon-h1", _falcon_h1_gguf, GGUF_STATE, packed=GGUF_PACKED),
     compiles=False,
-    model="meshlm.workers.models.falcon_h1:FalconH1",
+    model="meshlm.workers.models.hybrid:FalconH1",
 )
 
 

@@ -132,5 +132,5 @@ FAMILY = Family(
     ),
     rename=_renamed,
     compiles=False,
-    model="meshlm.workers.models.lfm2:Lfm2",
+    model="meshlm.workers.models.hybrid:Lfm2",
 )

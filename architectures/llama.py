@@ -160,7 +160,7 @@ HUNYUAN = Family(
     rename=_renamed,
     gguf=GGUFFamily("hunyuan-dense", partial(dense_gguf, qk_norm=True)),
     compiles=False,
-    model="meshlm.workers.models.hunyuan:HunYuan",
+    model="meshlm.workers.models.llama_variants:HunYuan",
 )
 
 
@@ -218,7 +218,7 @@ APERTUS = Family(
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 12e6, "max_position_embeddings": 65536},
     gguf=GGUFFamily("apertus", _apertus_gguf, frozenset(f"xielu.{name}" for name in NUMBERS)),
     compiles=False,
-    model="meshlm.workers.models.apertus:Apertus",
+    model="meshlm.workers.models.llama_variants:Apertus",
 )
 
 

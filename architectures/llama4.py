@@ -132,5 +132,5 @@ FAMILY = Family(
         interleaved=False,
     ),
     compiles=False,
-    model="meshlm.workers.models.llama4:Llama4",
+    model="meshlm.workers.models.llama_variants:Llama4",
 )

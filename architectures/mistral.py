@@ -98,7 +98,7 @@ MINISTRAL3 = Family(
         interleaved_heads=True,
     ),
     compiles=False,
-    model="meshlm.workers.models.ministral3:Ministral3",
+    model="meshlm.workers.models.llama_variants:Ministral3",
 )
 
 

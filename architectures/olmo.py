@@ -143,7 +143,7 @@ OLMOE = Family(
     defaults={**DEFAULTS, "max_position_embeddings": 4096, "num_experts": 64, "num_experts_per_tok": 8},
     gguf=GGUFFamily("olmoe", _olmoe_gguf, GGUF_KEYS | {"attention.clamp_kqv"}, experts=True),
     compiles=False,
-    model="meshlm.workers.models.olmoe:Olmoe",
+    model="meshlm.workers.models.post_norm:Olmoe",
 )
 _OLMO2_FAMILIES = (OLMO2, OLMO3, OLMOE)
 

@@ -2,7 +2,7 @@
 
 Phi-3 and Phi-4 (Abdin et al. 2024): a Llama whose checkpoints hold query, key and value in one tensor, gate and up in another.
 
-Phi-3.5-MoE (Abdin et al. 2024): layer norms, and experts that SparseMixer chooses (workers/models/phimoe.py).
+Phi-3.5-MoE (Abdin et al. 2024): layer norms, and experts that SparseMixer chooses (workers/models/layer_norm.py).
 """
 
 from functools import partial
@@ -148,7 +148,7 @@ _FAMILY = Family(
         experts=True,
     ),
     compiles=False,
-    model="meshlm.workers.models.phimoe:PhiMoE",
+    model="meshlm.workers.models.layer_norm:PhiMoE",
 )
 _PHIMOE_FAMILIES = (_FAMILY, _FAMILY._replace(architecture="PhiMoEForCausalLM", gguf=None))
 

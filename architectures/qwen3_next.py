@@ -222,7 +222,7 @@ def _qwen3_5_projections(state: StateSpec) -> tuple[tuple[str, int], ...]:
 
 
 _DEFAULTS = DEFAULTS | {"num_key_value_heads": 4, "attn_output_gate": True}
-_MODEL = "meshlm.workers.models.qwen3_5:Qwen3_5"
+_MODEL = "meshlm.workers.models.qwen3_next:Qwen3_5"
 _PACKED = PACKED | {"linear_attn.in_proj_qkv": tuple(f"linear_attn.in_proj_{part}" for part in "qkv")}
 _GGUF_KEYS = GGUF_DELTA | {"rope.dimension_sections"}
 _DENSE = Family(

@@ -121,7 +121,7 @@ class MoESpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     router_bias: bool = False  # of the router's product
     expert_bias: bool = False  # of the experts' products
     gated: bool = True  # experts have a gate; without one hidden_act is of what goes down
-    sparse_mixer: float = 0.0  # the jitter of SparseMixer's training, where it chooses (workers/models/phimoe.py)
+    sparse_mixer: float = 0.0  # the jitter of SparseMixer's training, where it chooses (workers/models/layer_norm.py)
     swiglu: tuple[float, float] | None = None  # alpha and limit of gpt-oss' activation in the experts; None: hidden_act
     shared_intermediate_size: int = 0  # of all experts together that every token goes to; 0: there are none
     shared_gate: bool = False  # their output is multiplied by the sigmoid of a product of its own

@@ -14,7 +14,7 @@ from meshlm.workers.attention.sparse_latent import Chosen, LastChoice
 from meshlm.workers.attention.torch_backend import TorchAttention
 from meshlm.workers.batch import CrossCache, StepInputs
 from meshlm.workers.layers.ops import AttentionShape, LatentShape, LayerStep
-from meshlm.workers.states.step import StepStates
+from meshlm.workers.states.torch_states import StepStates
 
 
 class StepAttention(Protocol):

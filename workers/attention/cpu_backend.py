@@ -7,7 +7,7 @@ from meshlm.kernels.attention.seen import Seen
 from meshlm.kernels.cpu import kernel
 from meshlm.kernels.cpu.library import library
 from meshlm.protocol.model import ModelSpec
-from meshlm.workers.attention.rotated import RotatedAttention
+from meshlm.workers.attention.torch_backend import RotatedAttention
 from meshlm.workers.batch import CrossCache, LayerCache, StepInputs
 
 

@@ -17,7 +17,7 @@ from meshlm.workers.attention.sparse_latent import Chosen, LastChoice
 from meshlm.workers.batch import CrossCache, StepInputs
 from meshlm.workers.layers.ops import AttentionShape, LatentShape, LayerStep
 from meshlm.workers.layers.rope import apply_rope
-from meshlm.workers.states.step import StepStates
+from meshlm.workers.states.torch_states import StepStates
 
 PADDED = 1.2  # times a prompt's length, to which it is padded at most
 SHORT = 8  # tokens by which any prompt may be padded

@@ -20,8 +20,7 @@ from meshlm.protocol.layers import StateSpec
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.aux_stream import AuxStream
 from meshlm.workers.attention.sparse_latent import Chosen, LastChoice
-from meshlm.workers.attention.triton_latent import LatentWorkspace, TritonLatentAttention
-from meshlm.workers.attention.triton_sparse import TritonSparseAttention
+from meshlm.workers.attention.triton_latent import LatentWorkspace, TritonLatentAttention, TritonSparseAttention
 from meshlm.workers.batch import UNKNOWN, CrossCache, LayerCache, StepInputs
 from meshlm.workers.layers.ops import AttentionShape, LatentShape, LayerStep
 from meshlm.workers.states.self_test import self_test_states

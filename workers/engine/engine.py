@@ -35,7 +35,7 @@ from meshlm.workers.engine.pending import PendingStep
 from meshlm.workers.engine.sleeper import Sleeper
 from meshlm.workers.engine.together import EAGER, StepExecution, Together, reads_across
 from meshlm.workers.graphs.keys import MIXED_TOKENS, Key
-from meshlm.workers.models.layer_executor import choose_layer_executor
+from meshlm.workers.models.registry import choose_layer_executor
 from meshlm.workers.moe.placement.balancer import Balancer, Experts
 from meshlm.workers.nvtx import mark_layers
 from meshlm.workers.rows.changes import NOTHING

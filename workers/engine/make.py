@@ -24,7 +24,7 @@ from meshlm.workers.distributed.placement import WorkerPlacement
 from meshlm.workers.engine import ProgressReport
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.kit import Kit, TorchKit
-from meshlm.workers.states.step import WrongStates
+from meshlm.workers.states.torch_states import WrongStates
 from meshlm.workers.weights.load import DTYPES
 
 _log = structlog.get_logger()

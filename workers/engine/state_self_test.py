@@ -21,7 +21,7 @@ from meshlm.workers.engine.inputs import TorchInputs
 from meshlm.workers.layers.ops import AttentionShape, LatentShape, LayerStep
 from meshlm.workers.rows.step_columns import StepColumns
 from meshlm.workers.states.self_test import LONG, Request, step_of
-from meshlm.workers.states.step import StepStates
+from meshlm.workers.states.torch_states import StepStates
 
 NEAR = 0.05  # of the norm of what an operation gives one request, or of the states that it leaves: inputs and results have 16 bits
 

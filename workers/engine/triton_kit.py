@@ -60,7 +60,7 @@ from meshlm.workers.rows.changes import NOTHING
 from meshlm.workers.rows.device_rows import DeviceRows
 from meshlm.workers.rows.shared_prefixes import PrefixTables
 from meshlm.workers.rows.step_columns import StepColumns, columns_of
-from meshlm.workers.states.step import WrongStates
+from meshlm.workers.states.torch_states import WrongStates
 
 _log = structlog.get_logger()
 

@@ -23,9 +23,7 @@ from meshlm.workers.layers.moe import MoE
 from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import Ops
 from meshlm.workers.models.decoder import LayerClasses
-from meshlm.workers.models.gemma import Gemma, GemmaLayer
-from meshlm.workers.models.kv_sharing import SharedKV, SharingAttention, share_all
-from meshlm.workers.models.per_layer import PerLayerInputs
+from meshlm.workers.models.gemma import Gemma, GemmaLayer, PerLayerInputs, SharedKV, SharingAttention, share_all
 from meshlm.workers.partial_sum import PartialSum
 
 

@@ -16,8 +16,7 @@ from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import Ops
 from meshlm.workers.models.decoder import Attention, LayerClasses
-from meshlm.workers.models.hybrid import Hybrid, HybridLayer
-from meshlm.workers.models.mamba2 import Convolution, float_parameter
+from meshlm.workers.models.hybrid import Convolution, Hybrid, HybridLayer, float_parameter
 
 
 class MambaMixer(Attention):

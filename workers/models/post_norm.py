@@ -1,6 +1,8 @@
 """OLMo 2 and 3, EXAONE 4: nothing is normed before attention and MLP, and what they give is normed before it is added.
 
 x = x + norm(attention(x));  x = x + norm(mlp(x))
+
+OLMoE: a layer is Llama's, its attention OLMo 2's, of which queries, keys and values may be clipped.
 """
 
 import torch
@@ -86,4 +88,21 @@ class Olmo(PostNorm):
         for layer in self.layers:
             assert isinstance(layer, PostNormLayer)
             assert isinstance(layer.attention, OlmoAttention)
+            layer.attention.comm, layer.attention.ranks = comm, self.shard.tp_size
+
+
+class OlmoeAttention(OlmoAttention):
+    def attend_normed(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
+        clip = self._spec.clip_qkv
+        return super().attend_normed(qkv.clamp_(-clip, clip) if clip else qkv, cache, context)
+
+
+class Olmoe(Decoder):
+    classes = LayerClasses(attention=OlmoeAttention)
+
+    def join(self, comm: Communicator) -> None:
+        super().join(comm)
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            assert isinstance(layer.attention, OlmoeAttention)
             layer.attention.comm, layer.attention.ranks = comm, self.shard.tp_size

@@ -4,6 +4,8 @@
     W_out (norm(o) silu(z)), the norm of each head for itself
 
 Rows of W_in stand by heads of keys: its query, its key, and the values and gates of the heads that share it.
+
+Qwen3.5 (Qwen 2026): as Qwen3-Next, with the rows of a mixer's products by kind: q, k, v, z, b, a.
 """
 
 import torch
@@ -17,8 +19,7 @@ from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import Ops
 from meshlm.workers.models.decoder import Attention, LayerClasses
-from meshlm.workers.models.hybrid import Hybrid, HybridLayer
-from meshlm.workers.models.mamba2 import Convolution, float_parameter
+from meshlm.workers.models.hybrid import Convolution, Hybrid, HybridLayer, float_parameter
 
 
 class GatedAttention(Attention):
@@ -84,3 +85,14 @@ class GatedDeltaNet(Attention):
 
 class Qwen3Next(Hybrid):
     classes = LayerClasses(HybridLayer, GatedAttention, GatedDeltaNet)
+
+
+class FlatGatedDeltaNet(GatedDeltaNet):
+    def parts(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        state = self._state
+        inputs, z, b, a = torch.split(qkv, [state.conv_dim, state.inner, state.num_heads, state.num_heads], dim=1)
+        return inputs, z, b, a
+
+
+class Qwen3_5(Hybrid):
+    classes = LayerClasses(HybridLayer, GatedAttention, FlatGatedDeltaNet)

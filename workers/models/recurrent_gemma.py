@@ -21,8 +21,7 @@ from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.ops import Ops
 from meshlm.workers.models.decoder import Attention, LayerClasses
 from meshlm.workers.models.gemma import Gemma
-from meshlm.workers.models.hybrid import HybridLayer
-from meshlm.workers.models.mamba2 import Convolution, float_parameter
+from meshlm.workers.models.hybrid import Convolution, HybridLayer, float_parameter
 
 SHARPNESS = 8.0  # of the recurrent gate
 UNGATED = 1.2784645427610738  # silu of it is 1

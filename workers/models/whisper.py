@@ -1,4 +1,9 @@
-"""Whisper (Radford et al. 2022): an audio encoder, and a decoder with cross-attention to its states.
+"""The log-mel spectrogram that Whisper's encoder takes (Radford et al. 2022, section 2.2).
+
+Bands are as wide as the ear tells apart, by the scale of Slaney's Auditory Toolbox (1998): even up to 1,000 Hz, then each 6.4^(1/27)
+times as high as the one before. A band is a triangle over frequencies, whose area is one.
+
+Whisper (Radford et al. 2022): an audio encoder, and a decoder with cross-attention to its states.
 
     encoder:  x = gelu(conv(gelu(conv(mel)))) + positions;  layers of attention and MLP behind norms;  a norm
     decoder:  x = x + attention(norm(x));  x = x + cross attention(norm(x));  x = x + mlp(norm(x))
@@ -7,6 +12,7 @@ The encoder computes a request's audio when the request begins, alone, so that w
 of the decoder keeps its keys and values of that in a page of the request (protocol/kv.py: CrossAttention). Keys have no bias.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshlm.kernels.silu_mul.reference import ACTIVATIONS
+from meshlm.protocol.audio import HOP, SAMPLE_RATE, WINDOW
 from meshlm.protocol.layers import LayerSpec
 from meshlm.protocol.model import AudioEncoderSpec, ModelSpec
 from meshlm.workers.batch import CrossCache, LayerCache
@@ -25,8 +32,42 @@ from meshlm.workers.layers.norm import LayerNorm
 from meshlm.workers.layers.ops import Ops
 from meshlm.workers.models.decoder import LayerClasses
 from meshlm.workers.models.layer_norm import LayerNormAttention, LayerNormDecoder, LayerNormLayer, UngatedMLP
-from meshlm.workers.models.mel import LogMelSpectrogram
 from meshlm.workers.partial_sum import PartialSum
+
+EVEN_HZ, EVEN_TO_HZ, RATIO = 200 / 3, 1000.0, math.log(6.4) / 27  # a step below, its end, the logarithm of a step above
+HIGHEST_HZ = 8000.0
+QUIETEST, SPAN = 1e-10, 8.0  # of powers; what lies so many powers of ten below the loudest is as quiet as that
+
+
+def _of_hz(hz: float) -> float:
+    return hz / EVEN_HZ if hz < EVEN_TO_HZ else EVEN_TO_HZ / EVEN_HZ + math.log(hz / EVEN_TO_HZ) / RATIO
+
+
+def filters(num_bins: int) -> Tensor:
+    """float32 [num_bins, 1 + WINDOW / 2]: what each frequency of a window gives to each band."""
+    steps = torch.linspace(0.0, _of_hz(HIGHEST_HZ), num_bins + 2, dtype=torch.float64)
+    even = EVEN_TO_HZ / EVEN_HZ
+    corners = torch.where(steps < even, steps * EVEN_HZ, EVEN_TO_HZ * torch.exp(RATIO * (steps - even)))
+    at = torch.linspace(0.0, SAMPLE_RATE / 2, 1 + WINDOW // 2, dtype=torch.float64)
+    low, middle, high = corners[:-2, None], corners[1:-1, None], corners[2:, None]
+    rising, falling = (at - low) / (middle - low), (high - at) / (high - middle)
+    return (rising.minimum(falling).clamp(min=0.0) * 2.0 / (high - low)).float()
+
+
+class LogMelSpectrogram:
+    """Its tables for one device."""
+
+    def __init__(self, speech: AudioEncoderSpec, device: torch.device) -> None:
+        self._speech = speech
+        self._filters = filters(speech.num_mel_bins).to(device)
+        self._window = torch.hann_window(WINDOW, device=device, dtype=torch.float32)
+
+    def __call__(self, samples: Tensor) -> Tensor:
+        """Samples float32 [n], n of them at most being those of the encoder's audio -> float32 [bins, 2 x max_source_positions]."""
+        whole = F.pad(samples, (0, self._speech.num_samples - len(samples)))
+        waves = torch.stft(whole, WINDOW, HOP, window=self._window, return_complex=True)
+        loudness = (self._filters @ waves[:, :-1].abs().square()).clamp(min=QUIETEST).log10()
+        return (loudness.maximum(loudness.max() - SPAN) + 4.0) / 4.0
 
 
 def _parameter(*shape: int) -> nn.Parameter:

@@ -15,12 +15,8 @@ from meshlm.protocol.layers import MoESpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.shard import Shard
-from meshlm.workers.moe.dispatch.all_gather import AllGather
-from meshlm.workers.moe.dispatch.all_to_all import AllToAll
-from meshlm.workers.moe.dispatch.batches import InBatches
-from meshlm.workers.moe.dispatch.collective import Collective
-from meshlm.workers.moe.dispatch.members import Members
-from meshlm.workers.moe.dispatch.none import NoDispatch
+from meshlm.workers.moe.dispatch.collective import AllGather, AllToAll, Collective, Members
+from meshlm.workers.moe.dispatch.none import InBatches, NoDispatch
 from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
 from meshlm.workers.moe.parts import UNGATED_ACT, ActivationFormat, Dispatcher, Experts, ExpertWeights, WeightAndReduce
 from meshlm.workers.partial_sum import Kind

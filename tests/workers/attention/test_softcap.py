@@ -8,7 +8,7 @@ from torch import Tensor
 
 from meshlm.kernels.attention.seen import Seen
 from meshlm.workers.attention.backend import choose
-from meshlm.workers.attention.rotated import RotatedAttention
+from meshlm.workers.attention.torch_backend import RotatedAttention
 from meshlm.workers.batch import LayerCache
 
 SINKS = torch.tensor([1.0, -2.0, 0.5, 3.0])

@@ -9,11 +9,10 @@ from small_models import BLOCK, batch_of
 pytest.importorskip("triton")
 
 from meshlm.kernels.attention.kernel import Columns
-from meshlm.workers.attention import triton_sparse
+from meshlm.workers.attention import triton_latent
 from meshlm.workers.attention.sparse_latent import Chosen, LastChoice
 from meshlm.workers.attention.torch_backend import TorchAttention
-from meshlm.workers.attention.triton_latent import LatentWorkspace
-from meshlm.workers.attention.triton_sparse import TritonSparseAttention
+from meshlm.workers.attention.triton_latent import LatentWorkspace, TritonSparseAttention
 from meshlm.workers.batch import UNKNOWN, LayerCache
 from meshlm.workers.layers.ops import LatentShape, LayerStep
 from meshlm.workers.layers.torch_ops import TorchOps
@@ -30,7 +29,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("topk", [4, 64])
 def test_a_step(topk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With fewer tokens chosen than some queries see, and with all; some queries at a time."""
-    monkeypatch.setattr(triton_sparse, "MOST_SCORES", 5 * 6 * BLOCK)
+    monkeypatch.setattr(triton_latent, "MOST_SCORES", 5 * 6 * BLOCK)
     torch.manual_seed(0)
     order = torch.randperm(BLOCKS).tolist()
     parts = [([1] * count, start, order[6 * nth : 6 * nth + 6]) for nth, (start, count) in enumerate(REQUESTS)]

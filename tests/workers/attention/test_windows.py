@@ -9,7 +9,7 @@ from torch import Tensor
 from meshlm.kernels.attention.seen import Seen
 from meshlm.protocol.kv import FullAttention, KVSpec, SlidingWindow
 from meshlm.workers.attention.backend import choose
-from meshlm.workers.attention.rotated import RotatedAttention
+from meshlm.workers.attention.torch_backend import RotatedAttention
 from meshlm.workers.batch import LayerCache, StepInputs
 
 PARTS = [

@@ -14,9 +14,7 @@ from meshlm.workers.batch import UNKNOWN, StepInputs
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.engine.together import Turns, cut_of, reads_across
 from meshlm.workers.formats.unquantized import plain_experts
-from meshlm.workers.moe.dispatch.all_gather import AllGather
-from meshlm.workers.moe.dispatch.collective import Collective
-from meshlm.workers.moe.dispatch.members import Members
+from meshlm.workers.moe.dispatch.collective import AllGather, Collective, Members
 from meshlm.workers.moe.experts.reference import ReferenceExperts
 from meshlm.workers.moe.fused_moe import FusedMoE
 from meshlm.workers.moe.parts import Dispatched, ExpertWeights, Routing, WeightAndReduce

@@ -21,8 +21,7 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import Handle, RequestId
 from meshlm.runtime.process.events import Received
-from meshlm.workers.models.mel import LogMelSpectrogram
-from meshlm.workers.models.whisper import Whisper
+from meshlm.workers.models.whisper import LogMelSpectrogram, Whisper
 
 BEFORE = [8, *range(60, 110)]  # of a block of 64 tokens, which the answer outgrows
 PROMPTS = [

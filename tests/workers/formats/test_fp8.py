@@ -20,7 +20,7 @@ from meshlm.workers.formats.eight_bits import Fp8Format
 from meshlm.workers.formats.format import ProductOps, WeightedLayer
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.linear import Linear
-from meshlm.workers.models.cpu_layers import fuse
+from meshlm.workers.models.cpu_layers import fuse_decoder
 from meshlm.workers.weights.load import load_model
 
 TABLE = [7, 3, 11, 0, 5, 9, 1, 2, 8, 4]
@@ -46,7 +46,7 @@ def test_logits_are_those_of_the_definition(
     if ops == "torch":
         monkeypatch.setattr(cpu_ops, "available", lambda: False)
     ours = load(tmp_path)
-    fuse(ours, "cpu")
+    fuse_decoder(ours, "cpu")
     assert ours.executor is None, "these kernels know no scales"
     tokens = torch.randint(0, 211, (37,)).tolist()
     with torch.no_grad():

@@ -10,7 +10,7 @@ from small_models import SMALL, caches, load, run
 
 from meshlm.kernels.cpu.library import library
 from meshlm.workers.layers import cpu_ops
-from meshlm.workers.models.cpu_layers import fuse
+from meshlm.workers.models.cpu_layers import fuse_decoder
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the CPU kernels cannot be compiled here")
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -36,7 +36,7 @@ def test_layers_are_their_operations(case: str, tmp_path: Path) -> None:
     config = getattr(transformers, name)(**{**SMALL, **extra})
     transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(tmp_path)
     model, fused, chance = load(tmp_path), load(tmp_path), random.Random(case)
-    fuse(fused, "cpu")
+    fuse_decoder(fused, "cpu")
     assert model.executor is None
     assert fused.executor is not None
     kv, kv_fused = caches(model.spec, 48), caches(model.spec, 48)
@@ -59,9 +59,9 @@ def test_only_a_whole_model_with_the_kernels_attention(tmp_path: Path, monkeypat
 
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).save_pretrained(tmp_path)
     model = load(tmp_path)
-    fuse(model, "torch")
+    fuse_decoder(model, "torch")
     assert model.executor is None
     monkeypatch.setattr(cpu_ops, "available", lambda: False)
     plain = load(tmp_path)
-    fuse(plain, "cpu")
+    fuse_decoder(plain, "cpu")
     assert plain.executor is None

@@ -13,7 +13,7 @@ from engine_driver import Driver, engine
 from meshlm.protocol.pool import Pool, PoolHead, PoolKind
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.layers import cpu_ops
-from meshlm.workers.models.cpu_encoder import CpuEncoder
+from meshlm.workers.models.cpu_layers import CpuEncoder
 
 
 @pytest.mark.parametrize("kernels", [True, False])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.workers.layers.torch_ops import TorchOps
-from meshlm.workers.models.cpu_layers import fuse
+from meshlm.workers.models.cpu_layers import fuse_decoder
 from meshlm.workers.models.decoder import Decoder, LayerClasses
 from meshlm.workers.output import logprobs
 from meshlm.workers.output.sampler import SampleRows, sample
@@ -55,7 +55,7 @@ def model_of(case: str, path: Path) -> Decoder:
     transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(path)
     model = load(path)
     assert not isinstance(model.ops, TorchOps), "the CPU kernels could not be compiled"
-    fuse(model, "cpu")
+    fuse_decoder(model, "cpu")
     assert (model.executor is None) == (model.classes != LayerClasses())
     return model
 

@@ -17,7 +17,7 @@ from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.torch_ops import TorchOps
 from meshlm.workers.models.compiled import SHAPES, CompiledLayers, use_cache
-from meshlm.workers.models.cpu_layers import fuse
+from meshlm.workers.models.cpu_layers import fuse_decoder
 from meshlm.workers.models.decoder import Decoder, LayerClasses
 from meshlm.workers.weights.sources import sources
 
@@ -93,7 +93,7 @@ def test_logits_equal_transformers(case: str, tmp_path: Path, monkeypatch: pytes
     compare(load(tmp_path), (tokens, expected), (other, expected_other))
     if case in CASES:
         ours = load(tmp_path)
-        fuse(ours, "cpu")
+        fuse_decoder(ours, "cpu")
         assert (ours.executor is None) == (
             ours.classes != LayerClasses() or ours.spec.moe is not None or any(unrotated(ours.spec))
         )

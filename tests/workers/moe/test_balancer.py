@@ -14,10 +14,10 @@ from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.lockstep import StepAborted
 from meshlm.workers.layers.torch_ops import TorchOps
 from meshlm.workers.moe.parts import NOWHERE, Routing
-from meshlm.workers.moe.placement import move
+from meshlm.workers.moe.placement import slots
 from meshlm.workers.moe.placement.balance import balance, first_placement, rank_loads
 from meshlm.workers.moe.placement.balancer import Balancer, Experts
-from meshlm.workers.moe.placement.replicas import Replicas
+from meshlm.workers.moe.placement.slots import Replicas
 
 
 def routing(experts: Sequence[Sequence[int]]) -> Routing:
@@ -44,12 +44,12 @@ def test_replicas_take_turns_and_tokens_are_counted() -> None:
     assert [int((many == slot).sum()) for slot in (1, 4, 5)] == [20, 20, 20]
 
 
-@pytest.mark.parametrize("piece", [1, 64, move.PIECE])
+@pytest.mark.parametrize("piece", [1, 64, slots.PIECE])
 @pytest.mark.parametrize("size", [2, 3])
 def test_weights_go_where_the_placement_says(
     size: int, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(move, "PIECE", piece)
+    monkeypatch.setattr(slots, "PIECE", piece)
     torch.manual_seed(size)
     placements = [first_placement(2 * size, size, size)]
     for _ in range(4):
@@ -62,7 +62,7 @@ def test_weights_go_where_the_placement_says(
         def one(group: ExpertGroup) -> None:
             weights = weights_of(placements[0], group.rank, size)
             for old, new in pairwise(placements):
-                move.rearrange(weights, old, new, group)
+                slots.rearrange(weights, old, new, group)
                 for found, wanted in zip(weights, weights_of(new, group.rank, size), strict=True):
                     assert torch.equal(found.float(), wanted.float())
 

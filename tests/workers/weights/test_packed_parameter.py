@@ -16,7 +16,7 @@ from meshlm.kernels.cpu.library import library
 from meshlm.protocol.layers import Layers
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.model_files.gguf_files import GGUFTensor
-from meshlm.workers.models.cpu_layers import fuse
+from meshlm.workers.models.cpu_layers import fuse_decoder
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.weights.gguf_source import GGUFTensorSource
 from meshlm.workers.weights.load import load_model, weight_bytes
@@ -55,7 +55,7 @@ def test_logits_are_those_of_decoded_weights(
     assert expected.std() > 0.01
     assert torch.equal(run(ours, caches(SPEC, 24), [(tokens, 0, TABLE)]), expected)
     kv = caches(SPEC, 24)
-    fuse(ours, "cpu")
+    fuse_decoder(ours, "cpu")
     one_by_one = [run(ours, kv, [([token], at, TABLE)]) for at, token in enumerate(tokens)]
     assert torch.equal(torch.cat(one_by_one), expected)
 
@@ -81,7 +81,7 @@ def test_rounded_products_change_little_and_know_no_batch(case: str, tmp_path: P
     kv = caches(SPEC, 24)
     run(ours, kv, [(tokens[:20], 0, TABLE)])
     assert torch.equal(run(ours, kv, [(tokens[20:29], 20, TABLE), (tokens[:9], 0, other)])[:9], found[20:29])
-    fuse(ours, "cpu")
+    fuse_decoder(ours, "cpu")
     one_by_one = [run(ours, kv, [([token], at, TABLE)]) for at, token in enumerate(tokens[29:], 29)]
     assert torch.equal(torch.cat(one_by_one), found[29:])
 

@@ -15,7 +15,7 @@ from meshlm.workers.models.transformers import interface
 from meshlm.workers.models.transformers.config import class_of, config_of
 from meshlm.workers.models.transformers.look import Layout, look
 from meshlm.workers.models.transformers.model import TransformersModel
-from meshlm.workers.models.transformers.split import split
+from meshlm.workers.models.transformers.parallel import split
 
 Progress = Callable[[int, int], None]
 

@@ -21,9 +21,8 @@ from meshlm.runtime.model_files.transformers_models import Found, Request
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.models.transformers import interface
 from meshlm.workers.models.transformers.config import class_of, config_of, in_one_line, quiet
-from meshlm.workers.models.transformers.given import given_states
-from meshlm.workers.models.transformers.split import split, why_not_split
-from meshlm.workers.models.transformers.stages import why_no_stages
+from meshlm.workers.models.transformers.interface import given_states
+from meshlm.workers.models.transformers.parallel import split, why_no_stages, why_not_split
 
 _TOKENS = 9
 SHORTEST = 24  # context: workers hold a model against transformers' attention with so many tokens (self_test.py)

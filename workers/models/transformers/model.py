@@ -20,10 +20,10 @@ from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.layers.ops import AttentionShape, LayerStep, Ops
 from meshlm.workers.layers.torch_ops import TorchOps, make_ops
 from meshlm.workers.models.decoder import Decoder, DecoderLayer, KVScale, LayerClasses, LayerExecutor
-from meshlm.workers.models.transformers import given, interface
+from meshlm.workers.models.transformers import interface
 from meshlm.workers.models.transformers.look import SHORTEST, attending
+from meshlm.workers.models.transformers.parallel import Stage
 from meshlm.workers.models.transformers.self_test import why_unequal
-from meshlm.workers.models.transformers.stages import Stage
 
 
 class _Step(NamedTuple):
@@ -93,7 +93,7 @@ class TransformersModel(Decoder):
         self.base = model.base_model
         self.config = model.config
         if shard.is_last:
-            given.give(model)
+            interface.give(model)
             self.head_model = model
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -140,7 +140,7 @@ class TransformersModel(Decoder):
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """See `Decoder.logits`; each rank computes all of them."""
-        found = given.logits_of(self.head_model, hidden)
+        found = interface.logits_of(self.head_model, hidden)
         return found if out is None else out.copy_(found)
 
     @contextmanager

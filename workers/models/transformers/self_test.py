@@ -12,7 +12,7 @@ from torch import Tensor
 from meshlm.workers.attention.torch_backend import TorchAttention
 from meshlm.workers.batch import LayerCache, RequestLens, StepInputs
 from meshlm.workers.layers.torch_ops import TorchOps
-from meshlm.workers.models.transformers import given, interface
+from meshlm.workers.models.transformers import interface
 from meshlm.workers.models.transformers.config import in_one_line
 from meshlm.workers.models.transformers.look import SHORTEST
 
@@ -137,4 +137,4 @@ def _alone(model: "TransformersModel", ids: Tensor) -> Tensor:
 
 
 def _own_logits(model: "TransformersModel", states: Tensor) -> Tensor:
-    return given.logits_of(model.head_model, states)
+    return interface.logits_of(model.head_model, states)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshlm.kernels.expert_exchange import kernel
 from meshlm.workers.distributed.peer_rooms import PeerRooms
-from meshlm.workers.moe.dispatch.members import FINISHES, Members, unpacked
+from meshlm.workers.moe.dispatch.collective import FINISHES, Members, unpacked
 from meshlm.workers.moe.dispatch.none import weighted_sum
 from meshlm.workers.moe.parts import (
     ActivationFormat,

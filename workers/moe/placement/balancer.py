@@ -22,8 +22,7 @@ from meshlm.protocol.layers import MoESpec
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.moe.placement.balance import balance, balancedness, first_placement, rank_loads
-from meshlm.workers.moe.placement.move import rearrange
-from meshlm.workers.moe.placement.replicas import Replicas
+from meshlm.workers.moe.placement.slots import Replicas, rearrange
 
 _log = structlog.get_logger()
 BROKEN = -1
