@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Protocol
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.attention_packages import PACKAGES
 from meshlm.runtime.errors import ProcessFatal
-from meshlm.workers.attention.sparse_latent import Chosen, LastChoice
+from meshlm.workers.attention.sparse_latent import ToChoose
 from meshlm.workers.attention.torch_backend import TorchAttention
 from meshlm.workers.batch import CrossCache, StepInputs
 from meshlm.workers.layers.ops import AttentionShape, LatentShape, LayerStep
@@ -27,31 +28,21 @@ class StepAttention(Protocol):
 
         sliding_window 0: all keys.
         """
-        ...
 
     def attend_latent(
-        self,
-        query: Tensor,
-        latent: Tensor,
-        step: LayerStep,
-        heads: LatentShape,
-        scale: float,
-        chosen: Chosen | LastChoice | None = None,
+        self, query: Tensor, latent: Tensor, step: LayerStep, heads: LatentShape, scale: float, chosen: ToChoose = None
     ) -> Tensor:
         """Multi-head latent attention: query [t, heads, nope + rotary], latent [t, rank + rotary] as projected -> [t, heads, wide].
 
         Both may be changed. The latents are in the cache afterwards, normed and with their keys rotated. chosen: a query attends to the
         tokens that this chooses, whose keys are in the cache afterwards, behind the latents, or to the last index's choice.
         """
-        ...
 
     def attend_cross(self, query: Tensor, cache: CrossCache, scale: float) -> Tensor:
         """query [t, heads, d] -> [t, heads, d]: each token sees all that an encoder left for its request."""
-        ...
 
     def states(self, group: int) -> StepStates:
         """What layers with recurrent states of this group compute in the step."""
-        ...
 
 
 class Backend(Protocol):
@@ -63,7 +54,6 @@ class Backend(Protocol):
 
     def unsupported(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, block_size: int) -> str:
         """Why it cannot serve this model here; "" when it can."""
-        ...
 
     def step(self, batch: StepInputs, block_size: int) -> StepAttention: ...
 
@@ -80,40 +70,18 @@ class TorchBackend:
         return TorchAttention(batch, block_size)
 
 
-def _torch() -> Backend:
-    return TorchBackend()
-
-
-def _cpu() -> Backend:
-    from meshlm.workers.attention.cpu_backend import CpuBackend
-
-    return CpuBackend()
-
-
-def _encoder() -> Backend:
-    from meshlm.workers.attention.encoder import EncoderBackend
-
-    return EncoderBackend()
-
-
-def _triton() -> Backend:
-    from meshlm.workers.attention.triton_backend import TritonBackend
-
-    return TritonBackend()
-
-
-def _package(name: str) -> Backend:
-    from meshlm.workers.attention.packages import PackageBackend
-
-    return PackageBackend(name)
+def _imported(module: str, name: str, *arguments: str) -> Backend:
+    """A backend of this folder, imported when it is wanted: triton may not even be installed beside a CPU build of torch."""
+    found: Backend = getattr(import_module(f"meshlm.workers.attention.{module}"), name)(*arguments)
+    return found
 
 
 # By name, the one to prefer first.
 BACKENDS: dict[str, Callable[[], Backend]] = {
-    "cpu": _cpu,
-    "triton": _triton,
-    "torch": _torch,
-    **{name: partial(_package, name) for name in PACKAGES},
+    "cpu": partial(_imported, "cpu_backend", "CpuBackend"),
+    "triton": partial(_imported, "triton_backend", "TritonBackend"),
+    "torch": TorchBackend,
+    **{name: partial(_imported, "packages", "PackageBackend", name) for name in PACKAGES},
 }
 
 
@@ -138,12 +106,12 @@ def choose(
     if spec.encoder_only:
         if wanted not in ("auto", "torch"):
             raise ProcessFatal(f"--attention-backend {wanted}: an encoder has no KV cache; use auto")
-        return _encoder()
+        return _imported("encoder", "EncoderBackend")
     reason = ""
     for name in order if wanted == "auto" else (wanted,):
         if name not in BACKENDS:
             raise ProcessFatal(f"--attention-backend {name}: there are auto, {', '.join(BACKENDS)}")
-        backend = BACKENDS[name]()  # triton may not even be installed beside a CPU build of torch
+        backend = BACKENDS[name]()
         if not (reason := backend.unsupported(spec, device, dtype, block_size)):
             return backend
     raise ProcessFatal(f"--attention-backend {wanted}: {reason}")

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlm.protocol.model import ModelSpec
-from meshlm.workers.attention.sparse_latent import Chosen, LastChoice
+from meshlm.workers.attention.sparse_latent import ToChoose
 from meshlm.workers.batch import CrossCache, StepInputs
 from meshlm.workers.layers.ops import AttentionShape, LatentShape, LayerStep
 from meshlm.workers.layers.rope import apply_rope
@@ -64,13 +64,7 @@ class EncoderAttention:
         raise AssertionError("an encoder has no cross-attention")
 
     def attend_latent(
-        self,
-        query: Tensor,
-        latent: Tensor,
-        step: LayerStep,
-        heads: LatentShape,
-        scale: float,
-        chosen: Chosen | LastChoice | None = None,
+        self, query: Tensor, latent: Tensor, step: LayerStep, heads: LatentShape, scale: float, chosen: ToChoose = None
     ) -> Tensor:
         raise AssertionError("no encoder has latent attention")
 
@@ -81,20 +75,9 @@ class EncoderAttention:
         longest, side = max(self.lens), window or -1
         query, key, value = lines.unbind(1)
         found = torch.ops.aten._flash_attention_forward(
-            query,
-            key,
-            value,
-            self._ends,
-            self._ends,
-            longest,
-            longest,
-            0.0,
-            False,
-            False,
-            scale=scale,
-            window_size_left=side,
-            window_size_right=side,
-        )
+            query, key, value, self._ends, self._ends, longest, longest, 0.0, False, False,
+            scale=scale, window_size_left=side, window_size_right=side,
+        )  # fmt: skip
         out: Tensor = found[0]
         return out
 

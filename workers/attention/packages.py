@@ -65,7 +65,6 @@ class Package(Protocol):
         """query [tokens, heads, d] of the prompts; keys, values [blocks, page, kv_heads, d], which hold this step's, too.
 
         step: the same object for all layers of a step that have the same prompts."""
-        ...
 
 
 class FlashAttention3:

@@ -27,6 +27,9 @@ class LastChoice(NamedTuple):
     """In the place of `Chosen`: what the last index of the step has chosen, for a layer with the same block tables."""
 
 
+ToChoose = Chosen | LastChoice | None
+
+
 class Choice(NamedTuple):
     """The tokens that each query attends to."""
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlm.kernels.attention.seen import Seen
-from meshlm.workers.attention.sparse_latent import Choice, Chosen, LastChoice, attend_choice, choose
+from meshlm.workers.attention.sparse_latent import Choice, Chosen, ToChoose, attend_choice, choose
 from meshlm.workers.batch import CrossCache, LayerCache, StepInputs
 from meshlm.workers.layers.ops import AttentionShape, LatentShape, LayerStep
 from meshlm.workers.states.torch_states import TorchStates
@@ -41,13 +41,7 @@ class RotatedAttention(ABC):
         return self.run(query, step.cache, seen)
 
     def attend_latent(
-        self,
-        query: Tensor,
-        latent: Tensor,
-        step: LayerStep,
-        heads: LatentShape,
-        scale: float,
-        chosen: Chosen | LastChoice | None = None,
+        self, query: Tensor, latent: Tensor, step: LayerStep, heads: LatentShape, scale: float, chosen: ToChoose = None
     ) -> Tensor:
         """Absorbed: all heads over one, whose keys are the cache's lines, and whose values are the latents in them."""
         ops, batch, table, cache = step

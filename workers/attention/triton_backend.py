@@ -19,7 +19,7 @@ from meshlm.kernels.states import Pieces
 from meshlm.protocol.layers import StateSpec
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.aux_stream import AuxStream
-from meshlm.workers.attention.sparse_latent import Chosen, LastChoice
+from meshlm.workers.attention.sparse_latent import ToChoose
 from meshlm.workers.attention.triton_latent import LatentWorkspace, TritonLatentAttention, TritonSparseAttention
 from meshlm.workers.batch import UNKNOWN, CrossCache, LayerCache, StepInputs
 from meshlm.workers.layers.ops import AttentionShape, LatentShape, LayerStep
@@ -141,13 +141,7 @@ class TritonAttention:
         return sum(count * (min(keys, most) if most else keys) for count, keys in seen)
 
     def attend_latent(
-        self,
-        query: Tensor,
-        latent: Tensor,
-        step: LayerStep,
-        heads: LatentShape,
-        scale: float,
-        chosen: Chosen | LastChoice | None = None,
+        self, query: Tensor, latent: Tensor, step: LayerStep, heads: LatentShape, scale: float, chosen: ToChoose = None
     ) -> Tensor:
         ops, batch, table, cache = step
         lines, columns = cache.keys.squeeze(2), self._columns[cache.group]
@@ -220,21 +214,9 @@ class TritonAttention:
                 block_n=keys_of_tile, warps=of_warps, stages=of_stages,
             )  # fmt: skip
         decode(
-            query,
-            keys,
-            values,
-            columns,
-            scale,
-            out,
-            scratch,
-            splits,
-            extras,
-            rope,
-            shared,
-            block_n=block_n,
-            warps=warps,
-            stages=stages,
-        )
+            query, keys, values, columns, scale, out, scratch, splits, extras, rope, shared,
+            block_n=block_n, warps=warps, stages=stages,
+        )  # fmt: skip
 
 
 def _alone(columns: Columns, tokens: int, length: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,7 +7,7 @@ from torch import Tensor
 from meshlm.kernels.cpu import kernel, packed
 from meshlm.kernels.cpu.library import library
 from meshlm.workers.batch import LayerCache, StepInputs
-from meshlm.workers.layers.ops import AttentionShape, HeadProducts
+from meshlm.workers.layers.ops import AttentionShape, HeadProducts, NormWeight
 from meshlm.workers.layers.torch_ops import Composed
 from meshlm.workers.partial_sum import PartialSum
 
@@ -18,33 +18,19 @@ def available() -> bool:
 
 
 class CpuOps(Composed):
+    linear = staticmethod(kernel.linear)
+    rms_norm = staticmethod(kernel.rms_norm)
+    add_rms_norm = staticmethod(kernel.add_rms_norm)
+    act_mul = staticmethod(kernel.act_mul)
+
     def pack(self, weight: Tensor) -> Tensor:
         return weight if weight.dtype == torch.uint8 else packed.pack(weight)  # packed by the loader, or now
 
     def rows(self, ids: Tensor, table: Tensor, size: int) -> Tensor:
         return packed.rows(table, ids, size) if table.dtype == torch.uint8 else F.embedding(ids, table)
 
-    def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-        return kernel.linear(x, packed, bias, outputs)
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return kernel.rms_norm(x, weight, eps)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return kernel.add_rms_norm(x, residual, weight, eps)
-
-    def act_mul(self, gate_up: Tensor, act: str) -> Tensor:
-        return kernel.act_mul(gate_up, act)
-
     def norm_linear(
-        self,
-        x: PartialSum,
-        norm: tuple[Tensor, float],
-        packed: Tensor,
-        bias: Tensor | None,
-        outputs: int,
-        *,
-        gate: str = "",
+        self, x: PartialSum, norm: NormWeight, packed: Tensor, bias: Tensor | None, outputs: int, *, gate: str = ""
     ) -> tuple[Tensor, Tensor]:
         by_silu = gate == "silu"
         out, residual = kernel.norm_linear(x.value, x.residual, *norm, packed, bias, outputs, by_silu)

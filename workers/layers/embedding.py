@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from meshlm.workers.layers.ops import Ops
+from meshlm.workers.layers.ops import NormWeight, Ops
 from meshlm.workers.partial_sum import PartialSum
 
 
@@ -23,9 +23,7 @@ class Embedding(nn.Module):
         """It is the head's weight too: packed once, for both."""
         self.weight = nn.Parameter(ops.pack(self.weight), requires_grad=False)
 
-    def forward(
-        self, ids: Tensor, norm: tuple[Tensor, float], following: Tensor, ops: Ops
-    ) -> tuple[PartialSum, Tensor | None]:
+    def forward(self, ids: Tensor, norm: NormWeight, following: Tensor, ops: Ops) -> tuple[PartialSum, Tensor | None]:
         """The residual, and its norm where that comes for free. norm, following: of the first layer, as `Ops.embed` has them."""
         if self.several:
             return ops.embed_part(ids, self.weight, (self.begin, self.end), norm)

@@ -4,6 +4,7 @@ A model never asks on which device it runs; `make_ops` (torch_ops.py) does, once
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -14,27 +15,23 @@ from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.partial_sum import PartialSum
 
 
+@dataclass(slots=True)
 class AttentionShape:
-    """The shape of an attention layer, for backends and rope_cache."""
+    """The shape of an attention layer, for backends and rope_cache. softcap and what follows: see kernels/attention/seen.py."""
 
-    __slots__ = ("chunk", "eps", "head_dim", "norms", "num_heads", "num_kv_heads", "sinks", "slopes", "softcap")
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norms: tuple[Tensor, Tensor] | None  # the weights of the norms of query and key heads
+    eps: float
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    chunk: int = 0
+    slopes: Tensor | None = None
 
-    def __init__(
-        self,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        norms: tuple[Tensor, Tensor] | None,
-        eps: float,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        chunk: int = 0,
-        slopes: Tensor | None = None,
-    ) -> None:
-        """softcap, sinks, chunk, slopes: see kernels/attention/seen.py."""
-        self.num_heads, self.num_kv_heads, self.head_dim, self.softcap = num_heads, num_kv_heads, head_dim, softcap
-        self.sinks, self.chunk, self.slopes = sinks, chunk, slopes
-        self.norms, self.eps = norms, eps  # weights of the norms of query and key heads
+
+NormWeight = tuple[Tensor, float]
+"""A norm's weight, and its epsilon."""
 
 
 HeadProducts = Callable[[Tensor, Tensor | None], Tensor]
@@ -46,7 +43,7 @@ class LatentShape:
 
     __slots__ = ("_absorb", "_values", "nope", "norm", "num_heads", "rank", "rotary", "up", "wide")
 
-    def __init__(self, up: Tensor, sizes: tuple[int, int, int], norm: tuple[Tensor, float], ops: "Ops") -> None:
+    def __init__(self, up: Tensor, sizes: tuple[int, int, int], norm: NormWeight, ops: "Ops") -> None:
         """up [heads (nope + wide), rank]: from a latent to the keys and values of all heads. sizes: nope, rotary, wide."""
         self.nope, self.rotary, self.wide = sizes
         self.up, self.rank, self.norm = up, up.shape[1], norm  # of the latent: weight and eps
@@ -88,15 +85,12 @@ class Ops(Protocol):
 
     def pack(self, weight: Tensor) -> Tensor:
         """A weight [outputs, inputs] as this device likes it; what `linear` takes."""
-        ...
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
         """[m, inputs] -> [m, outputs]."""
-        ...
 
     def rows(self, ids: Tensor, table: Tensor, size: int) -> Tensor:
         """Rows [t, size] of a table, which may be packed."""
-        ...
 
     def row_parallel_linear(
         self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, residual: Tensor | None
@@ -105,85 +99,63 @@ class Ops(Protocol):
 
         It may be in the residual already; without one it stays the product alone.
         """
-        ...
 
     def term(self, x: Tensor, residual: Tensor | None) -> PartialSum:
         """A row-parallel product that was computed by other means than `row_parallel_linear`."""
-        ...
 
     def finish_sum(self, x: PartialSum, dtype: torch.dtype) -> Tensor:
         """The sum [m, n] of this dtype, without the residual that it is to be added to."""
-        ...
 
     def embed(
-        self, ids: Tensor, table: Tensor, norm: tuple[Tensor, float], following: Tensor
+        self, ids: Tensor, table: Tensor, norm: NormWeight, following: Tensor
     ) -> tuple[PartialSum, Tensor | None]:
         """Rows [t, hidden] of the table; and their norm, unless the product with the weight `following` brings that along."""
-        ...
 
     def embed_part(
-        self, ids: Tensor, table: Tensor, rows: tuple[int, int], norm: tuple[Tensor, float]
+        self, ids: Tensor, table: Tensor, rows: tuple[int, int], norm: NormWeight
     ) -> tuple[PartialSum, Tensor | None]:
         """The same where this rank has the rows of ids from rows[0] up to before rows[1], other ranks the rest: zeros for those."""
-        ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) * weight (Zhang and Sennrich 2019); statistics in float32."""
-        ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """residual += x [m, n], or the sum over s of x [s, m, n], in place; the norm of that."""
-        ...
 
     def gated_norm(
         self, y: Tensor, gate: Tensor, weight: Tensor | None, eps: float, group: int, *, before: bool
     ) -> Tensor:
         """y, gate [m, n] -> [m, n]: kernels/gated_norm."""
-        ...
 
     def act_mul(self, gate_up: Tensor, act: str) -> Tensor:
         """[m, 2n] -> act(first half) * second half. act: one of ACTIVATIONS (kernels/silu_mul)."""
-        ...
 
-    def own_norm(self, x: PartialSum, residual: Tensor, norm: tuple[Tensor, float]) -> PartialSum:
+    def own_norm(self, x: PartialSum, residual: Tensor, norm: NormWeight) -> PartialSum:
         """The norm of the sum alone, to be added to the residual. x has none yet."""
-        ...
 
-    def norm(self, x: PartialSum, norm: tuple[Tensor, float]) -> tuple[Tensor, Tensor]:
+    def norm(self, x: PartialSum, norm: NormWeight) -> tuple[Tensor, Tensor]:
         """rms_norm of the sum and its residual together; and the new residual, which may be the old one, overwritten."""
-        ...
 
     def norm_linear(
-        self,
-        x: PartialSum,
-        norm: tuple[Tensor, float],
-        packed: Tensor,
-        bias: Tensor | None,
-        outputs: int,
-        *,
-        gate: str = "",
+        self, x: PartialSum, norm: NormWeight, packed: Tensor, bias: Tensor | None, outputs: int, *, gate: str = ""
     ) -> tuple[Tensor, Tensor]:
         """linear of `norm`; and the new residual.
 
         norm: its weight and eps. outputs: rows of the weight. gate: act_mul with it follows; empty: nothing does.
         """
-        ...
 
     def select_experts(
         self, logits: Tensor, rule: Rule, correction_bias: Tensor | None, slots: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The experts of m tokens, int32 [m, k], and their weights, float32 [m, k]: kernels/moe_routing."""
-        ...
 
     def slots_of(self, experts: Tensor, table: Tensor, counts: Tensor, first: int) -> Tensor:
         """Gives the slots of experts that move between ranks: kernels/moe_slots."""
-        ...
 
     def norm_route(
-        self, x: PartialSum, norm: tuple[Tensor, float], router: RouterWeights, slots: Tensor | None
+        self, x: PartialSum, norm: NormWeight, router: RouterWeights, slots: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`norm`: what it gives and the new residual; select_experts of the product of the first with the router's weight."""
-        ...
 
     def rope_cache(
         self, qkv: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, heads: AttentionShape
@@ -192,11 +164,9 @@ class Ops(Protocol):
 
         On a GPU the keys in qkv are rotated in place too: attention over this step's own tokens reads them there.
         """
-        ...
 
     def head_products(self, weights: Tensor) -> HeadProducts:
         """weights [heads, outputs, inputs], which may be strided."""
-        ...
 
     def latent_cache(
         self, query: Tensor, latent: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, heads: LatentShape
@@ -205,4 +175,3 @@ class Ops(Protocol):
 
         query [t, heads, nope + rotary]; latent [t, rank + rotary]. Lines of both may be strided.
         """
-        ...

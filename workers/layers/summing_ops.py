@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from meshlm.workers.distributed.communicator import FUSED_ROWS, Communicator
-from meshlm.workers.layers.ops import Ops, RouterWeights
+from meshlm.workers.layers.ops import NormWeight, Ops, RouterWeights
 from meshlm.workers.partial_sum import Kind, PartialSum
 
 
@@ -51,11 +51,11 @@ class SummingOps:
             case _:
                 return self.base.finish_sum(x, dtype)
 
-    def own_norm(self, x: PartialSum, residual: Tensor, norm: tuple[Tensor, float]) -> PartialSum:
+    def own_norm(self, x: PartialSum, residual: Tensor, norm: NormWeight) -> PartialSum:
         return self.base.own_norm(PartialSum(self.finish_sum(x, residual.dtype)), residual, norm)
 
     def embed_part(
-        self, ids: Tensor, table: Tensor, rows: tuple[int, int], norm: tuple[Tensor, float]
+        self, ids: Tensor, table: Tensor, rows: tuple[int, int], norm: NormWeight
     ) -> tuple[PartialSum, Tensor | None]:
         """All of it: the ranks' terms are summed, or in flight."""
         if self._one_row is not None and len(ids) == 1:
@@ -68,7 +68,7 @@ class SummingOps:
                 return PartialSum(residual), normed
         return PartialSum(self._comm.all_reduce(found.value)), None
 
-    def _fused_norm(self, x: PartialSum, norm: tuple[Tensor, float]) -> tuple[Tensor, Tensor] | None:
+    def _fused_norm(self, x: PartialSum, norm: NormWeight) -> tuple[Tensor, Tensor] | None:
         """See `Ops.norm`, in one kernel with the sum. None: not for this size or here."""
         if x.kind is Kind.IN_FLIGHT:
             assert self._one_row is not None
@@ -82,12 +82,12 @@ class SummingOps:
     def _summed(self, x: PartialSum) -> PartialSum:
         return x._replace(value=self._comm.all_reduce(x.value), kind=Kind.WHOLE) if x.kind is Kind.RANK else x
 
-    def norm(self, x: PartialSum, norm: tuple[Tensor, float]) -> tuple[Tensor, Tensor]:
+    def norm(self, x: PartialSum, norm: NormWeight) -> tuple[Tensor, Tensor]:
         found = self._fused_norm(x, norm)
         return self.base.norm(self._summed(x), norm) if found is None else found
 
     def norm_route(
-        self, x: PartialSum, norm: tuple[Tensor, float], router: RouterWeights, slots: Tensor | None
+        self, x: PartialSum, norm: NormWeight, router: RouterWeights, slots: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         found = self._fused_norm(x, norm)
         if found is None:
@@ -96,14 +96,7 @@ class SummingOps:
         return *found, *self.base.select_experts(logits, router.rule, router.correction_bias, slots)
 
     def norm_linear(
-        self,
-        x: PartialSum,
-        norm: tuple[Tensor, float],
-        packed: Tensor,
-        bias: Tensor | None,
-        outputs: int,
-        *,
-        gate: str = "",
+        self, x: PartialSum, norm: NormWeight, packed: Tensor, bias: Tensor | None, outputs: int, *, gate: str = ""
     ) -> tuple[Tensor, Tensor]:
         """See `Ops.norm_linear`. Three ways to sum: in the product itself, in one kernel with the norm, before both."""
         if x.kind is Kind.IN_FLIGHT:

@@ -5,12 +5,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlm.kernels.gated_norm.reference import gated_norm
-from meshlm.kernels.moe_routing.reference import Rule, select_experts
+from meshlm.kernels.moe_routing.reference import select_experts
 from meshlm.kernels.moe_slots.reference import slots_of
 from meshlm.kernels.silu_mul.reference import ACTIVATIONS
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.formats.format import has_kernels
-from meshlm.workers.layers.ops import AttentionShape, HeadProducts, LatentShape, Ops, RouterWeights
+from meshlm.workers.layers.ops import AttentionShape, HeadProducts, LatentShape, NormWeight, Ops, RouterWeights
 from meshlm.workers.layers.rope import apply_rope, apply_rope_to_neighbours
 from meshlm.workers.partial_sum import Kind, PartialSum
 
@@ -18,52 +18,43 @@ from meshlm.workers.partial_sum import Kind, PartialSum
 class Composed:
     """embed and norm_linear by their parts; activations in plain torch."""
 
+    gated_norm = staticmethod(gated_norm)
+    select_experts = staticmethod(select_experts)
+    slots_of = staticmethod(slots_of)
+
     def rows(self, ids: Tensor, table: Tensor, size: int) -> Tensor:
         return F.embedding(ids, table)
-
-    def gated_norm(
-        self, y: Tensor, gate: Tensor, weight: Tensor | None, eps: float, group: int, *, before: bool
-    ) -> Tensor:
-        return gated_norm(y, gate, weight, eps, group, before=before)
 
     def finish_sum(self, x: PartialSum, dtype: torch.dtype) -> Tensor:
         assert x.kind is Kind.WHOLE
         return x.value
 
     def row_parallel_linear(
-        self: "Ops", x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, residual: Tensor | None
+        self: Ops, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, residual: Tensor | None
     ) -> PartialSum:
         return self.term(self.linear(x, packed, bias, outputs), residual)
 
     def term(self, x: Tensor, residual: Tensor | None) -> PartialSum:
         return PartialSum(x, Kind.WHOLE, residual)
 
-    def own_norm(self: "Ops", x: PartialSum, residual: Tensor, norm: tuple[Tensor, float]) -> PartialSum:
+    def own_norm(self: Ops, x: PartialSum, residual: Tensor, norm: NormWeight) -> PartialSum:
         return PartialSum(self.rms_norm(self.finish_sum(x, residual.dtype), *norm), residual=residual)
 
     def embed(
-        self: "Ops", ids: Tensor, table: Tensor, norm: tuple[Tensor, float], following: Tensor
+        self: Ops, ids: Tensor, table: Tensor, norm: NormWeight, following: Tensor
     ) -> tuple[PartialSum, Tensor | None]:
         return PartialSum(self.rows(ids, table, norm[0].shape[0])), None
 
     def embed_part(
-        self: "Ops", ids: Tensor, table: Tensor, rows: tuple[int, int], norm: tuple[Tensor, float]
+        self: Ops, ids: Tensor, table: Tensor, rows: tuple[int, int], norm: NormWeight
     ) -> tuple[PartialSum, Tensor | None]:
         begin, end = rows
         inside = (ids >= begin) & (ids < end)
         found = self.rows(torch.where(inside, ids - begin, 0), table, norm[0].shape[0])
         return PartialSum(found.masked_fill_(~inside[:, None], 0.0), Kind.RANK), None
 
-    def select_experts(
-        self, logits: Tensor, rule: Rule, correction_bias: Tensor | None, slots: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        return select_experts(logits, rule, correction_bias, slots)
-
-    def slots_of(self, experts: Tensor, table: Tensor, counts: Tensor, first: int) -> Tensor:
-        return slots_of(experts, table, counts, first)
-
     def norm_route(
-        self: "Ops", x: PartialSum, norm: tuple[Tensor, float], router: RouterWeights, slots: Tensor | None
+        self: Ops, x: PartialSum, norm: NormWeight, router: RouterWeights, slots: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         y, residual = self.norm(x, norm)
         logits = self.linear(y, router.packed, router.bias, router.num_experts)
@@ -85,7 +76,7 @@ class Composed:
         return products
 
     def latent_cache(
-        self: "Ops",
+        self: Ops,
         query: Tensor,
         latent: Tensor,
         batch: StepInputs,
@@ -100,7 +91,7 @@ class Composed:
         lines = cache.keys.flatten(0, 1)[..., : latent.shape[1]]
         lines.index_copy_(0, batch.slot_mapping[cache.group], latent[:, None])
 
-    def norm(self: "Ops", x: PartialSum, norm: tuple[Tensor, float]) -> tuple[Tensor, Tensor]:
+    def norm(self: Ops, x: PartialSum, norm: NormWeight) -> tuple[Tensor, Tensor]:
         """Terms that are split along K are added up by `add_rms_norm`, where there are any."""
         if x.residual is None:
             assert x.kind is Kind.WHOLE
@@ -108,14 +99,7 @@ class Composed:
         return self.add_rms_norm(x.value, x.residual, *norm), x.residual
 
     def norm_linear(
-        self: "Ops",
-        x: PartialSum,
-        norm: tuple[Tensor, float],
-        packed: Tensor,
-        bias: Tensor | None,
-        outputs: int,
-        *,
-        gate: str = "",
+        self: Ops, x: PartialSum, norm: NormWeight, packed: Tensor, bias: Tensor | None, outputs: int, *, gate: str = ""
     ) -> tuple[Tensor, Tensor]:
         y, residual = self.norm(x, norm)
         out = self.linear(y, packed, bias, outputs)

@@ -15,7 +15,6 @@ from meshlm.kernels.gemv.kernel import gemv, pays
 from meshlm.kernels.mla.cache import latent_cache
 from meshlm.kernels.moe_routing import fused as fused_routing
 from meshlm.kernels.moe_routing.kernel import select_experts
-from meshlm.kernels.moe_routing.reference import Rule
 from meshlm.kernels.moe_slots.kernel import slots_of
 from meshlm.kernels.moe_sum.kernel import sum_parts
 from meshlm.kernels.norm import kernel as norms
@@ -23,12 +22,19 @@ from meshlm.kernels.rope_cache.kernel import rope_cache
 from meshlm.kernels.silu_mul.kernel import act_mul
 from meshlm.kernels.small_m_gemm.kernel import shape_for, small_m_gemm
 from meshlm.workers.batch import LayerCache, StepInputs
-from meshlm.workers.layers.ops import AttentionShape, LatentShape, RouterWeights
+from meshlm.workers.layers.ops import AttentionShape, LatentShape, NormWeight, RouterWeights
 from meshlm.workers.layers.torch_ops import Composed
 from meshlm.workers.partial_sum import Kind, PartialSum
 
 
 class TritonOps(Composed):
+    rms_norm = staticmethod(norms.rms_norm)
+    add_rms_norm = staticmethod(norms.add_rms_norm)
+    act_mul = staticmethod(act_mul)
+    gated_norm = staticmethod(gated_norm)
+    select_experts = staticmethod(select_experts)
+    slots_of = staticmethod(slots_of)
+
     def pack(self, weight: Tensor) -> Tensor:
         return weight
 
@@ -38,13 +44,13 @@ class TritonOps(Composed):
         return embed(ids, table)[0]
 
     def embed(
-        self, ids: Tensor, table: Tensor, norm: tuple[Tensor, float], following: Tensor
+        self, ids: Tensor, table: Tensor, norm: NormWeight, following: Tensor
     ) -> tuple[PartialSum, Tensor | None]:
         found, normed = embed(ids, table, None if pays(following, ids.shape[0]) else norm)
         return PartialSum(found), normed
 
     def embed_part(
-        self, ids: Tensor, table: Tensor, rows: tuple[int, int], norm: tuple[Tensor, float]
+        self, ids: Tensor, table: Tensor, rows: tuple[int, int], norm: NormWeight
     ) -> tuple[PartialSum, Tensor | None]:
         return PartialSum(embed(ids, table, None, rows[0])[0], Kind.RANK), None
 
@@ -71,25 +77,18 @@ class TritonOps(Composed):
             found = sum_parts(found, torch.empty(found.shape[1:], dtype=dtype, device=found.device))
         return found if x.own_norm is None else norms.rms_norm(found, *x.own_norm)
 
-    def own_norm(self, x: PartialSum, residual: Tensor, norm: tuple[Tensor, float]) -> PartialSum:
+    def own_norm(self, x: PartialSum, residual: Tensor, norm: NormWeight) -> PartialSum:
         """Left to the norm behind, whose kernel takes both."""
         return x._replace(residual=residual, own_norm=norm)
 
-    def norm(self, x: PartialSum, norm: tuple[Tensor, float]) -> tuple[Tensor, Tensor]:
+    def norm(self, x: PartialSum, norm: NormWeight) -> tuple[Tensor, Tensor]:
         if x.own_norm is None:
             return super().norm(x, norm)
         assert x.residual is not None
         return norms.add_rms_norm(x.value, x.residual, *norm, x.own_norm), x.residual
 
     def norm_linear(
-        self,
-        x: PartialSum,
-        norm: tuple[Tensor, float],
-        packed: Tensor,
-        bias: Tensor | None,
-        outputs: int,
-        *,
-        gate: str = "",
+        self, x: PartialSum, norm: NormWeight, packed: Tensor, bias: Tensor | None, outputs: int, *, gate: str = ""
     ) -> tuple[Tensor, Tensor]:
         rows, by_silu = x.value.shape[-2], gate == "silu"
         use = "gate" if by_silu else "product"
@@ -106,27 +105,8 @@ class TritonOps(Composed):
             return gate_up_silu.gate_up_silu(y, packed, many), residual
         return super().norm_linear(x, norm, packed, bias, outputs, gate=gate)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return norms.rms_norm(x, weight, eps)
-
-    def gated_norm(
-        self, y: Tensor, gate: Tensor, weight: Tensor | None, eps: float, group: int, *, before: bool
-    ) -> Tensor:
-        return gated_norm(y, gate, weight, eps, group, before=before)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return norms.add_rms_norm(x, residual, weight, eps)
-
-    def select_experts(
-        self, logits: Tensor, rule: Rule, correction_bias: Tensor | None, slots: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        return select_experts(logits, rule, correction_bias, slots)
-
-    def slots_of(self, experts: Tensor, table: Tensor, counts: Tensor, first: int) -> Tensor:
-        return slots_of(experts, table, counts, first)
-
     def norm_route(
-        self, x: PartialSum, norm: tuple[Tensor, float], router: RouterWeights, slots: Tensor | None
+        self, x: PartialSum, norm: NormWeight, router: RouterWeights, slots: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Norm and routing are one kernel where there are few rows; of some more the choice adds up parts of the product."""
         added = x.kind is Kind.WHOLE or (x.kind is Kind.SPLIT_K and x.residual is not None)
@@ -140,25 +120,13 @@ class TritonOps(Composed):
             return y, residual, *select_experts(logits, router.rule, router.correction_bias, slots)
         return super().norm_route(x, norm, router, slots)
 
-    def act_mul(self, gate_up: Tensor, act: str) -> Tensor:
-        return act_mul(gate_up, act)
-
     def rope_cache(
         self, qkv: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, heads: AttentionShape
     ) -> Tensor:
         return rope_cache(
-            qkv,
-            batch.positions,
-            batch.slot_mapping[cache.group],
-            table,
-            heads.norms,
-            heads.eps,
-            cache.keys,
-            cache.values,
-            heads.num_heads,
-            cache.k_scale,
-            cache.v_scale,
-        )
+            qkv, batch.positions, batch.slot_mapping[cache.group], table, heads.norms, heads.eps,
+            cache.keys, cache.values, heads.num_heads, cache.k_scale, cache.v_scale,
+        )  # fmt: skip
 
     def latent_cache(
         self, query: Tensor, latent: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, heads: LatentShape

@@ -67,22 +67,22 @@ class Attention(nn.Module):
 
     def prepare(self, ops: Ops) -> None:
         """Computes what depends on the loaded layers; called after theirs."""
-        norms = (
-            (self.q_norm.weight, self.k_norm.weight) if self.q_norm is not None and self.k_norm is not None else None
-        )
-        spec = self._spec
+        spec, norms, slopes = self._spec, None, None
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = self.q_norm.weight, self.k_norm.weight
+        if spec.alibi_slopes:
+            slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=self.o.weight.device)
+        heads, sinks = spec.num_attention_heads, None if self.sinks is None else self.sinks.data
         self._heads = AttentionShape(
-            spec.num_attention_heads,
+            heads,
             self.kv_heads,
             self.head_dim,
             norms,
             spec.rms_norm_eps,
             spec.attn_logit_softcapping,
-            None if self.sinks is None else self.sinks.data,
+            sinks,
             self.chunk,
-            torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=self.o.weight.device)
-            if spec.alibi_slopes
-            else None,
+            slopes,
         )
 
     def forward(
@@ -167,9 +167,8 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(
             self.classes.layer(self.local, layer, self.classes) for layer in range(self.local.num_hidden_layers)
         )
-        self.norm: RMSNorm | LayerNorm | None = None
-        if shard.is_last:
-            self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps) if shard.is_last else None
+        self.norm: RMSNorm | LayerNorm | None = norm
         self.head = Linear(spec.hidden_size, rows, bias=False) if shard.is_last and not tied else None
         self.embedding_size = spec.hidden_size
         self.ops: Ops = TorchOps()
@@ -177,9 +176,7 @@ class Decoder(nn.Module):
         self.classifier = Classifier(spec, spec.head) if spec.head is not None and shard.is_last else None
         self.rope = torch.empty(0)
         self.comm: Communicator = SINGLE_RANK
-        self._max_len = max_len
-        self._head_weight = torch.empty(0)
-        self._head_rows = rows
+        self._max_len, self._head_rows, self._head_weight = max_len, rows, torch.empty(0)
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
         """Computes, after loading, what is computed once."""
@@ -340,10 +337,7 @@ class Decoder(nn.Module):
         """By layer, what makes its kernels others than those of a layer before it."""
         return [
             (
-                type(layer.attention),
-                layer.attention.window,
-                layer.attention.chunk,
-                type(layer.mlp),
+                *(type(layer.attention), layer.attention.window, layer.attention.chunk, type(layer.mlp)),
                 *(linear.format.variant() for linear in linears_of(layer)),
             )
             for layer in self.layers

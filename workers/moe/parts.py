@@ -126,19 +126,15 @@ class Dispatcher(Protocol):
     @property
     def overlapped(self) -> bool:
         """Whether another micro-batch computes while this one's rows travel: then what runs beside does so on their way back."""
-        ...
 
     def most_tokens(self, tokens: int) -> int:
         """Batched: the rows that an expert may get of steps with so many tokens a rank; contiguous: the rows in all."""
-        ...
 
     def prepare_async(self, x: Tensor, routing: Routing, quantise: Quantise) -> Receiver:
         """Quantise and begin to send; what is computed before the receiver is called runs meanwhile."""
-        ...
 
     def combine_async(self, out: Tensor, given: Dispatched, routing: Routing, left: WeightAndReduce) -> Combined:
         """Begin to send results back to the tokens that `routing`, as given to prepare_async, is of."""
-        ...
 
 
 class ExpertWeights(NamedTuple):
@@ -165,19 +161,15 @@ class Experts(Protocol):
 
     def left(self, rows: int, num_topk: int, allowed: tuple[WeightAndReduce, ...]) -> WeightAndReduce:
         """What it leaves of so many rows, of what the dispatcher does too."""
-        ...
 
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor | None]: ...
 
     def warm_rows(self, num_topk: int, most: int) -> set[int]:
         """So many rows, up to `most`, meet every variant of its kernels."""
-        ...
 
     def workspaces(self, x: tuple[int, ...], num_topk: int, left: WeightAndReduce) -> tuple[WorkspaceShape, ...]:
         """The buffers that `apply` needs for activations of this shape."""
-        ...
 
     def apply(self, given: Dispatched, out: Tensor, workspaces: tuple[Tensor, ...], left: WeightAndReduce) -> None:
         """Fill `out`, whose shape follows from `left`. A sum over experts has nothing of those that are NOWHERE; results of
         single ones that are, and of batched rows that are not real, need not be written: nobody reads them."""
-        ...

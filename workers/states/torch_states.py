@@ -31,25 +31,21 @@ class StepStates(Protocol):
 
     def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache, *, silu: bool = True) -> Tensor:
         """x [t, channels], weight [channels, kernel] -> the causal convolution, or its silu (kernels/causal_conv)."""
-        ...
 
     def ssd(self, x: Tensor, steps: TimeSteps, a: Tensor, b: Tensor, c: Tensor, d: Tensor, cache: StateCache) -> Tensor:
         """x [t, heads, P], a, d [heads], b, c [t, groups, N] -> [t, heads, P] (kernels/ssd)."""
-        ...
 
     def selective_scan(
         self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, gate: Tensor, cache: StateCache
     ) -> Tensor:
         """x, gate and dt (before its softplus) [t, channels], a float32 [channels, N], b, c [t, N], d float32 [channels]
         -> [t, channels]: the scan's y silu(gate) (kernels/selective_scan)."""
-        ...
 
     def gated_delta(
         self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, rate: Tensor, bias: Tensor, cache: StateCache
     ) -> Tensor:
         """q, k [t, groups, K] of any length, v [t, heads, V], a, b [t, heads], rate, bias float32 [heads] -> [t, heads, V]
         (kernels/gated_delta/reference.py says what becomes of them)."""
-        ...
 
 
 class Segment(NamedTuple):
