@@ -5,7 +5,7 @@
     y = h + norm(norm(mlp(norm(h))) + norm(experts(norm(h))))        with experts, chosen by router(norm(h)) and scaled each
     x = (y + norm(P (act(G y) * e))) * scalar                        e: the token's vector for this layer, where there is one
 
-Attention and sharing of keys and values: kv_sharing.py.
+Attention and sharing of keys and values: gemma.py.
 """
 
 import torch

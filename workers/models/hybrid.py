@@ -6,7 +6,7 @@ The norm is over the heads of one group of B and C at a time.
 
 Decoders of which layers attend, keep a recurrent state, or do neither, and have an MLP, experts, or none of them.
 
-A mixer with a state stands in the place of attention (mamba2.py), so a layer, its norms and its sums are `decoder.py`'s.
+A mixer with a state stands in the place of attention (`Mamba2Mixer`), so a layer, its norms and its sums are `decoder.py`'s.
 
 Falcon-H1: attention and a Mamba-2 mixer read the same norm. One product makes the inputs of both, one takes the outputs of both.
 
