@@ -54,7 +54,7 @@ class Incoming:
         self._decodes_large = asyncio.Lock()
 
     def reading(self, method: str, handler: "Handler") -> "Handler":
-        """The same method, whose messages are read here."""
+        """The same method, whose messages are read here, and whose HttpErrors become gRPC's statuses."""
         decode = handler.request_deserializer
         assert decode is not None
         run: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
@@ -67,23 +67,20 @@ class Incoming:
                     raise HttpError(400, f"{method}: the call brings no message")
                 else:
                     answer = run(request, context)
+                if hasattr(answer, "__aiter__"):
+                    async with contextlib.aclosing(answer):
+                        async for message in answer:
+                            yield message
+                elif (message := await answer) is not None:  # None: it has written its messages itself
+                    yield message
             except HttpError as error:
                 await refuse(context, error)
-            if hasattr(answer, "__aiter__"):
-                async with contextlib.aclosing(answer):
-                    async for message in answer:
-                        yield message
-            elif (message := await answer) is not None:  # None: it has written its messages itself
-                yield message
 
         return grpc.stream_stream_rpc_method_handler(serve, response_serializer=handler.response_serializer)
 
     async def _each(self, method: str, decode: Callable[[bytes], Any], context: "Context") -> AsyncIterator[Any]:
-        try:
-            while (message := await self._next(method, decode, context)) is not None:
-                yield message
-        except HttpError as error:
-            await refuse(context, error)
+        while (message := await self._next(method, decode, context)) is not None:
+            yield message
 
     async def _next(self, method: str, decode: Callable[[bytes], Any], context: "Context") -> Any:
         """The next message of the call, or None when there is no more. HttpError."""
@@ -97,7 +94,9 @@ class Incoming:
                 if kind is None or len(raw) <= LARGE_BYTES:
                     return decode(raw)
                 async with self._decodes_large:
-                    return await asyncio.to_thread(_decode_large, raw, kind, decode)
+                    # Counted before it is decoded: an empty text takes two bytes here and sixty in memory.
+                    await asyncio.to_thread(check_fields, raw, kind)
+                    return await asyncio.to_thread(decode, raw)
             except DecodeError:
                 raise HttpError(400, f"{method}: this is no message of this method") from None
 
@@ -131,12 +130,6 @@ class Incoming:
         if not self._budget.take(counted):
             raise HttpError(503, FULL, kind="overloaded_error")
         return counted
-
-
-def _decode_large(raw: bytes, kind: Descriptor, decode: Callable[[bytes], Any]) -> Any:
-    """Counted before it is decoded: an empty text takes two bytes here and sixty in memory."""
-    check_fields(raw, kind)
-    return decode(raw)
 
 
 def check_fields(raw: bytes, kind: Descriptor, most: int = MAX_FIELDS) -> None:

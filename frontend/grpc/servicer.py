@@ -1,5 +1,5 @@
-"""The methods of vllm.grpc.engine.VllmEngine. A call is submitted to the mesh as an HTTP request is (submits.py); errors get gRPC's
-status. Made by listener.py."""
+"""The methods of vllm.grpc.engine.VllmEngine. A call is submitted to the mesh as an HTTP request is (submits.py); HttpErrors
+become gRPC's statuses in incoming.py. Made by listener.py."""
 
 import asyncio
 import contextlib
@@ -89,33 +89,31 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
 
     async def Generate(self, request: pb.GenerateRequest, context: "Context") -> AsyncIterator[pb.GenerateResponse]:
         """Streams chunks and the end of each choice, or with stream false the ends alone."""
-        try:
-            read = partial(messages.generation, request, self._backend.resolved, self._backend.config.server)
-            parsed_request = await self._parsed(request, read)
-            parsed_request = submits.permitted(parsed_request, key_of(context), self._backend.config)
-            rank = messages.dp_rank(request)
-            news = asyncio.Event()
-            answer = GrpcResponse(AnswerHead(parsed_request, *self._named(request.request_id), news.set))
-            async with self._running(answer, "Generate", context, rank):
-                while True:
-                    await news.wait()
-                    news.clear()
-                    is_over = answer.is_over
-                    for message in answer.take():
-                        yield message
-                    if answer.error is not None:
-                        raise answer.error
-                    if is_over:
-                        return
-        except HttpError as error:
-            await refuse(context, error)
+        read = partial(messages.generation, request, self._backend.resolved, self._backend.config.server)
+        parsed_request = await self._parsed(request, read, context)
+        rank = messages.dp_rank(request)
+        news = asyncio.Event()
+        answer = GrpcResponse(AnswerHead(parsed_request, *self._named(request.request_id), news.set))
+        async with self._running(answer, "Generate", context, rank):
+            while True:
+                await news.wait()
+                news.clear()
+                is_over = answer.is_over
+                for message in answer.take():
+                    yield message
+                if answer.error is not None:
+                    raise answer.error
+                if is_over:
+                    return
 
-    async def _parsed(self, request: Message, read: Callable[[], ParsedRequest]) -> ParsedRequest:
+    async def _parsed(self, request: Message, read: Callable[[], ParsedRequest], context: "Context") -> ParsedRequest:
         """What `read` makes of the message. Of a large one in a thread, so that no stream waits for it; one after the other."""
         if request.ByteSize() <= LARGE_BYTES:
-            return read()
-        async with self._reads_large:
-            return await asyncio.to_thread(read)
+            parsed_request = read()
+        else:
+            async with self._reads_large:
+                parsed_request = await asyncio.to_thread(read)
+        return submits.permitted(parsed_request, key_of(context), self._backend.config)
 
     def _named(self, request_id: str) -> tuple[str, int, str]:
         """The id, the time and the model of an answer."""
@@ -161,19 +159,14 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
 
     async def Embed(self, request: pb.EmbedRequest, context: "Context") -> pb.EmbedResponse:
         """Gives the vector of one prompt, as POST /v1/embeddings does."""
-        try:
-            parsed_request = await self._parsed(request, partial(messages.embedding, request, self._backend.config))
-            parsed_request = submits.permitted(parsed_request, key_of(context), self._backend.config)
-            end = asyncio.Event()
-            answer = VectorsResponse(
-                AnswerHead(parsed_request, *self._named(request.request_id), end.set), write=lambda _: b""
-            )
-            async with self._running(answer, "Embed", context):
-                await end.wait()
-                if answer.error is not None:
-                    raise answer.error
-        except HttpError as error:
-            await refuse(context, error)
+        read = partial(messages.embedding, request, self._backend.config)
+        head = (await self._parsed(request, read, context), *self._named(request.request_id))
+        end = asyncio.Event()
+        answer = VectorsResponse(AnswerHead(*head, end.set), write=lambda _: b"")
+        async with self._running(answer, "Embed", context):
+            await end.wait()
+            if answer.error is not None:
+                raise answer.error
         (vector,) = answer.vectors()
         return pb.EmbedResponse(
             embedding=vector.tolist(), prompt_tokens=answer.num_prompt_tokens(), embedding_dim=len(vector)
@@ -188,31 +181,22 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
     async def FlushCache(self, request: common.FlushCacheRequest, context: "Context") -> common.FlushCacheResponse:
         """Resets the prefix cache as POST /reset_prefix_cache does; while requests run it tries again for `timeout_s`."""
         if not self._backend.config.server.server_dev_mode:
-            await refuse(context, HttpError(409, "the server was started without --server-dev-mode"))
-        until = time.monotonic() + request.timeout_s
-        try:
-            while (
-                done := await self._backend.operations.operate(ResetPrefixCache(False))
-            ).error and time.monotonic() < until:
-                await self._backend.requests.moved()
-        except HttpError as error:
-            await refuse(context, error)
+            raise HttpError(409, "the server was started without --server-dev-mode")
+        until, operations = time.monotonic() + request.timeout_s, self._backend.operations
+        while (done := await operations.operate(ResetPrefixCache(False))).error and time.monotonic() < until:
+            await self._backend.requests.moved()
         return common.FlushCacheResponse(success=not done.error, message=done.error)
 
     async def StartProfile(self, request: common.StartProfileRequest, context: "Context") -> common.ProfileResponse:
         if named := [field.name for field, _ in request.ListFields()]:
-            text = f"{', '.join(named)}: set when the server starts (--profiler-dir)"
-            await refuse(context, HttpError(400, text))
-        return await self._profile(context, start=True)
+            raise HttpError(400, f"{', '.join(named)}: set when the server starts (--profiler-dir)")
+        return await self._profile(start=True)
 
     async def StopProfile(self, request: common.StopProfileRequest, context: "Context") -> common.ProfileResponse:
-        return await self._profile(context, start=False)
+        return await self._profile(start=False)
 
-    async def _profile(self, context: "Context", *, start: bool) -> common.ProfileResponse:
-        try:
-            found = await mesh_operations.profile(self._backend.operations, start=start)
-        except HttpError as error:
-            await refuse(context, error)
+    async def _profile(self, *, start: bool) -> common.ProfileResponse:
+        found = await mesh_operations.profile(self._backend.operations, start=start)
         return common.ProfileResponse(success=True, message=", ".join(found["paths"]))
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: "Context") -> pb.GetModelInfoResponse:
@@ -270,8 +254,7 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
         """Streams a zip archive of the tokenizer's files, in pieces; the last one has its SHA-256."""
         path = Path(self._backend.resolved.tokenizer_path)
         if path.suffix == ".gguf":
-            text = f"the tokenizer is inside {path.name}; start with --tokenizer FOLDER to hand one out"
-            await refuse(context, HttpError(409, text))
+            raise HttpError(409, f"the tokenizer is inside {path.name}; start with --tokenizer FOLDER to hand one out")
         archive = await asyncio.to_thread(_zipped, path)
         pieces = [archive[begin : begin + TOKENIZER_CHUNK] for begin in range(0, len(archive), TOKENIZER_CHUNK)]
         digest = hashlib.sha256(archive).hexdigest()

@@ -83,55 +83,26 @@ _VECTORS = (
     "started by meshlm launch render"
 )
 NO_AUDIO = "this server's model takes texts, and transcribes no audio (as Whisper does)"
-_LORA = "LoRA adapters are not supported"
-# Paths that vLLM has: why they are not here, or what there is instead.
-NOT_SERVED = {
-    **dict.fromkeys(("/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score"), _TEXT),
-    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), _TEXT),
-    **dict.fromkeys(("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"), _VECTORS),
-    **dict.fromkeys(("/v1/responses", "/v1/conversations"), _VECTORS),
-    **dict.fromkeys(
-        (f"/v1/{kind}/{verb}" for kind in ("completions", "chat/completions") for verb in ("render", "derender")),
-        _VECTORS,
-    ),
-    **dict.fromkeys(("/v1/chat/completions/batch", "/inference/v1/generate", "/generative_scoring"), _VECTORS),
-    "/tokenizer_info": "the server was started without --enable-tokenizer-info-endpoint",
-    **dict.fromkeys(
-        (
-            "/init_weight_transfer_engine",
-            "/start_weight_update",
-            "/start_draft_weight_update",
-            "/update_weights",
-            "/finish_weight_update",
-        ),
-        "weights are read at the start alone",
-    ),
-    **dict.fromkeys(("/reset_mm_cache", "/reset_encoder_cache"), "only text is supported"),
-    "/readyz": "not supported; GET /ready says whether requests are served",
-    **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations"), NO_AUDIO),
-    **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), _LORA),
-    **dict.fromkeys(
-        (
-            "/reset_prefix_cache",
-            "/rebalance_experts",
-            "/server_info",
-            "/pause",
-            "/resume",
-            "/is_paused",
-            "/sleep",
-            "/wake_up",
-            "/collective_rpc",
-            "/is_sleeping",
-            "/get_world_size",
-            "/abort_requests",
-            "/scale_elastic_ep",
-            "/is_scaling_elastic_ep",
-        ),
-        "the server was started without --server-dev-mode",
-    ),
-    **dict.fromkeys(("/dashboard", "/dashboard/events"), "the server was started with --max-dashboards 0"),
-    **dict.fromkeys(("/docs", "/redoc", "/openapi.json"), "the server was started with --disable-fastapi-docs"),
+# Paths that vLLM has, by why they are not here, or what there is instead.
+_PATHS_NOT_SERVED = {
+    _TEXT: "/v1/embeddings /v2/embed /pooling /classify /score /v1/score /rerank /v1/rerank /v2/rerank",
+    _VECTORS: "/v1/completions /v1/chat/completions /v1/messages /v1/messages/count_tokens /v1/responses /v1/conversations "
+    "/v1/completions/render /v1/completions/derender /v1/chat/completions/render /v1/chat/completions/derender "
+    "/v1/chat/completions/batch /inference/v1/generate /generative_scoring",
+    NO_AUDIO: "/v1/audio/transcriptions /v1/audio/translations",
+    "LoRA adapters are not supported": "/v1/load_lora_adapter /v1/unload_lora_adapter",
+    "only text is supported": "/reset_mm_cache /reset_encoder_cache",
+    "not supported; GET /ready says whether requests are served": "/readyz",
+    "weights are read at the start alone": "/init_weight_transfer_engine /start_weight_update /start_draft_weight_update "
+    "/update_weights /finish_weight_update",
+    "the server was started without --enable-tokenizer-info-endpoint": "/tokenizer_info",
+    "the server was started without --server-dev-mode": "/reset_prefix_cache /rebalance_experts /server_info /pause /resume "
+    "/is_paused /sleep /wake_up /collective_rpc /is_sleeping /get_world_size /abort_requests /scale_elastic_ep "
+    "/is_scaling_elastic_ep",
+    "the server was started with --max-dashboards 0": "/dashboard /dashboard/events",
+    "the server was started with --disable-fastapi-docs": "/docs /redoc /openapi.json",
 }
+NOT_SERVED = {path: why for why, paths in _PATHS_NOT_SERVED.items() for path in paths.split()}
 
 
 def why_not_served(path: str) -> str:
