@@ -64,8 +64,6 @@ def page() -> Page:
 
 
 class DashboardRoutes:
-    """Of one frontend."""
-
     routes = OfClass(Group.DASHBOARD, ADMIN)
 
     def __init__(self, shown: Shows) -> None:

@@ -43,7 +43,6 @@ LISTS = ("stop", "stop_token_ids")
 
 
 def generation(request: pb.GenerateRequest, resolved: Resolved, server: ServerConfig) -> ParsedRequest:
-    """A Generate call."""
     for name, why in NOT_SUPPORTED.items():
         if _is_set(request, name):
             raise HttpError(400, f"{name}: {why}", name)
@@ -56,7 +55,6 @@ def generation(request: pb.GenerateRequest, resolved: Resolved, server: ServerCo
 
 
 def embedding(request: pb.EmbedRequest, config: MeshConfig) -> ParsedRequest:
-    """An Embed call."""
     assert config.resolved is not None
     ids = request.tokenized.input_ids
     if not ids:

@@ -77,8 +77,6 @@ def key_of(context: "Context") -> str:
 
 
 class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
-    """The service of one frontend."""
-
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._started = time.monotonic()
@@ -116,7 +114,6 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
         return submits.permitted(parsed_request, key_of(context), self._backend.config)
 
     def _named(self, request_id: str) -> tuple[str, int, str]:
-        """The id, the time and the model of an answer."""
         return f"grpc-{request_id or uuid.uuid4().hex}", int(time.time()), self._backend.resolved.served_names[0]
 
     @contextlib.asynccontextmanager

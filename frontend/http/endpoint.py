@@ -139,7 +139,6 @@ class KeyCheck:
         self._keys, self._rates, self._paths = keys, rates, paths
 
     def check(self, scope: Scope) -> None:
-        """HttpError for a request that is not let in."""
         if scope["path"] in self._paths.open or scope["method"] == "OPTIONS":
             return
         wanted = self._paths.scope_of(scope["path"])
@@ -246,5 +245,4 @@ def take(rates: RateLimits, key: ApiKey) -> None:
 
 
 def json_response(value: Any) -> Response:
-    """An answer that is this value."""
     return Response(msgspec.json.encode(value), media_type="application/json")

@@ -89,7 +89,6 @@ class EngineMetrics:
             histogram.observe(value)
 
     def flush(self) -> None:
-        """Hand over what was counted."""
         for bulk in self._bulks:
             bulk.flush()
         for reason, count in self._finished.items():
@@ -234,7 +233,6 @@ class Metrics:
             self._write.observe((now_ns - left_ns) / 1e9)
 
     def flush(self) -> None:
-        """Hand over what was counted."""
         self._write.flush()
         for engine in self._by_engine.values():
             engine.flush()

@@ -64,7 +64,6 @@ class Observer:
         self._log.ignored(self._mesh.log, unknown_fields, path)
 
     def done(self, answer: Response, started: float, path: str, status: int) -> None:
-        """Metrics and the one log line of a request."""
         self.flush()
         self._observe(observe_end(self._metrics, answer, self._resolved.max_model_len))
         self.feed.ended(answer, path, status)
@@ -104,7 +103,6 @@ class Observer:
                 self._mesh.timeline.note("write", "loop", begin_ns, flow=planned_ns, facts={"step": step})
 
     async def scrape(self, stats: MeshStats) -> bytes:
-        """The text of /metrics."""
         self.flush()
         return await self._scrape(stats, self._resolved.served_names[0])
 

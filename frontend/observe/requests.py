@@ -123,7 +123,6 @@ class RequestLog:
         self._lines, self._filled_at, self._left_out = 1.0, clock(), 0
 
     def ignored(self, log: Any, unknown_fields: tuple[str, ...], path: str) -> None:
-        """Name each field once."""
         for field in unknown_fields:
             name = readable(field, MAX_FIELD_NAME)
             if name not in self._unknown_seen and len(self._unknown_seen) < MAX_UNKNOWN_SEEN:
@@ -142,7 +141,6 @@ class RequestLog:
         return True
 
     def ended(self, log: Any, answer: Response, seconds: float, path: str, status: int, per_s: float) -> None:
-        """The one line of a request, if it has one."""
         if not self._has_line(per_s) and status == 200 and answer.error is None:
             return
         more = {"left_out": self._left_out} if self._left_out else {}

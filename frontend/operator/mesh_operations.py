@@ -70,8 +70,6 @@ class AskedRanks:
 
 
 class MeshOperations:
-    """The operators' side of the links."""
-
     def __init__(self, client: MeshClient, figures: Figures) -> None:
         self._client, self._figures = client, figures
         self.asked = AskedOperations(lambda peer, message: self._mesh.send(peer, message))
@@ -113,7 +111,6 @@ class MeshOperations:
 
 
 async def profile(backend: MeshOperations, *, start: bool) -> dict[str, Any]:
-    """Begin or end a trace in every worker."""
     if not backend.config.worker.profiler_dir:
         raise HttpError(404, "start the server with --profiler-dir to take traces", kind="not_found_error")
     return {"paths": list((await _done(backend, ops.Profile(start))).paths)}
@@ -172,7 +169,6 @@ def world_size(config: MeshConfig, query: Mapping[str, str]) -> dict[str, Any]:
 
 
 async def scale(backend: MeshOperations, asked: ScaleRequest) -> dict[str, Any]:
-    """Have this number of ranks, while the mesh serves."""
     answer = await backend.ranks.scale(asked.new_data_parallel_size, asked.drain_timeout)
     if answer.refused:
         raise HttpError(409, answer.refused.removeprefix("--dp: "), "new_data_parallel_size")

@@ -40,8 +40,6 @@ trace_route = partial(post_route, answers=responses.Traces, errors=_TRACES, grou
 
 
 class OperatorRoutes:
-    """Of one frontend."""
-
     routes = OfClass(Group.DEVELOPMENT, ADMIN)
 
     def __init__(self, backend: Backend, reader: RequestReader) -> None:

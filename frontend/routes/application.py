@@ -15,18 +15,7 @@ from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
 from meshlm.frontend.dashboard.routes import DashboardRoutes
-from meshlm.frontend.http import bodies
-from meshlm.frontend.http.endpoint import (
-    AnswerHeaders,
-    ByMethod,
-    Endpoint,
-    Gate,
-    KeyCheck,
-    LoadShedder,
-    RootPath,
-    json_response,
-    plain_error,
-)
+from meshlm.frontend.http import bodies, endpoint
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.http.web_pages import WebPages
 from meshlm.frontend.messages.routes import MessageRoutes
@@ -41,20 +30,10 @@ from meshlm.frontend.responses_api.input_routes import InputRoutes
 from meshlm.frontend.responses_api.routes import ResponseRoutes
 from meshlm.frontend.routes import openapi
 from meshlm.frontend.routes.information_routes import InformationRoutes
-from meshlm.frontend.routes.operation import (
-    ANY_KEY,
-    GENERATES,
-    HTML,
-    NAMED,
-    Group,
-    Operation,
-    Paths,
-    operations_of,
-    route,
-)
+from meshlm.frontend.routes.operation import ANY_KEY, HTML, NAMED, Group, Operation, Paths, operations_of, route
 from meshlm.frontend.routes.request_reader import RequestReader
 from meshlm.frontend.routes.request_schema import Served
-from meshlm.frontend.routes.text_routes import TextRoutes
+from meshlm.frontend.routes.text_routes import TextRoutes, text_route
 from meshlm.frontend.speech.routes import SpeechRoutes
 from meshlm.frontend.vectors import schema as vectors
 from meshlm.frontend.vectors.routes import VectorRoutes
@@ -77,8 +56,6 @@ Handler = Callable[[Request], Awaitable[HttpResponse | None]]
 
 
 class Application:
-    """Of one frontend."""
-
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         generation = Generation(backend)
@@ -110,7 +87,6 @@ class Application:
         ]
 
     def operations(self) -> tuple[Operation, ...]:
-        """The routes of this server."""
         server, resolved = self._backend.config.server, self._backend.resolved
         return served(
             documentation=not server.disable_fastapi_docs,
@@ -127,11 +103,11 @@ class Application:
         gate, then the routes."""
         backend, server = self._backend, self._backend.config.server
         refused = backend.observer.refused
-        keys = KeyCheck(self.keys, backend.observer.rates, PATHS)
-        by_path: dict[str, dict[str, Endpoint]] = {}
+        keys = endpoint.KeyCheck(self.keys, backend.observer.rates, PATHS)
+        by_path: dict[str, dict[str, endpoint.Endpoint]] = {}
         for operation, handler in self._handlers:
-            endpoint = Endpoint(handler, refused if operation.submits else None)
-            by_path.setdefault(operation.pattern, {}).update(dict.fromkeys(operation.methods, endpoint))
+            route_endpoint = endpoint.Endpoint(handler, refused if operation.submits else None)
+            by_path.setdefault(operation.pattern, {}).update(dict.fromkeys(operation.methods, route_endpoint))
         cors = Middleware(
             CORSMiddleware,
             allow_origins=server.cors_origins,
@@ -142,28 +118,27 @@ class Application:
         )
         app = Starlette(
             routes=[
-                Route(path, ByMethod(by_path[path]), methods=list(by_path[path]))
+                Route(path, endpoint.ByMethod(by_path[path]), methods=list(by_path[path]))
                 for path in sorted(by_path, key=lambda path: "{" in path)  # so that no name takes another route's path
             ],
             middleware=[
-                Middleware(RootPath, root=server.root_path),
-                Middleware(Gate, check=WebPages(server, PATHS).check, refused=refused, submits=PATHS.submits),
+                Middleware(endpoint.RootPath, root=server.root_path),
+                Middleware(endpoint.Gate, check=WebPages(server, PATHS).check, refused=refused, submits=PATHS.submits),
                 cors,
-                Middleware(Gate, check=keys.check, refused=refused, submits=PATHS.submits),
-                Middleware(LoadShedder, refusal=backend.readiness.refusal, refused=refused, submits=PATHS.submits),
+                Middleware(endpoint.Gate, check=keys.check, refused=refused, submits=PATHS.submits),
+                Middleware(
+                    endpoint.LoadShedder, refusal=backend.readiness.refusal, refused=refused, submits=PATHS.submits
+                ),
             ],
-            exception_handlers={HTTPException: plain_error},
+            exception_handlers={HTTPException: endpoint.plain_error},
         )
-        return AnswerHeaders(app, lambda: backend.figures.now, PATHS.submits)
+        return endpoint.AnswerHeaders(app, lambda: backend.figures.now, PATHS.submits)
 
-    @route(
+    @text_route(
         "/invocations",
         "For SageMaker: as the route that the body's fields name, which is /v1/chat/completions with messages.",
-        answers=responses.ChatCompletionResponse,
-        body=schema.ChatRequest,
-        parameters=GENERATES,
-        streams=True,
-        group=Group.GENERATION,
+        responses.ChatCompletionResponse,
+        schema.ChatRequest,
     )
     @route(
         "/invocations",
@@ -175,7 +150,6 @@ class Application:
         group=Group.VECTORS,
     )
     async def invocations(self, request: Request) -> HttpResponse | None:
-        """For SageMaker: what the body's fields say."""
         async with self.reader.bodies.body(request) as raw:
             fields = bodies.fields_of(raw)
         handlers = {operation.path: handler for operation, handler in self._handlers}
@@ -193,15 +167,15 @@ class Application:
     @route(
         "/openapi.json",
         "This description (OpenAPI 3.1).",
-        answers="application/json",
+        "application/json",
         group=Group.DOCUMENTATION,
         key_scope=ANY_KEY,
     )
     async def openapi(self, request: Request) -> HttpResponse:
-        return json_response(self._document())
+        return endpoint.json_response(self._document())
 
-    @route("/docs", "This description, to be read.", answers=HTML, group=Group.DOCUMENTATION, key_scope=ANY_KEY)
-    @route("/redoc", "The same page as /docs.", answers=HTML, group=Group.DOCUMENTATION, key_scope=ANY_KEY)
+    @route("/docs", "This description, to be read.", HTML, group=Group.DOCUMENTATION, key_scope=ANY_KEY)
+    @route("/redoc", "The same page as /docs.", HTML, group=Group.DOCUMENTATION, key_scope=ANY_KEY)
     async def docs(self, request: Request) -> HttpResponse:
         return HttpResponse(openapi.page(self._document()), media_type=HTML, headers=openapi.PAGE_HEADERS)
 

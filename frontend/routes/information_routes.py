@@ -19,12 +19,10 @@ _PROBE = "For load balancers; needs no key."
 
 
 class InformationRoutes:
-    """Of one frontend."""
-
     def __init__(self, backend: Backend, reader: RequestReader) -> None:
         self._backend, self._reader = backend, reader
 
-    @route("/v1/models", "The served names.", answers=responses.ModelList, key_scope=ANY_KEY)
+    @route("/v1/models", "The served names.", responses.ModelList, key_scope=ANY_KEY)
     async def models(self, request: Request) -> HttpResponse:
         entries = [model_card(name, self._backend.resolved) for name in self._backend.resolved.served_names]
         return json_response({"object": "list", "data": entries})
@@ -32,7 +30,7 @@ class InformationRoutes:
     @route(
         "/v1/models/{model}",
         "One of them.",
-        answers=responses.ModelCard,
+        responses.ModelCard,
         errors=(404, 503),
         parameters=(_MODEL,),
         key_scope=ANY_KEY,
@@ -42,17 +40,17 @@ class InformationRoutes:
             return await self.models(request)
         return json_response(model_card(self._reader.check_model(name), self._backend.resolved))
 
-    @route("/version", "The server's version.", answers=responses.Version, key_scope=ANY_KEY)
+    @route("/version", "The server's version.", responses.Version, key_scope=ANY_KEY)
     async def version(self, request: Request) -> HttpResponse:
         return json_response({"version": self._backend.version})
 
-    @route("/load", "How many requests are answered now.", answers=responses.ServerLoad, key_scope=ANY_KEY)
+    @route("/load", "How many requests are answered now.", responses.ServerLoad, key_scope=ANY_KEY)
     async def load(self, request: Request) -> HttpResponse:
         stats = await self._backend.operations.fresh_stats()
         at_ranks = sum(rank.num_running + rank.num_waiting for rank in stats.ranks)
         return json_response({"server_load": max(self._backend.requests.num_open, stats.num_held + at_ranks)})
 
-    @route("/metrics", "Metrics for Prometheus.", answers=METRICS, key_scope=ANY_KEY)
+    @route("/metrics", "Metrics for Prometheus.", METRICS, key_scope=ANY_KEY)
     async def metrics(self, request: Request) -> HttpResponse:
         stats = await self._backend.operations.fresh_stats()
         return HttpResponse(await self._backend.observer.scrape(stats), media_type=METRICS)
@@ -65,7 +63,7 @@ class InformationRoutes:
     @route(
         "/ready",
         f"503 with the reason while requests cannot be served. {_PROBE}",
-        answers=TEXT,
+        TEXT,
         plain_errors=(503,),
         is_open=True,
         is_probe=True,
@@ -77,7 +75,7 @@ class InformationRoutes:
     @route(
         "/tokenizer_info",
         "The tokenizer's configuration and template.",
-        answers=rendering.TokenizerInfo,
+        rendering.TokenizerInfo,
         group=Group.TOKENIZER_INFO,
     )
     async def tokenizer_info(self, request: Request) -> HttpResponse:

@@ -36,6 +36,7 @@ _EVENT: Json = {  # of a stream, field by field
     "required": ["data"],
     "properties": {"data": {"type": "string", "description": "A chunk as JSON, or [DONE]."}, "id": {"type": "string"}},
 }
+_TEXT: Json = {"schema": {"type": "string"}}
 _REF = "#/components/schemas/{name}"
 
 
@@ -84,22 +85,16 @@ def _operation(op: Operation, method: str, refs: Refs, keys: bool, served: Serve
         "summary": op.summary,
     }
     if op.parameters:
-        found["parameters"] = [
-            {
-                "name": p.name,
-                "in": p.place,
-                "required": p.place == "path",
-                "schema": _parameter(p, served),
-                "description": p.description,
-            }
-            for p in op.parameters
-        ]
+        found["parameters"] = [_parameter(one, served) for one in op.parameters]
     if op.body is not None:
         kind = "multipart/form-data" if op.is_form else "application/json"
         found["requestBody"] = {"required": True, "content": {kind: {"schema": refs[op.body]}}}
     found["responses"] = {"200": _success(op, refs)}
     for status in sorted(errors):
-        found["responses"][str(status)] = _error(status, {"application/json": {"schema": refs[op.error]}})
+        content = {"application/json": {"schema": refs[op.error]}}
+        found["responses"][str(status)] = {"description": REASONS[status], "content": content}
+        if status == 503:
+            found["responses"]["503"]["headers"] = {"Retry-After": {**_TEXT, "description": "Seconds."}}
     for status in op.plain_errors:
         found["responses"][str(status)]["content"] |= _text(str(op.answers))
     if op.is_open:
@@ -108,7 +103,9 @@ def _operation(op: Operation, method: str, refs: Refs, keys: bool, served: Serve
 
 
 def _parameter(parameter: Parameter, served: Served) -> Json:
-    return {"enum": list(served.names)} if parameter.name == "model" else parameter.schema
+    schema = {"enum": list(served.names)} if parameter.name == "model" else parameter.schema
+    found = {"name": parameter.name, "in": parameter.place, "required": parameter.place == "path", "schema": schema}
+    return {**found, "description": parameter.description}
 
 
 def _success(op: Operation, refs: Refs) -> Json:
@@ -124,21 +121,12 @@ def _success(op: Operation, refs: Refs) -> Json:
     return {
         "description": "The answer; with stream: true server-sent events.",
         "content": {**content, EVENTS: {"schema": _EVENT}},
-        "headers": {
-            "X-Request-Id": {"description": "The client's own, or the answer's id.", "schema": {"type": "string"}}
-        },
+        "headers": {"X-Request-Id": {**_TEXT, "description": "The client's own, or the answer's id."}},
     }
 
 
 def _text(media_type: str) -> Json:
     return {media_type.partition(";")[0]: {"schema": {} if "json" in media_type else {"type": "string"}}}
-
-
-def _error(status: int, content: Json) -> Json:
-    found: Json = {"description": REASONS[status], "content": content}
-    if status == 503:
-        found["headers"] = {"Retry-After": {"description": "Seconds.", "schema": {"type": "string"}}}
-    return found
 
 
 _STYLE = (
@@ -162,8 +150,8 @@ def page(api: Json) -> str:
     ]
     title = f"{api['info']['title']} {api['info']['version']}"
     return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{_shown(title)}</title><style>{_STYLE}</style>"
-        f"<h1>{_shown(title)}</h1><p>{_shown(api['info']['description'])}</p>"
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title><style>{_STYLE}</style>"
+        f"<h1>{html.escape(title)}</h1><p>{html.escape(api['info']['description'])}</p>"
         f"<p>For programs: <a href=openapi.json>openapi.json</a></p>{''.join(operations)}</html>"
     )
 
@@ -175,11 +163,11 @@ def _section(method: str, path: str, operation: Json, api: Json) -> str:
     answers = []
     for status, answer in operation["responses"].items():
         kinds = ", ".join(answer.get("content", ())) or "no body"
-        answers.append(f"<tr><td>{status}<td>{_shown(answer['description'])}<td><code>{_shown(kinds)}</code>")
+        answers.append(f"<tr><td>{status}<td>{html.escape(answer['description'])}<td><code>{html.escape(kinds)}</code>")
     ok = operation["responses"]["200"].get("content", {}).get("application/json", {}).get("schema")
     shape = _fields("Answer", ok, api) if ok else ""
     return (
-        f"<details><summary><b>{method}</b> <code>{_shown(path)}</code> {_shown(operation['summary'])}</summary>"
+        f"<details><summary><b>{method}</b> <code>{html.escape(path)}</code> {html.escape(operation['summary'])}</summary>"
         f"{fields}<h4>Answers</h4><table>{''.join(answers)}</table>{shape}</details>"
     )
 
@@ -187,22 +175,18 @@ def _section(method: str, path: str, operation: Json, api: Json) -> str:
 def _fields(title: str, reference: Json, api: Json) -> str:
     struct = api["components"]["schemas"].get(reference.get("$ref", "").rpartition("/")[2], {})
     required = struct.get("required", ())
-    rows = [
-        (name, field, "required" if name in required else "", _default(field))
-        for name, field in struct.get("properties", {}).items()
-    ]
+    rows = []
+    for name, field in struct.get("properties", {}).items():
+        default = f"default {field['default']!r}" if field.get("default") is not None else ""
+        rows.append((name, field, "required" if name in required else "", default))
     return _table(title, rows)
-
-
-def _default(field: Json) -> str:
-    return f"default {field['default']!r}" if field.get("default") is not None else ""
 
 
 def _table(title: str, rows: list[tuple[str, Json, str, str]]) -> str:
     if not rows:
         return ""
     shown = [
-        f"<tr><td><code>{_shown(name)}</code><td>{_shown(_kind(field))}<td>{_shown(note)}<td>{_shown(text)}"
+        f"<tr><td><code>{html.escape(name)}</code><td>{html.escape(_kind(field))}<td>{html.escape(note)}<td>{html.escape(text)}"
         for name, field, note, text in rows
     ]
     return f"<h4>{title}</h4><table>{''.join(shown)}</table>"
@@ -219,12 +203,5 @@ def _kind(field: Json) -> str:
     if field.get("type") == "array":
         return f"list of {_kind(field.get('items', {}))}"
     limits = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    words = [
-        str(field.get("type", "anything")),
-        *(f"{sign} {field[key]}" for key, sign in limits.items() if key in field),
-    ]
-    return " ".join(words)
-
-
-def _shown(text: str) -> str:
-    return html.escape(text)
+    bounds = [f"{sign} {field[key]}" for key, sign in limits.items() if key in field]
+    return " ".join((str(field.get("type", "anything")), *bounds))

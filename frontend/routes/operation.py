@@ -142,7 +142,6 @@ route = Operation
 
 
 def operations_of(*kinds: type) -> tuple[Operation, ...]:
-    """All routes that these classes declare."""
     return tuple(
         operation.of_class(getattr(kind, "routes", OfClass()))
         for kind in kinds

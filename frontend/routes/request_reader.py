@@ -116,7 +116,6 @@ class RequestReader:
         return model or names[0]
 
     def completion(self, request: Request, raw: bytes) -> ReadRequest:
-        """A body of POST /v1/completions."""
         resolved = self._backend.resolved
         check = partial(limits.check_raw, resolved=resolved)
         body, unknown = bodies.decode(raw, CompletionRequest, check, self.longest)
@@ -125,7 +124,6 @@ class RequestReader:
         return ReadRequest(parsed_request, model, self.idempotency_key(request, raw))
 
     def chat(self, request: Request, raw: bytes) -> ReadRequest:
-        """A body of POST /v1/chat/completions."""
         resolved, server = self._backend.resolved, self._backend.config.server
         check = partial(limits.check_raw, resolved=resolved, vectors=server.enable_prompt_embeds)
         body, unknown = bodies.decode(raw, ChatRequest, check, self.longest)

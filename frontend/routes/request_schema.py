@@ -4,6 +4,7 @@ Called by openapi.py. What parse.py, messages.py and prompts.py check is written
 holds that requests made from it are served.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from msgspec import Struct
@@ -15,10 +16,13 @@ from meshlm.runtime.mesh.messages import NEED_CONTENT, PARTS
 from meshlm.runtime.structured_outputs import MAX_CHOICES as MAX_CHOICES_OF_TEXT
 
 Json = dict[str, Any]
+OF_INPUTS = ("EmbeddingRequest", "PoolingRequest", "ClassificationRequest")  # of a server that gives vectors
 FORMS = {"TranscriptionRequest", "TranslationRequest"}
 OF_TOKENS = ("GenerateRequest", "DerenderChatRequest", "DerenderCompletionRequest")
 _TEXT: Json = {"type": "string", "minLength": 1}
 _NULL: Json = {"type": "null"}
+_STRING: Json = {"type": "string"}
+_CHOICE: Json = {"type": "array", "items": _STRING, "minItems": 1, "maxItems": MAX_CHOICES_OF_TEXT}
 GOES_ON = ("input", "previous_response_id", "conversation")  # of which a body has one
 
 
@@ -35,9 +39,6 @@ class Served(Struct, frozen=True):
     takes_embeds: bool = False
 
 
-OF_INPUTS = ("EmbeddingRequest", "PoolingRequest", "ClassificationRequest")  # of a server that gives vectors
-
-
 def refine(schemas: Json, served: Served) -> None:
     """Say it of the bodies among these schemas."""
     refined = {
@@ -45,16 +46,14 @@ def refine(schemas: Json, served: Served) -> None:
         for name in ("ChatRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest", *OF_TOKENS)
     }
     refined["BatchChatRequest"] = _fields(served) | {
-        "messages": _conversations(), "tools": _NULL, "prompt_logprobs": _NULL
+        "messages": _list(_list(_message(), minItems=1), minItems=1), "tools": _NULL, "prompt_logprobs": _NULL
     }  # fmt: skip
-    no_budget: Json = {"thinking_token_budget": {"enum": [-1, None]}}
-    for name in (
-        ["CompletionRequest"] if served.tells_reasoning else ["CompletionRequest", "ChatRequest", "BatchChatRequest"]
-    ):
-        refined[name] |= no_budget
+    without_budget = ("CompletionRequest", *(() if served.tells_reasoning else ("ChatRequest", "BatchChatRequest")))
+    for name in without_budget:
+        refined[name] |= {"thinking_token_budget": {"enum": [-1, None]}}
     refined["CompletionRequest"] |= {"prompt": _prompt(served), "logprobs": _up_to(served.max_logprobs)}
     if served.takes_embeds:
-        refined["ChatRequest"]["messages"] = {"type": "array", "minItems": 1, "items": _message(takes_embeds=True)}
+        refined["ChatRequest"]["messages"] = _list(_message(takes_embeds=True), minItems=1)
     else:
         refined["CompletionRequest"]["prompt_embeds"] = _NULL
     of_messages = anthropic.fields(
@@ -69,21 +68,21 @@ def refine(schemas: Json, served: Served) -> None:
     )
     _refine_forms(schemas, served)
     refined["ResponsesRequest"]["structured_outputs"] = _or_null(*_constraints())
-    either: Json = {"anyOf": [_TEXT, _ids(served, 1)]}
-    items = {"type": "array", "items": either, "minItems": 1, "maxItems": 2048}
-    labels = {**_ids(served, 1), "maxItems": MAX_LOGPROB_IDS}
-    refined["GenerativeScoringRequest"] = _fields(served) | {"query": either, "items": items, "label_token_ids": labels}
+    either: Json = {"anyOf": [_TEXT, _ids(served, minItems=1)]}
+    refined["GenerativeScoringRequest"] = _fields(served) | {
+        "query": either,
+        "items": _list(either, minItems=1, maxItems=2048),
+        "label_token_ids": _ids(served, minItems=1, maxItems=MAX_LOGPROB_IDS),
+    }
     for name in OF_INPUTS:
-        refined[name] = _fields(served) | {"input": _prompt(served), "messages": True}
+        refined[name] = _fields(served) | {"input": _prompt(served), "messages": {}}
     for name, fields in refined.items():
         if name in schemas:
             properties = schemas[name]["properties"]
             properties.update({field: schema for field, schema in fields.items() if field in properties})
     if "ChatRequest" in schemas:
-        _describe(
-            schemas["ChatRequest"],
-            "stream_options needs stream: true; top_logprobs and logprob_token_ids need logprobs: true.",
-        )
+        text = "stream_options needs stream: true; top_logprobs and logprob_token_ids need logprobs: true."
+        _describe(schemas["ChatRequest"], text)
     if "CompletionRequest" in schemas:
         schemas["CompletionRequest"]["required"] = [] if served.takes_embeds else ["prompt"]
         text = "stream_options needs stream: true; max_tokens 0 needs echo: true; best_of is at least n"
@@ -99,7 +98,7 @@ def refine(schemas: Json, served: Served) -> None:
     if "TokenizeRequest" in schemas:
         schemas["TokenizeRequest"]["oneOf"] = [_given("prompt", "messages"), _given("messages", "prompt")]
     if "DetokenizeRequest" in schemas:
-        schemas["DetokenizeRequest"]["properties"]["tokens"] = _ids(served, 0)
+        schemas["DetokenizeRequest"]["properties"]["tokens"] = _ids(served)
 
 
 def _refine_forms(schemas: Json, served: Served) -> None:
@@ -123,69 +122,71 @@ def _given(name: str, other: str) -> Json:
     return {"required": [name], "properties": {name: {"not": _NULL}, other: _NULL}}
 
 
+def _or_null(*kinds: Json) -> Json:
+    return {"anyOf": [*kinds, _NULL]}
+
+
+def _list(items: Json, **limits: int) -> Json:
+    return {"type": "array", "items": items, **limits}
+
+
+def _object(required: Iterable[str], properties: Json, **more: Any) -> Json:
+    return {"type": "object", "required": list(required), "properties": properties, **more}
+
+
 def _fields(served: Served) -> Json:
     """The schemas of fields by name, the same in all bodies that have them."""
     stop = {**_TEXT, "maxLength": MAX_STOP_LENGTH}
     bias = {"type": "object", "propertyNames": {"pattern": "^[0-9]{1,4}$"}, "additionalProperties": {"type": "number"}}
+    truncation = {"type": "integer", "minimum": -1, "maximum": MAX_TOKENS, "not": {"const": 0}}
     found: Json = {
         "model": {"enum": [*served.names, None]},
-        "messages": {"type": "array", "minItems": 1, "items": _message()},
-        "tools": _or_null({"type": "array", "items": _tool()}) if served.takes_tools else {"enum": [[], None]},
+        "messages": _list(_message(), minItems=1),
+        "tools": _or_null(_list(_tool())) if served.takes_tools else {"enum": [[], None]},
         "response_format": _or_null(*_formats()),
         "structured_outputs": _or_null(*_constraints()),
-        "guided_choice": _or_null(_choice()),
+        "guided_choice": _or_null(_CHOICE),
         "guided_decoding_backend": {"enum": ["auto", "guidance", "", None]},
-        "modalities": _or_null({"type": "array", "items": {"const": "text"}}),
-        "stop": _or_null(stop, {"type": "array", "items": stop, "maxItems": MAX_STOP_STRINGS}),
-        "stop_token_ids": _or_null(_ids(served, 0)),
-        "allowed_token_ids": _or_null(_ids(served, 1)),
+        "modalities": _or_null(_list({"const": "text"})),
+        "stop": _or_null(stop, _list(stop, maxItems=MAX_STOP_STRINGS)),
+        "stop_token_ids": _or_null(_ids(served)),
+        "allowed_token_ids": _or_null(_ids(served, minItems=1)),
         "logit_bias": _or_null(bias),
-        "truncate_prompt_tokens": _or_null(
-            {"type": "integer", "minimum": -1, "maximum": MAX_TOKENS, "not": {"const": 0}}
-        ),
+        "truncate_prompt_tokens": _or_null(truncation),
         "prompt_logprobs": _up_to(served.max_logprobs),
         "top_logprobs": _up_to(served.max_logprobs),
-        "bad_words": _or_null({"type": "array", "items": {**stop, "pattern": "[!-~]"}, "maxItems": MAX_BAD_WORDS}),
-        "logprob_token_ids": _or_null({**_ids(served, 0), "maxItems": MAX_LOGPROB_IDS}),
+        "bad_words": _or_null(_list({**stop, "pattern": "[!-~]"}, maxItems=MAX_BAD_WORDS)),
+        "logprob_token_ids": _or_null(_ids(served, maxItems=MAX_LOGPROB_IDS)),
     }
     if not served.takes_priorities:
         found["priority"] = {"const": 0}
     if not served.takes_templates:
         found["chat_template"] = {"enum": ["", None]}
-    return found  # fmt: skip
-
-
-def _or_null(*kinds: Json) -> Json:
-    return {"anyOf": [*kinds, _NULL]}
+    return found
 
 
 def _formats() -> list[Json]:
     schema: Json = {"type": "object", "description": "A JSON schema."}
-    named: Json = {"name": {"type": "string"}, "schema": schema, "strict": _or_null({"type": "boolean"})}
-    of_schema: Json = {"type": "object", "required": ["name", "schema"], "properties": named}
-    plain: list[Json] = [{"type": {"const": kind}} for kind in ("text", "json_object")]
+    named: Json = {"name": _STRING, "schema": schema, "strict": _or_null({"type": "boolean"})}
     kinds: list[Json] = [
-        {"type": {"const": "json_schema"}, "json_schema": of_schema},
+        {"type": {"const": "json_schema"}, "json_schema": _object(["name", "schema"], named)},
         {"type": {"const": "json_object"}, "schema": schema},
         {"type": {"const": "json_object"}, "value": schema},
-        {"type": {"const": "regex"}, "value": {"type": "string"}},
-        {"type": {"const": "grammar"}, "grammar": {"type": "string"}},
+        {"type": {"const": "regex"}, "value": _STRING},
+        {"type": {"const": "grammar"}, "grammar": _STRING},
     ]
-    return [
-        {"type": "object", "required": list(kind), "properties": kind, "additionalProperties": _NULL} for kind in plain
-    ] + [{"type": "object", "required": list(kind), "properties": kind} for kind in kinds]
-
-
-def _choice() -> Json:
-    return {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_CHOICES_OF_TEXT}
+    plain = [
+        _object(["type"], {"type": {"const": kind}}, additionalProperties=_NULL) for kind in ("text", "json_object")
+    ]
+    return plain + [_object(kind, kind) for kind in kinds]
 
 
 def _constraints() -> list[Json]:
     """structured_outputs has one kind, and options."""
     kinds: Json = {
         "json": {"type": ["object", "string"], "description": "A JSON schema."},
-        "regex": {"type": "string"},
-        "choice": _choice(),
+        "regex": _STRING,
+        "choice": _CHOICE,
         "grammar": {"type": "string", "description": "EBNF or Lark."},
         "json_object": {"const": True},
         "structural_tag": {"type": ["object", "string"]},
@@ -194,86 +195,53 @@ def _constraints() -> list[Json]:
         "disable_any_whitespace": {"type": "boolean"},
         "disable_additional_properties": {"type": "boolean"},
         "strict": {"type": "boolean"},
-        "whitespace_pattern": _or_null({"type": "string"}),
+        "whitespace_pattern": _or_null(_STRING),
     }
-    return [
-        {"type": "object", "required": [name], "properties": {name: kind, **options}, "additionalProperties": False}
-        for name, kind in kinds.items()
-    ]
+    return [_object([name], {name: kind, **options}, additionalProperties=False) for name, kind in kinds.items()]
 
 
 def _up_to(most: int) -> Json:
-    limit = {} if most == -1 else {"maximum": most}
-    return _or_null({"type": "integer", "minimum": 0 if most != -1 else -1, **limit})
+    limits = {"minimum": -1} if most == -1 else {"minimum": 0, "maximum": most}
+    return _or_null({"type": "integer", **limits})
 
 
-def _ids(served: Served, least: int) -> Json:
-    token = {"type": "integer", "minimum": 0, "maximum": served.vocab_size - 1}
-    return {"type": "array", "items": token, **({"minItems": least} if least else {})}
+def _ids(served: Served, **limits: int) -> Json:
+    return _list({"type": "integer", "minimum": 0, "maximum": served.vocab_size - 1}, **limits)
 
 
 def _prompt(served: Served) -> Json:
-    ids = _ids(served, 1)
-    several = [{"type": "array", "items": kind, "minItems": 1} for kind in (_TEXT, ids)]
+    ids = _ids(served, minItems=1)
+    several = [_list(kind, minItems=1) for kind in (_TEXT, ids)]
     return {"description": "Text, token ids, or a list of either.", "anyOf": [_TEXT, ids, *several]}
 
 
-def _conversations() -> Json:
-    return {"type": "array", "minItems": 1, "items": {"type": "array", "minItems": 1, "items": _message()}}
-
-
 def _message(*, takes_embeds: bool = False) -> Json:
-    parts: list[Json] = [
-        {"type": "object", "required": ["type", key], "properties": {"type": {"const": kind}, key: {"type": "string"}}}
-        for kind, key in PARTS.items()
-    ]
+    parts = [_object(["type", key], {"type": {"const": kind}, key: _STRING}) for kind, key in PARTS.items()]
     if takes_embeds:
-        embeds = {
-            "type": {"const": "prompt_embeds"},
-            "data": {"type": "string", "description": "A saved tensor, base64"},
-        }
-        parts.append({"type": "object", "required": ["type", "data"], "properties": embeds})
-    content = {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": {"anyOf": parts}}]}
+        data = {"type": "string", "description": "A saved tensor, base64"}
+        parts.append(_object(["type", "data"], {"type": {"const": "prompt_embeds"}, "data": data}))
+    content = {"anyOf": [_STRING, _list({"anyOf": parts}, minItems=1)]}
     roles = [role for role in NEED_CONTENT if role != "tool"]
-    others: Json = {"role": {"enum": ["assistant", *roles]}, "content": content, "name": _or_null({"type": "string"})}
+    others: Json = {"role": {"enum": ["assistant", *roles]}, "content": content, "name": _or_null(_STRING)}
     tool: Json = {"role": {"const": "tool"}, "content": content, "tool_call_id": _TEXT}
+    function = _object(["name"], {"name": _STRING, "arguments": _STRING})
+    call = _object(["id", "function"], {"id": _STRING, "type": {"const": "function"}, "function": function})
+    calls = _list(call, minItems=1)
+    assistant: Json = {"role": {"const": "assistant"}, "content": _or_null(content), "tool_calls": calls}
     return {
         "anyOf": [
-            {"type": "object", "required": ["role", "content"], "properties": others},
-            {"type": "object", "required": ["role", "content", "tool_call_id"], "properties": tool},
-            {"type": "object", "required": ["role", "tool_calls"], "properties": _assistant(content)},
+            _object(["role", "content"], others),
+            _object(["role", "content", "tool_call_id"], tool),
+            _object(["role", "tool_calls"], assistant),
         ]
     }
 
 
-def _assistant(content: Json) -> Json:
-    function = {
-        "type": "object",
-        "required": ["name"],
-        "properties": {"name": {"type": "string"}, "arguments": {"type": "string"}},
-    }
-    call = {
-        "type": "object",
-        "required": ["id", "function"],
-        "properties": {"id": {"type": "string"}, "type": {"const": "function"}, "function": function},
-    }
-    calls = {"type": "array", "minItems": 1, "items": call}
-    return {"role": {"const": "assistant"}, "content": _or_null(content), "tool_calls": calls}
-
-
 def _tool() -> Json:
-    function = {
-        "type": "object",
-        "required": ["name"],
-        "properties": {
-            "name": _TEXT,
-            "description": _or_null({"type": "string"}),
-            "parameters": _or_null({"type": "object"}),
-            "strict": {"enum": [False, None]},
-        },
+    fields = {
+        "name": _TEXT,
+        "description": _or_null(_STRING),
+        "parameters": _or_null({"type": "object"}),
+        "strict": {"enum": [False, None]},
     }
-    return {
-        "type": "object",
-        "required": ["function"],
-        "properties": {"type": {"const": "function"}, "function": function},
-    }
+    return _object(["function"], {"type": {"const": "function"}, "function": _object(["name"], fields)})

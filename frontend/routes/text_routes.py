@@ -19,8 +19,6 @@ text_route = partial(route, parameters=GENERATES, streams=True, group=Group.GENE
 
 
 class TextRoutes:
-    """Of one frontend."""
-
     def __init__(self, backend: Backend, generation: Generation, reader: RequestReader) -> None:
         self._backend, self._generation, self._reader = backend, generation, reader
 

@@ -11,15 +11,7 @@ from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai import limits, sampling_params
 from meshlm.frontend.openai.parsed_request import AnswerOptions, MeshRequest, ParsedRequest
 from meshlm.frontend.openai.schema import Common
-from meshlm.frontend.speech.schema import (
-    ASKS_FOR_NOTHING,
-    NEEDLESS,
-    NOT_SUPPORTED,
-    SpeechRequest,
-    SpeechTask,
-    TranscriptionRequest,
-    TranslationRequest,
-)
+from meshlm.frontend.speech import schema
 from meshlm.protocol.audio import SAMPLE_RATE, WHISPER_TIMESTAMPS, Audio, SpeechTokens
 from meshlm.protocol.config import Resolved, ServerConfig
 from meshlm.protocol.edges.text import JoinedPrompt, MediaPrompt, Prompt, TextParams, TextPrompt, TokenPrompt
@@ -29,7 +21,10 @@ from meshlm.protocol.wire.columns import pack_i32
 if TYPE_CHECKING:
     from meshlm.frontend.speech.audio_files import Samples
 
-KINDS: Mapping[SpeechTask, type[SpeechRequest]] = {"transcribe": TranscriptionRequest, "translate": TranslationRequest}
+KINDS: Mapping[schema.SpeechTask, type[schema.SpeechRequest]] = {
+    "transcribe": schema.TranscriptionRequest,
+    "translate": schema.TranslationRequest,
+}
 ENGLISH = "en"
 
 
@@ -47,7 +42,9 @@ class AudioChunk(NamedTuple):
 class Transcription:
     """One audio clip and what is to be written of it. `language` is empty until it is known."""
 
-    def __init__(self, body: SpeechRequest, task: SpeechTask, speech: SpeechTokens, language: str) -> None:
+    def __init__(
+        self, body: schema.SpeechRequest, task: schema.SpeechTask, speech: SpeechTokens, language: str
+    ) -> None:
         self.task, self.speech, self.language = task, speech, language
         self.response_format, self.temperature = body.response_format, body.temperature
         self.chunks: list[AudioChunk] = []
@@ -94,12 +91,12 @@ class Transcription:
         return [MediaPrompt(begin or start, (chunk.audio,)) for chunk in self.chunks]
 
 
-def body_of(fields: dict[str, Any], task: SpeechTask) -> tuple[SpeechRequest, tuple[str, ...]]:
+def body_of(fields: dict[str, Any], task: schema.SpeechTask) -> tuple[schema.SpeechRequest, tuple[str, ...]]:
     """The form as its Struct, and the names of fields that nobody knows."""
-    for name in NOT_SUPPORTED.keys() & fields.keys():
-        if fields.pop(name) not in ASKS_FOR_NOTHING.get(name, ()):
-            raise HttpError(400, f"{name}: {NOT_SUPPORTED[name]}", name)
-    for name in NEEDLESS:
+    for name in schema.NOT_SUPPORTED.keys() & fields.keys():
+        if fields.pop(name) not in schema.ASKS_FOR_NOTHING.get(name, ()):
+            raise HttpError(400, f"{name}: {schema.NOT_SUPPORTED[name]}", name)
+    for name in schema.NEEDLESS:
         fields.pop(name, None)
     if task == "transcribe" and fields.pop("to_language", None):
         text = "a transcript is in the language of the audio; /v1/audio/translations gives English"
@@ -112,7 +109,7 @@ def body_of(fields: dict[str, Any], task: SpeechTask) -> tuple[SpeechRequest, tu
     return bodies.converted(fields, KINDS[task])
 
 
-def transcription_of(body: SpeechRequest, task: SpeechTask, resolved: Resolved) -> Transcription:
+def transcription_of(body: schema.SpeechRequest, task: schema.SpeechTask, resolved: Resolved) -> Transcription:
     """What is to be written, before the audio is looked at: refuses what does not go together, or what the model cannot do."""
     speech = resolved.speech
     assert speech is not None
@@ -132,13 +129,12 @@ def transcription_of(body: SpeechRequest, task: SpeechTask, resolved: Resolved) 
         raise HttpError(400, "prompt: this model takes no text of before", "prompt")
     to_language = getattr(body, "to_language", None)
     if to_language not in (None, ENGLISH):
-        raise HttpError(
-            400, f"to_language: {to_language[:40]!r} is not supported; translations are English", "to_language"
-        )
+        text = f"to_language: {to_language[:40]!r} is not supported; translations are English"
+        raise HttpError(400, text, "to_language")
     return Transcription(body, task, speech, _language(body.language, task, speech, resolved.served_names[0]))
 
 
-def _language(given: str | None, task: SpeechTask, speech: SpeechTokens, model: str) -> str:
+def _language(given: str | None, task: schema.SpeechTask, speech: SpeechTokens, model: str) -> str:
     """The code of the audio's language; empty where it is to be found."""
     code = (given or "").lower()
     if not speech.languages:
@@ -156,7 +152,7 @@ def _language(given: str | None, task: SpeechTask, speech: SpeechTokens, model: 
 
 
 def asked(
-    body: SpeechRequest,
+    body: schema.SpeechRequest,
     unknown: tuple[str, ...],
     transcription: Transcription,
     resolved: Resolved,
@@ -187,7 +183,7 @@ def asked(
     return ParsedRequest(mesh, answer, unknown, body.request_id or "")
 
 
-def _sampling(body: SpeechRequest, transcription: Transcription, resolved: Resolved) -> SamplingParams:
+def _sampling(body: schema.SpeechRequest, transcription: Transcription, resolved: Resolved) -> SamplingParams:
     """As for texts, but that nothing is drawn unless the client says so. Log-probabilities tell which characters a token brought."""
     common = Common(
         temperature=body.temperature,

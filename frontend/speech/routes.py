@@ -51,8 +51,6 @@ class Asked(NamedTuple):
 
 
 class SpeechRoutes:
-    """Of one frontend."""
-
     routes = OfClass(Group.SPEECH)
 
     def __init__(self, backend: Backend, generation: Generation, reader: RequestReader) -> None:

@@ -7,17 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from meshlm.frontend.openai import schema as openai
 from meshlm.frontend.openai.answer_fields import ANSWER
-from meshlm.frontend.openai.schema import (
-    MAX_TIMEOUT_S,
-    MAX_TOKENS,
-    Count,
-    Penalty,
-    RequestName,
-    Seed,
-    Share,
-    Temperature,
-)
 
 ResponseFormat = Literal["json", "text", "srt", "verbose_json", "vtt"]
 SpeechTask = Literal["transcribe", "translate"]
@@ -58,22 +49,22 @@ class SpeechRequest(Struct, frozen=True, kw_only=True):
     prompt: str = ""
     response_format: ResponseFormat = "json"
     timestamp_granularities: list[Literal["word", "segment"]] = []
-    temperature: Temperature = 0.0
+    temperature: openai.Temperature = 0.0
     stream: bool = False
     stream_include_usage: bool = False
     stream_continuous_usage_stats: bool = False
-    max_completion_tokens: Count | None = None  # of each chunk of long audio
-    seed: Seed | None = None
-    top_p: Share | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
+    max_completion_tokens: openai.Count | None = None  # of each chunk of long audio
+    seed: openai.Seed | None = None
+    top_p: openai.Share | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=openai.MAX_TOKENS)] | None = None
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
+    frequency_penalty: openai.Penalty | None = None
+    presence_penalty: openai.Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
     vllm_xargs: dict[str, Any] | None = None  # in JSON
     priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] = 0
-    request_id: RequestName | None = None
-    timeout: Annotated[float, Meta(gt=0.0, le=MAX_TIMEOUT_S)] | None = None
+    request_id: openai.RequestName | None = None
+    timeout: Annotated[float, Meta(gt=0.0, le=openai.MAX_TIMEOUT_S)] | None = None
     user: str | None = None
 
 

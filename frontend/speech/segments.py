@@ -32,8 +32,6 @@ class Segment(NamedTuple):
 
 
 class _Open:
-    """The segment that is being read."""
-
     def __init__(self) -> None:
         self.texts: list[str] = []
         self.token_ids: list[int] = []
@@ -105,12 +103,10 @@ class Joiner:
 
 
 def srt(segments: Iterable[Segment]) -> str:
-    """SubRip: numbered cues."""
     return "".join(f"{number}\n{_cue(segment, ',')}" for number, segment in enumerate(segments, 1))
 
 
 def vtt(segments: Iterable[Segment]) -> str:
-    """WebVTT."""
     return "WEBVTT\n\n" + "".join(_cue(segment, ".") for segment in segments)
 
 

@@ -193,7 +193,6 @@ ROUNDERS: Mapping[str, Callable[[float], int]] = MappingProxyType(
 
 
 def write_classes(answer: VectorsResponse, spec: PoolingSpec) -> bytes:
-    """POST /classify."""
     data = []
     for place, vector in enumerate(answer.vectors()):
         probs = vector.tolist()
@@ -216,7 +215,6 @@ def scores_of(answer: VectorsResponse, pairs: Pairs) -> list[float]:
 
 
 def write_scores(answer: VectorsResponse, pairs: Pairs) -> bytes:
-    """POST /score."""
     scores = scores_of(answer, pairs)
     return answer.listed([{"index": place, "object": "score", "score": score} for place, score in enumerate(scores)])
 
@@ -237,7 +235,6 @@ def write_ranks(answer: VectorsResponse, pairs: Pairs, body: RerankRequest) -> b
 
 
 def write_cohere(answer: VectorsResponse, body: CohereEmbedRequest) -> bytes:
-    """POST /v2/embed."""
     vectors = answer.vectors()
     forms: dict[str, Callable[[array[float]], Any]] = {
         "float": lambda vector: vector.tolist(),

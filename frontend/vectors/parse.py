@@ -8,17 +8,7 @@ from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai import limits
 from meshlm.frontend.openai.parsed_request import AnswerOptions, MeshRequest, ParsedRequest
 from meshlm.frontend.openai.prompts import MAX_PROMPTS, of_chat, of_ids, of_template
-from meshlm.frontend.vectors.schema import (
-    ClassificationRequest,
-    CohereEmbedRequest,
-    EncodingCommon,
-    InputCommon,
-    PoolingRequest,
-    RerankRequest,
-    ScoreRequest,
-    ScoringCommon,
-    VectorsCommon,
-)
+from meshlm.frontend.vectors import schema
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.protocol.edges.text import PairPrompt, Prompt, TextParams, TextPrompt
 from meshlm.protocol.pool import Pool
@@ -51,10 +41,10 @@ def spec_of(resolved: Resolved, task: PoolingTask | None = None) -> PoolingSpec:
     return spec
 
 
-def embeddings(body: EncodingCommon, unknown: tuple[str, ...], config: MeshConfig) -> ParsedRequest:
+def embeddings(body: schema.EncodingCommon, unknown: tuple[str, ...], config: MeshConfig) -> ParsedRequest:
     """POST /v1/embeddings and POST /pooling."""
     task: PoolingTask = "embed"
-    if isinstance(body, PoolingRequest):
+    if isinstance(body, schema.PoolingRequest):
         task = body.task or spec_of(_resolved(config)).tasks[0]
     spec = spec_of(_resolved(config), task)
     activation = body.use_activation if body.normalize is None else body.normalize
@@ -65,8 +55,7 @@ def embeddings(body: EncodingCommon, unknown: tuple[str, ...], config: MeshConfi
     return _asked(body, unknown, config, prompts_of(body, config), pool)
 
 
-def classification(body: ClassificationRequest, unknown: tuple[str, ...], config: MeshConfig) -> ParsedRequest:
-    """POST /classify."""
+def classification(body: schema.ClassificationRequest, unknown: tuple[str, ...], config: MeshConfig) -> ParsedRequest:
     task = spec_of(_resolved(config), "classify").pool("classify", activation=body.use_activation)
     return _asked(body, unknown, config, prompts_of(body, config), task)
 
@@ -88,7 +77,7 @@ def _dimensions(name: str, wanted: int | None, spec: PoolingSpec, task: PoolingT
     return wanted
 
 
-def prompts_of(body: InputCommon, config: MeshConfig) -> list[Prompt]:
+def prompts_of(body: schema.InputCommon, config: MeshConfig) -> list[Prompt]:
     """Texts, token ids or conversations."""
     resolved = _resolved(config)
     given, messages = body.input, body.messages
@@ -150,34 +139,30 @@ def _of_input(given: Any, add_special: bool, resolved: Resolved, *, truncates: b
     return found
 
 
-def pairs_of(body: ScoreRequest) -> Pairs:
+def pairs_of(body: schema.ScoreRequest) -> Pairs:
     """The texts of POST /score, by any of their names."""
     for first, second in (("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2")):
         one, other = getattr(body, first), getattr(body, second)
         if one is not None and other is not None:
-            return _checked(_texts(one), _texts(other), first, second)
+            return _checked(one, other, first, second)
     raise HttpError(400, "queries: give queries and documents, or text_1 and text_2", "queries")
 
 
-def pairs_of_rerank(body: RerankRequest) -> Pairs:
+def pairs_of_rerank(body: schema.RerankRequest) -> Pairs:
     """The query and the documents of POST /rerank."""
     given = [body.documents] if isinstance(body.documents, str) else body.documents
     documents = []
     for item in given:
         text = item.get("text") if isinstance(item, dict) else item
         if not isinstance(text, str):
-            raise HttpError(
-                400, "documents: each must be text, or an object with a text; images are not supported", "documents"
-            )
+            text = "documents: each must be text, or an object with a text; images are not supported"
+            raise HttpError(400, text, "documents")
         documents.append(text)
     return _checked([body.query], documents, "query", "documents")
 
 
-def _texts(given: str | list[str]) -> list[str]:
-    return [given] if isinstance(given, str) else given
-
-
-def _checked(queries: list[str], documents: list[str], first: str, second: str) -> Pairs:
+def _checked(one: str | list[str], other: str | list[str], first: str, second: str) -> Pairs:
+    queries, documents = ([given] if isinstance(given, str) else given for given in (one, other))
     if not queries or not documents:
         name = second if queries else first
         raise HttpError(400, f"{name}: give at least one text", name)
@@ -188,18 +173,15 @@ def _checked(queries: list[str], documents: list[str], first: str, second: str) 
     return Pairs(queries, documents)
 
 
-def scoring(body: ScoringCommon, pairs: Pairs, unknown: tuple[str, ...], config: MeshConfig) -> ParsedRequest:
+def scoring(body: schema.ScoringCommon, pairs: Pairs, unknown: tuple[str, ...], config: MeshConfig) -> ParsedRequest:
     """POST /score and /rerank: pairs for a classifier, single texts for embeddings, whose vectors are compared."""
     resolved = _resolved(config)
     spec = spec_of(resolved)
     task = spec.scores_by
     if task == "token_classify" or (task == "classify" and spec.size != 1):
         raise HttpError(400, "the model does not compare texts: that needs a classifier with one label, or embeddings")
-    for name, most in (
-        ("max_tokens_per_query", body.max_tokens_per_query),
-        ("max_tokens_per_doc", body.max_tokens_per_doc),
-    ):
-        if most >= resolved.max_model_len:
+    for name in ("max_tokens_per_query", "max_tokens_per_doc"):
+        if getattr(body, name) >= resolved.max_model_len:
             raise HttpError(400, f"{name}: must be less than the model's context, {resolved.max_model_len}", name)
     if task != "classify":
         if body.max_tokens_per_query or body.max_tokens_per_doc:
@@ -210,9 +192,8 @@ def scoring(body: ScoringCommon, pairs: Pairs, unknown: tuple[str, ...], config:
     if body.instruction is not None:
         kwargs.setdefault("instruction", body.instruction)
     if kwargs and not config.model.chat_template:
-        raise HttpError(
-            400, "instruction: it needs a server with --chat-template for queries and documents", "instruction"
-        )
+        text = "instruction: it needs a server with --chat-template for queries and documents"
+        raise HttpError(400, text, "instruction")
     found = [
         _pair(pairs.queries[query], pairs.documents[document], body, kwargs, config)
         for query, document in pairs.indices
@@ -220,7 +201,7 @@ def scoring(body: ScoringCommon, pairs: Pairs, unknown: tuple[str, ...], config:
     return _asked(body, unknown, config, found, spec.pool("classify", activation=body.use_activation))
 
 
-def _pair(query: str, document: str, body: ScoringCommon, kwargs: dict[str, Any], config: MeshConfig) -> Prompt:
+def _pair(query: str, document: str, body: schema.ScoringCommon, kwargs: dict[str, Any], config: MeshConfig) -> Prompt:
     if config.model.chat_template:
         messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
         return of_chat(
@@ -237,8 +218,7 @@ def _pair(query: str, document: str, body: ScoringCommon, kwargs: dict[str, Any]
     return PairPrompt(query, document, joined, body.max_tokens_per_query, body.max_tokens_per_doc)
 
 
-def cohere(body: CohereEmbedRequest, unknown: tuple[str, ...], config: MeshConfig) -> ParsedRequest:
-    """POST /v2/embed."""
+def cohere(body: schema.CohereEmbedRequest, unknown: tuple[str, ...], config: MeshConfig) -> ParsedRequest:
     spec = spec_of(_resolved(config), "embed")
     if body.images is not None:
         raise HttpError(400, "images: images are not supported", "images")
@@ -253,16 +233,14 @@ def cohere(body: CohereEmbedRequest, unknown: tuple[str, ...], config: MeshConfi
     if body.input_type is not None:
         if body.input_type not in spec.prompts:
             names = ", ".join(sorted(spec.prompts)) or "none"
-            raise HttpError(
-                400, f"input_type: the model has no prompt {body.input_type!r}; it has {names}", "input_type"
-            )
+            text = f"input_type: the model has no prompt {body.input_type!r}; it has {names}"
+            raise HttpError(400, text, "input_type")
         before = spec.prompts[body.input_type]
     dimensions = _dimensions("output_dimension", body.output_dimension, spec, "embed")
-    keep, side = (body.max_tokens or -1), "left" if body.truncate == "START" else "right"
     prompts: list[Prompt] = [TextPrompt(before + text) for text in texts]
-    common = VectorsCommon(
-        truncate_prompt_tokens=None if body.truncate == "NONE" else keep,
-        truncation_side="left" if side == "left" else "right",
+    common = schema.VectorsCommon(
+        truncate_prompt_tokens=None if body.truncate == "NONE" else body.max_tokens or -1,
+        truncation_side="left" if body.truncate == "START" else "right",
         priority=body.priority,
     )
     return _asked(common, unknown, config, prompts, spec.pool("embed", dimensions=dimensions))
@@ -277,15 +255,22 @@ def _text_of(item: dict[str, Any]) -> str:
 
 
 def _asked(
-    body: VectorsCommon, unknown: tuple[str, ...], config: MeshConfig, prompts: list[Prompt], task: Pool
+    body: schema.VectorsCommon, unknown: tuple[str, ...], config: MeshConfig, prompts: list[Prompt], task: Pool
 ) -> ParsedRequest:
     resolved = _resolved(config)
-    truncates = body.truncate_prompt_tokens is not None
+    truncates = body.truncate_prompt_tokens is not None or chunked(resolved)
     for prompt in prompts:
-        limits.check_prompt(prompt, truncates or chunked(resolved), resolved)
+        limits.check_prompt(prompt, truncates, resolved)
+    text, keep = TextParams(), body.truncate_prompt_tokens
+    if keep is not None:
+        if keep == 0 or keep > resolved.max_model_len:
+            why = f"truncate_prompt_tokens: must be -1, or 1 to {resolved.max_model_len}, got {keep}"
+            raise HttpError(400, why, "truncate_prompt_tokens")
+        most = resolved.max_model_len if keep < 0 else keep
+        text = TextParams(truncate_prompt_tokens=most, truncation_side=body.truncation_side or "right")
     mesh = MeshRequest(
         prompts,
-        text=_truncation(body, resolved),
+        text=text,
         seed=0,
         max_tokens=1,
         priority=body.priority,
@@ -294,19 +279,6 @@ def _asked(
     )
     answer = AnswerOptions(include_usage=True, client_names=_INPUT, prompt_only=True)
     return ParsedRequest(mesh, answer, unknown, body.request_id or "")
-
-
-def _truncation(body: VectorsCommon, resolved: Resolved) -> TextParams:
-    keep = body.truncate_prompt_tokens
-    if keep is None:
-        return TextParams()
-    if keep == 0 or keep > resolved.max_model_len:
-        text = f"truncate_prompt_tokens: must be -1, or 1 to {resolved.max_model_len}, got {keep}"
-        raise HttpError(400, text, "truncate_prompt_tokens")
-    return TextParams(
-        truncate_prompt_tokens=resolved.max_model_len if keep < 0 else keep,
-        truncation_side=body.truncation_side or "right",
-    )
 
 
 def chunked(resolved: Resolved) -> bool:

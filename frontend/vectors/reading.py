@@ -11,18 +11,9 @@ from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.stream_response import StreamResponse
 from meshlm.frontend.requests.generation import Backend, Form
-from meshlm.frontend.vectors import answers, parse
+from meshlm.frontend.vectors import answers, parse, schema
 from meshlm.frontend.vectors.answers import VectorsResponse
-from meshlm.frontend.vectors.schema import (
-    ClassificationRequest,
-    CohereEmbedRequest,
-    EmbeddingRequest,
-    EncodingCommon,
-    PoolingRequest,
-    RerankRequest,
-    ScoreRequest,
-)
-from meshlm.protocol.config import MeshConfig, Resolved
+from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.edges.text import Prompt, Tokenize, TokenizeReply, TokenPrompt, num_bytes_of
 from meshlm.protocol.pooling import PoolingSpec
 from meshlm.protocol.wire.columns import ints, pack_i32
@@ -42,7 +33,6 @@ class Asked(NamedTuple):
     parts: tuple[int, ...] = ()
 
     def form(self) -> Form:
-        """For `Generation.answer`."""
         return Form(partial(VectorsResponse, write=self.write, parts=self.parts), StreamResponse)
 
 
@@ -59,37 +49,37 @@ def read(path: str, raw: bytes, longest: int, config: MeshConfig) -> Asked:
     return Asked(parsed_request, body.model, prefix, write)  # type: ignore[attr-defined]
 
 
-def _classify(body: ClassificationRequest, unknown: Unknown, config: MeshConfig) -> tuple[ParsedRequest, Write]:
+def _classify(body: schema.ClassificationRequest, unknown: Unknown, config: MeshConfig) -> tuple[ParsedRequest, Write]:
     return parse.classification(body, unknown, config), partial(answers.write_classes, spec=_spec(config))
 
 
-def _encoded(body: EncodingCommon, unknown: Unknown, config: MeshConfig) -> tuple[ParsedRequest, Write]:
-    kind = "pooling" if isinstance(body, PoolingRequest) else "embedding"
+def _encoded(body: schema.EncodingCommon, unknown: Unknown, config: MeshConfig) -> tuple[ParsedRequest, Write]:
+    kind = "pooling" if isinstance(body, schema.PoolingRequest) else "embedding"
     return parse.embeddings(body, unknown, config), partial(answers.write_encoded, body=body, kind=kind)
 
 
-def _score(body: ScoreRequest, unknown: Unknown, config: MeshConfig) -> tuple[ParsedRequest, Write]:
+def _score(body: schema.ScoreRequest, unknown: Unknown, config: MeshConfig) -> tuple[ParsedRequest, Write]:
     pairs = parse.pairs_of(body)
     return parse.scoring(body, pairs, unknown, config), partial(answers.write_scores, pairs=pairs)
 
 
-def _rerank(body: RerankRequest, unknown: Unknown, config: MeshConfig) -> tuple[ParsedRequest, Write]:
+def _rerank(body: schema.RerankRequest, unknown: Unknown, config: MeshConfig) -> tuple[ParsedRequest, Write]:
     pairs = parse.pairs_of_rerank(body)
     return parse.scoring(body, pairs, unknown, config), partial(answers.write_ranks, pairs=pairs, body=body)
 
 
-def _cohere(body: CohereEmbedRequest, unknown: Unknown, config: MeshConfig) -> tuple[ParsedRequest, Write]:
+def _cohere(body: schema.CohereEmbedRequest, unknown: Unknown, config: MeshConfig) -> tuple[ParsedRequest, Write]:
     return parse.cohere(body, unknown, config), partial(answers.write_cohere, body=body)
 
 
 # By path, without a version: the body, how the answer's id begins, and what reads the body.
 _READERS: dict[str, tuple[type[Struct], str, Callable[..., tuple[ParsedRequest, Write]]]] = {
-    "/embeddings": (EmbeddingRequest, "embd-", _encoded),
-    "/pooling": (PoolingRequest, "pool-", _encoded),
-    "/classify": (ClassificationRequest, "classify-", _classify),
-    "/score": (ScoreRequest, "score-", _score),
-    "/rerank": (RerankRequest, "score-", _rerank),
-    "/embed": (CohereEmbedRequest, "embd-", _cohere),
+    "/embeddings": (schema.EmbeddingRequest, "embd-", _encoded),
+    "/pooling": (schema.PoolingRequest, "pool-", _encoded),
+    "/classify": (schema.ClassificationRequest, "classify-", _classify),
+    "/score": (schema.ScoreRequest, "score-", _score),
+    "/rerank": (schema.RerankRequest, "score-", _rerank),
+    "/embed": (schema.CohereEmbedRequest, "embd-", _cohere),
 }
 
 
@@ -98,8 +88,8 @@ async def in_parts(asked: Asked, backend: Backend, ask: Callable[[Tokenize], Any
 
     ask: gives the answer of a detokenizer, or None.
     """
-    resolved, spec = backend.resolved, _spec(backend.config)
-    longest, keep = resolved.max_model_len, asked.parsed_request.mesh.text.truncate_prompt_tokens
+    spec, longest = _spec(backend.config), backend.resolved.max_model_len
+    keep = asked.parsed_request.mesh.text.truncate_prompt_tokens
     if not spec.chunks or keep or asked.prefix != "embd-":
         return asked
     prompts: list[Prompt] = []
@@ -112,17 +102,13 @@ async def in_parts(asked: Asked, backend: Backend, ask: Callable[[Tokenize], Any
             assert isinstance(reply, TokenizeReply)
             prompt = TokenPrompt(reply.token_ids)
         ids = ints(prompt.token_ids) if isinstance(prompt, TokenPrompt) else []
-        _check_length(len(ids), spec, resolved)
+        if spec.max_embed_len and len(ids) > max(spec.max_embed_len, longest):
+            text = f"input: {len(ids)} tokens; at most {spec.max_embed_len} are embedded (max_embed_len)"
+            raise HttpError(400, text, "input")
         several = [TokenPrompt(pack_i32(ids[at : at + longest])) for at in range(0, len(ids), longest)]
         prompts += several if len(several) > 1 else [prompt]
         parts.append(max(1, len(several)))
     return asked._replace(parsed_request=asked.parsed_request.with_mesh(prompts=prompts), parts=tuple(parts))
-
-
-def _check_length(count: int, spec: PoolingSpec, resolved: Resolved) -> None:
-    if spec.max_embed_len and count > max(spec.max_embed_len, resolved.max_model_len):
-        text = f"input: {count} tokens; at most {spec.max_embed_len} are embedded (max_embed_len)"
-        raise HttpError(400, text, "input")
 
 
 def _spec(config: MeshConfig) -> PoolingSpec:

@@ -26,8 +26,6 @@ from meshlm.runtime.io_processors import IOProcessor, ProcessingError
 
 
 class VectorRoutes:
-    """Of one frontend."""
-
     routes = OfClass(Group.VECTORS, parameters=NAMED[:2])
 
     def __init__(self, backend: Backend, generation: Generation, reader: RequestReader) -> None:

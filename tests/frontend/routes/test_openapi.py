@@ -17,6 +17,7 @@ from meshlm.frontend.openai import response_schema
 from meshlm.frontend.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from meshlm.frontend.rendering.schema import BatchChatRequest
 from meshlm.frontend.routes import openapi
+from meshlm.frontend.routes.application import OPERATIONS as ALL
 from meshlm.frontend.routes.application import served
 from meshlm.frontend.routes.request_schema import Served
 
@@ -170,3 +171,9 @@ def missing(sent: object, read: object, where: str = "") -> list[str]:
     if isinstance(sent, list) and isinstance(read, list):
         return [lost for one, other in zip(sent, read, strict=True) for lost in missing(one, other, where)]
     return []
+
+
+def test_the_page_shows_the_routes_of_every_server() -> None:
+    api = openapi.document(ALL, "1.2", True, SERVED)
+    text = openapi.page(api)
+    assert all(f"<code>{path}</code>" in text for path in api["paths"])
