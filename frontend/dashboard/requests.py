@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from itertools import islice
+from operator import attrgetter
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -19,6 +20,12 @@ MAX_ENDED = 1000
 SILENT_S = 2.0  # another frontend that says nothing for so long has no running requests to show
 MAX_ERROR = 200  # characters of a message
 MAX_RUNNING, MAX_LOOKED_AT = 50, 400  # requests that are shown while they run, and choices that are looked at for them
+
+# In the order of Noted.
+_OF_CHOICE = attrgetter(
+    *("opened_at", "accepted_at", "first_at", "last_at", "returned_s", "first", "finished", "engine"),
+    *("num_prompt_tokens", "submit.attempt"),
+)
 
 
 class Noted(NamedTuple):
@@ -105,26 +112,7 @@ def _note(
     else:
         slowest = max(choices, key=lambda choice: choice.last_at or (choice.opened_at and now))
         num_output = sum(len(choice.token_ids) for choice in choices)
-    return Noted(
-        name,
-        path,
-        status,
-        error,
-        num_choices,
-        num_output,
-        now,
-        time.time(),
-        slowest.opened_at,
-        slowest.accepted_at,
-        slowest.first_at,
-        slowest.last_at,
-        slowest.returned_s,
-        slowest.first,
-        slowest.finished,
-        slowest.engine,
-        slowest.num_prompt_tokens,
-        slowest.submit.attempt,
-    )
+    return Noted(name, path, status, error, num_choices, num_output, now, time.time(), *_OF_CHOICE(slowest))
 
 
 def view(noted: Noted) -> RequestView:

@@ -15,9 +15,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from meshlm.frontend.http.budget import RateLimits
 from meshlm.frontend.http.connection import EXTENSION
 from meshlm.frontend.http.errors import HttpError, is_anthropic, why_not_served
-from meshlm.frontend.http.rate_limits import RateLimits
 from meshlm.frontend.requests import retry
 from meshlm.frontend.routes.operation import Paths
 from meshlm.protocol.edges.control import MeshStats

@@ -46,21 +46,6 @@ class EventWriter:
     """
 
     FREE_BYTES = 1 << 20
-    __slots__ = (
-        "_chunked",
-        "_cycle",
-        "_draining",
-        "_flow",
-        "_is_free",
-        "_num_taken",
-        "_num_waiting",
-        "_send",
-        "_transport",
-        "_unsent",
-        "_waiting",
-        "_wake",
-        "started",
-    )
 
     def __init__(self, scope: Scope, send: Any, unsent: ByteBudget) -> None:
         self._send = send
@@ -193,9 +178,7 @@ async def hand_over(server: Server, listener: socket.socket | None, limit_s: flo
     while state.connections and loop.time() < end:
         for connection in list(state.connections):
             assert isinstance(connection, MeshProtocol)
-            if (
-                connection.cycle is not None or loop.time() > fresh_until
-            ):  # the first request of a new one is on its way
+            if connection.cycle is not None or loop.time() > fresh_until:  # a new one's first request is on its way
                 connection.shutdown()  # now if it is idle, else after its answer
         await asyncio.sleep(0.02)
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from meshlm.frontend.openai.responses import Response
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.edges.control import MeshStats
 from meshlm.runtime import plugins
@@ -24,14 +23,6 @@ class EndedRequest(Struct, frozen=True):
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
-
-
-def ended_request(answer: Response, seconds: float, path: str, status: int) -> EndedRequest:
-    """What a logger is told of this answer."""
-    usage = answer.usage()
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
-    counts = (usage["prompt_tokens"], cached, usage["completion_tokens"])
-    return EndedRequest(answer.request_id, path, status, round(seconds, 6), *counts)
 
 
 class StatLogger:

@@ -29,11 +29,10 @@ from meshlm.frontend.responses_api.conversations import ConversationRoutes
 from meshlm.frontend.responses_api.input_routes import InputRoutes
 from meshlm.frontend.responses_api.routes import ResponseRoutes
 from meshlm.frontend.routes import openapi
-from meshlm.frontend.routes.information_routes import InformationRoutes
 from meshlm.frontend.routes.operation import ANY_KEY, HTML, NAMED, Group, Operation, Paths, operations_of, route
 from meshlm.frontend.routes.request_reader import RequestReader
 from meshlm.frontend.routes.request_schema import Served
-from meshlm.frontend.routes.text_routes import TextRoutes, text_route
+from meshlm.frontend.routes.text_routes import InformationRoutes, TextRoutes, text_route
 from meshlm.frontend.speech.routes import SpeechRoutes
 from meshlm.frontend.vectors import schema as vectors
 from meshlm.frontend.vectors.routes import VectorRoutes
@@ -150,7 +149,7 @@ class Application:
         group=Group.VECTORS,
     )
     async def invocations(self, request: Request) -> HttpResponse | None:
-        async with self.reader.bodies.body(request) as raw:
+        async with self.reader.body(request) as raw:
             fields = bodies.fields_of(raw)
         handlers = {operation.path: handler for operation, handler in self._handlers}
         pooling = self._backend.resolved.pooling

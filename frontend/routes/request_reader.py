@@ -9,17 +9,16 @@ from typing import NamedTuple, TypeVar, overload
 from starlette.requests import Request
 
 from meshlm.frontend.http import bodies
+from meshlm.frontend.http.budget import num_tokens
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.http.rate_limits import num_tokens
 from meshlm.frontend.http.server import ByteBudget
 from meshlm.frontend.openai import limits, parse
 from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.schema import ChatRequest, CompletionRequest
 from meshlm.frontend.requests import retry
 from meshlm.frontend.requests.generation import Backend, disconnected
-from meshlm.frontend.requests.poison import PoisonBodies, name_of
+from meshlm.frontend.requests.poison import name_of
 from meshlm.frontend.requests.retry import IdempotencyKey
-from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.edges.text import Detokenize, DetokenizeReply, Tokenize, TokenizeReply
 from meshlm.runtime.process import in_hand
 
@@ -28,12 +27,22 @@ BODIES = "this server is reading as many bytes of bodies as it may (--max-incomi
 FREE_BODY_BYTES = 64 << 10  # a body's first bytes do not count: small requests are served beside large ones
 
 
-class BodyReader:
-    """Reads all bodies of one frontend: within the server's limits, and what is large beside the loop. The one place that does."""
+class ReadRequest(NamedTuple):
+    """A body that was read: the request, the model's name, and the key by which it may come again."""
 
-    def __init__(self, server: ServerConfig, poison: PoisonBodies) -> None:
-        self._server, self._poison = server, poison
-        self._incoming = ByteBudget(server.max_incoming_bytes)
+    parsed_request: ParsedRequest
+    model: str
+    idempotency_key: IdempotencyKey | None
+
+
+class RequestReader:
+    """Reads all bodies of one frontend: within the server's limits, and what is large beside the loop.
+    `counts_with_answer`: whether a path's tokens count for its key when the answer ends."""
+
+    def __init__(self, backend: Backend, counts_with_answer: Callable[[str], bool]) -> None:
+        self._backend, self._counts_with_answer = backend, counts_with_answer
+        self._server, self._poison = backend.config.server, backend.poison
+        self._incoming = ByteBudget(self._server.max_incoming_bytes)
         self.reads_large = asyncio.Lock()
 
     async def read(self, request: Request, parse: Callable[[Request, bytes], Parsed]) -> Parsed:
@@ -75,26 +84,6 @@ class BodyReader:
         finally:
             if held:
                 self._incoming.give(held)
-
-
-class ReadRequest(NamedTuple):
-    """A body that was read: the request, the model's name, and the key by which it may come again."""
-
-    parsed_request: ParsedRequest
-    model: str
-    idempotency_key: IdempotencyKey | None
-
-
-class RequestReader:
-    """Of one frontend. `counts_with_answer`: whether a path's tokens count for its key when the answer ends."""
-
-    def __init__(self, backend: Backend, counts_with_answer: Callable[[str], bool]) -> None:
-        self._backend, self._counts_with_answer = backend, counts_with_answer
-        self.bodies = BodyReader(backend.config.server, backend.poison)
-
-    async def read(self, request: Request, parse_body: Callable[[Request, bytes], Parsed]) -> Parsed:
-        """What `parse_body`, which changes nothing, makes of the body."""
-        return await self.bodies.read(request, parse_body)
 
     @property
     def longest(self) -> int:

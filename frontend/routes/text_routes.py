@@ -1,5 +1,7 @@
-"""The routes of OpenAI's older API for text, and of the tokenizer."""
+"""The routes of OpenAI's older API for text, of the tokenizer, and of what the server is: its models, its version, its figures, and
+whether it serves."""
 
+import asyncio
 from functools import partial
 
 from starlette.requests import Request
@@ -7,14 +9,19 @@ from starlette.responses import Response as HttpResponse
 
 from meshlm.frontend.http import bodies
 from meshlm.frontend.http.endpoint import json_response
+from meshlm.frontend.observe import information
 from meshlm.frontend.openai import limits, prompts, schema
 from meshlm.frontend.openai import response_schema as responses
+from meshlm.frontend.openai.model_card import model_card
+from meshlm.frontend.rendering import schema as rendering
 from meshlm.frontend.requests.generation import Backend, Generation
-from meshlm.frontend.routes.operation import GENERATES, Group, route
+from meshlm.frontend.routes.operation import ANY_KEY, GENERATES, METRICS, TEXT, Group, Parameter, route
 from meshlm.frontend.routes.request_reader import RequestReader
 from meshlm.protocol.edges.text import Detokenize, Prompt, Tokenize
 from meshlm.protocol.wire.columns import pack_i32
 
+_MODEL = Parameter("model", "path", {"type": "string", "minLength": 1}, "One of the served names.")
+_PROBE = "For load balancers; needs no key."
 text_route = partial(route, parameters=GENERATES, streams=True, group=Group.GENERATION)
 
 
@@ -75,3 +82,67 @@ class TextRoutes:
         self._reader.check_model(body.model)
         limits.check_detokenize(len(body.tokens), self._backend.resolved)
         return unknown, pack_i32(body.tokens)
+
+
+class InformationRoutes:
+    def __init__(self, backend: Backend, reader: RequestReader) -> None:
+        self._backend, self._reader = backend, reader
+
+    @route("/v1/models", "The served names.", responses.ModelList, key_scope=ANY_KEY)
+    async def models(self, request: Request) -> HttpResponse:
+        entries = [model_card(name, self._backend.resolved) for name in self._backend.resolved.served_names]
+        return json_response({"object": "list", "data": entries})
+
+    @route(
+        "/v1/models/{model}",
+        "One of them.",
+        responses.ModelCard,
+        errors=(404, 503),
+        parameters=(_MODEL,),
+        key_scope=ANY_KEY,
+    )
+    async def model(self, request: Request) -> HttpResponse:
+        if not (name := request.path_params["model"]):  # a slash too many
+            return await self.models(request)
+        return json_response(model_card(self._reader.check_model(name), self._backend.resolved))
+
+    @route("/version", "The server's version.", responses.Version, key_scope=ANY_KEY)
+    async def version(self, request: Request) -> HttpResponse:
+        return json_response({"version": self._backend.version})
+
+    @route("/load", "How many requests are answered now.", responses.ServerLoad, key_scope=ANY_KEY)
+    async def load(self, request: Request) -> HttpResponse:
+        stats = await self._backend.operations.fresh_stats()
+        at_ranks = sum(rank.num_running + rank.num_waiting for rank in stats.ranks)
+        return json_response({"server_load": max(self._backend.requests.num_open, stats.num_held + at_ranks)})
+
+    @route("/metrics", "Metrics for Prometheus.", METRICS, key_scope=ANY_KEY)
+    async def metrics(self, request: Request) -> HttpResponse:
+        stats = await self._backend.operations.fresh_stats()
+        return HttpResponse(await self._backend.observer.scrape(stats), media_type=METRICS)
+
+    @route("/health", f"200 while the process lives. {_PROBE}", is_open=True, is_probe=True)
+    @route("/ping", "As /health, for SageMaker.", methods=("GET", "POST"), is_open=True, is_probe=True)
+    async def health(self, request: Request) -> HttpResponse:
+        return HttpResponse()
+
+    @route(
+        "/ready",
+        f"503 with the reason while requests cannot be served. {_PROBE}",
+        TEXT,
+        plain_errors=(503,),
+        is_open=True,
+        is_probe=True,
+    )
+    async def ready(self, request: Request) -> HttpResponse:
+        reason = self._backend.readiness.not_ready_reason() or self._backend.readiness.blocked()
+        return HttpResponse(reason, 503 if reason else 200, media_type="text/plain")
+
+    @route(
+        "/tokenizer_info",
+        "The tokenizer's configuration and template.",
+        rendering.TokenizerInfo,
+        group=Group.TOKENIZER_INFO,
+    )
+    async def tokenizer_info(self, request: Request) -> HttpResponse:
+        return json_response(await asyncio.to_thread(information.tokenizer, self._backend.resolved))

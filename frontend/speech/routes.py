@@ -72,7 +72,7 @@ class SpeechRoutes:
         return await self._answer(request, "translate")
 
     async def _answer(self, request: Request, task: SpeechTask) -> HttpResponse | None:
-        async with self._reader.bodies.body(request, is_json=False) as raw, self._decoders:
+        async with self._reader.body(request, is_json=False) as raw, self._decoders:
             name = name_of(request.url.path, raw)
             async with self._backend.poison.turn(name):
                 asked = await asyncio.to_thread(in_hand.holding, name, self._read, request, raw, task)

@@ -16,7 +16,7 @@ from meshlm.frontend.dashboard.feed import Feed
 from meshlm.frontend.dashboard.snapshot import Facts
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.io import FrontendApp
-from meshlm.frontend.observe import requests as request_log
+from meshlm.frontend.observe import observer as request_log
 from meshlm.frontend.openai.responses import AnswerHead, WholeResponse
 from meshlm.frontend.requests.poison import PoisonBodies
 from meshlm.frontend.routes.application import Application

@@ -14,8 +14,8 @@ from parsing import RESOLVED
 from waiting import until
 
 from meshlm.frontend.http import bodies
+from meshlm.frontend.http.budget import RateLimits
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.http.rate_limits import RateLimits
 from meshlm.frontend.openai import limits
 from meshlm.frontend.requests.poison import PoisonBodies
 from meshlm.frontend.routes.application import Application
@@ -73,7 +73,7 @@ async def test_large_ones_are_read_in_a_thread_one_after_the_other(path: str, mo
         assert [answer.status_code for answer in answers] == [404] * 3
         assert threading.get_ident() not in threads
         assert most == 1
-        assert routes.reader.bodies._incoming.num_bytes == 0
+        assert routes.reader._incoming.num_bytes == 0
         assert (await http.post(path, json=fields)).status_code == 404
         assert threading.get_ident() in threads, "small ones are read at once"
 
@@ -81,17 +81,17 @@ async def test_large_ones_are_read_in_a_thread_one_after_the_other(path: str, mo
 async def test_a_large_body_counts_until_it_is_read() -> None:
     """Those that wait for their turn are in memory."""
     routes, http = client(max_incoming_bytes=4 * len(LONG))
-    async with http, routes.reader.bodies.reads_large:
+    async with http, routes.reader.reads_large:
         body = json.dumps({"prompt": "x", "model": "no such", "user": LONG + LONG})
         waiting = asyncio.ensure_future(http.post("/v1/completions", content=body))
-        await asyncio.to_thread(until, lambda: routes.reader.bodies._incoming.num_bytes > 0)
+        await asyncio.to_thread(until, lambda: routes.reader._incoming.num_bytes > 0)
         answer = await http.post("/v1/completions", content=body + " " * 2 * len(LONG))
         assert answer.status_code == 503
         assert "--max-incoming-bytes" in answer.json()["error"]["message"]
         assert not waiting.done()
-        routes.reader.bodies.reads_large.release()
+        routes.reader.reads_large.release()
         assert (await waiting).status_code == 404
-        await routes.reader.bodies.reads_large.acquire()
+        await routes.reader.reads_large.acquire()
 
 
 MANY_IDS = ["x"] * (limits.MAX_LISTED_IDS + 1)  # no ids: whoever decodes them says so

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from meshlm.frontend.observe.requests import RequestLog
+from meshlm.frontend.observe.observer import RequestLog
 
 USAGE = {"prompt_tokens": 1, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}}
 

@@ -5,7 +5,7 @@ from typing import Any
 import answering
 import pytest
 
-from meshlm.frontend.observe.requests import CHOICES_AT_ONCE, observe_end, observe_tokens
+from meshlm.frontend.observe.observer import CHOICES_AT_ONCE, observe_end, observe_tokens
 from meshlm.frontend.openai.responses import AnswerHead, WholeResponse
 from meshlm.frontend.requests.retry import IdempotencyKey
 from meshlm.frontend.requests.submits import build_each

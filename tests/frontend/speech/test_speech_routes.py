@@ -265,7 +265,7 @@ async def test_bodies_have_their_limit() -> None:
     backend = Speaking(ServerConfig(responses_store="off", max_incoming_bytes=70_000))
     large = audio_file(tone(6.0))
     assert "--max-incoming-bytes" in (await post(backend, file=large, status=503)).text
-    assert backend.routes.reader.bodies._incoming.num_bytes == 0
+    assert backend.routes.reader._incoming.num_bytes == 0
 
 
 async def test_a_large_sound_is_no_json() -> None:

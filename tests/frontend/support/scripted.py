@@ -11,9 +11,8 @@ from parsing import RESOLVED
 
 from meshlm.frontend.dashboard.feed import Feed
 from meshlm.frontend.dashboard.snapshot import Facts
-from meshlm.frontend.http.budget import Budget
+from meshlm.frontend.http.budget import Budget, RateLimits
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.http.rate_limits import RateLimits
 from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.responses import Response
 from meshlm.frontend.operator.mesh_operations import AskedRanks

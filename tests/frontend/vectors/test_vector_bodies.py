@@ -11,7 +11,7 @@ from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai.responses import AnswerHead
 from meshlm.frontend.requests import submits
 from meshlm.frontend.vectors.answers import VectorsResponse
-from meshlm.frontend.vectors.reading import Asked, read
+from meshlm.frontend.vectors.routes import Asked, read
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.edges.text import ChatPrompt, PairPrompt, TextPrompt, TokenPrompt
 from meshlm.protocol.pool import Pool, PoolHead, PoolKind
