@@ -121,7 +121,7 @@ def test_what_it_is_not_for_is_refused(tmp_path: Path) -> None:
         UsageError, match=r"--quantization experts_int8: the model of .* has none of the layers that it quantises"
     ):
         resolved(write(tmp_path / "b", None, dense=True), "experts_int8")
-    other = write(tmp_path / "a", {"quant_method": "fp8"})
+    other = write(tmp_path / "a", {"quant_method": "fp8", "activation_scheme": "dynamic"})
     with pytest.raises(
         UsageError, match=r"--quantization experts_int8: the weights of .* are quantised with fp8; leave it out"
     ):
