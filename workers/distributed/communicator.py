@@ -6,7 +6,7 @@ All ranks of a group run the same plans in the same order, so their calls meet. 
 import os
 from collections import deque
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,63 +23,38 @@ if TYPE_CHECKING:
 # torch 2.13 has renamed it
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-FUSED_ROWS = (
-    64  # of sums that may be one kernel with their norm (allreduce_rmsnorm): each rank sends each row to all others
-)
+FUSED_ROWS = 64  # of sums that may be one kernel with their norm: each rank sends each row to all others
 
 
-class Communicator(Protocol):
-    """The tensor-parallel ranks of one stage, and the stages before and after it."""
+class Communicator:
+    """The tensor-parallel ranks of one stage, and the stages before and after it; this one is a group of one."""
 
-    @property
-    def one_row(self) -> "OneRow | None":
-        """The way in which products of one row sum over the ranks by themselves; None where they do not."""
-        ...
+    one_row: "OneRow | None" = None
+    """The way in which products of one row sum over the ranks by themselves; None where they do not."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the tensor-parallel ranks, the same bits on each; may be x itself, overwritten."""
-        ...
-
-    def allreduce_rmsnorm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
-        """residual += the sum of x over the ranks; the norm of that. None, and nothing is changed: not for this size or here."""
-        ...
-
-    def gather(self, x: Tensor, width: int, out: Tensor | None = None) -> Tensor:
-        """[l, w] of each tensor-parallel rank side by side -> [l, width]: what is right of `width` is padding."""
-        ...
-
-    def send(self, x: Tensor) -> None:
-        """Sends x to the next stage; x may be overwritten afterwards."""
-        ...
-
-    def receive(self, into: Tensor) -> None:
-        """Receives what the stage before sends."""
-        ...
-
-
-class SingleRank:
-    """A group of one."""
-
-    one_row = None
-
-    def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
     def allreduce_rmsnorm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+        """residual += the sum of x over the ranks; the norm of that. None, and nothing is changed: not for this size or here."""
         return None
 
     def gather(self, x: Tensor, width: int, out: Tensor | None = None) -> Tensor:
+        """[l, w] of each tensor-parallel rank side by side -> [l, width]: what is right of `width` is padding."""
         assert out is None
         return x
 
     def send(self, x: Tensor) -> None:
+        """Sends x to the next stage; x may be overwritten afterwards."""
         raise AssertionError("there is no next stage")
 
     def receive(self, into: Tensor) -> None:
+        """Receives what the stage before sends."""
         raise AssertionError("there is no stage before")
 
 
-SINGLE_RANK = SingleRank()
+SINGLE_RANK = Communicator()
 
 
 def side_by_side(parts: list[Tensor], width: int, out: Tensor | None) -> Tensor:
@@ -94,10 +69,8 @@ def side_by_side(parts: list[Tensor], width: int, out: Tensor | None) -> Tensor:
     return out
 
 
-class Distributed:
+class Distributed(Communicator):
     """A communicator by torch.distributed: gloo for tensors on the CPU, NCCL on GPUs. `tensor` is the stage's group."""
-
-    one_row = None
 
     def __init__(self, shard: Shard, tensor: "dist.ProcessGroup | None") -> None:
         self._shard, self._tensor = shard, tensor
@@ -107,9 +80,6 @@ class Distributed:
         if self._shard.tp_size > 1:
             dist.all_reduce(x, group=self._tensor)
         return x
-
-    def allreduce_rmsnorm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
-        return None
 
     def gather(self, x: Tensor, width: int, out: Tensor | None = None) -> Tensor:
         if self._shard.tp_size == 1:

@@ -30,30 +30,24 @@ class StepExchange(Protocol):
     @property
     def folder(self) -> str:
         """The folder where the group's workers find each other."""
-        ...
 
     @property
     def group(self) -> StepGroup: ...
 
     def connect(self) -> None:
         """Wait for all workers of the group. StepAborted."""
-        ...
 
     def agree(self, proposal: StepAgreement) -> StepAgreement:
         """Wait for what all workers propose for this step. StepAborted."""
-        ...
 
     def abort(self) -> None:
         """End whatever waits, now and later; called in any thread."""
-        ...
 
     def when_aborted(self, call: Callable[[], None]) -> None:
         """What `abort` has to end too: a device that waits for others."""
-        ...
 
     def close(self) -> None:
         """Release what it holds; the stepper uses another one from now on."""
-        ...
 
 
 @runtime_checkable
@@ -62,7 +56,6 @@ class LockstepEngine(Protocol):
 
     def join(self, exchange: StepExchange | None) -> None:
         """Meet these, and agree with them before each step from now on; None: there is nobody to step with. StepAborted."""
-        ...
 
 
 class SocketExchange:

@@ -18,7 +18,6 @@ from meshlm.kernels.allreduce_rmsnorm import kernel
 from meshlm.kernels.packets import FOR_EVER
 from meshlm.kernels.precompile import precompiled
 from meshlm.kernels.self_test import Result, in_one_line
-from meshlm.workers.distributed import symmetric
 from meshlm.workers.distributed.communicator import FUSED_ROWS, Communicator, Distributed, side_by_side
 from meshlm.workers.distributed.one_row import OneRow
 from meshlm.workers.distributed.shard import Shard
@@ -42,7 +41,7 @@ def compile_all(made: "Symmetric", shard: Shard, dtype: torch.dtype, columns: in
     torch.cuda.synchronize()
 
 
-def wrong(results: Iterator[Result]) -> str:
+def wrong_results(results: Iterator[Result]) -> str:
     """Names; "" when all is right. All are launched, whatever comes of the first: the other ranks wait for this one in each."""
     return ", ".join([one.what for one in results if one.wrong()])
 
@@ -122,23 +121,17 @@ TEST_POLLS = 1 << 21  # a second: packets that never come are no reason to hang 
 FRESH_TURN = 1 << 16  # more than the self-tests at start take
 
 
-class Symmetric:
-    """See `meshlm.workers.distributed.communicator.Communicator`. Collective: all ranks make it, and the same calls."""
+class Symmetric(Distributed):
+    """Collective: all ranks make it, and the same calls."""
 
     def __init__(
-        self,
-        shard: Shard,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        dtype: torch.dtype,
-        widest: tuple[int, int],
-        plain: Distributed,
+        self, shard: Shard, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, widest: tuple[int, int]
     ) -> None:
         """widest: tokens and columns of the largest tensor that is summed."""
         self._size, self._rank, self._group, self._name = shard.tp_size, shard.tp_rank, group, group.group_name
-        self._plain, self.device = plain, device
+        super().__init__(shard, group)
+        self.device = device
         self._one_shot_bytes = ONE_SHOT_BYTES * 2 // shard.tp_size
-        self.send, self.receive = plain.send, plain.receive
         count = min(widest[0] * widest[1], BUFFER_BYTES // dtype.itemsize)
         self._buffer, self._handle = self._shared(-(-count // 1024) * 1024, dtype)
         self._patience, self.fused = TEST_POLLS, True
@@ -198,7 +191,7 @@ class Symmetric:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if not self._fits(x):
-            return self._plain.all_reduce(x)
+            return super().all_reduce(x)
         x = x.contiguous()
         workspace = self._buffer[: x.numel()].view(x.shape)
         if x.numel() * x.element_size() <= self._one_shot_bytes:
@@ -224,7 +217,7 @@ class Symmetric:
         rows, each = x.shape
         fit = self._buffer.numel() // each
         if x.dtype != self._buffer.dtype or not fit:
-            return self._plain.gather(x, width, out)
+            return super().gather(x, width, out)
         whole = out if out is not None else torch.empty(rows, width, dtype=x.dtype, device=x.device)
         handle = self._handle
         for begin in range(0, rows, fit):
@@ -251,36 +244,30 @@ def make_symmetric(
         return plain
     made, failure = None, ""
     try:
-        made = Symmetric(shard, group, device, dtype, widest, plain)
+        made = Symmetric(shard, group, device, dtype, widest)
     except Exception as error:  # whatever the driver, the topology or torch says: NCCL works without
         failure = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     if not all_say_yes(made is not None, group):
         warnings.warn(f"no symmetric memory between these GPUs, NCCL sums: {failure}", RuntimeWarning, stacklevel=2)
         return plain
     assert made is not None
-    wrong = _said(lambda: symmetric.wrong(symmetric.sums(made, plain, shard, dtype)))
-    if not all_say_yes(not wrong, group):
-        warnings.warn(f"symmetric memory is wrong here, NCCL sums: {wrong}", RuntimeWarning, stacklevel=2)
+
+    def is_right(results: Iterator[Result], otherwise: str) -> bool:
+        wrong = _said(lambda: wrong_results(results))
+        if right := all_say_yes(not wrong, group):
+            return right
+        warnings.warn(f"{otherwise}: {wrong}", RuntimeWarning, stacklevel=3)
+        return False
+
+    if not is_right(sums(made, plain, shard, dtype), "symmetric memory is wrong here, NCCL sums"):
         return plain
     if device.type == "cuda":
-        failure = _said(lambda: symmetric.compile_all(made, shard, dtype, widest[1]))
+        failure = _said(lambda: compile_all(made, shard, dtype, widest[1]))
         all_say_yes(not failure, group)  # nobody waits for packets while a peer still compiles what sends them
-    wrong = _said(lambda: symmetric.wrong(symmetric.norms(made, shard, dtype, widest[1])))
-    fused = all_say_yes(not wrong, group)
-    if not fused:
-        warnings.warn(
-            f"kernels/allreduce_rmsnorm is wrong here, sums and norms are apart: {wrong}", RuntimeWarning, stacklevel=2
-        )
-    wrong = (
-        _said(lambda: symmetric.wrong(symmetric.parts(made, shard, widest[1])))
-        if fused
-        else "allreduce_rmsnorm is wrong"
-    )
-    one_row = all_say_yes(not wrong, group)
-    if fused and not one_row:
-        warnings.warn(
-            f"kernels/gemv sums nothing here, sums of one row are apart: {wrong}", RuntimeWarning, stacklevel=2
-        )
+    results = norms(made, shard, dtype, widest[1])
+    fused = is_right(results, "kernels/allreduce_rmsnorm is wrong here, sums and norms are apart")
+    results = parts(made, shard, widest[1])
+    one_row = fused and is_right(results, "kernels/gemv sums nothing here, sums of one row are apart")
     made.verified(fused=fused, one_row=one_row)
     return made
 

@@ -40,7 +40,6 @@ class Pending(Protocol):
 
     def wait(self) -> StepResult:
         """Block until its tokens are on the host; called in the completion thread, in order."""
-        ...
 
 
 class Engine(Protocol):
@@ -51,28 +50,22 @@ class Engine(Protocol):
 
     def reset(self) -> None:
         """Forget all rows; KV contents stay: the next scheduler may build on them."""
-        ...
 
     def step(self, plan: StepPlan, received_ns: int) -> Pending:
         """Launch a plan. May return before the device is done."""
-        ...
 
     def be_without(self, tags: tuple[str, ...]) -> None:
         """Give back the device's memory of these tags (protocol/sleeping.py), and have that of all others: no step follows while it is
         without any. The KV cache comes back empty."""
-        ...
 
     def rebalance(self) -> str:
         """Move experts before the next step that all ranks take. Why there are none that move; empty: it will be done."""
-        ...
 
     def idle(self) -> bool:
         """Nothing to do: a chance for background work (CUDA graph capture). True if there may be more of it."""
-        ...
 
     def graph_counts(self) -> GraphCounts:
         """Counts the steps so far by CUDA graph; called in any thread."""
-        ...
 
 
 class Done:

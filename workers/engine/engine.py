@@ -2,7 +2,7 @@
 
 A step: its columns and what changes in the rows go to the device, then a CUDA graph of the padded batch size is replayed (inputs,
 model, sampling), or the same is launched one by one (compute.py). Sampled tokens are written behind their rows on the device, where
-the next step finds them, and go to the host behind a mark (pending.py). What differs between devices is injected: the `Kit` of its
+the next step finds them, and go to the host behind a mark (pending.py). What differs between devices is injected: the kit of its
 kernels. Used by the stepper thread only (workers/io.py).
 """
 
@@ -29,9 +29,9 @@ from meshlm.workers.distributed.placement import WorkerPlacement
 from meshlm.workers.engine import NOT_ASKED, NOT_BALANCED, EngineFacts, ProgressReport
 from meshlm.workers.engine.compute import Compute
 from meshlm.workers.engine.extra_kinds import kinds_of
-from meshlm.workers.engine.kit import Kit
+from meshlm.workers.engine.kit import TorchKit
 from meshlm.workers.engine.kv_scales import scales_of
-from meshlm.workers.engine.pending import PendingStep
+from meshlm.workers.engine.pending import PendingStep, timeline_of
 from meshlm.workers.engine.sleeper import Sleeper
 from meshlm.workers.engine.together import EAGER, StepExecution, Together, reads_across
 from meshlm.workers.graphs.keys import MIXED_TOKENS, Key
@@ -53,7 +53,7 @@ class ModelEngine:
     """See `meshlm.workers.engine.Engine`."""
 
     def __init__(
-        self, config: MeshConfig, device: torch.device, backend: Backend, kit: Kit, report: ProgressReport,
+        self, config: MeshConfig, device: torch.device, backend: Backend, kit: TorchKit, report: ProgressReport,
         placement: WorkerPlacement | None = None,
     ) -> None:  # fmt: skip
         resolved = config.resolved
@@ -111,7 +111,7 @@ class ModelEngine:
         self.compute.turns = None if self.together is None else self.together.turns
         self.extras = self.rows.table.extras = RowExtras(kinds_of(self, tokens), self.rows.table.num_rows)
         self.graphs, self.captures = kit.graphs(self)
-        self._timeline = kit.timeline(device, rows)
+        self._timeline = timeline_of(device, rows)
         kit.compile_ahead(self, report)
         count = self._num_pages(report)
         self.compute.caches = self.make_caches(count)

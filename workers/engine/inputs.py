@@ -22,15 +22,12 @@ class Inputs(Protocol):
 
     def send(self, step: StepColumns, size: int, changes: I32, segments: int, places: NDArray[np.int64]) -> None:
         """Apply the changes (changes.py) to the rows, and have the step's columns on the device, padded to `size` requests."""
-        ...
 
     def of_step(self, step: StepColumns) -> StepInputs:
         """The tensors of the step that was sent last."""
-        ...
 
     def halves(self, step: StepColumns, batch: StepInputs, cut: int) -> tuple[StepInputs, StepInputs]:
         """What `of_step` gave for it, as its first `cut` tokens and the rest; nobody samples."""
-        ...
 
 
 class TorchInputs:

@@ -4,12 +4,11 @@
 triton_kit.py, since Triton may not even be installed beside a CPU build of torch.
 """
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from meshlm.workers.engine.inputs import Inputs, TorchInputs
-from meshlm.workers.engine.pending import Timeline, timeline_of
 from meshlm.workers.graphs.dispatcher import Captures, Dispatcher
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.output.head import Head, TorchHead
@@ -20,56 +19,29 @@ if TYPE_CHECKING:
     from meshlm.workers.engine.engine import ModelEngine
 
 
-class Kit(Protocol):
+class TorchKit:
     """The engine calls these while it is made, in this order."""
 
     def inputs(self, rows: DeviceRows, *, samples: bool) -> Inputs:
         """samples: whether tokens are sampled by this worker (not on a stage of a pipeline before the last)."""
-        ...
-
-    def head(self, model: Decoder, rows: DeviceRows, dtype: torch.dtype, *, samples: bool) -> Head: ...
-
-    def graphs(self, engine: "ModelEngine") -> tuple[Dispatcher, Captures]: ...
-
-    def timeline(self, device: torch.device, max_rows: int) -> Timeline:
-        """Marks on the device, and the way of tokens to the host."""
-        ...
-
-    def attention_wave(self, engine: "ModelEngine") -> int:
-        """Tokens of a prompt's chunk whose attention fills the device once; 0 where that is not known, or makes no difference."""
-        ...
-
-    def compile_ahead(self, engine: "ModelEngine", report: "ProgressReport") -> None:
-        """Have the kernels compiled, before there is a KV cache."""
-        ...
-
-    def warm_up(self, engine: "ModelEngine") -> None:
-        """Run what no first request should pay for. The KV cache is there, and holds nothing yet."""
-        ...
-
-
-class TorchKit:
-    """See `Kit`."""
-
-    def inputs(self, rows: DeviceRows, *, samples: bool) -> TorchInputs:
         return TorchInputs(rows)
 
-    def head(self, model: Decoder, rows: DeviceRows, dtype: torch.dtype, *, samples: bool) -> TorchHead:
+    def head(self, model: Decoder, rows: DeviceRows, dtype: torch.dtype, *, samples: bool) -> Head:
+        """The head's way to choose tokens."""
         return TorchHead(model, rows, dtype)
 
     def graphs(self, engine: "ModelEngine") -> tuple[Dispatcher, Captures]:
+        """The CUDA graphs of this device, and when they are captured."""
         graphs = Dispatcher([], lambda key: None)
         return graphs, Captures(graphs, lambda: None)
 
-    def timeline(self, device: torch.device, max_rows: int) -> Timeline:
-        return timeline_of(device, max_rows)
-
     def attention_wave(self, engine: "ModelEngine") -> int:
+        """Tokens of a prompt's chunk whose attention fills the device once; 0 where that is not known, or makes no difference."""
         return 0
 
     def compile_ahead(self, engine: "ModelEngine", report: "ProgressReport") -> None:
-        """Nothing is compiled while it runs."""
+        """Have the kernels compiled, before there is a KV cache: here nothing is compiled."""
 
     def warm_up(self, engine: "ModelEngine") -> None:
-        """One small step."""
+        """Run what no first request should pay for. The KV cache is there, and holds nothing yet."""
         engine.dummy_step([1])

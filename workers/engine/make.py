@@ -23,7 +23,7 @@ from meshlm.workers.distributed.membership import Membership
 from meshlm.workers.distributed.placement import WorkerPlacement
 from meshlm.workers.engine import ProgressReport
 from meshlm.workers.engine.engine import ModelEngine
-from meshlm.workers.engine.kit import Kit, TorchKit
+from meshlm.workers.engine.kit import TorchKit
 from meshlm.workers.states.torch_states import WrongStates
 from meshlm.workers.weights.load import DTYPES
 
@@ -59,7 +59,7 @@ def make_engine(config: MeshConfig, report: ProgressReport, placement: WorkerPla
 
 
 def torch_engine(
-    config: MeshConfig, device: torch.device, kit: Kit, report: ProgressReport, placement: WorkerPlacement
+    config: MeshConfig, device: torch.device, kit: TorchKit, report: ProgressReport, placement: WorkerPlacement
 ) -> ModelEngine:
     """The engine on a device of torch without CUDA graphs; a platform of another package may bring its own kit."""
     torch.set_grad_enabled(False)

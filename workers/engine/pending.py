@@ -50,15 +50,12 @@ class Timeline(Protocol):
 
     def mark(self) -> Mark:
         """Behind all that is launched so far."""
-        ...
 
     def fetch(self, tokens: Tensor) -> I32:
         """int32 [l] on the host, there when a later mark has been reached."""
-        ...
 
     def launched_ns(self, begun_ns: int) -> int:
         """The time at which a step counts as launched whose launch began then, in ns."""
-        ...
 
 
 class CpuMark:

@@ -37,7 +37,7 @@ from meshlm.workers.cuda.tuning import Ranks, Tuner
 from meshlm.workers.engine import ProgressReport
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.graph_steps import PaddedStep, TimedSteps
-from meshlm.workers.engine.pending import Timeline, timeline_of
+from meshlm.workers.engine.kit import TorchKit
 from meshlm.workers.engine.state_self_test import self_test_model
 from meshlm.workers.engine.triton_inputs import Staging, TritonInputs
 from meshlm.workers.graphs.dispatcher import Captures, Dispatcher
@@ -65,8 +65,8 @@ from meshlm.workers.states.torch_states import WrongStates
 _log = structlog.get_logger()
 
 
-class TritonKit:
-    """See `meshlm.workers.engine.kit.Kit`. For one engine."""
+class TritonKit(TorchKit):
+    """For one engine."""
 
     def inputs(self, rows: DeviceRows, *, samples: bool) -> TritonInputs:
         self._inputs = TritonInputs(rows, Staging(), rows.state.device, samples=samples)
@@ -75,9 +75,6 @@ class TritonKit:
     def head(self, model: Decoder, rows: DeviceRows, dtype: torch.dtype, *, samples: bool) -> LogitsSampler:
         self._head = LogitsSampler(model, rows, dtype, rows.state.device, LINES if samples else 0)
         return self._head
-
-    def timeline(self, device: torch.device, max_rows: int) -> Timeline:
-        return timeline_of(device, max_rows)
 
     def graphs(self, engine: ModelEngine) -> tuple[Dispatcher, Captures]:
         worker, resolved = engine.config.worker, engine.resolved

@@ -53,17 +53,14 @@ class Backend(Protocol):
     @property
     def num_words(self) -> int:
         """Of a mask."""
-        ...
 
     def start(self) -> None: ...
 
     def compile(self, text: str) -> str:
         """Why no row can have the grammar; "" once rows may. MatchersLost when that cannot be said."""
-        ...
 
     def turn(self, turn: Turn, words: I32) -> Turned:
         """See Matchers. MatchersLost when it ended, with all rows."""
-        ...
 
 
 class _Computed:

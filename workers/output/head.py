@@ -29,26 +29,21 @@ class Head(Protocol):
 
     def take_mask(self, count: int) -> I32:
         """Where the masks of so many lines are written, int32 [count, vocab / 32]."""
-        ...
 
     def mask(self, mask: TokenMask) -> None:
         """The next tokens are chosen among those that this allows, in the lines that have a grammar."""
-        ...
 
     def sample(self, hidden: Tensor, batch: StepInputs, step: StepColumns) -> None:
         """A token for each of hidden [l, hidden]; it is written behind its row, too."""
-        ...
 
     def finish(self, step: StepColumns, places: NDArray[np.int64]) -> list[Details]:
         """After the step, or its graph: what could not be done in it, and log-probabilities that are asked for.
 
         places: of the step's sampling requests.
         """
-        ...
 
     def warm_up(self) -> None:
         """Allocate what a step may need at most beside its own, so that memory is profiled with it."""
-        ...
 
 
 class TorchHead:

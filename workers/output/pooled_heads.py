@@ -28,7 +28,6 @@ class LexicalHead(Protocol):
 
     def __call__(self, states: Tensor, task: Pool) -> Tensor | None:
         """float32 [n, hidden] -> float32 [n, any]; None where the task is none of its own."""
-        ...
 
 
 class BgeM3:

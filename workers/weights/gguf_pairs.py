@@ -16,6 +16,7 @@ from meshlm.protocol.layers import StateSpec
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.weights.gguf_source import GGUFTensorSource
+from meshlm.workers.weights.source import Source
 
 
 def check_shape(source: GGUFTensorSource, name: str, shape: tuple[int, ...]) -> None:
@@ -52,8 +53,8 @@ _VALUES = re.compile(r".*\.linear_attn\.(?:in_proj_[vzba]|v_conv)\.weight|.*\.li
 _OUT = re.compile(r".*\.linear_attn\.out_proj\.weight")
 
 
-class ByHead:
-    """See `meshlm.workers.weights.sources.Source`: queries, keys, values and gates of one head of keys behind those of another."""
+class ByHead(Source):
+    """Queries, keys, values and gates of one head of keys behind those of another."""
 
     dtype = "F32"
 
@@ -66,9 +67,6 @@ class ByHead:
         kinds = torch.arange(2 * keys + 2 * state.inner).split((keys, keys, state.inner, state.inner))
         self._order = torch.cat([kind.view(state.n_groups, -1) for kind in kinds], dim=1).flatten()
         self._qkv, self._gate, self.shape = qkv, gate, (len(self._order), spec.hidden_size)
-
-    def part(self, dim: int, begin: int, end: int) -> Tensor:
-        return self.whole().narrow(dim, begin, end - begin)
 
     def whole(self) -> Tensor:
         return torch.cat((self._qkv.whole().float(), self._gate.whole().float()))[self._order]
@@ -101,8 +99,8 @@ def by_group(
 _HALF = re.compile(r"blk\.(?P<layer>\d+)\.attn_(?P<which>[kv])_b\.weight")
 
 
-class KeysAndValues:
-    """See `meshlm.workers.weights.sources.Source`: keys [heads, rank, nope], values [heads, wide, rank], head by head in one matrix."""
+class KeysAndValues(Source):
+    """Keys [heads, rank, nope], values [heads, wide, rank], head by head in one matrix."""
 
     dtype = "F32"
 
@@ -116,9 +114,6 @@ class KeysAndValues:
             check_shape(source, f"blk.{layer}.attn_{which}_b.weight", shape)
         self._keys, self._values = keys, values
         self.shape = heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank
-
-    def part(self, dim: int, begin: int, end: int) -> Tensor:
-        return self.whole().narrow(dim, begin, end - begin)
 
     def whole(self) -> Tensor:
         keys, values = self._keys.whole().float(), self._values.whole().float()

@@ -22,6 +22,7 @@ from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.model_files.gguf_files import GGUFError, GGUFTensor, files_of, read_header
 from meshlm.workers.weights.layouts import to_halves
+from meshlm.workers.weights.source import Source
 
 _FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # by ggml's numbers of types
 _OF_LAYER = re.compile(r"(?P<layer>blk\.\d+)\.(?P<stem>[\w.]+)\.(?P<kind>weight|bias)")
@@ -45,8 +46,8 @@ _HALVES = {
 """By ggml's number of a type (Q4_0 to Q6_K): where in a block its scales and minima are, which are 16-bit floats."""
 
 
-class GGUFTensorSource:
-    """See `meshlm.workers.weights.sources.Source`. Reads from the mapped file."""
+class GGUFTensorSource(Source):
+    """Reads from the mapped file."""
 
     dtype = "F32"  # what decoding gives
 
@@ -149,9 +150,6 @@ class GGUFTensorSource:
         if self._is_log:
             values = values.neg().log()
         return to_halves(values, *self._neighbours) if self._neighbours[1] else values
-
-    def whole(self) -> Tensor:
-        return self.part(0, 0, self.shape[0])
 
     def _decode(self, data: Tensor) -> Tensor:
         if self.ggml_type in _FLOATS:

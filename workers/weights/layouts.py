@@ -9,8 +9,7 @@ Those have a row for each input, or are MXFP4, which is decoded while it is load
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import accumulate, pairwise
-from typing import NamedTuple
+from itertools import accumulate, pairwise, product
 
 import torch
 from torch import Tensor
@@ -20,12 +19,12 @@ from meshlm.architectures.registry import weights_of
 from meshlm.kernels.mxfp4.reference import GROUP, decode_mxfp4
 from meshlm.protocol.model import ModelSpec, QuantizationScheme
 from meshlm.runtime.errors import ProcessFatal
-from meshlm.workers.weights.source import ExpertRows, Mapped, Part, Source
+from meshlm.workers.weights.source import ExpertMatrix, Mapped, Part, Source
 
 _OF_LAYER = re.compile(r"model\.layers\.\d+\.(?P<stem>.+)\.(?P<kind>weight|bias)")
 
 
-class Transposed:
+class Transposed(Source):
     """A matrix that has a row for each input."""
 
     def __init__(self, source: Source) -> None:
@@ -39,7 +38,7 @@ class Transposed:
         return self._source.whole().t()
 
 
-class ByGroup:
+class ByGroup(Source):
     """Query, key and value whose rows stand by key-value head: as all queries, all keys, all values."""
 
     def __init__(self, name: str, source: Source, spec: ModelSpec) -> None:
@@ -62,9 +61,6 @@ class ByGroup:
         rows = self._order[begin:end]
         first, last = int(rows.min()), int(rows.max()) + 1  # a rank reads little more than it keeps
         return self._source.part(0, first, last)[rows - first]
-
-    def whole(self) -> Tensor:
-        return self.part(0, 0, self.shape[0])
 
 
 def laid_out(
@@ -129,56 +125,23 @@ def parts_of(name: str, source: Source, last: str, outputs: list[int], scheme: Q
 _BLOCKS, _SCALES, _BIAS = "_blocks", "_scales", "_bias"
 
 
-class _Outputs(NamedTuple):
-    """Some outputs of each expert's matrix."""
-
-    first: int
-    step: int
-    number: int
-
-    def of(self, begin: int, end: int) -> slice:
-        """Where those from the one to the other stand."""
-        return slice(self.first + begin * self.step, self.first + (end - 1) * self.step + 1, self.step)
-
-
-class _OfExpert:
-    """One expert's matrix, or its bias, as [outputs, inputs]."""
-
-    def __init__(self, source: Source, expert: int, outputs: _Outputs) -> None:
-        self._source, self._expert, self._outputs = source, expert, outputs
-        inputs = source.shape[1:-1]
-        self.shape, self.dtype = (outputs.number, *inputs), source.dtype
-
-    def part(self, dim: int, begin: int, end: int) -> Tensor:
-        return self.whole().narrow(dim, begin, end - begin)
-
-    def whole(self) -> Tensor:
-        matrix = self._source.part(0, self._expert, self._expert + 1)[0]
-        found = matrix[..., self._outputs.of(0, self._outputs.number)]
-        return found.t() if found.dim() == 2 else found
-
-
-class MXFP4Source:
+class MXFP4Source(Source):
     """One expert's matrix, decoded, or as it is."""
 
-    def __init__(self, blocks: Source, scales: Source, expert: int, outputs: _Outputs) -> None:
+    def __init__(self, blocks: Source, scales: Source, expert: int, outputs: range) -> None:
         self._blocks, self._scales, self._expert, self._outputs = blocks, scales, expert, outputs
         self.dtype = "BF16"  # which holds every value
-        self.shape: tuple[int, ...] = (outputs.number, scales.shape[2] * GROUP)
+        self.shape: tuple[int, ...] = (len(outputs), scales.shape[2] * GROUP)
 
     def part(self, dim: int, begin: int, end: int) -> Tensor:
         if dim == 1:
             return self.whole().narrow(1, begin, end - begin)
-        rows = self._outputs.of(begin, end)
-        blocks, scales = (of.part(0, self._expert, self._expert + 1)[0, rows] for of in (self._blocks, self._scales))
-        return decode_mxfp4(blocks, scales, torch.get_default_dtype())
-
-    def whole(self) -> Tensor:
-        return self.part(0, 0, self.shape[0])
+        return decode_mxfp4(*self.packed(0, begin, end), torch.get_default_dtype())
 
     def packed(self, dim: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
         """Blocks and scales of some outputs (dim 0), or of some inputs, which must be whole groups."""
-        rows = self._outputs.of(begin, end) if dim == 0 else self._outputs.of(0, self.shape[0])
+        found = self._outputs[begin:end] if dim == 0 else self._outputs
+        rows = slice(found.start, found.stop, found.step)
         blocks, scales = (of.part(0, self._expert, self._expert + 1)[0, rows] for of in (self._blocks, self._scales))
         if dim == 0:
             return blocks, scales
@@ -234,20 +197,16 @@ def _of_floats(
     assert spec.moe is not None
     count, rows = spec.moe.num_experts, len(names) * known.shape[0]
     wanted = (count, *known.shape[1:], rows)
-    if source.shape != wanted and source.shape == (count, rows, *known.shape[1:]) and not interleaved:
-        for expert in range(count):  # as transformers 5 writes them again
-            for nth, stem in enumerate(names):
-                yield (
-                    f"{stem.format(expert)}.{kind}",
-                    ExpertRows(source, expert, nth * known.shape[0], (nth + 1) * known.shape[0]),
-                )
-        return
+    transposed = interleaved or source.shape == wanted
+    if not transposed:
+        wanted = (
+            (count, rows, *known.shape[1:]) if source.shape == (count, rows, *known.shape[1:]) else wanted
+        )  # transformers 5
     if source.shape != wanted:
         raise ProcessFatal(f"tensor {name} has shape {source.shape}; it must have {wanted}")
-    for expert in range(spec.moe.num_experts):
-        for nth, stem in enumerate(names):
-            outputs = _outputs(nth, len(names), known.shape[0], interleaved=interleaved)
-            yield f"{stem.format(expert)}.{kind}", _OfExpert(source, expert, outputs)
+    for expert, (nth, stem) in product(range(count), enumerate(names)):
+        outputs = _outputs(nth, len(names), known.shape[0], interleaved=interleaved)
+        yield f"{stem.format(expert)}.{kind}", ExpertMatrix(source, expert, outputs, transposed=transposed)
 
 
 def _of_mxfp4(
@@ -268,5 +227,6 @@ def _of_mxfp4(
             yield f"{name.format(expert)}.weight", MXFP4Source(blocks, scales, expert, outputs)
 
 
-def _outputs(nth: int, of: int, count: int, *, interleaved: bool) -> _Outputs:
-    return _Outputs(nth, of, count) if interleaved else _Outputs(nth * count, 1, count)
+def _outputs(nth: int, of: int, count: int, *, interleaved: bool) -> range:
+    """The outputs of the nth of so many matrices in one, each of `count` outputs."""
+    return range(nth, of * count, of) if interleaved else range(nth * count, (nth + 1) * count)

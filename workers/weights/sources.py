@@ -28,7 +28,7 @@ from meshlm.workers.weights.bitsandbytes import with_scales
 from meshlm.workers.weights.gguf_pairs import by_group, by_head, joined
 from meshlm.workers.weights.gguf_source import encoded_tensors
 from meshlm.workers.weights.layouts import by_expert, laid_out, parts_of
-from meshlm.workers.weights.source import ExpertRows, Mapped, Part, Source
+from meshlm.workers.weights.source import ExpertMatrix, Mapped, Part, Source
 from meshlm.workers.weights.streamed import streamed
 
 DUMMY_STD = 0.02
@@ -121,7 +121,7 @@ def _of_experts(
         raise ProcessFatal(f"tensor {name} has shape {source.shape}; it must have {count} matrices of {ends[-1]} rows")
     for expert in range(count):
         for stem, begin, end in zip(stems, [0, *ends], ends, strict=False):
-            yield stem.format(expert), ExpertRows(source, expert, begin, end)
+            yield stem.format(expert), ExpertMatrix(source, expert, range(begin, end))
 
 
 def unpacked(
@@ -168,7 +168,7 @@ def _quantised_projections(
     return None if scheme is None or scheme.online else (last, names, scheme)
 
 
-class _Slice:
+class _Slice(Source):
     """A tensor of a safetensors file, read in parts."""
 
     def __init__(self, opened: Any, name: str) -> None:
@@ -220,7 +220,7 @@ def _pickled(files: tuple[Path, ...]) -> Iterator[tuple[str, Source]]:
             yield str(name), Mapped(tensor)
 
 
-class _Random:
+class _Random(Source):
     """A dummy weight. On the CPU a part has the values that the whole tensor has there; on a GPU only the part is made."""
 
     def __init__(self, weight: Weight, device: torch.device, seed: int) -> None:

@@ -78,8 +78,8 @@ class _File:
                 self._blocks[ahead] = self._pool.submit(self.file.read, begin, min(begin + BLOCK, self._size))
 
 
-class _Streamed:
-    """One tensor. See `meshlm.workers.weights.source.Source`."""
+class _Streamed(Source):
+    """One tensor."""
 
     def __init__(self, opened: _File, name: str, dtype: str, shape: tuple[int, ...], begin: int) -> None:
         self._opened, self.dtype, self.shape, self._begin = opened, dtype, shape, begin

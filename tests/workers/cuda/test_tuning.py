@@ -21,7 +21,7 @@ from meshlm.kernels.tuning.store import Store
 from meshlm.protocol.config import MeshConfig, WorkerConfig
 from meshlm.workers.cuda import tuning
 from meshlm.workers.cuda.tuning import QUICK_S, STEPS_S, Entries, Ranks, Tuner
-from meshlm.workers.distributed.communicator import SINGLE_RANK, SingleRank
+from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
 from meshlm.workers.distributed.shard import WHOLE, Shard
 
 MADE_BY = {"gpu": {"name": "NVIDIA New 7", "capability": [9, 0], "multiprocessors": 114}, "torch": "2.11"}
@@ -232,7 +232,7 @@ def test_a_shape_that_ended_two_processes_is_left_alone(tmp_path: Path) -> None:
     assert {case.key for case in bench.measured} == {(512, 128, "gate")}
 
 
-class TwoRanks(SingleRank):
+class TwoRanks(Communicator):
     """The first rank says something; then the second hears what it said."""
 
     said: list[Tensor]

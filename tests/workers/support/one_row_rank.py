@@ -32,7 +32,7 @@ class WithWorkspace(Distributed):
 
     def __init__(self, shard: Shard, one_row: OneRow | None) -> None:
         super().__init__(shard, None)
-        self.one_row = one_row  # type: ignore[assignment]
+        self.one_row = one_row
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return super().all_reduce(x.contiguous())
@@ -91,7 +91,7 @@ def run_rank(
     with torch.inference_mode():
         one_row = one_row_of(rank, memory, more)
         made: Any = SimpleNamespace(one_row=one_row, device=CPU)
-        found.append(symmetric.wrong(symmetric.parts(made, shard, HIDDEN)))
+        found.append(symmetric.wrong_results(symmetric.parts(made, shard, HIDDEN)))
         model = load_model(resolved(Path(path), "dummy"), CPU, 0, lambda done, total: None, shard).to(BF16)
         model.rope = model.rope.float()
         model._head_weight = model._head_weight.to(BF16)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshlm.workers.attention.backend import choose
 from meshlm.workers.batch import VECTOR
-from meshlm.workers.distributed.communicator import side_by_side
+from meshlm.workers.distributed.communicator import Communicator, side_by_side
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.layers.summing_ops import SummingOps
 from meshlm.workers.layers.torch_ops import TorchOps
@@ -24,7 +24,7 @@ from meshlm.workers.weights.load import load_model
 LIMIT_S = 30
 
 
-class Threads:
+class Threads(Communicator):
     """A communicator between threads: what they put down, when all have done so, is there for all."""
 
     def __init__(self, shard: Shard, tables: dict[int, list[Any]], barriers: list[threading.Barrier]) -> None:
