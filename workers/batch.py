@@ -75,14 +75,12 @@ class StepInputs:
     # In a CUDA graph for certain contexts, in keys: what each token of a prompt sees, about; what a decode sees at the most. 0: unknown
     seen: int = 0
     longest: int = 0
-    places: Tensor | None = (
-        None  # int32 [l], beside columns: the requests whose logits they are; None: all of them, in order
-    )
+    # int32 [l], beside columns: the requests whose logits they are; None: all of them, in order
+    places: Tensor | None = None
 
     token_types: Tensor | None = None  # int64 [t], for encoders: 1 for a pair's second text; None: all are 0
-    vectors: Tensor | None = (
-        None  # [t, hidden]: what tokens of the id VECTOR stand for; None: there are none of that id
-    )
+    # [t, hidden]: what tokens of the id VECTOR stand for; None: there are none of that id
+    vectors: Tensor | None = None
     # By group of layers that see all tokens, beside columns: the decodes that read prefixes together.
     shared: "Mapping[int, SharedPrefixes]" = field(default_factory=dict)
 

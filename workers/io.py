@@ -56,7 +56,7 @@ class WorkerApp:
     """See `meshlm.runtime.process.process.App`."""
 
     def __init__(self) -> None:
-        self._mesh: Mesh | None = None
+        self._mesh: Mesh  # from `start` on
         self._engine: Engine | None = None
         self._plans: queue.SimpleQueue[tuple[StepPlan | Reset | Operation, int] | None] = queue.SimpleQueue()
         self._pending: queue.SimpleQueue[tuple[StepPlan, Pending] | None] = queue.SimpleQueue()
@@ -95,7 +95,6 @@ class WorkerApp:
         return engine.facts.shown
 
     def _has_loaded(self, engine: Engine) -> None:
-        assert self._mesh is not None
         self._engine = engine
         if self._reset is not None:
             self._plans.put((self._reset, 0))
@@ -105,7 +104,6 @@ class WorkerApp:
     # --- stepper thread ---
 
     def _stepper(self, loaded: "asyncio.Future[Engine | None]") -> None:
-        assert self._mesh is not None
         loop, mesh = loaded.get_loop(), self._mesh
 
         def report(phase: str, done: int, total: int, unit: str) -> None:
@@ -156,7 +154,6 @@ class WorkerApp:
 
     def _step_for_ever(self, engine: Engine, extension: Extension | None) -> None:
         background, wait_s = True, BETWEEN_S
-        assert self._mesh is not None
         operations = Operations(self._mesh.config, self._mesh.identity, engine.rebalance, extension)
         states = self._states
         states.move(WorkerState.IDLE)
@@ -186,7 +183,6 @@ class WorkerApp:
     def _launch(self, engine: Engine, plan: StepPlan, received_ns: int) -> None:
         self._launched += 1
         begin_ns = time.monotonic_ns()
-        assert self._mesh is not None
         try:
             pending = engine.step(plan, received_ns)
         except StepAborted:  # its requests are computed anew in the session that follows
@@ -217,7 +213,6 @@ class WorkerApp:
         try:
             engine.join(exchange)
         except StepAborted as error:
-            assert self._mesh is not None
             self._mesh.log.warning("the ranks that step together have not met", reason=str(error))
             self._mesh.call_soon_threadsafe(self._on_aborted, session)
             return False
@@ -227,7 +222,6 @@ class WorkerApp:
 
     def _sleep(self, engine: Engine, wanted: Sleeping) -> None:
         """Be without the memory of these tags. Weights that are dropped are another process's to load: this one ends."""
-        assert self._mesh is not None
         self._sleeping = wanted
         if wanted.level >= DROPPED:
             text = f"{self._mesh.identity} drops its weights to sleep; its successor waits without any"
@@ -240,7 +234,6 @@ class WorkerApp:
         self._states.move(WorkerState.ASLEEP if asleep else WorkerState.IDLE)
 
     def _failed(self, plan: StepPlan, error: Exception) -> None:
-        assert self._mesh is not None
         text = f"{type(error).__name__}: {error}"
         first_line = text.splitlines()[0]
         if "CUDA error" in text or "device-side assert" in text:
@@ -258,7 +251,6 @@ class WorkerApp:
     # --- completer thread ---
 
     def _completer(self) -> None:
-        assert self._mesh is not None
         while (item := self._pending.get()) is not None:
             plan, pending = item
             try:
@@ -274,13 +266,11 @@ class WorkerApp:
 
     def _say(self, message: Struct) -> None:
         """Sends a message to the scheduler, from any thread."""
-        assert self._mesh is not None
         self._mesh.call_soon_threadsafe(self._send, message)
 
     # --- event loop ---
 
     def _send(self, message: Struct) -> None:
-        assert self._mesh is not None
         if isinstance(message, StepFailed):
             self._directory.spoil()
         scheduler = Identity(Role.SCHEDULER, self._mesh.identity.index // self._mesh.config.parallel.workers_per_rank)
@@ -294,7 +284,7 @@ class WorkerApp:
 
     def _stats(self) -> None:
         """Tell the scheduler what has changed since it was told."""
-        assert self._engine is not None and self._mesh is not None  # noqa: PT018
+        assert self._engine is not None
         self._mesh.call_later(STATS_S, self._stats)
         counts = self._engine.graph_counts()
         if counts != self._counts:
@@ -344,32 +334,28 @@ class WorkerApp:
 
     def _on_aborted(self, session: int) -> None:
         """A step of it was not computed with the other ranks: one of them is gone, and a new session is to follow."""
-        assert self._mesh is not None
         self._directory.spoil()
         self._mesh.call_later(ANEW_S, self._check_anew, session)
 
     def _check_anew(self, session: int) -> None:
         """Nobody is gone where none followed: what failed is here, and only a new incarnation gets out of it."""
-        assert self._mesh is not None
         if self._session == session:
             self._mesh.fatal("the ranks that step together lost one another, and none of them is gone")
 
     def _make_exchange(self, group: StepGroup) -> StepExchange:
-        assert self._mesh is not None
         return SocketExchange(self._mesh.config.run.run_dir, group, self._mesh.identity.index)
 
     def _answer(self, engine: Engine, reset: Reset) -> None:
         """All steps before the Reset are launched."""
         self._counts = GraphCounts()  # the scheduler may be a new one
         facts = engine.facts
-        resolved = self._mesh.config.resolved if self._mesh else None
+        resolved = self._mesh.config.resolved
         assert resolved is not None
         kept, hashes = self._directory.columns()
         self._send(ready(reset.session, facts, resolved.max_num_batched_tokens, kept, hashes))
 
     def _leave(self, reason: str) -> None:
         """End this process, whatever its threads wait for; it is started again and meets the new group."""
-        assert self._mesh is not None
         self._mesh.fatal(f"{self._mesh.identity} leaves its group: {reason}")
 
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:

@@ -26,6 +26,7 @@ from meshlm.runtime.model_files.tokenizer_files import LoadedTokenizer
 from meshlm.runtime.vocabulary import Vocabulary
 from meshlm.workers.output import grammars as of_rows
 from meshlm.workers.output.matchers import Matchers
+from meshlm.workers.rows.extras.extra import COMPUTED
 
 pytestmark = pytest.mark.model
 EOS, ROW = 2, np.array([0], np.int32)
@@ -57,7 +58,7 @@ class Model:
             assert mask is not None
             assert not constraint.failed, (constraint.failed, found)
             found.append(int(draws.choice(np.flatnonzero(mask.allowed(49152)[0]))))
-            constraint.sampled(np.array(found[-1:], np.int32), of_rows.COMPUTED)
+            constraint.after_head(np.array(found[-1:], np.int32), COMPUTED)
         return b"".join(map(self.vocabulary.bytes_of, found[:-1])).decode()
 
 

@@ -177,7 +177,7 @@ class Worker(WorkerApp):
 
     def _blocked_s(self) -> float:
         """For how long no word of the store comes, because the link to its host is cut."""
-        world, group = self._process.world, self._mesh.config.parallel  # type: ignore[union-attr]
+        world, group = self._process.world, self._mesh.config.parallel
         if group.nnodes == 1:
             return 0.0
         return float(max(0.0, world.whole_at((self._process.host, 0)) - world.now))
@@ -218,7 +218,7 @@ class Worker(WorkerApp):
             self._later(dice.random() * self._step_s, self._operate, message)
         elif self._together is not None:
             self._num_together += 1
-            self._process.world.tell(self._process, "waits", self._mesh.identity, f"step {self._num_together}")  # type: ignore[union-attr]
+            self._process.world.tell(self._process, "waits", self._mesh.identity, f"step {self._num_together}")
             self._together.arrive(self, self._num_together, message)
         elif self._group is None:
             self._later(dice.random() * self._step_s, self._compute, message)
@@ -244,12 +244,12 @@ class Worker(WorkerApp):
         """The group has met. agreed: all have their experts in the same places."""
         self.asked = False
         if not agreed and self.placement != FIRST:
-            self._process.world.tell(self._process, "puts", self._mesh.identity, "experts back")  # type: ignore[union-attr]
+            self._process.world.tell(self._process, "puts", self._mesh.identity, "experts back")
         self.placement = self.placement if agreed else FIRST
 
     def begin_move(self) -> None:
         self.asked, self.placement = False, BROKEN
-        self._process.world.tell(self._process, "moves", self._mesh.identity, "experts")  # type: ignore[union-attr]
+        self._process.world.tell(self._process, "moves", self._mesh.identity, "experts")
 
     def _moved(self, plan: StepPlan) -> None:
         """Its experts are where they should be, unless the group broke before."""
@@ -282,7 +282,7 @@ class Worker(WorkerApp):
 
     def _aborted(self) -> None:
         """A step for which the other ranks do not come."""
-        self._process.world.tell(self._process, "aborts", self._mesh.identity, f"step {self._num_together}")  # type: ignore[union-attr]
+        self._process.world.tell(self._process, "aborts", self._mesh.identity, f"step {self._num_together}")
         self._directory.spoil()
         self._done()
 
@@ -297,7 +297,7 @@ class Worker(WorkerApp):
         step.plan = step.plan or plan
         assert plan == step.plan, f"a group computes different plans: {plan} and {step.plan}"
         step.begun.setdefault(shard.pp_rank, set()).add(shard.tp_rank)
-        self._process.world.tell(self._process, "begins", self._mesh.identity, f"step {self._nth}")  # type: ignore[union-attr]
+        self._process.world.tell(self._process, "begins", self._mesh.identity, f"step {self._nth}")
         self._compute_stages(step)
         gone = [worker for worker in group.workers.values() if not worker._process.alive]
         if gone and self._process.dice.random() < SEES_FAILURE:

@@ -6,6 +6,7 @@ another shape (engine/graph_steps.py).
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,12 +14,16 @@ from torch import Tensor
 from meshlm.workers.attention.backend import Backend
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.shard import Shard
-from meshlm.workers.engine.inputs import Inputs
+from meshlm.workers.engine.inputs import TorchInputs
 from meshlm.workers.engine.together import Turns
 from meshlm.workers.models.decoder import Decoder
-from meshlm.workers.output.head import Head
+from meshlm.workers.output.head import TorchHead
 from meshlm.workers.rows.extras.extra import StepExtra
 from meshlm.workers.rows.step_columns import StepColumns
+
+if TYPE_CHECKING:
+    from meshlm.workers.engine.triton_inputs import TritonInputs
+    from meshlm.workers.output.logits_sampler import LogitsSampler
 
 
 class Compute:
@@ -30,8 +35,8 @@ class Compute:
         attention: Backend,
         block_size: int,
         shard: Shard,
-        inputs: Inputs,
-        head: Head,
+        inputs: "TorchInputs | TritonInputs",
+        head: "TorchHead | LogitsSampler",
         intermediate_tensors: Tensor,
     ) -> None:
         """intermediate_tensors [t, hidden]: a stage finds here what the one before passes on, and leaves what the next one takes."""

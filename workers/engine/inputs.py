@@ -5,7 +5,6 @@ with Triton two kernels do it (triton_inputs.py). Used by the stepper thread.
 """
 
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,31 +16,21 @@ from meshlm.workers.rows.device_rows import DeviceRows, put
 from meshlm.workers.rows.step_columns import StepColumns
 
 
-class Inputs(Protocol):
-    """A device's way to prepare steps. Nothing in it waits for the device."""
-
-    def send(self, step: StepColumns, size: int, changes: I32, segments: int, places: NDArray[np.int64]) -> None:
-        """Apply the changes (changes.py) to the rows, and have the step's columns on the device, padded to `size` requests."""
-
-    def of_step(self, step: StepColumns) -> StepInputs:
-        """The tensors of the step that was sent last."""
-
-    def halves(self, step: StepColumns, batch: StepInputs, cut: int) -> tuple[StepInputs, StepInputs]:
-        """What `of_step` gave for it, as its first `cut` tokens and the rest; nobody samples."""
-
-
 class TorchInputs:
-    """See `Inputs`. Positions are counted on the host, tokens and slots are looked up on the device."""
+    """A device's way to prepare steps; nothing in it waits for the device. By plain torch: positions are counted on the host,
+    tokens and slots are looked up on the device."""
 
     def __init__(self, rows: DeviceRows) -> None:
         self._rows, self._device = rows, rows.state.device
 
     def send(self, step: StepColumns, size: int, changes: I32, segments: int, places: NDArray[np.int64]) -> None:
+        """Apply the changes (changes.py) to the rows, and have the step's columns on the device, padded to `size` requests."""
         if segments:
             places, values = unpacked(changes, segments)
             self._rows.state[put(places, self._device)] = put(values, self._device)
 
     def of_step(self, step: StepColumns) -> StepInputs:
+        """The tensors of the step that was sent last."""
         rows, block_size, device = self._rows, self._rows.block_size, self._device
         lens = step.starts.astype(np.int64) + step.counts
         token_rows, positions = step.of_tokens()
@@ -75,6 +64,7 @@ class TorchInputs:
         )
 
     def halves(self, step: StepColumns, batch: StepInputs, cut: int) -> tuple[StepInputs, StepInputs]:
+        """What `of_step` gave for it, as its first `cut` tokens and the rest; nobody samples."""
         first, second = step.halves(cut)
         both = self.of_step(first), self.of_step(second)
         if batch.vectors is None:

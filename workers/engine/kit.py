@@ -8,25 +8,29 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from meshlm.workers.engine.inputs import Inputs, TorchInputs
+from meshlm.workers.engine.inputs import TorchInputs
 from meshlm.workers.graphs.dispatcher import Captures, Dispatcher
 from meshlm.workers.models.decoder import Decoder
-from meshlm.workers.output.head import Head, TorchHead
+from meshlm.workers.output.head import TorchHead
 from meshlm.workers.rows.device_rows import DeviceRows
 
 if TYPE_CHECKING:
     from meshlm.workers.engine import ProgressReport
     from meshlm.workers.engine.engine import ModelEngine
+    from meshlm.workers.engine.triton_inputs import TritonInputs
+    from meshlm.workers.output.logits_sampler import LogitsSampler
 
 
 class TorchKit:
     """The engine calls these while it is made, in this order."""
 
-    def inputs(self, rows: DeviceRows, *, samples: bool) -> Inputs:
+    def inputs(self, rows: DeviceRows, *, samples: bool) -> "TorchInputs | TritonInputs":
         """samples: whether tokens are sampled by this worker (not on a stage of a pipeline before the last)."""
         return TorchInputs(rows)
 
-    def head(self, model: Decoder, rows: DeviceRows, dtype: torch.dtype, *, samples: bool) -> Head:
+    def head(
+        self, model: Decoder, rows: DeviceRows, dtype: torch.dtype, *, samples: bool
+    ) -> "TorchHead | LogitsSampler":
         """The head's way to choose tokens."""
         return TorchHead(model, rows, dtype)
 

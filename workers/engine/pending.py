@@ -1,11 +1,10 @@
 """A step on its way: its tokens come to the host behind a mark in the device's queue, which the completer thread waits for.
 
-The stepper thread marks and fetches, and waits for nothing. A CPU has computed a step when its launch returns: its marks are no more
-than a type.
+The stepper thread marks and fetches, and waits for nothing.
 """
 
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from meshlm.protocol.edges.step import RowFailed, StepResult
 from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.workers.output.logprobs import Details, columns_by_place
 from meshlm.workers.rows.changes import I32
-from meshlm.workers.rows.extras.extra import StepExtra, with_findings
+from meshlm.workers.rows.extras.extra import COMPUTED, Mark, StepExtra, with_findings
 
 NO_TOKEN = RowFailed(
     "no token is left: what the request allows, bans and forbids to end (min_tokens) leaves none that may come"
@@ -35,56 +34,25 @@ def of_tokens(tokens: NDArray[np.int32], places: NDArray[np.int64]) -> dict[int,
 DEPTH = 8  # steps whose tokens may be on their way at the same time
 
 
-class Mark(Protocol):
-    """A point in what was launched."""
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool: ...
-
-    def elapsed_time(self, end: Any) -> float: ...
-
-
-class Timeline(Protocol):
-    """The marks by which a device's results come to the host."""
+class Timeline:
+    """The marks by which a device's results come to the host. A CPU's: a step is computed when its launch returns."""
 
     def mark(self) -> Mark:
         """Behind all that is launched so far."""
+        return COMPUTED
 
     def fetch(self, tokens: Tensor) -> I32:
         """int32 [l] on the host, there when a later mark has been reached."""
-
-    def launched_ns(self, begun_ns: int) -> int:
-        """The time at which a step counts as launched whose launch began then, in ns."""
-
-
-class CpuMark:
-    def synchronize(self) -> None:
-        """It was computed at once."""
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end: object) -> float:
-        return 0.0  # the host's clock says it (StepResult.gpu_ns)
-
-
-class CpuTimeline:
-    """See `Timeline`."""
-
-    def mark(self) -> CpuMark:
-        return CpuMark()
-
-    def fetch(self, tokens: Tensor) -> I32:
         found: I32 = tokens.numpy()
         return found
 
     def launched_ns(self, begun_ns: int) -> int:
+        """The time at which a step counts as launched whose launch began then, in ns."""
         return begun_ns  # it computes as it launches
 
 
-class GpuTimeline:
-    """See `Timeline`. Tokens are copied into pinned memory, in a ring."""
+class GpuTimeline(Timeline):
+    """Tokens are copied into pinned memory, in a ring."""
 
     def __init__(self, max_rows: int) -> None:
         self._slots = [torch.empty(max_rows, dtype=torch.int32, pin_memory=True) for _ in range(DEPTH)]
@@ -109,7 +77,7 @@ class GpuTimeline:
 
 
 def timeline_of(device: torch.device, max_rows: int) -> Timeline:
-    return CpuTimeline() if device.type == "cpu" else GpuTimeline(max_rows)
+    return Timeline() if device.type == "cpu" else GpuTimeline(max_rows)
 
 
 class PendingStep:

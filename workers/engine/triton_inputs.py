@@ -60,7 +60,7 @@ class Staging:
 
 
 class TritonInputs:
-    """See `meshlm.workers.engine.inputs.Inputs`. For steps of up to `max_rows` requests and one that is padding (workers/graphs)."""
+    """See `TorchInputs`. For steps of up to `max_rows` requests and one that is padding (workers/graphs)."""
 
     def __init__(self, rows: DeviceRows, staging: Staging, device: torch.device, *, samples: bool = True) -> None:
         """samples: whether tokens are sampled here (not on a stage of a pipeline before the last)."""

@@ -30,10 +30,10 @@ from meshlm.workers.engine import NOT_BALANCED, Done, EngineFacts, ProgressRepor
 from meshlm.workers.fake.extras import FakeHead, extras_of
 from meshlm.workers.fake.rows import FakeRows, StepArrays
 from meshlm.workers.fake.tokens import FACTOR, FIRST_TOKEN, INVERSE, U64, columns, dice, powers
-from meshlm.workers.output.grammars import COMPUTED, Grammars, TokenMask
+from meshlm.workers.output.grammars import Grammars, TokenMask
 from meshlm.workers.output.mask_process import MaskProcess
 from meshlm.workers.rows.changes import I32, I64
-from meshlm.workers.rows.extras.extra import with_findings
+from meshlm.workers.rows.extras.extra import COMPUTED, with_findings
 from meshlm.workers.rows.step_columns import StepColumns
 
 DEFAULT_CACHE_TOKENS = 1 << 20

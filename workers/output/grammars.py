@@ -7,7 +7,7 @@ anew in the next one, one by one, so that the row that it dies of is known, and 
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
@@ -19,10 +19,14 @@ from meshlm.protocol.extras import find_extra
 from meshlm.protocol.grammar import Grammar
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.ids import ErrorKind
-from meshlm.workers.output.matchers import RowBegins, Turn, Turned
-from meshlm.workers.rows.changes import I32
+from meshlm.workers.output.matchers import RowBegins, Turn
+from meshlm.workers.rows.changes import I32, I64
 from meshlm.workers.rows.extras.extra import Mark, MaskTaker, RowExtra, StepExtra, StepFindings
 from meshlm.workers.rows.step_columns import StepColumns
+
+if TYPE_CHECKING:
+    from meshlm.workers.output.mask_process import MaskProcess
+    from meshlm.workers.output.matchers import Matchers
 
 TOO_LATE = RowFailed("its masks could not be made anew in time; the host is busy; try again", ErrorKind.OVERLOADED)
 
@@ -45,32 +49,6 @@ class MatchersLost(Exception):
 MAX_UNREAD = 4  # steps whose tokens may wait to be read here: their buffers are used again
 MOST_DEATHS = 2  # of the process of masks, of nothing that is known, while it has a row
 ANEW_S = 20.0  # for all rows that begin anew in a process of masks; the others wait for that
-
-
-class Backend(Protocol):
-    """Where the matchers are."""
-
-    @property
-    def num_words(self) -> int:
-        """Of a mask."""
-
-    def start(self) -> None: ...
-
-    def compile(self, text: str) -> str:
-        """Why no row can have the grammar; "" once rows may. MatchersLost when that cannot be said."""
-
-    def turn(self, turn: Turn, words: I32) -> Turned:
-        """See Matchers. MatchersLost when it ended, with all rows."""
-
-
-class _Computed:
-    """The mark of a device that computes in step."""
-
-    def synchronize(self) -> None:
-        """It was computed at once."""
-
-
-COMPUTED = _Computed()
 
 
 class TokenMask(NamedTuple):
@@ -119,7 +97,7 @@ class ConstrainedRow:
 class Grammars:
     """See the module docstring."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: "Matchers | MaskProcess") -> None:
         self._backend = backend
         self.rows: dict[int, ConstrainedRow] = {}
         self._removed: list[int] = []
@@ -131,7 +109,7 @@ class Grammars:
         self._backend.start()
 
     def compile(self, text: str) -> str:
-        """See Backend. Called in any thread."""
+        """Why no row can have the grammar; "" once rows may. MatchersLost when that cannot be said. Called in any thread."""
         return self._backend.compile(text)
 
     # --- the stepper thread ---
@@ -154,12 +132,11 @@ class Grammars:
         if found is not None and found.num_sent >= 0:
             self._removed.append(found.number)
 
-    def of_step(self, rows: I32) -> "Constraint":
-        """The constraint of a step in which these rows sample."""
-        if not self.rows:
-            return Constraint(self, {})
-        found = {line: self.rows[row] for line, row in enumerate(rows.tolist()) if row in self.rows}
-        return Constraint(self, {line: row for line, row in found.items() if not row.is_over})
+    def of_step(self, rows: I32, places: I64 | None = None, why_no_graph: str = "") -> "Constraint":
+        """The constraint of a step in which these rows sample, which have these places in the batch."""
+        lines = enumerate(rows.tolist()) if self.rows else ()
+        found = {line: self.rows[row] for line, row in lines if row in self.rows and not self.rows[row].is_over}
+        return Constraint(self, found, places, why_no_graph)
 
     def mask(self, rows: dict[int, ConstrainedRow], take: "Callable[[int], I32] | None") -> TokenMask:
         """The masks of the next tokens of these lines. Waits for the tokens of earlier steps."""
@@ -235,51 +212,40 @@ class Grammars:
                 row.output.append(int(tokens[line]))
 
 
-class Constraint:
+class Constraint(StepExtra[Any]):
     """One step's rows with a grammar, by their lines among those that sample; few steps have any."""
 
-    __slots__ = ("_grammars", "_rows", "failed")
+    needs_pause = True
 
-    def __init__(self, grammars: Grammars, rows: dict[int, ConstrainedRow]) -> None:
-        self._grammars, self._rows = grammars, rows
+    def __init__(
+        self, grammars: Grammars, rows: dict[int, ConstrainedRow], places: I64 | None = None, why_no_graph: str = ""
+    ) -> None:
+        """places: in the batch, of the rows that sample."""
+        self._grammars, self._rows, self._places, self.why_no_graph = grammars, rows, places, why_no_graph
         self.failed: dict[int, RowFailed] = {}  # by line: why the row's text cannot go on
 
     def __bool__(self) -> bool:
         return bool(self._rows)
 
     def mask(self, take: Callable[[int], I32] | None = None) -> TokenMask | None:
-        """Called when the model is launched: what follows waits for the tokens of the step before. take: where masks are written, of so
-        many lines."""
+        """What follows waits for the tokens of the step before. take: where masks are written, of so many lines."""
         if not self._rows:
             return None
         mask = self._grammars.mask(self._rows, take)
         self.failed = {line: row.failed for line, row in self._rows.items() if row.failed is not None}
         return mask
 
-    def sampled(self, tokens: I32, mark: Mark) -> None:
-        """The step's tokens [lines] are on the host behind the mark."""
-        if self._rows:
-            self._grammars.sampled(self._rows, tokens, mark)
-
-
-class GrammarStep(StepExtra[Any]):
-    """The constraint of the rows that sample in a step."""
-
-    needs_pause = True
-
-    def __init__(self, constraint: Constraint, places: NDArray[np.int64], why_no_graph: str) -> None:
-        self._constraint, self._places, self.why_no_graph = constraint, places, why_no_graph
-
     def before_head(self, head: MaskTaker) -> None:
-        if (mask := self._constraint.mask(head.take_mask)) is not None:
+        if (mask := self.mask(head.take_mask)) is not None:
             head.mask(mask)
 
     def after_head(self, tokens: I32, end: Mark) -> None:
-        self._constraint.sampled(tokens, end)
+        if self._rows:
+            self._grammars.sampled(self._rows, tokens, end)
 
     def findings(self) -> StepFindings:
-        failed = self._constraint.failed
-        return StepFindings(failed={int(self._places[line]): why for line, why in failed.items()})
+        assert self._places is not None
+        return StepFindings(failed={int(self._places[line]): why for line, why in self.failed.items()})
 
 
 class GrammarRows(RowExtra[Any]):
@@ -312,9 +278,7 @@ class GrammarRows(RowExtra[Any]):
         self.grammars.remove_row(row)
 
     def for_step(self, step: StepColumns) -> StepExtra[Any] | None:
-        places = step.places
-        constraint = self.grammars.of_step(step.rows[places])
-        return GrammarStep(constraint, places, self._why_no_graph) if constraint else None
+        return self.grammars.of_step(step.rows[step.places], step.places, self._why_no_graph) or None
 
     def in_idle_time(self) -> None:
         if self._loads_ahead:

@@ -3,8 +3,6 @@
 On a GPU with Triton kernels do it (logits_sampler.py). Owned by the engine; used by the stepper thread.
 """
 
-from typing import Protocol
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -21,33 +19,11 @@ from meshlm.workers.rows.device_rows import DeviceRows, breakers_buffer, put
 from meshlm.workers.rows.step_columns import StepColumns
 
 
-class Head(Protocol):
-    """A device's way to choose tokens. Nothing in it waits for the device."""
-
-    # int32 [l] or longer: the last step's tokens (or outcomes: kernels/sample/outcomes.py), in the order of its sampling requests
-    sampled: Tensor
-
-    def take_mask(self, count: int) -> I32:
-        """Where the masks of so many lines are written, int32 [count, vocab / 32]."""
-
-    def mask(self, mask: TokenMask) -> None:
-        """The next tokens are chosen among those that this allows, in the lines that have a grammar."""
-
-    def sample(self, hidden: Tensor, batch: StepInputs, step: StepColumns) -> None:
-        """A token for each of hidden [l, hidden]; it is written behind its row, too."""
-
-    def finish(self, step: StepColumns, places: NDArray[np.int64]) -> list[Details]:
-        """After the step, or its graph: what could not be done in it, and log-probabilities that are asked for.
-
-        places: of the step's sampling requests.
-        """
-
-    def warm_up(self) -> None:
-        """Allocate what a step may need at most beside its own, so that memory is profiled with it."""
-
-
 class TorchHead:
-    """See `Head`. All rows at once, by the general sampler."""
+    """A device's way to choose tokens; nothing in it waits for the device. All rows at once, by the general sampler.
+
+    sampled: int32 [l] or longer, the tokens (or outcomes: kernels/sample/outcomes.py) of the last step's sampling requests, in order.
+    """
 
     def __init__(self, model: Decoder, rows: DeviceRows, dtype: torch.dtype) -> None:
         self._model, self._rows, self._dtype, self._device = model, rows, dtype, rows.state.device
@@ -58,12 +34,15 @@ class TorchHead:
         self._raw: Tensor | None = None  # logits before sampling changed them, of the rows that want log-probabilities
 
     def take_mask(self, count: int) -> I32:
+        """Where the masks of so many lines are written, int32 [count, vocab / 32]."""
         return np.empty((count, -(-self._model.spec.vocab_size // 32)), np.int32)
 
     def mask(self, mask: TokenMask) -> None:
+        """The next tokens are chosen among those that this allows, in the lines that have a grammar."""
         self._mask = mask
 
     def sample(self, hidden: Tensor, batch: StepInputs, step: StepColumns) -> None:
+        """A token for each of hidden [l, hidden]; it is written behind its row, too."""
         columns = self._rows.table.columns
         at = sample_rows(step, columns)
         logits = self._model.logits(hidden)
@@ -77,7 +56,10 @@ class TorchHead:
         self._rows.tokens[where[0], where[1]] = self.sampled.clamp(min=0)
 
     def finish(self, step: StepColumns, places: NDArray[np.int64]) -> list[Details]:
-        """Row by row, as if each were alone: equal logits are then in the same order whatever others ask for."""
+        """After the step, or its graph: log-probabilities that are asked for. places: of the step's sampling requests.
+
+        Row by row, as if each were alone: equal logits are then in the same order whatever others ask for.
+        """
         if self._raw is None:
             return []
         raw, self._raw = self._raw, None
@@ -96,5 +78,6 @@ class TorchHead:
         return put(np.array([ids], np.int64), self._device) if ids else None
 
     def warm_up(self) -> None:
+        """Allocate what a step may need at most beside its own, so that memory is profiled with it."""
         hidden = torch.zeros(self._rows.max_rows, self._model.spec.hidden_size, dtype=self._dtype, device=self._device)
         self._model.logits(hidden).float().softmax(dim=-1).double().cumsum(dim=-1)

@@ -87,7 +87,7 @@ LINES_BY_TORCH = 32  # a sort of one line takes several times its memory
 
 
 class LogitsSampler:
-    """See `meshlm.workers.output.head.Head`. `hidden` and `sampled` hold the states and tokens of the last step, in the order of its
+    """See `TorchHead`. `hidden` and `sampled` hold the states and tokens of the last step, in the order of its
     sampling requests."""
 
     def __init__(

@@ -89,7 +89,7 @@ class _Session:
 
 
 class MaskProcess:
-    """See the module docstring; `grammars.Backend`."""
+    """See the module docstring; what `Grammars` needs of matchers."""
 
     def __init__(self, resolved: Resolved) -> None:
         eos = tuple(resolved.eos_token_ids)
@@ -103,7 +103,7 @@ class MaskProcess:
         self._sandbox.start()
 
     def compile(self, text: str) -> str:
-        """See Backend. Waits while the vocabulary is loaded."""
+        """See `Grammars.compile`. Waits while the vocabulary is loaded."""
         with self._compiling:
             for _ in range(TRIES):
                 try:

@@ -50,9 +50,8 @@ class DeviceRows:
         )
         begins = table.columns_at.tolist()
         self.columns = {column.name: self._view(column, begin) for column, begin in zip(ON_DEVICE, begins, strict=True)}
-        self.vectors: Tensor | None = (
-            None  # [tokens, hidden] of a step: what prompts bring in the place of tokens, if they may
-        )
+        # [tokens, hidden] of a step: what prompts bring in the place of tokens, if they may
+        self.vectors: Tensor | None = None
         self.prefixes: PrefixTables | None = None  # where kernels read those of several rows together
 
     def _view(self, column: Column, begin: int) -> Tensor:

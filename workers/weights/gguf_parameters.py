@@ -5,7 +5,7 @@ blocks. The compiled kernels of a CPU (kernels/cpu/packed.py) compute with codes
 are rounded to 16 bits, or, with --cpu-exact, in float32 and with the values that decoding would have given. All else is decoded.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,19 @@ class SpannedParameter:
         return data.shape[0] * self._inputs
 
 
+def _matrices(
+    model: Decoder, tensors: Iterable[tuple[str, Source]]
+) -> Iterator[tuple[WeightSlice, GGUFTensorSource | None]]:
+    """Where this rank's parts of matrices belong, and their sources; None: they cannot stay as the file has them."""
+    for name, source in tensors:
+        found = place(name, model.spec, model.shard)
+        if found is None or found.shape != source.shape or len(found.shape) != 2 or found.begin == found.end:
+            continue
+        cuts = isinstance(source, GGUFTensorSource) and source.cuts(found.dim, found.begin, found.end)
+        stays = cuts and found.times == 1 and found.column is None  # codes are not multiplied
+        yield found, source if stays and isinstance(source, GGUFTensorSource) else None
+
+
 def keep_spans(
     model: Decoder, tensors: Iterable[tuple[str, Source]], method: type[GGUFFormat | DecodedGGUF] = GGUFFormat,
     kind: type[Linear | GroupedLinear] = Linear,
@@ -58,18 +71,8 @@ def keep_spans(
     """The weights of layers of this kind of which all parts can be loaded packed; their layers get the method for it. All experts of a
     layer must have parts of the same types."""
     parts: dict[str, dict[int, dict[int, Span | None]]] = {}  # by expert and row
-    for name, source in tensors:
-        try:
-            found = place(name, model.spec, model.shard)
-        except KeyError:
-            continue  # load.py will say it
-        if found is None or found.shape != source.shape or len(found.shape) != 2:
-            continue
-        if found.begin < found.end:
-            span = (
-                _span(source, found) if found.times == 1 and found.column is None else None
-            )  # codes are not multiplied
-            parts.setdefault(found.parameter, {}).setdefault(found.expert or 0, {})[found.row] = span
+    for found, source in _matrices(model, tensors):
+        parts.setdefault(found.parameter, {}).setdefault(found.expert or 0, {})[found.row] = _span(source, found)
     kept = {}
     modules = list(model.layers.named_modules(prefix="layers"))
     if (
@@ -105,10 +108,8 @@ def merged(spans: list[Span]) -> tuple[Span, ...]:
     return tuple(found)
 
 
-def _span(source: Source, found: WeightSlice) -> Span | None:
-    if not isinstance(source, GGUFTensorSource) or source.ggml_type not in LAYOUTS:
-        return None
-    if not source.cuts(found.dim, found.begin, found.end):
+def _span(source: GGUFTensorSource | None, found: WeightSlice) -> Span | None:
+    if source is None or source.ggml_type not in LAYOUTS:
         return None
     rows, _ = source.rows(found.dim, found.begin, found.end)
     return Span(rows.data.shape[0], source.ggml_type, rows.data.shape[1])
@@ -148,19 +149,10 @@ def keep(model: Decoder, tensors: Iterable[tuple[str, Source]], *, exact: bool) 
     """
     rounded = not exact and self_test.rounds()
     parts: dict[str, dict[int | None, list[tuple[int, int, int | None]]]] = {}  # of each expert: first row, rows, form
-    for name, source in tensors:
-        try:
-            found = place(name, model.spec, model.shard)
-        except KeyError:
-            continue  # load.py will say it
-        if found is None or found.shape != source.shape or len(found.shape) != 2:
-            continue
-        form = (
-            None if found.times != 1 or found.column is not None else _form(source, found, rounded)
-        )  # codes are not multiplied
+    for found, source in _matrices(model, tensors):
+        form = None if source is None else packed.form_of(source.ggml_type, rounded=rounded)
         rows = found.end - found.begin if found.dim == 0 else found.shape[0]
-        if rows and found.begin < found.end:
-            parts.setdefault(found.parameter, {}).setdefault(found.expert, []).append((found.row, rows, form))
+        parts.setdefault(found.parameter, {}).setdefault(found.expert, []).append((found.row, rows, form))
     kept = {}
     begin, end, _ = model.shard.vocab(model.spec.vocab_size)
     for name, parameter in list(model.named_parameters()):
@@ -183,12 +175,6 @@ def keep(model: Decoder, tensors: Iterable[tuple[str, Source]], *, exact: bool) 
             empty = torch.empty(kept[name].size, dtype=torch.uint8, device=parameter.device)
             owner.weight = nn.Parameter(empty, requires_grad=False)
     return kept
-
-
-def _form(source: Source, found: WeightSlice, rounded: bool) -> int | None:
-    if isinstance(source, GGUFTensorSource) and source.cuts(found.dim, found.begin, found.end):
-        return packed.form_of(source.ggml_type, rounded=rounded)
-    return None
 
 
 def _panels(parts: list[tuple[int, int, int | None]], covered: int, n: int) -> list[int] | None:

@@ -23,9 +23,8 @@ from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer
 
 _KEY = "meshlm"
-LAYOUT = (
-    1  # of packed tensors; another one where kernels read them in another order (1: kernels/packed_experts/layout.py)
-)
+# Of packed tensors; another one where kernels read them in another order (1: kernels/packed_experts/layout.py)
+LAYOUT = 1
 
 
 class _Made(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,9 +18,8 @@ from meshlm.workers.kv_capacity import size_text
 from meshlm.workers.layers.linear import Linear, Matrix
 from meshlm.workers.models.decoder import Decoder
 
-CACHE_SHARE = (
-    4  # a KV cache is useful with one in so many bytes of what a worker may take, and one request at its longest
-)
+# A KV cache is useful with one in so many bytes of what a worker may take, and one request at its longest
+CACHE_SHARE = 4
 ACTIVATIONS_SHARE = 20  # a step is taken to need one in so many
 
 

@@ -25,7 +25,7 @@ def test_wrong_results_are_named_and_all_are_launched() -> None:
 
 
 def test_nothing_and_what_is_no_number_are_wrong_and_near_is_right() -> None:
-    assert result("none", None, ONES).wrong_results()
-    assert result("far", ONES + 0.1, ONES, near=0.03).wrong_results()
-    assert not result("near", ONES + 0.02, ONES, near=0.03).wrong_results()
-    assert result("no number", ONES * float("nan"), ONES, near=0.03).wrong_results()
+    assert result("none", None, ONES).wrong()
+    assert result("far", ONES + 0.1, ONES, near=0.03).wrong()
+    assert not result("near", ONES + 0.02, ONES, near=0.03).wrong()
+    assert result("no number", ONES * float("nan"), ONES, near=0.03).wrong()

@@ -22,8 +22,9 @@ from meshlm.protocol.wire.ids import Row, StepId
 from meshlm.runtime.model_files import tokenizer_files
 from meshlm.runtime.vocabulary import CHARACTER, Vocabulary
 from meshlm.workers.output import grammars as of_rows
-from meshlm.workers.output.grammars import COMPUTED, Grammars
+from meshlm.workers.output.grammars import Grammars
 from meshlm.workers.output.matchers import Matchers
+from meshlm.workers.rows.extras.extra import COMPUTED, Mark
 
 pytestmark = pytest.mark.model
 VOCAB, EOS = 49152 + 8, 2  # eight lines of logits without a token
@@ -95,7 +96,7 @@ def allowed_of(made: Grammars, vocab_size: int, row: int = 0) -> list[int]:
 
 
 def push(made: Grammars, token: int, row: int = 0) -> None:
-    made.of_step(np.array([row], np.int32)).sampled(np.array([token], np.int32), COMPUTED)
+    made.of_step(np.array([row], np.int32)).after_head(np.array([token], np.int32), COMPUTED)
 
 
 def written(made: Grammars, choose: Callable[[list[int]], int], limit: int = 300) -> list[int]:
@@ -287,7 +288,7 @@ def test_tokens_are_read_when_they_are_there(grammars: Grammars, vocabulary: Voc
     """Of a step on a device that computes later: nobody waits before the next mask, and no more than a few steps long."""
     waited = []
 
-    class Later:
+    class Later(Mark):
         def __init__(self, tokens: "np.ndarray[Any, Any]", token: int) -> None:
             self._tokens, self._token = tokens, token
 
@@ -299,13 +300,13 @@ def test_tokens_are_read_when_they_are_there(grammars: Grammars, vocabulary: Voc
     apply_plan(grammars, plan(new(of_regex("7{2}"))))
     for _ in range(2):
         tokens = np.array([-1], np.int32)
-        grammars.of_step(np.array([0], np.int32)).sampled(tokens, Later(tokens, digit))
+        grammars.of_step(np.array([0], np.int32)).after_head(tokens, Later(tokens, digit))
     assert not waited
     assert allowed(grammars) == [EOS]
     assert waited == [digit, digit]
     for _ in range(of_rows.MAX_UNREAD + 1):
         tokens = np.array([-1], np.int32)
-        grammars.of_step(np.array([0], np.int32)).sampled(tokens, Later(tokens, EOS))
+        grammars.of_step(np.array([0], np.int32)).after_head(tokens, Later(tokens, EOS))
     assert len(waited) == 3 + of_rows.MAX_UNREAD
 
 

@@ -28,10 +28,11 @@ from meshlm.runtime.sandbox.limits import MIB, ChildDied, Limit, Limits
 from meshlm.runtime.vocabulary import Vocabulary
 from meshlm.workers.output import grammars as grammars_module
 from meshlm.workers.output import mask_process
-from meshlm.workers.output.grammars import COMPUTED, Grammars, MatchersLost
+from meshlm.workers.output.grammars import Grammars, MatchersLost
 from meshlm.workers.output.mask_process import MaskProcess
 from meshlm.workers.output.matchers import Matchers, RowBegins, Turn, Turned
 from meshlm.workers.rows.changes import I32
+from meshlm.workers.rows.extras.extra import COMPUTED
 
 pytestmark = pytest.mark.model
 VOCAB, EOS = 49152, 2
@@ -73,7 +74,7 @@ def stepped(made: Grammars, rows: list[int], seed: int) -> tuple[list[bytes], di
     assert mask is not None
     dice = np.random.default_rng(seed)
     tokens = np.array([dice.choice(np.flatnonzero(line)) for line in mask.allowed(VOCAB)], np.int32)
-    constraint.sampled(tokens, COMPUTED)
+    constraint.after_head(tokens, COMPUTED)
     return [line.tobytes() for line in mask.words], {rows[line]: why.message for line, why in constraint.failed.items()}
 
 
@@ -146,7 +147,7 @@ def test_masks_that_take_too_long_end_their_row(process: MaskProcess, monkeypatc
     assert process._session is not session
 
 
-class Dying:
+class Dying(Matchers):
     """A backend that ends with certain rows."""
 
     num_words = 1

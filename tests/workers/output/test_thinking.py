@@ -20,8 +20,9 @@ from meshlm.runtime.parsers.reasoning import ReasoningParser
 from meshlm.runtime.parsers.registry import tool_parser
 from meshlm.runtime.parsers.splitter import Splitter
 from meshlm.runtime.vocabulary import Vocabulary
-from meshlm.workers.output.grammars import COMPUTED, Grammars
+from meshlm.workers.output.grammars import Grammars
 from meshlm.workers.output.matchers import MAX_UNSURE, Matchers, Reasoning
+from meshlm.workers.rows.extras.extra import COMPUTED
 
 pytestmark = pytest.mark.model
 VOCAB, EOS, PROMPT = 49152, 2, [5, 6, 7]
@@ -54,7 +55,7 @@ def forced(made: Grammars) -> int | None:
 
 
 def push(made: Grammars, token: int) -> None:
-    made.of_step(np.array([0], np.int32)).sampled(np.array([token], np.int32), COMPUTED)
+    made.of_step(np.array([0], np.int32)).after_head(np.array([token], np.int32), COMPUTED)
 
 
 def written(vocabulary: Vocabulary, budget: ThinkingBudget, said: str, cut: int | None = None, calls: str = "") -> str:
